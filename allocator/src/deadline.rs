@@ -1,0 +1,48 @@
+//! A point in time by which something must have happened.
+
+use std::time::{Duration, Instant};
+
+/// A deadline together with the budget it was made from, so that messages can say how long was
+/// waited.
+///
+/// Every wait in symmpool takes one. A deadline is a fixed point in time: passing the same value
+/// to several steps makes them share one budget.
+#[derive(Clone, Copy, Debug)]
+pub struct Deadline {
+    at: Instant,
+    budget: Duration,
+}
+
+impl Deadline {
+    /// A deadline `budget` from now. Budgets beyond 30 years are cut to that.
+    pub fn after(budget: Duration) -> Self {
+        const LONGEST: Duration = Duration::from_secs(30 * 365 * 24 * 3600);
+        let budget = budget.min(LONGEST);
+        Self { at: Instant::now() + budget, budget }
+    }
+
+    /// A deadline `seconds` from now.
+    pub fn seconds(seconds: u64) -> Self {
+        Self::after(Duration::from_secs(seconds))
+    }
+
+    /// Time left; zero once the deadline has passed.
+    pub fn remaining(&self) -> Duration {
+        self.at.saturating_duration_since(Instant::now())
+    }
+
+    /// Whether the deadline has passed.
+    pub fn expired(&self) -> bool {
+        self.remaining().is_zero()
+    }
+
+    /// The time this deadline gave in total.
+    pub fn budget(&self) -> Duration {
+        self.budget
+    }
+
+    /// The point in time itself.
+    pub fn at(&self) -> Instant {
+        self.at
+    }
+}

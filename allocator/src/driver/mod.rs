@@ -1,0 +1,303 @@
+//! What gives memory and addresses.
+//!
+//! A driver reserves address ranges, makes physical memory, maps the one into the other, and
+//! hands memory to other ranks. It decides nothing: placement belongs to
+//! [`lane`](crate::lane), agreement to [`rendezvous`](crate::rendezvous). So every driver can be
+//! small, and everything above it is tested without a GPU.
+//!
+//! | driver | memory | for |
+//! | --- | --- | --- |
+//! | [`HostDriver`] | memfd, shared between processes | CPU inference, tests, the demo |
+//! | [`CudaDriver`] | CUDA virtual memory management | GPUs |
+//! | [`SimDriver`] | none: addresses only | thousands of ranks in one process |
+//! | [`FaultDriver`] | another driver's | failing, delaying or dying at the nth call |
+
+mod cuda;
+mod fault;
+mod host;
+mod sim;
+
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+pub use cuda::CudaDriver;
+pub use fault::{FaultAction, FaultDriver, FaultPlan};
+pub use host::HostDriver;
+pub use sim::SimDriver;
+
+use crate::Result;
+
+/// A shared handle to a [`MemoryDriver`], and the place where drivers are chosen.
+#[derive(Clone)]
+pub struct Driver(Arc<dyn MemoryDriver>);
+
+impl Driver {
+    /// Wraps a driver, one of ours or your own.
+    pub fn new(driver: impl MemoryDriver + 'static) -> Self {
+        Self(Arc::new(driver))
+    }
+
+    /// The device of this process if there is one (see [`CudaDriver::from_env`]), else host
+    /// memory.
+    pub fn best() -> Result<Self> {
+        match CudaDriver::from_env() {
+            Ok(cuda) => Ok(Self::new(cuda)),
+            Err(error) if error.is_unsupported() => {
+                tracing::info!(%error, "no usable CUDA device; symmetric memory is host memory");
+                Ok(Self::new(HostDriver::new()?))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Host memory shared between the processes of this machine.
+    pub fn host() -> Result<Self> {
+        Ok(Self::new(HostDriver::new()?))
+    }
+
+    /// Memory of the CUDA device with this ordinal.
+    pub fn cuda(ordinal: u32) -> Result<Self> {
+        Ok(Self::new(CudaDriver::new(ordinal)?))
+    }
+
+    /// No memory at all, at addresses that depend on `seed`.
+    pub fn sim(seed: u64) -> Self {
+        Self::new(SimDriver::new(seed))
+    }
+}
+
+impl std::ops::Deref for Driver {
+    type Target = dyn MemoryDriver;
+
+    fn deref(&self) -> &Self::Target {
+        &*self.0
+    }
+}
+
+impl fmt::Debug for Driver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Driver").field(&self.0.name()).finish()
+    }
+}
+
+/// A stream as its driver knows it: a `CUstream` as an integer on CUDA (0 is the default stream),
+/// meaningless and 0 on the host. Lanes never order by it (rule D3).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Stream(u64);
+
+impl Stream {
+    /// The default stream; the only one on the host.
+    pub const DEFAULT: Self = Self(0);
+
+    /// A stream from its raw handle.
+    pub const fn from_raw(raw: u64) -> Self {
+        Self(raw)
+    }
+
+    /// The raw handle.
+    pub const fn raw(self) -> u64 {
+        self.0
+    }
+}
+
+/// An address range that a driver reserved. Dropping it does not give the range back:
+/// [`MemoryDriver::unreserve`] does.
+#[derive(Debug)]
+pub struct Reservation {
+    base: u64,
+    bytes: u64,
+}
+
+impl Reservation {
+    /// Describes a range. Only drivers make reservations.
+    pub fn new(base: u64, bytes: u64) -> Self {
+        Self { base, bytes }
+    }
+
+    /// The first address.
+    pub fn base(&self) -> u64 {
+        self.base
+    }
+
+    /// The length in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Whether `[offset, offset + bytes)` lies inside.
+    pub fn contains(&self, offset: u64, bytes: u64) -> bool {
+        offset.checked_add(bytes).is_some_and(|end| end <= self.bytes)
+    }
+}
+
+/// One physical allocation as its driver knows it (a file descriptor, a CUDA allocation handle, a
+/// serial number). Given back with [`MemoryDriver::release`]; mappings keep the memory alive.
+#[derive(Debug)]
+pub struct Physical {
+    raw: u64,
+    bytes: u64,
+}
+
+impl Physical {
+    /// Describes an allocation. Only drivers make them.
+    pub fn new(raw: u64, bytes: u64) -> Self {
+        Self { raw, bytes }
+    }
+
+    /// The driver's own name for it.
+    pub fn raw(&self) -> u64 {
+        self.raw
+    }
+
+    /// Its size in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+/// What travels to a peer so that it can map a segment.
+#[derive(Debug)]
+pub enum Exported {
+    /// A file descriptor; travels over a Unix socket.
+    Fd(OwnedFd),
+    /// A handle that is plain bytes (CUDA FABRIC); travels through the store.
+    Bytes(Vec<u8>),
+    /// Nothing: the peer derives the memory from `(rank, segment counter)`. Simulation only.
+    Derived,
+}
+
+/// How a driver's handles travel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Transport {
+    /// As file descriptors over Unix sockets: all ranks on one host, in one pid and network
+    /// namespace or with abstract sockets otherwise shared.
+    UnixSocket,
+    /// As bytes through the store.
+    Store,
+    /// Not at all: see [`Exported::Derived`].
+    Derived,
+}
+
+/// Which device a driver gives memory of.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct DeviceIdentity {
+    /// `host`, `cuda`, `sim`.
+    pub kind: String,
+    /// For people: a model name.
+    pub name: String,
+    /// A device's UUID where two ranks must not share it by accident; empty where sharing is
+    /// normal (host memory).
+    pub uuid: String,
+}
+
+/// Points of rendezvous and commit at which a [`FaultDriver`] can stop, fail or kill its rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub enum Step {
+    HandshakePublish,
+    HandshakeConnect,
+    HandshakeConfirm,
+    CommitPublish,
+    CommitAgree,
+    CommitExport,
+    CommitSend,
+    CommitReceive,
+    CommitMap,
+    CommitConfirm,
+    CommitFinish,
+}
+
+impl Step {
+    /// Every step in the order in which a pool goes through them.
+    pub const ALL: [Self; 11] = [
+        Self::HandshakePublish,
+        Self::HandshakeConnect,
+        Self::HandshakeConfirm,
+        Self::CommitPublish,
+        Self::CommitAgree,
+        Self::CommitExport,
+        Self::CommitSend,
+        Self::CommitReceive,
+        Self::CommitMap,
+        Self::CommitConfirm,
+        Self::CommitFinish,
+    ];
+}
+
+/// An event recorded on a stream, for waits between streams (rule D4).
+#[derive(Debug)]
+pub struct Event(pub u64);
+
+/// What gives memory and addresses. All methods may be called from any thread.
+///
+/// Offsets and sizes passed to [`map`](MemoryDriver::map) and [`unmap`](MemoryDriver::unmap) are
+/// multiples of [`granularity`](MemoryDriver::granularity) and name whole mappings; a driver
+/// refuses anything else with [`Error::is_invalid_argument`](crate::Error::is_invalid_argument)
+/// and leaves things as they were.
+pub trait MemoryDriver: Send + Sync {
+    /// A short name for messages: `host`, `cuda`, `sim`.
+    fn name(&self) -> &'static str;
+
+    /// Which device this is.
+    fn device(&self) -> DeviceIdentity;
+
+    /// Sizes and offsets of segments are multiples of this many bytes; a power of two.
+    fn granularity(&self) -> u64;
+
+    /// How [`export`](MemoryDriver::export)ed handles travel.
+    fn transport(&self) -> Transport;
+
+    /// Whether the CPU of this process can read and write mapped memory.
+    fn host_accessible(&self) -> bool;
+
+    /// Reserves `bytes` of address space, aligned to `align` (a power of two, at least the
+    /// granularity). Nothing is readable in it yet.
+    fn reserve(&self, bytes: u64, align: u64) -> Result<Reservation>;
+
+    /// Gives a reservation back. Everything mapped in it must have been unmapped.
+    fn unreserve(&self, reservation: Reservation) -> Result<()>;
+
+    /// Makes `bytes` of physical memory; zeroed on the host, undefined on CUDA. Fails with
+    /// [`Error::is_out_of_memory`](crate::Error::is_out_of_memory) rather than overcommitting.
+    fn create(&self, bytes: u64) -> Result<Physical>;
+
+    /// Makes a handle of `physical` that peers can import.
+    fn export(&self, physical: &Physical) -> Result<Exported>;
+
+    /// Takes a peer's handle to `bytes` of memory. The size is checked where the system can tell.
+    fn import(&self, exported: Exported, bytes: u64) -> Result<Physical>;
+
+    /// Maps all of `physical` at `offset` of the reservation, readable and writable.
+    fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()>;
+
+    /// Removes the mapping of `bytes` at `offset`; the range stays reserved.
+    fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()>;
+
+    /// Lets go of a physical allocation. Its memory goes with the last mapping of it anywhere.
+    fn release(&self, physical: Physical) -> Result<()>;
+
+    /// Records an event on `stream` (rule D4).
+    fn record_event(&self, stream: Stream) -> Result<Event>;
+
+    /// Makes later work of `stream` wait for `event`, on the device; the host does not wait.
+    fn wait_event(&self, stream: Stream, event: &Event) -> Result<()>;
+
+    /// Lets go of an event.
+    fn release_event(&self, event: Event);
+
+    /// Waits until the device has done all work submitted so far.
+    fn synchronize(&self) -> Result<()>;
+
+    /// Whether `stream` is being captured into a graph; commits are refused then.
+    fn is_capturing(&self, _stream: Stream) -> bool {
+        false
+    }
+
+    /// Called at each step of rendezvous and commit. Real drivers do nothing here.
+    fn at_step(&self, _step: Step) -> Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,259 @@
+//! The one error type of the allocator.
+//!
+//! [`Error`] is opaque: callers act on its predicates and show its message. Each predicate stands
+//! for one thing a caller can do about it.
+
+use std::fmt;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::lane::Divergence;
+
+/// A result with symmpool's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What went wrong, on which rank, what was expected and what to do.
+///
+/// The message is complete in itself; [`Error::context`] frames, outermost first, say what was
+/// being done. An error that was agreed on by all ranks of a group (see
+/// [`Pool::commit`](crate::Pool::commit)) reads the same on each of them.
+#[derive(Clone)]
+pub struct Error(Box<Inner>);
+
+#[derive(Clone)]
+struct Inner {
+    kind: ErrorKind,
+    context: Vec<String>,
+}
+
+/// The causes behind [`Error`]; serializable, because ranks tell each other about them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, thiserror::Error)]
+pub(crate) enum ErrorKind {
+    #[error("{0}")]
+    InvalidArgument(String),
+    #[error("{0}")]
+    OutOfMemory(String),
+    #[error("{0}")]
+    Diverged(Box<Divergence>),
+    /// Ranks that disagree about something other than a lane's events (configuration, arguments).
+    #[error("{0}")]
+    Mismatch(String),
+    #[error("timed out after {after:.1?} {waiting_for}{}", missing_ranks(.missing))]
+    Timeout { waiting_for: String, after: Duration, missing: Vec<u32> },
+    #[error("lost rank{} {}: {what}", plural(.ranks), list(.ranks))]
+    PeerLost { ranks: Vec<u32>, what: String },
+    #[error("{0}")]
+    Unsupported(String),
+    #[error("{0}")]
+    Refused(String),
+    #[error("{0}")]
+    InvalidState(String),
+    #[error("{what}: {cause}")]
+    System { what: String, cause: String },
+}
+
+fn plural(ranks: &[u32]) -> &'static str {
+    if ranks.len() == 1 { "" } else { "s" }
+}
+
+/// Ranks as people write them: `0, 2-5, 7`.
+pub(crate) fn list(ranks: &[u32]) -> String {
+    let mut sorted = ranks.to_vec();
+    sorted.sort_unstable();
+    sorted.dedup();
+    let mut out = String::new();
+    let mut i = 0;
+    while i < sorted.len() {
+        let mut j = i;
+        while j + 1 < sorted.len() && sorted[j + 1] == sorted[j] + 1 {
+            j += 1;
+        }
+        if !out.is_empty() {
+            out.push_str(", ");
+        }
+        match j - i {
+            0 => out.push_str(&sorted[i].to_string()),
+            1 => out.push_str(&format!("{}, {}", sorted[i], sorted[j])),
+            _ => out.push_str(&format!("{}-{}", sorted[i], sorted[j])),
+        }
+        i = j + 1;
+    }
+    out
+}
+
+fn missing_ranks(missing: &[u32]) -> String {
+    if missing.is_empty() {
+        return String::new();
+    }
+    format!("; no answer from rank{} {}", plural(missing), list(missing))
+}
+
+impl Error {
+    pub(crate) fn from_kind(kind: ErrorKind) -> Self {
+        Self(Box::new(Inner { kind, context: Vec::new() }))
+    }
+
+    /// An argument that cannot be served: says which value, and what would be right.
+    pub fn invalid_argument(message: impl Into<String>) -> Self {
+        Self::from_kind(ErrorKind::InvalidArgument(message.into()))
+    }
+
+    /// Memory, address range or a configured limit is used up.
+    pub fn out_of_memory(message: impl Into<String>) -> Self {
+        Self::from_kind(ErrorKind::OutOfMemory(message.into()))
+    }
+
+    /// Ranks that called with different arguments or configurations.
+    pub fn mismatch(message: impl Into<String>) -> Self {
+        Self::from_kind(ErrorKind::Mismatch(message.into()))
+    }
+
+    /// A wait that ran out: `waiting_for` completes "timed out after 3 s …", `missing` names ranks.
+    pub fn timeout(waiting_for: impl Into<String>, after: Duration, missing: Vec<u32>) -> Self {
+        Self::from_kind(ErrorKind::Timeout { waiting_for: waiting_for.into(), after, missing })
+    }
+
+    /// Peers that are gone, and how that was seen.
+    pub fn peer_lost(ranks: Vec<u32>, what: impl Into<String>) -> Self {
+        Self::from_kind(ErrorKind::PeerLost { ranks, what: what.into() })
+    }
+
+    /// Something this machine, library or build cannot do; names what was tried.
+    pub fn unsupported(message: impl Into<String>) -> Self {
+        Self::from_kind(ErrorKind::Unsupported(message.into()))
+    }
+
+    /// Another party refused us, or we refused it (wrong secret, version, user).
+    pub fn refused(message: impl Into<String>) -> Self {
+        Self::from_kind(ErrorKind::Refused(message.into()))
+    }
+
+    /// A call that is right in itself but not now (a commit inside a commit, a broken pool).
+    pub fn invalid_state(message: impl Into<String>) -> Self {
+        Self::from_kind(ErrorKind::InvalidState(message.into()))
+    }
+
+    /// A failed call to the operating system or a device library.
+    pub fn system(what: impl Into<String>, cause: impl fmt::Display) -> Self {
+        Self::from_kind(ErrorKind::System { what: what.into(), cause: cause.to_string() })
+    }
+
+    pub(crate) fn diverged(divergence: Divergence) -> Self {
+        Self::from_kind(ErrorKind::Diverged(Box::new(divergence)))
+    }
+
+    /// Adds a frame that says what was being done: "while …".
+    #[must_use]
+    pub fn context(mut self, doing: impl Into<String>) -> Self {
+        self.0.context.push(doing.into());
+        self
+    }
+
+    pub(crate) fn kind(&self) -> &ErrorKind {
+        &self.0.kind
+    }
+
+    /// Memory, address range or a limit is used up. Free or trim something, or raise the limit.
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self.0.kind, ErrorKind::OutOfMemory(_))
+    }
+
+    /// Ranks did different things, or were configured differently. The program must be mended;
+    /// [`Error::divergence`] says where, when it was found in a lane's events.
+    pub fn is_diverged(&self) -> bool {
+        matches!(self.0.kind, ErrorKind::Diverged(_) | ErrorKind::Mismatch(_))
+    }
+
+    /// A deadline passed. [`Error::ranks`] names who did not answer.
+    pub fn is_timeout(&self) -> bool {
+        matches!(self.0.kind, ErrorKind::Timeout { .. })
+    }
+
+    /// A peer is gone. Rebuild the group without it, or restart.
+    pub fn is_peer_lost(&self) -> bool {
+        matches!(self.0.kind, ErrorKind::PeerLost { .. })
+    }
+
+    /// This machine, library or build cannot do it.
+    pub fn is_unsupported(&self) -> bool {
+        matches!(self.0.kind, ErrorKind::Unsupported(_))
+    }
+
+    /// An argument makes no sense; nothing was changed.
+    pub fn is_invalid_argument(&self) -> bool {
+        matches!(self.0.kind, ErrorKind::InvalidArgument(_))
+    }
+
+    /// Wrong secret, wrong protocol version, wrong user.
+    pub fn is_refused(&self) -> bool {
+        matches!(self.0.kind, ErrorKind::Refused(_))
+    }
+
+    /// The call does not fit the current state (a commit under way, a pool that lost a peer).
+    pub fn is_invalid_state(&self) -> bool {
+        matches!(self.0.kind, ErrorKind::InvalidState(_))
+    }
+
+    /// The ranks that are missing or lost; empty where none are to blame.
+    pub fn ranks(&self) -> &[u32] {
+        match &self.0.kind {
+            ErrorKind::Timeout { missing, .. } => missing,
+            ErrorKind::PeerLost { ranks, .. } => ranks,
+            ErrorKind::Diverged(divergence) => divergence.ranks(),
+            _ => &[],
+        }
+    }
+
+    /// Where ranks diverged, when they diverged in a lane's events.
+    pub fn divergence(&self) -> Option<&Divergence> {
+        match &self.0.kind {
+            ErrorKind::Diverged(divergence) => Some(divergence),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("symmpool: ")?;
+        for frame in self.0.context.iter().rev() {
+            write!(f, "{frame}: ")?;
+        }
+        write!(f, "{}", self.0.kind)
+    }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl std::error::Error for Error {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rank_lists_read_like_a_person_wrote_them() {
+        assert_eq!(list(&[3]), "3");
+        assert_eq!(list(&[2, 1]), "1, 2");
+        assert_eq!(list(&[7, 0, 2, 3, 4, 5, 5]), "0, 2-5, 7");
+    }
+
+    #[test]
+    fn context_reads_from_the_outside_in() {
+        let error = Error::timeout("waiting for digests", Duration::from_secs(3), vec![2])
+            .context("commit 7")
+            .context("pool \"default\"");
+        assert_eq!(
+            error.to_string(),
+            "symmpool: pool \"default\": commit 7: timed out after 3.0s waiting for digests; \
+             no answer from rank 2"
+        );
+        assert!(error.is_timeout());
+        assert_eq!(error.ranks(), [2]);
+    }
+}

@@ -1,0 +1,3 @@
+/// Placeholder.
+#[derive(Clone, Debug)]
+pub struct Group;

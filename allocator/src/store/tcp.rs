@@ -1,0 +1,7 @@
+//! TCP.
+/// Placeholder.
+#[derive(Debug)]
+pub struct TcpStore;
+/// Placeholder.
+#[derive(Debug)]
+pub struct TcpServer;
