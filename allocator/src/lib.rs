@@ -11,6 +11,7 @@ pub mod lane;
 mod rendezvous;
 pub mod store;
 pub mod topology;
+pub mod trace;
 
 pub use deadline::Deadline;
 pub use driver::{Driver, Stream};

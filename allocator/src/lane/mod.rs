@@ -1,19 +1,43 @@
-//! Lanes.
+//! Lanes: sequences of allocations whose placement is a pure function of the sequence.
+//!
+//! Everything in this folder is arithmetic on offsets. No address, handle, clock, thread or hash
+//! seed is visible here (rule D1), nothing is unsafe, and nothing waits; the pool lends a
+//! [`Backing`] for the moments when physical memory or a stream is needed.
+//!
+//! | file | holds |
+//! | --- | --- |
+//! | [`state`] | the lane itself: alloc, free, record, trim, reclaim, resync |
+//! | [`table`] | the blocks: a slab, chained in address order |
+//! | [`free`] | the free blocks of one stream, first fit |
+//! | [`index`] | from an offset to the block that begins there |
+//! | [`segments`] | physical segments: how large, where, which may move |
+//! | [`streams`] | stream ordinals and waits between streams |
+//! | [`history`] | the event log's digest and its recent past |
+//! | [`divergence`] | what is said when ranks differ |
 #![forbid(unsafe_code)]
 
-use serde::{Deserialize, Serialize};
+mod config;
+mod divergence;
+mod event;
+mod free;
+mod growth;
+mod history;
+mod index;
+#[cfg(test)]
+mod invariants;
+mod segments;
+mod state;
+mod stats;
+mod streams;
+mod table;
 
-/// Placeholder until the lane lands.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Divergence {}
-impl Divergence {
-    /// Ranks.
-    pub fn ranks(&self) -> &[u32] {
-        &[]
-    }
-}
-impl std::fmt::Display for Divergence {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("diverged")
-    }
-}
+pub use config::{LaneConfig, LaneKind, MAX_LANE_BYTES, UNIT, WindowPolicy};
+pub use divergence::{Divergence, Side};
+pub use event::{Event, EventKind, Site};
+pub use history::Digest;
+pub use segments::{Growth, Move, NewSegment, Segment};
+pub use state::{Backing, BlockKey, LaneState, NoBacking, Placed, Request, Survivor};
+pub use stats::{ClassStats, LaneStats};
+pub use table::{BlockState, BlockView};
+
+pub(crate) use history::Checkpoints;

@@ -1,0 +1,121 @@
+//! What a lane is built with. All of it is compared between ranks at rendezvous (rule D8).
+
+use crate::{Error, Result};
+
+/// Sizes and offsets inside a lane are multiples of this many bytes, as in PyTorch's allocator.
+pub const UNIT: u64 = 512;
+
+/// The longest range a lane can have: offsets are kept as 31-bit counts of [`UNIT`]s.
+pub const MAX_LANE_BYTES: u64 = UNIT << 31;
+
+/// Whether a lane's memory is shared with peers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LaneKind {
+    /// The same sequence of calls on every rank: checked at commit, mapped by every peer.
+    Symmetric,
+    /// This rank's own: freed in any order, reused at once, never shared.
+    Local,
+}
+
+/// How blocks relate to segments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WindowPolicy {
+    /// Blocks may cross segment boundaries: the whole range is just memory. The tightest packing.
+    Contiguous,
+    /// A block lies in one segment, so that one window, and one physical handle, covers it:
+    /// what NCCL before 2.30.3 needs. Segments grow geometrically, 32 MiB to 1 GiB.
+    PerSegment,
+}
+
+/// Configuration of one lane.
+#[derive(Clone, Debug)]
+pub struct LaneConfig {
+    pub(crate) name: String,
+    pub(crate) kind: LaneKind,
+    pub(crate) policy: WindowPolicy,
+    pub(crate) range: Option<u64>,
+    pub(crate) limit: Option<u64>,
+    pub(crate) history: usize,
+}
+
+impl LaneConfig {
+    /// A symmetric lane with a contiguous range, no limit, and a history of 16,384 events.
+    pub fn symmetric(name: impl Into<String>) -> Self {
+        Self {
+            name: name.into(),
+            kind: LaneKind::Symmetric,
+            policy: WindowPolicy::Contiguous,
+            range: None,
+            limit: None,
+            history: 16 << 10,
+        }
+    }
+
+    /// A lane that is never shared.
+    pub fn local(name: impl Into<String>) -> Self {
+        Self { kind: LaneKind::Local, ..Self::symmetric(name) }
+    }
+
+    /// How blocks relate to segments; [`WindowPolicy::Contiguous`] unless set.
+    #[must_use]
+    pub fn window_policy(mut self, policy: WindowPolicy) -> Self {
+        self.policy = policy;
+        self
+    }
+
+    /// Bytes of address space for this lane; an equal share of what other lanes leave unless set.
+    /// At most [`MAX_LANE_BYTES`].
+    #[must_use]
+    pub fn range(mut self, bytes: u64) -> Self {
+        self.range = Some(bytes);
+        self
+    }
+
+    /// Most bytes of physical memory this lane may hold. The same on every rank, so that running
+    /// into it is too.
+    #[must_use]
+    pub fn limit(mut self, bytes: u64) -> Self {
+        self.limit = Some(bytes);
+        self
+    }
+
+    /// How many events are kept in full, so that a divergence can be shown as it was: which call,
+    /// which size, from which line. Older ones are only bracketed. At least 16.
+    #[must_use]
+    pub fn history(mut self, events: usize) -> Self {
+        self.history = events.max(16);
+        self
+    }
+
+    /// What must be equal on every rank, as a line a person can read (rule D8).
+    pub(crate) fn describe(&self, range: u64) -> String {
+        let kind = match self.kind {
+            LaneKind::Symmetric => "symmetric",
+            LaneKind::Local => "local",
+        };
+        let policy = match self.policy {
+            WindowPolicy::Contiguous => "contiguous",
+            WindowPolicy::PerSegment => "per-segment",
+        };
+        let limit = self.limit.map_or("none".to_string(), |limit| limit.to_string());
+        format!("lane {:?}: {kind}, {policy}, range {range}, limit {limit}", self.name)
+    }
+
+    pub(crate) fn validate(&self) -> Result<()> {
+        if self.name.is_empty() || self.name.len() > 64 {
+            return Err(Error::invalid_argument(format!(
+                "lane name {:?}: 1 to 64 bytes",
+                self.name
+            )));
+        }
+        if let Some(range) = self.range
+            && (range == 0 || range > MAX_LANE_BYTES)
+        {
+            return Err(Error::invalid_argument(format!(
+                "lane {:?}: a range of {range} bytes; 1 to {MAX_LANE_BYTES} can be served",
+                self.name
+            )));
+        }
+        Ok(())
+    }
+}

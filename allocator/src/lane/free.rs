@@ -1,0 +1,318 @@
+//! The free blocks of one stream, in heap order (rule D2).
+//!
+//! Allocation takes the lowest-lying block that fits. That is first fit; on real traces it packs
+//! tighter than best fit once free segments may move (ARCHITECTURE.md has the figures). To find
+//! that block quickly the list is cut into chunks of up to [`CHUNK`] blocks, and for every chunk
+//! the size of its largest block is kept in one flat array: a search scans that array, then one
+//! chunk, both with vector instructions. Shrinking or growing a block in place touches one chunk.
+
+/// Blocks to a chunk. Chunks split in half when full, so most hold 32 to 64.
+const CHUNK: usize = 64;
+
+/// A free block: where it begins, its length (both in units), and its id in the block table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Free {
+    pub(super) offset: u32,
+    pub(super) size: u32,
+    pub(super) id: u32,
+}
+
+#[derive(Clone, Debug)]
+struct Chunk {
+    len: usize,
+    offsets: [u32; CHUNK],
+    sizes: [u32; CHUNK],
+    ids: [u32; CHUNK],
+}
+
+impl Chunk {
+    fn new() -> Box<Self> {
+        Box::new(Self { len: 0, offsets: [u32::MAX; CHUNK], sizes: [0; CHUNK], ids: [0; CHUNK] })
+    }
+
+    /// The largest size; unused entries are 0, so the whole array can be folded.
+    fn max(&self) -> u32 {
+        self.sizes.iter().fold(0, |max, &size| max.max(size))
+    }
+
+    /// How many blocks begin below `offset`; unused entries are `u32::MAX` and never do.
+    fn rank(&self, offset: u32) -> usize {
+        self.offsets.iter().map(|&at| u32::from(at < offset)).sum::<u32>() as usize
+    }
+
+    fn get(&self, at: usize) -> Free {
+        Free { offset: self.offsets[at], size: self.sizes[at], id: self.ids[at] }
+    }
+
+    fn set(&mut self, at: usize, block: Free) {
+        self.offsets[at] = block.offset;
+        self.sizes[at] = block.size;
+        self.ids[at] = block.id;
+    }
+
+    fn insert(&mut self, at: usize, block: Free) {
+        self.offsets.copy_within(at..self.len, at + 1);
+        self.sizes.copy_within(at..self.len, at + 1);
+        self.ids.copy_within(at..self.len, at + 1);
+        self.set(at, block);
+        self.len += 1;
+    }
+
+    fn remove(&mut self, at: usize) {
+        self.offsets.copy_within(at + 1..self.len, at);
+        self.sizes.copy_within(at + 1..self.len, at);
+        self.ids.copy_within(at + 1..self.len, at);
+        self.len -= 1;
+        self.set(self.len, Free { offset: u32::MAX, size: 0, id: 0 });
+    }
+
+    fn split(&mut self) -> Box<Self> {
+        let mut upper = Self::new();
+        for at in CHUNK / 2..CHUNK {
+            upper.set(at - CHUNK / 2, self.get(at));
+            self.set(at, Free { offset: u32::MAX, size: 0, id: 0 });
+        }
+        upper.len = CHUNK / 2;
+        self.len = CHUNK / 2;
+        upper
+    }
+}
+
+/// Free blocks of one stream.
+#[derive(Clone, Debug, Default)]
+pub(super) struct FreeList {
+    /// The offset at which each chunk begins to be responsible; ascending, the first is 0.
+    first: Vec<u32>,
+    /// The largest block of each chunk.
+    max: Vec<u32>,
+    chunks: Vec<Box<Chunk>>,
+}
+
+/// A place in the list, valid until the list changes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place {
+    chunk: usize,
+    at: usize,
+}
+
+impl FreeList {
+    /// The lowest-lying block of at least `size` units in which a piece of `size` units can begin
+    /// at a multiple of `align` units, and where it would begin.
+    pub(super) fn first_fit(&self, size: u32, align: u32) -> Option<(Place, Free, u32)> {
+        let mut from = 0;
+        while let Some(chunk) = position_at_least(&self.max, from, size) {
+            let blocks = &self.chunks[chunk];
+            let mut at = 0;
+            while let Some(found) = position_at_least(&blocks.sizes, at, size) {
+                let free = blocks.get(found);
+                // Offsets stay below 2^31 units, so rounding up cannot overflow.
+                let start = free.offset.next_multiple_of(align);
+                if start - free.offset <= free.size - size {
+                    return Some((Place { chunk, at: found }, free, start));
+                }
+                at = found + 1;
+            }
+            from = chunk + 1;
+        }
+        None
+    }
+
+    /// Adds a block.
+    pub(super) fn insert(&mut self, block: Free) {
+        if self.chunks.is_empty() {
+            self.first.push(0);
+            self.max.push(0);
+            self.chunks.push(Chunk::new());
+        }
+        let mut chunk = self.chunk_of(block.offset);
+        if self.chunks[chunk].len == CHUNK {
+            let upper = self.chunks[chunk].split();
+            self.max[chunk] = self.chunks[chunk].max();
+            self.first.insert(chunk + 1, upper.offsets[0]);
+            self.max.insert(chunk + 1, upper.max());
+            self.chunks.insert(chunk + 1, upper);
+            chunk = self.chunk_of(block.offset);
+        }
+        let at = self.chunks[chunk].rank(block.offset);
+        self.chunks[chunk].insert(at, block);
+        self.max[chunk] = self.max[chunk].max(block.size);
+    }
+
+    /// Where the block that begins at `offset` is. The caller knows it is there.
+    pub(super) fn place_of(&self, offset: u32) -> Place {
+        let chunk = self.chunk_of(offset);
+        let at = self.chunks[chunk].rank(offset);
+        debug_assert_eq!(self.chunks[chunk].offsets[at], offset, "the block is in the list");
+        Place { chunk, at }
+    }
+
+    /// Removes the block at `place`.
+    pub(super) fn remove(&mut self, place: Place) {
+        let Place { chunk, at } = place;
+        let size = self.chunks[chunk].sizes[at];
+        self.chunks[chunk].remove(at);
+        if self.chunks[chunk].len == 0 && self.chunks.len() > 1 {
+            self.first.remove(chunk);
+            self.max.remove(chunk);
+            self.chunks.remove(chunk);
+            self.first[0] = 0;
+        } else if size == self.max[chunk] {
+            self.max[chunk] = self.chunks[chunk].max();
+        }
+    }
+
+    /// Gives the block at `place` another extent. Its order among the others must not change.
+    pub(super) fn resize(&mut self, place: Place, offset: u32, size: u32) {
+        let Place { chunk, at } = place;
+        if offset < self.first[chunk] {
+            // It grew downwards past the border of its chunk; nothing else begins in between.
+            self.first[chunk] = offset;
+        } else if self.first.get(chunk + 1).is_some_and(|&next| next <= offset) {
+            // It had swallowed blocks of the next chunk, and now begins past that border.
+            self.first[chunk + 1] = self.chunks[chunk + 1].offsets[0];
+        }
+        let blocks = &mut self.chunks[chunk];
+        let old = blocks.sizes[at];
+        blocks.offsets[at] = offset;
+        blocks.sizes[at] = size;
+        if size >= self.max[chunk] {
+            self.max[chunk] = size;
+        } else if old == self.max[chunk] {
+            self.max[chunk] = blocks.max();
+        }
+    }
+
+    /// All blocks, lowest first.
+    pub(super) fn iter(&self) -> impl Iterator<Item = Free> + '_ {
+        self.chunks.iter().flat_map(|chunk| (0..chunk.len).map(|at| chunk.get(at)))
+    }
+
+    fn chunk_of(&self, offset: u32) -> usize {
+        self.first.partition_point(|&first| first <= offset) - 1
+    }
+}
+
+/// The first index from `from` on whose value is at least `wanted`. Eight at a time, because
+/// that is what the compiler turns into vector comparisons.
+fn position_at_least(values: &[u32], from: usize, wanted: u32) -> Option<usize> {
+    let mut base = from;
+    let (groups, rest) = values[from..].as_chunks::<8>();
+    for group in groups {
+        if group.iter().fold(false, |any, &value| any | (value >= wanted)) {
+            let within = group.iter().position(|&value| value >= wanted)?;
+            return Some(base + within);
+        }
+        base += 8;
+    }
+    rest.iter().position(|&value| value >= wanted).map(|at| base + at)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[derive(Clone, Debug)]
+    enum Op {
+        Insert { at: u32, size: u32 },
+        Remove { nth: usize },
+        ShrinkLow { nth: usize, by: u32 },
+        GrowDown { nth: usize },
+        SwallowNext { nth: usize },
+        Find { size: u32, align: u32 },
+    }
+
+    fn op() -> impl Strategy<Value = Op> {
+        prop_oneof![
+            4 => (0u32..9000, 1u32..20).prop_map(|(at, size)| Op::Insert { at, size }),
+            2 => any::<usize>().prop_map(|nth| Op::Remove { nth }),
+            2 => (any::<usize>(), 1u32..30).prop_map(|(nth, by)| Op::ShrinkLow { nth, by }),
+            1 => any::<usize>().prop_map(|nth| Op::GrowDown { nth }),
+            1 => any::<usize>().prop_map(|nth| Op::SwallowNext { nth }),
+            3 => (1u32..40, 0u32..5).prop_map(|(size, shift)| Op::Find { size, align: 1 << shift }),
+        ]
+    }
+
+    /// The obvious implementation: a sorted vector.
+    #[derive(Default)]
+    struct Naive(Vec<Free>);
+
+    impl Naive {
+        fn first_fit(&self, size: u32, align: u32) -> Option<(Free, u32)> {
+            self.0.iter().find_map(|&free| {
+                let start = free.offset.next_multiple_of(align);
+                (start + size <= free.offset + free.size).then_some((free, start))
+            })
+        }
+    }
+
+    proptest! {
+        // D2: the lowest-lying block that fits, whatever the history of the list.
+        #[test]
+        fn agrees_with_a_sorted_vector(ops in prop::collection::vec(op(), 1..1200)) {
+            let mut list = FreeList::default();
+            let mut naive = Naive::default();
+            for op in ops {
+                let len = naive.0.len();
+                match op {
+                    Op::Insert { at, size } => {
+                        let overlaps = naive
+                            .0
+                            .iter()
+                            .any(|f| at < f.offset + f.size && f.offset < at + size);
+                        if !overlaps {
+                            let free = Free { offset: at, size, id: at };
+                            list.insert(free);
+                            naive.0.push(free);
+                            naive.0.sort_by_key(|free| free.offset);
+                        }
+                    }
+                    Op::Remove { nth } if len > 0 => {
+                        let free = naive.0.remove(nth % len);
+                        list.remove(list.place_of(free.offset));
+                    }
+                    Op::ShrinkLow { nth, by } if len > 0 => {
+                        let free = &mut naive.0[nth % len];
+                        if free.size > by {
+                            let place = list.place_of(free.offset);
+                            free.offset += by;
+                            free.size -= by;
+                            list.resize(place, free.offset, free.size);
+                        }
+                    }
+                    Op::GrowDown { nth } if len > 0 => {
+                        let nth = nth % len;
+                        let floor = if nth == 0 {
+                            0
+                        } else {
+                            naive.0[nth - 1].offset + naive.0[nth - 1].size
+                        };
+                        let place = list.place_of(naive.0[nth].offset);
+                        let free = &mut naive.0[nth];
+                        free.size += free.offset - floor;
+                        free.offset = floor;
+                        list.resize(place, free.offset, free.size);
+                    }
+                    Op::SwallowNext { nth } if nth % len.max(1) + 1 < len => {
+                        let next = naive.0.remove(nth % len + 1);
+                        list.remove(list.place_of(next.offset));
+                        let free = &mut naive.0[nth % len];
+                        free.size = next.offset + next.size - free.offset;
+                        list.resize(list.place_of(free.offset), free.offset, free.size);
+                    }
+                    Op::Find { size, align } => {
+                        let found = list.first_fit(size, align).map(|(_, free, at)| (free, at));
+                        prop_assert_eq!(found, naive.first_fit(size, align));
+                    }
+                    _ => {}
+                }
+                prop_assert_eq!(list.iter().collect::<Vec<_>>(), naive.0.clone());
+                for free in &naive.0 {
+                    let Place { chunk, at } = list.place_of(free.offset);
+                    prop_assert_eq!(list.chunks[chunk].get(at), *free);
+                }
+            }
+        }
+    }
+}

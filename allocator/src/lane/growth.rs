@@ -1,0 +1,320 @@
+//! How a lane gets memory, moves it, and gives it back.
+
+use super::free::Free;
+use super::segments::{Growth, Move};
+use super::state::{Backing, LaneState};
+use super::streams::bit;
+use super::table::{Block, BlockState, NIL};
+use super::{EventKind, LaneKind, Segment, Site, UNIT, WindowPolicy};
+use crate::lane::event::Bytes;
+use crate::{Error, Result};
+
+impl LaneState {
+    /// Makes sure that `bytes` more can be allocated on `stream` without growing, as one block.
+    pub fn reserve(
+        &mut self,
+        bytes: u64,
+        stream: crate::Stream,
+        site: Site,
+        backing: &mut dyn Backing,
+    ) -> Result<()> {
+        if bytes > self.range {
+            return Err(Error::out_of_memory(format!(
+                "lane {:?}: cannot reserve {bytes} bytes in a range of {}",
+                self.config.name, self.range
+            )));
+        }
+        let ordinal = self.streams.ordinal(stream)?;
+        self.streams.learn(ordinal, stream);
+        if self.free.len() <= usize::from(ordinal) {
+            self.free.resize_with(usize::from(ordinal) + 1, Default::default);
+        }
+        let size = bytes.div_ceil(UNIT) as u32;
+        if size > 0 && self.free[usize::from(ordinal)].first_fit(size, 1).is_none() {
+            self.grow(size, 1, ordinal, backing)?;
+        }
+        self.history.push(EventKind::Reserve { bytes }, site);
+        Ok(())
+    }
+
+    /// Makes room for `size` units at `align` on stream `stream`; returns the bytes of segments
+    /// made and moved.
+    pub(super) fn grow(
+        &mut self,
+        size: u32,
+        align: u32,
+        stream: u16,
+        backing: &mut dyn Backing,
+    ) -> Result<u64> {
+        let (at, need) = self.missing(size, align, stream)?;
+        let growth = self.plan(at, need, stream)?;
+        if let Err(error) = backing.grow(&growth) {
+            self.failure = Some((self.history.counter(), error.kind().clone()));
+            return Err(error.context(format!("growing lane {:?}", self.config.name)));
+        }
+        let event = self.history.counter();
+        for step in &growth.moves {
+            let from = self.vacate(step.from_offset, step.to.bytes, BlockState::Retired);
+            if from.stream != stream || from.waits != 0 {
+                // Work on the old place may still run: the new owner waits for it, on the device.
+                let mask = bit(from.stream) | from.waits;
+                self.streams.record(bit(from.stream), backing)?;
+                self.streams.wait(stream, mask, backing)?;
+            }
+        }
+        self.segments.apply(&growth, event);
+        self.add_range(at, growth.bytes(), stream);
+        Ok(growth.bytes())
+    }
+
+    /// Where new segments go, and how many bytes of them are needed at least.
+    fn missing(&self, size: u32, align: u32, stream: u16) -> Result<(u64, u64)> {
+        let bytes = u64::from(size) * UNIT;
+        let end = u64::from(self.table.end()) * UNIT;
+        let tail = match self.policy() {
+            WindowPolicy::PerSegment => 0,
+            WindowPolicy::Contiguous => self.table.last().map_or(0, |last| {
+                let last = self.table.get(last);
+                let start = last.offset.next_multiple_of(align);
+                let usable = last.state == BlockState::Free && last.stream == stream;
+                if usable { u64::from(last.end().saturating_sub(start)) * UNIT } else { 0 }
+            }),
+        };
+        let need = (bytes - tail).next_multiple_of(self.granularity);
+        if end + need <= self.range {
+            return Ok((end, need));
+        }
+        // The end of the range is reached: the lowest hole that is large enough.
+        let need = bytes.next_multiple_of(self.granularity);
+        let hole = self
+            .table
+            .ids()
+            .map(|id| self.table.get(id))
+            .find(|block| block.state == BlockState::Hole && block.bytes() >= need);
+        match hole {
+            Some(hole) => Ok((u64::from(hole.offset) * UNIT, need)),
+            None => Err(Error::out_of_memory(format!(
+                "lane {:?}: {} more do not fit its address range of {}; build the pool with a \
+                 longer range, or trim and commit so that released ranges can be used again",
+                self.config.name,
+                Bytes(need),
+                Bytes(self.range)
+            ))),
+        }
+    }
+
+    fn plan(&self, at: u64, need: u64, stream: u16) -> Result<Growth> {
+        let room = self.room_at(at);
+        let mut growth = Growth::default();
+        let mut counter = self.segments.next_counter();
+        let mut end = at;
+        let mut missing = need;
+        let step = self.segments.step(self.policy(), need, self.granularity);
+        let limit = self.config.limit.unwrap_or(u64::MAX);
+        let over = |new: u64| self.segments.reserved.saturating_add(new) > limit;
+        let move_first = self.segments.may_move(step, self.counts.peak_allocated) || over(step);
+        if self.policy() == WindowPolicy::Contiguous && move_first {
+            let mut candidates = self.movable(stream);
+            while missing > 0 && !candidates.is_empty() {
+                // The smallest that suffices, else the largest.
+                let fit = candidates.partition_point(|segment| segment.bytes < missing);
+                let Segment { counter: from, offset, bytes, .. } =
+                    candidates.remove(fit.min(candidates.len() - 1));
+                if end + bytes - at > room {
+                    break;
+                }
+                let to = super::NewSegment { counter, offset: end, bytes };
+                growth.moves.push(Move { from, from_offset: offset, to });
+                counter += 1;
+                end += bytes;
+                missing = missing.saturating_sub(bytes);
+            }
+        }
+        if missing > 0 {
+            let mut new = self.segments.step(self.policy(), missing, self.granularity);
+            if over(new) || new > room - (end - at) {
+                new = missing;
+            }
+            if over(new) {
+                return Err(Error::out_of_memory(format!(
+                    "lane {:?}: {} more would exceed its limit of {}; {} are reserved, {} of them \
+                     in use. Free or trim something, or raise the limit",
+                    self.config.name,
+                    Bytes(new),
+                    Bytes(limit),
+                    Bytes(self.segments.reserved),
+                    Bytes(self.counts.allocated)
+                )));
+            }
+            growth.new = self.segments.pieces(self.policy(), counter, end, new, self.granularity);
+        }
+        Ok(growth)
+    }
+
+    /// Bytes of address range from `at` to the end of its hole or of the lane.
+    fn room_at(&self, at: u64) -> u64 {
+        if at == u64::from(self.table.end()) * UNIT {
+            return self.range - at;
+        }
+        let hole = self.table.ids().map(|id| self.table.get(id));
+        hole.filter(|block| u64::from(block.offset) * UNIT == at).map(Block::bytes).sum()
+    }
+
+    /// Segments all of whose bytes are free, by size, then offset; those at the end of the lane
+    /// that already serve `stream` left out.
+    fn movable(&self, stream: u16) -> Vec<Segment> {
+        let tail = self.table.last().map(|last| self.table.get(last));
+        let tail = tail.filter(|last| last.state == BlockState::Free && last.stream == stream);
+        let tail_from = tail.map_or(u64::MAX, |last| u64::from(last.offset) * UNIT);
+        let mut found: Vec<Segment> =
+            self.free_segments().into_iter().filter(|segment| segment.offset < tail_from).collect();
+        found.sort_by_key(|segment| (segment.bytes, segment.offset));
+        found
+    }
+
+    /// Segments all of whose bytes lie in one free block, by stream, then offset.
+    fn free_segments(&self) -> Vec<Segment> {
+        let segments = self.segments.live();
+        let mut found = Vec::new();
+        for free in self.free.iter().flat_map(super::free::FreeList::iter) {
+            let from = u64::from(free.offset) * UNIT;
+            let end = from + u64::from(free.size) * UNIT;
+            let first = segments.partition_point(|segment| segment.offset < from);
+            found.extend(segments[first..].iter().take_while(|segment| segment.end() <= end));
+        }
+        found
+    }
+
+    /// Cuts `[offset, offset + bytes)` out of the free block that holds it and gives it `state`.
+    /// Returns that free block as it was.
+    fn vacate(&mut self, offset: u64, bytes: u64, state: BlockState) -> Block {
+        let (start, size) = ((offset / UNIT) as u32, (bytes / UNIT) as u32);
+        let holder = self
+            .free
+            .iter()
+            .flat_map(super::free::FreeList::iter)
+            .find(|free| free.offset <= start && start + size <= free.offset + free.size);
+        let Free { id, .. } = holder.expect("the segment lies in a free block");
+        let block = self.table.get(id).clone();
+        let list = &mut self.free[usize::from(block.stream)];
+        list.remove(list.place_of(block.offset));
+        let next = block.next;
+        self.table.remove(id);
+        let piece = |from: u32, to: u32, state, wall| Block {
+            offset: from,
+            size: to - from,
+            prev: NIL,
+            next: NIL,
+            counter: 0,
+            wall,
+            state,
+            ..block.clone()
+        };
+        if block.offset < start {
+            let low = piece(block.offset, start, BlockState::Free, block.wall);
+            let low = self.table.insert_before(next, low);
+            list.insert(Free { offset: block.offset, size: start - block.offset, id: low });
+        }
+        let wall = block.wall && block.offset == start;
+        self.table.insert_before(next, piece(start, start + size, state, wall));
+        let end = start + size;
+        if end < block.end() {
+            let high = piece(end, block.end(), BlockState::Free, false);
+            let high = self.table.insert_before(next, high);
+            list.insert(Free { offset: end, size: block.end() - end, id: high });
+        }
+        block
+    }
+
+    /// Adds fresh memory at the end of the lane, or inside the hole that begins there.
+    fn add_range(&mut self, at: u64, bytes: u64, stream: u16) {
+        let (offset, size) = ((at / UNIT) as u32, (bytes / UNIT) as u32);
+        let mut next = NIL;
+        if offset < self.table.end() {
+            let hole = self.table.ids().find(|&id| self.table.get(id).offset == offset);
+            let hole = hole.expect("growth below the end goes into a hole");
+            if self.table.get(hole).size == size {
+                next = self.table.get(hole).next;
+                self.table.remove(hole);
+            } else {
+                let rest = self.table.get_mut(hole);
+                rest.offset += size;
+                rest.size -= size;
+                next = hole;
+            }
+        }
+        let fresh = Block {
+            offset,
+            size,
+            prev: NIL,
+            next: NIL,
+            counter: 0,
+            waits: 0,
+            stream,
+            state: BlockState::Free,
+            wall: self.policy() == WindowPolicy::PerSegment,
+        };
+        let id = self.table.insert_before(next, fresh);
+        self.set_free(id);
+    }
+
+    /// Releases every segment that is wholly free; returns their bytes. The memory itself goes at
+    /// the next commit, when every rank has released it too; in a local lane, as soon as the
+    /// caller has unmapped what [`take_retired`](LaneState::take_retired) returns.
+    pub fn trim(&mut self, site: Site) -> u64 {
+        let free = self.free_segments();
+        for segment in &free {
+            self.vacate(segment.offset, segment.bytes, BlockState::Retired);
+        }
+        self.segments.retire(&free, self.history.counter());
+        let bytes = free.iter().map(|segment| segment.bytes).sum();
+        self.index.shrink();
+        self.history.push(EventKind::Trim { bytes }, site);
+        bytes
+    }
+
+    /// The segments released or moved away since the last commit.
+    pub fn retired(&self) -> impl Iterator<Item = Segment> + '_ {
+        self.segments.retired()
+    }
+
+    /// Whether segments were made, moved or released that peers do not know of yet.
+    pub fn has_retired(&self) -> bool {
+        self.segments.retired().next().is_some()
+    }
+
+    /// Opens the ranges of retired segments to new ones, and returns those segments. The caller
+    /// has unmapped them, on this rank and (for a symmetric lane) on every other.
+    pub fn take_retired(&mut self) -> Vec<Segment> {
+        let retired = self.segments.clear_retired();
+        let mut at = self.table.ids().next();
+        while let Some(id) = at {
+            let block = self.table.get_mut(id);
+            if block.state == BlockState::Retired {
+                block.state = BlockState::Hole;
+            }
+            let (state, prev) = (block.state, block.prev);
+            at = Some(block.next).filter(|&next| next != NIL);
+            if state == BlockState::Hole
+                && prev != NIL
+                && self.table.get(prev).state == BlockState::Hole
+            {
+                let size = self.table.get(id).size;
+                self.table.get_mut(prev).size += size;
+                self.table.remove(id);
+            }
+        }
+        // A hole at the very end is just unused range.
+        if let Some(last) = self.table.last()
+            && self.table.get(last).state == BlockState::Hole
+        {
+            self.table.remove(last);
+        }
+        retired
+    }
+
+    /// Whether this lane takes part in commits.
+    pub fn is_local(&self) -> bool {
+        self.config.kind == LaneKind::Local
+    }
+}

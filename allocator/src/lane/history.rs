@@ -1,0 +1,214 @@
+//! A lane's event log, as far back as it is kept: its rolling digest, the last events in full,
+//! and digests of older prefixes at growing distances.
+//!
+//! When digests differ at a commit, ranks compare digests of prefixes to find the first event
+//! that differs. Inside the ring every prefix is known; before it only checkpoints are, so an old
+//! divergence is bracketed between two of them.
+
+use std::collections::VecDeque;
+
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use super::{Event, EventKind, Site};
+
+/// Rolling hash over a lane's events. Equal digests at equal counters mean equal sequences.
+pub type Digest = u64;
+
+/// Checkpoints are thinned to every second one when there would be more than this.
+const MOST_CHECKPOINTS: usize = 256;
+
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    kind: EventKind,
+    site: Site,
+    /// Digest of all events up to and including this one.
+    after: Digest,
+}
+
+#[derive(Debug)]
+pub(super) struct History {
+    counter: u64,
+    digest: Digest,
+    capacity: usize,
+    ring: VecDeque<Entry>,
+    /// Digests of prefixes that end before the ring: `(counter, digest)`, ascending.
+    checkpoints: Vec<(u64, Digest)>,
+    spacing: u64,
+}
+
+impl History {
+    pub(super) fn new(capacity: usize) -> Self {
+        Self {
+            counter: 0,
+            digest: 0,
+            capacity,
+            ring: VecDeque::new(),
+            checkpoints: vec![(0, 0)],
+            spacing: 1024,
+        }
+    }
+
+    /// The number of events so far, which is the next event's number.
+    pub(super) fn counter(&self) -> u64 {
+        self.counter
+    }
+
+    pub(super) fn digest(&self) -> Digest {
+        self.digest
+    }
+
+    pub(super) fn push(&mut self, kind: EventKind, site: Site) {
+        let mut bytes = [0; 48];
+        for (bytes, word) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(kind.words()) {
+            *bytes = word.to_le_bytes();
+        }
+        // The counter is part of the digest through the chaining.
+        self.digest = xxh3_64_with_seed(&bytes, self.digest.wrapping_add(1));
+        if self.ring.len() == self.capacity {
+            let oldest = self.counter - self.ring.len() as u64;
+            if let Some(entry) = self.ring.pop_front()
+                && (oldest + 1).is_multiple_of(self.spacing)
+            {
+                self.checkpoint(oldest + 1, entry.after);
+            }
+        }
+        self.ring.push_back(Entry { kind, site, after: self.digest });
+        self.counter += 1;
+    }
+
+    fn checkpoint(&mut self, counter: u64, digest: Digest) {
+        self.checkpoints.push((counter, digest));
+        if self.checkpoints.len() > MOST_CHECKPOINTS {
+            self.spacing *= 2;
+            let spacing = self.spacing;
+            self.checkpoints.retain(|(counter, _)| counter.is_multiple_of(spacing));
+        }
+    }
+
+    /// Starts over from an agreed state: earlier events are forgotten, numbering goes on.
+    pub(super) fn restart(&mut self, counter: u64, digest: Digest) {
+        self.counter = counter;
+        self.digest = digest;
+        self.ring.clear();
+        self.checkpoints = vec![(counter, digest)];
+    }
+
+    /// The number of the oldest event that is kept in full.
+    pub(super) fn oldest(&self) -> u64 {
+        self.counter - self.ring.len() as u64
+    }
+
+    /// The event with this number, if it is kept.
+    pub(super) fn event(&self, counter: u64) -> Option<Event> {
+        let at = counter.checked_sub(self.oldest())?;
+        let entry = self.ring.get(usize::try_from(at).ok()?)?;
+        Some(Event { counter, kind: entry.kind, site: entry.site })
+    }
+
+    /// Which prefixes have a known digest.
+    pub(super) fn checkpoints(&self) -> Checkpoints<'_> {
+        Checkpoints(self)
+    }
+}
+
+/// The known digests of prefixes of a lane's sequence.
+pub(crate) struct Checkpoints<'a>(&'a History);
+
+impl Checkpoints<'_> {
+    /// Digest of the first `counter` events, if known.
+    pub(crate) fn digest(&self, counter: u64) -> Option<Digest> {
+        let history = self.0;
+        if counter == history.counter {
+            return Some(history.digest);
+        }
+        if counter > history.oldest() {
+            let at = usize::try_from(counter - history.oldest() - 1).ok()?;
+            return history.ring.get(at).map(|entry| entry.after);
+        }
+        let at =
+            history.checkpoints.binary_search_by_key(&counter, |&(counter, _)| counter).ok()?;
+        Some(history.checkpoints[at].1)
+    }
+
+    /// Up to `most` counters in `(low, high]` with a known digest, evenly spread, ascending.
+    pub(crate) fn between(&self, low: u64, high: u64, most: usize) -> Vec<u64> {
+        let history = self.0;
+        let old = history
+            .checkpoints
+            .iter()
+            .map(|&(counter, _)| counter)
+            .filter(|&counter| counter > low && counter <= high && counter <= history.oldest());
+        let mut known: Vec<u64> = old.collect();
+        let ring_low = low.max(history.oldest());
+        let ring_high = high.min(history.counter);
+        let ring_count = ring_high.saturating_sub(ring_low);
+        let total = known.len() as u64 + ring_count;
+        if total <= most as u64 {
+            known.extend(ring_low + 1..=ring_high.max(ring_low));
+            return known;
+        }
+        (1..=most as u64)
+            .map(|step| {
+                let nth = (u128::from(total) * u128::from(step) / most as u128) as u64 - 1;
+                match known.get(nth as usize) {
+                    Some(&counter) => counter,
+                    None => ring_low + 1 + (nth - known.len() as u64),
+                }
+            })
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn free(block: u64) -> EventKind {
+        EventKind::Free { block }
+    }
+
+    #[test]
+    fn equal_sequences_have_equal_digests_and_order_matters() {
+        let mut a = History::new(16);
+        let mut b = History::new(16);
+        a.push(free(1), None);
+        a.push(free(2), None);
+        b.push(free(2), None);
+        b.push(free(1), None);
+        assert_ne!(a.digest(), b.digest());
+        let mut c = History::new(1024);
+        c.push(free(1), None);
+        c.push(free(2), None);
+        assert_eq!(a.digest(), c.digest(), "how much is remembered does not matter");
+    }
+
+    #[test]
+    fn prefixes_are_found_near_and_far() {
+        let mut history = History::new(100);
+        let mut digests = vec![history.digest()];
+        for n in 0..10_000_u64 {
+            history.push(free(n), None);
+            digests.push(history.digest());
+        }
+        assert_eq!(history.oldest(), 9_900);
+        assert_eq!(history.event(9_900).map(|event| event.kind), Some(free(9_900)));
+        assert_eq!(history.event(9_899), None);
+        for counter in history.checkpoints().between(0, 10_000, 64) {
+            let digest = history.checkpoints().digest(counter);
+            assert_eq!(digest, Some(digests[counter as usize]), "prefix of {counter}");
+        }
+        assert_eq!(history.checkpoints().between(9_950, 9_960, 64).len(), 10);
+        let wide = history.checkpoints().between(0, 10_000, 8);
+        assert_eq!((wide.len(), wide.last()), (8, Some(&10_000)));
+    }
+
+    #[test]
+    fn checkpoints_thin_out_instead_of_growing() {
+        let mut history = History::new(16);
+        for n in 0..2_000_000_u64 {
+            history.push(free(n), None);
+        }
+        assert!(history.checkpoints.len() <= MOST_CHECKPOINTS);
+        assert!(history.checkpoints().between(0, 1_000_000, 1000).len() > 50);
+    }
+}

@@ -1,0 +1,71 @@
+//! What must be true of a lane after every call; used by tests.
+
+use super::free::Free;
+use super::table::{BlockState, NIL};
+use super::{LaneState, UNIT, WindowPolicy};
+
+impl LaneState {
+    /// Panics, saying what is wrong, unless the lane's structures agree with each other.
+    pub(super) fn assert_sound(&self) {
+        let mut at = 0;
+        let mut prev: Option<u32> = None;
+        let mut listed: Vec<Vec<Free>> = vec![Vec::new(); self.free.len()];
+        let mut allocated = 0;
+        for id in self.table.ids() {
+            let block = self.table.get(id);
+            assert_eq!(block.offset, at, "ranges follow each other without gaps");
+            assert_eq!(block.prev, prev.unwrap_or(NIL));
+            assert!(block.size > 0);
+            if let Some(before) = prev.map(|prev| self.table.get(prev)) {
+                let unmerged = before.state == BlockState::Free
+                    && block.state == BlockState::Free
+                    && before.stream == block.stream
+                    && !block.wall;
+                assert!(!unmerged, "free neighbours of a stream are one block");
+            }
+            match block.state {
+                BlockState::Free => {
+                    let free = Free { offset: block.offset, size: block.size, id };
+                    listed[usize::from(block.stream)].push(free);
+                }
+                BlockState::Live | BlockState::SetAside => {
+                    allocated += block.bytes();
+                    assert_eq!(self.index.get(block.offset), Some(id));
+                }
+                BlockState::Retired | BlockState::Hole => {}
+            }
+            at = block.end();
+            prev = Some(id);
+        }
+        assert_eq!(self.table.last(), prev);
+        for (list, listed) in self.free.iter().zip(listed) {
+            assert_eq!(list.iter().collect::<Vec<_>>(), listed, "every free block is in its list");
+            for free in list.iter() {
+                list.place_of(free.offset);
+            }
+        }
+        let stats = self.stats();
+        assert_eq!(stats.allocated, allocated);
+        self.assert_segments_cover();
+    }
+
+    fn assert_segments_cover(&self) {
+        let segments = self.segments.live();
+        assert_eq!(self.stats().reserved, segments.iter().map(|s| s.bytes).sum::<u64>());
+        for id in self.table.ids() {
+            let block = self.table.get(id);
+            let (mut from, end) = (u64::from(block.offset) * UNIT, u64::from(block.end()) * UNIT);
+            if matches!(block.state, BlockState::Retired | BlockState::Hole) {
+                assert!(segments.iter().all(|s| s.end() <= from || s.offset >= end));
+                continue;
+            }
+            let whole = segments.iter().any(|s| s.offset <= from && end <= s.end());
+            assert!(whole || self.policy() == WindowPolicy::Contiguous, "blocks stay inside");
+            while from < end {
+                let at = segments.partition_point(|s| s.offset <= from);
+                assert!(at > 0 && segments[at - 1].end() > from, "memory behind every block");
+                from = segments[at - 1].end();
+            }
+        }
+    }
+}

@@ -1,0 +1,219 @@
+//! Physical segments: how large the next one is, where it goes, and which may move.
+//!
+//! Growth is measured, not guessed: the constants below were chosen on real traces (see
+//! ARCHITECTURE.md) so that few segments suffice and little of them stays unused. Sizes follow
+//! from the lane's own sequence alone (rule D6).
+
+use super::WindowPolicy;
+
+/// A contiguous lane grows by at least this, and by at least 1/128 of what it has.
+const LEAST_GROWTH: u64 = 8 << 20;
+/// Growth is cut into segments of at most this, or 1/128 of what the lane has: small enough that
+/// whole segments fall free and can move, large enough that there are few hundred.
+const LARGEST_PIECE: u64 = 32 << 20;
+const FRACTION: u64 = 128;
+
+/// Segments of [`WindowPolicy::PerSegment`] double from the first of these to the second.
+const FIRST_WINDOW: u64 = 32 << 20;
+const LARGEST_WINDOW: u64 = 1 << 30;
+
+/// One physical allocation, mapped whole. Offsets are bytes from the start of the lane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// Serial number in the lane; a moved segment gets a new one.
+    pub counter: u64,
+    /// First byte.
+    pub offset: u64,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// Counter of the event that made or moved it.
+    pub born: u64,
+}
+
+impl Segment {
+    pub(super) fn end(&self) -> u64 {
+        self.offset + self.bytes
+    }
+}
+
+/// A segment to be made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NewSegment {
+    /// Its serial number.
+    pub counter: u64,
+    /// Where it is mapped.
+    pub offset: u64,
+    /// Its size.
+    pub bytes: u64,
+}
+
+/// A free segment to be mapped a second time, at the end of the range. Its old place is retired
+/// and unmapped at the next commit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Move {
+    /// Serial number of the segment as it was.
+    pub from: u64,
+    /// Where it was.
+    pub from_offset: u64,
+    /// The segment as it will be.
+    pub to: NewSegment,
+}
+
+/// What one event needs from the driver. All of it happens, or none.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Growth {
+    /// Segments that move, in order.
+    pub moves: Vec<Move>,
+    /// Segments that are made, in order, after the moved ones.
+    pub new: Vec<NewSegment>,
+}
+
+impl Growth {
+    pub(super) fn bytes(&self) -> u64 {
+        self.moves.iter().map(|m| m.to.bytes).sum::<u64>() + self.new_bytes()
+    }
+
+    pub(super) fn new_bytes(&self) -> u64 {
+        self.new.iter().map(|segment| segment.bytes).sum()
+    }
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Segments {
+    /// In use, by offset.
+    live: Vec<Segment>,
+    /// Released or moved away, with the event that did it; unmapped at the next commit.
+    retired: Vec<(Segment, u64)>,
+    next_counter: u64,
+    pub(super) reserved: u64,
+    pub(super) peak_reserved: u64,
+    pub(super) made: u64,
+    pub(super) moved: u64,
+    made_bytes: u64,
+    moved_bytes: u64,
+}
+
+impl Segments {
+    pub(super) fn live(&self) -> &[Segment] {
+        &self.live
+    }
+
+    pub(super) fn retired(&self) -> impl Iterator<Item = Segment> + '_ {
+        self.retired.iter().map(|&(segment, _)| segment)
+    }
+
+    pub(super) fn retired_since(&self, event: u64) -> impl Iterator<Item = Segment> + '_ {
+        self.retired.iter().filter(move |&&(_, at)| at >= event).map(|&(segment, _)| segment)
+    }
+
+    /// The serial number of the next segment.
+    pub(super) fn next_counter(&self) -> u64 {
+        self.next_counter
+    }
+
+    /// How much to grow when `need` bytes are missing.
+    pub(super) fn step(&self, policy: WindowPolicy, need: u64, granularity: u64) -> u64 {
+        let least = match policy {
+            WindowPolicy::Contiguous => LEAST_GROWTH.max(self.reserved / FRACTION),
+            WindowPolicy::PerSegment => {
+                let doublings = self.live.len().min(16) as u32;
+                (FIRST_WINDOW << doublings).min(LARGEST_WINDOW)
+            }
+        };
+        need.max(least).next_multiple_of(granularity)
+    }
+
+    /// Cuts `bytes` of growth at `offset` into segments.
+    pub(super) fn pieces(
+        &self,
+        policy: WindowPolicy,
+        mut counter: u64,
+        mut offset: u64,
+        mut bytes: u64,
+        granularity: u64,
+    ) -> Vec<NewSegment> {
+        let largest = match policy {
+            WindowPolicy::Contiguous => {
+                let fraction = (self.reserved + bytes) / FRACTION / granularity * granularity;
+                LARGEST_PIECE.max(fraction).max(granularity)
+            }
+            WindowPolicy::PerSegment => u64::MAX,
+        };
+        let mut pieces = Vec::new();
+        while bytes > 0 {
+            // A small rest joins the last piece.
+            let piece = if bytes < largest.saturating_add(largest / 2) { bytes } else { largest };
+            pieces.push(NewSegment { counter, offset, bytes: piece });
+            counter += 1;
+            offset += piece;
+            bytes -= piece;
+        }
+        pieces
+    }
+
+    /// Whether free segments should move before new ones are made: when growing would take the
+    /// lane clearly past the most it ever had in use, and not so often that moving, which costs
+    /// mappings, outweighs what was ever made. The second bound ends any back and forth.
+    pub(super) fn may_move(&self, growth: u64, peak_allocated: u64) -> bool {
+        self.reserved + growth > peak_allocated + peak_allocated / 50
+            && self.moved_bytes <= self.made_bytes
+    }
+
+    pub(super) fn apply(&mut self, growth: &Growth, event: u64) {
+        for step in &growth.moves {
+            if let Some(at) = self.live.iter().position(|segment| segment.counter == step.from) {
+                let old = self.live.remove(at);
+                self.retired.push((old, event));
+            }
+            self.add(step.to, event);
+            self.moved += 1;
+            self.moved_bytes += step.to.bytes;
+        }
+        for &new in &growth.new {
+            self.add(new, event);
+            self.reserved += new.bytes;
+            self.made += 1;
+            self.made_bytes += new.bytes;
+        }
+        self.peak_reserved = self.peak_reserved.max(self.reserved);
+    }
+
+    fn add(&mut self, new: NewSegment, event: u64) {
+        let NewSegment { counter, offset, bytes } = new;
+        let at = self.live.partition_point(|segment| segment.offset < offset);
+        self.live.insert(at, Segment { counter, offset, bytes, born: event });
+        self.next_counter = self.next_counter.max(counter + 1);
+    }
+
+    /// Takes segments out of use.
+    pub(super) fn retire(&mut self, segments: &[Segment], event: u64) {
+        for gone in segments {
+            self.live.retain(|segment| segment.counter != gone.counter);
+            self.retired.push((*gone, event));
+            self.reserved -= gone.bytes;
+        }
+    }
+
+    /// Forgets the retired segments: they are unmapped everywhere.
+    pub(super) fn clear_retired(&mut self) -> Vec<Segment> {
+        self.retired.drain(..).map(|(segment, _)| segment).collect()
+    }
+
+    /// Goes back to the segments as they were before `event`: later ones are dropped and
+    /// returned, segments retired since come back. Counters are not used again.
+    pub(super) fn revert(&mut self, event: u64) -> Vec<Segment> {
+        let (kept, dropped) = self.live.drain(..).partition(|segment| segment.born < event);
+        self.live = kept;
+        let (back, gone): (Vec<_>, Vec<_>) =
+            self.retired.drain(..).partition(|&(segment, at)| at >= event && segment.born < event);
+        self.retired = gone;
+        self.live.extend(back.into_iter().map(|(segment, _)| segment));
+        self.live.sort_by_key(|segment| segment.offset);
+        self.reserved = self.live.iter().map(|segment| segment.bytes).sum();
+        dropped
+    }
+
+    pub(super) fn skip_counters_to(&mut self, counter: u64) {
+        self.next_counter = self.next_counter.max(counter);
+    }
+}

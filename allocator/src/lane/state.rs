@@ -1,0 +1,497 @@
+//! A lane: where each block goes, as a pure function of the calls so far.
+
+use std::collections::BTreeMap;
+
+use super::free::{Free, FreeList};
+use super::history::{Checkpoints, Digest, History};
+use super::index::Index;
+use super::segments::{Growth, Segments};
+use super::stats::{Counts, LaneStats};
+use super::streams::{Streams, bit};
+use super::table::{Block, BlockState, BlockView, NIL, Table};
+use super::{Event, EventKind, LaneConfig, LaneKind, Segment, Site, UNIT, WindowPolicy};
+use crate::driver::{Event as StreamEvent, Stream};
+use crate::error::ErrorKind;
+use crate::lane::event::Bytes;
+use crate::{Error, Result};
+
+/// What a lane asks of the world: physical memory and stream events. Never a decision.
+pub trait Backing {
+    /// Makes and moves segments: all of `growth` or nothing.
+    fn grow(&mut self, growth: &Growth) -> Result<()>;
+    /// Records an event on `stream`.
+    fn record(&mut self, stream: Stream) -> Result<StreamEvent>;
+    /// Makes `stream` wait for `event`, on the device.
+    fn wait(&mut self, stream: Stream, event: &StreamEvent) -> Result<()>;
+    /// Lets go of an event.
+    fn release(&mut self, event: StreamEvent);
+}
+
+/// Memory that is not there: for planning and for tests of the arithmetic.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct NoBacking;
+
+impl Backing for NoBacking {
+    fn grow(&mut self, _growth: &Growth) -> Result<()> {
+        Ok(())
+    }
+
+    fn record(&mut self, _stream: Stream) -> Result<StreamEvent> {
+        Ok(StreamEvent(0))
+    }
+
+    fn wait(&mut self, _stream: Stream, _event: &StreamEvent) -> Result<()> {
+        Ok(())
+    }
+
+    fn release(&mut self, _event: StreamEvent) {}
+}
+
+/// An allocation request.
+#[derive(Clone, Copy, Debug)]
+pub struct Request {
+    /// Bytes; 0 gets a place of its own like 1.
+    pub bytes: u64,
+    /// A power of two up to the driver's granularity; less than 512 means 512.
+    pub align: u64,
+    /// The stream on which the block is used first.
+    pub stream: Stream,
+    /// Who asks.
+    pub site: Site,
+}
+
+/// Names a block: its slab entry and, against reuse of that entry, its counter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct BlockKey {
+    pub(super) id: u32,
+    /// Counter of the allocation.
+    pub counter: u64,
+}
+
+/// Where a request was placed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Placed {
+    /// The block's name.
+    pub key: BlockKey,
+    /// First byte, from the start of the lane.
+    pub offset: u64,
+    /// Usable bytes: the request rounded up to whole units.
+    pub bytes: u64,
+}
+
+/// A block that lives on some rank, as ranks tell each other at a resync.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Survivor {
+    /// Counter of its allocation.
+    pub counter: u64,
+    /// First byte, from the start of the lane.
+    pub offset: u64,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// Ordinal of its stream.
+    pub stream: u16,
+}
+
+/// The lane. Not synchronised: its owner locks it.
+#[derive(Debug)]
+pub struct LaneState {
+    pub(super) config: LaneConfig,
+    pub(super) range: u64,
+    pub(super) granularity: u64,
+    pub(super) table: Table,
+    pub(super) index: Index,
+    /// By stream ordinal.
+    pub(super) free: Vec<FreeList>,
+    pub(super) segments: Segments,
+    pub(super) streams: Streams,
+    pub(super) history: History,
+    pub(super) counts: Counts,
+    /// Blocks freed without order, by counter.
+    pub(super) aside: BTreeMap<u64, u32>,
+    /// A local failure since the last agreement, with the counter at which it happened.
+    pub(super) failure: Option<(u64, ErrorKind)>,
+}
+
+impl LaneState {
+    /// An empty lane over `range` bytes of addresses. `granularity` is the driver's.
+    pub fn new(config: LaneConfig, range: u64, granularity: u64) -> Result<Self> {
+        config.validate()?;
+        if !granularity.is_power_of_two() || granularity < UNIT {
+            return Err(Error::invalid_argument(format!(
+                "granularity {granularity} is not a power of two of at least {UNIT}"
+            )));
+        }
+        let range = range.min(super::MAX_LANE_BYTES) / granularity * granularity;
+        if range == 0 {
+            return Err(Error::invalid_argument(format!(
+                "lane {:?}: a range below the driver's granularity of {granularity} bytes",
+                config.name
+            )));
+        }
+        let history = History::new(config.history);
+        Ok(Self {
+            config,
+            range,
+            granularity,
+            table: Table::new(),
+            index: Index::default(),
+            free: Vec::new(),
+            segments: Segments::default(),
+            streams: Streams::default(),
+            history,
+            counts: Counts::new(),
+            aside: BTreeMap::new(),
+            failure: None,
+        })
+    }
+
+    /// Places a block. On any error the lane is as it was, except that a failure of the driver is
+    /// remembered for the next commit, where every rank learns of it.
+    pub fn alloc(&mut self, request: Request, backing: &mut dyn Backing) -> Result<Placed> {
+        let (size, align) = self.check(request.bytes, request.align)?;
+        let stream = self.streams.ordinal(request.stream)?;
+        let fit = self.free.get(usize::from(stream)).and_then(|free| free.first_fit(size, align));
+        let (fit, grown) = match fit {
+            Some(fit) => (fit, 0),
+            None => {
+                self.streams.learn(stream, request.stream);
+                if self.free.len() <= usize::from(stream) {
+                    self.free.resize_with(usize::from(stream) + 1, FreeList::default);
+                }
+                let grown = self.grow(size, align, stream, backing)?;
+                let fit = self.free[usize::from(stream)].first_fit(size, align);
+                (fit.expect("growth made room for the request"), grown)
+            }
+        };
+        let (place, free, start) = fit;
+        let waits = self.table.get(free.id).waits;
+        if waits != 0 {
+            self.streams.wait(stream, waits, backing)?;
+        }
+        let counter = self.history.counter();
+        let id = self.take(stream, place, free, start, size, counter);
+        self.index.insert(start, id);
+        self.counts.add(size);
+        let offset = u64::from(start) * UNIT;
+        let kind =
+            EventKind::Alloc { bytes: request.bytes, align: request.align, stream, offset, grown };
+        self.history.push(kind, request.site);
+        let bytes = u64::from(size) * UNIT;
+        Ok(Placed { key: BlockKey { id, counter }, offset, bytes })
+    }
+
+    /// Frees a block in order: its place may be used again by the next call.
+    pub fn free(&mut self, key: BlockKey, site: Site, backing: &mut dyn Backing) -> Result<()> {
+        self.check_live(key)?;
+        self.give_back(key.id, backing)?;
+        self.counts.frees += 1;
+        self.history.push(EventKind::Free { block: key.counter }, site);
+        Ok(())
+    }
+
+    /// Frees a block without order (rule D5). In a local lane that is an ordinary free; in a
+    /// symmetric one the block is set aside and comes back at a commit, once every rank freed it.
+    pub fn free_unordered(
+        &mut self,
+        key: BlockKey,
+        site: Site,
+        backing: &mut dyn Backing,
+    ) -> Result<()> {
+        if self.config.kind == LaneKind::Local {
+            return self.free(key, site, backing);
+        }
+        let bytes = self.check_live(key)?.bytes();
+        self.table.get_mut(key.id).state = BlockState::SetAside;
+        self.aside.insert(key.counter, key.id);
+        self.counts.unordered_frees += 1;
+        self.counts.set_aside += bytes;
+        Ok(())
+    }
+
+    /// Notes that a block is used on another stream: it will be reused only behind that use
+    /// (rule D4).
+    pub fn record_stream(&mut self, key: BlockKey, stream: Stream, site: Site) -> Result<()> {
+        self.check_live(key)?;
+        let ordinal = self.streams.ordinal(stream)?;
+        self.streams.learn(ordinal, stream);
+        let block = self.table.get_mut(key.id);
+        if block.stream != ordinal {
+            block.waits |= bit(ordinal);
+        }
+        self.history.push(EventKind::Record { block: key.counter, stream: ordinal }, site);
+        Ok(())
+    }
+
+    /// Returns blocks to the lane that every rank has freed without order: the last step of a
+    /// commit. `counters` ascend; unknown ones are ignored, because the caller made the list from
+    /// what this lane published.
+    pub fn reclaim(&mut self, counters: &[u64], backing: &mut dyn Backing) -> Result<()> {
+        if counters.is_empty() {
+            return Ok(());
+        }
+        let mut digest = 0;
+        for counter in counters {
+            digest = xxhash_rust::xxh3::xxh3_64_with_seed(&counter.to_le_bytes(), digest);
+            if let Some(id) = self.aside.remove(counter) {
+                self.counts.set_aside -= self.table.get(id).bytes();
+                self.give_back(id, backing)?;
+            }
+        }
+        let blocks = counters.len() as u64;
+        self.history.push(EventKind::Reclaim { blocks, digest }, None);
+        Ok(())
+    }
+
+    /// The live block that begins at `offset`, if any.
+    pub fn block_at(&self, offset: u64) -> Option<BlockKey> {
+        let units = u32::try_from(offset / UNIT).ok().filter(|_| offset.is_multiple_of(UNIT))?;
+        let id = self.index.get(units)?;
+        let block = self.table.get(id);
+        (block.state == BlockState::Live).then_some(BlockKey { id, counter: block.counter })
+    }
+
+    /// Counters of the blocks set aside, ascending, at most `most` of them.
+    pub fn set_aside(&self, most: usize) -> Vec<u64> {
+        self.aside.keys().copied().take(most).collect()
+    }
+
+    /// The number of events so far.
+    pub fn counter(&self) -> u64 {
+        self.history.counter()
+    }
+
+    /// Digest of all events so far.
+    pub fn digest(&self) -> Digest {
+        self.history.digest()
+    }
+
+    /// The event with this number, if it is still kept.
+    pub fn event(&self, counter: u64) -> Option<Event> {
+        self.history.event(counter)
+    }
+
+    /// The oldest event that is kept in full.
+    pub fn oldest_event(&self) -> u64 {
+        self.history.oldest()
+    }
+
+    pub(crate) fn checkpoints(&self) -> Checkpoints<'_> {
+        self.history.checkpoints()
+    }
+
+    pub(crate) fn failure(&self) -> Option<&(u64, ErrorKind)> {
+        self.failure.as_ref()
+    }
+
+    pub(crate) fn clear_failure(&mut self) {
+        self.failure = None;
+    }
+
+    /// The segments in use, by offset.
+    pub fn segments(&self) -> &[Segment] {
+        self.segments.live()
+    }
+
+    /// All ranges of the lane in address order.
+    pub fn blocks(&self) -> impl Iterator<Item = BlockView> + '_ {
+        self.table.views()
+    }
+
+    /// The lane's configuration.
+    pub fn config(&self) -> &LaneConfig {
+        &self.config
+    }
+
+    /// Whether every segment is shared in the normal course (see [`LaneKind`]).
+    pub fn is_symmetric(&self) -> bool {
+        self.config.kind == LaneKind::Symmetric
+    }
+
+    /// The lane's numbers now.
+    pub fn stats(&self) -> LaneStats {
+        LaneStats {
+            allocated: self.counts.allocated,
+            peak_allocated: self.counts.peak_allocated,
+            reserved: self.segments.reserved,
+            peak_reserved: self.segments.peak_reserved,
+            set_aside: self.counts.set_aside,
+            live_blocks: self.counts.live_blocks,
+            free_blocks: self.free.iter().map(|free| free.iter().count() as u64).sum(),
+            segments: self.segments.live().len() as u64,
+            segments_made: self.segments.made,
+            segments_moved: self.segments.moved,
+            events: self.history.counter(),
+            allocs: self.counts.allocs,
+            frees: self.counts.frees,
+            unordered_frees: self.counts.unordered_frees,
+            classes: self.counts.classes(),
+        }
+    }
+
+    /// Size and alignment in units.
+    fn check(&self, bytes: u64, align: u64) -> Result<(u32, u32)> {
+        if !align.is_power_of_two() || align > self.granularity {
+            return Err(Error::invalid_argument(format!(
+                "alignment {align}: a power of two of at most {} can be served",
+                self.granularity
+            )));
+        }
+        if bytes > self.range {
+            return Err(Error::out_of_memory(format!(
+                "lane {:?}: a request of {bytes} bytes ({}) is larger than the lane's range of {}; \
+                 build the pool with a longer range",
+                self.config.name,
+                Bytes(bytes),
+                Bytes(self.range)
+            )));
+        }
+        let size = bytes.div_ceil(UNIT).max(1) as u32;
+        Ok((size, (align / UNIT).max(1) as u32))
+    }
+
+    fn check_live(&self, key: BlockKey) -> Result<&Block> {
+        let lane = &self.config.name;
+        let BlockKey { id, counter } = key;
+        match self.table.try_get(id) {
+            Some(block) if block.counter == counter && block.state == BlockState::Live => Ok(block),
+            _ if counter >= self.history.counter() => Err(Error::invalid_argument(format!(
+                "lane {lane:?} has no block {counter}: it is at event {}; the block is another \
+                 lane's",
+                self.history.counter()
+            ))),
+            _ => Err(Error::invalid_argument(format!(
+                "lane {lane:?}: the block of event {counter} is not live; it was freed before \
+                 (double free) or belongs to another lane"
+            ))),
+        }
+    }
+
+    /// Takes `[start, start + size)` out of a free block and makes it live; returns its id.
+    fn take(
+        &mut self,
+        stream: u16,
+        place: super::free::Place,
+        free: Free,
+        start: u32,
+        size: u32,
+        counter: u64,
+    ) -> u32 {
+        let list = &mut self.free[usize::from(stream)];
+        let before = start - free.offset;
+        let after = free.size - before - size;
+        let waits = self.table.get(free.id).waits;
+        let piece = |offset, size, state| Block {
+            offset,
+            size,
+            prev: NIL,
+            next: NIL,
+            counter,
+            waits,
+            stream,
+            state,
+            wall: false,
+        };
+        match (before, after) {
+            (0, 0) => {
+                list.remove(place);
+                let block = self.table.get_mut(free.id);
+                block.state = BlockState::Live;
+                block.counter = counter;
+                block.waits = 0;
+                free.id
+            }
+            (0, _) => {
+                // The free block keeps its entry and its high part.
+                list.resize(place, start + size, after);
+                let rest = self.table.get_mut(free.id);
+                rest.offset = start + size;
+                rest.size = after;
+                let wall = std::mem::take(&mut rest.wall);
+                let mut block = piece(start, size, BlockState::Live);
+                block.waits = 0;
+                block.wall = wall;
+                self.table.insert_before(free.id, block)
+            }
+            _ => {
+                // Alignment left a gap in front: it stays free in the old entry.
+                list.resize(place, free.offset, before);
+                self.table.get_mut(free.id).size = before;
+                let next = self.table.get(free.id).next;
+                let mut block = piece(start, size, BlockState::Live);
+                block.waits = 0;
+                let id = self.table.insert_before(next, block);
+                if after > 0 {
+                    let rest = piece(start + size, after, BlockState::Free);
+                    let rest = self.table.insert_before(next, rest);
+                    let entry = Free { offset: start + size, size: after, id: rest };
+                    self.free[usize::from(stream)].insert(entry);
+                }
+                id
+            }
+        }
+    }
+
+    /// Makes a live or set-aside block free, and merges it with free neighbours of its stream.
+    fn give_back(&mut self, id: u32, backing: &mut dyn Backing) -> Result<()> {
+        let used_on = self.table.get(id).waits;
+        if used_on != 0 {
+            self.streams.record(used_on, backing)?;
+        }
+        let (offset, size) = (self.table.get(id).offset, self.table.get(id).size);
+        self.index.remove(offset);
+        self.counts.remove(size);
+        self.set_free(id);
+        Ok(())
+    }
+
+    /// Makes a range free that is in no list, merging it with its neighbours.
+    pub(super) fn set_free(&mut self, id: u32) {
+        let block = self.table.get_mut(id);
+        block.state = BlockState::Free;
+        let Block { offset, size, prev, next, stream, waits, wall, .. } = *block;
+        let list = &mut self.free[usize::from(stream)];
+        let mergeable = |table: &Table, at: u32| {
+            at != NIL && {
+                let other = table.get(at);
+                other.state == BlockState::Free && other.stream == stream
+            }
+        };
+        let below = !wall && mergeable(&self.table, prev);
+        let above = mergeable(&self.table, next) && !self.table.get(next).wall;
+        match (below, above) {
+            (false, false) => list.insert(Free { offset, size, id }),
+            (true, false) => {
+                self.table.remove(id);
+                let low = self.table.get_mut(prev);
+                low.size += size;
+                low.waits |= waits;
+                list.resize(list.place_of(low.offset), low.offset, low.size);
+            }
+            (false, true) => {
+                self.table.remove(id);
+                let high = self.table.get_mut(next);
+                let place = list.place_of(high.offset);
+                high.offset = offset;
+                high.size += size;
+                high.waits |= waits;
+                high.wall = wall;
+                list.resize(place, high.offset, high.size);
+            }
+            (true, true) => {
+                let Block { offset: high_offset, size: high_size, waits: high_waits, .. } =
+                    *self.table.get(next);
+                list.remove(list.place_of(high_offset));
+                self.table.remove(next);
+                self.table.remove(id);
+                let low = self.table.get_mut(prev);
+                low.size += size + high_size;
+                low.waits |= waits | high_waits;
+                list.resize(list.place_of(low.offset), low.offset, low.size);
+            }
+        }
+    }
+
+    pub(super) fn policy(&self) -> WindowPolicy {
+        self.config.policy
+    }
+}
