@@ -13,9 +13,16 @@
 //! | [`FaultDriver`] | another driver's | failing, delaying or dying at the nth call |
 
 mod amount;
+#[cfg(test)]
+mod child;
+#[cfg(any(test, feature = "conformance"))]
+#[doc(hidden)]
+pub mod conformance;
 mod cuda;
 mod fault;
 mod host;
+#[cfg(test)]
+mod model_tests;
 mod sim;
 mod table;
 
@@ -259,7 +266,9 @@ pub trait MemoryDriver: Send + Sync {
     /// granularity). Nothing is readable in it yet.
     fn reserve(&self, bytes: u64, align: u64) -> Result<Reservation>;
 
-    /// Gives a reservation back. Everything mapped in it must have been unmapped.
+    /// Gives a reservation back. Everything mapped in it must have been unmapped: otherwise this
+    /// fails with [`Error::is_invalid_state`](crate::Error::is_invalid_state), and the range stays
+    /// reserved.
     fn unreserve(&self, reservation: Reservation) -> Result<()>;
 
     /// Makes `bytes` of physical memory; zeroed on the host, undefined on CUDA. Fails with

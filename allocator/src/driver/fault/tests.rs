@@ -1,6 +1,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use super::super::child;
 use super::*;
 use crate::Error;
 
@@ -118,4 +119,19 @@ fn a_hung_rank_stays_hung_and_others_do_not() {
     hung.thread().unpark();
     driver.at_step(Step::CommitAgree).unwrap();
     assert!(!hung.is_finished());
+}
+
+#[test]
+fn a_killed_rank_dies_at_its_step_without_a_word() {
+    use std::os::unix::process::ExitStatusExt;
+
+    if let Some(_parent) = child::parent() {
+        let driver = sim(FaultPlan::parse("kill@step:commit-confirm").unwrap());
+        driver.at_step(Step::CommitMap).unwrap();
+        let _ = driver.at_step(Step::CommitConfirm);
+        unreachable!("outlived its own death");
+    }
+    let (mut child, _socket) =
+        child::start("fault::tests::a_killed_rank_dies_at_its_step_without_a_word");
+    assert_eq!(child.wait().unwrap().signal(), Some(9));
 }

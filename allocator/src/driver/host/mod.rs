@@ -14,8 +14,12 @@
 
 mod available;
 mod memfd;
+#[cfg(test)]
+mod processes;
 mod scratch;
 mod space;
+#[cfg(test)]
+mod tests;
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};

@@ -7,6 +7,8 @@
 //! Misuse is refused as by the real drivers. That costs little: mappings one stride apart are
 //! kept as one entry, see the table's runs, and a peer's segment is a counter while it is held.
 
+#[cfg(test)]
+mod tests;
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -196,7 +198,9 @@ impl MemoryDriver for SimDriver {
     }
 
     fn export(&self, physical: &Physical) -> Result<Exported> {
-        self.state().own(physical)?;
+        if physical.raw() != IMPORTED {
+            self.state().own(physical)?;
+        }
         Ok(Exported::Derived)
     }
 
