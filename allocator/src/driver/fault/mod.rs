@@ -43,8 +43,16 @@ impl FaultDriver {
         self.counters.snapshot()
     }
 
-    /// Counts, does what is planned, calls, and counts success.
+    /// Does what is planned, calls, and counts success.
     fn at<T>(&self, point: Point, call: impl FnOnce(&Driver) -> Result<T>) -> Result<T> {
+        self.before(point)?;
+        let done = call(&self.inner)?;
+        self.counters.success(point);
+        Ok(done)
+    }
+
+    /// Counts a call and does what is planned for it.
+    fn before(&self, point: Point) -> Result<()> {
         let nth = self.counters.begin(point);
         for action in self.plan.actions(point, nth) {
             tracing::debug!(%point, nth, ?action, "planned fault");
@@ -61,9 +69,7 @@ impl FaultDriver {
                 FaultAction::Notify(notify) => notify(),
             }
         }
-        let done = call(&self.inner)?;
-        self.counters.success(point);
-        Ok(done)
+        Ok(())
     }
 }
 
@@ -141,14 +147,11 @@ impl MemoryDriver for FaultDriver {
     }
 
     fn release_event(&self, event: Event) {
-        // The call returns nothing to report a planned failure with, and giving an event back
-        // must not be skipped for one.
-        let mut event = Some(event);
-        let _ = self.at(Point::Call(Call::ReleaseEvent), |inner| {
-            event.take().into_iter().for_each(|event| inner.release_event(event));
-            Ok(())
-        });
-        event.into_iter().for_each(|event| self.inner.release_event(event));
+        let point = Point::Call(Call::ReleaseEvent);
+        // The call has no way to report a planned failure, and must not be skipped for one.
+        let _ = self.before(point);
+        self.inner.release_event(event);
+        self.counters.success(point);
     }
 
     fn synchronize(&self) -> Result<()> {

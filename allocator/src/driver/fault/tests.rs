@@ -135,3 +135,12 @@ fn a_killed_rank_dies_at_its_step_without_a_word() {
         child::start("fault::tests::a_killed_rank_dies_at_its_step_without_a_word");
     assert_eq!(child.wait().unwrap().signal(), Some(9));
 }
+
+#[test]
+fn events_are_given_back_whatever_is_planned() {
+    let fail = FaultAction::Fail(Error::refused("planned"));
+    let driver = sim(FaultPlan::new().at_call(Call::ReleaseEvent, 0, fail));
+    let event = driver.record_event(Stream::DEFAULT).unwrap();
+    driver.release_event(event);
+    assert_eq!(driver.counts().leaks(), None);
+}

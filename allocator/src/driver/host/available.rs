@@ -39,7 +39,8 @@ pub(super) fn check(bytes: u64) -> Result<()> {
     }
     Err(Error::out_of_memory(format!(
         "{} of host memory asked for, {} available according to {}; free memory, make pools \
-         smaller or raise that limit",
+         smaller, raise that limit or, if that number means nothing here, turn \
+         HostOptions::check_available off",
         Amount(bytes),
         Amount(available.bytes),
         available.source

@@ -14,7 +14,7 @@ use super::super::amount::Amount;
 use super::{HostOptions, available, scratch};
 use crate::{Error, Result};
 
-const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+pub(super) const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
 /// Memory is committed in steps of this size; before each the system is asked again, as other
 /// ranks of the machine commit theirs at the same time.

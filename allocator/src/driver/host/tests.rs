@@ -131,15 +131,44 @@ fn dropping_the_driver_gives_everything_back() {
     assert!(!mapped(place.0, place.1));
 }
 
-#[test]
-fn unreserving_and_trimming_give_addresses_back() {
-    let driver = HostDriver::new().unwrap();
-    let align = 1 << 40;
-    let range = driver.reserve(GRANULARITY, align).unwrap();
-    let (base, end) = (range.base(), range.base() + GRANULARITY);
-    assert!(mapped(base, GRANULARITY));
+/// The line of `/proc/self/maps` for the mapping that begins at `base`, cut after its access.
+fn access(base: u64) -> Option<String> {
     let maps = fs::read_to_string("/proc/self/maps").unwrap();
-    let line = maps.lines().find(|line| line.starts_with(&format!("{base:x}-"))).unwrap();
-    assert!(line.starts_with(&format!("{base:x}-{end:x} ---p")), "{line}");
+    let line = maps.lines().find(|line| line.starts_with(&format!("{base:x}-")))?;
+    Some(line.split(' ').take(2).collect::<Vec<_>>().join(" "))
+}
+
+#[test]
+fn addresses_are_trimmed_to_what_was_asked_for_and_accessible_only_while_mapped() {
+    let driver = HostDriver::new().unwrap();
+    let range = driver.reserve(GRANULARITY, 1 << 40).unwrap();
+    let (base, end) = (range.base(), range.base() + GRANULARITY);
+    assert_eq!(access(base), Some(format!("{base:x}-{end:x} ---p")));
+    let physical = driver.create(GRANULARITY).unwrap();
+    driver.map(&range, 0, &physical).unwrap();
+    assert_eq!(access(base), Some(format!("{base:x}-{end:x} rw-s")));
+    driver.unmap(&range, 0, GRANULARITY).unwrap();
+    assert_eq!(access(base), Some(format!("{base:x}-{end:x} ---p")));
+    driver.release(physical).unwrap();
     driver.unreserve(range).unwrap();
+}
+
+#[test]
+fn descriptors_do_not_pass_to_programs_started_later() {
+    let driver = HostDriver::new().unwrap();
+    let inherited = {
+        let Exported::Fd(fd) = file(GRANULARITY, memfd::SEALS) else { panic!("not a descriptor") };
+        rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::empty()).unwrap();
+        driver.import(Exported::Fd(fd), GRANULARITY).unwrap()
+    };
+    let made = driver.create(GRANULARITY).unwrap();
+    let Exported::Fd(exported) = driver.export(&made).unwrap() else { panic!("no descriptor") };
+    for raw in [inherited.raw(), made.raw(), exported.as_raw_fd() as u64] {
+        let info = fs::read_to_string(format!("/proc/self/fdinfo/{raw}")).unwrap();
+        let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).unwrap();
+        let flags = u32::from_str_radix(flags.trim(), 8).unwrap();
+        assert_ne!(flags & rustix::fs::OFlags::CLOEXEC.bits(), 0, "descriptor {raw}: {info}");
+    }
+    driver.release(inherited).unwrap();
+    driver.release(made).unwrap();
 }
