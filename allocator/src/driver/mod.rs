@@ -12,10 +12,19 @@
 //! | [`SimDriver`] | none: addresses only | thousands of ranks in one process |
 //! | [`FaultDriver`] | another driver's | failing, delaying or dying at the nth call |
 
+mod amount;
+#[cfg(test)]
+mod child;
+#[cfg(any(test, feature = "conformance"))]
+#[doc(hidden)]
+pub mod conformance;
 mod cuda;
 mod fault;
 mod host;
+#[cfg(test)]
+mod model_tests;
 mod sim;
+mod table;
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -24,8 +33,8 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 pub use cuda::CudaDriver;
-pub use fault::{FaultAction, FaultDriver, FaultPlan};
-pub use host::HostDriver;
+pub use fault::{Call, Counts, FaultAction, FaultDriver, FaultPlan};
+pub use host::{HostDriver, HostOptions};
 pub use sim::SimDriver;
 
 use crate::Result;
@@ -257,7 +266,9 @@ pub trait MemoryDriver: Send + Sync {
     /// granularity). Nothing is readable in it yet.
     fn reserve(&self, bytes: u64, align: u64) -> Result<Reservation>;
 
-    /// Gives a reservation back. Everything mapped in it must have been unmapped.
+    /// Gives a reservation back. Everything mapped in it must have been unmapped: otherwise this
+    /// fails with [`Error::is_invalid_state`](crate::Error::is_invalid_state), and the range stays
+    /// reserved.
     fn unreserve(&self, reservation: Reservation) -> Result<()>;
 
     /// Makes `bytes` of physical memory; zeroed on the host, undefined on CUDA. Fails with
