@@ -12,10 +12,12 @@
 //! | [`SimDriver`] | none: addresses only | thousands of ranks in one process |
 //! | [`FaultDriver`] | another driver's | failing, delaying or dying at the nth call |
 
+mod amount;
 mod cuda;
 mod fault;
 mod host;
 mod sim;
+mod table;
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -24,8 +26,8 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 pub use cuda::CudaDriver;
-pub use fault::{FaultAction, FaultDriver, FaultPlan};
-pub use host::HostDriver;
+pub use fault::{Call, Counts, FaultAction, FaultDriver, FaultPlan};
+pub use host::{HostDriver, HostOptions};
 pub use sim::SimDriver;
 
 use crate::Result;

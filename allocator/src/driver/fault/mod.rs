@@ -1,0 +1,165 @@
+//! Another driver, with things going wrong as planned.
+//!
+//! Because every rank's fate passes through its driver, wrapping it is enough to test what the
+//! others see when a rank is out of memory, slow, stuck or dead at any step.
+
+mod call;
+mod plan;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::sync::Arc;
+
+pub use call::{Call, Counts};
+use call::{Counters, Point};
+pub use plan::{FaultAction, FaultPlan};
+
+use super::{
+    DeviceIdentity, Driver, Event, Exported, MemoryDriver, Physical, Reservation, Step, Stream,
+    Transport,
+};
+use crate::Result;
+
+/// Passes calls on to another driver, after what its [`FaultPlan`] has for them, and counts them.
+///
+/// Clones share the counters: keep one to look at [`counts`](FaultDriver::counts) when the other
+/// has become a [`Driver`].
+#[derive(Clone)]
+pub struct FaultDriver {
+    inner: Driver,
+    plan: Arc<FaultPlan>,
+    counters: Arc<Counters>,
+}
+
+impl FaultDriver {
+    /// Wraps `inner`.
+    pub fn new(inner: Driver, plan: FaultPlan) -> Self {
+        Self { inner, plan: Arc::new(plan), counters: Arc::default() }
+    }
+
+    /// What was called so far.
+    pub fn counts(&self) -> Counts {
+        self.counters.snapshot()
+    }
+
+    /// Counts, does what is planned, calls, and counts success.
+    fn at<T>(&self, point: Point, call: impl FnOnce(&Driver) -> Result<T>) -> Result<T> {
+        let nth = self.counters.begin(point);
+        for action in self.plan.actions(point, nth) {
+            tracing::debug!(%point, nth, ?action, "planned fault");
+            match action {
+                FaultAction::Fail(error) => return Err(error.clone()),
+                FaultAction::Delay(by) => std::thread::sleep(*by),
+                FaultAction::Kill => {
+                    // Cannot fail: it is our own process.
+                    let me = rustix::process::getpid();
+                    let _ = rustix::process::kill_process(me, rustix::process::Signal::KILL);
+                    hang();
+                }
+                FaultAction::Hang => hang(),
+                FaultAction::Notify(notify) => notify(),
+            }
+        }
+        let done = call(&self.inner)?;
+        self.counters.success(point);
+        Ok(done)
+    }
+}
+
+fn hang() -> ! {
+    loop {
+        std::thread::park();
+    }
+}
+
+impl fmt::Debug for FaultDriver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FaultDriver").field("inner", &self.inner).field("plan", &self.plan).finish()
+    }
+}
+
+impl MemoryDriver for FaultDriver {
+    fn name(&self) -> &'static str {
+        self.inner.name()
+    }
+
+    fn device(&self) -> DeviceIdentity {
+        self.inner.device()
+    }
+
+    fn granularity(&self) -> u64 {
+        self.inner.granularity()
+    }
+
+    fn transport(&self) -> Transport {
+        self.inner.transport()
+    }
+
+    fn host_accessible(&self) -> bool {
+        self.inner.host_accessible()
+    }
+
+    fn reserve(&self, bytes: u64, align: u64) -> Result<Reservation> {
+        self.at(Point::Call(Call::Reserve), |inner| inner.reserve(bytes, align))
+    }
+
+    fn unreserve(&self, reservation: Reservation) -> Result<()> {
+        self.at(Point::Call(Call::Unreserve), |inner| inner.unreserve(reservation))
+    }
+
+    fn create(&self, bytes: u64) -> Result<Physical> {
+        self.at(Point::Call(Call::Create), |inner| inner.create(bytes))
+    }
+
+    fn export(&self, physical: &Physical) -> Result<Exported> {
+        self.at(Point::Call(Call::Export), |inner| inner.export(physical))
+    }
+
+    fn import(&self, exported: Exported, bytes: u64) -> Result<Physical> {
+        self.at(Point::Call(Call::Import), |inner| inner.import(exported, bytes))
+    }
+
+    fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()> {
+        self.at(Point::Call(Call::Map), |inner| inner.map(reservation, offset, physical))
+    }
+
+    fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {
+        self.at(Point::Call(Call::Unmap), |inner| inner.unmap(reservation, offset, bytes))
+    }
+
+    fn release(&self, physical: Physical) -> Result<()> {
+        self.at(Point::Call(Call::Release), |inner| inner.release(physical))
+    }
+
+    fn record_event(&self, stream: Stream) -> Result<Event> {
+        self.at(Point::Call(Call::RecordEvent), |inner| inner.record_event(stream))
+    }
+
+    fn wait_event(&self, stream: Stream, event: &Event) -> Result<()> {
+        self.at(Point::Call(Call::WaitEvent), |inner| inner.wait_event(stream, event))
+    }
+
+    fn release_event(&self, event: Event) {
+        // The call returns nothing to report a planned failure with, and giving an event back
+        // must not be skipped for one.
+        let mut event = Some(event);
+        let _ = self.at(Point::Call(Call::ReleaseEvent), |inner| {
+            event.take().into_iter().for_each(|event| inner.release_event(event));
+            Ok(())
+        });
+        event.into_iter().for_each(|event| self.inner.release_event(event));
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.at(Point::Call(Call::Synchronize), |inner| inner.synchronize())
+    }
+
+    fn is_capturing(&self, stream: Stream) -> bool {
+        self.inner.is_capturing(stream)
+    }
+
+    fn at_step(&self, step: Step) -> Result<()> {
+        self.at(Point::Step(step), |inner| inner.at_step(step))
+    }
+}

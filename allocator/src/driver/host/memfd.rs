@@ -1,0 +1,151 @@
+//! Segments as sealed memory files.
+//!
+//! The seals are what makes sharing safe: nobody, not even the maker, can shrink the file under a
+//! rank that has it mapped (which would be `SIGBUS` on the next access), and nobody can take the
+//! seals off. A file without them is refused on import.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+use rustix::io::{Errno, FdFlags};
+use rustix::process::{Resource, Rlimit};
+
+use super::super::amount::Amount;
+use super::{HostOptions, available, scratch};
+use crate::{Error, Result};
+
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+/// Memory is committed in steps of this size; before each the system is asked again, as other
+/// ranks of the machine commit theirs at the same time.
+const STEP: u64 = 1 << 30;
+
+/// Makes a sealed file of `bytes`, committed as the options say. `bytes` is a multiple of a page.
+pub(super) fn create(bytes: u64, options: &HostOptions) -> Result<OwnedFd> {
+    if options.check_available {
+        available::check(bytes)?;
+    }
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let fd = with_free_descriptor(|| rustix::fs::memfd_create("symmpool", flags))?;
+    rustix::fs::ftruncate(&fd, bytes).map_err(|cause| no_memory(bytes, cause))?;
+    rustix::fs::fcntl_add_seals(&fd, SEALS)
+        .map_err(|cause| Error::system("sealing a segment", cause))?;
+    if options.populate {
+        commit(fd.as_fd(), bytes, options)?;
+    }
+    Ok(fd)
+}
+
+fn commit(fd: BorrowedFd<'_>, bytes: u64, options: &HostOptions) -> Result<()> {
+    // Through a mapping, because only a mapping can ask for huge pages. If there are not enough
+    // addresses for one, the pages are small but just as committed.
+    let mapping = scratch::Mapping::new(fd, bytes, options.huge_pages).ok();
+    let mut done = 0;
+    while done < bytes {
+        let step = STEP.min(bytes - done);
+        if options.check_available && done > 0 {
+            available::check(bytes - done)?;
+        }
+        let populated = match &mapping {
+            Some(mapping) => mapping.populate(done, step),
+            None => Err(Errno::INVAL),
+        };
+        match populated {
+            // Before Linux 5.14.
+            Err(Errno::INVAL) => allocate(fd, done, step),
+            other => other,
+        }
+        .map_err(|cause| no_memory(bytes, cause))?;
+        done += step;
+    }
+    Ok(())
+}
+
+fn allocate(fd: BorrowedFd<'_>, offset: u64, bytes: u64) -> Result<(), Errno> {
+    loop {
+        match rustix::fs::fallocate(fd, FallocateFlags::empty(), offset, bytes) {
+            Err(Errno::INTR) => {}
+            done => return done,
+        }
+    }
+}
+
+/// A second descriptor of the same file.
+pub(super) fn duplicate(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
+    with_free_descriptor(|| rustix::io::fcntl_dupfd_cloexec(fd, 0))
+}
+
+/// Accepts a peer's file only if it is what a peer's driver makes: `bytes` long and sealed.
+pub(super) fn import(fd: OwnedFd, bytes: u64) -> Result<OwnedFd> {
+    let seals = rustix::fs::fcntl_get_seals(&fd).map_err(|cause| {
+        Error::refused(format!(
+            "a peer handed over a descriptor that is not a memory file ({cause}); expected a \
+             segment of {}",
+            Amount(bytes)
+        ))
+    })?;
+    if !seals.contains(SEALS) || seals.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE) {
+        return Err(Error::refused(format!(
+            "a peer handed over a memory file sealed as {seals:?}; expected one that can be \
+             written and is sealed as {SEALS:?}, so that it cannot shrink under this rank"
+        )));
+    }
+    let found =
+        rustix::fs::fstat(&fd).map_err(|cause| Error::system("fstat of a segment", cause))?;
+    if u64::try_from(found.st_size) != Ok(bytes) {
+        return Err(Error::refused(format!(
+            "a peer handed over a segment of {} bytes; expected {bytes}",
+            found.st_size
+        )));
+    }
+    rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC)
+        .map_err(|cause| Error::system("marking a segment close-on-exec", cause))?;
+    Ok(fd)
+}
+
+fn no_memory(bytes: u64, cause: Errno) -> Error {
+    match cause {
+        // EFAULT: a page could not be had while populating; EFBIG, EINVAL: no file is that large.
+        Errno::NOMEM | Errno::NOSPC | Errno::FAULT | Errno::FBIG | Errno::INVAL => {
+            Error::out_of_memory(format!(
+                "the system has not {} of memory to give: {cause}; free memory or make pools \
+                 smaller",
+                Amount(bytes)
+            ))
+        }
+        _ => Error::system(format!("committing a segment of {}", Amount(bytes)), cause),
+    }
+}
+
+/// Makes a descriptor; when the soft limit is in the way, raises it to the hard one and tries once
+/// more.
+fn with_free_descriptor(make: impl Fn() -> Result<OwnedFd, Errno>) -> Result<OwnedFd> {
+    let made = match make() {
+        Err(Errno::MFILE) => {
+            let limit = rustix::process::getrlimit(Resource::Nofile);
+            let raised = Rlimit { current: limit.maximum, ..limit };
+            tracing::info!(?limit, "out of file descriptors; raising the soft limit");
+            // If this fails so will the second try, and that says why.
+            let _ = rustix::process::setrlimit(Resource::Nofile, raised);
+            make()
+        }
+        first => first,
+    };
+    made.map_err(|cause| match cause {
+        Errno::MFILE | Errno::NFILE => {
+            let limit = rustix::process::getrlimit(Resource::Nofile);
+            let limit = limit.maximum.map_or("unlimited".to_owned(), |n| n.to_string());
+            Error::out_of_memory(format!(
+                "no file descriptor for a segment: {cause}; the hard limit is {limit} (ulimit \
+                 -Hn): raise it, or use fewer and larger segments"
+            ))
+        }
+        Errno::NOMEM | Errno::NOSPC => {
+            Error::out_of_memory(format!("no kernel memory for a segment: {cause}"))
+        }
+        Errno::NOSYS => Error::unsupported(format!(
+            "memory shared between processes needs memfd_create, which this kernel lacks: {cause}"
+        )),
+        _ => Error::system("making a descriptor for a segment", cause),
+    })
+}

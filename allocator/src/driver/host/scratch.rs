@@ -1,0 +1,48 @@
+//! A mapping of one segment at an address of the system's choosing, for as long as it is populated.
+
+// Upholds the contracts of `space`.
+#![allow(unsafe_code)]
+
+use std::os::fd::BorrowedFd;
+
+use rustix::io::Errno;
+
+use super::{GRANULARITY, space};
+use crate::Result;
+
+/// Owns its address range; gone when dropped.
+pub(super) struct Mapping {
+    base: u64,
+    bytes: u64,
+}
+
+impl Mapping {
+    /// Maps the first `bytes` of `fd`, which is at least that long and cannot shrink.
+    pub(super) fn new(fd: BorrowedFd<'_>, bytes: u64, huge_pages: bool) -> Result<Self> {
+        // From here on dropping gives the range back.
+        let mapping = Self { base: space::reserve(bytes, GRANULARITY)?, bytes };
+        // SAFETY: the reservation is fresh and wholly ours.
+        unsafe { space::map(mapping.base, bytes, fd) }?;
+        if huge_pages {
+            // SAFETY: mapped in the line above.
+            unsafe { space::prefer_huge_pages(mapping.base, bytes) };
+        }
+        Ok(mapping)
+    }
+
+    /// Commits `[offset, offset + bytes)`, which lies inside.
+    pub(super) fn populate(&self, offset: u64, bytes: u64) -> Result<(), Errno> {
+        debug_assert!(offset + bytes <= self.bytes);
+        // SAFETY: the range is part of what `new` mapped.
+        unsafe { space::populate(self.base + offset, bytes) }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: `new` reserved the range, and its address never left this struct.
+        if let Err(error) = unsafe { space::unreserve(self.base, self.bytes) } {
+            tracing::warn!(%error, "a scratch mapping stays behind");
+        }
+    }
+}

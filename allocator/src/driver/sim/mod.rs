@@ -1,0 +1,265 @@
+//! Addresses without memory: thousands of ranks in one process.
+//!
+//! Every driver has its own base addresses, random but fixed by the seed, as address space
+//! randomisation gives every rank different ones: code that leaks an address into a decision
+//! (rule D1) then differs from rank to rank in simulation too.
+//!
+//! Misuse is refused as by the real drivers. That costs little: mappings one stride apart are
+//! kept as one entry, see the table's runs, and a peer's segment is a counter while it is held.
+
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::amount::Amount;
+use super::table::{Table, check_align, check_size};
+use super::{
+    DeviceIdentity, Event, Exported, MemoryDriver, Physical, Reservation, Stream, Transport,
+};
+use crate::{Error, Result};
+
+/// Simulated addresses lie in `[LOWEST, HIGHEST)`: never zero or small, and room for 4096 slots of
+/// several TiB, which no real process has.
+const LOWEST: u64 = 1 << 40;
+const HIGHEST: u64 = 1 << 56;
+
+/// [`Physical::raw`] of a segment that a peer made. Our own are numbered from 1.
+const IMPORTED: u64 = 0;
+
+/// A driver that gives addresses and no memory. Nothing may be read or written at them.
+///
+/// The same seed and the same calls give the same addresses.
+#[derive(Debug)]
+pub struct SimDriver {
+    granularity: u64,
+    /// Most bytes of physical memory that this driver's own segments may take together.
+    limit: u64,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    random: u64,
+    table: Table,
+    /// Our own segments that are not yet released, or mapped still.
+    segments: BTreeMap<u64, Segment>,
+    /// Where our own segments are mapped.
+    places: BTreeMap<u64, u64>,
+    created: u64,
+    used: u64,
+    imported: u64,
+}
+
+#[derive(Debug)]
+struct Segment {
+    bytes: u64,
+    mappings: u64,
+    released: bool,
+}
+
+impl SimDriver {
+    /// A device without bounds, of 2 MiB granularity.
+    pub fn new(seed: u64) -> Self {
+        Self::with_limit(seed, u64::MAX)
+    }
+
+    /// A device with `bytes` of physical memory. Segments count until they are released and their
+    /// last mapping in this driver is gone; peers' segments do not count.
+    pub fn with_limit(seed: u64, bytes: u64) -> Self {
+        Self::build(seed, bytes, 2 << 20)
+    }
+
+    /// The same with another granularity, a power of two, for tests that want small segments.
+    pub fn with_granularity(seed: u64, bytes: u64, granularity: u64) -> Result<Self> {
+        if !granularity.is_power_of_two() || granularity > LOWEST {
+            return Err(Error::invalid_argument(format!(
+                "a granularity of {granularity} bytes; expected a power of two of at most {}",
+                Amount(LOWEST)
+            )));
+        }
+        Ok(Self::build(seed, bytes, granularity))
+    }
+
+    fn build(seed: u64, limit: u64, granularity: u64) -> Self {
+        let state = State {
+            random: seed,
+            table: Table::new(granularity),
+            segments: BTreeMap::new(),
+            places: BTreeMap::new(),
+            created: 0,
+            used: 0,
+            imported: 0,
+        };
+        Self { granularity, limit, state: Mutex::new(state) }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Every method leaves the state whole before it can panic.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// SplitMix64: equally distributed, and nearby seeds give unrelated sequences.
+    fn next_random(&mut self) -> u64 {
+        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.random ^ (self.random >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn own(&mut self, physical: &Physical) -> Result<&mut Segment> {
+        let (raw, bytes) = (physical.raw(), physical.bytes());
+        self.segments
+            .get_mut(&raw)
+            .filter(|segment| segment.bytes == bytes && !segment.released)
+            .ok_or_else(|| {
+                Error::invalid_argument(format!("no segment {raw} of {} here", Amount(bytes)))
+            })
+    }
+
+    /// Forgets a segment that nothing holds any more.
+    fn settle(&mut self, raw: u64) {
+        if let Some(segment) = self.segments.get(&raw)
+            && segment.released
+            && segment.mappings == 0
+        {
+            self.used -= segment.bytes;
+            self.segments.remove(&raw);
+        }
+    }
+}
+
+impl MemoryDriver for SimDriver {
+    fn name(&self) -> &'static str {
+        "sim"
+    }
+
+    fn device(&self) -> DeviceIdentity {
+        DeviceIdentity { kind: "sim".into(), name: "simulated device".into(), uuid: String::new() }
+    }
+
+    fn granularity(&self) -> u64 {
+        self.granularity
+    }
+
+    fn transport(&self) -> Transport {
+        Transport::Derived
+    }
+
+    fn host_accessible(&self) -> bool {
+        false
+    }
+
+    fn reserve(&self, bytes: u64, align: u64) -> Result<Reservation> {
+        check_size("a reservation", bytes, self.granularity)?;
+        check_align(align, self.granularity)?;
+        let mut state = self.state();
+        // Places for the base, counted in alignments.
+        let first = LOWEST.div_ceil(align);
+        let places =
+            HIGHEST.checked_sub(bytes).map_or(0, |last| (last / align + 1).saturating_sub(first));
+        for _ in 0..if places > 0 { 64 } else { 0 } {
+            let base = (first + state.next_random() % places) * align;
+            if state.table.is_free(base, bytes) {
+                return Ok(state.table.reserve(base, bytes));
+            }
+        }
+        Err(Error::out_of_memory(format!(
+            "no room for {} of addresses aligned to {} among the {} that are simulated",
+            Amount(bytes),
+            Amount(align),
+            Amount(HIGHEST - LOWEST)
+        )))
+    }
+
+    fn unreserve(&self, reservation: Reservation) -> Result<()> {
+        self.state().table.unreserve(&reservation)
+    }
+
+    fn create(&self, bytes: u64) -> Result<Physical> {
+        check_size("a segment", bytes, self.granularity)?;
+        let mut state = self.state();
+        if bytes > self.limit - state.used {
+            return Err(Error::out_of_memory(format!(
+                "{} asked for, {} of the simulated {} in use",
+                Amount(bytes),
+                Amount(state.used),
+                Amount(self.limit)
+            )));
+        }
+        state.used += bytes;
+        state.created += 1;
+        let raw = state.created;
+        state.segments.insert(raw, Segment { bytes, mappings: 0, released: false });
+        Ok(Physical::new(raw, bytes))
+    }
+
+    fn export(&self, physical: &Physical) -> Result<Exported> {
+        self.state().own(physical)?;
+        Ok(Exported::Derived)
+    }
+
+    fn import(&self, exported: Exported, bytes: u64) -> Result<Physical> {
+        check_size("a peer's segment", bytes, self.granularity)?;
+        let Exported::Derived = exported else {
+            return Err(Error::invalid_argument(
+                "a handle to real memory handed to a simulated device; all ranks of a group must \
+                 use the same driver",
+            ));
+        };
+        self.state().imported += 1;
+        Ok(Physical::new(IMPORTED, bytes))
+    }
+
+    fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()> {
+        let mut state = self.state();
+        if physical.raw() == IMPORTED {
+            return state.table.map(reservation, offset, physical.bytes());
+        }
+        state.own(physical)?;
+        state.table.map(reservation, offset, physical.bytes())?;
+        state.own(physical)?.mappings += 1;
+        state.places.insert(reservation.base() + offset, physical.raw());
+        Ok(())
+    }
+
+    fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {
+        let mut state = self.state();
+        state.table.unmap(reservation, offset, bytes)?;
+        if let Some(raw) = state.places.remove(&(reservation.base() + offset)) {
+            if let Some(segment) = state.segments.get_mut(&raw) {
+                segment.mappings -= 1;
+            }
+            state.settle(raw);
+        }
+        Ok(())
+    }
+
+    fn release(&self, physical: Physical) -> Result<()> {
+        let mut state = self.state();
+        if physical.raw() == IMPORTED {
+            state.imported = state.imported.checked_sub(1).ok_or_else(|| {
+                Error::invalid_argument("releasing a peer's segment that was never imported here")
+            })?;
+            return Ok(());
+        }
+        state.own(&physical)?.released = true;
+        state.settle(physical.raw());
+        Ok(())
+    }
+
+    fn record_event(&self, _stream: Stream) -> Result<Event> {
+        Ok(Event(0))
+    }
+
+    fn wait_event(&self, _stream: Stream, _event: &Event) -> Result<()> {
+        Ok(())
+    }
+
+    fn release_event(&self, _event: Event) {}
+
+    fn synchronize(&self) -> Result<()> {
+        Ok(())
+    }
+}
