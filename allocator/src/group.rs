@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-pub use env::EnvConfig;
+pub(crate) use env::EnvConfig;
 
 use crate::store::{Gathered, Store};
 use crate::{Deadline, Error, Result};

@@ -15,24 +15,24 @@ use crate::{Error, Result};
 /// | `SYMMPOOL_PORT` | the port to use in place of `MASTER_PORT`; may be absent |
 /// | `SYMMPOOL_SECRET` | what participants have to know in order to take part; may be absent |
 #[derive(Clone, PartialEq, Eq)]
-pub struct EnvConfig {
+pub(crate) struct EnvConfig {
     /// This process's rank.
-    pub rank: u32,
+    pub(crate) rank: u32,
     /// The number of ranks.
-    pub world: u32,
+    pub(crate) world: u32,
     /// The rank among those on this machine.
-    pub local_rank: Option<u32>,
+    pub(crate) local_rank: Option<u32>,
     /// Name or address of the machine that rank 0 runs on.
-    pub address: String,
+    pub(crate) address: String,
     /// The port there.
-    pub port: u16,
+    pub(crate) port: u16,
     /// What participants have to know. Not shown by `Debug`.
-    pub secret: Option<String>,
+    pub(crate) secret: Option<String>,
 }
 
 impl EnvConfig {
     /// Reads the environment of this process.
-    pub fn from_env() -> Result<Self> {
+    pub(crate) fn from_env() -> Result<Self> {
         Self::from_lookup(|name| std::env::var_os(name).map(|v| v.to_string_lossy().into_owned()))
     }
 
@@ -42,7 +42,7 @@ impl EnvConfig {
     /// `TORCHELASTIC_USE_AGENT_STORE=True` says that torchrun's own store holds that one. Each
     /// variable that is missing or makes no sense is an [`Error::is_invalid_argument`] that names
     /// it and its value.
-    pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
+    pub(crate) fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let world: u32 = required(&lookup, "WORLD_SIZE", "a number of ranks")?;
         let rank: u32 = required(&lookup, "RANK", "a rank")?;
         if world == 0 || world > super::MAX_WORLD {

@@ -89,12 +89,7 @@ fn differing_lines<'a>(theirs: &'a str, ours: &'a str) -> Vec<(&'a str, &'a str)
     pairs
 }
 
-fn equal(
-    hellos: &[&Hello],
-    what: &str,
-    advice: &str,
-    of: impl Fn(&Hello) -> String,
-) -> Result<()> {
+fn equal(hellos: &[&Hello], what: &str, advice: &str, of: impl Fn(&Hello) -> String) -> Result<()> {
     let values = group_by(ranked(hellos).map(|(rank, hello)| (rank, of(hello))));
     if values.len() <= 1 {
         return Ok(());

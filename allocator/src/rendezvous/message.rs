@@ -166,7 +166,9 @@ mod tests {
         let error = decode::<Sample>(3, &bytes).unwrap_err();
         assert!(error.is_refused());
         let text = error.to_string();
-        assert!(text.contains("rank 3") && text.contains("version 9") && text.contains("version 1"));
+        assert!(
+            text.contains("rank 3") && text.contains("version 9") && text.contains("version 1")
+        );
     }
 
     #[test]

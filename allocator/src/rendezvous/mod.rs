@@ -20,10 +20,6 @@ pub(crate) mod status;
 #[cfg(test)]
 pub(crate) mod testing;
 
-pub(crate) use handshake::{HandshakeOptions, handshake};
-pub(crate) use mesh::Mesh;
-pub(crate) use peers::Peers;
-
 use crate::{Error, Result};
 
 /// Bytes nobody can guess.

@@ -39,8 +39,7 @@ mod tests {
         let lost = Error::peer_lost(vec![2], "gone").kind().clone();
         let late = Error::timeout("for it", Duration::from_secs(1), vec![1]).kind().clone();
         let cause = Error::out_of_memory("no memory").kind().clone();
-        let error =
-            agreed("commit", &[(0, late.clone()), (1, lost.clone()), (2, cause)]).unwrap();
+        let error = agreed("commit", &[(0, late.clone()), (1, lost.clone()), (2, cause)]).unwrap();
         assert!(error.is_out_of_memory());
         assert_eq!(
             error.to_string(),

@@ -7,7 +7,6 @@
 //! Misuse is refused as by the real drivers. That costs little: mappings one stride apart are
 //! kept as one entry, see the table's runs, and a peer's segment is a counter while it is held.
 
-
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -221,7 +221,9 @@ impl<'a> Assembly<'a> {
                     self.guests.push_back(guest);
                     continue;
                 }
-                Ok(Received::Packet { frame, .. }) => self.known_caller(frame),
+                Ok(Received::Packet { frame, .. }) => {
+                    known_caller(frame, self.rank, &self.links, self.secret)
+                }
                 // A probe, or one that left.
                 Ok(Received::Closed) => continue,
                 Err(_) => None,
@@ -235,14 +237,6 @@ impl<'a> Assembly<'a> {
             self.links[from as usize] = Link::Up(guest);
         }
         Ok(())
-    }
-
-    /// The rank that `frame` introduces, if it is one that is expected and proves itself.
-    fn known_caller(&self, frame: &[u8]) -> Option<u32> {
-        let caller: Introduction = message::decode(self.rank, frame).ok()?;
-        let expected =
-            matches!(self.links.get(caller.from as usize), Some(Link::Expected { .. }));
-        (caller.to == self.rank && expected && caller.proven(self.secret)).then_some(caller.from)
     }
 
     /// Reads what dialled ranks answer, and what ranks that are already there have to say: before
@@ -335,6 +329,13 @@ impl<'a> Assembly<'a> {
             }
         }
     }
+}
+
+/// The rank that `frame` introduces to `rank`, if it is one that is expected and proves itself.
+fn known_caller(frame: &[u8], rank: u32, links: &[Link], secret: &[u8; 32]) -> Option<u32> {
+    let caller: Introduction = message::decode(rank, frame).ok()?;
+    let expected = matches!(links.get(caller.from as usize), Some(Link::Expected { .. }));
+    (caller.to == rank && expected && caller.proven(secret)).then_some(caller.from)
 }
 
 enum Dial {

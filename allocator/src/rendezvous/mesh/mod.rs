@@ -65,7 +65,12 @@ impl Mesh {
         // A poll that fails shows nothing; the next use of the sockets will say why.
         let _ = poll_for(&mut polled, Duration::ZERO);
         let gone = |poll: &PollFd<'_>| poll.revents().intersects(PollFlags::HUP | PollFlags::ERR);
-        ranks.into_iter().zip(&polled).filter(|(_, poll)| gone(poll)).map(|(rank, _)| rank).collect()
+        ranks
+            .into_iter()
+            .zip(&polled)
+            .filter(|(_, poll)| gone(poll))
+            .map(|(rank, _)| rank)
+            .collect()
     }
 
     /// The reason why this mesh can no longer be used, if there is one.
@@ -115,8 +120,11 @@ impl Mesh {
                 if lost.is_empty() {
                     lost.push(first);
                 }
-                Error::peer_lost(lost, "the connection was closed without a word (it exited, was \
-                     killed, or dropped its pool)")
+                Error::peer_lost(
+                    lost,
+                    "the connection was closed without a word (it exited, was \
+                     killed, or dropped its pool)",
+                )
             }
         }
     }
