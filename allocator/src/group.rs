@@ -1,3 +1,256 @@
-/// Placeholder.
-#[derive(Clone, Debug)]
-pub struct Group;
+//! Groups: the ordered set of participants that share windows.
+
+mod env;
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+pub(crate) use env::EnvConfig;
+
+use crate::store::{Gathered, Store};
+use crate::{Deadline, Error, Result};
+
+/// The most ranks of a group.
+pub const MAX_WORLD: u32 = 1 << 20;
+
+/// How long a group's collectives wait when nobody says otherwise.
+const DEFAULT_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// The ordered set of participants that share windows, seen from one of them.
+///
+/// A group is a rank, a world size and a [`Store`] to meet in. Cloning is cheap; clones are the
+/// same participant and count its collectives together.
+///
+/// Collectives of one group (building pools on it included) are called in the same order on all
+/// ranks and not from several threads at once: each takes the next number of the group, and equal
+/// numbers meet. Threads that want to go their own ways use a [`child`](Group::child) each.
+#[derive(Clone)]
+pub struct Group {
+    member: Arc<Member>,
+    namespace: Arc<Namespace>,
+    timeout: Duration,
+}
+
+/// Who this participant is; shared by a group and its children.
+struct Member {
+    rank: u32,
+    world: u32,
+    local_rank: Option<u32>,
+    store: Arc<dyn Store>,
+}
+
+/// The part of the store's keys that belongs to one group.
+struct Namespace {
+    name: String,
+    collectives: AtomicU64,
+    children: AtomicU64,
+}
+
+impl Namespace {
+    fn new(name: String) -> Arc<Self> {
+        Arc::new(Self { name, collectives: AtomicU64::new(0), children: AtomicU64::new(0) })
+    }
+}
+
+impl Group {
+    /// Participant `rank` of `world` that meet in `store`. Talks to nobody yet.
+    ///
+    /// Fails with [`Error::is_invalid_argument`] unless `rank < world <= `[`MAX_WORLD`].
+    pub fn new(rank: u32, world: u32, store: Arc<dyn Store>) -> Result<Self> {
+        Self::with_local_rank(rank, world, None, store)
+    }
+
+    fn with_local_rank(
+        rank: u32,
+        world: u32,
+        local_rank: Option<u32>,
+        store: Arc<dyn Store>,
+    ) -> Result<Self> {
+        if world == 0 || world > MAX_WORLD {
+            return Err(Error::invalid_argument(format!(
+                "a group of {world} ranks; groups have 1 to {MAX_WORLD}"
+            )));
+        }
+        if rank >= world {
+            return Err(Error::invalid_argument(format!(
+                "rank {rank} of a group of {world} ranks; ranks count from 0"
+            )));
+        }
+        Ok(Self {
+            member: Arc::new(Member { rank, world, local_rank, store }),
+            namespace: Namespace::new("symmpool".into()),
+            timeout: DEFAULT_TIMEOUT,
+        })
+    }
+
+    /// The same participant with another default for how long its collectives wait.
+    #[must_use]
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// The same participant under another name, which is in messages and before all keys in the
+    /// store. Groups that use one store at a time need different names, equal on all ranks.
+    /// Collectives count from 0 again.
+    #[must_use]
+    pub fn with_name(mut self, name: impl Into<String>) -> Self {
+        self.namespace = Namespace::new(name.into());
+        self
+    }
+
+    /// The group's name.
+    pub fn name(&self) -> &str {
+        &self.namespace.name
+    }
+
+    /// This participant's number, below [`world`](Group::world).
+    pub fn rank(&self) -> u32 {
+        self.member.rank
+    }
+
+    /// The number of participants.
+    pub fn world(&self) -> u32 {
+        self.member.world
+    }
+
+    /// This participant's number among those of its machine, where the launcher said it.
+    pub fn local_rank(&self) -> Option<u32> {
+        self.member.local_rank
+    }
+
+    /// Where participants meet.
+    pub fn store(&self) -> &Arc<dyn Store> {
+        &self.member.store
+    }
+
+    /// How long collectives of this group wait when nobody says otherwise; 300 s at first.
+    pub fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// A deadline one [`timeout`](Group::timeout) from now.
+    pub fn deadline(&self) -> Deadline {
+        Deadline::after(self.timeout)
+    }
+
+    /// A group of the same participants with names of its own in the store, so that several pools
+    /// live on one group. Talks to nobody. Collective in that all ranks make the same children in
+    /// the same order.
+    #[must_use]
+    pub fn child(&self, what: &str) -> Self {
+        let number = self.namespace.children.fetch_add(1, Ordering::Relaxed);
+        Self {
+            member: self.member.clone(),
+            namespace: Namespace::new(format!("{}/{what}.{number}", self.name())),
+            timeout: self.timeout,
+        }
+    }
+
+    /// Every rank's `value`. Collective; `what` says in messages, and in the key, what is
+    /// gathered. A timeout names the ranks that are missing.
+    pub fn all_gather(&self, what: &str, value: &[u8], deadline: Deadline) -> Result<Gathered> {
+        let number = self.namespace.collectives.fetch_add(1, Ordering::Relaxed);
+        let key = format!("{}/{what}/{number}", self.name());
+        let Member { rank, world, .. } = *self.member;
+        let gathered = self.member.store.all_gather(&key, rank, world, value, deadline);
+        let gathered = gathered.map_err(|error| {
+            error.context(format!("group {:?}, rank {rank} of {world}", self.name()))
+        })?;
+        if gathered.world() != world {
+            return Err(Error::system(
+                format!("gathering {key:?} as rank {rank}"),
+                format!("the store returned {} parts for {world} ranks", gathered.world()),
+            ));
+        }
+        Ok(gathered)
+    }
+}
+
+impl fmt::Debug for Group {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Group")
+            .field("name", &self.name())
+            .field("rank", &self.rank())
+            .field("world", &self.world())
+            .field("local_rank", &self.local_rank())
+            .field("timeout", &self.timeout)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rendezvous::testing::{MeetingStore, on_ranks};
+
+    #[test]
+    fn impossible_groups_are_refused() {
+        let store: Arc<dyn Store> = Arc::new(MeetingStore::default());
+        for (rank, world) in [(0, 0), (1, 1), (9, 8), (0, MAX_WORLD + 1)] {
+            let error = Group::new(rank, world, store.clone()).unwrap_err();
+            assert!(error.is_invalid_argument(), "{rank} of {world}");
+        }
+        let group = Group::new(7, 8, store).unwrap();
+        assert_eq!((group.rank(), group.world(), group.local_rank()), (7, 8, None));
+        assert_eq!(group.timeout(), Duration::from_secs(300));
+    }
+
+    #[test]
+    fn everybody_gets_everybodys_part() {
+        on_ranks(3, |group| {
+            for round in 0..3 {
+                let mine = format!("{round}:{}", group.rank());
+                let all = group.all_gather("part", mine.as_bytes(), group.deadline()).unwrap();
+                for (rank, part) in all.parts().enumerate() {
+                    assert_eq!(part, format!("{round}:{rank}").as_bytes());
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn children_do_not_meet_each_other_or_their_parent() {
+        on_ranks(2, |group| {
+            let (first, second) = (group.child("pool"), group.child("pool"));
+            assert_ne!(first.name(), second.name());
+            // Ranks use the three in different orders; each keeps its own count.
+            let mut order = [&group, &first, &second];
+            if group.rank() == 1 {
+                order.rotate_left(1);
+            }
+            std::thread::scope(|scope| {
+                for member in order {
+                    scope.spawn(|| {
+                        let name = member.name().as_bytes();
+                        let all = member.all_gather("x", name, group.deadline()).unwrap();
+                        assert!(all.is_uniform());
+                    });
+                }
+            });
+        });
+    }
+
+    #[test]
+    fn clones_count_together() {
+        on_ranks(2, |group| {
+            let clone = group.clone();
+            for member in [&group, &clone, &group] {
+                assert!(member.all_gather("x", b"same", group.deadline()).unwrap().is_uniform());
+            }
+        });
+    }
+
+    #[test]
+    fn a_missing_rank_is_named_with_the_group() {
+        let store = Arc::new(MeetingStore::default());
+        let group = Group::new(1, 3, store).unwrap().with_name("trainer");
+        let error =
+            group.all_gather("hello", b"", Deadline::after(Duration::from_millis(20))).unwrap_err();
+        assert!(error.is_timeout());
+        assert_eq!(error.ranks(), [0, 2]);
+        assert!(error.to_string().contains("group \"trainer\", rank 1 of 3"), "{error}");
+    }
+}

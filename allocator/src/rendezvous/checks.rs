@@ -1,0 +1,302 @@
+//! What has to be equal, or different, on all ranks before a pool is made.
+//!
+//! Every rank checks the same data in the same order, so all of them report the same error.
+
+use std::collections::BTreeMap;
+
+use super::handshake::Hello;
+use crate::driver::Transport;
+use crate::error::list;
+use crate::rendezvous::message::{PROTOCOL_VERSION, version_of};
+use crate::store::Gathered;
+use crate::{Error, Result};
+
+/// Refuses ranks whose symmpool speaks another version, before anything else is read.
+pub(super) fn versions(gathered: &Gathered) -> Result<()> {
+    let versions = group_by((0..).zip(gathered.parts().map(version_of)));
+    if versions.keys().all(|version| *version == Some(PROTOCOL_VERSION)) {
+        return Ok(());
+    }
+    let described = describe(&versions, |version| match version {
+        Some(version) => format!("version {version}"),
+        None => "something that is not symmpool's protocol".into(),
+    });
+    Err(Error::refused(format!(
+        "ranks speak different versions of the rendezvous protocol ({described}); run the same \
+         symmpool on every rank"
+    )))
+}
+
+/// All checks of what ranks say about themselves, one entry of `hellos` a rank.
+pub(super) fn agree(hellos: &[&Hello]) -> Result<()> {
+    configurations(hellos)?;
+    equal(hellos, "kinds of memory", "use the same driver on every rank", |hello| {
+        format!("{:?}", hello.device.kind)
+    })?;
+    equal(hellos, "ways for handles to travel", "use the same driver on every rank", |hello| {
+        format!("{:?}", hello.transport)
+    })?;
+    equal(hellos, "granularities of memory", "use devices and drivers of one kind", |hello| {
+        format!("{} bytes", hello.granularity)
+    })?;
+    devices(hellos)?;
+    hosts(hellos)
+}
+
+/// Rule D8.
+fn configurations(hellos: &[&Hello]) -> Result<()> {
+    let hashes = group_by(ranked(hellos).map(|(rank, hello)| (rank, hello.config_hash)));
+    if hashes.len() <= 1 {
+        return Ok(());
+    }
+    let reference = hellos[0];
+    let mut message = String::from("pools are configured differently");
+    for (hash, ranks) in &hashes {
+        if *hash == reference.config_hash {
+            continue;
+        }
+        let theirs = hellos[ranks[0] as usize];
+        message.push_str(&format!("; {}", ranks_are(ranks)));
+        let difference = differing_lines(&theirs.config_text, &reference.config_text);
+        if difference.is_empty() {
+            message.push_str(" different from rank 0 in something its description does not show");
+        }
+        for (theirs, ours) in difference {
+            message.push_str(&format!(" [{theirs}] where rank 0 has [{ours}]"));
+        }
+    }
+    message.push_str(". Build the pool with the same settings on every rank");
+    Err(Error::mismatch(message))
+}
+
+/// Lines that are in one text only, each with its counterpart: the line of the other text that
+/// begins with the same word, or what there is in its place.
+fn differing_lines<'a>(theirs: &'a str, ours: &'a str) -> Vec<(&'a str, &'a str)> {
+    const NOTHING: &str = "nothing";
+    let only = |of: &'a str, not_in: &'a str| -> Vec<&'a str> {
+        of.lines().filter(|line| !not_in.lines().any(|other| other == *line)).collect()
+    };
+    fn word(line: &str) -> &str {
+        line.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or("")
+    }
+    let mut left = only(ours, theirs);
+    let mut pairs = Vec::new();
+    for line in only(theirs, ours) {
+        let counterpart = left.iter().position(|other| word(other) == word(line));
+        pairs.push((line, counterpart.map_or(NOTHING, |at| left.remove(at))));
+    }
+    pairs.extend(left.into_iter().map(|line| (NOTHING, line)));
+    pairs
+}
+
+fn equal(hellos: &[&Hello], what: &str, advice: &str, of: impl Fn(&Hello) -> String) -> Result<()> {
+    let values = group_by(ranked(hellos).map(|(rank, hello)| (rank, of(hello))));
+    if values.len() <= 1 {
+        return Ok(());
+    }
+    Err(Error::mismatch(format!(
+        "ranks have different {what} ({}); {advice}",
+        describe(&values, String::clone)
+    )))
+}
+
+fn devices(hellos: &[&Hello]) -> Result<()> {
+    let named = ranked(hellos).filter(|(_, hello)| !hello.device.uuid.is_empty());
+    for (uuid, ranks) in group_by(named.map(|(rank, hello)| (rank, &*hello.device.uuid))) {
+        let allowed = ranks.iter().all(|&rank| hellos[rank as usize].allow_shared_device);
+        if ranks.len() > 1 && !allowed {
+            return Err(Error::invalid_argument(format!(
+                "ranks {} use one device, {} ({uuid}); give each rank a device of its own (see \
+                 LOCAL_RANK and CUDA_VISIBLE_DEVICES), or allow shared devices on all of them",
+                list(&ranks),
+                hellos[ranks[0] as usize].device.name
+            )));
+        }
+    }
+    Ok(())
+}
+
+fn hosts(hellos: &[&Hello]) -> Result<()> {
+    let reference = hellos[0];
+    if reference.transport != Transport::UnixSocket {
+        return Ok(());
+    }
+    let Some((rank, reason)) = ranked(hellos)
+        .find_map(|(rank, hello)| Some((rank, reference.host.obstacle(&hello.host)?)))
+    else {
+        return Ok(());
+    };
+    let hosts = group_by(ranked(hellos).map(|(rank, hello)| {
+        let host = &hello.host;
+        (rank, (&host.boot_id, host.net_namespace, host.uid, &host.hostname))
+    }));
+    Err(Error::unsupported(format!(
+        "memory of this kind is shared through file descriptors, which cannot travel between \
+         ranks 0 and {rank}: {reason}. Ranks by machine: {}",
+        describe(&hosts, |(_, net, _, name)| format!("{name} (net:[{net}])"))
+    )))
+}
+
+fn ranked<'a>(hellos: &[&'a Hello]) -> impl Iterator<Item = (u32, &'a Hello)> {
+    (0u32..).zip(hellos.iter().copied())
+}
+
+fn group_by<K: Ord>(ranked: impl Iterator<Item = (u32, K)>) -> BTreeMap<K, Vec<u32>> {
+    let mut groups = BTreeMap::<K, Vec<u32>>::new();
+    for (rank, key) in ranked {
+        groups.entry(key).or_default().push(rank);
+    }
+    groups
+}
+
+/// "rank 0: a; ranks 1, 2: b", in order of first ranks.
+fn describe<K>(groups: &BTreeMap<K, Vec<u32>>, show: impl Fn(&K) -> String) -> String {
+    let mut groups: Vec<_> = groups.iter().collect();
+    groups.sort_by_key(|(_, ranks)| ranks[0]);
+    let one = |(key, ranks): &(&K, &Vec<u32>)| {
+        format!("rank{} {}: {}", if ranks.len() == 1 { "" } else { "s" }, list(ranks), show(key))
+    };
+    groups.iter().map(one).collect::<Vec<_>>().join("; ")
+}
+
+fn ranks_are(ranks: &[u32]) -> String {
+    match ranks {
+        [rank] => format!("rank {rank} has"),
+        ranks => format!("ranks {} have", list(ranks)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver::DeviceIdentity;
+    use crate::rendezvous::identity::HostIdentity;
+
+    fn hello() -> Hello {
+        Hello {
+            config_hash: [0; 32],
+            config_text: "stride = 1 TiB\nlane default = torch".into(),
+            host: HostIdentity::current().unwrap(),
+            device: DeviceIdentity { kind: "cuda".into(), name: "H200".into(), uuid: "A".into() },
+            allow_shared_device: false,
+            transport: Transport::UnixSocket,
+            granularity: 2 << 20,
+            listener: None,
+            nonce: [0; 16],
+        }
+    }
+
+    fn four(change: impl Fn(usize, &mut Hello)) -> Result<()> {
+        let mut hellos = vec![hello(), hello(), hello(), hello()];
+        for (rank, hello) in hellos.iter_mut().enumerate() {
+            hello.device.uuid = format!("GPU-{rank}");
+            change(rank, hello);
+        }
+        agree(&hellos.iter().collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn equal_ranks_agree() {
+        four(|_, _| {}).unwrap();
+    }
+
+    #[test]
+    fn differing_configurations_show_what_differs() {
+        // D8
+        let error = four(|rank, hello| {
+            if rank >= 2 {
+                hello.config_hash = [1; 32];
+                hello.config_text = "stride = 2 TiB\nlane default = torch\ndebug".into();
+            }
+        })
+        .unwrap_err();
+        assert!(error.is_diverged());
+        assert_eq!(
+            error.to_string(),
+            "symmpool: pools are configured differently; ranks 2, 3 have [stride = 2 TiB] where \
+             rank 0 has [stride = 1 TiB] [debug] where rank 0 has [nothing]. Build the pool with \
+             the same settings on every rank"
+        );
+    }
+
+    #[test]
+    fn differing_hashes_with_equal_descriptions_are_still_an_error() {
+        // D8
+        let error = four(|rank, hello| hello.config_hash = [(rank == 3).into(); 32]).unwrap_err();
+        assert!(error.is_diverged() && error.to_string().contains("rank 3"), "{error}");
+    }
+
+    #[test]
+    fn drivers_have_to_be_alike() {
+        let kind = four(|rank, hello| hello.device.kind = format!("kind{}", rank / 3));
+        let transport = four(|rank, hello| {
+            hello.transport = if rank == 3 { Transport::Store } else { Transport::UnixSocket };
+        });
+        let granularity = four(|rank, hello| hello.granularity <<= rank / 3);
+        for result in [kind, transport, granularity] {
+            let error = result.unwrap_err();
+            assert!(error.is_diverged());
+            assert!(error.to_string().contains("(ranks 0-2: "), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_device_belongs_to_one_rank_unless_all_its_ranks_allow_more() {
+        let share = |rank: usize, hello: &mut Hello| {
+            if rank == 1 || rank == 3 {
+                hello.device.uuid = "GPU-7".into();
+            }
+        };
+        let error = four(share).unwrap_err();
+        assert!(error.is_invalid_argument());
+        assert!(error.to_string().contains("ranks 1, 3 use one device, H200 (GPU-7)"), "{error}");
+        let some = four(|rank, hello| {
+            share(rank, hello);
+            hello.allow_shared_device = rank == 1;
+        });
+        assert!(some.is_err());
+        four(|rank, hello| {
+            share(rank, hello);
+            hello.allow_shared_device = rank == 1 || rank == 3;
+        })
+        .unwrap();
+        four(|_, hello| hello.device.uuid.clear()).unwrap();
+    }
+
+    #[test]
+    fn descriptors_do_not_travel_between_machines_or_network_namespaces() {
+        let machines = |rank: usize, hello: &mut Hello| {
+            if rank >= 2 {
+                hello.host.boot_id = "other".into();
+                hello.host.hostname = "node1".into();
+            }
+        };
+        let error = four(machines).unwrap_err();
+        assert!(error.is_unsupported());
+        let text = error.to_string();
+        assert!(text.contains("ranks 0 and 2") && text.contains("ranks 2, 3: node1"), "{text}");
+        let error = four(|rank, hello| hello.host.net_namespace += rank as u64).unwrap_err();
+        assert!(error.is_unsupported() && error.to_string().contains("network namespaces"));
+        // Bytes do travel.
+        four(|rank, hello| {
+            machines(rank, hello);
+            hello.transport = Transport::Store;
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn another_protocol_version_is_refused_by_everybody_alike() {
+        let frame = crate::rendezvous::message::encode(&crate::rendezvous::handshake::Publish(Ok(
+            Box::new(hello()),
+        )))
+        .unwrap();
+        let mut other = frame.clone();
+        other[4] = 9;
+        let error = versions(&Gathered::from_parts([&frame, &frame, &other])).unwrap_err();
+        assert!(error.is_refused());
+        let text = error.to_string();
+        assert!(text.contains("ranks 0, 1: version 1; rank 2: version 9"), "{text}");
+        versions(&Gathered::from_parts([&frame, &frame])).unwrap();
+    }
+}

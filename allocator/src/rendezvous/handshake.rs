@@ -1,0 +1,257 @@
+//! The two rounds through the store by which the ranks of a pool meet.
+//!
+//! 1. Every rank publishes a [`Hello`], or why it cannot take part. All ranks check all hellos
+//!    and come to the same result without talking again.
+//! 2. Where handles are file descriptors, ranks connect to each other ([`super::mesh`]). Then
+//!    every rank says how that went; a failure of one is the error of all.
+
+use serde::{Deserialize, Serialize};
+
+use super::checks;
+use super::identity::HostIdentity;
+use super::mesh::{Listener, Mesh};
+use super::message::{self, Message};
+use super::peers::{Peers, PerRank};
+use super::status::{Status, agreed};
+use crate::driver::{DeviceIdentity, Driver, Step, Transport};
+use crate::error::ErrorKind;
+use crate::store::Gathered;
+use crate::{Deadline, Error, Group, Result};
+
+/// The longest description of a configuration that travels, in bytes.
+const MAX_CONFIG_TEXT: usize = 4096;
+
+/// How long a rank that lost a peer waits to hear what the others say about it, at most.
+const HEAR_OTHERS_FOR: std::time::Duration = std::time::Duration::from_secs(5);
+
+/// Choices of one rank about whom it meets.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct HandshakeOptions {
+    /// Whether another rank may use the same device. All that share one have to allow it.
+    pub(crate) allow_shared_device: bool,
+}
+
+/// What a rank says about itself.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Hello {
+    pub(super) config_hash: [u8; 32],
+    pub(super) config_text: String,
+    pub(super) host: HostIdentity,
+    pub(super) device: DeviceIdentity,
+    pub(super) allow_shared_device: bool,
+    pub(super) transport: Transport,
+    pub(super) granularity: u64,
+    /// The abstract socket this rank listens on, with [`Transport::UnixSocket`].
+    pub(super) listener: Option<String>,
+    /// Random; zero with [`Transport::Derived`], where nothing is to be kept from anybody and
+    /// thousands of ranks profit from equal hellos.
+    pub(super) nonce: [u8; 16],
+}
+
+/// The first round.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Publish(pub(super) Status<Box<Hello>>);
+
+impl Message for Publish {
+    const KIND: u16 = 1;
+    const NAME: &'static str = "hello";
+}
+
+/// The second round.
+#[derive(Debug, Serialize, Deserialize)]
+struct Confirm(Status<()>);
+
+impl Message for Confirm {
+    const KIND: u16 = 2;
+    const NAME: &'static str = "confirmation";
+}
+
+/// Meets the other ranks of `group` in order to make a pool. Collective; costs two gathers.
+///
+/// `config_hash` stands for everything that changes placement (rule D8), `config_text` describes
+/// it for people, one setting a line. An error that concerns all ranks is the same on all of
+/// them: different protocol versions ([`Error::is_refused`]), configurations or drivers
+/// ([`Error::is_diverged`]), one device twice ([`Error::is_invalid_argument`]), ranks that file
+/// descriptors cannot reach ([`Error::is_unsupported`]), and whatever made a single rank fail.
+pub(crate) fn handshake(
+    group: &Group,
+    driver: &Driver,
+    config_hash: [u8; 32],
+    config_text: &str,
+    options: HandshakeOptions,
+    deadline: Deadline,
+) -> Result<Peers> {
+    let doing = |error: Error| error.context("meeting the other ranks of the pool");
+    let (hello, listener) = match prepare(driver, config_hash, config_text, options) {
+        Ok((hello, listener)) => (Ok(Box::new(hello)), listener),
+        Err(error) => (Err(error.kind().clone()), None),
+    };
+    let hello = message::encode(&Publish(hello))?;
+    let gathered = group.all_gather("hello", &hello, deadline).map_err(doing)?;
+    let distinct = read_hellos(&gathered).map_err(doing)?;
+    let hellos: Vec<&Hello> = gathered.which().iter().map(|&at| &distinct[at as usize]).collect();
+    checks::agree(&hellos).map_err(doing)?;
+    let secret = secret_of(&gathered);
+
+    let connected = connect(group.rank(), driver, &hellos, &secret, listener, deadline);
+    let mesh = confirm(group, driver, connected, deadline).map_err(doing)?;
+    Ok(Peers {
+        rank: group.rank(),
+        hosts: PerRank::new(hellos.iter().map(|hello| &hello.host)),
+        devices: PerRank::new(hellos.iter().map(|hello| &hello.device)),
+        transport: hellos[0].transport,
+        secret,
+        mesh,
+    })
+}
+
+/// Everything this rank needs before it can meet others.
+fn prepare(
+    driver: &Driver,
+    config_hash: [u8; 32],
+    config_text: &str,
+    options: HandshakeOptions,
+) -> Result<(Hello, Option<Listener>)> {
+    driver.at_step(Step::HandshakePublish)?;
+    let transport = driver.transport();
+    let listener = match transport {
+        Transport::UnixSocket => Some(Listener::bind()?),
+        Transport::Store | Transport::Derived => None,
+    };
+    let nonce = match transport {
+        Transport::UnixSocket | Transport::Store => super::random()?,
+        Transport::Derived => [0; 16],
+    };
+    let end = config_text.floor_char_boundary(MAX_CONFIG_TEXT);
+    let hello = Hello {
+        config_hash,
+        config_text: config_text[..end].to_owned(),
+        host: HostIdentity::current()?,
+        device: driver.device(),
+        allow_shared_device: options.allow_shared_device,
+        transport,
+        granularity: driver.granularity(),
+        listener: listener.as_ref().map(|listener| listener.name().to_owned()),
+        nonce,
+    };
+    Ok((hello, listener))
+}
+
+/// The distinct hellos, or the error of the first ranks that could not send one.
+fn read_hellos(gathered: &Gathered) -> Result<Vec<Hello>> {
+    checks::versions(gathered)?;
+    let mut hellos = Vec::with_capacity(gathered.distinct().len());
+    let mut failures = Vec::new();
+    for (at, part) in (0u32..).zip(gathered.distinct()) {
+        let mut ranks = (0u32..).zip(gathered.which()).filter(|(_, which)| **which == at);
+        let first = ranks.next().map_or(0, |(rank, _)| rank);
+        match message::decode::<Publish>(first, part)?.0 {
+            Ok(hello) => hellos.push(*hello),
+            Err(kind) => {
+                failures.push((first, kind.clone()));
+                failures.extend(ranks.map(|(rank, _)| (rank, kind.clone())));
+            }
+        }
+    }
+    failures.sort_by_key(|(rank, _)| *rank);
+    agreed("the handshake", &failures).map_or(Ok(hellos), Err)
+}
+
+/// The group's secret: only those know it who know everything that was published.
+fn secret_of(gathered: &Gathered) -> [u8; 32] {
+    let mut hasher = blake3::Hasher::new_derive_key("symmpool 2026 group secret");
+    hasher.update(&gathered.world().to_le_bytes());
+    for part in gathered.distinct() {
+        hasher.update(&(part.len() as u64).to_le_bytes());
+        hasher.update(part);
+    }
+    for which in gathered.which() {
+        hasher.update(&which.to_le_bytes());
+    }
+    hasher.finalize().into()
+}
+
+/// Connects to the other ranks where that is needed. Takes three quarters of the time there is,
+/// so that a failure can still be told.
+fn connect(
+    rank: u32,
+    driver: &Driver,
+    hellos: &[&Hello],
+    secret: &[u8; 32],
+    listener: Option<Listener>,
+    deadline: Deadline,
+) -> Result<Option<Mesh>> {
+    let ready = driver.at_step(Step::HandshakeConnect);
+    let Some(listener) = listener else { return ready.map(|()| None) };
+    let names: Option<Vec<&str>> = hellos.iter().map(|hello| hello.listener.as_deref()).collect();
+    let names = names.ok_or_else(|| Error::mismatch("a rank announced no socket to connect to"))?;
+    if let Err(error) = ready {
+        Mesh::decline(listener, rank, &names, secret, &error);
+        return Err(error);
+    }
+    let deadline = Deadline::after(deadline.remaining() / 4 * 3);
+    Mesh::connect(listener, rank, &names, secret, deadline).map(Some)
+}
+
+/// Tells the others how connecting went, and hears from them.
+fn confirm(
+    group: &Group,
+    driver: &Driver,
+    connected: Result<Option<Mesh>>,
+    deadline: Deadline,
+) -> Result<Option<Mesh>> {
+    let ours = connected.and_then(|mesh| driver.at_step(Step::HandshakeConfirm).map(|()| mesh));
+    let (status, wait_until) = match &ours {
+        Ok(_) => (Ok(()), deadline),
+        // A lost peer will not answer: hear what the others have to say, and leave.
+        Err(error) if error.is_peer_lost() => {
+            let soon = deadline.remaining().min(HEAR_OTHERS_FOR);
+            (Err(error.kind().clone()), Deadline::after(soon))
+        }
+        Err(error) => (Err(error.kind().clone()), deadline),
+    };
+    let confirmation = message::encode(&Confirm(status))?;
+    let gathered = match group.all_gather("confirm", &confirmation, wait_until) {
+        Ok(gathered) => gathered,
+        Err(error) => return Err(without_all(error, ours)),
+    };
+    let failures = failures_in(&gathered)?;
+    match agreed("the handshake", &failures) {
+        Some(error) => Err(error),
+        None => ours,
+    }
+}
+
+fn failures_in(gathered: &Gathered) -> Result<Vec<(u32, ErrorKind)>> {
+    let mut failures = Vec::new();
+    for (rank, part) in (0u32..).zip(gathered.parts()) {
+        if let Err(kind) = message::decode::<Confirm>(rank, part)?.0 {
+            failures.push((rank, kind));
+        }
+    }
+    Ok(failures)
+}
+
+/// What it means that the confirmations did not all come.
+fn without_all(error: Error, ours: Result<Option<Mesh>>) -> Error {
+    let missing = error.ranks().to_vec();
+    match ours {
+        // Ranks that were seen to be gone, and do not answer either, are lost for certain.
+        Err(ours) if ours.is_peer_lost() && error.is_timeout() && !missing.is_empty() => {
+            Error::peer_lost(missing, "gone before the pool was made")
+        }
+        Err(ours) => ours,
+        Ok(mesh) => {
+            let gone = mesh.map(|mesh| mesh.lost_peers()).unwrap_or_default();
+            let lost: Vec<u32> = missing.into_iter().filter(|rank| gone.contains(rank)).collect();
+            if error.is_timeout() && !lost.is_empty() {
+                Error::peer_lost(lost, "gone before the pool was made")
+            } else {
+                error
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

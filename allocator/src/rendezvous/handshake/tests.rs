@@ -1,0 +1,233 @@
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::*;
+use crate::driver::{FaultAction, FaultDriver, FaultPlan};
+use crate::rendezvous::testing::{MeetingStore, groups, on_ranks};
+
+const OPTIONS: HandshakeOptions = HandshakeOptions { allow_shared_device: false };
+
+fn meet(group: &Group, driver: &Driver) -> Result<Peers> {
+    handshake(group, driver, [1; 32], "stride = 1 TiB", OPTIONS, Deadline::seconds(60))
+}
+
+fn with_fault(step: Step, action: FaultAction) -> Driver {
+    let plan = FaultPlan::new().at_step(step, 1, action);
+    Driver::new(FaultDriver::new(Driver::host().unwrap(), plan))
+}
+
+#[test]
+fn ranks_meet_and_can_hand_over_descriptors() {
+    for world in [1, 2, 5] {
+        let secrets = on_ranks(world, |group| {
+            let mut peers = meet(&group, &Driver::host().unwrap()).unwrap();
+            assert_eq!((peers.rank(), peers.world()), (group.rank(), world));
+            assert_eq!(peers.transport(), Transport::UnixSocket);
+            assert_eq!(peers.devices().iter().len(), world as usize);
+            let me = HostIdentity::current().unwrap();
+            for rank in 0..world {
+                assert_eq!(peers.pid(rank), std::process::id());
+                assert!(peers.hosts().get(rank).same_process(&me));
+            }
+            let mut received = Vec::new();
+            let mut keep = |from, _, _: OwnedFd| {
+                received.push(from);
+                Ok(())
+            };
+            let sent: OwnedFd = std::fs::File::open("/dev/null").unwrap().into();
+            let fds = [std::os::fd::AsFd::as_fd(&sent)];
+            let mesh = peers.mesh_mut().unwrap();
+            mesh.exchange(1, &fds, 1, &mut keep, Deadline::seconds(60)).unwrap();
+            received.sort_unstable();
+            let others: Vec<u32> = (0..world).filter(|&rank| rank != group.rank()).collect();
+            assert_eq!(received, others);
+            *peers.secret()
+        });
+        assert!(secrets.iter().all(|secret| *secret == secrets[0]));
+    }
+}
+
+#[test]
+fn every_handshake_has_a_secret_of_its_own() {
+    on_ranks(2, |group| {
+        let driver = Driver::host().unwrap();
+        let first = meet(&group, &driver).unwrap();
+        let second = meet(&group, &driver).unwrap();
+        assert_ne!(first.secret(), second.secret());
+    });
+}
+
+#[test]
+fn a_handshake_costs_two_gathers() {
+    let store = Arc::new(MeetingStore::default());
+    std::thread::scope(|scope| {
+        for group in groups(3, &store) {
+            scope.spawn(move || meet(&group, &Driver::host().unwrap()).unwrap());
+        }
+    });
+    assert_eq!(store.gathers(), 2 * 3);
+}
+
+#[test]
+fn simulated_ranks_need_no_sockets() {
+    on_ranks(16, |group| {
+        let peers = meet(&group, &Driver::sim(group.rank().into())).unwrap();
+        assert!(peers.mesh().is_none());
+        assert_eq!(peers.world(), 16);
+    });
+}
+
+#[test]
+fn different_configurations_are_the_same_error_everywhere() {
+    // D8
+    let errors = on_ranks(3, |group| {
+        let (hash, text) = if group.rank() == 1 {
+            ([2; 32], "stride = 2 TiB")
+        } else {
+            ([1; 32], "stride = 1 TiB")
+        };
+        let driver = Driver::host().unwrap();
+        handshake(&group, &driver, hash, text, OPTIONS, Deadline::seconds(60)).unwrap_err()
+    });
+    for error in &errors {
+        assert!(error.is_diverged());
+        assert!(error.to_string().contains("rank 1 has [stride = 2 TiB]"), "{error}");
+        assert_eq!(error.to_string(), errors[0].to_string());
+    }
+}
+
+#[test]
+fn different_drivers_are_the_same_error_everywhere() {
+    let errors = on_ranks(2, |group| {
+        let driver = if group.rank() == 0 { Driver::host().unwrap() } else { Driver::sim(1) };
+        meet(&group, &driver).unwrap_err()
+    });
+    assert!(errors[0].is_diverged());
+    assert_eq!(errors[0].to_string(), errors[1].to_string());
+}
+
+#[test]
+fn a_failure_of_one_rank_is_the_error_of_all_at_every_step() {
+    let started = Instant::now();
+    for step in [Step::HandshakePublish, Step::HandshakeConnect, Step::HandshakeConfirm] {
+        for failing in 0..3 {
+            let errors = on_ranks(3, |group| {
+                let action = FaultAction::Fail(Error::out_of_memory("planned failure"));
+                let driver = if group.rank() == failing {
+                    with_fault(step, action)
+                } else {
+                    Driver::host().unwrap()
+                };
+                meet(&group, &driver).unwrap_err()
+            });
+            for error in &errors {
+                assert!(error.is_out_of_memory(), "{step:?} of rank {failing}: {error}");
+                let text = error.to_string();
+                assert!(
+                    text.contains(&format!("rank {failing} failed in the handshake")),
+                    "{text}"
+                );
+                // Who else failed because of it depends on how far they were, but is agreed on.
+                assert_eq!(text, errors[0].to_string());
+            }
+        }
+    }
+    assert!(started.elapsed() < Duration::from_secs(120), "nobody waited for a deadline");
+}
+
+#[test]
+fn slow_ranks_are_waited_for() {
+    for step in [Step::HandshakePublish, Step::HandshakeConnect, Step::HandshakeConfirm] {
+        on_ranks(3, |group| {
+            let delay = FaultAction::Delay(Duration::from_millis(500));
+            let driver =
+                if group.rank() == 1 { with_fault(step, delay) } else { Driver::host().unwrap() };
+            meet(&group, &driver).unwrap();
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_never_comes_is_named() {
+    let errors = on_ranks(3, |group| {
+        if group.rank() == 2 {
+            return None;
+        }
+        let deadline = Deadline::after(Duration::from_millis(300));
+        let driver = Driver::host().unwrap();
+        Some(handshake(&group, &driver, [1; 32], "", OPTIONS, deadline).unwrap_err())
+    });
+    for error in errors.into_iter().flatten() {
+        assert!(error.is_timeout(), "{error}");
+        assert_eq!(error.ranks(), [2]);
+        assert!(error.to_string().contains("meeting the other ranks"), "{error}");
+    }
+}
+
+#[test]
+fn a_rank_that_dies_after_publishing_is_lost() {
+    // The rank publishes what a handshake publishes, and is gone: its socket with it.
+    let errors = on_ranks(3, |group| {
+        if group.rank() == 1 {
+            let driver = Driver::host().unwrap();
+            let (hello, listener) = prepare(&driver, [1; 32], "", OPTIONS).unwrap();
+            drop(listener);
+            let hello = message::encode(&Publish(Ok(Box::new(hello)))).unwrap();
+            group.all_gather("hello", &hello, Deadline::seconds(60)).unwrap();
+            return None;
+        }
+        Some(meet(&group, &Driver::host().unwrap()).unwrap_err())
+    });
+    for error in errors.into_iter().flatten() {
+        assert!(error.is_peer_lost(), "{error}");
+        assert_eq!(error.ranks(), [1], "{error}");
+    }
+}
+
+#[test]
+fn a_rank_that_dies_after_connecting_is_lost() {
+    let errors = on_ranks(3, |group| {
+        let driver = Driver::host().unwrap();
+        if group.rank() == 1 {
+            let (hello, listener) = prepare(&driver, [1; 32], "", OPTIONS).unwrap();
+            let hello = message::encode(&Publish(Ok(Box::new(hello)))).unwrap();
+            let gathered = group.all_gather("hello", &hello, Deadline::seconds(60)).unwrap();
+            let distinct = read_hellos(&gathered).unwrap();
+            let hellos: Vec<&Hello> =
+                gathered.which().iter().map(|&at| &distinct[at as usize]).collect();
+            let secret = secret_of(&gathered);
+            connect(1, &driver, &hellos, &secret, listener, Deadline::seconds(60)).unwrap();
+            return None;
+        }
+        let deadline = Deadline::seconds(2);
+        Some(handshake(&group, &driver, [1; 32], "", OPTIONS, deadline).unwrap_err())
+    });
+    for error in errors.into_iter().flatten() {
+        assert!(error.is_peer_lost(), "{error}");
+        assert_eq!(error.ranks(), [1], "{error}");
+    }
+}
+
+#[test]
+fn what_is_not_a_hello_is_refused_everywhere() {
+    let errors = on_ranks(3, |group| {
+        if group.rank() == 2 {
+            let _ = group.all_gather("hello", b"garbage", Deadline::seconds(60));
+            return None;
+        }
+        Some(meet(&group, &Driver::host().unwrap()).unwrap_err())
+    });
+    for error in errors.into_iter().flatten() {
+        assert!(error.is_refused() && error.to_string().contains("rank 2"), "{error}");
+    }
+}
+
+#[test]
+fn long_descriptions_are_cut_at_a_character() {
+    on_ranks(2, |group| {
+        let text = "ä".repeat(MAX_CONFIG_TEXT);
+        let driver = Driver::host().unwrap();
+        handshake(&group, &driver, [1; 32], &text, OPTIONS, Deadline::seconds(60)).unwrap();
+    });
+}

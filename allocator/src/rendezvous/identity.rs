@@ -1,0 +1,166 @@
+//! Which process a rank is, on which machine, and whether handles can travel to it.
+
+use std::fs;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Result};
+
+/// A process and the machine and namespaces it runs in.
+///
+/// Ranks publish this at rendezvous. It says who can be reached over an abstract Unix socket and
+/// names hosts and processes in messages. A namespace that cannot be read (no `/proc/self/ns`) is
+/// 0; two unknown namespaces count as the same one, because nothing is gained by refusing what the
+/// system call itself will refuse.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub(crate) struct HostIdentity {
+    /// Random id of this boot of the kernel; shared by all containers of a machine.
+    pub(crate) boot_id: String,
+    /// The name people know the machine (or container) by.
+    pub(crate) hostname: String,
+    /// Inode of the pid namespace.
+    pub(crate) pid_namespace: u64,
+    /// Inode of the mount namespace.
+    pub(crate) mount_namespace: u64,
+    /// Inode of the network namespace; abstract Unix sockets belong to it.
+    pub(crate) net_namespace: u64,
+    /// Effective user id, which peers see as the socket's credentials.
+    pub(crate) uid: u32,
+    /// Process id in its own pid namespace.
+    pub(crate) pid: u32,
+    /// When the process started, in clock ticks since boot: a recycled pid has another one.
+    pub(crate) start_time: u64,
+}
+
+impl HostIdentity {
+    /// The identity of this process.
+    pub(crate) fn current() -> Result<Self> {
+        let boot_id = read("/proc/sys/kernel/random/boot_id")?.trim().to_owned();
+        let stat = read("/proc/self/stat")?;
+        let start_time = start_time(&stat).ok_or_else(|| {
+            Error::system("reading this process's start time", "unexpected form of /proc/self/stat")
+        })?;
+        Ok(Self {
+            boot_id,
+            hostname: rustix::system::uname().nodename().to_string_lossy().into_owned(),
+            pid_namespace: namespace("/proc/self/ns/pid"),
+            mount_namespace: namespace("/proc/self/ns/mnt"),
+            net_namespace: namespace("/proc/self/ns/net"),
+            uid: rustix::process::geteuid().as_raw(),
+            pid: std::process::id(),
+            start_time,
+        })
+    }
+
+    /// Whether both processes run under one kernel.
+    pub(crate) fn same_host(&self, other: &Self) -> bool {
+        self.boot_id == other.boot_id
+    }
+
+    /// Whether both are the very same process.
+    pub(crate) fn same_process(&self, other: &Self) -> bool {
+        self.same_host(other)
+            && self.pid_namespace == other.pid_namespace
+            && self.pid == other.pid
+            && self.start_time == other.start_time
+    }
+
+    /// Why file descriptors cannot travel between the two over an abstract Unix socket; `None`
+    /// when they can. Different pid or mount namespaces are no obstacle: neither the sockets nor
+    /// the descriptors belong to them.
+    pub(crate) fn obstacle(&self, other: &Self) -> Option<String> {
+        if !self.same_host(other) {
+            return Some(format!(
+                "they run on different machines ({} with boot id {}, {} with boot id {})",
+                self.hostname, self.boot_id, other.hostname, other.boot_id
+            ));
+        }
+        if self.net_namespace != other.net_namespace {
+            return Some(format!(
+                "they run in different network namespaces of one machine (net:[{}] on {}, \
+                 net:[{}] on {}), and abstract Unix sockets do not cross those; run both in one \
+                 container, or both with the host's network",
+                self.net_namespace, self.hostname, other.net_namespace, other.hostname
+            ));
+        }
+        if self.uid != other.uid {
+            return Some(format!(
+                "they run as different users (uid {} and uid {})",
+                self.uid, other.uid
+            ));
+        }
+        None
+    }
+}
+
+fn read(path: &str) -> Result<String> {
+    fs::read_to_string(path).map_err(|error| Error::system(format!("reading {path}"), error))
+}
+
+/// The inode in a link such as `net:[4026531840]`.
+fn namespace(path: &str) -> u64 {
+    fs::read_link(Path::new(path))
+        .ok()
+        .and_then(|link| parse_namespace(&link.to_string_lossy()))
+        .unwrap_or(0)
+}
+
+fn parse_namespace(link: &str) -> Option<u64> {
+    link.split_once(":[")?.1.strip_suffix(']')?.parse().ok()
+}
+
+/// Field 22 of `/proc/<pid>/stat`. The second field is the program's name in parentheses, which
+/// may itself contain spaces and parentheses, so fields are counted from the last one.
+fn start_time(stat: &str) -> Option<u64> {
+    let (_, after_name) = stat.rsplit_once(')')?;
+    // The field after the name is number 3.
+    after_name.split_ascii_whitespace().nth(22 - 3)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn this_process_can_reach_itself() {
+        let me = HostIdentity::current().unwrap();
+        assert_eq!(me, HostIdentity::current().unwrap());
+        assert!(me.same_process(&me.clone()));
+        assert_eq!(me.obstacle(&me), None);
+        assert!(!me.boot_id.is_empty() && me.start_time > 0);
+    }
+
+    #[test]
+    fn obstacles_say_what_differs() {
+        let me = HostIdentity::current().unwrap();
+        let boot = HostIdentity { boot_id: "other".into(), ..me.clone() };
+        assert!(me.obstacle(&boot).unwrap().contains("different machines"));
+        let net = HostIdentity { net_namespace: me.net_namespace + 1, ..me.clone() };
+        assert!(me.obstacle(&net).unwrap().contains("network namespaces"));
+        let user = HostIdentity { uid: me.uid + 1, ..me.clone() };
+        assert!(me.obstacle(&user).unwrap().contains("different users"));
+        let pid = HostIdentity { pid_namespace: 1, mount_namespace: 1, ..me.clone() };
+        assert_eq!(me.obstacle(&pid), None);
+    }
+
+    #[test]
+    fn a_recycled_pid_is_another_process() {
+        let me = HostIdentity::current().unwrap();
+        let later = HostIdentity { start_time: me.start_time + 1, ..me.clone() };
+        assert!(!me.same_process(&later));
+    }
+
+    #[test]
+    fn program_names_cannot_confuse_the_stat_parser() {
+        let mut stat = String::from("7 (a) R 1 (b)) S");
+        for field in 4..=30 {
+            stat.push_str(&format!(" {field}"));
+        }
+        assert_eq!(start_time(&stat), Some(22));
+        assert_eq!(start_time("7 (a"), None);
+        assert_eq!(start_time(""), None);
+        assert_eq!(parse_namespace("net:[4026531840]"), Some(4_026_531_840));
+        assert_eq!(parse_namespace("net"), None);
+    }
+}

@@ -1,0 +1,104 @@
+//! What the handshake found out about a pool's ranks.
+
+use std::collections::BTreeMap;
+
+use super::identity::HostIdentity;
+use super::mesh::Mesh;
+use crate::driver::{DeviceIdentity, Transport};
+
+/// One value a rank, equal ones held once: a thousand simulated ranks of one process are one
+/// identity.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct PerRank<T> {
+    distinct: Vec<T>,
+    which: Vec<u32>,
+}
+
+impl<T: Ord + Clone> PerRank<T> {
+    /// Collects values in rank order.
+    pub(crate) fn new<'a>(values: impl IntoIterator<Item = &'a T>) -> Self
+    where
+        T: 'a,
+    {
+        let mut index = BTreeMap::new();
+        let mut distinct = Vec::new();
+        let mut which = Vec::new();
+        for value in values {
+            let at = *index.entry(value).or_insert_with(|| {
+                distinct.push(value.clone());
+                distinct.len() as u32 - 1
+            });
+            which.push(at);
+        }
+        Self { distinct, which }
+    }
+
+    /// `rank`'s value. Panics when there is no such rank.
+    pub(crate) fn get(&self, rank: u32) -> &T {
+        &self.distinct[self.which[rank as usize] as usize]
+    }
+
+    /// The values in rank order.
+    pub(crate) fn iter(&self) -> impl ExactSizeIterator<Item = &T> {
+        self.which.iter().map(|&at| &self.distinct[at as usize])
+    }
+}
+
+/// A pool's ranks: who they are, and how to reach them.
+#[derive(Debug)]
+pub(crate) struct Peers {
+    pub(super) rank: u32,
+    pub(super) hosts: PerRank<HostIdentity>,
+    pub(super) devices: PerRank<DeviceIdentity>,
+    pub(super) transport: Transport,
+    pub(super) secret: [u8; 32],
+    pub(super) mesh: Option<Mesh>,
+}
+
+impl Peers {
+    /// This process's rank.
+    pub(crate) fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    /// The number of ranks.
+    pub(crate) fn world(&self) -> u32 {
+        self.hosts.which.len() as u32
+    }
+
+    /// Which process on which machine each rank is.
+    pub(crate) fn hosts(&self) -> &PerRank<HostIdentity> {
+        &self.hosts
+    }
+
+    /// Each rank's device.
+    pub(crate) fn devices(&self) -> &PerRank<DeviceIdentity> {
+        &self.devices
+    }
+
+    /// `rank`'s process id, in its own pid namespace.
+    pub(crate) fn pid(&self, rank: u32) -> u32 {
+        self.hosts.get(rank).pid
+    }
+
+    /// How handles travel between these ranks.
+    pub(crate) fn transport(&self) -> Transport {
+        self.transport
+    }
+
+    /// Known to these ranks (and the store) only; new at each handshake, except where handles do
+    /// not travel ([`Transport::Derived`]).
+    pub(crate) fn secret(&self) -> &[u8; 32] {
+        &self.secret
+    }
+
+    /// The connections to the other ranks, where handles are file descriptors.
+    pub(crate) fn mesh(&self) -> Option<&Mesh> {
+        self.mesh.as_ref()
+    }
+
+    /// See [`mesh`](Peers::mesh).
+    pub(crate) fn mesh_mut(&mut self) -> Option<&mut Mesh> {
+        self.mesh.as_mut()
+    }
+}
