@@ -1,5 +1,10 @@
 //! The flat heap: one reservation of `world x stride` bytes, slot `r` holding rank `r`'s memory.
 
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+use crate::driver::{Driver, Physical, Reservation};
+use crate::sync::lock;
 use crate::{Error, Result};
 
 /// Where every rank's memory lies in this process: plain arithmetic, no table.
@@ -52,5 +57,127 @@ impl HeapLayout {
             )));
         }
         Ok(self.address(rank, offset))
+    }
+}
+
+/// The reservation behind a heap and what is mapped in it. Gives everything back when dropped.
+#[derive(Debug)]
+pub(crate) struct Heap {
+    driver: Driver,
+    layout: HeapLayout,
+    reservation: Option<Reservation>,
+    mapped: Mutex<Mapped>,
+}
+
+/// Mappings by offset, with their length. Peers map the same segments, so one list serves them
+/// all.
+#[derive(Debug, Default)]
+struct Mapped {
+    own: BTreeMap<u64, u64>,
+    peers: BTreeMap<u64, u64>,
+}
+
+impl Heap {
+    /// Reserves `world x stride` bytes.
+    pub(crate) fn reserve(driver: Driver, rank: u32, world: u32, stride: u64) -> Result<Self> {
+        let granularity = driver.granularity();
+        if stride == 0 || !stride.is_multiple_of(granularity) {
+            return Err(Error::invalid_argument(format!(
+                "stride {stride} is not a positive multiple of the driver's granularity of \
+                 {granularity} bytes"
+            )));
+        }
+        let bytes = stride.checked_mul(u64::from(world)).ok_or_else(|| {
+            Error::invalid_argument(format!(
+                "a heap of {world} ranks x {stride} bytes exceeds 64 bits; lower the stride"
+            ))
+        })?;
+        let reservation = driver.reserve(bytes, granularity)?;
+        let layout = HeapLayout { base: reservation.base(), stride, rank, world };
+        Ok(Self { driver, layout, reservation: Some(reservation), mapped: Mutex::default() })
+    }
+
+    pub(crate) fn layout(&self) -> HeapLayout {
+        self.layout
+    }
+
+    pub(crate) fn driver(&self) -> &Driver {
+        &self.driver
+    }
+
+    /// Maps `physical` at `offset` of `rank`'s slot.
+    pub(crate) fn map(&self, rank: u32, offset: u64, physical: &Physical) -> Result<()> {
+        let inside = offset.checked_add(physical.bytes()).is_some_and(|end| end <= self.layout.stride);
+        if rank >= self.layout.world || !inside {
+            return Err(Error::invalid_argument(format!(
+                "{} bytes at offset {offset} of slot {rank}: the heap has {} slots of {} bytes",
+                physical.bytes(),
+                self.layout.world,
+                self.layout.stride
+            )));
+        }
+        self.driver.map(self.reservation(), self.position(rank, offset), physical)?;
+        if rank == self.layout.rank {
+            lock(&self.mapped).own.insert(offset, physical.bytes());
+        }
+        Ok(())
+    }
+
+    /// Removes the mapping of `bytes` at `offset` of `rank`'s slot.
+    pub(crate) fn unmap(&self, rank: u32, offset: u64, bytes: u64) -> Result<()> {
+        self.driver.unmap(self.reservation(), self.position(rank, offset), bytes)?;
+        if rank == self.layout.rank {
+            lock(&self.mapped).own.remove(&offset);
+        }
+        Ok(())
+    }
+
+    /// Notes that every peer's segment at `offset` is mapped, so that dropping the heap unmaps it.
+    pub(crate) fn note_peers_mapped(&self, offset: u64, bytes: u64) {
+        lock(&self.mapped).peers.insert(offset, bytes);
+    }
+
+    /// Unmaps every peer's segment at `offset`, if they are mapped.
+    pub(crate) fn unmap_peers(&self, offset: u64) -> Result<()> {
+        let Some(bytes) = lock(&self.mapped).peers.remove(&offset) else { return Ok(()) };
+        for rank in self.peers() {
+            self.driver.unmap(self.reservation(), self.position(rank, offset), bytes)?;
+        }
+        Ok(())
+    }
+
+    /// All ranks but this one.
+    pub(crate) fn peers(&self) -> impl Iterator<Item = u32> + use<> {
+        let own = self.layout.rank;
+        (0..self.layout.world).filter(move |&rank| rank != own)
+    }
+
+    fn position(&self, rank: u32, offset: u64) -> u64 {
+        u64::from(rank) * self.layout.stride + offset
+    }
+
+    fn reservation(&self) -> &Reservation {
+        self.reservation.as_ref().expect("the reservation lives as long as the heap")
+    }
+}
+
+impl Drop for Heap {
+    fn drop(&mut self) {
+        let Some(reservation) = self.reservation.take() else { return };
+        let Mapped { own, peers } = std::mem::take(&mut *lock(&self.mapped));
+        let slots = |rank, list: &BTreeMap<u64, u64>| {
+            for (&offset, &bytes) in list {
+                if let Err(error) = self.driver.unmap(&reservation, self.position(rank, offset), bytes) {
+                    tracing::warn!(%error, rank, offset, "unmapping while dropping a heap");
+                }
+            }
+        };
+        for rank in self.peers() {
+            slots(rank, &peers);
+        }
+        slots(self.layout.rank, &own);
+        if let Err(error) = self.driver.unreserve(reservation) {
+            tracing::warn!(%error, "giving a heap's address range back");
+        }
     }
 }
