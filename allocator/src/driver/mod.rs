@@ -15,6 +15,7 @@
 mod cuda;
 mod fault;
 mod host;
+mod mappings;
 mod sim;
 
 use std::fmt;
@@ -23,7 +24,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-pub use cuda::CudaDriver;
+pub use cuda::{CudaDriver, CudaFacts, CudaOptions, Fabric};
 pub use fault::{FaultAction, FaultDriver, FaultPlan};
 pub use host::HostDriver;
 pub use sim::SimDriver;
