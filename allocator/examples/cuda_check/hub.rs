@@ -196,12 +196,22 @@ fn print(reports: &[Value]) {
     println!("transport: {}", first["transport"]);
     for (rank, report) in reports.iter().enumerate() {
         println!("rank {rank} on {} ({})", report["device"]["name"], report["device"]["uuid"]);
-        for step in report["steps_us"].as_array().into_iter().flatten() {
-            println!(
-                "  {:>10.1} us  {}",
-                step[1].as_f64().unwrap_or(f64::NAN),
-                step[0].as_str().unwrap_or("?")
-            );
+        let steps: Vec<(String, f64)> =
+            serde_json::from_value(report["steps_us"].clone()).unwrap_or_default();
+        let mut shown: Vec<&str> = Vec::new();
+        for (name, first) in &steps {
+            if shown.contains(&name.as_str()) {
+                continue;
+            }
+            shown.push(name);
+            let mut times: Vec<f64> =
+                steps.iter().filter(|step| step.0 == *name).map(|step| step.1).collect();
+            times.sort_by(f64::total_cmp);
+            let median = times[times.len() / 2];
+            match times.len() {
+                1 => println!("  {first:>10.1} us  {name}"),
+                n => println!("  {first:>10.1} us  {name} (median of {n}: {median:.1})"),
+            }
         }
     }
 }

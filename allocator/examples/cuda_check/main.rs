@@ -95,7 +95,7 @@ fn main() -> ExitCode {
         Ok(count) if count > 0 => count,
         Ok(_) => return missing(&options, "the CUDA driver finds no device"),
         Err(error) if error.is_unsupported() => return missing(&options, &error.to_string()),
-        Err(error) => return finish(&options, json!({ "ok": false, "error": error.to_string() })),
+        Err(error) => return finish(&options, &json!({ "ok": false, "error": error.to_string() })),
     };
     let report = if options.self_test {
         watch(options.timeout);
@@ -103,7 +103,7 @@ fn main() -> ExitCode {
     } else {
         hub::run(&options, count, deadline)
     };
-    finish(&options, report)
+    finish(&options, &report)
 }
 
 /// Ends this process when time is up: a call into CUDA that never returns cannot be ended
@@ -122,8 +122,8 @@ fn missing(options: &Options, why: &str) -> ExitCode {
     ExitCode::from(if options.allow_missing { 0 } else { 2 })
 }
 
-fn finish(options: &Options, report: Value) -> ExitCode {
-    let written = write_json(options, &report);
+fn finish(options: &Options, report: &Value) -> ExitCode {
+    let written = write_json(options, report);
     if let Some(error) = report["error"].as_str() {
         println!("FAILED: {error}");
     }

@@ -350,6 +350,7 @@ fn timed<T>(
     result.map_err(|error| format!("{what}: {error}"))
 }
 
+#[allow(clippy::needless_pass_by_value)] // `map_err` passes the error by value.
 fn text(error: symmpool_allocator::Error) -> String {
     error.to_string()
 }

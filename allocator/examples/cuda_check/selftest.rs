@@ -384,6 +384,7 @@ fn cuda(code: sys::CUresult, what: &str) -> Outcome {
     require(code == sys::CUresult::CUDA_SUCCESS, || format!("{what}: {code:?}"))
 }
 
+#[allow(clippy::needless_pass_by_value)] // `map_err` passes the error by value.
 fn text(error: Error) -> String {
     error.to_string()
 }

@@ -252,9 +252,9 @@ impl MemoryDriver for CudaDriver {
     }
 
     fn wait_event(&self, stream: Stream, event: &Event) -> Result<()> {
-        // The lock is kept during the call: no other thread gives the event back meanwhile.
-        let events = self.events();
-        if !events.contains(&event.0) {
+        // Not under the lock: the call may block until the device makes room, and another thread
+        // may have to record an event for that. The borrow keeps this event from being released.
+        if !self.events().contains(&event.0) {
             return Err(Error::invalid_argument(format!(
                 "no live event {:#x} in this driver",
                 event.0
@@ -264,8 +264,8 @@ impl MemoryDriver for CudaDriver {
     }
 
     fn release_event(&self, event: Event) {
-        let mut events = self.events();
-        if events.remove(&event.0) {
+        let live = self.events().remove(&event.0);
+        if live {
             stream::release(&self.context, event.0);
         }
     }
