@@ -21,6 +21,7 @@ pub mod conformance;
 mod cuda;
 mod fault;
 mod host;
+mod mappings;
 #[cfg(test)]
 mod model_tests;
 mod sim;
@@ -32,7 +33,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-pub use cuda::CudaDriver;
+pub use cuda::{CudaDriver, CudaFacts, CudaOptions, Fabric};
 pub use fault::{Call, Counts, FaultAction, FaultDriver, FaultPlan};
 pub use host::{HostDriver, HostOptions};
 pub use sim::SimDriver;
