@@ -16,6 +16,7 @@ mod amount;
 mod cuda;
 mod fault;
 mod host;
+mod mappings;
 mod sim;
 mod table;
 
@@ -25,7 +26,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-pub use cuda::CudaDriver;
+pub use cuda::{CudaDriver, CudaFacts, CudaOptions, Fabric};
 pub use fault::{Call, Counts, FaultAction, FaultDriver, FaultPlan};
 pub use host::{HostDriver, HostOptions};
 pub use sim::SimDriver;

@@ -1,0 +1,310 @@
+//! Memory of NVIDIA GPUs, through CUDA's virtual memory management.
+//!
+//! Works with drivers for CUDA 12.4 and newer, found at run time; a machine without one gets
+//! [`is_unsupported`](crate::Error::is_unsupported) errors that say what was tried.
+//!
+//! | file | owns |
+//! | --- | --- |
+//! | `api` | the driver library's functions, and what their error codes mean |
+//! | `context` | the primary context: retained while a driver lives, current only during its calls |
+//! | `probe` | what a device really grants: handle types, granularity, network access |
+//! | `vmm` | reservations, allocations, mappings, exported and imported handles |
+//! | `stream` | events, capture, synchronisation, copies to and from the host |
+//!
+//! Managed memory and NVLink multicast are not used.
+#![allow(unsafe_code)] // The copies are `unsafe fn`: their callers pass raw addresses.
+
+mod api;
+mod context;
+mod probe;
+mod stream;
+#[cfg(test)]
+mod tests;
+mod vmm;
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use self::api::{AllocationProp, Api};
+use self::context::Context;
+pub use self::probe::{CudaFacts, Fabric};
+use self::vmm::Memory;
+use super::{
+    DeviceIdentity, Event, Exported, MemoryDriver, Physical, Reservation, Stream, Transport,
+};
+use crate::{Error, Result};
+
+/// The length of a `CUmemFabricHandle`.
+const FABRIC_HANDLE_BYTES: usize = 64;
+
+/// The environment variable that launchers put a process's rank on its host in.
+const LOCAL_RANK: &str = "LOCAL_RANK";
+
+/// How a [`CudaDriver`] makes and hands over memory. All ranks of a group use the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CudaOptions {
+    /// Hand segments over as FABRIC handles through the store where the device grants them, so
+    /// that ranks may be on several hosts of one NVLink domain. Otherwise, and by default, they
+    /// travel as file descriptors between the processes of one host.
+    pub prefer_fabric: bool,
+    /// Make segments that network cards may read and write, where the device can. On by default.
+    pub gpu_direct_rdma: bool,
+}
+
+impl Default for CudaOptions {
+    fn default() -> Self {
+        Self { prefer_fabric: false, gpu_direct_rdma: true }
+    }
+}
+
+/// Memory of one CUDA device.
+///
+/// Calls work on any thread, with any context or none current; the caller's context is current
+/// again afterwards. Calls that manage memory also work while this thread captures a graph.
+/// Addresses are device addresses: the host reaches them only with
+/// [`copy_to_host`](Self::copy_to_host), [`copy_from_host`](Self::copy_from_host) and
+/// [`fill`](Self::fill).
+///
+/// A stream passed to a driver must be a live stream of its device; CUDA follows the handle.
+pub struct CudaDriver {
+    facts: CudaFacts,
+    prop: AllocationProp,
+    transport: Transport,
+    memory: Mutex<Memory>,
+    /// Events not given back yet.
+    events: Mutex<BTreeSet<u64>>,
+    /// Last, so that it outlives what is made in it.
+    context: Context,
+}
+
+impl CudaDriver {
+    /// The device with this ordinal among those the process can see.
+    ///
+    /// # Errors
+    ///
+    /// `is_unsupported` without a CUDA driver, a device, or the means to share its memory;
+    /// `is_invalid_argument`, naming the count, when the ordinal is too large.
+    pub fn new(ordinal: u32) -> Result<Self> {
+        Self::with_options(ordinal, CudaOptions::default())
+    }
+
+    /// The device whose ordinal is in `LOCAL_RANK`, or device 0 where that is not set.
+    ///
+    /// # Errors
+    ///
+    /// As for [`new`](Self::new); `is_invalid_argument` also when `LOCAL_RANK` is no number.
+    pub fn from_env() -> Result<Self> {
+        // Whether there is CUDA at all comes first: on a machine without, nobody reads LOCAL_RANK.
+        Api::get()?;
+        let set = std::env::var_os(LOCAL_RANK);
+        Self::new(ordinal_from(set.as_deref().map(|set| set.to_string_lossy()).as_deref())?)
+    }
+
+    /// As [`new`](Self::new), with options.
+    pub fn with_options(ordinal: u32, options: CudaOptions) -> Result<Self> {
+        let api = Api::get()?;
+        let context = Context::retain(api, probe::device(api, ordinal)?)?;
+        let (facts, prop) = probe::probe(&context, ordinal, options)?;
+        let fabric = facts.fabric == Fabric::Works && (options.prefer_fabric || !facts.posix_fd);
+        if options.prefer_fabric && !fabric {
+            tracing::info!(fabric = %facts.fabric, "segments travel as file descriptors instead");
+        }
+        Ok(Self {
+            transport: if fabric { Transport::Store } else { Transport::UnixSocket },
+            memory: Mutex::new(Memory::new(facts.granularity)),
+            events: Mutex::new(BTreeSet::new()),
+            facts,
+            prop,
+            context,
+        })
+    }
+
+    /// The number of devices that this process can see; `is_unsupported` without a CUDA driver.
+    pub fn device_count() -> Result<u32> {
+        probe::device_count(Api::get()?)
+    }
+
+    /// What was found out about the device.
+    pub fn facts(&self) -> &CudaFacts {
+        &self.facts
+    }
+
+    /// Free and total bytes of the device's memory at this moment.
+    pub fn memory_info(&self) -> Result<(u64, u64)> {
+        let _current = self.context.enter()?;
+        probe::memory_info(self.context.api)
+    }
+
+    /// Copies `source` to the device address `target`, which may be in a peer's slot. On return
+    /// the bytes are there, for every device and process to see.
+    ///
+    /// # Safety
+    ///
+    /// `[target, target + source.len())` must be mapped for this driver's device, and nothing
+    /// else may use it meanwhile.
+    pub unsafe fn copy_from_host(&self, target: u64, source: &[u8]) -> Result<()> {
+        // SAFETY: the slice is readable; the caller promised that the target is mapped.
+        unsafe { stream::copy_to_device(&self.context, target, source.as_ptr(), source.len()) }
+    }
+
+    /// Fills `target` from the device address `source`, which may be in a peer's slot.
+    ///
+    /// # Safety
+    ///
+    /// `[source, source + target.len())` must be mapped for this driver's device, and nothing
+    /// may write it meanwhile.
+    pub unsafe fn copy_to_host(&self, target: &mut [u8], source: u64) -> Result<()> {
+        // SAFETY: the slice is writable; the caller promised that the source is mapped.
+        unsafe { stream::copy_to_host(&self.context, target.as_mut_ptr(), source, target.len()) }
+    }
+
+    /// Writes `value` to `words` 32-bit words from the device address `target` on. On return they
+    /// are there, for every device and process to see.
+    ///
+    /// # Safety
+    ///
+    /// `target` must be a multiple of 4, the words must be mapped for this driver's device, and
+    /// nothing else may use them meanwhile.
+    pub unsafe fn fill(&self, target: u64, value: u32, words: u64) -> Result<()> {
+        // SAFETY: the caller promised as much.
+        unsafe { stream::fill(&self.context, target, value, words) }
+    }
+
+    fn memory(&self) -> MutexGuard<'_, Memory> {
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn events(&self) -> MutexGuard<'_, BTreeSet<u64>> {
+        self.events.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The ordinal that `LOCAL_RANK` asks for.
+fn ordinal_from(local_rank: Option<&str>) -> Result<u32> {
+    let Some(text) = local_rank else { return Ok(0) };
+    text.trim().parse().map_err(|_| {
+        Error::invalid_argument(format!("{LOCAL_RANK}={text:?} is not the number of a device"))
+    })
+}
+
+impl MemoryDriver for CudaDriver {
+    fn name(&self) -> &'static str {
+        "cuda"
+    }
+
+    fn device(&self) -> DeviceIdentity {
+        DeviceIdentity {
+            kind: "cuda".to_owned(),
+            name: self.facts.name.clone(),
+            uuid: self.facts.uuid.clone(),
+        }
+    }
+
+    fn granularity(&self) -> u64 {
+        self.facts.granularity
+    }
+
+    fn transport(&self) -> Transport {
+        self.transport
+    }
+
+    fn host_accessible(&self) -> bool {
+        false
+    }
+
+    fn reserve(&self, bytes: u64, align: u64) -> Result<Reservation> {
+        self.memory().reserve(&self.context, bytes, align)
+    }
+
+    fn unreserve(&self, reservation: Reservation) -> Result<()> {
+        self.memory().unreserve(&self.context, &reservation)
+    }
+
+    fn create(&self, bytes: u64) -> Result<Physical> {
+        self.memory().create(&self.context, bytes, &self.prop)
+    }
+
+    fn export(&self, physical: &Physical) -> Result<Exported> {
+        self.memory().export(&self.context, physical, self.transport == Transport::Store)
+    }
+
+    fn import(&self, exported: Exported, bytes: u64) -> Result<Physical> {
+        self.memory().import(&self.context, exported, bytes)
+    }
+
+    fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()> {
+        self.memory().map(&self.context, reservation, offset, physical)
+    }
+
+    fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {
+        self.memory().unmap(&self.context, reservation, offset, bytes)
+    }
+
+    fn release(&self, physical: Physical) -> Result<()> {
+        self.memory().release(&self.context, &physical)
+    }
+
+    fn record_event(&self, stream: Stream) -> Result<Event> {
+        let event = stream::record(&self.context, stream)?;
+        self.events().insert(event.0);
+        Ok(event)
+    }
+
+    fn wait_event(&self, stream: Stream, event: &Event) -> Result<()> {
+        // The lock is kept during the call: no other thread gives the event back meanwhile.
+        let events = self.events();
+        if !events.contains(&event.0) {
+            return Err(Error::invalid_argument(format!(
+                "no live event {:#x} in this driver",
+                event.0
+            )));
+        }
+        stream::wait(&self.context, stream, event.0)
+    }
+
+    fn release_event(&self, event: Event) {
+        let mut events = self.events();
+        if events.remove(&event.0) {
+            stream::release(&self.context, event.0);
+        }
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        stream::synchronize(&self.context)
+    }
+
+    fn is_capturing(&self, stream: Stream) -> bool {
+        stream::is_capturing(&self.context, stream)
+    }
+}
+
+impl Drop for CudaDriver {
+    fn drop(&mut self) {
+        let events = std::mem::take(&mut *self.events());
+        for event in events {
+            stream::release(&self.context, event);
+        }
+        // What is still mapped may be in use by kernels and by peers: it stays until the process
+        // ends, which is safe, rather than be pulled away.
+        let (reservations, mappings, handles) = self.memory().held();
+        if reservations + mappings + handles > 0 {
+            tracing::warn!(
+                reservations,
+                mappings,
+                handles,
+                device = self.facts.ordinal,
+                "a CUDA driver was dropped with memory still held"
+            );
+        }
+    }
+}
+
+impl fmt::Debug for CudaDriver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CudaDriver")
+            .field("facts", &self.facts)
+            .field("transport", &self.transport)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,148 @@
+//! What can be said without a GPU, and what is said with one. Tests that need a device print why
+//! they did nothing where there is none.
+
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use super::*;
+
+const MIB: u64 = 1 << 20;
+
+/// The first device, or the printed reason for doing without.
+fn device() -> Option<CudaDriver> {
+    match CudaDriver::new(0) {
+        Ok(driver) => Some(driver),
+        Err(error) if error.is_unsupported() => {
+            eprintln!("skipped: no CUDA device: {error}");
+            None
+        }
+        Err(error) => panic!("a CUDA device that cannot be used: {error}"),
+    }
+}
+
+fn invalid<T>(result: Result<T>, why: &str) {
+    let error = result.err().expect(why);
+    assert!(error.is_invalid_argument(), "{error}");
+    assert!(error.to_string().contains(why), "{error} does not say {why:?}");
+}
+
+#[test]
+fn without_cuda_every_way_in_is_refused_and_says_what_was_tried() {
+    let refusal = match CudaDriver::device_count() {
+        Err(refusal) => refusal,
+        Ok(count) => return eprintln!("skipped: there are {count} CUDA devices here"),
+    };
+    assert!(refusal.is_unsupported(), "{refusal}");
+    assert!(refusal.to_string().contains("CUDA"), "{refusal}");
+    let fabric = CudaOptions { prefer_fabric: true, gpu_direct_rdma: false };
+    for error in [
+        CudaDriver::new(0).unwrap_err(),
+        CudaDriver::new(u32::MAX).unwrap_err(),
+        CudaDriver::with_options(0, fabric).unwrap_err(),
+        CudaDriver::from_env().unwrap_err(),
+        crate::Driver::cuda(3).unwrap_err(),
+    ] {
+        assert!(error.is_unsupported(), "{error}");
+    }
+}
+
+#[test]
+fn local_rank_names_a_device() {
+    assert_eq!(ordinal_from(None).unwrap(), 0);
+    assert_eq!(ordinal_from(Some("3")).unwrap(), 3);
+    for wrong in ["", "-1", "one", "4294967296"] {
+        invalid(ordinal_from(Some(wrong)), "LOCAL_RANK");
+    }
+}
+
+#[test]
+fn an_ordinal_out_of_range_names_the_count() {
+    if device().is_none() {
+        return;
+    }
+    let count = CudaDriver::device_count().unwrap();
+    invalid(CudaDriver::new(count), &format!("{count} visible"));
+    invalid(CudaDriver::new(u32::MAX), &format!("{count} visible"));
+}
+
+#[test]
+fn memory_mapped_twice_is_one_memory() {
+    let Some(driver) = device() else { return };
+    let granule = driver.granularity();
+    assert!(granule.is_power_of_two() && granule >= 2 * MIB);
+    let range = driver.reserve(4 * granule, granule).unwrap();
+    let own = driver.create(granule).unwrap();
+    driver.map(&range, 0, &own).unwrap();
+    let peer = driver.import(driver.export(&own).unwrap(), granule).unwrap();
+    driver.map(&range, 2 * granule, &peer).unwrap();
+    let written: Vec<u8> = (0..granule).map(|i| (i % 251) as u8).collect();
+    let mut read = vec![0u8; written.len()];
+    // SAFETY: a granule is mapped at the base, and only this test uses it.
+    unsafe { driver.copy_from_host(range.base(), &written) }.unwrap();
+    // SAFETY: a granule is mapped there, and only this test uses it.
+    unsafe { driver.copy_to_host(&mut read, range.base() + 2 * granule) }.unwrap();
+    assert_eq!(read, written);
+
+    // Mappings keep the memory alive without the handles.
+    driver.release(own).unwrap();
+    driver.release(peer).unwrap();
+    driver.unmap(&range, 0, granule).unwrap();
+    read.fill(0);
+    // SAFETY: as above.
+    unsafe { driver.copy_to_host(&mut read, range.base() + 2 * granule) }.unwrap();
+    assert_eq!(read, written);
+    driver.unmap(&range, 2 * granule, granule).unwrap();
+    driver.unreserve(range).unwrap();
+}
+
+#[test]
+fn misuse_is_refused_and_changes_nothing() {
+    let Some(driver) = device() else { return };
+    let granule = driver.granularity();
+    invalid(driver.reserve(0, granule), "multiples");
+    invalid(driver.create(granule + 1), "multiples");
+    let range = driver.reserve(2 * granule, granule).unwrap();
+    let physical = driver.create(granule).unwrap();
+    driver.map(&range, 0, &physical).unwrap();
+    invalid(driver.map(&range, 0, &physical), "overlaps");
+    invalid(driver.map(&range, 2 * granule, &physical), "of a reservation of");
+    invalid(driver.unmap(&range, granule, granule), "no mapping begins");
+    invalid(driver.map(&range, granule, &Physical::new(1, granule)), "no live allocation");
+    invalid(driver.release(Physical::new(1, granule)), "no live allocation");
+    invalid(driver.import(Exported::Bytes(vec![0; 63]), granule), "63 bytes");
+    invalid(driver.import(Exported::Derived, granule), "simulation");
+    invalid(driver.wait_event(Stream::DEFAULT, &Event(1)), "no live event");
+    invalid(driver.unreserve(Reservation::new(range.base(), range.bytes())), "still has");
+    driver.unmap(&range, 0, granule).unwrap();
+    driver.release(physical).unwrap();
+    driver.unreserve(range).unwrap();
+}
+
+#[test]
+fn a_descriptor_that_is_not_memory_of_cuda_is_refused() {
+    let Some(driver) = device() else { return };
+    let null = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+    let number = null.as_raw_fd();
+    let error = driver.import(Exported::Fd(null), driver.granularity()).unwrap_err();
+    assert!(error.to_string().contains("CUDA_ERROR"), "descriptor {number}: {error}");
+}
+
+#[test]
+fn running_out_names_what_is_free_and_leaves_the_driver_usable() {
+    let Some(driver) = device() else { return };
+    let error = driver.create(10 << 40).unwrap_err();
+    assert!(error.is_out_of_memory(), "{error}");
+    assert!(error.to_string().contains("are free"), "{error}");
+    let physical = driver.create(driver.granularity()).unwrap();
+    driver.release(physical).unwrap();
+}
+
+// D4
+#[test]
+fn events_order_streams_without_the_host() {
+    let Some(driver) = device() else { return };
+    let event = driver.record_event(Stream::DEFAULT).unwrap();
+    driver.wait_event(Stream::DEFAULT, &event).unwrap();
+    driver.synchronize().unwrap();
+    assert!(!driver.is_capturing(Stream::DEFAULT));
+    driver.release_event(event);
+}
