@@ -3,7 +3,8 @@
 //! 1. Every rank publishes a [`Hello`], or why it cannot take part. All ranks check all hellos
 //!    and come to the same result without talking again.
 //! 2. Where handles are file descriptors, ranks connect to each other ([`super::mesh`]). Then
-//!    every rank says how that went; a failure of one is the error of all.
+//!    every rank says how that went, and which topology it sees; a failure of one is the error of
+//!    all.
 
 use serde::{Deserialize, Serialize};
 
@@ -14,8 +15,8 @@ use super::message::{self, Message};
 use super::peers::{Peers, PerRank};
 use super::status::{Status, agreed};
 use crate::driver::{DeviceIdentity, Driver, Step, Transport};
-use crate::error::ErrorKind;
 use crate::store::Gathered;
+use crate::topology::Topology;
 use crate::{Deadline, Error, Group, Result};
 
 /// The longest description of a configuration that travels, in bytes.
@@ -57,9 +58,9 @@ impl Message for Publish {
     const NAME: &'static str = "hello";
 }
 
-/// The second round.
+/// The second round: how connecting went, and the digest of the topology as this rank sees it.
 #[derive(Debug, Serialize, Deserialize)]
-struct Confirm(Status<()>);
+struct Confirm(Status<[u8; 32]>);
 
 impl Message for Confirm {
     const KIND: u16 = 2;
@@ -94,12 +95,19 @@ pub(crate) fn handshake(
     let secret = secret_of(&gathered);
 
     let connected = connect(group.rank(), driver, &hellos, &secret, listener, deadline);
-    let mesh = confirm(group, driver, connected, deadline).map_err(doing)?;
+    let devices = PerRank::new(hellos.iter().map(|hello| &hello.device));
+    let confirmed = connected.and_then(|mesh| {
+        driver.at_step(Step::HandshakeConfirm)?;
+        let devices: Vec<DeviceIdentity> = devices.iter().cloned().collect();
+        Ok(Linked { mesh, topology: Topology::detect(&devices)? })
+    });
+    let Linked { mesh, topology } = confirm(group, confirmed, deadline).map_err(doing)?;
     Ok(Peers {
         rank: group.rank(),
         hosts: PerRank::new(hellos.iter().map(|hello| &hello.host)),
-        devices: PerRank::new(hellos.iter().map(|hello| &hello.device)),
+        devices,
         transport: hellos[0].transport,
+        topology,
         secret,
         mesh,
     })
@@ -193,16 +201,20 @@ fn connect(
     Mesh::connect(listener, rank, &names, secret, deadline).map(Some)
 }
 
+/// What a rank brings to the second round.
+struct Linked {
+    mesh: Option<Mesh>,
+    topology: Topology,
+}
+
 /// Tells the others how connecting went, and hears from them.
-fn confirm(
-    group: &Group,
-    driver: &Driver,
-    connected: Result<Option<Mesh>>,
-    deadline: Deadline,
-) -> Result<Option<Mesh>> {
-    let ours = connected.and_then(|mesh| driver.at_step(Step::HandshakeConfirm).map(|()| mesh));
+///
+/// Where ranks see different topologies (containers that show each only its own device), nothing
+/// is wrong with their memory; but algorithms are chosen by topology and have to be the same, so
+/// all ranks then go by none.
+fn confirm(group: &Group, ours: Result<Linked>, deadline: Deadline) -> Result<Linked> {
     let (status, wait_until) = match &ours {
-        Ok(_) => (Ok(()), deadline),
+        Ok(linked) => (digest_of(&linked.topology).map_err(|e| e.kind().clone()), deadline),
         // A lost peer will not answer: hear what the others have to say, and leave.
         Err(error) if error.is_peer_lost() => {
             let soon = deadline.remaining().min(HEAR_OTHERS_FOR);
@@ -215,25 +227,36 @@ fn confirm(
         Ok(gathered) => gathered,
         Err(error) => return Err(without_all(error, ours)),
     };
-    let failures = failures_in(&gathered)?;
-    match agreed("the handshake", &failures) {
-        Some(error) => Err(error),
-        None => ours,
-    }
-}
-
-fn failures_in(gathered: &Gathered) -> Result<Vec<(u32, ErrorKind)>> {
+    let mut digests = Vec::new();
     let mut failures = Vec::new();
     for (rank, part) in (0u32..).zip(gathered.parts()) {
-        if let Err(kind) = message::decode::<Confirm>(rank, part)?.0 {
-            failures.push((rank, kind));
+        match message::decode::<Confirm>(rank, part)?.0 {
+            Ok(digest) => digests.push(digest),
+            Err(kind) => failures.push((rank, kind)),
         }
     }
-    Ok(failures)
+    if let Some(error) = agreed("the handshake", &failures) {
+        return Err(error);
+    }
+    let mut ours = ours?;
+    if digests.iter().any(|digest| *digest != digests[0]) {
+        tracing::warn!(
+            rank = group.rank(),
+            "ranks see different links between their devices; none is assumed"
+        );
+        ours.topology = Topology::unknown(group.world());
+    }
+    Ok(ours)
+}
+
+fn digest_of(topology: &Topology) -> Result<[u8; 32]> {
+    let bytes = postcard::to_stdvec(topology)
+        .map_err(|error| Error::system("encoding the topology", error))?;
+    Ok(blake3::hash(&bytes).into())
 }
 
 /// What it means that the confirmations did not all come.
-fn without_all(error: Error, ours: Result<Option<Mesh>>) -> Error {
+fn without_all(error: Error, ours: Result<Linked>) -> Error {
     let missing = error.ranks().to_vec();
     match ours {
         // Ranks that were seen to be gone, and do not answer either, are lost for certain.
@@ -241,8 +264,8 @@ fn without_all(error: Error, ours: Result<Option<Mesh>>) -> Error {
             Error::peer_lost(missing, "gone before the pool was made")
         }
         Err(ours) => ours,
-        Ok(mesh) => {
-            let gone = mesh.map(|mesh| mesh.lost_peers()).unwrap_or_default();
+        Ok(linked) => {
+            let gone = linked.mesh.map(|mesh| mesh.lost_peers()).unwrap_or_default();
             let lost: Vec<u32> = missing.into_iter().filter(|rank| gone.contains(rank)).collect();
             if error.is_timeout() && !lost.is_empty() {
                 Error::peer_lost(lost, "gone before the pool was made")

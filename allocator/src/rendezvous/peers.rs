@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use super::identity::HostIdentity;
 use super::mesh::Mesh;
 use crate::driver::{DeviceIdentity, Transport};
+use crate::topology::Topology;
 
 /// One value a rank, equal ones held once: a thousand simulated ranks of one process are one
 /// identity.
@@ -51,6 +52,7 @@ pub(crate) struct Peers {
     pub(super) hosts: PerRank<HostIdentity>,
     pub(super) devices: PerRank<DeviceIdentity>,
     pub(super) transport: Transport,
+    pub(super) topology: Topology,
     pub(super) secret: [u8; 32],
     pub(super) mesh: Option<Mesh>,
 }
@@ -84,6 +86,11 @@ impl Peers {
     /// How handles travel between these ranks.
     pub(crate) fn transport(&self) -> Transport {
         self.transport
+    }
+
+    /// How the ranks' devices are linked; equal on all ranks.
+    pub(crate) fn topology(&self) -> &Topology {
+        &self.topology
     }
 
     /// Known to these ranks (and the store) only; new at each handshake, except where handles do

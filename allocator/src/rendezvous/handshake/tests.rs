@@ -30,6 +30,7 @@ fn ranks_meet_and_can_hand_over_descriptors() {
                 assert_eq!(peers.pid(rank), std::process::id());
                 assert!(peers.hosts().get(rank).same_process(&me));
             }
+            assert_eq!(*peers.topology(), Topology::host(world));
             let mut received = Vec::new();
             let mut keep = |from, _, _: OwnedFd| {
                 received.push(from);
@@ -230,4 +231,14 @@ fn long_descriptions_are_cut_at_a_character() {
         let driver = Driver::host().unwrap();
         handshake(&group, &driver, [1; 32], &text, OPTIONS, Deadline::seconds(60)).unwrap();
     });
+}
+
+#[test]
+fn ranks_that_see_different_links_assume_none() {
+    let seen = on_ranks(3, |group| {
+        let topology = if group.rank() == 1 { Topology::unknown(3) } else { Topology::host(3) };
+        let linked = Linked { mesh: None, topology };
+        confirm(&group, Ok(linked), Deadline::seconds(60)).unwrap().topology
+    });
+    assert_eq!(seen, vec![Topology::unknown(3); 3]);
 }
