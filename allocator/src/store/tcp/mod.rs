@@ -99,3 +99,6 @@ fn tune(stream: &TcpStream) {
     let _ = sockopt::set_tcp_keepcnt(stream, 4);
     let _ = sockopt::set_tcp_user_timeout(stream, 60_000);
 }
+
+#[cfg(test)]
+mod abuse_tests;
