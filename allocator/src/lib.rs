@@ -8,13 +8,18 @@ mod error;
 mod group;
 mod heap;
 pub mod lane;
+mod pool;
 mod rendezvous;
 pub mod store;
+mod sync;
 pub mod topology;
 pub mod trace;
+mod window;
 
 pub use deadline::Deadline;
 pub use driver::{Driver, Stream};
 pub use error::{Error, Result};
 pub use group::Group;
 pub use heap::HeapLayout;
+pub use pool::{Block, CommitReport, Lane, Pool, PoolBuilder, PoolStats};
+pub use window::{Window, Windows};

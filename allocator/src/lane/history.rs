@@ -27,6 +27,8 @@ struct Entry {
 
 #[derive(Debug)]
 pub(super) struct History {
+    /// Counter of the agreed state that the history begins with.
+    base: u64,
     counter: u64,
     digest: Digest,
     capacity: usize,
@@ -39,6 +41,7 @@ pub(super) struct History {
 impl History {
     pub(super) fn new(capacity: usize) -> Self {
         Self {
+            base: 0,
             counter: 0,
             digest: 0,
             capacity,
@@ -87,6 +90,7 @@ impl History {
 
     /// Starts over from an agreed state: earlier events are forgotten, numbering goes on.
     pub(super) fn restart(&mut self, counter: u64, digest: Digest) {
+        self.base = counter;
         self.counter = counter;
         self.digest = digest;
         self.ring.clear();
@@ -121,7 +125,7 @@ impl Checkpoints<'_> {
         if counter == history.counter {
             return Some(history.digest);
         }
-        if counter > history.oldest() {
+        if counter > history.oldest() && counter < history.counter {
             let at = usize::try_from(counter - history.oldest() - 1).ok()?;
             return history.ring.get(at).map(|entry| entry.after);
         }
@@ -130,32 +134,19 @@ impl Checkpoints<'_> {
         Some(history.checkpoints[at].1)
     }
 
-    /// Up to `most` counters in `(low, high]` with a known digest, evenly spread, ascending.
-    pub(crate) fn between(&self, low: u64, high: u64, most: usize) -> Vec<u64> {
-        let history = self.0;
-        let old = history
-            .checkpoints
-            .iter()
-            .map(|&(counter, _)| counter)
-            .filter(|&counter| counter > low && counter <= high && counter <= history.oldest());
-        let mut known: Vec<u64> = old.collect();
-        let ring_low = low.max(history.oldest());
-        let ring_high = high.min(history.counter);
-        let ring_count = ring_high.saturating_sub(ring_low);
-        let total = known.len() as u64 + ring_count;
-        if total <= most as u64 {
-            known.extend(ring_low + 1..=ring_high.max(ring_low));
-            return known;
-        }
-        (1..=most as u64)
-            .map(|step| {
-                let nth = (u128::from(total) * u128::from(step) / most as u128) as u64 - 1;
-                match known.get(nth as usize) {
-                    Some(&counter) => counter,
-                    None => ring_low + 1 + (nth - known.len() as u64),
-                }
-            })
-            .collect()
+    /// Counter of the agreed state that this history begins with.
+    pub(crate) fn base(&self) -> u64 {
+        self.0.base
+    }
+
+    /// From here on the digest of every prefix is known.
+    pub(crate) fn oldest(&self) -> u64 {
+        self.0.oldest()
+    }
+
+    /// Before that, those of prefixes whose counter is a multiple of this, a power of two.
+    pub(crate) fn spacing(&self) -> u64 {
+        self.0.spacing
     }
 }
 
@@ -193,13 +184,12 @@ mod tests {
         assert_eq!(history.oldest(), 9_900);
         assert_eq!(history.event(9_900).map(|event| event.kind), Some(free(9_900)));
         assert_eq!(history.event(9_899), None);
-        for counter in history.checkpoints().between(0, 10_000, 64) {
+        for counter in (0..=9_900).step_by(1024).chain(9_900..=10_000) {
             let digest = history.checkpoints().digest(counter);
             assert_eq!(digest, Some(digests[counter as usize]), "prefix of {counter}");
         }
-        assert_eq!(history.checkpoints().between(9_950, 9_960, 64).len(), 10);
-        let wide = history.checkpoints().between(0, 10_000, 8);
-        assert_eq!((wide.len(), wide.last()), (8, Some(&10_000)));
+        assert_eq!(history.checkpoints().digest(1_000), None);
+        assert_eq!(history.checkpoints().digest(10_001), None);
     }
 
     #[test]
@@ -209,6 +199,8 @@ mod tests {
             history.push(free(n), None);
         }
         assert!(history.checkpoints.len() <= MOST_CHECKPOINTS);
-        assert!(history.checkpoints().between(0, 1_000_000, 1000).len() > 50);
+        let spacing = history.checkpoints().spacing();
+        assert!(history.checkpoints().digest(1_000_000 / spacing * spacing).is_some());
+        assert!(spacing < 2_000_000 / 64, "old divergences are still bracketed");
     }
 }

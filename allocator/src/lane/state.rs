@@ -292,6 +292,11 @@ impl LaneState {
         self.segments.live()
     }
 
+    /// The serial number that the next segment will get.
+    pub fn next_segment(&self) -> u64 {
+        self.segments.next_counter()
+    }
+
     /// All ranges of the lane in address order.
     pub fn blocks(&self) -> impl Iterator<Item = BlockView> + '_ {
         self.table.views()

@@ -70,20 +70,22 @@ impl Message for Confirm {
 /// Meets the other ranks of `group` in order to make a pool. Collective; costs two gathers.
 ///
 /// `config_hash` stands for everything that changes placement (rule D8), `config_text` describes
-/// it for people, one setting a line. An error that concerns all ranks is the same on all of
+/// it for people, one setting a line. `ready` is this rank's own preparation: when that failed, the
+/// other ranks learn why instead of waiting. An error that concerns all ranks is the same on all of
 /// them: different protocol versions ([`Error::is_refused`]), configurations or drivers
 /// ([`Error::is_diverged`]), one device twice ([`Error::is_invalid_argument`]), ranks that file
 /// descriptors cannot reach ([`Error::is_unsupported`]), and whatever made a single rank fail.
 pub(crate) fn handshake(
     group: &Group,
     driver: &Driver,
+    ready: Result<()>,
     config_hash: [u8; 32],
     config_text: &str,
     options: HandshakeOptions,
     deadline: Deadline,
 ) -> Result<Peers> {
     let doing = |error: Error| error.context("meeting the other ranks of the pool");
-    let (hello, listener) = match prepare(driver, config_hash, config_text, options) {
+    let (hello, listener) = match ready.and_then(|()| prepare(driver, config_hash, config_text, options)) {
         Ok((hello, listener)) => (Ok(Box::new(hello)), listener),
         Err(error) => (Err(error.kind().clone()), None),
     };

@@ -8,14 +8,18 @@
 //! | [`handshake`](mod@handshake) | the two rounds through the store by which a pool's ranks meet |
 //! | [`checks`] | what has to be equal, or different, on all ranks |
 //! | [`peers`] | what the handshake found out |
+//! | [`agreement`] | what ranks propose to commit, and what follows |
+//! | [`search`] | the first event at which ranks differ |
 //! | [`mesh`] | Unix sockets between ranks of one machine; file descriptors travel over them |
 
+pub(crate) mod agreement;
 mod checks;
 pub(crate) mod handshake;
 pub(crate) mod identity;
 pub(crate) mod mesh;
 pub(crate) mod message;
 pub(crate) mod peers;
+pub(crate) mod search;
 pub(crate) mod status;
 #[cfg(test)]
 pub(crate) mod testing;

@@ -1,0 +1,239 @@
+//! What a pool is made of, and the rendezvous that makes it.
+
+use std::fmt::Write as _;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
+
+use super::lane::SharedLane;
+use super::{CONTROL_LANE, Committer, Inner, Pool};
+use crate::driver::Driver;
+use crate::heap::Heap;
+use crate::lane::{LaneConfig, LaneState, MAX_LANE_BYTES, UNIT, WindowPolicy};
+use crate::rendezvous::handshake::{HandshakeOptions, handshake};
+use crate::window::Windows;
+use crate::{Deadline, Error, Group, Result};
+
+/// Bytes of address space from one rank's slot to the next, unless set. Several times the memory
+/// of any device: reserving addresses is nearly free, running out of them is not.
+const DEFAULT_STRIDE: u64 = 1 << 40;
+
+/// Address space for communicators' control memory.
+const CONTROL_RANGE: u64 = 16 << 30;
+
+/// The description of a pool. Everything here must be the same on every rank, and is compared
+/// when the pool is built (rule D8), except the driver's device and the deadline.
+#[derive(Debug)]
+pub struct PoolBuilder {
+    group: Group,
+    driver: Option<Driver>,
+    stride: u64,
+    lanes: Vec<LaneConfig>,
+    allow_shared_device: bool,
+    deadline: Option<Deadline>,
+}
+
+impl PoolBuilder {
+    pub(super) fn new(group: Group) -> Self {
+        Self {
+            group,
+            driver: None,
+            stride: DEFAULT_STRIDE,
+            lanes: Vec::new(),
+            allow_shared_device: false,
+            deadline: None,
+        }
+    }
+
+    /// Where memory comes from; [`Driver::best`] unless set.
+    #[must_use]
+    pub fn driver(mut self, driver: Driver) -> Self {
+        self.driver = Some(driver);
+        self
+    }
+
+    /// Bytes of address space for each rank; 1 TiB unless set. A multiple of the driver's
+    /// granularity (2 MiB as a rule).
+    #[must_use]
+    pub fn stride(mut self, bytes: u64) -> Self {
+        self.stride = bytes;
+        self
+    }
+
+    /// Adds a lane. Without any, the pool has one symmetric lane called `default`.
+    #[must_use]
+    pub fn lane(mut self, lane: LaneConfig) -> Self {
+        self.lanes.push(lane);
+        self
+    }
+
+    /// Lets several ranks use one device. Refused otherwise, because it is a mistake as a rule.
+    #[must_use]
+    pub fn allow_shared_device(mut self) -> Self {
+        self.allow_shared_device = true;
+        self
+    }
+
+    /// How long to wait for the other ranks; the group's timeout unless set.
+    #[must_use]
+    pub fn deadline(mut self, deadline: Deadline) -> Self {
+        self.deadline = Some(deadline);
+        self
+    }
+
+    /// Meets the other ranks and makes the pool. Collective.
+    ///
+    /// Errors that concern all ranks are the same on each: different configurations
+    /// ([`Error::is_diverged`]), one device used twice ([`Error::is_invalid_argument`]), ranks on
+    /// hosts between which memory cannot travel ([`Error::is_unsupported`]), missing ranks
+    /// ([`Error::is_timeout`], [`Error::is_peer_lost`]).
+    pub fn build(self) -> Result<Pool> {
+        let deadline = self.deadline.unwrap_or_else(|| self.group.deadline());
+        let driver = match self.driver {
+            Some(driver) => driver,
+            None => Driver::best()?,
+        };
+        let group = self.group.child("pool");
+        let granularity = driver.granularity();
+        let lanes = lay_out(self.lanes, self.stride, granularity)?;
+        let text = describe(self.stride, &lanes);
+        let hash = *blake3::hash(text.as_bytes()).as_bytes();
+        // A rank that cannot reserve its heap says so in the handshake, so that none waits for it.
+        let heap = Heap::reserve(driver.clone(), group.rank(), group.world(), self.stride);
+        let ready = heap.as_ref().map(|_| ()).map_err(Clone::clone);
+        let options = HandshakeOptions { allow_shared_device: self.allow_shared_device };
+        let peers = handshake(&group, &driver, ready, hash, &text, options, deadline)?;
+        let heap = Arc::new(heap?);
+        let due = Arc::new(AtomicBool::new(false));
+        let mut shared = Vec::with_capacity(lanes.len());
+        for Placement { config, base, range } in lanes {
+            let state = LaneState::new(config, range, granularity)?;
+            shared.push(SharedLane::new(state, base, range, heap.clone(), &due));
+        }
+        let pids = visible_pids(&peers);
+        let windows = Windows::new(heap.layout(), Vec::new());
+        let topology = peers.topology().clone();
+        Ok(Pool(Arc::new(Inner {
+            group,
+            heap,
+            lanes: shared,
+            due,
+            committer: Mutex::new(Committer { peers, commits: 0, broken: None }),
+            windows: Mutex::new(Arc::new(windows)),
+            topology,
+            pids,
+        })))
+    }
+}
+
+/// A lane and its part of every slot.
+struct Placement {
+    config: LaneConfig,
+    base: u64,
+    range: u64,
+}
+
+/// Gives every lane its range: as asked, else an equal share of what is left.
+fn lay_out(mut lanes: Vec<LaneConfig>, stride: u64, granularity: u64) -> Result<Vec<Placement>> {
+    if lanes.is_empty() {
+        lanes.push(LaneConfig::symmetric("default"));
+    }
+    let control = (stride / 8).min(CONTROL_RANGE);
+    lanes.push(LaneConfig::symmetric(CONTROL_LANE).range(control).history(1024));
+    for (at, lane) in lanes.iter().enumerate() {
+        lane.validate()?;
+        if lanes[..at].iter().any(|other| other.name == lane.name) {
+            return Err(Error::invalid_argument(format!("two lanes are called {:?}", lane.name)));
+        }
+    }
+    let round = |bytes: u64| bytes / granularity * granularity;
+    let asked = lanes.iter().filter_map(|lane| lane.range).try_fold(0_u64, |sum, range| {
+        sum.checked_add(range.checked_next_multiple_of(granularity)?)
+    });
+    let left = asked.and_then(|asked| stride.checked_sub(asked)).ok_or_else(|| {
+        Error::invalid_argument(format!(
+            "the lanes' ranges do not fit a stride of {stride} bytes; raise the stride"
+        ))
+    })?;
+    let sharing = lanes.iter().filter(|lane| lane.range.is_none()).count().max(1) as u64;
+    let share = round(left / sharing).min(MAX_LANE_BYTES);
+    if share == 0 && lanes.iter().any(|lane| lane.range.is_none()) {
+        return Err(Error::invalid_argument(format!(
+            "a stride of {stride} bytes leaves no room for all lanes; raise it (the driver's \
+             granularity is {granularity})"
+        )));
+    }
+    let mut base = 0;
+    Ok(lanes
+        .into_iter()
+        .map(|config| {
+            let range = config.range.map_or(share, |range| range.next_multiple_of(granularity));
+            let placement = Placement { config, base, range };
+            base += range;
+            placement
+        })
+        .collect())
+}
+
+/// Everything that changes placement, one setting a line (rule D8).
+fn describe(stride: u64, lanes: &[Placement]) -> String {
+    let mut text = format!("stride {stride}, units of {UNIT}, growth scheme 1\n");
+    for Placement { config, base, range } in lanes {
+        // Writing to a string cannot fail.
+        let _ = writeln!(text, "{}, at {base}", config.describe(*range));
+    }
+    text
+}
+
+fn visible_pids(peers: &crate::rendezvous::peers::Peers) -> Vec<Option<u32>> {
+    let own = peers.hosts().get(peers.rank());
+    let visible = |host: &crate::rendezvous::identity::HostIdentity| {
+        (own.same_host(host) && own.pid_namespace == host.pid_namespace).then_some(host.pid)
+    };
+    (0..peers.world()).map(|rank| visible(peers.hosts().get(rank))).collect()
+}
+
+impl WindowPolicy {
+    /// Reads a policy's name: `contiguous` or `per-segment`.
+    pub fn from_name(name: &str) -> Result<Self> {
+        match name {
+            "contiguous" => Ok(Self::Contiguous),
+            "per-segment" => Ok(Self::PerSegment),
+            other => Err(Error::invalid_argument(format!(
+                "window policy {other:?}; known are contiguous and per-segment"
+            ))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn ranges_follow_each_other_and_share_what_is_left() {
+        let lanes = vec![
+            LaneConfig::symmetric("a").range(3 * MIB),
+            LaneConfig::local("b"),
+            LaneConfig::symmetric("c"),
+        ];
+        let placed = lay_out(lanes, 64 * MIB, 2 * MIB).unwrap();
+        let ranges: Vec<_> = placed.iter().map(|lane| (lane.base / MIB, lane.range / MIB)).collect();
+        assert_eq!(ranges, [(0, 4), (4, 26), (30, 26), (56, 8)]);
+        assert_eq!(placed[3].config.name, CONTROL_LANE);
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        let twice = vec![LaneConfig::local("a"), LaneConfig::local("a")];
+        let huge = vec![LaneConfig::local("a").range(1 << 50)];
+        let over = vec![LaneConfig::local("a").range(60 * MIB), LaneConfig::local("b")];
+        let unnamed = vec![LaneConfig::local("")];
+        for lanes in [twice, huge, over, unnamed] {
+            let error = lay_out(lanes, 64 * MIB, 2 * MIB).err().expect("refused");
+            assert!(error.is_invalid_argument(), "{error}");
+        }
+        assert!(lay_out(vec![], 2 * MIB, 2 * MIB).is_err());
+    }
+}

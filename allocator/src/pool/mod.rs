@@ -1,0 +1,228 @@
+//! The public face: a pool of symmetric memory, its lanes, blocks and commits.
+//!
+//! | file | holds |
+//! | --- | --- |
+//! | `builder` | configuration, and the rendezvous that makes a pool |
+//! | `lane` | a lane's lock and its physical memory |
+//! | `block` | a range in its owner's hands |
+//! | `access` | copies between blocks and ordinary memory |
+//! | `commit` | the collective step that makes windows |
+//! | `resync` | agreeing on a state again after a divergence |
+
+mod access;
+mod block;
+mod builder;
+mod commit;
+mod lane;
+mod resync;
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+use bytemuck::Pod;
+
+pub use block::Block;
+pub use builder::PoolBuilder;
+pub use commit::CommitReport;
+pub use lane::Lane;
+
+use crate::driver::Driver;
+use crate::heap::{Heap, HeapLayout};
+use crate::lane::LaneStats;
+use crate::rendezvous::peers::Peers;
+use crate::store::Traffic;
+use crate::sync::lock;
+use crate::topology::Topology;
+use crate::window::{Window, Windows};
+use crate::{Error, Group, Result};
+use lane::SharedLane;
+
+/// The lane that communicators take their control memory from.
+pub const CONTROL_LANE: &str = "symmpool.control";
+
+/// Symmetric memory of one rank, and windows on its peers'. Cloning is cheap; clones are the same
+/// pool.
+///
+/// A pool is made by all ranks of a group together ([`Pool::builder`]). Allocation is local and
+/// takes no lock but its lane's. [`Pool::commit`] is collective: it checks that all ranks did the
+/// same and turns new memory into windows. Blocks may outlive the pool; they keep their memory.
+#[derive(Clone)]
+pub struct Pool(Arc<Inner>);
+
+struct Inner {
+    group: Group,
+    heap: Arc<Heap>,
+    /// In the order of the configuration; the control lane is last.
+    lanes: Vec<Arc<SharedLane>>,
+    /// Raised when a symmetric lane grows; a commit lowers it.
+    due: Arc<AtomicBool>,
+    committer: Mutex<Committer>,
+    windows: Mutex<Arc<Windows>>,
+    topology: Topology,
+    pids: Vec<Option<u32>>,
+}
+
+/// What commits need, and what only one of them may use at a time.
+struct Committer {
+    peers: Peers,
+    commits: u64,
+    /// Why no further commit can work: a peer is gone, or ranks may have come apart.
+    broken: Option<Error>,
+}
+
+/// Numbers of a pool at one moment.
+#[derive(Clone, Debug, Default)]
+pub struct PoolStats {
+    /// Each lane's name and numbers, in the order of the configuration.
+    pub lanes: Vec<(String, LaneStats)>,
+    /// Successful commits.
+    pub commits: u64,
+    /// Windows now.
+    pub windows: u64,
+    /// What this rank exchanged with the store, all groups on it together.
+    pub store: Traffic,
+}
+
+impl PoolStats {
+    /// Bytes handed out, over all lanes.
+    pub fn allocated(&self) -> u64 {
+        self.lanes.iter().map(|(_, lane)| lane.allocated).sum()
+    }
+
+    /// Bytes in physical segments, over all lanes.
+    pub fn reserved(&self) -> u64 {
+        self.lanes.iter().map(|(_, lane)| lane.reserved).sum()
+    }
+}
+
+impl Pool {
+    /// Starts the description of a pool for the ranks of `group`.
+    pub fn builder(group: Group) -> PoolBuilder {
+        PoolBuilder::new(group)
+    }
+
+    /// Allocates `count` elements in the first lane, on the default stream; see
+    /// [`Lane::alloc_on`].
+    #[track_caller]
+    pub fn alloc<T: Pod>(&self, count: usize) -> Result<Block<T>> {
+        self.default_lane().alloc(count)
+    }
+
+    /// The first lane of the configuration.
+    pub fn default_lane(&self) -> Lane {
+        Lane(self.0.lanes[0].clone())
+    }
+
+    /// The lane with this name.
+    pub fn lane(&self, name: &str) -> Result<Lane> {
+        let found = self.0.lanes.iter().find(|lane| lane.name == name);
+        let found = found.ok_or_else(|| {
+            let names: Vec<_> = self.0.lanes.iter().map(|lane| lane.name.as_str()).collect();
+            Error::invalid_argument(format!("no lane {name:?}; the pool has {names:?}"))
+        })?;
+        Ok(Lane(found.clone()))
+    }
+
+    /// All lanes in the order of the configuration.
+    pub fn lanes(&self) -> impl ExactSizeIterator<Item = Lane> + '_ {
+        self.0.lanes.iter().map(|lane| Lane(lane.clone()))
+    }
+
+    /// Checks that all ranks did the same, and makes windows of new memory, within the group's
+    /// timeout. See [`Pool::commit_by`].
+    pub fn commit(&self) -> Result<CommitReport> {
+        self.commit_by(self.0.group.deadline())
+    }
+
+    /// Commits when a commit is due, which all ranks see alike. Costs nanoseconds otherwise.
+    pub fn commit_if_due(&self) -> Result<Option<CommitReport>> {
+        if self.is_commit_due() { self.commit().map(Some) } else { Ok(None) }
+    }
+
+    /// Whether a symmetric lane has grown since the last commit. Follows from the sequence of
+    /// calls, so it is the same on every rank.
+    pub fn is_commit_due(&self) -> bool {
+        self.0.due.load(Ordering::Acquire)
+    }
+
+    /// The windows as of the last commit.
+    pub fn windows(&self) -> Arc<Windows> {
+        lock(&self.0.windows).clone()
+    }
+
+    /// Whether all `bytes` from `address` lie in windows.
+    pub fn is_window(&self, address: u64, bytes: u64) -> bool {
+        self.windows().covers(address, bytes)
+    }
+
+    /// The window that holds `address`.
+    pub fn window_of(&self, address: u64) -> Option<Window> {
+        self.windows().find(address).cloned()
+    }
+
+    /// `rank`'s copy of an address inside a window.
+    pub fn peer_ptr(&self, rank: u32, address: u64) -> Result<u64> {
+        self.windows().peer(rank, address)
+    }
+
+    /// Where every rank's memory lies in this process.
+    pub fn layout(&self) -> HeapLayout {
+        self.0.heap.layout()
+    }
+
+    /// This process's rank.
+    pub fn rank(&self) -> u32 {
+        self.0.group.rank()
+    }
+
+    /// The number of ranks.
+    pub fn world(&self) -> u32 {
+        self.0.group.world()
+    }
+
+    /// The pool's own group: its names in the store are not shared with other pools.
+    pub fn group(&self) -> &Group {
+        &self.0.group
+    }
+
+    /// The driver of the memory.
+    pub fn driver(&self) -> &Driver {
+        self.0.heap.driver()
+    }
+
+    /// How the ranks' devices are linked; the same on every rank.
+    pub fn topology(&self) -> &Topology {
+        &self.0.topology
+    }
+
+    /// The process id of `rank` where this process can see it: on the same machine and in the
+    /// same pid namespace.
+    pub fn peer_pid(&self, rank: u32) -> Option<u32> {
+        self.0.pids.get(rank as usize).copied().flatten()
+    }
+
+    /// The pool's numbers now.
+    pub fn stats(&self) -> PoolStats {
+        PoolStats {
+            lanes: self
+                .0
+                .lanes
+                .iter()
+                .map(|lane| (lane.name.clone(), lane.lock().state.stats()))
+                .collect(),
+            commits: lock(&self.0.committer).commits,
+            windows: self.windows().list().len() as u64,
+            store: self.0.group.store().traffic(),
+        }
+    }
+}
+
+impl fmt::Debug for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pool")
+            .field("group", &self.0.group)
+            .field("layout", &self.0.heap.layout())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,1 @@
+//! Agreeing on a state again after a divergence.

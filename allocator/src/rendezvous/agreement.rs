@@ -1,0 +1,187 @@
+//! The first step of a commit: what each rank proposes, and what follows from all proposals.
+//!
+//! In the normal course all proposals are equal, byte for byte, because they hold digests and
+//! counters only; segments need not be listed, their places follow from the digest. So a commit's
+//! traffic does not grow with the number of segments, and a store that sends equal parts once
+//! answers in a size that does not grow with the world either.
+
+use serde::{Deserialize, Serialize};
+
+use super::message::{Message, decode};
+use super::status::{Status, agreed};
+use crate::error::ErrorKind;
+use crate::lane::Digest;
+use crate::store::Gathered;
+use crate::{Error, Result};
+
+/// Where one symmetric lane of one rank stands.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct LaneProposal {
+    pub(crate) counter: u64,
+    pub(crate) digest: Digest,
+    /// Counters of blocks freed without order, ascending.
+    pub(crate) freed: Vec<u64>,
+    /// What failed on this rank only, and at which counter.
+    pub(crate) failure: Option<(u64, ErrorKind)>,
+}
+
+/// What a rank proposes to commit.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Proposal {
+    /// Number of the commit.
+    pub(crate) round: u64,
+    /// The symmetric lanes, in the order of the configuration.
+    pub(crate) lanes: Vec<LaneProposal>,
+}
+
+/// The message: a proposal, or why this rank cannot make one.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Propose(pub(crate) Status<Proposal>);
+
+impl Message for Propose {
+    const KIND: u16 = 3;
+    const NAME: &'static str = "proposal";
+}
+
+/// What follows from the proposals of all ranks.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Verdict {
+    /// All lanes agree. For each, the blocks that every rank has freed, ascending.
+    Agreed(Vec<Vec<u64>>),
+    /// The lane with this index went different ways.
+    Differs(usize),
+}
+
+/// Comes to the same verdict, or the same error, on every rank.
+pub(crate) fn judge(gathered: &Gathered) -> Result<Verdict> {
+    let mut distinct = Vec::with_capacity(gathered.distinct().len());
+    for (at, part) in gathered.distinct().iter().enumerate() {
+        let rank = first_rank(gathered, at);
+        distinct.push((rank, decode::<Propose>(rank, part)?.0));
+    }
+    let failures = || {
+        gathered.which().iter().zip(0..).filter_map(|(&at, rank)| {
+            let (_, status) = &distinct[at as usize];
+            status.as_ref().err().map(|kind| (rank, kind.clone()))
+        })
+    };
+    if let Some(error) = agreed("commit", &failures().collect::<Vec<_>>()) {
+        return Err(error);
+    }
+    let proposals: Vec<(u32, &Proposal)> = distinct
+        .iter()
+        .filter_map(|(rank, status)| Some((*rank, status.as_ref().ok()?)))
+        .collect();
+    let (_, first) = proposals[0];
+    for (rank, other) in &proposals {
+        if other.round != first.round || other.lanes.len() != first.lanes.len() {
+            return Err(Error::mismatch(format!(
+                "rank 0 is at commit {} with {} symmetric lanes, rank {rank} at commit {} with {}; \
+                 every rank must call commit the same number of times",
+                first.round,
+                first.lanes.len(),
+                other.round,
+                other.lanes.len()
+            )));
+        }
+    }
+    for lane in 0..first.lanes.len() {
+        let place = |proposal: &Proposal| {
+            let LaneProposal { counter, digest, .. } = proposal.lanes[lane];
+            (counter, digest)
+        };
+        if proposals.iter().all(|(_, other)| place(other) == place(first)) {
+            continue;
+        }
+        // A rank that could not do what others did explains the difference best.
+        let failed: Vec<_> = proposals
+            .iter()
+            .filter_map(|(rank, other)| Some((*rank, other.lanes[lane].failure.clone()?)))
+            .collect();
+        if let Some((rank, (counter, _))) = failed.first() {
+            let step = format!("event {counter} of symmetric lane {lane}, which others passed");
+            let kinds: Vec<_> = failed.iter().map(|(rank, (_, kind))| (*rank, kind.clone())).collect();
+            let error = agreed(&step, &kinds);
+            return Err(error.unwrap_or_else(|| Error::peer_lost(vec![*rank], "failed")));
+        }
+        return Ok(Verdict::Differs(lane));
+    }
+    Ok(Verdict::Agreed((0..first.lanes.len()).map(|lane| common(&proposals, lane)).collect()))
+}
+
+/// The lowest rank that contributed this part.
+fn first_rank(gathered: &Gathered, part: usize) -> u32 {
+    gathered.which().iter().position(|&at| at as usize == part).unwrap_or(0) as u32
+}
+
+/// Blocks of a lane that every rank has freed (rule D5).
+fn common(proposals: &[(u32, &Proposal)], lane: usize) -> Vec<u64> {
+    let mut common = proposals[0].1.lanes[lane].freed.clone();
+    for (_, other) in &proposals[1..] {
+        let freed = &other.lanes[lane].freed;
+        common.retain(|counter| freed.binary_search(counter).is_ok());
+    }
+    common
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rendezvous::message::encode;
+
+    fn lane(counter: u64, digest: u64, freed: &[u64]) -> LaneProposal {
+        LaneProposal { counter, digest, freed: freed.to_vec(), failure: None }
+    }
+
+    fn gather(proposals: Vec<Status<Proposal>>) -> Gathered {
+        Gathered::from_parts(proposals.into_iter().map(|status| encode(&Propose(status)).unwrap()))
+    }
+
+    fn propose(lanes: Vec<LaneProposal>) -> Status<Proposal> {
+        Ok(Proposal { round: 7, lanes })
+    }
+
+    #[test]
+    fn only_what_every_rank_freed_comes_back() {
+        // D5
+        let verdict = judge(&gather(vec![
+            propose(vec![lane(9, 1, &[1, 4, 6]), lane(0, 0, &[])]),
+            propose(vec![lane(9, 1, &[4, 6, 8]), lane(0, 0, &[])]),
+            propose(vec![lane(9, 1, &[2, 4]), lane(0, 0, &[])]),
+        ]));
+        assert_eq!(verdict.unwrap(), Verdict::Agreed(vec![vec![4], vec![]]));
+    }
+
+    #[test]
+    fn the_first_lane_that_differs_is_named() {
+        let verdict = judge(&gather(vec![
+            propose(vec![lane(9, 1, &[]), lane(3, 5, &[])]),
+            propose(vec![lane(9, 1, &[]), lane(3, 6, &[])]),
+        ]));
+        assert_eq!(verdict.unwrap(), Verdict::Differs(1));
+    }
+
+    #[test]
+    fn a_failure_of_one_rank_is_the_error_of_all() {
+        let mut failed = lane(8, 2, &[]);
+        let kind = Error::out_of_memory("no memory").kind().clone();
+        failed.failure = Some((8, kind.clone()));
+        let lanes = vec![propose(vec![lane(9, 1, &[])]), propose(vec![failed.clone()])];
+        let error = judge(&gather(lanes)).unwrap_err();
+        assert!(error.is_out_of_memory());
+        assert!(error.to_string().contains("rank 1 failed in event 8"), "{error}");
+        // All of them hit the same wall: nothing differs.
+        let lanes = vec![propose(vec![failed.clone()]), propose(vec![failed])];
+        assert_eq!(judge(&gather(lanes)).unwrap(), Verdict::Agreed(vec![vec![]]));
+        let error = judge(&gather(vec![propose(vec![]), Err(kind)])).unwrap_err();
+        assert!(error.to_string().contains("rank 1 failed in commit"), "{error}");
+    }
+
+    #[test]
+    fn ranks_at_different_commits_are_told() {
+        let late = Ok(Proposal { round: 8, lanes: vec![] });
+        let error = judge(&gather(vec![propose(vec![]), late])).unwrap_err();
+        assert!(error.is_diverged());
+        assert!(error.to_string().contains("rank 1 at commit 8"), "{error}");
+    }
+}
