@@ -4,15 +4,31 @@
 //! collective. [`MemoryStore`] serves ranks that are threads of one process, [`FileStore`] ranks
 //! that share a filesystem, [`TcpStore`] everyone else.
 
-mod file;
-mod memory;
-pub mod tcp;
+//!
+//! | store | a value lives in | a gather costs a rank |
+//! | --- | --- | --- |
+//! | memory | the process, until the last handle is dropped | one step, the result is shared |
+//! | file | a file of the directory, until deleted | one file written, `world` files read |
+//! | tcp | the server's memory, until the server is dropped | one round trip |
+//!
+//! Equal rules everywhere: a rank whose wait in [`Store::all_gather`] times out takes its part
+//! back, so that the ranks that come later are told who is missing instead of going on without
+//! it; two ranks that use one number, or disagree about the world, make the gather an error for
+//! everyone in it.
 
-use std::sync::Arc;
+mod file;
+mod gathered;
+mod gathering;
+mod memory;
+mod random;
+pub mod tcp;
+mod traffic;
 
 pub use file::FileStore;
+pub use gathered::Gathered;
 pub use memory::MemoryStore;
 pub use tcp::{TcpServer, TcpStore};
+pub use traffic::Traffic;
 
 use crate::{Deadline, Error, Result};
 
@@ -21,6 +37,12 @@ pub const MAX_KEY: usize = 1024;
 
 /// The longest value a store takes, in bytes.
 pub const MAX_VALUE: usize = 16 << 20;
+
+/// The most ranks that can take part in a gather.
+pub const MAX_WORLD: u32 = 65_536;
+
+/// The most bytes the distinct parts of one gather may have together.
+pub const MAX_GATHERED: usize = 256 << 20;
 
 /// A key-value meeting point. Implementations are thread safe; calls may block until their
 /// deadline and return [`Error::is_timeout`] errors that name missing ranks where ranks are
@@ -82,89 +104,6 @@ pub trait Store: Send + Sync {
     }
 }
 
-/// What a client of a store has sent and received.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Traffic {
-    /// Requests that waited for an answer.
-    pub round_trips: u64,
-    /// Payload bytes sent to the store.
-    pub bytes_sent: u64,
-    /// Payload bytes received from the store.
-    pub bytes_received: u64,
-}
-
-/// The result of an all-gather: one part a rank, equal parts held (and sent) once.
-///
-/// What ranks publish at a commit is equal on all of them unless something is wrong, so keeping
-/// distinct parts only makes an answer's size independent of the world's in the usual case.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Gathered {
-    distinct: Vec<Arc<[u8]>>,
-    /// Rank to index into `distinct`.
-    which: Vec<u32>,
-}
-
-impl Gathered {
-    /// Collects parts in rank order.
-    pub fn from_parts<P: AsRef<[u8]>>(parts: impl IntoIterator<Item = P>) -> Self {
-        let mut distinct: Vec<Arc<[u8]>> = Vec::new();
-        let mut index = std::collections::BTreeMap::<Arc<[u8]>, u32>::new();
-        let mut which = Vec::new();
-        for part in parts {
-            let part = part.as_ref();
-            let at = match index.get(part) {
-                Some(&at) => at,
-                None => {
-                    let at = u32::try_from(distinct.len()).expect("at most u32::MAX ranks");
-                    let part: Arc<[u8]> = part.into();
-                    distinct.push(part.clone());
-                    index.insert(part, at);
-                    at
-                }
-            };
-            which.push(at);
-        }
-        Self { distinct, which }
-    }
-
-    /// Rebuilds a result from its distinct parts and, for each rank, which of them is its own.
-    /// `None` when an index has no part.
-    pub fn from_distinct(distinct: Vec<Arc<[u8]>>, which: Vec<u32>) -> Option<Self> {
-        let known = which.iter().all(|&at| (at as usize) < distinct.len());
-        known.then_some(Self { distinct, which })
-    }
-
-    /// The number of ranks.
-    pub fn world(&self) -> u32 {
-        u32::try_from(self.which.len()).expect("at most u32::MAX ranks")
-    }
-
-    /// What `rank` contributed. Panics when `rank` is not below [`world`](Gathered::world).
-    pub fn part(&self, rank: u32) -> &[u8] {
-        &self.distinct[self.which[rank as usize] as usize]
-    }
-
-    /// The parts in rank order.
-    pub fn parts(&self) -> impl ExactSizeIterator<Item = &[u8]> {
-        self.which.iter().map(|&at| &*self.distinct[at as usize])
-    }
-
-    /// The distinct parts, in order of the first rank that contributed each.
-    pub fn distinct(&self) -> &[Arc<[u8]>] {
-        &self.distinct
-    }
-
-    /// For each rank, the index of its part in [`distinct`](Gathered::distinct).
-    pub fn which(&self) -> &[u32] {
-        &self.which
-    }
-
-    /// Whether every rank contributed the same bytes.
-    pub fn is_uniform(&self) -> bool {
-        self.distinct.len() <= 1
-    }
-}
-
 /// Refuses keys and values beyond the limits every store shares.
 pub(crate) fn check_limits(key: &str, value: &[u8]) -> Result<()> {
     if key.is_empty() || key.len() > MAX_KEY {
@@ -180,4 +119,37 @@ pub(crate) fn check_limits(key: &str, value: &[u8]) -> Result<()> {
         )));
     }
     Ok(())
+}
+
+/// Refuses gathers that cannot be: no ranks, too many, or a rank outside the world.
+pub(crate) fn check_gather(key: &str, rank: u32, world: u32, value: &[u8]) -> Result<()> {
+    check_limits(key, value)?;
+    if world == 0 || world > MAX_WORLD {
+        return Err(Error::invalid_argument(format!(
+            "all_gather {key:?} in a world of {world}; worlds have 1 to {MAX_WORLD} ranks"
+        )));
+    }
+    if rank >= world {
+        return Err(Error::invalid_argument(format!(
+            "all_gather {key:?} by rank {rank} of a world of {world}; ranks are below the world"
+        )));
+    }
+    Ok(())
+}
+
+/// The new text of the counter under `key`: `old` (absent counts as 0) plus `delta`.
+pub(crate) fn counter_sum(key: &str, old: Option<&[u8]>, delta: i64) -> Result<i64> {
+    let Some(old) = old else { return Ok(delta) };
+    let number: i64 =
+        std::str::from_utf8(old).ok().and_then(|text| text.parse().ok()).ok_or_else(|| {
+            Error::invalid_argument(format!(
+                "add to {key:?}, which holds {} bytes that are not a decimal number",
+                old.len()
+            ))
+        })?;
+    number.checked_add(delta).ok_or_else(|| {
+        Error::invalid_argument(format!(
+            "add of {delta} to {key:?}, which holds {number}: overflow"
+        ))
+    })
 }

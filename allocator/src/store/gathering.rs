@@ -1,0 +1,213 @@
+//! An all-gather under way: who has come, with what, and whether it can still succeed.
+//!
+//! Pure bookkeeping, shared by the in-process store and the TCP server; each of them does its
+//! own waiting.
+
+use std::collections::BTreeMap;
+
+use super::MAX_GATHERED;
+use crate::error::ErrorKind;
+use crate::{Error, Result};
+
+/// The parts of one gather. `B` is a cheap handle to bytes that orders by content, so that equal
+/// parts can be kept once.
+#[derive(Debug)]
+pub(crate) struct Gathering<B> {
+    world: u32,
+    /// Rank to the id of its part.
+    parts: BTreeMap<u32, u32>,
+    /// Distinct part to its id. Ids are given in order of arrival and never used again.
+    distinct: BTreeMap<B, u32>,
+    next_id: u32,
+    /// Bytes of all distinct parts.
+    bytes: usize,
+    /// Calls counted so far; once the gather has failed, `world` calls mean nobody is owed
+    /// the failure any more.
+    calls: u32,
+    failure: Option<ErrorKind>,
+}
+
+impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
+    pub(crate) fn new(world: u32) -> Self {
+        Self {
+            world,
+            parts: BTreeMap::new(),
+            distinct: BTreeMap::new(),
+            next_id: 0,
+            bytes: 0,
+            calls: 0,
+            failure: None,
+        }
+    }
+
+    /// Takes `rank`'s part; true when it was the last one needed. An error is everyone's: the
+    /// gather has failed, and the caller tells those who wait.
+    pub(crate) fn arrive(&mut self, key: &str, rank: u32, world: u32, part: B) -> Result<bool> {
+        self.calls = self.calls.saturating_add(1);
+        if let Some(failure) = &self.failure {
+            return Err(Error::from_kind(failure.clone()));
+        }
+        if world != self.world {
+            return Err(self.fail(&Error::mismatch(format!(
+                "all_gather {key:?}: rank {rank} says the world has {world} ranks, those before \
+                 it said {}",
+                self.world
+            ))));
+        }
+        if self.parts.contains_key(&rank) {
+            return Err(self.fail(&Error::mismatch(format!(
+                "two ranks with number {rank} in all_gather {key:?}; each of the {world} ranks \
+                 contributes once"
+            ))));
+        }
+        let id = match self.distinct.get(&part) {
+            Some(&id) => id,
+            None => {
+                let bytes = self.bytes + part.as_ref().len();
+                if bytes > MAX_GATHERED {
+                    return Err(self.fail(&Error::out_of_memory(format!(
+                        "all_gather {key:?}: the distinct parts exceed {MAX_GATHERED} bytes with \
+                         rank {rank}'s"
+                    ))));
+                }
+                self.bytes = bytes;
+                let id = self.next_id;
+                self.next_id = self.next_id.wrapping_add(1);
+                self.distinct.insert(part, id);
+                id
+            }
+        };
+        self.parts.insert(rank, id);
+        Ok(self.parts.len() == self.world as usize)
+    }
+
+    /// Counts a call whose part could not be taken: the gather cannot succeed any more.
+    pub(crate) fn arrive_broken(&mut self, error: &Error) -> Error {
+        self.calls = self.calls.saturating_add(1);
+        match &self.failure {
+            Some(failure) => Error::from_kind(failure.clone()),
+            None => self.fail(error),
+        }
+    }
+
+    /// Takes back the part of a rank that stopped waiting.
+    pub(crate) fn withdraw(&mut self, rank: u32) {
+        let Some(id) = self.parts.remove(&rank) else { return };
+        self.calls = self.calls.saturating_sub(1);
+        if !self.parts.values().any(|&other| other == id) {
+            self.distinct.retain(|_, other| *other != id);
+            self.bytes = self.distinct.keys().map(|part| part.as_ref().len()).sum();
+        }
+    }
+
+    /// Marks the gather failed for everyone who is in it or still comes; returns `error`.
+    pub(crate) fn fail(&mut self, error: &Error) -> Error {
+        self.failure = Some(error.kind().clone());
+        self.parts.clear();
+        self.distinct.clear();
+        error.clone()
+    }
+
+    /// Whether nothing depends on this entry: no part is held and no failure owed.
+    pub(crate) fn is_spent(&self) -> bool {
+        match self.failure {
+            Some(_) => self.calls >= self.world,
+            None => self.parts.is_empty(),
+        }
+    }
+
+    pub(crate) fn has(&self, rank: u32) -> bool {
+        self.parts.contains_key(&rank)
+    }
+
+    pub(crate) fn world(&self) -> u32 {
+        self.world
+    }
+
+    pub(crate) fn failed(&self) -> bool {
+        self.failure.is_some()
+    }
+
+    /// The ranks that have not contributed.
+    pub(crate) fn missing(&self) -> Vec<u32> {
+        (0..self.world).filter(|rank| !self.has(*rank)).collect()
+    }
+
+    /// The distinct parts in order of the first rank that has each, and for each rank the index
+    /// of its own.
+    pub(crate) fn finish(self) -> (Vec<B>, Vec<u32>) {
+        let mut by_id: BTreeMap<u32, B> =
+            self.distinct.into_iter().map(|(part, id)| (id, part)).collect();
+        let mut order = BTreeMap::<u32, u32>::new();
+        let mut distinct = Vec::with_capacity(by_id.len());
+        let mut which = Vec::with_capacity(self.parts.len());
+        for id in self.parts.into_values() {
+            let next = u32::try_from(distinct.len()).expect("at most MAX_WORLD parts");
+            let at = *order.entry(id).or_insert(next);
+            if let Some(part) = by_id.remove(&id) {
+                distinct.push(part);
+            }
+            which.push(at);
+        }
+        (distinct, which)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    fn part(text: &str) -> Arc<[u8]> {
+        text.as_bytes().into()
+    }
+
+    #[test]
+    fn parts_come_out_in_rank_order_whatever_order_they_came_in() {
+        let mut gathering = Gathering::new(4);
+        assert!(!gathering.arrive("k", 3, 4, part("x")).unwrap());
+        assert!(!gathering.arrive("k", 1, 4, part("y")).unwrap());
+        assert_eq!(gathering.missing(), [0, 2]);
+        assert!(!gathering.arrive("k", 2, 4, part("x")).unwrap());
+        assert!(gathering.arrive("k", 0, 4, part("y")).unwrap());
+        let (distinct, which) = gathering.finish();
+        assert_eq!(distinct, [part("y"), part("x")]);
+        assert_eq!(which, [0, 0, 1, 1]);
+    }
+
+    #[test]
+    fn a_withdrawn_part_leaves_nothing_behind() {
+        let mut gathering = Gathering::new(2);
+        gathering.arrive("k", 0, 2, part("old")).unwrap();
+        gathering.withdraw(0);
+        assert!(gathering.is_spent());
+        assert_eq!(gathering.missing(), [0, 1]);
+        gathering.arrive("k", 0, 2, part("new")).unwrap();
+        assert!(gathering.arrive("k", 1, 2, part("new")).unwrap());
+        assert_eq!(gathering.finish(), (vec![part("new")], vec![0, 0]));
+    }
+
+    #[test]
+    fn a_failure_is_owed_to_each_rank_once() {
+        let mut gathering = Gathering::new(3);
+        gathering.arrive("k", 1, 3, part("x")).unwrap();
+        let error = gathering.arrive("k", 1, 3, part("x")).unwrap_err();
+        assert!(error.is_diverged());
+        assert!(error.to_string().contains("two ranks with number 1"), "{error}");
+        assert!(!gathering.is_spent());
+        let late = gathering.arrive("k", 0, 3, part("x")).unwrap_err();
+        assert_eq!(late.to_string(), error.to_string());
+        assert!(gathering.is_spent());
+    }
+
+    #[test]
+    fn worlds_must_agree() {
+        let mut gathering = Gathering::new(3);
+        gathering.arrive("k", 0, 3, part("x")).unwrap();
+        let error = gathering.arrive("k", 1, 4, part("x")).unwrap_err();
+        assert!(error.is_diverged());
+        assert!(gathering.failed());
+        assert!(error.to_string().contains("world has 4 ranks"), "{error}");
+    }
+}

@@ -1,0 +1,27 @@
+//! Random bytes, for names and nonces. They take no part in any placement decision (rule D1).
+
+use rustix::rand::{GetRandomFlags, getrandom};
+
+use crate::{Error, Result};
+
+/// `N` bytes from the system's random source.
+pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
+    let mut bytes = [0; N];
+    let mut filled = 0;
+    while filled < N {
+        match getrandom(&mut bytes[filled..], GetRandomFlags::empty()) {
+            Ok(count) => filled += count,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(Error::system("getrandom", error)),
+        }
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn random_bytes_differ() {
+        assert_ne!(super::random::<32>().unwrap(), super::random::<32>().unwrap());
+    }
+}

@@ -1,7 +1,0 @@
-//! TCP.
-/// Placeholder.
-#[derive(Debug)]
-pub struct TcpStore;
-/// Placeholder.
-#[derive(Debug)]
-pub struct TcpServer;

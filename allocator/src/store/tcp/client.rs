@@ -1,0 +1,339 @@
+//! The client: a [`Store`] over connections to a [`TcpServer`](super::TcpServer).
+//!
+//! A call uses a connection by itself from its request to its reply. A [`TcpStore`] keeps as many
+//! connections as it has had calls at once, so a thread that waits in a `get` never delays the
+//! `set` that it waits for.
+
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::TcpOptions;
+use super::link::{Fault, Link};
+use super::wire::{Identity, Request, ToClient};
+use crate::store::gathered::expand_runs;
+use crate::store::random::random;
+use crate::store::traffic::Counters;
+use crate::store::{Gathered, Store, Traffic, check_gather, check_limits};
+use crate::{Deadline, Error, Result};
+
+/// How long after its deadline a call still waits for the server to say so. The server knows who
+/// is missing; a server that is dead or stuck must not hold a call for longer than this.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// The longest pause between attempts to connect.
+const LONGEST_PAUSE: Duration = Duration::from_millis(250);
+
+/// A store on a [`TcpServer`](super::TcpServer).
+///
+/// Calls from several threads run side by side, each on a connection of its own. Once the server
+/// is found gone, every call fails with the same error: what the store held is lost, and a server
+/// that has taken its place is another store. Connect anew to use that.
+#[derive(Debug)]
+pub struct TcpStore {
+    addr: SocketAddr,
+    options: TcpOptions,
+    identity: Option<Identity>,
+    /// The server's own number: another one at this address is another server.
+    instance: [u8; 16],
+    pool: Mutex<Pool>,
+    counters: Counters,
+}
+
+#[derive(Debug, Default)]
+struct Pool {
+    idle: Vec<Link>,
+    gone: Option<Error>,
+}
+
+impl TcpStore {
+    /// Connects to the server at `addr`, trying again until it is up or the deadline passes.
+    ///
+    /// Errors: [`Error::is_refused`] when one side has another secret or protocol version, or
+    /// the server is full; [`Error::is_timeout`] when no server came up.
+    pub fn connect(
+        addr: impl ToSocketAddrs,
+        options: TcpOptions,
+        deadline: Deadline,
+    ) -> Result<Self> {
+        Self::open(&addr, options, None, deadline)
+    }
+
+    /// Connects as `rank`. While this store lives, another that connects as the same rank is
+    /// refused with [`Error::is_refused`]; when it goes, with its process or without, gathers
+    /// that still need the rank fail with [`Error::is_peer_lost`] on every client that has
+    /// declared a rank.
+    ///
+    /// Gathers through this store must be made as `rank`: groups that number their ranks anew
+    /// use a store that declares none. A server serves one set of declared ranks.
+    pub fn connect_as(
+        addr: impl ToSocketAddrs,
+        options: TcpOptions,
+        rank: u32,
+        deadline: Deadline,
+    ) -> Result<Self> {
+        let identity = Identity { rank, session: random()? };
+        Self::open(&addr, options, Some(identity), deadline)
+    }
+
+    /// The server's address.
+    pub fn server_addr(&self) -> SocketAddr {
+        self.addr
+    }
+
+    fn open(
+        addr: &impl ToSocketAddrs,
+        options: TcpOptions,
+        identity: Option<Identity>,
+        deadline: Deadline,
+    ) -> Result<Self> {
+        let mut pause = Duration::from_millis(10);
+        loop {
+            // Names are resolved every time: a job's name service may come up after the job.
+            let why = match addr.to_socket_addrs() {
+                Err(error) => format!("its address does not resolve: {error}"),
+                Ok(addrs) => {
+                    let mut why = "its name has no address".to_owned();
+                    for addr in addrs {
+                        match connect_once(addr, &options, identity, deadline.at()) {
+                            Ok((link, instance)) => {
+                                return Ok(Self {
+                                    addr,
+                                    options,
+                                    identity,
+                                    instance,
+                                    pool: Mutex::new(Pool { idle: vec![link], gone: None }),
+                                    counters: Counters::default(),
+                                });
+                            }
+                            Err(Fault::Said(error)) => {
+                                return Err(
+                                    error.context(format!("connecting to the store at {addr}"))
+                                );
+                            }
+                            Err(Fault::Late) => why = format!("{addr} does not answer"),
+                            Err(Fault::Gone(error)) => why = format!("{addr}: {error}"),
+                        }
+                    }
+                    why
+                }
+            };
+            if deadline.expired() {
+                return Err(Error::timeout(
+                    format!("connecting to the store ({why})"),
+                    deadline.budget(),
+                    options.hosted_by.into_iter().collect(),
+                ));
+            }
+            std::thread::sleep(pause.min(deadline.remaining()));
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Pool> {
+        self.pool.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// One request and its reply.
+    fn call(
+        &self,
+        request: Request,
+        tail: &[u8],
+        deadline: Deadline,
+    ) -> Result<(ToClient, Vec<u8>)> {
+        let until = deadline.at() + GRACE;
+        let exchanged = self.checkout(until).and_then(|mut link| {
+            let reply = link.ask(request, tail, until)?;
+            self.lock().idle.push(link);
+            Ok(reply)
+        });
+        match exchanged {
+            Ok((ToClient::Failed(kind), _)) => Err(match Error::from_kind(kind) {
+                // The server knows the budget only less the time the request took to it.
+                error if error.is_timeout() => relabel(&error, deadline),
+                error => error,
+            }),
+            Ok(reply) => Ok(reply),
+            Err(Fault::Said(error)) => Err(error),
+            Err(Fault::Late) => Err(Error::timeout(
+                format!("for the store's server at {} to answer", self.addr),
+                deadline.budget(),
+                self.options.hosted_by.into_iter().collect(),
+            )),
+            Err(Fault::Gone(cause)) => {
+                let mut pool = self.lock();
+                pool.idle.clear();
+                Err(pool.gone.get_or_insert_with(|| self.gone(&cause)).clone())
+            }
+        }
+    }
+
+    /// An idle connection, or a new one.
+    fn checkout(&self, until: Instant) -> Result<Link, Fault> {
+        let mut pool = self.lock();
+        if let Some(error) = &pool.gone {
+            return Err(Fault::Said(error.clone()));
+        }
+        if let Some(link) = pool.idle.pop() {
+            return Ok(link);
+        }
+        drop(pool);
+        let (link, instance) = connect_once(self.addr, &self.options, self.identity, until)?;
+        if instance != self.instance {
+            return Err(Fault::Gone("another server has taken its place".to_owned()));
+        }
+        Ok(link)
+    }
+
+    fn gone(&self, cause: &str) -> Error {
+        let addr = self.addr;
+        match self.options.hosted_by {
+            Some(rank) => Error::peer_lost(
+                vec![rank],
+                format!("the store's server at {addr}, in its process, is gone ({cause})"),
+            ),
+            None => Error::system(format!("the store's server at {addr} is gone"), cause),
+        }
+    }
+}
+
+/// Connects and shakes hands once.
+fn connect_once(
+    addr: SocketAddr,
+    options: &TcpOptions,
+    identity: Option<Identity>,
+    until: Instant,
+) -> Result<(Link, [u8; 16]), Fault> {
+    let left = until.saturating_duration_since(Instant::now());
+    let stream = TcpStream::connect_timeout(&addr, left.max(Duration::from_millis(1)))
+        .map_err(|error| Fault::Gone(error.to_string()))?;
+    // On the machine itself, a port that nobody listens on may be given to this very socket,
+    // which is then connected to itself.
+    if stream.local_addr().ok() == Some(addr) {
+        return Err(Fault::Gone("connection refused".to_owned()));
+    }
+    Link::greet(stream, options.secret.as_ref(), identity, until)
+}
+
+/// The same timeout with the caller's own budget.
+fn relabel(error: &Error, deadline: Deadline) -> Error {
+    match error.kind() {
+        crate::error::ErrorKind::Timeout { waiting_for, missing, .. } => {
+            Error::timeout(waiting_for.clone(), deadline.budget(), missing.clone())
+        }
+        _ => error.clone(),
+    }
+}
+
+/// What is left of the deadline in milliseconds, rounded up.
+fn wait_ms(deadline: Deadline) -> u64 {
+    u64::try_from(deadline.remaining().as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
+}
+
+/// The server answered something that does not answer the request.
+fn confused() -> Error {
+    Error::invalid_state("the store's server gave a reply that does not fit the request")
+}
+
+/// Takes a gather's reply apart; `None` when it does not hold together.
+fn unpack(lengths: &[u32], runs: &[(u32, u32)], tail: &[u8], world: u32) -> Option<Gathered> {
+    let mut rest = tail;
+    let mut distinct = Vec::<Arc<[u8]>>::with_capacity(lengths.len());
+    for &length in lengths {
+        let (part, after) = rest.split_at_checked(length as usize)?;
+        distinct.push(part.into());
+        rest = after;
+    }
+    let which = expand_runs(runs, world)?;
+    if !rest.is_empty() || which.len() != world as usize {
+        return None;
+    }
+    Gathered::from_distinct(distinct, which)
+}
+
+impl Store for TcpStore {
+    fn set(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
+        check_limits(key, value)?;
+        self.counters.asked(key.len() + value.len());
+        match self.call(Request::Set { key: key.to_owned() }, value, deadline)? {
+            (ToClient::Done, _) => Ok(()),
+            _ => Err(confused()),
+        }
+    }
+
+    fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
+        check_limits(key, &[])?;
+        self.counters.asked(key.len());
+        let request = Request::Get { key: key.to_owned(), wait_ms: wait_ms(deadline) };
+        match self.call(request, &[], deadline)? {
+            (ToClient::Value, value) => {
+                self.counters.answered(value.len());
+                Ok(value)
+            }
+            _ => Err(confused()),
+        }
+    }
+
+    fn add(&self, key: &str, delta: i64, deadline: Deadline) -> Result<i64> {
+        check_limits(key, &[])?;
+        self.counters.asked(key.len() + size_of::<i64>());
+        match self.call(Request::Add { key: key.to_owned(), delta }, &[], deadline)? {
+            (ToClient::Sum(sum), _) => {
+                self.counters.answered(size_of::<i64>());
+                Ok(sum)
+            }
+            _ => Err(confused()),
+        }
+    }
+
+    fn delete(&self, key: &str, deadline: Deadline) -> Result<bool> {
+        check_limits(key, &[])?;
+        self.counters.asked(key.len());
+        match self.call(Request::Delete { key: key.to_owned() }, &[], deadline)? {
+            (ToClient::Deleted(was_there), _) => Ok(was_there),
+            _ => Err(confused()),
+        }
+    }
+
+    fn all_gather(
+        &self,
+        key: &str,
+        rank: u32,
+        world: u32,
+        value: &[u8],
+        deadline: Deadline,
+    ) -> Result<Gathered> {
+        check_gather(key, rank, world, value)?;
+        self.counters.asked(key.len() + value.len());
+        let request =
+            Request::AllGather { key: key.to_owned(), rank, world, wait_ms: wait_ms(deadline) };
+        let (ToClient::Gathered { lengths, runs }, tail) = self.call(request, value, deadline)?
+        else {
+            return Err(confused());
+        };
+        let gathered = unpack(&lengths, &runs, &tail, world).ok_or_else(confused)?;
+        self.counters.answered(gathered.payload_bytes());
+        Ok(gathered)
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.counters.snapshot()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reply_that_does_not_hold_together_is_refused() {
+        let good = unpack(&[1, 2], &[(0, 1), (1, 2)], b"abb", 3).unwrap();
+        assert_eq!(good.parts().collect::<Vec<_>>(), [&b"a"[..], b"bb", b"bb"]);
+        assert!(unpack(&[1, 2], &[(0, 1), (1, 2)], b"ab", 3).is_none());
+        assert!(unpack(&[1, 2], &[(0, 1), (1, 2)], b"abbb", 3).is_none());
+        assert!(unpack(&[1, 2], &[(0, 1), (2, 2)], b"abb", 3).is_none());
+        assert!(unpack(&[1, 2], &[(0, 1), (1, 1)], b"abb", 3).is_none());
+        assert!(unpack(&[1, 2], &[(0, 1), (1, u32::MAX)], b"abb", 3).is_none());
+        assert!(unpack(&[u32::MAX], &[(0, 1)], b"", 1).is_none());
+    }
+}

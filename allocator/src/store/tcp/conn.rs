@@ -1,0 +1,189 @@
+//! One connection of the server: what has half arrived, what is not yet sent.
+//!
+//! Nothing here blocks. Memory follows what has arrived, never what a header announces.
+
+use std::collections::VecDeque;
+use std::io::{ErrorKind, Read, Write};
+use std::net::TcpStream;
+
+use super::meter::{Charge, Meter, Payload};
+use super::state::Frame;
+use super::wire::{Caps, HEADER, Lengths, decode_header};
+use crate::{Error, Result};
+
+/// Bytes read from one connection before the others get their turn.
+const TURN: usize = 256 << 10;
+
+/// What reading came to.
+#[derive(Debug)]
+pub(super) enum Input {
+    /// A frame: its head, and its tail or why there was no room for it.
+    Frame(Vec<u8>, Result<Payload>),
+    /// No complete frame yet; true when one has begun.
+    Partial(bool),
+    /// The peer closed, or the connection broke.
+    Closed,
+    /// The peer sent what no client sends. It can be told, but not read from again.
+    Broken(Error),
+}
+
+/// A frame on its way in.
+#[derive(Debug, Default)]
+pub(super) struct Incoming {
+    header: [u8; HEADER],
+    header_filled: usize,
+    body: Option<Body>,
+}
+
+#[derive(Debug)]
+struct Body {
+    lengths: Lengths,
+    head: Vec<u8>,
+    tail: Vec<u8>,
+    /// Room for what `tail` holds; an error once there was none, and the rest is read past.
+    room: Result<Charge>,
+    tail_seen: usize,
+}
+
+impl Incoming {
+    /// Reads until a frame is complete, the turn is over or nothing more is there.
+    pub(super) fn read(&mut self, stream: &mut TcpStream, meter: &Meter, caps: Caps) -> Input {
+        let mut buffer = [0u8; 16 << 10];
+        let mut turn = TURN;
+        loop {
+            match self.step(meter, caps) {
+                Ok(Some((head, tail))) => return Input::Frame(head, tail),
+                Ok(None) => {}
+                Err(error) => return Input::Broken(error),
+            }
+            if turn == 0 {
+                return Input::Partial(true);
+            }
+            // Never past the frame's end: what follows belongs to the next request.
+            let limit = self.wanted().min(buffer.len()).min(turn);
+            match stream.read(&mut buffer[..limit]) {
+                Ok(0) => return Input::Closed,
+                Ok(count) => {
+                    turn -= count;
+                    self.take(&buffer[..count]);
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    return Input::Partial(self.header_filled > 0);
+                }
+                Err(_) => return Input::Closed,
+            }
+        }
+    }
+
+    /// Moves on when a piece is complete.
+    fn step(&mut self, meter: &Meter, caps: Caps) -> Result<Option<(Vec<u8>, Result<Payload>)>> {
+        if self.header_filled == HEADER && self.body.is_none() {
+            let lengths = decode_header(&self.header, caps)?;
+            self.body = Some(Body {
+                lengths,
+                head: Vec::new(),
+                tail: Vec::new(),
+                room: meter.charge(0),
+                tail_seen: 0,
+            });
+        }
+        let done = self.body.as_ref().is_some_and(|body| {
+            body.head.len() == body.lengths.head && body.tail_seen == body.lengths.tail
+        });
+        if !done {
+            return Ok(None);
+        }
+        self.header_filled = 0;
+        Ok(self
+            .body
+            .take()
+            .map(|body| (body.head, body.room.map(|room| Payload::new(body.tail, room)))))
+    }
+
+    /// Bytes until the present piece is complete; at least 1 after [`Incoming::step`].
+    fn wanted(&self) -> usize {
+        match &self.body {
+            None => HEADER - self.header_filled,
+            Some(body) if body.head.len() < body.lengths.head => {
+                body.lengths.head - body.head.len()
+            }
+            Some(body) => body.lengths.tail - body.tail_seen,
+        }
+    }
+
+    /// Takes at most [`Incoming::wanted`] bytes.
+    fn take(&mut self, bytes: &[u8]) {
+        match &mut self.body {
+            None => {
+                let end = self.header_filled + bytes.len();
+                self.header[self.header_filled..end].copy_from_slice(bytes);
+                self.header_filled = end;
+            }
+            Some(body) if body.head.len() < body.lengths.head => body.head.extend(bytes),
+            Some(body) => body.take_tail(bytes),
+        }
+    }
+}
+
+impl Body {
+    fn take_tail(&mut self, bytes: &[u8]) {
+        self.tail_seen += bytes.len();
+        let Ok(room) = &mut self.room else { return };
+        if let Err(error) = room.grow(bytes.len()) {
+            self.tail = Vec::new();
+            self.room = Err(error);
+            return;
+        }
+        // Grows by doubling, but never beyond what was announced.
+        let missing = self.lengths.tail - self.tail.len();
+        if self.tail.capacity() - self.tail.len() < bytes.len() {
+            self.tail.reserve_exact(missing.min(self.tail.len().max(bytes.len())));
+        }
+        self.tail.extend_from_slice(bytes);
+    }
+}
+
+/// Frames on their way out.
+#[derive(Debug, Default)]
+pub(super) struct Outgoing {
+    pieces: VecDeque<Payload>,
+    /// Bytes of the first piece already sent.
+    sent: usize,
+}
+
+impl Outgoing {
+    pub(super) fn push(&mut self, frame: Frame) {
+        self.pieces.push_back(frame.head);
+        self.pieces.extend(frame.tail);
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.pieces.is_empty()
+    }
+
+    /// Sends what the socket takes; says whether it took anything.
+    pub(super) fn flush(&mut self, stream: &mut TcpStream) -> std::io::Result<bool> {
+        let mut progress = false;
+        while let Some(piece) = self.pieces.front() {
+            let rest = &piece.as_ref()[self.sent..];
+            if !rest.is_empty() {
+                match stream.write(rest) {
+                    Ok(0) => return Err(ErrorKind::WriteZero.into()),
+                    Ok(count) => {
+                        progress = true;
+                        self.sent += count;
+                    }
+                    Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                    Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(progress),
+                    Err(error) => return Err(error),
+                }
+            }
+            if self.sent == piece.as_ref().len() {
+                self.pieces.pop_front();
+                self.sent = 0;
+            }
+        }
+        Ok(progress)
+    }
+}

@@ -1,0 +1,173 @@
+//! One connection of a client: the handshake, then a request and its reply at a time.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use super::auth::{Handshake, Secret, Side};
+use super::tune;
+use super::wire::{
+    self, Caps, HEADER, Hello, Identity, Request, ToClient, ToServer, decode_header,
+};
+use crate::Error;
+use crate::store::random::random;
+
+/// Why a connection is of no more use.
+#[derive(Debug)]
+pub(super) enum Fault {
+    /// Nothing came in time. An answer may still come, so the connection is out of step.
+    Late,
+    /// The other end is gone, and how that showed.
+    Gone(String),
+    /// One side has said no; trying again changes nothing.
+    Said(Error),
+}
+
+impl From<Error> for Fault {
+    fn from(error: Error) -> Self {
+        Self::Said(error)
+    }
+}
+
+/// An open connection on which no request is under way.
+#[derive(Debug)]
+pub(super) struct Link {
+    stream: TcpStream,
+}
+
+impl Link {
+    /// Shakes hands with the server; returns its instance number too.
+    pub(super) fn greet(
+        stream: TcpStream,
+        secret: Option<&Secret>,
+        identity: Option<Identity>,
+        until: Instant,
+    ) -> Result<(Self, [u8; 16]), Fault> {
+        tune(&stream);
+        let mut link = Self { stream };
+        let (instance, server_nonce, secret_needed) = match link.receive(Caps::HANDSHAKE, until)? {
+            (ToClient::Challenge { instance, nonce, secret_needed }, _) => {
+                (instance, nonce, secret_needed)
+            }
+            (ToClient::Failed(kind), _) => return Err(Fault::Said(Error::from_kind(kind))),
+            _ => return Err(Fault::Said(Error::refused("the peer is no symmpool store"))),
+        };
+        match (secret, secret_needed) {
+            (None, true) => {
+                return Err(Fault::Said(Error::refused(
+                    "the store needs a secret and this client has none",
+                )));
+            }
+            (Some(_), false) => {
+                return Err(Fault::Said(Error::refused(
+                    "this client has a secret and the store has none",
+                )));
+            }
+            _ => {}
+        }
+        let handshake = Handshake { instance, server_nonce, client_nonce: random()?, identity };
+        let hello = Hello {
+            identity,
+            nonce: handshake.client_nonce,
+            proof: secret.map(|secret| secret.prove(Side::Client, &handshake)),
+        };
+        link.send(&wire::encode(&ToServer::Hello(hello), 0), until)?;
+        let proof = match link.receive(Caps::HANDSHAKE, until)? {
+            (ToClient::Welcome { proof }, _) => proof,
+            (ToClient::Failed(kind), _) => return Err(Fault::Said(Error::from_kind(kind))),
+            _ => return Err(Fault::Said(Error::refused("the peer is no symmpool store"))),
+        };
+        let proven = match (secret, proof) {
+            (None, _) => true,
+            (Some(secret), Some(proof)) => secret.verify(Side::Server, &handshake, &proof),
+            (Some(_), None) => false,
+        };
+        if !proven {
+            return Err(Fault::Said(Error::refused("the store's secret is not this client's")));
+        }
+        Ok((link, instance))
+    }
+
+    /// Sends `request` with its value and waits for the reply. After an error the link must be
+    /// dropped.
+    pub(super) fn ask(
+        &mut self,
+        request: Request,
+        tail: &[u8],
+        until: Instant,
+    ) -> Result<(ToClient, Vec<u8>), Fault> {
+        /// Values up to this size go out in one write with their head.
+        const SMALL: usize = 64 << 10;
+        let mut frame = wire::encode(&ToServer::Request(request), tail.len());
+        if tail.len() <= SMALL {
+            frame.extend_from_slice(tail);
+            self.send(&frame, until)?;
+        } else {
+            self.send(&frame, until)?;
+            self.send(tail, until)?;
+        }
+        self.receive(Caps::REPLY, until)
+    }
+
+    fn send(&mut self, mut bytes: &[u8], until: Instant) -> Result<(), Fault> {
+        while !bytes.is_empty() {
+            let left = left(until)?;
+            let written =
+                self.stream.set_write_timeout(Some(left)).and_then(|()| self.stream.write(bytes));
+            match written {
+                Ok(count) => bytes = &bytes[count..],
+                Err(error) => passing(&error)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn receive(&mut self, caps: Caps, until: Instant) -> Result<(ToClient, Vec<u8>), Fault> {
+        let mut header = [0; HEADER];
+        self.fill(&mut header, until)?;
+        let lengths = decode_header(&header, caps)?;
+        let head = self.take(lengths.head, until)?;
+        let tail = self.take(lengths.tail, until)?;
+        Ok((wire::decode(&head)?, tail))
+    }
+
+    /// Reads `length` bytes; memory grows with what arrives.
+    fn take(&mut self, length: usize, until: Instant) -> Result<Vec<u8>, Fault> {
+        const STEP: usize = 1 << 20;
+        let mut bytes = Vec::new();
+        while bytes.len() < length {
+            let have = bytes.len();
+            bytes.resize(length.min(have + have.max(STEP)), 0);
+            self.fill(&mut bytes[have..], until)?;
+        }
+        Ok(bytes)
+    }
+
+    fn fill(&mut self, mut bytes: &mut [u8], until: Instant) -> Result<(), Fault> {
+        while !bytes.is_empty() {
+            let left = left(until)?;
+            let read =
+                self.stream.set_read_timeout(Some(left)).and_then(|()| self.stream.read(bytes));
+            match read {
+                Ok(0) => return Err(Fault::Gone("connection closed".to_owned())),
+                Ok(count) => bytes = &mut bytes[count..],
+                Err(error) => passing(&error)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The time left, never zero (which would mean for ever).
+fn left(until: Instant) -> Result<Duration, Fault> {
+    let left = until.saturating_duration_since(Instant::now());
+    if left.is_zero() { Err(Fault::Late) } else { Ok(left.max(Duration::from_millis(1))) }
+}
+
+/// Lets errors pass after which one tries again.
+fn passing(error: &std::io::Error) -> Result<(), Fault> {
+    match error.kind() {
+        ErrorKind::Interrupted | ErrorKind::WouldBlock | ErrorKind::TimedOut => Ok(()),
+        _ => Err(Fault::Gone(error.to_string())),
+    }
+}

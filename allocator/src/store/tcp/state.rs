@@ -1,0 +1,409 @@
+//! What the server knows and decides, without any I/O or clock.
+//!
+//! The event loop tells it what clients ask ([`State::request`]), whose time is up
+//! ([`State::expire`]) and who is gone ([`State::disconnect`]), and sends the replies that pile
+//! up in its outbox. A client has at most one request under way.
+//!
+//! Who is lost: a client may declare its rank. When the last connection of a declared rank
+//! closes, every gather in which a declared client takes part and which still needs that rank
+//! fails at once, and so does every later one until the rank is declared again. Gathers among
+//! clients that declared nothing number their ranks as they like and are left alone.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use super::meter::{Charge, Meter, Payload};
+use super::wire::{self, Identity, Request, ToClient};
+use crate::store::gathered::runs;
+use crate::store::gathering::Gathering;
+use crate::store::{MAX_WORLD, check_gather, check_limits, counter_sum};
+use crate::{Error, Result};
+
+/// A connection, as the event loop numbers them.
+pub(super) type Client = u64;
+
+/// What an entry costs beside its key and value.
+const ENTRY: usize = 256;
+
+/// A reply ready to be sent; clones share the bytes.
+#[derive(Clone, Debug)]
+pub(super) struct Frame {
+    /// Header and head.
+    pub(super) head: Payload,
+    pub(super) tail: Option<Payload>,
+}
+
+/// The store's content and those who wait for it.
+#[derive(Debug)]
+pub(super) struct State {
+    meter: Meter,
+    values: BTreeMap<String, Entry>,
+    getters: BTreeMap<String, BTreeSet<Client>>,
+    gathers: BTreeMap<String, Gather>,
+    clients: BTreeMap<Client, Member>,
+    /// Declared ranks with a live connection: their session and number of connections.
+    live: BTreeMap<u32, ([u8; 16], usize)>,
+    /// Declared ranks whose connections have all closed.
+    lost: BTreeSet<u32>,
+    outbox: Vec<(Client, Frame)>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    value: Payload,
+    _room: Charge,
+}
+
+#[derive(Debug)]
+struct Gather {
+    gathering: Gathering<Payload>,
+    /// Who waits, and as which rank.
+    waiting: BTreeMap<Client, u32>,
+    /// Whether a client that declared its rank takes part.
+    declared: bool,
+    _room: Charge,
+}
+
+#[derive(Debug, Default)]
+struct Member {
+    rank: Option<u32>,
+    wait: Option<Wait>,
+}
+
+#[derive(Debug)]
+enum Wait {
+    Key { key: String, budget: Duration },
+    Gather { key: String, budget: Duration },
+}
+
+impl State {
+    pub(super) fn new(meter: Meter) -> Self {
+        Self {
+            meter,
+            values: BTreeMap::new(),
+            getters: BTreeMap::new(),
+            gathers: BTreeMap::new(),
+            clients: BTreeMap::new(),
+            live: BTreeMap::new(),
+            lost: BTreeSet::new(),
+            outbox: Vec::new(),
+        }
+    }
+
+    /// Admits a client, or says why not.
+    pub(super) fn connect(&mut self, client: Client, identity: Option<Identity>) -> Result<()> {
+        if let Some(Identity { rank, session }) = identity {
+            if rank >= MAX_WORLD {
+                return Err(Error::invalid_argument(format!(
+                    "rank {rank} declared to the store; ranks are below {MAX_WORLD}"
+                )));
+            }
+            let (of, connections) = self.live.entry(rank).or_insert((session, 0));
+            if *of != session {
+                return Err(Error::refused(format!(
+                    "two ranks with number {rank}: another client of the store has declared it \
+                     and is still connected; give every process its own RANK"
+                )));
+            }
+            *connections += 1;
+            self.lost.remove(&rank);
+        }
+        let rank = identity.map(|identity| identity.rank);
+        self.clients.insert(client, Member { rank, wait: None });
+        Ok(())
+    }
+
+    /// Serves a request, at once or when it can be. `tail` is an error when there was no room
+    /// for the value.
+    pub(super) fn request(&mut self, client: Client, request: Request, tail: Result<Payload>) {
+        let reply = match request {
+            Request::Set { key } => self.set(&key, tail).map(|()| Some((ToClient::Done, None))),
+            Request::Get { key, wait_ms } => self.get(client, key, Duration::from_millis(wait_ms)),
+            Request::Add { key, delta } => {
+                self.add(&key, delta).map(|sum| Some((ToClient::Sum(sum), None)))
+            }
+            Request::Delete { key } => check_limits(&key, &[])
+                .map(|()| Some((ToClient::Deleted(self.values.remove(&key).is_some()), None))),
+            Request::AllGather { key, rank, world, wait_ms } => {
+                let budget = Duration::from_millis(wait_ms);
+                self.gather(client, key, rank, world, tail, budget).map(|()| None)
+            }
+        };
+        match reply {
+            Ok(Some((message, tail))) => self.reply(client, &message, tail),
+            Ok(None) => {}
+            Err(error) => self.reply_error(client, &error),
+        }
+    }
+
+    /// Ends `client`'s wait: its time is up. A part it had in a gather is taken back.
+    pub(super) fn expire(&mut self, client: Client) {
+        let Some(wait) = self.clients.get_mut(&client).and_then(|member| member.wait.take()) else {
+            return;
+        };
+        let error = match wait {
+            Wait::Key { key, budget } => {
+                self.forget_getter(client, &key);
+                Error::timeout(format!("waiting for the store's key {key:?}"), budget, Vec::new())
+            }
+            Wait::Gather { key, budget } => {
+                let mut missing = Vec::new();
+                if let Some(gather) = self.gathers.get_mut(&key) {
+                    missing = gather.gathering.missing();
+                    if let Some(rank) = gather.waiting.remove(&client) {
+                        gather.gathering.withdraw(rank);
+                    }
+                    if gather.gathering.is_spent() {
+                        self.gathers.remove(&key);
+                    }
+                }
+                Error::timeout(format!("in all_gather {key:?}"), budget, missing)
+            }
+        };
+        self.reply_error(client, &error);
+    }
+
+    /// Forgets a client whose connection closed. What it contributed stays.
+    pub(super) fn disconnect(&mut self, client: Client) {
+        let Some(member) = self.clients.remove(&client) else { return };
+        match member.wait {
+            Some(Wait::Key { key, .. }) => self.forget_getter(client, &key),
+            Some(Wait::Gather { key, .. }) => {
+                if let Some(gather) = self.gathers.get_mut(&key) {
+                    gather.waiting.remove(&client);
+                }
+            }
+            None => {}
+        }
+        let Some(rank) = member.rank else { return };
+        let Some((_, connections)) = self.live.get_mut(&rank) else { return };
+        *connections -= 1;
+        if *connections > 0 {
+            return;
+        }
+        self.live.remove(&rank);
+        self.lost.insert(rank);
+        let stuck: Vec<String> = self
+            .gathers
+            .iter()
+            .filter(|(_, gather)| !gather.lost_ranks(&self.lost).is_empty())
+            .map(|(key, _)| key.clone())
+            .collect();
+        for key in stuck {
+            self.fail_if_lost(&key);
+        }
+    }
+
+    /// Whether `client` waits for something.
+    pub(super) fn is_waiting(&self, client: Client) -> bool {
+        self.clients.get(&client).is_some_and(|member| member.wait.is_some())
+    }
+
+    /// The replies since the last call.
+    pub(super) fn take_replies(&mut self) -> Vec<(Client, Frame)> {
+        std::mem::take(&mut self.outbox)
+    }
+
+    /// A reply that needs no state, for the event loop's own use.
+    pub(super) fn frame(&self, message: &ToClient, tail: Option<Payload>) -> Frame {
+        let bytes = wire::encode(message, tail.as_ref().map_or(0, |tail| tail.as_ref().len()));
+        let charge = self.meter.charge_reply(bytes.len());
+        Frame { head: Payload::new(bytes, charge), tail }
+    }
+
+    fn reply(&mut self, client: Client, message: &ToClient, tail: Option<Payload>) {
+        let frame = self.frame(message, tail);
+        self.outbox.push((client, frame));
+    }
+
+    fn reply_error(&mut self, client: Client, error: &Error) {
+        self.reply(client, &ToClient::Failed(error.kind().clone()), None);
+    }
+
+    fn set(&mut self, key: &str, value: Result<Payload>) -> Result<()> {
+        let value = value?;
+        check_limits(key, value.as_ref())?;
+        match self.values.get_mut(key) {
+            Some(entry) => entry.value = value.clone(),
+            None => {
+                let room = self.meter.charge(ENTRY + key.len())?;
+                let entry = Entry { value: value.clone(), _room: room };
+                self.values.insert(key.to_owned(), entry);
+            }
+        }
+        for client in self.getters.remove(key).unwrap_or_default() {
+            if let Some(member) = self.clients.get_mut(&client) {
+                member.wait = None;
+            }
+            self.reply(client, &ToClient::Value, Some(value.clone()));
+        }
+        Ok(())
+    }
+
+    fn get(
+        &mut self,
+        client: Client,
+        key: String,
+        budget: Duration,
+    ) -> Result<Option<(ToClient, Option<Payload>)>> {
+        check_limits(&key, &[])?;
+        if let Some(entry) = self.values.get(&key) {
+            return Ok(Some((ToClient::Value, Some(entry.value.clone()))));
+        }
+        if let Some(member) = self.clients.get_mut(&client) {
+            self.getters.entry(key.clone()).or_default().insert(client);
+            member.wait = Some(Wait::Key { key, budget });
+        }
+        Ok(None)
+    }
+
+    fn forget_getter(&mut self, client: Client, key: &str) {
+        if let Some(getters) = self.getters.get_mut(key) {
+            getters.remove(&client);
+            if getters.is_empty() {
+                self.getters.remove(key);
+            }
+        }
+    }
+
+    fn add(&mut self, key: &str, delta: i64) -> Result<i64> {
+        check_limits(key, &[])?;
+        let old = self.values.get(key).map(|entry| entry.value.as_ref());
+        let sum = counter_sum(key, old, delta)?;
+        let text = sum.to_string().into_bytes();
+        let charge = self.meter.charge(text.len())?;
+        self.set(key, Ok(Payload::new(text, charge)))?;
+        Ok(sum)
+    }
+
+    fn gather(
+        &mut self,
+        client: Client,
+        key: String,
+        rank: u32,
+        world: u32,
+        part: Result<Payload>,
+        budget: Duration,
+    ) -> Result<()> {
+        check_gather(&key, rank, world, part.as_ref().map_or(&[], AsRef::as_ref))?;
+        let Some(member) = self.clients.get_mut(&client) else { return Ok(()) };
+        if let Some(declared) = member.rank
+            && declared != rank
+        {
+            return Err(Error::invalid_argument(format!(
+                "all_gather {key:?} as rank {rank} through a store connection declared as rank \
+                 {declared}; groups that number their ranks anew need a connection that declares \
+                 none"
+            )));
+        }
+        let declared = member.rank.is_some();
+        if !self.gathers.contains_key(&key) {
+            let gather = Gather {
+                gathering: Gathering::new(world),
+                waiting: BTreeMap::new(),
+                declared: false,
+                _room: self.meter.charge(ENTRY + key.len())?,
+            };
+            self.gathers.insert(key.clone(), gather);
+        }
+        let gather = self.gathers.get_mut(&key).expect("inserted above if it was absent");
+        gather.declared |= declared;
+        let arrived = match part {
+            Ok(part) => gather.gathering.arrive(&key, rank, world, part),
+            Err(error) => Err(gather.gathering.arrive_broken(&error)),
+        };
+        match arrived {
+            Ok(complete) => {
+                gather.waiting.insert(client, rank);
+                member.wait = Some(Wait::Gather { key: key.clone(), budget });
+                if complete {
+                    self.complete(&key);
+                } else {
+                    self.fail_if_lost(&key);
+                }
+                Ok(())
+            }
+            Err(error) => {
+                let waiting = std::mem::take(&mut gather.waiting);
+                if gather.gathering.is_spent() {
+                    self.gathers.remove(&key);
+                }
+                self.answer_all(waiting, &ToClient::Failed(error.kind().clone()), None);
+                Err(error)
+            }
+        }
+    }
+
+    /// Answers everyone in a gather that has all its parts, with one frame, and forgets it.
+    fn complete(&mut self, key: &str) {
+        let Some(gather) = self.gathers.remove(key) else { return };
+        let (distinct, which) = gather.gathering.finish();
+        let length = |part: &Payload| u32::try_from(part.as_ref().len()).expect("capped by wire");
+        let message = ToClient::Gathered {
+            lengths: distinct.iter().map(length).collect(),
+            runs: runs(&which),
+        };
+        let tail = match &distinct[..] {
+            [one] => one.clone(),
+            parts => {
+                let bytes = parts.iter().map(AsRef::as_ref).collect::<Vec<&[u8]>>().concat();
+                let charge = self.meter.charge_reply(bytes.len());
+                Payload::new(bytes, charge)
+            }
+        };
+        self.answer_all(gather.waiting, &message, Some(tail));
+    }
+
+    /// Fails the gather under `key` if it needs a rank that is gone.
+    fn fail_if_lost(&mut self, key: &str) {
+        let Some(gather) = self.gathers.get(key) else { return };
+        let lost = gather.lost_ranks(&self.lost);
+        if lost.is_empty() {
+            return;
+        }
+        let error = Error::peer_lost(
+            lost,
+            format!("disconnected from the store without a part in all_gather {key:?}"),
+        );
+        if let Some(gather) = self.gathers.remove(key) {
+            self.answer_all(gather.waiting, &ToClient::Failed(error.kind().clone()), None);
+        }
+    }
+
+    /// One frame for many clients.
+    fn answer_all(
+        &mut self,
+        waiting: BTreeMap<Client, u32>,
+        message: &ToClient,
+        tail: Option<Payload>,
+    ) {
+        let frame = self.frame(message, tail);
+        for client in waiting.into_keys() {
+            if let Some(member) = self.clients.get_mut(&client) {
+                member.wait = None;
+            }
+            self.outbox.push((client, frame.clone()));
+        }
+    }
+
+    /// Values, waited-for keys and gathers under way.
+    #[cfg(test)]
+    pub(super) fn entries(&self) -> (usize, usize, usize) {
+        (self.values.len(), self.getters.len(), self.gathers.len())
+    }
+}
+
+impl Gather {
+    /// Those of `lost` that this gather still needs.
+    fn lost_ranks(&self, lost: &BTreeSet<u32>) -> Vec<u32> {
+        if !self.declared || self.gathering.failed() {
+            return Vec::new();
+        }
+        let world = self.gathering.world();
+        lost.range(..world).copied().filter(|rank| !self.gathering.has(*rank)).collect()
+    }
+}
+
+#[cfg(test)]
+#[path = "state_tests.rs"]
+mod tests;

@@ -1,0 +1,198 @@
+use super::*;
+
+const LIMIT: usize = 1 << 20;
+
+struct Bench {
+    state: State,
+    meter: Meter,
+}
+
+impl Bench {
+    fn new(clients: u64) -> Self {
+        let meter = Meter::new(LIMIT);
+        let mut state = State::new(meter.clone());
+        for client in 0..clients {
+            state.connect(client, None).unwrap();
+        }
+        Self { state, meter }
+    }
+
+    fn declared(ranks: u32) -> Self {
+        let mut bench = Self::new(0);
+        for rank in 0..ranks {
+            bench.declare(u64::from(rank), rank, 0).unwrap();
+        }
+        bench
+    }
+
+    fn declare(&mut self, client: Client, rank: u32, session: u8) -> Result<()> {
+        self.state.connect(client, Some(Identity { rank, session: [session; 16] }))
+    }
+
+    fn ask(&mut self, client: Client, request: Request, value: &[u8]) -> Vec<(Client, ToClient)> {
+        let tail = self.meter.charge(value.len()).map(|room| Payload::new(value.to_vec(), room));
+        self.state.request(client, request, tail);
+        self.replies()
+    }
+
+    fn gather(&mut self, client: Client, rank: u32, world: u32) -> Vec<(Client, ToClient)> {
+        let request = Request::AllGather { key: "g".into(), rank, world, wait_ms: 1000 };
+        self.ask(client, request, b"part")
+    }
+
+    fn replies(&mut self) -> Vec<(Client, ToClient)> {
+        let decode = |frame: &Frame| wire::decode(&frame.head.as_ref()[wire::HEADER..]).unwrap();
+        self.state.take_replies().iter().map(|(client, frame)| (*client, decode(frame))).collect()
+    }
+}
+
+fn error(reply: &(Client, ToClient)) -> Error {
+    match &reply.1 {
+        ToClient::Failed(kind) => Error::from_kind(kind.clone()),
+        other => panic!("not an error: {other:?}"),
+    }
+}
+
+#[test]
+fn a_set_answers_those_who_wait_for_the_key() {
+    let mut bench = Bench::new(3);
+    let get = || Request::Get { key: "k".into(), wait_ms: 9 };
+    assert_eq!(bench.ask(0, get(), b""), []);
+    assert_eq!(bench.ask(1, get(), b""), []);
+    assert!(bench.state.is_waiting(1));
+    let replies = bench.ask(2, Request::Set { key: "k".into() }, b"v");
+    assert_eq!(replies, [(0, ToClient::Value), (1, ToClient::Value), (2, ToClient::Done)]);
+    assert!(!bench.state.is_waiting(1));
+    assert_eq!(bench.state.entries(), (1, 0, 0));
+    let delete = || Request::Delete { key: "k".into() };
+    assert_eq!(bench.ask(0, delete(), b""), [(0, ToClient::Deleted(true))]);
+    assert_eq!(bench.ask(0, delete(), b""), [(0, ToClient::Deleted(false))]);
+    assert_eq!(bench.meter.held(), 0);
+}
+
+#[test]
+fn a_gather_is_answered_once_all_are_there_and_forgotten() {
+    let mut bench = Bench::new(3);
+    assert_eq!(bench.gather(1, 1, 3), []);
+    assert_eq!(bench.gather(2, 2, 3), []);
+    let replies = bench.gather(0, 0, 3);
+    let reply = ToClient::Gathered { lengths: vec![4], runs: vec![(0, 3)] };
+    assert_eq!(replies, [(0, reply.clone()), (1, reply.clone()), (2, reply)]);
+    assert_eq!(bench.state.entries(), (0, 0, 0));
+    assert_eq!(bench.meter.held(), 0);
+}
+
+#[test]
+fn a_timeout_names_the_missing_and_takes_the_part_back() {
+    let mut bench = Bench::new(2);
+    bench.gather(0, 0, 3);
+    bench.state.expire(0);
+    let replies = bench.replies();
+    assert!(error(&replies[0]).is_timeout());
+    assert_eq!(error(&replies[0]).ranks(), [1, 2]);
+    assert_eq!(bench.state.entries(), (0, 0, 0));
+    assert_eq!(bench.meter.held(), 0);
+    bench.state.expire(0);
+    assert_eq!(bench.replies(), []);
+}
+
+#[test]
+fn two_ranks_with_one_number_fail_the_gather_for_all() {
+    let mut bench = Bench::new(4);
+    bench.gather(0, 0, 4);
+    bench.gather(1, 1, 4);
+    let replies = bench.gather(2, 1, 4);
+    assert_eq!(replies.iter().map(|reply| reply.0).collect::<Vec<_>>(), [0, 1, 2]);
+    for reply in &replies {
+        assert!(error(reply).to_string().contains("two ranks with number 1"));
+    }
+    let replies = bench.gather(3, 3, 4);
+    assert!(error(&replies[0]).to_string().contains("two ranks with number 1"));
+    assert_eq!(bench.state.entries(), (0, 0, 0));
+    assert_eq!(bench.meter.held(), 0);
+}
+
+#[test]
+fn a_lost_rank_fails_what_needs_it_and_nothing_else() {
+    let mut bench = Bench::declared(3);
+    bench.state.connect(9, None).unwrap();
+    // A gather among clients that declared nothing, with other numbers.
+    let other = Request::AllGather { key: "other".into(), rank: 0, world: 3, wait_ms: 9 };
+    assert_eq!(bench.ask(9, other, b""), []);
+    // Rank 2 contributed to "g" before it went; rank 0 waits in "later", which needs it.
+    assert_eq!(bench.gather(2, 2, 3), []);
+    let later = |rank| Request::AllGather { key: "later".into(), rank, world: 3, wait_ms: 9 };
+    assert_eq!(bench.ask(0, later(0), b""), []);
+    bench.state.disconnect(2);
+    let replies = bench.replies();
+    assert_eq!(replies.len(), 1);
+    assert_eq!(replies[0].0, 0);
+    assert!(error(&replies[0]).is_peer_lost());
+    assert_eq!(error(&replies[0]).ranks(), [2]);
+    // "g" has its part and completes.
+    assert_eq!(bench.gather(0, 0, 3), []);
+    assert_eq!(bench.gather(1, 1, 3).len(), 2);
+    // A later gather fails at once, until the rank is back.
+    assert_eq!(error(&bench.ask(1, later(1), b"")[0]).ranks(), [2]);
+    bench.declare(12, 2, 7).unwrap();
+    assert_eq!(bench.ask(1, later(1), b""), []);
+    assert!(bench.state.is_waiting(9));
+}
+
+#[test]
+fn a_rank_is_lost_with_its_last_connection() {
+    let mut bench = Bench::declared(2);
+    bench.declare(5, 1, 0).unwrap();
+    assert!(bench.declare(6, 1, 1).unwrap_err().is_refused());
+    assert_eq!(bench.gather(0, 0, 2), []);
+    bench.state.disconnect(1);
+    assert_eq!(bench.replies(), []);
+    bench.state.disconnect(5);
+    assert_eq!(error(&bench.replies()[0]).ranks(), [1]);
+}
+
+#[test]
+fn a_declared_client_speaks_for_its_own_rank_only() {
+    let mut bench = Bench::declared(2);
+    assert!(error(&bench.gather(0, 1, 2)[0]).is_invalid_argument());
+    assert_eq!(bench.state.entries(), (0, 0, 0));
+}
+
+#[test]
+fn worlds_and_ranks_that_cannot_be_are_refused() {
+    let mut bench = Bench::new(1);
+    for (rank, world) in [(0, 0), (0, u32::MAX), (3, 3), (u32::MAX, 4)] {
+        assert!(error(&bench.gather(0, rank, world)[0]).is_invalid_argument());
+    }
+    assert!(bench.declare(1, u32::MAX, 0).unwrap_err().is_invalid_argument());
+    assert_eq!(bench.meter.held(), 0);
+}
+
+#[test]
+fn no_room_is_an_error_that_changes_nothing() {
+    let mut bench = Bench::new(2);
+    let set = |key: &str| Request::Set { key: key.into() };
+    bench.ask(0, set("a"), &[1; LIMIT - 1000]);
+    assert!(error(&bench.ask(0, set("b"), &[0; 2000])[0]).is_out_of_memory());
+    assert!(error(&bench.ask(0, set("a"), &[0; 2000])[0]).is_out_of_memory());
+    assert_eq!(bench.state.values["a"].value.as_ref(), [1; LIMIT - 1000]);
+    // A part without room fails the gather for who waits in it.
+    bench.gather(0, 0, 2);
+    let request = Request::AllGather { key: "g".into(), rank: 1, world: 2, wait_ms: 9 };
+    let replies = bench.ask(1, request, &[0; 2000]);
+    assert_eq!(replies.len(), 2);
+    assert!(replies.iter().all(|reply| error(reply).is_out_of_memory()));
+    bench.ask(0, Request::Delete { key: "a".into() }, b"");
+    assert_eq!(bench.meter.held(), 0);
+}
+
+#[test]
+fn counters_count_and_refuse_what_is_no_number() {
+    let mut bench = Bench::new(1);
+    let add = |delta| Request::Add { key: "n".into(), delta };
+    assert_eq!(bench.ask(0, add(5), b""), [(0, ToClient::Sum(5))]);
+    assert_eq!(bench.ask(0, add(-7), b""), [(0, ToClient::Sum(-2))]);
+    assert!(error(&bench.ask(0, add(i64::MIN), b"")[0]).is_invalid_argument());
+    bench.ask(0, Request::Set { key: "n".into() }, b"x");
+    assert!(error(&bench.ask(0, add(1), b"")[0]).is_invalid_argument());
+}
