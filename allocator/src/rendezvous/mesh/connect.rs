@@ -241,19 +241,6 @@ impl<'a> Assembly<'a> {
 
     /// Reads what dialled ranks answer, and notices ranks that were there and left.
     fn hear_links(&mut self) -> Result<()> {
-        // What a connected rank says is left alone while it is there: it may be done connecting,
-        // and have begun to exchange handles. A farewell is followed by closing.
-        let up = (0u32..).zip(&self.links).filter_map(|(peer, link)| match link {
-            Link::Up(socket) => Some((peer, socket)),
-            _ => None,
-        });
-        for peer in closed(up) {
-            let Link::Up(socket) = &self.links[peer as usize] else { continue };
-            return Err(match last_words(&mut self.inbox, peer, socket) {
-                LastWords::Farewell(error) => error,
-                LastWords::Nothing | LastWords::StillThere => lost(peer),
-            });
-        }
         for peer in 0..self.rank {
             let Link::Dialled(socket) = &self.links[peer as usize] else { continue };
             let frame = match self.inbox.receive(peer, socket)? {
@@ -271,6 +258,19 @@ impl<'a> Assembly<'a> {
             if let Link::Dialled(socket) = dialled {
                 self.links[peer as usize] = Link::Up(socket);
             }
+        }
+        // What a connected rank says is left alone while it is there: it may be done connecting,
+        // and have begun to exchange handles. A farewell is followed by closing.
+        let up = (0u32..).zip(&self.links).filter_map(|(peer, link)| match link {
+            Link::Up(socket) => Some((peer, socket)),
+            _ => None,
+        });
+        for peer in closed(up) {
+            let Link::Up(socket) = &self.links[peer as usize] else { continue };
+            return Err(match last_words(&mut self.inbox, peer, socket) {
+                LastWords::Farewell(error) => error,
+                LastWords::Nothing | LastWords::StillThere => lost(peer),
+            });
         }
         Ok(())
     }

@@ -171,7 +171,12 @@ fn a_rank_that_declines_says_why_and_everybody_hears_it() {
                 Mesh::decline(listener, rank, names, &SECRET, &why);
                 return None;
             }
-            Some(Mesh::connect(listener, rank, names, &SECRET, soon()).unwrap_err())
+            // A rank may have been let in, and be told after that.
+            let mut mesh = match Mesh::connect(listener, rank, names, &SECRET, soon()) {
+                Ok(mesh) => mesh,
+                Err(error) => return Some(error),
+            };
+            Some(mesh.exchange(1, &[], 0, &mut keep_nothing, soon()).unwrap_err())
         });
         for (rank, error) in errors.into_iter().enumerate() {
             let Some(error) = error else { continue };
