@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-pub(crate) use env::EnvConfig;
+use env::EnvConfig;
 
-use crate::store::{Gathered, Store};
+use crate::store::{Gathered, MemoryStore, Store, TcpServer};
 use crate::{Deadline, Error, Result};
 
 /// The most ranks of a group.
@@ -39,6 +39,9 @@ struct Member {
     world: u32,
     local_rank: Option<u32>,
     store: Arc<dyn Store>,
+    /// The store's server, where this participant hosts it: it serves as long as a group of this
+    /// participant lives.
+    _server: Option<TcpServer>,
 }
 
 /// The part of the store's keys that belongs to one group.
@@ -59,27 +62,57 @@ impl Group {
     ///
     /// Fails with [`Error::is_invalid_argument`] unless `rank < world <= `[`MAX_WORLD`].
     pub fn new(rank: u32, world: u32, store: Arc<dyn Store>) -> Result<Self> {
-        Self::with_local_rank(rank, world, None, store)
+        Self::of(Member { rank, world, local_rank: None, store, _server: None })
     }
 
-    fn with_local_rank(
-        rank: u32,
-        world: u32,
-        local_rank: Option<u32>,
-        store: Arc<dyn Store>,
-    ) -> Result<Self> {
-        if world == 0 || world > MAX_WORLD {
-            return Err(Error::invalid_argument(format!(
-                "a group of {world} ranks; groups have 1 to {MAX_WORLD}"
-            )));
-        }
+    /// `world` participants in one process, in rank order, that meet in memory: give each thread
+    /// one.
+    pub fn in_process(world: u32) -> Result<Vec<Self>> {
+        check_world(world)?;
+        let store = MemoryStore::new();
+        (0..world).map(|rank| Self::new(rank, world, Arc::new(store.clone()))).collect()
+    }
+
+    /// The group that torchrun (or another launcher that sets its variables) describes to this
+    /// process. Rank 0 serves the store, for as long as its group or a child of it lives; all
+    /// connect to it.
+    ///
+    /// | variable | meaning |
+    /// | --- | --- |
+    /// | `RANK`, `WORLD_SIZE` | this process's number and how many there are |
+    /// | `LOCAL_RANK` | its number on its machine; may be absent |
+    /// | `MASTER_ADDR`, `MASTER_PORT` | the machine of rank 0, by an address that it can listen on, and a port |
+    /// | `SYMMPOOL_PORT` | the port to use in place of `MASTER_PORT`; may be absent |
+    /// | `SYMMPOOL_SECRET` | what all ranks have to know; may be absent where `MASTER_ADDR` is a loopback address |
+    ///
+    /// Without `SYMMPOOL_PORT`, the port after `MASTER_PORT` is used when
+    /// `TORCHELASTIC_USE_AGENT_STORE=True` says that torchrun's own store holds that one.
+    ///
+    /// A variable that is missing or makes no sense is an [`Error::is_invalid_argument`] that
+    /// names it and its value.
+    pub fn from_env(deadline: Deadline) -> Result<Self> {
+        Self::from_config(&EnvConfig::from_env()?, deadline)
+    }
+
+    fn from_config(config: &EnvConfig, deadline: Deadline) -> Result<Self> {
+        let EnvConfig { rank, world, local_rank, .. } = *config;
+        let (store, server) = config.meet(deadline).map_err(|error| {
+            let EnvConfig { address, port, .. } = config;
+            error.context(format!("meeting at {address}:{port} as rank {rank} of {world}"))
+        })?;
+        Self::of(Member { rank, world, local_rank, store: Arc::new(store), _server: server })
+    }
+
+    fn of(member: Member) -> Result<Self> {
+        let Member { rank, world, .. } = member;
+        check_world(world)?;
         if rank >= world {
             return Err(Error::invalid_argument(format!(
                 "rank {rank} of a group of {world} ranks; ranks count from 0"
             )));
         }
         Ok(Self {
-            member: Arc::new(Member { rank, world, local_rank, store }),
+            member: Arc::new(member),
             namespace: Namespace::new("symmpool".into()),
             timeout: DEFAULT_TIMEOUT,
         })
@@ -169,6 +202,15 @@ impl Group {
     }
 }
 
+fn check_world(world: u32) -> Result<()> {
+    if world == 0 || world > MAX_WORLD {
+        return Err(Error::invalid_argument(format!(
+            "a group of {world} ranks; groups have 1 to {MAX_WORLD}"
+        )));
+    }
+    Ok(())
+}
+
 impl fmt::Debug for Group {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Group")
@@ -184,11 +226,11 @@ impl fmt::Debug for Group {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rendezvous::testing::{MeetingStore, on_ranks};
+    use crate::rendezvous::testing::on_ranks;
 
     #[test]
     fn impossible_groups_are_refused() {
-        let store: Arc<dyn Store> = Arc::new(MeetingStore::default());
+        let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
         for (rank, world) in [(0, 0), (1, 1), (9, 8), (0, MAX_WORLD + 1)] {
             let error = Group::new(rank, world, store.clone()).unwrap_err();
             assert!(error.is_invalid_argument(), "{rank} of {world}");
@@ -245,12 +287,60 @@ mod tests {
 
     #[test]
     fn a_missing_rank_is_named_with_the_group() {
-        let store = Arc::new(MeetingStore::default());
+        let store = Arc::new(MemoryStore::new());
         let group = Group::new(1, 3, store).unwrap().with_name("trainer");
         let error =
             group.all_gather("hello", b"", Deadline::after(Duration::from_millis(20))).unwrap_err();
         assert!(error.is_timeout());
         assert_eq!(error.ranks(), [0, 2]);
         assert!(error.to_string().contains("group \"trainer\", rank 1 of 3"), "{error}");
+    }
+
+    #[test]
+    fn groups_from_a_launcher_meet_over_tcp() {
+        // A port that is free now; nobody else asks for this very one meanwhile.
+        let probe = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = probe.local_addr().unwrap().port();
+        drop(probe);
+        std::thread::scope(|scope| {
+            for rank in 0..3 {
+                scope.spawn(move || {
+                    let config = EnvConfig {
+                        rank,
+                        world: 3,
+                        local_rank: Some(rank),
+                        address: "127.0.0.1".into(),
+                        port,
+                        secret: Some("a secret of this test".into()),
+                    };
+                    let group = Group::from_config(&config, Deadline::seconds(60)).unwrap();
+                    assert_eq!(group.local_rank(), Some(rank));
+                    let child = group.child("pool");
+                    drop(group);
+                    let all = child.all_gather("rank", &[rank as u8], Deadline::seconds(60));
+                    assert_eq!(
+                        all.unwrap().parts().flatten().copied().collect::<Vec<_>>(),
+                        [0, 1, 2]
+                    );
+                    // Rank 0 goes when all have their parts.
+                    let _ = child.all_gather("bye", b"", Deadline::seconds(60));
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn a_store_for_the_network_needs_a_secret() {
+        let config = EnvConfig {
+            rank: 0,
+            world: 2,
+            local_rank: None,
+            address: "0.0.0.0".into(),
+            port: 1,
+            secret: None,
+        };
+        let error = Group::from_config(&config, Deadline::seconds(5)).unwrap_err();
+        assert!(error.is_invalid_argument(), "{error}");
+        assert!(error.to_string().contains("SYMMPOOL_SECRET"), "{error}");
     }
 }

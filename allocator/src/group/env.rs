@@ -3,17 +3,12 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::{Error, Result};
+use crate::store::tcp::{Secret, TcpOptions};
+use crate::store::{TcpServer, TcpStore};
+use crate::{Deadline, Error, Result};
 
-/// What the environment says about this process's group.
-///
-/// | variable | meaning |
-/// | --- | --- |
-/// | `RANK`, `WORLD_SIZE` | this process's number and how many there are |
-/// | `LOCAL_RANK` | its number on its machine; may be absent |
-/// | `MASTER_ADDR`, `MASTER_PORT` | the machine of rank 0 and a port there |
-/// | `SYMMPOOL_PORT` | the port to use in place of `MASTER_PORT`; may be absent |
-/// | `SYMMPOOL_SECRET` | what participants have to know in order to take part; may be absent |
+/// What the environment says about this process's group; [`super::Group::from_env`] explains the
+/// variables.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct EnvConfig {
     /// This process's rank.
@@ -60,6 +55,29 @@ impl EnvConfig {
         };
         let secret = lookup("SYMMPOOL_SECRET").filter(|secret| !secret.is_empty());
         Ok(Self { rank, world, local_rank, address, port, secret })
+    }
+
+    /// Connects to the store, which rank 0 serves.
+    pub(super) fn meet(&self, deadline: Deadline) -> Result<(TcpStore, Option<TcpServer>)> {
+        let secret = self.secret.as_ref().map(Secret::new).transpose()?;
+        let options = TcpOptions { secret, hosted_by: Some(0), ..TcpOptions::default() };
+        let at = (self.address.as_str(), self.port);
+        let server = if self.rank == 0 {
+            let server = TcpServer::bind(at, options.clone()).map_err(|error| {
+                error.context(
+                    "serving the store on MASTER_ADDR (set SYMMPOOL_SECRET, the same on all \
+                     ranks, where that is not a loopback address)",
+                )
+            })?;
+            Some(server)
+        } else {
+            None
+        };
+        let store = match &server {
+            Some(server) => TcpStore::connect_as(server.local_addr(), options, 0, deadline),
+            None => TcpStore::connect_as(at, options, self.rank, deadline),
+        };
+        Ok((store?, server))
     }
 
     fn master_port(lookup: &impl Fn(&str) -> Option<String>) -> Result<u16> {

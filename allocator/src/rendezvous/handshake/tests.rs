@@ -1,10 +1,9 @@
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::*;
 use crate::driver::{FaultAction, FaultDriver, FaultPlan};
-use crate::rendezvous::testing::{MeetingStore, groups, on_ranks};
+use crate::rendezvous::testing::on_ranks;
 
 const OPTIONS: HandshakeOptions = HandshakeOptions { allow_shared_device: false };
 
@@ -61,13 +60,12 @@ fn every_handshake_has_a_secret_of_its_own() {
 
 #[test]
 fn a_handshake_costs_two_gathers() {
-    let store = Arc::new(MeetingStore::default());
-    std::thread::scope(|scope| {
-        for group in groups(3, &store) {
-            scope.spawn(move || meet(&group, &Driver::host().unwrap()).unwrap());
-        }
-    });
-    assert_eq!(store.gathers(), 2 * 3);
+    for world in [1, 3, 8] {
+        on_ranks(world, |group| {
+            meet(&group, &Driver::host().unwrap()).unwrap();
+            assert_eq!(group.store().traffic().round_trips, 2);
+        });
+    }
 }
 
 #[test]

@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::wire::{self, Inbox, Introduction, Received, Sent};
-use super::{Mesh, at_most, farewell_of, poll_for, say_farewell};
+use super::{LastWords, Mesh, at_most, closed, last_words, poll_for, say_farewell};
 use crate::rendezvous::message;
 use crate::{Deadline, Error, Result};
 
@@ -239,35 +239,38 @@ impl<'a> Assembly<'a> {
         Ok(())
     }
 
-    /// Reads what dialled ranks answer, and what ranks that are already there have to say: before
-    /// all are connected, that can only be a farewell.
+    /// Reads what dialled ranks answer, and notices ranks that were there and left.
     fn hear_links(&mut self) -> Result<()> {
-        for peer in 0..self.links.len() as u32 {
-            let (Link::Dialled(socket) | Link::Up(socket)) = &self.links[peer as usize] else {
-                continue;
-            };
+        for peer in 0..self.rank {
+            let Link::Dialled(socket) = &self.links[peer as usize] else { continue };
             let frame = match self.inbox.receive(peer, socket)? {
                 Received::WouldBlock => continue,
                 Received::Closed => return Err(lost(peer)),
                 Received::Packet { frame, .. } => frame,
             };
-            if let Some(error) = farewell_of(peer, frame) {
-                return Err(error);
-            }
-            if matches!(self.links[peer as usize], Link::Up(_)) {
-                return Err(Error::mismatch(format!(
-                    "rank {peer} sends before all ranks are connected"
-                )));
-            }
             let answer: Introduction = message::decode(peer, frame)?;
             if (answer.from, answer.to) != (peer, self.rank) || !answer.proven(self.secret) {
                 return Err(Error::refused(format!(
                     "whoever listens where rank {peer} should does not know this group's secret"
                 )));
             }
-            let dialled = std::mem::replace(&mut self.links[peer as usize], Link::Own);
-            let Link::Dialled(socket) = dialled else { continue };
-            self.links[peer as usize] = Link::Up(socket);
+            let dialled = std::mem::replace(&mut self.links[peer as usize], Link::ToDial);
+            if let Link::Dialled(socket) = dialled {
+                self.links[peer as usize] = Link::Up(socket);
+            }
+        }
+        // What a connected rank says is left alone while it is there: it may be done connecting,
+        // and have begun to exchange handles. A farewell is followed by closing.
+        let up = (0u32..).zip(&self.links).filter_map(|(peer, link)| match link {
+            Link::Up(socket) => Some((peer, socket)),
+            _ => None,
+        });
+        for peer in closed(up) {
+            let Link::Up(socket) = &self.links[peer as usize] else { continue };
+            return Err(match last_words(&mut self.inbox, peer, socket) {
+                LastWords::Farewell(error) => error,
+                LastWords::Nothing | LastWords::StillThere => lost(peer),
+            });
         }
         Ok(())
     }
@@ -280,9 +283,8 @@ impl<'a> Assembly<'a> {
         let mut redial = false;
         for link in &self.links {
             match link {
-                Link::Dialled(socket) | Link::Up(socket) => {
-                    polled.push(PollFd::new(socket, PollFlags::IN));
-                }
+                Link::Dialled(socket) => polled.push(PollFd::new(socket, PollFlags::IN)),
+                Link::Up(socket) => polled.push(PollFd::new(socket, PollFlags::empty())),
                 Link::ToDial => redial = true,
                 Link::Own | Link::Expected { .. } => {}
             }

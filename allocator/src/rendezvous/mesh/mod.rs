@@ -56,21 +56,7 @@ impl Mesh {
         if let Some(broken) = &self.broken {
             return broken.lost.clone();
         }
-        let mut ranks = Vec::new();
-        let mut polled = Vec::new();
-        for (rank, socket) in links(&self.links) {
-            ranks.push(rank);
-            polled.push(PollFd::new(socket, PollFlags::empty()));
-        }
-        // A poll that fails shows nothing; the next use of the sockets will say why.
-        let _ = poll_for(&mut polled, Duration::ZERO);
-        let gone = |poll: &PollFd<'_>| poll.revents().intersects(PollFlags::HUP | PollFlags::ERR);
-        ranks
-            .into_iter()
-            .zip(&polled)
-            .filter(|(_, poll)| gone(poll))
-            .map(|(rank, _)| rank)
-            .collect()
+        closed(links(&self.links))
     }
 
     /// The reason why this mesh can no longer be used, if there is one.
@@ -97,35 +83,47 @@ impl Mesh {
         let mut lost = Vec::new();
         let mut gave_up = None;
         for (rank, socket) in links(&self.links) {
-            loop {
-                match self.inbox.receive(rank, socket) {
-                    Ok(Received::Packet { frame, .. }) => {
-                        if let Some(error) = farewell_of(rank, frame) {
-                            gave_up.get_or_insert(error);
-                            break;
-                        }
-                    }
-                    Ok(Received::WouldBlock) => break,
-                    Ok(Received::Closed) | Err(_) => {
-                        lost.push(rank);
-                        break;
-                    }
+            match last_words(&mut self.inbox, rank, socket) {
+                LastWords::Farewell(error) => {
+                    gave_up.get_or_insert(error);
                 }
+                LastWords::Nothing => lost.push(rank),
+                LastWords::StillThere => {}
             }
         }
         match gave_up {
-            // Whoever gave up last heard of a loss may be right about it, so a loss seen here wins.
             Some(error) if lost.is_empty() => error,
             _ => {
                 if lost.is_empty() {
                     lost.push(first);
                 }
-                Error::peer_lost(
-                    lost,
-                    "the connection was closed without a word (it exited, was \
-                     killed, or dropped its pool)",
-                )
+                Error::peer_lost(lost, CLOSED)
             }
+        }
+    }
+}
+
+const CLOSED: &str = "the connection was closed without a word (the process exited, was killed, or dropped its pool)";
+
+/// How a connection ended.
+enum LastWords {
+    Farewell(Error),
+    /// Closed without a farewell.
+    Nothing,
+    StillThere,
+}
+
+/// Reads all there is from `rank`, discarding everything but a farewell.
+fn last_words(inbox: &mut Inbox, rank: u32, socket: &OwnedFd) -> LastWords {
+    loop {
+        match inbox.receive(rank, socket) {
+            Ok(Received::Packet { frame, .. }) => {
+                if let Some(error) = farewell_of(rank, frame) {
+                    return LastWords::Farewell(error);
+                }
+            }
+            Ok(Received::WouldBlock) => return LastWords::StillThere,
+            Ok(Received::Closed) | Err(_) => return LastWords::Nothing,
         }
     }
 }
@@ -136,9 +134,16 @@ fn links(all: &[Option<OwnedFd>]) -> impl Iterator<Item = (u32, &OwnedFd)> {
 }
 
 /// The error a peer gave up with, when `frame` is its farewell.
+///
+/// Losses and timeouts are passed on as they are: they name who is to blame. Anything else is the
+/// peer's own failure, and to this rank the loss of that peer; ranks agree on the failure itself
+/// in the round through the store that follows.
 fn farewell_of(rank: u32, frame: &[u8]) -> Option<Error> {
     let farewell: Farewell = message::decode(rank, frame).ok()?;
-    Some(Error::from_kind(farewell.cause).context(format!("rank {rank} gave up")))
+    Some(match farewell.cause {
+        cause @ (ErrorKind::PeerLost { .. } | ErrorKind::Timeout { .. }) => Error::from_kind(cause),
+        cause => Error::peer_lost(vec![rank], format!("it gave up: {cause}")),
+    })
 }
 
 /// Tells peers why this rank gives up. What cannot be sent at once is not sent.
@@ -147,6 +152,16 @@ fn say_farewell<'a>(to: impl IntoIterator<Item = &'a OwnedFd>, cause: &ErrorKind
     for socket in to {
         let _ = wire::send(socket, &frame, &[]);
     }
+}
+
+/// Those of `links` whose other end is closed, whether or not there is more to read. Does not wait.
+fn closed<'a>(links: impl Iterator<Item = (u32, &'a OwnedFd)>) -> Vec<u32> {
+    let (ranks, mut polled): (Vec<u32>, Vec<PollFd<'_>>) =
+        links.map(|(rank, socket)| (rank, PollFd::new(socket, PollFlags::empty()))).unzip();
+    // A poll that fails shows nothing; the next use of the sockets will say why.
+    let _ = poll_for(&mut polled, Duration::ZERO);
+    let gone = |poll: &PollFd<'_>| poll.revents().intersects(PollFlags::HUP | PollFlags::ERR);
+    ranks.into_iter().zip(&polled).filter(|(_, poll)| gone(poll)).map(|(rank, _)| rank).collect()
 }
 
 /// Waits until one of `fds` is ready or `limit` has passed; says how many are ready. An
