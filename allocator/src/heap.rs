@@ -107,7 +107,8 @@ impl Heap {
 
     /// Maps `physical` at `offset` of `rank`'s slot.
     pub(crate) fn map(&self, rank: u32, offset: u64, physical: &Physical) -> Result<()> {
-        let inside = offset.checked_add(physical.bytes()).is_some_and(|end| end <= self.layout.stride);
+        let inside =
+            offset.checked_add(physical.bytes()).is_some_and(|end| end <= self.layout.stride);
         if rank >= self.layout.world || !inside {
             return Err(Error::invalid_argument(format!(
                 "{} bytes at offset {offset} of slot {rank}: the heap has {} slots of {} bytes",
@@ -167,7 +168,9 @@ impl Drop for Heap {
         let Mapped { own, peers } = std::mem::take(&mut *lock(&self.mapped));
         let slots = |rank, list: &BTreeMap<u64, u64>| {
             for (&offset, &bytes) in list {
-                if let Err(error) = self.driver.unmap(&reservation, self.position(rank, offset), bytes) {
+                if let Err(error) =
+                    self.driver.unmap(&reservation, self.position(rank, offset), bytes)
+                {
                     tracing::warn!(%error, rank, offset, "unmapping while dropping a heap");
                 }
             }

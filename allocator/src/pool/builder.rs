@@ -219,7 +219,8 @@ mod tests {
             LaneConfig::symmetric("c"),
         ];
         let placed = lay_out(lanes, 64 * MIB, 2 * MIB).unwrap();
-        let ranges: Vec<_> = placed.iter().map(|lane| (lane.base / MIB, lane.range / MIB)).collect();
+        let ranges: Vec<_> =
+            placed.iter().map(|lane| (lane.base / MIB, lane.range / MIB)).collect();
         assert_eq!(ranges, [(0, 4), (4, 26), (30, 26), (56, 8)]);
         assert_eq!(placed[3].config.name, CONTROL_LANE);
     }

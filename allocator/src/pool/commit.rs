@@ -174,8 +174,7 @@ impl Pool {
             Verdict::Agreed(freed) => Ok(freed),
             Verdict::Differs(lane) => {
                 let Held { lane: shared, inner } = &held[lane];
-                let mut gather =
-                    |what: &str, value: &[u8]| group.all_gather(what, value, deadline);
+                let mut gather = |what: &str, value: &[u8]| group.all_gather(what, value, deadline);
                 let found = first_difference(&shared.name, &inner.state, &mut gather)?;
                 Err(Error::diverged(found))
             }
@@ -260,9 +259,10 @@ impl Pool {
         if transport != Transport::Derived && self.world() > 1 {
             for fresh in fresh {
                 let counter = fresh.segment.counter;
-                let physical = held[fresh.lane].inner.memory.physical(counter).ok_or_else(|| {
-                    Error::invalid_state(format!("segment {counter} has no memory to share"))
-                })?;
+                let physical =
+                    held[fresh.lane].inner.memory.physical(counter).ok_or_else(|| {
+                        Error::invalid_state(format!("segment {counter} has no memory to share"))
+                    })?;
                 exported.push(self.driver().export(physical)?);
             }
         }

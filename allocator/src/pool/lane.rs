@@ -82,7 +82,11 @@ impl SharedLane {
         &self.heap
     }
 
-    pub(super) fn free(&self, key: BlockKey, site: Option<&'static Location<'static>>) -> Result<()> {
+    pub(super) fn free(
+        &self,
+        key: BlockKey,
+        site: Option<&'static Location<'static>>,
+    ) -> Result<()> {
         let LaneInner { state, memory } = &mut *self.lock();
         state.free(key, site, memory)
     }

@@ -68,10 +68,8 @@ pub(crate) fn judge(gathered: &Gathered) -> Result<Verdict> {
     if let Some(error) = agreed("commit", &failures().collect::<Vec<_>>()) {
         return Err(error);
     }
-    let proposals: Vec<(u32, &Proposal)> = distinct
-        .iter()
-        .filter_map(|(rank, status)| Some((*rank, status.as_ref().ok()?)))
-        .collect();
+    let proposals: Vec<(u32, &Proposal)> =
+        distinct.iter().filter_map(|(rank, status)| Some((*rank, status.as_ref().ok()?))).collect();
     let (_, first) = proposals[0];
     for (rank, other) in &proposals {
         if other.round != first.round || other.lanes.len() != first.lanes.len() {
@@ -100,7 +98,8 @@ pub(crate) fn judge(gathered: &Gathered) -> Result<Verdict> {
             .collect();
         if let Some((rank, (counter, _))) = failed.first() {
             let step = format!("event {counter} of symmetric lane {lane}, which others passed");
-            let kinds: Vec<_> = failed.iter().map(|(rank, (_, kind))| (*rank, kind.clone())).collect();
+            let kinds: Vec<_> =
+                failed.iter().map(|(rank, (_, kind))| (*rank, kind.clone())).collect();
             let error = agreed(&step, &kinds);
             return Err(error.unwrap_or_else(|| Error::peer_lost(vec![*rank], "failed")));
         }

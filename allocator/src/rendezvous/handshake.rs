@@ -85,10 +85,11 @@ pub(crate) fn handshake(
     deadline: Deadline,
 ) -> Result<Peers> {
     let doing = |error: Error| error.context("meeting the other ranks of the pool");
-    let (hello, listener) = match ready.and_then(|()| prepare(driver, config_hash, config_text, options)) {
-        Ok((hello, listener)) => (Ok(Box::new(hello)), listener),
-        Err(error) => (Err(error.kind().clone()), None),
-    };
+    let (hello, listener) =
+        match ready.and_then(|()| prepare(driver, config_hash, config_text, options)) {
+            Ok((hello, listener)) => (Ok(Box::new(hello)), listener),
+            Err(error) => (Err(error.kind().clone()), None),
+        };
     let hello = message::encode(&Publish(hello))?;
     let gathered = group.all_gather("hello", &hello, deadline).map_err(doing)?;
     let distinct = read_hellos(&gathered).map_err(doing)?;

@@ -110,7 +110,9 @@ fn narrow(
 fn spread(low: u64, high: u64) -> Vec<u64> {
     let span = high - low;
     let count = span.min(WIDTH);
-    (1..=count).map(|step| low + (u128::from(span) * u128::from(step) / u128::from(count)) as u64).collect()
+    (1..=count)
+        .map(|step| low + (u128::from(span) * u128::from(step) / u128::from(count)) as u64)
+        .collect()
 }
 
 /// Index of the first of these prefixes that is not known to be equal on all ranks.
@@ -124,9 +126,8 @@ fn first_unequal(
     if let Some(rank) = all.iter().position(|digests| digests.0.len() != counters.len()) {
         return Err(Error::mismatch(format!("rank {rank} compared other events than this rank")));
     }
-    Ok((0..counters.len()).find(|&at| {
-        own.0[at].is_none() || all.iter().any(|digests| digests.0[at] != own.0[at])
-    }))
+    Ok((0..counters.len())
+        .find(|&at| own.0[at].is_none() || all.iter().any(|digests| digests.0[at] != own.0[at])))
 }
 
 fn describe(

@@ -8,7 +8,7 @@ use crate::rendezvous::testing::on_ranks;
 const OPTIONS: HandshakeOptions = HandshakeOptions { allow_shared_device: false };
 
 fn meet(group: &Group, driver: &Driver) -> Result<Peers> {
-    handshake(group, driver, [1; 32], "stride = 1 TiB", OPTIONS, Deadline::seconds(60))
+    handshake(group, driver, Ok(()), [1; 32], "stride = 1 TiB", OPTIONS, Deadline::seconds(60))
 }
 
 fn with_fault(step: Step, action: FaultAction) -> Driver {
@@ -87,7 +87,7 @@ fn different_configurations_are_the_same_error_everywhere() {
             ([1; 32], "stride = 1 TiB")
         };
         let driver = Driver::host().unwrap();
-        handshake(&group, &driver, hash, text, OPTIONS, Deadline::seconds(60)).unwrap_err()
+        handshake(&group, &driver, Ok(()), hash, text, OPTIONS, Deadline::seconds(60)).unwrap_err()
     });
     for error in &errors {
         assert!(error.is_diverged());
@@ -155,7 +155,7 @@ fn a_rank_that_never_comes_is_named() {
         }
         let deadline = Deadline::after(Duration::from_millis(300));
         let driver = Driver::host().unwrap();
-        Some(handshake(&group, &driver, [1; 32], "", OPTIONS, deadline).unwrap_err())
+        Some(handshake(&group, &driver, Ok(()), [1; 32], "", OPTIONS, deadline).unwrap_err())
     });
     for error in errors.into_iter().flatten() {
         assert!(error.is_timeout(), "{error}");
@@ -170,7 +170,7 @@ fn a_rank_that_dies_after_publishing_is_lost() {
     let errors = on_ranks(3, |group| {
         if group.rank() == 1 {
             let driver = Driver::host().unwrap();
-            let (hello, listener) = prepare(&driver, [1; 32], "", OPTIONS).unwrap();
+            let (hello, listener) = prepare(&driver, Ok(()), [1; 32], "", OPTIONS).unwrap();
             drop(listener);
             let hello = message::encode(&Publish(Ok(Box::new(hello)))).unwrap();
             group.all_gather("hello", &hello, Deadline::seconds(60)).unwrap();
@@ -189,7 +189,7 @@ fn a_rank_that_dies_after_connecting_is_lost() {
     let errors = on_ranks(3, |group| {
         let driver = Driver::host().unwrap();
         if group.rank() == 1 {
-            let (hello, listener) = prepare(&driver, [1; 32], "", OPTIONS).unwrap();
+            let (hello, listener) = prepare(&driver, Ok(()), [1; 32], "", OPTIONS).unwrap();
             let hello = message::encode(&Publish(Ok(Box::new(hello)))).unwrap();
             let gathered = group.all_gather("hello", &hello, Deadline::seconds(60)).unwrap();
             let distinct = read_hellos(&gathered).unwrap();
@@ -200,7 +200,7 @@ fn a_rank_that_dies_after_connecting_is_lost() {
             return None;
         }
         let deadline = Deadline::seconds(2);
-        Some(handshake(&group, &driver, [1; 32], "", OPTIONS, deadline).unwrap_err())
+        Some(handshake(&group, &driver, Ok(()), [1; 32], "", OPTIONS, deadline).unwrap_err())
     });
     for error in errors.into_iter().flatten() {
         assert!(error.is_peer_lost(), "{error}");
@@ -227,7 +227,7 @@ fn long_descriptions_are_cut_at_a_character() {
     on_ranks(2, |group| {
         let text = "ä".repeat(MAX_CONFIG_TEXT);
         let driver = Driver::host().unwrap();
-        handshake(&group, &driver, [1; 32], &text, OPTIONS, Deadline::seconds(60)).unwrap();
+        handshake(&group, &driver, Ok(()), [1; 32], &text, OPTIONS, Deadline::seconds(60)).unwrap();
     });
 }
 

@@ -1,0 +1,67 @@
+//! Pools of ranks that are threads of one process.
+
+use std::thread;
+use std::time::Duration;
+
+use symmpool_allocator::{Driver, Group, Pool, Result};
+
+/// Runs `body` as every rank of a group of `world`, and returns what each said.
+fn ranks<R: Send>(world: u32, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
+    let groups = Group::in_process(world).expect("a small group");
+    thread::scope(|scope| {
+        let threads: Vec<_> = groups
+            .into_iter()
+            .map(|group| group.with_timeout(Duration::from_secs(20)))
+            .map(|group| scope.spawn(|| body(group)))
+            .collect();
+        threads.into_iter().map(|thread| thread.join().expect("a rank panicked")).collect()
+    })
+}
+
+fn pool(group: Group, driver: Driver) -> Result<Pool> {
+    Pool::builder(group).driver(driver).build()
+}
+
+#[test]
+fn memory_written_by_one_rank_is_read_by_the_others() {
+    ranks(4, |group| {
+        let rank = group.rank();
+        let pool = pool(group, Driver::host().unwrap()).unwrap();
+        let block = pool.alloc::<u64>(1000).unwrap();
+        assert!(pool.is_commit_due());
+        let report = pool.commit().unwrap();
+        assert_eq!((report.number, report.windows_added), (1, 1));
+        assert!(!pool.is_commit_due());
+        assert!(pool.is_window(block.address(), block.bytes()));
+        block.write(&vec![u64::from(rank) + 7; 1000]).unwrap();
+        pool.commit().unwrap();
+        for peer in 0..4 {
+            let at = block.peer_ptr(peer).unwrap();
+            assert_eq!(pool.peer_ptr(peer, block.address()).unwrap(), at as u64);
+            // SAFETY: the block is a window, so the peer's copy is mapped; the commit after the
+            // writes ordered them before this.
+            let value = unsafe { at.add(999).read_volatile() };
+            assert_eq!(value, u64::from(peer) + 7);
+        }
+        pool.commit().unwrap();
+    });
+}
+
+#[test]
+fn diverged_ranks_are_told_where() {
+    let errors = ranks(4, |group| {
+        let rank = group.rank();
+        let pool = pool(group, Driver::sim(u64::from(rank))).unwrap();
+        let blocks: Vec<_> = (0..100).map(|n| pool.alloc::<u8>(1000 + n).unwrap()).collect();
+        pool.commit().unwrap();
+        drop(blocks);
+        let _wrong = pool.alloc::<f32>(if rank == 2 { 6 << 20 } else { 8 << 20 }).unwrap();
+        pool.commit().unwrap_err()
+    });
+    println!("{}", errors[0]);
+    for error in &errors {
+        let divergence = error.divergence().expect("a divergence");
+        assert_eq!(divergence.counter, 200);
+        assert_eq!(divergence.ranks(), [2]);
+    }
+}
