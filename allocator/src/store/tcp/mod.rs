@@ -10,7 +10,9 @@
 //! | `meter` | how much memory clients make the server hold |
 //! | `state` | the content, who waits for what, which ranks are lost: no I/O, no clock |
 //! | `conn` | one connection of the server: half-read frames, unsent replies |
-//! | `server` | the event loop: sockets, timers |
+//! | `poller` | the epoll set |
+//! | `event_loop` | the server's thread: sockets, timers, phases of a connection |
+//! | `server` | the server as its owner sees it |
 //! | `link` | one connection of a client: handshake, request, reply |
 //! | `client` | the [`Store`](super::Store) over links |
 //!
@@ -31,8 +33,10 @@
 mod auth;
 mod client;
 mod conn;
+mod event_loop;
 mod link;
 mod meter;
+mod poller;
 mod server;
 mod state;
 mod wire;

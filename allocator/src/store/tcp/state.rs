@@ -126,7 +126,7 @@ impl State {
                 .map(|()| Some((ToClient::Deleted(self.values.remove(&key).is_some()), None))),
             Request::AllGather { key, rank, world, wait_ms } => {
                 let budget = Duration::from_millis(wait_ms);
-                self.gather(client, key, rank, world, tail, budget).map(|()| None)
+                self.gather(client, &key, rank, world, tail, budget).map(|()| None)
             }
         };
         match reply {
@@ -279,13 +279,13 @@ impl State {
     fn gather(
         &mut self,
         client: Client,
-        key: String,
+        key: &str,
         rank: u32,
         world: u32,
         part: Result<Payload>,
         budget: Duration,
     ) -> Result<()> {
-        check_gather(&key, rank, world, part.as_ref().map_or(&[], AsRef::as_ref))?;
+        check_gather(key, rank, world, part.as_ref().map_or(&[], AsRef::as_ref))?;
         let Some(member) = self.clients.get_mut(&client) else { return Ok(()) };
         if let Some(declared) = member.rank
             && declared != rank
@@ -297,36 +297,36 @@ impl State {
             )));
         }
         let declared = member.rank.is_some();
-        if !self.gathers.contains_key(&key) {
+        if !self.gathers.contains_key(key) {
             let gather = Gather {
                 gathering: Gathering::new(world),
                 waiting: BTreeMap::new(),
                 declared: false,
                 _room: self.meter.charge(ENTRY + key.len())?,
             };
-            self.gathers.insert(key.clone(), gather);
+            self.gathers.insert(key.to_owned(), gather);
         }
-        let gather = self.gathers.get_mut(&key).expect("inserted above if it was absent");
+        let gather = self.gathers.get_mut(key).expect("inserted above if it was absent");
         gather.declared |= declared;
         let arrived = match part {
-            Ok(part) => gather.gathering.arrive(&key, rank, world, part),
+            Ok(part) => gather.gathering.arrive(key, rank, world, part),
             Err(error) => Err(gather.gathering.arrive_broken(&error)),
         };
         match arrived {
             Ok(complete) => {
                 gather.waiting.insert(client, rank);
-                member.wait = Some(Wait::Gather { key: key.clone(), budget });
+                member.wait = Some(Wait::Gather { key: key.to_owned(), budget });
                 if complete {
-                    self.complete(&key);
+                    self.complete(key);
                 } else {
-                    self.fail_if_lost(&key);
+                    self.fail_if_lost(key);
                 }
                 Ok(())
             }
             Err(error) => {
                 let waiting = std::mem::take(&mut gather.waiting);
                 if gather.gathering.is_spent() {
-                    self.gathers.remove(&key);
+                    self.gathers.remove(key);
                 }
                 self.answer_all(waiting, &ToClient::Failed(error.kind().clone()), None);
                 Err(error)

@@ -1,0 +1,99 @@
+//! What the server waits for: the epoll set, the listener in it, and the order to stop.
+
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::Timespec;
+use rustix::event::epoll::{self, EventData, EventFlags};
+
+use super::state::Client;
+use crate::{Error, Result};
+
+const LISTENER: u64 = 0;
+const STOP: u64 = 1;
+
+/// The first number a client may have.
+pub(super) const FIRST_CLIENT: Client = 2;
+
+/// What is ready.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Ready {
+    Listener,
+    Stop,
+    Client(Client, EventFlags),
+}
+
+#[derive(Debug)]
+pub(super) struct Poller {
+    epoll: OwnedFd,
+    pub(super) listener: TcpListener,
+    /// Readable once the loop is to end. Kept open as long as the epoll set refers to it.
+    _stop: Arc<OwnedFd>,
+}
+
+impl Poller {
+    /// `listener` must not block.
+    pub(super) fn new(listener: TcpListener, stop: Arc<OwnedFd>) -> Result<Self> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
+            .and_then(|epoll| {
+                epoll::add(&epoll, &listener, EventData::new_u64(LISTENER), EventFlags::IN)?;
+                epoll::add(&epoll, &*stop, EventData::new_u64(STOP), EventFlags::IN)?;
+                Ok(epoll)
+            })
+            .map_err(|error| Error::system("epoll", error))?;
+        Ok(Self { epoll, listener, _stop: stop })
+    }
+
+    /// Waits until something is ready or `until` has passed.
+    pub(super) fn wait(&self, until: Option<Instant>) -> rustix::io::Result<Vec<Ready>> {
+        let wait = until.and_then(|until| {
+            // Older kernels take milliseconds in an int; waking once an hour costs nothing.
+            let wait =
+                until.saturating_duration_since(Instant::now()).min(Duration::from_secs(3600));
+            // One more millisecond, so that the timer has run out on waking.
+            Timespec::try_from(wait + Duration::from_millis(1)).ok()
+        });
+        let mut events = Vec::with_capacity(256);
+        match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), wait.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error),
+        }
+        let ready = |event: epoll::Event| {
+            let (flags, data) = (event.flags, event.data);
+            match data.u64() {
+                LISTENER => Ready::Listener,
+                STOP => Ready::Stop,
+                client => Ready::Client(client, flags),
+            }
+        };
+        Ok(events.into_iter().map(ready).collect())
+    }
+
+    /// Watches a new client. Closing its socket ends that.
+    pub(super) fn add(
+        &self,
+        client: Client,
+        stream: &TcpStream,
+        flags: EventFlags,
+    ) -> rustix::io::Result<()> {
+        epoll::add(&self.epoll, stream, EventData::new_u64(client), flags)
+    }
+
+    /// Watches a client for something else.
+    pub(super) fn change(
+        &self,
+        client: Client,
+        stream: &TcpStream,
+        flags: EventFlags,
+    ) -> rustix::io::Result<()> {
+        epoll::modify(&self.epoll, stream, EventData::new_u64(client), flags)
+    }
+
+    /// Says whether waiting connections are reported.
+    pub(super) fn listen(&self, listen: bool) -> rustix::io::Result<()> {
+        let flags = if listen { EventFlags::IN } else { EventFlags::empty() };
+        epoll::modify(&self.epoll, &self.listener, EventData::new_u64(LISTENER), flags)
+    }
+}
