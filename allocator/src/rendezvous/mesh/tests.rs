@@ -181,9 +181,10 @@ fn a_rank_that_declines_says_why_and_everybody_hears_it() {
         for (rank, error) in errors.into_iter().enumerate() {
             let Some(error) = error else { continue };
             assert!(error.is_peer_lost(), "rank {rank}: {error}");
-            // Higher ranks may find its socket closed before they could be told.
+            // Who dials may find the other's socket closed before it could be told, be it that of
+            // the first to give up or of one that heard of it; rank 0 dials nobody.
             let told = error.to_string().contains("it gave up: no room for a mesh");
-            assert!(told || rank as u32 > declines, "rank {rank}: {error}");
+            assert!(told || rank > 0, "rank {rank}: {error}");
         }
     }
     assert!(started.elapsed() < Duration::from_secs(30), "nobody waited for a deadline");
