@@ -159,7 +159,8 @@ fn a_rank_that_never_comes_is_named() {
     });
     for error in errors.into_iter().flatten() {
         assert!(error.is_timeout(), "{error}");
-        assert_eq!(error.ranks(), [2]);
+        // The last to give up may find the other gone as well.
+        assert!(error.ranks().contains(&2), "{error}");
         assert!(error.to_string().contains("meeting the other ranks"), "{error}");
     }
 }
@@ -204,7 +205,8 @@ fn a_rank_that_dies_after_connecting_is_lost() {
     });
     for error in errors.into_iter().flatten() {
         assert!(error.is_peer_lost(), "{error}");
-        assert_eq!(error.ranks(), [1], "{error}");
+        // The last to give up may find the other gone as well.
+        assert!(error.ranks().contains(&1), "{error}");
     }
 }
 

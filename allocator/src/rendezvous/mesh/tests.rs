@@ -181,9 +181,10 @@ fn a_rank_that_declines_says_why_and_everybody_hears_it() {
         for (rank, error) in errors.into_iter().enumerate() {
             let Some(error) = error else { continue };
             assert!(error.is_peer_lost(), "rank {rank}: {error}");
-            // Higher ranks may find its socket closed before they could be told.
+            // Who dials may find the other's socket closed before it could be told, be it that of
+            // the first to give up or of one that heard of it; rank 0 dials nobody.
             let told = error.to_string().contains("it gave up: no room for a mesh");
-            assert!(told || rank as u32 > declines, "rank {rank}: {error}");
+            assert!(told || rank > 0, "rank {rank}: {error}");
         }
     }
     assert!(started.elapsed() < Duration::from_secs(30), "nobody waited for a deadline");
@@ -476,8 +477,11 @@ fn at_the_limit_of_open_files_it_says_so() {
             kept.push(fd);
             Ok(())
         };
-        let error = mesh.exchange(3, &borrowed(&mine), 20, &mut keep, soon()).unwrap_err();
-        // Both ranks are this process; whichever is first runs out, the other hears of it.
+        let first = mesh.exchange(3, &borrowed(&mine), 20, &mut keep, soon());
+        // Both ranks are this process; whichever is first runs out, the other hears of it, if
+        // only in the next exchange.
+        let next = first.and_then(|()| mesh.exchange(4, &[], 0, &mut keep, soon()));
+        let error = next.unwrap_err();
         assert!(error.is_out_of_memory() || error.is_peer_lost(), "{error}");
         assert!(error.to_string().contains("RLIMIT_NOFILE"), "{error}");
     });
