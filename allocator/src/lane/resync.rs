@@ -113,7 +113,8 @@ impl LaneState {
                 at = self.lay(at, end, BlockState::Retired, false);
                 continue;
             }
-            let wall = |at| self.config.policy == WindowPolicy::PerSegment && at == start;
+            let policy = self.config.policy;
+            let wall = |at| policy == WindowPolicy::PerSegment && at == start;
             while let Some(block) = blocks.next_if(|block| block.offset < end) {
                 let walls = (wall(at), wall(block.offset));
                 self.lay(at, block.offset, BlockState::Free, walls.0);
@@ -139,11 +140,21 @@ impl LaneState {
             let low = self.table.get_mut(last);
             low.size += size;
             let (offset, size) = (low.offset, low.size);
-            self.free[0].resize(self.free[0].place_of(offset), offset, size);
+            let place = self.free[0].place_of(offset);
+            self.free[0].resize(place, offset, size);
             return to;
         }
-        let block =
-            Block { offset: from, size, prev: NIL, next: NIL, counter: 0, waits: 0, stream: 0, state, wall };
+        let block = Block {
+            offset: from,
+            size,
+            prev: NIL,
+            next: NIL,
+            counter: 0,
+            waits: 0,
+            stream: 0,
+            state,
+            wall,
+        };
         let id = self.table.insert_before(NIL, block);
         if state == BlockState::Free {
             self.free[0].insert(Free { offset: from, size, id });
@@ -162,8 +173,17 @@ impl LaneState {
             }
             None => {
                 let state = BlockState::SetAside;
-                let block =
-                    Block { offset, size, prev: NIL, next: NIL, counter, waits: 0, stream, state, wall };
+                let block = Block {
+                    offset,
+                    size,
+                    prev: NIL,
+                    next: NIL,
+                    counter,
+                    waits: 0,
+                    stream,
+                    state,
+                    wall,
+                };
                 let id = self.table.insert_before(NIL, block);
                 self.aside.insert(counter, id);
                 self.counts.set_aside += u64::from(size) * UNIT;

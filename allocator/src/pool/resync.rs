@@ -67,8 +67,11 @@ impl Pool {
         });
         let own = Standing(standing.collect());
         let gathered = self.group().all_gather("standing", &encode(&own)?, deadline)?;
-        let all: Vec<Standing> =
-            gathered.parts().zip(0..).map(|(part, rank)| decode(rank, part)).collect::<Result<_>>()?;
+        let all: Vec<Standing> = gathered
+            .parts()
+            .zip(0..)
+            .map(|(part, rank)| decode(rank, part))
+            .collect::<Result<_>>()?;
         let differing: Vec<usize> = (0..own.0.len())
             .filter(|&lane| all.iter().any(|other| other.0.get(lane) != own.0.get(lane)))
             .collect();
@@ -102,8 +105,7 @@ impl Pool {
     fn agree_on(&self, held: &Held<'_>, deadline: Deadline) -> Result<Agreed> {
         let state = &held.inner.state;
         let name = &held.lane.name;
-        let mut gather =
-            |what: &str, value: &[u8]| self.group().all_gather(what, value, deadline);
+        let mut gather = |what: &str, value: &[u8]| self.group().all_gather(what, value, deadline);
         let first = first_difference(name, state, &mut gather)?.counter;
         let own = Holdings {
             counter: state.counter(),
