@@ -276,11 +276,6 @@ impl LaneState {
         self.history.mark_agreed();
     }
 
-    /// The counter of the last state all ranks agreed on.
-    pub(crate) fn agreed_at(&self) -> u64 {
-        self.history.checkpoints().base()
-    }
-
     /// The segments in use, by offset.
     pub fn segments(&self) -> &[Segment] {
         self.segments.live()

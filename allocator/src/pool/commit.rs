@@ -220,7 +220,7 @@ impl Pool {
         // The confirmation needs its share, or a slow peer would look like a lost one.
         let exchange_by = Deadline::after(budget.mul_f64(0.8));
         let outcome = self.hand_over(committer, held, fresh, &mut mapped, exchange_by);
-        let status = outcome.as_ref().map(|()| ()).map_err(|error| error.kind().clone());
+        let status = outcome.as_ref().copied().map_err(|error| error.kind().clone());
         let confirm = || -> Result<()> {
             if outcome.is_ok() {
                 self.driver().at_step(Step::CommitConfirm)?;

@@ -111,7 +111,6 @@ pub(crate) fn handshake(
         devices,
         transport: hellos[0].transport,
         topology,
-        secret,
         mesh,
     })
 }
@@ -205,6 +204,7 @@ fn connect(
 }
 
 /// What a rank brings to the second round.
+#[derive(Debug)]
 struct Linked {
     mesh: Option<Mesh>,
     topology: Topology,
@@ -241,15 +241,13 @@ fn confirm(group: &Group, ours: Result<Linked>, deadline: Deadline) -> Result<Li
     if let Some(error) = agreed("the handshake", &failures) {
         return Err(error);
     }
-    let mut ours = ours?;
-    if digests.iter().any(|digest| *digest != digests[0]) {
-        tracing::warn!(
-            rank = group.rank(),
-            "ranks see different links between their devices; none is assumed"
-        );
-        ours.topology = Topology::unknown(group.world());
+    if let Some(other) = digests.iter().position(|digest| *digest != digests[0]) {
+        return Err(Error::mismatch(format!(
+            "rank 0 and rank {other} see different links between the ranks' devices; algorithms are \
+             chosen by them, so let every rank see all devices (CUDA_VISIBLE_DEVICES) or none"
+        )));
     }
-    Ok(ours)
+    ours
 }
 
 fn digest_of(topology: &Topology) -> Result<[u8; 32]> {

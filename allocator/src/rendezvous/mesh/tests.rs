@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
 use std::process::{Child, Stdio};
 use std::sync::Barrier;
@@ -12,7 +12,6 @@ use rustix::fs::MemfdFlags;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::{Resource, Rlimit};
 
-use super::exchange::borrowed;
 use super::wire::{Descriptors, Introduction, Sent};
 use super::*;
 use crate::rendezvous::testing::{role, this_test_as};
@@ -79,6 +78,11 @@ fn raise_descriptor_limit() {
         let raised = Rlimit { current: Some(wanted), maximum: limit.maximum };
         rustix::process::setrlimit(Resource::Nofile, raised).unwrap();
     }
+}
+
+/// The borrowed form of descriptors that are owned.
+fn borrowed(fds: &[OwnedFd]) -> Vec<BorrowedFd<'_>> {
+    fds.iter().map(AsFd::as_fd).collect()
 }
 
 fn keep_nothing(_: u32, _: usize, _: OwnedFd) -> Result<()> {
