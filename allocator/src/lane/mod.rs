@@ -25,6 +25,8 @@ mod history;
 mod index;
 #[cfg(test)]
 mod invariants;
+#[cfg(test)]
+mod model_tests;
 mod segments;
 mod state;
 mod stats;

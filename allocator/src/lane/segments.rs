@@ -82,8 +82,8 @@ impl Growth {
 pub(super) struct Segments {
     /// In use, by offset.
     live: Vec<Segment>,
-    /// Released or moved away, with the event that did it; unmapped at the next commit.
-    retired: Vec<(Segment, u64)>,
+    /// Released or moved away; unmapped at the next commit.
+    retired: Vec<Retired>,
     next_counter: u64,
     pub(super) reserved: u64,
     pub(super) peak_reserved: u64,
@@ -93,17 +93,34 @@ pub(super) struct Segments {
     moved_bytes: u64,
 }
 
+/// A segment that is out of use and still mapped.
+#[derive(Clone, Copy, Debug)]
+struct Retired {
+    segment: Segment,
+    /// The event that released or moved it.
+    at: u64,
+    /// Whether its memory lives on elsewhere.
+    moved: bool,
+}
+
 impl Segments {
     pub(super) fn live(&self) -> &[Segment] {
         &self.live
     }
 
     pub(super) fn retired(&self) -> impl Iterator<Item = Segment> + '_ {
-        self.retired.iter().map(|&(segment, _)| segment)
+        self.retired.iter().map(|retired| retired.segment)
+    }
+
+    /// Bytes of physical memory that the lane holds: released segments keep theirs until they
+    /// are unmapped.
+    pub(super) fn held(&self) -> u64 {
+        let released = self.retired.iter().filter(|retired| !retired.moved);
+        self.reserved + released.map(|retired| retired.segment.bytes).sum::<u64>()
     }
 
     pub(super) fn retired_since(&self, event: u64) -> impl Iterator<Item = Segment> + '_ {
-        self.retired.iter().filter(move |&&(_, at)| at >= event).map(|&(segment, _)| segment)
+        self.retired.iter().filter(move |retired| retired.at >= event).map(|r| r.segment)
     }
 
     /// The serial number of the next segment.
@@ -162,8 +179,8 @@ impl Segments {
     pub(super) fn apply(&mut self, growth: &Growth, event: u64) {
         for step in &growth.moves {
             if let Some(at) = self.live.iter().position(|segment| segment.counter == step.from) {
-                let old = self.live.remove(at);
-                self.retired.push((old, event));
+                let segment = self.live.remove(at);
+                self.retired.push(Retired { segment, at: event, moved: true });
             }
             self.add(step.to, event);
             self.moved += 1;
@@ -189,14 +206,14 @@ impl Segments {
     pub(super) fn retire(&mut self, segments: &[Segment], event: u64) {
         for gone in segments {
             self.live.retain(|segment| segment.counter != gone.counter);
-            self.retired.push((*gone, event));
+            self.retired.push(Retired { segment: *gone, at: event, moved: false });
             self.reserved -= gone.bytes;
         }
     }
 
     /// Forgets the retired segments: they are unmapped everywhere.
     pub(super) fn clear_retired(&mut self) -> Vec<Segment> {
-        self.retired.drain(..).map(|(segment, _)| segment).collect()
+        self.retired.drain(..).map(|retired| retired.segment).collect()
     }
 
     /// Goes back to the segments as they were before `event`: later ones are dropped and
@@ -204,10 +221,12 @@ impl Segments {
     pub(super) fn revert(&mut self, event: u64) -> Vec<Segment> {
         let (kept, dropped) = self.live.drain(..).partition(|segment| segment.born < event);
         self.live = kept;
-        let (back, gone): (Vec<_>, Vec<_>) =
-            self.retired.drain(..).partition(|&(segment, at)| at >= event && segment.born < event);
+        let (back, gone): (Vec<_>, Vec<_>) = self
+            .retired
+            .drain(..)
+            .partition(|retired| retired.at >= event && retired.segment.born < event);
         self.retired = gone;
-        self.live.extend(back.into_iter().map(|(segment, _)| segment));
+        self.live.extend(back.into_iter().map(|retired| retired.segment));
         self.live.sort_by_key(|segment| segment.offset);
         self.reserved = self.live.iter().map(|segment| segment.bytes).sum();
         dropped
