@@ -233,22 +233,24 @@ impl Run {
         let told: Vec<_> = told.map(|new| (new.counter, new.offset, new.bytes)).collect();
         let came: Vec<_> = came.iter().map(|new| (new.counter, new.offset, new.bytes)).collect();
         assert_eq!(told, came, "the backing made what the lane uses");
-        for new in &growth.new {
-            // Nobody ever used what is behind this range now.
-            self.debts.retain(|d| d.to <= new.offset || new.offset + new.bytes <= d.from);
-        }
+        let mut moved = Vec::new();
         for step in &growth.moves {
             let from = old.iter().find(|segment| segment.counter == step.from).unwrap();
             assert_eq!((from.offset, from.bytes), (step.from_offset, step.to.bytes));
-            let end = from.offset + from.bytes;
-            for debt in self.debts.clone() {
-                let (low, high) = (debt.from.max(from.offset), debt.to.min(end));
+            for debt in &self.debts {
+                let low = debt.from.max(from.offset);
+                let high = debt.to.min(from.offset + from.bytes);
                 if low < high {
                     let to = |at| at - from.offset + step.to.offset;
-                    self.debts.push(Debt { from: to(low), to: to(high), ..debt });
+                    moved.push(Debt { from: to(low), to: to(high), ..*debt });
                 }
             }
         }
+        for &(_, offset, bytes) in &told {
+            // What was behind this range before is gone.
+            self.debts.retain(|debt| debt.to <= offset || offset + bytes <= debt.from);
+        }
+        self.debts.extend(moved);
         for step in growth.moves {
             let from = step.from_offset;
             let owner = self.before.iter().find(|r| r.offset <= from && from < r.end()).unwrap();
