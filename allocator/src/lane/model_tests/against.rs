@@ -312,6 +312,7 @@ proptest! {
             run.step(op, None);
         }
         run.log.assert_waits_make_sense();
+        run.log.assert_waits_once();
     }
 
     // A device call that fails changes nothing, is remembered, and may be tried again.
