@@ -51,6 +51,8 @@ pub enum EventKind {
     Reserve {
         /// Bytes asked for.
         bytes: u64,
+        /// Ordinal of the stream.
+        stream: u16,
     },
     /// Free segments were released.
     Trim {
@@ -80,7 +82,7 @@ impl EventKind {
             }
             Self::Free { block } => [2, block, 0, 0, 0, 0],
             Self::Record { block, stream } => [3, block, u64::from(stream), 0, 0, 0],
-            Self::Reserve { bytes } => [4, bytes, 0, 0, 0, 0],
+            Self::Reserve { bytes, stream } => [4, bytes, u64::from(stream), 0, 0, 0],
             Self::Trim { bytes } => [5, bytes, 0, 0, 0, 0],
             Self::Reclaim { blocks, digest } => [6, blocks, digest, 0, 0, 0],
             Self::Resync { digest } => [7, digest, 0, 0, 0, 0],
@@ -102,7 +104,9 @@ impl fmt::Display for EventKind {
             Self::Record { block, stream } => {
                 write!(f, "use of the block of event {block} on stream {stream}")
             }
-            Self::Reserve { bytes } => write!(f, "reserve {}", Bytes(*bytes)),
+            Self::Reserve { bytes, stream } => {
+                write!(f, "reserve {} on stream {stream}", Bytes(*bytes))
+            }
             Self::Trim { bytes } => write!(f, "trim of {}", Bytes(*bytes)),
             Self::Reclaim { blocks, .. } => write!(f, "return of {blocks} unordered frees"),
             Self::Resync { .. } => f.write_str("resync"),

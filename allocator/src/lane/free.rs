@@ -85,6 +85,8 @@ pub(super) struct FreeList {
     first: Vec<u32>,
     /// The largest block of each chunk.
     max: Vec<u32>,
+    /// Boxed, so that adding a chunk moves pointers and not the chunks behind it.
+    #[allow(clippy::vec_box)]
     chunks: Vec<Box<Chunk>>,
 }
 
