@@ -23,6 +23,7 @@ mod plain {
 pub(super) use models::Loom;
 
 #[cfg(loom)]
+#[allow(unsafe_code)] // the cells that loom watches are read and written through raw pointers
 mod models {
     use std::convert::Infallible;
     use std::sync::atomic::Ordering;

@@ -1,4 +1,12 @@
 //! Copies: through the caches for what is read again soon, past them for what is not.
+//!
+//! The C library's `memcpy` is not used for more than a few lines: it may choose string
+//! instructions, which are many times slower on some processors when source and destination lie
+//! at close offsets of their pages - as equal offsets of symmetric memory do.
+
+/// Below this the call itself is what costs, and any copy will do; bytes.
+const SMALL: usize = 512;
+const LINE: usize = 64;
 
 /// Copies `bytes` bytes.
 ///
@@ -8,8 +16,13 @@
 /// `from` or touches `to` meanwhile.
 #[inline]
 pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
-    // SAFETY: exactly the caller's promises.
-    unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) }
+    if bytes < SMALL {
+        // SAFETY: exactly the caller's promises.
+        unsafe { small(from, to, bytes) }
+    } else {
+        // SAFETY: likewise.
+        unsafe { large::<false>(from, to, bytes) }
+    }
 }
 
 /// Copies `bytes` bytes with stores that bypass the caches where the processor has them: for
@@ -19,43 +32,134 @@ pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
 /// # Safety
 ///
 /// As [`copy`].
-#[cfg(target_arch = "x86_64")]
 pub(crate) unsafe fn copy_streaming(from: *const u8, to: *mut u8, bytes: usize) {
-    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
-    const LINE: usize = 64;
-    let head = to.align_offset(LINE).min(bytes);
-    // SAFETY: the first `head <= bytes` bytes of both.
-    unsafe { copy(from, to, head) };
-    let lines = (bytes - head) / LINE;
-    for line in 0..lines {
-        let at = head + line * LINE;
-        let source = from.wrapping_add(at).cast::<__m128i>();
-        let target = to.wrapping_add(at).cast::<__m128i>();
-        for part in 0..4 {
-            // SAFETY: within the `lines` whole lines that both ranges hold; loads of any
-            // alignment.
-            let value = unsafe { _mm_loadu_si128(source.wrapping_add(part)) };
-            // SAFETY: the same place of the destination, which is aligned to a line here.
-            unsafe { _mm_stream_si128(target.wrapping_add(part), value) };
-        }
+    if bytes < SMALL {
+        // SAFETY: exactly the caller's promises.
+        unsafe { small(from, to, bytes) }
+    } else {
+        // SAFETY: likewise.
+        unsafe { large::<true>(from, to, bytes) }
     }
-    // Streaming stores are not ordered by a later release store; this fence orders them (S3).
-    // SAFETY: SSE is part of every x86-64 processor.
-    unsafe { _mm_sfence() };
-    let done = head + lines * LINE;
-    // SAFETY: the last `bytes - done` bytes of both.
-    unsafe { copy(from.wrapping_add(done), to.wrapping_add(done), bytes - done) };
 }
 
-/// Copies `bytes` bytes; this processor has no streaming stores that pay.
+/// # Safety
 ///
+/// As [`copy`].
+#[inline]
+unsafe fn small(from: *const u8, to: *mut u8, bytes: usize) {
+    // SAFETY: exactly the caller's promises.
+    unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) }
+}
+
 /// # Safety
 ///
 /// As [`copy`].
 #[cfg(not(target_arch = "x86_64"))]
-pub(crate) unsafe fn copy_streaming(from: *const u8, to: *mut u8, bytes: usize) {
+unsafe fn large<const STREAM: bool>(from: *const u8, to: *mut u8, bytes: usize) {
     // SAFETY: exactly the caller's promises.
-    unsafe { copy(from, to, bytes) }
+    unsafe { small(from, to, bytes) }
+}
+
+/// # Safety
+///
+/// As [`copy`].
+#[cfg(target_arch = "x86_64")]
+unsafe fn large<const STREAM: bool>(from: *const u8, to: *mut u8, bytes: usize) {
+    // Up to the destination's first line boundary, whole lines, and the rest.
+    let head = to.align_offset(LINE).min(bytes);
+    let lines = (bytes - head) / LINE;
+    let done = head + lines * LINE;
+    let (source, target) = (from.wrapping_add(head), to.wrapping_add(head));
+    // SAFETY: the first `head <= bytes` bytes of both.
+    unsafe { small(from, to, head) };
+    if is_x86_feature_detected!("avx512f") {
+        // SAFETY: whole lines within both, the destination's aligned; the processor has AVX-512.
+        unsafe { x86::lines_avx512::<STREAM>(source, target, lines) };
+    } else if is_x86_feature_detected!("avx") {
+        // SAFETY: as above; the processor has AVX.
+        unsafe { x86::lines_avx::<STREAM>(source, target, lines) };
+    } else {
+        // SAFETY: as above.
+        unsafe { small(source, target, lines * LINE) };
+    }
+    // SAFETY: the last `bytes - done` bytes of both.
+    unsafe { small(from.wrapping_add(done), to.wrapping_add(done), bytes - done) };
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::{
+        _mm_sfence, _mm256_loadu_si256, _mm256_store_si256, _mm256_stream_si256,
+        _mm512_loadu_si512, _mm512_store_si512, _mm512_stream_si512,
+    };
+
+    use super::LINE;
+
+    macro_rules! lines {
+        ($name:ident, $feature:literal, $bytes:literal, $load:ident, $store:ident, $stream:ident) => {
+            /// # Safety
+            ///
+            /// `lines` lines of `from` are readable and of `to` writable, `to` is aligned to a
+            /// line, and the processor has the feature.
+            #[target_feature(enable = $feature)]
+            pub(super) unsafe fn $name<const STREAM: bool>(
+                from: *const u8,
+                to: *mut u8,
+                lines: usize,
+            ) {
+                let bytes = lines * LINE;
+                let mut at = 0;
+                macro_rules! load {
+                    ($i:literal) => {
+                        // SAFETY: the callers of this macro stay within `bytes` of the source.
+                        unsafe { $load(from.wrapping_add(at + $i * $bytes).cast()) }
+                    };
+                }
+                macro_rules! store {
+                    ($i:literal, $vector:ident) => {
+                        let place = to.wrapping_add(at + $i * $bytes).cast();
+                        if STREAM {
+                            // SAFETY: within `bytes` of the destination, aligned as `to` is.
+                            unsafe { $stream(place, $vector) };
+                        } else {
+                            // SAFETY: likewise.
+                            unsafe { $store(place, $vector) };
+                        }
+                    };
+                }
+                // Four vectors at a time, all loads before the stores.
+                while at + 4 * $bytes <= bytes {
+                    let (a, b, c, d) = (load!(0), load!(1), load!(2), load!(3));
+                    store!(0, a);
+                    store!(1, b);
+                    store!(2, c);
+                    store!(3, d);
+                    at += 4 * $bytes;
+                }
+                // A line is a whole number of vectors.
+                while at < bytes {
+                    let a = load!(0);
+                    store!(0, a);
+                    at += $bytes;
+                }
+                if STREAM {
+                    // Streaming stores are not ordered by a later release store; this orders
+                    // them (S3).
+                    _mm_sfence();
+                }
+            }
+        };
+    }
+
+    lines!(
+        lines_avx512,
+        "avx512f",
+        64,
+        _mm512_loadu_si512,
+        _mm512_store_si512,
+        _mm512_stream_si512
+    );
+    lines!(lines_avx, "avx", 32, _mm256_loadu_si256, _mm256_store_si256, _mm256_stream_si256);
 }
 
 #[cfg(test)]
@@ -63,17 +167,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn streaming_copies_every_byte_at_any_alignment() {
-        let source: Vec<u8> = (0..1000u32).map(|i| (i * 7 + 3) as u8).collect();
-        for (skip, bytes) in [(0, 1000), (1, 999), (13, 64), (63, 1), (5, 0), (64, 700)] {
-            let mut target = vec![0u8; 1000];
-            // SAFETY: both vectors hold 1000 bytes and `skip + bytes <= 1000`.
-            unsafe {
-                copy_streaming(source.as_ptr(), target.as_mut_ptr().wrapping_add(skip), bytes)
-            };
-            assert_eq!(target[skip..skip + bytes], source[..bytes]);
-            assert!(target[..skip].iter().all(|b| *b == 0));
-            assert!(target[skip + bytes..].iter().all(|b| *b == 0));
+    fn every_byte_arrives_at_any_alignment_and_none_beside_it() {
+        let source: Vec<u8> = (0..5000u32).map(|i| (i * 7 + 3) as u8).collect();
+        for (skip, bytes) in [(0, 5000), (1, 4999), (13, 64), (63, 1), (5, 0), (64, 700), (7, 4096)]
+        {
+            for copy in [copy, copy_streaming] {
+                let mut target = vec![0u8; 5000];
+                // SAFETY: both vectors hold 5000 bytes and `skip + bytes <= 5000`.
+                unsafe { copy(source.as_ptr(), target.as_mut_ptr().wrapping_add(skip), bytes) };
+                assert_eq!(target[skip..skip + bytes], source[..bytes]);
+                assert!(target[..skip].iter().all(|b| *b == 0));
+                assert!(target[skip + bytes..].iter().all(|b| *b == 0));
+            }
         }
     }
 }
