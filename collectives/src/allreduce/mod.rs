@@ -32,8 +32,9 @@ pub enum AllReduceAlgorithm {
     TwoShot = 2,
 }
 
-/// Up to here two windows take one phase through scratch instead of two without; bytes.
-const ONE_SHOT_WINDOW_BYTES: usize = 32 << 10;
+/// Up to here windows take one phase through scratch instead of two without; bytes per rank of the group.
+/// More ranks make a phase dearer, above all when they share cores.
+const ONE_SHOT_WINDOW_BYTES: usize = 4 << 10;
 /// Up to here ordinary memory takes one phase instead of two; bytes times ranks.
 const ONE_SHOT_PLAIN_BYTES: usize = 512 << 10;
 
@@ -78,7 +79,9 @@ impl HostEngine {
         let one_shot = match algorithm {
             AllReduceAlgorithm::OneShot => true,
             AllReduceAlgorithm::TwoShot => false,
-            AllReduceAlgorithm::Auto if windows => work.bytes() <= ONE_SHOT_WINDOW_BYTES,
+            AllReduceAlgorithm::Auto if windows => {
+                work.bytes() <= ONE_SHOT_WINDOW_BYTES * self.world() as usize
+            }
             AllReduceAlgorithm::Auto => {
                 // With two ranks both ways move the same bytes, and this one waits less.
                 self.world() <= 2

@@ -4,7 +4,12 @@ use symmpool_allocator::Result;
 
 use super::{Pieces, Work, share};
 use crate::host::HostEngine;
-use crate::host::kernels::copy;
+use crate::host::kernels::{copy, copy_streaming};
+
+/// From here on an output leaves the caches anyway; bytes of the whole reduction.
+const STREAMING_BYTES: usize = 16 << 20;
+/// What is reduced before it is streamed out; bytes.
+const TILE: usize = 4096;
 
 /// Between windows: each rank reads its share from every rank's input and writes it to every
 /// rank's output. No copies besides; one entry, one step.
@@ -29,17 +34,56 @@ pub(super) unsafe fn direct(
         let ranks = 0..engine.world();
         sources.extend(ranks.clone().map(|rank| engine.window(rank, from + at).cast_const()));
         outputs.extend(ranks.map(|rank| engine.window(rank, to + at)));
+        let streaming = !work.data.in_place && work.bytes() >= STREAMING_BYTES;
         // SAFETY: all ranks have entered with these very offsets, so their windows are theirs no
         // more until they have seen this rank's step. No other rank touches this share: of the
         // inputs each reads its own, of the outputs each writes its own. Offsets are equal on all
         // ranks and input and output are one range or apart, so outputs meet sources exactly or
-        // not at all.
-        unsafe { (work.reduce)(&sources, &outputs, mine.len()) };
+        // not at all; they are apart when streaming.
+        unsafe { reduce(work, &mut sources, &mut outputs, mine.len(), streaming) };
         engine.sources = sources;
         engine.outputs = outputs;
     }
     // Every rank is done with this rank's windows when all have come here.
     engine.step()
+}
+
+/// Reduces `count` elements; when streaming, by way of a tile that stays in the nearest cache, so
+/// that outputs can be written past the caches, without being read first.
+///
+/// # Safety
+///
+/// As [`crate::host::kernels::ReduceFn`]; when streaming, no output is a source.
+unsafe fn reduce(
+    work: &Work,
+    sources: &mut [*const u8],
+    outputs: &mut [*mut u8],
+    count: usize,
+    streaming: bool,
+) {
+    if !streaming {
+        // SAFETY: the caller's promises.
+        unsafe { (work.reduce)(sources, outputs, count) };
+        return;
+    }
+    let mut tile = [0u64; TILE / 8];
+    let local = tile.as_mut_ptr().cast::<u8>();
+    let each = TILE / work.size;
+    let mut left = count;
+    while left > 0 {
+        let (now, bytes) = (left.min(each), left.min(each) * work.size);
+        // SAFETY: the next elements of every source; the tile is local and holds them.
+        unsafe { (work.reduce)(sources, &[local], now) };
+        for output in outputs.iter_mut() {
+            // SAFETY: the same elements of this output, writable, apart from the local tile.
+            unsafe { copy_streaming(local, *output, bytes) };
+            *output = output.wrapping_add(bytes);
+        }
+        for source in sources.iter_mut() {
+            *source = source.wrapping_add(bytes);
+        }
+        left -= now;
+    }
 }
 
 /// Through scratch, in pieces: copy in, step, reduce the own share onto its place in own scratch,
