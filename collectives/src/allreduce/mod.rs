@@ -36,7 +36,7 @@ pub enum AllReduceAlgorithm {
 /// More ranks make a phase dearer, above all when they share cores.
 const ONE_SHOT_WINDOW_BYTES: usize = 4 << 10;
 /// Up to here ordinary memory takes one phase instead of two; bytes times ranks.
-const ONE_SHOT_PLAIN_BYTES: usize = 512 << 10;
+const ONE_SHOT_PLAIN_BYTES: usize = 128 << 10;
 
 impl HostEngine {
     /// Reduces `count` elements of every rank's `input` into every rank's `output`. In place if

@@ -25,7 +25,7 @@ pub struct HostOptions {
     pub timeout: Duration,
     /// Bytes of scratch per parity, of which there are two. Calls up to about this size take one
     /// phase; larger ones from ordinary memory pass through it in pieces. A multiple of 256.
-    /// Default 1 MiB.
+    /// Default 2 MiB.
     pub scratch_bytes: u64,
     /// The epoch of the first call, 1 or more. Default 1; others serve to test wrapping.
     pub first_epoch: u64,
@@ -40,7 +40,7 @@ impl Default for HostOptions {
     fn default() -> Self {
         Self {
             timeout: Duration::from_secs(30),
-            scratch_bytes: 1 << 20,
+            scratch_bytes: 2 << 20,
             first_epoch: 1,
             spin: None,
             peer_alive: None,
