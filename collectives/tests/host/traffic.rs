@@ -1,9 +1,7 @@
 //! Random traffic matrices for the all-to-all, against a reference that moves one element at a
 //! time.
 
-mod common;
-
-use common::{Buffer, Heap, input, small_scratch};
+use crate::common::{Buffer, Heap, input, small_scratch};
 use proptest::prelude::*;
 use symmpool_collectives::{Element, HostOptions};
 

@@ -111,14 +111,14 @@ fn processes_reduce_together() {
         let mut engine = engine(false);
         println!("\nready");
         for call in 0..500 {
-            let mut data = vec![engine.rank() as i64 + call; 40_000];
+            let mut data = vec![i64::from(engine.rank()) + call; 40_000];
             engine.all_reduce_slice(&mut data, ReduceOp::Sum).unwrap();
             assert!(data.iter().all(|x| *x == 3 + 3 * call));
         }
         println!("\nwhole");
         return;
     }
-    let mut children = Children::start("processes_reduce_together", "reduce");
+    let mut children = Children::start("process::processes_reduce_together", "reduce");
     for rank in 0..WORLD {
         children.expect(rank, "whole");
         assert!(children.0[rank as usize].wait().unwrap().success());
@@ -144,7 +144,8 @@ fn a_killed_process_is_named_by_the_others() {
         println!("\nfailed: {error}");
         return;
     }
-    let mut children = Children::start("a_killed_process_is_named_by_the_others", "killed");
+    let mut children =
+        Children::start("process::a_killed_process_is_named_by_the_others", "killed");
     let began = Instant::now();
     children.0[1].kill().unwrap();
     children.0[1].wait().unwrap();

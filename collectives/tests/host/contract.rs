@@ -1,11 +1,9 @@
 //! What ranks may rely on when something is wrong: differences are the same error everywhere
 //! before data is touched, every wait ends, and whatever failed is told.
 
-mod common;
-
 use std::time::{Duration, Instant};
 
-use common::{Buffer, Heap, Oracle, bits, input, noise, reduced, small_scratch};
+use crate::common::{Buffer, Heap, Oracle, bits, input, noise, reduced, small_scratch};
 use symmpool_allocator::{Error, Result};
 use symmpool_collectives::{
     AllReduceAlgorithm, DType, Element, HostEngine, HostOptions, Place, ReduceOp,

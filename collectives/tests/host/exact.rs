@@ -1,9 +1,7 @@
 //! Results against an oracle that computes element by element: every type, operation, size, kind
 //! of memory and algorithm, to the bit (rule S7).
 
-mod common;
-
-use common::{Buffer, Heap, Oracle, bits, input, reduced, small_scratch};
+use crate::common::{Buffer, Heap, Oracle, bits, input, reduced, small_scratch};
 use half::{bf16, f16};
 use symmpool_collectives::{AllReduceAlgorithm, Element, HostEngine, HostOptions, ReduceOp};
 

@@ -1,7 +1,5 @@
 //! Ranks as threads of one process, over one zeroed allocation that is laid out as a flat heap.
 
-#![allow(dead_code)] // every test binary uses its own part of this module
-
 use std::alloc::Layout;
 
 use half::{bf16, f16};
@@ -135,35 +133,6 @@ pub(crate) trait Oracle: Element {
     fn reduce(op: ReduceOp, values: &[Self]) -> Self;
 }
 
-fn fold_float<F: Copy>(
-    op: ReduceOp,
-    values: impl Iterator<Item = F>,
-    (add, mul, less): (fn(F, F) -> F, fn(F, F) -> F, fn(F, F) -> bool),
-    divide: impl Fn(F) -> F,
-) -> F {
-    let total = values
-        .reduce(|a, b| match op {
-            ReduceOp::Sum | ReduceOp::Avg => add(a, b),
-            ReduceOp::Prod => mul(a, b),
-            ReduceOp::Min => {
-                if less(a, b) {
-                    a
-                } else {
-                    b
-                }
-            }
-            ReduceOp::Max => {
-                if less(b, a) {
-                    a
-                } else {
-                    b
-                }
-            }
-        })
-        .unwrap();
-    if op == ReduceOp::Avg { divide(total) } else { total }
-}
-
 macro_rules! float_oracle {
     ($($ty:ty, $acc:ty, $to:expr, $from:expr;)+) => {$(
         impl Oracle for $ty {
@@ -171,10 +140,15 @@ macro_rules! float_oracle {
                 $from((noise % 4001) as $acc / 1000.0 - 2.0)
             }
             fn reduce(op: ReduceOp, values: &[Self]) -> Self {
+                let values = values.iter().map(|x| $to(*x));
                 let count = values.len() as $acc;
-                let arithmetic: (fn($acc, $acc) -> $acc, fn($acc, $acc) -> $acc, fn($acc, $acc) -> bool) =
-                    (|a, b| a + b, |a, b| a * b, |a, b| a < b);
-                $from(fold_float(op, values.iter().map(|x| $to(*x)), arithmetic, |x| x / count))
+                let total = values.reduce(|a, b| match op {
+                    ReduceOp::Sum | ReduceOp::Avg => a + b,
+                    ReduceOp::Prod => a * b,
+                    ReduceOp::Min => if a < b { a } else { b },
+                    ReduceOp::Max => if a > b { a } else { b },
+                });
+                $from(if op == ReduceOp::Avg { total.unwrap() / count } else { total.unwrap() })
             }
         }
     )+};
