@@ -11,7 +11,7 @@ use symmpool_allocator::driver::{
 use symmpool_allocator::topology::{Mesh, Topology};
 use symmpool_allocator::{Error, Stream};
 
-use super::Options;
+use super::{Options, text};
 
 type Outcome = Result<(), String>;
 type Check = fn(&CudaDriver) -> Outcome;
@@ -385,9 +385,4 @@ fn invalid<T>(result: symmpool_allocator::Result<T>, why: &str) -> Outcome {
 
 fn cuda(code: sys::CUresult, what: &str) -> Outcome {
     require(code == sys::CUresult::CUDA_SUCCESS, || format!("{what}: {code:?}"))
-}
-
-#[allow(clippy::needless_pass_by_value)] // `map_err` passes the error by value.
-fn text(error: Error) -> String {
-    error.to_string()
 }

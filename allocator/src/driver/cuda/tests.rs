@@ -3,6 +3,8 @@
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
+use super::super::Driver;
+use super::super::conformance::conformance;
 use super::*;
 
 const MIB: u64 = 1 << 20;
@@ -39,7 +41,7 @@ fn without_cuda_every_way_in_is_refused_and_says_what_was_tried() {
         CudaDriver::new(u32::MAX).unwrap_err(),
         CudaDriver::with_options(0, fabric).unwrap_err(),
         CudaDriver::from_env().unwrap_err(),
-        crate::Driver::cuda(3).unwrap_err(),
+        Driver::cuda(3).unwrap_err(),
     ] {
         assert!(error.is_unsupported(), "{error}");
     }
@@ -62,6 +64,13 @@ fn an_ordinal_out_of_range_names_the_count() {
     let count = CudaDriver::device_count().unwrap();
     invalid(CudaDriver::new(count), &format!("{count} visible"));
     invalid(CudaDriver::new(u32::MAX), &format!("{count} visible"));
+}
+
+#[test]
+fn conforms() {
+    if device().is_some() {
+        conformance(|| Driver::cuda(0).unwrap());
+    }
 }
 
 #[test]
