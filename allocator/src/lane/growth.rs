@@ -25,7 +25,7 @@ impl LaneState {
             )));
         }
         let ordinal = self.streams.ordinal(stream)?;
-        self.streams.learn(ordinal, stream);
+        self.streams.learn(ordinal, stream, self.history.counter());
         if self.free.len() <= usize::from(ordinal) {
             self.free.resize_with(usize::from(ordinal) + 1, Default::default);
         }

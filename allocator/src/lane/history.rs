@@ -97,6 +97,11 @@ impl History {
         self.checkpoints = vec![(counter, digest)];
     }
 
+    /// All ranks agree on everything so far: a divergence is looked for from here on.
+    pub(super) fn mark_agreed(&mut self) {
+        self.base = self.counter;
+    }
+
     /// The number of the oldest event that is kept in full.
     pub(super) fn oldest(&self) -> u64 {
         self.counter - self.ring.len() as u64

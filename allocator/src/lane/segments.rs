@@ -5,6 +5,7 @@
 //! from the lane's own sequence alone (rule D6).
 
 use super::WindowPolicy;
+use super::table::BlockState;
 
 /// A contiguous lane grows by at least this, and by at least 1/128 of what it has.
 const LEAST_GROWTH: u64 = 8 << 20;
@@ -28,6 +29,8 @@ pub struct Segment {
     pub bytes: u64,
     /// Counter of the event that made or moved it.
     pub born: u64,
+    /// The segment whose memory this is, if it was moved here.
+    pub moved_from: Option<u64>,
 }
 
 impl Segment {
@@ -102,10 +105,6 @@ impl Segments {
         self.retired.iter().map(|&(segment, _)| segment)
     }
 
-    pub(super) fn retired_since(&self, event: u64) -> impl Iterator<Item = Segment> + '_ {
-        self.retired.iter().filter(move |&&(_, at)| at >= event).map(|&(segment, _)| segment)
-    }
-
     /// The serial number of the next segment.
     pub(super) fn next_counter(&self) -> u64 {
         self.next_counter
@@ -165,12 +164,12 @@ impl Segments {
                 let old = self.live.remove(at);
                 self.retired.push((old, event));
             }
-            self.add(step.to, event);
+            self.add(step.to, event, Some(step.from));
             self.moved += 1;
             self.moved_bytes += step.to.bytes;
         }
         for &new in &growth.new {
-            self.add(new, event);
+            self.add(new, event, None);
             self.reserved += new.bytes;
             self.made += 1;
             self.made_bytes += new.bytes;
@@ -178,10 +177,10 @@ impl Segments {
         self.peak_reserved = self.peak_reserved.max(self.reserved);
     }
 
-    fn add(&mut self, new: NewSegment, event: u64) {
+    fn add(&mut self, new: NewSegment, event: u64, moved_from: Option<u64>) {
         let NewSegment { counter, offset, bytes } = new;
         let at = self.live.partition_point(|segment| segment.offset < offset);
-        self.live.insert(at, Segment { counter, offset, bytes, born: event });
+        self.live.insert(at, Segment { counter, offset, bytes, born: event, moved_from });
         self.next_counter = self.next_counter.max(counter + 1);
     }
 
@@ -199,21 +198,42 @@ impl Segments {
         self.retired.drain(..).map(|(segment, _)| segment).collect()
     }
 
-    /// Goes back to the segments as they were before `event`: later ones are dropped and
-    /// returned, segments retired since come back. Counters are not used again.
-    pub(super) fn revert(&mut self, event: u64) -> Vec<Segment> {
-        let (kept, dropped) = self.live.drain(..).partition(|segment| segment.born < event);
-        self.live = kept;
-        let (back, gone): (Vec<_>, Vec<_>) =
-            self.retired.drain(..).partition(|&(segment, at)| at >= event && segment.born < event);
-        self.retired = gone;
-        self.live.extend(back.into_iter().map(|(segment, _)| segment));
-        self.live.sort_by_key(|segment| segment.offset);
-        self.reserved = self.live.iter().map(|segment| segment.bytes).sum();
-        dropped
+    /// Segments in use and retired ones, by offset, with what their ranges are.
+    pub(super) fn extents(&self) -> Vec<(Segment, BlockState)> {
+        let live = self.live.iter().map(|&segment| (segment, BlockState::Free));
+        let retired = self.retired.iter().map(|&(segment, _)| (segment, BlockState::Retired));
+        let mut all: Vec<_> = live.chain(retired).collect();
+        all.sort_by_key(|(segment, _)| segment.offset);
+        all
     }
 
-    pub(super) fn skip_counters_to(&mut self, counter: u64) {
-        self.next_counter = self.next_counter.max(counter);
+    /// Goes back to the segments as they were before `event`: ones retired since come back, and
+    /// ones made since are returned, youngest first. Counters go on from `next_counter`. What was
+    /// counted for [`may_move`](Segments::may_move) starts over, since it took part in decisions
+    /// that may have been different elsewhere.
+    pub(super) fn revert(&mut self, event: u64, next_counter: u64) -> Vec<Segment> {
+        let mut dropped = Vec::new();
+        let mut live = Vec::new();
+        for segment in self.live.drain(..) {
+            let list = if segment.born < event { &mut live } else { &mut dropped };
+            list.push(segment);
+        }
+        for (segment, at) in std::mem::take(&mut self.retired) {
+            if segment.born >= event {
+                dropped.push(segment);
+            } else if at >= event {
+                live.push(segment);
+            } else {
+                self.retired.push((segment, at));
+            }
+        }
+        live.sort_by_key(|segment| segment.offset);
+        dropped.sort_by_key(|segment| std::cmp::Reverse(segment.counter));
+        self.live = live;
+        self.reserved = self.live.iter().map(|segment| segment.bytes).sum();
+        self.made_bytes = self.reserved;
+        self.moved_bytes = 0;
+        self.next_counter = next_counter;
+        dropped
     }
 }

@@ -79,19 +79,6 @@ pub struct Placed {
     pub bytes: u64,
 }
 
-/// A block that lives on some rank, as ranks tell each other at a resync.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Survivor {
-    /// Counter of its allocation.
-    pub counter: u64,
-    /// First byte, from the start of the lane.
-    pub offset: u64,
-    /// Length in bytes.
-    pub bytes: u64,
-    /// Ordinal of its stream.
-    pub stream: u16,
-}
-
 /// The lane. Not synchronised: its owner locks it.
 #[derive(Debug)]
 pub struct LaneState {
@@ -154,7 +141,7 @@ impl LaneState {
         let (fit, grown) = match fit {
             Some(fit) => (fit, 0),
             None => {
-                self.streams.learn(stream, request.stream);
+                self.streams.learn(stream, request.stream, self.history.counter());
                 if self.free.len() <= usize::from(stream) {
                     self.free.resize_with(usize::from(stream) + 1, FreeList::default);
                 }
@@ -213,7 +200,7 @@ impl LaneState {
     pub fn record_stream(&mut self, key: BlockKey, stream: Stream, site: Site) -> Result<()> {
         self.check_live(key)?;
         let ordinal = self.streams.ordinal(stream)?;
-        self.streams.learn(ordinal, stream);
+        self.streams.learn(ordinal, stream, self.history.counter());
         let block = self.table.get_mut(key.id);
         if block.stream != ordinal {
             block.waits |= bit(ordinal);
@@ -283,8 +270,10 @@ impl LaneState {
         self.failure.as_ref()
     }
 
-    pub(crate) fn clear_failure(&mut self) {
+    /// All ranks agree on everything so far.
+    pub(crate) fn mark_agreed(&mut self) {
         self.failure = None;
+        self.history.mark_agreed();
     }
 
     /// The segments in use, by offset.

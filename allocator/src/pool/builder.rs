@@ -112,6 +112,7 @@ impl PoolBuilder {
         let pids = visible_pids(&peers);
         let windows = Windows::new(heap.layout(), Vec::new());
         let topology = peers.topology().clone();
+        let devices = peers.devices().clone();
         Ok(Pool(Arc::new(Inner {
             group,
             heap,
@@ -120,6 +121,7 @@ impl PoolBuilder {
             committer: Mutex::new(Committer { peers, commits: 0, broken: None }),
             windows: Mutex::new(Arc::new(windows)),
             topology,
+            devices,
             pids,
         })))
     }

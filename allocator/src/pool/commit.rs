@@ -74,6 +74,15 @@ pub(super) struct Held<'a> {
     pub(super) inner: MutexGuard<'a, LaneInner>,
 }
 
+impl Held<'_> {
+    /// Whether the lane has something to share, or to take back, that no commit has.
+    pub(super) fn is_due(&self) -> bool {
+        let shared = self.inner.memory.shared_below;
+        self.inner.state.has_retired()
+            || self.inner.state.segments().iter().any(|segment| segment.counter >= shared)
+    }
+}
+
 /// A segment to be shared.
 #[derive(Clone, Copy, Debug)]
 struct Fresh {
@@ -139,12 +148,8 @@ impl Pool {
         deadline: Deadline,
     ) -> Result<CommitReport> {
         let freed = self.agree(committer, held, deadline)?;
-        for held in held.iter_mut() {
-            held.inner.state.clear_failure();
-        }
         let fresh = fresh_segments(held);
-        let grown = !fresh.is_empty() || held.iter().any(|held| held.inner.state.has_retired());
-        if grown {
+        if held.iter().any(Held::is_due) {
             self.share(committer, held, &fresh, deadline)?;
         }
         self.driver().at_step(Step::CommitFinish)?;
@@ -215,7 +220,7 @@ impl Pool {
         // The confirmation needs its share, or a slow peer would look like a lost one.
         let exchange_by = Deadline::after(budget.mul_f64(0.8));
         let outcome = self.hand_over(committer, held, fresh, &mut mapped, exchange_by);
-        let status = outcome.as_ref().map(|()| ()).map_err(|error| error.kind().clone());
+        let status = outcome.as_ref().copied().map_err(|error| error.kind().clone());
         let confirm = || -> Result<()> {
             if outcome.is_ok() {
                 self.driver().at_step(Step::CommitConfirm)?;
@@ -349,6 +354,7 @@ impl Pool {
             }
             memory.shared_below = state.next_segment();
             state.reclaim(freed, memory)?;
+            state.mark_agreed();
             report.blocks_returned += freed.len() as u64;
         }
         self.0.due.store(false, Ordering::Release);

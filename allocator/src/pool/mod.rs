@@ -27,10 +27,11 @@ pub use builder::PoolBuilder;
 pub use commit::CommitReport;
 pub use lane::Lane;
 
-use crate::driver::Driver;
+use crate::driver::{DeviceIdentity, Driver};
 use crate::heap::{Heap, HeapLayout};
 use crate::lane::LaneStats;
-use crate::rendezvous::peers::Peers;
+use crate::rendezvous::mesh::Mesh;
+use crate::rendezvous::peers::{Peers, PerRank};
 use crate::store::Traffic;
 use crate::sync::lock;
 use crate::topology::Topology;
@@ -60,6 +61,7 @@ struct Inner {
     committer: Mutex<Committer>,
     windows: Mutex<Arc<Windows>>,
     topology: Topology,
+    devices: PerRank<DeviceIdentity>,
     pids: Vec<Option<u32>>,
 }
 
@@ -194,6 +196,24 @@ impl Pool {
     /// How the ranks' devices are linked; the same on every rank.
     pub fn topology(&self) -> &Topology {
         &self.0.topology
+    }
+
+    /// The device that `rank` uses.
+    pub fn device(&self, rank: u32) -> Result<&DeviceIdentity> {
+        if rank >= self.world() {
+            return Err(Error::invalid_argument(format!(
+                "rank {rank} of a group of {} ranks",
+                self.world()
+            )));
+        }
+        Ok(self.0.devices.get(rank))
+    }
+
+    /// Peers whose processes are gone, as far as this rank can see without waiting: on one
+    /// machine, those that closed their sockets. Empty while a commit is under way.
+    pub fn lost_peers(&self) -> Vec<u32> {
+        let Ok(committer) = self.0.committer.try_lock() else { return Vec::new() };
+        committer.peers.mesh().map(Mesh::lost_peers).unwrap_or_default()
     }
 
     /// The process id of `rank` where this process can see it: on the same machine and in the

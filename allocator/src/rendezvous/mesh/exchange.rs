@@ -4,7 +4,7 @@
 //! other in a circle. In every exchange each rank sends each peer at least one packet, even with
 //! no descriptor in it: so a finished exchange also says that all peers were in the same one.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
@@ -236,9 +236,4 @@ fn timeout(legs: &[Leg], unfinished: Vec<u32>, deadline: Deadline) -> Error {
         );
     }
     Error::timeout(waiting_for, deadline.budget(), unfinished)
-}
-
-/// The borrowed form of descriptors that are owned.
-pub(crate) fn borrowed(fds: &[OwnedFd]) -> Vec<BorrowedFd<'_>> {
-    fds.iter().map(AsFd::as_fd).collect()
 }
