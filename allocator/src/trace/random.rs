@@ -7,8 +7,8 @@ pub(super) struct Random(u64);
 impl Random {
     /// The sequence of `seed` for participant `which`.
     pub(super) fn new(seed: u64, which: u64) -> Self {
-        let mut first = Self(seed);
-        Self(first.next().wrapping_add(Self(which).next()))
+        // Turned, so that seed and participant are not interchangeable.
+        Self(Self(seed).next().rotate_left(23) ^ Self(which).next())
     }
 
     pub(super) fn next(&mut self) -> u64 {
