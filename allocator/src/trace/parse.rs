@@ -48,9 +48,9 @@ pub enum Op {
 /// A trace in memory.
 #[derive(Clone, Debug, Default)]
 pub struct Trace {
-    ops: Vec<Op>,
-    slots: u32,
-    peak_live: u64,
+    pub(super) ops: Vec<Op>,
+    pub(super) slots: u32,
+    pub(super) peak_live: u64,
 }
 
 /// The longest line that is read; a longer one is refused instead of filling memory.
