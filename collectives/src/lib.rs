@@ -1,1 +1,25 @@
-//! Collectives.
+//! Collectives on symmetric memory, between ranks that share it.
+//!
+//! [`HostEngine`] runs them in host memory: ranks are processes, the heap is shared pages, signals
+//! are atomics in them. Every wait is bounded, every difference between what ranks call is an error
+//! on all of them before data is touched, and results have the same bits on every rank, in every
+//! run and with every algorithm.
+
+#![deny(unsafe_code)]
+
+mod allgather;
+mod allreduce;
+mod alltoallv;
+mod barrier;
+mod broadcast;
+mod dtype;
+mod host;
+mod reduce;
+mod reduce_scatter;
+mod signal;
+mod slices;
+
+pub use allreduce::AllReduceAlgorithm;
+pub use dtype::{DType, Element};
+pub use host::{HostEngine, HostOptions, Place};
+pub use reduce::ReduceOp;
