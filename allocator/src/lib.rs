@@ -21,5 +21,5 @@ pub use driver::{Driver, Stream};
 pub use error::{Error, Result};
 pub use group::Group;
 pub use heap::HeapLayout;
-pub use pool::{Block, CommitReport, Lane, Pool, PoolBuilder, PoolStats};
+pub use pool::{Block, CONTROL_LANE, CommitReport, Lane, Pool, PoolBuilder, PoolStats};
 pub use window::{Window, Windows};
