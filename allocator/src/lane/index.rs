@@ -21,7 +21,7 @@ impl Index {
         if (self.used + 1) * 8 > self.slots.len() * 3 {
             self.resize((self.slots.len() * 2).max(LEAST));
         }
-        let entry = u64::from(offset) << 32 | u64::from(id);
+        let entry = (u64::from(offset) << 32) | u64::from(id);
         let mut at = self.home(offset);
         while self.slots[at] != EMPTY {
             if self.slots[at] >> 32 == u64::from(offset) {

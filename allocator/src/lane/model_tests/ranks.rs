@@ -32,7 +32,7 @@ impl Rank {
 
     /// A handle that is this rank's own, in another order on every rank (D3).
     fn stream(&self, stream: u64) -> Stream {
-        let mixed = (stream ^ self.seed % STREAMS) + 1;
+        let mixed = (stream ^ (self.seed % STREAMS)) + 1;
         Stream::from_raw(mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(self.seed as u32))
     }
 
