@@ -5,11 +5,11 @@ use std::time::Instant;
 
 use cudarc::driver::sys;
 use serde_json::{Value, json};
+use symmpool_allocator::Stream;
 use symmpool_allocator::driver::{
     CudaDriver, CudaOptions, Event, Exported, MemoryDriver, Physical, Reservation,
 };
 use symmpool_allocator::topology::{Mesh, Topology};
-use symmpool_allocator::{Error, Stream};
 
 use super::{Options, text};
 

@@ -29,9 +29,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::amount::Amount;
 use super::mappings::{Mappings, check_size};
-use super::{
-    DeviceIdentity, Event, Exported, MemoryDriver, Physical, Reservation, Stream, Transport,
-};
+use super::{DeviceIdentity, Exported, MemoryDriver, Physical, Reservation, Transport};
 use crate::{Error, Result};
 
 /// The size of a huge page on x86-64 and of the usual one on AArch64.
@@ -232,21 +230,6 @@ impl MemoryDriver for HostDriver {
         find(&mut state.segments, &physical)?;
         // Dropping the descriptor closes it.
         state.segments.remove(&physical.raw());
-        Ok(())
-    }
-
-    fn record_event(&self, _stream: Stream) -> Result<Event> {
-        // Work of the host is done when its call returns: there is nothing to wait for.
-        Ok(Event(0))
-    }
-
-    fn wait_event(&self, _stream: Stream, _event: &Event) -> Result<()> {
-        Ok(())
-    }
-
-    fn release_event(&self, _event: Event) {}
-
-    fn synchronize(&self) -> Result<()> {
         Ok(())
     }
 }

@@ -15,9 +15,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::amount::Amount;
 use super::mappings::{Mappings, check_size};
-use super::{
-    DeviceIdentity, Event, Exported, MemoryDriver, Physical, Reservation, Stream, Transport,
-};
+use super::{DeviceIdentity, Exported, MemoryDriver, Physical, Reservation, Transport};
 use crate::{Error, Result};
 
 /// Simulated addresses lie in `[LOWEST, HIGHEST)`: never zero or small, and room for 4096 slots of
@@ -249,20 +247,6 @@ impl MemoryDriver for SimDriver {
         }
         state.own(&physical)?.released = true;
         state.settle(physical.raw());
-        Ok(())
-    }
-
-    fn record_event(&self, _stream: Stream) -> Result<Event> {
-        Ok(Event(0))
-    }
-
-    fn wait_event(&self, _stream: Stream, _event: &Event) -> Result<()> {
-        Ok(())
-    }
-
-    fn release_event(&self, _event: Event) {}
-
-    fn synchronize(&self) -> Result<()> {
         Ok(())
     }
 }
