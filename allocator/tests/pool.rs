@@ -37,10 +37,11 @@ fn memory_written_by_one_rank_is_read_by_the_others() {
         pool.commit().unwrap();
         for peer in 0..4 {
             let at = block.peer_ptr(peer).unwrap();
+            let last = at.wrapping_add(999);
             assert_eq!(pool.peer_ptr(peer, block.address()).unwrap(), at as u64);
             // SAFETY: the block is a window, so the peer's copy is mapped; the commit after the
             // writes ordered them before this.
-            let value = unsafe { at.add(999).read_volatile() };
+            let value = unsafe { last.read_volatile() };
             assert_eq!(value, u64::from(peer) + 7);
         }
         pool.commit().unwrap();

@@ -1,1 +1,29 @@
-//! Collectives.
+//! Collectives on symmetric memory, between ranks that share it.
+//!
+//! A [`Communicator`] runs them on the blocks of a pool, and is what programs use.
+//!
+//! [`HostEngine`] is what runs them in host memory: ranks are processes, the heap is shared pages, signals
+//! are atomics in them. Every wait is bounded, every difference between what ranks call is an error
+//! on all of them before data is touched, and results have the same bits on every rank, in every
+//! run and with every algorithm.
+
+#![deny(unsafe_code)]
+
+mod allgather;
+mod allreduce;
+mod alltoallv;
+mod barrier;
+mod broadcast;
+mod communicator;
+mod dtype;
+mod host;
+mod reduce;
+mod reduce_scatter;
+mod signal;
+mod slices;
+
+pub use allreduce::AllReduceAlgorithm;
+pub use communicator::{Communicator, CommunicatorOptions};
+pub use dtype::{DType, Element};
+pub use host::{HostEngine, HostOptions, Place};
+pub use reduce::ReduceOp;

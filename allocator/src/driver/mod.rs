@@ -25,7 +25,6 @@ mod mappings;
 #[cfg(test)]
 mod model_tests;
 mod sim;
-mod table;
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -52,6 +51,10 @@ impl Driver {
 
     /// The device of this process if there is one (see [`CudaDriver::from_env`]), else host
     /// memory.
+    ///
+    /// Only the lack of a CUDA driver, of a device, or of the means to share its memory leads to
+    /// host memory. Anything else that keeps a device from being used is an error: ranks that fell
+    /// back on their own would have different drivers.
     pub fn best() -> Result<Self> {
         match CudaDriver::from_env() {
             Ok(cuda) => Ok(Self::new(cuda)),
@@ -102,7 +105,10 @@ impl Stream {
     /// The default stream; the only one on the host.
     pub const DEFAULT: Self = Self(0);
 
-    /// A stream from its raw handle.
+    /// A stream from its raw handle. The stream must be live whenever a driver is given this
+    /// value: CUDA follows the handle without asking, and this is not checked (CUDA cannot be
+    /// asked whether a handle is live). A stream destroyed after it was used in a lane must not
+    /// be named to that lane again.
     pub const fn from_raw(raw: u64) -> Self {
         Self(raw)
     }

@@ -26,6 +26,8 @@ mod history;
 mod index;
 #[cfg(test)]
 mod invariants;
+#[cfg(test)]
+mod model_tests;
 mod resync;
 mod segments;
 mod state;

@@ -12,7 +12,6 @@
 
 use std::os::fd::AsFd;
 use std::sync::MutexGuard;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -357,7 +356,7 @@ impl Pool {
             state.mark_agreed();
             report.blocks_returned += freed.len() as u64;
         }
-        self.0.due.store(false, Ordering::Release);
+        self.0.due.settle(false);
         if report.windows_added + report.windows_removed > 0 {
             self.publish_windows(held);
         }

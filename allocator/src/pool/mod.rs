@@ -7,17 +7,18 @@
 //! | `block` | a range in its owner's hands |
 //! | `access` | copies between blocks and ordinary memory |
 //! | `commit` | the collective step that makes windows |
+//! | `due` | whether a commit is due |
 //! | `resync` | agreeing on a state again after a divergence |
 
 mod access;
 mod block;
 mod builder;
 mod commit;
+mod due;
 mod lane;
 mod resync;
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use bytemuck::Pod;
@@ -37,6 +38,7 @@ use crate::sync::lock;
 use crate::topology::Topology;
 use crate::window::{Window, Windows};
 use crate::{Error, Group, Result};
+use due::Due;
 use lane::SharedLane;
 
 /// The lane that communicators take their control memory from.
@@ -57,7 +59,7 @@ struct Inner {
     /// In the order of the configuration; the control lane is last.
     lanes: Vec<Arc<SharedLane>>,
     /// Raised when a symmetric lane grows; a commit lowers it.
-    due: Arc<AtomicBool>,
+    due: Arc<Due>,
     committer: Mutex<Committer>,
     windows: Mutex<Arc<Windows>>,
     topology: Topology,
@@ -145,7 +147,7 @@ impl Pool {
     /// Whether a symmetric lane has grown since the last commit. Follows from the sequence of
     /// calls, so it is the same on every rank.
     pub fn is_commit_due(&self) -> bool {
-        self.0.due.load(Ordering::Acquire)
+        self.0.due.is_raised()
     }
 
     /// The windows as of the last commit.

@@ -1,0 +1,130 @@
+//! All-gather: every rank ends with every rank's input, in rank order.
+
+#![allow(unsafe_code)] // hands raw buffers to the kernels
+
+use symmpool_allocator::Result;
+
+use crate::DType;
+use crate::allreduce::Pieces;
+use crate::host::call::{Call, Operation};
+use crate::host::kernels::copy;
+use crate::host::{Data, HostEngine, InPlace, Place};
+
+/// Up to here windows go through scratch too, in one phase instead of two; bytes a rank.
+const SCRATCH_BYTES: usize = 32 << 10;
+
+impl HostEngine {
+    /// Copies `count` elements of rank `r`'s `input` to part `r` of every rank's `output` of
+    /// `world * count` elements. In place if the input is this rank's part of the output;
+    /// otherwise they must not overlap.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::all_reduce`].
+    ///
+    /// # Safety
+    ///
+    /// `input` is readable for `count` elements of `dtype` and `output` writable for
+    /// `world * count`, and nobody else touches either, in any rank's slot if it is a window,
+    /// until the call returns on every rank.
+    pub unsafe fn all_gather(
+        &mut self,
+        input: Place,
+        output: Place,
+        count: usize,
+        dtype: DType,
+    ) -> Result<()> {
+        self.ready()?;
+        let size = dtype.size();
+        let part = count.checked_mul(size);
+        let all = part.and_then(|part| part.checked_mul(self.world() as usize));
+        let own = part.and_then(|part| part.checked_mul(self.rank() as usize)).unwrap_or(0);
+        let data = match self.resolve((input, part), (output, all), InPlace::InputAt(own)) {
+            Ok(data) => data,
+            Err(why) => return Err(self.decline(why)),
+        };
+        let mut call = Call::new(Operation::AllGather)
+            .elements(dtype, count)
+            .output(output)
+            .in_place(data.in_place);
+        if !data.in_place {
+            // In place the input's offset differs from rank to rank, and follows from the output.
+            call = call.input(input);
+        }
+        let bytes = count * size;
+        if bytes > SCRATCH_BYTES && output.is_window() {
+            // SAFETY: the caller's promises about input and output, which `data` resolves.
+            unsafe { push(self, &call, &data, bytes) }
+        } else {
+            // SAFETY: as above.
+            unsafe { staged(self, &call, &data, count, size) }
+        }
+    }
+}
+
+/// Every rank writes its input to everyone's output.
+///
+/// # Safety
+///
+/// As [`HostEngine::all_gather`], for the resolved buffers, the output being a window.
+unsafe fn push(engine: &mut HostEngine, call: &Call, data: &Data, bytes: usize) -> Result<()> {
+    let me = engine.rank();
+    engine.enter(call)?;
+    let part = me as usize * bytes;
+    let Place::Window(offset) = data.output else { return engine.step() };
+    for rank in engine.peers() {
+        let to = engine.window(rank, offset + part as u64);
+        // SAFETY: the peer has entered with this offset, and leaves its output alone until this
+        // rank's step; this part of it only this rank writes. The own input lies in own memory.
+        unsafe { copy(data.from, to, bytes) };
+    }
+    if !data.in_place {
+        // SAFETY: input and output are apart.
+        unsafe { copy(data.from, data.to.wrapping_add(part), bytes) };
+    }
+    engine.step()
+}
+
+/// Through scratch, in pieces.
+///
+/// # Safety
+///
+/// As [`HostEngine::all_gather`], for the resolved buffers.
+unsafe fn staged(
+    engine: &mut HostEngine,
+    call: &Call,
+    data: &Data,
+    count: usize,
+    size: usize,
+) -> Result<()> {
+    let me = engine.rank();
+    let pieces = Pieces::new(count, size, engine.scratch_bytes());
+    // SAFETY: the first piece of the input, into scratch that holds a piece and is free (see
+    // `next_scratch`).
+    unsafe { copy(data.from, engine.next_scratch(), pieces.range(0).len() * size) };
+    engine.enter(call)?;
+    for index in 0..pieces.len() {
+        let range = pieces.range(index);
+        let (at, bytes) = (range.start * size, range.len() * size);
+        if index > 0 {
+            let scratch = engine.scratch(me).wrapping_add(pieces.offset(index));
+            // SAFETY: into the half of scratch that held the piece before the last; every peer has
+            // signalled the last one since it read that.
+            unsafe { copy(data.from.wrapping_add(at), scratch, bytes) };
+            engine.step()?;
+        }
+        for rank in engine.peers() {
+            let from = engine.scratch(rank).wrapping_add(pieces.offset(index));
+            let to = data.to.wrapping_add(rank as usize * count * size + at);
+            // SAFETY: the peer wrote its piece before it signalled and leaves it alone until this
+            // rank's next signal; the output is writable by contract, and scratch apart from it.
+            unsafe { copy(from, to, bytes) };
+        }
+        if !data.in_place {
+            let to = data.to.wrapping_add(me as usize * count * size + at);
+            // SAFETY: input and output are apart.
+            unsafe { copy(data.from.wrapping_add(at), to, bytes) };
+        }
+    }
+    Ok(())
+}

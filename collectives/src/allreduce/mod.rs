@@ -1,0 +1,194 @@
+//! All-reduce: every rank ends with the reduction of all ranks' inputs.
+//!
+//! - `one_shot`: every rank copies its input to scratch, and every rank reduces all of it. One
+//!   phase; best while the data is small.
+//! - `two_shot`: every rank reduces one share and hands it to the others. Directly between windows,
+//!   or through scratch for ordinary memory.
+
+#![allow(unsafe_code)] // hands raw buffers to the kernels
+
+mod one_shot;
+mod two_shot;
+
+use std::ops::Range;
+
+use symmpool_allocator::Result;
+
+use crate::host::call::{Call, Operation};
+use crate::host::kernels::ReduceFn;
+use crate::host::{Data, HostEngine, InPlace, Place};
+use crate::{DType, ReduceOp};
+
+/// Which algorithm an all-reduce uses. Results have the same bits with each (rule S7).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u8)]
+pub enum AllReduceAlgorithm {
+    /// By size, number of ranks and kind of memory.
+    #[default]
+    Auto = 0,
+    /// Every rank reduces everything, through scratch.
+    OneShot = 1,
+    /// Every rank reduces a share and hands it out.
+    TwoShot = 2,
+}
+
+/// Up to here windows take one phase through scratch instead of two without; bytes, for the square
+/// of the number of ranks: more ranks make a phase dearer, above all when they share cores, and
+/// each then reduces a smaller share.
+const ONE_SHOT_WINDOW_BYTES: usize = 512;
+/// Up to here ordinary memory takes one phase instead of two; bytes times ranks.
+const ONE_SHOT_PLAIN_BYTES: usize = 128 << 10;
+
+impl HostEngine {
+    /// Reduces `count` elements of every rank's `input` into every rank's `output`. In place if
+    /// both begin at one address; otherwise they must not overlap.
+    ///
+    /// # Errors
+    ///
+    /// `is_diverged`, on every rank, if ranks called differently; `is_invalid_argument` if buffers
+    /// overlap or do not fit; `is_timeout` or `is_peer_lost` if a rank does not come.
+    ///
+    /// # Safety
+    ///
+    /// `input` is readable and `output` writable for `count` elements of `dtype`, and nobody else
+    /// touches either, in any rank's slot if it is a window, until the call returns on every rank.
+    pub unsafe fn all_reduce(
+        &mut self,
+        input: Place,
+        output: Place,
+        count: usize,
+        dtype: DType,
+        op: ReduceOp,
+        algorithm: AllReduceAlgorithm,
+    ) -> Result<()> {
+        self.ready()?;
+        let size = count.checked_mul(dtype.size());
+        let data = match self.resolve((input, size), (output, size), InPlace::OutputAt(0)) {
+            Ok(data) => data,
+            Err(why) => return Err(self.decline(why)),
+        };
+        let call = Call::new(Operation::AllReduce)
+            .elements(dtype, count)
+            .reduce(op)
+            .algorithm(algorithm as u8)
+            .input(input)
+            .output(output)
+            .in_place(data.in_place);
+        let work =
+            Work { call, data, count, size: dtype.size(), reduce: self.reduction(dtype, op) };
+        let windows = input.is_window() && output.is_window();
+        let one_shot = match algorithm {
+            AllReduceAlgorithm::OneShot => true,
+            AllReduceAlgorithm::TwoShot => false,
+            AllReduceAlgorithm::Auto if windows => {
+                work.bytes() <= ONE_SHOT_WINDOW_BYTES * (self.world() as usize).pow(2)
+            }
+            AllReduceAlgorithm::Auto => {
+                // With two ranks both ways move the same bytes, and this one waits less.
+                self.world() <= 2
+                    || work.bytes().saturating_mul(self.world() as usize) <= ONE_SHOT_PLAIN_BYTES
+            }
+        };
+        tracing::trace!(count, one_shot, windows, "all_reduce");
+        if one_shot {
+            // SAFETY: the caller's promises about input and output, which `data` resolves.
+            unsafe { one_shot::run(self, &work) }
+        } else if let (Place::Window(from), Place::Window(to)) = (input, output) {
+            // SAFETY: as above; that windows are mapped in every slot was promised to `new`.
+            unsafe { two_shot::direct(self, &work, from, to) }
+        } else {
+            // SAFETY: as above.
+            unsafe { two_shot::staged(self, &work) }
+        }
+    }
+}
+
+/// One all-reduce, checked and resolved.
+struct Work {
+    call: Call,
+    data: Data,
+    count: usize,
+    /// Bytes of an element.
+    size: usize,
+    reduce: ReduceFn,
+}
+
+impl Work {
+    fn bytes(&self) -> usize {
+        self.count * self.size
+    }
+}
+
+/// Pieces of `count` elements that go through scratch in turn: all at once if `room` bytes hold
+/// them, else halves of the room alternate.
+#[derive(Clone, Copy)]
+pub(crate) struct Pieces {
+    count: usize,
+    each: usize,
+    half: usize,
+}
+
+impl Pieces {
+    /// `room` is a multiple of 16.
+    pub(crate) fn new(count: usize, size: usize, room: usize) -> Self {
+        let half = room / 2;
+        Self { count, each: if count * size <= room { count } else { half / size }, half }
+    }
+
+    /// How many; none for no elements.
+    pub(crate) fn len(&self) -> usize {
+        if self.count == 0 { 0 } else { self.count.div_ceil(self.each) }
+    }
+
+    /// The elements of piece `index`; empty past the end.
+    pub(crate) fn range(&self, index: usize) -> Range<usize> {
+        let start = index.saturating_mul(self.each).min(self.count);
+        start..start.saturating_add(self.each).min(self.count)
+    }
+
+    /// Where in scratch it goes, in bytes.
+    pub(crate) fn offset(&self, index: usize) -> usize {
+        (index & 1) * self.half
+    }
+}
+
+/// The share of `count` elements that `rank` of `world` reduces; whole cache lines, so that no
+/// two ranks write to one.
+pub(crate) fn share(count: usize, size: usize, rank: u32, world: u32) -> Range<usize> {
+    let each = count.div_ceil(world as usize).next_multiple_of((64 / size).max(1));
+    let start = (rank as usize).saturating_mul(each).min(count);
+    start..start.saturating_add(each).min(count)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_and_shares_cover_everything_once() {
+        for count in [0, 1, 63, 64, 65, 1000, 4096, 4097] {
+            for size in [1, 2, 4, 8] {
+                let pieces = Pieces::new(count, size, 1024);
+                let mut next = 0;
+                for i in 0..pieces.len() {
+                    let range = pieces.range(i);
+                    assert_eq!(range.start, next);
+                    assert!(!range.is_empty());
+                    assert!(pieces.offset(i) + range.len() * size <= 1024);
+                    next = range.end;
+                }
+                assert_eq!(next, count);
+                assert!(pieces.range(pieces.len()).is_empty());
+                for world in 1..6 {
+                    let mut next = 0;
+                    for rank in 0..world {
+                        let range = share(count, size, rank, world);
+                        assert_eq!(range.start, next);
+                        next = range.end;
+                    }
+                    assert_eq!(next, count);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! All-to-all: every rank sends a segment to every rank, of equal or of given sizes.
+//!
+//! Who sends how much is known to all before data moves: either it is one count (`all_to_all`), or
+//! every rank shows its row of the traffic matrix on entry (`all_to_all_v`), and every rank checks
+//! the whole matrix. So ranks agree, without further talk, on how each sender's data travels:
+//!
+//! - `packet`: through the sender's scratch, in one piece that is there on entry if it fits, else
+//!   in several, one step each;
+//! - `direct`: receivers read the sender's window themselves, and a last step lets it go.
+
+#![allow(unsafe_code)] // hands raw buffers to the kernels
+
+mod direct;
+mod matrix;
+mod packet;
+
+use symmpool_allocator::{Error, Result};
+
+use self::matrix::Matrix;
+use crate::DType;
+use crate::allreduce::Pieces;
+use crate::host::call::{Call, Operation};
+use crate::host::{Data, HostEngine, InPlace, Place};
+
+/// Windows that send more than this to other ranks are read directly; bytes, for the square of the
+/// number of ranks, for more ranks make the second phase dearer.
+const DIRECT_BYTES: usize = 1 << 10;
+
+impl HostEngine {
+    /// Sends `count` elements to every rank: segment `r` of `input` goes to rank `r`, where it
+    /// becomes segment `rank` of `output`. Both hold `world * count` elements and must not overlap.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::all_reduce`].
+    ///
+    /// # Safety
+    ///
+    /// `input` is readable and `output` writable for `world * count` elements of `dtype`, and
+    /// nobody else touches either, in any rank's slot if it is a window, until the call returns on
+    /// every rank.
+    pub unsafe fn all_to_all(
+        &mut self,
+        input: Place,
+        output: Place,
+        count: usize,
+        dtype: DType,
+    ) -> Result<()> {
+        self.ready()?;
+        let bytes = count.checked_mul(dtype.size());
+        let all = bytes.and_then(|bytes| bytes.checked_mul(self.world() as usize));
+        let data = match self.resolve((input, all), (output, all), InPlace::Never) {
+            Ok(data) => data,
+            Err(why) => return Err(self.decline(why)),
+        };
+        let call = Call::new(Operation::AllToAll).elements(dtype, count).input(input);
+        let matrix = Matrix::Even { bytes: count * dtype.size() };
+        let work =
+            Work { data, matrix, size: dtype.size(), rank: self.rank(), world: self.world() };
+        // SAFETY: the caller's promises about input and output, which `data` resolves.
+        unsafe { work.run(self, &call) }
+    }
+
+    /// Sends `send[r]` elements to rank `r` and receives `receive[r]` from it; segments lie in
+    /// rank order, without gaps, in `input` and `output`, which must not overlap. Any count may be
+    /// zero.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::all_reduce`]; `is_diverged`, on every rank, if a rank does not send what another
+    /// expects.
+    ///
+    /// # Safety
+    ///
+    /// `input` is readable for the sum of `send` elements of `dtype` and `output` writable for the
+    /// sum of `receive`, and nobody else touches either, in any rank's slot if it is a window,
+    /// until the call returns on every rank.
+    pub unsafe fn all_to_all_v(
+        &mut self,
+        input: Place,
+        send: &[usize],
+        output: Place,
+        receive: &[usize],
+        dtype: DType,
+    ) -> Result<()> {
+        self.ready()?;
+        let (rank, world, size) = (self.rank(), self.world(), dtype.size());
+        let total = |counts: &[usize]| {
+            counts.iter().try_fold(0usize, |sum, n| sum.checked_add(n.checked_mul(size)?))
+        };
+        let data = if send.len() != world as usize || receive.len() != world as usize {
+            Err(Error::invalid_argument(format!(
+                "{} send and {} receive counts for {world} ranks on rank {rank}; one of each per \
+                 rank is needed",
+                send.len(),
+                receive.len()
+            )))
+        } else {
+            let (input, output) = ((input, total(send)), (output, total(receive)));
+            self.resolve(input, output, InPlace::Never)
+        };
+        let data = match data {
+            Ok(data) => data,
+            Err(why) => return Err(self.decline(why)),
+        };
+        for (peer, count) in (0..world).zip(send) {
+            self.set_next_row(peer, (count * size) as u64);
+        }
+        for (peer, count) in (0..world).zip(receive) {
+            self.set_next_row(world + peer, (count * size) as u64);
+        }
+        let call = Call::new(Operation::AllToAllV).elements(dtype, 0).input(input);
+        let work = Work { data, matrix: Matrix::Rows, size, rank, world };
+        // SAFETY: the caller's promises about input and output, which `data` resolves.
+        unsafe { work.run(self, &call) }
+    }
+}
+
+/// One all-to-all, checked and resolved. Sizes are in bytes from here on.
+struct Work {
+    data: Data,
+    matrix: Matrix,
+    /// Bytes of an element.
+    size: usize,
+    rank: u32,
+    world: u32,
+}
+
+/// How a sender's data travels.
+enum Route {
+    Direct,
+    Pieces(Pieces),
+}
+
+impl Work {
+    /// # Safety
+    ///
+    /// As [`HostEngine::all_to_all_v`], for the resolved buffers; this rank's rows are shown.
+    unsafe fn run(&self, engine: &mut HostEngine, call: &Call) -> Result<()> {
+        // What this rank sends it knows; the rest it reads once all have entered.
+        let own = self.route(self.matrix.next_stream(engine), engine);
+        if let Route::Pieces(pieces) = &own {
+            // SAFETY: the input is readable by contract; scratch is free before entry.
+            unsafe { packet::fill(self, engine, pieces, 0, engine.next_scratch(), true) };
+        }
+        engine.enter(call)?;
+        self.matrix.check(engine, self.size)?;
+        let mut rounds = 0;
+        let mut any_direct = false;
+        for sender in 0..self.world {
+            match self.route(self.matrix.stream(engine, sender), engine) {
+                Route::Direct => any_direct = true,
+                Route::Pieces(pieces) => rounds = rounds.max(pieces.len()),
+            }
+        }
+        tracing::trace!(rounds, any_direct, "all_to_all");
+        for round in 0..rounds {
+            if round > 0 {
+                if let Route::Pieces(pieces) = &own {
+                    let scratch = engine.scratch(self.rank);
+                    // SAFETY: the half that held the piece before the last: every peer has
+                    // signalled the last one since it read that.
+                    unsafe { packet::fill(self, engine, pieces, round, scratch, false) };
+                }
+                engine.step()?;
+            }
+            for sender in engine.peers() {
+                let route = self.route(self.matrix.stream(engine, sender), engine);
+                if let Route::Pieces(pieces) = route {
+                    // SAFETY: the sender filled this piece before it signalled.
+                    unsafe { packet::collect(self, engine, &pieces, round, sender) };
+                }
+            }
+        }
+        // SAFETY: the caller's promises; all ranks have entered and the matrix is agreed.
+        unsafe { direct::pull(self, engine) };
+        if any_direct { engine.step() } else { Ok(()) }
+    }
+
+    /// How a sender's `stream` bytes to others travel; the same on every rank.
+    fn route(&self, stream: usize, engine: &HostEngine) -> Route {
+        if self.data.input.is_window() && stream > DIRECT_BYTES * (self.world as usize).pow(2) {
+            Route::Direct
+        } else {
+            Route::Pieces(Pieces::new(stream, 1, engine.scratch_bytes()))
+        }
+    }
+}

@@ -1,0 +1,274 @@
+//! What a rank calls, in the four words that travel with its entry signal, and the digest of them
+//! that ranks compare (rule S6).
+
+use std::fmt;
+
+use symmpool_allocator::Error;
+
+use super::place::Place;
+use crate::signal::DETAILS;
+use crate::{DType, ReduceOp};
+
+/// A collective operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Operation {
+    /// A call that its own rank found impossible; it enters only to tell the others.
+    Declined = 1,
+    Barrier = 2,
+    AllReduce = 3,
+    ReduceScatter = 4,
+    AllGather = 5,
+    Broadcast = 6,
+    AllToAllV = 7,
+    AllToAll = 8,
+}
+
+impl Operation {
+    const ALL: [Self; 8] = [
+        Self::Declined,
+        Self::Barrier,
+        Self::AllReduce,
+        Self::ReduceScatter,
+        Self::AllGather,
+        Self::Broadcast,
+        Self::AllToAllV,
+        Self::AllToAll,
+    ];
+
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Declined => "a call with arguments that rank itself refused",
+            Self::Barrier => "barrier",
+            Self::AllReduce => "all_reduce",
+            Self::ReduceScatter => "reduce_scatter",
+            Self::AllGather => "all_gather",
+            Self::Broadcast => "broadcast",
+            Self::AllToAllV => "all_to_all_v",
+            Self::AllToAll => "all_to_all",
+        }
+    }
+
+    pub(crate) fn from_code(code: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|operation| *operation as u8 == code)
+    }
+}
+
+const INPUT_WINDOW: u64 = 1 << 32;
+const OUTPUT_WINDOW: u64 = 1 << 33;
+const IN_PLACE: u64 = 1 << 34;
+
+/// Everything that ranks must agree on before data is touched, packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Call {
+    words: [u64; DETAILS],
+}
+
+impl Call {
+    #[inline]
+    pub(crate) fn new(operation: Operation) -> Self {
+        Self { words: [operation as u64, 0, 0, 0] }
+    }
+
+    /// `count` elements of a type: per rank where the operation has a count per rank.
+    #[inline]
+    pub(crate) fn elements(mut self, dtype: DType, count: usize) -> Self {
+        self.words[0] |= (dtype as u64) << 8;
+        self.words[1] = count as u64;
+        self
+    }
+
+    #[inline]
+    pub(crate) fn reduce(mut self, op: ReduceOp) -> Self {
+        self.words[0] |= (op as u64) << 16;
+        self
+    }
+
+    /// A forced algorithm, by an operation's own number; 0 is automatic.
+    #[inline]
+    pub(crate) fn algorithm(mut self, code: u8) -> Self {
+        self.words[0] |= u64::from(code) << 24;
+        self
+    }
+
+    #[inline]
+    pub(crate) fn root(mut self, root: u32) -> Self {
+        self.words[0] |= u64::from(root) << 40;
+        self
+    }
+
+    #[inline]
+    pub(crate) fn input(mut self, place: Place) -> Self {
+        if let Place::Window(offset) = place {
+            self.words[0] |= INPUT_WINDOW;
+            self.words[2] = offset;
+        }
+        self
+    }
+
+    #[inline]
+    pub(crate) fn output(mut self, place: Place) -> Self {
+        if let Place::Window(offset) = place {
+            self.words[0] |= OUTPUT_WINDOW;
+            self.words[3] = offset;
+        }
+        self
+    }
+
+    #[inline]
+    pub(crate) fn in_place(mut self, yes: bool) -> Self {
+        if yes {
+            self.words[0] |= IN_PLACE;
+        }
+        self
+    }
+
+    #[inline]
+    pub(crate) fn words(&self) -> &[u64; DETAILS] {
+        &self.words
+    }
+
+    pub(crate) fn from_words(words: [u64; DETAILS]) -> Self {
+        Self { words }
+    }
+
+    pub(crate) fn operation(&self) -> Option<Operation> {
+        Operation::from_code(self.words[0] as u8)
+    }
+
+    /// 32 bits over the call and over what must also be equal for it to work (`salt`). Different
+    /// calls collide once in four billion.
+    #[inline]
+    pub(crate) fn digest(&self, salt: u64) -> u32 {
+        let mut hash = salt ^ 0x9e37_79b9_7f4a_7c15;
+        for word in self.words {
+            hash = (hash ^ word).wrapping_mul(0xff51_afd7_ed55_8ccd);
+            hash ^= hash >> 32;
+        }
+        (hash ^ (hash >> 29)) as u32
+    }
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [head, count, input, output] = self.words;
+        let Some(operation) = self.operation() else {
+            return write!(f, "an operation this version does not know ({:#x})", head as u8);
+        };
+        f.write_str(operation.name())?;
+        if matches!(operation, Operation::Declined | Operation::Barrier) {
+            return Ok(());
+        }
+        if let Some(op) = ReduceOp::from_code((head >> 16) as u8) {
+            write!(f, " {}", op.name())?;
+        }
+        if let Some(dtype) = DType::from_code((head >> 8) as u8) {
+            if operation == Operation::AllToAllV {
+                write!(f, " of {}", dtype.name())?;
+            } else {
+                write!(f, " of {count} {}", dtype.name())?;
+            }
+        }
+        if operation == Operation::Broadcast {
+            write!(f, " from rank {}", head >> 40)?;
+        }
+        let (from_window, to_window) = (head & INPUT_WINDOW != 0, head & OUTPUT_WINDOW != 0);
+        let place = |window: bool, offset: u64| {
+            if window { format!("window offset {offset:#x}") } else { "ordinary memory".to_owned() }
+        };
+        if head & IN_PLACE != 0 {
+            write!(f, " in place at {}", place(from_window || to_window, input.max(output)))?;
+        } else {
+            write!(f, " from {}", place(from_window, input))?;
+            if !matches!(operation, Operation::AllToAllV | Operation::AllToAll) {
+                write!(f, " to {}", place(to_window, output))?;
+            }
+        }
+        match (head >> 24) as u8 {
+            0 => Ok(()),
+            code => write!(f, ", algorithm {code} forced"),
+        }
+    }
+}
+
+/// The error that every rank makes of the same calls: who called what.
+pub(crate) fn mismatch(number: u64, calls: &[Call]) -> Error {
+    let mut groups: Vec<(Call, Vec<u32>)> = Vec::new();
+    for (rank, call) in (0u32..).zip(calls) {
+        match groups.iter_mut().find(|(seen, _)| seen == call) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => groups.push((*call, vec![rank])),
+        }
+    }
+    if groups.len() == 1 {
+        return Error::mismatch(format!(
+            "ranks made the same call ({}) as call {number}, but through communicators with \
+             different options; build them with the same options on every rank",
+            calls[0]
+        ));
+    }
+    let mut message = format!("ranks entered different collectives as call {number}:");
+    for (call, ranks) in &groups {
+        message.push_str(&format!("\n  {}: {call}", named(ranks)));
+    }
+    message.push_str(
+        "\nNothing was written and the communicator stays usable; every rank must make the same \
+         call with the same arguments.",
+    );
+    Error::mismatch(message)
+}
+
+/// `rank 3`, or `ranks 0-2, 5`.
+pub(crate) fn named(ranks: &[u32]) -> String {
+    let mut parts: Vec<String> = Vec::new();
+    for run in ranks.chunk_by(|a, b| a + 1 == *b) {
+        match run {
+            [one] => parts.push(one.to_string()),
+            [first, .., last] => parts.push(format!("{first}-{last}")),
+            [] => {}
+        }
+    }
+    format!("rank{} {}", if ranks.len() == 1 { "" } else { "s" }, parts.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_field_changes_the_digest_and_reads_back() {
+        // S6
+        let base = Call::new(Operation::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Sum);
+        let others = [
+            Call::new(Operation::ReduceScatter).elements(DType::F32, 8).reduce(ReduceOp::Sum),
+            Call::new(Operation::AllReduce).elements(DType::I32, 8).reduce(ReduceOp::Sum),
+            Call::new(Operation::AllReduce).elements(DType::F32, 9).reduce(ReduceOp::Sum),
+            Call::new(Operation::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Max),
+            base.algorithm(1),
+            base.root(1),
+            base.input(Place::Window(0)),
+            base.output(Place::Window(64)),
+            base.in_place(true),
+        ];
+        for (i, call) in others.iter().enumerate() {
+            assert_ne!(call.digest(0), base.digest(0), "field {i}");
+            assert_ne!(call.to_string(), String::new());
+        }
+        assert_ne!(base.digest(0), base.digest(1));
+        assert_eq!(Call::from_words(*base.words()), base);
+        assert_eq!(
+            base.input(Place::Window(0x40)).to_string(),
+            "all_reduce sum of 8 f32 from window offset 0x40 to ordinary memory"
+        );
+    }
+
+    #[test]
+    fn mismatches_group_ranks_by_what_they_called() {
+        let a = Call::new(Operation::Barrier);
+        let b = Call::new(Operation::Broadcast).elements(DType::U8, 3).root(2);
+        let text = mismatch(7, &[a, a, b, a]).to_string();
+        assert!(text.contains("ranks 0-1, 3: barrier"), "{text}");
+        assert!(text.contains("rank 2: broadcast of 3 u8 from rank 2"), "{text}");
+        assert!(mismatch(7, &[a, a]).to_string().contains("different options"));
+    }
+}

@@ -1,0 +1,235 @@
+//! The control block: a range of every rank's heap, at one offset, where ranks signal each other.
+//!
+//! | part | per | written by | read by |
+//! | --- | --- | --- | --- |
+//! | abort flag | block | any peer, once | owner |
+//! | abort records | source rank | that source, once | owner |
+//! | entry slots | parity, source | that source | owner |
+//! | step slots | parity, source | that source | owner |
+//! | rows | parity | owner | peers |
+//! | scratch | parity | owner | peers |
+//!
+//! The block is all zero when the group is built, and nobody clears it: a peer may signal before
+//! the owner has come so far. This file turns (rank, part, index) into addresses and nothing else.
+
+#![allow(unsafe_code)] // addresses of atomics in shared memory
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use symmpool_allocator::{Error, HeapLayout, Result};
+
+use crate::signal::{Native, Slot};
+
+/// Every part begins on such a boundary, and so must the block.
+pub(super) const ALIGN: u64 = 128;
+/// More ranks than one host has use for; keeps the quadratic row exchange bounded.
+pub(super) const MAX_WORLD: u32 = 1024;
+
+type SlotBytes = Slot<Native>;
+const SLOT: u64 = size_of::<SlotBytes>() as u64;
+
+/// One rank's account of why it gave up.
+#[repr(C, align(64))]
+pub(super) struct AbortRecord {
+    /// Zero, or a packed cause; see [`super::fault`].
+    pub(super) cause: AtomicU64,
+    /// The epoch of the call that failed.
+    pub(super) epoch: AtomicU64,
+}
+
+/// Where the parts of the block lie, for one group size and scratch size.
+#[derive(Clone, Copy, Debug)]
+struct Parts {
+    aborts: u64,
+    entries: u64,
+    steps: u64,
+    rows: u64,
+    row_bytes: u64,
+    scratch: u64,
+    end: u64,
+}
+
+impl Parts {
+    fn new(world: u32, scratch_bytes: u64) -> Result<Self> {
+        if world == 0 || world > MAX_WORLD {
+            return Err(Error::invalid_argument(format!(
+                "a communicator of {world} ranks; 1 to {MAX_WORLD} are possible"
+            )));
+        }
+        let world = u64::from(world);
+        if !scratch_bytes.is_multiple_of(2 * ALIGN)
+            || !(2 * ALIGN..=1 << 40).contains(&scratch_bytes)
+        {
+            return Err(Error::invalid_argument(format!(
+                "scratch of {scratch_bytes} bytes; a positive multiple of {} is needed",
+                2 * ALIGN
+            )));
+        }
+        let aborts = ALIGN;
+        let entries = (aborts + world * size_of::<AbortRecord>() as u64).next_multiple_of(ALIGN);
+        let steps = entries + 2 * world * SLOT;
+        let rows = steps + 2 * world * SLOT;
+        // What a rank sends to each, and what it expects from each.
+        let row_bytes = (2 * world * 8).next_multiple_of(ALIGN);
+        let scratch = rows + 2 * row_bytes;
+        let end = scratch + 2 * scratch_bytes;
+        Ok(Self { aborts, entries, steps, rows, row_bytes, scratch, end })
+    }
+}
+
+/// Address arithmetic over every rank's control block.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Control {
+    /// Address of slot 0's block.
+    base: u64,
+    stride: u64,
+    parts: Parts,
+    scratch_bytes: u64,
+}
+
+impl Control {
+    /// Bytes a control block needs.
+    pub(super) fn required(world: u32, scratch_bytes: u64) -> Result<u64> {
+        Ok(Parts::new(world, scratch_bytes)?.end)
+    }
+
+    /// # Safety
+    ///
+    /// For as long as the value or a copy of it is used, `offset .. offset + bytes` of every slot
+    /// of the heap is mapped, readable and writable, began all zero, and is used by nothing but
+    /// the control blocks of this one communicator.
+    pub(super) unsafe fn new(
+        layout: &HeapLayout,
+        offset: u64,
+        bytes: u64,
+        scratch_bytes: u64,
+    ) -> Result<Self> {
+        let parts = Parts::new(layout.world, scratch_bytes)?;
+        if bytes < parts.end {
+            return Err(Error::invalid_argument(format!(
+                "a control block of {bytes} bytes; {} ranks with {scratch_bytes} bytes of scratch \
+                 need {}",
+                layout.world, parts.end
+            )));
+        }
+        if offset.checked_add(bytes).is_none_or(|end| end > layout.stride) {
+            return Err(Error::invalid_argument(format!(
+                "a control block at {offset:#x} of {bytes} bytes does not fit a slot of {} bytes",
+                layout.stride
+            )));
+        }
+        let base = layout.base + offset;
+        let aligned = |address: u64| address.is_multiple_of(ALIGN);
+        if !aligned(base) || (layout.world > 1 && !aligned(layout.stride)) {
+            return Err(Error::invalid_argument(format!(
+                "a control block at {base:#x} with stride {:#x}; multiples of {ALIGN} are needed",
+                layout.stride
+            )));
+        }
+        Ok(Self { base, stride: layout.stride, parts, scratch_bytes })
+    }
+
+    #[inline]
+    fn at(&self, owner: u32, part: u64) -> u64 {
+        self.base + u64::from(owner) * self.stride + part
+    }
+
+    #[inline]
+    fn slot(&self, owner: u32, part: u64, parity: u64, source: u32) -> &Slot<Native> {
+        debug_assert!(parity < 2);
+        let index = 2 * u64::from(source) + parity;
+        let at = self.at(owner, part + index * SLOT) as *const SlotBytes;
+        // SAFETY: `new`'s caller keeps the block mapped while `self` is used, the parts leave room
+        // for two slots a source, and every boundary is a multiple of the slot's alignment. A slot
+        // is nothing but atomics, valid for any bits, so sharing it with other processes is sound.
+        unsafe { &*at }
+    }
+
+    /// Where `source` signals `owner` that it has entered a call.
+    #[inline]
+    pub(super) fn entry(&self, owner: u32, parity: u64, source: u32) -> &Slot<Native> {
+        self.slot(owner, self.parts.entries, parity, source)
+    }
+
+    /// Where `source` signals `owner` that it has come to a step.
+    #[inline]
+    pub(super) fn step(&self, owner: u32, parity: u64, source: u32) -> &Slot<Native> {
+        self.slot(owner, self.parts.steps, parity, source)
+    }
+
+    /// Whether any peer has told `owner` to give up.
+    #[inline]
+    pub(super) fn aborted(&self, owner: u32) -> bool {
+        self.abort_flag(owner).load(Ordering::Acquire) != 0
+    }
+
+    /// Tells `owner` to give up. Its record must have been written.
+    pub(super) fn raise_abort(&self, owner: u32) {
+        self.abort_flag(owner).store(1, Ordering::Release);
+    }
+
+    fn abort_flag(&self, owner: u32) -> &AtomicU32 {
+        let at = self.at(owner, 0) as *mut u32;
+        // SAFETY: the first line of a mapped block, aligned; only ever used as this atomic.
+        unsafe { AtomicU32::from_ptr(at) }
+    }
+
+    /// `source`'s account, in `owner`'s block, of why it gave up.
+    pub(super) fn abort_record(&self, owner: u32, source: u32) -> &AbortRecord {
+        let part = self.parts.aborts + u64::from(source) * size_of::<AbortRecord>() as u64;
+        let at = self.at(owner, part) as *const AbortRecord;
+        // SAFETY: as for `slot`: mapped, aligned, within the part, nothing but atomics.
+        unsafe { &*at }
+    }
+
+    /// One of the numbers that `owner` shows its peers during a call: index `0..world` is what it
+    /// sends to each rank, `world..2 * world` what it expects from each.
+    #[inline]
+    pub(super) fn row(&self, owner: u32, parity: u64, index: u32) -> &AtomicU64 {
+        debug_assert!(parity < 2 && u64::from(index) * 8 < self.parts.row_bytes);
+        let part = self.parts.rows + parity * self.parts.row_bytes + u64::from(index) * 8;
+        let at = self.at(owner, part) as *mut u64;
+        // SAFETY: as for `slot`: mapped, aligned, within the part, only ever used as this atomic.
+        unsafe { AtomicU64::from_ptr(at) }
+    }
+
+    /// `owner`'s scratch for calls of this parity. Raw memory: whoever uses it has been given it
+    /// by a signal.
+    #[inline]
+    pub(super) fn scratch(&self, owner: u32, parity: u64) -> *mut u8 {
+        self.at(owner, self.parts.scratch + parity * self.scratch_bytes) as *mut u8
+    }
+
+    /// Bytes of one [`Self::scratch`].
+    #[inline]
+    pub(super) fn scratch_bytes(&self) -> usize {
+        self.scratch_bytes as usize
+    }
+
+    /// Whether `offset .. offset + bytes` of a slot touches the control block.
+    pub(super) fn overlaps(&self, layout: &HeapLayout, offset: u64, bytes: u64) -> bool {
+        let block = self.base - layout.base;
+        bytes > 0 && offset < block + self.parts.end && block < offset + bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_do_not_overlap_and_fill_the_stated_size() {
+        for world in [1, 2, 3, 5, 64, MAX_WORLD] {
+            let p = Parts::new(world, 4096).unwrap();
+            let w = u64::from(world);
+            assert!(p.aborts + w * 64 <= p.entries && p.entries.is_multiple_of(ALIGN));
+            assert_eq!(p.entries + 2 * w * SLOT, p.steps);
+            assert_eq!(p.steps + 2 * w * SLOT, p.rows);
+            assert!(p.rows + 2 * 2 * w * 8 <= p.scratch && p.scratch.is_multiple_of(ALIGN));
+            assert_eq!(p.scratch + 2 * 4096, p.end);
+        }
+        assert!(Parts::new(0, 4096).unwrap_err().is_invalid_argument());
+        assert!(Parts::new(MAX_WORLD + 1, 4096).unwrap_err().is_invalid_argument());
+        assert!(Parts::new(2, 100).unwrap_err().is_invalid_argument());
+    }
+}

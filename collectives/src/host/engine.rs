@@ -1,0 +1,445 @@
+//! One rank's side of a communicator in host memory: its epoch, its two kinds of wait, its fate.
+
+#![allow(unsafe_code)] // builds the view of shared memory, from the caller's promise
+
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use symmpool_allocator::{Deadline, Error, HeapLayout, Result};
+
+use super::call::{Call, Operation, mismatch};
+use super::control::Control;
+use super::fault::{Cause, Fault};
+use super::kernels::{Isa, ReduceFn, select};
+use super::place::{Data, InPlace, Place, Resolver, checked, disjoint};
+use super::wait::{Patience, SLICE, Waiter, wake};
+use crate::signal::{await_word, entry_word, is_entry, wake_sleepers};
+use crate::{DType, ReduceOp};
+
+/// Tells whether a rank's process still runs.
+type PeerAlive = Box<dyn Fn(u32) -> bool + Send>;
+
+/// How a [`HostEngine`] behaves. Everything but `peer_alive` must be the same on every rank.
+pub struct HostOptions {
+    /// Longest wait for a peer, from when it is noticed to be late (rule S5). Default 30 s.
+    pub timeout: Duration,
+    /// Bytes of scratch per parity, of which there are two. Calls up to about this size take one
+    /// phase; larger ones from ordinary memory pass through it in pieces. A multiple of 256.
+    /// Default 2 MiB.
+    pub scratch_bytes: u64,
+    /// The epoch of the first call, 1 or more. Default 1; others serve to test wrapping.
+    pub first_epoch: u64,
+    /// Spin before giving the core away. Default: if every rank can have a core of its own.
+    pub spin: Option<bool>,
+    /// Asked, while waiting for a late rank, whether its process still runs; so that a lost rank
+    /// is named long before the timeout. Default: unknown, nobody is asked.
+    pub peer_alive: Option<PeerAlive>,
+}
+
+impl Default for HostOptions {
+    fn default() -> Self {
+        Self {
+            timeout: Duration::from_secs(30),
+            scratch_bytes: 2 << 20,
+            first_epoch: 1,
+            spin: None,
+            peer_alive: None,
+        }
+    }
+}
+
+impl fmt::Debug for HostOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostOptions")
+            .field("timeout", &self.timeout)
+            .field("scratch_bytes", &self.scratch_bytes)
+            .field("first_epoch", &self.first_epoch)
+            .field("spin", &self.spin)
+            .field("peer_alive", &self.peer_alive.is_some())
+            .finish()
+    }
+}
+
+/// One rank's side of a communicator in host memory.
+///
+/// Every rank makes the same calls in the same order; a rank that calls something else is told so,
+/// as is every other, before data is touched (rule S6). Calls need `&mut self`: one at a time.
+/// After a timeout or a lost peer, all later calls fail with the same cause.
+pub struct HostEngine {
+    pub(super) layout: HeapLayout,
+    control: Control,
+    options: HostOptions,
+    patience: Patience,
+    isa: Isa,
+    salt: u64,
+    /// Of the next call. Rule S2: one per call, however it ends.
+    epoch: u64,
+    /// Steps signalled so far, over all calls.
+    steps: u64,
+    /// The value of `steps` when the current call began; for messages.
+    steps_before: u64,
+    /// Code of the call under way; for messages.
+    operation: u8,
+    failed: Option<Error>,
+    /// Kept to spare calls an allocation.
+    pub(crate) sources: Vec<*const u8>,
+    pub(crate) outputs: Vec<*mut u8>,
+}
+
+// SAFETY: the raw pointers are scratch lists that are empty between calls; everything else is
+// numbers, atomics in shared memory, and a callback that is itself `Send`.
+unsafe impl Send for HostEngine {}
+
+impl HostEngine {
+    /// Bytes of control block that a group of `world` ranks needs with these options: a multiple
+    /// of 128, to be allocated at such an offset, the same on every rank.
+    pub fn control_bytes(world: u32, options: &HostOptions) -> Result<u64> {
+        Control::required(world, options.scratch_bytes)
+    }
+
+    /// A communicator over the heap `layout`, signalling through the control blocks at
+    /// `control_offset` of every slot. Talks to nobody: ranks may build theirs at any time.
+    ///
+    /// # Errors
+    ///
+    /// `is_invalid_argument` if the control block is too small (see [`Self::control_bytes`]),
+    /// misaligned or outside a slot, if `rank` is not below `world`, or if an option is out of
+    /// range.
+    ///
+    /// # Safety
+    ///
+    /// Until the engine is dropped, on this and on every other rank:
+    /// - `control_offset .. control_offset + control_bytes` of every slot is mapped readable and
+    ///   writable, was all zero when the first rank began to use it, and is used by nothing else;
+    /// - every heap offset that is passed to a call as [`Place::Window`] is mapped in every slot.
+    pub unsafe fn new(
+        layout: HeapLayout,
+        control_offset: u64,
+        control_bytes: u64,
+        options: HostOptions,
+    ) -> Result<Self> {
+        if layout.rank >= layout.world {
+            return Err(Error::invalid_argument(format!(
+                "rank {} of a group of {} ranks",
+                layout.rank, layout.world
+            )));
+        }
+        if options.first_epoch == 0 || options.timeout.is_zero() {
+            return Err(Error::invalid_argument(
+                "the first epoch must be 1 or more, and the timeout longer than nothing",
+            ));
+        }
+        // SAFETY: the caller promises just this, for longer than the engine lives.
+        let control =
+            unsafe { Control::new(&layout, control_offset, control_bytes, options.scratch_bytes)? };
+        let patience = match options.spin {
+            Some(spin) => Patience::new(spin),
+            None => Patience::for_ranks(layout.world),
+        };
+        let world = layout.world as usize;
+        Ok(Self {
+            layout,
+            control,
+            patience,
+            isa: Isa::detect(),
+            salt: options.scratch_bytes,
+            epoch: options.first_epoch,
+            steps: 0,
+            steps_before: 0,
+            operation: 0,
+            failed: None,
+            sources: Vec::with_capacity(world),
+            outputs: Vec::with_capacity(world),
+            options,
+        })
+    }
+
+    /// This process's rank.
+    pub fn rank(&self) -> u32 {
+        self.layout.rank
+    }
+
+    /// The number of ranks.
+    pub fn world(&self) -> u32 {
+        self.layout.world
+    }
+
+    /// Why all calls fail, if they do.
+    pub fn failure(&self) -> Option<&Error> {
+        self.failed.as_ref()
+    }
+
+    /// Refuses when an earlier call failed for good. Every call begins with this.
+    #[inline]
+    pub(crate) fn ready(&self) -> Result<()> {
+        match &self.failed {
+            None => Ok(()),
+            Some(error) => Err(error.clone()),
+        }
+    }
+
+    /// This rank's addresses of an input and an output, which lie apart or, if the address of the
+    /// one is as far into the other as `in_place` says, in place.
+    #[inline]
+    pub(crate) fn resolve(
+        &self,
+        (input, input_bytes): (Place, Option<usize>),
+        (output, output_bytes): (Place, Option<usize>),
+        in_place: InPlace,
+    ) -> Result<Data> {
+        let resolver = Resolver { layout: &self.layout, control: &self.control };
+        let (input_bytes, output_bytes) = (checked(input_bytes)?, checked(output_bytes)?);
+        let from = resolver.address("input", input, input_bytes)?;
+        let to = resolver.address("output", output, output_bytes)?;
+        let same = match in_place {
+            InPlace::Never => false,
+            InPlace::OutputAt(bytes) => from.wrapping_add(bytes) == to,
+            InPlace::InputAt(bytes) => to.wrapping_add(bytes) == from,
+        };
+        if !same {
+            disjoint((from, input_bytes), (to, output_bytes))?;
+        }
+        Ok(Data { input, output, from, to, in_place: same })
+    }
+
+    /// This rank's address of the one buffer of a call.
+    #[inline]
+    pub(crate) fn resolve_one(&self, place: Place, bytes: Option<usize>) -> Result<*mut u8> {
+        let resolver = Resolver { layout: &self.layout, control: &self.control };
+        resolver.address("buffer", place, checked(bytes)?)
+    }
+
+    #[inline]
+    pub(crate) fn reduction(&self, dtype: DType, op: ReduceOp) -> ReduceFn {
+        select(self.isa, dtype, op)
+    }
+
+    /// The parity of the next call: which scratch is this rank's to fill before it enters.
+    #[inline]
+    fn parity(&self) -> u64 {
+        self.epoch & 1
+    }
+
+    /// A rank's scratch for the next call: what to fill before [`Self::enter`]. Own scratch of
+    /// this parity is free: every peer has entered the call before, so is done with the one before
+    /// that (rule S4).
+    #[inline]
+    pub(crate) fn next_scratch(&self) -> *mut u8 {
+        self.control.scratch(self.layout.rank, self.parity())
+    }
+
+    /// `owner`'s scratch for the call that was last entered.
+    #[inline]
+    pub(crate) fn scratch(&self, owner: u32) -> *mut u8 {
+        self.control.scratch(owner, self.parity() ^ 1)
+    }
+
+    /// Bytes of scratch a call has.
+    #[inline]
+    pub(crate) fn scratch_bytes(&self) -> usize {
+        self.control.scratch_bytes()
+    }
+
+    /// Where this rank writes its row for the next call, before it enters.
+    #[inline]
+    pub(crate) fn set_next_row(&self, index: u32, value: u64) {
+        let row = self.control.row(self.layout.rank, self.parity(), index);
+        row.store(value, std::sync::atomic::Ordering::Relaxed);
+    }
+
+    /// What this rank wrote with [`Self::set_next_row`].
+    #[inline]
+    pub(crate) fn next_row(&self, index: u32) -> u64 {
+        let row = self.control.row(self.layout.rank, self.parity(), index);
+        row.load(std::sync::atomic::Ordering::Relaxed)
+    }
+
+    /// `owner`'s row of the call that was last entered.
+    #[inline]
+    pub(crate) fn row(&self, owner: u32, index: u32) -> u64 {
+        self.control.row(owner, self.parity() ^ 1, index).load(std::sync::atomic::Ordering::Relaxed)
+    }
+
+    /// The same offset in `rank`'s slot.
+    #[inline]
+    pub(crate) fn window(&self, rank: u32, offset: u64) -> *mut u8 {
+        (self.layout.base + u64::from(rank) * self.layout.stride + offset) as *mut u8
+    }
+
+    /// The other ranks, starting after this one, so that not all turn to the same one at once.
+    #[inline]
+    pub(crate) fn peers(&self) -> impl Iterator<Item = u32> + use<> {
+        let HeapLayout { rank, world, .. } = self.layout;
+        (rank + 1..world).chain(0..rank)
+    }
+
+    /// The first phase of every call: tells every peer what this rank calls, waits until every
+    /// peer has told, and compares. What this rank wrote before is visible to peers after, and the
+    /// reverse.
+    ///
+    /// # Errors
+    ///
+    /// `is_diverged`, the same on every rank, when calls differ; `is_timeout` or `is_peer_lost`
+    /// when a peer does not come, which closes the communicator.
+    #[inline]
+    pub(crate) fn enter(&mut self, call: &Call) -> Result<()> {
+        let (me, epoch) = (self.layout.rank, self.epoch);
+        let parity = self.parity();
+        let word = entry_word(epoch, call.digest(self.salt));
+        self.operation = call.words()[0] as u8;
+        self.steps_before = self.steps;
+        // Advanced before anything can fail: the call counts, however it ends (S2).
+        self.epoch += 1;
+        for peer in self.peers() {
+            self.control.entry(peer, parity, me).publish(word, call.words());
+        }
+        wake_sleepers(self.peers().map(|peer| self.control.entry(peer, parity, me)), wake);
+        let mut all_agree = true;
+        for peer in self.peers() {
+            match self.await_entry(peer, parity, epoch) {
+                Ok(theirs) => all_agree &= theirs == word,
+                Err(end) => return Err(self.close(end)),
+            }
+        }
+        if all_agree { Ok(()) } else { Err(self.disagreement(call, parity, epoch)) }
+    }
+
+    /// A later phase: signals every peer, and waits for every peer's signal.
+    #[inline]
+    pub(crate) fn step(&mut self) -> Result<()> {
+        let me = self.layout.rank;
+        self.steps += 1;
+        let (step, parity) = (self.steps, self.steps & 1);
+        for peer in self.peers() {
+            self.control.step(peer, parity, me).publish_word(step);
+        }
+        wake_sleepers(self.peers().map(|peer| self.control.step(peer, parity, me)), wake);
+        for peer in self.peers() {
+            if let Err(end) = self.await_step(peer, step) {
+                return Err(self.close(end));
+            }
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn await_entry(&self, peer: u32, parity: u64, epoch: u64) -> Result<u64, End> {
+        let slot = self.control.entry(self.layout.rank, parity, peer);
+        let mut waiter = Waiter::new(self.patience, self.watch(peer, 0, epoch));
+        await_word(slot, |word| is_entry(word, epoch), &mut waiter)
+    }
+
+    #[inline]
+    fn await_step(&self, peer: u32, step: u64) -> Result<u64, End> {
+        let slot = self.control.step(self.layout.rank, step & 1, peer);
+        let phase = (step - self.steps_before) as u32;
+        // The call's own epoch; `self.epoch` is already the next one's.
+        let mut waiter = Waiter::new(self.patience, self.watch(peer, phase, self.epoch - 1));
+        await_word(slot, |word| word == step, &mut waiter)
+    }
+
+    /// Enters only to tell the others that this rank refused its own arguments, so that they get
+    /// an error instead of a wait, and epochs stay aligned. Returns the error for this rank.
+    #[cold]
+    pub(crate) fn decline(&mut self, why: Error) -> Error {
+        match self.enter(&Call::new(Operation::Declined)) {
+            Err(error) if self.failed.is_some() => error,
+            Ok(()) | Err(_) => why,
+        }
+    }
+
+    /// Every rank sees the same words, so makes the same error of them.
+    #[cold]
+    fn disagreement(&self, mine: &Call, parity: u64, epoch: u64) -> Error {
+        let me = self.layout.rank;
+        let calls: Vec<Call> = (0..self.layout.world)
+            .map(|rank| match rank {
+                rank if rank == me => *mine,
+                peer => Call::from_words(self.control.entry(me, parity, peer).details()),
+            })
+            .collect();
+        mismatch(epoch, &calls)
+    }
+
+    /// What a waiter looks for once it has stopped spinning: an abort, the peer's death, the
+    /// deadline.
+    #[inline]
+    fn watch(&self, peer: u32, phase: u32, epoch: u64) -> impl FnMut() -> Result<(), End> {
+        let mut deadline: Option<Deadline> = None;
+        let mut next_look = None;
+        let mut dead = false;
+        move || {
+            let fault = |cause| Fault { cause, operation: self.operation, phase, peer, epoch };
+            if self.control.aborted(self.layout.rank)
+                && let Some(end) = self.told()
+            {
+                return Err(end);
+            }
+            // The peer may have signalled and then ended: one more look came after `dead` was set.
+            if dead {
+                return Err(End { fault: fault(Cause::PeerLost), reporter: None });
+            }
+            let started = deadline.get_or_insert_with(|| Deadline::after(self.options.timeout));
+            if started.expired() {
+                return Err(End { fault: fault(Cause::Timeout), reporter: None });
+            }
+            if let Some(alive) = &self.options.peer_alive {
+                let now = Instant::now();
+                if next_look.is_none_or(|at| now >= at) {
+                    // Not at once: a peer that is merely late costs no system call.
+                    dead = next_look.is_some() && !alive(peer);
+                    next_look = Some(now + if dead { Duration::ZERO } else { SLICE });
+                }
+            }
+            Ok(())
+        }
+    }
+
+    /// The first account that a peer left in this rank's block.
+    fn told(&self) -> Option<End> {
+        let me = self.layout.rank;
+        self.peers().find_map(|reporter| {
+            let record = self.control.abort_record(me, reporter);
+            let cause = record.cause.load(std::sync::atomic::Ordering::Acquire);
+            let epoch = record.epoch.load(std::sync::atomic::Ordering::Relaxed);
+            Some(End { fault: Fault::unpack(cause, epoch)?, reporter: Some(reporter) })
+        })
+    }
+
+    /// Closes the communicator: tells the peers, unless one told us, and keeps the error for later
+    /// calls.
+    #[cold]
+    fn close(&mut self, end: End) -> Error {
+        let me = self.layout.rank;
+        if end.reporter.is_none() {
+            for peer in self.peers() {
+                let record = self.control.abort_record(peer, me);
+                record.epoch.store(end.fault.epoch, std::sync::atomic::Ordering::Relaxed);
+                record.cause.store(end.fault.pack(), std::sync::atomic::Ordering::Release);
+                self.control.raise_abort(peer);
+            }
+        }
+        let error = end.fault.to_error(me, end.reporter, self.options.timeout);
+        tracing::error!(rank = me, epoch = end.fault.epoch, %error, "communicator closed");
+        self.failed = Some(error.clone());
+        error
+    }
+}
+
+/// How a wait ended without its signal: what is missing, and which peer said so, if one did.
+#[derive(Clone, Copy)]
+struct End {
+    fault: Fault,
+    reporter: Option<u32>,
+}
+
+impl fmt::Debug for HostEngine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostEngine")
+            .field("layout", &self.layout)
+            .field("epoch", &self.epoch)
+            .field("options", &self.options)
+            .field("failed", &self.failed)
+            .finish()
+    }
+}

@@ -1,0 +1,104 @@
+//! Why a call failed for good, and how ranks tell each other (rule S5).
+
+use std::fmt;
+use std::time::Duration;
+
+use symmpool_allocator::Error;
+
+/// What ended a wait without its signal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Cause {
+    /// The deadline passed.
+    Timeout = 1,
+    /// The peer's process is gone.
+    PeerLost = 2,
+}
+
+/// The record of a failed wait: {call, phase, peer, epoch}.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Fault {
+    pub(super) cause: Cause,
+    /// Code of the operation under way.
+    pub(super) operation: u8,
+    /// 0 is the entry; step `n` of the call is `n`.
+    pub(super) phase: u32,
+    /// Who did not signal.
+    pub(super) peer: u32,
+    pub(super) epoch: u64,
+}
+
+impl Fault {
+    /// Cause, operation, peer and phase in one word; never zero. The epoch travels beside it.
+    pub(super) fn pack(&self) -> u64 {
+        (self.cause as u64)
+            | u64::from(self.operation) << 8
+            | u64::from(self.peer & 0xffff) << 16
+            | u64::from(self.phase) << 32
+    }
+
+    pub(super) fn unpack(word: u64, epoch: u64) -> Option<Self> {
+        let cause = match word as u8 {
+            1 => Cause::Timeout,
+            2 => Cause::PeerLost,
+            _ => return None,
+        };
+        Some(Self {
+            cause,
+            operation: (word >> 8) as u8,
+            peer: u32::from((word >> 16) as u16),
+            phase: (word >> 32) as u32,
+            epoch,
+        })
+    }
+
+    /// The error for the caller; `reporter` is the peer that told us, if one did.
+    pub(super) fn to_error(self, rank: u32, reporter: Option<u32>, timeout: Duration) -> Error {
+        let told = match reporter {
+            Some(reporter) => format!(", as rank {reporter} told rank {rank}"),
+            None => format!(" on rank {rank}"),
+        };
+        let text = format!("{self}{told}; the communicator is closed and must be rebuilt");
+        match self.cause {
+            Cause::Timeout => Error::timeout(
+                format!("waiting for rank {} in {text}", self.peer),
+                timeout,
+                vec![self.peer],
+            ),
+            Cause::PeerLost => {
+                Error::peer_lost(vec![self.peer], format!("its process ended during {text}"))
+            }
+        }
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = super::call::Operation::from_code(self.operation)
+            .map_or("an unknown operation", super::call::Operation::name);
+        write!(f, "{name}, call {}, ", self.epoch)?;
+        match self.phase {
+            0 => f.write_str("entry"),
+            step => write!(f, "step {step}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_travel_through_a_word_whole() {
+        for cause in [Cause::Timeout, Cause::PeerLost] {
+            let fault = Fault { cause, operation: 3, phase: 70_000, peer: 1023, epoch: 1 << 40 };
+            assert_eq!(Fault::unpack(fault.pack(), fault.epoch), Some(fault));
+            let error = fault.to_error(0, Some(4), Duration::from_secs(1));
+            assert_eq!(error.ranks(), [1023]);
+            assert!(error.to_string().contains("all_reduce, call 1099511627776, step 70000"));
+            assert_eq!(error.is_timeout(), cause == Cause::Timeout);
+            assert_eq!(error.is_peer_lost(), cause == Cause::PeerLost);
+        }
+        assert_eq!(Fault::unpack(0, 0), None);
+    }
+}

@@ -1,0 +1,184 @@
+//! Copies: through the caches for what is read again soon, past them for what is not.
+//!
+//! The C library's `memcpy` is not used for more than a few lines: it may choose string
+//! instructions, which are many times slower on some processors when source and destination lie
+//! at close offsets of their pages - as equal offsets of symmetric memory do.
+
+/// Below this the call itself is what costs, and any copy will do; bytes.
+const SMALL: usize = 512;
+const LINE: usize = 64;
+
+/// Copies `bytes` bytes.
+///
+/// # Safety
+///
+/// `from` is readable and `to` writable for `bytes`; they do not overlap; nobody else writes
+/// `from` or touches `to` meanwhile.
+#[inline]
+pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
+    if bytes < SMALL {
+        // SAFETY: exactly the caller's promises.
+        unsafe { small(from, to, bytes) }
+    } else {
+        // SAFETY: likewise.
+        unsafe { large::<false>(from, to, bytes) }
+    }
+}
+
+/// Copies `bytes` bytes with stores that bypass the caches where the processor has them: for
+/// destinations larger than the caches, which then need not be read before they are written.
+/// Complete, as far as other cores see, before it returns.
+///
+/// # Safety
+///
+/// As [`copy`].
+pub(crate) unsafe fn copy_streaming(from: *const u8, to: *mut u8, bytes: usize) {
+    if bytes < SMALL {
+        // SAFETY: exactly the caller's promises.
+        unsafe { small(from, to, bytes) }
+    } else {
+        // SAFETY: likewise.
+        unsafe { large::<true>(from, to, bytes) }
+    }
+}
+
+/// # Safety
+///
+/// As [`copy`].
+#[inline]
+unsafe fn small(from: *const u8, to: *mut u8, bytes: usize) {
+    // SAFETY: exactly the caller's promises.
+    unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) }
+}
+
+/// # Safety
+///
+/// As [`copy`].
+#[cfg(not(target_arch = "x86_64"))]
+unsafe fn large<const STREAM: bool>(from: *const u8, to: *mut u8, bytes: usize) {
+    // SAFETY: exactly the caller's promises.
+    unsafe { small(from, to, bytes) }
+}
+
+/// # Safety
+///
+/// As [`copy`].
+#[cfg(target_arch = "x86_64")]
+unsafe fn large<const STREAM: bool>(from: *const u8, to: *mut u8, bytes: usize) {
+    // Up to the destination's first line boundary, whole lines, and the rest.
+    let head = to.align_offset(LINE).min(bytes);
+    let lines = (bytes - head) / LINE;
+    let done = head + lines * LINE;
+    let (source, target) = (from.wrapping_add(head), to.wrapping_add(head));
+    // SAFETY: the first `head <= bytes` bytes of both.
+    unsafe { small(from, to, head) };
+    if is_x86_feature_detected!("avx512f") {
+        // SAFETY: whole lines within both, the destination's aligned; the processor has AVX-512.
+        unsafe { x86::lines_avx512::<STREAM>(source, target, lines) };
+    } else if is_x86_feature_detected!("avx") {
+        // SAFETY: as above; the processor has AVX.
+        unsafe { x86::lines_avx::<STREAM>(source, target, lines) };
+    } else {
+        // SAFETY: as above.
+        unsafe { small(source, target, lines * LINE) };
+    }
+    // SAFETY: the last `bytes - done` bytes of both.
+    unsafe { small(from.wrapping_add(done), to.wrapping_add(done), bytes - done) };
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::{
+        _mm_sfence, _mm256_loadu_si256, _mm256_store_si256, _mm256_stream_si256,
+        _mm512_loadu_si512, _mm512_store_si512, _mm512_stream_si512,
+    };
+
+    use super::LINE;
+
+    macro_rules! lines {
+        ($name:ident, $feature:literal, $bytes:literal, $load:ident, $store:ident, $stream:ident) => {
+            /// # Safety
+            ///
+            /// `lines` lines of `from` are readable and of `to` writable, `to` is aligned to a
+            /// line, and the processor has the feature.
+            #[target_feature(enable = $feature)]
+            pub(super) unsafe fn $name<const STREAM: bool>(
+                from: *const u8,
+                to: *mut u8,
+                lines: usize,
+            ) {
+                let bytes = lines * LINE;
+                let mut at = 0;
+                macro_rules! load {
+                    ($i:literal) => {
+                        // SAFETY: the callers of this macro stay within `bytes` of the source.
+                        unsafe { $load(from.wrapping_add(at + $i * $bytes).cast()) }
+                    };
+                }
+                macro_rules! store {
+                    ($i:literal, $vector:ident) => {
+                        let place = to.wrapping_add(at + $i * $bytes).cast();
+                        if STREAM {
+                            // SAFETY: within `bytes` of the destination, aligned as `to` is.
+                            unsafe { $stream(place, $vector) };
+                        } else {
+                            // SAFETY: likewise.
+                            unsafe { $store(place, $vector) };
+                        }
+                    };
+                }
+                // Four vectors at a time, all loads before the stores.
+                while at + 4 * $bytes <= bytes {
+                    let (a, b, c, d) = (load!(0), load!(1), load!(2), load!(3));
+                    store!(0, a);
+                    store!(1, b);
+                    store!(2, c);
+                    store!(3, d);
+                    at += 4 * $bytes;
+                }
+                // A line is a whole number of vectors.
+                while at < bytes {
+                    let a = load!(0);
+                    store!(0, a);
+                    at += $bytes;
+                }
+                if STREAM {
+                    // Streaming stores are not ordered by a later release store; this orders
+                    // them (S3).
+                    _mm_sfence();
+                }
+            }
+        };
+    }
+
+    lines!(
+        lines_avx512,
+        "avx512f",
+        64,
+        _mm512_loadu_si512,
+        _mm512_store_si512,
+        _mm512_stream_si512
+    );
+    lines!(lines_avx, "avx", 32, _mm256_loadu_si256, _mm256_store_si256, _mm256_stream_si256);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_byte_arrives_at_any_alignment_and_none_beside_it() {
+        let source: Vec<u8> = (0..5000u32).map(|i| (i * 7 + 3) as u8).collect();
+        for (skip, bytes) in [(0, 5000), (1, 4999), (13, 64), (63, 1), (5, 0), (64, 700), (7, 4096)]
+        {
+            for copy in [copy, copy_streaming] {
+                let mut target = vec![0u8; 5000];
+                // SAFETY: both vectors hold 5000 bytes and `skip + bytes <= 5000`.
+                unsafe { copy(source.as_ptr(), target.as_mut_ptr().wrapping_add(skip), bytes) };
+                assert_eq!(target[skip..skip + bytes], source[..bytes]);
+                assert!(target[..skip].iter().all(|b| *b == 0));
+                assert!(target[skip + bytes..].iter().all(|b| *b == 0));
+            }
+        }
+    }
+}

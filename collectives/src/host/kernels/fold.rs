@@ -1,0 +1,199 @@
+//! What is done to one element: widen, fold in rank order, finish. No memory is touched here.
+
+use std::marker::PhantomData;
+
+use bytemuck::Pod;
+use half::{bf16, f16};
+
+use super::convert;
+
+/// One reduction of one element type.
+pub(super) trait Fold {
+    /// As it lies in memory.
+    type Item: Pod + Default;
+    /// As it is accumulated.
+    type Acc: Pod;
+    /// Items are IEEE halves and accumulate in `f32`, so that instructions for just this serve.
+    const HALF: bool;
+
+    fn widen(item: Self::Item) -> Self::Acc;
+    fn fold(so_far: Self::Acc, next: Self::Acc) -> Self::Acc;
+    /// What the total over `world` ranks becomes, before it is narrowed.
+    fn settle(total: Self::Acc, world: usize) -> Self::Acc;
+    fn narrow(settled: Self::Acc) -> Self::Item;
+}
+
+/// Arithmetic of an accumulator. Floats follow IEEE, integers wrap.
+pub(super) trait Arithmetic: Pod {
+    fn add(self, other: Self) -> Self;
+    fn mul(self, other: Self) -> Self;
+    fn least(self, other: Self) -> Self;
+    fn greatest(self, other: Self) -> Self;
+    fn divided(self, by: usize) -> Self;
+}
+
+macro_rules! float_arithmetic {
+    ($($ty:ty),+) => {$(
+        impl Arithmetic for $ty {
+            #[inline(always)]
+            fn add(self, other: Self) -> Self {
+                self + other
+            }
+            #[inline(always)]
+            fn mul(self, other: Self) -> Self {
+                self * other
+            }
+            #[inline(always)]
+            fn least(self, other: Self) -> Self {
+                // The first NaN stays; a NaN in `other` fails the comparison and is taken.
+                if self < other || self.is_nan() { self } else { other }
+            }
+            #[inline(always)]
+            fn greatest(self, other: Self) -> Self {
+                if self > other || self.is_nan() { self } else { other }
+            }
+            #[inline(always)]
+            fn divided(self, by: usize) -> Self {
+                self / by as $ty
+            }
+        }
+    )+};
+}
+float_arithmetic!(f32, f64);
+
+macro_rules! integer_arithmetic {
+    ($($ty:ty),+) => {$(
+        impl Arithmetic for $ty {
+            #[inline(always)]
+            fn add(self, other: Self) -> Self {
+                self.wrapping_add(other)
+            }
+            #[inline(always)]
+            fn mul(self, other: Self) -> Self {
+                self.wrapping_mul(other)
+            }
+            #[inline(always)]
+            fn least(self, other: Self) -> Self {
+                self.min(other)
+            }
+            #[inline(always)]
+            fn greatest(self, other: Self) -> Self {
+                self.max(other)
+            }
+            #[inline(always)]
+            fn divided(self, by: usize) -> Self {
+                // Only averages divide, in a type wide enough for `world`; one rank or more.
+                self.checked_div(by as $ty).unwrap_or(self)
+            }
+        }
+    )+};
+}
+integer_arithmetic!(u8, i8, i32, i64, i128);
+
+/// An element type with the accumulator of its reductions and the wider one of its averages.
+pub(super) trait Scalar {
+    type Item: Pod + Default;
+    type Acc: Arithmetic;
+    type Wide: Arithmetic;
+    const HALF: bool;
+
+    fn to_acc(item: Self::Item) -> Self::Acc;
+    fn from_acc(acc: Self::Acc) -> Self::Item;
+    fn to_wide(item: Self::Item) -> Self::Wide;
+    fn from_wide(wide: Self::Wide) -> Self::Item;
+}
+
+macro_rules! scalar {
+    ($($name:ty: $half:literal, $item:ty, $acc:ty, $wide:ty, $to_acc:expr, $from_acc:expr, $to_wide:expr, $from_wide:expr;)+) => {$(
+        impl Scalar for $name {
+            type Item = $item;
+            type Acc = $acc;
+            type Wide = $wide;
+            const HALF: bool = $half;
+            #[inline(always)]
+            fn to_acc(item: $item) -> $acc {
+                $to_acc(item)
+            }
+            #[inline(always)]
+            fn from_acc(acc: $acc) -> $item {
+                $from_acc(acc)
+            }
+            #[inline(always)]
+            fn to_wide(item: $item) -> $wide {
+                $to_wide(item)
+            }
+            #[inline(always)]
+            fn from_wide(wide: $wide) -> $item {
+                $from_wide(wide)
+            }
+        }
+    )+};
+}
+
+scalar! {
+    f32: false, f32, f32, f32, |x| x, |x| x, |x| x, |x| x;
+    f64: false, f64, f64, f64, |x| x, |x| x, |x| x, |x| x;
+    f16: true, u16, f32, f32, convert::f16_to_f32, convert::f32_to_f16, convert::f16_to_f32, convert::f32_to_f16;
+    bf16: false, u16, f32, f32, convert::bf16_to_f32, convert::f32_to_bf16, convert::bf16_to_f32, convert::f32_to_bf16;
+    i32: false, i32, i32, i64, |x| x, |x| x, i64::from, |x| x as i32;
+    i64: false, i64, i64, i128, |x| x, |x| x, i128::from, |x| x as i64;
+    u8: false, u8, u8, i32, |x| x, |x| x, i32::from, |x| x as u8;
+    i8: false, i8, i8, i32, |x| x, |x| x, i32::from, |x| x as i8;
+}
+
+macro_rules! fold {
+    ($($name:ident: $method:ident;)+) => {$(
+        pub(super) struct $name<S>(PhantomData<S>);
+        impl<S: Scalar> Fold for $name<S> {
+            type Item = S::Item;
+            type Acc = S::Acc;
+            const HALF: bool = S::HALF;
+            #[inline(always)]
+            fn widen(item: S::Item) -> S::Acc {
+                S::to_acc(item)
+            }
+            #[inline(always)]
+            fn fold(so_far: S::Acc, next: S::Acc) -> S::Acc {
+                so_far.$method(next)
+            }
+            #[inline(always)]
+            fn settle(total: S::Acc, _world: usize) -> S::Acc {
+                total
+            }
+            #[inline(always)]
+            fn narrow(settled: S::Acc) -> S::Item {
+                S::from_acc(settled)
+            }
+        }
+    )+};
+}
+
+fold! {
+    Sum: add;
+    Prod: mul;
+    Min: least;
+    Max: greatest;
+}
+
+pub(super) struct Avg<S>(PhantomData<S>);
+impl<S: Scalar> Fold for Avg<S> {
+    type Item = S::Item;
+    type Acc = S::Wide;
+    const HALF: bool = S::HALF;
+    #[inline(always)]
+    fn widen(item: S::Item) -> S::Wide {
+        S::to_wide(item)
+    }
+    #[inline(always)]
+    fn fold(so_far: S::Wide, next: S::Wide) -> S::Wide {
+        so_far.add(next)
+    }
+    #[inline(always)]
+    fn settle(total: S::Wide, world: usize) -> S::Wide {
+        total.divided(world)
+    }
+    #[inline(always)]
+    fn narrow(settled: S::Wide) -> S::Item {
+        S::from_wide(settled)
+    }
+}

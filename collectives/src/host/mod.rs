@@ -1,0 +1,21 @@
+//! The host backend: ranks are processes (or threads), memory is shared pages, signals are
+//! atomics in them.
+//!
+//! - [`engine`](HostEngine) owns a communicator's state on one rank and the two kinds of wait
+//! - `control` says where things lie in the control block, `wait` how a rank passes the time
+//! - `call` is what ranks compare on entry, `fault` what they tell each other when one is missing
+//! - `place` is where data lies, `kernels` are the loops over it
+//!
+//! The algorithms are beside this module, one file each.
+
+pub(crate) mod call;
+mod control;
+mod engine;
+mod fault;
+pub(crate) mod kernels;
+mod place;
+mod wait;
+
+pub use engine::{HostEngine, HostOptions};
+pub use place::Place;
+pub(crate) use place::{Data, InPlace};

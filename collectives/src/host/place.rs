@@ -1,0 +1,121 @@
+//! Where a collective's data lies.
+
+use symmpool_allocator::{Error, HeapLayout, Result};
+
+use super::control::Control;
+
+/// Where one rank's input or output of a call begins.
+///
+/// All ranks must pass the same kind of place: which one decides the path the data takes, and is
+/// part of what ranks compare on entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// Memory of this process alone; its data passes through the communicator's scratch.
+    Plain(*mut u8),
+    /// An offset of the heap, the same on every rank, that every rank has mapped; peers reach the
+    /// data itself.
+    Window(u64),
+}
+
+impl Place {
+    /// Whether this is memory that peers reach.
+    #[inline]
+    pub fn is_window(self) -> bool {
+        matches!(self, Self::Window(_))
+    }
+}
+
+/// Resolves places to this rank's addresses, and refuses what cannot be right.
+#[derive(Clone, Copy)]
+pub(super) struct Resolver<'a> {
+    pub(super) layout: &'a HeapLayout,
+    pub(super) control: &'a Control,
+}
+
+impl Resolver<'_> {
+    /// This rank's address of `bytes` bytes at `place`.
+    #[inline]
+    pub(super) fn address(
+        &self,
+        what: &'static str,
+        place: Place,
+        bytes: usize,
+    ) -> Result<*mut u8> {
+        match place {
+            Place::Plain(pointer) => {
+                if bytes > 0
+                    && (pointer.is_null() || (pointer as usize).checked_add(bytes).is_none())
+                {
+                    return Err(Error::invalid_argument(format!(
+                        "the {what} of {bytes} bytes at {pointer:?} is not memory"
+                    )));
+                }
+                Ok(pointer)
+            }
+            Place::Window(offset) => {
+                let end = offset.checked_add(bytes as u64);
+                if end.is_none_or(|end| end > self.layout.stride) {
+                    return Err(Error::invalid_argument(format!(
+                        "the {what} of {bytes} bytes at heap offset {offset:#x} does not fit a \
+                         slot of {} bytes",
+                        self.layout.stride
+                    )));
+                }
+                if self.control.overlaps(self.layout, offset, bytes as u64) {
+                    return Err(Error::invalid_argument(format!(
+                        "the {what} of {bytes} bytes at heap offset {offset:#x} lies over the \
+                         communicator's own control block"
+                    )));
+                }
+                let slot = self.layout.base + u64::from(self.layout.rank) * self.layout.stride;
+                Ok((slot + offset) as *mut u8)
+            }
+        }
+    }
+}
+
+/// An output that may be in place, and where it then lies.
+#[derive(Clone, Copy)]
+pub(crate) enum InPlace {
+    Never,
+    /// The output begins so many bytes into the input.
+    OutputAt(usize),
+    /// The input begins so many bytes into the output.
+    InputAt(usize),
+}
+
+/// The input and output of a call, resolved.
+#[derive(Clone, Copy)]
+pub(crate) struct Data {
+    pub(crate) input: Place,
+    pub(crate) output: Place,
+    /// This rank's address of the input.
+    pub(crate) from: *const u8,
+    /// This rank's address of the output.
+    pub(crate) to: *mut u8,
+    pub(crate) in_place: bool,
+}
+
+/// Refuses an output that overlaps the input.
+#[inline]
+pub(super) fn disjoint(
+    (input, input_bytes): (*mut u8, usize),
+    (output, output_bytes): (*mut u8, usize),
+) -> Result<()> {
+    let (a, b) = (input as usize, output as usize);
+    if input_bytes > 0 && output_bytes > 0 && a < b + output_bytes && b < a + input_bytes {
+        return Err(Error::invalid_argument(format!(
+            "the input ({input_bytes} bytes at {input:?}) and the output ({output_bytes} bytes at \
+             {output:?}) overlap; they must be apart, or in place exactly as the operation says"
+        )));
+    }
+    Ok(())
+}
+
+/// A size in bytes that was computed with `checked_mul`.
+#[inline]
+pub(super) fn checked(bytes: Option<usize>) -> Result<usize> {
+    bytes.filter(|bytes| *bytes <= isize::MAX as usize).ok_or_else(|| {
+        Error::invalid_argument("a buffer larger than any address space; check the counts")
+    })
+}

@@ -1,0 +1,43 @@
+//! Reduction operations and what they mean for each element type.
+
+/// How elements of several ranks become one.
+///
+/// Reductions run in rank order, 0 to world - 1, for every element, whatever the algorithm, so
+/// the bits are the same on every rank and in every run (rule S7). `f16` and `bf16` accumulate in
+/// `f32` and are rounded once; other types accumulate in their own type, integers wrapping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum ReduceOp {
+    /// Sum.
+    Sum = 1,
+    /// Product.
+    Prod = 2,
+    /// Smallest; a NaN on any rank gives NaN.
+    Min = 3,
+    /// Largest; a NaN on any rank gives NaN.
+    Max = 4,
+    /// Sum divided by the number of ranks. Integers are summed in a wider type, without wrapping,
+    /// and divided truncating toward zero.
+    Avg = 5,
+}
+
+impl ReduceOp {
+    /// All operations.
+    pub const ALL: [Self; 5] = [Self::Sum, Self::Prod, Self::Min, Self::Max, Self::Avg];
+
+    /// The name used in messages.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Sum => "sum",
+            Self::Prod => "prod",
+            Self::Min => "min",
+            Self::Max => "max",
+            Self::Avg => "avg",
+        }
+    }
+
+    /// The operation behind a number read from a call descriptor.
+    pub(crate) fn from_code(code: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|op| *op as u8 == code)
+    }
+}

@@ -1,0 +1,201 @@
+//! Models of the epoch protocol, each small enough for loom to try every interleaving.
+
+#[cfg(not(loom))]
+mod plain {
+    use crate::signal::{entry_word, is_entry};
+
+    #[test]
+    fn entry_words_tell_neighbouring_epochs_and_emptiness_apart() {
+        // Near the wrap of the low half, and with the digest that would look like emptiness.
+        for epoch in [1, 2, 0xffff_fffe, 0xffff_ffff, 1 << 32, (1 << 32) + 1] {
+            for digest in [0, 1, 0xffff_ffff] {
+                let word = entry_word(epoch, digest);
+                assert!(is_entry(word, epoch));
+                assert!(!is_entry(word, epoch + 1));
+                assert!(!is_entry(word, epoch + 2));
+                assert!(!is_entry(0, epoch));
+            }
+        }
+    }
+}
+
+#[cfg(loom)]
+pub(super) use models::Loom;
+
+#[cfg(loom)]
+#[allow(unsafe_code)] // the cells that loom watches are read and written through raw pointers
+mod models {
+    use std::convert::Infallible;
+    use std::sync::atomic::Ordering;
+
+    use loom::cell::UnsafeCell;
+    use loom::sync::atomic::{AtomicU32, AtomicU64};
+    use loom::sync::{Arc, Condvar, Mutex};
+
+    use crate::signal::*;
+
+    pub(crate) struct Loom;
+
+    macro_rules! loom_word {
+        ($atomic:ty, $value:ty) => {
+            impl Word<$value> for $atomic {
+                fn load(&self, order: Ordering) -> $value {
+                    Self::load(self, order)
+                }
+                fn store(&self, value: $value, order: Ordering) {
+                    Self::store(self, value, order);
+                }
+            }
+        };
+    }
+    loom_word!(AtomicU64, u64);
+    loom_word!(AtomicU32, u32);
+
+    impl Atomics for Loom {
+        type U64 = AtomicU64;
+        type U32 = AtomicU32;
+        fn fence() {
+            loom::sync::atomic::fence(Ordering::SeqCst);
+        }
+    }
+
+    /// A futex as the kernel has it: the comparison and the queueing are one step for wakers.
+    /// It never wakes by itself, so a lost wake-up is a deadlock, which loom reports.
+    struct Futex {
+        bucket: Mutex<()>,
+        queue: Condvar,
+    }
+
+    impl Futex {
+        fn new() -> Self {
+            Self { bucket: Mutex::new(()), queue: Condvar::new() }
+        }
+        fn wake(&self) {
+            let _bucket = self.bucket.lock().unwrap();
+            self.queue.notify_all();
+        }
+    }
+
+    /// Parks at once: the sleep and wake path is what is modelled.
+    struct Sleeper<'a>(&'a Futex);
+    impl Pause<Loom> for Sleeper<'_> {
+        type Error = Infallible;
+        fn pause(&mut self) -> Result<bool, Infallible> {
+            Ok(true)
+        }
+        fn park(&mut self, slot: &Slot<Loom>, seen: u32) {
+            let bucket = self.0.bucket.lock().unwrap();
+            if slot.word.load(Ordering::Relaxed) as u32 == seen {
+                drop(self.0.queue.wait(bucket).unwrap());
+            }
+        }
+    }
+
+    /// Never parks.
+    struct Spinner;
+    impl Pause<Loom> for Spinner {
+        type Error = Infallible;
+        fn pause(&mut self) -> Result<bool, Infallible> {
+            loom::thread::yield_now();
+            Ok(false)
+        }
+        fn park(&mut self, _slot: &Slot<Loom>, _seen: u32) {}
+    }
+
+    fn wait<P: Pause<Loom, Error = Infallible>>(
+        slot: &Slot<Loom>,
+        accept: impl Fn(u64) -> bool,
+        pause: &mut P,
+    ) -> u64 {
+        match await_word(slot, accept, pause) {
+            Ok(word) => word,
+            Err(never) => match never {},
+        }
+    }
+
+    #[test]
+    fn loom_no_wake_up_is_lost() {
+        loom::model(|| {
+            let shared = Arc::new((Slot::<Loom>::for_model(), Futex::new()));
+            let theirs = Arc::clone(&shared);
+            let waiter = loom::thread::spawn(move || {
+                wait(&theirs.0, |word| is_entry(word, 1), &mut Sleeper(&theirs.1))
+            });
+            shared.0.publish(entry_word(1, 7), &[0; DETAILS]);
+            wake_sleepers(std::iter::once(&shared.0), |_| shared.1.wake());
+            assert_eq!(waiter.join().unwrap(), entry_word(1, 7));
+        });
+    }
+
+    #[test]
+    fn loom_digest_and_details_come_with_their_epoch() {
+        // S6: what a rank called is seen whole by whoever sees its entry.
+        loom::model(|| {
+            let slot = Arc::new(Slot::<Loom>::for_model());
+            let theirs = Arc::clone(&slot);
+            let signaller = loom::thread::spawn(move || {
+                theirs.publish(entry_word(1, 11), &[1; DETAILS]);
+            });
+            let word = wait(&slot, |word| is_entry(word, 1), &mut Spinner);
+            assert_eq!(word >> 32, 11);
+            assert_eq!(slot.details(), [1; DETAILS]);
+            signaller.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn loom_stale_epochs_are_not_taken() {
+        // S2: the slot still holds the entry of two calls ago, across the wrap of the low half.
+        loom::model(|| {
+            let slot = Arc::new(Slot::<Loom>::for_model());
+            slot.publish(entry_word(0xffff_fffe, 3), &[3; DETAILS]);
+            let theirs = Arc::clone(&slot);
+            let signaller = loom::thread::spawn(move || {
+                theirs.publish(entry_word(1 << 32, 5), &[5; DETAILS]);
+            });
+            let word = wait(&slot, |word| is_entry(word, 1 << 32), &mut Spinner);
+            assert_eq!(word >> 32, 5);
+            assert_eq!(slot.details(), [5; DETAILS]);
+            signaller.join().unwrap();
+        });
+    }
+
+    /// One side of two ranks that exchange a value per call through scratch kept twice, by
+    /// parity. Loom's cells report a write that is not ordered after the peer's reads.
+    struct Exchange {
+        /// By owner and parity: where the peer signals the owner.
+        slots: [[Slot<Loom>; 2]; 2],
+        /// By owner and parity.
+        scratch: [[UnsafeCell<u64>; 2]; 2],
+    }
+
+    impl Exchange {
+        fn call(&self, me: usize, epoch: u64) {
+            let (peer, parity) = (1 - me, (epoch & 1) as usize);
+            // SAFETY: the protocol under test orders this write after the peer's last read.
+            self.scratch[me][parity].with_mut(|cell| unsafe { *cell = epoch * 10 + me as u64 });
+            self.slots[peer][parity].publish_word(entry_word(epoch, 1));
+            wait(&self.slots[me][parity], |word| is_entry(word, epoch), &mut Spinner);
+            // SAFETY: the signal orders this read after the peer's write.
+            let seen = self.scratch[peer][parity].with(|cell| unsafe { *cell });
+            assert_eq!(seen, epoch * 10 + peer as u64);
+        }
+    }
+
+    #[test]
+    fn loom_scratch_changes_hands_by_parity() {
+        // S4: three calls use one of the two buffers twice.
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(3);
+        model.check(|| {
+            let shared = Arc::new(Exchange {
+                slots: std::array::from_fn(|_| std::array::from_fn(|_| Slot::for_model())),
+                scratch: std::array::from_fn(|_| std::array::from_fn(|_| UnsafeCell::new(0))),
+            });
+            let theirs = Arc::clone(&shared);
+            let other = loom::thread::spawn(move || (1..=3).for_each(|e| theirs.call(1, e)));
+            (1..=3).for_each(|epoch| shared.call(0, epoch));
+            other.join().unwrap();
+        });
+    }
+}
