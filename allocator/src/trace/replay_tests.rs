@@ -213,6 +213,17 @@ fn a_divergence_older_than_the_history_is_bracketed() {
 }
 
 #[test]
+fn a_divergence_within_a_full_history_is_told_exactly() {
+    let trace = Trace::synthetic(4_000, 4);
+    let skip = trace.ops().iter().rposition(|op| matches!(op, Op::Alloc { .. })).unwrap_or(0);
+    let expected = expected_counter(&trace, skip).expect("an allocation leaves a trace");
+    let diverge = Some((0, skip as u64));
+    let options = ReplayOptions { diverge, history: 1024, ..ReplayOptions::new(3) };
+    let failure = play(&trace, &options).error.expect("a divergence");
+    assert_eq!((failure.counter, failure.until), (Some(expected), None));
+}
+
+#[test]
 fn a_missing_commit_ends_in_bounded_time() {
     let trace = Trace::read(&b"op,id,bytes,stream\nalloc,1,100,0\ncommit\n"[..]).unwrap();
     let timeout = Duration::from_secs(2);
