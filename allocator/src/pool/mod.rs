@@ -59,6 +59,8 @@ struct Inner {
     /// Raised when a symmetric lane grows; a commit lowers it.
     due: Arc<AtomicBool>,
     committer: Mutex<Committer>,
+    /// Whether a commit (or resync) is under way.
+    committing: AtomicBool,
     windows: Mutex<Arc<Windows>>,
     topology: Topology,
     devices: PerRank<DeviceIdentity>,
@@ -69,8 +71,13 @@ struct Inner {
 struct Committer {
     peers: Peers,
     commits: u64,
+    /// Exchanges of descriptors begun, those of failed commits included.
+    exchanges: u64,
     /// Why no further commit can work: a peer is gone, or ranks may have come apart.
     broken: Option<Error>,
+    /// Why this rank did not get to the end of a commit that others may have finished. Told to
+    /// them at the next.
+    unfinished: Option<String>,
 }
 
 /// Numbers of a pool at one moment.
