@@ -94,8 +94,8 @@ fn measure(group: &Group, scenario: &Scenario, repeats: usize) -> Result<Value> 
     let driver = Driver::new(HostDriver::with_options(options)?);
     let lanes = (0..scenario.lanes)
         .map(|lane| LaneConfig::symmetric(format!("lane {lane}")).window_policy(scenario.policy));
-    let builder =
-        lanes.fold(Pool::builder(group.clone()).driver(driver), symmpool_allocator::PoolBuilder::lane);
+    let builder = lanes
+        .fold(Pool::builder(group.clone()).driver(driver), symmpool_allocator::PoolBuilder::lane);
     let pool = builder.build()?;
     let lanes: Vec<Lane> = pool.lanes().take(scenario.lanes).collect();
     let start = group.child("start");

@@ -1,6 +1,7 @@
 //! What a pool is made of, and the rendezvous that makes it.
 
 use std::fmt::Write as _;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use super::due::Due;
@@ -118,7 +119,14 @@ impl PoolBuilder {
             heap,
             lanes: shared,
             due,
-            committer: Mutex::new(Committer { peers, commits: 0, broken: None }),
+            committer: Mutex::new(Committer {
+                peers,
+                commits: 0,
+                exchanges: 0,
+                broken: None,
+                unfinished: None,
+            }),
+            committing: AtomicBool::new(false),
             windows: Mutex::new(Arc::new(windows)),
             topology,
             devices,

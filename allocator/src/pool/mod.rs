@@ -19,6 +19,7 @@ mod lane;
 mod resync;
 
 use std::fmt;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use bytemuck::Pod;
@@ -61,6 +62,8 @@ struct Inner {
     /// Raised when a symmetric lane grows; a commit lowers it.
     due: Arc<Due>,
     committer: Mutex<Committer>,
+    /// Whether a commit (or resync) is under way.
+    committing: AtomicBool,
     windows: Mutex<Arc<Windows>>,
     topology: Topology,
     devices: PerRank<DeviceIdentity>,
@@ -71,8 +74,13 @@ struct Inner {
 struct Committer {
     peers: Peers,
     commits: u64,
+    /// Exchanges of descriptors begun, those of failed commits included.
+    exchanges: u64,
     /// Why no further commit can work: a peer is gone, or ranks may have come apart.
     broken: Option<Error>,
+    /// Why this rank did not get to the end of a commit that others may have finished. Told to
+    /// them at the next.
+    unfinished: Option<String>,
 }
 
 /// Numbers of a pool at one moment.
