@@ -2,7 +2,7 @@
 //!
 //! A driver reserves address ranges, makes physical memory, maps the one into the other, and
 //! hands memory to other ranks. It decides nothing: placement belongs to
-//! [`lane`](crate::lane), agreement to [`rendezvous`](crate::rendezvous). So every driver can be
+//! [`lane`](crate::lane), agreement to the rendezvous. So every driver can be
 //! small, and everything above it is tested without a GPU.
 //!
 //! | driver | memory | for |

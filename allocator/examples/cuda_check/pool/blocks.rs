@@ -63,12 +63,13 @@ pub(super) fn write(pool: &Pool, access: &Access, live: &[Block<u8>], round: u64
 pub(super) fn check(pool: &Pool, access: &Access, live: &[Block<u8>], round: u64) -> Outcome {
     for block in live {
         let own = match access {
-            Access::Host => block.read().map_err(text)?,
-            // SAFETY: the block is mapped, and all writers have come to a commit since.
+            Access::Host => block.read(),
             Access::Cuda(_) => {
-                unsafe { access.read(block.address(), block.bytes()) }.map_err(text)?
+                // SAFETY: the block is mapped, and all writers have come to a commit since.
+                unsafe { access.read(block.address(), block.bytes()) }
             }
-        };
+        }
+        .map_err(text)?;
         for writer in 0..pool.world() {
             let (from, count) = part(block, writer, pool.world());
             let found = &own[from as usize..(from + count) as usize];

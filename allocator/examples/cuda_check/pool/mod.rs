@@ -33,7 +33,7 @@ pub(crate) fn run(options: &Options, deadline: Deadline) -> Value {
         "driver": options.driver.name(),
         "ranks": options.ranks,
     });
-    match collect(options, deadline).and_then(|ranks| judge(ranks, &mut report)) {
+    match collect(options, deadline).and_then(|ranks| judge(&ranks, &mut report)) {
         Ok(()) => report["ok"] = json!(true),
         Err(error) => {
             report["ok"] = json!(false);
@@ -94,7 +94,7 @@ fn start(options: &Options, address: &str, children: &mut Vec<Child>) -> Result<
 }
 
 /// What only all reports together can tell: whether errors agree, and how long the slowest took.
-fn judge(ranks: Vec<Value>, report: &mut Value) -> Result<(), String> {
+fn judge(ranks: &[Value], report: &mut Value) -> Result<(), String> {
     for what in ["diverged", "out_of_memory"] {
         let first = &ranks[0][what];
         if let Some(at) = ranks.iter().position(|rank| rank[what] != *first) {
@@ -104,7 +104,7 @@ fn judge(ranks: Vec<Value>, report: &mut Value) -> Result<(), String> {
         report[what] = first.clone();
     }
     for what in ["commit_64_mib", "commit_64_segments", "empty_commit"] {
-        let slowest = slowest(&ranks, what).ok_or(format!("{what}: no times"))?;
+        let slowest = slowest(ranks, what).ok_or(format!("{what}: no times"))?;
         let median = slowest[slowest.len() / 2];
         let (least, most) = (slowest[0], slowest[slowest.len() - 1]);
         println!(

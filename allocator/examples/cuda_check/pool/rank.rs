@@ -9,7 +9,7 @@ use symmpool_allocator::driver::{Driver, Physical, Reservation};
 use symmpool_allocator::lane::{LaneConfig, WindowPolicy};
 use symmpool_allocator::store::tcp::TcpOptions;
 use symmpool_allocator::store::{Store, TcpStore};
-use symmpool_allocator::{Deadline, Error, Group, Pool};
+use symmpool_allocator::{Block, Deadline, Error, Group, Pool, PoolBuilder};
 
 use super::access::Access;
 use super::blocks::{self, Numbers};
@@ -32,7 +32,7 @@ pub(crate) fn run(rank: u32, address: &str, options: &Options, deadline: Deadlin
             return ExitCode::FAILURE;
         }
     };
-    let outcome = Rank::start(rank, options, &store, deadline).and_then(|rank| rank.exchange());
+    let outcome = Rank::start(rank, options, &store, deadline).and_then(Rank::exchange);
     let (report, code) = match outcome {
         Ok(report) => (report, ExitCode::SUCCESS),
         Err(error) => {
@@ -117,7 +117,7 @@ impl Rank {
             .driver(self.driver.clone())
             .deadline(self.deadline)
             .allow_shared_device();
-        lanes.into_iter().fold(builder, |builder, lane| builder.lane(lane)).build().map_err(text)
+        lanes.into_iter().fold(builder, PoolBuilder::lane).build().map_err(text)
     }
 
     fn commit(&self, pool: &Pool) -> Result<f64, String> {
@@ -143,9 +143,9 @@ impl Rank {
             self.commit(pool)?;
             blocks::check(pool, &self.access, &live, round)?;
             self.commit(pool)?;
-            bytes += live.iter().map(|block| block.bytes()).sum::<u64>();
+            bytes += live.iter().map(Block::bytes).sum::<u64>();
         }
-        live.into_iter().try_for_each(|block| block.free().map_err(text))?;
+        live.into_iter().try_for_each(Block::free).map_err(text)?;
         pool.default_lane().trim().map_err(text)?;
         self.commit(pool)?;
         Ok((ROUNDS, bytes))
