@@ -22,7 +22,7 @@ struct Seen {
 pub(crate) fn run(ranks: u32, deadline: Deadline) -> Result<Value, String> {
     let mut results = Vec::new();
     let mut expected = None;
-    for (world, segments) in [(ranks.min(16), 1), (ranks.min(256), 1), (ranks, 1), (ranks, 8)] {
+    for (world, segments) in [(ranks.min(16), 1), (ranks.min(256), 1), (ranks, 1), (ranks, 4)] {
         let built = Instant::now();
         let (seen, total) = world_of(world, segments, deadline).map_err(|e| e.to_string())?;
         let all = built.elapsed();

@@ -19,8 +19,8 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
-use symmpool_allocator::Result;
 use symmpool_allocator::trace::{Trace, replay_with};
+use symmpool_allocator::{Error, Result};
 
 use args::{Args, Task};
 use progress::Progress;
@@ -29,7 +29,7 @@ use progress::Progress;
 const FINE: u8 = 0;
 /// Ranks diverged, or the replay failed otherwise.
 const FAILED: u8 = 1;
-/// The arguments or the trace make no sense.
+/// The arguments or the trace make no sense, or the trace cannot be read.
 const USAGE: u8 = 2;
 
 fn main() -> ExitCode {
@@ -54,22 +54,25 @@ fn run(args: &Args, out: &mut dyn Write) -> Result<u8> {
     match args.task()? {
         Task::Generate { events, seed } => {
             let trace = Trace::synthetic(events, seed);
-            match &args.out {
-                Some(path) => save(&trace, path)?,
-                None => trace.write(out)?,
-            }
-            Ok(FINE)
+            let written = match &args.out {
+                Some(path) => save(&trace, path),
+                None => trace.write(out),
+            };
+            Ok(written.map_or_else(|error| failed(&error), |()| FINE))
         }
         Task::Replay { path, options } => {
             let trace = Trace::open(path)?;
             let progress = Progress::new(trace.ops().len() as u64);
             let outcome = replay_with(&trace, &options, &|done| progress.set(done));
             progress.finish();
-            let outcome = outcome?;
+            let outcome = match outcome {
+                Ok(outcome) => outcome,
+                Err(error) if error.is_invalid_argument() => return Err(error),
+                Err(error) => return Ok(failed(&error)),
+            };
             let text = if args.json { output::json(&outcome) } else { output::table(&outcome) };
             if let Err(error) = writeln!(out, "{text}") {
-                eprintln!("the result could not be written: {error}");
-                return Ok(FAILED);
+                return Ok(failed(&Error::system("writing the result", error)));
             }
             let fine = outcome.digests_equal && outcome.error.is_none();
             Ok(if fine { FINE } else { FAILED })
@@ -78,8 +81,12 @@ fn run(args: &Args, out: &mut dyn Write) -> Result<u8> {
 }
 
 fn save(trace: &Trace, path: &Path) -> Result<()> {
-    let file = File::create(path).map_err(|error| {
-        symmpool_allocator::Error::system(format!("creating {}", path.display()), error)
-    })?;
+    let file = File::create(path)
+        .map_err(|error| Error::system(format!("creating {}", path.display()), error))?;
     trace.write(file)
+}
+
+fn failed(error: &Error) -> u8 {
+    eprintln!("{error}");
+    FAILED
 }

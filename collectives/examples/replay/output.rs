@@ -42,7 +42,7 @@ fn failure(failure: &Failure) -> Value {
 pub(crate) fn table(outcome: &Outcome) -> String {
     let reserved = outcome.peak_reserved_bytes as f64 / outcome.peak_live_bytes.max(1) as f64;
     let mut table = Table::new();
-    table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
+    table.load_preset(presets::UTF8_BORDERS_ONLY);
     let mut row = |name: &str, value: String| {
         table.add_row([name.to_owned(), value]);
     };
