@@ -9,7 +9,7 @@ use symmpool_allocator::driver::{HostDriver, HostOptions};
 use symmpool_allocator::lane::{LaneConfig, WindowPolicy};
 use symmpool_allocator::store::tcp::TcpOptions;
 use symmpool_allocator::store::{Store, TcpStore};
-use symmpool_allocator::{Block, Deadline, Driver, Error, Group, Lane, Pool, Result};
+use symmpool_allocator::{Block, Deadline, Driver, Error, Group, Lane, Pool, PoolBuilder, Result};
 
 use crate::Options;
 
@@ -94,8 +94,7 @@ fn measure(group: &Group, scenario: &Scenario, repeats: usize) -> Result<Value> 
     let driver = Driver::new(HostDriver::with_options(options)?);
     let lanes = (0..scenario.lanes)
         .map(|lane| LaneConfig::symmetric(format!("lane {lane}")).window_policy(scenario.policy));
-    let builder = lanes
-        .fold(Pool::builder(group.clone()).driver(driver), symmpool_allocator::PoolBuilder::lane);
+    let builder = lanes.fold(Pool::builder(group.clone()).driver(driver), PoolBuilder::lane);
     let pool = builder.build()?;
     let lanes: Vec<Lane> = pool.lanes().take(scenario.lanes).collect();
     let start = group.child("start");
