@@ -12,9 +12,6 @@ use env::EnvConfig;
 use crate::store::{Gathered, MemoryStore, Store, TcpServer};
 use crate::{Deadline, Error, Result};
 
-/// The most ranks of a group.
-pub const MAX_WORLD: u32 = 1 << 20;
-
 /// How long a group's collectives wait when nobody says otherwise.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(300);
 
@@ -58,9 +55,12 @@ impl Namespace {
 }
 
 impl Group {
+    /// The most ranks of a group.
+    pub const MAX_WORLD: u32 = 1 << 20;
+
     /// Participant `rank` of `world` that meet in `store`. Talks to nobody yet.
     ///
-    /// Fails with [`Error::is_invalid_argument`] unless `rank < world <= `[`MAX_WORLD`].
+    /// Fails with [`Error::is_invalid_argument`] unless `rank < world <= `[`Group::MAX_WORLD`].
     pub fn new(rank: u32, world: u32, store: Arc<dyn Store>) -> Result<Self> {
         Self::of(Member { rank, world, local_rank: None, store, _server: None })
     }
@@ -203,9 +203,10 @@ impl Group {
 }
 
 fn check_world(world: u32) -> Result<()> {
-    if world == 0 || world > MAX_WORLD {
+    if world == 0 || world > Group::MAX_WORLD {
         return Err(Error::invalid_argument(format!(
-            "a group of {world} ranks; groups have 1 to {MAX_WORLD}"
+            "a group of {world} ranks; groups have 1 to {}",
+            Group::MAX_WORLD
         )));
     }
     Ok(())
@@ -231,7 +232,7 @@ mod tests {
     #[test]
     fn impossible_groups_are_refused() {
         let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
-        for (rank, world) in [(0, 0), (1, 1), (9, 8), (0, MAX_WORLD + 1)] {
+        for (rank, world) in [(0, 0), (1, 1), (9, 8), (0, Group::MAX_WORLD + 1)] {
             let error = Group::new(rank, world, store.clone()).unwrap_err();
             assert!(error.is_invalid_argument(), "{rank} of {world}");
         }

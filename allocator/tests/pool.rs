@@ -37,10 +37,11 @@ fn memory_written_by_one_rank_is_read_by_the_others() {
         pool.commit().unwrap();
         for peer in 0..4 {
             let at = block.peer_ptr(peer).unwrap();
+            let last = at.wrapping_add(999);
             assert_eq!(pool.peer_ptr(peer, block.address()).unwrap(), at as u64);
             // SAFETY: the block is a window, so the peer's copy is mapped; the commit after the
             // writes ordered them before this.
-            let value = unsafe { at.add(999).read_volatile() };
+            let value = unsafe { last.read_volatile() };
             assert_eq!(value, u64::from(peer) + 7);
         }
         pool.commit().unwrap();
@@ -64,4 +65,40 @@ fn diverged_ranks_are_told_where() {
         assert_eq!(divergence.counter, 200);
         assert_eq!(divergence.ranks(), [2]);
     }
+}
+
+#[test]
+fn ranks_that_diverged_go_on_after_a_resync() {
+    let digests = ranks(3, |group| {
+        let rank = group.rank();
+        let pool = pool(group, Driver::host().unwrap()).unwrap();
+        let lane = pool.default_lane();
+        let kept = pool.alloc::<u32>(5000).unwrap();
+        kept.write(&vec![rank; 5000]).unwrap();
+        let half = pool.alloc::<u32>(5000).unwrap();
+        pool.commit().unwrap();
+        // Rank 1 goes its own way: another size, a growth of its own, a free that others lack.
+        let stray = pool.alloc::<u8>(if rank == 1 { 40 << 20 } else { 100 }).unwrap();
+        let half = if rank == 1 { half.free().map(|()| None).unwrap() } else { Some(half) };
+        assert!(pool.commit().unwrap_err().is_diverged());
+        let error = pool.resync().unwrap_err();
+        assert!(error.is_invalid_state(), "{error}");
+        assert!(error.to_string().contains("rank 0: 1, rank 1: 1, rank 2: 1"), "{error}");
+        stray.free().unwrap();
+        assert!(pool.resync().unwrap());
+        assert!(!pool.resync().unwrap(), "nothing differs any more");
+        pool.commit().unwrap();
+        assert_eq!(kept.read().unwrap(), vec![rank; 5000]);
+        assert_eq!(lane.stats().set_aside > 0, rank == 1, "others still hold what rank 1 freed");
+        // D5: it comes back once all have freed it.
+        if let Some(half) = half {
+            half.free_unordered().unwrap();
+        }
+        assert_eq!(pool.commit().unwrap().blocks_returned, 1);
+        let again = pool.alloc::<u8>(50 << 20).unwrap();
+        pool.commit().unwrap();
+        assert!(pool.is_window(again.address(), again.bytes()));
+        (lane.digest(), again.offset(), kept.offset())
+    });
+    assert!(digests.iter().all(|digest| *digest == digests[0]), "{digests:?}");
 }

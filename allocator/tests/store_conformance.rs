@@ -386,3 +386,45 @@ fn a_uniform_gather_costs_the_same_in_any_world() {
         }
     }
 }
+
+/// A store that has nothing but values, as one over somebody else's key-value service would.
+struct ValuesOnly(MemoryStore);
+
+impl Store for ValuesOnly {
+    fn set(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
+        self.0.set(key, value, deadline)
+    }
+
+    fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
+        self.0.get(key, deadline)
+    }
+
+    fn add(&self, key: &str, delta: i64, deadline: Deadline) -> Result<i64> {
+        self.0.add(key, delta, deadline)
+    }
+
+    fn delete(&self, key: &str, deadline: Deadline) -> Result<bool> {
+        self.0.delete(key, deadline)
+    }
+}
+
+struct Values(MemoryStore);
+
+impl Meeting for Values {
+    fn handle(&self) -> Box<dyn Store> {
+        Box::new(ValuesOnly(self.0.clone()))
+    }
+}
+
+conformance!(
+    default_gather,
+    crate::Values(crate::MemoryStore::new()),
+    [
+        sixty_four_ranks_gather_in_rank_order,
+        gathers_follow_each_other,
+        a_rank_alone_gathers_itself,
+        gathers_and_values_do_not_share_names,
+        a_gather_names_the_missing_and_can_be_tried_again,
+        impossible_ranks_and_worlds_are_refused,
+    ]
+);

@@ -83,8 +83,9 @@ fn a_client_with_a_secret_does_not_trust_a_server_without() {
 
 #[test]
 fn connecting_waits_for_the_server_to_come_up() {
-    // The port is free again once this is dropped; nobody else is likely to take it so soon.
-    let addr = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    // The port is free again once this is dropped. No other test uses this address, so none
+    // takes it meanwhile.
+    let addr = TcpListener::bind("127.0.0.7:0").unwrap().local_addr().unwrap();
     std::thread::scope(|scope| {
         let client = scope.spawn(|| TcpStore::connect(addr, TcpOptions::default(), ample()));
         let error = TcpStore::connect(addr, hosted_by_0(), brief()).unwrap_err();
@@ -216,7 +217,8 @@ fn a_part_outlives_the_connection_it_came_on() {
 
 #[test]
 fn a_lost_server_is_its_hosts_loss() {
-    let server = server();
+    // An address of its own, so that no other test takes the port before the successor does.
+    let server = TcpServer::bind("127.0.0.8:0", TcpOptions::default()).unwrap();
     let addr = server.local_addr();
     let waiting = declare(&server, 1).unwrap();
     let anonymous = TcpStore::connect(addr, TcpOptions::default(), ample()).unwrap();

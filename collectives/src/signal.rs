@@ -112,7 +112,7 @@ impl<A: Atomics> Slot<A> {
     }
 }
 
-#[cfg(loom)]
+#[cfg(all(test, loom))]
 impl Slot<tests::Loom> {
     fn for_model() -> Self {
         Self {

@@ -1,1 +1,11 @@
-//! Shared helpers of the multi-rank tests.
+//! What tests of several ranks share: ranks as processes, and proof that nothing of them is left.
+//!
+//! | part | is |
+//! | --- | --- |
+//! | [`launch`] | the test's side: starts ranks, hears them, ends those that hang |
+//! | [`seat`] | a rank's side: who it is, how it meets the others, how it reports |
+//! | [`remains`] | what processes leave behind: descriptors, sockets, mappings, children |
+
+pub mod launch;
+pub mod remains;
+pub mod seat;

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use crate::store::tcp::{Secret, TcpOptions};
 use crate::store::{TcpServer, TcpStore};
-use crate::{Deadline, Error, Result};
+use crate::{Deadline, Error, Group, Result};
 
 /// What the environment says about this process's group; [`super::Group::from_env`] explains the
 /// variables.
@@ -40,8 +40,8 @@ impl EnvConfig {
     pub(crate) fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let world: u32 = required(&lookup, "WORLD_SIZE", "a number of ranks")?;
         let rank: u32 = required(&lookup, "RANK", "a rank")?;
-        if world == 0 || world > super::MAX_WORLD {
-            return Err(wrong("WORLD_SIZE", &world, &format!("1 to {}", super::MAX_WORLD)));
+        if world == 0 || world > Group::MAX_WORLD {
+            return Err(wrong("WORLD_SIZE", &world, &format!("1 to {}", Group::MAX_WORLD)));
         }
         if rank >= world {
             return Err(wrong("RANK", &rank, &format!("a rank below WORLD_SIZE={world}")));

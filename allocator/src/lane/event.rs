@@ -5,6 +5,8 @@ use std::panic::Location;
 
 use serde::{Deserialize, Serialize};
 
+use super::UNIT;
+
 /// Where in the caller's program an event came from. Shown in messages, never compared.
 pub type Site = Option<&'static Location<'static>>;
 
@@ -51,6 +53,8 @@ pub enum EventKind {
     Reserve {
         /// Bytes asked for.
         bytes: u64,
+        /// Ordinal of the stream.
+        stream: u16,
     },
     /// Free segments were released.
     Trim {
@@ -71,19 +75,47 @@ pub enum EventKind {
     },
 }
 
+/// An event as two words: what its digest is made of, and how the history keeps it.
+///
+/// From the low bits of the first: 3 bits kind, 6 bits stream, 6 bits logarithm of the alignment,
+/// the rest bytes (at most 2^40) or a number of blocks. The second: a counter, a digest, or, for
+/// an allocation, its offset and the growth in units, 32 bits each.
+pub(super) type Packed = [u64; 2];
+
 impl EventKind {
-    /// The event as words, for its digest.
-    pub(super) fn words(&self) -> [u64; 6] {
+    pub(super) fn pack(&self) -> Packed {
+        let word =
+            |kind: u64, stream: u16, bytes: u64| kind | (u64::from(stream) << 3) | (bytes << 15);
         match *self {
-            Self::Alloc { bytes, align, stream, offset, grown } => {
-                [1, bytes, align, u64::from(stream), offset, grown]
-            }
-            Self::Free { block } => [2, block, 0, 0, 0, 0],
-            Self::Record { block, stream } => [3, block, u64::from(stream), 0, 0, 0],
-            Self::Reserve { bytes } => [4, bytes, 0, 0, 0, 0],
-            Self::Trim { bytes } => [5, bytes, 0, 0, 0, 0],
-            Self::Reclaim { blocks, digest } => [6, blocks, digest, 0, 0, 0],
-            Self::Resync { digest } => [7, digest, 0, 0, 0, 0],
+            Self::Alloc { bytes, align, stream, offset, grown } => [
+                word(1, stream, bytes) | (u64::from(align.trailing_zeros()) << 9),
+                (offset / UNIT) | ((grown / UNIT) << 32),
+            ],
+            Self::Free { block } => [2, block],
+            Self::Record { block, stream } => [word(3, stream, 0), block],
+            Self::Reserve { bytes, stream } => [word(4, stream, bytes), 0],
+            Self::Trim { bytes } => [word(5, 0, bytes), 0],
+            Self::Reclaim { blocks, digest } => [word(6, 0, blocks), digest],
+            Self::Resync { digest } => [7, digest],
+        }
+    }
+
+    pub(super) fn unpack([first, second]: Packed) -> Self {
+        let (stream, bytes) = (((first >> 3) & 63) as u16, first >> 15);
+        match first & 7 {
+            1 => Self::Alloc {
+                bytes,
+                align: 1 << ((first >> 9) & 63),
+                stream,
+                offset: (second & u64::from(u32::MAX)) * UNIT,
+                grown: (second >> 32) * UNIT,
+            },
+            2 => Self::Free { block: second },
+            3 => Self::Record { block: second, stream },
+            4 => Self::Reserve { bytes, stream },
+            5 => Self::Trim { bytes },
+            6 => Self::Reclaim { blocks: bytes, digest: second },
+            _ => Self::Resync { digest: second },
         }
     }
 }
@@ -102,7 +134,9 @@ impl fmt::Display for EventKind {
             Self::Record { block, stream } => {
                 write!(f, "use of the block of event {block} on stream {stream}")
             }
-            Self::Reserve { bytes } => write!(f, "reserve {}", Bytes(*bytes)),
+            Self::Reserve { bytes, stream } => {
+                write!(f, "reserve {} on stream {stream}", Bytes(*bytes))
+            }
             Self::Trim { bytes } => write!(f, "trim of {}", Bytes(*bytes)),
             Self::Reclaim { blocks, .. } => write!(f, "return of {blocks} unordered frees"),
             Self::Resync { .. } => f.write_str("resync"),
@@ -126,5 +160,37 @@ impl fmt::Display for Bytes {
             unit += 1;
         }
         write!(f, "{value:.2} {}", UNITS[unit])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packing_loses_nothing() {
+        let (most, stream) = (1 << 40, 63);
+        let alloc = |bytes, align, stream, offset, grown| EventKind::Alloc {
+            bytes,
+            align,
+            stream,
+            offset,
+            grown,
+        };
+        let kinds = [
+            alloc(0, 1, 0, 0, 0),
+            alloc(most, 1 << 63, stream, 0, most),
+            alloc(513, 2 << 20, 1, most - 512, 512),
+            EventKind::Free { block: u64::MAX },
+            EventKind::Record { block: u64::MAX, stream },
+            EventKind::Reserve { bytes: most, stream },
+            EventKind::Trim { bytes: most },
+            EventKind::Reclaim { blocks: 1 << 32, digest: u64::MAX },
+            EventKind::Resync { digest: u64::MAX },
+        ];
+        for (at, kind) in kinds.iter().enumerate() {
+            assert_eq!(EventKind::unpack(kind.pack()), *kind);
+            assert!(kinds[..at].iter().all(|other| other.pack() != kind.pack()));
+        }
     }
 }

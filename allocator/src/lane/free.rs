@@ -17,42 +17,55 @@ pub(super) struct Free {
     pub(super) id: u32,
 }
 
+/// Sizes and offsets are kept as signed numbers, which the oldest of vector instructions compare.
+/// Offsets stay below 2^31; sizes may reach 2^31, so one less than the size is kept.
 #[derive(Clone, Debug)]
 struct Chunk {
     len: usize,
-    offsets: [u32; CHUNK],
-    sizes: [u32; CHUNK],
+    offsets: [i32; CHUNK],
+    last: [i32; CHUNK],
     ids: [u32; CHUNK],
+}
+
+/// In unused entries: a size of nothing, and no offset is above it.
+const UNUSED: Free = Free { offset: i32::MAX as u32, size: 0, id: 0 };
+
+/// A size as it is kept.
+fn last_of(size: u32) -> i32 {
+    size.wrapping_sub(1) as i32
 }
 
 impl Chunk {
     fn new() -> Box<Self> {
-        Box::new(Self { len: 0, offsets: [u32::MAX; CHUNK], sizes: [0; CHUNK], ids: [0; CHUNK] })
+        let (offset, last) = (UNUSED.offset as i32, last_of(UNUSED.size));
+        Box::new(Self { len: 0, offsets: [offset; CHUNK], last: [last; CHUNK], ids: [0; CHUNK] })
     }
 
-    /// The largest size; unused entries are 0, so the whole array can be folded.
-    fn max(&self) -> u32 {
-        self.sizes.iter().fold(0, |max, &size| max.max(size))
+    /// The largest size, as sizes are kept; the whole array is folded.
+    fn max(&self) -> i32 {
+        self.last.iter().fold(last_of(UNUSED.size), |max, &last| max.max(last))
     }
 
-    /// How many blocks begin below `offset`; unused entries are `u32::MAX` and never do.
+    /// How many blocks begin below `offset`.
     fn rank(&self, offset: u32) -> usize {
-        self.offsets.iter().map(|&at| u32::from(at < offset)).sum::<u32>() as usize
+        let offset = offset as i32;
+        self.offsets.iter().map(|&at| i32::from(at < offset)).sum::<i32>() as usize
     }
 
     fn get(&self, at: usize) -> Free {
-        Free { offset: self.offsets[at], size: self.sizes[at], id: self.ids[at] }
+        let size = (self.last[at] as u32).wrapping_add(1);
+        Free { offset: self.offsets[at] as u32, size, id: self.ids[at] }
     }
 
     fn set(&mut self, at: usize, block: Free) {
-        self.offsets[at] = block.offset;
-        self.sizes[at] = block.size;
+        self.offsets[at] = block.offset as i32;
+        self.last[at] = last_of(block.size);
         self.ids[at] = block.id;
     }
 
     fn insert(&mut self, at: usize, block: Free) {
         self.offsets.copy_within(at..self.len, at + 1);
-        self.sizes.copy_within(at..self.len, at + 1);
+        self.last.copy_within(at..self.len, at + 1);
         self.ids.copy_within(at..self.len, at + 1);
         self.set(at, block);
         self.len += 1;
@@ -60,17 +73,17 @@ impl Chunk {
 
     fn remove(&mut self, at: usize) {
         self.offsets.copy_within(at + 1..self.len, at);
-        self.sizes.copy_within(at + 1..self.len, at);
+        self.last.copy_within(at + 1..self.len, at);
         self.ids.copy_within(at + 1..self.len, at);
         self.len -= 1;
-        self.set(self.len, Free { offset: u32::MAX, size: 0, id: 0 });
+        self.set(self.len, UNUSED);
     }
 
     fn split(&mut self) -> Box<Self> {
         let mut upper = Self::new();
         for at in CHUNK / 2..CHUNK {
             upper.set(at - CHUNK / 2, self.get(at));
-            self.set(at, Free { offset: u32::MAX, size: 0, id: 0 });
+            self.set(at, UNUSED);
         }
         upper.len = CHUNK / 2;
         self.len = CHUNK / 2;
@@ -83,8 +96,10 @@ impl Chunk {
 pub(super) struct FreeList {
     /// The offset at which each chunk begins to be responsible; ascending, the first is 0.
     first: Vec<u32>,
-    /// The largest block of each chunk.
-    max: Vec<u32>,
+    /// The largest block of each chunk, as sizes are kept there.
+    max: Vec<i32>,
+    /// Boxed, so that adding a chunk moves pointers and not the chunks behind it.
+    #[allow(clippy::vec_box)]
     chunks: Vec<Box<Chunk>>,
 }
 
@@ -99,11 +114,11 @@ impl FreeList {
     /// The lowest-lying block of at least `size` units in which a piece of `size` units can begin
     /// at a multiple of `align` units, and where it would begin.
     pub(super) fn first_fit(&self, size: u32, align: u32) -> Option<(Place, Free, u32)> {
-        let mut from = 0;
-        while let Some(chunk) = position_at_least(&self.max, from, size) {
+        let (mut from, last) = (0, last_of(size));
+        while let Some(chunk) = position_at_least(&self.max, from, last) {
             let blocks = &self.chunks[chunk];
             let mut at = 0;
-            while let Some(found) = position_at_least(&blocks.sizes, at, size) {
+            while let Some(found) = position_at_least(&blocks.last, at, last) {
                 let free = blocks.get(found);
                 // Offsets stay below 2^31 units, so rounding up cannot overflow.
                 let start = free.offset.next_multiple_of(align);
@@ -121,42 +136,53 @@ impl FreeList {
     pub(super) fn insert(&mut self, block: Free) {
         if self.chunks.is_empty() {
             self.first.push(0);
-            self.max.push(0);
+            self.max.push(last_of(UNUSED.size));
             self.chunks.push(Chunk::new());
         }
         let mut chunk = self.chunk_of(block.offset);
         if self.chunks[chunk].len == CHUNK {
             let upper = self.chunks[chunk].split();
             self.max[chunk] = self.chunks[chunk].max();
-            self.first.insert(chunk + 1, upper.offsets[0]);
+            self.first.insert(chunk + 1, upper.offsets[0] as u32);
             self.max.insert(chunk + 1, upper.max());
             self.chunks.insert(chunk + 1, upper);
             chunk = self.chunk_of(block.offset);
         }
         let at = self.chunks[chunk].rank(block.offset);
         self.chunks[chunk].insert(at, block);
-        self.max[chunk] = self.max[chunk].max(block.size);
+        self.max[chunk] = self.max[chunk].max(last_of(block.size));
     }
 
     /// Where the block that begins at `offset` is. The caller knows it is there.
     pub(super) fn place_of(&self, offset: u32) -> Place {
         let chunk = self.chunk_of(offset);
         let at = self.chunks[chunk].rank(offset);
-        debug_assert_eq!(self.chunks[chunk].offsets[at], offset, "the block is in the list");
+        debug_assert_eq!(self.chunks[chunk].offsets[at] as u32, offset, "the block is in the list");
         Place { chunk, at }
+    }
+
+    /// The place of the block after the one at `place`. The caller knows there is one; removing
+    /// it leaves `place` valid.
+    pub(super) fn after(&self, place: Place) -> Place {
+        let Place { chunk, at } = place;
+        if at + 1 < self.chunks[chunk].len {
+            Place { chunk, at: at + 1 }
+        } else {
+            Place { chunk: chunk + 1, at: 0 }
+        }
     }
 
     /// Removes the block at `place`.
     pub(super) fn remove(&mut self, place: Place) {
         let Place { chunk, at } = place;
-        let size = self.chunks[chunk].sizes[at];
+        let last = self.chunks[chunk].last[at];
         self.chunks[chunk].remove(at);
         if self.chunks[chunk].len == 0 && self.chunks.len() > 1 {
             self.first.remove(chunk);
             self.max.remove(chunk);
             self.chunks.remove(chunk);
             self.first[0] = 0;
-        } else if size == self.max[chunk] {
+        } else if last == self.max[chunk] {
             self.max[chunk] = self.chunks[chunk].max();
         }
     }
@@ -169,14 +195,14 @@ impl FreeList {
             self.first[chunk] = offset;
         } else if self.first.get(chunk + 1).is_some_and(|&next| next <= offset) {
             // It had swallowed blocks of the next chunk, and now begins past that border.
-            self.first[chunk + 1] = self.chunks[chunk + 1].offsets[0];
+            self.first[chunk + 1] = self.chunks[chunk + 1].offsets[0] as u32;
         }
         let blocks = &mut self.chunks[chunk];
-        let old = blocks.sizes[at];
-        blocks.offsets[at] = offset;
-        blocks.sizes[at] = size;
-        if size >= self.max[chunk] {
-            self.max[chunk] = size;
+        let (old, last) = (blocks.last[at], last_of(size));
+        blocks.offsets[at] = offset as i32;
+        blocks.last[at] = last;
+        if last >= self.max[chunk] {
+            self.max[chunk] = last;
         } else if old == self.max[chunk] {
             self.max[chunk] = blocks.max();
         }
@@ -187,20 +213,32 @@ impl FreeList {
         self.chunks.iter().flat_map(|chunk| (0..chunk.len).map(|at| chunk.get(at)))
     }
 
+    /// The last chunk whose `first` is not above `offset`. Halving stops early: counting in a
+    /// short stretch takes less time than the last steps, each of which waits for the one before.
     fn chunk_of(&self, offset: u32) -> usize {
-        self.first.partition_point(|&first| first <= offset) - 1
+        let (mut low, mut len) = (0, self.first.len());
+        while len > 128 {
+            let half = len / 2;
+            low += if self.first[low + half] <= offset { half } else { 0 };
+            len -= half;
+        }
+        let below = |&first: &u32| i32::from(first as i32 <= offset as i32);
+        low + self.first[low..low + len].iter().map(below).sum::<i32>() as usize - 1
     }
 }
 
 /// The first index from `from` on whose value is at least `wanted`. Eight at a time, because
-/// that is what the compiler turns into vector comparisons.
-fn position_at_least(values: &[u32], from: usize, wanted: u32) -> Option<usize> {
+/// that is what the compiler turns into vector comparisons; and the place within the eight
+/// without a branch, because no branch could be foreseen.
+#[inline]
+fn position_at_least(values: &[i32], from: usize, wanted: i32) -> Option<usize> {
     let mut base = from;
     let (groups, rest) = values[from..].as_chunks::<8>();
     for group in groups {
         if group.iter().fold(false, |any, &value| any | (value >= wanted)) {
-            let within = group.iter().position(|&value| value >= wanted)?;
-            return Some(base + within);
+            let bits = |mask, (at, &value): (usize, &i32)| mask | u32::from(value >= wanted) << at;
+            let mask = group.iter().enumerate().fold(0, bits);
+            return Some(base + mask.trailing_zeros() as usize);
         }
         base += 8;
     }
@@ -296,10 +334,11 @@ mod tests {
                     }
                     Op::SwallowNext { nth } if nth % len.max(1) + 1 < len => {
                         let next = naive.0.remove(nth % len + 1);
-                        list.remove(list.place_of(next.offset));
                         let free = &mut naive.0[nth % len];
+                        let place = list.place_of(free.offset);
+                        list.remove(list.after(place));
                         free.size = next.offset + next.size - free.offset;
-                        list.resize(list.place_of(free.offset), free.offset, free.size);
+                        list.resize(place, free.offset, free.size);
                     }
                     Op::Find { size, align } => {
                         let found = list.first_fit(size, align).map(|(_, free, at)| (free, at));

@@ -1,6 +1,6 @@
 //! How a lane gets memory, moves it, and gives it back.
 
-use super::free::Free;
+use super::free::{Free, FreeList};
 use super::segments::{Growth, Move};
 use super::state::{Backing, LaneState};
 use super::streams::bit;
@@ -25,20 +25,38 @@ impl LaneState {
             )));
         }
         let ordinal = self.streams.ordinal(stream)?;
-        self.streams.learn(ordinal, stream);
-        if self.free.len() <= usize::from(ordinal) {
-            self.free.resize_with(usize::from(ordinal) + 1, Default::default);
-        }
         let size = bytes.div_ceil(UNIT) as u32;
-        if size > 0 && self.free[usize::from(ordinal)].first_fit(size, 1).is_none() {
-            self.grow(size, 1, ordinal, backing)?;
+        let free = self.free.get(usize::from(ordinal));
+        let fits = size == 0 || free.is_some_and(|free| free.first_fit(size, 1).is_some());
+        if !fits {
+            self.grow_on(stream, size, 1, ordinal, backing)?;
         }
-        self.history.push(EventKind::Reserve { bytes }, site);
+        self.streams.learn(ordinal, stream, self.history.counter());
+        self.history.push(EventKind::Reserve { bytes, stream: ordinal }, site);
         Ok(())
     }
 
+    /// As [`grow`](LaneState::grow), for a stream that may be new to the lane: when growing fails
+    /// it stays new, because ordinals follow from events alone (rule D3).
+    pub(super) fn grow_on(
+        &mut self,
+        stream: crate::Stream,
+        size: u32,
+        align: u32,
+        ordinal: u16,
+        backing: &mut dyn Backing,
+    ) -> Result<u64> {
+        let event = self.history.counter();
+        self.streams.learn(ordinal, stream, event);
+        let grown = self.grow(size, align, ordinal, backing);
+        if grown.is_err() {
+            self.streams.forget_since(event, backing);
+        }
+        grown
+    }
+
     /// Makes room for `size` units at `align` on stream `stream`; returns the bytes of segments
-    /// made and moved.
+    /// made and moved. What can fail comes first, so that an error leaves the lane as it was.
     pub(super) fn grow(
         &mut self,
         size: u32,
@@ -48,23 +66,62 @@ impl LaneState {
     ) -> Result<u64> {
         let (at, need) = self.missing(size, align, stream)?;
         let growth = self.plan(at, need, stream)?;
-        if let Err(error) = backing.grow(&growth) {
-            self.failure = Some((self.history.counter(), error.kind().clone()));
+        let ready =
+            self.wait_for(at, &growth, stream, backing).and_then(|()| backing.grow(&growth));
+        if let Err(error) = ready {
+            let error = self.failed(error);
             return Err(error.context(format!("growing lane {:?}", self.config.name)));
         }
         let event = self.history.counter();
         for step in &growth.moves {
-            let from = self.vacate(step.from_offset, step.to.bytes, BlockState::Retired);
-            if from.stream != stream || from.waits != 0 {
-                // Work on the old place may still run: the new owner waits for it, on the device.
-                let mask = bit(from.stream) | from.waits;
-                self.streams.record(bit(from.stream), backing)?;
-                self.streams.wait(stream, mask, backing)?;
-            }
+            self.vacate(step.from_offset, step.to.bytes, BlockState::Retired);
         }
         self.segments.apply(&growth, event);
+        if self.free.len() <= usize::from(stream) {
+            self.free.resize_with(usize::from(stream) + 1, FreeList::default);
+        }
         self.add_range(at, growth.bytes(), stream);
         Ok(growth.bytes())
+    }
+
+    /// Makes `stream` wait for all that may still run on memory it is about to get: on segments
+    /// that move, and on the free blocks that the grown range joins (rule D4).
+    fn wait_for(
+        &mut self,
+        at: u64,
+        growth: &Growth,
+        stream: u16,
+        backing: &mut dyn Backing,
+    ) -> Result<()> {
+        let (mut owners, mut waits) = (0, 0);
+        for step in &growth.moves {
+            let from = self.table.get(self.holder(step.from_offset, step.to.bytes).id);
+            if from.stream != stream {
+                owners |= bit(from.stream);
+            }
+            waits |= from.waits;
+        }
+        if self.policy() == WindowPolicy::Contiguous {
+            let (start, end) = ((at / UNIT) as u32, ((at + growth.bytes()) / UNIT) as u32);
+            for free in self.free.get(usize::from(stream)).into_iter().flat_map(FreeList::iter) {
+                if free.offset + free.size == start || free.offset == end {
+                    waits |= self.table.get(free.id).waits;
+                }
+            }
+        }
+        self.streams.record(owners, backing)?;
+        self.streams.wait(stream, owners | waits, backing)
+    }
+
+    /// The free block in which `[offset, offset + bytes)` lies.
+    fn holder(&self, offset: u64, bytes: u64) -> Free {
+        let (start, size) = ((offset / UNIT) as u32, (bytes / UNIT) as u32);
+        let holder = self
+            .free
+            .iter()
+            .flat_map(FreeList::iter)
+            .find(|free| free.offset <= start && start + size <= free.offset + free.size);
+        holder.expect("the segment lies in a free block")
     }
 
     /// Where new segments go, and how many bytes of them are needed at least.
@@ -111,7 +168,7 @@ impl LaneState {
         let mut missing = need;
         let step = self.segments.step(self.policy(), need, self.granularity);
         let limit = self.config.limit.unwrap_or(u64::MAX);
-        let over = |new: u64| self.segments.reserved.saturating_add(new) > limit;
+        let over = |new: u64| self.segments.held().saturating_add(new) > limit;
         let move_first = self.segments.may_move(step, self.counts.peak_allocated) || over(step);
         if self.policy() == WindowPolicy::Contiguous && move_first {
             let mut candidates = self.movable(stream);
@@ -137,12 +194,12 @@ impl LaneState {
             }
             if over(new) {
                 return Err(Error::out_of_memory(format!(
-                    "lane {:?}: {} more would exceed its limit of {}; {} are reserved, {} of them \
-                     in use. Free or trim something, or raise the limit",
+                    "lane {:?}: {} more would exceed its limit of {}; {} are held, {} of them in \
+                     use. Free something, trim and commit, or raise the limit",
                     self.config.name,
                     Bytes(new),
                     Bytes(limit),
-                    Bytes(self.segments.reserved),
+                    Bytes(self.segments.held()),
                     Bytes(self.counts.allocated)
                 )));
             }
@@ -176,7 +233,7 @@ impl LaneState {
     fn free_segments(&self) -> Vec<Segment> {
         let segments = self.segments.live();
         let mut found = Vec::new();
-        for free in self.free.iter().flat_map(super::free::FreeList::iter) {
+        for free in self.free.iter().flat_map(FreeList::iter) {
             let from = u64::from(free.offset) * UNIT;
             let end = from + u64::from(free.size) * UNIT;
             let first = segments.partition_point(|segment| segment.offset < from);
@@ -186,15 +243,9 @@ impl LaneState {
     }
 
     /// Cuts `[offset, offset + bytes)` out of the free block that holds it and gives it `state`.
-    /// Returns that free block as it was.
-    fn vacate(&mut self, offset: u64, bytes: u64, state: BlockState) -> Block {
+    fn vacate(&mut self, offset: u64, bytes: u64, state: BlockState) {
         let (start, size) = ((offset / UNIT) as u32, (bytes / UNIT) as u32);
-        let holder = self
-            .free
-            .iter()
-            .flat_map(super::free::FreeList::iter)
-            .find(|free| free.offset <= start && start + size <= free.offset + free.size);
-        let Free { id, .. } = holder.expect("the segment lies in a free block");
+        let Free { id, .. } = self.holder(offset, bytes);
         let block = self.table.get(id).clone();
         let list = &mut self.free[usize::from(block.stream)];
         list.remove(list.place_of(block.offset));
@@ -223,7 +274,6 @@ impl LaneState {
             let high = self.table.insert_before(next, high);
             list.insert(Free { offset: end, size: block.end() - end, id: high });
         }
-        block
     }
 
     /// Adds fresh memory at the end of the lane, or inside the hole that begins there.

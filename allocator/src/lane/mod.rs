@@ -11,6 +11,7 @@
 //! | [`free`] | the free blocks of one stream, first fit |
 //! | [`index`] | from an offset to the block that begins there |
 //! | [`segments`] | physical segments: how large, where, which may move |
+//! | [`resync`] | going back to a state all ranks share |
 //! | [`streams`] | stream ordinals and waits between streams |
 //! | [`history`] | the event log's digest and its recent past |
 //! | [`divergence`] | what is said when ranks differ |
@@ -25,6 +26,9 @@ mod history;
 mod index;
 #[cfg(test)]
 mod invariants;
+#[cfg(test)]
+mod model_tests;
+mod resync;
 mod segments;
 mod state;
 mod stats;
@@ -36,8 +40,9 @@ pub use divergence::{Divergence, Side};
 pub use event::{Event, EventKind, Site};
 pub use history::Digest;
 pub use segments::{Growth, Move, NewSegment, Segment};
-pub use state::{Backing, BlockKey, LaneState, NoBacking, Placed, Request, Survivor};
+pub use state::{Backing, BlockKey, LaneState, NoBacking, Placed, Request};
 pub use stats::{ClassStats, LaneStats};
 pub use table::{BlockState, BlockView};
 
 pub(crate) use history::Checkpoints;
+pub(crate) use resync::{Agreed, Survivor};

@@ -5,6 +5,7 @@
 //! from the lane's own sequence alone (rule D6).
 
 use super::WindowPolicy;
+use super::table::BlockState;
 
 /// A contiguous lane grows by at least this, and by at least 1/128 of what it has.
 const LEAST_GROWTH: u64 = 8 << 20;
@@ -13,8 +14,11 @@ const LEAST_GROWTH: u64 = 8 << 20;
 const LARGEST_PIECE: u64 = 32 << 20;
 const FRACTION: u64 = 128;
 
-/// Segments of [`WindowPolicy::PerSegment`] double from the first of these to the second.
-const FIRST_WINDOW: u64 = 32 << 20;
+/// Segments of [`WindowPolicy::PerSegment`] are 1/8 of what the lane has, between these: they grow
+/// geometrically, so that there are a few dozen in a large lane.
+/// Doubling each time makes fewer, and leaves more of the last one unused.
+const WINDOW_FRACTION: u64 = 8;
+const FIRST_WINDOW: u64 = 16 << 20;
 const LARGEST_WINDOW: u64 = 1 << 30;
 
 /// One physical allocation, mapped whole. Offsets are bytes from the start of the lane.
@@ -28,6 +32,8 @@ pub struct Segment {
     pub bytes: u64,
     /// Counter of the event that made or moved it.
     pub born: u64,
+    /// The segment whose memory this is, if it was moved here.
+    pub moved_from: Option<u64>,
 }
 
 impl Segment {
@@ -82,8 +88,8 @@ impl Growth {
 pub(super) struct Segments {
     /// In use, by offset.
     live: Vec<Segment>,
-    /// Released or moved away, with the event that did it; unmapped at the next commit.
-    retired: Vec<(Segment, u64)>,
+    /// Released or moved away; unmapped at the next commit.
+    retired: Vec<Retired>,
     next_counter: u64,
     pub(super) reserved: u64,
     pub(super) peak_reserved: u64,
@@ -93,17 +99,30 @@ pub(super) struct Segments {
     moved_bytes: u64,
 }
 
+/// A segment that is out of use and still mapped.
+#[derive(Clone, Copy, Debug)]
+struct Retired {
+    segment: Segment,
+    /// The event that released or moved it.
+    at: u64,
+    /// Whether its memory lives on elsewhere.
+    moved: bool,
+}
+
 impl Segments {
     pub(super) fn live(&self) -> &[Segment] {
         &self.live
     }
 
     pub(super) fn retired(&self) -> impl Iterator<Item = Segment> + '_ {
-        self.retired.iter().map(|&(segment, _)| segment)
+        self.retired.iter().map(|retired| retired.segment)
     }
 
-    pub(super) fn retired_since(&self, event: u64) -> impl Iterator<Item = Segment> + '_ {
-        self.retired.iter().filter(move |&&(_, at)| at >= event).map(|&(segment, _)| segment)
+    /// Bytes of physical memory that the lane holds: released segments keep theirs until they
+    /// are unmapped.
+    pub(super) fn held(&self) -> u64 {
+        let released = self.retired.iter().filter(|retired| !retired.moved);
+        self.reserved + released.map(|retired| retired.segment.bytes).sum::<u64>()
     }
 
     /// The serial number of the next segment.
@@ -116,8 +135,7 @@ impl Segments {
         let least = match policy {
             WindowPolicy::Contiguous => LEAST_GROWTH.max(self.reserved / FRACTION),
             WindowPolicy::PerSegment => {
-                let doublings = self.live.len().min(16) as u32;
-                (FIRST_WINDOW << doublings).min(LARGEST_WINDOW)
+                (self.reserved / WINDOW_FRACTION).clamp(FIRST_WINDOW, LARGEST_WINDOW)
             }
         };
         need.max(least).next_multiple_of(granularity)
@@ -162,15 +180,15 @@ impl Segments {
     pub(super) fn apply(&mut self, growth: &Growth, event: u64) {
         for step in &growth.moves {
             if let Some(at) = self.live.iter().position(|segment| segment.counter == step.from) {
-                let old = self.live.remove(at);
-                self.retired.push((old, event));
+                let segment = self.live.remove(at);
+                self.retired.push(Retired { segment, at: event, moved: true });
             }
-            self.add(step.to, event);
+            self.add(step.to, event, Some(step.from));
             self.moved += 1;
             self.moved_bytes += step.to.bytes;
         }
         for &new in &growth.new {
-            self.add(new, event);
+            self.add(new, event, None);
             self.reserved += new.bytes;
             self.made += 1;
             self.made_bytes += new.bytes;
@@ -178,10 +196,10 @@ impl Segments {
         self.peak_reserved = self.peak_reserved.max(self.reserved);
     }
 
-    fn add(&mut self, new: NewSegment, event: u64) {
+    fn add(&mut self, new: NewSegment, event: u64, moved_from: Option<u64>) {
         let NewSegment { counter, offset, bytes } = new;
         let at = self.live.partition_point(|segment| segment.offset < offset);
-        self.live.insert(at, Segment { counter, offset, bytes, born: event });
+        self.live.insert(at, Segment { counter, offset, bytes, born: event, moved_from });
         self.next_counter = self.next_counter.max(counter + 1);
     }
 
@@ -189,31 +207,52 @@ impl Segments {
     pub(super) fn retire(&mut self, segments: &[Segment], event: u64) {
         for gone in segments {
             self.live.retain(|segment| segment.counter != gone.counter);
-            self.retired.push((*gone, event));
+            self.retired.push(Retired { segment: *gone, at: event, moved: false });
             self.reserved -= gone.bytes;
         }
     }
 
     /// Forgets the retired segments: they are unmapped everywhere.
     pub(super) fn clear_retired(&mut self) -> Vec<Segment> {
-        self.retired.drain(..).map(|(segment, _)| segment).collect()
+        self.retired.drain(..).map(|retired| retired.segment).collect()
     }
 
-    /// Goes back to the segments as they were before `event`: later ones are dropped and
-    /// returned, segments retired since come back. Counters are not used again.
-    pub(super) fn revert(&mut self, event: u64) -> Vec<Segment> {
-        let (kept, dropped) = self.live.drain(..).partition(|segment| segment.born < event);
-        self.live = kept;
-        let (back, gone): (Vec<_>, Vec<_>) =
-            self.retired.drain(..).partition(|&(segment, at)| at >= event && segment.born < event);
-        self.retired = gone;
-        self.live.extend(back.into_iter().map(|(segment, _)| segment));
-        self.live.sort_by_key(|segment| segment.offset);
+    /// Segments in use and retired ones, by offset, with what their ranges are.
+    pub(super) fn extents(&self) -> Vec<(Segment, BlockState)> {
+        let live = self.live.iter().map(|&segment| (segment, BlockState::Free));
+        let retired = self.retired.iter().map(|retired| (retired.segment, BlockState::Retired));
+        let mut all: Vec<_> = live.chain(retired).collect();
+        all.sort_by_key(|(segment, _)| segment.offset);
+        all
+    }
+
+    /// Goes back to the segments as they were before `event`: ones retired since come back, and
+    /// ones made since are returned, youngest first. Counters go on from `next_counter`. What was
+    /// counted for [`may_move`](Segments::may_move) starts over, since it took part in decisions
+    /// that may have been different elsewhere.
+    pub(super) fn revert(&mut self, event: u64, next_counter: u64) -> Vec<Segment> {
+        let mut dropped = Vec::new();
+        let mut live = Vec::new();
+        for segment in self.live.drain(..) {
+            let list = if segment.born < event { &mut live } else { &mut dropped };
+            list.push(segment);
+        }
+        for retired in std::mem::take(&mut self.retired) {
+            if retired.segment.born >= event {
+                dropped.push(retired.segment);
+            } else if retired.at >= event {
+                live.push(retired.segment);
+            } else {
+                self.retired.push(retired);
+            }
+        }
+        live.sort_by_key(|segment| segment.offset);
+        dropped.sort_by_key(|segment| std::cmp::Reverse(segment.counter));
+        self.live = live;
         self.reserved = self.live.iter().map(|segment| segment.bytes).sum();
+        self.made_bytes = self.reserved;
+        self.moved_bytes = 0;
+        self.next_counter = next_counter;
         dropped
-    }
-
-    pub(super) fn skip_counters_to(&mut self, counter: u64) {
-        self.next_counter = self.next_counter.max(counter);
     }
 }

@@ -79,19 +79,6 @@ pub struct Placed {
     pub bytes: u64,
 }
 
-/// A block that lives on some rank, as ranks tell each other at a resync.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Survivor {
-    /// Counter of its allocation.
-    pub counter: u64,
-    /// First byte, from the start of the lane.
-    pub offset: u64,
-    /// Length in bytes.
-    pub bytes: u64,
-    /// Ordinal of its stream.
-    pub stream: u16,
-}
-
 /// The lane. Not synchronised: its owner locks it.
 #[derive(Debug)]
 pub struct LaneState {
@@ -146,7 +133,7 @@ impl LaneState {
     }
 
     /// Places a block. On any error the lane is as it was, except that a failure of the driver is
-    /// remembered for the next commit, where every rank learns of it.
+    /// remembered for the next commit, where every rank learns of it. So it is with every call.
     pub fn alloc(&mut self, request: Request, backing: &mut dyn Backing) -> Result<Placed> {
         let (size, align) = self.check(request.bytes, request.align)?;
         let stream = self.streams.ordinal(request.stream)?;
@@ -154,11 +141,7 @@ impl LaneState {
         let (fit, grown) = match fit {
             Some(fit) => (fit, 0),
             None => {
-                self.streams.learn(stream, request.stream);
-                if self.free.len() <= usize::from(stream) {
-                    self.free.resize_with(usize::from(stream) + 1, FreeList::default);
-                }
-                let grown = self.grow(size, align, stream, backing)?;
+                let grown = self.grow_on(request.stream, size, align, stream, backing)?;
                 let fit = self.free[usize::from(stream)].first_fit(size, align);
                 (fit.expect("growth made room for the request"), grown)
             }
@@ -166,7 +149,11 @@ impl LaneState {
         let (place, free, start) = fit;
         let waits = self.table.get(free.id).waits;
         if waits != 0 {
-            self.streams.wait(stream, waits, backing)?;
+            // After growth this repeats what `grow` waited for, and so cannot fail.
+            let waited = self.streams.wait(stream, waits, backing);
+            waited.map_err(|error| self.failed(error))?;
+            // The whole block has been waited for; what is left of it need not wait again.
+            self.table.get_mut(free.id).waits = 0;
         }
         let counter = self.history.counter();
         let id = self.take(stream, place, free, start, size, counter);
@@ -182,8 +169,12 @@ impl LaneState {
 
     /// Frees a block in order: its place may be used again by the next call.
     pub fn free(&mut self, key: BlockKey, site: Site, backing: &mut dyn Backing) -> Result<()> {
-        self.check_live(key)?;
-        self.give_back(key.id, backing)?;
+        let used_on = self.check_live(key)?.waits;
+        if used_on != 0 {
+            let recorded = self.streams.record(used_on, backing);
+            recorded.map_err(|error| self.failed(error))?;
+        }
+        self.give_back(key.id);
         self.counts.frees += 1;
         self.history.push(EventKind::Free { block: key.counter }, site);
         Ok(())
@@ -213,7 +204,7 @@ impl LaneState {
     pub fn record_stream(&mut self, key: BlockKey, stream: Stream, site: Site) -> Result<()> {
         self.check_live(key)?;
         let ordinal = self.streams.ordinal(stream)?;
-        self.streams.learn(ordinal, stream);
+        self.streams.learn(ordinal, stream, self.history.counter());
         let block = self.table.get_mut(key.id);
         if block.stream != ordinal {
             block.waits |= bit(ordinal);
@@ -229,12 +220,16 @@ impl LaneState {
         if counters.is_empty() {
             return Ok(());
         }
+        let aside = counters.iter().filter_map(|counter| self.aside.get(counter));
+        let used_on = aside.fold(0, |mask, &id| mask | self.table.get(id).waits);
+        let recorded = self.streams.record(used_on, backing);
+        recorded.map_err(|error| self.failed(error))?;
         let mut digest = 0;
         for counter in counters {
             digest = xxhash_rust::xxh3::xxh3_64_with_seed(&counter.to_le_bytes(), digest);
             if let Some(id) = self.aside.remove(counter) {
                 self.counts.set_aside -= self.table.get(id).bytes();
-                self.give_back(id, backing)?;
+                self.give_back(id);
             }
         }
         let blocks = counters.len() as u64;
@@ -283,8 +278,10 @@ impl LaneState {
         self.failure.as_ref()
     }
 
-    pub(crate) fn clear_failure(&mut self) {
+    /// All ranks agree on everything so far.
+    pub(crate) fn mark_agreed(&mut self) {
         self.failure = None;
+        self.history.mark_agreed();
     }
 
     /// The segments in use, by offset.
@@ -371,7 +368,8 @@ impl LaneState {
         }
     }
 
-    /// Takes `[start, start + size)` out of a free block and makes it live; returns its id.
+    /// Takes `[start, start + size)` out of a free block that nothing need wait for any more, and
+    /// makes it live; returns its id.
     fn take(
         &mut self,
         stream: u16,
@@ -384,14 +382,13 @@ impl LaneState {
         let list = &mut self.free[usize::from(stream)];
         let before = start - free.offset;
         let after = free.size - before - size;
-        let waits = self.table.get(free.id).waits;
         let piece = |offset, size, state| Block {
             offset,
             size,
             prev: NIL,
             next: NIL,
             counter,
-            waits,
+            waits: 0,
             stream,
             state,
             wall: false,
@@ -402,7 +399,6 @@ impl LaneState {
                 let block = self.table.get_mut(free.id);
                 block.state = BlockState::Live;
                 block.counter = counter;
-                block.waits = 0;
                 free.id
             }
             (0, _) => {
@@ -413,7 +409,6 @@ impl LaneState {
                 rest.size = after;
                 let wall = std::mem::take(&mut rest.wall);
                 let mut block = piece(start, size, BlockState::Live);
-                block.waits = 0;
                 block.wall = wall;
                 self.table.insert_before(free.id, block)
             }
@@ -422,9 +417,7 @@ impl LaneState {
                 list.resize(place, free.offset, before);
                 self.table.get_mut(free.id).size = before;
                 let next = self.table.get(free.id).next;
-                let mut block = piece(start, size, BlockState::Live);
-                block.waits = 0;
-                let id = self.table.insert_before(next, block);
+                let id = self.table.insert_before(next, piece(start, size, BlockState::Live));
                 if after > 0 {
                     let rest = piece(start + size, after, BlockState::Free);
                     let rest = self.table.insert_before(next, rest);
@@ -437,16 +430,20 @@ impl LaneState {
     }
 
     /// Makes a live or set-aside block free, and merges it with free neighbours of its stream.
-    fn give_back(&mut self, id: u32, backing: &mut dyn Backing) -> Result<()> {
-        let used_on = self.table.get(id).waits;
-        if used_on != 0 {
-            self.streams.record(used_on, backing)?;
-        }
+    /// Events are recorded already on the streams that a reuse must wait for.
+    fn give_back(&mut self, id: u32) {
         let (offset, size) = (self.table.get(id).offset, self.table.get(id).size);
         self.index.remove(offset);
         self.counts.remove(size);
         self.set_free(id);
-        Ok(())
+    }
+
+    /// Remembers a failure of the driver for the next commit: the first one, where the lane left
+    /// the common path.
+    pub(super) fn failed(&mut self, error: Error) -> Error {
+        let failure = (self.history.counter(), error.kind().clone());
+        self.failure.get_or_insert(failure);
+        error
     }
 
     /// Makes a range free that is in no list, merging it with its neighbours.
@@ -483,15 +480,15 @@ impl LaneState {
                 list.resize(place, high.offset, high.size);
             }
             (true, true) => {
-                let Block { offset: high_offset, size: high_size, waits: high_waits, .. } =
-                    *self.table.get(next);
-                list.remove(list.place_of(high_offset));
+                let Block { size: high_size, waits: high_waits, .. } = *self.table.get(next);
                 self.table.remove(next);
                 self.table.remove(id);
                 let low = self.table.get_mut(prev);
                 low.size += size + high_size;
                 low.waits |= waits | high_waits;
-                list.resize(list.place_of(low.offset), low.offset, low.size);
+                let place = list.place_of(low.offset);
+                list.remove(list.after(place));
+                list.resize(place, low.offset, low.size);
             }
         }
     }

@@ -91,15 +91,33 @@ impl Counts {
 
     /// A block of `units` was handed out.
     pub(super) fn add(&mut self, units: u32) {
-        let bytes = u64::from(units) * UNIT;
         self.allocs += 1;
+        self.classes[class_of(units)].allocs += 1;
+        self.add_live(units);
+    }
+
+    /// A block of `units` is there.
+    pub(super) fn add_live(&mut self, units: u32) {
+        let bytes = u64::from(units) * UNIT;
         self.live_blocks += 1;
         self.allocated += bytes;
         self.peak_allocated = self.peak_allocated.max(self.allocated);
         let class = &mut self.classes[class_of(units)];
         class.live += 1;
         class.bytes += bytes;
-        class.allocs += 1;
+    }
+
+    /// Nothing is there; what happened so far stays counted. The peak starts over, because
+    /// decisions depend on it.
+    pub(super) fn clear_live(&mut self) {
+        self.allocated = 0;
+        self.peak_allocated = 0;
+        self.set_aside = 0;
+        self.live_blocks = 0;
+        for class in &mut self.classes {
+            class.live = 0;
+            class.bytes = 0;
+        }
     }
 
     /// A block of `units` came back.

@@ -18,6 +18,8 @@ pub(super) type StreamMask = u64;
 #[derive(Debug)]
 struct Known {
     stream: Stream,
+    /// The event by which it became known.
+    born: u64,
     /// The latest event recorded on this stream, and its serial number.
     latest: Option<(u64, Event)>,
     /// For each other stream, the serial number of the last of its events waited on.
@@ -45,10 +47,10 @@ impl Streams {
         Ok(at as u16)
     }
 
-    /// Makes the stream of this ordinal known.
-    pub(super) fn learn(&mut self, ordinal: u16, stream: Stream) {
+    /// Makes the stream of this ordinal known, by the event with number `event`.
+    pub(super) fn learn(&mut self, ordinal: u16, stream: Stream, event: u64) {
         if usize::from(ordinal) == self.known.len() {
-            self.known.push(Known { stream, latest: None, waited: Vec::new() });
+            self.known.push(Known { stream, born: event, latest: None, waited: Vec::new() });
         }
     }
 
@@ -99,9 +101,10 @@ impl Streams {
         Ok(())
     }
 
-    /// Forgets all but the first `keep` streams; their events are released.
-    pub(super) fn truncate(&mut self, keep: usize, backing: &mut dyn Backing) {
-        for known in self.known.drain(keep.min(self.known.len())..) {
+    /// Forgets streams that became known by event `first` or later; their events are released.
+    pub(super) fn forget_since(&mut self, first: u64, backing: &mut dyn Backing) {
+        let keep = self.known.partition_point(|known| known.born < first);
+        for known in self.known.drain(keep..) {
             if let Some((_, event)) = known.latest {
                 backing.release(event);
             }

@@ -1,5 +1,7 @@
 //! The blocks of a lane: a slab, chained in address order.
 
+use std::collections::BTreeMap;
+
 use slab::Slab;
 
 use super::UNIT;
@@ -128,6 +130,28 @@ impl Table {
             self.last = prev;
         } else {
             self.get_mut(next).prev = prev;
+        }
+    }
+
+    /// Empties the chain and forgets all ranges but the live ones, which [`append`](Table::append)
+    /// puts back; returns their ids by counter.
+    pub(super) fn keep_live(&mut self) -> BTreeMap<u64, u32> {
+        self.blocks.retain(|_, block| block.state == BlockState::Live);
+        self.first = NIL;
+        self.last = NIL;
+        self.blocks.iter().map(|(id, block)| (block.counter, id as u32)).collect()
+    }
+
+    /// Puts a range that is in no chain at the end of it.
+    pub(super) fn append(&mut self, id: u32) {
+        let prev = std::mem::replace(&mut self.last, id);
+        let block = self.get_mut(id);
+        block.prev = prev;
+        block.next = NIL;
+        if prev == NIL {
+            self.first = id;
+        } else {
+            self.get_mut(prev).next = id;
         }
     }
 

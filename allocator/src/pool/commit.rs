@@ -10,9 +10,10 @@
 //! Nothing is mapped before all digests agree. A commit in which nothing grew ends after step 2.
 //! The lanes stay locked throughout, because a commit is part of their sequence.
 
+use std::ops::{Deref, DerefMut};
 use std::os::fd::AsFd;
 use std::sync::MutexGuard;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -20,6 +21,7 @@ use serde::{Deserialize, Serialize};
 use super::lane::{LaneInner, SharedLane};
 use super::{Committer, Pool};
 use crate::driver::{Exported, Physical, Step, Stream, Transport};
+use crate::error::list;
 use crate::heap::Heap;
 use crate::lane::Segment;
 use crate::rendezvous::agreement::{LaneProposal, Proposal, Propose, Verdict, judge};
@@ -74,6 +76,15 @@ pub(super) struct Held<'a> {
     pub(super) inner: MutexGuard<'a, LaneInner>,
 }
 
+impl Held<'_> {
+    /// Whether the lane has something to share, or to take back, that no commit has.
+    pub(super) fn is_due(&self) -> bool {
+        let shared = self.inner.memory.shared_below;
+        self.inner.state.has_retired()
+            || self.inner.state.segments().iter().any(|segment| segment.counter >= shared)
+    }
+}
+
 /// A segment to be shared.
 #[derive(Clone, Copy, Debug)]
 struct Fresh {
@@ -110,14 +121,17 @@ impl Pool {
     }
 
     /// The right to commit, unless somebody else has it or no commit can succeed any more.
-    pub(super) fn committer(&self) -> Result<MutexGuard<'_, Committer>> {
-        let committer = self.0.committer.try_lock().map_err(|_| {
-            Error::invalid_state(format!(
+    pub(super) fn committer(&self) -> Result<Turn<'_>> {
+        // A flag of its own: who only looks at the committer must not make a commit fail, which
+        // would set this rank apart from the others.
+        if self.0.committing.swap(true, Ordering::Acquire) {
+            return Err(Error::invalid_state(format!(
                 "rank {}: another thread is in a commit of this pool; commits are collective and \
                  come one at a time",
                 self.rank()
-            ))
-        })?;
+            )));
+        }
+        let committer = Turn { committer: lock(&self.0.committer), committing: &self.0.committing };
         match &committer.broken {
             Some(cause) => {
                 Err(cause.clone().context("this pool cannot commit any more; build a new one"))
@@ -139,18 +153,18 @@ impl Pool {
         deadline: Deadline,
     ) -> Result<CommitReport> {
         let freed = self.agree(committer, held, deadline)?;
-        for held in held.iter_mut() {
-            held.inner.state.clear_failure();
-        }
+        let mut ready = self.driver().at_step(Step::CommitAgree);
         let fresh = fresh_segments(held);
-        let grown = !fresh.is_empty() || held.iter().any(|held| held.inner.state.has_retired());
-        if grown {
-            self.share(committer, held, &fresh, deadline)?;
+        if held.iter().any(Held::is_due) {
+            self.share(committer, held, &fresh, ready, deadline)?;
+            ready = Ok(());
         }
-        self.driver().at_step(Step::CommitFinish)?;
-        let mut report = self.finish(held, &fresh, &freed).inspect_err(|error| {
-            // The others went on: this rank is no longer like them.
-            committer.broken = Some(error.clone());
+        let finished = ready
+            .and_then(|()| self.driver().at_step(Step::CommitFinish))
+            .and_then(|()| self.finish(held, &fresh, &freed));
+        let mut report = finished.inspect_err(|error| {
+            // The others went on: this rank is no longer like them, and tells them next time.
+            committer.unfinished = Some(error.to_string());
         })?;
         committer.commits += 1;
         report.number = committer.commits;
@@ -168,9 +182,7 @@ impl Pool {
         let proposal = self.propose(committer, held).map_err(|error| error.kind().clone());
         let group = &self.0.group;
         let gathered = group.all_gather("propose", &encode(&Propose(proposal))?, deadline)?;
-        let verdict = judge(&gathered)?;
-        self.driver().at_step(Step::CommitAgree)?;
-        match verdict {
+        match judge(&gathered)? {
             Verdict::Agreed(freed) => Ok(freed),
             Verdict::Differs(lane) => {
                 let Held { lane: shared, inner } = &held[lane];
@@ -182,6 +194,11 @@ impl Pool {
     }
 
     fn propose(&self, committer: &Committer, held: &[Held<'_>]) -> Result<Proposal> {
+        if let Some(cause) = &committer.unfinished {
+            return Err(Error::invalid_state(format!(
+                "an earlier commit went half-way on this rank ({cause}); build a new pool"
+            )));
+        }
         self.driver().at_step(Step::CommitPublish)?;
         if self.driver().is_capturing(Stream::DEFAULT) {
             return Err(Error::invalid_state(
@@ -207,15 +224,16 @@ impl Pool {
         committer: &mut Committer,
         held: &[Held<'_>],
         fresh: &[Fresh],
+        ready: Result<()>,
         deadline: Deadline,
     ) -> Result<()> {
         let heap = &*self.0.heap;
-        let mut mapped = Mapping { heap, done: Vec::new() };
+        let mut mapped = Mapping { heap, done: Vec::new(), withheld: Vec::new() };
         let budget = deadline.remaining();
         // The confirmation needs its share, or a slow peer would look like a lost one.
         let exchange_by = Deadline::after(budget.mul_f64(0.8));
-        let outcome = self.hand_over(committer, held, fresh, &mut mapped, exchange_by);
-        let status = outcome.as_ref().map(|()| ()).map_err(|error| error.kind().clone());
+        let outcome = self.hand_over(committer, held, fresh, ready, &mut mapped, exchange_by);
+        let status = outcome.as_ref().copied().map_err(|error| error.kind().clone());
         let confirm = || -> Result<()> {
             if outcome.is_ok() {
                 self.driver().at_step(Step::CommitConfirm)?;
@@ -235,40 +253,37 @@ impl Pool {
             agreed("mapping peers' memory", &failures).map_or(Ok(()), Err)
         };
         match (confirm(), outcome) {
-            (Ok(()), Ok(())) => {
+            (Ok(()), Ok(())) if mapped.withheld.is_empty() => {
                 mapped.keep(fresh);
                 Ok(())
             }
+            (Ok(()), Ok(())) => Err(Error::mismatch(format!(
+                "rank{} {} shared nothing and gave no reason",
+                if mapped.withheld.len() == 1 { "" } else { "s" },
+                list(&mapped.withheld)
+            ))),
             // A rank that saw who went missing knows more than one that only waited.
             (Err(later), Err(own)) if later.is_timeout() && !own.is_timeout() => Err(own),
             (Err(error), _) | (Ok(()), Err(error)) => Err(error),
         }
     }
 
+    /// A rank that fails here, or failed before (`ready`), goes through the same exchanges with
+    /// nothing to give: nobody waits for it in vain, and the confirmation tells why.
     fn hand_over(
         &self,
         committer: &mut Committer,
         held: &[Held<'_>],
         fresh: &[Fresh],
+        ready: Result<()>,
         mapped: &mut Mapping<'_>,
         deadline: Deadline,
     ) -> Result<()> {
-        self.driver().at_step(Step::CommitExport)?;
         let transport = committer.peers.transport();
-        let mut exported = Vec::new();
-        if transport != Transport::Derived && self.world() > 1 {
-            for fresh in fresh {
-                let counter = fresh.segment.counter;
-                let physical =
-                    held[fresh.lane].inner.memory.physical(counter).ok_or_else(|| {
-                        Error::invalid_state(format!("segment {counter} has no memory to share"))
-                    })?;
-                exported.push(self.driver().export(physical)?);
-            }
-        }
-        self.driver().at_step(Step::CommitSend)?;
+        let exported = ready.and_then(|()| self.export(transport, held, fresh));
         match transport {
             Transport::Derived => {
+                exported?;
                 self.driver().at_step(Step::CommitReceive)?;
                 self.driver().at_step(Step::CommitMap)?;
                 for peer in mapped.heap.peers() {
@@ -279,16 +294,17 @@ impl Pool {
                 Ok(())
             }
             Transport::UnixSocket => {
-                let Some(mesh) = committer.peers.mesh_mut() else { return Ok(()) };
+                let Some(mesh) = committer.peers.mesh_mut() else { return exported.map(drop) };
                 let descriptors: Vec<_> = exported
                     .iter()
+                    .flatten()
                     .filter_map(|handle| match handle {
                         Exported::Fd(fd) => Some(fd.as_fd()),
                         Exported::Bytes(_) | Exported::Derived => None,
                     })
                     .collect();
                 // An unusable handle must not break the exchange with the other peers.
-                let mut failed = None;
+                let mut failed = exported.as_ref().err().cloned();
                 let mut first = true;
                 let mut take = |peer: u32, index: usize, fd| {
                     if failed.is_none() {
@@ -296,22 +312,37 @@ impl Pool {
                     }
                     Ok(())
                 };
-                let round = committer.commits + 1;
-                mesh.exchange(round, &descriptors, fresh.len(), &mut take, deadline)?;
-                failed.map_or(Ok(()), Err)
+                committer.exchanges += 1;
+                let round = committer.exchanges;
+                let exchanged =
+                    mesh.exchange(round, &descriptors, fresh.len(), &mut take, deadline);
+                // What failed here explains what failed after it.
+                failed.map_or(Ok(()), Err)?;
+                mapped.withheld = exchanged?;
+                Ok(())
             }
             Transport::Store => {
-                let handles = exported.into_iter().map(|handle| match handle {
-                    Exported::Bytes(bytes) => bytes,
-                    Exported::Fd(_) | Exported::Derived => Vec::new(),
+                let handles = exported.and_then(|exported| {
+                    let handles = exported.into_iter().map(|handle| match handle {
+                        Exported::Bytes(bytes) => bytes,
+                        Exported::Fd(_) | Exported::Derived => Vec::new(),
+                    });
+                    encode(&Handles(Ok(handles.collect())))
                 });
-                let own = encode(&Handles(Ok(handles.collect())))?;
+                let own = match &handles {
+                    Ok(frame) => frame.clone(),
+                    Err(error) => encode(&Handles(Err(error.kind().clone())))?,
+                };
                 let gathered = self.0.group.all_gather("handles", &own, deadline)?;
+                handles?;
                 self.driver().at_step(Step::CommitReceive)?;
                 self.driver().at_step(Step::CommitMap)?;
                 for peer in mapped.heap.peers() {
                     let Handles(handles) = decode(peer, gathered.part(peer))?;
-                    let handles = handles.map_err(Error::from_kind)?;
+                    let Ok(handles) = handles else {
+                        mapped.withheld.push(peer);
+                        continue;
+                    };
                     if handles.len() != fresh.len() {
                         return Err(Error::mismatch(format!(
                             "rank {peer} shared {} segments, this rank {}",
@@ -326,6 +357,29 @@ impl Pool {
                 Ok(())
             }
         }
+    }
+
+    /// Makes the handles that peers import, where handles travel at all.
+    fn export(
+        &self,
+        transport: Transport,
+        held: &[Held<'_>],
+        fresh: &[Fresh],
+    ) -> Result<Vec<Exported>> {
+        self.driver().at_step(Step::CommitExport)?;
+        let mut exported = Vec::new();
+        if transport != Transport::Derived && self.world() > 1 {
+            for fresh in fresh {
+                let counter = fresh.segment.counter;
+                let physical =
+                    held[fresh.lane].inner.memory.physical(counter).ok_or_else(|| {
+                        Error::invalid_state(format!("segment {counter} has no memory to share"))
+                    })?;
+                exported.push(self.driver().export(physical)?);
+            }
+        }
+        self.driver().at_step(Step::CommitSend)?;
+        Ok(exported)
     }
 
     /// Step 5. Local, and after all ranks confirmed.
@@ -349,9 +403,10 @@ impl Pool {
             }
             memory.shared_below = state.next_segment();
             state.reclaim(freed, memory)?;
+            state.mark_agreed();
             report.blocks_returned += freed.len() as u64;
         }
-        self.0.due.store(false, Ordering::Release);
+        self.0.due.settle(false);
         if report.windows_added + report.windows_removed > 0 {
             self.publish_windows(held);
         }
@@ -407,11 +462,39 @@ fn receive(
     mapped.map(peer, fresh, Exported::Fd(fd))
 }
 
+/// The right to commit, and what commits need.
+pub(super) struct Turn<'a> {
+    committer: MutexGuard<'a, Committer>,
+    committing: &'a AtomicBool,
+}
+
+impl Deref for Turn<'_> {
+    type Target = Committer;
+
+    fn deref(&self) -> &Committer {
+        &self.committer
+    }
+}
+
+impl DerefMut for Turn<'_> {
+    fn deref_mut(&mut self) -> &mut Committer {
+        &mut self.committer
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.committing.store(false, Ordering::Release);
+    }
+}
+
 /// Mappings of peers' segments that are undone unless they are kept.
 struct Mapping<'a> {
     heap: &'a Heap,
     /// Rank, offset in the slot, length.
     done: Vec<(u32, u64, u64)>,
+    /// Peers that failed and shared nothing.
+    withheld: Vec<u32>,
 }
 
 impl Mapping<'_> {

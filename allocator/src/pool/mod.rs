@@ -7,17 +7,19 @@
 //! | `block` | a range in its owner's hands |
 //! | `access` | copies between blocks and ordinary memory |
 //! | `commit` | the collective step that makes windows |
+//! | `due` | whether a commit is due |
 //! | `resync` | agreeing on a state again after a divergence |
 
 mod access;
 mod block;
 mod builder;
 mod commit;
+mod due;
 mod lane;
 mod resync;
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use bytemuck::Pod;
@@ -27,15 +29,17 @@ pub use builder::PoolBuilder;
 pub use commit::CommitReport;
 pub use lane::Lane;
 
-use crate::driver::Driver;
+use crate::driver::{DeviceIdentity, Driver};
 use crate::heap::{Heap, HeapLayout};
 use crate::lane::LaneStats;
-use crate::rendezvous::peers::Peers;
+use crate::rendezvous::mesh::Mesh;
+use crate::rendezvous::peers::{Peers, PerRank};
 use crate::store::Traffic;
 use crate::sync::lock;
 use crate::topology::Topology;
 use crate::window::{Window, Windows};
 use crate::{Error, Group, Result};
+use due::Due;
 use lane::SharedLane;
 
 /// The lane that communicators take their control memory from.
@@ -56,10 +60,13 @@ struct Inner {
     /// In the order of the configuration; the control lane is last.
     lanes: Vec<Arc<SharedLane>>,
     /// Raised when a symmetric lane grows; a commit lowers it.
-    due: Arc<AtomicBool>,
+    due: Arc<Due>,
     committer: Mutex<Committer>,
+    /// Whether a commit (or resync) is under way.
+    committing: AtomicBool,
     windows: Mutex<Arc<Windows>>,
     topology: Topology,
+    devices: PerRank<DeviceIdentity>,
     pids: Vec<Option<u32>>,
 }
 
@@ -67,8 +74,13 @@ struct Inner {
 struct Committer {
     peers: Peers,
     commits: u64,
+    /// Exchanges of descriptors begun, those of failed commits included.
+    exchanges: u64,
     /// Why no further commit can work: a peer is gone, or ranks may have come apart.
     broken: Option<Error>,
+    /// Why this rank did not get to the end of a commit that others may have finished. Told to
+    /// them at the next.
+    unfinished: Option<String>,
 }
 
 /// Numbers of a pool at one moment.
@@ -143,7 +155,7 @@ impl Pool {
     /// Whether a symmetric lane has grown since the last commit. Follows from the sequence of
     /// calls, so it is the same on every rank.
     pub fn is_commit_due(&self) -> bool {
-        self.0.due.load(Ordering::Acquire)
+        self.0.due.is_raised()
     }
 
     /// The windows as of the last commit.
@@ -194,6 +206,24 @@ impl Pool {
     /// How the ranks' devices are linked; the same on every rank.
     pub fn topology(&self) -> &Topology {
         &self.0.topology
+    }
+
+    /// The device that `rank` uses.
+    pub fn device(&self, rank: u32) -> Result<&DeviceIdentity> {
+        if rank >= self.world() {
+            return Err(Error::invalid_argument(format!(
+                "rank {rank} of a group of {} ranks",
+                self.world()
+            )));
+        }
+        Ok(self.0.devices.get(rank))
+    }
+
+    /// Peers whose processes are gone, as far as this rank can see without waiting: on one
+    /// machine, those that closed their sockets. Empty while a commit is under way.
+    pub fn lost_peers(&self) -> Vec<u32> {
+        let Ok(committer) = self.0.committer.try_lock() else { return Vec::new() };
+        committer.peers.mesh().map(Mesh::lost_peers).unwrap_or_default()
     }
 
     /// The process id of `rank` where this process can see it: on the same machine and in the

@@ -187,7 +187,7 @@ mod tests {
     }
 
     fn four(change: impl Fn(usize, &mut Hello)) -> Result<()> {
-        let mut hellos = vec![hello(), hello(), hello(), hello()];
+        let mut hellos = [hello(), hello(), hello(), hello()];
         for (rank, hello) in hellos.iter_mut().enumerate() {
             hello.device.uuid = format!("GPU-{rank}");
             change(rank, hello);

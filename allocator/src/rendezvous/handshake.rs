@@ -111,7 +111,6 @@ pub(crate) fn handshake(
         devices,
         transport: hellos[0].transport,
         topology,
-        secret,
         mesh,
     })
 }
@@ -205,6 +204,7 @@ fn connect(
 }
 
 /// What a rank brings to the second round.
+#[derive(Debug)]
 struct Linked {
     mesh: Option<Mesh>,
     topology: Topology,
@@ -241,15 +241,13 @@ fn confirm(group: &Group, ours: Result<Linked>, deadline: Deadline) -> Result<Li
     if let Some(error) = agreed("the handshake", &failures) {
         return Err(error);
     }
-    let mut ours = ours?;
-    if digests.iter().any(|digest| *digest != digests[0]) {
-        tracing::warn!(
-            rank = group.rank(),
-            "ranks see different links between their devices; none is assumed"
-        );
-        ours.topology = Topology::unknown(group.world());
+    if let Some(other) = digests.iter().position(|digest| *digest != digests[0]) {
+        return Err(Error::mismatch(format!(
+            "rank 0 and rank {other} see different links between the ranks' devices; algorithms are \
+             chosen by them, so let every rank see all devices (CUDA_VISIBLE_DEVICES) or none"
+        )));
     }
-    Ok(ours)
+    ours
 }
 
 fn digest_of(topology: &Topology) -> Result<[u8; 32]> {
@@ -259,23 +257,28 @@ fn digest_of(topology: &Topology) -> Result<[u8; 32]> {
 }
 
 /// What it means that the confirmations did not all come.
+///
+/// The store names all ranks that are not waiting any more, also those that gave up waiting a
+/// moment before this one; closed connections tell which of them are gone.
 fn without_all(error: Error, ours: Result<Linked>) -> Error {
-    let missing = error.ranks().to_vec();
+    let gone = match &ours {
+        Err(ours) if !ours.is_peer_lost() => return ours.clone(),
+        Err(ours) => ours.ranks().to_vec(),
+        Ok(linked) => linked.mesh.as_ref().map(Mesh::lost_peers).unwrap_or_default(),
+    };
+    if !error.is_timeout() {
+        return error;
+    }
+    let missing = error.ranks();
+    let lost: Vec<u32> = gone.into_iter().filter(|rank| missing.contains(rank)).collect();
     match ours {
-        // Ranks that were seen to be gone, and do not answer either, are lost for certain.
-        Err(ours) if ours.is_peer_lost() && error.is_timeout() && !missing.is_empty() => {
-            Error::peer_lost(missing, "gone before the pool was made")
+        _ if !lost.is_empty() => Error::peer_lost(lost, "gone before the pool was made"),
+        // Those that seemed lost did answer: the loss was a consequence, and these are its cause.
+        Err(_) if !missing.is_empty() => {
+            Error::peer_lost(missing.to_vec(), "gone before the pool was made")
         }
         Err(ours) => ours,
-        Ok(linked) => {
-            let gone = linked.mesh.map(|mesh| mesh.lost_peers()).unwrap_or_default();
-            let lost: Vec<u32> = missing.into_iter().filter(|rank| gone.contains(rank)).collect();
-            if error.is_timeout() && !lost.is_empty() {
-                Error::peer_lost(lost, "gone before the pool was made")
-            } else {
-                error
-            }
-        }
+        Ok(_) => error,
     }
 }
 

@@ -59,6 +59,7 @@ impl HostIdentity {
     }
 
     /// Whether both are the very same process.
+    #[cfg(test)]
     pub(crate) fn same_process(&self, other: &Self) -> bool {
         self.same_host(other)
             && self.pid_namespace == other.pid_namespace

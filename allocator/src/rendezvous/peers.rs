@@ -53,7 +53,6 @@ pub(crate) struct Peers {
     pub(super) devices: PerRank<DeviceIdentity>,
     pub(super) transport: Transport,
     pub(super) topology: Topology,
-    pub(super) secret: [u8; 32],
     pub(super) mesh: Option<Mesh>,
 }
 
@@ -78,11 +77,6 @@ impl Peers {
         &self.devices
     }
 
-    /// `rank`'s process id, in its own pid namespace.
-    pub(crate) fn pid(&self, rank: u32) -> u32 {
-        self.hosts.get(rank).pid
-    }
-
     /// How handles travel between these ranks.
     pub(crate) fn transport(&self) -> Transport {
         self.transport
@@ -91,12 +85,6 @@ impl Peers {
     /// How the ranks' devices are linked; equal on all ranks.
     pub(crate) fn topology(&self) -> &Topology {
         &self.topology
-    }
-
-    /// Known to these ranks (and the store) only; new at each handshake, except where handles do
-    /// not travel ([`Transport::Derived`]).
-    pub(crate) fn secret(&self) -> &[u8; 32] {
-        &self.secret
     }
 
     /// The connections to the other ranks, where handles are file descriptors.

@@ -3,7 +3,7 @@
 //! Pure bookkeeping, shared by the in-process store and the TCP server; each of them does its
 //! own waiting.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::MAX_GATHERED;
 use crate::error::ErrorKind;
@@ -16,6 +16,8 @@ pub(crate) struct Gathering<B> {
     world: u32,
     /// Rank to the id of its part.
     parts: BTreeMap<u32, u32>,
+    /// Ranks that came and stopped waiting.
+    withdrawn: BTreeSet<u32>,
     /// Distinct part to its id. Ids are given in order of arrival and never used again.
     distinct: BTreeMap<B, u32>,
     next_id: u32,
@@ -32,6 +34,7 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
         Self {
             world,
             parts: BTreeMap::new(),
+            withdrawn: BTreeSet::new(),
             distinct: BTreeMap::new(),
             next_id: 0,
             bytes: 0,
@@ -78,6 +81,7 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
             }
         };
         self.parts.insert(rank, id);
+        self.withdrawn.remove(&rank);
         Ok(self.parts.len() == self.world as usize)
     }
 
@@ -93,6 +97,7 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
     /// Takes back the part of a rank that stopped waiting.
     pub(crate) fn withdraw(&mut self, rank: u32) {
         let Some(id) = self.parts.remove(&rank) else { return };
+        self.withdrawn.insert(rank);
         self.calls = self.calls.saturating_sub(1);
         if !self.parts.values().any(|&other| other == id) {
             self.distinct.retain(|_, other| *other != id);
@@ -128,9 +133,13 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
         self.failure.is_some()
     }
 
-    /// The ranks that have not contributed.
+    /// The ranks for which the others wait: those that never came. Ranks that came and stopped
+    /// waiting did so because of these, and are named only where there are no such ranks.
     pub(crate) fn missing(&self) -> Vec<u32> {
-        (0..self.world).filter(|rank| !self.has(*rank)).collect()
+        let absent = (0..self.world).filter(|rank| !self.has(*rank));
+        let (left, never): (Vec<u32>, Vec<u32>) =
+            absent.partition(|rank| self.withdrawn.contains(rank));
+        if never.is_empty() { left } else { never }
     }
 
     /// The distinct parts in order of the first rank that has each, and for each rank the index
@@ -182,10 +191,22 @@ mod tests {
         gathering.arrive("k", 0, 2, part("old")).unwrap();
         gathering.withdraw(0);
         assert!(gathering.is_spent());
-        assert_eq!(gathering.missing(), [0, 1]);
         gathering.arrive("k", 0, 2, part("new")).unwrap();
         assert!(gathering.arrive("k", 1, 2, part("new")).unwrap());
         assert_eq!(gathering.finish(), (vec![part("new")], vec![0, 0]));
+    }
+
+    #[test]
+    fn ranks_that_waited_in_vain_are_not_the_ones_waited_for() {
+        let mut gathering = Gathering::new(3);
+        gathering.arrive("k", 0, 3, part("x")).unwrap();
+        gathering.arrive("k", 1, 3, part("x")).unwrap();
+        assert_eq!(gathering.missing(), [2]);
+        gathering.withdraw(0);
+        assert_eq!(gathering.missing(), [2], "rank 0 left because of rank 2");
+        gathering.arrive("k", 2, 3, part("x")).unwrap();
+        assert_eq!(gathering.missing(), [0], "it is the only one that is not there");
+        assert!(gathering.arrive("k", 0, 3, part("x")).unwrap());
     }
 
     #[test]

@@ -68,11 +68,14 @@ pub trait Store: Send + Sync {
     /// part, waiting until all `world` ranks have contributed.
     ///
     /// A key serves one gather. The parts are kept at least until every rank has them. A timeout
-    /// names the ranks that did not contribute; a rank that contributes twice, or with another
-    /// world size, is an error.
+    /// names the ranks that did not contribute, and takes this rank's part back, so that it may
+    /// try again. A rank that contributes twice, or with another world size, is an error for
+    /// every rank of the gather ([`Error::is_diverged`]). Ranks are below `world`, worlds at most
+    /// [`MAX_WORLD`], and the distinct parts at most [`MAX_GATHERED`] bytes together.
     ///
-    /// This default is made of [`set`](Store::set) and [`get`](Store::get) and costs `world`
-    /// round trips; stores that can answer in one should.
+    /// This default is made of [`set`](Store::set) and [`get`](Store::get): it costs `world`
+    /// round trips, leaves its keys behind and does not notice two ranks with one number. Stores
+    /// that can do better should.
     fn all_gather(
         &self,
         key: &str,
@@ -81,7 +84,9 @@ pub trait Store: Send + Sync {
         value: &[u8],
         deadline: Deadline,
     ) -> Result<Gathered> {
-        self.set(&format!("{key}/{rank}"), value, deadline)?;
+        check_gather(key, rank, world, value)?;
+        let own = format!("{key}/{rank}");
+        self.set(&own, value, deadline)?;
         let mut parts = Vec::with_capacity(world as usize);
         let mut missing = Vec::new();
         for peer in 0..world {
@@ -94,6 +99,9 @@ pub trait Store: Send + Sync {
         if missing.is_empty() {
             Ok(Gathered::from_parts(parts))
         } else {
+            // Else a second try would hand this part to those who come before the new one. The
+            // deadline is over, and this is worth a moment more.
+            let _ = self.delete(&own, Deadline::seconds(1));
             Err(Error::timeout(format!("in all_gather {key:?}"), deadline.budget(), missing))
         }
     }

@@ -32,9 +32,10 @@ pub enum AllReduceAlgorithm {
     TwoShot = 2,
 }
 
-/// Up to here windows take one phase through scratch instead of two without; bytes per rank of the group.
-/// More ranks make a phase dearer, above all when they share cores.
-const ONE_SHOT_WINDOW_BYTES: usize = 4 << 10;
+/// Up to here windows take one phase through scratch instead of two without; bytes, for the square
+/// of the number of ranks: more ranks make a phase dearer, above all when they share cores, and
+/// each then reduces a smaller share.
+const ONE_SHOT_WINDOW_BYTES: usize = 512;
 /// Up to here ordinary memory takes one phase instead of two; bytes times ranks.
 const ONE_SHOT_PLAIN_BYTES: usize = 128 << 10;
 
@@ -80,7 +81,7 @@ impl HostEngine {
             AllReduceAlgorithm::OneShot => true,
             AllReduceAlgorithm::TwoShot => false,
             AllReduceAlgorithm::Auto if windows => {
-                work.bytes() <= ONE_SHOT_WINDOW_BYTES * self.world() as usize
+                work.bytes() <= ONE_SHOT_WINDOW_BYTES * (self.world() as usize).pow(2)
             }
             AllReduceAlgorithm::Auto => {
                 // With two ranks both ways move the same bytes, and this one waits less.

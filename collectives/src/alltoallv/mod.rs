@@ -22,9 +22,9 @@ use crate::allreduce::Pieces;
 use crate::host::call::{Call, Operation};
 use crate::host::{Data, HostEngine, InPlace, Place};
 
-/// Windows that send more than this to other ranks are read directly; bytes per rank of the group,
-/// for more ranks make the second phase dearer.
-const DIRECT_BYTES: usize = 4 << 10;
+/// Windows that send more than this to other ranks are read directly; bytes, for the square of the
+/// number of ranks, for more ranks make the second phase dearer.
+const DIRECT_BYTES: usize = 1 << 10;
 
 impl HostEngine {
     /// Sends `count` elements to every rank: segment `r` of `input` goes to rank `r`, where it
@@ -179,7 +179,7 @@ impl Work {
 
     /// How a sender's `stream` bytes to others travel; the same on every rank.
     fn route(&self, stream: usize, engine: &HostEngine) -> Route {
-        if self.data.input.is_window() && stream > DIRECT_BYTES * self.world as usize {
+        if self.data.input.is_window() && stream > DIRECT_BYTES * (self.world as usize).pow(2) {
             Route::Direct
         } else {
             Route::Pieces(Pieces::new(stream, 1, engine.scratch_bytes()))

@@ -222,10 +222,10 @@ mod tests {
         for world in [1, 2, 3, 5, 64, MAX_WORLD] {
             let p = Parts::new(world, 4096).unwrap();
             let w = u64::from(world);
-            assert!(p.aborts + w * 64 <= p.entries && p.entries % ALIGN == 0);
+            assert!(p.aborts + w * 64 <= p.entries && p.entries.is_multiple_of(ALIGN));
             assert_eq!(p.entries + 2 * w * SLOT, p.steps);
             assert_eq!(p.steps + 2 * w * SLOT, p.rows);
-            assert!(p.rows + 2 * 2 * w * 8 <= p.scratch && p.scratch % ALIGN == 0);
+            assert!(p.rows + 2 * 2 * w * 8 <= p.scratch && p.scratch.is_multiple_of(ALIGN));
             assert_eq!(p.scratch + 2 * 4096, p.end);
         }
         assert!(Parts::new(0, 4096).unwrap_err().is_invalid_argument());

@@ -19,14 +19,13 @@ fn with_fault(step: Step, action: FaultAction) -> Driver {
 #[test]
 fn ranks_meet_and_can_hand_over_descriptors() {
     for world in [1, 2, 5] {
-        let secrets = on_ranks(world, |group| {
+        on_ranks(world, |group| {
             let mut peers = meet(&group, &Driver::host().unwrap()).unwrap();
             assert_eq!((peers.rank(), peers.world()), (group.rank(), world));
             assert_eq!(peers.transport(), Transport::UnixSocket);
             assert_eq!(peers.devices().iter().len(), world as usize);
             let me = HostIdentity::current().unwrap();
             for rank in 0..world {
-                assert_eq!(peers.pid(rank), std::process::id());
                 assert!(peers.hosts().get(rank).same_process(&me));
             }
             assert_eq!(*peers.topology(), Topology::host(world));
@@ -42,20 +41,8 @@ fn ranks_meet_and_can_hand_over_descriptors() {
             received.sort_unstable();
             let others: Vec<u32> = (0..world).filter(|&rank| rank != group.rank()).collect();
             assert_eq!(received, others);
-            *peers.secret()
         });
-        assert!(secrets.iter().all(|secret| *secret == secrets[0]));
     }
-}
-
-#[test]
-fn every_handshake_has_a_secret_of_its_own() {
-    on_ranks(2, |group| {
-        let driver = Driver::host().unwrap();
-        let first = meet(&group, &driver).unwrap();
-        let second = meet(&group, &driver).unwrap();
-        assert_ne!(first.secret(), second.secret());
-    });
 }
 
 #[test]
@@ -159,7 +146,8 @@ fn a_rank_that_never_comes_is_named() {
     });
     for error in errors.into_iter().flatten() {
         assert!(error.is_timeout(), "{error}");
-        assert_eq!(error.ranks(), [2]);
+        // The last to give up may find the other gone as well.
+        assert!(error.ranks().contains(&2), "{error}");
         assert!(error.to_string().contains("meeting the other ranks"), "{error}");
     }
 }
@@ -170,7 +158,7 @@ fn a_rank_that_dies_after_publishing_is_lost() {
     let errors = on_ranks(3, |group| {
         if group.rank() == 1 {
             let driver = Driver::host().unwrap();
-            let (hello, listener) = prepare(&driver, Ok(()), [1; 32], "", OPTIONS).unwrap();
+            let (hello, listener) = prepare(&driver, [1; 32], "", OPTIONS).unwrap();
             drop(listener);
             let hello = message::encode(&Publish(Ok(Box::new(hello)))).unwrap();
             group.all_gather("hello", &hello, Deadline::seconds(60)).unwrap();
@@ -189,7 +177,7 @@ fn a_rank_that_dies_after_connecting_is_lost() {
     let errors = on_ranks(3, |group| {
         let driver = Driver::host().unwrap();
         if group.rank() == 1 {
-            let (hello, listener) = prepare(&driver, Ok(()), [1; 32], "", OPTIONS).unwrap();
+            let (hello, listener) = prepare(&driver, [1; 32], "", OPTIONS).unwrap();
             let hello = message::encode(&Publish(Ok(Box::new(hello)))).unwrap();
             let gathered = group.all_gather("hello", &hello, Deadline::seconds(60)).unwrap();
             let distinct = read_hellos(&gathered).unwrap();
@@ -204,7 +192,8 @@ fn a_rank_that_dies_after_connecting_is_lost() {
     });
     for error in errors.into_iter().flatten() {
         assert!(error.is_peer_lost(), "{error}");
-        assert_eq!(error.ranks(), [1], "{error}");
+        // The last to give up may find the other gone as well.
+        assert!(error.ranks().contains(&1), "{error}");
     }
 }
 
@@ -232,11 +221,14 @@ fn long_descriptions_are_cut_at_a_character() {
 }
 
 #[test]
-fn ranks_that_see_different_links_assume_none() {
-    let seen = on_ranks(3, |group| {
+fn ranks_that_see_different_links_are_refused() {
+    let errors = on_ranks(3, |group| {
         let topology = if group.rank() == 1 { Topology::unknown(3) } else { Topology::host(3) };
         let linked = Linked { mesh: None, topology };
-        confirm(&group, Ok(linked), Deadline::seconds(60)).unwrap().topology
+        confirm(&group, Ok(linked), Deadline::seconds(60)).unwrap_err()
     });
-    assert_eq!(seen, vec![Topology::unknown(3); 3]);
+    for error in errors {
+        assert!(error.is_diverged(), "{error}");
+        assert!(error.to_string().contains("rank 0 and rank 1 see different links"), "{error}");
+    }
 }

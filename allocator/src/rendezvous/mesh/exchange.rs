@@ -4,7 +4,7 @@
 //! other in a circle. In every exchange each rank sends each peer at least one packet, even with
 //! no descriptor in it: so a finished exchange also says that all peers were in the same one.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
@@ -27,6 +27,8 @@ struct Leg {
     all_sent: bool,
     received: usize,
     all_received: bool,
+    /// The peer takes part with nothing to give, because it failed before.
+    withheld: bool,
     /// The last attempt to send came too early.
     send_later: bool,
 }
@@ -59,6 +61,10 @@ impl Mesh {
     /// The sent descriptors stay with the caller, who keeps the memory behind them alive until
     /// peers have confirmed.
     ///
+    /// A rank that has failed before takes part all the same, with nothing to send, so that the
+    /// others do not wait for it. Returns the ranks that did so while something was expected of
+    /// them; all ranks have to agree afterwards that the exchange is void.
+    ///
     /// Any failure breaks the mesh, an error of `on_receive` too. A caller that wants to survive
     /// a descriptor it cannot use notes that, returns `Ok` and agrees with the others afterwards.
     /// Errors: [`Error::is_peer_lost`], [`Error::is_timeout`] (naming ranks that have not finished
@@ -71,7 +77,7 @@ impl Mesh {
         expect: usize,
         on_receive: &mut OnReceive<'_>,
         deadline: Deadline,
-    ) -> Result<()> {
+    ) -> Result<Vec<u32>> {
         self.check_usable()?;
         let plan = Plan { round, send, expect };
         let outcome = self.run(&plan, on_receive, deadline);
@@ -89,7 +95,7 @@ impl Mesh {
         plan: &Plan<'_>,
         on_receive: &mut OnReceive<'_>,
         deadline: Deadline,
-    ) -> Result<(), Fault> {
+    ) -> Result<Vec<u32>, Fault> {
         let mut legs = vec![Leg::default(); self.links.len()];
         loop {
             let mut unfinished = Vec::new();
@@ -102,7 +108,8 @@ impl Mesh {
                 }
             }
             if unfinished.is_empty() {
-                return Ok(());
+                let withheld = (0..).zip(&legs).filter(|(_, leg)| leg.withheld);
+                return Ok(withheld.map(|(peer, _)| peer).collect());
             }
             if deadline.expired() {
                 return Err(timeout(&legs, unfinished, deadline).into());
@@ -176,6 +183,11 @@ impl Leg {
             }
             let announced: Descriptors = message::decode(peer, frame)?;
             self.check(plan, rank, peer, &announced, fds.len())?;
+            if announced.total == 0 && plan.expect > 0 {
+                self.withheld = true;
+                self.all_received = true;
+                break;
+            }
             for fd in fds {
                 on_receive(peer, self.received, fd)?;
                 self.received += 1;
@@ -202,14 +214,16 @@ impl Leg {
                 announced.round
             )));
         }
-        if announced.total as usize != *expect {
+        // Nothing at all is what a rank sends that has failed.
+        if announced.total as usize != *expect && announced.total != 0 {
             return Err(Error::mismatch(format!(
                 "rank {peer} sends {} handles in round {round}, rank {rank} expects {expect}",
                 announced.total
             )));
         }
         let continues = announced.first as usize == self.received;
-        let fits = self.received + came <= *expect && (came > 0 || *expect == 0);
+        let empty = came == 0 && announced.total == 0;
+        let fits = self.received + came <= *expect && (came > 0 || empty);
         if !continues || announced.count as usize != came || !fits {
             return Err(Error::mismatch(format!(
                 "rank {peer} announces handles {} to {} of {expect} in round {round}, and {came} \
@@ -236,9 +250,4 @@ fn timeout(legs: &[Leg], unfinished: Vec<u32>, deadline: Deadline) -> Error {
         );
     }
     Error::timeout(waiting_for, deadline.budget(), unfinished)
-}
-
-/// The borrowed form of descriptors that are owned.
-pub(crate) fn borrowed(fds: &[OwnedFd]) -> Vec<BorrowedFd<'_>> {
-    fds.iter().map(AsFd::as_fd).collect()
 }

@@ -23,8 +23,8 @@ fn server(limits: TcpLimits) -> TcpServer {
 
 fn impatient() -> TcpLimits {
     TcpLimits {
-        handshake: Duration::from_millis(200),
-        stall: Duration::from_millis(200),
+        handshake: Duration::from_secs(2),
+        stall: Duration::from_secs(2),
         ..TcpLimits::default()
     }
 }

@@ -19,7 +19,7 @@ use crate::{Deadline, Error, Result};
 
 /// How long after its deadline a call still waits for the server to say so. The server knows who
 /// is missing; a server that is dead or stuck must not hold a call for longer than this.
-const GRACE: Duration = Duration::from_secs(2);
+const GRACE: Duration = Duration::from_millis(500);
 
 /// The longest pause between attempts to connect.
 const LONGEST_PAUSE: Duration = Duration::from_millis(250);

@@ -2,6 +2,7 @@
 
 use std::marker::PhantomData;
 
+use bytemuck::Pod;
 use half::{bf16, f16};
 
 use super::convert;
@@ -9,17 +10,21 @@ use super::convert;
 /// One reduction of one element type.
 pub(super) trait Fold {
     /// As it lies in memory.
-    type Item: Copy + Default;
+    type Item: Pod + Default;
     /// As it is accumulated.
-    type Acc: Copy;
+    type Acc: Pod;
+    /// Items are IEEE halves and accumulate in `f32`, so that instructions for just this serve.
+    const HALF: bool;
 
     fn widen(item: Self::Item) -> Self::Acc;
     fn fold(so_far: Self::Acc, next: Self::Acc) -> Self::Acc;
-    fn finish(total: Self::Acc, world: usize) -> Self::Item;
+    /// What the total over `world` ranks becomes, before it is narrowed.
+    fn settle(total: Self::Acc, world: usize) -> Self::Acc;
+    fn narrow(settled: Self::Acc) -> Self::Item;
 }
 
 /// Arithmetic of an accumulator. Floats follow IEEE, integers wrap.
-pub(super) trait Arithmetic: Copy {
+pub(super) trait Arithmetic: Pod {
     fn add(self, other: Self) -> Self;
     fn mul(self, other: Self) -> Self;
     fn least(self, other: Self) -> Self;
@@ -87,9 +92,10 @@ integer_arithmetic!(u8, i8, i32, i64, i128);
 
 /// An element type with the accumulator of its reductions and the wider one of its averages.
 pub(super) trait Scalar {
-    type Item: Copy + Default;
+    type Item: Pod + Default;
     type Acc: Arithmetic;
     type Wide: Arithmetic;
+    const HALF: bool;
 
     fn to_acc(item: Self::Item) -> Self::Acc;
     fn from_acc(acc: Self::Acc) -> Self::Item;
@@ -98,11 +104,12 @@ pub(super) trait Scalar {
 }
 
 macro_rules! scalar {
-    ($($name:ty: $item:ty, $acc:ty, $wide:ty, $to_acc:expr, $from_acc:expr, $to_wide:expr, $from_wide:expr;)+) => {$(
+    ($($name:ty: $half:literal, $item:ty, $acc:ty, $wide:ty, $to_acc:expr, $from_acc:expr, $to_wide:expr, $from_wide:expr;)+) => {$(
         impl Scalar for $name {
             type Item = $item;
             type Acc = $acc;
             type Wide = $wide;
+            const HALF: bool = $half;
             #[inline(always)]
             fn to_acc(item: $item) -> $acc {
                 $to_acc(item)
@@ -124,14 +131,14 @@ macro_rules! scalar {
 }
 
 scalar! {
-    f32: f32, f32, f32, |x| x, |x| x, |x| x, |x| x;
-    f64: f64, f64, f64, |x| x, |x| x, |x| x, |x| x;
-    f16: u16, f32, f32, convert::f16_to_f32, convert::f32_to_f16, convert::f16_to_f32, convert::f32_to_f16;
-    bf16: u16, f32, f32, convert::bf16_to_f32, convert::f32_to_bf16, convert::bf16_to_f32, convert::f32_to_bf16;
-    i32: i32, i32, i64, |x| x, |x| x, i64::from, |x| x as i32;
-    i64: i64, i64, i128, |x| x, |x| x, i128::from, |x| x as i64;
-    u8: u8, u8, i32, |x| x, |x| x, i32::from, |x| x as u8;
-    i8: i8, i8, i32, |x| x, |x| x, i32::from, |x| x as i8;
+    f32: false, f32, f32, f32, |x| x, |x| x, |x| x, |x| x;
+    f64: false, f64, f64, f64, |x| x, |x| x, |x| x, |x| x;
+    f16: true, u16, f32, f32, convert::f16_to_f32, convert::f32_to_f16, convert::f16_to_f32, convert::f32_to_f16;
+    bf16: false, u16, f32, f32, convert::bf16_to_f32, convert::f32_to_bf16, convert::bf16_to_f32, convert::f32_to_bf16;
+    i32: false, i32, i32, i64, |x| x, |x| x, i64::from, |x| x as i32;
+    i64: false, i64, i64, i128, |x| x, |x| x, i128::from, |x| x as i64;
+    u8: false, u8, u8, i32, |x| x, |x| x, i32::from, |x| x as u8;
+    i8: false, i8, i8, i32, |x| x, |x| x, i32::from, |x| x as i8;
 }
 
 macro_rules! fold {
@@ -140,6 +147,7 @@ macro_rules! fold {
         impl<S: Scalar> Fold for $name<S> {
             type Item = S::Item;
             type Acc = S::Acc;
+            const HALF: bool = S::HALF;
             #[inline(always)]
             fn widen(item: S::Item) -> S::Acc {
                 S::to_acc(item)
@@ -149,8 +157,12 @@ macro_rules! fold {
                 so_far.$method(next)
             }
             #[inline(always)]
-            fn finish(total: S::Acc, _world: usize) -> S::Item {
-                S::from_acc(total)
+            fn settle(total: S::Acc, _world: usize) -> S::Acc {
+                total
+            }
+            #[inline(always)]
+            fn narrow(settled: S::Acc) -> S::Item {
+                S::from_acc(settled)
             }
         }
     )+};
@@ -167,6 +179,7 @@ pub(super) struct Avg<S>(PhantomData<S>);
 impl<S: Scalar> Fold for Avg<S> {
     type Item = S::Item;
     type Acc = S::Wide;
+    const HALF: bool = S::HALF;
     #[inline(always)]
     fn widen(item: S::Item) -> S::Wide {
         S::to_wide(item)
@@ -176,7 +189,11 @@ impl<S: Scalar> Fold for Avg<S> {
         so_far.add(next)
     }
     #[inline(always)]
-    fn finish(total: S::Wide, world: usize) -> S::Item {
-        S::from_wide(total.divided(world))
+    fn settle(total: S::Wide, world: usize) -> S::Wide {
+        total.divided(world)
+    }
+    #[inline(always)]
+    fn narrow(settled: S::Wide) -> S::Item {
+        S::from_wide(settled)
     }
 }

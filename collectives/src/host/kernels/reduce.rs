@@ -39,14 +39,15 @@ impl Isa {
     pub(crate) fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
-            if is_x86_feature_detected!("avx512f")
+            if is_x86_feature_detected!("f16c")
+                && is_x86_feature_detected!("avx512f")
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl")
             {
                 return Self::Avx512;
             }
-            if is_x86_feature_detected!("avx2") {
+            if is_x86_feature_detected!("f16c") && is_x86_feature_detected!("avx2") {
                 return Self::Avx2;
             }
         }
@@ -93,49 +94,53 @@ fn by_isa<F: Fold>(isa: Isa) -> ReduceFn {
 /// As [`ReduceFn`].
 unsafe fn portable<F: Fold>(sources: &[*const u8], outputs: &[*mut u8], count: usize) {
     // SAFETY: the caller keeps the same promises.
-    unsafe { body::<F>(sources, outputs, count) }
+    unsafe { body::<F, false>(sources, outputs, count) }
 }
 
 /// # Safety
 ///
-/// As [`ReduceFn`], and the processor has AVX2.
+/// As [`ReduceFn`], and the processor has AVX2 and F16C.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,f16c")]
 unsafe fn avx2<F: Fold>(sources: &[*const u8], outputs: &[*mut u8], count: usize) {
     // SAFETY: the caller keeps the same promises.
-    unsafe { body::<F>(sources, outputs, count) }
+    unsafe { body::<F, true>(sources, outputs, count) }
 }
 
 /// # Safety
 ///
-/// As [`ReduceFn`], and the processor has these AVX-512 sets.
+/// As [`ReduceFn`], and the processor has these AVX-512 sets and F16C.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,f16c")]
 unsafe fn avx512<F: Fold>(sources: &[*const u8], outputs: &[*mut u8], count: usize) {
     // SAFETY: the caller keeps the same promises.
-    unsafe { body::<F>(sources, outputs, count) }
+    unsafe { body::<F, true>(sources, outputs, count) }
 }
 
 /// # Safety
 ///
-/// As [`ReduceFn`].
+/// As [`ReduceFn`]; `F16C` only in functions that enable those instructions.
 #[inline(always)]
-unsafe fn body<F: Fold>(sources: &[*const u8], outputs: &[*mut u8], count: usize) {
+unsafe fn body<F: Fold, const F16C: bool>(
+    sources: &[*const u8],
+    outputs: &[*mut u8],
+    count: usize,
+) {
     let Some((first, rest)) = sources.split_first() else { return };
     let size = size_of::<F::Item>();
     let mut done = 0;
     while done + BLOCK <= count {
         let at = done * size;
-        let mut total = widen::<F>(
+        let mut total = widen::<F, F16C>(
             // SAFETY: elements `done..done + BLOCK` lie within `count`, readable by contract.
             unsafe { load_block::<F::Item>(first.wrapping_add(at)) },
         );
         for source in rest {
             // SAFETY: as above, for this source.
             let block = unsafe { load_block::<F::Item>(source.wrapping_add(at)) };
-            fold_block::<F>(&mut total, &block);
+            fold_block::<F, F16C>(&mut total, &block);
         }
-        let block = finish_block::<F>(&total, sources.len());
+        let block = finish_block::<F, F16C>(&total, sources.len());
         for output in outputs {
             // SAFETY: the same elements of a destination, writable by contract.
             unsafe { store_block::<F::Item>(output.wrapping_add(at), &block) };
@@ -152,13 +157,13 @@ unsafe fn body<F: Fold>(sources: &[*const u8], outputs: &[*mut u8], count: usize
     let mut padded = [F::Item::default(); BLOCK];
     // SAFETY: elements `done..count` of the first source are readable; `left < BLOCK`.
     unsafe { load_part(first.wrapping_add(at), &mut padded, left) };
-    let mut total = widen::<F>(padded);
+    let mut total = widen::<F, F16C>(padded);
     for source in rest {
         // SAFETY: as above, for this source.
         unsafe { load_part(source.wrapping_add(at), &mut padded, left) };
-        fold_block::<F>(&mut total, &padded);
+        fold_block::<F, F16C>(&mut total, &padded);
     }
-    let block = finish_block::<F>(&total, sources.len());
+    let block = finish_block::<F, F16C>(&total, sources.len());
     for output in outputs {
         let to = output.wrapping_add(at).cast::<F::Item>();
         // SAFETY: elements `done..count` of a destination are writable; `block` is a local array
@@ -170,7 +175,12 @@ unsafe fn body<F: Fold>(sources: &[*const u8], outputs: &[*mut u8], count: usize
 }
 
 #[inline(always)]
-fn widen<F: Fold>(block: [F::Item; BLOCK]) -> [F::Acc; BLOCK] {
+fn widen<F: Fold, const F16C: bool>(block: [F::Item; BLOCK]) -> [F::Acc; BLOCK] {
+    #[cfg(target_arch = "x86_64")]
+    if F16C && F::HALF {
+        // SAFETY: `F16C` says that the enclosing function enables these instructions.
+        return bytemuck::cast(unsafe { f16c::widen(bytemuck::cast(block)) });
+    }
     block.map(
         #[inline(always)]
         |item| F::widen(item),
@@ -178,18 +188,64 @@ fn widen<F: Fold>(block: [F::Item; BLOCK]) -> [F::Acc; BLOCK] {
 }
 
 #[inline(always)]
-fn fold_block<F: Fold>(total: &mut [F::Acc; BLOCK], block: &[F::Item; BLOCK]) {
+fn fold_block<F: Fold, const F16C: bool>(total: &mut [F::Acc; BLOCK], block: &[F::Item; BLOCK]) {
+    let block = widen::<F, F16C>(*block);
     for (so_far, item) in total.iter_mut().zip(block) {
-        *so_far = F::fold(*so_far, F::widen(*item));
+        *so_far = F::fold(*so_far, item);
     }
 }
 
 #[inline(always)]
-fn finish_block<F: Fold>(total: &[F::Acc; BLOCK], world: usize) -> [F::Item; BLOCK] {
-    total.map(
+fn finish_block<F: Fold, const F16C: bool>(
+    total: &[F::Acc; BLOCK],
+    world: usize,
+) -> [F::Item; BLOCK] {
+    let settled = total.map(
         #[inline(always)]
-        |total| F::finish(total, world),
+        |total| F::settle(total, world),
+    );
+    #[cfg(target_arch = "x86_64")]
+    if F16C && F::HALF {
+        // SAFETY: `F16C` says that the enclosing function enables these instructions.
+        return bytemuck::cast(unsafe { f16c::narrow(bytemuck::cast(settled)) });
+    }
+    settled.map(
+        #[inline(always)]
+        |settled| F::narrow(settled),
     )
+}
+
+/// Halves to `f32` and back with the instructions for it: the same bits as `convert` gives.
+#[cfg(target_arch = "x86_64")]
+mod f16c {
+    use std::arch::x86_64::{
+        __m128i, __m256, _MM_FROUND_TO_NEAREST_INT, _mm256_cvtph_ps, _mm256_cvtps_ph,
+    };
+
+    use super::BLOCK;
+
+    #[inline]
+    #[target_feature(enable = "avx,f16c")]
+    pub(super) fn widen(halves: [u16; BLOCK]) -> [f32; BLOCK] {
+        let [a, b, c, d]: [__m128i; 4] = bytemuck::cast(halves);
+        let wide: [__m256; 4] =
+            [_mm256_cvtph_ps(a), _mm256_cvtph_ps(b), _mm256_cvtph_ps(c), _mm256_cvtph_ps(d)];
+        bytemuck::cast(wide)
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx,f16c")]
+    pub(super) fn narrow(floats: [f32; BLOCK]) -> [u16; BLOCK] {
+        const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT;
+        let [a, b, c, d]: [__m256; 4] = bytemuck::cast(floats);
+        let halves: [__m128i; 4] = [
+            _mm256_cvtps_ph::<NEAREST>(a),
+            _mm256_cvtps_ph::<NEAREST>(b),
+            _mm256_cvtps_ph::<NEAREST>(c),
+            _mm256_cvtps_ph::<NEAREST>(d),
+        ];
+        bytemuck::cast(halves)
+    }
 }
 
 /// # Safety

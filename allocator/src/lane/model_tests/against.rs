@@ -1,0 +1,330 @@
+//! Lane and model side by side: every rule after every call.
+
+use proptest::prelude::*;
+
+use super::log::{Call, Log};
+use super::naive::{Naive, Range};
+use super::script::{Op, lane, op, ops};
+use crate::driver::Stream;
+use crate::lane::{BlockKey, BlockState, LaneConfig, LaneState, Request, UNIT};
+use crate::{Error, Result};
+
+/// Memory at `[from, to)` may be used on other streams only behind work on `stream` that was
+/// submitted by call `since` of the log.
+#[derive(Clone, Copy, Debug)]
+struct Debt {
+    from: u64,
+    to: u64,
+    stream: u64,
+    since: usize,
+}
+
+struct Run {
+    lane: LaneState,
+    naive: Naive,
+    log: Log,
+    live: Vec<BlockKey>,
+    /// Streams a block was used on, by its counter.
+    used: Vec<(u64, u64)>,
+    debts: Vec<Debt>,
+    /// Handles in order of first use.
+    streams: Vec<u64>,
+    /// The model's ranges and the length of the log when the present call began.
+    before: Vec<Range>,
+    began: usize,
+    range: u64,
+    granularity: u64,
+    limit: Option<u64>,
+}
+
+impl Run {
+    fn new((config, range, granularity): (LaneConfig, u64, u64)) -> Self {
+        Self {
+            naive: Naive::new(config.policy),
+            limit: config.limit,
+            lane: LaneState::new(config, range, granularity).unwrap(),
+            log: Log::default(),
+            live: Vec::new(),
+            used: Vec::new(),
+            debts: Vec::new(),
+            streams: Vec::new(),
+            before: Vec::new(),
+            began: 0,
+            range,
+            granularity,
+        }
+    }
+
+    /// D3: the ordinal a stream has or would get.
+    fn ordinal(&self, stream: u64) -> u16 {
+        self.streams.iter().position(|&s| s == stream).unwrap_or(self.streams.len()) as u16
+    }
+
+    fn learn(&mut self, stream: u64) {
+        if !self.streams.contains(&stream) {
+            self.streams.push(stream);
+        }
+    }
+
+    /// Everything of the lane that a failed call must leave alone.
+    fn snapshot(&self) -> impl PartialEq + std::fmt::Debug + use<> {
+        let lane = &self.lane;
+        let blocks: Vec<_> = lane.blocks().collect();
+        let retired: Vec<_> = lane.retired().collect();
+        let segments = lane.segments().to_vec();
+        (
+            blocks,
+            segments,
+            retired,
+            lane.digest(),
+            lane.counter(),
+            lane.stats(),
+            lane.set_aside(999),
+        )
+    }
+
+    /// One call, with the `fail_after`th device call in it failing, and then without.
+    fn step(&mut self, op: Op, fail_after: Option<usize>) {
+        let before = self.snapshot();
+        self.log.fail_after = fail_after;
+        let result = self.call(op);
+        let failed = fail_after.is_some() && self.log.fail_after.take().is_none();
+        assert_eq!(self.lane.failure().is_some(), failed, "failures of the driver are kept");
+        if result.is_err() {
+            assert_eq!(self.snapshot(), before, "an error leaves the lane as it was");
+            let made = self.log.calls[self.began..].iter().any(|c| matches!(c, Call::Grow(_)));
+            assert!(!made, "nothing fails after memory was made");
+        }
+        assert!(result.is_err() || !failed, "failures are not swallowed");
+        if failed {
+            self.lane.mark_agreed();
+            self.call(op).unwrap();
+        }
+        self.check();
+    }
+
+    fn call(&mut self, op: Op) -> Result<()> {
+        self.before.clone_from(&self.naive.ranges);
+        self.began = self.log.calls.len();
+        let n = self.live.len();
+        match op {
+            Op::Alloc { bytes, align, stream } => self.alloc(bytes, align, stream)?,
+            Op::Free { nth } if n > 0 => {
+                let key = self.live[nth % n];
+                self.lane.free(key, None, &mut self.log)?;
+                self.live.swap_remove(nth % n);
+                self.freed(key.counter, BlockState::Live);
+            }
+            Op::FreeUnordered { nth } if n > 0 => {
+                let key = self.live[nth % n];
+                self.lane.free_unordered(key, None, &mut self.log)?;
+                self.live.swap_remove(nth % n);
+                if self.lane.is_local() {
+                    self.freed(key.counter, BlockState::Live);
+                } else {
+                    let range = self.range_of(key.counter, BlockState::Live);
+                    let (was, now) = (BlockState::Live, BlockState::SetAside);
+                    self.naive.set(range.offset, range.end(), was, now);
+                }
+            }
+            Op::Record { nth, stream } if n > 0 => {
+                let key = self.live[nth % n];
+                self.lane.record_stream(key, Stream::from_raw(stream), None)?;
+                self.learn(stream);
+                self.used.push((key.counter, stream));
+            }
+            Op::Reserve { bytes, stream } => {
+                let ordinal = self.ordinal(stream);
+                self.lane.reserve(bytes, Stream::from_raw(stream), None, &mut self.log)?;
+                self.learn(stream);
+                self.follow(ordinal, stream);
+                assert!(bytes == 0 || self.naive.lowest_fit(bytes, 1, ordinal).is_some());
+            }
+            Op::Reclaim { keep } => {
+                let aside = self.lane.set_aside(usize::MAX);
+                assert!(aside.is_sorted());
+                let back: Vec<u64> = aside.into_iter().step_by(keep + 1).collect();
+                self.lane.reclaim(&back, &mut self.log)?;
+                for counter in back {
+                    self.freed(counter, BlockState::SetAside);
+                }
+            }
+            Op::Trim => {
+                let free = self.naive.free_segments();
+                let bytes = self.lane.trim(None);
+                assert_eq!(bytes, free.iter().map(|segment| segment.bytes).sum::<u64>());
+                self.naive.follow(&self.lane, 0);
+                assert!(self.naive.free_segments().is_empty());
+            }
+            Op::TakeRetired => {
+                self.lane.take_retired();
+                assert!(!self.lane.has_retired());
+                self.naive.ranges.retain(|range| range.state != BlockState::Retired);
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn alloc(&mut self, bytes: u64, align: u64, stream: u64) -> Result<()> {
+        let ordinal = self.ordinal(stream);
+        let fit = self.naive.lowest_fit(bytes, align, ordinal);
+        let request = Request { bytes, align, stream: Stream::from_raw(stream), site: None };
+        let counter = self.lane.counter();
+        let placed = match self.lane.alloc(request, &mut self.log) {
+            Ok(placed) => placed,
+            Err(error) => {
+                self.assert_reason(&error, fit, bytes, align);
+                return Err(error);
+            }
+        };
+        self.learn(stream);
+        self.follow(ordinal, stream);
+        let fit = fit.or_else(|| self.naive.lowest_fit(bytes, align, ordinal));
+        assert_eq!(Some(placed.offset), fit, "D2: the lowest place that fits");
+        assert_eq!(placed.key.counter, counter);
+        assert_eq!(placed.bytes, bytes.max(1).next_multiple_of(UNIT));
+        assert!(placed.offset.is_multiple_of(align.max(UNIT)));
+        let end = placed.offset + placed.bytes;
+        self.naive.set(placed.offset, end, BlockState::Free, BlockState::Live);
+        let range = self.naive.ranges.iter_mut().find(|range| range.offset == placed.offset);
+        range.unwrap().counter = counter;
+        assert_eq!(self.lane.block_at(placed.offset), Some(placed.key));
+        assert_eq!(self.lane.block_at(placed.offset + 1), None);
+        self.live.push(placed.key);
+        for debt in self.debts.iter().filter(|d| d.from < end && placed.offset < d.to) {
+            assert!(
+                debt.stream == stream || self.log.waits(stream, debt.stream, debt.since),
+                "D4: {debt:?} is not waited for by stream {stream}"
+            );
+        }
+        Ok(())
+    }
+
+    /// An allocation may fail only where there is no memory to be had.
+    fn assert_reason(&self, error: &Error, fit: Option<u64>, bytes: u64, align: u64) {
+        if self.lane.failure().is_some() {
+            return;
+        }
+        if error.is_invalid_argument() {
+            assert!(align > self.granularity, "{error}");
+            return;
+        }
+        assert!(error.is_out_of_memory(), "{error}");
+        assert_eq!(fit, None, "what fits is placed");
+        let end = self.naive.ranges.last().map_or(0, Range::end);
+        let bytes = bytes.max(1).next_multiple_of(self.granularity);
+        assert!(self.limit.is_some() || end + bytes > self.range, "{error}");
+    }
+
+    /// Takes over the lane's new and moved segments, and what is owed for memory that moved.
+    fn follow(&mut self, ordinal: u16, stream: u64) {
+        let old = self.naive.segments.clone();
+        let came = self.naive.follow(&self.lane, ordinal);
+        if came.is_empty() {
+            return;
+        }
+        let grow = self.log.calls[self.began..].iter().find_map(|call| match call {
+            Call::Grow(growth) => Some(growth.clone()),
+            _ => None,
+        });
+        let growth = grow.expect("segments come from the backing");
+        let told = growth.moves.iter().map(|step| step.to).chain(growth.new.iter().copied());
+        let told: Vec<_> = told.map(|new| (new.counter, new.offset, new.bytes)).collect();
+        let came: Vec<_> = came.iter().map(|new| (new.counter, new.offset, new.bytes)).collect();
+        assert_eq!(told, came, "the backing made what the lane uses");
+        let mut moved = Vec::new();
+        for step in &growth.moves {
+            let from = old.iter().find(|segment| segment.counter == step.from).unwrap();
+            assert_eq!((from.offset, from.bytes), (step.from_offset, step.to.bytes));
+            for debt in &self.debts {
+                let low = debt.from.max(from.offset);
+                let high = debt.to.min(from.offset + from.bytes);
+                if low < high {
+                    let to = |at| at - from.offset + step.to.offset;
+                    moved.push(Debt { from: to(low), to: to(high), ..*debt });
+                }
+            }
+        }
+        for &(_, offset, bytes) in &told {
+            // What was behind this range before is gone.
+            self.debts.retain(|debt| debt.to <= offset || offset + bytes <= debt.from);
+        }
+        self.debts.extend(moved);
+        for step in growth.moves {
+            let from = step.from_offset;
+            let owner = self.before.iter().find(|r| r.offset <= from && from < r.end()).unwrap();
+            let owner = self.streams[usize::from(owner.stream)];
+            if owner != stream {
+                let since = self.recorded_in_this_call(owner);
+                let since = since.expect("D4: an event where the memory came from");
+                let (from, to) = (step.to.offset, step.to.offset + step.to.bytes);
+                self.debts.push(Debt { from, to, stream: owner, since });
+            }
+        }
+    }
+
+    fn recorded_in_this_call(&self, on: u64) -> Option<usize> {
+        let record = |call: &Call| matches!(call, Call::Record { stream, .. } if *stream == on);
+        self.log.calls.iter().rposition(record).filter(|&at| at >= self.began)
+    }
+
+    fn range_of(&self, counter: u64, state: BlockState) -> Range {
+        let mut ranges = self.naive.ranges.iter();
+        *ranges.find(|range| range.counter == counter && range.state == state).unwrap()
+    }
+
+    /// The block of this counter became free.
+    fn freed(&mut self, counter: u64, was: BlockState) {
+        let range = self.range_of(counter, was);
+        let (from, to) = (range.offset, range.end());
+        let own = self.streams[usize::from(range.stream)];
+        let used = self.used.iter().filter(|&&(block, on)| block == counter && on != own);
+        for stream in used.map(|&(_, stream)| stream).collect::<Vec<_>>() {
+            let since = self.recorded_in_this_call(stream).expect("D4: an event at the free");
+            self.debts.push(Debt { from, to, stream, since });
+        }
+        self.used.retain(|&(block, _)| block != counter);
+        self.naive.set(from, to, was, BlockState::Free);
+    }
+
+    fn check(&mut self) {
+        self.lane.assert_sound();
+        assert_eq!(Naive::of(&self.lane), self.naive.ranges);
+        let stats = self.lane.stats();
+        assert!(stats.reserved <= self.limit.unwrap_or(u64::MAX));
+        assert!(stats.reserved <= stats.peak_reserved);
+        assert_eq!(
+            stats.live_blocks as usize,
+            self.live.len() + self.lane.set_aside(usize::MAX).len()
+        );
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    // D2, D3, D4, D5, D6: placement, waits, set-aside blocks and segments, call by call.
+    #[test]
+    fn a_lane_is_the_obvious_thing_made_fast(lane in lane(), ops in ops(150)) {
+        let mut run = Run::new(lane);
+        for op in ops {
+            run.step(op, None);
+        }
+        run.log.assert_waits_make_sense();
+        run.log.assert_waits_once();
+    }
+
+    // A device call that fails changes nothing, is remembered, and may be tried again.
+    #[test]
+    fn failures_of_the_driver_change_nothing(
+        lane in lane(),
+        ops in prop::collection::vec((op(), prop::option::of(0_usize..3)), 1..120),
+    ) {
+        let mut run = Run::new(lane);
+        for (op, fail_after) in ops {
+            run.step(op, fail_after);
+        }
+        run.log.assert_waits_make_sense();
+    }
+}

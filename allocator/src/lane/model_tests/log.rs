@@ -1,0 +1,115 @@
+//! A backing that writes down every call, and fails on request.
+
+use crate::driver::{Event, Stream};
+use crate::lane::{Backing, Growth};
+use crate::{Error, Result};
+
+/// One call, in order.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Call {
+    Grow(Growth),
+    Record { stream: u64, event: u64 },
+    Wait { stream: u64, event: u64 },
+    Release { event: u64 },
+}
+
+/// The log. There is nothing here that a lane could ask about an event: it can only order waits
+/// (D4).
+#[derive(Debug, Default)]
+pub(super) struct Log {
+    pub(super) calls: Vec<Call>,
+    /// The call that fails, counted from now in calls that can.
+    pub(super) fail_after: Option<usize>,
+}
+
+impl Log {
+    fn call(&mut self, call: Call) -> Result<()> {
+        match &mut self.fail_after {
+            Some(0) => {
+                self.fail_after = None;
+                return Err(Error::system("the planned call", "planned"));
+            }
+            Some(left) => *left -= 1,
+            None => {}
+        }
+        self.calls.push(call);
+        Ok(())
+    }
+
+    /// Which stream an event was recorded on, and when.
+    pub(super) fn recorded(&self, wanted: u64) -> (usize, u64) {
+        let found = self.calls.iter().enumerate().find_map(|(at, call)| match call {
+            Call::Record { stream, event } if *event == wanted => Some((at, *stream)),
+            _ => None,
+        });
+        found.expect("only recorded events are used")
+    }
+
+    /// Whether `waiter` waits for something that was recorded on `on` at `since` or later,
+    /// itself or through another stream that did.
+    pub(super) fn waits(&self, waiter: u64, on: u64, since: usize) -> bool {
+        self.waits_by(self.calls.len(), waiter, on, since)
+    }
+
+    fn waits_by(&self, until: usize, waiter: u64, on: u64, since: usize) -> bool {
+        self.calls[since..until.max(since)].iter().any(|call| match *call {
+            Call::Wait { stream, event } if stream == waiter => {
+                let (at, recorded_on) = self.recorded(event);
+                if recorded_on == on {
+                    at >= since
+                } else {
+                    self.waits_by(at, recorded_on, on, since)
+                }
+            }
+            _ => false,
+        })
+    }
+
+    /// No wait is on the waiter's own stream, and no event is used after its release.
+    pub(super) fn assert_waits_make_sense(&self) {
+        let mut released = Vec::new();
+        for call in &self.calls {
+            match *call {
+                Call::Wait { stream, event } => {
+                    assert!(!released.contains(&event), "no use after release");
+                    assert_ne!(self.recorded(event).1, stream, "never waits for itself");
+                }
+                Call::Release { event } => {
+                    assert!(!released.contains(&event), "released once");
+                    released.push(event);
+                }
+                Call::Grow(_) | Call::Record { .. } => {}
+            }
+        }
+    }
+
+    /// No stream waits for an event twice. (After a failure one may: what a call had waited for
+    /// on a stream that was new is forgotten with the stream.)
+    pub(super) fn assert_waits_once(&self) {
+        let mut waits: Vec<_> =
+            self.calls.iter().filter(|call| matches!(call, Call::Wait { .. })).collect();
+        while let Some(wait) = waits.pop() {
+            assert!(!waits.contains(&wait), "{wait:?} is repeated");
+        }
+    }
+}
+
+impl Backing for Log {
+    fn grow(&mut self, growth: &Growth) -> Result<()> {
+        self.call(Call::Grow(growth.clone()))
+    }
+
+    fn record(&mut self, stream: Stream) -> Result<Event> {
+        let event = self.calls.len() as u64;
+        self.call(Call::Record { stream: stream.raw(), event })?;
+        Ok(Event(event))
+    }
+
+    fn wait(&mut self, stream: Stream, event: &Event) -> Result<()> {
+        self.call(Call::Wait { stream: stream.raw(), event: event.0 })
+    }
+
+    fn release(&mut self, event: Event) {
+        self.calls.push(Call::Release { event: event.0 });
+    }
+}

@@ -1,0 +1,19 @@
+//! Lanes against the obvious: a sorted vector of ranges, a log of device calls, other ranks.
+//!
+//! | file | checks |
+//! | --- | --- |
+//! | [`naive`] | the model: ranges in a vector, lowest fit |
+//! | [`log`] | a backing that writes down every call, and fails on request |
+//! | [`script`] | random sequences of calls |
+//! | [`against`] | lane and model side by side, every rule after every call |
+//! | [`ranks`] | the same calls on many ranks; one rank that strays |
+//! | [`limits`] | bad arguments, stale names, failures, and bugs that were |
+//! | [`traces`] | how tight real programs are packed |
+
+mod against;
+mod limits;
+mod log;
+mod naive;
+mod ranks;
+mod script;
+mod traces;

@@ -1,0 +1,206 @@
+//! Ranks as threads of one process, over one zeroed allocation that is laid out as a flat heap.
+
+use std::alloc::Layout;
+
+use half::{bf16, f16};
+use symmpool_allocator::HeapLayout;
+use symmpool_collectives::{Element, HostEngine, HostOptions, Place, ReduceOp};
+
+/// One allocation that plays the flat heap: `world` slots of control block and window bytes.
+pub(crate) struct Heap {
+    base: *mut u8,
+    layout: Layout,
+    world: u32,
+    stride: u64,
+    /// Where the bytes for windows begin in each slot.
+    pub(crate) windows: u64,
+}
+
+// SAFETY: the heap is raw memory; who touches which part when is what the tests arrange.
+unsafe impl Sync for Heap {}
+
+impl Heap {
+    /// `blocks` control blocks for `options`, then `window_bytes` for windows, per slot.
+    pub(crate) fn new(world: u32, blocks: u64, window_bytes: u64, options: &HostOptions) -> Self {
+        let control = HostEngine::control_bytes(world, options).unwrap();
+        let windows = blocks * control;
+        let stride = (windows + window_bytes).next_multiple_of(4096);
+        let layout = Layout::from_size_align((stride * u64::from(world)) as usize, 4096).unwrap();
+        // SAFETY: the layout is not empty.
+        let base = unsafe { std::alloc::alloc_zeroed(layout) };
+        assert!(!base.is_null());
+        Self { base, layout, world, stride, windows }
+    }
+
+    pub(crate) fn layout(&self, rank: u32) -> HeapLayout {
+        HeapLayout { base: self.base as u64, stride: self.stride, rank, world: self.world }
+    }
+
+    /// The engine of `rank` on control block `block`.
+    pub(crate) fn engine(&self, rank: u32, block: u64, options: HostOptions) -> HostEngine {
+        let control = HostEngine::control_bytes(self.world, &options).unwrap();
+        // SAFETY: the whole heap is allocated, zeroed, and outlives the engines of a test; every
+        // block is used by one communicator.
+        unsafe { HostEngine::new(self.layout(rank), block * control, control, options) }.unwrap()
+    }
+
+    /// `rank`'s address of `offset`.
+    pub(crate) fn at(&self, rank: u32, offset: u64) -> *mut u8 {
+        self.layout(rank).address(rank, offset) as *mut u8
+    }
+
+    /// Runs `body` as every rank at once, and returns what each returned.
+    pub(crate) fn ranks<T: Send>(&self, body: impl Fn(u32) -> T + Sync) -> Vec<T> {
+        std::thread::scope(|scope| {
+            let body = &body;
+            let threads: Vec<_> =
+                (0..self.world).map(|rank| scope.spawn(move || body(rank))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+}
+
+impl Drop for Heap {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new` with this layout; all users have ended.
+        unsafe { std::alloc::dealloc(self.base, self.layout) };
+    }
+}
+
+/// Options with little scratch, so that small data already travels in pieces.
+pub(crate) fn small_scratch() -> HostOptions {
+    HostOptions { scratch_bytes: 4096, ..HostOptions::default() }
+}
+
+/// A buffer of one rank: in its window or in its own memory.
+pub(crate) struct Buffer {
+    pub(crate) place: Place,
+    address: *mut u8,
+    bytes: usize,
+    _own: Vec<u8>,
+}
+
+impl Buffer {
+    pub(crate) fn window(heap: &Heap, rank: u32, offset: u64, bytes: usize) -> Self {
+        assert!(heap.windows + offset + bytes as u64 <= heap.stride);
+        let offset = heap.windows + offset;
+        Self { place: Place::Window(offset), address: heap.at(rank, offset), bytes, _own: vec![] }
+    }
+
+    /// Begins `skew` bytes into an allocation, so that alignment is no better than an element's.
+    pub(crate) fn plain(bytes: usize, skew: usize) -> Self {
+        let mut own = vec![0u8; bytes + skew];
+        let address = own.as_mut_ptr().wrapping_add(skew);
+        Self { place: Place::Plain(address), address, bytes, _own: own }
+    }
+
+    /// The place `bytes` bytes into the buffer.
+    pub(crate) fn part(&self, bytes: usize) -> Place {
+        match self.place {
+            Place::Plain(address) => Place::Plain(address.wrapping_add(bytes)),
+            Place::Window(offset) => Place::Window(offset + bytes as u64),
+        }
+    }
+
+    pub(crate) fn write<T: Element>(&self, data: &[T]) {
+        let data: &[u8] = bytemuck::cast_slice(data);
+        assert!(data.len() <= self.bytes);
+        // SAFETY: the buffer holds as many bytes, and peers do not touch it between calls.
+        unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), self.address, data.len()) };
+    }
+
+    pub(crate) fn read<T: Element>(&self, count: usize) -> Vec<T> {
+        let mut data = vec![T::zeroed(); count];
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut data);
+        assert!(bytes.len() <= self.bytes);
+        // SAFETY: the buffer holds as many bytes, and peers do not touch it between calls.
+        unsafe { std::ptr::copy_nonoverlapping(self.address, bytes.as_mut_ptr(), bytes.len()) };
+        data
+    }
+}
+
+/// Numbers that look random and are the same for everyone who asks.
+pub(crate) fn noise(seed: u64, index: u64) -> u64 {
+    let mut x = (seed << 32) ^ index ^ 0x9e37_79b9_7f4a_7c15;
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// What reductions must give, computed one element at a time, in rank order.
+pub(crate) trait Oracle: Element {
+    fn from_noise(noise: u64) -> Self;
+    fn reduce(op: ReduceOp, values: &[Self]) -> Self;
+}
+
+macro_rules! float_oracle {
+    ($($ty:ty, $acc:ty, $to:expr, $from:expr;)+) => {$(
+        impl Oracle for $ty {
+            fn from_noise(noise: u64) -> Self {
+                $from((noise % 4001) as $acc / 1000.0 - 2.0)
+            }
+            fn reduce(op: ReduceOp, values: &[Self]) -> Self {
+                let values = values.iter().map(|x| $to(*x));
+                let count = values.len() as $acc;
+                let total = values.reduce(|a, b| match op {
+                    ReduceOp::Sum | ReduceOp::Avg => a + b,
+                    ReduceOp::Prod => a * b,
+                    ReduceOp::Min => if a < b { a } else { b },
+                    ReduceOp::Max => if a > b { a } else { b },
+                });
+                $from(if op == ReduceOp::Avg { total.unwrap() / count } else { total.unwrap() })
+            }
+        }
+    )+};
+}
+float_oracle! {
+    f32, f32, |x| x, |x| x;
+    f64, f64, |x| x, |x| x;
+    f16, f32, f16::to_f32, f16::from_f32;
+    bf16, f32, bf16::to_f32, bf16::from_f32;
+}
+
+macro_rules! integer_oracle {
+    ($($ty:ty),+) => {$(
+        impl Oracle for $ty {
+            fn from_noise(noise: u64) -> Self {
+                noise as $ty
+            }
+            fn reduce(op: ReduceOp, values: &[Self]) -> Self {
+                let wide = || values.iter().map(|x| i128::from(*x));
+                let total = match op {
+                    ReduceOp::Sum => wide().sum(),
+                    ReduceOp::Avg => wide().sum::<i128>() / values.len() as i128,
+                    ReduceOp::Prod => wide().fold(1, i128::wrapping_mul),
+                    ReduceOp::Min => wide().min().unwrap(),
+                    ReduceOp::Max => wide().max().unwrap(),
+                };
+                total as $ty
+            }
+        }
+    )+};
+}
+integer_oracle!(i32, i64, u8, i8);
+
+/// What `rank` puts in: `count` elements.
+pub(crate) fn input<T: Oracle>(seed: u64, rank: u32, count: usize) -> Vec<T> {
+    (0..count as u64).map(|i| T::from_noise(noise(seed * 64 + u64::from(rank), i))).collect()
+}
+
+/// The reduction of everyone's input.
+pub(crate) fn reduced<T: Oracle>(seed: u64, world: u32, count: usize, op: ReduceOp) -> Vec<T> {
+    let inputs: Vec<Vec<T>> = (0..world).map(|rank| input(seed, rank, count)).collect();
+    let mut values = Vec::new();
+    (0..count)
+        .map(|i| {
+            values.clear();
+            values.extend(inputs.iter().map(|input| input[i]));
+            T::reduce(op, &values)
+        })
+        .collect()
+}
+
+/// The bits, for comparisons in which -0.0 is not 0.0.
+pub(crate) fn bits<T: Element>(data: &[T]) -> &[u8] {
+    bytemuck::cast_slice(data)
+}

@@ -1,0 +1,256 @@
+//! Results against an oracle that computes element by element: every type, operation, size, kind
+//! of memory and algorithm, to the bit (rule S7).
+
+use crate::common::{Buffer, Heap, Oracle, bits, input, reduced, small_scratch};
+use half::{bf16, f16};
+use symmpool_collectives::{AllReduceAlgorithm, Element, HostEngine, HostOptions, ReduceOp};
+
+const COUNTS: [usize; 7] = [0, 1, 3, 17, 1023, 4096 + 5, 20_011];
+const ALGORITHMS: [AllReduceAlgorithm; 3] =
+    [AllReduceAlgorithm::Auto, AllReduceAlgorithm::OneShot, AllReduceAlgorithm::TwoShot];
+/// Bytes of each of the two windows of a test.
+const ROOM: u64 = 1 << 20;
+
+/// An input and an output of one kind; the output is the input where that is asked for.
+fn buffers<T: Oracle>(
+    heap: &Heap,
+    rank: u32,
+    window: bool,
+    lengths: (usize, usize),
+) -> (Buffer, Buffer) {
+    // Aligned to an element and no better.
+    let size = size_of::<T>();
+    let (a, b) = (lengths.0 * size, lengths.1 * size);
+    if window {
+        let first = Buffer::window(heap, rank, size as u64, a);
+        (first, Buffer::window(heap, rank, ROOM + 3 * size as u64, b))
+    } else {
+        (Buffer::plain(a, size), Buffer::plain(b, 3 * size))
+    }
+}
+
+fn all_reduce<T: Oracle>(heap: &Heap, engine: &mut HostEngine, world: u32) {
+    let rank = engine.rank();
+    for (seed, count) in (0..).zip(COUNTS) {
+        for op in ReduceOp::ALL {
+            let expected = reduced::<T>(seed, world, count, op);
+            for algorithm in ALGORITHMS {
+                for window in [true, false] {
+                    let (from, to) = buffers::<T>(heap, rank, window, (count, count));
+                    for in_place in [true, false] {
+                        let target = if in_place { &from } else { &to };
+                        from.write(&input::<T>(seed, rank, count));
+                        // SAFETY: both buffers hold `count` elements and belong to this rank.
+                        let done = unsafe {
+                            engine.all_reduce(
+                                from.place,
+                                target.place,
+                                count,
+                                T::DTYPE,
+                                op,
+                                algorithm,
+                            )
+                        };
+                        done.unwrap();
+                        assert!(
+                            bits(&target.read::<T>(count)) == bits(&expected),
+                            "rank {rank} of {world}: {op:?} of {count} {:?}, {algorithm:?}, \
+                             window {window}, in place {in_place}",
+                            T::DTYPE
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn every_type(world: u32) {
+    let options = small_scratch;
+    let heap = Heap::new(world, 1, 2 * ROOM, &options());
+    heap.ranks(|rank| {
+        let mut engine = heap.engine(rank, 0, options());
+        all_reduce::<f32>(&heap, &mut engine, world);
+        all_reduce::<f64>(&heap, &mut engine, world);
+        all_reduce::<f16>(&heap, &mut engine, world);
+        all_reduce::<bf16>(&heap, &mut engine, world);
+        all_reduce::<i32>(&heap, &mut engine, world);
+        all_reduce::<i64>(&heap, &mut engine, world);
+        all_reduce::<u8>(&heap, &mut engine, world);
+        all_reduce::<i8>(&heap, &mut engine, world);
+    });
+}
+
+#[test]
+fn all_reduce_of_1_rank() {
+    every_type(1);
+}
+
+#[test]
+fn all_reduce_of_2_ranks() {
+    every_type(2);
+}
+
+#[test]
+fn all_reduce_of_3_ranks() {
+    every_type(3);
+}
+
+#[test]
+fn all_reduce_of_4_ranks() {
+    every_type(4);
+}
+
+#[test]
+fn all_reduce_of_5_ranks() {
+    every_type(5);
+}
+
+#[test]
+fn all_reduce_with_default_scratch_crosses_every_automatic_threshold() {
+    for world in [2, 3] {
+        let heap = Heap::new(world, 1, 16 << 20, &HostOptions::default());
+        heap.ranks(|rank| {
+            let mut engine = heap.engine(rank, 0, HostOptions::default());
+            for (seed, count) in (0..).zip([256, 8 << 10, 100_003, 600_000]) {
+                let expected = reduced::<f32>(seed, world, count, ReduceOp::Sum);
+                for window in [true, false] {
+                    let buffer = if window {
+                        Buffer::window(&heap, rank, 0, count * 4)
+                    } else {
+                        Buffer::plain(count * 4, 0)
+                    };
+                    buffer.write(&input::<f32>(seed, rank, count));
+                    let (place, auto) = (buffer.place, AllReduceAlgorithm::Auto);
+                    // SAFETY: the buffer holds `count` elements and belongs to this rank.
+                    let done = unsafe {
+                        engine.all_reduce(place, place, count, f32::DTYPE, ReduceOp::Sum, auto)
+                    };
+                    done.unwrap();
+                    assert!(bits(&buffer.read::<f32>(count)) == bits(&expected));
+                }
+            }
+        });
+    }
+}
+
+fn reduce_scatter<T: Oracle>(heap: &Heap, engine: &mut HostEngine, world: u32) {
+    let rank = engine.rank();
+    for (seed, count) in (0..).zip(COUNTS) {
+        let all = count * world as usize;
+        let own = rank as usize * count;
+        for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Max] {
+            let expected = &reduced::<T>(seed, world, all, op)[own..own + count];
+            for window in [true, false] {
+                let (from, to) = buffers::<T>(heap, rank, window, (all, count));
+                for in_place in [true, false] {
+                    from.write(&input::<T>(seed, rank, all));
+                    let target = if in_place { from.part(own * size_of::<T>()) } else { to.place };
+                    // SAFETY: the input holds `all` elements, the target `count`, both this rank's.
+                    let done =
+                        unsafe { engine.reduce_scatter(from.place, target, count, T::DTYPE, op) };
+                    done.unwrap();
+                    let got = if in_place {
+                        from.read::<T>(all)[own..own + count].to_vec()
+                    } else {
+                        to.read(count)
+                    };
+                    assert!(
+                        bits(&got) == bits(expected),
+                        "rank {rank} of {world}: {op:?} of {count}, window {window}, in place \
+                         {in_place}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+fn all_gather<T: Oracle>(heap: &Heap, engine: &mut HostEngine, world: u32) {
+    let rank = engine.rank();
+    for (seed, count) in (0..).zip(COUNTS) {
+        let all = count * world as usize;
+        let own = rank as usize * count * size_of::<T>();
+        let expected: Vec<T> = (0..world).flat_map(|peer| input::<T>(seed, peer, count)).collect();
+        for window in [true, false] {
+            for in_place in [true, false] {
+                let (to, from) = buffers::<T>(heap, rank, window, (all, count));
+                let source = if in_place { to.part(own) } else { from.place };
+                let mine = input::<T>(seed, rank, count);
+                if in_place {
+                    let mut filled = to.read::<T>(all);
+                    filled[rank as usize * count..][..count].copy_from_slice(&mine);
+                    // A peer may already be writing other parts only after it entered, and this
+                    // rank has not: the buffer is still this rank's own.
+                    to.write(&filled);
+                } else {
+                    from.write(&mine);
+                }
+                // SAFETY: the source holds `count` elements, the output `all`, both this rank's.
+                unsafe { engine.all_gather(source, to.place, count, T::DTYPE) }.unwrap();
+                assert!(
+                    bits(&to.read::<T>(all)) == bits(&expected),
+                    "rank {rank} of {world}: {count}, window {window}, in place {in_place}"
+                );
+            }
+        }
+    }
+}
+
+fn broadcast<T: Oracle>(heap: &Heap, engine: &mut HostEngine, world: u32) {
+    let rank = engine.rank();
+    for (seed, count) in (0..).zip(COUNTS) {
+        for root in 0..world {
+            for window in [true, false] {
+                let (buffer, _) = buffers::<T>(heap, rank, window, (count, 0));
+                buffer.write(&input::<T>(seed, rank, count));
+                // SAFETY: the buffer holds `count` elements and is this rank's.
+                unsafe { engine.broadcast(buffer.place, count, T::DTYPE, root) }.unwrap();
+                assert!(
+                    bits(&buffer.read::<T>(count)) == bits(&input::<T>(seed, root, count)),
+                    "rank {rank} of {world}: {count} from {root}, window {window}"
+                );
+            }
+        }
+    }
+}
+
+fn all_to_all<T: Oracle>(heap: &Heap, engine: &mut HostEngine, world: u32) {
+    let rank = engine.rank();
+    for (seed, count) in (0..).zip(COUNTS) {
+        let all = count * world as usize;
+        let own = rank as usize * count;
+        let expected: Vec<T> = (0..world)
+            .flat_map(|peer| input::<T>(seed, peer, all)[own..own + count].to_vec())
+            .collect();
+        for window in [true, false] {
+            let (from, to) = buffers::<T>(heap, rank, window, (all, all));
+            from.write(&input::<T>(seed, rank, all));
+            // SAFETY: both buffers hold `all` elements and are this rank's.
+            unsafe { engine.all_to_all(from.place, to.place, count, T::DTYPE) }.unwrap();
+            assert!(
+                bits(&to.read::<T>(all)) == bits(&expected),
+                "rank {rank} of {world}: {count}, window {window}"
+            );
+        }
+    }
+}
+
+#[test]
+fn data_movers_and_reduce_scatter_of_1_to_5_ranks() {
+    for world in 1..=5 {
+        let heap = Heap::new(world, 1, 2 * ROOM, &small_scratch());
+        heap.ranks(|rank| {
+            let mut engine = heap.engine(rank, 0, small_scratch());
+            reduce_scatter::<f32>(&heap, &mut engine, world);
+            reduce_scatter::<bf16>(&heap, &mut engine, world);
+            reduce_scatter::<i64>(&heap, &mut engine, world);
+            all_gather::<u8>(&heap, &mut engine, world);
+            all_gather::<f64>(&heap, &mut engine, world);
+            broadcast::<f16>(&heap, &mut engine, world);
+            broadcast::<i64>(&heap, &mut engine, world);
+            all_to_all::<i8>(&heap, &mut engine, world);
+            all_to_all::<f32>(&heap, &mut engine, world);
+        });
+    }
+}

@@ -1,0 +1,157 @@
+//! Ranks as processes: the test binary runs itself again, over a memfd that the children open
+//! through `/proc`.
+
+use std::io::{BufRead, BufReader};
+use std::os::fd::AsRawFd;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::mm::{MapFlags, ProtFlags, mmap};
+use symmpool_allocator::HeapLayout;
+use symmpool_collectives::{HostEngine, HostOptions, ReduceOp};
+
+const WORLD: u32 = 3;
+const STRIDE: u64 = 8 << 20;
+
+/// The role of a child, and what it needs to play it.
+const ROLE: &str = "SYMMPOOL_TEST_ROLE";
+const RANK: &str = "SYMMPOOL_TEST_RANK";
+const MEMORY: &str = "SYMMPOOL_TEST_MEMORY";
+
+/// Children that are killed and reaped however the test ends.
+struct Children(Vec<Child>);
+
+impl Drop for Children {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+impl Children {
+    /// One process a rank, each running `test` of this binary in `role`.
+    fn start(test: &str, role: &str) -> Self {
+        let memory = memfd_create("symmpool-test", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&memory, STRIDE * u64::from(WORLD)).unwrap();
+        let path = format!("/proc/{}/fd/{}", std::process::id(), memory.as_raw_fd());
+        let mut children = Self(Vec::new());
+        for rank in 0..WORLD {
+            let mut command = Command::new(std::env::current_exe().unwrap());
+            command.args([test, "--exact", "--nocapture"]);
+            command.env(ROLE, role).env(RANK, rank.to_string()).env(MEMORY, &path);
+            command.stdout(Stdio::piped());
+            children.0.push(command.spawn().unwrap());
+        }
+        // Children have opened the memory once they say anything; all must, before it closes.
+        for rank in 0..WORLD {
+            children.expect(rank, "ready");
+        }
+        children
+    }
+
+    /// Reads a rank's output up to the line that ends with `text`, and returns that line.
+    fn expect(&mut self, rank: u32, text: &str) -> String {
+        let stdout = self.0[rank as usize].stdout.as_mut().unwrap();
+        // One line at a time, so nothing behind the line is lost with the reader.
+        let mut reader = BufReader::with_capacity(1, stdout);
+        loop {
+            let mut line = String::new();
+            assert_ne!(reader.read_line(&mut line).unwrap(), 0, "rank {rank} ended early");
+            if line.trim_end().ends_with(text) || line.contains(&format!("{text}:")) {
+                return line;
+            }
+        }
+    }
+}
+
+/// Where, at the end of its slot, a child leaves its process id before it says "ready".
+fn pid(layout: &HeapLayout, rank: u32) -> &'static AtomicU64 {
+    let at = layout.address(rank, STRIDE - 64) as *mut u64;
+    // SAFETY: in a mapping that is never unmapped, aligned, past the control block, and only ever
+    // used as this atomic.
+    unsafe { AtomicU64::from_ptr(at) }
+}
+
+/// A child's engine, over the shared memory it was told of; `watchful` if it looks after peers'
+/// processes.
+fn engine(watchful: bool) -> HostEngine {
+    let rank = std::env::var(RANK).unwrap().parse().unwrap();
+    let path = std::env::var_os(MEMORY).unwrap();
+    let memory = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
+    let (access, shared) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
+    let bytes = (STRIDE * u64::from(WORLD)) as usize;
+    // SAFETY: a new mapping at an address of the kernel's choosing.
+    let base = unsafe { mmap(std::ptr::null_mut(), bytes, access, shared, &memory, 0) }.unwrap();
+    let layout = HeapLayout { base: base as u64, stride: STRIDE, rank, world: WORLD };
+    pid(&layout, rank).store(u64::from(std::process::id()), Ordering::Release);
+    let mut options = HostOptions::default();
+    if watchful {
+        options.peer_alive = Some(Box::new(move |peer| {
+            let process = pid(&layout, peer).load(Ordering::Acquire);
+            process == 0 || std::path::Path::new(&format!("/proc/{process}")).exists()
+        }));
+    }
+    let control = HostEngine::control_bytes(WORLD, &options).unwrap();
+    // SAFETY: the mapping is as long as the heap, new memfd pages are zero, it is never unmapped,
+    // and nothing else uses it.
+    unsafe { HostEngine::new(layout, 0, control, options) }.unwrap()
+}
+
+fn role() -> Option<String> {
+    std::env::var(ROLE).ok()
+}
+
+#[test]
+fn processes_reduce_together() {
+    if role().as_deref() == Some("reduce") {
+        let mut engine = engine(false);
+        println!("\nready");
+        for call in 0..500 {
+            let mut data = vec![i64::from(engine.rank()) + call; 40_000];
+            engine.all_reduce_slice(&mut data, ReduceOp::Sum).unwrap();
+            assert!(data.iter().all(|x| *x == 3 + 3 * call));
+        }
+        println!("\nwhole");
+        return;
+    }
+    let mut children = Children::start("process::processes_reduce_together", "reduce");
+    for rank in 0..WORLD {
+        children.expect(rank, "whole");
+        assert!(children.0[rank as usize].wait().unwrap().success());
+    }
+}
+
+#[test]
+fn a_killed_process_is_named_by_the_others() {
+    // S5: rank 1 is killed amid its calls. Rank 0 sees that its process is gone; rank 2 cannot
+    // see processes, and is told.
+    if role().as_deref() == Some("killed") {
+        let watchful = std::env::var(RANK).unwrap() == "0";
+        let mut engine = engine(watchful);
+        println!("\nready");
+        let mut data = vec![1.0f32; 300_000];
+        let error = loop {
+            if let Err(error) = engine.all_reduce_slice(&mut data, ReduceOp::Max) {
+                break error;
+            }
+        };
+        assert!(error.is_peer_lost() && error.ranks() == [1], "{error}");
+        assert!(engine.barrier().unwrap_err().is_peer_lost());
+        println!("\nfailed: {error}");
+        return;
+    }
+    let mut children =
+        Children::start("process::a_killed_process_is_named_by_the_others", "killed");
+    let began = Instant::now();
+    children.0[1].kill().unwrap();
+    children.0[1].wait().unwrap();
+    for rank in [0, 2] {
+        children.expect(rank, "failed");
+        assert!(children.0[rank as usize].wait().unwrap().success());
+    }
+    assert!(began.elapsed() < Duration::from_secs(20));
+}

@@ -1,0 +1,84 @@
+//! Random traffic matrices for the all-to-all, against a reference that moves one element at a
+//! time.
+
+use crate::common::{Buffer, Heap, input, small_scratch};
+use proptest::prelude::*;
+use symmpool_collectives::{Element, HostOptions};
+
+/// Counts of which many are zero, most small and some large enough for the direct path.
+fn count() -> impl Strategy<Value = usize> {
+    prop_oneof![3 => Just(0usize), 4 => 1usize..40, 2 => 500usize..3000, 1 => 9_000usize..20_000]
+}
+
+fn matrix() -> impl Strategy<Value = Vec<Vec<usize>>> {
+    (1usize..=5).prop_flat_map(|world| {
+        proptest::collection::vec(proptest::collection::vec(count(), world), world)
+    })
+}
+
+fn check(matrix: &[Vec<usize>], window: bool, options: fn() -> HostOptions) {
+    let world = matrix.len();
+    let room = 5 * 20_000 * 4;
+    let heap = Heap::new(world as u32, 1, 2 * room as u64 + 4096, &options());
+    heap.ranks(|rank| {
+        let me = rank as usize;
+        let mut engine = heap.engine(rank, 0, options());
+        let send = &matrix[me];
+        let receive: Vec<usize> = matrix.iter().map(|row| row[me]).collect();
+        let (sent, received): (usize, usize) = (send.iter().sum(), receive.iter().sum());
+        let (from, to) = if window {
+            (Buffer::window(&heap, rank, 0, room), Buffer::window(&heap, rank, room as u64, room))
+        } else {
+            (Buffer::plain(sent * 4, 0), Buffer::plain(received * 4, 4))
+        };
+        let expected: Vec<i32> = (0..world)
+            .flat_map(|peer| {
+                let before: usize = matrix[peer][..me].iter().sum();
+                let all = input::<i32>(5, peer as u32, matrix[peer].iter().sum());
+                all[before..before + receive[peer]].to_vec()
+            })
+            .collect();
+        from.write(&input::<i32>(5, rank, sent));
+        // Both parities, and again over the same memory.
+        for _ in 0..3 {
+            to.write(&vec![-1i32; received]);
+            // SAFETY: the buffers hold what is sent and received, and are this rank's.
+            unsafe { engine.all_to_all_v(from.place, send, to.place, &receive, i32::DTYPE) }
+                .unwrap();
+            assert!(to.read::<i32>(received) == expected, "rank {rank}");
+        }
+    });
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_matrix_arrives_whole(matrix in matrix(), window: bool) {
+        check(&matrix, window, small_scratch);
+    }
+
+    #[test]
+    fn any_matrix_arrives_whole_with_default_scratch(matrix in matrix(), window: bool) {
+        check(&matrix, window, HostOptions::default);
+    }
+}
+
+#[test]
+fn a_large_direct_exchange_takes_the_streaming_path() {
+    let count = 3 << 20;
+    let heap = Heap::new(2, 1, 64 << 20, &HostOptions::default());
+    heap.ranks(|rank| {
+        let mut engine = heap.engine(rank, 0, HostOptions::default());
+        let from = Buffer::window(&heap, rank, 4, 2 * count * 4);
+        let to = Buffer::window(&heap, rank, (32 << 20) + 4, 2 * count * 4);
+        from.write(&input::<i32>(6, rank, 2 * count));
+        // SAFETY: both windows hold twice `count` elements and are this rank's.
+        unsafe { engine.all_to_all(from.place, to.place, count, i32::DTYPE) }.unwrap();
+        let got = to.read::<i32>(2 * count);
+        let own = rank as usize * count;
+        for (peer, part) in (0..2).zip(got.chunks(count)) {
+            assert!(part == &input::<i32>(6, peer, 2 * count)[own..own + count]);
+        }
+    });
+}
