@@ -172,7 +172,9 @@ impl Contender {
                     }
                 }
                 Err(End::Done) => return Ok(()),
-                Err(End::Failed(_, status)) => return Err(format!("{}: {status}", self.name)),
+                Err(End::Failed(process, status)) => {
+                    return Err(format!("{}, process {process}: {status}", self.name));
+                }
                 Err(End::Late) => return Err(format!("{}: not done in time", self.name)),
             }
         }

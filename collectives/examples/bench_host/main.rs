@@ -23,6 +23,7 @@ use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use case::{Case, Op};
+use common::say;
 use contender::{Contender, Workshop};
 use table::Rounds;
 
@@ -94,7 +95,7 @@ fn compare(options: &Options) -> Result<(), String> {
     let facts = facts(options, &contenders, &missing);
     let tables = options.json.as_deref() != Some("-");
     for fact in &facts {
-        if tables { println!("{fact}") } else { eprintln!("{fact}") }
+        if tables { say!("{fact}") } else { eprintln!("{fact}") }
     }
     let rounds = measure(options, &contenders)?;
     let rows = table::rows(&rounds);
@@ -105,7 +106,7 @@ fn compare(options: &Options) -> Result<(), String> {
     match options.json.as_deref() {
         None => Ok(()),
         Some("-") => {
-            println!("{json}");
+            say!("{json}");
             Ok(())
         }
         Some(file) => {

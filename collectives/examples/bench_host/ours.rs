@@ -6,7 +6,7 @@ use symmpool_allocator::{Deadline, Driver, Group, Pool, Result, Stream};
 use symmpool_collectives::{Communicator, ReduceOp};
 
 use crate::case::{Case, Figure, Op};
-use crate::common::{data, sum, value};
+use crate::common::{data, say, sum, value};
 
 const STREAM: &Stream = &Stream::DEFAULT;
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -34,7 +34,7 @@ pub(crate) fn run(role: Role, cases: &[Case], target: Duration) -> Result<()> {
         let mut total = [wrong as i64];
         rank.comm.all_reduce_slice(&mut total, ReduceOp::Sum, STREAM)?;
         if rank.comm.rank() == 0 {
-            println!("{}", Figure { case: *case, us, wrong: total[0] as u64 });
+            say!("{}", Figure { case: *case, us, wrong: total[0] as u64 });
         }
     }
     rank.comm.barrier(STREAM)

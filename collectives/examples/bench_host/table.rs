@@ -7,7 +7,7 @@ use comfy_table::{CellAlignment, Table, TableComponent};
 use serde::Serialize;
 
 use crate::case::Case;
-use crate::common::size_name;
+use crate::common::{say, size_name};
 use crate::contender::{MEMCPY, OURS};
 
 /// One line of the comparison. Times are microseconds.
@@ -87,6 +87,6 @@ pub(crate) fn print(rows: &[Row]) {
         for column in table.column_iter_mut() {
             column.set_cell_alignment(CellAlignment::Right);
         }
-        println!("\n{op}, {ranks} ranks, f32, microseconds a call\n{table}");
+        say!("\n{op}, {ranks} ranks, f32, microseconds a call\n{table}");
     }
 }

@@ -9,6 +9,15 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
 
+/// Prints a line. Nobody reading it is no reason to panic.
+macro_rules! say {
+    ($($text:tt)*) => {{
+        use std::io::Write as _;
+        let _ = writeln!(std::io::stdout(), $($text)*);
+    }};
+}
+pub(crate) use say;
+
 /// Processes that write lines; stopped and waited for when dropped, however that comes about.
 pub(crate) struct Processes {
     children: Vec<Child>,

@@ -25,7 +25,7 @@ use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
 use symmpool_allocator::driver::CudaDriver;
 
-use common::{End, Processes};
+use common::{End, Processes, say};
 use report::Report;
 use results::Results;
 
@@ -55,9 +55,9 @@ fn main() -> ExitCode {
     }
     let began = Instant::now();
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    println!("symmpool demo: {} ranks in processes of their own, {cores} cores", options.ranks);
+    say!("symmpool demo: {} ranks in processes of their own, {cores} cores", options.ranks);
     if let Ok(devices @ 2..) = CudaDriver::device_count() {
-        println!(
+        say!(
             "{devices} CUDA devices are here; collectives on them are not in this version, so \
              this runs in host memory."
         );
@@ -74,7 +74,7 @@ fn main() -> ExitCode {
     show::maps(&results);
     match results.verdict() {
         Ok(verdict) => {
-            println!("\n{verdict}\n{:.1} s in total.", began.elapsed().as_secs_f64());
+            say!("\n{verdict}\n{:.1} s in total.", began.elapsed().as_secs_f64());
             ExitCode::SUCCESS
         }
         Err(why) => {

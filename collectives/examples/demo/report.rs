@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::common::say;
+
 /// How the memory of a run of the tensor program places blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Order {
@@ -42,7 +44,7 @@ pub(crate) enum Report {
 impl Report {
     pub(crate) fn send(&self) {
         match serde_json::to_string(self) {
-            Ok(line) => println!("{line}"),
+            Ok(line) => say!("{line}"),
             Err(error) => eprintln!("a report that cannot be sent: {error}"),
         }
     }

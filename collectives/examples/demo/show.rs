@@ -3,7 +3,7 @@
 use comfy_table::presets::UTF8_HORIZONTAL_ONLY;
 use comfy_table::{CellAlignment, Table, TableComponent};
 
-use crate::common::size_name;
+use crate::common::{say, size_name};
 use crate::program::{ROUNDS, TENSORS};
 use crate::report::{Map, Order};
 use crate::results::Results;
@@ -25,7 +25,7 @@ fn table<const N: usize>(header: [String; N]) -> Table {
 /// Wrong tensors by round, all ranks together.
 pub(crate) fn rounds(results: &Results) {
     let all = TENSORS * results.world;
-    println!("\nTensors that are wrong after their all-reduce, of {all} a round:\n");
+    say!("\nTensors that are wrong after their all-reduce, of {all} a round:\n");
     let mut table = table(["".into(), "1".into(), "2".into(), "3".into(), "4".into(), "5".into()]);
     for (order, name) in [
         (Order::Address, "free blocks by size, address"),
@@ -35,15 +35,16 @@ pub(crate) fn rounds(results: &Results) {
         row.extend((0..ROUNDS).map(|round| results.wrong_in(order, round).to_string()));
         table.add_row(row);
     }
-    println!("{table}");
+    say!("{table}");
 }
 
 /// Times and verdicts by size.
 pub(crate) fn timings(results: &Results) {
-    println!(
+    say!(
         "\n{} ranks over blocks of the pool, f32, microseconds a call (slowest rank), every \
          element\nchecked on every rank. alltoallv sends 1 to {} parts, uneven.\n",
-        results.world, results.world
+        results.world,
+        results.world
     );
     let mut table = table([
         "bytes a rank".into(),
@@ -63,21 +64,21 @@ pub(crate) fn timings(results: &Results) {
         }
         table.add_row(row);
     }
-    println!("{table}");
+    say!("{table}");
 }
 
 /// All ranks' memory, side by side.
 pub(crate) fn maps(results: &Results) {
-    println!(
+    say!(
         "\nWhere the last round's tensors lie (a letter begins one, the same letter the same \
          tensor\non every rank; ░ is free, │ ends a window):"
     );
     for (order, name) in [(Order::Address, "by address"), (Order::Counter, "symmpool")] {
         let maps = results.maps(order);
         let same = maps.windows(2).all(|pair| pair[0] == pair[1]);
-        println!("\n{name}: {}", if same { "identical on every rank" } else { "ranks differ" });
+        say!("\n{name}: {}", if same { "identical on every rank" } else { "ranks differ" });
         for (rank, map) in maps.iter().enumerate() {
-            println!("  rank {rank} │{}", draw(map));
+            say!("  rank {rank} │{}", draw(map));
         }
     }
 }
