@@ -113,6 +113,18 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
         error.clone()
     }
 
+    /// Marks the gather failed because ranks are gone, who will not come to hear of it.
+    pub(crate) fn lose(&mut self, error: &Error) {
+        let gone = u32::try_from(error.ranks().len()).unwrap_or(u32::MAX);
+        self.calls = self.calls.saturating_add(gone);
+        self.fail(error);
+    }
+
+    /// Whether the gather failed because `rank` was gone.
+    pub(crate) fn failed_without(&self, rank: u32) -> bool {
+        matches!(&self.failure, Some(ErrorKind::PeerLost { ranks, .. }) if ranks.contains(&rank))
+    }
+
     /// Whether nothing depends on this entry: no part is held and no failure owed.
     pub(crate) fn is_spent(&self) -> bool {
         match self.failure {
@@ -123,10 +135,6 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
 
     pub(crate) fn has(&self, rank: u32) -> bool {
         self.parts.contains_key(&rank)
-    }
-
-    pub(crate) fn world(&self) -> u32 {
-        self.world
     }
 
     pub(crate) fn failed(&self) -> bool {

@@ -106,7 +106,10 @@ impl State {
                 )));
             }
             *connections += 1;
-            self.lost.remove(&rank);
+            if self.lost.remove(&rank) {
+                // Its successor starts anew: what failed for want of the rank may be tried again.
+                self.gathers.retain(|_, gather| !gather.gathering.failed_without(rank));
+            }
         }
         let rank = identity.map(|identity| identity.rank);
         self.clients.insert(client, Member { rank, wait: None });
@@ -365,9 +368,15 @@ impl State {
             lost,
             format!("disconnected from the store without a part in all_gather {key:?}"),
         );
-        if let Some(gather) = self.gathers.remove(key) {
-            self.answer_all(gather.waiting, &ToClient::Failed(error.kind().clone()), None);
+        let Some(gather) = self.gathers.get_mut(key) else { return };
+        // The failure stays for ranks that still come: those that were told it leave too, and
+        // would seem to be lost as well.
+        gather.gathering.lose(&error);
+        let waiting = std::mem::take(&mut gather.waiting);
+        if gather.gathering.is_spent() {
+            self.gathers.remove(key);
         }
+        self.answer_all(waiting, &ToClient::Failed(error.kind().clone()), None);
     }
 
     /// One frame for many clients.
@@ -399,8 +408,10 @@ impl Gather {
         if !self.declared || self.gathering.failed() {
             return Vec::new();
         }
-        let world = self.gathering.world();
-        lost.range(..world).copied().filter(|rank| !self.gathering.has(*rank)).collect()
+        // Of ranks that stopped waiting it is no news that they are gone.
+        let mut missing = self.gathering.missing();
+        missing.retain(|rank| lost.contains(rank));
+        missing
     }
 }
 

@@ -140,6 +140,35 @@ fn a_lost_rank_fails_what_needs_it_and_nothing_else() {
 }
 
 #[test]
+fn ranks_that_leave_because_another_is_lost_are_not_lost() {
+    let mut bench = Bench::declared(4);
+    assert_eq!(bench.gather(1, 1, 4), []);
+    bench.state.disconnect(0);
+    assert_eq!(error(&bench.replies()[0]).ranks(), [0]);
+    // Rank 1 leaves with its error before the others come.
+    bench.state.disconnect(1);
+    assert_eq!(error(&bench.gather(2, 2, 4)[0]).ranks(), [0]);
+    bench.state.disconnect(2);
+    assert_eq!(error(&bench.gather(3, 3, 4)[0]).ranks(), [0]);
+    assert_eq!(bench.state.entries(), (0, 0, 0));
+    assert_eq!(bench.meter.held(), 0);
+}
+
+#[test]
+fn ranks_that_leave_because_another_is_silent_are_not_lost() {
+    let mut bench = Bench::declared(3);
+    assert_eq!(bench.gather(1, 1, 3), []);
+    assert_eq!(bench.gather(2, 2, 3), []);
+    bench.state.expire(1);
+    assert_eq!(error(&bench.replies()[0]).ranks(), [0]);
+    bench.state.disconnect(1);
+    assert_eq!(bench.replies(), [], "rank 2 still waits for rank 0");
+    bench.state.expire(2);
+    assert_eq!(error(&bench.replies()[0]).ranks(), [0]);
+    assert_eq!(bench.state.entries(), (0, 0, 0));
+}
+
+#[test]
 fn a_rank_is_lost_with_its_last_connection() {
     let mut bench = Bench::declared(2);
     bench.declare(5, 1, 0).unwrap();

@@ -1,0 +1,265 @@
+//! Programs that break symmetry, one way each: every rank gets the same error, which says in
+//! which lane, at which event, and what each rank did there. Rules D1 to D6 are what the
+//! sequences are compared by.
+
+use symmpool_allocator::lane::{Divergence, LaneConfig};
+use symmpool_allocator::{Driver, Error, Group, Pool, Stream};
+
+use crate::ranks::{ranks, same_error};
+
+const WORLD: u32 = 4;
+
+/// The rank that does something else.
+const ODD: u32 = 2;
+
+const MIB: usize = 1 << 20;
+
+fn pool(group: Group) -> Pool {
+    let driver = Driver::sim(u64::from(group.rank()) * 7);
+    Pool::builder(group).driver(driver).stride(1 << 36).build().unwrap()
+}
+
+/// Runs `body` on every rank after ten equal allocations and a commit, commits, and checks that
+/// everybody is told of an event of the default lane.
+fn diverges(body: impl Fn(&Pool, bool) + Sync) -> Divergence {
+    let errors = ranks(WORLD, |group| {
+        let odd = group.rank() == ODD;
+        let pool = pool(group);
+        let blocks: Vec<_> = (0..10).map(|_| pool.alloc::<u8>(MIB).unwrap()).collect();
+        pool.commit().unwrap();
+        for block in blocks {
+            // Kept by address; the body frees some.
+            let _ = block.into_address();
+        }
+        let windows = pool.windows();
+        body(&pool, odd);
+        let error = pool.commit().expect_err("the ranks differ");
+        assert_eq!(pool.windows().list(), windows.list(), "nothing is mapped");
+        error
+    });
+    let error = same_error(errors);
+    assert!(error.is_diverged() && error.ranks() == [ODD], "{error}");
+    let text = error.to_string();
+    assert!(text.contains("rank 2: ") && text.contains("ranks 0, 1, 3: "), "{text}");
+    assert!(text.contains("resync"), "{text}");
+    let found = error.divergence().expect("a place").clone();
+    assert_eq!((found.lane.as_str(), found.until), ("default", None));
+    assert_eq!(found.sides.len(), 2);
+    found
+}
+
+/// What most did, and what the odd rank did.
+fn sides(found: &Divergence) -> (&str, &str) {
+    (&found.sides[0].did, &found.sides[1].did)
+}
+
+/// The address of the block of this event.
+fn address(pool: &Pool, counter: u64) -> u64 {
+    let (_, blocks) = pool.default_lane().map();
+    let base = pool.default_lane().range().0;
+    let block = blocks.iter().find(|block| block.counter == counter).expect("a live block");
+    let layout = pool.layout();
+    layout.address(layout.rank, base + block.offset)
+}
+
+#[test]
+fn an_allocation_that_is_missing() {
+    let found = diverges(|pool, odd| {
+        if !odd {
+            pool.alloc::<u8>(3000).unwrap().into_address();
+        }
+        pool.alloc::<u8>(5 * MIB).unwrap().into_address();
+    });
+    assert_eq!(found.counter, 10);
+    assert_eq!(sides(&found), ("alloc 2.93 KiB on stream 0", "alloc 5.00 MiB on stream 0"));
+    assert!(found.sides[0].site.as_ref().unwrap().contains("divergence.rs:"), "{found}");
+}
+
+#[test]
+fn a_sequence_that_ends_before_the_others() {
+    let found = diverges(|pool, odd| {
+        pool.alloc::<u8>(700).unwrap().into_address();
+        if !odd {
+            pool.alloc::<u8>(800).unwrap().into_address();
+        }
+    });
+    assert_eq!(found.counter, 11);
+    assert_eq!(sides(&found).0, "alloc 800 B on stream 0");
+    assert!(sides(&found).1.contains("its sequence ends before"), "{found}");
+}
+
+#[test]
+fn another_size() {
+    let found = diverges(|pool, odd| {
+        pool.alloc::<f32>(if odd { 6 << 18 } else { 8 << 18 }).unwrap().into_address();
+    });
+    assert_eq!(found.counter, 10);
+    assert_eq!(sides(&found), ("alloc 8.00 MiB on stream 0", "alloc 6.00 MiB on stream 0"));
+}
+
+#[test]
+fn another_size_in_the_same_place() {
+    // Sizes are compared as asked for, also where they are rounded to the same one.
+    let found = diverges(|pool, odd| {
+        pool.alloc::<u8>(if odd { 511 } else { 512 }).unwrap().into_address();
+    });
+    assert_eq!(sides(&found), ("alloc 512 B on stream 0", "alloc 511 B on stream 0"));
+}
+
+#[test]
+fn another_stream() {
+    // D3: handles differ from rank to rank, ordinals must not.
+    let found = diverges(|pool, odd| {
+        let handle = |n: u64| Stream::from_raw(n * 1000 + u64::from(pool.rank()));
+        let lane = pool.default_lane();
+        lane.alloc_on::<u8>(64, handle(1)).unwrap().into_address();
+        lane.alloc_on::<u8>(64, handle(if odd { 2 } else { 1 })).unwrap().into_address();
+    });
+    assert_eq!(found.counter, 11);
+    assert_eq!(sides(&found), ("alloc 64 B on stream 1", "alloc 64 B on stream 2"));
+}
+
+#[test]
+fn another_alignment() {
+    let found = diverges(|pool, odd| {
+        let align = if odd { 4096 } else { 8192 };
+        let block = pool.default_lane().alloc_bytes(64, align, Stream::DEFAULT).unwrap();
+        block.into_address();
+    });
+    assert!(sides(&found).1.contains("aligned to 4096"), "{found}");
+}
+
+#[test]
+fn a_free_that_others_did_not_do() {
+    let found = diverges(|pool, odd| {
+        if odd {
+            pool.default_lane().free_address(address(pool, 3)).unwrap();
+        }
+        pool.alloc::<u8>(100).unwrap().into_address();
+    });
+    assert_eq!(found.counter, 10);
+    assert_eq!(sides(&found), ("alloc 100 B on stream 0", "free of the block of event 3"));
+}
+
+#[test]
+fn a_free_that_only_one_did_not_do() {
+    let found = diverges(|pool, odd| {
+        if !odd {
+            pool.default_lane().free_address(address(pool, 3)).unwrap();
+        }
+        pool.default_lane().free_address(address(pool, 4)).unwrap();
+    });
+    assert_eq!(
+        sides(&found),
+        ("free of the block of event 3", "free of the block of event 4")
+    );
+}
+
+#[test]
+fn frees_in_another_order() {
+    // D5: what is freed in another order on each rank has to be freed without order.
+    let found = diverges(|pool, odd| {
+        let lane = pool.default_lane();
+        for counter in if odd { [5, 4] } else { [4, 5] } {
+            lane.free_address(address(pool, counter)).unwrap();
+        }
+    });
+    assert_eq!(found.counter, 10);
+}
+
+#[test]
+fn a_trim_that_is_missing() {
+    // D6: memory is released by the sequence alone.
+    let found = diverges(|pool, odd| {
+        let lane = pool.default_lane();
+        for counter in 0..10 {
+            lane.free_address(address(pool, counter)).unwrap();
+        }
+        if !odd {
+            assert!(lane.trim().unwrap() > 0);
+        }
+    });
+    assert_eq!(found.counter, 20);
+    assert!(sides(&found).0.starts_with("trim of "), "{found}");
+}
+
+#[test]
+fn a_recorded_stream_that_is_missing() {
+    // D4: which work a reuse waits for is part of the sequence.
+    let found = diverges(|pool, odd| {
+        let block = pool.alloc::<u8>(100).unwrap();
+        if !odd {
+            block.record_stream(Stream::from_raw(9)).unwrap();
+        }
+        block.free().unwrap();
+    });
+    assert_eq!(found.counter, 11);
+    assert_eq!(
+        sides(&found),
+        ("use of the block of event 10 on stream 1", "free of the block of event 10")
+    );
+}
+
+#[test]
+fn another_reserve() {
+    let found = diverges(|pool, odd| {
+        pool.default_lane().reserve(if odd { 64 << 20 } else { 32 << 20 }).unwrap();
+    });
+    assert_eq!(sides(&found), ("reserve 32.00 MiB", "reserve 64.00 MiB"));
+}
+
+#[test]
+fn of_several_lanes_the_first_is_named() {
+    let errors = ranks(WORLD, |group| {
+        let odd = group.rank() == ODD;
+        let driver = Driver::sim(u64::from(group.rank()));
+        let lanes = ["a", "b", "c"].map(LaneConfig::symmetric);
+        let builder = Pool::builder(group).driver(driver).stride(1 << 36);
+        let pool = lanes.into_iter().fold(builder, |builder, lane| builder.lane(lane));
+        let pool = pool.build().unwrap();
+        // In time, lane c goes wrong first; lanes have no order between them (D7).
+        for name in ["c", "b", "a"] {
+            let lane = pool.lane(name).unwrap();
+            let common = lane.alloc::<u8>(600).unwrap();
+            let differs = odd && name != "a";
+            lane.alloc::<u8>(if differs { 700 } else { 800 }).unwrap().into_address();
+            common.into_address();
+        }
+        pool.commit().expect_err("two lanes differ")
+    });
+    let error = same_error(errors);
+    let found = error.divergence().expect("a place");
+    assert_eq!((found.lane.as_str(), found.counter, found.ranks()), ("b", 1, &[ODD][..]));
+}
+
+#[test]
+fn what_is_older_than_the_history_is_bracketed_in_few_rounds() {
+    const EVENTS: u64 = 5000;
+    let outcomes = ranks(WORLD, |group| {
+        let odd = group.rank() == ODD;
+        let driver = Driver::sim(u64::from(group.rank()));
+        let lane = LaneConfig::symmetric("short").history(16);
+        let pool = Pool::builder(group).driver(driver).stride(1 << 36).lane(lane).build().unwrap();
+        for n in 0..100 {
+            pool.alloc::<u8>(n).unwrap().into_address();
+        }
+        pool.alloc::<u8>(if odd { 900 } else { 1000 }).unwrap().into_address();
+        for _ in 0..EVENTS / 2 {
+            pool.alloc::<u8>(64).unwrap().free().unwrap();
+        }
+        let before = pool.stats().store;
+        let error = pool.commit().expect_err("event 100 differs");
+        (error, pool.stats().store.round_trips - before.round_trips)
+    });
+    let rounds = outcomes.iter().map(|(_, rounds)| *rounds).max().unwrap();
+    // All ranks use one store, and count together here: proposal, reach, event, and digests of
+    // 64 prefixes at a time.
+    assert!(rounds <= 8 * u64::from(WORLD), "{rounds} round trips");
+    let error = same_error(outcomes.into_iter().map(|(error, _)| error).collect::<Vec<Error>>());
+    let found = error.divergence().expect("a place");
+    let until = found.until.expect("only a range of events");
+    assert!((found.counter..=until).contains(&100), "{found}");
+    assert!(until - found.counter < EVENTS / 4, "{found}");
+    assert_eq!(found.ranks(), [ODD]);
+    assert!(error.to_string().contains("older than the lane's history"), "{error}");
+}

@@ -1,0 +1,208 @@
+//! A rank that cannot do what the others do: all get its error, nothing stays half done, and the
+//! pool goes on once the cause is gone.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use symmpool_allocator::driver::{Call, Counts, FaultAction, FaultDriver, FaultPlan, Step};
+use symmpool_allocator::{Driver, Error, Group, Pool, Result};
+
+use crate::ranks::{Memory, each, ranks, same_error};
+
+const WORLD: u32 = 3;
+
+/// The rank that fails.
+const FAILING: u32 = 1;
+
+const MIB: usize = 1 << 20;
+
+/// Something to go wrong: a step or call, and its occurrence.
+#[derive(Clone, Copy, Debug)]
+enum At {
+    Step(Step, u64),
+    Call(Call, u64),
+}
+
+/// The driver of a rank; on the failing one it runs out of memory as planned.
+fn driver(memory: Memory, rank: u32, at: At) -> FaultDriver {
+    let inner = memory.driver(u64::from(rank));
+    let failure = FaultAction::Fail(Error::out_of_memory("none left, as planned"));
+    let plan = match at {
+        _ if rank != FAILING => FaultPlan::new(),
+        At::Step(step, nth) => FaultPlan::new().at_step(step, nth, failure),
+        At::Call(call, nth) => FaultPlan::new().at_call(call, nth, failure),
+    };
+    FaultDriver::new(inner, plan)
+}
+
+fn build(group: &Group, driver: &FaultDriver) -> Result<Pool> {
+    Pool::builder(group.clone()).driver(Driver::new(driver.clone())).stride(1 << 30).build()
+}
+
+/// Mappings there are now.
+fn mappings(counts: &Counts) -> u64 {
+    counts.succeeded(Call::Map) - counts.succeeded(Call::Unmap)
+}
+
+/// A failure in the second commit, which is then tried again.
+fn fails_in_the_second_commit(memory: Memory, at: At) {
+    let errors = ranks(WORLD, |group| {
+        let rank = group.rank();
+        let driver = driver(memory, rank, at);
+        let pool = build(&group, &driver).unwrap();
+        let first = pool.alloc::<u8>(MIB).unwrap();
+        assert_eq!(pool.commit().unwrap().windows_added, 1);
+        let windows = pool.windows();
+        let second = pool.alloc::<u8>(4 * MIB).unwrap();
+        let mapped = mappings(&driver.counts());
+        let error = pool.commit().expect_err("one rank failed");
+        // Nothing changed, on any rank, and the memory made before is still a window.
+        assert_eq!(mappings(&driver.counts()), mapped, "{memory:?} {at:?} rank {rank}");
+        assert_eq!(pool.windows().list(), windows.list());
+        assert!(pool.is_window(first.address(), first.bytes()));
+        assert!(!pool.is_window(second.address(), second.bytes()));
+        assert!(pool.is_commit_due());
+        let report = pool.commit().unwrap_or_else(|error| panic!("{memory:?} {at:?}: {error}"));
+        assert_eq!((report.number, report.windows_added), (2, 1));
+        assert!(pool.is_window(second.address(), second.bytes()));
+        assert!(!pool.is_commit_due());
+        drop((first, second, pool, group));
+        assert_eq!(driver.counts().leaks(), None, "{memory:?} {at:?} rank {rank}");
+        error
+    });
+    let error = same_error(errors);
+    assert!(error.is_out_of_memory(), "{memory:?} {at:?}: {error}");
+    let text = error.to_string();
+    assert!(text.contains("rank 1 failed in "), "{memory:?} {at:?}: {text}");
+    assert!(!text.contains("so did"), "only one rank failed: {text}");
+    assert!(text.contains("none left, as planned"), "{memory:?} {at:?}: {text}");
+}
+
+#[test]
+fn a_failed_step_of_a_commit_is_everyones_error_and_is_undone() {
+    let steps = Step::ALL.into_iter().filter(|step| {
+        (Step::CommitPublish..Step::CommitFinish).contains(step)
+    });
+    for step in steps {
+        each(Memory::ALL, |memory| fails_in_the_second_commit(memory, At::Step(step, 2)));
+    }
+}
+
+#[test]
+fn a_failed_call_of_a_commit_is_everyones_error_and_is_undone() {
+    // A rank maps its own segment when it grows, and one of each peer in a commit: the second
+    // commit's are the fifth and sixth mapping, the third and fourth import.
+    let calls = [At::Call(Call::Import, 3), At::Call(Call::Import, 4)];
+    for at in calls.into_iter().chain([At::Call(Call::Map, 5), At::Call(Call::Map, 6)]) {
+        each(Memory::ALL, |memory| fails_in_the_second_commit(memory, at));
+    }
+    // Handles that do not travel are not made.
+    for memory in [Memory::Host, Memory::Bytes] {
+        fails_in_the_second_commit(memory, At::Call(Call::Export, 2));
+    }
+}
+
+#[test]
+fn a_rank_that_cannot_finish_a_commit_tells_the_others_at_the_next() {
+    // Without growth, agreement is all there is: from then on a failure is the rank's own.
+    for (step, grows) in [(Step::CommitFinish, true), (Step::CommitAgree, false)] {
+        let errors = ranks(WORLD, |group| {
+            let driver = driver(Memory::Host, group.rank(), At::Step(step, 2));
+            let pool = build(&group, &driver).unwrap();
+            let _block = pool.alloc::<u8>(MIB).unwrap();
+            pool.commit().unwrap();
+            let _more = grows.then(|| pool.alloc::<u8>(8 * MIB).unwrap());
+            let second = pool.commit();
+            assert_eq!(second.is_err(), group.rank() == FAILING, "{second:?}");
+            let third = pool.commit().expect_err("the ranks are not alike any more");
+            let again = pool.commit().expect_err("and stay so");
+            assert_eq!(third.to_string(), again.to_string());
+            third
+        });
+        // The ranks are at different commits: what they share follows the number.
+        for error in errors {
+            assert!(error.is_invalid_state(), "{error}");
+            let text = error.to_string();
+            assert!(text.contains("rank 1 failed in commit: an earlier commit"), "{text}");
+            assert!(text.contains("none left, as planned"), "{text}");
+            assert!(text.contains("build a new pool"), "{text}");
+        }
+    }
+}
+
+#[test]
+fn a_failed_step_of_the_handshake_is_everyones_error_and_the_next_pool_is_made() {
+    let steps = [Step::HandshakePublish, Step::HandshakeConnect, Step::HandshakeConfirm];
+    let points = steps.map(|step| At::Step(step, 1)).into_iter().chain([At::Call(Call::Reserve, 1)]);
+    for at in points {
+        each(Memory::ALL, |memory| {
+            let errors = ranks(WORLD, |group| {
+                let driver = driver(memory, group.rank(), at);
+                let error = build(&group, &driver).expect_err("one rank failed");
+                assert_eq!(driver.counts().leaks(), None, "{memory:?} {at:?}");
+                let pool = build(&group, &driver).unwrap();
+                let _block = pool.alloc::<u8>(MIB).unwrap();
+                assert_eq!(pool.commit().unwrap().windows_added, 1);
+                error
+            });
+            let error = same_error(errors);
+            assert!(error.is_out_of_memory(), "{memory:?} {at:?}: {error}");
+            assert!(error.to_string().contains("rank 1 failed in the handshake"), "{error}");
+        });
+    }
+}
+
+#[test]
+fn an_allocation_that_fails_on_one_rank_is_told_to_all_and_can_be_repeated() {
+    // D6: what one rank could not do is not part of any rank's sequence after a resync.
+    for at in [At::Call(Call::Create, 2), At::Call(Call::Map, 4)] {
+        each(Memory::ALL, |memory| {
+            let errors = ranks(WORLD, |group| {
+                let failing = group.rank() == FAILING;
+                let driver = driver(memory, group.rank(), at);
+                let pool = build(&group, &driver).unwrap();
+                let first = pool.alloc::<u8>(MIB).unwrap();
+                pool.commit().unwrap();
+                let mapped = mappings(&driver.counts());
+                let attempt = pool.alloc::<u8>(4 * MIB);
+                if failing {
+                    assert!(attempt.as_ref().is_err_and(Error::is_out_of_memory), "{attempt:?}");
+                    assert_eq!(mappings(&driver.counts()), mapped, "undone");
+                }
+                let error = pool.commit().expect_err("one rank failed");
+                // The rank catches up, and all are alike.
+                let second = if failing { pool.alloc::<u8>(4 * MIB) } else { attempt }.unwrap();
+                assert_eq!(pool.commit().unwrap().windows_added, 1);
+                assert!(pool.is_window(second.address(), second.bytes()));
+                let digest = pool.default_lane().digest();
+                drop((first, second, pool, group));
+                assert_eq!(driver.counts().leaks(), None, "{memory:?} {at:?}");
+                (error, digest)
+            });
+            assert!(errors.iter().all(|(_, digest)| *digest == errors[0].1));
+            let error = same_error(errors.into_iter().map(|(error, _)| error).collect());
+            assert!(error.is_out_of_memory(), "{memory:?} {at:?}: {error}");
+            assert!(error.to_string().contains("rank 1 failed in event 1"), "{error}");
+        });
+    }
+}
+
+#[test]
+fn looking_at_a_pool_does_not_disturb_its_commits() {
+    let done = AtomicBool::new(false);
+    let groups = Group::in_process(2).unwrap();
+    let pools = each(groups, |group| {
+        Pool::builder(group).driver(Driver::sim(1)).stride(1 << 30).build().unwrap()
+    });
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                let _ = (pools[0].stats(), pools[0].lost_peers());
+            }
+        });
+        let outcomes = each(&pools, |pool| (0..2000).try_for_each(|_| pool.commit().map(drop)));
+        done.store(true, Ordering::Relaxed);
+        for outcome in outcomes {
+            outcome.unwrap();
+        }
+    });
+}

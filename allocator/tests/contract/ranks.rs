@@ -1,0 +1,147 @@
+//! Running ranks, and the kinds of memory they run on.
+
+use std::thread;
+use std::time::Duration;
+
+use symmpool_allocator::driver::{
+    DeviceIdentity, Event, Exported, MemoryDriver, Physical, Reservation, SimDriver, Transport,
+};
+use symmpool_allocator::{Driver, Error, Group, Result, Stream};
+
+/// What ranks give each other where nothing is meant to go wrong.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Runs `body` as every rank of a group of `world`, and returns what each said, in rank order.
+pub(crate) fn ranks<R: Send>(world: u32, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
+    let groups = Group::in_process(world).expect("a small group");
+    let groups = groups.into_iter().map(|group| group.with_timeout(PATIENCE));
+    each(groups, body)
+}
+
+/// Runs `body` on a thread for each of `items`, and returns what each said, in their order.
+pub(crate) fn each<T: Send, R: Send>(
+    items: impl IntoIterator<Item = T>,
+    body: impl Fn(T) -> R + Sync,
+) -> Vec<R> {
+    let body = &body;
+    thread::scope(|scope| {
+        let threads: Vec<_> =
+            items.into_iter().map(|item| scope.spawn(move || body(item))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("a rank panicked")).collect()
+    })
+}
+
+/// Asserts that all ranks got the same error but for who and where they are; returns the first.
+pub(crate) fn same_error(errors: Vec<Error>) -> Error {
+    let essence = |error: &Error| {
+        let text = error.to_string();
+        let (_, rest) = text.split_once("commit ").unwrap_or(("", &text));
+        rest.to_owned()
+    };
+    for error in &errors[1..] {
+        assert_eq!(essence(error), essence(&errors[0]));
+    }
+    errors.into_iter().next().expect("at least one rank")
+}
+
+/// The three ways in which handles travel.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Memory {
+    /// Memory files, over Unix sockets.
+    Host,
+    /// Addresses only; handles are bytes and go through the store.
+    Bytes,
+    /// Addresses only; handles do not travel.
+    Sim,
+}
+
+impl Memory {
+    pub(crate) const ALL: [Self; 3] = [Self::Host, Self::Bytes, Self::Sim];
+
+    pub(crate) fn driver(self, seed: u64) -> Driver {
+        match self {
+            Self::Host => Driver::host().expect("memory files"),
+            Self::Bytes => Driver::new(Bytes(SimDriver::new(seed))),
+            Self::Sim => Driver::sim(seed),
+        }
+    }
+}
+
+/// Simulated memory whose handles are bytes, as those of devices with a fabric are.
+struct Bytes(SimDriver);
+
+impl MemoryDriver for Bytes {
+    fn name(&self) -> &'static str {
+        "bytes"
+    }
+
+    fn device(&self) -> DeviceIdentity {
+        DeviceIdentity { kind: "bytes".into(), ..self.0.device() }
+    }
+
+    fn granularity(&self) -> u64 {
+        self.0.granularity()
+    }
+
+    fn transport(&self) -> Transport {
+        Transport::Store
+    }
+
+    fn host_accessible(&self) -> bool {
+        false
+    }
+
+    fn reserve(&self, bytes: u64, align: u64) -> Result<Reservation> {
+        self.0.reserve(bytes, align)
+    }
+
+    fn unreserve(&self, reservation: Reservation) -> Result<()> {
+        self.0.unreserve(reservation)
+    }
+
+    fn create(&self, bytes: u64) -> Result<Physical> {
+        self.0.create(bytes)
+    }
+
+    fn export(&self, physical: &Physical) -> Result<Exported> {
+        self.0.export(physical)?;
+        Ok(Exported::Bytes(physical.bytes().to_le_bytes().to_vec()))
+    }
+
+    fn import(&self, exported: Exported, bytes: u64) -> Result<Physical> {
+        match exported {
+            Exported::Bytes(handle) if handle == bytes.to_le_bytes() => {
+                self.0.import(Exported::Derived, bytes)
+            }
+            other => Err(Error::invalid_argument(format!("{other:?} is no handle to {bytes}"))),
+        }
+    }
+
+    fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()> {
+        self.0.map(reservation, offset, physical)
+    }
+
+    fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {
+        self.0.unmap(reservation, offset, bytes)
+    }
+
+    fn release(&self, physical: Physical) -> Result<()> {
+        self.0.release(physical)
+    }
+
+    fn record_event(&self, stream: Stream) -> Result<Event> {
+        self.0.record_event(stream)
+    }
+
+    fn wait_event(&self, stream: Stream, event: &Event) -> Result<()> {
+        self.0.wait_event(stream, event)
+    }
+
+    fn release_event(&self, event: Event) {
+        self.0.release_event(event);
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.0.synchronize()
+    }
+}
