@@ -24,7 +24,7 @@ test-rust:
 	cargo test --workspace --all-features --all-targets --exclude symmpool-tests
 	cargo test --workspace --all-features --doc
 	cargo test -p symmpool-tests
-	cargo test -p symmpool-allocator --features conformance --test driver_cuda -- --nocapture
+	cargo test -p symmpool-allocator --all-features --lib driver::cuda -- --nocapture
 
 # Every interleaving of what processes and threads share.
 test-loom:

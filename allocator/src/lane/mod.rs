@@ -6,15 +6,15 @@
 //!
 //! | file | holds |
 //! | --- | --- |
-//! | [`state`] | the lane itself: alloc, free, record, trim, reclaim, resync |
-//! | [`table`] | the blocks: a slab, chained in address order |
-//! | [`free`] | the free blocks of one stream, first fit |
-//! | [`index`] | from an offset to the block that begins there |
-//! | [`segments`] | physical segments: how large, where, which may move |
-//! | [`resync`] | going back to a state all ranks share |
-//! | [`streams`] | stream ordinals and waits between streams |
-//! | [`history`] | the event log's digest and its recent past |
-//! | [`divergence`] | what is said when ranks differ |
+//! | `state` | the lane itself: alloc, free, record, trim, reclaim, resync |
+//! | `table` | the blocks: a slab, chained in address order |
+//! | `free` | the free blocks of one stream, first fit |
+//! | `index` | from an offset to the block that begins there |
+//! | `segments` | physical segments: how large, where, which may move |
+//! | `resync` | going back to a state all ranks share |
+//! | `streams` | stream ordinals and waits between streams |
+//! | `history` | the event log's digest and its recent past |
+//! | `divergence` | what is said when ranks differ |
 #![forbid(unsafe_code)]
 
 mod config;

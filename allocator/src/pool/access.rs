@@ -16,7 +16,7 @@ pub(super) fn write<T: Pod>(to: *mut T, values: &[T]) {
     unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), to, values.len()) };
 }
 
-/// Copies `count` elements from `from`; the caller has checked as for [`write`].
+/// Copies `count` elements from `from`; the caller has checked as for [`write`](fn@write).
 pub(super) fn read<T: Pod>(from: *const T, count: usize) -> Vec<T> {
     let mut values = vec![T::zeroed(); count];
     // SAFETY: as in `write`, with the roles exchanged; any bit pattern is a valid `T: Pod`.
