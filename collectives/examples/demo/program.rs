@@ -38,7 +38,7 @@ pub(crate) fn run<M: Memory>(
         let mut index = 0_u64;
         let (freed, kept): (Vec<_>, Vec<_>) = live.into_iter().partition(|_| {
             index += 1;
-            hash(u64::from(round) << 16 | index) % 3 > 0
+            !hash(u64::from(round) << 16 | index).is_multiple_of(3)
         });
         for tensor in freed {
             memory.free(tensor)?;
