@@ -24,12 +24,15 @@ pub(crate) struct Row {
     memcpy_us: Option<f64>,
 }
 
-/// Rounds of every contender for one case.
-pub(crate) type Rounds = BTreeMap<(u32, Case), Vec<(usize, &'static str, Vec<f64>)>>;
+/// One contender's times, a round each; who it is by place and by name.
+pub(crate) type Times = (usize, &'static str, Vec<f64>);
+
+/// Rounds of every contender for one number of ranks and one case.
+pub(crate) type Rounds = BTreeMap<(u32, Case), Vec<Times>>;
 
 /// The median over rounds; of several ways to run one library, the better.
 pub(crate) fn rows(rounds: &Rounds) -> Vec<Row> {
-    let row = |(&(ranks, case), times): (&(u32, Case), &Vec<(usize, &'static str, Vec<f64>)>)| {
+    let row = |(&(ranks, case), times): (&(u32, Case), &Vec<Times>)| {
         let mut best: BTreeMap<&'static str, f64> = BTreeMap::new();
         for (_, name, times) in times {
             let us = median(times);
