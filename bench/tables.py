@@ -40,33 +40,25 @@ def figure(value):
     return f"{value:.3g}"
 
 
-def measured_on(report):
-    facts = report["measured_on"]
-    known = [facts.get(key) for key in ("cpu", "kernel") if facts.get(key)]
-    cores = facts.get("cores") or facts.get("cpus")
-    return ", ".join(known + ([f"{cores} cores"] if cores else []))
-
-
 def host_table(operation):
     """Our time and the peers' for one operation, a row for each group size and message size."""
-    report = load("host")
-    entries = [entry for entry in report if entry["op"] == operation]
+    entries = [entry for entry in load("host") if entry["op"] == operation]
     peers = sorted({peer for entry in entries for peer in entry["peers"]})
-    head = ["ranks", "bytes", "symmpool us", *[f"{peer} us" for peer in peers], "best peer / ours"]
+    head = ["ranks", "bytes", "symmpool us", *[f"{peer} us" for peer in peers], "memcpy us"]
     rows = []
     for entry in sorted(entries, key=lambda entry: (entry["ranks"], entry["bytes"])):
-        mpi = [entry["peers"].get(peer) for peer in peers if peer != "memcpy"]
-        best = min((us for us in mpi if us), default=None)
+        best = min(entry["peers"].values(), default=None)
+        times = [entry["peers"].get(peer) for peer in peers]
         rows.append(
             [
                 entry["ranks"],
                 size(entry["bytes"]),
                 figure(entry["ours_us"]),
-                *[figure(entry["peers"].get(peer)) for peer in peers],
+                *[figure(us) for us in [*times, entry.get("memcpy_us")]],
                 f"{best / entry['ours_us']:.2f}" if best else "-",
             ]
         )
-    return table(head, rows)
+    return table([*head, "best peer / ours"], rows)
 
 
 def all_reduce():

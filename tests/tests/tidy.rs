@@ -135,3 +135,11 @@ fn the_documents_name_files_that_exist() {
         }
     }
 }
+
+#[test]
+fn the_readme_shows_the_first_example_as_it_is() {
+    let example = read(&root().join("collectives/examples/first.rs"));
+    let (_, program) = example.split_once("\n\n").expect("a doc line, then the program");
+    let readme = read(&root().join("README.md"));
+    assert!(readme.contains(program.trim_end()), "README.md differs from examples/first.rs");
+}
