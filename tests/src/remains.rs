@@ -98,7 +98,11 @@ fn children() -> usize {
         stat.rsplit_once(')').and_then(|(_, rest)| rest.split_ascii_whitespace().nth(1))
             == Some(&own)
     };
-    entries("/proc").iter().filter(|name| name.parse::<u32>().is_ok()).filter(|n| is_child(n)).count()
+    entries("/proc")
+        .iter()
+        .filter(|name| name.parse::<u32>().is_ok())
+        .filter(|n| is_child(n))
+        .count()
 }
 
 #[cfg(test)]

@@ -59,16 +59,14 @@ impl Seat {
 
     /// Meets the other ranks, and returns when all are there.
     pub fn join(&self) -> Membership {
-        let server = (self.hosted && self.rank == 0).then(|| {
-            TcpServer::bind("127.0.0.1:0", TcpOptions::default()).expect("a free port")
-        });
+        let server = (self.hosted && self.rank == 0)
+            .then(|| TcpServer::bind("127.0.0.1:0", TcpOptions::default()).expect("a free port"));
         if let Some(server) = &server {
             self.say("address", server.local_addr());
         }
         let mut address = String::new();
         std::io::stdin().lock().read_line(&mut address).expect("the store's address");
-        let options =
-            TcpOptions { hosted_by: self.hosted.then_some(0), ..TcpOptions::default() };
+        let options = TcpOptions { hosted_by: self.hosted.then_some(0), ..TcpOptions::default() };
         let deadline = Deadline::after(PATIENCE);
         let store = TcpStore::connect_as(address.trim(), options, self.rank, deadline);
         let store = Arc::new(store.expect("the store answers"));

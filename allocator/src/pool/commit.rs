@@ -10,8 +10,8 @@
 //! Nothing is mapped before all digests agree. A commit in which nothing grew ends after step 2.
 //! The lanes stay locked throughout, because a commit is part of their sequence.
 
-use std::os::fd::AsFd;
 use std::ops::{Deref, DerefMut};
+use std::os::fd::AsFd;
 use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -131,8 +131,7 @@ impl Pool {
                 self.rank()
             )));
         }
-        let committer =
-            Turn { committer: lock(&self.0.committer), committing: &self.0.committing };
+        let committer = Turn { committer: lock(&self.0.committer), committing: &self.0.committing };
         match &committer.broken {
             Some(cause) => {
                 Err(cause.clone().context("this pool cannot commit any more; build a new one"))
@@ -233,12 +232,11 @@ impl Pool {
         let budget = deadline.remaining();
         // The confirmation needs its share, or a slow peer would look like a lost one.
         let exchange_by = Deadline::after(budget.mul_f64(0.8));
-        let outcome = self.hand_over(committer, held, fresh, ready, &mut mapped, exchange_by);
+        let outcome = self
+            .hand_over(committer, held, fresh, ready, &mut mapped, exchange_by)
+            .and_then(|()| self.driver().at_step(Step::CommitConfirm));
         let status = outcome.as_ref().copied().map_err(|error| error.kind().clone());
         let confirm = || -> Result<()> {
-            if outcome.is_ok() {
-                self.driver().at_step(Step::CommitConfirm)?;
-            }
             let deadline = Deadline::after(deadline.remaining().max(GRACE));
             let gathered =
                 self.0.group.all_gather("mapped", &encode(&Mapped(status))?, deadline)?;
