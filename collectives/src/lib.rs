@@ -1,6 +1,8 @@
 //! Collectives on symmetric memory, between ranks that share it.
 //!
-//! [`HostEngine`] runs them in host memory: ranks are processes, the heap is shared pages, signals
+//! A [`Communicator`] runs them on the blocks of a pool, and is what programs use.
+//!
+//! [`HostEngine`] is what runs them in host memory: ranks are processes, the heap is shared pages, signals
 //! are atomics in them. Every wait is bounded, every difference between what ranks call is an error
 //! on all of them before data is touched, and results have the same bits on every rank, in every
 //! run and with every algorithm.
@@ -12,6 +14,7 @@ mod allreduce;
 mod alltoallv;
 mod barrier;
 mod broadcast;
+mod communicator;
 mod dtype;
 mod host;
 mod reduce;
@@ -20,6 +23,7 @@ mod signal;
 mod slices;
 
 pub use allreduce::AllReduceAlgorithm;
+pub use communicator::{Communicator, CommunicatorOptions};
 pub use dtype::{DType, Element};
 pub use host::{HostEngine, HostOptions, Place};
 pub use reduce::ReduceOp;

@@ -89,7 +89,12 @@ impl HostEngine {
     }
 
     /// Refuses a length; the other ranks are told, so that they do not wait.
-    fn fits(&mut self, what: &str, length: usize, expected: Option<usize>) -> Result<()> {
+    pub(crate) fn fits(
+        &mut self,
+        what: &str,
+        length: usize,
+        expected: Option<usize>,
+    ) -> Result<()> {
         self.ready()?;
         if expected == Some(length) {
             return Ok(());

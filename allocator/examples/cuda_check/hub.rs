@@ -164,7 +164,7 @@ fn from_rank(
 }
 
 /// Waits for the processes to end, and ends those that do not.
-fn reap(children: Vec<Child>, deadline: Deadline) -> Result<(), String> {
+pub(super) fn reap(children: Vec<Child>, deadline: Deadline) -> Result<(), String> {
     let mut wrong = Vec::new();
     for (rank, mut child) in children.into_iter().enumerate() {
         let status = loop {

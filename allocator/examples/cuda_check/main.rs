@@ -3,12 +3,16 @@
 //! `cuda_check [--ranks N] [--json FILE]` starts N processes, rank r on device r modulo the number
 //! of devices. Each makes segments, hands them to all others, maps theirs in their slots, writes a
 //! distinct pattern through every slot, and reads all back. `cuda_check --self-test` goes through
-//! one device's life cycle and misuse.
+//! one device's life cycle and misuse, and `cuda_check --conformance` through what every driver must
+//! do. `cuda_check --pool [--ranks N]` does the exchange with pools: busy allocation, commits, and
+//! the errors that all ranks must get alike. The last two take `--driver host` too.
 //!
 //! Exits with 0 if everything was right, 1 if not, 2 without CUDA (0 with `--allow-missing`), and
 //! 64 for arguments it does not know. Every wait ends: `--timeout SECONDS`, 60 by default.
 
+mod conformance;
 mod hub;
+mod pool;
 mod rank;
 mod selftest;
 mod wire;
@@ -17,11 +21,38 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use symmpool_allocator::Deadline;
 use symmpool_allocator::driver::CudaDriver;
+use symmpool_allocator::{Deadline, Error};
 
-const USAGE: &str = "usage: cuda_check [--ranks N] [--self-test] [--json FILE] [--timeout SECONDS]
-       [--segment-mib N] [--stride-gib N] [--prefer-fabric] [--allow-missing]";
+const USAGE: &str =
+    "usage: cuda_check [--self-test | --conformance | --pool] [--ranks N] [--driver cuda|host]
+       [--json FILE] [--timeout SECONDS] [--segment-mib N] [--stride-gib N] [--prefer-fabric]
+       [--allow-missing]";
+
+/// What is checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mode {
+    Exchange,
+    SelfTest,
+    Conformance,
+    Pool,
+}
+
+/// Whose memory is checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Cuda,
+    Host,
+}
+
+impl Kind {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Cuda => "cuda",
+            Self::Host => "host",
+        }
+    }
+}
 
 /// What was asked for on the command line.
 #[derive(Clone, Debug)]
@@ -31,7 +62,8 @@ pub(crate) struct Options {
     pub(crate) segment_mib: u64,
     pub(crate) stride_gib: u64,
     pub(crate) prefer_fabric: bool,
-    self_test: bool,
+    pub(crate) driver: Kind,
+    mode: Mode,
     allow_missing: bool,
     json: Option<String>,
     /// Set in the processes that this one starts: the rank, and the hub's address.
@@ -45,7 +77,8 @@ fn parse(mut args: impl Iterator<Item = String>) -> Result<Options, String> {
         segment_mib: 64,
         stride_gib: 256,
         prefer_fabric: false,
-        self_test: false,
+        driver: Kind::Cuda,
+        mode: Mode::Exchange,
         allow_missing: false,
         json: None,
         child: None,
@@ -65,7 +98,16 @@ fn parse(mut args: impl Iterator<Item = String>) -> Result<Options, String> {
             "--segment-mib" => options.segment_mib = number(2, 1 << 14)?,
             "--stride-gib" => options.stride_gib = number(1, 4096)?,
             "--prefer-fabric" => options.prefer_fabric = true,
-            "--self-test" => options.self_test = true,
+            "--self-test" => options.mode = Mode::SelfTest,
+            "--conformance" => options.mode = Mode::Conformance,
+            "--pool" => options.mode = Mode::Pool,
+            "--driver" => {
+                options.driver = match text()?.as_str() {
+                    "cuda" => Kind::Cuda,
+                    "host" => Kind::Host,
+                    other => return Err(format!("--driver {other}: cuda or host")),
+                }
+            }
             "--allow-missing" => options.allow_missing = true,
             "--json" => options.json = Some(text()?),
             "--child" => {
@@ -74,6 +116,9 @@ fn parse(mut args: impl Iterator<Item = String>) -> Result<Options, String> {
             }
             _ => return Err(format!("unknown argument {name}")),
         }
+    }
+    if options.driver == Kind::Host && matches!(options.mode, Mode::Exchange | Mode::SelfTest) {
+        return Err("--driver host goes with --pool and --conformance".to_owned());
     }
     Ok(options)
 }
@@ -89,19 +134,34 @@ fn main() -> ExitCode {
     let deadline = Deadline::after(options.timeout);
     if let Some((rank, address)) = &options.child {
         watch(options.timeout);
-        return rank::run(*rank, address, &options, deadline);
+        return match options.mode {
+            Mode::Pool => pool::run_rank(*rank, address, &options, deadline),
+            _ => rank::run(*rank, address, &options, deadline),
+        };
     }
-    let count = match CudaDriver::device_count() {
-        Ok(count) if count > 0 => count,
-        Ok(_) => return missing(&options, "the CUDA driver finds no device"),
+    let devices = match options.driver {
+        Kind::Host => Ok(0),
+        Kind::Cuda => CudaDriver::device_count(),
+    };
+    let count = match devices {
+        Ok(0) if options.driver == Kind::Cuda => {
+            return missing(&options, "the CUDA driver finds no device");
+        }
+        Ok(count) => count,
         Err(error) if error.is_unsupported() => return missing(&options, &error.to_string()),
         Err(error) => return finish(&options, &json!({ "ok": false, "error": error.to_string() })),
     };
-    let report = if options.self_test {
-        watch(options.timeout);
-        selftest::run(&options)
-    } else {
-        hub::run(&options, count, deadline)
+    let report = match options.mode {
+        Mode::Exchange => hub::run(&options, count, deadline),
+        Mode::Pool => pool::run(&options, deadline),
+        Mode::SelfTest => {
+            watch(options.timeout);
+            selftest::run(&options)
+        }
+        Mode::Conformance => {
+            watch(options.timeout);
+            conformance::run(&options)
+        }
     };
     finish(&options, &report)
 }
@@ -141,4 +201,9 @@ fn write_json(options: &Options, report: &Value) -> bool {
             false
         }
     }
+}
+
+#[allow(clippy::needless_pass_by_value)] // `map_err` passes the error by value.
+pub(crate) fn text(error: Error) -> String {
+    error.to_string()
 }

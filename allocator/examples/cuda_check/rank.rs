@@ -12,8 +12,8 @@ use symmpool_allocator::driver::{
 };
 use symmpool_allocator::{Deadline, HeapLayout};
 
-use super::Options;
 use super::wire::{self, Kind, Message};
+use super::{Options, text};
 
 /// Segments a rank makes: one granule, and one of the size asked for.
 pub(crate) const SEGMENTS: u32 = 2;
@@ -348,9 +348,4 @@ fn timed<T>(
     let result = call();
     steps.push((what.to_owned(), start.elapsed().as_secs_f64() * 1e6));
     result.map_err(|error| format!("{what}: {error}"))
-}
-
-#[allow(clippy::needless_pass_by_value)] // `map_err` passes the error by value.
-fn text(error: symmpool_allocator::Error) -> String {
-    error.to_string()
 }

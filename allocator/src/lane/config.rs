@@ -23,7 +23,7 @@ pub enum WindowPolicy {
     /// Blocks may cross segment boundaries: the whole range is just memory. The tightest packing.
     Contiguous,
     /// A block lies in one segment, so that one window, and one physical handle, covers it:
-    /// what NCCL before 2.30.3 needs. Segments grow geometrically, 32 MiB to 1 GiB.
+    /// what NCCL before 2.30.3 needs. Segments grow geometrically, 16 MiB to 1 GiB.
     PerSegment,
 }
 

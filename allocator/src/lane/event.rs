@@ -84,11 +84,12 @@ pub(super) type Packed = [u64; 2];
 
 impl EventKind {
     pub(super) fn pack(&self) -> Packed {
-        let word = |kind: u64, stream: u16, bytes: u64| kind | u64::from(stream) << 3 | bytes << 15;
+        let word =
+            |kind: u64, stream: u16, bytes: u64| kind | (u64::from(stream) << 3) | (bytes << 15);
         match *self {
             Self::Alloc { bytes, align, stream, offset, grown } => [
-                word(1, stream, bytes) | u64::from(align.trailing_zeros()) << 9,
-                offset / UNIT | grown / UNIT << 32,
+                word(1, stream, bytes) | (u64::from(align.trailing_zeros()) << 9),
+                (offset / UNIT) | ((grown / UNIT) << 32),
             ],
             Self::Free { block } => [2, block],
             Self::Record { block, stream } => [word(3, stream, 0), block],
@@ -100,11 +101,11 @@ impl EventKind {
     }
 
     pub(super) fn unpack([first, second]: Packed) -> Self {
-        let (stream, bytes) = ((first >> 3 & 63) as u16, first >> 15);
+        let (stream, bytes) = (((first >> 3) & 63) as u16, first >> 15);
         match first & 7 {
             1 => Self::Alloc {
                 bytes,
-                align: 1 << (first >> 9 & 63),
+                align: 1 << ((first >> 9) & 63),
                 stream,
                 offset: (second & u64::from(u32::MAX)) * UNIT,
                 grown: (second >> 32) * UNIT,

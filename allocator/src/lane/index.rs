@@ -11,17 +11,17 @@ const LEAST: usize = 64;
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct Index {
-    /// Offset above, id below; a power of two of them, or none. At most 5/8 are in use.
+    /// Offset above, id below; a power of two of them, or none.
     slots: Vec<u64>,
     used: usize,
 }
 
 impl Index {
     pub(super) fn insert(&mut self, offset: u32, id: u32) {
-        if (self.used + 1) * 8 > self.slots.len() * 5 {
+        if (self.used + 1) * 8 > self.slots.len() * 3 {
             self.resize((self.slots.len() * 2).max(LEAST));
         }
-        let entry = u64::from(offset) << 32 | u64::from(id);
+        let entry = (u64::from(offset) << 32) | u64::from(id);
         let mut at = self.home(offset);
         while self.slots[at] != EMPTY {
             if self.slots[at] >> 32 == u64::from(offset) {
@@ -58,7 +58,7 @@ impl Index {
 
     /// Gives back memory that is not needed any more.
     pub(super) fn shrink(&mut self) {
-        let wanted = (self.used * 2).next_power_of_two().max(LEAST);
+        let wanted = (self.used * 4).next_power_of_two().max(LEAST);
         if wanted < self.slots.len() {
             self.resize(wanted);
         }

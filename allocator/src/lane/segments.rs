@@ -14,8 +14,11 @@ const LEAST_GROWTH: u64 = 8 << 20;
 const LARGEST_PIECE: u64 = 32 << 20;
 const FRACTION: u64 = 128;
 
-/// Segments of [`WindowPolicy::PerSegment`] double from the first of these to the second.
-const FIRST_WINDOW: u64 = 32 << 20;
+/// Segments of [`WindowPolicy::PerSegment`] are 1/8 of what the lane has, between these: they grow
+/// geometrically, so that there are a few dozen in a large lane.
+/// Doubling each time makes fewer, and leaves more of the last one unused.
+const WINDOW_FRACTION: u64 = 8;
+const FIRST_WINDOW: u64 = 16 << 20;
 const LARGEST_WINDOW: u64 = 1 << 30;
 
 /// One physical allocation, mapped whole. Offsets are bytes from the start of the lane.
@@ -132,8 +135,7 @@ impl Segments {
         let least = match policy {
             WindowPolicy::Contiguous => LEAST_GROWTH.max(self.reserved / FRACTION),
             WindowPolicy::PerSegment => {
-                let doublings = self.live.len().min(16) as u32;
-                (FIRST_WINDOW << doublings).min(LARGEST_WINDOW)
+                (self.reserved / WINDOW_FRACTION).clamp(FIRST_WINDOW, LARGEST_WINDOW)
             }
         };
         need.max(least).next_multiple_of(granularity)

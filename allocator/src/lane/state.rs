@@ -480,15 +480,15 @@ impl LaneState {
                 list.resize(place, high.offset, high.size);
             }
             (true, true) => {
-                let Block { offset: high_offset, size: high_size, waits: high_waits, .. } =
-                    *self.table.get(next);
-                list.remove(list.place_of(high_offset));
+                let Block { size: high_size, waits: high_waits, .. } = *self.table.get(next);
                 self.table.remove(next);
                 self.table.remove(id);
                 let low = self.table.get_mut(prev);
                 low.size += size + high_size;
                 low.waits |= waits | high_waits;
-                list.resize(list.place_of(low.offset), low.offset, low.size);
+                let place = list.place_of(low.offset);
+                list.remove(list.after(place));
+                list.resize(place, low.offset, low.size);
             }
         }
     }

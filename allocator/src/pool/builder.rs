@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
+use super::due::Due;
 use super::lane::SharedLane;
 use super::{CONTROL_LANE, Committer, Inner, Pool};
 use crate::driver::Driver;
@@ -103,7 +104,7 @@ impl PoolBuilder {
         let options = HandshakeOptions { allow_shared_device: self.allow_shared_device };
         let peers = handshake(&group, &driver, ready, hash, &text, options, deadline)?;
         let heap = Arc::new(heap?);
-        let due = Arc::new(AtomicBool::new(false));
+        let due = Arc::new(Due::new());
         let mut shared = Vec::with_capacity(lanes.len());
         for Placement { config, base, range } in lanes {
             let state = LaneState::new(config, range, granularity)?;

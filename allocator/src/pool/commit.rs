@@ -405,7 +405,7 @@ impl Pool {
             state.mark_agreed();
             report.blocks_returned += freed.len() as u64;
         }
-        self.0.due.store(false, Ordering::Release);
+        self.0.due.settle(false);
         if report.windows_added + report.windows_removed > 0 {
             self.publish_windows(held);
         }

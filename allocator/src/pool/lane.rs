@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 use bytemuck::Pod;
 
 use super::Block;
+use super::due::Due;
 use crate::driver::{Event, Physical, Stream};
 use crate::heap::Heap;
 use crate::lane::{
@@ -50,7 +50,7 @@ pub(crate) struct LaneMemory {
     /// Segments below this counter were shared by a commit.
     pub(crate) shared_below: u64,
     /// Raised when a symmetric lane grows; the pool lowers it at a commit.
-    due: Option<Arc<AtomicBool>>,
+    due: Option<Arc<Due>>,
 }
 
 impl SharedLane {
@@ -59,7 +59,7 @@ impl SharedLane {
         base: u64,
         range: u64,
         heap: Arc<Heap>,
-        due: &Arc<AtomicBool>,
+        due: &Arc<Due>,
     ) -> Arc<Self> {
         let due = state.is_symmetric().then(|| due.clone());
         let name = state.config().name.clone();
@@ -187,7 +187,7 @@ impl Backing for LaneMemory {
             self.rename(step.from, step.to.counter);
         }
         if let Some(due) = &self.due {
-            due.store(true, Ordering::Release);
+            due.raise();
         }
         Ok(())
     }

@@ -7,17 +7,19 @@
 //! | `block` | a range in its owner's hands |
 //! | `access` | copies between blocks and ordinary memory |
 //! | `commit` | the collective step that makes windows |
+//! | `due` | whether a commit is due |
 //! | `resync` | agreeing on a state again after a divergence |
 
 mod access;
 mod block;
 mod builder;
 mod commit;
+mod due;
 mod lane;
 mod resync;
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use bytemuck::Pod;
@@ -37,6 +39,7 @@ use crate::sync::lock;
 use crate::topology::Topology;
 use crate::window::{Window, Windows};
 use crate::{Error, Group, Result};
+use due::Due;
 use lane::SharedLane;
 
 /// The lane that communicators take their control memory from.
@@ -57,7 +60,7 @@ struct Inner {
     /// In the order of the configuration; the control lane is last.
     lanes: Vec<Arc<SharedLane>>,
     /// Raised when a symmetric lane grows; a commit lowers it.
-    due: Arc<AtomicBool>,
+    due: Arc<Due>,
     committer: Mutex<Committer>,
     /// Whether a commit (or resync) is under way.
     committing: AtomicBool,
@@ -152,7 +155,7 @@ impl Pool {
     /// Whether a symmetric lane has grown since the last commit. Follows from the sequence of
     /// calls, so it is the same on every rank.
     pub fn is_commit_due(&self) -> bool {
-        self.0.due.load(Ordering::Acquire)
+        self.0.due.is_raised()
     }
 
     /// The windows as of the last commit.

@@ -1,7 +1,6 @@
 //! Agreeing on a state again after a divergence.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::Ordering;
 
 use serde::{Deserialize, Serialize};
 
@@ -97,7 +96,7 @@ impl Pool {
             held.inner.state.mark_agreed();
         }
         let due = held.iter().any(Held::is_due);
-        self.0.due.store(due, Ordering::Release);
+        self.0.due.settle(due);
         Ok(!differing.is_empty())
     }
 

@@ -11,8 +11,24 @@
 //!
 //! Columns marked `-` may hold anything or be empty; recorded traces repeat sizes there.
 
-mod parse;
-mod replay;
+//! | file | holds |
+//! | --- | --- |
+//! | `parse` | reading |
+//! | `generate` | making random ones, and writing |
+//! | `replay` | a replay on ranks that are threads, and what came of it |
+//! | `rank` | one rank's part of a replay |
+//! | `options` | what a replay is made with |
+//! | `random` | random numbers that are the same everywhere |
 
+mod generate;
+mod options;
+mod parse;
+mod random;
+mod rank;
+mod replay;
+#[cfg(test)]
+mod replay_tests;
+
+pub use options::{ReplayDriver, ReplayOptions, Unordered};
 pub use parse::{Op, Trace};
-pub use replay::{Outcome, ReplayOptions, replay};
+pub use replay::{Failure, Outcome, Told, replay, replay_with};

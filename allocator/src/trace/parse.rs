@@ -48,9 +48,9 @@ pub enum Op {
 /// A trace in memory.
 #[derive(Clone, Debug, Default)]
 pub struct Trace {
-    ops: Vec<Op>,
-    slots: u32,
-    peak_live: u64,
+    pub(super) ops: Vec<Op>,
+    pub(super) slots: u32,
+    pub(super) peak_live: u64,
 }
 
 /// The longest line that is read; a longer one is refused instead of filling memory.
@@ -109,7 +109,7 @@ impl Trace {
                 )));
             }
             parser
-                .line(number, line.trim_end_matches(['\n', '\r']))
+                .line(line.trim_end_matches(['\n', '\r']))
                 .map_err(|what| Error::invalid_argument(format!("line {number}: {what}")))?;
         }
         if parser.header {
@@ -131,7 +131,7 @@ struct Parser {
 }
 
 impl Parser {
-    fn line(&mut self, number: u64, line: &str) -> Result<(), String> {
+    fn line(&mut self, line: &str) -> Result<(), String> {
         if !self.header {
             if line.trim() != "op,id,bytes,stream" {
                 return Err(format!("expected the header op,id,bytes,stream, found {line:?}"));
@@ -149,7 +149,7 @@ impl Parser {
             return Err(format!("more than 4 columns in {line:?}"));
         }
         let op = match op {
-            "alloc" => self.alloc(number, id, bytes, stream)?,
+            "alloc" => self.alloc(id, bytes, stream)?,
             "free" => Op::Free { slot: self.end(id)? },
             "free_unordered" => Op::FreeUnordered { slot: self.end(id)? },
             "record" => Op::Record { slot: self.slot(id)?.0, stream: ordinal(stream)? },
@@ -168,7 +168,6 @@ impl Parser {
 
     fn alloc(
         &mut self,
-        _number: u64,
         id: Option<&str>,
         bytes: Option<&str>,
         stream: Option<&str>,

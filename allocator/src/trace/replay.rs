@@ -1,9 +1,194 @@
-//! Replaying traces.
-/// x
-#[derive(Debug)]
-pub struct Outcome;
-/// x
-#[derive(Debug)]
-pub struct ReplayOptions;
-/// x
-pub fn replay() {}
+//! Replaying a trace on several ranks, each a thread of this process, and what comes of it.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{PoisonError, RwLock};
+use std::thread;
+
+use super::rank::{Report, run};
+use super::{ReplayOptions, Trace};
+use crate::lane::{Digest, Side};
+use crate::{Error, Group, Result};
+
+/// Stack of a rank's thread: the deepest it goes is the handshake.
+const STACK: usize = 1 << 20;
+
+/// What came of a replay.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// Number of ranks.
+    pub ranks: u32,
+    /// Operations of the trace that were replayed: all of them unless there is an `error`.
+    pub events: u64,
+    /// Whether all ranks ended at the same counter with the same digest: every block was placed
+    /// alike on every rank.
+    pub digests_equal: bool,
+    /// Digest of rank 0's lane.
+    pub digest: Digest,
+    /// Time per operation of the slowest rank in nanoseconds. Commits in the trace count, reading
+    /// the trace and building pools do not.
+    pub ns_per_event: f64,
+    /// The most bytes in use at one time, as the trace gives sizes.
+    pub peak_live_bytes: u64,
+    /// The most bytes of physical memory that a rank held for the lane.
+    pub peak_reserved_bytes: u64,
+    /// The most segments that the lane had at one time.
+    pub segments: u64,
+    /// Windows at the end.
+    pub windows: u64,
+    /// Why the replay ended early, or did not end well.
+    pub error: Option<Failure>,
+}
+
+/// Why a replay failed, as its ranks were told.
+#[derive(Clone, Debug)]
+pub struct Failure {
+    /// The error of the first rank that has one, without what is true of that rank only.
+    pub error: Error,
+    /// The same as text.
+    pub message: String,
+    /// Number of the operation at which that rank was told: as a rule a commit after the event in
+    /// question. The commit at the end has the number after the last operation's.
+    pub event: u64,
+    /// The lane, when its events differ.
+    pub lane: Option<String>,
+    /// Number of the lane's first event that differs.
+    pub counter: Option<u64>,
+    /// The latest event that may be the first to differ, when that is not known exactly.
+    pub until: Option<u64>,
+    /// What the ranks did there.
+    pub sides: Vec<Side>,
+    /// Who was told what. More than one entry is a fault of this library, or a rank that left out
+    /// a commit for which the others then waited.
+    pub told: Vec<Told>,
+}
+
+/// Ranks that were told the same.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Told {
+    /// The ranks, ascending.
+    pub ranks: Vec<u32>,
+    /// What they were told; `None` if nothing was wrong as far as they know.
+    pub message: Option<String>,
+}
+
+impl Failure {
+    /// Whether every rank was told the same.
+    pub fn is_same_everywhere(&self) -> bool {
+        self.told.len() == 1
+    }
+}
+
+/// Replays `trace` on `options.ranks` ranks, all threads of this process.
+///
+/// That ranks diverge, or run out of memory, is an [`Outcome`]. An error means that there was no
+/// replay: options that make no sense ([`Error::is_invalid_argument`]), or no threads to be had.
+pub fn replay(trace: &Trace, options: &ReplayOptions) -> Result<Outcome> {
+    replay_with(trace, options, &|_| ())
+}
+
+/// The same, telling `progress` how many operations rank 0 has done, from time to time and from
+/// that rank's thread.
+pub fn replay_with(
+    trace: &Trace,
+    options: &ReplayOptions,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<Outcome> {
+    options.validate(trace.ops().len() as u64)?;
+    let reports = on_threads(trace, options, progress)?;
+    let slowest = reports.iter().map(|report| report.elapsed).max().unwrap_or_default();
+    let events = reports.iter().map(|report| report.events).max().unwrap_or(0);
+    let most = |of: fn(&Report) -> u64| reports.iter().map(of).max().unwrap_or(0);
+    Ok(Outcome {
+        ranks: options.ranks,
+        events,
+        digests_equal: reports.iter().all(|report| report.state == reports[0].state),
+        digest: reports[0].state.1,
+        ns_per_event: slowest.as_nanos() as f64 / events.max(1) as f64,
+        peak_live_bytes: trace.peak_live(),
+        peak_reserved_bytes: most(|report| report.peak_reserved),
+        segments: most(|report| report.peak_segments),
+        windows: most(|report| report.windows),
+        error: failure(&reports),
+    })
+}
+
+/// Runs every rank on a thread; reports in rank order.
+fn on_threads(
+    trace: &Trace,
+    options: &ReplayOptions,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<Vec<Report>> {
+    // Ranks start when all threads exist: those that were spawned must not wait for one that
+    // could not be.
+    let gate = RwLock::new(());
+    let cancelled = AtomicBool::new(false);
+    let pass = || {
+        drop(gate.read().unwrap_or_else(PoisonError::into_inner));
+        !cancelled.load(Ordering::Acquire)
+    };
+    let groups = Group::in_process(options.ranks)?;
+    thread::scope(|scope| {
+        let closed = gate.write().unwrap_or_else(PoisonError::into_inner);
+        let mut threads = Vec::with_capacity(groups.len());
+        for group in groups {
+            let rank = group.rank();
+            let group = group.with_timeout(options.timeout);
+            let body = move || pass().then(|| run(group, trace, options, progress));
+            let name = format!("rank {rank}");
+            let spawned =
+                thread::Builder::new().name(name).stack_size(STACK).spawn_scoped(scope, body);
+            match spawned {
+                Ok(thread) => threads.push(thread),
+                Err(error) => {
+                    cancelled.store(true, Ordering::Release);
+                    return Err(Error::system(
+                        format!("starting the thread of rank {rank} of {}", options.ranks),
+                        error,
+                    ));
+                }
+            }
+        }
+        drop(closed);
+        let reports = threads.into_iter().zip(0_u32..).map(|(thread, rank)| {
+            let report = thread.join().ok().flatten();
+            report.unwrap_or_else(|| {
+                let error = Error::invalid_state(format!("the thread of rank {rank} panicked"));
+                Report { error: Some((0, error)), ..Report::default() }
+            })
+        });
+        Ok(reports.collect())
+    })
+}
+
+fn failure(reports: &[Report]) -> Option<Failure> {
+    let (event, error) = reports.iter().find_map(|report| report.error.clone())?;
+    let mut groups: Vec<(Option<&Error>, Vec<u32>)> = Vec::new();
+    for (report, rank) in reports.iter().zip(0_u32..) {
+        let own = report.error.as_ref().map(|(_, error)| error);
+        let same = |(other, _): &&mut (Option<&Error>, Vec<u32>)| {
+            other.map(Error::kind) == own.map(Error::kind)
+        };
+        match groups.iter_mut().find(same) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => groups.push((own, vec![rank])),
+        }
+    }
+    // What comes before the kind says which rank and which commit: true of one rank only.
+    let bare = |error: &Error| Error::from_kind(error.kind().clone());
+    let told = groups
+        .into_iter()
+        .map(|(error, ranks)| Told { ranks, message: error.map(|error| bare(error).to_string()) });
+    let told = told.collect();
+    let error = bare(&error);
+    let divergence = error.divergence();
+    Some(Failure {
+        message: error.to_string(),
+        event,
+        lane: divergence.map(|divergence| divergence.lane.clone()),
+        counter: divergence.map(|divergence| divergence.counter),
+        until: divergence.and_then(|divergence| divergence.until),
+        sides: divergence.map(|divergence| divergence.sides.clone()).unwrap_or_default(),
+        told,
+        error,
+    })
+}

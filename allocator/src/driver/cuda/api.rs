@@ -272,6 +272,10 @@ impl Code {
         self.0 == sys::cudaError_enum::CUDA_ERROR_OUT_OF_MEMORY as c_uint
     }
 
+    pub(super) fn is_invalid_value(self) -> bool {
+        self.0 == sys::cudaError_enum::CUDA_ERROR_INVALID_VALUE as c_uint
+    }
+
     /// Whether a stream capture stood in the way.
     pub(super) fn is_capture(self) -> bool {
         use sys::cudaError_enum as e;

@@ -89,7 +89,8 @@ impl CudaDriver {
         Self::with_options(ordinal, CudaOptions::default())
     }
 
-    /// The device whose ordinal is in `LOCAL_RANK`, or device 0 where that is not set.
+    /// The device whose ordinal is in `LOCAL_RANK`, or device 0 where that is not set. Where each
+    /// process is shown one device only (`CUDA_VISIBLE_DEVICES`), use `new(0)` in its place.
     ///
     /// # Errors
     ///

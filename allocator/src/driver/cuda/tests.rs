@@ -3,6 +3,8 @@
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
+use super::super::Driver;
+use super::super::conformance::conformance;
 use super::*;
 
 const MIB: u64 = 1 << 20;
@@ -39,7 +41,7 @@ fn without_cuda_every_way_in_is_refused_and_says_what_was_tried() {
         CudaDriver::new(u32::MAX).unwrap_err(),
         CudaDriver::with_options(0, fabric).unwrap_err(),
         CudaDriver::from_env().unwrap_err(),
-        crate::Driver::cuda(3).unwrap_err(),
+        Driver::cuda(3).unwrap_err(),
     ] {
         assert!(error.is_unsupported(), "{error}");
     }
@@ -62,6 +64,13 @@ fn an_ordinal_out_of_range_names_the_count() {
     let count = CudaDriver::device_count().unwrap();
     invalid(CudaDriver::new(count), &format!("{count} visible"));
     invalid(CudaDriver::new(u32::MAX), &format!("{count} visible"));
+}
+
+#[test]
+fn conforms() {
+    if device().is_some() {
+        conformance(|| Driver::cuda(0).unwrap());
+    }
 }
 
 #[test]
@@ -104,14 +113,15 @@ fn misuse_is_refused_and_changes_nothing() {
     let physical = driver.create(granule).unwrap();
     driver.map(&range, 0, &physical).unwrap();
     invalid(driver.map(&range, 0, &physical), "overlaps");
-    invalid(driver.map(&range, 2 * granule, &physical), "of a reservation of");
-    invalid(driver.unmap(&range, granule, granule), "no mapping begins");
+    invalid(driver.map(&range, 2 * granule, &physical), "beyond the reservation");
+    invalid(driver.unmap(&range, granule, granule), "nothing is mapped");
     invalid(driver.map(&range, granule, &Physical::new(1, granule)), "no live allocation");
     invalid(driver.release(Physical::new(1, granule)), "no live allocation");
     invalid(driver.import(Exported::Bytes(vec![0; 63]), granule), "63 bytes");
     invalid(driver.import(Exported::Derived, granule), "simulation");
     invalid(driver.wait_event(Stream::DEFAULT, &Event(1)), "no live event");
-    invalid(driver.unreserve(Reservation::new(range.base(), range.bytes())), "still has");
+    let early = driver.unreserve(Reservation::new(range.base(), range.bytes())).unwrap_err();
+    assert!(early.is_invalid_state(), "{early}");
     driver.unmap(&range, 0, granule).unwrap();
     driver.release(physical).unwrap();
     driver.unreserve(range).unwrap();

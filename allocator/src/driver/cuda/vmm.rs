@@ -14,12 +14,14 @@ use super::FABRIC_HANDLE_BYTES;
 use super::api::{AccessDesc, AllocationProp, Api, Code};
 use super::context::Context;
 use super::probe::{self, FABRIC, POSIX_FD};
-use crate::driver::mappings::Mappings;
+use crate::driver::amount::Amount;
+use crate::driver::mappings::{Mappings, check_size};
 use crate::driver::{Exported, Physical, Reservation};
 use crate::{Error, Result};
 
 /// What one driver holds. The driver keeps it behind a lock.
 pub(super) struct Memory {
+    granularity: u64,
     mappings: Mappings,
     /// Base of a reservation to the range that CUDA gave, which is larger where CUDA would not
     /// align it.
@@ -32,6 +34,7 @@ pub(super) struct Memory {
 impl Memory {
     pub(super) fn new(granularity: u64) -> Self {
         Self {
+            granularity,
             mappings: Mappings::new(granularity),
             ranges: BTreeMap::new(),
             handles: BTreeMap::new(),
@@ -39,23 +42,23 @@ impl Memory {
     }
 
     pub(super) fn reserve(&mut self, cx: &Context, bytes: u64, align: u64) -> Result<Reservation> {
-        self.mappings.check_reserve(bytes, align)?;
+        Mappings::check_reserve(bytes, align, self.granularity)?;
         let _current = cx.enter_for_memory()?;
         let given = reserve_aligned(cx.api, bytes, align)?;
         let base = given.0.next_multiple_of(align);
         self.ranges.insert(base, given);
-        self.mappings.reserved(base, bytes);
-        Ok(Reservation::new(base, bytes))
+        Ok(self.mappings.reserve(base, bytes))
     }
 
     pub(super) fn unreserve(&mut self, cx: &Context, reservation: &Reservation) -> Result<()> {
-        self.mappings.check_unreserve(reservation)?;
         let base = reservation.base();
-        let (start, bytes) = self.ranges.get(&base).copied().unwrap_or((base, reservation.bytes()));
-        let _current = cx.enter_for_memory()?;
-        address_free(cx.api, start, bytes)?;
+        self.mappings.unreserve(reservation, || {
+            let (start, bytes) =
+                self.ranges.get(&base).copied().unwrap_or((base, reservation.bytes()));
+            let _current = cx.enter_for_memory()?;
+            address_free(cx.api, start, bytes)
+        })?;
         self.ranges.remove(&base);
-        self.mappings.unreserved(base);
         Ok(())
     }
 
@@ -65,7 +68,7 @@ impl Memory {
         bytes: u64,
         prop: &AllocationProp,
     ) -> Result<Physical> {
-        self.mappings.check_size("allocation", bytes)?;
+        check_size("a segment", bytes, self.granularity)?;
         let _current = cx.enter_for_memory()?;
         let handle = create(cx.api, bytes, prop)?;
         Ok(self.hold(handle, bytes))
@@ -77,7 +80,7 @@ impl Memory {
         exported: Exported,
         bytes: u64,
     ) -> Result<Physical> {
-        self.mappings.check_size("import", bytes)?;
+        check_size("a peer's segment", bytes, self.granularity)?;
         let _current = cx.enter_for_memory()?;
         let handle = match exported {
             // CUDA takes its own reference; the descriptor is closed on return, used or not.
@@ -126,20 +129,20 @@ impl Memory {
     ) -> Result<()> {
         self.check_held(physical)?;
         let bytes = physical.bytes();
-        self.mappings.check_map(reservation, offset, bytes)?;
-        let address = reservation.base() + offset;
-        let _current = cx.enter_for_memory()?;
-        map(cx.api, address, bytes, physical.raw())?;
-        if let Err(error) = allow_access(cx, address, bytes, physical.raw()) {
-            if let Err(undo) = unmap(cx.api, address, bytes) {
-                // CUDA still has the mapping, so the table has it too.
-                self.mappings.mapped(reservation.base(), offset, bytes);
-                return Err(error.context(format!("and undoing the mapping failed too ({undo})")));
-            }
-            return Err(error);
-        }
-        self.mappings.mapped(reservation.base(), offset, bytes);
-        Ok(())
+        self.mappings.map(reservation, offset, bytes, || {
+            let address = reservation.base() + offset;
+            let _current = cx.enter_for_memory()?;
+            map(cx.api, address, bytes, physical.raw())?;
+            allow_access(cx, address, bytes, physical.raw()).map_err(|error| {
+                match unmap(cx.api, address, bytes) {
+                    Ok(()) => error,
+                    // CUDA goes on refusing these addresses, so nothing worse follows.
+                    Err(undo) => error.context(format!(
+                        "mapping {bytes} bytes at {address:#x}, which could not be undone ({undo})"
+                    )),
+                }
+            })
+        })
     }
 
     pub(super) fn unmap(
@@ -149,11 +152,10 @@ impl Memory {
         offset: u64,
         bytes: u64,
     ) -> Result<()> {
-        self.mappings.check_unmap(reservation, offset, bytes)?;
-        let _current = cx.enter_for_memory()?;
-        unmap(cx.api, reservation.base() + offset, bytes)?;
-        self.mappings.unmapped(reservation.base(), offset);
-        Ok(())
+        self.mappings.unmap(reservation, offset, bytes, || {
+            let _current = cx.enter_for_memory()?;
+            unmap(cx.api, reservation.base() + offset, bytes)
+        })
     }
 
     pub(super) fn release(&mut self, cx: &Context, physical: &Physical) -> Result<()> {
@@ -170,9 +172,9 @@ impl Memory {
     }
 
     /// Reservations, mappings and handles that are still held.
-    pub(super) fn held(&self) -> (usize, usize, usize) {
+    pub(super) fn held(&self) -> (u64, u64, u64) {
         let (reservations, mappings) = self.mappings.counts();
-        (reservations, mappings, self.handles.len())
+        (reservations, mappings, self.handles.len() as u64)
     }
 
     fn hold(&mut self, handle: u64, bytes: u64) -> Physical {
@@ -339,9 +341,9 @@ fn reserve_aligned(api: &Api, bytes: u64, align: u64) -> Result<(u64, u64)> {
         }
         address_free(api, base, bytes)?;
     }
-    let padded = bytes.checked_add(align).ok_or_else(|| {
-        Error::invalid_argument(format!("reservation of {bytes} bytes aligned to {align}"))
-    })?;
+    let Some(padded) = bytes.checked_add(align) else {
+        return Err(no_addresses(bytes, align, "more than there are addresses"));
+    };
     match (address_reserve(api, padded, 0), first) {
         (Ok(base), _) => Ok((base, padded)),
         (Err(_), Err(error)) | (Err(error), Ok(_)) => Err(error),
@@ -350,29 +352,43 @@ fn reserve_aligned(api: &Api, bytes: u64, align: u64) -> Result<(u64, u64)> {
 
 fn address_reserve(api: &Api, bytes: u64, align: u64) -> Result<u64> {
     let mut base = 0;
-    let (bytes, align) = (size(bytes)?, size(align)?);
+    let (length, alignment) = (size(bytes)?, size(align)?);
     // SAFETY: writes one address through a valid pointer; address 0 lets CUDA choose.
-    let code = unsafe { (api.address_reserve)(&raw mut base, bytes, align, 0, 0) };
+    let code = unsafe { (api.address_reserve)(&raw mut base, length, alignment, 0, 0) };
+    // Sizes and alignments that make no sense were refused before: what CUDA calls invalid here
+    // is too large for it.
+    if code.is_out_of_memory() || code.is_invalid_value() {
+        return Err(no_addresses(bytes, align, &api.describe(code)));
+    }
     api.check(code, || format!("reserving {bytes} bytes of address space aligned to {align}"))?;
     Ok(base)
 }
 
+fn no_addresses(bytes: u64, align: u64, why: &str) -> Error {
+    Error::out_of_memory(format!(
+        "cannot reserve {} of device addresses aligned to {}: {why}; lower the stride of the heap \
+         or the number of ranks",
+        Amount(bytes),
+        Amount(align)
+    ))
+}
+
 fn address_free(api: &Api, base: u64, bytes: u64) -> Result<()> {
-    // SAFETY: the range came from `address_reserve` and nothing is mapped in it, which the table
-    // of mappings has checked.
+    // SAFETY: the range came from `address_reserve` and nothing is mapped in it, which `Mappings`
+    // has checked.
     let code = unsafe { (api.address_free)(base, size(bytes)?) };
     api.check(code, || format!("giving back {bytes} bytes of address space at {base:#x}"))
 }
 
 fn map(api: &Api, address: u64, bytes: u64, handle: u64) -> Result<()> {
-    // SAFETY: the range lies in a live reservation and nothing is mapped there, which the table
-    // of mappings has checked; the handle is live.
+    // SAFETY: the range lies in a live reservation and nothing is mapped there, which `Mappings`
+    // has checked; the handle is live.
     let code = unsafe { (api.map)(address, size(bytes)?, 0, handle, 0) };
     api.check(code, || format!("mapping {bytes} bytes at {address:#x}"))
 }
 
 fn unmap(api: &Api, address: u64, bytes: u64) -> Result<()> {
-    // SAFETY: the range is one whole mapping, which the table of mappings has checked. Work of
+    // SAFETY: the range is one whole mapping, which `Mappings` has checked. Work of
     // the device that still uses it is a fault on the device, not here.
     let code = unsafe { (api.unmap)(address, size(bytes)?) };
     api.check(code, || format!("unmapping {bytes} bytes at {address:#x}"))

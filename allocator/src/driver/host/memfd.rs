@@ -20,8 +20,12 @@ pub(super) const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).uni
 /// ranks of the machine commit theirs at the same time.
 const STEP: u64 = 1 << 30;
 
-/// Makes a sealed file of `bytes`, committed as the options say. `bytes` is a multiple of a page.
-pub(super) fn create(bytes: u64, options: &HostOptions) -> Result<OwnedFd> {
+/// Makes a sealed file of `bytes`, committed as the options say, and the mapping through which it
+/// was, if it was. `bytes` is a multiple of a page.
+pub(super) fn create(
+    bytes: u64,
+    options: &HostOptions,
+) -> Result<(OwnedFd, Option<scratch::Mapping>)> {
     if options.check_available {
         available::check(bytes)?;
     }
@@ -30,13 +34,15 @@ pub(super) fn create(bytes: u64, options: &HostOptions) -> Result<OwnedFd> {
     rustix::fs::ftruncate(&fd, bytes).map_err(|cause| no_memory(bytes, cause))?;
     rustix::fs::fcntl_add_seals(&fd, SEALS)
         .map_err(|cause| Error::system("sealing a segment", cause))?;
-    if options.populate {
-        commit(fd.as_fd(), bytes, options)?;
-    }
-    Ok(fd)
+    let committed = if options.populate { commit(fd.as_fd(), bytes, options)? } else { None };
+    Ok((fd, committed))
 }
 
-fn commit(fd: BorrowedFd<'_>, bytes: u64, options: &HostOptions) -> Result<()> {
+fn commit(
+    fd: BorrowedFd<'_>,
+    bytes: u64,
+    options: &HostOptions,
+) -> Result<Option<scratch::Mapping>> {
     // Through a mapping, because only a mapping can ask for huge pages. If there are not enough
     // addresses for one, the pages are small but just as committed.
     let mapping = scratch::Mapping::new(fd, bytes, options.huge_pages).ok();
@@ -58,7 +64,7 @@ fn commit(fd: BorrowedFd<'_>, bytes: u64, options: &HostOptions) -> Result<()> {
         .map_err(|cause| no_memory(bytes, cause))?;
         done += step;
     }
-    Ok(())
+    Ok(mapping)
 }
 
 fn allocate(fd: BorrowedFd<'_>, offset: u64, bytes: u64) -> Result<(), Errno> {

@@ -8,8 +8,10 @@
 //!
 //! Memory is committed when a segment is made (its pages exist, in the node of the thread that
 //! made it): running out is an error of [`create`](MemoryDriver::create) and never a signal later.
+//! The first mapping of a segment by its maker comes with its page tables filled, so touching
+//! fresh memory costs no faults; peers' first touches do, which keeps commits short.
 
-// The driver calls `space`, whose contracts it upholds through the table.
+// The driver calls `space`, whose contracts it upholds through `Mappings`.
 #![allow(unsafe_code)]
 
 mod available;
@@ -22,14 +24,12 @@ mod space;
 mod tests;
 
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::amount::Amount;
-use super::table::{Table, check_align, check_size};
-use super::{
-    DeviceIdentity, Event, Exported, MemoryDriver, Physical, Reservation, Stream, Transport,
-};
+use super::mappings::{Mappings, check_size};
+use super::{DeviceIdentity, Exported, MemoryDriver, Physical, Reservation, Transport};
 use crate::{Error, Result};
 
 /// The size of a huge page on x86-64 and of the usual one on AArch64.
@@ -64,7 +64,7 @@ pub struct HostDriver {
 
 #[derive(Debug)]
 struct State {
-    table: Table,
+    mappings: Mappings,
     segments: BTreeMap<u64, Segment>,
 }
 
@@ -72,31 +72,59 @@ struct State {
 struct Segment {
     fd: OwnedFd,
     bytes: u64,
+    /// Made by this driver, not by a peer's.
+    own: bool,
+    /// The mapping through which a segment of our own was committed, until its first real mapping
+    /// takes over the page tables: filling those is a third of the price of fresh memory.
+    committed: Option<scratch::Mapping>,
+}
+
+impl Segment {
+    /// Maps the segment.
+    ///
+    /// # Safety
+    ///
+    /// As for [`space::map`].
+    unsafe fn map_at(&mut self, address: u64, options: &HostOptions) -> Result<()> {
+        if let Some(committed) = self.committed.take() {
+            // SAFETY: the caller's promise.
+            return unsafe { committed.move_to(address) };
+        }
+        // SAFETY: the caller's promise.
+        unsafe { space::map(address, self.bytes, self.fd.as_fd()) }?;
+        if options.huge_pages {
+            // SAFETY: mapped just now.
+            unsafe { space::prefer_huge_pages(address, self.bytes) };
+        }
+        if options.populate && self.own {
+            // SAFETY: mapped just now.
+            unsafe { space::prefault(address, self.bytes) };
+        }
+        Ok(())
+    }
 }
 
 impl State {
-    fn fd(&self, physical: &Physical) -> Result<BorrowedFd<'_>> {
-        self.segments
-            .get(&physical.raw())
-            .filter(|segment| segment.bytes == physical.bytes())
-            .map(|segment| segment.fd.as_fd())
-            .ok_or_else(|| unknown(physical))
-    }
-
-    fn keep(&mut self, fd: OwnedFd, bytes: u64) -> Physical {
+    fn keep(&mut self, segment: Segment) -> Physical {
         // Descriptors are small and not negative, and no two open ones are equal.
-        let raw = fd.as_raw_fd() as u64;
-        self.segments.insert(raw, Segment { fd, bytes });
-        Physical::new(raw, bytes)
+        let physical = Physical::new(segment.fd.as_raw_fd() as u64, segment.bytes);
+        self.segments.insert(physical.raw(), segment);
+        physical
     }
 }
 
-fn unknown(physical: &Physical) -> Error {
-    Error::invalid_argument(format!(
-        "no segment {} of {} in this driver",
-        physical.raw(),
-        Amount(physical.bytes())
-    ))
+fn find<'a>(
+    segments: &'a mut BTreeMap<u64, Segment>,
+    physical: &Physical,
+) -> Result<&'a mut Segment> {
+    let found = segments.get_mut(&physical.raw());
+    found.filter(|segment| segment.bytes == physical.bytes()).ok_or_else(|| {
+        Error::invalid_argument(format!(
+            "no segment {} of {} in this driver",
+            physical.raw(),
+            Amount(physical.bytes())
+        ))
+    })
 }
 
 impl HostDriver {
@@ -110,7 +138,7 @@ impl HostDriver {
         // Also checks that the kernel knows memory files and seals.
         let trial = HostOptions { check_available: false, huge_pages: false, populate: false };
         memfd::create(GRANULARITY, &trial)?;
-        let state = State { table: Table::new(GRANULARITY), segments: BTreeMap::new() };
+        let state = State { mappings: Mappings::new(GRANULARITY), segments: BTreeMap::new() };
         Ok(Self { options, state: Mutex::new(state) })
     }
 
@@ -142,28 +170,28 @@ impl MemoryDriver for HostDriver {
     }
 
     fn reserve(&self, bytes: u64, align: u64) -> Result<Reservation> {
-        check_size("a reservation", bytes, GRANULARITY)?;
-        check_align(align, GRANULARITY)?;
+        Mappings::check_reserve(bytes, align, GRANULARITY)?;
         let base = space::reserve(bytes, align)?;
-        Ok(self.state().table.reserve(base, bytes))
+        Ok(self.state().mappings.reserve(base, bytes))
     }
 
     fn unreserve(&self, reservation: Reservation) -> Result<()> {
-        let mut state = self.state();
-        state.table.unreserve(&reservation)?;
-        // SAFETY: the table had the range with nothing mapped in it, and has forgotten it.
-        unsafe { space::unreserve(reservation.base(), reservation.bytes()) }
+        self.state().mappings.unreserve(&reservation, || {
+            // SAFETY: the reservation is live with nothing mapped in it, and is forgotten next.
+            unsafe { space::unreserve(reservation.base(), reservation.bytes()) }
+        })
     }
 
     fn create(&self, bytes: u64) -> Result<Physical> {
         check_size("a segment", bytes, GRANULARITY)?;
-        let fd = memfd::create(bytes, &self.options)?;
-        Ok(self.state().keep(fd, bytes))
+        let (fd, committed) = memfd::create(bytes, &self.options)?;
+        Ok(self.state().keep(Segment { fd, bytes, own: true, committed }))
     }
 
     fn export(&self, physical: &Physical) -> Result<Exported> {
-        let state = self.state();
-        Ok(Exported::Fd(memfd::duplicate(state.fd(physical)?)?))
+        let mut state = self.state();
+        let segment = find(&mut state.segments, physical)?;
+        Ok(Exported::Fd(memfd::duplicate(segment.fd.as_fd())?))
     }
 
     fn import(&self, exported: Exported, bytes: u64) -> Result<Physical> {
@@ -175,60 +203,33 @@ impl MemoryDriver for HostDriver {
             ));
         };
         let fd = memfd::import(fd, bytes)?;
-        Ok(self.state().keep(fd, bytes))
+        Ok(self.state().keep(Segment { fd, bytes, own: false, committed: None }))
     }
 
     fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()> {
-        let mut state = self.state();
-        state.fd(physical)?;
-        state.table.map(reservation, offset, physical.bytes())?;
-        let (address, bytes) = (reservation.base() + offset, physical.bytes());
-        // SAFETY: the table has the reservation and had nothing in this range until just now; the
-        // lock is held, so nobody else changes it.
-        let mapped = unsafe { space::map(address, bytes, state.fd(physical)?) };
-        if let Err(error) = mapped {
-            state.table.unmap(reservation, offset, bytes)?;
-            return Err(error);
-        }
-        if self.options.huge_pages {
-            // SAFETY: mapped just now.
-            unsafe { space::prefer_huge_pages(address, bytes) };
-        }
-        Ok(())
+        let State { mappings, segments } = &mut *self.state();
+        let segment = find(segments, physical)?;
+        mappings.map(reservation, offset, segment.bytes, || {
+            let address = reservation.base() + offset;
+            // SAFETY: the reservation is live and nothing is mapped in this part of it; the lock
+            // is held, so nobody else changes it.
+            unsafe { segment.map_at(address, &self.options) }
+        })
     }
 
     fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {
-        let mut state = self.state();
-        state.table.unmap(reservation, offset, bytes)?;
-        // SAFETY: the table had exactly this mapping; that nobody uses its memory any more is what
-        // unmapping means for the caller. The lock is held.
-        let unmapped = unsafe { space::unmap(reservation.base() + offset, bytes) };
-        if unmapped.is_err() {
-            state.table.map(reservation, offset, bytes)?;
-        }
-        unmapped
+        self.state().mappings.unmap(reservation, offset, bytes, || {
+            // SAFETY: exactly this range is mapped; that nobody uses its memory any more is what
+            // unmapping means for the caller. The lock is held.
+            unsafe { space::unmap(reservation.base() + offset, bytes) }
+        })
     }
 
     fn release(&self, physical: Physical) -> Result<()> {
         let mut state = self.state();
-        state.fd(&physical)?;
+        find(&mut state.segments, &physical)?;
         // Dropping the descriptor closes it.
         state.segments.remove(&physical.raw());
-        Ok(())
-    }
-
-    fn record_event(&self, _stream: Stream) -> Result<Event> {
-        // Work of the host is done when its call returns: there is nothing to wait for.
-        Ok(Event(0))
-    }
-
-    fn wait_event(&self, _stream: Stream, _event: &Event) -> Result<()> {
-        Ok(())
-    }
-
-    fn release_event(&self, _event: Event) {}
-
-    fn synchronize(&self) -> Result<()> {
         Ok(())
     }
 }
@@ -236,7 +237,7 @@ impl MemoryDriver for HostDriver {
 impl Drop for HostDriver {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        for (base, bytes) in state.table.drain() {
+        for (base, bytes) in state.mappings.drain() {
             // SAFETY: the reservation was made here and never given back, and with its driver
             // gone nobody may use addresses in it.
             if let Err(error) = unsafe { space::unreserve(base, bytes) } {

@@ -1,4 +1,5 @@
-//! A mapping of one segment at an address of the system's choosing, for as long as it is populated.
+//! A mapping of one segment at an address of the system's choosing, from when it is populated until
+//! it moves to its place in a reservation.
 
 // Upholds the contracts of `space`.
 #![allow(unsafe_code)]
@@ -11,6 +12,7 @@ use super::{GRANULARITY, space};
 use crate::Result;
 
 /// Owns its address range; gone when dropped.
+#[derive(Debug)]
 pub(super) struct Mapping {
     base: u64,
     bytes: u64,
@@ -35,6 +37,21 @@ impl Mapping {
         debug_assert!(offset + bytes <= self.bytes);
         // SAFETY: the range is part of what `new` mapped.
         unsafe { space::populate(self.base + offset, bytes) }
+    }
+
+    /// Moves the whole mapping to `address`, page tables and all. If that fails it is gone, and
+    /// `address` is as it was.
+    ///
+    /// # Safety
+    ///
+    /// As for [`space::map`].
+    pub(super) unsafe fn move_to(self, address: u64) -> Result<()> {
+        // SAFETY: `new` mapped exactly this range, whose address never left this struct; the
+        // caller promises what `space::map` asks of the target.
+        unsafe { space::relocate(self.base, address, self.bytes) }?;
+        // The range is no longer ours to give back.
+        std::mem::forget(self);
+        Ok(())
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! A reservation is an inaccessible private mapping, so nobody else is given its addresses;
 //! segments are mapped over parts of it and replaced by inaccessible memory again. Which range
-//! belongs to whom is the table's business: the functions here do what they are told.
+//! belongs to whom is the business of `Mappings`: the functions here do what they are told.
 
 // mmap and its relatives are unsafe by nature: they make and destroy memory by address.
 #![allow(unsafe_code)]
@@ -12,7 +12,7 @@ use std::os::fd::BorrowedFd;
 use std::ptr;
 
 use rustix::io::Errno;
-use rustix::mm::{Advice, MapFlags, ProtFlags};
+use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags};
 
 use super::super::amount::Amount;
 use crate::{Error, Result};
@@ -83,14 +83,37 @@ pub(super) unsafe fn map(address: u64, bytes: u64, fd: BorrowedFd<'_>) -> Result
     match unsafe { rustix::mm::mmap(at, length, access, flags, fd, 0) } {
         Ok(_) => Ok(()),
         Err(cause) => {
-            // Should the kernel have taken the old pages away already, close the gap before
-            // somebody is given those addresses.
-            let close = INACCESSIBLE | MapFlags::FIXED_NOREPLACE;
-            // SAFETY: MAP_FIXED_NOREPLACE never replaces a mapping.
-            let _ = unsafe { rustix::mm::mmap_anonymous(at, length, ProtFlags::empty(), close) };
+            close_gap(at, length);
             Err(mapping_failed(bytes, cause))
         }
     }
+}
+
+/// Moves a mapping of [`map`] to `to`. The addresses at `from` are given back.
+///
+/// # Safety
+///
+/// `[from, from + bytes)` is a whole reservation of [`reserve`], mapped by one call of [`map`],
+/// and nobody uses memory in it; for `[to, to + bytes)` holds what [`map`] asks.
+pub(super) unsafe fn relocate(from: u64, to: u64, bytes: u64) -> Result<()> {
+    let (old, new, length) = (from as *mut c_void, to as *mut c_void, bytes as usize);
+    // SAFETY: by the contract the old range is ours and unused, and what is replaced at the new
+    // one is inaccessible memory of a reservation that is ours.
+    match unsafe { rustix::mm::mremap_fixed(old, length, length, MremapFlags::MAYMOVE, new) } {
+        Ok(_) => Ok(()),
+        Err(cause) => {
+            close_gap(new, length);
+            Err(mapping_failed(bytes, cause))
+        }
+    }
+}
+
+/// After a failed change of `[at, at + length)`, part of a reservation: should the kernel have
+/// taken the old pages away already, closes the gap before somebody is given those addresses.
+fn close_gap(at: *mut c_void, length: usize) {
+    let close = INACCESSIBLE | MapFlags::FIXED_NOREPLACE;
+    // SAFETY: MAP_FIXED_NOREPLACE never replaces a mapping.
+    let _ = unsafe { rustix::mm::mmap_anonymous(at, length, ProtFlags::empty(), close) };
 }
 
 /// Puts inaccessible memory back in the place of a segment.
@@ -118,6 +141,18 @@ pub(super) unsafe fn prefer_huge_pages(address: u64, bytes: u64) {
     let at = address as *mut c_void;
     // SAFETY: the advice changes no contents, and the range is ours.
     let _ = unsafe { rustix::mm::madvise(at, bytes as usize, Advice::LinuxHugepage) };
+}
+
+/// Fills the page tables of memory that exists already, sixteen pages a step where touching it
+/// would be a fault a page; a wish, so errors are passed over.
+///
+/// # Safety
+///
+/// The range is mapped by [`map`].
+pub(super) unsafe fn prefault(address: u64, bytes: u64) {
+    let at = address as *mut c_void;
+    // SAFETY: populating changes no contents, and the range is ours.
+    let _ = unsafe { rustix::mm::madvise(at, bytes as usize, Advice::LinuxPopulateRead) };
 }
 
 /// Commits every page of the range now, so that no later access can fail for want of memory.

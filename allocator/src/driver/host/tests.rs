@@ -172,3 +172,32 @@ fn descriptors_do_not_pass_to_programs_started_later() {
     driver.release(inherited).unwrap();
     driver.release(made).unwrap();
 }
+
+/// Bytes of the mapping that begins at `base` that this process can touch without a fault.
+fn resident(base: u64) -> u64 {
+    let smaps = fs::read_to_string("/proc/self/smaps").unwrap();
+    let lines = smaps.lines().skip_while(|line| !line.starts_with(&format!("{base:x}-")));
+    let rss = lines.filter_map(|line| line.strip_prefix("Rss:")).next().unwrap();
+    1024 * rss.trim().trim_end_matches(" kB").parse::<u64>().unwrap()
+}
+
+#[test]
+fn a_makers_mappings_come_with_their_page_tables_and_a_peers_do_not() {
+    let driver = HostDriver::new().unwrap();
+    let range = driver.reserve(8 * GRANULARITY, GRANULARITY).unwrap();
+    let bytes = 2 * GRANULARITY;
+    let own = driver.create(bytes).unwrap();
+    let peers = driver.import(driver.export(&own).unwrap(), bytes).unwrap();
+    // Apart from each other, so that the system does not make one mapping of them.
+    let expected = [(0, &own, bytes), (3, &own, bytes), (6, &peers, 0)];
+    for (at, physical, there) in expected {
+        driver.map(&range, at * GRANULARITY, physical).unwrap();
+        assert_eq!(resident(range.base() + at * GRANULARITY), there, "at {at}");
+    }
+    for (at, ..) in expected {
+        driver.unmap(&range, at * GRANULARITY, bytes).unwrap();
+    }
+    driver.release(own).unwrap();
+    driver.release(peers).unwrap();
+    driver.unreserve(range).unwrap();
+}

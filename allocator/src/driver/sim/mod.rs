@@ -5,7 +5,7 @@
 //! (rule D1) then differs from rank to rank in simulation too.
 //!
 //! Misuse is refused as by the real drivers. That costs little: mappings one stride apart are
-//! kept as one entry, see the table's runs, and a peer's segment is a counter while it is held.
+//! kept as one entry and a peer's segment is a counter while it is held.
 
 #[cfg(test)]
 mod tests;
@@ -14,10 +14,8 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::amount::Amount;
-use super::table::{Table, check_align, check_size};
-use super::{
-    DeviceIdentity, Event, Exported, MemoryDriver, Physical, Reservation, Stream, Transport,
-};
+use super::mappings::{Mappings, check_size};
+use super::{DeviceIdentity, Exported, MemoryDriver, Physical, Reservation, Transport};
 use crate::{Error, Result};
 
 /// Simulated addresses lie in `[LOWEST, HIGHEST)`: never zero or small, and room for 4096 slots of
@@ -42,7 +40,7 @@ pub struct SimDriver {
 #[derive(Debug)]
 struct State {
     random: u64,
-    table: Table,
+    mappings: Mappings,
     /// Our own segments that are not yet released, or mapped still.
     segments: BTreeMap<u64, Segment>,
     /// Where our own segments are mapped.
@@ -85,7 +83,7 @@ impl SimDriver {
     fn build(seed: u64, limit: u64, granularity: u64) -> Self {
         let state = State {
             random: seed,
-            table: Table::new(granularity),
+            mappings: Mappings::new(granularity),
             segments: BTreeMap::new(),
             places: BTreeMap::new(),
             created: 0,
@@ -154,8 +152,7 @@ impl MemoryDriver for SimDriver {
     }
 
     fn reserve(&self, bytes: u64, align: u64) -> Result<Reservation> {
-        check_size("a reservation", bytes, self.granularity)?;
-        check_align(align, self.granularity)?;
+        Mappings::check_reserve(bytes, align, self.granularity)?;
         let mut state = self.state();
         // Places for the base, counted in alignments.
         let first = LOWEST.div_ceil(align);
@@ -163,8 +160,8 @@ impl MemoryDriver for SimDriver {
             HIGHEST.checked_sub(bytes).map_or(0, |last| (last / align + 1).saturating_sub(first));
         for _ in 0..if places > 0 { 64 } else { 0 } {
             let base = (first + state.next_random() % places) * align;
-            if state.table.is_free(base, bytes) {
-                return Ok(state.table.reserve(base, bytes));
+            if state.mappings.is_free(base, bytes) {
+                return Ok(state.mappings.reserve(base, bytes));
             }
         }
         Err(Error::out_of_memory(format!(
@@ -176,7 +173,7 @@ impl MemoryDriver for SimDriver {
     }
 
     fn unreserve(&self, reservation: Reservation) -> Result<()> {
-        self.state().table.unreserve(&reservation)
+        self.state().mappings.unreserve(&reservation, || Ok(()))
     }
 
     fn create(&self, bytes: u64) -> Result<Physical> {
@@ -219,10 +216,10 @@ impl MemoryDriver for SimDriver {
     fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()> {
         let mut state = self.state();
         if physical.raw() == IMPORTED {
-            return state.table.map(reservation, offset, physical.bytes());
+            return state.mappings.map(reservation, offset, physical.bytes(), || Ok(()));
         }
         state.own(physical)?;
-        state.table.map(reservation, offset, physical.bytes())?;
+        state.mappings.map(reservation, offset, physical.bytes(), || Ok(()))?;
         state.own(physical)?.mappings += 1;
         state.places.insert(reservation.base() + offset, physical.raw());
         Ok(())
@@ -230,7 +227,7 @@ impl MemoryDriver for SimDriver {
 
     fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {
         let mut state = self.state();
-        state.table.unmap(reservation, offset, bytes)?;
+        state.mappings.unmap(reservation, offset, bytes, || Ok(()))?;
         if let Some(raw) = state.places.remove(&(reservation.base() + offset)) {
             if let Some(segment) = state.segments.get_mut(&raw) {
                 segment.mappings -= 1;
@@ -250,20 +247,6 @@ impl MemoryDriver for SimDriver {
         }
         state.own(&physical)?.released = true;
         state.settle(physical.raw());
-        Ok(())
-    }
-
-    fn record_event(&self, _stream: Stream) -> Result<Event> {
-        Ok(Event(0))
-    }
-
-    fn wait_event(&self, _stream: Stream, _event: &Event) -> Result<()> {
-        Ok(())
-    }
-
-    fn release_event(&self, _event: Event) {}
-
-    fn synchronize(&self) -> Result<()> {
         Ok(())
     }
 }

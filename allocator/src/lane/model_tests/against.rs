@@ -212,7 +212,7 @@ impl Run {
         }
         assert!(error.is_out_of_memory(), "{error}");
         assert_eq!(fit, None, "what fits is placed");
-        let end = self.naive.ranges.last().map_or(0, super::naive::Range::end);
+        let end = self.naive.ranges.last().map_or(0, Range::end);
         let bytes = bytes.max(1).next_multiple_of(self.granularity);
         assert!(self.limit.is_some() || end + bytes > self.range, "{error}");
     }

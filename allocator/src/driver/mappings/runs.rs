@@ -26,14 +26,12 @@ impl Run {
         self.start + self.stride * self.count
     }
 
-    /// Whether a mapping of the run has a byte in `[offset, end)`.
-    fn overlaps(&self, offset: u64, end: u64) -> bool {
-        if end <= self.start {
-            return false;
-        }
+    /// Where the last mapping of the run begins that has a byte in `[offset, end)`, if any has.
+    fn overlapping(&self, offset: u64, end: u64) -> Option<u64> {
         // The last mapping that begins before `end` reaches furthest of those that do.
-        let k = ((end - 1 - self.start) / self.stride).min(self.count - 1);
-        self.start + k * self.stride + self.bytes > offset
+        let k = (end.checked_sub(self.start + 1)? / self.stride).min(self.count - 1);
+        let at = self.start + k * self.stride;
+        (at + self.bytes > offset).then_some(at)
     }
 
     /// Which mapping of the run is exactly `[offset, offset + bytes)`.
@@ -66,21 +64,28 @@ impl Runs {
         self.count
     }
 
-    /// Adds `[offset, offset + bytes)` unless it overlaps something. The end must not overflow
-    /// and `bytes` not be zero.
-    #[must_use]
-    pub(super) fn insert(&mut self, offset: u64, bytes: u64) -> bool {
-        let end = offset + bytes;
-        let before = self.singles.range(..end).next_back();
-        if before.is_some_and(|(&o, &b)| o + b > offset)
-            || self.runs.iter().any(|run| run.overlaps(offset, end))
-        {
-            return false;
-        }
+    /// Offset and length of a range that has a byte in `[offset, end)`, if there is one.
+    pub(super) fn overlapping(&self, offset: u64, end: u64) -> Option<(u64, u64)> {
+        let before = self.singles.range(..end).next_back().map(|(&at, &bytes)| (at, bytes));
+        before.filter(|&(at, bytes)| at + bytes > offset).or_else(|| {
+            self.runs.iter().find_map(|run| Some((run.overlapping(offset, end)?, run.bytes)))
+        })
+    }
+
+    /// Whether exactly `[offset, offset + bytes)` is one of the ranges.
+    pub(super) fn contains(&self, offset: u64, bytes: u64) -> bool {
+        self.singles.get(&offset) == Some(&bytes)
+            || self.runs.iter().any(|run| run.find(offset, bytes).is_some())
+    }
+
+    /// Adds `[offset, offset + bytes)`, which is [`overlapping`](Runs::overlapping) nothing. The
+    /// end must not overflow and `bytes` not be zero.
+    pub(super) fn insert(&mut self, offset: u64, bytes: u64) {
+        debug_assert_eq!(self.overlapping(offset, offset + bytes), None);
         self.count += 1;
         if let Some(run) = self.runs.iter_mut().find(|r| r.bytes == bytes && r.next() == offset) {
             run.count += 1;
-            return true;
+            return;
         }
         if self.runs.len() < MOST_RUNS
             && let Some(start) = self.last.filter(|&start| start < offset)
@@ -89,35 +94,32 @@ impl Runs {
             self.singles.remove(&start);
             self.last = None;
             self.runs.push(Run { start, bytes, stride: offset - start, count: 2 });
-            return true;
+            return;
         }
         self.singles.insert(offset, bytes);
         self.last = Some(offset);
-        true
     }
 
-    /// Removes exactly `[offset, offset + bytes)`; false if that is not one of the ranges.
-    #[must_use]
-    pub(super) fn remove(&mut self, offset: u64, bytes: u64) -> bool {
-        if self.singles.get(&offset) == Some(&bytes) {
-            self.singles.remove(&offset);
-        } else {
-            let found =
-                self.runs.iter().enumerate().find_map(|(i, r)| Some((i, r.find(offset, bytes)?)));
-            let Some((i, k)) = found else { return false };
-            let run = self.runs.swap_remove(i);
-            let (low, high) = (run.part(0, k), run.part(k + 1, run.count));
-            // The longer part has the better claim to a place among the runs.
-            if low.count >= high.count {
-                self.keep(low);
-                self.keep(high);
-            } else {
-                self.keep(high);
-                self.keep(low);
-            }
-        }
+    /// Removes exactly `[offset, offset + bytes)`, which the ranges [contain](Runs::contains).
+    pub(super) fn remove(&mut self, offset: u64, bytes: u64) {
+        debug_assert!(self.contains(offset, bytes));
         self.count -= 1;
-        true
+        if self.singles.remove(&offset).is_some() {
+            return;
+        }
+        let found =
+            self.runs.iter().enumerate().find_map(|(i, r)| Some((i, r.find(offset, bytes)?)));
+        let Some((i, k)) = found else { return };
+        let run = self.runs.swap_remove(i);
+        let (low, high) = (run.part(0, k), run.part(k + 1, run.count));
+        // The longer part has the better claim to a place among the runs.
+        if low.count >= high.count {
+            self.keep(low);
+            self.keep(high);
+        } else {
+            self.keep(high);
+            self.keep(low);
+        }
     }
 
     fn keep(&mut self, part: Run) {
@@ -142,17 +144,19 @@ mod tests {
         let (stride, me) = (1 << 40, 17);
         for segment in 0..3 {
             let offset = segment * 64;
-            assert!(runs.insert(me * stride + offset, 64));
+            runs.insert(me * stride + offset, 64);
             for peer in (0..4096).filter(|&peer| peer != me) {
-                assert!(runs.insert(peer * stride + offset, 64));
-                assert!(!runs.insert(peer * stride + offset + 63, 2));
+                let at = peer * stride + offset;
+                runs.insert(at, 64);
+                assert_eq!(runs.overlapping(at + 63, at + 65), Some((at, 64)));
             }
         }
         assert_eq!(runs.len(), 3 * 4096);
         assert!(runs.runs.len() <= 9 && runs.singles.len() <= 9, "{runs:?}");
         for peer in 0..4096 {
-            assert!(runs.remove(peer * stride + 64, 64));
-            assert!(!runs.remove(peer * stride + 64, 64));
+            assert!(runs.contains(peer * stride + 64, 64));
+            runs.remove(peer * stride + 64, 64);
+            assert!(!runs.contains(peer * stride + 64, 64));
         }
         assert_eq!(runs.len(), 2 * 4096);
     }
@@ -170,15 +174,24 @@ mod tests {
                     let offset = offset + k * stride;
                     if kind == 0 {
                         let there = model.get(&offset) == Some(&bytes);
-                        prop_assert_eq!(runs.remove(offset, bytes), there);
+                        prop_assert_eq!(runs.contains(offset, bytes), there);
                         if there {
+                            runs.remove(offset, bytes);
                             model.remove(&offset);
                         }
                     } else {
-                        let free = model.iter().all(|(o, b)| o + b <= offset || offset + bytes <= *o);
-                        prop_assert_eq!(runs.insert(offset, bytes), free);
-                        if free {
-                            model.insert(offset, bytes);
+                        let apart = |o: u64, b: u64| o + b <= offset || offset + bytes <= o;
+                        let free = model.iter().all(|(&o, &b)| apart(o, b));
+                        match runs.overlapping(offset, offset + bytes) {
+                            None => {
+                                prop_assert!(free);
+                                runs.insert(offset, bytes);
+                                model.insert(offset, bytes);
+                            }
+                            Some((o, b)) => {
+                                prop_assert_eq!(model.get(&o), Some(&b));
+                                prop_assert!(!apart(o, b));
+                            }
                         }
                     }
                     prop_assert_eq!(runs.len(), model.len() as u64);
@@ -186,7 +199,8 @@ mod tests {
                 }
             }
             for (offset, bytes) in model {
-                prop_assert!(runs.remove(offset, bytes));
+                prop_assert!(runs.contains(offset, bytes));
+                runs.remove(offset, bytes);
             }
             prop_assert_eq!(runs.len(), 0);
         }

@@ -1,0 +1,51 @@
+# Everything a fresh machine needs beyond rustup's stable Rust, a C toolchain and Python 3.10+ is
+# fetched here by cargo and pip.
+
+PYTHON ?= python3
+VENV := .venv
+LOOM_FLAGS := --cfg loom
+
+.PHONY: demo test test-rust test-loom test-python lint bench tables clean
+
+## The main job: several rank processes, wrong sums and right ones, timings, a map of the heap.
+demo:
+	cargo run --release -p symmpool-collectives --example demo
+
+## Every test there is.
+test: lint test-rust test-loom test-python
+
+lint:
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --all-features -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --document-private-items
+
+# Tests that need a device say "skipped: ..." where there is none; --nocapture lets it be seen.
+test-rust:
+	cargo test --workspace --all-features --all-targets --exclude symmpool-tests
+	cargo test --workspace --all-features --doc
+	cargo test -p symmpool-tests
+	cargo test -p symmpool-allocator --features conformance --test driver_cuda -- --nocapture
+
+# Every interleaving of what processes and threads share.
+test-loom:
+	RUSTFLAGS="$(LOOM_FLAGS)" cargo test --release --target-dir target/loom \
+		-p symmpool-allocator -p symmpool-collectives --lib loom
+
+test-python: $(VENV)/ready
+	$(VENV)/bin/python -m pytest -q bench
+
+$(VENV)/ready:
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check "pytest>=8,<10"
+	touch $@
+
+## Measures on this machine and writes bench/results; `make tables` puts them into the README.
+bench:
+	bench/run
+
+tables:
+	$(PYTHON) bench/tables.py
+
+clean:
+	cargo clean
+	rm -rf $(VENV) dist

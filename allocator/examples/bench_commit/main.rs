@@ -1,0 +1,118 @@
+//! What a commit costs: rank processes with host memory that meet over TCP on loopback, and
+//! thousands of simulated ranks in one process.
+//!
+//! ```text
+//! cargo run --release -p symmpool-allocator --example bench_commit -- --json commit.json
+//! cargo run --release -p symmpool-allocator --example bench_commit -- --sim-ranks 4096
+//! ```
+//!
+//! Exit codes: 0 measured; 1 something failed, or the number of round trips is not constant; 2 the
+//! arguments make no sense.
+
+mod facts;
+mod launch;
+mod rank;
+mod sim;
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use symmpool_allocator::Deadline;
+
+const HELP: &str = "\
+bench_commit [--ranks N] [--repeats N] [--sim-ranks N] [--timeout SECONDS] [--json FILE]
+
+  --ranks N          rank processes (4)
+  --repeats N        commits of each kind, of which the median counts (21, at least 15)
+  --sim-ranks N      instead: the protocol alone, on N simulated ranks in this process
+  --timeout SECONDS  bound of everything together (300)
+  --json FILE        write the results, and what they were measured on, as JSON
+";
+
+/// What the program was asked to do.
+pub(crate) struct Options {
+    ranks: u32,
+    repeats: usize,
+    sim_ranks: Option<u32>,
+    timeout: Duration,
+    json: Option<String>,
+    /// Rank and the store's address, in a process that this program started.
+    child: Option<(u32, String)>,
+}
+
+impl Options {
+    fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Option<Self>, String> {
+        let mut options = Self {
+            ranks: 4,
+            repeats: 21,
+            sim_ranks: None,
+            timeout: Duration::from_secs(300),
+            json: None,
+            child: None,
+        };
+        while let Some(argument) = arguments.next() {
+            let mut value = || arguments.next().ok_or(format!("{argument} needs a value"));
+            match argument.as_str() {
+                "--help" | "-h" => return Ok(None),
+                "--ranks" => options.ranks = number(&argument, &value()?)?,
+                "--repeats" => options.repeats = number(&argument, &value()?)?,
+                "--sim-ranks" => options.sim_ranks = Some(number(&argument, &value()?)?),
+                "--timeout" => {
+                    options.timeout = Duration::from_secs(number(&argument, &value()?)?);
+                }
+                "--json" => options.json = Some(value()?),
+                "--child" => options.child = Some((number(&argument, &value()?)?, value()?)),
+                other => return Err(format!("unknown argument {other:?}")),
+            }
+        }
+        if options.ranks == 0 || options.sim_ranks == Some(0) || options.repeats < 15 {
+            return Err("at least 1 rank and 15 repeats".into());
+        }
+        Ok(Some(options))
+    }
+}
+
+fn number<T: std::str::FromStr>(name: &str, text: &str) -> Result<T, String> {
+    text.parse().map_err(|_| format!("{name} {text:?}: expected a whole number"))
+}
+
+fn main() -> ExitCode {
+    let options = match Options::parse(std::env::args().skip(1)) {
+        Ok(Some(options)) => options,
+        Ok(None) => {
+            print!("{HELP}");
+            return ExitCode::SUCCESS;
+        }
+        Err(error) => {
+            eprint!("{error}\n\n{HELP}");
+            return ExitCode::from(2);
+        }
+    };
+    match run(&options) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(options: &Options) -> Result<(), String> {
+    let deadline = Deadline::after(options.timeout);
+    if let Some((rank, address)) = &options.child {
+        let report = rank::run(*rank, address, options, deadline);
+        println!("{}", report.map_err(|error| format!("rank {rank}: {error}"))?);
+        return Ok(());
+    }
+    let results = match options.sim_ranks {
+        Some(ranks) => sim::run(ranks, deadline)?,
+        None => launch::run(options, deadline)?,
+    };
+    if let Some(path) = &options.json {
+        let report: Value = json!({ "measured_on": facts::facts(), "results": results });
+        let text = format!("{report:#}\n");
+        std::fs::write(path, text).map_err(|error| format!("writing {path}: {error}"))?;
+    }
+    Ok(())
+}

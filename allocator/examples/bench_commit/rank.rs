@@ -1,0 +1,174 @@
+//! One rank process: measures, and says what it measured.
+
+use std::hint::black_box;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use symmpool_allocator::driver::{HostDriver, HostOptions};
+use symmpool_allocator::lane::{LaneConfig, WindowPolicy};
+use symmpool_allocator::store::tcp::TcpOptions;
+use symmpool_allocator::store::{Store, TcpStore};
+use symmpool_allocator::{Block, Deadline, Driver, Error, Group, Lane, Pool, PoolBuilder, Result};
+
+use crate::Options;
+
+const MIB: u64 = 1 << 20;
+
+/// How often the check whether a commit is due is repeated.
+const CHECKS: u32 = 1_000_000;
+
+/// Commits of one kind.
+pub(crate) struct Scenario {
+    pub(crate) name: &'static str,
+    pub(crate) policy: WindowPolicy,
+    pub(crate) lanes: usize,
+    /// Blocks that each lane gets before a commit, each of which makes the lane grow.
+    blocks: usize,
+    block_mib: u64,
+    /// Windows that one commit makes of them.
+    pub(crate) segments: u64,
+    /// Whether the pages exist. Sharing a segment does not touch them: 1,000 segments of the
+    /// least size a lane grows by (8 MiB) need not fit into memory to be shared.
+    pub(crate) populate: bool,
+    /// The most that the median of a commit may take, in milliseconds.
+    pub(crate) bar_ms: Option<f64>,
+}
+
+pub(crate) const SCENARIOS: [Scenario; 3] = [
+    Scenario {
+        name: "one segment of 64 MiB",
+        policy: WindowPolicy::PerSegment,
+        lanes: 1,
+        blocks: 1,
+        block_mib: 64,
+        segments: 1,
+        populate: true,
+        bar_ms: Some(3.0),
+    },
+    Scenario {
+        name: "64 MiB of a contiguous lane",
+        policy: WindowPolicy::Contiguous,
+        lanes: 1,
+        blocks: 1,
+        block_mib: 64,
+        segments: 2,
+        populate: true,
+        bar_ms: Some(3.0),
+    },
+    // 125 times 8 MiB stay below the size from which lanes grow by more at a time.
+    Scenario {
+        name: "1000 segments of 8 MiB",
+        policy: WindowPolicy::Contiguous,
+        lanes: 8,
+        blocks: 125,
+        block_mib: 8,
+        segments: 1000,
+        populate: false,
+        bar_ms: Some(250.0),
+    },
+];
+
+/// Measures everything as `rank`, together with the other ranks at `address`.
+pub(crate) fn run(
+    rank: u32,
+    address: &str,
+    options: &Options,
+    deadline: Deadline,
+) -> Result<Value> {
+    let store: Arc<dyn Store> =
+        Arc::new(TcpStore::connect_as(address, TcpOptions::default(), rank, deadline)?);
+    let group = Group::new(rank, options.ranks, store)?.with_timeout(deadline.remaining());
+    let mut scenarios = Vec::new();
+    for scenario in &SCENARIOS {
+        scenarios.push(measure(&group, scenario, options.repeats)?);
+    }
+    let (check_ns, empty) = nothing_due(&group, options.repeats)?;
+    // Whoever leaves first would be missed by the others.
+    group.all_gather("end", b"", deadline)?;
+    Ok(json!({ "scenarios": scenarios, "check_ns": check_ns, "empty_commit_us": empty }))
+}
+
+fn measure(group: &Group, scenario: &Scenario, repeats: usize) -> Result<Value> {
+    let options = HostOptions { populate: scenario.populate, ..HostOptions::default() };
+    let driver = Driver::new(HostDriver::with_options(options)?);
+    let lanes = (0..scenario.lanes)
+        .map(|lane| LaneConfig::symmetric(format!("lane {lane}")).window_policy(scenario.policy));
+    let builder = lanes.fold(Pool::builder(group.clone()).driver(driver), PoolBuilder::lane);
+    let pool = builder.build()?;
+    let lanes: Vec<Lane> = pool.lanes().take(scenario.lanes).collect();
+    let start = group.child("start");
+    let (mut allocs, mut commits, mut releases) = (Vec::new(), Vec::new(), Vec::new());
+    let mut traffic = json!(null);
+    // The first round is not counted: page tables and socket buffers are made in it.
+    for _ in 0..=repeats {
+        let began = Instant::now();
+        let blocks = fill(&lanes, scenario)?;
+        allocs.push(micros(began.elapsed()));
+        start.all_gather("commit", b"", group.deadline())?;
+        let before = pool.stats().store;
+        let began = Instant::now();
+        let report = pool.commit()?;
+        commits.push(micros(began.elapsed()));
+        let after = pool.stats().store;
+        if report.windows_added != scenario.segments {
+            return Err(Error::invalid_state(format!(
+                "{}: {} windows were made, {} were to be measured",
+                scenario.name, report.windows_added, scenario.segments
+            )));
+        }
+        traffic = json!({
+            "round_trips": after.round_trips - before.round_trips,
+            "bytes_sent": after.bytes_sent - before.bytes_sent,
+            "bytes_received": after.bytes_received - before.bytes_received,
+        });
+        drop(blocks);
+        for lane in &lanes {
+            lane.trim()?;
+        }
+        start.all_gather("release", b"", group.deadline())?;
+        let began = Instant::now();
+        pool.commit()?;
+        releases.push(micros(began.elapsed()));
+    }
+    Ok(json!({
+        "alloc_us": allocs[1..],
+        "commit_us": commits[1..],
+        "release_us": releases[1..],
+        "store": traffic,
+    }))
+}
+
+fn fill(lanes: &[Lane], scenario: &Scenario) -> Result<Vec<Block<u8>>> {
+    let bytes = (scenario.block_mib * MIB) as usize;
+    let each = |lane| (0..scenario.blocks).map(move |_| Lane::alloc(lane, bytes));
+    lanes.iter().flat_map(each).collect()
+}
+
+/// The check on leaving a pool scope in which nothing grew, in nanoseconds, and a commit that was
+/// asked for although nothing grew, in microseconds.
+fn nothing_due(group: &Group, repeats: usize) -> Result<(f64, Vec<f64>)> {
+    let pool = Pool::builder(group.clone()).driver(Driver::host()?).build()?;
+    let _block = pool.alloc::<u8>(1)?;
+    pool.commit()?;
+    let began = Instant::now();
+    for _ in 0..CHECKS {
+        if black_box(&pool).commit_if_due()?.is_some() {
+            return Err(Error::invalid_state("a commit was due though nothing had grown"));
+        }
+    }
+    let check = began.elapsed().as_nanos() as f64 / f64::from(CHECKS);
+    let start = group.child("start");
+    let mut empty = Vec::new();
+    for _ in 0..repeats {
+        start.all_gather("empty", b"", group.deadline())?;
+        let began = Instant::now();
+        pool.commit()?;
+        empty.push(micros(began.elapsed()));
+    }
+    Ok((check, empty))
+}
+
+fn micros(time: Duration) -> f64 {
+    time.as_nanos() as f64 / 1e3
+}

@@ -1,0 +1,65 @@
+//! Reading and writing a pool's memory, by the CPU or through CUDA's copies.
+
+use symmpool_allocator::driver::CudaDriver;
+use symmpool_allocator::{Driver, Result};
+
+use crate::Kind;
+
+/// How this process reaches the memory of its driver.
+pub(super) enum Access {
+    Host,
+    /// A second driver of the same device: copies need only the device, not who mapped.
+    Cuda(Box<CudaDriver>),
+}
+
+impl Access {
+    /// The driver of `rank`, and how to reach its memory.
+    pub(super) fn open(kind: Kind, rank: u32) -> Result<(Driver, Self)> {
+        match kind {
+            Kind::Host => Ok((Driver::host()?, Self::Host)),
+            Kind::Cuda => {
+                let ordinal = rank % CudaDriver::device_count()?.max(1);
+                let copies = CudaDriver::new(ordinal)?;
+                Ok((Driver::cuda(ordinal)?, Self::Cuda(Box::new(copies))))
+            }
+        }
+    }
+
+    /// Writes `bytes` to `address`.
+    ///
+    /// # Safety
+    ///
+    /// The range is mapped by this process's driver, and nobody else uses it meanwhile.
+    pub(super) unsafe fn write(&self, address: u64, bytes: &[u8]) -> Result<()> {
+        match self {
+            Self::Host => {
+                // SAFETY: the caller's promise; ordinary memory does not overlap a heap.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len());
+                }
+                Ok(())
+            }
+            // SAFETY: the caller's promise.
+            Self::Cuda(driver) => unsafe { driver.copy_from_host(address, bytes) },
+        }
+    }
+
+    /// Reads `count` bytes from `address`.
+    ///
+    /// # Safety
+    ///
+    /// The range is mapped by this process's driver, and nobody writes it meanwhile.
+    pub(super) unsafe fn read(&self, address: u64, count: u64) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; count as usize];
+        match self {
+            Self::Host => {
+                let (from, to) = (address as *const u8, bytes.as_mut_ptr());
+                // SAFETY: the caller's promise; ordinary memory does not overlap a heap.
+                unsafe { std::ptr::copy_nonoverlapping(from, to, bytes.len()) };
+            }
+            // SAFETY: the caller's promise.
+            Self::Cuda(driver) => unsafe { driver.copy_to_host(&mut bytes, address) }?,
+        }
+        Ok(bytes)
+    }
+}

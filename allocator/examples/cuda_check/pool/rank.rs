@@ -1,0 +1,231 @@
+//! One rank: pools that work, and pools on which one rank does something else.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Instant;
+
+use serde_json::{Value, json};
+use symmpool_allocator::driver::{Driver, Physical, Reservation};
+use symmpool_allocator::lane::{LaneConfig, WindowPolicy};
+use symmpool_allocator::store::tcp::TcpOptions;
+use symmpool_allocator::store::{Store, TcpStore};
+use symmpool_allocator::{Block, Deadline, Error, Group, Pool, PoolBuilder};
+
+use super::access::Access;
+use super::blocks::{self, Numbers};
+use super::report_key;
+use crate::{Options, text};
+
+/// How often a commit is timed.
+const TIMES: usize = 15;
+
+/// More than any device has.
+const TOO_MUCH: usize = 1 << 39;
+
+/// Runs rank `rank` against the store at `address`, and leaves its report there.
+pub(crate) fn run(rank: u32, address: &str, options: &Options, deadline: Deadline) -> ExitCode {
+    let with = TcpOptions::default();
+    let store: Arc<dyn Store> = match TcpStore::connect_as(address, with, rank, deadline) {
+        Ok(store) => Arc::new(store),
+        Err(error) => {
+            eprintln!("cuda_check: rank {rank}: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let outcome = Rank::start(rank, options, &store, deadline).and_then(Rank::exchange);
+    let (report, code) = match outcome {
+        Ok(report) => (report, ExitCode::SUCCESS),
+        Err(error) => {
+            eprintln!("cuda_check: rank {rank}: {error}");
+            (json!({ "rank": rank, "error": error }), ExitCode::FAILURE)
+        }
+    };
+    // In the grace after the deadline, which the report of what timed out needs.
+    match store.set(&report_key(rank), report.to_string().as_bytes(), Deadline::seconds(2)) {
+        Ok(()) => code,
+        Err(error) => {
+            eprintln!("cuda_check: rank {rank}: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+struct Rank {
+    group: Group,
+    driver: Driver,
+    access: Access,
+    deadline: Deadline,
+    /// Memory and addresses that no other rank has, so that nothing lies where it does elsewhere.
+    _holes: Vec<(Reservation, Physical)>,
+}
+
+impl Rank {
+    fn start(
+        rank: u32,
+        options: &Options,
+        store: &Arc<dyn Store>,
+        deadline: Deadline,
+    ) -> Result<Self, String> {
+        let (driver, access) = Access::open(options.driver, rank).map_err(text)?;
+        let group = Group::new(rank, options.ranks, store.clone()).map_err(text)?;
+        let mut numbers = Numbers(u64::from(rank) + 1);
+        let mut holes = Vec::new();
+        for _ in 0..8 + numbers.below(24) {
+            let unit = driver.granularity();
+            let bytes = (1 + numbers.below(12) as u64) * unit;
+            let range = driver.reserve(2 * bytes, unit).map_err(text)?;
+            let physical = driver.create(bytes).map_err(text)?;
+            driver.map(&range, numbers.below(2) as u64 * bytes, &physical).map_err(text)?;
+            if numbers.below(3) > 0 {
+                holes.push((range, physical));
+            } else {
+                // Released but mapped: a hole in the physical memory only.
+                driver.release(physical).map_err(text)?;
+            }
+        }
+        Ok(Self { group, driver, access, deadline, _holes: holes })
+    }
+
+    fn exchange(self) -> Result<Value, String> {
+        let pool = self.pool(Vec::new())?;
+        let layout = pool.layout();
+        let (rounds, bytes) = self.work(&pool)?;
+        let times = self.times(&pool)?;
+        let stats = format!("{:?}", pool.stats());
+        drop(pool);
+        let (diverged, out_of_memory) = match self.group.world() {
+            1 => (None, None),
+            _ => (Some(self.diverge()?), Some(self.run_out()?)),
+        };
+        Ok(json!({
+            "rank": self.group.rank(),
+            "device": self.driver.device(),
+            "transport": self.driver.transport(),
+            "heap_base": format!("{:#x}", layout.base),
+            "rounds": rounds,
+            "bytes_checked": bytes,
+            "times_us": times,
+            "diverged": diverged,
+            "out_of_memory": out_of_memory,
+            "stats": stats,
+        }))
+    }
+
+    fn pool(&self, lanes: Vec<LaneConfig>) -> Result<Pool, String> {
+        // Where ranks have a device each, permission to share one changes nothing.
+        let builder = Pool::builder(self.group.clone())
+            .driver(self.driver.clone())
+            .deadline(self.deadline)
+            .allow_shared_device();
+        lanes.into_iter().fold(builder, PoolBuilder::lane).build().map_err(text)
+    }
+
+    fn commit(&self, pool: &Pool) -> Result<f64, String> {
+        let start = Instant::now();
+        pool.commit_by(self.deadline).map_err(text)?;
+        Ok(start.elapsed().as_secs_f64() * 1e6)
+    }
+
+    /// Allocates, commits, writes through every window and checks, several times over.
+    fn work(&self, pool: &Pool) -> Result<(u64, u64), String> {
+        const ROUNDS: u64 = 4;
+        let mut numbers = Numbers(2026);
+        let mut live = Vec::new();
+        let mut bytes = 0;
+        for round in 0..ROUNDS {
+            blocks::churn(pool, &mut live, &mut numbers, 60)?;
+            self.commit(pool)?;
+            if let Some(outside) = live.iter().find(|b| !pool.is_window(b.address(), b.bytes())) {
+                return Err(format!("{outside:?} is in no window after a commit"));
+            }
+            blocks::write(pool, &self.access, &live, round)?;
+            // All have written once all have come to this commit, and read once at the next.
+            self.commit(pool)?;
+            blocks::check(pool, &self.access, &live, round)?;
+            self.commit(pool)?;
+            bytes += live.iter().map(Block::bytes).sum::<u64>();
+        }
+        live.into_iter().try_for_each(Block::free).map_err(text)?;
+        pool.default_lane().trim().map_err(text)?;
+        self.commit(pool)?;
+        Ok((ROUNDS, bytes))
+    }
+
+    /// Commits of one new block of 64 MiB, of 64 new segments, and of nothing.
+    fn times(&self, pool: &Pool) -> Result<Value, String> {
+        let lane = pool.default_lane();
+        let give_back = |blocks| -> Result<(), String> {
+            drop::<Vec<_>>(blocks);
+            lane.trim().map_err(text)?;
+            self.commit(pool).map(|_| ())
+        };
+        let (mut large, mut many, mut empty) = (Vec::new(), Vec::new(), Vec::new());
+        for time in 0..TIMES {
+            let block = lane.alloc::<u8>(64 << 20).map_err(text)?;
+            large.push(self.together(pool)?);
+            give_back(vec![block])?;
+            empty.push(self.together(pool)?);
+            if time < 3 {
+                let count = pool.windows().list().len();
+                // A lane grows by 8 MiB at least: a segment a block.
+                let blocks = (0..64).map(|_| lane.alloc::<u8>(8 << 20)).collect::<Result<_, _>>();
+                many.push(self.together(pool)?);
+                let made = pool.windows().list().len() - count;
+                if made != 64 {
+                    return Err(format!("{made} new windows, where 64 were to be timed"));
+                }
+                give_back(blocks.map_err(text)?)?;
+            }
+        }
+        Ok(json!({ "commit_64_mib": large, "commit_64_segments": many, "empty_commit": empty }))
+    }
+
+    /// Times a commit that all ranks begin at the same time.
+    fn together(&self, pool: &Pool) -> Result<f64, String> {
+        self.group.all_gather("begin", &[], self.deadline).map_err(text)?;
+        self.commit(pool)
+    }
+
+    /// The last rank allocates another size: the error that all ranks must get alike.
+    fn diverge(&self) -> Result<String, String> {
+        let pool = self.pool(Vec::new())?;
+        let _same = pool.alloc::<u8>(3 << 20).map_err(text)?;
+        self.commit(&pool)?;
+        let odd = self.is_last();
+        let _other = pool.alloc::<u8>(if odd { 2 << 20 } else { 1 << 20 }).map_err(text)?;
+        self.refusal(&pool, Error::is_diverged)
+    }
+
+    /// The last rank runs out of memory: the error that all ranks must get alike.
+    fn run_out(&self) -> Result<String, String> {
+        // One segment a block, so that the device is asked for all of it at once.
+        let lane = LaneConfig::symmetric("large").window_policy(WindowPolicy::PerSegment);
+        let pool = self.pool(vec![lane])?;
+        let _same = pool.alloc::<u8>(3 << 20).map_err(text)?;
+        // The others get what they ask for, and so are an event ahead of the one that does not.
+        let wanted = if self.is_last() { TOO_MUCH } else { 48 << 20 };
+        let _held = match pool.alloc::<u8>(wanted) {
+            Ok(block) if !self.is_last() => Some(block),
+            Err(error) if self.is_last() && error.is_out_of_memory() => None,
+            other => return Err(format!("{wanted} bytes asked for: {other:?}")),
+        };
+        self.refusal(&pool, Error::is_out_of_memory)
+    }
+
+    fn is_last(&self) -> bool {
+        self.group.rank() + 1 == self.group.world()
+    }
+
+    /// A commit's error, which must be of the right kind, without what names this rank.
+    fn refusal(&self, pool: &Pool, kind: fn(&Error) -> bool) -> Result<String, String> {
+        match pool.commit_by(self.deadline) {
+            Ok(report) => Err(format!("committed ({report:?}), where all ranks were to refuse")),
+            Err(error) if kind(&error) => {
+                let error = error.to_string();
+                let own = format!("symmpool: rank {}, ", self.group.rank());
+                Ok(error.strip_prefix(&own).unwrap_or(&error).to_owned())
+            }
+            Err(error) => Err(format!("an error of another kind: {error}")),
+        }
+    }
+}

@@ -1,0 +1,146 @@
+"""Builds the README's tables from bench/results.
+
+Between `<!-- table: NAME -->` and `<!-- end -->` in README.md, everything is replaced by the table
+that the function of that name below makes of its results. With --check nothing is written, and the
+exit code says whether the README is up to date.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench/results"
+
+
+def load(name):
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def table(head, rows):
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
+
+
+def size(count):
+    """Bytes as a power-of-two unit: 65536 is 64 KiB."""
+    for unit in ["B", "KiB", "MiB", "GiB"]:
+        if count < 1024 or unit == "GiB":
+            return f"{count:g} {unit}"
+        count /= 1024
+
+
+def figure(value):
+    """Three significant digits, and no more than are there."""
+    if value is None:
+        return "-"
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def measured_on(report):
+    facts = report["measured_on"]
+    known = [facts.get(key) for key in ("cpu", "kernel") if facts.get(key)]
+    cores = facts.get("cores") or facts.get("cpus")
+    return ", ".join(known + ([f"{cores} cores"] if cores else []))
+
+
+def host_table(operation):
+    """Our time and the peers' for one operation, a row for each group size and message size."""
+    report = load("host")
+    entries = [entry for entry in report if entry["op"] == operation]
+    peers = sorted({peer for entry in entries for peer in entry["peers"]})
+    head = ["ranks", "bytes", "symmpool us", *[f"{peer} us" for peer in peers], "best peer / ours"]
+    rows = []
+    for entry in sorted(entries, key=lambda entry: (entry["ranks"], entry["bytes"])):
+        mpi = [entry["peers"].get(peer) for peer in peers if peer != "memcpy"]
+        best = min((us for us in mpi if us), default=None)
+        rows.append(
+            [
+                entry["ranks"],
+                size(entry["bytes"]),
+                figure(entry["ours_us"]),
+                *[figure(entry["peers"].get(peer)) for peer in peers],
+                f"{best / entry['ours_us']:.2f}" if best else "-",
+            ]
+        )
+    return table(head, rows)
+
+
+def all_reduce():
+    return host_table("all_reduce")
+
+
+def all_to_all():
+    return host_table("all_to_all")
+
+
+def packing():
+    rows = {}
+    for entry in load("packing")["results"]:
+        rows.setdefault(entry["trace"], {})[entry["policy"]] = entry
+    head = ["trace", "peak live", "contiguous", "segments", "per segment", "segments"]
+    body = []
+    for trace, entries in rows.items():
+        cells = [trace, f"{entries['contiguous']['peak_live_bytes'] / 2**30:.2f} GiB"]
+        for policy in ("contiguous", "per-segment"):
+            entry = entries[policy]
+            ratio = entry["peak_reserved_bytes"] / entry["peak_live_bytes"]
+            cells += [f"{ratio:.3f}", entry["segments"]]
+        body.append(cells)
+    return table(head, body)
+
+
+def lane():
+    results = load("lane")["results"]
+    rows = [[name, f"{ns:,.1f} ns"] for name, ns in results.items() if not name.startswith("replay")]
+    return table(["criterion benchmark", "median"], rows)
+
+
+def commit():
+    report = load("commit")["results"]
+    rows = [
+        [entry["name"], f"{entry['commit_ms']:.2f} ms", f"{entry['alloc_ms']:.2f} ms",
+         entry["store_of_rank_0"]["round_trips"]]
+        for entry in report["scenarios"]
+    ]
+    rows.append(["nothing, asked for", f"{report['empty_commit_ms']:.2f} ms", "-", 1])
+    rows.append(["check that none is due", f"{report['due_check_ns']:.1f} ns", "-", 0])
+    for entry in report.get("simulated", []):
+        name = f"{entry['segments']} segments, {entry['ranks']:,} simulated ranks"
+        rows.append([name, f"{entry['commit_ms']:,.0f} ms", "-", entry["round_trips_per_rank"]])
+    return table(["commit of", "time", "allocating it", "store round trips a rank"], rows)
+
+
+MAKERS = {f.__name__: f for f in (all_reduce, all_to_all, packing, lane, commit)}
+MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def fill(text, makers=MAKERS):
+    """The text with every marked table made anew."""
+
+    def made(match):
+        name = match[2]
+        if name not in makers:
+            raise SystemExit(f"README.md asks for the table {name!r}; known are {sorted(makers)}")
+        return f"{match[1]}{makers[name]()}\n{match[3]}"
+
+    return MARKED.sub(made, text)
+
+
+def main(arguments):
+    readme = ROOT / "README.md"
+    old = readme.read_text()
+    new = fill(old)
+    if arguments == ["--check"]:
+        return 0 if new == old else "README.md does not match bench/results; run make tables"
+    if arguments:
+        return __doc__
+    readme.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

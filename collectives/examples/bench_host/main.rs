@@ -1,0 +1,201 @@
+//! Measures collectives in host memory beside MPI and gloo, in the same run.
+//!
+//! Ours works on blocks of a pool, which peers have mapped, so nothing is copied on the way: that
+//! is what the library is for. Peers get ordinary, touched memory, which is what they are for.
+//! Every contender runs all sizes in processes of its own, `--rounds` times, in turns; a time is
+//! the median over rounds of the slowest rank's mean. Nobody is pinned by us; launchers that pin,
+//! do. Results are checked element by element.
+//!
+//! `cargo run --release -p symmpool-collectives --example bench_host -- --quick`
+
+mod case;
+#[path = "../common/mod.rs"]
+mod common;
+mod contender;
+mod ours;
+mod table;
+
+use std::fs;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Parser;
+use indicatif::{ProgressBar, ProgressStyle};
+
+use case::{Case, Op};
+use common::say;
+use contender::{Contender, Workshop};
+use table::Rounds;
+
+/// All-reduce and all-to-all in host memory, beside the peers that this machine has.
+#[derive(Parser)]
+struct Options {
+    /// Numbers of ranks.
+    #[arg(long, value_delimiter = ',', default_values_t = [2, 4], value_parser = clap::value_parser!(u32).range(1..=64))]
+    ranks: Vec<u32>,
+    /// Bytes, multiples of 1024. 1 KiB to 64 MiB unless given.
+    #[arg(long, value_delimiter = ',')]
+    sizes: Vec<usize>,
+    /// Operations.
+    #[arg(long, value_delimiter = ',', default_values = ["all_reduce", "all_to_all"])]
+    op: Vec<Op>,
+    /// How often everyone is measured.
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+    /// Two rounds of a fifth of the time.
+    #[arg(long)]
+    quick: bool,
+    /// Where the figures go as JSON; `-` is standard output, in place of tables.
+    #[arg(long)]
+    json: Option<String>,
+    /// Milliseconds that one size is repeated.
+    #[arg(long, default_value_t = 100)]
+    target_ms: u64,
+    /// This process is a rank; the environment says which.
+    #[arg(long, hide = true)]
+    role: Option<ours::Role>,
+    /// What the rank measures.
+    #[arg(long, hide = true, value_delimiter = ',')]
+    cases: Vec<Case>,
+}
+
+fn main() -> ExitCode {
+    let mut options = Options::parse();
+    if let Some(role) = options.role {
+        common::end_with_parent();
+        let target = Duration::from_millis(options.target_ms);
+        return finish(ours::run(role, &options.cases, target).map_err(|error| error.to_string()));
+    }
+    if options.quick {
+        options.rounds = options.rounds.min(2);
+        options.target_ms = (options.target_ms / 5).max(1);
+    }
+    if options.sizes.is_empty() {
+        options.sizes = common::sizes();
+    }
+    finish(compare(&options))
+}
+
+fn finish(outcome: Result<(), String>) -> ExitCode {
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(why) => {
+            eprintln!("bench_host: {why}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn compare(options: &Options) -> Result<(), String> {
+    if options.rounds == 0 || options.sizes.iter().any(|bytes| *bytes == 0 || bytes % 1024 != 0) {
+        return Err("sizes are multiples of 1024, and rounds at least 1".into());
+    }
+    let workshop = Workshop::new()?;
+    let (contenders, missing) = contender::find(&workshop);
+    let facts = facts(options, &contenders, &missing);
+    let tables = options.json.as_deref() != Some("-");
+    for fact in &facts {
+        if tables { say!("{fact}") } else { eprintln!("{fact}") }
+    }
+    let rounds = measure(options, &contenders)?;
+    let rows = table::rows(&rounds);
+    if tables {
+        table::print(&rows);
+    }
+    let json = serde_json::to_string_pretty(&rows).map_err(|error| error.to_string())?;
+    match options.json.as_deref() {
+        None => Ok(()),
+        Some("-") => {
+            say!("{json}");
+            Ok(())
+        }
+        Some(file) => {
+            let facts = serde_json::to_string_pretty(&facts).map_err(|error| error.to_string())?;
+            let write = |file: &str, text: &str| {
+                fs::write(file, format!("{text}\n")).map_err(|error| format!("{file}: {error}"))
+            };
+            write(file, &json)?;
+            write(&format!("{}.facts.json", file.trim_end_matches(".json")), &facts)
+        }
+    }
+}
+
+/// All rounds of everyone, in turns. A peer that fails is left out from then on, aloud; ours must
+/// not.
+fn measure(options: &Options, contenders: &[Contender]) -> Result<Rounds, String> {
+    let cases: Vec<Case> = options
+        .op
+        .iter()
+        .flat_map(|op| options.sizes.iter().map(|bytes| Case { op: *op, bytes: *bytes }))
+        .collect();
+    let turns = options.rounds * options.ranks.len() * contenders.len();
+    let bar = ProgressBar::new((turns * cases.len()) as u64);
+    if let Ok(style) = ProgressStyle::with_template("{msg:24} {bar:40} {pos}/{len} {eta}") {
+        bar.set_style(style);
+    }
+    let mut rounds = Rounds::new();
+    let mut out = vec![false; contenders.len()];
+    for round in 0..options.rounds {
+        for &ranks in &options.ranks {
+            for turn in 0..contenders.len() {
+                // Nobody is always first.
+                let who = (turn + round) % contenders.len();
+                let contender = &contenders[who];
+                if out[who] || !contender.suits(ranks) {
+                    bar.inc(cases.len() as u64);
+                    continue;
+                }
+                bar.set_message(format!("{}, {ranks} ranks", contender.name));
+                let mut wrong = None;
+                let target = Duration::from_millis(options.target_ms);
+                let ended = contender.measure(ranks, &cases, target, |figure| {
+                    bar.inc(1);
+                    if figure.wrong > 0 {
+                        wrong = Some(format!("{} was wrong at {}", contender.name, figure.case));
+                    }
+                    let all = rounds.entry((ranks, figure.case)).or_default();
+                    match all.iter_mut().find(|(index, _, _)| *index == who) {
+                        Some((_, _, times)) => times.push(figure.us),
+                        None => all.push((who, contender.name, vec![figure.us])),
+                    }
+                });
+                match (ended, wrong) {
+                    (Ok(()), None) => {}
+                    (Err(why), _) | (_, Some(why)) if contender.name == contender::OURS => {
+                        return Err(why);
+                    }
+                    (Err(why), _) | (_, Some(why)) => {
+                        bar.suspend(|| eprintln!("bench_host: {why}; left out from here on"));
+                        out[who] = true;
+                    }
+                }
+            }
+        }
+    }
+    bar.finish_and_clear();
+    Ok(rounds)
+}
+
+/// What a reader has to know about the run.
+fn facts(options: &Options, contenders: &[Contender], missing: &[String]) -> Vec<String> {
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let cpu = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model = cpu.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+    let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    let mut names: Vec<_> = contenders.iter().map(|contender| contender.name).collect();
+    names.dedup();
+    let mut facts = vec![
+        format!("{cores} cores, {}", model.map_or("unknown", |(_, model)| model)),
+        format!("load before: {}", load.split(' ').take(3).collect::<Vec<_>>().join(" ")),
+        format!("measured: {}", names.join(", ")),
+        "symmpool works on blocks of a pool, without copies on the way; its all_to_all is the \
+         call\nwith split sizes. Peers work on ordinary memory."
+            .into(),
+        format!(
+            "{} rounds of about {} ms a size, in turns; medians; every element checked",
+            options.rounds, options.target_ms
+        ),
+    ];
+    facts.extend(missing.iter().map(|why| format!("skipped {why}")));
+    facts
+}

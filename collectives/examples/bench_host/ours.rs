@@ -1,0 +1,104 @@
+//! A rank of ours: collectives over blocks of a pool. And of plain copies, the limit.
+
+use std::time::{Duration, Instant};
+
+use symmpool_allocator::{Deadline, Driver, Group, Pool, Result, Stream};
+use symmpool_collectives::{Communicator, ReduceOp};
+
+use crate::case::{Case, Figure, Op};
+use crate::common::{data, say, sum, value};
+
+const STREAM: &Stream = &Stream::DEFAULT;
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// What a rank process of this program runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Role {
+    /// The collectives.
+    Collectives,
+    /// Every rank copies as many bytes as a message has within its own memory.
+    Memcpy,
+}
+
+/// Runs a rank; the environment says which. Rank 0 prints the figures.
+pub(crate) fn run(role: Role, cases: &[Case], target: Duration) -> Result<()> {
+    let group = Group::from_env(Deadline::after(TIMEOUT))?.with_timeout(TIMEOUT);
+    let pool = Pool::builder(group).driver(Driver::host()?).build()?;
+    let rank = Rank { comm: Communicator::new(&pool)?, target };
+    for case in cases {
+        let (us, wrong) = match (role, case.op) {
+            (Role::Collectives, Op::AllReduce) => rank.all_reduce(case.bytes)?,
+            (Role::Collectives, Op::AllToAll) => rank.all_to_all(case.bytes)?,
+            (Role::Memcpy, _) => rank.memcpy(case.bytes)?,
+        };
+        let mut total = [wrong as i64];
+        rank.comm.all_reduce_slice(&mut total, ReduceOp::Sum, STREAM)?;
+        if rank.comm.rank() == 0 {
+            say!("{}", Figure { case: *case, us, wrong: total[0] as u64 });
+        }
+    }
+    rank.comm.barrier(STREAM)
+}
+
+struct Rank {
+    comm: Communicator,
+    target: Duration,
+}
+
+impl Rank {
+    fn all_reduce(&self, bytes: usize) -> Result<(f64, usize)> {
+        let (comm, pool) = (&self.comm, self.comm.pool());
+        let (count, seed) = (bytes / size_of::<f32>(), bytes as u32);
+        let (input, out) = (pool.alloc::<f32>(count)?, pool.alloc::<f32>(count)?);
+        input.write(&data(seed, comm.rank(), count))?;
+        out.write(&vec![0.0; count])?;
+        let us = self.time(|| comm.all_reduce_into(&out, &input, ReduceOp::Sum, STREAM))?;
+        let result = out.read()?;
+        let wrong = |(index, got): &(usize, &f32)| **got != sum(seed, comm.world(), *index);
+        Ok((us, result.iter().enumerate().filter(wrong).count()))
+    }
+
+    /// By the call with split sizes, which here are equal.
+    fn all_to_all(&self, bytes: usize) -> Result<(f64, usize)> {
+        let (comm, pool) = (&self.comm, self.comm.pool());
+        let (count, seed, me) = (bytes / size_of::<f32>(), bytes as u32, comm.rank());
+        let part = count / comm.world() as usize;
+        let splits = vec![part; comm.world() as usize];
+        let (input, out) = (pool.alloc::<f32>(count)?, pool.alloc::<f32>(count)?);
+        input.write(&data(seed, me, count))?;
+        out.write(&vec![0.0; count])?;
+        let us = self.time(|| comm.all_to_all_v_into(&out, &input, &splits, &splits, STREAM))?;
+        let expected = (0..comm.world())
+            .flat_map(|from| (0..part).map(move |i| value(seed, from, me as usize * part + i)));
+        let wrong = out.read()?.iter().zip(expected).filter(|(got, want)| **got != *want).count();
+        Ok((us, wrong))
+    }
+
+    fn memcpy(&self, bytes: usize) -> Result<(f64, usize)> {
+        let from = vec![1_u8; bytes];
+        let mut to = vec![0_u8; bytes];
+        let us = self.time(|| {
+            to.copy_from_slice(std::hint::black_box(&from));
+            std::hint::black_box(&mut to);
+            Ok(())
+        })?;
+        Ok((us, to.iter().filter(|byte| **byte != 1).count()))
+    }
+
+    /// Microseconds a call on the slowest rank: a warm-up, then as many calls as fill the target.
+    fn time(&self, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
+        call()?;
+        let each = self.repeat(3, &mut call)?;
+        let calls = (self.target.as_secs_f64() * 1e6 / each).clamp(3.0, 20_000.0);
+        self.repeat(calls as u32, &mut call)
+    }
+
+    fn repeat(&self, calls: u32, call: &mut impl FnMut() -> Result<()>) -> Result<f64> {
+        self.comm.barrier(STREAM)?;
+        let start = Instant::now();
+        (0..calls).try_for_each(|_| call())?;
+        let mut us = [start.elapsed().as_secs_f64() * 1e6 / f64::from(calls)];
+        self.comm.all_reduce_slice(&mut us, ReduceOp::Max, STREAM)?;
+        Ok(us[0])
+    }
+}

@@ -1,0 +1,70 @@
+"""Times torch.distributed's gloo all_reduce and all_to_all_single; the counterpart of `ours.rs`.
+
+Arguments: target milliseconds a case, then cases like all_reduce:1024.
+Rank 0 prints "result <op> <bytes> <microseconds> <wrong elements>".
+"""
+
+import datetime
+import sys
+import time
+
+import numpy
+import torch
+import torch.distributed as dist
+
+
+def values(seed, rank, first, count):
+    u32 = numpy.uint32
+    x = numpy.arange(first, first + count, dtype=u32) * u32(2654435761)
+    x += u32((rank * 2246822519 + seed * 3266489917) & 0xFFFFFFFF)
+    x = ((x ^ (x >> u32(15))) * u32(2246822519)) >> u32(23)
+    return torch.from_numpy(x.astype(numpy.float32) - 256)
+
+
+def slowest(mine):
+    all_ranks = torch.tensor([mine], dtype=torch.float64)
+    dist.all_reduce(all_ranks, op=dist.ReduceOp.MAX)
+    return all_ranks.item()
+
+
+def repeat(call, calls):
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return slowest((time.perf_counter() - start) / calls)
+
+
+def main():
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    target = float(sys.argv[1]) / 1e3
+    for case in sys.argv[2:]:
+        op, size = case.split(":")
+        count = int(size) // 4
+        part = count // world
+        given = values(int(size), rank, 0, count)
+        if op == "all_reduce":
+            # In place is all that it offers; checked after the first call, before values change.
+            out = given.clone()
+            call = lambda: dist.all_reduce(out)
+            expected = sum(values(int(size), r, 0, count) for r in range(world))
+        else:
+            out = torch.zeros(count)
+            call = lambda: dist.all_to_all_single(out, given)
+            expected = torch.cat([values(int(size), r, rank * part, part) for r in range(world)])
+        call()
+        wrong = int((out[: len(expected)] != expected).sum())
+        # What is not zero grows at every call; sums that overflow take other paths in some CPUs.
+        out.zero_()
+        each = repeat(call, 3)
+        us = repeat(call, max(3, min(20000, int(target / each)))) * 1e6
+        total = torch.tensor([wrong])
+        dist.all_reduce(total)
+        if rank == 0:
+            print(f"result {op} {size} {us:.4f} {total.item()}", flush=True)
+    dist.destroy_process_group()
+
+
+main()

@@ -1,0 +1,51 @@
+//! What ranks tell the process that started them, one JSON line each.
+
+use serde::{Deserialize, Serialize};
+
+use crate::common::say;
+
+/// How the memory of a run of the tensor program places blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Order {
+    /// Best fit, ties by address: the counter-example.
+    Address,
+    /// symmpool.
+    Counter,
+}
+
+/// A live block: which tensor, where, how long. Where is an offset in the row of all windows.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Placed {
+    pub(crate) tensor: u32,
+    pub(crate) offset: u64,
+    pub(crate) bytes: u64,
+}
+
+/// One rank's memory: its windows end to end, and what lies in them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Map {
+    pub(crate) windows: Vec<u64>,
+    pub(crate) live: Vec<Placed>,
+}
+
+/// One line.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Report {
+    /// A round of the tensor program: how many of its tensors were wrong after the all-reduce.
+    Round { order: Order, round: u32, tensors: u32, wrong: u32 },
+    /// Memory at the end of the tensor program.
+    Map { order: Order, map: Map },
+    /// One timed size: mean microseconds a call, and elements that differ from the reference.
+    Timed { op: String, bytes: usize, us: f64, wrong: usize },
+    /// Why the rank stops.
+    Failed(String),
+}
+
+impl Report {
+    pub(crate) fn send(&self) {
+        match serde_json::to_string(self) {
+            Ok(line) => say!("{line}"),
+            Err(error) => eprintln!("a report that cannot be sent: {error}"),
+        }
+    }
+}

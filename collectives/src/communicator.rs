@@ -1,0 +1,371 @@
+//! Communicators: collectives on a pool's blocks.
+//!
+//! | file | holds |
+//! | --- | --- |
+//! | here | making one, and the calls on blocks |
+//! | `slices` | the same calls on ordinary memory |
+//! | `peers` | whether the other ranks' processes still run |
+
+#![allow(unsafe_code)] // passes on blocks as raw memory that the pool keeps mapped
+
+mod peers;
+mod slices;
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream, Windows};
+
+use crate::{AllReduceAlgorithm, Element, HostEngine, HostOptions, Place, ReduceOp};
+use peers::Processes;
+
+/// How a [`Communicator`] behaves. The same on every rank.
+#[derive(Clone, Debug)]
+pub struct CommunicatorOptions {
+    /// Longest wait for a late rank (rule S5). Default 30 s. A rank of this machine whose process
+    /// is gone is noticed sooner.
+    pub timeout: Duration,
+    /// How all-reduces go about it. Default: by size and kind of memory. Results have the same
+    /// bits with each.
+    pub algorithm: AllReduceAlgorithm,
+    /// Bytes of scratch per parity, of which there are two; see [`HostOptions::scratch_bytes`].
+    /// Default 2 MiB.
+    pub scratch_bytes: u64,
+}
+
+impl Default for CommunicatorOptions {
+    fn default() -> Self {
+        let HostOptions { timeout, scratch_bytes, .. } = HostOptions::default();
+        Self { timeout, algorithm: AllReduceAlgorithm::Auto, scratch_bytes }
+    }
+}
+
+/// Collectives between the ranks of a [`Pool`], on its blocks and on ordinary slices.
+///
+/// Blocks are read and written where they lie: peers have them mapped. Slices, and blocks of lanes
+/// that are not shared, are ordinary memory; their data passes through scratch that the
+/// communicator has. All ranks use the same kind in one call.
+///
+/// Every rank makes the same calls in the same order; a rank that calls something else is told so,
+/// as is every other ([`Error::is_diverged`]), before data is touched. A rank that does not come
+/// closes the communicator: this call and all later ones fail with [`Error::is_timeout`] or
+/// [`Error::is_peer_lost`], naming it. Make a new one among ranks that are well.
+///
+/// Calls block until this rank's part is done. Threads take turns; threads that are to
+/// communicate at the same time have a communicator each, of which a pool can have many. A
+/// communicator keeps its pool alive, and dropping it needs no agreement between ranks.
+///
+/// A call commits the pool first if a commit is due, so that blocks are windows when they are
+/// used. Only one thread can commit at a time: call [`Pool::commit`] before threads go their own
+/// ways.
+///
+/// ```
+/// use std::thread;
+/// use symmpool_allocator::{Driver, Group, Pool, Result, Stream};
+/// use symmpool_collectives::{Communicator, ReduceOp};
+///
+/// fn rank(group: Group) -> Result<Vec<f32>> {
+///     let mine = group.rank() as f32 + 1.0;
+///     let pool = Pool::builder(group).driver(Driver::host()?).build()?;
+///     let comm = Communicator::new(&pool)?;
+///     let x = pool.alloc::<f32>(1000)?;
+///     x.write(&[mine; 1000])?;
+///     comm.all_reduce(&x, ReduceOp::Sum, &Stream::DEFAULT)?;
+///     x.read()
+/// }
+///
+/// // Ranks are processes as a rule; threads of one do as well.
+/// let ranks: Vec<_> = Group::in_process(2)?
+///     .into_iter()
+///     .map(|group| thread::spawn(move || rank(group)))
+///     .collect();
+/// for rank in ranks {
+///     assert_eq!(rank.join().expect("no panic")?, [3.0; 1000]);
+/// }
+/// # Ok::<(), symmpool_allocator::Error>(())
+/// ```
+pub struct Communicator {
+    pool: Pool,
+    algorithm: AllReduceAlgorithm,
+    inner: Mutex<Inner>,
+    /// The engine's memory. `None` only while dropping.
+    control: Option<Block<u8>>,
+}
+
+/// What one call at a time may use.
+struct Inner {
+    engine: HostEngine,
+    /// Windows as of some commit; see [`Communicator::place`].
+    windows: Arc<Windows>,
+}
+
+impl Communicator {
+    /// A communicator of all ranks of `pool`, with default options. Collective: every rank makes
+    /// its communicators in the same order; it commits the pool.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Pool::commit`]; `is_unsupported` if the CPU cannot reach the pool's memory.
+    pub fn new(pool: &Pool) -> Result<Self> {
+        Self::with_options(pool, &CommunicatorOptions::default())
+    }
+
+    /// [`Self::new`] with options, the same on every rank.
+    pub fn with_options(pool: &Pool, options: &CommunicatorOptions) -> Result<Self> {
+        let driver = pool.driver();
+        if !driver.host_accessible() {
+            return Err(Error::unsupported(format!(
+                "a communicator over memory of the {} driver: this build has collectives in host \
+                 memory only; those on the device come with its kernels",
+                driver.name()
+            )));
+        }
+        let processes = Processes::of(pool);
+        let engine_options = HostOptions {
+            timeout: options.timeout,
+            scratch_bytes: options.scratch_bytes,
+            peer_alive: Some(Box::new(move |rank| processes.alive(rank))),
+            ..HostOptions::default()
+        };
+        let bytes = HostEngine::control_bytes(pool.world(), &engine_options)?;
+        let control = Self::control_block(pool, bytes);
+        // Also when this rank has no block: the others are in this commit, and hear of it there.
+        let committed = pool.commit();
+        let control = control?;
+        committed?;
+        // SAFETY: the control block is a window, so mapped in every slot; each rank zeroed its own
+        // before the commit, which all have passed; its place is given to nobody else before every
+        // rank has let go of it (an unordered free, see `drop`). Places passed as windows are
+        // covered by windows (`place`).
+        let engine =
+            unsafe { HostEngine::new(pool.layout(), control.offset(), bytes, engine_options)? };
+        Ok(Self {
+            pool: pool.clone(),
+            algorithm: options.algorithm,
+            inner: Mutex::new(Inner { engine, windows: pool.windows() }),
+            control: Some(control),
+        })
+    }
+
+    /// Zeroed memory for the engine.
+    fn control_block(pool: &Pool, bytes: u64) -> Result<Block<u8>> {
+        let lane = pool.lane(CONTROL_LANE)?;
+        let block = lane.alloc_bytes(bytes as usize, 4096, Stream::DEFAULT)?;
+        block.write(&vec![0; bytes as usize])?;
+        Ok(block)
+    }
+
+    /// The pool whose ranks these are.
+    pub fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
+    /// This process's rank.
+    pub fn rank(&self) -> u32 {
+        self.pool.rank()
+    }
+
+    /// The number of ranks.
+    pub fn world(&self) -> u32 {
+        self.pool.world()
+    }
+
+    /// Why all calls fail, if they do.
+    pub fn failure(&self) -> Option<Error> {
+        self.lock().engine.failure().cloned()
+    }
+
+    /// Reduces every rank's `x` in place.
+    pub fn all_reduce<T: Element>(
+        &self,
+        x: &Block<T>,
+        op: ReduceOp,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.all_reduce_into(x, x, op, stream)
+    }
+
+    /// Reduces every rank's `input` into every rank's `out` of the same length.
+    pub fn all_reduce_into<T: Element>(
+        &self,
+        out: &Block<T>,
+        input: &Block<T>,
+        op: ReduceOp,
+        stream: &Stream,
+    ) -> Result<()> {
+        let mut inner = self.begin(stream)?;
+        inner.fits("all_reduce", out.len(), Some(input.len()))?;
+        let (from, to) = (self.place(&mut inner, input)?, self.place(&mut inner, out)?);
+        // SAFETY: both blocks are borrowed, so live and mapped, for this length. Whoever else
+        // touches them meanwhile, here or on a peer, does so through raw pointers as well: there
+        // are no references into blocks.
+        unsafe { inner.engine.all_reduce(from, to, input.len(), T::DTYPE, op, self.algorithm) }
+    }
+
+    /// Reduces part `r` of every rank's `input` into rank `r`'s `out`, which has a part's length.
+    pub fn reduce_scatter_into<T: Element>(
+        &self,
+        out: &Block<T>,
+        input: &Block<T>,
+        op: ReduceOp,
+        stream: &Stream,
+    ) -> Result<()> {
+        let mut inner = self.begin(stream)?;
+        inner.fits("reduce_scatter", input.len(), self.parts(out.len()))?;
+        let (from, to) = (self.place(&mut inner, input)?, self.place(&mut inner, out)?);
+        // SAFETY: as in `all_reduce_into`; the input has `world` times the output's length.
+        unsafe { inner.engine.reduce_scatter(from, to, out.len(), T::DTYPE, op) }
+    }
+
+    /// Copies rank `r`'s `input` to part `r` of every rank's `out`, which has `world` parts.
+    pub fn all_gather_into<T: Element>(
+        &self,
+        out: &Block<T>,
+        input: &Block<T>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let mut inner = self.begin(stream)?;
+        inner.fits("all_gather", out.len(), self.parts(input.len()))?;
+        let (from, to) = (self.place(&mut inner, input)?, self.place(&mut inner, out)?);
+        // SAFETY: as in `all_reduce_into`; the output has `world` times the input's length.
+        unsafe { inner.engine.all_gather(from, to, input.len(), T::DTYPE) }
+    }
+
+    /// Copies the root's `x` into every other rank's.
+    pub fn broadcast<T: Element>(&self, x: &Block<T>, root: u32, stream: &Stream) -> Result<()> {
+        let mut inner = self.begin(stream)?;
+        let place = self.place(&mut inner, x)?;
+        // SAFETY: as in `all_reduce_into`.
+        unsafe { inner.engine.broadcast(place, x.len(), T::DTYPE, root) }
+    }
+
+    /// Sends part `r` of `input` to rank `r`, where it becomes part `rank` of `out`. Both have the
+    /// same length, a multiple of the number of ranks.
+    pub fn all_to_all_into<T: Element>(
+        &self,
+        out: &Block<T>,
+        input: &Block<T>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let mut inner = self.begin(stream)?;
+        let count = input.len() / self.world() as usize;
+        inner.fits("all_to_all", input.len(), self.parts(count))?;
+        inner.fits("all_to_all", out.len(), Some(input.len()))?;
+        let (from, to) = (self.place(&mut inner, input)?, self.place(&mut inner, out)?);
+        // SAFETY: as in `all_reduce_into`; both have `world` times this length.
+        unsafe { inner.engine.all_to_all(from, to, count, T::DTYPE) }
+    }
+
+    /// Sends `input_split_sizes[r]` elements to rank `r`, and receives `output_split_sizes[r]`
+    /// from it; parts lie in rank order, without gaps. Any may be zero, and blocks may be longer
+    /// than the sum of their parts.
+    pub fn all_to_all_v_into<T: Element>(
+        &self,
+        out: &Block<T>,
+        input: &Block<T>,
+        output_split_sizes: &[usize],
+        input_split_sizes: &[usize],
+        stream: &Stream,
+    ) -> Result<()> {
+        let mut inner = self.begin(stream)?;
+        inner.holds("input", input.len(), input_split_sizes)?;
+        inner.holds("output", out.len(), output_split_sizes)?;
+        let (from, to) = (self.place(&mut inner, input)?, self.place(&mut inner, out)?);
+        let (send, receive) = (input_split_sizes, output_split_sizes);
+        // SAFETY: as in `all_reduce_into`; neither sum is above its block's length.
+        unsafe { inner.engine.all_to_all_v(from, send, to, receive, T::DTYPE) }
+    }
+
+    /// Returns once every rank has called it. What ranks wrote before is visible to all after.
+    pub fn barrier(&self, stream: &Stream) -> Result<()> {
+        self.begin(stream)?.engine.barrier()
+    }
+
+    /// The beginning of every call: the turn, and the commit that is due.
+    ///
+    /// In host memory a stream has no work that could be pending; it is only named in traces.
+    fn begin(&self, stream: &Stream) -> Result<MutexGuard<'_, Inner>> {
+        tracing::trace!(rank = self.rank(), stream = stream.raw(), "collective");
+        let mut inner = self.lock();
+        if self.pool.commit_if_due()?.is_some() {
+            inner.windows = self.pool.windows();
+        }
+        Ok(inner)
+    }
+
+    /// Where a block lies, for the engine.
+    ///
+    /// The windows looked at may be older than the pool's. That is right all the same: what ever
+    /// was in a window is in a symmetric lane's range, and of such a lane every live block lies in
+    /// windows when no commit is due, which `begin` has seen to.
+    fn place<T: Element>(&self, inner: &mut Inner, block: &Block<T>) -> Result<Place> {
+        let (address, bytes) = (block.address(), block.bytes());
+        if self.pool.layout().locate(address) != Some((self.rank(), block.offset())) {
+            let why = format!(
+                "{block:?} on rank {} is not a block of the communicator's pool",
+                self.rank()
+            );
+            return Err(inner.engine.decline(Error::invalid_argument(why)));
+        }
+        if !inner.windows.covers(address, bytes) {
+            inner.windows = self.pool.windows();
+            if !inner.windows.covers(address, bytes) {
+                return Ok(Place::Plain(block.as_ptr().cast()));
+            }
+        }
+        Ok(Place::Window(block.offset()))
+    }
+
+    /// As many elements as `world` parts of `count`.
+    fn parts(&self, count: usize) -> Option<usize> {
+        count.checked_mul(self.world() as usize)
+    }
+
+    /// A call that panicked left the engine between calls or failed; either is fit to go on.
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Inner {
+    fn fits(&mut self, what: &str, length: usize, expected: Option<usize>) -> Result<()> {
+        self.engine.fits(what, length, expected)
+    }
+
+    /// Refuses a block that is shorter than its parts; the other ranks are told.
+    fn holds(&mut self, what: &str, length: usize, parts: &[usize]) -> Result<()> {
+        self.engine.ready()?;
+        let sum = parts.iter().try_fold(0_usize, |sum, count| sum.checked_add(*count));
+        if sum.is_some_and(|sum| sum <= length) {
+            return Ok(());
+        }
+        let why = Error::invalid_argument(format!(
+            "all_to_all_v on rank {}: an {what} of {length} elements is too short for parts of \
+             {parts:?}",
+            self.engine.rank()
+        ));
+        Err(self.engine.decline(why))
+    }
+}
+
+impl Drop for Communicator {
+    /// Without order: the block's place is used again only when every rank has dropped its
+    /// communicator (rule D5), so no late signal meets a successor.
+    fn drop(&mut self) {
+        let Some(control) = self.control.take() else { return };
+        if let Err(error) = control.free_unordered() {
+            tracing::error!(%error, "freeing a communicator's control block");
+        }
+    }
+}
+
+impl fmt::Debug for Communicator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Communicator")
+            .field("rank", &self.rank())
+            .field("world", &self.world())
+            .field("algorithm", &self.algorithm)
+            .finish_non_exhaustive()
+    }
+}

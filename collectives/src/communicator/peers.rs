@@ -1,0 +1,81 @@
+//! Whether the other ranks' processes still run.
+
+use std::os::fd::OwnedFd;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open, test_kill_process};
+use symmpool_allocator::Pool;
+
+/// The processes of a pool's ranks, as far as this one can see them.
+pub(super) struct Processes(Vec<Process>);
+
+enum Process {
+    /// Out of sight, or this process itself.
+    Unknown,
+    /// Readable once the process has ended, also before anybody has waited for it.
+    Handle(OwnedFd),
+    /// Where the kernel gives no handles. A number may come to mean another process.
+    Number(Pid),
+    /// Ended before it was looked for.
+    Gone,
+}
+
+impl Processes {
+    pub(super) fn of(pool: &Pool) -> Self {
+        let own = std::process::id();
+        let open = |rank| match pool.peer_pid(rank).filter(|pid| *pid != own) {
+            Some(pid) => Process::open(pid),
+            None => Process::Unknown,
+        };
+        Self((0..pool.world()).map(open).collect())
+    }
+
+    /// Whether `rank`'s process runs; true also where that cannot be seen.
+    pub(super) fn alive(&self, rank: u32) -> bool {
+        match self.0.get(rank as usize) {
+            Some(Process::Gone) => false,
+            Some(Process::Handle(handle)) => {
+                let mut look = [PollFd::new(handle, PollFlags::IN)];
+                let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+                !matches!(poll(&mut look, Some(&at_once)), Ok(1..))
+            }
+            Some(Process::Number(pid)) => test_kill_process(*pid) != Err(Errno::SRCH),
+            Some(Process::Unknown) | None => true,
+        }
+    }
+}
+
+impl Process {
+    fn open(pid: u32) -> Self {
+        let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else {
+            return Self::Unknown;
+        };
+        match pidfd_open(pid, PidfdFlags::empty()) {
+            Ok(handle) => Self::Handle(handle),
+            Err(Errno::SRCH) => Self::Gone,
+            Err(_) => Self::Number(pid),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::{Command, Stdio};
+
+    #[test]
+    fn a_process_that_ended_is_not_alive() {
+        // S5
+        let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+        let pid = child.id();
+        let number = Pid::from_raw(pid as i32).unwrap();
+        let processes = Processes(vec![Process::open(pid), Process::Number(number)]);
+        assert!(processes.alive(0) && processes.alive(1));
+        assert!(processes.alive(7), "who is not known is not called dead");
+        drop(child.stdin.take());
+        child.wait().unwrap();
+        assert!(!processes.alive(0) && !processes.alive(1));
+        assert!(matches!(Process::open(pid), Process::Gone));
+    }
+}

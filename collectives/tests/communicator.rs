@@ -1,0 +1,254 @@
+//! Communicators over pools whose ranks are threads.
+
+use std::thread;
+use std::time::Duration;
+
+use symmpool_allocator::lane::LaneConfig;
+use symmpool_allocator::{Block, Driver, Group, Pool, Stream};
+use symmpool_collectives::{AllReduceAlgorithm, Communicator, CommunicatorOptions, ReduceOp};
+
+const STREAM: &Stream = &Stream::DEFAULT;
+
+/// Runs `body` as every rank of a pool of host memory.
+fn ranks(world: u32, body: impl Fn(&Pool) + Sync) {
+    thread::scope(|scope| {
+        for group in Group::in_process(world).expect("a small group") {
+            let body = &body;
+            scope.spawn(move || {
+                let group = group.with_timeout(Duration::from_secs(20));
+                let pool = Pool::builder(group)
+                    .driver(Driver::host().unwrap())
+                    .lane(LaneConfig::symmetric("default"))
+                    .lane(LaneConfig::local("own"))
+                    .build()
+                    .unwrap();
+                body(&pool);
+            });
+        }
+    });
+}
+
+fn filled<T: symmpool_collectives::Element>(pool: &Pool, values: &[T]) -> Block<T> {
+    let block = pool.alloc(values.len()).unwrap();
+    block.write(values).unwrap();
+    block
+}
+
+#[test]
+fn blocks_and_slices_give_the_same() {
+    ranks(3, |pool| {
+        let comm = Communicator::new(pool).unwrap();
+        let (me, world) = (i64::from(comm.rank()), 3);
+        for count in [1_i64, 1000, 200_000] {
+            let mine: Vec<i64> = (0..count * world).map(|i| i * 10 + me).collect();
+            let part = &mine[..count as usize];
+            let block = filled(pool, &mine);
+            let small = filled(pool, part);
+            let out = pool.alloc::<i64>(mine.len()).unwrap();
+            let small_out = pool.alloc::<i64>(part.len()).unwrap();
+
+            let sum: Vec<i64> = (0..count * world).map(|i| i * 30 + 3).collect();
+            comm.all_reduce_into(&out, &block, ReduceOp::Sum, STREAM).unwrap();
+            assert_eq!(out.read().unwrap(), sum);
+            let mut slice = mine.clone();
+            comm.all_reduce_slice(&mut slice, ReduceOp::Sum, STREAM).unwrap();
+            assert_eq!(slice, sum);
+
+            let at = (me * count) as usize;
+            comm.reduce_scatter_into(&small_out, &block, ReduceOp::Sum, STREAM).unwrap();
+            assert_eq!(small_out.read().unwrap(), sum[at..at + count as usize]);
+            let mut slice = vec![0; part.len()];
+            comm.reduce_scatter_slice(&mut slice, &mine, ReduceOp::Sum, STREAM).unwrap();
+            assert_eq!(slice, sum[at..at + count as usize]);
+
+            let gathered: Vec<i64> =
+                (0..world).flat_map(|rank| (0..count).map(move |i| i * 10 + rank)).collect();
+            comm.all_gather_into(&out, &small, STREAM).unwrap();
+            assert_eq!(out.read().unwrap(), gathered);
+            let mut slice = vec![0; mine.len()];
+            comm.all_gather_slice(&mut slice, part, STREAM).unwrap();
+            assert_eq!(slice, gathered);
+
+            let exchanged: Vec<i64> = (0..world)
+                .flat_map(|rank| (0..count).map(move |i| (me * count + i) * 10 + rank))
+                .collect();
+            comm.all_to_all_into(&out, &block, STREAM).unwrap();
+            assert_eq!(out.read().unwrap(), exchanged);
+            comm.all_to_all_slice(&mut slice, &mine, STREAM).unwrap();
+            assert_eq!(slice, exchanged);
+
+            // Rank r sends r + 1 elements to each.
+            let send = vec![me as usize + 1; 3];
+            let (receive, total) = ([1, 2, 3], 3 * (me as usize + 1));
+            if count > 1 {
+                comm.all_to_all_v_into(&out, &block, &receive, &send, STREAM).unwrap();
+                let mut slice = vec![0; 6];
+                comm.all_to_all_v_slice(&mut slice, &mine[..total], &receive, &send, STREAM)
+                    .unwrap();
+                assert_eq!(slice, out.read().unwrap()[..6]);
+                assert_eq!(slice[0], me * 10, "the part for rank {me} of rank 0");
+                assert_eq!(slice[5], (me * 3 + 2) * 10 + 2);
+            }
+
+            comm.broadcast(&block, 2, STREAM).unwrap();
+            assert_eq!(block.read().unwrap()[0], 2);
+            let mut slice = vec![me; 10];
+            comm.broadcast_slice(&mut slice, 1, STREAM).unwrap();
+            assert_eq!(slice, [1; 10]);
+            comm.barrier(STREAM).unwrap();
+        }
+    });
+}
+
+#[test]
+fn every_algorithm_gives_the_same_bits() {
+    // S7
+    ranks(3, |pool| {
+        let values: Vec<f32> = (0..5000).map(|i| (i as f32).sin() * pool.rank() as f32).collect();
+        let results = [AllReduceAlgorithm::OneShot, AllReduceAlgorithm::TwoShot].map(|algorithm| {
+            let options = CommunicatorOptions { algorithm, ..CommunicatorOptions::default() };
+            let comm = Communicator::with_options(pool, &options).unwrap();
+            let block = filled(pool, &values);
+            comm.all_reduce(&block, ReduceOp::Avg, STREAM).unwrap();
+            block.read().unwrap().iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+        });
+        assert_eq!(results[0], results[1]);
+    });
+}
+
+#[test]
+fn a_due_commit_happens_in_the_call_and_only_then() {
+    ranks(2, |pool| {
+        let comm = Communicator::new(pool).unwrap();
+        let commits = pool.stats().commits;
+        let first = filled(pool, &[1_i32; 100]);
+        assert!(!pool.is_window(first.address(), first.bytes()));
+        comm.all_reduce(&first, ReduceOp::Sum, STREAM).unwrap();
+        assert!(pool.is_window(first.address(), first.bytes()));
+        let second = filled(pool, &[1_i32; 100]);
+        comm.all_reduce(&second, ReduceOp::Sum, STREAM).unwrap();
+        assert_eq!(pool.stats().commits, commits + 1, "the second block needed no growth");
+        // A commit by the caller, behind the communicator's back.
+        let large = filled(pool, &vec![1_i32; 8 << 20]);
+        pool.commit().unwrap();
+        comm.all_reduce(&large, ReduceOp::Sum, STREAM).unwrap();
+        assert_eq!(large.read().unwrap()[(8 << 20) - 1], 2);
+    });
+}
+
+#[test]
+fn blocks_of_unshared_lanes_pass_through_scratch() {
+    ranks(2, |pool| {
+        let comm = Communicator::new(pool).unwrap();
+        let lane = pool.lane("own").unwrap();
+        // Local lanes differ between ranks: so do their offsets.
+        let _shift = lane.alloc::<u8>(pool.rank() as usize * 100_000 + 1).unwrap();
+        let block = lane.alloc::<f64>(300_000).unwrap();
+        block.write(&vec![1.5; 300_000]).unwrap();
+        comm.all_reduce(&block, ReduceOp::Sum, STREAM).unwrap();
+        assert_eq!(block.read().unwrap(), vec![3.0; 300_000]);
+    });
+}
+
+#[test]
+fn refusals_are_told_to_all_and_leave_the_communicator_usable() {
+    // S6
+    ranks(2, |pool| {
+        let comm = Communicator::new(pool).unwrap();
+        let (long, short) = (filled(pool, &[1_f32; 64]), filled(pool, &[1_f32; 32]));
+        let wrong = if comm.rank() == 0 { &short } else { &long };
+        let error = comm.all_reduce_into(wrong, &long, ReduceOp::Sum, STREAM).unwrap_err();
+        assert!(if comm.rank() == 0 { error.is_invalid_argument() } else { error.is_diverged() });
+        let error = comm.all_to_all_v_into(&short, &long, &[32, 0], &[64, 1], STREAM).unwrap_err();
+        assert!(error.is_invalid_argument(), "{error}");
+        assert!(comm.all_reduce(wrong, ReduceOp::Sum, STREAM).unwrap_err().is_diverged());
+        assert!(comm.failure().is_none());
+        comm.all_reduce(&short, ReduceOp::Sum, STREAM).unwrap();
+        assert_eq!(short.read().unwrap(), [2.0; 32]);
+    });
+}
+
+#[test]
+fn blocks_of_another_pool_are_refused() {
+    ranks(2, |pool| {
+        let other = Pool::builder(pool.group().child("other"))
+            .driver(Driver::host().unwrap())
+            .build()
+            .unwrap();
+        let comm = Communicator::new(pool).unwrap();
+        let block = filled(&other, &[1_u8; 10]);
+        let error = comm.all_reduce(&block, ReduceOp::Max, STREAM).unwrap_err();
+        assert!(error.is_invalid_argument(), "{error}");
+        comm.barrier(STREAM).unwrap();
+    });
+}
+
+#[test]
+fn communicators_of_one_pool_work_at_the_same_time() {
+    ranks(2, |pool| {
+        let comms = [(); 3].map(|()| Communicator::new(pool).unwrap());
+        let blocks = [10_usize, 5000, 100_000].map(|count| filled(pool, &vec![1_i64; count]));
+        pool.commit().unwrap();
+        thread::scope(|scope| {
+            for (comm, block) in comms.iter().zip(&blocks) {
+                scope.spawn(move || {
+                    for _ in 0..20 {
+                        comm.all_reduce(block, ReduceOp::Sum, STREAM).unwrap();
+                    }
+                });
+            }
+        });
+        for block in &blocks {
+            assert!(block.read().unwrap().iter().all(|x| *x == 1 << 20));
+        }
+    });
+}
+
+#[test]
+fn communicators_may_be_dropped_in_any_order() {
+    // D5: their control memory comes back once every rank has let go of it.
+    ranks(2, |pool| {
+        for round in 0..5 {
+            let mut comms =
+                vec![Communicator::new(pool).unwrap(), Communicator::new(pool).unwrap()];
+            let block = filled(pool, &[1_i32; 7]);
+            for comm in &comms {
+                comm.all_reduce(&block, ReduceOp::Sum, STREAM).unwrap();
+            }
+            assert_eq!(block.read().unwrap(), [4; 7], "round {round}");
+            if pool.rank() == 1 {
+                comms.reverse();
+            }
+            comms.into_iter().for_each(drop);
+        }
+        let lane = pool.lane(symmpool_allocator::CONTROL_LANE).unwrap();
+        assert!(lane.stats().reserved < 64 << 20, "places were used again: {:?}", lane.stats());
+    });
+}
+
+#[test]
+fn a_rank_that_does_not_come_closes_the_communicator() {
+    // S5
+    ranks(2, |pool| {
+        let timeout = Duration::from_millis(200);
+        let options = CommunicatorOptions { timeout, ..CommunicatorOptions::default() };
+        let comm = Communicator::with_options(pool, &options).unwrap();
+        if comm.rank() == 0 {
+            let error = comm.barrier(STREAM).unwrap_err();
+            assert!(error.is_timeout() && error.ranks() == [1], "{error}");
+            assert!(comm.barrier(STREAM).unwrap_err().is_timeout());
+            assert!(comm.failure().is_some());
+        }
+        pool.commit().unwrap();
+        // Both make a new one, which works.
+        Communicator::new(pool).unwrap().barrier(STREAM).unwrap();
+    });
+}
+
+#[test]
+fn memory_that_the_cpu_cannot_reach_is_refused() {
+    let group = Group::in_process(1).unwrap().remove(0);
+    let pool = Pool::builder(group).driver(Driver::sim(1)).build().unwrap();
+    let error = Communicator::new(&pool).unwrap_err();
+    assert!(error.is_unsupported(), "{error}");
+}

@@ -1,0 +1,137 @@
+//! Keeps promises about the repository that no compiler checks.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize().expect("the repository")
+}
+
+/// Our own source files, below the folders that hold them.
+fn sources() -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    let mut folders: Vec<PathBuf> =
+        ["allocator", "collectives", "tests"].map(|name| root().join(name)).into();
+    while let Some(folder) = folders.pop() {
+        let Ok(entries) = fs::read_dir(&folder) else { continue };
+        for path in entries.flatten().map(|entry| entry.path()) {
+            if path.is_dir() {
+                if !path.ends_with("target") {
+                    folders.push(path);
+                }
+            } else if path.extension().is_some_and(|found| found == "rs") {
+                found.push(path);
+            }
+        }
+    }
+    assert!(found.len() > 50, "too few sources found: {found:?}");
+    found.sort();
+    found
+}
+
+fn read(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+fn name(path: &Path) -> String {
+    path.strip_prefix(root()).expect("below the root").display().to_string()
+}
+
+#[test]
+fn files_can_be_held_in_the_head() {
+    let long: Vec<String> = sources()
+        .iter()
+        .map(|path| (name(path), read(path).lines().count()))
+        .filter(|&(_, lines)| lines > 600)
+        .map(|(name, lines)| format!("{name}: {lines} lines"))
+        .collect();
+    assert!(long.is_empty(), "split these: {long:#?}");
+}
+
+#[test]
+fn every_source_file_says_what_it_is() {
+    for path in sources() {
+        assert!(read(&path).starts_with("//!"), "{} does not begin with a //! line", name(&path));
+    }
+}
+
+#[test]
+fn nothing_is_left_unfinished() {
+    // In two halves, so that this file does not hold them.
+    let marks = [("TO", "DO"), ("FIX", "ME"), ("#[ig", "nore"), ("allow(dead_", "code")];
+    for path in sources() {
+        let text = read(&path);
+        for (first, second) in marks {
+            let mark = format!("{first}{second}");
+            assert!(!text.contains(&mark), "{} holds {mark}", name(&path));
+        }
+    }
+}
+
+#[test]
+fn placement_is_free_of_unsafe_code_and_of_hashing() {
+    // D1: nothing in a lane may depend on addresses, clocks or a hash seed.
+    let lane = root().join("allocator/src/lane");
+    assert!(read(&lane.join("mod.rs")).contains("#![forbid(unsafe_code)]"));
+    for path in sources().iter().filter(|path| path.starts_with(&lane)) {
+        let text = read(path);
+        let text = text.split("#[cfg(test)]").next().unwrap_or_default();
+        for word in ["HashMap", "HashSet", "RandomState", "Instant", "SystemTime"] {
+            assert!(!text.contains(word), "{} uses {word}", name(path));
+        }
+    }
+}
+
+#[test]
+fn unsafe_code_is_where_the_architecture_says() {
+    let allowed = |name: &str| {
+        name.starts_with("allocator/src/driver/")
+            || name == "allocator/src/pool/access.rs"
+            || name.starts_with("collectives/")
+            || name.starts_with("allocator/examples/")
+            || name.contains("tests")
+    };
+    for path in sources() {
+        let text = read(&path);
+        let mut code = text.lines().map(str::trim_start).filter(|line| !line.starts_with("//"));
+        let found = code.any(|line| line.contains("unsafe {") || line.contains("unsafe fn"));
+        assert!(!found || allowed(&name(&path)), "{} has unsafe code", name(&path));
+    }
+}
+
+#[test]
+fn every_rule_is_held_by_a_test() {
+    let texts: Vec<String> = sources()
+        .iter()
+        .filter(|path| !path.ends_with("tidy.rs"))
+        .map(|path| read(path))
+        .filter(|text| text.contains("#[test]") || text.contains("proptest!"))
+        .collect();
+    let cited = |rule: &str| {
+        texts.iter().any(|text| {
+            text.match_indices(rule).any(|(at, _)| {
+                !text[at + rule.len()..].starts_with(|next: char| next.is_ascii_digit())
+            })
+        })
+    };
+    // S8 and S9 concern device launches; they come with the CUDA collectives.
+    let rules = (1..=8).map(|n| format!("D{n}")).chain((1..=7).map(|n| format!("S{n}")));
+    let missing: Vec<String> = rules.filter(|rule| !cited(rule)).collect();
+    assert!(missing.is_empty(), "no test cites {missing:?}");
+}
+
+#[test]
+fn the_documents_name_files_that_exist() {
+    for document in ["README.md", "ARCHITECTURE.md", "CHANGELOG.md"] {
+        let text = read(&root().join(document));
+        for quoted in text.split('`').skip(1).step_by(2) {
+            let folders = ["allocator/", "collectives/", "tests/", "bench/"];
+            let is_path = folders.iter().any(|folder| quoted.starts_with(folder))
+                && !quoted.contains([' ', '*', '{', '<']);
+            if is_path {
+                let path = root().join(quoted);
+                assert!(path.exists(), "{document} names {quoted}, which does not exist");
+            }
+        }
+    }
+}
