@@ -382,7 +382,7 @@ fn a_rank_that_fails_gives_its_reason_to_all() {
         };
         let first = mesh.exchange(1, &borrowed(&mine), 1, &mut refuse, soon());
         // Ranks that had finished the first exchange hear of it in the next.
-        first.and_then(|()| mesh.exchange(2, &[], 0, &mut refuse, soon())).unwrap_err()
+        first.and_then(|_| mesh.exchange(2, &[], 0, &mut refuse, soon())).unwrap_err()
     });
     assert!(errors[2].is_out_of_memory(), "{}", errors[2]);
     for error in &errors[..2] {
@@ -419,12 +419,13 @@ fn ranks_in_different_rounds_are_told_apart() {
 
 #[test]
 fn more_or_fewer_descriptors_than_expected_are_an_error() {
-    for (sent_by_0, expected_by_1) in [(3, 2), (2, 3), (0, 1), (1, 0)] {
+    // None at all is what a rank sends that has failed: see the test above.
+    for (sent_by_0, expected_by_1) in [(3, 2), (2, 3), (1, 0)] {
         let errors = with_meshes(2, |rank, mut mesh| {
             let (count, expect) = if rank == 0 { (sent_by_0, 0) } else { (0, expected_by_1) };
             let mine: Vec<OwnedFd> = (0..count).map(|index| tagged(rank, index)).collect();
             let first = mesh.exchange(1, &borrowed(&mine), expect, &mut keep_nothing, soon());
-            first.and_then(|()| mesh.exchange(2, &[], 0, &mut keep_nothing, soon())).unwrap_err()
+            first.and_then(|_| mesh.exchange(2, &[], 0, &mut keep_nothing, soon())).unwrap_err()
         });
         assert!(errors[1].is_diverged(), "{}", errors[1]);
         assert!(errors[0].is_peer_lost(), "{}", errors[0]);
@@ -446,7 +447,7 @@ fn descriptors_beyond_what_was_announced_are_an_error() {
                 let fds = vec![fd.as_fd(); sent];
                 assert_eq!(wire::send(socket, &frame, &fds).unwrap(), Sent::Yes);
                 let first = mesh.exchange(1, &[], 2, &mut keep_nothing, soon());
-                let next = first.and_then(|()| mesh.exchange(2, &[], 0, &mut keep_nothing, soon()));
+                let next = first.and_then(|_| mesh.exchange(2, &[], 0, &mut keep_nothing, soon()));
                 assert!(next.unwrap_err().is_peer_lost());
             } else {
                 let two = [fd.as_fd(), fd.as_fd()];
@@ -508,7 +509,7 @@ fn at_the_limit_of_open_files_it_says_so() {
         let first = mesh.exchange(3, &borrowed(&mine), 20, &mut keep, soon());
         // Both ranks are this process; whichever is first runs out, the other hears of it, if
         // only in the next exchange.
-        let next = first.and_then(|()| mesh.exchange(4, &[], 0, &mut keep, soon()));
+        let next = first.and_then(|_| mesh.exchange(4, &[], 0, &mut keep, soon()));
         let error = next.unwrap_err();
         assert!(error.is_out_of_memory() || error.is_peer_lost(), "{error}");
         assert!(error.to_string().contains("RLIMIT_NOFILE"), "{error}");
