@@ -232,12 +232,11 @@ impl Pool {
         let budget = deadline.remaining();
         // The confirmation needs its share, or a slow peer would look like a lost one.
         let exchange_by = Deadline::after(budget.mul_f64(0.8));
-        let outcome = self.hand_over(committer, held, fresh, ready, &mut mapped, exchange_by);
+        let outcome = self
+            .hand_over(committer, held, fresh, ready, &mut mapped, exchange_by)
+            .and_then(|()| self.driver().at_step(Step::CommitConfirm));
         let status = outcome.as_ref().copied().map_err(|error| error.kind().clone());
         let confirm = || -> Result<()> {
-            if outcome.is_ok() {
-                self.driver().at_step(Step::CommitConfirm)?;
-            }
             let deadline = Deadline::after(deadline.remaining().max(GRACE));
             let gathered =
                 self.0.group.all_gather("mapped", &encode(&Mapped(status))?, deadline)?;

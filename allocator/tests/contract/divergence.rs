@@ -149,10 +149,7 @@ fn a_free_that_only_one_did_not_do() {
         }
         pool.default_lane().free_address(address(pool, 4)).unwrap();
     });
-    assert_eq!(
-        sides(&found),
-        ("free of the block of event 3", "free of the block of event 4")
-    );
+    assert_eq!(sides(&found), ("free of the block of event 3", "free of the block of event 4"));
 }
 
 #[test]
@@ -205,7 +202,7 @@ fn another_reserve() {
     let found = diverges(|pool, odd| {
         pool.default_lane().reserve(if odd { 64 << 20 } else { 32 << 20 }).unwrap();
     });
-    assert_eq!(sides(&found), ("reserve 32.00 MiB", "reserve 64.00 MiB"));
+    assert_eq!(sides(&found), ("reserve 32.00 MiB on stream 0", "reserve 64.00 MiB on stream 0"));
 }
 
 #[test]

@@ -52,7 +52,7 @@ fn fails_in_the_second_commit(memory: Memory, at: At) {
         let first = pool.alloc::<u8>(MIB).unwrap();
         assert_eq!(pool.commit().unwrap().windows_added, 1);
         let windows = pool.windows();
-        let second = pool.alloc::<u8>(4 * MIB).unwrap();
+        let second = pool.alloc::<u8>(8 * MIB).unwrap();
         let mapped = mappings(&driver.counts());
         let error = pool.commit().expect_err("one rank failed");
         // Nothing changed, on any rank, and the memory made before is still a window.
@@ -79,9 +79,9 @@ fn fails_in_the_second_commit(memory: Memory, at: At) {
 
 #[test]
 fn a_failed_step_of_a_commit_is_everyones_error_and_is_undone() {
-    let steps = Step::ALL.into_iter().filter(|step| {
-        (Step::CommitPublish..Step::CommitFinish).contains(step)
-    });
+    let steps = Step::ALL
+        .into_iter()
+        .filter(|step| (Step::CommitPublish..Step::CommitFinish).contains(step));
     for step in steps {
         each(Memory::ALL, |memory| fails_in_the_second_commit(memory, At::Step(step, 2)));
     }
@@ -132,7 +132,8 @@ fn a_rank_that_cannot_finish_a_commit_tells_the_others_at_the_next() {
 #[test]
 fn a_failed_step_of_the_handshake_is_everyones_error_and_the_next_pool_is_made() {
     let steps = [Step::HandshakePublish, Step::HandshakeConnect, Step::HandshakeConfirm];
-    let points = steps.map(|step| At::Step(step, 1)).into_iter().chain([At::Call(Call::Reserve, 1)]);
+    let points =
+        steps.map(|step| At::Step(step, 1)).into_iter().chain([At::Call(Call::Reserve, 1)]);
     for at in points {
         each(Memory::ALL, |memory| {
             let errors = ranks(WORLD, |group| {
@@ -163,14 +164,14 @@ fn an_allocation_that_fails_on_one_rank_is_told_to_all_and_can_be_repeated() {
                 let first = pool.alloc::<u8>(MIB).unwrap();
                 pool.commit().unwrap();
                 let mapped = mappings(&driver.counts());
-                let attempt = pool.alloc::<u8>(4 * MIB);
+                let attempt = pool.alloc::<u8>(8 * MIB);
                 if failing {
                     assert!(attempt.as_ref().is_err_and(Error::is_out_of_memory), "{attempt:?}");
                     assert_eq!(mappings(&driver.counts()), mapped, "undone");
                 }
                 let error = pool.commit().expect_err("one rank failed");
                 // The rank catches up, and all are alike.
-                let second = if failing { pool.alloc::<u8>(4 * MIB) } else { attempt }.unwrap();
+                let second = if failing { pool.alloc::<u8>(8 * MIB) } else { attempt }.unwrap();
                 assert_eq!(pool.commit().unwrap().windows_added, 1);
                 assert!(pool.is_window(second.address(), second.bytes()));
                 let digest = pool.default_lane().digest();

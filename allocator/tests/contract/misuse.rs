@@ -139,9 +139,10 @@ fn too_many_streams() {
         streams().take(64).map(|stream| lane.alloc_on::<u8>(8, stream).unwrap()).collect();
     let one_more = streams().nth(64).unwrap();
     let events = lane.counter();
-    for error in
-        [lane.alloc_on::<u8>(8, one_more).unwrap_err(), blocks[0].record_stream(one_more).unwrap_err()]
-    {
+    for error in [
+        lane.alloc_on::<u8>(8, one_more).unwrap_err(),
+        blocks[0].record_stream(one_more).unwrap_err(),
+    ] {
         assert!(error.is_invalid_argument(), "{error}");
         says(&error, &["0x1040", "64", "another lane"]);
     }
@@ -153,7 +154,8 @@ fn too_many_streams() {
 #[test]
 fn values_that_do_not_fit_their_block() {
     let group = Group::in_process(1).unwrap().remove(0);
-    let host = Pool::builder(group).driver(Driver::host().unwrap()).stride(1 << 30).build().unwrap();
+    let host =
+        Pool::builder(group).driver(Driver::host().unwrap()).stride(1 << 30).build().unwrap();
     let block = host.alloc::<u32>(4).unwrap();
     let error = block.write(&[1, 2, 3, 4, 5]).unwrap_err();
     assert!(error.is_invalid_argument(), "{error}");
@@ -203,7 +205,8 @@ fn more_memory_than_there_is() {
     says(&error, &["rank 1 failed in event 1"]);
     // Host memory refuses rather than wakes the out-of-memory killer.
     let group = Group::in_process(1).unwrap().remove(0);
-    let pool = Pool::builder(group).driver(Driver::host().unwrap()).stride(1 << 44).build().unwrap();
+    let pool =
+        Pool::builder(group).driver(Driver::host().unwrap()).stride(1 << 44).build().unwrap();
     let error = pool.alloc::<u8>(1 << 42).unwrap_err();
     assert!(error.is_out_of_memory(), "{error}");
     says(&error, &["rank 0"]);
@@ -263,7 +266,7 @@ fn a_commit_that_one_rank_does_not_call() {
     for error in errors.into_iter().flatten() {
         assert!(error.is_timeout(), "{error}");
         assert_eq!(error.ranks(), [1], "{error}");
-        says(&error, &["commit 1", "0.6s", "no answer from rank 1"]);
+        says(&error, &["commit 1", "600.0ms", "no answer from rank 1"]);
     }
 }
 
@@ -287,8 +290,7 @@ fn ranks_at_different_places_of_the_program() {
 #[test]
 fn blocks_outlive_their_pool() {
     let survivors = ranks(2, |group| {
-        let driver =
-            FaultDriver::new(Driver::host().unwrap(), FaultPlan::new());
+        let driver = FaultDriver::new(Driver::host().unwrap(), FaultPlan::new());
         let rank = u64::from(group.rank());
         let pool = Pool::builder(group.clone())
             .driver(Driver::new(driver.clone()))

@@ -28,13 +28,18 @@ fn settings_that_change_placement_are_compared() {
     let lane = || LaneConfig::symmetric("weights").range(1 << 30);
     let differences: [(&str, Error); 7] = [
         ("stride", rank_1_differs(|b, odd| b.stride(if odd { 1 << 33 } else { 1 << 32 }))),
-        ("range", rank_1_differs(|b, odd| b.lane(lane().range(if odd { 2 << 20 } else { 4 << 20 })))),
-        ("limit", rank_1_differs(|b, odd| b.lane(if odd { lane().limit(77 << 20) } else { lane() }))),
+        (
+            "range",
+            rank_1_differs(|b, odd| b.lane(lane().range(if odd { 2 << 20 } else { 4 << 20 }))),
+        ),
+        (
+            "limit",
+            rank_1_differs(|b, odd| b.lane(if odd { lane().limit(77 << 20) } else { lane() })),
+        ),
         (
             "per-segment",
             rank_1_differs(|b, odd| {
-                let policy =
-                    if odd { WindowPolicy::PerSegment } else { WindowPolicy::Contiguous };
+                let policy = if odd { WindowPolicy::PerSegment } else { WindowPolicy::Contiguous };
                 b.lane(lane().window_policy(policy))
             }),
         ),
@@ -114,7 +119,8 @@ fn a_heap_that_one_rank_cannot_reserve_is_everyones_error() {
 #[test]
 fn groups_that_cannot_be() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
-    for (rank, world, word) in [(0, 0, "group of 0"), (4, 4, "rank 4"), (u32::MAX, 2, "of 2 ranks")] {
+    for (rank, world, word) in [(0, 0, "group of 0"), (4, 4, "rank 4"), (u32::MAX, 2, "of 2 ranks")]
+    {
         let error = Group::new(rank, world, store.clone()).unwrap_err();
         assert!(error.is_invalid_argument(), "{error}");
         assert!(error.to_string().contains(word), "{error}");
@@ -176,7 +182,7 @@ fn a_store_that_nobody_serves() {
 #[test]
 fn a_store_with_another_secret() {
     let options = |secret: Option<&str>| TcpOptions {
-        secret: secret.map(Secret::new),
+        secret: secret.map(|secret| Secret::new(secret).unwrap()),
         ..TcpOptions::default()
     };
     let server = TcpServer::bind("127.0.0.1:0", options(Some("right"))).unwrap();
