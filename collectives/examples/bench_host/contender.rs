@@ -116,6 +116,15 @@ fn on_path(name: &str) -> Result<PathBuf, String> {
     found.ok_or_else(|| format!("{name} is not installed"))
 }
 
+/// How a round is run.
+#[derive(Clone, Copy)]
+pub(crate) struct Effort {
+    /// How long one case is repeated, about.
+    pub(crate) target: Duration,
+    /// Whether every rank gets a core of its own.
+    pub(crate) bind: bool,
+}
+
 impl Contender {
     /// Whether this way of running it makes sense for so many ranks: giving the core away is for
     /// ranks that share cores.
@@ -134,7 +143,7 @@ impl Contender {
         &self,
         ranks: u32,
         cases: &[Case],
-        target: Duration,
+        Effort { target, bind }: Effort,
         mut on_figure: impl FnMut(Figure),
     ) -> Result<(), String> {
         let texts: Vec<String> = cases.iter().map(ToString::to_string).collect();
@@ -148,17 +157,26 @@ impl Contender {
                     let mut command = Command::new(&own);
                     command.args(["--role", role, "--target-ms", &target_ms, "--cases"]);
                     command.arg(texts.join(","));
+                    command.args(bind.then_some("--bind"));
                     command
                 })
             }
             How::Script { python, script } => processes.start_ranks(ranks, || {
                 let mut command = Command::new(python);
                 command.arg(script).arg(&target_ms).args(&texts).stderr(Stdio::null());
+                if bind {
+                    command.env("BENCH_BIND", "1");
+                }
                 command
             }),
             How::Mpi { launcher, arguments, program } => {
                 let mut command = Command::new(launcher);
-                command.args(arguments).args(["-n", &ranks.to_string()]).arg(program);
+                command.args(arguments);
+                if bind {
+                    // Both launchers know it by this name.
+                    command.args(["-bind-to", "core"]);
+                }
+                command.args(["-n", &ranks.to_string()]).arg(program);
                 command.arg(&target_ms).args(&texts).stderr(Stdio::null());
                 processes.start(&mut command)
             }

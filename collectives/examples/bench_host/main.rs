@@ -3,8 +3,8 @@
 //! Ours works on blocks of a pool, which peers have mapped, so nothing is copied on the way: that
 //! is what the library is for. Peers get ordinary, touched memory, which is what they are for.
 //! Every contender runs all sizes in processes of its own, `--rounds` times, in turns; a time is
-//! the median over rounds of the slowest rank's mean. Nobody is pinned by us; launchers that pin,
-//! do. Results are checked element by element.
+//! the median over rounds of the slowest rank's mean. Nobody is bound to cores, except by launchers that
+//! do so unasked (OpenMPI's, for two ranks); `--bind` binds everyone's ranks where cores suffice. Results are checked element by element.
 //!
 //! `cargo run --release -p symmpool-collectives --example bench_host -- --quick`
 
@@ -24,7 +24,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use case::{Case, Op};
 use common::say;
-use contender::{Contender, Workshop};
+use contender::{Contender, Effort, Workshop};
 use table::Rounds;
 
 /// All-reduce and all-to-all in host memory, beside the peers that this machine has.
@@ -51,6 +51,9 @@ struct Options {
     /// Milliseconds that one size is repeated.
     #[arg(long, default_value_t = 100)]
     target_ms: u64,
+    /// Give every rank of everyone a core of its own, where there are enough.
+    #[arg(long)]
+    bind: bool,
     /// This process is a rank; the environment says which.
     #[arg(long, hide = true)]
     role: Option<ours::Role>,
@@ -64,6 +67,9 @@ fn main() -> ExitCode {
     if let Some(role) = options.role {
         common::end_with_parent();
         let target = Duration::from_millis(options.target_ms);
+        if options.bind {
+            ours::bind();
+        }
         return finish(ours::run(role, &options.cases, target).map_err(|error| error.to_string()));
     }
     if options.quick {
@@ -148,7 +154,8 @@ fn measure(options: &Options, contenders: &[Contender]) -> Result<Rounds, String
                 bar.set_message(format!("{}, {ranks} ranks", contender.name));
                 let mut wrong = None;
                 let target = Duration::from_millis(options.target_ms);
-                let ended = contender.measure(ranks, &cases, target, |figure| {
+                let effort = Effort { target, bind: options.bind && ranks as usize <= cores() };
+                let ended = contender.measure(ranks, &cases, effort, |figure| {
                     bar.inc(1);
                     if figure.wrong > 0 {
                         wrong = Some(format!("{} was wrong at {}", contender.name, figure.case));
@@ -176,9 +183,13 @@ fn measure(options: &Options, contenders: &[Contender]) -> Result<Rounds, String
     Ok(rounds)
 }
 
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
+}
+
 /// What a reader has to know about the run.
 fn facts(options: &Options, contenders: &[Contender], missing: &[String]) -> Vec<String> {
-    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let cores = cores();
     let cpu = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = cpu.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
     let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
@@ -196,6 +207,10 @@ fn facts(options: &Options, contenders: &[Contender], missing: &[String]) -> Vec
             options.rounds, options.target_ms
         ),
     ];
+    facts.push(match options.bind {
+        true => "every rank bound to a core of its own, where there are enough".into(),
+        false => "ranks not bound to cores, except by OpenMPI's launcher for two ranks".into(),
+    });
     facts.extend(missing.iter().map(|why| format!("skipped {why}")));
     facts
 }

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use rustix::thread::{CpuSet, sched_setaffinity};
 use symmpool_allocator::{Deadline, Driver, Group, Pool, Result, Stream};
 use symmpool_collectives::{Communicator, ReduceOp};
 
@@ -18,6 +19,16 @@ pub(crate) enum Role {
     Collectives,
     /// Every rank copies as many bytes as a message has within its own memory.
     Memcpy,
+}
+
+/// Binds this process to the core with the number of its rank.
+pub(crate) fn bind() {
+    let rank = std::env::var("LOCAL_RANK").ok().and_then(|rank| rank.parse().ok());
+    let mut cores = CpuSet::new();
+    cores.set(rank.unwrap_or(0));
+    if let Err(error) = sched_setaffinity(None, &cores) {
+        eprintln!("bench_host: binding to a core: {error}");
+    }
 }
 
 /// Runs a rank; the environment says which. Rank 0 prints the figures.

@@ -5,6 +5,7 @@ Rank 0 prints "result <op> <bytes> <microseconds> <wrong elements>".
 """
 
 import datetime
+import os
 import sys
 import time
 
@@ -36,6 +37,8 @@ def repeat(call, calls):
 
 
 def main():
+    if "BENCH_BIND" in os.environ:
+        os.sched_setaffinity(0, {int(os.environ["LOCAL_RANK"])})
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     rank, world = dist.get_rank(), dist.get_world_size()
