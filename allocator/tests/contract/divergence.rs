@@ -3,7 +3,7 @@
 //! sequences are compared by.
 
 use symmpool_allocator::lane::{Divergence, LaneConfig};
-use symmpool_allocator::{Driver, Error, Group, Pool, Stream};
+use symmpool_allocator::{Driver, Error, Group, Pool, PoolBuilder, Stream};
 
 use crate::ranks::{ranks, same_error};
 
@@ -212,7 +212,7 @@ fn of_several_lanes_the_first_is_named() {
         let driver = Driver::sim(u64::from(group.rank()));
         let lanes = ["a", "b", "c"].map(LaneConfig::symmetric);
         let builder = Pool::builder(group).driver(driver).stride(1 << 36);
-        let pool = lanes.into_iter().fold(builder, symmpool_allocator::PoolBuilder::lane);
+        let pool = lanes.into_iter().fold(builder, PoolBuilder::lane);
         let pool = pool.build().unwrap();
         // In time, lane c goes wrong first; lanes have no order between them (D7).
         for name in ["c", "b", "a"] {
