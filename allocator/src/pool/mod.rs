@@ -8,6 +8,7 @@
 //! | `access` | copies between blocks and ordinary memory |
 //! | `commit` | the collective step that makes windows |
 //! | `due` | whether a commit is due |
+//! | `share` | making windows of new segments, on all ranks or none |
 //! | `resync` | agreeing on a state again after a divergence |
 
 mod access;
@@ -17,6 +18,7 @@ mod commit;
 mod due;
 mod lane;
 mod resync;
+mod share;
 
 use std::fmt;
 use std::sync::atomic::AtomicBool;

@@ -1,3 +1,5 @@
+//! Planned faults happen where they were planned, and nowhere else.
+
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 

@@ -1,3 +1,5 @@
+//! What host memory does, within a process and between processes.
+
 use std::fs;
 
 use rustix::fs::{MemfdFlags, SealFlags};

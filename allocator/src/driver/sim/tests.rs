@@ -1,3 +1,5 @@
+//! Simulated memory: addresses, limits, and what is refused.
+
 use super::super::conformance::conformance;
 use super::super::{Call, Driver, FaultDriver, FaultPlan};
 use super::*;

@@ -1,3 +1,5 @@
+//! Ranks that meet, and every way in which they do not.
+
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 

@@ -1,3 +1,5 @@
+//! The server's decisions, without sockets.
+
 use super::*;
 
 const LIMIT: usize = 1 << 20;
