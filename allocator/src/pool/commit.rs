@@ -10,11 +10,10 @@
 //! Nothing is mapped before all digests agree. A commit in which nothing grew ends after step 2.
 //! The lanes stay locked throughout, because a commit is part of their sequence.
 
-use std::ops::{Deref, DerefMut};
-use std::sync::MutexGuard;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
-use super::lane::{LaneInner, SharedLane};
+use super::held::{Held, Turn};
+use super::lane::LaneInner;
 use super::share::{Fresh, fresh_segments};
 use super::{Committer, Pool};
 use crate::driver::{Step, Stream};
@@ -39,21 +38,6 @@ pub struct CommitReport {
     pub windows_removed: u64,
     /// Blocks freed without order that came back, over all lanes.
     pub blocks_returned: u64,
-}
-
-/// A symmetric lane, locked for the length of the commit.
-pub(super) struct Held<'a> {
-    pub(super) lane: &'a SharedLane,
-    pub(super) inner: MutexGuard<'a, LaneInner>,
-}
-
-impl Held<'_> {
-    /// Whether the lane has something to share, or to take back, that no commit has.
-    pub(super) fn is_due(&self) -> bool {
-        let shared = self.inner.memory.shared_below;
-        self.inner.state.has_retired()
-            || self.inner.state.segments().iter().any(|segment| segment.counter >= shared)
-    }
 }
 
 impl Pool {
@@ -223,31 +207,5 @@ impl Pool {
         });
         let windows = Windows::new(self.layout(), windows.collect());
         *lock(&self.0.windows) = std::sync::Arc::new(windows);
-    }
-}
-
-/// The right to commit, and what commits need.
-pub(super) struct Turn<'a> {
-    committer: MutexGuard<'a, Committer>,
-    committing: &'a AtomicBool,
-}
-
-impl Deref for Turn<'_> {
-    type Target = Committer;
-
-    fn deref(&self) -> &Committer {
-        &self.committer
-    }
-}
-
-impl DerefMut for Turn<'_> {
-    fn deref_mut(&mut self) -> &mut Committer {
-        &mut self.committer
-    }
-}
-
-impl Drop for Turn<'_> {
-    fn drop(&mut self) {
-        self.committing.store(false, Ordering::Release);
     }
 }

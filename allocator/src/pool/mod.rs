@@ -7,6 +7,7 @@
 //! | `block` | a range in its owner's hands |
 //! | `access` | copies between blocks and ordinary memory |
 //! | `commit` | the collective step that makes windows |
+//! | `held` | what a commit holds while it runs |
 //! | `due` | whether a commit is due |
 //! | `share` | making windows of new segments, on all ranks or none |
 //! | `resync` | agreeing on a state again after a divergence |
@@ -16,6 +17,7 @@ mod block;
 mod builder;
 mod commit;
 mod due;
+mod held;
 mod lane;
 mod resync;
 mod share;

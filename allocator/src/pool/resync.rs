@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use serde::{Deserialize, Serialize};
 
 use super::Pool;
-use super::commit::Held;
+use super::held::Held;
 use super::lane::LaneInner;
 use crate::lane::{Agreed, Survivor};
 use crate::rendezvous::message::{Message, decode, encode};

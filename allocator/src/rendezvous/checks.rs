@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use super::handshake::Hello;
+use super::hello::Hello;
 use crate::driver::Transport;
 use crate::error::list;
 use crate::rendezvous::message::{PROTOCOL_VERSION, version_of};

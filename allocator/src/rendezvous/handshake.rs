@@ -9,6 +9,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::checks;
+use super::hello::Hello;
 use super::identity::HostIdentity;
 use super::mesh::{Listener, Mesh};
 use super::message::{self, Message};
@@ -30,23 +31,6 @@ const HEAR_OTHERS_FOR: std::time::Duration = std::time::Duration::from_secs(5);
 pub(crate) struct HandshakeOptions {
     /// Whether another rank may use the same device. All that share one have to allow it.
     pub(crate) allow_shared_device: bool,
-}
-
-/// What a rank says about itself.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Hello {
-    pub(super) config_hash: [u8; 32],
-    pub(super) config_text: String,
-    pub(super) host: HostIdentity,
-    pub(super) device: DeviceIdentity,
-    pub(super) allow_shared_device: bool,
-    pub(super) transport: Transport,
-    pub(super) granularity: u64,
-    /// The abstract socket this rank listens on, with [`Transport::UnixSocket`].
-    pub(super) listener: Option<String>,
-    /// Random; zero with [`Transport::Derived`], where nothing is to be kept from anybody and
-    /// thousands of ranks profit from equal hellos.
-    pub(super) nonce: [u8; 16],
 }
 
 /// The first round.

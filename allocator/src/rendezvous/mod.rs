@@ -6,6 +6,7 @@
 //! | [`message`] | the frame and checks of everything ranks tell each other |
 //! | [`status`] | one error out of the failures of several ranks |
 //! | [`handshake`](mod@handshake) | the two rounds through the store by which a pool's ranks meet |
+//! | [`hello`] | what a rank says about itself |
 //! | [`checks`] | what has to be equal, or different, on all ranks |
 //! | [`peers`] | what the handshake found out |
 //! | [`agreement`] | what ranks propose to commit, and what follows |
@@ -15,6 +16,7 @@
 pub(crate) mod agreement;
 mod checks;
 pub(crate) mod handshake;
+mod hello;
 pub(crate) mod identity;
 pub(crate) mod mesh;
 pub(crate) mod message;

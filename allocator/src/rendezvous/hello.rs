@@ -1,0 +1,23 @@
+//! What a rank says about itself in the first round of the handshake.
+
+use serde::{Deserialize, Serialize};
+
+use super::identity::HostIdentity;
+use crate::driver::{DeviceIdentity, Transport};
+
+/// What a rank says about itself.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Hello {
+    pub(super) config_hash: [u8; 32],
+    pub(super) config_text: String,
+    pub(super) host: HostIdentity,
+    pub(super) device: DeviceIdentity,
+    pub(super) allow_shared_device: bool,
+    pub(super) transport: Transport,
+    pub(super) granularity: u64,
+    /// The abstract socket this rank listens on, with [`Transport::UnixSocket`].
+    pub(super) listener: Option<String>,
+    /// Random; zero with [`Transport::Derived`], where nothing is to be kept from anybody and
+    /// thousands of ranks profit from equal hellos.
+    pub(super) nonce: [u8; 16],
+}
