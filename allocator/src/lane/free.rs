@@ -6,8 +6,8 @@
 //! the size of its largest block is kept in one flat array: a search scans that array, then one
 //! chunk, both with vector instructions. Shrinking or growing a block in place touches one chunk.
 
-/// Blocks to a chunk. Chunks split in half when full, so most hold 16 to 32.
-const CHUNK: usize = 32;
+/// Blocks to a chunk. Chunks split in half when full, so most hold 32 to 64.
+const CHUNK: usize = 64;
 
 /// A free block: where it begins, its length (both in units), and its id in the block table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
