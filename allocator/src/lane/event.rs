@@ -83,6 +83,7 @@ pub enum EventKind {
 pub(super) type Packed = [u64; 2];
 
 impl EventKind {
+    #[inline(always)]
     pub(super) fn pack(&self) -> Packed {
         let word =
             |kind: u64, stream: u16, bytes: u64| kind | (u64::from(stream) << 3) | (bytes << 15);

@@ -112,7 +112,7 @@ pub(super) struct Place {
 
 impl FreeList {
     /// The lowest-lying block of at least `size` units in which a piece of `size` units can begin
-    /// at a multiple of `align` units, and where it would begin.
+    /// at a multiple of `align` units, a power of two, and where it would begin.
     pub(super) fn first_fit(&self, size: u32, align: u32) -> Option<(Place, Free, u32)> {
         let (mut from, last) = (0, last_of(size));
         while let Some(chunk) = position_at_least(&self.max, from, last) {
@@ -121,7 +121,7 @@ impl FreeList {
             while let Some(found) = position_at_least(&blocks.last, at, last) {
                 let free = blocks.get(found);
                 // Offsets stay below 2^31 units, so rounding up cannot overflow.
-                let start = free.offset.next_multiple_of(align);
+                let start = (free.offset + (align - 1)) & !(align - 1);
                 if start - free.offset <= free.size - size {
                     return Some((Place { chunk, at: found }, free, start));
                 }
@@ -279,7 +279,7 @@ mod tests {
     impl Naive {
         fn first_fit(&self, size: u32, align: u32) -> Option<(Free, u32)> {
             self.0.iter().find_map(|&free| {
-                let start = free.offset.next_multiple_of(align);
+                let start = (free.offset + (align - 1)) & !(align - 1);
                 (start + size <= free.offset + free.size).then_some((free, start))
             })
         }

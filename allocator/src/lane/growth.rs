@@ -318,7 +318,9 @@ impl LaneState {
         }
         self.segments.retire(&free, self.history.counter());
         let bytes = free.iter().map(|segment| segment.bytes).sum();
-        self.index.shrink();
+        if let Some(index) = self.index.get_mut() {
+            index.shrink();
+        }
         self.history.push(EventKind::Trim { bytes }, site);
         bytes
     }

@@ -5,8 +5,6 @@
 //! that differs. Inside the ring every prefix is known; before it only checkpoints are, so an old
 //! divergence is bracketed between two of them.
 
-use std::collections::VecDeque;
-
 use super::event::Packed;
 use super::{Event, EventKind, Site};
 
@@ -46,7 +44,10 @@ pub(super) struct History {
     counter: u64,
     digest: Digest,
     capacity: usize,
-    ring: VecDeque<Entry>,
+    /// Filled up to `capacity`, then written over in turn.
+    ring: Vec<Entry>,
+    /// Where the oldest entry of a full ring is, and the next one will be.
+    head: usize,
     /// Digest of the prefix that ends where the ring begins.
     floor: Digest,
     /// Digests of prefixes that end before the ring: `(counter, digest)`, ascending.
@@ -61,7 +62,8 @@ impl History {
             counter: 0,
             digest: 0,
             capacity,
-            ring: VecDeque::new(),
+            ring: Vec::new(),
+            head: 0,
             floor: 0,
             checkpoints: vec![(0, 0)],
             spacing: 1024,
@@ -77,20 +79,34 @@ impl History {
         self.digest
     }
 
+    /// Adds an event. Inlined, so that packing one of a known kind takes no branches.
+    #[inline(always)]
     pub(super) fn push(&mut self, kind: EventKind, site: Site) {
-        let kind = kind.pack();
+        self.push_packed(kind.pack(), site);
+    }
+
+    fn push_packed(&mut self, kind: Packed, site: Site) {
         self.digest = chain(self.digest, kind);
-        if self.ring.len() == self.capacity {
-            let oldest = self.counter - self.ring.len() as u64;
-            if let Some(entry) = self.ring.pop_front() {
-                self.floor = entry.after;
-                if (oldest + 1).is_multiple_of(self.spacing) {
-                    self.checkpoint(oldest + 1, entry.after);
-                }
+        let entry = Entry { kind, site, after: self.digest };
+        if self.ring.len() < self.capacity {
+            self.ring.push(entry);
+        } else {
+            self.floor = std::mem::replace(&mut self.ring[self.head], entry).after;
+            self.head = if self.head + 1 < self.capacity { self.head + 1 } else { 0 };
+            let gone = self.counter + 1 - self.capacity as u64;
+            // The spacing is a power of two.
+            if gone & (self.spacing - 1) == 0 {
+                self.checkpoint(gone, self.floor);
             }
         }
-        self.ring.push_back(Entry { kind, site, after: self.digest });
         self.counter += 1;
+    }
+
+    /// The entry that many after the oldest.
+    fn entry(&self, after_oldest: u64) -> Option<&Entry> {
+        let at = usize::try_from(after_oldest).ok().filter(|&at| at < self.ring.len())?;
+        let at = self.head + at;
+        self.ring.get(if at < self.ring.len() { at } else { at - self.ring.len() })
     }
 
     #[cold]
@@ -109,6 +125,7 @@ impl History {
         self.counter = counter;
         self.digest = digest;
         self.ring.clear();
+        self.head = 0;
         self.floor = digest;
         self.checkpoints = vec![(counter, digest)];
     }
@@ -126,7 +143,7 @@ impl History {
     /// The event with this number, if it is kept.
     pub(super) fn event(&self, counter: u64) -> Option<Event> {
         let at = counter.checked_sub(self.oldest())?;
-        let entry = self.ring.get(usize::try_from(at).ok()?)?;
+        let entry = self.entry(at)?;
         Some(Event { counter, kind: EventKind::unpack(entry.kind), site: entry.site })
     }
 
@@ -150,8 +167,7 @@ impl Checkpoints<'_> {
             return Some(history.floor);
         }
         if counter > history.oldest() && counter < history.counter {
-            let at = usize::try_from(counter - history.oldest() - 1).ok()?;
-            return history.ring.get(at).map(|entry| entry.after);
+            return history.entry(counter - history.oldest() - 1).map(|entry| entry.after);
         }
         let at =
             history.checkpoints.binary_search_by_key(&counter, |&(counter, _)| counter).ok()?;

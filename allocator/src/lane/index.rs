@@ -1,8 +1,10 @@
 //! From an offset to the block that begins there: an open-addressed table.
 //!
-//! Reached when a caller frees or asks by address; no placement depends on it. Its order is never
-//! looked at and its multiplier is a constant (rule D1). Entries are eight bytes, offset and id
+//! Reached when a caller frees or asks by address, and made when that happens first; no placement
+//! depends on it. Its order is never looked at and its multiplier is a constant (rule D1). Entries are eight bytes, offset and id
 //! together, so that ten thousand live blocks take 128 KiB and a lookup touches one cache line.
+
+use super::table::{BlockState, Table};
 
 /// No block. Ids stay below `u32::MAX`.
 const EMPTY: u64 = u64::MAX;
@@ -17,6 +19,18 @@ pub(super) struct Index {
 }
 
 impl Index {
+    /// Of all blocks that are handed out.
+    pub(super) fn of(table: &Table) -> Self {
+        let mut index = Self::default();
+        for id in table.ids() {
+            let block = table.get(id);
+            if matches!(block.state, BlockState::Live | BlockState::SetAside) {
+                index.insert(block.offset, id);
+            }
+        }
+        index
+    }
+
     pub(super) fn insert(&mut self, offset: u32, id: u32) {
         if (self.used + 1) * 8 > self.slots.len() * 3 {
             self.resize((self.slots.len() * 2).max(LEAST));

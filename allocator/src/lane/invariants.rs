@@ -30,7 +30,8 @@ impl LaneState {
                 }
                 BlockState::Live | BlockState::SetAside => {
                     allocated += block.bytes();
-                    assert_eq!(self.index.get(block.offset), Some(id));
+                    let index = self.index.get();
+                    assert!(index.is_none_or(|index| index.get(block.offset) == Some(id)));
                 }
                 BlockState::Retired | BlockState::Hole => {}
             }

@@ -1,11 +1,11 @@
 //! Going back to a state that all ranks share, after they diverged.
 
 use std::collections::BTreeMap;
+use std::sync::OnceLock;
 
 use serde::{Deserialize, Serialize};
 
 use super::free::{Free, FreeList};
-use super::index::Index;
 use super::state::{Backing, LaneState};
 use super::table::{Block, BlockState, NIL};
 use super::{EventKind, Segment, UNIT, WindowPolicy};
@@ -96,7 +96,7 @@ impl LaneState {
     /// Lays the lane out anew from its segments and the blocks in them.
     fn rebuild(&mut self, survivors: &[Survivor], ordinals: usize) {
         let live = self.table.keep_live();
-        self.index = Index::default();
+        self.index = OnceLock::new();
         self.aside.clear();
         self.free = vec![FreeList::default(); ordinals];
         self.counts.clear_live();
@@ -165,11 +165,10 @@ impl LaneState {
     /// Appends a block that some rank holds: live if this one does, else set aside.
     fn restore(&mut self, survivor: &Survivor, live: &BTreeMap<u64, u32>, wall: bool) {
         let Survivor { counter, offset, size, stream } = *survivor;
-        let id = match live.get(&counter) {
+        match live.get(&counter) {
             Some(&id) => {
                 self.table.append(id);
                 self.table.get_mut(id).wall = wall;
-                id
             }
             None => {
                 let state = BlockState::SetAside;
@@ -187,10 +186,8 @@ impl LaneState {
                 let id = self.table.insert_before(NIL, block);
                 self.aside.insert(counter, id);
                 self.counts.set_aside += u64::from(size) * UNIT;
-                id
             }
-        };
-        self.index.insert(offset, id);
+        }
         self.counts.add_live(size);
     }
 }

@@ -1,6 +1,7 @@
 //! A lane: where each block goes, as a pure function of the calls so far.
 
 use std::collections::BTreeMap;
+use std::sync::OnceLock;
 
 use super::free::{Free, FreeList};
 use super::history::{Checkpoints, Digest, History};
@@ -86,7 +87,8 @@ pub struct LaneState {
     pub(super) range: u64,
     pub(super) granularity: u64,
     pub(super) table: Table,
-    pub(super) index: Index,
+    /// Made by the first question for an address; lanes used through keys alone do without.
+    pub(super) index: OnceLock<Index>,
     /// By stream ordinal.
     pub(super) free: Vec<FreeList>,
     pub(super) segments: Segments,
@@ -121,7 +123,7 @@ impl LaneState {
             range,
             granularity,
             table: Table::new(),
-            index: Index::default(),
+            index: OnceLock::new(),
             free: Vec::new(),
             segments: Segments::default(),
             streams: Streams::default(),
@@ -157,7 +159,9 @@ impl LaneState {
         }
         let counter = self.history.counter();
         let id = self.take(stream, place, free, start, size, counter);
-        self.index.insert(start, id);
+        if let Some(index) = self.index.get_mut() {
+            index.insert(start, id);
+        }
         self.counts.add(size);
         let offset = u64::from(start) * UNIT;
         let kind =
@@ -240,7 +244,8 @@ impl LaneState {
     /// The live block that begins at `offset`, if any.
     pub fn block_at(&self, offset: u64) -> Option<BlockKey> {
         let units = u32::try_from(offset / UNIT).ok().filter(|_| offset.is_multiple_of(UNIT))?;
-        let id = self.index.get(units)?;
+        let index = self.index.get_or_init(|| Index::of(&self.table));
+        let id = index.get(units)?;
         let block = self.table.get(id);
         (block.state == BlockState::Live).then_some(BlockKey { id, counter: block.counter })
     }
@@ -433,7 +438,9 @@ impl LaneState {
     /// Events are recorded already on the streams that a reuse must wait for.
     fn give_back(&mut self, id: u32) {
         let (offset, size) = (self.table.get(id).offset, self.table.get(id).size);
-        self.index.remove(offset);
+        if let Some(index) = self.index.get_mut() {
+            index.remove(offset);
+        }
         self.counts.remove(size);
         self.set_free(id);
     }
