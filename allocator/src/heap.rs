@@ -165,6 +165,10 @@ impl Heap {
 impl Drop for Heap {
     fn drop(&mut self) {
         let Some(reservation) = self.reservation.take() else { return };
+        // Kernels that were given this memory may still run.
+        if let Err(error) = self.driver.synchronize() {
+            tracing::warn!(%error, "waiting for the device before dropping a heap");
+        }
         let Mapped { own, peers } = std::mem::take(&mut *lock(&self.mapped));
         let slots = |rank, list: &BTreeMap<u64, u64>| {
             for (&offset, &bytes) in list {

@@ -1,8 +1,10 @@
 //! Pools of ranks that are threads of one process.
 
+use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::Duration;
 
+use symmpool_allocator::driver::{FaultAction, FaultDriver, FaultPlan, Step};
 use symmpool_allocator::{Driver, Group, Pool, Result};
 
 /// Runs `body` as every rank of a group of `world`, and returns what each said.
@@ -91,9 +93,7 @@ fn ranks_that_diverged_go_on_after_a_resync() {
         assert_eq!(kept.read().unwrap(), vec![rank; 5000]);
         assert_eq!(lane.stats().set_aside > 0, rank == 1, "others still hold what rank 1 freed");
         // D5: it comes back once all have freed it.
-        if let Some(half) = half {
-            half.free_unordered().unwrap();
-        }
+        drop(half);
         assert_eq!(pool.commit().unwrap().blocks_returned, 1);
         let again = pool.alloc::<u8>(50 << 20).unwrap();
         pool.commit().unwrap();
@@ -101,4 +101,55 @@ fn ranks_that_diverged_go_on_after_a_resync() {
         (lane.digest(), again.offset(), kept.offset())
     });
     assert!(digests.iter().all(|digest| *digest == digests[0]), "{digests:?}");
+}
+
+#[test]
+fn a_growth_that_fails_on_one_rank_makes_the_commit_due_on_all() {
+    let errors = ranks(3, |group| {
+        let rank = group.rank();
+        let driver = Driver::sim(u64::from(rank));
+        let failing =
+            FaultDriver::new(driver.clone(), FaultPlan::parse("fail-oom@create:1").unwrap());
+        let driver = if rank == 1 { Driver::new(failing) } else { driver };
+        let pool = pool(group, driver).unwrap();
+        let block = pool.alloc::<u8>(1000);
+        assert_eq!(block.is_err(), rank == 1);
+        assert!(pool.is_commit_due(), "the others wait in a commit");
+        pool.commit_if_due().unwrap_err()
+    });
+    for error in errors {
+        assert!(error.is_out_of_memory(), "{error}");
+        assert!(error.to_string().contains("rank 1 failed in event 0 of lane"), "{error}");
+    }
+}
+
+#[test]
+fn frees_without_order_do_not_wait_for_a_commit() {
+    // D5
+    ranks(2, |group| {
+        let rank = group.rank();
+        let begun = Arc::new(Barrier::new(2));
+        let freed = Arc::new(Barrier::new(2));
+        let (in_commit, go_on) = (begun.clone(), freed.clone());
+        let stop = FaultAction::Notify(Arc::new(move || {
+            in_commit.wait();
+            go_on.wait();
+        }));
+        let plan = FaultPlan::new().at_step(Step::CommitAgree, 2, stop);
+        let driver = Driver::new(FaultDriver::new(Driver::sim(u64::from(rank)), plan));
+        let pool = pool(group, driver).unwrap();
+        let blocks: Vec<_> = (0..2).map(|_| pool.alloc::<u8>(1000).unwrap()).collect();
+        pool.commit().unwrap();
+        thread::scope(|scope| {
+            let committing = scope.spawn(|| pool.commit().unwrap());
+            begun.wait();
+            for block in blocks {
+                block.free_unordered().unwrap();
+            }
+            freed.wait();
+            assert_eq!(committing.join().unwrap().blocks_returned, 0);
+        });
+        assert_eq!(pool.commit().unwrap().blocks_returned, 2);
+        assert_eq!(pool.default_lane().stats().live_blocks, 0);
+    });
 }

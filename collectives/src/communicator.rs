@@ -12,7 +12,7 @@ mod peers;
 mod slices;
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream, Windows};
@@ -139,7 +139,15 @@ impl Communicator {
         // rank has let go of it (an unordered free, see `drop`). Places passed as windows are
         // covered by windows (`place`).
         let engine =
-            unsafe { HostEngine::new(pool.layout(), control.offset(), bytes, engine_options)? };
+            unsafe { HostEngine::new(pool.layout(), control.offset(), bytes, engine_options) };
+        let engine = match engine {
+            Ok(engine) => engine,
+            Err(error) => {
+                // Without order, as other ranks may keep theirs.
+                control.free_unordered()?;
+                return Err(error);
+            }
+        };
         Ok(Self {
             pool: pool.clone(),
             algorithm: options.algorithm,
@@ -288,8 +296,11 @@ impl Communicator {
     fn begin(&self, stream: &Stream) -> Result<MutexGuard<'_, Inner>> {
         tracing::trace!(rank = self.rank(), stream = stream.raw(), "collective");
         let mut inner = self.lock();
-        if self.pool.commit_if_due()?.is_some() {
-            inner.windows = self.pool.windows();
+        match self.pool.commit_if_due() {
+            Ok(None) => {}
+            Ok(Some(_)) => inner.windows = self.pool.windows(),
+            // When it failed on all ranks alike, all decline; else the others hear of it.
+            Err(error) => return Err(inner.engine.decline(error)),
         }
         Ok(inner)
     }
@@ -322,9 +333,13 @@ impl Communicator {
         count.checked_mul(self.world() as usize)
     }
 
-    /// A call that panicked left the engine between calls or failed; either is fit to go on.
+    /// A call that panicked may have left the engine inside a call: no other can follow it.
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock().unwrap_or_else(|poisoned| {
+            let mut inner = poisoned.into_inner();
+            inner.engine.abandon();
+            inner
+        })
     }
 }
 

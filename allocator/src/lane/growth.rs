@@ -66,6 +66,7 @@ impl LaneState {
     ) -> Result<u64> {
         let (at, need) = self.missing(size, align, stream)?;
         let growth = self.plan(at, need, stream)?;
+        backing.planned();
         let ready =
             self.wait_for(at, &growth, stream, backing).and_then(|()| backing.grow(&growth));
         if let Err(error) = ready {
@@ -303,6 +304,7 @@ impl LaneState {
             stream,
             state: BlockState::Free,
             wall: self.policy() == WindowPolicy::PerSegment,
+            partial: false,
         };
         let id = self.table.insert_before(next, fresh);
         self.set_free(id);

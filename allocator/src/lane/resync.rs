@@ -34,8 +34,8 @@ pub(crate) struct Agreed {
     pub(crate) next_segment: u64,
     /// Stands for everything before.
     pub(crate) digest: u64,
-    /// Every block allocated before `first` that any rank holds, ascending.
-    pub(crate) survivors: Vec<Survivor>,
+    /// Every block allocated before `first` that any rank holds, ascending, and whether all do.
+    pub(crate) survivors: Vec<(Survivor, bool)>,
 }
 
 impl LaneState {
@@ -84,7 +84,8 @@ impl LaneState {
         }
         let dropped = self.segments.revert(agreed.first, agreed.next_segment);
         self.streams.forget_since(agreed.first, backing);
-        let ordinals = agreed.survivors.iter().map(|block| usize::from(block.stream) + 1).max();
+        let ordinals =
+            agreed.survivors.iter().map(|(block, _)| usize::from(block.stream) + 1).max();
         let ordinals = self.streams.count().max(ordinals.unwrap_or(0)).max(1);
         self.rebuild(&agreed.survivors, ordinals);
         self.failure = None;
@@ -94,14 +95,14 @@ impl LaneState {
     }
 
     /// Lays the lane out anew from its segments and the blocks in them.
-    fn rebuild(&mut self, survivors: &[Survivor], ordinals: usize) {
+    fn rebuild(&mut self, survivors: &[(Survivor, bool)], ordinals: usize) {
         let live = self.table.keep_live();
         self.index = OnceLock::new();
         self.aside.clear();
         self.free = vec![FreeList::default(); ordinals];
         self.counts.clear_live();
         let mut blocks = survivors.to_vec();
-        blocks.sort_unstable_by_key(|block| block.offset);
+        blocks.sort_unstable_by_key(|(block, _)| block.offset);
         let mut blocks = blocks.into_iter().peekable();
         // Up to here the chain is laid.
         let mut at = 0;
@@ -115,10 +116,10 @@ impl LaneState {
             }
             let policy = self.config.policy;
             let wall = |at| policy == WindowPolicy::PerSegment && at == start;
-            while let Some(block) = blocks.next_if(|block| block.offset < end) {
+            while let Some((block, by_all)) = blocks.next_if(|(block, _)| block.offset < end) {
                 let walls = (wall(at), wall(block.offset));
                 self.lay(at, block.offset, BlockState::Free, walls.0);
-                self.restore(&block, &live, walls.1);
+                self.restore(&block, by_all, &live, walls.1);
                 at = block.offset + block.size;
             }
             let wall = wall(at);
@@ -154,6 +155,7 @@ impl LaneState {
             stream: 0,
             state,
             wall,
+            partial: false,
         };
         let id = self.table.insert_before(NIL, block);
         if state == BlockState::Free {
@@ -163,12 +165,20 @@ impl LaneState {
     }
 
     /// Appends a block that some rank holds: live if this one does, else set aside.
-    fn restore(&mut self, survivor: &Survivor, live: &BTreeMap<u64, u32>, wall: bool) {
+    fn restore(
+        &mut self,
+        survivor: &Survivor,
+        by_all: bool,
+        live: &BTreeMap<u64, u32>,
+        wall: bool,
+    ) {
         let Survivor { counter, offset, size, stream } = *survivor;
         match live.get(&counter) {
             Some(&id) => {
                 self.table.append(id);
-                self.table.get_mut(id).wall = wall;
+                let block = self.table.get_mut(id);
+                block.wall = wall;
+                block.partial |= !by_all;
             }
             None => {
                 let state = BlockState::SetAside;
@@ -182,6 +192,7 @@ impl LaneState {
                     stream,
                     state,
                     wall,
+                    partial: false,
                 };
                 let id = self.table.insert_before(NIL, block);
                 self.aside.insert(counter, id);

@@ -18,6 +18,8 @@ use crate::{Error, Result};
 
 /// What a lane asks of the world: physical memory and stream events. Never a decision.
 pub trait Backing {
+    /// The sequence has come to a growth. Called before anything can fail, so on every rank alike.
+    fn planned(&mut self) {}
     /// Makes and moves segments: all of `growth` or nothing.
     fn grow(&mut self, growth: &Growth) -> Result<()>;
     /// Records an event on `stream`.
@@ -173,7 +175,10 @@ impl LaneState {
 
     /// Frees a block in order: its place may be used again by the next call.
     pub fn free(&mut self, key: BlockKey, site: Site, backing: &mut dyn Backing) -> Result<()> {
-        let used_on = self.check_live(key)?.waits;
+        let Block { waits: used_on, partial, .. } = *self.check_live(key)?;
+        if partial {
+            return self.free_unordered(key, site, backing);
+        }
         if used_on != 0 {
             let recorded = self.streams.record(used_on, backing);
             recorded.map_err(|error| self.failed(error))?;
@@ -196,7 +201,9 @@ impl LaneState {
             return self.free(key, site, backing);
         }
         let bytes = self.check_live(key)?.bytes();
-        self.table.get_mut(key.id).state = BlockState::SetAside;
+        let block = self.table.get_mut(key.id);
+        block.state = BlockState::SetAside;
+        block.partial = false;
         self.aside.insert(key.counter, key.id);
         self.counts.unordered_frees += 1;
         self.counts.set_aside += bytes;
@@ -206,7 +213,13 @@ impl LaneState {
     /// Notes that a block is used on another stream: it will be reused only behind that use
     /// (rule D4).
     pub fn record_stream(&mut self, key: BlockKey, stream: Stream, site: Site) -> Result<()> {
-        self.check_live(key)?;
+        if self.check_live(key)?.partial {
+            return Err(Error::invalid_state(format!(
+                "lane {:?}: the block of event {} was freed on other ranks before a resync; free \
+                 it here too",
+                self.config.name, key.counter
+            )));
+        }
         let ordinal = self.streams.ordinal(stream)?;
         self.streams.learn(ordinal, stream, self.history.counter());
         let block = self.table.get_mut(key.id);
@@ -292,6 +305,11 @@ impl LaneState {
     /// The segments in use, by offset.
     pub fn segments(&self) -> &[Segment] {
         self.segments.live()
+    }
+
+    /// The streams used so far, by ordinal.
+    pub fn streams(&self) -> impl Iterator<Item = Stream> + '_ {
+        self.streams.handles()
     }
 
     /// The serial number that the next segment will get.
@@ -397,6 +415,7 @@ impl LaneState {
             stream,
             state,
             wall: false,
+            partial: false,
         };
         match (before, after) {
             (0, 0) => {

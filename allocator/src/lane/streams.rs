@@ -54,6 +54,10 @@ impl Streams {
         }
     }
 
+    pub(super) fn handles(&self) -> impl Iterator<Item = Stream> + '_ {
+        self.known.iter().map(|known| known.stream)
+    }
+
     pub(super) fn count(&self) -> usize {
         self.known.len()
     }

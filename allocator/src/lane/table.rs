@@ -54,6 +54,8 @@ pub(super) struct Block {
     pub(super) state: BlockState,
     /// Never merged with its predecessor: a segment begins here that blocks may not cross.
     pub(super) wall: bool,
+    /// Other ranks have freed it already, before a resync: freeing it here is no event.
+    pub(super) partial: bool,
 }
 
 impl Block {

@@ -118,8 +118,9 @@ impl<T: Pod> Block<T> {
     /// Frees the block in order, saying from where. Dropping it does the same anonymously.
     #[track_caller]
     pub fn free(mut self) -> Result<()> {
-        self.freed = true;
-        self.lane.free(self.key, Some(Location::caller()))
+        let freed = self.lane.free(self.key, Some(Location::caller()));
+        self.freed = freed.is_ok();
+        freed
     }
 
     /// Frees the block without order: for garbage collectors and other threads, whose order is
@@ -127,8 +128,9 @@ impl<T: Pod> Block<T> {
     /// freed it (rule D5).
     #[track_caller]
     pub fn free_unordered(mut self) -> Result<()> {
-        self.freed = true;
-        self.lane.free_unordered(self.key, Some(Location::caller()))
+        let freed = self.lane.free_unordered(self.key, Some(Location::caller()));
+        self.freed = freed.is_ok();
+        freed
     }
 
     /// Gives up the handle but not the memory: free it with

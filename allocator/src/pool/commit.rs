@@ -20,6 +20,7 @@ use crate::driver::{Step, Stream};
 use crate::rendezvous::agreement::{LaneProposal, Proposal, Propose, Verdict, judge};
 use crate::rendezvous::message::encode;
 use crate::rendezvous::search::first_difference;
+use crate::rendezvous::status::agreed;
 use crate::sync::lock;
 use crate::window::{Window, Windows};
 use crate::{Deadline, Error, Result};
@@ -88,7 +89,11 @@ impl Pool {
     /// Locks the symmetric lanes, in order.
     pub(super) fn hold(&self) -> Vec<Held<'_>> {
         let held = self.0.lanes.iter().map(|lane| Held { lane, inner: lane.lock() });
-        held.filter(|held| held.inner.state.is_symmetric()).collect()
+        let mut held: Vec<_> = held.filter(|held| held.inner.state.is_symmetric()).collect();
+        for Held { lane, inner } in &mut held {
+            lane.take_late(inner);
+        }
+        held
     }
 
     fn commit_held(
@@ -129,11 +134,21 @@ impl Pool {
         let gathered = group.all_gather("propose", &encode(&Propose(proposal))?, deadline)?;
         match judge(&gathered)? {
             Verdict::Agreed(freed) => Ok(freed),
-            Verdict::Differs(lane) => {
+            Verdict::Differs { lane, failures } => {
                 let Held { lane: shared, inner } = &held[lane];
                 let mut gather = |what: &str, value: &[u8]| group.all_gather(what, value, deadline);
                 let found = first_difference(&shared.name, &inner.state, &mut gather)?;
-                Err(Error::diverged(found))
+                // A rank that could not do what the others did explains the difference best.
+                let failed: Vec<_> = failures
+                    .into_iter()
+                    .filter(|(_, (counter, _))| *counter == found.counter)
+                    .map(|(rank, (_, kind))| (rank, kind))
+                    .collect();
+                let step = format!(
+                    "event {} of lane {:?}, which others passed",
+                    found.counter, shared.name
+                );
+                Err(agreed(&step, &failed).unwrap_or_else(|| Error::diverged(found)))
             }
         }
     }
@@ -145,10 +160,14 @@ impl Pool {
             )));
         }
         self.driver().at_step(Step::CommitPublish)?;
-        if self.driver().is_capturing(Stream::DEFAULT) {
-            return Err(Error::invalid_state(
-                "the default stream is being captured into a graph; commit after the capture",
-            ));
+        let used = held.iter().flat_map(|held| held.inner.state.streams());
+        for stream in std::iter::once(Stream::DEFAULT).chain(used) {
+            if self.driver().is_capturing(stream) {
+                return Err(Error::invalid_state(format!(
+                    "stream {:#x} is being captured into a graph; commit after the capture",
+                    stream.raw()
+                )));
+            }
         }
         let lanes = held.iter().map(|held| {
             let state = &held.inner.state;
@@ -174,23 +193,25 @@ impl Pool {
             // Kernels that were given this memory may still run.
             self.driver().synchronize()?;
         }
+        let mut outcome = Ok(());
         for (held, freed) in held.iter_mut().zip(freed) {
             let LaneInner { state, memory } = &mut *held.inner;
-            for segment in state.take_retired() {
-                self.0.heap.unmap_peers(held.lane.base + segment.offset)?;
+            for segment in state.retired().collect::<Vec<_>>() {
                 report.windows_removed += u64::from(segment.counter < memory.shared_below);
-                memory.drop_segment(&segment)?;
+                let gone = self.0.heap.unmap_peers(held.lane.base + segment.offset);
+                outcome = outcome.and(gone).and(memory.drop_segment(&segment));
             }
+            state.take_retired();
             memory.shared_below = state.next_segment();
-            state.reclaim(freed, memory)?;
-            state.mark_agreed();
+            outcome = outcome.and(state.reclaim(freed, memory));
             report.blocks_returned += freed.len() as u64;
+            state.mark_agreed();
         }
         self.0.due.settle(false);
         if report.windows_added + report.windows_removed > 0 {
             self.publish_windows(held);
         }
-        Ok(report)
+        outcome.map(|()| report)
     }
 
     /// Makes the list of windows from the segments in use.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::panic::Location;
 use std::sync::Arc;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Mutex, MutexGuard, TryLockError};
 
 use bytemuck::Pod;
 
@@ -20,10 +20,16 @@ use crate::{Error, Result};
 
 /// A lane of a pool. Cloning is cheap; clones are the same lane.
 ///
-/// Threads that allocate from one symmetric lane must do so in an order that is the same on every
-/// rank; threads with a lane each need no order between them (rule D7).
+/// Threads that use one symmetric lane must do so in an order that is the same on every rank;
+/// threads with a lane each need no order between them (rule D7). A commit, a resync and a
+/// collective that commits are part of every symmetric lane's sequence, so all threads must have
+/// come to the same place of theirs when one begins: wait for them, as before a fork. Frees without
+/// order are outside the sequence and may come at any time, from any thread; they never wait for a
+/// commit under way.
 #[derive(Clone)]
 pub struct Lane(pub(super) Arc<SharedLane>);
+
+const NOT_A_BLOCK: &str = "no live block begins there (freed before?)";
 
 /// What a lane's handles and blocks share.
 pub(crate) struct SharedLane {
@@ -31,8 +37,19 @@ pub(crate) struct SharedLane {
     /// Where the lane begins in a slot.
     pub(crate) base: u64,
     range: u64,
+    local: bool,
     heap: Arc<Heap>,
     inner: Mutex<LaneInner>,
+    /// Frees without order that came while the lane was locked, for a commit under way perhaps.
+    /// Whoever frees so may be a garbage collector and must not wait; the next commit takes them.
+    late: Mutex<Vec<Late>>,
+}
+
+/// A free without order that waits for its lane.
+enum Late {
+    Block(BlockKey),
+    /// The block that begins at this offset of the lane.
+    At(u64),
 }
 
 /// What the lane's lock guards.
@@ -49,7 +66,8 @@ pub(crate) struct LaneMemory {
     physical: BTreeMap<u64, Physical>,
     /// Segments below this counter were shared by a commit.
     pub(crate) shared_below: u64,
-    /// Raised when a symmetric lane grows; the pool lowers it at a commit.
+    /// Raised when a symmetric lane is to grow, even if that fails on this rank: the others then
+    /// wait in a commit for this one. The pool settles it at a commit.
     due: Option<Arc<Due>>,
 }
 
@@ -63,6 +81,7 @@ impl SharedLane {
     ) -> Arc<Self> {
         let due = state.is_symmetric().then(|| due.clone());
         let name = state.config().name.clone();
+        let local = state.is_local();
         let memory = LaneMemory {
             heap: heap.clone(),
             base,
@@ -71,7 +90,7 @@ impl SharedLane {
             due,
         };
         let inner = Mutex::new(LaneInner { state, memory });
-        Arc::new(Self { name, base, range, heap, inner })
+        Arc::new(Self { name, base, range, local, heap, inner, late: Mutex::default() })
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, LaneInner> {
@@ -96,8 +115,46 @@ impl SharedLane {
         key: BlockKey,
         site: Option<&'static Location<'static>>,
     ) -> Result<()> {
-        let LaneInner { state, memory } = &mut *self.lock();
-        state.free_unordered(key, site, memory)
+        match self.unlocked() {
+            Some(mut inner) => {
+                let LaneInner { state, memory } = &mut *inner;
+                state.free_unordered(key, site, memory)
+            }
+            None => {
+                lock(&self.late).push(Late::Block(key));
+                Ok(())
+            }
+        }
+    }
+
+    /// The lane's lock without waiting. A local lane is in no commit, so there waiting is short.
+    fn unlocked(&self) -> Option<MutexGuard<'_, LaneInner>> {
+        if self.local {
+            return Some(self.lock());
+        }
+        match self.inner.try_lock() {
+            Ok(inner) => Some(inner),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// Takes the frees that came while the lane was locked.
+    pub(super) fn take_late(&self, inner: &mut LaneInner) {
+        let late = std::mem::take(&mut *lock(&self.late));
+        for free in late {
+            let LaneInner { state, memory } = inner;
+            let freed = match free {
+                Late::Block(key) => state.free_unordered(key, None, memory),
+                Late::At(offset) => match state.block_at(offset) {
+                    Some(key) => state.free_unordered(key, None, memory),
+                    None => Err(Error::invalid_argument(format!("no live block at {offset}"))),
+                },
+            };
+            if let Err(error) = freed {
+                tracing::error!(%error, lane = self.name, "a free without order that came late");
+            }
+        }
     }
 }
 
@@ -168,6 +225,12 @@ enum Done {
 }
 
 impl Backing for LaneMemory {
+    fn planned(&mut self) {
+        if let Some(due) = &self.due {
+            due.raise();
+        }
+    }
+
     fn grow(&mut self, growth: &Growth) -> Result<()> {
         let mut done = Vec::with_capacity(growth.moves.len() + growth.new.len());
         if let Err(error) = self.try_grow(growth, &mut done) {
@@ -185,9 +248,6 @@ impl Backing for LaneMemory {
         }
         for step in &growth.moves {
             self.rename(step.from, step.to.counter);
-        }
-        if let Some(due) = &self.due {
-            due.raise();
         }
         Ok(())
     }
@@ -282,13 +342,17 @@ impl Lane {
     pub fn trim(&self) -> Result<u64> {
         let site = Some(Location::caller());
         let LaneInner { state, memory } = &mut *self.0.lock();
-        let bytes = state.trim(site);
-        if state.is_local() && bytes > 0 {
+        if state.is_local() {
             // Kernels that were given this memory may still run.
             self.0.heap.driver().synchronize()?;
+        }
+        let bytes = state.trim(site);
+        if state.is_local() && state.has_retired() {
+            let mut outcome = Ok(());
             for segment in state.take_retired() {
-                memory.drop_segment(&segment)?;
+                outcome = outcome.and(memory.drop_segment(&segment));
             }
+            outcome?;
         }
         Ok(bytes)
     }
@@ -305,27 +369,49 @@ impl Lane {
     /// Frees the block that begins at `address`, without order (rule D5).
     #[track_caller]
     pub fn free_address_unordered(&self, address: u64) -> Result<()> {
-        let site = Location::caller();
-        self.0.free_unordered(self.find(address)?, Some(site))
+        let site = Some(Location::caller());
+        let offset = self.offset_of(address)?;
+        match self.0.unlocked() {
+            Some(mut inner) => {
+                let key = inner.state.block_at(offset);
+                let key = key.ok_or_else(|| self.not_live(address, NOT_A_BLOCK))?;
+                let LaneInner { state, memory } = &mut *inner;
+                state.free_unordered(key, site, memory)
+            }
+            None => {
+                lock(&self.0.late).push(Late::At(offset));
+                Ok(())
+            }
+        }
     }
 
     fn find(&self, address: u64) -> Result<BlockKey> {
+        let key = self.0.lock().state.block_at(self.offset_of(address)?);
+        key.ok_or_else(|| self.not_live(address, NOT_A_BLOCK))
+    }
+
+    /// The offset in the lane of an address of this rank.
+    fn offset_of(&self, address: u64) -> Result<u64> {
         let layout = self.0.heap.layout();
-        let refuse = |why: String| {
-            Error::invalid_argument(format!(
-                "address {address:#x} is not a live block of lane {:?} on rank {}: {why}",
-                self.0.name, layout.rank
-            ))
-        };
-        let (rank, offset) =
-            layout.locate(address).ok_or_else(|| refuse("it is outside the heap".into()))?;
+        let (rank, offset) = layout
+            .locate(address)
+            .ok_or_else(|| self.not_live(address, "it is outside the heap"))?;
         if rank != layout.rank {
-            return Err(refuse(format!("it is rank {rank}'s memory, which only that rank frees")));
+            let why = format!("it is rank {rank}'s memory, which only that rank frees");
+            return Err(self.not_live(address, &why));
         }
-        let inside = offset.checked_sub(self.0.base).filter(|&offset| offset < self.0.range);
-        let inside = inside.ok_or_else(|| refuse("it belongs to another lane".into()))?;
-        let key = self.0.lock().state.block_at(inside);
-        key.ok_or_else(|| refuse("no live block begins there (freed before?)".into()))
+        offset
+            .checked_sub(self.0.base)
+            .filter(|&offset| offset < self.0.range)
+            .ok_or_else(|| self.not_live(address, "it belongs to another lane"))
+    }
+
+    fn not_live(&self, address: u64, why: &str) -> Error {
+        Error::invalid_argument(format!(
+            "address {address:#x} is not a live block of lane {:?} on rank {}: {why}",
+            self.0.name,
+            self.0.heap.layout().rank
+        ))
     }
 
     /// The lane's numbers now.

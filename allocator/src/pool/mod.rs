@@ -151,7 +151,9 @@ impl Pool {
         self.commit_by(self.0.group.deadline())
     }
 
-    /// Commits when a commit is due, which all ranks see alike. Costs nanoseconds otherwise.
+    /// Commits when a commit is due, which all ranks see alike. Costs nanoseconds otherwise. As for
+    /// every commit, no other thread may be in the middle of a symmetric lane's sequence (see
+    /// [`Lane`]).
     pub fn commit_if_due(&self) -> Result<Option<CommitReport>> {
         if self.is_commit_due() { self.commit().map(Some) } else { Ok(None) }
     }

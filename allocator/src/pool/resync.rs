@@ -1,20 +1,21 @@
 //! Agreeing on a state again after a divergence.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::Pool;
 use super::held::Held;
 use super::lane::LaneInner;
+use super::{Committer, Pool};
 use crate::lane::{Agreed, Survivor};
 use crate::rendezvous::message::{Message, decode, encode};
 use crate::rendezvous::search::first_difference;
+use crate::rendezvous::status::{Status, agreed};
 use crate::{Deadline, Error, Result};
 
-/// Where each symmetric lane of a rank stands: counter and digest.
-#[derive(Debug, PartialEq, Serialize, Deserialize)]
-struct Standing(Vec<(u64, u64)>);
+/// Where each symmetric lane of a rank stands (counter and digest), or why it cannot resync.
+#[derive(Debug, Serialize, Deserialize)]
+struct Standing(Status<Vec<(u64, u64)>>);
 
 impl Message for Standing {
     const KIND: u16 = 9;
@@ -43,14 +44,15 @@ impl Pool {
     /// were allocated since have no counterpart elsewhere, so all of them must have been freed:
     /// otherwise every rank gets the same [`Error::is_invalid_state`] that says how many each
     /// still holds, and nothing has changed. Older blocks stay as they are; ones that some ranks
-    /// freed meanwhile and others did not count as freed without order (rule D5).
+    /// freed meanwhile and others did not count as freed without order (rule D5), and so will the
+    /// frees of the others, however they free them.
     ///
     /// Waits for the device. Streams that were first used since are forgotten.
     pub fn resync(&self) -> Result<bool> {
         let deadline = self.group().deadline();
         let mut committer = self.committer()?;
         let mut held = self.hold();
-        let outcome = self.resync_held(&mut held, deadline);
+        let outcome = self.resync_held(&mut committer, &mut held, deadline);
         outcome.map_err(|error| {
             if error.is_timeout() || error.is_peer_lost() {
                 committer.broken = Some(error.clone());
@@ -59,30 +61,49 @@ impl Pool {
         })
     }
 
-    fn resync_held(&self, held: &mut [Held<'_>], deadline: Deadline) -> Result<bool> {
+    fn resync_held(
+        &self,
+        committer: &mut Committer,
+        held: &mut [Held<'_>],
+        deadline: Deadline,
+    ) -> Result<bool> {
+        let ready = match &committer.unfinished {
+            // What this rank holds is no longer what it says it holds.
+            Some(cause) => Err(Error::invalid_state(format!(
+                "an earlier step went half-way on this rank ({cause}); build a new pool"
+            ))),
+            // All ranks wait for their devices here: nobody's kernels write to memory that is
+            // given to somebody else below.
+            None => self.driver().synchronize(),
+        };
         let standing = held.iter().map(|held| {
             let state = &held.inner.state;
             (state.counter(), state.digest())
         });
-        let own = Standing(standing.collect());
-        let gathered = self.group().all_gather("standing", &encode(&own)?, deadline)?;
-        let all: Vec<Standing> = gathered
-            .parts()
-            .zip(0..)
-            .map(|(part, rank)| decode(rank, part))
-            .collect::<Result<_>>()?;
-        let differing: Vec<usize> = (0..own.0.len())
-            .filter(|&lane| all.iter().any(|other| other.0.get(lane) != own.0.get(lane)))
+        let own: Vec<(u64, u64)> = standing.collect();
+        let status = ready.map(|()| own.clone()).map_err(|error| error.kind().clone());
+        let gathered =
+            self.group().all_gather("standing", &encode(&Standing(status))?, deadline)?;
+        let mut all = Vec::new();
+        let mut failures = Vec::new();
+        for (part, rank) in gathered.parts().zip(0..) {
+            match decode::<Standing>(rank, part)?.0 {
+                Ok(standing) => all.push(standing),
+                Err(kind) => failures.push((rank, kind)),
+            }
+        }
+        if let Some(error) = agreed("resync", &failures) {
+            return Err(error);
+        }
+        let differing: Vec<usize> = (0..own.len())
+            .filter(|&lane| all.iter().any(|other| other.get(lane) != own.get(lane)))
             .collect();
         // All lanes are judged before any is changed.
         let mut agreements = Vec::new();
         for &lane in &differing {
             agreements.push((lane, self.agree_on(&held[lane], deadline)?));
         }
-        if !agreements.is_empty() {
-            self.driver().synchronize()?;
-        }
-        for (lane, agreed) in &agreements {
+        let outcome = agreements.iter().try_for_each(|(lane, agreed)| {
             let lane = &mut held[*lane];
             let LaneInner { state, memory } = &mut *lane.inner;
             for segment in state.resync(agreed, memory)? {
@@ -91,7 +112,12 @@ impl Pool {
                 }
                 memory.drop_segment(&segment)?;
             }
-        }
+            Ok(())
+        });
+        outcome.inspect_err(|error: &Error| {
+            // The others went on; this rank tells them next time.
+            committer.unfinished = Some(error.to_string());
+        })?;
         for held in held.iter_mut() {
             held.inner.state.mark_agreed();
         }
@@ -131,15 +157,21 @@ impl Pool {
                 holding.join(", ")
             )));
         }
-        let survivors: BTreeSet<Survivor> =
-            all.iter().flat_map(|(_, holdings)| holdings.survivors.iter().copied()).collect();
+        let mut survivors = BTreeMap::<Survivor, usize>::new();
+        for survivor in all.iter().flat_map(|(_, holdings)| &holdings.survivors) {
+            *survivors.entry(*survivor).or_default() += 1;
+        }
+        let held_by_all = |holders: usize| holders == all.len();
         let [a, b, c, d, e, f, g, h, ..] = *digest.finalize().as_bytes();
         Ok(Agreed {
             first,
             counter: all.iter().map(|(_, holdings)| holdings.counter).max().unwrap_or(0),
             next_segment: all.iter().map(|(_, holdings)| holdings.next_segment).max().unwrap_or(0),
             digest: u64::from_le_bytes([a, b, c, d, e, f, g, h]),
-            survivors: survivors.into_iter().collect(),
+            survivors: survivors
+                .into_iter()
+                .map(|(block, holders)| (block, held_by_all(holders)))
+                .collect(),
         })
     }
 }

@@ -48,8 +48,13 @@ impl Message for Propose {
 pub(crate) enum Verdict {
     /// All lanes agree. For each, the blocks that every rank has freed, ascending.
     Agreed(Vec<Vec<u64>>),
-    /// The lane with this index went different ways.
-    Differs(usize),
+    /// A lane went different ways.
+    Differs {
+        /// Its index.
+        lane: usize,
+        /// What failed on single ranks, and at which counter: it may be why.
+        failures: Vec<(u32, (u64, ErrorKind))>,
+    },
 }
 
 /// Comes to the same verdict, or the same error, on every rank.
@@ -91,19 +96,11 @@ pub(crate) fn judge(gathered: &Gathered) -> Result<Verdict> {
         if proposals.iter().all(|(_, other)| place(other) == place(first)) {
             continue;
         }
-        // A rank that could not do what others did explains the difference best.
-        let failed: Vec<_> = proposals
-            .iter()
-            .filter_map(|(rank, other)| Some((*rank, other.lanes[lane].failure.clone()?)))
-            .collect();
-        if let Some((rank, (counter, _))) = failed.first() {
-            let step = format!("event {counter} of symmetric lane {lane}, which others passed");
-            let kinds: Vec<_> =
-                failed.iter().map(|(rank, (_, kind))| (*rank, kind.clone())).collect();
-            let error = agreed(&step, &kinds);
-            return Err(error.unwrap_or_else(|| Error::peer_lost(vec![*rank], "failed")));
-        }
-        return Ok(Verdict::Differs(lane));
+        let failures = gathered.which().iter().zip(0..).filter_map(|(&at, rank)| {
+            let proposal = distinct[at as usize].1.as_ref().ok()?;
+            Some((rank, proposal.lanes[lane].failure.clone()?))
+        });
+        return Ok(Verdict::Differs { lane, failures: failures.collect() });
     }
     Ok(Verdict::Agreed((0..first.lanes.len()).map(|lane| common(&proposals, lane)).collect()))
 }
@@ -157,7 +154,7 @@ mod tests {
             propose(vec![lane(9, 1, &[]), lane(3, 5, &[])]),
             propose(vec![lane(9, 1, &[]), lane(3, 6, &[])]),
         ]));
-        assert_eq!(verdict.unwrap(), Verdict::Differs(1));
+        assert_eq!(verdict.unwrap(), Verdict::Differs { lane: 1, failures: vec![] });
     }
 
     #[test]
@@ -166,9 +163,8 @@ mod tests {
         let kind = Error::out_of_memory("no memory").kind().clone();
         failed.failure = Some((8, kind.clone()));
         let lanes = vec![propose(vec![lane(9, 1, &[])]), propose(vec![failed.clone()])];
-        let error = judge(&gather(lanes)).unwrap_err();
-        assert!(error.is_out_of_memory());
-        assert!(error.to_string().contains("rank 1 failed in event 8"), "{error}");
+        let failures = vec![(1, (8, kind.clone()))];
+        assert_eq!(judge(&gather(lanes)).unwrap(), Verdict::Differs { lane: 0, failures });
         // All of them hit the same wall: nothing differs.
         let lanes = vec![propose(vec![failed.clone()]), propose(vec![failed])];
         assert_eq!(judge(&gather(lanes)).unwrap(), Verdict::Agreed(vec![vec![]]));

@@ -301,6 +301,13 @@ impl HostEngine {
                 Err(end) => return Err(self.close(end)),
             }
         }
+        // A peer that waited in vain for this very call has left its words behind, and may use its
+        // memory for something else by now.
+        if self.control.aborted(me)
+            && let Some(end) = self.told()
+        {
+            return Err(self.close(end));
+        }
         if all_agree { Ok(()) } else { Err(self.disagreement(call, parity, epoch)) }
     }
 
@@ -342,9 +349,23 @@ impl HostEngine {
     /// an error instead of a wait, and epochs stay aligned. Returns the error for this rank.
     #[cold]
     pub(crate) fn decline(&mut self, why: Error) -> Error {
+        if let Err(closed) = self.ready() {
+            return closed;
+        }
         match self.enter(&Call::new(Operation::Declined)) {
             Err(error) if self.failed.is_some() => error,
             Ok(()) | Err(_) => why,
+        }
+    }
+
+    /// Closes the engine after a panic inside a call, which may have left its peers waiting.
+    #[cold]
+    pub(crate) fn abandon(&mut self) {
+        if self.failed.is_none() {
+            self.failed = Some(Error::invalid_state(format!(
+                "rank {}: an earlier call of this communicator panicked; rebuild it on every rank",
+                self.layout.rank
+            )));
         }
     }
 
@@ -418,6 +439,9 @@ impl HostEngine {
                 record.cause.store(end.fault.pack(), std::sync::atomic::Ordering::Release);
                 self.control.raise_abort(peer);
             }
+            // Pairs with the fence between a rank's entry and its look at the abort flag: a late
+            // peer sees the flag, unless it had entered before.
+            std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
         }
         let error = end.fault.to_error(me, end.reporter, self.options.timeout);
         tracing::error!(rank = me, epoch = end.fault.epoch, %error, "communicator closed");
