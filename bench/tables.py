@@ -100,8 +100,9 @@ def commit():
     ]
     rows.append(["nothing, asked for", f"{report['empty_commit_ms']:.2f} ms", "-", 1])
     rows.append(["check that none is due", f"{report['due_check_ns']:.1f} ns", "-", 0])
-    for entry in report.get("simulated", []):
-        name = f"{entry['segments']} segments, {entry['ranks']:,} simulated ranks"
+    for entry in load("commit_simulated")["results"]["simulated"]:
+        sent = entry["bytes_sent_total"] + entry["bytes_received_total"]
+        name = f"{entry['segments']} segments, {entry['ranks']:,} simulated ranks ({sent:,} bytes)"
         rows.append([name, f"{entry['commit_ms']:,.0f} ms", "-", entry["round_trips_per_rank"]])
     return table(["commit of", "time", "allocating it", "store round trips a rank"], rows)
 

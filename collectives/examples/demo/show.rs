@@ -29,7 +29,7 @@ pub(crate) fn rounds(results: &Results) {
     let mut table = table(["".into(), "1".into(), "2".into(), "3".into(), "4".into(), "5".into()]);
     for (order, name) in [
         (Order::Address, "free blocks by size, address"),
-        (Order::Counter, "symmpool: by size, counter, offset"),
+        (Order::Counter, "symmpool: by place in the lane    "),
     ] {
         let mut row = vec![name.to_owned()];
         row.extend((0..ROUNDS).map(|round| results.wrong_in(order, round).to_string()));
