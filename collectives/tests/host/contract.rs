@@ -219,6 +219,32 @@ fn a_late_rank_hears_of_the_abort() {
 }
 
 #[test]
+fn a_late_rank_leaves_the_windows_of_one_that_gave_up_alone() {
+    // S5: rank 0's entry is there, and matches; but rank 0 has given up on that call, and may use
+    // its memory for something else.
+    for algorithm in [AllReduceAlgorithm::OneShot, AllReduceAlgorithm::TwoShot] {
+        let count = 500;
+        let heap = Heap::new(2, 1, 1 << 16, &small_scratch());
+        let mut late = heap.engine(1, 0, small_scratch());
+        let timeout = Duration::from_millis(100);
+        let mut first = heap.engine(0, 0, HostOptions { timeout, ..small_scratch() });
+        let windows = [0, 1].map(|rank| Buffer::window(&heap, rank, 0, count * 4));
+        let reduce = |engine: &mut HostEngine, rank: usize| {
+            let place = windows[rank].place;
+            // SAFETY: the window holds `count` elements, and both ranks use it in this call only.
+            unsafe { engine.all_reduce(place, place, count, f32::DTYPE, ReduceOp::Sum, algorithm) }
+        };
+        windows[1].write(&vec![1.0f32; count]);
+        assert!(reduce(&mut first, 0).unwrap_err().is_timeout());
+        windows[0].write(&vec![7.0f32; count]);
+        let error = reduce(&mut late, 1).unwrap_err();
+        assert!(error.is_timeout() && error.ranks() == [1], "{error}");
+        assert_eq!(windows[0].read::<f32>(count), vec![7.0f32; count], "{algorithm:?}");
+        assert_eq!(windows[1].read::<f32>(count), vec![1.0f32; count], "{algorithm:?}");
+    }
+}
+
+#[test]
 fn a_dead_peer_is_found_long_before_the_deadline() {
     let heap = Heap::new(3, 1, 0, &small_scratch());
     let began = Instant::now();
