@@ -153,3 +153,19 @@ fn frees_without_order_do_not_wait_for_a_commit() {
         assert_eq!(pool.default_lane().stats().live_blocks, 0);
     });
 }
+
+#[test]
+fn every_byte_of_a_block_is_copied_whatever_its_length() {
+    let groups = Group::in_process(1).unwrap();
+    let pool = pool(groups[0].clone(), Driver::host().unwrap()).unwrap();
+    for len in [0, 1, 7, 8, 9, 511, 512, 1000, 4099] {
+        let block = pool.alloc::<u8>(len).unwrap();
+        let values: Vec<u8> = (0..len).map(|n| (n * 7 + len) as u8).collect();
+        block.write(&values).unwrap();
+        assert_eq!(block.read().unwrap(), values);
+    }
+    let wide = pool.alloc::<[u16; 3]>(11).unwrap();
+    let values: Vec<[u16; 3]> = (0..11).map(|n| [n, n * 2, n * 3]).collect();
+    wide.write(&values).unwrap();
+    assert_eq!(wide.read().unwrap(), values);
+}

@@ -1,25 +1,54 @@
 //! Copies between blocks and ordinary memory.
 //!
-//! The only place above the drivers that touches pool memory. Another process may touch the same
-//! bytes at the same time, so there is never a reference to them, and nothing is assumed about
-//! what is read beyond its being some bit pattern, which every [`Pod`] type accepts.
+//! The only place above the drivers that touches pool memory. Another thread or process may touch
+//! the same bytes at the same time, so there is never a reference to them: they are read and
+//! written as relaxed atomics, word by word, and what is read may be any mixture, which every
+//! [`Pod`] type accepts.
 #![allow(unsafe_code)]
+
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use bytemuck::Pod;
 
 /// Copies `values` to `to`. The caller has checked that a block of at least that many elements,
 /// reachable by the CPU, lives there.
 pub(super) fn write<T: Pod>(to: *mut T, values: &[T]) {
-    // SAFETY: `Block` owns at least `values.len()` elements at `to`, mapped readable and writable
-    // for as long as the block lives and aligned to 512 bytes or more; `values` is ordinary memory
-    // and cannot overlap a heap's mapping, to which no reference ever exists.
-    unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), to, values.len()) };
+    let (words, rest) = bytemuck::cast_slice::<T, u8>(values).as_chunks::<8>();
+    let to = to.cast::<u8>();
+    for (at, word) in words.iter().enumerate() {
+        word_at(to, at).store(u64::from_ne_bytes(*word), Ordering::Relaxed);
+    }
+    for (at, byte) in rest.iter().enumerate() {
+        byte_at(to, words.len() * 8 + at).store(*byte, Ordering::Relaxed);
+    }
 }
 
 /// Copies `count` elements from `from`; the caller has checked as for [`write`](fn@write).
-pub(super) fn read<T: Pod>(from: *const T, count: usize) -> Vec<T> {
+pub(super) fn read<T: Pod>(from: *mut T, count: usize) -> Vec<T> {
     let mut values = vec![T::zeroed(); count];
-    // SAFETY: as in `write`, with the roles exchanged; any bit pattern is a valid `T: Pod`.
-    unsafe { std::ptr::copy_nonoverlapping(from, values.as_mut_ptr(), count) };
+    let (words, rest) = bytemuck::cast_slice_mut::<T, u8>(&mut values).as_chunks_mut::<8>();
+    let from = from.cast::<u8>();
+    for (at, word) in words.iter_mut().enumerate() {
+        *word = word_at(from, at).load(Ordering::Relaxed).to_ne_bytes();
+    }
+    let bytes = words.len() * 8;
+    for (at, byte) in rest.iter_mut().enumerate() {
+        *byte = byte_at(from, bytes + at).load(Ordering::Relaxed);
+    }
     values
+}
+
+/// Word number `at` of a block that begins at `base`.
+fn word_at<'a>(base: *mut u8, at: usize) -> &'a AtomicU64 {
+    let word = base.wrapping_add(at * 8).cast::<u64>();
+    // SAFETY: a block is mapped readable and writable while it lives, begins at a multiple of 512
+    // bytes, and holds this word whole, as the callers count words within it; in this process its
+    // memory is only ever touched through atomics and by collectives, which order their accesses.
+    unsafe { AtomicU64::from_ptr(word) }
+}
+
+/// Byte number `at` of a block that begins at `base`.
+fn byte_at<'a>(base: *mut u8, at: usize) -> &'a AtomicU8 {
+    // SAFETY: as for `word_at`, for one byte.
+    unsafe { AtomicU8::from_ptr(base.wrapping_add(at)) }
 }
