@@ -7,6 +7,7 @@
 //! | file | holds |
 //! | --- | --- |
 //! | `state` | the lane itself: alloc, free, record, trim, reclaim, resync |
+//! | `place` | cutting ranges out of free blocks, and merging them back |
 //! | `table` | the blocks: a slab, chained in address order |
 //! | `free` | the free blocks of one stream, first fit |
 //! | `index` | from an offset to the block that begins there |
@@ -28,6 +29,7 @@ mod index;
 mod invariants;
 #[cfg(test)]
 mod model_tests;
+mod place;
 mod resync;
 mod segments;
 mod state;

@@ -8,7 +8,7 @@ use super::held::Held;
 use super::lane::LaneInner;
 use super::{Committer, Pool};
 use crate::lane::{Agreed, Survivor};
-use crate::rendezvous::message::{Message, decode, encode};
+use crate::rendezvous::message::{Message, decode, decode_all, encode};
 use crate::rendezvous::search::first_difference;
 use crate::rendezvous::status::{Status, agreed};
 use crate::{Deadline, Error, Result};
@@ -86,8 +86,8 @@ impl Pool {
             self.group().all_gather("standing", &encode(&Standing(status))?, deadline)?;
         let mut all = Vec::new();
         let mut failures = Vec::new();
-        for (part, rank) in gathered.parts().zip(0..) {
-            match decode::<Standing>(rank, part)?.0 {
+        for (rank, Standing(status)) in (0..).zip(decode_all(&gathered)?) {
+            match status {
                 Ok(standing) => all.push(standing),
                 Err(kind) => failures.push((rank, kind)),
             }

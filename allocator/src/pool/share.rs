@@ -11,7 +11,7 @@ use crate::driver::{Exported, Physical, Step, Transport};
 use crate::error::list;
 use crate::heap::Heap;
 use crate::lane::Segment;
-use crate::rendezvous::message::{Message, decode, encode};
+use crate::rendezvous::message::{Message, decode, decode_all, encode};
 use crate::rendezvous::status::{Status, agreed};
 use crate::{Deadline, Error, Result};
 
@@ -71,11 +71,7 @@ impl Pool {
             let deadline = Deadline::after(deadline.remaining().max(GRACE));
             let gathered =
                 self.0.group.all_gather("mapped", &encode(&Mapped(status))?, deadline)?;
-            let statuses: Vec<Mapped> = gathered
-                .parts()
-                .zip(0..)
-                .map(|(part, rank)| decode(rank, part))
-                .collect::<Result<_>>()?;
+            let statuses: Vec<Mapped> = decode_all(&gathered)?;
             let failures: Vec<_> = (0..)
                 .zip(statuses)
                 .filter_map(|(rank, Mapped(status))| Some((rank, status.err()?)))

@@ -16,7 +16,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::store::MAX_VALUE;
+use crate::store::{Gathered, MAX_VALUE};
 use crate::{Error, Result};
 
 /// The version of all messages together; grows with any change to one of them.
@@ -73,6 +73,11 @@ pub(crate) fn version_of(bytes: &[u8]) -> Option<u16> {
 pub(crate) fn kind_of(bytes: &[u8]) -> Option<u16> {
     let kind = bytes.get(6..8)?;
     (version_of(bytes)? == PROTOCOL_VERSION).then(|| u16::from_le_bytes([kind[0], kind[1]]))
+}
+
+/// Reads what every rank sent, in rank order; fails as [`decode`] does, at the first that does.
+pub(crate) fn decode_all<M: Message>(gathered: &Gathered) -> Result<Vec<M>> {
+    gathered.parts().zip(0..).map(|(part, rank)| decode(rank, part)).collect()
 }
 
 /// Reads what `rank` sent. A frame of another program or version is

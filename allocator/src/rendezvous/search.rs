@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::message::{Message, decode, encode};
+use super::message::{Message, decode_all, encode};
 use crate::lane::{Checkpoints, Digest, Divergence, LaneState, Side};
 use crate::store::Gathered;
 use crate::{Error, Result};
@@ -162,8 +162,7 @@ fn describe(
 
 /// Publishes `own` and returns every rank's, in rank order.
 fn exchange<M: Message>(what: &str, own: &M, gather: &mut Gather<'_>) -> Result<Vec<M>> {
-    let gathered = gather(what, &encode(own)?)?;
-    gathered.parts().zip(0..).map(|(part, rank)| decode(rank, part)).collect()
+    decode_all(&gather(what, &encode(own)?)?)
 }
 
 #[cfg(test)]

@@ -1,0 +1,127 @@
+//! How a range changes hands: cut out of a free block, and merged back with its neighbours.
+
+use super::free::Free;
+use super::state::LaneState;
+use super::table::{Block, BlockState, NIL, Table};
+
+impl LaneState {
+    /// Takes `[start, start + size)` out of a free block that nothing need wait for any more, and
+    /// makes it live; returns its id.
+    pub(super) fn take(
+        &mut self,
+        stream: u16,
+        place: super::free::Place,
+        free: Free,
+        start: u32,
+        size: u32,
+        counter: u64,
+    ) -> u32 {
+        let list = &mut self.free[usize::from(stream)];
+        let before = start - free.offset;
+        let after = free.size - before - size;
+        let piece = |offset, size, state| Block {
+            offset,
+            size,
+            prev: NIL,
+            next: NIL,
+            counter,
+            waits: 0,
+            stream,
+            state,
+            wall: false,
+            partial: false,
+        };
+        match (before, after) {
+            (0, 0) => {
+                list.remove(place);
+                let block = self.table.get_mut(free.id);
+                block.state = BlockState::Live;
+                block.counter = counter;
+                free.id
+            }
+            (0, _) => {
+                // The free block keeps its entry and its high part.
+                list.resize(place, start + size, after);
+                let rest = self.table.get_mut(free.id);
+                rest.offset = start + size;
+                rest.size = after;
+                let wall = std::mem::take(&mut rest.wall);
+                let mut block = piece(start, size, BlockState::Live);
+                block.wall = wall;
+                self.table.insert_before(free.id, block)
+            }
+            _ => {
+                // Alignment left a gap in front: it stays free in the old entry.
+                list.resize(place, free.offset, before);
+                self.table.get_mut(free.id).size = before;
+                let next = self.table.get(free.id).next;
+                let id = self.table.insert_before(next, piece(start, size, BlockState::Live));
+                if after > 0 {
+                    let rest = piece(start + size, after, BlockState::Free);
+                    let rest = self.table.insert_before(next, rest);
+                    let entry = Free { offset: start + size, size: after, id: rest };
+                    self.free[usize::from(stream)].insert(entry);
+                }
+                id
+            }
+        }
+    }
+
+    /// Makes a live or set-aside block free, and merges it with free neighbours of its stream.
+    /// Events are recorded already on the streams that a reuse must wait for.
+    pub(super) fn give_back(&mut self, id: u32) {
+        let (offset, size) = (self.table.get(id).offset, self.table.get(id).size);
+        if let Some(index) = self.index.get_mut() {
+            index.remove(offset);
+        }
+        self.counts.remove(size);
+        self.set_free(id);
+    }
+
+    /// Makes a range free that is in no list, merging it with its neighbours.
+    pub(super) fn set_free(&mut self, id: u32) {
+        let block = self.table.get_mut(id);
+        block.state = BlockState::Free;
+        let Block { offset, size, prev, next, stream, waits, wall, .. } = *block;
+        let list = &mut self.free[usize::from(stream)];
+        let mergeable = |table: &Table, at: u32| {
+            at != NIL && {
+                let other = table.get(at);
+                other.state == BlockState::Free && other.stream == stream
+            }
+        };
+        let below = !wall && mergeable(&self.table, prev);
+        let above = mergeable(&self.table, next) && !self.table.get(next).wall;
+        match (below, above) {
+            (false, false) => list.insert(Free { offset, size, id }),
+            (true, false) => {
+                self.table.remove(id);
+                let low = self.table.get_mut(prev);
+                low.size += size;
+                low.waits |= waits;
+                list.resize(list.place_of(low.offset), low.offset, low.size);
+            }
+            (false, true) => {
+                self.table.remove(id);
+                let high = self.table.get_mut(next);
+                let place = list.place_of(high.offset);
+                high.offset = offset;
+                high.size += size;
+                high.waits |= waits;
+                high.wall = wall;
+                list.resize(place, high.offset, high.size);
+            }
+            (true, true) => {
+                let Block { size: high_size, waits: high_waits, .. } = *self.table.get(next);
+                self.table.remove(next);
+                self.table.remove(id);
+                let low = self.table.get_mut(prev);
+                low.size += size + high_size;
+                low.waits |= waits | high_waits;
+                let place = list.place_of(low.offset);
+                list.remove(list.after(place));
+                list.resize(place, low.offset, low.size);
+            }
+        }
+    }
+}
