@@ -110,6 +110,17 @@ pub(super) struct Place {
     at: usize,
 }
 
+/// A guess at the chunk that is responsible for an offset: where it was when the block was taken.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Near(u16);
+
+impl Place {
+    /// A guess for whoever comes back to this place later.
+    pub(super) fn near(self) -> Near {
+        Near(u16::try_from(self.chunk).unwrap_or(0))
+    }
+}
+
 impl FreeList {
     /// The lowest-lying block of at least `size` units in which a piece of `size` units can begin
     /// at a multiple of `align` units, a power of two, and where it would begin.
@@ -133,20 +144,20 @@ impl FreeList {
     }
 
     /// Adds a block.
-    pub(super) fn insert(&mut self, block: Free) {
+    pub(super) fn insert(&mut self, block: Free, near: Near) {
         if self.chunks.is_empty() {
             self.first.push(0);
             self.max.push(last_of(UNUSED.size));
             self.chunks.push(Chunk::new());
         }
-        let mut chunk = self.chunk_of(block.offset);
+        let mut chunk = self.chunk_of(block.offset, near);
         if self.chunks[chunk].len == CHUNK {
             let upper = self.chunks[chunk].split();
             self.max[chunk] = self.chunks[chunk].max();
             self.first.insert(chunk + 1, upper.offsets[0] as u32);
             self.max.insert(chunk + 1, upper.max());
             self.chunks.insert(chunk + 1, upper);
-            chunk = self.chunk_of(block.offset);
+            chunk += usize::from(self.first[chunk + 1] <= block.offset);
         }
         let at = self.chunks[chunk].rank(block.offset);
         self.chunks[chunk].insert(at, block);
@@ -154,8 +165,8 @@ impl FreeList {
     }
 
     /// Where the block that begins at `offset` is. The caller knows it is there.
-    pub(super) fn place_of(&self, offset: u32) -> Place {
-        let chunk = self.chunk_of(offset);
+    pub(super) fn place_of(&self, offset: u32, near: Near) -> Place {
+        let chunk = self.chunk_of(offset, near);
         let at = self.chunks[chunk].rank(offset);
         debug_assert_eq!(self.chunks[chunk].offsets[at] as u32, offset, "the block is in the list");
         Place { chunk, at }
@@ -213,9 +224,17 @@ impl FreeList {
         self.chunks.iter().flat_map(|chunk| (0..chunk.len).map(|at| chunk.get(at)))
     }
 
-    /// The last chunk whose `first` is not above `offset`. Halving stops early: counting in a
-    /// short stretch takes less time than the last steps, each of which waits for the one before.
-    fn chunk_of(&self, offset: u32) -> usize {
+    /// The last chunk whose `first` is not above `offset`.
+    fn chunk_of(&self, offset: u32, near: Near) -> usize {
+        let near = usize::from(near.0);
+        let begins = self.first.get(near).is_some_and(|&first| first <= offset);
+        let ends = self.first.get(near + 1).is_none_or(|&next| offset < next);
+        if begins && ends { near } else { self.search(offset) }
+    }
+
+    /// Halving stops early: counting in a short stretch takes less time than the last steps, each
+    /// of which waits for the one before.
+    fn search(&self, offset: u32) -> usize {
         let (mut low, mut len) = (0, self.first.len());
         while len > 128 {
             let half = len / 2;
@@ -301,19 +320,19 @@ mod tests {
                             .any(|f| at < f.offset + f.size && f.offset < at + size);
                         if !overlaps {
                             let free = Free { offset: at, size, id: at };
-                            list.insert(free);
+                            list.insert(free, Near(at as u16 % 5));
                             naive.0.push(free);
                             naive.0.sort_by_key(|free| free.offset);
                         }
                     }
                     Op::Remove { nth } if len > 0 => {
                         let free = naive.0.remove(nth % len);
-                        list.remove(list.place_of(free.offset));
+                        list.remove(list.place_of(free.offset, Near(1)));
                     }
                     Op::ShrinkLow { nth, by } if len > 0 => {
                         let free = &mut naive.0[nth % len];
                         if free.size > by {
-                            let place = list.place_of(free.offset);
+                            let place = list.place_of(free.offset, Near(1));
                             free.offset += by;
                             free.size -= by;
                             list.resize(place, free.offset, free.size);
@@ -326,7 +345,7 @@ mod tests {
                         } else {
                             naive.0[nth - 1].offset + naive.0[nth - 1].size
                         };
-                        let place = list.place_of(naive.0[nth].offset);
+                        let place = list.place_of(naive.0[nth].offset, Near(0));
                         let free = &mut naive.0[nth];
                         free.size += free.offset - floor;
                         free.offset = floor;
@@ -335,7 +354,7 @@ mod tests {
                     Op::SwallowNext { nth } if nth % len.max(1) + 1 < len => {
                         let next = naive.0.remove(nth % len + 1);
                         let free = &mut naive.0[nth % len];
-                        let place = list.place_of(free.offset);
+                        let place = list.place_of(free.offset, Near(1));
                         list.remove(list.after(place));
                         free.size = next.offset + next.size - free.offset;
                         list.resize(place, free.offset, free.size);
@@ -348,7 +367,7 @@ mod tests {
                 }
                 prop_assert_eq!(list.iter().collect::<Vec<_>>(), naive.0.clone());
                 for free in &naive.0 {
-                    let Place { chunk, at } = list.place_of(free.offset);
+                    let Place { chunk, at } = list.place_of(free.offset, Near(1));
                     prop_assert_eq!(list.chunks[chunk].get(at), *free);
                 }
             }

@@ -1,6 +1,6 @@
 //! How a lane gets memory, moves it, and gives it back.
 
-use super::free::{Free, FreeList};
+use super::free::{Free, FreeList, Near};
 use super::segments::{Growth, Move};
 use super::state::{Backing, LaneState};
 use super::streams::bit;
@@ -249,7 +249,7 @@ impl LaneState {
         let Free { id, .. } = self.holder(offset, bytes);
         let block = self.table.get(id).clone();
         let list = &mut self.free[usize::from(block.stream)];
-        list.remove(list.place_of(block.offset));
+        list.remove(list.place_of(block.offset, Near::default()));
         let next = block.next;
         self.table.remove(id);
         let piece = |from: u32, to: u32, state, wall| Block {
@@ -265,7 +265,10 @@ impl LaneState {
         if block.offset < start {
             let low = piece(block.offset, start, BlockState::Free, block.wall);
             let low = self.table.insert_before(next, low);
-            list.insert(Free { offset: block.offset, size: start - block.offset, id: low });
+            list.insert(
+                Free { offset: block.offset, size: start - block.offset, id: low },
+                Near::default(),
+            );
         }
         let wall = block.wall && block.offset == start;
         self.table.insert_before(next, piece(start, start + size, state, wall));
@@ -273,7 +276,7 @@ impl LaneState {
         if end < block.end() {
             let high = piece(end, block.end(), BlockState::Free, false);
             let high = self.table.insert_before(next, high);
-            list.insert(Free { offset: end, size: block.end() - end, id: high });
+            list.insert(Free { offset: end, size: block.end() - end, id: high }, Near::default());
         }
     }
 
@@ -304,6 +307,7 @@ impl LaneState {
             stream,
             state: BlockState::Free,
             wall: self.policy() == WindowPolicy::PerSegment,
+            near: Near::default(),
             partial: false,
         };
         let id = self.table.insert_before(next, fresh);

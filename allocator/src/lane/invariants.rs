@@ -1,6 +1,6 @@
 //! What must be true of a lane after every call; used by tests.
 
-use super::free::Free;
+use super::free::{Free, Near};
 use super::table::{BlockState, NIL};
 use super::{LaneState, UNIT, WindowPolicy};
 
@@ -42,7 +42,7 @@ impl LaneState {
         for (list, listed) in self.free.iter().zip(listed) {
             assert_eq!(list.iter().collect::<Vec<_>>(), listed, "every free block is in its list");
             for free in list.iter() {
-                list.place_of(free.offset);
+                list.place_of(free.offset, Near::default());
             }
         }
         let stats = self.stats();

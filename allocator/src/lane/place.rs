@@ -27,6 +27,7 @@ impl LaneState {
             counter,
             waits: 0,
             stream,
+            near: place.near(),
             state,
             wall: false,
             partial: false,
@@ -37,6 +38,7 @@ impl LaneState {
                 let block = self.table.get_mut(free.id);
                 block.state = BlockState::Live;
                 block.counter = counter;
+                block.near = place.near();
                 free.id
             }
             (0, _) => {
@@ -60,7 +62,7 @@ impl LaneState {
                     let rest = piece(start + size, after, BlockState::Free);
                     let rest = self.table.insert_before(next, rest);
                     let entry = Free { offset: start + size, size: after, id: rest };
-                    self.free[usize::from(stream)].insert(entry);
+                    self.free[usize::from(stream)].insert(entry, place.near());
                 }
                 id
             }
@@ -82,7 +84,7 @@ impl LaneState {
     pub(super) fn set_free(&mut self, id: u32) {
         let block = self.table.get_mut(id);
         block.state = BlockState::Free;
-        let Block { offset, size, prev, next, stream, waits, wall, .. } = *block;
+        let Block { offset, size, prev, next, stream, near, waits, wall, .. } = *block;
         let list = &mut self.free[usize::from(stream)];
         let mergeable = |table: &Table, at: u32| {
             at != NIL && {
@@ -93,18 +95,18 @@ impl LaneState {
         let below = !wall && mergeable(&self.table, prev);
         let above = mergeable(&self.table, next) && !self.table.get(next).wall;
         match (below, above) {
-            (false, false) => list.insert(Free { offset, size, id }),
+            (false, false) => list.insert(Free { offset, size, id }, near),
             (true, false) => {
                 self.table.remove(id);
                 let low = self.table.get_mut(prev);
                 low.size += size;
                 low.waits |= waits;
-                list.resize(list.place_of(low.offset), low.offset, low.size);
+                list.resize(list.place_of(low.offset, near), low.offset, low.size);
             }
             (false, true) => {
                 self.table.remove(id);
                 let high = self.table.get_mut(next);
-                let place = list.place_of(high.offset);
+                let place = list.place_of(high.offset, near);
                 high.offset = offset;
                 high.size += size;
                 high.waits |= waits;
@@ -118,7 +120,7 @@ impl LaneState {
                 let low = self.table.get_mut(prev);
                 low.size += size + high_size;
                 low.waits |= waits | high_waits;
-                let place = list.place_of(low.offset);
+                let place = list.place_of(low.offset, near);
                 list.remove(list.after(place));
                 list.resize(place, low.offset, low.size);
             }

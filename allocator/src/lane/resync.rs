@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 
 use serde::{Deserialize, Serialize};
 
-use super::free::{Free, FreeList};
+use super::free::{Free, FreeList, Near};
 use super::state::{Backing, LaneState};
 use super::table::{Block, BlockState, NIL};
 use super::{EventKind, Segment, UNIT, WindowPolicy};
@@ -141,7 +141,7 @@ impl LaneState {
             let low = self.table.get_mut(last);
             low.size += size;
             let (offset, size) = (low.offset, low.size);
-            let place = self.free[0].place_of(offset);
+            let place = self.free[0].place_of(offset, Near::default());
             self.free[0].resize(place, offset, size);
             return to;
         }
@@ -155,11 +155,12 @@ impl LaneState {
             stream: 0,
             state,
             wall,
+            near: Near::default(),
             partial: false,
         };
         let id = self.table.insert_before(NIL, block);
         if state == BlockState::Free {
-            self.free[0].insert(Free { offset: from, size, id });
+            self.free[0].insert(Free { offset: from, size, id }, Near::default());
         }
         to
     }
@@ -192,6 +193,7 @@ impl LaneState {
                     stream,
                     state,
                     wall,
+                    near: Near::default(),
                     partial: false,
                 };
                 let id = self.table.insert_before(NIL, block);

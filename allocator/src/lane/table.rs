@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use slab::Slab;
 
 use super::UNIT;
+use super::free::Near;
 use super::streams::StreamMask;
 
 /// The end of the chain.
@@ -51,6 +52,8 @@ pub(super) struct Block {
     /// Streams whose events a reuse must wait for; while live, streams it was used on.
     pub(super) waits: StreamMask,
     pub(super) stream: u16,
+    /// Where it was taken from its stream's free list.
+    pub(super) near: Near,
     pub(super) state: BlockState,
     /// Never merged with its predecessor: a segment begins here that blocks may not cross.
     pub(super) wall: bool,
