@@ -19,7 +19,8 @@ fn sources() -> Vec<PathBuf> {
                 if !path.ends_with("target") {
                     folders.push(path);
                 }
-            } else if path.extension().is_some_and(|found| found == "rs") {
+            } else if path.extension().is_some_and(|end| end == "rs" || end == "cu" || end == "cuh")
+            {
                 found.push(path);
             }
         }

@@ -93,10 +93,10 @@ impl Cache {
             Turn::Unknown => None,
         };
         let entry = make()?;
-        if let Err(error) = self.store(key, &entry) {
-            if !self.told.swap(true, Ordering::Relaxed) {
-                tracing::warn!("compiled kernels are not kept in {}: {error}", self.path.display());
-            }
+        if let Err(error) = self.store(key, &entry)
+            && !self.told.swap(true, Ordering::Relaxed)
+        {
+            tracing::warn!("compiled kernels are not kept in {}: {error}", self.path.display());
         }
         drop(lock);
         Ok(entry)

@@ -18,7 +18,7 @@ mod arch;
 mod cache;
 mod nvrtc;
 mod search;
-mod sources;
+pub(crate) mod sources;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
@@ -36,11 +36,12 @@ use std::time::Duration;
 use symmpool_allocator::{Error, Result};
 
 pub(crate) use arch::Arch;
-pub(crate) use sources::{HEADERS, KERNELS, Kernel, REDUCE_LOCAL};
+pub(crate) use sources::Kernel;
 
 use arch::Target;
 use cache::{Cache, Entry, Key};
 use nvrtc::{Nvrtc, Output, Program};
+use sources::HEADERS;
 
 /// A change of what this module does to sources, which old images must not survive.
 const FORMAT: &[u8] = b"symmpool jit 1";
@@ -91,6 +92,9 @@ pub(crate) struct JitOptions {
     pub(crate) nvrtc: Option<PathBuf>,
     /// Further folders of Python packages in which it may be.
     pub(crate) packages: Vec<PathBuf>,
+    /// The driver's major version of CUDA: it cannot load what a later one's compiler makes. None:
+    /// not known.
+    pub(crate) driver_major: Option<u32>,
     /// The folder for compiled kernels; none: they are compiled in every process. Removing it, or
     /// any file in it, is safe at any time.
     pub(crate) cache: Option<PathBuf>,
@@ -120,6 +124,7 @@ impl JitOptions {
         Self {
             nvrtc: path("SYMMPOOL_NVRTC"),
             packages: Vec::new(),
+            driver_major: None,
             // A folder of its own, made with the rights it needs whatever those above have.
             cache: cache.map(|folder| folder.join("jit")),
             wait: Duration::from_secs(60),
@@ -232,7 +237,7 @@ impl Jit {
             let JitOptions { nvrtc, packages, .. } = &self.options;
             let candidates =
                 search::candidates(nvrtc.as_deref(), packages, |name| env::var_os(name));
-            Nvrtc::open(&candidates)
+            Nvrtc::open(&candidates, self.options.driver_major)
         });
         found.as_ref().map_err(Clone::clone)
     }

@@ -119,15 +119,16 @@ pub(super) struct Output {
 }
 
 impl Nvrtc {
-    /// The first of the candidates that is there and can be used.
+    /// The first of the candidates that is there and can be used. One of a later CUDA than
+    /// `newest_major` is passed over unless it was chosen.
     ///
     /// # Errors
     ///
     /// `is_unsupported`, saying what became of each candidate, if there is none.
-    pub(super) fn open(candidates: &[Candidate]) -> Result<Self> {
+    pub(super) fn open(candidates: &[Candidate], newest_major: Option<u32>) -> Result<Self> {
         let mut tried: Vec<String> = Vec::new();
         for candidate in candidates {
-            match Self::open_one(candidate) {
+            match Self::open_one(candidate, newest_major) {
                 Ok(Some(found)) => return Ok(found),
                 Ok(None) => tried.push(describe(candidate)),
                 Err(why) => tried.push(format!("{} ({why})", describe(candidate))),
@@ -143,7 +144,7 @@ impl Nvrtc {
     }
 
     /// `None` where there is nothing.
-    fn open_one(candidate: &Candidate) -> Result<Option<Self>, String> {
+    fn open_one(candidate: &Candidate, newest_major: Option<u32>) -> Result<Option<Self>, String> {
         let flags = RTLD_NOW | RTLD_LOCAL;
         let (name, flags): (&Path, c_int) = match candidate {
             Candidate::Chosen(path) => (path, flags),
@@ -170,8 +171,15 @@ impl Nvrtc {
         if version < OLDEST {
             return Err(format!("its version is {}.{}", version.0, version.1));
         }
+        let chosen = matches!(candidate, Candidate::Chosen(_));
+        if newest_major.is_some_and(|newest| version.0 > newest) && !chosen {
+            return Err(format!(
+                "its version, {}.{}, is too new for the CUDA driver",
+                version.0, version.1
+            ));
+        }
         let archs = api.archs()?;
-        let place = mapped_file(api.version as usize);
+        let place = mapped_file(api.version as *const () as usize);
         load_builtins(place.as_deref(), version);
         let place = place.map_or_else(|| describe(candidate), |path| path.display().to_string());
         Ok(Some(Self { api, version, archs, place }))
@@ -351,11 +359,14 @@ mod tests {
 
     #[test]
     fn what_was_tried_is_named() {
-        let error = Nvrtc::open(&[
-            Candidate::Loaded("libnvrtc.so.99"),
-            Candidate::Named("libnvrtc.so.99"),
-            Candidate::File("/nowhere/libnvrtc.so".into()),
-        ]);
+        let error = Nvrtc::open(
+            &[
+                Candidate::Loaded("libnvrtc.so.99"),
+                Candidate::Named("libnvrtc.so.99"),
+                Candidate::File("/nowhere/libnvrtc.so".into()),
+            ],
+            None,
+        );
         let error = error.err().expect("none of these exists");
         assert!(error.is_unsupported(), "{error}");
         for part in ["libnvrtc.so.99 in this process", "/nowhere/libnvrtc.so", "SYMMPOOL_NVRTC"] {
@@ -373,7 +384,7 @@ mod tests {
             (Path::new("/nowhere/libnvrtc.so"), "/nowhere/libnvrtc.so ("),
             (Path::new("libc.so.6"), "it lacks nvrtcVersion"),
         ] {
-            let error = Nvrtc::open(&[Candidate::Chosen(path.to_owned())]);
+            let error = Nvrtc::open(&[Candidate::Chosen(path.to_owned())], None);
             let error = error.err().expect("not a compiler");
             assert!(error.is_unsupported() && error.to_string().contains(why), "{error}");
         }
@@ -382,7 +393,7 @@ mod tests {
     #[test]
     fn the_file_behind_a_function_is_found() {
         let this = std::env::current_exe().expect("a program").canonicalize().expect("a path");
-        assert_eq!(mapped_file(mapped_file as usize), Some(this));
+        assert_eq!(mapped_file(mapped_file as *const () as usize), Some(this));
         assert_eq!(mapped_file(1), None);
     }
 }

@@ -9,6 +9,8 @@ use std::thread;
 
 use comfy_table::Table;
 
+use super::search::Candidate;
+use super::sources::KERNELS;
 use super::usage::{Usage, usage};
 use super::*;
 
@@ -20,7 +22,13 @@ fn arch(major: u32, minor: u32) -> Arch {
 
 fn options(nvrtc: Option<PathBuf>, cache: Option<&Path>) -> JitOptions {
     let cache = cache.map(Path::to_owned);
-    JitOptions { nvrtc, cache, packages: Vec::new(), wait: Duration::from_secs(60) }
+    JitOptions {
+        nvrtc,
+        packages: Vec::new(),
+        driver_major: None,
+        cache,
+        wait: Duration::from_secs(60),
+    }
 }
 
 /// The compilers to test with. A path that is named must work.
@@ -242,12 +250,26 @@ fn usage_tells_of_stack_and_shared_memory() {
     };
     for nvrtc in compilers() {
         let jit = Jit::new(options(nvrtc, None));
-        for (major, minor) in [(8, 0), (9, 0)] {
+        for (major, minor, shared) in [(8, 0, 400), (9, 0, 1024 + 400)] {
             let image = jit.compile(&plain(&GREEDY), arch(major, minor)).expect("compiled");
             let used = look(&image, &GREEDY).expect("machine code").expect("machine code");
             assert!((4..64).contains(&used.registers), "{used:?}");
-            assert_eq!((used.stack_bytes, used.shared_bytes), (256, 400));
+            assert_eq!((used.stack_bytes, used.shared_bytes), (256, shared));
         }
+    }
+}
+
+#[test]
+fn a_compiler_that_is_loaded_already_is_found_unless_the_driver_is_older() {
+    for nvrtc in compilers() {
+        let jit = Jit::new(options(nvrtc, None));
+        let Ok(Nvrtc { version: (major, minor), .. }) = jit.nvrtc() else { panic!("a compiler") };
+        let name = search::NAMES.into_iter().find(|name| name.ends_with(&major.to_string()));
+        let loaded = [Candidate::Loaded(name.expect("a known version"))];
+        let found = Nvrtc::open(&loaded, Some(*major)).expect("it is loaded");
+        assert_eq!(found.version, (*major, *minor));
+        let error = Nvrtc::open(&loaded, Some(*major - 1)).err().expect("too new for the driver");
+        assert!(error.is_unsupported() && error.to_string().contains("too new"), "{error}");
     }
 }
 

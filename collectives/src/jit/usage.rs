@@ -10,7 +10,8 @@ pub(super) struct Usage {
     /// Bytes of stack a thread, in device memory: registers that were spilled, or arrays that are
     /// indexed by something unknown.
     pub(super) stack_bytes: u32,
-    /// Bytes of shared memory a block that are known to the compiler.
+    /// Bytes of shared memory a block that are known to the compiler. From compute capability 9.0
+    /// on, if there are any, with the 1 KiB that the system keeps for itself.
     pub(super) shared_bytes: u64,
 }
 
