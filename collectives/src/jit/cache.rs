@@ -174,7 +174,7 @@ impl Cache {
                         return Turn::Made(entry);
                     }
                     if rustix::fs::fstat(&file).is_ok_and(|stat| stat.st_nlink == 1) {
-                        return Turn::Mine(Lock { folder: &self.folder, name, _file: file });
+                        return Turn::Mine(Lock { folder: &self.folder, name, file });
                     }
                 }
                 Err(Errno::AGAIN | Errno::INTR) => {
@@ -212,12 +212,16 @@ enum Turn<'a> {
 struct Lock<'a> {
     folder: &'a OwnedFd,
     name: String,
-    _file: OwnedFd,
+    file: OwnedFd,
 }
 
 impl Drop for Lock<'_> {
     fn drop(&mut self) {
         if let Err(error) = rustix::fs::unlinkat(self.folder, &self.name, AtFlags::empty()) {
+            tracing::debug!("{}: {error}", self.name);
+        }
+        // Not by closing alone: a process forked meanwhile has the file open as well.
+        if let Err(error) = rustix::fs::flock(&self.file, FlockOperation::Unlock) {
             tracing::debug!("{}: {error}", self.name);
         }
     }

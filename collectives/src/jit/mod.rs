@@ -100,6 +100,8 @@ pub(crate) struct JitOptions {
     pub(crate) cache: Option<PathBuf>,
     /// Longest wait for another process that compiles the same kernel.
     pub(crate) wait: Duration,
+    /// Whether the compiler's warnings are errors, rather than told.
+    pub(crate) strict: bool,
 }
 
 impl JitOptions {
@@ -128,6 +130,7 @@ impl JitOptions {
             // A folder of its own, made with the rights it needs whatever those above have.
             cache: cache.map(|folder| folder.join("jit")),
             wait: Duration::from_secs(60),
+            strict: false,
         }
     }
 }
@@ -193,11 +196,8 @@ impl Jit {
         };
         let options = options(variant, &target);
         let make = || {
-            let output = self.run(nvrtc, variant, &target, &options)?;
-            if !output.log.is_empty() {
-                tracing::warn!("compiling {variant} for {}: {}", target.name(), output.log);
-            }
-            Ok(Entry { kind: kind as u8, bytes: output.code })
+            let bytes = self.run(nvrtc, variant, &target, &options)?;
+            Ok(Entry { kind: kind as u8, bytes })
         };
         let entry = match self.cache() {
             Some(cache) => cache.get_or_make(key(nvrtc.version, variant, &options), make)?,
@@ -212,7 +212,7 @@ impl Jit {
         variant: &Variant<'_>,
         target: &Target,
         options: &[String],
-    ) -> Result<Output> {
+    ) -> Result<Vec<u8>> {
         self.compiled.fetch_add(1, Ordering::Relaxed);
         let program = Program {
             name: &format!("{}.cu", variant.kernel.name),
@@ -221,15 +221,23 @@ impl Jit {
             options,
             ptx: matches!(target, Target::Ptx(_)),
         };
-        nvrtc.compile(&program).map_err(|why| {
-            let (major, minor) = nvrtc.version;
-            let what = format!(
+        let (major, minor) = nvrtc.version;
+        let what = || {
+            format!(
                 "compiling the kernel {variant} for {} with NVRTC {major}.{minor} ({})",
                 target.name(),
                 nvrtc.place
-            );
-            Error::system(what, why)
-        })
+            )
+        };
+        let Output { code, log } =
+            nvrtc.compile(&program).map_err(|why| Error::system(what(), why))?;
+        if !log.is_empty() {
+            if self.options.strict {
+                return Err(Error::system(what(), log));
+            }
+            tracing::warn!("{}: {log}", what());
+        }
+        Ok(code)
     }
 
     fn nvrtc(&self) -> Result<&Nvrtc> {

@@ -10,7 +10,7 @@ use std::thread;
 use comfy_table::Table;
 
 use super::search::Candidate;
-use super::sources::KERNELS;
+use super::sources::{KERNELS, REDUCE_LOCAL};
 use super::usage::{Usage, usage};
 use super::*;
 
@@ -22,13 +22,9 @@ fn arch(major: u32, minor: u32) -> Arch {
 
 fn options(nvrtc: Option<PathBuf>, cache: Option<&Path>) -> JitOptions {
     let cache = cache.map(Path::to_owned);
-    JitOptions {
-        nvrtc,
-        packages: Vec::new(),
-        driver_major: None,
-        cache,
-        wait: Duration::from_secs(60),
-    }
+    let environment = JitOptions::from_env();
+    let nvrtc = nvrtc.or(environment.nvrtc.clone());
+    JitOptions { nvrtc, cache, strict: true, ..environment }
 }
 
 /// The compilers to test with. A path that is named must work.
@@ -53,7 +49,7 @@ fn kept() -> PathBuf {
 
 #[test]
 fn every_kernel_compiles_for_every_architecture_and_spills_nothing() {
-    let jobs: Vec<(&Kernel, Vec<(&str, &str)>, Arch)> = KERNELS
+    let jobs: Vec<_> = KERNELS
         .iter()
         .flat_map(|kernel| {
             kernel.test_variants().into_iter().map(move |defines| (*kernel, defines))
@@ -220,6 +216,44 @@ fn a_wrong_kernel_is_an_error_with_the_log_of_the_compiler() {
         let zero = Variant { kernel: &EMPTY, defines: &[("A", "1\0")] };
         let error = jit.compile(&zero, arch(9, 0)).expect_err("no option holds a NUL");
         assert!(error.to_string().contains("NUL"), "{error}");
+    }
+}
+
+#[test]
+fn a_warning_is_an_error_only_to_the_strict() {
+    const HASTY: Kernel = Kernel {
+        name: "hasty",
+        entry: "hasty",
+        source: "extern \"C\" __global__ void hasty() { int never_used; }",
+        variants: &[],
+    };
+    for nvrtc in compilers() {
+        let strict = Jit::new(options(nvrtc.clone(), None));
+        let error = strict.compile(&plain(&HASTY), arch(9, 0)).expect_err("it has a warning");
+        assert!(error.to_string().contains("never_used"), "{error}");
+        let lax = Jit::new(JitOptions { strict: false, ..options(nvrtc, None) });
+        lax.compile(&plain(&HASTY), arch(9, 0)).expect("a warning is no error");
+    }
+}
+
+#[test]
+fn reductions_round_every_operation_for_itself() {
+    // S7: nothing fused, flushed or approximated, so the bits are the host's.
+    for nvrtc in compilers() {
+        let jit = Jit::new(options(nvrtc, Some(&kept())));
+        for dtype in ["1", "2", "3", "4", "9", "10"] {
+            for (op, expected) in [("1", "add"), ("2", "mul"), ("5", "div")] {
+                let defines = [("DTYPE", dtype), ("OP", op)];
+                let variant = Variant { kernel: &REDUCE_LOCAL, defines: &defines };
+                let image = jit.compile(&variant, arch(99, 0)).expect("compiled");
+                let text = std::str::from_utf8(&image.bytes).expect("text of PTX");
+                let float = if dtype == "2" { "f64" } else { "f32" };
+                assert!(text.contains(&format!("{expected}.rn.{float}")), "{variant}");
+                for wrong in ["fma.", "mad.rn", ".ftz", ".approx", "div.full"] {
+                    assert!(!text.contains(wrong), "{variant} has {wrong}");
+                }
+            }
+        }
     }
 }
 
