@@ -2,7 +2,7 @@
 //!
 //! Elements are widened, folded in rank order, settled (which divides averages) and narrowed
 //! once. Every operation rounds for itself: nothing is fused, flushed to zero or approximated,
-//! whatever the compiler's options. Only a NaN's payload may differ from the host's.
+//! whatever the compiler's options. Only a NaN's sign and payload may differ from the host's.
 
 #pragma once
 

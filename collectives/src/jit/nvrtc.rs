@@ -5,6 +5,7 @@
 //! life of the process.
 #![allow(unsafe_code)] // FFI: loading, symbol lookup, and the compiler's calls
 
+use std::error::Error as _;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fs;
 use std::mem;
@@ -160,7 +161,11 @@ impl Nvrtc {
             Err(_) if matches!(candidate, Candidate::Loaded(_) | Candidate::Named(_)) => {
                 return Ok(None);
             }
-            Err(error) => return Err(error.to_string()),
+            Err(error) => {
+                // The linker's own words are one level down.
+                let why = error.source().map(ToString::to_string);
+                return Err(why.unwrap_or_else(|| error.to_string()));
+            }
         };
         // Never unloaded: the compiler keeps state of its own, and torch may use the same copy.
         let library = mem::ManuallyDrop::new(library);
@@ -380,8 +385,8 @@ mod tests {
         let text = folder.path().join("libnvrtc.so.13");
         fs::write(&text, "not a library").expect("written");
         for (path, why) in [
-            (text.as_path(), "libnvrtc.so.13 ("),
-            (Path::new("/nowhere/libnvrtc.so"), "/nowhere/libnvrtc.so ("),
+            (text.as_path(), "libnvrtc.so.13: file too short"),
+            (Path::new("/nowhere/libnvrtc.so"), "cannot open shared object file"),
             (Path::new("libc.so.6"), "it lacks nvrtcVersion"),
         ] {
             let error = Nvrtc::open(&[Candidate::Chosen(path.to_owned())], None);
