@@ -2,8 +2,8 @@
 //!
 //! No CUDA header is included, so that kernels compile wherever NVRTC is. Rounding is to nearest,
 //! ties to even. Finite values and infinities convert to the bits that the host kernels give; a
-//! NaN stays a NaN, with whatever sign and payload the device makes. What is too large becomes infinite, and
-//! NaN in E4M3, which has no infinity: a sum that overflows is seen, not saturated.
+//! NaN stays a NaN, with whatever sign and payload the device makes. What is too large becomes
+//! infinite, and NaN in E4M3, which has no infinity: a sum that overflows is seen, not saturated.
 //!
 //! Pairs hold the element of the lower address in the lower half.
 
