@@ -322,6 +322,11 @@ pub trait MemoryDriver: Send + Sync {
         false
     }
 
+    /// The CUDA driver behind this one, for those who launch kernels on its memory.
+    fn as_cuda(&self) -> Option<&CudaDriver> {
+        None
+    }
+
     /// Called at each step of rendezvous and commit. Real drivers do nothing here.
     fn at_step(&self, _step: Step) -> Result<()> {
         Ok(())

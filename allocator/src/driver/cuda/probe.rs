@@ -252,11 +252,17 @@ fn granularity(api: &Api, prop: &AllocationProp) -> Result<u64> {
 }
 
 fn attribute(api: &Api, device: c_int, which: Attribute) -> Result<bool> {
+    Ok(number(api, device, which as u32)? != 0)
+}
+
+/// A `CUdevice_attribute` of the device.
+pub(super) fn number(api: &Api, device: c_int, which: u32) -> Result<c_int> {
     let mut value: c_int = 0;
-    // SAFETY: writes one int through a valid pointer.
-    let code = unsafe { (api.device_attribute)(&raw mut value, which as c_int, device) };
-    api.check(code, || format!("asking CUDA device {device} for {which:?}"))?;
-    Ok(value != 0)
+    let which = c_int::try_from(which).unwrap_or(c_int::MAX);
+    // SAFETY: writes one int through a valid pointer; the driver refuses what is no attribute.
+    let code = unsafe { (api.device_attribute)(&raw mut value, which, device) };
+    api.check(code, || format!("asking CUDA device {device} for attribute {which}"))?;
+    Ok(value)
 }
 
 fn driver_version(api: &Api) -> Result<u32> {
