@@ -15,10 +15,9 @@ mod alltoallv;
 mod barrier;
 mod broadcast;
 mod communicator;
+mod cuda;
 mod dtype;
 mod host;
-// Users of it come with the collectives on devices.
-#[cfg_attr(not(test), expect(dead_code, reason = "the collectives on devices use it"))]
 mod jit;
 mod reduce;
 mod reduce_scatter;

@@ -12,7 +12,7 @@ mod two_shot;
 
 use std::ops::Range;
 
-use symmpool_allocator::Result;
+use symmpool_allocator::{Error, Result};
 
 use crate::host::call::{Call, Operation};
 use crate::host::kernels::ReduceFn;
@@ -30,11 +30,36 @@ pub enum AllReduceAlgorithm {
     OneShot = 1,
     /// Every rank reduces a share and hands it out.
     TwoShot = 2,
+    /// On devices: one shot, in packets of which half are flags. Any type; fastest for few KiB.
+    OneShotPacket = 3,
+    /// On devices: one shot, in whole vectors; `f32`, `f16` and `bf16`.
+    OneShotSentinel = 4,
+    /// On devices: one shot, by loads from every rank's scratch.
+    OneShotPull = 5,
+    /// On devices: two shots, in packets.
+    TwoShotPacket = 6,
+    /// On devices: two shots, in whole vectors; `f32`, `f16` and `bf16`.
+    TwoShotSentinel = 7,
+    /// On devices: two shots, shares by loads from inputs, results by stores; between windows.
+    TwoShotPull = 8,
+    /// On devices: two shots by stores, results straight into outputs that are windows.
+    TwoShotPush = 9,
 }
 
 impl AllReduceAlgorithm {
     /// All of them, `Auto` first.
-    pub const ALL: [Self; 3] = [Self::Auto, Self::OneShot, Self::TwoShot];
+    pub const ALL: [Self; 10] = [
+        Self::Auto,
+        Self::OneShot,
+        Self::TwoShot,
+        Self::OneShotPacket,
+        Self::OneShotSentinel,
+        Self::OneShotPull,
+        Self::TwoShotPacket,
+        Self::TwoShotSentinel,
+        Self::TwoShotPull,
+        Self::TwoShotPush,
+    ];
 
     /// The name used in options and reports.
     pub const fn name(self) -> &'static str {
@@ -42,6 +67,13 @@ impl AllReduceAlgorithm {
             Self::Auto => "auto",
             Self::OneShot => "one_shot",
             Self::TwoShot => "two_shot",
+            Self::OneShotPacket => "one_shot_packet",
+            Self::OneShotSentinel => "one_shot_sentinel",
+            Self::OneShotPull => "one_shot_pull",
+            Self::TwoShotPacket => "two_shot_packet",
+            Self::TwoShotSentinel => "two_shot_sentinel",
+            Self::TwoShotPull => "two_shot_pull",
+            Self::TwoShotPush => "two_shot_push",
         }
     }
 }
@@ -94,10 +126,18 @@ impl HostEngine {
         let one_shot = match algorithm {
             AllReduceAlgorithm::OneShot => true,
             AllReduceAlgorithm::TwoShot => false,
-            AllReduceAlgorithm::Auto if windows => {
+            other if other != AllReduceAlgorithm::Auto => {
+                return Err(self.decline(Error::unsupported(format!(
+                    "the all-reduce algorithm {} on rank {}: it is one of devices; in host memory \
+                     there are one_shot and two_shot",
+                    other.name(),
+                    self.rank()
+                ))));
+            }
+            _ if windows => {
                 work.bytes() <= ONE_SHOT_WINDOW_BYTES * (self.world() as usize).pow(2)
             }
-            AllReduceAlgorithm::Auto => {
+            _ => {
                 // With two ranks both ways move the same bytes, and this one waits less.
                 self.world() <= 2
                     || work.bytes().saturating_mul(self.world() as usize) <= ONE_SHOT_PLAIN_BYTES

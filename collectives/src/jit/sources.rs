@@ -24,18 +24,84 @@ macro_rules! file {
 
 /// What kernels include, by the names they use.
 pub(crate) const HEADERS: &[(&str, &str)] = &[
+    ("comm.cuh", file!("comm.cuh")),
+    ("data.cuh", file!("data.cuh")),
+    ("entry.cuh", file!("entry.cuh")),
+    ("flags.cuh", file!("flags.cuh")),
+    ("inbox.cuh", file!("inbox.cuh")),
+    ("parts.cuh", file!("parts.cuh")),
+    ("ranks.cuh", file!("ranks.cuh")),
     ("reduce.cuh", file!("reduce.cuh")),
     ("types.cuh", file!("types.cuh")),
     ("vector.cuh", file!("vector.cuh")),
 ];
 
 /// Every kernel.
-pub(crate) const KERNELS: &[&Kernel] = &[&REDUCE_LOCAL];
+pub(crate) const KERNELS: &[&Kernel] =
+    &[&BARRIER, &ONE_SHOT, &PULL, &PUSH, &REDUCE_LOCAL, &TWO_SHOT];
 
 /// Every code of [`DType`](crate::DType), the 8-bit floats included.
 const DTYPE: Axis = ("DTYPE", &["1", "2", "3", "4", "5", "6", "7", "8", "9", "10"]);
 /// Every code of [`ReduceOp`](crate::ReduceOp).
 const OP: Axis = ("OP", &["1", "2", "3", "4", "5"]);
+
+/// Ranks: those of usual machines, and the most.
+const WORLD: Axis = ("WORLD", &["2", "4", "8", "16"]);
+/// One type of each way to widen, fold and narrow, for kernels that differ by more than that.
+const SOME_DTYPES: Axis = ("DTYPE", &["1", "2", "4", "6", "9"]);
+const SUM: Axis = ("OP", &["1"]);
+const WIDE: Axis = ("THREADS", &["512"]);
+/// The sizes of what kernels are given, which they compare with their own.
+const COMM_BYTES: Axis = ("COMM_BYTES", &["120"]);
+const CALL_BYTES: Axis = ("CALL_BYTES", &["72"]);
+const FAULT_BYTES: Axis = ("FAULT_BYTES", &["96"]);
+
+macro_rules! collective {
+    ($name:literal, $($row:expr),+ $(,)?) => {
+        Kernel {
+            name: $name,
+            entry: concat!("symmpool_", $name),
+            source: include_str!(concat!("../../kernels/", $name, ".cu")),
+            variants: &[$(&$row),+],
+        }
+    };
+}
+
+/// The entry of a call alone.
+pub(crate) const BARRIER: Kernel = collective!(
+    "barrier",
+    [WORLD, ("THREADS", &["128"]), COMM_BYTES, CALL_BYTES, FAULT_BYTES],
+);
+
+/// All-reduce through inboxes, in one shot.
+pub(crate) const ONE_SHOT: Kernel = collective!(
+    "one_shot",
+    [WORLD, SOME_DTYPES, SUM, WIDE, COMM_BYTES, CALL_BYTES, FAULT_BYTES],
+    [WORLD, ("DTYPE", &["1", "4", "9"]), SUM, WIDE, ("SENTINELS", &["1"]), COMM_BYTES, CALL_BYTES, FAULT_BYTES],
+);
+
+/// All-reduce and its halves through inboxes, in two shots.
+pub(crate) const TWO_SHOT: Kernel = collective!(
+    "two_shot",
+    [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"]), WIDE, COMM_BYTES, CALL_BYTES, FAULT_BYTES],
+    [WORLD, ("DTYPE", &["7"]), SUM, ("SHOTS", &["2", "4"]), WIDE, COMM_BYTES, CALL_BYTES, FAULT_BYTES],
+    [WORLD, ("DTYPE", &["1", "4", "9"]), SUM, ("SHOTS", &["1", "3"]), WIDE, ("SENTINELS", &["1"]), COMM_BYTES, CALL_BYTES, FAULT_BYTES],
+);
+
+/// All-reduce and its halves through scratch and straight into outputs.
+pub(crate) const PUSH: Kernel = collective!(
+    "push",
+    [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"]), WIDE, COMM_BYTES, CALL_BYTES, FAULT_BYTES],
+    [WORLD, ("DTYPE", &["7"]), SUM, ("SHOTS", &["2", "4"]), WIDE, COMM_BYTES, CALL_BYTES, FAULT_BYTES],
+    // A rank alone copies.
+    [("WORLD", &["1"]), ("DTYPE", &["7"]), SUM, ("SHOTS", &["2"]), WIDE, COMM_BYTES, CALL_BYTES, FAULT_BYTES],
+);
+
+/// All-reduce by loads from peers.
+pub(crate) const PULL: Kernel = collective!(
+    "pull",
+    [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"]), WIDE, COMM_BYTES, CALL_BYTES, FAULT_BYTES],
+);
 
 /// Reduces arrays of one device, in order.
 pub(crate) const REDUCE_LOCAL: Kernel = Kernel {
@@ -48,6 +114,13 @@ pub(crate) const REDUCE_LOCAL: Kernel = Kernel {
         &[("DTYPE", &["9", "10"]), ("OP", &["1"]), ("SYMMPOOL_PORTABLE_F8", &["1"])],
     ],
 };
+
+impl Kernel {
+    /// The kernel of this file name, which there is.
+    pub(crate) fn named(name: &str) -> &'static Self {
+        KERNELS.iter().copied().find(|kernel| kernel.name == name).expect("a kernel of ours")
+    }
+}
 
 #[cfg(test)]
 impl Kernel {
