@@ -2,12 +2,13 @@
 //! order.
 //!
 //! One body serves every element type and operation; it is compiled for several instruction sets
-//! and picked at run time. Fused multiply-add is not enabled anywhere, so the bits do not depend
-//! on the set (rule S7). The body loads a block of every source before it stores, so a
+//! and picked at run time. Fused multiply-add is not enabled anywhere, and the caller's
+//! floating-point environment is set aside, so the bits depend on neither (rule S7). The body loads a block of every source before it stores, so a
 //! destination may be one of the sources.
 
 use half::{bf16, f16};
 
+use super::environment::Defaults;
 use super::fold::{Avg, Fold, Max, Min, Prod, Scalar, Sum};
 use crate::{DType, ReduceOp};
 
@@ -93,6 +94,7 @@ fn by_isa<F: Fold>(isa: Isa) -> ReduceFn {
 ///
 /// As [`ReduceFn`].
 unsafe fn portable<F: Fold>(sources: &[*const u8], outputs: &[*mut u8], count: usize) {
+    let _environment = Defaults::enter();
     // SAFETY: the caller keeps the same promises.
     unsafe { body::<F, false>(sources, outputs, count) }
 }
@@ -103,6 +105,7 @@ unsafe fn portable<F: Fold>(sources: &[*const u8], outputs: &[*mut u8], count: u
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn avx2<F: Fold>(sources: &[*const u8], outputs: &[*mut u8], count: usize) {
+    let _environment = Defaults::enter();
     // SAFETY: the caller keeps the same promises.
     unsafe { body::<F, true>(sources, outputs, count) }
 }
@@ -113,6 +116,7 @@ unsafe fn avx2<F: Fold>(sources: &[*const u8], outputs: &[*mut u8], count: usize
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,f16c")]
 unsafe fn avx512<F: Fold>(sources: &[*const u8], outputs: &[*mut u8], count: usize) {
+    let _environment = Defaults::enter();
     // SAFETY: the caller keeps the same promises.
     unsafe { body::<F, true>(sources, outputs, count) }
 }
