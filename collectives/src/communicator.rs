@@ -4,7 +4,7 @@
 //! | --- | --- |
 //! | here | making one, and the calls on blocks |
 //! | `slices` | the same calls on ordinary memory |
-//! | `peers` | whether the other ranks' processes still run |
+//! | `peers` | the other ranks' processes, and whether they still run |
 
 #![allow(unsafe_code)] // passes on blocks as raw memory that the pool keeps mapped
 
@@ -17,6 +17,7 @@ use std::time::Duration;
 
 use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream, Windows};
 
+use crate::host::cores::enough_for;
 use crate::{AllReduceAlgorithm, Element, HostEngine, HostOptions, Place, ReduceOp};
 use peers::Processes;
 
@@ -122,9 +123,11 @@ impl Communicator {
             )));
         }
         let processes = Processes::of(pool);
+        let spin = enough_for(&peers::pids(pool));
         let engine_options = HostOptions {
             timeout: options.timeout,
             scratch_bytes: options.scratch_bytes,
+            spin: Some(spin),
             peer_alive: Some(Box::new(move |rank| processes.alive(rank))),
             ..HostOptions::default()
         };

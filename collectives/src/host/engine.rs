@@ -9,6 +9,7 @@ use symmpool_allocator::{Deadline, Error, HeapLayout, Result};
 
 use super::call::{Call, Operation, mismatch};
 use super::control::Control;
+use super::cores::enough_here;
 use super::fault::{Cause, Fault};
 use super::kernels::{Isa, ReduceFn, select};
 use super::place::{Data, InPlace, Place, Resolver, checked, disjoint};
@@ -29,7 +30,8 @@ pub struct HostOptions {
     pub scratch_bytes: u64,
     /// The epoch of the first call, 1 or more. Default 1; others serve to test wrapping.
     pub first_epoch: u64,
-    /// Spin before giving the core away. Default: if every rank can have a core of its own.
+    /// Spin before giving the core away, which pays if every rank has a core of its own. Default:
+    /// if there are as many cores as ranks where the calling thread may run.
     pub spin: Option<bool>,
     /// Asked, while waiting for a late rank, whether its process still runs; so that a lost rank
     /// is named long before the timeout. Default: unknown, nobody is asked.
@@ -132,10 +134,8 @@ impl HostEngine {
         // SAFETY: the caller promises just this, for longer than the engine lives.
         let control =
             unsafe { Control::new(&layout, control_offset, control_bytes, options.scratch_bytes)? };
-        let patience = match options.spin {
-            Some(spin) => Patience::new(spin),
-            None => Patience::for_ranks(layout.world),
-        };
+        let spin = options.spin.unwrap_or_else(|| enough_here(layout.world));
+        let patience = Patience::new(spin && layout.world > 1);
         let world = layout.world as usize;
         Ok(Self {
             layout,
