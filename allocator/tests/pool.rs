@@ -155,6 +155,31 @@ fn frees_without_order_do_not_wait_for_a_commit() {
 }
 
 #[test]
+fn blocks_that_one_rank_never_frees_hold_up_no_others() {
+    // D5: more of them, and older, than one commit carries.
+    const KEPT: usize = 1 << 16;
+    let returned = ranks(2, |group| {
+        let rank = group.rank();
+        let pool = pool(group, Driver::sim(u64::from(rank))).unwrap();
+        let old: Vec<_> = (0..KEPT).map(|_| pool.alloc::<u8>(1).unwrap()).collect();
+        let new: Vec<_> = (0..5).map(|_| pool.alloc::<u8>(1).unwrap()).collect();
+        pool.commit().unwrap();
+        let mut kept = Some(old);
+        if rank == 0 {
+            kept.take().into_iter().flatten().for_each(|block| block.free_unordered().unwrap());
+        }
+        new.into_iter().for_each(|block| block.free_unordered().unwrap());
+        let returned = || pool.commit().unwrap().blocks_returned;
+        let early = [returned(), returned(), returned()];
+        kept.take().into_iter().flatten().for_each(|block| block.free_unordered().unwrap());
+        (early, returned(), pool.default_lane().stats().live_blocks, pool.default_lane().digest())
+    });
+    let (early, late, live, _) = returned[0];
+    assert_eq!((early, late, live), ([0, 5, 0], KEPT as u64, 0));
+    assert_eq!(returned[0], returned[1]);
+}
+
+#[test]
 fn every_byte_of_a_block_is_copied_whatever_its_length() {
     let groups = Group::in_process(1).unwrap();
     let pool = pool(groups[0].clone(), Driver::host().unwrap()).unwrap();
