@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use env::EnvConfig;
 
-use crate::store::{Gathered, MemoryStore, Store, TcpServer};
+use crate::store::{self, Gathered, MemoryStore, Store, TcpServer};
 use crate::{Deadline, Error, Result};
 
 /// How long a group's collectives wait when nobody says otherwise.
@@ -55,8 +55,8 @@ impl Namespace {
 }
 
 impl Group {
-    /// The most ranks of a group.
-    pub const MAX_WORLD: u32 = 1 << 20;
+    /// The most ranks of a group: as many as can take part in one gather of a store.
+    pub const MAX_WORLD: u32 = store::MAX_WORLD;
 
     /// Participant `rank` of `world` that meet in `store`. Talks to nobody yet.
     ///
@@ -205,7 +205,7 @@ impl Group {
 fn check_world(world: u32) -> Result<()> {
     if world == 0 || world > Group::MAX_WORLD {
         return Err(Error::invalid_argument(format!(
-            "a group of {world} ranks; groups have 1 to {}",
+            "a group of {world} ranks; groups have 1 to {} (Group::MAX_WORLD)",
             Group::MAX_WORLD
         )));
     }
@@ -228,6 +228,15 @@ impl fmt::Debug for Group {
 mod tests {
     use super::*;
     use crate::rendezvous::testing::on_ranks;
+
+    #[test]
+    fn a_store_serves_the_largest_group_there_can_be() {
+        let (rank, world) = (Group::MAX_WORLD - 1, Group::MAX_WORLD);
+        store::check_gather("key", rank, world, b"value").unwrap();
+        let error = Group::in_process(world + 1).unwrap_err();
+        assert!(error.is_invalid_argument());
+        assert!(error.to_string().contains("65537 ranks; groups have 1 to 65536"), "{error}");
+    }
 
     #[test]
     fn impossible_groups_are_refused() {
