@@ -183,7 +183,8 @@ impl Group {
     }
 
     /// Every rank's `value`. Collective; `what` says in messages, and in the key, what is
-    /// gathered. A timeout names the ranks that are missing.
+    /// gathered. A timeout names the ranks that are missing. A value longer than
+    /// [`store::MAX_VALUE`] is refused here, and not told to the other ranks: they wait.
     pub fn all_gather(&self, what: &str, value: &[u8], deadline: Deadline) -> Result<Gathered> {
         let number = self.namespace.collectives.fetch_add(1, Ordering::Relaxed);
         let key = format!("{}/{what}/{number}", self.name());

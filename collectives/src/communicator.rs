@@ -15,7 +15,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream, Windows};
+use symmpool_allocator::{Block, CONTROL_LANE, Error, Lane, Pool, Result, Stream, Windows};
 
 use crate::host::cores::enough_for;
 use crate::{AllReduceAlgorithm, Element, HostEngine, HostOptions, Place, ReduceOp};
@@ -131,8 +131,12 @@ impl Communicator {
             peer_alive: Some(Box::new(move |rank| processes.alive(rank))),
             ..HostOptions::default()
         };
-        let bytes = HostEngine::control_bytes(pool.world(), &engine_options)?;
-        let control = Self::control_block(pool, bytes);
+        let lane = pool.lane(CONTROL_LANE)?;
+        let control = HostEngine::control_bytes(pool.world(), &engine_options)
+            .and_then(|bytes| Self::control_block(&lane, bytes));
+        if let Err(error) = &control {
+            lane.note_failure(error);
+        }
         // Also when this rank has no block: the others are in this commit, and hear of it there.
         let committed = pool.commit();
         let control = control?;
@@ -141,8 +145,9 @@ impl Communicator {
         // before the commit, which all have passed; its place is given to nobody else before every
         // rank has let go of it (an unordered free, see `drop`). Places passed as windows are
         // covered by windows (`place`).
-        let engine =
-            unsafe { HostEngine::new(pool.layout(), control.offset(), bytes, engine_options) };
+        let engine = unsafe {
+            HostEngine::new(pool.layout(), control.offset(), control.bytes(), engine_options)
+        };
         let engine = match engine {
             Ok(engine) => engine,
             Err(error) => {
@@ -160,8 +165,7 @@ impl Communicator {
     }
 
     /// Zeroed memory for the engine.
-    fn control_block(pool: &Pool, bytes: u64) -> Result<Block<u8>> {
-        let lane = pool.lane(CONTROL_LANE)?;
+    fn control_block(lane: &Lane, bytes: u64) -> Result<Block<u8>> {
         let block = lane.alloc_bytes(bytes as usize, 4096, Stream::DEFAULT)?;
         block.write(&vec![0; bytes as usize])?;
         Ok(block)

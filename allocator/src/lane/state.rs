@@ -404,6 +404,12 @@ impl LaneState {
         }
     }
 
+    /// Notes that this rank cannot do what comes next in the sequence, for a reason outside the
+    /// lane: where the others went on, the next commit gives all ranks `why` as the error.
+    pub fn note_failure(&mut self, why: &Error) {
+        self.failed(why.clone());
+    }
+
     /// Remembers a failure of the driver for the next commit: the first one, where the lane left
     /// the common path.
     pub(super) fn failed(&mut self, error: Error) -> Error {

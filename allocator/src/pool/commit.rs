@@ -18,9 +18,8 @@ use super::share::{Fresh, fresh_segments};
 use super::{Committer, Pool};
 use crate::driver::{Step, Stream};
 use crate::rendezvous::agreement::{Heard, LaneProposal, Proposal, Propose, Verdict, judge};
-use crate::rendezvous::message::encode;
 use crate::rendezvous::search::first_difference;
-use crate::rendezvous::status::agreed;
+use crate::rendezvous::status::{agreed, encode_status};
 use crate::sync::lock;
 use crate::window::{Window, Windows};
 use crate::{Deadline, Error, Result};
@@ -69,6 +68,9 @@ impl Pool {
     }
 
     /// The right to commit, unless somebody else has it or no commit can succeed any more.
+    ///
+    /// Neither is told to the other ranks, for want of words: this rank is in the commit that the
+    /// other thread runs, and ranks that lost each other are not in the same exchange any more.
     pub(super) fn committer(&self) -> Result<Turn<'_>> {
         // A flag of its own: who only looks at the committer must not make a commit fail, which
         // would set this rank apart from the others.
@@ -133,7 +135,8 @@ impl Pool {
     ) -> Result<Vec<Heard>> {
         let proposal = self.propose(committer, held).map_err(|error| error.kind().clone());
         let group = &self.0.group;
-        let gathered = group.all_gather("propose", &encode(&Propose(proposal))?, deadline)?;
+        let proposal = encode_status(Propose, proposal)?;
+        let gathered = group.all_gather("propose", &proposal, deadline)?;
         match judge(&gathered)? {
             Verdict::Agreed(heard) => Ok(heard),
             Verdict::Differs { lane, failures } => {

@@ -336,6 +336,15 @@ impl Lane {
         state.reserve(bytes, Stream::DEFAULT, site, memory).map_err(|error| self.named(error))
     }
 
+    /// Notes that this rank cannot do what all ranks are about to do in this lane, and why. A commit
+    /// is then due; if the others went on, it fails on all ranks with `why`, which is more than
+    /// that their sequences differ. If no rank could, nothing differs and nothing is wrong.
+    pub fn note_failure(&self, why: &Error) {
+        let LaneInner { state, memory } = &mut *self.0.lock();
+        memory.planned();
+        state.note_failure(why);
+    }
+
     /// Releases every segment that is wholly free, and returns their bytes. Part of the lane's
     /// sequence. A symmetric lane's memory goes back at the next commit, a local lane's at once.
     #[track_caller]

@@ -50,6 +50,17 @@ impl Default for HostOptions {
     }
 }
 
+impl HostOptions {
+    fn check(&self) -> Result<()> {
+        if self.first_epoch == 0 || self.timeout.is_zero() {
+            return Err(Error::invalid_argument(
+                "the first epoch must be 1 or more, and the timeout longer than nothing",
+            ));
+        }
+        Ok(())
+    }
+}
+
 impl fmt::Debug for HostOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("HostOptions")
@@ -94,8 +105,10 @@ unsafe impl Send for HostEngine {}
 
 impl HostEngine {
     /// Bytes of control block that a group of `world` ranks needs with these options: a multiple
-    /// of 128, to be allocated at such an offset, the same on every rank.
+    /// of 128, to be allocated at such an offset, the same on every rank. Refuses a group and
+    /// options with which no engine can be made ([`Error::is_invalid_argument`]).
     pub fn control_bytes(world: u32, options: &HostOptions) -> Result<u64> {
+        options.check()?;
         Control::required(world, options.scratch_bytes)
     }
 
@@ -126,11 +139,7 @@ impl HostEngine {
                 layout.rank, layout.world
             )));
         }
-        if options.first_epoch == 0 || options.timeout.is_zero() {
-            return Err(Error::invalid_argument(
-                "the first epoch must be 1 or more, and the timeout longer than nothing",
-            ));
-        }
+        options.check()?;
         // SAFETY: the caller promises just this, for longer than the engine lives.
         let control =
             unsafe { Control::new(&layout, control_offset, control_bytes, options.scratch_bytes)? };
