@@ -11,9 +11,9 @@ use super::stats::{Counts, LaneStats};
 use super::streams::{Streams, bit};
 use super::table::{Block, BlockState, BlockView, Table};
 use super::{Event, EventKind, LaneConfig, LaneKind, Segment, Site, UNIT, WindowPolicy};
+use crate::amount::Amount;
 use crate::driver::{Event as StreamEvent, Stream};
 use crate::error::ErrorKind;
-use crate::lane::event::Bytes;
 use crate::{Error, Result};
 
 /// What a lane asks of the world: physical memory and stream events. Never a decision.
@@ -376,11 +376,11 @@ impl LaneState {
         }
         if bytes > self.range {
             return Err(Error::out_of_memory(format!(
-                "lane {:?}: a request of {bytes} bytes ({}) is larger than the lane's range of {}; \
+                "lane {:?}: a request of {:#} is larger than the lane's range of {}; \
                  build the pool with a longer range",
                 self.config.name,
-                Bytes(bytes),
-                Bytes(self.range)
+                Amount(bytes),
+                Amount(self.range)
             )));
         }
         let size = bytes.div_ceil(UNIT).max(1) as u32;

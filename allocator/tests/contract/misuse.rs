@@ -179,7 +179,7 @@ fn the_lanes_limit_is_the_same_wall_on_every_rank() {
         let kept = pool.alloc::<u8>(4 << 20).unwrap();
         let error = pool.alloc::<u8>(64 << 20).unwrap_err();
         assert!(error.is_out_of_memory(), "{error}");
-        says(&error, &[&format!("rank {}", pool.rank()), "\"small\"", "limit of 8.00 MiB"]);
+        says(&error, &[&format!("rank {}", pool.rank()), "\"small\"", "limit of 8 MiB"]);
         pool.commit().unwrap();
         assert!(pool.is_window(kept.address(), kept.bytes()));
         let rest = pool.alloc::<u8>(4 << 20).unwrap();

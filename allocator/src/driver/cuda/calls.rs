@@ -9,7 +9,7 @@ use cudarc::driver::sys;
 
 use super::FABRIC_HANDLE_BYTES;
 use super::api::{AllocationProp, Api, Code};
-use crate::driver::amount::Amount;
+use crate::amount::Amount;
 use crate::{Error, Result};
 
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
