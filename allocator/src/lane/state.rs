@@ -370,8 +370,10 @@ impl LaneState {
     fn check(&self, bytes: u64, align: u64) -> Result<(u32, u32)> {
         if !align.is_power_of_two() || align > self.granularity {
             return Err(Error::invalid_argument(format!(
-                "alignment {align}: a power of two of at most {} can be served",
-                self.granularity
+                "lane {:?}: alignment {align}; a power of two of at most {} can be served: this is the \
+                 driver's granularity, and heaps are aligned no further",
+                self.config.name,
+                Amount(self.granularity)
             )));
         }
         if bytes > self.range {
