@@ -1,7 +1,7 @@
 //! Ranks whose threads have different floating-point environments still get the same bits.
 
 use half::{bf16, f16};
-use symmpool_collectives::{AllReduceAlgorithm, Element, ReduceOp};
+use symmpool_collectives::{AllReduceAlgorithm, Element, F8E4m3, F8E5m2, ReduceOp};
 
 use crate::common::{Buffer, Heap, bits, small_scratch};
 
@@ -122,6 +122,8 @@ fn a_rank_that_flushes_subnormals_and_rounds_up_gets_the_same_bits() {
     check(|rank, at| f64::from_bits(odd(rank, at).into()));
     check(|rank, at| bf16::from_bits(odd(rank, at) as u16 % 0x80));
     check(|rank, at| f16::from_bits(odd(rank, at) as u16 % 0x400));
+    check(|rank, at| F8E4m3::from_bits(odd(rank, at) as u8 % 0x08));
+    check(|rank, at| F8E5m2::from_bits(odd(rank, at) as u8 % 0x04));
     // Sums that do not fit the mantissa, where the rounding mode shows.
     check(|rank, at| 1.0 + (rank as f32 + 0.3) * 1e-7 * at as f32);
     check(|rank, at| 1.0 + (f64::from(rank) + 0.3) * 1e-16 * at as f64);

@@ -3,7 +3,9 @@
 
 use crate::common::{Buffer, Heap, Oracle, bits, input, reduced, small_scratch};
 use half::{bf16, f16};
-use symmpool_collectives::{AllReduceAlgorithm, Element, HostEngine, HostOptions, ReduceOp};
+use symmpool_collectives::{
+    AllReduceAlgorithm, Element, F8E4m3, F8E5m2, HostEngine, HostOptions, ReduceOp,
+};
 
 const COUNTS: [usize; 7] = [0, 1, 3, 17, 1023, 4096 + 5, 20_011];
 const ALGORITHMS: [AllReduceAlgorithm; 3] =
@@ -78,6 +80,8 @@ fn every_type(world: u32) {
         all_reduce::<i64>(&heap, &mut engine, world);
         all_reduce::<u8>(&heap, &mut engine, world);
         all_reduce::<i8>(&heap, &mut engine, world);
+        all_reduce::<F8E4m3>(&heap, &mut engine, world);
+        all_reduce::<F8E5m2>(&heap, &mut engine, world);
     });
 }
 
@@ -245,11 +249,13 @@ fn data_movers_and_reduce_scatter_of_1_to_5_ranks() {
             reduce_scatter::<f32>(&heap, &mut engine, world);
             reduce_scatter::<bf16>(&heap, &mut engine, world);
             reduce_scatter::<i64>(&heap, &mut engine, world);
+            reduce_scatter::<F8E5m2>(&heap, &mut engine, world);
             all_gather::<u8>(&heap, &mut engine, world);
             all_gather::<f64>(&heap, &mut engine, world);
             broadcast::<f16>(&heap, &mut engine, world);
             broadcast::<i64>(&heap, &mut engine, world);
             all_to_all::<i8>(&heap, &mut engine, world);
+            all_to_all::<F8E4m3>(&heap, &mut engine, world);
             all_to_all::<f32>(&heap, &mut engine, world);
         });
     }
