@@ -34,7 +34,8 @@ pub enum AllReduceAlgorithm {
 
 /// Up to here windows take one phase through scratch instead of two without; bytes, for the square
 /// of the number of ranks: more ranks make a phase dearer, above all when they share cores, and
-/// each then reduces a smaller share.
+/// each then reduces a smaller share. Only as far as scratch holds it in one piece: every further
+/// one would be a phase more.
 const ONE_SHOT_WINDOW_BYTES: usize = 512;
 /// Up to here ordinary memory takes one phase instead of two; bytes times ranks.
 const ONE_SHOT_PLAIN_BYTES: usize = 128 << 10;
@@ -81,7 +82,7 @@ impl HostEngine {
             AllReduceAlgorithm::OneShot => true,
             AllReduceAlgorithm::TwoShot => false,
             AllReduceAlgorithm::Auto if windows => {
-                work.bytes() <= ONE_SHOT_WINDOW_BYTES * (self.world() as usize).pow(2)
+                one_shot_of_windows(work.bytes(), self.world(), self.scratch_bytes())
             }
             AllReduceAlgorithm::Auto => {
                 // With two ranks both ways move the same bytes, and this one waits less.
@@ -101,6 +102,11 @@ impl HostEngine {
             unsafe { two_shot::staged(self, &work) }
         }
     }
+}
+
+/// Whether windows of `bytes` bytes go through scratch.
+fn one_shot_of_windows(bytes: usize, world: u32, scratch: usize) -> bool {
+    bytes <= (ONE_SHOT_WINDOW_BYTES * (world as usize).pow(2)).min(scratch)
 }
 
 /// One all-reduce, checked and resolved.
@@ -163,6 +169,22 @@ pub(crate) fn share(count: usize, size: usize, rank: u32, world: u32) -> Range<u
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn windows_go_through_scratch_in_one_piece_or_not_at_all() {
+        // The smallest scratch there can be, that of the tests, and the default.
+        for scratch in [256, 4096, 2 << 20] {
+            for world in [1, 2, 8, 63, 64, 65, 1024] {
+                let square = ONE_SHOT_WINDOW_BYTES * (world as usize).pow(2);
+                for bytes in [0, 1, scratch - 1, scratch, scratch + 1, square, square + 1] {
+                    let one_shot = one_shot_of_windows(bytes, world, scratch);
+                    let pieces = Pieces::new(bytes, 1, scratch).len();
+                    assert!(!one_shot || pieces <= 1, "{bytes} bytes of {world} ranks");
+                    assert_eq!(one_shot, bytes <= scratch && bytes <= square);
+                }
+            }
+        }
+    }
 
     #[test]
     fn pieces_and_shares_cover_everything_once() {
