@@ -47,7 +47,7 @@ struct Packets {
 struct Sentinels {
     static constexpr u32 SENTINEL = 0xffffffffu;
     // A NaN as well, in every type that travels so.
-    static constexpr u32 INSTEAD = DTYPE == F8_E4M3 ? 0xffffff7fu : 0xfffffffeu;
+    static constexpr u32 INSTEAD = DTYPE == F8E4M3 ? 0xffffff7fu : 0xfffffffeu;
 
     u64 offset;
     uint4* stale;

@@ -3,7 +3,7 @@
 //! No CUDA header is included, so that kernels compile wherever NVRTC is. Rounding is to nearest,
 //! ties to even. Finite values and infinities convert to the bits that the host kernels give; a
 //! NaN stays a NaN, with whatever sign and payload the device makes. What is too large becomes
-//! infinite, and NaN in E4M3, which has no infinity: a sum that overflows is seen, not saturated.
+//! infinite, and in E4M3, which has no infinity, the largest number, as in torch.
 //!
 //! Pairs hold the element of the lower address in the lower half.
 
@@ -20,8 +20,8 @@ constexpr int I32 = 5;
 constexpr int I64 = 6;
 constexpr int U8 = 7;
 constexpr int I8 = 8;
-constexpr int F8_E4M3 = 9;
-constexpr int F8_E5M2 = 10;
+constexpr int F8E4M3 = 9;
+constexpr int F8E5M2 = 10;
 
 // The instructions for 8-bit floats came with compute capability 8.9. SYMMPOOL_PORTABLE_F8 does
 // without them, so that what older devices run can be compared on newer ones.
@@ -80,9 +80,6 @@ __device__ __forceinline__ unsigned f32_to_f16x2(float low, float high) {
 
 // --- E4M3: 4 bits of exponent with bias 7, largest value 448, no infinities, 0x7f is NaN
 
-// Half way between 448 and what would come next: the largest magnitude that rounds to 448.
-constexpr float E4M3_LAST = 464.0f;
-
 __device__ __forceinline__ float2 e4m3x2_to_f32(unsigned short pair) {
     if constexpr (F8_INSTRUCTIONS) {
         unsigned halves;
@@ -109,10 +106,7 @@ __device__ __forceinline__ unsigned short f32_to_e4m3x2(float low, float high) {
     if constexpr (F8_INSTRUCTIONS) {
         unsigned short pair;
         asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
-        // The instruction stops at 448 where the type has a NaN.
-        unsigned nan_low = fabsf(low) > E4M3_LAST ? 0x007fu : 0u;
-        unsigned nan_high = fabsf(high) > E4M3_LAST ? 0x7f00u : 0u;
-        return static_cast<unsigned short>(pair | nan_low | nan_high);
+        return pair;
     } else {
         auto one = [](float value) {
             // 2^14: adding it leaves a subnormal's three bits at the bottom, rounded.
@@ -125,7 +119,8 @@ __device__ __forceinline__ unsigned short f32_to_e4m3x2(float low, float high) {
             unsigned odd = (magnitude >> 20) & 1u;
             unsigned normal = (magnitude - ((127u - 7u) << 23) + 0x7ffffu + odd) >> 20;
             unsigned finite = magnitude < ((127u - 6u) << 23) ? subnormal : normal;
-            return sign | (magnitude > __float_as_uint(E4M3_LAST) ? 0x7fu : finite);
+            unsigned stopped = finite < 0x7eu ? finite : 0x7eu;
+            return sign | (magnitude > 0x7f800000u ? 0x7fu : stopped);
         };
         return static_cast<unsigned short>(one(low) | one(high) << 8);
     }
@@ -207,8 +202,8 @@ template <> struct Type<U8> : Plain<unsigned char, int, int> {};
 template <> struct Type<I8> : Plain<signed char, int, int> {};
 template <> struct Type<F16> : Plain<unsigned short, float, float> {};
 template <> struct Type<BF16> : Plain<unsigned short, float, float> {};
-template <> struct Type<F8_E4M3> : Plain<unsigned char, float, float> {};
-template <> struct Type<F8_E5M2> : Plain<unsigned char, float, float> {};
+template <> struct Type<F8E4M3> : Plain<unsigned char, float, float> {};
+template <> struct Type<F8E5M2> : Plain<unsigned char, float, float> {};
 
 // An item as `Acc`, which is its type's `Acc` or `Wide`: exact.
 template <int D, typename Acc>
@@ -217,9 +212,9 @@ __device__ __forceinline__ Acc widen(typename Type<D>::Item item) {
         return f16_to_f32(item);
     } else if constexpr (D == BF16) {
         return bf16_to_f32(item);
-    } else if constexpr (D == F8_E4M3) {
+    } else if constexpr (D == F8E4M3) {
         return e4m3_to_f32(item);
-    } else if constexpr (D == F8_E5M2) {
+    } else if constexpr (D == F8E5M2) {
         return e5m2_to_f32(item);
     } else if constexpr (sizeof(Acc) == sizeof(Int128)) {
         return Int128{static_cast<unsigned long long>(item), item >> 63};
@@ -235,9 +230,9 @@ __device__ __forceinline__ typename Type<D>::Item narrow(Acc value) {
         return f32_to_f16(value);
     } else if constexpr (D == BF16) {
         return f32_to_bf16(value);
-    } else if constexpr (D == F8_E4M3) {
+    } else if constexpr (D == F8E4M3) {
         return f32_to_e4m3(value);
-    } else if constexpr (D == F8_E5M2) {
+    } else if constexpr (D == F8E5M2) {
         return f32_to_e5m2(value);
     } else if constexpr (sizeof(Acc) == sizeof(Int128)) {
         return static_cast<long long>(value.low);

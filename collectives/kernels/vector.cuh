@@ -69,11 +69,11 @@ __device__ __forceinline__ void unpack(uint4 vector, Acc (&out)[LANES<D>]) {
             out[2 * i] = pair.x;
             out[2 * i + 1] = pair.y;
         }
-    } else if constexpr (D == F8_E4M3 || D == F8_E5M2) {
+    } else if constexpr (D == F8E4M3 || D == F8E5M2) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             unsigned short bits = static_cast<unsigned short>(words[i / 2] >> (i % 2 * 16));
-            float2 pair = D == F8_E4M3 ? e4m3x2_to_f32(bits) : e5m2x2_to_f32(bits);
+            float2 pair = D == F8E4M3 ? e4m3x2_to_f32(bits) : e5m2x2_to_f32(bits);
             out[2 * i] = pair.x;
             out[2 * i + 1] = pair.y;
         }
@@ -114,13 +114,13 @@ __device__ __forceinline__ uint4 pack(const Acc (&in)[LANES<D>]) {
             words[i] = D == F16 ? f32_to_f16x2(in[2 * i], in[2 * i + 1])
                                     : f32_to_bf16x2(in[2 * i], in[2 * i + 1]);
         }
-    } else if constexpr (D == F8_E4M3 || D == F8_E5M2) {
+    } else if constexpr (D == F8E4M3 || D == F8E5M2) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const Acc* four = in + 4 * i;
-            unsigned low = D == F8_E4M3 ? f32_to_e4m3x2(four[0], four[1])
+            unsigned low = D == F8E4M3 ? f32_to_e4m3x2(four[0], four[1])
                                             : f32_to_e5m2x2(four[0], four[1]);
-            unsigned high = D == F8_E4M3 ? f32_to_e4m3x2(four[2], four[3])
+            unsigned high = D == F8E4M3 ? f32_to_e4m3x2(four[2], four[3])
                                              : f32_to_e5m2x2(four[2], four[3]);
             words[i] = low | high << 16;
         }

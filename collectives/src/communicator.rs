@@ -6,7 +6,7 @@
 //! | `slices` | the same calls on ordinary memory |
 //! | `raw` | the same calls on addresses |
 //! | `engine` | what runs the calls: the host, or kernels on a device |
-//! | `peers` | whether the other ranks' processes still run |
+//! | `peers` | the other ranks' processes, and whether they still run |
 
 #![allow(unsafe_code)] // passes on blocks as raw memory that the pool keeps mapped
 
@@ -22,6 +22,7 @@ use std::time::Duration;
 use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream, Windows};
 
 use crate::cuda::{CudaEngine, CudaOptions};
+use crate::host::cores::enough_for;
 use crate::{AllReduceAlgorithm, Element, HostEngine, HostOptions, Place, ReduceOp};
 use engine::Engine;
 use peers::Processes;
@@ -152,16 +153,18 @@ impl Communicator {
             )));
         }
         let processes = Processes::of(pool);
+        let spin = enough_for(&peers::pids(pool));
         let engine_options = HostOptions {
             timeout: options.timeout,
             scratch_bytes: options.scratch_bytes,
+            spin: Some(spin),
             peer_alive: Some(Box::new(move |rank| processes.alive(rank))),
             ..HostOptions::default()
         };
-        let bytes = HostEngine::control_bytes(pool.world(), &engine_options)?;
-        let control = Self::control_block(pool, bytes);
-        let control = control.and_then(|block| block.write(&vec![0; bytes as usize]).map(|()| block));
-        Self::share(pool, control, |offset| {
+        let bytes = HostEngine::control_bytes(pool.world(), &engine_options);
+        let zero = |block: &Block<u8>| block.write(&vec![0; block.bytes() as usize]);
+        Self::share(pool, bytes, zero, |control| {
+            let (offset, bytes) = (control.offset(), control.bytes());
             // SAFETY: the control block is a window, so mapped in every slot; each rank zeroed its
             // own before the commit, which all have passed; its place is given to nobody else
             // before every rank has let go of it (an unordered free, see `drop`). Places passed as
@@ -173,26 +176,35 @@ impl Communicator {
 
     fn on_device(pool: &Pool, options: &CommunicatorOptions) -> Result<(Engine, Block<u8>)> {
         let options = CudaOptions { timeout: options.timeout, room: options.device_scratch_bytes };
-        let bytes = CudaEngine::control_bytes(pool.world(), &options)?;
-        let control = Self::control_block(pool, bytes);
-        let control =
-            control.and_then(|block| CudaEngine::prepare(pool, &block, &options).map(|()| block));
-        Self::share(pool, control, |offset| {
-            CudaEngine::new(pool, offset, &options).map(|engine| Engine::Cuda(Box::new(engine)))
+        let bytes = CudaEngine::control_bytes(pool.world(), &options);
+        let prepare = |block: &Block<u8>| CudaEngine::prepare(pool, block, &options);
+        Self::share(pool, bytes, prepare, |control| {
+            let engine = CudaEngine::new(pool, control.offset(), &options)?;
+            Ok(Engine::Cuda(Box::new(engine)))
         })
     }
 
-    /// Makes the control block a window, and the engine on it.
+    /// Makes a prepared control block of so many bytes a window, and the engine on it.
     fn share(
         pool: &Pool,
-        control: Result<Block<u8>>,
-        build: impl FnOnce(u64) -> Result<Engine>,
+        bytes: Result<u64>,
+        prepare: impl FnOnce(&Block<u8>) -> Result<()>,
+        build: impl FnOnce(&Block<u8>) -> Result<Engine>,
     ) -> Result<(Engine, Block<u8>)> {
+        let lane = pool.lane(CONTROL_LANE)?;
+        let control = bytes.and_then(|bytes| {
+            let block = lane.alloc_bytes(bytes as usize, 4096, Stream::DEFAULT)?;
+            prepare(&block)?;
+            Ok(block)
+        });
+        if let Err(error) = &control {
+            lane.note_failure(error);
+        }
         // Also when this rank has no block: the others are in this commit, and hear of it there.
         let committed = pool.commit();
         let control = control?;
         committed?;
-        match build(control.offset()) {
+        match build(&control) {
             Ok(engine) => Ok((engine, control)),
             Err(error) => {
                 // Without order, as other ranks may keep theirs.
@@ -200,12 +212,6 @@ impl Communicator {
                 Err(error)
             }
         }
-    }
-
-    /// Memory for the engine.
-    fn control_block(pool: &Pool, bytes: u64) -> Result<Block<u8>> {
-        let lane = pool.lane(CONTROL_LANE)?;
-        lane.alloc_bytes(bytes as usize, 4096, Stream::DEFAULT)
     }
 
     /// The pool whose ranks these are.
@@ -248,7 +254,8 @@ impl Communicator {
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
         inner.engine.fits("all_reduce", out.len(), Some(input.len()), stream)?;
-        let (from, to) = (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
+        let (from, to) =
+            (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
         // SAFETY: both blocks are borrowed, so live and mapped, for this length. Whoever else
         // touches them meanwhile, here or on a peer, does so through raw pointers as well: there
         // are no references into blocks.
@@ -267,7 +274,8 @@ impl Communicator {
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
         inner.engine.fits("reduce_scatter", input.len(), self.parts(out.len()), stream)?;
-        let (from, to) = (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
+        let (from, to) =
+            (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
         // SAFETY: as in `all_reduce_into`; the input has `world` times the output's length.
         unsafe { inner.engine.reduce_scatter((from, to), out.len(), T::DTYPE, op, stream) }
     }
@@ -281,7 +289,8 @@ impl Communicator {
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
         inner.engine.fits("all_gather", out.len(), self.parts(input.len()), stream)?;
-        let (from, to) = (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
+        let (from, to) =
+            (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
         // SAFETY: as in `all_reduce_into`; the output has `world` times the input's length.
         unsafe { inner.engine.all_gather((from, to), input.len(), T::DTYPE, stream) }
     }
@@ -306,7 +315,8 @@ impl Communicator {
         let count = input.len() / self.world() as usize;
         inner.engine.fits("all_to_all", input.len(), self.parts(count), stream)?;
         inner.engine.fits("all_to_all", out.len(), Some(input.len()), stream)?;
-        let (from, to) = (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
+        let (from, to) =
+            (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
         // SAFETY: as in `all_reduce_into`; both have `world` times this length.
         unsafe { inner.engine.all_to_all((from, to), count, T::DTYPE, stream) }
     }
@@ -325,7 +335,8 @@ impl Communicator {
         let mut inner = self.begin(stream)?;
         inner.holds("input", input.len(), input_split_sizes, stream)?;
         inner.holds("output", out.len(), output_split_sizes, stream)?;
-        let (from, to) = (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
+        let (from, to) =
+            (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
         let sizes = (input_split_sizes, output_split_sizes);
         // SAFETY: as in `all_reduce_into`; neither sum is above its block's length.
         unsafe { inner.engine.all_to_all_v((from, to), sizes, T::DTYPE, stream) }
@@ -407,13 +418,7 @@ impl Communicator {
 
 impl Inner {
     /// Refuses a block that is shorter than its parts; the other ranks are told.
-    fn holds(
-        &mut self,
-        what: &str,
-        length: usize,
-        parts: &[usize],
-        stream: &Stream,
-    ) -> Result<()> {
+    fn holds(&mut self, what: &str, length: usize, parts: &[usize], stream: &Stream) -> Result<()> {
         self.engine.ready()?;
         let sum = parts.iter().try_fold(0_usize, |sum, count| sum.checked_add(*count));
         if sum.is_some_and(|sum| sum <= length) {

@@ -12,7 +12,6 @@
 //! | [`SimDriver`] | none: addresses only | thousands of ranks in one process |
 //! | [`FaultDriver`] | another driver's | failing, delaying or dying at the nth call |
 
-mod amount;
 #[cfg(test)]
 mod child;
 #[cfg(any(test, feature = "conformance"))]

@@ -23,9 +23,8 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let clock = Clock::new(pool)?;
     // Checked up to here; the rest repeats.
     let checked = most.min(4 << 20);
-    let all: Vec<Vec<u8>> = (0..pool.world())
-        .map(|rank| input(options.seed, rank, DType::Bf16, checked / 2))
-        .collect();
+    let all: Vec<Vec<u8>> =
+        (0..pool.world()).map(|rank| input(options.seed, rank, DType::Bf16, checked / 2)).collect();
     let all: Vec<&[u8]> = all.iter().map(Vec::as_slice).collect();
     for at in (0..most).step_by(checked) {
         let bytes = checked.min(most - at);
@@ -77,9 +76,10 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             let mut times = Vec::new();
             for _ in 0..REPLAYS {
                 number += 1;
-                // Ranks begin together.
+                // Ranks begin together, on the device too.
                 let deadline = Deadline::seconds(60);
                 pool.group().all_gather(&format!("bench{number}"), &[], deadline)?;
+                comm.barrier(&stream)?;
                 times.push(
                     clock.time(pool, stream, || graph.launch(pool, stream))? / f64::from(calls),
                 );

@@ -76,7 +76,8 @@ impl Check<'_> {
                 for (nth, count) in COUNTS.into_iter().enumerate() {
                     let bytes = count * dtype.size();
                     // All types and operations on some sizes, all sizes on some of both.
-                    let some = op == ReduceOp::Sum || (which + nth + dtype as usize).is_multiple_of(4);
+                    let some =
+                        op == ReduceOp::Sum || (which + nth + dtype as usize).is_multiple_of(4);
                     if !some || bytes > 4 << 20 {
                         continue;
                     }
@@ -116,7 +117,14 @@ impl Check<'_> {
         upload(self.pool, from, inputs[self.pool.rank() as usize])?;
         // SAFETY: both stretches lie in blocks with room for them, which nothing else uses.
         unsafe {
-            self.comm.all_reduce_at(to as *mut u8, from as *const u8, count, dtype, op, &self.stream)
+            self.comm.all_reduce_at(
+                to as *mut u8,
+                from as *const u8,
+                count,
+                dtype,
+                op,
+                &self.stream,
+            )
         }?;
         self.comm.synchronize(&self.stream)?;
         let wanted = reduce(&inputs, dtype, op);
@@ -147,7 +155,12 @@ impl Check<'_> {
                 // SAFETY: as in `all_reduce`; so it is below.
                 unsafe {
                     self.comm.reduce_scatter_at(
-                        to as *mut u8, from as *const u8, count, dtype, sum, &self.stream,
+                        to as *mut u8,
+                        from as *const u8,
+                        count,
+                        dtype,
+                        sum,
+                        &self.stream,
                     )
                 }?;
                 self.comm.synchronize(&self.stream)?;
@@ -161,7 +174,11 @@ impl Check<'_> {
                 // SAFETY: as above.
                 unsafe {
                     self.comm.all_gather_at(
-                        to as *mut u8, from as *const u8, count, dtype, &self.stream,
+                        to as *mut u8,
+                        from as *const u8,
+                        count,
+                        dtype,
+                        &self.stream,
                     )
                 }?;
                 self.comm.synchronize(&self.stream)?;
@@ -198,7 +215,12 @@ impl Check<'_> {
             // SAFETY: as in `all_reduce`.
             unsafe {
                 comm.all_reduce_at(
-                    to as *mut u8, from as *const u8, count, DType::Bf16, ReduceOp::Sum, stream,
+                    to as *mut u8,
+                    from as *const u8,
+                    count,
+                    DType::Bf16,
+                    ReduceOp::Sum,
+                    stream,
                 )
             }
         };
@@ -244,7 +266,14 @@ impl Check<'_> {
         self.judge_exact(memory, what, result, wanted, dtype);
     }
 
-    fn judge_exact(&mut self, memory: &Memory, what: &str, got: &[u8], wanted: &[u8], dtype: DType) {
+    fn judge_exact(
+        &mut self,
+        memory: &Memory,
+        what: &str,
+        got: &[u8],
+        wanted: &[u8],
+        dtype: DType,
+    ) {
         self.cases += 1;
         if let Some(at) = differs(got, wanted, dtype) {
             self.wrong += 1;
@@ -252,7 +281,10 @@ impl Check<'_> {
                 let of = |bytes: &[u8]| bytes[at * dtype.size()..][..dtype.size()].to_vec();
                 println!(
                     "rank {}: {}: {what}: element {at} is {:?} and should be {:?}",
-                    self.pool.rank(), memory.name, of(got), of(wanted)
+                    self.pool.rank(),
+                    memory.name,
+                    of(got),
+                    of(wanted)
                 );
             }
         }

@@ -31,9 +31,9 @@ pub(crate) fn driver(pool: &Pool) -> &CudaDriver {
 pub(crate) fn stream(pool: &Pool) -> Result<Stream> {
     let mut handle: Handle = 0;
     let non_blocking: c_uint = 1;
-    driver(pool).with_context(|| {
-        call!("cuStreamCreate"(&raw mut handle => *mut Handle, non_blocking => c_uint))
-    })?;
+    driver(pool).with_context(
+        || call!("cuStreamCreate"(&raw mut handle => *mut Handle, non_blocking => c_uint)),
+    )?;
     Ok(Stream::from_raw(handle as u64))
 }
 
@@ -48,9 +48,9 @@ impl Graph {
     ) -> Result<Self> {
         let (mut graph, mut ready): (Handle, Handle) = (0, 0);
         let (global, flags): (c_int, u64) = (0, 0);
-        driver(pool).with_context(|| {
-            call!("cuStreamBeginCapture_v2"(stream.raw() as Handle => Handle, global => c_int))
-        })?;
+        driver(pool).with_context(
+            || call!("cuStreamBeginCapture_v2"(stream.raw() as Handle => Handle, global => c_int)),
+        )?;
         let worked = work();
         driver(pool).with_context(|| {
             call!("cuStreamEndCapture"(
@@ -66,9 +66,9 @@ impl Graph {
     }
 
     pub(crate) fn launch(&self, pool: &Pool, stream: Stream) -> Result<()> {
-        driver(pool).with_context(|| {
-            call!("cuGraphLaunch"(self.0 => Handle, stream.raw() as Handle => Handle))
-        })
+        driver(pool).with_context(
+            || call!("cuGraphLaunch"(self.0 => Handle, stream.raw() as Handle => Handle)),
+        )
     }
 
     pub(crate) fn destroy(self, pool: &Pool) -> Result<()> {

@@ -33,7 +33,9 @@ pub(crate) fn run(pool: &Pool) -> Result<bool> {
                 let op = if is(2) { ReduceOp::Max } else { ReduceOp::Sum };
                 let to = if is(3) { elsewhere } else { at };
                 // SAFETY: both blocks are longer than any of these calls.
-                unsafe { comm.all_reduce_at(to as *mut u8, at as *const u8, count, dtype, op, &stream) }
+                unsafe {
+                    comm.all_reduce_at(to as *mut u8, at as *const u8, count, dtype, op, &stream)
+                }
             };
             call(false)?;
             comm.synchronize(&stream)?;
@@ -61,7 +63,12 @@ pub(crate) fn run(pool: &Pool) -> Result<bool> {
             // SAFETY: the block is longer.
             let called = unsafe {
                 comm.all_reduce_at(
-                    at as *mut u8, at as *const u8, 100_000, DType::Bf16, ReduceOp::Sum, &stream,
+                    at as *mut u8,
+                    at as *const u8,
+                    100_000,
+                    DType::Bf16,
+                    ReduceOp::Sum,
+                    &stream,
                 )
             };
             let result = called.and_then(|()| comm.synchronize(&stream));
@@ -92,14 +99,24 @@ fn declined(pool: &Pool) -> Result<()> {
     // SAFETY: refused before anything is touched.
     let overlapping = unsafe {
         comm.all_reduce_at(
-            (at + 16) as *mut u8, at as *const u8, 1000, DType::F32, ReduceOp::Sum, &stream,
+            (at + 16) as *mut u8,
+            at as *const u8,
+            1000,
+            DType::F32,
+            ReduceOp::Sum,
+            &stream,
         )
     };
     let error = expect_error(overlapping, "overlapping buffers")?;
     // SAFETY: as above.
     let long = unsafe {
         comm.all_reduce_at(
-            at as *mut u8, at as *const u8, usize::MAX / 2, DType::F64, ReduceOp::Sum, &stream,
+            at as *mut u8,
+            at as *const u8,
+            usize::MAX / 2,
+            DType::F64,
+            ReduceOp::Sum,
+            &stream,
         )
     };
     let endless = expect_error(long, "a call of more than there is")?;

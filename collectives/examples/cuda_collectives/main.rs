@@ -42,7 +42,7 @@ struct Options {
     #[arg(long, default_value_t = 2)]
     ranks: u32,
     /// Longest time for all of it, in seconds.
-    #[arg(long, default_value_t = 240)]
+    #[arg(long, default_value_t = 500)]
     limit: u64,
     /// Where to write results as JSON (bench).
     #[arg(long)]
@@ -130,6 +130,7 @@ fn run(options: &Options) -> Result<bool> {
     let shared = CudaDriver::device_count()? < options.ranks;
     let builder = Pool::builder(group)
         .driver(Driver::new(CudaDriver::from_env()?))
+        .lane(LaneConfig::symmetric("windows"))
         .lane(LaneConfig::local(ORDINARY));
     let pool = if shared { builder.allow_shared_device() } else { builder }.build()?;
     match options.mode {

@@ -1,7 +1,7 @@
 //! What a collective must give, computed by the CPU from what every rank has, element by element.
 
 use half::{bf16, f16};
-use symmpool_collectives::{DType, ReduceOp};
+use symmpool_collectives::{DType, F8E4m3, F8E5m2, ReduceOp};
 
 /// A stateless generator: the same numbers on every rank.
 pub(crate) fn random(seed: u64, index: u64) -> u64 {
@@ -64,6 +64,32 @@ floats!(f64s, f64, f64, |x| x, |x: f64| x);
 floats!(f16s, f16, f32, |x: f16| x.to_f32(), f16::from_f32);
 floats!(bf16s, bf16, f32, |x: bf16| x.to_f32(), bf16::from_f32);
 
+macro_rules! small_floats {
+    ($name:ident, $item:ty) => {
+        fn $name(inputs: &[&[u8]], op: ReduceOp, out: &mut Vec<u8>) {
+            let wide: Vec<Vec<u8>> = inputs
+                .iter()
+                .map(|rank| {
+                    let items = rank.iter().map(|bits| <$item>::from_bits(*bits).to_f32());
+                    items.flat_map(f32::to_le_bytes).collect()
+                })
+                .collect();
+            let wide: Vec<&[u8]> = wide.iter().map(Vec::as_slice).collect();
+            let mut total = Vec::new();
+            f32s(&wide, op, &mut total);
+            out.extend(
+                total
+                    .as_chunks::<4>()
+                    .0
+                    .iter()
+                    .map(|bytes| <$item>::from_f32(f32::from_le_bytes(*bytes)).to_bits()),
+            );
+        }
+    };
+}
+small_floats!(f8e4m3s, F8E4m3);
+small_floats!(f8e5m2s, F8E5m2);
+
 macro_rules! integers {
     ($name:ident, $item:ty) => {
         fn $name(inputs: &[&[u8]], op: ReduceOp, out: &mut Vec<u8>) {
@@ -104,6 +130,8 @@ pub(crate) fn reduce(inputs: &[&[u8]], dtype: DType, op: ReduceOp) -> Vec<u8> {
         DType::I64 => i64s(inputs, op, &mut out),
         DType::U8 => u8s(inputs, op, &mut out),
         DType::I8 => i8s(inputs, op, &mut out),
+        DType::F8E4m3 => f8e4m3s(inputs, op, &mut out),
+        DType::F8E5m2 => f8e5m2s(inputs, op, &mut out),
     }
     out
 }
@@ -116,6 +144,8 @@ pub(crate) fn differs(got: &[u8], wanted: &[u8], dtype: DType) -> Option<usize> 
         DType::F64 => f64::from_le_bytes(bytes.try_into().expect("8")).is_nan(),
         DType::F16 => f16::from_le_bytes(bytes.try_into().expect("2")).is_nan(),
         DType::Bf16 => bf16::from_le_bytes(bytes.try_into().expect("2")).is_nan(),
+        DType::F8E4m3 => F8E4m3::from_bits(bytes[0]).is_nan(),
+        DType::F8E5m2 => F8E5m2::from_bits(bytes[0]).is_nan(),
         _ => false,
     };
     if got == wanted {

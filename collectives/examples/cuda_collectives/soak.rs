@@ -64,6 +64,11 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     for comm in &comms {
         comm.synchronize(&stream)?;
     }
-    println!("rank {}: {} calls in {:?}, {wrong} wrong", pool.rank(), options.calls, began.elapsed());
+    println!(
+        "rank {}: {} calls in {:?}, {wrong} wrong",
+        pool.rank(),
+        options.calls,
+        began.elapsed()
+    );
     Ok(wrong == 0)
 }

@@ -80,7 +80,8 @@ impl AllReduceAlgorithm {
 
 /// Up to here windows take one phase through scratch instead of two without; bytes, for the square
 /// of the number of ranks: more ranks make a phase dearer, above all when they share cores, and
-/// each then reduces a smaller share.
+/// each then reduces a smaller share. Only as far as scratch holds it in one piece: every further
+/// one would be a phase more.
 const ONE_SHOT_WINDOW_BYTES: usize = 512;
 /// Up to here ordinary memory takes one phase instead of two; bytes times ranks.
 const ONE_SHOT_PLAIN_BYTES: usize = 128 << 10;
@@ -134,9 +135,7 @@ impl HostEngine {
                     self.rank()
                 ))));
             }
-            _ if windows => {
-                work.bytes() <= ONE_SHOT_WINDOW_BYTES * (self.world() as usize).pow(2)
-            }
+            _ if windows => one_shot_of_windows(work.bytes(), self.world(), self.scratch_bytes()),
             _ => {
                 // With two ranks both ways move the same bytes, and this one waits less.
                 self.world() <= 2
@@ -155,6 +154,11 @@ impl HostEngine {
             unsafe { two_shot::staged(self, &work) }
         }
     }
+}
+
+/// Whether windows of `bytes` bytes go through scratch.
+fn one_shot_of_windows(bytes: usize, world: u32, scratch: usize) -> bool {
+    bytes <= (ONE_SHOT_WINDOW_BYTES * (world as usize).pow(2)).min(scratch)
 }
 
 /// One all-reduce, checked and resolved.
@@ -217,6 +221,22 @@ pub(crate) fn share(count: usize, size: usize, rank: u32, world: u32) -> Range<u
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn windows_go_through_scratch_in_one_piece_or_not_at_all() {
+        // The smallest scratch there can be, that of the tests, and the default.
+        for scratch in [256, 4096, 2 << 20] {
+            for world in [1, 2, 8, 63, 64, 65, 1024] {
+                let square = ONE_SHOT_WINDOW_BYTES * (world as usize).pow(2);
+                for bytes in [0, 1, scratch - 1, scratch, scratch + 1, square, square + 1] {
+                    let one_shot = one_shot_of_windows(bytes, world, scratch);
+                    let pieces = Pieces::new(bytes, 1, scratch).len();
+                    assert!(!one_shot || pieces <= 1, "{bytes} bytes of {world} ranks");
+                    assert_eq!(one_shot, bytes <= scratch && bytes <= square);
+                }
+            }
+        }
+    }
 
     #[test]
     fn pieces_and_shares_cover_everything_once() {

@@ -130,9 +130,7 @@ impl Engine {
             // SAFETY: as in `all_reduce`.
             Self::Host(host) => unsafe { host.reduce_scatter(input, output, count, dtype, op) },
             // SAFETY: as in `all_reduce`.
-            Self::Cuda(cuda) => unsafe {
-                cuda.reduce_scatter(places, count, (dtype, op), *stream)
-            },
+            Self::Cuda(cuda) => unsafe { cuda.reduce_scatter(places, count, (dtype, op), *stream) },
         }
     }
 

@@ -30,7 +30,10 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
-        inner.engine.host("reduce_scatter of a slice", stream)?.reduce_scatter_slices(input, out, op)
+        inner
+            .engine
+            .host("reduce_scatter of a slice", stream)?
+            .reduce_scatter_slices(input, out, op)
     }
 
     /// Copies rank `r`'s `input` to part `r` of every rank's `out`, which has `world` parts.

@@ -121,7 +121,8 @@ impl CudaEngine {
             .in_place(from == to);
         tracing::trace!(count, ?chosen, asked = algorithm.name(), "all_reduce");
         let stride = 0;
-        let work = Work { call, input: from, output: to, bytes, stride, dtype, op, root: 0, stream };
+        let work =
+            Work { call, input: from, output: to, bytes, stride, dtype, op, root: 0, stream };
         if bytes == 0 {
             return self.enter_only(call, stream);
         }
@@ -181,18 +182,12 @@ impl CudaEngine {
     ///
     /// As [`CudaEngine::all_reduce`].
     unsafe fn two_shot(&mut self, work: &Work, shots: u8, sentinels: bool) -> Result<()> {
-        let room = if sentinels {
-            self.control.sentinel_vectors()
-        } else {
-            self.control.packet_vectors()
-        };
+        let room =
+            if sentinels { self.control.sentinel_vectors() } else { self.control.packet_vectors() };
         let ranks = u64::from(self.world());
         // Of an all-reduce: shares and results of all ranks. Of a half: parts of all ranks.
-        let vectors = if shots == SCATTER | GATHER {
-            room / 2 / ranks * ranks
-        } else {
-            room / ranks
-        };
+        let vectors =
+            if shots == SCATTER | GATHER { room / 2 / ranks * ranks } else { room / ranks };
         let most = (vectors * 16).min(work.bytes.max(1));
         let threads = match most {
             0..=524_288 => 64,
@@ -271,7 +266,8 @@ impl CudaEngine {
             .input(input)
             .output(output);
         let (bytes, stride) = (part, part);
-        let work = Work { call, input: from, output: to, bytes, stride, dtype, op, root: 0, stream };
+        let work =
+            Work { call, input: from, output: to, bytes, stride, dtype, op, root: 0, stream };
         let sentinels = has_sentinels(dtype);
         // SAFETY: the caller's promises, which are passed on.
         unsafe { self.half(&work, SCATTER, sentinels, true) }
@@ -343,8 +339,17 @@ impl CudaEngine {
             .input(place)
             .output(place)
             .in_place(true);
-        let work =
-            Work { call, input: at, output: at, bytes, stride: 0, dtype, op: ReduceOp::Sum, root, stream };
+        let work = Work {
+            call,
+            input: at,
+            output: at,
+            bytes,
+            stride: 0,
+            dtype,
+            op: ReduceOp::Sum,
+            root,
+            stream,
+        };
         // SAFETY: the caller's promises, which are passed on.
         unsafe { self.half(&work, BROADCAST, false, place.is_window()) }
     }
@@ -429,7 +434,10 @@ impl CudaEngine {
         (b, b_bytes): (u64, u64),
         stream: Stream,
     ) -> Result<()> {
-        if a_bytes == 0 || b_bytes == 0 || a.saturating_add(a_bytes) <= b || b.saturating_add(b_bytes) <= a
+        if a_bytes == 0
+            || b_bytes == 0
+            || a.saturating_add(a_bytes) <= b
+            || b.saturating_add(b_bytes) <= a
         {
             return Ok(());
         }

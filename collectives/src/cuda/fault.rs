@@ -45,8 +45,9 @@ impl Fault {
         // SAFETY: writes one pointer through a valid one.
         let code = unsafe { (api.host_alloc)(&raw mut address, size_of::<Record>(), flags) };
         CudaDriver::check(code, || "making pinned memory".to_owned())?;
-        let record = NonNull::new(address.cast::<Record>())
-            .ok_or_else(|| Error::system("making pinned memory", "the driver gave a null address"))?;
+        let record = NonNull::new(address.cast::<Record>()).ok_or_else(|| {
+            Error::system("making pinned memory", "the driver gave a null address")
+        })?;
         // SAFETY: the memory is this long, aligned to pages, and nobody else has it yet.
         unsafe { record.write_bytes(0, 1) };
         Ok(Self(record))

@@ -116,26 +116,24 @@ impl Kernels {
             defines.push(("SENTINELS", "1"));
         }
         let variant = Variant { kernel, defines: &defines };
-        let image = jit(driver).compile(&variant, self.arch)?;
+        let jit = jit(driver);
+        let image = jit.compile(&variant, self.arch)?;
+        tracing::debug!(%variant, kind = ?image.kind, compiled = jit.compiled(), "kernel");
         let mut module: Handle = 0;
         // SAFETY: the image is what the compiler made for this device, whole (PTX with its NUL);
         // the driver copies it.
-        let code =
-            unsafe { (self.api.module_load)(&raw mut module, image.bytes.as_ptr().cast()) };
+        let code = unsafe { (self.api.module_load)(&raw mut module, image.bytes.as_ptr().cast()) };
         CudaDriver::check(code, || format!("loading the kernel {variant}"))?;
         self.modules.push(module);
         let entry = CString::new(kernel.entry)
             .map_err(|_| Error::system("loading a kernel", "a name with a NUL"))?;
         let mut function: Handle = 0;
         // SAFETY: the module was just loaded; writes one handle through a valid pointer.
-        let code =
-            unsafe { (self.api.module_function)(&raw mut function, module, entry.as_ptr()) };
+        let code = unsafe { (self.api.module_function)(&raw mut function, module, entry.as_ptr()) };
         CudaDriver::check(code, || format!("finding {} in its module", kernel.entry))?;
         let mut blocks: c_int = 0;
         // SAFETY: the function is of a loaded module; writes one int through a valid pointer.
-        let code = unsafe {
-            (self.api.occupancy)(&raw mut blocks, function, threads as c_int, 0)
-        };
+        let code = unsafe { (self.api.occupancy)(&raw mut blocks, function, threads as c_int, 0) };
         CudaDriver::check(code, || format!("asking how many blocks of {variant} fit"))?;
         let resident = u32::try_from(blocks).unwrap_or(0).max(1) * self.processors;
         Ok(Loaded { function, resident, threads, processors: self.processors })
@@ -159,11 +157,10 @@ impl Kernels {
         // Its blocks may take their places before the stream's kernel before it has ended; they
         // wait for that end themselves (`begin` in comm.cuh).
         let mut overlap = sys::CUlaunchAttribute {
-            id: sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            id:
+                sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
             pad: [0; 4],
-            value: sys::CUlaunchAttributeValue_union {
-                programmaticStreamSerializationAllowed: 1,
-            },
+            value: sys::CUlaunchAttributeValue_union { programmaticStreamSerializationAllowed: 1 },
         };
         let config = sys::CUlaunchConfig {
             gridDimX: blocks,

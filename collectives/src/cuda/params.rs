@@ -52,7 +52,15 @@ pub(super) struct CallParams {
 impl CallParams {
     /// A call without data.
     pub(super) fn of(call: &Call) -> Self {
-        Self { details: *call.words(), input: 0, output: 0, bytes: 0, stride: 0, root: 0, unused: 0 }
+        Self {
+            details: *call.words(),
+            input: 0,
+            output: 0,
+            bytes: 0,
+            stride: 0,
+            root: 0,
+            unused: 0,
+        }
     }
 }
 
@@ -80,7 +88,7 @@ impl Control {
                 "a communicator of {world} ranks on devices: kernels serve up to {MOST_RANKS}"
             )));
         }
-        if room < 1 << 20 || room > 1 << 32 || !room.is_multiple_of(1 << 12) {
+        if !(1 << 20..=1 << 32).contains(&room) || !room.is_multiple_of(1 << 12) {
             return Err(Error::invalid_argument(format!(
                 "device scratch of {room} bytes: a multiple of 4096 from 1 MiB to 4 GiB is needed"
             )));
@@ -117,13 +125,7 @@ impl Control {
         })
     }
 
-    pub(super) fn comm(
-        &self,
-        layout: &HeapLayout,
-        control: u64,
-        timeout: u64,
-        fault: u64,
-    ) -> Comm {
+    pub(super) fn comm(&self, layout: &HeapLayout, control: u64, timeout: u64, fault: u64) -> Comm {
         Comm {
             base: layout.base,
             stride: layout.stride,

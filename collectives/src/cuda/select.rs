@@ -88,11 +88,7 @@ impl Shape {
     }
 
     /// The algorithm that was asked for, or the best.
-    pub(super) fn choose(
-        &self,
-        asked: AllReduceAlgorithm,
-        control: &Control,
-    ) -> Result<Algorithm> {
+    pub(super) fn choose(&self, asked: AllReduceAlgorithm, control: &Control) -> Result<Algorithm> {
         let one_of = |order: &[Algorithm]| {
             order.iter().copied().find(|algorithm| self.fits(*algorithm, control)).ok_or_else(|| {
                 Error::unsupported(format!(
@@ -133,7 +129,8 @@ impl Shape {
 
 /// Whether sentinels can carry the type: where another NaN may stand for one.
 pub(super) fn has_sentinels(dtype: DType) -> bool {
-    matches!(dtype, DType::F32 | DType::F16 | DType::Bf16)
+    use DType::{Bf16, F8E4m3, F8E5m2, F16, F32};
+    matches!(dtype, F32 | F16 | Bf16 | F8E4m3 | F8E5m2)
 }
 
 #[cfg(test)]

@@ -219,7 +219,13 @@ pub(crate) fn mismatch(number: u64, calls: &[Call]) -> Error {
 }
 
 /// The error of a rank on a device, which has compared with one peer only: who called what.
-pub(crate) fn mismatch_of_two(number: u64, rank: u32, ours: &Call, peer: u32, theirs: &Call) -> Error {
+pub(crate) fn mismatch_of_two(
+    number: u64,
+    rank: u32,
+    ours: &Call,
+    peer: u32,
+    theirs: &Call,
+) -> Error {
     let mut both = [(rank, ours), (peer, theirs)];
     both.sort_by_key(|(rank, _)| *rank);
     let mut message = format!("ranks entered different collectives as call {number}:");

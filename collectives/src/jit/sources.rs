@@ -10,6 +10,7 @@ pub(crate) struct Kernel {
     pub(crate) source: &'static str,
     /// Variants that are compiled by the tests: for each row, every combination of its defines'
     /// values.
+    #[cfg_attr(not(test), expect(dead_code, reason = "tests compile them"))]
     pub(crate) variants: &'static [&'static [Axis]],
 }
 
@@ -68,33 +69,77 @@ macro_rules! collective {
 }
 
 /// The entry of a call alone.
-pub(crate) const BARRIER: Kernel = collective!(
-    "barrier",
-    [WORLD, ("THREADS", &["128"]), COMM_BYTES, CALL_BYTES, FAULT_BYTES],
-);
+pub(crate) const BARRIER: Kernel =
+    collective!("barrier", [WORLD, ("THREADS", &["128"]), COMM_BYTES, CALL_BYTES, FAULT_BYTES],);
 
 /// All-reduce through inboxes, in one shot.
 pub(crate) const ONE_SHOT: Kernel = collective!(
     "one_shot",
     [WORLD, SOME_DTYPES, SUM, WIDE, COMM_BYTES, CALL_BYTES, FAULT_BYTES],
-    [WORLD, ("DTYPE", &["1", "4", "9"]), SUM, WIDE, ("SENTINELS", &["1"]), COMM_BYTES, CALL_BYTES, FAULT_BYTES],
+    [
+        WORLD,
+        ("DTYPE", &["1", "4", "9"]),
+        SUM,
+        WIDE,
+        ("SENTINELS", &["1"]),
+        COMM_BYTES,
+        CALL_BYTES,
+        FAULT_BYTES
+    ],
 );
 
 /// All-reduce and its halves through inboxes, in two shots.
 pub(crate) const TWO_SHOT: Kernel = collective!(
     "two_shot",
     [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"]), WIDE, COMM_BYTES, CALL_BYTES, FAULT_BYTES],
-    [WORLD, ("DTYPE", &["7"]), SUM, ("SHOTS", &["2", "4"]), WIDE, COMM_BYTES, CALL_BYTES, FAULT_BYTES],
-    [WORLD, ("DTYPE", &["1", "4", "9"]), SUM, ("SHOTS", &["1", "3"]), WIDE, ("SENTINELS", &["1"]), COMM_BYTES, CALL_BYTES, FAULT_BYTES],
+    [
+        WORLD,
+        ("DTYPE", &["7"]),
+        SUM,
+        ("SHOTS", &["2", "4"]),
+        WIDE,
+        COMM_BYTES,
+        CALL_BYTES,
+        FAULT_BYTES
+    ],
+    [
+        WORLD,
+        ("DTYPE", &["1", "4", "9"]),
+        SUM,
+        ("SHOTS", &["1", "3"]),
+        WIDE,
+        ("SENTINELS", &["1"]),
+        COMM_BYTES,
+        CALL_BYTES,
+        FAULT_BYTES
+    ],
 );
 
 /// All-reduce and its halves through scratch and straight into outputs.
 pub(crate) const PUSH: Kernel = collective!(
     "push",
     [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"]), WIDE, COMM_BYTES, CALL_BYTES, FAULT_BYTES],
-    [WORLD, ("DTYPE", &["7"]), SUM, ("SHOTS", &["2", "4"]), WIDE, COMM_BYTES, CALL_BYTES, FAULT_BYTES],
+    [
+        WORLD,
+        ("DTYPE", &["7"]),
+        SUM,
+        ("SHOTS", &["2", "4"]),
+        WIDE,
+        COMM_BYTES,
+        CALL_BYTES,
+        FAULT_BYTES
+    ],
     // A rank alone copies.
-    [("WORLD", &["1"]), ("DTYPE", &["7"]), SUM, ("SHOTS", &["2"]), WIDE, COMM_BYTES, CALL_BYTES, FAULT_BYTES],
+    [
+        ("WORLD", &["1"]),
+        ("DTYPE", &["7"]),
+        SUM,
+        ("SHOTS", &["2"]),
+        WIDE,
+        COMM_BYTES,
+        CALL_BYTES,
+        FAULT_BYTES
+    ],
 );
 
 /// All-reduce by loads from peers.

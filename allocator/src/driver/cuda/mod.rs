@@ -6,15 +6,17 @@
 //! | file | owns |
 //! | --- | --- |
 //! | `api` | the driver library's functions, and what their error codes mean |
+//! | `calls` | the calls about memory, one CUDA call a function |
 //! | `context` | the primary context: retained while a driver lives, current only during its calls |
 //! | `probe` | what a device really grants: handle types, granularity, network access |
-//! | `vmm` | reservations, allocations, mappings, exported and imported handles |
+//! | `vmm` | what is held: reservations, allocations, mappings, exported and imported handles |
 //! | `stream` | events, capture, synchronisation, copies to and from the host |
 //!
 //! Managed memory and NVLink multicast are not used.
 #![allow(unsafe_code)] // The copies are `unsafe fn`: their callers pass raw addresses.
 
 mod api;
+mod calls;
 mod context;
 mod probe;
 mod stream;
@@ -167,7 +169,7 @@ impl CudaDriver {
     /// Free and total bytes of the device's memory at this moment.
     pub fn memory_info(&self) -> Result<(u64, u64)> {
         let _current = self.context.enter()?;
-        probe::memory_info(self.context.api)
+        calls::memory_info(self.context.api)
     }
 
     /// Copies `source` to the device address `target`, which may be in a peer's slot. On return
