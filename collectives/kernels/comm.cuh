@@ -19,7 +19,7 @@ using u64 = unsigned long long;
 struct Fault {
     u32 complete;
     u32 kind;
-    u32 epoch;
+    u32 epoch;      // the call's; of a wait on a channel, the low half of the signal's number
     u32 peer;
     u32 phase;
     u32 unused[3];
@@ -34,6 +34,10 @@ constexpr u32 ENTRY = 0;
 constexpr u32 DATA = 1;
 constexpr u32 RESULT = 2;
 constexpr u32 EXIT = 3;
+constexpr u32 CHANNEL = 16;  // and the channel's number, of waits outside calls
+
+// Between two ranks, each way.
+constexpr u32 CHANNELS = 16;
 
 // The first 16 bytes are read at once, by every block of every call.
 struct Local {
@@ -59,6 +63,7 @@ struct Comm {
     u64 sentinel_bytes;
     u64 scratch;
     u64 scratch_bytes;
+    u64 channels;
     u64 timeout;   // nanoseconds
     Fault* fault;
     u32 rank;

@@ -5,6 +5,7 @@
 //! | here | making one, and the calls on blocks |
 //! | `slices` | the same calls on ordinary memory |
 //! | `raw` | the same calls on addresses |
+//! | `sided` | copies and signals between two ranks, outside these calls |
 //! | `engine` | what runs the calls: the host, or kernels on a device |
 //! | `peers` | the other ranks' processes, and whether they still run |
 
@@ -13,6 +14,7 @@
 mod engine;
 mod peers;
 mod raw;
+mod sided;
 mod slices;
 
 use std::fmt;
@@ -22,6 +24,7 @@ use std::time::Duration;
 use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream, Windows};
 
 use crate::cuda::{CudaEngine, CudaOptions};
+use crate::host::HostSided;
 use crate::host::cores::enough_for;
 use crate::{AllReduceAlgorithm, Element, HostEngine, HostOptions, Place, ReduceOp};
 use engine::Engine;
@@ -69,6 +72,9 @@ impl Default for CommunicatorOptions {
 /// closes the communicator: this call and all later ones fail with [`Error::is_timeout`] or
 /// [`Error::is_peer_lost`], naming it. Make a new one among ranks that are well.
 ///
+/// Beside these calls there are copies and signals between two ranks: [`Communicator::put`],
+/// [`Communicator::get`], [`Communicator::signal`] and [`Communicator::wait`].
+///
 /// Calls block until this rank's part is done. Threads take turns; threads that are to
 /// communicate at the same time have a communicator each, of which a pool can have many. A
 /// communicator keeps its pool alive, and dropping it needs no agreement between ranks.
@@ -106,6 +112,8 @@ pub struct Communicator {
     pool: Pool,
     algorithm: AllReduceAlgorithm,
     inner: Mutex<Inner>,
+    /// One-sided operations in host memory, which need no turn. On a device the engine has them.
+    sided: Option<HostSided>,
     /// The engine's memory. `None` only while dropping.
     control: Option<Block<u8>>,
 }
@@ -130,8 +138,9 @@ impl Communicator {
 
     /// [`Self::new`] with options, the same on every rank.
     pub fn with_options(pool: &Pool, options: &CommunicatorOptions) -> Result<Self> {
-        let (engine, control) = if pool.driver().as_cuda().is_some() {
-            Self::on_device(pool, options)?
+        let (engine, control, sided) = if pool.driver().as_cuda().is_some() {
+            let (engine, control) = Self::on_device(pool, options)?;
+            (engine, control, None)
         } else {
             Self::in_host_memory(pool, options)?
         };
@@ -139,11 +148,15 @@ impl Communicator {
             pool: pool.clone(),
             algorithm: options.algorithm,
             inner: Mutex::new(Inner { engine, windows: pool.windows() }),
+            sided,
             control: Some(control),
         })
     }
 
-    fn in_host_memory(pool: &Pool, options: &CommunicatorOptions) -> Result<(Engine, Block<u8>)> {
+    fn in_host_memory(
+        pool: &Pool,
+        options: &CommunicatorOptions,
+    ) -> Result<(Engine, Block<u8>, Option<HostSided>)> {
         let driver = pool.driver();
         if !driver.host_accessible() {
             return Err(Error::unsupported(format!(
@@ -152,26 +165,32 @@ impl Communicator {
                 driver.name()
             )));
         }
-        let processes = Processes::of(pool);
+        let processes = Arc::new(Processes::of(pool));
         let spin = enough_for(&peers::pids(pool));
+        let (engine_alive, sided_alive) = (Arc::clone(&processes), processes);
         let engine_options = HostOptions {
             timeout: options.timeout,
             scratch_bytes: options.scratch_bytes,
             spin: Some(spin),
-            peer_alive: Some(Box::new(move |rank| processes.alive(rank))),
+            peer_alive: Some(Box::new(move |rank| engine_alive.alive(rank))),
             ..HostOptions::default()
         };
         let bytes = HostEngine::control_bytes(pool.world(), &engine_options);
         let zero = |block: &Block<u8>| block.write(&vec![0; block.bytes() as usize]);
-        Self::share(pool, bytes, zero, |control| {
+        let mut sided = None;
+        let (engine, control) = Self::share(pool, bytes, zero, |control| {
             let (offset, bytes) = (control.offset(), control.bytes());
             // SAFETY: the control block is a window, so mapped in every slot; each rank zeroed its
             // own before the commit, which all have passed; its place is given to nobody else
             // before every rank has let go of it (an unordered free, see `drop`). Places passed as
             // windows are covered by windows (`place`).
-            let engine = unsafe { HostEngine::new(pool.layout(), offset, bytes, engine_options) };
-            engine.map(|engine| Engine::Host(Box::new(engine)))
-        })
+            let engine = unsafe { HostEngine::new(pool.layout(), offset, bytes, engine_options) }?;
+            let alive = Box::new(move |rank| sided_alive.alive(rank));
+            // SAFETY: dropped with the engine, before the control block is let go of.
+            sided = Some(unsafe { engine.sided(options.timeout, alive) });
+            Ok(Engine::Host(Box::new(engine)))
+        })?;
+        Ok((engine, control, sided))
     }
 
     fn on_device(pool: &Pool, options: &CommunicatorOptions) -> Result<(Engine, Block<u8>)> {

@@ -25,12 +25,19 @@
 //!
 //! The atomics are a parameter so that loom can check all of this; see the tests.
 
+pub(crate) mod channel;
+
 use std::sync::atomic::Ordering;
 
-/// One atomic word: the two operations the protocol needs.
+/// One atomic word: the operations the protocols need.
 pub(crate) trait Word<T> {
     fn load(&self, order: Ordering) -> T;
     fn store(&self, value: T, order: Ordering);
+    /// Wraps. Gives back what was there before.
+    fn add(&self, value: T, order: Ordering) -> T;
+    /// Puts `new` where `old` is; false, and nothing done, where something else is. Not ordered
+    /// with anything.
+    fn replace(&self, old: T, new: T) -> bool;
 }
 
 /// A family of atomics: std's, or loom's in a model.
@@ -56,6 +63,14 @@ macro_rules! native_word {
             fn store(&self, value: $value, order: Ordering) {
                 Self::store(self, value, order);
             }
+            #[inline(always)]
+            fn add(&self, value: $value, order: Ordering) -> $value {
+                self.fetch_add(value, order)
+            }
+            #[inline(always)]
+            fn replace(&self, old: $value, new: $value) -> bool {
+                self.compare_exchange(old, new, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+            }
         }
     };
 }
@@ -80,7 +95,8 @@ pub(crate) const DETAILS: usize = 4;
 pub(crate) struct Slot<A: Atomics> {
     /// The signal. First, so that its low half is where a futex looks (little endian).
     pub(crate) word: A::U64,
-    /// Set by the waiter while it is parked, or about to be.
+    /// Not zero while a waiter is parked, or about to be. On channels, where several may wait, their
+    /// number.
     sleeping: A::U32,
     /// Written by the signaller before the word, read by the waiter after it.
     details: [A::U64; DETAILS],

@@ -20,7 +20,7 @@ mod plain {
 }
 
 #[cfg(loom)]
-pub(super) use models::Loom;
+pub(super) use models::{Futex, Loom, Sleeper, Spinner};
 
 #[cfg(loom)]
 #[allow(unsafe_code)] // the cells that loom watches are read and written through raw pointers
@@ -45,6 +45,12 @@ mod models {
                 fn store(&self, value: $value, order: Ordering) {
                     Self::store(self, value, order);
                 }
+                fn add(&self, value: $value, order: Ordering) -> $value {
+                    self.fetch_add(value, order)
+                }
+                fn replace(&self, old: $value, new: $value) -> bool {
+                    self.compare_exchange(old, new, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+                }
             }
         };
     }
@@ -61,23 +67,23 @@ mod models {
 
     /// A futex as the kernel has it: the comparison and the queueing are one step for wakers.
     /// It never wakes by itself, so a lost wake-up is a deadlock, which loom reports.
-    struct Futex {
+    pub(crate) struct Futex {
         bucket: Mutex<()>,
         queue: Condvar,
     }
 
     impl Futex {
-        fn new() -> Self {
+        pub(crate) fn new() -> Self {
             Self { bucket: Mutex::new(()), queue: Condvar::new() }
         }
-        fn wake(&self) {
+        pub(crate) fn wake(&self) {
             let _bucket = self.bucket.lock().unwrap();
             self.queue.notify_all();
         }
     }
 
     /// Parks at once: the sleep and wake path is what is modelled.
-    struct Sleeper<'a>(&'a Futex);
+    pub(crate) struct Sleeper<'a>(pub(crate) &'a Futex);
     impl Pause<Loom> for Sleeper<'_> {
         type Error = Infallible;
         fn pause(&mut self) -> Result<bool, Infallible> {
@@ -92,7 +98,7 @@ mod models {
     }
 
     /// Never parks.
-    struct Spinner;
+    pub(crate) struct Spinner;
     impl Pause<Loom> for Spinner {
         type Error = Infallible;
         fn pause(&mut self) -> Result<bool, Infallible> {

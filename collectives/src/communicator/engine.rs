@@ -190,6 +190,14 @@ impl Engine {
         unsafe { host.all_to_all_v(input, send, output, receive, dtype) }
     }
 
+    /// The engine on a device, for what the host does without one.
+    pub(super) fn cuda(&mut self) -> Result<&mut CudaEngine> {
+        match self {
+            Self::Cuda(cuda) => Ok(cuda),
+            Self::Host(_) => Err(Error::invalid_state("the engine is on a device")),
+        }
+    }
+
     pub(super) fn barrier(&mut self, stream: &Stream) -> Result<()> {
         match self {
             Self::Host(host) => host.barrier(),

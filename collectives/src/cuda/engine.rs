@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code)] // launches kernels, and prepares device memory by address
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
@@ -12,6 +13,7 @@ use super::api::Api;
 use super::fault::Fault;
 use super::kernels::{Kernels, Loaded, Specialty};
 use super::params::{CallParams, Comm, Control};
+use super::sided::Channel;
 use crate::Place;
 use crate::host::call::{Call, Operation};
 use crate::jit::sources::BARRIER;
@@ -39,13 +41,15 @@ pub(crate) struct CudaEngine {
     pool: Pool,
     api: &'static Api,
     pub(super) control: Control,
-    comm: Comm,
+    pub(super) comm: Comm,
     kernels: Kernels,
     /// `None` only while dropping.
     fault: Option<Fault>,
     timeout: Duration,
     /// The stream of the last call.
     stream: Option<Stream>,
+    /// The streams of the last signals and waits.
+    pub(super) channels: BTreeMap<Channel, Stream>,
     failed: Option<Error>,
 }
 
@@ -84,6 +88,7 @@ impl CudaEngine {
             fault: Some(fault),
             timeout: options.timeout,
             stream: None,
+            channels: BTreeMap::new(),
             failed: None,
         })
     }
@@ -178,22 +183,38 @@ impl CudaEngine {
         params: CallParams,
         stream: Stream,
     ) -> Result<()> {
-        let driver = cuda(&self.pool)?;
         if let Some(last) = self.stream.filter(|last| *last != stream) {
             self.follow(last, stream)?;
         }
-        let Self { kernels, comm, .. } = self;
-        driver.with_context(|| {
-            // SAFETY: as the caller promised.
-            unsafe { kernels.launch(kernel, blocks, threads, stream, comm, &params) }
-        })?;
+        let comm = self.comm;
+        // SAFETY: as the caller promised.
+        unsafe { self.launch_apart(kernel, (blocks, threads), &comm, &params, stream) }?;
         self.stream = Some(stream);
         Ok(())
     }
 
+    /// Puts a kernel on the stream, whatever is on others.
+    ///
+    /// # Safety
+    ///
+    /// As [`Kernels::launch`].
+    pub(super) unsafe fn launch_apart(
+        &self,
+        kernel: Loaded,
+        (blocks, threads): (u32, u32),
+        comm: &Comm,
+        params: &CallParams,
+        stream: Stream,
+    ) -> Result<()> {
+        cuda(&self.pool)?.with_context(|| {
+            // SAFETY: as the caller promised.
+            unsafe { self.kernels.launch(kernel, blocks, threads, stream, comm, params) }
+        })
+    }
+
     /// Calls of one communicator run one after the other: makes `stream` wait for the last one's.
     /// What is captured into a graph is ordered by whoever launches the graph.
-    fn follow(&self, last: Stream, stream: Stream) -> Result<()> {
+    pub(super) fn follow(&self, last: Stream, stream: Stream) -> Result<()> {
         let driver = self.pool.driver();
         if driver.is_capturing(stream) || driver.is_capturing(last) {
             return Ok(());

@@ -28,6 +28,8 @@ pub(super) struct Record {
 
 const TIMEOUT: u32 = 1;
 const MISMATCH: u32 = 2;
+/// Phases from here on are waits on channels: `CHANNEL` in `comm.cuh`.
+const CHANNEL: u32 = 16;
 
 /// A record in pinned host memory, one for each communicator.
 pub(super) struct Fault(NonNull<Record>);
@@ -81,6 +83,16 @@ impl Fault {
             _ => "to leave the call",
         };
         match kind {
+            // The details of such a wait: see `CudaEngine::wait`.
+            TIMEOUT if phase >= CHANNEL => Error::timeout(
+                format!(
+                    "waiting for a signal of rank {peer} on channel {} on the device, on rank \
+                     {rank} (the number of the signal ends in {epoch}); the communicator is closed",
+                    phase - CHANNEL
+                ),
+                Duration::from_nanos(ours[0]),
+                vec![peer],
+            ),
             TIMEOUT => Error::timeout(
                 format!("rank {peer} in collective {epoch} on the device ({what}), on rank {rank}"),
                 timeout,

@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | `engine` | one rank's side of a communicator: its state, and how a call is entered |
 //! | `algorithms` | which kernels a collective runs, with what grid |
+//! | `sided` | copies and signals between two ranks |
 //! | `select` | which algorithm serves a call |
 //! | `params` | what kernels are given, laid out as in `comm.cuh`; where things lie in the control block |
 //! | `kernels` | compiled kernels, loaded when first needed |
@@ -17,5 +18,6 @@ mod fault;
 mod kernels;
 mod params;
 mod select;
+mod sided;
 
 pub(crate) use engine::{CudaEngine, CudaOptions};

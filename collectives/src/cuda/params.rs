@@ -3,6 +3,7 @@
 use symmpool_allocator::{Error, HeapLayout, Result};
 
 use crate::host::call::Call;
+use crate::signal::channel::CHANNELS;
 
 /// Blocks that may raise flags; more are not launched. Twice what an H200 runs at 512 threads.
 pub(super) const MOST_BLOCKS: u32 = 1056;
@@ -13,6 +14,9 @@ pub(super) const MOST_RANKS: u32 = 16;
 const PACKETS: u64 = 8 << 20;
 /// `Local` in `comm.cuh`, on cache lines of its own.
 const LOCAL: u64 = 256;
+
+/// Counts that a channel has: `received`, `sent`, `taken` and `arrived` in `one_sided.cu`.
+const CHANNEL_COUNTS: u64 = 4;
 
 /// `Comm` in `comm.cuh`.
 #[repr(C)]
@@ -30,6 +34,7 @@ pub(super) struct Comm {
     pub(super) sentinel_bytes: u64,
     pub(super) scratch: u64,
     pub(super) scratch_bytes: u64,
+    pub(super) channels: u64,
     pub(super) timeout: u64,
     pub(super) fault: u64,
     pub(super) rank: u32,
@@ -76,6 +81,7 @@ pub(super) struct Control {
     pub(super) sentinel_bytes: u64,
     pub(super) scratch: u64,
     pub(super) scratch_bytes: u64,
+    pub(super) channels: u64,
     pub(super) bytes: u64,
 }
 
@@ -102,6 +108,7 @@ impl Control {
         };
         place(LOCAL);
         let entry = place(2 * 64 * ranks);
+        let channels = place(CHANNEL_COUNTS * 8 * ranks * u64::from(CHANNELS));
         // Two kinds of flags of eight bytes a block and rank, two parities.
         let flags_bytes = 2 * 2 * 8 * ranks * u64::from(MOST_BLOCKS);
         let flags = place(flags_bytes);
@@ -121,6 +128,7 @@ impl Control {
             sentinel_bytes,
             scratch,
             scratch_bytes,
+            channels,
             bytes: at,
         })
     }
@@ -139,6 +147,7 @@ impl Control {
             sentinel_bytes: self.sentinel_bytes,
             scratch: self.scratch,
             scratch_bytes: self.scratch_bytes,
+            channels: self.channels,
             timeout,
             fault,
             rank: layout.rank,
@@ -167,6 +176,7 @@ mod tests {
         let parts = [
             (0, LOCAL),
             (control.entry, 512),
+            (control.channels, 4 * 8 * 4 * 16),
             (control.flags, control.flags_bytes),
             (control.packets, control.packets_bytes),
             (control.sentinel, control.sentinel_bytes),
@@ -177,6 +187,8 @@ mod tests {
         }
         assert!(control.scratch + control.scratch_bytes <= control.bytes);
         assert!(control.sentinel_bytes.is_multiple_of(48) && control.packets.is_multiple_of(4096));
+        // What is below the sentinels begins as zeros (`CudaEngine::prepare`).
+        assert!(control.channels < control.sentinel);
         assert!(Control::new(0, 32 << 20).expect_err("no ranks").is_unsupported());
         assert!(Control::new(17, 32 << 20).expect_err("too many").is_unsupported());
         for room in [0, 4095, (1 << 20) + 1, u64::MAX] {

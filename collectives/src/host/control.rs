@@ -6,6 +6,7 @@
 //! | abort records | source rank | that source, once | owner |
 //! | entry slots | parity, source | that source | owner |
 //! | step slots | parity, source | that source | owner |
+//! | channel slots | source, channel | that source | owner |
 //! | rows | parity | owner | peers |
 //! | scratch | parity | owner | peers |
 //!
@@ -18,6 +19,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use symmpool_allocator::{Error, HeapLayout, Result};
 
+use super::fault::{End, Fault};
+use crate::signal::channel::CHANNELS;
 use crate::signal::{Native, Slot};
 
 /// Every part begins on such a boundary, and so must the block.
@@ -43,6 +46,7 @@ struct Parts {
     aborts: u64,
     entries: u64,
     steps: u64,
+    channels: u64,
     rows: u64,
     row_bytes: u64,
     scratch: u64,
@@ -68,12 +72,13 @@ impl Parts {
         let aborts = ALIGN;
         let entries = (aborts + world * size_of::<AbortRecord>() as u64).next_multiple_of(ALIGN);
         let steps = entries + 2 * world * SLOT;
-        let rows = steps + 2 * world * SLOT;
+        let channels = steps + 2 * world * SLOT;
+        let rows = channels + u64::from(CHANNELS) * world * SLOT;
         // What a rank sends to each, and what it expects from each.
         let row_bytes = (2 * world * 8).next_multiple_of(ALIGN);
         let scratch = rows + 2 * row_bytes;
         let end = scratch + 2 * scratch_bytes;
-        Ok(Self { aborts, entries, steps, rows, row_bytes, scratch, end })
+        Ok(Self { aborts, entries, steps, channels, rows, row_bytes, scratch, end })
     }
 }
 
@@ -135,26 +140,35 @@ impl Control {
     }
 
     #[inline]
-    fn slot(&self, owner: u32, part: u64, parity: u64, source: u32) -> &Slot<Native> {
-        debug_assert!(parity < 2);
-        let index = 2 * u64::from(source) + parity;
+    fn slot(&self, owner: u32, part: u64, index: u64) -> &Slot<Native> {
         let at = self.at(owner, part + index * SLOT) as *const SlotBytes;
         // SAFETY: `new`'s caller keeps the block mapped while `self` is used, the parts leave room
-        // for two slots a source, and every boundary is a multiple of the slot's alignment. A slot
-        // is nothing but atomics, valid for any bits, so sharing it with other processes is sound.
+        // for all slots of their sources, and every boundary is a multiple of the slot's alignment.
+        // A slot is nothing but atomics, valid for any bits, so sharing it with other processes is
+        // sound.
         unsafe { &*at }
     }
 
     /// Where `source` signals `owner` that it has entered a call.
     #[inline]
     pub(super) fn entry(&self, owner: u32, parity: u64, source: u32) -> &Slot<Native> {
-        self.slot(owner, self.parts.entries, parity, source)
+        debug_assert!(parity < 2);
+        self.slot(owner, self.parts.entries, 2 * u64::from(source) + parity)
     }
 
     /// Where `source` signals `owner` that it has come to a step.
     #[inline]
     pub(super) fn step(&self, owner: u32, parity: u64, source: u32) -> &Slot<Native> {
-        self.slot(owner, self.parts.steps, parity, source)
+        debug_assert!(parity < 2);
+        self.slot(owner, self.parts.steps, 2 * u64::from(source) + parity)
+    }
+
+    /// Where `source` signals `owner` on a channel, outside calls.
+    #[inline]
+    pub(super) fn channel(&self, owner: u32, source: u32, channel: u32) -> &Slot<Native> {
+        debug_assert!(channel < CHANNELS);
+        let index = u64::from(source) * u64::from(CHANNELS) + u64::from(channel);
+        self.slot(owner, self.parts.channels, index)
     }
 
     /// Whether any peer has told `owner` to give up.
@@ -180,6 +194,16 @@ impl Control {
         let at = self.at(owner, part) as *const AbortRecord;
         // SAFETY: as for `slot`: mapped, aligned, within the part, nothing but atomics.
         unsafe { &*at }
+    }
+
+    /// The first account that a peer left in the block of `layout`'s rank.
+    pub(super) fn told(&self, layout: &HeapLayout) -> Option<End> {
+        peers(layout).find_map(|reporter| {
+            let record = self.abort_record(layout.rank, reporter);
+            let cause = record.cause.load(Ordering::Acquire);
+            let epoch = record.epoch.load(Ordering::Relaxed);
+            Some(End { fault: Fault::unpack(cause, epoch)?, reporter: Some(reporter) })
+        })
     }
 
     /// One of the numbers that `owner` shows its peers during a call: index `0..world` is what it
@@ -213,6 +237,13 @@ impl Control {
     }
 }
 
+/// The other ranks, starting after this one, so that not all turn to the same one at once.
+#[inline]
+pub(super) fn peers(layout: &HeapLayout) -> impl Iterator<Item = u32> + use<> {
+    let HeapLayout { rank, world, .. } = *layout;
+    (rank + 1..world).chain(0..rank)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -224,7 +255,8 @@ mod tests {
             let w = u64::from(world);
             assert!(p.aborts + w * 64 <= p.entries && p.entries.is_multiple_of(ALIGN));
             assert_eq!(p.entries + 2 * w * SLOT, p.steps);
-            assert_eq!(p.steps + 2 * w * SLOT, p.rows);
+            assert_eq!(p.steps + 2 * w * SLOT, p.channels);
+            assert_eq!(p.channels + 16 * w * SLOT, p.rows);
             assert!(p.rows + 2 * 2 * w * 8 <= p.scratch && p.scratch.is_multiple_of(ALIGN));
             assert_eq!(p.scratch + 2 * 4096, p.end);
         }

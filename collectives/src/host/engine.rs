@@ -3,14 +3,15 @@
 #![allow(unsafe_code)] // builds the view of shared memory, from the caller's promise
 
 use std::fmt;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use symmpool_allocator::{Deadline, Error, HeapLayout, Result};
 
 use super::call::{Call, Operation, mismatch};
-use super::control::Control;
+use super::control::{Control, peers};
 use super::cores::enough_here;
-use super::fault::{Cause, Fault};
+use super::fault::{Cause, End, Fault};
 use super::kernels::{Isa, ReduceFn, select};
 use super::place::{Data, InPlace, Place, Resolver, checked, disjoint};
 use super::wait::{Patience, SLICE, Waiter, wake};
@@ -80,9 +81,9 @@ impl fmt::Debug for HostOptions {
 /// After a timeout or a lost peer, all later calls fail with the same cause.
 pub struct HostEngine {
     pub(super) layout: HeapLayout,
-    control: Control,
+    pub(super) control: Control,
     options: HostOptions,
-    patience: Patience,
+    pub(super) patience: Patience,
     isa: Isa,
     salt: u64,
     /// Of the next call. Rule S2: one per call, however it ends.
@@ -93,7 +94,8 @@ pub struct HostEngine {
     steps_before: u64,
     /// Code of the call under way; for messages.
     operation: u8,
-    failed: Option<Error>,
+    /// Shared with whoever signals outside calls.
+    pub(super) failed: Arc<OnceLock<Error>>,
     /// Kept to spare calls an allocation.
     pub(crate) sources: Vec<*const u8>,
     pub(crate) outputs: Vec<*mut u8>,
@@ -156,7 +158,7 @@ impl HostEngine {
             steps: 0,
             steps_before: 0,
             operation: 0,
-            failed: None,
+            failed: Arc::default(),
             sources: Vec::with_capacity(world),
             outputs: Vec::with_capacity(world),
             options,
@@ -175,13 +177,13 @@ impl HostEngine {
 
     /// Why all calls fail, if they do.
     pub fn failure(&self) -> Option<&Error> {
-        self.failed.as_ref()
+        self.failed.get()
     }
 
     /// Refuses when an earlier call failed for good. Every call begins with this.
     #[inline]
     pub(crate) fn ready(&self) -> Result<()> {
-        match &self.failed {
+        match self.failed.get() {
             None => Ok(()),
             Some(error) => Err(error.clone()),
         }
@@ -275,11 +277,10 @@ impl HostEngine {
         (self.layout.base + u64::from(rank) * self.layout.stride + offset) as *mut u8
     }
 
-    /// The other ranks, starting after this one, so that not all turn to the same one at once.
+    /// The other ranks, starting after this one.
     #[inline]
     pub(crate) fn peers(&self) -> impl Iterator<Item = u32> + use<> {
-        let HeapLayout { rank, world, .. } = self.layout;
-        (rank + 1..world).chain(0..rank)
+        peers(&self.layout)
     }
 
     /// The first phase of every call: tells every peer what this rank calls, waits until every
@@ -313,7 +314,7 @@ impl HostEngine {
         // A peer that waited in vain for this very call has left its words behind, and may use its
         // memory for something else by now.
         if self.control.aborted(me)
-            && let Some(end) = self.told()
+            && let Some(end) = self.control.told(&self.layout)
         {
             return Err(self.close(end));
         }
@@ -362,7 +363,7 @@ impl HostEngine {
             return closed;
         }
         match self.enter(&Call::new(Operation::Declined)) {
-            Err(error) if self.failed.is_some() => error,
+            Err(error) if self.failed.get().is_some() => error,
             Ok(()) | Err(_) => why,
         }
     }
@@ -370,12 +371,12 @@ impl HostEngine {
     /// Closes the engine after a panic inside a call, which may have left its peers waiting.
     #[cold]
     pub(crate) fn abandon(&mut self) {
-        if self.failed.is_none() {
-            self.failed = Some(Error::invalid_state(format!(
+        self.failed.get_or_init(|| {
+            Error::invalid_state(format!(
                 "rank {}: an earlier call of this communicator panicked; rebuild it on every rank",
                 self.layout.rank
-            )));
-        }
+            ))
+        });
     }
 
     /// Every rank sees the same words, so makes the same error of them.
@@ -401,7 +402,7 @@ impl HostEngine {
         move || {
             let fault = |cause| Fault { cause, operation: self.operation, phase, peer, epoch };
             if self.control.aborted(self.layout.rank)
-                && let Some(end) = self.told()
+                && let Some(end) = self.control.told(&self.layout)
             {
                 return Err(end);
             }
@@ -425,17 +426,6 @@ impl HostEngine {
         }
     }
 
-    /// The first account that a peer left in this rank's block.
-    fn told(&self) -> Option<End> {
-        let me = self.layout.rank;
-        self.peers().find_map(|reporter| {
-            let record = self.control.abort_record(me, reporter);
-            let cause = record.cause.load(std::sync::atomic::Ordering::Acquire);
-            let epoch = record.epoch.load(std::sync::atomic::Ordering::Relaxed);
-            Some(End { fault: Fault::unpack(cause, epoch)?, reporter: Some(reporter) })
-        })
-    }
-
     /// Closes the communicator: tells the peers, unless one told us, and keeps the error for later
     /// calls.
     #[cold]
@@ -454,16 +444,8 @@ impl HostEngine {
         }
         let error = end.fault.to_error(me, end.reporter, self.options.timeout);
         tracing::error!(rank = me, epoch = end.fault.epoch, %error, "communicator closed");
-        self.failed = Some(error.clone());
-        error
+        self.failed.get_or_init(|| error).clone()
     }
-}
-
-/// How a wait ended without its signal: what is missing, and which peer said so, if one did.
-#[derive(Clone, Copy)]
-struct End {
-    fault: Fault,
-    reporter: Option<u32>,
 }
 
 impl fmt::Debug for HostEngine {

@@ -72,6 +72,13 @@ impl Fault {
     }
 }
 
+/// How a wait ended without its signal: what is missing, and which peer said so, if one did.
+#[derive(Clone, Copy)]
+pub(super) struct End {
+    pub(super) fault: Fault,
+    pub(super) reporter: Option<u32>,
+}
+
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = super::call::Operation::from_code(self.operation)

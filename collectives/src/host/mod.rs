@@ -5,6 +5,7 @@
 //! - `control` says where things lie in the control block, `wait` how a rank passes the time, and
 //!   `cores` whether each rank has a core for that
 //! - `call` is what ranks compare on entry, `fault` what they tell each other when one is missing
+//! - `sided` is signals and copies outside calls
 //! - `place` is where data lies, `kernels` are the loops over it
 //!
 //! The algorithms are beside this module, one file each.
@@ -16,8 +17,10 @@ mod engine;
 mod fault;
 pub(crate) mod kernels;
 mod place;
+mod sided;
 mod wait;
 
 pub use engine::{HostEngine, HostOptions};
 pub use place::Place;
 pub(crate) use place::{Data, InPlace};
+pub(crate) use sided::HostSided;

@@ -104,11 +104,18 @@ where
     }
 }
 
-/// Wakes whoever sleeps on `slot`. Shared between processes, so never a private futex.
+/// Wakes the one who sleeps on `slot`. Shared between processes, so never a private futex.
 #[cold]
 pub(super) fn wake(slot: &Slot<Native>) {
     // Waking cannot fail on a mapped address; if it did, the sleeper's slice would end it.
     let _ = futex::wake(low_half(slot), futex::Flags::empty(), 1);
+}
+
+/// Wakes all threads that sleep on `slot`.
+#[cold]
+pub(super) fn wake_all(slot: &Slot<Native>) {
+    // As in `wake`.
+    let _ = futex::wake(low_half(slot), futex::Flags::empty(), i32::MAX as u32);
 }
 
 /// The half of the word that the kernel compares. Only the kernel reads through it.

@@ -39,7 +39,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = &[
 
 /// Every kernel.
 pub(crate) const KERNELS: &[&Kernel] =
-    &[&BARRIER, &ONE_SHOT, &PULL, &PUSH, &REDUCE_LOCAL, &TWO_SHOT];
+    &[&BARRIER, &ONE_SHOT, &ONE_SIDED, &PULL, &PUSH, &REDUCE_LOCAL, &TWO_SHOT];
 
 /// Every code of [`DType`](crate::DType), the 8-bit floats included.
 const DTYPE: Axis = ("DTYPE", &["1", "2", "3", "4", "5", "6", "7", "8", "9", "10"]);
@@ -53,7 +53,7 @@ const SOME_DTYPES: Axis = ("DTYPE", &["1", "2", "4", "6", "9"]);
 const SUM: Axis = ("OP", &["1"]);
 const WIDE: Axis = ("THREADS", &["512"]);
 /// The sizes of what kernels are given, which they compare with their own.
-const COMM_BYTES: Axis = ("COMM_BYTES", &["120"]);
+const COMM_BYTES: Axis = ("COMM_BYTES", &["128"]);
 const CALL_BYTES: Axis = ("CALL_BYTES", &["72"]);
 const FAULT_BYTES: Axis = ("FAULT_BYTES", &["96"]);
 
@@ -71,6 +71,27 @@ macro_rules! collective {
 /// The entry of a call alone.
 pub(crate) const BARRIER: Kernel =
     collective!("barrier", [WORLD, ("THREADS", &["128"]), COMM_BYTES, CALL_BYTES, FAULT_BYTES],);
+
+/// Copies and signals between two ranks.
+pub(crate) const ONE_SIDED: Kernel = collective!(
+    "one_sided",
+    [
+        ("WORLD", &["1", "2", "16"]),
+        ("SHOTS", &["1", "3"]),
+        WIDE,
+        COMM_BYTES,
+        CALL_BYTES,
+        FAULT_BYTES
+    ],
+    [
+        ("WORLD", &["1", "2", "16"]),
+        ("SHOTS", &["2", "4"]),
+        ("THREADS", &["32"]),
+        COMM_BYTES,
+        CALL_BYTES,
+        FAULT_BYTES
+    ],
+);
 
 /// All-reduce through inboxes, in one shot.
 pub(crate) const ONE_SHOT: Kernel = collective!(
@@ -231,6 +252,13 @@ mod tests {
             assert!(reduce.contains(&format!("constexpr int {name} = {code};")), "{name}");
             assert!(OP.1.contains(&code.to_string().as_str()));
         }
+    }
+
+    #[test]
+    fn channels_are_as_many_as_the_host_says() {
+        let comm = HEADERS.iter().find(|(name, _)| *name == "comm.cuh").expect("comm").1;
+        let line = format!("constexpr u32 CHANNELS = {};", crate::signal::channel::CHANNELS);
+        assert!(comm.contains(&line), "{line}");
     }
 
     #[test]

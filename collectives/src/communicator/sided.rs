@@ -1,0 +1,333 @@
+//! One-sided operations: copies and signals between two ranks, outside the order of collectives.
+//!
+//! They are no calls of the communicator as collectives are: ranks need not make the same ones,
+//! they have no epoch, and nothing is compared on entry (rules S1, S2 and S6 are about collectives).
+//! They commit nothing either, as that takes all ranks. What is wrong with their arguments is told
+//! to the caller alone.
+
+#![allow(unsafe_code)] // copies between raw memory of ranks
+
+use std::time::Duration;
+
+use bytemuck::Pod;
+use symmpool_allocator::{Block, Error, Result, Stream};
+
+use super::Communicator;
+use crate::signal::channel::CHANNELS;
+
+/// A copy between this rank's memory and a peer's, checked.
+struct Copy {
+    from: u64,
+    to: u64,
+    bytes: u64,
+}
+
+impl Communicator {
+    /// How many channels lead from each rank to each other one.
+    pub const CHANNELS: u32 = CHANNELS;
+
+    /// Copies `src` into `peer`'s copy of `dst`, from element `at` on. `dst` lies in windows: commit
+    /// the pool after allocating it. `peer` may be this rank.
+    ///
+    /// In host memory the copy is done when the call returns; on a device it is put on `stream`.
+    /// The peer is to read it only after a later [`Self::signal`] of this thread or stream, and
+    /// nobody else touches the elements until then. For parts of `src` see [`Self::put_at`].
+    ///
+    /// # Errors
+    ///
+    /// `is_invalid_argument` for a peer that is no rank, elements beyond the end of `dst`, memory
+    /// that is no window, and copies onto themselves; why the communicator is closed, if it is.
+    pub fn put<T: Pod>(
+        &self,
+        dst: &Block<T>,
+        at: usize,
+        src: &Block<T>,
+        peer: u32,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.own("put", src, peer)?;
+        let to = self.element("put", dst, at, src.len(), peer)?;
+        // SAFETY: both blocks are borrowed, so live and mapped, for this length. Whoever else
+        // touches them meanwhile does so through raw pointers as well: there are no references into
+        // blocks.
+        unsafe { self.put_at(to, src.as_ptr().cast(), src.bytes() as usize, peer, stream) }
+    }
+
+    /// Copies from `peer`'s copy of `src`, from element `at` on, into the whole of `dst`. `src` lies
+    /// in windows. The peer must have written it and signalled: see [`Self::wait`].
+    ///
+    /// In host memory the copy is done when the call returns; on a device, when `stream` is past it.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::put`].
+    pub fn get<T: Pod>(
+        &self,
+        dst: &Block<T>,
+        src: &Block<T>,
+        at: usize,
+        peer: u32,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.own("get", dst, peer)?;
+        let from = self.element("get", src, at, dst.len(), peer)?;
+        // SAFETY: as in `put`.
+        unsafe { self.get_at(dst.as_ptr().cast(), from, dst.bytes() as usize, peer, stream) }
+    }
+
+    /// [`Self::put`] and then [`Self::signal`]: on a device, in one kernel.
+    pub fn put_signal<T: Pod>(
+        &self,
+        dst: &Block<T>,
+        at: usize,
+        src: &Block<T>,
+        peer: u32,
+        channel: u32,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.own("put_signal", src, peer)?;
+        let to = self.element("put_signal", dst, at, src.len(), peer)?;
+        let bytes = src.bytes() as usize;
+        // SAFETY: as in `put`.
+        unsafe { self.put_signal_at(to, src.as_ptr().cast(), bytes, peer, channel, stream) }
+    }
+
+    /// Copies `bytes` bytes from `src` to where `peer` has what this rank has at `dst`, which lies
+    /// in windows. Otherwise as [`Self::put`].
+    ///
+    /// # Safety
+    ///
+    /// `src` is readable for `bytes` bytes by whoever makes the copy (the CPU in host memory, else
+    /// the device), from now until `stream` is past it. Nobody else writes these, or touches the
+    /// peer's, meanwhile.
+    pub unsafe fn put_at(
+        &self,
+        dst: *mut u8,
+        src: *const u8,
+        bytes: usize,
+        peer: u32,
+        stream: &Stream,
+    ) -> Result<()> {
+        let to = self.remote("put", dst as u64, bytes as u64, peer)?;
+        let copy = self.copy("put", (src as u64, to), bytes as u64, peer)?;
+        // SAFETY: the caller's promise about this rank's memory; the peer's is a window.
+        unsafe { self.transfer(&copy, peer, None, stream) }
+    }
+
+    /// Copies `bytes` bytes from where `peer` has what this rank has at `src`, which lies in
+    /// windows, to `dst`. Otherwise as [`Self::get`].
+    ///
+    /// # Safety
+    ///
+    /// `dst` is writable for `bytes` bytes by whoever makes the copy (the CPU in host memory, else
+    /// the device), from now until `stream` is past it. Nobody else touches these, or writes the
+    /// peer's, meanwhile.
+    pub unsafe fn get_at(
+        &self,
+        dst: *mut u8,
+        src: *const u8,
+        bytes: usize,
+        peer: u32,
+        stream: &Stream,
+    ) -> Result<()> {
+        let from = self.remote("get", src as u64, bytes as u64, peer)?;
+        let copy = self.copy("get", (from, dst as u64), bytes as u64, peer)?;
+        // SAFETY: the caller's promise about this rank's memory; the peer's is a window.
+        unsafe { self.transfer(&copy, peer, None, stream) }
+    }
+
+    /// [`Self::put_at`] and then [`Self::signal`]: on a device, in one kernel.
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::put_at`].
+    pub unsafe fn put_signal_at(
+        &self,
+        dst: *mut u8,
+        src: *const u8,
+        bytes: usize,
+        peer: u32,
+        channel: u32,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.paired("put_signal", peer, channel)?;
+        let to = self.remote("put_signal", dst as u64, bytes as u64, peer)?;
+        let copy = self.copy("put_signal", (src as u64, to), bytes as u64, peer)?;
+        // SAFETY: the caller's promise about this rank's memory; the peer's is a window.
+        unsafe { self.transfer(&copy, peer, Some(channel), stream) }
+    }
+
+    /// Signals `peer` on a channel, one of [`Self::CHANNELS`]. Whatever this thread did before, in
+    /// host memory, or `stream` did before, on a device, is visible to the peer once its
+    /// [`Self::wait`] has taken the signal: copies into its memory as well as this rank's own.
+    ///
+    /// Signals are counted, in 64 bits, and may run ahead of the waits without bound. `peer` may be
+    /// this rank. On a device the count is kept in device memory, so a captured signal is one signal
+    /// more in every replay of its graph; signals to one peer on one channel run in the order of
+    /// the calls, also from several streams. What is captured is ordered by whoever launches the
+    /// graphs: two that signal one peer on one channel, or wait there, are not to run at once.
+    ///
+    /// # Errors
+    ///
+    /// `is_invalid_argument` for a peer or a channel that there is not; why the communicator is
+    /// closed, if it is.
+    pub fn signal(&self, peer: u32, channel: u32, stream: &Stream) -> Result<()> {
+        self.paired("signal", peer, channel)?;
+        match &self.sided {
+            Some(host) => host.signal(peer, channel),
+            None => self.lock().engine.cuda()?.signal(peer, channel, *stream),
+        }
+    }
+
+    /// Waits for the next signal of `peer` on a channel: the nth wait takes the nth signal, whether
+    /// it came before or comes later. In host memory this blocks the calling thread and no other;
+    /// on a device `stream` waits.
+    ///
+    /// # Errors
+    ///
+    /// `is_invalid_argument` for a peer or a channel that there is not. `is_timeout`, naming the
+    /// peer and the channel, where no signal comes within `timeout` (zero: where none is there):
+    /// - in host memory from this call. No signal is taken then, and the communicator can be used
+    ///   on; `is_peer_lost` if the peer's process is gone.
+    /// - on a device from [`Self::synchronize`] or the next call; the time begins when `stream`
+    ///   comes to the wait. What follows on the stream was to use what the signal stands for, so the
+    ///   communicator is closed on this rank: nothing more of it runs.
+    pub fn wait(&self, peer: u32, channel: u32, timeout: Duration, stream: &Stream) -> Result<()> {
+        self.paired("wait", peer, channel)?;
+        match &self.sided {
+            Some(host) => host.wait(peer, channel, timeout),
+            None => self.lock().engine.cuda()?.wait((peer, channel), timeout, *stream),
+        }
+    }
+
+    /// # Safety
+    ///
+    /// This rank's end of the copy is readable or writable by whoever makes it until `stream` is
+    /// past it, and the other end a window; nobody else uses either in a way that collides.
+    unsafe fn transfer(
+        &self,
+        copy: &Copy,
+        peer: u32,
+        channel: Option<u32>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let Copy { from, to, bytes } = *copy;
+        tracing::trace!(rank = self.rank(), peer, bytes, ?channel, "one-sided copy");
+        match &self.sided {
+            Some(host) => {
+                // SAFETY: the caller's promise; the ends do not overlap (see `copy`).
+                unsafe { host.copy(from, to, bytes as usize) }?;
+                channel.map_or(Ok(()), |channel| host.signal(peer, channel))
+            }
+            None => {
+                let mut inner = self.lock();
+                // SAFETY: the caller's promise.
+                unsafe { inner.engine.cuda()?.copy((from, to), bytes, (peer, channel), *stream) }
+            }
+        }
+    }
+
+    /// Refuses a block of another pool, which whoever makes the copy may not reach.
+    fn own<T: Pod>(&self, what: &str, block: &Block<T>, peer: u32) -> Result<()> {
+        if self.pool.layout().locate(block.address()) == Some((self.rank(), block.offset())) {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!(
+            "{what} between rank {} and rank {peer}: {block:?} is not a block of the \
+             communicator's pool",
+            self.rank()
+        )))
+    }
+
+    /// This rank's address of element `at` of a block, of which there are `count` more.
+    fn element<T: Pod>(
+        &self,
+        what: &str,
+        block: &Block<T>,
+        at: usize,
+        count: usize,
+        peer: u32,
+    ) -> Result<*mut u8> {
+        if at.checked_add(count).is_none_or(|end| end > block.len()) {
+            return Err(Error::invalid_argument(format!(
+                "{what} of {count} elements from {at} on of {block:?}, between rank {} and rank \
+                 {peer}: it has {}",
+                self.rank(),
+                block.len()
+            )));
+        }
+        Ok(block.as_ptr().wrapping_add(at).cast())
+    }
+
+    /// Where `peer` has what this rank has in `bytes` bytes of windows from `address` on.
+    fn remote(&self, what: &str, address: u64, bytes: u64, peer: u32) -> Result<u64> {
+        self.paired(what, peer, 0)?;
+        if bytes == 0 {
+            return Ok(address);
+        }
+        let (me, layout) = (self.rank(), self.pool.layout());
+        let refuse = |why: &str| {
+            Err(Error::invalid_argument(format!(
+                "{what} of {bytes} bytes at {address:#x} on rank {me}, for rank {peer}'s copy of \
+                 them: {why}"
+            )))
+        };
+        let Some((slot, offset)) = layout.locate(address) else {
+            return refuse("they are not in the pool's heap");
+        };
+        if slot != me {
+            return refuse("they lie in another rank's slot; pass this rank's own address of them");
+        }
+        // As they are now: windows may have gone, and no commit is made here.
+        if !self.pool.windows().covers(address, bytes) {
+            return refuse("they are not all in windows; commit the pool after allocating");
+        }
+        let own = self.control.as_ref().map(|control| (control.offset(), control.bytes()));
+        if let Some((begin, length)) = own
+            && offset < begin + length
+            && begin < offset.saturating_add(bytes)
+        {
+            return refuse("they lie over the communicator's own control block");
+        }
+        layout.peer(peer, address)
+    }
+
+    /// Refuses what is no memory of this rank, and ends that overlap.
+    fn copy(&self, what: &str, (from, to): (u64, u64), bytes: u64, peer: u32) -> Result<Copy> {
+        let (me, layout) = (self.rank(), self.pool.layout());
+        let mine = if what == "get" { to } else { from };
+        let elsewhere = |address| layout.locate(address).is_some_and(|(slot, _)| slot != me);
+        let why = match (from.checked_add(bytes), to.checked_add(bytes)) {
+            _ if bytes == 0 => return Ok(Copy { from, to, bytes }),
+            (None, _) | (_, None) => "no memory is that long",
+            _ if mine == 0 => "it is not memory",
+            _ if elsewhere(mine) || elsewhere(mine + (bytes - 1)) => {
+                "it reaches into another rank's slot"
+            }
+            (Some(from_end), Some(to_end)) if from < to_end && to < from_end => "both ends overlap",
+            _ => return Ok(Copy { from, to, bytes }),
+        };
+        Err(Error::invalid_argument(format!(
+            "{what} of {bytes} bytes between {mine:#x} on rank {me} and rank {peer}: {why}"
+        )))
+    }
+
+    /// Refuses peers and channels that there are not.
+    fn paired(&self, what: &str, peer: u32, channel: u32) -> Result<()> {
+        if peer >= self.world() {
+            return Err(Error::invalid_argument(format!(
+                "{what} on rank {} with rank {peer}: there are {} ranks",
+                self.rank(),
+                self.world()
+            )));
+        }
+        if channel >= CHANNELS {
+            return Err(Error::invalid_argument(format!(
+                "{what} on rank {} with rank {peer} on channel {channel}: channels are 0 to {}",
+                self.rank(),
+                CHANNELS - 1
+            )));
+        }
+        Ok(())
+    }
+}

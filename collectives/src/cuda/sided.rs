@@ -1,0 +1,134 @@
+//! Copies and signals between two ranks: one-sided operations as kernels on a stream.
+
+#![allow(unsafe_code)] // launches kernels on raw addresses
+
+use std::time::Duration;
+
+use symmpool_allocator::{Result, Stream};
+
+use super::engine::CudaEngine;
+use super::kernels::Specialty;
+use super::params::{CallParams, Comm};
+use crate::jit::sources::ONE_SIDED;
+
+/// Bits of `SHOTS` in the kernel.
+const COPY: u8 = 1;
+const SIGNAL: u8 = 2;
+const WAIT: u8 = 4;
+
+/// Threads of a block that copies, and most blocks: what keeps a link busy, and leaves room beside.
+const COPY_THREADS: u32 = 512;
+const COPY_BLOCKS: u64 = 64;
+/// Threads of a kernel that only signals or waits.
+const FEW_THREADS: u32 = 32;
+
+/// One end of a channel of this rank: operations on one of these run in the order of the calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Channel {
+    sends: bool,
+    peer: u32,
+    number: u32,
+}
+
+impl CudaEngine {
+    /// Copies `bytes` bytes between addresses that this rank has mapped, and then, if there is a
+    /// channel, signals the peer.
+    ///
+    /// # Safety
+    ///
+    /// `from` is readable and `to` writable on the device for `bytes` bytes until the stream is
+    /// past it; they do not overlap; nobody else writes the one or touches the other meanwhile.
+    pub(crate) unsafe fn copy(
+        &mut self,
+        (from, to): (u64, u64),
+        bytes: u64,
+        (peer, channel): (u32, Option<u32>),
+        stream: Stream,
+    ) -> Result<()> {
+        if bytes == 0 {
+            return match channel {
+                Some(channel) => self.signal(peer, channel, stream),
+                None => self.ready(),
+            };
+        }
+        let blocks = bytes.div_ceil(16 * u64::from(COPY_THREADS)).min(COPY_BLOCKS) as u32;
+        let details = [0, u64::from(channel.unwrap_or(0)), 0, 0];
+        let params = CallParams {
+            details,
+            input: from,
+            output: to,
+            bytes,
+            stride: 0,
+            root: peer,
+            unused: 0,
+        };
+        let signals = channel.map(|number| Channel { sends: true, peer, number });
+        let shots = if signals.is_some() { COPY | SIGNAL } else { COPY };
+        let comm = self.comm;
+        // SAFETY: the caller's promise.
+        unsafe { self.put_sided(shots, (blocks, COPY_THREADS), &comm, &params, signals, stream) }
+    }
+
+    /// Signals the peer, after what is on the stream.
+    pub(crate) fn signal(&mut self, peer: u32, channel: u32, stream: Stream) -> Result<()> {
+        let (params, comm) = (nothing(peer, channel, 0), self.comm);
+        let end = Channel { sends: true, peer, number: channel };
+        // SAFETY: nothing is pointed to but the control block, which the communicator keeps.
+        unsafe { self.put_sided(SIGNAL, (1, FEW_THREADS), &comm, &params, Some(end), stream) }
+    }
+
+    /// Has the stream wait for the peer's next signal.
+    pub(crate) fn wait(
+        &mut self,
+        (peer, channel): (u32, u32),
+        timeout: Duration,
+        stream: Stream,
+    ) -> Result<()> {
+        let nanoseconds = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
+        let params = nothing(peer, channel, nanoseconds);
+        let comm = Comm { timeout: nanoseconds, ..self.comm };
+        let end = Channel { sends: false, peer, number: channel };
+        // SAFETY: as in `signal`.
+        unsafe { self.put_sided(WAIT, (1, FEW_THREADS), &comm, &params, Some(end), stream) }
+    }
+
+    /// # Safety
+    ///
+    /// As `Kernels::launch`.
+    unsafe fn put_sided(
+        &mut self,
+        shots: u8,
+        grid: (u32, u32),
+        comm: &Comm,
+        params: &CallParams,
+        end: Option<Channel>,
+        stream: Stream,
+    ) -> Result<()> {
+        self.ready()?;
+        let kernel = self.kernel(Specialty { shots, ..Specialty::new(&ONE_SIDED, grid.1) })?;
+        // Only what counts on one end of a channel has an order of its own.
+        let last = end.and_then(|end| self.channels.get(&end).copied());
+        if let Some(last) = last.filter(|last| *last != stream) {
+            self.follow(last, stream)?;
+        }
+        // SAFETY: as the caller promised.
+        unsafe { self.launch_apart(kernel, grid, comm, params, stream) }?;
+        if let Some(end) = end {
+            self.channels.insert(end, stream);
+        }
+        Ok(())
+    }
+}
+
+/// Parameters of a kernel that copies nothing.
+fn nothing(peer: u32, channel: u32, timeout: u64) -> CallParams {
+    CallParams {
+        details: [timeout, u64::from(channel), 0, 0],
+        input: 0,
+        output: 0,
+        bytes: 0,
+        stride: 0,
+        root: peer,
+        unused: 0,
+    }
+}

@@ -1,0 +1,138 @@
+//! Signals and copies between two ranks, outside calls: the host's side of one-sided operations.
+//!
+//! Apart from [`HostEngine`], which serves one call at a time: a thread may wait here while another
+//! signals or makes a call. Nothing here takes part in the epoch protocol.
+
+#![allow(unsafe_code)] // copies between ranks' memory, and a view of the control block
+
+use std::fmt;
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use symmpool_allocator::{Deadline, Error, HeapLayout, Result};
+
+use super::HostEngine;
+use super::control::Control;
+use super::kernels::copy;
+use super::wait::{Patience, SLICE, Waiter, wake_all};
+use crate::signal::channel::{CHANNELS, take};
+use crate::signal::wake_sleepers;
+
+/// Tells whether a rank's process still runs.
+type PeerAlive = Box<dyn Fn(u32) -> bool + Send + Sync>;
+
+/// One rank's side of the channels of a communicator.
+pub(crate) struct HostSided {
+    layout: HeapLayout,
+    control: Control,
+    patience: Patience,
+    timeout: Duration,
+    /// The engine's: after a failure nothing is served here either.
+    failed: Arc<OnceLock<Error>>,
+    alive: PeerAlive,
+    /// Signals taken, by source and channel.
+    taken: Vec<AtomicU64>,
+}
+
+impl HostEngine {
+    /// This rank's side of the channels.
+    ///
+    /// # Safety
+    ///
+    /// What was promised to [`HostEngine::new`] holds until the value is dropped.
+    pub(crate) unsafe fn sided(&self, timeout: Duration, alive: PeerAlive) -> HostSided {
+        let pairs = self.world() as usize * CHANNELS as usize;
+        HostSided {
+            layout: self.layout,
+            control: self.control,
+            patience: self.patience,
+            timeout,
+            failed: Arc::clone(&self.failed),
+            alive,
+            taken: (0..pairs).map(|_| AtomicU64::new(0)).collect(),
+        }
+    }
+}
+
+impl HostSided {
+    /// Refuses after a failure of the communicator.
+    pub(crate) fn ready(&self) -> Result<()> {
+        self.failed.get().map_or(Ok(()), |error| Err(error.clone()))
+    }
+
+    /// Copies `bytes` bytes.
+    ///
+    /// # Safety
+    ///
+    /// `from` is readable and `to` writable for `bytes`; they do not overlap; nobody else writes
+    /// `from` or touches `to` meanwhile.
+    pub(crate) unsafe fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<()> {
+        self.ready()?;
+        // SAFETY: exactly the caller's promises.
+        unsafe { copy(from as *const u8, to as *mut u8, bytes) };
+        Ok(())
+    }
+
+    /// Signals `peer`, which sees whatever this thread did before. Both are in range.
+    pub(crate) fn signal(&self, peer: u32, channel: u32) -> Result<()> {
+        self.ready()?;
+        let slot = self.control.channel(peer, self.layout.rank, channel);
+        slot.count_up();
+        wake_sleepers(std::iter::once(slot), wake_all);
+        Ok(())
+    }
+
+    /// Waits for the next signal of `peer`. Both are in range.
+    pub(crate) fn wait(&self, peer: u32, channel: u32, timeout: Duration) -> Result<()> {
+        self.ready()?;
+        let slot = self.control.channel(self.layout.rank, peer, channel);
+        let taken = &self.taken[peer as usize * CHANNELS as usize + channel as usize];
+        let mut waiter = Waiter::new(self.patience, self.watch(peer, channel, timeout));
+        take(slot, taken, &mut waiter).map(|_| ())
+    }
+
+    /// Why a wait may end: the communicator has failed, here or on a peer; the peer's process is
+    /// gone; time is over.
+    fn watch(&self, peer: u32, channel: u32, timeout: Duration) -> impl FnMut() -> Result<()> {
+        let mut deadline: Option<Deadline> = None;
+        let mut next_look = None;
+        let mut dead = false;
+        move || {
+            let me = self.layout.rank;
+            self.ready()?;
+            if self.control.aborted(me)
+                && let Some(end) = self.control.told(&self.layout)
+            {
+                return Err(end.fault.to_error(me, end.reporter, self.timeout));
+            }
+            // The peer may have signalled and then ended: one more look came after `dead` was set.
+            if dead {
+                let what = format!(
+                    "its process ended while rank {me} waited for its signal on channel {channel}"
+                );
+                return Err(Error::peer_lost(vec![peer], what));
+            }
+            let deadline = deadline.get_or_insert_with(|| Deadline::after(timeout));
+            if deadline.expired() {
+                let what = format!("waiting for a signal of rank {peer} on channel {channel}");
+                return Err(Error::timeout(format!("{what}, on rank {me}"), timeout, vec![peer]));
+            }
+            if peer != me {
+                let now = Instant::now();
+                if next_look.is_none_or(|at| now >= at) {
+                    // Not at once: a peer that is merely late costs no system call.
+                    dead = next_look.is_some() && !(self.alive)(peer);
+                    next_look = Some(now + if dead { Duration::ZERO } else { SLICE });
+                }
+            }
+            Ok(())
+        }
+    }
+}
+
+impl fmt::Debug for HostSided {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostSided").field("layout", &self.layout).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,176 @@
+//! Channels: signals from one rank to another outside collectives, which are counted.
+//!
+//! The word of a channel's [`Slot`] is the number of signals that were ever sent; only the sending
+//! rank changes it, and it only grows. The waiting rank has a count of its own of those it took. A
+//! wait succeeds once there are more sent than taken, and takes exactly one; so signals may run
+//! ahead of waits, and waits ahead of signals, without bound: 64 bits do not wrap.
+//!
+//! Threads of either rank may signal and wait at the same time. Every signal is an addition that
+//! releases, so whoever acquires count `n` sees what came before each of the first `n` signals.
+
+use std::sync::atomic::Ordering;
+
+use super::{Atomics, Pause, Slot, Word};
+
+/// Channels between two ranks, each way.
+pub(crate) const CHANNELS: u32 = 16;
+
+impl<A: Atomics> Slot<A> {
+    /// One signal more: whoever takes it sees all this thread wrote before (S3).
+    /// [`wake_sleepers`](super::wake_sleepers) must follow, and wake all of them.
+    #[inline]
+    pub(crate) fn count_up(&self) {
+        self.word.add(1, Ordering::Release);
+    }
+}
+
+/// Waits until there is a signal that was not taken, takes it, and gives back which one it is,
+/// counted from 1. Where the pause ends the wait, nothing was taken.
+#[inline]
+pub(crate) fn take<A: Atomics, P: Pause<A>>(
+    slot: &Slot<A>,
+    taken: &A::U64,
+    pause: &mut P,
+) -> Result<u64, P::Error> {
+    loop {
+        let before = taken.load(Ordering::Relaxed);
+        let sent = slot.word.load(Ordering::Acquire);
+        if sent > before {
+            // Another thread may have taken it first; then look for the next.
+            if taken.replace(before, before + 1) {
+                return Ok(before + 1);
+            }
+            continue;
+        }
+        if pause.pause()? {
+            slot.sleeping.add(1, Ordering::Relaxed);
+            // Pairs with the fence in `wake_sleepers`, as in `await_word`.
+            A::fence();
+            if slot.word.load(Ordering::Acquire) == sent {
+                pause.park(slot, sent as u32);
+            }
+            slot.sleeping.add(1_u32.wrapping_neg(), Ordering::Relaxed);
+        }
+    }
+}
+
+#[cfg(all(test, loom))]
+#[allow(unsafe_code)] // the cells that loom watches are read and written through raw pointers
+mod models {
+    use std::sync::atomic::Ordering;
+
+    use loom::cell::UnsafeCell;
+    use loom::sync::Arc;
+    use loom::sync::atomic::AtomicU64;
+
+    use super::super::tests::{Futex, Loom, Sleeper, Spinner};
+    use super::super::wake_sleepers;
+    use super::*;
+
+    struct Channel {
+        slot: Slot<Loom>,
+        taken: AtomicU64,
+        futex: Futex,
+        /// What signals hand over, one after the other.
+        data: [UnsafeCell<u64>; 2],
+    }
+
+    impl Channel {
+        fn new() -> Arc<Self> {
+            Arc::new(Self {
+                slot: Slot::for_model(),
+                taken: AtomicU64::new(0),
+                futex: Futex::new(),
+                data: std::array::from_fn(|_| UnsafeCell::new(0)),
+            })
+        }
+
+        fn put(&self, which: usize) {
+            // SAFETY: the protocol under test orders this write before reads of the cell.
+            self.data[which].with_mut(|cell| unsafe { *cell = 7 });
+        }
+
+        fn seen(&self, which: usize) -> u64 {
+            // SAFETY: as above.
+            self.data[which].with(|cell| unsafe { *cell })
+        }
+
+        fn signal(&self) {
+            self.slot.count_up();
+            wake_sleepers(std::iter::once(&self.slot), |_| self.futex.wake());
+        }
+
+        fn take<P: Pause<Loom, Error = std::convert::Infallible>>(&self, pause: &mut P) -> u64 {
+            match take(&self.slot, &self.taken, pause) {
+                Ok(number) => number,
+                Err(never) => match never {},
+            }
+        }
+    }
+
+    #[test]
+    fn loom_a_wait_sees_what_came_before_its_signal() {
+        // S3: also where the next signal has run ahead.
+        loom::model(|| {
+            let channel = Channel::new();
+            let theirs = Arc::clone(&channel);
+            let sender = loom::thread::spawn(move || {
+                for which in 0..2 {
+                    theirs.put(which);
+                    theirs.signal();
+                }
+            });
+            for which in 0..2 {
+                assert_eq!(channel.take(&mut Spinner), which as u64 + 1);
+                assert_eq!(channel.seen(which), 7);
+            }
+            sender.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn loom_signals_of_two_threads_are_all_counted_and_seen() {
+        loom::model(|| {
+            let channel = Channel::new();
+            let senders: Vec<_> = (0..2)
+                .map(|which| {
+                    let theirs = Arc::clone(&channel);
+                    loom::thread::spawn(move || {
+                        theirs.put(which);
+                        theirs.slot.count_up();
+                    })
+                })
+                .collect();
+            for _ in 0..2 {
+                channel.take(&mut Spinner);
+            }
+            // Having taken both, whatever came before either is there.
+            assert_eq!([channel.seen(0), channel.seen(1)], [7, 7]);
+            for sender in senders {
+                sender.join().unwrap();
+            }
+        });
+    }
+
+    #[test]
+    fn loom_two_sleepers_take_a_signal_each() {
+        // No wake-up is lost, which would be a deadlock, and no signal is taken twice.
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(3);
+        model.check(|| {
+            let channel = Channel::new();
+            let theirs = Arc::clone(&channel);
+            let waiter = loom::thread::spawn(move || theirs.take(&mut Sleeper(&theirs.futex)));
+            let sends = Arc::clone(&channel);
+            let sender = loom::thread::spawn(move || {
+                sends.signal();
+                sends.signal();
+            });
+            let mine = channel.take(&mut Sleeper(&channel.futex));
+            let other = waiter.join().unwrap();
+            sender.join().unwrap();
+            assert_eq!(mine + other, 3, "signals {mine} and {other}");
+            assert_eq!(channel.taken.load(Ordering::Relaxed), 2);
+        });
+    }
+}
