@@ -94,6 +94,36 @@ impl Group {
         Self::from_config(&EnvConfig::from_env()?, deadline)
     }
 
+    /// Participant `rank` of `world` that meet over TCP at `address`: a host and a port there, as in
+    /// `127.0.0.1:29500`. Rank 0 serves the store, as in [`from_env`](Group::from_env); `secret` is
+    /// what all ranks have to know, and may be absent on a loopback address.
+    ///
+    /// Fails with [`Error::is_invalid_argument`] unless `rank < world <= `[`Group::MAX_WORLD`] and the
+    /// address has a port.
+    pub fn over_tcp(
+        rank: u32,
+        world: u32,
+        address: &str,
+        secret: Option<&str>,
+        deadline: Deadline,
+    ) -> Result<Self> {
+        check_rank(rank, world)?;
+        let parts = address.rsplit_once(':').and_then(|(host, port)| {
+            let host = host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host);
+            Some((host, port.parse().ok().filter(|port: &u16| *port != 0)?))
+        });
+        let Some((host, port)) = parts.filter(|(host, _)| !host.is_empty()) else {
+            return Err(Error::invalid_argument(format!(
+                "store address {address:?}: a host and a port from 1 to 65535 are needed, as in \
+                 127.0.0.1:29500"
+            )));
+        };
+        let secret = secret.map(str::to_owned);
+        let address = host.to_owned();
+        let config = EnvConfig { rank, world, local_rank: None, address, port, secret };
+        Self::from_config(&config, deadline)
+    }
+
     fn from_config(config: &EnvConfig, deadline: Deadline) -> Result<Self> {
         let EnvConfig { rank, world, local_rank, .. } = *config;
         let (store, server) = config.meet(deadline).map_err(|error| {
@@ -104,13 +134,7 @@ impl Group {
     }
 
     fn of(member: Member) -> Result<Self> {
-        let Member { rank, world, .. } = member;
-        check_world(world)?;
-        if rank >= world {
-            return Err(Error::invalid_argument(format!(
-                "rank {rank} of a group of {world} ranks; ranks count from 0"
-            )));
-        }
+        check_rank(member.rank, member.world)?;
         Ok(Self {
             member: Arc::new(member),
             namespace: Namespace::new("symmpool".into()),
@@ -200,6 +224,16 @@ impl Group {
         }
         Ok(gathered)
     }
+}
+
+fn check_rank(rank: u32, world: u32) -> Result<()> {
+    check_world(world)?;
+    if rank >= world {
+        return Err(Error::invalid_argument(format!(
+            "rank {rank} of a group of {world} ranks; ranks count from 0"
+        )));
+    }
+    Ok(())
 }
 
 fn check_world(world: u32) -> Result<()> {
@@ -328,6 +362,30 @@ mod tests {
                 });
             }
         });
+    }
+
+    #[test]
+    fn ranks_meet_at_an_address() {
+        let probe = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = probe.local_addr().unwrap().to_string();
+        drop(probe);
+        std::thread::scope(|scope| {
+            for rank in 0..2 {
+                let address = &address;
+                scope.spawn(move || {
+                    let deadline = Deadline::seconds(60);
+                    let group = Group::over_tcp(rank, 2, address, Some("a secret here"), deadline);
+                    let all = group.unwrap().all_gather("rank", &[rank as u8], deadline).unwrap();
+                    assert_eq!(all.parts().flatten().copied().collect::<Vec<_>>(), [0, 1]);
+                });
+            }
+        });
+        for wrong in ["", "127.0.0.1", ":1", "127.0.0.1:0", "127.0.0.1:65536", "host:x"] {
+            let error = Group::over_tcp(0, 1, wrong, None, Deadline::seconds(5)).unwrap_err();
+            assert!(error.is_invalid_argument(), "{wrong}: {error}");
+        }
+        let error = Group::over_tcp(2, 2, &address, None, Deadline::seconds(5)).unwrap_err();
+        assert!(error.is_invalid_argument(), "{error}");
     }
 
     #[test]

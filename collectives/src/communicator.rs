@@ -4,11 +4,13 @@
 //! | --- | --- |
 //! | here | making one, and the calls on blocks |
 //! | `slices` | the same calls on ordinary memory |
+//! | `raw` | the same calls on addresses |
 //! | `peers` | whether the other ranks' processes still run |
 
 #![allow(unsafe_code)] // passes on blocks as raw memory that the pool keeps mapped
 
 mod peers;
+mod raw;
 mod slices;
 
 use std::fmt;

@@ -32,6 +32,20 @@ pub enum AllReduceAlgorithm {
     TwoShot = 2,
 }
 
+impl AllReduceAlgorithm {
+    /// All of them, `Auto` first.
+    pub const ALL: [Self; 3] = [Self::Auto, Self::OneShot, Self::TwoShot];
+
+    /// The name used in options and reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::OneShot => "one_shot",
+            Self::TwoShot => "two_shot",
+        }
+    }
+}
+
 /// Up to here windows take one phase through scratch instead of two without; bytes, for the square
 /// of the number of ranks: more ranks make a phase dearer, above all when they share cores, and
 /// each then reduces a smaller share.

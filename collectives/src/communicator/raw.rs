@@ -1,0 +1,192 @@
+//! The same calls on addresses: for callers whose memory is not a block's own type, such as tensors
+//! of another language.
+//!
+//! An address inside a window is used where it lies; other memory is staged, as slices are. Which of
+//! the two it is follows from the address alone.
+
+#![allow(unsafe_code)] // callers hand over raw memory, and promise what it is
+
+use symmpool_allocator::{Error, Result, Stream};
+
+use super::{Communicator, Inner};
+use crate::{DType, Place, ReduceOp};
+
+impl Communicator {
+    /// Reduces `count` elements of every rank's `input` into every rank's `output`; in place if
+    /// both are one address. Otherwise as [`Self::all_reduce_into`].
+    ///
+    /// # Safety
+    ///
+    /// `input` is readable and `output` writable for `count` elements by whoever runs the call (the
+    /// CPU in host memory, else the device), from now until `stream` is past the call. Nobody else
+    /// touches them meanwhile, in any rank's slot where they lie in a window.
+    pub unsafe fn all_reduce_at(
+        &self,
+        output: *mut u8,
+        input: *const u8,
+        count: usize,
+        dtype: DType,
+        op: ReduceOp,
+        stream: &Stream,
+    ) -> Result<()> {
+        let mut inner = self.begin(stream)?;
+        let bytes = count.saturating_mul(dtype.size());
+        let from = self.place_at(&mut inner, input.cast_mut(), bytes)?;
+        let to = self.place_at(&mut inner, output, bytes)?;
+        // SAFETY: the caller's promise, for this count; windows are covered (`place_at`).
+        unsafe { inner.engine.all_reduce(from, to, count, dtype, op, self.algorithm) }
+    }
+
+    /// Reduces part `r` of every rank's `input` into rank `r`'s `output` of `count` elements; the
+    /// input has `world` times as many. Otherwise as [`Self::reduce_scatter_into`].
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::all_reduce_at`], for these lengths.
+    pub unsafe fn reduce_scatter_at(
+        &self,
+        output: *mut u8,
+        input: *const u8,
+        count: usize,
+        dtype: DType,
+        op: ReduceOp,
+        stream: &Stream,
+    ) -> Result<()> {
+        let mut inner = self.begin(stream)?;
+        let bytes = count.saturating_mul(dtype.size());
+        let from = self.place_at(&mut inner, input.cast_mut(), self.all_parts(bytes))?;
+        let to = self.place_at(&mut inner, output, bytes)?;
+        // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
+        unsafe { inner.engine.reduce_scatter(from, to, count, dtype, op) }
+    }
+
+    /// Copies rank `r`'s `input` of `count` elements to part `r` of every rank's `output`, which
+    /// has `world` parts. Otherwise as [`Self::all_gather_into`].
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::all_reduce_at`], for these lengths.
+    pub unsafe fn all_gather_at(
+        &self,
+        output: *mut u8,
+        input: *const u8,
+        count: usize,
+        dtype: DType,
+        stream: &Stream,
+    ) -> Result<()> {
+        let mut inner = self.begin(stream)?;
+        let bytes = count.saturating_mul(dtype.size());
+        let from = self.place_at(&mut inner, input.cast_mut(), bytes)?;
+        let to = self.place_at(&mut inner, output, self.all_parts(bytes))?;
+        // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
+        unsafe { inner.engine.all_gather(from, to, count, dtype) }
+    }
+
+    /// Copies the root's `count` elements at `data` into every other rank's. Otherwise as
+    /// [`Self::broadcast`].
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::all_reduce_at`]; `data` is written to on ranks other than the root.
+    pub unsafe fn broadcast_at(
+        &self,
+        data: *mut u8,
+        count: usize,
+        dtype: DType,
+        root: u32,
+        stream: &Stream,
+    ) -> Result<()> {
+        let mut inner = self.begin(stream)?;
+        let place = self.place_at(&mut inner, data, count.saturating_mul(dtype.size()))?;
+        // SAFETY: the caller's promise, for this count; windows are covered (`place_at`).
+        unsafe { inner.engine.broadcast(place, count, dtype, root) }
+    }
+
+    /// Sends part `r` of `input` to rank `r`, where it becomes part `rank` of `output`. Both have
+    /// `world` parts of `count` elements. Otherwise as [`Self::all_to_all_into`].
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::all_reduce_at`], for these lengths.
+    pub unsafe fn all_to_all_at(
+        &self,
+        output: *mut u8,
+        input: *const u8,
+        count: usize,
+        dtype: DType,
+        stream: &Stream,
+    ) -> Result<()> {
+        let mut inner = self.begin(stream)?;
+        let bytes = self.all_parts(count.saturating_mul(dtype.size()));
+        let from = self.place_at(&mut inner, input.cast_mut(), bytes)?;
+        let to = self.place_at(&mut inner, output, bytes)?;
+        // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
+        unsafe { inner.engine.all_to_all(from, to, count, dtype) }
+    }
+
+    /// Sends `input_split_sizes[r]` elements to rank `r`, and receives `output_split_sizes[r]` from
+    /// it. Otherwise as [`Self::all_to_all_v_into`].
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::all_reduce_at`], `input` and `output` for the sums of their split sizes.
+    pub unsafe fn all_to_all_v_at(
+        &self,
+        output: *mut u8,
+        input: *const u8,
+        output_split_sizes: &[usize],
+        input_split_sizes: &[usize],
+        dtype: DType,
+        stream: &Stream,
+    ) -> Result<()> {
+        let mut inner = self.begin(stream)?;
+        let bytes = |sizes: &[usize]| {
+            let count = sizes.iter().fold(0_usize, |sum, size| sum.saturating_add(*size));
+            count.saturating_mul(dtype.size())
+        };
+        let from = self.place_at(&mut inner, input.cast_mut(), bytes(input_split_sizes))?;
+        let to = self.place_at(&mut inner, output, bytes(output_split_sizes))?;
+        let (send, receive) = (input_split_sizes, output_split_sizes);
+        // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
+        unsafe { inner.engine.all_to_all_v(from, send, to, receive, dtype) }
+    }
+
+    /// Stands in for the next call where the caller has found its own arguments wrong: the other
+    /// ranks get an error at once instead of a wait, and all stay in step. Returns what to report:
+    /// `why`, or why the communicator is closed.
+    #[cold]
+    pub fn decline(&self, why: Error, stream: &Stream) -> Error {
+        match self.begin(stream) {
+            Ok(mut inner) => inner.engine.decline(why),
+            Err(error) => error,
+        }
+    }
+
+    /// Where memory lies, for the engine; as [`Self::place`] for what may be no block of the pool.
+    fn place_at(&self, inner: &mut Inner, pointer: *mut u8, bytes: usize) -> Result<Place> {
+        let address = pointer as u64;
+        let Some((slot, offset)) = self.pool.layout().locate(address) else {
+            return Ok(Place::Plain(pointer));
+        };
+        if slot != self.rank() {
+            let why = format!(
+                "address {address:#x} on rank {} lies in rank {slot}'s slot; a rank passes memory \
+                 of its own",
+                self.rank()
+            );
+            return Err(inner.engine.decline(Error::invalid_argument(why)));
+        }
+        if !inner.windows.covers(address, bytes as u64) {
+            inner.windows = self.pool.windows();
+            if !inner.windows.covers(address, bytes as u64) {
+                return Ok(Place::Plain(pointer));
+            }
+        }
+        Ok(Place::Window(offset))
+    }
+
+    /// `world` times as many bytes. More than there can be stays more than there can be.
+    fn all_parts(&self, bytes: usize) -> usize {
+        bytes.saturating_mul(self.world() as usize)
+    }
+}

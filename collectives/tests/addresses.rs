@@ -1,0 +1,158 @@
+//! Collectives on addresses: inside blocks, in ordinary memory, and where a rank may not pass them.
+
+use std::thread;
+use std::time::Duration;
+
+use symmpool_allocator::{Block, Driver, Error, Group, Pool, Stream};
+use symmpool_collectives::{Communicator, DType, ReduceOp};
+
+const STREAM: &Stream = &Stream::DEFAULT;
+/// Elements of every buffer, and how far into its block it begins.
+const COUNT: usize = 60;
+const SHIFT: usize = 7;
+
+fn ranks(world: u32, body: impl Fn(&Pool) + Sync) {
+    thread::scope(|scope| {
+        for group in Group::in_process(world).expect("a small group") {
+            let body = &body;
+            scope.spawn(move || {
+                let group = group.with_timeout(Duration::from_secs(20));
+                body(&Pool::builder(group).driver(Driver::host().unwrap()).build().unwrap());
+            });
+        }
+    });
+}
+
+/// A buffer of the test, in a block or not.
+enum Memory {
+    Window(Block<i32>),
+    Plain(Vec<i32>),
+}
+
+impl Memory {
+    fn new(pool: &Pool, window: bool, values: &[i32]) -> Self {
+        if !window {
+            return Self::Plain(values.to_vec());
+        }
+        let block = pool.alloc(COUNT + SHIFT).unwrap();
+        block.write(&[&[-1; SHIFT], values].concat()).unwrap();
+        Self::Window(block)
+    }
+
+    fn address(&mut self) -> *mut u8 {
+        match self {
+            Self::Window(block) => block.as_ptr().wrapping_add(SHIFT).cast(),
+            Self::Plain(values) => values.as_mut_ptr().cast(),
+        }
+    }
+
+    fn values(&self) -> Vec<i32> {
+        match self {
+            Self::Window(block) => block.read().unwrap()[SHIFT..].to_vec(),
+            Self::Plain(values) => values.clone(),
+        }
+    }
+}
+
+/// What every collective leaves in its output (its only buffer, in place), from `i * 10 + rank`.
+fn results(pool: &Pool, comm: &Communicator, window: bool) -> Vec<Vec<i32>> {
+    let me = comm.rank();
+    let values: Vec<i32> = (0..COUNT as i32).map(|i| i * 10 + me as i32).collect();
+    let (op, dtype, part) = (ReduceOp::Sum, DType::I32, COUNT / 3);
+    let (send, receive) = ([me as usize + 1; 3], [1, 2, 3]);
+    let call = |number| {
+        let mut input = Memory::new(pool, window, &values);
+        let mut output = Memory::new(pool, window, &[0; COUNT]);
+        let (from, to) = (input.address(), output.address());
+        // SAFETY: there are COUNT elements from both addresses on, which only this call touches.
+        let outcome = unsafe {
+            match number {
+                0 => comm.all_reduce_at(to, from, COUNT, dtype, op, STREAM),
+                1 => comm.reduce_scatter_at(to, from, part, dtype, op, STREAM),
+                2 => comm.all_gather_at(to, from, part, dtype, STREAM),
+                3 => comm.all_to_all_at(to, from, part, dtype, STREAM),
+                4 => comm.all_to_all_v_at(to, from, &receive, &send, dtype, STREAM),
+                5 => comm.broadcast_at(from, COUNT, dtype, 1, STREAM),
+                _ => comm.all_reduce_at(from, from, COUNT, dtype, op, STREAM),
+            }
+        };
+        outcome.unwrap();
+        if number < 5 { output.values() } else { input.values() }
+    };
+    (0..7).map(call).collect()
+}
+
+#[test]
+fn addresses_give_what_blocks_and_slices_give() {
+    ranks(3, |pool| {
+        let comm = Communicator::new(pool).unwrap();
+        let me = comm.rank() as usize;
+        let of = |rank: usize, i: usize| (i * 10 + rank) as i32;
+        let sum: Vec<i32> = (0..COUNT).map(|i| of(0, i) * 3 + 3).collect();
+        let part = COUNT / 3;
+        for window in [true, false] {
+            let seen = results(pool, &comm, window);
+            assert_eq!(seen[0], sum);
+            assert_eq!(seen[1][..part], sum[me * part..][..part]);
+            for rank in 0..3 {
+                let their: Vec<i32> = (0..part).map(|i| of(rank, i)).collect();
+                assert_eq!(seen[2][rank * part..][..part], their);
+                let sent: Vec<i32> = (0..part).map(|i| of(rank, me * part + i)).collect();
+                assert_eq!(seen[3][rank * part..][..part], sent);
+                // Rank r sends r + 1 elements to each; they lie behind those of the ranks below.
+                let at = rank * (rank + 1) / 2;
+                let sent: Vec<i32> = (0..=rank).map(|i| of(rank, me * (rank + 1) + i)).collect();
+                assert_eq!(seen[4][at..at + rank + 1], sent);
+            }
+            assert_eq!(seen[5], (0..COUNT).map(|i| of(1, i)).collect::<Vec<_>>());
+            assert_eq!(seen[6], sum);
+        }
+    });
+}
+
+#[test]
+fn a_peers_memory_is_refused_and_the_others_are_told() {
+    ranks(2, |pool| {
+        let comm = Communicator::new(pool).unwrap();
+        let block = pool.alloc::<u8>(64).unwrap();
+        pool.commit().unwrap();
+        let own = block.as_ptr();
+        let wrong = if comm.rank() == 0 { block.peer_ptr(1).unwrap() } else { own };
+        // SAFETY: 64 bytes from either address on are a live window.
+        let outcome =
+            unsafe { comm.all_reduce_at(wrong, own, 64, DType::U8, ReduceOp::Max, STREAM) };
+        let error = outcome.unwrap_err();
+        assert!(if comm.rank() == 0 { error.is_invalid_argument() } else { error.is_diverged() });
+        comm.barrier(STREAM).unwrap();
+    });
+}
+
+#[test]
+fn lengths_beyond_any_memory_are_refused() {
+    ranks(2, |pool| {
+        let comm = Communicator::new(pool).unwrap();
+        let block = pool.alloc::<u8>(64).unwrap();
+        for count in [usize::MAX, usize::MAX / 2, isize::MAX as usize] {
+            let at = block.as_ptr();
+            // SAFETY: refused before memory is touched; that it is, is what is tested.
+            let outcome = unsafe { comm.all_gather_at(at, at, count, DType::F64, STREAM) };
+            assert!(outcome.unwrap_err().is_invalid_argument());
+        }
+        comm.barrier(STREAM).unwrap();
+    });
+}
+
+#[test]
+fn a_caller_that_declines_spares_the_others_the_wait() {
+    // S6
+    ranks(2, |pool| {
+        let comm = Communicator::new(pool).unwrap();
+        if comm.rank() == 1 {
+            let why = comm.decline(Error::invalid_argument("not this tensor"), STREAM);
+            assert_eq!(why.to_string(), "symmpool: not this tensor");
+        } else {
+            assert!(comm.barrier(STREAM).unwrap_err().is_diverged());
+        }
+        comm.barrier(STREAM).unwrap();
+    });
+}
