@@ -34,7 +34,7 @@ type Argument<'a, 'py> = &'a Bound<'py, PyAny>;
 ///
 /// `timeout` is the longest wait for a late rank, in seconds. A rank that does not come closes the
 /// communicator: this call and all later ones raise TimeoutError or PeerLostError, naming it.
-/// Waits are not ended by Ctrl-C, but they all end. `algorithm` is one of `algorithms()`, and how
+/// Waits are not ended by Ctrl-C, but all of them end. `algorithm` is one of `algorithms()`, and how
 /// all-reduces go about it: the bits of results are the same with each. `scratch_bytes` is how much
 /// ordinary memory is staged at a time. All of it is the same on every rank.
 #[pyclass(frozen, module = "symmpool")]
@@ -82,7 +82,7 @@ impl Communicator {
         out: Option<Argument<'_, '_>>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
-        let stream = tensor::stream(py, self.device, stream)?;
+        let stream = self.stream(py, stream)?;
         let arguments = || {
             let op = convert::reduce_op(op).map_err(Refusal::Invalid)?;
             let input = self.read("tensor", tensor, out.is_none())?;
@@ -116,7 +116,7 @@ impl Communicator {
         op: Option<Argument<'_, '_>>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
-        let stream = tensor::stream(py, self.device, stream)?;
+        let stream = self.stream(py, stream)?;
         let arguments = || {
             let op: ReduceOp = convert::reduce_op(op).map_err(Refusal::Invalid)?;
             let input = self.read("input", input, false)?;
@@ -142,7 +142,7 @@ impl Communicator {
         input: Argument<'_, '_>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
-        let stream = tensor::stream(py, self.device, stream)?;
+        let stream = self.stream(py, stream)?;
         let arguments = || {
             let input = self.read("input", input, false)?;
             let output = self.output("output", output, &input, None)?;
@@ -163,12 +163,17 @@ impl Communicator {
         &self,
         py: Python<'_>,
         tensor: Argument<'_, '_>,
-        src: u32,
+        src: i64,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
-        let stream = tensor::stream(py, self.device, stream)?;
-        let tensor = self.read("tensor", tensor, src != self.comm.rank());
-        let tensor = self.or_decline(py, stream, tensor)?;
+        let stream = self.stream(py, stream)?;
+        let arguments = || {
+            let src = u32::try_from(src).map_err(|_| {
+                Refusal::Invalid(format!("src: rank {src} of {} ranks", self.comm.world()))
+            })?;
+            Ok((self.read("tensor", tensor, src != self.comm.rank())?, src))
+        };
+        let (tensor, src) = self.or_decline(py, stream, arguments())?;
         let Tensor { count, dtype, .. } = tensor;
         // SAFETY: as in `all_reduce`.
         self.run(py, || unsafe { self.comm.broadcast_at(tensor.to(), count, dtype, src, &stream) })
@@ -191,7 +196,7 @@ impl Communicator {
         input_split_sizes: Option<Argument<'_, '_>>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
-        let stream = tensor::stream(py, self.device, stream)?;
+        let stream = self.stream(py, stream)?;
         let arguments = || {
             let (to, from) = (output, input);
             let input = self.read("input", from, false)?;
@@ -230,7 +235,7 @@ impl Communicator {
     /// rank's stream has come to it.
     #[pyo3(signature = (stream = None))]
     fn barrier(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<()> {
-        let stream = tensor::stream(py, self.device, stream)?;
+        let stream = self.stream(py, stream)?;
         self.run(py, || self.comm.barrier(&stream))
     }
 
@@ -281,6 +286,13 @@ impl Communicator {
     #[inline]
     fn run(&self, py: Python<'_>, call: impl FnOnce() -> Result<()> + Send) -> PyResult<()> {
         py.detach(call).or_raise(py)
+    }
+
+    /// The stream of a call. One that is none is a refusal like any other.
+    #[inline]
+    fn stream(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<Stream> {
+        let found = tensor::stream(py, self.device, stream);
+        self.or_decline(py, Stream::DEFAULT, found.map_err(Refusal::Raised))
     }
 
     /// Arguments; or an exception, once the other ranks are told that this one refuses the call.

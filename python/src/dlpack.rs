@@ -101,9 +101,10 @@ fn data_type(dtype: DType) -> DlDataType {
 
 /// In elements, the last dimension running fastest.
 fn contiguous(shape: &[i64]) -> Vec<i64> {
-    let mut strides = vec![1; shape.len()];
+    let mut strides = vec![1_i64; shape.len()];
     for at in (1..shape.len()).rev() {
-        strides[at - 1] = strides[at] * shape[at].max(1);
+        // Lengths beside one of zero may have any product.
+        strides[at - 1] = strides[at].saturating_mul(shape[at].max(1));
     }
     strides
 }

@@ -17,7 +17,7 @@ use crate::errors::{OrRaise, invalid, seconds};
 /// - "file:///DIRECTORY": in files of a directory that all ranks see and nobody else uses.
 ///
 /// `timeout` is how long collective calls of the group wait for other ranks, in seconds: making
-/// pools, and commits.
+/// pools, and commits. Waits are not ended by Ctrl-C, but all of them end.
 ///
 /// Raises InvalidArgumentError, TimeoutError when the store cannot be reached in time, and
 /// RefusedError when a secret differs.

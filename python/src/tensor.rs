@@ -7,6 +7,7 @@
 
 use std::ffi::{c_int, c_void};
 
+use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -143,7 +144,7 @@ pub(crate) fn read(
     }
     let message =
         format!("{name}: a torch.Tensor, numpy.ndarray or symmpool.Block is needed, not {kind}");
-    Err(Refusal::Raised(pyo3::exceptions::PyTypeError::new_err(message)))
+    Err(Refusal::Raised(PyTypeError::new_err(message)))
 }
 
 #[inline]
@@ -293,12 +294,23 @@ pub(crate) fn stream(
 ) -> PyResult<Stream> {
     let Device::Cuda(ordinal) = device else { return Ok(Stream::DEFAULT) };
     let raw = match stream {
-        Some(raw) if raw.is_instance_of::<PyInt>() => raw.extract()?,
-        Some(stream) => stream.getattr(intern!(py, "cuda_stream"))?.extract()?,
+        Some(stream) => raw_stream(stream)?,
         None => match torch(py).and_then(|torch| torch.current_stream.as_ref()) {
             Some(current) => current.bind(py).call1((ordinal,))?.extract::<u64>()?,
             None => 0,
         },
     };
     Ok(Stream::from_raw(raw))
+}
+
+fn raw_stream(stream: &Bound<'_, PyAny>) -> PyResult<u64> {
+    let handle = || match stream.is_instance_of::<PyInt>() {
+        true => stream.extract(),
+        false => stream.getattr(intern!(stream.py(), "cuda_stream"))?.extract(),
+    };
+    handle().map_err(|_: PyErr| {
+        PyTypeError::new_err(format!(
+            "stream: a raw handle, or an object with one as cuda_stream, is needed, not {stream:?}"
+        ))
+    })
 }

@@ -49,6 +49,7 @@ def refused_arguments(group):
         ("output_split_sizes", lambda: comm.all_to_all_single(good, good, [-1, 5], [2, 2])),
         ("output_split_sizes", lambda: comm.all_to_all_single(good, good, "ab", [2, 2])),
         ("root 7", lambda: comm.broadcast(good, 7)),
+        ("src", lambda: comm.broadcast(good, -1)),
     ]
     bad = []
     for name, call in wrong:

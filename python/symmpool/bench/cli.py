@@ -275,8 +275,10 @@ def run(options, arguments):
     if ranks.rank == 0:
         report(options, facts, rows, ours, others)
     ranks.meet()
-    for contender in contenders.values():
-        contender.close()
+    for name, contender in contenders.items():
+        _, why = ranks.attempt(contender.close)
+        if why is not None and ranks.rank == 0:
+            print(f"closing {name}: {why}", file=sys.stderr)
     pools.close()
     ranks.dist.destroy_process_group()
     wrong = any(name in row.missing for row in rows for name in ours)
