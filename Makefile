@@ -3,6 +3,9 @@
 
 PYTHON ?= python3
 VENV := .venv
+# Kernels are compiled with the oldest version of CUDA that is supported and with one of the next.
+NVRTC_PACKAGES := nvidia-cuda-nvrtc-cu12==12.4.127 nvidia-cuda-nvrtc==13.0.88
+NVRTC := $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu*/lib/libnvrtc.so.1[23]
 LOOM_FLAGS := --cfg loom
 
 .PHONY: demo test test-rust test-loom test-python extension wheel lint bench tables clean
@@ -20,11 +23,14 @@ lint:
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --document-private-items
 
 # Tests that need a device say "skipped: ..." where there is none; --nocapture lets it be seen.
-test-rust:
+# What kernels take of a device is printed.
+test-rust: export SYMMPOOL_TEST_NVRTC = $(shell ls $(NVRTC) | paste -sd:)
+test-rust: $(VENV)/ready
 	cargo test --workspace --all-features --all-targets --exclude symmpool-tests
 	cargo test --workspace --all-features --doc
 	cargo test -p symmpool-tests
 	cargo test -p symmpool-allocator --all-features --lib driver::cuda -- --nocapture
+	cargo test -p symmpool-collectives --all-features --lib jit::tests -- --nocapture
 
 # Every interleaving of what processes and threads share.
 test-loom:
@@ -42,9 +48,9 @@ extension: $(VENV)/ready
 wheel: $(VENV)/ready
 	$(VENV)/bin/maturin build -q -m python/Cargo.toml --out dist
 
-$(VENV)/ready:
+$(VENV)/ready: Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check \
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check $(NVRTC_PACKAGES) \
 		"maturin>=1.10,<2" "ml_dtypes>=0.5" "numpy>=1.26" "pytest>=8,<10"
 	touch $@
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use env::EnvConfig;
 
-use crate::store::{Gathered, MemoryStore, Store, TcpServer};
+use crate::store::{self, Gathered, MemoryStore, Store, TcpServer};
 use crate::{Deadline, Error, Result};
 
 /// How long a group's collectives wait when nobody says otherwise.
@@ -55,8 +55,8 @@ impl Namespace {
 }
 
 impl Group {
-    /// The most ranks of a group.
-    pub const MAX_WORLD: u32 = 1 << 20;
+    /// The most ranks of a group: as many as can take part in one gather of a store.
+    pub const MAX_WORLD: u32 = store::MAX_WORLD;
 
     /// Participant `rank` of `world` that meet in `store`. Talks to nobody yet.
     ///
@@ -207,7 +207,8 @@ impl Group {
     }
 
     /// Every rank's `value`. Collective; `what` says in messages, and in the key, what is
-    /// gathered. A timeout names the ranks that are missing.
+    /// gathered. A timeout names the ranks that are missing. A value longer than
+    /// [`store::MAX_VALUE`] is refused here, and not told to the other ranks: they wait.
     pub fn all_gather(&self, what: &str, value: &[u8], deadline: Deadline) -> Result<Gathered> {
         let number = self.namespace.collectives.fetch_add(1, Ordering::Relaxed);
         let key = format!("{}/{what}/{number}", self.name());
@@ -239,7 +240,7 @@ fn check_rank(rank: u32, world: u32) -> Result<()> {
 fn check_world(world: u32) -> Result<()> {
     if world == 0 || world > Group::MAX_WORLD {
         return Err(Error::invalid_argument(format!(
-            "a group of {world} ranks; groups have 1 to {}",
+            "a group of {world} ranks; groups have 1 to {} (Group::MAX_WORLD)",
             Group::MAX_WORLD
         )));
     }
@@ -262,6 +263,15 @@ impl fmt::Debug for Group {
 mod tests {
     use super::*;
     use crate::rendezvous::testing::on_ranks;
+
+    #[test]
+    fn a_store_serves_the_largest_group_there_can_be() {
+        let (rank, world) = (Group::MAX_WORLD - 1, Group::MAX_WORLD);
+        store::check_gather("key", rank, world, b"value").unwrap();
+        let error = Group::in_process(world + 1).unwrap_err();
+        assert!(error.is_invalid_argument());
+        assert!(error.to_string().contains("65537 ranks; groups have 1 to 65536"), "{error}");
+    }
 
     #[test]
     fn impossible_groups_are_refused() {

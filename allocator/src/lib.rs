@@ -2,6 +2,7 @@
 
 #![deny(unsafe_code)]
 
+mod amount;
 mod deadline;
 pub mod driver;
 mod error;

@@ -5,7 +5,7 @@ use std::thread;
 use std::time::Duration;
 
 use symmpool_allocator::driver::{FaultAction, FaultDriver, FaultPlan, Step};
-use symmpool_allocator::{Driver, Group, Pool, Result};
+use symmpool_allocator::{Driver, Group, Pool, Result, Stream};
 
 /// Runs `body` as every rank of a group of `world`, and returns what each said.
 fn ranks<R: Send>(world: u32, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
@@ -48,6 +48,24 @@ fn memory_written_by_one_rank_is_read_by_the_others() {
         }
         pool.commit().unwrap();
     });
+}
+
+#[test]
+fn what_is_reserved_on_a_stream_is_there_for_that_stream() {
+    // D3
+    let groups = Group::in_process(1).unwrap();
+    let pool = pool(groups[0].clone(), Driver::sim(1)).unwrap();
+    let (lane, stream) = (pool.default_lane(), Stream::from_raw(0x70));
+    lane.reserve_on(40 << 20, stream).unwrap();
+    let made = lane.stats().segments_made;
+    assert!(made > 0);
+    let there = lane.alloc_on::<u8>(40 << 20, stream).unwrap();
+    assert_eq!(lane.stats().segments_made, made);
+    let other = lane.alloc::<u8>(40 << 20).unwrap();
+    assert!(lane.stats().segments_made > made, "another stream's is another's");
+    assert_ne!(there.offset(), other.offset());
+    lane.reserve(1 << 20).unwrap();
+    assert!(lane.reserve_on(u64::MAX, stream).unwrap_err().is_out_of_memory());
 }
 
 #[test]
@@ -152,6 +170,31 @@ fn frees_without_order_do_not_wait_for_a_commit() {
         assert_eq!(pool.commit().unwrap().blocks_returned, 2);
         assert_eq!(pool.default_lane().stats().live_blocks, 0);
     });
+}
+
+#[test]
+fn blocks_that_one_rank_never_frees_hold_up_no_others() {
+    // D5: more of them, and older, than one commit carries.
+    const KEPT: usize = 1 << 16;
+    let returned = ranks(2, |group| {
+        let rank = group.rank();
+        let pool = pool(group, Driver::sim(u64::from(rank))).unwrap();
+        let old: Vec<_> = (0..KEPT).map(|_| pool.alloc::<u8>(1).unwrap()).collect();
+        let new: Vec<_> = (0..5).map(|_| pool.alloc::<u8>(1).unwrap()).collect();
+        pool.commit().unwrap();
+        let mut kept = Some(old);
+        if rank == 0 {
+            kept.take().into_iter().flatten().for_each(|block| block.free_unordered().unwrap());
+        }
+        new.into_iter().for_each(|block| block.free_unordered().unwrap());
+        let returned = || pool.commit().unwrap().blocks_returned;
+        let early = [returned(), returned(), returned()];
+        kept.take().into_iter().flatten().for_each(|block| block.free_unordered().unwrap());
+        (early, returned(), pool.default_lane().stats().live_blocks, pool.default_lane().digest())
+    });
+    let (early, late, live, _) = returned[0];
+    assert_eq!((early, late, live), ([0, 5, 0], KEPT as u64, 0));
+    assert_eq!(returned[0], returned[1]);
 }
 
 #[test]

@@ -10,7 +10,8 @@ use crate::host::call::{Call, Operation};
 use crate::host::kernels::copy;
 use crate::host::{Data, HostEngine, InPlace, Place};
 
-/// Up to here windows go through scratch too, in one phase instead of two; bytes a rank.
+/// Up to here windows go through scratch too, in one phase instead of two; bytes a rank. Only as far
+/// as scratch holds them in one piece.
 const SCRATCH_BYTES: usize = 32 << 10;
 
 impl HostEngine {
@@ -52,7 +53,7 @@ impl HostEngine {
             call = call.input(input);
         }
         let bytes = count * size;
-        if bytes > SCRATCH_BYTES && output.is_window() {
+        if output.is_window() && bytes > SCRATCH_BYTES.min(self.scratch_bytes()) {
             // SAFETY: the caller's promises about input and output, which `data` resolves.
             unsafe { push(self, &call, &data, bytes) }
         } else {

@@ -10,7 +10,8 @@ use crate::host::call::{Call, Operation};
 use crate::host::kernels::copy;
 use crate::host::{HostEngine, Place};
 
-/// Up to here windows go through scratch too, in one phase instead of two; bytes.
+/// Up to here windows go through scratch too, in one phase instead of two; bytes. Only as far as
+/// scratch holds them in one piece.
 const SCRATCH_BYTES: usize = 32 << 10;
 
 impl HostEngine {
@@ -50,7 +51,7 @@ impl HostEngine {
             .input(buffer)
             .in_place(true);
         match buffer {
-            Place::Window(offset) if count * size > SCRATCH_BYTES => {
+            Place::Window(offset) if count * size > SCRATCH_BYTES.min(self.scratch_bytes()) => {
                 self.enter(&call)?;
                 if self.rank() != root {
                     let from = self.window(root, offset);

@@ -5,10 +5,12 @@
 //! | here | making one, and the calls on blocks |
 //! | `slices` | the same calls on ordinary memory |
 //! | `raw` | the same calls on addresses |
-//! | `peers` | whether the other ranks' processes still run |
+//! | `engine` | what runs the calls: the host, or kernels on a device |
+//! | `peers` | the other ranks' processes, and whether they still run |
 
 #![allow(unsafe_code)] // passes on blocks as raw memory that the pool keeps mapped
 
+mod engine;
 mod peers;
 mod raw;
 mod slices;
@@ -19,7 +21,10 @@ use std::time::Duration;
 
 use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream, Windows};
 
+use crate::cuda::{CudaEngine, CudaOptions};
+use crate::host::cores::enough_for;
 use crate::{AllReduceAlgorithm, Element, HostEngine, HostOptions, Place, ReduceOp};
+use engine::Engine;
 use peers::Processes;
 
 /// How a [`Communicator`] behaves. The same on every rank.
@@ -32,14 +37,24 @@ pub struct CommunicatorOptions {
     /// bits with each.
     pub algorithm: AllReduceAlgorithm,
     /// Bytes of scratch per parity, of which there are two; see [`HostOptions::scratch_bytes`].
-    /// Default 2 MiB.
+    /// Default 2 MiB. In host memory.
     pub scratch_bytes: u64,
+    /// On a device: bytes of each of the three parts of an inbox, which hold what ranks send each
+    /// other in one call, twice the size of an all-reduce as a rule, and of each half of the
+    /// scratch. A multiple of 4096, at least 1 MiB. Larger calls go in pieces. Default 32 MiB; a
+    /// communicator takes five times as much and 17 MiB.
+    pub device_scratch_bytes: u64,
 }
 
 impl Default for CommunicatorOptions {
     fn default() -> Self {
         let HostOptions { timeout, scratch_bytes, .. } = HostOptions::default();
-        Self { timeout, algorithm: AllReduceAlgorithm::Auto, scratch_bytes }
+        Self {
+            timeout,
+            algorithm: AllReduceAlgorithm::Auto,
+            scratch_bytes,
+            device_scratch_bytes: 32 << 20,
+        }
     }
 }
 
@@ -97,7 +112,7 @@ pub struct Communicator {
 
 /// What one call at a time may use.
 struct Inner {
-    engine: HostEngine,
+    engine: Engine,
     /// Windows as of some commit; see [`Communicator::place`].
     windows: Arc<Windows>,
 }
@@ -115,40 +130,10 @@ impl Communicator {
 
     /// [`Self::new`] with options, the same on every rank.
     pub fn with_options(pool: &Pool, options: &CommunicatorOptions) -> Result<Self> {
-        let driver = pool.driver();
-        if !driver.host_accessible() {
-            return Err(Error::unsupported(format!(
-                "a communicator over memory of the {} driver: this build has collectives in host \
-                 memory only; those on the device come with its kernels",
-                driver.name()
-            )));
-        }
-        let processes = Processes::of(pool);
-        let engine_options = HostOptions {
-            timeout: options.timeout,
-            scratch_bytes: options.scratch_bytes,
-            peer_alive: Some(Box::new(move |rank| processes.alive(rank))),
-            ..HostOptions::default()
-        };
-        let bytes = HostEngine::control_bytes(pool.world(), &engine_options)?;
-        let control = Self::control_block(pool, bytes);
-        // Also when this rank has no block: the others are in this commit, and hear of it there.
-        let committed = pool.commit();
-        let control = control?;
-        committed?;
-        // SAFETY: the control block is a window, so mapped in every slot; each rank zeroed its own
-        // before the commit, which all have passed; its place is given to nobody else before every
-        // rank has let go of it (an unordered free, see `drop`). Places passed as windows are
-        // covered by windows (`place`).
-        let engine =
-            unsafe { HostEngine::new(pool.layout(), control.offset(), bytes, engine_options) };
-        let engine = match engine {
-            Ok(engine) => engine,
-            Err(error) => {
-                // Without order, as other ranks may keep theirs.
-                control.free_unordered()?;
-                return Err(error);
-            }
+        let (engine, control) = if pool.driver().as_cuda().is_some() {
+            Self::on_device(pool, options)?
+        } else {
+            Self::in_host_memory(pool, options)?
         };
         Ok(Self {
             pool: pool.clone(),
@@ -158,12 +143,75 @@ impl Communicator {
         })
     }
 
-    /// Zeroed memory for the engine.
-    fn control_block(pool: &Pool, bytes: u64) -> Result<Block<u8>> {
+    fn in_host_memory(pool: &Pool, options: &CommunicatorOptions) -> Result<(Engine, Block<u8>)> {
+        let driver = pool.driver();
+        if !driver.host_accessible() {
+            return Err(Error::unsupported(format!(
+                "a communicator over memory of the {} driver: collectives run in host memory and \
+                 on CUDA devices",
+                driver.name()
+            )));
+        }
+        let processes = Processes::of(pool);
+        let spin = enough_for(&peers::pids(pool));
+        let engine_options = HostOptions {
+            timeout: options.timeout,
+            scratch_bytes: options.scratch_bytes,
+            spin: Some(spin),
+            peer_alive: Some(Box::new(move |rank| processes.alive(rank))),
+            ..HostOptions::default()
+        };
+        let bytes = HostEngine::control_bytes(pool.world(), &engine_options);
+        let zero = |block: &Block<u8>| block.write(&vec![0; block.bytes() as usize]);
+        Self::share(pool, bytes, zero, |control| {
+            let (offset, bytes) = (control.offset(), control.bytes());
+            // SAFETY: the control block is a window, so mapped in every slot; each rank zeroed its
+            // own before the commit, which all have passed; its place is given to nobody else
+            // before every rank has let go of it (an unordered free, see `drop`). Places passed as
+            // windows are covered by windows (`place`).
+            let engine = unsafe { HostEngine::new(pool.layout(), offset, bytes, engine_options) };
+            engine.map(|engine| Engine::Host(Box::new(engine)))
+        })
+    }
+
+    fn on_device(pool: &Pool, options: &CommunicatorOptions) -> Result<(Engine, Block<u8>)> {
+        let options = CudaOptions { timeout: options.timeout, room: options.device_scratch_bytes };
+        let bytes = CudaEngine::control_bytes(pool.world(), &options);
+        let prepare = |block: &Block<u8>| CudaEngine::prepare(pool, block, &options);
+        Self::share(pool, bytes, prepare, |control| {
+            let engine = CudaEngine::new(pool, control.offset(), &options)?;
+            Ok(Engine::Cuda(Box::new(engine)))
+        })
+    }
+
+    /// Makes a prepared control block of so many bytes a window, and the engine on it.
+    fn share(
+        pool: &Pool,
+        bytes: Result<u64>,
+        prepare: impl FnOnce(&Block<u8>) -> Result<()>,
+        build: impl FnOnce(&Block<u8>) -> Result<Engine>,
+    ) -> Result<(Engine, Block<u8>)> {
         let lane = pool.lane(CONTROL_LANE)?;
-        let block = lane.alloc_bytes(bytes as usize, 4096, Stream::DEFAULT)?;
-        block.write(&vec![0; bytes as usize])?;
-        Ok(block)
+        let control = bytes.and_then(|bytes| {
+            let block = lane.alloc_bytes(bytes as usize, 4096, Stream::DEFAULT)?;
+            prepare(&block)?;
+            Ok(block)
+        });
+        if let Err(error) = &control {
+            lane.note_failure(error);
+        }
+        // Also when this rank has no block: the others are in this commit, and hear of it there.
+        let committed = pool.commit();
+        let control = control?;
+        committed?;
+        match build(&control) {
+            Ok(engine) => Ok((engine, control)),
+            Err(error) => {
+                // Without order, as other ranks may keep theirs.
+                control.free_unordered()?;
+                Err(error)
+            }
+        }
     }
 
     /// The pool whose ranks these are.
@@ -205,12 +253,15 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
-        inner.fits("all_reduce", out.len(), Some(input.len()))?;
-        let (from, to) = (self.place(&mut inner, input)?, self.place(&mut inner, out)?);
+        inner.engine.fits("all_reduce", out.len(), Some(input.len()), stream)?;
+        let (from, to) =
+            (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
         // SAFETY: both blocks are borrowed, so live and mapped, for this length. Whoever else
         // touches them meanwhile, here or on a peer, does so through raw pointers as well: there
         // are no references into blocks.
-        unsafe { inner.engine.all_reduce(from, to, input.len(), T::DTYPE, op, self.algorithm) }
+        unsafe {
+            inner.engine.all_reduce((from, to), input.len(), T::DTYPE, op, self.algorithm, stream)
+        }
     }
 
     /// Reduces part `r` of every rank's `input` into rank `r`'s `out`, which has a part's length.
@@ -222,10 +273,11 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
-        inner.fits("reduce_scatter", input.len(), self.parts(out.len()))?;
-        let (from, to) = (self.place(&mut inner, input)?, self.place(&mut inner, out)?);
+        inner.engine.fits("reduce_scatter", input.len(), self.parts(out.len()), stream)?;
+        let (from, to) =
+            (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
         // SAFETY: as in `all_reduce_into`; the input has `world` times the output's length.
-        unsafe { inner.engine.reduce_scatter(from, to, out.len(), T::DTYPE, op) }
+        unsafe { inner.engine.reduce_scatter((from, to), out.len(), T::DTYPE, op, stream) }
     }
 
     /// Copies rank `r`'s `input` to part `r` of every rank's `out`, which has `world` parts.
@@ -236,18 +288,19 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
-        inner.fits("all_gather", out.len(), self.parts(input.len()))?;
-        let (from, to) = (self.place(&mut inner, input)?, self.place(&mut inner, out)?);
+        inner.engine.fits("all_gather", out.len(), self.parts(input.len()), stream)?;
+        let (from, to) =
+            (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
         // SAFETY: as in `all_reduce_into`; the output has `world` times the input's length.
-        unsafe { inner.engine.all_gather(from, to, input.len(), T::DTYPE) }
+        unsafe { inner.engine.all_gather((from, to), input.len(), T::DTYPE, stream) }
     }
 
     /// Copies the root's `x` into every other rank's.
     pub fn broadcast<T: Element>(&self, x: &Block<T>, root: u32, stream: &Stream) -> Result<()> {
         let mut inner = self.begin(stream)?;
-        let place = self.place(&mut inner, x)?;
+        let place = self.place(&mut inner, x, stream)?;
         // SAFETY: as in `all_reduce_into`.
-        unsafe { inner.engine.broadcast(place, x.len(), T::DTYPE, root) }
+        unsafe { inner.engine.broadcast(place, x.len(), T::DTYPE, root, stream) }
     }
 
     /// Sends part `r` of `input` to rank `r`, where it becomes part `rank` of `out`. Both have the
@@ -260,11 +313,12 @@ impl Communicator {
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
         let count = input.len() / self.world() as usize;
-        inner.fits("all_to_all", input.len(), self.parts(count))?;
-        inner.fits("all_to_all", out.len(), Some(input.len()))?;
-        let (from, to) = (self.place(&mut inner, input)?, self.place(&mut inner, out)?);
+        inner.engine.fits("all_to_all", input.len(), self.parts(count), stream)?;
+        inner.engine.fits("all_to_all", out.len(), Some(input.len()), stream)?;
+        let (from, to) =
+            (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
         // SAFETY: as in `all_reduce_into`; both have `world` times this length.
-        unsafe { inner.engine.all_to_all(from, to, count, T::DTYPE) }
+        unsafe { inner.engine.all_to_all((from, to), count, T::DTYPE, stream) }
     }
 
     /// Sends `input_split_sizes[r]` elements to rank `r`, and receives `output_split_sizes[r]`
@@ -279,17 +333,29 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
-        inner.holds("input", input.len(), input_split_sizes)?;
-        inner.holds("output", out.len(), output_split_sizes)?;
-        let (from, to) = (self.place(&mut inner, input)?, self.place(&mut inner, out)?);
-        let (send, receive) = (input_split_sizes, output_split_sizes);
+        inner.holds("input", input.len(), input_split_sizes, stream)?;
+        inner.holds("output", out.len(), output_split_sizes, stream)?;
+        let (from, to) =
+            (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
+        let sizes = (input_split_sizes, output_split_sizes);
         // SAFETY: as in `all_reduce_into`; neither sum is above its block's length.
-        unsafe { inner.engine.all_to_all_v(from, send, to, receive, T::DTYPE) }
+        unsafe { inner.engine.all_to_all_v((from, to), sizes, T::DTYPE, stream) }
     }
 
     /// Returns once every rank has called it. What ranks wrote before is visible to all after.
     pub fn barrier(&self, stream: &Stream) -> Result<()> {
-        self.begin(stream)?.engine.barrier()
+        self.begin(stream)?.engine.barrier(stream)
+    }
+
+    /// Waits until this rank's calls on `stream` are done, and says what went wrong in them. On the
+    /// host calls are done when they return.
+    ///
+    /// # Errors
+    ///
+    /// Those of the calls: on a device, a late or lost rank (`is_timeout`, `is_peer_lost`) and
+    /// ranks that called differently (`is_diverged`) are found while kernels run.
+    pub fn synchronize(&self, stream: &Stream) -> Result<()> {
+        self.lock().engine.synchronize(stream)
     }
 
     /// The beginning of every call: the turn, and the commit that is due.
@@ -302,7 +368,7 @@ impl Communicator {
             Ok(None) => {}
             Ok(Some(_)) => inner.windows = self.pool.windows(),
             // When it failed on all ranks alike, all decline; else the others hear of it.
-            Err(error) => return Err(inner.engine.decline(error)),
+            Err(error) => return Err(inner.engine.decline(error, stream)),
         }
         Ok(inner)
     }
@@ -312,14 +378,19 @@ impl Communicator {
     /// The windows looked at may be older than the pool's. That is right all the same: what ever
     /// was in a window is in a symmetric lane's range, and of such a lane every live block lies in
     /// windows when no commit is due, which `begin` has seen to.
-    fn place<T: Element>(&self, inner: &mut Inner, block: &Block<T>) -> Result<Place> {
+    fn place<T: Element>(
+        &self,
+        inner: &mut Inner,
+        block: &Block<T>,
+        stream: &Stream,
+    ) -> Result<Place> {
         let (address, bytes) = (block.address(), block.bytes());
         if self.pool.layout().locate(address) != Some((self.rank(), block.offset())) {
             let why = format!(
                 "{block:?} on rank {} is not a block of the communicator's pool",
                 self.rank()
             );
-            return Err(inner.engine.decline(Error::invalid_argument(why)));
+            return Err(inner.engine.decline(Error::invalid_argument(why), stream));
         }
         if !inner.windows.covers(address, bytes) {
             inner.windows = self.pool.windows();
@@ -346,12 +417,8 @@ impl Communicator {
 }
 
 impl Inner {
-    fn fits(&mut self, what: &str, length: usize, expected: Option<usize>) -> Result<()> {
-        self.engine.fits(what, length, expected)
-    }
-
     /// Refuses a block that is shorter than its parts; the other ranks are told.
-    fn holds(&mut self, what: &str, length: usize, parts: &[usize]) -> Result<()> {
+    fn holds(&mut self, what: &str, length: usize, parts: &[usize], stream: &Stream) -> Result<()> {
         self.engine.ready()?;
         let sum = parts.iter().try_fold(0_usize, |sum, count| sum.checked_add(*count));
         if sum.is_some_and(|sum| sum <= length) {
@@ -362,7 +429,7 @@ impl Inner {
              {parts:?}",
             self.engine.rank()
         ));
-        Err(self.engine.decline(why))
+        Err(self.engine.decline(why, stream))
     }
 }
 

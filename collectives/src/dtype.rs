@@ -2,6 +2,8 @@
 
 use half::{bf16, f16};
 
+use crate::{F8E4m3, F8E5m2};
+
 /// The type of one element, as it is named in calls, digests and messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -22,18 +24,34 @@ pub enum DType {
     U8 = 7,
     /// 8-bit signed integer, wrapping.
     I8 = 8,
+    /// 8-bit float of the finite kind, [`F8E4m3`]; reduced in `f32`, rounded once at the end, where
+    /// what is too large becomes the largest number.
+    F8E4m3 = 9,
+    /// 8-bit float, [`F8E5m2`]; reduced in `f32`, rounded once at the end, where what is too large
+    /// becomes infinity.
+    F8E5m2 = 10,
 }
 
 impl DType {
     /// All element types.
-    pub const ALL: [Self; 8] =
-        [Self::F32, Self::F64, Self::F16, Self::Bf16, Self::I32, Self::I64, Self::U8, Self::I8];
+    pub const ALL: [Self; 10] = [
+        Self::F32,
+        Self::F64,
+        Self::F16,
+        Self::Bf16,
+        Self::I32,
+        Self::I64,
+        Self::U8,
+        Self::I8,
+        Self::F8E4m3,
+        Self::F8E5m2,
+    ];
 
     /// Bytes of one element.
     #[inline]
     pub const fn size(self) -> usize {
         match self {
-            Self::U8 | Self::I8 => 1,
+            Self::U8 | Self::I8 | Self::F8E4m3 | Self::F8E5m2 => 1,
             Self::F16 | Self::Bf16 => 2,
             Self::F32 | Self::I32 => 4,
             Self::F64 | Self::I64 => 8,
@@ -51,6 +69,8 @@ impl DType {
             Self::I64 => "i64",
             Self::U8 => "u8",
             Self::I8 => "i8",
+            Self::F8E4m3 => "f8e4m3",
+            Self::F8E5m2 => "f8e5m2",
         }
     }
 
@@ -81,7 +101,18 @@ macro_rules! element {
     )+};
 }
 
-element!(f32 => F32, f64 => F64, f16 => F16, bf16 => Bf16, i32 => I32, i64 => I64, u8 => U8, i8 => I8);
+element! {
+    f32 => F32,
+    f64 => F64,
+    f16 => F16,
+    bf16 => Bf16,
+    i32 => I32,
+    i64 => I64,
+    u8 => U8,
+    i8 => I8,
+    F8E4m3 => F8E4m3,
+    F8E5m2 => F8E5m2,
+}
 
 #[cfg(test)]
 mod tests {
@@ -102,6 +133,10 @@ mod tests {
         agrees::<i64>();
         agrees::<u8>();
         agrees::<i8>();
+        agrees::<F8E4m3>();
+        agrees::<F8E5m2>();
+        let names: Vec<_> = DType::ALL.iter().map(|dtype| (*dtype as u8, dtype.name())).collect();
+        assert_eq!(names[8..], [(9, "f8e4m3"), (10, "f8e5m2")]);
         assert_eq!(DType::from_code(0), None);
         assert_eq!(DType::from_code(99), None);
     }

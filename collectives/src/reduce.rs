@@ -3,8 +3,8 @@
 /// How elements of several ranks become one.
 ///
 /// Reductions run in rank order, 0 to world - 1, for every element, whatever the algorithm, so
-/// the bits are the same on every rank and in every run (rule S7). `f16` and `bf16` accumulate in
-/// `f32` and are rounded once; other types accumulate in their own type, integers wrapping.
+/// the bits are the same on every rank and in every run (rule S7). `f16`, `bf16` and the 8-bit
+/// floats accumulate in `f32` and are rounded once; other types accumulate in their own type, integers wrapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum ReduceOp {

@@ -10,7 +10,8 @@ use crate::host::kernels::{ReduceFn, copy};
 use crate::host::{Data, HostEngine, InPlace, Place};
 use crate::{DType, ReduceOp};
 
-/// Up to here windows go through scratch too, in one phase instead of two; bytes of all parts.
+/// Up to here windows go through scratch too, in one phase instead of two; bytes of all parts. Only
+/// as far as scratch has room for every part in one piece.
 const SCRATCH_BYTES: usize = 32 << 10;
 
 impl HostEngine {
@@ -51,7 +52,7 @@ impl HostEngine {
             .in_place(data.in_place);
         let reduce = self.reduction(dtype, op);
         match input {
-            Place::Window(offset) if all.is_some_and(|all| all > SCRATCH_BYTES) => {
+            Place::Window(offset) if !fits_scratch(count * size, self) => {
                 self.enter(&call)?;
                 let at = offset + own as u64;
                 let mut sources = std::mem::take(&mut self.sources);
@@ -70,6 +71,17 @@ impl HostEngine {
     }
 }
 
+/// Scratch for one rank's part, lines whole; bytes.
+fn room(engine: &HostEngine) -> usize {
+    (engine.scratch_bytes() / engine.world() as usize) & !15
+}
+
+/// Whether windows with parts of `part` bytes go through scratch.
+fn fits_scratch(part: usize, engine: &HostEngine) -> bool {
+    let room = room(engine);
+    room > 0 && part <= room.min(SCRATCH_BYTES / engine.world() as usize)
+}
+
 /// Through scratch: of every part a piece at a time.
 ///
 /// # Safety
@@ -84,15 +96,14 @@ unsafe fn staged(
     reduce: ReduceFn,
 ) -> Result<()> {
     let (me, world) = (engine.rank(), engine.world());
-    // Room for one part, lines whole; halves of it alternate. At least one element of the largest
-    // type fits, whatever the options.
-    let room = (engine.scratch_bytes() / world as usize) & !15;
+    // Halves of it alternate. At least one element of the largest type fits, whatever the options.
+    let room = room(engine);
     if room == 0 {
         return Err(engine.decline(symmpool_allocator::Error::invalid_argument(format!(
             "{} bytes of scratch are too few for a reduce_scatter of {world} ranks; raise \
              scratch_bytes to {} or more",
             engine.scratch_bytes(),
-            16 * world
+            (16 * world).next_multiple_of(256)
         ))));
     }
     let pieces = Pieces::new(count, size, room);

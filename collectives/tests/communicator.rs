@@ -1,7 +1,7 @@
 //! Communicators over pools whose ranks are threads.
 
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use symmpool_allocator::lane::LaneConfig;
 use symmpool_allocator::{Block, Driver, Group, Pool, Stream};
@@ -165,6 +165,31 @@ fn refusals_are_told_to_all_and_leave_the_communicator_usable() {
         assert!(comm.failure().is_none());
         comm.all_reduce(&short, ReduceOp::Sum, STREAM).unwrap();
         assert_eq!(short.read().unwrap(), [2.0; 32]);
+    });
+}
+
+#[test]
+fn options_that_one_rank_cannot_use_are_told_to_all_at_once() {
+    let wrong = [
+        CommunicatorOptions { scratch_bytes: 100, ..CommunicatorOptions::default() },
+        CommunicatorOptions { timeout: Duration::ZERO, ..CommunicatorOptions::default() },
+    ];
+    ranks(3, |pool| {
+        for (options, why) in wrong.iter().zip(["scratch of 100 bytes", "longer than nothing"]) {
+            let right = CommunicatorOptions::default();
+            let options = if pool.rank() == 1 { options } else { &right };
+            let started = Instant::now();
+            let error = Communicator::with_options(pool, options).unwrap_err();
+            assert!(started.elapsed() < Duration::from_secs(10), "nobody waits for rank 1");
+            assert!(error.is_invalid_argument() && error.to_string().contains(why), "{error}");
+            if pool.rank() != 1 {
+                assert!(error.to_string().contains("rank 1 failed in event"), "{error}");
+            }
+            pool.resync().unwrap();
+        }
+        // Ranks that all are wrong alike stay alike.
+        assert!(Communicator::with_options(pool, &wrong[0]).unwrap_err().is_invalid_argument());
+        Communicator::new(pool).unwrap().barrier(STREAM).unwrap();
     });
 }
 

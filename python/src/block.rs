@@ -160,16 +160,18 @@ impl Block {
         let array = numpy.call_method1("asarray", (slf,))?;
         let dtype = match dtype {
             Some(dtype) => dtype.clone(),
-            None if slf.get().dtype == DType::Bf16 => {
-                py.import("ml_dtypes")?.getattr("bfloat16")?
-            }
-            None => return Ok(array),
+            None => match slf.get().dtype {
+                foreign @ (DType::Bf16 | DType::F8E4m3 | DType::F8E5m2) => {
+                    py.import("ml_dtypes")?.getattr(long_name(foreign))?
+                }
+                _ => return Ok(array),
+            },
         };
         array.call_method1("view", (dtype,))
     }
 
-    /// numpy's array interface, on the CPU. bfloat16 shows as two bytes without a meaning: numpy
-    /// knows no such type by itself.
+    /// numpy's array interface, on the CPU. bfloat16 and the 8-bit floats show as bytes without
+    /// a meaning: numpy knows no such types by itself.
     #[getter]
     fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         if self.memory.device != Device::Cpu {
@@ -178,7 +180,7 @@ impl Block {
         }
         let kind = match self.dtype {
             DType::F32 | DType::F64 | DType::F16 => "<f",
-            DType::Bf16 => "|V",
+            DType::Bf16 | DType::F8E4m3 | DType::F8E5m2 => "|V",
             DType::I32 | DType::I64 => "<i",
             DType::U8 => "|u",
             DType::I8 => "|i",

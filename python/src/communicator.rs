@@ -22,7 +22,7 @@ type Argument<'a, 'py> = &'a Bound<'py, PyAny>;
 /// InvalidArgumentError or TypeError, and the others DivergedError, without waiting in vain.
 ///
 /// Tensors are contiguous, on the pool's device, and of a type in float32, float64, float16,
-/// bfloat16, int32, int64, uint8, int8: torch's, numpy's, or a Block. Memory of the pool is used
+/// bfloat16, float8_e4m3fn, float8_e5m2, int32, int64, uint8, int8: torch's, numpy's, or a Block. Memory of the pool is used
 /// where it lies, other memory is staged; in one call all ranks pass the same kind. Arguments must
 /// not overlap, except where a call works in place. Shapes play no part, only numbers of elements,
 /// but for `all_to_all_single`'s split sizes.
@@ -30,13 +30,15 @@ type Argument<'a, 'py> = &'a Bound<'py, PyAny>;
 /// On the CPU a call returns when this rank's part is done. On CUDA it is queued on `stream` (a
 /// raw handle, or an object with one, as torch.cuda.Stream; torch's current stream unless given)
 /// and returns at once: tensors stay alive until the stream is past the call, as with any other
-/// work of torch; on a stream of your own use Tensor.record_stream.
+/// work of torch; on a stream of your own use Tensor.record_stream. What goes wrong on the device
+/// is raised by `synchronize`, or by a later call; `failure` has it. The first call of a kind
+/// compiles its kernel: make one before a graph is captured.
 ///
 /// `timeout` is the longest wait for a late rank, in seconds. A rank that does not come closes the
 /// communicator: this call and all later ones raise TimeoutError or PeerLostError, naming it.
 /// Waits are not ended by Ctrl-C, but all of them end. `algorithm` is one of `algorithms()`, and how
 /// all-reduces go about it: the bits of results are the same with each. `scratch_bytes` is how much
-/// ordinary memory is staged at a time. All of it is the same on every rank.
+/// scratch there is, in host memory or on the device. All of it is the same on every rank.
 #[pyclass(frozen, module = "symmpool")]
 pub(crate) struct Communicator {
     comm: symmpool_collectives::Communicator,
@@ -58,11 +60,16 @@ impl Communicator {
         let pool = pool.get();
         let algorithm = convert::algorithm(py, algorithm)?;
         let defaults = CommunicatorOptions::default();
-        let options = CommunicatorOptions {
+        let mut options = CommunicatorOptions {
             timeout: seconds(py, "timeout", timeout)?,
             algorithm,
-            scratch_bytes: scratch_bytes.unwrap_or(defaults.scratch_bytes),
+            ..defaults
         };
+        match (pool.device, scratch_bytes) {
+            (Device::Cpu, Some(bytes)) => options.scratch_bytes = bytes,
+            (Device::Cuda(_), Some(bytes)) => options.device_scratch_bytes = bytes,
+            (_, None) => {}
+        }
         let make = || symmpool_collectives::Communicator::with_options(&pool.pool, &options);
         let comm = py.detach(make).or_raise(py)?;
         Ok(Self { comm, device: pool.device, algorithm: algorithm.name() })
@@ -237,6 +244,14 @@ impl Communicator {
     fn barrier(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<()> {
         let stream = self.stream(py, stream)?;
         self.run(py, || self.comm.barrier(&stream))
+    }
+
+    /// Waits until `stream` is past all calls so far, and raises what went wrong in them. On the
+    /// CPU calls are done when they return.
+    #[pyo3(signature = (stream = None))]
+    fn synchronize(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<()> {
+        let stream = tensor::stream(py, self.device, stream)?;
+        py.detach(|| self.comm.synchronize(&stream)).or_raise(py)
     }
 
     /// Why all calls fail, as an exception; None while they do not.

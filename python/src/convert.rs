@@ -35,6 +35,8 @@ pub(crate) fn long_name(dtype: DType) -> &'static str {
         DType::I64 => "int64",
         DType::U8 => "uint8",
         DType::I8 => "int8",
+        DType::F8E4m3 => "float8_e4m3fn",
+        DType::F8E5m2 => "float8_e5m2",
     }
 }
 

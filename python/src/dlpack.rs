@@ -95,6 +95,8 @@ fn data_type(dtype: DType) -> DlDataType {
         DType::U8 => 1,
         DType::F16 | DType::F32 | DType::F64 => 2,
         DType::Bf16 => 4,
+        DType::F8E4m3 => 10,
+        DType::F8E5m2 => 12,
     };
     DlDataType { code, bits: dtype.size() as u8 * 8, lanes: 1 }
 }

@@ -1,10 +1,12 @@
 //! The class `Pool`.
 
 use pyo3::exceptions::PyImportError;
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Driver, Error, Result};
+use symmpool_collectives::DType;
 
 use crate::block::{Block, Memory};
 use crate::convert::{self, Device};
@@ -146,6 +148,13 @@ impl Pool {
             Some(dtype) => dtype.clone(),
             None => torch.call_method0("get_default_dtype")?,
         };
+        let element = convert::dtype(&dtype)?;
+        if matches!(element, DType::F8E4m3 | DType::F8E5m2) {
+            // Not every torch takes these by DLPack; bytes every one does.
+            let block = Self::block(slf, shape, intern!(py, "uint8").as_any(), None)?;
+            let bytes = torch.call_method1("from_dlpack", (block,))?;
+            return bytes.call_method1("view", (torch.getattr(convert::long_name(element))?,));
+        }
         let block = Self::block(slf, shape, &dtype, None)?;
         torch.call_method1("from_dlpack", (block,))
     }

@@ -73,8 +73,9 @@ impl Torch {
     fn look_up(torch: &Bound<'_, PyAny>) -> PyResult<Self> {
         let dtypes = DType::ALL
             .into_iter()
-            .map(|dtype| Ok((torch.getattr(long_name(dtype))?.unbind(), dtype)))
-            .collect::<PyResult<_>>()?;
+            // A torch that lacks one has no tensors of it.
+            .filter_map(|dtype| Some((torch.getattr(long_name(dtype)).ok()?.unbind(), dtype)))
+            .collect();
         let current_stream = torch.getattr("_C")?.getattr_opt("_cuda_getCurrentRawStream")?;
         Ok(Self {
             tensor: torch.getattr("Tensor")?.cast_into::<PyType>()?.unbind(),
@@ -248,8 +249,10 @@ fn of_numpy(
         (b'i', 8) => Some(DType::I64),
         (b'i', 1) => Some(DType::I8),
         (b'u', 1) => Some(DType::U8),
-        // bfloat16 of ml_dtypes is no type of numpy's own.
-        (b'V', 2) => dtype_from_name(&dtype_name(array)?).filter(|dtype| *dtype == DType::Bf16),
+        // Those of ml_dtypes are no types of numpy's own.
+        (b'V' | b'f', size) => {
+            dtype_from_name(&dtype_name(array)?).filter(|dtype| dtype.size() == size as usize)
+        }
         _ => None,
     };
     let Some(dtype) = dtype else { return Err(wrong_dtype(name, &dtype_name(array)?)) };

@@ -21,7 +21,7 @@ def lane(pool):
 
 
 def test_arrays_are_what_was_asked_for(pool):
-    for dtype in (np.float32, "int8", np.dtype("uint8"), np.int64, ml_dtypes.bfloat16):
+    for dtype in (np.float32, "int8", np.dtype("uint8"), np.int64, ml_dtypes.bfloat16, ml_dtypes.float8_e5m2):
         array = pool.empty((3, 4), np.dtype(dtype))
         assert array.shape == (3, 4) and array.dtype == dtype
         assert array.flags.c_contiguous and array.flags.writeable
@@ -150,6 +150,7 @@ def test_blocks_say_what_they_are(pool):
     assert (block.shape, block.dtype, block.nbytes) == ((5, 2), "bfloat16", 20)
     assert block.device == pool.device == "cpu"
     assert block.numpy().dtype == ml_dtypes.bfloat16
+    assert pool.block(4, "f8e4m3").numpy().dtype == ml_dtypes.float8_e4m3fn
     assert block.peer_ptr(0) == block.data_ptr
     with pytest.raises(symmpool.InvalidArgumentError, match="rank 1"):
         block.peer_ptr(1)

@@ -19,7 +19,8 @@ fn sources() -> Vec<PathBuf> {
                 if !path.ends_with("target") {
                     folders.push(path);
                 }
-            } else if path.extension().is_some_and(|found| found == "rs") {
+            } else if path.extension().is_some_and(|end| end == "rs" || end == "cu" || end == "cuh")
+            {
                 found.push(path);
             }
         }
@@ -98,6 +99,38 @@ fn unsafe_code_is_where_the_architecture_says() {
         let mut code = text.lines().map(str::trim_start).filter(|line| !line.starts_with("//"));
         let found = code.any(|line| line.contains("unsafe {") || line.contains("unsafe fn"));
         assert!(!found || allowed(&name(&path)), "{} has unsafe code", name(&path));
+    }
+}
+
+#[test]
+fn the_parts_of_the_cuda_driver_do_not_import_each_other_in_circles() {
+    // A file and those of its folder that it names. `mod.rs` may use all of them.
+    let folder = root().join("allocator/src/driver/cuda");
+    let parts: Vec<String> = sources()
+        .iter()
+        .filter(|path| path.parent() == Some(&folder))
+        .filter_map(|path| Some(path.file_stem()?.to_str()?.to_owned()))
+        .filter(|part| part != "mod" && part != "tests")
+        .collect();
+    let used = |part: &str| {
+        let text = read(&folder.join(part).with_extension("rs"));
+        let code = text.split("#[cfg(test)]").next().unwrap_or_default().to_owned();
+        parts.iter().filter(move |other| {
+            let list = code.lines().filter(|line| line.starts_with("use super::{"));
+            let listed = |word: &str| word.trim_end_matches([',', '}', ';']) == other.as_str();
+            code.contains(&format!("super::{other}::"))
+                || list.flat_map(|line| line.split([' ', '{'])).any(listed)
+        })
+    };
+    for part in &parts {
+        let mut reached: Vec<&String> = used(part).collect();
+        let mut next = 0;
+        while let Some(&via) = reached.get(next) {
+            assert_ne!(via, part, "{part} imports itself by way of {reached:?}");
+            let more: Vec<_> = used(via).filter(|other| !reached.contains(other)).collect();
+            reached.extend(more);
+            next += 1;
+        }
     }
 }
 

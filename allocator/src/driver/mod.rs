@@ -12,7 +12,6 @@
 //! | [`SimDriver`] | none: addresses only | thousands of ranks in one process |
 //! | [`FaultDriver`] | another driver's | failing, delaying or dying at the nth call |
 
-mod amount;
 #[cfg(test)]
 mod child;
 #[cfg(any(test, feature = "conformance"))]
@@ -320,6 +319,11 @@ pub trait MemoryDriver: Send + Sync {
     /// Whether `stream` is being captured into a graph; commits are refused then.
     fn is_capturing(&self, _stream: Stream) -> bool {
         false
+    }
+
+    /// The CUDA driver behind this one, for those who launch kernels on its memory.
+    fn as_cuda(&self) -> Option<&CudaDriver> {
+        None
     }
 
     /// Called at each step of rendezvous and commit. Real drivers do nothing here.

@@ -68,17 +68,17 @@ mod tests {
             sides: vec![
                 Side {
                     ranks: vec![0, 1, 3],
-                    did: "alloc 8.00 MiB on stream 0".into(),
+                    did: "alloc 8 MiB on stream 0".into(),
                     site: Some("model.py:212".into()),
                 },
-                Side { ranks: vec![2], did: "alloc 6.00 MiB on stream 0".into(), site: None },
+                Side { ranks: vec![2], did: "alloc 6 MiB on stream 0".into(), site: None },
             ],
         };
         assert_eq!(
             divergence.to_string(),
             "ranks diverged in lane \"default\" at event 1734\
-             \n  ranks 0, 1, 3: alloc 8.00 MiB on stream 0   (called from model.py:212)\
-             \n  rank 2: alloc 6.00 MiB on stream 0\
+             \n  ranks 0, 1, 3: alloc 8 MiB on stream 0   (called from model.py:212)\
+             \n  rank 2: alloc 6 MiB on stream 0\
              \n  Nothing was mapped; the pool is usable after resync()."
         );
         assert_eq!(divergence.ranks(), [2]);

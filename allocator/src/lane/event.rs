@@ -6,6 +6,7 @@ use std::panic::Location;
 use serde::{Deserialize, Serialize};
 
 use super::UNIT;
+use crate::amount::Amount;
 
 /// Where in the caller's program an event came from. Shown in messages, never compared.
 pub type Site = Option<&'static Location<'static>>;
@@ -125,7 +126,7 @@ impl fmt::Display for EventKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Alloc { bytes, align, stream, .. } => {
-                write!(f, "alloc {} on stream {stream}", Bytes(*bytes))?;
+                write!(f, "alloc {:#} on stream {stream}", Amount(*bytes))?;
                 if *align > super::UNIT {
                     write!(f, ", aligned to {align}")?;
                 }
@@ -136,31 +137,12 @@ impl fmt::Display for EventKind {
                 write!(f, "use of the block of event {block} on stream {stream}")
             }
             Self::Reserve { bytes, stream } => {
-                write!(f, "reserve {} on stream {stream}", Bytes(*bytes))
+                write!(f, "reserve {:#} on stream {stream}", Amount(*bytes))
             }
-            Self::Trim { bytes } => write!(f, "trim of {}", Bytes(*bytes)),
+            Self::Trim { bytes } => write!(f, "trim of {:#}", Amount(*bytes)),
             Self::Reclaim { blocks, .. } => write!(f, "return of {blocks} unordered frees"),
             Self::Resync { .. } => f.write_str("resync"),
         }
-    }
-}
-
-/// A size as people write it: exact bytes below 1 KiB, else two decimals of the next unit.
-pub(crate) struct Bytes(pub(crate) u64);
-
-impl fmt::Display for Bytes {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
-        if self.0 < 1024 {
-            return write!(f, "{} B", self.0);
-        }
-        let mut value = self.0 as f64 / 1024.0;
-        let mut unit = 0;
-        while value >= 1024.0 && unit + 1 < UNITS.len() {
-            value /= 1024.0;
-            unit += 1;
-        }
-        write!(f, "{value:.2} {}", UNITS[unit])
     }
 }
 

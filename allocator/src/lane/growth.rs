@@ -6,7 +6,7 @@ use super::state::{Backing, LaneState};
 use super::streams::bit;
 use super::table::{Block, BlockState, NIL};
 use super::{EventKind, LaneKind, Segment, Site, UNIT, WindowPolicy};
-use crate::lane::event::Bytes;
+use crate::amount::Amount;
 use crate::{Error, Result};
 
 impl LaneState {
@@ -20,8 +20,10 @@ impl LaneState {
     ) -> Result<()> {
         if bytes > self.range {
             return Err(Error::out_of_memory(format!(
-                "lane {:?}: cannot reserve {bytes} bytes in a range of {}",
-                self.config.name, self.range
+                "lane {:?}: cannot reserve {:#} in a range of {}",
+                self.config.name,
+                Amount(bytes),
+                Amount(self.range)
             )));
         }
         let ordinal = self.streams.ordinal(stream)?;
@@ -155,8 +157,8 @@ impl LaneState {
                 "lane {:?}: {} more do not fit its address range of {}; build the pool with a \
                  longer range, or trim and commit so that released ranges can be used again",
                 self.config.name,
-                Bytes(need),
-                Bytes(self.range)
+                Amount(need),
+                Amount(self.range)
             ))),
         }
     }
@@ -198,10 +200,10 @@ impl LaneState {
                     "lane {:?}: {} more would exceed its limit of {}; {} are held, {} of them in \
                      use. Free something, trim and commit, or raise the limit",
                     self.config.name,
-                    Bytes(new),
-                    Bytes(limit),
-                    Bytes(self.segments.held()),
-                    Bytes(self.counts.allocated)
+                    Amount(new),
+                    Amount(limit),
+                    Amount(self.segments.held()),
+                    Amount(self.counts.allocated)
                 )));
             }
             growth.new = self.segments.pieces(self.policy(), counter, end, new, self.granularity);

@@ -10,6 +10,7 @@
 //! | `place` | cutting ranges out of free blocks, and merging them back |
 //! | `table` | the blocks: a slab, chained in address order |
 //! | `free` | the free blocks of one stream, first fit |
+//! | `aside` | blocks freed without order, and how they come back |
 //! | `index` | from an offset to the block that begins there |
 //! | `segments` | physical segments: how large, where, which may move |
 //! | `resync` | going back to a state all ranks share |
@@ -18,6 +19,7 @@
 //! | `divergence` | what is said when ranks differ |
 #![forbid(unsafe_code)]
 
+mod aside;
 mod config;
 mod divergence;
 mod event;

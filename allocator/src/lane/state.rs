@@ -1,8 +1,8 @@
 //! A lane: where each block goes, as a pure function of the calls so far.
 
-use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
+use super::aside::Aside;
 use super::free::FreeList;
 use super::history::{Checkpoints, Digest, History};
 use super::index::Index;
@@ -11,9 +11,9 @@ use super::stats::{Counts, LaneStats};
 use super::streams::{Streams, bit};
 use super::table::{Block, BlockState, BlockView, Table};
 use super::{Event, EventKind, LaneConfig, LaneKind, Segment, Site, UNIT, WindowPolicy};
+use crate::amount::Amount;
 use crate::driver::{Event as StreamEvent, Stream};
 use crate::error::ErrorKind;
-use crate::lane::event::Bytes;
 use crate::{Error, Result};
 
 /// What a lane asks of the world: physical memory and stream events. Never a decision.
@@ -97,8 +97,8 @@ pub struct LaneState {
     pub(super) streams: Streams,
     pub(super) history: History,
     pub(super) counts: Counts,
-    /// Blocks freed without order, by counter.
-    pub(super) aside: BTreeMap<u64, u32>,
+    /// Blocks freed without order.
+    pub(super) aside: Aside,
     /// A local failure since the last agreement, with the counter at which it happened.
     pub(super) failure: Option<(u64, ErrorKind)>,
 }
@@ -131,7 +131,7 @@ impl LaneState {
             streams: Streams::default(),
             history,
             counts: Counts::new(),
-            aside: BTreeMap::new(),
+            aside: Aside::default(),
             failure: None,
         })
     }
@@ -237,14 +237,14 @@ impl LaneState {
         if counters.is_empty() {
             return Ok(());
         }
-        let aside = counters.iter().filter_map(|counter| self.aside.get(counter));
-        let used_on = aside.fold(0, |mask, &id| mask | self.table.get(id).waits);
+        let aside = counters.iter().filter_map(|counter| self.aside.id(*counter));
+        let used_on = aside.fold(0, |mask, id| mask | self.table.get(id).waits);
         let recorded = self.streams.record(used_on, backing);
         recorded.map_err(|error| self.failed(error))?;
         let mut digest = 0;
         for counter in counters {
             digest = xxhash_rust::xxh3::xxh3_64_with_seed(&counter.to_le_bytes(), digest);
-            if let Some(id) = self.aside.remove(counter) {
+            if let Some(id) = self.aside.remove(*counter) {
                 self.counts.set_aside -= self.table.get(id).bytes();
                 self.give_back(id);
             }
@@ -265,7 +265,20 @@ impl LaneState {
 
     /// Counters of the blocks set aside, ascending, at most `most` of them.
     pub fn set_aside(&self, most: usize) -> Vec<u64> {
-        self.aside.keys().copied().take(most).collect()
+        self.aside.counters().take(most).collect()
+    }
+
+    /// Counters of the blocks set aside that the next commit tells the other ranks, ascending, at
+    /// most `most`. No successful commit has told them before.
+    pub(crate) fn to_tell(&self, most: usize) -> Vec<u64> {
+        self.aside.to_tell(most)
+    }
+
+    /// Notes what a commit told of this lane (for the same `most` as [`to_tell`](Self::to_tell)),
+    /// and by how many of `world` ranks. Returns the blocks that all ranks have told by now, to be
+    /// reclaimed.
+    pub(crate) fn told(&mut self, most: usize, heard: &[(u64, u32)], world: u32) -> Vec<u64> {
+        self.aside.told(most, heard, world)
     }
 
     /// The number of events so far.
@@ -357,17 +370,19 @@ impl LaneState {
     fn check(&self, bytes: u64, align: u64) -> Result<(u32, u32)> {
         if !align.is_power_of_two() || align > self.granularity {
             return Err(Error::invalid_argument(format!(
-                "alignment {align}: a power of two of at most {} can be served",
-                self.granularity
+                "lane {:?}: alignment {align}; a power of two of at most {} can be served: this is the \
+                 driver's granularity, and heaps are aligned no further",
+                self.config.name,
+                Amount(self.granularity)
             )));
         }
         if bytes > self.range {
             return Err(Error::out_of_memory(format!(
-                "lane {:?}: a request of {bytes} bytes ({}) is larger than the lane's range of {}; \
+                "lane {:?}: a request of {:#} is larger than the lane's range of {}; \
                  build the pool with a longer range",
                 self.config.name,
-                Bytes(bytes),
-                Bytes(self.range)
+                Amount(bytes),
+                Amount(self.range)
             )));
         }
         let size = bytes.div_ceil(UNIT).max(1) as u32;
@@ -389,6 +404,12 @@ impl LaneState {
                  (double free) or belongs to another lane"
             ))),
         }
+    }
+
+    /// Notes that this rank cannot do what comes next in the sequence, for a reason outside the
+    /// lane: where the others went on, the next commit gives all ranks `why` as the error.
+    pub fn note_failure(&mut self, why: &Error) {
+        self.failed(why.clone());
     }
 
     /// Remembers a failure of the driver for the next commit: the first one, where the lane left

@@ -10,7 +10,7 @@ use super::{CONTROL_LANE, Committer, Inner, Pool};
 use crate::driver::Driver;
 use crate::heap::Heap;
 use crate::lane::{LaneConfig, LaneState, MAX_LANE_BYTES, UNIT, WindowPolicy};
-use crate::rendezvous::handshake::{HandshakeOptions, handshake};
+use crate::rendezvous::handshake::{HandshakeOptions, Terms, handshake};
 use crate::window::Windows;
 use crate::{Deadline, Error, Group, Result};
 
@@ -86,27 +86,28 @@ impl PoolBuilder {
     /// Errors that concern all ranks are the same on each: different configurations
     /// ([`Error::is_diverged`]), one device used twice ([`Error::is_invalid_argument`]), ranks on
     /// hosts between which memory cannot travel ([`Error::is_unsupported`]), missing ranks
-    /// ([`Error::is_timeout`], [`Error::is_peer_lost`]).
+    /// ([`Error::is_timeout`], [`Error::is_peer_lost`]). So is what one rank cannot do or was told
+    /// to do in vain: it stays to tell the others, and they do not wait for it.
     pub fn build(self) -> Result<Pool> {
         let deadline = self.deadline.unwrap_or_else(|| self.group.deadline());
-        let driver = match self.driver {
-            Some(driver) => driver,
-            None => Driver::best()?,
-        };
         let group = self.group.child("pool");
-        let granularity = driver.granularity();
-        let lanes = lay_out(self.lanes, self.stride, granularity)?;
-        let text = describe(self.stride, &lanes);
-        let hash = *blake3::hash(text.as_bytes()).as_bytes();
-        // A rank that cannot reserve its heap says so in the handshake, so that none waits for it.
-        let heap = Heap::reserve(driver.clone(), group.rank(), group.world(), self.stride);
-        let ready = heap.as_ref().map(|_| ()).map_err(Clone::clone);
         let options = HandshakeOptions { allow_shared_device: self.allow_shared_device };
-        let peers = handshake(&group, &driver, ready, hash, &text, options, deadline)?;
-        let heap = Arc::new(heap?);
+        // A rank that fails here says so in the handshake, so that none waits for it.
+        let ready = Ready::new(self, &group);
+        let terms = ready.as_ref().map_err(Clone::clone).map(|ready| Terms {
+            driver: ready.heap.driver(),
+            config_hash: *blake3::hash(ready.text.as_bytes()).as_bytes(),
+            config_text: &ready.text,
+            options,
+        });
+        let peers = handshake(&group, terms, deadline)?;
+        let Ready { heap, lanes, .. } = ready?;
+        let granularity = heap.driver().granularity();
+        let heap = Arc::new(heap);
         let due = Arc::new(Due::new());
         let mut shared = Vec::with_capacity(lanes.len());
         for Placement { config, base, range } in lanes {
+            // Ranks have agreed on everything in this, so it fails on all of them or on none.
             let state = LaneState::new(config, range, granularity)?;
             shared.push(SharedLane::new(state, base, range, heap.clone(), &due));
         }
@@ -132,6 +133,25 @@ impl PoolBuilder {
             devices,
             pids,
         })))
+    }
+}
+
+/// What a rank can do alone before it meets the others.
+struct Ready {
+    heap: Heap,
+    lanes: Vec<Placement>,
+    /// Everything that changes placement (rule D8).
+    text: String,
+}
+
+impl Ready {
+    fn new(builder: PoolBuilder, group: &Group) -> Result<Self> {
+        let PoolBuilder { driver, lanes, stride, .. } = builder;
+        let driver = driver.map_or_else(Driver::best, Ok)?;
+        let lanes = lay_out(lanes, stride, driver.granularity())?;
+        let text = describe(stride, &lanes);
+        let heap = Heap::reserve(driver, group.rank(), group.world(), stride)?;
+        Ok(Self { heap, lanes, text })
     }
 }
 

@@ -17,16 +17,17 @@ use super::lane::LaneInner;
 use super::share::{Fresh, fresh_segments};
 use super::{Committer, Pool};
 use crate::driver::{Step, Stream};
-use crate::rendezvous::agreement::{LaneProposal, Proposal, Propose, Verdict, judge};
-use crate::rendezvous::message::encode;
+use crate::rendezvous::agreement::{Heard, LaneProposal, Proposal, Propose, Verdict, judge};
 use crate::rendezvous::search::first_difference;
-use crate::rendezvous::status::agreed;
+use crate::rendezvous::status::{agreed, encode_status};
 use crate::sync::lock;
 use crate::window::{Window, Windows};
 use crate::{Deadline, Error, Result};
 
-/// Unordered frees that one commit can carry; more of them wait for the next.
+/// Unordered frees of one lane that a rank tells in one commit; more of them wait for the next.
 const MOST_FREED: usize = 1 << 16;
+/// The same over all lanes: well within what one message holds.
+const MOST_FREED_TOGETHER: usize = 1 << 20;
 
 /// What a commit did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -67,6 +68,9 @@ impl Pool {
     }
 
     /// The right to commit, unless somebody else has it or no commit can succeed any more.
+    ///
+    /// Neither is told to the other ranks, for want of words: this rank is in the commit that the
+    /// other thread runs, and ranks that lost each other are not in the same exchange any more.
     pub(super) fn committer(&self) -> Result<Turn<'_>> {
         // A flag of its own: who only looks at the committer must not make a commit fail, which
         // would set this rank apart from the others.
@@ -102,7 +106,7 @@ impl Pool {
         held: &mut [Held<'_>],
         deadline: Deadline,
     ) -> Result<CommitReport> {
-        let freed = self.agree(committer, held, deadline)?;
+        let heard = self.agree(committer, held, deadline)?;
         let mut ready = self.driver().at_step(Step::CommitAgree);
         let fresh = fresh_segments(held);
         if held.iter().any(Held::is_due) {
@@ -111,7 +115,7 @@ impl Pool {
         }
         let finished = ready
             .and_then(|()| self.driver().at_step(Step::CommitFinish))
-            .and_then(|()| self.finish(held, &fresh, &freed));
+            .and_then(|()| self.finish(held, &fresh, &heard));
         let mut report = finished.inspect_err(|error| {
             // The others went on: this rank is no longer like them, and tells them next time.
             committer.unfinished = Some(error.to_string());
@@ -122,18 +126,19 @@ impl Pool {
         Ok(report)
     }
 
-    /// Steps 1 and 2. Returns, for each held lane, the blocks that every rank has freed.
+    /// Steps 1 and 2. Returns, for each held lane, the blocks that ranks told as freed.
     fn agree(
         &self,
         committer: &Committer,
         held: &[Held<'_>],
         deadline: Deadline,
-    ) -> Result<Vec<Vec<u64>>> {
+    ) -> Result<Vec<Heard>> {
         let proposal = self.propose(committer, held).map_err(|error| error.kind().clone());
         let group = &self.0.group;
-        let gathered = group.all_gather("propose", &encode(&Propose(proposal))?, deadline)?;
+        let proposal = encode_status(Propose, proposal)?;
+        let gathered = group.all_gather("propose", &proposal, deadline)?;
         match judge(&gathered)? {
-            Verdict::Agreed(freed) => Ok(freed),
+            Verdict::Agreed(heard) => Ok(heard),
             Verdict::Differs { lane, failures } => {
                 let Held { lane: shared, inner } = &held[lane];
                 let mut gather = |what: &str, value: &[u8]| group.all_gather(what, value, deadline);
@@ -169,12 +174,13 @@ impl Pool {
                 )));
             }
         }
+        let most = most_freed(held.len());
         let lanes = held.iter().map(|held| {
             let state = &held.inner.state;
             LaneProposal {
                 counter: state.counter(),
                 digest: state.digest(),
-                freed: state.set_aside(MOST_FREED),
+                freed: state.to_tell(most),
                 failure: state.failure().cloned(),
             }
         });
@@ -186,7 +192,7 @@ impl Pool {
         &self,
         held: &mut [Held<'_>],
         fresh: &[Fresh],
-        freed: &[Vec<u64>],
+        heard: &[Heard],
     ) -> Result<CommitReport> {
         let mut report = CommitReport { windows_added: fresh.len() as u64, ..Default::default() };
         if held.iter().any(|held| held.inner.state.has_retired()) {
@@ -194,7 +200,8 @@ impl Pool {
             self.driver().synchronize()?;
         }
         let mut outcome = Ok(());
-        for (held, freed) in held.iter_mut().zip(freed) {
+        let most = most_freed(held.len());
+        for (held, heard) in held.iter_mut().zip(heard) {
             let LaneInner { state, memory } = &mut *held.inner;
             for segment in state.retired().collect::<Vec<_>>() {
                 report.windows_removed += u64::from(segment.counter < memory.shared_below);
@@ -203,7 +210,8 @@ impl Pool {
             }
             state.take_retired();
             memory.shared_below = state.next_segment();
-            outcome = outcome.and(state.reclaim(freed, memory));
+            let freed = state.told(most, heard, self.world());
+            outcome = outcome.and(state.reclaim(&freed, memory));
             report.blocks_returned += freed.len() as u64;
             state.mark_agreed();
         }
@@ -229,4 +237,9 @@ impl Pool {
         let windows = Windows::new(self.layout(), windows.collect());
         *lock(&self.0.windows) = std::sync::Arc::new(windows);
     }
+}
+
+/// How many unordered frees of each of so many lanes a rank tells in one commit.
+fn most_freed(lanes: usize) -> usize {
+    MOST_FREED.min(MOST_FREED_TOGETHER / lanes.max(1)).max(1)
 }

@@ -299,8 +299,9 @@ impl Lane {
         self.place(count, align, stream, Location::caller())
     }
 
-    /// Allocates `bytes` bytes that begin at a multiple of `align`: a power of two up to the
-    /// driver's granularity.
+    /// Allocates `bytes` bytes whose address is a multiple of `align`, on every rank: a power of two
+    /// up to the driver's granularity (2 MiB as a rule), by which heaps are aligned. Anything else
+    /// is [`Error::is_invalid_argument`].
     #[track_caller]
     pub fn alloc_bytes(&self, bytes: usize, align: u64, stream: Stream) -> Result<Block<u8>> {
         self.place(bytes, align, stream, Location::caller())
@@ -328,12 +329,28 @@ impl Lane {
         Ok(Block::new(self.0.clone(), key, self.0.base + offset, count))
     }
 
-    /// Makes sure that `bytes` more fit without growing; part of the lane's sequence.
+    /// Reserves on the default stream; see [`Lane::reserve_on`].
     #[track_caller]
     pub fn reserve(&self, bytes: u64) -> Result<()> {
+        self.reserve_on(bytes, Stream::DEFAULT)
+    }
+
+    /// Makes sure that `bytes` more fit on `stream` without growing, as one block. Part of the
+    /// lane's sequence; errors as for [`Lane::alloc_on`].
+    #[track_caller]
+    pub fn reserve_on(&self, bytes: u64, stream: Stream) -> Result<()> {
         let site = Some(Location::caller());
         let LaneInner { state, memory } = &mut *self.0.lock();
-        state.reserve(bytes, Stream::DEFAULT, site, memory).map_err(|error| self.named(error))
+        state.reserve(bytes, stream, site, memory).map_err(|error| self.named(error))
+    }
+
+    /// Notes that this rank cannot do what all ranks are about to do in this lane, and why. A commit
+    /// is then due; if the others went on, it fails on all ranks with `why`, which is more than
+    /// that their sequences differ. If no rank could, nothing differs and nothing is wrong.
+    pub fn note_failure(&self, why: &Error) {
+        let LaneInner { state, memory } = &mut *self.0.lock();
+        memory.planned();
+        state.note_failure(why);
     }
 
     /// Releases every segment that is wholly free, and returns their bytes. Part of the lane's

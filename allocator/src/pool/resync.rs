@@ -8,9 +8,9 @@ use super::held::Held;
 use super::lane::LaneInner;
 use super::{Committer, Pool};
 use crate::lane::{Agreed, Survivor};
-use crate::rendezvous::message::{Message, decode, decode_all, encode};
+use crate::rendezvous::message::{Message, decode, decode_all};
 use crate::rendezvous::search::first_difference;
-use crate::rendezvous::status::{Status, agreed};
+use crate::rendezvous::status::{Status, agreed, encode_status};
 use crate::{Deadline, Error, Result};
 
 /// Where each symmetric lane of a rank stands (counter and digest), or why it cannot resync.
@@ -31,7 +31,11 @@ struct Holdings {
     survivors: Vec<Survivor>,
 }
 
-impl Message for Holdings {
+/// The same, or why a rank cannot tell: more blocks than a message holds.
+#[derive(Debug, Serialize, Deserialize)]
+struct Holds(Status<Holdings>);
+
+impl Message for Holds {
     const KIND: u16 = 10;
     const NAME: &'static str = "holdings";
 }
@@ -82,8 +86,8 @@ impl Pool {
         });
         let own: Vec<(u64, u64)> = standing.collect();
         let status = ready.map(|()| own.clone()).map_err(|error| error.kind().clone());
-        let gathered =
-            self.group().all_gather("standing", &encode(&Standing(status))?, deadline)?;
+        let status = encode_status(Standing, status)?;
+        let gathered = self.group().all_gather("standing", &status, deadline)?;
         let mut all = Vec::new();
         let mut failures = Vec::new();
         for (rank, Standing(status)) in (0..).zip(decode_all(&gathered)?) {
@@ -138,12 +142,19 @@ impl Pool {
             strays: state.strays(first),
             survivors: state.survivors(first),
         };
-        let gathered = gather("holdings", &encode(&own)?)?;
+        let gathered = gather("holdings", &encode_status(Holds, Ok(own))?)?;
         let mut digest = blake3::Hasher::new();
         let mut all = Vec::new();
+        let mut failures = Vec::new();
         for (part, rank) in gathered.parts().zip(0..) {
             digest.update(part);
-            all.push((rank, decode::<Holdings>(rank, part)?));
+            match decode::<Holds>(rank, part)?.0 {
+                Ok(holdings) => all.push((rank, holdings)),
+                Err(kind) => failures.push((rank, kind)),
+            }
+        }
+        if let Some(error) = agreed("resync", &failures) {
+            return Err(error);
         }
         let holding: Vec<String> = all
             .iter()

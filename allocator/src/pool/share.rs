@@ -12,7 +12,7 @@ use crate::error::list;
 use crate::heap::Heap;
 use crate::lane::Segment;
 use crate::rendezvous::message::{Message, decode, decode_all, encode};
-use crate::rendezvous::status::{Status, agreed};
+use crate::rendezvous::status::{Status, agreed, encode_status};
 use crate::{Deadline, Error, Result};
 
 /// A rank that failed still hears out the others for at least this long, so that all of them
@@ -69,8 +69,8 @@ impl Pool {
         let status = outcome.as_ref().copied().map_err(|error| error.kind().clone());
         let confirm = || -> Result<()> {
             let deadline = Deadline::after(deadline.remaining().max(GRACE));
-            let gathered =
-                self.0.group.all_gather("mapped", &encode(&Mapped(status))?, deadline)?;
+            let status = encode_status(Mapped, status)?;
+            let gathered = self.0.group.all_gather("mapped", &status, deadline)?;
             let statuses: Vec<Mapped> = decode_all(&gathered)?;
             let failures: Vec<_> = (0..)
                 .zip(statuses)
@@ -157,7 +157,7 @@ impl Pool {
                 });
                 let own = match &handles {
                     Ok(frame) => frame.clone(),
-                    Err(error) => encode(&Handles(Err(error.kind().clone())))?,
+                    Err(error) => encode_status(Handles, Err(error.kind().clone()))?,
                 };
                 let gathered = self.0.group.all_gather("handles", &own, deadline)?;
                 handles?;

@@ -5,6 +5,8 @@
 //! traffic does not grow with the number of segments, and a store that sends equal parts once
 //! answers in a size that does not grow with the world either.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use super::message::{Message, decode};
@@ -19,7 +21,7 @@ use crate::{Error, Result};
 pub(crate) struct LaneProposal {
     pub(crate) counter: u64,
     pub(crate) digest: Digest,
-    /// Counters of blocks freed without order, ascending.
+    /// Counters of blocks freed without order that no commit has told before, ascending.
     pub(crate) freed: Vec<u64>,
     /// What failed on this rank only, and at which counter.
     pub(crate) failure: Option<(u64, ErrorKind)>,
@@ -43,11 +45,15 @@ impl Message for Propose {
     const NAME: &'static str = "proposal";
 }
 
+/// Counters of blocks with the number of ranks that told each.
+pub(crate) type Heard = Vec<(u64, u32)>;
+
 /// What follows from the proposals of all ranks.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Verdict {
-    /// All lanes agree. For each, the blocks that every rank has freed, ascending.
-    Agreed(Vec<Vec<u64>>),
+    /// All lanes agree. For each, the blocks that were told as freed, ascending, and by how many
+    /// ranks.
+    Agreed(Vec<Heard>),
     /// A lane went different ways.
     Differs {
         /// Its index.
@@ -102,7 +108,10 @@ pub(crate) fn judge(gathered: &Gathered) -> Result<Verdict> {
         });
         return Ok(Verdict::Differs { lane, failures: failures.collect() });
     }
-    Ok(Verdict::Agreed((0..first.lanes.len()).map(|lane| common(&proposals, lane)).collect()))
+    let mut ranks = vec![0; distinct.len()];
+    gathered.which().iter().for_each(|&at| ranks[at as usize] += 1);
+    let heard = (0..first.lanes.len()).map(|lane| heard(&proposals, &ranks, lane));
+    Ok(Verdict::Agreed(heard.collect::<Result<_>>()?))
 }
 
 /// The lowest rank that contributed this part.
@@ -110,14 +119,21 @@ fn first_rank(gathered: &Gathered, part: usize) -> u32 {
     gathered.which().iter().position(|&at| at as usize == part).unwrap_or(0) as u32
 }
 
-/// Blocks of a lane that every rank has freed (rule D5).
-fn common(proposals: &[(u32, &Proposal)], lane: usize) -> Vec<u64> {
-    let mut common = proposals[0].1.lanes[lane].freed.clone();
-    for (_, other) in &proposals[1..] {
-        let freed = &other.lanes[lane].freed;
-        common.retain(|counter| freed.binary_search(counter).is_ok());
+/// The blocks of a lane that were told, and by how many ranks (rule D5). Each of `proposals` was
+/// made by as many ranks as `ranks` says.
+fn heard(proposals: &[(u32, &Proposal)], ranks: &[u32], lane: usize) -> Result<Heard> {
+    let mut heard = BTreeMap::<u64, u32>::new();
+    for ((rank, proposal), ranks) in proposals.iter().zip(ranks) {
+        let freed = &proposal.lanes[lane].freed;
+        // Else one rank could speak for others.
+        if !freed.is_sorted_by(|a, b| a < b) {
+            return Err(Error::mismatch(format!(
+                "rank {rank} told freed blocks of lane {lane} out of order or twice"
+            )));
+        }
+        freed.iter().for_each(|counter| *heard.entry(*counter).or_default() += ranks);
     }
-    common
+    Ok(heard.into_iter().collect())
 }
 
 #[cfg(test)]
@@ -138,14 +154,25 @@ mod tests {
     }
 
     #[test]
-    fn only_what_every_rank_freed_comes_back() {
+    fn every_block_is_heard_with_the_number_of_ranks_that_freed_it() {
         // D5
         let verdict = judge(&gather(vec![
             propose(vec![lane(9, 1, &[1, 4, 6]), lane(0, 0, &[])]),
             propose(vec![lane(9, 1, &[4, 6, 8]), lane(0, 0, &[])]),
+            propose(vec![lane(9, 1, &[1, 4, 6]), lane(0, 0, &[])]),
             propose(vec![lane(9, 1, &[2, 4]), lane(0, 0, &[])]),
         ]));
-        assert_eq!(verdict.unwrap(), Verdict::Agreed(vec![vec![4], vec![]]));
+        let heard = vec![(1, 2), (2, 1), (4, 4), (6, 3), (8, 1)];
+        assert_eq!(verdict.unwrap(), Verdict::Agreed(vec![heard, vec![]]));
+    }
+
+    #[test]
+    fn no_rank_speaks_twice() {
+        for freed in [[4, 4], [6, 4]] {
+            let twice = vec![propose(vec![lane(9, 1, &[4, 6])]), propose(vec![lane(9, 1, &freed)])];
+            let error = judge(&gather(twice)).unwrap_err();
+            assert!(error.is_diverged() && error.to_string().contains("rank 1"), "{error}");
+        }
     }
 
     #[test]

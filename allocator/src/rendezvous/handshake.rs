@@ -14,7 +14,7 @@ use super::identity::HostIdentity;
 use super::mesh::{Listener, Mesh};
 use super::message::{self, Message};
 use super::peers::{Peers, PerRank};
-use super::status::{Status, agreed};
+use super::status::{Status, agreed, encode_status};
 use crate::driver::{DeviceIdentity, Driver, Step, Transport};
 use crate::store::Gathered;
 use crate::topology::Topology;
@@ -51,32 +51,43 @@ impl Message for Confirm {
     const NAME: &'static str = "confirmation";
 }
 
+/// What a rank brings to the handshake.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Terms<'a> {
+    pub(crate) driver: &'a Driver,
+    /// Stands for everything that changes placement (rule D8).
+    pub(crate) config_hash: [u8; 32],
+    /// Describes it for people, one setting a line.
+    pub(crate) config_text: &'a str,
+    pub(crate) options: HandshakeOptions,
+}
+
 /// Meets the other ranks of `group` in order to make a pool. Collective; costs two gathers.
 ///
-/// `config_hash` stands for everything that changes placement (rule D8), `config_text` describes
-/// it for people, one setting a line. `ready` is this rank's own preparation: when that failed, the
-/// other ranks learn why instead of waiting. An error that concerns all ranks is the same on all of
-/// them: different protocol versions ([`Error::is_refused`]), configurations or drivers
-/// ([`Error::is_diverged`]), one device twice ([`Error::is_invalid_argument`]), ranks that file
-/// descriptors cannot reach ([`Error::is_unsupported`]), and whatever made a single rank fail.
+/// `terms` is the outcome of this rank's own preparation: when that failed, the other ranks learn
+/// why instead of waiting. An error that concerns all ranks is the same on all of them: different
+/// protocol versions ([`Error::is_refused`]), configurations or drivers ([`Error::is_diverged`]),
+/// one device twice ([`Error::is_invalid_argument`]), ranks that file descriptors cannot reach
+/// ([`Error::is_unsupported`]), and whatever made a single rank fail.
 pub(crate) fn handshake(
     group: &Group,
-    driver: &Driver,
-    ready: Result<()>,
-    config_hash: [u8; 32],
-    config_text: &str,
-    options: HandshakeOptions,
+    terms: Result<Terms<'_>>,
     deadline: Deadline,
 ) -> Result<Peers> {
     let doing = |error: Error| error.context("meeting the other ranks of the pool");
-    let (hello, listener) =
-        match ready.and_then(|()| prepare(driver, config_hash, config_text, options)) {
-            Ok((hello, listener)) => (Ok(Box::new(hello)), listener),
-            Err(error) => (Err(error.kind().clone()), None),
-        };
-    let hello = message::encode(&Publish(hello))?;
-    let gathered = group.all_gather("hello", &hello, deadline).map_err(doing)?;
+    let ready = terms.and_then(|terms| Ok((terms.driver, prepare(&terms)?)));
+    let (hello, ready) = match ready {
+        Ok((driver, (hello, listener))) => (Ok(Box::new(hello)), Ok((driver, listener))),
+        Err(error) => (Err(error.kind().clone()), Err(error)),
+    };
+    let hello = encode_status(Publish, hello)?;
+    let gathered = group.all_gather("hello", &hello, deadline).map_err(|error| {
+        // This rank stayed to tell the others; what it had to tell is the error here.
+        doing(ready.as_ref().err().cloned().unwrap_or(error))
+    })?;
     let distinct = read_hellos(&gathered).map_err(doing)?;
+    // A rank that was not ready has said so, and all have returned above.
+    let (driver, listener) = ready?;
     let hellos: Vec<&Hello> = gathered.which().iter().map(|&at| &distinct[at as usize]).collect();
     checks::agree(&hellos).map_err(doing)?;
     let secret = secret_of(&gathered);
@@ -100,12 +111,8 @@ pub(crate) fn handshake(
 }
 
 /// Everything this rank needs before it can meet others.
-fn prepare(
-    driver: &Driver,
-    config_hash: [u8; 32],
-    config_text: &str,
-    options: HandshakeOptions,
-) -> Result<(Hello, Option<Listener>)> {
+fn prepare(terms: &Terms<'_>) -> Result<(Hello, Option<Listener>)> {
+    let Terms { driver, config_hash, config_text, options } = *terms;
     driver.at_step(Step::HandshakePublish)?;
     let transport = driver.transport();
     let listener = match transport {
@@ -209,7 +216,7 @@ fn confirm(group: &Group, ours: Result<Linked>, deadline: Deadline) -> Result<Li
         }
         Err(error) => (Err(error.kind().clone()), deadline),
     };
-    let confirmation = message::encode(&Confirm(status))?;
+    let confirmation = encode_status(Confirm, status)?;
     let gathered = match group.all_gather("confirm", &confirmation, wait_until) {
         Ok(gathered) => gathered,
         Err(error) => return Err(without_all(error, ours)),

@@ -160,7 +160,8 @@ fn describe(
     Ok(sides)
 }
 
-/// Publishes `own` and returns every rank's, in rank order.
+/// Publishes `own` and returns every rank's, in rank order. All that is told here is short, so
+/// framing it does not fail, and what was gathered is read alike on every rank.
 fn exchange<M: Message>(what: &str, own: &M, gather: &mut Gather<'_>) -> Result<Vec<M>> {
     decode_all(&gather(what, &encode(own)?)?)
 }

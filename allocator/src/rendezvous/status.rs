@@ -1,10 +1,20 @@
 //! One error out of many: what all ranks report when some of them failed.
 
-use crate::Error;
+use super::message::{Message, encode};
 use crate::error::{ErrorKind, list};
+use crate::{Error, Result};
 
 /// How a rank fared, in a form it can tell the others.
-pub(crate) type Status<T> = Result<T, ErrorKind>;
+pub(crate) type Status<T> = std::result::Result<T, ErrorKind>;
+
+/// Frames what this rank has to say in a step. What cannot be framed, because it is too long, is
+/// told as this rank's failure: a rank that said nothing would be waited for.
+pub(crate) fn encode_status<T, M: Message>(
+    message: fn(Status<T>) -> M,
+    status: Status<T>,
+) -> Result<Vec<u8>> {
+    encode(&message(status)).or_else(|error| encode(&message(Err(error.kind().clone()))))
+}
 
 /// The error that every rank reports for the `failures` of one step, which all ranks know: the
 /// same on each of them. `None` when there are none.
@@ -32,7 +42,31 @@ pub(crate) fn agreed(step: &str, failures: &[(u32, ErrorKind)]) -> Option<Error>
 mod tests {
     use std::time::Duration;
 
+    use serde::{Deserialize, Serialize};
+
     use super::*;
+    use crate::rendezvous::message::{MAX_PAYLOAD, decode};
+
+    #[derive(Debug, Serialize, Deserialize)]
+    struct Say(Status<String>);
+
+    impl Message for Say {
+        const KIND: u16 = 0x7003;
+        const NAME: &'static str = "say";
+    }
+
+    #[test]
+    fn what_is_too_long_to_tell_is_told_as_a_failure() {
+        for long in [Ok("x".repeat(MAX_PAYLOAD)), Err(ErrorKind::Refused("x".repeat(MAX_PAYLOAD)))]
+        {
+            let Say(told) = decode(0, &encode_status(Say, long).unwrap()).unwrap();
+            let kind = told.unwrap_err();
+            assert!(matches!(&kind, ErrorKind::InvalidArgument(_)));
+            assert!(kind.to_string().contains("a say message of "), "{kind}");
+        }
+        let Say(told) = decode(0, &encode_status(Say, Ok("short".into())).unwrap()).unwrap();
+        assert_eq!(told.unwrap(), "short");
+    }
 
     #[test]
     fn causes_speak_before_consequences() {

@@ -38,7 +38,8 @@ pub const MAX_KEY: usize = 1024;
 /// The longest value a store takes, in bytes.
 pub const MAX_VALUE: usize = 16 << 20;
 
-/// The most ranks that can take part in a gather.
+/// The most ranks that can take part in a gather, and so the most of a
+/// [`Group`](crate::Group::MAX_WORLD).
 pub const MAX_WORLD: u32 = 65_536;
 
 /// The most bytes the distinct parts of one gather may have together.

@@ -71,7 +71,10 @@ fn an_allocation_that_is_missing() {
         pool.alloc::<u8>(5 * MIB).unwrap().into_address();
     });
     assert_eq!(found.counter, 10);
-    assert_eq!(sides(&found), ("alloc 2.93 KiB on stream 0", "alloc 5.00 MiB on stream 0"));
+    assert_eq!(
+        sides(&found),
+        ("alloc 2.93 KiB (3000 bytes) on stream 0", "alloc 5 MiB on stream 0")
+    );
     assert!(found.sides[0].site.as_ref().unwrap().contains("divergence.rs:"), "{found}");
 }
 
@@ -84,7 +87,7 @@ fn a_sequence_that_ends_before_the_others() {
         }
     });
     assert_eq!(found.counter, 11);
-    assert_eq!(sides(&found).0, "alloc 800 B on stream 0");
+    assert_eq!(sides(&found).0, "alloc 800 bytes on stream 0");
     assert!(sides(&found).1.contains("its sequence ends before"), "{found}");
 }
 
@@ -94,7 +97,7 @@ fn another_size() {
         pool.alloc::<f32>(if odd { 6 << 18 } else { 8 << 18 }).unwrap().into_address();
     });
     assert_eq!(found.counter, 10);
-    assert_eq!(sides(&found), ("alloc 8.00 MiB on stream 0", "alloc 6.00 MiB on stream 0"));
+    assert_eq!(sides(&found), ("alloc 8 MiB on stream 0", "alloc 6 MiB on stream 0"));
 }
 
 #[test]
@@ -103,7 +106,19 @@ fn another_size_in_the_same_place() {
     let found = diverges(|pool, odd| {
         pool.alloc::<u8>(if odd { 511 } else { 512 }).unwrap().into_address();
     });
-    assert_eq!(sides(&found), ("alloc 512 B on stream 0", "alloc 511 B on stream 0"));
+    assert_eq!(sides(&found), ("alloc 512 bytes on stream 0", "alloc 511 bytes on stream 0"));
+}
+
+#[test]
+fn another_size_that_reads_the_same_when_rounded() {
+    let found = diverges(|pool, odd| {
+        pool.alloc::<u8>((8 << 20) + if odd { 700 } else { 1 }).unwrap().into_address();
+    });
+    let expected = (
+        "alloc 8.00 MiB (8388609 bytes) on stream 0",
+        "alloc 8.00 MiB (8389308 bytes) on stream 0",
+    );
+    assert_eq!(sides(&found), expected);
 }
 
 #[test]
@@ -116,7 +131,7 @@ fn another_stream() {
         lane.alloc_on::<u8>(64, handle(if odd { 2 } else { 1 })).unwrap().into_address();
     });
     assert_eq!(found.counter, 11);
-    assert_eq!(sides(&found), ("alloc 64 B on stream 1", "alloc 64 B on stream 2"));
+    assert_eq!(sides(&found), ("alloc 64 bytes on stream 1", "alloc 64 bytes on stream 2"));
 }
 
 #[test]
@@ -138,7 +153,7 @@ fn a_free_that_others_did_not_do() {
         pool.alloc::<u8>(100).unwrap().into_address();
     });
     assert_eq!(found.counter, 10);
-    assert_eq!(sides(&found), ("alloc 100 B on stream 0", "free of the block of event 3"));
+    assert_eq!(sides(&found), ("alloc 100 bytes on stream 0", "free of the block of event 3"));
 }
 
 #[test]
@@ -202,7 +217,7 @@ fn another_reserve() {
     let found = diverges(|pool, odd| {
         pool.default_lane().reserve(if odd { 64 << 20 } else { 32 << 20 }).unwrap();
     });
-    assert_eq!(sides(&found), ("reserve 32.00 MiB on stream 0", "reserve 64.00 MiB on stream 0"));
+    assert_eq!(sides(&found), ("reserve 32 MiB on stream 0", "reserve 64 MiB on stream 0"));
 }
 
 #[test]

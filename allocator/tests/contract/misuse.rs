@@ -53,9 +53,14 @@ fn alignments_that_cannot_be_served() {
     for align in [0, 3, 513, 4 << 20, u64::MAX] {
         let error = lane.alloc_bytes(64, align, Stream::DEFAULT).unwrap_err();
         assert!(error.is_invalid_argument(), "{error}");
-        says(&error, &["rank 0", &format!("alignment {align}"), "power of two"]);
+        let served = ["power of two of at most 2 MiB", "granularity", "\"default\""];
+        says(&error, &["rank 0", &format!("alignment {align};"), served[0], served[1], served[2]]);
     }
     assert_eq!(lane.counter(), 0);
+    for align in [1, 512, 4096, 2 << 20] {
+        let block = lane.alloc_bytes(700, align, Stream::DEFAULT).unwrap();
+        assert!(block.address().is_multiple_of(align));
+    }
 }
 
 #[test]
@@ -179,7 +184,7 @@ fn the_lanes_limit_is_the_same_wall_on_every_rank() {
         let kept = pool.alloc::<u8>(4 << 20).unwrap();
         let error = pool.alloc::<u8>(64 << 20).unwrap_err();
         assert!(error.is_out_of_memory(), "{error}");
-        says(&error, &[&format!("rank {}", pool.rank()), "\"small\"", "limit of 8.00 MiB"]);
+        says(&error, &[&format!("rank {}", pool.rank()), "\"small\"", "limit of 8 MiB"]);
         pool.commit().unwrap();
         assert!(pool.is_window(kept.address(), kept.bytes()));
         let rest = pool.alloc::<u8>(4 << 20).unwrap();

@@ -20,7 +20,8 @@ enum Op {
     Forget(usize),
     /// Uses the nth live block on this stream too.
     Record(usize, u64),
-    Reserve(u64, usize),
+    /// Bytes, lane, stream.
+    Reserve(u64, usize, u64),
     Trim(usize),
     Commit,
 }
@@ -32,7 +33,8 @@ fn op(largest: usize) -> impl Strategy<Value = Op> {
         5 => any::<usize>().prop_map(Op::Free),
         4 => any::<usize>().prop_map(Op::Forget),
         1 => (any::<usize>(), 0..3u64).prop_map(|(n, on)| Op::Record(n, on)),
-        1 => (0..16u64 << 20, 0..2usize).prop_map(|(n, lane)| Op::Reserve(n, lane)),
+        1 => (0..16u64 << 20, 0..2usize, 0..3u64)
+            .prop_map(|(n, lane, on)| Op::Reserve(n, lane, on)),
         2 => (0..2usize).prop_map(Op::Trim),
         3 => Just(Op::Commit),
     ]
@@ -142,7 +144,9 @@ impl Runner {
                     block.record_stream(Stream::from_raw(on)).unwrap();
                 }
             }
-            Op::Reserve(bytes, at) => lane(at).reserve(bytes).unwrap(),
+            Op::Reserve(bytes, at, on) => {
+                lane(at).reserve_on(bytes, Stream::from_raw(on)).unwrap();
+            }
             Op::Trim(at) => {
                 let bytes = lane(at).trim().unwrap();
                 self.trace.trimmed.push(bytes);

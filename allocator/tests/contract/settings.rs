@@ -74,6 +74,22 @@ fn settings_that_change_placement_are_compared() {
 }
 
 #[test]
+fn settings_that_make_no_sense_on_one_rank_are_told_to_all() {
+    let started = Instant::now();
+    let twice = rank_1_differs(|b, odd| {
+        let b = b.lane(LaneConfig::symmetric("weights"));
+        if odd { b.lane(LaneConfig::symmetric("weights")) } else { b }
+    });
+    let large = rank_1_differs(|b, odd| b.stride(if odd { 1 << 63 } else { 1 << 32 }));
+    assert!(started.elapsed() < PATIENCE, "nobody waits for rank 1");
+    for (error, why) in [(twice, "two lanes are called"), (large, "lower the stride")] {
+        assert!(error.is_invalid_argument(), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("rank 1 failed in the handshake") && text.contains(why), "{text}");
+    }
+}
+
+#[test]
 fn kinds_of_memory_are_compared() {
     let error = same_error(ranks(3, |group| {
         let memory = if group.rank() == 2 { Memory::Host } else { Memory::Sim };
@@ -87,12 +103,12 @@ fn kinds_of_memory_are_compared() {
 }
 
 #[test]
-fn settings_that_make_no_sense_are_refused_before_ranks_meet() {
+fn settings_that_make_no_sense_are_refused() {
     let build = |change: fn(symmpool_allocator::PoolBuilder) -> symmpool_allocator::PoolBuilder| {
-        // The other rank never comes, and is not needed for this.
+        // The other rank never comes: what is wrong here is known all the same, in the end.
         let group = Group::in_process(2).unwrap().remove(0);
         let builder = Pool::builder(group).driver(Driver::sim(1)).stride(1 << 32);
-        change(builder).build().unwrap_err()
+        change(builder.deadline(Deadline::after(Duration::from_millis(50)))).build().unwrap_err()
     };
     let errors = [
         (build(|b| b.lane(LaneConfig::symmetric(""))), "lane name"),

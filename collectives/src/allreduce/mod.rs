@@ -12,7 +12,7 @@ mod two_shot;
 
 use std::ops::Range;
 
-use symmpool_allocator::Result;
+use symmpool_allocator::{Error, Result};
 
 use crate::host::call::{Call, Operation};
 use crate::host::kernels::ReduceFn;
@@ -30,11 +30,36 @@ pub enum AllReduceAlgorithm {
     OneShot = 1,
     /// Every rank reduces a share and hands it out.
     TwoShot = 2,
+    /// On devices: one shot, in packets of which half are flags. Any type; fastest for few KiB.
+    OneShotPacket = 3,
+    /// On devices: one shot, in whole vectors; `f32`, `f16` and `bf16`.
+    OneShotSentinel = 4,
+    /// On devices: one shot, by loads from every rank's scratch.
+    OneShotPull = 5,
+    /// On devices: two shots, in packets.
+    TwoShotPacket = 6,
+    /// On devices: two shots, in whole vectors; `f32`, `f16` and `bf16`.
+    TwoShotSentinel = 7,
+    /// On devices: two shots, shares by loads from inputs, results by stores; between windows.
+    TwoShotPull = 8,
+    /// On devices: two shots by stores, results straight into outputs that are windows.
+    TwoShotPush = 9,
 }
 
 impl AllReduceAlgorithm {
     /// All of them, `Auto` first.
-    pub const ALL: [Self; 3] = [Self::Auto, Self::OneShot, Self::TwoShot];
+    pub const ALL: [Self; 10] = [
+        Self::Auto,
+        Self::OneShot,
+        Self::TwoShot,
+        Self::OneShotPacket,
+        Self::OneShotSentinel,
+        Self::OneShotPull,
+        Self::TwoShotPacket,
+        Self::TwoShotSentinel,
+        Self::TwoShotPull,
+        Self::TwoShotPush,
+    ];
 
     /// The name used in options and reports.
     pub const fn name(self) -> &'static str {
@@ -42,13 +67,21 @@ impl AllReduceAlgorithm {
             Self::Auto => "auto",
             Self::OneShot => "one_shot",
             Self::TwoShot => "two_shot",
+            Self::OneShotPacket => "one_shot_packet",
+            Self::OneShotSentinel => "one_shot_sentinel",
+            Self::OneShotPull => "one_shot_pull",
+            Self::TwoShotPacket => "two_shot_packet",
+            Self::TwoShotSentinel => "two_shot_sentinel",
+            Self::TwoShotPull => "two_shot_pull",
+            Self::TwoShotPush => "two_shot_push",
         }
     }
 }
 
 /// Up to here windows take one phase through scratch instead of two without; bytes, for the square
 /// of the number of ranks: more ranks make a phase dearer, above all when they share cores, and
-/// each then reduces a smaller share.
+/// each then reduces a smaller share. Only as far as scratch holds it in one piece: every further
+/// one would be a phase more.
 const ONE_SHOT_WINDOW_BYTES: usize = 512;
 /// Up to here ordinary memory takes one phase instead of two; bytes times ranks.
 const ONE_SHOT_PLAIN_BYTES: usize = 128 << 10;
@@ -94,10 +127,16 @@ impl HostEngine {
         let one_shot = match algorithm {
             AllReduceAlgorithm::OneShot => true,
             AllReduceAlgorithm::TwoShot => false,
-            AllReduceAlgorithm::Auto if windows => {
-                work.bytes() <= ONE_SHOT_WINDOW_BYTES * (self.world() as usize).pow(2)
+            other if other != AllReduceAlgorithm::Auto => {
+                return Err(self.decline(Error::unsupported(format!(
+                    "the all-reduce algorithm {} on rank {}: it is one of devices; in host memory \
+                     there are one_shot and two_shot",
+                    other.name(),
+                    self.rank()
+                ))));
             }
-            AllReduceAlgorithm::Auto => {
+            _ if windows => one_shot_of_windows(work.bytes(), self.world(), self.scratch_bytes()),
+            _ => {
                 // With two ranks both ways move the same bytes, and this one waits less.
                 self.world() <= 2
                     || work.bytes().saturating_mul(self.world() as usize) <= ONE_SHOT_PLAIN_BYTES
@@ -115,6 +154,11 @@ impl HostEngine {
             unsafe { two_shot::staged(self, &work) }
         }
     }
+}
+
+/// Whether windows of `bytes` bytes go through scratch.
+fn one_shot_of_windows(bytes: usize, world: u32, scratch: usize) -> bool {
+    bytes <= (ONE_SHOT_WINDOW_BYTES * (world as usize).pow(2)).min(scratch)
 }
 
 /// One all-reduce, checked and resolved.
@@ -177,6 +221,22 @@ pub(crate) fn share(count: usize, size: usize, rank: u32, world: u32) -> Range<u
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn windows_go_through_scratch_in_one_piece_or_not_at_all() {
+        // The smallest scratch there can be, that of the tests, and the default.
+        for scratch in [256, 4096, 2 << 20] {
+            for world in [1, 2, 8, 63, 64, 65, 1024] {
+                let square = ONE_SHOT_WINDOW_BYTES * (world as usize).pow(2);
+                for bytes in [0, 1, scratch - 1, scratch, scratch + 1, square, square + 1] {
+                    let one_shot = one_shot_of_windows(bytes, world, scratch);
+                    let pieces = Pieces::new(bytes, 1, scratch).len();
+                    assert!(!one_shot || pieces <= 1, "{bytes} bytes of {world} ranks");
+                    assert_eq!(one_shot, bytes <= scratch && bytes <= square);
+                }
+            }
+        }
+    }
 
     #[test]
     fn pieces_and_shares_cover_everything_once() {

@@ -23,7 +23,8 @@ use crate::host::call::{Call, Operation};
 use crate::host::{Data, HostEngine, InPlace, Place};
 
 /// Windows that send more than this to other ranks are read directly; bytes, for the square of the
-/// number of ranks, for more ranks make the second phase dearer.
+/// number of ranks, for more ranks make the second phase dearer. Only as far as scratch holds it in
+/// one piece: every further one would be a phase more.
 const DIRECT_BYTES: usize = 1 << 10;
 
 impl HostEngine {
@@ -179,10 +180,35 @@ impl Work {
 
     /// How a sender's `stream` bytes to others travel; the same on every rank.
     fn route(&self, stream: usize, engine: &HostEngine) -> Route {
-        if self.data.input.is_window() && stream > DIRECT_BYTES * (self.world as usize).pow(2) {
+        if self.data.input.is_window() && is_direct(stream, self.world, engine.scratch_bytes()) {
             Route::Direct
         } else {
             Route::Pieces(Pieces::new(stream, 1, engine.scratch_bytes()))
+        }
+    }
+}
+
+/// Whether a window's `stream` bytes are read where they are.
+fn is_direct(stream: usize, world: u32, scratch: usize) -> bool {
+    stream > (DIRECT_BYTES * (world as usize).pow(2)).min(scratch)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn windows_go_through_scratch_in_one_piece_or_not_at_all() {
+        for scratch in [256, 4096, 2 << 20] {
+            for world in [1, 2, 8, 44, 45, 46, 1024] {
+                let square = DIRECT_BYTES * (world as usize).pow(2);
+                for stream in [0, 1, scratch - 1, scratch, scratch + 1, square, square + 1] {
+                    let direct = is_direct(stream, world, scratch);
+                    let pieces = Pieces::new(stream, 1, scratch).len();
+                    assert!(direct || pieces <= 1, "{stream} bytes of {world} ranks");
+                    assert_eq!(direct, stream > scratch || stream > square);
+                }
+            }
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Whether the other ranks' processes still run.
+//! The other ranks' processes: which they are, and whether they still run.
 
 use std::os::fd::OwnedFd;
 
@@ -6,6 +6,16 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open, test_kill_process};
 use symmpool_allocator::Pool;
+
+/// Each other rank's process, where this one can see it.
+pub(super) fn pids(pool: &Pool) -> Vec<Option<Pid>> {
+    let pid = |rank| (rank != pool.rank()).then(|| number(pool.peer_pid(rank)?)).flatten();
+    (0..pool.world()).map(pid).collect()
+}
+
+fn number(pid: u32) -> Option<Pid> {
+    i32::try_from(pid).ok().and_then(Pid::from_raw)
+}
 
 /// The processes of a pool's ranks, as far as this one can see them.
 pub(super) struct Processes(Vec<Process>);
@@ -48,9 +58,7 @@ impl Processes {
 
 impl Process {
     fn open(pid: u32) -> Self {
-        let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else {
-            return Self::Unknown;
-        };
+        let Some(pid) = number(pid) else { return Self::Unknown };
         match pidfd_open(pid, PidfdFlags::empty()) {
             Ok(handle) => Self::Handle(handle),
             Err(Errno::SRCH) => Self::Gone,

@@ -31,10 +31,10 @@ impl Communicator {
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
         let bytes = count.saturating_mul(dtype.size());
-        let from = self.place_at(&mut inner, input.cast_mut(), bytes)?;
-        let to = self.place_at(&mut inner, output, bytes)?;
+        let from = self.place_at(&mut inner, input.cast_mut(), bytes, stream)?;
+        let to = self.place_at(&mut inner, output, bytes, stream)?;
         // SAFETY: the caller's promise, for this count; windows are covered (`place_at`).
-        unsafe { inner.engine.all_reduce(from, to, count, dtype, op, self.algorithm) }
+        unsafe { inner.engine.all_reduce((from, to), count, dtype, op, self.algorithm, stream) }
     }
 
     /// Reduces part `r` of every rank's `input` into rank `r`'s `output` of `count` elements; the
@@ -54,10 +54,10 @@ impl Communicator {
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
         let bytes = count.saturating_mul(dtype.size());
-        let from = self.place_at(&mut inner, input.cast_mut(), self.all_parts(bytes))?;
-        let to = self.place_at(&mut inner, output, bytes)?;
+        let from = self.place_at(&mut inner, input.cast_mut(), self.all_parts(bytes), stream)?;
+        let to = self.place_at(&mut inner, output, bytes, stream)?;
         // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
-        unsafe { inner.engine.reduce_scatter(from, to, count, dtype, op) }
+        unsafe { inner.engine.reduce_scatter((from, to), count, dtype, op, stream) }
     }
 
     /// Copies rank `r`'s `input` of `count` elements to part `r` of every rank's `output`, which
@@ -76,10 +76,10 @@ impl Communicator {
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
         let bytes = count.saturating_mul(dtype.size());
-        let from = self.place_at(&mut inner, input.cast_mut(), bytes)?;
-        let to = self.place_at(&mut inner, output, self.all_parts(bytes))?;
+        let from = self.place_at(&mut inner, input.cast_mut(), bytes, stream)?;
+        let to = self.place_at(&mut inner, output, self.all_parts(bytes), stream)?;
         // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
-        unsafe { inner.engine.all_gather(from, to, count, dtype) }
+        unsafe { inner.engine.all_gather((from, to), count, dtype, stream) }
     }
 
     /// Copies the root's `count` elements at `data` into every other rank's. Otherwise as
@@ -97,9 +97,9 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
-        let place = self.place_at(&mut inner, data, count.saturating_mul(dtype.size()))?;
+        let place = self.place_at(&mut inner, data, count.saturating_mul(dtype.size()), stream)?;
         // SAFETY: the caller's promise, for this count; windows are covered (`place_at`).
-        unsafe { inner.engine.broadcast(place, count, dtype, root) }
+        unsafe { inner.engine.broadcast(place, count, dtype, root, stream) }
     }
 
     /// Sends part `r` of `input` to rank `r`, where it becomes part `rank` of `output`. Both have
@@ -118,10 +118,10 @@ impl Communicator {
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
         let bytes = self.all_parts(count.saturating_mul(dtype.size()));
-        let from = self.place_at(&mut inner, input.cast_mut(), bytes)?;
-        let to = self.place_at(&mut inner, output, bytes)?;
+        let from = self.place_at(&mut inner, input.cast_mut(), bytes, stream)?;
+        let to = self.place_at(&mut inner, output, bytes, stream)?;
         // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
-        unsafe { inner.engine.all_to_all(from, to, count, dtype) }
+        unsafe { inner.engine.all_to_all((from, to), count, dtype, stream) }
     }
 
     /// Sends `input_split_sizes[r]` elements to rank `r`, and receives `output_split_sizes[r]` from
@@ -144,11 +144,11 @@ impl Communicator {
             let count = sizes.iter().fold(0_usize, |sum, size| sum.saturating_add(*size));
             count.saturating_mul(dtype.size())
         };
-        let from = self.place_at(&mut inner, input.cast_mut(), bytes(input_split_sizes))?;
-        let to = self.place_at(&mut inner, output, bytes(output_split_sizes))?;
-        let (send, receive) = (input_split_sizes, output_split_sizes);
+        let from = self.place_at(&mut inner, input.cast_mut(), bytes(input_split_sizes), stream)?;
+        let to = self.place_at(&mut inner, output, bytes(output_split_sizes), stream)?;
+        let sizes = (input_split_sizes, output_split_sizes);
         // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
-        unsafe { inner.engine.all_to_all_v(from, send, to, receive, dtype) }
+        unsafe { inner.engine.all_to_all_v((from, to), sizes, dtype, stream) }
     }
 
     /// Stands in for the next call where the caller has found its own arguments wrong: the other
@@ -157,13 +157,19 @@ impl Communicator {
     #[cold]
     pub fn decline(&self, why: Error, stream: &Stream) -> Error {
         match self.begin(stream) {
-            Ok(mut inner) => inner.engine.decline(why),
+            Ok(mut inner) => inner.engine.decline(why, stream),
             Err(error) => error,
         }
     }
 
     /// Where memory lies, for the engine; as [`Self::place`] for what may be no block of the pool.
-    fn place_at(&self, inner: &mut Inner, pointer: *mut u8, bytes: usize) -> Result<Place> {
+    fn place_at(
+        &self,
+        inner: &mut Inner,
+        pointer: *mut u8,
+        bytes: usize,
+        stream: &Stream,
+    ) -> Result<Place> {
         let address = pointer as u64;
         let Some((slot, offset)) = self.pool.layout().locate(address) else {
             return Ok(Place::Plain(pointer));
@@ -174,7 +180,7 @@ impl Communicator {
                  of its own",
                 self.rank()
             );
-            return Err(inner.engine.decline(Error::invalid_argument(why)));
+            return Err(inner.engine.decline(Error::invalid_argument(why), stream));
         }
         if !inner.windows.covers(address, bytes as u64) {
             inner.windows = self.pool.windows();

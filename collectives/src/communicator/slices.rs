@@ -14,10 +14,11 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
+        let host = inner.engine.host("all_reduce of a slice", stream)?;
         let place = Place::Plain(data.as_mut_ptr().cast());
         // SAFETY: the slice is borrowed exclusively until the call returns, and peers do not touch
         // ordinary memory.
-        unsafe { inner.engine.all_reduce(place, place, data.len(), T::DTYPE, op, self.algorithm) }
+        unsafe { host.all_reduce(place, place, data.len(), T::DTYPE, op, self.algorithm) }
     }
 
     /// Reduces part `r` of every rank's `input` into rank `r`'s `out`, which has a part's length.
@@ -28,7 +29,11 @@ impl Communicator {
         op: ReduceOp,
         stream: &Stream,
     ) -> Result<()> {
-        self.begin(stream)?.engine.reduce_scatter_slices(input, out, op)
+        let mut inner = self.begin(stream)?;
+        inner
+            .engine
+            .host("reduce_scatter of a slice", stream)?
+            .reduce_scatter_slices(input, out, op)
     }
 
     /// Copies rank `r`'s `input` to part `r` of every rank's `out`, which has `world` parts.
@@ -38,7 +43,8 @@ impl Communicator {
         input: &[T],
         stream: &Stream,
     ) -> Result<()> {
-        self.begin(stream)?.engine.all_gather_slices(input, out)
+        let mut inner = self.begin(stream)?;
+        inner.engine.host("all_gather of a slice", stream)?.all_gather_slices(input, out)
     }
 
     /// Copies the root's `data` into every other rank's.
@@ -48,7 +54,8 @@ impl Communicator {
         root: u32,
         stream: &Stream,
     ) -> Result<()> {
-        self.begin(stream)?.engine.broadcast_slice(data, root)
+        let mut inner = self.begin(stream)?;
+        inner.engine.host("broadcast of a slice", stream)?.broadcast_slice(data, root)
     }
 
     /// Sends part `r` of `input` to rank `r`, where it becomes part `rank` of `out`.
@@ -58,7 +65,8 @@ impl Communicator {
         input: &[T],
         stream: &Stream,
     ) -> Result<()> {
-        self.begin(stream)?.engine.all_to_all_slices(input, out)
+        let mut inner = self.begin(stream)?;
+        inner.engine.host("all_to_all of a slice", stream)?.all_to_all_slices(input, out)
     }
 
     /// Sends `input_split_sizes[r]` elements to rank `r`, and receives `output_split_sizes[r]`
@@ -72,6 +80,7 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<()> {
         let mut inner = self.begin(stream)?;
-        inner.engine.all_to_all_v_slices(input, input_split_sizes, out, output_split_sizes)
+        let host = inner.engine.host("all_to_all_v of a slice", stream)?;
+        host.all_to_all_v_slices(input, input_split_sizes, out, output_split_sizes)
     }
 }

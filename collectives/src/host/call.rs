@@ -186,7 +186,7 @@ impl fmt::Display for Call {
         }
         match (head >> 24) as u8 {
             0 => Ok(()),
-            code => write!(f, ", algorithm {code} forced"),
+            code => write!(f, ", by algorithm {code}"),
         }
     }
 }
@@ -214,6 +214,27 @@ pub(crate) fn mismatch(number: u64, calls: &[Call]) -> Error {
     message.push_str(
         "\nNothing was written and the communicator stays usable; every rank must make the same \
          call with the same arguments.",
+    );
+    Error::mismatch(message)
+}
+
+/// The error of a rank on a device, which has compared with one peer only: who called what.
+pub(crate) fn mismatch_of_two(
+    number: u64,
+    rank: u32,
+    ours: &Call,
+    peer: u32,
+    theirs: &Call,
+) -> Error {
+    let mut both = [(rank, ours), (peer, theirs)];
+    both.sort_by_key(|(rank, _)| *rank);
+    let mut message = format!("ranks entered different collectives as call {number}:");
+    for (rank, call) in both {
+        message.push_str(&format!("\n  rank {rank}: {call}"));
+    }
+    message.push_str(
+        "\nWhat that call should have written is undefined. The communicator is closed: make a new \
+         one; every rank must make the same call with the same arguments.",
     );
     Error::mismatch(message)
 }

@@ -9,6 +9,7 @@ use symmpool_allocator::{Deadline, Error, HeapLayout, Result};
 
 use super::call::{Call, Operation, mismatch};
 use super::control::Control;
+use super::cores::enough_here;
 use super::fault::{Cause, Fault};
 use super::kernels::{Isa, ReduceFn, select};
 use super::place::{Data, InPlace, Place, Resolver, checked, disjoint};
@@ -29,7 +30,8 @@ pub struct HostOptions {
     pub scratch_bytes: u64,
     /// The epoch of the first call, 1 or more. Default 1; others serve to test wrapping.
     pub first_epoch: u64,
-    /// Spin before giving the core away. Default: if every rank can have a core of its own.
+    /// Spin before giving the core away, which pays if every rank has a core of its own. Default:
+    /// if there are as many cores as ranks where the calling thread may run.
     pub spin: Option<bool>,
     /// Asked, while waiting for a late rank, whether its process still runs; so that a lost rank
     /// is named long before the timeout. Default: unknown, nobody is asked.
@@ -45,6 +47,17 @@ impl Default for HostOptions {
             spin: None,
             peer_alive: None,
         }
+    }
+}
+
+impl HostOptions {
+    fn check(&self) -> Result<()> {
+        if self.first_epoch == 0 || self.timeout.is_zero() {
+            return Err(Error::invalid_argument(
+                "the first epoch must be 1 or more, and the timeout longer than nothing",
+            ));
+        }
+        Ok(())
     }
 }
 
@@ -92,8 +105,10 @@ unsafe impl Send for HostEngine {}
 
 impl HostEngine {
     /// Bytes of control block that a group of `world` ranks needs with these options: a multiple
-    /// of 128, to be allocated at such an offset, the same on every rank.
+    /// of 128, to be allocated at such an offset, the same on every rank. Refuses a group and
+    /// options with which no engine can be made ([`Error::is_invalid_argument`]).
     pub fn control_bytes(world: u32, options: &HostOptions) -> Result<u64> {
+        options.check()?;
         Control::required(world, options.scratch_bytes)
     }
 
@@ -124,18 +139,12 @@ impl HostEngine {
                 layout.rank, layout.world
             )));
         }
-        if options.first_epoch == 0 || options.timeout.is_zero() {
-            return Err(Error::invalid_argument(
-                "the first epoch must be 1 or more, and the timeout longer than nothing",
-            ));
-        }
+        options.check()?;
         // SAFETY: the caller promises just this, for longer than the engine lives.
         let control =
             unsafe { Control::new(&layout, control_offset, control_bytes, options.scratch_bytes)? };
-        let patience = match options.spin {
-            Some(spin) => Patience::new(spin),
-            None => Patience::for_ranks(layout.world),
-        };
+        let spin = options.spin.unwrap_or_else(|| enough_here(layout.world));
+        let patience = Patience::new(spin && layout.world > 1);
         let world = layout.world as usize;
         Ok(Self {
             layout,

@@ -2,7 +2,8 @@
 //! atomics in them.
 //!
 //! - [`engine`](HostEngine) owns a communicator's state on one rank and the two kinds of wait
-//! - `control` says where things lie in the control block, `wait` how a rank passes the time
+//! - `control` says where things lie in the control block, `wait` how a rank passes the time, and
+//!   `cores` whether each rank has a core for that
 //! - `call` is what ranks compare on entry, `fault` what they tell each other when one is missing
 //! - `place` is where data lies, `kernels` are the loops over it
 //!
@@ -10,6 +11,7 @@
 
 pub(crate) mod call;
 mod control;
+pub(crate) mod cores;
 mod engine;
 mod fault;
 pub(crate) mod kernels;

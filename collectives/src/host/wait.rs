@@ -25,12 +25,7 @@ pub(super) struct Patience {
 }
 
 impl Patience {
-    /// Spinning pays only if every rank has a core to itself.
-    pub(super) fn for_ranks(world: u32) -> Self {
-        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        Self::new(world > 1 && world as usize <= cores)
-    }
-
+    /// Spinning pays only if every rank has a core to itself (see `cores`).
     pub(super) fn new(spin: bool) -> Self {
         Self { spins: if spin { calibrate() } else { 0 }, yields: YIELDS }
     }

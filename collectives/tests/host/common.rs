@@ -4,7 +4,7 @@ use std::alloc::Layout;
 
 use half::{bf16, f16};
 use symmpool_allocator::HeapLayout;
-use symmpool_collectives::{Element, HostEngine, HostOptions, Place, ReduceOp};
+use symmpool_collectives::{Element, F8E4m3, F8E5m2, HostEngine, HostOptions, Place, ReduceOp};
 
 /// One allocation that plays the flat heap: `world` slots of control block and window bytes.
 pub(crate) struct Heap {
@@ -158,6 +158,8 @@ float_oracle! {
     f64, f64, |x| x, |x| x;
     f16, f32, f16::to_f32, f16::from_f32;
     bf16, f32, bf16::to_f32, bf16::from_f32;
+    F8E4m3, f32, F8E4m3::to_f32, F8E4m3::from_f32;
+    F8E5m2, f32, F8E5m2::to_f32, F8E5m2::from_f32;
 }
 
 macro_rules! integer_oracle {

@@ -3,7 +3,9 @@
 
 use crate::common::{Buffer, Heap, Oracle, bits, input, reduced, small_scratch};
 use half::{bf16, f16};
-use symmpool_collectives::{AllReduceAlgorithm, Element, HostEngine, HostOptions, ReduceOp};
+use symmpool_collectives::{
+    AllReduceAlgorithm, Element, F8E4m3, F8E5m2, HostEngine, HostOptions, ReduceOp,
+};
 
 const COUNTS: [usize; 7] = [0, 1, 3, 17, 1023, 4096 + 5, 20_011];
 const ALGORITHMS: [AllReduceAlgorithm; 3] =
@@ -78,6 +80,8 @@ fn every_type(world: u32) {
         all_reduce::<i64>(&heap, &mut engine, world);
         all_reduce::<u8>(&heap, &mut engine, world);
         all_reduce::<i8>(&heap, &mut engine, world);
+        all_reduce::<F8E4m3>(&heap, &mut engine, world);
+        all_reduce::<F8E5m2>(&heap, &mut engine, world);
     });
 }
 
@@ -237,6 +241,41 @@ fn all_to_all<T: Oracle>(heap: &Heap, engine: &mut HostEngine, world: u32) {
 }
 
 #[test]
+fn windows_of_more_ranks_than_scratch_has_room_for() {
+    // 256 bytes are less than one line of 16 bytes for each of 17 ranks.
+    let options = || HostOptions { scratch_bytes: 256, ..HostOptions::default() };
+    const WORLD: u32 = 17;
+    const COUNT: usize = 5;
+    let heap = Heap::new(WORLD, 1, 1 << 16, &options());
+    heap.ranks(|rank| {
+        let mut engine = heap.engine(rank, 0, options());
+        let (all, own) = (COUNT * WORLD as usize, COUNT * rank as usize);
+        let from = Buffer::window(&heap, rank, 0, all * 8);
+        let to = Buffer::window(&heap, rank, 1 << 15, all * 8);
+        for count in [0, COUNT] {
+            from.write(&input::<i64>(3, rank, all));
+            // SAFETY: the input holds a part a rank, the output one, both this rank's windows.
+            let done = unsafe {
+                engine.reduce_scatter(from.place, to.place, count, i64::DTYPE, ReduceOp::Sum)
+            };
+            done.unwrap();
+        }
+        let expected = &reduced::<i64>(3, WORLD, all, ReduceOp::Sum)[own..own + COUNT];
+        assert_eq!(to.read::<i64>(COUNT), expected);
+        // SAFETY: both windows hold `all` elements and are this rank's.
+        unsafe { engine.all_to_all(from.place, to.place, COUNT, i64::DTYPE) }.unwrap();
+        let expected: Vec<i64> = (0..WORLD)
+            .flat_map(|peer| input::<i64>(3, peer, all)[own..own + COUNT].to_vec())
+            .collect();
+        assert_eq!(to.read::<i64>(all), expected);
+        // Ordinary memory has no other way, and says what it takes.
+        let mut part = [0_i64; COUNT];
+        let error = engine.reduce_scatter_slices(&vec![1_i64; all], &mut part, ReduceOp::Sum);
+        assert!(error.unwrap_err().to_string().contains("raise scratch_bytes to 512 or more"));
+    });
+}
+
+#[test]
 fn data_movers_and_reduce_scatter_of_1_to_5_ranks() {
     for world in 1..=5 {
         let heap = Heap::new(world, 1, 2 * ROOM, &small_scratch());
@@ -245,11 +284,13 @@ fn data_movers_and_reduce_scatter_of_1_to_5_ranks() {
             reduce_scatter::<f32>(&heap, &mut engine, world);
             reduce_scatter::<bf16>(&heap, &mut engine, world);
             reduce_scatter::<i64>(&heap, &mut engine, world);
+            reduce_scatter::<F8E5m2>(&heap, &mut engine, world);
             all_gather::<u8>(&heap, &mut engine, world);
             all_gather::<f64>(&heap, &mut engine, world);
             broadcast::<f16>(&heap, &mut engine, world);
             broadcast::<i64>(&heap, &mut engine, world);
             all_to_all::<i8>(&heap, &mut engine, world);
+            all_to_all::<F8E4m3>(&heap, &mut engine, world);
             all_to_all::<f32>(&heap, &mut engine, world);
         });
     }

@@ -2,6 +2,8 @@
 
 mod common;
 mod contract;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod environment;
 mod exact;
 mod process;
 mod traffic;

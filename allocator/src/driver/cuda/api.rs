@@ -8,6 +8,7 @@
 #![allow(unsafe_code)] // FFI: symbol lookup and the calls that name an error code.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::ptr::NonNull;
 use std::sync::OnceLock;
 
 use cudarc::driver::sys;
@@ -283,6 +284,20 @@ impl Code {
         let last = e::CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD as c_uint;
         (first..=last).contains(&self.0)
     }
+}
+
+/// The address of any function of the library. Only after [`Api::get`] has opened it.
+pub(super) fn function(name: &str) -> Result<NonNull<c_void>> {
+    // SAFETY: the library was opened before, so this does not panic.
+    let library = unsafe { sys::culib() };
+    // SAFETY: the symbol is only taken as an address, which is not followed here.
+    let found = unsafe { library.get::<*mut c_void>(name.as_bytes()) };
+    let address = found.ok().and_then(|symbol| NonNull::new(*symbol));
+    address.ok_or_else(|| {
+        Error::unsupported(format!(
+            "the CUDA driver library lacks {name}; symmpool needs a driver for CUDA 12.4 or newer"
+        ))
+    })
 }
 
 /// Asks the driver for the name or the text of a code; `None` where it knows none.

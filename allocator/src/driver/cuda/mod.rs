@@ -6,15 +6,17 @@
 //! | file | owns |
 //! | --- | --- |
 //! | `api` | the driver library's functions, and what their error codes mean |
+//! | `calls` | the calls about memory, one CUDA call a function |
 //! | `context` | the primary context: retained while a driver lives, current only during its calls |
 //! | `probe` | what a device really grants: handle types, granularity, network access |
-//! | `vmm` | reservations, allocations, mappings, exported and imported handles |
+//! | `vmm` | what is held: reservations, allocations, mappings, exported and imported handles |
 //! | `stream` | events, capture, synchronisation, copies to and from the host |
 //!
 //! Managed memory and NVLink multicast are not used.
 #![allow(unsafe_code)] // The copies are `unsafe fn`: their callers pass raw addresses.
 
 mod api;
+mod calls;
 mod context;
 mod probe;
 mod stream;
@@ -23,10 +25,12 @@ mod tests;
 mod vmm;
 
 use std::collections::BTreeSet;
+use std::ffi::c_void;
 use std::fmt;
+use std::ptr::NonNull;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use self::api::{AllocationProp, Api};
+use self::api::{AllocationProp, Api, Code};
 use self::context::Context;
 pub use self::probe::{CudaFacts, Fabric};
 use self::vmm::Memory;
@@ -131,10 +135,41 @@ impl CudaDriver {
         &self.facts
     }
 
+    /// Runs `work` with the device's primary context current on this thread; the caller's own is
+    /// current again afterwards. For calls of the CUDA driver library on this device.
+    pub fn with_context<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let _current = self.context.enter()?;
+        work()
+    }
+
+    /// As [`with_context`](Self::with_context), for calls that have no place in the order of any
+    /// stream (loading code, making memory): they also work while this thread captures a graph.
+    pub fn with_context_unordered<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let _current = self.context.enter_for_memory()?;
+        work()
+    }
+
+    /// The address of a function of the CUDA driver library, for functions that this crate does
+    /// not call. `is_unsupported` without a library, or where it lacks the function.
+    pub fn function(name: &str) -> Result<NonNull<c_void>> {
+        Api::get()?;
+        api::function(name)
+    }
+
+    /// Success, or an error of the kind that the `CUresult` stands for, about `what` was done.
+    pub fn check(code: u32, what: impl FnOnce() -> String) -> Result<()> {
+        Api::get()?.check(Code(code), what)
+    }
+
+    /// A number that the driver knows of the device; `which` is a `CUdevice_attribute`.
+    pub fn attribute(&self, which: u32) -> Result<i32> {
+        probe::number(self.context.api, self.context.device, which)
+    }
+
     /// Free and total bytes of the device's memory at this moment.
     pub fn memory_info(&self) -> Result<(u64, u64)> {
         let _current = self.context.enter()?;
-        probe::memory_info(self.context.api)
+        calls::memory_info(self.context.api)
     }
 
     /// Copies `source` to the device address `target`, which may be in a peer's slot. On return
@@ -208,6 +243,10 @@ impl MemoryDriver for CudaDriver {
 
     fn transport(&self) -> Transport {
         self.transport
+    }
+
+    fn as_cuda(&self) -> Option<&CudaDriver> {
+        Some(self)
     }
 
     fn host_accessible(&self) -> bool {

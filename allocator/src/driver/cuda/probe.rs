@@ -2,23 +2,17 @@
 //! advertised where creation is refused), so what matters is tried once, when a driver is made.
 #![allow(unsafe_code)] // FFI: the queries.
 
-use std::ffi::{CStr, c_int, c_uint};
+use std::ffi::{c_int, c_uint};
 use std::fmt;
 
 use cudarc::driver::sys;
 use sys::CUdevice_attribute as Attribute;
 
+use super::CudaOptions;
 use super::api::{AllocationProp, Api};
+use super::calls::{self, FABRIC, POSIX_FD, memory_info, name};
 use super::context::Context;
-use super::{CudaOptions, vmm};
 use crate::{Error, Result};
-
-/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
-pub(super) const POSIX_FD: c_uint =
-    sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.0;
-
-/// `CU_MEM_HANDLE_TYPE_FABRIC`.
-pub(super) const FABRIC: c_uint = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_FABRIC.0;
 
 /// Segments are at least this large: the page size that NVIDIA GPUs translate best.
 const LEAST_GRANULARITY: u64 = 2 << 20;
@@ -94,27 +88,6 @@ pub(super) fn device(api: &Api, ordinal: u32) -> Result<c_int> {
     let code = unsafe { (api.device_get)(&raw mut device, index) };
     api.check(code, || format!("opening CUDA device {ordinal}"))?;
     Ok(device)
-}
-
-/// A device's model name.
-pub(super) fn name(api: &Api, device: c_int) -> Result<String> {
-    let mut buffer = [0u8; 256];
-    let length = buffer.len() as c_int;
-    // SAFETY: writes at most `length` bytes, NUL included, into a buffer of that length.
-    let code = unsafe { (api.device_name)(buffer.as_mut_ptr().cast(), length, device) };
-    api.check(code, || format!("asking for the name of CUDA device {device}"))?;
-    let name = CStr::from_bytes_until_nul(&buffer).unwrap_or_default();
-    Ok(name.to_string_lossy().into_owned())
-}
-
-/// Free and total bytes of the device whose context is current.
-pub(super) fn memory_info(api: &Api) -> Result<(u64, u64)> {
-    let mut free = 0;
-    let mut total = 0;
-    // SAFETY: writes two sizes through valid pointers.
-    let code = unsafe { (api.memory_info)(&raw mut free, &raw mut total) };
-    api.check(code, || "asking for free device memory".to_owned())?;
-    Ok((free as u64, total as u64))
 }
 
 /// Finds out what the device of `context` can do, and how its segments are to be made.
@@ -227,17 +200,17 @@ impl Trials<'_> {
     fn attempt(&self, prop: &AllocationProp) -> Result<u64> {
         let api = self.context.api;
         let granularity = granularity(api, prop)?;
-        let handle = vmm::create(api, granularity, prop)?;
+        let handle = calls::create(api, granularity, prop)?;
         let exported = (|| {
             if prop.handle_types & POSIX_FD != 0 {
-                vmm::export_fd(api, handle)?;
+                calls::export_fd(api, handle)?;
             }
             if prop.handle_types & FABRIC != 0 {
-                vmm::export_fabric(api, handle)?;
+                calls::export_fabric(api, handle)?;
             }
             Ok(granularity)
         })();
-        vmm::release(api, handle)?;
+        calls::release(api, handle)?;
         exported
     }
 }
@@ -252,11 +225,17 @@ fn granularity(api: &Api, prop: &AllocationProp) -> Result<u64> {
 }
 
 fn attribute(api: &Api, device: c_int, which: Attribute) -> Result<bool> {
+    Ok(number(api, device, which as u32)? != 0)
+}
+
+/// A `CUdevice_attribute` of the device.
+pub(super) fn number(api: &Api, device: c_int, which: u32) -> Result<c_int> {
     let mut value: c_int = 0;
-    // SAFETY: writes one int through a valid pointer.
-    let code = unsafe { (api.device_attribute)(&raw mut value, which as c_int, device) };
-    api.check(code, || format!("asking CUDA device {device} for {which:?}"))?;
-    Ok(value != 0)
+    let which = c_int::try_from(which).unwrap_or(c_int::MAX);
+    // SAFETY: writes one int through a valid pointer; the driver refuses what is no attribute.
+    let code = unsafe { (api.device_attribute)(&raw mut value, which, device) };
+    api.check(code, || format!("asking CUDA device {device} for attribute {which}"))?;
+    Ok(value)
 }
 
 fn driver_version(api: &Api) -> Result<u32> {

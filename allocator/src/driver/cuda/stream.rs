@@ -6,8 +6,8 @@ use std::ffi::c_uint;
 use cudarc::driver::sys;
 
 use super::api::Handle;
+use super::calls::size;
 use super::context::Context;
-use super::vmm::size;
 use crate::driver::{Event, Stream};
 use crate::{Error, Result};
 

@@ -1,20 +1,21 @@
 //! Virtual memory management: reservations, allocations, mappings and handles that travel.
 //!
-//! The free functions are one CUDA call each. [`Memory`] puts them together: it refuses misuse
-//! before CUDA sees it, and undoes what it did when a later step fails.
+//! [`Memory`] puts the calls together: it refuses misuse before CUDA sees it, and undoes what it did
+//! when a later step fails.
 #![allow(unsafe_code)] // FFI: the calls that manage memory.
 
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_uint};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use cudarc::driver::sys;
 
 use super::FABRIC_HANDLE_BYTES;
-use super::api::{AccessDesc, AllocationProp, Api, Code};
+use super::api::{AccessDesc, AllocationProp, Api};
+use super::calls::{
+    address_free, create, export_fabric, export_fd, import_fabric, import_fd, map, name, release,
+    reserve_aligned, size, unmap,
+};
 use super::context::Context;
-use super::probe::{self, FABRIC, POSIX_FD};
-use crate::driver::amount::Amount;
 use crate::driver::mappings::{Mappings, check_size};
 use crate::driver::{Exported, Physical, Reservation};
 use crate::{Error, Result};
@@ -237,166 +238,8 @@ fn unreachable_owner(cx: &Context, handle: u64) -> Option<String> {
 }
 
 fn label(api: &Api, device: c_int) -> String {
-    match probe::name(api, device) {
+    match name(api, device) {
         Ok(name) => format!("{device} ({name})"),
         Err(_) => device.to_string(),
     }
-}
-
-pub(super) fn create(api: &Api, bytes: u64, prop: &AllocationProp) -> Result<u64> {
-    let mut handle = 0;
-    // SAFETY: reads a valid structure and writes one handle through a valid pointer.
-    let code = unsafe { (api.create)(&raw mut handle, size(bytes)?, prop, 0) };
-    if code.0 == 0 {
-        return Ok(handle);
-    }
-    let info = probe::memory_info(api).ok();
-    let state = match info {
-        Some((free, total)) => format!("{free} of {total} bytes are free"),
-        None => "how much is free is unknown".to_owned(),
-    };
-    // More than the device has is out of memory, whatever a driver calls it.
-    let too_large = info.is_some_and(|(_, total)| bytes > total);
-    if code.is_out_of_memory() || too_large {
-        return Err(Error::out_of_memory(format!(
-            "allocating {bytes} bytes on CUDA device {}: {}; {state}",
-            prop.location.id,
-            api.describe(code)
-        )));
-    }
-    api.check(code, || {
-        format!("allocating {bytes} bytes on CUDA device {} ({state})", prop.location.id)
-    })?;
-    Ok(handle)
-}
-
-pub(super) fn release(api: &Api, handle: u64) -> Result<()> {
-    // SAFETY: the caller holds the handle and gives it up.
-    let code = unsafe { (api.release)(handle) };
-    api.check(code, || "releasing an allocation".to_owned())
-}
-
-pub(super) fn export_fd(api: &Api, handle: u64) -> Result<OwnedFd> {
-    let mut fd: c_int = -1;
-    // SAFETY: for this handle type one int is written, and the pointer is to an int.
-    let code = unsafe { (api.export)((&raw mut fd).cast(), handle, POSIX_FD, 0) };
-    api.check(code, || "exporting memory as a POSIX file descriptor".to_owned())?;
-    if fd < 0 {
-        return Err(Error::system("exporting memory", format!("CUDA gave descriptor {fd}")));
-    }
-    // SAFETY: CUDA made this descriptor for the caller, so nothing else owns it.
-    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-    // Segments must not leak into programs that this one starts.
-    rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC)
-        .map_err(|errno| Error::system("setting close-on-exec on an exported segment", errno))?;
-    Ok(fd)
-}
-
-pub(super) fn export_fabric(api: &Api, handle: u64) -> Result<[u8; FABRIC_HANDLE_BYTES]> {
-    let mut bytes = [0u8; FABRIC_HANDLE_BYTES];
-    // SAFETY: for this handle type 64 bytes are written, and the array has 64.
-    let code = unsafe { (api.export)(bytes.as_mut_ptr().cast(), handle, FABRIC, 0) };
-    api.check(code, || "exporting memory as a FABRIC handle".to_owned())?;
-    Ok(bytes)
-}
-
-fn import_fd(api: &Api, fd: &OwnedFd, bytes: u64) -> Result<u64> {
-    // The descriptor itself is passed in the pointer's place.
-    let number = usize::try_from(fd.as_raw_fd())
-        .map_err(|_| Error::invalid_argument("a negative file descriptor"))?;
-    let mut handle = 0;
-    // SAFETY: for this handle type the second argument is a number, not followed; one handle is
-    // written through a valid pointer.
-    let code = unsafe {
-        (api.import)(&raw mut handle, std::ptr::without_provenance_mut(number), POSIX_FD)
-    };
-    imported(api, code, handle, bytes)
-}
-
-fn import_fabric(api: &Api, shared: &mut [u8; FABRIC_HANDLE_BYTES], bytes: u64) -> Result<u64> {
-    let mut handle = 0;
-    // SAFETY: for this handle type 64 bytes are read through the second argument, and the array
-    // has 64; one handle is written through a valid pointer.
-    let code = unsafe { (api.import)(&raw mut handle, shared.as_mut_ptr().cast(), FABRIC) };
-    imported(api, code, handle, bytes)
-}
-
-fn imported(api: &Api, code: Code, handle: u64, bytes: u64) -> Result<u64> {
-    api.check(code, || {
-        format!(
-            "importing {bytes} bytes of a peer's memory (the handle must come from CUDA, and the \
-             peer's device must be visible here: see CUDA_VISIBLE_DEVICES)"
-        )
-    })?;
-    Ok(handle)
-}
-
-/// Reserves a range in which `bytes` bytes begin at a multiple of `align`: as large as asked where
-/// CUDA aligns it, larger by `align` where it does not (large alignments).
-fn reserve_aligned(api: &Api, bytes: u64, align: u64) -> Result<(u64, u64)> {
-    let first = address_reserve(api, bytes, align);
-    if let Ok(base) = first {
-        if base.is_multiple_of(align) {
-            return Ok((base, bytes));
-        }
-        address_free(api, base, bytes)?;
-    }
-    let Some(padded) = bytes.checked_add(align) else {
-        return Err(no_addresses(bytes, align, "more than there are addresses"));
-    };
-    match (address_reserve(api, padded, 0), first) {
-        (Ok(base), _) => Ok((base, padded)),
-        (Err(_), Err(error)) | (Err(error), Ok(_)) => Err(error),
-    }
-}
-
-fn address_reserve(api: &Api, bytes: u64, align: u64) -> Result<u64> {
-    let mut base = 0;
-    let (length, alignment) = (size(bytes)?, size(align)?);
-    // SAFETY: writes one address through a valid pointer; address 0 lets CUDA choose.
-    let code = unsafe { (api.address_reserve)(&raw mut base, length, alignment, 0, 0) };
-    // Sizes and alignments that make no sense were refused before: what CUDA calls invalid here
-    // is too large for it.
-    if code.is_out_of_memory() || code.is_invalid_value() {
-        return Err(no_addresses(bytes, align, &api.describe(code)));
-    }
-    api.check(code, || format!("reserving {bytes} bytes of address space aligned to {align}"))?;
-    Ok(base)
-}
-
-fn no_addresses(bytes: u64, align: u64, why: &str) -> Error {
-    Error::out_of_memory(format!(
-        "cannot reserve {} of device addresses aligned to {}: {why}; lower the stride of the heap \
-         or the number of ranks",
-        Amount(bytes),
-        Amount(align)
-    ))
-}
-
-fn address_free(api: &Api, base: u64, bytes: u64) -> Result<()> {
-    // SAFETY: the range came from `address_reserve` and nothing is mapped in it, which `Mappings`
-    // has checked.
-    let code = unsafe { (api.address_free)(base, size(bytes)?) };
-    api.check(code, || format!("giving back {bytes} bytes of address space at {base:#x}"))
-}
-
-fn map(api: &Api, address: u64, bytes: u64, handle: u64) -> Result<()> {
-    // SAFETY: the range lies in a live reservation and nothing is mapped there, which `Mappings`
-    // has checked; the handle is live.
-    let code = unsafe { (api.map)(address, size(bytes)?, 0, handle, 0) };
-    api.check(code, || format!("mapping {bytes} bytes at {address:#x}"))
-}
-
-fn unmap(api: &Api, address: u64, bytes: u64) -> Result<()> {
-    // SAFETY: the range is one whole mapping, which `Mappings` has checked. Work of
-    // the device that still uses it is a fault on the device, not here.
-    let code = unsafe { (api.unmap)(address, size(bytes)?) };
-    api.check(code, || format!("unmapping {bytes} bytes at {address:#x}"))
-}
-
-/// A length as CUDA takes it.
-pub(super) fn size(bytes: u64) -> Result<usize> {
-    usize::try_from(bytes).map_err(|_| {
-        Error::invalid_argument(format!("{bytes} bytes are more than an address can tell apart"))
-    })
 }

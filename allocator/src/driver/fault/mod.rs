@@ -16,8 +16,8 @@ use call::{Counters, Point};
 pub use plan::{FaultAction, FaultPlan};
 
 use super::{
-    DeviceIdentity, Driver, Event, Exported, MemoryDriver, Physical, Reservation, Step, Stream,
-    Transport,
+    CudaDriver, DeviceIdentity, Driver, Event, Exported, MemoryDriver, Physical, Reservation, Step,
+    Stream, Transport,
 };
 use crate::Result;
 
@@ -160,6 +160,10 @@ impl MemoryDriver for FaultDriver {
 
     fn is_capturing(&self, stream: Stream) -> bool {
         self.inner.is_capturing(stream)
+    }
+
+    fn as_cuda(&self) -> Option<&CudaDriver> {
+        self.inner.as_cuda()
     }
 
     fn at_step(&self, step: Step) -> Result<()> {

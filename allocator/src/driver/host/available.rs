@@ -7,7 +7,7 @@
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
-use super::super::amount::Amount;
+use crate::amount::Amount;
 use crate::{Error, Result};
 
 /// Where the kernel tells about itself.

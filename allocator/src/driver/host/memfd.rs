@@ -10,8 +10,8 @@ use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::{Errno, FdFlags};
 use rustix::process::{Resource, Rlimit};
 
-use super::super::amount::Amount;
 use super::{HostOptions, available, scratch};
+use crate::amount::Amount;
 use crate::{Error, Result};
 
 pub(super) const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);

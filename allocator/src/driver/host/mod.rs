@@ -27,9 +27,9 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::amount::Amount;
 use super::mappings::{Mappings, check_size};
 use super::{DeviceIdentity, Exported, MemoryDriver, Physical, Reservation, Transport};
+use crate::amount::Amount;
 use crate::{Error, Result};
 
 /// The size of a huge page on x86-64 and of the usual one on AArch64.

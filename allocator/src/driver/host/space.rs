@@ -14,7 +14,7 @@ use std::ptr;
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags};
 
-use super::super::amount::Amount;
+use crate::amount::Amount;
 use crate::{Error, Result};
 
 const PAGE: usize = 4096;

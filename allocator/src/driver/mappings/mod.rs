@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use runs::Runs;
 
 use super::Reservation;
-use super::amount::Amount;
+use crate::amount::Amount;
 use crate::{Error, Result};
 
 /// Refuses sizes that are zero or no multiple of the granularity.

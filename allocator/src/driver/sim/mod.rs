@@ -13,9 +13,9 @@ mod tests;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::amount::Amount;
 use super::mappings::{Mappings, check_size};
 use super::{DeviceIdentity, Exported, MemoryDriver, Physical, Reservation, Transport};
+use crate::amount::Amount;
 use crate::{Error, Result};
 
 /// Simulated addresses lie in `[LOWEST, HIGHEST)`: never zero or small, and room for 4096 slots of

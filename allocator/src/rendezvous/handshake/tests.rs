@@ -10,7 +10,11 @@ use crate::rendezvous::testing::on_ranks;
 const OPTIONS: HandshakeOptions = HandshakeOptions { allow_shared_device: false };
 
 fn meet(group: &Group, driver: &Driver) -> Result<Peers> {
-    handshake(group, driver, Ok(()), [1; 32], "stride = 1 TiB", OPTIONS, Deadline::seconds(60))
+    handshake(group, Ok(terms(driver)), Deadline::seconds(60))
+}
+
+fn terms(driver: &Driver) -> Terms<'_> {
+    Terms { driver, config_hash: [1; 32], config_text: "stride = 1 TiB", options: OPTIONS }
 }
 
 fn with_fault(step: Step, action: FaultAction) -> Driver {
@@ -76,7 +80,8 @@ fn different_configurations_are_the_same_error_everywhere() {
             ([1; 32], "stride = 1 TiB")
         };
         let driver = Driver::host().unwrap();
-        handshake(&group, &driver, Ok(()), hash, text, OPTIONS, Deadline::seconds(60)).unwrap_err()
+        let terms = Terms { config_hash: hash, config_text: text, ..terms(&driver) };
+        handshake(&group, Ok(terms), Deadline::seconds(60)).unwrap_err()
     });
     for error in &errors {
         assert!(error.is_diverged());
@@ -144,7 +149,7 @@ fn a_rank_that_never_comes_is_named() {
         }
         let deadline = Deadline::after(Duration::from_millis(300));
         let driver = Driver::host().unwrap();
-        Some(handshake(&group, &driver, Ok(()), [1; 32], "", OPTIONS, deadline).unwrap_err())
+        Some(handshake(&group, Ok(terms(&driver)), deadline).unwrap_err())
     });
     for error in errors.into_iter().flatten() {
         assert!(error.is_timeout(), "{error}");
@@ -160,7 +165,7 @@ fn a_rank_that_dies_after_publishing_is_lost() {
     let errors = on_ranks(3, |group| {
         if group.rank() == 1 {
             let driver = Driver::host().unwrap();
-            let (hello, listener) = prepare(&driver, [1; 32], "", OPTIONS).unwrap();
+            let (hello, listener) = prepare(&terms(&driver)).unwrap();
             drop(listener);
             let hello = message::encode(&Publish(Ok(Box::new(hello)))).unwrap();
             group.all_gather("hello", &hello, Deadline::seconds(60)).unwrap();
@@ -179,7 +184,7 @@ fn a_rank_that_dies_after_connecting_is_lost() {
     let errors = on_ranks(3, |group| {
         let driver = Driver::host().unwrap();
         if group.rank() == 1 {
-            let (hello, listener) = prepare(&driver, [1; 32], "", OPTIONS).unwrap();
+            let (hello, listener) = prepare(&terms(&driver)).unwrap();
             let hello = message::encode(&Publish(Ok(Box::new(hello)))).unwrap();
             let gathered = group.all_gather("hello", &hello, Deadline::seconds(60)).unwrap();
             let distinct = read_hellos(&gathered).unwrap();
@@ -190,7 +195,7 @@ fn a_rank_that_dies_after_connecting_is_lost() {
             return None;
         }
         let deadline = Deadline::seconds(2);
-        Some(handshake(&group, &driver, Ok(()), [1; 32], "", OPTIONS, deadline).unwrap_err())
+        Some(handshake(&group, Ok(terms(&driver)), deadline).unwrap_err())
     });
     for error in errors.into_iter().flatten() {
         assert!(error.is_peer_lost(), "{error}");
@@ -218,7 +223,8 @@ fn long_descriptions_are_cut_at_a_character() {
     on_ranks(2, |group| {
         let text = "ä".repeat(MAX_CONFIG_TEXT);
         let driver = Driver::host().unwrap();
-        handshake(&group, &driver, Ok(()), [1; 32], &text, OPTIONS, Deadline::seconds(60)).unwrap();
+        let terms = Terms { config_text: &text, ..terms(&driver) };
+        handshake(&group, Ok(terms), Deadline::seconds(60)).unwrap();
     });
 }
 

@@ -1,6 +1,5 @@
-//! 16-bit floats to and from `f32`, free of branches so that loops over them vectorise, and free
-//! of subnormal arithmetic inputs that matter, so that a thread's flush-to-zero mode changes
-//! nothing. Rounding is to nearest, ties to even.
+//! 16-bit floats to and from `f32`, free of branches so that loops over them vectorise. Rounding
+//! is to nearest, ties to even, in the default floating-point environment (see `environment`).
 
 /// bfloat16 bits to `f32`: exact.
 #[inline(always)]

@@ -6,6 +6,7 @@ use bytemuck::Pod;
 use half::{bf16, f16};
 
 use super::convert;
+use crate::{F8E4m3, F8E5m2, float8};
 
 /// One reduction of one element type.
 pub(super) trait Fold {
@@ -135,6 +136,8 @@ scalar! {
     f64: false, f64, f64, f64, |x| x, |x| x, |x| x, |x| x;
     f16: true, u16, f32, f32, convert::f16_to_f32, convert::f32_to_f16, convert::f16_to_f32, convert::f32_to_f16;
     bf16: false, u16, f32, f32, convert::bf16_to_f32, convert::f32_to_bf16, convert::bf16_to_f32, convert::f32_to_bf16;
+    F8E4m3: false, u8, f32, f32, float8::e4m3_to_f32, float8::f32_to_e4m3, float8::e4m3_to_f32, float8::f32_to_e4m3;
+    F8E5m2: false, u8, f32, f32, float8::e5m2_to_f32, float8::f32_to_e5m2, float8::e5m2_to_f32, float8::f32_to_e5m2;
     i32: false, i32, i32, i64, |x| x, |x| x, i64::from, |x| x as i32;
     i64: false, i64, i64, i128, |x| x, |x| x, i128::from, |x| x as i64;
     u8: false, u8, u8, i32, |x| x, |x| x, i32::from, |x| x as u8;

@@ -7,6 +7,7 @@
 
 mod convert;
 mod copy;
+mod environment;
 mod fold;
 mod reduce;
 

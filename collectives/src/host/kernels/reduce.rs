@@ -2,14 +2,15 @@
 //! order.
 //!
 //! One body serves every element type and operation; it is compiled for several instruction sets
-//! and picked at run time. Fused multiply-add is not enabled anywhere, so the bits do not depend
-//! on the set (rule S7). The body loads a block of every source before it stores, so a
+//! and picked at run time. Fused multiply-add is not enabled anywhere, and the caller's
+//! floating-point environment is set aside, so the bits depend on neither (rule S7). The body loads a block of every source before it stores, so a
 //! destination may be one of the sources.
 
 use half::{bf16, f16};
 
+use super::environment::Defaults;
 use super::fold::{Avg, Fold, Max, Min, Prod, Scalar, Sum};
-use crate::{DType, ReduceOp};
+use crate::{DType, F8E4m3, F8E5m2, ReduceOp};
 
 /// Elements that are loaded, folded and stored together: two 64-byte vectors of `f32`.
 const BLOCK: usize = 32;
@@ -66,6 +67,8 @@ pub(crate) fn select(isa: Isa, dtype: DType, op: ReduceOp) -> ReduceFn {
         DType::I64 => by_op::<i64>(isa, op),
         DType::U8 => by_op::<u8>(isa, op),
         DType::I8 => by_op::<i8>(isa, op),
+        DType::F8E4m3 => by_op::<F8E4m3>(isa, op),
+        DType::F8E5m2 => by_op::<F8E5m2>(isa, op),
     }
 }
 
@@ -93,6 +96,7 @@ fn by_isa<F: Fold>(isa: Isa) -> ReduceFn {
 ///
 /// As [`ReduceFn`].
 unsafe fn portable<F: Fold>(sources: &[*const u8], outputs: &[*mut u8], count: usize) {
+    let _environment = Defaults::enter();
     // SAFETY: the caller keeps the same promises.
     unsafe { body::<F, false>(sources, outputs, count) }
 }
@@ -103,6 +107,7 @@ unsafe fn portable<F: Fold>(sources: &[*const u8], outputs: &[*mut u8], count: u
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn avx2<F: Fold>(sources: &[*const u8], outputs: &[*mut u8], count: usize) {
+    let _environment = Defaults::enter();
     // SAFETY: the caller keeps the same promises.
     unsafe { body::<F, true>(sources, outputs, count) }
 }
@@ -113,6 +118,7 @@ unsafe fn avx2<F: Fold>(sources: &[*const u8], outputs: &[*mut u8], count: usize
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,f16c")]
 unsafe fn avx512<F: Fold>(sources: &[*const u8], outputs: &[*mut u8], count: usize) {
+    let _environment = Defaults::enter();
     // SAFETY: the caller keeps the same promises.
     unsafe { body::<F, true>(sources, outputs, count) }
 }
@@ -311,6 +317,9 @@ mod tests {
             .iter()
             .map(|s| s.iter().map(|x| f16::from_f32(*x).to_bits()).collect())
             .collect();
+        // Every encoding meets others, NaNs and infinities too.
+        let bytes: Vec<Vec<u8>> =
+            (0..3).map(|r| (0..=u8::MAX).map(|i| i.wrapping_mul(2 * r + 1)).collect()).collect();
         for op in ReduceOp::ALL {
             let best = run(Isa::detect(), DType::F32, op, &sources);
             let plain = run(Isa::Portable, DType::F32, op, &sources);
@@ -318,6 +327,10 @@ mod tests {
             for dtype in [DType::F16, DType::Bf16] {
                 let best = run(Isa::detect(), dtype, op, &halves);
                 assert_eq!(best, run(Isa::Portable, dtype, op, &halves));
+            }
+            for dtype in [DType::F8E4m3, DType::F8E5m2] {
+                let best = run(Isa::detect(), dtype, op, &bytes);
+                assert_eq!(best, run(Isa::Portable, dtype, op, &bytes));
             }
         }
     }
@@ -330,6 +343,24 @@ mod tests {
             assert!(out[0].is_nan() && out[1].is_nan());
             assert_eq!(out[2], if op == ReduceOp::Min { 2.0 } else { 3.0 });
         }
+    }
+
+    #[test]
+    fn small_floats_are_rounded_once_at_the_end() {
+        // 16 + 0.75 + 0.75 + 0.75 is 18.25, nearest to 18; rounded after each step it were 16.
+        let bits = |value| F8E4m3::from_f32(value).to_bits();
+        let sources = [16.0, 0.75, 0.75, 0.75].map(|value| vec![bits(value)]);
+        let out = run(Isa::detect(), DType::F8E4m3, ReduceOp::Sum, &sources);
+        assert_eq!(F8E4m3::from_bits(out[0]).to_f32(), 18.0);
+        let sources = [400.0, 400.0].map(|value| vec![bits(value)]);
+        let out = run(Isa::detect(), DType::F8E4m3, ReduceOp::Sum, &sources);
+        assert_eq!(F8E4m3::from_bits(out[0]).to_f32(), 448.0, "the largest there is");
+        // Too large on the way, but not in the end.
+        let out = run(Isa::detect(), DType::F8E4m3, ReduceOp::Avg, &sources);
+        assert_eq!(F8E4m3::from_bits(out[0]).to_f32(), F8E4m3::from_f32(400.0).to_f32());
+        let sources = [50000.0, 50000.0].map(|value| vec![F8E5m2::from_f32(value).to_bits()]);
+        let out = run(Isa::detect(), DType::F8E5m2, ReduceOp::Sum, &sources);
+        assert_eq!(F8E5m2::from_bits(out[0]).to_f32(), f32::INFINITY);
     }
 
     #[test]

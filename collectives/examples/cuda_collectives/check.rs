@@ -1,0 +1,311 @@
+//! Every collective against the oracle, bit for bit.
+
+use symmpool_allocator::{Block, Error, Pool, Result, Stream};
+use symmpool_collectives::{
+    AllReduceAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp,
+};
+
+use crate::cuda::{Graph, download, stream, upload};
+use crate::oracle::{differs, input, random, reduce};
+use crate::{ORDINARY, Options};
+
+/// Room for the longest data and any alignment.
+const ROOM: usize = 5 << 20;
+
+/// Buffers of one kind of memory.
+struct Memory {
+    name: &'static str,
+    input: Block<u8>,
+    output: Block<u8>,
+}
+
+struct Check<'a> {
+    pool: &'a Pool,
+    comm: Communicator,
+    stream: Stream,
+    cases: u64,
+    wrong: u64,
+}
+
+pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
+    let ordinary = pool.lane(ORDINARY)?;
+    let memories = [
+        Memory { name: "windows", input: pool.alloc(ROOM)?, output: pool.alloc(ROOM)? },
+        Memory { name: "ordinary", input: ordinary.alloc(ROOM)?, output: ordinary.alloc(ROOM)? },
+    ];
+    pool.commit()?;
+    let mut cases = 0;
+    let mut wrong = 0;
+    for algorithm in AllReduceAlgorithm::ALL {
+        // Little room, so that large calls go in several rounds.
+        let communicator =
+            CommunicatorOptions { algorithm, device_scratch_bytes: 2 << 20, ..Default::default() };
+        let comm = Communicator::with_options(pool, &communicator)?;
+        let mut check = Check { pool, comm, stream: stream(pool)?, cases: 0, wrong: 0 };
+        for memory in &memories {
+            check.all_reduces(memory, algorithm, options.seed)?;
+            if algorithm == AllReduceAlgorithm::Auto {
+                check.halves(memory, options.seed)?;
+            }
+        }
+        if algorithm == AllReduceAlgorithm::Auto {
+            check.graphs(&memories[0], options.seed)?;
+        }
+        cases += check.cases;
+        wrong += check.wrong;
+        if pool.rank() == 0 {
+            println!("{}: {} cases, {} wrong", algorithm.name(), check.cases, check.wrong);
+        }
+    }
+    println!("rank {}: {cases} cases, {wrong} wrong", pool.rank());
+    Ok(wrong == 0)
+}
+
+const COUNTS: [usize; 13] =
+    [0, 1, 3, 8, 127, 1000, 2049, 4096, 16_411, 65_536, 131_099, 262_144, 1_000_003];
+
+impl Check<'_> {
+    fn all_reduces(
+        &mut self,
+        memory: &Memory,
+        algorithm: AllReduceAlgorithm,
+        seed: u64,
+    ) -> Result<()> {
+        for dtype in DType::ALL {
+            for (which, op) in ReduceOp::ALL.into_iter().enumerate() {
+                for (nth, count) in COUNTS.into_iter().enumerate() {
+                    let bytes = count * dtype.size();
+                    // All types and operations on some sizes, all sizes on some of both.
+                    let some =
+                        op == ReduceOp::Sum || (which + nth + dtype as usize).is_multiple_of(4);
+                    if !some || bytes > 4 << 20 {
+                        continue;
+                    }
+                    let number = random(seed, self.cases);
+                    let in_place = number.is_multiple_of(3);
+                    let shift = |by: u32| match number >> by & 3 {
+                        0 | 1 => 0,
+                        2 => dtype.size(),
+                        _ => (number >> (by + 2) & 15) as usize * dtype.size(),
+                    };
+                    let case = Case { dtype, op, count, in_place, from: shift(8), to: shift(16) };
+                    match self.all_reduce(memory, case, number) {
+                        Err(error) if error.is_unsupported() => {
+                            // What an algorithm cannot do is refused by all ranks alike.
+                            if algorithm == AllReduceAlgorithm::Auto {
+                                return Err(error);
+                            }
+                        }
+                        other => other?,
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn all_reduce(&mut self, memory: &Memory, case: Case, seed: u64) -> Result<()> {
+        let Case { dtype, op, count, in_place, .. } = case;
+        let inputs: Vec<Vec<u8>> =
+            (0..self.pool.world()).map(|rank| input(seed, rank, dtype, count)).collect();
+        let inputs: Vec<&[u8]> = inputs.iter().map(Vec::as_slice).collect();
+        let from = memory.input.address() + case.from as u64;
+        let to = if in_place { from } else { memory.output.address() + case.to as u64 };
+        let bytes = count * dtype.size();
+        // Before the data, so that in place the data stays; a byte beyond either end is watched.
+        upload(self.pool, to, &vec![0xa5; bytes + 16])?;
+        upload(self.pool, from, inputs[self.pool.rank() as usize])?;
+        // SAFETY: both stretches lie in blocks with room for them, which nothing else uses.
+        unsafe {
+            self.comm.all_reduce_at(
+                to as *mut u8,
+                from as *const u8,
+                count,
+                dtype,
+                op,
+                &self.stream,
+            )
+        }?;
+        self.comm.synchronize(&self.stream)?;
+        let wanted = reduce(&inputs, dtype, op);
+        let got = download(self.pool, to, bytes + 16)?;
+        self.judge(memory, &format!("all_reduce {case:?}"), &got, &wanted, dtype);
+        Ok(())
+    }
+
+    fn halves(&mut self, memory: &Memory, seed: u64) -> Result<()> {
+        let (rank, world) = (self.pool.rank(), self.pool.world());
+        for dtype in DType::ALL {
+            for count in COUNTS {
+                let part = count * dtype.size();
+                if part * world as usize > 4 << 20 {
+                    continue;
+                }
+                let number = random(seed, self.cases);
+                let (from, to) = (memory.input.address(), memory.output.address());
+                let shift = if number & 1 == 0 { 0 } else { dtype.size() as u64 };
+                let (from, to) = (from + shift, to + shift);
+                let whole: Vec<Vec<u8>> = (0..world)
+                    .map(|rank| input(number, rank, dtype, count * world as usize))
+                    .collect();
+
+                upload(self.pool, to, &vec![0xa5; part + 16])?;
+                upload(self.pool, from, &whole[rank as usize])?;
+                let sum = ReduceOp::Sum;
+                // SAFETY: as in `all_reduce`; so it is below.
+                unsafe {
+                    self.comm.reduce_scatter_at(
+                        to as *mut u8,
+                        from as *const u8,
+                        count,
+                        dtype,
+                        sum,
+                        &self.stream,
+                    )
+                }?;
+                self.comm.synchronize(&self.stream)?;
+                let own = rank as usize * part..(rank as usize + 1) * part;
+                let parts: Vec<&[u8]> = whole.iter().map(|of| &of[own.clone()]).collect();
+                let got = download(self.pool, to, part + 16)?;
+                let what = format!("reduce_scatter of {count} {}", dtype.name());
+                self.judge(memory, &what, &got, &reduce(&parts, dtype, sum), dtype);
+
+                upload(self.pool, to, &vec![0xa5; part * world as usize + 16])?;
+                // SAFETY: as above.
+                unsafe {
+                    self.comm.all_gather_at(
+                        to as *mut u8,
+                        from as *const u8,
+                        count,
+                        dtype,
+                        &self.stream,
+                    )
+                }?;
+                self.comm.synchronize(&self.stream)?;
+                let wanted: Vec<u8> = whole.iter().flat_map(|of| &of[..part]).copied().collect();
+                let got = download(self.pool, to, part * world as usize + 16)?;
+                let what = format!("all_gather of {count} {}", dtype.name());
+                self.judge(memory, &what, &got, &wanted, DType::U8);
+
+                let root = (number >> 8) as u32 % world;
+                // SAFETY: as above.
+                unsafe {
+                    self.comm.broadcast_at(from as *mut u8, count, dtype, root, &self.stream)
+                }?;
+                self.comm.synchronize(&self.stream)?;
+                let got = download(self.pool, from, part)?;
+                let what = format!("broadcast of {count} {} from {root}", dtype.name());
+                self.judge_exact(memory, &what, &got, &whole[root as usize][..part], DType::U8);
+            }
+        }
+        Ok(())
+    }
+
+    /// S2, S8: calls captured into graphs, replayed in turn, with eager calls in between.
+    fn graphs(&mut self, memory: &Memory, seed: u64) -> Result<()> {
+        let counts = [4096, 100_000, 1 << 20];
+        let (from, to) = (memory.input.address(), memory.output.address());
+        let data = input(seed, self.pool.rank(), DType::Bf16, 1 << 20);
+        let all: Vec<Vec<u8>> =
+            (0..self.pool.world()).map(|rank| input(seed, rank, DType::Bf16, 1 << 20)).collect();
+        let all: Vec<&[u8]> = all.iter().map(Vec::as_slice).collect();
+        let wanted = reduce(&all, DType::Bf16, ReduceOp::Sum);
+        upload(self.pool, from, &data)?;
+        let call = |comm: &Communicator, count: usize, stream: &Stream| {
+            // SAFETY: as in `all_reduce`.
+            unsafe {
+                comm.all_reduce_at(
+                    to as *mut u8,
+                    from as *const u8,
+                    count,
+                    DType::Bf16,
+                    ReduceOp::Sum,
+                    stream,
+                )
+            }
+        };
+        // A communicator that has made no call yet: the first is captured.
+        let comm = Communicator::new(self.pool)?;
+        let graphs: Vec<Graph> = counts
+            .iter()
+            .map(|count| {
+                Graph::capture(self.pool, self.stream, || {
+                    call(&comm, *count, &self.stream)?;
+                    call(&comm, *count / 2, &self.stream)
+                })
+            })
+            .collect::<Result<_>>()?;
+        for round in 0..60_u64 {
+            let which = random(seed, round) as usize % counts.len();
+            upload(self.pool, to, &vec![0xa5; 2 << 20])?;
+            graphs[which].launch(self.pool, self.stream)?;
+            let mut longest = counts[which];
+            if round % 3 == 0 {
+                let eager = 1 + random(seed, round) as usize % 300_000;
+                call(&comm, eager, &self.stream)?;
+                longest = longest.max(eager);
+            }
+            comm.synchronize(&self.stream)?;
+            let got = download(self.pool, to, 2 * longest)?;
+            let what = format!("round {round} of graphs");
+            self.judge_exact(memory, &what, &got, &wanted[..2 * longest], DType::Bf16);
+        }
+        for graph in graphs {
+            graph.destroy(self.pool)?;
+        }
+        Ok(())
+    }
+
+    /// `got` has 16 bytes more, which must be as they were.
+    fn judge(&mut self, memory: &Memory, what: &str, got: &[u8], wanted: &[u8], dtype: DType) {
+        let (result, beyond) = got.split_at(wanted.len());
+        if beyond.iter().any(|byte| *byte != 0xa5) {
+            self.wrong += 1;
+            println!("rank {}: {}: {what}: wrote past the end", self.pool.rank(), memory.name);
+        }
+        self.judge_exact(memory, what, result, wanted, dtype);
+    }
+
+    fn judge_exact(
+        &mut self,
+        memory: &Memory,
+        what: &str,
+        got: &[u8],
+        wanted: &[u8],
+        dtype: DType,
+    ) {
+        self.cases += 1;
+        if let Some(at) = differs(got, wanted, dtype) {
+            self.wrong += 1;
+            if self.wrong < 20 {
+                let of = |bytes: &[u8]| bytes[at * dtype.size()..][..dtype.size()].to_vec();
+                println!(
+                    "rank {}: {}: {what}: element {at} is {:?} and should be {:?}",
+                    self.pool.rank(),
+                    memory.name,
+                    of(got),
+                    of(wanted)
+                );
+            }
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    dtype: DType,
+    op: ReduceOp,
+    count: usize,
+    in_place: bool,
+    /// Bytes from the beginning of an aligned block.
+    from: usize,
+    to: usize,
+}
+
+/// For callers that expect an error.
+pub(crate) fn expect_error<T>(result: Result<T>, what: &str) -> Result<Error> {
+    match result {
+        Ok(_) => Err(Error::invalid_state(format!("{what} succeeded"))),
+        Err(error) => Ok(error),
+    }
+}

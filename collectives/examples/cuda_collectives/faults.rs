@@ -1,0 +1,128 @@
+//! Ranks that differ, and ranks that stay away: the same typed error, in bounded time (S5, S6).
+
+use std::time::{Duration, Instant};
+
+use symmpool_allocator::{Error, Pool, Result};
+use symmpool_collectives::{
+    AllReduceAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp,
+};
+
+use crate::check::expect_error;
+use crate::cuda::stream;
+
+const TIMEOUT: Duration = Duration::from_millis(1500);
+
+pub(crate) fn run(pool: &Pool) -> Result<bool> {
+    let block = pool.alloc::<u8>(4 << 20)?;
+    let other = pool.alloc::<u8>(4 << 20)?;
+    pool.commit()?;
+    let (at, elsewhere) = (block.address(), other.address());
+    let rank = pool.rank();
+    let odd = rank == pool.world() - 1;
+    let stream = stream(pool)?;
+    let mut wrong = 0;
+    for algorithm in AllReduceAlgorithm::ALL {
+        let options = CommunicatorOptions { algorithm, timeout: TIMEOUT, ..Default::default() };
+        // What one rank does otherwise: count, type, operation, place.
+        for difference in 0..4 {
+            let comm = Communicator::with_options(pool, &options)?;
+            let call = |differs: bool| {
+                let is = |which| differs && difference == which;
+                let count = if is(0) { 20_000 } else { 10_000 };
+                let dtype = if is(1) { DType::F16 } else { DType::Bf16 };
+                let op = if is(2) { ReduceOp::Max } else { ReduceOp::Sum };
+                let to = if is(3) { elsewhere } else { at };
+                // SAFETY: both blocks are longer than any of these calls.
+                unsafe {
+                    comm.all_reduce_at(to as *mut u8, at as *const u8, count, dtype, op, &stream)
+                }
+            };
+            call(false)?;
+            comm.synchronize(&stream)?;
+            let began = Instant::now();
+            let result = call(odd).and_then(|()| comm.synchronize(&stream));
+            let error = expect_error(result, "a call that differs")?;
+            let took = began.elapsed();
+            let good = error.is_diverged() && took < TIMEOUT + Duration::from_secs(1);
+            // And nothing runs after it.
+            let again = expect_error(call(false), "a call after a failure")?;
+            if !good || !again.is_diverged() {
+                wrong += 1;
+                println!(
+                    "rank {rank}: {} difference {difference}: after {took:?}: {error}",
+                    algorithm.name()
+                );
+            } else if algorithm == AllReduceAlgorithm::Auto && difference == 0 && rank == 0 {
+                println!("{error}");
+            }
+        }
+        // One rank makes no call.
+        let comm = Communicator::with_options(pool, &options)?;
+        if !odd {
+            let began = Instant::now();
+            // SAFETY: the block is longer.
+            let called = unsafe {
+                comm.all_reduce_at(
+                    at as *mut u8,
+                    at as *const u8,
+                    100_000,
+                    DType::Bf16,
+                    ReduceOp::Sum,
+                    &stream,
+                )
+            };
+            let result = called.and_then(|()| comm.synchronize(&stream));
+            let error = expect_error(result, "a call without a peer")?;
+            let took = began.elapsed();
+            let named = error.ranks() == [pool.world() - 1];
+            if !error.is_timeout() || !named || took > TIMEOUT + Duration::from_secs(1) {
+                wrong += 1;
+                println!("rank {rank}: {}: alone, after {took:?}: {error}", algorithm.name());
+            } else if algorithm == AllReduceAlgorithm::Auto && rank == 0 {
+                println!("{error} (after {took:?})");
+            }
+        } else {
+            std::thread::sleep(TIMEOUT + Duration::from_millis(500));
+        }
+    }
+    declined(pool)?;
+    println!("rank {rank}: faults: {wrong} wrong");
+    Ok(wrong == 0)
+}
+
+/// Arguments that are nonsense on every rank: each is told, and the communicator goes on.
+fn declined(pool: &Pool) -> Result<()> {
+    let stream = stream(pool)?;
+    let comm = Communicator::new(pool)?;
+    let block = pool.alloc::<u8>(1 << 20)?;
+    let at = block.address();
+    // SAFETY: refused before anything is touched.
+    let overlapping = unsafe {
+        comm.all_reduce_at(
+            (at + 16) as *mut u8,
+            at as *const u8,
+            1000,
+            DType::F32,
+            ReduceOp::Sum,
+            &stream,
+        )
+    };
+    let error = expect_error(overlapping, "overlapping buffers")?;
+    // SAFETY: as above.
+    let long = unsafe {
+        comm.all_reduce_at(
+            at as *mut u8,
+            at as *const u8,
+            usize::MAX / 2,
+            DType::F64,
+            ReduceOp::Sum,
+            &stream,
+        )
+    };
+    let endless = expect_error(long, "a call of more than there is")?;
+    if !error.is_invalid_argument() || !endless.is_invalid_argument() {
+        return Err(Error::invalid_state(format!("{error}; {endless}")));
+    }
+    comm.barrier(&stream)?;
+    comm.synchronize(&stream)
+}

@@ -1,0 +1,225 @@
+//! A rank's view of its communicator: the control block, and how a call begins, waits and fails.
+//!
+//! Every rank has the same control block at the same offset of its slot of the heap. It begins
+//! with `Local`, which only its own rank touches; peers write into the entry slots, flags and
+//! inboxes behind it. The call's number, the epoch, is kept there, in device memory, so that a
+//! replayed graph counts on (rule S2). Layouts here are those of cuda/params.rs,
+//! which defines COMM_BYTES, CALL_BYTES and FAULT_BYTES.
+
+#pragma once
+
+#include "vector.cuh"
+
+namespace symmpool {
+
+using u32 = unsigned;
+using u64 = unsigned long long;
+
+// Where the host reads what went wrong (rule S5); in pinned host memory. Written at most once.
+struct Fault {
+    u32 complete;
+    u32 kind;
+    u32 epoch;
+    u32 peer;
+    u32 phase;
+    u32 unused[3];
+    u64 ours[4];    // for MISMATCH: what this rank called,
+    u64 theirs[4];  // and what the peer did
+};
+
+constexpr u32 TIMEOUT = 1;
+constexpr u32 MISMATCH = 2;
+
+constexpr u32 ENTRY = 0;
+constexpr u32 DATA = 1;
+constexpr u32 RESULT = 2;
+constexpr u32 EXIT = 3;
+
+// The first 16 bytes are read at once, by every block of every call.
+struct Local {
+    u32 epoch;          // calls completed
+    u32 failed;         // a wait expired or ranks differed: nothing runs any more
+    u32 sentinel_turn;  // which third of the sentinel inbox is next
+    u32 sentinel_used;  // vectors of the third before it that its call used
+    u32 arrived;        // blocks of the running call that have read the above
+    u32 left;           // blocks of the running call that are done
+};
+
+struct Comm {
+    char* base;    // of slot 0
+    u64 stride;    // from slot to slot
+    u64 control;   // offset of the control block in every slot
+    // Offsets in the control block, and lengths of all parities together, in bytes.
+    u64 entry;
+    u64 flags;
+    u64 flags_bytes;
+    u64 packets;
+    u64 packets_bytes;
+    u64 sentinel;
+    u64 sentinel_bytes;
+    u64 scratch;
+    u64 scratch_bytes;
+    u64 timeout;   // nanoseconds
+    Fault* fault;
+    u32 rank;
+    u32 world;
+
+    __device__ __forceinline__ char* of(u32 peer) const { return base + peer * stride + control; }
+    __device__ __forceinline__ char* own() const { return of(rank); }
+    __device__ __forceinline__ Local* local() const { return reinterpret_cast<Local*>(own()); }
+    // Where the peer has what this rank has at `window`.
+    template <typename T>
+    __device__ __forceinline__ T* at_peer(T* window, u32 peer) const {
+        long long slots = static_cast<long long>(peer) - static_cast<long long>(rank);
+        return window + slots * static_cast<long long>(stride / sizeof(T));
+    }
+    // The others in an order that differs from rank to rank, so that they do not all write to one.
+    __device__ __forceinline__ u32 after(u32 distance) const {
+        u32 peer = rank + distance;
+        return peer < WORLD ? peer : peer - WORLD;
+    }
+};
+
+// What a call is: ranks compare the details, all of them (rule S6).
+struct Call {
+    u64 details[4];
+    const char* input;
+    char* output;
+    u64 bytes;   // of the whole, or of a rank's part
+    u64 stride;  // from part to part
+    u32 root;
+    u32 unused;
+};
+
+// As the host has them.
+static_assert(sizeof(Comm) == COMM_BYTES && sizeof(Call) == CALL_BYTES, "layouts differ");
+static_assert(sizeof(Fault) == FAULT_BYTES, "layouts differ");
+
+__device__ __forceinline__ u64 load_acquire(const u64* from) {
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];"
+                 : "=l"(value) : "l"(__cvta_generic_to_global(from)) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_release(u64* to, u64 value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;"
+                 :: "l"(__cvta_generic_to_global(to)), "l"(value) : "memory");
+}
+
+// All earlier stores of this thread, and those it has learned of, before all later ones.
+__device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+__device__ __forceinline__ u64 nanoseconds() {
+    u64 now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+}
+
+// Programmatic dependent launch: the next kernel's blocks may take their places while this one
+// still runs; they read nothing before it has ended. Without effect where it was not asked for.
+__device__ __forceinline__ void begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// One call, as a block sees it.
+struct Session {
+    const Comm& comm;
+    u32 epoch;
+    u32 failed;
+    u32 sentinel_turn;
+    u32 sentinel_used;
+
+    __device__ __forceinline__ explicit Session(const Comm& c) : comm(c) {
+        uint4 state = load_relaxed(c.local());
+        epoch = following(state.x);
+        failed = state.y;
+        sentinel_turn = state.z;
+        sentinel_used = state.w;
+    }
+
+    // Never 0, which fresh memory holds. After the largest comes 2, so that parities alternate.
+    static __device__ __forceinline__ u32 following(u32 epoch) {
+        return epoch == 0xffffffffu ? 2 : epoch + 1;
+    }
+
+    __device__ __forceinline__ u32 parity() const { return epoch & 1; }
+
+    // The last block to have read the state moves it on; no other waits for that. All threads of
+    // a block come here once. What was in the sentinel's members is the state from now on.
+    __device__ __forceinline__ void advance() const {
+        __syncthreads();
+        if (threadIdx.x != blockDim.x - 1) {
+            return;
+        }
+        Local* local = comm.local();
+        if (atomicAdd(&local->arrived, 1) == gridDim.x - 1) {
+            local->arrived = 0;
+            local->left = 0;
+            local->sentinel_turn = sentinel_turn;
+            local->sentinel_used = sentinel_used;
+            local->epoch = epoch;
+        }
+    }
+};
+
+// Where a peer's details arrive: four packets of 16 bytes.
+__device__ __forceinline__ char* entry_slot(const Comm& comm, u32 epoch, u32 owner, u32 from) {
+    return comm.of(owner) + comm.entry + (epoch & 1) * (64ull * WORLD) + 64ull * from;
+}
+
+// Notes what went wrong, if nothing was before: later calls see it and do nothing.
+__device__ __noinline__ void report(const Comm& comm, u32 epoch, u32 kind, u32 peer, u32 phase,
+                                    const Call* call) {
+    if (atomicExch(&comm.local()->failed, 1) != 0) {
+        return;
+    }
+    Fault* fault = comm.fault;
+    fault->kind = kind;
+    fault->epoch = epoch;
+    fault->peer = peer;
+    fault->phase = phase;
+    for (u32 word = 0; word < 4; ++word) {
+        uint4 packet = load_relaxed(entry_slot(comm, epoch, comm.rank, peer) + 16 * word);
+        fault->theirs[word] = static_cast<u64>(packet.z) << 32 | packet.x;
+        fault->ours[word] = call ? call->details[word] : 0;
+    }
+    fence();
+    *static_cast<volatile u32*>(&fault->complete) = 1;
+}
+
+// What a wait does now and then: since when it waits, or GIVE_UP.
+constexpr u64 GIVE_UP = ~0ull;
+__device__ __noinline__ u64 still_waiting(const Comm& comm, u32 epoch, u64 since, u32 peer,
+                                          u32 phase) {
+    if (*static_cast<volatile u32*>(&comm.local()->failed)) {
+        return GIVE_UP;
+    }
+    u64 now = nanoseconds();
+    since = since == 0 ? now : since;
+    if (now - since < comm.timeout) {
+        return since;
+    }
+    report(comm, epoch, TIMEOUT, peer, phase, nullptr);
+    return GIVE_UP;
+}
+
+// Bounds a wait (rule S5): asked after every look in vain.
+struct Watch {
+    u64 since = 0;
+    u32 looks = 0;
+
+    // Whether to give up: time is over, or the call has failed elsewhere.
+    __device__ __forceinline__ bool expired(const Session& session, u32 peer, u32 phase) {
+        if ((++looks & 255) != 0) {
+            return false;
+        }
+        since = still_waiting(session.comm, session.epoch, since, peer, phase);
+        return since == GIVE_UP;
+    }
+};
+
+}  // namespace symmpool

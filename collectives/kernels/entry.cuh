@@ -1,0 +1,117 @@
+//! How ranks meet in a call: every pair tells each other what it calls, and compares (rules S1, S6).
+//!
+//! A rank's details travel in four packets of 16 bytes, half data and half flags, into the peer's
+//! entry slot. The first block of a grid attends to that and to nothing else, so that no data waits
+//! for it; but the kernel ends only when every peer has come, which is what makes two parities
+//! enough (rule S4).
+
+#pragma once
+
+#include "comm.cuh"
+
+namespace symmpool {
+
+__device__ __forceinline__ bool flagged(uint4 packet, u32 epoch) {
+    return packet.y == epoch && packet.w == epoch;
+}
+
+// By one block. With RELEASE, what this rank's stream did before is visible to whoever sees them.
+template <bool RELEASE>
+__device__ __forceinline__ void enter(const Session& session, const Call& call) {
+    const Comm& comm = session.comm;
+    if constexpr (RELEASE) {
+        fence();
+    }
+    for (u32 i = threadIdx.x; i < 4 * WORLD; i += blockDim.x) {
+        u32 peer = i / 4, word = i % 4;
+        if (peer != comm.rank) {
+            u64 data = call.details[word];
+            uint4 packet = make_uint4(static_cast<u32>(data), session.epoch,
+                                      static_cast<u32>(data >> 32), session.epoch);
+            store_relaxed(entry_slot(comm, session.epoch, peer, comm.rank) + 16 * word, packet);
+        }
+    }
+}
+
+// Looks at a peer's packet until it is there; false if that takes too long.
+__device__ __forceinline__ bool await_entry(const Session& session, u32 peer, u32 word,
+                                            uint4& packet) {
+    const char* slot = entry_slot(session.comm, session.epoch, session.comm.rank, peer) + 16 * word;
+    Watch watch;
+    while (packet = load_relaxed(slot), !flagged(packet, session.epoch)) {
+        if (watch.expired(session, peer, ENTRY)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// By one block.
+__device__ __forceinline__ void compare(const Session& session, const Call& call) {
+    for (u32 i = threadIdx.x; i < 4 * WORLD; i += blockDim.x) {
+        u32 peer = i / 4, word = i % 4;
+        uint4 packet;
+        if (peer != session.comm.rank && await_entry(session, peer, word, packet) &&
+            (static_cast<u64>(packet.z) << 32 | packet.x) != call.details[word]) {
+            // All four are read by the host, and have been sent.
+            bool there = true;
+            for (u32 other = 0; other < 4; ++other) {
+                there = there && await_entry(session, peer, other, packet);
+            }
+            if (there) {
+                report(session.comm, session.epoch, MISMATCH, peer, ENTRY, &call);
+            }
+        }
+    }
+}
+
+// Flags are 32 bits of epoch. Before the numbers come round again, whatever an old call left in
+// places that were not written since is overwritten: four times on the way, in two calls running,
+// by the block that attends to the entry. `used` bytes at the beginning of either are this call's.
+__device__ __noinline__ void forget(const Session& session, u64 packets_used, u64 flags_used) {
+    const Comm& comm = session.comm;
+    u32 old = session.epoch - 2;
+    char* packets = comm.own() + comm.packets + session.parity() * (comm.packets_bytes / 2);
+    for (u64 at = packets_used + 16 * threadIdx.x; at < comm.packets_bytes / 2;
+         at += 16 * blockDim.x) {
+        store_plain(packets + at, make_uint4(0, old, 0, old));
+    }
+    char* flags = comm.own() + comm.flags + session.parity() * (comm.flags_bytes / 2);
+    for (u64 at = flags_used + 16 * threadIdx.x; at < comm.flags_bytes / 2; at += 16 * blockDim.x) {
+        store_plain(flags + at, make_uint4(0, old, 0, old));
+    }
+}
+
+// The whole work of the first block.
+template <bool RELEASE>
+__device__ __forceinline__ void attend(const Session& session, const Call& call,
+                                       u64 packets_used, u64 flags_used) {
+    enter<RELEASE>(session, call);
+    session.advance();
+    compare(session, call);
+    if ((session.epoch & 0x3fffffffu) < 2) {
+        forget(session, packets_used, flags_used);
+    }
+}
+
+__device__ __forceinline__ bool attends() { return blockIdx.x == 0; }
+
+// Data is handled by all blocks but the one that attends.
+__device__ __forceinline__ u32 data_blocks() { return gridDim.x - 1; }
+__device__ __forceinline__ u32 data_block() { return blockIdx.x - 1; }
+__device__ __forceinline__ u32 data_threads() { return data_blocks() * blockDim.x; }
+__device__ __forceinline__ u32 data_thread() { return data_block() * blockDim.x + threadIdx.x; }
+
+// Until every peer has entered; what its stream did before is visible then. All threads of the
+// block come here, and leave with the same answer: false if a peer is missing or differs.
+__device__ __forceinline__ bool all_entered(const Session& session) {
+    bool bad = false;
+    if (threadIdx.x < WORLD && threadIdx.x != session.comm.rank) {
+        uint4 packet;
+        bad = !await_entry(session, threadIdx.x, 0, packet);
+        fence();
+    }
+    return !__syncthreads_or(bad);
+}
+
+}  // namespace symmpool

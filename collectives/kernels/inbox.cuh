@@ -1,0 +1,138 @@
+//! Inboxes: memory that peers fill with vectors of 16 bytes, which show by themselves that they
+//! have arrived. So there is no barrier: whoever waits for data waits for nothing else.
+//!
+//! `Packets` halve the vector and put a flag beside each half: any bits can travel, and take twice
+//! their space. `Sentinels` travel whole: fresh memory holds a pattern that data never does, as
+//! data that would be it is changed into another NaN. Their inbox has three parts that take turns:
+//! one is written, one may be read still, and the third is put back to fresh by its reader.
+//!
+//! Flag beside data: NCCL's LL protocol. Sentinels: TensorRT-LLM's "Lamport" all-reduce; there
+//! they are negative zeros compared as floats, here bits (rule S7).
+
+#pragma once
+
+#include "entry.cuh"
+
+namespace symmpool {
+
+struct Packets {
+    u64 offset;  // in the control block
+    u32 epoch;
+    u64 vectors;
+
+    // Room for `count` vectors from all ranks together.
+    __device__ __forceinline__ Packets(Session& session, u64 count)
+        : offset(session.comm.packets + session.parity() * (session.comm.packets_bytes / 2)),
+          epoch(session.epoch), vectors(count) {}
+
+    __device__ __forceinline__ u64 packets_used() const { return 32 * vectors; }
+    __device__ __forceinline__ void refresh(const Session&) const {}
+    static __device__ __forceinline__ uint4 prepare(uint4 vector) { return vector; }
+
+    __device__ __forceinline__ void send(const Comm& comm, u32 peer, u64 at, uint4 vector) const {
+        char* to = comm.of(peer) + offset + 32 * at;
+        store_relaxed(to, make_uint4(vector.x, epoch, vector.y, epoch));
+        store_relaxed(to + 16, make_uint4(vector.z, epoch, vector.w, epoch));
+    }
+
+    // Whether it has arrived.
+    __device__ __forceinline__ bool receive(const Comm& comm, u64 at, uint4& vector) const {
+        const char* from = comm.own() + offset + 32 * at;
+        uint4 low = load_relaxed(from), high = load_relaxed(from + 16);
+        vector = make_uint4(low.x, low.z, high.x, high.z);
+        return flagged(low, epoch) && flagged(high, epoch);
+    }
+};
+
+struct Sentinels {
+    static constexpr u32 SENTINEL = 0xffffffffu;
+    // A NaN as well, in every type that travels so.
+    static constexpr u32 INSTEAD = DTYPE == F8E4M3 ? 0xffffff7fu : 0xfffffffeu;
+
+    u64 offset;
+    uint4* stale;
+    u32 stale_used;
+
+    // Moves the session's turn on.
+    __device__ __forceinline__ Sentinels(Session& session, u64 count) {
+        const Comm& comm = session.comm;
+        u64 part = comm.sentinel_bytes / 3;
+        u32 turn = session.sentinel_turn, before = turn == 0 ? 2 : turn - 1;
+        offset = comm.sentinel + turn * part;
+        stale = reinterpret_cast<uint4*>(comm.own() + comm.sentinel + before * part);
+        stale_used = session.sentinel_used;
+        session.sentinel_turn = turn == 2 ? 0 : turn + 1;
+        session.sentinel_used = static_cast<u32>(count);
+    }
+
+    __device__ __forceinline__ u64 packets_used() const { return 0; }
+
+    // By all data blocks: the part that the call before used is fresh again for the one after.
+    __device__ __forceinline__ void refresh(const Session&) const {
+        for (u32 at = data_thread(); at < stale_used; at += data_threads()) {
+            store_plain(stale + at, make_uint4(SENTINEL, SENTINEL, SENTINEL, SENTINEL));
+        }
+    }
+
+    static __device__ __forceinline__ uint4 prepare(uint4 vector) {
+        vector.x = vector.x == SENTINEL ? INSTEAD : vector.x;
+        vector.y = vector.y == SENTINEL ? INSTEAD : vector.y;
+        vector.z = vector.z == SENTINEL ? INSTEAD : vector.z;
+        vector.w = vector.w == SENTINEL ? INSTEAD : vector.w;
+        return vector;
+    }
+
+    __device__ __forceinline__ void send(const Comm& comm, u32 peer, u64 at, uint4 vector) const {
+        store_relaxed(comm.of(peer) + offset + 16 * at, vector);
+    }
+
+    __device__ __forceinline__ bool receive(const Comm& comm, u64 at, uint4& vector) const {
+        vector = load_relaxed(comm.own() + offset + 16 * at);
+        return vector.x != SENTINEL && vector.y != SENTINEL && vector.z != SENTINEL &&
+               vector.w != SENTINEL;
+    }
+};
+
+#if defined(SENTINELS)
+using Inbox = Sentinels;
+#else
+using Inbox = Packets;
+#endif
+
+// A vector from one peer, waited for; false if it does not come.
+__device__ __forceinline__ bool await(const Session& session, const Inbox& inbox, u32 peer, u64 at,
+                                      uint4& vector) {
+    Watch watch;
+    while (!inbox.receive(session.comm, at, vector)) {
+        if (watch.expired(session, peer, DATA)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// Vectors `at + peer * step` from all peers at once, and `own` in its place among them.
+__device__ __forceinline__ bool await_all(const Session& session, const Inbox& inbox, u64 at,
+                                          u64 step, uint4 own, uint4 (&vectors)[WORLD]) {
+    const Comm& comm = session.comm;
+    Watch watch;
+    while (true) {
+        u32 missing = WORLD;
+#pragma unroll
+        for (u32 rank = 0; rank < WORLD; ++rank) {
+            if (rank == comm.rank) {
+                vectors[rank] = own;
+            } else if (!inbox.receive(comm, at + rank * step, vectors[rank])) {
+                missing = rank;
+            }
+        }
+        if (missing == WORLD) {
+            return true;
+        }
+        if (watch.expired(session, missing, DATA)) {
+            return false;
+        }
+    }
+}
+
+}  // namespace symmpool

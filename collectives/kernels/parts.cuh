@@ -1,0 +1,48 @@
+//! How data is divided among ranks, and a part among blocks.
+
+#pragma once
+
+#include "data.cuh"
+#include "entry.cuh"
+
+namespace symmpool {
+
+// Rank `r`'s part of a buffer. With SHARES it is one buffer, cut into shares of whole vectors;
+// else parts are as the call says.
+template <bool SHARES>
+struct Parts {
+    u64 bytes;
+    u64 stride;
+
+    __device__ __forceinline__ explicit Parts(const Call& call)
+        : bytes(call.bytes),
+          stride(SHARES ? ((call.bytes + 15) / 16 + WORLD - 1) / WORLD * 16 : call.stride) {}
+
+    // Of the longest.
+    __device__ __forceinline__ u64 vectors() const { return ((SHARES ? stride : bytes) + 15) / 16; }
+
+    template <typename Byte>
+    __device__ __forceinline__ Stretch<Byte> of(Byte* begin, u32 rank) const {
+        u64 from = rank * stride, length = bytes;
+        if (SHARES) {
+            u64 left = from < bytes ? bytes - from : 0;
+            length = left < stride ? left : stride;
+        }
+        return Stretch<Byte>(begin + from, length);
+    }
+};
+
+// A block's vectors of a stretch of `count` from `begin` on: whole lines of 128 bytes.
+struct Range {
+    u64 from;
+    u64 to;
+
+    __device__ __forceinline__ Range(u64 begin, u64 count) {
+        u64 each = ((count + data_blocks() - 1) / data_blocks() + 7) / 8 * 8;
+        u64 first = data_block() * each;
+        from = begin + (first < count ? first : count);
+        to = begin + (first + each < count ? first + each : count);
+    }
+};
+
+}  // namespace symmpool

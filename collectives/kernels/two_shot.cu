@@ -1,0 +1,122 @@
+//! All-reduce in two shots: every rank reduces a share, which it sends to every inbox. Also the
+//! halves alone. Defines: WORLD, DTYPE, OP, THREADS, SHOTS; SENTINELS for that inbox.
+//!
+//! Nothing stands between the shots but data, so that they overlap: a thread sends a vector of
+//! the next round before it reduces one of this round, and collects results one round later.
+
+#include "data.cuh"
+#include "inbox.cuh"
+#include "parts.cuh"
+#include "ranks.cuh"
+
+#define SCATTER 1
+#define GATHER 2
+#define BROADCAST 4  // a gather of the root's part alone
+
+using namespace symmpool;
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    symmpool_two_shot(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
+    begin();
+    const Parts<(SHOTS == (SCATTER | GATHER))> parts(call);
+    const u64 vectors = parts.vectors();
+    // Shares of the input first, then results.
+    const u64 results = (SHOTS & SCATTER) ? WORLD * vectors : 0;
+    Session session(comm);
+    if (session.failed) {
+        return;
+    }
+    const Inbox inbox(session, results + ((SHOTS & (GATHER | BROADCAST)) ? WORLD * vectors : 0));
+    if (attends()) {
+        attend<false>(session, call, inbox.packets_used(), 0);
+        return;
+    }
+
+    auto scatter = [&](u64 at) {
+        if (at >= vectors) {
+            return;
+        }
+        uint4 out[WORLD - 1];
+#pragma unroll
+        for (u32 distance = 1; distance < WORLD; ++distance) {
+            const Source part = parts.of(call.input, comm.after(distance));
+            if (at < part.vectors()) {
+                out[distance - 1] = part.load(at);
+            }
+        }
+#pragma unroll
+        for (u32 distance = 1; distance < WORLD; ++distance) {
+            u32 peer = comm.after(distance);
+            if (at < parts.of(call.input, peer).vectors()) {
+                inbox.send(comm, peer, comm.rank * vectors + at, Inbox::prepare(out[distance - 1]));
+            }
+        }
+    };
+    // This rank's result, or its input where nothing is reduced, to itself and to the others.
+    auto reduce = [&](u64 at) {
+        if ((SHOTS & BROADCAST) && comm.rank != call.root) {
+            return true;
+        }
+        const Source input = (SHOTS & SCATTER) ? parts.of(call.input, comm.rank)
+                                               : Source(call.input, parts.bytes);
+        if (at >= input.vectors()) {
+            return true;
+        }
+        uint4 own = Inbox::prepare(input.load(at));
+        if (SHOTS & SCATTER) {
+            uint4 all[WORLD];
+            if (!await_all(session, inbox, at, vectors, own, all)) {
+                return false;
+            }
+            own = Inbox::prepare(reduce_all(all));
+        }
+        if (SHOTS & (GATHER | BROADCAST)) {
+#pragma unroll
+            for (u32 distance = 1; distance < WORLD; ++distance) {
+                inbox.send(comm, comm.after(distance), results + comm.rank * vectors + at, own);
+            }
+        }
+        const Target output = (SHOTS & GATHER) ? parts.of(call.output, comm.rank)
+                                               : Target(call.output, parts.bytes);
+        output.store(at, own);
+        return true;
+    };
+    auto gather = [&](u64 at) {
+#pragma unroll
+        for (u32 distance = 1; distance < WORLD; ++distance) {
+            u32 peer = comm.after(WORLD - distance);
+            const Target part = (SHOTS & BROADCAST) ? Target(call.output, parts.bytes)
+                                                    : parts.of(call.output, peer);
+            if (at < part.vectors() && (!(SHOTS & BROADCAST) || peer == call.root)) {
+                uint4 result;
+                if (!await(session, inbox, peer, results + peer * vectors + at, result)) {
+                    return false;
+                }
+                part.store(at, result);
+            }
+        }
+        return true;
+    };
+
+    const u64 step = data_threads();
+    u64 at = data_thread();
+    if (SHOTS & SCATTER) {
+        scatter(at);
+    }
+    session.advance();
+    inbox.refresh(session);
+    for (; at < vectors; at += step) {
+        if (SHOTS & SCATTER) {
+            scatter(at + step);
+        }
+        if (!reduce(at)) {
+            return;
+        }
+        if ((SHOTS & (GATHER | BROADCAST)) && at >= step && !gather(at - step)) {
+            return;
+        }
+        if ((SHOTS & (GATHER | BROADCAST)) && at + step >= vectors && !gather(at)) {
+            return;
+        }
+    }
+}

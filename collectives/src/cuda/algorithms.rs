@@ -1,0 +1,451 @@
+//! Which kernels a collective runs, with what grid.
+
+#![allow(unsafe_code)] // passes on the caller's promises about raw buffers
+
+use symmpool_allocator::{Error, Result, Stream};
+
+use super::engine::CudaEngine;
+use super::kernels::{Loaded, Specialty};
+use super::params::{CallParams, MOST_BLOCKS};
+use super::select::{Algorithm, Shape, has_sentinels};
+use crate::host::call::{Call, Operation};
+use crate::jit::Kernel;
+use crate::jit::sources::{ONE_SHOT, PULL, PUSH, TWO_SHOT};
+use crate::{AllReduceAlgorithm, DType, Place, ReduceOp};
+
+/// Bits of `SHOTS` in the kernels.
+const SCATTER: u8 = 1;
+const GATHER: u8 = 2;
+const BROADCAST: u8 = 4;
+
+/// Most threads of a block, which kernels are compiled for.
+const THREADS: u32 = 512;
+/// Blocks that a processor holds.
+const BLOCKS_OF_PROCESSOR: u64 = 32;
+
+/// How many blocks of how many threads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Grid {
+    blocks: u32,
+    threads: u32,
+}
+
+impl Grid {
+    /// A thread for each of `vectors`, as far as `most` blocks go, and one block more, which
+    /// attends to the entry. All of them run at once: blocks of peers wait for each other.
+    fn new(kernel: &Loaded, vectors: u64, threads: u32, most: u32) -> Self {
+        let resident = u64::from(kernel.resident);
+        let by_threads = resident * u64::from(kernel.threads) / u64::from(threads);
+        let by_slots = u64::from(kernel.processors) * BLOCKS_OF_PROCESSOR;
+        let room = by_threads.min(by_slots).max(2) - 1;
+        let wanted = vectors.div_ceil(u64::from(threads)).max(1);
+        let blocks = wanted.min(room).min(u64::from(most)) as u32;
+        Self { blocks: blocks + 1, threads }
+    }
+}
+
+/// What a call works on, checked.
+#[derive(Clone, Copy)]
+struct Work {
+    call: Call,
+    input: u64,
+    output: u64,
+    /// Of the whole, or of a rank's part.
+    bytes: u64,
+    /// From part to part.
+    stride: u64,
+    dtype: DType,
+    op: ReduceOp,
+    root: u32,
+    stream: Stream,
+}
+
+impl Work {
+    fn params(&self) -> CallParams {
+        CallParams {
+            details: *self.call.words(),
+            input: self.input,
+            output: self.output,
+            bytes: self.bytes,
+            stride: self.stride,
+            root: self.root,
+            unused: 0,
+        }
+    }
+
+    /// The stretch `[from, from + bytes)` of both buffers.
+    fn stretch(&self, from: u64, bytes: u64) -> Self {
+        Self { input: self.input + from, output: self.output + from, bytes, ..*self }
+    }
+}
+
+impl CudaEngine {
+    /// Reduces `count` elements of every rank's `input` into every rank's `output`, on `stream`.
+    ///
+    /// # Safety
+    ///
+    /// `input` is readable and `output` writable on the device for `count` elements, until the
+    /// stream has done the call; nothing else touches them meanwhile, in any rank's slot if they
+    /// are windows.
+    pub(crate) unsafe fn all_reduce(
+        &mut self,
+        (input, output): (Place, Place),
+        count: usize,
+        (dtype, op): (DType, ReduceOp),
+        algorithm: AllReduceAlgorithm,
+        stream: Stream,
+    ) -> Result<()> {
+        self.ready()?;
+        let bytes = self.bytes("all_reduce", count, dtype, stream)?;
+        let shape = Shape {
+            bytes,
+            dtype,
+            world: self.world(),
+            input_window: input.is_window(),
+            output_window: output.is_window(),
+        };
+        let chosen = match shape.choose(algorithm, &self.control) {
+            Ok(chosen) => chosen,
+            Err(error) => return Err(self.decline(error, stream)),
+        };
+        let (from, to) = (self.address(input), self.address(output));
+        if from != to {
+            self.apart("all_reduce", (from, bytes), (to, bytes), stream)?;
+        }
+        let call = Call::new(Operation::AllReduce)
+            .elements(dtype, count)
+            .reduce(op)
+            .algorithm(chosen as u8)
+            .input(input)
+            .output(output)
+            .in_place(from == to);
+        tracing::trace!(count, ?chosen, asked = algorithm.name(), "all_reduce");
+        let stride = 0;
+        let work =
+            Work { call, input: from, output: to, bytes, stride, dtype, op, root: 0, stream };
+        if bytes == 0 {
+            return self.enter_only(call, stream);
+        }
+        if self.world() == 1 {
+            // SAFETY: the caller's promises, which are passed on.
+            return unsafe { self.push(&work, GATHER) };
+        }
+        // SAFETY: as above.
+        unsafe { self.run(&work, chosen) }
+    }
+
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`].
+    unsafe fn run(&mut self, work: &Work, algorithm: Algorithm) -> Result<()> {
+        let vectors = work.bytes.div_ceil(16);
+        let (kernel, shots, sentinels) = match algorithm {
+            Algorithm::OneShotPacket => (&ONE_SHOT, 0, false),
+            Algorithm::OneShotSentinel => (&ONE_SHOT, 0, true),
+            Algorithm::OneShotPull => (&PULL, SCATTER, false),
+            Algorithm::TwoShotPacket => (&TWO_SHOT, SCATTER | GATHER, false),
+            Algorithm::TwoShotSentinel => (&TWO_SHOT, SCATTER | GATHER, true),
+            Algorithm::TwoShotPull => (&PULL, SCATTER | GATHER, false),
+            Algorithm::TwoShotPush => (&PUSH, SCATTER | GATHER, false),
+        };
+        let share = vectors.div_ceil(u64::from(self.world()));
+        match algorithm {
+            Algorithm::OneShotPacket | Algorithm::OneShotSentinel => {
+                // Small blocks begin and end sooner.
+                let loaded = self.loaded(kernel, work, shots, sentinels, THREADS)?;
+                let grid = Grid::new(&loaded, vectors, 32, u32::MAX);
+                // SAFETY: passed on.
+                unsafe { self.put(loaded, grid, work) }
+            }
+            Algorithm::OneShotPull => {
+                let loaded = self.loaded(kernel, work, shots, sentinels, THREADS)?;
+                let grid = Grid::new(&loaded, vectors, 256, MOST_BLOCKS);
+                // SAFETY: passed on.
+                unsafe { self.put(loaded, grid, work) }
+            }
+            Algorithm::TwoShotPull | Algorithm::TwoShotPush => {
+                let loaded = self.loaded(kernel, work, shots, sentinels, THREADS)?;
+                let grid = Grid::new(&loaded, share, THREADS, 256);
+                // SAFETY: passed on.
+                unsafe { self.put(loaded, grid, work) }
+            }
+            Algorithm::TwoShotPacket | Algorithm::TwoShotSentinel => {
+                // SAFETY: passed on.
+                unsafe { self.two_shot(work, shots, sentinels) }
+            }
+        }
+    }
+
+    /// Through inboxes, in as many calls as their room asks for.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`].
+    unsafe fn two_shot(&mut self, work: &Work, shots: u8, sentinels: bool) -> Result<()> {
+        let room =
+            if sentinels { self.control.sentinel_vectors() } else { self.control.packet_vectors() };
+        let ranks = u64::from(self.world());
+        // Of an all-reduce: shares and results of all ranks. Of a half: parts of all ranks.
+        let vectors =
+            if shots == SCATTER | GATHER { room / 2 / ranks * ranks } else { room / ranks };
+        let most = (vectors * 16).min(work.bytes.max(1));
+        let threads = match most {
+            0..=524_288 => 64,
+            524_289..=1_048_576 => 256,
+            _ => THREADS,
+        };
+        let loaded = self.loaded(&TWO_SHOT, work, shots, sentinels, THREADS)?;
+        let mut from = 0;
+        loop {
+            let bytes = most.min(work.bytes - from);
+            let each = if shots == SCATTER | GATHER {
+                bytes.div_ceil(16).div_ceil(ranks)
+            } else {
+                bytes.div_ceil(16)
+            };
+            let grid = Grid::new(&loaded, each, threads, 264);
+            // SAFETY: a stretch of what the caller promised.
+            unsafe { self.put(loaded, grid, &work.stretch(from, bytes)) }?;
+            from += bytes;
+            if from >= work.bytes {
+                return Ok(());
+            }
+        }
+    }
+
+    fn loaded(
+        &mut self,
+        kernel: &'static Kernel,
+        work: &Work,
+        shots: u8,
+        sentinels: bool,
+        threads: u32,
+    ) -> Result<Loaded> {
+        let (dtype, op) = (work.dtype as u8, work.op as u8);
+        let base = Specialty::new(kernel, threads);
+        let reduces = shots == 0 || shots & SCATTER != 0;
+        let specialty = if reduces {
+            Specialty { dtype, op, shots, sentinels, ..base }
+        } else {
+            // Bits are moved as they are.
+            Specialty { shots, ..base }
+        };
+        self.kernel(specialty)
+    }
+
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`].
+    unsafe fn put(&mut self, kernel: Loaded, grid: Grid, work: &Work) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe { self.launch(kernel, grid.blocks, grid.threads, work.params(), work.stream) }
+    }
+
+    /// Reduces part `r` of every rank's `input` into rank `r`'s `output`; `count` elements a part.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`]; `input` has `world` parts.
+    pub(crate) unsafe fn reduce_scatter(
+        &mut self,
+        (input, output): (Place, Place),
+        count: usize,
+        (dtype, op): (DType, ReduceOp),
+        stream: Stream,
+    ) -> Result<()> {
+        self.ready()?;
+        let part = self.bytes("reduce_scatter", count, dtype, stream)?;
+        let whole = self.parts("reduce_scatter", part, stream)?;
+        let (from, to) = (self.address(input), self.address(output));
+        if to != from + u64::from(self.rank()) * part {
+            self.apart("reduce_scatter", (from, whole), (to, part), stream)?;
+        }
+        let call = Call::new(Operation::ReduceScatter)
+            .elements(dtype, count)
+            .reduce(op)
+            .input(input)
+            .output(output);
+        let (bytes, stride) = (part, part);
+        let work =
+            Work { call, input: from, output: to, bytes, stride, dtype, op, root: 0, stream };
+        let sentinels = has_sentinels(dtype);
+        // SAFETY: the caller's promises, which are passed on.
+        unsafe { self.half(&work, SCATTER, sentinels, true) }
+    }
+
+    /// Copies rank `r`'s `input` to part `r` of every rank's `output`; `count` elements a part.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`]; `output` has `world` parts.
+    pub(crate) unsafe fn all_gather(
+        &mut self,
+        (input, output): (Place, Place),
+        count: usize,
+        dtype: DType,
+        stream: Stream,
+    ) -> Result<()> {
+        self.ready()?;
+        let part = self.bytes("all_gather", count, dtype, stream)?;
+        let whole = self.parts("all_gather", part, stream)?;
+        let (from, to) = (self.address(input), self.address(output));
+        if from != to + u64::from(self.rank()) * part {
+            self.apart("all_gather", (from, part), (to, whole), stream)?;
+        }
+        let call =
+            Call::new(Operation::AllGather).elements(dtype, count).input(input).output(output);
+        let work = Work {
+            call,
+            input: from,
+            output: to,
+            bytes: part,
+            stride: part,
+            dtype,
+            op: ReduceOp::Sum,
+            root: 0,
+            stream,
+        };
+        // SAFETY: the caller's promises, which are passed on.
+        unsafe { self.half(&work, GATHER, false, output.is_window()) }
+    }
+
+    /// Copies `count` elements of the root's `place` into every other rank's.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`].
+    pub(crate) unsafe fn broadcast(
+        &mut self,
+        place: Place,
+        count: usize,
+        dtype: DType,
+        root: u32,
+        stream: Stream,
+    ) -> Result<()> {
+        self.ready()?;
+        let bytes = self.bytes("broadcast", count, dtype, stream)?;
+        if root >= self.world() {
+            let why = Error::invalid_argument(format!(
+                "broadcast from rank {root} on rank {}: there are {} ranks",
+                self.rank(),
+                self.world()
+            ));
+            return Err(self.decline(why, stream));
+        }
+        let at = self.address(place);
+        let call = Call::new(Operation::Broadcast)
+            .elements(dtype, count)
+            .root(root)
+            .input(place)
+            .output(place)
+            .in_place(true);
+        let work = Work {
+            call,
+            input: at,
+            output: at,
+            bytes,
+            stride: 0,
+            dtype,
+            op: ReduceOp::Sum,
+            root,
+            stream,
+        };
+        // SAFETY: the caller's promises, which are passed on.
+        unsafe { self.half(&work, BROADCAST, false, place.is_window()) }
+    }
+
+    /// A half of an all-reduce, or a broadcast: through the inbox while that is faster, else
+    /// straight where that can be.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`].
+    unsafe fn half(
+        &mut self,
+        work: &Work,
+        shots: u8,
+        sentinels: bool,
+        straight: bool,
+    ) -> Result<()> {
+        if work.bytes == 0 {
+            return self.enter_only(work.call, work.stream);
+        }
+        if self.world() == 1 {
+            // SAFETY: passed on.
+            return unsafe { self.push(work, GATHER) };
+        }
+        // Packets are twice as long as what they carry; sentinels are not.
+        let inbox = if sentinels { 4 << 20 } else { 64 << 10 };
+        if straight && work.bytes > inbox {
+            // SAFETY: passed on.
+            return unsafe { self.push(work, shots) };
+        }
+        // SAFETY: passed on.
+        unsafe { self.two_shot(work, shots, sentinels) }
+    }
+
+    /// Straight into outputs that are windows.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`].
+    unsafe fn push(&mut self, work: &Work, shots: u8) -> Result<()> {
+        let loaded = self.loaded(&PUSH, work, shots, false, THREADS)?;
+        let grid = Grid::new(&loaded, work.bytes.div_ceil(16), THREADS, 256);
+        // SAFETY: passed on.
+        unsafe { self.put(loaded, grid, work) }
+    }
+
+    /// The length of `count` elements; the others are told where that is no length.
+    fn bytes(&mut self, what: &str, count: usize, dtype: DType, stream: Stream) -> Result<u64> {
+        let bytes = (count as u64).checked_mul(dtype.size() as u64);
+        match bytes.filter(|bytes| *bytes <= self.pool_stride()) {
+            Some(bytes) => Ok(bytes),
+            None => {
+                let why = Error::invalid_argument(format!(
+                    "{what} of {count} {} on rank {}: no memory is that long",
+                    dtype.name(),
+                    self.rank()
+                ));
+                Err(self.decline(why, stream))
+            }
+        }
+    }
+
+    /// The length of a part for every rank.
+    fn parts(&mut self, what: &str, part: u64, stream: Stream) -> Result<u64> {
+        match part.checked_mul(u64::from(self.world())) {
+            Some(whole) if whole <= self.pool_stride() => Ok(whole),
+            _ => {
+                let why = Error::invalid_argument(format!(
+                    "{what} of parts of {part} bytes on rank {}: no memory is that long",
+                    self.rank()
+                ));
+                Err(self.decline(why, stream))
+            }
+        }
+    }
+
+    /// Refuses buffers that share some bytes.
+    fn apart(
+        &mut self,
+        what: &str,
+        (a, a_bytes): (u64, u64),
+        (b, b_bytes): (u64, u64),
+        stream: Stream,
+    ) -> Result<()> {
+        if a_bytes == 0
+            || b_bytes == 0
+            || a.saturating_add(a_bytes) <= b
+            || b.saturating_add(b_bytes) <= a
+        {
+            return Ok(());
+        }
+        let why = Error::invalid_argument(format!(
+            "{what} on rank {}: input [{a:#x}, +{a_bytes}) and output [{b:#x}, +{b_bytes}) overlap \
+             without being in place",
+            self.rank()
+        ));
+        Err(self.decline(why, stream))
+    }
+}

@@ -1,0 +1,68 @@
+//! The functions of the CUDA driver library that collectives call, found at run time.
+//!
+//! As in the allocator's `driver/cuda/api.rs`, and for its reasons: constants and structure layouts
+//! are cudarc's, functions are looked up by name, and numbers that the driver hands back are
+//! integers.
+
+#![allow(unsafe_code)] // FFI: symbol lookup
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::mem::transmute_copy;
+use std::ptr::NonNull;
+use std::sync::OnceLock;
+
+use cudarc::driver::sys;
+use symmpool_allocator::driver::CudaDriver;
+use symmpool_allocator::{Result, Stream};
+
+/// A pointer-sized handle (`CUmodule`, `CUfunction`, `CUstream`) that is passed on, never followed.
+pub(super) type Handle = usize;
+
+macro_rules! functions {
+    ($($field:ident = $symbol:ident($($argument:ty),*);)*) => {
+        /// Entry points, named after the functions.
+        pub(super) struct Api {
+            $(pub(super) $field: unsafe extern "C" fn($($argument),*) -> c_uint,)*
+        }
+
+        impl Api {
+            fn load() -> Result<Self> {
+                $(
+                    let address: NonNull<c_void> = CudaDriver::function(stringify!($symbol))?;
+                    // SAFETY: the address is that of the driver's function of this name, whose type
+                    // in the CUDA 12.4 headers is this one; both are pointers.
+                    let $field = unsafe {
+                        transmute_copy::<_, unsafe extern "C" fn($($argument),*) -> c_uint>(&address)
+                    };
+                )*
+                Ok(Self { $($field,)* })
+            }
+        }
+    };
+}
+
+functions! {
+    module_load = cuModuleLoadData(*mut Handle, *const c_void);
+    module_unload = cuModuleUnload(Handle);
+    module_function = cuModuleGetFunction(*mut Handle, Handle, *const c_char);
+    occupancy = cuOccupancyMaxActiveBlocksPerMultiprocessor(*mut c_int, Handle, c_int, usize);
+    launch = cuLaunchKernelEx(*const sys::CUlaunchConfig, Handle, *mut *mut c_void, *mut *mut c_void);
+    host_alloc = cuMemHostAlloc(*mut *mut c_void, usize, c_uint);
+    host_free = cuMemFreeHost(*mut c_void);
+    stream_synchronize = cuStreamSynchronize(Handle);
+}
+
+impl Api {
+    /// `is_unsupported` where there is no driver library, or it lacks a function.
+    pub(super) fn get() -> Result<&'static Self> {
+        static API: OnceLock<Result<Api>> = OnceLock::new();
+        API.get_or_init(Self::load).as_ref().map_err(Clone::clone)
+    }
+
+    /// Waits until the stream has done what was put on it. Its device's context must be current.
+    pub(super) fn synchronize(&self, stream: Stream) -> Result<()> {
+        // SAFETY: the stream is live, which whoever made the `Stream` from a raw handle vouched for.
+        let code = unsafe { (self.stream_synchronize)(stream.raw() as Handle) };
+        CudaDriver::check(code, || "waiting for a stream".to_owned())
+    }
+}

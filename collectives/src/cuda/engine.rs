@@ -1,0 +1,251 @@
+//! One rank's side of a communicator on a device: its state, and how a call is entered.
+
+#![allow(unsafe_code)] // launches kernels, and prepares device memory by address
+
+use std::fmt;
+use std::time::Duration;
+
+use symmpool_allocator::driver::CudaDriver;
+use symmpool_allocator::{Block, Error, HeapLayout, Pool, Result, Stream};
+
+use super::api::Api;
+use super::fault::Fault;
+use super::kernels::{Kernels, Loaded, Specialty};
+use super::params::{CallParams, Comm, Control};
+use crate::Place;
+use crate::host::call::{Call, Operation};
+use crate::jit::sources::BARRIER;
+
+/// How a [`CudaEngine`] behaves. The same on every rank.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CudaOptions {
+    /// Longest wait for a peer, on the device (rule S5).
+    pub(crate) timeout: Duration,
+    /// Bytes of each of three parts of the inbox, and of each half of the scratch.
+    pub(crate) room: u64,
+}
+
+/// What fresh sentinel inboxes hold: `SENTINEL` in `inbox.cuh`.
+const SENTINEL: u32 = 0xffff_ffff;
+
+/// Threads of the kernel that has nothing but an entry.
+const BARRIER_THREADS: u32 = 128;
+
+/// One rank's side of a communicator on a device.
+///
+/// Calls put kernels on a stream and return. What goes wrong on the device is found by the next
+/// call, or by [`CudaEngine::synchronize`]; then all later calls fail with the same cause.
+pub(crate) struct CudaEngine {
+    pool: Pool,
+    api: &'static Api,
+    pub(super) control: Control,
+    comm: Comm,
+    kernels: Kernels,
+    /// `None` only while dropping.
+    fault: Option<Fault>,
+    timeout: Duration,
+    /// The stream of the last call.
+    stream: Option<Stream>,
+    failed: Option<Error>,
+}
+
+impl CudaEngine {
+    /// Bytes of control block that a group of `world` ranks needs with these options.
+    pub(crate) fn control_bytes(world: u32, options: &CudaOptions) -> Result<u64> {
+        Ok(Control::new(world, options.room)?.bytes)
+    }
+
+    /// Makes a control block's memory as kernels expect it, before it is shared.
+    pub(crate) fn prepare(pool: &Pool, block: &Block<u8>, options: &CudaOptions) -> Result<()> {
+        let driver = cuda(pool)?;
+        let control = Control::new(pool.world(), options.room)?;
+        fill(driver, block.address(), 0, control.sentinel)?;
+        fill(driver, block.address() + control.sentinel, SENTINEL, control.sentinel_bytes)?;
+        fill(driver, block.address() + control.scratch, 0, control.scratch_bytes)
+    }
+
+    /// A communicator that signals through the control blocks at one offset of every slot, which
+    /// every rank has prepared and committed.
+    pub(crate) fn new(pool: &Pool, control_offset: u64, options: &CudaOptions) -> Result<Self> {
+        let driver = cuda(pool)?;
+        let api = Api::get()?;
+        let layout: HeapLayout = pool.layout();
+        let control = Control::new(layout.world, options.room)?;
+        let kernels = Kernels::new(api, driver, layout.world)?;
+        let fault = driver.with_context_unordered(|| Fault::new(api))?;
+        let nanoseconds = u64::try_from(options.timeout.as_nanos()).unwrap_or(u64::MAX);
+        let comm = control.comm(&layout, control_offset, nanoseconds, fault.address());
+        Ok(Self {
+            pool: pool.clone(),
+            api,
+            control,
+            comm,
+            kernels,
+            fault: Some(fault),
+            timeout: options.timeout,
+            stream: None,
+            failed: None,
+        })
+    }
+
+    pub(crate) fn rank(&self) -> u32 {
+        self.comm.rank
+    }
+
+    pub(crate) fn world(&self) -> u32 {
+        self.comm.world
+    }
+
+    /// Bytes of a slot: no block is longer.
+    pub(super) fn pool_stride(&self) -> u64 {
+        self.comm.stride
+    }
+
+    /// Why all calls fail, if they do.
+    pub(crate) fn failure(&mut self) -> Option<&Error> {
+        if self.failed.is_none() && self.fault.as_ref().is_some_and(Fault::is_set) {
+            let fault = self.fault.as_ref()?;
+            self.failed = Some(fault.error(self.comm.rank, self.timeout));
+        }
+        self.failed.as_ref()
+    }
+
+    /// Refuses a call after a failure.
+    #[inline]
+    pub(crate) fn ready(&mut self) -> Result<()> {
+        self.failure().map_or(Ok(()), |error| Err(error.clone()))
+    }
+
+    /// No call can follow.
+    pub(crate) fn abandon(&mut self) {
+        self.failed.get_or_insert_with(|| {
+            Error::invalid_state("a call of this communicator panicked; make a new one")
+        });
+    }
+
+    /// Waits until the stream has done what was put on it, and says what went wrong there.
+    pub(crate) fn synchronize(&mut self, stream: Stream) -> Result<()> {
+        let driver = cuda(&self.pool)?;
+        let api = self.api;
+        driver.with_context(|| api.synchronize(stream))?;
+        self.ready()
+    }
+
+    /// Enters a call only to tell the other ranks that this one cannot make it; gives back why.
+    pub(crate) fn decline(&mut self, why: Error, stream: Stream) -> Error {
+        match self.enter_only(Call::new(Operation::Declined), stream) {
+            Ok(()) => why,
+            Err(error) => error,
+        }
+    }
+
+    /// A call without data.
+    pub(crate) fn enter_only(&mut self, call: Call, stream: Stream) -> Result<()> {
+        self.ready()?;
+        let kernel = self.kernel(Specialty::new(&BARRIER, BARRIER_THREADS))?;
+        // SAFETY: nothing is pointed to but the control block, which the communicator keeps.
+        unsafe { self.launch(kernel, 1, BARRIER_THREADS, CallParams::of(&call), stream) }
+    }
+
+    /// Every rank has called it, before what follows on the stream; what ranks wrote before is
+    /// visible then.
+    pub(crate) fn barrier(&mut self, stream: Stream) -> Result<()> {
+        self.enter_only(Call::new(Operation::Barrier), stream)
+    }
+
+    pub(super) fn kernel(&mut self, specialty: Specialty) -> Result<Loaded> {
+        self.kernels.get(cuda(&self.pool)?, specialty)
+    }
+
+    /// This rank's address of a place.
+    pub(super) fn address(&self, place: Place) -> u64 {
+        match place {
+            Place::Plain(pointer) => pointer as u64,
+            Place::Window(offset) => self.pool.layout().address(self.comm.rank, offset),
+        }
+    }
+
+    /// Puts a kernel on the stream, behind what this communicator put on another one before.
+    ///
+    /// # Safety
+    ///
+    /// As [`Kernels::launch`].
+    pub(super) unsafe fn launch(
+        &mut self,
+        kernel: Loaded,
+        blocks: u32,
+        threads: u32,
+        params: CallParams,
+        stream: Stream,
+    ) -> Result<()> {
+        let driver = cuda(&self.pool)?;
+        if let Some(last) = self.stream.filter(|last| *last != stream) {
+            self.follow(last, stream)?;
+        }
+        let Self { kernels, comm, .. } = self;
+        driver.with_context(|| {
+            // SAFETY: as the caller promised.
+            unsafe { kernels.launch(kernel, blocks, threads, stream, comm, &params) }
+        })?;
+        self.stream = Some(stream);
+        Ok(())
+    }
+
+    /// Calls of one communicator run one after the other: makes `stream` wait for the last one's.
+    /// What is captured into a graph is ordered by whoever launches the graph.
+    fn follow(&self, last: Stream, stream: Stream) -> Result<()> {
+        let driver = self.pool.driver();
+        if driver.is_capturing(stream) || driver.is_capturing(last) {
+            return Ok(());
+        }
+        let event = driver.record_event(last)?;
+        let waited = driver.wait_event(stream, &event);
+        driver.release_event(event);
+        waited
+    }
+}
+
+impl Drop for CudaEngine {
+    /// Waits for the device: kernels under way know the control block and the fault record.
+    fn drop(&mut self) {
+        let Ok(driver) = cuda(&self.pool) else { return };
+        let (api, kernels, fault) = (self.api, &mut self.kernels, self.fault.take());
+        if let Err(error) = self.pool.driver().synchronize() {
+            // What may still run keeps what it knows.
+            tracing::warn!(%error, "a communicator's kernels and memory are not given back");
+            return;
+        }
+        let cleaned = driver.with_context_unordered(|| {
+            kernels.unload();
+            if let Some(fault) = fault {
+                fault.free(api);
+            }
+            Ok(())
+        });
+        if let Err(error) = cleaned {
+            tracing::debug!(%error, "at the end of a communicator");
+        }
+    }
+}
+
+impl fmt::Debug for CudaEngine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CudaEngine").field("comm", &self.comm).finish_non_exhaustive()
+    }
+}
+
+fn cuda(pool: &Pool) -> Result<&CudaDriver> {
+    pool.driver().as_cuda().ok_or_else(|| {
+        Error::unsupported(format!(
+            "a communicator over memory of the {} driver: kernels run on CUDA devices",
+            pool.driver().name()
+        ))
+    })
+}
+
+/// Fills device memory with a word.
+fn fill(driver: &CudaDriver, address: u64, word: u32, bytes: u64) -> Result<()> {
+    // SAFETY: the caller passes a part of a block it holds, whose parts begin and end at multiples
+    // of 4096; no other rank knows of it before the commit.
+    unsafe { driver.fill(address, word, bytes / 4) }
+}

@@ -1,0 +1,21 @@
+//! The CUDA backend: collectives as kernels on a stream, over the windows of a pool on a device.
+//!
+//! | file | holds |
+//! | --- | --- |
+//! | `engine` | one rank's side of a communicator: its state, and how a call is entered |
+//! | `algorithms` | which kernels a collective runs, with what grid |
+//! | `select` | which algorithm serves a call |
+//! | `params` | what kernels are given, laid out as in `comm.cuh`; where things lie in the control block |
+//! | `kernels` | compiled kernels, loaded when first needed |
+//! | `fault` | what a kernel tells the host when a peer is missing or differs |
+//! | `api` | the functions of the CUDA driver library that this module calls |
+
+mod algorithms;
+mod api;
+mod engine;
+mod fault;
+mod kernels;
+mod params;
+mod select;
+
+pub(crate) use engine::{CudaEngine, CudaOptions};

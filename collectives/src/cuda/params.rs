@@ -1,0 +1,186 @@
+//! What kernels are given, laid out as in `comm.cuh`, and where things lie in the control block.
+
+use symmpool_allocator::{Error, HeapLayout, Result};
+
+use crate::host::call::Call;
+
+/// Blocks that may raise flags; more are not launched. Twice what an H200 runs at 512 threads.
+pub(super) const MOST_BLOCKS: u32 = 1056;
+/// Ranks whose vectors a kernel holds in registers at once.
+pub(super) const MOST_RANKS: u32 = 16;
+/// Room of one parity for packets, whose data is half of it: whatever is above some hundred KiB
+/// has better ways.
+const PACKETS: u64 = 8 << 20;
+/// `Local` in `comm.cuh`, on cache lines of its own.
+const LOCAL: u64 = 256;
+
+/// `Comm` in `comm.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Comm {
+    pub(super) base: u64,
+    pub(super) stride: u64,
+    pub(super) control: u64,
+    pub(super) entry: u64,
+    pub(super) flags: u64,
+    pub(super) flags_bytes: u64,
+    pub(super) packets: u64,
+    pub(super) packets_bytes: u64,
+    pub(super) sentinel: u64,
+    pub(super) sentinel_bytes: u64,
+    pub(super) scratch: u64,
+    pub(super) scratch_bytes: u64,
+    pub(super) timeout: u64,
+    pub(super) fault: u64,
+    pub(super) rank: u32,
+    pub(super) world: u32,
+}
+
+/// `Call` in `comm.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct CallParams {
+    pub(super) details: [u64; 4],
+    pub(super) input: u64,
+    pub(super) output: u64,
+    pub(super) bytes: u64,
+    pub(super) stride: u64,
+    pub(super) root: u32,
+    pub(super) unused: u32,
+}
+
+impl CallParams {
+    /// A call without data.
+    pub(super) fn of(call: &Call) -> Self {
+        Self {
+            details: *call.words(),
+            input: 0,
+            output: 0,
+            bytes: 0,
+            stride: 0,
+            root: 0,
+            unused: 0,
+        }
+    }
+}
+
+/// Where things lie in the control block, and how long it is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Control {
+    pub(super) entry: u64,
+    pub(super) flags: u64,
+    pub(super) flags_bytes: u64,
+    pub(super) packets: u64,
+    pub(super) packets_bytes: u64,
+    pub(super) sentinel: u64,
+    pub(super) sentinel_bytes: u64,
+    pub(super) scratch: u64,
+    pub(super) scratch_bytes: u64,
+    pub(super) bytes: u64,
+}
+
+impl Control {
+    /// For `world` ranks, with room for `room` bytes in each part of the sentinel inbox and each
+    /// half of the scratch.
+    pub(super) fn new(world: u32, room: u64) -> Result<Self> {
+        if !(1..=MOST_RANKS).contains(&world) {
+            return Err(Error::unsupported(format!(
+                "a communicator of {world} ranks on devices: kernels serve up to {MOST_RANKS}"
+            )));
+        }
+        if !(1 << 20..=1 << 32).contains(&room) || !room.is_multiple_of(1 << 12) {
+            return Err(Error::invalid_argument(format!(
+                "device scratch of {room} bytes: a multiple of 4096 from 1 MiB to 4 GiB is needed"
+            )));
+        }
+        let ranks = u64::from(world);
+        let mut at = 0;
+        let mut place = |bytes: u64| {
+            let here = at;
+            at = (at + bytes).next_multiple_of(4096);
+            here
+        };
+        place(LOCAL);
+        let entry = place(2 * 64 * ranks);
+        // Two kinds of flags of eight bytes a block and rank, two parities.
+        let flags_bytes = 2 * 2 * 8 * ranks * u64::from(MOST_BLOCKS);
+        let flags = place(flags_bytes);
+        let packets_bytes = 2 * PACKETS;
+        let packets = place(packets_bytes);
+        let sentinel_bytes = 3 * room;
+        let sentinel = place(sentinel_bytes);
+        let scratch_bytes = 2 * room;
+        let scratch = place(scratch_bytes);
+        Ok(Self {
+            entry,
+            flags,
+            flags_bytes,
+            packets,
+            packets_bytes,
+            sentinel,
+            sentinel_bytes,
+            scratch,
+            scratch_bytes,
+            bytes: at,
+        })
+    }
+
+    pub(super) fn comm(&self, layout: &HeapLayout, control: u64, timeout: u64, fault: u64) -> Comm {
+        Comm {
+            base: layout.base,
+            stride: layout.stride,
+            control,
+            entry: self.entry,
+            flags: self.flags,
+            flags_bytes: self.flags_bytes,
+            packets: self.packets,
+            packets_bytes: self.packets_bytes,
+            sentinel: self.sentinel,
+            sentinel_bytes: self.sentinel_bytes,
+            scratch: self.scratch,
+            scratch_bytes: self.scratch_bytes,
+            timeout,
+            fault,
+            rank: layout.rank,
+            world: layout.world,
+        }
+    }
+
+    /// Vectors of 16 bytes that one call may put into the packet inbox.
+    pub(super) fn packet_vectors(&self) -> u64 {
+        self.packets_bytes / 2 / 32
+    }
+
+    /// Vectors that one call may put into the sentinel inbox.
+    pub(super) fn sentinel_vectors(&self) -> u64 {
+        self.sentinel_bytes / 3 / 16
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_overlaps_and_nonsense_is_refused() {
+        let control = Control::new(4, 32 << 20).expect("valid");
+        let parts = [
+            (0, LOCAL),
+            (control.entry, 512),
+            (control.flags, control.flags_bytes),
+            (control.packets, control.packets_bytes),
+            (control.sentinel, control.sentinel_bytes),
+            (control.scratch, control.scratch_bytes),
+        ];
+        for pair in parts.windows(2) {
+            assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{pair:?}");
+        }
+        assert!(control.scratch + control.scratch_bytes <= control.bytes);
+        assert!(control.sentinel_bytes.is_multiple_of(48) && control.packets.is_multiple_of(4096));
+        assert!(Control::new(0, 32 << 20).expect_err("no ranks").is_unsupported());
+        assert!(Control::new(17, 32 << 20).expect_err("too many").is_unsupported());
+        for room in [0, 4095, (1 << 20) + 1, u64::MAX] {
+            assert!(Control::new(2, room).expect_err("nonsense").is_invalid_argument());
+        }
+    }
+}

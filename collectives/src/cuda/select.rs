@@ -1,0 +1,181 @@
+//! Which algorithm serves an all-reduce on a device.
+
+use symmpool_allocator::{Error, Result};
+
+use super::params::Control;
+use crate::{AllReduceAlgorithm, DType};
+
+/// How data travels on a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Algorithm {
+    OneShotPacket = 8,
+    OneShotSentinel = 9,
+    OneShotPull = 10,
+    TwoShotPacket = 11,
+    TwoShotSentinel = 12,
+    TwoShotPull = 13,
+    TwoShotPush = 14,
+}
+
+/// What an all-reduce is chosen by: the same on every rank.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shape {
+    pub(super) bytes: u64,
+    pub(super) dtype: DType,
+    pub(super) world: u32,
+    pub(super) input_window: bool,
+    pub(super) output_window: bool,
+}
+
+/// Bytes that an H200 sends to its peers in the time that a further hop takes: about 2 us at
+/// 350 GB/s. Two shots save bytes, one shot saves a hop.
+const HOP_BYTES: u64 = 700 << 10;
+/// Above this, results go straight into outputs: what inboxes need beyond the link's bytes, in
+/// writes to the device's own memory, no longer fits its cache.
+const STRAIGHT_BYTES: u64 = 24 << 20;
+/// Up to here packets are as fast as sentinels, and leave no inbox to put back.
+const PACKET_BYTES: u64 = 4 << 10;
+
+impl Shape {
+    pub(super) fn vectors(&self) -> u64 {
+        self.bytes.div_ceil(16)
+    }
+
+    /// Whether sentinels can carry the type: where another NaN may stand for one.
+    fn has_sentinels(&self) -> bool {
+        has_sentinels(self.dtype)
+    }
+
+    /// Vectors that one shot and two shots leave in an inbox.
+    fn inbox(&self, shots: u64) -> u64 {
+        let ranks = u64::from(self.world);
+        if shots == 1 { ranks * self.vectors() } else { 2 * ranks * self.vectors().div_ceil(ranks) }
+    }
+
+    fn fits(&self, algorithm: Algorithm, control: &Control) -> bool {
+        match algorithm {
+            Algorithm::OneShotPacket => self.inbox(1) <= control.packet_vectors(),
+            Algorithm::OneShotSentinel => {
+                self.has_sentinels() && self.inbox(1) <= control.sentinel_vectors()
+            }
+            Algorithm::OneShotPull => self.bytes.next_multiple_of(16) <= control.scratch_bytes / 2,
+            Algorithm::TwoShotPacket => true,
+            Algorithm::TwoShotSentinel => self.has_sentinels(),
+            Algorithm::TwoShotPull => self.input_window && self.output_window,
+            Algorithm::TwoShotPush => self.output_window,
+        }
+    }
+
+    /// The best that is known for this shape.
+    fn best(&self, control: &Control) -> Algorithm {
+        let ranks = u64::from(self.world);
+        // Both ways move the same bytes between two ranks.
+        let saved = self.bytes.saturating_mul((ranks - 1) * (ranks.max(2) - 2)) / ranks;
+        let order: &[Algorithm] = if saved <= HOP_BYTES && self.bytes <= PACKET_BYTES {
+            &[Algorithm::OneShotPacket]
+        } else if saved <= HOP_BYTES {
+            &[Algorithm::OneShotSentinel, Algorithm::OneShotPacket]
+        } else if self.bytes <= STRAIGHT_BYTES {
+            &[Algorithm::TwoShotSentinel, Algorithm::TwoShotPush]
+        } else {
+            &[Algorithm::TwoShotPush, Algorithm::TwoShotSentinel]
+        };
+        let fitting = order.iter().copied().find(|algorithm| self.fits(*algorithm, control));
+        let otherwise = [Algorithm::TwoShotPush, Algorithm::TwoShotPacket];
+        let fallback = otherwise.into_iter().find(|algorithm| self.fits(*algorithm, control));
+        fitting.or(fallback).unwrap_or(Algorithm::TwoShotPacket)
+    }
+
+    /// The algorithm that was asked for, or the best.
+    pub(super) fn choose(&self, asked: AllReduceAlgorithm, control: &Control) -> Result<Algorithm> {
+        let one_of = |order: &[Algorithm]| {
+            order.iter().copied().find(|algorithm| self.fits(*algorithm, control)).ok_or_else(|| {
+                Error::unsupported(format!(
+                    "the all-reduce algorithm {} for {} bytes of {} from {} to {}: sentinels carry \
+                     floats of up to 32 bits, pull and push need windows, one shot needs room for \
+                     all inputs ({} bytes of inbox here)",
+                    asked.name(),
+                    self.bytes,
+                    self.dtype.name(),
+                    if self.input_window { "a window" } else { "ordinary memory" },
+                    if self.output_window { "a window" } else { "ordinary memory" },
+                    control.sentinel_bytes / 3,
+                ))
+            })
+        };
+        match asked {
+            AllReduceAlgorithm::Auto => Ok(self.best(control)),
+            AllReduceAlgorithm::OneShot => one_of(&[
+                Algorithm::OneShotSentinel,
+                Algorithm::OneShotPacket,
+                Algorithm::OneShotPull,
+            ]),
+            AllReduceAlgorithm::TwoShot => one_of(&[
+                Algorithm::TwoShotSentinel,
+                Algorithm::TwoShotPush,
+                Algorithm::TwoShotPacket,
+            ]),
+            AllReduceAlgorithm::OneShotPacket => one_of(&[Algorithm::OneShotPacket]),
+            AllReduceAlgorithm::OneShotSentinel => one_of(&[Algorithm::OneShotSentinel]),
+            AllReduceAlgorithm::OneShotPull => one_of(&[Algorithm::OneShotPull]),
+            AllReduceAlgorithm::TwoShotPacket => one_of(&[Algorithm::TwoShotPacket]),
+            AllReduceAlgorithm::TwoShotSentinel => one_of(&[Algorithm::TwoShotSentinel]),
+            AllReduceAlgorithm::TwoShotPull => one_of(&[Algorithm::TwoShotPull]),
+            AllReduceAlgorithm::TwoShotPush => one_of(&[Algorithm::TwoShotPush]),
+        }
+    }
+}
+
+/// Whether sentinels can carry the type: where another NaN may stand for one.
+pub(super) fn has_sentinels(dtype: DType) -> bool {
+    use DType::{Bf16, F8E4m3, F8E5m2, F16, F32};
+    matches!(dtype, F32 | F16 | Bf16 | F8E4m3 | F8E5m2)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(bytes: u64, world: u32) -> Shape {
+        Shape { bytes, dtype: DType::Bf16, world, input_window: true, output_window: true }
+    }
+
+    fn control(world: u32) -> Control {
+        Control::new(world, 32 << 20).expect("valid")
+    }
+
+    #[test]
+    fn the_best_follows_size_ranks_and_type() {
+        let best = |shape: Shape| shape.best(&control(shape.world));
+        assert_eq!(best(shape(0, 4)), Algorithm::OneShotPacket);
+        assert_eq!(best(shape(4 << 10, 4)), Algorithm::OneShotPacket);
+        assert_eq!(best(shape(256 << 10, 4)), Algorithm::OneShotSentinel);
+        assert_eq!(best(shape(1 << 20, 4)), Algorithm::TwoShotSentinel);
+        assert_eq!(best(shape(64 << 20, 4)), Algorithm::TwoShotPush);
+        assert_eq!(best(shape(8 << 20, 2)), Algorithm::OneShotSentinel);
+        assert_eq!(best(shape(256 << 10, 8)), Algorithm::TwoShotSentinel);
+        assert_eq!(best(shape(1 << 40, 1)), Algorithm::TwoShotPush);
+        let ordinary = Shape { input_window: false, output_window: false, ..shape(64 << 20, 4) };
+        assert_eq!(best(ordinary), Algorithm::TwoShotSentinel);
+        let integers = |bytes| Shape { dtype: DType::I32, ..shape(bytes, 4) };
+        assert_eq!(best(integers(64 << 10)), Algorithm::OneShotPacket);
+        assert_eq!(best(integers(4 << 20)), Algorithm::TwoShotPush);
+        let both = Shape { dtype: DType::F64, ..ordinary };
+        assert_eq!(best(both), Algorithm::TwoShotPacket);
+    }
+
+    #[test]
+    fn what_was_asked_for_is_done_or_refused() {
+        let control = control(4);
+        let integers = Shape { dtype: DType::I64, ..shape(4 << 10, 4) };
+        let refused = integers.choose(AllReduceAlgorithm::OneShotSentinel, &control);
+        let text = refused.expect_err("integers have no NaN").to_string();
+        assert!(text.contains("one_shot_sentinel") && text.contains("i64"), "{text}");
+        let chosen = shape(4 << 10, 4).choose(AllReduceAlgorithm::TwoShotPull, &control);
+        assert_eq!(chosen.expect("windows"), Algorithm::TwoShotPull);
+        let ordinary = Shape { output_window: false, ..shape(4 << 10, 4) };
+        assert!(ordinary.choose(AllReduceAlgorithm::TwoShotPush, &control).is_err());
+        assert!(shape(1 << 30, 4).choose(AllReduceAlgorithm::OneShot, &control).is_err());
+    }
+}

@@ -1,0 +1,124 @@
+//! Whether every rank can have a core to itself, from where each may run.
+
+use rustix::process::Pid;
+use rustix::thread::{CpuSet, sched_getaffinity};
+
+/// Whether `world` ranks that may all run where this thread may can have a core each.
+pub(super) fn enough_here(world: u32) -> bool {
+    world as usize <= available()
+}
+
+/// Cores for this thread: by its mask, and by the share of the machine that its container has.
+fn available() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
+}
+
+/// Whether every rank can have a core of its own, by the masks of all of them. `processes` has an
+/// entry a rank: its process, whose first thread speaks for it, or `None` for the calling thread
+/// and for ranks out of sight, which are taken to have this thread's mask.
+///
+/// A rank that is bound to one core so still spins if the others are bound to others, and does not
+/// if two ranks share one while cores enough stand idle.
+pub(crate) fn enough_for(processes: &[Option<Pid>]) -> bool {
+    let Ok(own) = sched_getaffinity(None) else { return enough_here(processes.len() as u32) };
+    // Fewer than the mask says: a container's share, which is that of all ranks in it.
+    let share = available();
+    if share < own.count() as usize && share < processes.len() {
+        return false;
+    }
+    let mask = |process: &Option<Pid>| {
+        process.and_then(|pid| sched_getaffinity(Some(pid)).ok()).unwrap_or(own)
+    };
+    one_each(&processes.iter().map(mask).collect::<Vec<_>>())
+}
+
+/// Whether each mask can be given a core that no other has: a matching, found rank by rank, in
+/// which ranks that came before make room where they can.
+fn one_each(masks: &[CpuSet]) -> bool {
+    let mut holders = vec![None; CpuSet::MAX_CPU];
+    (0..masks.len()).all(|rank| {
+        let mut tried = CpuSet::new();
+        seat(rank, masks, &mut holders, &mut tried)
+    })
+}
+
+/// Gives `rank` a core, moving others where that helps. No deeper than there are ranks, as every
+/// step tries another core.
+fn seat(rank: usize, masks: &[CpuSet], holders: &mut [Option<usize>], tried: &mut CpuSet) -> bool {
+    let allowed = |core: &usize| masks[rank].is_set(*core);
+    // A free core first: then nobody has to move.
+    if let Some(core) = (0..holders.len()).filter(allowed).find(|core| holders[*core].is_none()) {
+        holders[core] = Some(rank);
+        return true;
+    }
+    for core in (0..holders.len()).filter(allowed) {
+        if tried.is_set(core) {
+            continue;
+        }
+        tried.set(core);
+        if holders[core].is_none_or(|holder| seat(holder, masks, holders, tried)) {
+            holders[core] = Some(rank);
+            return true;
+        }
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Child, Command, Stdio};
+
+    use rustix::thread::sched_setaffinity;
+
+    use super::*;
+
+    fn mask(cores: &[usize]) -> CpuSet {
+        let mut mask = CpuSet::new();
+        cores.iter().for_each(|core| mask.set(*core));
+        mask
+    }
+
+    #[test]
+    fn every_rank_needs_a_core_that_no_other_needs() {
+        let one_each =
+            |masks: &[&[usize]]| one_each(&masks.iter().map(|m| mask(m)).collect::<Vec<_>>());
+        assert!(one_each(&[&[0], &[1], &[2]]), "bound to one each");
+        assert!(!one_each(&[&[0], &[0], &[1, 2, 3]]), "two share one while others are idle");
+        assert!(one_each(&[&[0, 1], &[0], &[1, 2]]), "the first has to make room");
+        assert!(one_each(&[&[0, 1], &[1, 2], &[2, 3], &[0]]), "and the next for it, and so on");
+        assert!(!one_each(&[&[0, 1], &[0, 1], &[0, 1]]));
+        assert!(!one_each(&[&[]]));
+        assert!(one_each(&[]));
+        let many: Vec<usize> = (0..CpuSet::MAX_CPU).collect();
+        assert!(one_each(&vec![&many[..]; CpuSet::MAX_CPU]));
+        assert!(!one_each(&vec![&many[..]; CpuSet::MAX_CPU + 1]));
+    }
+    /// Binds this thread to `mine` and a process to `theirs`; asks whether the two have a core each.
+    fn bound(child: &Child, mine: &[usize], theirs: &[usize]) -> bool {
+        let child = Pid::from_child(child);
+        sched_setaffinity(None, &mask(mine)).unwrap();
+        sched_setaffinity(Some(child), &mask(theirs)).unwrap();
+        enough_for(&[None, Some(child)])
+    }
+
+    #[test]
+    fn ranks_bound_to_a_core_each_may_spin_and_those_that_share_one_may_not() {
+        let before = sched_getaffinity(None).unwrap();
+        let cores: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|core| before.is_set(*core)).collect();
+        let (&[a, b, ..], 2..) = (&cores[..], available()) else {
+            println!("skipped: a machine with one core");
+            return;
+        };
+        let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+        let apart = [bound(&child, &[a], &[b]), bound(&child, &[a], &[a, b])];
+        let shared = [bound(&child, &[a], &[a]), bound(&child, &[b], &[b])];
+        let alone = enough_here(2);
+        sched_setaffinity(None, &before).unwrap();
+        drop(child.stdin.take());
+        child.wait().unwrap();
+        assert_eq!(apart, [true, true]);
+        assert_eq!(shared, [false, false]);
+        assert!(!alone, "its own mask alone says too little");
+        assert!(enough_for(&[None]) && !enough_for(&vec![None; CpuSet::MAX_CPU + 1]));
+    }
+}

@@ -1,0 +1,290 @@
+//! CUDA kernels, compiled where they run.
+//!
+//! The sources are part of the program and NVRTC is loaded when first needed, so that a build needs
+//! no CUDA, and one program serves CUDA 12.4 and newer and every device from compute capability
+//! 8.0 on.
+//!
+//! | file | holds |
+//! | --- | --- |
+//! | here | compiling a variant of a kernel, through both caches |
+//! | `sources` | the kernels and headers |
+//! | `arch` | which code a device takes |
+//! | `search` | where NVRTC may be |
+//! | `nvrtc` | the library's functions |
+//! | `cache` | compiled kernels on disk |
+//! | `usage` | registers, stack and shared memory of compiled kernels, for tests |
+
+mod arch;
+mod cache;
+mod nvrtc;
+mod search;
+pub(crate) mod sources;
+#[cfg(test)]
+mod tests;
+#[cfg(test)]
+mod usage;
+
+use std::collections::BTreeMap;
+use std::env;
+use std::ffi::OsString;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use symmpool_allocator::{Error, Result};
+
+pub(crate) use arch::Arch;
+pub(crate) use sources::Kernel;
+
+use arch::Target;
+use cache::{Cache, Entry, Key};
+use nvrtc::{Nvrtc, Output, Program};
+use sources::HEADERS;
+
+/// A change of what this module does to sources, which old images must not survive.
+const FORMAT: &[u8] = b"symmpool jit 1";
+
+/// Options of every compilation. Each operation rounds for itself (rule S7); lines are for
+/// profilers and sanitizers and cost nothing at run time.
+const OPTIONS: [&str; 3] = ["--std=c++17", "--fmad=false", "-lineinfo"];
+
+/// A kernel with its compile-time parameters.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Variant<'a> {
+    pub(crate) kernel: &'a Kernel,
+    /// Names and values of macros.
+    pub(crate) defines: &'a [(&'a str, &'a str)],
+}
+
+impl fmt::Display for Variant<'_> {
+    /// `reduce_local (DTYPE=4, OP=1)`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.kernel.name)?;
+        let defines: Vec<String> =
+            self.defines.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        if defines.is_empty() { Ok(()) } else { write!(f, " ({})", defines.join(", ")) }
+    }
+}
+
+/// What an [`Image`] is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum ImageKind {
+    /// Machine code of one kind of device.
+    Cubin = 1,
+    /// Code that the driver translates, ending with a NUL.
+    Ptx = 2,
+}
+
+/// A compiled kernel, as `cuModuleLoadData` takes it.
+#[derive(Clone, Debug)]
+pub(crate) struct Image {
+    pub(crate) bytes: Arc<[u8]>,
+    pub(crate) kind: ImageKind,
+}
+
+/// Where a [`Jit`] finds its compiler and keeps what it made.
+#[derive(Clone, Debug)]
+pub(crate) struct JitOptions {
+    /// The compiler library to use, and no other.
+    pub(crate) nvrtc: Option<PathBuf>,
+    /// Further folders of Python packages in which it may be.
+    pub(crate) packages: Vec<PathBuf>,
+    /// The driver's major version of CUDA: it cannot load what a later one's compiler makes. None:
+    /// not known.
+    pub(crate) driver_major: Option<u32>,
+    /// The folder for compiled kernels; none: they are compiled in every process. Removing it, or
+    /// any file in it, is safe at any time.
+    pub(crate) cache: Option<PathBuf>,
+    /// Longest wait for another process that compiles the same kernel.
+    pub(crate) wait: Duration,
+    /// Whether the compiler's warnings are errors, rather than told.
+    pub(crate) strict: bool,
+}
+
+impl JitOptions {
+    /// As the environment says: `SYMMPOOL_NVRTC` is the library. Compiled kernels are kept below
+    /// `SYMMPOOL_CACHE_DIR` (nowhere if it is empty), `$XDG_CACHE_HOME/symmpool` or
+    /// `~/.cache/symmpool`.
+    pub(crate) fn from_env() -> Self {
+        Self::from_variables(|name| env::var_os(name))
+    }
+
+    fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Self {
+        let path = |name: &str| variable(name).filter(|path| !path.is_empty()).map(PathBuf::from);
+        let usual = || {
+            let caches = path("XDG_CACHE_HOME").filter(|path| path.is_absolute());
+            caches.or_else(|| Some(path("HOME")?.join(".cache"))).map(|at| at.join("symmpool"))
+        };
+        let cache = match variable("SYMMPOOL_CACHE_DIR") {
+            Some(folder) if folder.is_empty() => None,
+            Some(folder) => Some(PathBuf::from(folder)),
+            None => usual(),
+        };
+        Self {
+            nvrtc: path("SYMMPOOL_NVRTC"),
+            packages: Vec::new(),
+            driver_major: None,
+            // A folder of its own, made with the rights it needs whatever those above have.
+            cache: cache.map(|folder| folder.join("jit")),
+            wait: Duration::from_secs(60),
+            strict: false,
+        }
+    }
+}
+
+/// Compiles kernels, each variant once. Make one a process and share it between threads.
+pub(crate) struct Jit {
+    options: JitOptions,
+    nvrtc: OnceLock<Result<Nvrtc>>,
+    cache: OnceLock<Option<Cache>>,
+    images: Mutex<BTreeMap<Asked, Arc<Mutex<Option<Image>>>>>,
+    compiled: AtomicU64,
+}
+
+/// What was asked for: name, source, defines, device.
+type Asked = (&'static str, &'static str, String, Arch);
+
+impl Jit {
+    /// Touches neither library nor disk yet.
+    pub(crate) fn new(options: JitOptions) -> Self {
+        Self {
+            options,
+            nvrtc: OnceLock::new(),
+            cache: OnceLock::new(),
+            images: Mutex::default(),
+            compiled: AtomicU64::new(0),
+        }
+    }
+
+    /// The variant, compiled for a device: from memory, else from disk, else by NVRTC. The first
+    /// call for a variant takes up to seconds, and bounded time more where another process is
+    /// compiling the same; later calls a lookup.
+    ///
+    /// # Errors
+    ///
+    /// `is_unsupported` if there is no NVRTC, or none that compiles for this device; otherwise what
+    /// the compiler has against the source, with its log. Errors are not remembered, except that
+    /// there is no NVRTC.
+    pub(crate) fn compile(&self, variant: &Variant<'_>, arch: Arch) -> Result<Image> {
+        let Kernel { name, source, .. } = *variant.kernel;
+        let asked: Asked = (name, source, defines(variant).concat(), arch);
+        let slot = Arc::clone(lock(&self.images).entry(asked).or_default());
+        // Held while compiling, so that other threads wait for this one.
+        let mut image = lock(&slot);
+        if let Some(image) = &*image {
+            return Ok(image.clone());
+        }
+        let made = self.load_or_compile(variant, arch)?;
+        *image = Some(made.clone());
+        Ok(made)
+    }
+
+    /// How many times the compiler ran.
+    pub(crate) fn compiled(&self) -> u64 {
+        self.compiled.load(Ordering::Relaxed)
+    }
+
+    fn load_or_compile(&self, variant: &Variant<'_>, arch: Arch) -> Result<Image> {
+        let nvrtc = self.nvrtc()?;
+        let target = arch.target(&nvrtc.archs)?;
+        let kind = match target {
+            Target::Cubin(_) => ImageKind::Cubin,
+            Target::Ptx(_) => ImageKind::Ptx,
+        };
+        let options = options(variant, &target);
+        let make = || {
+            let bytes = self.run(nvrtc, variant, &target, &options)?;
+            Ok(Entry { kind: kind as u8, bytes })
+        };
+        let entry = match self.cache() {
+            Some(cache) => cache.get_or_make(key(nvrtc.version, variant, &options), make)?,
+            None => make()?,
+        };
+        Ok(Image { bytes: entry.bytes.into(), kind })
+    }
+
+    fn run(
+        &self,
+        nvrtc: &Nvrtc,
+        variant: &Variant<'_>,
+        target: &Target,
+        options: &[String],
+    ) -> Result<Vec<u8>> {
+        self.compiled.fetch_add(1, Ordering::Relaxed);
+        let program = Program {
+            name: &format!("{}.cu", variant.kernel.name),
+            source: variant.kernel.source,
+            headers: HEADERS,
+            options,
+            ptx: matches!(target, Target::Ptx(_)),
+        };
+        let (major, minor) = nvrtc.version;
+        let what = || {
+            format!(
+                "compiling the kernel {variant} for {} with NVRTC {major}.{minor} ({})",
+                target.name(),
+                nvrtc.place
+            )
+        };
+        let Output { code, log } =
+            nvrtc.compile(&program).map_err(|why| Error::system(what(), why))?;
+        if !log.is_empty() {
+            if self.options.strict {
+                return Err(Error::system(what(), log));
+            }
+            tracing::warn!("{}: {log}", what());
+        }
+        Ok(code)
+    }
+
+    fn nvrtc(&self) -> Result<&Nvrtc> {
+        let found = self.nvrtc.get_or_init(|| {
+            let JitOptions { nvrtc, packages, .. } = &self.options;
+            let candidates =
+                search::candidates(nvrtc.as_deref(), packages, |name| env::var_os(name));
+            Nvrtc::open(&candidates, self.options.driver_major)
+        });
+        found.as_ref().map_err(Clone::clone)
+    }
+
+    fn cache(&self) -> Option<&Cache> {
+        let opened = self.cache.get_or_init(|| {
+            let path = self.options.cache.as_deref()?;
+            Cache::open(path, self.options.wait)
+                .inspect_err(|why| {
+                    tracing::warn!("compiled kernels are not kept in {}: {why}", path.display());
+                })
+                .ok()
+        });
+        opened.as_ref()
+    }
+}
+
+fn defines(variant: &Variant<'_>) -> Vec<String> {
+    variant.defines.iter().map(|(name, value)| format!("-D{name}={value}")).collect()
+}
+
+fn options(variant: &Variant<'_>, target: &Target) -> Vec<String> {
+    let mut options: Vec<String> = OPTIONS.map(str::to_owned).into();
+    options.push(format!("--gpu-architecture={}", target.name()));
+    options.extend(defines(variant));
+    options
+}
+
+/// Everything that the image depends on.
+fn key((major, minor): (u32, u32), variant: &Variant<'_>, options: &[String]) -> Key {
+    let version = format!("{major}.{minor}");
+    let mut parts: Vec<&[u8]> = vec![FORMAT, version.as_bytes()];
+    parts.extend([variant.kernel.name.as_bytes(), variant.kernel.source.as_bytes()]);
+    parts.extend(HEADERS.iter().flat_map(|(name, text)| [name.as_bytes(), text.as_bytes()]));
+    parts.extend(options.iter().map(String::as_bytes));
+    Key::of(parts)
+}
+
+/// A lock whose last holder panicked guards nothing half-done here.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,242 @@
+//! The kernels of `collectives/kernels`, held by the program itself.
+
+/// A kernel file, which defines one `extern "C"` entry point.
+#[derive(Debug)]
+pub(crate) struct Kernel {
+    /// The file's name without the ending.
+    pub(crate) name: &'static str,
+    /// The entry point.
+    pub(crate) entry: &'static str,
+    pub(crate) source: &'static str,
+    /// Variants that are compiled by the tests: for each row, every combination of its defines'
+    /// values.
+    #[cfg_attr(not(test), expect(dead_code, reason = "tests compile them"))]
+    pub(crate) variants: &'static [&'static [Axis]],
+}
+
+/// A define and the values it takes.
+pub(crate) type Axis = (&'static str, &'static [&'static str]);
+
+macro_rules! file {
+    ($name:literal) => {
+        include_str!(concat!("../../kernels/", $name))
+    };
+}
+
+/// What kernels include, by the names they use.
+pub(crate) const HEADERS: &[(&str, &str)] = &[
+    ("comm.cuh", file!("comm.cuh")),
+    ("data.cuh", file!("data.cuh")),
+    ("entry.cuh", file!("entry.cuh")),
+    ("flags.cuh", file!("flags.cuh")),
+    ("inbox.cuh", file!("inbox.cuh")),
+    ("parts.cuh", file!("parts.cuh")),
+    ("ranks.cuh", file!("ranks.cuh")),
+    ("reduce.cuh", file!("reduce.cuh")),
+    ("types.cuh", file!("types.cuh")),
+    ("vector.cuh", file!("vector.cuh")),
+];
+
+/// Every kernel.
+pub(crate) const KERNELS: &[&Kernel] =
+    &[&BARRIER, &ONE_SHOT, &PULL, &PUSH, &REDUCE_LOCAL, &TWO_SHOT];
+
+/// Every code of [`DType`](crate::DType), the 8-bit floats included.
+const DTYPE: Axis = ("DTYPE", &["1", "2", "3", "4", "5", "6", "7", "8", "9", "10"]);
+/// Every code of [`ReduceOp`](crate::ReduceOp).
+const OP: Axis = ("OP", &["1", "2", "3", "4", "5"]);
+
+/// Ranks: those of usual machines, and the most.
+const WORLD: Axis = ("WORLD", &["2", "4", "8", "16"]);
+/// One type of each way to widen, fold and narrow, for kernels that differ by more than that.
+const SOME_DTYPES: Axis = ("DTYPE", &["1", "2", "4", "6", "9"]);
+const SUM: Axis = ("OP", &["1"]);
+const WIDE: Axis = ("THREADS", &["512"]);
+/// The sizes of what kernels are given, which they compare with their own.
+const COMM_BYTES: Axis = ("COMM_BYTES", &["120"]);
+const CALL_BYTES: Axis = ("CALL_BYTES", &["72"]);
+const FAULT_BYTES: Axis = ("FAULT_BYTES", &["96"]);
+
+macro_rules! collective {
+    ($name:literal, $($row:expr),+ $(,)?) => {
+        Kernel {
+            name: $name,
+            entry: concat!("symmpool_", $name),
+            source: include_str!(concat!("../../kernels/", $name, ".cu")),
+            variants: &[$(&$row),+],
+        }
+    };
+}
+
+/// The entry of a call alone.
+pub(crate) const BARRIER: Kernel =
+    collective!("barrier", [WORLD, ("THREADS", &["128"]), COMM_BYTES, CALL_BYTES, FAULT_BYTES],);
+
+/// All-reduce through inboxes, in one shot.
+pub(crate) const ONE_SHOT: Kernel = collective!(
+    "one_shot",
+    [WORLD, SOME_DTYPES, SUM, WIDE, COMM_BYTES, CALL_BYTES, FAULT_BYTES],
+    [
+        WORLD,
+        ("DTYPE", &["1", "4", "9"]),
+        SUM,
+        WIDE,
+        ("SENTINELS", &["1"]),
+        COMM_BYTES,
+        CALL_BYTES,
+        FAULT_BYTES
+    ],
+);
+
+/// All-reduce and its halves through inboxes, in two shots.
+pub(crate) const TWO_SHOT: Kernel = collective!(
+    "two_shot",
+    [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"]), WIDE, COMM_BYTES, CALL_BYTES, FAULT_BYTES],
+    [
+        WORLD,
+        ("DTYPE", &["7"]),
+        SUM,
+        ("SHOTS", &["2", "4"]),
+        WIDE,
+        COMM_BYTES,
+        CALL_BYTES,
+        FAULT_BYTES
+    ],
+    [
+        WORLD,
+        ("DTYPE", &["1", "4", "9"]),
+        SUM,
+        ("SHOTS", &["1", "3"]),
+        WIDE,
+        ("SENTINELS", &["1"]),
+        COMM_BYTES,
+        CALL_BYTES,
+        FAULT_BYTES
+    ],
+);
+
+/// All-reduce and its halves through scratch and straight into outputs.
+pub(crate) const PUSH: Kernel = collective!(
+    "push",
+    [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"]), WIDE, COMM_BYTES, CALL_BYTES, FAULT_BYTES],
+    [
+        WORLD,
+        ("DTYPE", &["7"]),
+        SUM,
+        ("SHOTS", &["2", "4"]),
+        WIDE,
+        COMM_BYTES,
+        CALL_BYTES,
+        FAULT_BYTES
+    ],
+    // A rank alone copies.
+    [
+        ("WORLD", &["1"]),
+        ("DTYPE", &["7"]),
+        SUM,
+        ("SHOTS", &["2"]),
+        WIDE,
+        COMM_BYTES,
+        CALL_BYTES,
+        FAULT_BYTES
+    ],
+);
+
+/// All-reduce by loads from peers.
+pub(crate) const PULL: Kernel = collective!(
+    "pull",
+    [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"]), WIDE, COMM_BYTES, CALL_BYTES, FAULT_BYTES],
+);
+
+/// Reduces arrays of one device, in order.
+pub(crate) const REDUCE_LOCAL: Kernel = Kernel {
+    name: "reduce_local",
+    entry: "symmpool_reduce_local",
+    source: file!("reduce_local.cu"),
+    variants: &[
+        &[DTYPE, OP],
+        // What devices older than 8.9 do with 8-bit floats, for comparison on newer ones.
+        &[("DTYPE", &["9", "10"]), ("OP", &["1"]), ("SYMMPOOL_PORTABLE_F8", &["1"])],
+    ],
+};
+
+impl Kernel {
+    /// The kernel of this file name, which there is.
+    pub(crate) fn named(name: &str) -> &'static Self {
+        KERNELS.iter().copied().find(|kernel| kernel.name == name).expect("a kernel of ours")
+    }
+}
+
+#[cfg(test)]
+impl Kernel {
+    /// The defines of each variant to test.
+    pub(crate) fn test_variants(&self) -> Vec<Vec<(&'static str, &'static str)>> {
+        let mut all = Vec::new();
+        for row in self.variants {
+            let mut combined = vec![Vec::new()];
+            for (name, values) in *row {
+                combined = combined
+                    .into_iter()
+                    .flat_map(|so_far: Vec<_>| {
+                        values.iter().map(move |value| [&so_far[..], &[(*name, *value)]].concat())
+                    })
+                    .collect();
+            }
+            all.append(&mut combined);
+        }
+        all
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::{DType, ReduceOp};
+
+    #[test]
+    fn every_file_of_the_folder_is_held() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
+        let mut found: Vec<String> = std::fs::read_dir(folder)
+            .expect("the kernels")
+            .map(|entry| entry.expect("an entry").file_name().into_string().expect("UTF-8"))
+            .collect();
+        found.sort();
+        let headers = HEADERS.iter().map(|(name, _)| (*name).to_owned());
+        let kernels = KERNELS.iter().map(|kernel| format!("{}.cu", kernel.name));
+        let mut held: Vec<String> = headers.chain(kernels).collect();
+        held.sort();
+        assert_eq!(found, held);
+    }
+
+    #[test]
+    fn entry_points_are_where_they_are_said_to_be() {
+        for kernel in KERNELS {
+            assert!(kernel.source.contains(&format!("{}(", kernel.entry)), "{}", kernel.name);
+        }
+    }
+
+    #[test]
+    fn codes_are_those_of_the_rust_types() {
+        let types = HEADERS.iter().find(|(name, _)| *name == "types.cuh").expect("types").1;
+        let reduce = HEADERS.iter().find(|(name, _)| *name == "reduce.cuh").expect("reduce").1;
+        for dtype in DType::ALL {
+            let (name, code) = (dtype.name().to_uppercase(), dtype as u8);
+            assert!(types.contains(&format!("constexpr int {name} = {code};")), "{name}");
+            assert!(DTYPE.1.contains(&code.to_string().as_str()));
+        }
+        for op in ReduceOp::ALL {
+            let (name, code) = (op.name().to_uppercase(), op as u8);
+            assert!(reduce.contains(&format!("constexpr int {name} = {code};")), "{name}");
+            assert!(OP.1.contains(&code.to_string().as_str()));
+        }
+    }
+
+    #[test]
+    fn variants_are_all_combinations_of_each_row() {
+        let variants = REDUCE_LOCAL.test_variants();
+        assert_eq!(variants.len(), 52);
+        assert_eq!(variants[7], [("DTYPE", "2"), ("OP", "3")]);
+    }
+}

@@ -1,0 +1,59 @@
+//! What a compiled kernel takes of a device, read from its machine code.
+
+use object::{Object, ObjectSection, ObjectSymbol, SymbolIndex};
+
+/// What one thread or block of a kernel needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Usage {
+    /// Registers a thread.
+    pub(super) registers: u32,
+    /// Bytes of stack a thread, in device memory: registers that were spilled, or arrays that are
+    /// indexed by something unknown.
+    pub(super) stack_bytes: u32,
+    /// Bytes of shared memory a block that are known to the compiler. From compute capability 9.0
+    /// on, if there are any, with the 1 KiB that the system keeps for itself.
+    pub(super) shared_bytes: u64,
+}
+
+/// Attributes of `.nv.info`, whose values are pairs of a symbol and a number.
+const FRAME_SIZE: u8 = 0x11;
+const REGISTERS: u8 = 0x2f;
+/// The format of such values: a length, then that many bytes. Other formats have no more bytes
+/// than their head.
+const SIZED: u8 = 0x04;
+const HEAD: usize = 4;
+
+/// The usage of the kernel `entry`; the error says what is not as cubins are known to be.
+pub(super) fn usage(cubin: &[u8], entry: &str) -> Result<Usage, String> {
+    let file = object::File::parse(cubin).map_err(|error| error.to_string())?;
+    let info = file.section_by_name(".nv.info").ok_or("no section .nv.info")?;
+    let info = info.data().map_err(|error| error.to_string())?;
+    let mut found = Usage { registers: 0, stack_bytes: 0, shared_bytes: 0 };
+    let mut at = 0;
+    while let Some(head) = info.get(at..at + HEAD) {
+        at += HEAD;
+        if head[0] != SIZED {
+            continue;
+        }
+        let length = usize::from(u16::from_le_bytes([head[2], head[3]]));
+        let value = info.get(at..at + length).ok_or("an attribute is cut off")?;
+        at += length;
+        let word = |at: usize| value.get(at..at + 4)?.try_into().ok().map(u32::from_le_bytes);
+        let (Some(symbol), Some(number)) = (word(0), word(4)) else { continue };
+        let symbol = file.symbol_by_index(SymbolIndex(symbol as usize));
+        if symbol.and_then(|symbol| symbol.name()).ok() != Some(entry) {
+            continue;
+        }
+        match head[1] {
+            REGISTERS => found.registers = number,
+            FRAME_SIZE => found.stack_bytes = number,
+            _ => {}
+        }
+    }
+    if found.registers == 0 {
+        return Err(format!("no registers are noted for {entry}"));
+    }
+    let shared = file.section_by_name(&format!(".nv.shared.{entry}"));
+    found.shared_bytes = shared.map_or(0, |section| section.size());
+    Ok(found)
+}
