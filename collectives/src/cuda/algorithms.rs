@@ -194,7 +194,10 @@ impl CudaEngine {
             524_289..=1_048_576 => 256,
             _ => THREADS,
         };
-        let loaded = self.loaded(&TWO_SHOT, work, shots, sentinels, THREADS)?;
+        // Vectors of more ranks take more registers.
+        let bound = if ranks <= 4 { THREADS } else { THREADS / 2 };
+        let threads = threads.min(bound);
+        let loaded = self.loaded(&TWO_SHOT, work, shots, sentinels, bound)?;
         let mut from = 0;
         loop {
             let bytes = most.min(work.bytes - from);

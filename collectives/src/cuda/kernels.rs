@@ -99,12 +99,16 @@ impl Kernels {
     fn load(&mut self, driver: &CudaDriver, specialty: Specialty) -> Result<Loaded> {
         let Specialty { kernel, dtype, op, shots, sentinels, threads } = specialty;
         let kernel = Kernel::named(kernel);
+        // Twice as many threads have twice as much under way, where registers suffice.
+        let wide = [DType::F32, DType::F16, DType::Bf16].map(|dtype| dtype as u8);
+        let two = sentinels && self.world <= 4 && wide.contains(&dtype);
         let numbers = [
             ("WORLD", u64::from(self.world)),
             ("DTYPE", u64::from(dtype)),
             ("OP", u64::from(op)),
             ("SHOTS", u64::from(shots)),
             ("THREADS", u64::from(threads)),
+            ("BLOCKS", if two { 2 } else { 1 }),
             ("COMM_BYTES", size_of::<Comm>() as u64),
             ("CALL_BYTES", size_of::<CallParams>() as u64),
             ("FAULT_BYTES", RECORD_BYTES as u64),
