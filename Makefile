@@ -31,6 +31,7 @@ test-rust: $(VENV)/ready
 	cargo test -p symmpool-tests
 	cargo test -p symmpool-allocator --all-features --lib driver::cuda -- --nocapture
 	cargo test -p symmpool-collectives --all-features --lib jit::tests -- --nocapture
+	cargo test -p symmpool-collectives --test devices -- --nocapture
 
 # Every interleaving of what processes and threads share.
 test-loom:
