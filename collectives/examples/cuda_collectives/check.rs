@@ -51,7 +51,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         if algorithm == AllReduceAlgorithm::Auto {
             check.graphs(&memories[0], options.seed)?;
         }
-        check.numbers(&memories[0], communicator, options.seed)?;
+        check.numbers(&memories[0], &communicator, options.seed)?;
         cases += check.cases;
         wrong += check.wrong;
         if pool.rank() == 0 {
@@ -203,7 +203,7 @@ impl Check<'_> {
     }
 
     /// Calls whose numbers run out of bits, and those at which old flags are overwritten.
-    fn numbers(&mut self, memory: &Memory, options: CommunicatorOptions, seed: u64) -> Result<()> {
+    fn numbers(&mut self, memory: &Memory, options: &CommunicatorOptions, seed: u64) -> Result<()> {
         for first_epoch in [(1 << 30) - 4, u32::MAX - 5] {
             let options = CommunicatorOptions { first_epoch, ..options.clone() };
             let usual =
