@@ -8,7 +8,7 @@ NVRTC_PACKAGES := nvidia-cuda-nvrtc-cu12==12.4.127 nvidia-cuda-nvrtc==13.0.88
 NVRTC := $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu*/lib/libnvrtc.so.1[23]
 LOOM_FLAGS := --cfg loom
 
-.PHONY: demo test test-rust test-loom test-python lint bench tables clean
+.PHONY: demo test test-rust test-loom test-python extension wheel lint bench tables clean
 
 ## The main job: several rank processes, wrong sums and right ones, timings, a map of the heap.
 demo:
@@ -31,18 +31,28 @@ test-rust: $(VENV)/ready
 	cargo test -p symmpool-tests
 	cargo test -p symmpool-allocator --all-features --lib driver::cuda -- --nocapture
 	cargo test -p symmpool-collectives --all-features --lib jit::tests -- --nocapture
+	cargo test -p symmpool-collectives --test devices -- --nocapture
 
 # Every interleaving of what processes and threads share.
 test-loom:
 	RUSTFLAGS="$(LOOM_FLAGS)" cargo test --release --target-dir target/loom \
 		-p symmpool-allocator -p symmpool-collectives --lib loom
 
-test-python: $(VENV)/ready
-	$(VENV)/bin/python -m pytest -q bench
+test-python: extension
+	$(VENV)/bin/python -m pytest -q bench python/tests
+
+# The Python package, in place: python/symmpool in the virtual environment.
+extension: $(VENV)/ready
+	VIRTUAL_ENV=$(abspath $(VENV)) $(VENV)/bin/maturin develop -q -m python/Cargo.toml
+
+# The Python package as a wheel in dist, for Python 3.10 and newer.
+wheel: $(VENV)/ready
+	$(VENV)/bin/maturin build -q -m python/Cargo.toml --out dist
 
 $(VENV)/ready: Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check "pytest>=8,<10" $(NVRTC_PACKAGES)
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check $(NVRTC_PACKAGES) \
+		"maturin>=1.10,<2" "ml_dtypes>=0.5" "numpy>=1.26" "pytest>=8,<10"
 	touch $@
 
 ## Measures on this machine and writes bench/results; `make tables` puts them into the README.

@@ -107,7 +107,28 @@ def commit():
     return table(["commit of", "time", "allocating it", "store round trips a rank"], rows)
 
 
-MAKERS = {f.__name__: f for f in (all_reduce, all_to_all, packing, lane, commit)}
+def all_reduce_gpu():
+    """Ours and the peers of `python -m symmpool bench allreduce`, a row for each size."""
+    report = load("gpu/h200x4_allreduce")
+    peers = [name for name in report["contenders"] if name != "ours"]
+    rows = []
+    for entry in report["results"]:
+        figures = entry["figures"]
+        ours = figures["ours"]
+        times = {name: figures[name]["us"] for name in peers if name in figures}
+        rows.append(
+            [
+                size(entry["bytes"]),
+                f"{ours['us']:,.2f}",
+                f"{ours['busbw_gb_s']:.3g}",
+                *[f"{times[name]:,.2f}" if name in times else "-" for name in peers],
+                f"{min(times.values()) / ours['us']:.2f}",
+            ]
+        )
+    return table(["bytes", "symmpool us", "busbw GB/s", *peers, "best peer / ours"], rows)
+
+
+MAKERS = {f.__name__: f for f in (all_reduce, all_to_all, packing, lane, commit, all_reduce_gpu)}
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

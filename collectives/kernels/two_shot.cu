@@ -1,5 +1,6 @@
 //! All-reduce in two shots: every rank reduces a share, which it sends to every inbox. Also the
-//! halves alone. Defines: WORLD, DTYPE, OP, THREADS, SHOTS; SENTINELS for that inbox.
+//! halves alone. Defines: WORLD, DTYPE, OP, THREADS, BLOCKS of a
+//! processor, SHOTS; SENTINELS for that inbox.
 //!
 //! Nothing stands between the shots but data, so that they overlap: a thread sends a vector of
 //! the next round before it reduces one of this round, and collects results one round later.
@@ -15,7 +16,7 @@
 
 using namespace symmpool;
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     symmpool_two_shot(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
     begin();
     const Parts<(SHOTS == (SCATTER | GATHER))> parts(call);

@@ -47,6 +47,9 @@ pub struct CommunicatorOptions {
     /// scratch. A multiple of 4096, at least 1 MiB. Larger calls go in pieces. Default 32 MiB; a
     /// communicator takes five times as much and 17 MiB.
     pub device_scratch_bytes: u64,
+    /// The number of the first call, 1 or more. Default 1; others serve to test what happens when
+    /// numbers have used up their bits.
+    pub first_epoch: u32,
 }
 
 impl Default for CommunicatorOptions {
@@ -57,6 +60,7 @@ impl Default for CommunicatorOptions {
             algorithm: AllReduceAlgorithm::Auto,
             scratch_bytes,
             device_scratch_bytes: 32 << 20,
+            first_epoch: 1,
         }
     }
 }
@@ -172,8 +176,8 @@ impl Communicator {
             timeout: options.timeout,
             scratch_bytes: options.scratch_bytes,
             spin: Some(spin),
+            first_epoch: u64::from(options.first_epoch),
             peer_alive: Some(Box::new(move |rank| engine_alive.alive(rank))),
-            ..HostOptions::default()
         };
         let bytes = HostEngine::control_bytes(pool.world(), &engine_options);
         let zero = |block: &Block<u8>| block.write(&vec![0; block.bytes() as usize]);
@@ -194,7 +198,11 @@ impl Communicator {
     }
 
     fn on_device(pool: &Pool, options: &CommunicatorOptions) -> Result<(Engine, Block<u8>)> {
-        let options = CudaOptions { timeout: options.timeout, room: options.device_scratch_bytes };
+        let options = CudaOptions {
+            timeout: options.timeout,
+            room: options.device_scratch_bytes,
+            first_epoch: options.first_epoch,
+        };
         let bytes = CudaEngine::control_bytes(pool.world(), &options);
         let prepare = |block: &Block<u8>| CudaEngine::prepare(pool, block, &options);
         Self::share(pool, bytes, prepare, |control| {

@@ -51,6 +51,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         if algorithm == AllReduceAlgorithm::Auto {
             check.graphs(&memories[0], options.seed)?;
         }
+        check.numbers(&memories[0], &communicator, options.seed)?;
         cases += check.cases;
         wrong += check.wrong;
         if pool.rank() == 0 {
@@ -197,6 +198,26 @@ impl Check<'_> {
                 let what = format!("broadcast of {count} {} from {root}", dtype.name());
                 self.judge_exact(memory, &what, &got, &whole[root as usize][..part], DType::U8);
             }
+        }
+        Ok(())
+    }
+
+    /// Calls whose numbers run out of bits, and those at which old flags are overwritten.
+    fn numbers(&mut self, memory: &Memory, options: &CommunicatorOptions, seed: u64) -> Result<()> {
+        for first_epoch in [(1 << 30) - 4, u32::MAX - 5] {
+            let options = CommunicatorOptions { first_epoch, ..options.clone() };
+            let usual =
+                std::mem::replace(&mut self.comm, Communicator::with_options(self.pool, &options)?);
+            for call in 0..12_u64 {
+                let count = 1 + random(seed, call) as usize % 40_000;
+                let (dtype, op) = (DType::Bf16, ReduceOp::Sum);
+                let case = Case { dtype, op, count, in_place: call % 2 == 0, from: 0, to: 0 };
+                match self.all_reduce(memory, case, seed ^ call) {
+                    Err(error) if error.is_unsupported() => {}
+                    other => other?,
+                }
+            }
+            self.comm = usual;
         }
         Ok(())
     }

@@ -194,7 +194,15 @@ impl CudaEngine {
             524_289..=1_048_576 => 256,
             _ => THREADS,
         };
-        let loaded = self.loaded(&TWO_SHOT, work, shots, sentinels, THREADS)?;
+        // Vectors of more ranks take more registers.
+        let bound = if ranks <= 4 { THREADS } else { THREADS / 2 };
+        let threads = threads.min(bound);
+        // Where much is to be moved, twice as many threads have twice as much under way, if
+        // registers suffice.
+        let wide = matches!(work.dtype, DType::F32 | DType::F16 | DType::Bf16);
+        let blocks = if most > 4 << 20 && sentinels && wide && ranks <= 4 { 2 } else { 1 };
+        let specialty = self.specialty(&TWO_SHOT, work, shots, sentinels, bound);
+        let loaded = self.kernel(Specialty { blocks, ..specialty })?;
         let mut from = 0;
         loop {
             let bytes = most.min(work.bytes - from);
@@ -221,16 +229,26 @@ impl CudaEngine {
         sentinels: bool,
         threads: u32,
     ) -> Result<Loaded> {
+        self.kernel(self.specialty(kernel, work, shots, sentinels, threads))
+    }
+
+    fn specialty(
+        &self,
+        kernel: &'static Kernel,
+        work: &Work,
+        shots: u8,
+        sentinels: bool,
+        threads: u32,
+    ) -> Specialty {
         let (dtype, op) = (work.dtype as u8, work.op as u8);
         let base = Specialty::new(kernel, threads);
         let reduces = shots == 0 || shots & SCATTER != 0;
-        let specialty = if reduces {
+        if reduces {
             Specialty { dtype, op, shots, sentinels, ..base }
         } else {
             // Bits are moved as they are.
             Specialty { shots, ..base }
-        };
-        self.kernel(specialty)
+        }
     }
 
     /// # Safety

@@ -25,6 +25,8 @@ pub(crate) struct CudaOptions {
     pub(crate) timeout: Duration,
     /// Bytes of each of three parts of the inbox, and of each half of the scratch.
     pub(crate) room: u64,
+    /// The number of the first call.
+    pub(crate) first_epoch: u32,
 }
 
 /// What fresh sentinel inboxes hold: `SENTINEL` in `inbox.cuh`.
@@ -63,7 +65,11 @@ impl CudaEngine {
     pub(crate) fn prepare(pool: &Pool, block: &Block<u8>, options: &CudaOptions) -> Result<()> {
         let driver = cuda(pool)?;
         let control = Control::new(pool.world(), options.room)?;
+        let Some(last_epoch) = options.first_epoch.checked_sub(1) else {
+            return Err(Error::invalid_argument("first epoch 0: calls count from 1"));
+        };
         fill(driver, block.address(), 0, control.sentinel)?;
+        fill(driver, block.address(), last_epoch, 4)?;
         fill(driver, block.address() + control.sentinel, SENTINEL, control.sentinel_bytes)?;
         fill(driver, block.address() + control.scratch, 0, control.scratch_bytes)
     }

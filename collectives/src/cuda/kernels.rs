@@ -26,13 +26,15 @@ pub(super) struct Specialty {
     pub(super) shots: u8,
     pub(super) sentinels: bool,
     pub(super) threads: u32,
+    /// Blocks that a processor is to hold, within its registers.
+    pub(super) blocks: u32,
 }
 
 impl Specialty {
     /// For a kernel that moves bytes or nothing.
     pub(super) fn new(kernel: &'static Kernel, threads: u32) -> Self {
         let (dtype, op) = (DType::U8 as u8, ReduceOp::Sum as u8);
-        Self { kernel: kernel.name, dtype, op, shots: 0, sentinels: false, threads }
+        Self { kernel: kernel.name, dtype, op, shots: 0, sentinels: false, threads, blocks: 1 }
     }
 }
 
@@ -97,7 +99,7 @@ impl Kernels {
     }
 
     fn load(&mut self, driver: &CudaDriver, specialty: Specialty) -> Result<Loaded> {
-        let Specialty { kernel, dtype, op, shots, sentinels, threads } = specialty;
+        let Specialty { kernel, dtype, op, shots, sentinels, threads, blocks } = specialty;
         let kernel = Kernel::named(kernel);
         let numbers = [
             ("WORLD", u64::from(self.world)),
@@ -105,6 +107,7 @@ impl Kernels {
             ("OP", u64::from(op)),
             ("SHOTS", u64::from(shots)),
             ("THREADS", u64::from(threads)),
+            ("BLOCKS", u64::from(blocks)),
             ("COMM_BYTES", size_of::<Comm>() as u64),
             ("CALL_BYTES", size_of::<CallParams>() as u64),
             ("FAULT_BYTES", RECORD_BYTES as u64),

@@ -7,8 +7,8 @@ use crate::signal::channel::CHANNELS;
 
 /// Blocks that may raise flags; more are not launched. Twice what an H200 runs at 512 threads.
 pub(super) const MOST_BLOCKS: u32 = 1056;
-/// Ranks whose vectors a kernel holds in registers at once.
-pub(super) const MOST_RANKS: u32 = 16;
+/// Ranks whose vectors a kernel holds in registers at once; more would spill.
+pub(super) const MOST_RANKS: u32 = 8;
 /// Room of one parity for packets, whose data is half of it: whatever is above some hundred KiB
 /// has better ways.
 const PACKETS: u64 = 8 << 20;
@@ -190,7 +190,7 @@ mod tests {
         // What is below the sentinels begins as zeros (`CudaEngine::prepare`).
         assert!(control.channels < control.sentinel);
         assert!(Control::new(0, 32 << 20).expect_err("no ranks").is_unsupported());
-        assert!(Control::new(17, 32 << 20).expect_err("too many").is_unsupported());
+        assert!(Control::new(9, 32 << 20).expect_err("too many").is_unsupported());
         for room in [0, 4095, (1 << 20) + 1, u64::MAX] {
             assert!(Control::new(2, room).expect_err("nonsense").is_invalid_argument());
         }

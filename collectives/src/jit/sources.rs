@@ -47,11 +47,17 @@ const DTYPE: Axis = ("DTYPE", &["1", "2", "3", "4", "5", "6", "7", "8", "9", "10
 const OP: Axis = ("OP", &["1", "2", "3", "4", "5"]);
 
 /// Ranks: those of usual machines, and the most.
-const WORLD: Axis = ("WORLD", &["2", "4", "8", "16"]);
+const WORLD: Axis = ("WORLD", &["2", "4", "8"]);
 /// One type of each way to widen, fold and narrow, for kernels that differ by more than that.
 const SOME_DTYPES: Axis = ("DTYPE", &["1", "2", "4", "6", "9"]);
 const SUM: Axis = ("OP", &["1"]);
 const WIDE: Axis = ("THREADS", &["512"]);
+/// Blocks of a processor: two where registers suffice.
+const UP_TO_4: Axis = ("WORLD", &["2", "4"]);
+const ABOVE_4: Axis = ("WORLD", &["8"]);
+const NARROW: Axis = ("THREADS", &["256"]);
+const TWO: Axis = ("BLOCKS", &["2"]);
+const ONE: Axis = ("BLOCKS", &["1"]);
 /// The sizes of what kernels are given, which they compare with their own.
 const COMM_BYTES: Axis = ("COMM_BYTES", &["128"]);
 const CALL_BYTES: Axis = ("CALL_BYTES", &["72"]);
@@ -76,7 +82,7 @@ pub(crate) const BARRIER: Kernel =
 pub(crate) const ONE_SIDED: Kernel = collective!(
     "one_sided",
     [
-        ("WORLD", &["1", "2", "16"]),
+        ("WORLD", &["1", "2", "8"]),
         ("SHOTS", &["1", "3"]),
         WIDE,
         COMM_BYTES,
@@ -84,7 +90,7 @@ pub(crate) const ONE_SIDED: Kernel = collective!(
         FAULT_BYTES
     ],
     [
-        ("WORLD", &["1", "2", "16"]),
+        ("WORLD", &["1", "2", "8"]),
         ("SHOTS", &["2", "4"]),
         ("THREADS", &["32"]),
         COMM_BYTES,
@@ -112,23 +118,81 @@ pub(crate) const ONE_SHOT: Kernel = collective!(
 /// All-reduce and its halves through inboxes, in two shots.
 pub(crate) const TWO_SHOT: Kernel = collective!(
     "two_shot",
-    [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"]), WIDE, COMM_BYTES, CALL_BYTES, FAULT_BYTES],
     [
-        WORLD,
-        ("DTYPE", &["7"]),
-        SUM,
-        ("SHOTS", &["2", "4"]),
+        UP_TO_4,
         WIDE,
+        ONE,
+        SOME_DTYPES,
+        SUM,
+        ("SHOTS", &["1", "3"]),
         COMM_BYTES,
         CALL_BYTES,
         FAULT_BYTES
     ],
     [
-        WORLD,
+        UP_TO_4,
+        WIDE,
+        ONE,
+        ("DTYPE", &["7"]),
+        SUM,
+        ("SHOTS", &["2", "4"]),
+        COMM_BYTES,
+        CALL_BYTES,
+        FAULT_BYTES
+    ],
+    [
+        UP_TO_4,
+        WIDE,
+        ONE,
         ("DTYPE", &["1", "4", "9"]),
         SUM,
         ("SHOTS", &["1", "3"]),
+        ("SENTINELS", &["1"]),
+        COMM_BYTES,
+        CALL_BYTES,
+        FAULT_BYTES
+    ],
+    [
+        ABOVE_4,
+        NARROW,
+        ONE,
+        SOME_DTYPES,
+        SUM,
+        ("SHOTS", &["1", "3"]),
+        COMM_BYTES,
+        CALL_BYTES,
+        FAULT_BYTES
+    ],
+    [
+        ABOVE_4,
+        NARROW,
+        ONE,
+        ("DTYPE", &["7"]),
+        SUM,
+        ("SHOTS", &["2", "4"]),
+        COMM_BYTES,
+        CALL_BYTES,
+        FAULT_BYTES
+    ],
+    [
+        ABOVE_4,
+        NARROW,
+        ONE,
+        ("DTYPE", &["1", "4", "9"]),
+        SUM,
+        ("SHOTS", &["1", "3"]),
+        ("SENTINELS", &["1"]),
+        COMM_BYTES,
+        CALL_BYTES,
+        FAULT_BYTES
+    ],
+    [
+        UP_TO_4,
         WIDE,
+        TWO,
+        ("DTYPE", &["1", "3", "4"]),
+        SUM,
+        ("SHOTS", &["1", "3"]),
         ("SENTINELS", &["1"]),
         COMM_BYTES,
         CALL_BYTES,

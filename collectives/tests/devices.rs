@@ -1,0 +1,52 @@
+//! Collectives on the devices of this machine, by the program that checks them: every bit against
+//! the CPU's (S7), graphs (S2, S8), and ranks that differ or stay away (S5, S6).
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use symmpool_allocator::driver::CudaDriver;
+
+/// Ranks for which there are devices; two share one where there is no more.
+fn ranks() -> Option<u32> {
+    match CudaDriver::device_count() {
+        Ok(devices) => Some(devices.clamp(2, 4)),
+        Err(error) => {
+            assert!(error.is_unsupported(), "{error}");
+            eprintln!("skipped: no CUDA device: {error}");
+            None
+        }
+    }
+}
+
+fn program() -> PathBuf {
+    let test = std::env::current_exe().expect("this test");
+    let folder = test.parent().and_then(|deps| deps.parent()).expect("the build's folder");
+    folder.join("examples/cuda_collectives")
+}
+
+fn run(mode: &str, more: &[&str]) {
+    let Some(ranks) = ranks() else { return };
+    let output = Command::new(program())
+        .args([mode, "--ranks", &ranks.to_string()])
+        .args(more)
+        .output()
+        .expect("the program, which is built with the tests");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(text.contains("everything was right"), "{text}");
+}
+
+#[test]
+fn every_bit_is_as_the_cpu_computes_it() {
+    run("check", &[]);
+}
+
+#[test]
+fn ranks_that_differ_or_stay_away_are_named_in_time() {
+    run("faults", &[]);
+}
+
+#[test]
+fn many_calls_in_a_row_are_right() {
+    run("soak", &["--calls", "20000"]);
+}

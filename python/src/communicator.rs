@@ -1,0 +1,419 @@
+//! The class `Communicator`.
+
+#![allow(unsafe_code)] // passes on addresses that tensors gave
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use symmpool_allocator::{Result, Stream};
+use symmpool_collectives::{CommunicatorOptions, DType, ReduceOp};
+
+use crate::convert::{self, Device, long_name};
+use crate::errors::{OrRaise, exception, seconds};
+use crate::pool::Pool;
+use crate::tensor::{self, Refusal, Tensor};
+
+type Argument<'a, 'py> = &'a Bound<'py, PyAny>;
+
+/// Collectives between the ranks of a pool. Making one is collective: all ranks make theirs in the
+/// same order; it commits the pool.
+///
+/// Every rank makes the same calls, in the same order. A rank that calls something else is told,
+/// as is every other (DivergedError). A rank whose own arguments are wrong raises
+/// InvalidArgumentError or TypeError, and the others DivergedError, without waiting in vain.
+///
+/// Tensors are contiguous, on the pool's device, and of a type in float32, float64, float16,
+/// bfloat16, float8_e4m3fn, float8_e5m2, int32, int64, uint8, int8: torch's, numpy's, or a Block. Memory of the pool is used
+/// where it lies, other memory is staged; in one call all ranks pass the same kind. Arguments must
+/// not overlap, except where a call works in place. Shapes play no part, only numbers of elements,
+/// but for `all_to_all_single`'s split sizes.
+///
+/// On the CPU a call returns when this rank's part is done. On CUDA it is queued on `stream` (a
+/// raw handle, or an object with one, as torch.cuda.Stream; torch's current stream unless given)
+/// and returns at once: tensors stay alive until the stream is past the call, as with any other
+/// work of torch; on a stream of your own use Tensor.record_stream. What goes wrong on the device
+/// is raised by `synchronize`, or by a later call; `failure` has it. The first call of a kind
+/// compiles its kernel: make one before a graph is captured.
+///
+/// `timeout` is the longest wait for a late rank, in seconds. A rank that does not come closes the
+/// communicator: this call and all later ones raise TimeoutError or PeerLostError, naming it.
+/// Waits are not ended by Ctrl-C, but all of them end. `algorithm` is one of `algorithms()`, and how
+/// all-reduces go about it: the bits of results are the same with each. `scratch_bytes` is how much
+/// scratch there is, in host memory or on the device. All of it is the same on every rank.
+#[pyclass(frozen, module = "symmpool")]
+pub(crate) struct Communicator {
+    comm: symmpool_collectives::Communicator,
+    device: Device,
+    algorithm: &'static str,
+}
+
+#[pymethods]
+impl Communicator {
+    #[new]
+    #[pyo3(signature = (pool, *, timeout = 30.0, algorithm = "auto", scratch_bytes = None))]
+    fn new(
+        py: Python<'_>,
+        pool: &Bound<'_, Pool>,
+        timeout: f64,
+        algorithm: &str,
+        scratch_bytes: Option<u64>,
+    ) -> PyResult<Self> {
+        let pool = pool.get();
+        let algorithm = convert::algorithm(py, algorithm)?;
+        let defaults = CommunicatorOptions::default();
+        let mut options = CommunicatorOptions {
+            timeout: seconds(py, "timeout", timeout)?,
+            algorithm,
+            ..defaults
+        };
+        match (pool.device, scratch_bytes) {
+            (Device::Cpu, Some(bytes)) => options.scratch_bytes = bytes,
+            (Device::Cuda(_), Some(bytes)) => options.device_scratch_bytes = bytes,
+            (_, None) => {}
+        }
+        let make = || symmpool_collectives::Communicator::with_options(&pool.pool, &options);
+        let comm = py.detach(make).or_raise(py)?;
+        Ok(Self { comm, device: pool.device, algorithm: algorithm.name() })
+    }
+
+    /// Reduces every rank's `tensor` into every rank's `out`, of the same length and type; in place
+    /// without one. `op` is "sum", "prod", "min", "max" or "avg".
+    #[pyo3(
+        signature = (tensor, op = None, out = None, stream = None),
+        text_signature = "($self, tensor, op='sum', out=None, stream=None)"
+    )]
+    fn all_reduce(
+        &self,
+        py: Python<'_>,
+        tensor: Argument<'_, '_>,
+        op: Option<Argument<'_, '_>>,
+        out: Option<Argument<'_, '_>>,
+        stream: Option<Argument<'_, '_>>,
+    ) -> PyResult<()> {
+        let stream = self.stream(py, stream)?;
+        let arguments = || {
+            let op = convert::reduce_op(op).map_err(Refusal::Invalid)?;
+            let input = self.read("tensor", tensor, out.is_none())?;
+            let output = match out {
+                None => input,
+                Some(out) => self.output("out", out, &input, Some(input.count))?,
+            };
+            Ok((input, output, op))
+        };
+        let (input, output, op) = self.or_decline(py, stream, arguments())?;
+        let Tensor { count, dtype, .. } = input;
+        // SAFETY: both are tensors of this length and type, contiguous, on the pool's device, and
+        // the caller's frame keeps them alive for the length of the call; how long work on a
+        // stream needs them, and who else may touch them, is the documented contract of the class.
+        self.run(py, || unsafe {
+            self.comm.all_reduce_at(output.to(), input.from(), count, dtype, op, &stream)
+        })
+    }
+
+    /// Reduces part r of every rank's `input` into rank r's `output`. `input` has as many elements
+    /// as all outputs together. `op` as in all_reduce.
+    #[pyo3(
+        signature = (output, input, op = None, stream = None),
+        text_signature = "($self, output, input, op='sum', stream=None)"
+    )]
+    fn reduce_scatter(
+        &self,
+        py: Python<'_>,
+        output: Argument<'_, '_>,
+        input: Argument<'_, '_>,
+        op: Option<Argument<'_, '_>>,
+        stream: Option<Argument<'_, '_>>,
+    ) -> PyResult<()> {
+        let stream = self.stream(py, stream)?;
+        let arguments = || {
+            let op: ReduceOp = convert::reduce_op(op).map_err(Refusal::Invalid)?;
+            let input = self.read("input", input, false)?;
+            let output = self.output("output", output, &input, None)?;
+            self.fits("input", input.count, self.parts(output.count), "one part for every rank")?;
+            Ok((input, output, op))
+        };
+        let (input, output, op) = self.or_decline(py, stream, arguments())?;
+        let Tensor { count, dtype, .. } = output;
+        // SAFETY: as in `all_reduce`; the input has `world` times the output's length.
+        self.run(py, || unsafe {
+            self.comm.reduce_scatter_at(output.to(), input.from(), count, dtype, op, &stream)
+        })
+    }
+
+    /// Copies rank r's `input` to part r of every rank's `output`, which has as many elements as
+    /// all inputs together.
+    #[pyo3(signature = (output, input, stream = None))]
+    fn all_gather(
+        &self,
+        py: Python<'_>,
+        output: Argument<'_, '_>,
+        input: Argument<'_, '_>,
+        stream: Option<Argument<'_, '_>>,
+    ) -> PyResult<()> {
+        let stream = self.stream(py, stream)?;
+        let arguments = || {
+            let input = self.read("input", input, false)?;
+            let output = self.output("output", output, &input, None)?;
+            self.fits("output", output.count, self.parts(input.count), "one part for every rank")?;
+            Ok((input, output))
+        };
+        let (input, output) = self.or_decline(py, stream, arguments())?;
+        let Tensor { count, dtype, .. } = input;
+        // SAFETY: as in `all_reduce`; the output has `world` times the input's length.
+        self.run(py, || unsafe {
+            self.comm.all_gather_at(output.to(), input.from(), count, dtype, &stream)
+        })
+    }
+
+    /// Copies rank `src`'s `tensor` into every other rank's.
+    #[pyo3(signature = (tensor, src = 0, stream = None))]
+    fn broadcast(
+        &self,
+        py: Python<'_>,
+        tensor: Argument<'_, '_>,
+        src: i64,
+        stream: Option<Argument<'_, '_>>,
+    ) -> PyResult<()> {
+        let stream = self.stream(py, stream)?;
+        let arguments = || {
+            let src = u32::try_from(src).map_err(|_| {
+                Refusal::Invalid(format!("src: rank {src} of {} ranks", self.comm.world()))
+            })?;
+            Ok((self.read("tensor", tensor, src != self.comm.rank())?, src))
+        };
+        let (tensor, src) = self.or_decline(py, stream, arguments())?;
+        let Tensor { count, dtype, .. } = tensor;
+        // SAFETY: as in `all_reduce`.
+        self.run(py, || unsafe { self.comm.broadcast_at(tensor.to(), count, dtype, src, &stream) })
+    }
+
+    /// Sends part r of `input` to rank r, where it becomes part `rank` of `output`.
+    ///
+    /// Without split sizes all parts are equal, and both tensors have the same number of elements.
+    /// With them, rank r is sent `input_split_sizes[r]` rows (indices of the first dimension) and
+    /// sends `output_split_sizes[r]`; any may be 0, and they may sum to fewer rows than there are.
+    #[pyo3(signature = (
+        output, input, output_split_sizes = None, input_split_sizes = None, stream = None
+    ))]
+    fn all_to_all_single(
+        &self,
+        py: Python<'_>,
+        output: Argument<'_, '_>,
+        input: Argument<'_, '_>,
+        output_split_sizes: Option<Argument<'_, '_>>,
+        input_split_sizes: Option<Argument<'_, '_>>,
+        stream: Option<Argument<'_, '_>>,
+    ) -> PyResult<()> {
+        let stream = self.stream(py, stream)?;
+        let arguments = || {
+            let (to, from) = (output, input);
+            let input = self.read("input", from, false)?;
+            let output = self.output("output", to, &input, None)?;
+            if output_split_sizes.is_none() && input_split_sizes.is_none() {
+                let count = input.count / self.comm.world() as usize;
+                self.fits("input", input.count, self.parts(count), "a part for every rank")?;
+                self.fits("output", output.count, Some(input.count), "as many as input")?;
+                return Ok((input, output, None));
+            }
+            let send = self.splits("input", from, &input, input_split_sizes)?;
+            let receive = self.splits("output", to, &output, output_split_sizes)?;
+            Ok((input, output, Some((send, receive))))
+        };
+        let (input, output, splits) = self.or_decline(py, stream, arguments())?;
+        let Tensor { count, dtype, .. } = input;
+        match splits {
+            None => {
+                let count = count / self.comm.world() as usize;
+                // SAFETY: as in `all_reduce`; both have `world` times this length.
+                self.run(py, || unsafe {
+                    self.comm.all_to_all_at(output.to(), input.from(), count, dtype, &stream)
+                })
+            }
+            Some((send, receive)) => {
+                let (to, from) = (output, input);
+                // SAFETY: as in `all_reduce`; no sum is above its tensor's length.
+                self.run(py, || unsafe {
+                    self.comm.all_to_all_v_at(to.to(), from.from(), &receive, &send, dtype, &stream)
+                })
+            }
+        }
+    }
+
+    /// On the CPU, returns once every rank has called it. On CUDA, holds `stream` until every
+    /// rank's stream has come to it.
+    #[pyo3(signature = (stream = None))]
+    fn barrier(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<()> {
+        let stream = self.stream(py, stream)?;
+        self.run(py, || self.comm.barrier(&stream))
+    }
+
+    /// Waits until `stream` is past all calls so far, and raises what went wrong in them. On the
+    /// CPU calls are done when they return.
+    #[pyo3(signature = (stream = None))]
+    fn synchronize(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<()> {
+        let stream = tensor::stream(py, self.device, stream)?;
+        py.detach(|| self.comm.synchronize(&stream)).or_raise(py)
+    }
+
+    /// Why all calls fail, as an exception; None while they do not.
+    #[getter]
+    fn failure(&self, py: Python<'_>) -> Option<PyErr> {
+        py.detach(|| self.comm.failure()).map(|error| exception(py, &error))
+    }
+
+    /// This process's rank, from 0.
+    #[getter]
+    fn rank(&self) -> u32 {
+        self.comm.rank()
+    }
+
+    /// The number of ranks.
+    #[getter]
+    fn world(&self) -> u32 {
+        self.comm.world()
+    }
+
+    /// The name of the algorithm that was asked for.
+    #[getter]
+    fn algorithm(&self) -> &'static str {
+        self.algorithm
+    }
+
+    fn __repr__(&self) -> String {
+        let (rank, world, algorithm) = (self.rank(), self.world(), self.algorithm);
+        format!("symmpool.Communicator(rank={rank}, world={world}, algorithm={algorithm:?})")
+    }
+}
+
+impl Tensor {
+    #[inline]
+    fn from(&self) -> *const u8 {
+        self.address as *const u8
+    }
+
+    #[inline]
+    fn to(&self) -> *mut u8 {
+        self.address as *mut u8
+    }
+}
+
+impl Communicator {
+    /// A call, without the interpreter's lock: it may wait for other ranks.
+    #[inline]
+    fn run(&self, py: Python<'_>, call: impl FnOnce() -> Result<()> + Send) -> PyResult<()> {
+        py.detach(call).or_raise(py)
+    }
+
+    /// The stream of a call. One that is none is a refusal like any other.
+    #[inline]
+    fn stream(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<Stream> {
+        let found = tensor::stream(py, self.device, stream);
+        self.or_decline(py, Stream::DEFAULT, found.map_err(Refusal::Raised))
+    }
+
+    /// Arguments; or an exception, once the other ranks are told that this one refuses the call.
+    #[inline]
+    fn or_decline<T>(
+        &self,
+        py: Python<'_>,
+        stream: Stream,
+        arguments: Result<T, Refusal>,
+    ) -> PyResult<T> {
+        arguments.map_err(|refusal| self.decline(py, stream, refusal))
+    }
+
+    #[cold]
+    fn decline(&self, py: Python<'_>, stream: Stream, refusal: Refusal) -> PyErr {
+        let why = refusal.to_error();
+        let error = py.detach(|| self.comm.decline(why, &stream));
+        // Why the communicator is closed, if it is, comes first.
+        if error.is_invalid_argument() { refusal.raise(py) } else { exception(py, &error) }
+    }
+
+    #[inline]
+    fn read(
+        &self,
+        name: &'static str,
+        tensor: Argument<'_, '_>,
+        write: bool,
+    ) -> Result<Tensor, Refusal> {
+        tensor::read(name, tensor, self.device, write)
+    }
+
+    /// A tensor to write to, of the input's type, and of `count` elements if that is given.
+    fn output(
+        &self,
+        name: &'static str,
+        tensor: Argument<'_, '_>,
+        input: &Tensor,
+        count: Option<usize>,
+    ) -> Result<Tensor, Refusal> {
+        let output = self.read(name, tensor, true)?;
+        if output.dtype != input.dtype {
+            let (found, expected): (DType, DType) = (output.dtype, input.dtype);
+            return Err(Refusal::Invalid(format!(
+                "{name}: elements of {} where the input has {}",
+                long_name(found),
+                long_name(expected)
+            )));
+        }
+        if count.is_some() {
+            self.fits(name, output.count, count, "as many as the input")?;
+        }
+        Ok(output)
+    }
+
+    fn fits(
+        &self,
+        name: &'static str,
+        count: usize,
+        expected: Option<usize>,
+        why: &str,
+    ) -> Result<(), Refusal> {
+        if expected == Some(count) {
+            return Ok(());
+        }
+        let expected = expected.map_or_else(|| "an impossible number".into(), |n| n.to_string());
+        let world = self.comm.world();
+        Err(Refusal::Invalid(format!(
+            "{name}: {count} elements where {expected} are needed, {why} of {world}"
+        )))
+    }
+
+    /// As many elements as `world` parts of `count`.
+    fn parts(&self, count: usize) -> Option<usize> {
+        count.checked_mul(self.comm.world() as usize)
+    }
+
+    /// Elements for every rank, from rows for every rank; even parts where none are given.
+    fn splits(
+        &self,
+        name: &'static str,
+        object: Argument<'_, '_>,
+        tensor: &Tensor,
+        rows: Option<Argument<'_, '_>>,
+    ) -> Result<Vec<usize>, Refusal> {
+        let world = self.comm.world() as usize;
+        let invalid = |why: String| Refusal::Invalid(format!("{name}_split_sizes: {why}"));
+        let Some(rows) = rows else {
+            let count = tensor.count / world;
+            self.fits(name, tensor.count, self.parts(count), "a part for every rank")?;
+            return Ok(vec![count; world]);
+        };
+        let Ok(sizes) = rows.extract::<Vec<usize>>() else {
+            return Err(invalid(format!("{rows:?} is no sequence of numbers of rows")));
+        };
+        if sizes.len() != world {
+            return Err(invalid(format!("{} of them for {world} ranks", sizes.len())));
+        }
+        let shape: Vec<usize> = object.getattr(intern!(object.py(), "shape"))?.extract()?;
+        let Some((length, rest)) = shape.split_first() else {
+            return Err(invalid(format!("{name} has no dimension to be split")));
+        };
+        let sum = sizes.iter().try_fold(0_usize, |sum, size| sum.checked_add(*size));
+        if sum.is_none_or(|sum| sum > *length) {
+            return Err(invalid(format!("{sizes:?} are more than the {length} rows of {name}")));
+        }
+        let row: usize = rest.iter().product();
+        Ok(sizes.into_iter().map(|size| size * row).collect())
+    }
+}

@@ -1,0 +1,102 @@
+//! Names as Python programs write them: element types, operations, algorithms, devices.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyString;
+use symmpool_collectives::{AllReduceAlgorithm, DType, ReduceOp};
+
+use crate::errors::invalid;
+
+/// Where a pool's memory is, as tensors name it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Device {
+    Cpu,
+    /// The ordinal among the devices that the process sees.
+    Cuda(u32),
+}
+
+impl Device {
+    pub(crate) fn name(self) -> String {
+        match self {
+            Self::Cpu => "cpu".into(),
+            Self::Cuda(ordinal) => format!("cuda:{ordinal}"),
+        }
+    }
+}
+
+/// What torch and numpy both call an element type.
+pub(crate) fn long_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F32 => "float32",
+        DType::F64 => "float64",
+        DType::F16 => "float16",
+        DType::Bf16 => "bfloat16",
+        DType::I32 => "int32",
+        DType::I64 => "int64",
+        DType::U8 => "uint8",
+        DType::I8 => "int8",
+        DType::F8E4m3 => "float8_e4m3fn",
+        DType::F8E5m2 => "float8_e5m2",
+    }
+}
+
+/// The element type of a name: ours, or torch's and numpy's.
+pub(crate) fn dtype_from_name(name: &str) -> Option<DType> {
+    let name = match name {
+        "half" => "float16",
+        "float" => "float32",
+        "double" => "float64",
+        name => name,
+    };
+    DType::ALL.into_iter().find(|dtype| dtype.name() == name || long_name(*dtype) == name)
+}
+
+/// The element type that a name, a `torch.dtype` or something that numpy takes for a type means.
+pub(crate) fn dtype(object: &Bound<'_, PyAny>) -> PyResult<DType> {
+    let py = object.py();
+    let text = if let Ok(text) = object.cast::<PyString>() {
+        text.to_cow()?.into_owned()
+    } else {
+        // numpy.dtype has a name, numpy.float32 is a class; a torch.dtype reads "torch.float32".
+        let name = match object.getattr_opt(intern!(py, "name"))? {
+            Some(name) => Some(name),
+            None => object.getattr_opt(intern!(py, "__name__"))?,
+        };
+        let text = name.map_or_else(|| object.str(), |name| name.str())?;
+        text.to_cow()?.into_owned()
+    };
+    let known = dtype_from_name(text.strip_prefix("torch.").unwrap_or(&text));
+    // Python's own float is 64 bits to numpy and 32 bits to torch.
+    let known = known.filter(|_| object.is_instance_of::<PyString>() || text != "float");
+    known.ok_or_else(|| invalid(py, format!("dtype: {text:?} is none of {}", dtype_names())))
+}
+
+/// The element types there are, for messages.
+pub(crate) fn dtype_names() -> String {
+    DType::ALL.map(long_name).join(", ")
+}
+
+/// The operation of a name; a sum where none is given.
+#[inline]
+pub(crate) fn reduce_op(op: Option<&Bound<'_, PyAny>>) -> Result<ReduceOp, String> {
+    let Some(op) = op else { return Ok(ReduceOp::Sum) };
+    let name = op.cast::<PyString>().ok().and_then(|name| name.to_cow().ok());
+    let known = name.and_then(|name| ReduceOp::ALL.into_iter().find(|op| op.name() == name));
+    known.ok_or_else(|| {
+        let known = ReduceOp::ALL.map(ReduceOp::name).join(", ");
+        format!("op: {op:?} is none of {known}")
+    })
+}
+
+/// The names of all-reduce algorithms.
+pub(crate) fn algorithm_names() -> Vec<&'static str> {
+    AllReduceAlgorithm::ALL.into_iter().map(AllReduceAlgorithm::name).collect()
+}
+
+/// The algorithm of a name.
+pub(crate) fn algorithm(py: Python<'_>, name: &str) -> PyResult<AllReduceAlgorithm> {
+    let known = AllReduceAlgorithm::ALL.into_iter().find(|algorithm| algorithm.name() == name);
+    known.ok_or_else(|| {
+        invalid(py, format!("algorithm: {name:?} is none of {}", algorithm_names().join(", ")))
+    })
+}

@@ -1,0 +1,249 @@
+//! The structures of DLPack, and capsules of them: how tensors pass from one library to another.
+//!
+//! Two layouts exist. The older has no version in it; consumers that can read the newer one say so
+//! (`max_version`), and are given version 1.0.
+
+#![allow(unsafe_code)] // structures of a C protocol, and capsules that hold pointers to them
+
+use std::ffi::{CStr, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::PyCapsule;
+use symmpool_collectives::DType;
+
+use crate::block::Memory;
+use crate::convert::Device;
+
+const UNVERSIONED: &CStr = c"dltensor";
+const VERSIONED: &CStr = c"dltensor_versioned";
+
+#[repr(C)]
+struct DlDevice {
+    kind: i32,
+    id: i32,
+}
+
+#[repr(C)]
+struct DlDataType {
+    code: u8,
+    bits: u8,
+    lanes: u16,
+}
+
+#[repr(C)]
+struct DlTensor {
+    data: *mut c_void,
+    device: DlDevice,
+    ndim: i32,
+    dtype: DlDataType,
+    shape: *mut i64,
+    strides: *mut i64,
+    byte_offset: u64,
+}
+
+/// `DLManagedTensor`.
+#[repr(C)]
+struct Managed {
+    tensor: DlTensor,
+    manager: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut Managed)>,
+}
+
+/// `DLManagedTensorVersioned`.
+#[repr(C)]
+struct ManagedVersioned {
+    major: u32,
+    minor: u32,
+    manager: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut ManagedVersioned)>,
+    flags: u64,
+    tensor: DlTensor,
+}
+
+/// What a consumer's tensor points into; kept alive, not read by us.
+struct Held<T> {
+    managed: T,
+    _lengths: Vec<i64>,
+    _strides: Vec<i64>,
+    _memory: Arc<Memory>,
+}
+
+/// A tensor to be handed out.
+#[derive(Clone, Copy)]
+pub(crate) struct Description<'a> {
+    pub(crate) address: usize,
+    pub(crate) device: Device,
+    pub(crate) dtype: DType,
+    pub(crate) shape: &'a [i64],
+}
+
+/// A device as DLPack numbers them.
+pub(crate) fn device(device: Device) -> (i32, i32) {
+    match device {
+        Device::Cpu => (1, 0),
+        Device::Cuda(ordinal) => (2, ordinal as i32),
+    }
+}
+
+fn data_type(dtype: DType) -> DlDataType {
+    let code = match dtype {
+        DType::I8 | DType::I32 | DType::I64 => 0,
+        DType::U8 => 1,
+        DType::F16 | DType::F32 | DType::F64 => 2,
+        DType::Bf16 => 4,
+        DType::F8E4m3 => 10,
+        DType::F8E5m2 => 12,
+    };
+    DlDataType { code, bits: dtype.size() as u8 * 8, lanes: 1 }
+}
+
+/// In elements, the last dimension running fastest.
+fn contiguous(shape: &[i64]) -> Vec<i64> {
+    let mut strides = vec![1_i64; shape.len()];
+    for at in (1..shape.len()).rev() {
+        // Lengths beside one of zero may have any product.
+        strides[at - 1] = strides[at].saturating_mul(shape[at].max(1));
+    }
+    strides
+}
+
+impl Description<'_> {
+    fn tensor(&self, lengths: &mut [i64], strides: &mut [i64]) -> DlTensor {
+        let (kind, id) = device(self.device);
+        DlTensor {
+            data: self.address as *mut c_void,
+            device: DlDevice { kind, id },
+            ndim: lengths.len() as i32,
+            dtype: data_type(self.dtype),
+            shape: lengths.as_mut_ptr(),
+            strides: strides.as_mut_ptr(),
+            byte_offset: 0,
+        }
+    }
+}
+
+/// A capsule that holds the tensor until a consumer takes it. Whoever has it last gives `memory`
+/// back.
+pub(crate) fn capsule<'py>(
+    py: Python<'py>,
+    description: Description<'_>,
+    versioned: bool,
+    memory: Arc<Memory>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let mut lengths = description.shape.to_vec();
+    let mut strides = contiguous(&lengths);
+    // A vector's elements stay where they are when the vector itself moves.
+    let tensor = description.tensor(&mut lengths, &mut strides);
+    if versioned {
+        let managed = ManagedVersioned {
+            major: 1,
+            minor: 0,
+            manager: ptr::null_mut(),
+            deleter: Some(delete_versioned),
+            flags: 0,
+            tensor,
+        };
+        let held = Box::into_raw(Box::new(Held {
+            managed,
+            _lengths: lengths,
+            _strides: strides,
+            _memory: memory,
+        }));
+        // SAFETY: freshly made above, and reached by nobody else yet.
+        unsafe { (*held).managed.manager = held.cast() };
+        // SAFETY: as above.
+        let pointer = unsafe { &raw mut (*held).managed };
+        wrap(py, pointer.cast(), VERSIONED, drop_versioned)
+    } else {
+        let managed = Managed { tensor, manager: ptr::null_mut(), deleter: Some(delete) };
+        let held = Box::into_raw(Box::new(Held {
+            managed,
+            _lengths: lengths,
+            _strides: strides,
+            _memory: memory,
+        }));
+        // SAFETY: freshly made above, and reached by nobody else yet.
+        unsafe { (*held).managed.manager = held.cast() };
+        // SAFETY: as above.
+        let pointer = unsafe { &raw mut (*held).managed };
+        wrap(py, pointer.cast(), UNVERSIONED, drop_unversioned)
+    }
+}
+
+fn wrap<'py>(
+    py: Python<'py>,
+    pointer: *mut c_void,
+    name: &'static CStr,
+    destructor: unsafe extern "C" fn(*mut ffi::PyObject),
+) -> PyResult<Bound<'py, PyAny>> {
+    let pointer = NonNull::new(pointer).expect("a field of a box");
+    // SAFETY: the pointer is to a live managed tensor of the kind that the name says; the
+    // destructor matches both.
+    let capsule =
+        unsafe { PyCapsule::new_with_pointer_and_destructor(py, pointer, name, Some(destructor)) };
+    Ok(capsule?.into_any())
+}
+
+/// Gives back what a managed tensor holds. A panic would unwind into C; what caused it is lost.
+///
+/// # Safety
+///
+/// `manager` is of `Held<T>`, from `Box::into_raw`, and nobody uses it any more.
+unsafe fn give_back<T>(manager: *mut c_void) {
+    // SAFETY: the caller's promise.
+    let held: Box<Held<T>> = unsafe { Box::from_raw(manager.cast()) };
+    let _ = catch_unwind(AssertUnwindSafe(|| drop(held)));
+}
+
+unsafe extern "C" fn delete(managed: *mut Managed) {
+    if managed.is_null() {
+        return;
+    }
+    // SAFETY: a consumer passes the structure that it took, once.
+    let manager = unsafe { (*managed).manager };
+    // SAFETY: as above; `capsule` put it there.
+    unsafe { give_back::<Managed>(manager) };
+}
+
+unsafe extern "C" fn delete_versioned(managed: *mut ManagedVersioned) {
+    if managed.is_null() {
+        return;
+    }
+    // SAFETY: a consumer passes the structure that it took, once.
+    let manager = unsafe { (*managed).manager };
+    // SAFETY: as above; `capsule` put it there.
+    unsafe { give_back::<ManagedVersioned>(manager) };
+}
+
+/// The pointer in a capsule that no consumer has taken: taking one changes its name.
+///
+/// # Safety
+///
+/// `capsule` is a capsule, and the interpreter's lock is held.
+unsafe fn untaken(capsule: *mut ffi::PyObject, name: &CStr) -> *mut c_void {
+    // SAFETY: the caller's promise.
+    let valid = unsafe { ffi::PyCapsule_IsValid(capsule, name.as_ptr()) };
+    if valid == 0 {
+        return ptr::null_mut();
+    }
+    // SAFETY: the caller's promise; the name was just compared.
+    unsafe { ffi::PyCapsule_GetPointer(capsule, name.as_ptr()) }
+}
+
+unsafe extern "C" fn drop_unversioned(capsule: *mut ffi::PyObject) {
+    // SAFETY: Python calls a destructor with its own capsule, holding the lock.
+    let managed = unsafe { untaken(capsule, UNVERSIONED) };
+    // SAFETY: null, or what `capsule` made and nobody took.
+    unsafe { delete(managed.cast()) };
+}
+
+unsafe extern "C" fn drop_versioned(capsule: *mut ffi::PyObject) {
+    // SAFETY: Python calls a destructor with its own capsule, holding the lock.
+    let managed = unsafe { untaken(capsule, VERSIONED) };
+    // SAFETY: null, or what `capsule` made and nobody took.
+    unsafe { delete_versioned(managed.cast()) };
+}

@@ -1,0 +1,63 @@
+//! Rust errors as the package's exceptions.
+//!
+//! The classes are Python's (`symmpool/errors.py`), because each derives from two others.
+
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use symmpool_allocator::Error;
+
+/// The name of the class that stands for an error's predicate.
+fn class_of(error: &Error) -> &'static str {
+    let classes = [
+        (error.is_out_of_memory(), "OutOfMemoryError"),
+        (error.is_diverged(), "DivergedError"),
+        (error.is_timeout(), "TimeoutError"),
+        (error.is_peer_lost(), "PeerLostError"),
+        (error.is_unsupported(), "UnsupportedError"),
+        (error.is_invalid_argument(), "InvalidArgumentError"),
+        (error.is_refused(), "RefusedError"),
+        (error.is_invalid_state(), "InvalidStateError"),
+    ];
+    classes.into_iter().find(|(is, _)| *is).map_or("Error", |(_, name)| name)
+}
+
+/// The exception for `error`.
+#[cold]
+pub(crate) fn exception(py: Python<'_>, error: &Error) -> PyErr {
+    let make = || {
+        let instance =
+            py.import("symmpool.errors")?.getattr(class_of(error))?.call1((error.to_string(),))?;
+        instance.setattr("ranks", PyTuple::new(py, error.ranks())?)?;
+        PyResult::Ok(PyErr::from_value(instance))
+    };
+    make().unwrap_or_else(|broken| broken)
+}
+
+/// An argument that cannot be served, as an exception.
+#[cold]
+pub(crate) fn invalid(py: Python<'_>, message: impl Into<String>) -> PyErr {
+    exception(py, &Error::invalid_argument(message))
+}
+
+/// Results of the crates below, with exceptions.
+pub(crate) trait OrRaise<T> {
+    fn or_raise(self, py: Python<'_>) -> PyResult<T>;
+}
+
+impl<T> OrRaise<T> for symmpool_allocator::Result<T> {
+    #[inline]
+    fn or_raise(self, py: Python<'_>) -> PyResult<T> {
+        self.map_err(|error| exception(py, &error))
+    }
+}
+
+/// A time in seconds that somebody may wait.
+pub(crate) fn seconds(py: Python<'_>, what: &str, value: f64) -> PyResult<Duration> {
+    let longest = 1e9;
+    if value > 0.0 && value <= longest {
+        return Ok(Duration::from_secs_f64(value));
+    }
+    Err(invalid(py, format!("{what}={value}: a number of seconds above 0, at most {longest:e}")))
+}

@@ -1,0 +1,106 @@
+//! The class `Group`.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use symmpool_allocator::store::FileStore;
+use symmpool_allocator::{Deadline, Error};
+
+use crate::errors::{OrRaise, invalid, seconds};
+
+/// The ordered set of ranks that share memory, seen from one of them.
+///
+/// A group meets in a store. `address` says where that is, the same on every rank:
+///
+/// - "HOST:PORT": over TCP; rank 0 serves it, for as long as its group, or a pool or tensor made
+///   of it, lives. Other than on a loopback address all ranks must pass the same `secret`.
+/// - "file:///DIRECTORY": in files of a directory that all ranks see and nobody else uses.
+///
+/// `timeout` is how long collective calls of the group wait for other ranks, in seconds: making
+/// pools, and commits. Waits are not ended by Ctrl-C, but all of them end.
+///
+/// Raises InvalidArgumentError, TimeoutError when the store cannot be reached in time, and
+/// RefusedError when a secret differs.
+#[pyclass(frozen, module = "symmpool")]
+pub(crate) struct Group {
+    pub(crate) group: symmpool_allocator::Group,
+}
+
+#[pymethods]
+impl Group {
+    #[new]
+    #[pyo3(signature = (rank, world, address, *, secret = None, timeout = 300.0))]
+    fn new(
+        py: Python<'_>,
+        rank: u32,
+        world: u32,
+        address: &str,
+        secret: Option<&str>,
+        timeout: f64,
+    ) -> PyResult<Self> {
+        let timeout = seconds(py, "timeout", timeout)?;
+        let meet = || match address.strip_prefix("file://") {
+            Some(_) if secret.is_some() => {
+                Err(Error::invalid_argument("secret: a store in files is guarded by their modes"))
+            }
+            Some(directory) => {
+                let store = Arc::new(FileStore::open(directory)?);
+                symmpool_allocator::Group::new(rank, world, store)
+            }
+            None => {
+                let address = address.strip_prefix("tcp://").unwrap_or(address);
+                let deadline = Deadline::after(timeout);
+                symmpool_allocator::Group::over_tcp(rank, world, address, secret, deadline)
+            }
+        };
+        let group = py.detach(meet).or_raise(py)?;
+        Ok(Self { group: group.with_timeout(timeout) })
+    }
+
+    /// The group that torchrun, or another launcher that sets its variables, describes:
+    /// RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; SYMMPOOL_PORT and SYMMPOOL_SECRET
+    /// where they are set. Rank 0 serves the store on MASTER_PORT, or on the port after it when
+    /// torchrun's own store holds that one.
+    #[staticmethod]
+    #[pyo3(signature = (*, timeout = 300.0))]
+    fn from_env(py: Python<'_>, timeout: f64) -> PyResult<Self> {
+        let timeout = seconds(py, "timeout", timeout)?;
+        let meet = || symmpool_allocator::Group::from_env(Deadline::after(timeout));
+        let group = py.detach(meet).or_raise(py)?;
+        Ok(Self { group: group.with_timeout(timeout) })
+    }
+
+    /// `world` groups of one process, in rank order, for a thread each.
+    #[staticmethod]
+    #[pyo3(signature = (world, *, timeout = 300.0))]
+    fn in_process(py: Python<'_>, world: u32, timeout: f64) -> PyResult<Vec<Self>> {
+        let timeout = seconds(py, "timeout", timeout)?;
+        if world > 4096 {
+            return Err(invalid(py, format!("world={world}: at most 4096 threads meet")));
+        }
+        let groups = symmpool_allocator::Group::in_process(world).or_raise(py)?;
+        Ok(groups.into_iter().map(|group| Self { group: group.with_timeout(timeout) }).collect())
+    }
+
+    /// This process's rank, from 0.
+    #[getter]
+    fn rank(&self) -> u32 {
+        self.group.rank()
+    }
+
+    /// The number of ranks.
+    #[getter]
+    fn world(&self) -> u32 {
+        self.group.world()
+    }
+
+    /// This process's number among those of its machine, where the launcher said it.
+    #[getter]
+    fn local_rank(&self) -> Option<u32> {
+        self.group.local_rank()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("symmpool.Group(rank={}, world={})", self.rank(), self.world())
+    }
+}

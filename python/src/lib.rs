@@ -1,0 +1,51 @@
+//! The binding behind the Python package `symmpool`: classes over pools and communicators.
+//!
+//! | file | holds |
+//! | --- | --- |
+//! | `group`, `pool`, `communicator` | the classes of these names |
+//! | `block` | memory of a pool, as Python objects and DLPack consumers hold it |
+//! | `dlpack` | the structures of the DLPack protocol, and capsules of them |
+//! | `tensor` | where tensors of torch and numpy lie, read cheaply |
+//! | `convert` | names of types, operations, algorithms and devices |
+//! | `errors` | the package's exceptions |
+//!
+//! Nothing here decides or waits by itself. The interpreter's lock is released around every call
+//! that may block or take long.
+
+#![deny(unsafe_code)]
+
+mod block;
+mod communicator;
+mod convert;
+mod dlpack;
+mod errors;
+mod group;
+mod pool;
+mod tensor;
+
+/// The native half of the package `symmpool`.
+#[pyo3::pymodule]
+mod _symmpool {
+    #[pymodule_export]
+    use crate::block::Block;
+    #[pymodule_export]
+    use crate::communicator::Communicator;
+    #[pymodule_export]
+    use crate::group::Group;
+    #[pymodule_export]
+    use crate::pool::Pool;
+
+    use crate::convert;
+
+    /// Names that `algorithm` of a `Communicator` takes, "auto" first.
+    #[pyo3::pyfunction]
+    fn algorithms() -> Vec<&'static str> {
+        convert::algorithm_names()
+    }
+
+    /// The package's version.
+    #[pyo3::pyfunction]
+    fn version() -> &'static str {
+        env!("CARGO_PKG_VERSION")
+    }
+}

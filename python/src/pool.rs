@@ -1,0 +1,297 @@
+//! The class `Pool`.
+
+use pyo3::exceptions::PyImportError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyString};
+use symmpool_allocator::driver::CudaDriver;
+use symmpool_allocator::{Driver, Error, Result};
+use symmpool_collectives::DType;
+
+use crate::block::{Block, Memory};
+use crate::convert::{self, Device};
+use crate::errors::{OrRaise, invalid, seconds};
+use crate::group::Group;
+use crate::tensor;
+
+/// Symmetric memory of one rank, and windows on that of its peers.
+///
+/// Made by all ranks of `group` together; without a group, of `Group.from_env()`. `device` is
+/// "cpu", "cuda:N", "cuda" (device LOCAL_RANK, or 0 where that is not set), or None: a CUDA device
+/// if there is one, else the CPU. `stride` is the address space of one rank in bytes, a multiple of
+/// 2 MiB; 1 TiB unless given. `timeout` is how long to wait for the other ranks, in seconds; the
+/// group's unless given. `allow_shared_device` lets several ranks use one GPU.
+///
+/// Every rank allocates the same sizes in the same order; that is what makes the nth block lie in
+/// the same place everywhere. Allocating and freeing talk to nobody.
+///
+/// Raises DivergedError when ranks pass different settings, UnsupportedError when there is no such
+/// device or memory cannot travel between the ranks, TimeoutError and PeerLostError when a rank is
+/// missing, InvalidArgumentError for anything that makes no sense.
+#[pyclass(frozen, module = "symmpool")]
+pub(crate) struct Pool {
+    pub(crate) pool: symmpool_allocator::Pool,
+    pub(crate) device: Device,
+}
+
+/// The driver for a device's name.
+fn driver(name: Option<&str>) -> Result<(Driver, Device)> {
+    let cuda = |driver: CudaDriver| {
+        let device = Device::Cuda(driver.facts().ordinal);
+        (Driver::new(driver), device)
+    };
+    match name {
+        Some("cpu") => Ok((Driver::host()?, Device::Cpu)),
+        Some("cuda") => CudaDriver::from_env().map(cuda),
+        Some(name) => {
+            let ordinal = name.strip_prefix("cuda:").and_then(|ordinal| ordinal.parse().ok());
+            let ordinal = ordinal.ok_or_else(|| {
+                Error::invalid_argument(format!("device: {name:?} is none of cpu, cuda, cuda:N"))
+            })?;
+            CudaDriver::new(ordinal).map(cuda)
+        }
+        // As `Driver::best`, keeping which device it was.
+        None => match CudaDriver::from_env() {
+            Ok(driver) => Ok(cuda(driver)),
+            Err(error) if error.is_unsupported() => Ok((Driver::host()?, Device::Cpu)),
+            Err(error) => Err(error),
+        },
+    }
+}
+
+#[pymethods]
+impl Pool {
+    #[new]
+    #[pyo3(signature = (
+        group = None, device = None, *, stride = None, timeout = None, allow_shared_device = false
+    ))]
+    fn new(
+        py: Python<'_>,
+        group: Option<&Bound<'_, Group>>,
+        device: Option<&Bound<'_, PyAny>>,
+        stride: Option<u64>,
+        timeout: Option<f64>,
+        allow_shared_device: bool,
+    ) -> PyResult<Self> {
+        // A torch.device reads as its name.
+        let name = device.map(|device| device.str()?.extract::<String>()).transpose()?;
+        let timeout = timeout.map(|timeout| seconds(py, "timeout", timeout)).transpose()?;
+        let group = group.map(|group| group.get().group.clone());
+        let build = move || {
+            let (driver, device) = driver(name.as_deref())?;
+            let deadline = |timeout| symmpool_allocator::Deadline::after(timeout);
+            let group = match group {
+                Some(group) => group,
+                None => {
+                    let timeout = timeout.unwrap_or(std::time::Duration::from_secs(300));
+                    symmpool_allocator::Group::from_env(deadline(timeout))?.with_timeout(timeout)
+                }
+            };
+            let mut builder = symmpool_allocator::Pool::builder(group).driver(driver);
+            if let Some(stride) = stride {
+                builder = builder.stride(stride);
+            }
+            if let Some(timeout) = timeout {
+                builder = builder.deadline(deadline(timeout));
+            }
+            if allow_shared_device {
+                builder = builder.allow_shared_device();
+            }
+            Result::Ok(Self { pool: builder.build()?, device })
+        };
+        py.detach(build).or_raise(py)
+    }
+
+    /// Uninitialised symmetric memory as a tensor, without a copy.
+    ///
+    /// `shape` is an int or a sequence of them. The kind of `dtype` decides what comes back: a
+    /// torch.dtype, a name ("bfloat16", "bf16", ...) or None (torch's default) gives a
+    /// torch.Tensor on the pool's device; a type of numpy or ml_dtypes gives a numpy.ndarray, on
+    /// the CPU. What needs neither package is `block`.
+    ///
+    /// The memory belongs to torch's current stream on CUDA: it may hold what earlier work on that
+    /// stream is still writing. It lives until the last view of the tensor is gone, and keeps the
+    /// pool alive. Then it is freed *without order* (rule D5): garbage is collected at different
+    /// times on different ranks, so its place is reused after the next commit by which every rank
+    /// has let go of it, not before.
+    ///
+    /// Raises OutOfMemoryError, InvalidArgumentError, and ImportError where the package that the
+    /// tensor is to be of is not installed.
+    #[pyo3(signature = (shape, dtype = None))]
+    fn empty<'py>(
+        slf: &Bound<'py, Self>,
+        shape: &Bound<'py, PyAny>,
+        dtype: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = slf.py();
+        let of_torch = match dtype {
+            None => true,
+            Some(dtype) => {
+                dtype.is_instance_of::<PyString>()
+                    || tensor::torch(py).is_some_and(|torch| torch.is_dtype(dtype))
+            }
+        };
+        if !of_torch {
+            let dtype = dtype.expect("numpy's: given");
+            let block = Self::block(slf, shape, dtype, None)?;
+            return Block::numpy(&block, Some(dtype));
+        }
+        let torch = py.import("torch").map_err(|error| {
+            let missing = PyImportError::new_err(
+                "empty: a torch.Tensor needs torch, which cannot be imported; pass a dtype of \
+                 numpy, or use block()",
+            );
+            missing.set_cause(py, Some(error));
+            missing
+        })?;
+        let dtype = match dtype {
+            Some(dtype) => dtype.clone(),
+            None => torch.call_method0("get_default_dtype")?,
+        };
+        let element = convert::dtype(&dtype)?;
+        if matches!(element, DType::F8E4m3 | DType::F8E5m2) {
+            // Not every torch takes these by DLPack; bytes every one does.
+            let block = Self::block(slf, shape, intern!(py, "uint8").as_any(), None)?;
+            let bytes = torch.call_method1("from_dlpack", (block,))?;
+            return bytes.call_method1("view", (torch.getattr(convert::long_name(element))?,));
+        }
+        let block = Self::block(slf, shape, &dtype, None)?;
+        torch.call_method1("from_dlpack", (block,))
+    }
+
+    /// Uninitialised symmetric memory as a Block, which DLPack consumers take: torch.from_dlpack,
+    /// numpy.from_dlpack and others. Needs no other package; otherwise as `empty`. `stream` is the
+    /// stream it is for on CUDA: torch's current one unless given.
+    #[pyo3(signature = (shape, dtype, stream = None))]
+    fn block<'py>(
+        slf: &Bound<'py, Self>,
+        shape: &Bound<'py, PyAny>,
+        dtype: &Bound<'py, PyAny>,
+        stream: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, Block>> {
+        let py = slf.py();
+        let this = slf.get();
+        let shape = dimensions(shape)?;
+        let dtype = convert::dtype(dtype)?;
+        let stream = tensor::stream(py, this.device, stream)?;
+        let size = dtype.size() as i64;
+        let bytes = shape.iter().try_fold(size, |bytes, length| bytes.checked_mul(*length));
+        let bytes = bytes.ok_or_else(|| {
+            invalid(py, format!("shape: {shape:?} of {} is too large", convert::long_name(dtype)))
+        })?;
+        let memory = py
+            .detach(|| Memory::allocate(&this.pool, this.device, bytes as usize, stream))
+            .or_raise(py)?;
+        Bound::new(py, Block::new(memory, shape, dtype))
+    }
+
+    /// Checks that all ranks did the same, and makes windows of new memory. Collective: every rank
+    /// calls it in the same place of its program. Collectives do it by themselves when it is due.
+    ///
+    /// Returns a dict: `number` of the commit, `windows_added`, `windows_removed` and
+    /// `blocks_returned`. Raises DivergedError, saying where ranks differ, OutOfMemoryError,
+    /// TimeoutError, PeerLostError, InvalidStateError (another thread commits, or a stream is
+    /// being captured).
+    fn commit<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let report = py.detach(|| self.pool.commit()).or_raise(py)?;
+        let dict = PyDict::new(py);
+        dict.set_item("number", report.number)?;
+        dict.set_item("windows_added", report.windows_added)?;
+        dict.set_item("windows_removed", report.windows_removed)?;
+        dict.set_item("blocks_returned", report.blocks_returned)?;
+        Ok(dict)
+    }
+
+    /// Whether a commit is due: a lane has grown since the last one. The same on every rank.
+    #[getter]
+    fn is_commit_due(&self) -> bool {
+        self.pool.is_commit_due()
+    }
+
+    /// Agrees on a state again after a DivergedError: goes back to just before the first
+    /// difference. Collective. What was allocated since must have been freed.
+    fn resync(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.pool.resync()).or_raise(py)?;
+        Ok(())
+    }
+
+    /// The pool's numbers: `allocated` and `reserved` bytes over all lanes, `commits`, `windows`,
+    /// and `lanes`: a dict of each lane's by name.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = py.detach(|| self.pool.stats());
+        let lanes = PyDict::new(py);
+        for (name, lane) in &stats.lanes {
+            let dict = PyDict::new(py);
+            let numbers = [
+                ("allocated", lane.allocated),
+                ("peak_allocated", lane.peak_allocated),
+                ("reserved", lane.reserved),
+                ("peak_reserved", lane.peak_reserved),
+                ("set_aside", lane.set_aside),
+                ("live_blocks", lane.live_blocks),
+                ("segments", lane.segments),
+                ("events", lane.events),
+                ("allocs", lane.allocs),
+                ("frees", lane.frees),
+                ("unordered_frees", lane.unordered_frees),
+            ];
+            for (key, value) in numbers {
+                dict.set_item(key, value)?;
+            }
+            lanes.set_item(name, dict)?;
+        }
+        let dict = PyDict::new(py);
+        dict.set_item("allocated", stats.allocated())?;
+        dict.set_item("reserved", stats.reserved())?;
+        dict.set_item("commits", stats.commits)?;
+        dict.set_item("windows", stats.windows)?;
+        dict.set_item("lanes", lanes)?;
+        Ok(dict)
+    }
+
+    /// Whether all of a contiguous tensor's memory lies in windows: whether collectives use it
+    /// where it is, and peers can reach it.
+    fn is_window(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let read = tensor::read("tensor", tensor, self.device, false);
+        let read = read.map_err(|refusal| refusal.raise(py))?;
+        Ok(self.pool.is_window(read.address as u64, (read.count * read.dtype.size()) as u64))
+    }
+
+    /// This process's rank, from 0.
+    #[getter]
+    fn rank(&self) -> u32 {
+        self.pool.rank()
+    }
+
+    /// The number of ranks.
+    #[getter]
+    fn world(&self) -> u32 {
+        self.pool.world()
+    }
+
+    /// Where the memory is: "cpu" or "cuda:N".
+    #[getter]
+    fn device(&self) -> String {
+        self.device.name()
+    }
+
+    fn __repr__(&self) -> String {
+        let (rank, world) = (self.rank(), self.world());
+        format!("symmpool.Pool(rank={rank}, world={world}, device={:?})", self.device.name())
+    }
+}
+
+/// A shape: one length, or a sequence of them.
+fn dimensions(shape: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
+    let py = shape.py();
+    let lengths = match shape.extract::<i64>() {
+        Ok(length) => Ok(vec![length]),
+        Err(_) => shape.extract::<Vec<i64>>(),
+    };
+    let lengths =
+        lengths.map_err(|_| invalid(py, format!("shape: {shape:?} is no sequence of lengths")))?;
+    match lengths.iter().find(|length| **length < 0) {
+        Some(length) => Err(invalid(py, format!("shape: a length of {length}"))),
+        None => Ok(lengths),
+    }
+}

@@ -1,0 +1,319 @@
+//! Where tensors lie: of torch, of numpy, and our own blocks. On the path of every call, so an
+//! argument costs a few attribute reads.
+//!
+//! Neither package is imported here: a caller that passes a tensor of one has done so.
+
+#![allow(unsafe_code)] // reads numpy's C structure of an array
+
+use std::ffi::{c_int, c_void};
+
+use pyo3::exceptions::PyTypeError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyCapsule, PyInt, PyType};
+use symmpool_allocator::{Error, Stream};
+use symmpool_collectives::DType;
+
+use crate::block::Block;
+use crate::convert::{Device, dtype_from_name, dtype_names, long_name};
+use crate::errors::exception;
+
+/// A contiguous tensor: `count` elements from `address` on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Tensor {
+    pub(crate) address: usize,
+    pub(crate) count: usize,
+    pub(crate) dtype: DType,
+}
+
+/// Why an argument is not taken.
+pub(crate) enum Refusal {
+    /// It makes no sense; the message names the argument.
+    Invalid(String),
+    /// It is nothing that could be read.
+    Raised(PyErr),
+}
+
+impl Refusal {
+    /// As an error, for ranks that wait.
+    pub(crate) fn to_error(&self) -> Error {
+        match self {
+            Self::Invalid(why) => Error::invalid_argument(why),
+            Self::Raised(error) => Error::invalid_argument(error.to_string()),
+        }
+    }
+
+    #[cold]
+    pub(crate) fn raise(self, py: Python<'_>) -> PyErr {
+        match self {
+            Self::Invalid(why) => exception(py, &Error::invalid_argument(why)),
+            Self::Raised(error) => error,
+        }
+    }
+}
+
+impl From<PyErr> for Refusal {
+    fn from(error: PyErr) -> Self {
+        Self::Raised(error)
+    }
+}
+
+/// What is looked up in torch once.
+pub(crate) struct Torch {
+    tensor: Py<PyType>,
+    dtype: Py<PyType>,
+    /// torch has one object for each of its element types.
+    dtypes: Vec<(Py<PyAny>, DType)>,
+    /// The raw handle of a device's current stream, where this build of torch has CUDA.
+    current_stream: Option<Py<PyAny>>,
+}
+
+impl Torch {
+    fn look_up(torch: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let dtypes = DType::ALL
+            .into_iter()
+            // A torch that lacks one has no tensors of it.
+            .filter_map(|dtype| Some((torch.getattr(long_name(dtype)).ok()?.unbind(), dtype)))
+            .collect();
+        let current_stream = torch.getattr("_C")?.getattr_opt("_cuda_getCurrentRawStream")?;
+        Ok(Self {
+            tensor: torch.getattr("Tensor")?.cast_into::<PyType>()?.unbind(),
+            dtype: torch.getattr("dtype")?.cast_into::<PyType>()?.unbind(),
+            dtypes,
+            current_stream: current_stream.map(Bound::unbind),
+        })
+    }
+
+    pub(crate) fn is_dtype(&self, object: &Bound<'_, PyAny>) -> bool {
+        object.get_type().is(&self.dtype)
+    }
+}
+
+/// A module that the program has imported; `None` otherwise, or while that is under way.
+fn imported<'py>(py: Python<'py>, name: &str, with: &str) -> Option<Bound<'py, PyAny>> {
+    let modules = py.import(intern!(py, "sys")).ok()?.getattr(intern!(py, "modules")).ok()?;
+    let module = modules.get_item(name).ok()?;
+    module.hasattr(with).ok()?.then_some(module)
+}
+
+/// torch, if the program has imported it.
+pub(crate) fn torch(py: Python<'_>) -> Option<&'static Torch> {
+    static TORCH: PyOnceLock<Torch> = PyOnceLock::new();
+    if let Some(torch) = TORCH.get(py) {
+        return Some(torch);
+    }
+    // The last name that torch's own initialisation gives itself, of those that are needed.
+    let found = Torch::look_up(&imported(py, "torch", "get_default_dtype")?).ok()?;
+    Some(TORCH.get_or_init(py, || found))
+}
+
+/// numpy's array type, if the program has imported numpy.
+fn ndarray(py: Python<'_>) -> Option<&'static Py<PyType>> {
+    static NDARRAY: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    if let Some(ndarray) = NDARRAY.get(py) {
+        return Some(ndarray);
+    }
+    let found = imported(py, "numpy", "ndarray")?.getattr("ndarray").ok()?;
+    let found = found.cast_into::<PyType>().ok()?.unbind();
+    Some(NDARRAY.get_or_init(py, || found))
+}
+
+/// Where a tensor on `device` lies. `name` is the argument's, for messages; `write` asks for memory
+/// that may be written to.
+#[inline]
+pub(crate) fn read(
+    name: &'static str,
+    object: &Bound<'_, PyAny>,
+    device: Device,
+    write: bool,
+) -> Result<Tensor, Refusal> {
+    let py = object.py();
+    let kind = object.get_type();
+    if let Some(torch) = torch(py)
+        && (kind.is(&torch.tensor) || kind.is_subclass(torch.tensor.bind(py))?)
+    {
+        return of_torch(name, object, torch, device);
+    }
+    if let Ok(block) = object.cast::<Block>() {
+        return of_block(name, block.get(), device);
+    }
+    if let Some(ndarray) = ndarray(py)
+        && kind.is_subclass(ndarray.bind(py))?
+    {
+        return of_numpy(name, object, device, write);
+    }
+    let message =
+        format!("{name}: a torch.Tensor, numpy.ndarray or symmpool.Block is needed, not {kind}");
+    Err(Refusal::Raised(PyTypeError::new_err(message)))
+}
+
+#[inline]
+fn of_torch(
+    name: &'static str,
+    tensor: &Bound<'_, PyAny>,
+    torch: &Torch,
+    device: Device,
+) -> Result<Tensor, Refusal> {
+    let py = tensor.py();
+    let here = match device {
+        Device::Cpu => tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()?,
+        // -1 for a tensor of the CPU.
+        Device::Cuda(ordinal) => {
+            tensor.call_method0(intern!(py, "get_device"))?.extract::<i64>()? == i64::from(ordinal)
+        }
+    };
+    if !here {
+        return Err(elsewhere(
+            name,
+            &tensor.getattr(intern!(py, "device"))?.str()?.to_cow()?,
+            device,
+        ));
+    }
+    let dtype = tensor.getattr(intern!(py, "dtype"))?;
+    let Some((_, dtype)) = torch.dtypes.iter().find(|(known, _)| dtype.is(known)) else {
+        return Err(wrong_dtype(name, &dtype.str()?.to_cow()?));
+    };
+    if !tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()? {
+        return Err(not_contiguous(name));
+    }
+    let count: usize = tensor.call_method0(intern!(py, "numel"))?.extract()?;
+    let mut address: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
+    if address == 0 && count == 0 {
+        // torch gives an empty tensor no address, but all ranks must name the same kind of memory.
+        let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
+        address = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+    }
+    Ok(Tensor { address, count, dtype: *dtype })
+}
+
+fn of_block(name: &'static str, block: &Block, device: Device) -> Result<Tensor, Refusal> {
+    if block.device_of() != device {
+        return Err(elsewhere(name, &block.device_of().name(), device));
+    }
+    Ok(Tensor { address: block.address(), count: block.count(), dtype: block.element() })
+}
+
+/// `PyArrayInterface` of numpy's array protocol, version 3.
+#[repr(C)]
+struct ArrayInterface {
+    two: c_int,
+    nd: c_int,
+    typekind: u8,
+    itemsize: c_int,
+    flags: c_int,
+    shape: *const isize,
+    strides: *const isize,
+    data: *mut c_void,
+    descr: *mut c_void,
+}
+
+const C_CONTIGUOUS: c_int = 0x1;
+const ALIGNED: c_int = 0x100;
+const NATIVE: c_int = 0x200;
+const WRITEABLE: c_int = 0x400;
+
+fn of_numpy(
+    name: &'static str,
+    array: &Bound<'_, PyAny>,
+    device: Device,
+    write: bool,
+) -> Result<Tensor, Refusal> {
+    let py = array.py();
+    if device != Device::Cpu {
+        return Err(elsewhere(name, "cpu", device));
+    }
+    let capsule = array.getattr(intern!(py, "__array_struct__"))?;
+    let capsule = capsule.cast::<PyCapsule>().map_err(PyErr::from)?;
+    let pointer = capsule.pointer_checked(None)?.cast::<ArrayInterface>();
+    // SAFETY: numpy's own array type makes this capsule, of this structure, which it keeps until
+    // the capsule is gone.
+    let found = unsafe { pointer.as_ref() };
+    if found.two != 2 || found.nd < 0 {
+        return Err(Refusal::Invalid(format!("{name}: an array interface of an unknown version")));
+    }
+    if found.flags & NATIVE == 0 {
+        return Err(Refusal::Invalid(format!("{name}: its elements are not in native byte order")));
+    }
+    if found.flags & (C_CONTIGUOUS | ALIGNED) != C_CONTIGUOUS | ALIGNED {
+        return Err(not_contiguous(name));
+    }
+    if write && found.flags & WRITEABLE == 0 {
+        return Err(Refusal::Invalid(format!("{name}: the array is read-only")));
+    }
+    let dtype = match (found.typekind, found.itemsize) {
+        (b'f', 4) => Some(DType::F32),
+        (b'f', 8) => Some(DType::F64),
+        (b'f', 2) => Some(DType::F16),
+        (b'i', 4) => Some(DType::I32),
+        (b'i', 8) => Some(DType::I64),
+        (b'i', 1) => Some(DType::I8),
+        (b'u', 1) => Some(DType::U8),
+        // Those of ml_dtypes are no types of numpy's own.
+        (b'V' | b'f', size) => {
+            dtype_from_name(&dtype_name(array)?).filter(|dtype| dtype.size() == size as usize)
+        }
+        _ => None,
+    };
+    let Some(dtype) = dtype else { return Err(wrong_dtype(name, &dtype_name(array)?)) };
+    let mut count = 1_usize;
+    for at in 0..found.nd as usize {
+        // SAFETY: the shape has `nd` lengths.
+        let length = unsafe { found.shape.add(at) };
+        // SAFETY: as above; numpy's lengths are not negative, and their product fits an address.
+        count *= unsafe { *length } as usize;
+    }
+    Ok(Tensor { address: found.data as usize, count, dtype })
+}
+
+#[cold]
+fn dtype_name(array: &Bound<'_, PyAny>) -> PyResult<String> {
+    let py = array.py();
+    array.getattr(intern!(py, "dtype"))?.getattr(intern!(py, "name"))?.extract()
+}
+
+#[cold]
+fn elsewhere(name: &str, found: &str, device: Device) -> Refusal {
+    Refusal::Invalid(format!("{name}: on {found}, but the pool is on {}", device.name()))
+}
+
+#[cold]
+fn wrong_dtype(name: &str, found: &str) -> Refusal {
+    Refusal::Invalid(format!("{name}: elements of {found}; there are {}", dtype_names()))
+}
+
+#[cold]
+fn not_contiguous(name: &str) -> Refusal {
+    Refusal::Invalid(format!("{name}: not contiguous; pass tensor.contiguous(), or a copy"))
+}
+
+/// The stream of a call: a raw handle, an object with one (`torch.cuda.Stream`), or torch's current
+/// one. The CPU has none.
+#[inline]
+pub(crate) fn stream(
+    py: Python<'_>,
+    device: Device,
+    stream: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Stream> {
+    let Device::Cuda(ordinal) = device else { return Ok(Stream::DEFAULT) };
+    let raw = match stream {
+        Some(stream) => raw_stream(stream)?,
+        None => match torch(py).and_then(|torch| torch.current_stream.as_ref()) {
+            Some(current) => current.bind(py).call1((ordinal,))?.extract::<u64>()?,
+            None => 0,
+        },
+    };
+    Ok(Stream::from_raw(raw))
+}
+
+fn raw_stream(stream: &Bound<'_, PyAny>) -> PyResult<u64> {
+    let handle = || match stream.is_instance_of::<PyInt>() {
+        true => stream.extract(),
+        false => stream.getattr(intern!(stream.py(), "cuda_stream"))?.extract(),
+    };
+    handle().map_err(|_: PyErr| {
+        PyTypeError::new_err(format!(
+            "stream: a raw handle, or an object with one as cuda_stream, is needed, not {stream:?}"
+        ))
+    })
+}

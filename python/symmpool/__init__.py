@@ -1,0 +1,50 @@
+"""Symmetric memory for several ranks, and collectives on it.
+
+Every rank of a group makes the same pool and allocates the same sizes in the same order; then the
+nth tensor lies at the same place of every rank's memory, and peers reach it directly.
+
+    import symmpool, torch
+
+    group = symmpool.Group.from_env()              # RANK, WORLD_SIZE, MASTER_ADDR, ...
+    pool = symmpool.Pool(group, device="cpu")      # or "cuda"
+    comm = symmpool.Communicator(pool)
+
+    x = pool.empty((4096, 7168), torch.bfloat16)   # a torch.Tensor in symmetric memory
+    x.normal_()
+    comm.all_reduce(x)                             # in place, on torch's current stream
+
+torch and numpy are used where the program has them; importing symmpool imports neither.
+`python -m symmpool bench --help` measures.
+"""
+
+from symmpool._symmpool import Block, Communicator, Group, Pool, algorithms, version
+from symmpool.errors import (
+    DivergedError,
+    Error,
+    InvalidArgumentError,
+    InvalidStateError,
+    OutOfMemoryError,
+    PeerLostError,
+    RefusedError,
+    TimeoutError,  # noqa: A004
+    UnsupportedError,
+)
+
+__version__ = version()
+
+__all__ = [
+    "Block",
+    "Communicator",
+    "DivergedError",
+    "Error",
+    "Group",
+    "InvalidArgumentError",
+    "InvalidStateError",
+    "OutOfMemoryError",
+    "PeerLostError",
+    "Pool",
+    "RefusedError",
+    "TimeoutError",
+    "UnsupportedError",
+    "algorithms",
+]

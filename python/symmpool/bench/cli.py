@@ -1,0 +1,328 @@
+"""`python -m symmpool bench`: options, and the order of things.
+
+Run it under torchrun, one process a GPU (or any number on the CPU):
+
+    torchrun --nproc-per-node 4 -m symmpool bench allreduce --dtype bf16
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import sys
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import symmpool
+from symmpool.bench import check, peers, plot, table, timing
+
+DTYPES = {
+    "f32": "float32",
+    "f64": "float64",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "i32": "int32",
+    "i64": "int64",
+    "u8": "uint8",
+    "i8": "int8",
+}
+
+
+def size(text):
+    try:
+        return table.parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def size_list(text):
+    return [size(part) for part in text.split(",") if part.strip()]
+
+
+def positive(text):
+    number = int(text) if text.isdigit() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return number
+
+
+def parser():
+    top = argparse.ArgumentParser(
+        prog="python -m symmpool bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = top.add_subparsers(dest="command", required=True)
+    it = commands.add_parser("allreduce", help="all-reduces, beside NCCL and torch, or gloo")
+    it.add_argument("--sizes", type=size_list, help="bytes a rank: 4K,16K,1M; else from --min-size on")
+    # torchrun takes --max for the beginning of an option of its own.
+    it.add_argument("--min-size", "--min", type=size, default=1 << 10, help="default 1K")
+    it.add_argument("--max-size", "--max", type=size, help="default 64M, on the CPU 4M")
+    it.add_argument("--factor", type=float, default=4, help="between sizes (default 4)")
+    it.add_argument("--dtype", choices=DTYPES, default="bf16")
+    it.add_argument("--op", choices=["sum", "prod", "min", "max", "avg"], default="sum")
+    it.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
+    it.add_argument("--rounds", type=positive, default=3, help="in alternation (default 3)")
+    it.add_argument("--calls", type=positive, help="in a graph (default: 100, fewer above 2 MiB)")
+    it.add_argument("--replays", type=positive, default=9, help="of a graph a round (default 9)")
+    it.add_argument(
+        "--algorithm",
+        default="auto",
+        choices=[*symmpool.algorithms(), "all"],
+        help="of ours; all: one column each (default auto)",
+    )
+    it.add_argument("--peers", help="only these, by their names in the table: NCCL,one-shot")
+    it.add_argument("--eager", action="store_true", help="also time calls outside of graphs")
+    it.add_argument("--no-check", action="store_true", help="do not check results")
+    it.add_argument("--timeout", type=float, default=120, help="longest wait in seconds")
+    it.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    it.add_argument("--plot", type=Path, metavar="FILE", help="write a picture: .png, .svg")
+    return top
+
+
+class Progress:
+    """One line on standard error, on rank 0 of a terminal."""
+
+    def __init__(self, total, shown):
+        self.total, self.done, self.shown = total, 0, shown and sys.stderr.isatty()
+
+    def step(self, what):
+        self.done += 1
+        if self.shown:
+            bar = "#" * (20 * self.done // self.total)
+            line = f"[{bar:<20}] {self.done}/{self.total} {what}"
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+    def close(self):
+        if self.shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def driver_version():
+    """The NVIDIA driver's, as it says in /proc; None without one."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"Module(?:\s+for\s+\S+)?\s+(\d+(?:\.\d+)+)", text)
+    return found[1] if found else None
+
+
+def describe(ranks, arguments, contenders, missing):
+    """What the figures were measured on and how."""
+    torch = ranks.torch
+    device = torch.cuda.get_device_name(ranks.device) if ranks.on_cuda else platform.machine()
+    nccl = None
+    if ranks.on_cuda:
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return {
+        "benchmark": "allreduce",
+        "symmpool": symmpool.__version__,
+        "measured_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": ["python", "-m", "symmpool", "bench", *arguments],
+        "world": ranks.world,
+        "devices": ranks.gather(device),
+        "driver": driver_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": nccl,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "cores": os.cpu_count(),
+        "environment": peers.environment(),
+        "contenders": list(contenders),
+        "missing": missing,
+    }
+
+
+def connect(options):
+    """torch.distributed, and this process in it."""
+    try:
+        import torch
+        import torch.distributed
+    except ImportError as error:
+        raise SystemExit(f"the benchmark needs torch, which cannot be imported: {error}") from error
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise SystemExit(
+            "the benchmark runs under torchrun: "
+            "torchrun --nproc-per-node 4 -m symmpool bench allreduce"
+        )
+    cuda = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
+    timeout = timedelta(seconds=options.timeout)
+    if cuda:
+        if not torch.cuda.is_available():
+            raise SystemExit("--device cuda: torch sees no CUDA device")
+        local = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+        torch.distributed.init_process_group("nccl", timeout=timeout, device_id=device)
+    else:
+        device = torch.device("cpu")
+        torch.distributed.init_process_group("gloo", timeout=timeout)
+    return peers.Ranks(torch, device, options.timeout)
+
+
+def prepare(ranks, options, contender, bytes_, calls):
+    """A contender's case for a size, checked, and its graph of `calls` calls (None on the CPU).
+
+    Raises ValueError on every rank if it fails on any. Between two steps that may fail on one rank
+    alone all ranks hear of it, so that none waits for one that has given up.
+    """
+    torch, op = ranks.torch, options.op
+
+    def step(action):
+        value, why = ranks.attempt(action)
+        if why is not None:
+            raise ValueError(why)
+        return value
+
+    def make():
+        case = contender.case(max(1, bytes_ // contender.dtype.itemsize))
+        # How often a run calls; and its graph, which calls as well, so it is made before the data.
+        counts = [1]
+        if ranks.on_cuda:
+            counts += [1, check.repeatable(case.input.dtype, op) if case.in_place else 3]
+        graphs = [None] + [timing.capture(torch, case.call, count) for count in counts[1:]]
+        timed = timing.capture(torch, case.call, calls) if ranks.on_cuda else None
+        return case, list(zip(counts, graphs)), timed
+
+    def fill():
+        check.poison(case.output)
+        check.fill(torch, case.input, ranks.rank, op)
+
+    case, runs, timed = step(make)
+    for count, graph in runs if not options.no_check else []:
+        step(fill)
+        step(case.call if graph is None else graph.replay)
+        applied = count if case.in_place else 1
+        wrong = step(lambda: check.count_wrong(torch, case.output, ranks.world, op, applied))
+        total = sum(ranks.gather(wrong))
+        if total:
+            raise ValueError(f"{total:,} wrong elements, over all ranks, after {count} calls")
+    step(fill)
+    return case, timed
+
+
+def measure_size(ranks, options, contenders, bytes_, step):
+    """All contenders in all rounds at one size."""
+    torch = ranks.torch
+    row = table.Row(bytes_, ranks.world)
+    running = {}
+    calls = timing.calls_for(bytes_, options.calls)
+    for name, contender in contenders.items():
+        if contender.limit and bytes_ > contender.limit:
+            row.missing[name] = f"left out above {table.show_size(contender.limit)}"
+            continue
+        try:
+            running[name] = prepare(ranks, options, contender, bytes_, calls)
+        except ValueError as error:
+            row.missing[name] = str(error)
+    names = list(running)
+    row.rounds = {name: [] for name in names}
+    for number in range(options.rounds):
+        for name in timing.order(names, number):
+            case, graph = running[name]
+            # In place, data grows with every call; it begins anew here.
+            check.fill(torch, case.input, ranks.rank, options.op)
+            ranks.meet()
+            if graph is None:
+                spent = timing.time_loop(case.call, calls, options.replays)
+            else:
+                spent = timing.time_graph(torch, graph, calls, options.replays)
+            row.rounds[name].append(max(ranks.gather(spent)))
+        step(f"{table.show_size(bytes_)}, round {number + 1}")
+    if options.eager:
+        for name in names:
+            ranks.meet()
+            spent = timing.time_eager(running[name][0].call, 50, 5, ranks.synchronize)
+            row.eager[name] = tuple(max(column) for column in zip(*ranks.gather(spent)))
+    for name in names:
+        _, why = ranks.attempt(contenders[name].confirm)
+        if why is not None:
+            row.missing[name] = why
+            row.rounds[name] = []
+            row.eager.pop(name, None)
+    return row
+
+
+def run(options, arguments):
+    ranks = connect(options)
+    dtype = getattr(ranks.torch, DTYPES[options.dtype])
+    largest = options.max_size or (64 << 20 if ranks.on_cuda else 4 << 20)
+    sizes = options.sizes or table.sizes_between(options.min_size, largest, options.factor)
+    if any(size % dtype.itemsize for size in sizes):
+        raise SystemExit(f"sizes must be whole numbers of {options.dtype}: {dtype.itemsize} bytes")
+    algorithms = symmpool.algorithms() if options.algorithm == "all" else [options.algorithm]
+    only = None
+    if options.peers is not None:
+        only = [name.strip() for name in options.peers.split(",") if name.strip()]
+        known = [name for name, _ in peers.peers_for(ranks.on_cuda)]
+        if unknown := [name for name in only if name not in known]:
+            raise SystemExit(f"--peers {unknown[0]}: there are {', '.join(known)}")
+    count = max(sizes) // dtype.itemsize
+    contenders, missing, pools = peers.set_up(ranks, dtype, options.op, count, algorithms, only)
+    rows = []
+    progress = Progress(len(sizes) * options.rounds, ranks.rank == 0)
+    try:
+        for bytes_ in sizes:
+            rows.append(measure_size(ranks, options, contenders, bytes_, progress.step))
+    finally:
+        progress.close()
+    facts = describe(ranks, arguments, contenders, missing)
+    ours = [name for name in contenders if name.split()[0] == "ours"]
+    others = [name for name in contenders if name not in ours]
+    if ranks.rank == 0:
+        report(options, facts, rows, ours, others)
+    ranks.meet()
+    for name, contender in contenders.items():
+        _, why = ranks.attempt(contender.close)
+        if why is not None and ranks.rank == 0:
+            print(f"closing {name}: {why}", file=sys.stderr)
+    pools.close()
+    ranks.dist.destroy_process_group()
+    wrong = any(name in row.missing for row in rows for name in ours)
+    return 1 if wrong or not ours else 0
+
+
+def report(options, facts, rows, ours, others):
+    """Prints the tables, and writes what was asked for."""
+    devices = sorted(set(facts["devices"]))
+    print(
+        f"all-reduce, {options.op} of {options.dtype}, {facts['world']} ranks on "
+        f"{', '.join(devices)}; torch {facts['torch']}"
+        + (f", NCCL {facts['nccl']}, driver {facts['driver']}" if facts["nccl"] else "")
+    )
+    print("microseconds a call, slowest rank, median of rounds\n")
+    print(table.lay_out(*table.cells(rows, ours, others)))
+    if options.eager:
+        print("\neager: microseconds of host time a call / until it is done\n")
+        print(table.lay_out(*table.eager_cells(rows, [*ours, *others])))
+    for name, why in facts["missing"].items():
+        print(f"\nmissing: {name}: {why}")
+    for row in rows:
+        for name, why in row.missing.items():
+            print(f"missing at {table.show_size(row.size)}: {name}: {why}")
+    if options.json:
+        results = [row.to_json() for row in rows]
+        # As plain text: sizes are numbers, paths are not.
+        given = {key: value for key, value in vars(options).items() if key not in ("json", "plot")}
+        whole = {**facts, "options": given, "results": results}
+        options.json.write_text(json.dumps(whole, indent=1, default=str) + "\n")
+    if options.plot:
+        title = f"all-reduce, {options.op} of {options.dtype}, {facts['world']} x {devices[0]}"
+        plot.save(options.plot, rows, ours, others, title)
+
+
+def main(arguments=None):
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser().parse_args(arguments)
+    if options.plot:
+        plot.require()
+    for path in (options.json, options.plot):
+        if path and not path.parent.is_dir():
+            raise SystemExit(f"{path}: there is no folder {path.parent}")
+    try:
+        return run(options, arguments)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error

@@ -1,0 +1,286 @@
+"""Who is measured: ours, and what else a program would use. Each has memory of its own.
+
+A contender sets itself up for the largest size, and gives a `Case` for any size up to that. Setting
+up is collective. One that cannot be set up on every rank is left out everywhere, and the reasons
+are kept; nobody else suffers.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import symmpool
+
+
+@dataclass
+class Case:
+    """One size of one contender: a call without arguments on torch's current stream."""
+
+    #: What is reduced: to be filled before a check.
+    input: Any
+    #: Where the result is; the input itself if the call is in place.
+    output: Any
+    call: Callable[[], None]
+
+    @property
+    def in_place(self):
+        return self.input.data_ptr() == self.output.data_ptr()
+
+
+class Ranks:
+    """This process among the others, over torch.distributed."""
+
+    def __init__(self, torch, device, timeout):
+        self.torch, self.dist, self.device, self.timeout = torch, torch.distributed, device, timeout
+        self.rank, self.world = self.dist.get_rank(), self.dist.get_world_size()
+
+    @property
+    def on_cuda(self):
+        return self.device.type == "cuda"
+
+    def gather(self, value):
+        """Every rank's value, in rank order."""
+        values = [None] * self.world
+        self.dist.all_gather_object(values, value)
+        return values
+
+    def synchronize(self):
+        """Waits for this rank's device."""
+        if self.on_cuda:
+            self.torch.cuda.synchronize()
+
+    def meet(self):
+        """Waits for all ranks and their devices."""
+        self.synchronize()
+        self.dist.barrier()
+        self.synchronize()
+
+    def attempt(self, action):
+        """What `action` returns, and None; or None and why it failed on some rank, everywhere."""
+        value, error = None, None
+        try:
+            value = action()
+            self.synchronize()
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}".strip()
+        failed = [(rank, why) for rank, why in enumerate(self.gather(error)) if why]
+        if not failed:
+            return value, None
+        rank, why = failed[0]
+        return None, f"on {len(failed)} of {self.world} ranks; rank {rank}: {why}"
+
+
+class Contender:
+    """One way to all-reduce. `op` is a name; `count` the largest number of elements."""
+
+    name = ""
+    #: The largest size that is worth its time, in bytes.
+    limit = None
+
+    def __init__(self, ranks, dtype, op, count):
+        self.ranks, self.dtype, self.op = ranks, dtype, op
+        self.torch, self.dist = ranks.torch, ranks.dist
+
+    def case(self, count):
+        """The first `count` elements of what was set up."""
+        raise NotImplementedError
+
+    def empty(self, count):
+        return self.torch.empty(count, dtype=self.dtype, device=self.ranks.device)
+
+    def confirm(self):
+        """Raises if calls so far did not do what they say."""
+
+    def close(self):
+        """Lets go of what would be in the way when the process ends."""
+
+    def torch_op(self):
+        names = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg": "AVG"}
+        return getattr(self.dist.ReduceOp, names[self.op])
+
+
+class Pools:
+    """The pool that all of ours share, made when the first is set up."""
+
+    def __init__(self):
+        self.pool, self.folder = None, None
+
+    def get(self, ranks):
+        if self.pool is not None:
+            return self.pool
+        box = [None]
+        if ranks.rank == 0:
+            self.folder = tempfile.mkdtemp(prefix="symmpool-bench-")
+            box = [self.folder]
+        ranks.dist.broadcast_object_list(box, src=0)
+        timeout = ranks.timeout
+        group = symmpool.Group(ranks.rank, ranks.world, f"file://{box[0]}", timeout=timeout)
+        shared = ranks.on_cuda and ranks.world > ranks.torch.cuda.device_count()
+        self.pool = symmpool.Pool(group, str(ranks.device), allow_shared_device=shared)
+        return self.pool
+
+    def close(self):
+        self.pool = None
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder = None
+
+
+class Ours(Contender):
+    """A tensor of a pool, in place, with one of our algorithms."""
+
+    def __init__(self, ranks, dtype, op, count, pools, algorithm):
+        super().__init__(ranks, dtype, op, count)
+        self.name = "ours" if algorithm == "auto" else f"ours {algorithm}"
+        pool = pools.get(ranks)
+        self.comm = symmpool.Communicator(pool, algorithm=algorithm, timeout=ranks.timeout)
+        self.buffer = pool.empty(count, dtype)
+        pool.commit()
+        # Not every algorithm is there on every device.
+        self.comm.all_reduce(self.buffer[:1], op)
+        self.comm.synchronize()
+
+    def case(self, count):
+        tensor, comm, op = self.buffer[:count], self.comm, self.op
+        return Case(tensor, tensor, lambda: comm.all_reduce(tensor, op))
+
+    def confirm(self):
+        # On a device a call has returned before it has failed.
+        self.comm.synchronize()
+
+    def close(self):
+        self.buffer = self.comm = None
+
+
+class Distributed(Contender):
+    """torch.distributed's all_reduce, in place on memory of torch's own: NCCL or gloo."""
+
+    def __init__(self, ranks, dtype, op, count):
+        super().__init__(ranks, dtype, op, count)
+        self.name = "NCCL" if ranks.on_cuda else "gloo"
+        self.buffer = self.make(count)
+        # Not every type and operation is there.
+        self.dist.all_reduce(self.buffer[:1].zero_(), op=self.torch_op())
+
+    def make(self, count):
+        return self.empty(count)
+
+    def case(self, count):
+        tensor, op, all_reduce = self.buffer[:count], self.torch_op(), self.dist.all_reduce
+        return Case(tensor, tensor, lambda: all_reduce(tensor, op=op))
+
+    def close(self):
+        self.buffer = None
+
+
+class NcclWindow(Distributed):
+    """NCCL on memory that is registered with it as a symmetric window."""
+
+    def __init__(self, ranks, dtype, op, count):
+        super().__init__(ranks, dtype, op, count)
+        self.name = "NCCL window"
+
+    def make(self, count):
+        torch = self.torch
+        # Registering needs a communicator, which the first collective makes.
+        self.dist.all_reduce(torch.zeros(1, device=self.ranks.device))
+        torch.cuda.synchronize()
+        self.backend = self.dist.group.WORLD._get_backend(self.ranks.device)
+        self.mem_pool = torch.cuda.MemPool(self.backend.mem_allocator)
+        with torch.cuda.use_mem_pool(self.mem_pool):
+            buffer = self.empty(count)
+        self.backend.register_mem_pool(self.mem_pool, symm=True)
+        return buffer
+
+    def close(self):
+        # A communicator that ends with windows of memory that is gone complains, or worse.
+        self.backend.deregister_mem_pool(self.mem_pool)
+        super().close()
+        self.mem_pool = None
+
+
+class SymmetricMemory(Contender):
+    """An operator of torch's symmetric memory."""
+
+    def __init__(self, ranks, dtype, op, count):
+        super().__init__(ranks, dtype, op, count)
+        if op != "sum":
+            raise ValueError(f"reduces by sum, not by {op}")
+        import torch.distributed._symmetric_memory as symmetric
+
+        self.group = self.dist.group.WORLD.group_name
+        self.buffer = symmetric.empty(count, dtype=dtype, device=ranks.device)
+        self.handle = symmetric.rendezvous(self.buffer, self.group)
+
+    def close(self):
+        self.handle = self.buffer = None
+
+
+class OneShot(SymmetricMemory):
+    """Every rank reads all the others' data; from symmetric memory into memory of torch's own."""
+
+    name = "one-shot"
+    limit = 16 << 20
+
+    def __init__(self, ranks, dtype, op, count):
+        most = max(1, self.limit // dtype.itemsize)
+        super().__init__(ranks, dtype, op, min(count, most))
+        self.out = self.empty(min(count, most))
+
+    def case(self, count):
+        source, out, group = self.buffer[:count], self.out[:count], self.group
+        run = self.torch.ops.symm_mem.one_shot_all_reduce_out
+        return Case(source, out, lambda: run(source, "sum", group, out))
+
+
+class TwoShot(SymmetricMemory):
+    """Every rank reduces a share and hands it out; in place in symmetric memory."""
+
+    name = "two-shot"
+
+    def case(self, count):
+        tensor, group = self.buffer[:count], self.group
+        run = self.torch.ops.symm_mem.two_shot_all_reduce_
+        return Case(tensor, tensor, lambda: run(tensor, "sum", group))
+
+
+def peers_for(on_cuda):
+    """The classes of what ours is measured beside, with the names that are theirs."""
+    if on_cuda:
+        return [
+            ("NCCL", Distributed),
+            ("NCCL window", NcclWindow),
+            ("one-shot", OneShot),
+            ("two-shot", TwoShot),
+        ]
+    return [("gloo", Distributed)]
+
+
+def set_up(ranks, dtype, op, count, algorithms, only=None):
+    """The contenders that could be set up, ours first; and why others could not, by name."""
+    pools = Pools()
+    plans = [
+        ("ours" if name == "auto" else f"ours {name}", Ours, (pools, name)) for name in algorithms
+    ]
+    plans += [(name, kind, ()) for name, kind in peers_for(ranks.on_cuda)]
+    found, missing = {}, {}
+    for name, kind, more in plans:
+        if only and name.split()[0] != "ours" and name not in only:
+            continue
+        made, why = ranks.attempt(lambda: kind(ranks, dtype, op, count, *more))
+        if why is None:
+            found[name] = made
+        else:
+            missing[name] = why
+    return found, missing, pools
+
+
+def environment():
+    """Settings of NCCL, torch and ours that change what is measured."""
+    begins = ("NCCL_", "TORCH_", "SYMMPOOL_", "CUDA_", "NVSHMEM_", "OMP_")
+    hidden = ("SECRET", "TORCHELASTIC")
+    names = [name for name in os.environ if name.startswith(begins)]
+    return {n: os.environ[n] for n in sorted(names) if not any(word in n for word in hidden)}

@@ -1,0 +1,126 @@
+"""Sizes and figures as people read them, and what a run found: as a table and as JSON."""
+
+import re
+from statistics import median
+
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_size(text):
+    """Bytes of "4096", "16K", "1.5M", "2GiB"; units are powers of 1024."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if not found:
+        raise ValueError(f"{text!r} is no size; write 4096, 16K, 1M or 2G")
+    size = float(found[1]) * UNITS[found[2].upper()]
+    if size < 1 or size != int(size):
+        raise ValueError(f"{text!r} is no whole number of bytes above 0")
+    return int(size)
+
+
+def sizes_between(low, high, factor):
+    """Sizes from `low` to at most `high`, each `factor` times the last."""
+    if factor <= 1:
+        raise ValueError(f"a factor of {factor}; more than 1 is needed")
+    sizes, size = [], low
+    while size <= high:
+        sizes.append(int(size))
+        size = max(size * factor, size + 1)
+    if not sizes:
+        raise ValueError(f"no size from {show_size(low)} to {show_size(high)}")
+    return sizes
+
+
+def show_size(size):
+    for unit in ("GiB", "MiB", "KiB"):
+        whole = UNITS[unit[0]]
+        if size >= whole:
+            number = size / whole
+            return f"{number:.0f} {unit}" if number == int(number) else f"{number:.2f} {unit}"
+    return f"{size} B"
+
+
+def bus_bandwidth(size, world, microseconds):
+    """GB/s that an all-reduce of `size` bytes moves over each rank's links, as nccl-tests has it."""
+    return 2 * (world - 1) / world * size / microseconds / 1e3
+
+
+class Row:
+    """What was found for one size."""
+
+    def __init__(self, size, world):
+        self.size = size
+        self.world = world
+        #: Microseconds a call in each round, the slowest rank's, by contender.
+        self.rounds = {}
+        #: Microseconds of host time a call, and until it was done, by contender.
+        self.eager = {}
+        #: Why a contender has no figure for this size.
+        self.missing = {}
+
+    def microseconds(self, name):
+        """The median over rounds; None where there is none."""
+        rounds = self.rounds.get(name)
+        return median(rounds) if rounds else None
+
+    def best(self, names):
+        """The fastest of `names` and its time; (None, None) where none has one."""
+        timed = [(self.microseconds(name), name) for name in names if self.rounds.get(name)]
+        return min(timed)[::-1] if timed else (None, None)
+
+    def to_json(self):
+        def figures(name):
+            time = self.microseconds(name)
+            bandwidth = bus_bandwidth(self.size, self.world, time)
+            found = {"us": time, "busbw_gb_s": bandwidth, "rounds_us": self.rounds[name]}
+            if name in self.eager:
+                host, total = self.eager[name]
+                found |= {"eager_host_us": host, "eager_total_us": total}
+            return found
+
+        names = [name for name, rounds in self.rounds.items() if rounds]
+        found = {name: figures(name) for name in names}
+        return {"bytes": self.size, "figures": found, "missing": self.missing}
+
+
+def figure(value):
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if value < 100 else f"{value:,.1f}" if value < 10_000 else f"{value:,.0f}"
+
+
+def cells(rows, ours, peers):
+    """The table's heading and lines. `ours` and `peers` are names of contenders."""
+    names = [*ours, *peers]
+    heading = ["size", *names, "busbw GB/s", "best peer", "us", "peer/ours"]
+    lines = []
+    for row in rows:
+        _, own = row.best(ours)
+        rival, theirs = row.best(peers)
+        bandwidth = None if own is None else bus_bandwidth(row.size, row.world, own)
+        ratio = None if own is None or theirs is None else theirs / own
+        times = [figure(row.microseconds(name)) for name in names]
+        end = [figure(bandwidth), rival or "-", figure(theirs), figure(ratio)]
+        lines.append([show_size(row.size), *times, *end])
+    return heading, lines
+
+
+def eager_cells(rows, names):
+    """Host time a call and time until done, by contender."""
+    heading = ["size", *names]
+    lines = []
+    for row in rows:
+        pairs = [row.eager.get(name) for name in names]
+        shown = ["-" if pair is None else f"{figure(pair[0])} / {figure(pair[1])}" for pair in pairs]
+        lines.append([show_size(row.size), *shown])
+    return heading, lines
+
+
+def lay_out(heading, lines):
+    """Columns side by side, figures to the right."""
+    widths = [max(len(line[at]) for line in [heading, *lines]) for at in range(len(heading))]
+
+    def line(texts):
+        return "  ".join(text.rjust(width) for text, width in zip(texts, widths)).rstrip()
+
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([line(heading), rule, *map(line, lines)])

@@ -1,0 +1,58 @@
+"""Exceptions of the package: one class for each thing that a caller can do about an error.
+
+Each also derives from the builtin exception of its kind, so code that knows nothing of this package
+handles them. Messages say what happened, on which rank, what was expected and what to do.
+"""
+
+import builtins
+
+__all__ = [
+    "DivergedError",
+    "Error",
+    "InvalidArgumentError",
+    "InvalidStateError",
+    "OutOfMemoryError",
+    "PeerLostError",
+    "RefusedError",
+    "TimeoutError",
+    "UnsupportedError",
+]
+
+
+class Error(Exception):
+    """Any error of symmpool; by itself, a failed call to the system or a device library."""
+
+    #: The ranks that are missing, lost or different; empty where none are to blame.
+    ranks: tuple[int, ...] = ()
+
+
+class OutOfMemoryError(Error, MemoryError):
+    """Memory, address range or a limit is used up. Free something, or raise the limit."""
+
+
+class DivergedError(Error, RuntimeError):
+    """Ranks did different things, or were set up differently. The program must be mended."""
+
+
+class TimeoutError(Error, builtins.TimeoutError):  # noqa: A001
+    """A wait ran out; `ranks` names who did not answer."""
+
+
+class PeerLostError(Error, ConnectionError):
+    """A rank is gone; `ranks` names it. Rebuild the group without it, or restart."""
+
+
+class UnsupportedError(Error, NotImplementedError):
+    """This machine, library or build cannot do it."""
+
+
+class InvalidArgumentError(Error, ValueError):
+    """An argument makes no sense; nothing was changed."""
+
+
+class RefusedError(Error, PermissionError):
+    """Wrong secret, wrong protocol version, wrong user."""
+
+
+class InvalidStateError(Error, RuntimeError):
+    """The call does not fit the current state, such as a commit inside a commit."""

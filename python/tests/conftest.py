@@ -1,0 +1,41 @@
+"""What all tests share, and which files this machine has a use for."""
+
+import gc
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+# The package does without torch, and so do its tests: these come on top where torch is there.
+collect_ignore = [] if importlib.util.find_spec("torch") else ["test_torch.py"]
+
+
+def remains():
+    """What the package could leave behind in this process: mappings of shared memory, descriptors
+    of it, and files."""
+    descriptors = []
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            descriptors.append(os.readlink(f"/proc/self/fd/{entry}"))
+        except FileNotFoundError:
+            pass  # the listing's own
+    return {
+        "mappings": sum("/memfd:symmpool" in line for line in open("/proc/self/maps")),
+        "descriptors": sum("/memfd:symmpool" in name for name in descriptors),
+        "files": sum("symmpool" in name for name in os.listdir("/dev/shm")),
+    }
+
+
+@pytest.fixture(autouse=True)
+def nothing_remains(request):
+    """No test leaves memory behind that other processes could still see."""
+    before = remains()
+    yield
+    # pytest itself still holds what fixtures gave.
+    request.node.funcargs.clear()
+    gc.collect()
+    assert remains() == before

@@ -1,0 +1,238 @@
+"""The parts of the benchmark that need neither torch nor a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from symmpool.bench import cli, peers, plot, table, timing
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("4096", 4096), ("16K", 16 << 10), ("1.5m", 3 << 19), ("2GiB", 2 << 30), (" 8 KB ", 8192)],
+)
+def test_sizes_are_read(text, size):
+    assert table.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "K", "0", "-1", "1.0001K", "4T", "1e3", "4 4"])
+def test_sizes_that_are_none_are_refused(text):
+    with pytest.raises(ValueError, match="size|bytes"):
+        table.parse_size(text)
+
+
+def test_sizes_between_two():
+    assert table.sizes_between(1024, 70_000, 4) == [1024, 4096, 16384, 65536]
+    assert table.sizes_between(5, 5, 2) == [5]
+    assert table.sizes_between(1, 4, 1.01) == [1, 2, 3, 4]
+    for low, high, factor in [(2, 1, 2), (1, 10, 1), (1, 10, 0.5)]:
+        with pytest.raises(ValueError):
+            table.sizes_between(low, high, factor)
+
+
+def test_sizes_are_shown():
+    shown = [table.show_size(size) for size in (1, 1000, 1024, 1536, 64 << 20, 5 << 28)]
+    assert shown == ["1 B", "1000 B", "1 KiB", "1.50 KiB", "64 MiB", "1.25 GiB"]
+
+
+def test_bandwidth_is_that_of_the_links():
+    # 1 GB among 4 ranks in 4 ms: each sends and receives 1.5 GB.
+    assert table.bus_bandwidth(10**9, 4, 4000) == pytest.approx(375)
+    assert table.bus_bandwidth(10**9, 1, 4000) == 0
+
+
+def row(size, **rounds):
+    found = table.Row(size, 4)
+    found.rounds = {name.replace("_", " "): times for name, times in rounds.items()}
+    return found
+
+
+def test_a_table_has_the_median_and_the_best_peer():
+    rows = [
+        row(1024, ours=[3, 2, 9], NCCL=[12, 12, 13], one_shot=[7, 6, 8]),
+        row(1 << 20, ours=[20], NCCL=[10], one_shot=[]),
+        row(1 << 21, ours=[], NCCL=[]),
+    ]
+    heading, lines = table.cells(rows, ["ours"], ["NCCL", "one shot"])
+    assert heading[0] == "size" and heading[1:4] == ["ours", "NCCL", "one shot"]
+    assert lines[0] == ["1 KiB", "3.00", "12.00", "7.00", "0.51", "one shot", "7.00", "2.33"]
+    assert lines[1][-3:] == ["NCCL", "10.00", "0.50"] and lines[1][3] == "-"
+    assert lines[2][1:] == ["-"] * 7
+    text = table.lay_out(heading, lines).splitlines()
+    assert len(text) == 5 and set(text[1]) == {"-", " "}
+    assert text[2].index("1 KiB") == len("2 MiB") - len("1 KiB")
+
+
+def test_the_report_holds_every_round():
+    found = row(1024, ours=[3, 2, 9], NCCL=[12, 12, 13], one_shot=[])
+    found.eager["ours"] = (1.5, 4.0)
+    found.missing["one shot"] = "why"
+    report = json.loads(json.dumps(found.to_json()))
+    assert report["bytes"] == 1024 and report["missing"] == {"one shot": "why"}
+    assert report["figures"]["ours"]["rounds_us"] == [3, 2, 9]
+    assert report["figures"]["ours"]["us"] == 3
+    assert report["figures"]["ours"]["eager_host_us"] == 1.5
+    assert set(report["figures"]) == {"ours", "NCCL"}
+
+
+def test_eager_times_are_shown_in_pairs():
+    found = row(1024, ours=[3])
+    found.eager["ours"] = (1.5, 1234.5)
+    assert table.eager_cells([found], ["ours", "NCCL"])[1] == [["1 KiB", "1.50 / 1,234.5", "-"]]
+
+
+def test_large_calls_come_in_small_graphs():
+    assert [timing.calls_for(size) for size in (1, 2 << 20, 16 << 20, 1 << 30)] == [100, 100, 16, 5]
+    assert timing.calls_for(1, 7) == 7
+
+
+def test_everybody_goes_first_in_turn():
+    assert [timing.order(["a", "b", "c"], n)[0] for n in range(4)] == ["a", "b", "c", "a"]
+    assert sorted(timing.order(["a", "b", "c"], 5)) == ["a", "b", "c"]
+    assert timing.order([], 3) == []
+
+
+def test_a_loop_is_timed_without_its_first_turn(monkeypatch):
+    # Seconds at which the clock is read: the first turn is slow.
+    ticks = iter([0, 9, 10, 10.001, 20, 20.003, 30, 30.002])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ticks))
+    calls = []
+    assert timing.time_loop(lambda: calls.append(1), 10, 3) == pytest.approx(200)
+    assert len(calls) == 40
+
+
+class Event:
+    """An event on a clock that replays advance."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Event.now
+
+    def elapsed_time(self, other):
+        return other.at - self.at
+
+
+def test_replays_are_timed_without_the_one_where_ranks_meet():
+    spans = iter([50.0, 2.0, 4.0, 3.0])
+
+    class Graph:
+        def replay(self):
+            Event.now += next(spans)
+
+    torch = SimpleNamespace(cuda=SimpleNamespace(Event=Event, synchronize=lambda: None))
+    # Milliseconds of ten calls: a median of 3 is 300 us a call.
+    assert timing.time_graph(torch, Graph(), 10, 3) == pytest.approx(300)
+
+
+class FakeRanks:
+    """Two ranks, of which the other one says what it is told to."""
+
+    rank, world, on_cuda = 0, 2, False
+
+    def __init__(self, others):
+        self.others = iter(others)
+        self.synchronize = lambda: None
+
+    def gather(self, value):
+        return [value, next(self.others)]
+
+    attempt = peers.Ranks.attempt
+
+
+def test_what_fails_on_one_rank_has_failed_on_all():
+    def broken():
+        raise RuntimeError("no such window")
+
+    assert FakeRanks([None]).attempt(lambda: 7) == (7, None)
+    value, why = FakeRanks([None]).attempt(broken)
+    assert value is None and why == "on 1 of 2 ranks; rank 0: RuntimeError: no such window"
+    value, why = FakeRanks(["ValueError: mine"]).attempt(lambda: 7)
+    assert value is None and why == "on 1 of 2 ranks; rank 1: ValueError: mine"
+
+
+def test_a_peer_that_cannot_be_set_up_is_missing_and_no_more(monkeypatch):
+    class Good:
+        def __init__(self, ranks, dtype, op, count, *more):
+            self.more = more
+
+    class Bad:
+        def __init__(self, *_):
+            raise OSError("no library")
+
+    monkeypatch.setattr(peers, "Ours", Good)
+    monkeypatch.setattr(peers, "peers_for", lambda on_cuda: [("bad", Bad), ("good", Good)])
+    found, missing, _ = peers.set_up(FakeRanks([None] * 9), "f32", "sum", 10, ["auto", "one_shot"])
+    assert list(found) == ["ours", "ours one_shot", "good"]
+    assert missing == {"bad": "on 1 of 2 ranks; rank 0: OSError: no library"}
+    found, missing, _ = peers.set_up(FakeRanks([None] * 9), "f32", "sum", 10, ["auto"], ["good"])
+    assert list(found) == ["ours", "good"] and not missing
+
+
+def test_secrets_are_not_reported(monkeypatch):
+    monkeypatch.setenv("SYMMPOOL_SECRET", "a secret")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    found = peers.environment()
+    assert found["NCCL_NVLS_ENABLE"] == "0"
+    assert "a secret" not in found.values()
+
+
+def options(*arguments):
+    return cli.parser().parse_args(["allreduce", *arguments])
+
+
+def test_options_are_understood():
+    found = options("--sizes", "4K,1M", "--dtype", "f32", "--algorithm", "all", "--eager")
+    assert found.sizes == [4096, 1 << 20] and found.eager and found.algorithm == "all"
+    assert options("--max", "1M").max_size == options("--max-size", "1M").max_size == 1 << 20
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--sizes", "4X"], ["--rounds", "0"], ["--dtype", "f8"], ["--algorithm", "best"]]
+)
+def test_options_that_make_no_sense_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as error:
+        options(*arguments)
+    assert error.value.code == 2 and arguments[0] in capsys.readouterr().err
+
+
+def test_a_picture_needs_matplotlib_and_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match="pip install"):
+        plot.require()
+    with pytest.raises(SystemExit, match="pip install"):
+        cli.main(["allreduce", "--plot", "x.png"])
+
+
+def test_reports_go_to_folders_that_exist():
+    with pytest.raises(SystemExit, match="no folder"):
+        cli.main(["allreduce", "--json", "/nonexistent/x.json"])
+
+
+def test_the_driver_is_found_where_there_is_one(monkeypatch):
+    for text, version in [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159  Release", "580.159"),
+        ("nothing", None),
+    ]:
+        monkeypatch.setattr(cli.Path, "read_text", lambda self, text=text: text)
+        assert cli.driver_version() == version
+
+
+def test_what_is_missing_is_said_before_anything_runs(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('none here')")
+    done = subprocess.run(
+        [sys.executable, "-m", "symmpool", "bench", "allreduce"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1 and "needs torch" in done.stderr

@@ -1,0 +1,211 @@
+"""Errors between processes: typed, on every rank, soon, and naming who is to blame."""
+
+import os
+import signal
+import socket
+import time
+
+import numpy as np
+import pytest
+from ranks import run, values
+
+import symmpool
+
+
+def failure(call):
+    """How a call failed: the class, the ranks it names, its message and the seconds it took."""
+    begin = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        ranks = getattr(error, "ranks", None)
+        return type(error).__name__, ranks, str(error), time.monotonic() - begin
+    return None
+
+
+def refused_arguments(group):
+    pool = symmpool.Pool(group, "cpu")
+    comm = symmpool.Communicator(pool, timeout=20)
+    good = pool.empty((4, 6), np.float32)
+    good[...] = 1
+    read_only = np.ones((4, 6), np.float32)
+    read_only.flags.writeable = False
+    wrong = [
+        ("tensor", lambda: comm.all_reduce(np.ones((6, 4), np.float32).T)),
+        ("tensor", lambda: comm.all_reduce(np.ones(4, np.complex64))),
+        ("tensor", lambda: comm.all_reduce(read_only)),
+        ("tensor", lambda: comm.all_reduce([1, 2, 3])),
+        ("tensor", lambda: comm.all_reduce(None)),
+        ("op", lambda: comm.all_reduce(good, "median")),
+        ("op", lambda: comm.all_reduce(good, 1)),
+        ("out", lambda: comm.all_reduce(good, "sum", pool.empty(23, np.float32))),
+        ("out", lambda: comm.all_reduce(good, "sum", pool.empty(24, np.int32))),
+        ("overlap", lambda: comm.all_reduce(good[:2], "sum", good[1:3])),
+        ("output", lambda: comm.all_gather(good, good)),
+        ("input", lambda: comm.reduce_scatter(good, good)),
+        ("input", lambda: comm.all_to_all_single(good[:1, :5], good[:1, :5])),
+        ("input_split_sizes", lambda: comm.all_to_all_single(good, good, [2, 2], [2, 3])),
+        ("input_split_sizes", lambda: comm.all_to_all_single(good, good, [2, 2], [4])),
+        ("output_split_sizes", lambda: comm.all_to_all_single(good, good, [-1, 5], [2, 2])),
+        ("output_split_sizes", lambda: comm.all_to_all_single(good, good, "ab", [2, 2])),
+        ("root 7", lambda: comm.broadcast(good, 7)),
+        ("src", lambda: comm.broadcast(good, -1)),
+    ]
+    bad = []
+    for name, call in wrong:
+        # Now the one rank, now the other: the other one is told.
+        for culprit in (0, 1):
+            found = failure(call if pool.rank == culprit else comm.barrier)
+            if pool.rank == culprit:
+                right = found and found[0] in ("InvalidArgumentError", "TypeError")
+                right = right and name in found[2]
+            else:
+                right = found and found[0] == "DivergedError" and found[3] < 10
+            if not right:
+                bad.append((name, culprit, found))
+    comm.all_reduce(good)
+    return bad, float(good[0, 0]), comm.failure
+
+
+def test_wrong_arguments_are_named_and_the_others_told():
+    assert values(2, refused_arguments) == [([], 2.0, None)] * 2
+
+
+def different_calls(group):
+    pool = symmpool.Pool(group, "cpu")
+    comm = symmpool.Communicator(pool, timeout=20)
+    x = pool.empty(64, np.float32)
+    x[...] = pool.rank
+    calls = [
+        lambda: comm.all_reduce(x, "sum" if pool.rank else "max"),
+        lambda: comm.all_reduce(x[: 32 + pool.rank]),
+        lambda: comm.all_reduce(x if pool.rank else np.ones(64, np.float32)),
+        lambda: comm.all_reduce(x.view(np.int32) if pool.rank else x),
+    ]
+    found = [failure(call) for call in calls]
+    return [kind for kind, *_ in found], float(x[0])
+
+
+def test_different_calls_are_an_error_everywhere_and_nothing_is_written():
+    assert values(2, different_calls) == [(["DivergedError"] * 4, float(rank)) for rank in (0, 1)]
+
+
+def different_sizes(group):
+    pool = symmpool.Pool(group, "cpu")
+    x = pool.empty(1000 * (pool.rank + 1), np.float32)
+    found = failure(pool.commit)
+    del x
+    pool.resync()
+    y = pool.empty(10, np.float32)
+    y[...] = 1
+    symmpool.Communicator(pool).all_reduce(y)
+    return found[:3], float(y[0])
+
+
+def test_different_sizes_are_found_at_the_commit_and_mended():
+    for (kind, _, message), mended in values(2, different_sizes):
+        assert kind == "DivergedError" and mended == 2.0
+        assert "default" in message and "rank 0" in message and "rank 1" in message
+
+
+def missing_rank(group):
+    pool = symmpool.Pool(group, "cpu")
+    comm = symmpool.Communicator(pool, timeout=0.3)
+    if pool.rank == 1:
+        time.sleep(2)
+        return None
+    first, second = failure(comm.barrier), failure(comm.barrier)
+    return first[:2], first[3] < 2, second[0], second[3] < 0.1, type(comm.failure).__name__
+
+
+def test_a_rank_that_does_not_come_is_named_in_time():
+    expected = (("TimeoutError", (1,)), True, "TimeoutError", True, "TimeoutError")
+    assert values(2, missing_rank)[0] == expected
+
+
+def dies(group):
+    pool = symmpool.Pool(group, "cpu")
+    comm = symmpool.Communicator(pool, timeout=20)
+    x = pool.empty(1 << 16, np.float32)
+    comm.all_reduce(x)
+    if pool.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    found = failure(lambda: [comm.all_reduce(x) for _ in range(1000)])
+    return found[0], found[1], found[3] < 10, isinstance(comm.failure, ConnectionError)
+
+
+def test_a_rank_that_is_killed_is_named_long_before_the_deadline():
+    outcomes = run(3, dies)
+    assert outcomes[1].status == -signal.SIGKILL
+    assert [outcomes[rank].value for rank in (0, 2)] == [("PeerLostError", (1,), True, True)] * 2
+
+
+def never_calls(group):
+    pool = symmpool.Pool(group, "cpu")
+    comm = symmpool.Communicator(pool, timeout=0.5)
+    if pool.rank == 1:
+        time.sleep(600)
+    return failure(comm.barrier)[:2]
+
+
+def test_a_rank_that_hangs_is_named():
+    outcomes = run(2, never_calls, silent=[1])
+    assert outcomes[0].value == ("TimeoutError", (1,))
+    assert outcomes[1].status == -signal.SIGKILL
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_nobody_at_the_store_is_a_timeout():
+    found = failure(lambda: symmpool.Group(1, 2, f"127.0.0.1:{free_port()}", timeout=0.3))
+    assert found[0] == "TimeoutError" and found[3] < 5
+
+
+def over_tcp(group, port, secret):
+    own = symmpool.Group(group.rank, 2, f"127.0.0.1:{port}", secret=secret, timeout=20)
+    pool = symmpool.Pool(own, "cpu")
+    x = np.full(4, pool.rank + 1, np.float32)
+    symmpool.Communicator(pool).all_reduce(x)
+    return x.tolist()
+
+
+def test_groups_meet_over_tcp_too():
+    port = free_port()
+    assert values(2, over_tcp, port, "a secret of this test") == [[3.0] * 4] * 2
+
+
+def test_a_wrong_secret_is_refused():
+    address = f"127.0.0.1:{free_port()}"
+    server = symmpool.Group(0, 2, address, secret="the right secret")
+    with pytest.raises(symmpool.RefusedError) as error:
+        symmpool.Group(1, 2, address, secret="the wrong secret", timeout=5)
+    assert isinstance(error.value, PermissionError)
+    assert "right" not in str(error.value) and server.rank == 0
+
+
+def no_partner(group):
+    if group.rank == 1:
+        time.sleep(2)
+        return None
+    return failure(lambda: symmpool.Pool(group, "cpu", timeout=0.3))[:2]
+
+
+def test_a_pool_waits_no_longer_than_told():
+    assert values(2, no_partner)[0] == ("TimeoutError", (1,))
+
+
+def different_settings(group):
+    return failure(lambda: symmpool.Pool(group, "cpu", stride=(1 + group.rank) << 34))[0]
+
+
+def test_different_settings_are_found():
+    assert values(2, different_settings) == ["DivergedError"] * 2
+
+
+def test_algorithms_that_are_none_are_refused():
+    pool = symmpool.Pool(symmpool.Group.in_process(1)[0], "cpu")
+    with pytest.raises(symmpool.InvalidArgumentError, match="auto"):
+        symmpool.Communicator(pool, algorithm="fastest")

@@ -1,0 +1,118 @@
+"""The package itself: what importing it does, its errors, and whether its stubs tell the truth."""
+
+import ast
+import builtins
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import symmpool
+from symmpool import _symmpool, errors
+
+STUBS = Path(symmpool.__file__).with_name("_symmpool.pyi")
+
+
+def python(program, *options):
+    return subprocess.run(
+        [sys.executable, *options, "-c", program], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_importing_it_imports_neither_torch_nor_numpy():
+    program = "import symmpool, sys; print([n for n in ('torch', 'numpy') if n in sys.modules])"
+    assert python(program).stdout.strip() == "[]"
+
+
+def test_every_error_is_also_a_builtin_one():
+    kin = {
+        "OutOfMemoryError": MemoryError,
+        "DivergedError": RuntimeError,
+        "TimeoutError": builtins.TimeoutError,
+        "PeerLostError": ConnectionError,
+        "UnsupportedError": NotImplementedError,
+        "InvalidArgumentError": ValueError,
+        "RefusedError": PermissionError,
+        "InvalidStateError": RuntimeError,
+    }
+    assert {"Error", *kin} == set(errors.__all__)
+    for name, builtin in kin.items():
+        error = getattr(symmpool, name)("what happened")
+        assert isinstance(error, symmpool.Error) and isinstance(error, builtin)
+        assert str(error) == "what happened"
+        assert error.ranks == ()
+
+
+def test_all_names_are_there_and_documented():
+    for name in symmpool.__all__:
+        assert inspect.getdoc(getattr(symmpool, name)), f"{name} has no docstring"
+    assert symmpool.__version__ == _symmpool.version()
+    assert symmpool.algorithms()[0] == "auto"
+
+
+def members(node):
+    return {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
+
+
+def test_the_stubs_are_what_the_binding_has():
+    stubs = ast.parse(STUBS.read_text())
+    classes = {node.name: node for node in stubs.body if isinstance(node, ast.ClassDef)}
+    for name in ("Block", "Communicator", "Group", "Pool"):
+        found = getattr(_symmpool, name)
+        shown = members(classes[name])
+        public = {n for n in vars(found) if not n.startswith("_")}
+        assert public == {n for n in shown if not n.startswith("_")}, name
+        for method, stub in shown.items():
+            decorators = {getattr(d, "id", None) for d in stub.decorator_list}
+            if "property" in decorators:
+                assert inspect.isgetsetdescriptor(vars(found)[method]), (name, method)
+                continue
+            target = found if method == "__init__" else getattr(found, method)
+            parameters = list(inspect.signature(target).parameters)
+            arguments = stub.args.posonlyargs + stub.args.args + stub.args.kwonlyargs
+            expected = [a.arg for a in arguments]
+            if method == "__init__":
+                expected.remove("self")
+            assert parameters == expected, (name, method)
+            if not method.startswith("__"):
+                assert inspect.getdoc(target), (name, method)
+
+
+def test_the_module_says_what_it_can_run():
+    done = subprocess.run(
+        [sys.executable, "-m", "symmpool", "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and "bench" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("world", "rank", "address"),
+    [(2, 2, "127.0.0.1:29500"), (0, 0, "127.0.0.1:29500"), (1, 0, "127.0.0.1"), (1, 0, "x:0")],
+)
+def test_impossible_groups_are_refused(world, rank, address):
+    with pytest.raises(symmpool.InvalidArgumentError):
+        symmpool.Group(rank, world, address)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), 1e300])
+def test_impossible_times_are_refused(timeout):
+    with pytest.raises(ValueError, match="timeout"):
+        symmpool.Group.in_process(1, timeout=timeout)
+
+
+def test_the_environment_is_named_when_it_is_wrong(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(symmpool.InvalidArgumentError, match="WORLD_SIZE"):
+        symmpool.Group.from_env()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "one")
+    with pytest.raises(symmpool.InvalidArgumentError, match="one"):
+        symmpool.Group.from_env()
+
+
+def test_a_store_on_the_network_needs_a_secret():
+    with pytest.raises(symmpool.InvalidArgumentError, match="secret"):
+        symmpool.Group(0, 1, "0.0.0.0:29500", timeout=5)

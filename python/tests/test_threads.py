@@ -1,0 +1,87 @@
+"""Threads: ranks that are threads of one process, which works only if waits let others run."""
+
+import threading
+import time
+
+import numpy as np
+
+import symmpool
+
+
+def on_threads(world, body):
+    """Runs `body(group)` on a thread for every rank; returns what each returned."""
+    results = [None] * world
+
+    def rank(group):
+        results[group.rank] = body(group)
+
+    groups = symmpool.Group.in_process(world, timeout=20)
+    threads = [threading.Thread(target=rank, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return results
+
+
+def test_ranks_can_be_threads():
+    def body(group):
+        pool = symmpool.Pool(group, "cpu")
+        comm = symmpool.Communicator(pool, timeout=20)
+        x = pool.empty(10_000, np.float32)
+        total = 0
+        for step in range(50):
+            x[...] = step + pool.rank
+            comm.all_reduce(x)
+            total += float(x[0])
+        return total
+
+    assert on_threads(3, body) == [sum(3 * step + 3 for step in range(50))] * 3
+
+
+def test_a_waiting_call_lets_other_threads_run():
+    def body(group):
+        pool = symmpool.Pool(group, "cpu")
+        comm = symmpool.Communicator(pool, timeout=20)
+        if group.rank == 1:
+            time.sleep(1)
+            comm.barrier()
+            return None
+        turns, done = [0], threading.Event()
+
+        def count():
+            while not done.is_set():
+                turns[0] += 1
+                time.sleep(0.001)
+
+        other = threading.Thread(target=count)
+        other.start()
+        comm.barrier()
+        done.set()
+        other.join()
+        return turns[0] > 50
+
+    assert on_threads(2, body)[0]
+
+
+def test_communicators_work_side_by_side():
+    def body(group):
+        pool = symmpool.Pool(group, "cpu")
+        comms = [symmpool.Communicator(pool, timeout=20) for _ in range(3)]
+        arrays = [pool.empty(n, np.int64) for n in (10, 5000, 100_000)]
+        pool.commit()
+
+        def work(comm, array):
+            array[...] = 1
+            for _ in range(10):
+                comm.all_reduce(array)
+
+        threads = [threading.Thread(target=work, args=pair) for pair in zip(comms, arrays)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return [(array == 2**10).all() for array in arrays]
+
+    assert all(all(found) for found in on_threads(2, body))
