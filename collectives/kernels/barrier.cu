@@ -11,6 +11,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (session.failed) {
         return;
     }
-    attend<true>(session, call, 0, 0);
+    attend<true>(session, call, Used());
     fence();
 }

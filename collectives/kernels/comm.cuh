@@ -46,7 +46,6 @@ struct Local {
     u32 sentinel_turn;  // which third of the sentinel inbox is next
     u32 sentinel_used;  // vectors of the third before it that its call used
     u32 arrived;        // blocks of the running call that have read the above
-    u32 left;           // blocks of the running call that are done
 };
 
 struct Comm {
@@ -59,6 +58,8 @@ struct Comm {
     u64 flags_bytes;
     u64 packets;
     u64 packets_bytes;
+    u64 lines;
+    u64 lines_bytes;
     u64 sentinel;
     u64 sentinel_bytes;
     u64 scratch;
@@ -163,7 +164,6 @@ struct Session {
         Local* local = comm.local();
         if (atomicAdd(&local->arrived, 1) == gridDim.x - 1) {
             local->arrived = 0;
-            local->left = 0;
             local->sentinel_turn = sentinel_turn;
             local->sentinel_used = sentinel_used;
             local->epoch = epoch;

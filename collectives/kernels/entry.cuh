@@ -65,32 +65,40 @@ __device__ __forceinline__ void compare(const Session& session, const Call& call
     }
 }
 
+// Puts flags that no call will wait for again in place of what old calls left, from `used` bytes
+// on, which are this call's own.
+__device__ __forceinline__ void forget(const Session& session, u64 region, u64 bytes, u64 used) {
+    const u32 old = session.epoch - 2;
+    char* begin = session.comm.own() + region + session.parity() * (bytes / 2);
+    for (u64 at = used + 16 * threadIdx.x; at < bytes / 2; at += 16 * blockDim.x) {
+        store_plain(begin + at, make_uint4(0, old, old, old));
+    }
+}
+
+// How much of each region a call uses, in bytes from the beginning.
+struct Used {
+    u64 packets = 0;
+    u64 lines = 0;
+    u64 flags = 0;
+};
+
 // Flags are 32 bits of epoch. Before the numbers come round again, whatever an old call left in
-// places that were not written since is overwritten: four times on the way, in two calls running,
-// by the block that attends to the entry. `used` bytes at the beginning of either are this call's.
-__device__ __noinline__ void forget(const Session& session, u64 packets_used, u64 flags_used) {
+// places that were not written since is overwritten: four times on the way, in two calls running.
+__device__ __noinline__ void forget_old(const Session& session, Used used) {
     const Comm& comm = session.comm;
-    u32 old = session.epoch - 2;
-    char* packets = comm.own() + comm.packets + session.parity() * (comm.packets_bytes / 2);
-    for (u64 at = packets_used + 16 * threadIdx.x; at < comm.packets_bytes / 2;
-         at += 16 * blockDim.x) {
-        store_plain(packets + at, make_uint4(0, old, 0, old));
-    }
-    char* flags = comm.own() + comm.flags + session.parity() * (comm.flags_bytes / 2);
-    for (u64 at = flags_used + 16 * threadIdx.x; at < comm.flags_bytes / 2; at += 16 * blockDim.x) {
-        store_plain(flags + at, make_uint4(0, old, 0, old));
-    }
+    forget(session, comm.packets, comm.packets_bytes, used.packets);
+    forget(session, comm.lines, comm.lines_bytes, used.lines);
+    forget(session, comm.flags, comm.flags_bytes, used.flags);
 }
 
 // The whole work of the first block.
 template <bool RELEASE>
-__device__ __forceinline__ void attend(const Session& session, const Call& call,
-                                       u64 packets_used, u64 flags_used) {
+__device__ __forceinline__ void attend(const Session& session, const Call& call, Used used) {
     enter<RELEASE>(session, call);
     session.advance();
     compare(session, call);
     if ((session.epoch & 0x3fffffffu) < 2) {
-        forget(session, packets_used, flags_used);
+        forget_old(session, used);
     }
 }
 

@@ -14,7 +14,11 @@ __device__ __forceinline__ u64* flag(const Session& session, u32 owner, u32 kind
     return reinterpret_cast<u64*>(flags) + (data_block() * 2ull + kind) * WORLD + from;
 }
 
-__device__ __forceinline__ u64 flags_used() { return data_blocks() * (16ull * WORLD); }
+__device__ __forceinline__ Used used_flags() {
+    Used used;
+    used.flags = data_blocks() * (16ull * WORLD);
+    return used;
+}
 
 constexpr u32 ARRIVED = 0;   // what the sender put into scratch
 constexpr u32 FINISHED = 1;  // results, or that the sender needs this rank's memory no more

@@ -25,7 +25,11 @@ struct Packets {
         : offset(session.comm.packets + session.parity() * (session.comm.packets_bytes / 2)),
           epoch(session.epoch), vectors(count) {}
 
-    __device__ __forceinline__ u64 packets_used() const { return 32 * vectors; }
+    __device__ __forceinline__ Used used() const {
+        Used used;
+        used.packets = 32 * vectors;
+        return used;
+    }
     __device__ __forceinline__ void refresh(const Session&) const {}
     static __device__ __forceinline__ uint4 prepare(uint4 vector) { return vector; }
 
@@ -65,7 +69,7 @@ struct Sentinels {
         session.sentinel_used = static_cast<u32>(count);
     }
 
-    __device__ __forceinline__ u64 packets_used() const { return 0; }
+    __device__ __forceinline__ Used used() const { return Used(); }
 
     // By all data blocks: the part that the call before used is fresh again for the one after.
     __device__ __forceinline__ void refresh(const Session&) const {

@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     const Inbox inbox(session, WORLD * vectors);
     if (attends()) {
-        attend<false>(session, call, inbox.packets_used(), 0);
+        attend<false>(session, call, inbox.used());
         return;
     }
     for (bool first = true; first || at < vectors; at += data_threads()) {

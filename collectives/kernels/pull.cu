@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     if (attends()) {
-        attend<true>(session, call, 0, flags_used());
+        attend<true>(session, call, used_flags());
         return;
     }
     session.advance();

@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
     const Inbox inbox(session, results + ((SHOTS & (GATHER | BROADCAST)) ? WORLD * vectors : 0));
     if (attends()) {
-        attend<false>(session, call, inbox.packets_used(), 0);
+        attend<false>(session, call, inbox.used());
         return;
     }
 

@@ -45,7 +45,7 @@ pub struct CommunicatorOptions {
     /// On a device: bytes of each of the three parts of an inbox, which hold what ranks send each
     /// other in one call, twice the size of an all-reduce as a rule, and of each half of the
     /// scratch. A multiple of 4096, at least 1 MiB. Larger calls go in pieces. Default 32 MiB; a
-    /// communicator takes five times as much and 17 MiB.
+    /// communicator takes five times as much and 33 MiB.
     pub device_scratch_bytes: u64,
     /// The number of the first call, 1 or more. Default 1; others serve to test what happens when
     /// numbers have used up their bits.

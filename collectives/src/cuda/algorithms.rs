@@ -6,11 +6,11 @@ use symmpool_allocator::{Error, Result, Stream};
 
 use super::engine::CudaEngine;
 use super::kernels::{Loaded, Specialty};
-use super::params::{CallParams, MOST_BLOCKS};
+use super::params::{CallParams, LINE_PAYLOAD, MOST_BLOCKS};
 use super::select::{Algorithm, Shape, has_sentinels};
 use crate::host::call::{Call, Operation};
 use crate::jit::Kernel;
-use crate::jit::sources::{ONE_SHOT, PULL, PUSH, TWO_SHOT};
+use crate::jit::sources::{ONE_SHOT, ONE_SHOT_LINE, PULL, PUSH, TWO_SHOT};
 use crate::{AllReduceAlgorithm, DType, Place, ReduceOp};
 
 /// Bits of `SHOTS` in the kernels.
@@ -142,6 +142,7 @@ impl CudaEngine {
         let (kernel, shots, sentinels) = match algorithm {
             Algorithm::OneShotPacket => (&ONE_SHOT, 0, false),
             Algorithm::OneShotSentinel => (&ONE_SHOT, 0, true),
+            Algorithm::OneShotLine => (&ONE_SHOT_LINE, 0, false),
             Algorithm::OneShotPull => (&PULL, SCATTER, false),
             Algorithm::TwoShotPacket => (&TWO_SHOT, SCATTER | GATHER, false),
             Algorithm::TwoShotSentinel => (&TWO_SHOT, SCATTER | GATHER, true),
@@ -154,6 +155,14 @@ impl CudaEngine {
                 // Small blocks begin and end sooner.
                 let loaded = self.loaded(kernel, work, shots, sentinels, THREADS)?;
                 let grid = Grid::new(&loaded, vectors, 32, u32::MAX);
+                // SAFETY: passed on.
+                unsafe { self.put(loaded, grid, work) }
+            }
+            Algorithm::OneShotLine => {
+                // Eight threads a line.
+                let threads = work.bytes.div_ceil(LINE_PAYLOAD) * 8;
+                let loaded = self.loaded(kernel, work, shots, sentinels, THREADS)?;
+                let grid = Grid::new(&loaded, threads, 64, u32::MAX);
                 // SAFETY: passed on.
                 unsafe { self.put(loaded, grid, work) }
             }

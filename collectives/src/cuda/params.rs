@@ -12,6 +12,9 @@ pub(super) const MOST_RANKS: u32 = 8;
 /// Room of one parity for packets, whose data is half of it: whatever is above some hundred KiB
 /// has better ways.
 const PACKETS: u64 = 8 << 20;
+/// Room of one parity for lines of 128 bytes, of which 120 are data.
+const LINES: u64 = 8 << 20;
+pub(super) const LINE_PAYLOAD: u64 = 120;
 /// `Local` in `comm.cuh`, on cache lines of its own.
 const LOCAL: u64 = 256;
 
@@ -30,6 +33,8 @@ pub(super) struct Comm {
     pub(super) flags_bytes: u64,
     pub(super) packets: u64,
     pub(super) packets_bytes: u64,
+    pub(super) lines: u64,
+    pub(super) lines_bytes: u64,
     pub(super) sentinel: u64,
     pub(super) sentinel_bytes: u64,
     pub(super) scratch: u64,
@@ -77,6 +82,8 @@ pub(super) struct Control {
     pub(super) flags_bytes: u64,
     pub(super) packets: u64,
     pub(super) packets_bytes: u64,
+    pub(super) lines: u64,
+    pub(super) lines_bytes: u64,
     pub(super) sentinel: u64,
     pub(super) sentinel_bytes: u64,
     pub(super) scratch: u64,
@@ -114,6 +121,8 @@ impl Control {
         let flags = place(flags_bytes);
         let packets_bytes = 2 * PACKETS;
         let packets = place(packets_bytes);
+        let lines_bytes = 2 * LINES;
+        let lines = place(lines_bytes);
         let sentinel_bytes = 3 * room;
         let sentinel = place(sentinel_bytes);
         let scratch_bytes = 2 * room;
@@ -124,6 +133,8 @@ impl Control {
             flags_bytes,
             packets,
             packets_bytes,
+            lines,
+            lines_bytes,
             sentinel,
             sentinel_bytes,
             scratch,
@@ -143,6 +154,8 @@ impl Control {
             flags_bytes: self.flags_bytes,
             packets: self.packets,
             packets_bytes: self.packets_bytes,
+            lines: self.lines,
+            lines_bytes: self.lines_bytes,
             sentinel: self.sentinel,
             sentinel_bytes: self.sentinel_bytes,
             scratch: self.scratch,
@@ -158,6 +171,11 @@ impl Control {
     /// Vectors of 16 bytes that one call may put into the packet inbox.
     pub(super) fn packet_vectors(&self) -> u64 {
         self.packets_bytes / 2 / 32
+    }
+
+    /// Lines that one call may put into their inbox.
+    pub(super) fn line_count(&self) -> u64 {
+        self.lines_bytes / 2 / 128
     }
 
     /// Vectors that one call may put into the sentinel inbox.
@@ -179,6 +197,7 @@ mod tests {
             (control.channels, 4 * 8 * 4 * 16),
             (control.flags, control.flags_bytes),
             (control.packets, control.packets_bytes),
+            (control.lines, control.lines_bytes),
             (control.sentinel, control.sentinel_bytes),
             (control.scratch, control.scratch_bytes),
         ];

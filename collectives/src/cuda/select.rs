@@ -2,7 +2,7 @@
 
 use symmpool_allocator::{Error, Result};
 
-use super::params::Control;
+use super::params::{Control, LINE_PAYLOAD};
 use crate::{AllReduceAlgorithm, DType};
 
 /// How data travels on a device.
@@ -16,6 +16,7 @@ pub(crate) enum Algorithm {
     TwoShotSentinel = 12,
     TwoShotPull = 13,
     TwoShotPush = 14,
+    OneShotLine = 15,
 }
 
 /// What an all-reduce is chosen by: the same on every rank.
@@ -56,6 +57,10 @@ impl Shape {
     fn fits(&self, algorithm: Algorithm, control: &Control) -> bool {
         match algorithm {
             Algorithm::OneShotPacket => self.inbox(1) <= control.packet_vectors(),
+            Algorithm::OneShotLine => {
+                let lines = self.bytes.div_ceil(LINE_PAYLOAD);
+                u64::from(self.world) * lines <= control.line_count()
+            }
             Algorithm::OneShotSentinel => {
                 self.has_sentinels() && self.inbox(1) <= control.sentinel_vectors()
             }
@@ -75,7 +80,7 @@ impl Shape {
         let order: &[Algorithm] = if saved <= HOP_BYTES && self.bytes <= PACKET_BYTES {
             &[Algorithm::OneShotPacket]
         } else if saved <= HOP_BYTES {
-            &[Algorithm::OneShotSentinel, Algorithm::OneShotPacket]
+            &[Algorithm::OneShotSentinel, Algorithm::OneShotLine]
         } else if self.bytes <= STRAIGHT_BYTES {
             &[Algorithm::TwoShotSentinel, Algorithm::TwoShotPush]
         } else {
@@ -108,6 +113,7 @@ impl Shape {
             AllReduceAlgorithm::Auto => Ok(self.best(control)),
             AllReduceAlgorithm::OneShot => one_of(&[
                 Algorithm::OneShotSentinel,
+                Algorithm::OneShotLine,
                 Algorithm::OneShotPacket,
                 Algorithm::OneShotPull,
             ]),
@@ -118,6 +124,7 @@ impl Shape {
             ]),
             AllReduceAlgorithm::OneShotPacket => one_of(&[Algorithm::OneShotPacket]),
             AllReduceAlgorithm::OneShotSentinel => one_of(&[Algorithm::OneShotSentinel]),
+            AllReduceAlgorithm::OneShotLine => one_of(&[Algorithm::OneShotLine]),
             AllReduceAlgorithm::OneShotPull => one_of(&[Algorithm::OneShotPull]),
             AllReduceAlgorithm::TwoShotPacket => one_of(&[Algorithm::TwoShotPacket]),
             AllReduceAlgorithm::TwoShotSentinel => one_of(&[Algorithm::TwoShotSentinel]),
@@ -159,7 +166,7 @@ mod tests {
         let ordinary = Shape { input_window: false, output_window: false, ..shape(64 << 20, 4) };
         assert_eq!(best(ordinary), Algorithm::TwoShotSentinel);
         let integers = |bytes| Shape { dtype: DType::I32, ..shape(bytes, 4) };
-        assert_eq!(best(integers(64 << 10)), Algorithm::OneShotPacket);
+        assert_eq!(best(integers(64 << 10)), Algorithm::OneShotLine);
         assert_eq!(best(integers(4 << 20)), Algorithm::TwoShotPush);
         let both = Shape { dtype: DType::F64, ..ordinary };
         assert_eq!(best(both), Algorithm::TwoShotPacket);

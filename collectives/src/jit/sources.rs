@@ -39,7 +39,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = &[
 
 /// Every kernel.
 pub(crate) const KERNELS: &[&Kernel] =
-    &[&BARRIER, &ONE_SHOT, &ONE_SIDED, &PULL, &PUSH, &REDUCE_LOCAL, &TWO_SHOT];
+    &[&BARRIER, &ONE_SHOT, &ONE_SHOT_LINE, &ONE_SIDED, &PULL, &PUSH, &REDUCE_LOCAL, &TWO_SHOT];
 
 /// Every code of [`DType`](crate::DType), the 8-bit floats included.
 const DTYPE: Axis = ("DTYPE", &["1", "2", "3", "4", "5", "6", "7", "8", "9", "10"]);
@@ -59,7 +59,7 @@ const NARROW: Axis = ("THREADS", &["256"]);
 const TWO: Axis = ("BLOCKS", &["2"]);
 const ONE: Axis = ("BLOCKS", &["1"]);
 /// The sizes of what kernels are given, which they compare with their own.
-const COMM_BYTES: Axis = ("COMM_BYTES", &["128"]);
+const COMM_BYTES: Axis = ("COMM_BYTES", &["144"]);
 const CALL_BYTES: Axis = ("CALL_BYTES", &["72"]);
 const FAULT_BYTES: Axis = ("FAULT_BYTES", &["96"]);
 
@@ -113,6 +113,12 @@ pub(crate) const ONE_SHOT: Kernel = collective!(
         CALL_BYTES,
         FAULT_BYTES
     ],
+);
+
+/// All-reduce through lines, in one shot.
+pub(crate) const ONE_SHOT_LINE: Kernel = collective!(
+    "one_shot_line",
+    [WORLD, SOME_DTYPES, SUM, WIDE, COMM_BYTES, CALL_BYTES, FAULT_BYTES],
 );
 
 /// All-reduce and its halves through inboxes, in two shots.

@@ -1,0 +1,125 @@
+//! All-reduce in one shot, in lines: eight threads store 128 bytes at once, of which the last eight
+//! are flags. Any bits can travel, and take little more than their space.
+//! Defines: WORLD, DTYPE, OP, THREADS.
+//!
+//! A line that one warp stores with one instruction arrives whole over NVLink, and one that it loads
+//! with one instruction is seen whole: NCCL's LL128 protocol rests on the same.
+
+#include "data.cuh"
+#include "entry.cuh"
+#include "ranks.cuh"
+
+using namespace symmpool;
+
+constexpr u32 LINE = 128;
+constexpr u32 PAYLOAD = 120;
+constexpr u32 PARTS = 8;  // threads of a line
+
+// Sixteen bytes from anywhere, of which `count` are there; as two halves, which data of lines is
+// aligned to if its beginning is.
+__device__ __forceinline__ uint4 load_halves(const Source& input, u64 from, u32 count) {
+    const char* at = input.begin + from;
+    if (count == 16 && reinterpret_cast<u64>(at) % 8 == 0) {
+        uint2 low = *reinterpret_cast<const uint2*>(at);
+        uint2 high = *reinterpret_cast<const uint2*>(at + 8);
+        return make_uint4(low.x, low.y, high.x, high.y);
+    }
+    return gather_bytes(at, count);
+}
+
+__device__ __forceinline__ void store_halves(const Target& output, u64 from, u32 count,
+                                             uint4 vector) {
+    char* at = output.begin + from;
+    if (count == 16 && reinterpret_cast<u64>(at) % 8 == 0) {
+        *reinterpret_cast<uint2*>(at) = make_uint2(vector.x, vector.y);
+        *reinterpret_cast<uint2*>(at + 8) = make_uint2(vector.z, vector.w);
+    } else {
+        scatter_bytes(at, count, vector);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    symmpool_one_shot_line(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
+    begin();
+    const Source input(call.input, call.bytes);
+    const Target output(call.output, call.bytes);
+    const u64 lines = (call.bytes + PAYLOAD - 1) / PAYLOAD;
+    const u32 part = threadIdx.x % PARTS;
+    const u64 step = data_threads() / PARTS;
+    u64 line = attends() ? 0 : data_thread() / PARTS;
+    // This thread's bytes of a line: sixteen, in the last thread eight; fewer at the end.
+    auto bytes_of = [&](u64 at) {
+        const u64 from = at * PAYLOAD + part * 16;
+        const u64 left = from < call.bytes ? call.bytes - from : 0;
+        const u32 most = part == PARTS - 1 ? 8 : 16;
+        return static_cast<u32>(left < most ? left : most);
+    };
+    auto load = [&](u64 at) {
+        const u32 count = bytes_of(at);
+        return count == 0 ? make_uint4(0, 0, 0, 0)
+                          : load_halves(input, at * PAYLOAD + part * 16, count);
+    };
+    uint4 own = make_uint4(0, 0, 0, 0);
+    if (!attends() && line < lines) {
+        own = load(line);  // on its way while the state is read
+    }
+    const Session session(comm);
+    if (session.failed) {
+        return;
+    }
+    const u64 inbox = comm.lines + session.parity() * (comm.lines_bytes / 2);
+    if (attends()) {
+        Used used;
+        used.lines = WORLD * lines * LINE;
+        attend<false>(session, call, used);
+        return;
+    }
+    // Warps stay together: lines past the end are waited for by nobody.
+    const u64 rounds = lines == 0 ? 1 : (lines + step - 1) / step;
+    for (u64 round = 0; round < rounds; ++round, line += step) {
+        const bool live = line < lines;
+        if (live) {
+            own = round == 0 ? own : load(line);
+            uint4 vector = own;
+            if (part == PARTS - 1) {
+                vector.z = session.epoch, vector.w = session.epoch;
+            }
+#pragma unroll
+            for (u32 distance = 1; distance < WORLD; ++distance) {
+                char* to = comm.of(comm.after(distance)) + inbox;
+                store_relaxed(to + (comm.rank * lines + line) * LINE + part * 16, vector);
+            }
+        }
+        if (round == 0) {
+            session.advance();
+        }
+        uint4 all[WORLD];
+        Watch watch;
+        bool waiting = true;
+        while (waiting) {
+            u32 missing = WORLD;
+            if (live) {
+#pragma unroll
+                for (u32 rank = 0; rank < WORLD; ++rank) {
+                    if (rank == comm.rank) {
+                        all[rank] = own;
+                        continue;
+                    }
+                    all[rank] = load_relaxed(comm.own() + inbox +
+                                             (rank * lines + line) * LINE + part * 16);
+                    bool flagged = all[rank].z == session.epoch && all[rank].w == session.epoch;
+                    missing = part == PARTS - 1 && !flagged ? rank : missing;
+                }
+            }
+            waiting = __any_sync(~0u, missing != WORLD);
+            const u32 named = __reduce_min_sync(~0u, missing);
+            if (waiting && __any_sync(~0u, watch.expired(session, named, DATA))) {
+                return;
+            }
+        }
+        const u32 count = live ? bytes_of(line) : 0;
+        if (count > 0) {
+            store_halves(output, line * PAYLOAD + part * 16, count, reduce_all(all));
+        }
+    }
+}
