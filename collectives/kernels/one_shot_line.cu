@@ -15,34 +15,39 @@ constexpr u32 LINE = 128;
 constexpr u32 PAYLOAD = 120;
 constexpr u32 PARTS = 8;  // threads of a line
 
-// Sixteen bytes from anywhere, of which `count` are there; as two halves, which data of lines is
-// aligned to if its beginning is.
-__device__ __forceinline__ uint4 load_halves(const Source& input, u64 from, u32 count) {
-    const char* at = input.begin + from;
-    if (count == 16 && reinterpret_cast<u64>(at) % 8 == 0) {
-        uint2 low = *reinterpret_cast<const uint2*>(at);
-        uint2 high = *reinterpret_cast<const uint2*>(at + 8);
-        return make_uint4(low.x, low.y, high.x, high.y);
+// Up to sixteen bytes, as two halves: what data of lines is aligned to if its beginning is.
+__device__ __forceinline__ uint4 load_halves(const char* at, u32 count) {
+    if (reinterpret_cast<u64>(at) % 8 != 0 || count % 8 != 0) {
+        return gather_bytes(at, count);
     }
-    return gather_bytes(at, count);
+    const uint2* halves = reinterpret_cast<const uint2*>(at);
+    uint2 low = make_uint2(0, 0), high = make_uint2(0, 0);
+    if (count >= 8) {
+        low = halves[0];
+    }
+    if (count == 16) {
+        high = halves[1];
+    }
+    return make_uint4(low.x, low.y, high.x, high.y);
 }
 
-__device__ __forceinline__ void store_halves(const Target& output, u64 from, u32 count,
-                                             uint4 vector) {
-    char* at = output.begin + from;
-    if (count == 16 && reinterpret_cast<u64>(at) % 8 == 0) {
-        *reinterpret_cast<uint2*>(at) = make_uint2(vector.x, vector.y);
-        *reinterpret_cast<uint2*>(at + 8) = make_uint2(vector.z, vector.w);
-    } else {
+__device__ __forceinline__ void store_halves(char* at, u32 count, uint4 vector) {
+    if (reinterpret_cast<u64>(at) % 8 != 0 || count % 8 != 0) {
         scatter_bytes(at, count, vector);
+        return;
+    }
+    uint2* halves = reinterpret_cast<uint2*>(at);
+    if (count >= 8) {
+        halves[0] = make_uint2(vector.x, vector.y);
+    }
+    if (count == 16) {
+        halves[1] = make_uint2(vector.z, vector.w);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_one_shot_line(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
     begin();
-    const Source input(call.input, call.bytes);
-    const Target output(call.output, call.bytes);
     const u64 lines = (call.bytes + PAYLOAD - 1) / PAYLOAD;
     const u32 part = threadIdx.x % PARTS;
     const u64 step = data_threads() / PARTS;
@@ -55,9 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return static_cast<u32>(left < most ? left : most);
     };
     auto load = [&](u64 at) {
-        const u32 count = bytes_of(at);
-        return count == 0 ? make_uint4(0, 0, 0, 0)
-                          : load_halves(input, at * PAYLOAD + part * 16, count);
+        return load_halves(call.input + at * PAYLOAD + part * 16, bytes_of(at));
     };
     uint4 own = make_uint4(0, 0, 0, 0);
     if (!attends() && line < lines) {
@@ -117,9 +120,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 return;
             }
         }
-        const u32 count = live ? bytes_of(line) : 0;
-        if (count > 0) {
-            store_halves(output, line * PAYLOAD + part * 16, count, reduce_all(all));
+        if (live) {
+            store_halves(call.output + line * PAYLOAD + part * 16, bytes_of(line),
+                         reduce_all(all));
         }
     }
 }
