@@ -1,7 +1,6 @@
 //! All-reduce by loads from peers. Defines: WORLD, DTYPE, OP, THREADS, SHOTS.
 //!
-//! One shot: every rank lays its input into its scratch, and reduces from everybody's; what peers
-//! read lasts until they enter the next call but one, when the other parity has passed. Two shots:
+//! One shot: every rank lays its input into its scratch, and reduces from everybody's. Two shots:
 //! every rank reduces its share straight from the peers' inputs, which are windows, and stores the
 //! result into everybody's output, a window too.
 
@@ -30,8 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (SHOTS == 1) {
         const Source input(call.input, call.bytes);
         const Target output(call.output, call.bytes);
-        const u64 half = comm.scratch_bytes / 2;
-        const u64 scratch = comm.scratch + session.parity() * half;
+        const u64 scratch = comm.scratch;
         const Range range(0, input.vectors());
         for (u64 at = range.from + threadIdx.x; at < range.to; at += blockDim.x) {
             store_plain(comm.own() + scratch + 16 * at, input.load(at));
@@ -60,6 +58,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 }
             }
         }
+        // The next call may be one that writes into peers' scratch.
+        raise(session, FINISHED, 1);
+        await_flags(session, FINISHED, 1, EXIT);
         return;
     }
 

@@ -64,7 +64,7 @@ impl Shape {
             Algorithm::OneShotSentinel => {
                 self.has_sentinels() && self.inbox(1) <= control.sentinel_vectors()
             }
-            Algorithm::OneShotPull => self.bytes.next_multiple_of(16) <= control.scratch_bytes / 2,
+            Algorithm::OneShotPull => self.bytes.next_multiple_of(16) <= control.scratch_bytes,
             Algorithm::TwoShotPacket => true,
             Algorithm::TwoShotSentinel => self.has_sentinels(),
             Algorithm::TwoShotPull => self.input_window && self.output_window,
