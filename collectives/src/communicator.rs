@@ -190,7 +190,7 @@ impl Communicator {
             // windows are covered by windows (`place`).
             let engine = unsafe { HostEngine::new(pool.layout(), offset, bytes, engine_options) }?;
             let alive = Box::new(move |rank| sided_alive.alive(rank));
-            // SAFETY: dropped with the engine, before the control block is let go of.
+            // SAFETY: as the engine, it is used by nobody once the communicator is dropped.
             sided = Some(unsafe { engine.sided(options.timeout, alive) });
             Ok(Engine::Host(Box::new(engine)))
         })?;

@@ -1,10 +1,10 @@
 //! Checks and times collectives on the devices of this machine.
 //!
 //! `cuda_collectives check` goes through element types, operations, sizes, alignments, kinds of
-//! memory and algorithms, and compares every bit with what the CPU computes. `faults` has ranks
-//! differ and stay away, and expects the same typed error in bounded time. `soak` makes many calls
-//! of random sizes and algorithms back to back. `bench` times graphs of calls; one process a rank,
-//! rank r on device r modulo the number of devices.
+//! memory and algorithms, and copies and signals between two ranks, and compares every bit with what
+//! the CPU computes. `faults` has ranks differ and stay away, and expects the same typed error in
+//! bounded time. `soak` makes many calls of random sizes and algorithms back to back. `bench` times
+//! graphs of calls; one process a rank, rank r on device r modulo the number of devices.
 //!
 //! Exits with 0 if everything was right, 1 if not, 2 without CUDA.
 
@@ -13,6 +13,7 @@ mod check;
 mod cuda;
 mod faults;
 mod oracle;
+mod sided;
 mod soak;
 
 use std::net::TcpListener;
