@@ -23,6 +23,7 @@ use std::time::Duration;
 
 use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream, Windows};
 
+use crate::allreduce::Asked;
 use crate::cuda::{CudaEngine, CudaOptions};
 use crate::host::HostSided;
 use crate::host::cores::enough_for;
@@ -36,8 +37,9 @@ pub struct CommunicatorOptions {
     /// Longest wait for a late rank (rule S5). Default 30 s. A rank of this machine whose process
     /// is gone is noticed sooner.
     pub timeout: Duration,
-    /// How all-reduces go about it. Default: by size and kind of memory. Results have the same
-    /// bits with each.
+    /// How all-reduces go about it. Results have the same bits with each. Default: `Auto`, which is
+    /// by size and kind of memory, on devices by what was measured on such; or what the environment
+    /// names in `SYMMPOOL_ALL_REDUCE`, on every rank, where it is not empty.
     pub algorithm: AllReduceAlgorithm,
     /// Bytes of scratch per parity, of which there are two; see [`HostOptions::scratch_bytes`].
     /// Default 2 MiB. In host memory.
@@ -114,7 +116,7 @@ impl Default for CommunicatorOptions {
 /// ```
 pub struct Communicator {
     pool: Pool,
-    algorithm: AllReduceAlgorithm,
+    asked: Asked,
     inner: Mutex<Inner>,
     /// One-sided operations in host memory, which need no turn. On a device the engine has them.
     sided: Option<HostSided>,
@@ -142,15 +144,18 @@ impl Communicator {
 
     /// [`Self::new`] with options, the same on every rank.
     pub fn with_options(pool: &Pool, options: &CommunicatorOptions) -> Result<Self> {
+        let asked = Asked::from_env(options.algorithm);
+        // A name that is none fails where all ranks hear of it.
+        let sound = asked.clone().map(|_| ());
         let (engine, control, sided) = if pool.driver().as_cuda().is_some() {
-            let (engine, control) = Self::on_device(pool, options)?;
+            let (engine, control) = Self::on_device(pool, options, sound)?;
             (engine, control, None)
         } else {
-            Self::in_host_memory(pool, options)?
+            Self::in_host_memory(pool, options, sound)?
         };
         Ok(Self {
             pool: pool.clone(),
-            algorithm: options.algorithm,
+            asked: asked?,
             inner: Mutex::new(Inner { engine, windows: pool.windows() }),
             sided,
             control: Some(control),
@@ -160,6 +165,7 @@ impl Communicator {
     fn in_host_memory(
         pool: &Pool,
         options: &CommunicatorOptions,
+        sound: Result<()>,
     ) -> Result<(Engine, Block<u8>, Option<HostSided>)> {
         let driver = pool.driver();
         if !driver.host_accessible() {
@@ -179,7 +185,7 @@ impl Communicator {
             first_epoch: u64::from(options.first_epoch),
             peer_alive: Some(Box::new(move |rank| engine_alive.alive(rank))),
         };
-        let bytes = HostEngine::control_bytes(pool.world(), &engine_options);
+        let bytes = sound.and_then(|()| HostEngine::control_bytes(pool.world(), &engine_options));
         let zero = |block: &Block<u8>| block.write(&vec![0; block.bytes() as usize]);
         let mut sided = None;
         let (engine, control) = Self::share(pool, bytes, zero, |control| {
@@ -190,20 +196,24 @@ impl Communicator {
             // windows are covered by windows (`place`).
             let engine = unsafe { HostEngine::new(pool.layout(), offset, bytes, engine_options) }?;
             let alive = Box::new(move |rank| sided_alive.alive(rank));
-            // SAFETY: dropped with the engine, before the control block is let go of.
+            // SAFETY: as the engine, it is used by nobody once the communicator is dropped.
             sided = Some(unsafe { engine.sided(options.timeout, alive) });
             Ok(Engine::Host(Box::new(engine)))
         })?;
         Ok((engine, control, sided))
     }
 
-    fn on_device(pool: &Pool, options: &CommunicatorOptions) -> Result<(Engine, Block<u8>)> {
+    fn on_device(
+        pool: &Pool,
+        options: &CommunicatorOptions,
+        sound: Result<()>,
+    ) -> Result<(Engine, Block<u8>)> {
         let options = CudaOptions {
             timeout: options.timeout,
             room: options.device_scratch_bytes,
             first_epoch: options.first_epoch,
         };
-        let bytes = CudaEngine::control_bytes(pool.world(), &options);
+        let bytes = sound.and_then(|()| CudaEngine::control_bytes(pool.world(), &options));
         let prepare = |block: &Block<u8>| CudaEngine::prepare(pool, block, &options);
         Self::share(pool, bytes, prepare, |control| {
             let engine = CudaEngine::new(pool, control.offset(), &options)?;
@@ -287,7 +297,7 @@ impl Communicator {
         // touches them meanwhile, here or on a peer, does so through raw pointers as well: there
         // are no references into blocks.
         unsafe {
-            inner.engine.all_reduce((from, to), input.len(), T::DTYPE, op, self.algorithm, stream)
+            inner.engine.all_reduce((from, to), input.len(), T::DTYPE, op, self.asked, stream)
         }
     }
 
@@ -476,7 +486,7 @@ impl fmt::Debug for Communicator {
         f.debug_struct("Communicator")
             .field("rank", &self.rank())
             .field("world", &self.world())
-            .field("algorithm", &self.algorithm)
+            .field("algorithm", &self.asked.algorithm)
             .finish_non_exhaustive()
     }
 }

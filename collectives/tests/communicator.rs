@@ -277,3 +277,49 @@ fn memory_that_the_cpu_cannot_reach_is_refused() {
     let error = Communicator::new(&pool).unwrap_err();
     assert!(error.is_unsupported(), "{error}");
 }
+
+#[test]
+fn the_environment_names_an_algorithm_for_those_that_name_none() {
+    // In processes of their own, as the environment is everybody's.
+    let role = "SYMMPOOL_TEST_FORCED";
+    if let Ok(outcome) = std::env::var(role) {
+        ranks(2, |pool| {
+            let made = Communicator::new(pool);
+            if outcome == "refused" {
+                let error = made.unwrap_err();
+                assert!(error.is_invalid_argument(), "{error}");
+                assert!(error.to_string().contains("two_shot_push"), "names those there are");
+                pool.resync().unwrap();
+            } else {
+                let block = filled(pool, &[1_i32; 100]);
+                let forced = made.unwrap().all_reduce(&block, ReduceOp::Sum, STREAM);
+                match forced {
+                    Ok(()) => assert_eq!(outcome, "done"),
+                    Err(error) => {
+                        assert!(error.is_unsupported() && outcome == "unsupported", "{error}");
+                        assert!(error.to_string().contains("SYMMPOOL_ALL_REDUCE="), "{error}");
+                    }
+                }
+            }
+            // What options name is not the environment's business.
+            let options = CommunicatorOptions {
+                algorithm: AllReduceAlgorithm::TwoShot,
+                ..CommunicatorOptions::default()
+            };
+            let comm = Communicator::with_options(pool, &options).unwrap();
+            let block = filled(pool, &[2_i32; 100]);
+            comm.all_reduce(&block, ReduceOp::Sum, STREAM).unwrap();
+            assert_eq!(block.read().unwrap(), [4; 100]);
+        });
+        return;
+    }
+    let values = [("nonsense", "refused"), ("one_shot", "done"), ("", "done")];
+    for (value, outcome) in values.into_iter().chain([("two_shot_pull", "unsupported")]) {
+        let test = "the_environment_names_an_algorithm_for_those_that_name_none";
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        command.args([test, "--exact"]).env(role, outcome).env("SYMMPOOL_ALL_REDUCE", value);
+        let output = command.output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && text.contains("1 passed"), "{value:?}: {text}");
+    }
+}

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use serde_json::json;
-use symmpool_allocator::{Deadline, Pool, Result, Stream};
+use symmpool_allocator::{Block, Deadline, Pool, Result, Stream};
 use symmpool_collectives::{
     AllReduceAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp,
 };
@@ -16,98 +16,141 @@ use crate::oracle::{differs, input, reduce};
 const REPLAYS: usize = 12;
 const WARM_UP: usize = 3;
 
+/// Microseconds of each algorithm, by bytes.
+pub(crate) type Times = BTreeMap<u64, Vec<(String, f64)>>;
+
+/// What all-reduces are timed on.
+pub(crate) struct Bench<'a> {
+    pub(crate) pool: &'a Pool,
+    stream: Stream,
+    clock: Clock,
+    /// Of names in the store, which are used once.
+    number: u32,
+    /// Whether every result was right.
+    pub(crate) right: bool,
+}
+
+impl<'a> Bench<'a> {
+    pub(crate) fn new(pool: &'a Pool) -> Result<Self> {
+        let (stream, clock) = (stream(pool)?, Clock::new(pool)?);
+        Ok(Self { pool, stream, clock, number: 0, right: true })
+    }
+
+    /// Times algorithms on sizes from `options.min` to `options.max`, between blocks that are as
+    /// long; the slowest rank's times. What an algorithm cannot do is left out.
+    pub(crate) fn measure(
+        &mut self,
+        options: &Options,
+        (from, to): (&Block<u8>, &Block<u8>),
+        dtype: DType,
+        algorithms: &[AllReduceAlgorithm],
+    ) -> Result<Times> {
+        let pool = self.pool;
+        let most = options.max as usize;
+        // Checked up to here; the rest repeats.
+        let checked = most.min(4 << 20);
+        let count = checked / dtype.size();
+        let all: Vec<Vec<u8>> =
+            (0..pool.world()).map(|rank| input(options.seed, rank, dtype, count)).collect();
+        let all: Vec<&[u8]> = all.iter().map(Vec::as_slice).collect();
+        for at in (0..most).step_by(checked) {
+            let bytes = checked.min(most - at);
+            upload(pool, from.address() + at as u64, &all[pool.rank() as usize][..bytes])?;
+        }
+        let wanted = reduce(&all, dtype, ReduceOp::Sum);
+        let mut times = Times::new();
+        for &algorithm in algorithms {
+            let communicator = CommunicatorOptions { algorithm, ..Default::default() };
+            let mut bytes = options.min;
+            while bytes <= options.max {
+                let comm = Communicator::with_options(pool, &communicator)?;
+                if let Some(slowest) = self.time(&comm, (from, to), dtype, bytes)? {
+                    times.entry(bytes).or_default().push((algorithm.name().to_owned(), slowest));
+                    let length = (bytes as usize).min(checked);
+                    let got = download(pool, to.address(), length)?;
+                    if differs(&got, &wanted[..length], dtype).is_some() {
+                        self.right = false;
+                        let name = algorithm.name();
+                        println!("rank {}: {name} of {bytes} bytes is wrong", pool.rank());
+                    }
+                }
+                bytes *= 2;
+            }
+        }
+        Ok(times)
+    }
+
+    /// Microseconds of a call on the slowest rank; none if the communicator cannot make it.
+    fn time(
+        &mut self,
+        comm: &Communicator,
+        (from, to): (&Block<u8>, &Block<u8>),
+        dtype: DType,
+        bytes: u64,
+    ) -> Result<Option<f64>> {
+        let (pool, stream) = (self.pool, self.stream);
+        let calls = match bytes {
+            0..=1_048_576 => 40,
+            1_048_577..=16_777_216 => 16,
+            _ => 6,
+        };
+        let captured = Graph::capture(pool, stream, || {
+            for _ in 0..calls {
+                // SAFETY: both blocks are this long, and nothing else uses them.
+                unsafe {
+                    comm.all_reduce_at(
+                        to.address() as *mut u8,
+                        from.address() as *const u8,
+                        bytes as usize / dtype.size(),
+                        dtype,
+                        ReduceOp::Sum,
+                        &stream,
+                    )
+                }?;
+            }
+            Ok(())
+        });
+        let graph = match captured {
+            Ok(graph) => graph,
+            Err(error) if error.is_unsupported() => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let mut times = Vec::new();
+        for _ in 0..REPLAYS {
+            self.number += 1;
+            // Ranks begin together, on the device too.
+            let deadline = Deadline::seconds(60);
+            pool.group().all_gather(&format!("bench{}", self.number), &[], deadline)?;
+            comm.barrier(&stream)?;
+            let took = self.clock.time(pool, stream, || graph.launch(pool, stream))?;
+            times.push(took / f64::from(calls));
+        }
+        comm.synchronize(&stream)?;
+        let mut times = times.split_off(WARM_UP);
+        times.sort_by(f64::total_cmp);
+        let mine = times[times.len() / 2].to_le_bytes();
+        let name = format!("time{}", self.number);
+        let of_all = pool.group().all_gather(&name, &mine, Deadline::seconds(60))?;
+        graph.destroy(pool)?;
+        let each =
+            of_all.parts().map(|part| f64::from_le_bytes(part.try_into().expect("a number")));
+        Ok(Some(each.fold(0.0, f64::max)))
+    }
+}
+
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let most = options.max as usize;
     let (from, to) = (pool.alloc::<u8>(most)?, pool.alloc::<u8>(most)?);
     pool.commit()?;
-    let stream = stream(pool)?;
-    let clock = Clock::new(pool)?;
-    // Checked up to here; the rest repeats.
-    let checked = most.min(4 << 20);
-    let all: Vec<Vec<u8>> =
-        (0..pool.world()).map(|rank| input(options.seed, rank, DType::Bf16, checked / 2)).collect();
-    let all: Vec<&[u8]> = all.iter().map(Vec::as_slice).collect();
-    for at in (0..most).step_by(checked) {
-        let bytes = checked.min(most - at);
-        upload(pool, from.address() + at as u64, &all[pool.rank() as usize][..bytes])?;
-    }
-    let wanted = reduce(&all, DType::Bf16, ReduceOp::Sum);
-    let mut right = true;
-    let mut rows: BTreeMap<u64, Vec<(String, f64)>> = BTreeMap::new();
-    let mut number = 0_u32;
-    for algorithm in AllReduceAlgorithm::ALL {
-        if !options.algorithms.is_empty()
-            && !options.algorithms.iter().any(|name| name == algorithm.name())
-        {
-            continue;
-        }
-        let communicator = CommunicatorOptions { algorithm, ..Default::default() };
-        let mut bytes = options.min;
-        while bytes <= options.max {
-            let comm = Communicator::with_options(pool, &communicator)?;
-            let calls = match bytes {
-                0..=1_048_576 => 40,
-                1_048_577..=16_777_216 => 16,
-                _ => 6,
-            };
-            let captured = Graph::capture(pool, stream, || {
-                for _ in 0..calls {
-                    // SAFETY: both blocks are this long, and nothing else uses them.
-                    unsafe {
-                        comm.all_reduce_at(
-                            to.address() as *mut u8,
-                            from.address() as *const u8,
-                            bytes as usize / 2,
-                            DType::Bf16,
-                            ReduceOp::Sum,
-                            &stream,
-                        )
-                    }?;
-                }
-                Ok(())
-            });
-            let graph = match captured {
-                Ok(graph) => graph,
-                Err(error) if error.is_unsupported() => {
-                    bytes *= 2;
-                    continue;
-                }
-                Err(error) => return Err(error),
-            };
-            let mut times = Vec::new();
-            for _ in 0..REPLAYS {
-                number += 1;
-                // Ranks begin together, on the device too.
-                let deadline = Deadline::seconds(60);
-                pool.group().all_gather(&format!("bench{number}"), &[], deadline)?;
-                comm.barrier(&stream)?;
-                times.push(
-                    clock.time(pool, stream, || graph.launch(pool, stream))? / f64::from(calls),
-                );
-            }
-            comm.synchronize(&stream)?;
-            let mut times = times.split_off(WARM_UP);
-            times.sort_by(f64::total_cmp);
-            let mine = times[times.len() / 2];
-            let length = (bytes as usize).min(checked);
-            let got = download(pool, to.address(), length)?;
-            if differs(&got, &wanted[..length], DType::Bf16).is_some() {
-                right = false;
-                println!("rank {}: {} of {bytes} bytes is wrong", pool.rank(), algorithm.name());
-            }
-            let deadline = Deadline::seconds(60);
-            let of_all =
-                pool.group().all_gather(&format!("time{number}"), &mine.to_le_bytes(), deadline)?;
-            let slowest = of_all
-                .parts()
-                .map(|part| f64::from_le_bytes(part.try_into().expect("a number")))
-                .fold(0.0, f64::max);
-            rows.entry(bytes).or_default().push((algorithm.name().to_owned(), slowest));
-            graph.destroy(pool)?;
-            bytes *= 2;
-        }
-    }
+    let named = |algorithm: &AllReduceAlgorithm| {
+        options.algorithms.is_empty()
+            || options.algorithms.iter().any(|name| name == algorithm.name())
+    };
+    let algorithms: Vec<_> = AllReduceAlgorithm::ALL.into_iter().filter(named).collect();
+    let mut bench = Bench::new(pool)?;
+    let rows = bench.measure(options, (&from, &to), DType::Bf16, &algorithms)?;
     // As in programs that use the device: its context is current.
+    let stream = stream(pool)?;
     let host_us =
         driver(pool).with_context(|| eager(pool, stream, (to.address(), from.address())))?;
     if pool.rank() == 0 {
@@ -127,7 +170,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             std::fs::write(path, text + "\n").expect("the results written");
         }
     }
-    Ok(right)
+    Ok(bench.right)
 }
 
 /// Microseconds that the host takes to put a small call on a stream: the median of bursts that the
@@ -158,7 +201,8 @@ fn eager(pool: &Pool, stream: Stream, (to, from): (u64, u64)) -> Result<f64> {
     Ok(times[times.len() / 2])
 }
 
-fn show(rows: &BTreeMap<u64, Vec<(String, f64)>>, world: u32) {
+/// Every size, the fastest first.
+pub(crate) fn show(rows: &Times, world: u32) {
     for (bytes, row) in rows {
         let mut row = row.clone();
         row.sort_by(|a, b| a.1.total_cmp(&b.1));

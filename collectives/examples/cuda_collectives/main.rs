@@ -1,10 +1,11 @@
 //! Checks and times collectives on the devices of this machine.
 //!
 //! `cuda_collectives check` goes through element types, operations, sizes, alignments, kinds of
-//! memory and algorithms, and compares every bit with what the CPU computes. `faults` has ranks
-//! differ and stay away, and expects the same typed error in bounded time. `soak` makes many calls
-//! of random sizes and algorithms back to back. `bench` times graphs of calls; one process a rank,
-//! rank r on device r modulo the number of devices.
+//! memory and algorithms, and copies and signals between two ranks, and compares every bit with what
+//! the CPU computes. `faults` has ranks differ and stay away, and expects the same typed error in
+//! bounded time. `soak` makes many calls of random sizes and algorithms back to back. `bench` times
+//! graphs of calls, and `tune` writes which algorithm was the fastest up to which size, as a table of
+//! `collectives/tables`. One process a rank, rank r on device r modulo the number of devices.
 //!
 //! Exits with 0 if everything was right, 1 if not, 2 without CUDA.
 
@@ -13,9 +14,12 @@ mod check;
 mod cuda;
 mod faults;
 mod oracle;
+mod sided;
 mod soak;
+mod tune;
 
 use std::net::TcpListener;
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitCode};
 use std::time::{Duration, Instant};
 
@@ -33,6 +37,7 @@ enum Mode {
     Faults,
     Soak,
     Bench,
+    Tune,
 }
 
 #[derive(Clone, Debug, Parser)]
@@ -47,6 +52,9 @@ struct Options {
     /// Where to write results as JSON (bench).
     #[arg(long)]
     json: Option<String>,
+    /// The table to write into (tune). Rows of other numbers of ranks stay.
+    #[arg(long)]
+    out: Option<PathBuf>,
     /// Algorithms to time, by name; all that serve a size without it.
     #[arg(long, value_delimiter = ',')]
     algorithms: Vec<String>,
@@ -138,5 +146,6 @@ fn run(options: &Options) -> Result<bool> {
         Mode::Faults => faults::run(&pool),
         Mode::Soak => soak::run(&pool, options),
         Mode::Bench => bench::run(&pool, options),
+        Mode::Tune => tune::run(&pool, options),
     }
 }

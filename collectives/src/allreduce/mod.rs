@@ -7,6 +7,7 @@
 
 #![allow(unsafe_code)] // hands raw buffers to the kernels
 
+mod asked;
 mod one_shot;
 mod two_shot;
 
@@ -18,6 +19,8 @@ use crate::host::call::{Call, Operation};
 use crate::host::kernels::ReduceFn;
 use crate::host::{Data, HostEngine, InPlace, Place};
 use crate::{DType, ReduceOp};
+
+pub(crate) use asked::{Asked, VARIABLE};
 
 /// Which algorithm an all-reduce uses. Results have the same bits with each (rule S7).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -80,6 +83,11 @@ impl AllReduceAlgorithm {
             Self::TwoShotPush => "two_shot_push",
             Self::OneShotLine => "one_shot_line",
         }
+    }
+
+    /// The algorithm of this [`name`](Self::name).
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|algorithm| algorithm.name() == name)
     }
 }
 
@@ -147,7 +155,14 @@ impl HostEngine {
                     || work.bytes().saturating_mul(self.world() as usize) <= ONE_SHOT_PLAIN_BYTES
             }
         };
-        tracing::trace!(count, one_shot, windows, "all_reduce");
+        tracing::debug!(
+            bytes = work.bytes(),
+            dtype = dtype.name(),
+            windows,
+            algorithm = if one_shot { "one_shot" } else { "two_shot" },
+            why = if algorithm == AllReduceAlgorithm::Auto { "rule" } else { "asked for" },
+            "all_reduce"
+        );
         if one_shot {
             // SAFETY: the caller's promises about input and output, which `data` resolves.
             unsafe { one_shot::run(self, &work) }

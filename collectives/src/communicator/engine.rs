@@ -4,8 +4,9 @@
 
 use symmpool_allocator::{Error, Result, Stream};
 
+use crate::allreduce::Asked;
 use crate::cuda::CudaEngine;
-use crate::{AllReduceAlgorithm, DType, HostEngine, Place, ReduceOp};
+use crate::{DType, HostEngine, Place, ReduceOp};
 
 /// One of two, with one face. Both are boxed: they are long, and differ in length.
 pub(super) enum Engine {
@@ -101,18 +102,21 @@ impl Engine {
         count: usize,
         dtype: DType,
         op: ReduceOp,
-        algorithm: AllReduceAlgorithm,
+        asked: Asked,
         stream: &Stream,
     ) -> Result<()> {
         let (input, output) = places;
         match self {
-            // SAFETY: the caller's promises, as in all that follow.
-            Self::Host(host) => unsafe {
-                host.all_reduce(input, output, count, dtype, op, algorithm)
-            },
+            Self::Host(host) => {
+                let algorithm = asked.algorithm;
+                // SAFETY: the caller's promises, as in all that follow.
+                let reduced =
+                    unsafe { host.all_reduce(input, output, count, dtype, op, algorithm) };
+                reduced.map_err(|error| asked.blame(error))
+            }
             // SAFETY: as above.
             Self::Cuda(cuda) => unsafe {
-                cuda.all_reduce(places, count, (dtype, op), algorithm, *stream)
+                cuda.all_reduce(places, count, (dtype, op), asked, *stream)
             },
         }
     }

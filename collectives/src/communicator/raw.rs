@@ -34,7 +34,7 @@ impl Communicator {
         let from = self.place_at(&mut inner, input.cast_mut(), bytes, stream)?;
         let to = self.place_at(&mut inner, output, bytes, stream)?;
         // SAFETY: the caller's promise, for this count; windows are covered (`place_at`).
-        unsafe { inner.engine.all_reduce((from, to), count, dtype, op, self.algorithm, stream) }
+        unsafe { inner.engine.all_reduce((from, to), count, dtype, op, self.asked, stream) }
     }
 
     /// Reduces part `r` of every rank's `input` into rank `r`'s `output` of `count` elements; the

@@ -18,7 +18,8 @@ impl Communicator {
         let place = Place::Plain(data.as_mut_ptr().cast());
         // SAFETY: the slice is borrowed exclusively until the call returns, and peers do not touch
         // ordinary memory.
-        unsafe { host.all_reduce(place, place, data.len(), T::DTYPE, op, self.algorithm) }
+        unsafe { host.all_reduce(place, place, data.len(), T::DTYPE, op, self.asked.algorithm) }
+            .map_err(|error| self.asked.blame(error))
     }
 
     /// Reduces part `r` of every rank's `input` into rank `r`'s `out`, which has a part's length.

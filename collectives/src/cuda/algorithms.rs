@@ -8,10 +8,11 @@ use super::engine::CudaEngine;
 use super::kernels::{Loaded, Specialty};
 use super::params::{CallParams, LINE_PAYLOAD, MOST_BLOCKS};
 use super::select::{Algorithm, Shape, has_sentinels};
+use crate::allreduce::Asked;
 use crate::host::call::{Call, Operation};
 use crate::jit::Kernel;
 use crate::jit::sources::{ONE_SHOT, ONE_SHOT_LINE, PULL, PUSH, TWO_SHOT};
-use crate::{AllReduceAlgorithm, DType, Place, ReduceOp};
+use crate::{DType, Place, ReduceOp};
 
 /// Bits of `SHOTS` in the kernels.
 const SCATTER: u8 = 1;
@@ -92,7 +93,7 @@ impl CudaEngine {
         (input, output): (Place, Place),
         count: usize,
         (dtype, op): (DType, ReduceOp),
-        algorithm: AllReduceAlgorithm,
+        asked: Asked,
         stream: Stream,
     ) -> Result<()> {
         self.ready()?;
@@ -104,7 +105,7 @@ impl CudaEngine {
             input_window: input.is_window(),
             output_window: output.is_window(),
         };
-        let chosen = match shape.choose(algorithm, &self.control) {
+        let (chosen, why) = match shape.choose(asked, &self.control, &self.rows) {
             Ok(chosen) => chosen,
             Err(error) => return Err(self.decline(error, stream)),
         };
@@ -119,7 +120,6 @@ impl CudaEngine {
             .input(input)
             .output(output)
             .in_place(from == to);
-        tracing::trace!(count, ?chosen, asked = algorithm.name(), "all_reduce");
         let stride = 0;
         let work =
             Work { call, input: from, output: to, bytes, stride, dtype, op, root: 0, stream };
@@ -130,6 +130,8 @@ impl CudaEngine {
             // SAFETY: the caller's promises, which are passed on.
             return unsafe { self.push(&work, GATHER) };
         }
+        let (dtype, why) = (dtype.name(), why.name());
+        tracing::debug!(bytes, dtype, algorithm = ?chosen, why, "all_reduce");
         // SAFETY: as above.
         unsafe { self.run(&work, chosen) }
     }

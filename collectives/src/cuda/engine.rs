@@ -14,6 +14,7 @@ use super::fault::Fault;
 use super::kernels::{Kernels, Loaded, Specialty};
 use super::params::{CallParams, Comm, Control};
 use super::sided::Channel;
+use super::table::Rows;
 use crate::Place;
 use crate::host::call::{Call, Operation};
 use crate::jit::sources::BARRIER;
@@ -43,6 +44,8 @@ pub(crate) struct CudaEngine {
     pool: Pool,
     api: &'static Api,
     pub(super) control: Control,
+    /// What was measured on devices of this kind.
+    pub(super) rows: Rows,
     pub(super) comm: Comm,
     kernels: Kernels,
     /// `None` only while dropping.
@@ -85,9 +88,12 @@ impl CudaEngine {
         let fault = driver.with_context_unordered(|| Fault::new(api))?;
         let nanoseconds = u64::try_from(options.timeout.as_nanos()).unwrap_or(u64::MAX);
         let comm = control.comm(&layout, control_offset, nanoseconds, fault.address());
+        let devices: Result<Vec<&str>> =
+            (0..layout.world).map(|rank| Ok(pool.device(rank)?.name.as_str())).collect();
         Ok(Self {
             pool: pool.clone(),
             api,
+            rows: Rows::of(&devices?),
             control,
             comm,
             kernels,

@@ -6,6 +6,7 @@
 //! | `algorithms` | which kernels a collective runs, with what grid |
 //! | `sided` | copies and signals between two ranks |
 //! | `select` | which algorithm serves a call |
+//! | `table`, `rows` | what was measured on known devices |
 //! | `params` | what kernels are given, laid out as in `comm.cuh`; where things lie in the control block |
 //! | `kernels` | compiled kernels, loaded when first needed |
 //! | `fault` | what a kernel tells the host when a peer is missing or differs |
@@ -17,7 +18,9 @@ mod engine;
 mod fault;
 mod kernels;
 mod params;
+mod rows;
 mod select;
 mod sided;
+mod table;
 
 pub(crate) use engine::{CudaEngine, CudaOptions};

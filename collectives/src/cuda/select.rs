@@ -1,8 +1,11 @@
-//! Which algorithm serves an all-reduce on a device.
+//! Which algorithm serves an all-reduce on a device: what was asked for, else what was measured on
+//! devices of this kind (`table`), else a rule that is safe on all.
 
 use symmpool_allocator::{Error, Result};
 
 use super::params::{Control, LINE_PAYLOAD};
+use super::table::Rows;
+use crate::allreduce::{Asked, VARIABLE};
 use crate::{AllReduceAlgorithm, DType};
 
 /// How data travels on a device.
@@ -17,6 +20,45 @@ pub(crate) enum Algorithm {
     TwoShotPull = 13,
     TwoShotPush = 14,
     OneShotLine = 15,
+}
+
+impl Algorithm {
+    /// The one of this name; none of those that leave something open.
+    pub(super) fn of(asked: AllReduceAlgorithm) -> Option<Self> {
+        Some(match asked {
+            AllReduceAlgorithm::Auto
+            | AllReduceAlgorithm::OneShot
+            | AllReduceAlgorithm::TwoShot => return None,
+            AllReduceAlgorithm::OneShotPacket => Self::OneShotPacket,
+            AllReduceAlgorithm::OneShotSentinel => Self::OneShotSentinel,
+            AllReduceAlgorithm::OneShotLine => Self::OneShotLine,
+            AllReduceAlgorithm::OneShotPull => Self::OneShotPull,
+            AllReduceAlgorithm::TwoShotPacket => Self::TwoShotPacket,
+            AllReduceAlgorithm::TwoShotSentinel => Self::TwoShotSentinel,
+            AllReduceAlgorithm::TwoShotPull => Self::TwoShotPull,
+            AllReduceAlgorithm::TwoShotPush => Self::TwoShotPush,
+        })
+    }
+}
+
+/// What an algorithm was chosen by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Why {
+    Options,
+    Environment,
+    Table,
+    Rule,
+}
+
+impl Why {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Options => "asked for by the options",
+            Self::Environment => VARIABLE,
+            Self::Table => "measured on such devices",
+            Self::Rule => "rule",
+        }
+    }
 }
 
 /// What an all-reduce is chosen by: the same on every rank.
@@ -44,7 +86,7 @@ impl Shape {
     }
 
     /// Whether sentinels can carry the type: where another NaN may stand for one.
-    fn has_sentinels(&self) -> bool {
+    pub(super) fn has_sentinels(&self) -> bool {
         has_sentinels(self.dtype)
     }
 
@@ -54,7 +96,7 @@ impl Shape {
         if shots == 1 { ranks * self.vectors() } else { 2 * ranks * self.vectors().div_ceil(ranks) }
     }
 
-    fn fits(&self, algorithm: Algorithm, control: &Control) -> bool {
+    pub(super) fn fits(&self, algorithm: Algorithm, control: &Control) -> bool {
         match algorithm {
             Algorithm::OneShotPacket => self.inbox(1) <= control.packet_vectors(),
             Algorithm::OneShotLine => {
@@ -72,8 +114,8 @@ impl Shape {
         }
     }
 
-    /// The best that is known for this shape.
-    fn best(&self, control: &Control) -> Algorithm {
+    /// What should be best on any device.
+    fn rule(&self, control: &Control) -> Algorithm {
         let ranks = u64::from(self.world);
         // Both ways move the same bytes between two ranks.
         let saved = self.bytes.saturating_mul((ranks - 1) * (ranks.max(2) - 2)) / ranks;
@@ -92,8 +134,28 @@ impl Shape {
         fitting.or(fallback).unwrap_or(Algorithm::TwoShotPacket)
     }
 
-    /// The algorithm that was asked for, or the best.
-    pub(super) fn choose(&self, asked: AllReduceAlgorithm, control: &Control) -> Result<Algorithm> {
+    /// The algorithm that was asked for, or the best that is known.
+    pub(super) fn choose(
+        &self,
+        asked: Asked,
+        control: &Control,
+        rows: &Rows,
+    ) -> Result<(Algorithm, Why)> {
+        if asked.algorithm == AllReduceAlgorithm::Auto {
+            let measured = rows.find(self).filter(|algorithm| self.fits(*algorithm, control));
+            return Ok(match measured {
+                Some(algorithm) => (algorithm, Why::Table),
+                None => (self.rule(control), Why::Rule),
+            });
+        }
+        let why = if asked.by_environment { Why::Environment } else { Why::Options };
+        match self.serve(asked.algorithm, control) {
+            Ok(algorithm) => Ok((algorithm, why)),
+            Err(error) => Err(asked.blame(error)),
+        }
+    }
+
+    fn serve(&self, asked: AllReduceAlgorithm, control: &Control) -> Result<Algorithm> {
         let one_of = |order: &[Algorithm]| {
             order.iter().copied().find(|algorithm| self.fits(*algorithm, control)).ok_or_else(|| {
                 Error::unsupported(format!(
@@ -110,7 +172,6 @@ impl Shape {
             })
         };
         match asked {
-            AllReduceAlgorithm::Auto => Ok(self.best(control)),
             AllReduceAlgorithm::OneShot => one_of(&[
                 Algorithm::OneShotSentinel,
                 Algorithm::OneShotLine,
@@ -122,14 +183,7 @@ impl Shape {
                 Algorithm::TwoShotPush,
                 Algorithm::TwoShotPacket,
             ]),
-            AllReduceAlgorithm::OneShotPacket => one_of(&[Algorithm::OneShotPacket]),
-            AllReduceAlgorithm::OneShotSentinel => one_of(&[Algorithm::OneShotSentinel]),
-            AllReduceAlgorithm::OneShotLine => one_of(&[Algorithm::OneShotLine]),
-            AllReduceAlgorithm::OneShotPull => one_of(&[Algorithm::OneShotPull]),
-            AllReduceAlgorithm::TwoShotPacket => one_of(&[Algorithm::TwoShotPacket]),
-            AllReduceAlgorithm::TwoShotSentinel => one_of(&[Algorithm::TwoShotSentinel]),
-            AllReduceAlgorithm::TwoShotPull => one_of(&[Algorithm::TwoShotPull]),
-            AllReduceAlgorithm::TwoShotPush => one_of(&[Algorithm::TwoShotPush]),
+            one => Algorithm::of(one).map_or(Ok(self.rule(control)), |one| one_of(&[one])),
         }
     }
 }
@@ -153,8 +207,8 @@ mod tests {
     }
 
     #[test]
-    fn the_best_follows_size_ranks_and_type() {
-        let best = |shape: Shape| shape.best(&control(shape.world));
+    fn the_rule_follows_size_ranks_and_type() {
+        let best = |shape: Shape| shape.rule(&control(shape.world));
         assert_eq!(best(shape(0, 4)), Algorithm::OneShotPacket);
         assert_eq!(best(shape(4 << 10, 4)), Algorithm::OneShotPacket);
         assert_eq!(best(shape(256 << 10, 4)), Algorithm::OneShotSentinel);
@@ -176,13 +230,41 @@ mod tests {
     fn what_was_asked_for_is_done_or_refused() {
         let control = control(4);
         let integers = Shape { dtype: DType::I64, ..shape(4 << 10, 4) };
-        let refused = integers.choose(AllReduceAlgorithm::OneShotSentinel, &control);
+        let refused = integers.serve(AllReduceAlgorithm::OneShotSentinel, &control);
         let text = refused.expect_err("integers have no NaN").to_string();
         assert!(text.contains("one_shot_sentinel") && text.contains("i64"), "{text}");
-        let chosen = shape(4 << 10, 4).choose(AllReduceAlgorithm::TwoShotPull, &control);
+        let chosen = shape(4 << 10, 4).serve(AllReduceAlgorithm::TwoShotPull, &control);
         assert_eq!(chosen.expect("windows"), Algorithm::TwoShotPull);
         let ordinary = Shape { output_window: false, ..shape(4 << 10, 4) };
-        assert!(ordinary.choose(AllReduceAlgorithm::TwoShotPush, &control).is_err());
-        assert!(shape(1 << 30, 4).choose(AllReduceAlgorithm::OneShot, &control).is_err());
+        assert!(ordinary.serve(AllReduceAlgorithm::TwoShotPush, &control).is_err());
+        assert!(shape(1 << 30, 4).serve(AllReduceAlgorithm::OneShot, &control).is_err());
+    }
+
+    #[test]
+    fn options_come_before_the_environment_the_table_and_the_rule() {
+        let control = control(4);
+        let rows = Rows::of(&["NVIDIA H200"; 4]);
+        let asked = |algorithm, by_environment| Asked { algorithm, by_environment };
+        let chosen = |shape: Shape, asked, rows| shape.choose(asked, &control, rows).unwrap();
+        let auto = asked(AllReduceAlgorithm::Auto, false);
+        let shape = shape(16 << 20, 4);
+        assert_eq!(chosen(shape, auto, &rows), (Algorithm::TwoShotPush, Why::Table));
+        let unknown = Rows::of(&["a device"; 4]);
+        assert_eq!(chosen(shape, auto, &unknown), (Algorithm::TwoShotSentinel, Why::Rule));
+        let ordinary = Shape { output_window: false, ..shape };
+        assert_eq!(chosen(ordinary, auto, &rows), (Algorithm::TwoShotSentinel, Why::Rule));
+        for (by_environment, why) in [(false, Why::Options), (true, Why::Environment)] {
+            let asked = asked(AllReduceAlgorithm::TwoShotPull, by_environment);
+            assert_eq!(chosen(shape, asked, &rows), (Algorithm::TwoShotPull, why));
+            let error = ordinary.choose(asked, &control, &rows).unwrap_err();
+            assert!(error.is_unsupported());
+            assert_eq!(error.to_string().contains(VARIABLE), by_environment);
+        }
+        // What was measured with more room than there is gives way.
+        let little = Control::new(4, 1 << 20).unwrap();
+        let most = Shape { bytes: 256 << 10, ..shape };
+        assert_eq!(most.choose(auto, &little, &rows).unwrap().1, Why::Table);
+        let small = Shape { dtype: DType::I32, bytes: 64 << 10, ..shape };
+        assert_eq!(small.choose(auto, &little, &rows).unwrap().0, Algorithm::OneShotPacket);
     }
 }

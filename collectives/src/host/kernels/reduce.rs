@@ -323,7 +323,10 @@ mod tests {
         for op in ReduceOp::ALL {
             let best = run(Isa::detect(), DType::F32, op, &sources);
             let plain = run(Isa::Portable, DType::F32, op, &sources);
-            assert_eq!(bytemuck::cast_slice::<f32, u32>(&best), bytemuck::cast_slice(&plain));
+            assert_eq!(
+                bytemuck::cast_slice::<f32, u32>(&best),
+                bytemuck::cast_slice::<f32, u32>(&plain)
+            );
             for dtype in [DType::F16, DType::Bf16] {
                 let best = run(Isa::detect(), dtype, op, &halves);
                 assert_eq!(best, run(Isa::Portable, dtype, op, &halves));

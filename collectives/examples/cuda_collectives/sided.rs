@@ -1,0 +1,255 @@
+//! Copies and signals between two ranks: rings of puts and gets, graphs of them that are replayed,
+//! signals from several streams, and waits that run out.
+
+use std::time::{Duration, Instant};
+
+use symmpool_allocator::{Block, Pool, Result, Stream};
+use symmpool_collectives::{Communicator, DType};
+
+use crate::ORDINARY;
+use crate::check::expect_error;
+use crate::cuda::{Graph, download, stream, upload};
+use crate::oracle::{input, random};
+
+/// For waits that are to succeed, and for those that are not.
+const LONG: Duration = Duration::from_secs(20);
+const SHORT: Duration = Duration::from_millis(1500);
+const LENGTHS: [usize; 7] = [1, 16, 1000, 4096, 65_539, 1 << 20, (3 << 20) + 5];
+/// The longest, and room for shifts and what is watched beyond the end.
+const ROOM: usize = 4 << 20;
+const BEYOND: usize = 16;
+
+// What signals on the channels say.
+const HERE: u32 = 0;
+const READY: u32 = 1;
+const DONE: u32 = 15;
+
+struct Sided<'a> {
+    pool: &'a Pool,
+    comm: Communicator,
+    stream: Stream,
+    next: u32,
+    before: u32,
+    inbox: Block<u8>,
+    mine: Block<u8>,
+    /// No windows.
+    source: Block<u8>,
+    got: Block<u8>,
+    seed: u64,
+    cases: u64,
+    wrong: u64,
+}
+
+/// Cases, and those that were wrong.
+pub(crate) fn run(pool: &Pool, seed: u64) -> Result<(u64, u64)> {
+    let (rank, world) = (pool.rank(), pool.world());
+    let ordinary = pool.lane(ORDINARY)?;
+    let mut sided = Sided {
+        pool,
+        comm: Communicator::new(pool)?,
+        stream: stream(pool)?,
+        next: (rank + 1) % world,
+        before: (rank + world - 1) % world,
+        inbox: pool.alloc(ROOM)?,
+        mine: pool.alloc(ROOM)?,
+        source: ordinary.alloc(ROOM)?,
+        got: ordinary.alloc(ROOM)?,
+        seed,
+        cases: 0,
+        wrong: 0,
+    };
+    pool.commit()?;
+    sided.ring()?;
+    sided.streams()?;
+    sided.graphs()?;
+    sided.late()?;
+    if rank == 0 {
+        println!("one-sided: {} cases, {} wrong", sided.cases, sided.wrong);
+    }
+    Ok((sided.cases, sided.wrong))
+}
+
+impl Sided<'_> {
+    fn data(&self, rank: u32, round: u64, bytes: usize) -> Vec<u8> {
+        input(random(self.seed, round), rank, DType::U8, bytes)
+    }
+
+    fn judge(&mut self, what: &str, got: &[u8], wanted: &[u8]) {
+        self.cases += 1;
+        if let Some(at) = got.iter().zip(wanted).position(|(got, wanted)| got != wanted) {
+            self.wrong += 1;
+            println!(
+                "rank {}: {what}: byte {at} is {} and should be {}",
+                self.pool.rank(),
+                got[at],
+                wanted[at]
+            );
+        }
+    }
+
+    fn expect(&mut self, what: &str, right: bool) {
+        self.cases += 1;
+        if !right {
+            self.wrong += 1;
+            println!("rank {}: {what}", self.pool.rank());
+        }
+    }
+
+    /// Puts to the next rank, from windows and other memory, and gets from the one before.
+    fn ring(&mut self) -> Result<()> {
+        let (next, before, stream) = (self.next, self.before, self.stream);
+        for (round, bytes) in LENGTHS.into_iter().cycle().take(4 * LENGTHS.len()).enumerate() {
+            let number = random(self.seed, round as u64);
+            let shift = |by: u32| [0, 0, 4, number >> by & 15][(number >> (by + 4) & 3) as usize];
+            // The same on every rank, as it is computed from the seed alone.
+            let (into, from) = (self.inbox.address() + shift(8), self.mine.address() + shift(16));
+            let (fused, window) = (number & 1 == 0, number & 2 == 0);
+            let source = if window { from } else { self.source.address() + shift(24) };
+            let data = self.data(self.pool.rank(), round as u64, bytes);
+            upload(self.pool, into, &vec![0xa5; bytes + BEYOND])?;
+            upload(self.pool, self.got.address(), &vec![0xa5; bytes + BEYOND])?;
+            upload(self.pool, from, &data)?;
+            upload(self.pool, source, &data)?;
+            let comm = &self.comm;
+            // Inbox and data are ready; so are the next rank's.
+            comm.signal(before, READY, &stream)?;
+            comm.wait(next, READY, LONG, &stream)?;
+            let (to, source) = (into as *mut u8, source as *const u8);
+            if fused {
+                // SAFETY: all stretches lie in blocks with room for them, which nothing else uses
+                // between these signals; so do those below.
+                unsafe { comm.put_signal_at(to, source, bytes, next, HERE, &stream) }?;
+            } else {
+                // SAFETY: as above.
+                unsafe { comm.put_at(to, source, bytes, next, &stream) }?;
+                comm.signal(next, HERE, &stream)?;
+            }
+            comm.wait(before, HERE, LONG, &stream)?;
+            let got = self.got.as_ptr();
+            // SAFETY: as above; the rank before had its data ready before it signalled.
+            unsafe { comm.get_at(got, from as *const u8, bytes, before, &stream) }?;
+            // What the rank before and the next have may change again.
+            for peer in [next, before] {
+                comm.signal(peer, DONE, &stream)?;
+            }
+            for peer in [next, before] {
+                comm.wait(peer, DONE, LONG, &stream)?;
+            }
+            comm.synchronize(&stream)?;
+            let wanted = [self.data(before, round as u64, bytes), vec![0xa5; BEYOND]].concat();
+            let how = if fused { "put_signal" } else { "put" };
+            let what = format!("{how} of {bytes} bytes, round {round}");
+            let arrived = download(self.pool, into, bytes + BEYOND)?;
+            self.judge(&what, &arrived, &wanted);
+            let fetched = download(self.pool, self.got.address(), bytes + BEYOND)?;
+            self.judge(&format!("get of {bytes} bytes, round {round}"), &fetched, &wanted);
+        }
+        Ok(())
+    }
+
+    /// A channel's signals from two streams in turn; a wait on one while another signals.
+    fn streams(&mut self) -> Result<()> {
+        let other = stream(self.pool)?;
+        let (next, before) = (self.next, self.before);
+        for call in 0..40 {
+            let which = if call % 2 == 0 { &self.stream } else { &other };
+            self.comm.signal(next, 2, which)?;
+        }
+        // Waits first, on one stream; what they wait for comes from the other.
+        for _ in 0..40 {
+            self.comm.wait(before, 2, LONG, &self.stream)?;
+        }
+        self.comm.wait(before, 3, LONG, &self.stream)?;
+        self.comm.signal(next, 3, &other)?;
+        self.comm.synchronize(&self.stream)?;
+        self.comm.synchronize(&other)?;
+        self.expect("signals of two streams", self.comm.failure().is_none());
+        Ok(())
+    }
+
+    /// S2, S8: a ring captured into a graph and replayed, with calls of the ring in between.
+    fn graphs(&mut self) -> Result<()> {
+        let (next, before, stream) = (self.next, self.before, self.stream);
+        let bytes = 200_000;
+        let (into, from) = (self.inbox.address(), self.mine.address());
+        // A communicator that has done nothing yet: the first signal is captured.
+        let comm = Communicator::new(self.pool)?;
+        let around = || {
+            comm.signal(before, READY, &stream)?;
+            comm.wait(next, READY, LONG, &stream)?;
+            // SAFETY: both blocks are longer, and used by nothing else between these signals.
+            unsafe {
+                comm.put_signal_at(into as *mut u8, from as *const u8, bytes, next, HERE, &stream)
+            }?;
+            comm.wait(before, HERE, LONG, &stream)
+        };
+        let graph = Graph::capture(self.pool, stream, around)?;
+        for round in 100..140 {
+            upload(self.pool, into, &vec![0xa5; bytes])?;
+            upload(self.pool, from, &self.data(self.pool.rank(), round, bytes))?;
+            if random(self.seed, round).is_multiple_of(4) {
+                around()?;
+            } else {
+                graph.launch(self.pool, stream)?;
+            }
+            comm.synchronize(&stream)?;
+            let wanted = self.data(before, round, bytes);
+            let arrived = download(self.pool, into, bytes)?;
+            self.judge(&format!("replay {round} of a ring"), &arrived, &wanted);
+        }
+        // Many at once: the counts of all ranks stay in step.
+        for _ in 0..500 {
+            graph.launch(self.pool, stream)?;
+        }
+        around()?;
+        comm.synchronize(&stream)?;
+        self.expect("500 replays in a row", comm.failure().is_none());
+        comm.barrier(&stream)?;
+        comm.synchronize(&stream)?;
+        graph.destroy(self.pool)
+    }
+
+    /// S5: waits for signals that nobody sends.
+    fn late(&mut self) -> Result<()> {
+        let (stream, before) = (self.stream, self.before);
+        for (timeout, channel) in [(SHORT, 5), (Duration::ZERO, 9)] {
+            let comm = Communicator::new(self.pool)?;
+            // One signal that does come is no reason to fail.
+            comm.signal(self.next, channel, &stream)?;
+            comm.wait(before, channel, LONG, &stream)?;
+            comm.synchronize(&stream)?;
+            let began = Instant::now();
+            let result = comm.wait(before, channel, timeout, &stream);
+            let result = result.and_then(|()| comm.synchronize(&stream));
+            let error = expect_error(result, "a wait without a signal")?;
+            let took = began.elapsed();
+            let text = error.to_string();
+            let named = error.ranks() == [before]
+                && text.contains(&format!("rank {before} on channel {channel}"));
+            // Devices count time in steps of their own.
+            let step = Duration::from_millis(10);
+            let in_time = took + step >= timeout && took < timeout + Duration::from_secs(1);
+            let what = format!("a late signal: after {took:?}: {error}");
+            self.expect(&what, error.is_timeout() && named && in_time);
+            // And nothing runs after it.
+            let again = expect_error(comm.signal(self.next, channel, &stream), "a later signal")?;
+            self.expect(&format!("after a failure: {again}"), again.is_timeout());
+            if self.pool.rank() == 0 && !timeout.is_zero() {
+                println!("{error}");
+            }
+        }
+        // What nobody can do is refused, and harms nothing.
+        let refused = [
+            self.comm.signal(self.pool.world(), 0, &stream),
+            self.comm.wait(before, Communicator::CHANNELS, LONG, &stream),
+            self.comm.put(&self.inbox, 1, &self.mine, self.next, &stream),
+            self.comm.put(&self.source, 0, &self.mine, self.next, &stream),
+        ];
+        for outcome in refused {
+            let error = expect_error(outcome, "nonsense")?;
+            self.expect(&format!("{error}"), error.is_invalid_argument());
+        }
+        self.comm.barrier(&stream)?;
+        self.comm.synchronize(&stream)
+    }
+}

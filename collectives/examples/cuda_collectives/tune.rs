@@ -1,0 +1,177 @@
+//! Times every algorithm on this device and number of ranks, and writes which was the fastest up to
+//! which size, into a table of `collectives/tables`.
+
+use std::path::Path;
+use std::{fs, io};
+
+use symmpool_allocator::{Block, Error, Pool, Result};
+use symmpool_collectives::{AllReduceAlgorithm, DType};
+
+use crate::bench::{Bench, Times, show};
+use crate::cuda::driver;
+use crate::{ORDINARY, Options};
+
+#[path = "../../src/cuda/rows.rs"]
+mod rows;
+
+use rows::{Row, Table};
+
+/// An algorithm stays the choice at the next size while no other is faster by more than this part.
+const MARGIN: f64 = 0.02;
+/// Where so many bytes were timed, the last row is for all above.
+const ENDLESS: u64 = 16 << 20;
+
+pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
+    let Some(path) = &options.out else {
+        return Err(Error::invalid_argument("tune: --out FILE is needed, the table to write into"));
+    };
+    let (name, world) = (driver(pool).facts().name.clone(), pool.world());
+    // Before anything is timed; the same answer on every rank.
+    let mut table = read(path, &name)?;
+    let most = options.max as usize;
+    let ordinary = pool.lane(ORDINARY)?;
+    let windows: (Block<u8>, Block<u8>) = (pool.alloc(most)?, pool.alloc(most)?);
+    let other: (Block<u8>, Block<u8>) = (ordinary.alloc(most)?, ordinary.alloc(most)?);
+    pool.commit()?;
+    // Those that leave nothing open.
+    let open = [AllReduceAlgorithm::Auto, AllReduceAlgorithm::OneShot, AllReduceAlgorithm::TwoShot];
+    let algorithms: Vec<_> =
+        AllReduceAlgorithm::ALL.into_iter().filter(|algorithm| !open.contains(algorithm)).collect();
+    let mut bench = Bench::new(pool)?;
+    for (dtype, sentinels) in [(DType::Bf16, true), (DType::I32, false)] {
+        for (blocks, windows) in [(&windows, true), (&other, false)] {
+            let times = bench.measure(options, (&blocks.0, &blocks.1), dtype, &algorithms)?;
+            let new = fastest(&times).into_iter().map(|(up_to, algorithm)| Row {
+                world,
+                sentinels,
+                windows,
+                up_to,
+                algorithm,
+            });
+            if pool.rank() == 0 {
+                println!("{}, {}", dtype.name(), if windows { "windows" } else { "ordinary" });
+                show(&times, world);
+            }
+            replace(&mut table, new.collect());
+        }
+    }
+    if pool.rank() == 0 && bench.right {
+        fs::write(path, text(&table)).map_err(|error| failed(path, &error))?;
+        println!("{} rows in {}", table.rows.len(), path.display());
+    }
+    Ok(bench.right)
+}
+
+fn failed(path: &Path, error: &dyn std::fmt::Display) -> Error {
+    Error::system(format!("the table {}", path.display()), error)
+}
+
+/// The table that is there, or a new one.
+fn read(path: &Path, device: &str) -> Result<Table> {
+    let table: Table = match fs::read_to_string(path) {
+        Ok(text) => serde_json::from_str(&text).map_err(|error| failed(path, &error))?,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            Table { devices: vec![device.to_owned()], rows: Vec::new() }
+        }
+        Err(error) => return Err(failed(path, &error)),
+    };
+    if table.devices.iter().any(|name| name == device) {
+        return Ok(table);
+    }
+    Err(Error::invalid_argument(format!(
+        "the table {} is of {:?}; this device is a {device:?}: name another file",
+        path.display(),
+        table.devices
+    )))
+}
+
+/// Up to which size which algorithm is the fastest.
+fn fastest(times: &Times) -> Vec<(Option<u64>, String)> {
+    let mut rows: Vec<(Option<u64>, String)> = Vec::new();
+    for (bytes, row) in times {
+        let Some((best, us)) = row.iter().min_by(|a, b| a.1.total_cmp(&b.1)) else { continue };
+        match rows.last_mut() {
+            Some((up_to, name))
+                if row.iter().any(|(other, at)| other == name && *at <= us * (1.0 + MARGIN)) =>
+            {
+                *up_to = Some(*bytes);
+            }
+            _ => rows.push((Some(*bytes), best.clone())),
+        }
+    }
+    if let Some((up_to, _)) = rows.last_mut().filter(|(up_to, _)| *up_to >= Some(ENDLESS)) {
+        *up_to = None;
+    }
+    rows
+}
+
+/// Puts a group of rows in the place of the one that was there.
+fn replace(table: &mut Table, new: Vec<Row>) {
+    let group = |row: &Row| (row.world, !row.sentinels, !row.windows);
+    let Some(which) = new.first().map(group) else { return };
+    table.rows.retain(|row| group(row) != which);
+    table.rows.extend(new);
+    table.rows.sort_by_key(|row| (group(row), row.up_to.unwrap_or(u64::MAX)));
+}
+
+/// A row a line.
+fn text(table: &Table) -> String {
+    let plain = |value: serde_json::Result<String>| value.expect("plain data");
+    let rows: Vec<String> =
+        table.rows.iter().map(|row| format!("    {}", plain(serde_json::to_string(row)))).collect();
+    let devices: Vec<String> =
+        table.devices.iter().map(|name| plain(serde_json::to_string(name))).collect();
+    format!(
+        "{{\n  \"devices\": [{}],\n  \"rows\": [\n{}\n  ]\n}}\n",
+        devices.join(", "),
+        rows.join(",\n")
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn times(of: &[(u64, f64, f64)]) -> Times {
+        of.iter()
+            .map(|(bytes, one, two)| (*bytes, vec![("one".into(), *one), ("two".into(), *two)]))
+            .collect()
+    }
+
+    #[test]
+    fn the_fastest_up_to_each_size_is_found_and_trifles_do_not_count() {
+        let few = times(&[(1024, 1.0, 2.0), (2048, 2.01, 2.0), (4096, 3.0, 2.0), (8192, 5.0, 4.0)]);
+        let rows = [(Some(2048), "one".to_owned()), (Some(8192), "two".to_owned())];
+        assert_eq!(fastest(&few), rows);
+        let many = times(&[(1024, 1.0, 2.0), (ENDLESS, 9.0, 8.0)]);
+        assert_eq!(fastest(&many)[1], (None, "two".to_owned()));
+        assert_eq!(fastest(&Times::new()), []);
+    }
+
+    #[test]
+    fn tables_grow_by_groups_and_are_written_as_they_were_read() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tables/h200.json");
+        let held = fs::read_to_string(&path).unwrap();
+        let mut table = read(&path, "NVIDIA H200").unwrap();
+        assert_eq!(text(&table), held);
+        let row = |world, up_to| Row {
+            world,
+            sentinels: true,
+            windows: true,
+            up_to,
+            algorithm: "two_shot_pull".into(),
+        };
+        let before = table.rows.len();
+        replace(&mut table, vec![row(2, Some(9)), row(2, None)]);
+        assert_eq!(table.rows.len(), before + 2);
+        assert_eq!(table.rows[..2], [row(2, Some(9)), row(2, None)]);
+        let alike = table.rows.iter().filter(|row| row.world == 4 && row.sentinels).count();
+        replace(&mut table, vec![row(4, None)]);
+        assert_eq!(table.rows.len(), before + 2 + 1 - alike);
+        let again: Table = serde_json::from_str(&text(&table)).unwrap();
+        assert_eq!(again, table);
+        assert!(read(&path, "another").unwrap_err().is_invalid_argument());
+        let none = read(Path::new("/nowhere/at/all.json"), "another").unwrap();
+        assert_eq!((none.devices, none.rows.len()), (vec!["another".to_owned()], 0));
+    }
+}

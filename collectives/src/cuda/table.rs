@@ -1,0 +1,129 @@
+//! What was measured on known devices: which algorithm is fastest up to which size.
+
+use std::sync::OnceLock;
+
+use super::rows::{Row, Table};
+use super::select::{Algorithm, Shape};
+use crate::AllReduceAlgorithm;
+
+/// Every file of `collectives/tables`.
+const FILES: &[&str] = &[include_str!("../../tables/h200.json")];
+
+fn tables() -> &'static [Table] {
+    static TABLES: OnceLock<Vec<Table>> = OnceLock::new();
+    TABLES.get_or_init(|| {
+        let read = |text: &&str| {
+            let table = serde_json::from_str(text);
+            table.map_err(|error| tracing::error!(%error, "a table of algorithms")).ok()
+        };
+        FILES.iter().filter_map(read).collect()
+    })
+}
+
+/// The rows for the devices and the number of ranks of a communicator.
+#[derive(Debug, Default)]
+pub(super) struct Rows(Vec<(Row, Algorithm)>);
+
+impl Rows {
+    /// For ranks on devices of these names: none unless all are of one kind that was measured with
+    /// as many ranks. So every rank has the same rows.
+    pub(super) fn of(devices: &[&str]) -> Self {
+        Self::among(tables(), devices)
+    }
+
+    fn among(tables: &[Table], devices: &[&str]) -> Self {
+        let listed = |table: &&Table| {
+            let has = |device: &&str| table.devices.iter().any(|name| name == device);
+            devices.iter().all(has)
+        };
+        let Some(table) = tables.iter().find(listed) else { return Self::default() };
+        let rows = table.rows.iter().filter(|row| row.world as usize == devices.len());
+        let named = |row: &Row| {
+            let algorithm = AllReduceAlgorithm::named(&row.algorithm)?;
+            Some((row.clone(), Algorithm::of(algorithm)?))
+        };
+        Self(rows.filter_map(named).collect())
+    }
+
+    /// What is fastest for this shape, if that was measured.
+    pub(super) fn find(&self, shape: &Shape) -> Option<Algorithm> {
+        let fits = |row: &Row| {
+            row.sentinels == shape.has_sentinels()
+                && row.windows == shape.output_window
+                && row.up_to.is_none_or(|bytes| shape.bytes <= bytes)
+        };
+        self.0.iter().find(|(row, _)| fits(row)).map(|(_, algorithm)| *algorithm)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::fs;
+    use std::path::Path;
+
+    use super::super::params::Control;
+    use super::*;
+    use crate::DType;
+
+    #[test]
+    fn every_file_is_held_and_means_something() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tables");
+        assert_eq!(fs::read_dir(folder).expect("the tables").count(), FILES.len());
+        assert_eq!(tables().len(), FILES.len(), "one cannot be read");
+        let mut devices: Vec<&String> = tables().iter().flat_map(|table| &table.devices).collect();
+        let all = devices.len();
+        devices.sort();
+        devices.dedup();
+        assert_eq!(devices.len(), all, "a device is in two tables");
+        for row in tables().iter().flat_map(|table| &table.rows) {
+            let named = AllReduceAlgorithm::named(&row.algorithm).and_then(Algorithm::of);
+            let algorithm = named.unwrap_or_else(|| panic!("no algorithm: {row:?}"));
+            // Something of every row can be done by what it names.
+            let shape = Shape {
+                bytes: row.up_to.unwrap_or(1 << 30),
+                dtype: if row.sentinels { DType::Bf16 } else { DType::I32 },
+                world: row.world,
+                input_window: row.windows,
+                output_window: row.windows,
+            };
+            let control = Control::new(row.world, 32 << 20).expect("a world that is served");
+            assert!(shape.fits(algorithm, &control), "{row:?}");
+        }
+        // Groups are in order, and nothing follows a row without end.
+        for table in tables() {
+            let mut last = BTreeMap::new();
+            for row in &table.rows {
+                let group = (row.world, row.sentinels, row.windows);
+                let up_to = row.up_to.unwrap_or(u64::MAX);
+                let before = last.insert(group, up_to);
+                assert!(before.is_none_or(|before| before < up_to), "{row:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn rows_are_those_of_the_device_and_the_number_of_ranks() {
+        let shape = |bytes, dtype| Shape {
+            bytes,
+            dtype,
+            world: 4,
+            input_window: true,
+            output_window: true,
+        };
+        let rows = Rows::of(&["NVIDIA H200"; 4]);
+        let found = |bytes| rows.find(&shape(bytes, DType::Bf16));
+        assert_eq!(found(4096), Some(Algorithm::OneShotPacket));
+        assert_eq!(found(4097), Some(Algorithm::OneShotSentinel));
+        assert_eq!(found(512 << 10), Some(Algorithm::TwoShotSentinel));
+        assert_eq!(found(16 << 20), Some(Algorithm::TwoShotPush));
+        let integers = rows.find(&shape(512 << 10, DType::I64));
+        assert_eq!(integers, Some(Algorithm::TwoShotPacket));
+        let ordinary = Shape { output_window: false, ..shape(1 << 30, DType::F64) };
+        assert_eq!(rows.find(&ordinary), None, "not measured");
+        assert!(Rows::of(&["NVIDIA H200"; 2]).find(&shape(1, DType::Bf16)).is_none());
+        let mixed = ["NVIDIA H200", "NVIDIA H200", "NVIDIA H100", "NVIDIA H200"];
+        assert!(Rows::of(&mixed).find(&shape(1, DType::Bf16)).is_none());
+        assert!(Rows::of(&["NVIDIA H200 NVL"; 4]).find(&shape(1, DType::Bf16)).is_none());
+    }
+}

@@ -1,0 +1,304 @@
+//! Copies and signals between two ranks of a pool in host memory; ranks are threads.
+
+use std::collections::BTreeMap;
+use std::sync::Barrier;
+use std::sync::mpsc::channel;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+use symmpool_allocator::lane::LaneConfig;
+use symmpool_allocator::{Block, CONTROL_LANE, Driver, Group, Pool, Stream};
+use symmpool_collectives::{Communicator, CommunicatorOptions, ReduceOp};
+
+const STREAM: &Stream = &Stream::DEFAULT;
+/// For waits that are to succeed, and for those that are not.
+const LONG: Duration = Duration::from_secs(20);
+const SHORT: Duration = Duration::from_millis(50);
+
+fn pool(group: Group) -> Pool {
+    Pool::builder(group.with_timeout(LONG))
+        .driver(Driver::host().unwrap())
+        .lane(LaneConfig::symmetric("default"))
+        .lane(LaneConfig::local("own"))
+        .build()
+        .unwrap()
+}
+
+fn ranks(world: u32, body: impl Fn(&Pool, &Communicator) + Sync) {
+    thread::scope(|scope| {
+        for group in Group::in_process(world).expect("a small group") {
+            let body = &body;
+            scope.spawn(move || {
+                let pool = pool(group);
+                let comm = Communicator::new(&pool).unwrap();
+                body(&pool, &comm);
+            });
+        }
+    });
+}
+
+fn windows(pool: &Pool, values: &[u64]) -> Block<u64> {
+    let block = pool.alloc(values.len()).unwrap();
+    block.write(values).unwrap();
+    pool.commit().unwrap();
+    block
+}
+
+#[test]
+fn a_ring_of_puts_hands_data_on() {
+    // S3, without barriers: what comes with a signal is there, round after round.
+    ranks(3, |pool, comm| {
+        let (me, world) = (comm.rank(), comm.world());
+        let (next, before) = ((me + 1) % world, (me + world - 1) % world);
+        for count in [1, 1000, 100_000] {
+            let inbox = windows(pool, &vec![0; 2 * count]);
+            let mine = windows(pool, &vec![u64::from(me); count]);
+            for round in 0..6 {
+                // The halves take turns; the second channel gives them back.
+                let half = round % 2 * count;
+                if round >= 2 {
+                    comm.wait(next, 1, LONG, STREAM).unwrap();
+                }
+                if round % 3 == 0 {
+                    comm.put(&inbox, half, &mine, next, STREAM).unwrap();
+                    comm.signal(next, 0, STREAM).unwrap();
+                } else {
+                    comm.put_signal(&inbox, half, &mine, next, 0, STREAM).unwrap();
+                }
+                comm.wait(before, 0, LONG, STREAM).unwrap();
+                let expected = (u64::from(me) + u64::from(world) * 6 - 1 - round as u64) % 3;
+                let seen = &inbox.read().unwrap()[half..half + count];
+                assert!(seen.iter().all(|value| *value == expected), "round {round}: {seen:?}");
+                mine.write(&vec![expected; count]).unwrap();
+                comm.signal(before, 1, STREAM).unwrap();
+            }
+            // The rest of what was given back, so that the next size begins afresh.
+            for _ in 0..2 {
+                comm.wait(next, 1, LONG, STREAM).unwrap();
+            }
+        }
+    });
+}
+
+#[test]
+fn what_a_peer_has_can_be_got_once_it_says_so() {
+    ranks(3, |pool, comm| {
+        let me = u64::from(comm.rank());
+        let values: Vec<u64> = (0..500).map(|i| i * 10 + me).collect();
+        let shared = windows(pool, &values);
+        // Into memory that is no window, and into one.
+        let plain = pool.lane("own").unwrap().alloc::<u64>(100).unwrap();
+        let window = windows(pool, &[0; 100]);
+        for peer in 0..3 {
+            comm.signal(peer, 15, STREAM).unwrap();
+        }
+        for peer in 0..3 {
+            comm.wait(peer, 15, LONG, STREAM).unwrap();
+            let expected: Vec<u64> = (400..500).map(|i| i * 10 + u64::from(peer)).collect();
+            for into in [&plain, &window] {
+                comm.get(into, &shared, 400, peer, STREAM).unwrap();
+                assert_eq!(into.read().unwrap(), expected);
+            }
+        }
+        comm.barrier(STREAM).unwrap();
+    });
+}
+
+#[test]
+fn a_signal_is_taken_once_and_a_wait_that_runs_out_takes_none() {
+    // S5
+    ranks(2, |_, comm| {
+        let peer = 1 - comm.rank();
+        for _ in 0..3 {
+            comm.signal(peer, 3, STREAM).unwrap();
+        }
+        comm.barrier(STREAM).unwrap();
+        for _ in 0..3 {
+            comm.wait(peer, 3, Duration::ZERO, STREAM).unwrap();
+        }
+        let began = Instant::now();
+        for timeout in [Duration::ZERO, SHORT] {
+            let error = comm.wait(peer, 3, timeout, STREAM).unwrap_err();
+            assert!(error.is_timeout() && error.ranks() == [peer], "{error}");
+            assert!(error.to_string().contains(&format!("rank {peer} on channel 3")), "{error}");
+        }
+        assert!(began.elapsed() >= SHORT && began.elapsed() < Duration::from_secs(5));
+        // Other channels, and this one, go on.
+        comm.barrier(STREAM).unwrap();
+        assert!(comm.failure().is_none());
+        comm.signal(peer, 3, STREAM).unwrap();
+        comm.wait(peer, 3, LONG, STREAM).unwrap();
+        comm.barrier(STREAM).unwrap();
+    });
+}
+
+#[test]
+fn threads_wait_beside_calls_and_each_other() {
+    ranks(2, |pool, comm| {
+        let peer = 1 - comm.rank();
+        let block = pool.alloc::<i64>(1000).unwrap();
+        pool.commit().unwrap();
+        const EACH: u32 = 300;
+        thread::scope(|scope| {
+            let (sender, taken) = channel();
+            // Two threads share the signals of one channel.
+            for _ in 0..2 {
+                let sender = sender.clone();
+                scope.spawn(move || {
+                    for _ in 0..EACH {
+                        comm.wait(peer, 7, LONG, STREAM).unwrap();
+                        sender.send(()).unwrap();
+                    }
+                });
+            }
+            // Two threads make them.
+            for _ in 0..2 {
+                scope.spawn(move || (0..EACH).for_each(|_| comm.signal(peer, 7, STREAM).unwrap()));
+            }
+            for _ in 0..20 {
+                comm.all_reduce(&block, ReduceOp::Max, STREAM).unwrap();
+            }
+            drop(sender);
+            assert_eq!(taken.iter().count(), 2 * EACH as usize);
+        });
+        comm.barrier(STREAM).unwrap();
+        assert!(comm.wait(peer, 7, Duration::ZERO, STREAM).unwrap_err().is_timeout());
+    });
+}
+
+#[test]
+fn nonsense_is_refused_and_named_and_concerns_nobody_else() {
+    ranks(2, |pool, comm| {
+        let (me, peer) = (comm.rank(), 1 - comm.rank());
+        let block = windows(pool, &[5; 64]);
+        let long = windows(pool, &[6; 65]);
+        let own = pool.lane("own").unwrap().alloc::<u64>(64).unwrap();
+        let other = Pool::builder(pool.group().child("other"))
+            .driver(Driver::host().unwrap())
+            .build()
+            .unwrap();
+        let foreign = windows(&other, &[7; 8]);
+        let at = block.as_ptr().cast::<u8>();
+        let theirs = block.peer_ptr(peer).unwrap().cast::<u8>();
+        let all = pool.windows();
+        let control = all.list().iter().find(|window| window.lane == CONTROL_LANE);
+        let control = control.map(|window| pool.layout().address(me, window.offset)).unwrap();
+        let refused = [
+            (comm.put(&block, 0, &long, peer, STREAM), "put of 65 elements from 0"),
+            (comm.put(&block, usize::MAX, &block, peer, STREAM), "64 elements from 184467"),
+            (comm.get(&block, &long, 2, peer, STREAM), "get of 64 elements from 2"),
+            (comm.put(&block, 0, &block, 2, STREAM), "rank 2: there are 2 ranks"),
+            (comm.put(&block, 0, &block, me, STREAM), "both ends overlap"),
+            (comm.put(&own, 0, &block, peer, STREAM), "commit the pool"),
+            (comm.put(&block, 0, &foreign, peer, STREAM), "not a block of"),
+            (comm.put(&foreign, 0, &block, peer, STREAM), "64 elements from 0"),
+            (comm.get(&foreign, &block, 0, peer, STREAM), "not a block of"),
+            (comm.put_signal(&block, 0, &block, peer, 16, STREAM), "channels are 0 to 15"),
+            (comm.signal(peer, 16, STREAM), "channel 16: channels are 0 to 15"),
+            (comm.signal(9, 0, STREAM), "rank 9: there are 2"),
+            (comm.wait(peer, u32::MAX, LONG, STREAM), "channels are 0 to 15"),
+            (comm.wait(2, 0, LONG, STREAM), "there are 2 ranks"),
+            // SAFETY: refused before memory is touched; that it is, is what is tested. So below.
+            (unsafe { comm.put_at(theirs, at, 8, peer, STREAM) }, "another rank's slot"),
+            // SAFETY: as above.
+            (unsafe { comm.put_at(at, theirs, 8, peer, STREAM) }, "another rank's slot"),
+            // SAFETY: as above.
+            (unsafe { comm.put_at(at, std::ptr::null(), 8, peer, STREAM) }, "not memory"),
+            // SAFETY: as above.
+            (unsafe { comm.put_at(at, at, usize::MAX, peer, STREAM) }, "not all in windows"),
+            // SAFETY: as above.
+            (unsafe { comm.get_at(usize::MAX as *mut u8, at, 8, peer, STREAM) }, "that long"),
+            // SAFETY: as above.
+            (unsafe { comm.put_at(8 as *mut u8, at, 8, peer, STREAM) }, "not in the pool's heap"),
+            // SAFETY: as above.
+            (unsafe { comm.put_at(control as *mut u8, at, 8, peer, STREAM) }, "control block"),
+        ];
+        for (outcome, why) in refused {
+            let error = outcome.expect_err(why);
+            assert!(error.is_invalid_argument() && error.to_string().contains(why), "{error}");
+            assert!(error.to_string().contains(&format!("rank {me}")), "{error}");
+        }
+        // Nothing at all is something: at any place.
+        let none = pool.alloc::<u64>(0).unwrap();
+        comm.put(&block, 64, &none, peer, STREAM).unwrap();
+        assert!(comm.wait(peer, 0, Duration::ZERO, STREAM).unwrap_err().is_timeout());
+        comm.barrier(STREAM).unwrap();
+        assert_eq!(block.read().unwrap(), [5; 64]);
+    });
+}
+
+#[test]
+fn a_closed_communicator_serves_nothing_and_ends_waits() {
+    // S5
+    ranks(3, |pool, _| {
+        let options = CommunicatorOptions { timeout: 4 * SHORT, ..CommunicatorOptions::default() };
+        let comm = Communicator::with_options(pool, &options).unwrap();
+        match comm.rank() {
+            // Rank 2 stays away. Rank 1 waits for a signal of rank 0, which gives up on rank 2.
+            0 => {
+                assert!(comm.barrier(STREAM).unwrap_err().is_timeout());
+                assert!(comm.signal(1, 0, STREAM).unwrap_err().is_timeout());
+            }
+            1 => {
+                let began = Instant::now();
+                let error = comm.wait(0, 0, LONG, STREAM).unwrap_err();
+                assert!(error.is_timeout(), "{error}");
+                assert!(began.elapsed() < LONG / 2, "told, not waited out");
+            }
+            _ => {}
+        }
+    });
+}
+
+/// What a sequence of signals and looks does, by two counts a channel.
+#[derive(Clone, Copy, Debug)]
+struct Act {
+    from: u32,
+    to: u32,
+    channel: u32,
+    wait: bool,
+}
+
+fn act() -> impl Strategy<Value = Act> {
+    (0..2_u32, 0..2_u32, 0..3_u32, any::<bool>()).prop_map(|(from, to, channel, wait)| Act {
+        from,
+        to,
+        channel: channel * 7,
+        wait,
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn counts_are_those_of_the_model(acts in proptest::collection::vec(act(), 1..60)) {
+        // Both communicators in one thread, once they are made.
+        let (sender, made) = channel();
+        let together = Barrier::new(2);
+        thread::scope(|scope| {
+            for group in Group::in_process(2).expect("a small group") {
+                let (sender, together) = (sender.clone(), &together);
+                scope.spawn(move || {
+                    let comm = Communicator::new(&pool(group)).unwrap();
+                    together.wait();
+                    sender.send((comm.rank(), comm)).unwrap();
+                });
+            }
+        });
+        let comms: BTreeMap<u32, Communicator> = made.try_iter().collect();
+        let mut left: BTreeMap<(u32, u32, u32), u64> = BTreeMap::new();
+        for Act { from, to, channel, wait } in acts {
+            let left = left.entry((from, to, channel)).or_default();
+            if wait {
+                let outcome = comms[&to].wait(from, channel, Duration::ZERO, STREAM);
+                prop_assert_eq!(outcome.is_ok(), *left > 0);
+                *left = left.saturating_sub(1);
+            } else {
+                comms[&from].signal(to, channel, STREAM).unwrap();
+                *left += 1;
+            }
+        }
+    }
+}
