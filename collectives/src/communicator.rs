@@ -19,6 +19,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use symmpool_allocator::topology::Topology;
 use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream, Windows};
 
 use crate::cuda::{CudaEngine, CudaOptions};
@@ -33,7 +34,7 @@ pub struct CommunicatorOptions {
     /// Longest wait for a late rank (rule S5). Default 30 s. A rank of this machine whose process
     /// is gone is noticed sooner.
     pub timeout: Duration,
-    /// How all-reduces go about it. Default: by size and kind of memory. Results have the same
+    /// How all-reduces go about it. Default: by links, size and kind of memory. Results have the same
     /// bits with each.
     pub algorithm: AllReduceAlgorithm,
     /// Bytes of scratch per parity, of which there are two; see [`HostOptions::scratch_bytes`].
@@ -44,6 +45,11 @@ pub struct CommunicatorOptions {
     /// scratch. A multiple of 4096, at least 1 MiB. Larger calls go in pieces. Default 32 MiB; a
     /// communicator takes five times as much and 17 MiB.
     pub device_scratch_bytes: u64,
+    /// How the ranks are linked, where it is not as the pool's topology says: for trying out a
+    /// machine that is not there. In host memory, where all-reduces on a hybrid cube mesh move data
+    /// over direct links only ([`AllReduceAlgorithm::CubeMesh`]); other collectives do not ask for
+    /// links. Default: [`Pool::topology`].
+    pub links: Option<Topology>,
 }
 
 impl Default for CommunicatorOptions {
@@ -54,6 +60,7 @@ impl Default for CommunicatorOptions {
             algorithm: AllReduceAlgorithm::Auto,
             scratch_bytes,
             device_scratch_bytes: 32 << 20,
+            links: None,
         }
     }
 }
@@ -158,6 +165,7 @@ impl Communicator {
             timeout: options.timeout,
             scratch_bytes: options.scratch_bytes,
             spin: Some(spin),
+            links: Some(options.links.as_ref().unwrap_or(pool.topology()).clone()),
             peer_alive: Some(Box::new(move |rank| processes.alive(rank))),
             ..HostOptions::default()
         };

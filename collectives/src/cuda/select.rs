@@ -123,6 +123,10 @@ impl Shape {
             AllReduceAlgorithm::TwoShotSentinel => one_of(&[Algorithm::TwoShotSentinel]),
             AllReduceAlgorithm::TwoShotPull => one_of(&[Algorithm::TwoShotPull]),
             AllReduceAlgorithm::TwoShotPush => one_of(&[Algorithm::TwoShotPush]),
+            AllReduceAlgorithm::CubeMesh => Err(Error::unsupported(
+                "the all-reduce algorithm cube_mesh: it runs in host memory only; devices have \
+                 one_shot and two_shot in several forms, which need links between all of them",
+            )),
         }
     }
 }
@@ -177,5 +181,7 @@ mod tests {
         let ordinary = Shape { output_window: false, ..shape(4 << 10, 4) };
         assert!(ordinary.choose(AllReduceAlgorithm::TwoShotPush, &control).is_err());
         assert!(shape(1 << 30, 4).choose(AllReduceAlgorithm::OneShot, &control).is_err());
+        let mesh = shape(4 << 10, 8).choose(AllReduceAlgorithm::CubeMesh, &control);
+        assert!(mesh.is_err_and(|error| error.is_unsupported()));
     }
 }
