@@ -186,7 +186,13 @@ impl Graph {
         holders: &mut [Option<u32>; MOST as usize],
         tried: &mut Set,
     ) -> bool {
-        for b in members(second & self.near[rank as usize]) {
+        let near = second & self.near[rank as usize];
+        // A free one first: then nobody has to move.
+        if let Some(b) = members(near).find(|b| holders[*b as usize].is_none()) {
+            holders[b as usize] = Some(rank);
+            return true;
+        }
+        for b in members(near) {
             if *tried >> b & 1 != 0 {
                 continue;
             }
