@@ -11,8 +11,6 @@ use symmpool_allocator::HeapLayout;
 use symmpool_allocator::topology::Topology;
 use symmpool_collectives::{Element, F8E4m3, F8E5m2, HostEngine, HostOptions, Place, ReduceOp};
 
-const PAGE: u64 = 4096;
-
 /// Memory that plays the flat heap: `world` slots of control blocks and window bytes.
 pub(crate) struct Heap {
     /// Where the heap begins for each rank; null for one that is not of this process.
@@ -41,7 +39,7 @@ impl Heap {
     pub(crate) fn new(world: u32, blocks: u64, window_bytes: u64, options: &HostOptions) -> Self {
         let control = HostEngine::control_bytes(world, options).unwrap();
         let windows = blocks * control;
-        let stride = (windows + window_bytes).next_multiple_of(PAGE);
+        let stride = (windows + window_bytes).next_multiple_of(4096);
         let layout = Layout::from_size_align((stride * u64::from(world)) as usize, 4096).unwrap();
         // SAFETY: the layout is not empty.
         let base = unsafe { std::alloc::alloc_zeroed(layout) };
@@ -64,9 +62,10 @@ impl Heap {
         let block = HostEngine::control_bytes(world, options).unwrap();
         // Scratch, both parities, is the end of the block; a page begins there.
         let signals = block - 2 * options.scratch_bytes;
-        let data = signals.next_multiple_of(PAGE);
+        let page = rustix::param::page_size() as u64;
+        let data = signals.next_multiple_of(page);
         let windows = data + 2 * options.scratch_bytes;
-        let stride = (windows + window_bytes).next_multiple_of(PAGE);
+        let stride = (windows + window_bytes).next_multiple_of(page);
         let bytes = (stride * u64::from(world)) as usize;
         if memory.metadata().unwrap().len() < bytes as u64 {
             memory.set_len(bytes as u64).unwrap();
