@@ -21,6 +21,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use symmpool_allocator::topology::Topology;
 use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream, Windows};
 
 use crate::allreduce::Asked;
@@ -38,8 +39,8 @@ pub struct CommunicatorOptions {
     /// is gone is noticed sooner.
     pub timeout: Duration,
     /// How all-reduces go about it. Results have the same bits with each. Default: `Auto`, which is
-    /// by size and kind of memory, on devices by what was measured on such; or what the environment
-    /// names in `SYMMPOOL_ALL_REDUCE`, on every rank, where it is not empty.
+    /// by links, size and kind of memory, on devices by what was measured on such; or what the
+    /// environment names in `SYMMPOOL_ALL_REDUCE`, on every rank, where it is not empty.
     pub algorithm: AllReduceAlgorithm,
     /// Bytes of scratch per parity, of which there are two; see [`HostOptions::scratch_bytes`].
     /// Default 2 MiB. In host memory.
@@ -52,6 +53,11 @@ pub struct CommunicatorOptions {
     /// The number of the first call, 1 or more. Default 1; others serve to test what happens when
     /// numbers have used up their bits.
     pub first_epoch: u32,
+    /// How the ranks are linked, where it is not as the pool's topology says: for trying out a
+    /// machine that is not there. In host memory, where all-reduces on a hybrid cube mesh move data
+    /// over direct links only ([`AllReduceAlgorithm::CubeMesh`]); other collectives do not ask for
+    /// links. Default: [`Pool::topology`].
+    pub links: Option<Topology>,
 }
 
 impl Default for CommunicatorOptions {
@@ -63,6 +69,7 @@ impl Default for CommunicatorOptions {
             scratch_bytes,
             device_scratch_bytes: 32 << 20,
             first_epoch: 1,
+            links: None,
         }
     }
 }
@@ -182,6 +189,7 @@ impl Communicator {
             timeout: options.timeout,
             scratch_bytes: options.scratch_bytes,
             spin: Some(spin),
+            links: Some(options.links.as_ref().unwrap_or(pool.topology()).clone()),
             first_epoch: u64::from(options.first_epoch),
             peer_alive: Some(Box::new(move |rank| engine_alive.alive(rank))),
         };

@@ -4,6 +4,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use symmpool_allocator::lane::LaneConfig;
+use symmpool_allocator::topology::{Link, LinkMatrix, Mesh, Topology};
 use symmpool_allocator::{Block, Driver, Group, Pool, Stream};
 use symmpool_collectives::{AllReduceAlgorithm, Communicator, CommunicatorOptions, ReduceOp};
 
@@ -322,4 +323,63 @@ fn the_environment_names_an_algorithm_for_those_that_name_none() {
         let text = String::from_utf8_lossy(&output.stdout);
         assert!(output.status.success() && text.contains("1 passed"), "{value:?}: {text}");
     }
+}
+
+/// Two groups of half the ranks, the even and the odd, and every rank linked to its neighbour.
+fn even_and_odd(world: u32) -> Topology {
+    let link =
+        |a: u32, b: u32| if a % 2 == b % 2 || a / 2 == b / 2 { Link::NvLink(1) } else { Link::Pci };
+    Topology::from_matrix(LinkMatrix::from_fn(world, link))
+}
+
+#[test]
+fn links_that_are_given_decide_and_change_no_bits() {
+    // S7
+    assert_eq!(even_and_odd(8).mesh(), Mesh::HybridCubeMesh);
+    ranks(8, |pool| {
+        let values: Vec<f32> =
+            (0..5000).map(|i| (i as f32 + 0.1).sin() / (1.0 + pool.rank() as f32)).collect();
+        let results = [
+            (AllReduceAlgorithm::OneShot, None),
+            (AllReduceAlgorithm::CubeMesh, None),
+            (AllReduceAlgorithm::CubeMesh, Some(even_and_odd(8))),
+            (AllReduceAlgorithm::Auto, Some(even_and_odd(8))),
+        ]
+        .map(|(algorithm, links)| {
+            let options =
+                CommunicatorOptions { algorithm, links, ..CommunicatorOptions::default() };
+            let comm = Communicator::with_options(pool, &options).unwrap();
+            let block = filled(pool, &values);
+            comm.all_reduce(&block, ReduceOp::Sum, STREAM).unwrap();
+            let mut slice = values.clone();
+            comm.all_reduce_slice(&mut slice, ReduceOp::Sum, STREAM).unwrap();
+            let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            assert_eq!(bits(&block.read().unwrap()), bits(&slice));
+            bits(&slice)
+        });
+        assert!(results.iter().all(|result| *result == results[0]));
+    });
+}
+
+#[test]
+fn links_without_a_schedule_refuse_the_call_and_those_of_others_the_communicator() {
+    ranks(3, |pool| {
+        let line =
+            LinkMatrix::from_fn(3, |a, b| if b - a == 1 { Link::NvLink(1) } else { Link::Pci });
+        let options = CommunicatorOptions {
+            algorithm: AllReduceAlgorithm::CubeMesh,
+            links: Some(Topology::from_matrix(line)),
+            ..CommunicatorOptions::default()
+        };
+        let comm = Communicator::with_options(pool, &options).unwrap();
+        let block = filled(pool, &[1_i32; 10]);
+        let error = comm.all_reduce(&block, ReduceOp::Sum, STREAM).unwrap_err();
+        assert!(error.is_unsupported(), "{error}");
+        assert!(error.to_string().contains("no link between ranks 0 and 2"), "{error}");
+        comm.barrier(STREAM).unwrap();
+        let options = CommunicatorOptions { links: Some(even_and_odd(8)), ..options };
+        let error = Communicator::with_options(pool, &options).unwrap_err();
+        assert!(error.is_invalid_argument(), "{error}");
+        Communicator::new(pool).unwrap().barrier(STREAM).unwrap();
+    });
 }

@@ -4,16 +4,22 @@
 //!   phase; best while the data is small.
 //! - `two_shot`: every rank reduces one share and hands it to the others. Directly between windows,
 //!   or through scratch for ordinary memory.
+//! - `cube_mesh`: for ranks that are not all linked; every rank reads and writes data of those
+//!   only that it has a link to. `halves` finds how such links group the ranks.
 
 #![allow(unsafe_code)] // hands raw buffers to the kernels
 
 mod asked;
+mod cube_mesh;
+mod halves;
 mod one_shot;
 mod two_shot;
 
 use std::ops::Range;
 
 use symmpool_allocator::{Error, Result};
+
+pub(crate) use halves::Halves;
 
 use crate::host::call::{Call, Operation};
 use crate::host::kernels::ReduceFn;
@@ -26,7 +32,7 @@ pub(crate) use asked::{Asked, VARIABLE};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
 pub enum AllReduceAlgorithm {
-    /// By size, number of ranks and kind of memory.
+    /// By links, size, number of ranks and kind of memory.
     #[default]
     Auto = 0,
     /// Every rank reduces everything, through scratch.
@@ -47,6 +53,9 @@ pub enum AllReduceAlgorithm {
     TwoShotPull = 8,
     /// On devices: two shots by stores, results straight into outputs that are windows.
     TwoShotPush = 9,
+    /// In host memory: data over direct links only, between two groups of ranks that are all linked
+    /// inside and paired with each other. What `Auto` uses on a hybrid cube mesh.
+    CubeMesh = 10,
     /// On devices: one shot, in lines of 128 bytes of which 8 are flags. Any type; fastest for some
     /// ten to hundred KiB of what sentinels do not carry.
     OneShotLine = 11,
@@ -54,7 +63,7 @@ pub enum AllReduceAlgorithm {
 
 impl AllReduceAlgorithm {
     /// All of them, `Auto` first.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Auto,
         Self::OneShot,
         Self::TwoShot,
@@ -65,6 +74,7 @@ impl AllReduceAlgorithm {
         Self::TwoShotSentinel,
         Self::TwoShotPull,
         Self::TwoShotPush,
+        Self::CubeMesh,
         Self::OneShotLine,
     ];
 
@@ -81,6 +91,7 @@ impl AllReduceAlgorithm {
             Self::TwoShotSentinel => "two_shot_sentinel",
             Self::TwoShotPull => "two_shot_pull",
             Self::TwoShotPush => "two_shot_push",
+            Self::CubeMesh => "cube_mesh",
             Self::OneShotLine => "one_shot_line",
         }
     }
@@ -106,7 +117,8 @@ impl HostEngine {
     /// # Errors
     ///
     /// `is_diverged`, on every rank, if ranks called differently; `is_invalid_argument` if buffers
-    /// overlap or do not fit; `is_timeout` or `is_peer_lost` if a rank does not come.
+    /// overlap or do not fit; `is_unsupported` if the algorithm does not run in host memory, or not
+    /// over the links there are; `is_timeout` or `is_peer_lost` if a rank does not come.
     ///
     /// # Safety
     ///
@@ -136,42 +148,90 @@ impl HostEngine {
             .in_place(data.in_place);
         let work =
             Work { call, data, count, size: dtype.size(), reduce: self.reduction(dtype, op) };
-        let windows = input.is_window() && output.is_window();
-        let one_shot = match algorithm {
-            AllReduceAlgorithm::OneShot => true,
-            AllReduceAlgorithm::TwoShot => false,
-            other if other != AllReduceAlgorithm::Auto => {
-                return Err(self.decline(Error::unsupported(format!(
-                    "the all-reduce algorithm {} on rank {}: it is one of devices; in host memory \
-                     there are one_shot and two_shot",
-                    other.name(),
-                    self.rank()
-                ))));
-            }
-            _ if windows => one_shot_of_windows(work.bytes(), self.world(), self.scratch_bytes()),
-            _ => {
-                // With two ranks both ways move the same bytes, and this one waits less.
-                self.world() <= 2
-                    || work.bytes().saturating_mul(self.world() as usize) <= ONE_SHOT_PLAIN_BYTES
-            }
+        let windows = match (input, output) {
+            (Place::Window(from), Place::Window(to)) => Some((from, to)),
+            _ => None,
+        };
+        let way = match self.choose(algorithm, work.bytes(), windows.is_some()) {
+            Ok(way) => way,
+            Err(why) => return Err(self.decline(why)),
         };
         tracing::debug!(
             bytes = work.bytes(),
             dtype = dtype.name(),
-            windows,
-            algorithm = if one_shot { "one_shot" } else { "two_shot" },
+            windows = windows.is_some(),
+            algorithm = way.name(),
             why = if algorithm == AllReduceAlgorithm::Auto { "rule" } else { "asked for" },
             "all_reduce"
         );
-        if one_shot {
-            // SAFETY: the caller's promises about input and output, which `data` resolves.
-            unsafe { one_shot::run(self, &work) }
-        } else if let (Place::Window(from), Place::Window(to)) = (input, output) {
-            // SAFETY: as above; that windows are mapped in every slot was promised to `new`.
-            unsafe { two_shot::direct(self, &work, from, to) }
-        } else {
+        match (way, windows) {
+            // SAFETY: the caller's promises about input and output, which `data` resolves; that
+            // windows are mapped in every slot was promised to `new`. As in all that follow.
+            (Way::OneShot, _) => unsafe { one_shot::run(self, &work) },
             // SAFETY: as above.
-            unsafe { two_shot::staged(self, &work) }
+            (Way::TwoShot, Some((from, to))) => unsafe { two_shot::direct(self, &work, from, to) },
+            // SAFETY: as above.
+            (Way::TwoShot, None) => unsafe { two_shot::staged(self, &work) },
+            // SAFETY: as above.
+            (Way::CubeMesh(halves), Some(places)) => unsafe {
+                cube_mesh::direct(self, &work, halves, places)
+            },
+            // SAFETY: as above.
+            (Way::CubeMesh(halves), None) => unsafe { cube_mesh::staged(self, &work, halves) },
+        }
+    }
+
+    /// The way that was asked for, or the best: from what is the same on every rank.
+    fn choose(&self, asked: AllReduceAlgorithm, bytes: usize, windows: bool) -> Result<Way> {
+        let one_shot = match asked {
+            AllReduceAlgorithm::OneShot => true,
+            AllReduceAlgorithm::TwoShot => false,
+            AllReduceAlgorithm::CubeMesh => return self.cube_mesh(),
+            AllReduceAlgorithm::Auto if self.cube_mesh => return self.cube_mesh(),
+            AllReduceAlgorithm::Auto if windows => {
+                one_shot_of_windows(bytes, self.world(), self.scratch_bytes())
+            }
+            // With two ranks both ways move the same bytes, and this one waits less.
+            AllReduceAlgorithm::Auto => {
+                self.world() <= 2
+                    || bytes.saturating_mul(self.world() as usize) <= ONE_SHOT_PLAIN_BYTES
+            }
+            other => {
+                return Err(Error::unsupported(format!(
+                    "the all-reduce algorithm {} on rank {}: it is one of devices; in host memory \
+                     there are one_shot, two_shot and cube_mesh",
+                    other.name(),
+                    self.rank()
+                )));
+            }
+        };
+        Ok(if one_shot { Way::OneShot } else { Way::TwoShot })
+    }
+
+    fn cube_mesh(&self) -> Result<Way> {
+        self.halves.clone().map(Way::CubeMesh).map_err(|why| {
+            Error::unsupported(format!(
+                "the all-reduce algorithm cube_mesh on rank {}: {why}",
+                self.rank()
+            ))
+        })
+    }
+}
+
+/// What an all-reduce in host memory does.
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    OneShot,
+    TwoShot,
+    CubeMesh(Halves),
+}
+
+impl Way {
+    fn name(self) -> &'static str {
+        match self {
+            Self::OneShot => "one_shot",
+            Self::TwoShot => "two_shot",
+            Self::CubeMesh(_) => "cube_mesh",
         }
     }
 }

@@ -28,7 +28,8 @@ impl Algorithm {
         Some(match asked {
             AllReduceAlgorithm::Auto
             | AllReduceAlgorithm::OneShot
-            | AllReduceAlgorithm::TwoShot => return None,
+            | AllReduceAlgorithm::TwoShot
+            | AllReduceAlgorithm::CubeMesh => return None,
             AllReduceAlgorithm::OneShotPacket => Self::OneShotPacket,
             AllReduceAlgorithm::OneShotSentinel => Self::OneShotSentinel,
             AllReduceAlgorithm::OneShotLine => Self::OneShotLine,
@@ -183,6 +184,10 @@ impl Shape {
                 Algorithm::TwoShotPush,
                 Algorithm::TwoShotPacket,
             ]),
+            AllReduceAlgorithm::CubeMesh => Err(Error::unsupported(
+                "the all-reduce algorithm cube_mesh: it runs in host memory only; devices have \
+                 one_shot and two_shot in several forms, which need links between all of them",
+            )),
             one => Algorithm::of(one).map_or(Ok(self.rule(control)), |one| one_of(&[one])),
         }
     }
@@ -238,6 +243,8 @@ mod tests {
         let ordinary = Shape { output_window: false, ..shape(4 << 10, 4) };
         assert!(ordinary.serve(AllReduceAlgorithm::TwoShotPush, &control).is_err());
         assert!(shape(1 << 30, 4).serve(AllReduceAlgorithm::OneShot, &control).is_err());
+        let mesh = shape(4 << 10, 8).serve(AllReduceAlgorithm::CubeMesh, &control);
+        assert!(mesh.is_err_and(|error| error.is_unsupported()));
     }
 
     #[test]
@@ -247,12 +254,12 @@ mod tests {
         let asked = |algorithm, by_environment| Asked { algorithm, by_environment };
         let chosen = |shape: Shape, asked, rows| shape.choose(asked, &control, rows).unwrap();
         let auto = asked(AllReduceAlgorithm::Auto, false);
-        let shape = shape(16 << 20, 4);
+        let shape = shape(20 << 20, 4);
         assert_eq!(chosen(shape, auto, &rows), (Algorithm::TwoShotPush, Why::Table));
         let unknown = Rows::of(&["a device"; 4]);
         assert_eq!(chosen(shape, auto, &unknown), (Algorithm::TwoShotSentinel, Why::Rule));
         let ordinary = Shape { output_window: false, ..shape };
-        assert_eq!(chosen(ordinary, auto, &rows), (Algorithm::TwoShotSentinel, Why::Rule));
+        assert_eq!(chosen(ordinary, auto, &rows), (Algorithm::TwoShotSentinel, Why::Table));
         for (by_environment, why) in [(false, Why::Options), (true, Why::Environment)] {
             let asked = asked(AllReduceAlgorithm::TwoShotPull, by_environment);
             assert_eq!(chosen(shape, asked, &rows), (Algorithm::TwoShotPull, why));

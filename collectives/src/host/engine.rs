@@ -6,6 +6,7 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use symmpool_allocator::topology::{Mesh, Topology};
 use symmpool_allocator::{Deadline, Error, HeapLayout, Result};
 
 use super::call::{Call, Operation, mismatch};
@@ -13,66 +14,12 @@ use super::control::{Control, peers};
 use super::cores::enough_here;
 use super::fault::{Cause, End, Fault};
 use super::kernels::{Isa, ReduceFn, select};
+use super::options::HostOptions;
 use super::place::{Data, InPlace, Place, Resolver, checked, disjoint};
 use super::wait::{Patience, SLICE, Waiter, wake};
+use crate::allreduce::Halves;
 use crate::signal::{await_word, entry_word, is_entry, wake_sleepers};
 use crate::{DType, ReduceOp};
-
-/// Tells whether a rank's process still runs.
-type PeerAlive = Box<dyn Fn(u32) -> bool + Send>;
-
-/// How a [`HostEngine`] behaves. Everything but `peer_alive` must be the same on every rank.
-pub struct HostOptions {
-    /// Longest wait for a peer, from when it is noticed to be late (rule S5). Default 30 s.
-    pub timeout: Duration,
-    /// Bytes of scratch per parity, of which there are two. Calls up to about this size take one
-    /// phase; larger ones from ordinary memory pass through it in pieces. A multiple of 256.
-    /// Default 2 MiB.
-    pub scratch_bytes: u64,
-    /// The epoch of the first call, 1 or more. Default 1; others serve to test wrapping.
-    pub first_epoch: u64,
-    /// Spin before giving the core away, which pays if every rank has a core of its own. Default:
-    /// if there are as many cores as ranks where the calling thread may run.
-    pub spin: Option<bool>,
-    /// Asked, while waiting for a late rank, whether its process still runs; so that a lost rank
-    /// is named long before the timeout. Default: unknown, nobody is asked.
-    pub peer_alive: Option<PeerAlive>,
-}
-
-impl Default for HostOptions {
-    fn default() -> Self {
-        Self {
-            timeout: Duration::from_secs(30),
-            scratch_bytes: 2 << 20,
-            first_epoch: 1,
-            spin: None,
-            peer_alive: None,
-        }
-    }
-}
-
-impl HostOptions {
-    fn check(&self) -> Result<()> {
-        if self.first_epoch == 0 || self.timeout.is_zero() {
-            return Err(Error::invalid_argument(
-                "the first epoch must be 1 or more, and the timeout longer than nothing",
-            ));
-        }
-        Ok(())
-    }
-}
-
-impl fmt::Debug for HostOptions {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostOptions")
-            .field("timeout", &self.timeout)
-            .field("scratch_bytes", &self.scratch_bytes)
-            .field("first_epoch", &self.first_epoch)
-            .field("spin", &self.spin)
-            .field("peer_alive", &self.peer_alive.is_some())
-            .finish()
-    }
-}
 
 /// One rank's side of a communicator in host memory.
 ///
@@ -86,6 +33,10 @@ pub struct HostEngine {
     pub(super) patience: Patience,
     isa: Isa,
     salt: u64,
+    /// How the links group the ranks, or why they do not.
+    pub(crate) halves: std::result::Result<Halves, String>,
+    /// Whether the links are known to be a hybrid cube mesh.
+    pub(crate) cube_mesh: bool,
     /// Of the next call. Rule S2: one per call, however it ends.
     epoch: u64,
     /// Steps signalled so far, over all calls.
@@ -110,7 +61,7 @@ impl HostEngine {
     /// of 128, to be allocated at such an offset, the same on every rank. Refuses a group and
     /// options with which no engine can be made ([`Error::is_invalid_argument`]).
     pub fn control_bytes(world: u32, options: &HostOptions) -> Result<u64> {
-        options.check()?;
+        options.check(world)?;
         Control::required(world, options.scratch_bytes)
     }
 
@@ -141,7 +92,7 @@ impl HostEngine {
                 layout.rank, layout.world
             )));
         }
-        options.check()?;
+        options.check(layout.world)?;
         // SAFETY: the caller promises just this, for longer than the engine lives.
         let control =
             unsafe { Control::new(&layout, control_offset, control_bytes, options.scratch_bytes)? };
@@ -153,7 +104,9 @@ impl HostEngine {
             control,
             patience,
             isa: Isa::detect(),
-            salt: options.scratch_bytes,
+            salt: options.salt(),
+            halves: Halves::find(options.links.as_ref().unwrap_or(&Topology::host(layout.world))),
+            cube_mesh: options.links.as_ref().map(Topology::mesh) == Some(Mesh::HybridCubeMesh),
             epoch: options.first_epoch,
             steps: 0,
             steps_before: 0,

@@ -1,7 +1,8 @@
 //! The host backend: ranks are processes (or threads), memory is shared pages, signals are
 //! atomics in them.
 //!
-//! - [`engine`](HostEngine) owns a communicator's state on one rank and the two kinds of wait
+//! - [`engine`](HostEngine) owns a communicator's state on one rank and the two kinds of wait;
+//!   `options` is how it behaves
 //! - `control` says where things lie in the control block, `wait` how a rank passes the time, and
 //!   `cores` whether each rank has a core for that
 //! - `call` is what ranks compare on entry, `fault` what they tell each other when one is missing
@@ -16,11 +17,13 @@ pub(crate) mod cores;
 mod engine;
 mod fault;
 pub(crate) mod kernels;
+mod options;
 mod place;
 mod sided;
 mod wait;
 
-pub use engine::{HostEngine, HostOptions};
+pub use engine::HostEngine;
+pub use options::HostOptions;
 pub use place::Place;
 pub(crate) use place::{Data, InPlace};
 pub(crate) use sided::HostSided;

@@ -1,19 +1,34 @@
-//! Ranks as threads of one process, over one zeroed allocation that is laid out as a flat heap.
+//! Ranks as threads of one process, over zeroed memory that is laid out as a flat heap.
 
 use std::alloc::Layout;
+use std::fs::File;
+use std::ops::Range;
 
 use half::{bf16, f16};
+use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mprotect, munmap};
 use symmpool_allocator::HeapLayout;
+use symmpool_allocator::topology::Topology;
 use symmpool_collectives::{Element, F8E4m3, F8E5m2, HostEngine, HostOptions, Place, ReduceOp};
 
-/// One allocation that plays the flat heap: `world` slots of control block and window bytes.
+/// Memory that plays the flat heap: `world` slots of control blocks and window bytes.
 pub(crate) struct Heap {
-    base: *mut u8,
-    layout: Layout,
+    /// Where the heap begins for each rank; null for one that is not of this process.
+    bases: Vec<*mut u8>,
+    memory: Memory,
     world: u32,
     stride: u64,
+    /// Where the control blocks begin in each slot.
+    control: u64,
     /// Where the bytes for windows begin in each slot.
     pub(crate) windows: u64,
+}
+
+enum Memory {
+    /// One allocation for all ranks.
+    Allocated(Layout),
+    /// So many bytes of a file for each rank, mapped by each on its own.
+    Mapped(usize),
 }
 
 // SAFETY: the heap is raw memory; who touches which part when is what the tests arrange.
@@ -29,19 +44,66 @@ impl Heap {
         // SAFETY: the layout is not empty.
         let base = unsafe { std::alloc::alloc_zeroed(layout) };
         assert!(!base.is_null());
-        Self { base, layout, world, stride, windows }
+        let bases = vec![base; world as usize];
+        Self { bases, memory: Memory::Allocated(layout), world, stride, control: 0, windows }
+    }
+
+    /// A heap in which each of `ranks` has its own mapping of `memory`, which may be new, with one
+    /// control block. There it reaches its own slot, those of ranks it is linked to, and of all
+    /// others nothing but signals: scratch and windows of theirs cannot be touched.
+    pub(crate) fn linked(
+        links: &Topology,
+        ranks: Range<u32>,
+        window_bytes: u64,
+        options: &HostOptions,
+        memory: &File,
+    ) -> Self {
+        let world = links.world();
+        let block = HostEngine::control_bytes(world, options).unwrap();
+        // Scratch, both parities, is the end of the block; a page begins there.
+        let signals = block - 2 * options.scratch_bytes;
+        let page = rustix::param::page_size() as u64;
+        let data = signals.next_multiple_of(page);
+        let windows = data + 2 * options.scratch_bytes;
+        let stride = (windows + window_bytes).next_multiple_of(page);
+        let bytes = (stride * u64::from(world)) as usize;
+        if memory.metadata().unwrap().len() < bytes as u64 {
+            memory.set_len(bytes as u64).unwrap();
+        }
+        let map = |rank: u32| {
+            if !ranks.contains(&rank) {
+                return std::ptr::null_mut();
+            }
+            let (access, shared) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
+            // SAFETY: a new mapping at an address of the kernel's choosing.
+            let base = unsafe { mmap(std::ptr::null_mut(), bytes, access, shared, memory, 0) };
+            let base: *mut u8 = base.unwrap().cast();
+            for peer in (0..world).filter(|peer| !links.link(rank, *peer).is_direct()) {
+                let start = base.wrapping_add((u64::from(peer) * stride + data) as usize);
+                let length = (stride - data) as usize;
+                // SAFETY: whole pages of the new mapping, which nobody knows of yet.
+                unsafe { mprotect(start.cast(), length, MprotectFlags::empty()) }.unwrap();
+            }
+            base
+        };
+        let bases = (0..world).map(map).collect();
+        let control = data - signals;
+        Self { bases, memory: Memory::Mapped(bytes), world, stride, control, windows }
     }
 
     pub(crate) fn layout(&self, rank: u32) -> HeapLayout {
-        HeapLayout { base: self.base as u64, stride: self.stride, rank, world: self.world }
+        let base = self.bases[rank as usize];
+        assert!(!base.is_null(), "rank {rank} is of another process");
+        HeapLayout { base: base as u64, stride: self.stride, rank, world: self.world }
     }
 
     /// The engine of `rank` on control block `block`.
     pub(crate) fn engine(&self, rank: u32, block: u64, options: HostOptions) -> HostEngine {
-        let control = HostEngine::control_bytes(self.world, &options).unwrap();
-        // SAFETY: the whole heap is allocated, zeroed, and outlives the engines of a test; every
-        // block is used by one communicator.
-        unsafe { HostEngine::new(self.layout(rank), block * control, control, options) }.unwrap()
+        let bytes = HostEngine::control_bytes(self.world, &options).unwrap();
+        let offset = self.control + block * bytes;
+        // SAFETY: the whole heap is there, zeroed, and outlives the engines of a test; every block
+        // is used by one communicator.
+        unsafe { HostEngine::new(self.layout(rank), offset, bytes, options) }.unwrap()
     }
 
     /// `rank`'s address of `offset`.
@@ -62,9 +124,22 @@ impl Heap {
 
 impl Drop for Heap {
     fn drop(&mut self) {
-        // SAFETY: allocated in `new` with this layout; all users have ended.
-        unsafe { std::alloc::dealloc(self.base, self.layout) };
+        match self.memory {
+            // SAFETY: allocated in `new` with this layout; all users have ended.
+            Memory::Allocated(layout) => unsafe { std::alloc::dealloc(self.bases[0], layout) },
+            Memory::Mapped(bytes) => {
+                for base in self.bases.iter().filter(|base| !base.is_null()) {
+                    // SAFETY: mapped in `linked` with this length; all users have ended.
+                    unsafe { munmap(base.cast(), bytes) }.unwrap();
+                }
+            }
+        }
     }
+}
+
+/// A file without a name, in memory.
+pub(crate) fn memory() -> File {
+    memfd_create("symmpool-test", MemfdFlags::CLOEXEC).unwrap().into()
 }
 
 /// Options with little scratch, so that small data already travels in pieces.

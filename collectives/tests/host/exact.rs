@@ -8,8 +8,12 @@ use symmpool_collectives::{
 };
 
 const COUNTS: [usize; 7] = [0, 1, 3, 17, 1023, 4096 + 5, 20_011];
-const ALGORITHMS: [AllReduceAlgorithm; 3] =
-    [AllReduceAlgorithm::Auto, AllReduceAlgorithm::OneShot, AllReduceAlgorithm::TwoShot];
+const ALGORITHMS: [AllReduceAlgorithm; 4] = [
+    AllReduceAlgorithm::Auto,
+    AllReduceAlgorithm::OneShot,
+    AllReduceAlgorithm::TwoShot,
+    AllReduceAlgorithm::CubeMesh,
+];
 /// Bytes of each of the two windows of a test.
 const ROOM: u64 = 1 << 20;
 

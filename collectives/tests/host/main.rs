@@ -5,5 +5,6 @@ mod contract;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod environment;
 mod exact;
+mod mesh;
 mod process;
 mod traffic;

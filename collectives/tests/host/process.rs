@@ -1,19 +1,22 @@
 //! Ranks as processes: the test binary runs itself again, over a memfd that the children open
 //! through `/proc`.
 
+use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::os::fd::AsRawFd;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 use symmpool_allocator::HeapLayout;
+
+use crate::common::memory;
 use symmpool_collectives::{HostEngine, HostOptions, ReduceOp};
 
 const WORLD: u32 = 3;
 const STRIDE: u64 = 8 << 20;
+const BYTES: u64 = STRIDE * WORLD as u64;
 
 /// The role of a child, and what it needs to play it.
 const ROLE: &str = "SYMMPOOL_TEST_ROLE";
@@ -21,7 +24,7 @@ const RANK: &str = "SYMMPOOL_TEST_RANK";
 const MEMORY: &str = "SYMMPOOL_TEST_MEMORY";
 
 /// Children that are killed and reaped however the test ends.
-struct Children(Vec<Child>);
+pub(crate) struct Children(Vec<Child>);
 
 impl Drop for Children {
     fn drop(&mut self) {
@@ -33,13 +36,14 @@ impl Drop for Children {
 }
 
 impl Children {
-    /// One process a rank, each running `test` of this binary in `role`.
-    fn start(test: &str, role: &str) -> Self {
-        let memory = memfd_create("symmpool-test", MemfdFlags::CLOEXEC).unwrap();
-        ftruncate(&memory, STRIDE * u64::from(WORLD)).unwrap();
+    /// `world` processes, one a rank, each running `test` of this binary in `role`, with so many
+    /// bytes of zeroed memory between them.
+    pub(crate) fn start(test: &str, role: &str, world: u32, bytes: u64) -> Self {
+        let memory = memory();
+        memory.set_len(bytes).unwrap();
         let path = format!("/proc/{}/fd/{}", std::process::id(), memory.as_raw_fd());
         let mut children = Self(Vec::new());
-        for rank in 0..WORLD {
+        for rank in 0..world {
             let mut command = Command::new(std::env::current_exe().unwrap());
             command.args([test, "--exact", "--nocapture"]);
             command.env(ROLE, role).env(RANK, rank.to_string()).env(MEMORY, &path);
@@ -47,14 +51,19 @@ impl Children {
             children.0.push(command.spawn().unwrap());
         }
         // Children have opened the memory once they say anything; all must, before it closes.
-        for rank in 0..WORLD {
+        for rank in 0..world {
             children.expect(rank, "ready");
         }
         children
     }
 
+    /// Waits until a rank has ended.
+    pub(crate) fn wait(&mut self, rank: u32) -> ExitStatus {
+        self.0[rank as usize].wait().unwrap()
+    }
+
     /// Reads a rank's output up to the line that ends with `text`, and returns that line.
-    fn expect(&mut self, rank: u32, text: &str) -> String {
+    pub(crate) fn expect(&mut self, rank: u32, text: &str) -> String {
         let stdout = self.0[rank as usize].stdout.as_mut().unwrap();
         // One line at a time, so nothing behind the line is lost with the reader.
         let mut reader = BufReader::with_capacity(1, stdout);
@@ -79,11 +88,9 @@ fn pid(layout: &HeapLayout, rank: u32) -> &'static AtomicU64 {
 /// A child's engine, over the shared memory it was told of; `watchful` if it looks after peers'
 /// processes.
 fn engine(watchful: bool) -> HostEngine {
-    let rank = std::env::var(RANK).unwrap().parse().unwrap();
-    let path = std::env::var_os(MEMORY).unwrap();
-    let memory = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
+    let (rank, memory) = child();
     let (access, shared) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
-    let bytes = (STRIDE * u64::from(WORLD)) as usize;
+    let bytes = BYTES as usize;
     // SAFETY: a new mapping at an address of the kernel's choosing.
     let base = unsafe { mmap(std::ptr::null_mut(), bytes, access, shared, &memory, 0) }.unwrap();
     let layout = HeapLayout { base: base as u64, stride: STRIDE, rank, world: WORLD };
@@ -101,7 +108,15 @@ fn engine(watchful: bool) -> HostEngine {
     unsafe { HostEngine::new(layout, 0, control, options) }.unwrap()
 }
 
-fn role() -> Option<String> {
+/// A child's rank, and the memory it shares with the others.
+pub(crate) fn child() -> (u32, File) {
+    let rank = std::env::var(RANK).unwrap().parse().unwrap();
+    let path = std::env::var_os(MEMORY).unwrap();
+    (rank, File::options().read(true).write(true).open(path).unwrap())
+}
+
+/// What this process is to do, if it is a child.
+pub(crate) fn role() -> Option<String> {
     std::env::var(ROLE).ok()
 }
 
@@ -118,10 +133,11 @@ fn processes_reduce_together() {
         println!("\nwhole");
         return;
     }
-    let mut children = Children::start("process::processes_reduce_together", "reduce");
+    let mut children =
+        Children::start("process::processes_reduce_together", "reduce", WORLD, BYTES);
     for rank in 0..WORLD {
         children.expect(rank, "whole");
-        assert!(children.0[rank as usize].wait().unwrap().success());
+        assert!(children.wait(rank).success());
     }
 }
 
@@ -145,13 +161,13 @@ fn a_killed_process_is_named_by_the_others() {
         return;
     }
     let mut children =
-        Children::start("process::a_killed_process_is_named_by_the_others", "killed");
+        Children::start("process::a_killed_process_is_named_by_the_others", "killed", WORLD, BYTES);
     let began = Instant::now();
     children.0[1].kill().unwrap();
-    children.0[1].wait().unwrap();
+    children.wait(1);
     for rank in [0, 2] {
         children.expect(rank, "failed");
-        assert!(children.0[rank as usize].wait().unwrap().success());
+        assert!(children.wait(rank).success());
     }
     assert!(began.elapsed() < Duration::from_secs(20));
 }
