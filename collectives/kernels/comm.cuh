@@ -122,13 +122,20 @@ __device__ __forceinline__ u64 nanoseconds() {
     return now;
 }
 
+// What the stream did before has ended, and is visible. Without effect where kernels do not overlap.
+__device__ __forceinline__ void follow() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Programmatic dependent launch: the next kernel's blocks may take their places while this one
 // still runs; they read nothing before it has ended. Without effect where it was not asked for.
 __device__ __forceinline__ void begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+    follow();
 }
 
 // One call, as a block sees it.

@@ -103,7 +103,13 @@ __device__ __forceinline__ void wait(const Comm& comm, const Call& call, u32 pee
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_one_sided(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
-    begin();
+    if (SHOTS & WAIT) {
+        // Nothing takes places of the device behind a wait: another stream may need them for what
+        // the signal depends on.
+        follow();
+    } else {
+        begin();
+    }
     if (failed(comm)) {
         return;
     }

@@ -181,7 +181,9 @@ impl Communicator {
 
     /// Waits for the next signal of `peer` on a channel: the nth wait takes the nth signal, whether
     /// it came before or comes later. In host memory this blocks the calling thread and no other;
-    /// on a device `stream` waits.
+    /// on a device `stream` waits, in a kernel of one small block. That takes its place on the device
+    /// meanwhile, so a signal is not to depend on a collective that this rank runs on another stream
+    /// at the same time: a large one needs the whole device.
     ///
     /// # Errors
     ///

@@ -55,6 +55,8 @@ pub(crate) struct CudaEngine {
     stream: Option<Stream>,
     /// The streams of the last signals and waits.
     pub(super) channels: BTreeMap<Channel, Stream>,
+    /// The kernels of one-sided operations, once there was one.
+    pub(super) sided: Option<[Loaded; 4]>,
     failed: Option<Error>,
 }
 
@@ -101,6 +103,7 @@ impl CudaEngine {
             timeout: options.timeout,
             stream: None,
             channels: BTreeMap::new(),
+            sided: None,
             failed: None,
         })
     }

@@ -7,14 +7,39 @@ use std::time::Duration;
 use symmpool_allocator::{Result, Stream};
 
 use super::engine::CudaEngine;
-use super::kernels::Specialty;
+use super::kernels::{Loaded, Specialty};
 use super::params::{CallParams, Comm};
 use crate::jit::sources::ONE_SIDED;
 
-/// Bits of `SHOTS` in the kernel.
-const COPY: u8 = 1;
-const SIGNAL: u8 = 2;
-const WAIT: u8 = 4;
+/// What a kernel does.
+#[derive(Clone, Copy, Debug)]
+enum Does {
+    Copy,
+    CopyAndSignal,
+    Signal,
+    Wait,
+}
+
+impl Does {
+    const ALL: [Self; 4] = [Self::Copy, Self::CopyAndSignal, Self::Signal, Self::Wait];
+
+    /// The bits of `SHOTS` in the kernel.
+    fn shots(self) -> u8 {
+        match self {
+            Self::Copy => 1,
+            Self::CopyAndSignal => 1 | 2,
+            Self::Signal => 2,
+            Self::Wait => 4,
+        }
+    }
+
+    fn threads(self) -> u32 {
+        match self {
+            Self::Copy | Self::CopyAndSignal => COPY_THREADS,
+            Self::Signal | Self::Wait => FEW_THREADS,
+        }
+    }
+}
 
 /// Threads of a block that copies, and most blocks: what keeps a link busy, and leaves room beside.
 const COPY_THREADS: u32 = 512;
@@ -63,10 +88,10 @@ impl CudaEngine {
             unused: 0,
         };
         let signals = channel.map(|number| Channel { sends: true, peer, number });
-        let shots = if signals.is_some() { COPY | SIGNAL } else { COPY };
+        let does = if signals.is_some() { Does::CopyAndSignal } else { Does::Copy };
         let comm = self.comm;
         // SAFETY: the caller's promise.
-        unsafe { self.put_sided(shots, (blocks, COPY_THREADS), &comm, &params, signals, stream) }
+        unsafe { self.put_sided((does, blocks), &comm, &params, signals, stream) }
     }
 
     /// Signals the peer, after what is on the stream.
@@ -74,7 +99,7 @@ impl CudaEngine {
         let (params, comm) = (nothing(peer, channel, 0), self.comm);
         let end = Channel { sends: true, peer, number: channel };
         // SAFETY: nothing is pointed to but the control block, which the communicator keeps.
-        unsafe { self.put_sided(SIGNAL, (1, FEW_THREADS), &comm, &params, Some(end), stream) }
+        unsafe { self.put_sided((Does::Signal, 1), &comm, &params, Some(end), stream) }
     }
 
     /// Has the stream wait for the peer's next signal.
@@ -89,7 +114,23 @@ impl CudaEngine {
         let comm = Comm { timeout: nanoseconds, ..self.comm };
         let end = Channel { sends: false, peer, number: channel };
         // SAFETY: as in `signal`.
-        unsafe { self.put_sided(WAIT, (1, FEW_THREADS), &comm, &params, Some(end), stream) }
+        unsafe { self.put_sided((Does::Wait, 1), &comm, &params, Some(end), stream) }
+    }
+
+    /// All of them at once, before one of them waits on the device: loading code may have to wait for
+    /// what runs there.
+    fn sided_kernels(&mut self) -> Result<[Loaded; 4]> {
+        if let Some(loaded) = self.sided {
+            return Ok(loaded);
+        }
+        let mut load = |does: Does| {
+            let base = Specialty::new(&ONE_SIDED, does.threads());
+            self.kernel(Specialty { shots: does.shots(), ..base })
+        };
+        let [copy, copy_and_signal, signal, wait] = Does::ALL;
+        let loaded = [load(copy)?, load(copy_and_signal)?, load(signal)?, load(wait)?];
+        self.sided = Some(loaded);
+        Ok(loaded)
     }
 
     /// # Safety
@@ -97,22 +138,21 @@ impl CudaEngine {
     /// As `Kernels::launch`.
     unsafe fn put_sided(
         &mut self,
-        shots: u8,
-        grid: (u32, u32),
+        (does, blocks): (Does, u32),
         comm: &Comm,
         params: &CallParams,
         end: Option<Channel>,
         stream: Stream,
     ) -> Result<()> {
         self.ready()?;
-        let kernel = self.kernel(Specialty { shots, ..Specialty::new(&ONE_SIDED, grid.1) })?;
+        let kernel = self.sided_kernels()?[does as usize];
         // Only what counts on one end of a channel has an order of its own.
         let last = end.and_then(|end| self.channels.get(&end).copied());
         if let Some(last) = last.filter(|last| *last != stream) {
             self.follow(last, stream)?;
         }
         // SAFETY: as the caller promised.
-        unsafe { self.launch_apart(kernel, grid, comm, params, stream) }?;
+        unsafe { self.launch_apart(kernel, (blocks, does.threads()), comm, params, stream) }?;
         if let Some(end) = end {
             self.channels.insert(end, stream);
         }
