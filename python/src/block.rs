@@ -1,66 +1,17 @@
-//! Memory of a pool in Python's hands: the class `Block`, and what DLPack consumers keep alive.
+//! The class `Block`: memory of a pool in Python's hands, with a shape and a type.
 
 use std::sync::Arc;
 
 use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use symmpool_allocator::{Error, Pool, Result, Stream};
+use symmpool_allocator::{Error, Stream};
 use symmpool_collectives::DType;
 
 use crate::convert::{Device, long_name};
 use crate::dlpack::{self, Description};
 use crate::errors::{OrRaise, exception};
-
-/// A block that is freed without order when its last holder is gone: holders are garbage of a
-/// language whose order of collection differs between ranks (rule D5).
-pub(crate) struct Memory {
-    /// `None` only while dropping.
-    block: Option<symmpool_allocator::Block<u8>>,
-    pool: Pool,
-    device: Device,
-    stream: Stream,
-}
-
-impl Memory {
-    pub(crate) fn allocate(
-        pool: &Pool,
-        device: Device,
-        bytes: usize,
-        stream: Stream,
-    ) -> Result<Arc<Self>> {
-        // DLPack consumers may count on 256 bytes.
-        let block = pool.default_lane().alloc_bytes(bytes, 512, stream)?;
-        Ok(Arc::new(Self { block: Some(block), pool: pool.clone(), device, stream }))
-    }
-
-    fn block(&self) -> &symmpool_allocator::Block<u8> {
-        self.block.as_ref().expect("there until dropped")
-    }
-
-    /// Makes `stream` wait for what the block's own stream was given so far, and the block's place
-    /// wait for `stream` before it is reused.
-    fn use_on(&self, stream: Stream) -> Result<()> {
-        if stream == self.stream {
-            return Ok(());
-        }
-        let driver = self.pool.driver();
-        let event = driver.record_event(self.stream)?;
-        let waited = driver.wait_event(stream, &event);
-        driver.release_event(event);
-        waited?;
-        self.block().record_stream(stream)
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        // An error means that the block is no longer the lane's; a destructor has nobody to tell.
-        if let Some(block) = self.block.take() {
-            let _ = block.free_unordered();
-        }
-    }
-}
+use crate::memory::Memory;
 
 /// Symmetric memory of a pool with a shape and an element type: at the same offset on every rank.
 ///

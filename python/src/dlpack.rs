@@ -15,8 +15,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
 use symmpool_collectives::DType;
 
-use crate::block::Memory;
 use crate::convert::Device;
+use crate::memory::Memory;
 
 const UNVERSIONED: &CStr = c"dltensor";
 const VERSIONED: &CStr = c"dltensor_versioned";

@@ -20,6 +20,7 @@ mod convert;
 mod dlpack;
 mod errors;
 mod group;
+mod memory;
 mod pool;
 mod tensor;
 

@@ -8,10 +8,11 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Driver, Error, Result};
 use symmpool_collectives::DType;
 
-use crate::block::{Block, Memory};
+use crate::block::Block;
 use crate::convert::{self, Device};
 use crate::errors::{OrRaise, invalid, seconds};
 use crate::group::Group;
+use crate::memory::Memory;
 use crate::tensor;
 
 /// Symmetric memory of one rank, and windows on that of its peers.

@@ -1,6 +1,6 @@
 //! Every collective against the oracle, bit for bit.
 
-use symmpool_allocator::{Block, Error, Pool, Result, Stream};
+use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
     AllReduceAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp,
 };
@@ -324,12 +324,4 @@ struct Case {
     /// Bytes from the beginning of an aligned block.
     from: usize,
     to: usize,
-}
-
-/// For callers that expect an error.
-pub(crate) fn expect_error<T>(result: Result<T>, what: &str) -> Result<Error> {
-    match result {
-        Ok(_) => Err(Error::invalid_state(format!("{what} succeeded"))),
-        Err(error) => Ok(error),
-    }
 }

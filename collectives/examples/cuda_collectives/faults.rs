@@ -7,8 +7,8 @@ use symmpool_collectives::{
     AllReduceAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp,
 };
 
-use crate::check::expect_error;
 use crate::cuda::stream;
+use crate::expect_error;
 
 const TIMEOUT: Duration = Duration::from_millis(1500);
 

@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 use clap::{Parser, ValueEnum};
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::lane::LaneConfig;
-use symmpool_allocator::{Deadline, Driver, Group, Pool, Result};
+use symmpool_allocator::{Deadline, Driver, Error, Group, Pool, Result};
 
 /// The lane of blocks that are no windows.
 const ORDINARY: &str = "ordinary";
@@ -147,5 +147,13 @@ fn run(options: &Options) -> Result<bool> {
         Mode::Soak => soak::run(&pool, options),
         Mode::Bench => bench::run(&pool, options),
         Mode::Tune => tune::run(&pool, options),
+    }
+}
+
+/// The error that there must be.
+pub(crate) fn expect_error<T>(result: Result<T>, what: &str) -> Result<Error> {
+    match result {
+        Ok(_) => Err(Error::invalid_state(format!("{what} succeeded"))),
+        Err(error) => Ok(error),
     }
 }

@@ -7,8 +7,8 @@ use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{Communicator, DType};
 
 use crate::ORDINARY;
-use crate::check::expect_error;
 use crate::cuda::{Graph, download, stream, upload};
+use crate::expect_error;
 use crate::oracle::{input, random};
 
 /// For waits that are to succeed, and for those that are not.

@@ -7,7 +7,7 @@ use symmpool_allocator::{Error, Result, Stream};
 use super::engine::CudaEngine;
 use super::kernels::{Loaded, Specialty};
 use super::params::{CallParams, LINE_PAYLOAD, MOST_BLOCKS};
-use super::select::{Algorithm, Shape, has_sentinels};
+use super::shape::{Algorithm, Shape, has_sentinels};
 use crate::allreduce::Asked;
 use crate::host::call::{Call, Operation};
 use crate::jit::Kernel;

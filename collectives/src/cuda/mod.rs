@@ -6,6 +6,7 @@
 //! | `algorithms` | which kernels a collective runs, with what grid |
 //! | `sided` | copies and signals between two ranks |
 //! | `select` | which algorithm serves a call |
+//! | `shape` | what an all-reduce looks like, and which algorithms can serve it |
 //! | `table`, `rows` | what was measured on known devices |
 //! | `params` | what kernels are given, laid out as in `comm.cuh`; where things lie in the control block |
 //! | `kernels` | compiled kernels, loaded when first needed |
@@ -20,6 +21,7 @@ mod kernels;
 mod params;
 mod rows;
 mod select;
+mod shape;
 mod sided;
 mod table;
 

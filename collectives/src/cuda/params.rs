@@ -74,6 +74,14 @@ impl CallParams {
     }
 }
 
+/// One end of a channel of this rank: operations on one of these run in the order of the calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Channel {
+    pub(super) sends: bool,
+    pub(super) peer: u32,
+    pub(super) number: u32,
+}
+
 /// Where things lie in the control block, and how long it is.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Control {

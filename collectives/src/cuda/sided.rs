@@ -8,7 +8,7 @@ use symmpool_allocator::{Result, Stream};
 
 use super::engine::CudaEngine;
 use super::kernels::{Loaded, Specialty};
-use super::params::{CallParams, Comm};
+use super::params::{CallParams, Channel, Comm};
 use crate::jit::sources::ONE_SIDED;
 
 /// What a kernel does.
@@ -46,14 +46,6 @@ const COPY_THREADS: u32 = 512;
 const COPY_BLOCKS: u64 = 64;
 /// Threads of a kernel that only signals or waits.
 const FEW_THREADS: u32 = 32;
-
-/// One end of a channel of this rank: operations on one of these run in the order of the calls.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Channel {
-    sends: bool,
-    peer: u32,
-    number: u32,
-}
 
 impl CudaEngine {
     /// Copies `bytes` bytes between addresses that this rank has mapped, and then, if there is a

@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 
 use super::rows::{Row, Table};
-use super::select::{Algorithm, Shape};
+use super::shape::{Algorithm, Shape};
 use crate::AllReduceAlgorithm;
 
 /// Every file of `collectives/tables`.

@@ -81,8 +81,8 @@ pub(super) struct End {
 
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = super::call::Operation::from_code(self.operation)
-            .map_or("an unknown operation", super::call::Operation::name);
+        let name = super::operation::Operation::from_code(self.operation)
+            .map_or("an unknown operation", super::operation::Operation::name);
         write!(f, "{name}, call {}, ", self.epoch)?;
         match self.phase {
             0 => f.write_str("entry"),

@@ -5,7 +5,8 @@
 //!   `options` is how it behaves
 //! - `control` says where things lie in the control block, `wait` how a rank passes the time, and
 //!   `cores` whether each rank has a core for that
-//! - `call` is what ranks compare on entry, `fault` what they tell each other when one is missing
+//! - `call` is what ranks compare on entry, `operation` what can be called, `fault` what they tell
+//!   each other when one is missing
 //! - `sided` is signals and copies outside calls
 //! - `place` is where data lies, `kernels` are the loops over it
 //!
@@ -17,6 +18,7 @@ pub(crate) mod cores;
 mod engine;
 mod fault;
 pub(crate) mod kernels;
+mod operation;
 mod options;
 mod place;
 mod sided;

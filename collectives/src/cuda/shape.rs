@@ -1,0 +1,89 @@
+//! What an all-reduce on a device looks like, the ways there are to do it, and which of them can.
+
+use super::params::{Control, LINE_PAYLOAD};
+use crate::{AllReduceAlgorithm, DType};
+
+/// How data travels on a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Algorithm {
+    OneShotPacket = 8,
+    OneShotSentinel = 9,
+    OneShotPull = 10,
+    TwoShotPacket = 11,
+    TwoShotSentinel = 12,
+    TwoShotPull = 13,
+    TwoShotPush = 14,
+    OneShotLine = 15,
+}
+
+impl Algorithm {
+    /// The one of this name; none of those that leave something open.
+    pub(super) fn of(asked: AllReduceAlgorithm) -> Option<Self> {
+        Some(match asked {
+            AllReduceAlgorithm::Auto
+            | AllReduceAlgorithm::OneShot
+            | AllReduceAlgorithm::TwoShot
+            | AllReduceAlgorithm::CubeMesh => return None,
+            AllReduceAlgorithm::OneShotPacket => Self::OneShotPacket,
+            AllReduceAlgorithm::OneShotSentinel => Self::OneShotSentinel,
+            AllReduceAlgorithm::OneShotLine => Self::OneShotLine,
+            AllReduceAlgorithm::OneShotPull => Self::OneShotPull,
+            AllReduceAlgorithm::TwoShotPacket => Self::TwoShotPacket,
+            AllReduceAlgorithm::TwoShotSentinel => Self::TwoShotSentinel,
+            AllReduceAlgorithm::TwoShotPull => Self::TwoShotPull,
+            AllReduceAlgorithm::TwoShotPush => Self::TwoShotPush,
+        })
+    }
+}
+
+/// What an all-reduce is chosen by: the same on every rank.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shape {
+    pub(super) bytes: u64,
+    pub(super) dtype: DType,
+    pub(super) world: u32,
+    pub(super) input_window: bool,
+    pub(super) output_window: bool,
+}
+
+impl Shape {
+    pub(super) fn vectors(&self) -> u64 {
+        self.bytes.div_ceil(16)
+    }
+
+    /// Whether sentinels can carry the type: where another NaN may stand for one.
+    pub(super) fn has_sentinels(&self) -> bool {
+        has_sentinels(self.dtype)
+    }
+
+    /// Vectors that one shot and two shots leave in an inbox.
+    fn inbox(&self, shots: u64) -> u64 {
+        let ranks = u64::from(self.world);
+        if shots == 1 { ranks * self.vectors() } else { 2 * ranks * self.vectors().div_ceil(ranks) }
+    }
+
+    pub(super) fn fits(&self, algorithm: Algorithm, control: &Control) -> bool {
+        match algorithm {
+            Algorithm::OneShotPacket => self.inbox(1) <= control.packet_vectors(),
+            Algorithm::OneShotLine => {
+                let lines = self.bytes.div_ceil(LINE_PAYLOAD);
+                u64::from(self.world) * lines <= control.line_count()
+            }
+            Algorithm::OneShotSentinel => {
+                self.has_sentinels() && self.inbox(1) <= control.sentinel_vectors()
+            }
+            Algorithm::OneShotPull => self.bytes.next_multiple_of(16) <= control.scratch_bytes,
+            Algorithm::TwoShotPacket => true,
+            Algorithm::TwoShotSentinel => self.has_sentinels(),
+            Algorithm::TwoShotPull => self.input_window && self.output_window,
+            Algorithm::TwoShotPush => self.output_window,
+        }
+    }
+}
+
+/// Whether sentinels can carry the type: where another NaN may stand for one.
+pub(super) fn has_sentinels(dtype: DType) -> bool {
+    use DType::{Bf16, F8E4m3, F8E5m2, F16, F32};
+    matches!(dtype, F32 | F16 | Bf16 | F8E4m3 | F8E5m2)
+}

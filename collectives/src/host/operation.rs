@@ -1,0 +1,46 @@
+//! The collective operations, by number and by name.
+
+/// A collective operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Operation {
+    /// A call that its own rank found impossible; it enters only to tell the others.
+    Declined = 1,
+    Barrier = 2,
+    AllReduce = 3,
+    ReduceScatter = 4,
+    AllGather = 5,
+    Broadcast = 6,
+    AllToAllV = 7,
+    AllToAll = 8,
+}
+
+impl Operation {
+    const ALL: [Self; 8] = [
+        Self::Declined,
+        Self::Barrier,
+        Self::AllReduce,
+        Self::ReduceScatter,
+        Self::AllGather,
+        Self::Broadcast,
+        Self::AllToAllV,
+        Self::AllToAll,
+    ];
+
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Declined => "a call with arguments that rank itself refused",
+            Self::Barrier => "barrier",
+            Self::AllReduce => "all_reduce",
+            Self::ReduceScatter => "reduce_scatter",
+            Self::AllGather => "all_gather",
+            Self::Broadcast => "broadcast",
+            Self::AllToAllV => "all_to_all_v",
+            Self::AllToAll => "all_to_all",
+        }
+    }
+
+    pub(crate) fn from_code(code: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|operation| *operation as u8 == code)
+    }
+}

@@ -1,0 +1,57 @@
+//! A block that Python objects hold, and what DLPack consumers keep alive.
+
+use std::sync::Arc;
+
+use symmpool_allocator::{Pool, Result, Stream};
+
+use crate::convert::Device;
+
+/// A block that is freed without order when its last holder is gone: holders are garbage of a
+/// language whose order of collection differs between ranks (rule D5).
+pub(crate) struct Memory {
+    /// `None` only while dropping.
+    block: Option<symmpool_allocator::Block<u8>>,
+    pub(crate) pool: Pool,
+    pub(crate) device: Device,
+    pub(crate) stream: Stream,
+}
+
+impl Memory {
+    pub(crate) fn allocate(
+        pool: &Pool,
+        device: Device,
+        bytes: usize,
+        stream: Stream,
+    ) -> Result<Arc<Self>> {
+        // DLPack consumers may count on 256 bytes.
+        let block = pool.default_lane().alloc_bytes(bytes, 512, stream)?;
+        Ok(Arc::new(Self { block: Some(block), pool: pool.clone(), device, stream }))
+    }
+
+    pub(crate) fn block(&self) -> &symmpool_allocator::Block<u8> {
+        self.block.as_ref().expect("there until dropped")
+    }
+
+    /// Makes `stream` wait for what the block's own stream was given so far, and the block's place
+    /// wait for `stream` before it is reused.
+    pub(crate) fn use_on(&self, stream: Stream) -> Result<()> {
+        if stream == self.stream {
+            return Ok(());
+        }
+        let driver = self.pool.driver();
+        let event = driver.record_event(self.stream)?;
+        let waited = driver.wait_event(stream, &event);
+        driver.release_event(event);
+        waited?;
+        self.block().record_stream(stream)
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // An error means that the block is no longer the lane's; a destructor has nobody to tell.
+        if let Some(block) = self.block.take() {
+            let _ = block.free_unordered();
+        }
+    }
+}
