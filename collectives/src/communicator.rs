@@ -223,8 +223,10 @@ impl Communicator {
         };
         let bytes = sound.and_then(|()| CudaEngine::control_bytes(pool.world(), &options));
         let prepare = |block: &Block<u8>| CudaEngine::prepare(pool, block, &options);
+        let processes = Processes::of(pool);
+        let alive = Box::new(move |rank| processes.alive(rank));
         Self::share(pool, bytes, prepare, |control| {
-            let engine = CudaEngine::new(pool, control.offset(), &options)?;
+            let engine = CudaEngine::new(pool, control.offset(), &options, alive)?;
             Ok(Engine::Cuda(Box::new(engine)))
         })
     }

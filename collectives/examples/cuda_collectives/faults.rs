@@ -89,8 +89,35 @@ pub(crate) fn run(pool: &Pool) -> Result<bool> {
         }
     }
     declined(pool)?;
+    wrong += lost(pool)?;
     println!("rank {rank}: faults: {wrong} wrong");
     Ok(wrong == 0)
+}
+
+/// A rank whose process ends: the others' error says that it is gone, not only late.
+fn lost(pool: &Pool) -> Result<u32> {
+    let block = pool.alloc::<u8>(1 << 20)?;
+    let stream = stream(pool)?;
+    let options = CommunicatorOptions { timeout: TIMEOUT, ..Default::default() };
+    let comm = Communicator::with_options(pool, &options)?;
+    let last = pool.world() - 1;
+    if pool.rank() == last {
+        return Ok(0);
+    }
+    let at = block.address();
+    // SAFETY: the block is longer.
+    let called = unsafe {
+        comm.all_reduce_at(at as *mut u8, at as *const u8, 1000, DType::F32, ReduceOp::Sum, &stream)
+    };
+    // Its end takes a moment.
+    std::thread::sleep(TIMEOUT);
+    let result = called.and_then(|()| comm.synchronize(&stream));
+    let error = expect_error(result, "a call without a process")?;
+    if error.is_peer_lost() && error.ranks() == [last] {
+        return Ok(0);
+    }
+    println!("rank {}: a lost rank: {error}", pool.rank());
+    Ok(1)
 }
 
 /// Arguments that are nonsense on every rank: each is told, and the communicator goes on.

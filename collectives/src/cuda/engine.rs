@@ -10,7 +10,7 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Block, Error, HeapLayout, Pool, Result, Stream};
 
 use super::api::Api;
-use super::fault::Fault;
+use super::fault::{Fault, Seen};
 use super::kernels::{Kernels, Loaded, Specialty};
 use super::params::{CallParams, Channel, Comm, Control};
 use super::table::Rows;
@@ -28,6 +28,9 @@ pub(crate) struct CudaOptions {
     /// The number of the first call.
     pub(crate) first_epoch: u32,
 }
+
+/// Tells whether a rank's process still runs.
+pub(crate) type Alive = Box<dyn Fn(u32) -> bool + Send>;
 
 /// What fresh sentinel inboxes hold: `SENTINEL` in `inbox.cuh`.
 const SENTINEL: u32 = 0xffff_ffff;
@@ -50,6 +53,7 @@ pub(crate) struct CudaEngine {
     /// `None` only while dropping.
     fault: Option<Fault>,
     timeout: Duration,
+    alive: Alive,
     /// The stream of the last call.
     stream: Option<Stream>,
     /// The streams of the last signals and waits.
@@ -80,7 +84,12 @@ impl CudaEngine {
 
     /// A communicator that signals through the control blocks at one offset of every slot, which
     /// every rank has prepared and committed.
-    pub(crate) fn new(pool: &Pool, control_offset: u64, options: &CudaOptions) -> Result<Self> {
+    pub(crate) fn new(
+        pool: &Pool,
+        control_offset: u64,
+        options: &CudaOptions,
+        alive: Alive,
+    ) -> Result<Self> {
         let driver = cuda(pool)?;
         let api = Api::get()?;
         let layout: HeapLayout = pool.layout();
@@ -100,6 +109,7 @@ impl CudaEngine {
             kernels,
             fault: Some(fault),
             timeout: options.timeout,
+            alive,
             stream: None,
             channels: BTreeMap::new(),
             sided: None,
@@ -124,7 +134,9 @@ impl CudaEngine {
     pub(crate) fn failure(&mut self) -> Option<&Error> {
         if self.failed.is_none() && self.fault.as_ref().is_some_and(Fault::is_set) {
             let fault = self.fault.as_ref()?;
-            self.failed = Some(fault.error(self.comm.rank, self.timeout));
+            let alive = &*self.alive;
+            let seen = Seen { rank: self.comm.rank, timeout: self.timeout, alive };
+            self.failed = Some(fault.error(&seen));
         }
         self.failed.as_ref()
     }

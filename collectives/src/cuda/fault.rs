@@ -31,6 +31,57 @@ const MISMATCH: u32 = 2;
 /// Phases from here on are waits on channels: `CHANNEL` in `comm.cuh`.
 const CHANNEL: u32 = 16;
 
+/// What the host knows besides.
+pub(super) struct Seen<'a> {
+    pub(super) rank: u32,
+    /// Of collectives.
+    pub(super) timeout: Duration,
+    /// Whether a rank's process still runs.
+    pub(super) alive: &'a dyn Fn(u32) -> bool,
+}
+
+impl Record {
+    fn error(&self, seen: &Seen<'_>) -> Error {
+        let Self { kind, epoch, peer, phase, ours, theirs, .. } = *self;
+        let Seen { rank, timeout, alive } = *seen;
+        match kind {
+            TIMEOUT => {
+                let (what, after) = if phase >= CHANNEL {
+                    // The details of such a wait: see `CudaEngine::wait`.
+                    let what = format!(
+                        "waiting for a signal of rank {peer} on channel {} on the device, on rank \
+                         {rank} (the number of the signal ends in {epoch}); the communicator is \
+                         closed",
+                        phase - CHANNEL
+                    );
+                    (what, Duration::from_nanos(ours[0]))
+                } else {
+                    let for_what = match phase {
+                        0 => "to enter the call",
+                        1 => "for its data",
+                        2 => "for its results",
+                        _ => "to leave the call",
+                    };
+                    let what = format!(
+                        "rank {peer} in collective {epoch} on the device ({for_what}), on rank {rank}"
+                    );
+                    (what, timeout)
+                };
+                if alive(peer) {
+                    Error::timeout(what, after, vec![peer])
+                } else {
+                    Error::peer_lost(vec![peer], what)
+                }
+            }
+            MISMATCH => {
+                let (ours, theirs) = (Call::from_words(ours), Call::from_words(theirs));
+                mismatch_of_two(u64::from(epoch), rank, &ours, peer, &theirs)
+            }
+            kind => Error::system("reading what a kernel reported", format!("kind {kind}")),
+        }
+    }
+}
+
 /// A record in pinned host memory, one for each communicator.
 pub(super) struct Fault(NonNull<Record>);
 
@@ -71,39 +122,11 @@ impl Fault {
     }
 
     /// What went wrong, as an error of this rank.
-    pub(super) fn error(&self, rank: u32, timeout: Duration) -> Error {
+    pub(super) fn error(&self, seen: &Seen<'_>) -> Error {
         std::sync::atomic::fence(std::sync::atomic::Ordering::Acquire);
         // SAFETY: complete, so the device writes it no more.
         let record = unsafe { self.0.as_ptr().read_volatile() };
-        let Record { kind, epoch, peer, phase, ours, theirs, .. } = record;
-        let what = match phase {
-            0 => "to enter the call",
-            1 => "for its data",
-            2 => "for its results",
-            _ => "to leave the call",
-        };
-        match kind {
-            // The details of such a wait: see `CudaEngine::wait`.
-            TIMEOUT if phase >= CHANNEL => Error::timeout(
-                format!(
-                    "waiting for a signal of rank {peer} on channel {} on the device, on rank \
-                     {rank} (the number of the signal ends in {epoch}); the communicator is closed",
-                    phase - CHANNEL
-                ),
-                Duration::from_nanos(ours[0]),
-                vec![peer],
-            ),
-            TIMEOUT => Error::timeout(
-                format!("rank {peer} in collective {epoch} on the device ({what}), on rank {rank}"),
-                timeout,
-                vec![peer],
-            ),
-            MISMATCH => {
-                let (ours, theirs) = (Call::from_words(ours), Call::from_words(theirs));
-                mismatch_of_two(u64::from(epoch), rank, &ours, peer, &theirs)
-            }
-            kind => Error::system("reading what a kernel reported", format!("kind {kind}")),
-        }
+        record.error(seen)
     }
 
     /// Gives the memory back; nothing may run that knows of it. The context must be current.
@@ -117,3 +140,42 @@ impl Fault {
 }
 
 pub(super) const RECORD_BYTES: usize = size_of::<Record>();
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::call::Operation;
+
+    fn record(kind: u32, phase: u32) -> Record {
+        let (ours, theirs) = (Call::new(Operation::Barrier), Call::new(Operation::AllReduce));
+        Record {
+            complete: 1,
+            kind,
+            epoch: 7,
+            peer: 2,
+            phase,
+            unused: [0; 3],
+            ours: *ours.words(),
+            theirs: *theirs.words(),
+        }
+    }
+
+    #[test]
+    fn records_become_the_errors_that_the_host_has_too() {
+        // S5, S6
+        let timeout = Duration::from_secs(3);
+        let there = Seen { rank: 1, timeout, alive: &|_| true };
+        let gone = Seen { rank: 1, timeout, alive: &|rank| rank != 2 };
+        for phase in [0, 1, CHANNEL + 5] {
+            let late = record(TIMEOUT, phase).error(&there);
+            assert!(late.is_timeout() && late.ranks() == [2], "{late}");
+            let lost = record(TIMEOUT, phase).error(&gone);
+            assert!(lost.is_peer_lost() && lost.ranks() == [2], "{lost}");
+        }
+        let differs = record(MISMATCH, 0).error(&gone);
+        assert!(differs.is_diverged(), "{differs}");
+        assert!(differs.to_string().contains("rank 1: barrier"), "{differs}");
+        let unknown = record(9, 0).error(&there);
+        assert!(unknown.to_string().contains("kind 9"), "{unknown}");
+    }
+}
