@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use symmpool_allocator::driver::FaultPlan;
 use symmpool_allocator::store::tcp::TcpOptions;
-use symmpool_allocator::store::{TcpServer, TcpStore};
+use symmpool_allocator::store::{Store, TcpServer, TcpStore};
 use symmpool_allocator::{Deadline, Group};
 
 use crate::launch::MARK;
@@ -70,8 +70,18 @@ impl Seat {
         let deadline = Deadline::after(PATIENCE);
         let store = TcpStore::connect_as(address.trim(), options, self.rank, deadline);
         let store = Arc::new(store.expect("the store answers"));
-        let group = Group::new(self.rank, self.world, store).expect("a small group");
+        let group = Group::new(self.rank, self.world, store.clone()).expect("a small group");
         group.all_gather("start", b"", deadline).expect("all ranks start");
+        // Whoever serves the store goes on, perhaps to its death, when the others know of the start.
+        let heard = |rank: u32| format!("heard of the start/{rank}");
+        if server.is_some() {
+            for rank in 1..self.world {
+                store.get(&heard(rank), deadline).expect("all have heard of the start");
+            }
+        } else if self.hosted {
+            // The answer may die with the server, which is no matter any more.
+            let _ = store.set(&heard(self.rank), b"", deadline);
+        }
         Membership { group, server }
     }
 
