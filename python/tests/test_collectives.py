@@ -155,7 +155,7 @@ def every_algorithm(group):
         except symmpool.UnsupportedError:
             continue  # one of devices
         results[algorithm] = x.tobytes()
-    assert set(results) == {"auto", "one_shot", "two_shot"}
+    assert set(results) == {"auto", "one_shot", "two_shot", "cube_mesh"}
     return len(set(results.values())), results["auto"]
 
 
