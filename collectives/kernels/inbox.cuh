@@ -57,7 +57,7 @@ struct Sentinels {
     uint4* stale;
     u32 stale_used;
 
-    // Moves the session's turn on.
+    // Moves the turn on, for the call after.
     __device__ __forceinline__ Sentinels(Session& session, u64 count) {
         const Comm& comm = session.comm;
         u64 part = comm.sentinel_bytes / 3;

@@ -140,51 +140,30 @@ impl CudaEngine {
     ///
     /// As [`CudaEngine::all_reduce`].
     unsafe fn run(&mut self, work: &Work, algorithm: Algorithm) -> Result<()> {
+        const BOTH: u8 = SCATTER | GATHER;
         let vectors = work.bytes.div_ceil(16);
-        let (kernel, shots, sentinels) = match algorithm {
-            Algorithm::OneShotPacket => (&ONE_SHOT, 0, false),
-            Algorithm::OneShotSentinel => (&ONE_SHOT, 0, true),
-            Algorithm::OneShotLine => (&ONE_SHOT_LINE, 0, false),
-            Algorithm::OneShotPull => (&PULL, SCATTER, false),
-            Algorithm::TwoShotPacket => (&TWO_SHOT, SCATTER | GATHER, false),
-            Algorithm::TwoShotSentinel => (&TWO_SHOT, SCATTER | GATHER, true),
-            Algorithm::TwoShotPull => (&PULL, SCATTER | GATHER, false),
-            Algorithm::TwoShotPush => (&PUSH, SCATTER | GATHER, false),
-        };
         let share = vectors.div_ceil(u64::from(self.world()));
-        match algorithm {
-            Algorithm::OneShotPacket | Algorithm::OneShotSentinel => {
-                // Small blocks begin and end sooner.
-                let loaded = self.loaded(kernel, work, shots, sentinels, THREADS)?;
-                let grid = Grid::new(&loaded, vectors, 32, u32::MAX);
-                // SAFETY: passed on.
-                unsafe { self.put(loaded, grid, work) }
-            }
-            Algorithm::OneShotLine => {
-                // Eight threads a line.
-                let threads = work.bytes.div_ceil(LINE_PAYLOAD) * 8;
-                let loaded = self.loaded(kernel, work, shots, sentinels, THREADS)?;
-                let grid = Grid::new(&loaded, threads, 64, u32::MAX);
-                // SAFETY: passed on.
-                unsafe { self.put(loaded, grid, work) }
-            }
-            Algorithm::OneShotPull => {
-                let loaded = self.loaded(kernel, work, shots, sentinels, THREADS)?;
-                let grid = Grid::new(&loaded, vectors, 256, MOST_BLOCKS);
-                // SAFETY: passed on.
-                unsafe { self.put(loaded, grid, work) }
-            }
-            Algorithm::TwoShotPull | Algorithm::TwoShotPush => {
-                let loaded = self.loaded(kernel, work, shots, sentinels, THREADS)?;
-                let grid = Grid::new(&loaded, share, THREADS, 256);
-                // SAFETY: passed on.
-                unsafe { self.put(loaded, grid, work) }
-            }
+        // Eight threads a line.
+        let of_lines = work.bytes.div_ceil(LINE_PAYLOAD) * 8;
+        // Threads that have something to do, how many to a block, and the most blocks. Small blocks
+        // begin and end sooner.
+        let (kernel, shots, sentinels, wanted, threads, most) = match algorithm {
+            Algorithm::OneShotPacket => (&ONE_SHOT, 0, false, vectors, 32, u32::MAX),
+            Algorithm::OneShotSentinel => (&ONE_SHOT, 0, true, vectors, 32, u32::MAX),
+            Algorithm::OneShotLine => (&ONE_SHOT_LINE, 0, false, of_lines, 64, u32::MAX),
+            Algorithm::OneShotPull => (&PULL, SCATTER, false, vectors, 256, MOST_BLOCKS),
+            Algorithm::TwoShotPull => (&PULL, BOTH, false, share, THREADS, 256),
+            Algorithm::TwoShotPush => (&PUSH, BOTH, false, share, THREADS, 256),
             Algorithm::TwoShotPacket | Algorithm::TwoShotSentinel => {
+                let sentinels = algorithm == Algorithm::TwoShotSentinel;
                 // SAFETY: passed on.
-                unsafe { self.two_shot(work, shots, sentinels) }
+                return unsafe { self.two_shot(work, BOTH, sentinels) };
             }
-        }
+        };
+        let loaded = self.loaded(kernel, work, shots, sentinels, THREADS)?;
+        let grid = Grid::new(&loaded, wanted, threads, most);
+        // SAFETY: passed on.
+        unsafe { self.put(loaded, grid, work) }
     }
 
     /// Through inboxes, in as many calls as their room asks for.

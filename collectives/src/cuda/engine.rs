@@ -66,7 +66,7 @@ pub(crate) struct CudaEngine {
 impl CudaEngine {
     /// Bytes of control block that a group of `world` ranks needs with these options.
     pub(crate) fn control_bytes(world: u32, options: &CudaOptions) -> Result<u64> {
-        Ok(Control::new(world, options.room)?.bytes)
+        Ok(Control::new(world, options.room)?.bytes())
     }
 
     /// Makes a control block's memory as kernels expect it, before it is shared.

@@ -28,18 +28,7 @@ pub(super) struct Comm {
     pub(super) base: u64,
     pub(super) stride: u64,
     pub(super) control: u64,
-    pub(super) entry: u64,
-    pub(super) flags: u64,
-    pub(super) flags_bytes: u64,
-    pub(super) packets: u64,
-    pub(super) packets_bytes: u64,
-    pub(super) lines: u64,
-    pub(super) lines_bytes: u64,
-    pub(super) sentinel: u64,
-    pub(super) sentinel_bytes: u64,
-    pub(super) scratch: u64,
-    pub(super) scratch_bytes: u64,
-    pub(super) channels: u64,
+    pub(super) places: Control,
     pub(super) timeout: u64,
     pub(super) fault: u64,
     pub(super) rank: u32,
@@ -82,7 +71,8 @@ pub(super) struct Channel {
     pub(super) number: u32,
 }
 
-/// Where things lie in the control block, and how long it is.
+/// Where things lie in the control block: offsets and lengths in the order of `Comm` in `comm.cuh`.
+#[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Control {
     pub(super) entry: u64,
@@ -97,7 +87,6 @@ pub(super) struct Control {
     pub(super) scratch: u64,
     pub(super) scratch_bytes: u64,
     pub(super) channels: u64,
-    pub(super) bytes: u64,
 }
 
 impl Control {
@@ -148,7 +137,6 @@ impl Control {
             scratch,
             scratch_bytes,
             channels,
-            bytes: at,
         })
     }
 
@@ -157,23 +145,17 @@ impl Control {
             base: layout.base,
             stride: layout.stride,
             control,
-            entry: self.entry,
-            flags: self.flags,
-            flags_bytes: self.flags_bytes,
-            packets: self.packets,
-            packets_bytes: self.packets_bytes,
-            lines: self.lines,
-            lines_bytes: self.lines_bytes,
-            sentinel: self.sentinel,
-            sentinel_bytes: self.sentinel_bytes,
-            scratch: self.scratch,
-            scratch_bytes: self.scratch_bytes,
-            channels: self.channels,
+            places: *self,
             timeout,
             fault,
             rank: layout.rank,
             world: layout.world,
         }
+    }
+
+    /// How long the block is: the scratch is last, and whole pages like all before it.
+    pub(super) fn bytes(&self) -> u64 {
+        self.scratch + self.scratch_bytes
     }
 
     /// Vectors of 16 bytes that one call may put into the packet inbox.
@@ -197,6 +179,21 @@ mod tests {
     use super::*;
 
     #[test]
+    fn layouts_are_those_that_kernels_are_compiled_with() {
+        let stated = |name: &str| {
+            let row = crate::jit::sources::ONE_SHOT.variants[0];
+            let axis = row.iter().find(|(axis, _)| *axis == name).expect("the axis");
+            axis.1[0].parse::<usize>().expect("a number")
+        };
+        assert_eq!(stated("COMM_BYTES"), size_of::<Comm>());
+        assert_eq!(stated("CALL_BYTES"), size_of::<CallParams>());
+        assert_eq!(stated("FAULT_BYTES"), super::super::fault::RECORD_BYTES);
+        // All before it are words, in the order of `comm.cuh`.
+        assert_eq!(std::mem::offset_of!(Comm, places.channels), 14 * 8);
+        assert_eq!(std::mem::offset_of!(Comm, timeout), 15 * 8);
+    }
+
+    #[test]
     fn nothing_overlaps_and_nonsense_is_refused() {
         let control = Control::new(4, 32 << 20).expect("valid");
         let parts = [
@@ -212,7 +209,7 @@ mod tests {
         for pair in parts.windows(2) {
             assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{pair:?}");
         }
-        assert!(control.scratch + control.scratch_bytes <= control.bytes);
+        assert!(control.scratch + control.scratch_bytes <= control.bytes());
         assert!(control.sentinel_bytes.is_multiple_of(48) && control.packets.is_multiple_of(4096));
         // What is below the sentinels begins as zeros (`CudaEngine::prepare`).
         assert!(control.channels < control.sentinel);

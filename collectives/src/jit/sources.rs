@@ -63,89 +63,44 @@ const COMM_BYTES: Axis = ("COMM_BYTES", &["144"]);
 const CALL_BYTES: Axis = ("CALL_BYTES", &["72"]);
 const FAULT_BYTES: Axis = ("FAULT_BYTES", &["96"]);
 
+// Every row has the sizes too.
 macro_rules! collective {
-    ($name:literal, $($row:expr),+ $(,)?) => {
+    ($name:literal, $([$($axis:expr),+ $(,)?]),+ $(,)?) => {
         Kernel {
             name: $name,
             entry: concat!("symmpool_", $name),
             source: include_str!(concat!("../../kernels/", $name, ".cu")),
-            variants: &[$(&$row),+],
+            variants: &[$(&[$($axis,)+ COMM_BYTES, CALL_BYTES, FAULT_BYTES]),+],
         }
     };
 }
 
 /// The entry of a call alone.
-pub(crate) const BARRIER: Kernel =
-    collective!("barrier", [WORLD, ("THREADS", &["128"]), COMM_BYTES, CALL_BYTES, FAULT_BYTES],);
+pub(crate) const BARRIER: Kernel = collective!("barrier", [WORLD, ("THREADS", &["128"])],);
 
 /// Copies and signals between two ranks.
 pub(crate) const ONE_SIDED: Kernel = collective!(
     "one_sided",
-    [
-        ("WORLD", &["1", "2", "8"]),
-        ("SHOTS", &["1", "3"]),
-        WIDE,
-        COMM_BYTES,
-        CALL_BYTES,
-        FAULT_BYTES
-    ],
-    [
-        ("WORLD", &["1", "2", "8"]),
-        ("SHOTS", &["2", "4"]),
-        ("THREADS", &["32"]),
-        COMM_BYTES,
-        CALL_BYTES,
-        FAULT_BYTES
-    ],
+    [("WORLD", &["1", "2", "8"]), ("SHOTS", &["1", "3"]), WIDE],
+    [("WORLD", &["1", "2", "8"]), ("SHOTS", &["2", "4"]), ("THREADS", &["32"])],
 );
 
 /// All-reduce through inboxes, in one shot.
 pub(crate) const ONE_SHOT: Kernel = collective!(
     "one_shot",
-    [WORLD, SOME_DTYPES, SUM, WIDE, COMM_BYTES, CALL_BYTES, FAULT_BYTES],
-    [
-        WORLD,
-        ("DTYPE", &["1", "4", "9"]),
-        SUM,
-        WIDE,
-        ("SENTINELS", &["1"]),
-        COMM_BYTES,
-        CALL_BYTES,
-        FAULT_BYTES
-    ],
+    [WORLD, SOME_DTYPES, SUM, WIDE],
+    [WORLD, ("DTYPE", &["1", "4", "9"]), SUM, WIDE, ("SENTINELS", &["1"])],
 );
 
 /// All-reduce through lines, in one shot.
-pub(crate) const ONE_SHOT_LINE: Kernel = collective!(
-    "one_shot_line",
-    [WORLD, SOME_DTYPES, SUM, WIDE, COMM_BYTES, CALL_BYTES, FAULT_BYTES],
-);
+pub(crate) const ONE_SHOT_LINE: Kernel =
+    collective!("one_shot_line", [WORLD, SOME_DTYPES, SUM, WIDE],);
 
 /// All-reduce and its halves through inboxes, in two shots.
 pub(crate) const TWO_SHOT: Kernel = collective!(
     "two_shot",
-    [
-        UP_TO_4,
-        WIDE,
-        ONE,
-        SOME_DTYPES,
-        SUM,
-        ("SHOTS", &["1", "3"]),
-        COMM_BYTES,
-        CALL_BYTES,
-        FAULT_BYTES
-    ],
-    [
-        UP_TO_4,
-        WIDE,
-        ONE,
-        ("DTYPE", &["7"]),
-        SUM,
-        ("SHOTS", &["2", "4"]),
-        COMM_BYTES,
-        CALL_BYTES,
-        FAULT_BYTES
-    ],
+    [UP_TO_4, WIDE, ONE, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"])],
+    [UP_TO_4, WIDE, ONE, ("DTYPE", &["7"]), SUM, ("SHOTS", &["2", "4"])],
     [
         UP_TO_4,
         WIDE,
@@ -153,33 +108,10 @@ pub(crate) const TWO_SHOT: Kernel = collective!(
         ("DTYPE", &["1", "4", "9"]),
         SUM,
         ("SHOTS", &["1", "3"]),
-        ("SENTINELS", &["1"]),
-        COMM_BYTES,
-        CALL_BYTES,
-        FAULT_BYTES
+        ("SENTINELS", &["1"])
     ],
-    [
-        ABOVE_4,
-        NARROW,
-        ONE,
-        SOME_DTYPES,
-        SUM,
-        ("SHOTS", &["1", "3"]),
-        COMM_BYTES,
-        CALL_BYTES,
-        FAULT_BYTES
-    ],
-    [
-        ABOVE_4,
-        NARROW,
-        ONE,
-        ("DTYPE", &["7"]),
-        SUM,
-        ("SHOTS", &["2", "4"]),
-        COMM_BYTES,
-        CALL_BYTES,
-        FAULT_BYTES
-    ],
+    [ABOVE_4, NARROW, ONE, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"])],
+    [ABOVE_4, NARROW, ONE, ("DTYPE", &["7"]), SUM, ("SHOTS", &["2", "4"])],
     [
         ABOVE_4,
         NARROW,
@@ -187,10 +119,7 @@ pub(crate) const TWO_SHOT: Kernel = collective!(
         ("DTYPE", &["1", "4", "9"]),
         SUM,
         ("SHOTS", &["1", "3"]),
-        ("SENTINELS", &["1"]),
-        COMM_BYTES,
-        CALL_BYTES,
-        FAULT_BYTES
+        ("SENTINELS", &["1"])
     ],
     [
         UP_TO_4,
@@ -199,45 +128,22 @@ pub(crate) const TWO_SHOT: Kernel = collective!(
         ("DTYPE", &["1", "3", "4"]),
         SUM,
         ("SHOTS", &["1", "3"]),
-        ("SENTINELS", &["1"]),
-        COMM_BYTES,
-        CALL_BYTES,
-        FAULT_BYTES
+        ("SENTINELS", &["1"])
     ],
 );
 
 /// All-reduce and its halves through scratch and straight into outputs.
 pub(crate) const PUSH: Kernel = collective!(
     "push",
-    [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"]), WIDE, COMM_BYTES, CALL_BYTES, FAULT_BYTES],
-    [
-        WORLD,
-        ("DTYPE", &["7"]),
-        SUM,
-        ("SHOTS", &["2", "4"]),
-        WIDE,
-        COMM_BYTES,
-        CALL_BYTES,
-        FAULT_BYTES
-    ],
+    [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"]), WIDE],
+    [WORLD, ("DTYPE", &["7"]), SUM, ("SHOTS", &["2", "4"]), WIDE],
     // A rank alone copies.
-    [
-        ("WORLD", &["1"]),
-        ("DTYPE", &["7"]),
-        SUM,
-        ("SHOTS", &["2"]),
-        WIDE,
-        COMM_BYTES,
-        CALL_BYTES,
-        FAULT_BYTES
-    ],
+    [("WORLD", &["1"]), ("DTYPE", &["7"]), SUM, ("SHOTS", &["2"]), WIDE],
 );
 
 /// All-reduce by loads from peers.
-pub(crate) const PULL: Kernel = collective!(
-    "pull",
-    [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"]), WIDE, COMM_BYTES, CALL_BYTES, FAULT_BYTES],
-);
+pub(crate) const PULL: Kernel =
+    collective!("pull", [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"]), WIDE],);
 
 /// Reduces arrays of one device, in order.
 pub(crate) const REDUCE_LOCAL: Kernel = Kernel {
