@@ -3,6 +3,7 @@
 //! | file | holds |
 //! | --- | --- |
 //! | `group`, `pool`, `communicator` | the classes of these names |
+//! | `slot` | a pool behind exported functions, for torch's allocator |
 //! | `block` | memory of a pool, as Python objects and DLPack consumers hold it |
 //! | `dlpack` | the structures of the DLPack protocol, and capsules of them |
 //! | `tensor` | where tensors of torch and numpy lie, read cheaply |
@@ -22,6 +23,7 @@ mod errors;
 mod group;
 mod memory;
 mod pool;
+mod slot;
 mod tensor;
 
 /// The native half of the package `symmpool`.
@@ -35,6 +37,8 @@ mod _symmpool {
     use crate::group::Group;
     #[pymodule_export]
     use crate::pool::Pool;
+    #[pymodule_export]
+    use crate::slot::Slot;
 
     use crate::convert;
 

@@ -3,6 +3,7 @@
 use pyo3::exceptions::PyImportError;
 use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyString};
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Driver, Error, Result};
@@ -26,6 +27,8 @@ use crate::tensor;
 /// Every rank allocates the same sizes in the same order; that is what makes the nth block lie in
 /// the same place everywhere. Allocating and freeing talk to nobody.
 ///
+/// `with pool:` sends what torch allocates on the pool's device to it; see `symmpool.use_pool`.
+///
 /// Raises DivergedError when ranks pass different settings, UnsupportedError when there is no such
 /// device or memory cannot travel between the ranks, TimeoutError and PeerLostError when a rank is
 /// missing, InvalidArgumentError for anything that makes no sense.
@@ -33,6 +36,8 @@ use crate::tensor;
 pub(crate) struct Pool {
     pub(crate) pool: symmpool_allocator::Pool,
     pub(crate) device: Device,
+    /// The `symmpool.scope.Scope`, once there was a `with`. It holds nothing of this object.
+    scope: PyOnceLock<Py<PyAny>>,
 }
 
 /// The driver for a device's name.
@@ -98,7 +103,7 @@ impl Pool {
             if allow_shared_device {
                 builder = builder.allow_shared_device();
             }
-            Result::Ok(Self { pool: builder.build()?, device })
+            Result::Ok(Self { pool: builder.build()?, device, scope: PyOnceLock::new() })
         };
         py.detach(build).or_raise(py)
     }
@@ -184,6 +189,60 @@ impl Pool {
             .detach(|| Memory::allocate(&this.pool, this.device, bytes as usize, stream))
             .or_raise(py)?;
         Bound::new(py, Block::new(memory, shape, dtype))
+    }
+
+    /// As `empty`, filled with zeros.
+    #[pyo3(signature = (shape, dtype = None))]
+    fn zeros<'py>(
+        slf: &Bound<'py, Self>,
+        shape: &Bound<'py, PyAny>,
+        dtype: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let tensor = Self::empty(slf, shape, dtype)?;
+        // torch's returns the tensor, numpy's nothing.
+        let fill = if tensor.hasattr("fill_")? { "fill_" } else { "fill" };
+        tensor.call_method1(fill, (0,))?;
+        Ok(tensor)
+    }
+
+    /// Makes sure that `bytes` more fit without growing, as one block on `stream` (torch's current
+    /// one unless given, on CUDA). Every rank calls it in the same place of its sequence; then the
+    /// next commit shares the memory, and later allocations of that much cause none.
+    #[pyo3(signature = (bytes, stream = None))]
+    fn reserve(
+        &self,
+        py: Python<'_>,
+        bytes: u64,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let stream = tensor::stream(py, self.device, stream)?;
+        py.detach(|| self.pool.default_lane().reserve_on(bytes, stream)).or_raise(py)
+    }
+
+    /// The scope's state, made at the first use. torch.cuda.MemPool and others, in CUDA only.
+    fn _scope<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        let py = slf.py();
+        let scope = &slf.get().scope;
+        let made = scope.get_or_try_init(py, || {
+            PyResult::Ok(py.import("symmpool.scope")?.getattr("Scope")?.call1((slf,))?.unbind())
+        });
+        Ok(made?.bind(py).clone())
+    }
+
+    fn __enter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, Self>> {
+        Self::_scope(slf)?.call_method0(intern!(slf.py(), "enter"))?;
+        Ok(slf.clone())
+    }
+
+    fn __exit__(
+        slf: &Bound<'_, Self>,
+        kind: &Bound<'_, PyAny>,
+        value: &Bound<'_, PyAny>,
+        _traceback: &Bound<'_, PyAny>,
+    ) -> PyResult<bool> {
+        let scope = Self::_scope(slf)?;
+        scope.call_method1(intern!(slf.py(), "leave"), (slf, kind, value))?;
+        Ok(false)
     }
 
     /// Checks that all ranks did the same, and makes windows of new memory. Collective: every rank

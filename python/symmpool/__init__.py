@@ -17,7 +17,7 @@ torch and numpy are used where the program has them; importing symmpool imports 
 `python -m symmpool bench --help` measures.
 """
 
-from symmpool._symmpool import Block, Communicator, Group, Pool, algorithms, version
+from symmpool._symmpool import Block, Communicator, Group, Pool, Slot, algorithms, version
 from symmpool.errors import (
     DivergedError,
     Error,
@@ -29,6 +29,7 @@ from symmpool.errors import (
     TimeoutError,  # noqa: A004
     UnsupportedError,
 )
+from symmpool.scope import commit_postponed, graph, use_pool
 
 __version__ = version()
 
@@ -44,7 +45,11 @@ __all__ = [
     "PeerLostError",
     "Pool",
     "RefusedError",
+    "Slot",
     "TimeoutError",
     "UnsupportedError",
     "algorithms",
+    "commit_postponed",
+    "graph",
+    "use_pool",
 ]

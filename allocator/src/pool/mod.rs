@@ -67,7 +67,7 @@ struct Inner {
     due: Arc<Due>,
     committer: Mutex<Committer>,
     /// Whether a commit (or resync) is under way.
-    committing: AtomicBool,
+    committing: Arc<AtomicBool>,
     windows: Mutex<Arc<Windows>>,
     topology: Topology,
     devices: PerRank<DeviceIdentity>,
