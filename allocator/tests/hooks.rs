@@ -4,7 +4,6 @@ use std::sync::Barrier;
 use std::thread;
 use std::time::Duration;
 
-use symmpool_allocator::driver::{FaultAction, FaultDriver, FaultPlan, Step};
 use symmpool_allocator::lane::LaneConfig;
 use symmpool_allocator::{Driver, Group, Pool, Stream};
 
@@ -29,7 +28,10 @@ fn pair(drivers: [Driver; 2], lanes: &[LaneConfig]) -> [Pool; 2] {
 
 #[test]
 fn an_allocation_beside_a_commit_is_refused_and_does_not_wait() {
-    let [a, b] = pair([Driver::sim(1), Driver::sim(2)], &[LaneConfig::symmetric("x"), LaneConfig::local("y")]);
+    let [a, b] = pair(
+        [Driver::sim(1), Driver::sim(2)],
+        &[LaneConfig::symmetric("x"), LaneConfig::local("y")],
+    );
     a.alloc::<u8>(1).unwrap();
     b.alloc::<u8>(1).unwrap();
     thread::scope(|scope| {
@@ -62,7 +64,9 @@ fn what_one_rank_could_not_do_is_told_to_all_even_if_the_caller_does_not_stop() 
     assert!(from_hook(&b, 1 << 60).unwrap_err().is_out_of_memory());
     assert!(a.is_commit_due() && b.is_commit_due());
     let errors = thread::scope(|scope| {
-        [&a, &b].map(|pool| scope.spawn(|| pool.commit().unwrap_err())).map(|rank| rank.join().unwrap())
+        [&a, &b]
+            .map(|pool| scope.spawn(|| pool.commit().unwrap_err()))
+            .map(|rank| rank.join().unwrap())
     });
     for error in errors {
         assert!(error.is_out_of_memory(), "{error}");
@@ -85,8 +89,7 @@ fn what_no_rank_could_do_is_no_difference() {
 #[test]
 fn threads_that_share_a_lane_wait_for_each_other_only() {
     let group = Group::in_process(1).unwrap().pop().unwrap();
-    let delay = FaultPlan::new().at(Step::CommitPublish, FaultAction::Delay(Duration::ZERO));
-    let pool = Pool::builder(group).driver(Driver::new(FaultDriver::new(Driver::sim(3), delay))).build().unwrap();
+    let pool = Pool::builder(group).driver(Driver::sim(3)).build().unwrap();
     let start = Barrier::new(4);
     thread::scope(|scope| {
         for _ in 0..4 {

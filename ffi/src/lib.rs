@@ -15,6 +15,7 @@
 pub mod capi;
 mod exports;
 mod guard;
+pub mod process;
 pub mod slots;
 
 pub use guard::Status;

@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | `group`, `pool`, `communicator` | the classes of these names |
 //! | `slot` | a pool behind exported functions, for torch's allocator |
+//! | `process` | the allocator under all of torch's |
 //! | `block` | memory of a pool, as Python objects and DLPack consumers hold it |
 //! | `dlpack` | the structures of the DLPack protocol, and capsules of them |
 //! | `tensor` | where tensors of torch and numpy lie, read cheaply |
@@ -23,6 +24,7 @@ mod errors;
 mod group;
 mod memory;
 mod pool;
+mod process;
 mod slot;
 mod tensor;
 
@@ -37,6 +39,11 @@ mod _symmpool {
     use crate::group::Group;
     #[pymodule_export]
     use crate::pool::Pool;
+    #[pymodule_export]
+    use crate::process::{
+        process_redirect, process_redirect_back, process_reset_peaks, process_stats,
+        process_throw_by,
+    };
     #[pymodule_export]
     use crate::slot::Slot;
 

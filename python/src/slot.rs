@@ -16,6 +16,12 @@ pub(crate) struct Slot {
     slot: slots::Slot,
 }
 
+impl Slot {
+    pub(crate) fn slot(&self) -> &slots::Slot {
+        &self.slot
+    }
+}
+
 #[pymethods]
 impl Slot {
     #[new]

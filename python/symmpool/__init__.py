@@ -29,6 +29,13 @@ from symmpool.errors import (
     TimeoutError,  # noqa: A004
     UnsupportedError,
 )
+from symmpool.process import (
+    install,
+    is_installed,
+    memory_stats,
+    memory_summary,
+    reset_peak_memory_stats,
+)
 from symmpool.scope import commit_postponed, graph, use_pool
 
 __version__ = version()
@@ -51,5 +58,10 @@ __all__ = [
     "algorithms",
     "commit_postponed",
     "graph",
+    "install",
+    "is_installed",
+    "memory_stats",
+    "memory_summary",
+    "reset_peak_memory_stats",
     "use_pool",
 ]

@@ -12,7 +12,7 @@ import ctypes
 import threading
 from typing import Any
 
-from symmpool import _symmpool
+from symmpool import _symmpool, process
 from symmpool.errors import Error, UnsupportedError
 
 # torch keeps a bare pointer to the allocator of a segment for as long as a tensor lives in it, which
@@ -56,12 +56,16 @@ class Scope:
         self._device = int(device.partition(":")[2] or 0)
         self._slot = _symmpool.Slot(pool)
         self._threads = threading.local()
+        self._mempool = None
+        if process.is_installed():
+            # No MemPool: every allocation comes to us, and goes to the pool by itself.
+            return
         with torch.cuda.device(self._device):
             self._mempool = torch.cuda.MemPool(_allocator(torch, self._slot).allocator())
 
     @property
     def mempool(self) -> Any:
-        """The torch.cuda.MemPool."""
+        """The torch.cuda.MemPool; None under `symmpool.install()`, which needs none."""
         return self._mempool
 
     @property
@@ -71,8 +75,11 @@ class Scope:
 
     def enter(self) -> None:
         """This thread's allocations go to the pool from now on."""
-        context = self._torch.cuda.use_mem_pool(self._mempool, self._device)
-        context.__enter__()
+        if self._mempool is None:
+            context = _symmpool.process_redirect(self._slot)
+        else:
+            context = self._torch.cuda.use_mem_pool(self._mempool, self._device)
+            context.__enter__()
         try:
             self._threads.entered.append(context)
         except AttributeError:
@@ -80,7 +87,11 @@ class Scope:
 
     def leave(self, pool: _symmpool.Pool, kind: Any, value: Any) -> None:
         """They go where they went before. Commits if that is due."""
-        self._threads.entered.pop().__exit__(None, None, None)
+        context = self._threads.entered.pop()
+        if self._mempool is None:
+            _symmpool.process_redirect_back(context)
+        else:
+            context.__exit__(None, None, None)
         if kind is not None or pool.is_commit_due:
             self._settle(pool, kind, value)
 

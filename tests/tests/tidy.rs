@@ -11,7 +11,7 @@ fn root() -> PathBuf {
 fn sources() -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut folders: Vec<PathBuf> =
-        ["allocator", "collectives", "python", "tests"].map(|name| root().join(name)).into();
+        ["allocator", "collectives", "ffi", "python", "tests"].map(|name| root().join(name)).into();
     while let Some(folder) = folders.pop() {
         let Ok(entries) = fs::read_dir(&folder) else { continue };
         for path in entries.flatten().map(|entry| entry.path()) {
@@ -90,6 +90,7 @@ fn unsafe_code_is_where_the_architecture_says() {
             || name == "allocator/src/pool/access.rs"
             || name == "allocator/src/topology/nvml.rs"
             || name.starts_with("collectives/")
+            || name.starts_with("ffi/src/")
             || name.starts_with("python/src/")
             || name.starts_with("allocator/examples/")
             || name.contains("tests")
@@ -160,7 +161,7 @@ fn the_documents_name_files_that_exist() {
     for document in ["README.md", "ARCHITECTURE.md", "CHANGELOG.md"] {
         let text = read(&root().join(document));
         for quoted in text.split('`').skip(1).step_by(2) {
-            let folders = ["allocator/", "collectives/", "python/", "tests/", "bench/"];
+            let folders = ["allocator/", "collectives/", "ffi/", "python/", "tests/", "bench/"];
             let is_path = folders.iter().any(|folder| quoted.starts_with(folder))
                 && !quoted.contains([' ', '*', '{', '<']);
             if is_path {

@@ -440,6 +440,18 @@ impl Lane {
         self.0.free(self.find(address)?, Some(site))
     }
 
+    /// [`free_address`](Self::free_address), saying how many bytes that were, in whole units.
+    #[track_caller]
+    pub fn free_address_sized(&self, address: u64) -> Result<u64> {
+        let site = Some(Location::caller());
+        let offset = self.offset_of(address)?;
+        let LaneInner { state, memory } = &mut *self.0.lock();
+        let key = state.block_at(offset).ok_or_else(|| self.not_live(address, NOT_A_BLOCK))?;
+        let before = state.allocated();
+        state.free(key, site, memory)?;
+        Ok(before - state.allocated())
+    }
+
     /// Frees the block that begins at `address`, without order (rule D5).
     #[track_caller]
     pub fn free_address_unordered(&self, address: u64) -> Result<()> {
@@ -491,6 +503,16 @@ impl Lane {
     /// The lane's numbers now.
     pub fn stats(&self) -> LaneStats {
         self.0.lock().state.stats()
+    }
+
+    /// Bytes of physical memory that it holds: one number of [`stats`](Self::stats), at once.
+    pub fn reserved(&self) -> u64 {
+        self.0.lock().state.reserved()
+    }
+
+    /// Blocks that were not freed: one number of [`stats`](Self::stats), at once.
+    pub fn live_blocks(&self) -> u64 {
+        self.0.lock().state.live()
     }
 
     /// How many events the lane has seen: its counter.
