@@ -13,6 +13,8 @@ nth tensor lies at the same place of every rank's memory, and peers reach it dir
     x.normal_()
     comm.all_reduce(x)                             # in place, on torch's current stream
 
+On a GPU, `with pool:` sends torch's own allocations to the pool.
+
 torch and numpy are used where the program has them; importing symmpool imports neither.
 `python -m symmpool bench --help` measures.
 """

@@ -179,3 +179,19 @@ fn the_readme_shows_the_first_example_as_it_is() {
     let readme = read(&root().join("README.md"));
     assert!(readme.contains(program.trim_end()), "README.md differs from examples/first.rs");
 }
+
+#[test]
+fn packages_depend_on_each_other_in_one_direction_only() {
+    let order = ["allocator", "collectives", "ffi", "python"];
+    for (at, package) in order.iter().enumerate() {
+        let manifest = read(&root().join(package).join("Cargo.toml"));
+        let (_, dependencies) = manifest.split_once("[dependencies]").expect("dependencies");
+        let dependencies = dependencies.split("\n[").next().unwrap_or_default();
+        for later in &order[at..] {
+            let name = format!("symmpool-{later}");
+            assert!(!dependencies.contains(&name), "{package} depends on {name}");
+        }
+    }
+    let shown = "`allocator <- collectives <- ffi <- python`";
+    assert!(read(&root().join("ARCHITECTURE.md")).contains(shown), "ARCHITECTURE.md lacks {shown}");
+}
