@@ -5,7 +5,7 @@ use std::thread;
 use std::time::Duration;
 
 use symmpool_allocator::lane::LaneConfig;
-use symmpool_allocator::{Driver, Group, Pool, Stream};
+use symmpool_allocator::{Block, Driver, Group, Pool, PoolBuilder, Stream};
 
 fn pair(drivers: [Driver; 2], lanes: &[LaneConfig]) -> [Pool; 2] {
     let groups = Group::in_process(2).unwrap();
@@ -17,7 +17,7 @@ fn pair(drivers: [Driver; 2], lanes: &[LaneConfig]) -> [Pool; 2] {
                 scope.spawn(move || {
                     let group = group.with_timeout(Duration::from_secs(20));
                     let builder = Pool::builder(group).driver(driver);
-                    lanes.iter().cloned().fold(builder, |b, lane| b.lane(lane)).build().unwrap()
+                    lanes.iter().cloned().fold(builder, PoolBuilder::lane).build().unwrap()
                 })
             })
             .collect();
@@ -58,7 +58,7 @@ fn an_allocation_beside_a_commit_is_refused_and_does_not_wait() {
 fn what_one_rank_could_not_do_is_told_to_all_even_if_the_caller_does_not_stop() {
     let [a, b] = pair([Driver::sim(1), Driver::sim(2)], &[]);
     let from_hook = |pool: &Pool, bytes| {
-        pool.default_lane().try_alloc_bytes(bytes, 512, Stream::DEFAULT).map(|b| b.into_address())
+        pool.default_lane().try_alloc_bytes(bytes, 512, Stream::DEFAULT).map(Block::into_address)
     };
     from_hook(&a, 1 << 20).unwrap();
     assert!(from_hook(&b, 1 << 60).unwrap_err().is_out_of_memory());

@@ -127,6 +127,7 @@ impl PoolBuilder {
                 exchanges: 0,
                 broken: None,
                 unfinished: None,
+                nccl: Vec::new(),
             }),
             committing,
             windows: Mutex::new(Arc::new(windows)),

@@ -24,7 +24,7 @@ static THROW: OnceLock<Throw> = OnceLock::new();
 ///
 /// # Safety
 ///
-/// `address` is that function's, of the torch that calls [`symmpool_process_alloc`].
+/// `address` is that function's, of the torch that calls `symmpool_process_alloc`.
 pub unsafe fn throw_by(address: usize) -> Result<()> {
     if address == 0 {
         return Err(Error::invalid_argument("no function that throws"));

@@ -279,3 +279,17 @@ def test_a_forked_child_gets_an_error_and_not_the_parents_memory(torch):
         print("ended", float(x.sum()))
     """
     assert "ended 1048576.0" in python(program)
+
+
+def test_a_collective_captured_over_fresh_memory_runs_after_the_commit(torch, pool):
+    comm = symmpool.Communicator(pool)
+    graph = torch.cuda.CUDAGraph()
+    with symmpool.graph(graph):
+        with pool:
+            x = torch.full((200 * MIB,), 2.0, device="cuda")
+        comm.all_reduce(x)
+    assert pool.is_window(x) and not pool.is_commit_due
+    for _ in range(2):
+        graph.replay()
+    comm.synchronize() if hasattr(comm, "synchronize") else torch.cuda.synchronize()
+    assert bool((x == 2).all())
