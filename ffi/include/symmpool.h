@@ -420,6 +420,20 @@ symmpool_status symmpool_windows(symmpool_pool pool,
 // `stats` is NULL (an error) or can be written to.
 symmpool_status symmpool_stats(symmpool_pool pool, symmpool_pool_stats *stats);
 
+// Registers every window, those of later commits too, with a communicator of NCCL, an `ncclComm_t`
+// whose ranks are those of the pool. `count`, which may be NULL, is how many windows there are now.
+// Collective. The pool needs SYMMPOOL_PER_SEGMENT. UNSUPPORTED where no NCCL is loaded, where it is
+// older than 2.27, or where it makes no symmetric windows.
+//
+// # Safety
+//
+// `comm` is NULL (an error) or a communicator of the NCCL that this process has loaded, and lives
+// until symmpool_unregister_nccl; `count` is NULL or can be written to.
+symmpool_status symmpool_register_nccl(symmpool_pool pool, void *comm, uint64_t *count);
+
+// Takes the windows back from a communicator of NCCL. Collective; before it is destroyed.
+symmpool_status symmpool_unregister_nccl(symmpool_pool pool, void *comm);
+
 // Puts the pool behind a slot: symmpool_alloc_N and symmpool_free_N, N being `slot`, then serve its
 // memory to allocators that take plain functions, such as torch's CUDAPluggableAllocator. Their
 // frees are without order. INVALID_STATE when all 64 slots are in use.
@@ -598,6 +612,20 @@ symmpool_status symmpool_windows(symmpool_pool pool,
 //
 // `stats` is NULL (an error) or can be written to.
 symmpool_status symmpool_stats(symmpool_pool pool, symmpool_pool_stats *stats);
+
+// Registers every window, those of later commits too, with a communicator of NCCL, an `ncclComm_t`
+// whose ranks are those of the pool. `count`, which may be NULL, is how many windows there are now.
+// Collective. The pool needs SYMMPOOL_PER_SEGMENT. UNSUPPORTED where no NCCL is loaded, where it is
+// older than 2.27, or where it makes no symmetric windows.
+//
+// # Safety
+//
+// `comm` is NULL (an error) or a communicator of the NCCL that this process has loaded, and lives
+// until symmpool_unregister_nccl; `count` is NULL or can be written to.
+symmpool_status symmpool_register_nccl(symmpool_pool pool, void *comm, uint64_t *count);
+
+// Takes the windows back from a communicator of NCCL. Collective; before it is destroyed.
+symmpool_status symmpool_unregister_nccl(symmpool_pool pool, void *comm);
 
 // Puts the pool behind a slot: symmpool_alloc_N and symmpool_free_N, N being `slot`, then serve its
 // memory to allocators that take plain functions, such as torch's CUDAPluggableAllocator. Their

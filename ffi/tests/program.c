@@ -134,6 +134,7 @@ int main(int argc, char **argv) {
   OK(symmpool_group_destroy(group));
   IS(INVALID_ARGUMENT, symmpool_group_destroy(group));
   refuses_nonsense(pool);
+  IS(INVALID_ARGUMENT, symmpool_register_nccl(pool, NULL, NULL));
   OK(symmpool_comm_create(pool, 30, &comm));
   OK(symmpool_is_commit_due(pool, &due));
   HOLDS(!due);

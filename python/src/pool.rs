@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyString};
 use symmpool_allocator::driver::CudaDriver;
+use symmpool_allocator::lane::{LaneConfig, WindowPolicy};
 use symmpool_allocator::{Driver, Error, Result};
 use symmpool_collectives::DType;
 
@@ -23,6 +24,8 @@ use crate::tensor;
 /// if there is one, else the CPU. `stride` is the address space of one rank in bytes, a multiple of
 /// 2 MiB; 1 TiB unless given. `timeout` is how long to wait for the other ranks, in seconds; the
 /// group's unless given. `allow_shared_device` lets several ranks use one GPU.
+/// `window_policy` is "contiguous", the tightest packing and the default, or "per-segment", in which
+/// every tensor lies in one physical allocation, as `register_nccl` needs.
 ///
 /// Every rank allocates the same sizes in the same order; that is what makes the nth block lie in
 /// the same place everywhere. Allocating and freeing talk to nobody.
@@ -69,7 +72,8 @@ fn driver(name: Option<&str>) -> Result<(Driver, Device)> {
 impl Pool {
     #[new]
     #[pyo3(signature = (
-        group = None, device = None, *, stride = None, timeout = None, allow_shared_device = false
+        group = None, device = None, *, stride = None, timeout = None, allow_shared_device = false,
+        window_policy = None
     ))]
     fn new(
         py: Python<'_>,
@@ -78,11 +82,13 @@ impl Pool {
         stride: Option<u64>,
         timeout: Option<f64>,
         allow_shared_device: bool,
+        window_policy: Option<&str>,
     ) -> PyResult<Self> {
         // A torch.device reads as its name.
         let name = device.map(|device| device.str()?.extract::<String>()).transpose()?;
         let timeout = timeout.map(|timeout| seconds(py, "timeout", timeout)).transpose()?;
         let group = group.map(|group| group.get().group.clone());
+        let policy = window_policy.map(WindowPolicy::from_name).transpose().or_raise(py)?;
         let build = move || {
             let (driver, device) = driver(name.as_deref())?;
             let deadline = |timeout| symmpool_allocator::Deadline::after(timeout);
@@ -102,6 +108,9 @@ impl Pool {
             }
             if allow_shared_device {
                 builder = builder.allow_shared_device();
+            }
+            if let Some(policy) = policy {
+                builder = builder.lane(LaneConfig::symmetric("default").window_policy(policy));
             }
             Result::Ok(Self { pool: builder.build()?, device, scope: PyOnceLock::new() })
         };
@@ -275,6 +284,30 @@ impl Pool {
         Ok(())
     }
 
+    /// Registers every window, those of later commits too, with the NCCL communicator of a process
+    /// group of torch (the default one unless given), whose ranks are those of the pool. NCCL's
+    /// collectives then use tensors of the pool as symmetric memory. Returns how many windows there
+    /// are now. Collective. The pool needs `window_policy="per-segment"`.
+    ///
+    /// Raises UnsupportedError where NCCL is older than 2.27 or makes no symmetric windows,
+    /// InvalidArgumentError where the group or the pool does not fit, on every rank alike.
+    #[pyo3(signature = (group = None))]
+    #[allow(unsafe_code)] // hands on what torch says is its communicator
+    fn register_nccl(&self, py: Python<'_>, group: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
+        let comm = self.communicator(py, group)?;
+        // SAFETY: torch's own communicator, of the NCCL that torch has loaded. It lives as long as
+        // the process group; `unregister_nccl` says when that ends.
+        py.detach(|| unsafe { self.pool.register_nccl(comm) }).or_raise(py)
+    }
+
+    /// Takes the windows back from a process group's communicator. Collective. Before the group is
+    /// destroyed, if the pool is used afterwards.
+    #[pyo3(signature = (group = None))]
+    fn unregister_nccl(&self, py: Python<'_>, group: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let comm = self.communicator(py, group)?;
+        py.detach(|| self.pool.unregister_nccl(comm)).or_raise(py)
+    }
+
     /// The pool's numbers: `allocated` and `reserved` bytes over all lanes, `commits`, `windows`,
     /// and `lanes`: a dict of each lane's by name.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
@@ -338,6 +371,14 @@ impl Pool {
     fn __repr__(&self) -> String {
         let (rank, world) = (self.rank(), self.world());
         format!("symmpool.Pool(rank={rank}, world={world}, device={:?})", self.device.name())
+    }
+}
+
+impl Pool {
+    /// The NCCL communicator of a process group.
+    fn communicator(&self, py: Python<'_>, group: Option<&Bound<'_, PyAny>>) -> PyResult<usize> {
+        let find = py.import("symmpool.nccl")?.getattr("communicator")?;
+        find.call1((group, self.device.name()))?.extract()
     }
 }
 

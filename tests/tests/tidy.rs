@@ -163,7 +163,8 @@ fn the_documents_name_files_that_exist() {
     for document in ["README.md", "ARCHITECTURE.md", "CHANGELOG.md"] {
         let text = read(&root().join(document));
         for quoted in text.split('`').skip(1).step_by(2) {
-            let folders = ["allocator/", "collectives/", "ffi/", "python/", "tests/", "bench/"];
+            let folders =
+                ["allocator/", "collectives/", "examples/", "ffi/", "python/", "tests/", "bench/"];
             let is_path = folders.iter().any(|folder| quoted.starts_with(folder))
                 && !quoted.contains([' ', '*', '{', '<']);
             if is_path {

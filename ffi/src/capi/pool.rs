@@ -377,6 +377,38 @@ pub unsafe extern "C" fn symmpool_stats(pool: symmpool_pool, stats: *mut PoolSta
     })
 }
 
+/// Registers every window, those of later commits too, with a communicator of NCCL, an `ncclComm_t`
+/// whose ranks are those of the pool. `count`, which may be NULL, is how many windows there are now.
+/// Collective. The pool needs SYMMPOOL_PER_SEGMENT. UNSUPPORTED where no NCCL is loaded, where it is
+/// older than 2.27, or where it makes no symmetric windows.
+///
+/// # Safety
+///
+/// `comm` is NULL (an error) or a communicator of the NCCL that this process has loaded, and lives
+/// until symmpool_unregister_nccl; `count` is NULL or can be written to.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmpool_register_nccl(
+    pool: symmpool_pool,
+    comm: *mut c_void,
+    count: *mut u64,
+) -> Status {
+    status(|| {
+        // SAFETY: the caller's promise.
+        let registered = unsafe { find(pool)?.register_nccl(comm as usize) }?;
+        if !count.is_null() {
+            // SAFETY: the caller's promise.
+            unsafe { Out::new(count, "count") }?.put(registered);
+        }
+        Ok(())
+    })
+}
+
+/// Takes the windows back from a communicator of NCCL. Collective; before it is destroyed.
+#[unsafe(no_mangle)]
+pub extern "C" fn symmpool_unregister_nccl(pool: symmpool_pool, comm: *mut c_void) -> Status {
+    status(|| find(pool)?.unregister_nccl(comm as usize))
+}
+
 /// Puts the pool behind a slot: symmpool_alloc_N and symmpool_free_N, N being `slot`, then serve its
 /// memory to allocators that take plain functions, such as torch's CUDAPluggableAllocator. Their
 /// frees are without order. INVALID_STATE when all 64 slots are in use.
