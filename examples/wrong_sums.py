@@ -114,7 +114,7 @@ def rounds(allocator, rank, world, count):
     return found
 
 
-def program(allocator, rank, world, seed, any_size):
+def program(allocator, rank, world, seed, any_size, side):
     """A random program; returns how many sums were wrong.
 
     Tensors of any size are cut out of segments, and where ranks cut differently one of them asks for
@@ -122,7 +122,7 @@ def program(allocator, rank, world, seed, any_size):
     collective, then waits for ever. Otherwise each has a segment of its own.
     """
     same, own = random.Random(seed), random.Random(seed * 1000 + rank)
-    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    streams = [torch.cuda.current_stream(), side]
     held, found = [], 0
     for step in range(same.randrange(2, 6)):
         stream = same.choice(streams)
@@ -178,9 +178,10 @@ def main():
             print(f"  {allocator.name:40}", *(f"{n:4}" for n in results[allocator]))
     right = not any(results[ours])
     if options.programs:
+        side = torch.cuda.Stream()
         for allocator, any_size in ((naive, False), (ours, False), (ours, True)):
             each = (
-                total(program(allocator, rank, world, seed, any_size))
+                total(program(allocator, rank, world, seed, any_size, side))
                 for seed in range(options.programs)
             )
             found = sum(each)

@@ -1,4 +1,5 @@
-//! A C program against the header and the library, as two rank processes.
+//! Programs against the library: one in C, with the header, as two rank processes, and one in C++
+//! through which it throws.
 
 mod common;
 
@@ -45,4 +46,31 @@ fn a_c_program_does_all_of_it_on_two_ranks() {
         assert!(output.status.success(), "rank {rank}: {}: {told}{wrong}", output.status);
         assert!(told.contains("everything was right"), "rank {rank}: {told}{wrong}");
     }
+}
+
+#[test]
+fn what_fails_under_torch_is_thrown_through_the_library() {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let library = common::library();
+    let folder = tempfile::tempdir().expect("a folder");
+    let program = folder.path().join("throws");
+    let libraries = library.parent().expect("a folder");
+    let compiled = Command::new(std::env::var_os("CXX").unwrap_or_else(|| "c++".into()))
+        .args(["-std=c++17", "-Wall", "-Wextra", "-Werror", "-O1", "-o"])
+        .arg(&program)
+        .arg(here.join("tests/throws.cpp"))
+        .arg("-L")
+        .arg(libraries)
+        .args(["-lsymmpool", "-Wl,-rpath"])
+        .arg(libraries)
+        .output();
+    let Ok(compiled) = compiled else {
+        eprintln!("skipped: there is no C++ compiler");
+        return;
+    };
+    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+    let output = Command::new(&program).output().expect("the program");
+    let told = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{}: {told}", output.status);
+    assert!(told.contains("everything was right"), "{told}");
 }

@@ -42,7 +42,6 @@ mod _symmpool {
     #[pymodule_export]
     use crate::process::{
         process_redirect, process_redirect_back, process_reset_peaks, process_stats,
-        process_throw_by,
     };
     #[pymodule_export]
     use crate::slot::Slot;

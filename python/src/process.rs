@@ -1,12 +1,9 @@
 //! The process's allocator, for `symmpool.install()`.
 
-#![allow(unsafe_code)] // hands over a function of torch by its address
-
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use symmpool::process;
 
-use crate::errors::OrRaise;
 use crate::slot::Slot;
 
 /// A device's numbers in the process's allocator, or None if nothing was allocated there.
@@ -36,13 +33,6 @@ pub(crate) fn process_stats(py: Python<'_>, device: usize) -> PyResult<Option<Bo
 #[pyfunction]
 pub(crate) fn process_reset_peaks(device: usize) {
     process::reset_peaks(device);
-}
-
-/// Tells the process's allocator how torch throws: the address of `c10::detail::torchCheckFail`.
-#[pyfunction]
-pub(crate) fn process_throw_by(py: Python<'_>, address: usize) -> PyResult<()> {
-    // SAFETY: `symmpool.process` looked the function up by its name, in the torch that is loaded.
-    unsafe { process::throw_by(address) }.or_raise(py)
 }
 
 /// Where a thread's allocations went before they were sent elsewhere.

@@ -1,8 +1,8 @@
 """symmpool under all of torch's CUDA allocations: `symmpool.install()`.
 
 A device's ordinary memory is then one contiguous range: freed in any order, reused at once, with no
-symmetry promised. The memory of a CUDA graph is its own until the graph is gone. Inside `with pool:`
-memory comes from the pool, tensor by tensor.
+symmetry promised. The memory of a CUDA graph is its own until the graph is gone. Inside
+`with pool:` memory comes from the pool, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ def install() -> None:
     undone. torch's own statistics fail then, as they do with every allocator that is not torch's:
     use `symmpool.memory_stats` and `symmpool.memory_summary`. Running out of memory is a
     RuntimeError that begins with "CUDA out of memory", not torch.OutOfMemoryError, which torch lets
-    nobody else raise."""
+    nobody else raise.
+
+    Meant for one device a process, as launchers set it up: a device's memory is not mapped for the
+    process's other devices, so copy tensors between them by way of the CPU."""
     global _installed
     import torch
 
@@ -81,7 +84,7 @@ def install() -> None:
     raw = allocator.allocator()
     for setter, name in _HOOKS.items():
         getattr(raw, setter)(_address(library, name))
-    _symmpool.process_throw_by(throw)
+    library.symmpool_process_throw_by(ctypes.c_void_p(throw))
     try:
         torch.cuda.memory.change_current_allocator(allocator)
     except RuntimeError as error:

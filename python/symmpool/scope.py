@@ -15,8 +15,9 @@ from typing import Any
 from symmpool import _symmpool, process
 from symmpool.errors import Error, UnsupportedError
 
-# torch keeps a bare pointer to the allocator of a segment for as long as a tensor lives in it, which
-# may be longer than the MemPool does. So an allocator, once made, is for ever; there is one a slot.
+# torch keeps a bare pointer to the allocator of a segment for as long as a tensor lives in it,
+# which may be longer than the MemPool does. So an allocator, once made, is for ever; there is one a
+# slot.
 _allocators: dict[int, Any] = {}
 
 # Pools that became due while a graph was being captured.

@@ -10,29 +10,32 @@ use std::sync::OnceLock;
 use symmpool_allocator::{Error, Result};
 
 use super::{device, owner, used};
-use crate::guard::{guarded, last};
+use crate::guard::{Status, guarded, last, status};
 
 /// How torch throws: with the function, file, line and message.
 type Throw = extern "C-unwind" fn(*const c_char, *const c_char, u32, *const c_char) -> !;
 
 static THROW: OnceLock<Throw> = OnceLock::new();
 
-/// Gives the address of torch's `c10::detail::torchCheckFail`.
+/// Gives the address of torch's `c10::detail::torchCheckFail`, which throws.
 ///
 /// torch takes a NULL of the process's allocator for memory: the error must come as an exception
 /// of C++, which passes through here.
 ///
 /// # Safety
 ///
-/// `address` is that function's, of the torch that calls `symmpool_process_alloc`.
-pub unsafe fn throw_by(address: usize) -> Result<()> {
-    if address == 0 {
-        return Err(Error::invalid_argument("no function that throws"));
-    }
-    // SAFETY: not NULL; the caller promised that it is this function.
-    let throw = unsafe { std::mem::transmute::<usize, Throw>(address) };
-    THROW.get_or_init(|| throw);
-    Ok(())
+/// `address` is NULL (an error) or that function's, of the torch that calls the allocator.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn symmpool_process_throw_by(address: *mut c_void) -> Status {
+    status(|| {
+        if address.is_null() {
+            return Err(Error::invalid_argument("no function that throws"));
+        }
+        // SAFETY: not NULL; the caller promised that it is this function.
+        let throw = unsafe { std::mem::transmute::<*mut c_void, Throw>(address) };
+        THROW.get_or_init(|| throw);
+        Ok(())
+    })
 }
 
 /// torch's name of a graph's memory, a `std::pair`.
@@ -41,7 +44,7 @@ pub unsafe fn throw_by(address: usize) -> Result<()> {
 struct Id(u64, u64);
 
 /// Allocates on a device. Where it cannot, it throws as torch does, or returns NULL if it was not
-/// told how (`throw_by`).
+/// told how (`symmpool_process_throw_by`).
 #[unsafe(no_mangle)]
 extern "C-unwind" fn symmpool_process_alloc(
     size: isize,

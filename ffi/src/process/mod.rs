@@ -20,7 +20,6 @@ use std::sync::OnceLock;
 use symmpool_allocator::{Driver, Error, Result, Stream};
 
 pub use device::{Device, MempoolId, ProcessStats};
-pub use hooks::throw_by;
 
 use crate::slots::{self, Slot};
 
