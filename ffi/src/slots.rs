@@ -30,6 +30,8 @@ struct Bound {
     pid: u32,
     /// Addresses handed out and not freed.
     live: BTreeSet<u64>,
+    /// Those whose use on another stream could not be noted: nobody gets their memory any more.
+    stuck: BTreeSet<u64>,
     /// Whether its [`Slot`] is gone.
     retired: bool,
     failure: Option<Error>,
@@ -53,6 +55,7 @@ pub fn bind(pool: &Pool, lane: &Lane) -> Result<Slot> {
                 device,
                 pid: std::process::id(),
                 live: BTreeSet::new(),
+                stuck: BTreeSet::new(),
                 retired: false,
                 failure: None,
             });
@@ -178,6 +181,12 @@ impl Bound {
                  handed out, or was freed before"
             )));
         }
+        if self.stuck.remove(&address) {
+            return Err(Error::invalid_state(format!(
+                "symmpool_free_{index}: {address:#x} was used on a stream that could not be noted; \
+                 its memory is not used again"
+            )));
+        }
         self.lane.free_address_unordered(address)
     }
 
@@ -209,12 +218,26 @@ pub(crate) fn owner(address: u64) -> Option<usize> {
         .position(|slot| lock(slot).as_ref().is_some_and(|bound| bound.live.contains(&address)))
 }
 
-/// Notes that a block is used on another stream (rule D4).
+/// Notes that a block is used on another stream (rule D4). Where that cannot be, the block's memory
+/// is not used again.
 pub(crate) fn record_stream(index: usize, address: u64, stream: u64) -> Result<()> {
-    let slot = lock(&TABLE[index]);
-    let Some(bound) = slot.as_ref() else { return Err(nobody(index)) };
+    let mut slot = lock(&TABLE[index]);
+    let Some(bound) = slot.as_mut() else { return Err(nobody(index)) };
     bound.own_process(index)?;
-    bound.lane.record_stream_address(address, Stream::from_raw(stream))
+    let noted = bound.lane.record_stream_address(address, Stream::from_raw(stream));
+    noted.inspect_err(|error| {
+        if bound.live.contains(&address) {
+            bound.stuck.insert(address);
+        }
+        bound.failure = Some(error.clone());
+    })
+}
+
+/// Whether a slot serves memory of this device.
+pub(crate) fn is_on(index: usize, device: i32) -> bool {
+    lock(&TABLE[index])
+        .as_ref()
+        .is_some_and(|bound| bound.device.is_none_or(|own| i64::from(own) == i64::from(device)))
 }
 
 fn nobody(index: usize) -> Error {
@@ -340,6 +363,25 @@ mod tests {
         assert_eq!(slots.len(), vacant);
         let freed = slots.swap_remove(7).index();
         assert_eq!(bind(&pool, &pool.default_lane()).unwrap().index(), freed);
+    }
+
+    #[test]
+    fn memory_whose_use_could_not_be_noted_is_not_used_again() {
+        let _turn = lock(&TURN);
+        let pool = pool();
+        let slot = bind(&pool, &pool.default_lane()).unwrap();
+        let n = slot.index();
+        let block = call(n, 4096);
+        // A lane knows 64 streams; the block's own is the first.
+        let noted = |stream| record_stream(n, block as u64, stream);
+        assert!((1..64).all(|stream| noted(stream).is_ok()));
+        assert!(noted(64).unwrap_err().is_invalid_argument());
+        give(n, block);
+        assert!(slot.take_failure().unwrap().is_invalid_state());
+        assert_eq!((slot.live(), pool.commit().unwrap().blocks_returned), (0, 0));
+        assert_ne!(call(n, 4096), block);
+        assert!(record_stream(n, 8, 1).unwrap_err().is_invalid_argument());
+        assert!(is_on(n, 0) && is_on(n, 5), "host memory is no device's");
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! One device's memory: a lane for what is ordinary, and lanes for graphs.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use symmpool_allocator::lane::LaneConfig;
 use symmpool_allocator::{Driver, Error, Group, Lane, Pool, Result, Stream};
@@ -62,6 +62,10 @@ pub struct Device {
     /// Captures that are open: none, as a rule.
     open: AtomicUsize,
     captures: Mutex<Captures>,
+    /// Blocks whose use on another stream could not be noted: their memory is not used again. None,
+    /// as a rule.
+    stuck: Mutex<BTreeSet<u64>>,
+    any_stuck: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -134,6 +138,8 @@ impl Device {
             retries: AtomicU64::new(0),
             open: AtomicUsize::new(0),
             captures: Mutex::default(),
+            stuck: Mutex::default(),
+            any_stuck: AtomicBool::new(false),
         })
     }
 
@@ -175,6 +181,12 @@ impl Device {
     /// graph is captured: then when the capture has ended.
     pub fn free(&self, address: u64) -> Result<()> {
         let lane = self.lane_of(address)?;
+        if self.any_stuck.load(Ordering::Acquire) && lock(&self.stuck).remove(&address) {
+            return Err(Error::invalid_state(format!(
+                "{address:#x} was used on a stream that could not be noted; its memory is not used \
+                 again"
+            )));
+        }
         if lane == 0 && self.open.load(Ordering::Acquire) > 0 {
             let mut captures = lock(&self.captures);
             if !captures.open.is_empty() {
@@ -196,9 +208,14 @@ impl Device {
         Ok(())
     }
 
-    /// Notes that a block is used on `stream` too (rule D4).
+    /// Notes that a block is used on `stream` too (rule D4). Where that cannot be, because the lane
+    /// knows too many streams, the block's memory is not used again.
     pub fn record_stream(&self, address: u64, stream: Stream) -> Result<()> {
-        self.lanes[self.lane_of(address)?].record_stream_address(address, stream)
+        let lane = self.lane_of(address)?;
+        self.lanes[lane].record_stream_address(address, stream).inspect_err(|_| {
+            lock(&self.stuck).insert(address);
+            self.any_stuck.store(true, Ordering::Release);
+        })
     }
 
     /// The segment that holds `address`: its first address and its length.
@@ -448,6 +465,16 @@ mod tests {
         assert!(device.begin((1, 0)).unwrap_err().is_invalid_state());
         device.release((0, 5)).unwrap();
         device.begin((1, 0)).unwrap();
+    }
+
+    #[test]
+    fn memory_whose_use_could_not_be_noted_is_not_used_again() {
+        let device = device();
+        let a = device.alloc(4096, Stream::from_raw(0)).unwrap();
+        assert!((1..64).all(|stream| device.record_stream(a, Stream::from_raw(stream)).is_ok()));
+        assert!(device.record_stream(a, Stream::from_raw(64)).is_err());
+        assert!(device.free(a).unwrap_err().is_invalid_state());
+        assert_ne!(device.alloc(4096, Stream::from_raw(0)).unwrap(), a);
     }
 
     #[test]

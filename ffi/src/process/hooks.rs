@@ -61,7 +61,11 @@ extern "C-unwind" fn symmpool_process_alloc(
         thread_local! {
             static MESSAGE: RefCell<CString> = RefCell::new(CString::default());
         }
-        let text = last(|_, text| format!("CUDA out of memory. {}", text.to_string_lossy()));
+        let text = last(|status, text| {
+            // As torch's own begins.
+            let out = status == Status::OutOfMemory;
+            format!("{}{}", if out { "CUDA out of memory. " } else { "" }, text.to_string_lossy())
+        });
         let text = CString::new(text.unwrap_or_default()).unwrap_or_default();
         let message = MESSAGE.with(|message| {
             *message.borrow_mut() = text;

@@ -89,8 +89,9 @@ pub fn redirect_back(before: Redirected) {
 
 fn alloc(bytes: isize, ordinal: i32, stream: u64) -> Result<u64> {
     match SCOPE.try_with(Cell::get).unwrap_or(0).checked_sub(1) {
-        Some(slot) => slots::alloc(slot, bytes, ordinal, stream),
-        None => {
+        // Other devices' memory is ordinary in a pool's scope, as with a MemPool.
+        Some(slot) if slots::is_on(slot, ordinal) => slots::alloc(slot, bytes, ordinal, stream),
+        _ => {
             let bytes = usize::try_from(bytes)
                 .map_err(|_| Error::invalid_argument(format!("a size of {bytes} bytes")))?;
             device(ordinal)?.alloc(bytes, Stream::from_raw(stream))
