@@ -15,7 +15,19 @@ namespace symmpool {
 using u32 = unsigned;
 using u64 = unsigned long long;
 
-// Where the host reads what went wrong (rule S5); in pinned host memory. Written at most once.
+// What a call wants the host to know that goes on all the same; the last one's, and how many.
+struct Notice {
+    u64 calls;
+    u32 kind;
+    u32 epoch;
+    u32 rank;
+    u32 unused;
+    u64 needed;
+    u64 room;
+};
+
+// Where the host reads what went wrong (rule S5); in pinned host memory. Written at most once, but
+// for the notice, which only the device writes.
 struct Fault {
     u32 complete;
     u32 kind;
@@ -25,10 +37,12 @@ struct Fault {
     u32 unused[3];
     u64 ours[4];    // for MISMATCH: what this rank called,
     u64 theirs[4];  // and what the peer did
+    Notice notice;
 };
 
 constexpr u32 TIMEOUT = 1;
 constexpr u32 MISMATCH = 2;
+constexpr u32 COUNTS = 3;  // of a pair of ranks: `ours` has them, what is sent, what is expected
 
 constexpr u32 ENTRY = 0;
 constexpr u32 DATA = 1;

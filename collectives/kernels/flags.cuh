@@ -8,10 +8,15 @@
 namespace symmpool {
 
 // In order of blocks, so that those a call uses lie at the beginning.
-__device__ __forceinline__ u64* flag(const Session& session, u32 owner, u32 kind, u32 from) {
+__device__ __forceinline__ u64* flag_of(const Session& session, u32 owner, u32 kind, u32 from,
+                                        u32 block) {
     const Comm& comm = session.comm;
     char* flags = comm.of(owner) + comm.flags + session.parity() * (comm.flags_bytes / 2);
-    return reinterpret_cast<u64*>(flags) + (data_block() * 2ull + kind) * WORLD + from;
+    return reinterpret_cast<u64*>(flags) + (block * 2ull + kind) * WORLD + from;
+}
+
+__device__ __forceinline__ u64* flag(const Session& session, u32 owner, u32 kind, u32 from) {
+    return flag_of(session, owner, kind, from, data_block());
 }
 
 __device__ __forceinline__ Used used_flags() {

@@ -20,21 +20,21 @@ const GATHER: u8 = 2;
 const BROADCAST: u8 = 4;
 
 /// Most threads of a block, which kernels are compiled for.
-const THREADS: u32 = 512;
+pub(super) const THREADS: u32 = 512;
 /// Blocks that a processor holds.
 const BLOCKS_OF_PROCESSOR: u64 = 32;
 
 /// How many blocks of how many threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Grid {
-    blocks: u32,
-    threads: u32,
+pub(super) struct Grid {
+    pub(super) blocks: u32,
+    pub(super) threads: u32,
 }
 
 impl Grid {
     /// A thread for each of `vectors`, as far as `most` blocks go, and one block more, which
     /// attends to the entry. All of them run at once: blocks of peers wait for each other.
-    fn new(kernel: &Loaded, vectors: u64, threads: u32, most: u32) -> Self {
+    pub(super) fn new(kernel: &Loaded, vectors: u64, threads: u32, most: u32) -> Self {
         let resident = u64::from(kernel.resident);
         let by_threads = resident * u64::from(kernel.threads) / u64::from(threads);
         let by_slots = u64::from(kernel.processors) * BLOCKS_OF_PROCESSOR;
@@ -435,7 +435,7 @@ impl CudaEngine {
     }
 
     /// Refuses buffers that share some bytes.
-    fn apart(
+    pub(super) fn apart(
         &mut self,
         what: &str,
         (a, a_bytes): (u64, u64),
