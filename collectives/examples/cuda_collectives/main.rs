@@ -12,7 +12,9 @@
 mod bench;
 mod check;
 mod cuda;
+mod exchange;
 mod faults;
+mod matrix;
 mod oracle;
 mod sided;
 mod soak;
