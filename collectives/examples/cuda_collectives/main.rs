@@ -13,6 +13,7 @@ mod bench;
 mod check;
 mod cuda;
 mod exchange;
+mod exchange_faults;
 mod faults;
 mod matrix;
 mod oracle;
