@@ -7,7 +7,7 @@ use symmpool_collectives::{
 
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
-use crate::{ORDINARY, Options, sided};
+use crate::{ORDINARY, Options, exchange, sided};
 
 /// Room for the longest data and any alignment.
 const ROOM: usize = 5 << 20;
@@ -62,6 +62,9 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             println!("{}: {} cases, {} wrong", algorithm.name(), check.cases, check.wrong);
         }
     }
+    let (exchange_cases, exchange_wrong) = exchange::run(pool, options)?;
+    cases += exchange_cases;
+    wrong += exchange_wrong;
     let (sided_cases, sided_wrong) = sided::run(pool, options.seed)?;
     cases += sided_cases;
     wrong += sided_wrong;

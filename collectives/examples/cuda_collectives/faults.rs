@@ -8,7 +8,7 @@ use symmpool_collectives::{
 };
 
 use crate::cuda::stream;
-use crate::expect_error;
+use crate::{exchange_faults, expect_error};
 
 const TIMEOUT: Duration = Duration::from_millis(1500);
 
@@ -90,6 +90,7 @@ pub(crate) fn run(pool: &Pool) -> Result<bool> {
             std::thread::sleep(TIMEOUT + Duration::from_millis(500));
         }
     }
+    wrong += exchange_faults::run(pool, TIMEOUT)?;
     declined(pool)?;
     wrong += lost(pool)?;
     println!("rank {rank}: faults: {wrong} wrong");

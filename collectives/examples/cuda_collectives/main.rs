@@ -12,7 +12,10 @@
 mod bench;
 mod check;
 mod cuda;
+mod exchange;
+mod exchange_faults;
 mod faults;
+mod matrix;
 mod oracle;
 mod sided;
 mod soak;

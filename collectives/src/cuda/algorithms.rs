@@ -27,8 +27,8 @@ const BLOCKS_OF_PROCESSOR: u64 = 32;
 /// How many blocks of how many threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Grid {
-    blocks: u32,
-    threads: u32,
+    pub(super) blocks: u32,
+    pub(super) threads: u32,
 }
 
 impl Grid {
@@ -479,7 +479,7 @@ impl CudaEngine {
     }
 
     /// Refuses buffers that share some bytes.
-    fn apart(
+    pub(super) fn apart(
         &mut self,
         what: &str,
         (a, a_bytes): (u64, u64),

@@ -12,11 +12,11 @@ use symmpool_allocator::{Block, Error, HeapLayout, Pool, Result, Stream};
 use super::api::{Api, Handle};
 use super::fault::{Fault, Seen};
 use super::kernels::{Kernels, Loaded, Specialty};
-use super::params::{CallParams, Channel, Comm, Control};
+use super::params::{CallParams, Channel, Comm, Control, Traffic};
 use super::table::Rows;
-use crate::Place;
 use crate::host::call::{Call, Operation};
 use crate::jit::sources::BARRIER;
+use crate::{AllToAllAlgorithm, Place};
 
 /// How a [`CudaEngine`] behaves. The same on every rank.
 #[derive(Clone, Copy, Debug)]
@@ -29,6 +29,7 @@ pub(crate) struct CudaOptions {
     pub(crate) scratch: u64,
     /// The number of the first call.
     pub(crate) first_epoch: u32,
+    pub(crate) all_to_all: AllToAllAlgorithm,
 }
 
 /// Tells whether a rank's process still runs.
@@ -51,6 +52,7 @@ pub(crate) struct CudaEngine {
     /// What was measured on devices of this kind.
     pub(super) rows: Rows,
     pub(super) comm: Comm,
+    pub(super) all_to_all: AllToAllAlgorithm,
     kernels: Kernels,
     /// `None` only while dropping.
     fault: Option<Fault>,
@@ -108,6 +110,7 @@ impl CudaEngine {
             rows: Rows::of(&devices?),
             control,
             comm,
+            all_to_all: options.all_to_all,
             kernels,
             fault: Some(fault),
             timeout: options.timeout,
@@ -161,7 +164,17 @@ impl CudaEngine {
         let driver = cuda(&self.pool)?;
         let api = self.api;
         driver.with_context(|| api.synchronize(stream))?;
-        self.ready()
+        self.ready()?;
+        self.noticed()
+    }
+
+    /// What calls wanted the host to know, though they went on; once.
+    fn noticed(&mut self) -> Result<()> {
+        let rank = self.comm.rank;
+        match self.fault.as_mut().and_then(|fault| fault.notice(rank)) {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
     }
 
     /// Enters a call only to tell the other ranks that this one cannot make it; gives back why.
@@ -221,10 +234,31 @@ impl CudaEngine {
         params: CallParams,
         stream: Stream,
     ) -> Result<()> {
+        // SAFETY: as the caller promised; the kernel has no traffic.
+        unsafe { self.launch_in_turn(kernel, (blocks, threads), &params, None, stream) }
+    }
+
+    /// [`Self::launch`], of a kernel that has traffic too.
+    ///
+    /// # Safety
+    ///
+    /// As [`Kernels::launch`].
+    pub(super) unsafe fn launch_in_turn(
+        &mut self,
+        kernel: Loaded,
+        (blocks, threads): (u32, u32),
+        params: &CallParams,
+        traffic: Option<&Traffic>,
+        stream: Stream,
+    ) -> Result<()> {
         self.turn_to(stream)?;
-        let comm = self.comm;
-        // SAFETY: as the caller promised.
-        unsafe { self.launch_apart(kernel, (blocks, threads), &comm, &params, stream) }
+        cuda(&self.pool)?.with_context(|| {
+            let kernels = &self.kernels;
+            // SAFETY: as the caller promised.
+            unsafe {
+                kernels.launch(kernel, (blocks, threads), stream, &self.comm, params, traffic)
+            }
+        })
     }
 
     /// What is put on the stream from now on is behind what this communicator put on another one.
@@ -281,7 +315,7 @@ impl CudaEngine {
     ) -> Result<()> {
         cuda(&self.pool)?.with_context(|| {
             // SAFETY: as the caller promised.
-            unsafe { self.kernels.launch(kernel, blocks, threads, stream, comm, params) }
+            unsafe { self.kernels.launch(kernel, (blocks, threads), stream, comm, params, None) }
         })
     }
 

@@ -63,6 +63,30 @@ impl CallParams {
     }
 }
 
+/// A place that is none, and a count that nobody knows: `UNKNOWN` in `rows.cuh`.
+pub(super) const UNKNOWN: u64 = u64::MAX;
+
+/// What an all-to-all exchanges: `Traffic` in `rows.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Traffic {
+    /// Elements for each rank, where the host knows them.
+    pub(super) send: [u64; MOST_RANKS as usize],
+    pub(super) receive: [u64; MOST_RANKS as usize],
+    /// Addresses on the device: counts, and where to write those that came and their places.
+    pub(super) splits: u64,
+    pub(super) received: u64,
+    pub(super) offsets: u64,
+    /// Elements of the input, and those that the output holds.
+    pub(super) length: u64,
+    pub(super) capacity: u64,
+    /// Where the output is in the slot.
+    pub(super) window: u64,
+    pub(super) packet_bytes: u64,
+    pub(super) size: u32,
+    pub(super) wide: u32,
+}
+
 /// One end of a channel of this rank: operations on one of these run in the order of the calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Channel {
@@ -114,7 +138,9 @@ impl Control {
             here
         };
         place(LOCAL);
-        let entry = place(2 * 64 * ranks);
+        // The details of a call, and behind them rows of a traffic matrix, as packets.
+        let row = 16 * (2 * ranks + 3);
+        let entry = place(2 * 64 * ranks + 2 * row * ranks);
         let channels = place(CHANNEL_COUNTS * 8 * ranks * u64::from(CHANNELS));
         // `KINDS` flags of eight bytes a block and rank, two parities.
         let flags_bytes = 2 * 4 * 8 * ranks * u64::from(MOST_BLOCKS);
@@ -171,6 +197,11 @@ impl Control {
         self.packets_bytes / 2 / 32
     }
 
+    /// The most bytes that a pair of ranks exchanges through the packet inbox.
+    pub(super) fn pair_packet_bytes(&self, world: u32) -> u64 {
+        self.packet_vectors() / u64::from(world) * 16
+    }
+
     /// Lines that one call may put into their inbox.
     pub(super) fn line_count(&self) -> u64 {
         self.lines_bytes / 2 / 128
@@ -196,6 +227,9 @@ mod tests {
         assert_eq!(stated("COMM_BYTES"), size_of::<Comm>());
         assert_eq!(stated("CALL_BYTES"), size_of::<CallParams>());
         assert_eq!(stated("FAULT_BYTES"), super::super::fault::RECORD_BYTES);
+        let row = crate::jit::sources::ALL_TO_ALL.variants[0];
+        let traffic = row.iter().find(|(axis, _)| *axis == "TRAFFIC_BYTES").expect("the axis");
+        assert_eq!(traffic.1[0].parse(), Ok(size_of::<Traffic>()));
         // All before it are words, in the order of `comm.cuh`.
         assert_eq!(std::mem::offset_of!(Comm, places.channels), 14 * 8);
         assert_eq!(std::mem::offset_of!(Comm, timeout), 15 * 8);
@@ -206,7 +240,7 @@ mod tests {
         let control = Control::new(4, 32 << 20, 192 << 20).expect("valid");
         let parts = [
             (0, LOCAL),
-            (control.entry, 512),
+            (control.entry, 512 + 2 * 4 * 16 * 11),
             (control.channels, 4 * 8 * 4 * 16),
             (control.flags, control.flags_bytes),
             (control.packets, control.packets_bytes),
