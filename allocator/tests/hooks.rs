@@ -39,7 +39,8 @@ fn an_allocation_beside_a_commit_is_refused_and_does_not_wait() {
         // Rank 1 does not come, so rank 0's commit goes on for as long as this takes.
         let refused = loop {
             match a.default_lane().try_alloc_bytes(8, 512, Stream::DEFAULT) {
-                Ok(block) => block.free().unwrap(),
+                // An ordered free would wait for the commit, which waits for this thread.
+                Ok(block) => block.free_unordered().unwrap(),
                 Err(error) => break error,
             }
         };
