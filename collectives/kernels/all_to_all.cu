@@ -268,14 +268,15 @@ struct Stage {
         const u64 each = ((length + STAGES - 1) / STAGES + 127) / 128 * 128;
         from = stage * each < length ? stage * each : length;
         to = from + each < length ? from + each : length;
-        chunk = 16 * (room(comm) / STAGES / 8 * 8);
+        chunk = 16 * (half(comm) / STAGES / 8 * 8);
         rounds = static_cast<u32>((to - from + chunk - 1) / chunk);
     }
-    // Vectors of scratch that a rank has on another in a round: as in `push.cu`, so that no other
-    // rank writes there.
+    // Vectors of scratch that a rank has on another, as in `push.cu`, so that no other rank writes
+    // there; and half of them, for every other round.
     static __device__ __forceinline__ u64 room(const Comm& comm) {
-        return comm.scratch_bytes / 32 / WORLD / 8 * 8;
+        return comm.scratch_bytes / 16 / (WORLD > 1 ? WORLD - 1 : 1) / 8 * 8;
     }
+    static __device__ __forceinline__ u64 half(const Comm& comm) { return room(comm) / 2; }
     __device__ __forceinline__ u64 begin(u32 round) const { return from + round * chunk; }
     __device__ __forceinline__ u64 length(u32 round) const {
         const u64 left = to - begin(round);
@@ -283,8 +284,9 @@ struct Stage {
     }
     __device__ __forceinline__ char* scratch(const Comm& comm, u32 owner, u32 sender, u32 stage,
                                              u32 round) const {
-        return comm.of(owner) + comm.scratch +
-               16 * room(comm) * ((round & 1) * WORLD + sender) + stage * chunk;
+        const u64 slot = room(comm) * (sender < owner ? sender : sender - 1);
+        return comm.of(owner) + comm.scratch + 16 * (slot + half(comm) * (round & 1)) +
+               stage * chunk;
     }
 };
 
@@ -389,7 +391,7 @@ __device__ __noinline__ void forget_unused(const Session& session, const Call& c
     }
     Used used;
     used.packets = comm.packets_bytes / 2;
-    used.flags = blocks * (16ull * WORLD);
+    used.flags = blocks * (8 * KINDS * WORLD);
     used.rows = ROWS_BYTES / 2;
     forget_old(session, used);
 }

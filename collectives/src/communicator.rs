@@ -54,9 +54,13 @@ pub struct CommunicatorOptions {
     /// Default 2 MiB. In host memory.
     pub scratch_bytes: u64,
     /// On a device: bytes of each of the three parts of an inbox, which hold what ranks send each
-    /// other in one call, twice the size of an all-reduce as a rule, and of each half of the
-    /// scratch. A multiple of 4096, at least 1 MiB. Larger calls go in pieces. Default 32 MiB; a
-    /// communicator takes five times as much and 33 MiB.
+    /// other in one call of up to some MiB, twice the size of an all-reduce as a rule. A multiple
+    /// of 4096, at least 1 MiB. Larger calls go in pieces. Default 32 MiB.
+    pub device_inbox_bytes: u64,
+    /// On a device: bytes of scratch, where shares of large calls wait to be reduced: all but a
+    /// rank's own. A multiple of 4096, at least 1 MiB. Larger calls go in rounds, which cost some
+    /// microseconds each. Default 192 MiB, which holds those of 256 MiB from 4 ranks. A
+    /// communicator takes as much, three times the inbox, and 33 MiB.
     pub device_scratch_bytes: u64,
     /// The number of the first call, 1 or more. Default 1; others serve to test what happens when
     /// numbers have used up their bits.
@@ -76,7 +80,8 @@ impl Default for CommunicatorOptions {
             algorithm: AllReduceAlgorithm::Auto,
             all_to_all: AllToAllAlgorithm::Auto,
             scratch_bytes,
-            device_scratch_bytes: 32 << 20,
+            device_inbox_bytes: 32 << 20,
+            device_scratch_bytes: 192 << 20,
             first_epoch: 1,
             links: None,
         }
@@ -231,7 +236,8 @@ impl Communicator {
     ) -> Result<(Engine, Block<u8>)> {
         let options = CudaOptions {
             timeout: options.timeout,
-            room: options.device_scratch_bytes,
+            inbox: options.device_inbox_bytes,
+            scratch: options.device_scratch_bytes,
             first_epoch: options.first_epoch,
             all_to_all: options.all_to_all,
         };

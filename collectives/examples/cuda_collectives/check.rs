@@ -38,8 +38,12 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let mut wrong = 0;
     for algorithm in AllReduceAlgorithm::ALL {
         // Little room, so that large calls go in several rounds.
-        let communicator =
-            CommunicatorOptions { algorithm, device_scratch_bytes: 2 << 20, ..Default::default() };
+        let communicator = CommunicatorOptions {
+            algorithm,
+            device_inbox_bytes: 2 << 20,
+            device_scratch_bytes: 1 << 20,
+            ..Default::default()
+        };
         let comm = Communicator::with_options(pool, &communicator)?;
         let mut check = Check { pool, comm, stream: stream(pool)?, cases: 0, wrong: 0 };
         for memory in &memories {

@@ -14,14 +14,17 @@ use crate::oracle::{differs, input, random, reduce};
 
 /// Elements of the longest call.
 const MOST: usize = 300_000;
+/// More of them in calls that copy engines carry.
+const COPIED: usize = 600_000;
 
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
-    let (from, to) = (pool.alloc::<u8>(2 * MOST)?, pool.alloc::<u8>(2 * MOST)?);
+    let all = MOST + COPIED;
+    let (from, to) = (pool.alloc::<u8>(2 * all)?, pool.alloc::<u8>(2 * all)?);
     pool.commit()?;
     let stream = stream(pool)?;
     // Of those that devices have.
     let names = AllReduceAlgorithm::ALL.into_iter().filter(|a| *a != AllReduceAlgorithm::CubeMesh);
-    let comms: Vec<Communicator> = names
+    let comms: Vec<(AllReduceAlgorithm, Communicator)> = names
         .enumerate()
         .map(|(nth, algorithm)| {
             let options = CommunicatorOptions {
@@ -30,11 +33,11 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
                 device_scratch_bytes: 4 << 20,
                 ..Default::default()
             };
-            Communicator::with_options(pool, &options)
+            Ok((algorithm, Communicator::with_options(pool, &options)?))
         })
         .collect::<Result<_>>()?;
     let all: Vec<Vec<u8>> =
-        (0..pool.world()).map(|rank| input(options.seed, rank, DType::Bf16, MOST)).collect();
+        (0..pool.world()).map(|rank| input(options.seed, rank, DType::Bf16, all)).collect();
     let all: Vec<&[u8]> = all.iter().map(Vec::as_slice).collect();
     upload(pool, from.address(), all[pool.rank() as usize])?;
     let wanted = reduce(&all, DType::Bf16, ReduceOp::Sum);
@@ -46,12 +49,15 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         // Mostly small.
         let count = 1 + (number >> 8) as usize % (MOST >> (number >> 60));
         // Runs of calls on one communicator, and changes between them.
-        let comm = &comms[(random(options.seed, call / 50) >> 3) as usize % comms.len()];
+        let which = (random(options.seed, call / 50) >> 3) as usize % comms.len();
+        let (algorithm, comm) = &comms[which];
         if number >> 20 & 3 == 0 {
             let checked = number.is_multiple_of(499);
             wrong += u64::from(!exchanges.call(pool, comm, number, checked, &stream)?);
             continue;
         }
+        // Copy engines carry nothing below 1 MiB.
+        let count = count + if *algorithm == AllReduceAlgorithm::TwoShotCopy { COPIED } else { 0 };
         // SAFETY: both blocks have room for the longest call.
         unsafe {
             comm.all_reduce_at(
@@ -72,7 +78,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             }
         }
     }
-    for comm in &comms {
+    for (_, comm) in &comms {
         comm.synchronize(&stream)?;
     }
     println!(

@@ -48,6 +48,16 @@ pub(super) struct Loaded {
     pub(super) threads: u32,
     /// Of the device.
     pub(super) processors: u32,
+    /// Whether its blocks may take their places before the kernel before it on the stream has
+    /// ended.
+    early: bool,
+}
+
+impl Loaded {
+    /// To be launched behind copies, whose end its blocks cannot wait for by themselves.
+    pub(super) fn after_copies(self) -> Self {
+        Self { early: false, ..self }
+    }
 }
 
 /// The kernels of one communicator.
@@ -140,7 +150,7 @@ impl Kernels {
         let code = unsafe { (self.api.occupancy)(&raw mut blocks, function, threads as c_int, 0) };
         CudaDriver::check(code, || format!("asking how many blocks of {variant} fit"))?;
         let resident = u32::try_from(blocks).unwrap_or(0).max(1) * self.processors;
-        Ok(Loaded { function, resident, threads, processors: self.processors })
+        Ok(Loaded { function, resident, threads, processors: self.processors, early: true })
     }
 
     /// Puts a kernel on a stream. The device's context must be current.
@@ -177,7 +187,7 @@ impl Kernels {
             sharedMemBytes: 0,
             hStream: stream.raw() as usize as sys::CUstream,
             attrs: &raw mut overlap,
-            numAttrs: 1,
+            numAttrs: kernel.early.into(),
         };
         // As many of them are read as the kernel has parameters.
         let traffic = traffic.map_or(std::ptr::null_mut(), |traffic| {

@@ -114,18 +114,21 @@ pub(super) struct Control {
 }
 
 impl Control {
-    /// For `world` ranks, with room for `room` bytes in each part of the sentinel inbox and each
-    /// half of the scratch.
-    pub(super) fn new(world: u32, room: u64) -> Result<Self> {
+    /// For `world` ranks, with room for `inbox` bytes in each of the three parts of the sentinel
+    /// inbox, and for `scratch` bytes.
+    pub(super) fn new(world: u32, inbox: u64, scratch: u64) -> Result<Self> {
         if !(1..=MOST_RANKS).contains(&world) {
             return Err(Error::unsupported(format!(
                 "a communicator of {world} ranks on devices: kernels serve up to {MOST_RANKS}"
             )));
         }
-        if !(1 << 20..=1 << 32).contains(&room) || !room.is_multiple_of(1 << 12) {
-            return Err(Error::invalid_argument(format!(
-                "device scratch of {room} bytes: a multiple of 4096 from 1 MiB to 4 GiB is needed"
-            )));
+        for (what, bytes) in [("an inbox", inbox), ("scratch", scratch)] {
+            if !(1 << 20..=1 << 32).contains(&bytes) || !bytes.is_multiple_of(1 << 12) {
+                return Err(Error::invalid_argument(format!(
+                    "{what} of {bytes} bytes on a device: a multiple of 4096 from 1 MiB to 4 GiB \
+                     is needed"
+                )));
+            }
         }
         let ranks = u64::from(world);
         let mut at = 0;
@@ -139,16 +142,16 @@ impl Control {
         let row = 16 * (2 * ranks + 3);
         let entry = place(2 * 64 * ranks + 2 * row * ranks);
         let channels = place(CHANNEL_COUNTS * 8 * ranks * u64::from(CHANNELS));
-        // Two kinds of flags of eight bytes a block and rank, two parities.
-        let flags_bytes = 2 * 2 * 8 * ranks * u64::from(MOST_BLOCKS);
+        // `KINDS` flags of eight bytes a block and rank, two parities.
+        let flags_bytes = 2 * 4 * 8 * ranks * u64::from(MOST_BLOCKS);
         let flags = place(flags_bytes);
         let packets_bytes = 2 * PACKETS;
         let packets = place(packets_bytes);
         let lines_bytes = 2 * LINES;
         let lines = place(lines_bytes);
-        let sentinel_bytes = 3 * room;
+        let sentinel_bytes = 3 * inbox;
         let sentinel = place(sentinel_bytes);
-        let scratch_bytes = 2 * room;
+        let scratch_bytes = scratch;
         let scratch = place(scratch_bytes);
         Ok(Self {
             entry,
@@ -177,6 +180,11 @@ impl Control {
             rank: layout.rank,
             world: layout.world,
         }
+    }
+
+    /// Vectors that a sender may leave in a rank's scratch, as `push.cu` divides it.
+    pub(super) fn scratch_vectors(&self, world: u32) -> u64 {
+        self.scratch_bytes / 16 / u64::from(world.max(2) - 1) / 8 * 8
     }
 
     /// How long the block is: the scratch is last, and whole pages like all before it.
@@ -229,7 +237,7 @@ mod tests {
 
     #[test]
     fn nothing_overlaps_and_nonsense_is_refused() {
-        let control = Control::new(4, 32 << 20).expect("valid");
+        let control = Control::new(4, 32 << 20, 192 << 20).expect("valid");
         let parts = [
             (0, LOCAL),
             (control.entry, 512 + 2 * 4 * 16 * 11),
@@ -247,10 +255,11 @@ mod tests {
         assert!(control.sentinel_bytes.is_multiple_of(48) && control.packets.is_multiple_of(4096));
         // What is below the sentinels begins as zeros (`CudaEngine::prepare`).
         assert!(control.channels < control.sentinel);
-        assert!(Control::new(0, 32 << 20).expect_err("no ranks").is_unsupported());
-        assert!(Control::new(9, 32 << 20).expect_err("too many").is_unsupported());
+        assert!(Control::new(0, 32 << 20, 192 << 20).expect_err("no ranks").is_unsupported());
+        assert!(Control::new(9, 32 << 20, 192 << 20).expect_err("too many").is_unsupported());
         for room in [0, 4095, (1 << 20) + 1, u64::MAX] {
-            assert!(Control::new(2, room).expect_err("nonsense").is_invalid_argument());
+            assert!(Control::new(2, room, 1 << 20).expect_err("nonsense").is_invalid_argument());
+            assert!(Control::new(2, 1 << 20, room).expect_err("nonsense").is_invalid_argument());
         }
     }
 }

@@ -52,7 +52,7 @@ fn check(
         from.write(&input::<i32>(5, rank, sent * row));
         let rows = SplitRows { dtype: i32::DTYPE, row, length: sent, capacity: capacity(me) };
         // As many numbers as 64-bit counts take, whatever their type.
-        let mut numbers = vec![[0_u64; 8]; 3];
+        let mut numbers = [[0_u64; 8]; 3];
         for (peer, count) in matrix[me].iter().enumerate() {
             if wide {
                 numbers[0][peer] = *count as u64;
@@ -62,7 +62,7 @@ fn check(
         }
         for call in 0..3 {
             to.write(&vec![-1i32; room / 4]);
-            let [input, output, offsets] = &mut numbers[..] else { unreachable!() };
+            let [input, output, offsets] = &mut numbers;
             let splits = SplitsAt {
                 input: input.as_ptr().cast(),
                 output: if call > 0 { output.as_mut_ptr().cast() } else { std::ptr::null_mut() },
