@@ -3,7 +3,7 @@
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
-use symmpool_collectives::{AllReduceAlgorithm, DType, ReduceOp};
+use symmpool_collectives::{AllReduceAlgorithm, AllToAllAlgorithm, DType, ReduceOp};
 
 use crate::errors::invalid;
 
@@ -91,6 +91,14 @@ pub(crate) fn reduce_op(op: Option<&Bound<'_, PyAny>>) -> Result<ReduceOp, Strin
 /// The names of all-reduce algorithms.
 pub(crate) fn algorithm_names() -> Vec<&'static str> {
     AllReduceAlgorithm::ALL.into_iter().map(AllReduceAlgorithm::name).collect()
+}
+
+/// The way of all-to-alls of a name.
+pub(crate) fn all_to_all_algorithm(py: Python<'_>, name: &str) -> PyResult<AllToAllAlgorithm> {
+    AllToAllAlgorithm::named(name).ok_or_else(|| {
+        let names = AllToAllAlgorithm::ALL.map(AllToAllAlgorithm::name).join(", ");
+        invalid(py, format!("all_to_all: {name:?} is none of {names}"))
+    })
 }
 
 /// The algorithm of a name.

@@ -24,6 +24,7 @@ from symmpool.errors import (
     InvalidArgumentError,
     InvalidStateError,
     OutOfMemoryError,
+    OverflowError,  # noqa: A004
     PeerLostError,
     RefusedError,
     TimeoutError,  # noqa: A004
@@ -41,6 +42,7 @@ __all__ = [
     "InvalidArgumentError",
     "InvalidStateError",
     "OutOfMemoryError",
+    "OverflowError",
     "PeerLostError",
     "Pool",
     "RefusedError",

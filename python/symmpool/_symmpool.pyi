@@ -126,6 +126,7 @@ class Communicator:
         *,
         timeout: float = 30.0,
         algorithm: str = "auto",
+        all_to_all: str = "auto",
         scratch_bytes: int | None = None,
     ) -> None: ...
     def all_reduce(
@@ -146,6 +147,15 @@ class Communicator:
         input: Tensor,
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
+        stream: Stream | None = None,
+    ) -> None: ...
+    def all_to_all_v(
+        self,
+        output: Tensor,
+        input: Tensor,
+        input_splits: Tensor,
+        output_splits: Tensor | None = None,
+        output_offsets: Tensor | None = None,
         stream: Stream | None = None,
     ) -> None: ...
     def barrier(self, stream: Stream | None = None) -> None: ...
