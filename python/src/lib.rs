@@ -3,6 +3,8 @@
 //! | file | holds |
 //! | --- | --- |
 //! | `group`, `pool`, `communicator` | the classes of these names |
+//! | `slot` | a pool behind exported functions, for torch's allocator |
+//! | `process` | the allocator under all of torch's |
 //! | `block` | memory of a pool, as Python objects and DLPack consumers hold it |
 //! | `dlpack` | the structures of the DLPack protocol, and capsules of them |
 //! | `tensor` | where tensors of torch and numpy lie, read cheaply |
@@ -22,6 +24,8 @@ mod errors;
 mod group;
 mod memory;
 mod pool;
+mod process;
+mod slot;
 mod tensor;
 
 /// The native half of the package `symmpool`.
@@ -35,6 +39,12 @@ mod _symmpool {
     use crate::group::Group;
     #[pymodule_export]
     use crate::pool::Pool;
+    #[pymodule_export]
+    use crate::process::{
+        process_redirect, process_redirect_back, process_reset_peaks, process_stats,
+    };
+    #[pymodule_export]
+    use crate::slot::Slot;
 
     use crate::convert;
 

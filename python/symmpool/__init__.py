@@ -13,11 +13,13 @@ nth tensor lies at the same place of every rank's memory, and peers reach it dir
     x.normal_()
     comm.all_reduce(x)                             # in place, on torch's current stream
 
+On a GPU, `with pool:` sends torch's own allocations to the pool.
+
 torch and numpy are used where the program has them; importing symmpool imports neither.
 `python -m symmpool bench --help` measures.
 """
 
-from symmpool._symmpool import Block, Communicator, Group, Pool, algorithms, version
+from symmpool._symmpool import Block, Communicator, Group, Pool, Slot, algorithms, version
 from symmpool.errors import (
     DivergedError,
     Error,
@@ -30,6 +32,14 @@ from symmpool.errors import (
     TimeoutError,  # noqa: A004
     UnsupportedError,
 )
+from symmpool.process import (
+    install,
+    is_installed,
+    memory_stats,
+    memory_summary,
+    reset_peak_memory_stats,
+)
+from symmpool.scope import commit_postponed, graph, use_pool
 
 __version__ = version()
 
@@ -46,7 +56,16 @@ __all__ = [
     "PeerLostError",
     "Pool",
     "RefusedError",
+    "Slot",
     "TimeoutError",
     "UnsupportedError",
     "algorithms",
+    "commit_postponed",
+    "graph",
+    "install",
+    "is_installed",
+    "memory_stats",
+    "memory_summary",
+    "reset_peak_memory_stats",
+    "use_pool",
 ]
