@@ -5,8 +5,10 @@
 //! | `group`, `pool`, `communicator` | the classes of these names |
 //! | `block` | memory of a pool, as Python objects and DLPack consumers hold it |
 //! | `dlpack` | the structures of the DLPack protocol, and capsules of them |
+//! | `exchange` | DLPack's table of C functions, through which torch's tensors are read |
 //! | `tensor` | where tensors of torch and numpy lie, read cheaply |
 //! | `convert` | names of types, operations, algorithms and devices |
+//! | `store` | a store of torch's, as the allocator wants it |
 //! | `errors` | the package's exceptions |
 //!
 //! Nothing here decides or waits by itself. The interpreter's lock is released around every call
@@ -19,9 +21,11 @@ mod communicator;
 mod convert;
 mod dlpack;
 mod errors;
+mod exchange;
 mod group;
 mod memory;
 mod pool;
+mod store;
 mod tensor;
 
 /// The native half of the package `symmpool`.

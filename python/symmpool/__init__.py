@@ -18,6 +18,16 @@ torch and numpy are used where the program has them; importing symmpool imports 
 """
 
 from symmpool._symmpool import Block, Communicator, Group, Pool, algorithms, version
+from symmpool.distributed import (
+    all_gather_into_tensor,
+    all_reduce,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    communicator,
+    forget,
+    reduce_scatter_tensor,
+)
 from symmpool.errors import (
     DivergedError,
     Error,
@@ -47,4 +57,12 @@ __all__ = [
     "TimeoutError",
     "UnsupportedError",
     "algorithms",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "communicator",
+    "forget",
+    "reduce_scatter_tensor",
 ]
