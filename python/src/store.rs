@@ -75,7 +75,7 @@ impl Store for PythonStore {
             let value = PyBytes::new(store.py(), value);
             let parts = store.call_method1("all_gather", (key, rank, world, value, seconds))?;
             let parts: Vec<Bound<'_, PyBytes>> = parts.extract()?;
-            Ok(Gathered::from_parts(parts.iter().map(|part| part.as_bytes())))
+            Ok(Gathered::from_parts(parts.iter().map(PyBytesMethods::as_bytes)))
         })
     }
 }

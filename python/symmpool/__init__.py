@@ -17,6 +17,8 @@ torch and numpy are used where the program has them; importing symmpool imports 
 `python -m symmpool bench --help` measures.
 """
 
+import sys as _sys
+
 from symmpool._symmpool import Block, Communicator, Group, Pool, algorithms, version
 from symmpool.distributed import (
     all_gather_into_tensor,
@@ -66,3 +68,7 @@ __all__ = [
     "forget",
     "reduce_scatter_tensor",
 ]
+
+if "torch.distributed" in _sys.modules:
+    # The program has torch, so that its process groups may name ours.
+    from symmpool import backend as _backend  # noqa: F401
