@@ -262,11 +262,14 @@ impl Pool {
 
     /// Whether a tensor's memory is the pool's on this rank, window or not.
     fn holds(&self, tensor: &Bound<'_, PyAny>) -> bool {
-        let Ok(read) = tensor::read("tensor", tensor, self.device, false) else { return false };
-        self.pool
-            .layout()
-            .locate(read.address as u64)
-            .is_some_and(|(slot, _)| slot == self.pool.rank())
+        let read = tensor::read("tensor", tensor, self.device, false);
+        read.is_ok_and(|read| self.owns(read.address as u64))
+    }
+
+    /// Whether an address is in this rank's own slot of the pool's heap.
+    fn owns(&self, address: u64) -> bool {
+        let found = self.pool.layout().locate(address);
+        found.is_some_and(|(slot, _)| slot == self.pool.rank())
     }
 
     /// Where `rank` has what this rank has at `address`: in this process, for whoever reaches the

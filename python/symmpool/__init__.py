@@ -41,6 +41,7 @@ from symmpool.errors import (
     TimeoutError,  # noqa: A004
     UnsupportedError,
 )
+from symmpool.handle import SymmetricMemory, rendezvous
 
 __version__ = version()
 
@@ -56,6 +57,7 @@ __all__ = [
     "PeerLostError",
     "Pool",
     "RefusedError",
+    "SymmetricMemory",
     "TimeoutError",
     "UnsupportedError",
     "algorithms",
@@ -67,6 +69,7 @@ __all__ = [
     "communicator",
     "forget",
     "reduce_scatter_tensor",
+    "rendezvous",
 ]
 
 if "torch.distributed" in _sys.modules:
