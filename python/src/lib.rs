@@ -9,6 +9,7 @@
 //! | `tensor` | where tensors of torch and numpy lie, read cheaply |
 //! | `convert` | names of types, operations, algorithms and devices |
 //! | `store` | a store of torch's, as the allocator wants it |
+//! | `machine` | what this machine has, for the doctor |
 //! | `errors` | the package's exceptions |
 //!
 //! Nothing here decides or waits by itself. The interpreter's lock is released around every call
@@ -23,6 +24,7 @@ mod dlpack;
 mod errors;
 mod exchange;
 mod group;
+mod machine;
 mod memory;
 mod pool;
 mod store;
@@ -37,6 +39,8 @@ mod _symmpool {
     use crate::communicator::Communicator;
     #[pymodule_export]
     use crate::group::Group;
+    #[pymodule_export]
+    use crate::machine::machine;
     #[pymodule_export]
     use crate::pool::Pool;
 
