@@ -135,8 +135,9 @@ def test_this_machine_is_told_of_as_a_table_and_as_json():
     assert whole["facts"]["torch"]["error"] == "not asked for"
 
 
-def test_facts_are_had_without_raising(monkeypatch):
-    monkeypatch.setenv("SYMMPOOL_CACHE_DIR", "/proc/nowhere")
+def test_facts_are_had_without_raising(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("SYMMPOOL_CACHE_DIR", str(tmp_path / "file" / "cache"))
     monkeypatch.setenv("SYMMPOOL_NVRTC", "/no/such/library")
     found = facts.collect(with_torch=False)
     assert found["kernel_cache"]["error"] and "/no/such/library" in found["nvrtc"]["error"]

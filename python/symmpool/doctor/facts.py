@@ -168,7 +168,7 @@ def cache_facts(folder: str | None) -> dict[str, Any]:
     place = Path(folder)
     while not place.exists() and place != place.parent:
         place = place.parent
-    if not os.access(place, os.W_OK | os.X_OK):
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         return {"place": folder, "error": f"{place} cannot be written to"}
     status = place.stat()
     if place == Path(folder) and (status.st_uid != os.getuid() or status.st_mode & 0o022):
