@@ -23,7 +23,6 @@ from symmpool import distributed as collectives
 from symmpool import groups
 from symmpool._symmpool import Communicator, Group
 from symmpool.errors import Error
-from symmpool.store import StoreAdapter
 
 __all__ = ["SymmpoolProcessGroup", "backend_counts", "last_backend"]
 
@@ -176,12 +175,10 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         super().__init__(store, rank, size)
         self._timeout = timeout
         # The group of ours meets apart from the backends beside it.
-        self._meeting = dist.PrefixStore("symmpool", store)
-        groups._of_torch[self] = Group.from_store(self._meeting, rank, size)
-        self._agree = StoreAdapter(dist.PrefixStore("serves", self._meeting))
+        meeting = dist.PrefixStore("symmpool", store)
+        groups._of_torch[self] = Group.from_store(meeting, rank, size)
         # Whether ours serves a device, by its number; unknown before the first call.
         self._served: dict[int, bool] = {}
-        self._asked = 0
         self._names: dict[str, str] = {}
         # The same backends, where calls of this class do not come back to this class.
         self._rest = dist.ProcessGroup(store, rank, size)
@@ -233,17 +230,14 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
 
     def _found_out(self, number: int) -> bool:
         name = "cpu" if number < 0 else f"cuda:{number}"
-        why = b""
+        why = None
         try:
             collectives.communicator(self, name)
         except Error as error:
-            why = str(error).encode()[:4096] or b"?"
-        # No device's number in the key: ranks use different ones.
-        self._asked += 1
-        key = f"{'cpu' if number < 0 else 'cuda'}/serves/{self._asked}"
-        seconds = self._timeout.total_seconds()
-        answers = self._agree.all_gather(key, self.rank(), self.size(), why, seconds)
-        refusals = {rank: answer.decode() for rank, answer in enumerate(answers) if answer}
+            why = str(error)
+        # Without the device's number: ranks use different ones.
+        what = f"backend/{'cpu' if number < 0 else 'cuda'}"
+        refusals = groups.agree(self, what, why, self._timeout.total_seconds())
         if refusals and self.rank() == 0:
             logger.warning("symmpool serves no collective on %s: %s", name, refusals)
         return not refusals

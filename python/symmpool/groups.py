@@ -19,6 +19,8 @@ _of_torch: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
 _of_environment: list[Group] = []
 # Pools by what their group was named with (a process group or a Group), in the order they were made.
 _pools: weakref.WeakKeyDictionary[Any, list[weakref.ref]] = weakref.WeakKeyDictionary()
+# How often ranks have agreed on something, by the store that they did it in.
+_agreements: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def distributed() -> Any:
@@ -106,3 +108,17 @@ def pools_of(key: Any) -> list[Any]:
     if len(alive) != len(known):
         _pools[key] = [weakref.ref(pool) for pool in alive]
     return alive
+
+
+def agree(group: Any, what: str, why: str | None, seconds: float) -> dict[int, str]:
+    """Tells the other ranks of a process group why this one cannot do something, or None where it
+    can. Returns what each of those said that cannot: the same on every rank. Collective."""
+    from symmpool.store import StoreAdapter
+
+    dist = distributed()
+    rank, world, store = _member(dist, group if group is not None else dist.group.WORLD)
+    count = _agreements[store] = _agreements.get(store, 0) + 1
+    said = b"" if why is None else why.encode()[:4096] or b"?"
+    key = f"agree/{what}/{count}"
+    answers = StoreAdapter(store).all_gather(key, rank, world, said, seconds)
+    return {rank: said.decode("utf-8", "replace") for rank, said in enumerate(answers) if said}
