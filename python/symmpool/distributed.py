@@ -124,6 +124,8 @@ def _number_of(device: str) -> int:
     if device == "cpu":
         return -1
     kind, _, number = device.partition(":")
+    if device == "cuda" and "torch" in sys.modules:
+        return sys.modules["torch"].cuda.current_device()
     if kind != "cuda" or not number.isdigit():
         raise InvalidArgumentError(f"device: {device!r} is neither cpu nor cuda:N")
     return int(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import queue
 import threading
@@ -129,12 +130,31 @@ class Worker:
         name = "symmpool collectives"
         thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
         thread.start()
+        _running[thread] = self._calls
         weakref.finalize(owner, self._calls.put, None)
 
     def submit(self, call: Any, arguments: tuple[Any, ...], results: list[Any]) -> HostWork:
         work = HostWork(results)
         self._calls.put((work, call, arguments))
         return work
+
+
+# Threads that may be at work, and what ends them.
+_running: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue]
+_running = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that comes back to a finished interpreter is ended where it stands, in the middle of
+    torch's code, which ends the process. So they end before; but for those that wait for a rank that
+    does not come, who do not come back."""
+    running = list(_running.items())
+    for _, calls in running:
+        calls.put(None)
+    end = time.monotonic() + 2
+    for thread, _ in running:
+        thread.join(max(end - time.monotonic(), 0))
 
 
 def _work(calls: queue.SimpleQueue) -> None:
@@ -207,8 +227,13 @@ class Side:
         event = torch.cuda.Event()
         event.record(side)
         # Whoever lets go of a tensor before the call is done does not free its memory.
-        if not torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing():
+            # What a graph's events have to say is known to the graph alone.
+            for tensor in arguments:
+                if isinstance(tensor, torch.Tensor):
+                    tensor.record_stream(side)
+        else:
             while self._kept and self._kept[0][0].query():
                 self._kept.popleft()
-        self._kept.append((event, arguments))
+            self._kept.append((event, arguments))
         return StreamWork(torch, comm, side, event, results)
