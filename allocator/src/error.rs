@@ -48,6 +48,8 @@ pub(crate) enum ErrorKind {
     #[error("{0}")]
     Refused(String),
     #[error("{0}")]
+    Overflow(String),
+    #[error("{0}")]
     InvalidState(String),
     #[error("{what}: {cause}")]
     System { what: String, cause: String },
@@ -129,6 +131,11 @@ impl Error {
         Self::from_kind(ErrorKind::Refused(message.into()))
     }
 
+    /// Data that was longer than what was to hold it.
+    pub fn overflow(message: impl Into<String>) -> Self {
+        Self::from_kind(ErrorKind::Overflow(message.into()))
+    }
+
     /// A call that is right in itself but not now (a commit inside a commit, a broken pool).
     pub fn invalid_state(message: impl Into<String>) -> Self {
         Self::from_kind(ErrorKind::InvalidState(message.into()))
@@ -183,6 +190,11 @@ impl Error {
     /// An argument makes no sense; nothing was changed.
     pub fn is_invalid_argument(&self) -> bool {
         matches!(self.0.kind, ErrorKind::InvalidArgument(_))
+    }
+
+    /// An output was too short for what ranks sent; what was beyond its end was not written.
+    pub fn is_overflow(&self) -> bool {
+        matches!(self.0.kind, ErrorKind::Overflow(_))
     }
 
     /// Wrong secret, wrong protocol version, wrong user.

@@ -15,7 +15,19 @@ namespace symmpool {
 using u32 = unsigned;
 using u64 = unsigned long long;
 
-// Where the host reads what went wrong (rule S5); in pinned host memory. Written at most once.
+// What a call wants the host to know that goes on all the same; the last one's, and how many.
+struct Notice {
+    u64 calls;
+    u32 kind;
+    u32 epoch;
+    u32 rank;
+    u32 unused;
+    u64 needed;
+    u64 room;
+};
+
+// Where the host reads what went wrong (rule S5); in pinned host memory. Written at most once, but
+// for the notice, which only the device writes.
 struct Fault {
     u32 complete;
     u32 kind;
@@ -25,10 +37,12 @@ struct Fault {
     u32 unused[3];
     u64 ours[4];    // for MISMATCH: what this rank called,
     u64 theirs[4];  // and what the peer did
+    Notice notice;
 };
 
 constexpr u32 TIMEOUT = 1;
 constexpr u32 MISMATCH = 2;
+constexpr u32 COUNTS = 3;  // of a pair of ranks: `ours` has them, what is sent, what is expected
 
 constexpr u32 ENTRY = 0;
 constexpr u32 DATA = 1;
@@ -73,6 +87,16 @@ struct Comm {
     __device__ __forceinline__ char* of(u32 peer) const { return base + peer * stride + control; }
     __device__ __forceinline__ char* own() const { return of(rank); }
     __device__ __forceinline__ Local* local() const { return reinterpret_cast<Local*>(own()); }
+    // Vectors of scratch that a rank has for each of the others. The host asks for no more at once.
+    __device__ __forceinline__ u64 scratch_vectors() const {
+        return scratch_bytes / 16 / (WORLD > 1 ? WORLD - 1 : 1) / 8 * 8;
+    }
+    // What `sender` alone writes in the owner's scratch, in whatever call: nobody but the two of
+    // them need to be done with one call before it is written in the next.
+    __device__ __forceinline__ char* scratch_of(u32 owner, u32 sender) const {
+        u32 slot = sender < owner ? sender : sender - 1;
+        return of(owner) + scratch + 16 * scratch_vectors() * slot;
+    }
     // Where the peer has what this rank has at `window`.
     template <typename T>
     __device__ __forceinline__ T* at_peer(T* window, u32 peer) const {

@@ -65,6 +65,11 @@ __device__ __forceinline__ void compare(const Session& session, const Call& call
     }
 }
 
+// Behind the entry slots: rows of what ranks send each other, of two parities (`rows.cuh`).
+constexpr u64 ROW_WORDS = 2 * WORLD + 3;
+constexpr u64 ROWS_BYTES = 2 * WORLD * 16 * ROW_WORDS;
+__device__ __forceinline__ u64 rows(const Comm& comm) { return comm.entry + 2 * 64ull * WORLD; }
+
 // Puts flags that no call will wait for again in place of what old calls left, from `used` bytes
 // on, which are this call's own.
 __device__ __forceinline__ void forget(const Session& session, u64 region, u64 bytes, u64 used) {
@@ -80,6 +85,7 @@ struct Used {
     u64 packets = 0;
     u64 lines = 0;
     u64 flags = 0;
+    u64 rows = 0;
 };
 
 // Flags are 32 bits of epoch. Before the numbers come round again, whatever an old call left in
@@ -89,6 +95,7 @@ __device__ __noinline__ void forget_old(const Session& session, Used used) {
     forget(session, comm.packets, comm.packets_bytes, used.packets);
     forget(session, comm.lines, comm.lines_bytes, used.lines);
     forget(session, comm.flags, comm.flags_bytes, used.flags);
+    forget(session, rows(comm), ROWS_BYTES, used.rows);
 }
 
 // The whole work of the first block.

@@ -37,12 +37,15 @@ struct Range {
     u64 from;
     u64 to;
 
-    __device__ __forceinline__ Range(u64 begin, u64 count) {
-        u64 each = ((count + data_blocks() - 1) / data_blocks() + 7) / 8 * 8;
-        u64 first = data_block() * each;
+    __device__ __forceinline__ Range(u64 begin, u64 count, u32 block, u32 blocks) {
+        u64 each = ((count + blocks - 1) / blocks + 7) / 8 * 8;
+        u64 first = block * each;
         from = begin + (first < count ? first : count);
         to = begin + (first + each < count ? first + each : count);
     }
+
+    __device__ __forceinline__ Range(u64 begin, u64 count)
+        : Range(begin, count, data_block(), data_blocks()) {}
 };
 
 }  // namespace symmpool

@@ -2,9 +2,11 @@
 //! into peers' output, which is a window. Also the halves alone, and broadcast.
 //! Defines: WORLD, DTYPE, OP, THREADS, SHOTS.
 //!
-//! Data goes in rounds that fill half of the scratch each. Blocks of one number on all ranks work
-//! together and wait for each other alone. Before a block writes into a peer's output it has heard
-//! from that peer in this call, so nobody there still reads what the call before left.
+//! Blocks of one number on all ranks work together and wait for each other alone. A block sends all
+//! it has for one peer before it turns to the next, and ranks keep step, so that no two of them send
+//! to one: links carry 361 GB/s on an H200 then, and 347 where blocks send as they come. Before a
+//! block writes into a peer's output it has heard from that peer in this call, so nobody there still
+//! reads what the call before left.
 
 #include "flags.cuh"
 #include "parts.cuh"
@@ -13,14 +15,21 @@
 #define SCATTER 1
 #define GATHER 2
 #define BROADCAST 4
+// The beginning of every share, `stride` bytes, is in its owner's scratch already when the kernel
+// starts, and goes from the owner's output to the others' after it ended: copy engines do that. Half
+// of the blocks reduce it, while the others push what is left.
+#define COPIED 8
 
 using namespace symmpool;
 
 constexpr int UNROLL = 4;
+// Vectors of each rank that a thread holds at once: eight loads under way, which registers allow.
+constexpr int HELD = WORLD < 8 ? 8 / WORLD : 1;
 
 // Copies vectors `[from, to)` of a source to wherever `store` puts them.
 template <typename Store>
 __device__ __forceinline__ void copy(const Source& source, u64 from, u64 to, Store store) {
+#pragma unroll 1
     for (u64 at = from + threadIdx.x; at < to; at += blockDim.x * UNROLL) {
         uint4 vectors[UNROLL];
 #pragma unroll
@@ -38,6 +47,148 @@ __device__ __forceinline__ void copy(const Source& source, u64 from, u64 to, Sto
     }
 }
 
+__device__ __forceinline__ u64 least(u64 a, u64 b) { return a < b ? a : b; }
+
+// All-gather and broadcast: this rank's input into every output.
+__device__ __forceinline__ void spread(const Session& session, const Call& call) {
+    const Comm& comm = session.comm;
+    if ((SHOTS & BROADCAST) && comm.rank != call.root) {
+        await_flag(session, FINISHED, call.root, data_block(), 1, RESULT);
+        return;
+    }
+    const Source input(call.input, call.bytes);
+    char* part = call.output + ((SHOTS & BROADCAST) ? 0 : comm.rank * call.stride);
+    const Range range(0, input.vectors());
+    if (!all_entered(session)) {
+        return;
+    }
+    auto send = [&](u32 distance) {
+        const Target output(comm.at_peer(part, comm.after(distance)), call.bytes);
+        if (output.begin != input.begin) {
+            copy(input, range.from, range.to,
+                 [&](u64 at, uint4 vector) { output.store(at, vector); });
+        }
+    };
+    for (u32 distance = 1; distance < WORLD; ++distance) {
+        if (distance > 1 && !(SHOTS & BROADCAST)) {
+            keep_step(session, distance);
+        }
+        send(distance);
+    }
+    raise(session, FINISHED, 1);
+    send(0);
+    if (!(SHOTS & BROADCAST)) {
+        await_flags(session, FINISHED, 1, RESULT);
+    }
+}
+
+// Shares, or parts, through scratch.
+struct Push {
+    const Session& session;
+    const Comm& comm;
+    const Call& call;
+    const Parts<((SHOTS & (SCATTER | GATHER)) == (SCATTER | GATHER))> parts;
+
+    __device__ __forceinline__ Push(const Session& s, const Call& c)
+        : session(s), comm(s.comm), call(c), parts(c) {}
+
+    // Where a rank's results go: into this rank's memory, or a peer's.
+    __device__ __forceinline__ Target output(u32 distance) const {
+        if (SHOTS & GATHER) {
+            return parts.of(comm.at_peer(call.output, comm.after(distance)), comm.rank);
+        }
+        return Target(call.output, parts.bytes);
+    }
+
+    // To one peer.
+    __device__ __forceinline__ void scatter(u32 distance, u64 from, u64 to) const {
+        const u32 peer = comm.after(distance);
+        const Source part = parts.of(call.input, peer);
+        char* there = comm.scratch_of(peer, comm.rank);
+        copy(part, from, least(part.vectors(), to), [&](u64 at, uint4 vector) {
+            store_plain(there + 16 * at, vector);
+        });
+    }
+
+    // Into this rank's output and, with ONWARDS, the next rank's.
+    template <bool ONWARDS>
+    __device__ __forceinline__ void reduce(u64 from, u64 to) const {
+        const Source input = parts.of(call.input, comm.rank);
+        const Target own = output(0), next = output(ONWARDS ? 1 : 0);
+        const u64 end = least(input.vectors(), to);
+#pragma unroll 1
+        for (u64 first = from + threadIdx.x; first < end; first += blockDim.x * HELD) {
+            // All loads before the first use.
+            uint4 all[HELD][WORLD], results[HELD];
+#pragma unroll
+            for (int i = 0; i < HELD; ++i) {
+                const u64 at = first + i * blockDim.x;
+#pragma unroll
+                for (u32 rank = 0; at < end && rank < WORLD; ++rank) {
+                    all[i][rank] = rank == comm.rank
+                        ? input.load(at)
+                        : load_plain(comm.scratch_of(comm.rank, rank) + 16 * at);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < HELD; ++i) {
+                results[i] = reduce_all(all[i]);
+            }
+#pragma unroll
+            for (int i = 0; i < HELD; ++i) {
+                const u64 at = first + i * blockDim.x;
+                if (ONWARDS && at < end) {
+                    next.store(at, results[i]);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < HELD; ++i) {
+                const u64 at = first + i * blockDim.x;
+                if (at < end) {
+                    own.store(at, results[i]);
+                }
+            }
+        }
+    }
+
+    // Both shots of what `range` names. The last leg of the scatter is in halves, so that the first
+    // can be reduced while the flags of the second travel. False where a peer is missing.
+    __device__ __forceinline__ bool run(const Range& range) const {
+        constexpr bool ONWARDS = (SHOTS & GATHER) != 0;
+        const u64 half = (range.to - range.from + 1) / 2;
+        u32 leg = 0;
+#pragma unroll 1
+        for (u32 distance = 1; distance + 1 < WORLD; ++distance) {
+            scatter(distance, range.from, range.to);
+            keep_step(session, ++leg);
+        }
+#pragma unroll 1
+        for (u32 which = 0; which < 2; ++which) {
+            const u64 from = range.from + which * half;
+            scatter(WORLD - 1, from, least(from + half, range.to));
+            raise(session, ARRIVED, which + 1);
+        }
+#pragma unroll 1
+        for (u32 which = 0; which < 2; ++which) {
+            if (!await_flags(session, ARRIVED, which + 1, DATA)) {
+                return false;
+            }
+            const u64 from = range.from + which * half;
+            reduce<ONWARDS>(from, least(from + half, range.to));
+        }
+#pragma unroll 1
+        for (u32 distance = 2; ONWARDS && distance < WORLD; ++distance) {
+            keep_step(session, ++leg);
+            const Source results(output(0).begin, output(0).bytes);
+            const Target peer = output(distance);
+            copy(results, range.from, least(results.vectors(), range.to),
+                 [&](u64 at, uint4 vector) { peer.store(at, vector); });
+        }
+        raise(session, FINISHED, 1);
+        return true;
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_push(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
     begin();
@@ -50,107 +201,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     session.advance();
-
-    if (SHOTS & (GATHER | BROADCAST) && !(SHOTS & SCATTER)) {
-        const bool sends = !(SHOTS & BROADCAST) || comm.rank == call.root;
-        const Source input(call.input, call.bytes);
-        char* part = call.output + ((SHOTS & BROADCAST) ? 0 : comm.rank * call.stride);
-        const Range range(0, input.vectors());
-        if (sends) {
+    if (!(SHOTS & SCATTER)) {
+        spread(session, call);
+        return;
+    }
+    const Push push(session, call);
+    const u64 vectors = push.parts.vectors();
+    if (SHOTS & COPIED) {
+        const u64 copied = call.stride / 16;
+        const u32 half = data_blocks() / 2;
+        if (data_block() >= half) {
+            const Range range(0, copied, data_block() - half, data_blocks() - half);
             if (!all_entered(session)) {
                 return;
             }
-            for (u32 distance = 0; distance < WORLD; ++distance) {
-                const Target output(comm.at_peer(part, comm.after(distance)), call.bytes);
-                if (output.begin != input.begin) {
-                    copy(input, range.from, range.to,
-                         [&](u64 at, uint4 vector) { output.store(at, vector); });
-                }
-            }
+            push.reduce<false>(range.from, range.to);
             raise(session, FINISHED, 1);
-        }
-        if (SHOTS & BROADCAST) {
-            if (!sends) {
-                bool bad = false;
-                if (threadIdx.x == 0) {
-                    const u64* own = flag(session, comm.rank, FINISHED, call.root);
-                    Watch watch;
-                    while (static_cast<u32>(load_acquire(own) >> 32) != session.epoch && !bad) {
-                        bad = watch.expired(session, call.root, RESULT);
-                    }
-                }
-                __syncthreads_or(bad);
-            }
-        } else {
-            await_flags(session, FINISHED, 1, RESULT);
-        }
-        return;
-    }
-
-    const Parts<(SHOTS == (SCATTER | GATHER))> parts(call);
-    const u64 vectors = parts.vectors();
-    const u64 room = comm.scratch_bytes / 32 / WORLD / 8 * 8;  // vectors from a rank in a round
-    const u32 rounds = static_cast<u32>((vectors + room - 1) / room);
-    auto slot = [&](u32 owner, u32 from, u32 round) {
-        return comm.of(owner) + comm.scratch + 16 * room * ((round & 1) * WORLD + from);
-    };
-    auto range_of = [&](u32 round) {
-        u64 begin = round * room, left = vectors - begin;
-        return Range(begin, left < room ? left : room);
-    };
-    auto scatter = [&](u32 round) {
-        const Range range = range_of(round);
-        for (u32 distance = 1; distance < WORLD; ++distance) {
-            u32 peer = comm.after(distance);
-            const Source part = parts.of(call.input, peer);
-            char* to = slot(peer, comm.rank, round);
-            u64 end = part.vectors() < range.to ? part.vectors() : range.to;
-            copy(part, range.from, end, [&](u64 at, uint4 vector) {
-                store_plain(to + 16 * (at - round * room), vector);
-            });
-        }
-        raise(session, ARRIVED, round + 1);
-    };
-    auto reduce = [&](u32 round) {
-        const Range range = range_of(round);
-        const Source input = parts.of(call.input, comm.rank);
-        u64 end = input.vectors() < range.to ? input.vectors() : range.to;
-        for (u64 at = range.from + threadIdx.x; at < end; at += blockDim.x) {
-            uint4 all[WORLD];
-#pragma unroll
-            for (u32 rank = 0; rank < WORLD; ++rank) {
-                all[rank] = rank == comm.rank
-                    ? input.load(at)
-                    : load_plain(slot(comm.rank, rank, round) + 16 * (at - round * room));
-            }
-            const uint4 result = reduce_all(all);
-            if (SHOTS & GATHER) {
-#pragma unroll
-                for (u32 distance = 1; distance <= WORLD; ++distance) {
-                    char* output = comm.at_peer(call.output, comm.after(distance % WORLD));
-                    parts.of(output, comm.rank).store(at, result);
-                }
-            } else {
-                Target(call.output, parts.bytes).store(at, result);
-            }
-        }
-        raise(session, FINISHED, round + 1);
-    };
-    if (rounds > 0) {
-        scatter(0);
-    }
-    for (u32 round = 0; round < rounds; ++round) {
-        if (round + 1 < rounds) {
-            // Its half of the scratch held the round before.
-            if (round > 0 && !await_flags(session, FINISHED, round, RESULT)) {
-                return;
-            }
-            scatter(round + 1);
-        }
-        if (!await_flags(session, ARRIVED, round + 1, DATA)) {
+        } else if (!push.run(Range(copied, vectors - copied, data_block(), half))) {
             return;
         }
-        reduce(round);
+    } else if (!push.run(Range(0, vectors))) {
+        return;
     }
-    await_flags(session, FINISHED, rounds, RESULT);
+    await_flags(session, FINISHED, 1, RESULT);
 }

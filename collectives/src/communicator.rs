@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | here | making one, and the calls on blocks |
 //! | `slices` | the same calls on ordinary memory |
+//! | `splits` | all-to-alls whose counts are in memory |
 //! | `raw` | the same calls on addresses |
 //! | `sided` | copies and signals between two ranks, outside these calls |
 //! | `engine` | what runs the calls: the host, or kernels on a device |
@@ -16,6 +17,7 @@ mod peers;
 mod raw;
 mod sided;
 mod slices;
+mod splits;
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -28,9 +30,12 @@ use crate::allreduce::Asked;
 use crate::cuda::{CudaEngine, CudaOptions};
 use crate::host::HostSided;
 use crate::host::cores::enough_for;
-use crate::{AllReduceAlgorithm, Element, HostEngine, HostOptions, Place, ReduceOp};
+use crate::{
+    AllReduceAlgorithm, AllToAllAlgorithm, Element, HostEngine, HostOptions, Place, ReduceOp,
+};
 use engine::Engine;
 use peers::Processes;
+pub use splits::Splits;
 
 /// How a [`Communicator`] behaves. The same on every rank.
 #[derive(Clone, Debug)]
@@ -42,13 +47,20 @@ pub struct CommunicatorOptions {
     /// by links, size and kind of memory, on devices by what was measured on such; or what the
     /// environment names in `SYMMPOOL_ALL_REDUCE`, on every rank, where it is not empty.
     pub algorithm: AllReduceAlgorithm,
+    /// How all-to-alls go about it. Results are the same with each. Default: `Auto`, or what the
+    /// environment names in `SYMMPOOL_ALL_TO_ALL`, on every rank, where it is not empty.
+    pub all_to_all: AllToAllAlgorithm,
     /// Bytes of scratch per parity, of which there are two; see [`HostOptions::scratch_bytes`].
     /// Default 2 MiB. In host memory.
     pub scratch_bytes: u64,
     /// On a device: bytes of each of the three parts of an inbox, which hold what ranks send each
-    /// other in one call, twice the size of an all-reduce as a rule, and of each half of the
-    /// scratch. A multiple of 4096, at least 1 MiB. Larger calls go in pieces. Default 32 MiB; a
-    /// communicator takes five times as much and 33 MiB.
+    /// other in one call of up to some MiB, twice the size of an all-reduce as a rule. A multiple
+    /// of 4096, at least 1 MiB. Larger calls go in pieces. Default 32 MiB.
+    pub device_inbox_bytes: u64,
+    /// On a device: bytes of scratch, where shares of large calls wait to be reduced: all but a
+    /// rank's own. A multiple of 4096, at least 1 MiB. Larger calls go in rounds, which cost some
+    /// microseconds each. Default 192 MiB, which holds those of 256 MiB from 4 ranks. A
+    /// communicator takes as much, three times the inbox, and 33 MiB.
     pub device_scratch_bytes: u64,
     /// The number of the first call, 1 or more. Default 1; others serve to test what happens when
     /// numbers have used up their bits.
@@ -66,8 +78,10 @@ impl Default for CommunicatorOptions {
         Self {
             timeout,
             algorithm: AllReduceAlgorithm::Auto,
+            all_to_all: AllToAllAlgorithm::Auto,
             scratch_bytes,
-            device_scratch_bytes: 32 << 20,
+            device_inbox_bytes: 32 << 20,
+            device_scratch_bytes: 192 << 20,
             first_epoch: 1,
             links: None,
         }
@@ -152,8 +166,11 @@ impl Communicator {
     /// [`Self::new`] with options, the same on every rank.
     pub fn with_options(pool: &Pool, options: &CommunicatorOptions) -> Result<Self> {
         let asked = Asked::from_env(options.algorithm);
+        let all_to_all = options.all_to_all.or_environment();
         // A name that is none fails where all ranks hear of it.
-        let sound = asked.clone().map(|_| ());
+        let sound = asked.clone().and_then(|_| all_to_all.clone()).map(|_| ());
+        let all_to_all = all_to_all.unwrap_or_default();
+        let options = &CommunicatorOptions { all_to_all, ..options.clone() };
         let (engine, control, sided) = if pool.driver().as_cuda().is_some() {
             let (engine, control) = Self::on_device(pool, options, sound)?;
             (engine, control, None)
@@ -192,6 +209,7 @@ impl Communicator {
             links: Some(options.links.as_ref().unwrap_or(pool.topology()).clone()),
             first_epoch: u64::from(options.first_epoch),
             peer_alive: Some(Box::new(move |rank| engine_alive.alive(rank))),
+            all_to_all: options.all_to_all,
         };
         let bytes = sound.and_then(|()| HostEngine::control_bytes(pool.world(), &engine_options));
         let zero = |block: &Block<u8>| block.write(&vec![0; block.bytes() as usize]);
@@ -218,8 +236,10 @@ impl Communicator {
     ) -> Result<(Engine, Block<u8>)> {
         let options = CudaOptions {
             timeout: options.timeout,
-            room: options.device_scratch_bytes,
+            inbox: options.device_inbox_bytes,
+            scratch: options.device_scratch_bytes,
             first_epoch: options.first_epoch,
+            all_to_all: options.all_to_all,
         };
         let bytes = sound.and_then(|()| CudaEngine::control_bytes(pool.world(), &options));
         let prepare = |block: &Block<u8>| CudaEngine::prepare(pool, block, &options);

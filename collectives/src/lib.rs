@@ -26,7 +26,8 @@ mod signal;
 mod slices;
 
 pub use allreduce::AllReduceAlgorithm;
-pub use communicator::{Communicator, CommunicatorOptions};
+pub use alltoallv::{AllToAllAlgorithm, SplitRows, SplitsAt};
+pub use communicator::{Communicator, CommunicatorOptions, Splits};
 pub use dtype::{DType, Element};
 pub use float8::{F8E4m3, F8E5m2};
 pub use host::{HostEngine, HostOptions, Place};

@@ -60,7 +60,10 @@ impl<'a> Bench<'a> {
         let wanted = reduce(&all, dtype, ReduceOp::Sum);
         let mut times = Times::new();
         for &algorithm in algorithms {
-            let communicator = CommunicatorOptions { algorithm, ..Default::default() };
+            let mut communicator = CommunicatorOptions { algorithm, ..Default::default() };
+            if let Some(bytes) = options.scratch {
+                communicator.device_scratch_bytes = bytes;
+            }
             let mut bytes = options.min;
             while bytes <= options.max {
                 let comm = Communicator::with_options(pool, &communicator)?;

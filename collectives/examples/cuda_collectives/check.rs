@@ -7,7 +7,7 @@ use symmpool_collectives::{
 
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
-use crate::{ORDINARY, Options, sided};
+use crate::{ORDINARY, Options, exchange, sided};
 
 /// Room for the longest data and any alignment.
 const ROOM: usize = 5 << 20;
@@ -38,8 +38,12 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let mut wrong = 0;
     for algorithm in AllReduceAlgorithm::ALL {
         // Little room, so that large calls go in several rounds.
-        let communicator =
-            CommunicatorOptions { algorithm, device_scratch_bytes: 2 << 20, ..Default::default() };
+        let communicator = CommunicatorOptions {
+            algorithm,
+            device_inbox_bytes: 2 << 20,
+            device_scratch_bytes: 1 << 20,
+            ..Default::default()
+        };
         let comm = Communicator::with_options(pool, &communicator)?;
         let mut check = Check { pool, comm, stream: stream(pool)?, cases: 0, wrong: 0 };
         for memory in &memories {
@@ -58,6 +62,9 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             println!("{}: {} cases, {} wrong", algorithm.name(), check.cases, check.wrong);
         }
     }
+    let (exchange_cases, exchange_wrong) = exchange::run(pool, options)?;
+    cases += exchange_cases;
+    wrong += exchange_wrong;
     let (sided_cases, sided_wrong) = sided::run(pool, options.seed)?;
     cases += sided_cases;
     wrong += sided_wrong;

@@ -8,7 +8,7 @@ use symmpool_collectives::{
 };
 
 use crate::cuda::stream;
-use crate::expect_error;
+use crate::{exchange_faults, expect_error};
 
 const TIMEOUT: Duration = Duration::from_millis(1500);
 
@@ -26,12 +26,14 @@ pub(crate) fn run(pool: &Pool) -> Result<bool> {
         AllReduceAlgorithm::ALL.into_iter().filter(|a| *a != AllReduceAlgorithm::CubeMesh)
     {
         let options = CommunicatorOptions { algorithm, timeout: TIMEOUT, ..Default::default() };
+        // Copy engines have nothing to do below 1 MiB.
+        let usual = if algorithm == AllReduceAlgorithm::TwoShotCopy { 600_000 } else { 10_000 };
         // What one rank does otherwise: count, type, operation, place.
         for difference in 0..4 {
             let comm = Communicator::with_options(pool, &options)?;
             let call = |differs: bool| {
                 let is = |which| differs && difference == which;
-                let count = if is(0) { 20_000 } else { 10_000 };
+                let count = if is(0) { 2 * usual } else { usual };
                 let dtype = if is(1) { DType::F16 } else { DType::Bf16 };
                 let op = if is(2) { ReduceOp::Max } else { ReduceOp::Sum };
                 let to = if is(3) { elsewhere } else { at };
@@ -68,7 +70,7 @@ pub(crate) fn run(pool: &Pool) -> Result<bool> {
                 comm.all_reduce_at(
                     at as *mut u8,
                     at as *const u8,
-                    100_000,
+                    10 * usual.min(60_000),
                     DType::Bf16,
                     ReduceOp::Sum,
                     &stream,
@@ -88,6 +90,7 @@ pub(crate) fn run(pool: &Pool) -> Result<bool> {
             std::thread::sleep(TIMEOUT + Duration::from_millis(500));
         }
     }
+    wrong += exchange_faults::run(pool, TIMEOUT)?;
     declined(pool)?;
     wrong += lost(pool)?;
     println!("rank {rank}: faults: {wrong} wrong");

@@ -12,7 +12,10 @@
 mod bench;
 mod check;
 mod cuda;
+mod exchange;
+mod exchange_faults;
 mod faults;
+mod matrix;
 mod oracle;
 mod sided;
 mod soak;
@@ -63,6 +66,9 @@ struct Options {
     min: u64,
     #[arg(long, default_value_t = 256 << 20)]
     max: u64,
+    /// Bytes of scratch of the communicators (bench, tune); the default of the library without it.
+    #[arg(long)]
+    scratch: Option<u64>,
     /// Calls (soak).
     #[arg(long, default_value_t = 100_000)]
     calls: u64,

@@ -59,11 +59,16 @@ pub enum AllReduceAlgorithm {
     /// On devices: one shot, in lines of 128 bytes of which 8 are flags. Any type; fastest for some
     /// ten to hundred KiB of what sentinels do not carry.
     OneShotLine = 11,
+    /// On devices: two shots, most of each share carried by the copy engines, the rest as by
+    /// `TwoShotPush` while that is reduced; outputs that are windows, from 1 MiB. Fastest from some
+    /// hundred MiB. What copy engines were told to do cannot be called back: if the call fails, the
+    /// memory that it names as output is undefined on every rank, on those that never called too.
+    TwoShotCopy = 12,
 }
 
 impl AllReduceAlgorithm {
     /// All of them, `Auto` first.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Auto,
         Self::OneShot,
         Self::TwoShot,
@@ -76,6 +81,7 @@ impl AllReduceAlgorithm {
         Self::TwoShotPush,
         Self::CubeMesh,
         Self::OneShotLine,
+        Self::TwoShotCopy,
     ];
 
     /// The name used in options and reports.
@@ -93,6 +99,7 @@ impl AllReduceAlgorithm {
             Self::TwoShotPush => "two_shot_push",
             Self::CubeMesh => "cube_mesh",
             Self::OneShotLine => "one_shot_line",
+            Self::TwoShotCopy => "two_shot_copy",
         }
     }
 

@@ -32,12 +32,12 @@ pub(super) unsafe fn pull(work: &Work, engine: &HostEngine) {
             Place::Window(_) | Place::Plain(_) => continue,
         };
         let in_input: usize = (0..me).map(|rank| bytes(sender, rank)).sum();
-        let in_output: usize = (0..sender).map(|rank| bytes(rank, me)).sum();
+        let (in_output, fitting) = work.matrix.place(engine, sender, me);
         let from = source.wrapping_add(in_input);
         let to = work.data.to.wrapping_add(in_output);
         // SAFETY: the sender has entered with this offset and leaves its input alone until this
         // rank's step; its segment for this rank lies in it by its own promise, and in this rank's
         // output by the agreed matrix. Input and output of this rank are apart, slots too.
-        unsafe { copy(from, to, bytes(sender, me)) };
+        unsafe { copy(from, to, fitting) };
     }
 }

@@ -9,9 +9,14 @@ use crate::host::HostEngine;
 pub(super) enum Matrix {
     /// Everyone sends the same to everyone.
     Even { bytes: usize },
-    /// In the rows that ranks show each other for the call.
+    /// In the rows that ranks show each other for the call, with what each expects.
     Rows,
+    /// In such rows too, with how much each output holds.
+    Splits,
 }
+
+/// Beside the capacity in a row: the rank's splits made no sense, and it sends nothing.
+pub(super) const NONSENSE: u64 = 1 << 63;
 
 /// Disagreements a message lists before it stops.
 const LISTED: usize = 4;
@@ -22,7 +27,7 @@ impl Matrix {
     pub(super) fn bytes(self, engine: &HostEngine, sender: u32, receiver: u32) -> usize {
         match self {
             Self::Even { bytes } => bytes,
-            Self::Rows => engine.row(sender, receiver) as usize,
+            Self::Rows | Self::Splits => engine.row(sender, receiver) as usize,
         }
     }
 
@@ -31,7 +36,7 @@ impl Matrix {
     pub(super) fn next_bytes(self, engine: &HostEngine, receiver: u32) -> usize {
         match self {
             Self::Even { bytes } => bytes,
-            Self::Rows => engine.next_row(receiver) as usize,
+            Self::Rows | Self::Splits => engine.next_row(receiver) as usize,
         }
     }
 
@@ -46,10 +51,54 @@ impl Matrix {
         engine.peers().map(|rank| self.next_bytes(engine, rank)).sum()
     }
 
+    /// Where in the receiver's output a sender's segment begins, and how much of it that holds.
+    pub(super) fn place(self, engine: &HostEngine, sender: u32, receiver: u32) -> (usize, usize) {
+        let begin = (0..sender).map(|rank| self.bytes(engine, rank, receiver)).sum();
+        let bytes = self.bytes(engine, sender, receiver);
+        let fitting = match self {
+            Self::Even { .. } | Self::Rows => bytes,
+            Self::Splits => self.capacity(engine, receiver).saturating_sub(begin).min(bytes),
+        };
+        (begin, fitting)
+    }
+
+    /// What a rank's output holds, of a call with splits.
+    fn capacity(self, engine: &HostEngine, rank: u32) -> usize {
+        (engine.row(rank, engine.world()) & !NONSENSE) as usize
+    }
+
+    /// What did not go as wished, though all data is where it should be: the first rank's, on every
+    /// rank alike.
+    pub(super) fn amiss(self, engine: &HostEngine, size: usize) -> Result<()> {
+        let (me, world) = (engine.rank(), engine.world());
+        for rank in 0..world {
+            if engine.row(rank, world) & NONSENSE != 0 {
+                return Err(Error::invalid_argument(format!(
+                    "all_to_all_v, seen on rank {me}: the input splits of rank {rank} are \
+                     negative, or more than its input has. It sent nothing, and the communicator \
+                     goes on"
+                )));
+            }
+            let sent: usize = (0..world).map(|from| self.bytes(engine, from, rank)).sum();
+            let capacity = self.capacity(engine, rank);
+            if sent > capacity {
+                return Err(Error::overflow(format!(
+                    "all_to_all_v, seen on rank {me}: rank {rank} was sent {} rows, and its output \
+                     holds {}. The {} beyond were not written, and the communicator goes on. Pass a \
+                     longer output, or send less",
+                    sent / size,
+                    capacity / size,
+                    (sent - capacity) / size
+                )));
+            }
+        }
+        Ok(())
+    }
+
     /// Whether everyone expects what is sent. Every rank reads the same rows, so makes the same
     /// error of them.
     pub(super) fn check(self, engine: &HostEngine, size: usize) -> Result<()> {
-        if matches!(self, Self::Even { .. }) {
+        if !matches!(self, Self::Rows) {
             return Ok(());
         }
         let world = engine.world();

@@ -10,14 +10,19 @@
 
 #![allow(unsafe_code)] // hands raw buffers to the kernels
 
+mod algorithm;
 mod direct;
 mod matrix;
 mod packet;
+mod splits;
 
 use symmpool_allocator::{Error, Result};
 
 use self::matrix::Matrix;
 use crate::DType;
+pub use algorithm::AllToAllAlgorithm;
+pub use splits::{SplitRows, SplitsAt};
+
 use crate::allreduce::Pieces;
 use crate::host::call::{Call, Operation};
 use crate::host::{Data, HostEngine, InPlace, Place};
@@ -180,7 +185,12 @@ impl Work {
 
     /// How a sender's `stream` bytes to others travel; the same on every rank.
     fn route(&self, stream: usize, engine: &HostEngine) -> Route {
-        if self.data.input.is_window() && is_direct(stream, self.world, engine.scratch_bytes()) {
+        let direct = match engine.all_to_all_way() {
+            AllToAllAlgorithm::Auto => is_direct(stream, self.world, engine.scratch_bytes()),
+            AllToAllAlgorithm::Packet => false,
+            AllToAllAlgorithm::Direct => true,
+        };
+        if direct && self.data.input.is_window() {
             Route::Direct
         } else {
             Route::Pieces(Pieces::new(stream, 1, engine.scratch_bytes()))

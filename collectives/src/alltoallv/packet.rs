@@ -69,10 +69,9 @@ pub(super) unsafe fn collect(
     let world = work.world;
     let before = (1..(work.rank + world - sender) % world).map(|step| (sender + step) % world);
     let in_stream: usize = before.map(|rank| work.matrix.bytes(engine, sender, rank)).sum();
-    let (start, end) = (piece.start.max(in_stream), piece.end.min(in_stream + segment));
+    let (in_output, fitting) = work.matrix.place(engine, sender, work.rank);
+    let (start, end) = (piece.start.max(in_stream), piece.end.min(in_stream + fitting));
     if start < end {
-        let in_output: usize =
-            (0..sender).map(|rank| work.matrix.bytes(engine, rank, work.rank)).sum();
         let scratch = engine.scratch(sender).wrapping_add(pieces.offset(round));
         let from = scratch.wrapping_add(start - piece.start);
         let to = work.data.to.wrapping_add(in_output + start - in_stream);

@@ -6,7 +6,7 @@ use symmpool_allocator::{Error, Result, Stream};
 
 use crate::allreduce::Asked;
 use crate::cuda::CudaEngine;
-use crate::{DType, HostEngine, Place, ReduceOp};
+use crate::{DType, HostEngine, Place, ReduceOp, SplitRows, SplitsAt};
 
 /// One of two, with one face. Both are boxed: they are long, and differ in length.
 pub(super) enum Engine {
@@ -172,26 +172,50 @@ impl Engine {
 
     pub(super) unsafe fn all_to_all(
         &mut self,
-        (input, output): Places,
+        places: Places,
         count: usize,
         dtype: DType,
         stream: &Stream,
     ) -> Result<()> {
-        let host = self.host("all_to_all", stream)?;
-        // SAFETY: as in `all_reduce`.
-        unsafe { host.all_to_all(input, output, count, dtype) }
+        let (input, output) = places;
+        match self {
+            // SAFETY: as in `all_reduce`.
+            Self::Host(host) => unsafe { host.all_to_all(input, output, count, dtype) },
+            // SAFETY: as in `all_reduce`.
+            Self::Cuda(cuda) => unsafe { cuda.all_to_all(places, count, dtype, *stream) },
+        }
     }
 
     pub(super) unsafe fn all_to_all_v(
         &mut self,
-        (input, output): Places,
-        (send, receive): (&[usize], &[usize]),
+        places: Places,
+        sizes: (&[usize], &[usize]),
         dtype: DType,
         stream: &Stream,
     ) -> Result<()> {
-        let host = self.host("all_to_all_v", stream)?;
-        // SAFETY: as in `all_reduce`.
-        unsafe { host.all_to_all_v(input, send, output, receive, dtype) }
+        let ((input, output), (send, receive)) = (places, sizes);
+        match self {
+            // SAFETY: as in `all_reduce`.
+            Self::Host(host) => unsafe { host.all_to_all_v(input, send, output, receive, dtype) },
+            // SAFETY: as in `all_reduce`.
+            Self::Cuda(cuda) => unsafe { cuda.all_to_all_v(places, sizes, dtype, *stream) },
+        }
+    }
+
+    pub(super) unsafe fn all_to_all_splits(
+        &mut self,
+        places: Places,
+        rows: &SplitRows,
+        splits: &SplitsAt,
+        stream: &Stream,
+    ) -> Result<()> {
+        let (input, output) = places;
+        match self {
+            // SAFETY: as in `all_reduce`.
+            Self::Host(host) => unsafe { host.all_to_all_splits(input, output, rows, splits) },
+            // SAFETY: as in `all_reduce`.
+            Self::Cuda(cuda) => unsafe { cuda.all_to_all_splits(places, rows, splits, *stream) },
+        }
     }
 
     /// The engine on a device, for what the host does without one.

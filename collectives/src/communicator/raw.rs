@@ -163,7 +163,7 @@ impl Communicator {
     }
 
     /// Where memory lies, for the engine; as [`Self::place`] for what may be no block of the pool.
-    fn place_at(
+    pub(super) fn place_at(
         &self,
         inner: &mut Inner,
         pointer: *mut u8,

@@ -15,26 +15,26 @@ use crate::jit::sources::{ONE_SHOT, ONE_SHOT_LINE, PULL, PUSH, TWO_SHOT};
 use crate::{DType, Place, ReduceOp};
 
 /// Bits of `SHOTS` in the kernels.
-const SCATTER: u8 = 1;
-const GATHER: u8 = 2;
+pub(super) const SCATTER: u8 = 1;
+pub(super) const GATHER: u8 = 2;
 const BROADCAST: u8 = 4;
 
 /// Most threads of a block, which kernels are compiled for.
-const THREADS: u32 = 512;
+pub(super) const THREADS: u32 = 512;
 /// Blocks that a processor holds.
 const BLOCKS_OF_PROCESSOR: u64 = 32;
 
 /// How many blocks of how many threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Grid {
-    blocks: u32,
-    threads: u32,
+pub(super) struct Grid {
+    pub(super) blocks: u32,
+    pub(super) threads: u32,
 }
 
 impl Grid {
     /// A thread for each of `vectors`, as far as `most` blocks go, and one block more, which
     /// attends to the entry. All of them run at once: blocks of peers wait for each other.
-    fn new(kernel: &Loaded, vectors: u64, threads: u32, most: u32) -> Self {
+    pub(super) fn new(kernel: &Loaded, vectors: u64, threads: u32, most: u32) -> Self {
         let resident = u64::from(kernel.resident);
         let by_threads = resident * u64::from(kernel.threads) / u64::from(threads);
         let by_slots = u64::from(kernel.processors) * BLOCKS_OF_PROCESSOR;
@@ -43,22 +43,35 @@ impl Grid {
         let blocks = wanted.min(room).min(u64::from(most)) as u32;
         Self { blocks: blocks + 1, threads }
     }
+
+    /// With one block more where they are as many as fit: it takes the place of the one that attends,
+    /// which ends as soon as all ranks have entered. For kernels that wait for no entry.
+    fn and_one(self, kernel: &Loaded, vectors: u64) -> Self {
+        let full = u64::from(self.blocks) == u64::from(kernel.resident);
+        let wants = vectors > u64::from(self.data_blocks()) * u64::from(self.threads);
+        Self { blocks: self.blocks + u32::from(full && wants), ..self }
+    }
+
+    /// Without the one that attends.
+    pub(super) fn data_blocks(self) -> u32 {
+        self.blocks - 1
+    }
 }
 
 /// What a call works on, checked.
 #[derive(Clone, Copy)]
-struct Work {
-    call: Call,
-    input: u64,
-    output: u64,
+pub(super) struct Work {
+    pub(super) call: Call,
+    pub(super) input: u64,
+    pub(super) output: u64,
     /// Of the whole, or of a rank's part.
-    bytes: u64,
-    /// From part to part.
-    stride: u64,
+    pub(super) bytes: u64,
+    /// From part to part; of `two_shot_copy`, what copy engines carry of every share.
+    pub(super) stride: u64,
     dtype: DType,
     op: ReduceOp,
     root: u32,
-    stream: Stream,
+    pub(super) stream: Stream,
 }
 
 impl Work {
@@ -72,6 +85,17 @@ impl Work {
             root: self.root,
             unused: 0,
         }
+    }
+
+    /// Pieces of at most `most` bytes, about equal, all but the last a multiple of `unit`, which
+    /// `most` is.
+    pub(super) fn pieces(self, most: u64, unit: u64) -> impl Iterator<Item = Self> {
+        let count = self.bytes.div_ceil(most).max(1);
+        let each = self.bytes.div_ceil(count).div_ceil(unit).saturating_mul(unit).clamp(1, most);
+        (0..count)
+            .map(move |nth| nth * each)
+            .take_while(move |from| *from < self.bytes)
+            .map(move |from| self.stretch(from, each.min(self.bytes - from)))
     }
 
     /// The stretch `[from, from + bytes)` of both buffers.
@@ -153,7 +177,14 @@ impl CudaEngine {
             Algorithm::OneShotLine => (&ONE_SHOT_LINE, 0, false, of_lines, 64, u32::MAX),
             Algorithm::OneShotPull => (&PULL, SCATTER, false, vectors, 256, MOST_BLOCKS),
             Algorithm::TwoShotPull => (&PULL, BOTH, false, share, THREADS, 256),
-            Algorithm::TwoShotPush => (&PUSH, BOTH, false, share, THREADS, 256),
+            Algorithm::TwoShotPush => {
+                // SAFETY: passed on.
+                return unsafe { self.push(work, BOTH) };
+            }
+            Algorithm::TwoShotCopy => {
+                // SAFETY: passed on.
+                return unsafe { self.copied(work) };
+            }
             Algorithm::TwoShotPacket | Algorithm::TwoShotSentinel => {
                 let sentinels = algorithm == Algorithm::TwoShotSentinel;
                 // SAFETY: passed on.
@@ -211,7 +242,7 @@ impl CudaEngine {
         }
     }
 
-    fn loaded(
+    pub(super) fn loaded(
         &mut self,
         kernel: &'static Kernel,
         work: &Work,
@@ -244,7 +275,7 @@ impl CudaEngine {
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
-    unsafe fn put(&mut self, kernel: Loaded, grid: Grid, work: &Work) -> Result<()> {
+    pub(super) unsafe fn put(&mut self, kernel: Loaded, grid: Grid, work: &Work) -> Result<()> {
         // SAFETY: passed on.
         unsafe { self.launch(kernel, grid.blocks, grid.threads, work.params(), work.stream) }
     }
@@ -392,16 +423,29 @@ impl CudaEngine {
         unsafe { self.two_shot(work, shots, sentinels) }
     }
 
-    /// Straight into outputs that are windows.
+    /// Straight into outputs that are windows, in as many calls as the scratch asks for. Each begins
+    /// with all blocks of all ranks in step.
     ///
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
     unsafe fn push(&mut self, work: &Work, shots: u8) -> Result<()> {
+        let ranks = u64::from(self.world());
         let loaded = self.loaded(&PUSH, work, shots, false, THREADS)?;
-        let grid = Grid::new(&loaded, work.bytes.div_ceil(16), THREADS, 256);
-        // SAFETY: passed on.
-        unsafe { self.put(loaded, grid, work) }
+        // Of what a block's range is of: a share, or a part.
+        let shares = if shots == SCATTER | GATHER { ranks } else { 1 };
+        let room = self.control.scratch_vectors(self.world()) * 16 * shares;
+        let most = if shots & SCATTER != 0 { room } else { u64::MAX };
+        let vectors = |bytes: u64| bytes.div_ceil(16).div_ceil(shares);
+        for piece in work.pieces(most, 128 * shares) {
+            let mut grid = Grid::new(&loaded, vectors(piece.bytes), THREADS, 256);
+            if shots & SCATTER != 0 {
+                grid = grid.and_one(&loaded, vectors(piece.bytes));
+            }
+            // SAFETY: a stretch of what the caller promised.
+            unsafe { self.put(loaded, grid, &piece) }?;
+        }
+        Ok(())
     }
 
     /// The length of `count` elements; the others are told where that is no length.
@@ -435,7 +479,7 @@ impl CudaEngine {
     }
 
     /// Refuses buffers that share some bytes.
-    fn apart(
+    pub(super) fn apart(
         &mut self,
         what: &str,
         (a, a_bytes): (u64, u64),

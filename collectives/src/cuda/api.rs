@@ -47,6 +47,7 @@ functions! {
     module_function = cuModuleGetFunction(*mut Handle, Handle, *const c_char);
     occupancy = cuOccupancyMaxActiveBlocksPerMultiprocessor(*mut c_int, Handle, c_int, usize);
     launch = cuLaunchKernelEx(*const sys::CUlaunchConfig, Handle, *mut *mut c_void, *mut *mut c_void);
+    copy = cuMemcpyDtoDAsync_v2(u64, u64, usize, Handle);
     host_alloc = cuMemHostAlloc(*mut *mut c_void, usize, c_uint);
     host_free = cuMemFreeHost(*mut c_void);
     stream_synchronize = cuStreamSynchronize(Handle);

@@ -9,24 +9,27 @@ use std::time::Duration;
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Block, Error, HeapLayout, Pool, Result, Stream};
 
-use super::api::Api;
+use super::api::{Api, Handle};
 use super::fault::{Fault, Seen};
 use super::kernels::{Kernels, Loaded, Specialty};
-use super::params::{CallParams, Channel, Comm, Control};
+use super::params::{CallParams, Channel, Comm, Control, Traffic};
 use super::table::Rows;
-use crate::Place;
 use crate::host::call::{Call, Operation};
 use crate::jit::sources::BARRIER;
+use crate::{AllToAllAlgorithm, Place};
 
 /// How a [`CudaEngine`] behaves. The same on every rank.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CudaOptions {
     /// Longest wait for a peer, on the device (rule S5).
     pub(crate) timeout: Duration,
-    /// Bytes of each of three parts of the inbox, and of each half of the scratch.
-    pub(crate) room: u64,
+    /// Bytes of each of three parts of the inbox.
+    pub(crate) inbox: u64,
+    /// Bytes of scratch.
+    pub(crate) scratch: u64,
     /// The number of the first call.
     pub(crate) first_epoch: u32,
+    pub(crate) all_to_all: AllToAllAlgorithm,
 }
 
 /// Tells whether a rank's process still runs.
@@ -49,6 +52,7 @@ pub(crate) struct CudaEngine {
     /// What was measured on devices of this kind.
     pub(super) rows: Rows,
     pub(super) comm: Comm,
+    pub(super) all_to_all: AllToAllAlgorithm,
     kernels: Kernels,
     /// `None` only while dropping.
     fault: Option<Fault>,
@@ -66,13 +70,13 @@ pub(crate) struct CudaEngine {
 impl CudaEngine {
     /// Bytes of control block that a group of `world` ranks needs with these options.
     pub(crate) fn control_bytes(world: u32, options: &CudaOptions) -> Result<u64> {
-        Ok(Control::new(world, options.room)?.bytes())
+        Ok(Control::new(world, options.inbox, options.scratch)?.bytes())
     }
 
     /// Makes a control block's memory as kernels expect it, before it is shared.
     pub(crate) fn prepare(pool: &Pool, block: &Block<u8>, options: &CudaOptions) -> Result<()> {
         let driver = cuda(pool)?;
-        let control = Control::new(pool.world(), options.room)?;
+        let control = Control::new(pool.world(), options.inbox, options.scratch)?;
         let Some(last_epoch) = options.first_epoch.checked_sub(1) else {
             return Err(Error::invalid_argument("first epoch 0: calls count from 1"));
         };
@@ -93,7 +97,7 @@ impl CudaEngine {
         let driver = cuda(pool)?;
         let api = Api::get()?;
         let layout: HeapLayout = pool.layout();
-        let control = Control::new(layout.world, options.room)?;
+        let control = Control::new(layout.world, options.inbox, options.scratch)?;
         let kernels = Kernels::new(api, driver, layout.world)?;
         let fault = driver.with_context_unordered(|| Fault::new(api))?;
         let nanoseconds = u64::try_from(options.timeout.as_nanos()).unwrap_or(u64::MAX);
@@ -106,6 +110,7 @@ impl CudaEngine {
             rows: Rows::of(&devices?),
             control,
             comm,
+            all_to_all: options.all_to_all,
             kernels,
             fault: Some(fault),
             timeout: options.timeout,
@@ -159,7 +164,17 @@ impl CudaEngine {
         let driver = cuda(&self.pool)?;
         let api = self.api;
         driver.with_context(|| api.synchronize(stream))?;
-        self.ready()
+        self.ready()?;
+        self.noticed()
+    }
+
+    /// What calls wanted the host to know, though they went on; once.
+    fn noticed(&mut self) -> Result<()> {
+        let rank = self.comm.rank;
+        match self.fault.as_mut().and_then(|fault| fault.notice(rank)) {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
     }
 
     /// Enters a call only to tell the other ranks that this one cannot make it; gives back why.
@@ -174,6 +189,16 @@ impl CudaEngine {
     pub(crate) fn enter_only(&mut self, call: Call, stream: Stream) -> Result<()> {
         self.ready()?;
         let kernel = self.kernel(Specialty::new(&BARRIER, BARRIER_THREADS))?;
+        self.enter_by(kernel, call, stream)
+    }
+
+    /// A call without data behind copies on the stream, which have ended when it begins.
+    pub(super) fn enter_after_copies(&mut self, call: Call, stream: Stream) -> Result<()> {
+        let kernel = self.kernel(Specialty::new(&BARRIER, BARRIER_THREADS))?;
+        self.enter_by(kernel.after_copies(), call, stream)
+    }
+
+    fn enter_by(&mut self, kernel: Loaded, call: Call, stream: Stream) -> Result<()> {
         // SAFETY: nothing is pointed to but the control block, which the communicator keeps.
         unsafe { self.launch(kernel, 1, BARRIER_THREADS, CallParams::of(&call), stream) }
     }
@@ -209,14 +234,70 @@ impl CudaEngine {
         params: CallParams,
         stream: Stream,
     ) -> Result<()> {
+        // SAFETY: as the caller promised; the kernel has no traffic.
+        unsafe { self.launch_in_turn(kernel, (blocks, threads), &params, None, stream) }
+    }
+
+    /// [`Self::launch`], of a kernel that has traffic too.
+    ///
+    /// # Safety
+    ///
+    /// As [`Kernels::launch`].
+    pub(super) unsafe fn launch_in_turn(
+        &mut self,
+        kernel: Loaded,
+        (blocks, threads): (u32, u32),
+        params: &CallParams,
+        traffic: Option<&Traffic>,
+        stream: Stream,
+    ) -> Result<()> {
+        self.turn_to(stream)?;
+        cuda(&self.pool)?.with_context(|| {
+            let kernels = &self.kernels;
+            // SAFETY: as the caller promised.
+            unsafe {
+                kernels.launch(kernel, (blocks, threads), stream, &self.comm, params, traffic)
+            }
+        })
+    }
+
+    /// What is put on the stream from now on is behind what this communicator put on another one.
+    pub(super) fn turn_to(&mut self, stream: Stream) -> Result<()> {
         if let Some(last) = self.stream.filter(|last| *last != stream) {
             self.follow(last, stream)?;
         }
-        let comm = self.comm;
-        // SAFETY: as the caller promised.
-        unsafe { self.launch_apart(kernel, (blocks, threads), &comm, &params, stream) }?;
         self.stream = Some(stream);
         Ok(())
+    }
+
+    /// Puts a copy on the stream, by a copy engine.
+    ///
+    /// # Safety
+    ///
+    /// Both stretches are mapped until the stream has done it, and nothing else touches what it
+    /// writes, or writes what it reads, meanwhile.
+    pub(super) unsafe fn copy_apart(
+        &self,
+        to: u64,
+        from: u64,
+        bytes: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        let api = self.api;
+        cuda(&self.pool)?.with_context(|| {
+            // SAFETY: as the caller promised; the stream is live.
+            let code = unsafe { (api.copy)(to, from, bytes as usize, stream.raw() as Handle) };
+            CudaDriver::check(code, || format!("copying {bytes} bytes to {to:#x}"))
+        })
+    }
+
+    /// A peer's address of what this rank has at `address` in a window.
+    pub(super) fn at_peer(&self, address: u64, peer: u32) -> u64 {
+        self.pool.layout().address(peer, address - self.pool.layout().address(self.comm.rank, 0))
+    }
+
+    pub(super) fn scratch_of(&self, rank: u32) -> u64 {
+        self.pool.layout().address(rank, self.comm.control + self.control.scratch)
     }
 
     /// Puts a kernel on the stream, whatever is on others.
@@ -234,7 +315,7 @@ impl CudaEngine {
     ) -> Result<()> {
         cuda(&self.pool)?.with_context(|| {
             // SAFETY: as the caller promised.
-            unsafe { self.kernels.launch(kernel, blocks, threads, stream, comm, params) }
+            unsafe { self.kernels.launch(kernel, (blocks, threads), stream, comm, params, None) }
         })
     }
 

@@ -24,10 +24,51 @@ pub(super) struct Record {
     unused: [u32; 3],
     ours: [u64; 4],
     theirs: [u64; 4],
+    notice: Notice,
+}
+
+/// `Notice` in `comm.cuh`: what a call wants the host to know that goes on all the same.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Notice {
+    calls: u64,
+    kind: u32,
+    epoch: u32,
+    rank: u32,
+    unused: u32,
+    needed: u64,
+    room: u64,
+}
+
+const OVERFLOW: u32 = 1;
+
+impl Notice {
+    /// An error of `rank`, after `calls` such calls.
+    fn error(&self, rank: u32, calls: u64) -> Error {
+        let Self { kind, epoch, rank: whose, needed, room, .. } = *self;
+        let more = match calls {
+            1 => String::new(),
+            calls => format!(" The last of {calls} such calls."),
+        };
+        if kind == OVERFLOW {
+            return Error::overflow(format!(
+                "all_to_all_v, collective {epoch} on the device, seen on rank {rank}: rank {whose} \
+                 was sent {needed} elements, and its output holds {room}. The {} beyond were not \
+                 written, and the communicator goes on.{more} Pass a longer output, or send less.",
+                needed.saturating_sub(room)
+            ));
+        }
+        Error::invalid_argument(format!(
+            "all_to_all_v, collective {epoch} on the device, seen on rank {rank}: the input splits \
+             of rank {whose} are negative, or more than its input has. It sent nothing, and the \
+             communicator goes on.{more}"
+        ))
+    }
 }
 
 const TIMEOUT: u32 = 1;
 const MISMATCH: u32 = 2;
+const COUNTS: u32 = 3;
 /// Phases from here on are waits on channels: `CHANNEL` in `comm.cuh`.
 const CHANNEL: u32 = 16;
 
@@ -77,13 +118,23 @@ impl Record {
                 let (ours, theirs) = (Call::from_words(ours), Call::from_words(theirs));
                 mismatch_of_two(u64::from(epoch), rank, &ours, peer, &theirs)
             }
+            COUNTS => {
+                let [sender, receiver, sent, expected] = ours;
+                Error::mismatch(format!(
+                    "all_to_all_v counts disagree in collective {epoch} on the device, seen on \
+                     rank {rank}:\n  rank {sender} sends {sent} elements to rank {receiver}, which \
+                     expects {expected}\nNothing was written where it should not be. The \
+                     communicator is closed: make a new one; what a rank sends must be what the \
+                     other receives."
+                ))
+            }
             kind => Error::system("reading what a kernel reported", format!("kind {kind}")),
         }
     }
 }
 
-/// A record in pinned host memory, one for each communicator.
-pub(super) struct Fault(NonNull<Record>);
+/// A record in pinned host memory, one for each communicator, and how many notices were told.
+pub(super) struct Fault(NonNull<Record>, u64);
 
 // SAFETY: the memory belongs to this value alone on the host's side, and is read as if another
 // thread wrote it.
@@ -103,7 +154,7 @@ impl Fault {
         })?;
         // SAFETY: the memory is this long, aligned to pages, and nobody else has it yet.
         unsafe { record.write_bytes(0, 1) };
-        Ok(Self(record))
+        Ok(Self(record, 0))
     }
 
     /// The address, which is the same for the host and, with unified addressing, the device.
@@ -127,6 +178,19 @@ impl Fault {
         // SAFETY: complete, so the device writes it no more.
         let record = unsafe { self.0.as_ptr().read_volatile() };
         record.error(seen)
+    }
+
+    /// What calls that went on wanted this rank to know since it was asked last. Nothing of the
+    /// communicator runs meanwhile, as a rule; else what is read may be mixed of two calls.
+    pub(super) fn notice(&mut self, rank: u32) -> Option<Error> {
+        std::sync::atomic::fence(std::sync::atomic::Ordering::Acquire);
+        // SAFETY: the record is mapped while `self` lives; only the part's address is taken.
+        let part = unsafe { addr_of!((*self.0.as_ptr()).notice) };
+        // SAFETY: as above; a volatile read allows for the device's writes.
+        let notice = unsafe { part.read_volatile() };
+        let calls = notice.calls.wrapping_sub(self.1);
+        self.1 = notice.calls;
+        (calls > 0).then(|| notice.error(rank, calls))
     }
 
     /// Gives the memory back; nothing may run that knows of it. The context must be current.
@@ -157,7 +221,21 @@ mod tests {
             unused: [0; 3],
             ours: *ours.words(),
             theirs: *theirs.words(),
+            notice: Notice::default(),
         }
+    }
+
+    #[test]
+    fn notices_name_the_rank_and_what_did_not_fit() {
+        let notice = Notice { kind: OVERFLOW, rank: 3, needed: 12, room: 10, ..Notice::default() };
+        let error = notice.error(0, 1);
+        assert!(error.is_overflow(), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("rank 3 was sent 12 elements, and its output holds 10"), "{text}");
+        assert!(!text.contains("such calls"), "{text}");
+        let nonsense = Notice { kind: 2, ..notice }.error(0, 5);
+        assert!(nonsense.is_invalid_argument(), "{nonsense}");
+        assert!(nonsense.to_string().contains("The last of 5 such calls"), "{nonsense}");
     }
 
     #[test]
@@ -175,6 +253,10 @@ mod tests {
         let differs = record(MISMATCH, 0).error(&gone);
         assert!(differs.is_diverged(), "{differs}");
         assert!(differs.to_string().contains("rank 1: barrier"), "{differs}");
+        let counts = Record { ours: [2, 1, 100, 99], ..record(COUNTS, 0) }.error(&there);
+        assert!(counts.is_diverged(), "{counts}");
+        let text = counts.to_string();
+        assert!(text.contains("rank 2 sends 100 elements to rank 1, which expects 99"), "{text}");
         let unknown = record(9, 0).error(&there);
         assert!(unknown.to_string().contains("kind 9"), "{unknown}");
     }

@@ -12,7 +12,7 @@ use symmpool_allocator::{Error, Result, Stream};
 
 use super::api::{Api, Handle};
 use super::fault::RECORD_BYTES;
-use super::params::{CallParams, Comm};
+use super::params::{CallParams, Comm, Traffic};
 use crate::jit::{Arch, Jit, JitOptions, Kernel, Variant};
 use crate::{DType, ReduceOp};
 
@@ -48,6 +48,16 @@ pub(super) struct Loaded {
     pub(super) threads: u32,
     /// Of the device.
     pub(super) processors: u32,
+    /// Whether its blocks may take their places before the kernel before it on the stream has
+    /// ended.
+    early: bool,
+}
+
+impl Loaded {
+    /// To be launched behind copies, whose end its blocks cannot wait for by themselves.
+    pub(super) fn after_copies(self) -> Self {
+        Self { early: false, ..self }
+    }
 }
 
 /// The kernels of one communicator.
@@ -111,6 +121,7 @@ impl Kernels {
             ("COMM_BYTES", size_of::<Comm>() as u64),
             ("CALL_BYTES", size_of::<CallParams>() as u64),
             ("FAULT_BYTES", RECORD_BYTES as u64),
+            ("TRAFFIC_BYTES", size_of::<Traffic>() as u64),
         ]
         .map(|(name, value)| (name, value.to_string()));
         let mut defines: Vec<(&str, &str)> =
@@ -139,7 +150,7 @@ impl Kernels {
         let code = unsafe { (self.api.occupancy)(&raw mut blocks, function, threads as c_int, 0) };
         CudaDriver::check(code, || format!("asking how many blocks of {variant} fit"))?;
         let resident = u32::try_from(blocks).unwrap_or(0).max(1) * self.processors;
-        Ok(Loaded { function, resident, threads, processors: self.processors })
+        Ok(Loaded { function, resident, threads, processors: self.processors, early: true })
     }
 
     /// Puts a kernel on a stream. The device's context must be current.
@@ -147,15 +158,16 @@ impl Kernels {
     /// # Safety
     ///
     /// What the parameters point to stays mapped until the kernel has run, and nothing else
-    /// touches it meanwhile but kernels of peers in the same call.
+    /// touches it meanwhile but kernels of peers in the same call. Kernels of all-to-alls are given
+    /// their traffic.
     pub(super) unsafe fn launch(
         &self,
         kernel: Loaded,
-        blocks: u32,
-        threads: u32,
+        (blocks, threads): (u32, u32),
         stream: Stream,
         comm: &Comm,
         call: &CallParams,
+        traffic: Option<&Traffic>,
     ) -> Result<()> {
         // Its blocks may take their places before the stream's kernel before it has ended; they
         // wait for that end themselves (`begin` in comm.cuh).
@@ -175,13 +187,18 @@ impl Kernels {
             sharedMemBytes: 0,
             hStream: stream.raw() as usize as sys::CUstream,
             attrs: &raw mut overlap,
-            numAttrs: 1,
+            numAttrs: kernel.early.into(),
         };
-        let mut arguments: [*mut c_void; 2] =
-            [(&raw const *comm).cast_mut().cast(), (&raw const *call).cast_mut().cast()];
+        // As many of them are read as the kernel has parameters.
+        let traffic = traffic.map_or(std::ptr::null_mut(), |traffic| {
+            (&raw const *traffic).cast_mut().cast::<c_void>()
+        });
+        let mut arguments: [*mut c_void; 3] =
+            [(&raw const *comm).cast_mut().cast(), (&raw const *call).cast_mut().cast(), traffic];
         // SAFETY: the configuration and the arguments, which have the kernel's parameter types
-        // (checked by size when it was compiled), live until the call returns; the driver copies
-        // them. What they point to is the caller's promise.
+        // (checked by size when it was compiled; the caller passes traffic to those that have it),
+        // live until the call returns; the driver copies them. What they point to is the caller's
+        // promise.
         let code = unsafe {
             (self.api.launch)(
                 &raw const config,

@@ -4,6 +4,8 @@
 //! | --- | --- |
 //! | `engine` | one rank's side of a communicator: its state, and how a call is entered |
 //! | `algorithms` | which kernels a collective runs, with what grid |
+//! | `all_to_all` | what an all-to-all is given, and its grid |
+//! | `copied` | all-reduces of which the copy engines carry the most |
 //! | `sided` | copies and signals between two ranks |
 //! | `select` | which algorithm serves a call |
 //! | `shape` | what an all-reduce looks like, and which algorithms can serve it |
@@ -14,7 +16,9 @@
 //! | `api` | the functions of the CUDA driver library that this module calls |
 
 mod algorithms;
+mod all_to_all;
 mod api;
+mod copied;
 mod engine;
 mod fault;
 mod kernels;

@@ -63,6 +63,30 @@ impl CallParams {
     }
 }
 
+/// A place that is none, and a count that nobody knows: `UNKNOWN` in `rows.cuh`.
+pub(super) const UNKNOWN: u64 = u64::MAX;
+
+/// What an all-to-all exchanges: `Traffic` in `rows.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Traffic {
+    /// Elements for each rank, where the host knows them.
+    pub(super) send: [u64; MOST_RANKS as usize],
+    pub(super) receive: [u64; MOST_RANKS as usize],
+    /// Addresses on the device: counts, and where to write those that came and their places.
+    pub(super) splits: u64,
+    pub(super) received: u64,
+    pub(super) offsets: u64,
+    /// Elements of the input, and those that the output holds.
+    pub(super) length: u64,
+    pub(super) capacity: u64,
+    /// Where the output is in the slot.
+    pub(super) window: u64,
+    pub(super) packet_bytes: u64,
+    pub(super) size: u32,
+    pub(super) wide: u32,
+}
+
 /// One end of a channel of this rank: operations on one of these run in the order of the calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Channel {
@@ -90,18 +114,21 @@ pub(super) struct Control {
 }
 
 impl Control {
-    /// For `world` ranks, with room for `room` bytes in each part of the sentinel inbox and each
-    /// half of the scratch.
-    pub(super) fn new(world: u32, room: u64) -> Result<Self> {
+    /// For `world` ranks, with room for `inbox` bytes in each of the three parts of the sentinel
+    /// inbox, and for `scratch` bytes.
+    pub(super) fn new(world: u32, inbox: u64, scratch: u64) -> Result<Self> {
         if !(1..=MOST_RANKS).contains(&world) {
             return Err(Error::unsupported(format!(
                 "a communicator of {world} ranks on devices: kernels serve up to {MOST_RANKS}"
             )));
         }
-        if !(1 << 20..=1 << 32).contains(&room) || !room.is_multiple_of(1 << 12) {
-            return Err(Error::invalid_argument(format!(
-                "device scratch of {room} bytes: a multiple of 4096 from 1 MiB to 4 GiB is needed"
-            )));
+        for (what, bytes) in [("an inbox", inbox), ("scratch", scratch)] {
+            if !(1 << 20..=1 << 32).contains(&bytes) || !bytes.is_multiple_of(1 << 12) {
+                return Err(Error::invalid_argument(format!(
+                    "{what} of {bytes} bytes on a device: a multiple of 4096 from 1 MiB to 4 GiB \
+                     is needed"
+                )));
+            }
         }
         let ranks = u64::from(world);
         let mut at = 0;
@@ -111,18 +138,20 @@ impl Control {
             here
         };
         place(LOCAL);
-        let entry = place(2 * 64 * ranks);
+        // The details of a call, and behind them rows of a traffic matrix, as packets.
+        let row = 16 * (2 * ranks + 3);
+        let entry = place(2 * 64 * ranks + 2 * row * ranks);
         let channels = place(CHANNEL_COUNTS * 8 * ranks * u64::from(CHANNELS));
-        // Two kinds of flags of eight bytes a block and rank, two parities.
-        let flags_bytes = 2 * 2 * 8 * ranks * u64::from(MOST_BLOCKS);
+        // `KINDS` flags of eight bytes a block and rank, two parities.
+        let flags_bytes = 2 * 4 * 8 * ranks * u64::from(MOST_BLOCKS);
         let flags = place(flags_bytes);
         let packets_bytes = 2 * PACKETS;
         let packets = place(packets_bytes);
         let lines_bytes = 2 * LINES;
         let lines = place(lines_bytes);
-        let sentinel_bytes = 3 * room;
+        let sentinel_bytes = 3 * inbox;
         let sentinel = place(sentinel_bytes);
-        let scratch_bytes = 2 * room;
+        let scratch_bytes = scratch;
         let scratch = place(scratch_bytes);
         Ok(Self {
             entry,
@@ -153,6 +182,11 @@ impl Control {
         }
     }
 
+    /// Vectors that a sender may leave in a rank's scratch, as `push.cu` divides it.
+    pub(super) fn scratch_vectors(&self, world: u32) -> u64 {
+        self.scratch_bytes / 16 / u64::from(world.max(2) - 1) / 8 * 8
+    }
+
     /// How long the block is: the scratch is last, and whole pages like all before it.
     pub(super) fn bytes(&self) -> u64 {
         self.scratch + self.scratch_bytes
@@ -161,6 +195,11 @@ impl Control {
     /// Vectors of 16 bytes that one call may put into the packet inbox.
     pub(super) fn packet_vectors(&self) -> u64 {
         self.packets_bytes / 2 / 32
+    }
+
+    /// The most bytes that a pair of ranks exchanges through the packet inbox.
+    pub(super) fn pair_packet_bytes(&self, world: u32) -> u64 {
+        self.packet_vectors() / u64::from(world) * 16
     }
 
     /// Lines that one call may put into their inbox.
@@ -188,6 +227,9 @@ mod tests {
         assert_eq!(stated("COMM_BYTES"), size_of::<Comm>());
         assert_eq!(stated("CALL_BYTES"), size_of::<CallParams>());
         assert_eq!(stated("FAULT_BYTES"), super::super::fault::RECORD_BYTES);
+        let row = crate::jit::sources::ALL_TO_ALL.variants[0];
+        let traffic = row.iter().find(|(axis, _)| *axis == "TRAFFIC_BYTES").expect("the axis");
+        assert_eq!(traffic.1[0].parse(), Ok(size_of::<Traffic>()));
         // All before it are words, in the order of `comm.cuh`.
         assert_eq!(std::mem::offset_of!(Comm, places.channels), 14 * 8);
         assert_eq!(std::mem::offset_of!(Comm, timeout), 15 * 8);
@@ -195,10 +237,10 @@ mod tests {
 
     #[test]
     fn nothing_overlaps_and_nonsense_is_refused() {
-        let control = Control::new(4, 32 << 20).expect("valid");
+        let control = Control::new(4, 32 << 20, 192 << 20).expect("valid");
         let parts = [
             (0, LOCAL),
-            (control.entry, 512),
+            (control.entry, 512 + 2 * 4 * 16 * 11),
             (control.channels, 4 * 8 * 4 * 16),
             (control.flags, control.flags_bytes),
             (control.packets, control.packets_bytes),
@@ -213,10 +255,11 @@ mod tests {
         assert!(control.sentinel_bytes.is_multiple_of(48) && control.packets.is_multiple_of(4096));
         // What is below the sentinels begins as zeros (`CudaEngine::prepare`).
         assert!(control.channels < control.sentinel);
-        assert!(Control::new(0, 32 << 20).expect_err("no ranks").is_unsupported());
-        assert!(Control::new(9, 32 << 20).expect_err("too many").is_unsupported());
+        assert!(Control::new(0, 32 << 20, 192 << 20).expect_err("no ranks").is_unsupported());
+        assert!(Control::new(9, 32 << 20, 192 << 20).expect_err("too many").is_unsupported());
         for room in [0, 4095, (1 << 20) + 1, u64::MAX] {
-            assert!(Control::new(2, room).expect_err("nonsense").is_invalid_argument());
+            assert!(Control::new(2, room, 1 << 20).expect_err("nonsense").is_invalid_argument());
+            assert!(Control::new(2, 1 << 20, room).expect_err("nonsense").is_invalid_argument());
         }
     }
 }

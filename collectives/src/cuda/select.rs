@@ -67,7 +67,10 @@ impl Shape {
         rows: &Rows,
     ) -> Result<(Algorithm, Why)> {
         if asked.algorithm == AllReduceAlgorithm::Auto {
-            let measured = rows.find(self).filter(|algorithm| self.fits(*algorithm, control));
+            let measured = rows
+                .find(self)
+                .map(|best| if self.pays(best, control) { best } else { Algorithm::TwoShotPush })
+                .filter(|algorithm| self.fits(*algorithm, control));
             return Ok(match measured {
                 Some(algorithm) => (algorithm, Why::Table),
                 None => (self.rule(control), Why::Rule),
@@ -127,7 +130,7 @@ mod tests {
     }
 
     fn control(world: u32) -> Control {
-        Control::new(world, 32 << 20).expect("valid")
+        Control::new(world, 32 << 20, 192 << 20).expect("valid")
     }
 
     #[test]
@@ -187,7 +190,7 @@ mod tests {
             assert_eq!(error.to_string().contains(VARIABLE), by_environment);
         }
         // What was measured with more room than there is gives way.
-        let little = Control::new(4, 1 << 20).unwrap();
+        let little = Control::new(4, 1 << 20, 1 << 20).unwrap();
         let most = Shape { bytes: 256 << 10, ..shape };
         assert_eq!(most.choose(auto, &little, &rows).unwrap().1, Why::Table);
         let small = Shape { dtype: DType::I32, bytes: 64 << 10, ..shape };

@@ -87,7 +87,8 @@ mod tests {
                 input_window: row.windows,
                 output_window: row.windows,
             };
-            let control = Control::new(row.world, 32 << 20).expect("a world that is served");
+            let control =
+                Control::new(row.world, 32 << 20, 192 << 20).expect("a world that is served");
             assert!(shape.fits(algorithm, &control), "{row:?}");
         }
         // Groups are in order, and nothing follows a row without end.

@@ -119,8 +119,10 @@ impl fmt::Display for Call {
             write!(f, " {}", op.name())?;
         }
         if let Some(dtype) = DType::from_code((head >> 8) as u8) {
-            if operation == Operation::AllToAllV {
+            if operation == Operation::AllToAllV && count == 0 {
                 write!(f, " of {}", dtype.name())?;
+            } else if operation == Operation::AllToAllV {
+                write!(f, " of rows of {count} {}", dtype.name())?;
             } else {
                 write!(f, " of {count} {}", dtype.name())?;
             }

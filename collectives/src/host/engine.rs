@@ -19,7 +19,7 @@ use super::place::{Data, InPlace, Place, Resolver, checked, disjoint};
 use super::wait::{Patience, SLICE, Waiter, wake};
 use crate::allreduce::Halves;
 use crate::signal::{await_word, entry_word, is_entry, wake_sleepers};
-use crate::{DType, ReduceOp};
+use crate::{AllToAllAlgorithm, DType, ReduceOp};
 
 /// One rank's side of a communicator in host memory.
 ///
@@ -196,6 +196,12 @@ impl HostEngine {
     #[inline]
     pub(crate) fn scratch(&self, owner: u32) -> *mut u8 {
         self.control.scratch(owner, self.parity() ^ 1)
+    }
+
+    /// How all-to-alls are to go.
+    #[inline]
+    pub(crate) fn all_to_all_way(&self) -> AllToAllAlgorithm {
+        self.options.all_to_all
     }
 
     /// Bytes of scratch a call has.

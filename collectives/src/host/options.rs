@@ -6,6 +6,8 @@ use std::time::Duration;
 use symmpool_allocator::topology::{Mesh, Topology};
 use symmpool_allocator::{Error, Result};
 
+use crate::AllToAllAlgorithm;
+
 /// Tells whether a rank's process still runs.
 type PeerAlive = Box<dyn Fn(u32) -> bool + Send>;
 
@@ -29,6 +31,8 @@ pub struct HostOptions {
     /// How the ranks are linked, for all-reduces by `cube_mesh`, which move data over direct links
     /// only; a hybrid cube mesh has them by default. Default: all ranks are linked.
     pub links: Option<Topology>,
+    /// How all-to-alls go about it. Default: `Auto`.
+    pub all_to_all: AllToAllAlgorithm,
 }
 
 impl Default for HostOptions {
@@ -40,6 +44,7 @@ impl Default for HostOptions {
             spin: None,
             peer_alive: None,
             links: None,
+            all_to_all: AllToAllAlgorithm::Auto,
         }
     }
 }
@@ -68,6 +73,9 @@ impl HostOptions {
             salt = (salt ^ word).wrapping_mul(0xff51_afd7_ed55_8ccd);
             salt ^= salt >> 32;
         };
+        if self.all_to_all != AllToAllAlgorithm::Auto {
+            mix(self.all_to_all as u64);
+        }
         // Ranks that are all linked hash to nothing, so that they need not be asked about.
         let all_linked = |links: &&Topology| matches!(links.mesh(), Mesh::FullyConnected { .. });
         if let Some(links) = self.links.as_ref().filter(|links| !all_linked(links)) {
@@ -91,6 +99,7 @@ impl fmt::Debug for HostOptions {
             .field("spin", &self.spin)
             .field("peer_alive", &self.peer_alive.is_some())
             .field("links", &self.links.as_ref().map(Topology::mesh))
+            .field("all_to_all", &self.all_to_all)
             .finish()
     }
 }

@@ -25,6 +25,7 @@ macro_rules! file {
 
 /// What kernels include, by the names they use.
 pub(crate) const HEADERS: &[(&str, &str)] = &[
+    ("bytes.cuh", file!("bytes.cuh")),
     ("comm.cuh", file!("comm.cuh")),
     ("data.cuh", file!("data.cuh")),
     ("entry.cuh", file!("entry.cuh")),
@@ -33,13 +34,23 @@ pub(crate) const HEADERS: &[(&str, &str)] = &[
     ("parts.cuh", file!("parts.cuh")),
     ("ranks.cuh", file!("ranks.cuh")),
     ("reduce.cuh", file!("reduce.cuh")),
+    ("rows.cuh", file!("rows.cuh")),
     ("types.cuh", file!("types.cuh")),
     ("vector.cuh", file!("vector.cuh")),
 ];
 
 /// Every kernel.
-pub(crate) const KERNELS: &[&Kernel] =
-    &[&BARRIER, &ONE_SHOT, &ONE_SHOT_LINE, &ONE_SIDED, &PULL, &PUSH, &REDUCE_LOCAL, &TWO_SHOT];
+pub(crate) const KERNELS: &[&Kernel] = &[
+    &ALL_TO_ALL,
+    &BARRIER,
+    &ONE_SHOT,
+    &ONE_SHOT_LINE,
+    &ONE_SIDED,
+    &PULL,
+    &PUSH,
+    &REDUCE_LOCAL,
+    &TWO_SHOT,
+];
 
 /// Every code of [`DType`](crate::DType), the 8-bit floats included.
 const DTYPE: Axis = ("DTYPE", &["1", "2", "3", "4", "5", "6", "7", "8", "9", "10"]);
@@ -61,7 +72,7 @@ const ONE: Axis = ("BLOCKS", &["1"]);
 /// The sizes of what kernels are given, which they compare with their own.
 const COMM_BYTES: Axis = ("COMM_BYTES", &["144"]);
 const CALL_BYTES: Axis = ("CALL_BYTES", &["72"]);
-const FAULT_BYTES: Axis = ("FAULT_BYTES", &["96"]);
+const FAULT_BYTES: Axis = ("FAULT_BYTES", &["136"]);
 
 // Every row has the sizes too.
 macro_rules! collective {
@@ -77,6 +88,19 @@ macro_rules! collective {
 
 /// The entry of a call alone.
 pub(crate) const BARRIER: Kernel = collective!("barrier", [WORLD, ("THREADS", &["128"])],);
+
+/// All-to-all with any counts.
+pub(crate) const ALL_TO_ALL: Kernel = collective!(
+    "all_to_all",
+    [
+        ("WORLD", &["1", "2", "4"]),
+        WIDE,
+        ("DTYPE", &["7"]),
+        ("SHOTS", &["1", "3", "7"]),
+        ("TRAFFIC_BYTES", &["192"])
+    ],
+    [ABOVE_4, NARROW, ("DTYPE", &["7"]), ("SHOTS", &["1", "3", "7"]), ("TRAFFIC_BYTES", &["192"])],
+);
 
 /// Copies and signals between two ranks.
 pub(crate) const ONE_SIDED: Kernel = collective!(
@@ -135,7 +159,7 @@ pub(crate) const TWO_SHOT: Kernel = collective!(
 /// All-reduce and its halves through scratch and straight into outputs.
 pub(crate) const PUSH: Kernel = collective!(
     "push",
-    [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"]), WIDE],
+    [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3", "11"]), WIDE],
     [WORLD, ("DTYPE", &["7"]), SUM, ("SHOTS", &["2", "4"]), WIDE],
     // A rank alone copies.
     [("WORLD", &["1"]), ("DTYPE", &["7"]), SUM, ("SHOTS", &["2"]), WIDE],

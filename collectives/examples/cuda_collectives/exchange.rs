@@ -1,0 +1,511 @@
+//! All-to-alls: random matrices with counts of the host and of the device, any alignment and kind of
+//! memory; graphs that replay with new splits, between all-reduces; and the traps that others fell
+//! into, each by its name.
+
+use std::time::Duration;
+
+use symmpool_allocator::{Block, Error, Pool, Result, Stream};
+use symmpool_collectives::{
+    AllToAllAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp, SplitRows, SplitsAt,
+};
+
+use crate::cuda::{Graph, download, stream, upload};
+use crate::expect_error;
+use crate::matrix::{Matrix, bytes};
+use crate::oracle::random;
+use crate::{ORDINARY, Options};
+
+/// Bytes of the longest data, and room for shifts and what is watched around it.
+const MOST: usize = 5 << 20;
+const AROUND: usize = 64;
+const POISON: u8 = 0xa5;
+/// Matrices for each algorithm and way to tell counts.
+const MATRICES: u64 = 400;
+/// Bytes of rows.
+const ROWS: [(DType, usize); 6] = [
+    (DType::U8, 1),
+    (DType::Bf16, 1),
+    (DType::F32, 1),
+    (DType::I64, 1),
+    (DType::Bf16, 24),
+    (DType::U8, 7),
+];
+
+struct Exchange<'a> {
+    pool: &'a Pool,
+    comm: Communicator,
+    stream: Stream,
+    /// By whether it is a window.
+    inputs: [Block<u8>; 2],
+    outputs: [Block<u8>; 2],
+    /// Splits, what comes of them, and offsets.
+    splits: [Block<u8>; 3],
+    /// What all ranks have in their inputs.
+    data: Vec<Vec<u8>>,
+    seed: u64,
+    cases: u64,
+    wrong: u64,
+}
+
+/// Cases, and those that were wrong.
+pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
+    let ordinary = pool.lane(ORDINARY)?;
+    let room = MOST + 2 * AROUND;
+    let pair = || Ok([ordinary.alloc::<u8>(room)?, pool.alloc::<u8>(room)?]);
+    let few = || ordinary.alloc::<u8>(8 * pool.world() as usize);
+    let (seed, world) = (options.seed, pool.world());
+    let mut exchange = Exchange {
+        pool,
+        comm: Communicator::new(pool)?,
+        stream: stream(pool)?,
+        inputs: pair()?,
+        outputs: pair()?,
+        splits: [few()?, few()?, few()?],
+        data: (0..world).map(|rank| bytes(seed, rank, MOST)).collect(),
+        seed,
+        cases: 0,
+        wrong: 0,
+    };
+    pool.commit()?;
+    for all_to_all in AllToAllAlgorithm::ALL {
+        // Little room, so that much goes in several rounds.
+        let options =
+            CommunicatorOptions { all_to_all, device_scratch_bytes: 1 << 20, ..Default::default() };
+        exchange.comm = Communicator::with_options(pool, &options)?;
+        let before = (exchange.cases, exchange.wrong);
+        for nth in 0..MATRICES {
+            exchange.matrix(nth, all_to_all)?;
+        }
+        // Numbers that run out of bits, and those at which old flags are overwritten.
+        for first_epoch in [(1 << 30) - 4, u32::MAX - 5] {
+            let options = CommunicatorOptions { first_epoch, ..options.clone() };
+            exchange.comm = Communicator::with_options(pool, &options)?;
+            for nth in 0..12 {
+                exchange.matrix(1000 + nth, all_to_all)?;
+            }
+        }
+        if pool.rank() == 0 {
+            println!(
+                "all_to_all {}: {} cases, {} wrong",
+                all_to_all.name(),
+                exchange.cases - before.0,
+                exchange.wrong - before.1
+            );
+        }
+    }
+    exchange.comm = Communicator::new(pool)?;
+    exchange.new_splits_ask_no_host()?;
+    exchange.zero_counts_keep_ranks_in_step()?;
+    exchange.splits_of_the_host_are_reused_at_once()?;
+    exchange.a_slow_consumer_reads_what_it_was_sent()?;
+    exchange.nonsense()?;
+    if pool.rank() == 0 {
+        println!("all_to_all: {} cases, {} wrong", exchange.cases, exchange.wrong);
+    }
+    Ok((exchange.cases, exchange.wrong))
+}
+
+impl Exchange<'_> {
+    fn judge(&mut self, what: &str, got: &[u8], wanted: &[u8]) {
+        self.cases += 1;
+        let differ = got.iter().zip(wanted).filter(|(got, wanted)| got != wanted).count();
+        if differ == 0 && got.len() == wanted.len() {
+            return;
+        }
+        self.wrong += 1;
+        if self.wrong < 20 {
+            let at = got.iter().zip(wanted).position(|(got, wanted)| got != wanted).unwrap_or(0);
+            let part = |bytes: &[u8]| bytes[at..bytes.len().min(at + 8)].to_vec();
+            println!(
+                "rank {}: {what}: {differ} of {} bytes wrong, from byte {at} on: {:02x?} and should \
+                 be {:02x?}",
+                self.pool.rank(),
+                wanted.len(),
+                part(got),
+                part(wanted)
+            );
+        }
+    }
+
+    /// One matrix, by counts of the host and by counts of the device.
+    fn matrix(&mut self, nth: u64, algorithm: AllToAllAlgorithm) -> Result<()> {
+        let seed = random(self.seed ^ ((algorithm as u64) << 56), nth);
+        let number = |which: u64| random(seed, 50 + which);
+        let (rank, world) = (self.pool.rank(), self.pool.world());
+        let (dtype, row) = ROWS[(number(0) % ROWS.len() as u64) as usize];
+        let size = row * dtype.size();
+        let matrix = Matrix::random(seed, world, (MOST / 2) / size);
+        // Each rank for itself.
+        let own = |which: u64| random(seed, 60 + 10 * u64::from(rank) + which);
+        let shift = |number: u64| if number & 3 == 0 { 0 } else { (number >> 2) as usize % 32 };
+        let (from_window, to_window) = (own(0) & 1, own(1) & 1);
+        let from = self.inputs[from_window as usize].address() + shift(own(2)) as u64;
+        let output = self.outputs[to_window as usize].address();
+        let to = output + (AROUND / 2 + shift(own(3))) as u64;
+        let received: usize = matrix.receives(rank).iter().sum();
+        let what = |mode: &str| {
+            format!(
+                "{mode}, matrix {nth} ({}), {}, rows of {row} {}, input {} at +{}, output {} at +{}, \
+                 sends {:?}, receives {:?}",
+                matrix.name,
+                algorithm.name(),
+                dtype.name(),
+                ["ordinary", "window"][from_window as usize],
+                shift(own(2)),
+                ["ordinary", "window"][to_window as usize],
+                shift(own(3)),
+                matrix.sends(rank),
+                matrix.receives(rank)
+            )
+        };
+        upload(self.pool, from, &self.data[rank as usize][..MOST / 2])?;
+        let before = (to - output) as usize;
+
+        upload(self.pool, output, &vec![POISON; received * size + AROUND + before])?;
+        let elements = |counts: Vec<usize>| counts.iter().map(|n| n * row).collect::<Vec<_>>();
+        let (send, receive) = (elements(matrix.sends(rank)), elements(matrix.receives(rank)));
+        // SAFETY: both stretches lie in blocks with room for them, which nothing else uses; so it
+        // is below.
+        unsafe {
+            self.comm.all_to_all_v_at(
+                to as *mut u8,
+                from as *const u8,
+                &receive,
+                &send,
+                dtype,
+                &self.stream,
+            )
+        }?;
+        self.comm.synchronize(&self.stream)?;
+        let mut wanted = vec![POISON; before];
+        wanted.extend(matrix.output(&self.data, rank, size, received));
+        wanted.extend([POISON; AROUND]);
+        let got = download(self.pool, output, wanted.len())?;
+        self.judge(&what("splits of the host"), &got, &wanted);
+
+        let capacity = |rank: u32| {
+            let exact: usize = matrix.receives(rank).iter().sum();
+            match random(seed, 200 + u64::from(rank)) % 4 {
+                0 => exact,
+                1 => exact + exact / 3 + 1,
+                2 => exact + 100,
+                _ => exact - exact / 4,
+            }
+        };
+        let capacities: Vec<usize> = (0..world).map(capacity).collect();
+        let capacity = capacities[rank as usize].min((MOST - AROUND) / size);
+        let mine = matrix.sends(rank);
+        let rows = SplitRows {
+            dtype,
+            row,
+            length: mine.iter().sum::<usize>() + number(1) as usize % 3,
+            capacity,
+        };
+        let counts = if number(2) & 1 == 0 { DType::I32 } else { DType::I64 };
+        self.put_splits(counts, &mine)?;
+        let room = received.max(capacity) * size + AROUND + before;
+        upload(self.pool, output, &vec![POISON; room])?;
+        let splits = self.splits_at(counts, number(3) & 1 == 0);
+        // SAFETY: as above.
+        unsafe {
+            self.comm.all_to_all_v_splits_at(
+                to as *mut u8,
+                from as *const u8,
+                &rows,
+                &splits,
+                &self.stream,
+            )
+        }?;
+        let told = self.comm.synchronize(&self.stream);
+        let what = format!("{}, capacities {capacities:?}", what("splits of the device"));
+        let overflow = told.as_ref().is_err_and(Error::is_overflow);
+        if overflow != matrix.overflows(&capacities) || (told.is_err() && !overflow) {
+            self.wrong += 1;
+            println!("rank {rank}: {what}: synchronize gave {told:?}");
+            if self.comm.failure().is_some() {
+                told?;
+            }
+        }
+        let mut wanted = vec![POISON; before];
+        wanted.extend(matrix.output(&self.data, rank, size, capacity));
+        wanted.resize(room, POISON);
+        let got = download(self.pool, output, room)?;
+        self.judge(&what, &got, &wanted);
+        if !splits.output.is_null() {
+            let (came, offsets) = (matrix.receives(rank), matrix.offsets(rank));
+            let got = self.get_splits(counts, 1)?;
+            self.judge(&format!("{what}: output splits"), &words(&got), &words(&came));
+            let got = self.get_splits(counts, 2)?;
+            self.judge(&format!("{what}: output offsets"), &words(&got), &words(&offsets));
+        }
+        Ok(())
+    }
+
+    fn put_splits(&self, dtype: DType, counts: &[usize]) -> Result<()> {
+        let all: Vec<u8> = counts
+            .iter()
+            .flat_map(|count| (*count as u64).to_le_bytes()[..dtype.size()].to_vec())
+            .collect();
+        upload(self.pool, self.splits[0].address(), &all)
+    }
+
+    fn get_splits(&self, dtype: DType, which: usize) -> Result<Vec<usize>> {
+        let size = dtype.size();
+        let got = download(self.pool, self.splits[which].address(), size * self.data.len())?;
+        let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |n, b| n << 8 | usize::from(*b));
+        Ok(got.chunks(size).map(number).collect())
+    }
+
+    fn splits_at(&self, dtype: DType, written: bool) -> SplitsAt {
+        let at = |which: usize| self.splits[which].address() as *mut u8;
+        let null = std::ptr::null_mut();
+        SplitsAt {
+            input: at(0),
+            output: if written { at(1) } else { null },
+            offsets: if written { at(2) } else { null },
+            dtype,
+        }
+    }
+
+    /// Captured once, a call replays with whatever splits lie in the device's memory; between
+    /// all-reduces of another graph and of none.
+    fn new_splits_ask_no_host(&mut self) -> Result<()> {
+        let (rank, world) = (self.pool.rank(), self.pool.world());
+        let (from, to) = (self.inputs[1].address(), self.outputs[1].address());
+        let (length, capacity) = (MOST / 2, MOST / 2);
+        let rows = SplitRows { dtype: DType::U8, row: 1, length, capacity };
+        let splits = self.splits_at(DType::I64, true);
+        upload(self.pool, from, &self.data[rank as usize][..length])?;
+        let sums: Block<u8> = self.pool.alloc(1 << 16)?;
+        self.pool.commit()?;
+        let zeros = vec![0; 1 << 16];
+        upload(self.pool, sums.address(), &zeros)?;
+        // A communicator that has made no call yet: the first is captured.
+        let comm = Communicator::new(self.pool)?;
+        let stream = self.stream;
+        let reduce = |count: usize| {
+            let at = sums.address() as *mut u8;
+            // SAFETY: the block is as long.
+            unsafe { comm.all_reduce_at(at, at, count, DType::I32, ReduceOp::Sum, &stream) }
+        };
+        let graphs = [1 << 14, 100].map(|count| {
+            Graph::capture(self.pool, self.stream, || {
+                reduce(count)?;
+                // SAFETY: both blocks are longer.
+                unsafe {
+                    comm.all_to_all_v_splits_at(
+                        to as *mut u8,
+                        from as *const u8,
+                        &rows,
+                        &splits,
+                        &self.stream,
+                    )
+                }
+            })
+        });
+        let [one, two] = graphs;
+        let graphs = [one?, two?];
+        for round in 0..100_u64 {
+            let seed = random(self.seed ^ 7, round);
+            let matrix = Matrix::random(seed, world, length);
+            self.put_splits(DType::I64, &matrix.sends(rank))?;
+            upload(self.pool, to, &vec![POISON; capacity])?;
+            graphs[(seed & 1) as usize].launch(self.pool, self.stream)?;
+            if round % 3 == 0 {
+                reduce(1 + (seed >> 8) as usize % 10_000)?;
+            }
+            comm.synchronize(&self.stream)?;
+            let mut wanted = matrix.output(&self.data, rank, 1, capacity);
+            wanted.resize(capacity, POISON);
+            let got = download(self.pool, to, capacity)?;
+            let what = format!(
+                "new_splits_ask_no_host, replay {round} ({}), sends {:?}, receives {:?}",
+                matrix.name,
+                matrix.sends(rank),
+                matrix.receives(rank)
+            );
+            self.judge(&what, &got, &wanted);
+        }
+        let got = download(self.pool, sums.address(), 1 << 16)?;
+        self.judge("all-reduces between replays, of zeros", &got, &zeros);
+        for graph in graphs {
+            graph.destroy(self.pool)?;
+        }
+        Ok(())
+    }
+
+    /// Ranks and pairs with nothing to say come and go from call to call, with no pause between.
+    fn zero_counts_keep_ranks_in_step(&mut self) -> Result<()> {
+        let (rank, world) = (self.pool.rank(), self.pool.world());
+        let (from, to) = (self.inputs[1].address(), self.outputs[1].address());
+        for call in 0..300_u64 {
+            let seed = random(self.seed ^ 9, call);
+            let most = if call % 3 == 0 { MOST / 2 } else { 2000 };
+            let mut matrix = Matrix::random(seed, world, most);
+            for other in 0..20 {
+                if call % 2 == 0 && !matrix.has_zeros() {
+                    matrix = Matrix::random(random(seed, other), world, most);
+                }
+            }
+            let (send, receive) = (matrix.sends(rank), matrix.receives(rank));
+            // SAFETY: both blocks are longer.
+            unsafe {
+                self.comm.all_to_all_v_at(
+                    to as *mut u8,
+                    from as *const u8,
+                    &receive,
+                    &send,
+                    DType::U8,
+                    &self.stream,
+                )
+            }?;
+            if call % 10 == 9 {
+                self.comm.synchronize(&self.stream)?;
+                let wanted = matrix.output(&self.data, rank, 1, MOST);
+                let got = download(self.pool, to, wanted.len())?;
+                let what = format!(
+                    "zero_counts_keep_ranks_in_step, call {call} ({}), sends {send:?}, receives \
+                     {receive:?}",
+                    matrix.name
+                );
+                self.judge(&what, &got, &wanted);
+            }
+        }
+        Ok(())
+    }
+
+    /// The lists of splits are overwritten as soon as a call returns, long before it runs.
+    fn splits_of_the_host_are_reused_at_once(&mut self) -> Result<()> {
+        let (rank, world) = (self.pool.rank(), self.pool.world());
+        let (from, output) = (self.inputs[1].address(), self.outputs[1].address());
+        let mut lists = [vec![0; world as usize], vec![0; world as usize]];
+        let matrices: Vec<Matrix> = (0..20)
+            .map(|nth| Matrix::random(random(self.seed ^ 11, nth), world, 100_000))
+            .collect();
+        for (nth, matrix) in (0_u64..).zip(&matrices) {
+            lists[0].copy_from_slice(&matrix.sends(rank));
+            lists[1].copy_from_slice(&matrix.receives(rank));
+            let to = (output + nth * 100_000) as *mut u8;
+            let [send, receive] = &mut lists;
+            // SAFETY: both blocks are longer.
+            unsafe {
+                self.comm.all_to_all_v_at(
+                    to,
+                    from as *const u8,
+                    receive,
+                    send,
+                    DType::U8,
+                    &self.stream,
+                )
+            }?;
+            send.fill(usize::MAX);
+            receive.fill(1);
+        }
+        self.comm.synchronize(&self.stream)?;
+        for (nth, matrix) in (0_u64..).zip(&matrices) {
+            let wanted = matrix.output(&self.data, rank, 1, MOST);
+            let got = download(self.pool, output + nth * 100_000, wanted.len())?;
+            self.judge(
+                &format!("splits_of_the_host_are_reused_at_once, call {nth}"),
+                &got,
+                &wanted,
+            );
+        }
+        Ok(())
+    }
+
+    /// A rank's stream reads the output of one call for long after the others have made the next.
+    fn a_slow_consumer_reads_what_it_was_sent(&mut self) -> Result<()> {
+        const CHANNEL: u32 = 5;
+        let (rank, world) = (self.pool.rank(), self.pool.world());
+        let (from, to) = (self.inputs[1].address(), self.outputs[1].address());
+        let taken = self.outputs[0].address();
+        for (nth, most) in [(0, 3000), (1, MOST / 2)] {
+            let matrices = [0, 1].map(|which| {
+                let seed = random(self.seed ^ 13, 2 * nth + which);
+                Matrix::new_even(seed, world, most)
+            });
+            let call = |matrix: &Matrix| {
+                let (send, receive) = (matrix.sends(rank), matrix.receives(rank));
+                let (to, from) = (to as *mut u8, from as *const u8);
+                // SAFETY: both blocks are longer.
+                unsafe {
+                    self.comm.all_to_all_v_at(to, from, &receive, &send, DType::U8, &self.stream)
+                }
+            };
+            call(&matrices[0])?;
+            let wanted = matrices[0].output(&self.data, rank, 1, MOST);
+            if rank == 0 {
+                // The copy is held up until the last rank says so, long after its own next call.
+                self.comm.wait(world - 1, CHANNEL, Duration::from_secs(20), &self.stream)?;
+                // SAFETY: blocks of this rank, as long.
+                unsafe {
+                    self.comm.get_at(
+                        taken as *mut u8,
+                        to as *const u8,
+                        wanted.len(),
+                        rank,
+                        &self.stream,
+                    )
+                }?;
+            }
+            call(&matrices[1])?;
+            if rank == world - 1 {
+                std::thread::sleep(Duration::from_millis(1500));
+                self.comm.signal(0, CHANNEL, &crate::cuda::stream(self.pool)?)?;
+            }
+            self.comm.synchronize(&self.stream)?;
+            if rank == 0 {
+                let got = download(self.pool, taken, wanted.len())?;
+                self.judge("a_slow_consumer_reads_what_it_was_sent, first call", &got, &wanted);
+            }
+            let wanted = matrices[1].output(&self.data, rank, 1, MOST);
+            let got = download(self.pool, to, wanted.len())?;
+            self.judge("a_slow_consumer_reads_what_it_was_sent, second call", &got, &wanted);
+        }
+        Ok(())
+    }
+
+    /// Splits on one rank's device that are negative, or more than there is: told to all, and the
+    /// communicator goes on.
+    fn nonsense(&mut self) -> Result<()> {
+        let (rank, world) = (self.pool.rank(), self.pool.world());
+        let (from, to) = (self.inputs[1].address(), self.outputs[1].address());
+        let rows = SplitRows { dtype: DType::U8, row: 1, length: 1000, capacity: 1000 };
+        let splits = self.splits_at(DType::I64, false);
+        for bad in [usize::MAX, 1001, 1 << 62, 10] {
+            let mine = if rank == world - 1 { bad } else { 10 };
+            self.put_splits(DType::I64, &vec![mine; world as usize])?;
+            upload(self.pool, to, &[POISON; 1000])?;
+            // SAFETY: both blocks are longer.
+            unsafe {
+                let (to, from) = (to as *mut u8, from as *const u8);
+                self.comm.all_to_all_v_splits_at(to, from, &rows, &splits, &self.stream)
+            }?;
+            let told = self.comm.synchronize(&self.stream);
+            if bad == 10 {
+                told?;
+            } else {
+                let error = expect_error(told, "a call with splits that make no sense")?;
+                self.cases += 1;
+                if !error.is_invalid_argument() {
+                    self.wrong += 1;
+                    println!("rank {rank}: splits of {bad}: {error}");
+                }
+            }
+            let sends = |from: u32| if from == world - 1 && bad != 10 { 0 } else { 10 };
+            let mut wanted = Vec::new();
+            for from in 0..world {
+                let part = rank as usize * 10..rank as usize * 10 + sends(from);
+                wanted.extend_from_slice(&self.data[from as usize][part]);
+            }
+            let got = download(self.pool, to, wanted.len())?;
+            self.judge(&format!("splits of {bad} on rank {}", world - 1), &got, &wanted);
+        }
+        Ok(())
+    }
+}
+
+fn words(counts: &[usize]) -> Vec<u8> {
+    counts.iter().flat_map(|count| count.to_le_bytes()).collect()
+}

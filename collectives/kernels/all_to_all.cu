@@ -1,0 +1,459 @@
+//! All-to-all with any counts. Defines: WORLD, THREADS, SHOTS.
+//!
+//! How a pair's data travels follows from its count and the receiver's output, which both ranks
+//! know alike: little goes as packets into the receiver's inbox, in one hop; more goes straight into
+//! an output that is a window, once the receiver's row has come, which says where; and what goes into
+//! other outputs passes through the receiver's scratch in rounds.
+//!
+//! An output is written from the moment on when its rank's row has come: so that rank's stream is
+//! past whatever read what the call before left there. The kernel ends when all data has come that
+//! rows promised. Flags carry the call's number, so nothing drifts where there is nothing to send.
+
+#include "bytes.cuh"
+#include "inbox.cuh"
+#include "rows.cuh"
+
+using namespace symmpool;
+
+// Bits of SHOTS: packets alone; data that goes straight or through scratch; counts on the device.
+#define STRAIGHT 2
+#define DEVICE 4
+
+constexpr bool ROWS = SHOTS & (STRAIGHT | DEVICE);
+
+// Blocks that a pair's data through scratch is cut for; any number of blocks does their work, in
+// order, on each rank for itself.
+constexpr u32 STAGES = 64;
+// Vectors of a rank's own part take a block so much less time than those that leave the device.
+constexpr u64 LOCAL_SHARE = 4;
+
+struct Exchange {
+    const Session& session;
+    const Call& call;
+    const Traffic& traffic;
+    Table& table;
+
+    __device__ __forceinline__ u32 rank() const { return session.comm.rank; }
+    __device__ __forceinline__ u64 bytes(u64 count) const { return count * traffic.size; }
+
+    __device__ __forceinline__ bool by_packets(u32 from, u32 to) const {
+        return from != to && bytes(table.sent(from, to)) <= traffic.packet_bytes;
+    }
+    __device__ __forceinline__ bool is_window(u32 receiver) const {
+        return table.words[receiver][PLACE] != UNKNOWN;
+    }
+    __device__ __forceinline__ bool straight(u32 from, u32 to) const {
+        return from != to && !by_packets(from, to) && is_window(to);
+    }
+    __device__ __forceinline__ bool staged(u32 from, u32 to) const {
+        return from != to && !by_packets(from, to) && !is_window(to);
+    }
+
+    // What this rank sends to and receives from a peer, without any peer's row where it can be.
+    __device__ __forceinline__ u64 sends(u32 to) const {
+        return SHOTS & DEVICE ? table.sent(rank(), to) : traffic.send[to];
+    }
+    __device__ __forceinline__ u64 receives(u32 from) const {
+        return SHOTS & DEVICE ? table.sent(from, rank()) : traffic.receive[from];
+    }
+    __device__ __forceinline__ const char* input(u32 to) const {
+        u64 before = 0;
+        for (u32 peer = 0; peer < to; ++peer) {
+            before += sends(peer);
+        }
+        return call.input + bytes(before);
+    }
+    // A peer's part of this rank's output, as far as there is room.
+    __device__ __forceinline__ Target output(u32 from) const {
+        u64 before = 0;
+        for (u32 peer = 0; peer < from; ++peer) {
+            before += receives(peer);
+        }
+        const u64 left = before < traffic.capacity ? traffic.capacity - before : 0;
+        const u64 count = receives(from);
+        return Target(call.output + bytes(before), bytes(count < left ? count : left));
+    }
+    // This rank's part for itself.
+    __device__ __forceinline__ Copy own() const {
+        const Target target = output(rank());
+        const u64 most = bytes(sends(rank()));
+        return Copy(input(rank()), target.begin, target.bytes < most ? target.bytes : most);
+    }
+    // What goes straight into a peer's output; nothing if its data goes another way.
+    __device__ __forceinline__ Copy push(u32 to) const {
+        const Comm& comm = session.comm;
+        char* begin = comm.base + to * comm.stride + table.words[to][PLACE] +
+                      bytes(table.offset(rank(), to));
+        const u64 length = straight(rank(), to) ? bytes(table.fitting(rank(), to)) : 0;
+        return Copy(input(to), begin, length);
+    }
+};
+
+// Where a pair's packets are in the receiver's inbox.
+__device__ __forceinline__ u64 slot_vectors(const Comm& comm) {
+    return comm.packets_bytes / 2 / 32 / WORLD;
+}
+
+__device__ __forceinline__ void send_packets(const Exchange& exchange, const Packets& inbox) {
+    const Comm& comm = exchange.session.comm;
+    const u64 slot = slot_vectors(comm);
+    const char* begins[WORLD];
+    u32 lengths[WORLD];
+    u32 most = 0;
+#pragma unroll
+    for (u32 distance = 1; distance < WORLD; ++distance) {
+        const u32 peer = comm.after(distance);
+        const u64 length = exchange.bytes(exchange.sends(peer));
+        begins[distance] = exchange.input(peer);
+        lengths[distance] =
+            length <= exchange.traffic.packet_bytes ? static_cast<u32>(length) : 0;
+        most = lengths[distance] > most ? lengths[distance] : most;
+    }
+    const u32 vectors = (most + 15) / 16;
+    for (u32 at = data_thread(); at < vectors; at += data_threads()) {
+        uint4 all[WORLD];
+#pragma unroll
+        for (u32 distance = 1; distance < WORLD; ++distance) {
+            if (16 * at < lengths[distance]) {
+                all[distance] = load_any(Source(begins[distance], lengths[distance]), at);
+            }
+        }
+#pragma unroll
+        for (u32 distance = 1; distance < WORLD; ++distance) {
+            if (16 * at < lengths[distance]) {
+                inbox.send(comm, comm.after(distance), comm.rank * slot + at, all[distance]);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void receive_packets(const Exchange& exchange, const Packets& inbox) {
+    const Session& session = exchange.session;
+    const Comm& comm = session.comm;
+    const u64 slot = slot_vectors(comm);
+    char* begins[WORLD];
+    u32 lengths[WORLD];
+    u32 most = 0;
+#pragma unroll
+    for (u32 distance = 1; distance < WORLD; ++distance) {
+        const u32 peer = comm.after(distance);
+        const bool packets =
+            exchange.bytes(exchange.receives(peer)) <= exchange.traffic.packet_bytes;
+        const Target target = exchange.output(peer);
+        begins[distance] = target.begin;
+        lengths[distance] = packets ? static_cast<u32>(target.bytes) : 0;
+        most = lengths[distance] > most ? lengths[distance] : most;
+    }
+    const u32 vectors = (most + 15) / 16;
+    for (u32 at = data_thread(); at < vectors; at += data_threads()) {
+        u32 missing = 0;
+#pragma unroll
+        for (u32 distance = 1; distance < WORLD; ++distance) {
+            missing |= 16 * at < lengths[distance] ? 1u << distance : 0;
+        }
+        Watch watch;
+        while (true) {
+            uint4 all[WORLD];
+            u32 there = 0;
+#pragma unroll
+            for (u32 distance = 1; distance < WORLD; ++distance) {
+                if (missing >> distance & 1) {
+                    const u64 from = comm.after(distance) * slot + at;
+                    there |= inbox.receive(comm, from, all[distance]) ? 1u << distance : 0;
+                }
+            }
+#pragma unroll
+            for (u32 distance = 1; distance < WORLD; ++distance) {
+                if (there >> distance & 1) {
+                    Target(begins[distance], lengths[distance]).store(at, all[distance]);
+                }
+            }
+            missing &= ~there;
+            if (missing == 0) {
+                break;
+            }
+            if (watch.expired(session, comm.after(__ffs(missing) - 1), DATA)) {
+                return;
+            }
+        }
+    }
+}
+
+// What leaves this rank straight, and its own part, given out to blocks by how long it takes, so
+// that all end together whatever the counts. Each peer is served by other blocks at the same time,
+// in proportion to what it gets, so that no two ranks turn to one peer first.
+__device__ __forceinline__ void push(const Exchange& exchange) {
+    const Comm& comm = exchange.session.comm;
+    const Copy own = exchange.own();
+    u64 total = own.units();
+    if (SHOTS & STRAIGHT) {
+        for (u32 distance = 1; distance < WORLD; ++distance) {
+            total += LOCAL_SHARE * exchange.push(comm.after(distance)).units();
+        }
+    }
+    const u64 begin = total * data_block() / data_blocks();
+    const u64 end = total * (data_block() + 1) / data_blocks();
+    // A unit belongs to the block in whose stretch it begins; whole lines of 128 bytes stay together.
+    auto run = [&](const Copy& copy, u64 share, u64 before) {
+        const u64 units = copy.units();
+        auto bound = [&](u64 at) {
+            const u64 unit = at <= before ? 0 : ((at - before + share - 1) / share + 7) / 8 * 8;
+            return unit < units ? unit : units;
+        };
+        copy.run(bound(begin), bound(end));
+        return before + share * units;
+    };
+    u64 before = 0;
+    if (SHOTS & STRAIGHT) {
+        for (u32 distance = 1; distance < WORLD; ++distance) {
+            before = run(exchange.push(comm.after(distance)), LOCAL_SHARE, before);
+        }
+    }
+    run(own, 1, before);
+}
+
+// After the block's stores so far (rule S3), every peer that gets something straight is told.
+__device__ __forceinline__ void raise_pushed(const Exchange& exchange) {
+    const Session& session = exchange.session;
+    const u32 peer = threadIdx.x;
+    __syncthreads();
+    if (peer < WORLD && exchange.straight(exchange.rank(), peer)) {
+        fence();
+        store_release(flag_of(session, peer, ARRIVED, exchange.rank(), data_block()),
+                      static_cast<u64>(session.epoch) << 32 | 1);
+    }
+}
+
+// By one block: until every block of every rank that sends straight to this one has told.
+__device__ __forceinline__ void await_pushed(const Exchange& exchange) {
+    const u32 rank = exchange.rank();
+    for (u32 distance = 1; distance < WORLD; ++distance) {
+        const u32 peer = exchange.session.comm.after(distance);
+        if (exchange.straight(peer, rank)) {
+            const u32 blocks = static_cast<u32>(exchange.table.words[peer][GRID]);
+            for (u32 block = threadIdx.x; block < blocks; block += blockDim.x) {
+                if (!await_raised(exchange.session, ARRIVED, peer, block, 1, RESULT)) {
+                    return;
+                }
+            }
+        }
+    }
+}
+
+// One stage's share of what a pair sends through scratch.
+struct Stage {
+    u64 from;
+    u64 to;
+    u64 chunk;
+    u32 rounds;
+
+    __device__ __forceinline__ Stage(const Exchange& exchange, u32 sender, u32 receiver, u32 stage) {
+        const Comm& comm = exchange.session.comm;
+        const u64 length = exchange.staged(sender, receiver)
+            ? exchange.bytes(exchange.table.fitting(sender, receiver)) : 0;
+        const u64 each = ((length + STAGES - 1) / STAGES + 127) / 128 * 128;
+        from = stage * each < length ? stage * each : length;
+        to = from + each < length ? from + each : length;
+        chunk = 16 * (room(comm) / STAGES / 8 * 8);
+        rounds = static_cast<u32>((to - from + chunk - 1) / chunk);
+    }
+    // Vectors of scratch that a rank has on another in a round.
+    static __device__ __forceinline__ u64 room(const Comm& comm) {
+        return comm.scratch_vectors() / 2 / 8 * 8;
+    }
+    __device__ __forceinline__ u64 begin(u32 round) const { return from + round * chunk; }
+    __device__ __forceinline__ u64 length(u32 round) const {
+        const u64 left = to - begin(round);
+        return left < chunk ? left : chunk;
+    }
+    __device__ __forceinline__ char* scratch(const Comm& comm, u32 owner, u32 sender, u32 stage,
+                                             u32 round) const {
+        return comm.scratch_of(owner, sender) + 16 * room(comm) * (round & 1) + stage * chunk;
+    }
+};
+
+// Tells the peers after what the block has stored and read.
+template <typename Which>
+__device__ __forceinline__ void tell(const Session& session, u32 kind, u32 stage, u32 count,
+                                     Which which) {
+    __syncthreads();
+    if (threadIdx.x < WORLD && which(threadIdx.x)) {
+        fence();
+        store_release(flag_of(session, threadIdx.x, kind, session.comm.rank, stage),
+                      static_cast<u64>(session.epoch) << 32 | count);
+    }
+}
+
+// Through the scratch of receivers whose output is no window. Stages run in order on every rank,
+// so the first that is not done can always go on.
+__device__ __forceinline__ bool run_stage(const Exchange& exchange, u32 stage) {
+    const Session& session = exchange.session;
+    const Comm& comm = session.comm;
+    const u32 rank = comm.rank;
+    u32 rounds = 0;
+    for (u32 distance = 1; distance < WORLD; ++distance) {
+        const u32 peer = comm.after(distance);
+        const u32 out = Stage(exchange, rank, peer, stage).rounds;
+        const u32 in = Stage(exchange, peer, rank, stage).rounds;
+        rounds = out > rounds ? out : rounds;
+        rounds = in > rounds ? in : rounds;
+    }
+    for (u32 round = 0; round < rounds; ++round) {
+        for (u32 distance = 1; distance < WORLD; ++distance) {
+            const u32 peer = comm.after(distance);
+            const Stage out(exchange, rank, peer, stage);
+            if (round < out.rounds) {
+                // Its half of the scratch held the round before the last.
+                if (round >= 2 &&
+                    !await_flag(session, FINISHED, peer, stage, round - 1, DATA)) {
+                    return false;
+                }
+                const Copy copy(exchange.input(peer) + out.begin(round),
+                                out.scratch(comm, peer, rank, stage, round), out.length(round));
+                copy.run(0, copy.units());
+            }
+        }
+        tell(session, ARRIVED, stage, round + 1,
+             [&](u32 peer) { return round < Stage(exchange, rank, peer, stage).rounds; });
+        for (u32 distance = 1; distance < WORLD; ++distance) {
+            const u32 peer = comm.after(distance);
+            const Stage in(exchange, peer, rank, stage);
+            if (round < in.rounds) {
+                if (!await_flag(session, ARRIVED, peer, stage, round + 1, DATA)) {
+                    return false;
+                }
+                const Copy copy(in.scratch(comm, rank, peer, stage, round),
+                                exchange.output(peer).begin + in.begin(round), in.length(round));
+                copy.run(0, copy.units());
+            }
+        }
+        tell(session, FINISHED, stage, round + 1,
+             [&](u32 peer) { return round < Stage(exchange, peer, rank, stage).rounds; });
+    }
+    // Later calls use the scratch too.
+    for (u32 distance = 1; distance < WORLD; ++distance) {
+        const u32 peer = comm.after(distance);
+        const u32 sent = Stage(exchange, rank, peer, stage).rounds;
+        if (sent > 0 && !await_flag(session, FINISHED, peer, stage, sent, DATA)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// What ranks wrote two calls ago in places that this one does not use; see `forget_old`.
+__device__ __noinline__ void forget_unused(const Session& session, const Call& call,
+                                           const Traffic& traffic, Table& table) {
+    const Exchange exchange{session, call, traffic, table};
+    const Comm& comm = session.comm;
+    u64 blocks = SHOTS & STRAIGHT ? STAGES : 0;
+    for (u32 peer = 0; peer < WORLD; ++peer) {
+        if (peer == comm.rank) {
+            continue;
+        }
+        if (exchange.straight(peer, comm.rank)) {
+            const u64 theirs = static_cast<u32>(exchange.table.words[peer][GRID]);
+            blocks = theirs > blocks ? theirs : blocks;
+        }
+        const u64 sent = exchange.by_packets(peer, comm.rank)
+            ? (exchange.bytes(exchange.table.sent(peer, comm.rank)) + 15) / 16 : 0;
+        char* inbox = comm.own() + comm.packets + session.parity() * (comm.packets_bytes / 2);
+        const u64 slot = slot_vectors(comm), old = session.epoch - 2;
+        for (u64 at = 2 * sent + threadIdx.x; at < 2 * slot; at += blockDim.x) {
+            store_plain(inbox + 32 * peer * slot + 16 * at,
+                        make_uint4(0, static_cast<u32>(old), static_cast<u32>(old),
+                                   static_cast<u32>(old)));
+        }
+    }
+    Used used;
+    used.packets = comm.packets_bytes / 2;
+    used.flags = blocks * (8 * KINDS * WORLD);
+    used.rows = ROWS_BYTES / 2;
+    forget_old(session, used);
+}
+
+// The whole work of the first block.
+__device__ __forceinline__ void attend_exchange(const Exchange& exchange) {
+    const Session& session = exchange.session;
+    const Traffic& traffic = exchange.traffic;
+    Table& table = exchange.table;
+    table.fill<(SHOTS & DEVICE) != 0>(session.comm, traffic);
+    enter<ROWS>(session, exchange.call);
+    table.show(session);
+    session.advance();
+    compare(session, exchange.call);
+    if (!table.await(session)) {
+        return;
+    }
+    if (!table.agreed()) {
+        if (threadIdx.x == 0) {
+            report_counts(session, table);
+        }
+        return;
+    }
+    if (SHOTS & DEVICE) {
+        if (threadIdx.x < WORLD) {
+            const u64 count = table.sent(threadIdx.x, session.comm.rank);
+            const u64 offset = table.offset(threadIdx.x, session.comm.rank);
+            auto put = [&](void* to, u64 value) {
+                if (to != nullptr && traffic.wide) {
+                    static_cast<u64*>(to)[threadIdx.x] = value;
+                } else if (to != nullptr) {
+                    static_cast<u32*>(to)[threadIdx.x] = static_cast<u32>(value);
+                }
+            };
+            put(traffic.received, count);
+            put(traffic.offsets, offset);
+        }
+    }
+    // Not only where counts are on the device: another rank's may be.
+    bool amiss = false;
+    if (threadIdx.x < WORLD) {
+        amiss = table.total(threadIdx.x) > table.words[threadIdx.x][ROOM] ||
+                (table.words[threadIdx.x][GRID] & NONSENSE) != 0;
+    }
+    if (__syncthreads_or(amiss) && threadIdx.x == 0) {
+        notice(session, table);
+    }
+    if (SHOTS & STRAIGHT) {
+        await_pushed(exchange);
+    }
+    if ((session.epoch & 0x3fffffffu) < 2) {
+        forget_unused(session, exchange.call, traffic, table);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    symmpool_all_to_all(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
+                        const __grid_constant__ Traffic traffic) {
+    begin();
+    __shared__ Table table;
+    Session session(comm);
+    if (session.failed) {
+        return;
+    }
+    const Exchange exchange{session, call, traffic, table};
+    if (attends()) {
+        attend_exchange(exchange);
+        return;
+    }
+    if (ROWS) {
+        table.fill<(SHOTS & DEVICE) != 0>(comm, traffic);
+    }
+    const Packets inbox(session, 0);
+    send_packets(exchange, inbox);
+    session.advance();
+    if (ROWS && (!table.await(session) || !table.agreed())) {
+        return;
+    }
+    push(exchange);
+    if (SHOTS & STRAIGHT) {
+        raise_pushed(exchange);
+        for (u32 stage = data_block(); stage < STAGES; stage += data_blocks()) {
+            if (!run_stage(exchange, stage)) {
+                return;
+            }
+        }
+    }
+    receive_packets(exchange, inbox);
+}

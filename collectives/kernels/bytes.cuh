@@ -1,0 +1,96 @@
+//! Copies of bytes from anywhere to anywhere, in vectors that are aligned where they are written.
+
+#pragma once
+
+#include "data.cuh"
+
+namespace symmpool {
+
+// Sixteen bytes from `shift` bytes behind `aligned` on, a multiple of 16. Only vectors of which a
+// byte is wanted are read, so none lies outside the memory's pages.
+__device__ __forceinline__ uint4 load_shifted(const char* aligned, u32 shift) {
+    const uint4 low = load_plain(aligned);
+    if (shift == 0) {
+        return low;
+    }
+    const uint4 high = load_plain(aligned + 16);
+    const u32 words = shift / 4, bits = shift % 4 * 8;
+    auto pick = [&](u32 a, u32 b, u32 c, u32 d) {
+        return words == 0 ? a : words == 1 ? b : words == 2 ? c : d;
+    };
+    const u32 w0 = pick(low.x, low.y, low.z, low.w);
+    const u32 w1 = pick(low.y, low.z, low.w, high.x);
+    const u32 w2 = pick(low.z, low.w, high.x, high.y);
+    const u32 w3 = pick(low.w, high.x, high.y, high.z);
+    const u32 w4 = pick(high.x, high.y, high.z, high.w);
+    return make_uint4(__funnelshift_r(w0, w1, bits), __funnelshift_r(w1, w2, bits),
+                      __funnelshift_r(w2, w3, bits), __funnelshift_r(w3, w4, bits));
+}
+
+// Vector `at` of a source of any alignment; the last may be partial.
+__device__ __forceinline__ uint4 load_any(const Source& source, u64 at) {
+    const char* from = source.begin + 16 * at;
+    const u64 left = source.bytes - 16 * at;
+    if (left < 16) {
+        return gather_bytes(from, static_cast<u32>(left));
+    }
+    const u32 shift = static_cast<u32>(reinterpret_cast<u64>(from) % 16);
+    return load_shifted(from - shift, shift);
+}
+
+// A copy in units that blocks share out among them: the vectors, and one for the bytes at both
+// ends that fill no aligned vector.
+struct Copy {
+    static constexpr int UNROLL = 4;
+
+    const char* from;
+    char* to;
+    u64 bytes;
+    u32 head;
+    u64 vectors;
+
+    __device__ __forceinline__ Copy(const char* source, char* target, u64 length)
+        : from(source), to(target), bytes(length) {
+        const u64 before = (16 - reinterpret_cast<u64>(target) % 16) % 16;
+        head = static_cast<u32>(before < length ? before : length);
+        vectors = (length - head) / 16;
+    }
+
+    __device__ __forceinline__ u64 units() const { return bytes == 0 ? 0 : vectors + 1; }
+
+    // Units `[first, last)`, by one block of 32 threads or more.
+    __device__ __forceinline__ void run(u64 first, u64 last) const {
+        if (first >= last) {
+            return;
+        }
+        if (first == 0) {
+            const u64 behind = head + 16 * vectors;
+            if (threadIdx.x < head) {
+                to[threadIdx.x] = from[threadIdx.x];
+            } else if (threadIdx.x >= 16 && threadIdx.x - 16 < bytes - behind) {
+                to[behind + threadIdx.x - 16] = from[behind + threadIdx.x - 16];
+            }
+        }
+        const u64 begin = first == 0 ? 0 : first - 1, end = last - 1;
+        const u32 shift = static_cast<u32>(reinterpret_cast<u64>(from + head) % 16);
+        const char* source = from + head - shift;
+        char* target = to + head;
+        for (u64 at = begin + threadIdx.x; at < end; at += blockDim.x * UNROLL) {
+            uint4 all[UNROLL];
+#pragma unroll
+            for (int i = 0; i < UNROLL; ++i) {
+                if (at + i * blockDim.x < end) {
+                    all[i] = load_shifted(source + 16 * (at + i * blockDim.x), shift);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < UNROLL; ++i) {
+                if (at + i * blockDim.x < end) {
+                    store_plain(target + 16 * (at + i * blockDim.x), all[i]);
+                }
+            }
+        }
+    }
+};
+
+}  // namespace symmpool

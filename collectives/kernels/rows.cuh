@@ -1,0 +1,218 @@
+//! Who sends how much to whom: every rank shows every peer its row of the traffic matrix, with
+//! where its output lies and how much that holds. Rows travel as packets in every call, whatever
+//! the counts (rule S1), so what a rank knows of a pair both of its ranks know alike.
+
+#pragma once
+
+#include "flags.cuh"
+
+namespace symmpool {
+
+constexpr u32 MOST_RANKS = 8;
+constexpr u64 UNKNOWN = ~0ull;
+
+// What a call exchanges; counts are elements. `Traffic` in cuda/params.rs.
+struct Traffic {
+    u64 send[MOST_RANKS];     // splits that the host knows,
+    u64 receive[MOST_RANKS];
+    const void* splits;       // or where the device has them
+    void* received;           // where it writes what came from each rank, if anywhere,
+    void* offsets;            // and where in the output that begins
+    u64 length;               // of the input
+    u64 capacity;             // of the output
+    u64 window;               // where the output is in the slot; UNKNOWN if it is no window
+    u64 packet_bytes;         // pairs with no more than this go through the packet inbox
+    u32 size;                 // bytes of an element
+    u32 wide;                 // whether splits on the device have 64 bits
+};
+
+static_assert(sizeof(Traffic) == TRAFFIC_BYTES, "layouts differ");
+
+// Words of a row: counts sent to each rank, counts expected of each rank, and
+constexpr u32 EXPECTS = WORLD;
+constexpr u32 PLACE = 2 * WORLD;
+constexpr u32 ROOM = PLACE + 1;
+constexpr u32 GRID = PLACE + 2;  // data blocks of the rank's grid
+static_assert(GRID + 1 == ROW_WORDS, "rows have as many words as they have room");
+// In the word of blocks: the splits made no sense, and nothing is sent.
+constexpr u64 NONSENSE = 1ull << 32;
+
+// Notices.
+constexpr u32 OVERFLOW = 1;
+constexpr u32 SPLITS = 2;
+
+__device__ __forceinline__ char* row_packet(const Session& session, u32 owner, u32 from, u32 word) {
+    const Comm& comm = session.comm;
+    char* all = comm.of(owner) + rows(comm) + session.parity() * (ROWS_BYTES / 2);
+    return all + 16 * (from * ROW_WORDS + word);
+}
+
+// All rows, in shared memory.
+struct Table {
+    u64 words[WORLD][ROW_WORDS];
+
+    __device__ __forceinline__ u64 sent(u32 from, u32 to) const { return words[from][to]; }
+    __device__ __forceinline__ u64 expected(u32 from, u32 to) const {
+        return words[to][EXPECTS + from];
+    }
+    // Where in the receiver's output a sender's part begins, and how much of it that holds.
+    __device__ __forceinline__ u64 offset(u32 from, u32 to) const {
+        u64 before = 0;
+        for (u32 rank = 0; rank < from; ++rank) {
+            before += sent(rank, to);
+        }
+        return before;
+    }
+    __device__ __forceinline__ u64 fitting(u32 from, u32 to) const {
+        const u64 room = words[to][ROOM], before = offset(from, to), count = sent(from, to);
+        const u64 left = before < room ? room - before : 0;
+        return count < left ? count : left;
+    }
+    __device__ __forceinline__ u64 total(u32 to) const { return offset(WORLD, to); }
+
+    // This rank's own. By all threads of a block, which leave together.
+    template <bool DEVICE>
+    __device__ __forceinline__ void fill(const Comm& comm, const Traffic& traffic) {
+        u64* row = words[comm.rank];
+        const u32 at = threadIdx.x;
+        if (at < WORLD) {
+            u64 count = 0;
+            if (!DEVICE) {
+                count = traffic.send[at];
+            } else if (traffic.wide) {
+                count = static_cast<const u64*>(traffic.splits)[at];
+            } else {
+                const long long narrow = static_cast<const int*>(traffic.splits)[at];
+                count = static_cast<u64>(narrow);
+            }
+            row[at] = count;
+            row[EXPECTS + at] = DEVICE ? UNKNOWN : traffic.receive[at];
+        } else if (at == WORLD) {
+            row[PLACE] = traffic.window;
+            row[ROOM] = traffic.capacity;
+            row[GRID] = data_blocks();
+        }
+        __syncthreads();
+        if (DEVICE) {
+            // Negative ones are larger than any length. Sums of so few cannot overflow.
+            bool bad = false;
+            u64 sum = 0;
+            for (u32 rank = 0; rank < WORLD; ++rank) {
+                bad = bad || row[rank] > traffic.length;
+                sum += bad ? 0 : row[rank];
+            }
+            bad = bad || sum > traffic.length;
+            __syncthreads();
+            if (bad && at < WORLD) {
+                row[at] = 0;
+            } else if (bad && at == WORLD) {
+                row[GRID] |= NONSENSE;
+            }
+            __syncthreads();
+        }
+    }
+
+    // By one block.
+    __device__ __forceinline__ void show(const Session& session) const {
+        const u32 rank = session.comm.rank;
+        for (u32 i = threadIdx.x; i < WORLD * ROW_WORDS; i += blockDim.x) {
+            const u32 peer = i / ROW_WORDS, word = i % ROW_WORDS;
+            if (peer != rank) {
+                const u64 data = words[rank][word];
+                store_relaxed(row_packet(session, peer, rank, word),
+                              make_uint4(static_cast<u32>(data), session.epoch,
+                                         static_cast<u32>(data >> 32), session.epoch));
+            }
+        }
+    }
+
+    // The peers' rows. What their streams did before is visible then, and what they have ended is
+    // past: their outputs may be written. By all threads of a block; false on all of them if a rank
+    // does not come.
+    __device__ __forceinline__ bool await(const Session& session) {
+        bool bad = false;
+        for (u32 i = threadIdx.x; i < WORLD * ROW_WORDS; i += blockDim.x) {
+            const u32 peer = i / ROW_WORDS, word = i % ROW_WORDS;
+            if (peer == session.comm.rank) {
+                continue;
+            }
+            const char* slot = row_packet(session, session.comm.rank, peer, word);
+            uint4 packet;
+            Watch watch;
+            while (packet = load_relaxed(slot), !flagged(packet, session.epoch)) {
+                if (watch.expired(session, peer, ENTRY)) {
+                    bad = true;
+                    break;
+                }
+            }
+            words[peer][word] = static_cast<u64>(packet.z) << 32 | packet.x;
+            if (bad) {
+                break;
+            }
+        }
+        fence();
+        return !__syncthreads_or(bad);
+    }
+
+    __device__ __forceinline__ bool differs(u32 from, u32 to) const {
+        const u64 wanted = expected(from, to);
+        return wanted != UNKNOWN && wanted != sent(from, to);
+    }
+
+    // Whether every rank is sent what it expects: the same answer on all ranks, as all read the
+    // same rows, and in all threads of a block.
+    __device__ __forceinline__ bool agreed() const {
+        bool bad = false;
+        for (u32 pair = threadIdx.x; pair < WORLD * WORLD; pair += blockDim.x) {
+            bad = bad || differs(pair / WORLD, pair % WORLD);
+        }
+        return !__syncthreads_or(bad);
+    }
+};
+
+// Of the first pair that differs, as on every rank. By one thread.
+__device__ __noinline__ void report_counts(const Session& session, const Table& table) {
+    const Comm& comm = session.comm;
+    if (atomicExch(&comm.local()->failed, 1) != 0) {
+        return;
+    }
+    u32 pair = WORLD * WORLD - 1;
+    for (u32 other = pair; other != ~0u; --other) {
+        pair = table.differs(other / WORLD, other % WORLD) ? other : pair;
+    }
+    const u32 from = pair / WORLD, to = pair % WORLD;
+    Fault* fault = comm.fault;
+    fault->kind = COUNTS;
+    fault->epoch = session.epoch;
+    fault->peer = from == comm.rank ? to : from;
+    fault->phase = ENTRY;
+    fault->ours[0] = from;
+    fault->ours[1] = to;
+    fault->ours[2] = table.sent(from, to);
+    fault->ours[3] = table.expected(from, to);
+    fence();
+    *static_cast<volatile u32*>(&fault->complete) = 1;
+}
+
+// Tells the host of the first rank for which something did not go as wished, on every rank alike.
+// By one thread.
+__device__ __noinline__ void notice(const Session& session, const Table& table) {
+    volatile Notice* at = &session.comm.fault->notice;
+    for (u32 rank = 0; rank < WORLD; ++rank) {
+        const u64 needed = table.total(rank), room = table.words[rank][ROOM];
+        const bool nonsense = table.words[rank][GRID] & NONSENSE;
+        if (needed <= room && !nonsense) {
+            continue;
+        }
+        at->kind = nonsense ? SPLITS : OVERFLOW;
+        at->epoch = session.epoch;
+        at->rank = rank;
+        at->needed = needed;
+        at->room = room;
+        fence();
+        at->calls = at->calls + 1;
+        return;
+    }
+}
+
+}  // namespace symmpool

@@ -1,0 +1,81 @@
+//! Which way all-to-alls go, and who asked for it.
+
+use std::env;
+use std::ffi::OsStr;
+
+use symmpool_allocator::{Error, Result};
+
+/// Names an algorithm for every communicator whose options name none.
+const VARIABLE: &str = "SYMMPOOL_ALL_TO_ALL";
+
+/// Which algorithm all-to-alls use. Results are the same with each.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u8)]
+pub enum AllToAllAlgorithm {
+    /// By what each pair of ranks exchanges, and by kind of memory.
+    #[default]
+    Auto = 0,
+    /// In host memory through the sender's scratch; on devices as packets into the receiver's
+    /// inbox, in one hop, as far as that has room for a pair's data.
+    Packet = 1,
+    /// In host memory out of inputs that are windows; on devices into outputs that are windows, and
+    /// through the receiver's scratch into others.
+    Direct = 2,
+}
+
+impl AllToAllAlgorithm {
+    /// All of them, `Auto` first.
+    pub const ALL: [Self; 3] = [Self::Auto, Self::Packet, Self::Direct];
+
+    /// The name used in options and reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Packet => "packet",
+            Self::Direct => "direct",
+        }
+    }
+
+    /// The algorithm of this [`name`](Self::name).
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|algorithm| algorithm.name() == name)
+    }
+
+    /// This one, or what the environment names if it leaves the choice open.
+    pub(crate) fn or_environment(self) -> Result<Self> {
+        self.or_named(env::var_os(VARIABLE).as_deref())
+    }
+
+    fn or_named(self, value: Option<&OsStr>) -> Result<Self> {
+        let Some(value) = value.filter(|value| self == Self::Auto && !value.is_empty()) else {
+            return Ok(self);
+        };
+        value.to_str().and_then(Self::named).ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            Error::invalid_argument(format!(
+                "{VARIABLE}={}: no such algorithm; there are {names}",
+                value.display()
+            ))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_environment_speaks_where_options_do_not() {
+        use AllToAllAlgorithm::{Auto, Direct, Packet};
+        let with = |option: AllToAllAlgorithm, value| option.or_named(Some(OsStr::new(value)));
+        assert_eq!(Auto.or_named(None).unwrap(), Auto);
+        assert_eq!(with(Auto, "").unwrap(), Auto);
+        assert_eq!(with(Auto, "packet").unwrap(), Packet);
+        assert_eq!(with(Direct, "packet").unwrap(), Direct);
+        assert_eq!(with(Direct, "nonsense").unwrap(), Direct);
+        let error = with(Auto, "nonsense").unwrap_err();
+        assert!(error.is_invalid_argument());
+        let text = error.to_string();
+        assert!(text.contains("SYMMPOOL_ALL_TO_ALL=nonsense") && text.contains("direct"), "{text}");
+    }
+}

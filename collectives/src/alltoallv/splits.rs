@@ -1,0 +1,156 @@
+//! All-to-alls whose counts are in memory, and are read when the call runs.
+
+#![allow(unsafe_code)] // reads and writes counts through the caller's pointers
+
+use symmpool_allocator::{Error, Result};
+
+use super::Work;
+use super::matrix::{Matrix, NONSENSE};
+use crate::DType;
+use crate::host::call::{Call, Operation};
+use crate::host::{HostEngine, InPlace, Place};
+
+/// What an all-to-all with splits in memory moves: rows of `row` elements of `dtype`, the same on
+/// every rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SplitRows {
+    /// The type of the elements.
+    pub dtype: DType,
+    /// Elements of a row, 1 or more.
+    pub row: usize,
+    /// Rows that the input has. Splits that sum to more are refused.
+    pub length: usize,
+    /// Rows that the output holds. What ranks send beyond that is not written.
+    pub capacity: usize,
+}
+
+/// Where the counts of an all-to-all are: one for each rank, in memory of whoever runs the call
+/// (the CPU in host memory, else the device). They overlap neither each other nor input and output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SplitsAt {
+    /// Rows that each rank is sent.
+    pub input: *const u8,
+    /// Where to write how many rows each rank sent, those that had no room included; unless null.
+    pub output: *mut u8,
+    /// Where to write at which row of the output each rank's begin; unless null.
+    pub offsets: *mut u8,
+    /// The counts' own type: `I32` or `I64`.
+    pub dtype: DType,
+}
+
+impl SplitsAt {
+    /// Bytes of the counts for `world` ranks; why they cannot be.
+    pub(crate) fn bytes(&self, rank: u32, world: u32) -> Result<u64> {
+        let refuse = |why: &str| {
+            Err(Error::invalid_argument(format!(
+                "all_to_all_v on rank {rank}: splits of {} at {:?}, {:?} and {:?}: {why}",
+                self.dtype.name(),
+                self.input,
+                self.output,
+                self.offsets
+            )))
+        };
+        if !matches!(self.dtype, DType::I32 | DType::I64) {
+            return refuse("they are to be i32 or i64");
+        }
+        let misaligned = |address: usize| !address.is_multiple_of(self.dtype.size());
+        let places = [self.input as usize, self.output as usize, self.offsets as usize];
+        if self.input.is_null() || places.into_iter().any(misaligned) {
+            return refuse("they must be there, and aligned to their type");
+        }
+        Ok(self.dtype.size() as u64 * u64::from(world))
+    }
+
+    /// # Safety
+    ///
+    /// The count is readable.
+    unsafe fn read(&self, rank: usize) -> i64 {
+        if self.dtype == DType::I64 {
+            // SAFETY: the caller's promise; aligned (`bytes`).
+            unsafe { self.input.cast::<i64>().wrapping_add(rank).read() }
+        } else {
+            // SAFETY: as above.
+            i64::from(unsafe { self.input.cast::<i32>().wrapping_add(rank).read() })
+        }
+    }
+
+    /// # Safety
+    ///
+    /// `to` is null, or the count there is writable.
+    unsafe fn write(&self, to: *mut u8, rank: usize, value: u64) {
+        if to.is_null() {
+        } else if self.dtype == DType::I64 {
+            // SAFETY: the caller's promise; aligned (`bytes`).
+            unsafe { to.cast::<u64>().wrapping_add(rank).write(value) }
+        } else {
+            // SAFETY: as above.
+            unsafe { to.cast::<u32>().wrapping_add(rank).write(value as u32) }
+        }
+    }
+}
+
+impl HostEngine {
+    /// Sends as many rows to each rank as `splits` say; rows lie in rank order, without gaps, in
+    /// `input` and `output`, which must not overlap. Nobody need know what it receives: the output
+    /// holds `rows.capacity` rows, and what ranks send beyond that is not written.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::all_to_all_v`]; and, on every rank, once all data is where it should be:
+    /// `is_overflow` if a rank was sent more than it had room for, `is_invalid_argument` if a rank's
+    /// splits are negative or more than its input, which then sent nothing.
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::all_to_all_v`], of input and output for `rows.length` and `rows.capacity` rows,
+    /// and of the splits for a count a rank.
+    pub unsafe fn all_to_all_splits(
+        &mut self,
+        input: Place,
+        output: Place,
+        rows: &SplitRows,
+        splits: &SplitsAt,
+    ) -> Result<()> {
+        self.ready()?;
+        let SplitRows { dtype, row, length, capacity } = *rows;
+        let (rank, world) = (self.rank(), self.world());
+        let data = splits.bytes(rank, world).and_then(|_| {
+            let size = row.checked_mul(dtype.size()).filter(|size| *size > 0);
+            let bytes = |count: usize| size.and_then(|size| size.checked_mul(count));
+            let (input, output) = ((input, bytes(length)), (output, bytes(capacity)));
+            Ok((self.resolve(input, output, InPlace::Never)?, size.unwrap_or(1)))
+        });
+        let (data, size) = match data {
+            Ok(found) => found,
+            Err(why) => return Err(self.decline(why)),
+        };
+        let mut left = Some(length);
+        for peer in 0..world as usize {
+            // SAFETY: the caller's promise.
+            let count = usize::try_from(unsafe { splits.read(peer) }).ok();
+            left = left.and_then(|left| left.checked_sub(count?));
+        }
+        for peer in 0..world {
+            // SAFETY: the caller's promise.
+            let count = unsafe { splits.read(peer as usize) };
+            let sent = if left.is_some() { count as u64 * size as u64 } else { 0 };
+            self.set_next_row(peer, sent);
+        }
+        let nonsense = if left.is_none() { NONSENSE } else { 0 };
+        self.set_next_row(world, (capacity * size) as u64 | nonsense);
+        let call = Call::new(Operation::AllToAllV).elements(dtype, row).input(input);
+        let work = Work { data, matrix: Matrix::Splits, size, rank, world };
+        // SAFETY: the caller's promises about input and output, which `data` resolves.
+        unsafe { work.run(self, &call) }?;
+        let mut offset = 0;
+        for peer in 0..world {
+            let count = self.row(peer, rank) / size as u64;
+            // SAFETY: the caller's promise.
+            unsafe { splits.write(splits.output, peer as usize, count) };
+            // SAFETY: the caller's promise.
+            unsafe { splits.write(splits.offsets, peer as usize, offset) };
+            offset += count;
+        }
+        Matrix::Splits.amiss(self, size)
+    }
+}

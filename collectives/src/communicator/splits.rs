@@ -1,0 +1,104 @@
+//! All-to-alls whose counts are in memory, and are read when the call runs: on a device when the
+//! stream comes to it, so a captured graph replays with whatever counts are there then.
+
+#![allow(unsafe_code)] // passes on blocks as raw memory that the pool keeps mapped
+
+use symmpool_allocator::{Block, Error, Result, Stream};
+
+use super::Communicator;
+use crate::{Element, SplitRows, SplitsAt};
+
+/// The counts of an all-to-all, as blocks of `i32` or `i64`, each for all ranks.
+#[derive(Clone, Copy, Debug)]
+pub struct Splits<'a, S: Element> {
+    /// Rows that each rank is sent.
+    pub input: &'a Block<S>,
+    /// Where to write how many rows each rank sent, those that had no room included.
+    pub output: Option<&'a Block<S>>,
+    /// Where to write at which row of the output each rank's begin.
+    pub offsets: Option<&'a Block<S>>,
+    /// Elements of a row, 1 or more. The same on every rank.
+    pub row: usize,
+}
+
+impl Communicator {
+    /// Sends `splits.input[r]` rows to rank `r`, which are read when the call runs; no host waits for
+    /// them, and nobody need know what it receives. Parts lie in rank order, without gaps, in `input`
+    /// and in `out`, whose length is what it holds: what ranks send beyond that is not written.
+    ///
+    /// # Errors
+    ///
+    /// Besides those of every call: `is_overflow`, on every rank, if a rank was sent more than its
+    /// output holds, and `is_invalid_argument`, on every rank, if a rank's splits were negative or
+    /// more than its input has, in which case that rank sent nothing. All other data is where it
+    /// should be, and the communicator goes on. In host memory the call itself says so, on a
+    /// device [`Self::synchronize`], once, of all calls since it was asked last: later calls do not
+    /// fail for it, or ranks would no longer make the same ones.
+    pub fn all_to_all_v<T: Element, S: Element>(
+        &self,
+        out: &Block<T>,
+        input: &Block<T>,
+        splits: &Splits<'_, S>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let world = self.world() as usize;
+        let given = [Some(splits.input), splits.output, splits.offsets];
+        if splits.row == 0 || given.into_iter().flatten().any(|block| block.len() != world) {
+            let lengths = given.map(|block| block.map(Block::len));
+            let why = Error::invalid_argument(format!(
+                "all_to_all_v on rank {}: rows of {} elements and {lengths:?} splits: a row has at \
+                 least one, and each kind of splits one for each of {world} ranks",
+                self.rank(),
+                splits.row
+            ));
+            return Err(self.decline(why, stream));
+        }
+        let rows = SplitRows {
+            dtype: T::DTYPE,
+            row: splits.row,
+            length: input.len() / splits.row,
+            capacity: out.len() / splits.row,
+        };
+        let at = |block: Option<&Block<S>>| {
+            block.map_or(std::ptr::null_mut(), |block| block.as_ptr().cast::<u8>())
+        };
+        let splits = SplitsAt {
+            input: at(Some(splits.input)),
+            output: at(splits.output),
+            offsets: at(splits.offsets),
+            dtype: S::DTYPE,
+        };
+        let mut inner = self.begin(stream)?;
+        let (from, to) =
+            (self.place(&mut inner, input, stream)?, self.place(&mut inner, out, stream)?);
+        // SAFETY: as in `all_reduce_into`; rows are as many as both blocks have, and each block of
+        // splits has a count for every rank.
+        unsafe { inner.engine.all_to_all_splits((from, to), &rows, &splits, stream) }
+    }
+
+    /// [`Self::all_to_all_v`] on addresses.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::all_to_all_v`].
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::all_reduce_at`], of `input` and `output` for `rows.length` and `rows.capacity`
+    /// rows, and of the splits for one count for each rank.
+    pub unsafe fn all_to_all_v_splits_at(
+        &self,
+        output: *mut u8,
+        input: *const u8,
+        rows: &SplitRows,
+        splits: &SplitsAt,
+        stream: &Stream,
+    ) -> Result<()> {
+        let mut inner = self.begin(stream)?;
+        let bytes = |count: usize| count.saturating_mul(rows.row).saturating_mul(rows.dtype.size());
+        let from = self.place_at(&mut inner, input.cast_mut(), bytes(rows.length), stream)?;
+        let to = self.place_at(&mut inner, output, bytes(rows.capacity), stream)?;
+        // SAFETY: the caller's promise, for these lengths; windows are covered (`place_at`).
+        unsafe { inner.engine.all_to_all_splits((from, to), rows, splits, stream) }
+    }
+}

@@ -1,0 +1,254 @@
+//! All-to-alls on a device: what their kernel is given, and its grid.
+//!
+//! One kernel serves counts that the host knows and counts in the device's memory. Which way a
+//! pair's data goes follows from its count, on both ranks alike; so ranks need not launch the same
+//! grid, nor the same variant of the kernel.
+
+#![allow(unsafe_code)] // launches kernels on the caller's promises about raw memory
+
+use symmpool_allocator::{Error, Result, Stream};
+
+use super::algorithms::{Grid, THREADS};
+use super::engine::CudaEngine;
+use super::kernels::Specialty;
+use super::params::{CallParams, MOST_RANKS, Traffic, UNKNOWN};
+use crate::host::call::{Call, Operation};
+use crate::jit::sources::ALL_TO_ALL;
+use crate::{AllToAllAlgorithm, DType, Place, SplitRows, SplitsAt};
+
+/// `SHOTS` of the kernel: packets alone, what goes straight too, counts on the device too.
+const PACKETS: u8 = 1;
+const STRAIGHT: u8 = 2;
+const DEVICE: u8 = 4;
+
+/// What a rank sends to all others as packets, if all get as much: up to here twice the bytes take
+/// less time than the two more hops of what goes straight.
+const PACKET_BYTES: u64 = 384 << 10;
+/// Blocks that keep all links busy.
+const MOST_BLOCKS: u32 = 128;
+
+impl CudaEngine {
+    /// Sends `count` elements to every rank, as [`CudaEngine::all_to_all_v`].
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_to_all_v`].
+    pub(crate) unsafe fn all_to_all(
+        &mut self,
+        places: (Place, Place),
+        count: usize,
+        dtype: DType,
+        stream: Stream,
+    ) -> Result<()> {
+        let counts = [count; MOST_RANKS as usize];
+        let counts = &counts[..self.world() as usize];
+        // SAFETY: the caller's promises, which are passed on.
+        unsafe { self.all_to_all_v(places, (counts, counts), dtype, stream) }
+    }
+
+    /// Sends `send[r]` elements to rank `r` and receives `receive[r]` from it, on `stream`.
+    ///
+    /// # Safety
+    ///
+    /// `input` is readable for the sum of `send`, and `output` writable for that of `receive`, on the
+    /// device until the stream has done the call; nothing else touches them meanwhile, in any
+    /// rank's slot if they are windows.
+    pub(crate) unsafe fn all_to_all_v(
+        &mut self,
+        (input, output): (Place, Place),
+        (send, receive): (&[usize], &[usize]),
+        dtype: DType,
+        stream: Stream,
+    ) -> Result<()> {
+        self.ready()?;
+        let (rank, world) = (self.rank() as usize, self.world() as usize);
+        let size = dtype.size() as u64;
+        let (mut sent, mut received) = ([0; MOST_RANKS as usize], [0; MOST_RANKS as usize]);
+        for (to, counts) in [(&mut sent, send), (&mut received, receive)] {
+            for (to, count) in to.iter_mut().zip(counts) {
+                *to = *count as u64;
+            }
+        }
+        let bytes = |counts: &[u64]| {
+            let total = counts.iter().try_fold(0_u64, |sum, count| sum.checked_add(*count));
+            total?.checked_mul(size).filter(|bytes| *bytes <= self.pool_stride())
+        };
+        let (Some(length), Some(capacity)) = (bytes(&sent), bytes(&received)) else {
+            let why = Error::invalid_argument(format!(
+                "all_to_all_v of {send:?} and {receive:?} {} on rank {rank}: no memory is that \
+                 long",
+                dtype.name()
+            ));
+            return Err(self.decline(why, stream));
+        };
+        if send.len() != world || receive.len() != world || send[rank] != receive[rank] {
+            let why = Error::invalid_argument(format!(
+                "all_to_all_v of {send:?} and {receive:?} {} on rank {rank}: one of each for every \
+                 of {world} ranks is needed, and what a rank sends to itself it receives",
+                dtype.name()
+            ));
+            return Err(self.decline(why, stream));
+        }
+        self.apart(
+            "all_to_all_v",
+            (self.address(input), length),
+            (self.address(output), capacity),
+            stream,
+        )?;
+        let packet_bytes = self.packet_bytes();
+        let largest = |counts: &[u64; MOST_RANKS as usize]| {
+            let others = counts.iter().enumerate().filter(|(peer, _)| *peer != rank);
+            others.map(|(_, count)| *count * size).max().unwrap_or(0)
+        };
+        let most = largest(&sent).max(largest(&received));
+        let traffic = Traffic {
+            send: sent,
+            receive: received,
+            splits: 0,
+            received: 0,
+            offsets: 0,
+            length: length / size,
+            capacity: capacity / size,
+            window: window(output),
+            packet_bytes,
+            size: size as u32,
+            wide: 0,
+        };
+        let work = if most <= packet_bytes {
+            (PACKETS, most.max(sent[rank] * size))
+        } else {
+            (PACKETS | STRAIGHT, length.max(capacity))
+        };
+        let (call, places) = (self.exchange(dtype, 1), (input, output));
+        // SAFETY: the caller's promises, which are passed on; no sum is longer.
+        unsafe { self.launch_exchange(work, &call, places, &traffic, stream) }
+    }
+
+    /// Sends as many rows to every rank as the device's memory says when the stream comes to it.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_to_all_v`], of input and output for the lengths in `rows`, and of the
+    /// splits for a count a rank; they do not overlap.
+    pub(crate) unsafe fn all_to_all_splits(
+        &mut self,
+        (input, output): (Place, Place),
+        rows: &SplitRows,
+        splits: &SplitsAt,
+        stream: Stream,
+    ) -> Result<()> {
+        self.ready()?;
+        let SplitRows { dtype, row, length, capacity } = *rows;
+        let size = (row as u64).checked_mul(dtype.size() as u64);
+        let size = size.and_then(|size| u32::try_from(size).ok()).filter(|size| *size > 0);
+        let bytes = |count: usize| {
+            let bytes = u64::from(size?).checked_mul(count as u64);
+            bytes.filter(|bytes| *bytes <= self.pool_stride())
+        };
+        let (Some(input_bytes), Some(output_bytes)) = (bytes(length), bytes(capacity)) else {
+            let why = Error::invalid_argument(format!(
+                "all_to_all_v of {length} rows into {capacity} on rank {}, of {row} {}: no memory \
+                 is that long",
+                self.rank(),
+                dtype.name()
+            ));
+            return Err(self.decline(why, stream));
+        };
+        let split_bytes = match splits.bytes(self.rank(), self.world()) {
+            Ok(bytes) => bytes,
+            Err(why) => return Err(self.decline(why, stream)),
+        };
+        let (counts, received, offsets) =
+            (splits.input as u64, splits.output as u64, splits.offsets as u64);
+        let unless_null = |address: u64| if address == 0 { 0 } else { split_bytes };
+        let written = [
+            ("output", self.address(output), output_bytes),
+            ("output splits", received, unless_null(received)),
+            ("output offsets", offsets, unless_null(offsets)),
+        ];
+        let read = [(self.address(input), input_bytes), (counts, split_bytes)];
+        for (nth, (name, address, bytes)) in written.into_iter().enumerate() {
+            let others = written[..nth].iter().map(|(_, address, bytes)| (*address, *bytes));
+            for other in read.into_iter().chain(others) {
+                let what = format!("all_to_all_v with its {name}");
+                self.apart(&what, other, (address, bytes), stream)?;
+            }
+        }
+        let traffic = Traffic {
+            send: [0; MOST_RANKS as usize],
+            receive: [0; MOST_RANKS as usize],
+            splits: counts,
+            received,
+            offsets,
+            length: length as u64,
+            capacity: capacity as u64,
+            window: window(output),
+            packet_bytes: self.packet_bytes(),
+            size: size.unwrap_or(1),
+            wide: u32::from(splits.dtype == DType::I64),
+        };
+        let work = (PACKETS | STRAIGHT | DEVICE, input_bytes);
+        let (call, places) = (self.exchange(dtype, row), (input, output));
+        // SAFETY: the caller's promises, which are passed on; the kernel reads no more of the input
+        // than its length, whatever the counts, and writes no more than the capacity.
+        unsafe { self.launch_exchange(work, &call, places, &traffic, stream) }
+    }
+
+    /// What ranks agree on: not places, which rows tell, nor counts, which rows compare.
+    fn exchange(&self, dtype: DType, row: usize) -> Call {
+        let algorithm = self.all_to_all as u8;
+        Call::new(Operation::AllToAllV).elements(dtype, row).algorithm(algorithm)
+    }
+
+    /// What a pair may exchange as packets: the same on every rank.
+    fn packet_bytes(&self) -> u64 {
+        let most = self.control.pair_packet_bytes(self.world());
+        match self.all_to_all {
+            AllToAllAlgorithm::Auto => most.min(PACKET_BYTES / u64::from(self.world().max(2) - 1)),
+            AllToAllAlgorithm::Packet => most,
+            AllToAllAlgorithm::Direct => 0,
+        }
+    }
+
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_to_all_v`].
+    unsafe fn launch_exchange(
+        &mut self,
+        (shots, bytes): (u8, u64),
+        call: &Call,
+        (input, output): (Place, Place),
+        traffic: &Traffic,
+        stream: Stream,
+    ) -> Result<()> {
+        // Vectors of more ranks take more registers.
+        let (bound, most) =
+            if self.world() <= 4 { (THREADS, MOST_BLOCKS) } else { (THREADS / 2, 2 * MOST_BLOCKS) };
+        let base = Specialty::new(&ALL_TO_ALL, bound);
+        let loaded = self.kernel(Specialty { shots, ..base })?;
+        let vectors = bytes.div_ceil(16);
+        // Small blocks begin and end sooner.
+        let threads = match vectors {
+            0..=4096 => 64,
+            4097..=32_768 => 256,
+            _ => bound,
+        };
+        let grid = Grid::new(&loaded, vectors, threads, most);
+        let params = CallParams {
+            input: self.address(input),
+            output: self.address(output),
+            ..CallParams::of(call)
+        };
+        tracing::debug!(bytes, shots, blocks = grid.blocks, threads, "all_to_all_v");
+        let grid = (grid.blocks, grid.threads);
+        // SAFETY: passed on.
+        unsafe { self.launch_in_turn(loaded, grid, &params, Some(traffic), stream) }
+    }
+}
+
+fn window(place: Place) -> u64 {
+    match place {
+        Place::Window(offset) => offset,
+        Place::Plain(_) => UNKNOWN,
+    }
+}
