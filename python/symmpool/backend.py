@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from symmpool import distributed as collectives
 from symmpool import groups
-from symmpool._symmpool import Communicator, Group
+from symmpool._symmpool import Group
 from symmpool.errors import Error
 
 __all__ = ["SymmpoolProcessGroup", "backend_counts", "last_backend"]
@@ -340,7 +340,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> dist.Work:
         opts = opts if opts is not None else dist.AllToAllOptions()
-        if not (self._moves(output, input) and self._has_all_to_all(output)):
+        if not self._moves(output, input):
             self._other("all_to_all_single", output)
             return self._rest.alltoall_base(output, input, output_splits, input_splits, opts)
         arguments = (_as_bytes(output), _as_bytes(input))
@@ -348,11 +348,6 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         return self._run("all_to_all_single", "all_to_all_single", arguments, [output], opts)
 
     alltoall_base = all_to_all_single
-
-    @staticmethod
-    def _has_all_to_all(tensor: torch.Tensor) -> bool:
-        # In host memory always; on devices in those versions that have it there.
-        return tensor.device.type == "cpu" or hasattr(Communicator, "all_to_all_v")
 
     def barrier(self, opts: Any = None) -> dist.Work:
         opts = opts if opts is not None else dist.BarrierOptions()

@@ -76,14 +76,14 @@ def calls(device, rank, world):
 def all_to_all(device, rank, world):
     rows = torch.full((rank * world, 8), float(rank), device=device)
     out = torch.empty(sum(range(world)), 8, device=device)
-    try:
-        symmpool.all_to_all_single(out, rows, list(range(world)), [rank] * world)
-    except symmpool.UnsupportedError as error:
-        if rank == 0:
-            print(f"      all_to_all_single: {error}")
-        return
+    symmpool.all_to_all_single(out, rows, list(range(world)), [rank] * world)
     expected = [float(r) for r in range(world) for _ in range(r)]
-    check("all_to_all_single, uneven", out[:, 3].tolist() == expected)
+    right = out[:, 3].tolist() == expected
+    even, theirs = torch.empty(world * 999, device=device), torch.empty(world * 999, device=device)
+    x = data(world * 999, torch.float32, device, 5)
+    symmpool.all_to_all_single(even, x, async_op=True).wait()
+    dist.all_to_all_single(theirs, x)
+    check("all_to_all_single, uneven and even", right and bool((even == theirs).all()))
 
 
 def not_waited_for(pool, device, rank, world):
