@@ -179,9 +179,58 @@ __device__ __forceinline__ void receive_packets(const Exchange& exchange, const 
     }
 }
 
+// From here on it pays to keep ranks in step: the links gain what that takes.
+constexpr u64 STEP_BYTES = 8 << 20;
+// One of so many blocks copies the rank's own part meanwhile.
+constexpr u32 OWN_BLOCKS = 12;
+
+// Whether all pairs exchange about as much, and enough, straight: the same answer on every rank.
+__device__ __forceinline__ bool even(const Exchange& exchange) {
+    const Table& table = exchange.table;
+    const u64 some = table.sent(0, WORLD - 1);
+    bool other = WORLD < 3 || exchange.bytes(some) < STEP_BYTES || data_blocks() < 2;
+    for (u32 pair = threadIdx.x; pair < WORLD * WORLD; pair += blockDim.x) {
+        const u32 from = pair / WORLD, to = pair % WORLD;
+        const u64 count = table.sent(from, to);
+        const bool alike = exchange.straight(from, to) && count <= some + some / 16 &&
+                           some <= count + count / 16;
+        other = other || (from != to && !alike) ||
+                static_cast<u32>(table.words[to][GRID]) != data_blocks();
+    }
+    return !__syncthreads_or(other);
+}
+
+// A block's share of a copy that so many blocks make, the `nth` of them.
+__device__ __forceinline__ void share(const Copy& copy, u32 nth, u32 blocks) {
+    const u64 units = copy.units();
+    auto bound = [&](u64 block) {
+        const u64 unit = (units * block / blocks + 7) / 8 * 8;
+        return unit < units ? unit : units;
+    };
+    copy.run(bound(nth), bound(nth + 1));
+}
+
+// One peer after the other, in an order in which no two ranks send to one, and in step.
+__device__ __forceinline__ void push_in_step(const Exchange& exchange) {
+    const Comm& comm = exchange.session.comm;
+    const u32 own = (data_blocks() + OWN_BLOCKS - 1) / OWN_BLOCKS;
+    const u32 pushing = data_blocks() - own, block = data_block();
+    if (block >= pushing) {
+        share(exchange.own(), block - pushing, own);
+        return;
+    }
+    for (u32 distance = 1; distance < WORLD; ++distance) {
+        if (distance > 1) {
+            keep_step(exchange.session, distance);
+        }
+        share(exchange.push(comm.after(distance)), block, pushing);
+    }
+}
+
 // What leaves this rank straight, and its own part, given out to blocks by how long it takes, so
 // that all end together whatever the counts. Each peer is served by other blocks at the same time,
-// in proportion to what it gets, so that no two ranks turn to one peer first.
+// in proportion to what it gets, so that no two ranks turn to one peer first: for counts that differ,
+// where steps would be of different length.
 __device__ __forceinline__ void push(const Exchange& exchange) {
     const Comm& comm = exchange.session.comm;
     const Copy own = exchange.own();
@@ -254,12 +303,13 @@ struct Stage {
         const u64 each = ((length + STAGES - 1) / STAGES + 127) / 128 * 128;
         from = stage * each < length ? stage * each : length;
         to = from + each < length ? from + each : length;
-        chunk = 16 * (room(comm) / STAGES / 8 * 8);
+        chunk = 16 * (half(comm) / STAGES / 8 * 8);
         rounds = static_cast<u32>((to - from + chunk - 1) / chunk);
     }
-    // Vectors of scratch that a rank has on another in a round.
-    static __device__ __forceinline__ u64 room(const Comm& comm) {
-        return comm.scratch_vectors() / 2 / 8 * 8;
+    // Vectors of scratch that a rank has on another for every other round.
+    static __device__ __forceinline__ u64 half(const Comm& comm) {
+        return comm.scratch_vectors() / 2;
+    }
     }
     __device__ __forceinline__ u64 begin(u32 round) const { return from + round * chunk; }
     __device__ __forceinline__ u64 length(u32 round) const {
@@ -268,7 +318,7 @@ struct Stage {
     }
     __device__ __forceinline__ char* scratch(const Comm& comm, u32 owner, u32 sender, u32 stage,
                                              u32 round) const {
-        return comm.scratch_of(owner, sender) + 16 * room(comm) * (round & 1) + stage * chunk;
+        return comm.scratch_of(owner, sender) + 16 * half(comm) * (round & 1) + stage * chunk;
     }
 };
 
@@ -353,6 +403,7 @@ __device__ __noinline__ void forget_unused(const Session& session, const Call& c
         }
         if (exchange.straight(peer, comm.rank)) {
             const u64 theirs = static_cast<u32>(exchange.table.words[peer][GRID]);
+            // Grids are equal where ranks keep step.
             blocks = theirs > blocks ? theirs : blocks;
         }
         const u64 sent = exchange.by_packets(peer, comm.rank)
@@ -446,7 +497,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (ROWS && (!table.await(session) || !table.agreed())) {
         return;
     }
-    push(exchange);
+    if ((SHOTS & STRAIGHT) && even(exchange)) {
+        push_in_step(exchange);
+    } else {
+        push(exchange);
+    }
     if (SHOTS & STRAIGHT) {
         raise_pushed(exchange);
         for (u32 stage = data_block(); stage < STAGES; stage += data_blocks()) {

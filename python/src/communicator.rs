@@ -5,7 +5,7 @@
 use pyo3::intern;
 use pyo3::prelude::*;
 use symmpool_allocator::{Result, Stream};
-use symmpool_collectives::{CommunicatorOptions, DType, ReduceOp};
+use symmpool_collectives::{CommunicatorOptions, DType, ReduceOp, SplitRows, SplitsAt};
 
 use crate::convert::{self, Device, long_name};
 use crate::errors::{OrRaise, exception, seconds};
@@ -37,9 +37,10 @@ type Argument<'a, 'py> = &'a Bound<'py, PyAny>;
 /// `timeout` is the longest wait for a late rank, in seconds. A rank that does not come closes the
 /// communicator: this call and all later ones raise TimeoutError or PeerLostError, naming it.
 /// Waits are not ended by Ctrl-C, but all of them end. `algorithm` is one of `algorithms()`, and how
-/// all-reduces go about it: the bits of results are the same with each. `scratch_bytes` is how much
+/// all-reduces go about it: the bits of results are the same with each; `all_to_all`, "auto", "packet"
+/// or "direct", is that of all-to-alls. `scratch_bytes` is how much
 /// scratch there is, in host memory or on the device. All of it is the same on every rank.
-#[pyclass(frozen, module = "symmpool")]
+#[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Communicator {
     comm: symmpool_collectives::Communicator,
     device: Device,
@@ -49,20 +50,25 @@ pub(crate) struct Communicator {
 #[pymethods]
 impl Communicator {
     #[new]
-    #[pyo3(signature = (pool, *, timeout = 30.0, algorithm = "auto", scratch_bytes = None))]
+    #[pyo3(signature = (
+        pool, *, timeout = 30.0, algorithm = "auto", all_to_all = "auto", scratch_bytes = None
+    ))]
     fn new(
         py: Python<'_>,
         pool: &Bound<'_, Pool>,
         timeout: f64,
         algorithm: &str,
+        all_to_all: &str,
         scratch_bytes: Option<u64>,
     ) -> PyResult<Self> {
         let pool = pool.get();
         let algorithm = convert::algorithm(py, algorithm)?;
+        let all_to_all = convert::all_to_all_algorithm(py, all_to_all)?;
         let defaults = CommunicatorOptions::default();
         let mut options = CommunicatorOptions {
             timeout: seconds(py, "timeout", timeout)?,
             algorithm,
+            all_to_all,
             ..defaults
         };
         match (pool.device, scratch_bytes) {
@@ -191,6 +197,8 @@ impl Communicator {
     /// Without split sizes all parts are equal, and both tensors have the same number of elements.
     /// With them, rank r is sent `input_split_sizes[r]` rows (indices of the first dimension) and
     /// sends `output_split_sizes[r]`; any may be 0, and they may sum to fewer rows than there are.
+    /// Where only one of both is given, parts on the other side are equal; with uneven
+    /// `input_split_sizes` that would be a guess, so `output_split_sizes` are needed too.
     #[pyo3(signature = (
         output, input, output_split_sizes = None, input_split_sizes = None, stream = None
     ))]
@@ -215,6 +223,12 @@ impl Communicator {
                 return Ok((input, output, None));
             }
             let send = self.splits("input", from, &input, input_split_sizes)?;
+            if output_split_sizes.is_none() && send.iter().any(|count| *count != send[0]) {
+                return Err(Refusal::Invalid(format!(
+                    "output_split_sizes: none are given where the parts of input, of {send:?} \
+                     elements, are uneven; say what each rank sends"
+                )));
+            }
             let receive = self.splits("output", to, &output, output_split_sizes)?;
             Ok((input, output, Some((send, receive))))
         };
@@ -238,12 +252,108 @@ impl Communicator {
         }
     }
 
+    /// Sends rows (indices of the first dimension) to rank r, as many as `input_splits[r]` says when
+    /// the call runs: on CUDA when `stream` comes to it, so that a captured graph replays with whatever
+    /// splits are there then. Parts lie in rank order, without gaps, in `input` and `output`.
+    ///
+    /// Splits are tensors of int32 or int64 with one element for each rank, on the pool's device. How
+    /// many rows each rank sent is written to `output_splits`, and where in `output` they begin to
+    /// `output_offsets`, if these are given. What `output` has no room for is not written; it is
+    /// counted in `output_splits` all the same. Then OverflowError is raised on every rank, and if a
+    /// rank's splits are negative or more than its input has, InvalidArgumentError; on the CPU by the
+    /// call, on CUDA by the next `synchronize`. The communicator goes on after both.
+    #[pyo3(signature = (
+        output, input, input_splits, output_splits = None, output_offsets = None, stream = None
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "a call of Python, with names")]
+    fn all_to_all_v(
+        &self,
+        py: Python<'_>,
+        output: Argument<'_, '_>,
+        input: Argument<'_, '_>,
+        input_splits: Argument<'_, '_>,
+        output_splits: Option<Argument<'_, '_>>,
+        output_offsets: Option<Argument<'_, '_>>,
+        stream: Option<Argument<'_, '_>>,
+    ) -> PyResult<()> {
+        let stream = self.stream(py, stream)?;
+        let arguments = || {
+            let (to, from) = (output, input);
+            let input = self.read("input", from, false)?;
+            let output = self.output("output", to, &input, None)?;
+            let ((length, row), (capacity, row_of_output)) =
+                (rows_of("input", from)?, rows_of("output", to)?);
+            if row != row_of_output || row == 0 {
+                return Err(Refusal::Invalid(format!(
+                    "output: rows of {row_of_output} elements where the input has rows of {row}"
+                )));
+            }
+            let world = self.comm.world() as usize;
+            let counts = self.read("input_splits", input_splits, false)?;
+            let count_of = |name, tensor: Option<Argument<'_, '_>>| {
+                let Some(tensor) = tensor else { return Ok(std::ptr::null_mut()) };
+                let found = self.output(name, tensor, &counts, None)?;
+                self.fits(name, found.count, Some(world), "one for every rank")?;
+                Ok::<_, Refusal>(found.to())
+            };
+            self.fits("input_splits", counts.count, Some(world), "one for every rank")?;
+            let splits = SplitsAt {
+                input: counts.from(),
+                output: count_of("output_splits", output_splits)?,
+                offsets: count_of("output_offsets", output_offsets)?,
+                dtype: counts.dtype,
+            };
+            let rows = SplitRows { dtype: input.dtype, row, length, capacity };
+            Ok((input, output, rows, Counts(splits)))
+        };
+        let (input, output, rows, splits) = self.or_decline(py, stream, arguments())?;
+        // SAFETY: as in `all_reduce`; the tensors have these rows, and splits an element for every
+        // rank.
+        self.run(py, || unsafe {
+            let splits = &splits;
+            self.comm.all_to_all_v_splits_at(output.to(), input.from(), &rows, &splits.0, &stream)
+        })
+    }
+
     /// On the CPU, returns once every rank has called it. On CUDA, holds `stream` until every
     /// rank's stream has come to it.
     #[pyo3(signature = (stream = None))]
     fn barrier(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<()> {
         let stream = self.stream(py, stream)?;
         self.run(py, || self.comm.barrier(&stream))
+    }
+
+    /// Signals `peer` on a channel from 0 to 15. What this thread, or `stream`, did before is visible
+    /// to the peer once its `wait` has taken the signal. Signals are counted; they may run ahead of
+    /// the waits. No collective: only the two ranks take part.
+    #[pyo3(signature = (peer, channel = 0, stream = None))]
+    fn signal(
+        &self,
+        py: Python<'_>,
+        peer: u32,
+        channel: u32,
+        stream: Option<Argument<'_, '_>>,
+    ) -> PyResult<()> {
+        let stream = tensor::stream(py, self.device, stream)?;
+        self.run(py, || self.comm.signal(peer, channel, &stream))
+    }
+
+    /// Waits for `peer`'s next signal on a channel: the nth wait takes the nth signal. On the CPU
+    /// this thread waits; on CUDA `stream` does. At most `timeout` seconds; then TimeoutError: on
+    /// the CPU at once, and the communicator can be used on; on CUDA from a later call, and it is
+    /// closed.
+    #[pyo3(signature = (peer, channel = 0, timeout = 30.0, stream = None))]
+    fn wait(
+        &self,
+        py: Python<'_>,
+        peer: u32,
+        channel: u32,
+        timeout: f64,
+        stream: Option<Argument<'_, '_>>,
+    ) -> PyResult<()> {
+        let timeout = seconds(py, "timeout", timeout)?;
+        let stream = tensor::stream(py, self.device, stream)?;
+        self.run(py, || self.comm.wait(peer, channel, timeout, &stream))
     }
 
     /// Waits until `stream` is past all calls so far, and raises what went wrong in them. On the
@@ -282,6 +392,24 @@ impl Communicator {
         let (rank, world, algorithm) = (self.rank(), self.world(), self.algorithm);
         format!("symmpool.Communicator(rank={rank}, world={world}, algorithm={algorithm:?})")
     }
+}
+
+/// Addresses of counts.
+struct Counts(SplitsAt);
+
+// SAFETY: the addresses are only handed on to a call, whose contract says who may touch what they
+// point to; no thread is part of it.
+unsafe impl Send for Counts {}
+// SAFETY: as above.
+unsafe impl Sync for Counts {}
+
+/// How many rows a tensor has, and of how many elements.
+fn rows_of(name: &'static str, object: Argument<'_, '_>) -> Result<(usize, usize), Refusal> {
+    let shape: Vec<usize> = object.getattr(intern!(object.py(), "shape"))?.extract()?;
+    let Some((length, rest)) = shape.split_first() else {
+        return Err(Refusal::Invalid(format!("{name}: it has no dimension to be split")));
+    };
+    Ok((*length, rest.iter().product()))
 }
 
 impl Tensor {

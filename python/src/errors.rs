@@ -18,6 +18,7 @@ fn class_of(error: &Error) -> &'static str {
         (error.is_unsupported(), "UnsupportedError"),
         (error.is_invalid_argument(), "InvalidArgumentError"),
         (error.is_refused(), "RefusedError"),
+        (error.is_overflow(), "OverflowError"),
         (error.is_invalid_state(), "InvalidStateError"),
     ];
     classes.into_iter().find(|(is, _)| *is).map_or("Error", |(_, name)| name)

@@ -7,8 +7,11 @@
 //! | `process` | the allocator under all of torch's |
 //! | `block` | memory of a pool, as Python objects and DLPack consumers hold it |
 //! | `dlpack` | the structures of the DLPack protocol, and capsules of them |
+//! | `exchange` | DLPack's table of C functions, through which torch's tensors are read |
 //! | `tensor` | where tensors of torch and numpy lie, read cheaply |
 //! | `convert` | names of types, operations, algorithms and devices |
+//! | `store` | a store of torch's, as the allocator wants it |
+//! | `machine` | what this machine has, for the doctor |
 //! | `errors` | the package's exceptions |
 //!
 //! Nothing here decides or waits by itself. The interpreter's lock is released around every call
@@ -21,11 +24,14 @@ mod communicator;
 mod convert;
 mod dlpack;
 mod errors;
+mod exchange;
 mod group;
+mod machine;
 mod memory;
 mod pool;
 mod process;
 mod slot;
+mod store;
 mod tensor;
 
 /// The native half of the package `symmpool`.
@@ -37,6 +43,8 @@ mod _symmpool {
     use crate::communicator::Communicator;
     #[pymodule_export]
     use crate::group::Group;
+    #[pymodule_export]
+    use crate::machine::machine;
     #[pymodule_export]
     use crate::pool::Pool;
     #[pymodule_export]

@@ -1,5 +1,7 @@
 //! The class `Pool`.
 
+use std::sync::Arc;
+
 use pyo3::exceptions::PyImportError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -7,21 +9,25 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyString};
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::lane::{LaneConfig, WindowPolicy};
-use symmpool_allocator::{Driver, Error, Result};
+use symmpool_allocator::{Deadline, Driver, Error, Result};
 use symmpool_collectives::DType;
 
 use crate::block::Block;
 use crate::convert::{self, Device};
+use crate::dlpack::{self, Description};
 use crate::errors::{OrRaise, invalid, seconds};
-use crate::group::Group;
+use crate::group::group_of;
 use crate::memory::Memory;
 use crate::tensor;
 
 /// Symmetric memory of one rank, and windows on that of its peers.
 ///
-/// Made by all ranks of `group` together; without a group, of `Group.from_env()`. `device` is
-/// "cpu", "cuda:N", "cuda" (device LOCAL_RANK, or 0 where that is not set), or None: a CUDA device
-/// if there is one, else the CPU. `stride` is the address space of one rank in bytes, a multiple of
+/// Made by all ranks of `group` together: a `Group`, a process group of torch.distributed (ranks
+/// meet in its store; sub-groups too), or `(store, rank, world)` with a store of torch's kind.
+/// Without one, of torch.distributed's default group where that is initialised, else of
+/// `Group.from_env()`. `device` is "cpu", "cuda:N", "cuda" (torch's current device where torch has
+/// initialised CUDA, else device LOCAL_RANK, or 0 where that is not set), or None: a CUDA device if
+/// there is one, else the CPU. `stride` is the address space of one rank in bytes, a multiple of
 /// 2 MiB; 1 TiB unless given. `timeout` is how long to wait for the other ranks, in seconds; the
 /// group's unless given. `allow_shared_device` lets several ranks use one GPU.
 /// `window_policy` is "contiguous", the tightest packing and the default, or "per-segment", in which
@@ -35,7 +41,7 @@ use crate::tensor;
 /// Raises DivergedError when ranks pass different settings, UnsupportedError when there is no such
 /// device or memory cannot travel between the ranks, TimeoutError and PeerLostError when a rank is
 /// missing, InvalidArgumentError for anything that makes no sense.
-#[pyclass(frozen, module = "symmpool")]
+#[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Pool {
     pub(crate) pool: symmpool_allocator::Pool,
     pub(crate) device: Device,
@@ -75,36 +81,29 @@ impl Pool {
         group = None, device = None, *, stride = None, timeout = None, allow_shared_device = false,
         window_policy = None
     ))]
-    fn new(
-        py: Python<'_>,
-        group: Option<&Bound<'_, Group>>,
-        device: Option<&Bound<'_, PyAny>>,
+    fn new<'py>(
+        py: Python<'py>,
+        group: Option<&Bound<'py, PyAny>>,
+        device: Option<&Bound<'py, PyAny>>,
         stride: Option<u64>,
         timeout: Option<f64>,
         allow_shared_device: bool,
         window_policy: Option<&str>,
-    ) -> PyResult<Self> {
+    ) -> PyResult<Bound<'py, Self>> {
         // A torch.device reads as its name.
         let name = device.map(|device| device.str()?.extract::<String>()).transpose()?;
-        let timeout = timeout.map(|timeout| seconds(py, "timeout", timeout)).transpose()?;
-        let group = group.map(|group| group.get().group.clone());
+        let name = tensor::current_device(py, name)?;
+        let deadline = timeout.map(|timeout| seconds(py, "timeout", timeout)).transpose()?;
+        let of = group_of(py, group, timeout)?;
         let policy = window_policy.map(WindowPolicy::from_name).transpose().or_raise(py)?;
         let build = move || {
             let (driver, device) = driver(name.as_deref())?;
-            let deadline = |timeout| symmpool_allocator::Deadline::after(timeout);
-            let group = match group {
-                Some(group) => group,
-                None => {
-                    let timeout = timeout.unwrap_or(std::time::Duration::from_secs(300));
-                    symmpool_allocator::Group::from_env(deadline(timeout))?.with_timeout(timeout)
-                }
-            };
-            let mut builder = symmpool_allocator::Pool::builder(group).driver(driver);
+            let mut builder = symmpool_allocator::Pool::builder(of).driver(driver);
             if let Some(stride) = stride {
                 builder = builder.stride(stride);
             }
-            if let Some(timeout) = timeout {
-                builder = builder.deadline(deadline(timeout));
+            if let Some(timeout) = deadline {
+                builder = builder.deadline(Deadline::after(timeout));
             }
             if allow_shared_device {
                 builder = builder.allow_shared_device();
@@ -114,7 +113,10 @@ impl Pool {
             }
             Result::Ok(Self { pool: builder.build()?, device, scope: PyOnceLock::new() })
         };
-        py.detach(build).or_raise(py)
+        let made = Bound::new(py, py.detach(build).or_raise(py)?)?;
+        // Collectives of the package look for the pools of a group.
+        py.import("symmpool.groups")?.call_method1("made", (&made, group))?;
+        Ok(made)
     }
 
     /// Uninitialised symmetric memory as a tensor, without a copy.
@@ -348,6 +350,59 @@ impl Pool {
         let read = tensor::read("tensor", tensor, self.device, false);
         let read = read.map_err(|refusal| refusal.raise(py))?;
         Ok(self.pool.is_window(read.address as u64, (read.count * read.dtype.size()) as u64))
+    }
+
+    /// Whether a tensor's memory is the pool's on this rank, window or not.
+    fn holds(&self, tensor: &Bound<'_, PyAny>) -> bool {
+        let read = tensor::read("tensor", tensor, self.device, false);
+        read.is_ok_and(|read| self.owns(read.address as u64))
+    }
+
+    /// Whether an address is in this rank's own slot of the pool's heap.
+    fn owns(&self, address: u64) -> bool {
+        let found = self.pool.layout().locate(address);
+        found.is_some_and(|(slot, _)| slot == self.pool.rank())
+    }
+
+    /// Where `rank` has what this rank has at `address`: in this process, for whoever reaches the
+    /// pool's memory. Raises InvalidArgumentError unless all `bytes` bytes from there are in
+    /// windows.
+    fn peer_ptr(&self, py: Python<'_>, rank: u32, address: u64, bytes: u64) -> PyResult<u64> {
+        if !self.pool.windows().covers(address, bytes) {
+            return Err(invalid(
+                py,
+                format!(
+                    "{bytes} bytes at {address:#x} are not all in windows; allocate them in the \
+                     pool, and commit it"
+                ),
+            ));
+        }
+        let layout = self.pool.layout();
+        match layout.locate(address) {
+            Some((slot, _)) if slot == self.pool.rank() => {}
+            _ => return Err(invalid(py, format!("{address:#x} is not in this rank's own slot"))),
+        }
+        layout.peer(rank, address).or_raise(py)
+    }
+
+    /// A DLPack capsule of bytes that `rank` has where this rank has `bytes` bytes from `address`
+    /// on, which lie in windows. It keeps `owner`, which keeps this rank's, and the pool.
+    fn peer_bytes<'py>(
+        &self,
+        py: Python<'py>,
+        rank: u32,
+        address: u64,
+        bytes: u64,
+        owner: Py<PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let address = self.peer_ptr(py, rank, address, bytes)?;
+        let description = Description {
+            address: address as usize,
+            device: self.device,
+            dtype: DType::U8,
+            shape: &[bytes as i64],
+        };
+        dlpack::capsule(py, description, false, Arc::new((owner, self.pool.clone())))
     }
 
     /// This process's rank, from 0.

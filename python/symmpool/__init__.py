@@ -19,18 +19,32 @@ torch and numpy are used where the program has them; importing symmpool imports 
 `python -m symmpool bench --help` measures.
 """
 
+import sys as _sys
+
 from symmpool._symmpool import Block, Communicator, Group, Pool, Slot, algorithms, version
+from symmpool.distributed import (
+    all_gather_into_tensor,
+    all_reduce,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    communicator,
+    forget,
+    reduce_scatter_tensor,
+)
 from symmpool.errors import (
     DivergedError,
     Error,
     InvalidArgumentError,
     InvalidStateError,
     OutOfMemoryError,
+    OverflowError,  # noqa: A004
     PeerLostError,
     RefusedError,
     TimeoutError,  # noqa: A004
     UnsupportedError,
 )
+from symmpool.handle import SymmetricMemory, rendezvous
 from symmpool.process import (
     install,
     is_installed,
@@ -51,19 +65,34 @@ __all__ = [
     "InvalidArgumentError",
     "InvalidStateError",
     "OutOfMemoryError",
+    "OverflowError",
     "PeerLostError",
     "Pool",
     "RefusedError",
     "Slot",
+    "SymmetricMemory",
     "TimeoutError",
     "UnsupportedError",
     "algorithms",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
     "commit_postponed",
+    "communicator",
+    "forget",
     "graph",
     "install",
     "is_installed",
     "memory_stats",
     "memory_summary",
+    "reduce_scatter_tensor",
+    "rendezvous",
     "reset_peak_memory_stats",
     "use_pool",
 ]
+
+if "torch.distributed" in _sys.modules:
+    # The program has torch, so that its process groups may name ours.
+    from symmpool import backend as _backend  # noqa: F401

@@ -12,6 +12,7 @@ __all__ = [
     "InvalidArgumentError",
     "InvalidStateError",
     "OutOfMemoryError",
+    "OverflowError",
     "PeerLostError",
     "RefusedError",
     "TimeoutError",
@@ -48,6 +49,10 @@ class UnsupportedError(Error, NotImplementedError):
 
 class InvalidArgumentError(Error, ValueError):
     """An argument makes no sense; nothing was changed."""
+
+
+class OverflowError(Error, builtins.OverflowError):  # noqa: A001
+    """An output was too short for what ranks sent; what was beyond its end was not written."""
 
 
 class RefusedError(Error, PermissionError):

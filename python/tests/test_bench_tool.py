@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from symmpool.bench import cli, peers, plot, table, timing
+from symmpool.bench import alltoallv, cli, matrices, peers, plot, table, timing
 
 
 @pytest.mark.parametrize(
@@ -236,3 +236,43 @@ def test_what_is_missing_is_said_before_anything_runs(tmp_path):
         timeout=60,
     )
     assert done.returncode == 1 and "needs torch" in done.stderr
+
+
+def test_matrices_say_what_ranks_send():
+    for kind in matrices.KINDS:
+        weights = matrices.make(kind, 4)
+        assert weights == matrices.make(kind, 4)  # on every rank alike
+        counts = matrices.scale(weights, 64 << 10, 2, 8)
+        sent = sum(map(sum, counts)) * 2 / 4
+        assert 0.99 * (64 << 10) < sent <= 64 << 10, kind
+    assert matrices.scale(matrices.make("even", 4), 64, 2) == [[8] * 4] * 4
+    assert matrices.heaviest(matrices.make("one-hot", 4)) == 3
+    assert matrices.heaviest([[9, 1], [2, 9]]) == 2
+    assert matrices.scale([[0, 0], [0, 0]], 64, 2) == [[0, 0], [0, 0]]
+
+
+def test_a_popular_expert_makes_a_heavy_rank():
+    flat, steep = (matrices.make("moe", 4, imbalance) for imbalance in (0.0, 2.0))
+    assert matrices.heaviest(flat) < matrices.heaviest(steep)
+    assert all(number <= 4096 for row in steep for number in row)
+
+
+def test_matrices_are_read(tmp_path):
+    path = tmp_path / "matrix"
+    for text in ("[[1, 2], [3, 4.5]]", "1 2\n3, 4.5\n\n"):
+        path.write_text(text)
+        assert matrices.read(path, 2) == [[1, 2], [3, 4.5]]
+    for text in ("", "1 2", "1 2\n3", "1 2\n3 x", "1 2\n3 -1", "1 2\n3 nan", "[1, 2]"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="matrix"):
+            matrices.read(path, 2)
+
+
+def test_a_table_of_exchanges_has_the_bound():
+    row = alltoallv.Row("zipf", 1 << 20, 4, 355_000, 355.0)
+    row.rounds = {"ours": [2, 4, 2], "NCCL": [8]}
+    heading, lines = alltoallv.cells([row], ["ours"], ["NCCL"])
+    assert lines == [["zipf", "1 MiB", "2.00", "8.00", "1.00", "0.50", "NCCL", "4.00"]]
+    assert len(heading) == len(lines[0])
+    report = json.loads(json.dumps(row.to_json()))
+    assert report["bound_us"] == 1 and report["figures"]["ours"]["gb_s"] == pytest.approx(177.5)

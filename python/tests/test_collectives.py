@@ -143,6 +143,64 @@ def test_copies_are_what_numpy_says():
     assert values(3, every_copy) == [[]] * 3
 
 
+def exchanges_by_splits(group):
+    pool = symmpool.Pool(group, "cpu")
+    me, world = pool.rank, pool.world
+    wrong = []
+    for all_to_all in ("auto", "packet", "direct"):
+        comm = symmpool.Communicator(pool, timeout=20, all_to_all=all_to_all)
+        for name in DTYPES:
+            for call, count in enumerate((np.int32, np.int64)):
+                dtype = numpy_dtype(name)
+                # Rank s sends r + s rows to rank r in one call, fewer and none in others.
+                send = [[max(s + r - call, 0) for r in range(world)] for s in range(world)]
+                rows = max(map(sum, send))
+                parts = [data(dtype, rank, rows * 3).reshape(rows, 3) for rank in range(world)]
+                begins = [sum(send[s][:me]) for s in range(world)]
+                mine = [parts[s][begins[s] : begins[s] + send[s][me]] for s in range(world)]
+                expected = np.concatenate(mine)
+                x = memory(pool, "window" if call else "plain", parts[me])
+                out = memory(pool, "window" if call else "plain", np.zeros((99, 3), dtype))
+                splits = np.array(send[me], count)
+                came, offsets = np.zeros(world, count), np.zeros(world, count)
+                comm.all_to_all_v(out, x, splits, came, offsets)
+                if out[: len(expected)].tobytes() != expected.tobytes():
+                    wrong.append((all_to_all, name, call))
+                assert came.tolist() == [row[me] for row in send]
+                assert offsets.tolist() == [sum(row[me] for row in send[:s]) for s in range(world)]
+    return wrong
+
+
+def test_splits_lie_in_memory():
+    assert values(3, exchanges_by_splits) == [[]] * 3
+
+
+def too_much(group):
+    pool = symmpool.Pool(group, "cpu")
+    comm = symmpool.Communicator(pool, timeout=20)
+    # Rank 1 has room for three rows of four.
+    out = np.full((4 - pool.rank, 2), -1, np.int32)
+    x = np.full((4, 2), pool.rank, np.int32)
+    splits = np.array([2, 2])
+    try:
+        comm.all_to_all_v(out, x, splits)
+        told = None
+    except symmpool.OverflowError as error:
+        told = "rank 1 was sent 4 rows, and its output holds 3" in str(error)
+    try:
+        comm.all_to_all_v(out, x, np.array([2, -1 if pool.rank else 1]))
+        nonsense = None
+    except symmpool.InvalidArgumentError as error:
+        nonsense = "splits of rank 1 are negative" in str(error)
+    comm.barrier()
+    return told, nonsense, out.tolist()
+
+
+def test_an_output_that_is_too_short_is_told_to_all():
+    rows = [[0, 0], [0, 0], [1, 1], [1, 1]]
+    assert values(2, too_much) == [(True, True, rows), (True, True, rows[:3])]
+
+
 def every_algorithm(group):
     pool = symmpool.Pool(group, "cpu")
     results = {}

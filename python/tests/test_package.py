@@ -29,6 +29,7 @@ def test_importing_it_imports_neither_torch_nor_numpy():
 def test_every_error_is_also_a_builtin_one():
     kin = {
         "OutOfMemoryError": MemoryError,
+        "OverflowError": builtins.OverflowError,
         "DivergedError": RuntimeError,
         "TimeoutError": builtins.TimeoutError,
         "PeerLostError": ConnectionError,

@@ -7,4 +7,5 @@ mod environment;
 mod exact;
 mod mesh;
 mod process;
+mod splits;
 mod traffic;

@@ -4,6 +4,7 @@
 | --- | --- |
 | `cli` | options, and the order of things |
 | `peers` | who is measured: ours and the others, each with its own memory |
+| `alltoallv` | the same for all-to-alls; `matrices`: who sends how much to whom |
 | `check` | random data, and whether results are right |
 | `timing` | how a call is timed on a GPU and on the CPU |
 | `table` | sizes and figures as people read them, the report as JSON |

@@ -15,7 +15,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import symmpool
-from symmpool.bench import check, peers, plot, table, timing
+from symmpool.bench import alltoallv, check, peers, plot, table, timing
 
 DTYPES = {
     "f32": "float32",
@@ -78,6 +78,7 @@ def parser():
     it.add_argument("--timeout", type=float, default=120, help="longest wait in seconds")
     it.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     it.add_argument("--plot", type=Path, metavar="FILE", help="write a picture: .png, .svg")
+    alltoallv.add_options(commands, size_list, positive, DTYPES)
     return top
 
 
@@ -323,6 +324,8 @@ def main(arguments=None):
         if path and not path.parent.is_dir():
             raise SystemExit(f"{path}: there is no folder {path.parent}")
     try:
+        if options.command == "alltoallv":
+            return alltoallv.run(options, arguments, connect, describe, Progress, DTYPES)
         return run(options, arguments)
     except ValueError as error:
         raise SystemExit(str(error)) from error

@@ -1,0 +1,165 @@
+//! All-to-alls with splits in memory, against a reference that moves one row at a time.
+
+use crate::common::{Buffer, Heap, input, noise, small_scratch};
+use proptest::prelude::*;
+use symmpool_allocator::Error;
+use symmpool_collectives::{AllToAllAlgorithm, DType, Element, HostOptions, SplitRows, SplitsAt};
+
+/// Counts of which many are zero, most small and some large enough for every way that data goes.
+fn count() -> impl Strategy<Value = usize> {
+    prop_oneof![3 => Just(0usize), 4 => 1usize..40, 2 => 500usize..3000]
+}
+
+/// Matrices of 1 to 5 ranks, and how much more or less than what comes each has room for.
+fn case() -> impl Strategy<Value = (Vec<Vec<usize>>, Vec<isize>)> {
+    (1usize..=5).prop_flat_map(|world| {
+        let matrix = proptest::collection::vec(proptest::collection::vec(count(), world), world);
+        let room = prop_oneof![2 => Just(0isize), 1 => 1isize..100, 2 => -2000isize..0];
+        (matrix, proptest::collection::vec(room, world))
+    })
+}
+
+fn check(
+    (matrix, more): &(Vec<Vec<usize>>, Vec<isize>),
+    (window, row, wide): (bool, usize, bool),
+    all_to_all: AllToAllAlgorithm,
+) {
+    let world = matrix.len();
+    let options = || HostOptions { all_to_all, ..small_scratch() };
+    let room = 5 * 3100 * 4 * row;
+    let heap = Heap::new(world as u32, 1, 2 * room as u64 + 4096, &options());
+    let comes = |rank: usize| matrix.iter().map(|sends| sends[rank]).sum::<usize>();
+    let capacity = |rank: usize| comes(rank).saturating_add_signed(more[rank]);
+    let overflows = (0..world).any(|rank| comes(rank) > capacity(rank));
+    heap.ranks(|rank| {
+        let me = rank as usize;
+        let mut engine = heap.engine(rank, 0, options());
+        let sent: usize = matrix[me].iter().sum();
+        let (from, to) = if window {
+            (Buffer::window(&heap, rank, 0, room), Buffer::window(&heap, rank, room as u64, room))
+        } else {
+            (Buffer::plain(sent * row * 4, 4), Buffer::plain(room, 0))
+        };
+        let mut expected: Vec<i32> = (0..world)
+            .flat_map(|peer| {
+                let before: usize = matrix[peer][..me].iter().sum();
+                let all = input::<i32>(5, peer as u32, matrix[peer].iter().sum::<usize>() * row);
+                all[before * row..(before + matrix[peer][me]) * row].to_vec()
+            })
+            .collect();
+        expected.truncate(capacity(me) * row);
+        expected.resize(room / 4, -1);
+        from.write(&input::<i32>(5, rank, sent * row));
+        let rows = SplitRows { dtype: i32::DTYPE, row, length: sent, capacity: capacity(me) };
+        // As many numbers as 64-bit counts take, whatever their type.
+        let mut numbers = [[0_u64; 8]; 3];
+        for (peer, count) in matrix[me].iter().enumerate() {
+            if wide {
+                numbers[0][peer] = *count as u64;
+            } else {
+                numbers[0][peer / 2] |= (*count as u64) << (32 * (peer % 2));
+            }
+        }
+        for call in 0..3 {
+            to.write(&vec![-1i32; room / 4]);
+            let [input, output, offsets] = &mut numbers;
+            let splits = SplitsAt {
+                input: input.as_ptr().cast(),
+                output: if call > 0 { output.as_mut_ptr().cast() } else { std::ptr::null_mut() },
+                offsets: if call > 1 { offsets.as_mut_ptr().cast() } else { std::ptr::null_mut() },
+                dtype: if wide { DType::I64 } else { DType::I32 },
+            };
+            // SAFETY: the buffers hold what is sent and what there is room for, and are this
+            // rank's; so are the counts.
+            let done = unsafe { engine.all_to_all_splits(from.place, to.place, &rows, &splits) };
+            assert_eq!(done.as_ref().is_err_and(Error::is_overflow), overflows, "{done:?}");
+            assert_eq!(done.is_err(), overflows);
+            assert!(to.read::<i32>(room / 4) == expected, "rank {rank}, call {call}");
+        }
+        let number = |which: usize, peer: usize| {
+            let word = numbers[which][if wide { peer } else { peer / 2 }];
+            if wide { word } else { word >> (32 * (peer % 2)) & 0xffff_ffff }
+        };
+        let mut offset = 0;
+        for (peer, sends) in matrix.iter().enumerate() {
+            assert_eq!(number(1, peer), sends[me] as u64);
+            assert_eq!(number(2, peer), offset);
+            offset += sends[me] as u64;
+        }
+    });
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_splits_arrive_as_far_as_there_is_room(
+        case in case(), window: bool, row in 1usize..4, wide: bool, way in 0usize..3,
+    ) {
+        check(&case, (window, row, wide), AllToAllAlgorithm::ALL[way]);
+    }
+}
+
+#[test]
+fn nonsense_is_told_to_all_and_the_communicator_goes_on() {
+    const WORLD: usize = 3;
+    let heap = Heap::new(WORLD as u32, 1, 1 << 16, &small_scratch());
+    heap.ranks(|rank| {
+        let mut engine = heap.engine(rank, 0, small_scratch());
+        let (from, to) = (Buffer::plain(400, 0), Buffer::plain(400, 0));
+        from.write(&input::<i32>(1, rank, 100));
+        let rows = SplitRows { dtype: i32::DTYPE, row: 1, length: 90, capacity: 90 };
+        for (bad, right) in
+            [(-1, false), (31, false), (i64::MAX, false), (i64::MIN, false), (30, true)]
+        {
+            let counts = if rank == 1 { [30, 30, bad] } else { [30, 30, 30] };
+            let (input, output) = (counts.as_ptr().cast(), std::ptr::null_mut());
+            let splits = SplitsAt { input, output, offsets: output, dtype: DType::I64 };
+            // SAFETY: the buffers hold 90 elements and more; there is a count for every rank.
+            let done = unsafe { engine.all_to_all_splits(from.place, to.place, &rows, &splits) };
+            if right {
+                done.unwrap();
+            } else {
+                let error = done.unwrap_err();
+                assert!(error.is_invalid_argument(), "{error}");
+                assert!(error.to_string().contains("splits of rank 1 are negative"), "{error}");
+            }
+        }
+        // What a rank itself can see is wrong is told to the others as a call that it declined.
+        let counts = [0_i32; 8];
+        let misaligned = counts.as_ptr().cast::<u8>().wrapping_add(usize::from(rank == 2));
+        let output = std::ptr::null_mut();
+        let splits = SplitsAt { input: misaligned, output, offsets: output, dtype: DType::I32 };
+        // SAFETY: as above; no misaligned count is read.
+        let done = unsafe { engine.all_to_all_splits(from.place, to.place, &rows, &splits) };
+        let error = done.unwrap_err();
+        assert!(
+            if rank == 2 { error.is_invalid_argument() } else { error.is_diverged() },
+            "{error}"
+        );
+        engine.barrier().unwrap();
+    });
+}
+
+#[test]
+fn splits_of_memory_meet_splits_of_arguments_as_another_call() {
+    let heap = Heap::new(2, 1, 1 << 16, &small_scratch());
+    heap.ranks(|rank| {
+        let mut engine = heap.engine(rank, 0, small_scratch());
+        let (from, to) = (Buffer::plain(400, 0), Buffer::plain(400, 0));
+        let counts = [noise(1, 0) as i64 & 7; 2];
+        let done = if rank == 0 {
+            let rows = SplitRows { dtype: i32::DTYPE, row: 1, length: 90, capacity: 90 };
+            let (input, output) = (counts.as_ptr().cast(), std::ptr::null_mut());
+            let splits = SplitsAt { input, output, offsets: output, dtype: DType::I64 };
+            // SAFETY: the buffers hold as many elements; there is a count for every rank.
+            unsafe { engine.all_to_all_splits(from.place, to.place, &rows, &splits) }
+        } else {
+            let counts = counts.map(|count| count as usize);
+            // SAFETY: as above.
+            unsafe { engine.all_to_all_v(from.place, &counts, to.place, &counts, i32::DTYPE) }
+        };
+        assert!(done.unwrap_err().is_diverged());
+        engine.barrier().unwrap();
+    });
+}

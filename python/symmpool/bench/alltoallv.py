@@ -1,0 +1,390 @@
+"""`python -m symmpool bench alltoallv`: all-to-alls of traffic matrices, beside torch.distributed and
+torch's symmetric memory."""
+
+import json
+from pathlib import Path
+
+import symmpool
+from symmpool.bench import matrices, peers, table, timing
+
+#: What a rank's links carry, in GB/s, by which the bound in the table is made.
+LINK = 355.0
+
+
+def add_options(commands, size_list, positive, dtypes):
+    it = commands.add_parser("alltoallv", help="all-to-alls of traffic matrices, likewise")
+    it.add_argument("--sizes", type=size_list, help="bytes a rank sends on average: 4K,1M,64M")
+    it.add_argument(
+        "--matrices",
+        type=lambda text: [part.strip() for part in text.split(",") if part.strip()],
+        default=list(matrices.KINDS),
+        help=f"of {', '.join(matrices.KINDS)} (default: all)",
+    )
+    it.add_argument(
+        "--matrix",
+        type=Path,
+        metavar="FILE",
+        help="this one instead: JSON, or a line a row; in bytes, or weights where there are --sizes",
+    )
+    it.add_argument("--imbalance", type=float, default=1.0, help="of zipf and moe (default 1)")
+    it.add_argument("--seed", type=int, default=1, help="of moe")
+    it.add_argument("--dtype", choices=dtypes, default="bf16")
+    it.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
+    it.add_argument("--rounds", type=positive, default=3, help="in alternation (default 3)")
+    it.add_argument("--calls", type=positive, help="in a graph (default: 100, fewer above 2 MiB)")
+    it.add_argument("--replays", type=positive, default=9, help="of a graph a round (default 9)")
+    it.add_argument("--algorithm", default="auto", choices=["auto", "packet", "direct", "all"])
+    it.add_argument("--link", type=float, default=LINK, help="GB/s of a rank's links, for the bound")
+    it.add_argument("--peers", help="only these, by their names in the table: NCCL,vdev")
+    it.add_argument("--timeout", type=float, default=120, help="longest wait in seconds")
+    it.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    it.set_defaults(plot=None)
+
+
+class Exchange:
+    """One matrix of one contender: a call without arguments, its input and its output."""
+
+    def __init__(self, input, output, call):
+        self.input, self.output, self.call = input, output, call
+
+
+class Contender:
+    """One way to exchange. `sent` and `received` are the most elements of any matrix."""
+
+    def __init__(self, ranks, dtype, sent, received):
+        self.ranks, self.dtype = ranks, dtype
+        self.torch, self.dist = ranks.torch, ranks.dist
+        self.input, self.output = self.empty(sent), self.empty(received)
+
+    def empty(self, count):
+        return self.torch.empty(max(count, 1), dtype=self.dtype, device=self.ranks.device)
+
+    def parts(self, counts):
+        """What this rank sends and receives of a matrix, and the tensors that hold just that."""
+        send = counts[self.ranks.rank]
+        receive = [row[self.ranks.rank] for row in counts]
+        return send, receive, self.input[: sum(send)], self.output[: sum(receive)]
+
+    def confirm(self):
+        pass
+
+    def close(self):
+        self.input = self.output = None
+
+
+class Ours(Contender):
+    """Splits that the host knows; both tensors of a pool."""
+
+    def __init__(self, ranks, dtype, sent, received, pools, algorithm):
+        self.pool = pools.get(ranks)
+        super().__init__(ranks, dtype, sent, received)
+        self.comm = symmpool.Communicator(self.pool, all_to_all=algorithm, timeout=ranks.timeout)
+
+    def empty(self, count):
+        tensor = self.pool.empty(max(count, 1), self.dtype)
+        self.pool.commit()
+        return tensor
+
+    def exchange(self, counts):
+        send, receive, input, output = self.parts(counts)
+        comm = self.comm
+        return Exchange(
+            input, output, lambda: comm.all_to_all_single(output, input, receive, send)
+        )
+
+    def confirm(self):
+        self.comm.synchronize()
+
+    def close(self):
+        super().close()
+        self.comm = self.pool = None
+
+
+class OursDevice(Ours):
+    """Splits in the device's memory, and an output that is longer than what comes."""
+
+    def exchange(self, counts):
+        send, receive, input, output = self.parts(counts)
+        splits = self.torch.tensor(send, dtype=self.torch.int64, device=self.ranks.device)
+        comm, whole = self.comm, self.output
+        return Exchange(input, output, lambda: comm.all_to_all_v(whole, input, splits))
+
+
+class Distributed(Contender):
+    """torch.distributed's all_to_all_single: NCCL or gloo."""
+
+    def exchange(self, counts):
+        send, receive, input, output = self.parts(counts)
+        run = self.dist.all_to_all_single
+        return Exchange(input, output, lambda: run(output, input, receive, send))
+
+
+class Vdev(Contender):
+    """torch.ops.symm_mem.all_to_all_vdev, splits in the device's memory, over NVSHMEM."""
+
+    def __init__(self, ranks, dtype, sent, received):
+        import torch.distributed._symmetric_memory as symmetric
+
+        if not symmetric.is_nvshmem_available():
+            raise ValueError("this build of torch has no NVSHMEM, or finds none")
+        symmetric.set_backend("NVSHMEM")
+        self.symmetric = symmetric
+        super().__init__(ranks, dtype, sent, received)
+        self.group = self.dist.group.WORLD.group_name
+        world = ranks.world
+        self.splits = symmetric.empty(world, dtype=ranks.torch.int64, device=ranks.device)
+        self.came = symmetric.empty((2, world), dtype=ranks.torch.int64, device=ranks.device)
+        for tensor in (self.input, self.output, self.splits, self.came):
+            symmetric.rendezvous(tensor, self.group)
+
+    def empty(self, count):
+        return self.symmetric.empty(max(count, 1), dtype=self.dtype, device=self.ranks.device)
+
+    def exchange(self, counts):
+        send, _, input, output = self.parts(counts)
+        splits, came, group = self.splits, self.came, self.group
+        given = self.torch.tensor(send, dtype=self.torch.int64, device=self.ranks.device)
+        run, whole, out = self.torch.ops.symm_mem.all_to_all_vdev, self.input, self.output
+        splits.copy_(given)
+
+        def call():
+            # One tensor of splits serves all matrices.
+            run(whole, out, splits, came, group)
+
+        exchange = Exchange(input, output, call)
+        exchange.begin = lambda: splits.copy_(given)
+        return exchange
+
+    def close(self):
+        super().close()
+        self.splits = self.came = None
+
+
+def set_up(ranks, dtype, sent, received, algorithms, only):
+    """The contenders that could be set up, ours first; and why others could not, by name."""
+    pools = peers.Pools()
+    plans = []
+    for name in algorithms:
+        suffix = "" if name == "auto" else f" {name}"
+        plans.append((f"ours{suffix}", Ours, (pools, name)))
+        plans.append((f"ours device{suffix}", OursDevice, (pools, name)))
+    others = [("NCCL", Distributed), ("vdev", Vdev)] if ranks.on_cuda else [("gloo", Distributed)]
+    if only and (unknown := [name for name in only if name not in dict(others)]):
+        raise SystemExit(f"--peers {unknown[0]}: there are {', '.join(dict(others))}")
+    plans += [(name, kind, ()) for name, kind in others if not only or name in only]
+    found, missing = {}, {}
+    for name, kind, more in plans:
+        made, why = ranks.attempt(lambda: kind(ranks, dtype, sent, received, *more))
+        if why is None:
+            found[name] = made
+        else:
+            missing[name] = why
+    return found, missing, pools
+
+
+def pattern(torch, like, rank, begin, count):
+    """Elements of a rank's input from one on: small whole numbers, which every type holds."""
+    at = torch.arange(begin, begin + count, device=like.device, dtype=torch.int64)
+    return ((at * 31 + (at >> 7) * 17 + rank * 41) % 113).to(like.dtype)
+
+
+def count_wrong(torch, ranks, output, counts):
+    """Elements that are not what each rank sent."""
+    wrong, at, me = 0, 0, ranks.rank
+    for sender, row in enumerate(counts):
+        expected = pattern(torch, output, sender, sum(row[:me]), row[me])
+        wrong += int((output[at : at + row[me]] != expected).sum())
+        at += row[me]
+    return wrong
+
+
+class Row(table.Row):
+    """What was found for one matrix and size."""
+
+    def __init__(self, kind, size, world, heaviest, link):
+        super().__init__(size, world)
+        self.kind, self.heaviest = kind, heaviest
+        #: Microseconds that the links need at least.
+        self.bound = heaviest / link / 1e3
+
+    def to_json(self):
+        names = [name for name, rounds in self.rounds.items() if rounds]
+        figures = {
+            name: {
+                "us": self.microseconds(name),
+                "gb_s": self.heaviest / self.microseconds(name) / 1e3,
+                "rounds_us": self.rounds[name],
+            }
+            for name in names
+        }
+        return {
+            "matrix": self.kind,
+            "bytes": self.size,
+            "heaviest_bytes": self.heaviest,
+            "bound_us": self.bound,
+            "figures": figures,
+            "missing": self.missing,
+        }
+
+
+def prepare(ranks, contender, counts, calls):
+    """An exchange, checked, and its graph of `calls` calls (None on the CPU)."""
+    torch = ranks.torch
+
+    def step(action):
+        value, why = ranks.attempt(action)
+        if why is not None:
+            raise ValueError(why)
+        return value
+
+    def make():
+        exchange = contender.exchange(counts)
+        begin = getattr(exchange, "begin", None)
+        if begin:
+            begin()
+        exchange.input.copy_(pattern(torch, exchange.input, ranks.rank, 0, exchange.input.numel()))
+        exchange.output.fill_(99)
+        return exchange
+
+    exchange = step(make)
+    graph = step(lambda: timing.capture(torch, exchange.call, calls) if ranks.on_cuda else None)
+    for run in [exchange.call, *([graph.replay] if graph else [])]:
+        step(lambda: exchange.output.fill_(120))
+        step(run)
+        wrong = sum(ranks.gather(step(lambda: count_wrong(torch, ranks, exchange.output, counts))))
+        if wrong:
+            raise ValueError(f"{wrong:,} wrong elements, over all ranks")
+    return exchange, graph
+
+
+def measure(ranks, options, contenders, row, counts, step):
+    """All contenders in all rounds with one matrix."""
+    torch, running = ranks.torch, {}
+    calls = timing.calls_for(row.size, options.calls)
+    for name, contender in contenders.items():
+        try:
+            running[name] = prepare(ranks, contender, counts, calls)
+        except ValueError as error:
+            row.missing[name] = str(error)
+    names = list(running)
+    row.rounds = {name: [] for name in names}
+    for number in range(options.rounds):
+        for name in timing.order(names, number):
+            exchange, graph = running[name]
+            begin = getattr(exchange, "begin", None)
+            if begin:
+                begin()
+            ranks.meet()
+            if graph is None:
+                spent = timing.time_loop(exchange.call, calls, options.replays)
+            else:
+                spent = timing.time_graph(torch, graph, calls, options.replays)
+            row.rounds[name].append(max(ranks.gather(spent)))
+        step(f"{row.kind}, {table.show_size(row.size)}, round {number + 1}")
+    for name in names:
+        _, why = ranks.attempt(contenders[name].confirm)
+        if why is not None:
+            row.missing[name] = why
+            row.rounds[name] = []
+
+
+def cells(rows, ours, others):
+    """The table's heading and lines."""
+    names = [*ours, *others]
+    heading = ["matrix", "size", *names, "bound", "of bound", "best peer", "peer/ours"]
+    lines = []
+    for row in rows:
+        _, own = row.best(ours)
+        rival, theirs = row.best(others)
+        times = [table.figure(row.microseconds(name)) for name in names]
+        share = None if own is None or not row.bound else row.bound / own
+        ratio = None if own is None or theirs is None else theirs / own
+        end = [table.figure(row.bound), table.figure(share), rival or "-", table.figure(ratio)]
+        lines.append([row.kind, table.show_size(row.size), *times, *end])
+    return heading, lines
+
+
+def plans(options, world, itemsize, on_cuda):
+    """(kind, bytes a rank sends on average, elements by pair) of every run."""
+    most = 64 << 20 if on_cuda else 4 << 20
+    sizes = options.sizes or [4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
+    sizes = options.sizes or [size for size in sizes if size <= most]
+    if options.matrix:
+        weights = matrices.read(options.matrix, world)
+        if not options.sizes:
+            sizes = [max(int(sum(map(sum, weights)) / world), 1)]
+        return [
+            (options.matrix.name, size, matrices.scale(weights, size, itemsize, 8)) for size in sizes
+        ]
+    if unknown := [kind for kind in options.matrices if kind not in matrices.KINDS]:
+        raise SystemExit(f"--matrices {unknown[0]}: there are {', '.join(matrices.KINDS)}")
+    made = {
+        kind: matrices.make(kind, world, options.imbalance, options.seed)
+        for kind in options.matrices
+    }
+    return [
+        (kind, size, matrices.scale(weights, size, itemsize, 8))
+        for kind, weights in made.items()
+        for size in sizes
+    ]
+
+
+def run(options, arguments, connect, describe, progress_of, dtypes):
+    ranks = connect(options)
+    dtype = getattr(ranks.torch, dtypes[options.dtype])
+    algorithms = ["auto", "packet", "direct"] if options.algorithm == "all" else [options.algorithm]
+    only = None
+    if options.peers is not None:
+        only = [name.strip() for name in options.peers.split(",") if name.strip()]
+    todo = plans(options, ranks.world, dtype.itemsize, ranks.on_cuda)
+    # Of all ranks: tensors of a pool are equally long on each.
+    sent = max(sum(row) for _, _, counts in todo for row in counts)
+    received = max(sum(column) for _, _, counts in todo for column in zip(*counts))
+    contenders, missing, pools = set_up(ranks, dtype, sent, received, algorithms, only)
+    rows = []
+    progress = progress_of(len(todo) * options.rounds, ranks.rank == 0)
+    try:
+        for kind, size, counts in todo:
+            heaviest = matrices.heaviest(counts) * dtype.itemsize
+            row = Row(kind, size, ranks.world, heaviest, options.link)
+            measure(ranks, options, contenders, row, counts, progress.step)
+            rows.append(row)
+    finally:
+        progress.close()
+    facts = describe(ranks, arguments, contenders, missing) | {"benchmark": "alltoallv"}
+    ours = [name for name in contenders if name.split()[0] == "ours"]
+    others = [name for name in contenders if name not in ours]
+    if ranks.rank == 0:
+        report(options, facts, rows, ours, others)
+    ranks.meet()
+    for name, contender in contenders.items():
+        _, why = ranks.attempt(contender.close)
+        if why is not None and ranks.rank == 0:
+            print(f"closing {name}: {why}")
+    pools.close()
+    ranks.dist.destroy_process_group()
+    wrong = any(name in row.missing for row in rows for name in ours)
+    return 1 if wrong or not ours else 0
+
+
+def report(options, facts, rows, ours, others):
+    devices = sorted(set(facts["devices"]))
+    print(
+        f"all-to-all of {options.dtype}, {facts['world']} ranks on {', '.join(devices)}; torch "
+        f"{facts['torch']}"
+        + (f", NCCL {facts['nccl']}, driver {facts['driver']}" if facts["nccl"] else "")
+    )
+    print(
+        "microseconds a call, slowest rank, median of rounds; bound: the heaviest rank's bytes at "
+        f"{options.link:g} GB/s\n"
+    )
+    print(table.lay_out(*cells(rows, ours, others)))
+    for name, why in facts["missing"].items():
+        print(f"\nmissing: {name}: {why}")
+    for row in rows:
+        for name, why in row.missing.items():
+            print(f"missing for {row.kind}, {table.show_size(row.size)}: {name}: {why}")
+    if options.json:
+        given = {key: value for key, value in vars(options).items() if key not in ("json", "plot")}
+        whole = {**facts, "options": given, "results": [row.to_json() for row in rows]}
+        options.json.write_text(json.dumps(whole, indent=1, default=str) + "\n")
