@@ -9,6 +9,7 @@ mod error;
 mod group;
 mod heap;
 pub mod lane;
+mod nccl;
 mod pool;
 mod rendezvous;
 pub mod store;

@@ -280,20 +280,6 @@ __device__ __forceinline__ void raise_pushed(const Exchange& exchange) {
     }
 }
 
-__device__ __forceinline__ bool await_flag(const Session& session, u32 kind, u32 from, u32 block,
-                                           u32 count, u32 phase) {
-    const u64* own = flag_of(session, session.comm.rank, kind, from, block);
-    Watch watch;
-    for (u64 value = load_acquire(own);
-         static_cast<u32>(value >> 32) != session.epoch || static_cast<u32>(value) < count;
-         value = load_acquire(own)) {
-        if (watch.expired(session, from, phase)) {
-            return false;
-        }
-    }
-    return true;
-}
-
 // By one block: until every block of every rank that sends straight to this one has told.
 __device__ __forceinline__ void await_pushed(const Exchange& exchange) {
     const u32 rank = exchange.rank();
@@ -302,7 +288,7 @@ __device__ __forceinline__ void await_pushed(const Exchange& exchange) {
         if (exchange.straight(peer, rank)) {
             const u32 blocks = static_cast<u32>(exchange.table.words[peer][GRID]);
             for (u32 block = threadIdx.x; block < blocks; block += blockDim.x) {
-                if (!await_flag(exchange.session, ARRIVED, peer, block, 1, RESULT)) {
+                if (!await_raised(exchange.session, ARRIVED, peer, block, 1, RESULT)) {
                     return;
                 }
             }
@@ -327,12 +313,11 @@ struct Stage {
         chunk = 16 * (half(comm) / STAGES / 8 * 8);
         rounds = static_cast<u32>((to - from + chunk - 1) / chunk);
     }
-    // Vectors of scratch that a rank has on another, as in `push.cu`, so that no other rank writes
-    // there; and half of them, for every other round.
-    static __device__ __forceinline__ u64 room(const Comm& comm) {
-        return comm.scratch_bytes / 16 / (WORLD > 1 ? WORLD - 1 : 1) / 8 * 8;
+    // Vectors of scratch that a rank has on another for every other round.
+    static __device__ __forceinline__ u64 half(const Comm& comm) {
+        return comm.scratch_vectors() / 2;
     }
-    static __device__ __forceinline__ u64 half(const Comm& comm) { return room(comm) / 2; }
+    }
     __device__ __forceinline__ u64 begin(u32 round) const { return from + round * chunk; }
     __device__ __forceinline__ u64 length(u32 round) const {
         const u64 left = to - begin(round);
@@ -340,17 +325,9 @@ struct Stage {
     }
     __device__ __forceinline__ char* scratch(const Comm& comm, u32 owner, u32 sender, u32 stage,
                                              u32 round) const {
-        const u64 slot = room(comm) * (sender < owner ? sender : sender - 1);
-        return comm.of(owner) + comm.scratch + 16 * (slot + half(comm) * (round & 1)) +
-               stage * chunk;
+        return comm.scratch_of(owner, sender) + 16 * half(comm) * (round & 1) + stage * chunk;
     }
 };
-
-__device__ __forceinline__ bool await_all_threads(const Session& session, u32 kind, u32 from,
-                                                  u32 stage, u32 count) {
-    bool bad = threadIdx.x == 0 && !await_flag(session, kind, from, stage, count, DATA);
-    return !__syncthreads_or(bad);
-}
 
 // Tells the peers after what the block has stored and read.
 template <typename Which>
@@ -385,7 +362,7 @@ __device__ __forceinline__ bool run_stage(const Exchange& exchange, u32 stage) {
             if (round < out.rounds) {
                 // Its half of the scratch held the round before the last.
                 if (round >= 2 &&
-                    !await_all_threads(session, FINISHED, peer, stage, round - 1)) {
+                    !await_flag(session, FINISHED, peer, stage, round - 1, DATA)) {
                     return false;
                 }
                 const Copy copy(exchange.input(peer) + out.begin(round),
@@ -399,7 +376,7 @@ __device__ __forceinline__ bool run_stage(const Exchange& exchange, u32 stage) {
             const u32 peer = comm.after(distance);
             const Stage in(exchange, peer, rank, stage);
             if (round < in.rounds) {
-                if (!await_all_threads(session, ARRIVED, peer, stage, round + 1)) {
+                if (!await_flag(session, ARRIVED, peer, stage, round + 1, DATA)) {
                     return false;
                 }
                 const Copy copy(in.scratch(comm, rank, peer, stage, round),
@@ -414,7 +391,7 @@ __device__ __forceinline__ bool run_stage(const Exchange& exchange, u32 stage) {
     for (u32 distance = 1; distance < WORLD; ++distance) {
         const u32 peer = comm.after(distance);
         const u32 sent = Stage(exchange, rank, peer, stage).rounds;
-        if (sent > 0 && !await_all_threads(session, FINISHED, peer, stage, sent)) {
+        if (sent > 0 && !await_flag(session, FINISHED, peer, stage, sent, DATA)) {
             return false;
         }
     }

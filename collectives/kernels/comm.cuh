@@ -87,6 +87,16 @@ struct Comm {
     __device__ __forceinline__ char* of(u32 peer) const { return base + peer * stride + control; }
     __device__ __forceinline__ char* own() const { return of(rank); }
     __device__ __forceinline__ Local* local() const { return reinterpret_cast<Local*>(own()); }
+    // Vectors of scratch that a rank has for each of the others. The host asks for no more at once.
+    __device__ __forceinline__ u64 scratch_vectors() const {
+        return scratch_bytes / 16 / (WORLD > 1 ? WORLD - 1 : 1) / 8 * 8;
+    }
+    // What `sender` alone writes in the owner's scratch, in whatever call: nobody but the two of
+    // them need to be done with one call before it is written in the next.
+    __device__ __forceinline__ char* scratch_of(u32 owner, u32 sender) const {
+        u32 slot = sender < owner ? sender : sender - 1;
+        return of(owner) + scratch + 16 * scratch_vectors() * slot;
+    }
     // Where the peer has what this rank has at `window`.
     template <typename T>
     __device__ __forceinline__ T* at_peer(T* window, u32 peer) const {

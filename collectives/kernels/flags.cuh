@@ -40,10 +40,10 @@ __device__ __forceinline__ void raise(const Session& session, u32 kind, u32 coun
     }
 }
 
-// Until a peer's block has raised its flag to `count`. By one thread; false if that takes too long.
-__device__ __forceinline__ bool await_raised(const Session& session, u32 peer, u32 kind, u32 count,
-                                             u32 phase) {
-    const u64* own = flag(session, session.comm.rank, kind, peer);
+// Until a block of a peer has raised its flag to `count`. By one thread; false if that takes too long.
+__device__ __forceinline__ bool await_raised(const Session& session, u32 kind, u32 peer, u32 block,
+                                             u32 count, u32 phase) {
+    const u64* own = flag_of(session, session.comm.rank, kind, peer, block);
     Watch watch;
     for (u64 value = load_acquire(own);
          static_cast<u32>(value >> 32) != session.epoch || static_cast<u32>(value) < count;
@@ -61,15 +61,15 @@ __device__ __forceinline__ bool await_flags(const Session& session, u32 kind, u3
                                             u32 phase) {
     bool bad = false;
     if (threadIdx.x < WORLD && threadIdx.x != session.comm.rank) {
-        bad = !await_raised(session, threadIdx.x, kind, count, phase);
+        bad = !await_raised(session, kind, threadIdx.x, data_block(), count, phase);
     }
     return !__syncthreads_or(bad);
 }
 
 // The same of one peer's.
-__device__ __forceinline__ bool await_flag(const Session& session, u32 peer, u32 kind, u32 count,
-                                           u32 phase) {
-    bool bad = threadIdx.x == 0 && !await_raised(session, peer, kind, count, phase);
+__device__ __forceinline__ bool await_flag(const Session& session, u32 kind, u32 peer, u32 block,
+                                           u32 count, u32 phase) {
+    bool bad = threadIdx.x == 0 && !await_raised(session, kind, peer, block, count, phase);
     return !__syncthreads_or(bad);
 }
 

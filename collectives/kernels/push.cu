@@ -53,7 +53,7 @@ __device__ __forceinline__ u64 least(u64 a, u64 b) { return a < b ? a : b; }
 __device__ __forceinline__ void spread(const Session& session, const Call& call) {
     const Comm& comm = session.comm;
     if ((SHOTS & BROADCAST) && comm.rank != call.root) {
-        await_flag(session, call.root, FINISHED, 1, RESULT);
+        await_flag(session, FINISHED, call.root, data_block(), 1, RESULT);
         return;
     }
     const Source input(call.input, call.bytes);
@@ -88,15 +88,9 @@ struct Push {
     const Comm& comm;
     const Call& call;
     const Parts<((SHOTS & (SCATTER | GATHER)) == (SCATTER | GATHER))> parts;
-    const u64 room;  // vectors from a rank: the host asks for no more at once
 
     __device__ __forceinline__ Push(const Session& s, const Call& c)
-        : session(s), comm(s.comm), call(c), parts(c),
-          room(comm.scratch_bytes / 16 / (WORLD > 1 ? WORLD - 1 : 1) / 8 * 8) {}
-
-    __device__ __forceinline__ char* slot(u32 owner, u32 from) const {
-        return comm.of(owner) + comm.scratch + 16 * room * (from < owner ? from : from - 1);
-    }
+        : session(s), comm(s.comm), call(c), parts(c) {}
 
     // Where a rank's results go: into this rank's memory, or a peer's.
     __device__ __forceinline__ Target output(u32 distance) const {
@@ -110,7 +104,7 @@ struct Push {
     __device__ __forceinline__ void scatter(u32 distance, u64 from, u64 to) const {
         const u32 peer = comm.after(distance);
         const Source part = parts.of(call.input, peer);
-        char* there = slot(peer, comm.rank);
+        char* there = comm.scratch_of(peer, comm.rank);
         copy(part, from, least(part.vectors(), to), [&](u64 at, uint4 vector) {
             store_plain(there + 16 * at, vector);
         });
@@ -133,7 +127,7 @@ struct Push {
                 for (u32 rank = 0; at < end && rank < WORLD; ++rank) {
                     all[i][rank] = rank == comm.rank
                         ? input.load(at)
-                        : load_plain(slot(comm.rank, rank) + 16 * at);
+                        : load_plain(comm.scratch_of(comm.rank, rank) + 16 * at);
                 }
             }
 #pragma unroll

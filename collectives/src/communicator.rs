@@ -431,6 +431,11 @@ impl Communicator {
     fn begin(&self, stream: &Stream) -> Result<MutexGuard<'_, Inner>> {
         tracing::trace!(rank = self.rank(), stream = stream.raw(), "collective");
         let mut inner = self.lock();
+        // While a graph is captured no commit can be, and none is needed: the memory's place is
+        // known. It comes after the capture, before the graph runs.
+        if self.pool.is_commit_due() && self.pool.driver().is_capturing(*stream) {
+            return Ok(inner);
+        }
         match self.pool.commit_if_due() {
             Ok(None) => {}
             Ok(Some(_)) => inner.windows = self.pool.windows(),

@@ -31,4 +31,5 @@ pub use communicator::{Communicator, CommunicatorOptions, Splits};
 pub use dtype::{DType, Element};
 pub use float8::{F8E4m3, F8E5m2};
 pub use host::{HostEngine, HostOptions, Place};
+pub use jit::{KernelCompiler, kernel_cache, kernel_compiler};
 pub use reduce::ReduceOp;

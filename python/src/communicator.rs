@@ -40,7 +40,7 @@ type Argument<'a, 'py> = &'a Bound<'py, PyAny>;
 /// all-reduces go about it: the bits of results are the same with each; `all_to_all`, "auto", "packet"
 /// or "direct", is that of all-to-alls. `scratch_bytes` is how much
 /// scratch there is, in host memory or on the device. All of it is the same on every rank.
-#[pyclass(frozen, module = "symmpool")]
+#[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Communicator {
     comm: symmpool_collectives::Communicator,
     device: Device,
@@ -321,6 +321,39 @@ impl Communicator {
     fn barrier(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<()> {
         let stream = self.stream(py, stream)?;
         self.run(py, || self.comm.barrier(&stream))
+    }
+
+    /// Signals `peer` on a channel from 0 to 15. What this thread, or `stream`, did before is visible
+    /// to the peer once its `wait` has taken the signal. Signals are counted; they may run ahead of
+    /// the waits. No collective: only the two ranks take part.
+    #[pyo3(signature = (peer, channel = 0, stream = None))]
+    fn signal(
+        &self,
+        py: Python<'_>,
+        peer: u32,
+        channel: u32,
+        stream: Option<Argument<'_, '_>>,
+    ) -> PyResult<()> {
+        let stream = tensor::stream(py, self.device, stream)?;
+        self.run(py, || self.comm.signal(peer, channel, &stream))
+    }
+
+    /// Waits for `peer`'s next signal on a channel: the nth wait takes the nth signal. On the CPU
+    /// this thread waits; on CUDA `stream` does. At most `timeout` seconds; then TimeoutError: on
+    /// the CPU at once, and the communicator can be used on; on CUDA from a later call, and it is
+    /// closed.
+    #[pyo3(signature = (peer, channel = 0, timeout = 30.0, stream = None))]
+    fn wait(
+        &self,
+        py: Python<'_>,
+        peer: u32,
+        channel: u32,
+        timeout: f64,
+        stream: Option<Argument<'_, '_>>,
+    ) -> PyResult<()> {
+        let timeout = seconds(py, "timeout", timeout)?;
+        let stream = tensor::stream(py, self.device, stream)?;
+        self.run(py, || self.comm.wait(peer, channel, timeout, &stream))
     }
 
     /// Waits until `stream` is past all calls so far, and raises what went wrong in them. On the

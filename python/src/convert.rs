@@ -6,6 +6,7 @@ use pyo3::types::PyString;
 use symmpool_collectives::{AllReduceAlgorithm, AllToAllAlgorithm, DType, ReduceOp};
 
 use crate::errors::invalid;
+use crate::tensor;
 
 /// Where a pool's memory is, as tensors name it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,8 +81,13 @@ pub(crate) fn dtype_names() -> String {
 #[inline]
 pub(crate) fn reduce_op(op: Option<&Bound<'_, PyAny>>) -> Result<ReduceOp, String> {
     let Some(op) = op else { return Ok(ReduceOp::Sum) };
-    let name = op.cast::<PyString>().ok().and_then(|name| name.to_cow().ok());
-    let known = name.and_then(|name| ReduceOp::ALL.into_iter().find(|op| op.name() == name));
+    let known = match op.cast::<PyString>() {
+        Ok(name) => {
+            let name = name.to_cow().unwrap_or_default();
+            ReduceOp::ALL.into_iter().find(|op| op.name() == name)
+        }
+        Err(_) => tensor::reduce_op(op),
+    };
     known.ok_or_else(|| {
         let known = ReduceOp::ALL.map(ReduceOp::name).join(", ");
         format!("op: {op:?} is none of {known}")

@@ -16,33 +16,32 @@ use pyo3::types::PyCapsule;
 use symmpool_collectives::DType;
 
 use crate::convert::Device;
-use crate::memory::Memory;
 
 const UNVERSIONED: &CStr = c"dltensor";
 const VERSIONED: &CStr = c"dltensor_versioned";
 
 #[repr(C)]
-struct DlDevice {
-    kind: i32,
-    id: i32,
+pub(crate) struct DlDevice {
+    pub(crate) kind: i32,
+    pub(crate) id: i32,
 }
 
 #[repr(C)]
-struct DlDataType {
-    code: u8,
-    bits: u8,
-    lanes: u16,
+pub(crate) struct DlDataType {
+    pub(crate) code: u8,
+    pub(crate) bits: u8,
+    pub(crate) lanes: u16,
 }
 
 #[repr(C)]
-struct DlTensor {
-    data: *mut c_void,
-    device: DlDevice,
-    ndim: i32,
-    dtype: DlDataType,
-    shape: *mut i64,
-    strides: *mut i64,
-    byte_offset: u64,
+pub(crate) struct DlTensor {
+    pub(crate) data: *mut c_void,
+    pub(crate) device: DlDevice,
+    pub(crate) ndim: i32,
+    pub(crate) dtype: DlDataType,
+    pub(crate) shape: *mut i64,
+    pub(crate) strides: *mut i64,
+    pub(crate) byte_offset: u64,
 }
 
 /// `DLManagedTensor`.
@@ -64,12 +63,15 @@ struct ManagedVersioned {
     tensor: DlTensor,
 }
 
+/// What keeps the memory of a tensor that is handed out.
+pub(crate) type Owner = Arc<dyn Send + Sync>;
+
 /// What a consumer's tensor points into; kept alive, not read by us.
 struct Held<T> {
     managed: T,
     _lengths: Vec<i64>,
     _strides: Vec<i64>,
-    _memory: Arc<Memory>,
+    _owner: Owner,
 }
 
 /// A tensor to be handed out.
@@ -86,6 +88,56 @@ pub(crate) fn device(device: Device) -> (i32, i32) {
     match device {
         Device::Cpu => (1, 0),
         Device::Cuda(ordinal) => (2, ordinal as i32),
+    }
+}
+
+/// The element type that DLPack's words mean, if it is one of ours.
+#[inline]
+pub(crate) fn element(found: &DlDataType) -> Option<DType> {
+    if found.lanes != 1 {
+        return None;
+    }
+    Some(match (found.code, found.bits) {
+        (0, 8) => DType::I8,
+        (0, 32) => DType::I32,
+        (0, 64) => DType::I64,
+        (1, 8) => DType::U8,
+        (2, 16) => DType::F16,
+        (2, 32) => DType::F32,
+        (2, 64) => DType::F64,
+        (4, 16) => DType::Bf16,
+        (10, 8) => DType::F8E4m3,
+        (12, 8) => DType::F8E5m2,
+        _ => return None,
+    })
+}
+
+impl DlTensor {
+    /// The number of elements, if they lie one after the other, the last dimension running
+    /// fastest.
+    ///
+    /// # Safety
+    ///
+    /// `shape` and `strides` point to `ndim` numbers; `strides` may be null.
+    #[inline]
+    pub(crate) unsafe fn contiguous_count(&self) -> Option<usize> {
+        let dimensions = usize::try_from(self.ndim).ok()?;
+        let (mut count, mut dense) = (1_i64, true);
+        for at in (0..dimensions).rev() {
+            // SAFETY: the caller's promise.
+            let length = unsafe { self.shape.add(at) };
+            // SAFETY: as above.
+            let length = unsafe { length.read() };
+            if !self.strides.is_null() && length != 1 {
+                // SAFETY: as above.
+                let stride = unsafe { self.strides.add(at) };
+                // SAFETY: as above.
+                dense &= unsafe { stride.read() } == count;
+            }
+            count = count.checked_mul(length)?;
+        }
+        // Where there is nothing, strides say nothing.
+        (dense || count == 0).then_some(usize::try_from(count).ok()?)
     }
 }
 
@@ -126,13 +178,13 @@ impl Description<'_> {
     }
 }
 
-/// A capsule that holds the tensor until a consumer takes it. Whoever has it last gives `memory`
-/// back.
+/// A capsule that holds the tensor until a consumer takes it. Whoever has it last lets go of
+/// `owner`.
 pub(crate) fn capsule<'py>(
     py: Python<'py>,
     description: Description<'_>,
     versioned: bool,
-    memory: Arc<Memory>,
+    owner: Owner,
 ) -> PyResult<Bound<'py, PyAny>> {
     let mut lengths = description.shape.to_vec();
     let mut strides = contiguous(&lengths);
@@ -151,7 +203,7 @@ pub(crate) fn capsule<'py>(
             managed,
             _lengths: lengths,
             _strides: strides,
-            _memory: memory,
+            _owner: owner,
         }));
         // SAFETY: freshly made above, and reached by nobody else yet.
         unsafe { (*held).managed.manager = held.cast() };
@@ -164,7 +216,7 @@ pub(crate) fn capsule<'py>(
             managed,
             _lengths: lengths,
             _strides: strides,
-            _memory: memory,
+            _owner: owner,
         }));
         // SAFETY: freshly made above, and reached by nobody else yet.
         unsafe { (*held).managed.manager = held.cast() };

@@ -7,6 +7,7 @@ use symmpool_allocator::store::FileStore;
 use symmpool_allocator::{Deadline, Error};
 
 use crate::errors::{OrRaise, invalid, seconds};
+use crate::store::PythonStore;
 
 /// The ordered set of ranks that share memory, seen from one of them.
 ///
@@ -21,7 +22,7 @@ use crate::errors::{OrRaise, invalid, seconds};
 ///
 /// Raises InvalidArgumentError, TimeoutError when the store cannot be reached in time, and
 /// RefusedError when a secret differs.
-#[pyclass(frozen, module = "symmpool")]
+#[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Group {
     pub(crate) group: symmpool_allocator::Group,
 }
@@ -82,6 +83,27 @@ impl Group {
         Ok(groups.into_iter().map(|group| Self { group: group.with_timeout(timeout) }).collect())
     }
 
+    /// A group that meets in a `torch.distributed.Store`, or one of its kind: `store` has its
+    /// methods. `name` is before all keys; groups that use a store at one time have different
+    /// ones, equal on all ranks. Pools take a process group, or `(store, rank, world)`, by
+    /// themselves: this is for names and timeouts of one's own.
+    #[staticmethod]
+    #[pyo3(signature = (store, rank, world, *, name = "symmpool", timeout = 300.0))]
+    fn from_store(
+        py: Python<'_>,
+        store: &Bound<'_, PyAny>,
+        rank: u32,
+        world: u32,
+        name: &str,
+        timeout: f64,
+    ) -> PyResult<Self> {
+        let timeout = seconds(py, "timeout", timeout)?;
+        let adapter = py.import("symmpool.store")?.getattr("StoreAdapter")?.call1((store,))?;
+        let store = Arc::new(PythonStore::new(adapter.unbind()));
+        let group = symmpool_allocator::Group::new(rank, world, store).or_raise(py)?;
+        Ok(Self { group: group.with_name(name).with_timeout(timeout) })
+    }
+
     /// This process's rank, from 0.
     #[getter]
     fn rank(&self) -> u32 {
@@ -103,4 +125,18 @@ impl Group {
     fn __repr__(&self) -> String {
         format!("symmpool.Group(rank={}, world={})", self.rank(), self.world())
     }
+}
+
+/// The group that an argument means: one of ours, a process group of torch, a store with a rank and
+/// a world, or what the program runs in.
+pub(crate) fn group_of(
+    py: Python<'_>,
+    argument: Option<&Bound<'_, PyAny>>,
+    timeout: Option<f64>,
+) -> PyResult<symmpool_allocator::Group> {
+    if let Some(group) = argument.and_then(|argument| argument.cast::<Group>().ok()) {
+        return Ok(group.get().group.clone());
+    }
+    let resolved = py.import("symmpool.groups")?.call_method1("resolve", (argument, timeout))?;
+    Ok(resolved.cast::<Group>()?.get().group.clone())
 }

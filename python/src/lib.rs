@@ -3,10 +3,15 @@
 //! | file | holds |
 //! | --- | --- |
 //! | `group`, `pool`, `communicator` | the classes of these names |
+//! | `slot` | a pool behind exported functions, for torch's allocator |
+//! | `process` | the allocator under all of torch's |
 //! | `block` | memory of a pool, as Python objects and DLPack consumers hold it |
 //! | `dlpack` | the structures of the DLPack protocol, and capsules of them |
+//! | `exchange` | DLPack's table of C functions, through which torch's tensors are read |
 //! | `tensor` | where tensors of torch and numpy lie, read cheaply |
 //! | `convert` | names of types, operations, algorithms and devices |
+//! | `store` | a store of torch's, as the allocator wants it |
+//! | `machine` | what this machine has, for the doctor |
 //! | `errors` | the package's exceptions |
 //!
 //! Nothing here decides or waits by itself. The interpreter's lock is released around every call
@@ -19,9 +24,14 @@ mod communicator;
 mod convert;
 mod dlpack;
 mod errors;
+mod exchange;
 mod group;
+mod machine;
 mod memory;
 mod pool;
+mod process;
+mod slot;
+mod store;
 mod tensor;
 
 /// The native half of the package `symmpool`.
@@ -34,7 +44,15 @@ mod _symmpool {
     #[pymodule_export]
     use crate::group::Group;
     #[pymodule_export]
+    use crate::machine::machine;
+    #[pymodule_export]
     use crate::pool::Pool;
+    #[pymodule_export]
+    use crate::process::{
+        process_redirect, process_redirect_back, process_reset_peaks, process_stats,
+    };
+    #[pymodule_export]
+    use crate::slot::Slot;
 
     use crate::convert;
 

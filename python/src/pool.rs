@@ -1,38 +1,52 @@
 //! The class `Pool`.
 
+use std::sync::Arc;
+
 use pyo3::exceptions::PyImportError;
 use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyString};
 use symmpool_allocator::driver::CudaDriver;
-use symmpool_allocator::{Driver, Error, Result};
+use symmpool_allocator::lane::{LaneConfig, WindowPolicy};
+use symmpool_allocator::{Deadline, Driver, Error, Result};
 use symmpool_collectives::DType;
 
 use crate::block::Block;
 use crate::convert::{self, Device};
+use crate::dlpack::{self, Description};
 use crate::errors::{OrRaise, invalid, seconds};
-use crate::group::Group;
+use crate::group::group_of;
 use crate::memory::Memory;
 use crate::tensor;
 
 /// Symmetric memory of one rank, and windows on that of its peers.
 ///
-/// Made by all ranks of `group` together; without a group, of `Group.from_env()`. `device` is
-/// "cpu", "cuda:N", "cuda" (device LOCAL_RANK, or 0 where that is not set), or None: a CUDA device
-/// if there is one, else the CPU. `stride` is the address space of one rank in bytes, a multiple of
+/// Made by all ranks of `group` together: a `Group`, a process group of torch.distributed (ranks
+/// meet in its store; sub-groups too), or `(store, rank, world)` with a store of torch's kind.
+/// Without one, of torch.distributed's default group where that is initialised, else of
+/// `Group.from_env()`. `device` is "cpu", "cuda:N", "cuda" (torch's current device where torch has
+/// initialised CUDA, else device LOCAL_RANK, or 0 where that is not set), or None: a CUDA device if
+/// there is one, else the CPU. `stride` is the address space of one rank in bytes, a multiple of
 /// 2 MiB; 1 TiB unless given. `timeout` is how long to wait for the other ranks, in seconds; the
 /// group's unless given. `allow_shared_device` lets several ranks use one GPU.
+/// `window_policy` is "contiguous", the tightest packing and the default, or "per-segment", in which
+/// every tensor lies in one physical allocation, as `register_nccl` needs.
 ///
 /// Every rank allocates the same sizes in the same order; that is what makes the nth block lie in
 /// the same place everywhere. Allocating and freeing talk to nobody.
 ///
+/// `with pool:` sends what torch allocates on the pool's device to it; see `symmpool.use_pool`.
+///
 /// Raises DivergedError when ranks pass different settings, UnsupportedError when there is no such
 /// device or memory cannot travel between the ranks, TimeoutError and PeerLostError when a rank is
 /// missing, InvalidArgumentError for anything that makes no sense.
-#[pyclass(frozen, module = "symmpool")]
+#[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Pool {
     pub(crate) pool: symmpool_allocator::Pool,
     pub(crate) device: Device,
+    /// The `symmpool.scope.Scope`, once there was a `with`. It holds nothing of this object.
+    scope: PyOnceLock<Py<PyAny>>,
 }
 
 /// The driver for a device's name.
@@ -64,43 +78,45 @@ fn driver(name: Option<&str>) -> Result<(Driver, Device)> {
 impl Pool {
     #[new]
     #[pyo3(signature = (
-        group = None, device = None, *, stride = None, timeout = None, allow_shared_device = false
+        group = None, device = None, *, stride = None, timeout = None, allow_shared_device = false,
+        window_policy = None
     ))]
-    fn new(
-        py: Python<'_>,
-        group: Option<&Bound<'_, Group>>,
-        device: Option<&Bound<'_, PyAny>>,
+    fn new<'py>(
+        py: Python<'py>,
+        group: Option<&Bound<'py, PyAny>>,
+        device: Option<&Bound<'py, PyAny>>,
         stride: Option<u64>,
         timeout: Option<f64>,
         allow_shared_device: bool,
-    ) -> PyResult<Self> {
+        window_policy: Option<&str>,
+    ) -> PyResult<Bound<'py, Self>> {
         // A torch.device reads as its name.
         let name = device.map(|device| device.str()?.extract::<String>()).transpose()?;
-        let timeout = timeout.map(|timeout| seconds(py, "timeout", timeout)).transpose()?;
-        let group = group.map(|group| group.get().group.clone());
+        let name = tensor::current_device(py, name)?;
+        let deadline = timeout.map(|timeout| seconds(py, "timeout", timeout)).transpose()?;
+        let of = group_of(py, group, timeout)?;
+        let policy = window_policy.map(WindowPolicy::from_name).transpose().or_raise(py)?;
         let build = move || {
             let (driver, device) = driver(name.as_deref())?;
-            let deadline = |timeout| symmpool_allocator::Deadline::after(timeout);
-            let group = match group {
-                Some(group) => group,
-                None => {
-                    let timeout = timeout.unwrap_or(std::time::Duration::from_secs(300));
-                    symmpool_allocator::Group::from_env(deadline(timeout))?.with_timeout(timeout)
-                }
-            };
-            let mut builder = symmpool_allocator::Pool::builder(group).driver(driver);
+            let mut builder = symmpool_allocator::Pool::builder(of).driver(driver);
             if let Some(stride) = stride {
                 builder = builder.stride(stride);
             }
-            if let Some(timeout) = timeout {
-                builder = builder.deadline(deadline(timeout));
+            if let Some(timeout) = deadline {
+                builder = builder.deadline(Deadline::after(timeout));
             }
             if allow_shared_device {
                 builder = builder.allow_shared_device();
             }
-            Result::Ok(Self { pool: builder.build()?, device })
+            if let Some(policy) = policy {
+                builder = builder.lane(LaneConfig::symmetric("default").window_policy(policy));
+            }
+            Result::Ok(Self { pool: builder.build()?, device, scope: PyOnceLock::new() })
         };
-        py.detach(build).or_raise(py)
+        let made = Bound::new(py, py.detach(build).or_raise(py)?)?;
+        // Collectives of the package look for the pools of a group.
+        py.import("symmpool.groups")?.call_method1("made", (&made, group))?;
+        Ok(made)
     }
 
     /// Uninitialised symmetric memory as a tensor, without a copy.
@@ -186,6 +202,60 @@ impl Pool {
         Bound::new(py, Block::new(memory, shape, dtype))
     }
 
+    /// As `empty`, filled with zeros.
+    #[pyo3(signature = (shape, dtype = None))]
+    fn zeros<'py>(
+        slf: &Bound<'py, Self>,
+        shape: &Bound<'py, PyAny>,
+        dtype: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let tensor = Self::empty(slf, shape, dtype)?;
+        // torch's returns the tensor, numpy's nothing.
+        let fill = if tensor.hasattr("fill_")? { "fill_" } else { "fill" };
+        tensor.call_method1(fill, (0,))?;
+        Ok(tensor)
+    }
+
+    /// Makes sure that `bytes` more fit without growing, as one block on `stream` (torch's current
+    /// one unless given, on CUDA). Every rank calls it in the same place of its sequence; then the
+    /// next commit shares the memory, and later allocations of that much cause none.
+    #[pyo3(signature = (bytes, stream = None))]
+    fn reserve(
+        &self,
+        py: Python<'_>,
+        bytes: u64,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let stream = tensor::stream(py, self.device, stream)?;
+        py.detach(|| self.pool.default_lane().reserve_on(bytes, stream)).or_raise(py)
+    }
+
+    /// The scope's state, made at the first use. torch.cuda.MemPool and others, in CUDA only.
+    fn _scope<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        let py = slf.py();
+        let scope = &slf.get().scope;
+        let made = scope.get_or_try_init(py, || {
+            PyResult::Ok(py.import("symmpool.scope")?.getattr("Scope")?.call1((slf,))?.unbind())
+        });
+        Ok(made?.bind(py).clone())
+    }
+
+    fn __enter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, Self>> {
+        Self::_scope(slf)?.call_method0(intern!(slf.py(), "enter"))?;
+        Ok(slf.clone())
+    }
+
+    fn __exit__(
+        slf: &Bound<'_, Self>,
+        kind: &Bound<'_, PyAny>,
+        value: &Bound<'_, PyAny>,
+        _traceback: &Bound<'_, PyAny>,
+    ) -> PyResult<bool> {
+        let scope = Self::_scope(slf)?;
+        scope.call_method1(intern!(slf.py(), "leave"), (slf, kind, value))?;
+        Ok(false)
+    }
+
     /// Checks that all ranks did the same, and makes windows of new memory. Collective: every rank
     /// calls it in the same place of its program. Collectives do it by themselves when it is due.
     ///
@@ -214,6 +284,30 @@ impl Pool {
     fn resync(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.pool.resync()).or_raise(py)?;
         Ok(())
+    }
+
+    /// Registers every window, those of later commits too, with the NCCL communicator of a process
+    /// group of torch (the default one unless given), whose ranks are those of the pool. NCCL's
+    /// collectives then use tensors of the pool as symmetric memory. Returns how many windows there
+    /// are now. Collective. The pool needs `window_policy="per-segment"`.
+    ///
+    /// Raises UnsupportedError where NCCL is older than 2.27 or makes no symmetric windows,
+    /// InvalidArgumentError where the group or the pool does not fit, on every rank alike.
+    #[pyo3(signature = (group = None))]
+    #[allow(unsafe_code)] // hands on what torch says is its communicator
+    fn register_nccl(&self, py: Python<'_>, group: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
+        let comm = self.communicator(py, group)?;
+        // SAFETY: torch's own communicator, of the NCCL that torch has loaded. It lives as long as
+        // the process group; `unregister_nccl` says when that ends.
+        py.detach(|| unsafe { self.pool.register_nccl(comm) }).or_raise(py)
+    }
+
+    /// Takes the windows back from a process group's communicator. Collective. Before the group is
+    /// destroyed, if the pool is used afterwards.
+    #[pyo3(signature = (group = None))]
+    fn unregister_nccl(&self, py: Python<'_>, group: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let comm = self.communicator(py, group)?;
+        py.detach(|| self.pool.unregister_nccl(comm)).or_raise(py)
     }
 
     /// The pool's numbers: `allocated` and `reserved` bytes over all lanes, `commits`, `windows`,
@@ -258,6 +352,59 @@ impl Pool {
         Ok(self.pool.is_window(read.address as u64, (read.count * read.dtype.size()) as u64))
     }
 
+    /// Whether a tensor's memory is the pool's on this rank, window or not.
+    fn holds(&self, tensor: &Bound<'_, PyAny>) -> bool {
+        let read = tensor::read("tensor", tensor, self.device, false);
+        read.is_ok_and(|read| self.owns(read.address as u64))
+    }
+
+    /// Whether an address is in this rank's own slot of the pool's heap.
+    fn owns(&self, address: u64) -> bool {
+        let found = self.pool.layout().locate(address);
+        found.is_some_and(|(slot, _)| slot == self.pool.rank())
+    }
+
+    /// Where `rank` has what this rank has at `address`: in this process, for whoever reaches the
+    /// pool's memory. Raises InvalidArgumentError unless all `bytes` bytes from there are in
+    /// windows.
+    fn peer_ptr(&self, py: Python<'_>, rank: u32, address: u64, bytes: u64) -> PyResult<u64> {
+        if !self.pool.windows().covers(address, bytes) {
+            return Err(invalid(
+                py,
+                format!(
+                    "{bytes} bytes at {address:#x} are not all in windows; allocate them in the \
+                     pool, and commit it"
+                ),
+            ));
+        }
+        let layout = self.pool.layout();
+        match layout.locate(address) {
+            Some((slot, _)) if slot == self.pool.rank() => {}
+            _ => return Err(invalid(py, format!("{address:#x} is not in this rank's own slot"))),
+        }
+        layout.peer(rank, address).or_raise(py)
+    }
+
+    /// A DLPack capsule of bytes that `rank` has where this rank has `bytes` bytes from `address`
+    /// on, which lie in windows. It keeps `owner`, which keeps this rank's, and the pool.
+    fn peer_bytes<'py>(
+        &self,
+        py: Python<'py>,
+        rank: u32,
+        address: u64,
+        bytes: u64,
+        owner: Py<PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let address = self.peer_ptr(py, rank, address, bytes)?;
+        let description = Description {
+            address: address as usize,
+            device: self.device,
+            dtype: DType::U8,
+            shape: &[bytes as i64],
+        };
+        dlpack::capsule(py, description, false, Arc::new((owner, self.pool.clone())))
+    }
+
     /// This process's rank, from 0.
     #[getter]
     fn rank(&self) -> u32 {
@@ -279,6 +426,14 @@ impl Pool {
     fn __repr__(&self) -> String {
         let (rank, world) = (self.rank(), self.world());
         format!("symmpool.Pool(rank={rank}, world={world}, device={:?})", self.device.name())
+    }
+}
+
+impl Pool {
+    /// The NCCL communicator of a process group.
+    fn communicator(&self, py: Python<'_>, group: Option<&Bound<'_, PyAny>>) -> PyResult<usize> {
+        let find = py.import("symmpool.nccl")?.getattr("communicator")?;
+        find.call1((group, self.device.name()))?.extract()
     }
 }
 

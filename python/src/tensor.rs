@@ -13,11 +13,13 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyCapsule, PyInt, PyType};
 use symmpool_allocator::{Error, Stream};
-use symmpool_collectives::DType;
+use symmpool_collectives::{DType, ReduceOp};
 
 use crate::block::Block;
 use crate::convert::{Device, dtype_from_name, dtype_names, long_name};
+use crate::dlpack;
 use crate::errors::exception;
+use crate::exchange::Exchange;
 
 /// A contiguous tensor: `count` elements from `address` on.
 #[derive(Clone, Copy, Debug)]
@@ -67,6 +69,9 @@ pub(crate) struct Torch {
     dtypes: Vec<(Py<PyAny>, DType)>,
     /// The raw handle of a device's current stream, where this build of torch has CUDA.
     current_stream: Option<Py<PyAny>>,
+    /// The type of parameters, which are plain tensors but for their type.
+    parameter: Option<Py<PyAny>>,
+    exchange: Option<Exchange>,
 }
 
 impl Torch {
@@ -77,12 +82,27 @@ impl Torch {
             .filter_map(|dtype| Some((torch.getattr(long_name(dtype)).ok()?.unbind(), dtype)))
             .collect();
         let current_stream = torch.getattr("_C")?.getattr_opt("_cuda_getCurrentRawStream")?;
+        let tensor = torch.getattr("Tensor")?.cast_into::<PyType>()?;
+        let parameter = torch.getattr("nn").and_then(|nn| nn.getattr("Parameter"));
         Ok(Self {
-            tensor: torch.getattr("Tensor")?.cast_into::<PyType>()?.unbind(),
+            exchange: Exchange::of_type(tensor.as_any()),
+            parameter: parameter.ok().map(Bound::unbind),
+            tensor: tensor.unbind(),
             dtype: torch.getattr("dtype")?.cast_into::<PyType>()?.unbind(),
             dtypes,
             current_stream: current_stream.map(Bound::unbind),
         })
+    }
+
+    /// The raw handle of a device's current stream.
+    #[inline]
+    fn stream(&self, py: Python<'_>, ordinal: u32) -> PyResult<u64> {
+        let known = self.exchange.and_then(|exchange| exchange.current_stream(py, ordinal));
+        match (known, &self.current_stream) {
+            (Some(stream), _) => Ok(stream),
+            (None, Some(current)) => current.bind(py).call1((ordinal,))?.extract::<u64>(),
+            (None, None) => Ok(0),
+        }
     }
 
     pub(crate) fn is_dtype(&self, object: &Bound<'_, PyAny>) -> bool {
@@ -133,6 +153,14 @@ pub(crate) fn read(
     if let Some(torch) = torch(py)
         && (kind.is(&torch.tensor) || kind.is_subclass(torch.tensor.bind(py))?)
     {
+        let plain =
+            kind.is(&torch.tensor) || torch.parameter.as_ref().is_some_and(|it| kind.is(it));
+        if plain
+            && let Some(exchange) = &torch.exchange
+            && let Some(found) = of_exchange(object, exchange, device)
+        {
+            return Ok(found);
+        }
         return of_torch(name, object, torch, device);
     }
     if let Ok(block) = object.cast::<Block>() {
@@ -146,6 +174,23 @@ pub(crate) fn read(
     let message =
         format!("{name}: a torch.Tensor, numpy.ndarray or symmpool.Block is needed, not {kind}");
     Err(Refusal::Raised(PyTypeError::new_err(message)))
+}
+
+/// A tensor that can be taken as it is; `None` where attributes must tell more, if only what is
+/// wrong.
+#[inline]
+fn of_exchange(object: &Bound<'_, PyAny>, exchange: &Exchange, device: Device) -> Option<Tensor> {
+    let found = exchange.read(object)?;
+    let here = match device {
+        // The other is host memory that CUDA has pinned.
+        Device::Cpu => matches!(found.device.kind, 1 | 3),
+        Device::Cuda(ordinal) => found.device.kind == 2 && found.device.id == ordinal as i32,
+    };
+    // SAFETY: torch gave these pointers just now, and the tensor is held by the caller.
+    let count = unsafe { found.contiguous_count() }?;
+    let address = (found.data as usize).checked_add(usize::try_from(found.byte_offset).ok()?)?;
+    let dtype = dlpack::element(&found.dtype)?;
+    (here && address != 0 && count != 0).then_some(Tensor { address, count, dtype })
 }
 
 #[inline]
@@ -298,8 +343,8 @@ pub(crate) fn stream(
     let Device::Cuda(ordinal) = device else { return Ok(Stream::DEFAULT) };
     let raw = match stream {
         Some(stream) => raw_stream(stream)?,
-        None => match torch(py).and_then(|torch| torch.current_stream.as_ref()) {
-            Some(current) => current.bind(py).call1((ordinal,))?.extract::<u64>()?,
+        None => match torch(py) {
+            Some(torch) => torch.stream(py, ordinal)?,
             None => 0,
         },
     };
@@ -316,4 +361,54 @@ fn raw_stream(stream: &Bound<'_, PyAny>) -> PyResult<u64> {
             "stream: a raw handle, or an object with one as cuda_stream, is needed, not {stream:?}"
         ))
     })
+}
+
+/// The device that a pool is asked for by name, where that is torch's to say: the current one, of a
+/// torch that has initialised CUDA.
+pub(crate) fn current_device(py: Python<'_>, name: Option<String>) -> PyResult<Option<String>> {
+    if !matches!(name.as_deref(), None | Some("cuda")) {
+        return Ok(name);
+    }
+    let Some(torch) = imported(py, "torch", "cuda") else { return Ok(name) };
+    let cuda = torch.getattr("cuda")?;
+    if !cuda.call_method0("is_initialized")?.is_truthy()? {
+        return Ok(name);
+    }
+    Ok(Some(Device::Cuda(cuda.call_method0("current_device")?.extract()?).name()))
+}
+
+/// `torch.distributed.ReduceOp`'s constants. Each is one object.
+struct ReduceOps(Vec<(Py<PyAny>, ReduceOp)>);
+
+/// The names of operations there.
+const REDUCE_OPS: [(&str, ReduceOp); 5] = [
+    ("SUM", ReduceOp::Sum),
+    ("PRODUCT", ReduceOp::Prod),
+    ("MIN", ReduceOp::Min),
+    ("MAX", ReduceOp::Max),
+    ("AVG", ReduceOp::Avg),
+];
+
+/// The operation that a constant of `torch.distributed.ReduceOp`, or a `ReduceOp` made of one,
+/// stands for; `None` for what is none of them, or has no like here.
+pub(crate) fn reduce_op(op: &Bound<'_, PyAny>) -> Option<ReduceOp> {
+    static OPS: PyOnceLock<ReduceOps> = PyOnceLock::new();
+    let py = op.py();
+    let known = match OPS.get(py) {
+        Some(known) => known,
+        None => {
+            let distributed = imported(py, "torch.distributed", "ReduceOp")?;
+            let class = distributed.getattr("ReduceOp").ok()?;
+            let constants = REDUCE_OPS
+                .into_iter()
+                .filter_map(|(name, op)| Some((class.getattr(name).ok()?.unbind(), op)));
+            let constants = ReduceOps(constants.collect());
+            OPS.get_or_init(py, || constants)
+        }
+    };
+    if let Some((_, found)) = known.0.iter().find(|(constant, _)| op.is(constant)) {
+        return Some(*found);
+    }
+    // A `ReduceOp` wraps a constant, and compares equal to it.
+    known.0.iter().find(|(constant, _)| op.eq(constant).unwrap_or(false)).map(|(_, found)| *found)
 }

@@ -13,11 +13,25 @@ nth tensor lies at the same place of every rank's memory, and peers reach it dir
     x.normal_()
     comm.all_reduce(x)                             # in place, on torch's current stream
 
+On a GPU, `with pool:` sends torch's own allocations to the pool.
+
 torch and numpy are used where the program has them; importing symmpool imports neither.
 `python -m symmpool bench --help` measures.
 """
 
-from symmpool._symmpool import Block, Communicator, Group, Pool, algorithms, version
+import sys as _sys
+
+from symmpool._symmpool import Block, Communicator, Group, Pool, Slot, algorithms, version
+from symmpool.distributed import (
+    all_gather_into_tensor,
+    all_reduce,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    communicator,
+    forget,
+    reduce_scatter_tensor,
+)
 from symmpool.errors import (
     DivergedError,
     Error,
@@ -30,6 +44,15 @@ from symmpool.errors import (
     TimeoutError,  # noqa: A004
     UnsupportedError,
 )
+from symmpool.handle import SymmetricMemory, rendezvous
+from symmpool.process import (
+    install,
+    is_installed,
+    memory_stats,
+    memory_summary,
+    reset_peak_memory_stats,
+)
+from symmpool.scope import commit_postponed, graph, use_pool
 
 __version__ = version()
 
@@ -46,7 +69,30 @@ __all__ = [
     "PeerLostError",
     "Pool",
     "RefusedError",
+    "Slot",
+    "SymmetricMemory",
     "TimeoutError",
     "UnsupportedError",
     "algorithms",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "commit_postponed",
+    "communicator",
+    "forget",
+    "graph",
+    "install",
+    "is_installed",
+    "memory_stats",
+    "memory_summary",
+    "reduce_scatter_tensor",
+    "rendezvous",
+    "reset_peak_memory_stats",
+    "use_pool",
 ]
+
+if "torch.distributed" in _sys.modules:
+    # The program has torch, so that its process groups may name ours.
+    from symmpool import backend as _backend  # noqa: F401

@@ -1,5 +1,6 @@
 """The README's example runs as it stands."""
 
+import importlib.util
 import os
 import re
 import socket
@@ -7,12 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 README = Path(__file__).parents[2] / "README.md"
 
 
-def test_the_first_example_prints_what_the_readme_says():
+EXAMPLES = ["first", "torch"] if importlib.util.find_spec("torch") else ["first"]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_print_what_the_readme_says(name):
     text = README.read_text()
-    program = re.search(r"<!-- python: first -->\n```python\n(.*?)```", text, re.DOTALL)[1]
+    program = re.search(rf"<!-- python: {name} -->\n```python\n(.*?)```", text, re.DOTALL)[1]
     assert "`rank 0: 3.0` and `rank 1: 3.0`" in text
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -11,7 +11,7 @@ fn root() -> PathBuf {
 fn sources() -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut folders: Vec<PathBuf> =
-        ["allocator", "collectives", "python", "tests"].map(|name| root().join(name)).into();
+        ["allocator", "collectives", "ffi", "python", "tests"].map(|name| root().join(name)).into();
     while let Some(folder) = folders.pop() {
         let Ok(entries) = fs::read_dir(&folder) else { continue };
         for path in entries.flatten().map(|entry| entry.path()) {
@@ -87,9 +87,12 @@ fn placement_is_free_of_unsafe_code_and_of_hashing() {
 fn unsafe_code_is_where_the_architecture_says() {
     let allowed = |name: &str| {
         name.starts_with("allocator/src/driver/")
+            || name == "allocator/src/nccl.rs"
             || name == "allocator/src/pool/access.rs"
+            || name == "allocator/src/pool/nccl.rs"
             || name == "allocator/src/topology/nvml.rs"
             || name.starts_with("collectives/")
+            || name.starts_with("ffi/src/")
             || name.starts_with("python/src/")
             || name.starts_with("allocator/examples/")
             || name.contains("tests")
@@ -160,7 +163,8 @@ fn the_documents_name_files_that_exist() {
     for document in ["README.md", "ARCHITECTURE.md", "CHANGELOG.md"] {
         let text = read(&root().join(document));
         for quoted in text.split('`').skip(1).step_by(2) {
-            let folders = ["allocator/", "collectives/", "python/", "tests/", "bench/"];
+            let folders =
+                ["allocator/", "collectives/", "examples/", "ffi/", "python/", "tests/", "bench/"];
             let is_path = folders.iter().any(|folder| quoted.starts_with(folder))
                 && !quoted.contains([' ', '*', '{', '<']);
             if is_path {
@@ -177,4 +181,20 @@ fn the_readme_shows_the_first_example_as_it_is() {
     let (_, program) = example.split_once("\n\n").expect("a doc line, then the program");
     let readme = read(&root().join("README.md"));
     assert!(readme.contains(program.trim_end()), "README.md differs from examples/first.rs");
+}
+
+#[test]
+fn packages_depend_on_each_other_in_one_direction_only() {
+    let order = ["allocator", "collectives", "ffi", "python"];
+    for (at, package) in order.iter().enumerate() {
+        let manifest = read(&root().join(package).join("Cargo.toml"));
+        let (_, dependencies) = manifest.split_once("[dependencies]").expect("dependencies");
+        let dependencies = dependencies.split("\n[").next().unwrap_or_default();
+        for later in &order[at..] {
+            let name = format!("symmpool-{later}");
+            assert!(!dependencies.contains(&name), "{package} depends on {name}");
+        }
+    }
+    let shown = "`allocator <- collectives <- ffi <- python`";
+    assert!(read(&root().join("ARCHITECTURE.md")).contains(shown), "ARCHITECTURE.md lacks {shown}");
 }

@@ -366,6 +366,21 @@ impl LaneState {
         }
     }
 
+    /// Bytes handed out.
+    pub(crate) fn allocated(&self) -> u64 {
+        self.counts.allocated
+    }
+
+    /// Bytes of segments.
+    pub(crate) fn reserved(&self) -> u64 {
+        self.segments.reserved
+    }
+
+    /// Blocks that are not freed.
+    pub(crate) fn live(&self) -> u64 {
+        self.counts.live_blocks
+    }
+
     /// Size and alignment in units.
     fn check(&self, bytes: u64, align: u64) -> Result<(u32, u32)> {
         if !align.is_power_of_two() || align > self.granularity {

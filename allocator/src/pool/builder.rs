@@ -105,11 +105,12 @@ impl PoolBuilder {
         let granularity = heap.driver().granularity();
         let heap = Arc::new(heap);
         let due = Arc::new(Due::new());
+        let committing = Arc::new(AtomicBool::new(false));
         let mut shared = Vec::with_capacity(lanes.len());
         for Placement { config, base, range } in lanes {
             // Ranks have agreed on everything in this, so it fails on all of them or on none.
             let state = LaneState::new(config, range, granularity)?;
-            shared.push(SharedLane::new(state, base, range, heap.clone(), &due));
+            shared.push(SharedLane::new(state, base, range, heap.clone(), &due, &committing));
         }
         let pids = visible_pids(&peers);
         let windows = Windows::new(heap.layout(), Vec::new());
@@ -126,8 +127,9 @@ impl PoolBuilder {
                 exchanges: 0,
                 broken: None,
                 unfinished: None,
+                nccl: Vec::new(),
             }),
-            committing: AtomicBool::new(false),
+            committing,
             windows: Mutex::new(Arc::new(windows)),
             topology,
             devices,

@@ -6,6 +6,7 @@
 //! | 3 hand over handles: descriptors over sockets, or bytes through the store | 0 or 1 |
 //! | 4 map peers' segments, confirm; if any rank failed, all undo | 1 |
 //! | 5 finish: new windows, retired segments unmapped, freed blocks returned | 0 |
+//! | 6 new windows are registered with NCCL, where communicators of it were given | 0 or 1 |
 //!
 //! Nothing is mapped before all digests agree. A commit in which nothing grew ends after step 2.
 //! The lanes stay locked throughout, because a commit is part of their sequence.
@@ -53,6 +54,9 @@ impl Pool {
     /// - [`Error::is_timeout`], [`Error::is_peer_lost`]: names the ranks. No further commit of this
     ///   pool can succeed, and each says so at once; what is mapped stays usable.
     /// - [`Error::is_invalid_state`]: another thread is committing, or a stream is being captured.
+    ///
+    /// New windows that NCCL refuses (see [`register_nccl`](Pool::register_nccl)) are an error on
+    /// every rank too; the commit itself holds.
     pub fn commit_by(&self, deadline: Deadline) -> Result<CommitReport> {
         let mut committer = self.committer()?;
         let mut held = self.hold();
@@ -114,6 +118,7 @@ impl Pool {
             ready = Ok(());
         }
         let finished = ready
+            .and_then(|()| self.deregister_retired(committer, held, deadline))
             .and_then(|()| self.driver().at_step(Step::CommitFinish))
             .and_then(|()| self.finish(held, &fresh, &heard));
         let mut report = finished.inspect_err(|error| {
@@ -123,6 +128,9 @@ impl Pool {
         committer.commits += 1;
         report.number = committer.commits;
         tracing::debug!(rank = self.rank(), ?report, "committed");
+        if report.windows_added > 0 {
+            self.register_new(committer, deadline)?;
+        }
         Ok(report)
     }
 

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::panic::Location;
-use std::sync::Arc;
-use std::sync::{Mutex, MutexGuard, TryLockError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
 use bytemuck::Pod;
 
@@ -39,6 +39,8 @@ pub(crate) struct SharedLane {
     range: u64,
     local: bool,
     heap: Arc<Heap>,
+    /// Whether a commit (or resync) is under way, which holds the locks of all symmetric lanes.
+    committing: Arc<AtomicBool>,
     inner: Mutex<LaneInner>,
     /// Frees without order that came while the lane was locked, for a commit under way perhaps.
     /// Whoever frees so may be a garbage collector and must not wait; the next commit takes them.
@@ -78,6 +80,7 @@ impl SharedLane {
         range: u64,
         heap: Arc<Heap>,
         due: &Arc<Due>,
+        committing: &Arc<AtomicBool>,
     ) -> Arc<Self> {
         let due = state.is_symmetric().then(|| due.clone());
         let name = state.config().name.clone();
@@ -90,7 +93,8 @@ impl SharedLane {
             due,
         };
         let inner = Mutex::new(LaneInner { state, memory });
-        Arc::new(Self { name, base, range, local, heap, inner, late: Mutex::default() })
+        let (committing, late) = (committing.clone(), Mutex::default());
+        Arc::new(Self { name, base, range, local, heap, committing, inner, late })
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, LaneInner> {
@@ -136,6 +140,26 @@ impl SharedLane {
             Ok(inner) => Some(inner),
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
             Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// The lane's lock, waiting for other threads' calls but never for a commit under way, which
+    /// may take as long as other ranks do.
+    fn lock_unless_committing(&self) -> Result<MutexGuard<'_, LaneInner>> {
+        loop {
+            match self.unlocked() {
+                Some(inner) => return Ok(inner),
+                // Raised before the lanes are locked, lowered after: while it is down, whoever has
+                // the lock is about to let go of it.
+                None if self.committing.load(Ordering::Acquire) => {
+                    return Err(Error::invalid_state(format!(
+                        "lane {:?}: a commit is under way in another thread, and calls that change \
+                         the lane come before or after it on every rank",
+                        self.name
+                    )));
+                }
+                None => std::thread::yield_now(),
+            }
         }
     }
 
@@ -307,6 +331,39 @@ impl Lane {
         self.place(bytes, align, stream, Location::caller())
     }
 
+    /// As [`alloc_bytes`](Self::alloc_bytes), but it never waits for a commit that another thread is
+    /// in: that is [`Error::is_invalid_state`]. Any other failure makes a commit due, as
+    /// [`note_failure`](Self::note_failure) does. For allocator hooks, whose callers hold locks and
+    /// cannot be told why.
+    #[track_caller]
+    pub fn try_alloc_bytes(&self, bytes: usize, align: u64, stream: Stream) -> Result<Block<u8>> {
+        let site = Some(Location::caller());
+        let request = Request { bytes: bytes as u64, align, stream, site };
+        let placed = {
+            let mut inner = self.0.lock_unless_committing().map_err(|error| self.named(error))?;
+            let LaneInner { state, memory } = &mut *inner;
+            state.alloc(request, memory).inspect_err(|error| {
+                // The caller's caller may go on as if nothing was, where other ranks did get memory.
+                memory.planned();
+                state.note_failure(error);
+            })
+        };
+        let Placed { key, offset, .. } = placed.map_err(|error| self.named(error))?;
+        Ok(Block::new(self.0.clone(), key, self.0.base + offset, bytes))
+    }
+
+    /// Notes that the block that begins at `address` is used on `stream` too; see
+    /// [`Block::record_stream`]. Waits for no commit, as [`try_alloc_bytes`](Self::try_alloc_bytes).
+    #[track_caller]
+    pub fn record_stream_address(&self, address: u64, stream: Stream) -> Result<()> {
+        let site = Some(Location::caller());
+        let offset = self.offset_of(address)?;
+        let mut inner = self.0.lock_unless_committing().map_err(|error| self.named(error))?;
+        let key = inner.state.block_at(offset);
+        let key = key.ok_or_else(|| self.not_live(address, NOT_A_BLOCK))?;
+        inner.state.record_stream(key, stream, site)
+    }
+
     fn place<T: Pod>(
         &self,
         count: usize,
@@ -383,6 +440,18 @@ impl Lane {
         self.0.free(self.find(address)?, Some(site))
     }
 
+    /// [`free_address`](Self::free_address), saying how many bytes that were, in whole units.
+    #[track_caller]
+    pub fn free_address_sized(&self, address: u64) -> Result<u64> {
+        let site = Some(Location::caller());
+        let offset = self.offset_of(address)?;
+        let LaneInner { state, memory } = &mut *self.0.lock();
+        let key = state.block_at(offset).ok_or_else(|| self.not_live(address, NOT_A_BLOCK))?;
+        let before = state.allocated();
+        state.free(key, site, memory)?;
+        Ok(before - state.allocated())
+    }
+
     /// Frees the block that begins at `address`, without order (rule D5).
     #[track_caller]
     pub fn free_address_unordered(&self, address: u64) -> Result<()> {
@@ -434,6 +503,16 @@ impl Lane {
     /// The lane's numbers now.
     pub fn stats(&self) -> LaneStats {
         self.0.lock().state.stats()
+    }
+
+    /// Bytes of physical memory that it holds: one number of [`stats`](Self::stats), at once.
+    pub fn reserved(&self) -> u64 {
+        self.0.lock().state.reserved()
+    }
+
+    /// Blocks that were not freed: one number of [`stats`](Self::stats), at once.
+    pub fn live_blocks(&self) -> u64 {
+        self.0.lock().state.live()
     }
 
     /// How many events the lane has seen: its counter.

@@ -10,6 +10,7 @@
 //! | `held` | what a commit holds while it runs |
 //! | `due` | whether a commit is due |
 //! | `share` | making windows of new segments, on all ranks or none |
+//! | `nccl` | windows that are NCCL's too |
 //! | `resync` | agreeing on a state again after a divergence |
 
 mod access;
@@ -19,6 +20,7 @@ mod commit;
 mod due;
 mod held;
 mod lane;
+mod nccl;
 mod resync;
 mod share;
 
@@ -67,7 +69,7 @@ struct Inner {
     due: Arc<Due>,
     committer: Mutex<Committer>,
     /// Whether a commit (or resync) is under way.
-    committing: AtomicBool,
+    committing: Arc<AtomicBool>,
     windows: Mutex<Arc<Windows>>,
     topology: Topology,
     devices: PerRank<DeviceIdentity>,
@@ -85,6 +87,8 @@ struct Committer {
     /// Why this rank did not get to the end of a commit that others may have finished. Told to
     /// them at the next.
     unfinished: Option<String>,
+    /// Communicators of NCCL that get every window.
+    nccl: Vec<nccl::Attached>,
 }
 
 /// Numbers of a pool at one moment.

@@ -420,6 +420,12 @@ impl Exchange<'_> {
         let (rank, world) = (self.pool.rank(), self.pool.world());
         let (from, to) = (self.inputs[1].address(), self.outputs[1].address());
         let taken = self.outputs[0].address();
+        // Code that is not loaded yet may have to wait for what runs.
+        if rank == world - 1 {
+            self.comm.signal(0, CHANNEL + 1, &self.stream)?;
+        } else if rank == 0 {
+            self.comm.wait(world - 1, CHANNEL + 1, Duration::from_secs(20), &self.stream)?;
+        }
         for (nth, most) in [(0, 3000), (1, MOST / 2)] {
             let matrices = [0, 1].map(|which| {
                 let seed = random(self.seed ^ 13, 2 * nth + which);

@@ -10,12 +10,14 @@
 //! | `sources` | the kernels and headers |
 //! | `arch` | which code a device takes |
 //! | `search` | where NVRTC may be |
+//! | `found` | which one that would be |
 //! | `nvrtc` | the library's functions |
 //! | `cache` | compiled kernels on disk |
 //! | `usage` | registers, stack and shared memory of compiled kernels, for tests |
 
 mod arch;
 mod cache;
+mod found;
 mod nvrtc;
 mod search;
 pub(crate) mod sources;
@@ -36,6 +38,7 @@ use std::time::Duration;
 use symmpool_allocator::{Error, Result};
 
 pub(crate) use arch::Arch;
+pub use found::{KernelCompiler, kernel_cache, kernel_compiler};
 pub(crate) use sources::Kernel;
 
 use arch::Target;

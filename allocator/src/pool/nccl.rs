@@ -1,0 +1,243 @@
+//! Windows of a pool that are windows of NCCL's too.
+
+use serde::{Deserialize, Serialize};
+
+use super::held::Held;
+use super::{Committer, Pool};
+use crate::driver::MemoryDriver;
+use crate::lane::WindowPolicy;
+use crate::nccl::{Comm, Nccl, NcclWindow};
+use crate::rendezvous::message::{Message, decode_all};
+use crate::rendezvous::status::{Status, agreed, encode_status};
+use crate::{CONTROL_LANE, Deadline, Error, Result};
+
+/// A communicator that gets every window.
+pub(super) struct Attached {
+    nccl: Nccl,
+    comm: Comm,
+    /// In the order in which they were registered.
+    windows: Vec<Registered>,
+}
+
+struct Registered {
+    lane: String,
+    counter: u64,
+    window: NcclWindow,
+}
+
+/// How a step with NCCL went on one rank, and the version of its library.
+#[derive(Debug, Serialize, Deserialize)]
+struct Said(Status<i32>);
+
+impl Message for Said {
+    const KIND: u16 = 11;
+    const NAME: &'static str = "NCCL";
+}
+
+/// NCCL looks at the current device.
+fn on_device<T>(driver: &dyn MemoryDriver, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    match driver.as_cuda() {
+        Some(cuda) => cuda.with_context(work),
+        None => work(),
+    }
+}
+
+impl Pool {
+    /// Registers every window with a communicator of NCCL, those of later commits too: as symmetric
+    /// windows, in the same order on every rank. Returns how many there are now. Collective.
+    ///
+    /// The pool's lanes must be built with [`WindowPolicy::PerSegment`], so that a block lies in one
+    /// window; the communicator must have the ranks of the pool's group, in its order. `comm` is an
+    /// `ncclComm_t`. NCCL waits for its peers without a deadline, so all ranks agree that they can
+    /// before any begins.
+    ///
+    /// # Errors
+    ///
+    /// The same on every rank: [`Error::is_unsupported`] where no NCCL is loaded, where it is older
+    /// than 2.27, or where it makes no symmetric windows between these ranks;
+    /// [`Error::is_invalid_argument`] for lanes or a communicator that do not fit;
+    /// [`Error::is_diverged`] for different versions; [`Error::is_timeout`] and
+    /// [`Error::is_peer_lost`].
+    ///
+    /// # Safety
+    ///
+    /// `comm` is a communicator of the NCCL that this process has loaded. It lives until
+    /// [`unregister_nccl`](Self::unregister_nccl), or until the pool makes no commits any more.
+    #[allow(unsafe_code)] // passes on the caller's promise
+    pub unsafe fn register_nccl(&self, comm: usize) -> Result<u64> {
+        let mut committer = self.committer()?;
+        let deadline = self.group().deadline();
+        // SAFETY: the caller's promise.
+        let comm = unsafe { Comm::new(comm) };
+        let ready = comm.and_then(|comm| {
+            if committer.nccl.iter().any(|attached| attached.comm == comm) {
+                let why = "this communicator has the pool's windows already";
+                return Err(Error::invalid_argument(why));
+            }
+            let nccl = Nccl::loaded()?;
+            let version = nccl.version()?;
+            self.fits(nccl, comm)?;
+            Ok((Attached { nccl, comm, windows: Vec::new() }, version))
+        });
+        let version = ready.as_ref().map(|(_, version)| *version).map_err(Clone::clone);
+        self.agree_on_nccl("registering windows with NCCL", version, deadline)?;
+        let (mut attached, version) = ready?;
+        let done = self.register_missing(&mut attached, deadline);
+        if let Err(error) = self.agree_on_nccl("NCCL's windows", done.map(|()| version), deadline) {
+            let _ = self.deregister(&mut attached, |_| true, deadline);
+            return Err(error);
+        }
+        let count = attached.windows.len() as u64;
+        committer.nccl.push(attached);
+        Ok(count)
+    }
+
+    /// Takes all windows back from a communicator, in the order in which they were registered.
+    /// Collective; before the communicator is destroyed, if the pool commits afterwards.
+    pub fn unregister_nccl(&self, comm: usize) -> Result<()> {
+        let mut committer = self.committer()?;
+        let deadline = self.group().deadline();
+        let found = committer.nccl.iter().position(|attached| attached.comm.is(comm));
+        let ready = found.ok_or_else(|| {
+            Error::invalid_argument("this communicator was not given the pool's windows")
+        });
+        self.agree_on_nccl("taking windows back from NCCL", ready.clone().map(|_| 0), deadline)?;
+        let mut attached = committer.nccl.remove(ready?);
+        self.deregister(&mut attached, |_| true, deadline)
+    }
+
+    /// Whether a communicator has these ranks, and the pool windows that NCCL can serve.
+    fn fits(&self, nccl: Nccl, comm: Comm) -> Result<()> {
+        let crossing: Vec<String> = self
+            .0
+            .lanes
+            .iter()
+            .filter(|lane| lane.name != CONTROL_LANE)
+            .filter(|lane| {
+                let state = &lane.lock().state;
+                state.is_symmetric() && state.config().policy != WindowPolicy::PerSegment
+            })
+            .map(|lane| lane.name.clone())
+            .collect();
+        if !crossing.is_empty() {
+            return Err(Error::invalid_argument(format!(
+                "blocks of the lanes {crossing:?} may cross segments, and a window of NCCL is one \
+                 segment; build the pool with the window policy per-segment"
+            )));
+        }
+        let (rank, world) = nccl.place(comm)?;
+        if (rank, world) != (self.rank(), self.world()) {
+            return Err(Error::invalid_argument(format!(
+                "a communicator in which this is rank {rank} of {world}, for a pool in which it is \
+                 rank {} of {}",
+                self.rank(),
+                self.world()
+            )));
+        }
+        Ok(())
+    }
+
+    /// Every rank hears how all fared, and reports the same.
+    fn agree_on_nccl(&self, step: &str, own: Result<i32>, deadline: Deadline) -> Result<()> {
+        let status = encode_status(Said, own.map_err(|error| error.kind().clone()))?;
+        let gathered = self.group().all_gather("nccl", &status, deadline)?;
+        let (mut failures, mut versions) = (Vec::new(), Vec::new());
+        for (rank, Said(status)) in (0..).zip(decode_all(&gathered)?) {
+            match status {
+                Ok(version) => versions.push(version),
+                Err(kind) => failures.push((rank, kind)),
+            }
+        }
+        if let Some(error) = agreed(step, &failures) {
+            return Err(error);
+        }
+        match versions.iter().position(|version| *version != versions[0]) {
+            None => Ok(()),
+            Some(rank) => Err(Error::mismatch(format!(
+                "rank 0 has NCCL {}, rank {rank} has {}",
+                versions[0], versions[rank]
+            ))),
+        }
+    }
+
+    /// Registers the windows that a communicator does not have.
+    fn register_missing(&self, attached: &mut Attached, deadline: Deadline) -> Result<()> {
+        let windows = self.windows();
+        let layout = self.layout();
+        for lane in self.0.lanes.iter().filter(|lane| lane.name != CONTROL_LANE) {
+            let mut own: Vec<_> =
+                windows.list().iter().filter(|window| window.lane == lane.name).collect();
+            own.sort_by_key(|window| window.counter);
+            for window in own {
+                let has = |has: &Registered| has.lane == lane.name && has.counter == window.counter;
+                if attached.windows.iter().any(has) {
+                    continue;
+                }
+                let address = layout.address(layout.rank, window.offset);
+                let made = on_device(&**self.driver(), || {
+                    attached.nccl.register(attached.comm, address, window.bytes, deadline)
+                })?;
+                attached.windows.push(Registered {
+                    lane: lane.name.clone(),
+                    counter: window.counter,
+                    window: made,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes back those windows that are `gone`, in order. Goes on after an error.
+    fn deregister(
+        &self,
+        attached: &mut Attached,
+        gone: impl Fn(&Registered) -> bool,
+        deadline: Deadline,
+    ) -> Result<()> {
+        let (nccl, comm) = (attached.nccl, attached.comm);
+        let mut outcome = Ok(());
+        for window in attached.windows.extract_if(.., |window| gone(window)) {
+            let taken =
+                on_device(&**self.driver(), || nccl.deregister(comm, window.window, deadline));
+            outcome = outcome.and(taken);
+        }
+        outcome
+    }
+
+    /// Before a commit unmaps segments: NCCL lets go of their windows.
+    pub(super) fn deregister_retired(
+        &self,
+        committer: &mut Committer,
+        held: &[Held<'_>],
+        deadline: Deadline,
+    ) -> Result<()> {
+        let retired = |window: &Registered| {
+            held.iter().filter(|held| held.lane.name == window.lane).any(|held| {
+                held.inner.state.retired().any(|segment| segment.counter == window.counter)
+            })
+        };
+        committer
+            .nccl
+            .iter_mut()
+            .try_for_each(|attached| self.deregister(attached, retired, deadline))
+    }
+
+    /// After a commit made windows: NCCL gets them too. Where that fails, on all ranks, no
+    /// communicator gets any more.
+    pub(super) fn register_new(&self, committer: &mut Committer, deadline: Deadline) -> Result<()> {
+        if committer.nccl.is_empty() {
+            return Ok(());
+        }
+        let mut attached = std::mem::take(&mut committer.nccl);
+        let done =
+            attached.iter_mut().try_for_each(|attached| self.register_missing(attached, deadline));
+        self.agree_on_nccl("registering new windows with NCCL", done.map(|()| 0), deadline)
+            .map_err(|error| {
+                error.context(
+                    "the memory is committed, but NCCL has no windows of it, nor of what comes",
+                )
+            })?;
+        committer.nccl = attached;
+        Ok(())
+    }
+}

@@ -1,0 +1,107 @@
+//! Calls for allocator hooks: they wait for no commit, and what fails is told at the next.
+
+use std::sync::Barrier;
+use std::thread;
+use std::time::Duration;
+
+use symmpool_allocator::lane::LaneConfig;
+use symmpool_allocator::{Block, Driver, Group, Pool, PoolBuilder, Stream};
+
+fn pair(drivers: [Driver; 2], lanes: &[LaneConfig]) -> [Pool; 2] {
+    let groups = Group::in_process(2).unwrap();
+    let pools: Vec<Pool> = thread::scope(|scope| {
+        let ranks: Vec<_> = groups
+            .into_iter()
+            .zip(drivers)
+            .map(|(group, driver)| {
+                scope.spawn(move || {
+                    let group = group.with_timeout(Duration::from_secs(20));
+                    let builder = Pool::builder(group).driver(driver);
+                    lanes.iter().cloned().fold(builder, PoolBuilder::lane).build().unwrap()
+                })
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    pools.try_into().unwrap()
+}
+
+#[test]
+fn an_allocation_beside_a_commit_is_refused_and_does_not_wait() {
+    let [a, b] = pair(
+        [Driver::sim(1), Driver::sim(2)],
+        &[LaneConfig::symmetric("x"), LaneConfig::local("y")],
+    );
+    a.alloc::<u8>(1).unwrap();
+    b.alloc::<u8>(1).unwrap();
+    thread::scope(|scope| {
+        let commit = scope.spawn(|| a.commit());
+        // Rank 1 does not come, so rank 0's commit goes on for as long as this takes.
+        let refused = loop {
+            match a.default_lane().try_alloc_bytes(8, 512, Stream::DEFAULT) {
+                Ok(block) => block.free().unwrap(),
+                Err(error) => break error,
+            }
+        };
+        assert!(refused.is_invalid_state() && refused.to_string().contains("commit"), "{refused}");
+        // A local lane has no part in commits.
+        let local = a.lane("y").unwrap();
+        let block = local.try_alloc_bytes(8, 512, Stream::DEFAULT).unwrap();
+        local.record_stream_address(block.address(), Stream::from_raw(5)).unwrap();
+        drop(block);
+        // It ends, one way or another, once rank 1 comes.
+        let _ = (b.commit(), commit.join().unwrap());
+    });
+}
+
+#[test]
+fn what_one_rank_could_not_do_is_told_to_all_even_if_the_caller_does_not_stop() {
+    let [a, b] = pair([Driver::sim(1), Driver::sim(2)], &[]);
+    let from_hook = |pool: &Pool, bytes| {
+        pool.default_lane().try_alloc_bytes(bytes, 512, Stream::DEFAULT).map(Block::into_address)
+    };
+    from_hook(&a, 1 << 20).unwrap();
+    assert!(from_hook(&b, 1 << 60).unwrap_err().is_out_of_memory());
+    assert!(a.is_commit_due() && b.is_commit_due());
+    let errors = thread::scope(|scope| {
+        [&a, &b]
+            .map(|pool| scope.spawn(|| pool.commit().unwrap_err()))
+            .map(|rank| rank.join().unwrap())
+    });
+    for error in errors {
+        assert!(error.is_out_of_memory(), "{error}");
+    }
+}
+
+#[test]
+fn what_no_rank_could_do_is_no_difference() {
+    let [a, b] = pair([Driver::sim(1), Driver::sim(2)], &[]);
+    for pool in [&a, &b] {
+        pool.default_lane().try_alloc_bytes(1 << 60, 512, Stream::DEFAULT).unwrap_err();
+        assert!(pool.is_commit_due());
+    }
+    thread::scope(|scope| {
+        [&a, &b].map(|pool| scope.spawn(|| pool.commit().unwrap())).map(|rank| rank.join().unwrap())
+    });
+    assert!(!a.is_commit_due() && !b.is_commit_due());
+}
+
+#[test]
+fn threads_that_share_a_lane_wait_for_each_other_only() {
+    let group = Group::in_process(1).unwrap().pop().unwrap();
+    let pool = Pool::builder(group).driver(Driver::sim(3)).build().unwrap();
+    let start = Barrier::new(4);
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                start.wait();
+                for _ in 0..2000 {
+                    let lane = pool.default_lane();
+                    let block = lane.try_alloc_bytes(4096, 512, Stream::DEFAULT).unwrap();
+                    lane.free_address(block.into_address()).unwrap();
+                }
+            });
+        }
+    });
+    assert_eq!(pool.default_lane().stats().live_blocks, 0);
+}

@@ -1,0 +1,232 @@
+//! Windows registered with NCCL, or rather with a stand-in that writes down what it is asked for.
+
+use std::ffi::c_int;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread;
+use std::time::Duration;
+
+use libloading::os::unix::{Library, RTLD_NOW, Symbol};
+use symmpool_allocator::lane::{LaneConfig, WindowPolicy};
+use symmpool_allocator::{Driver, Error, Group, Pool, Result};
+
+const WORLD: u32 = 2;
+const MIB: usize = 1 << 20;
+
+#[repr(C)]
+struct Comm {
+    rank: c_int,
+    count: c_int,
+    state: c_int,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Call {
+    rank: c_int,
+    what: u8,
+    address: u64,
+    bytes: usize,
+}
+
+/// The library, loaded as a program would have loaded NCCL before.
+struct Fake {
+    _folder: tempfile::TempDir,
+    library: Library,
+}
+
+impl Fake {
+    fn load() -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path: PathBuf = folder.path().join("anything.so");
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/nccl/fake.c");
+        let compiled = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()))
+            .args(["-shared", "-fPIC", "-Wall", "-Werror", "-Wl,-soname,libnccl.so.2", "-o"])
+            .arg(&path)
+            .arg(source)
+            .output()
+            .expect("a C compiler");
+        assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+        // SAFETY: our own library, whose loading runs no code.
+        let library = unsafe { Library::open(Some(path), RTLD_NOW) }.expect("the library");
+        Self { _folder: folder, library }
+    }
+
+    fn set(&self, version: c_int, mode: c_int, rank: c_int) {
+        // SAFETY: the function has this type.
+        let set: Symbol<extern "C" fn(c_int, c_int, c_int)> =
+            unsafe { self.library.get(b"fake_set") }.expect("fake_set");
+        set(version, mode, rank);
+    }
+
+    /// What a rank asked for, in order: '+' or '-', the offset in its slot, and the length.
+    fn calls(&self, pools: &[Pool], rank: u32) -> Vec<(char, u64, usize)> {
+        // SAFETY: the function has this type.
+        let calls: Symbol<extern "C" fn(*mut Call, c_int) -> c_int> =
+            unsafe { self.library.get(b"fake_calls") }.expect("fake_calls");
+        let mut all = vec![Call { rank: 0, what: 0, address: 0, bytes: 0 }; 4096];
+        let made = calls(all.as_mut_ptr(), 4096);
+        all.truncate(made as usize);
+        let layout = pools[rank as usize].layout();
+        all.iter()
+            .filter(|call| call.rank == rank as c_int)
+            .map(|call| {
+                let (slot, offset) = layout.locate(call.address).expect("of the heap");
+                assert_eq!(slot, rank, "its own memory");
+                (call.what as char, offset, call.bytes)
+            })
+            .collect()
+    }
+}
+
+fn comms() -> Vec<Comm> {
+    (0..WORLD as c_int).map(|rank| Comm { rank, count: WORLD as c_int, state: 0 }).collect()
+}
+
+fn pools(policy: WindowPolicy) -> Vec<Pool> {
+    let groups = Group::in_process(WORLD).unwrap();
+    thread::scope(|scope| {
+        let ranks: Vec<_> = groups
+            .into_iter()
+            .map(|group| {
+                scope.spawn(move || {
+                    let seed = u64::from(group.rank());
+                    Pool::builder(group.with_timeout(Duration::from_secs(20)))
+                        .driver(Driver::sim(seed))
+                        .lane(LaneConfig::symmetric("default").window_policy(policy))
+                        .build()
+                        .unwrap()
+                })
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// Does the same on every rank.
+fn each<R: Send>(pools: &[Pool], body: impl Fn(&Pool, u32) -> R + Sync) -> Vec<R> {
+    thread::scope(|scope| {
+        let body = &body;
+        let ranks: Vec<_> =
+            pools.iter().map(|pool| scope.spawn(move || body(pool, pool.rank()))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+fn register(pools: &[Pool], comms: &[Comm]) -> Vec<Result<u64>> {
+    let addresses: Vec<usize> = comms.iter().map(|c| std::ptr::from_ref(c) as usize).collect();
+    // SAFETY: communicators of the stand-in, which outlive the call; pools are used while they live.
+    each(pools, |pool, rank| unsafe { pool.register_nccl(addresses[rank as usize]) })
+}
+
+fn unregister(pools: &[Pool], comms: &[Comm]) -> Vec<Result<()>> {
+    let addresses: Vec<usize> = comms.iter().map(|c| std::ptr::from_ref(c) as usize).collect();
+    each(pools, |pool, rank| pool.unregister_nccl(addresses[rank as usize]))
+}
+
+fn all_failed<T>(outcomes: Vec<Result<T>>, is: fn(&Error) -> bool, what: &str) {
+    for outcome in outcomes {
+        let Err(error) = outcome else { panic!("it was done; {what} was expected") };
+        assert!(is(&error) && error.to_string().contains(what), "{error}");
+    }
+}
+
+// One test: the stand-in is the process's.
+#[test]
+fn windows_are_nccls_too() {
+    let fake = Fake::load();
+    let per_segment = || pools(WindowPolicy::PerSegment);
+    fake.set(22809, 0, -1);
+
+    // What does not fit is refused by all, before NCCL is asked for anything.
+    let crossing = pools(WindowPolicy::Contiguous);
+    all_failed(register(&crossing, &comms()), Error::is_invalid_argument, "per-segment");
+    let ready = per_segment();
+    let mut other = comms();
+    other[1].rank = 0;
+    all_failed(register(&ready, &other), Error::is_invalid_argument, "rank 0 of 2");
+    fake.set(22609, 0, -1);
+    all_failed(register(&ready, &comms()), Error::is_unsupported, "2.26.9");
+    fake.set(22809, 0, -1);
+    all_failed(unregister(&ready, &comms()), Error::is_invalid_argument, "not given");
+    // SAFETY: refused.
+    let none = each(&ready, |pool, _| unsafe { pool.register_nccl(0) });
+    all_failed(none, Error::is_invalid_argument, "no NCCL communicator");
+    assert_eq!(fake.calls(&ready, 0), []);
+
+    // Present windows, future ones, and those that go, in one order on all ranks.
+    let comms = comms();
+    let first = each(&ready, |pool, _| {
+        let block = pool.alloc::<u8>(40 * MIB).unwrap();
+        pool.alloc::<u8>(MIB).unwrap().into_address();
+        pool.commit().unwrap();
+        block
+    });
+    let counts: Vec<u64> = register(&ready, &comms).into_iter().map(Result::unwrap).collect();
+    all_failed(register(&ready, &comms), Error::is_invalid_argument, "already");
+    let windows = ready[0].windows();
+    let own: Vec<_> = windows.list().iter().filter(|window| window.lane == "default").collect();
+    assert_eq!(counts, [own.len() as u64; 2]);
+    let before = fake.calls(&ready, 0);
+    assert_eq!(before.len(), own.len());
+    for (call, window) in before.iter().zip(&own) {
+        assert_eq!(*call, ('+', window.offset, window.bytes as usize));
+    }
+    each(&ready, |pool, _| {
+        pool.alloc::<u8>(100 * MIB).unwrap().into_address();
+        pool.commit().unwrap();
+        // Nothing new: nothing is said.
+        pool.commit().unwrap();
+    });
+    let grown = fake.calls(&ready, 0);
+    assert!(grown.len() > before.len() && grown.iter().all(|(what, ..)| *what == '+'));
+    for block in first {
+        block.free().unwrap();
+    }
+    each(&ready, |pool, _| {
+        assert!(pool.default_lane().trim().unwrap() > 0);
+        pool.commit().unwrap();
+    });
+    let trimmed = fake.calls(&ready, 0);
+    assert_eq!((trimmed[grown.len()].0, trimmed[grown.len()].1), ('-', grown[0].1));
+    assert_eq!(trimmed.len(), grown.len() + 1);
+    unregister(&ready, &comms).into_iter().for_each(Result::unwrap);
+    let ended = fake.calls(&ready, 0);
+    assert_eq!(ended, fake.calls(&ready, 1), "the same on all ranks");
+    assert_eq!(ended.iter().filter(|(what, ..)| *what == '-').count(), grown.len());
+    each(&ready, |pool, _| {
+        pool.alloc::<u8>(300 * MIB).unwrap().into_address();
+        pool.commit().unwrap();
+    });
+    assert_eq!(fake.calls(&ready, 0).len(), ended.len(), "no communicator, no windows");
+
+    // Success without a window is none.
+    fake.set(22809, 1, -1);
+    all_failed(register(&ready, &comms), Error::is_unsupported, "no window");
+
+    // One rank's failure is everybody's, and what the others registered goes.
+    fake.set(22809, 2, 1);
+    all_failed(register(&ready, &comms), |error| !error.is_timeout(), "told to fail");
+    let calls = fake.calls(&ready, 0);
+    let added = calls.iter().filter(|(what, ..)| *what == '+').count();
+    assert!(added > 0 && calls.len() == 2 * added, "{calls:?}");
+
+    // Communicators that do not block.
+    fake.set(23003, 3, -1);
+    register(&ready, &comms).into_iter().for_each(|done| assert!(done.unwrap() > 0));
+
+    // A failure at a commit: it holds, and NCCL gets nothing more.
+    fake.set(23003, 2, 0);
+    let grow = |pool: &Pool, _: u32| {
+        pool.alloc::<u8>(600 * MIB).unwrap().into_address();
+        pool.commit()
+    };
+    all_failed(each(&ready, grow), |error| !error.is_timeout(), "the memory is committed");
+    fake.set(23003, 0, -1);
+    each(&ready, |pool, _| {
+        assert!(!pool.is_commit_due());
+        pool.alloc::<u8>(1200 * MIB).unwrap().into_address();
+        assert!(pool.commit().unwrap().windows_added > 0);
+    });
+    assert_eq!(fake.calls(&ready, 0), []);
+}

@@ -1,0 +1,168 @@
+"""An all-reduce in Triton, on a pool's memory.
+
+    python -m torch.distributed.run --nproc-per-node 4 examples/triton_all_reduce.py
+
+`symmpool.rendezvous` gives a kernel every rank's address of a tensor, and of a signal pad: words
+that are zero at first. Each program of the grid sums one part of all ranks' tensors. Before it reads
+it tells the programs of its number on the other ranks that this rank's part is there, and waits until
+they have told it the same; after it has read it does so again, so that nobody overwrites what another
+still reads. A word goes from 0 to 1 when it is signalled and back to 0 when that is taken, so the
+same pad serves every launch. Waits are bounded: a rank that does not come makes a wrong sum, which
+the program reports, and no hang.
+
+Prints the time of a call beside symmpool's own all-reduce.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+
+import symmpool
+
+BLOCK = 2048
+#: Programs of the grid, all of which have to run at once.
+PROGRAMS = 64
+#: How often a wait looks at a word before it gives up; some seconds.
+TRIES = 1 << 22
+
+
+@triton.jit
+def meet(pads, base, rank, WORLD: tl.constexpr, TRIES: tl.constexpr):
+    """This program and those of its number on other ranks come to this point."""
+    number = tl.program_id(0)
+    for peer in tl.static_range(WORLD):
+        # The word of (phase, program, rank) in the peer's pad.
+        pad = tl.load(pads + peer).to(tl.pointer_type(tl.int32))
+        word = pad + base + number * WORLD + rank
+        old = tl.atomic_cas(word, 0, 1, sem="release", scope="sys")
+        tries = 0
+        while (old != 0) & (tries < TRIES):
+            old = tl.atomic_cas(word, 0, 1, sem="release", scope="sys")
+            tries += 1
+    own = tl.load(pads + rank).to(tl.pointer_type(tl.int32))
+    for peer in tl.static_range(WORLD):
+        word = own + base + number * WORLD + peer
+        old = tl.atomic_cas(word, 1, 0, sem="acquire", scope="sys")
+        tries = 0
+        while (old != 1) & (tries < TRIES):
+            old = tl.atomic_cas(word, 1, 0, sem="acquire", scope="sys")
+            tries += 1
+    tl.debug_barrier()
+
+
+@triton.jit
+def sum_of_all(
+    buffers,
+    pads,
+    out,
+    count,
+    rank,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    TRIES: tl.constexpr,
+):
+    # Threads of this program have written nothing yet; what came before on the stream is done.
+    meet(pads, 0, rank, WORLD, TRIES)
+    start = tl.program_id(0) * BLOCK
+    while start < count:
+        at = start + tl.arange(0, BLOCK)
+        inside = at < count
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        # In rank order on every rank, so that all have the same bits.
+        for peer in tl.static_range(WORLD):
+            theirs = tl.load(buffers + peer).to(tl.pointer_type(tl.bfloat16))
+            theirs = tl.multiple_of(theirs, 16)
+            total += tl.load(theirs + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + at, total.to(tl.bfloat16), mask=inside)
+        start += PROGRAMS * BLOCK
+    tl.debug_barrier()
+    meet(pads, PROGRAMS * WORLD, rank, WORLD, TRIES)
+
+
+class TritonAllReduce:
+    """Sums of one tensor of a pool, into another."""
+
+    def __init__(self, x):
+        words = 2 * PROGRAMS * dist.get_world_size()
+        self.handle = symmpool.rendezvous(x, signal_pad_size=4 * words)
+        assert self.handle.offset == 0
+        # Addresses as a tensor, for Triton to see that they are 64 bits each.
+        device = x.device
+        self.buffers = torch.tensor(self.handle.buffer_ptrs, dtype=torch.int64, device=device)
+        self.pads = torch.tensor(self.handle.signal_pad_ptrs, dtype=torch.int64, device=device)
+
+    def __call__(self, x, out):
+        sum_of_all[(PROGRAMS,)](
+            self.buffers,
+            self.pads,
+            out,
+            x.numel(),
+            self.handle.rank,
+            WORLD=self.handle.world_size,
+            BLOCK=BLOCK,
+            PROGRAMS=PROGRAMS,
+            TRIES=TRIES,
+            num_warps=8,
+        )
+
+
+def microseconds(call, calls=50):
+    """Of one call in a graph of many: the median of some replays."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(calls):
+            call()
+    found = []
+    for _ in range(7):
+        dist.barrier()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) * 1e3 / calls)
+    return sorted(found)[len(found) // 2]
+
+
+def main():
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cuda:nccl,cpu:gloo", device_id=device)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pool = symmpool.Pool(device=device)
+    wrong = 0
+    for count in (8, 4096, 100_003 // 8 * 8, 1 << 20):
+        x = pool.empty(count, torch.bfloat16)
+        out = torch.full_like(x, float("nan"))
+        reduce = TritonAllReduce(x)
+        for step in range(20):
+            torch.manual_seed(step)
+            parts = torch.randn(world, count, device=device).bfloat16()
+            x.copy_(parts[rank])
+            reduce(x, out)
+            expected = torch.zeros(count, device=device)
+            for part in parts:
+                expected += part.float()
+            wrong += int((out != expected.bfloat16()).sum())
+        theirs, ours = microseconds(lambda: reduce(x, out)), None  # noqa: B023
+        ours = microseconds(lambda: symmpool.all_reduce(x, out=out))  # noqa: B023
+        if rank == 0:
+            print(f"{2 * count:>9} bytes: Triton {theirs:.2f} us, symmpool {ours:.2f} us")
+    total = torch.tensor([wrong])
+    dist.all_reduce(total)
+    if rank == 0:
+        print(f"{total.item()} wrong elements on {world} ranks")
+    dist.destroy_process_group()
+    assert total.item() == 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Wrong sums without an error, and right ones: NCCL's symmetric windows under torch's allocator.
+
+    torchrun --nproc-per-node 4 examples/wrong_sums.py [--programs 0] [--rounds 4]
+
+A program after pytorch#178138. Tensors are made in a torch.cuda.MemPool whose segments are registered
+with NCCL as symmetric windows, filled, and summed by `torch.distributed.all_reduce`. It runs twice:
+
+- over an allocator that gets each segment from ncclMemAlloc, where the driver finds room, and
+  registers it at once. torch takes the lowest address among free blocks of one size. Where ranks have
+  other holes in their address spaces, that is another window on each of them;
+- over a pool of symmpool, whose segments lie at equal offsets of one range.
+
+`--programs N` runs N random programs of allocations, sizes, streams and frees as well.
+"""
+
+import argparse
+import ctypes
+import os
+import random
+
+import torch
+import torch.distributed as dist
+
+import symmpool
+from symmpool.nccl import communicator
+
+MIB = 1 << 20
+
+
+class Naive:
+    """ncclMemAlloc and ncclCommWindowRegister at every segment."""
+
+    name = "ncclMemAlloc, registered at allocation"
+
+    def __init__(self, device):
+        self.nccl = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        self.comm = ctypes.c_void_p(communicator(None, str(device)))
+        alloc = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+        free = ctypes.CFUNCTYPE(
+            None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
+        )
+        # torch keeps their addresses only.
+        self.functions = alloc(self.alloc), free(lambda *_: None)
+        addresses = [ctypes.cast(f, ctypes.c_void_p).value for f in self.functions]
+        self.allocator = torch._C._cuda_customAllocator(*addresses)
+        self.pool = torch.cuda.MemPool(self.allocator)
+
+    def alloc(self, size, _device, _stream):
+        pointer, window = ctypes.c_void_p(), ctypes.c_void_p()
+        if self.nccl.ncclMemAlloc(ctypes.byref(pointer), ctypes.c_size_t(size)):
+            return None
+        size = ctypes.c_size_t(size)
+        window_of = ctypes.byref(window)
+        if self.nccl.ncclCommWindowRegister(self.comm, pointer, size, window_of, 1):
+            return None
+        return pointer.value
+
+    def scope(self):
+        return torch.cuda.use_mem_pool(self.pool)
+
+
+class Ours:
+    """The same on symmpool: the allocator is the pool."""
+
+    name = "symmpool"
+
+    def __init__(self, device):
+        self.pool = symmpool.Pool(
+            symmpool.Group.from_env(timeout=120), str(device), window_policy="per-segment"
+        )
+        self.pool.register_nccl()
+
+    def scope(self):
+        return self.pool
+
+
+def make_holes(rank, nccl):
+    """Address space that is taken, and holes in it, in places of this rank's own."""
+    blocks = []
+    for _ in range(64):
+        pointer = ctypes.c_void_p()
+        nccl.ncclMemAlloc(ctypes.byref(pointer), ctypes.c_size_t(12 * MIB))
+        blocks.append(pointer)
+    for block in random.Random(rank).sample(blocks, 32):
+        nccl.ncclMemFree(block)
+
+
+def wrong(tensors, rank, world, salt):
+    """Fills the tensors, sums them over the ranks, and counts those that are wrong here."""
+    for number, tensor in enumerate(tensors):
+        tensor.fill_((rank + 1) * (number + 1 + salt))
+    torch.cuda.synchronize()
+    dist.barrier()
+    found = 0
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+    for number, tensor in enumerate(tensors):
+        expected = world * (world + 1) // 2 * (number + 1 + salt)
+        found += not bool((tensor == expected).all())
+    return found
+
+
+def rounds(allocator, rank, world, count):
+    """The plain program: ten tensors of one size a round. Returns the wrong ones of each round."""
+    found = []
+    for number in range(count):
+        with allocator.scope():
+            tensors = [torch.empty(3 * MIB, device="cuda") for _ in range(10)]
+        found.append(wrong(tensors, rank, world, number))
+        # They go in an order of each rank's own; the cache is the same afterwards but for addresses.
+        random.Random(rank + number).shuffle(tensors)
+        while tensors:
+            tensors.pop()
+    return found
+
+
+def program(allocator, rank, world, seed, any_size, side):
+    """A random program; returns how many sums were wrong.
+
+    Tensors of any size are cut out of segments, and where ranks cut differently one of them asks for
+    a segment that the others do not need: an allocator that registers it at once, which is
+    collective, then waits for ever. Otherwise each has a segment of its own.
+    """
+    same, own = random.Random(seed), random.Random(seed * 1000 + rank)
+    streams = [torch.cuda.current_stream(), side]
+    held, found = [], 0
+    for step in range(same.randrange(2, 6)):
+        stream = same.choice(streams)
+        with torch.cuda.stream(stream), allocator.scope():
+            for _ in range(same.randrange(1, 8)):
+                most = same.choice([4096, 256 << 10, 4 * MIB, 24 * MIB])
+                size = same.randrange(4, most) if any_size else same.randrange(11 * MIB, 12 * MIB)
+                count = size // 4
+                held.append(torch.empty(count, device="cuda"))
+        torch.cuda.synchronize()
+        found += wrong(held, rank, world, step)
+        keep = [same.random() < 0.5 for _ in held]
+        gone = [tensor for tensor, kept in zip(held, keep, strict=True) if not kept]
+        held = [tensor for tensor, kept in zip(held, keep, strict=True) if kept]
+        torch.cuda.synchronize()
+        own.shuffle(gone)
+        while gone:
+            gone.pop()
+    return found
+
+
+def total(value):
+    """The sum over the ranks, in memory that is nobody's window."""
+    told = torch.tensor([value], dtype=torch.int64, device="cuda")
+    dist.all_reduce(told)
+    return int(told)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--programs", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=4)
+    options = parser.parse_args()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.all_reduce(torch.zeros(1, device="cuda"))
+    torch.cuda.synchronize()
+    ours = Ours(device)
+    naive = Naive(device)
+    make_holes(rank, naive.nccl)
+    if rank == 0:
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        print(f"{world} ranks, torch {torch.__version__}, NCCL {version}")
+        print("sums that are wrong, of", 10 * world, "a round:")
+    results = {}
+    for allocator in (naive, ours):
+        results[allocator] = [
+            total(found) for found in rounds(allocator, rank, world, options.rounds)
+        ]
+        if rank == 0:
+            print(f"  {allocator.name:40}", *(f"{n:4}" for n in results[allocator]))
+    right = not any(results[ours])
+    if options.programs:
+        side = torch.cuda.Stream()
+        for allocator, any_size in ((naive, False), (ours, False), (ours, True)):
+            each = (
+                total(program(allocator, rank, world, seed, any_size, side))
+                for seed in range(options.programs)
+            )
+            found = sum(each)
+            if rank == 0:
+                sizes = "of any size" if any_size else "of 11 to 12 MiB"
+                what = f"{options.programs} random programs with tensors {sizes}"
+                print(f"{what}, {allocator.name}: {found} wrong sums")
+            right = right and (allocator is naive or found == 0)
+    # Its segments go through functions of Python, which must be there.
+    naive.pool = None
+    ours.pool.unregister_nccl()
+    dist.barrier()
+    dist.destroy_process_group()
+    assert right, "a sum over symmpool's windows was wrong"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,331 @@
+//! Communicators, in C.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use symmpool_allocator::{Error, Result, Stream};
+use symmpool_collectives::{Communicator, CommunicatorOptions, DType, ReduceOp};
+
+use super::pool::{POOLS, symmpool_pool};
+use super::{Handles, Out, seconds};
+use crate::guard::{Status, status};
+
+/// Collectives between the ranks of a pool. 0 is never one.
+#[allow(non_camel_case_types)] // as in C
+pub type symmpool_comm = u64;
+
+static COMMS: Handles<Communicator> = Handles::new("communicator");
+
+/// Element types, for the `dtype` of collectives.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub enum ElementType {
+    F32 = 0,
+    F64 = 1,
+    F16 = 2,
+    Bf16 = 3,
+    I32 = 4,
+    I64 = 5,
+    U8 = 6,
+    I8 = 7,
+    F8E4m3 = 8,
+    F8E5m2 = 9,
+}
+
+/// Reductions, for the `op` of collectives. Results have the same bits on every rank.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub enum Reduction {
+    Sum = 0,
+    Prod = 1,
+    Min = 2,
+    Max = 3,
+    Avg = 4,
+}
+
+const TYPES: [DType; 10] = [
+    DType::F32,
+    DType::F64,
+    DType::F16,
+    DType::Bf16,
+    DType::I32,
+    DType::I64,
+    DType::U8,
+    DType::I8,
+    DType::F8E4m3,
+    DType::F8E5m2,
+];
+
+const OPS: [ReduceOp; 5] =
+    [ReduceOp::Sum, ReduceOp::Prod, ReduceOp::Min, ReduceOp::Max, ReduceOp::Avg];
+
+fn find(comm: symmpool_comm) -> Result<Arc<Communicator>> {
+    COMMS.get(comm)
+}
+
+/// Runs a collective; arguments that were refused are told to the other ranks, which do not wait.
+fn call<A>(
+    comm: symmpool_comm,
+    stream: *mut c_void,
+    arguments: impl FnOnce() -> Result<A>,
+    run: impl FnOnce(&Communicator, A, &Stream) -> Result<()>,
+) -> Status {
+    status(|| {
+        let comm = find(comm)?;
+        let stream = Stream::from_raw(stream as u64);
+        match arguments() {
+            Ok(arguments) => run(&comm, arguments, &stream),
+            Err(why) => Err(comm.decline(why, &stream)),
+        }
+    })
+}
+
+fn dtype(value: u32) -> Result<DType> {
+    let known = TYPES.get(value as usize).copied();
+    known.ok_or_else(|| Error::invalid_argument(format!("dtype: {value} is no element type")))
+}
+
+fn op(value: u32) -> Result<ReduceOp> {
+    let known = OPS.get(value as usize).copied();
+    known.ok_or_else(|| Error::invalid_argument(format!("op: {value} is no reduction")))
+}
+
+/// Refuses NULL where there are elements.
+fn filled(pointer: *const c_void, count: usize, name: &str) -> Result<()> {
+    if pointer.is_null() && count > 0 {
+        return Err(Error::invalid_argument(format!("{name} is NULL")));
+    }
+    Ok(())
+}
+
+/// A communicator of all ranks of `pool`. Collective: every rank makes its communicators in the
+/// same order. `timeout` is how long its calls wait for a late rank, in seconds, or 0 for 30.
+///
+/// # Safety
+///
+/// `comm` is NULL (an error) or can be written to.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmpool_comm_create(
+    pool: symmpool_pool,
+    timeout: f64,
+    comm: *mut symmpool_comm,
+) -> Status {
+    status(|| {
+        // SAFETY: the caller's promise.
+        let out = unsafe { Out::new(comm, "comm") }?;
+        let pool = POOLS.get(pool)?;
+        let mut options = CommunicatorOptions::default();
+        if timeout != 0.0 {
+            options.timeout = seconds(timeout, "timeout")?;
+        }
+        out.put(COMMS.insert(Communicator::with_options(&pool, &options)?));
+        Ok(())
+    })
+}
+
+/// Lets go of a communicator. Needs no agreement between ranks.
+#[unsafe(no_mangle)]
+pub extern "C" fn symmpool_comm_destroy(comm: symmpool_comm) -> Status {
+    status(|| COMMS.remove(comm))
+}
+
+/// Reduces `count` elements of every rank's `input` into every rank's `output`, which may be the
+/// same address. As all collectives: every rank calls it with the same arguments but addresses, in
+/// the same order; memory in windows is used where it lies, other memory is copied; on CUDA the
+/// work is done on `stream` when the call has returned, and errors show in later calls or in
+/// symmpool_comm_synchronize. Errors: DIVERGED for other arguments elsewhere, TIMEOUT, PEER_LOST.
+///
+/// # Safety
+///
+/// `input` can be read and `output` written for `count` elements by the CPU or, on CUDA, the
+/// device, and nobody else touches them until the work is done. `stream` is NULL or a live stream.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmpool_all_reduce(
+    comm: symmpool_comm,
+    output: *mut c_void,
+    input: *const c_void,
+    count: usize,
+    dtype: u32,
+    op: u32,
+    stream: *mut c_void,
+) -> Status {
+    let arguments = || {
+        filled(output, count, "output")?;
+        filled(input, count, "input")?;
+        Ok((self::dtype(dtype)?, self::op(op)?))
+    };
+    call(comm, stream, arguments, |comm, (dtype, op), stream| {
+        let (output, input) = (output.cast(), input.cast());
+        // SAFETY: the caller's promise.
+        unsafe { comm.all_reduce_at(output, input, count, dtype, op, stream) }
+    })
+}
+
+/// Reduces part r of every rank's `input` into rank r's `output` of `count` elements; the input has
+/// one part for each rank.
+///
+/// # Safety
+///
+/// As symmpool_all_reduce, for these lengths.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmpool_reduce_scatter(
+    comm: symmpool_comm,
+    output: *mut c_void,
+    input: *const c_void,
+    count: usize,
+    dtype: u32,
+    op: u32,
+    stream: *mut c_void,
+) -> Status {
+    let arguments = || {
+        filled(output, count, "output")?;
+        filled(input, count, "input")?;
+        Ok((self::dtype(dtype)?, self::op(op)?))
+    };
+    call(comm, stream, arguments, |comm, (dtype, op), stream| {
+        let (output, input) = (output.cast(), input.cast());
+        // SAFETY: the caller's promise.
+        unsafe { comm.reduce_scatter_at(output, input, count, dtype, op, stream) }
+    })
+}
+
+/// Copies rank r's `input` of `count` elements to part r of every rank's `output`.
+///
+/// # Safety
+///
+/// As symmpool_all_reduce; `output` has one part for each rank.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmpool_all_gather(
+    comm: symmpool_comm,
+    output: *mut c_void,
+    input: *const c_void,
+    count: usize,
+    dtype: u32,
+    stream: *mut c_void,
+) -> Status {
+    let arguments = || {
+        filled(output, count, "output")?;
+        filled(input, count, "input")?;
+        self::dtype(dtype)
+    };
+    call(comm, stream, arguments, |comm, dtype, stream| {
+        let (output, input) = (output.cast(), input.cast());
+        // SAFETY: the caller's promise.
+        unsafe { comm.all_gather_at(output, input, count, dtype, stream) }
+    })
+}
+
+/// Copies `count` elements of rank `root`'s `data` to every other rank's.
+///
+/// # Safety
+///
+/// As symmpool_all_reduce, for `data` as input and output.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmpool_broadcast(
+    comm: symmpool_comm,
+    data: *mut c_void,
+    count: usize,
+    dtype: u32,
+    root: u32,
+    stream: *mut c_void,
+) -> Status {
+    let arguments = || {
+        filled(data, count, "data")?;
+        self::dtype(dtype)
+    };
+    call(comm, stream, arguments, |comm, dtype, stream| {
+        // SAFETY: the caller's promise.
+        unsafe { comm.broadcast_at(data.cast(), count, dtype, root, stream) }
+    })
+}
+
+/// Sends part r of `input` to rank r, where it becomes this rank's part of `output`. Both have one
+/// part of `count` elements for each rank.
+///
+/// # Safety
+///
+/// As symmpool_all_reduce, for these lengths.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmpool_all_to_all(
+    comm: symmpool_comm,
+    output: *mut c_void,
+    input: *const c_void,
+    count: usize,
+    dtype: u32,
+    stream: *mut c_void,
+) -> Status {
+    let arguments = || {
+        filled(output, count, "output")?;
+        filled(input, count, "input")?;
+        self::dtype(dtype)
+    };
+    call(comm, stream, arguments, |comm, dtype, stream| {
+        let (output, input) = (output.cast(), input.cast());
+        // SAFETY: the caller's promise.
+        unsafe { comm.all_to_all_at(output, input, count, dtype, stream) }
+    })
+}
+
+/// Sends `input_counts[r]` elements to rank r, and receives `output_counts[r]` from it. Parts lie in
+/// rank order without gaps; any may be empty. Both arrays have an entry for each rank.
+///
+/// # Safety
+///
+/// As symmpool_all_reduce, for the sums of the counts; the arrays can be read for as many entries
+/// as there are ranks.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmpool_all_to_all_v(
+    comm: symmpool_comm,
+    output: *mut c_void,
+    input: *const c_void,
+    output_counts: *const usize,
+    input_counts: *const usize,
+    dtype: u32,
+    stream: *mut c_void,
+) -> Status {
+    let world = find(comm).map_or(0, |comm| comm.world() as usize);
+    let counts = |pointer: *const usize, name: &str| {
+        if pointer.is_null() || !pointer.is_aligned() {
+            return Err(Error::invalid_argument(format!("{name} is {pointer:p}")));
+        }
+        // SAFETY: the caller promised an entry for each rank.
+        Ok(unsafe { std::slice::from_raw_parts(pointer, world) })
+    };
+    let arguments = || {
+        let received = counts(output_counts, "output_counts")?;
+        let sent = counts(input_counts, "input_counts")?;
+        filled(output, received.iter().copied().max().unwrap_or(0), "output")?;
+        filled(input, sent.iter().copied().max().unwrap_or(0), "input")?;
+        Ok((received, sent, self::dtype(dtype)?))
+    };
+    call(comm, stream, arguments, |comm, (received, sent, dtype), stream| {
+        let (output, input) = (output.cast(), input.cast());
+        // SAFETY: the caller's promise.
+        unsafe { comm.all_to_all_v_at(output, input, received, sent, dtype, stream) }
+    })
+}
+
+/// Returns, or on CUDA lets `stream` go on, once every rank has called it.
+///
+/// # Safety
+///
+/// `stream` is NULL or a live stream.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmpool_barrier(comm: symmpool_comm, stream: *mut c_void) -> Status {
+    call(comm, stream, || Ok(()), |comm, (), stream| comm.barrier(stream))
+}
+
+/// Waits until this rank's calls on `stream` are done, and says what went wrong in them.
+///
+/// # Safety
+///
+/// `stream` is NULL or a live stream.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmpool_comm_synchronize(
+    comm: symmpool_comm,
+    stream: *mut c_void,
+) -> Status {
+    status(|| find(comm)?.synchronize(&Stream::from_raw(stream as u64)))
+}

@@ -1,0 +1,128 @@
+//! An allocator for all of a process's device memory, under every allocation of torch.
+//!
+//! | file | holds |
+//! | --- | --- |
+//! | here | the devices, and which of them an address belongs to |
+//! | `device` | one device's lanes: ordinary memory, and that of graphs |
+//! | `hooks` | the exported functions that torch's pluggable allocator asks for |
+//!
+//! A device's ordinary memory is one *local* lane: a contiguous range, reused at once in any order,
+//! with a list of free blocks for each stream. What is allocated while a graph is captured comes
+//! from a lane of the graph's own, because every replay uses it again. Inside `with pool:` memory
+//! comes from the pool.
+
+mod device;
+mod hooks;
+
+use std::cell::Cell;
+use std::sync::OnceLock;
+
+use symmpool_allocator::{Driver, Error, Result, Stream};
+
+pub use device::{Device, MempoolId, ProcessStats};
+
+use crate::slots::{self, Slot};
+
+/// The most devices of one process.
+const DEVICES: usize = 64;
+
+static TABLE: [OnceLock<Result<Device>>; DEVICES] = [const { OnceLock::new() }; DEVICES];
+
+thread_local! {
+    /// The slot, plus one, that this thread's allocations go to.
+    static SCOPE: Cell<usize> = const { Cell::new(0) };
+}
+
+/// The device's allocator, made at the first use.
+fn device(ordinal: i32) -> Result<&'static Device> {
+    let slot = usize::try_from(ordinal).ok().and_then(|ordinal| TABLE.get(ordinal));
+    let slot = slot.ok_or_else(|| {
+        Error::invalid_argument(format!("device {ordinal}: 0 to {} can be served", DEVICES - 1))
+    })?;
+    let made = slot.get_or_init(|| Device::new(Driver::cuda(ordinal as u32)?, None));
+    made.as_ref().map_err(Clone::clone)
+}
+
+/// The devices that were used.
+fn used() -> impl Iterator<Item = (usize, &'static Device)> {
+    let devices = TABLE.iter().enumerate();
+    devices.filter_map(|(ordinal, slot)| Some((ordinal, slot.get()?.as_ref().ok()?)))
+}
+
+/// The device whose ordinary memory `address` is.
+fn owner(address: u64) -> Option<&'static Device> {
+    used().map(|(_, device)| device).find(|device| device.owns(address))
+}
+
+/// Numbers of a device, if anything was allocated there.
+pub fn stats(ordinal: usize) -> Option<ProcessStats> {
+    used().find(|(found, _)| *found == ordinal).map(|(_, device)| device.stats())
+}
+
+/// Forgets the peaks so far.
+pub fn reset_peaks(ordinal: usize) {
+    if let Some((_, device)) = used().find(|(found, _)| *found == ordinal) {
+        device.reset_peaks();
+    }
+}
+
+/// Gives segments that are wholly free back to their devices; returns their bytes.
+pub fn trim() -> Result<u64> {
+    used().try_fold(0, |bytes, (_, device)| Ok(bytes + device.trim()?))
+}
+
+/// Sends what this thread allocates to a slot's pool, or with `None` where it goes by itself.
+/// Returns where it went before.
+pub fn redirect(slot: Option<&Slot>) -> Redirected {
+    let now = slot.map_or(0, |slot| slot.index() + 1);
+    Redirected(SCOPE.with(|scope| scope.replace(now)))
+}
+
+/// Where a thread's allocations went before.
+#[derive(Clone, Copy, Debug)]
+pub struct Redirected(usize);
+
+/// Undoes a [`redirect`] of this thread.
+pub fn redirect_back(before: Redirected) {
+    SCOPE.with(|scope| scope.set(before.0));
+}
+
+fn alloc(bytes: isize, ordinal: i32, stream: u64) -> Result<u64> {
+    match SCOPE.try_with(Cell::get).unwrap_or(0).checked_sub(1) {
+        // Other devices' memory is ordinary in a pool's scope, as with a MemPool.
+        Some(slot) if slots::is_on(slot, ordinal) => slots::alloc(slot, bytes, ordinal, stream),
+        _ => {
+            let bytes = usize::try_from(bytes)
+                .map_err(|_| Error::invalid_argument(format!("a size of {bytes} bytes")))?;
+            device(ordinal)?.alloc(bytes, Stream::from_raw(stream))
+        }
+    }
+}
+
+fn free(address: u64) -> Result<()> {
+    if address == 0 {
+        return Ok(());
+    }
+    match owner(address) {
+        Some(device) => device.free(address),
+        None => slots::free(slot_of(address)?, address),
+    }
+}
+
+fn record_stream(address: u64, stream: u64) -> Result<()> {
+    if address == 0 {
+        return Ok(());
+    }
+    match owner(address) {
+        Some(device) => device.record_stream(address, Stream::from_raw(stream)),
+        None => slots::record_stream(slot_of(address)?, address, stream),
+    }
+}
+
+fn slot_of(address: u64) -> Result<usize> {
+    slots::owner(address).ok_or_else(|| {
+        Error::invalid_argument(format!(
+            "{address:#x} is no memory that is handed out (freed before?)"
+        ))
+    })
+}

@@ -1,0 +1,76 @@
+//! Programs against the library: one in C, with the header, as two rank processes, and one in C++
+//! through which it throws.
+
+mod common;
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+#[test]
+fn a_c_program_does_all_of_it_on_two_ranks() {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let library = common::library();
+    let folder = tempfile::tempdir().expect("a folder");
+    let program = folder.path().join("program");
+    let libraries = library.parent().expect("a folder");
+    let compiled = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()))
+        .args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-o"])
+        .arg(&program)
+        .arg(here.join("tests/program.c"))
+        .arg("-I")
+        .arg(here.join("include"))
+        .arg("-L")
+        .arg(libraries)
+        .args(["-lsymmpool", "-Wl,-rpath"])
+        .arg(libraries)
+        .output()
+        .expect("a C compiler");
+    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+    let store = folder.path().join("store");
+    std::fs::create_dir(&store).expect("a folder");
+    let ranks: Vec<_> = (0..2)
+        .map(|rank| {
+            Command::new(&program)
+                .args([&rank.to_string(), "2"])
+                .arg(&store)
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped())
+                .spawn()
+                .expect("the program")
+        })
+        .collect();
+    for (rank, process) in ranks.into_iter().enumerate() {
+        let output = process.wait_with_output().expect("its end");
+        let (told, wrong) =
+            (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert!(output.status.success(), "rank {rank}: {}: {told}{wrong}", output.status);
+        assert!(told.contains("everything was right"), "rank {rank}: {told}{wrong}");
+    }
+}
+
+#[test]
+fn what_fails_under_torch_is_thrown_through_the_library() {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let library = common::library();
+    let folder = tempfile::tempdir().expect("a folder");
+    let program = folder.path().join("throws");
+    let libraries = library.parent().expect("a folder");
+    let compiled = Command::new(std::env::var_os("CXX").unwrap_or_else(|| "c++".into()))
+        .args(["-std=c++17", "-Wall", "-Wextra", "-Werror", "-O1", "-o"])
+        .arg(&program)
+        .arg(here.join("tests/throws.cpp"))
+        .arg("-L")
+        .arg(libraries)
+        .args(["-lsymmpool", "-Wl,-rpath"])
+        .arg(libraries)
+        .output();
+    let Ok(compiled) = compiled else {
+        eprintln!("skipped: there is no C++ compiler");
+        return;
+    };
+    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+    let output = Command::new(&program).output().expect("the program");
+    let told = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{}: {told}", output.status);
+    assert!(told.contains("everything was right"), "{told}");
+}

@@ -1,0 +1,33 @@
+//! The C header is what the exported functions are.
+
+use std::path::Path;
+
+#[test]
+fn the_committed_header_is_the_one_that_the_sources_make() {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let config = cbindgen::Config::from_file(here.join("cbindgen.toml")).expect("cbindgen.toml");
+    let mut builder = cbindgen::Builder::new().with_config(config);
+    for source in [
+        "src/guard.rs",
+        "src/capi/mod.rs",
+        "src/capi/group.rs",
+        "src/capi/pool.rs",
+        "src/capi/comm.rs",
+    ] {
+        builder = builder.with_src(here.join(source));
+    }
+    let mut made = Vec::new();
+    builder.generate().expect("sources that cbindgen reads").write(&mut made);
+    let made = String::from_utf8(made).expect("text");
+    let header = here.join("include/symmpool.h");
+    if std::env::var_os("SYMMPOOL_BLESS").is_some() {
+        std::fs::write(&header, &made).expect("writing the header");
+    }
+    let committed = std::fs::read_to_string(&header).unwrap_or_default();
+    assert!(
+        committed == made,
+        "ffi/include/symmpool.h is out of date; \
+         SYMMPOOL_BLESS=1 cargo test -p symmpool-ffi --test header writes it anew"
+    );
+    assert!(made.matches("\n// ").count() > 100, "every function is documented");
+}

@@ -1,0 +1,158 @@
+// A rank of the C API's test: `program RANK WORLD DIRECTORY`. Ends with 0 when all was right.
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "symmpool.h"
+
+static void fail(const char *what, int line) {
+  const char *why = NULL;
+  symmpool_status status = symmpool_last_error(&why);
+  fprintf(stderr, "line %d: %s: status %d: %s\n", line, what, (int)status, why ? why : "");
+  exit(1);
+}
+
+#define OK(call) \
+  if ((call) != SYMMPOOL_STATUS_OK) fail(#call, __LINE__)
+#define IS(wanted, call) \
+  if ((call) != SYMMPOOL_STATUS_##wanted || symmpool_last_error(NULL) != SYMMPOOL_STATUS_##wanted) fail(#call, __LINE__)
+#define HOLDS(condition) \
+  if (!(condition)) fail(#condition, __LINE__)
+
+void *symmpool_alloc_0(ptrdiff_t size, int device, void *stream);
+void symmpool_free_0(void *pointer, size_t size, int device, void *stream);
+
+static void refuses_nonsense(symmpool_pool pool) {
+  const char *why = NULL;
+  void *block = NULL;
+  bool yes = false;
+  size_t count = 0;
+  symmpool_pool other = 0;
+  symmpool_group none = 0;
+  IS(INVALID_ARGUMENT, symmpool_alloc(pool, 8, 0, NULL, NULL));
+  IS(INVALID_ARGUMENT, symmpool_alloc(12345678, 8, 0, NULL, &block));
+  IS(INVALID_ARGUMENT, symmpool_alloc(pool, 8, 3, NULL, &block));
+  IS(OUT_OF_MEMORY, symmpool_alloc(pool, (size_t)1 << 50, 0, NULL, &block));
+  symmpool_last_error(&why);
+  HOLDS(why != NULL && strstr(why, "range") != NULL);
+  HOLDS(block == NULL);
+  IS(INVALID_ARGUMENT, symmpool_free(pool, (void *)8));
+  IS(INVALID_ARGUMENT, symmpool_free_unordered(pool, NULL));
+  IS(INVALID_ARGUMENT, symmpool_is_window(pool, &yes, 1, NULL));
+  IS(INVALID_ARGUMENT, symmpool_windows(pool, NULL, 1, NULL));
+  IS(INVALID_ARGUMENT, symmpool_peer_pointer(pool, 0, &yes, &block));
+  IS(INVALID_ARGUMENT, symmpool_pool_create(77, "cpu", 0, 0, &other));
+  IS(INVALID_ARGUMENT, symmpool_group_in_directory(0, 1, NULL, 5, &none));
+  IS(INVALID_ARGUMENT, symmpool_group_in_directory(0, 1, "/tmp", -1, &none));
+  IS(INVALID_ARGUMENT, symmpool_group_over_tcp(2, 2, "127.0.0.1:1", NULL, 5, &none));
+  IS(INVALID_ARGUMENT, symmpool_slot_release(63));
+  IS(INVALID_ARGUMENT, symmpool_comm_destroy(pool));
+  OK(symmpool_windows(pool, NULL, 0, &count));
+}
+
+static void collectives(symmpool_pool pool, symmpool_comm comm, uint32_t rank, uint32_t world) {
+  enum { N = 1000 };
+  float *x = NULL, *y = NULL;
+  size_t counts[64];
+  OK(symmpool_alloc(pool, N * sizeof *x, 0, NULL, (void **)&x));
+  OK(symmpool_alloc(pool, world * N * sizeof *y, 4096, NULL, (void **)&y));
+  HOLDS((uintptr_t)y % 4096 == 0);
+  for (int i = 0; i < N; i++) x[i] = (float)(rank + 1);
+  OK(symmpool_all_reduce(comm, x, x, N, SYMMPOOL_DTYPE_F32, SYMMPOOL_OP_SUM, NULL));
+  for (int i = 0; i < N; i++) HOLDS(x[i] == (float)(world * (world + 1) / 2));
+  for (int i = 0; i < N; i++) x[i] = (float)rank;
+  OK(symmpool_all_gather(comm, y, x, N, SYMMPOOL_DTYPE_F32, NULL));
+  for (uint32_t i = 0; i < world * N; i++) HOLDS(y[i] == (float)(i / N));
+  OK(symmpool_reduce_scatter(comm, x, y, N, SYMMPOOL_DTYPE_F32, SYMMPOOL_OP_MAX, NULL));
+  for (int i = 0; i < N; i++) HOLDS(x[i] == (float)rank);
+  OK(symmpool_broadcast(comm, x, N, SYMMPOOL_DTYPE_F32, world - 1, NULL));
+  for (int i = 0; i < N; i++) HOLDS(x[i] == (float)(world - 1));
+  // Ordinary memory is copied.
+  float *plain = malloc(world * N * sizeof *plain), *got = malloc(world * N * sizeof *got);
+  for (uint32_t i = 0; i < world * N; i++) plain[i] = (float)(rank * 100 + i / N);
+  OK(symmpool_all_to_all(comm, got, plain, N, SYMMPOOL_DTYPE_F32, NULL));
+  for (uint32_t i = 0; i < world * N; i++) HOLDS(got[i] == (float)(i / N * 100 + rank));
+  for (uint32_t r = 0; r < world; r++) counts[r] = N;
+  OK(symmpool_all_to_all_v(comm, y, plain, counts, counts, SYMMPOOL_DTYPE_F32, NULL));
+  HOLDS(memcmp(y, got, world * N * sizeof *y) == 0);
+  free(plain);
+  free(got);
+  OK(symmpool_barrier(comm, NULL));
+  OK(symmpool_comm_synchronize(comm, NULL));
+  // What one rank gets wrong is an error on all of them, and the next call is right again.
+  uint32_t dtype = rank == 0 ? 99 : SYMMPOOL_DTYPE_F32;
+  symmpool_status status = symmpool_all_reduce(comm, x, x, N, dtype, SYMMPOOL_OP_SUM, NULL);
+  HOLDS(status == (rank == 0 ? SYMMPOOL_STATUS_INVALID_ARGUMENT : SYMMPOOL_STATUS_DIVERGED));
+  OK(symmpool_barrier(comm, NULL));
+  // A peer's copy is one stride away.
+  symmpool_layout_info layout;
+  void *peer = NULL;
+  OK(symmpool_layout(pool, &layout));
+  OK(symmpool_peer_pointer(pool, (rank + 1) % world, x, &peer));
+  uint64_t there = (uint64_t)x + ((rank + 1) % world) * layout.stride - rank * layout.stride;
+  HOLDS((uint64_t)peer == there && layout.rank == rank && layout.world == world);
+  OK(symmpool_free(pool, y));
+  OK(symmpool_free(pool, x));
+}
+
+static void slots(symmpool_pool pool) {
+  uint32_t slot = 99;
+  symmpool_commit_report report;
+  OK(symmpool_slot_bind(pool, &slot));
+  HOLDS(slot == 0);
+  char *block = symmpool_alloc_0(4 << 20, 0, NULL);
+  HOLDS(block != NULL);
+  memset(block, 7, 4 << 20);
+  OK(symmpool_commit(pool, &report));
+  bool yes = false;
+  OK(symmpool_is_window(pool, block, 4 << 20, &yes));
+  HOLDS(yes);
+  symmpool_free_0(block, 4 << 20, 0, NULL);
+  OK(symmpool_commit(pool, &report));
+  HOLDS(report.blocks_returned == 1);
+  OK(symmpool_slot_release(slot));
+  HOLDS(symmpool_alloc_0(1, 0, NULL) == NULL);
+  HOLDS(symmpool_last_error(NULL) == SYMMPOOL_STATUS_INVALID_STATE);
+  symmpool_free_0(block, 4 << 20, 0, NULL);
+}
+
+int main(int argc, char **argv) {
+  if (argc != 4) return 2;
+  uint32_t rank = (uint32_t)atoi(argv[1]), world = (uint32_t)atoi(argv[2]), found = 99;
+  symmpool_group group = 0;
+  symmpool_pool pool = 0;
+  symmpool_comm comm = 0;
+  bool due = true;
+  HOLDS(strchr(symmpool_version(), '.') != NULL);
+  OK(symmpool_group_in_directory(rank, world, argv[3], 30, &group));
+  OK(symmpool_group_size(group, &found, NULL));
+  HOLDS(found == rank);
+  IS(INVALID_ARGUMENT, symmpool_pool_create(group, "tpu", 0, 0, &pool));
+  IS(INVALID_ARGUMENT, symmpool_pool_create(group, "cpu", 0, 64, &pool));
+  OK(symmpool_pool_create(group, "cpu", (uint64_t)1 << 36, 0, &pool));
+  OK(symmpool_group_destroy(group));
+  IS(INVALID_ARGUMENT, symmpool_group_destroy(group));
+  refuses_nonsense(pool);
+  IS(INVALID_ARGUMENT, symmpool_register_nccl(pool, NULL, NULL));
+  OK(symmpool_comm_create(pool, 30, &comm));
+  OK(symmpool_is_commit_due(pool, &due));
+  HOLDS(!due);
+  OK(symmpool_reserve(pool, 1 << 20, NULL));
+  collectives(pool, comm, rank, world);
+  slots(pool);
+  symmpool_pool_stats stats;
+  OK(symmpool_stats(pool, &stats));
+  HOLDS(stats.commits >= 3 && stats.windows >= 1 && stats.reserved >= stats.allocated);
+  symmpool_window windows[1];
+  size_t count = 0;
+  OK(symmpool_windows(pool, windows, 1, &count));
+  HOLDS(count == stats.windows && windows[0].bytes > 0);
+  OK(symmpool_barrier(comm, NULL));
+  OK(symmpool_comm_destroy(comm));
+  OK(symmpool_pool_destroy(pool));
+  IS(INVALID_ARGUMENT, symmpool_barrier(comm, NULL));
+  IS(INVALID_ARGUMENT, symmpool_commit(pool, NULL));
+  puts("everything was right");
+  return 0;
+}

@@ -1,0 +1,429 @@
+"""A backend of torch.distributed: `init_process_group("cuda:symmpool,cpu:gloo")`.
+
+Importing this module registers it under the name "symmpool", for "cpu" and "cuda"; importing
+`symmpool` in a program that has imported torch does so, too. What the package's collectives serve
+goes to them; the rest, and what they cannot serve, goes to NCCL on CUDA and to gloo on the CPU, which
+the group has beside them. The choice is made call by call, from what is the same on every rank:
+operation, element type, device. `last_backend()` and `backend_counts()` say what was chosen.
+
+With `async_op=False` a call on CUDA runs on the current stream.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from symmpool import distributed as collectives
+from symmpool import groups
+from symmpool._symmpool import Group
+from symmpool.errors import Error
+
+__all__ = ["SymmpoolProcessGroup", "backend_counts", "last_backend"]
+
+logger = logging.getLogger("symmpool.backend")
+
+NAME = "symmpool"
+
+_counts: collections.Counter[tuple[str, str]] = collections.Counter()
+_last: list[str | None] = [None]
+
+# By number, as a `ReduceOp` and its constants both give it.
+_OPS = {
+    int(getattr(dist.ReduceOp, theirs)): ours
+    for theirs, ours in (
+        ("SUM", "sum"),
+        ("PRODUCT", "prod"),
+        ("MIN", "min"),
+        ("MAX", "max"),
+        ("AVG", "avg"),
+    )
+}
+# Where bytes are moved and not reduced, other types go as one of these of their size.
+_REDUCED = {
+    getattr(torch, name)
+    for name in (
+        "float32 float64 float16 bfloat16 int32 int64 uint8 int8 float8_e4m3fn float8_e5m2".split()
+    )
+}
+
+
+def last_backend() -> str | None:
+    """Which backend this process's last call on a group of symmpool's backend went to: "symmpool",
+    "nccl" or "gloo"; None before the first."""
+    return _last[0]
+
+
+def backend_counts(reset: bool = False) -> dict[str, dict[str, int]]:
+    """How many calls went where in this process: numbers by operation and backend. With `reset`
+    they begin again at none."""
+    found: dict[str, dict[str, int]] = {}
+    for (operation, backend), count in _counts.items():
+        found.setdefault(operation, {})[backend] = count
+    if reset:
+        _counts.clear()
+    return found
+
+
+def _note(operation: str, backend: str) -> None:
+    _counts[operation, backend] += 1
+    _last[0] = backend
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("%s: %s", operation, backend)
+
+
+class TorchWork(dist.Work):
+    """Work of ours, for callers that are C++."""
+
+    def __init__(self, work: Any, finish: Any = None):
+        super().__init__()
+        self._work = work
+        # What is to be done when the call is, such as copying a result to where it belongs.
+        self._finish = finish
+        self._lock = threading.Lock()
+
+    def _finished(self) -> None:
+        with self._lock:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                finish()
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._work.wait(timeout)
+        self._finished()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        return self._work.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return self._work.result()
+
+    def get_future(self) -> torch.futures.Future:
+        future = self._work.get_future()
+        if self._finish is None:
+            return future
+
+        def finished(done: torch.futures.Future) -> Any:
+            self._finished()
+            return done.value()
+
+        return future.then(finished)
+
+
+class DoneWork(dist.Work):
+    """Work that was done, or put on the current stream, before the call returned."""
+
+    def __init__(self, results: list[Any], device: torch.device):
+        super().__init__()
+        self._results, self._device = results, device
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> Any:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._results
+
+    def get_future(self) -> torch.futures.Future:
+        devices = [self._device] if self._device.type == "cuda" else None
+        future = torch.futures.Future(devices=devices)
+        future.set_result(self._results)
+        return future
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor whose elements only travel, as one of a type that we have."""
+    if tensor.dtype in _REDUCED:
+        return tensor
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+        return tensor if tensor.dtype in _REDUCED else tensor.view(torch.int8)
+    return tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.int8)
+
+
+class SymmpoolProcessGroup(dist.ProcessGroup):
+    """A process group whose collectives are ours where they serve."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any, options: Any = None):
+        super().__init__(store, rank, size)
+        self._timeout = timeout
+        # The group of ours meets apart from the backends beside it.
+        meeting = dist.PrefixStore("symmpool", store)
+        groups._of_torch[self] = Group.from_store(meeting, rank, size)
+        # Whether ours serves a device, by its number; unknown before the first call.
+        self._served: dict[int, bool] = {}
+        self._names: dict[str, str] = {}
+        # The same backends, where calls of this class do not come back to this class.
+        self._rest = dist.ProcessGroup(store, rank, size)
+        self._add_gloo(store, rank, size, timeout)
+        self._add_nccl(store, rank, size, timeout, options)
+
+    def _add_gloo(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        if not dist.is_gloo_available():
+            return
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
+        self._add("cpu", "gloo", dist.ProcessGroup.BackendType.GLOO, gloo)
+
+    def _add_nccl(self, store: Any, rank: int, size: int, timeout: Any, options: Any) -> None:
+        if not (torch.cuda.is_available() and dist.is_nccl_available()):
+            return
+        if options is None:
+            options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+        self._add("cuda", "nccl", dist.ProcessGroup.BackendType.NCCL, nccl)
+
+    def _add(self, device: str, name: str, kind: Any, backend: Any) -> None:
+        for group in (self._rest, self):
+            group._register_backend(torch.device(device), kind, backend)
+        if not self._names:
+            for group in (self._rest, self):
+                group._set_default_backend(kind)
+        self._names[device] = name
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def _serves(self, device: torch.device) -> bool:
+        """Whether every rank has a communicator of ours there. The first call is collective."""
+        number = -1 if device.type == "cpu" else device.index
+        found = self._served.get(number)
+        if found is None:
+            found = self._is_asked_for(device.type) and self._found_out(number)
+            self._served[number] = found
+        return found
+
+    def _is_asked_for(self, kind: str) -> bool:
+        """Whether `init_process_group` named ours for such devices: a backend of another name may
+        stand beside it."""
+        config = dist.distributed_c10d._world.pg_backend_config.get(self, "")
+        pairs = [pair.partition(":") for pair in str(config).split(",")]
+        named = {device: backend for device, _, backend in pairs if backend}
+        return named.get(kind, NAME) == NAME
+
+    def _found_out(self, number: int) -> bool:
+        name = "cpu" if number < 0 else f"cuda:{number}"
+        why = None
+        try:
+            collectives.communicator(self, name)
+        except Error as error:
+            why = str(error)
+        # Without the device's number: ranks use different ones.
+        what = f"backend/{'cpu' if number < 0 else 'cuda'}"
+        refusals = groups.agree(self, what, why, self._timeout.total_seconds())
+        if refusals and self.rank() == 0:
+            logger.warning("symmpool serves no collective on %s: %s", name, refusals)
+        return not refusals
+
+    def _other(self, operation: str, tensor: torch.Tensor | None) -> str:
+        kind = tensor.device.type if tensor is not None else "cpu"
+        _note(operation, self._names.get(kind, kind))
+        return operation
+
+    def _run(
+        self,
+        operation: str,
+        call: Any,
+        arguments: tuple[Any, ...],
+        results: list[torch.Tensor],
+        opts: Any,
+        finish: Any = None,
+    ) -> dist.Work:
+        """Makes a call of ours: `call` is the name of a method of communicators."""
+        _note(operation, NAME)
+        seat = collectives._seat(arguments[0], self)
+        function = getattr(seat.comm, call)
+        if getattr(opts, "asyncOp", True):
+            return TorchWork(seat.begin(function, arguments, results), finish)
+        seat.settle()
+        function(*arguments)
+        if finish is not None:
+            finish()
+        return DoneWork(results, results[0].device)
+
+    def _reduces(self, opts: Any, *tensors: torch.Tensor) -> str | None:
+        """The operation's name, where ours reduces such tensors so."""
+        op = getattr(opts.reduceOp, "op", opts.reduceOp)
+        name = _OPS.get(int(op))
+        if name is None or any(tensor.dtype not in _REDUCED for tensor in tensors):
+            return None
+        return name if self._moves(*tensors) else None
+
+    def _moves(self, *tensors: torch.Tensor) -> bool:
+        """Whether ours takes such tensors at all. What is wrong with them is told by whoever does:
+        only what is the same on every rank decides."""
+        first = tensors[0]
+        if any(tensor.layout != torch.strided for tensor in tensors):
+            return False
+        if first.device.type not in ("cpu", "cuda"):
+            return False
+        return self._serves(first.device)
+
+    # What ours serves. Two names for one call are those of older and newer torch.
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        opts = opts if opts is not None else dist.AllreduceOptions()
+        if isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
+        op = self._reduces(opts, *tensors) if len(tensors) == 1 else None
+        if op is None:
+            self._other("all_reduce", tensors[0])
+            return self._rest.allreduce(tensors, opts)
+        (tensor,) = tensors
+        if tensor.is_contiguous():
+            return self._run("all_reduce", "all_reduce", (tensor, op), tensors, opts)
+        dense = tensor.contiguous()
+        copy = lambda: tensor.copy_(dense)  # noqa: E731
+        return self._run("all_reduce", "all_reduce", (dense, op), tensors, opts, copy)
+
+    def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
+        if isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
+        if len(tensors) != 1 or not self._moves(*tensors):
+            self._other("broadcast", tensors[0])
+            return self._rest.broadcast(tensors, opts)
+        (tensor,) = tensors
+        dense = tensor if tensor.is_contiguous() else tensor.contiguous()
+        copy = None if dense is tensor else (lambda: tensor.copy_(dense))
+        arguments = (_as_bytes(dense), opts.rootRank)
+        return self._run("broadcast", "broadcast", arguments, tensors, opts, copy)
+
+    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
+        opts = opts if opts is not None else dist.AllgatherOptions()
+        if not self._moves(output, input):
+            self._other("all_gather_into_tensor", output)
+            return self._rest._allgather_base(output, input, opts)
+        arguments = (_as_bytes(output), _as_bytes(input))
+        return self._run("all_gather_into_tensor", "all_gather", arguments, [output], opts)
+
+    _allgather_base = all_gather_single
+
+    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
+        opts = opts if opts is not None else dist.ReduceScatterOptions()
+        op = self._reduces(opts, output, input)
+        if op is None:
+            self._other("reduce_scatter_tensor", output)
+            return self._rest._reduce_scatter_base(output, input, opts)
+        arguments = (output, input, op)
+        return self._run("reduce_scatter_tensor", "reduce_scatter", arguments, [output], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def all_to_all_single(
+        self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any = None
+    ) -> dist.Work:
+        opts = opts if opts is not None else dist.AllToAllOptions()
+        if not self._moves(output, input):
+            self._other("all_to_all_single", output)
+            return self._rest.alltoall_base(output, input, output_splits, input_splits, opts)
+        arguments = (_as_bytes(output), _as_bytes(input))
+        arguments += (list(output_splits) or None, list(input_splits) or None)
+        return self._run("all_to_all_single", "all_to_all_single", arguments, [output], opts)
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        opts = opts if opts is not None else dist.BarrierOptions()
+        device = getattr(opts, "device", None)
+        if device is None or device.type != "cuda" or "cuda" not in self._names:
+            device = torch.device("cpu")
+        elif device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if not self._serves(device):
+            _note("barrier", self._names.get(device.type, device.type))
+            return self._rest.barrier(opts)
+        _note("barrier", NAME)
+        seat = collectives._search(None, self, -1 if device.type == "cpu" else device.index)
+        if getattr(opts, "asyncOp", True):
+            return TorchWork(seat.begin(seat.comm.barrier, (), []))
+        seat.settle()
+        seat.comm.barrier()
+        # As NCCL's: this thread waits, too.
+        seat.comm.synchronize()
+        return DoneWork([], device)
+
+
+def _first_tensor(arguments: tuple[Any, ...]) -> torch.Tensor | None:
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            return argument
+        if isinstance(argument, (list, tuple)):
+            found = _first_tensor(tuple(argument))
+            if found is not None:
+                return found
+    return None
+
+
+def _passes(method: str) -> Any:
+    """A method that ours has nothing for."""
+
+    def pass_on(self: SymmpoolProcessGroup, *arguments: Any, **options: Any) -> Any:
+        self._other(method, _first_tensor(arguments))
+        return getattr(self._rest, method)(*arguments, **options)
+
+    pass_on.__name__ = method
+    return pass_on
+
+
+# Those that classes derived from ProcessGroup may have, in whichever version of torch this is.
+for _method in (
+    "all_gather_single_coalesced",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce_coalesced",
+    "alltoall",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "send",
+):
+    if hasattr(dist.ProcessGroup, _method):
+        setattr(SymmpoolProcessGroup, _method, _passes(_method))
+
+
+def _create(options: Any, backend_options: Any = None) -> SymmpoolProcessGroup:
+    return SymmpoolProcessGroup(
+        options.store, options.group_rank, options.group_size, options.timeout, backend_options
+    )
+
+
+def register() -> None:
+    """Makes the name "symmpool" known to torch.distributed. Importing this module did so."""
+    if NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+register()

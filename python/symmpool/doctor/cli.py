@@ -1,0 +1,126 @@
+"""The command, and its table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+from typing import Any
+
+from symmpool.doctor import facts as fact_finding
+from symmpool.doctor.verdicts import Verdict, judge
+
+MARKS = {True: "yes", None: "partly", False: "no"}
+WIDTH = 100
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0 where at least pools in host memory work, else 1."""
+    parser = argparse.ArgumentParser(
+        prog="python -m symmpool doctor",
+        description="What this machine has, what will work on it, what will not, and why.",
+    )
+    parser.add_argument("--json", action="store_true", help="print facts and verdicts as JSON")
+    parser.add_argument("--no-torch", action="store_true", help="do not import torch")
+    given = parser.parse_args(arguments)
+    facts = fact_finding.collect(with_torch=not given.no_torch)
+    verdicts = judge(facts)
+    if given.json:
+        whole = {"facts": facts, "verdicts": [verdict.as_dict() for verdict in verdicts]}
+        print(json.dumps(whole, indent=2))
+    else:
+        print("\n".join(report(facts, verdicts)))
+    return 0 if verdicts[0].works is not False else 1
+
+
+def report(facts: dict[str, Any], verdicts: list[Verdict]) -> list[str]:
+    lines = [f"symmpool {facts['symmpool']}", ""]
+    lines += table(rows(facts)) + [""]
+    lines += matrix(facts["cuda"])
+    lines += ["What will work:", ""]
+    lines += table([(verdict.what, MARKS[verdict.works], verdict.why) for verdict in verdicts])
+    return lines
+
+
+def size(bytes: int | None) -> str:
+    return "no limit" if bytes is None else f"{bytes / (1 << 30):,.1f} GiB"
+
+
+def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    system, memory, torch = facts["system"], facts["memory"], facts["torch"]
+    found = [
+        ("system", f"Linux {system['kernel']}, {system['machine']}, {system['cpus']} CPUs"),
+        ("Python", f"{system['python']}, {facts['launcher']['executable']}"),
+        ("memory left", size(memory["available_bytes"])),
+        ("of the control group", size(memory["cgroup_bytes"])),
+        ("shared memory", memory["memfd_error"] or "memfd works"),
+        ("open files", str(memory["open_files"] or "no limit")),
+        ("torch", torch["version"] or torch["error"]),
+    ]
+    for device in facts["cuda"]["devices"]:
+        name = f"cuda:{device['ordinal']}"
+        if device["error"]:
+            found.append((name, device["error"]))
+            continue
+        driver = f"driver for CUDA {device['driver'] // 1000}.{device['driver'] % 1000 // 10}"
+        handles = [word for word, has in (("POSIX", device["posix_fd"]),) if has]
+        handles.append(f"FABRIC {device['fabric_why']}")
+        room = f"{size(device['free_bytes'])} of {size(device['total_bytes'])} free"
+        found.append((name, f"{device['name']}, {room}, {driver}"))
+        found.append(("", f"handles: {', '.join(handles)}"))
+    if not facts["cuda"]["devices"]:
+        found.append(("CUDA", facts["cuda"]["error"] or "no device"))
+    compiler, nccl = facts["nvrtc"], facts["nccl"]
+    version = compiler["error"] or ".".join(map(str, compiler["version"]))
+    found.append(("NVRTC", version if compiler["error"] else f"{version}, {compiler['place']}"))
+    cache = facts["kernel_cache"]
+    kept = f"{cache['place']} ({cache['error']})" if cache["error"] else str(cache["place"])
+    found.append(("compiled kernels", kept))
+    if nccl["version"] is None:
+        found.append(("NCCL", nccl["error"]))
+    else:
+        found.append(("NCCL", f"{'.'.join(map(str, nccl['version']))}, {nccl['place']}"))
+    said = {name: text for name, text in facts["launcher"].items() if name != "executable"}
+    if said:
+        found.append(("environment", ", ".join(f"{name}={text}" for name, text in said.items())))
+    return found
+
+
+def matrix(cuda: dict[str, Any]) -> list[str]:
+    if len(cuda["links"]) < 2:
+        return []
+    lines = [f"Links ({cuda['mesh']}):", ""]
+    lines.append("      " + "".join(f"{at:>6}" for at in range(len(cuda["links"]))))
+    for at, row in enumerate(cuda["links"]):
+        lines.append(f"{at:>6}" + "".join(f"{link:>6}" for link in row))
+    return [*lines, ""]
+
+
+def brief(text: str) -> str:
+    """A message without the list of all that was tried, which is in the JSON."""
+    text = text.removeprefix("symmpool: ")
+    head, tried, rest = text.partition("; tried")
+    if not tried:
+        return text
+    advice = rest.partition(". ")[2]
+    return f"{head}. {advice}" if advice else head
+
+
+def table(found: list[tuple[str, ...]]) -> list[str]:
+    """Columns; the last one runs over several lines where it is long."""
+    widths = [max(len(row[at]) for row in found) for at in range(len(found[0]) - 1)]
+    left = sum(widths) + 2 * len(widths)
+    lines = []
+    for row in found:
+        first = "".join(f"{cell:<{width}}  " for cell, width in zip(row[:-1], widths, strict=True))
+        width = max(WIDTH - left, 40)
+        text = brief(row[-1])
+        parts = textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False) or [""]
+        lines.append((first + parts[0]).rstrip())
+        lines += [" " * left + part for part in parts[1:]]
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

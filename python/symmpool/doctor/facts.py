@@ -1,0 +1,185 @@
+"""What this machine has. Nothing here raises: what cannot be found out is told as such."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+#: Address space of one rank unless a pool says otherwise, in bytes.
+STRIDE = 1 << 40
+
+
+def collect(with_torch: bool = True) -> dict[str, Any]:
+    """All facts, as plain values. torch is imported if it is there, because the libraries that it
+    brings are what kernels and windows would use."""
+    torch = torch_facts() if with_torch else {"version": None, "error": "not asked for"}
+    from symmpool import _symmpool
+
+    found = _symmpool.machine()
+    return {
+        "symmpool": _symmpool.version(),
+        "system": system_facts(),
+        "memory": memory_facts(),
+        "torch": torch,
+        "cuda": {
+            "error": found["cuda"],
+            "devices": found["devices"],
+            "links": found["links"],
+            "mesh": found["mesh"],
+        },
+        "host_error": found["host"],
+        "nvrtc": found["compiler"],
+        "kernel_cache": cache_facts(found["cache"]),
+        "nccl": nccl_facts(),
+        "launcher": launcher_facts(),
+    }
+
+
+def system_facts() -> dict[str, Any]:
+    return {
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "cpus": len(os.sched_getaffinity(0)),
+    }
+
+
+def _limit(which: int) -> int | None:
+    soft = resource.getrlimit(which)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _number_in(path: str) -> int | None:
+    try:
+        text = Path(path).read_text().strip()
+        return int(text)
+    except (OSError, ValueError):
+        return None
+
+
+def memory_facts() -> dict[str, Any]:
+    """Shared memory is anonymous (memfd), so /dev/shm and its size do not matter; limits do."""
+    available = None
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return {
+        "available_bytes": available,
+        "cgroup_bytes": _number_in("/sys/fs/cgroup/memory.max"),
+        "address_space_bytes": _limit(resource.RLIMIT_AS),
+        "file_bytes": _limit(resource.RLIMIT_FSIZE),
+        "open_files": _limit(resource.RLIMIT_NOFILE),
+        "mappings": _number_in("/proc/sys/vm/max_map_count"),
+        "memfd_error": _try_memfd(),
+        "reserve_error": _try_reserve(),
+    }
+
+
+def _try_memfd() -> str | None:
+    """Why memory cannot be shared by descriptors; None where it can."""
+    try:
+        descriptor = os.memfd_create("symmpool-doctor", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, 1 << 21)
+            with mmap.mmap(descriptor, 1 << 21) as memory:
+                memory[:5] = b"hello"
+        finally:
+            os.close(descriptor)
+    except (OSError, AttributeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _try_reserve() -> str | None:
+    """Why the address space of two ranks cannot be reserved; None where it can."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    # Private, anonymous, not reserved in swap, with no access.
+    address = libc.mmap(None, 2 * STRIDE, 0, 0x02 | 0x20 | 0x4000, -1, 0)
+    if address == ctypes.c_void_p(-1).value:
+        return os.strerror(ctypes.get_errno())
+    libc.munmap(address, 2 * STRIDE)
+    return None
+
+
+def torch_facts() -> dict[str, Any]:
+    try:
+        import torch
+    except Exception as error:  # a broken installation raises anything
+        return {"version": None, "error": f"{type(error).__name__}: {error}"}
+    distributed = torch.distributed.is_available()
+    return {
+        "version": torch.__version__,
+        "error": None,
+        "cuda": torch.version.cuda,
+        "devices": torch.cuda.device_count() if torch.version.cuda else 0,
+        "distributed": distributed,
+        "nccl": distributed and torch.distributed.is_nccl_available(),
+        "gloo": distributed and torch.distributed.is_gloo_available(),
+        "fast_exchange": hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
+    }
+
+
+def nccl_facts() -> dict[str, Any]:
+    """The NCCL that this process has loaded, which is the only one whose communicators count; or one
+    that it could load."""
+    loaded = sorted(
+        {
+            line.split()[-1]
+            for line in Path("/proc/self/maps").read_text().splitlines()
+            if "libnccl.so" in line
+        }
+    )
+    for name in [*loaded, "libnccl.so.2"]:
+        try:
+            library = ctypes.CDLL(name)
+        except OSError as error:
+            last = str(error)
+            continue
+        number = ctypes.c_int()
+        if library.ncclGetVersion(ctypes.byref(number)) != 0:
+            return {"version": None, "error": f"{name} does not tell its version"}
+        code = number.value
+        return {
+            "version": [code // 10000, code // 100 % 100, code % 100],
+            "error": None,
+            "place": name,
+            "loaded": bool(loaded),
+            "windows": hasattr(library, "ncclCommWindowRegister"),
+        }
+    return {"version": None, "error": last}
+
+
+def cache_facts(folder: str | None) -> dict[str, Any]:
+    """Where compiled kernels are kept, and whether they can be."""
+    if folder is None:
+        return {"place": None, "error": "SYMMPOOL_CACHE_DIR is empty, or there is no home"}
+    place = Path(folder)
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        return {"place": folder, "error": f"{place} cannot be written to"}
+    status = place.stat()
+    if place == Path(folder) and (status.st_uid != os.getuid() or status.st_mode & 0o022):
+        return {"place": folder, "error": "it is not the user's own, or others may write to it"}
+    return {"place": folder, "error": None}
+
+
+def launcher_facts() -> dict[str, Any]:
+    """What a launcher has said to this process."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    ours = ("SYMMPOOL_PORT", "SYMMPOOL_NVRTC", "SYMMPOOL_CACHE_DIR", "SYMMPOOL_ALL_REDUCE")
+    found = {name: os.environ[name] for name in (*names, *ours) if name in os.environ}
+    found["executable"] = sys.executable
+    return found

@@ -1,0 +1,159 @@
+"""What will work on a machine with such facts, and what will not, and why."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+#: The first NCCL with symmetric windows, and the first whose windows may consist of several handles.
+NCCL_WINDOWS, NCCL_PARTS = [2, 27, 0], [2, 30, 3]
+#: The oldest CUDA driver.
+CUDA = 12040
+#: Fewer open files than this are few: a pool holds one for every segment of every rank.
+FILES = 1024
+
+
+@dataclass
+class Verdict:
+    """One thing that a program may want."""
+
+    what: str
+    #: Whether it works; None where it works with a warning.
+    works: bool | None
+    why: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def judge(facts: dict[str, Any]) -> list[Verdict]:
+    """In the order in which a reader asks."""
+    found = [host(facts), *limits(facts)]
+    found += [devices(facts), links(facts), across(facts), kernels(facts)]
+    found += [tensors(facts), backend(facts), windows(facts)]
+    return found
+
+
+def host(facts: dict[str, Any]) -> Verdict:
+    what = "pools and collectives in host memory"
+    memory = facts["memory"]
+    for problem, name in (
+        (facts["host_error"], ""),
+        (memory["memfd_error"], "memory cannot be shared: "),
+        (memory["reserve_error"], "address space cannot be reserved: "),
+    ):
+        if problem:
+            return Verdict(what, False, f"{name}{problem}")
+    return Verdict(what, True, f"{facts['system']['cpus']} CPUs; ranks on one machine, one user")
+
+
+def limits(facts: dict[str, Any]) -> list[Verdict]:
+    memory, found = facts["memory"], []
+    if memory["open_files"] is not None and memory["open_files"] < FILES:
+        why = f"only {memory['open_files']} open files (ulimit -n); a segment takes one"
+        found.append(Verdict("many segments", None, why))
+    if memory["address_space_bytes"] is not None:
+        why = "address space is limited (ulimit -v); pass a smaller stride to Pool"
+        found.append(Verdict("many ranks", None, why))
+    sizes = [memory["available_bytes"], memory["cgroup_bytes"]]
+    smallest = min((size for size in sizes if size is not None), default=None)
+    if smallest is not None and smallest < 1 << 30:
+        why = f"{smallest >> 20} MiB of memory are left"
+        found.append(Verdict("large pools in host memory", None, why))
+    return found
+
+
+def usable(facts: dict[str, Any]) -> list[dict[str, Any]]:
+    return [device for device in facts["cuda"]["devices"] if not device["error"]]
+
+
+def devices(facts: dict[str, Any]) -> Verdict:
+    what = "pools on CUDA devices"
+    cuda = facts["cuda"]
+    if cuda["error"]:
+        return Verdict(what, False, cuda["error"])
+    if not cuda["devices"]:
+        return Verdict(what, False, "the driver shows no device; see CUDA_VISIBLE_DEVICES")
+    good, all_of_them = usable(facts), cuda["devices"]
+    if len(good) < len(all_of_them):
+        bad = next(device for device in all_of_them if device["error"])
+        why = f"device {bad['ordinal']}: {bad['error']}"
+        return Verdict(what, False if not good else None, why)
+    if any(device["driver"] < CUDA for device in good):
+        return Verdict(what, False, "the driver is older than CUDA 12.4")
+    if not any(device["posix_fd"] or device["fabric"] for device in good):
+        return Verdict(what, False, "memory can be exported neither as descriptors nor by FABRIC")
+    names = sorted({device["name"] for device in good})
+    return Verdict(what, True, f"{len(good)} x {', '.join(names)}")
+
+
+def links(facts: dict[str, Any]) -> Verdict:
+    what = "collectives between the devices of this machine"
+    good = usable(facts)
+    if len(good) < 2:
+        return Verdict(what, False, f"{len(good)} usable devices; ranks may share one on request")
+    if not all(device["posix_fd"] for device in good):
+        return Verdict(what, False, "a device does not export memory as POSIX descriptors")
+    if len(good) > 8:
+        return Verdict(what, None, "at most 8 ranks take part in collectives on devices")
+    return Verdict(what, True, facts["cuda"]["mesh"] or "links unknown")
+
+
+def across(facts: dict[str, Any]) -> Verdict:
+    what = "device memory shared across machines"
+    good = usable(facts)
+    if good and all(device["fabric"] for device in good):
+        return Verdict(what, True, "FABRIC handles work")
+    why = good[0]["fabric_why"] if good else "no device"
+    return Verdict(what, False, f"FABRIC handles: {why}")
+
+
+def kernels(facts: dict[str, Any]) -> Verdict:
+    what = "kernels for devices"
+    compiler, cache = facts["nvrtc"], facts["kernel_cache"]
+    if compiler["error"]:
+        return Verdict(what, False, compiler["error"])
+    version = ".".join(map(str, compiler["version"]))
+    if cache["error"]:
+        return Verdict(what, None, f"NVRTC {version}; not kept on disk: {cache['error']}")
+    return Verdict(what, True, f"NVRTC {version}, {compiler['place']}")
+
+
+def tensors(facts: dict[str, Any]) -> Verdict:
+    what = "tensors of torch"
+    torch = facts["torch"]
+    if torch["version"] is None:
+        return Verdict(what, False, f"{torch['error']}; numpy arrays and Blocks work without")
+    if usable(facts) and not torch["cuda"]:
+        return Verdict(what, None, f"torch {torch['version']} is built without CUDA")
+    if not torch["fast_exchange"]:
+        why = f"torch {torch['version']} has no DLPack function table: calls take a little longer"
+        return Verdict(what, True, why)
+    return Verdict(what, True, f"torch {torch['version']}")
+
+
+def backend(facts: dict[str, Any]) -> Verdict:
+    what = "backend of torch.distributed"
+    torch = facts["torch"]
+    if torch["version"] is None or not torch["distributed"]:
+        return Verdict(what, False, "torch.distributed is not there")
+    beside = [name for name in ("nccl", "gloo") if torch[name]]
+    if not beside:
+        return Verdict(what, None, "nothing beside it for what it does not serve")
+    return Verdict(what, True, f"beside {' and '.join(beside)}")
+
+
+def windows(facts: dict[str, Any]) -> Verdict:
+    what = "windows registered with NCCL"
+    nccl = facts["nccl"]
+    if nccl["version"] is None:
+        return Verdict(what, False, f"no NCCL: {nccl['error']}")
+    version = ".".join(map(str, nccl["version"]))
+    if nccl["version"] < NCCL_WINDOWS or not nccl["windows"]:
+        return Verdict(what, False, f"NCCL {version}; 2.27 is the first with them")
+    if not usable(facts):
+        return Verdict(what, False, f"NCCL {version}, but no device")
+    if nccl["version"] < NCCL_PARTS:
+        why = f"NCCL {version}: one handle a window, so lanes of windows that blocks do not cross"
+        return Verdict(what, None, why)
+    return Verdict(what, True, f"NCCL {version}")

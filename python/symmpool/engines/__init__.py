@@ -1,0 +1,14 @@
+"""Modules with the names that serving engines use, on this package's pools.
+
+| module | stands in for |
+| --- | --- |
+| `symmpool.engines.vllm` | vLLM's `vllm.distributed.device_communicators.pynccl_allocator` |
+| `symmpool.engines.sglang` | SGLang's `sglang.srt.distributed.device_communicators.pynccl_allocator` |
+| `symmpool.engines.custom_allreduce` | the class `CustomAllreduce` of both |
+
+`install()` of the first two puts them in the places of the engines' modules, before these are imported.
+"""
+
+from symmpool.engines.custom_allreduce import CustomAllreduce
+
+__all__ = ["CustomAllreduce"]

@@ -1,0 +1,125 @@
+"""What the adapters share: a pool a group, registered with the engine's own NCCL communicator."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import symmpool
+from symmpool import groups
+from symmpool.errors import InvalidStateError, UnsupportedError
+
+
+class RawCommunicator:
+    """An NCCL communicator that is known by its address, where a process group is expected."""
+
+    def __init__(self, address: int):
+        self._address = address
+
+    def _get_backend(self, device: Any) -> RawCommunicator:
+        return self
+
+    def _comm_ptr(self) -> int:
+        return self._address
+
+
+class EnginePool:
+    """A group's pool, and the communicator that its windows are registered with."""
+
+    def __init__(self, group: Any, device: str, address: int):
+        if not hasattr(symmpool, "use_pool") or not hasattr(symmpool.Pool, "register_nccl"):
+            raise UnsupportedError(
+                "this build of symmpool has no scopes for torch's allocations; use pool.empty()"
+            )
+        # NCCL before 2.30.3 wants one handle a window.
+        self.pool = symmpool.Pool(_meeting(group), device, window_policy="per-segment")
+        self.address = address
+        self._registered = False
+
+    def register(self) -> None:
+        """Windows of now and later become NCCL's. Collective."""
+        if not self._registered:
+            self.pool.register_nccl(RawCommunicator(self.address))
+            self._registered = True
+
+    def mem_pool(self) -> Any:
+        """The torch.cuda.MemPool behind it."""
+        return self.pool._scope().mempool
+
+    def holds(self, tensor: Any) -> bool:
+        return self.pool.owns(tensor.untyped_storage().data_ptr())
+
+
+def _meeting(group: Any) -> Any:
+    """Where a group's ranks meet. Engines have groups of their own that are none of torch's."""
+    dist = groups.distributed()
+    if dist is not None and isinstance(group, dist.ProcessGroup):
+        return group
+    if all(hasattr(group, name) for name in ("store", "rank", "world_size")):
+        return (group.store, group.rank, group.world_size)
+    return group
+
+
+class Scope:
+    """`with` it, torch allocates in an engine's pool; it can be entered again after it was left.
+
+    Under capture torch's allocations go to the graph's own pool, which is set aside meanwhile; the
+    pool commits after the capture: at the next scope outside of one, or by
+    `symmpool.commit_postponed()`."""
+
+    def __init__(self, state: EnginePool, graph_pool: Any):
+        self._state, self._graph_pool = state, graph_pool
+        self._paused: tuple[int, Any] | None = None
+
+    def __enter__(self) -> Scope:
+        import torch
+
+        if torch.cuda.is_current_stream_capturing():
+            graph_pool = self._graph_pool()
+            if graph_pool is None:
+                raise InvalidStateError(
+                    "the graph's memory pool is not known: call set_graph_pool_id before capturing"
+                )
+            self._paused = (torch.cuda.current_device(), graph_pool)
+            torch._C._cuda_endAllocateToPool(*self._paused)
+        else:
+            symmpool.commit_postponed()
+            self._state.register()
+        try:
+            symmpool.use_pool(self._state.pool).__enter__()
+        except BaseException:
+            self._resume()
+            raise
+        return self
+
+    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
+        try:
+            symmpool.use_pool(self._state.pool).__exit__(kind, value, traceback)
+        finally:
+            self._resume()
+
+    def _resume(self) -> None:
+        import torch
+
+        paused, self._paused = self._paused, None
+        if paused is not None:
+            torch._C._cuda_beginAllocateCurrentThreadToPool(*paused)
+
+
+def address_of(communicator: Any) -> int:
+    """The address of an `ncclComm_t`, as engines hold it: a number, or a C pointer."""
+    value = getattr(communicator, "value", communicator)
+    return int(value or 0)
+
+
+def put_in_place_of(name: str, module: Any) -> None:
+    """Makes importing `name` give `module`. Raises InvalidStateError where the engine's own was
+    imported before: others hold its functions already."""
+    found = sys.modules.get(name)
+    if found is not None and found is not module:
+        raise InvalidStateError(f"{name} is imported already; install symmpool's before it")
+    sys.modules[name] = module
+    parent, _, last = name.rpartition(".")
+    if parent in sys.modules:
+        setattr(importlib.import_module(parent), last, module)

@@ -1,0 +1,96 @@
+"""For vLLM: the names of its `pynccl_allocator`, on this package's pools.
+
+    import symmpool.engines.vllm
+    symmpool.engines.vllm.install()     # before vllm's own module is imported
+
+Tensors made in `nccl_symm_mem_context(pynccl_comm)` lie at the same offset on every rank, and their
+windows are registered with that communicator in the same order on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from symmpool.engines.core import EnginePool, Scope, address_of, put_in_place_of
+
+__all__ = [
+    "compile_nccl_allocator",
+    "get_nccl_mem_pool",
+    "install",
+    "is_symmetric_memory_enabled",
+    "is_symmetric_memory_tensor",
+    "nccl_symm_mem_context",
+    "set_graph_pool_id",
+]
+
+#: Where vLLM has its own.
+REPLACES = "vllm.distributed.device_communicators.pynccl_allocator"
+
+_pools: dict[int, EnginePool] = {}
+_graph_pool_id: list[Any] = [None]
+
+
+def install() -> None:
+    """Puts this module in the place of vLLM's."""
+    put_in_place_of(REPLACES, sys.modules[__name__])
+
+
+def is_symmetric_memory_enabled() -> bool:
+    """As vLLM's variable VLLM_USE_NCCL_SYMM_MEM says."""
+    return os.environ.get("VLLM_USE_NCCL_SYMM_MEM", "0").strip().lower() in ("1", "true")
+
+
+def is_symmetric_memory_tensor(tensor: Any) -> bool:
+    """Whether a tensor lies in one of the pools."""
+    return is_symmetric_memory_enabled() and any(each.holds(tensor) for each in _pools.values())
+
+
+def set_graph_pool_id(graph_pool_id: Any) -> None:
+    """The pool of the graph that is about to be captured."""
+    _graph_pool_id[0] = graph_pool_id
+
+
+def compile_nccl_allocator() -> None:
+    """Nothing has to be compiled."""
+
+
+def get_nccl_mem_pool() -> Any:
+    """The torch.cuda.MemPool of the first communicator's pool; None before its first context."""
+    for state in _pools.values():
+        return state.mem_pool()
+    return None
+
+
+def _state(communicator: Any) -> EnginePool:
+    address = address_of(communicator.comm)
+    if address not in _pools:
+        device = str(communicator.device)
+        _pools[address] = EnginePool(communicator.group, device, address)
+    return _pools[address]
+
+
+class nccl_symm_mem_context:
+    """`with` it, torch allocates in symmetric memory. The first for a communicator is collective."""
+
+    def __init__(self, pynccl_comm: Any, disabled: bool = False):
+        self.disabled = bool(
+            disabled
+            or not is_symmetric_memory_enabled()
+            or pynccl_comm is None
+            or pynccl_comm.world_size == 1
+        )
+        self.pynccl_comm = None if self.disabled else pynccl_comm
+        self._scope: Scope | None = None
+
+    def __enter__(self) -> nccl_symm_mem_context:
+        if not self.disabled:
+            self._scope = Scope(_state(self.pynccl_comm), lambda: _graph_pool_id[0])
+            self._scope.__enter__()
+        return self
+
+    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
+        scope, self._scope = self._scope, None
+        if scope is not None:
+            scope.__exit__(kind, value, traceback)

@@ -1,0 +1,124 @@
+"""Which group an argument means, and which pools there are on it.
+
+A process group of torch becomes one `Group`, which meets in that group's own store, so that several
+pools on it count their steps together. It is kept as long as torch keeps the process group.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+from symmpool._symmpool import Group
+from symmpool.errors import InvalidArgumentError
+
+# Process groups of torch, and the groups made of them.
+_of_torch: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
+# The group of the environment, once it was asked for.
+_of_environment: list[Group] = []
+# Pools by what their group was named with (a process group or a Group), in the order they were made.
+_pools: weakref.WeakKeyDictionary[Any, list[weakref.ref]] = weakref.WeakKeyDictionary()
+# How often ranks have agreed on something, by the store that they did it in.
+_agreements: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def distributed() -> Any:
+    """torch.distributed, if the program has imported it and it works."""
+    module = sys.modules.get("torch.distributed")
+    return module if module is not None and module.is_available() else None
+
+
+def key_of(argument: Any) -> Any:
+    """The object that stands for a group: what pools and communicators are found by."""
+    if argument is not None:
+        return argument
+    dist = distributed()
+    if dist is not None and dist.is_initialized():
+        return dist.group.WORLD
+    if not _of_environment:
+        _of_environment.append(Group.from_env())
+    return _of_environment[0]
+
+
+def resolve(argument: Any, timeout: float | None = None) -> Group:
+    """The group that `Pool(group)` means. `timeout` is for a group that is made now, in seconds."""
+    options = {} if timeout is None else {"timeout": timeout}
+    if argument is None:
+        dist = distributed()
+        if not _of_environment and not (dist is not None and dist.is_initialized()):
+            _of_environment.append(Group.from_env(**options))
+        argument = key_of(None)
+    if isinstance(argument, Group):
+        return argument
+    if isinstance(argument, tuple):
+        if len(argument) != 3:
+            raise InvalidArgumentError(f"group: a tuple of (store, rank, world), not {argument!r}")
+        store, rank, world = argument
+        return Group.from_store(store, _number("rank", rank), _number("world", world), **options)
+    dist = distributed()
+    if dist is not None and isinstance(argument, dist.ProcessGroup):
+        group = _of_torch.get(argument)
+        if group is None:
+            rank, world, store = _member(dist, argument)
+            group = _of_torch[argument] = Group.from_store(store, rank, world, **options)
+        return group
+    if dist is not None and argument is dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidArgumentError("group: this process is no member of it")
+    raise InvalidArgumentError(
+        f"group: {argument!r} is no symmpool.Group, no process group of torch.distributed and no "
+        "(store, rank, world)"
+    )
+
+
+def _number(name: str, value: Any) -> int:
+    if isinstance(value, int) and 0 <= value < 1 << 32:
+        return value
+    raise InvalidArgumentError(f"group: {name} {value!r} is no number of ranks")
+
+
+def _member(dist: Any, group: Any) -> tuple[int, int, Any]:
+    """This process's rank in a process group, the number of ranks, and the store they met in."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise InvalidArgumentError("group: this process is no member of it")
+    c10d = dist.distributed_c10d
+    entry = c10d._world.pg_map.get(group)
+    store = entry[1] if entry else None
+    if store is None:
+        store = group.get_group_store()
+    return rank, world, store
+
+
+def made(pool: Any, argument: Any) -> None:
+    """Takes note of a new pool, for collectives on its group."""
+    if isinstance(argument, tuple):
+        return
+    key = key_of(argument)
+    _pools.setdefault(key, []).append(weakref.ref(pool))
+    from symmpool import distributed as collectives
+
+    collectives.forget_lookups()
+
+
+def pools_of(key: Any) -> list[Any]:
+    """The pools on a group that are alive, in the order they were made."""
+    known = _pools.get(key, [])
+    alive = [pool for pool in (each() for each in known) if pool is not None]
+    if len(alive) != len(known):
+        _pools[key] = [weakref.ref(pool) for pool in alive]
+    return alive
+
+
+def agree(group: Any, what: str, why: str | None, seconds: float) -> dict[int, str]:
+    """Tells the other ranks of a process group why this one cannot do something, or None where it
+    can. Returns what each of those said that cannot: the same on every rank. Collective."""
+    from symmpool.store import StoreAdapter
+
+    dist = distributed()
+    rank, world, store = _member(dist, group if group is not None else dist.group.WORLD)
+    count = _agreements[store] = _agreements.get(store, 0) + 1
+    said = b"" if why is None else why.encode()[:4096] or b"?"
+    key = f"agree/{what}/{count}"
+    answers = StoreAdapter(store).all_gather(key, rank, world, said, seconds)
+    return {rank: said.decode("utf-8", "replace") for rank, said in enumerate(answers) if said}

@@ -1,0 +1,227 @@
+"""The handle of torch's symmetric memory, on this package's memory: for those who write kernels.
+
+`rendezvous(tensor)` gives, for a tensor of a pool, where every rank has its copy, and words that ranks
+signal each other with. Names and meaning are those of torch's `_SymmetricMemory`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from symmpool import distributed as collectives
+from symmpool import groups
+from symmpool._symmpool import Communicator, Pool
+from symmpool.errors import InvalidArgumentError
+
+__all__ = ["SIGNAL_PAD_SIZE", "SymmetricMemory", "rendezvous"]
+
+#: Bytes of a rank's signal pad unless others are asked for; torch's number.
+SIGNAL_PAD_SIZE = 2048
+#: How long a wait lasts where nobody says, in seconds: waits without an end there are none.
+DEFAULT_WAIT = 30.0
+
+
+def rendezvous(
+    tensor: Any, group: Any = None, *, signal_pad_size: int = SIGNAL_PAD_SIZE
+) -> SymmetricMemory:
+    """A handle to every rank's copy of a torch tensor in a pool's memory. Collective: all ranks call
+    it in the same place of their program with their copies; it commits the pool.
+
+    `group` is what the pool was made on, or the pool; without it all pools are looked through.
+    `signal_pad_size` is a multiple of 4, the same on every rank. Unlike torch's, a handle is made by
+    every call, so that none depends on what other ranks still remember.
+
+    Raises InvalidArgumentError for a tensor that is not in a pool, and what `Pool.commit` raises."""
+    if signal_pad_size < 4 or signal_pad_size % 4:
+        raise InvalidArgumentError(f"signal_pad_size: {signal_pad_size} is no multiple of 4 above 0")
+    pool = _holding(tensor, group)
+    return SymmetricMemory(pool, tensor, signal_pad_size)
+
+
+def _holding(tensor: Any, group: Any) -> Pool:
+    if isinstance(group, Pool):
+        candidates = [group]
+    elif group is not None:
+        candidates = groups.pools_of(group)
+    else:
+        candidates = [pool for key in list(groups._pools) for pool in groups.pools_of(key)]
+    storage = tensor.untyped_storage() if hasattr(tensor, "untyped_storage") else tensor
+    address = storage.data_ptr() if callable(storage.data_ptr) else storage.data_ptr
+    for pool in candidates:
+        if pool.owns(address):
+            return pool
+    raise InvalidArgumentError(
+        f"rendezvous: the tensor at {address:#x} is in no pool of this process's; make it with "
+        "pool.empty(), or inside of `with pool:`"
+    )
+
+
+class SymmetricMemory:
+    """Where every rank has its copy of a tensor, and what ranks signal each other with.
+
+    The buffer is the tensor's whole storage; `storage_offset`s count elements from its beginning.
+    The handle keeps the tensor's memory and the pool. Channels are 0 to 15."""
+
+    def __init__(self, pool: Pool, tensor: Any, signal_pad_size: int):
+        import torch
+
+        self._torch, self._pool, self._tensor = torch, pool, tensor
+        storage = tensor.untyped_storage()
+        self._base, self._bytes = storage.data_ptr(), storage.nbytes()
+        self._offset = tensor.data_ptr() - self._base
+        pad = pool.block(signal_pad_size, "uint8")
+        self._pad = torch.from_dlpack(pad)
+        self._pad.zero_()
+        if self._pad.is_cuda:
+            # Peers may signal as soon as they leave the commit.
+            torch.cuda.current_stream(self._pad.device).synchronize()
+        # Also where no commit is due: this is where ranks wait for each other.
+        pool.commit()
+        ranks = range(pool.world)
+        address, size = self._pad.data_ptr(), signal_pad_size
+        self._buffers = [pool.peer_ptr(rank, self._base, self._bytes) for rank in ranks]
+        self._pads = [pool.peer_ptr(rank, address, size) for rank in ranks]
+        device = self._pad.device
+        self._buffers_there = torch.tensor(self._buffers, dtype=torch.int64, device=device)
+        self._pads_there = torch.tensor(self._pads, dtype=torch.int64, device=device)
+        if self._pad.is_cuda:
+            # Whatever stream a kernel runs on, the addresses are there.
+            torch.cuda.current_stream(device).synchronize()
+        self._comm: Communicator = collectives.communicator(pool, pool.device)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._pool.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._pool.world
+
+    @property
+    def device(self) -> Any:
+        """The memory's device."""
+        return self._pad.device
+
+    @property
+    def buffer_ptrs(self) -> list[int]:
+        """Where this process has each rank's buffer."""
+        return list(self._buffers)
+
+    @property
+    def buffer_ptrs_dev(self) -> int:
+        """Where these addresses are for kernels: 64 bits each, in rank order, on the device."""
+        return self._buffers_there.data_ptr()
+
+    @property
+    def signal_pad_ptrs(self) -> list[int]:
+        """Where this process has each rank's signal pad. Pads are zero at first, and nobody's but
+        the caller's: `barrier`, `put_signal` and `wait_signal` use other memory."""
+        return list(self._pads)
+
+    @property
+    def signal_pad_ptrs_dev(self) -> int:
+        """Where these addresses are for kernels."""
+        return self._pads_there.data_ptr()
+
+    @property
+    def multicast_ptr(self) -> int:
+        """0: there is no multicast address."""
+        return 0
+
+    @property
+    def buffer_size(self) -> int:
+        """Bytes of a rank's buffer."""
+        return self._bytes
+
+    @property
+    def signal_pad_size(self) -> int:
+        """Bytes of a rank's signal pad."""
+        return self._pad.numel()
+
+    @property
+    def offset(self) -> int:
+        """Bytes from the beginning of the buffer to the tensor's first element."""
+        return self._offset
+
+    def get_buffer(self, rank: int, sizes: Any, dtype: Any, storage_offset: int = 0) -> Any:
+        """A tensor over `rank`'s buffer, of these sizes, from element `storage_offset` on."""
+        return self._view(rank, self._base, self._bytes, sizes, dtype, storage_offset, self._tensor)
+
+    def get_remote_tensor(self, peer: int, sizes: Any, dtype: Any) -> Any:
+        """`peer`'s copy of the tensor that the handle was made of, or as much as sizes say."""
+        base, length = self._base + self._offset, self._bytes - self._offset
+        return self._view(peer, base, length, sizes, dtype, 0, self._tensor)
+
+    def get_signal_pad(
+        self, rank: int, sizes: Any = (), dtype: Any = None, storage_offset: int = 0
+    ) -> Any:
+        """A tensor over `rank`'s signal pad; all of it, as uint32, unless told otherwise."""
+        dtype = self._torch.uint32 if dtype is None else dtype
+        if not len(sizes):
+            sizes = (self.signal_pad_size // dtype.itemsize - storage_offset,)
+        base, length = self._pad.data_ptr(), self.signal_pad_size
+        return self._view(rank, base, length, sizes, dtype, storage_offset, self._pad)
+
+    def _view(
+        self, rank: int, base: int, length: int, sizes: Any, dtype: Any, start: int, owner: Any
+    ) -> Any:
+        sizes = tuple(sizes)
+        self._check_rank(rank)
+        count = math.prod(sizes)
+        begin, bytes = (start or 0) * dtype.itemsize, count * dtype.itemsize
+        if any(size < 0 for size in sizes) or begin < 0 or begin + bytes > length:
+            raise InvalidArgumentError(
+                f"sizes {sizes} of {dtype} from element {start} on do not fit {length} bytes"
+            )
+        if (base + begin) % dtype.itemsize:
+            raise InvalidArgumentError(f"{dtype} does not begin at {base + begin:#x}")
+        if count == 0:
+            return self._torch.empty(sizes, dtype=dtype, device=self.device)
+        capsule = self._pool.peer_bytes(rank, base + begin, bytes, owner)
+        return self._torch.utils.dlpack.from_dlpack(capsule).view(dtype).view(sizes)
+
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
+        """Every rank waits for every other: on CUDA the current stream, on the CPU this thread.
+        Channel 0 without a timeout is a collective, in order with others of the pool; other
+        channels, and a timeout, are signals between all pairs, in an order of their own."""
+        if channel == 0 and timeout_ms == 0:
+            self._comm.barrier()
+            return
+        peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        for peer in peers:
+            self.put_signal(peer, channel)
+        for peer in peers:
+            self.wait_signal(peer, channel, timeout_ms)
+
+    def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        """Signals a rank. What came before on the current stream, or in this thread, is visible to
+        it after its `wait_signal`. Signals are counted, so this never waits, whatever `timeout_ms`
+        says."""
+        self._check_rank(dst_rank)
+        self._check_wait(timeout_ms)
+        self._comm.signal(dst_rank, channel)
+
+    def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        """Waits for a rank's next signal: on CUDA the current stream does. At most `timeout_ms`
+        milliseconds, or 30 s where that is 0; then TimeoutError, on CUDA from a later call."""
+        self._check_rank(src_rank)
+        self._check_wait(timeout_ms)
+        self._comm.wait(src_rank, channel, timeout_ms / 1e3 if timeout_ms else DEFAULT_WAIT)
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise InvalidArgumentError(f"rank {rank} of {self.world_size} ranks")
+
+    @staticmethod
+    def _check_wait(timeout_ms: int) -> None:
+        if timeout_ms < 0:
+            raise InvalidArgumentError(f"timeout_ms: {timeout_ms} is below 0")
+
+    def __repr__(self) -> str:
+        return (
+            f"symmpool.SymmetricMemory(rank={self.rank}, world_size={self.world_size}, "
+            f"buffer_size={self.buffer_size})"
+        )

@@ -1,0 +1,363 @@
+"""The collectives as operators of torch, for `torch.compile` and for functional code.
+
+Importing this module registers them under `torch.ops.symmpool`:
+
+    all_reduce_(x, op, group)                  in place
+    all_reduce(x, op, group) -> Tensor         and all that follow give a new tensor
+    all_gather(x, world, group) -> Tensor      parts along the first dimension
+    reduce_scatter(x, op, world, group) -> Tensor
+    all_to_all(x, output_splits, input_splits, world, group) -> Tensor
+    broadcast_(x, src, group)                  in place; src is a rank of the group
+
+`group` is text, as in torch's own operators: "" is the default group, other text the name of a process
+group of torch (`group.group_name`) or one that `name_of(group)` gave. `op` is a name. Gradients flow
+through the sums, and through what only moves data: that of an all-reduce is an all-reduce, of an
+all-gather a reduce-scatter, of a reduce-scatter an all-gather, of an all-to-all one with its sizes swapped.
+
+The functions of this module take the group itself, and are what compiled calls of
+`symmpool.all_reduce` and its like become.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from symmpool import distributed as collectives
+from symmpool import groups
+from symmpool._symmpool import Group, Pool
+from symmpool.errors import InvalidArgumentError
+
+__all__ = ["all_gather", "all_reduce", "all_to_all", "name_of", "reduce_scatter"]
+
+_library = torch.library.Library("symmpool", "DEF")
+
+for _signature in (
+    "all_reduce_(Tensor(a!) x, str op, str group) -> ()",
+    "all_reduce(Tensor x, str op, str group) -> Tensor",
+    "all_gather(Tensor x, int world, str group) -> Tensor",
+    "all_gather_into_(Tensor(a!) out, Tensor x, str group) -> ()",
+    "reduce_scatter(Tensor x, str op, int world, str group) -> Tensor",
+    "reduce_scatter_into_(Tensor(a!) out, Tensor x, str op, str group) -> ()",
+    "all_to_all(Tensor x, SymInt[] output_splits, SymInt[] input_splits, int world, str group)"
+    " -> Tensor",
+    "all_to_all_into_(Tensor(a!) out, Tensor x, SymInt[] output_splits, SymInt[] input_splits,"
+    " str group) -> ()",
+    "broadcast_(Tensor(a!) x, int src, str group) -> ()",
+):
+    _library.define(_signature, tags=(torch.Tag.pt2_compliant_tag,))
+
+# Groups that are none of torch's, by the names that they were given.
+_named: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+def name_of(group: Any) -> str:
+    """The text by which operators know a group, the same for as long as the group is there. A
+    `Group` or a `Pool` gets its name here: the first is "symmpool:0"."""
+    if group is None:
+        return ""
+    if isinstance(group, (Group, Pool)):
+        name = _names.get(group)
+        if name is None:
+            name = _names[group] = f"symmpool:{len(_names)}"
+            while name in _named:
+                name = _names[group] = f"{name}'"
+            _named[name] = group
+        return name
+    return group.group_name
+
+
+def _group(name: str) -> Any:
+    if name == "":
+        return None
+    if name.startswith("symmpool:"):
+        found = _named.get(name)
+        if found is None:
+            raise InvalidArgumentError(f"group: there is none of the name {name!r} any more")
+        return found
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
+
+
+def world_of(group: Any) -> int:
+    """The number of ranks of a group."""
+    if isinstance(group, (Group, Pool)):
+        return group.world
+    dist = groups.distributed()
+    if dist is not None and (group is not None or dist.is_initialized()):
+        return dist.get_world_size(group)
+    return groups.key_of(group).world
+
+
+def _parts(x: torch.Tensor, world: int, what: str) -> Any:
+    if x.dim() == 0 or x.shape[0] % world:
+        raise InvalidArgumentError(
+            f"{what}: the first dimension of {tuple(x.shape)} is not for {world} ranks"
+        )
+    return x.shape[0] // world
+
+
+# What they do.
+
+
+def _all_reduce_(x: torch.Tensor, op: str, group: str) -> None:
+    collectives.all_reduce(x, op, _group(group))
+
+
+def _all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    collectives.all_reduce(x, op, _group(group), out=out)
+    return out
+
+
+def _all_gather(x: torch.Tensor, world: int, group: str) -> torch.Tensor:
+    x = x.contiguous()
+    out = _all_gather_fake(x, world, group)
+    collectives.all_gather_into_tensor(out, x, _group(group))
+    return out
+
+
+def _all_gather_into_(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
+    collectives.all_gather_into_tensor(out, x.contiguous(), _group(group))
+
+
+def _reduce_scatter(x: torch.Tensor, op: str, world: int, group: str) -> torch.Tensor:
+    x = x.contiguous()
+    out = _reduce_scatter_fake(x, op, world, group)
+    collectives.reduce_scatter_tensor(out, x, op, _group(group))
+    return out
+
+
+def _reduce_scatter_into_(out: torch.Tensor, x: torch.Tensor, op: str, group: str) -> None:
+    collectives.reduce_scatter_tensor(out, x.contiguous(), op, _group(group))
+
+
+def _all_to_all(
+    x: torch.Tensor, output_splits: Any, input_splits: Any, world: int, group: str
+) -> torch.Tensor:
+    x = x.contiguous()
+    out = _all_to_all_fake(x, output_splits, input_splits, world, group)
+    _all_to_all_into_(out, x, output_splits, input_splits, group)
+    return out
+
+
+def _all_to_all_into_(
+    out: torch.Tensor, x: torch.Tensor, output_splits: Any, input_splits: Any, group: str
+) -> None:
+    collectives.all_to_all_single(
+        out, x.contiguous(), list(output_splits), list(input_splits), _group(group)
+    )
+
+
+def _broadcast_(x: torch.Tensor, src: int, group: str) -> None:
+    collectives.broadcast(x, None, _group(group), group_src=src)
+
+
+# What comes out of them, without doing it.
+
+
+def _all_reduce_fake(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _all_gather_fake(x: torch.Tensor, world: int, group: str) -> torch.Tensor:
+    if x.dim() == 0:
+        return x.new_empty((world,))
+    return x.new_empty((x.shape[0] * world, *x.shape[1:]))
+
+
+def _reduce_scatter_fake(x: torch.Tensor, op: str, world: int, group: str) -> torch.Tensor:
+    return x.new_empty((_parts(x, world, "reduce_scatter"), *x.shape[1:]))
+
+
+def _all_to_all_fake(
+    x: torch.Tensor, output_splits: Any, input_splits: Any, world: int, group: str
+) -> torch.Tensor:
+    if not output_splits:
+        _parts(x, world, "all_to_all")
+        return x.new_empty(x.shape)
+    return x.new_empty((sum(output_splits), *x.shape[1:]))
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+_OPERATORS = {
+    "all_reduce_": (_all_reduce_, _nothing),
+    "all_reduce": (_all_reduce, _all_reduce_fake),
+    "all_gather": (_all_gather, _all_gather_fake),
+    "all_gather_into_": (_all_gather_into_, _nothing),
+    "reduce_scatter": (_reduce_scatter, _reduce_scatter_fake),
+    "reduce_scatter_into_": (_reduce_scatter_into_, _nothing),
+    "all_to_all": (_all_to_all, _all_to_all_fake),
+    "all_to_all_into_": (_all_to_all_into_, _nothing),
+    "broadcast_": (_broadcast_, _nothing),
+}
+for _name, (_does, _gives) in _OPERATORS.items():
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _does, _key)
+    torch.library.register_fake(f"symmpool::{_name}", _gives, lib=_library)
+
+_ops = torch.ops.symmpool
+
+
+# Gradients.
+
+
+def _keep_reduction(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.op, ctx.group = inputs[1], inputs[-1]
+
+
+def _needs_sum(ctx: Any, what: str) -> None:
+    if ctx.op not in ("sum", "avg"):
+        raise InvalidArgumentError(f"{what}: no gradient flows through {ctx.op!r}")
+
+
+def _all_reduce_backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    _needs_sum(ctx, "all_reduce")
+    return _ops.all_reduce(gradient, ctx.op, ctx.group), None, None
+
+
+def _keep_gather(ctx: Any, inputs: Any, output: Any) -> None:
+    x, ctx.world, ctx.group = inputs
+    ctx.scalar = x.dim() == 0
+
+
+def _all_gather_backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    part = _ops.reduce_scatter(gradient, "sum", ctx.world, ctx.group)
+    return part.reshape(()) if ctx.scalar else part, None, None
+
+
+def _keep_scatter(ctx: Any, inputs: Any, output: Any) -> None:
+    _, ctx.op, ctx.world, ctx.group = inputs
+
+
+def _reduce_scatter_backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    _needs_sum(ctx, "reduce_scatter")
+    whole = _ops.all_gather(gradient, ctx.world, ctx.group)
+    return whole / ctx.world if ctx.op == "avg" else whole, None, None, None
+
+
+def _keep_splits(ctx: Any, inputs: Any, output: Any) -> None:
+    x, ctx.received, ctx.sent, ctx.world, ctx.group = inputs
+    ctx.rows = x.shape[0]
+
+
+def _all_to_all_backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    back = _ops.all_to_all(
+        gradient, ctx.sent, ctx.received, ctx.world, ctx.group
+    )
+    if back.shape[0] != ctx.rows:
+        # Rows that were sent to nobody.
+        rest = back.new_zeros((ctx.rows - back.shape[0], *back.shape[1:]))
+        back = torch.cat([back, rest])
+    return back, None, None, None, None
+
+
+for _name, _backward, _keep in (
+    ("all_reduce", _all_reduce_backward, _keep_reduction),
+    ("all_gather", _all_gather_backward, _keep_gather),
+    ("reduce_scatter", _reduce_scatter_backward, _keep_scatter),
+    ("all_to_all", _all_to_all_backward, _keep_splits),
+):
+    torch.library.register_autograd(
+        f"symmpool::{_name}", _backward, setup_context=_keep, lib=_library
+    )
+
+
+# With the group itself.
+
+
+def all_reduce(x: torch.Tensor, op: str = "sum", group: Any = None) -> torch.Tensor:
+    """Every rank's `x` reduced, as a new tensor; with a gradient for "sum" and "avg"."""
+    return _ops.all_reduce(x, op, name_of(group))
+
+
+def all_gather(x: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Every rank's `x`, one after the other along the first dimension; with a gradient."""
+    return _ops.all_gather(x, world_of(group), name_of(group))
+
+
+def reduce_scatter(x: torch.Tensor, op: str = "sum", group: Any = None) -> torch.Tensor:
+    """This rank's part of every rank's `x` reduced, in equal parts along the first dimension; with
+    a gradient for "sum" and "avg"."""
+    return _ops.reduce_scatter(x, op, world_of(group), name_of(group))
+
+
+def all_to_all(
+    x: torch.Tensor,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    group: Any = None,
+) -> torch.Tensor:
+    """What every rank sends to this one; rows are sent in equal parts, or by split sizes (both are
+    needed then); with a gradient."""
+    if (output_split_sizes is None) != (input_split_sizes is None):
+        raise InvalidArgumentError("all_to_all: both kinds of split sizes are needed, or none")
+    received, sent = list(output_split_sizes or []), list(input_split_sizes or [])
+    return _ops.all_to_all(x, received, sent, world_of(group), name_of(group))
+
+
+# What compiled calls become. The compiler reads these, so they are plain.
+
+
+def _op_name(op: Any) -> str:
+    if isinstance(op, str):
+        return op
+    import torch.distributed as dist
+
+    constants = (
+        (dist.ReduceOp.SUM, "sum"),
+        (dist.ReduceOp.PRODUCT, "prod"),
+        (dist.ReduceOp.MIN, "min"),
+        (dist.ReduceOp.MAX, "max"),
+        (dist.ReduceOp.AVG, "avg"),
+    )
+    for constant, name in constants:
+        if op == constant:
+            return name
+    raise InvalidArgumentError(f"op: {op} is none of sum, prod, min, max, avg")
+
+
+def _not_async(async_op: bool) -> None:
+    if async_op:
+        raise InvalidArgumentError("async_op: not in compiled code; it orders calls by itself")
+
+
+def _traced_name(group: Any) -> str:
+    if group is None:
+        return ""
+    if isinstance(group, str):
+        return group
+    return group.group_name
+
+
+def traced_all_reduce(tensor: Any, op: Any, group: Any, async_op: bool, out: Any) -> None:
+    _not_async(async_op)
+    if out is not None:
+        out.copy_(tensor)
+        tensor = out
+    torch.ops.symmpool.all_reduce_(tensor, _op_name(op), _traced_name(group))
+
+
+def traced_reduce_scatter(output: Any, input: Any, op: Any, group: Any, async_op: bool) -> None:
+    _not_async(async_op)
+    name = _traced_name(group)
+    torch.ops.symmpool.reduce_scatter_into_(output, input, _op_name(op), name)
+
+
+def traced_all_gather(output: Any, input: Any, group: Any, async_op: bool) -> None:
+    _not_async(async_op)
+    torch.ops.symmpool.all_gather_into_(output, input, _traced_name(group))
+
+
+def traced_all_to_all(output: Any, input: Any, sizes: Any, group: Any, async_op: bool) -> None:
+    _not_async(async_op)
+    received, sent = list(sizes[0] or []), list(sizes[1] or [])
+    torch.ops.symmpool.all_to_all_into_(output, input, received, sent, _traced_name(group))

@@ -1,0 +1,136 @@
+"""symmpool under all of torch's CUDA allocations: `symmpool.install()`.
+
+A device's ordinary memory is then one contiguous range: freed in any order, reused at once, with no
+symmetry promised. The memory of a CUDA graph is its own until the graph is gone. Inside
+`with pool:` memory comes from the pool, tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+from symmpool import _symmpool
+from symmpool.errors import InvalidStateError, UnsupportedError
+
+# torch's allocator object, once installed. torch calls it until the process ends.
+_installed: Any = None
+
+_HOOKS = {
+    "set_reset_fn": "symmpool_process_reset",
+    "set_memory_fraction_fn": "symmpool_process_memory_fraction",
+    "set_base_alloc_fn": "symmpool_process_base_alloc",
+    "set_record_stream_fn": "symmpool_process_record_stream",
+    "set_begin_allocate_to_pool": "symmpool_process_begin",
+    "set_end_allocate_to_pool_fn": "symmpool_process_end",
+    "set_release_pool": "symmpool_process_release",
+}
+
+
+def is_installed() -> bool:
+    """Whether `install` has been called."""
+    return _installed is not None
+
+
+def _address(library: Any, name: str) -> int:
+    found = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+    assert found
+    return found
+
+
+def _throw(torch: Any) -> int:
+    """The address of the function by which torch throws an error."""
+    folder = os.path.join(os.path.dirname(torch.__file__), "lib")
+    name = "_ZN3c106detail14torchCheckFailEPKcS2_jS2_"
+    try:
+        # The copy that is loaded, or none.
+        library = ctypes.CDLL(os.path.join(folder, "libc10.so"), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        return _address(library, name)
+    except (OSError, AttributeError) as error:
+        raise UnsupportedError(
+            f"install: torch {torch.__version__} has no {name} in {folder}/libc10.so, by which "
+            "running out of memory is told"
+        ) from error
+
+
+def install() -> None:
+    """Puts symmpool under every CUDA allocation of torch in this process, on every device.
+
+    Call it once, before torch first uses CUDA; later it raises InvalidStateError. It cannot be
+    undone. torch's own statistics fail then, as they do with every allocator that is not torch's:
+    use `symmpool.memory_stats` and `symmpool.memory_summary`. Running out of memory is a
+    RuntimeError that begins with "CUDA out of memory", not torch.OutOfMemoryError, which torch lets
+    nobody else raise.
+
+    Meant for one device a process, as launchers set it up: a device's memory is not mapped for the
+    process's other devices, so copy tensors between them by way of the CPU."""
+    global _installed
+    import torch
+
+    if _installed is not None:
+        return
+    if not hasattr(torch._C, "_cuda_customAllocator"):
+        raise UnsupportedError(f"install: torch {torch.__version__} was built without CUDA")
+    if torch.cuda.is_initialized():
+        raise InvalidStateError(
+            "install: torch has used CUDA already; call symmpool.install() at the program's start"
+        )
+    library = ctypes.CDLL(_symmpool.__file__)
+    throw = _throw(torch)
+    allocator = torch.cuda.memory.CUDAPluggableAllocator(
+        _symmpool.__file__, "symmpool_process_alloc", "symmpool_process_free"
+    )
+    raw = allocator.allocator()
+    for setter, name in _HOOKS.items():
+        getattr(raw, setter)(_address(library, name))
+    library.symmpool_process_throw_by(ctypes.c_void_p(throw))
+    try:
+        torch.cuda.memory.change_current_allocator(allocator)
+    except RuntimeError as error:
+        raise InvalidStateError(f"install: torch refuses another allocator: {error}") from error
+    _installed = allocator
+
+
+def _device(device: Any) -> int:
+    if isinstance(device, int):
+        return device
+    import torch
+
+    if device is None:
+        return torch.cuda.current_device()
+    device = torch.device(device)
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def memory_stats(device: Any = None) -> dict[str, int]:
+    """The numbers of a device's memory under `install`: bytes `allocated` and `reserved` and their
+    peaks (`peak_allocated`, `peak_reserved`), and counts: `allocs`, `frees`, `ooms`, `retries`
+    (allocations served after free memory was given back), `segments`, `graphs` with memory of their
+    own. Memory of pools is in `Pool.stats`."""
+    stats = _symmpool.process_stats(_device(device))
+    if stats is not None:
+        return stats
+    names = ("allocated", "peak_allocated", "reserved", "peak_reserved", "allocs", "frees", "ooms")
+    return dict.fromkeys((*names, "retries", "graphs", "segments"), 0)
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    """Begins the peaks of `memory_stats` anew."""
+    _symmpool.process_reset_peaks(_device(device))
+
+
+def memory_summary(device: Any = None) -> str:
+    """`memory_stats` as a table."""
+    number = _device(device)
+    stats = memory_stats(number)
+    mib = 1 << 20
+    rows = [
+        ("allocated", stats["allocated"], stats["peak_allocated"]),
+        ("reserved", stats["reserved"], stats["peak_reserved"]),
+    ]
+    lines = [f"symmpool, device {number}", f"{'':12}{'now (MiB)':>14}{'peak (MiB)':>14}"]
+    lines += [f"{name:12}{now / mib:14.1f}{peak / mib:14.1f}" for name, now, peak in rows]
+    counts = ("allocs", "frees", "ooms", "retries", "segments", "graphs")
+    lines.append(", ".join(f"{stats[name]} {name}" for name in counts))
+    return "\n".join(lines)

@@ -1,0 +1,155 @@
+"""torch's allocations in a pool's memory: what `with pool:` does.
+
+A scope is a `torch.cuda.MemPool` whose segments come from the pool's first lane. torch cuts them up
+by itself, by size and address; addresses order as offsets do, which are the same on every rank, so
+equal programs get equal places (ARCHITECTURE.md, "torch's MemPool on our segments").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from typing import Any
+
+from symmpool import _symmpool, process
+from symmpool.errors import Error, UnsupportedError
+
+# torch keeps a bare pointer to the allocator of a segment for as long as a tensor lives in it,
+# which may be longer than the MemPool does. So an allocator, once made, is for ever; there is one a
+# slot.
+_allocators: dict[int, Any] = {}
+
+# Pools that became due while a graph was being captured.
+_postponed: list[Any] = []
+
+
+def _allocator(torch: Any, slot: _symmpool.Slot) -> Any:
+    """torch's allocator on the functions of a slot."""
+    if slot.index not in _allocators:
+        names, library = slot.names, _symmpool.__file__
+        found = ctypes.cast(getattr(ctypes.CDLL(library), names[0]), ctypes.c_void_p).value
+        if found != slot.addresses[0]:
+            raise UnsupportedError(
+                f"{library} is not the library that this process has imported; was it replaced "
+                "since? Start the program again"
+            )
+        _allocators[slot.index] = torch.cuda.memory.CUDAPluggableAllocator(library, *names)
+    return _allocators[slot.index]
+
+
+class Scope:
+    """What a pool needs so that torch allocates in it. Made at its first `with`."""
+
+    # Attributes go in this order: torch gives its cached segments back before the slot closes.
+    __slots__ = ("_mempool", "_slot", "_torch", "_device", "_threads")
+
+    def __init__(self, pool: _symmpool.Pool, torch: Any = None):
+        device = pool.device
+        if torch is None:
+            if not device.startswith("cuda:"):
+                raise UnsupportedError(
+                    f"with pool: this pool's memory is on {device}, and torch lets nobody choose "
+                    "where tensors on the CPU lie; make them with pool.empty() or pool.zeros()"
+                )
+            import torch
+        self._torch = torch
+        self._device = int(device.partition(":")[2] or 0)
+        self._slot = _symmpool.Slot(pool)
+        self._threads = threading.local()
+        self._mempool = None
+        if process.is_installed():
+            # No MemPool: every allocation comes to us, and goes to the pool by itself.
+            return
+        with torch.cuda.device(self._device):
+            self._mempool = torch.cuda.MemPool(_allocator(torch, self._slot).allocator())
+
+    @property
+    def mempool(self) -> Any:
+        """The torch.cuda.MemPool; None under `symmpool.install()`, which needs none."""
+        return self._mempool
+
+    @property
+    def slot(self) -> _symmpool.Slot:
+        """The slot its segments come through."""
+        return self._slot
+
+    def enter(self) -> None:
+        """This thread's allocations go to the pool from now on."""
+        if self._mempool is None:
+            context = _symmpool.process_redirect(self._slot)
+        else:
+            context = self._torch.cuda.use_mem_pool(self._mempool, self._device)
+            context.__enter__()
+        try:
+            self._threads.entered.append(context)
+        except AttributeError:
+            self._threads.entered = [context]
+
+    def leave(self, pool: _symmpool.Pool, kind: Any, value: Any) -> None:
+        """They go where they went before. Commits if that is due."""
+        context = self._threads.entered.pop()
+        if self._mempool is None:
+            _symmpool.process_redirect_back(context)
+        else:
+            context.__exit__(None, None, None)
+        if kind is not None or pool.is_commit_due:
+            self._settle(pool, kind, value)
+
+    def _settle(self, pool: _symmpool.Pool, kind: Any, value: Any) -> None:
+        if kind is None:
+            if self._torch.cuda.is_current_stream_capturing():
+                _postponed.append(pool)
+            else:
+                pool.commit()
+            return
+        reason = self._slot.take_failure()
+        if reason is not None:
+            _add_note(value, str(reason))
+        # Who is to stop at once waits for nobody: the other ranks see that this one is gone.
+        # Otherwise a due commit is where they are now, or will be; they hear there what failed.
+        if issubclass(kind, Exception) and pool.is_commit_due:
+            if self._torch.cuda.is_current_stream_capturing():
+                _postponed.append(pool)
+                return
+            try:
+                pool.commit()
+            except Error as error:
+                _add_note(value, f"and the commit on leaving the pool's scope: {error}")
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(note)
+
+
+def commit_postponed() -> None:
+    """Commits the pools whose scopes were left while a graph was being captured and that are still
+    due. Collective, as `Pool.commit`. Call it after the capture and before the graph first runs;
+    `symmpool.graph` does."""
+    pools, _postponed[:] = _postponed[:], []
+    for pool in pools:
+        if pool.is_commit_due:
+            pool.commit()
+
+
+@contextlib.contextmanager
+def graph(*arguments: Any, **options: Any):
+    """As `torch.cuda.graph`, with the same arguments; pools that grew during the capture are
+    committed when it has ended, so that the graph can run at once."""
+    import torch
+
+    with torch.cuda.graph(*arguments, **options):
+        yield
+    commit_postponed()
+
+
+def use_pool(pool: _symmpool.Pool) -> _symmpool.Pool:
+    """`with symmpool.use_pool(pool):` is `with pool:`.
+
+    What this thread allocates on the pool's device with torch inside lies in the pool's memory, at
+    the same offset on every rank that does the same. On leaving, a commit happens if one is due,
+    which is when the pool has grown; while a graph is being captured it is postponed until
+    `symmpool.graph` ends the capture, or the next commit. It happens on leaving by an exception
+    too, so that the other ranks do not wait in vain, but not by KeyboardInterrupt or SystemExit."""
+    return pool

@@ -1,0 +1,170 @@
+"""Meeting in a store of torch.distributed, or one of its kind, as the allocator wants it.
+
+Keys lie under `symmpool/RUN/`, where RUN counts the groups that a rank has made on the store, so
+that what an earlier one left is not taken for a part of a later one. (Two ranks that use one number
+have different runs, so they never meet: each hears that the other ranks are missing.) A gather costs three round
+trips with a TCPStore: the number of waiting ranks changes nothing. Its parts are removed one gather
+later, when every rank must have read them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+from symmpool.errors import DivergedError, Error, PeerLostError, TimeoutError  # noqa: A004
+
+# How long a blocking call of a store may last, in seconds: between two Ctrl-C is heard.
+SLICE = 1.0
+# A rank that does not wait in the store itself asks again after these, in seconds.
+FIRST_PAUSE, LONGEST_PAUSE = 20e-6, 5e-3
+# Bytes of a part before its value: the world that its rank knows.
+HEADER = 4
+
+
+class StoreAdapter:
+    """A store with the methods that the binding calls. Values are bytes, times are seconds."""
+
+    def __init__(self, store: Any):
+        for name in ("set", "get", "add", "check", "delete_key"):
+            if not callable(getattr(store, name, None)):
+                from symmpool.errors import InvalidArgumentError
+
+                raise InvalidArgumentError(
+                    f"store: {store!r} has no method {name}; a torch.distributed.Store is needed"
+                )
+        self._store = store
+        self._own = threading.local()
+        self._waits_by_itself = _is_tcp(store) and callable(getattr(store, "clone", None))
+        # Which run of a rank this is; a rank of a group takes part under one number.
+        self._runs: dict[int, int] = {}
+        self._met = False
+        # The last part of each sequence of gathers.
+        self._last: dict[str, str] = {}
+
+    def _here(self) -> Any:
+        """This thread's handle of the store: a blocking call holds up those that share its own."""
+        if not self._waits_by_itself:
+            return self._store
+        try:
+            return self._own.store
+        except AttributeError:
+            self._own.store = self._call(self._store.clone)
+            return self._own.store
+
+    def set(self, key: str, value: bytes, seconds: float) -> None:
+        self._call(self._here().set, _key(key), bytes(value))
+
+    def get(self, key: str, seconds: float) -> bytes:
+        store = self._here()
+        self._wait(store, [_key(key)], seconds)
+        return self._call(store.get, _key(key))
+
+    def add(self, key: str, delta: int, seconds: float) -> int:
+        return self._call(self._here().add, _key(key), delta)
+
+    def delete(self, key: str, seconds: float) -> bool:
+        return self._call(self._here().delete_key, _key(key))
+
+    def all_gather(
+        self, key: str, rank: int, world: int, value: bytes, seconds: float
+    ) -> list[bytes]:
+        if world == 1:
+            return [value]
+        store = self._here()
+        run = self._runs.get(rank)
+        if run is None:
+            run = self._runs[rank] = self._call(store.add, _key(f"{key}/run/{rank}"), 1)
+        sequence = key.rpartition("/")[0].rpartition("/")[0]
+        prefix = _key(f"{run}/{key}")
+        own = f"{prefix}/{rank}"
+        self._call(store.set, own, world.to_bytes(HEADER, "little") + value)
+        keys = [f"{prefix}/{peer}" for peer in range(world)]
+        try:
+            parts = self._read(store, keys, seconds)
+        except TimeoutError:
+            missing = [peer for peer, key in enumerate(keys) if not self._call(store.check, [key])]
+            if rank not in missing:
+                # Else a second try would hand this part to those who come before the new one.
+                self._call(store.delete_key, own)
+            if not self._met:
+                # Nobody met in this run: a new try, also of another object, begins it again.
+                self._call(store.add, _key(f"{key}/run/{rank}"), -1)
+                del self._runs[rank]
+            error = TimeoutError(f"rank {rank} of {world} waited in the store")
+            error.ranks = tuple(peer for peer in missing if peer != rank)
+            raise error from None
+        for peer, part in enumerate(parts):
+            theirs = int.from_bytes(part[:HEADER], "little")
+            if theirs != world:
+                raise DivergedError(f"rank {peer}'s world has {theirs} ranks, rank {rank}'s {world}")
+        self._met = True
+        # Every rank has come to this gather, so has read all of the one before in its sequence.
+        spent = self._last.get(sequence)
+        self._last[sequence] = own
+        if spent is not None:
+            self._call(store.delete_key, spent)
+        return [part[HEADER:] for part in parts]
+
+    def _read(self, store: Any, keys: list[str], seconds: float) -> list[bytes]:
+        """The values of keys, once all are there."""
+        if not (self._waits_by_itself and _has_extended(store)):
+            self._wait(store, keys, seconds)
+            return [self._call(store.get, key) for key in keys]
+        end = time.monotonic() + seconds
+        while True:
+            left = end - time.monotonic()
+            store.set_timeout(timedelta(seconds=min(max(left, 0.001), SLICE)))
+            try:
+                return self._call(store.multi_get, keys)
+            except TimeoutError:
+                if left <= SLICE:
+                    raise
+
+    def _wait(self, store: Any, keys: list[str], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        pause = FIRST_PAUSE
+        while not self._call(store.check, keys):
+            left = end - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("waiting in the store")
+            time.sleep(min(pause, left))
+            pause = min(pause * 1.5, LONGEST_PAUSE)
+
+    @staticmethod
+    def _call(function: Any, *arguments: Any) -> Any:
+        """A call of the store, with our exceptions."""
+        try:
+            return function(*arguments)
+        except Error:
+            raise
+        except Exception as error:
+            name = type(error).__name__
+            text = f"{name}: {str(error).partition(chr(10))[0]}"
+            if isinstance(error, ConnectionError) or name == "DistNetworkError":
+                raise PeerLostError(f"the process that serves the store is gone ({text})") from error
+            if "timeout" in str(error).lower() or "timed out" in str(error).lower():
+                raise TimeoutError(text) from error
+            raise Error(text) from error
+
+
+def _key(key: str) -> str:
+    return f"symmpool/{key}"
+
+
+def _is_tcp(store: Any) -> bool:
+    """Whether a store, below its prefixes, is a connection to a server."""
+    try:
+        from torch.distributed import PrefixStore, TCPStore
+    except ImportError:
+        return False
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, TCPStore)
+
+
+def _has_extended(store: Any) -> bool:
+    found = getattr(store, "has_extended_api", None)
+    return bool(found and found())

@@ -1,0 +1,239 @@
+"""What a collective with `async_op=True` gives back."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import queue
+import threading
+import time
+import weakref
+from typing import Any
+
+from symmpool.errors import TimeoutError  # noqa: A004
+
+
+class Work:
+    """A collective under way. The same questions as torch.distributed's Work answers."""
+
+    __slots__ = ("_results", "_future")
+
+    def __init__(self, results: list[Any]):
+        self._results = results
+        self._future = None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """On the CPU, waits until the call is done, and raises what went wrong in it; at most
+        `timeout` seconds (a number, or a timedelta), then TimeoutError. On CUDA, makes the current
+        stream wait and returns at once; with a timeout, this thread waits too. True."""
+        raise NotImplementedError
+
+    def is_completed(self) -> bool:
+        """Whether it is done, well or not. Does not wait."""
+        raise NotImplementedError
+
+    def is_success(self) -> bool:
+        """Whether it is done, and nothing went wrong."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Exception | None:
+        """What went wrong, as far as is known."""
+        raise NotImplementedError
+
+    def precede(self) -> None:
+        """Whatever this thread, or the current stream, does next comes after the call."""
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def result(self) -> list[Any]:
+        """The tensors that hold results, once the call is done."""
+        self.wait()
+        return self._results
+
+    def get_future(self) -> Any:
+        """A torch.futures.Future of the tensors that hold results."""
+        raise NotImplementedError
+
+
+def _seconds(timeout: Any) -> float | None:
+    """torch writes "however long it takes" as no time at all."""
+    if timeout is None:
+        return None
+    seconds = timeout.total_seconds() if hasattr(timeout, "total_seconds") else float(timeout)
+    return seconds if seconds > 0 else None
+
+
+class HostWork(Work):
+    """A call that a thread makes."""
+
+    __slots__ = ("_done", "_error", "_lock")
+
+    def __init__(self, results: list[Any]):
+        super().__init__(results)
+        self._done = threading.Event()
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+
+    def run(self, call: Any, arguments: tuple[Any, ...]) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:
+            self._error = error
+        with self._lock:
+            self._done.set()
+        if self._future is not None:
+            self._tell()
+
+    def wait(self, timeout: Any = None) -> bool:
+        if not self._done.wait(_seconds(timeout)):
+            raise TimeoutError(f"symmpool: a collective is not done after {timeout}")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def exception(self) -> Exception | None:
+        return self._error
+
+    def precede(self) -> None:
+        self._done.wait()
+
+    def get_future(self) -> Any:
+        import torch
+
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._future = torch.futures.Future()
+            done = self._done.is_set()
+        if done:
+            self._tell()
+        return self._future
+
+    def _tell(self) -> None:
+        if self._error is not None:
+            self._future.set_exception(self._error)
+        else:
+            self._future.set_result(self._results)
+
+
+class Worker:
+    """A thread that makes calls one after the other. It ends when its owner is gone."""
+
+    def __init__(self, owner: Any):
+        self._calls: queue.SimpleQueue = queue.SimpleQueue()
+        name = "symmpool collectives"
+        thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
+        thread.start()
+        _running[thread] = self._calls
+        weakref.finalize(owner, self._calls.put, None)
+
+    def submit(self, call: Any, arguments: tuple[Any, ...], results: list[Any]) -> HostWork:
+        work = HostWork(results)
+        self._calls.put((work, call, arguments))
+        return work
+
+
+# Threads that may be at work, and what ends them.
+_running: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue]
+_running = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that comes back to a finished interpreter is ended where it stands, in the middle of
+    torch's code, which ends the process. So they end before; but for those that wait for a rank that
+    does not come, who do not come back."""
+    running = list(_running.items())
+    for _, calls in running:
+        calls.put(None)
+    end = time.monotonic() + 2
+    for thread, _ in running:
+        thread.join(max(end - time.monotonic(), 0))
+
+
+def _work(calls: queue.SimpleQueue) -> None:
+    while True:
+        item = calls.get()
+        if item is None:
+            return
+        work, call, arguments = item
+        work.run(call, arguments)
+        # Tensors are not kept until the next call comes.
+        del work, call, arguments, item
+
+
+class StreamWork(Work):
+    """A call on a stream of its own."""
+
+    __slots__ = ("_torch", "_comm", "_side", "_event")
+
+    def __init__(self, torch: Any, comm: Any, side: Any, event: Any, results: list[Any]):
+        super().__init__(results)
+        self._torch, self._comm, self._side, self._event = torch, comm, side, event
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.precede()
+        seconds = _seconds(timeout)
+        if seconds is not None:
+            end = time.monotonic() + seconds
+            while not self._event.query():
+                if time.monotonic() > end:
+                    raise TimeoutError(f"symmpool: a collective is not done after {timeout}")
+                time.sleep(20e-6)
+        failure = self._comm.failure
+        if failure is not None:
+            raise failure
+        return True
+
+    def is_completed(self) -> bool:
+        return self._event.query() or self._comm.failure is not None
+
+    def exception(self) -> Exception | None:
+        return self._comm.failure
+
+    def precede(self) -> None:
+        self._torch.cuda.current_stream(self._side.device).wait_event(self._event)
+
+    def get_future(self) -> Any:
+        if self._future is None:
+            # The future takes the current stream's place in time: what it says waits for the call.
+            with self._torch.cuda.stream(self._side):
+                self._future = self._torch.futures.Future(devices=[self._side.device])
+                self._future.set_result(self._results)
+        return self._future
+
+
+class Side:
+    """A stream for calls with `async_op`, and the tensors that they still use."""
+
+    def __init__(self, torch: Any, device: int):
+        self._torch = torch
+        self._stream = torch.cuda.Stream(device)
+        self._kept: collections.deque[Any] = collections.deque()
+
+    def submit(
+        self, comm: Any, call: Any, arguments: tuple[Any, ...], results: list[Any]
+    ) -> StreamWork:
+        torch, side = self._torch, self._stream
+        current = torch.cuda.current_stream(side.device)
+        side.wait_stream(current)
+        call(*arguments, stream=side.cuda_stream)
+        event = torch.cuda.Event()
+        event.record(side)
+        # Whoever lets go of a tensor before the call is done does not free its memory.
+        if torch.cuda.is_current_stream_capturing():
+            # What a graph's events have to say is known to the graph alone.
+            for tensor in arguments:
+                if isinstance(tensor, torch.Tensor):
+                    tensor.record_stream(side)
+        else:
+            while self._kept and self._kept[0][0].query():
+                self._kept.popleft()
+            self._kept.append((event, arguments))
+        return StreamWork(torch, comm, side, event, results)

@@ -1,0 +1,275 @@
+"""Everything that follows torch's signatures, on a GPU a rank, beside NCCL.
+
+    python -m torch.distributed.run --nproc-per-node N python/tests/gpu/ranks_torch.py [json FILE]
+
+Checks module-level calls, calls that are not waited for, graphs, sub-groups, the handle, operators,
+the backend and data-parallel training against NCCL or against what must come out. Then it measures
+what a call costs the host, ours and NCCL's in turn. Rank 0 prints a line a check, and fails if one did.
+"""
+
+import datetime
+import json
+import os
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import symmpool
+from symmpool import backend, ops
+
+found = {}
+
+
+def check(name, right):
+    """Notes whether something was right on every rank."""
+    told = torch.tensor([int(bool(right))])
+    dist.all_reduce(told, dist.ReduceOp.MIN)
+    found[name] = bool(told.item())
+    if dist.get_rank() == 0:
+        print(f"{'ok   ' if found[name] else 'WRONG'} {name}", flush=True)
+
+
+def begin(name):
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group(name, timeout=datetime.timedelta(seconds=120))
+    return device, dist.get_rank(), dist.get_world_size()
+
+
+def data(count, dtype, device, seed):
+    """Small whole numbers: sums are exact in every type."""
+    torch.manual_seed(1000 * seed + dist.get_rank())
+    return torch.randint(-3, 4, (count,), device=device).to(dtype)
+
+
+def calls(device, rank, world):
+    pool = symmpool.Pool(device=device)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for count in (16, 5000 * world, (1 << 20) * world):
+            for kind in ("window", "plain"):
+                make = pool.empty if kind == "window" else torch.empty
+                place = {} if kind == "window" else {"device": device}
+                x = make(count, dtype=dtype, **place).copy_(data(count, dtype, device, count))
+                theirs, right = x.clone(), True
+                dist.all_reduce(theirs)
+                out = make(count, dtype=dtype, **place)
+                symmpool.all_reduce(x, dist.ReduceOp.SUM, out=out)
+                right &= bool((out == theirs).all())
+                if count % world == 0:
+                    part = make(count // world, dtype=dtype, **place)
+                    symmpool.reduce_scatter_tensor(part, x)
+                    right &= bool((part == theirs.chunk(world)[rank]).all())
+                    whole = make(count, dtype=dtype, **place)
+                    symmpool.all_gather_into_tensor(whole, part)
+                    right &= bool((whole == theirs).all())
+                symmpool.broadcast(x, world - 1)
+                theirs.copy_(x)
+                dist.broadcast(theirs, world - 1)
+                right &= bool((x == theirs).all())
+                check(f"calls, {dtype}, {count} elements, {kind}", right)
+    return pool
+
+
+def all_to_all(device, rank, world):
+    rows = torch.full((rank * world, 8), float(rank), device=device)
+    out = torch.empty(sum(range(world)), 8, device=device)
+    symmpool.all_to_all_single(out, rows, list(range(world)), [rank] * world)
+    expected = [float(r) for r in range(world) for _ in range(r)]
+    right = out[:, 3].tolist() == expected
+    even, theirs = torch.empty(world * 999, device=device), torch.empty(world * 999, device=device)
+    x = data(world * 999, torch.float32, device, 5)
+    symmpool.all_to_all_single(even, x, async_op=True).wait()
+    dist.all_to_all_single(theirs, x)
+    check("all_to_all_single, uneven and even", right and bool((even == theirs).all()))
+
+
+def not_waited_for(pool, device, rank, world):
+    right, work = True, []
+    for step in range(200):
+        x = pool.empty(4096, torch.float32).fill_(step) if step % 2 else None
+        x = torch.full((4096,), float(step), device=device) if x is None else x
+        work.append((step, x, symmpool.all_reduce(x, async_op=True)))
+        if step % 7 == 0:
+            y = torch.ones(100, device=device)
+            symmpool.all_reduce(y)
+            right &= bool((y == world).all())
+    for step, x, each in work:
+        each.wait()
+        right &= bool((x == step * world).all())
+    check("calls that are not waited for", right)
+
+
+def graphs(pool, device, rank, world):
+    x = pool.empty(1 << 16, torch.float32).fill_(1.0)
+    for _ in range(2):
+        symmpool.all_reduce(x, "avg")
+        symmpool.all_reduce(x, "avg", async_op=True).wait()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.add_(float(rank))
+        symmpool.all_reduce(x, "avg", async_op=True)
+        symmpool.all_reduce(x, "max")
+    x.fill_(1.0)
+    for _ in range(50):
+        graph.replay()
+    torch.cuda.synchronize()
+    check("graphs, replayed", bool((x - (1 + 50 * (world - 1) / 2)).abs().max() < 1e-3))
+
+
+def groups(device, rank, world):
+    half = [dist.new_group(range(0, world // 2)), dist.new_group(range(world // 2, world))]
+    mine = half[rank >= world // 2]
+    x = torch.ones(1000, device=device)
+    symmpool.all_reduce(x, group=mine)
+    second = symmpool.Pool(device=device)
+    y = second.empty(1000, torch.float32).fill_(1.0)
+    symmpool.all_reduce(y)
+    right = bool((x == dist.get_world_size(mine)).all()) and bool((y == world).all())
+    check("sub-groups, and a second pool", right)
+
+
+def handle(pool, device, rank, world):
+    x = pool.empty((world, 64), torch.float32).fill_(-1.0)
+    torch.cuda.synchronize()
+    found_handle = symmpool.rendezvous(x)
+    for peer in range(world):
+        found_handle.get_buffer(peer, (world, 64), torch.float32)[rank].fill_(rank)
+    found_handle.barrier()
+    right = x[:, 5].tolist() == list(range(world))
+    for channel in range(4):
+        found_handle.barrier(channel, timeout_ms=10_000)
+    after, before = (rank + 1) % world, (rank - 1) % world
+    for step in range(100):
+        found_handle.get_remote_tensor(after, (1,), torch.float32).fill_(step)
+        found_handle.put_signal(after, 5)
+        found_handle.wait_signal(before, 5, timeout_ms=10_000)
+        found_handle.put_signal(before, 6)
+        right &= x[0, 0].item() == step
+        found_handle.wait_signal(after, 6, timeout_ms=10_000)
+    torch.cuda.synchronize()
+    check("the handle", right)
+
+
+def operators(device, rank, world):
+    def loss(x):
+        a = ops.all_reduce(x, "avg")
+        b = ops.all_gather(a * x)
+        return (ops.reduce_scatter(b * (rank + 1)) ** 2).sum()
+
+    grads = []
+    for run in (loss, torch.compile(loss, fullgraph=True)):
+        x = (torch.arange(8.0, device=device).reshape(4, 2) + rank).requires_grad_()
+        run(x).backward()
+        grads.append(x.grad)
+    check("operators, compiled by inductor", torch.allclose(*grads))
+
+
+def train(device, rank, world, steps=10):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(256, 256) for _ in range(8)]
+    model = torch.nn.Sequential(*[m for each in layers for m in (each, torch.nn.GELU())]).to(device)
+    parallel = torch.nn.parallel.DistributedDataParallel(model, device_ids=[device.index])
+    optimizer = torch.optim.SGD(parallel.parameters(), 0.1)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(1000 * step + rank)
+        loss = parallel(torch.randn(32, 256, device=device)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def host_cost(pool, device, rank, world):
+    """Microseconds of the host a call, in loops that the device keeps up with."""
+    few = pool.empty(2048, torch.bfloat16).fill_(0)
+    out = pool.empty(2048, torch.bfloat16)
+    whole = pool.empty(2048 * world, torch.bfloat16)
+    comm = symmpool.communicator(None, str(device))
+    contenders = {
+        "Communicator.all_reduce": lambda: comm.all_reduce(few),
+        "symmpool.all_reduce": lambda: symmpool.all_reduce(few),
+        "symmpool.all_reduce, out=": lambda: symmpool.all_reduce(few, out=out),
+        "symmpool.all_gather_into_tensor": lambda: symmpool.all_gather_into_tensor(whole, few),
+        "symmpool.all_reduce, async_op": lambda: symmpool.all_reduce(few, async_op=True),
+        "torch.ops.symmpool.all_reduce_": lambda: torch.ops.symmpool.all_reduce_(few, "sum", ""),
+        "dist.all_reduce (NCCL)": lambda: dist.all_reduce(few),
+    }
+    rounds = {name: [] for name in contenders}
+    for _ in range(5):
+        for name, call in contenders.items():
+            for _ in range(20):
+                call()
+            torch.cuda.synchronize()
+            dist.barrier()
+            # Less than what a stream takes before a launch waits.
+            begin_at = time.perf_counter()
+            for _ in range(200):
+                call()
+            rounds[name].append((time.perf_counter() - begin_at) / 200 * 1e6)
+            torch.cuda.synchronize()
+    figures = {}
+    for name, numbers in rounds.items():
+        worst = torch.tensor([statistics.median(numbers)])
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        figures[name] = round(worst.item(), 2)
+        if rank == 0:
+            print(f"      {figures[name]:7.2f} us of the host: {name}")
+    return figures
+
+
+def main():
+    device, rank, world = begin("cuda:nccl,cpu:gloo")
+    pool = calls(device, rank, world)
+    all_to_all(device, rank, world)
+    not_waited_for(pool, device, rank, world)
+    graphs(pool, device, rank, world)
+    groups(device, rank, world)
+    handle(pool, device, rank, world)
+    operators(device, rank, world)
+    figures = host_cost(pool, device, rank, world)
+    with_nccl = train(device, rank, world)
+    torch.cuda.synchronize()
+    dist.barrier()
+    dist.destroy_process_group()
+    del pool
+
+    device, rank, world = begin("cuda:symmpool,cpu:gloo")
+    x = torch.full((5000,), float(rank), device=device)
+    dist.all_reduce(x)
+    right = bool((x == sum(range(world))).all()) and backend.last_backend() == "symmpool"
+    bits = torch.tensor([1 << rank], device=device)
+    dist.all_reduce(bits, dist.ReduceOp.BOR)
+    right &= bits.item() == (1 << world) - 1 and backend.last_backend() == "nccl"
+    parts = [torch.empty(3, device=device) for _ in range(world)]
+    dist.all_gather(parts, torch.full((3,), float(rank), device=device))
+    right &= [part[0].item() for part in parts] == list(range(world))
+    objects = [None] * world
+    dist.all_gather_object(objects, rank)
+    right &= objects == list(range(world))
+    dist.barrier()
+    check("the backend, and NCCL beside it", right)
+    with_ours = train(device, rank, world)
+    near = all(abs(a - b) <= 1e-3 * abs(b) for a, b in zip(with_ours, with_nccl, strict=True))
+    counts = backend.backend_counts()
+    check("data-parallel training, as with NCCL", near and "symmpool" in counts["all_reduce"])
+    if rank == 0:
+        print(f"      calls of the backend: {counts}")
+        if sys.argv[1:2] == ["json"]:
+            with open(sys.argv[2], "w") as file:
+                json.dump({"world": world, "checks": found, "host_us": figures}, file, indent=2)
+    torch.cuda.synchronize()
+    dist.barrier()
+    dist.destroy_process_group()
+    wrong = [name for name, right in found.items() if not right]
+    if wrong:
+        sys.exit(f"wrong: {wrong}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""`symmpool.install()` on one GPU. Each test is a process of its own: it can only be done first."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import symmpool
+
+
+def python(program):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+INSTALL = """
+import symmpool, torch
+symmpool.install()
+"""
+
+
+def installed(program):
+    return python(INSTALL + textwrap.dedent(program))
+
+
+@pytest.fixture(autouse=True)
+def torch():
+    return pytest.importorskip("torch")
+
+
+def test_too_late_is_an_error():
+    told = python("""
+        import symmpool, torch
+        torch.ones(1, device="cuda")
+        try:
+            symmpool.install()
+        except symmpool.InvalidStateError as error:
+            print("refused", error)
+    """)
+    assert "refused" in told and "start" in told
+
+
+def test_tensors_are_right_and_counted():
+    told = installed("""
+        symmpool.install()
+        x = torch.arange(1 << 20, device="cuda")
+        y = [x * i for i in range(50)]
+        assert all(int(t[-1]) == ((1 << 20) - 1) * i for i, t in enumerate(y))
+        stats = symmpool.memory_stats()
+        assert stats["allocated"] >= 51 * 8 << 20 and stats["reserved"] >= stats["allocated"]
+        place = y[3].data_ptr()
+        del y[3]
+        z = torch.empty(1 << 20, dtype=torch.int64, device="cuda")
+        assert z.data_ptr() <= place, "the lowest place that fits"
+        peak = stats["peak_allocated"]
+        del x, y, z
+        assert symmpool.memory_stats()["allocated"] == 0
+        torch.cuda.empty_cache()
+        stats = symmpool.memory_stats()
+        assert stats["reserved"] == 0 and stats["peak_allocated"] >= peak
+        symmpool.reset_peak_memory_stats()
+        assert symmpool.memory_stats()["peak_allocated"] == 0
+        print(symmpool.memory_summary())
+    """)
+    assert "reserved" in told
+
+
+def test_out_of_memory_is_an_exception_and_not_a_null_tensor():
+    told = installed("""
+        try:
+            torch.empty(1 << 44, dtype=torch.uint8, device="cuda")
+        except RuntimeError as error:
+            print(type(error).__name__, error)
+        assert float(torch.ones(10, device="cuda").sum()) == 10
+        free = torch.cuda.mem_get_info()[0]
+        held = [torch.empty(free // 4, dtype=torch.uint8, device="cuda") for _ in range(3)]
+        del held
+        # What is free in the lane serves another size after it went back.
+        torch.empty(free // 10 * 9, dtype=torch.uint8, device="cuda").fill_(1)
+        print(symmpool.memory_stats())
+    """)
+    assert "CUDA out of memory" in told and "'ooms': 1" in told
+
+
+def test_a_fraction_of_memory_is_kept_to():
+    told = installed("""
+        torch.cuda.set_per_process_memory_fraction(0.01)
+        try:
+            torch.empty(torch.cuda.mem_get_info()[1] // 50, dtype=torch.uint8, device="cuda")
+        except RuntimeError as error:
+            print(error)
+    """)
+    assert "fraction" in told
+
+
+def test_streams_wait_for_each_other():
+    installed("""
+        side = torch.cuda.Stream()
+        for i in range(200):
+            x = torch.full((1 << 22,), float(i), device="cuda")
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(200_000)
+                y = x.sum()
+            x.record_stream(side)
+            del x
+            z = torch.full((1 << 22,), -1.0, device="cuda")
+            torch.cuda.current_stream().wait_stream(side)
+            assert float(y) == i * (1 << 22), (i, float(y))
+    """)
+
+
+def test_graphs_keep_their_memory():
+    installed("""
+        x = torch.zeros(1 << 20, device="cuda")
+        w = torch.randn(1 << 20, device="cuda")
+        def body():
+            a = w * 2
+            b = a + 1
+            del a
+            c = b * 3 + torch.ones_like(b)
+            x.copy_(c - b)
+        torch.cuda.synchronize()
+        graphs = []
+        for shared in (None, None, "first"):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=graphs[0].pool() if shared else None):
+                body()
+            graphs.append(graph)
+        expected = (lambda b: b * 3 + 1 - b)(w * 2 + 1)
+        assert symmpool.memory_stats()["graphs"] == 2
+        for graph in graphs * 3:
+            noise = [torch.full((1 << 20,), 9.0, device="cuda") for _ in range(20)]
+            x.zero_()
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.allclose(x, expected)
+            assert all(bool((n == 9).all()) for n in noise)
+            del noise
+        del graph, graphs
+        assert symmpool.memory_stats()["graphs"] == 0
+        torch.cuda.empty_cache()
+    """)
+
+
+def test_memory_freed_while_capturing_comes_back_afterwards():
+    installed("""
+        side = torch.cuda.Stream()
+        before = torch.ones(1 << 22, device="cuda")
+        before.record_stream(side)
+        torch.cuda.synchronize()
+        place = before.data_ptr()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            inside = torch.zeros(1 << 22, device="cuda")
+            del before
+            assert inside.data_ptr() != place
+        after = torch.ones(1 << 22, device="cuda")
+        graph.replay()
+        torch.cuda.synchronize()
+        assert float(after.sum()) == 1 << 22 and float(inside.sum()) == 0
+    """)
+
+
+def test_a_pools_scope_needs_no_mempool_then():
+    told = installed("""
+        pool = symmpool.Pool(symmpool.Group.in_process(1)[0], "cuda:0")
+        comm = symmpool.Communicator(pool)
+        with pool:
+            x = torch.ones(1 << 20, device="cuda")
+            y = x * 2
+        z = x + y
+        assert pool.is_window(x) and pool.is_window(y) and not pool.is_window(z)
+        comm.all_reduce(x)
+        assert float(x.sum()) == 1 << 20
+        assert pool._scope().slot.live == 2
+        x.record_stream(torch.cuda.Stream())
+        del x, y
+        assert pool._scope().slot.live == 0
+        pool.commit()
+        stats = pool.stats()["lanes"]["default"]
+        assert stats["set_aside"] == 0, stats
+        with pool:
+            kept = torch.full((100,), 5.0, device="cuda")
+        del pool, comm
+        assert float(kept.sum()) == 500
+        print("ended")
+    """)
+    assert "ended" in told
+
+
+TRAIN = """
+import torch
+torch.manual_seed(0)
+torch.backends.cuda.matmul.allow_tf32 = False
+model = torch.nn.TransformerEncoder(
+    torch.nn.TransformerEncoderLayer(256, 4, 512, dropout=0.0, batch_first=True), 3,
+    enable_nested_tensor=False,
+).cuda()
+head = torch.nn.Linear(256, 100).cuda()
+optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=1e-3)
+for step in range(20):
+    x = torch.randn(8, 32 + 8 * (step % 5), 256, device="cuda")
+    loss = torch.nn.functional.cross_entropy(head(model(x)).flatten(0, 1),
+                                             torch.randint(100, (x.shape[0] * x.shape[1],), device="cuda"))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"{step} {loss.item():.9f}")
+"""
+
+
+def test_training_has_the_same_losses():
+    assert python(INSTALL + TRAIN) == python(TRAIN)
+
+
+def test_leaving_is_quiet():
+    done = subprocess.run(
+        [sys.executable, "-c", INSTALL + "x = torch.ones(1000, device='cuda')\nprint(x.sum())"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+
+
+def test_numbers_before_any_use():
+    # In this process nothing is installed.
+    assert not symmpool.is_installed()
+    assert symmpool.memory_stats(63)["allocs"] == 0
+    assert "device 63" in symmpool.memory_summary(63)

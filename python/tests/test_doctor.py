@@ -1,0 +1,151 @@
+"""`python -m symmpool doctor`: its facts here, and its verdicts on machines that are not here."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+
+from symmpool.doctor import cli, facts, verdicts
+
+DEVICE = {
+    "error": None,
+    "name": "NVIDIA H200",
+    "uuid": "GPU-0",
+    "driver": 13000,
+    "free_bytes": 139 << 30,
+    "total_bytes": 140 << 30,
+    "granularity": 2 << 20,
+    "posix_fd": True,
+    "fabric": False,
+    "fabric_why": "advertised but refused (operation not permitted)",
+}
+#: A machine with four devices, and torch.
+GOOD = {
+    "symmpool": "0.1.0",
+    "system": {"kernel": "6.1", "machine": "x86_64", "python": "3.12.3", "cpus": 64},
+    "memory": {
+        "available_bytes": 500 << 30,
+        "cgroup_bytes": None,
+        "address_space_bytes": None,
+        "file_bytes": None,
+        "open_files": 1 << 20,
+        "mappings": 65530,
+        "memfd_error": None,
+        "reserve_error": None,
+    },
+    "torch": {
+        "version": "2.11.0",
+        "error": None,
+        "cuda": "13.0",
+        "devices": 4,
+        "distributed": True,
+        "nccl": True,
+        "gloo": True,
+        "fast_exchange": True,
+    },
+    "cuda": {
+        "error": None,
+        "devices": [{**DEVICE, "ordinal": at} for at in range(4)],
+        "links": [["-" if a == b else "NV18" for b in range(4)] for a in range(4)],
+        "mesh": "fully connected (18 links)",
+    },
+    "host_error": None,
+    "nvrtc": {"error": None, "version": (13, 0), "place": "/lib/libnvrtc.so.13", "archs": [90]},
+    "kernel_cache": {"place": "/home/u/.cache/symmpool/jit", "error": None},
+    "nccl": {"version": [2, 28, 9], "error": None, "place": "libnccl.so.2", "windows": True},
+    "launcher": {"executable": "/usr/bin/python3", "RANK": "0"},
+}
+
+
+def verdict(change, part):
+    """What is said of what contains `part`, after a change of the good machine."""
+    machine = copy.deepcopy(GOOD)
+    change(machine)
+    (found,) = [each for each in verdicts.judge(machine) if part in each.what]
+    assert found.why
+    return found.works
+
+
+def test_a_good_machine_is_told_so():
+    said = {each.what: each.works for each in verdicts.judge(GOOD)}
+    assert said == {
+        "pools and collectives in host memory": True,
+        "pools on CUDA devices": True,
+        "collectives between the devices of this machine": True,
+        "device memory shared across machines": False,
+        "kernels for devices": True,
+        "tensors of torch": True,
+        "backend of torch.distributed": True,
+        "windows registered with NCCL": None,
+    }
+    text = "\n".join(cli.report(GOOD, verdicts.judge(GOOD)))
+    for word in ("4 x NVIDIA H200", "NV18", "2.28.9", "139.0 GiB of 140.0 GiB", "RANK=0", "13.0"):
+        assert word in text, text
+    assert max(map(len, text.splitlines())) <= cli.WIDTH
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "works"),
+    [
+        ("host memory", lambda m: m["memory"].update(memfd_error="not permitted"), False),
+        ("host memory", lambda m: m["memory"].update(reserve_error="no memory"), False),
+        ("many segments", lambda m: m["memory"].update(open_files=256), None),
+        ("many ranks", lambda m: m["memory"].update(address_space_bytes=1 << 40), None),
+        ("large pools", lambda m: m["memory"].update(cgroup_bytes=100 << 20), None),
+        ("pools on CUDA", lambda m: m["cuda"].update(error="no driver", devices=[]), False),
+        ("pools on CUDA", lambda m: m["cuda"].update(devices=[]), False),
+        ("pools on CUDA", lambda m: m["cuda"]["devices"][1].update(error="lost"), None),
+        ("pools on CUDA", lambda m: [d.update(driver=12020) for d in m["cuda"]["devices"]], False),
+        ("pools on CUDA", lambda m: [d.update(posix_fd=False) for d in m["cuda"]["devices"]], False),
+        ("between the devices", lambda m: m["cuda"].update(devices=[DEVICE]), False),
+        ("between the devices", lambda m: m["cuda"]["devices"][2].update(posix_fd=False), False),
+        ("between the devices", lambda m: m["cuda"].update(devices=[DEVICE] * 9), None),
+        ("across machines", lambda m: [d.update(fabric=True) for d in m["cuda"]["devices"]], True),
+        ("kernels", lambda m: m["nvrtc"].update(error="no NVRTC"), False),
+        ("kernels", lambda m: m["kernel_cache"].update(error="not writable"), None),
+        ("tensors", lambda m: m["torch"].update(version=None, error="no module"), False),
+        ("tensors", lambda m: m["torch"].update(cuda=None), None),
+        ("tensors", lambda m: m["torch"].update(fast_exchange=False), True),
+        ("backend", lambda m: m["torch"].update(distributed=False), False),
+        ("backend", lambda m: m["torch"].update(nccl=False, gloo=False), None),
+        ("NCCL", lambda m: m["nccl"].update(version=None, error="no library"), False),
+        ("NCCL", lambda m: m["nccl"].update(version=[2, 26, 5]), False),
+        ("NCCL", lambda m: m["nccl"].update(version=[2, 30, 7]), True),
+        ("NCCL", lambda m: m["cuda"].update(devices=[]), False),
+    ],
+)
+def test_what_is_missing_is_told(part, change, works):
+    assert verdict(change, part) is works
+
+
+def run(*options):
+    command = [sys.executable, "-m", "symmpool", "doctor", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_this_machine_is_told_of_as_a_table_and_as_json():
+    table = run("--no-torch")
+    assert table.returncode == 0, table.stderr
+    assert "What will work:" in table.stdout and "memfd works" in table.stdout
+    whole = json.loads(run("--no-torch", "--json").stdout)
+    assert set(GOOD) == set(whole["facts"])
+    assert whole["verdicts"][0]["works"] is True
+    assert whole["facts"]["torch"]["error"] == "not asked for"
+
+
+def test_facts_are_had_without_raising(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("SYMMPOOL_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("SYMMPOOL_NVRTC", "/no/such/library")
+    found = facts.collect(with_torch=False)
+    assert found["kernel_cache"]["error"] and "/no/such/library" in found["nvrtc"]["error"]
+    monkeypatch.setenv("SYMMPOOL_CACHE_DIR", "")
+    assert facts.collect(with_torch=False)["kernel_cache"]["place"] is None
+
+
+def test_long_lists_of_what_was_tried_are_not_in_the_table():
+    assert cli.brief("symmpool: no driver; tried a, b, c") == "no driver"
+    assert cli.brief("no NVRTC; tried a, b. Install it") == "no NVRTC. Install it"
+    assert cli.brief("plain") == "plain"

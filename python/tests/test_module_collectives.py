@@ -1,0 +1,157 @@
+"""The package's own collectives: which communicator serves a call, and in which order they run."""
+
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+from ranks import values
+
+import symmpool
+from symmpool import distributed
+
+
+def every_call(group):
+    me, world = group.rank, group.world
+    right = []
+    x = np.full(5, me + 1, np.float32)
+    assert symmpool.all_reduce(x, group=group) is None
+    right.append(x.tolist() == [world * (world + 1) / 2] * 5)
+    out = np.zeros(5, np.float32)
+    symmpool.all_reduce(np.full(5, me, np.float32), "max", group, out=out)
+    right.append(out.tolist() == [world - 1] * 5)
+    gathered = np.zeros(2 * world, np.int32)
+    symmpool.all_gather_into_tensor(gathered, np.array([me, -me], np.int32), group)
+    right.append(gathered.tolist() == [v for rank in range(world) for v in (rank, -rank)])
+    part = np.zeros(2, np.int64)
+    symmpool.reduce_scatter_tensor(part, np.arange(2 * world, dtype=np.int64), "sum", group)
+    right.append(part.tolist() == [world * 2 * me, world * (2 * me + 1)])
+    shared = np.full(3, me, np.uint8)
+    symmpool.broadcast(shared, 1, group)
+    right.append(shared.tolist() == [1, 1, 1])
+    swapped = np.zeros(world, np.int32)
+    symmpool.all_to_all_single(swapped, np.full(world, me, np.int32), group=group)
+    right.append(swapped.tolist() == list(range(world)))
+    # Rank r sends r rows to each: empty lists are torch's word for even parts, none of them here.
+    rows = np.full((me * world, 2), me, np.float64)
+    uneven = np.zeros((sum(range(world)), 2))
+    symmpool.all_to_all_single(uneven, rows, list(range(world)), [me] * world, group)
+    right.append(uneven[:, 0].tolist() == [r for r in range(world) for _ in range(r)])
+    symmpool.barrier(group)
+    return right
+
+
+@pytest.mark.parametrize("world", [1 + 1, 4])
+def test_every_call_gives_what_it_says(world):
+    assert values(world, every_call) == [[True] * 7] * world
+
+
+def many_at_once(group):
+    work, order = [], []
+    total = np.zeros(1, np.int64)
+    for step in range(50):
+        x = np.full(64, step, np.int64)
+        work.append((step, x, symmpool.all_reduce(x, group=group, async_op=True)))
+        if step % 10 == 9:
+            # Comes after those that are under way, here and on the other ranks.
+            symmpool.all_reduce(total, group=group)
+            order.append(all(each.is_completed() for _, _, each in work))
+    for step, x, each in work:
+        assert each.wait() and each.is_success() and each.exception() is None
+        assert each.result()[0] is x
+        if not (x == step * group.world).all():
+            return step
+    return order
+
+
+def test_calls_that_are_not_waited_for_keep_their_order():
+    assert values(3, many_at_once) == [[True] * 5] * 3
+
+
+def refused(group):
+    x = np.ones(4, np.float32)
+    op = "no such operation" if group.rank == 0 else "sum"
+    work = symmpool.all_reduce(x, op, group, async_op=True)
+    try:
+        work.wait(20)
+    except symmpool.Error as error:
+        return type(error).__name__, work.is_success(), work.exception() is error
+    return None
+
+
+def test_what_goes_wrong_is_raised_by_wait():
+    own, others = "InvalidArgumentError", "DivergedError"
+    assert values(2, refused) == [(own, False, True), (others, False, True)]
+
+
+def two_pools(group):
+    first, second = symmpool.Pool(group, "cpu"), symmpool.Pool(group, "cpu")
+    symmpool.barrier(group)
+    x = second.block(3, "int32")
+    x.numpy()[:] = group.rank
+    symmpool.all_reduce(x, "sum", group)
+    symmpool.all_reduce(x, "sum", second)  # a pool says which group and which pool
+    elsewhere = np.full(3, 1, np.int32)
+    symmpool.all_reduce(elsewhere, "sum", group)
+    served = [pool for pool in (first, second) if pool in distributed._of_pool]
+    return x.numpy().tolist(), elsewhere.tolist(), served == [first, second]
+
+
+def test_a_tensor_is_served_by_the_pool_that_holds_it():
+    assert values(2, two_pools) == [([2] * 3, [2] * 3, True)] * 2
+
+
+def test_what_serves_a_group_goes_with_it():
+    (group,) = symmpool.Group.in_process(1)
+    x = np.ones(3, np.float32)
+    symmpool.all_reduce(x, group=group)
+    comm = weakref.ref(symmpool.communicator(group))
+    assert comm() is not None
+    del group
+    gc.collect()
+    assert comm() is None
+
+
+def test_a_pool_can_be_let_go():
+    (group,) = symmpool.Group.in_process(1)
+    pool = symmpool.Pool(group, "cpu")
+    symmpool.barrier(group)
+    gone = weakref.ref(pool)
+    symmpool.forget(pool)
+    del pool
+    gc.collect()
+    assert gone() is None
+    symmpool.barrier(group)
+
+
+def test_the_thread_of_calls_in_the_background_ends_with_its_communicator():
+    def running():
+        return sum(each.name == "symmpool collectives" for each in threading.enumerate())
+
+    (group,) = symmpool.Group.in_process(1)
+    symmpool.all_reduce(np.ones(3), group=group, async_op=True).wait()
+    assert running() == 1
+    del group
+    gc.collect()
+    for _ in range(100):
+        if running() == 0:
+            return
+        threading.Event().wait(0.05)
+    raise AssertionError("the thread is still there")
+
+
+def test_calls_that_make_no_sense_are_refused():
+    (group,) = symmpool.Group.in_process(1)
+    x = np.ones(4, np.float32)
+    for wrong in ("a name", 7, object()):
+        with pytest.raises(symmpool.InvalidArgumentError, match="group"):
+            symmpool.all_reduce(x, group=wrong)
+    with pytest.raises(symmpool.InvalidArgumentError, match="src"):
+        symmpool.broadcast(x, group=group)
+    with pytest.raises(symmpool.InvalidArgumentError, match="src"):
+        symmpool.broadcast(x, 0, group, group_src=0)
+    with pytest.raises(symmpool.InvalidArgumentError, match="tpu"):
+        symmpool.communicator(group, "tpu:0")
+    with pytest.raises(TypeError, match="numpy"):
+        symmpool.all_reduce([1.0, 2.0], group=group)

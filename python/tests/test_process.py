@@ -1,0 +1,58 @@
+"""`symmpool.install()` as far as it goes without a GPU."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+import symmpool
+from symmpool import process
+
+
+def test_numbers_before_any_use():
+    assert not symmpool.is_installed()
+    stats = symmpool.memory_stats(63)
+    assert stats["allocs"] == 0 and stats["peak_reserved"] == 0
+    symmpool.reset_peak_memory_stats(63)
+    assert "device 63" in symmpool.memory_summary(63) and "0 graphs" in symmpool.memory_summary(63)
+
+
+def test_a_torch_without_cuda_is_told(monkeypatch):
+    torch = types.ModuleType("torch")
+    torch._C, torch.__version__ = types.SimpleNamespace(), "2.11.0+cpu"
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    with pytest.raises(symmpool.UnsupportedError, match="without CUDA"):
+        symmpool.install()
+
+
+def test_a_torch_that_has_used_cuda_is_too_late(monkeypatch):
+    torch = types.ModuleType("torch")
+    torch._C = types.SimpleNamespace(_cuda_customAllocator=None)
+    torch.cuda = types.SimpleNamespace(is_initialized=lambda: True)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    with pytest.raises(symmpool.InvalidStateError, match="start"):
+        symmpool.install()
+
+
+def test_every_hook_is_exported():
+    import ctypes
+
+    library = ctypes.CDLL(symmpool._symmpool.__file__)
+    for name in ("symmpool_process_alloc", "symmpool_process_free", *process._HOOKS.values()):
+        assert process._address(library, name)
+
+
+def test_the_real_torch_takes_it_where_it_was_built_with_cuda():
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch._C, "_cuda_customAllocator"):
+        pytest.skip("skipped: this torch was built without CUDA")
+    program = """
+import symmpool, torch
+symmpool.install()
+symmpool.install()
+print(symmpool.is_installed(), type(torch._C._cuda_getAllocator()).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "_CUDAPluggableAllocator"]

@@ -1,0 +1,327 @@
+"""`with pool:`, and the functions behind it that torch's allocator calls.
+
+There is no torch here: what it does in a scope is done by a stand-in that allocates through the
+same functions. The real one is in python/tests/gpu.
+"""
+
+import contextlib
+import ctypes
+import os
+import threading
+import types
+
+import pytest
+from ranks import run, values
+
+import symmpool
+from symmpool import _symmpool, scope
+
+MIB = 1 << 20
+
+
+def functions(slot):
+    """A slot's two functions, found by name as torch finds them."""
+    library = ctypes.CDLL(_symmpool.__file__)
+    alloc, free = (getattr(library, name) for name in slot.names)
+    alloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+    alloc.restype = ctypes.c_void_p
+    free.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    free.restype = None
+    return (lambda size, device=0: alloc(size, device, None)), (lambda at: free(at, 0, 0, None))
+
+
+class OutOfMemory(RuntimeError):
+    pass
+
+
+class Standin:
+    """As much of torch as a scope needs, on memory of the CPU."""
+
+    def __init__(self):
+        self.capturing = False
+        self.active = threading.local()
+        self.entered = 0
+        self.cuda = types.SimpleNamespace(
+            MemPool=self.MemPool,
+            device=contextlib.nullcontext,
+            is_current_stream_capturing=lambda: self.capturing,
+            memory=types.SimpleNamespace(CUDAPluggableAllocator=self.Allocator),
+            use_mem_pool=self.use_mem_pool,
+        )
+
+    class Allocator:
+        def __init__(self, library, alloc, free):
+            found = ctypes.CDLL(library)
+            self.alloc, self.free = getattr(found, alloc), getattr(found, free)
+            self.alloc.restype = ctypes.c_void_p
+            self.alloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+            self.free.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+
+        def allocator(self):
+            return self
+
+    class MemPool:
+        def __init__(self, allocator):
+            self.allocator, self.segments = allocator, []
+
+        def __del__(self):
+            for address in self.segments:
+                self.allocator.free(address, 0, 0, None)
+
+    @contextlib.contextmanager
+    def use_mem_pool(self, mempool, device):
+        self.entered += 1
+        before, self.active.pool = getattr(self.active, "pool", None), mempool
+        try:
+            yield
+        finally:
+            self.entered -= 1
+            self.active.pool = before
+
+    def empty(self, bytes):
+        """A segment, as torch asks for one."""
+        found = self.active.pool.allocator.alloc(bytes, 0, None)
+        if found is None:
+            raise OutOfMemory(f"{bytes} bytes")
+        self.active.pool.segments.append(found)
+        return found
+
+
+@contextlib.contextmanager
+def within(scope, pool):
+    scope.enter()
+    try:
+        yield
+    except BaseException as error:
+        scope.leave(pool, type(error), error)
+        raise
+    else:
+        scope.leave(pool, None, None)
+
+
+@pytest.fixture
+def pool():
+    group = symmpool.Group.in_process(1, timeout=20)[0]
+    return symmpool.Pool(group, "cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh_allocators(monkeypatch):
+    """The stand-in's allocators are not kept for a slot's later users."""
+    monkeypatch.setattr(scope, "_allocators", {})
+    monkeypatch.setattr(scope, "_postponed", [])
+
+
+def test_on_the_cpu_a_scope_says_what_to_do_instead(pool):
+    with pytest.raises(symmpool.UnsupportedError, match="pool.empty"), pool:
+        pass
+    with pytest.raises(symmpool.UnsupportedError, match="pool.zeros"), symmpool.use_pool(pool):
+        pass
+    assert not pool.is_commit_due
+
+
+def test_zeros_and_reserve(pool):
+    pytest.importorskip("numpy")
+    pool.reserve(100 * MIB)
+    assert pool.stats()["reserved"] >= 100 * MIB and pool.is_commit_due
+    pool.commit()
+    x = pool.zeros((3, 5), __import__("numpy").float32)
+    assert x.shape == (3, 5) and not x.any()
+    assert not pool.is_commit_due, "what was reserved is used"
+    with pytest.raises(symmpool.OutOfMemoryError):
+        pool.reserve(1 << 60)
+
+
+def test_every_pair_of_functions_is_exported_by_the_extension():
+    library = ctypes.CDLL(_symmpool.__file__)
+    for index in range(64):
+        assert hasattr(library, f"symmpool_alloc_{index}") and hasattr(library, f"symmpool_free_{index}")
+    # The C API too, of the same state.
+    library.symmpool_version.restype = ctypes.c_char_p
+    assert library.symmpool_version().decode() == symmpool.__version__
+
+
+def test_a_slot_serves_the_pools_lane(pool):
+    slot = symmpool.Slot(pool)
+    alloc, free = functions(slot)
+    assert slot.addresses[0] == ctypes.cast(
+        getattr(ctypes.CDLL(_symmpool.__file__), slot.names[0]), ctypes.c_void_p
+    ).value
+    first, second = alloc(2 * MIB), alloc(20 * MIB)
+    assert second - first == 2 * MIB and slot.live == 2
+    assert pool.commit()["windows_added"] > 0
+    free(second)
+    free(first)
+    assert slot.live == 0 and pool.commit()["blocks_returned"] == 2
+    assert alloc(2 * MIB) == first
+    free(first)
+    assert slot.take_failure() is None
+    assert alloc(-5) is None
+    assert isinstance(slot.take_failure(), symmpool.InvalidArgumentError)
+    assert slot.take_failure() is None
+    free(12345)
+    assert hex(12345) in str(slot.take_failure())
+
+
+def test_memory_outlives_the_pool_and_everything_else(pool):
+    slot = symmpool.Slot(pool)
+    alloc, free = functions(slot)
+    block = alloc(4096)
+    ctypes.memset(block, 7, 4096)
+    del slot, pool
+    assert ctypes.string_at(block, 4096) == b"\7" * 4096
+    assert alloc(1) is None, "closed"
+    free(block)
+    free(block)
+
+
+def test_a_scope_commits_when_the_pool_has_grown_and_only_then(pool):
+    torch = Standin()
+    inside = scope.Scope(pool, torch)
+    with within(inside, pool):
+        torch.empty(2 * MIB)
+        assert pool.is_commit_due
+    assert pool.stats()["commits"] == 1 and not pool.is_commit_due
+    with within(inside, pool), within(inside, pool):
+        pass
+    with pytest.raises(AttributeError), within(inside, pool):
+        raise AttributeError
+    assert pool.stats()["commits"] == 1 and torch.entered == 0
+
+
+def test_an_exception_goes_on_and_the_due_commit_happens(pool):
+    torch = Standin()
+    inside = scope.Scope(pool, torch)
+    with pytest.raises(ZeroDivisionError), within(inside, pool):
+        torch.empty(2 * MIB)
+        raise ZeroDivisionError
+    assert pool.stats()["commits"] == 1 and torch.entered == 0
+    for stop in (KeyboardInterrupt, SystemExit):
+        with pytest.raises(stop), within(inside, pool):
+            torch.empty(200 * MIB)
+            raise stop
+        assert pool.is_commit_due and torch.entered == 0
+        pool.commit()
+
+
+def test_out_of_memory_says_why(pool):
+    torch = Standin()
+    inside = scope.Scope(pool, torch)
+    with pytest.raises(OutOfMemory) as raised, within(inside, pool):
+        torch.empty(1 << 60)
+    notes = getattr(raised.value, "__notes__", ["range"])
+    assert any("range" in note for note in notes), notes
+
+
+def test_while_capturing_the_commit_is_put_off(pool):
+    torch = Standin()
+    inside = scope.Scope(pool, torch)
+    torch.capturing = True
+    with within(inside, pool):
+        torch.empty(2 * MIB)
+    assert pool.is_commit_due and pool.stats()["commits"] == 0
+    torch.capturing = False
+    symmpool.commit_postponed()
+    assert not pool.is_commit_due and pool.stats()["commits"] == 1
+    symmpool.commit_postponed()
+    assert pool.stats()["commits"] == 1
+
+
+def test_threads_have_scopes_of_their_own(pool):
+    torch = Standin()
+    inside = scope.Scope(pool, torch)
+    seen = []
+    with within(inside, pool):
+        thread = threading.Thread(target=lambda: seen.append(getattr(torch.active, "pool", None)))
+        thread.start()
+        thread.join()
+    assert seen == [None]
+
+
+def two_pools(group):
+    torch = Standin()
+    pools = [symmpool.Pool(group, "cpu") for _ in range(2)]
+    scopes = [scope.Scope(pool, torch) for pool in pools]
+    found = []
+    for _ in range(3):
+        for pool, inside in zip(pools, scopes, strict=True):
+            with within(inside, pool):
+                segment = torch.empty(2 * MIB)
+                ctypes.memset(segment, pool.rank, 8)
+            found.append(segment)
+    slots = [inside.slot.index for inside in scopes]
+    assert slots[0] != slots[1]
+    return [pool.stats()["commits"] for pool in pools], len(set(found))
+
+
+def test_two_pools_on_one_group_do_not_meet():
+    assert values(2, two_pools) == [([1, 1], 6)] * 2
+
+
+def one_rank_raises(group):
+    torch = Standin()
+    pool = symmpool.Pool(group, "cpu")
+    inside = scope.Scope(pool, torch)
+    try:
+        with within(inside, pool):
+            torch.empty(2 * MIB)
+            if pool.rank == 1:
+                raise ValueError("only here")
+            torch.empty(4 * MIB)
+    except ValueError as error:
+        return "ValueError", getattr(error, "__notes__", ["diverged"])[-1]
+    except symmpool.DivergedError as error:
+        return "DivergedError", str(error)
+    return "nothing", ""
+
+
+def test_when_one_rank_raises_the_others_hear_of_it_at_once():
+    (first, told), (second, note) = values(2, one_rank_raises)
+    assert (first, second) == ("DivergedError", "ValueError")
+    assert "diverged" in told and "diverged" in note
+
+
+def one_rank_runs_out(group):
+    torch = Standin()
+    pool = symmpool.Pool(group, "cpu", stride=1 << 30)
+    inside = scope.Scope(pool, torch)
+    try:
+        with within(inside, pool):
+            torch.empty((2 * MIB) if pool.rank == 0 else (1 << 50))
+    except (OutOfMemory, symmpool.Error) as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_one_ranks_out_of_memory_is_told_to_all():
+    first, second = values(2, one_rank_runs_out)
+    assert second == "OutOfMemory"
+    assert first == "OutOfMemoryError"
+
+
+def leaves_without_a_word(group):
+    torch = Standin()
+    pool = symmpool.Pool(group, "cpu")
+    inside = scope.Scope(pool, torch)
+    with within(inside, pool):
+        torch.empty(2 * MIB)
+    scope.kept = (pool, inside)  # nothing is destroyed before the interpreter is
+    return True
+
+
+def test_leaving_without_destroying_anything_ends_well():
+    assert [outcome.status for outcome in run(2, leaves_without_a_word)] == [0, 0]
+
+
+def test_a_forked_child_is_refused_and_harms_nothing(pool):
+    slot = symmpool.Slot(pool)
+    alloc, free = functions(slot)
+    block = alloc(4096)
+    child = os.fork()
+    if child == 0:
+        refused = alloc(4096) is None and "fork" in str(slot.take_failure())
+        free(block)
+        os._exit(0 if refused else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert slot.live == 1 and pool.stats()["lanes"]["default"]["allocs"] == 1
+    free(block)

@@ -1,0 +1,154 @@
+"""Meeting in a store that is Python's: one of torch's kind, without torch."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+
+import symmpool
+from symmpool import groups
+from symmpool.store import StoreAdapter
+
+
+class Store:
+    """What a torch.distributed.Store does, in this process."""
+
+    def __init__(self):
+        self.lock, self.values = threading.Lock(), {}
+
+    def set(self, key, value):
+        with self.lock:
+            self.values[key] = value.encode() if isinstance(value, str) else bytes(value)
+
+    def get(self, key):
+        with self.lock:
+            return self.values[key]
+
+    def add(self, key, delta):
+        with self.lock:
+            total = int(self.values.get(key, b"0")) + delta
+            self.values[key] = str(total).encode()
+            return total
+
+    def check(self, keys):
+        with self.lock:
+            return all(key in self.values for key in keys)
+
+    def delete_key(self, key):
+        with self.lock:
+            return self.values.pop(key, None) is not None
+
+
+def on_threads(world, function):
+    """What `function(rank)` returned, or raised, on every rank."""
+    found = [None] * world
+
+    def run(rank):
+        try:
+            found[rank] = function(rank)
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def test_pools_meet_in_a_store_of_the_callers():
+    store = Store()
+
+    def rank(number):
+        pool = symmpool.Pool((store, number, 3), "cpu", timeout=20)
+        second = symmpool.Pool((store, number, 3), "cpu", timeout=20)
+        comm = symmpool.Communicator(second, timeout=20)
+        block = pool.block(4, "int32")
+        pool.commit()
+        assert pool.is_window(block)
+        x = second.block(1, "float64").numpy()
+        x[:] = number + 1
+        comm.all_reduce(x)
+        return float(x[0])
+
+    assert on_threads(3, rank) == [6.0] * 3
+    # Each of six groups leaves its count, and what its last gathers were.
+    parts = [key for key in store.values if "/run/" not in key]
+    assert len(parts) <= 6 * 4, sorted(store.values)
+
+
+def test_a_missing_rank_is_named_and_a_second_try_meets():
+    store = Store()
+    with pytest.raises(symmpool.TimeoutError, match="rank 1") as raised:
+        symmpool.Pool((store, 0, 2), "cpu", timeout=0.2)
+    assert raised.value.ranks == (1,)
+
+    def rank(number):
+        return symmpool.Pool((store, number, 2), "cpu", timeout=20).world
+
+    assert on_threads(2, rank) == [2, 2]
+
+
+def test_two_ranks_with_one_number_miss_the_one_that_is_not_there():
+    store = Store()
+    found = on_threads(2, lambda _: symmpool.Pool((store, 0, 2), "cpu", timeout=0.5))
+    assert [each.ranks for each in found] == [(1,), (1,)], found
+    assert all(isinstance(each, symmpool.TimeoutError) for each in found)
+
+
+def test_worlds_that_differ_are_told():
+    store = Store()
+    adapters = [StoreAdapter(store), StoreAdapter(store)]
+    worlds = [2, 3]
+
+    def rank(number):
+        return adapters[number].all_gather("g/x/0", number, worlds[number], b"", 1.0)
+
+    found = on_threads(2, rank)
+    assert isinstance(found[0], symmpool.DivergedError), found
+    assert isinstance(found[1], symmpool.TimeoutError) and found[1].ranks == (2,)
+
+
+def test_a_store_that_fails_is_no_riddle():
+    class Gone(Store):
+        def check(self, keys):
+            raise ConnectionResetError("the server went away")
+
+    with pytest.raises(symmpool.PeerLostError, match="server went away"):
+        symmpool.Pool((Gone(), 0, 2), "cpu", timeout=5)
+
+    class Odd(Store):
+        def set(self, key, value):
+            raise RuntimeError("no space left")
+
+    with pytest.raises(symmpool.Error, match="no space left"):
+        symmpool.Pool((Odd(), 0, 2), "cpu", timeout=5)
+
+
+@pytest.mark.parametrize(
+    "group", ["a name", 7, (1, 2), (Store(), -1, 2), (Store(), 0, 1.5), (object(), 0, 1), object()]
+)
+def test_what_is_no_group_is_refused(group):
+    with pytest.raises(symmpool.InvalidArgumentError, match="group|store"):
+        symmpool.Pool(group, "cpu")
+    with pytest.raises(symmpool.InvalidArgumentError):
+        symmpool.Pool((Store(), 2, 2), "cpu")
+
+
+def test_a_group_of_a_store_has_a_name():
+    store = Store()
+    group = symmpool.Group.from_store(store, 0, 1, name="trainer", timeout=5)
+    assert (group.rank, group.world) == (0, 1)
+    assert symmpool.Pool(group, "cpu").world == 1
+
+
+def test_pools_of_a_group_are_known_while_they_live():
+    (group,) = symmpool.Group.in_process(1)
+    first, second = symmpool.Pool(group, "cpu"), symmpool.Pool(group, "cpu")
+    assert groups.pools_of(group) == [first, second]
+    gone = weakref.ref(first)
+    del first
+    gc.collect()
+    assert gone() is None and groups.pools_of(group) == [second]

@@ -1,0 +1,196 @@
+"""The backend of torch.distributed, between processes on the CPU."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import values
+from test_torch_distributed import begin
+
+import symmpool
+from symmpool import backend
+
+
+def ours(group, folder):
+    me, world = begin(group, folder, "symmpool")
+    right = {}
+    x = torch.full((8,), me + 1.0)
+    dist.all_reduce(x)
+    right["all_reduce"] = x.tolist() == [world * (world + 1) / 2] * 8
+    y = torch.full((4, 2), float(me)).t()
+    work = dist.all_reduce(y, dist.ReduceOp.AVG, async_op=True)
+    work.wait()
+    right["not contiguous"] = y.tolist() == [[(world - 1) / 2] * 4] * 2 and work.is_completed()
+    gathered = torch.empty(2 * world, dtype=torch.bool)
+    dist.all_gather_into_tensor(gathered, torch.tensor([me == 1, True]))
+    expected = [flag for rank in range(world) for flag in (rank == 1, True)]
+    right["all_gather"] = gathered.tolist() == expected
+    part = torch.empty(2, dtype=torch.int64)
+    dist.reduce_scatter_tensor(part, torch.arange(2 * world), dist.ReduceOp.MAX)
+    right["reduce_scatter"] = part.tolist() == [2 * me, 2 * me + 1]
+    z = torch.full((3,), complex(me, 1), dtype=torch.complex64)
+    dist.broadcast(z, 1)
+    right["broadcast"] = z.tolist() == [complex(1, 1)] * 3
+    swapped = torch.empty(world)
+    dist.all_to_all_single(swapped, torch.full((world,), float(me)))
+    right["all_to_all"] = swapped.tolist() == list(range(world))
+    uneven = torch.empty(sum(range(world)), 2)
+    rows = torch.full((me * world, 2), float(me))
+    dist.all_to_all_single(uneven, rows, list(range(world)), [me] * world)
+    right["uneven"] = uneven[:, 1].tolist() == [r for r in range(world) for _ in range(r)]
+    dist.barrier()
+    counts = symmpool.backend.backend_counts()
+    assert backend.last_backend() == "symmpool"
+    dist.destroy_process_group()
+    return right, counts
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_is_served_is_right_and_is_reported(world, tmp_path):
+    for right, counts in values(world, ours, str(tmp_path)):
+        assert all(right.values()), right
+        assert counts == {
+            "all_reduce": {"symmpool": 2},
+            "all_gather_into_tensor": {"symmpool": 1},
+            "reduce_scatter_tensor": {"symmpool": 1},
+            "broadcast": {"symmpool": 1},
+            "all_to_all_single": {"symmpool": 2},
+            "barrier": {"symmpool": 1},
+        }
+
+
+def the_rest(group, folder):
+    me, world = begin(group, folder, "symmpool")
+    right = []
+    bits = torch.tensor([1 << me])
+    dist.all_reduce(bits, dist.ReduceOp.BOR)
+    right.append(bits.item() == (1 << world) - 1)
+    right.append(backend.last_backend() == "gloo")
+    short = torch.tensor([me], dtype=torch.int16)
+    dist.broadcast(short, 1)  # only moves, so ours takes it
+    right.append(short.item() == 1 and backend.last_backend() == "symmpool")
+    parts = [torch.empty(2) for _ in range(world)]
+    dist.all_gather(parts, torch.full((2,), float(me)))
+    right.append([part[0].item() for part in parts] == list(range(world)))
+    if me == 0:
+        dist.send(torch.ones(3), 1)
+    elif me == 1:
+        got = torch.zeros(3)
+        dist.recv(got, 0)
+        right.append(got.tolist() == [1.0] * 3)
+    to = [torch.empty(1) for _ in range(world)] if me == 0 else None
+    dist.gather(torch.tensor([float(me)]), to)
+    if me == 0:
+        right.append([each.item() for each in to] == list(range(world)))
+    mine = torch.empty(1)
+    dist.scatter(mine, [torch.tensor([float(r)]) for r in range(world)] if me == 0 else None)
+    right.append(mine.item() == me)
+    total = torch.ones(2)
+    dist.reduce(total, 0)
+    right.append(me != 0 or total.tolist() == [world] * 2)
+    objects = [None] * world
+    dist.all_gather_object(objects, {"rank": me})
+    right.append([each["rank"] for each in objects] == list(range(world)))
+    told = [f"from {me}"]
+    dist.broadcast_object_list(told, 1)
+    right.append(told == ["from 1"])
+    half = dist.new_group(range(world // 2, world))
+    if me >= world // 2:
+        x = torch.ones(1)
+        dist.all_reduce(x, group=half)
+        right.append(x.item() == world - world // 2)
+    others = {each for each, where in backend.backend_counts().items() if "gloo" in where}
+    dist.destroy_process_group()
+    return right, sorted(others - {"send", "recv"})
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_is_not_served_goes_to_gloo(world, tmp_path):
+    for right, others in values(world, the_rest, str(tmp_path)):
+        assert all(right), right
+        assert others == ["all_reduce", "allgather", "gather", "reduce", "scatter"]
+
+
+def beside_gloo(group, folder):
+    begin(group, folder, "cuda:symmpool,cpu:gloo")
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    dist.barrier()
+    counts = backend.backend_counts()
+    dist.destroy_process_group()
+    return x.tolist(), counts
+
+
+def test_a_backend_that_is_named_for_a_device_serves_it(tmp_path):
+    counts = {"all_reduce": {"gloo": 1}, "barrier": {"gloo": 1}}
+    assert values(2, beside_gloo, str(tmp_path)) == [([2.0] * 3, counts)] * 2
+
+
+def cannot(group, folder):
+    me, _ = begin(group, folder, "symmpool")
+    if me == 1:
+        # As where a rank lacks what a pool needs.
+        def refuse(*_):
+            raise symmpool.UnsupportedError("not on this machine")
+
+        backend.collectives.communicator = refuse
+    else:
+        # The others are not to wait for it in vain.
+        backend.collectives.communicator = lambda *_: None
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    last = backend.last_backend()
+    dist.destroy_process_group()
+    return x.tolist(), last
+
+
+def test_where_one_rank_cannot_all_go_to_the_other_backend(tmp_path):
+    assert values(2, cannot, str(tmp_path)) == [([2.0] * 3, "gloo")] * 2
+
+
+def train(group, folder, name):
+    me, world = begin(group, folder, name)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(10, 20), torch.nn.ReLU(), torch.nn.Linear(20, 3))
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), 0.1)
+    losses = []
+    for step in range(4):
+        torch.manual_seed(1000 * step + me)
+        loss = parallel(torch.randn(8, 10)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    weights = torch.cat([each.detach().flatten() for each in model.parameters()])
+    everyone = torch.empty(world * weights.numel())
+    dist.all_gather_into_tensor(everyone, weights)
+    same = all(torch.equal(part, weights) for part in everyone.chunk(world))
+    served = backend.backend_counts().get("all_reduce", {})
+    dist.destroy_process_group()
+    return losses, same, served
+
+
+def test_data_parallel_training_is_as_with_gloo(tmp_path):
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "gloo").mkdir()
+    ours_found = values(2, train, str(tmp_path / "ours"), "symmpool")
+    gloo_found = values(2, train, str(tmp_path / "gloo"), "gloo")
+    for (losses, same, served), (expected, _, _) in zip(ours_found, gloo_found, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert same and set(served) == {"symmpool"} and served["symmpool"] >= 4
+
+
+def functional(group, folder):
+    import torch.distributed._functional_collectives as functional_collectives
+
+    _, world = begin(group, folder, "symmpool")
+    x = functional_collectives.all_reduce(torch.ones(3), "sum", dist.group.WORLD)
+    y = functional_collectives.all_gather_tensor(torch.ones(2), 0, dist.group.WORLD)
+    answer = x.tolist() == [world] * 3 and y.tolist() == [1.0] * 2 * world
+    served = backend.backend_counts()
+    dist.destroy_process_group()
+    return answer, set(served.get("all_reduce", {}))
+
+
+def test_functional_collectives_come_to_ours(tmp_path):
+    assert values(2, functional, str(tmp_path)) == [(True, {"symmpool"})] * 2

@@ -1,0 +1,164 @@
+"""Over torch.distributed's groups and stores, between processes."""
+
+import datetime
+import tempfile
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import values
+
+import symmpool
+
+
+def begin(group, folder, backend="gloo"):
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{folder}/torch",
+        rank=group.rank,
+        world_size=group.world,
+        timeout=datetime.timedelta(seconds=30),
+    )
+    return group.rank, group.world
+
+
+def over_the_default_group(group, folder):
+    me, world = begin(group, folder)
+    x = torch.full((8,), me + 1.0)
+    symmpool.all_reduce(x)
+    right = [x.tolist() == [world * (world + 1) / 2] * 8]
+    first, second = symmpool.Pool(device="cpu"), symmpool.Pool(device="cpu")
+    for op, expected in [
+        (dist.ReduceOp.SUM, sum(range(1, world + 1))),
+        (dist.ReduceOp.MAX, world),
+        (dist.ReduceOp.MIN, 1),
+        (dist.ReduceOp(dist.ReduceOp.AVG), (world + 1) / 2),
+        ("prod", 24 if world == 4 else 2),
+    ]:
+        for pool in (first, second, None):
+            y = torch.empty(3) if pool is None else pool.empty(3, torch.float32)
+            symmpool.all_reduce(y.fill_(me + 1), op)
+            right.append(y.tolist() == [expected] * 3)
+    dist.destroy_process_group()
+    # A new default group in the same process, in the same store.
+    dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=me, world_size=world)
+    z = torch.ones(2)
+    symmpool.all_reduce(z)
+    right.append(z.tolist() == [world] * 2)
+    dist.destroy_process_group()
+    return right
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_pools_and_calls_follow_the_default_group(world, tmp_path):
+    assert values(world, over_the_default_group, str(tmp_path)) == [[True] * 17] * world
+
+
+def in_sub_groups(group, folder):
+    me, world = begin(group, folder)
+    odd = dist.new_group([rank for rank in range(world) if rank % 2])
+    even = dist.new_group([rank for rank in range(world) if rank % 2 == 0])
+    mine = odd if me % 2 else even
+    pool = symmpool.Pool(mine, "cpu")
+    x = pool.empty(4, torch.int64).fill_(me)
+    symmpool.all_reduce(x, group=mine)
+    root = torch.full((2,), me)
+    symmpool.broadcast(root, 3 if me % 2 else 2, mine)  # a rank of the default group
+    last = torch.full((2,), me)
+    symmpool.broadcast(last, group=mine, group_src=1)
+    other = even if me % 2 else odd
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert symmpool.all_reduce(x, group=other) is None
+        symmpool.barrier(other)
+    try:
+        symmpool.Pool(other, "cpu")
+        refused = False
+    except symmpool.InvalidArgumentError as error:
+        refused = "no member" in str(error)
+    everyone = torch.ones(1)
+    symmpool.all_reduce(everyone)
+    dist.destroy_process_group()
+    return (pool.rank, pool.world, x[0].item(), root[0].item(), last[0].item()), (
+        len(told) == 2,
+        refused,
+        everyone.item(),
+    )
+
+
+def test_sub_groups_have_pools_of_their_own(tmp_path):
+    found = values(4, in_sub_groups, str(tmp_path))
+    assert [each[0] for each in found] == [
+        (0, 2, 2, 2, 2),
+        (0, 2, 4, 3, 3),
+        (1, 2, 2, 2, 2),
+        (1, 2, 4, 3, 3),
+    ]
+    assert [each[1] for each in found] == [(True, True, 4.0)] * 4
+
+
+def through_a_store(group, folder, kind):
+    me, world = group.rank, group.world
+    if kind == "file":
+        store = dist.FileStore(f"{folder}/store", world)
+    else:
+        port = 0
+        if me == 0:
+            store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+            port = store.port
+        where = symmpool.Pool(group, "cpu").block(1, "int64").numpy()
+        where[:] = port
+        symmpool.all_reduce(where, group=group)
+        if me != 0:
+            store = dist.TCPStore("127.0.0.1", int(where[0]), None, False)
+    store = dist.PrefixStore("a/prefix", store)
+    pools = [symmpool.Pool((store, me, world), "cpu", timeout=20) for _ in range(2)]
+    answers = []
+    for pool in pools:
+        x = pool.empty(2, torch.float32).fill_(me)
+        symmpool.all_reduce(x, group=pool)
+        answers.append(x[0].item())
+    # The store that serves is the last to go.
+    symmpool.barrier(group)
+    return answers
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_stores_of_torch_serve(kind, tmp_path):
+    assert values(3, through_a_store, str(tmp_path), kind) == [[3.0, 3.0]] * 3
+
+
+def test_a_late_rank_is_named_by_every_store_of_torch():
+    with tempfile.TemporaryDirectory() as folder:
+        stores = [
+            dist.HashStore(),
+            dist.FileStore(f"{folder}/store", 2),
+            dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False),
+        ]
+        for store in stores:
+            with pytest.raises(symmpool.TimeoutError) as raised:
+                symmpool.Pool((store, 0, 2), "cpu", timeout=0.3)
+            assert raised.value.ranks == (1,), store
+        del store, stores
+
+
+def futures(group, folder):
+    me, world = begin(group, folder)
+    x = torch.full((4,), float(me))
+    work = symmpool.all_reduce(x, async_op=True)
+    future = work.get_future().then(lambda done: done.value()[0] / world)
+    answer = future.wait().tolist()
+    symmpool.barrier()
+    dist.destroy_process_group()
+    return answer
+
+
+def test_work_has_a_future_of_its_results(tmp_path):
+    assert values(2, futures, str(tmp_path)) == [[0.5] * 4] * 2
+
+
+def test_operations_of_torch_that_have_no_like_here_are_refused():
+    (group,) = symmpool.Group.in_process(1)
+    with pytest.raises(symmpool.InvalidArgumentError, match="BAND"):
+        symmpool.all_reduce(torch.ones(2), dist.ReduceOp.BAND, group)

@@ -1,0 +1,138 @@
+"""The handle of symmetric memory, between processes on the CPU."""
+
+import ctypes
+import gc
+
+import pytest
+import torch
+from ranks import run, values
+
+import symmpool
+
+
+def by_pointers(group):
+    me, world = group.rank, group.world
+    pool = symmpool.Pool(group, "cpu")
+    x = pool.empty((4, 8), torch.float32).fill_(me)
+    handle = symmpool.rendezvous(x[1:], group)
+    right = [(handle.rank, handle.world_size, handle.buffer_size) == (me, world, 128)]
+    right.append(handle.offset == 32 and handle.signal_pad_size == 2048)
+    right.append(handle.buffer_ptrs[me] == x.data_ptr() and handle.multicast_ptr == 0)
+    for name in ("buffer_ptrs", "signal_pad_ptrs"):
+        there = ctypes.cast(getattr(handle, f"{name}_dev"), ctypes.POINTER(ctypes.c_uint64))
+        right.append([there[rank] for rank in range(world)] == getattr(handle, name))
+    for rank in range(world):
+        buffer = handle.get_buffer(rank, (2, 8), torch.float32, 16)
+        right.append(buffer.tolist() == [[rank] * 8] * 2)
+        right.append(buffer.data_ptr() == handle.buffer_ptrs[rank] + 64)
+        right.append(handle.get_remote_tensor(rank, (24,), torch.float32)[0].item() == rank)
+        right.append(handle.get_buffer(rank, (0, 3), torch.int64).shape == (0, 3))
+    handle.barrier()
+    # Everyone writes into the next one's copy, and into its pad.
+    after = (me + 1) % world
+    handle.get_buffer(after, (32,), torch.float32)[me] = 100 + me
+    pad = handle.get_signal_pad(after, dtype=torch.int32)
+    right.append(pad.shape == (512,) and pad.tolist() == [0] * 512)
+    pad[me] = 7
+    handle.barrier(channel=3)
+    before = (me - 1) % world
+    right.append(x[0, before].item() == 100 + before)
+    mine = handle.get_signal_pad(me, (world,), torch.int32).tolist()
+    right.append(mine == [7 * (rank == before) for rank in range(world)])
+    handle.barrier(1, timeout_ms=5000)
+    return right
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_rank_is_reached_by_pointers(world):
+    for right in values(world, by_pointers):
+        assert all(right), right
+
+
+def signals(group):
+    pool = symmpool.Pool(group, "cpu")
+    x = pool.empty(1, torch.int64).fill_(-1)
+    handle = symmpool.rendezvous(x)
+    if group.rank == 0:
+        # Ahead of the waits: nothing is lost.
+        for step in range(3):
+            handle.put_signal(1, channel=2)
+        handle.get_buffer(1, (1,), torch.int64).fill_(5)
+        handle.put_signal(1, 0)
+        handle.wait_signal(1, 15)
+        return None
+    for _ in range(3):
+        handle.wait_signal(0, channel=2, timeout_ms=20_000)
+    handle.wait_signal(0)
+    seen = x.item()
+    try:
+        handle.wait_signal(0, 2, timeout_ms=30)
+        late = None
+    except symmpool.TimeoutError as error:
+        late = error.ranks
+    handle.put_signal(0, 15)
+    return seen, late
+
+
+def test_signals_are_counted_and_waits_end():
+    assert values(2, signals) == [None, (5, (0,))]
+
+
+def pieces_live_on(group):
+    pool = symmpool.Pool(group, "cpu")
+    x = pool.empty(100, torch.float32).fill_(group.rank)
+    handle = symmpool.rendezvous(x)
+    theirs = handle.get_buffer(1 - group.rank, (100,), torch.float32)
+    handle.barrier()
+    del x, handle, pool
+    gc.collect()
+    seen = theirs.tolist() == [1 - group.rank] * 100
+    symmpool.barrier(group)
+    return seen
+
+
+def test_a_view_of_a_peers_memory_outlives_what_it_came_from():
+    assert values(2, pieces_live_on) == [True, True]
+
+
+def test_nonsense_is_refused():
+    (group,) = symmpool.Group.in_process(1)
+    pool = symmpool.Pool(group, "cpu")
+    with pytest.raises(symmpool.InvalidArgumentError, match="in no pool"):
+        symmpool.rendezvous(torch.ones(3), group)
+    x = pool.empty(10, torch.float32)
+    for size in (0, 2, -4):
+        with pytest.raises(symmpool.InvalidArgumentError, match="signal_pad_size"):
+            symmpool.rendezvous(x, pool, signal_pad_size=size)
+    handle = symmpool.rendezvous(x, pool)
+    for arguments in [
+        (0, (11,), torch.float32),
+        (0, (10,), torch.float32, 1),
+        (0, (1,), torch.float32, -1),
+        (1, (1,), torch.float32),
+        (0, (-1,), torch.float32),
+    ]:
+        with pytest.raises(symmpool.InvalidArgumentError):
+            handle.get_buffer(*arguments)
+    for wrong in ((1, 0), (0, 16)):
+        with pytest.raises(symmpool.Error):
+            handle.put_signal(*wrong)
+    with pytest.raises(symmpool.InvalidArgumentError, match="timeout_ms"):
+        handle.wait_signal(0, 0, -1)
+    with pytest.raises(symmpool.InvalidArgumentError, match="not all in windows"):
+        pool.peer_ptr(0, 12345, 8)
+
+
+def missing(group):
+    pool = symmpool.Pool(group, "cpu")
+    x = pool.empty(10, torch.float32)
+    handle = symmpool.rendezvous(x)
+    if group.rank == 1:
+        return None
+    handle.barrier(1, timeout_ms=100)
+
+
+def test_a_rank_that_does_not_come_is_named():
+    outcome, _ = run(2, missing)
+    assert "TimeoutError" in outcome.error or "PeerLostError" in outcome.error
+    assert "rank 1" in outcome.error

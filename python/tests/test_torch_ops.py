@@ -1,0 +1,118 @@
+"""The collectives as operators of torch: eager, compiled, and with gradients."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import values
+from test_torch_distributed import begin
+
+import symmpool
+from symmpool import ops
+
+
+def compiled(group, folder):
+    me, world = begin(group, folder)
+    everyone = dist.new_group(list(range(world)))
+
+    def step(x):
+        y = x * 2
+        symmpool.all_reduce(y)
+        symmpool.all_reduce(y, dist.ReduceOp.MAX, group=everyone)
+        gathered = torch.empty(y.shape[0] * world)
+        symmpool.all_gather_into_tensor(gathered, y + me)
+        part = torch.empty(y.shape[0])
+        symmpool.reduce_scatter_tensor(part, gathered, "avg")
+        swapped = torch.empty_like(gathered)
+        symmpool.all_to_all_single(swapped, gathered)
+        sent = torch.empty_like(y)
+        symmpool.all_reduce(y, "sum", out=sent)
+        return y.sum() + part.sum() * 3 + (swapped * torch.arange(swapped.shape[0])).sum() + sent[0]
+
+    x = torch.arange(4.0) + me
+    expected = step(x)
+    same = [bool(expected == step(x))]
+    for backend in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        same.append(bool(torch.compile(step, backend=backend, fullgraph=True)(x) == expected))
+    dist.destroy_process_group()
+    return same
+
+
+def test_compiled_calls_are_what_eager_ones_are(tmp_path):
+    assert values(2, compiled, str(tmp_path)) == [[True] * 3] * 2
+
+
+def gradients(group, folder):
+    begin(group, folder)
+    me, world = group.rank, group.world
+    splits = [[r + 1 for r in range(world)], [me + 1] * world]
+
+    def loss(x):
+        a = ops.all_reduce(x, "avg")
+        b = ops.all_gather(a * x)
+        c = ops.reduce_scatter(b * (me + 1))
+        d = ops.all_to_all(c.repeat(world * (me + 1), 1), *splits)
+        return (d * d).sum()
+
+    found = []
+    for run in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+        x = (torch.arange(6.0).reshape(2, 3) + me).requires_grad_()
+        run(x).backward()
+        found.append(x.grad)
+    # Against differences: the sum of all ranks' losses, one element of this rank's at a time.
+    numbers = []
+    for rank in range(world):
+        for at in range(6):
+            ends = []
+            for step in (1e-3, -1e-3):
+                x = torch.arange(6.0, dtype=torch.float64).reshape(2, 3) + me
+                if rank == me:
+                    x.view(-1)[at] += step
+                total = loss(x)
+                symmpool.all_reduce(total.reshape(1), "sum", out=(out := torch.empty(1).double()))
+                ends.append(out.item())
+            if rank == me:
+                numbers.append((ends[0] - ends[1]) / 2e-3)
+    dist.destroy_process_group()
+    expected = torch.tensor(numbers).reshape(2, 3)
+    return torch.allclose(found[0], expected, rtol=1e-3), torch.equal(*found)
+
+
+def test_gradients_flow_through_sums_and_moves(tmp_path):
+    assert values(2, gradients, str(tmp_path)) == [(True, True)] * 2
+
+
+def test_operators_keep_their_word():
+    (group,) = symmpool.Group.in_process(1)
+    name = ops.name_of(group)
+    assert name == ops.name_of(group) and ops.name_of(None) == ""
+    x = torch.randn(4, 3)
+    for operator, arguments in (
+        (torch.ops.symmpool.all_reduce, (x, "sum", name)),
+        (torch.ops.symmpool.all_reduce_, (x.clone(), "sum", name)),
+        (torch.ops.symmpool.all_gather, (x, 1, name)),
+        (torch.ops.symmpool.reduce_scatter, (x, "sum", 1, name)),
+        (torch.ops.symmpool.all_to_all, (x, [3], [3], 1, name)),
+        (torch.ops.symmpool.broadcast_, (x.clone(), 0, name)),
+    ):
+        torch.library.opcheck(operator, arguments)
+    for operator, arguments in (
+        (torch.ops.symmpool.all_reduce, (x.clone().requires_grad_(), "sum", name)),
+        (torch.ops.symmpool.all_to_all, (x.clone().requires_grad_(), [3], [3], 1, name)),
+    ):
+        torch.library.opcheck(operator, arguments)
+    assert torch.ops.symmpool.all_reduce(x.t(), "max", name).equal(x.t())
+
+
+def test_operators_refuse_nonsense():
+    (group,) = symmpool.Group.in_process(1)
+    x = torch.ones(3)
+    with pytest.raises(symmpool.InvalidArgumentError, match="none of the name"):
+        torch.ops.symmpool.all_reduce(x, "sum", "symmpool:none")
+    with pytest.raises(symmpool.InvalidArgumentError, match="3 ranks|not for"):
+        torch.ops.symmpool.reduce_scatter(torch.ones(4), "sum", 3, ops.name_of(group))
+    with pytest.raises(symmpool.InvalidArgumentError, match="both"):
+        ops.all_to_all(x, [1], None, group)
+    with pytest.raises(symmpool.InvalidArgumentError, match="gradient"):
+        y = x.clone().requires_grad_()
+        ops.all_reduce(y, "max", group).sum().backward()
