@@ -128,7 +128,36 @@ def all_reduce_gpu():
     return table(["bytes", "symmpool us", "busbw GB/s", *peers, "best peer / ours"], rows)
 
 
-MAKERS = {f.__name__: f for f in (all_reduce, all_to_all, packing, lane, commit, all_reduce_gpu)}
+def all_to_all_gpu():
+    """Ours and the peers of `python -m symmpool bench alltoallv`, a row for each matrix and size; nothing
+    where that was not measured."""
+    if not (RESULTS / "gpu/h200x4_alltoallv.json").exists():
+        return ""
+    report = load("gpu/h200x4_alltoallv")
+    names = report["contenders"]
+    peers = [name for name in names if not name.startswith("ours")]
+    rows = []
+    for entry in report["results"]:
+        times = {name: figures["us"] for name, figures in entry["figures"].items()}
+        rival = min((times[name] for name in peers if name in times), default=None)
+        ours = times["ours"]
+        rows.append(
+            [
+                entry["matrix"],
+                size(entry["bytes"]),
+                *[f"{times[name]:,.2f}" if name in times else "-" for name in names],
+                f"{entry['bound_us'] / ours:.2f}",
+                f"{rival / ours:.2f}" if rival else "-",
+            ]
+        )
+    shown = [name.replace("ours", "symmpool") + " us" for name in names]
+    return table(["matrix", "bytes", *shown, "bound / ours", "best peer / ours"], rows)
+
+
+MAKERS = {
+    f.__name__: f
+    for f in (all_reduce, all_to_all, packing, lane, commit, all_reduce_gpu, all_to_all_gpu)
+}
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -233,32 +233,39 @@ __device__ __forceinline__ void push_in_step(const Exchange& exchange) {
 // where steps would be of different length.
 __device__ __forceinline__ void push(const Exchange& exchange) {
     const Comm& comm = exchange.session.comm;
+    u64* units = exchange.table.units;
+    if (SHOTS & STRAIGHT) {
+        if (threadIdx.x > 0 && threadIdx.x < WORLD) {
+            units[threadIdx.x] = exchange.push(comm.after(threadIdx.x)).units();
+        }
+        __syncthreads();
+    }
     const Copy own = exchange.own();
     u64 total = own.units();
     if (SHOTS & STRAIGHT) {
         for (u32 distance = 1; distance < WORLD; ++distance) {
-            total += LOCAL_SHARE * exchange.push(comm.after(distance)).units();
+            total += LOCAL_SHARE * units[distance];
         }
     }
     const u64 begin = total * data_block() / data_blocks();
     const u64 end = total * (data_block() + 1) / data_blocks();
     // A unit belongs to the block in whose stretch it begins; whole lines of 128 bytes stay together.
-    auto run = [&](const Copy& copy, u64 share, u64 before) {
-        const u64 units = copy.units();
-        auto bound = [&](u64 at) {
-            const u64 unit = at <= before ? 0 : ((at - before + share - 1) / share + 7) / 8 * 8;
-            return unit < units ? unit : units;
-        };
-        copy.run(bound(begin), bound(end));
-        return before + share * units;
-    };
     u64 before = 0;
+    auto bound = [&](u64 at, u64 count, u64 share) {
+        const u64 unit = at <= before ? 0 : ((at - before + share - 1) / share + 7) / 8 * 8;
+        return unit < count ? unit : count;
+    };
     if (SHOTS & STRAIGHT) {
         for (u32 distance = 1; distance < WORLD; ++distance) {
-            before = run(exchange.push(comm.after(distance)), LOCAL_SHARE, before);
+            const u64 count = units[distance];
+            const u64 from = bound(begin, count, LOCAL_SHARE), to = bound(end, count, LOCAL_SHARE);
+            if (from < to) {
+                exchange.push(comm.after(distance)).run(from, to);
+            }
+            before += LOCAL_SHARE * count;
         }
     }
-    run(own, 1, before);
+    own.run(bound(begin, own.units(), 1), bound(end, own.units(), 1));
 }
 
 // After the block's stores so far (rule S3), every peer that gets something straight is told.

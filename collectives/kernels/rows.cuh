@@ -50,6 +50,7 @@ __device__ __forceinline__ char* row_packet(const Session& session, u32 owner, u
 // All rows, in shared memory.
 struct Table {
     u64 words[WORLD][ROW_WORDS];
+    u64 units[WORLD];  // what the block has to share out, by distance to the peer
 
     __device__ __forceinline__ u64 sent(u32 from, u32 to) const { return words[from][to]; }
     __device__ __forceinline__ u64 expected(u32 from, u32 to) const {
