@@ -317,7 +317,6 @@ struct Stage {
     static __device__ __forceinline__ u64 half(const Comm& comm) {
         return comm.scratch_vectors() / 2;
     }
-    }
     __device__ __forceinline__ u64 begin(u32 round) const { return from + round * chunk; }
     __device__ __forceinline__ u64 length(u32 round) const {
         const u64 left = to - begin(round);
