@@ -180,7 +180,7 @@ __device__ __forceinline__ void receive_packets(const Exchange& exchange, const 
 }
 
 // From here on it pays to keep ranks in step: the links gain what that takes.
-constexpr u64 STEP_BYTES = 8 << 20;
+constexpr u64 STEP_BYTES = 1 << 20;
 // One of so many blocks copies the rank's own part meanwhile.
 constexpr u32 OWN_BLOCKS = 12;
 
@@ -221,7 +221,8 @@ __device__ __forceinline__ void push_in_step(const Exchange& exchange) {
     }
     for (u32 distance = 1; distance < WORLD; ++distance) {
         if (distance > 1) {
-            keep_step(exchange.session, distance);
+            announce_step(exchange.session, distance);
+            await_step(exchange.session, distance);
         }
         share(exchange.push(comm.after(distance)), block, pushing);
     }
@@ -510,7 +511,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     if (SHOTS & STRAIGHT) {
         raise_pushed(exchange);
-        for (u32 stage = data_block(); stage < STAGES; stage += data_blocks()) {
+        bool staged = false;
+        for (u32 peer = 0; peer < WORLD; ++peer) {
+            staged = staged || exchange.staged(comm.rank, peer) || exchange.staged(peer, comm.rank);
+        }
+        for (u32 stage = data_block(); staged && stage < STAGES; stage += data_blocks()) {
             if (!run_stage(exchange, stage)) {
                 return;
             }

@@ -23,9 +23,9 @@ const DEVICE: u8 = 4;
 
 /// What a rank sends to all others as packets, if all get as much: up to here twice the bytes take
 /// less time than the two more hops of what goes straight.
-const PACKET_BYTES: u64 = 384 << 10;
+const PACKET_BYTES: u64 = 3 << 20;
 /// Blocks that keep all links busy.
-const MOST_BLOCKS: u32 = 128;
+const MOST_BLOCKS: u32 = 132;
 
 impl CudaEngine {
     /// Sends `count` elements to every rank, as [`CudaEngine::all_to_all_v`].
