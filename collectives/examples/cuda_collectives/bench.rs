@@ -61,7 +61,8 @@ impl<'a> Bench<'a> {
         let mut times = Times::new();
         for &algorithm in algorithms {
             let mut communicator = CommunicatorOptions { algorithm, ..Default::default() };
-            if let Some(bytes) = options.scratch {
+            let copied = algorithm == AllReduceAlgorithm::TwoShotCopy;
+            if let Some(bytes) = options.copy_scratch.filter(|_| copied) {
                 communicator.device_scratch_bytes = bytes;
             }
             let mut bytes = options.min;

@@ -66,9 +66,9 @@ struct Options {
     min: u64,
     #[arg(long, default_value_t = 256 << 20)]
     max: u64,
-    /// Bytes of scratch of the communicators (bench, tune); the default of the library without it.
+    /// Bytes of scratch for two_shot_copy (bench, tune); the default of the library without it.
     #[arg(long)]
-    scratch: Option<u64>,
+    copy_scratch: Option<u64>,
     /// Calls (soak).
     #[arg(long, default_value_t = 100_000)]
     calls: u64,
