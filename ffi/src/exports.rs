@@ -7,12 +7,12 @@
 use std::ffi::{c_int, c_void};
 
 use crate::guard::guarded;
-use crate::slots;
+use crate::slots::{self, Slot};
 
 /// `void *alloc(ssize_t size, int device, cudaStream_t stream)`
-pub(crate) type Alloc = extern "C" fn(isize, c_int, *mut c_void) -> *mut c_void;
+type Alloc = extern "C" fn(isize, c_int, *mut c_void) -> *mut c_void;
 /// `void free(void *ptr, size_t size, int device, cudaStream_t stream)`
-pub(crate) type Free = extern "C" fn(*mut c_void, usize, c_int, *mut c_void);
+type Free = extern "C" fn(*mut c_void, usize, c_int, *mut c_void);
 
 fn alloc(slot: usize, size: isize, device: c_int, stream: *mut c_void) -> *mut c_void {
     let work = || slots::alloc(slot, size, device, stream as u64).map(|at| at as *mut c_void);
@@ -23,10 +23,18 @@ fn free(slot: usize, pointer: *mut c_void) {
     guarded(|| slots::free(slot, pointer as u64), |_| ());
 }
 
+impl Slot {
+    /// Addresses of the two functions.
+    pub fn functions(&self) -> (usize, usize) {
+        let (alloc, free) = FUNCTIONS[self.index()];
+        (alloc as usize, free as usize)
+    }
+}
+
 macro_rules! exports {
     ($($slot:literal)*) => {
         /// The functions of all slots, in order.
-        pub(crate) static FUNCTIONS: [(Alloc, Free); slots::SLOTS] = [$({
+        static FUNCTIONS: [(Alloc, Free); slots::SLOTS] = [$({
             #[unsafe(export_name = concat!("symmpool_alloc_", $slot))]
             extern "C" fn alloc_here(
                 size: isize,
@@ -54,4 +62,161 @@ exports! {
     16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31
     32 33 34 35 36 37 38 39 40 41 42 43 44 45 46 47
     48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::c_void;
+    use std::sync::Mutex;
+    use std::thread;
+
+    use symmpool_allocator::{Driver, Group, Pool};
+
+    use super::*;
+    use crate::guard::lock;
+    use crate::slots::{SLOTS, bind, owner};
+
+    /// The table is the process's: one test at a time.
+    static TURN: Mutex<()> = Mutex::new(());
+
+    fn pool() -> Pool {
+        let group = Group::in_process(1).unwrap().pop().unwrap();
+        Pool::builder(group).driver(Driver::host().unwrap()).build().unwrap()
+    }
+
+    fn stats(pool: &Pool) -> symmpool_allocator::lane::LaneStats {
+        pool.default_lane().stats()
+    }
+
+    fn call(slot: usize, size: isize) -> *mut c_void {
+        FUNCTIONS[slot].0(size, 0, std::ptr::null_mut())
+    }
+
+    fn give(slot: usize, pointer: *mut c_void) {
+        FUNCTIONS[slot].1(pointer, 0, 0, std::ptr::null_mut());
+    }
+
+    #[test]
+    fn blocks_come_from_the_lane_and_are_freed_without_order() {
+        let _turn = lock(&TURN);
+        let pool = pool();
+        let slot = bind(&pool, &pool.default_lane()).unwrap();
+        let n = slot.index();
+        let (a, b) = (call(n, 1 << 20), call(n, 1));
+        assert_eq!(b as u64 - a as u64, 1 << 20);
+        assert!(pool.is_commit_due());
+        // From another thread, in another order.
+        let freed = (a as usize, b as usize);
+        thread::spawn(move || {
+            give(n, freed.1 as *mut c_void);
+            give(n, freed.0 as *mut c_void);
+        })
+        .join()
+        .unwrap();
+        assert_eq!(slot.live(), 0);
+        // D5: not before the next commit.
+        assert_ne!(call(n, 1 << 20), a);
+        pool.commit().unwrap();
+        assert_eq!(stats(&pool).set_aside, 0);
+        assert_eq!(call(n, 1 << 20), a);
+        assert!(slot.failure().is_none());
+    }
+
+    #[test]
+    fn nonsense_is_told_and_changes_nothing() {
+        let _turn = lock(&TURN);
+        let pool = pool();
+        let slot = bind(&pool, &pool.default_lane()).unwrap();
+        let n = slot.index();
+        assert!(call(n, -1).is_null());
+        assert!(slot.take_failure().unwrap().is_invalid_argument());
+        assert!(call(n, isize::MAX).is_null());
+        assert!(slot.failure().unwrap().is_out_of_memory());
+        let block = call(n, 100);
+        give(n, std::ptr::null_mut());
+        assert!(slot.take_failure().unwrap().is_out_of_memory(), "NULL is nothing");
+        give(n, (block as usize + 512) as *mut c_void);
+        assert!(slot.take_failure().unwrap().is_invalid_argument());
+        give(n, block);
+        give(n, block);
+        let twice = slot.take_failure().unwrap();
+        assert!(twice.is_invalid_argument() && twice.to_string().contains("freed before"));
+        assert_eq!(stats(&pool).unordered_frees, 1);
+    }
+
+    #[test]
+    fn a_slot_outlives_its_pool_until_the_last_block_is_freed() {
+        let _turn = lock(&TURN);
+        let pool = pool();
+        let slot = bind(&pool, &pool.default_lane()).unwrap();
+        let n = slot.index();
+        let block = call(n, 4096).cast::<u8>();
+        drop(slot);
+        drop(pool);
+        assert!(call(n, 1).is_null(), "closed to allocations");
+        // SAFETY: the block has this length, and nobody else knows of it.
+        unsafe { block.write_bytes(7, 4096) };
+        // SAFETY: as above.
+        assert_eq!(unsafe { block.wrapping_add(4095).read() }, 7);
+        assert!(slots::pool(n).is_some());
+        give(n, block.cast());
+        assert!(slots::pool(n).is_none() && owner(block as u64).is_none());
+        give(n, block.cast());
+    }
+
+    #[test]
+    fn slots_run_out_with_an_error_and_come_back() {
+        let _turn = lock(&TURN);
+        let pool = pool();
+        let vacant = (0..SLOTS).filter(|slot| slots::pool(*slot).is_none()).count();
+        let mut slots = Vec::new();
+        let error = loop {
+            match bind(&pool, &pool.default_lane()) {
+                Ok(slot) => slots.push(slot),
+                Err(error) => break error,
+            }
+        };
+        assert!(error.is_invalid_state(), "{error}");
+        assert_eq!(slots.len(), vacant);
+        let freed = slots.swap_remove(7).index();
+        assert_eq!(bind(&pool, &pool.default_lane()).unwrap().index(), freed);
+    }
+
+    #[test]
+    fn memory_whose_use_could_not_be_noted_is_not_used_again() {
+        let _turn = lock(&TURN);
+        let pool = pool();
+        let slot = bind(&pool, &pool.default_lane()).unwrap();
+        let n = slot.index();
+        let block = call(n, 4096);
+        // A lane knows 64 streams; the block's own is the first.
+        let noted = |stream| slots::record_stream(n, block as u64, stream);
+        assert!((1..64).all(|stream| noted(stream).is_ok()));
+        assert!(noted(64).unwrap_err().is_invalid_argument());
+        give(n, block);
+        assert!(slot.take_failure().unwrap().is_invalid_state());
+        assert_eq!((slot.live(), pool.commit().unwrap().blocks_returned), (0, 0));
+        assert_ne!(call(n, 4096), block);
+        assert!(slots::record_stream(n, 8, 1).unwrap_err().is_invalid_argument());
+        assert!(slots::is_on(n, 0) && slots::is_on(n, 5), "host memory is no device's");
+    }
+
+    #[test]
+    fn a_local_lane_reuses_at_once() {
+        let _turn = lock(&TURN);
+        use symmpool_allocator::lane::LaneConfig;
+        let group = Group::in_process(1).unwrap().pop().unwrap();
+        let pool = Pool::builder(group)
+            .driver(Driver::host().unwrap())
+            .lane(LaneConfig::local("mine"))
+            .build()
+            .unwrap();
+        let slot = bind(&pool, &pool.lane("mine").unwrap()).unwrap();
+        let n = slot.index();
+        let (a, b) = (call(n, 3000), call(n, 3000));
+        give(n, a);
+        assert_eq!(call(n, 3000), a);
+        give(n, b);
+        assert!(!pool.is_commit_due());
+    }
 }
