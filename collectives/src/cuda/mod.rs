@@ -7,6 +7,7 @@
 //! | `all_to_all` | what an all-to-all is given, and its grid |
 //! | `copied` | all-reduces of which the copy engines carry the most |
 //! | `sided` | copies and signals between two ranks |
+//! | `lengths` | what calls are given, checked |
 //! | `select` | which algorithm serves a call |
 //! | `shape` | what an all-reduce looks like, and which algorithms can serve it |
 //! | `table`, `rows` | what was measured on known devices |
@@ -22,6 +23,7 @@ mod copied;
 mod engine;
 mod fault;
 mod kernels;
+mod lengths;
 mod params;
 mod rows;
 mod select;

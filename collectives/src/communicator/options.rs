@@ -1,0 +1,58 @@
+//! How a communicator behaves.
+
+use std::time::Duration;
+
+use symmpool_allocator::topology::Topology;
+
+use crate::{AllReduceAlgorithm, AllToAllAlgorithm, HostOptions};
+
+/// How a [`Communicator`] behaves. The same on every rank.
+#[derive(Clone, Debug)]
+pub struct CommunicatorOptions {
+    /// Longest wait for a late rank (rule S5). Default 30 s. A rank of this machine whose process
+    /// is gone is noticed sooner.
+    pub timeout: Duration,
+    /// How all-reduces go about it. Results have the same bits with each. Default: `Auto`, which is
+    /// by links, size and kind of memory, on devices by what was measured on such; or what the
+    /// environment names in `SYMMPOOL_ALL_REDUCE`, on every rank, where it is not empty.
+    pub algorithm: AllReduceAlgorithm,
+    /// How all-to-alls go about it. Results are the same with each. Default: `Auto`, or what the
+    /// environment names in `SYMMPOOL_ALL_TO_ALL`, on every rank, where it is not empty.
+    pub all_to_all: AllToAllAlgorithm,
+    /// Bytes of scratch per parity, of which there are two; see [`HostOptions::scratch_bytes`].
+    /// Default 2 MiB. In host memory.
+    pub scratch_bytes: u64,
+    /// On a device: bytes of each of the three parts of an inbox, which hold what ranks send each
+    /// other in one call of up to some MiB, twice the size of an all-reduce as a rule. A multiple
+    /// of 4096, at least 1 MiB. Larger calls go in pieces. Default 32 MiB.
+    pub device_inbox_bytes: u64,
+    /// On a device: bytes of scratch, where shares of large calls wait to be reduced: all but a
+    /// rank's own. A multiple of 4096, at least 1 MiB. Larger calls go in rounds, which cost some
+    /// microseconds each. Default 192 MiB, which holds those of 256 MiB from 4 ranks. A
+    /// communicator takes as much, three times the inbox, and 33 MiB.
+    pub device_scratch_bytes: u64,
+    /// The number of the first call, 1 or more. Default 1; others serve to test what happens when
+    /// numbers have used up their bits.
+    pub first_epoch: u32,
+    /// How the ranks are linked, where it is not as the pool's topology says: for trying out a
+    /// machine that is not there. In host memory, where all-reduces on a hybrid cube mesh move data
+    /// over direct links only ([`AllReduceAlgorithm::CubeMesh`]); other collectives do not ask for
+    /// links. Default: [`Pool::topology`].
+    pub links: Option<Topology>,
+}
+
+impl Default for CommunicatorOptions {
+    fn default() -> Self {
+        let HostOptions { timeout, scratch_bytes, .. } = HostOptions::default();
+        Self {
+            timeout,
+            algorithm: AllReduceAlgorithm::Auto,
+            all_to_all: AllToAllAlgorithm::Auto,
+            scratch_bytes,
+            device_inbox_bytes: 32 << 20,
+            device_scratch_bytes: 192 << 20,
+            first_epoch: 1,
+            links: None,
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! What calls are given on a device, checked: lengths, and buffers that must not overlap. A rank that
+//! cannot make a call tells the others so.
+
+use symmpool_allocator::{Error, Result, Stream};
+
+use super::engine::CudaEngine;
+use crate::DType;
+
+impl CudaEngine {
+    /// The length of `count` elements; the others are told where that is no length.
+    pub(super) fn bytes(
+        &mut self,
+        what: &str,
+        count: usize,
+        dtype: DType,
+        stream: Stream,
+    ) -> Result<u64> {
+        let bytes = (count as u64).checked_mul(dtype.size() as u64);
+        match bytes.filter(|bytes| *bytes <= self.pool_stride()) {
+            Some(bytes) => Ok(bytes),
+            None => {
+                let why = Error::invalid_argument(format!(
+                    "{what} of {count} {} on rank {}: no memory is that long",
+                    dtype.name(),
+                    self.rank()
+                ));
+                Err(self.decline(why, stream))
+            }
+        }
+    }
+
+    /// The length of a part for every rank.
+    pub(super) fn parts(&mut self, what: &str, part: u64, stream: Stream) -> Result<u64> {
+        match part.checked_mul(u64::from(self.world())) {
+            Some(whole) if whole <= self.pool_stride() => Ok(whole),
+            _ => {
+                let why = Error::invalid_argument(format!(
+                    "{what} of parts of {part} bytes on rank {}: no memory is that long",
+                    self.rank()
+                ));
+                Err(self.decline(why, stream))
+            }
+        }
+    }
+
+    /// Refuses buffers that share some bytes.
+    pub(super) fn apart(
+        &mut self,
+        what: &str,
+        (a, a_bytes): (u64, u64),
+        (b, b_bytes): (u64, u64),
+        stream: Stream,
+    ) -> Result<()> {
+        if a_bytes == 0
+            || b_bytes == 0
+            || a.saturating_add(a_bytes) <= b
+            || b.saturating_add(b_bytes) <= a
+        {
+            return Ok(());
+        }
+        let why = Error::invalid_argument(format!(
+            "{what} on rank {}: input [{a:#x}, +{a_bytes}) and output [{b:#x}, +{b_bytes}) overlap \
+             without being in place",
+            self.rank()
+        ));
+        Err(self.decline(why, stream))
+    }
+}
