@@ -115,20 +115,26 @@ __device__ __forceinline__ bool await(const Session& session, const Inbox& inbox
     return true;
 }
 
-// Vectors `at + peer * step` from all peers at once, and `own` in its place among them.
+// Vectors `at + peer * step` from all peers at once that `has` says send one, and `own` in its place
+// among them.
+template <typename Has>
 __device__ __forceinline__ bool await_all(const Session& session, const Inbox& inbox, u64 at,
-                                          u64 step, uint4 own, uint4 (&vectors)[WORLD]) {
+                                          u64 step, uint4 own, uint4 (&vectors)[WORLD], Has has) {
     const Comm& comm = session.comm;
     Watch watch;
     while (true) {
+        // All loads before the first look, those of places that nobody writes too.
+        bool there[WORLD];
+#pragma unroll
+        for (u32 rank = 0; rank < WORLD; ++rank) {
+            there[rank] = inbox.receive(comm, at + rank * step, vectors[rank]);
+        }
         u32 missing = WORLD;
 #pragma unroll
         for (u32 rank = 0; rank < WORLD; ++rank) {
-            if (rank == comm.rank) {
-                vectors[rank] = own;
-            } else if (!inbox.receive(comm, at + rank * step, vectors[rank])) {
-                missing = rank;
-            }
+            const bool here = rank == comm.rank;
+            vectors[rank] = either(here, own, vectors[rank]);
+            missing = !here && !there[rank] && has(rank) ? rank : missing;
         }
         if (missing == WORLD) {
             return true;
@@ -137,6 +143,11 @@ __device__ __forceinline__ bool await_all(const Session& session, const Inbox& i
             return false;
         }
     }
+}
+
+__device__ __forceinline__ bool await_all(const Session& session, const Inbox& inbox, u64 at,
+                                          u64 step, uint4 own, uint4 (&vectors)[WORLD]) {
+    return await_all(session, inbox, at, step, own, vectors, [](u32) { return true; });
 }
 
 }  // namespace symmpool

@@ -102,16 +102,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         while (waiting) {
             u32 missing = WORLD;
             if (live) {
+                // All loads before the first look; this rank's own place holds nothing.
 #pragma unroll
                 for (u32 rank = 0; rank < WORLD; ++rank) {
-                    if (rank == comm.rank) {
-                        all[rank] = own;
-                        continue;
-                    }
                     all[rank] = load_relaxed(comm.own() + inbox +
                                              (rank * lines + line) * LINE + part * 16);
+                }
+#pragma unroll
+                for (u32 rank = 0; rank < WORLD; ++rank) {
                     bool flagged = all[rank].z == session.epoch && all[rank].w == session.epoch;
-                    missing = part == PARTS - 1 && !flagged ? rank : missing;
+                    const bool here = rank == comm.rank;
+                    all[rank] = either(here, own, all[rank]);
+                    missing = !here && part == PARTS - 1 && !flagged ? rank : missing;
                 }
             }
             waiting = __any_sync(~0u, missing != WORLD);

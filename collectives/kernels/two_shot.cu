@@ -83,17 +83,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         return true;
     };
     auto gather = [&](u64 at) {
+        if constexpr (BLOCKS == 1 && !(SHOTS & BROADCAST)) {
+            // Shares are whole vectors: only the last can be short.
+            const u64 end = (SHOTS & SCATTER) ? parts.bytes - 16 * at : ~0ull;
+            auto has = [&](u32 rank) { return rank * parts.stride < end || !(SHOTS & SCATTER); };
+            uint4 all[WORLD];
+            if (!await_all(session, inbox, results + at, vectors, make_uint4(0, 0, 0, 0), all, has)) {
+                return false;
+            }
 #pragma unroll
-        for (u32 distance = 1; distance < WORLD; ++distance) {
-            u32 peer = comm.after(WORLD - distance);
-            const Target part = (SHOTS & BROADCAST) ? Target(call.output, parts.bytes)
-                                                    : parts.of(call.output, peer);
-            if (at < part.vectors() && (!(SHOTS & BROADCAST) || peer == call.root)) {
-                uint4 result;
-                if (!await(session, inbox, peer, results + peer * vectors + at, result)) {
-                    return false;
+            for (u32 rank = 0; rank < WORLD; ++rank) {
+                if (rank != comm.rank && has(rank)) {
+                    parts.of(call.output, rank).store(at, all[rank]);
                 }
-                part.store(at, result);
+            }
+        } else {
+            // One after the other: registers are few.
+#pragma unroll
+            for (u32 distance = 1; distance < WORLD; ++distance) {
+                u32 peer = comm.after(WORLD - distance);
+                const Target part = (SHOTS & BROADCAST) ? Target(call.output, parts.bytes)
+                                                        : parts.of(call.output, peer);
+                if (at < part.vectors() && (!(SHOTS & BROADCAST) || peer == call.root)) {
+                    uint4 result;
+                    if (!await(session, inbox, peer, results + peer * vectors + at, result)) {
+                        return false;
+                    }
+                    part.store(at, result);
+                }
             }
         }
         return true;

@@ -19,6 +19,11 @@ __device__ __forceinline__ void store_plain(void* to, uint4 value) {
     *static_cast<uint4*>(to) = value;
 }
 
+// Word by word, so that arrays of vectors stay in registers whatever the condition is about.
+__device__ __forceinline__ uint4 either(bool first, uint4 a, uint4 b) {
+    return make_uint4(first ? a.x : b.x, first ? a.y : b.y, first ? a.z : b.z, first ? a.w : b.w);
+}
+
 __device__ __forceinline__ uint4 load_volatile(const void* from) {
     uint4 value;
     asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
