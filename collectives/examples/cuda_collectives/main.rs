@@ -58,7 +58,8 @@ struct Options {
     /// The table to write into (tune). Rows of other numbers of ranks stay.
     #[arg(long)]
     out: Option<PathBuf>,
-    /// Algorithms to time, by name; all that serve a size without it.
+    /// Algorithms to time or to check, by name; all that serve a size without it. `check` knows
+    /// all_to_all and one_sided as well.
     #[arg(long, value_delimiter = ',')]
     algorithms: Vec<String>,
     /// Sizes to time, in bytes, from and to; doubling.
