@@ -115,11 +115,34 @@ __device__ __forceinline__ bool await(const Session& session, const Inbox& inbox
     return true;
 }
 
-// Vectors `at + peer * step` from all peers at once that `has` says send one, and `own` in its place
-// among them.
-template <typename Has>
+// Vectors `at + peer * step` from all peers at once, and `own` in its place among them.
 __device__ __forceinline__ bool await_all(const Session& session, const Inbox& inbox, u64 at,
-                                          u64 step, uint4 own, uint4 (&vectors)[WORLD], Has has) {
+                                          u64 step, uint4 own, uint4 (&vectors)[WORLD]) {
+    const Comm& comm = session.comm;
+    Watch watch;
+    while (true) {
+        u32 missing = WORLD;
+#pragma unroll
+        for (u32 rank = 0; rank < WORLD; ++rank) {
+            if (rank == comm.rank) {
+                vectors[rank] = own;
+            } else if (!inbox.receive(comm, at + rank * step, vectors[rank])) {
+                missing = rank;
+            }
+        }
+        if (missing == WORLD) {
+            return true;
+        }
+        if (watch.expired(session, missing, DATA)) {
+            return false;
+        }
+    }
+}
+
+// The same of those peers that `has` says send one; nothing in this rank's own place.
+template <typename Has>
+__device__ __forceinline__ bool await_those(const Session& session, const Inbox& inbox, u64 at,
+                                            u64 step, uint4 (&vectors)[WORLD], Has has) {
     const Comm& comm = session.comm;
     Watch watch;
     while (true) {
@@ -132,9 +155,7 @@ __device__ __forceinline__ bool await_all(const Session& session, const Inbox& i
         u32 missing = WORLD;
 #pragma unroll
         for (u32 rank = 0; rank < WORLD; ++rank) {
-            const bool here = rank == comm.rank;
-            vectors[rank] = either(here, own, vectors[rank]);
-            missing = !here && !there[rank] && has(rank) ? rank : missing;
+            missing = rank != comm.rank && !there[rank] && has(rank) ? rank : missing;
         }
         if (missing == WORLD) {
             return true;
@@ -143,11 +164,6 @@ __device__ __forceinline__ bool await_all(const Session& session, const Inbox& i
             return false;
         }
     }
-}
-
-__device__ __forceinline__ bool await_all(const Session& session, const Inbox& inbox, u64 at,
-                                          u64 step, uint4 own, uint4 (&vectors)[WORLD]) {
-    return await_all(session, inbox, at, step, own, vectors, [](u32) { return true; });
 }
 
 }  // namespace symmpool

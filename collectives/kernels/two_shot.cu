@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             const u64 end = (SHOTS & SCATTER) ? parts.bytes - 16 * at : ~0ull;
             auto has = [&](u32 rank) { return rank * parts.stride < end || !(SHOTS & SCATTER); };
             uint4 all[WORLD];
-            if (!await_all(session, inbox, results + at, vectors, make_uint4(0, 0, 0, 0), all, has)) {
+            if (!await_those(session, inbox, results + at, vectors, all, has)) {
                 return false;
             }
 #pragma unroll
