@@ -34,9 +34,11 @@ def run(world, function, *arguments, limit=60, silent=(), environment=None):
     with tempfile.TemporaryDirectory(prefix="symmpool-test-") as folder:
         here = Path(folder)
         (here / "store").mkdir()
-        (here / "task").write_bytes(
-            pickle.dumps((function.__module__, function.__name__, world, arguments))
-        )
+        # Where the function's file lies, for files in folders beside this one's.
+        folder_of_file = str(Path(function.__code__.co_filename).resolve().parent)
+        with (here / "task").open("wb") as task:
+            pickle.dump([folder_of_file], task)
+            pickle.dump((function.__module__, function.__name__, world, arguments), task)
         processes = []
         try:
             for rank in range(world):
@@ -74,7 +76,10 @@ def main(folder, rank):
     import symmpool
 
     here = Path(folder)
-    module, name, world, arguments = pickle.loads((here / "task").read_bytes())
+    with (here / "task").open("rb") as task:
+        # First, as what comes after may be made of what is there.
+        sys.path.extend(pickle.load(task))
+        module, name, world, arguments = pickle.load(task)
     value, error = None, None
     try:
         function = getattr(importlib.import_module(module), name)
