@@ -7,8 +7,11 @@ VENV := .venv
 NVRTC_PACKAGES := nvidia-cuda-nvrtc-cu12==12.4.127 nvidia-cuda-nvrtc==13.0.88
 NVRTC := $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu*/lib/libnvrtc.so.1[23]
 LOOM_FLAGS := --cfg loom
+# The tests of what is made for torch run on the CPU, but its Linux package brings CUDA's libraries:
+# 5 GB on disk. Another version is tested with, say, `make test TORCH=torch==2.15.0`.
+TORCH ?= torch==2.11.0
 
-.PHONY: demo test test-rust test-loom test-python extension wheel lint bench tables clean
+.PHONY: demo test test-rust test-loom test-python torch extension wheel lint bench tables clean
 
 ## The main job: several rank processes, wrong sums and right ones, timings, a map of the heap.
 demo:
@@ -38,8 +41,14 @@ test-loom:
 	RUSTFLAGS="$(LOOM_FLAGS)" cargo test --release --target-dir target/loom \
 		-p symmpool-allocator -p symmpool-collectives --lib loom
 
-test-python: extension
+test-python: extension torch
 	$(VENV)/bin/python -m pytest -q bench python/tests
+
+# Where torch cannot be had the rest is tested still, and says what is left out.
+torch: $(VENV)/ready
+	@$(VENV)/bin/python -c "import importlib.metadata as m; exit('torch==' + m.version('torch').split('+')[0] != '$(TORCH)')" 2>/dev/null \
+		|| $(VENV)/bin/python -m pip install -q --disable-pip-version-check "$(TORCH)" \
+		|| echo "$(TORCH) could not be installed"
 
 # The Python package, in place: python/symmpool in the virtual environment.
 extension: $(VENV)/ready

@@ -172,8 +172,12 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
     """A process group whose collectives are ours where they serve."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any, options: Any = None):
-        super().__init__(store, rank, size)
-        self._timeout = timeout
+        try:
+            super().__init__(store, rank, size)
+        except TypeError:
+            # Before 2.12 or so torch makes no derived objects so; those made thus know no store.
+            super().__init__(rank, size)
+        self._store, self._timeout = store, timeout
         # The group of ours meets apart from the backends beside it.
         meeting = dist.PrefixStore("symmpool", store)
         groups._of_torch[self] = Group.from_store(meeting, rank, size)
@@ -210,6 +214,10 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         return NAME
+
+    def get_group_store(self) -> Any:
+        """The store that the group met in."""
+        return self._store
 
     def _serves(self, device: torch.device) -> bool:
         """Whether every rank has a communicator of ours there. The first call is collective."""

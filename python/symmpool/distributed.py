@@ -75,28 +75,53 @@ class Seat:
 _defaults: weakref.WeakKeyDictionary[Any, dict[int, tuple[Pool, Seat]]]
 _defaults = weakref.WeakKeyDictionary()
 _of_pool: weakref.WeakKeyDictionary[Pool, Seat] = weakref.WeakKeyDictionary()
-# Where look-ups by group led, for groups with one pool: a reference to the group, so that another
-# with its id is not taken for it, by id and device. Emptied whenever there is a new pool.
-_found: dict[tuple[int, int], tuple[weakref.ref, Seat]] = {}
+# Where look-ups by group led, for groups with one pool: by the device, then the group's id. Emptied
+# whenever there is a new pool.
+_found: dict[int, dict[int, Seat]] = {}
+# References to these groups, which take out what was found when a group goes, before another object
+# can have its id.
+_watching: dict[tuple[int, int], weakref.ref] = {}
 # Finding and making are for one thread at a time.
 _lock = threading.RLock()
 # torch.compiler.is_dynamo_compiling, once torch is there. What it says is put in by who compiles.
 _compiling: Any = bool
-# torch.distributed's object with the default group in it.
-_torch_world: Any = None
+
+
+class _World:
+    """Where the default group is looked up, as `_default_pg`: in torch's own object if that has it
+    by this name, which saves a call, else here."""
+
+    def __init__(self, world: Any = None):
+        self.world = world
+
+    @property
+    def _default_pg(self) -> Any:
+        return getattr(self.world, "default_pg", None)
+
+
+_torch_world: Any = _World()
+_torch_is_known = False
 
 
 def _look_for_torch() -> None:
-    global _compiling, _torch_world
+    global _compiling, _torch_world, _torch_is_known
     torch = sys.modules.get("torch")
     _compiling = getattr(getattr(torch, "compiler", None), "is_dynamo_compiling", bool)
     dist = groups.distributed() if torch is not None else None
-    _torch_world = getattr(getattr(dist, "distributed_c10d", None), "_world", None)
+    world = getattr(getattr(dist, "distributed_c10d", None), "_world", None)
+    _torch_is_known = world is not None
+    _torch_world = world if "_default_pg" in getattr(world, "__dict__", ()) else _World(world)
 
 
 def forget_lookups() -> None:
     """What was looked up may be different now."""
     _found.clear()
+    _watching.clear()
+
+
+def _forget_lookup(device: int, group: int) -> None:
+    _found.get(device, {}).pop(group, None)
+    _watching.pop((device, group), None)
 
 
 def forget(pool: Pool) -> None:
@@ -140,21 +165,19 @@ def _device_of(tensor: Any) -> int:
 
 def _seat(tensor: Any, group: Any) -> Seat | None:
     """Where a call on a tensor goes; made if need be. None where this process has no part in it."""
-    key = group
-    if key is None and _torch_world is not None:
-        key = _torch_world.default_pg
-    device = _device_of(tensor)
-    found = _found.get((id(key), device))
-    if found is not None and found[0]() is key:
-        return found[1]
-    return _search(tensor, group, device)
+    try:
+        # Of torch's tensors; others come to `_device_of`.
+        device = tensor.get_device()
+        return _found[device][id(_torch_world._default_pg if group is None else group)]
+    except (AttributeError, KeyError):
+        return _search(tensor, group, _device_of(tensor))
 
 
 def _search(tensor: Any, group: Any, device: int) -> Seat | None:
     with _lock:
         if group is not None and _outside(group):
             return None
-        if _torch_world is None:
+        if not _torch_is_known:
             _look_for_torch()
         if isinstance(group, Pool):
             return _seat_of(group)
@@ -172,8 +195,9 @@ def _search(tensor: Any, group: Any, device: int) -> Seat | None:
             seats[device] = (pool, _seat_of(pool))
         seat = seats[device][1]
         if len(pools) < 2:
-            place = (id(key), device)
-            _found[place] = (weakref.ref(key, lambda _: _found.pop(place, None)), seat)
+            at = id(key)
+            _watching[device, at] = weakref.ref(key, lambda _: _forget_lookup(device, at))
+            _found.setdefault(device, {})[at] = seat
         return seat
 
 
@@ -222,7 +246,12 @@ def all_reduce(
         from symmpool import ops
 
         return ops.traced_all_reduce(tensor, op, group, async_op, out)
-    seat = _seat(tensor, group)
+    try:
+        # As `_seat` does: this call is made the most, and a frame more would be felt.
+        at = id(_torch_world._default_pg if group is None else group)
+        seat: Seat | None = _found[tensor.get_device()][at]
+    except (AttributeError, KeyError):
+        seat = _seat(tensor, group)
     if seat is None:
         return None
     if async_op:
@@ -244,7 +273,12 @@ def reduce_scatter_tensor(
     seat = _seat(output, group)
     if seat is None:
         return None
-    return _run(seat, seat.comm.reduce_scatter, (output, input, op), [output], async_op)
+    if async_op:
+        return seat.begin(seat.comm.reduce_scatter, (output, input, op), [output])
+    if seat.tail is not None:
+        seat.settle()
+    seat.comm.reduce_scatter(output, input, op)
+    return None
 
 
 def all_gather_into_tensor(
@@ -259,8 +293,12 @@ def all_gather_into_tensor(
     seat = _seat(output_tensor, group)
     if seat is None:
         return None
-    arguments = (output_tensor, input_tensor)
-    return _run(seat, seat.comm.all_gather, arguments, [output_tensor], async_op)
+    if async_op:
+        return seat.begin(seat.comm.all_gather, (output_tensor, input_tensor), [output_tensor])
+    if seat.tail is not None:
+        seat.settle()
+    seat.comm.all_gather(output_tensor, input_tensor)
+    return None
 
 
 def all_to_all_single(

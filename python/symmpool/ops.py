@@ -319,6 +319,10 @@ def _op_name(op: Any) -> str:
         (dist.ReduceOp.MAX, "max"),
         (dist.ReduceOp.AVG, "avg"),
     )
+    # The compiler of torch 2.11 knows them by identity alone; a `ReduceOp` made of one is equal.
+    for constant, name in constants:
+        if op is constant:
+            return name
     for constant, name in constants:
         if op == constant:
             return name

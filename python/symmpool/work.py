@@ -215,6 +215,9 @@ class Side:
     def __init__(self, torch: Any, device: int):
         self._torch = torch
         self._stream = torch.cuda.Stream(device)
+        # How far the current stream is: used again by every call, as a wait is for what was recorded
+        # last before it.
+        self._before = torch.cuda.Event()
         self._kept: collections.deque[Any] = collections.deque()
 
     def submit(
@@ -222,7 +225,8 @@ class Side:
     ) -> StreamWork:
         torch, side = self._torch, self._stream
         current = torch.cuda.current_stream(side.device)
-        side.wait_stream(current)
+        self._before.record(current)
+        side.wait_event(self._before)
         call(*arguments, stream=side.cuda_stream)
         event = torch.cuda.Event()
         event.record(side)

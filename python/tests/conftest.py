@@ -11,7 +11,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 # The package does without torch, and so do its tests: these come on top where torch is there.
-collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["test_torch*.py"]
+TORCH = importlib.util.find_spec("torch") is not None
+collect_ignore_glob = [] if TORCH else ["test_torch*.py"]
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Says what was left out, which `.ci/run` takes for a failure."""
+    if not TORCH:
+        terminalreporter.write_line("skipped: torch is not installed, so test_torch*.py are left out")
 
 
 def remains():

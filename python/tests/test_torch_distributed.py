@@ -1,6 +1,7 @@
 """Over torch.distributed's groups and stores, between processes."""
 
 import datetime
+import gc
 import tempfile
 import warnings
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from ranks import values
 
 import symmpool
+from symmpool import distributed
 
 
 def begin(group, folder, backend="gloo"):
@@ -162,3 +164,17 @@ def test_operations_of_torch_that_have_no_like_here_are_refused():
     (group,) = symmpool.Group.in_process(1)
     with pytest.raises(symmpool.InvalidArgumentError, match="BAND"):
         symmpool.all_reduce(torch.ones(2), dist.ReduceOp.BAND, group)
+
+
+def look_up_and_leave(group, folder):
+    begin(group, folder)
+    for _ in range(2):
+        symmpool.all_reduce(torch.ones(4))
+    known = list(distributed._found[-1]) == [id(dist.group.WORLD)]
+    dist.destroy_process_group()
+    gc.collect()
+    return known, distributed._found[-1], distributed._watching
+
+
+def test_what_was_looked_up_goes_with_its_group(tmp_path):
+    assert values(1, look_up_and_leave, str(tmp_path)) == [(True, {}, {})]

@@ -242,14 +242,21 @@ impl Device {
         Ok(())
     }
 
-    /// Gives wholly free segments back; returns their bytes. While a graph is captured it is
+    /// Gives wholly free segments back; returns their bytes. A graph's stay as long as the graph:
+    /// its replays use them, though no tensor does. While a graph is captured it is
     /// [`Error::is_invalid_state`], as it must wait for the device.
     pub fn trim(&self) -> Result<u64> {
-        if self.open.load(Ordering::Acquire) > 0 {
+        // Held to the end, so that no capture begins and no graph takes a lane meanwhile.
+        let captures = lock(&self.captures);
+        if !captures.open.is_empty() {
             return Err(Error::invalid_state("memory is given back after the capture of a graph"));
         }
         self.note_peak();
-        self.lanes.iter().try_fold(0, |bytes, lane| Ok(bytes + lane.trim()?))
+        let taken = std::iter::once(false).chain(captures.taken);
+        let lanes = self.lanes.iter().zip(taken).filter(|(_, taken)| !taken);
+        lanes
+            .filter(|(lane, _)| lane.reserved() > 0)
+            .try_fold(0, |bytes, (lane, _)| Ok(bytes + lane.trim()?))
     }
 
     /// What this thread, and whoever uses streams that are captured, allocates is memory of the
@@ -441,6 +448,38 @@ mod tests {
         device.begin((0, 4)).unwrap();
         assert_eq!(device.alloc(4096, Stream::DEFAULT).unwrap(), inside);
         device.end((0, 4)).unwrap();
+    }
+
+    #[test]
+    fn emptying_the_cache_leaves_graphs_what_replays_use() {
+        let device = device();
+        let ordinary = device.alloc(4096, Stream::DEFAULT).unwrap();
+        device.free(ordinary).unwrap();
+        let mut segments = Vec::new();
+        for graph in [(0, 1), (0, 2)] {
+            // torch empties the cache before it captures.
+            device.trim().unwrap();
+            assert_eq!(
+                device.stats().reserved,
+                segments.iter().map(|(_, bytes)| bytes).sum::<u64>()
+            );
+            device.begin(graph).unwrap();
+            let inside = device.alloc(4096, Stream::DEFAULT).unwrap();
+            let segment = device.segment(inside).unwrap();
+            device.free(inside).unwrap();
+            device.end(graph).unwrap();
+            segments.push(segment);
+        }
+        assert_eq!(device.trim().unwrap(), 0);
+        for &(start, bytes) in &segments {
+            assert_eq!(device.segment(start).unwrap(), (start, bytes));
+        }
+        device.release((0, 1)).unwrap();
+        assert_eq!(device.trim().unwrap(), segments[0].1);
+        assert!(device.segment(segments[0].0).is_err());
+        device.release((0, 2)).unwrap();
+        device.trim().unwrap();
+        assert_eq!(device.stats().reserved, 0);
     }
 
     #[test]

@@ -49,7 +49,8 @@ class CustomAllreduce:
             self._comm = Communicator(pool)
         except Error as error:
             why = str(error)
-        refusals = groups.agree(group, "custom_allreduce", why, timeout)
+        # Where one failed at once the others come from waiting for it.
+        refusals = groups.agree(group, "custom_allreduce", why, 2 * timeout)
         if refusals:
             self._comm = None
             if refusals.get(0) is not None or why is not None:

@@ -23,13 +23,16 @@ from symmpool import backend, ops
 found = {}
 
 
-def check(name, right):
-    """Notes whether something was right on every rank."""
-    told = torch.tensor([int(bool(right))])
-    dist.all_reduce(told, dist.ReduceOp.MIN)
-    found[name] = bool(told.item())
+def check(name, right, why=""):
+    """Notes whether something was right on every rank. `why` says what a rank found instead."""
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, None if right else str(why))
+    found[name] = all(each is None for each in told)
     if dist.get_rank() == 0:
         print(f"{'ok   ' if found[name] else 'WRONG'} {name}", flush=True)
+        for rank, each in enumerate(told):
+            if each is not None:
+                print(f"      rank {rank}: {each or 'wrong'}", flush=True)
 
 
 def begin(name):
@@ -139,19 +142,36 @@ def handle(pool, device, rank, world):
     for peer in range(world):
         found_handle.get_buffer(peer, (world, 64), torch.float32)[rank].fill_(rank)
     found_handle.barrier()
-    right = x[:, 5].tolist() == list(range(world))
-    for channel in range(4):
-        found_handle.barrier(channel, timeout_ms=10_000)
+    rows = x[:, 5].tolist()
+    check("the handle: peers' buffers, and its barrier", rows == list(range(world)), rows)
+    wrong = []
+    for step in range(20):
+        for channel in range(4):
+            place = 1 + channel
+            for peer in range(world):
+                there = found_handle.get_buffer(peer, (world, 64), torch.float32)
+                there[rank, place].fill_(step)
+            found_handle.barrier(channel, timeout_ms=10_000)
+            column = x[:, place].tolist()
+            if column != [float(step)] * world:
+                wrong.append((step, channel, column))
+            # Nobody writes the next step before all have read this one.
+            found_handle.barrier(channel, timeout_ms=10_000)
+    check("the handle: barriers of channels", not wrong, f"(step, channel, rows): {wrong[:3]}")
     after, before = (rank + 1) % world, (rank - 1) % world
+    wrong = []
     for step in range(100):
         found_handle.get_remote_tensor(after, (1,), torch.float32).fill_(step)
         found_handle.put_signal(after, 5)
         found_handle.wait_signal(before, 5, timeout_ms=10_000)
+        seen = x[0, 0].item()
+        if seen != step:
+            wrong.append((step, seen))
+        # It has been read: the rank before may write the next.
         found_handle.put_signal(before, 6)
-        right &= x[0, 0].item() == step
         found_handle.wait_signal(after, 6, timeout_ms=10_000)
     torch.cuda.synchronize()
-    check("the handle", right)
+    check("the handle: signals", not wrong, f"(step, seen): {wrong[:3]}")
 
 
 def operators(device, rank, world):
