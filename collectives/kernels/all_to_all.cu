@@ -150,8 +150,7 @@ __device__ __forceinline__ void push_in_step(const Exchange& exchange) {
     }
     for (u32 distance = 1; distance < WORLD; ++distance) {
         if (distance > 1) {
-            announce_step(exchange.session, distance);
-            await_step(exchange.session, distance);
+            keep_step(exchange.session, distance);
         }
         share(exchange.push(comm.after(distance)), block, pushing);
     }

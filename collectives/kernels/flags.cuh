@@ -73,20 +73,14 @@ __device__ __forceinline__ bool await_flag(const Session& session, u32 kind, u32
     return !__syncthreads_or(bad);
 }
 
-// Steps, so that blocks of one number turn to the next peer together: a block tells that it will
-// soon be there, and waits until the others have told. Only the links gain by it: no data depends on
-// it, nothing is ordered by it, and who is far behind is not waited for. By all threads.
-__device__ __forceinline__ void announce_step(const Session& session, u32 step) {
-    if (threadIdx.x < WORLD && threadIdx.x != session.comm.rank) {
-        *static_cast<volatile u64*>(flag(session, threadIdx.x, STEP, session.comm.rank)) =
-            static_cast<u64>(session.epoch) << 32 | step;
-    }
-}
-
-__device__ __forceinline__ void await_step(const Session& session, u32 step) {
+// So that blocks of one number turn to the next peer together. Only the links gain by it: no data
+// depends on it, nothing is ordered by it, and who is far behind is not waited for. By all threads.
+__device__ __forceinline__ void keep_step(const Session& session, u32 step) {
     constexpr u32 PATIENCE = 64;  // looks of about 0.7 us
     __syncthreads();
     if (threadIdx.x < WORLD && threadIdx.x != session.comm.rank) {
+        const u64 here = static_cast<u64>(session.epoch) << 32 | step;
+        *static_cast<volatile u64*>(flag(session, threadIdx.x, STEP, session.comm.rank)) = here;
         const volatile u64* there = flag(session, session.comm.rank, STEP, threadIdx.x);
         u64 value = *there;
         for (u32 look = 0; look < PATIENCE; ++look, value = *there) {
@@ -98,8 +92,5 @@ __device__ __forceinline__ void await_step(const Session& session, u32 step) {
     }
     __syncthreads();
 }
-
-// How much of a leg is left when the next step is announced: an eighth, for the way of the news.
-__device__ __forceinline__ u64 most_of(u64 length) { return length / 8 * 7; }
 
 }  // namespace symmpool

@@ -71,8 +71,7 @@ __device__ __forceinline__ void spread(const Session& session, const Call& call)
     };
     for (u32 distance = 1; distance < WORLD; ++distance) {
         if (distance > 1 && !(SHOTS & BROADCAST)) {
-            announce_step(session, distance);
-            await_step(session, distance);
+            keep_step(session, distance);
         }
         send(distance);
     }
@@ -157,23 +156,17 @@ struct Push {
     __device__ __forceinline__ bool run(const Range& range) const {
         constexpr bool ONWARDS = (SHOTS & GATHER) != 0;
         const u64 half = (range.to - range.from + 1) / 2;
-        u32 step = 0;
+        u32 leg = 0;
 #pragma unroll 1
-        for (u32 distance = 1; distance < WORLD; ++distance) {
-            const bool last = distance == WORLD - 1;
-            const u64 cut = range.from + (last ? half : most_of(range.to - range.from));
+        for (u32 distance = 1; distance + 1 < WORLD; ++distance) {
+            scatter(distance, range.from, range.to);
+            keep_step(session, ++leg);
+        }
 #pragma unroll 1
-            for (u32 which = 0; which < 2; ++which) {
-                scatter(distance, which == 0 ? range.from : cut, which == 0 ? cut : range.to);
-                if (last) {
-                    raise(session, ARRIVED, which + 1);
-                } else if (which == 0) {
-                    announce_step(session, ++step);
-                }
-            }
-            if (!last) {
-                await_step(session, step);
-            }
+        for (u32 which = 0; which < 2; ++which) {
+            const u64 from = range.from + which * half;
+            scatter(WORLD - 1, from, least(from + half, range.to));
+            raise(session, ARRIVED, which + 1);
         }
 #pragma unroll 1
         for (u32 which = 0; which < 2; ++which) {
@@ -182,25 +175,14 @@ struct Push {
             }
             const u64 from = range.from + which * half;
             reduce<ONWARDS>(from, least(from + half, range.to));
-            if (ONWARDS && which == 0) {
-                announce_step(session, ++step);
-            }
         }
 #pragma unroll 1
         for (u32 distance = 2; ONWARDS && distance < WORLD; ++distance) {
-            await_step(session, step);
+            keep_step(session, ++leg);
             const Source results(output(0).begin, output(0).bytes);
             const Target peer = output(distance);
-            const u64 cut = range.from + most_of(range.to - range.from);
-#pragma unroll 1
-            for (u32 which = 0; which < 2; ++which) {
-                copy(results, which == 0 ? range.from : cut,
-                     least(results.vectors(), which == 0 ? cut : range.to),
-                     [&](u64 at, uint4 vector) { peer.store(at, vector); });
-                if (which == 0) {
-                    announce_step(session, ++step);
-                }
-            }
+            copy(results, range.from, least(results.vectors(), range.to),
+                 [&](u64 at, uint4 vector) { peer.store(at, vector); });
         }
         raise(session, FINISHED, 1);
         return true;
