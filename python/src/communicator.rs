@@ -9,6 +9,7 @@ use symmpool_collectives::{CommunicatorOptions, DType, ReduceOp, SplitRows, Spli
 
 use crate::convert::{self, Device, long_name};
 use crate::errors::{OrRaise, exception, seconds};
+use crate::operation;
 use crate::pool::Pool;
 use crate::tensor::{self, Refusal, Tensor};
 
@@ -97,7 +98,7 @@ impl Communicator {
     ) -> PyResult<()> {
         let stream = self.stream(py, stream)?;
         let arguments = || {
-            let op = convert::reduce_op(op).map_err(Refusal::Invalid)?;
+            let op = operation::reduce_op(op).map_err(Refusal::Invalid)?;
             let input = self.read("tensor", tensor, out.is_none())?;
             let output = match out {
                 None => input,
@@ -131,7 +132,7 @@ impl Communicator {
     ) -> PyResult<()> {
         let stream = self.stream(py, stream)?;
         let arguments = || {
-            let op: ReduceOp = convert::reduce_op(op).map_err(Refusal::Invalid)?;
+            let op: ReduceOp = operation::reduce_op(op).map_err(Refusal::Invalid)?;
             let input = self.read("input", input, false)?;
             let output = self.output("output", output, &input, None)?;
             self.fits("input", input.count, self.parts(output.count), "one part for every rank")?;

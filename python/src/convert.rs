@@ -3,10 +3,9 @@
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
-use symmpool_collectives::{AllReduceAlgorithm, AllToAllAlgorithm, DType, ReduceOp};
+use symmpool_collectives::{AllReduceAlgorithm, AllToAllAlgorithm, DType};
 
 use crate::errors::invalid;
-use crate::tensor;
 
 /// Where a pool's memory is, as tensors name it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,23 +74,6 @@ pub(crate) fn dtype(object: &Bound<'_, PyAny>) -> PyResult<DType> {
 /// The element types there are, for messages.
 pub(crate) fn dtype_names() -> String {
     DType::ALL.map(long_name).join(", ")
-}
-
-/// The operation of a name; a sum where none is given.
-#[inline]
-pub(crate) fn reduce_op(op: Option<&Bound<'_, PyAny>>) -> Result<ReduceOp, String> {
-    let Some(op) = op else { return Ok(ReduceOp::Sum) };
-    let known = match op.cast::<PyString>() {
-        Ok(name) => {
-            let name = name.to_cow().unwrap_or_default();
-            ReduceOp::ALL.into_iter().find(|op| op.name() == name)
-        }
-        Err(_) => tensor::reduce_op(op),
-    };
-    known.ok_or_else(|| {
-        let known = ReduceOp::ALL.map(ReduceOp::name).join(", ");
-        format!("op: {op:?} is none of {known}")
-    })
 }
 
 /// The names of all-reduce algorithms.

@@ -9,7 +9,8 @@
 //! | `dlpack` | the structures of the DLPack protocol, and capsules of them |
 //! | `exchange` | DLPack's table of C functions, through which torch's tensors are read |
 //! | `tensor` | where tensors of torch and numpy lie, read cheaply |
-//! | `convert` | names of types, operations, algorithms and devices |
+//! | `convert` | names of types, algorithms and devices |
+//! | `operation` | names of reductions, and torch's constants for them |
 //! | `store` | a store of torch's, as the allocator wants it |
 //! | `machine` | what this machine has, for the doctor |
 //! | `errors` | the package's exceptions |
@@ -28,6 +29,7 @@ mod exchange;
 mod group;
 mod machine;
 mod memory;
+mod operation;
 mod pool;
 mod process;
 mod slot;

@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyCapsule, PyInt, PyType};
 use symmpool_allocator::{Error, Stream};
-use symmpool_collectives::{DType, ReduceOp};
+use symmpool_collectives::DType;
 
 use crate::block::Block;
 use crate::convert::{Device, dtype_from_name, dtype_names, long_name};
@@ -111,7 +111,7 @@ impl Torch {
 }
 
 /// A module that the program has imported; `None` otherwise, or while that is under way.
-fn imported<'py>(py: Python<'py>, name: &str, with: &str) -> Option<Bound<'py, PyAny>> {
+pub(crate) fn imported<'py>(py: Python<'py>, name: &str, with: &str) -> Option<Bound<'py, PyAny>> {
     let modules = py.import(intern!(py, "sys")).ok()?.getattr(intern!(py, "modules")).ok()?;
     let module = modules.get_item(name).ok()?;
     module.hasattr(with).ok()?.then_some(module)
@@ -375,40 +375,4 @@ pub(crate) fn current_device(py: Python<'_>, name: Option<String>) -> PyResult<O
         return Ok(name);
     }
     Ok(Some(Device::Cuda(cuda.call_method0("current_device")?.extract()?).name()))
-}
-
-/// `torch.distributed.ReduceOp`'s constants. Each is one object.
-struct ReduceOps(Vec<(Py<PyAny>, ReduceOp)>);
-
-/// The names of operations there.
-const REDUCE_OPS: [(&str, ReduceOp); 5] = [
-    ("SUM", ReduceOp::Sum),
-    ("PRODUCT", ReduceOp::Prod),
-    ("MIN", ReduceOp::Min),
-    ("MAX", ReduceOp::Max),
-    ("AVG", ReduceOp::Avg),
-];
-
-/// The operation that a constant of `torch.distributed.ReduceOp`, or a `ReduceOp` made of one,
-/// stands for; `None` for what is none of them, or has no like here.
-pub(crate) fn reduce_op(op: &Bound<'_, PyAny>) -> Option<ReduceOp> {
-    static OPS: PyOnceLock<ReduceOps> = PyOnceLock::new();
-    let py = op.py();
-    let known = match OPS.get(py) {
-        Some(known) => known,
-        None => {
-            let distributed = imported(py, "torch.distributed", "ReduceOp")?;
-            let class = distributed.getattr("ReduceOp").ok()?;
-            let constants = REDUCE_OPS
-                .into_iter()
-                .filter_map(|(name, op)| Some((class.getattr(name).ok()?.unbind(), op)));
-            let constants = ReduceOps(constants.collect());
-            OPS.get_or_init(py, || constants)
-        }
-    };
-    if let Some((_, found)) = known.0.iter().find(|(constant, _)| op.is(constant)) {
-        return Some(*found);
-    }
-    // A `ReduceOp` wraps a constant, and compares equal to it.
-    known.0.iter().find(|(constant, _)| op.eq(constant).unwrap_or(false)).map(|(_, found)| *found)
 }

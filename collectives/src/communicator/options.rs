@@ -6,7 +6,7 @@ use symmpool_allocator::topology::Topology;
 
 use crate::{AllReduceAlgorithm, AllToAllAlgorithm, HostOptions};
 
-/// How a [`Communicator`] behaves. The same on every rank.
+/// How a [`Communicator`](crate::Communicator) behaves. The same on every rank.
 #[derive(Clone, Debug)]
 pub struct CommunicatorOptions {
     /// Longest wait for a late rank (rule S5). Default 30 s. A rank of this machine whose process
@@ -37,7 +37,7 @@ pub struct CommunicatorOptions {
     /// How the ranks are linked, where it is not as the pool's topology says: for trying out a
     /// machine that is not there. In host memory, where all-reduces on a hybrid cube mesh move data
     /// over direct links only ([`AllReduceAlgorithm::CubeMesh`]); other collectives do not ask for
-    /// links. Default: [`Pool::topology`].
+    /// links. Default: [`Pool::topology`](symmpool_allocator::Pool::topology).
     pub links: Option<Topology>,
 }
 
