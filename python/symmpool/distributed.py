@@ -119,6 +119,9 @@ def forget_lookups() -> None:
     _watching.clear()
 
 
+groups.when_made(forget_lookups)
+
+
 def _forget_lookup(device: int, group: int) -> None:
     _found.get(device, {}).pop(group, None)
     _watching.pop((device, group), None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from symmpool._symmpool import Group
@@ -21,6 +22,8 @@ _of_environment: list[Group] = []
 _pools: weakref.WeakKeyDictionary[Any, list[weakref.ref]] = weakref.WeakKeyDictionary()
 # How often ranks have agreed on something, by the store that they did it in.
 _agreements: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+# Who wants to hear of new pools.
+_told: list[Callable[[], None]] = []
 
 
 def distributed() -> Any:
@@ -96,9 +99,13 @@ def made(pool: Any, argument: Any) -> None:
         return
     key = key_of(argument)
     _pools.setdefault(key, []).append(weakref.ref(pool))
-    from symmpool import distributed as collectives
+    for told in _told:
+        told()
 
-    collectives.forget_lookups()
+
+def when_made(told: Callable[[], None]) -> None:
+    """Has `told` called whenever there is a new pool."""
+    _told.append(told)
 
 
 def pools_of(key: Any) -> list[Any]:
