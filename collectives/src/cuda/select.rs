@@ -193,7 +193,13 @@ mod tests {
         let little = Control::new(4, 1 << 20, 1 << 20).unwrap();
         let most = Shape { bytes: 256 << 10, ..shape };
         assert_eq!(most.choose(auto, &little, &rows).unwrap().1, Why::Table);
-        let small = Shape { dtype: DType::I32, bytes: 64 << 10, ..shape };
+        let small = Shape { dtype: DType::I32, bytes: 32 << 10, ..shape };
         assert_eq!(small.choose(auto, &little, &rows).unwrap().0, Algorithm::OneShotPacket);
+        // Copy engines are for scratch that has room for much at once.
+        let large = Shape { bytes: 1 << 30, ..shape };
+        assert_eq!(chosen(large, auto, &rows), (Algorithm::TwoShotPush, Why::Table));
+        let roomy = Control::new(4, 32 << 20, 768 << 20).unwrap();
+        let copied = large.choose(auto, &roomy, &rows).unwrap();
+        assert_eq!(copied, (Algorithm::TwoShotCopy, Why::Table));
     }
 }

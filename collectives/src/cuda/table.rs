@@ -114,8 +114,8 @@ mod tests {
         };
         let rows = Rows::of(&["NVIDIA H200"; 4]);
         let found = |bytes| rows.find(&shape(bytes, DType::Bf16));
-        assert_eq!(found(512 << 10), Some(Algorithm::OneShotSentinel));
-        assert_eq!(found((512 << 10) + 1), Some(Algorithm::TwoShotSentinel));
+        assert_eq!(found(256 << 10), Some(Algorithm::OneShotSentinel));
+        assert_eq!(found((256 << 10) + 1), Some(Algorithm::TwoShotSentinel));
         assert_eq!(found(16 << 20), Some(Algorithm::TwoShotSentinel));
         assert_eq!(found((16 << 20) + 1), Some(Algorithm::TwoShotPush));
         let integers = rows.find(&shape(512 << 10, DType::I64));
