@@ -12,7 +12,6 @@ using namespace symmpool;
 
 constexpr int UNROLL = 2;
 
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_pull(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
     begin();

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from symmpool.bench import alltoallv, cli, matrices, peers, plot, table, timing
+from symmpool.bench import alltoallv, cli, matrices, peers, plot, session, table, timing
 
 
 @pytest.mark.parametrize(
@@ -222,8 +222,8 @@ def test_the_driver_is_found_where_there_is_one(monkeypatch):
         ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159  Release", "580.159"),
         ("nothing", None),
     ]:
-        monkeypatch.setattr(cli.Path, "read_text", lambda self, text=text: text)
-        assert cli.driver_version() == version
+        monkeypatch.setattr(session.Path, "read_text", lambda self, text=text: text)
+        assert session.driver_version() == version
 
 
 def test_what_is_missing_is_said_before_anything_runs(tmp_path):

@@ -277,7 +277,9 @@ impl CudaEngine {
     /// As [`CudaEngine::all_reduce`].
     pub(super) unsafe fn put(&mut self, kernel: Loaded, grid: Grid, work: &Work) -> Result<()> {
         // SAFETY: passed on.
-        unsafe { self.launch(kernel, grid.blocks, grid.threads, work.params(), work.stream) }
+        unsafe {
+            self.launch(kernel, (grid.blocks, grid.threads), &work.params(), None, work.stream)
+        }
     }
 
     /// Reduces part `r` of every rank's `input` into rank `r`'s `output`; `count` elements a part.

@@ -242,7 +242,7 @@ impl CudaEngine {
         tracing::debug!(bytes, shots, blocks = grid.blocks, threads, "all_to_all_v");
         let grid = (grid.blocks, grid.threads);
         // SAFETY: passed on.
-        unsafe { self.launch_in_turn(loaded, grid, &params, Some(traffic), stream) }
+        unsafe { self.launch(loaded, grid, &params, Some(traffic), stream) }
     }
 }
 

@@ -39,9 +39,8 @@ impl Division {
 }
 
 impl CudaEngine {
-    /// In as many pieces as the scratch asks for. Two calls of the protocol each but for the last,
-    /// and one more at the end: what a rank copies to its peers has arrived when they have entered
-    /// the next.
+    /// In as many pieces as the scratch asks for, each a call of the protocol, and one more at the end:
+    /// what a rank copied to its peers has arrived when it has entered the next.
     ///
     /// # Safety
     ///

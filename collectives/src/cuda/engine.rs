@@ -200,7 +200,7 @@ impl CudaEngine {
 
     fn enter_by(&mut self, kernel: Loaded, call: Call, stream: Stream) -> Result<()> {
         // SAFETY: nothing is pointed to but the control block, which the communicator keeps.
-        unsafe { self.launch(kernel, 1, BARRIER_THREADS, CallParams::of(&call), stream) }
+        unsafe { self.launch(kernel, (1, BARRIER_THREADS), &CallParams::of(&call), None, stream) }
     }
 
     /// Every rank has called it, before what follows on the stream; what ranks wrote before is
@@ -221,7 +221,8 @@ impl CudaEngine {
         }
     }
 
-    /// Puts a kernel on the stream, behind what this communicator put on another one before.
+    /// Puts a kernel of so many blocks and threads on the stream, behind what this communicator put on
+    /// another one before. All-to-alls have traffic too.
     ///
     /// # Safety
     ///
@@ -229,36 +230,14 @@ impl CudaEngine {
     pub(super) unsafe fn launch(
         &mut self,
         kernel: Loaded,
-        blocks: u32,
-        threads: u32,
-        params: CallParams,
-        stream: Stream,
-    ) -> Result<()> {
-        // SAFETY: as the caller promised; the kernel has no traffic.
-        unsafe { self.launch_in_turn(kernel, (blocks, threads), &params, None, stream) }
-    }
-
-    /// [`Self::launch`], of a kernel that has traffic too.
-    ///
-    /// # Safety
-    ///
-    /// As [`Kernels::launch`].
-    pub(super) unsafe fn launch_in_turn(
-        &mut self,
-        kernel: Loaded,
-        (blocks, threads): (u32, u32),
+        grid: (u32, u32),
         params: &CallParams,
         traffic: Option<&Traffic>,
         stream: Stream,
     ) -> Result<()> {
         self.turn_to(stream)?;
-        cuda(&self.pool)?.with_context(|| {
-            let kernels = &self.kernels;
-            // SAFETY: as the caller promised.
-            unsafe {
-                kernels.launch(kernel, (blocks, threads), stream, &self.comm, params, traffic)
-            }
-        })
+        // SAFETY: as the caller promised.
+        unsafe { self.launch_apart(kernel, grid, &self.comm, params, traffic, stream) }
     }
 
     /// What is put on the stream from now on is behind what this communicator put on another one.
@@ -308,14 +287,15 @@ impl CudaEngine {
     pub(super) unsafe fn launch_apart(
         &self,
         kernel: Loaded,
-        (blocks, threads): (u32, u32),
+        grid: (u32, u32),
         comm: &Comm,
         params: &CallParams,
+        traffic: Option<&Traffic>,
         stream: Stream,
     ) -> Result<()> {
         cuda(&self.pool)?.with_context(|| {
             // SAFETY: as the caller promised.
-            unsafe { self.kernels.launch(kernel, (blocks, threads), stream, comm, params, None) }
+            unsafe { self.kernels.launch(kernel, grid, stream, comm, params, traffic) }
         })
     }
 

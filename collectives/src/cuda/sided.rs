@@ -144,7 +144,7 @@ impl CudaEngine {
             self.follow(last, stream)?;
         }
         // SAFETY: as the caller promised.
-        unsafe { self.launch_apart(kernel, (blocks, does.threads()), comm, params, stream) }?;
+        unsafe { self.launch_apart(kernel, (blocks, does.threads()), comm, params, None, stream) }?;
         if let Some(end) = end {
             self.channels.insert(end, stream);
         }

@@ -100,6 +100,13 @@ fn filled(pointer: *const c_void, count: usize, name: &str) -> Result<()> {
     Ok(())
 }
 
+/// Where a collective writes and what it reads, both of `count` elements a part.
+fn ends(output: *mut c_void, input: *const c_void, count: usize) -> Result<(*mut u8, *const u8)> {
+    filled(output, count, "output")?;
+    filled(input, count, "input")?;
+    Ok((output.cast(), input.cast()))
+}
+
 /// A communicator of all ranks of `pool`. Collective: every rank makes its communicators in the
 /// same order. `timeout` is how long its calls wait for a late rank, in seconds, or 0 for 30.
 ///
@@ -151,13 +158,8 @@ pub unsafe extern "C" fn symmpool_all_reduce(
     op: u32,
     stream: *mut c_void,
 ) -> Status {
-    let arguments = || {
-        filled(output, count, "output")?;
-        filled(input, count, "input")?;
-        Ok((self::dtype(dtype)?, self::op(op)?))
-    };
-    call(comm, stream, arguments, |comm, (dtype, op), stream| {
-        let (output, input) = (output.cast(), input.cast());
+    let arguments = || Ok((ends(output, input, count)?, self::dtype(dtype)?, self::op(op)?));
+    call(comm, stream, arguments, |comm, ((output, input), dtype, op), stream| {
         // SAFETY: the caller's promise.
         unsafe { comm.all_reduce_at(output, input, count, dtype, op, stream) }
     })
@@ -179,13 +181,8 @@ pub unsafe extern "C" fn symmpool_reduce_scatter(
     op: u32,
     stream: *mut c_void,
 ) -> Status {
-    let arguments = || {
-        filled(output, count, "output")?;
-        filled(input, count, "input")?;
-        Ok((self::dtype(dtype)?, self::op(op)?))
-    };
-    call(comm, stream, arguments, |comm, (dtype, op), stream| {
-        let (output, input) = (output.cast(), input.cast());
+    let arguments = || Ok((ends(output, input, count)?, self::dtype(dtype)?, self::op(op)?));
+    call(comm, stream, arguments, |comm, ((output, input), dtype, op), stream| {
         // SAFETY: the caller's promise.
         unsafe { comm.reduce_scatter_at(output, input, count, dtype, op, stream) }
     })
@@ -205,13 +202,8 @@ pub unsafe extern "C" fn symmpool_all_gather(
     dtype: u32,
     stream: *mut c_void,
 ) -> Status {
-    let arguments = || {
-        filled(output, count, "output")?;
-        filled(input, count, "input")?;
-        self::dtype(dtype)
-    };
-    call(comm, stream, arguments, |comm, dtype, stream| {
-        let (output, input) = (output.cast(), input.cast());
+    let arguments = || Ok((ends(output, input, count)?, self::dtype(dtype)?));
+    call(comm, stream, arguments, |comm, ((output, input), dtype), stream| {
         // SAFETY: the caller's promise.
         unsafe { comm.all_gather_at(output, input, count, dtype, stream) }
     })
@@ -256,13 +248,8 @@ pub unsafe extern "C" fn symmpool_all_to_all(
     dtype: u32,
     stream: *mut c_void,
 ) -> Status {
-    let arguments = || {
-        filled(output, count, "output")?;
-        filled(input, count, "input")?;
-        self::dtype(dtype)
-    };
-    call(comm, stream, arguments, |comm, dtype, stream| {
-        let (output, input) = (output.cast(), input.cast());
+    let arguments = || Ok((ends(output, input, count)?, self::dtype(dtype)?));
+    call(comm, stream, arguments, |comm, ((output, input), dtype), stream| {
         // SAFETY: the caller's promise.
         unsafe { comm.all_to_all_at(output, input, count, dtype, stream) }
     })

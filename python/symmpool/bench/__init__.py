@@ -3,6 +3,7 @@
 | module | holds |
 | --- | --- |
 | `cli` | options, and the order of things |
+| `session` | meeting, reporting and leaving, of every benchmark |
 | `peers` | who is measured: ours and the others, each with its own memory |
 | `alltoallv` | the same for all-to-alls; `matrices`: who sends how much to whom |
 | `check` | random data, and whether results are right |
@@ -10,5 +11,5 @@
 | `table` | sizes and figures as people read them, the report as JSON |
 | `plot` | the same as a picture |
 
-Only `peers`, `check` and `timing` touch torch, and only when they are run.
+Only `session`, `peers`, `check` and `timing` touch torch, and only when they are run.
 """

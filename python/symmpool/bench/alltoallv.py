@@ -1,17 +1,16 @@
 """`python -m symmpool bench alltoallv`: all-to-alls of traffic matrices, beside torch.distributed and
 torch's symmetric memory."""
 
-import json
 from pathlib import Path
 
 import symmpool
-from symmpool.bench import matrices, peers, table, timing
+from symmpool.bench import matrices, peers, session, table, timing
 
 #: What a rank's links carry, in GB/s, by which the bound in the table is made.
 LINK = 355.0
 
 
-def add_options(commands, size_list, positive, dtypes):
+def add_options(commands, size_list, positive):
     it = commands.add_parser("alltoallv", help="all-to-alls of traffic matrices, likewise")
     it.add_argument("--sizes", type=size_list, help="bytes a rank sends on average: 4K,1M,64M")
     it.add_argument(
@@ -28,7 +27,7 @@ def add_options(commands, size_list, positive, dtypes):
     )
     it.add_argument("--imbalance", type=float, default=1.0, help="of zipf and moe (default 1)")
     it.add_argument("--seed", type=int, default=1, help="of moe")
-    it.add_argument("--dtype", choices=dtypes, default="bf16")
+    it.add_argument("--dtype", choices=session.DTYPES, default="bf16")
     it.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
     it.add_argument("--rounds", type=positive, default=3, help="in alternation (default 3)")
     it.add_argument("--calls", type=positive, help="in a graph (default: 100, fewer above 2 MiB)")
@@ -329,20 +328,18 @@ def plans(options, world, itemsize, on_cuda):
     ]
 
 
-def run(options, arguments, connect, describe, progress_of, dtypes):
-    ranks = connect(options)
-    dtype = getattr(ranks.torch, dtypes[options.dtype])
+def run(options, arguments):
+    ranks = session.connect(options)
+    dtype = getattr(ranks.torch, session.DTYPES[options.dtype])
     algorithms = ["auto", "packet", "direct"] if options.algorithm == "all" else [options.algorithm]
-    only = None
-    if options.peers is not None:
-        only = [name.strip() for name in options.peers.split(",") if name.strip()]
+    only = session.asked_peers(options)
     todo = plans(options, ranks.world, dtype.itemsize, ranks.on_cuda)
     # Of all ranks: tensors of a pool are equally long on each.
     sent = max(sum(row) for _, _, counts in todo for row in counts)
     received = max(sum(column) for _, _, counts in todo for column in zip(*counts))
     contenders, missing, pools = set_up(ranks, dtype, sent, received, algorithms, only)
     rows = []
-    progress = progress_of(len(todo) * options.rounds, ranks.rank == 0)
+    progress = session.Progress(len(todo) * options.rounds, ranks.rank == 0)
     try:
         for kind, size, counts in todo:
             heaviest = matrices.heaviest(counts) * dtype.itemsize
@@ -351,40 +348,20 @@ def run(options, arguments, connect, describe, progress_of, dtypes):
             rows.append(row)
     finally:
         progress.close()
-    facts = describe(ranks, arguments, contenders, missing) | {"benchmark": "alltoallv"}
-    ours = [name for name in contenders if name.split()[0] == "ours"]
-    others = [name for name in contenders if name not in ours]
-    if ranks.rank == 0:
+    facts = session.describe("alltoallv", ranks, arguments, contenders, missing)
+
+    def tell(ours, others):
         report(options, facts, rows, ours, others)
-    ranks.meet()
-    for name, contender in contenders.items():
-        _, why = ranks.attempt(contender.close)
-        if why is not None and ranks.rank == 0:
-            print(f"closing {name}: {why}")
-    pools.close()
-    ranks.dist.destroy_process_group()
-    wrong = any(name in row.missing for row in rows for name in ours)
-    return 1 if wrong or not ours else 0
+
+    return session.end(ranks, contenders, pools, rows, tell)
 
 
 def report(options, facts, rows, ours, others):
-    devices = sorted(set(facts["devices"]))
-    print(
-        f"all-to-all of {options.dtype}, {facts['world']} ranks on {', '.join(devices)}; torch "
-        f"{facts['torch']}"
-        + (f", NCCL {facts['nccl']}, driver {facts['driver']}" if facts["nccl"] else "")
-    )
+    print(f"all-to-all of {options.dtype}, {session.where(facts)}")
     print(
         "microseconds a call, slowest rank, median of rounds; bound: the heaviest rank's bytes at "
         f"{options.link:g} GB/s\n"
     )
     print(table.lay_out(*cells(rows, ours, others)))
-    for name, why in facts["missing"].items():
-        print(f"\nmissing: {name}: {why}")
-    for row in rows:
-        for name, why in row.missing.items():
-            print(f"missing for {row.kind}, {table.show_size(row.size)}: {name}: {why}")
-    if options.json:
-        given = {key: value for key, value in vars(options).items() if key not in ("json", "plot")}
-        whole = {**facts, "options": given, "results": [row.to_json() for row in rows]}
-        options.json.write_text(json.dumps(whole, indent=1, default=str) + "\n")
+    session.tell_missing(facts, rows, lambda row: f"for {row.kind}, {table.show_size(row.size)}")
+    session.write(options, facts, rows)

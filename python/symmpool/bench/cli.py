@@ -6,27 +6,11 @@ Run it under torchrun, one process a GPU (or any number on the CPU):
 """
 
 import argparse
-import json
-import os
-import platform
-import re
 import sys
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import symmpool
-from symmpool.bench import alltoallv, check, peers, plot, table, timing
-
-DTYPES = {
-    "f32": "float32",
-    "f64": "float64",
-    "f16": "float16",
-    "bf16": "bfloat16",
-    "i32": "int32",
-    "i64": "int64",
-    "u8": "uint8",
-    "i8": "int8",
-}
+from symmpool.bench import alltoallv, check, peers, plot, session, table, timing
 
 
 def size(text):
@@ -60,7 +44,7 @@ def parser():
     it.add_argument("--min-size", "--min", type=size, default=1 << 10, help="default 1K")
     it.add_argument("--max-size", "--max", type=size, help="default 64M, on the CPU 4M")
     it.add_argument("--factor", type=float, default=4, help="between sizes (default 4)")
-    it.add_argument("--dtype", choices=DTYPES, default="bf16")
+    it.add_argument("--dtype", choices=session.DTYPES, default="bf16")
     it.add_argument("--op", choices=["sum", "prod", "min", "max", "avg"], default="sum")
     it.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
     it.add_argument("--rounds", type=positive, default=3, help="in alternation (default 3)")
@@ -78,90 +62,8 @@ def parser():
     it.add_argument("--timeout", type=float, default=120, help="longest wait in seconds")
     it.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     it.add_argument("--plot", type=Path, metavar="FILE", help="write a picture: .png, .svg")
-    alltoallv.add_options(commands, size_list, positive, DTYPES)
+    alltoallv.add_options(commands, size_list, positive)
     return top
-
-
-class Progress:
-    """One line on standard error, on rank 0 of a terminal."""
-
-    def __init__(self, total, shown):
-        self.total, self.done, self.shown = total, 0, shown and sys.stderr.isatty()
-
-    def step(self, what):
-        self.done += 1
-        if self.shown:
-            bar = "#" * (20 * self.done // self.total)
-            line = f"[{bar:<20}] {self.done}/{self.total} {what}"
-            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-
-    def close(self):
-        if self.shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def driver_version():
-    """The NVIDIA driver's, as it says in /proc; None without one."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return None
-    found = re.search(r"Module(?:\s+for\s+\S+)?\s+(\d+(?:\.\d+)+)", text)
-    return found[1] if found else None
-
-
-def describe(ranks, arguments, contenders, missing):
-    """What the figures were measured on and how."""
-    torch = ranks.torch
-    device = torch.cuda.get_device_name(ranks.device) if ranks.on_cuda else platform.machine()
-    nccl = None
-    if ranks.on_cuda:
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return {
-        "benchmark": "allreduce",
-        "symmpool": symmpool.__version__,
-        "measured_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": ["python", "-m", "symmpool", "bench", *arguments],
-        "world": ranks.world,
-        "devices": ranks.gather(device),
-        "driver": driver_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": nccl,
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        "cores": os.cpu_count(),
-        "environment": peers.environment(),
-        "contenders": list(contenders),
-        "missing": missing,
-    }
-
-
-def connect(options):
-    """torch.distributed, and this process in it."""
-    try:
-        import torch
-        import torch.distributed
-    except ImportError as error:
-        raise SystemExit(f"the benchmark needs torch, which cannot be imported: {error}") from error
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        raise SystemExit(
-            "the benchmark runs under torchrun: "
-            "torchrun --nproc-per-node 4 -m symmpool bench allreduce"
-        )
-    cuda = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
-    timeout = timedelta(seconds=options.timeout)
-    if cuda:
-        if not torch.cuda.is_available():
-            raise SystemExit("--device cuda: torch sees no CUDA device")
-        local = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-        torch.distributed.init_process_group("nccl", timeout=timeout, device_id=device)
-    else:
-        device = torch.device("cpu")
-        torch.distributed.init_process_group("gloo", timeout=timeout)
-    return peers.Ranks(torch, device, options.timeout)
 
 
 def prepare(ranks, options, contender, bytes_, calls):
@@ -248,70 +150,47 @@ def measure_size(ranks, options, contenders, bytes_, step):
 
 
 def run(options, arguments):
-    ranks = connect(options)
-    dtype = getattr(ranks.torch, DTYPES[options.dtype])
+    ranks = session.connect(options)
+    dtype = getattr(ranks.torch, session.DTYPES[options.dtype])
     largest = options.max_size or (64 << 20 if ranks.on_cuda else 4 << 20)
     sizes = options.sizes or table.sizes_between(options.min_size, largest, options.factor)
     if any(size % dtype.itemsize for size in sizes):
         raise SystemExit(f"sizes must be whole numbers of {options.dtype}: {dtype.itemsize} bytes")
     algorithms = symmpool.algorithms() if options.algorithm == "all" else [options.algorithm]
-    only = None
-    if options.peers is not None:
-        only = [name.strip() for name in options.peers.split(",") if name.strip()]
-        known = [name for name, _ in peers.peers_for(ranks.on_cuda)]
-        if unknown := [name for name in only if name not in known]:
-            raise SystemExit(f"--peers {unknown[0]}: there are {', '.join(known)}")
+    only = session.asked_peers(options)
+    known = [name for name, _ in peers.peers_for(ranks.on_cuda)]
+    if unknown := [name for name in only or [] if name not in known]:
+        raise SystemExit(f"--peers {unknown[0]}: there are {', '.join(known)}")
     count = max(sizes) // dtype.itemsize
     contenders, missing, pools = peers.set_up(ranks, dtype, options.op, count, algorithms, only)
     rows = []
-    progress = Progress(len(sizes) * options.rounds, ranks.rank == 0)
+    progress = session.Progress(len(sizes) * options.rounds, ranks.rank == 0)
     try:
         for bytes_ in sizes:
             rows.append(measure_size(ranks, options, contenders, bytes_, progress.step))
     finally:
         progress.close()
-    facts = describe(ranks, arguments, contenders, missing)
-    ours = [name for name in contenders if name.split()[0] == "ours"]
-    others = [name for name in contenders if name not in ours]
-    if ranks.rank == 0:
+    facts = session.describe("allreduce", ranks, arguments, contenders, missing)
+
+    def tell(ours, others):
         report(options, facts, rows, ours, others)
-    ranks.meet()
-    for name, contender in contenders.items():
-        _, why = ranks.attempt(contender.close)
-        if why is not None and ranks.rank == 0:
-            print(f"closing {name}: {why}", file=sys.stderr)
-    pools.close()
-    ranks.dist.destroy_process_group()
-    wrong = any(name in row.missing for row in rows for name in ours)
-    return 1 if wrong or not ours else 0
+
+    return session.end(ranks, contenders, pools, rows, tell)
 
 
 def report(options, facts, rows, ours, others):
     """Prints the tables, and writes what was asked for."""
-    devices = sorted(set(facts["devices"]))
-    print(
-        f"all-reduce, {options.op} of {options.dtype}, {facts['world']} ranks on "
-        f"{', '.join(devices)}; torch {facts['torch']}"
-        + (f", NCCL {facts['nccl']}, driver {facts['driver']}" if facts["nccl"] else "")
-    )
+    print(f"all-reduce, {options.op} of {options.dtype}, {session.where(facts)}")
     print("microseconds a call, slowest rank, median of rounds\n")
     print(table.lay_out(*table.cells(rows, ours, others)))
     if options.eager:
         print("\neager: microseconds of host time a call / until it is done\n")
         print(table.lay_out(*table.eager_cells(rows, [*ours, *others])))
-    for name, why in facts["missing"].items():
-        print(f"\nmissing: {name}: {why}")
-    for row in rows:
-        for name, why in row.missing.items():
-            print(f"missing at {table.show_size(row.size)}: {name}: {why}")
-    if options.json:
-        results = [row.to_json() for row in rows]
-        # As plain text: sizes are numbers, paths are not.
-        given = {key: value for key, value in vars(options).items() if key not in ("json", "plot")}
-        whole = {**facts, "options": given, "results": results}
-        options.json.write_text(json.dumps(whole, indent=1, default=str) + "\n")
+    session.tell_missing(facts, rows, lambda row: f"at {table.show_size(row.size)}")
+    session.write(options, facts, rows)
     if options.plot:
-        title = f"all-reduce, {options.op} of {options.dtype}, {facts['world']} x {devices[0]}"
+        device = min(facts["devices"])
+        title = f"all-reduce, {options.op} of {options.dtype}, {facts['world']} x {device}"
         plot.save(options.plot, rows, ours, others, title)
 
 
@@ -325,7 +204,7 @@ def main(arguments=None):
             raise SystemExit(f"{path}: there is no folder {path.parent}")
     try:
         if options.command == "alltoallv":
-            return alltoallv.run(options, arguments, connect, describe, Progress, DTYPES)
+            return alltoallv.run(options, arguments)
         return run(options, arguments)
     except ValueError as error:
         raise SystemExit(str(error)) from error

@@ -1,0 +1,155 @@
+"""What every benchmark does: meets, says what it runs on, reports, and leaves."""
+
+import json
+import os
+import platform
+import re
+import sys
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import symmpool
+from symmpool.bench import peers
+
+DTYPES = {
+    "f32": "float32",
+    "f64": "float64",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "i32": "int32",
+    "i64": "int64",
+    "u8": "uint8",
+    "i8": "int8",
+}
+
+
+class Progress:
+    """One line on standard error, on rank 0 of a terminal."""
+
+    def __init__(self, total, shown):
+        self.total, self.done, self.shown = total, 0, shown and sys.stderr.isatty()
+
+    def step(self, what):
+        self.done += 1
+        if self.shown:
+            bar = "#" * (20 * self.done // self.total)
+            line = f"[{bar:<20}] {self.done}/{self.total} {what}"
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+    def close(self):
+        if self.shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def driver_version():
+    """The NVIDIA driver's, as it says in /proc; None without one."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"Module(?:\s+for\s+\S+)?\s+(\d+(?:\.\d+)+)", text)
+    return found[1] if found else None
+
+
+def describe(benchmark, ranks, arguments, contenders, missing):
+    """What the figures were measured on and how."""
+    torch = ranks.torch
+    device = torch.cuda.get_device_name(ranks.device) if ranks.on_cuda else platform.machine()
+    nccl = None
+    if ranks.on_cuda:
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return {
+        "benchmark": benchmark,
+        "symmpool": symmpool.__version__,
+        "measured_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": ["python", "-m", "symmpool", "bench", *arguments],
+        "world": ranks.world,
+        "devices": ranks.gather(device),
+        "driver": driver_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": nccl,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "cores": os.cpu_count(),
+        "environment": peers.environment(),
+        "contenders": list(contenders),
+        "missing": missing,
+    }
+
+
+def connect(options):
+    """torch.distributed, and this process in it."""
+    try:
+        import torch
+        import torch.distributed
+    except ImportError as error:
+        raise SystemExit(f"the benchmark needs torch, which cannot be imported: {error}") from error
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise SystemExit(
+            "the benchmark runs under torchrun: "
+            "torchrun --nproc-per-node 4 -m symmpool bench allreduce"
+        )
+    cuda = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
+    timeout = timedelta(seconds=options.timeout)
+    if cuda:
+        if not torch.cuda.is_available():
+            raise SystemExit("--device cuda: torch sees no CUDA device")
+        local = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+        torch.distributed.init_process_group("nccl", timeout=timeout, device_id=device)
+    else:
+        device = torch.device("cpu")
+        torch.distributed.init_process_group("gloo", timeout=timeout)
+    return peers.Ranks(torch, device, options.timeout)
+
+
+def asked_peers(options):
+    """The names given with --peers; None where all are meant."""
+    if options.peers is None:
+        return None
+    return [name.strip() for name in options.peers.split(",") if name.strip()]
+
+
+def where(facts):
+    """Ranks, devices and versions, for a heading."""
+    devices = ", ".join(sorted(set(facts["devices"])))
+    nccl = f", NCCL {facts['nccl']}, driver {facts['driver']}" if facts["nccl"] else ""
+    return f"{facts['world']} ranks on {devices}; torch {facts['torch']}{nccl}"
+
+
+def tell_missing(facts, rows, which):
+    """Prints who was not measured, everywhere or in a row, which `which` names, and why."""
+    for name, why in facts["missing"].items():
+        print(f"\nmissing: {name}: {why}")
+    for row in rows:
+        for name, why in row.missing.items():
+            print(f"missing {which(row)}: {name}: {why}")
+
+
+def write(options, facts, rows):
+    """All figures, where --json asks for them."""
+    if options.json:
+        # As plain text: sizes are numbers, paths are not.
+        given = {key: value for key, value in vars(options).items() if key not in ("json", "plot")}
+        whole = {**facts, "options": given, "results": [row.to_json() for row in rows]}
+        options.json.write_text(json.dumps(whole, indent=1, default=str) + "\n")
+
+
+def end(ranks, contenders, pools, rows, report):
+    """Reports on rank 0, with the names of ours and of the others, and lets go of everything.
+    Returns the exit status: 1 where ours was wrong, or was not there."""
+    ours = [name for name in contenders if name.split()[0] == "ours"]
+    others = [name for name in contenders if name not in ours]
+    if ranks.rank == 0:
+        report(ours, others)
+    ranks.meet()
+    for name, contender in contenders.items():
+        _, why = ranks.attempt(contender.close)
+        if why is not None and ranks.rank == 0:
+            print(f"closing {name}: {why}", file=sys.stderr)
+    pools.close()
+    ranks.dist.destroy_process_group()
+    wrong = any(name in row.missing for row in rows for name in ours)
+    return 1 if wrong or not ours else 0
