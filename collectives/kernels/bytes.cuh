@@ -38,6 +38,13 @@ __device__ __forceinline__ uint4 load_any(const Source& source, u64 at) {
     return load_shifted(from - shift, shift);
 }
 
+// A copy of so many bytes.
+struct Route {
+    const char* from;
+    char* to;
+    u64 bytes;
+};
+
 // A copy in units that blocks share out among them: the vectors, and one for the bytes at both
 // ends that fill no aligned vector.
 struct Copy {
@@ -49,17 +56,18 @@ struct Copy {
     u32 head;
     u64 vectors;
 
-    __device__ __forceinline__ Copy(const char* source, char* target, u64 length)
-        : from(source), to(target), bytes(length) {
-        const u64 before = (16 - reinterpret_cast<u64>(target) % 16) % 16;
-        head = static_cast<u32>(before < length ? before : length);
-        vectors = (length - head) / 16;
+    __device__ __forceinline__ explicit Copy(const Route& route)
+        : from(route.from), to(route.to), bytes(route.bytes) {
+        const u32 before = (16 - static_cast<u32>(reinterpret_cast<u64>(to)) % 16) % 16;
+        head = before < bytes ? before : static_cast<u32>(bytes);
+        vectors = (bytes - head) / 16;
     }
 
     __device__ __forceinline__ u64 units() const { return bytes == 0 ? 0 : vectors + 1; }
 
-    // Units `[first, last)`, by one block of 32 threads or more.
-    __device__ __forceinline__ void run(u64 first, u64 last) const {
+    // Units `[first, last)`, by one block of 32 threads or more. Not inlined, as one place in the
+    // image serves all peers and ways: what is longer than the instruction cache begins slowly.
+    __device__ __noinline__ void run(u64 first, u64 last) const {
         if (first >= last) {
             return;
         }

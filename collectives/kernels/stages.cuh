@@ -19,11 +19,11 @@ struct Stage {
 
     __device__ __forceinline__ Stage(const Exchange& exchange, u32 sender, u32 receiver, u32 stage) {
         const Comm& comm = exchange.session.comm;
-        const u64 length = exchange.staged(sender, receiver)
-            ? exchange.bytes(exchange.table.fitting(sender, receiver)) : 0;
+        const u64 length = exchange.is_window(receiver) ? 0 : exchange.rest(sender, receiver);
         const u64 each = ((length + STAGES - 1) / STAGES + 127) / 128 * 128;
-        from = stage * each < length ? stage * each : length;
-        to = from + each < length ? from + each : length;
+        const u64 head = exchange.traffic.head_bytes;
+        from = head + (stage * each < length ? stage * each : length);
+        to = from + each < head + length ? from + each : head + length;
         chunk = 16 * (half(comm) / STAGES / 8 * 8);
         rounds = static_cast<u32>((to - from + chunk - 1) / chunk);
     }
@@ -78,8 +78,9 @@ __device__ __forceinline__ bool run_stage(const Exchange& exchange, u32 stage) {
                     !await_flag(session, FINISHED, peer, stage, round - 1, DATA)) {
                     return false;
                 }
-                const Copy copy(exchange.input(peer) + out.begin(round),
-                                out.scratch(comm, peer, rank, stage, round), out.length(round));
+                const Copy copy(Route{exchange.input(peer) + out.begin(round),
+                                      out.scratch(comm, peer, rank, stage, round),
+                                      out.length(round)});
                 copy.run(0, copy.units());
             }
         }
@@ -92,8 +93,9 @@ __device__ __forceinline__ bool run_stage(const Exchange& exchange, u32 stage) {
                 if (!await_flag(session, ARRIVED, peer, stage, round + 1, DATA)) {
                     return false;
                 }
-                const Copy copy(in.scratch(comm, rank, peer, stage, round),
-                                exchange.output(peer).begin + in.begin(round), in.length(round));
+                const Copy copy(Route{in.scratch(comm, rank, peer, stage, round),
+                                      exchange.output(peer).begin + in.begin(round),
+                                      in.length(round)});
                 copy.run(0, copy.units());
             }
         }

@@ -59,7 +59,7 @@ struct Options {
     #[arg(long)]
     out: Option<PathBuf>,
     /// Algorithms to time or to check, by name; all that serve a size without it. `check` knows
-    /// all_to_all and one_sided as well.
+    /// all_to_all and one_sided as well, `bench` all_to_all, all_to_all_packet, all_to_all_direct.
     #[arg(long, value_delimiter = ',')]
     algorithms: Vec<String>,
     /// Sizes to time, in bytes, from and to; doubling.

@@ -32,6 +32,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = &[
     ("exchange.cuh", file!("exchange.cuh")),
     ("flags.cuh", file!("flags.cuh")),
     ("inbox.cuh", file!("inbox.cuh")),
+    ("line.cuh", file!("line.cuh")),
     ("parts.cuh", file!("parts.cuh")),
     ("ranks.cuh", file!("ranks.cuh")),
     ("reduce.cuh", file!("reduce.cuh")),
@@ -99,9 +100,9 @@ pub(crate) const ALL_TO_ALL: Kernel = collective!(
         WIDE,
         ("DTYPE", &["7"]),
         ("SHOTS", &["1", "3", "7"]),
-        ("TRAFFIC_BYTES", &["192"])
+        ("TRAFFIC_BYTES", &["336"])
     ],
-    [ABOVE_4, NARROW, ("DTYPE", &["7"]), ("SHOTS", &["1", "3", "7"]), ("TRAFFIC_BYTES", &["192"])],
+    [ABOVE_4, NARROW, ("DTYPE", &["7"]), ("SHOTS", &["1", "3", "7"]), ("TRAFFIC_BYTES", &["336"])],
 );
 
 /// Copies and signals between two ranks.
