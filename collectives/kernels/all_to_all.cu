@@ -3,8 +3,7 @@
 //! How a pair's data travels follows from its count and the receiver's output, which both ranks
 //! know alike: little goes as lines into the receiver's inbox, in one hop; more goes straight into an
 //! output that is a window, once the receiver's row has come, which says where; and what goes into
-//! other outputs passes through the receiver's scratch in rounds. Until rows have come the links would
-//! rest, so the head of every part goes as lines.
+//! other outputs passes through the receiver's scratch in rounds.
 //!
 //! An output is written from the moment on when its rank's row has come: so that rank's stream is
 //! past whatever read what the call before left there. The kernel ends when all data has come that
@@ -49,7 +48,7 @@ __device__ __forceinline__ void send_lines(const Exchange& exchange) {
     const u32 rank = exchange.rank();
     const u32 most = exchange.most_lines(exchange.plan.send_lines);
     each_line(session.comm, most, [&](u32 peer, u32 line, u32 part) {
-        const u64 length = exchange.head(exchange.sends(peer));
+        const u64 length = exchange.in_lines(exchange.sends(peer));
         if (u64{line} * PAYLOAD < length) {
             const uint4 piece = load_piece(exchange.input(peer) + u64{line} * PAYLOAD + 16 * part,
                                            piece_bytes(length, line, part));
@@ -67,8 +66,8 @@ __device__ __forceinline__ bool receive_lines(const Exchange& exchange) {
     return each_line(session.comm, most, [&](u32 peer, u32 line, u32 part) {
         // What the output has no room for is left where it is.
         const Target target = exchange.output(peer);
-        const u64 head = exchange.head(exchange.receives(peer));
-        const u64 length = head < target.bytes ? head : target.bytes;
+        const u64 sent = exchange.in_lines(exchange.receives(peer));
+        const u64 length = sent < target.bytes ? sent : target.bytes;
         const bool live = u64{line} * PAYLOAD < length;
         const char* from = line_from(session, rank, peer, line) + 16 * part;
         uint4 piece = make_uint4(0, 0, 0, 0);
@@ -104,7 +103,7 @@ constexpr u32 OWN_BLOCKS = 12;
 __device__ __forceinline__ bool even(const Exchange& exchange) {
     const Table& table = exchange.table;
     const u64 some = table.sent(0, WORLD - 1);
-    bool other = WORLD < 3 || exchange.bytes(some) < STEP_BYTES || data_blocks() < 2;
+    bool other = exchange.bytes(some) < STEP_BYTES || data_blocks() < 2;
     for (u32 pair = threadIdx.x; pair < WORLD * WORLD; pair += blockDim.x) {
         const u32 from = pair / WORLD, to = pair % WORLD;
         const u64 count = table.sent(from, to);
@@ -127,11 +126,18 @@ __device__ __forceinline__ u64 part(u64 whole, u32 nth, u32 parts) {
 __device__ __forceinline__ void share(const Route& route, u32 nth, u32 blocks) {
     const Copy copy(route);
     const u64 units = copy.units();
+#ifdef CYCLIC
+    const u64 chunk = CYCLIC * blockDim.x;
+    for (u64 at = nth * chunk; at < units; at += blocks * chunk) {
+        copy.run(at, at + chunk < units ? at + chunk : units);
+    }
+#else
     auto bound = [&](u32 block) {
         const u64 unit = (part(units, block, blocks) + 7) / 8 * 8;
         return unit < units ? unit : units;
     };
     copy.run(bound(nth), bound(nth + 1));
+#endif
 }
 
 // One peer after the other, in an order in which no two ranks send to one, and in step.
@@ -224,7 +230,7 @@ __device__ __noinline__ void forget_unused(const Exchange& exchange) {
             // Grids are equal where ranks keep step.
             blocks = theirs > blocks ? theirs : blocks;
         }
-        const u64 lines = lines_of(exchange.head(exchange.table.sent(peer, comm.rank)));
+        const u64 lines = lines_of(exchange.in_lines(exchange.table.sent(peer, comm.rank)));
         forget_bytes(session, line_from(session, comm.rank, peer, lines),
                      LINE * (slot_lines(comm) - lines));
     }

@@ -81,6 +81,12 @@ struct Copy {
         }
         const u64 begin = first == 0 ? 0 : first - 1, end = last - 1;
         const u32 shift = static_cast<u32>(reinterpret_cast<u64>(from + head) % 16);
+        shift == 0 ? move<false>(begin, end, 0) : move<true>(begin, end, shift);
+    }
+
+    // Vectors `[begin, end)`.
+    template <bool SHIFTED>
+    __device__ __forceinline__ void move(u64 begin, u64 end, u32 shift) const {
         const char* source = from + head - shift;
         char* target = to + head;
         for (u64 at = begin + threadIdx.x; at < end; at += blockDim.x * UNROLL) {
@@ -88,7 +94,8 @@ struct Copy {
 #pragma unroll
             for (int i = 0; i < UNROLL; ++i) {
                 if (at + i * blockDim.x < end) {
-                    all[i] = load_shifted(source + 16 * (at + i * blockDim.x), shift);
+                    const char* vector = source + 16 * (at + i * blockDim.x);
+                    all[i] = SHIFTED ? load_shifted(vector, shift) : load_plain(vector);
                 }
             }
 #pragma unroll

@@ -36,27 +36,22 @@ struct Exchange {
     __device__ __forceinline__ u32 rank() const { return session.comm.rank; }
     __device__ __forceinline__ u64 bytes(u64 count) const { return count * traffic.size; }
 
-    // How much of a part goes as lines.
-    __device__ __forceinline__ u64 head(u64 count) const {
+    // How many bytes of a part go as lines: all or none.
+    __device__ __forceinline__ u64 in_lines(u64 count) const {
         const u64 length = bytes(count);
-        return length <= traffic.line_bytes ? length : traffic.head_bytes;
+        return length <= traffic.line_bytes ? length : 0;
     }
-    __device__ __forceinline__ bool has_rest(u32 from, u32 to) const {
-        return from != to && bytes(table.sent(from, to)) > traffic.line_bytes;
-    }
-    // What goes another way, as far as the output has room.
-    __device__ __forceinline__ u64 rest(u32 from, u32 to) const {
-        const u64 length = bytes(table.fitting(from, to)), head = traffic.head_bytes;
-        return has_rest(from, to) && length > head ? length - head : 0;
+    __device__ __forceinline__ bool by_lines(u32 from, u32 to) const {
+        return bytes(table.sent(from, to)) <= traffic.line_bytes;
     }
     __device__ __forceinline__ bool is_window(u32 receiver) const {
         return table.words[receiver][PLACE] != UNKNOWN;
     }
     __device__ __forceinline__ bool straight(u32 from, u32 to) const {
-        return has_rest(from, to) && is_window(to);
+        return from != to && !by_lines(from, to) && is_window(to);
     }
     __device__ __forceinline__ bool staged(u32 from, u32 to) const {
-        return has_rest(from, to) && !is_window(to);
+        return from != to && !by_lines(from, to) && !is_window(to);
     }
 
     // What this rank sends to and receives from a peer: without any peer's row where it can be.
@@ -87,10 +82,10 @@ struct Exchange {
     // What goes straight into a peer's output; nothing if its data goes another way.
     __device__ __forceinline__ Route push(u32 to) const {
         const Comm& comm = session.comm;
-        const u64 head = traffic.head_bytes;
         char* begin = comm.base + to * comm.stride + table.words[to][PLACE] +
                       bytes(table.offset(rank(), to));
-        return Route{input(to) + head, begin + head, is_window(to) ? rest(rank(), to) : 0};
+        return Route{input(to), begin,
+                     straight(rank(), to) ? bytes(table.fitting(rank(), to)) : 0};
     }
 
     // Once the rank's own row is there, of counts on the device. By all threads of a block.
@@ -104,7 +99,7 @@ struct Exchange {
                 }
                 plan.send_begin[peer] = bytes(before);
                 plan.send_lines[peer] =
-                    peer == rank() ? 0 : static_cast<u32>(lines_of(head(sends(peer))));
+                    peer == rank() ? 0 : static_cast<u32>(lines_of(in_lines(sends(peer))));
             }
             __syncthreads();
         }
@@ -116,7 +111,7 @@ struct Exchange {
                 const u32 peer = threadIdx.x;
                 plan.receive_begin[peer] = bytes(table.offset(peer, rank()));
                 plan.receive_lines[peer] =
-                    peer == rank() ? 0 : static_cast<u32>(lines_of(head(receives(peer))));
+                    peer == rank() ? 0 : static_cast<u32>(lines_of(in_lines(receives(peer))));
             }
             __syncthreads();
         }

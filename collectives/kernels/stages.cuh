@@ -19,11 +19,11 @@ struct Stage {
 
     __device__ __forceinline__ Stage(const Exchange& exchange, u32 sender, u32 receiver, u32 stage) {
         const Comm& comm = exchange.session.comm;
-        const u64 length = exchange.is_window(receiver) ? 0 : exchange.rest(sender, receiver);
+        const u64 length = exchange.staged(sender, receiver)
+            ? exchange.bytes(exchange.table.fitting(sender, receiver)) : 0;
         const u64 each = ((length + STAGES - 1) / STAGES + 127) / 128 * 128;
-        const u64 head = exchange.traffic.head_bytes;
-        from = head + (stage * each < length ? stage * each : length);
-        to = from + each < head + length ? from + each : head + length;
+        from = stage * each < length ? stage * each : length;
+        to = from + each < length ? from + each : length;
         chunk = 16 * (half(comm) / STAGES / 8 * 8);
         rounds = static_cast<u32>((to - from + chunk - 1) / chunk);
     }

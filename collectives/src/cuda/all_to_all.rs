@@ -25,8 +25,6 @@ const DEVICE: u8 = 4;
 const LINE_PAYLOAD: u64 = 120;
 /// What a rank sends to all others as lines, if all get as much.
 const LINE_BYTES: u64 = 3 << 20;
-/// Of more than that, what goes as lines while rows are on their way.
-const HEAD_BYTES: u64 = 1 << 20;
 /// Blocks that keep all links busy.
 const MOST_BLOCKS: u32 = 132;
 
@@ -98,13 +96,13 @@ impl CudaEngine {
             (self.address(output), capacity),
             stream,
         )?;
-        let (line_bytes, head_bytes) = self.line_bytes();
+        let line_bytes = self.line_bytes();
         let others = |counts: [u64; MOST_RANKS as usize]| {
             counts.into_iter().enumerate().filter(move |(peer, _)| *peer != rank)
         };
         let parts = || others(sent).chain(others(received)).map(|(_, count)| count * size);
-        let of_head = |bytes| if bytes <= line_bytes { bytes } else { head_bytes };
-        let longest = parts().map(of_head).max().unwrap_or(0);
+        let in_lines = parts().filter(|bytes| *bytes <= line_bytes);
+        let lines = in_lines.max().unwrap_or(0).div_ceil(LINE_PAYLOAD);
         let traffic = Traffic {
             send: sent,
             receive: received,
@@ -117,15 +115,14 @@ impl CudaEngine {
             capacity: capacity / size,
             window: window(output),
             line_bytes,
-            head_bytes,
-            lines: longest.div_ceil(LINE_PAYLOAD) as u32,
+            lines: lines as u32,
             size: size as u32,
             wide: 0,
             unused: 0,
         };
         let work = if parts().all(|bytes| bytes <= line_bytes) {
-            // Of all peers; a rank's own part takes less.
-            (LINES, (longest * (world as u64 - 1)).max(sent[rank] * size))
+            // Eight threads a line; a rank's own part takes less.
+            (LINES, (128 * lines * (world as u64 - 1)).max(sent[rank] * size))
         } else {
             (LINES | STRAIGHT, length.max(capacity))
         };
@@ -184,7 +181,7 @@ impl CudaEngine {
                 self.apart(&what, other, (address, bytes), stream)?;
             }
         }
-        let (line_bytes, head_bytes) = self.line_bytes();
+        let line_bytes = self.line_bytes();
         let traffic = Traffic {
             send: [0; MOST_RANKS as usize],
             receive: [0; MOST_RANKS as usize],
@@ -197,7 +194,6 @@ impl CudaEngine {
             capacity: capacity as u64,
             window: window(output),
             line_bytes,
-            head_bytes,
             lines: 0,
             size: size.unwrap_or(1),
             wide: u32::from(splits.dtype == DType::I64),
@@ -216,17 +212,13 @@ impl CudaEngine {
         Call::new(Operation::AllToAllV).elements(dtype, row).algorithm(algorithm)
     }
 
-    /// What a pair may exchange as lines, and how much goes so of what is more: the same on every
-    /// rank.
-    fn line_bytes(&self) -> (u64, u64) {
+    /// What a pair may exchange as lines: the same on every rank.
+    fn line_bytes(&self) -> u64 {
         let most = self.control.pair_lines(self.world()) * LINE_PAYLOAD;
-        // Whole lines, and lines of 128 bytes in the output.
-        let unit = 16 * LINE_PAYLOAD;
-        let each = |bytes: u64| most.min(bytes / u64::from(self.world().max(2) - 1)) / unit * unit;
         match self.all_to_all {
-            AllToAllAlgorithm::Auto => (each(LINE_BYTES), each(HEAD_BYTES)),
-            AllToAllAlgorithm::Packet => (most, 0),
-            AllToAllAlgorithm::Direct => (0, 0),
+            AllToAllAlgorithm::Auto => most.min(LINE_BYTES / u64::from(self.world().max(2) - 1)),
+            AllToAllAlgorithm::Packet => most,
+            AllToAllAlgorithm::Direct => 0,
         }
     }
 

@@ -86,8 +86,7 @@ pub(super) struct Traffic {
     /// Where the output is in the slot.
     pub(super) window: u64,
     pub(super) line_bytes: u64,
-    pub(super) head_bytes: u64,
-    /// Of the largest of what goes as lines, where the host knows it.
+    /// Of the longest part that goes as lines, where the host knows it.
     pub(super) lines: u32,
     pub(super) size: u32,
     pub(super) wide: u32,

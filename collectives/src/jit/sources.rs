@@ -100,9 +100,9 @@ pub(crate) const ALL_TO_ALL: Kernel = collective!(
         WIDE,
         ("DTYPE", &["7"]),
         ("SHOTS", &["1", "3", "7"]),
-        ("TRAFFIC_BYTES", &["336"])
+        ("TRAFFIC_BYTES", &["328"])
     ],
-    [ABOVE_4, NARROW, ("DTYPE", &["7"]), ("SHOTS", &["1", "3", "7"]), ("TRAFFIC_BYTES", &["336"])],
+    [ABOVE_4, NARROW, ("DTYPE", &["7"]), ("SHOTS", &["1", "3", "7"]), ("TRAFFIC_BYTES", &["328"])],
 );
 
 /// Copies and signals between two ranks.
