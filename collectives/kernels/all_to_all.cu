@@ -96,8 +96,8 @@ __device__ __forceinline__ bool receive_lines(const Exchange& exchange) {
 
 // From here on it pays to keep ranks in step: the links gain what that takes.
 constexpr u64 STEP_BYTES = 1 << 20;
-// One of so many blocks copies the rank's own part meanwhile.
-constexpr u32 OWN_BLOCKS = 12;
+// One of so many blocks copies the rank's own part meanwhile, which is as long as a peer's.
+constexpr u32 OWN_BLOCKS = WORLD > 1 ? 4 * (WORLD - 1) : 1;
 
 // Whether all pairs exchange about as much, and enough, straight: the same answer on every rank.
 __device__ __forceinline__ bool even(const Exchange& exchange) {
@@ -126,18 +126,11 @@ __device__ __forceinline__ u64 part(u64 whole, u32 nth, u32 parts) {
 __device__ __forceinline__ void share(const Route& route, u32 nth, u32 blocks) {
     const Copy copy(route);
     const u64 units = copy.units();
-#ifdef CYCLIC
-    const u64 chunk = CYCLIC * blockDim.x;
-    for (u64 at = nth * chunk; at < units; at += blocks * chunk) {
-        copy.run(at, at + chunk < units ? at + chunk : units);
-    }
-#else
     auto bound = [&](u32 block) {
         const u64 unit = (part(units, block, blocks) + 7) / 8 * 8;
         return unit < units ? unit : units;
     };
     copy.run(bound(nth), bound(nth + 1));
-#endif
 }
 
 // One peer after the other, in an order in which no two ranks send to one, and in step.

@@ -45,8 +45,8 @@ struct Route {
     u64 bytes;
 };
 
-// A copy in units that blocks share out among them: the vectors, and one for the bytes at both
-// ends that fill no aligned vector.
+// A copy in units that blocks share out among them: vectors, in lines of 128 bytes where they are
+// written, and behind them one for the bytes at both ends that fill no line and no vector.
 struct Copy {
     static constexpr int UNROLL = 4;
 
@@ -58,30 +58,31 @@ struct Copy {
 
     __device__ __forceinline__ explicit Copy(const Route& route)
         : from(route.from), to(route.to), bytes(route.bytes) {
-        const u32 before = (16 - static_cast<u32>(reinterpret_cast<u64>(to)) % 16) % 16;
+        // Stores that straddle lines take the links for longer.
+        const u32 before = (128 - static_cast<u32>(reinterpret_cast<u64>(to)) % 128) % 128;
         head = before < bytes ? before : static_cast<u32>(bytes);
         vectors = (bytes - head) / 16;
     }
 
     __device__ __forceinline__ u64 units() const { return bytes == 0 ? 0 : vectors + 1; }
 
-    // Units `[first, last)`, by one block of 32 threads or more. Not inlined, as one place in the
-    // image serves all peers and ways: what is longer than the instruction cache begins slowly.
+    // Units `[first, last)`, by one block. Not inlined, as one place in the image serves all peers and
+    // ways: what is longer than the instruction cache begins slowly.
     __device__ __noinline__ void run(u64 first, u64 last) const {
         if (first >= last) {
             return;
         }
-        if (first == 0) {
+        const u32 shift = static_cast<u32>(reinterpret_cast<u64>(from + head) % 16);
+        const u64 end = last < vectors ? last : vectors;
+        shift == 0 ? move<false>(first, end, 0) : move<true>(first, end, shift);
+        if (last > vectors) {
             const u64 behind = head + 16 * vectors;
-            if (threadIdx.x < head) {
-                to[threadIdx.x] = from[threadIdx.x];
-            } else if (threadIdx.x >= 16 && threadIdx.x - 16 < bytes - behind) {
-                to[behind + threadIdx.x - 16] = from[behind + threadIdx.x - 16];
+            const u32 ends = head + static_cast<u32>(bytes - behind);
+            for (u32 i = threadIdx.x; i < ends; i += blockDim.x) {
+                const u64 at = i < head ? i : behind + (i - head);
+                to[at] = from[at];
             }
         }
-        const u64 begin = first == 0 ? 0 : first - 1, end = last - 1;
-        const u32 shift = static_cast<u32>(reinterpret_cast<u64>(from + head) % 16);
-        shift == 0 ? move<false>(begin, end, 0) : move<true>(begin, end, shift);
     }
 
     // Vectors `[begin, end)`.

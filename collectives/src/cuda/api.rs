@@ -46,6 +46,7 @@ functions! {
     module_unload = cuModuleUnload(Handle);
     module_function = cuModuleGetFunction(*mut Handle, Handle, *const c_char);
     occupancy = cuOccupancyMaxActiveBlocksPerMultiprocessor(*mut c_int, Handle, c_int, usize);
+    function_set = cuFuncSetAttribute(Handle, c_int, c_int);
     launch = cuLaunchKernelEx(*const sys::CUlaunchConfig, Handle, *mut *mut c_void, *mut *mut c_void);
     copy = cuMemcpyDtoDAsync_v2(u64, u64, usize, Handle);
     host_alloc = cuMemHostAlloc(*mut *mut c_void, usize, c_uint);

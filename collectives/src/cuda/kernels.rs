@@ -145,6 +145,14 @@ impl Kernels {
         // SAFETY: the module was just loaded; writes one handle through a valid pointer.
         let code = unsafe { (self.api.module_function)(&raw mut function, module, entry.as_ptr()) };
         CudaDriver::check(code, || format!("finding {} in its module", kernel.entry))?;
+        // A processor divides its memory into cache and shared memory by the kernel that comes to it
+        // when it is idle, and takes no block of one that wants another division until it is idle
+        // again. Kernels that wait must not keep away those that they wait for.
+        let (which, all_cache) =
+            (sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 0);
+        // SAFETY: the function is of a loaded module; the attribute is a number.
+        let code = unsafe { (self.api.function_set)(function, which as c_int, all_cache) };
+        CudaDriver::check(code, || format!("dividing a processor's memory for {variant}"))?;
         let mut blocks: c_int = 0;
         // SAFETY: the function is of a loaded module; writes one int through a valid pointer.
         let code = unsafe { (self.api.occupancy)(&raw mut blocks, function, threads as c_int, 0) };
