@@ -7,7 +7,7 @@ use symmpool_collectives::{
 
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
-use crate::{ORDINARY, Options, exchange, sided};
+use crate::{ORDINARY, Options, equal_parts, exchange, sided};
 
 /// Room for the longest data and any alignment.
 const ROOM: usize = 5 << 20;
@@ -69,9 +69,12 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         }
     }
     if asked("all_to_all") {
-        let (exchange_cases, exchange_wrong) = exchange::run(pool, options)?;
-        cases += exchange_cases;
-        wrong += exchange_wrong;
+        for (some_cases, some_wrong) in
+            [equal_parts::run(pool, options)?, exchange::run(pool, options)?]
+        {
+            cases += some_cases;
+            wrong += some_wrong;
+        }
     }
     if asked("one_sided") {
         let (sided_cases, sided_wrong) = sided::run(pool, options.seed)?;

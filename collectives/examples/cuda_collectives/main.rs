@@ -12,6 +12,7 @@
 mod bench;
 mod check;
 mod cuda;
+mod equal_parts;
 mod exchange;
 mod exchange_faults;
 mod faults;

@@ -188,7 +188,7 @@ impl Work {
         let direct = match engine.all_to_all_way() {
             AllToAllAlgorithm::Auto => is_direct(stream, self.world, engine.scratch_bytes()),
             AllToAllAlgorithm::Packet => false,
-            AllToAllAlgorithm::Direct => true,
+            AllToAllAlgorithm::Direct | AllToAllAlgorithm::Copy => true,
         };
         if direct && self.data.input.is_window() {
             Route::Direct

@@ -41,6 +41,10 @@ impl CudaEngine {
         dtype: DType,
         stream: Stream,
     ) -> Result<()> {
+        if self.copies_parts(places.1, (count as u64).saturating_mul(dtype.size() as u64)) {
+            // SAFETY: the caller's promises, which are passed on.
+            return unsafe { self.all_to_all_copied(places, count, dtype, stream) };
+        }
         let counts = [count; MOST_RANKS as usize];
         let counts = &counts[..self.world() as usize];
         // SAFETY: the caller's promises, which are passed on.
@@ -218,7 +222,7 @@ impl CudaEngine {
         match self.all_to_all {
             AllToAllAlgorithm::Auto => most.min(LINE_BYTES / u64::from(self.world().max(2) - 1)),
             AllToAllAlgorithm::Packet => most,
-            AllToAllAlgorithm::Direct => 0,
+            AllToAllAlgorithm::Direct | AllToAllAlgorithm::Copy => 0,
         }
     }
 
@@ -233,9 +237,12 @@ impl CudaEngine {
         traffic: &Traffic,
         stream: Stream,
     ) -> Result<()> {
-        // Vectors of more ranks take more registers.
-        let (bound, most) =
-            if self.world() <= 4 { (THREADS, MOST_BLOCKS) } else { (THREADS / 2, 2 * MOST_BLOCKS) };
+        // Vectors of more ranks take more registers; lines take few.
+        let (bound, most) = match self.world() {
+            0..=4 if shots == LINES => (THREADS, 2 * MOST_BLOCKS),
+            0..=4 => (THREADS, MOST_BLOCKS),
+            _ => (THREADS / 2, 2 * MOST_BLOCKS),
+        };
         let base = Specialty::new(&ALL_TO_ALL, bound);
         let loaded = self.kernel(Specialty { shots, ..base })?;
         let vectors = bytes.div_ceil(16);

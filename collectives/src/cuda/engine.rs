@@ -60,6 +60,8 @@ pub(crate) struct CudaEngine {
     alive: Alive,
     /// The stream of the last call.
     stream: Option<Stream>,
+    /// Its own, for what runs beside a call's kernels.
+    pub(super) aside: Stream,
     /// The streams of the last signals and waits.
     pub(super) channels: BTreeMap<Channel, Stream>,
     /// The kernels of one-sided operations, once there was one.
@@ -100,6 +102,7 @@ impl CudaEngine {
         let control = Control::new(layout.world, options.inbox, options.scratch)?;
         let kernels = Kernels::new(api, driver, layout.world)?;
         let fault = driver.with_context_unordered(|| Fault::new(api))?;
+        let aside = driver.with_context_unordered(|| api.stream())?;
         let nanoseconds = u64::try_from(options.timeout.as_nanos()).unwrap_or(u64::MAX);
         let comm = control.comm(&layout, control_offset, nanoseconds, fault.address());
         let devices: Result<Vec<&str>> =
@@ -116,6 +119,7 @@ impl CudaEngine {
             timeout: options.timeout,
             alive,
             stream: None,
+            aside,
             channels: BTreeMap::new(),
             sided: None,
             failed: None,
@@ -306,7 +310,13 @@ impl CudaEngine {
         if driver.is_capturing(stream) || driver.is_capturing(last) {
             return Ok(());
         }
-        let event = driver.record_event(last)?;
+        self.fork(last, stream)
+    }
+
+    /// Makes a stream wait for what another one has been given, in graphs too.
+    pub(super) fn fork(&self, from: Stream, stream: Stream) -> Result<()> {
+        let driver = self.pool.driver();
+        let event = driver.record_event(from)?;
         let waited = driver.wait_event(stream, &event);
         driver.release_event(event);
         waited
@@ -318,6 +328,7 @@ impl Drop for CudaEngine {
     fn drop(&mut self) {
         let Ok(driver) = cuda(&self.pool) else { return };
         let (api, kernels, fault) = (self.api, &mut self.kernels, self.fault.take());
+        let aside = self.aside.raw() as Handle;
         if let Err(error) = self.pool.driver().synchronize() {
             // What may still run keeps what it knows.
             tracing::warn!(%error, "a communicator's kernels and memory are not given back");
@@ -325,6 +336,9 @@ impl Drop for CudaEngine {
         }
         let cleaned = driver.with_context_unordered(|| {
             kernels.unload();
+            // SAFETY: made by this value and given up here; nothing runs on it.
+            let code = unsafe { (api.stream_destroy)(aside) };
+            CudaDriver::check(code, || "giving back a stream".to_owned())?;
             if let Some(fault) = fault {
                 fault.free(api);
             }

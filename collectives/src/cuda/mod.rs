@@ -18,6 +18,7 @@
 
 mod algorithms;
 mod all_to_all;
+mod all_to_all_copied;
 mod api;
 mod copied;
 mod engine;
