@@ -239,10 +239,14 @@ __device__ __forceinline__ void attend_exchange(const Exchange& exchange) {
     const Session& session = exchange.session;
     const Traffic& traffic = exchange.traffic;
     Table& table = exchange.table;
-    enter<ROWS>(session, exchange.call);
-    table.show(session);
+    enter<false>(session, exchange.call);
+    table.show<0, COUNTED>(session);
+    if (ROWS) {
+        fence();  // who sees where this rank's output is may write it
+    }
+    table.show<COUNTED, ROW_WORDS>(session);
     session.advance();
-    if (!table.await<true, ROWS>(session, exchange.call)) {
+    if (!table.await<0, ROW_WORDS, true, false>(session, exchange.call)) {
         return;
     }
     // Seldom, so both are asked at once.
@@ -300,19 +304,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     exchange.plan_sends();
     send_lines(exchange);
     session.advance();
-    if (ROWS && (!table.await<false, true>(session, call) || !table.agreed())) {
+    if (ROWS && (!table.await<0, COUNTED, false, false>(session, call) || !table.agreed())) {
         return;
     }
-    exchange.plan_receives();
-    exchange.plan_routes();
-    if (!(SHOTS & STRAIGHT)) {
+    if (!exchange.plan_receives()) {
         share(plan.routes[0], data_block(), data_blocks());
-    } else if (even(exchange)) {
-        push_in_step(exchange);
-    } else {
-        push(exchange);
-    }
-    if (SHOTS & STRAIGHT) {
+    } else if (SHOTS & STRAIGHT) {
+        if (!table.await<COUNTED, ROW_WORDS, false, true>(session, call)) {
+            return;
+        }
+        exchange.plan_routes();
+        if (even(exchange)) {
+            push_in_step(exchange);
+        } else {
+            push(exchange);
+        }
         raise_pushed(exchange);
         bool staged = false;
         for (u32 peer = 0; peer < WORLD; ++peer) {

@@ -104,22 +104,28 @@ struct Exchange {
             __syncthreads();
         }
     }
-    // The same once the peers' rows are there.
-    __device__ __forceinline__ void plan_receives() const {
-        if (SHOTS & DEVICE) {
-            if (threadIdx.x < WORLD) {
-                const u32 peer = threadIdx.x;
-                plan.receive_begin[peer] = bytes(table.offset(peer, rank()));
-                plan.receive_lines[peer] =
-                    peer == rank() ? 0 : static_cast<u32>(lines_of(in_lines(receives(peer))));
-            }
-            __syncthreads();
+    // The same once the peers' counts are there, and the own part. Whether anything of this rank goes
+    // another way than in lines.
+    __device__ __forceinline__ bool plan_receives() const {
+        const u32 peer = threadIdx.x;
+        if ((SHOTS & DEVICE) && peer < WORLD) {
+            plan.receive_begin[peer] = bytes(table.offset(peer, rank()));
+            plan.receive_lines[peer] =
+                peer == rank() ? 0 : static_cast<u32>(lines_of(in_lines(receives(peer))));
         }
-    }
-    __device__ __forceinline__ void plan_routes() const {
+        bool more = false;
+        if ((SHOTS & STRAIGHT) && peer < WORLD && peer != rank()) {
+            more = !by_lines(rank(), peer) || !by_lines(peer, rank());
+        }
+        more = __syncthreads_or(more);
         if (threadIdx.x == 0) {
             plan.routes[0] = own();
-        } else if ((SHOTS & STRAIGHT) && threadIdx.x < WORLD) {
+        }
+        __syncthreads();
+        return more;
+    }
+    __device__ __forceinline__ void plan_routes() const {
+        if (threadIdx.x > 0 && threadIdx.x < WORLD) {
             plan.routes[threadIdx.x] = push(session.comm.after(threadIdx.x));
         }
         __syncthreads();

@@ -32,9 +32,11 @@ struct Traffic {
 
 static_assert(sizeof(Traffic) == TRAFFIC_BYTES, "layouts differ");
 
-// Words of a row: counts sent to each rank, counts expected of each rank, and
+// Words of a row: counts sent to each rank, counts expected of each rank, which are all that lines
+// wait for, and where and how more may come.
 constexpr u32 EXPECTS = WORLD;
-constexpr u32 PLACE = 2 * WORLD;
+constexpr u32 COUNTED = 2 * WORLD;
+constexpr u32 PLACE = COUNTED;
 constexpr u32 ROOM = PLACE + 1;
 constexpr u32 GRID = PLACE + 2;  // data blocks of the rank's grid
 static_assert(GRID + 1 == ROW_WORDS, "rows have as many words as they have room");
@@ -116,11 +118,13 @@ struct Table {
         }
     }
 
-    // By one block.
+    // Words `[FIRST, LAST)` of the own row, by one block.
+    template <u32 FIRST, u32 LAST>
     __device__ __forceinline__ void show(const Session& session) const {
+        constexpr u32 EACH = LAST - FIRST;
         const u32 rank = session.comm.rank;
-        for (u32 i = threadIdx.x; i < WORLD * ROW_WORDS; i += blockDim.x) {
-            const u32 peer = i / ROW_WORDS, word = i % ROW_WORDS;
+        for (u32 i = threadIdx.x; i < WORLD * EACH; i += blockDim.x) {
+            const u32 peer = i / EACH, word = FIRST + i % EACH;
             if (peer != rank) {
                 const u64 data = words[rank][word];
                 store_relaxed(row_packet(session, peer, rank, word),
@@ -130,21 +134,22 @@ struct Table {
         }
     }
 
-    // The peers' rows and, with ENTRIES, their entries, which are compared. With ACQUIRE what the
-    // peers' streams did before is visible then, and what they have ended is past: their outputs may
-    // be written. By all threads of a block; false on all of them if a rank does not come.
-    template <bool ENTRIES, bool ACQUIRE>
+    // Words `[FIRST, LAST)` of the peers' rows and, with ENTRIES, their entries, which are compared.
+    // With ACQUIRE, of words behind the fence, what the peers' streams did before is visible then, and
+    // what they have ended is past: their outputs may be written. By all threads of a block; false on
+    // all of them if a rank does not come.
+    template <u32 FIRST, u32 LAST, bool ENTRIES, bool ACQUIRE>
     __device__ __forceinline__ bool await(const Session& session, const Call& call) {
-        constexpr u32 ENTERED = ENTRIES ? 4 * WORLD : 0;
+        constexpr u32 ENTERED = ENTRIES ? 4 * WORLD : 0, EACH = LAST - FIRST;
         bool bad = false;
-        for (u32 i = threadIdx.x; i < ENTERED + WORLD * ROW_WORDS && !bad; i += blockDim.x) {
+        for (u32 i = threadIdx.x; i < ENTERED + WORLD * EACH && !bad; i += blockDim.x) {
             // One look serves both kinds, as threads of a warp look together.
             bool entry = false;
             if constexpr (ENTRIES) {
                 entry = i < ENTERED;
             }
-            const u32 peer = entry ? i / 4 : (i - ENTERED) / ROW_WORDS;
-            const u32 word = entry ? i % 4 : (i - ENTERED) % ROW_WORDS;
+            const u32 peer = entry ? i / 4 : (i - ENTERED) / EACH;
+            const u32 word = entry ? i % 4 : FIRST + (i - ENTERED) % EACH;
             if (peer == session.comm.rank) {
                 continue;
             }
