@@ -137,9 +137,8 @@ impl Drop for Memory {
 impl<C: Deref<Target = Communicator>> RowExchange<C> {
     /// An exchange of such rows. It allocates memory of the pool: every rank makes its exchanges,
     /// of the same shapes, in the same place of its sequence of allocations, and none while a
-    /// graph is captured. What the pool's blocks are for the next commit, this memory is too. On a
-    /// device it waits for what runs there, and so does dropping it; drop it after graphs that use
-    /// it.
+    /// graph is captured; commit the pool before one is. On a device it waits for what runs there,
+    /// and so does dropping it; drop it after graphs that use it.
     ///
     /// # Errors
     ///
