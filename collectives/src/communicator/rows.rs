@@ -2,15 +2,18 @@
 
 #![allow(unsafe_code)] // passes on blocks as raw memory that the pool keeps mapped
 
+mod layout;
+
 use std::fmt;
 use std::ops::Deref;
 
-use bytemuck::Pod;
-use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream};
+use symmpool_allocator::{Block, CONTROL_LANE, Error, Result, Stream};
 
 use super::Communicator;
-use crate::row_exchange::{ALIGN, LayoutParts, RowPlaces, RowWork, Scratch};
+use crate::row_exchange::{LayoutParts, RowPlaces, RowWork, Scratch};
 use crate::{DType, Element, RowShape};
+use layout::Memory;
+pub use layout::{Received, RowLayout};
 
 /// An all-to-all of rows with a destination each, and the way back: what a mixture of experts does
 /// with its tokens. Made ahead of calls, with all memory that they need.
@@ -63,26 +66,6 @@ pub struct RowExchange<C: Deref<Target = Communicator>> {
     scratch: Memory,
 }
 
-/// How the rows of a [`RowExchange::send`] lie, for whoever reads them and for the way back.
-///
-/// It belongs to exchanges of one shape. A send overwrites what it holds.
-pub struct RowLayout {
-    shape: RowShape,
-    parts: LayoutParts,
-    memory: Memory,
-}
-
-/// What a [`RowLayout`] holds, read in host memory.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Received {
-    /// Rows that each rank sent, those that had no room included.
-    pub counts: Vec<i64>,
-    /// The row of the output at which each rank's begin.
-    pub offsets: Vec<i64>,
-    /// Which row of its source each received row was; of all that were sent, had they room or not.
-    pub source_index: Vec<i32>,
-}
-
 /// The rows of a call on addresses.
 #[derive(Clone, Copy, Debug)]
 pub struct RowsAt {
@@ -94,44 +77,6 @@ pub struct RowsAt {
     pub output: *mut u8,
     /// How many it holds.
     pub capacity: usize,
-}
-
-/// A block that kernels may still use when it is dropped.
-struct Memory {
-    pool: Pool,
-    /// `None` only while dropping.
-    block: Option<Block<u8>>,
-}
-
-impl Memory {
-    fn new(pool: &Pool, lane: &str, bytes: u64) -> Result<Self> {
-        let bytes = usize::try_from(bytes).map_err(|_| Error::out_of_memory("a row exchange"))?;
-        let block = pool.lane(lane)?.alloc_bytes(bytes, ALIGN, Stream::DEFAULT)?;
-        let memory = Self { pool: pool.clone(), block: Some(block) };
-        // Whatever used the place before on another stream than will is past then.
-        pool.driver().synchronize()?;
-        Ok(memory)
-    }
-
-    fn block(&self) -> &Block<u8> {
-        self.block.as_ref().expect("there until dropped")
-    }
-}
-
-impl Drop for Memory {
-    /// Without order, as garbage collectors drop exchanges (rule D5).
-    fn drop(&mut self) {
-        let Some(block) = self.block.take() else { return };
-        if let Err(error) = self.pool.driver().synchronize() {
-            // What may still run keeps what it knows.
-            tracing::warn!(%error, "the memory of a row exchange is not given back");
-            block.into_address();
-            return;
-        }
-        if let Err(error) = block.free_unordered() {
-            tracing::error!(%error, "freeing the memory of a row exchange");
-        }
-    }
 }
 
 impl<C: Deref<Target = Communicator>> RowExchange<C> {
@@ -417,61 +362,11 @@ impl<C: Deref<Target = Communicator>> RowExchange<C> {
     }
 }
 
-impl RowLayout {
-    /// The address of the counts of rows that came from each rank, `i64`; those that had no room
-    /// are counted. On a device only the device can follow it, once it is past the call.
-    pub fn counts(&self) -> *const i64 {
-        self.at(self.parts.counts).cast()
-    }
-
-    /// The address of the rows at which each rank's begin, `i64`.
-    pub fn offsets(&self) -> *const i64 {
-        self.at(self.parts.offsets).cast()
-    }
-
-    /// The address of the row of its source that each row was, `i32`, with room for all that can
-    /// come.
-    pub fn source_index(&self) -> *const i32 {
-        self.at(self.parts.source_index).cast()
-    }
-
-    fn at(&self, offset: u64) -> *const u8 {
-        (self.memory.block().address() + offset) as *const u8
-    }
-
-    /// What it holds.
-    ///
-    /// # Errors
-    ///
-    /// `is_unsupported` where the CPU cannot reach the memory.
-    pub fn read(&self) -> Result<Received> {
-        let bytes = self.memory.block().read()?;
-        let world = self.memory.pool.world() as usize;
-        let part = |at: u64, length: usize| &bytes[at as usize..][..length];
-        let counts: Vec<i64> = numbers(part(self.parts.counts, 8 * world));
-        let offsets = numbers(part(self.parts.offsets, 8 * world));
-        let all = counts.iter().sum::<i64>().max(0) as usize;
-        let room = LayoutParts::indices(&self.shape, world as u32);
-        let indices = part(self.parts.source_index, 4 * all.min(room));
-        Ok(Received { counts, offsets, source_index: numbers(indices) })
-    }
-}
-
-fn numbers<T: Pod>(bytes: &[u8]) -> Vec<T> {
-    bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
-}
-
 impl<C: Deref<Target = Communicator>> fmt::Debug for RowExchange<C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RowExchange")
             .field("rank", &self.comm.rank())
             .field("shape", &self.shape)
             .finish_non_exhaustive()
-    }
-}
-
-impl fmt::Debug for RowLayout {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RowLayout").field("shape", &self.shape).finish_non_exhaustive()
     }
 }
