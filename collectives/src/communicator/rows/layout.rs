@@ -8,7 +8,8 @@ use symmpool_allocator::{Block, Error, Pool, Result, Stream};
 use crate::RowShape;
 use crate::row_exchange::{ALIGN, LayoutParts};
 
-/// How the rows of a [`RowExchange::send`](super::RowExchange::send) lie, for whoever reads them and for the way back.
+/// How the rows of a [`RowExchange::send`](super::RowExchange::send) lie, for whoever reads them and
+/// for the way back.
 ///
 /// It belongs to exchanges of one shape. A send overwrites what it holds.
 pub struct RowLayout {
@@ -37,7 +38,11 @@ pub(super) struct Memory {
 
 impl Memory {
     pub(super) fn new(pool: &Pool, lane: &str, bytes: u64) -> Result<Self> {
-        let bytes = usize::try_from(bytes).map_err(|_| Error::out_of_memory("a row exchange"))?;
+        let bytes = usize::try_from(bytes).map_err(|_| {
+            Error::out_of_memory(format!(
+                "{bytes} bytes for a row exchange: no memory is that long"
+            ))
+        })?;
         let block = pool.lane(lane)?.alloc_bytes(bytes, ALIGN, Stream::DEFAULT)?;
         let memory = Self { pool: pool.clone(), block: Some(block) };
         // Whatever used the place before on another stream than will is past then.
