@@ -7,7 +7,7 @@ use symmpool_collectives::{
 
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
-use crate::{ORDINARY, Options, equal_parts, exchange, sided};
+use crate::{ORDINARY, Options, equal_parts, exchange, rows, sided};
 
 /// Room for the longest data and any alignment.
 const ROOM: usize = 5 << 20;
@@ -75,6 +75,11 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             cases += some_cases;
             wrong += some_wrong;
         }
+    }
+    if asked("rows") {
+        let (row_cases, row_wrong) = rows::run(pool, options)?;
+        cases += row_cases;
+        wrong += row_wrong;
     }
     if asked("one_sided") {
         let (sided_cases, sided_wrong) = sided::run(pool, options.seed)?;

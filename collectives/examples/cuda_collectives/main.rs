@@ -18,6 +18,8 @@ mod exchange_faults;
 mod faults;
 mod matrix;
 mod oracle;
+mod row_model;
+mod rows;
 mod sided;
 mod soak;
 mod tune;
@@ -60,7 +62,7 @@ struct Options {
     #[arg(long)]
     out: Option<PathBuf>,
     /// Algorithms to time or to check, by name; all that serve a size without it. `check` knows
-    /// all_to_all and one_sided as well, `bench` all_to_all, all_to_all_packet, all_to_all_direct.
+    /// all_to_all, rows and one_sided as well, `bench` all_to_all and all_to_all_packet, for one.
     #[arg(long, value_delimiter = ',')]
     algorithms: Vec<String>,
     /// Sizes to time, in bytes, from and to; doubling.

@@ -16,6 +16,7 @@ use super::params::{CallParams, Channel, Comm, Control, Traffic};
 use super::table::Rows;
 use crate::host::call::{Call, Operation};
 use crate::jit::sources::BARRIER;
+use crate::row_exchange::RowWork;
 use crate::{AllToAllAlgorithm, Place};
 
 /// How a [`CudaEngine`] behaves. The same on every rank.
@@ -174,8 +175,8 @@ impl CudaEngine {
 
     /// What calls wanted the host to know, though they went on; once.
     fn noticed(&mut self) -> Result<()> {
-        let rank = self.comm.rank;
-        match self.fault.as_mut().and_then(|fault| fault.notice(rank)) {
+        let (rank, world) = (self.comm.rank, self.comm.world);
+        match self.fault.as_mut().and_then(|fault| fault.notice(rank, world)) {
             Some(error) => Err(error),
             None => Ok(()),
         }
@@ -300,6 +301,26 @@ impl CudaEngine {
         cuda(&self.pool)?.with_context(|| {
             // SAFETY: as the caller promised.
             unsafe { self.kernels.launch(kernel, grid, stream, comm, params, traffic) }
+        })
+    }
+
+    /// Puts a kernel of a row exchange on the stream, behind what this communicator put on another
+    /// one before.
+    ///
+    /// # Safety
+    ///
+    /// As [`Kernels::launch_rows`].
+    pub(super) unsafe fn launch_rows(
+        &mut self,
+        kernel: Loaded,
+        grid: (u32, u32),
+        work: &RowWork,
+        stream: Stream,
+    ) -> Result<()> {
+        self.turn_to(stream)?;
+        cuda(&self.pool)?.with_context(|| {
+            // SAFETY: as the caller promised.
+            unsafe { self.kernels.launch_rows(kernel, grid, stream, &self.comm, work) }
         })
     }
 

@@ -52,6 +52,7 @@ pub(crate) const KERNELS: &[&Kernel] = &[
     &PULL,
     &PUSH,
     &REDUCE_LOCAL,
+    &ROW_EXCHANGE,
     &TWO_SHOT,
 ];
 
@@ -110,6 +111,17 @@ pub(crate) const ONE_SIDED: Kernel = collective!(
     "one_sided",
     [("WORLD", &["1", "2", "8"]), ("SHOTS", &["1", "3"]), WIDE],
     [("WORLD", &["1", "2", "8"]), ("SHOTS", &["2", "4"]), ("THREADS", &["32"])],
+);
+
+/// Rows into the order of an all-to-all, and back.
+pub(crate) const ROW_EXCHANGE: Kernel = collective!(
+    "row_exchange",
+    [
+        ("WORLD", &["1", "2", "4", "8"]),
+        NARROW,
+        ("SHOTS", &["1", "2", "4", "8"]),
+        ("ROW_WORK_BYTES", &["152"])
+    ],
 );
 
 /// All-reduce through inboxes, in one shot.
