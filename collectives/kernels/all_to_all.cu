@@ -239,8 +239,8 @@ __device__ __forceinline__ void attend_exchange(const Exchange& exchange) {
     const Session& session = exchange.session;
     const Traffic& traffic = exchange.traffic;
     Table& table = exchange.table;
-    enter<false>(session, exchange.call);
     table.show<0, COUNTED>(session);
+    enter<false>(session, exchange.call);
     if (ROWS) {
         fence();  // who sees where this rank's output is may write it
     }

@@ -23,8 +23,9 @@ const DEVICE: u8 = 4;
 
 /// Bytes of data in a line: `PAYLOAD` in `line.cuh`.
 const LINE_PAYLOAD: u64 = 120;
-/// What a rank sends to all others as lines, if all get as much.
-const LINE_BYTES: u64 = 3 << 20;
+/// What a rank sends to all others as lines, if all get as much: what its threads hold at once. More
+/// would be looked for in vain too often while it is on its way.
+const LINE_BYTES: u64 = 2 << 20;
 /// Blocks that keep all links busy.
 const MOST_BLOCKS: u32 = 132;
 
