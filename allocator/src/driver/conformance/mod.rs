@@ -23,6 +23,7 @@ pub fn conformance(make: impl Fn() -> Driver) {
     life_cycle(&make());
     growth(&make());
     many_segments(&make());
+    runs(&make());
     out_of_memory(&make());
     events(&make());
     sharing(&make(), &make());
@@ -133,6 +134,29 @@ fn many_segments(driver: &Driver) {
     }
     for n in (0..SLOTS).rev() {
         driver.unmap(&range, slot(n), unit).expect("unmapping a slot");
+    }
+    driver.unreserve(range).expect("nothing is mapped");
+}
+
+/// Several at once: one after the other, each a mapping of its own, and none where one cannot be.
+fn runs(driver: &Driver) {
+    let unit = driver.granularity();
+    let range = reserve(driver, 8);
+    let three = [create(driver, 1), create(driver, 2), create(driver, 1)];
+    driver.map_all(&range, unit, &three).expect("mapping three");
+    driver.map_all(&range, unit, &[]).expect("mapping none");
+    fill(driver, range.base() + unit, 4 * unit, 5);
+    driver.unmap(&range, 2 * unit, 2 * unit).expect("unmapping the second");
+    check_contents(driver, range.base() + unit, unit, 5);
+    // The last is in the way, so the first two do not stay.
+    let error = driver.map_all(&range, 2 * unit, &three).expect_err("there is another");
+    assert!(error.is_invalid_argument(), "{error}");
+    driver.map(&range, 2 * unit, &three[1]).expect("nothing has stayed");
+    for (at, units) in [(1, 1), (2, 2), (4, 1)] {
+        driver.unmap(&range, at * unit, units * unit).expect("unmapping");
+    }
+    for physical in three {
+        driver.release(physical).expect("releasing");
     }
     driver.unreserve(range).expect("nothing is mapped");
 }

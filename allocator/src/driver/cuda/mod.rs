@@ -274,7 +274,16 @@ impl MemoryDriver for CudaDriver {
     }
 
     fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()> {
-        self.memory().map(&self.context, reservation, offset, physical)
+        self.map_all(reservation, offset, std::slice::from_ref(physical))
+    }
+
+    fn map_all(
+        &self,
+        reservation: &Reservation,
+        offset: u64,
+        physicals: &[Physical],
+    ) -> Result<()> {
+        self.memory().map_all(&self.context, reservation, offset, physicals)
     }
 
     fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {
