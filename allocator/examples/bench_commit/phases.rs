@@ -123,6 +123,10 @@ impl MemoryDriver for Watched {
         self.inner.unreserve(reservation)
     }
 
+    fn check_room(&self, bytes: u64) -> Result<()> {
+        self.inner.check_room(bytes)
+    }
+
     fn create(&self, bytes: u64) -> Result<Physical> {
         self.inner.create(bytes)
     }
@@ -162,6 +166,10 @@ impl MemoryDriver for Watched {
 
     fn wait_event(&self, stream: Stream, event: &Event) -> Result<()> {
         self.inner.wait_event(stream, event)
+    }
+
+    fn is_event_done(&self, event: &Event) -> Result<bool> {
+        self.inner.is_event_done(event)
     }
 
     fn release_event(&self, event: Event) {

@@ -277,6 +277,12 @@ pub trait MemoryDriver: Send + Sync {
     /// reserved.
     fn unreserve(&self, reservation: Reservation) -> Result<()>;
 
+    /// Refuses what several calls of [`create`](MemoryDriver::create) together cannot make, before
+    /// the first takes memory that others then lack. Passes where that is not known.
+    fn check_room(&self, _bytes: u64) -> Result<()> {
+        Ok(())
+    }
+
     /// Makes `bytes` of physical memory; zeroed on the host, undefined on CUDA. Fails with
     /// [`Error::is_out_of_memory`](crate::Error::is_out_of_memory) rather than overcommitting.
     fn create(&self, bytes: u64) -> Result<Physical>;
@@ -320,7 +326,7 @@ pub trait MemoryDriver: Send + Sync {
     /// Lets go of a physical allocation. Its memory goes with the last mapping of it anywhere.
     fn release(&self, physical: Physical) -> Result<()>;
 
-    /// Records an event on `stream` (rule D4). This and the four methods that follow need be
+    /// Records an event on `stream` (rule D4). This and the five methods that follow need be
     /// written only by drivers that have streams: elsewhere work is done when its call returns,
     /// and there is nothing to wait for.
     fn record_event(&self, _stream: Stream) -> Result<Event> {
@@ -330,6 +336,11 @@ pub trait MemoryDriver: Send + Sync {
     /// Makes later work of `stream` wait for `event`, on the device; the host does not wait.
     fn wait_event(&self, _stream: Stream, _event: &Event) -> Result<()> {
         Ok(())
+    }
+
+    /// Whether what was on the stream when `event` was recorded is done. Does not wait.
+    fn is_event_done(&self, _event: &Event) -> Result<bool> {
+        Ok(true)
     }
 
     /// Lets go of an event.

@@ -173,8 +173,9 @@ fn out_of_memory(driver: &Driver) {
 fn events(driver: &Driver) {
     let event: Event = driver.record_event(Stream::DEFAULT).expect("an event");
     driver.wait_event(Stream::DEFAULT, &event).expect("waiting for it");
-    driver.release_event(event);
     driver.synchronize().expect("no work is under way");
+    assert!(driver.is_event_done(&event).expect("asking for it"));
+    driver.release_event(event);
     assert!(!driver.is_capturing(Stream::DEFAULT));
 }
 
