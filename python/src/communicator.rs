@@ -9,7 +9,9 @@ use symmpool_collectives::{CommunicatorOptions, DType, ReduceOp, SplitRows, Spli
 
 use crate::convert::{self, Device, long_name};
 use crate::errors::{OrRaise, exception, seconds};
+use crate::mark::Mark;
 use crate::operation;
+use crate::own::Own;
 use crate::pool::Pool;
 use crate::tensor::{self, Refusal, Tensor};
 
@@ -43,7 +45,7 @@ type Argument<'a, 'py> = &'a Bound<'py, PyAny>;
 /// scratch there is, in host memory or on the device. All of it is the same on every rank.
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Communicator {
-    comm: symmpool_collectives::Communicator,
+    comm: Own<symmpool_collectives::Communicator>,
     device: Device,
     algorithm: &'static str,
 }
@@ -63,6 +65,7 @@ impl Communicator {
         scratch_bytes: Option<u64>,
     ) -> PyResult<Self> {
         let pool = pool.get();
+        pool.pool.check("a pool").or_raise(py)?;
         let algorithm = convert::algorithm(py, algorithm)?;
         let all_to_all = convert::all_to_all_algorithm(py, all_to_all)?;
         let defaults = CommunicatorOptions::default();
@@ -77,9 +80,10 @@ impl Communicator {
             (Device::Cuda(_), Some(bytes)) => options.device_scratch_bytes = bytes,
             (_, None) => {}
         }
-        let make = || symmpool_collectives::Communicator::with_options(&pool.pool, &options);
+        let on = &*pool.pool;
+        let make = || symmpool_collectives::Communicator::with_options(on, &options);
         let comm = py.detach(make).or_raise(py)?;
-        Ok(Self { comm, device: pool.device, algorithm: algorithm.name() })
+        Ok(Self { comm: Own::new(comm), device: pool.device, algorithm: algorithm.name() })
     }
 
     /// Reduces every rank's `tensor` into every rank's `out`, of the same length and type; in place
@@ -365,6 +369,21 @@ impl Communicator {
         py.detach(|| self.comm.synchronize(&stream)).or_raise(py)
     }
 
+    /// Marks how far `stream` is (torch's current one unless given): everything that it was given.
+    #[pyo3(signature = (stream = None))]
+    fn mark(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<Mark> {
+        let stream = self.stream(py, stream)?;
+        Mark::new(self.comm.pool().driver(), self.device, stream).or_raise(py)
+    }
+
+    /// Makes what `stream` gets from now on wait for what torch's current one was given so far.
+    #[pyo3(signature = (stream))]
+    fn follow(&self, py: Python<'_>, stream: Argument<'_, '_>) -> PyResult<()> {
+        let (current, follower) = (self.stream(py, None)?, self.stream(py, Some(stream))?);
+        let mark = Mark::new(self.comm.pool().driver(), self.device, current).or_raise(py)?;
+        mark.hold(follower).or_raise(py)
+    }
+
     /// Why all calls fail, as an exception; None while they do not.
     #[getter]
     fn failure(&self, py: Python<'_>) -> Option<PyErr> {
@@ -429,12 +448,15 @@ impl Communicator {
     /// A call, without the interpreter's lock: it may wait for other ranks.
     #[inline]
     fn run(&self, py: Python<'_>, call: impl FnOnce() -> Result<()> + Send) -> PyResult<()> {
+        self.comm.check("a communicator").or_raise(py)?;
         py.detach(call).or_raise(py)
     }
 
     /// The stream of a call. One that is none is a refusal like any other.
     #[inline]
     fn stream(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<Stream> {
+        // Before a refusal of arguments is told to other ranks.
+        self.comm.check("a communicator").or_raise(py)?;
         let found = tensor::stream(py, self.device, stream);
         self.or_decline(py, Stream::DEFAULT, found.map_err(Refusal::Raised))
     }
