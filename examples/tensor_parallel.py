@@ -26,6 +26,9 @@ import torch.nn.functional as F
 
 import symmpool
 
+#: Other threads, NCCL's watchdog among them, may look at events during a capture.
+OTHERS_MAY = "thread_local"
+
 
 class Distributed:
     """torch.distributed: NCCL, or gloo on the CPU."""
@@ -38,7 +41,7 @@ class Distributed:
     reduce = staticmethod(dist.all_reduce)
 
     def graph(self, graph, stream):
-        return torch.cuda.graph(graph, stream=stream)
+        return torch.cuda.graph(graph, stream=stream, capture_error_mode=OTHERS_MAY)
 
 
 class Symmpool:
@@ -53,7 +56,7 @@ class Symmpool:
         return contextlib.nullcontext() if self.pool.device == "cpu" else self.pool
 
     def graph(self, graph, stream):
-        return symmpool.graph(graph, stream=stream)
+        return symmpool.graph(graph, stream=stream, capture_error_mode=OTHERS_MAY)
 
 
 class ColumnParallel(torch.autograd.Function):

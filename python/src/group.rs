@@ -19,7 +19,8 @@ use crate::store::PythonStore;
 /// - "file:///DIRECTORY": in files of a directory that all ranks see and nobody else uses.
 ///
 /// `timeout` is how long collective calls of the group wait for other ranks, in seconds: making
-/// pools, and commits. Waits are not ended by Ctrl-C, but all of them end.
+/// pools, and commits. Waits are not ended by Ctrl-C (in a store of torch they are, within a second),
+/// but all of them end, and then it is heard.
 ///
 /// Raises InvalidArgumentError, TimeoutError when the store cannot be reached in time, and
 /// RefusedError when a secret differs.
