@@ -244,6 +244,7 @@ impl Pool {
     }
 
     fn __enter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, Self>> {
+        slf.get().check(slf.py())?;
         Self::_scope(slf)?.call_method0(intern!(slf.py(), "enter"))?;
         Ok(slf.clone())
     }

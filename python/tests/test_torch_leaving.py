@@ -138,6 +138,7 @@ def in_a_child(pool, comm, group, x):
         "a new pool": lambda: symmpool.Pool(group, "cpu"),
         "a new communicator": lambda: symmpool.Communicator(pool),
         "barrier": comm.barrier,
+        "scope": pool.__enter__,
     }
     for name, call in calls.items():
         try:
