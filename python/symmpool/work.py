@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import functools
 import queue
 import threading
 import time
@@ -130,6 +131,7 @@ class Worker:
         name = "symmpool collectives"
         self._thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
         self._thread.start()
+        _end_all_at_exit()
         _running[self._thread] = self._calls
         weakref.finalize(owner, self._calls.put, None)
 
@@ -149,7 +151,13 @@ _running: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue]
 _running = weakref.WeakKeyDictionary()
 
 
-@atexit.register
+@functools.cache
+def _end_all_at_exit() -> None:
+    """With the first thread, not before: what is registered last runs first, and what torch has
+    registered until then may take away what a call still uses."""
+    atexit.register(_end_all)
+
+
 def _end_all() -> None:
     """A thread that comes back to a finished interpreter is ended where it stands, in the middle of
     torch's code, which ends the process. So they end before; but for those that wait for a rank that
