@@ -89,9 +89,9 @@ impl Parts<'_> {
             upload(pool, from, &data[rank])?;
             upload(pool, to, &vec![POISON; whole + AROUND])?;
             if round == 0 {
-                call()?
+                call()?;
             } else {
-                graph.launch(pool, stream)?
+                graph.launch(pool, stream)?;
             }
             comm.synchronize(&stream)?;
             let mut wanted: Vec<u8> = data
