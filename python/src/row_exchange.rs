@@ -137,6 +137,7 @@ impl RowExchange {
     /// A layout that says that nothing came. It allocates memory of the pool, as `Pool.empty` does,
     /// and on CUDA waits for what runs; none is made while a graph is captured.
     fn layout(&self, py: Python<'_>) -> PyResult<RowLayout> {
+        self.exchange.check("a row exchange").or_raise(py)?;
         let comm = self.comm.get();
         let stream = tensor::stream(py, comm.device, None)?;
         let pool = self.exchange.communicator().pool();

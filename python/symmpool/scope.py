@@ -13,7 +13,7 @@ import threading
 from typing import Any
 
 from symmpool import _symmpool, process
-from symmpool.errors import Error, UnsupportedError
+from symmpool.errors import Error, InvalidStateError, UnsupportedError
 
 # torch keeps a bare pointer to the allocator of a segment for as long as a tensor lives in it,
 # which may be longer than the MemPool does. So an allocator, once made, is for ever; there is one a
@@ -22,6 +22,9 @@ _allocators: dict[int, Any] = {}
 
 # Pools that became due while a graph was being captured.
 _postponed: list[Any] = []
+
+# `scopes` of a thread, the innermost last.
+_threads = threading.local()
 
 
 def _allocator(torch: Any, slot: _symmpool.Slot) -> Any:
@@ -42,7 +45,7 @@ class Scope:
     """What a pool needs so that torch allocates in it. Made at its first `with`."""
 
     # Attributes go in this order: torch gives its cached segments back before the slot closes.
-    __slots__ = ("_mempool", "_slot", "_torch", "_device", "_threads")
+    __slots__ = ("_mempool", "_slot", "_torch", "_device")
 
     def __init__(self, pool: _symmpool.Pool, torch: Any = None):
         device = pool.device
@@ -56,7 +59,6 @@ class Scope:
         self._torch = torch
         self._device = int(device.partition(":")[2] or 0)
         self._slot = _symmpool.Slot(pool)
-        self._threads = threading.local()
         self._mempool = None
         if process.is_installed():
             # No MemPool: every allocation comes to us, and goes to the pool by itself.
@@ -76,22 +78,30 @@ class Scope:
 
     def enter(self) -> None:
         """This thread's allocations go to the pool from now on."""
+        try:
+            scopes = _threads.scopes
+        except AttributeError:
+            scopes = _threads.scopes = []
         if self._mempool is None:
             context = _symmpool.process_redirect(self._slot)
+        elif scopes and scopes[-1][0] is self:
+            context = None  # they do already, and torch enters a MemPool once
+        elif any(scope is self for scope, _ in scopes):
+            raise InvalidStateError(
+                "with pool: this thread is in this pool's scope already, and in another pool's since; "
+                "torch does not go back to a MemPool within another. Leave the inner scope first"
+            )
         else:
             context = self._torch.cuda.use_mem_pool(self._mempool, self._device)
             context.__enter__()
-        try:
-            self._threads.entered.append(context)
-        except AttributeError:
-            self._threads.entered = [context]
+        scopes.append((self, context))
 
     def leave(self, pool: _symmpool.Pool, kind: Any, value: Any) -> None:
         """They go where they went before. Commits if that is due."""
-        context = self._threads.entered.pop()
+        _, context = _threads.scopes.pop()
         if self._mempool is None:
             _symmpool.process_redirect_back(context)
-        else:
+        elif context is not None:
             context.__exit__(None, None, None)
         if kind is not None or pool.is_commit_due:
             self._settle(pool, kind, value)
@@ -148,7 +158,8 @@ def use_pool(pool: _symmpool.Pool) -> _symmpool.Pool:
     """`with symmpool.use_pool(pool):` is `with pool:`.
 
     What this thread allocates on the pool's device with torch inside lies in the pool's memory, at
-    the same offset on every rank that does the same. On leaving, a commit happens if one is due,
+    the same offset on every rank that does the same. Scopes of one pool may lie within each other, but
+    for one thread at a time: torch has a MemPool in one thread's hands. On leaving, a commit happens if one is due,
     which is when the pool has grown; while a graph is being captured it is postponed until
     `symmpool.graph` ends the capture, or the next commit. It happens on leaving by an exception
     too, so that the other ranks do not wait in vain, but not by KeyboardInterrupt or SystemExit."""

@@ -134,17 +134,16 @@ def test_threads_in_one_order(torch, pool):
     assert places == sorted(places) and all(pool.is_window(t) for t in addresses)
 
 
-def test_threads_in_scopes_at_once(torch, pool):
-    """Their order is nobody's, so no symmetry is promised; what each makes is the pool's all the same."""
-    found, outside, start = [], [], threading.Barrier(6)
-    # Without the commit on leaving, which is for one thread at a time.
-    mempool = pool._scope().mempool
+def test_threads_in_scopes_by_turns(torch, pool):
+    """Their order is nobody's, so no symmetry is promised; what each makes is the pool's all the same,
+    and what others make meanwhile is not. (torch has a MemPool in one thread's hands.)"""
+    found, outside, start, turn = [], [], threading.Barrier(6), threading.Lock()
 
     def body(number):
         start.wait()
         for step in range(20):
             outside.append(torch.empty(1 + step * 1000, device="cuda"))
-            with torch.cuda.use_mem_pool(mempool):
+            with turn, pool:
                 mine = torch.full((1 + step * 1000,), float(number), device="cuda")
             found.append((number, mine))
 
@@ -153,7 +152,6 @@ def test_threads_in_scopes_at_once(torch, pool):
         thread.start()
     for thread in threads:
         thread.join()
-    pool.commit()
     torch.cuda.synchronize()
     assert len(found) == 120 and not any(pool.holds(t) for t in outside)
     assert all(pool.is_window(t) and bool((t == number).all()) for number, t in found)
@@ -167,9 +165,16 @@ def test_scopes_within_scopes_of_one_pool(torch, pool):
         c = torch.empty(MIB, device="cuda")
     assert all(pool.is_window(t) for t in (a, b, c))
     assert not pool.is_window(torch.empty(MIB, device="cuda"))
+    other = symmpool.Pool(symmpool.Group.in_process(1, timeout=60)[0], "cuda:0")
+    with pool, other:
+        d = torch.empty(MIB, device="cuda")
+        with pytest.raises(symmpool.InvalidStateError, match="Leave the inner scope first"), pool:
+            pass
+    assert other.is_window(d) and not pool.holds(d)
 
 
-def test_a_mempool_outlives_its_pool_and_gets_no_more_memory(torch, pool):
+def test_a_mempool_outlives_its_pool_and_gets_no_more_memory(torch):
+    pool = symmpool.Pool(symmpool.Group.in_process(1, timeout=60)[0], "cuda:0")
     with pool:
         tensor = torch.full((MIB,), 7.0, device="cuda")
     scope = pool._scope()
