@@ -138,7 +138,7 @@ impl HostEngine {
         }
         let nonsense = if left.is_none() { NONSENSE } else { 0 };
         self.set_next_row(world, (capacity * size) as u64 | nonsense);
-        let call = Call::new(Operation::AllToAllV).elements(dtype, row).input(input);
+        let call = Call::new(Operation::AllToAllV).elements(dtype, row);
         let work = Work { data, matrix: Matrix::Splits, size, rank, world };
         // SAFETY: the caller's promises about input and output, which `data` resolves.
         unsafe { work.run(self, &call) }?;
