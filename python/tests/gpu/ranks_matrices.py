@@ -86,9 +86,7 @@ KINDS = [
 
 @dataclass
 class Case:
-    """One matrix and how it is sent: but for the last three, the same on every rank. Input and output
-    lie anywhere on any rank; but in host memory peers read a window, so the input does the same there.
-    """
+    """One matrix and how it is sent: but for the last three, the same on every rank."""
 
     nth: int
     kind: str
@@ -109,7 +107,7 @@ class Case:
     written: bool
 
     @classmethod
-    def make(cls, seed, nth, rank, world, most_bytes, on_cuda):
+    def make(cls, seed, nth, rank, world, most_bytes):
         luck = random.Random(f"{seed}/{nth}")
         dtype, row = luck.choice(list(DTYPES)), luck.choice(ROWS)
         # Sizes of every magnitude.
@@ -125,14 +123,11 @@ class Case:
         form = luck.choice(["call", "module", "async"]) if algorithm == "auto" else "call"
         unsplit, wide = kind == "even" and luck.random() < 0.5, luck.random() < 0.5
         own = random.Random(f"{seed}/{nth}/{rank}")
-        windows, shifts = zip(*(
-            (of.random() < 0.5, of.choice([0, 1, of.randrange(32)]))
-            for of in (own if on_cuda else luck, own)
-        ))  # fmt: skip
-        return cls(
-            nth, kind, counts, dtype, row, algorithm, unsplit, form, wide, capacities, windows, shifts,
-            own.random() < 0.7,
-        )  # fmt: skip
+        windows = (own.random() < 0.5, own.random() < 0.5)
+        shifts = tuple(own.choice([0, 1, own.randrange(32)]) for _ in range(2))
+        written = own.random() < 0.7
+        how = (algorithm, unsplit, form, wide, capacities, windows, shifts, written)
+        return cls(nth, kind, counts, dtype, row, *how)
 
     def overflows(self):
         columns = zip(*self.counts)
@@ -172,7 +167,7 @@ class Runner:
         """Runs matrices, then asks what came of them."""
         rank, world = self.rank, self.world
         cases = [
-            Case.make(self.seed, nth, rank, world, self.most_bytes, self.on_cuda)
+            Case.make(self.seed, nth, rank, world, self.most_bytes)
             for nth in range(begin, end)
         ]
         for buffer in self.inputs:
