@@ -51,7 +51,10 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     for (rounds, most) in SIZES {
         // Others would have to wait for a failure to be over.
         let result = Streams::new(pool, options.seed, most).and_then(|mut streams| {
-            streams.calls(options.seed, options.few(rounds, rounds / 10), most)?;
+            let rounds = options.few(rounds, rounds / 10);
+            // Code that is not loaded yet may have to wait for what runs: one by one first.
+            streams.calls(options.seed, rounds, most, true)?;
+            streams.calls(options.seed, rounds, most, false)?;
             let launches = if most > 1 << 20 { LAUNCHES / 8 } else { LAUNCHES };
             streams.graphs(options.seed, options.few(launches, 16), most)?;
             Ok((streams.cases, streams.tools.take()?))
@@ -120,15 +123,7 @@ impl<'a> Streams<'a> {
             let splits: Vec<u8> = (0..world).flat_map(|_| (part as u64).to_le_bytes()).collect();
             upload(pool, lane.splits.address(), &splits)?;
         }
-        let mut streams = Self { pool, tools: Tools::new(pool)?, lanes, part, cases: 0 };
-        // Code that is not loaded yet may have to wait for what runs.
-        for lane in 0..2 {
-            for number in 0..40 {
-                streams.call(lane, number, random(seed, number), most)?;
-            }
-            streams.synchronize()?;
-        }
-        Ok(streams)
+        Ok(Self { pool, tools: Tools::new(pool)?, lanes, part, cases: 0 })
     }
 
     /// An all-reduce of a size and place that follow from `number`, or an all-to-all.
@@ -171,14 +166,17 @@ impl<'a> Streams<'a> {
         if (number >> self.pool.rank()).is_multiple_of(2) { [0, 1] } else { [1, 0] }
     }
 
-    fn calls(&mut self, seed: u64, rounds: u64, most: usize) -> Result<()> {
+    fn calls(&mut self, seed: u64, rounds: u64, most: usize, alone: bool) -> Result<()> {
         for round in 0..rounds {
             let number = random(seed ^ 21, round);
-            for lane in self.order(number) {
+            for lane in if alone { [0, 1] } else { self.order(number) } {
                 let number = random(number, lane as u64);
                 // Now and then two in a row.
                 for call in 0..1 + (number & 1) {
                     self.call(lane, round, random(number, 5 + call), most)?;
+                    if alone {
+                        self.synchronize()?;
+                    }
                 }
             }
             if round % 16 == 15 {
