@@ -58,12 +58,9 @@ impl HostEngine {
         dtype: DType,
     ) -> Result<()> {
         self.ready()?;
-        let bytes = count.checked_mul(dtype.size());
-        let all = bytes.and_then(|bytes| bytes.checked_mul(self.world() as usize));
-        let data = match self.resolve((input, all), (output, all), InPlace::Never) {
-            Ok(data) => data,
-            Err(why) => return Err(self.decline(why)),
-        };
+        let (_, all, _) = self.part_of_all(count, dtype);
+        let data = self.resolve((input, all), (output, all), InPlace::Never);
+        let data = self.or_decline(data)?;
         let call = Call::new(Operation::AllToAll).elements(dtype, count);
         let matrix = Matrix::Even { bytes: count * dtype.size() };
         let work =
@@ -110,10 +107,7 @@ impl HostEngine {
             let (input, output) = ((input, total(send)), (output, total(receive)));
             self.resolve(input, output, InPlace::Never)
         };
-        let data = match data {
-            Ok(data) => data,
-            Err(why) => return Err(self.decline(why)),
-        };
+        let data = self.or_decline(data)?;
         for (peer, count) in (0..world).zip(send) {
             self.set_next_row(peer, (count * size) as u64);
         }

@@ -120,10 +120,7 @@ impl HostEngine {
             let (input, output) = ((input, bytes(length)), (output, bytes(capacity)));
             Ok((self.resolve(input, output, InPlace::Never)?, size.unwrap_or(1)))
         });
-        let (data, size) = match data {
-            Ok(found) => found,
-            Err(why) => return Err(self.decline(why)),
-        };
+        let (data, size) = self.or_decline(data)?;
         let mut left = Some(length);
         for peer in 0..world as usize {
             // SAFETY: the caller's promise.
