@@ -66,7 +66,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     call()?;
     comm.synchronize(&stream)?;
     let began = Instant::now();
-    let calls = (0..options.few(CALLS, 50)).try_for_each(|_| call());
+    let calls = (0..options.seldom(CALLS, 50)).try_for_each(|_| call());
     if rank as usize == world - 1 {
         std::thread::sleep(Duration::from_millis(20));
         let _ = kill_process(getpid(), Signal::KILL);

@@ -105,9 +105,14 @@ struct Options {
 }
 
 impl Options {
-    /// How often something is done: as a rule, or where every call takes long.
+    /// How often something is done: as a rule, or with --quick.
     fn few(&self, usual: u64, few: u64) -> u64 {
-        if self.quick || self.shared { few } else { usual }
+        if self.quick { few } else { usual }
+    }
+
+    /// How often something is done that takes long where ranks take turns on a device.
+    fn seldom(&self, usual: u64, seldom: u64) -> u64 {
+        if self.shared { seldom } else { self.few(usual, seldom) }
     }
 
     /// How communicators are made where nothing is meant to go wrong.

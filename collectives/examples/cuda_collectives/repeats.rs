@@ -23,7 +23,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let first = pool.alloc::<u8>(most)?;
     pool.commit()?;
     let (tools, stream) = (Tools::new(pool)?, stream(pool)?);
-    let repeats = options.few(REPEATS, 30);
+    let repeats = options.seldom(REPEATS, 30);
     let (mut cases, mut wrong) = (0, 0);
     for (nth, dtype) in [DType::F32, DType::Bf16].into_iter().enumerate() {
         for count in COUNTS {

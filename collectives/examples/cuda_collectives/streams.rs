@@ -51,12 +51,12 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     for (rounds, most) in SIZES {
         // Others would have to wait for a failure to be over.
         let result = Streams::new(pool, options.seed, most).and_then(|mut streams| {
-            let rounds = options.few(rounds, rounds / 10);
+            let rounds = options.seldom(rounds, rounds / 10);
             // Code that is not loaded yet may have to wait for what runs: one by one first.
             streams.calls(options.seed, rounds, most, true)?;
             streams.calls(options.seed, rounds, most, false)?;
             let launches = if most > 1 << 20 { LAUNCHES / 8 } else { LAUNCHES };
-            streams.graphs(options.seed, options.few(launches, 16), most)?;
+            streams.graphs(options.seed, options.seldom(launches, 16), most)?;
             Ok((streams.cases, streams.tools.take()?))
         });
         match result {

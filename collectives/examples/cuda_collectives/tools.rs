@@ -3,7 +3,7 @@
 //!
 //! The two kernels are in PTX, which the driver itself compiles.
 
-use std::ffi::{CStr, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_uint, c_void};
 use std::mem::transmute_copy;
 use std::ptr::NonNull;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use crate::cuda::{Handle, call, download, driver, upload};
 
 const PTX: &CStr = cr#"
 .version 7.0
-.target sm_70
+.target sm_80
 .address_size 64
 
 // Adds how many of `bytes` bytes differ to the first word of `found`, and lowers the second to `name`
@@ -98,11 +98,11 @@ impl<'a> Tools<'a> {
         let (mut module, mut differences, mut pause): (Handle, Handle, Handle) = (0, 0, 0);
         driver(pool).with_context(|| {
             let text = PTX.as_ptr();
-            call!("cuModuleLoadData"(&raw mut module => *mut Handle, text => *const i8))?;
+            call!("cuModuleLoadData"(&raw mut module => *mut Handle, text => *const c_char))?;
             for (function, name) in [(&mut differences, c"differences"), (&mut pause, c"pause")] {
                 let name = name.as_ptr();
                 call!("cuModuleGetFunction"(
-                    &raw mut *function => *mut Handle, module => Handle, name => *const i8))?;
+                    &raw mut *function => *mut Handle, module => Handle, name => *const c_char))?;
             }
             Ok(())
         })?;
