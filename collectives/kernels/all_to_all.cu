@@ -1,8 +1,8 @@
 //! All-to-all with any counts. Defines: WORLD, THREADS, SHOTS.
 //!
 //! How a pair's data travels follows from its count and the receiver's output, which both ranks
-//! know alike: little goes as packets into the receiver's inbox, in one hop; more goes straight into
-//! an output that is a window, once the receiver's row has come, which says where; and what goes into
+//! know alike: little goes as lines into the receiver's inbox, in one hop; more goes straight into an
+//! output that is a window, once the receiver's row has come, which says where; and what goes into
 //! other outputs passes through the receiver's scratch in rounds.
 //!
 //! An output is written from the moment on when its rank's row has come: so that rank's stream is
@@ -10,7 +10,6 @@
 //! rows promised. Flags carry the call's number, so nothing drifts where there is nothing to send.
 
 #include "exchange.cuh"
-#include "inbox.cuh"
 #include "stages.cuh"
 
 using namespace symmpool;
@@ -18,106 +17,93 @@ using namespace symmpool;
 // Vectors of a rank's own part take a block so much less time than those that leave the device.
 constexpr u64 LOCAL_SHARE = 4;
 
-// Where a pair's packets are in the receiver's inbox.
-__device__ __forceinline__ u64 slot_vectors(const Comm& comm) {
-    return comm.packets_bytes / 2 / 32 / WORLD;
+// Lines that a pair has in the receiver's inbox.
+__device__ __forceinline__ u64 slot_lines(const Comm& comm) {
+    return comm.lines_bytes / 2 / LINE / WORLD;
 }
 
-__device__ __forceinline__ void send_packets(const Exchange& exchange, const Packets& inbox) {
-    const Comm& comm = exchange.session.comm;
-    const u64 slot = slot_vectors(comm);
-    const char* begins[WORLD];
-    u32 lengths[WORLD];
-    u32 most = 0;
-#pragma unroll
-    for (u32 distance = 1; distance < WORLD; ++distance) {
-        const u32 peer = comm.after(distance);
-        const u64 length = exchange.bytes(exchange.sends(peer));
-        begins[distance] = exchange.input(peer);
-        lengths[distance] =
-            length <= exchange.traffic.packet_bytes ? static_cast<u32>(length) : 0;
-        most = lengths[distance] > most ? lengths[distance] : most;
-    }
-    const u32 vectors = (most + 15) / 16;
-    for (u32 at = data_thread(); at < vectors; at += data_threads()) {
-        uint4 all[WORLD];
-#pragma unroll
-        for (u32 distance = 1; distance < WORLD; ++distance) {
-            if (16 * at < lengths[distance]) {
-                all[distance] = load_any(Source(begins[distance], lengths[distance]), at);
-            }
-        }
-#pragma unroll
-        for (u32 distance = 1; distance < WORLD; ++distance) {
-            if (16 * at < lengths[distance]) {
-                inbox.send(comm, comm.after(distance), comm.rank * slot + at, all[distance]);
-            }
-        }
-    }
-}
-
-__device__ __forceinline__ void receive_packets(const Exchange& exchange, const Packets& inbox) {
-    const Session& session = exchange.session;
+__device__ __forceinline__ char* line_from(const Session& session, u32 owner, u32 from, u64 line) {
     const Comm& comm = session.comm;
-    const u64 slot = slot_vectors(comm);
-    char* begins[WORLD];
-    u32 lengths[WORLD];
-    u32 most = 0;
-#pragma unroll
-    for (u32 distance = 1; distance < WORLD; ++distance) {
-        const u32 peer = comm.after(distance);
-        const bool packets =
-            exchange.bytes(exchange.receives(peer)) <= exchange.traffic.packet_bytes;
-        const Target target = exchange.output(peer);
-        begins[distance] = target.begin;
-        lengths[distance] = packets ? static_cast<u32>(target.bytes) : 0;
-        most = lengths[distance] > most ? lengths[distance] : most;
-    }
-    const u32 vectors = (most + 15) / 16;
-    for (u32 at = data_thread(); at < vectors; at += data_threads()) {
-        u32 missing = 0;
-#pragma unroll
-        for (u32 distance = 1; distance < WORLD; ++distance) {
-            missing |= 16 * at < lengths[distance] ? 1u << distance : 0;
+    char* inbox = comm.of(owner) + comm.lines + session.parity() * (comm.lines_bytes / 2);
+    return inbox + LINE * (from * slot_lines(comm) + line);
+}
+
+// Goes through so many lines of every peer. A warp serves one peer at a time, so that its first lines
+// take little to find.
+template <typename Serve>
+__device__ __forceinline__ bool each_line(const Comm& comm, u32 lines, Serve serve) {
+    constexpr u32 PEERS = WORLD > 1 ? WORLD - 1 : 1, AT_ONCE = 32 / PARTS;
+    const u32 items = WORLD > 1 ? (lines + AT_ONCE - 1) / AT_ONCE * PEERS : 0;
+    for (u32 item = data_thread() / 32; item < items; item += data_threads() / 32) {
+        const u32 line = item / PEERS * AT_ONCE + threadIdx.x % 32 / PARTS;
+        if (!serve(comm.after(1 + item % PEERS), line, threadIdx.x % PARTS)) {
+            return false;
         }
+    }
+    return true;
+}
+
+__device__ __forceinline__ void send_lines(const Exchange& exchange) {
+    const Session& session = exchange.session;
+    const u32 rank = exchange.rank();
+    const u32 most = exchange.most_lines(exchange.plan.send_lines);
+    each_line(session.comm, most, [&](u32 peer, u32 line, u32 part) {
+        const u64 length = exchange.in_lines(exchange.sends(peer));
+        if (u64{line} * PAYLOAD < length) {
+            const uint4 piece = load_piece(exchange.input(peer) + u64{line} * PAYLOAD + 16 * part,
+                                           piece_bytes(length, line, part));
+            store_relaxed(line_from(session, peer, rank, line) + 16 * part,
+                          with_flags(piece, part, session.epoch));
+        }
+        return true;
+    });
+}
+
+__device__ __forceinline__ bool receive_lines(const Exchange& exchange) {
+    const Session& session = exchange.session;
+    const u32 rank = exchange.rank();
+    const u32 most = exchange.most_lines(exchange.plan.receive_lines);
+    return each_line(session.comm, most, [&](u32 peer, u32 line, u32 part) {
+        // What the output has no room for is left where it is.
+        const Target target = exchange.output(peer);
+        const u64 sent = exchange.in_lines(exchange.receives(peer));
+        const u64 length = sent < target.bytes ? sent : target.bytes;
+        const bool live = u64{line} * PAYLOAD < length;
+        const char* from = line_from(session, rank, peer, line) + 16 * part;
+        uint4 piece = make_uint4(0, 0, 0, 0);
         Watch watch;
+        // Warps stay together.
         while (true) {
-            uint4 all[WORLD];
-            u32 there = 0;
-#pragma unroll
-            for (u32 distance = 1; distance < WORLD; ++distance) {
-                if (missing >> distance & 1) {
-                    const u64 from = comm.after(distance) * slot + at;
-                    there |= inbox.receive(comm, from, all[distance]) ? 1u << distance : 0;
-                }
+            bool missing = false;
+            if (live) {
+                piece = load_relaxed(from);
+                missing = !has_flags(piece, part, session.epoch);
             }
-#pragma unroll
-            for (u32 distance = 1; distance < WORLD; ++distance) {
-                if (there >> distance & 1) {
-                    Target(begins[distance], lengths[distance]).store(at, all[distance]);
-                }
-            }
-            missing &= ~there;
-            if (missing == 0) {
+            if (!__any_sync(~0u, missing)) {
                 break;
             }
-            if (watch.expired(session, comm.after(__ffs(missing) - 1), DATA)) {
-                return;
+            if (__any_sync(~0u, watch.expired(session, peer, DATA))) {
+                return false;
             }
         }
-    }
+        if (live) {
+            store_piece(target.begin + u64{line} * PAYLOAD + 16 * part,
+                        piece_bytes(length, line, part), piece);
+        }
+        return true;
+    });
 }
 
 // From here on it pays to keep ranks in step: the links gain what that takes.
 constexpr u64 STEP_BYTES = 1 << 20;
-// One of so many blocks copies the rank's own part meanwhile.
-constexpr u32 OWN_BLOCKS = 12;
+// One of so many blocks copies the rank's own part meanwhile, which is as long as a peer's.
+constexpr u32 OWN_BLOCKS = WORLD > 1 ? 4 * (WORLD - 1) : 1;
 
 // Whether all pairs exchange about as much, and enough, straight: the same answer on every rank.
 __device__ __forceinline__ bool even(const Exchange& exchange) {
     const Table& table = exchange.table;
     const u64 some = table.sent(0, WORLD - 1);
-    bool other = WORLD < 3 || exchange.bytes(some) < STEP_BYTES || data_blocks() < 2;
+    bool other = exchange.bytes(some) < STEP_BYTES || data_blocks() < 2;
     for (u32 pair = threadIdx.x; pair < WORLD * WORLD; pair += blockDim.x) {
         const u32 from = pair / WORLD, to = pair % WORLD;
         const u64 count = table.sent(from, to);
@@ -129,11 +115,19 @@ __device__ __forceinline__ bool even(const Exchange& exchange) {
     return !__syncthreads_or(other);
 }
 
+// `nth` of `parts` equal parts of a number ends where the one after begins.
+__device__ __forceinline__ u64 part(u64 whole, u32 nth, u32 parts) {
+    // Division of 64 bits takes ten times as long.
+    const u64 product = whole * nth;
+    return product >> 32 == 0 ? static_cast<u32>(product) / parts : product / parts;
+}
+
 // A block's share of a copy that so many blocks make, the `nth` of them.
-__device__ __forceinline__ void share(const Copy& copy, u32 nth, u32 blocks) {
+__device__ __forceinline__ void share(const Route& route, u32 nth, u32 blocks) {
+    const Copy copy(route);
     const u64 units = copy.units();
-    auto bound = [&](u64 block) {
-        const u64 unit = (units * block / blocks + 7) / 8 * 8;
+    auto bound = [&](u32 block) {
+        const u64 unit = (part(units, block, blocks) + 7) / 8 * 8;
         return unit < units ? unit : units;
     };
     copy.run(bound(nth), bound(nth + 1));
@@ -141,18 +135,19 @@ __device__ __forceinline__ void share(const Copy& copy, u32 nth, u32 blocks) {
 
 // One peer after the other, in an order in which no two ranks send to one, and in step.
 __device__ __forceinline__ void push_in_step(const Exchange& exchange) {
-    const Comm& comm = exchange.session.comm;
+    const Plan& plan = exchange.plan;
     const u32 own = (data_blocks() + OWN_BLOCKS - 1) / OWN_BLOCKS;
     const u32 pushing = data_blocks() - own, block = data_block();
     if (block >= pushing) {
-        share(exchange.own(), block - pushing, own);
+        share(plan.routes[0], block - pushing, own);
         return;
     }
+#pragma unroll 1
     for (u32 distance = 1; distance < WORLD; ++distance) {
         if (distance > 1) {
             keep_step(exchange.session, distance);
         }
-        share(exchange.push(comm.after(distance)), block, pushing);
+        share(plan.routes[distance], block, pushing);
     }
 }
 
@@ -161,40 +156,29 @@ __device__ __forceinline__ void push_in_step(const Exchange& exchange) {
 // in proportion to what it gets, so that no two ranks turn to one peer first: for counts that differ,
 // where steps would be of different length.
 __device__ __forceinline__ void push(const Exchange& exchange) {
-    const Comm& comm = exchange.session.comm;
-    u64* units = exchange.table.units;
-    if (SHOTS & STRAIGHT) {
-        if (threadIdx.x > 0 && threadIdx.x < WORLD) {
-            units[threadIdx.x] = exchange.push(comm.after(threadIdx.x)).units();
-        }
-        __syncthreads();
+    const Plan& plan = exchange.plan;
+    u64 total = 0;
+#pragma unroll 1
+    for (u32 distance = 0; distance < WORLD; ++distance) {
+        total += (distance == 0 ? 1 : LOCAL_SHARE) * Copy(plan.routes[distance]).units();
     }
-    const Copy own = exchange.own();
-    u64 total = own.units();
-    if (SHOTS & STRAIGHT) {
-        for (u32 distance = 1; distance < WORLD; ++distance) {
-            total += LOCAL_SHARE * units[distance];
-        }
-    }
-    const u64 begin = total * data_block() / data_blocks();
-    const u64 end = total * (data_block() + 1) / data_blocks();
+    const u64 begin = part(total, data_block(), data_blocks());
+    const u64 end = part(total, data_block() + 1, data_blocks());
     // A unit belongs to the block in whose stretch it begins; whole lines of 128 bytes stay together.
     u64 before = 0;
-    auto bound = [&](u64 at, u64 count, u64 share) {
-        const u64 unit = at <= before ? 0 : ((at - before + share - 1) / share + 7) / 8 * 8;
-        return unit < count ? unit : count;
-    };
-    if (SHOTS & STRAIGHT) {
-        for (u32 distance = 1; distance < WORLD; ++distance) {
-            const u64 count = units[distance];
-            const u64 from = bound(begin, count, LOCAL_SHARE), to = bound(end, count, LOCAL_SHARE);
-            if (from < to) {
-                exchange.push(comm.after(distance)).run(from, to);
-            }
-            before += LOCAL_SHARE * count;
-        }
+    // The own part comes last.
+#pragma unroll 1
+    for (u32 turn = 1; turn <= WORLD; ++turn) {
+        const u32 distance = turn % WORLD;
+        const Copy copy(plan.routes[distance]);
+        const u64 count = copy.units(), share = distance == 0 ? 1 : LOCAL_SHARE;
+        auto bound = [&](u64 at) {
+            const u64 unit = at <= before ? 0 : ((at - before + share - 1) / share + 7) / 8 * 8;
+            return unit < count ? unit : count;
+        };
+        copy.run(bound(begin), bound(end));
+        before += share * count;
     }
-    own.run(bound(begin, own.units(), 1), bound(end, own.units(), 1));
 }
 
 // After the block's stores so far (rule S3), every peer that gets something straight is told.
@@ -226,9 +210,8 @@ __device__ __forceinline__ void await_pushed(const Exchange& exchange) {
 }
 
 // What ranks wrote two calls ago in places that this one does not use; see `forget_old`.
-__device__ __noinline__ void forget_unused(const Session& session, const Call& call,
-                                           const Traffic& traffic, Table& table) {
-    const Exchange exchange{session, call, traffic, table};
+__device__ __noinline__ void forget_unused(const Exchange& exchange) {
+    const Session& session = exchange.session;
     const Comm& comm = session.comm;
     u64 blocks = SHOTS & STRAIGHT ? STAGES : 0;
     for (u32 peer = 0; peer < WORLD; ++peer) {
@@ -240,18 +223,12 @@ __device__ __noinline__ void forget_unused(const Session& session, const Call& c
             // Grids are equal where ranks keep step.
             blocks = theirs > blocks ? theirs : blocks;
         }
-        const u64 sent = exchange.by_packets(peer, comm.rank)
-            ? (exchange.bytes(exchange.table.sent(peer, comm.rank)) + 15) / 16 : 0;
-        char* inbox = comm.own() + comm.packets + session.parity() * (comm.packets_bytes / 2);
-        const u64 slot = slot_vectors(comm), old = session.epoch - 2;
-        for (u64 at = 2 * sent + threadIdx.x; at < 2 * slot; at += blockDim.x) {
-            store_plain(inbox + 32 * peer * slot + 16 * at,
-                        make_uint4(0, static_cast<u32>(old), static_cast<u32>(old),
-                                   static_cast<u32>(old)));
-        }
+        const u64 lines = lines_of(exchange.in_lines(exchange.table.sent(peer, comm.rank)));
+        forget_bytes(session, line_from(session, comm.rank, peer, lines),
+                     LINE * (slot_lines(comm) - lines));
     }
     Used used;
-    used.packets = comm.packets_bytes / 2;
+    used.lines = comm.lines_bytes / 2;
     used.flags = blocks * (8 * KINDS * WORLD);
     used.rows = ROWS_BYTES / 2;
     forget_old(session, used);
@@ -262,19 +239,25 @@ __device__ __forceinline__ void attend_exchange(const Exchange& exchange) {
     const Session& session = exchange.session;
     const Traffic& traffic = exchange.traffic;
     Table& table = exchange.table;
-    table.fill<(SHOTS & DEVICE) != 0>(session.comm, traffic);
-    enter<ROWS>(session, exchange.call);
-    table.show(session);
+    table.show<0, COUNTED>(session);
+    enter<false>(session, exchange.call);
+    if (ROWS) {
+        fence();  // who sees where this rank's output is may write it
+    }
+    table.show<COUNTED, ROW_WORDS>(session);
     session.advance();
-    compare(session, exchange.call);
-    if (!table.await(session)) {
+    if (!table.await<0, ROW_WORDS, true, false>(session, exchange.call)) {
         return;
     }
-    if (!table.agreed()) {
+    // Seldom, so both are asked at once.
+    if (__syncthreads_or(table.disagrees() || table.amiss())) {
+        const bool agreed = table.agreed();
         if (threadIdx.x == 0) {
-            report_counts(session, table);
+            agreed ? notice(session, table) : report_counts(session, table);
         }
-        return;
+        if (!agreed) {
+            return;
+        }
     }
     if (SHOTS & DEVICE) {
         if (threadIdx.x < WORLD) {
@@ -291,20 +274,11 @@ __device__ __forceinline__ void attend_exchange(const Exchange& exchange) {
             put(traffic.offsets, offset);
         }
     }
-    // Not only where counts are on the device: another rank's may be.
-    bool amiss = false;
-    if (threadIdx.x < WORLD) {
-        amiss = table.total(threadIdx.x) > table.words[threadIdx.x][ROOM] ||
-                (table.words[threadIdx.x][GRID] & NONSENSE) != 0;
-    }
-    if (__syncthreads_or(amiss) && threadIdx.x == 0) {
-        notice(session, table);
-    }
     if (SHOTS & STRAIGHT) {
         await_pushed(exchange);
     }
     if ((session.epoch & 0x3fffffffu) < 2) {
-        forget_unused(session, exchange.call, traffic, table);
+        forget_unused(exchange);
     }
 }
 
@@ -313,30 +287,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                         const __grid_constant__ Traffic traffic) {
     begin();
     __shared__ Table table;
+    __shared__ Plan plan;
     Session session(comm);
+    // Before the answer of that load is looked at: counts on the device are a load as well.
+    if (ROWS || attends()) {
+        table.fill<(SHOTS & DEVICE) != 0>(comm, traffic);
+    }
     if (session.failed) {
         return;
     }
-    const Exchange exchange{session, call, traffic, table};
+    const Exchange exchange{session, call, traffic, table, plan};
     if (attends()) {
         attend_exchange(exchange);
         return;
     }
-    if (ROWS) {
-        table.fill<(SHOTS & DEVICE) != 0>(comm, traffic);
-    }
-    const Packets inbox(session, 0);
-    send_packets(exchange, inbox);
+    exchange.plan_sends();
+    send_lines(exchange);
     session.advance();
-    if (ROWS && (!table.await(session) || !table.agreed())) {
+    if (ROWS && (!table.await<0, COUNTED, false, false>(session, call) || !table.agreed())) {
         return;
     }
-    if ((SHOTS & STRAIGHT) && even(exchange)) {
-        push_in_step(exchange);
-    } else {
-        push(exchange);
-    }
-    if (SHOTS & STRAIGHT) {
+    if (!exchange.plan_receives()) {
+        share(plan.routes[0], data_block(), data_blocks());
+    } else if (SHOTS & STRAIGHT) {
+        if (!table.await<COUNTED, ROW_WORDS, false, true>(session, call)) {
+            return;
+        }
+        exchange.plan_routes();
+        if (even(exchange)) {
+            push_in_step(exchange);
+        } else {
+            push(exchange);
+        }
         raise_pushed(exchange);
         bool staged = false;
         for (u32 peer = 0; peer < WORLD; ++peer) {
@@ -348,5 +330,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
         }
     }
-    receive_packets(exchange, inbox);
+    receive_lines(exchange);
 }

@@ -38,8 +38,15 @@ __device__ __forceinline__ uint4 load_any(const Source& source, u64 at) {
     return load_shifted(from - shift, shift);
 }
 
-// A copy in units that blocks share out among them: the vectors, and one for the bytes at both
-// ends that fill no aligned vector.
+// A copy of so many bytes.
+struct Route {
+    const char* from;
+    char* to;
+    u64 bytes;
+};
+
+// A copy in units that blocks share out among them: vectors, in lines of 128 bytes where they are
+// written, and behind them one for the bytes at both ends that fill no line and no vector.
 struct Copy {
     static constexpr int UNROLL = 4;
 
@@ -49,30 +56,38 @@ struct Copy {
     u32 head;
     u64 vectors;
 
-    __device__ __forceinline__ Copy(const char* source, char* target, u64 length)
-        : from(source), to(target), bytes(length) {
-        const u64 before = (16 - reinterpret_cast<u64>(target) % 16) % 16;
-        head = static_cast<u32>(before < length ? before : length);
-        vectors = (length - head) / 16;
+    __device__ __forceinline__ explicit Copy(const Route& route)
+        : from(route.from), to(route.to), bytes(route.bytes) {
+        // Stores that straddle lines take the links for longer.
+        const u32 before = (128 - static_cast<u32>(reinterpret_cast<u64>(to)) % 128) % 128;
+        head = before < bytes ? before : static_cast<u32>(bytes);
+        vectors = (bytes - head) / 16;
     }
 
     __device__ __forceinline__ u64 units() const { return bytes == 0 ? 0 : vectors + 1; }
 
-    // Units `[first, last)`, by one block of 32 threads or more.
-    __device__ __forceinline__ void run(u64 first, u64 last) const {
+    // Units `[first, last)`, by one block. Not inlined, as one place in the image serves all peers and
+    // ways: what is longer than the instruction cache begins slowly.
+    __device__ __noinline__ void run(u64 first, u64 last) const {
         if (first >= last) {
             return;
         }
-        if (first == 0) {
+        const u32 shift = static_cast<u32>(reinterpret_cast<u64>(from + head) % 16);
+        const u64 end = last < vectors ? last : vectors;
+        shift == 0 ? move<false>(first, end, 0) : move<true>(first, end, shift);
+        if (last > vectors) {
             const u64 behind = head + 16 * vectors;
-            if (threadIdx.x < head) {
-                to[threadIdx.x] = from[threadIdx.x];
-            } else if (threadIdx.x >= 16 && threadIdx.x - 16 < bytes - behind) {
-                to[behind + threadIdx.x - 16] = from[behind + threadIdx.x - 16];
+            const u32 ends = head + static_cast<u32>(bytes - behind);
+            for (u32 i = threadIdx.x; i < ends; i += blockDim.x) {
+                const u64 at = i < head ? i : behind + (i - head);
+                to[at] = from[at];
             }
         }
-        const u64 begin = first == 0 ? 0 : first - 1, end = last - 1;
-        const u32 shift = static_cast<u32>(reinterpret_cast<u64>(from + head) % 16);
+    }
+
+    // Vectors `[begin, end)`.
+    template <bool SHIFTED>
+    __device__ __forceinline__ void move(u64 begin, u64 end, u32 shift) const {
         const char* source = from + head - shift;
         char* target = to + head;
         for (u64 at = begin + threadIdx.x; at < end; at += blockDim.x * UNROLL) {
@@ -80,7 +95,8 @@ struct Copy {
 #pragma unroll
             for (int i = 0; i < UNROLL; ++i) {
                 if (at + i * blockDim.x < end) {
-                    all[i] = load_shifted(source + 16 * (at + i * blockDim.x), shift);
+                    const char* vector = source + 16 * (at + i * blockDim.x);
+                    all[i] = SHIFTED ? load_shifted(vector, shift) : load_plain(vector);
                 }
             }
 #pragma unroll

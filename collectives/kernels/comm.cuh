@@ -34,7 +34,9 @@ struct Fault {
     u32 epoch;      // the call's; of a wait on a channel, the low half of the signal's number
     u32 peer;
     u32 phase;
-    u32 unused[3];
+    u32 bad_epoch;  // not of a failure: the call that told of a row whose destination is no rank,
+    u32 bad_row;    // the row,
+    int bad_destination;  // and where it was to go
     u64 ours[4];    // for MISMATCH: what this rank called,
     u64 theirs[4];  // and what the peer did
     Notice notice;

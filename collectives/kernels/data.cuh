@@ -9,9 +9,13 @@ namespace symmpool {
 // Slow and rare: vectors that are partial or not aligned, the rest zeros.
 __device__ __noinline__ uint4 gather_bytes(const char* from, u32 bytes) {
     u32 words[4] = {0, 0, 0, 0};
-    if (bytes == 16 && reinterpret_cast<u64>(from) % 4 == 0) {
-        const u32* at = reinterpret_cast<const u32*>(from);
-        return make_uint4(at[0], at[1], at[2], at[3]);
+    if (bytes == 16) {
+        // Only words of which a byte is wanted.
+        const u32 shift = static_cast<u32>(reinterpret_cast<u64>(from) % 4);
+        const u32* at = reinterpret_cast<const u32*>(from - shift);
+        const u32 last = shift == 0 ? 0 : at[4], bits = 8 * shift;
+        return make_uint4(__funnelshift_r(at[0], at[1], bits), __funnelshift_r(at[1], at[2], bits),
+                          __funnelshift_r(at[2], at[3], bits), __funnelshift_r(at[3], last, bits));
     }
 #pragma unroll
     for (u32 i = 0; i < 16; ++i) {

@@ -33,12 +33,14 @@ __device__ __forceinline__ void enter(const Session& session, const Call& call) 
     }
 }
 
-// Looks at a peer's packet until it is there; false if that takes too long.
-__device__ __forceinline__ bool await_entry(const Session& session, u32 peer, u32 word,
-                                            uint4& packet) {
-    const char* slot = entry_slot(session.comm, session.epoch, session.comm.rank, peer) + 16 * word;
+// Looks at a peer's packet until it is there; false if that takes too long. With ACQUIRE what the
+// peer's stream did before is visible then.
+template <bool ACQUIRE = false>
+__device__ __forceinline__ bool await_packet(const Session& session, u32 peer, const char* slot,
+                                             uint4& packet) {
     Watch watch;
-    while (packet = load_relaxed(slot), !flagged(packet, session.epoch)) {
+    while (packet = ACQUIRE ? load_acquired(slot) : load_relaxed(slot),
+           !flagged(packet, session.epoch)) {
         if (watch.expired(session, peer, ENTRY)) {
             return false;
         }
@@ -46,21 +48,34 @@ __device__ __forceinline__ bool await_entry(const Session& session, u32 peer, u3
     return true;
 }
 
+// Where a peer's packet of its entry comes to.
+__device__ __forceinline__ const char* entered(const Session& session, u32 peer, u32 word) {
+    return entry_slot(session.comm, session.epoch, session.comm.rank, peer) + 16 * word;
+}
+
+// A word of a peer's entry, which has come.
+__device__ __forceinline__ void compare_word(const Session& session, const Call& call, u32 peer,
+                                             u32 word, uint4 packet) {
+    if ((static_cast<u64>(packet.z) << 32 | packet.x) != call.details[word]) {
+        // All four are read by the host, and have been sent.
+        bool there = true;
+        for (u32 other = 0; other < 4; ++other) {
+            there = there && await_packet(session, peer, entered(session, peer, other), packet);
+        }
+        if (there) {
+            report(session.comm, session.epoch, MISMATCH, peer, ENTRY, &call);
+        }
+    }
+}
+
 // By one block.
 __device__ __forceinline__ void compare(const Session& session, const Call& call) {
     for (u32 i = threadIdx.x; i < 4 * WORLD; i += blockDim.x) {
         u32 peer = i / 4, word = i % 4;
         uint4 packet;
-        if (peer != session.comm.rank && await_entry(session, peer, word, packet) &&
-            (static_cast<u64>(packet.z) << 32 | packet.x) != call.details[word]) {
-            // All four are read by the host, and have been sent.
-            bool there = true;
-            for (u32 other = 0; other < 4; ++other) {
-                there = there && await_entry(session, peer, other, packet);
-            }
-            if (there) {
-                report(session.comm, session.epoch, MISMATCH, peer, ENTRY, &call);
-            }
+        if (peer != session.comm.rank &&
+            await_packet(session, peer, entered(session, peer, word), packet)) {
+            compare_word(session, call, peer, word, packet);
         }
     }
 }
@@ -70,14 +85,18 @@ constexpr u64 ROW_WORDS = 2 * WORLD + 3;
 constexpr u64 ROWS_BYTES = 2 * WORLD * 16 * ROW_WORDS;
 __device__ __forceinline__ u64 rows(const Comm& comm) { return comm.entry + 2 * 64ull * WORLD; }
 
-// Puts flags that no call will wait for again in place of what old calls left, from `used` bytes
-// on, which are this call's own.
-__device__ __forceinline__ void forget(const Session& session, u64 region, u64 bytes, u64 used) {
+// Puts flags that no call will wait for again in place of what old calls left.
+__device__ __forceinline__ void forget_bytes(const Session& session, char* begin, u64 bytes) {
     const u32 old = session.epoch - 2;
-    char* begin = session.comm.own() + region + session.parity() * (bytes / 2);
-    for (u64 at = used + 16 * threadIdx.x; at < bytes / 2; at += 16 * blockDim.x) {
+    for (u64 at = 16 * threadIdx.x; at < bytes; at += 16 * blockDim.x) {
         store_plain(begin + at, make_uint4(0, old, old, old));
     }
+}
+
+// In a region of two parities, from `used` bytes on, which are this call's own.
+__device__ __forceinline__ void forget(const Session& session, u64 region, u64 bytes, u64 used) {
+    char* begin = session.comm.own() + region + session.parity() * (bytes / 2);
+    forget_bytes(session, begin + used, used < bytes / 2 ? bytes / 2 - used : 0);
 }
 
 // How much of each region a call uses, in bytes from the beginning.
@@ -123,8 +142,7 @@ __device__ __forceinline__ bool all_entered(const Session& session) {
     bool bad = false;
     if (threadIdx.x < WORLD && threadIdx.x != session.comm.rank) {
         uint4 packet;
-        bad = !await_entry(session, threadIdx.x, 0, packet);
-        fence();
+        bad = !await_packet<true>(session, threadIdx.x, entered(session, threadIdx.x, 0), packet);
     }
     return !__syncthreads_or(bad);
 }

@@ -15,22 +15,28 @@ constexpr u64 UNKNOWN = ~0ull;
 struct Traffic {
     u64 send[MOST_RANKS];     // splits that the host knows,
     u64 receive[MOST_RANKS];
+    u64 send_begin[MOST_RANKS];     // and where they begin, in bytes,
+    u64 receive_begin[MOST_RANKS];
     const void* splits;       // or where the device has them
     void* received;           // where it writes what came from each rank, if anywhere,
     void* offsets;            // and where in the output that begins
     u64 length;               // of the input
     u64 capacity;             // of the output
     u64 window;               // where the output is in the slot; UNKNOWN if it is no window
-    u64 packet_bytes;         // pairs with no more than this go through the packet inbox
+    u64 line_bytes;           // parts of no more than this go as lines
+    u32 lines;                // of the longest of these, where the host knows it
     u32 size;                 // bytes of an element
     u32 wide;                 // whether splits on the device have 64 bits
+    u32 unused;
 };
 
 static_assert(sizeof(Traffic) == TRAFFIC_BYTES, "layouts differ");
 
-// Words of a row: counts sent to each rank, counts expected of each rank, and
+// Words of a row: counts sent to each rank, counts expected of each rank, which are all that lines
+// wait for, and where and how more may come.
 constexpr u32 EXPECTS = WORLD;
-constexpr u32 PLACE = 2 * WORLD;
+constexpr u32 COUNTED = 2 * WORLD;
+constexpr u32 PLACE = COUNTED;
 constexpr u32 ROOM = PLACE + 1;
 constexpr u32 GRID = PLACE + 2;  // data blocks of the rank's grid
 static_assert(GRID + 1 == ROW_WORDS, "rows have as many words as they have room");
@@ -50,7 +56,6 @@ __device__ __forceinline__ char* row_packet(const Session& session, u32 owner, u
 // All rows, in shared memory.
 struct Table {
     u64 words[WORLD][ROW_WORDS];
-    u64 units[WORLD];  // what the block has to share out, by distance to the peer
 
     __device__ __forceinline__ u64 sent(u32 from, u32 to) const { return words[from][to]; }
     __device__ __forceinline__ u64 expected(u32 from, u32 to) const {
@@ -113,11 +118,13 @@ struct Table {
         }
     }
 
-    // By one block.
+    // Words `[FIRST, LAST)` of the own row, by one block.
+    template <u32 FIRST, u32 LAST>
     __device__ __forceinline__ void show(const Session& session) const {
+        constexpr u32 EACH = LAST - FIRST;
         const u32 rank = session.comm.rank;
-        for (u32 i = threadIdx.x; i < WORLD * ROW_WORDS; i += blockDim.x) {
-            const u32 peer = i / ROW_WORDS, word = i % ROW_WORDS;
+        for (u32 i = threadIdx.x; i < WORLD * EACH; i += blockDim.x) {
+            const u32 peer = i / EACH, word = FIRST + i % EACH;
             if (peer != rank) {
                 const u64 data = words[rank][word];
                 store_relaxed(row_packet(session, peer, rank, word),
@@ -127,31 +134,35 @@ struct Table {
         }
     }
 
-    // The peers' rows. What their streams did before is visible then, and what they have ended is
-    // past: their outputs may be written. By all threads of a block; false on all of them if a rank
-    // does not come.
-    __device__ __forceinline__ bool await(const Session& session) {
+    // Words `[FIRST, LAST)` of the peers' rows and, with ENTRIES, their entries, which are compared.
+    // With ACQUIRE, of words behind the fence, what the peers' streams did before is visible then, and
+    // what they have ended is past: their outputs may be written. By all threads of a block; false on
+    // all of them if a rank does not come.
+    template <u32 FIRST, u32 LAST, bool ENTRIES, bool ACQUIRE>
+    __device__ __forceinline__ bool await(const Session& session, const Call& call) {
+        constexpr u32 ENTERED = ENTRIES ? 4 * WORLD : 0, EACH = LAST - FIRST;
         bool bad = false;
-        for (u32 i = threadIdx.x; i < WORLD * ROW_WORDS; i += blockDim.x) {
-            const u32 peer = i / ROW_WORDS, word = i % ROW_WORDS;
+        for (u32 i = threadIdx.x; i < ENTERED + WORLD * EACH && !bad; i += blockDim.x) {
+            // One look serves both kinds, as threads of a warp look together.
+            bool entry = false;
+            if constexpr (ENTRIES) {
+                entry = i < ENTERED;
+            }
+            const u32 peer = entry ? i / 4 : (i - ENTERED) / EACH;
+            const u32 word = entry ? i % 4 : FIRST + (i - ENTERED) % EACH;
             if (peer == session.comm.rank) {
                 continue;
             }
-            const char* slot = row_packet(session, session.comm.rank, peer, word);
+            const char* slot = entry ? entered(session, peer, word)
+                                     : row_packet(session, session.comm.rank, peer, word);
             uint4 packet;
-            Watch watch;
-            while (packet = load_relaxed(slot), !flagged(packet, session.epoch)) {
-                if (watch.expired(session, peer, ENTRY)) {
-                    bad = true;
-                    break;
-                }
-            }
-            words[peer][word] = static_cast<u64>(packet.z) << 32 | packet.x;
-            if (bad) {
-                break;
+            bad = !await_packet<ACQUIRE>(session, peer, slot, packet);
+            if (!bad && entry) {
+                compare_word(session, call, peer, word, packet);
+            } else if (!entry) {
+                words[peer][word] = static_cast<u64>(packet.z) << 32 | packet.x;
             }
         }
-        fence();
         return !__syncthreads_or(bad);
     }
 
@@ -162,12 +173,23 @@ struct Table {
 
     // Whether every rank is sent what it expects: the same answer on all ranks, as all read the
     // same rows, and in all threads of a block.
-    __device__ __forceinline__ bool agreed() const {
+    __device__ __forceinline__ bool agreed() const { return !__syncthreads_or(disagrees()); }
+
+    // As far as this thread looks.
+    __device__ __forceinline__ bool disagrees() const {
         bool bad = false;
         for (u32 pair = threadIdx.x; pair < WORLD * WORLD; pair += blockDim.x) {
             bad = bad || differs(pair / WORLD, pair % WORLD);
         }
-        return !__syncthreads_or(bad);
+        return bad;
+    }
+
+    // Whether something is not as a rank wished, of the rank that this thread looks at. Not only
+    // where counts are on the device: another rank's may be.
+    __device__ __forceinline__ bool amiss() const {
+        const u32 rank = threadIdx.x;
+        return rank < WORLD &&
+               (total(rank) > words[rank][ROOM] || (words[rank][GRID] & NONSENSE) != 0);
     }
 };
 

@@ -78,8 +78,9 @@ __device__ __forceinline__ bool run_stage(const Exchange& exchange, u32 stage) {
                     !await_flag(session, FINISHED, peer, stage, round - 1, DATA)) {
                     return false;
                 }
-                const Copy copy(exchange.input(peer) + out.begin(round),
-                                out.scratch(comm, peer, rank, stage, round), out.length(round));
+                const Copy copy(Route{exchange.input(peer) + out.begin(round),
+                                      out.scratch(comm, peer, rank, stage, round),
+                                      out.length(round)});
                 copy.run(0, copy.units());
             }
         }
@@ -92,8 +93,9 @@ __device__ __forceinline__ bool run_stage(const Exchange& exchange, u32 stage) {
                 if (!await_flag(session, ARRIVED, peer, stage, round + 1, DATA)) {
                     return false;
                 }
-                const Copy copy(in.scratch(comm, rank, peer, stage, round),
-                                exchange.output(peer).begin + in.begin(round), in.length(round));
+                const Copy copy(Route{in.scratch(comm, rank, peer, stage, round),
+                                      exchange.output(peer).begin + in.begin(round),
+                                      in.length(round)});
                 copy.run(0, copy.units());
             }
         }

@@ -50,6 +50,17 @@ __device__ __forceinline__ uint4 load_relaxed(const void* from) {
     return value;
 }
 
+// What its writer's stream did before is visible too, if its fence came before the write. Takes less
+// than a fence here, which waits for what this thread has stored.
+__device__ __forceinline__ uint4 load_acquired(const void* from) {
+    uint4 value;
+    asm volatile("ld.acquire.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(__cvta_generic_to_global(from))
+                 : "memory");
+    return value;
+}
+
 __device__ __forceinline__ void store_relaxed(void* to, uint4 value) {
     asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};"
                  :

@@ -6,6 +6,7 @@
 //! | `options` | how a communicator behaves |
 //! | `slices` | the same calls on ordinary memory |
 //! | `splits` | all-to-alls whose counts are in memory |
+//! | `rows` | exchanges of rows with a destination each |
 //! | `raw` | the same calls on addresses |
 //! | `sided` | copies and signals between two ranks, outside these calls |
 //! | `engine` | what runs the calls: the host, or kernels on a device |
@@ -17,6 +18,7 @@ mod engine;
 mod options;
 mod peers;
 mod raw;
+mod rows;
 mod sided;
 mod slices;
 mod splits;
@@ -34,6 +36,7 @@ use crate::{Element, HostEngine, HostOptions, Place, ReduceOp};
 use engine::Engine;
 pub use options::CommunicatorOptions;
 use peers::Processes;
+pub use rows::{Received, RowExchange, RowLayout, RowsAt};
 pub use splits::Splits;
 
 /// Collectives between the ranks of a [`Pool`], on its blocks and on ordinary slices.

@@ -22,14 +22,18 @@ mod host;
 mod jit;
 mod reduce;
 mod reduce_scatter;
+mod row_exchange;
 mod signal;
 mod slices;
 
 pub use allreduce::AllReduceAlgorithm;
 pub use alltoallv::{AllToAllAlgorithm, SplitRows, SplitsAt};
-pub use communicator::{Communicator, CommunicatorOptions, Splits};
+pub use communicator::{
+    Communicator, CommunicatorOptions, Received, RowExchange, RowLayout, RowsAt, Splits,
+};
 pub use dtype::{DType, Element};
 pub use float8::{F8E4m3, F8E5m2};
 pub use host::{HostEngine, HostOptions, Place};
 pub use jit::{KernelCompiler, kernel_cache, kernel_compiler};
 pub use reduce::ReduceOp;
+pub use row_exchange::RowShape;

@@ -22,21 +22,28 @@ use crate::memory::Memory;
 #[pyclass(frozen, module = "symmpool")]
 pub(crate) struct Block {
     memory: Arc<Memory>,
+    /// Where in the memory it begins, in bytes.
+    begin: usize,
     shape: Vec<i64>,
     dtype: DType,
 }
 
 impl Block {
     pub(crate) fn new(memory: Arc<Memory>, shape: Vec<i64>, dtype: DType) -> Self {
-        Self { memory, shape, dtype }
+        Self::part(memory, 0, shape, dtype)
+    }
+
+    /// A part of what is longer.
+    pub(crate) fn part(memory: Arc<Memory>, begin: usize, shape: Vec<i64>, dtype: DType) -> Self {
+        Self { memory, begin, shape, dtype }
     }
 
     pub(crate) fn address(&self) -> usize {
-        self.memory.block().address() as usize
+        self.memory.block().address() as usize + self.begin
     }
 
     pub(crate) fn count(&self) -> usize {
-        self.memory.block().len() / self.dtype.size()
+        self.shape.iter().product::<i64>() as usize
     }
 
     pub(crate) fn element(&self) -> DType {
@@ -71,7 +78,7 @@ impl Block {
     /// Length in bytes.
     #[getter]
     fn nbytes(&self) -> usize {
-        self.memory.block().len()
+        self.count() * self.dtype.size()
     }
 
     /// The first byte's address in this process. On CUDA only the device can follow it.
@@ -83,7 +90,7 @@ impl Block {
     /// Offset in bytes from the start of a rank's slot: the same on every rank.
     #[getter]
     fn offset(&self) -> u64 {
-        self.memory.block().offset()
+        self.memory.block().offset() + self.begin as u64
     }
 
     /// Counter of the allocation: the same on every rank.
@@ -96,7 +103,7 @@ impl Block {
     /// memory is a window (see `Pool.is_window`). Raises InvalidArgumentError for a rank that the
     /// pool does not have.
     fn peer_ptr(&self, py: Python<'_>, rank: u32) -> PyResult<usize> {
-        Ok(self.memory.block().peer_ptr(rank).or_raise(py)? as usize)
+        Ok(self.memory.block().peer_ptr(rank).or_raise(py)? as usize + self.begin)
     }
 
     /// The memory as a numpy.ndarray, without a copy; of `dtype`, which has the same size, where

@@ -2,6 +2,8 @@
 
 #![allow(unsafe_code)] // passes on addresses that tensors gave
 
+use std::sync::Arc;
+
 use pyo3::intern;
 use pyo3::prelude::*;
 use symmpool_allocator::{Result, Stream};
@@ -11,9 +13,10 @@ use crate::convert::{self, Device, long_name};
 use crate::errors::{OrRaise, exception, seconds};
 use crate::operation;
 use crate::pool::Pool;
+use crate::row_exchange::RowExchange;
 use crate::tensor::{self, Refusal, Tensor};
 
-type Argument<'a, 'py> = &'a Bound<'py, PyAny>;
+pub(crate) type Argument<'a, 'py> = &'a Bound<'py, PyAny>;
 
 /// Collectives between the ranks of a pool. Making one is collective: all ranks make theirs in the
 /// same order; it commits the pool.
@@ -43,8 +46,8 @@ type Argument<'a, 'py> = &'a Bound<'py, PyAny>;
 /// scratch there is, in host memory or on the device. All of it is the same on every rank.
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Communicator {
-    comm: symmpool_collectives::Communicator,
-    device: Device,
+    comm: Arc<symmpool_collectives::Communicator>,
+    pub(crate) device: Device,
     algorithm: &'static str,
 }
 
@@ -78,7 +81,7 @@ impl Communicator {
             (_, None) => {}
         }
         let make = || symmpool_collectives::Communicator::with_options(&pool.pool, &options);
-        let comm = py.detach(make).or_raise(py)?;
+        let comm = Arc::new(py.detach(make).or_raise(py)?);
         Ok(Self { comm, device: pool.device, algorithm: algorithm.name() })
     }
 
@@ -316,6 +319,19 @@ impl Communicator {
         })
     }
 
+    /// An exchange of up to `rows` rows a rank, of `row_shape` (an int or a sequence of them) and
+    /// `dtype`, the same on every rank: `RowExchange`. Its layouts have torch's tensors where
+    /// `dtype` is torch's or a name, else numpy's. It allocates memory of the pool, as `Pool.empty`
+    /// does, and on CUDA waits for what runs; none is made while a graph is captured.
+    fn row_exchange(
+        slf: &Bound<'_, Self>,
+        rows: u64,
+        row_shape: &Bound<'_, PyAny>,
+        dtype: &Bound<'_, PyAny>,
+    ) -> PyResult<RowExchange> {
+        RowExchange::new(slf, rows, row_shape, dtype)
+    }
+
     /// On the CPU, returns once every rank has called it. On CUDA, holds `stream` until every
     /// rank's stream has come to it.
     #[pyo3(signature = (stream = None))]
@@ -405,7 +421,10 @@ unsafe impl Send for Counts {}
 unsafe impl Sync for Counts {}
 
 /// How many rows a tensor has, and of how many elements.
-fn rows_of(name: &'static str, object: Argument<'_, '_>) -> Result<(usize, usize), Refusal> {
+pub(crate) fn rows_of(
+    name: &'static str,
+    object: Argument<'_, '_>,
+) -> Result<(usize, usize), Refusal> {
     let shape: Vec<usize> = object.getattr(intern!(object.py(), "shape"))?.extract()?;
     let Some((length, rest)) = shape.split_first() else {
         return Err(Refusal::Invalid(format!("{name}: it has no dimension to be split")));
@@ -415,33 +434,45 @@ fn rows_of(name: &'static str, object: Argument<'_, '_>) -> Result<(usize, usize
 
 impl Tensor {
     #[inline]
-    fn from(&self) -> *const u8 {
+    pub(crate) fn from(&self) -> *const u8 {
         self.address as *const u8
     }
 
     #[inline]
-    fn to(&self) -> *mut u8 {
+    pub(crate) fn to(&self) -> *mut u8 {
         self.address as *mut u8
     }
 }
 
 impl Communicator {
+    pub(crate) fn core(&self) -> Arc<symmpool_collectives::Communicator> {
+        self.comm.clone()
+    }
+
     /// A call, without the interpreter's lock: it may wait for other ranks.
     #[inline]
-    fn run(&self, py: Python<'_>, call: impl FnOnce() -> Result<()> + Send) -> PyResult<()> {
+    pub(crate) fn run(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce() -> Result<()> + Send,
+    ) -> PyResult<()> {
         py.detach(call).or_raise(py)
     }
 
     /// The stream of a call. One that is none is a refusal like any other.
     #[inline]
-    fn stream(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<Stream> {
+    pub(crate) fn stream(
+        &self,
+        py: Python<'_>,
+        stream: Option<Argument<'_, '_>>,
+    ) -> PyResult<Stream> {
         let found = tensor::stream(py, self.device, stream);
         self.or_decline(py, Stream::DEFAULT, found.map_err(Refusal::Raised))
     }
 
     /// Arguments; or an exception, once the other ranks are told that this one refuses the call.
     #[inline]
-    fn or_decline<T>(
+    pub(crate) fn or_decline<T>(
         &self,
         py: Python<'_>,
         stream: Stream,
@@ -459,7 +490,7 @@ impl Communicator {
     }
 
     #[inline]
-    fn read(
+    pub(crate) fn read(
         &self,
         name: &'static str,
         tensor: Argument<'_, '_>,
@@ -469,7 +500,7 @@ impl Communicator {
     }
 
     /// A tensor to write to, of the input's type, and of `count` elements if that is given.
-    fn output(
+    pub(crate) fn output(
         &self,
         name: &'static str,
         tensor: Argument<'_, '_>,

@@ -3,6 +3,7 @@
 //! | file | holds |
 //! | --- | --- |
 //! | `group`, `pool`, `communicator` | the classes of these names |
+//! | `row_exchange` | exchanges of rows with a destination each |
 //! | `slot` | a pool behind exported functions, for torch's allocator |
 //! | `process` | the allocator under all of torch's |
 //! | `block` | memory of a pool, as Python objects and DLPack consumers hold it |
@@ -32,6 +33,7 @@ mod memory;
 mod operation;
 mod pool;
 mod process;
+mod row_exchange;
 mod slot;
 mod store;
 mod tensor;
@@ -53,6 +55,8 @@ mod _symmpool {
     use crate::process::{
         process_redirect, process_redirect_back, process_reset_peaks, process_stats,
     };
+    #[pymodule_export]
+    use crate::row_exchange::{RowExchange, RowLayout};
     #[pymodule_export]
     use crate::slot::Slot;
 

@@ -438,7 +438,7 @@ impl Pool {
 }
 
 /// A shape: one length, or a sequence of them.
-fn dimensions(shape: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
+pub(crate) fn dimensions(shape: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
     let py = shape.py();
     let lengths = match shape.extract::<i64>() {
         Ok(length) => Ok(vec![length]),

@@ -21,7 +21,17 @@ torch and numpy are used where the program has them; importing symmpool imports 
 
 import sys as _sys
 
-from symmpool._symmpool import Block, Communicator, Group, Pool, Slot, algorithms, version
+from symmpool._symmpool import (
+    Block,
+    Communicator,
+    Group,
+    Pool,
+    RowExchange,
+    RowLayout,
+    Slot,
+    algorithms,
+    version,
+)
 from symmpool.distributed import (
     all_gather_into_tensor,
     all_reduce,
@@ -69,6 +79,8 @@ __all__ = [
     "PeerLostError",
     "Pool",
     "RefusedError",
+    "RowExchange",
+    "RowLayout",
     "Slot",
     "SymmetricMemory",
     "TimeoutError",

@@ -13,14 +13,17 @@ import pytest
 README = Path(__file__).parents[2] / "README.md"
 
 
-EXAMPLES = ["first", "torch"] if importlib.util.find_spec("torch") else ["first"]
+EXAMPLES = {"first": ("3.0", "3.0"), "rows": ("[3.0, 3.0, 0.0, 3.0]", "[6.0, 6.0, 0.0, 6.0]")}
+if importlib.util.find_spec("torch"):
+    EXAMPLES["torch"] = EXAMPLES["first"]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_examples_print_what_the_readme_says(name):
     text = README.read_text()
     program = re.search(rf"<!-- python: {name} -->\n```python\n(.*?)```", text, re.DOTALL)[1]
-    assert "`rank 0: 3.0` and `rank 1: 3.0`" in text
+    lines = [f"rank {rank}: {said}" for rank, said in enumerate(EXAMPLES[name])]
+    assert f"`{lines[0]}` and `{lines[1]}`" in text
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -41,4 +44,4 @@ def test_the_examples_print_what_the_readme_says(name):
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert said == ["rank 0: 3.0\n", "rank 1: 3.0\n"]
+    assert said == [f"{line}\n" for line in lines]

@@ -6,12 +6,15 @@ use std::time::Instant;
 use serde_json::json;
 use symmpool_allocator::{Block, Deadline, Pool, Result, Stream};
 use symmpool_collectives::{
-    AllReduceAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp,
+    AllReduceAlgorithm, AllToAllAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp,
 };
 
 use crate::Options;
 use crate::cuda::{Clock, Graph, download, driver, stream, upload};
 use crate::oracle::{differs, input, reduce};
+
+/// What options call all-to-alls that choose for themselves; `all_to_all_packet` and others do not.
+const ALL_TO_ALL: &str = "all_to_all";
 
 const REPLAYS: usize = 12;
 const WARM_UP: usize = 3;
@@ -68,7 +71,13 @@ impl<'a> Bench<'a> {
             let mut bytes = options.min;
             while bytes <= options.max {
                 let comm = Communicator::with_options(pool, &communicator)?;
-                if let Some(slowest) = self.time(&comm, (from, to), dtype, bytes)? {
+                let count = bytes as usize / dtype.size();
+                // SAFETY: both blocks are this long, and nothing else uses them.
+                let call = |stream: &Stream| unsafe {
+                    let (to, from) = (to.address() as *mut u8, from.address() as *const u8);
+                    comm.all_reduce_at(to, from, count, dtype, ReduceOp::Sum, stream)
+                };
+                if let Some(slowest) = self.time(&comm, bytes, call)? {
                     times.entry(bytes).or_default().push((algorithm.name().to_owned(), slowest));
                     let length = (bytes as usize).min(checked);
                     let got = download(pool, to.address(), length)?;
@@ -84,13 +93,47 @@ impl<'a> Bench<'a> {
         Ok(times)
     }
 
+    /// Times all-to-alls of equal parts, `bytes` of them together, where options name them.
+    fn all_to_alls(
+        &mut self,
+        options: &Options,
+        (from, to): (&Block<u8>, &Block<u8>),
+        times: &mut Times,
+    ) -> Result<()> {
+        let world = self.pool.world();
+        for algorithm in AllToAllAlgorithm::ALL {
+            let name = match algorithm {
+                AllToAllAlgorithm::Auto => ALL_TO_ALL.to_owned(),
+                _ => format!("{ALL_TO_ALL}_{}", algorithm.name()),
+            };
+            if !options.algorithms.contains(&name) {
+                continue;
+            }
+            let communicator = CommunicatorOptions { all_to_all: algorithm, ..Default::default() };
+            let comm = Communicator::with_options(self.pool, &communicator)?;
+            let mut bytes = options.min;
+            while bytes <= options.max {
+                let count = (bytes / u64::from(world)) as usize;
+                // SAFETY: both blocks are this long, and nothing else uses them.
+                let call = |stream: &Stream| unsafe {
+                    let (to, from) = (to.address() as *mut u8, from.address() as *const u8);
+                    comm.all_to_all_at(to, from, count, DType::U8, stream)
+                };
+                if let Some(slowest) = self.time(&comm, bytes, call)? {
+                    times.entry(bytes).or_default().push((name.clone(), slowest));
+                }
+                bytes *= 2;
+            }
+        }
+        Ok(())
+    }
+
     /// Microseconds of a call on the slowest rank; none if the communicator cannot make it.
     fn time(
         &mut self,
         comm: &Communicator,
-        (from, to): (&Block<u8>, &Block<u8>),
-        dtype: DType,
         bytes: u64,
+        call: impl Fn(&Stream) -> Result<()>,
     ) -> Result<Option<f64>> {
         let (pool, stream) = (self.pool, self.stream);
         let calls = match bytes {
@@ -98,22 +141,7 @@ impl<'a> Bench<'a> {
             1_048_577..=16_777_216 => 16,
             _ => 6,
         };
-        let captured = Graph::capture(pool, stream, || {
-            for _ in 0..calls {
-                // SAFETY: both blocks are this long, and nothing else uses them.
-                unsafe {
-                    comm.all_reduce_at(
-                        to.address() as *mut u8,
-                        from.address() as *const u8,
-                        bytes as usize / dtype.size(),
-                        dtype,
-                        ReduceOp::Sum,
-                        &stream,
-                    )
-                }?;
-            }
-            Ok(())
-        });
+        let captured = Graph::capture(pool, stream, || (0..calls).try_for_each(|_| call(&stream)));
         let graph = match captured {
             Ok(graph) => graph,
             Err(error) if error.is_unsupported() => return Ok(None),
@@ -152,7 +180,8 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     };
     let algorithms: Vec<_> = AllReduceAlgorithm::ALL.into_iter().filter(named).collect();
     let mut bench = Bench::new(pool)?;
-    let rows = bench.measure(options, (&from, &to), DType::Bf16, &algorithms)?;
+    let mut rows = bench.measure(options, (&from, &to), DType::Bf16, &algorithms)?;
+    bench.all_to_alls(options, (&from, &to), &mut rows)?;
     // As in programs that use the device: its context is current.
     let stream = stream(pool)?;
     let host_us =
@@ -211,7 +240,9 @@ pub(crate) fn show(rows: &Times, world: u32) {
         let mut row = row.clone();
         row.sort_by(|a, b| a.1.total_cmp(&b.1));
         let best = row[0].1;
-        let moved = *bytes as f64 * 2.0 * f64::from(world - 1) / f64::from(world);
+        // Of the bytes, what crosses a rank's links each way: once for all-to-alls.
+        let ways = if row[0].0.starts_with(ALL_TO_ALL) { 1.0 } else { 2.0 };
+        let moved = *bytes as f64 * ways * f64::from(world - 1) / f64::from(world);
         print!("{:>9} KiB {:>7.1} GB/s ", bytes >> 10, moved / best / 1000.0);
         for (name, us) in row {
             print!(" {name} {us:.2}");

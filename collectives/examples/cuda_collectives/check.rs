@@ -7,7 +7,7 @@ use symmpool_collectives::{
 
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
-use crate::{ORDINARY, Options, exchange, huge, repeats, sided, slow, streams};
+use crate::{ORDINARY, Options, equal_parts, exchange, huge, repeats, rows, sided, slow, streams};
 
 /// Room for the longest data and any alignment.
 const ROOM: usize = 5 << 20;
@@ -69,9 +69,17 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         }
     }
     if options.asks("all_to_all") {
-        let (exchange_cases, exchange_wrong) = exchange::run(pool, options)?;
-        cases += exchange_cases;
-        wrong += exchange_wrong;
+        for (some_cases, some_wrong) in
+            [equal_parts::run(pool, options)?, exchange::run(pool, options)?]
+        {
+            cases += some_cases;
+            wrong += some_wrong;
+        }
+    }
+    if options.asks("rows") {
+        let (row_cases, row_wrong) = rows::run(pool, options)?;
+        cases += row_cases;
+        wrong += row_wrong;
     }
     if options.asks("one_sided") {
         let (sided_cases, sided_wrong) = sided::run(pool, options)?;

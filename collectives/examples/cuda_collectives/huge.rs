@@ -177,9 +177,22 @@ impl Huge<'_> {
     /// Each pair as much; and all of rank 0's data to the last.
     fn exchanges(&mut self) -> Result<()> {
         let (rank, world) = (self.pool.rank() as usize, self.pool.world() as usize);
-        for all_to_all in [AllToAllAlgorithm::Auto, AllToAllAlgorithm::Direct] {
+        for all_to_all in AllToAllAlgorithm::ALL {
+            // What has no room in packets goes as with the others.
+            if all_to_all == AllToAllAlgorithm::Packet {
+                continue;
+            }
             let comm = CommunicatorOptions { all_to_all, ..Default::default() };
             let comm = Communicator::with_options(self.pool, &comm)?;
+            let own = rank * COUNT;
+            let wanted: Vec<_> =
+                self.patterns.iter().map(|of| (of.address(), own, COUNT)).collect();
+            let what = format!("all_to_all {} of equal parts", all_to_all.name());
+            self.case(&what, &comm, &wanted, |of| {
+                let (to, from) = of.places();
+                // SAFETY: as above.
+                unsafe { comm.all_to_all_at(to, from, COUNT, DTYPE, &of.stream) }
+            })?;
             let even = |_: usize, _: usize| COUNT;
             let last = |from: usize, to: usize| match (from, to) {
                 (0, to) if to == world - 1 => world * COUNT,

@@ -12,6 +12,7 @@
 mod bench;
 mod check;
 mod cuda;
+mod equal_parts;
 mod exchange;
 mod exchange_faults;
 mod faults;
@@ -20,6 +21,8 @@ mod killed;
 mod matrix;
 mod oracle;
 mod repeats;
+mod row_model;
+mod rows;
 mod sided;
 mod slow;
 mod soak;
@@ -69,10 +72,10 @@ struct Options {
     #[arg(long)]
     out: Option<PathBuf>,
     /// Algorithms to time or to check, by name; all that serve a size without it. `check` knows
-    /// all_to_all, one_sided, repeats (the same bits in 1,000 calls), two_streams (two communicators at
-    /// once) and slow (consumers) as well, and, only if named, huge (more than 2^31 elements); `soak`
-    /// knows all_reduce (all of them), all_to_all and graphs; `killed` all_reduce, two_shot_copy,
-    /// all_to_all and all_to_all_splits.
+    /// all_to_all, rows, one_sided, repeats (the same bits in 1,000 calls), two_streams (two communicators
+    /// at once) and slow (consumers) as well, and, only if named, huge (more than 2^31 elements); `bench`
+    /// all_to_all and all_to_all_packet, for one; `soak` all_reduce (all of them), all_to_all and graphs;
+    /// `killed` all_reduce, two_shot_copy, all_to_all and all_to_all_splits.
     #[arg(long, value_delimiter = ',')]
     algorithms: Vec<String>,
     /// Sizes to time, in bytes, from and to; doubling.

@@ -57,6 +57,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         slow.reductions(count, options.seed)?;
         slow.halves(count / world, options.seed)?;
         slow.exchanges(count, options.seed)?;
+        slow.equal(count / world, options.seed)?;
     }
     if pool.rank() == 0 {
         println!("slow consumers: {} cases, {} wrong", slow.cases, slow.wrong);
@@ -235,6 +236,28 @@ impl Slow<'_> {
                     },
                 )?;
             }
+        }
+        Ok(())
+    }
+
+    /// `count` is a part's; copy engines know nothing of a consumer unless they are told.
+    fn equal(&mut self, count: usize, seed: u64) -> Result<()> {
+        let (rank, part) = (self.pool.rank() as usize, 2 * count);
+        let inputs = self.inputs(count * self.pool.world() as usize, seed)?;
+        let wanted = inputs.each_ref().map(|all| {
+            let own = all.iter().flat_map(|data| &data[rank * part..(rank + 1) * part]);
+            own.copied().collect::<Vec<_>>()
+        });
+        for all_to_all in AllToAllAlgorithm::ALL {
+            let comm = CommunicatorOptions { all_to_all, ..Default::default() };
+            let comm = Communicator::with_options(self.pool, &comm)?;
+            let what = format!("all_to_all {} of equal parts of {count}", all_to_all.name());
+            let wanted = wanted.each_ref().map(|all| &all[..]);
+            self.consume(&what, &comm, SHORT, wanted, |of, nth| {
+                let (to, from) = of.places(nth);
+                // SAFETY: as above.
+                unsafe { comm.all_to_all_at(to, from, count, DType::Bf16, &of.stream) }
+            })?;
         }
         Ok(())
     }

@@ -15,17 +15,22 @@ pub enum AllToAllAlgorithm {
     /// By what each pair of ranks exchanges, and by kind of memory.
     #[default]
     Auto = 0,
-    /// In host memory through the sender's scratch; on devices as packets into the receiver's
-    /// inbox, in one hop, as far as that has room for a pair's data.
+    /// In host memory through the sender's scratch; on devices as packets, lines of 128 bytes with
+    /// flags, into the receiver's inbox, in one hop, as far as that has room for a pair's data.
     Packet = 1,
     /// In host memory out of inputs that are windows; on devices into outputs that are windows, and
     /// through the receiver's scratch into others.
     Direct = 2,
+    /// On devices by copy engines, where [`all_to_all`] is called, whose parts are equal, and outputs
+    /// are windows, at one offset on all ranks; else as [`Self::Direct`].
+    ///
+    /// [`all_to_all`]: crate::Communicator::all_to_all_into
+    Copy = 3,
 }
 
 impl AllToAllAlgorithm {
     /// All of them, `Auto` first.
-    pub const ALL: [Self; 3] = [Self::Auto, Self::Packet, Self::Direct];
+    pub const ALL: [Self; 4] = [Self::Auto, Self::Packet, Self::Direct, Self::Copy];
 
     /// The name used in options and reports.
     pub const fn name(self) -> &'static str {
@@ -33,6 +38,7 @@ impl AllToAllAlgorithm {
             Self::Auto => "auto",
             Self::Packet => "packet",
             Self::Direct => "direct",
+            Self::Copy => "copy",
         }
     }
 

@@ -75,8 +75,8 @@ impl Matrix {
             if engine.row(rank, world) & NONSENSE != 0 {
                 return Err(Error::invalid_argument(format!(
                     "all_to_all_v, seen on rank {me}: the input splits of rank {rank} are \
-                     negative, or more than its input has. It sent nothing, and the communicator \
-                     goes on"
+                     negative, or more than its input has, or it has a row whose destination is no \
+                     rank. It sent nothing, and the communicator goes on"
                 )));
             }
             let sent: usize = (0..world).map(|from| self.bytes(engine, from, rank)).sum();

@@ -6,8 +6,9 @@ use symmpool_allocator::{Error, Result, Stream};
 
 use crate::allreduce::Asked;
 use crate::cuda::CudaEngine;
+use crate::row_exchange::{LayoutParts, RowPlaces, RowWork};
 use crate::slices::expect_length;
-use crate::{DType, HostEngine, Place, ReduceOp, SplitRows, SplitsAt};
+use crate::{DType, HostEngine, Place, ReduceOp, RowShape, SplitRows, SplitsAt};
 
 /// One of two, with one face. Both are boxed: they are long, and differ in length.
 pub(super) enum Engine {
@@ -28,6 +29,13 @@ impl Engine {
         match self {
             Self::Host(host) => host.rank(),
             Self::Cuda(cuda) => cuda.rank(),
+        }
+    }
+
+    fn world(&self) -> u32 {
+        match self {
+            Self::Host(host) => host.world(),
+            Self::Cuda(cuda) => cuda.world(),
         }
     }
 
@@ -211,6 +219,90 @@ impl Engine {
         }
     }
 
+    /// Has what row exchanges need on a device ready.
+    pub(super) fn load_rows(&mut self) -> Result<()> {
+        match self {
+            Self::Host(_) => Ok(()),
+            Self::Cuda(cuda) => cuda.load_rows(),
+        }
+    }
+
+    /// The way there of a row exchange: order, and then the rows' numbers, which always fit, so that
+    /// what is told of the rows themselves ends the call on every rank.
+    pub(super) unsafe fn send_rows(
+        &mut self,
+        shape: &RowShape,
+        work: &RowWork,
+        places: &RowPlaces,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.ready()?;
+        let world = self.world();
+        let bad = match self {
+            // SAFETY: the caller's promises, as in all that follow.
+            Self::Host(_) => unsafe { work.order(world as usize) },
+            Self::Cuda(cuda) => {
+                // SAFETY: as above.
+                unsafe { cuda.order_rows(work, *stream) }?;
+                None
+            }
+        };
+        let (length, capacity) = (shape.rows, LayoutParts::indices(shape, world));
+        let rows = SplitRows { dtype: DType::I32, row: 1, length, capacity };
+        let splits = splits_at(work.index_splits, 0, 0);
+        let numbers = (places.order, places.source_index);
+        // SAFETY: as above.
+        unsafe { self.all_to_all_splits(numbers, &rows, &splits, stream) }?;
+        let RowShape { row, dtype, .. } = *shape;
+        let rows = SplitRows { dtype, row, length, capacity: work.capacity as usize };
+        let splits = splits_at(work.splits, work.counts, work.offsets);
+        // SAFETY: as above.
+        let sent =
+            unsafe { self.all_to_all_splits((places.packed, places.rows), &rows, &splits, stream) };
+        sent.map_err(|error| match bad {
+            Some(bad) if error.is_invalid_argument() => {
+                Error::invalid_argument(bad.why(self.rank(), world))
+            }
+            _ => error,
+        })
+    }
+
+    /// The way back of a row exchange, of as many rows as `length` says at most.
+    pub(super) unsafe fn send_rows_back(
+        &mut self,
+        shape: &RowShape,
+        length: usize,
+        work: &RowWork,
+        places: &RowPlaces,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.ready()?;
+        let world = self.world() as usize;
+        match self {
+            // SAFETY: the caller's promises, as in all that follow.
+            Self::Host(_) => unsafe { work.fit(world) },
+            // SAFETY: as above.
+            Self::Cuda(cuda) => unsafe { cuda.fit_rows(work, *stream) }?,
+        }
+        let RowShape { rows: capacity, row, dtype } = *shape;
+        let rows = SplitRows { dtype, row, length, capacity };
+        let splits = splits_at(work.splits, work.returned, work.returned_at);
+        // SAFETY: as above.
+        let sent =
+            unsafe { self.all_to_all_splits((places.rows, places.packed), &rows, &splits, stream) };
+        match self {
+            // Also after an error that left the rest as it should be.
+            // SAFETY: as above.
+            Self::Host(_) => unsafe { work.spread(world) },
+            Self::Cuda(cuda) if sent.is_ok() => {
+                // SAFETY: as above.
+                unsafe { cuda.spread_rows(work, *stream) }?;
+            }
+            Self::Cuda(_) => {}
+        }
+        sent
+    }
+
     /// The engine on a device, for what the host does without one.
     pub(super) fn cuda(&mut self) -> Result<&mut CudaEngine> {
         match self {
@@ -232,5 +324,15 @@ impl Engine {
             Self::Host(host) => host.ready(),
             Self::Cuda(cuda) => cuda.synchronize(*stream),
         }
+    }
+}
+
+/// Counts of 64 bits at these addresses; none where that is 0.
+fn splits_at(input: u64, output: u64, offsets: u64) -> SplitsAt {
+    SplitsAt {
+        input: input as *const u8,
+        output: output as *mut u8,
+        offsets: offsets as *mut u8,
+        dtype: DType::I64,
     }
 }

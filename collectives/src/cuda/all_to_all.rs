@@ -16,14 +16,16 @@ use crate::host::call::{Call, Operation};
 use crate::jit::sources::ALL_TO_ALL;
 use crate::{AllToAllAlgorithm, DType, Place, SplitRows, SplitsAt};
 
-/// `SHOTS` of the kernel: packets alone, what goes straight too, counts on the device too.
-const PACKETS: u8 = 1;
+/// `SHOTS` of the kernel: lines alone, what goes straight too, counts on the device too.
+const LINES: u8 = 1;
 const STRAIGHT: u8 = 2;
 const DEVICE: u8 = 4;
 
-/// What a rank sends to all others as packets, if all get as much: up to here twice the bytes take
-/// less time than the two more hops of what goes straight.
-const PACKET_BYTES: u64 = 3 << 20;
+/// Bytes of data in a line: `PAYLOAD` in `line.cuh`.
+const LINE_PAYLOAD: u64 = 120;
+/// What a rank sends to all others as lines, if all get as much: what its threads hold at once. More
+/// would be looked for in vain too often while it is on its way.
+const LINE_BYTES: u64 = 2 << 20;
 /// Blocks that keep all links busy.
 const MOST_BLOCKS: u32 = 132;
 
@@ -40,6 +42,10 @@ impl CudaEngine {
         dtype: DType,
         stream: Stream,
     ) -> Result<()> {
+        if self.copies_parts(places.1, (count as u64).saturating_mul(dtype.size() as u64)) {
+            // SAFETY: the caller's promises, which are passed on.
+            return unsafe { self.all_to_all_copied(places, count, dtype, stream) };
+        }
         let counts = [count; MOST_RANKS as usize];
         let counts = &counts[..self.world() as usize];
         // SAFETY: the caller's promises, which are passed on.
@@ -95,29 +101,35 @@ impl CudaEngine {
             (self.address(output), capacity),
             stream,
         )?;
-        let packet_bytes = self.packet_bytes();
-        let largest = |counts: &[u64; MOST_RANKS as usize]| {
-            let others = counts.iter().enumerate().filter(|(peer, _)| *peer != rank);
-            others.map(|(_, count)| *count * size).max().unwrap_or(0)
+        let line_bytes = self.line_bytes();
+        let others = |counts: [u64; MOST_RANKS as usize]| {
+            counts.into_iter().enumerate().filter(move |(peer, _)| *peer != rank)
         };
-        let most = largest(&sent).max(largest(&received));
+        let parts = || others(sent).chain(others(received)).map(|(_, count)| count * size);
+        let in_lines = parts().filter(|bytes| *bytes <= line_bytes);
+        let lines = in_lines.max().unwrap_or(0).div_ceil(LINE_PAYLOAD);
         let traffic = Traffic {
             send: sent,
             receive: received,
+            send_begin: begins(&sent, size),
+            receive_begin: begins(&received, size),
             splits: 0,
             received: 0,
             offsets: 0,
             length: length / size,
             capacity: capacity / size,
             window: window(output),
-            packet_bytes,
+            line_bytes,
+            lines: lines as u32,
             size: size as u32,
             wide: 0,
+            unused: 0,
         };
-        let work = if most <= packet_bytes {
-            (PACKETS, most.max(sent[rank] * size))
+        let work = if parts().all(|bytes| bytes <= line_bytes) {
+            // Eight threads a line; a rank's own part takes less.
+            (LINES, (128 * lines * (world as u64 - 1)).max(sent[rank] * size))
         } else {
-            (PACKETS | STRAIGHT, length.max(capacity))
+            (LINES | STRAIGHT, length.max(capacity))
         };
         let (call, places) = (self.exchange(dtype, 1), (input, output));
         // SAFETY: the caller's promises, which are passed on; no sum is longer.
@@ -174,20 +186,25 @@ impl CudaEngine {
                 self.apart(&what, other, (address, bytes), stream)?;
             }
         }
+        let line_bytes = self.line_bytes();
         let traffic = Traffic {
             send: [0; MOST_RANKS as usize],
             receive: [0; MOST_RANKS as usize],
+            send_begin: [0; MOST_RANKS as usize],
+            receive_begin: [0; MOST_RANKS as usize],
             splits: counts,
             received,
             offsets,
             length: length as u64,
             capacity: capacity as u64,
             window: window(output),
-            packet_bytes: self.packet_bytes(),
+            line_bytes,
+            lines: 0,
             size: size.unwrap_or(1),
             wide: u32::from(splits.dtype == DType::I64),
+            unused: 0,
         };
-        let work = (PACKETS | STRAIGHT | DEVICE, input_bytes);
+        let work = (LINES | STRAIGHT | DEVICE, input_bytes);
         let (call, places) = (self.exchange(dtype, row), (input, output));
         // SAFETY: the caller's promises, which are passed on; the kernel reads no more of the input
         // than its length, whatever the counts, and writes no more than the capacity.
@@ -200,13 +217,13 @@ impl CudaEngine {
         Call::new(Operation::AllToAllV).elements(dtype, row).algorithm(algorithm)
     }
 
-    /// What a pair may exchange as packets: the same on every rank.
-    fn packet_bytes(&self) -> u64 {
-        let most = self.control.pair_packet_bytes(self.world());
+    /// What a pair may exchange as lines: the same on every rank.
+    fn line_bytes(&self) -> u64 {
+        let most = self.control.pair_lines(self.world()) * LINE_PAYLOAD;
         match self.all_to_all {
-            AllToAllAlgorithm::Auto => most.min(PACKET_BYTES / u64::from(self.world().max(2) - 1)),
+            AllToAllAlgorithm::Auto => most.min(LINE_BYTES / u64::from(self.world().max(2) - 1)),
             AllToAllAlgorithm::Packet => most,
-            AllToAllAlgorithm::Direct => 0,
+            AllToAllAlgorithm::Direct | AllToAllAlgorithm::Copy => 0,
         }
     }
 
@@ -221,9 +238,12 @@ impl CudaEngine {
         traffic: &Traffic,
         stream: Stream,
     ) -> Result<()> {
-        // Vectors of more ranks take more registers.
-        let (bound, most) =
-            if self.world() <= 4 { (THREADS, MOST_BLOCKS) } else { (THREADS / 2, 2 * MOST_BLOCKS) };
+        // Vectors of more ranks take more registers; lines take few.
+        let (bound, most) = match self.world() {
+            0..=4 if shots == LINES => (THREADS, 2 * MOST_BLOCKS),
+            0..=4 => (THREADS, MOST_BLOCKS),
+            _ => (THREADS / 2, 2 * MOST_BLOCKS),
+        };
         let base = Specialty::new(&ALL_TO_ALL, bound);
         let loaded = self.kernel(Specialty { shots, ..base })?;
         let vectors = bytes.div_ceil(16);
@@ -244,6 +264,15 @@ impl CudaEngine {
         // SAFETY: passed on.
         unsafe { self.launch(loaded, grid, &params, Some(traffic), stream) }
     }
+}
+
+/// Where parts of so many elements begin, in bytes.
+fn begins(counts: &[u64; MOST_RANKS as usize], size: u64) -> [u64; MOST_RANKS as usize] {
+    let mut before = 0;
+    counts.map(|count| {
+        before += count * size;
+        before - count * size
+    })
 }
 
 fn window(place: Place) -> u64 {

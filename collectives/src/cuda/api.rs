@@ -46,10 +46,13 @@ functions! {
     module_unload = cuModuleUnload(Handle);
     module_function = cuModuleGetFunction(*mut Handle, Handle, *const c_char);
     occupancy = cuOccupancyMaxActiveBlocksPerMultiprocessor(*mut c_int, Handle, c_int, usize);
+    function_set = cuFuncSetAttribute(Handle, c_int, c_int);
     launch = cuLaunchKernelEx(*const sys::CUlaunchConfig, Handle, *mut *mut c_void, *mut *mut c_void);
     copy = cuMemcpyDtoDAsync_v2(u64, u64, usize, Handle);
     host_alloc = cuMemHostAlloc(*mut *mut c_void, usize, c_uint);
     host_free = cuMemFreeHost(*mut c_void);
+    stream_create = cuStreamCreate(*mut Handle, c_uint);
+    stream_destroy = cuStreamDestroy_v2(Handle);
     stream_synchronize = cuStreamSynchronize(Handle);
 }
 
@@ -58,6 +61,16 @@ impl Api {
     pub(super) fn get() -> Result<&'static Self> {
         static API: OnceLock<Result<Api>> = OnceLock::new();
         API.get_or_init(Self::load).as_ref().map_err(Clone::clone)
+    }
+
+    /// A stream that does not wait for the default stream. The device's context must be current.
+    pub(super) fn stream(&self) -> Result<Stream> {
+        let mut handle: Handle = 0;
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
+        // SAFETY: writes one handle through a valid pointer.
+        let code = unsafe { (self.stream_create)(&raw mut handle, flags) };
+        CudaDriver::check(code, || "making a stream".to_owned())?;
+        Ok(Stream::from_raw(handle as u64))
     }
 
     /// Waits until the stream has done what was put on it. Its device's context must be current.

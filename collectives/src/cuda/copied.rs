@@ -93,17 +93,23 @@ impl CudaEngine {
     }
 
     /// The others in an order that differs from rank to rank, so that no two copy to one.
-    fn others(&self) -> impl Iterator<Item = u32> + use<> {
+    pub(super) fn others(&self) -> impl Iterator<Item = u32> + use<> {
         let (rank, world) = (self.rank(), self.world());
         (1..world).map(move |distance| (rank + distance) % world)
     }
 
     /// One copy, by a copy engine. The other ranks are told where that is refused.
-    fn copy_by_engine(&mut self, to: u64, from: u64, bytes: u64, stream: Stream) -> Result<()> {
+    pub(super) fn copy_by_engine(
+        &mut self,
+        to: u64,
+        from: u64,
+        bytes: u64,
+        stream: Stream,
+    ) -> Result<()> {
         if bytes == 0 {
             return Ok(());
         }
-        // SAFETY: callers copy from this rank's buffers, which its caller promised, to peers'
+        // SAFETY: callers copy from this rank's buffers, which their caller promised, to peers'
         // scratch or outputs, which are windows at the same place.
         unsafe { self.copy_apart(to, from, bytes, stream) }
             .map_err(|error| self.decline(error, stream))

@@ -16,6 +16,7 @@ use super::params::{CallParams, Channel, Comm, Control, Traffic};
 use super::table::Rows;
 use crate::host::call::{Call, Operation};
 use crate::jit::sources::BARRIER;
+use crate::row_exchange::RowWork;
 use crate::{AllToAllAlgorithm, Place};
 
 /// How a [`CudaEngine`] behaves. The same on every rank.
@@ -60,6 +61,8 @@ pub(crate) struct CudaEngine {
     alive: Alive,
     /// The stream of the last call.
     stream: Option<Stream>,
+    /// Its own, for what runs beside a call's kernels.
+    pub(super) aside: Stream,
     /// The streams of the last signals and waits.
     pub(super) channels: BTreeMap<Channel, Stream>,
     /// The kernels of one-sided operations, once there was one.
@@ -100,6 +103,7 @@ impl CudaEngine {
         let control = Control::new(layout.world, options.inbox, options.scratch)?;
         let kernels = Kernels::new(api, driver, layout.world)?;
         let fault = driver.with_context_unordered(|| Fault::new(api))?;
+        let aside = driver.with_context_unordered(|| api.stream())?;
         let nanoseconds = u64::try_from(options.timeout.as_nanos()).unwrap_or(u64::MAX);
         let comm = control.comm(&layout, control_offset, nanoseconds, fault.address());
         let devices: Result<Vec<&str>> =
@@ -116,6 +120,7 @@ impl CudaEngine {
             timeout: options.timeout,
             alive,
             stream: None,
+            aside,
             channels: BTreeMap::new(),
             sided: None,
             failed: None,
@@ -170,8 +175,8 @@ impl CudaEngine {
 
     /// What calls wanted the host to know, though they went on; once.
     fn noticed(&mut self) -> Result<()> {
-        let rank = self.comm.rank;
-        match self.fault.as_mut().and_then(|fault| fault.notice(rank)) {
+        let (rank, world) = (self.comm.rank, self.comm.world);
+        match self.fault.as_mut().and_then(|fault| fault.notice(rank, world)) {
             Some(error) => Err(error),
             None => Ok(()),
         }
@@ -299,6 +304,26 @@ impl CudaEngine {
         })
     }
 
+    /// Puts a kernel of a row exchange on the stream, behind what this communicator put on another
+    /// one before.
+    ///
+    /// # Safety
+    ///
+    /// As [`Kernels::launch_rows`].
+    pub(super) unsafe fn launch_rows(
+        &mut self,
+        kernel: Loaded,
+        grid: (u32, u32),
+        work: &RowWork,
+        stream: Stream,
+    ) -> Result<()> {
+        self.turn_to(stream)?;
+        cuda(&self.pool)?.with_context(|| {
+            // SAFETY: as the caller promised.
+            unsafe { self.kernels.launch_rows(kernel, grid, stream, &self.comm, work) }
+        })
+    }
+
     /// Calls of one communicator run one after the other: makes `stream` wait for the last one's.
     /// What is captured into a graph is ordered by whoever launches the graph.
     pub(super) fn follow(&self, last: Stream, stream: Stream) -> Result<()> {
@@ -306,7 +331,13 @@ impl CudaEngine {
         if driver.is_capturing(stream) || driver.is_capturing(last) {
             return Ok(());
         }
-        let event = driver.record_event(last)?;
+        self.fork(last, stream)
+    }
+
+    /// Makes a stream wait for what another one has been given, in graphs too.
+    pub(super) fn fork(&self, from: Stream, stream: Stream) -> Result<()> {
+        let driver = self.pool.driver();
+        let event = driver.record_event(from)?;
         let waited = driver.wait_event(stream, &event);
         driver.release_event(event);
         waited
@@ -318,6 +349,7 @@ impl Drop for CudaEngine {
     fn drop(&mut self) {
         let Ok(driver) = cuda(&self.pool) else { return };
         let (api, kernels, fault) = (self.api, &mut self.kernels, self.fault.take());
+        let aside = self.aside.raw() as Handle;
         if let Err(error) = self.pool.driver().synchronize() {
             // What may still run keeps what it knows.
             tracing::warn!(%error, "a communicator's kernels and memory are not given back");
@@ -325,6 +357,9 @@ impl Drop for CudaEngine {
         }
         let cleaned = driver.with_context_unordered(|| {
             kernels.unload();
+            // SAFETY: made by this value and given up here; nothing runs on it.
+            let code = unsafe { (api.stream_destroy)(aside) };
+            CudaDriver::check(code, || "giving back a stream".to_owned())?;
             if let Some(fault) = fault {
                 fault.free(api);
             }

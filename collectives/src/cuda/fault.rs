@@ -12,6 +12,7 @@ use symmpool_allocator::driver::CudaDriver;
 
 use super::api::Api;
 use crate::host::call::{Call, mismatch_of_two};
+use crate::row_exchange::BadRow;
 
 /// `Fault` in `comm.cuh`.
 #[repr(C)]
@@ -21,10 +22,21 @@ pub(super) struct Record {
     epoch: u32,
     peer: u32,
     phase: u32,
-    unused: [u32; 3],
+    bad: Bad,
     ours: [u64; 4],
     theirs: [u64; 4],
     notice: Notice,
+}
+
+/// The row of this rank whose destination was no rank, as a row exchange left it; with the number
+/// of the call that told of it.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Bad {
+    epoch: u32,
+    row: u32,
+    /// As far as it has 32 bits.
+    destination: i32,
 }
 
 /// `Notice` in `comm.cuh`: what a call wants the host to know that goes on all the same.
@@ -43,8 +55,8 @@ struct Notice {
 const OVERFLOW: u32 = 1;
 
 impl Notice {
-    /// An error of `rank`, after `calls` such calls.
-    fn error(&self, rank: u32, calls: u64) -> Error {
+    /// An error of `rank` of `world`, after `calls` such calls.
+    fn error(&self, (rank, world): (u32, u32), calls: u64, bad: Bad) -> Error {
         let Self { kind, epoch, rank: whose, needed, room, .. } = *self;
         let more = match calls {
             1 => String::new(),
@@ -58,10 +70,17 @@ impl Notice {
                 needed.saturating_sub(room)
             ));
         }
+        if whose == rank && bad.epoch == epoch {
+            let bad_row = BadRow { row: bad.row as usize, destination: bad.destination.into() };
+            let why = bad_row.why(rank, world);
+            return Error::invalid_argument(format!(
+                "{why} (collective {epoch} on the device){more}"
+            ));
+        }
         Error::invalid_argument(format!(
             "all_to_all_v, collective {epoch} on the device, seen on rank {rank}: the input splits \
-             of rank {whose} are negative, or more than its input has. It sent nothing, and the \
-             communicator goes on.{more}"
+             of rank {whose} are negative, or more than its input has, or it has a row whose \
+             destination is no rank. It sent nothing, and the communicator goes on.{more}"
         ))
     }
 }
@@ -182,7 +201,7 @@ impl Fault {
 
     /// What calls that went on wanted this rank to know since it was asked last. Nothing of the
     /// communicator runs meanwhile, as a rule; else what is read may be mixed of two calls.
-    pub(super) fn notice(&mut self, rank: u32) -> Option<Error> {
+    pub(super) fn notice(&mut self, rank: u32, world: u32) -> Option<Error> {
         std::sync::atomic::fence(std::sync::atomic::Ordering::Acquire);
         // SAFETY: the record is mapped while `self` lives; only the part's address is taken.
         let part = unsafe { addr_of!((*self.0.as_ptr()).notice) };
@@ -190,7 +209,11 @@ impl Fault {
         let notice = unsafe { part.read_volatile() };
         let calls = notice.calls.wrapping_sub(self.1);
         self.1 = notice.calls;
-        (calls > 0).then(|| notice.error(rank, calls))
+        // SAFETY: as above, so here and below.
+        let part = unsafe { addr_of!((*self.0.as_ptr()).bad) };
+        // SAFETY: as above.
+        let bad = unsafe { part.read_volatile() };
+        (calls > 0).then(|| notice.error((rank, world), calls, bad))
     }
 
     /// Gives the memory back; nothing may run that knows of it. The context must be current.
@@ -218,7 +241,7 @@ mod tests {
             epoch: 7,
             peer: 2,
             phase,
-            unused: [0; 3],
+            bad: Bad::default(),
             ours: *ours.words(),
             theirs: *theirs.words(),
             notice: Notice::default(),
@@ -228,14 +251,22 @@ mod tests {
     #[test]
     fn notices_name_the_rank_and_what_did_not_fit() {
         let notice = Notice { kind: OVERFLOW, rank: 3, needed: 12, room: 10, ..Notice::default() };
-        let error = notice.error(0, 1);
+        let error = notice.error((0, 4), 1, Bad::default());
         assert!(error.is_overflow(), "{error}");
         let text = error.to_string();
         assert!(text.contains("rank 3 was sent 12 elements, and its output holds 10"), "{text}");
         assert!(!text.contains("such calls"), "{text}");
-        let nonsense = Notice { kind: 2, ..notice }.error(0, 5);
+        let nonsense = Notice { kind: 2, ..notice }.error((0, 4), 5, Bad::default());
         assert!(nonsense.is_invalid_argument(), "{nonsense}");
         assert!(nonsense.to_string().contains("The last of 5 such calls"), "{nonsense}");
+        // The rank itself knows which row it was, if it was this call's.
+        let notice = Notice { kind: 2, epoch: 9, ..notice };
+        for (rank, epoch, told) in [(3, 9, true), (3, 8, false), (0, 9, false)] {
+            let bad = Bad { epoch, row: 17, destination: 4 };
+            let error = notice.error((rank, 4), 1, bad);
+            assert!(error.is_invalid_argument(), "{error}");
+            assert_eq!(error.to_string().contains("row 17 has destination 4"), told, "{error}");
+        }
     }
 
     #[test]

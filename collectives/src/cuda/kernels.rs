@@ -14,6 +14,7 @@ use super::api::{Api, Handle};
 use super::fault::RECORD_BYTES;
 use super::params::{CallParams, Comm, Traffic};
 use crate::jit::{Arch, Jit, JitOptions, Kernel, Variant};
+use crate::row_exchange::RowWork;
 use crate::{DType, ReduceOp};
 
 /// What a kernel is compiled for.
@@ -122,6 +123,7 @@ impl Kernels {
             ("CALL_BYTES", size_of::<CallParams>() as u64),
             ("FAULT_BYTES", RECORD_BYTES as u64),
             ("TRAFFIC_BYTES", size_of::<Traffic>() as u64),
+            ("ROW_WORK_BYTES", size_of::<RowWork>() as u64),
         ]
         .map(|(name, value)| (name, value.to_string()));
         let mut defines: Vec<(&str, &str)> =
@@ -145,6 +147,14 @@ impl Kernels {
         // SAFETY: the module was just loaded; writes one handle through a valid pointer.
         let code = unsafe { (self.api.module_function)(&raw mut function, module, entry.as_ptr()) };
         CudaDriver::check(code, || format!("finding {} in its module", kernel.entry))?;
+        // A processor divides its memory into cache and shared memory by the kernel that comes to it
+        // when it is idle, and takes no block of one that wants another division until it is idle
+        // again. Kernels that wait must not keep away those that they wait for.
+        let (which, all_cache) =
+            (sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 0);
+        // SAFETY: the function is of a loaded module; the attribute is a number.
+        let code = unsafe { (self.api.function_set)(function, which as c_int, all_cache) };
+        CudaDriver::check(code, || format!("dividing a processor's memory for {variant}"))?;
         let mut blocks: c_int = 0;
         // SAFETY: the function is of a loaded module; writes one int through a valid pointer.
         let code = unsafe { (self.api.occupancy)(&raw mut blocks, function, threads as c_int, 0) };
@@ -163,11 +173,51 @@ impl Kernels {
     pub(super) unsafe fn launch(
         &self,
         kernel: Loaded,
-        (blocks, threads): (u32, u32),
+        grid: (u32, u32),
         stream: Stream,
         comm: &Comm,
         call: &CallParams,
         traffic: Option<&Traffic>,
+    ) -> Result<()> {
+        // As many of them are read as the kernel has parameters.
+        let traffic = traffic.map_or(std::ptr::null_mut(), |traffic| {
+            (&raw const *traffic).cast_mut().cast::<c_void>()
+        });
+        let mut arguments: [*mut c_void; 3] =
+            [(&raw const *comm).cast_mut().cast(), (&raw const *call).cast_mut().cast(), traffic];
+        // SAFETY: the caller's promises; the caller passes traffic to kernels that have it.
+        unsafe { self.put(kernel, grid, stream, &mut arguments) }
+    }
+
+    /// Puts a kernel of a row exchange on a stream. The device's context must be current.
+    ///
+    /// # Safety
+    ///
+    /// As [`Kernels::launch`]; the kernel is one of `row_exchange.cu`.
+    pub(super) unsafe fn launch_rows(
+        &self,
+        kernel: Loaded,
+        grid: (u32, u32),
+        stream: Stream,
+        comm: &Comm,
+        work: &RowWork,
+    ) -> Result<()> {
+        let mut arguments: [*mut c_void; 2] =
+            [(&raw const *comm).cast_mut().cast(), (&raw const *work).cast_mut().cast()];
+        // SAFETY: the caller's promises.
+        unsafe { self.put(kernel, grid, stream, &mut arguments) }
+    }
+
+    /// # Safety
+    ///
+    /// The arguments point to as many values as the kernel has parameters, of their types, and what
+    /// these point to is as [`Kernels::launch`] says.
+    unsafe fn put(
+        &self,
+        kernel: Loaded,
+        (blocks, threads): (u32, u32),
+        stream: Stream,
+        arguments: &mut [*mut c_void],
     ) -> Result<()> {
         // Its blocks may take their places before the stream's kernel before it has ended; they
         // wait for that end themselves (`begin` in comm.cuh).
@@ -189,16 +239,9 @@ impl Kernels {
             attrs: &raw mut overlap,
             numAttrs: kernel.early.into(),
         };
-        // As many of them are read as the kernel has parameters.
-        let traffic = traffic.map_or(std::ptr::null_mut(), |traffic| {
-            (&raw const *traffic).cast_mut().cast::<c_void>()
-        });
-        let mut arguments: [*mut c_void; 3] =
-            [(&raw const *comm).cast_mut().cast(), (&raw const *call).cast_mut().cast(), traffic];
         // SAFETY: the configuration and the arguments, which have the kernel's parameter types
-        // (checked by size when it was compiled; the caller passes traffic to those that have it),
-        // live until the call returns; the driver copies them. What they point to is the caller's
-        // promise.
+        // (checked by size when it was compiled), live until the call returns; the driver copies
+        // them. What they point to is the caller's promise.
         let code = unsafe {
             (self.api.launch)(
                 &raw const config,

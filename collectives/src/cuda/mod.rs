@@ -6,6 +6,7 @@
 //! | `algorithms` | which kernels a collective runs, with what grid |
 //! | `all_to_all` | what an all-to-all is given, and its grid |
 //! | `copied` | all-reduces of which the copy engines carry the most |
+//! | `row_exchange` | the steps of a row exchange beside its all-to-alls |
 //! | `sided` | copies and signals between two ranks |
 //! | `lengths` | what calls are given, checked |
 //! | `select` | which algorithm serves a call |
@@ -18,6 +19,7 @@
 
 mod algorithms;
 mod all_to_all;
+mod all_to_all_copied;
 mod api;
 mod copied;
 mod engine;
@@ -25,6 +27,7 @@ mod fault;
 mod kernels;
 mod lengths;
 mod params;
+mod row_exchange;
 mod rows;
 mod select;
 mod shape;

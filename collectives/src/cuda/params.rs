@@ -73,6 +73,9 @@ pub(super) struct Traffic {
     /// Elements for each rank, where the host knows them.
     pub(super) send: [u64; MOST_RANKS as usize],
     pub(super) receive: [u64; MOST_RANKS as usize],
+    /// Where these begin, in bytes.
+    pub(super) send_begin: [u64; MOST_RANKS as usize],
+    pub(super) receive_begin: [u64; MOST_RANKS as usize],
     /// Addresses on the device: counts, and where to write those that came and their places.
     pub(super) splits: u64,
     pub(super) received: u64,
@@ -82,9 +85,12 @@ pub(super) struct Traffic {
     pub(super) capacity: u64,
     /// Where the output is in the slot.
     pub(super) window: u64,
-    pub(super) packet_bytes: u64,
+    pub(super) line_bytes: u64,
+    /// Of the longest part that goes as lines, where the host knows it.
+    pub(super) lines: u32,
     pub(super) size: u32,
     pub(super) wide: u32,
+    pub(super) unused: u32,
 }
 
 /// One end of a channel of this rank: operations on one of these run in the order of the calls.
@@ -197,14 +203,14 @@ impl Control {
         self.packets_bytes / 2 / 32
     }
 
-    /// The most bytes that a pair of ranks exchanges through the packet inbox.
-    pub(super) fn pair_packet_bytes(&self, world: u32) -> u64 {
-        self.packet_vectors() / u64::from(world) * 16
-    }
-
     /// Lines that one call may put into their inbox.
     pub(super) fn line_count(&self) -> u64 {
         self.lines_bytes / 2 / 128
+    }
+
+    /// Those that a pair of ranks has there: `slot_lines` in `all_to_all.cu`.
+    pub(super) fn pair_lines(&self, world: u32) -> u64 {
+        self.line_count() / u64::from(world)
     }
 
     /// Vectors that one call may put into the sentinel inbox.

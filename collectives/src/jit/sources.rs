@@ -32,6 +32,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = &[
     ("exchange.cuh", file!("exchange.cuh")),
     ("flags.cuh", file!("flags.cuh")),
     ("inbox.cuh", file!("inbox.cuh")),
+    ("line.cuh", file!("line.cuh")),
     ("parts.cuh", file!("parts.cuh")),
     ("ranks.cuh", file!("ranks.cuh")),
     ("reduce.cuh", file!("reduce.cuh")),
@@ -51,6 +52,7 @@ pub(crate) const KERNELS: &[&Kernel] = &[
     &PULL,
     &PUSH,
     &REDUCE_LOCAL,
+    &ROW_EXCHANGE,
     &TWO_SHOT,
 ];
 
@@ -99,9 +101,9 @@ pub(crate) const ALL_TO_ALL: Kernel = collective!(
         WIDE,
         ("DTYPE", &["7"]),
         ("SHOTS", &["1", "3", "7"]),
-        ("TRAFFIC_BYTES", &["192"])
+        ("TRAFFIC_BYTES", &["328"])
     ],
-    [ABOVE_4, NARROW, ("DTYPE", &["7"]), ("SHOTS", &["1", "3", "7"]), ("TRAFFIC_BYTES", &["192"])],
+    [ABOVE_4, NARROW, ("DTYPE", &["7"]), ("SHOTS", &["1", "3", "7"]), ("TRAFFIC_BYTES", &["328"])],
 );
 
 /// Copies and signals between two ranks.
@@ -109,6 +111,17 @@ pub(crate) const ONE_SIDED: Kernel = collective!(
     "one_sided",
     [("WORLD", &["1", "2", "8"]), ("SHOTS", &["1", "3"]), WIDE],
     [("WORLD", &["1", "2", "8"]), ("SHOTS", &["2", "4"]), ("THREADS", &["32"])],
+);
+
+/// Rows into the order of an all-to-all, and back.
+pub(crate) const ROW_EXCHANGE: Kernel = collective!(
+    "row_exchange",
+    [
+        ("WORLD", &["1", "2", "4", "8"]),
+        NARROW,
+        ("SHOTS", &["1", "2", "4", "8"]),
+        ("ROW_WORK_BYTES", &["152"])
+    ],
 );
 
 /// All-reduce through inboxes, in one shot.

@@ -9,6 +9,13 @@ from symmpool.bench import matrices, peers, session, table, timing
 #: What a rank's links carry, in GB/s, by which the bound in the table is made.
 LINK = 355.0
 
+#: Ours, by the names of `all_to_all=`.
+ALGORITHMS = ("auto", "packet", "direct", "copy")
+
+#: Counts are whole numbers of so many bytes: torch's vdev shares a part out among up to 64 blocks, to
+#: each as much, and stops the device where that leaves a rest.
+GRAIN = 128
+
 
 def add_options(commands, size_list, positive):
     it = commands.add_parser("alltoallv", help="all-to-alls of traffic matrices, likewise")
@@ -32,7 +39,7 @@ def add_options(commands, size_list, positive):
     it.add_argument("--rounds", type=positive, default=3, help="in alternation (default 3)")
     it.add_argument("--calls", type=positive, help="in a graph (default: 100, fewer above 2 MiB)")
     it.add_argument("--replays", type=positive, default=9, help="of a graph a round (default 9)")
-    it.add_argument("--algorithm", default="auto", choices=["auto", "packet", "direct", "all"])
+    it.add_argument("--algorithm", default="auto", choices=[*ALGORITHMS, "all"])
     it.add_argument("--link", type=float, default=LINK, help="GB/s of a rank's links, for the bound")
     it.add_argument("--peers", help="only these, by their names in the table: NCCL,vdev")
     it.add_argument("--timeout", type=float, default=120, help="longest wait in seconds")
@@ -64,6 +71,13 @@ class Contender:
         receive = [row[self.ranks.rank] for row in counts]
         return send, receive, self.input[: sum(send)], self.output[: sum(receive)]
 
+    def single(self, run, counts):
+        """`all_to_all_single` of ours or of torch.distributed, without lists where parts are equal."""
+        send, receive, input, output = self.parts(counts)
+        if len({count for row in counts for count in row}) == 1:
+            return Exchange(input, output, lambda: run(output, input))
+        return Exchange(input, output, lambda: run(output, input, receive, send))
+
     def confirm(self):
         pass
 
@@ -85,11 +99,7 @@ class Ours(Contender):
         return tensor
 
     def exchange(self, counts):
-        send, receive, input, output = self.parts(counts)
-        comm = self.comm
-        return Exchange(
-            input, output, lambda: comm.all_to_all_single(output, input, receive, send)
-        )
+        return self.single(self.comm.all_to_all_single, counts)
 
     def confirm(self):
         self.comm.synchronize()
@@ -113,9 +123,7 @@ class Distributed(Contender):
     """torch.distributed's all_to_all_single: NCCL or gloo."""
 
     def exchange(self, counts):
-        send, receive, input, output = self.parts(counts)
-        run = self.dist.all_to_all_single
-        return Exchange(input, output, lambda: run(output, input, receive, send))
+        return self.single(self.dist.all_to_all_single, counts)
 
 
 class Vdev(Contender):
@@ -126,9 +134,12 @@ class Vdev(Contender):
 
         if not symmetric.is_nvshmem_available():
             raise ValueError("this build of torch has no NVSHMEM, or finds none")
+        if 64 % ranks.world:
+            raise ValueError(f"its blocks are not shared out evenly among {ranks.world} ranks")
         symmetric.set_backend("NVSHMEM")
         self.symmetric = symmetric
-        super().__init__(ranks, dtype, sent, received)
+        # So long that its blocks are 64 whatever is sent.
+        super().__init__(ranks, dtype, max(sent, (8 << 20) // dtype.itemsize), received)
         self.group = self.dist.group.WORLD.group_name
         world = ranks.world
         self.splits = symmetric.empty(world, dtype=ranks.torch.int64, device=ranks.device)
@@ -313,7 +324,7 @@ def plans(options, world, itemsize, on_cuda):
         if not options.sizes:
             sizes = [max(int(sum(map(sum, weights)) / world), 1)]
         return [
-            (options.matrix.name, size, matrices.scale(weights, size, itemsize, 8)) for size in sizes
+            (options.matrix.name, size, matrices.scale(weights, size, itemsize, GRAIN // itemsize)) for size in sizes
         ]
     if unknown := [kind for kind in options.matrices if kind not in matrices.KINDS]:
         raise SystemExit(f"--matrices {unknown[0]}: there are {', '.join(matrices.KINDS)}")
@@ -322,7 +333,7 @@ def plans(options, world, itemsize, on_cuda):
         for kind in options.matrices
     }
     return [
-        (kind, size, matrices.scale(weights, size, itemsize, 8))
+        (kind, size, matrices.scale(weights, size, itemsize, GRAIN // itemsize))
         for kind, weights in made.items()
         for size in sizes
     ]
@@ -331,7 +342,7 @@ def plans(options, world, itemsize, on_cuda):
 def run(options, arguments):
     ranks = session.connect(options)
     dtype = getattr(ranks.torch, session.DTYPES[options.dtype])
-    algorithms = ["auto", "packet", "direct"] if options.algorithm == "all" else [options.algorithm]
+    algorithms = ALGORITHMS if options.algorithm == "all" else [options.algorithm]
     only = session.asked_peers(options)
     todo = plans(options, ranks.world, dtype.itemsize, ranks.on_cuda)
     # Of all ranks: tensors of a pool are equally long on each.

@@ -1,0 +1,80 @@
+//! The steps of a row exchange on a device: kernels before and after its all-to-alls.
+
+#![allow(unsafe_code)] // launches kernels on the caller's promises about raw memory
+
+use symmpool_allocator::{Result, Stream};
+
+use super::engine::CudaEngine;
+use super::kernels::{Loaded, Specialty};
+use crate::jit::sources::ROW_EXCHANGE;
+use crate::row_exchange::{MOST_BLOCKS, RowWork};
+
+/// `SHOTS` of the kernel.
+const COUNT: u8 = 1;
+const PLACE: u8 = 2;
+const FIT: u8 = 4;
+const SPREAD: u8 = 8;
+
+const THREADS: u32 = 256;
+/// What a block moves at least, and looks at, for its beginning to be worth it.
+const BLOCK_BYTES: u64 = 64 << 10;
+const BLOCK_ROWS: u64 = 1024;
+/// Blocks of a processor that keep its memory busy.
+const BLOCKS: u32 = 4;
+
+impl CudaEngine {
+    /// Loads the kernels, so that no call has to.
+    pub(crate) fn load_rows(&mut self) -> Result<()> {
+        [COUNT, PLACE, FIT, SPREAD].into_iter().try_for_each(|step| self.rows(step).map(|_| ()))
+    }
+
+    fn rows(&mut self, shots: u8) -> Result<Loaded> {
+        self.kernel(Specialty { shots, ..Specialty::new(&ROW_EXCHANGE, THREADS) })
+    }
+
+    /// Puts rows and their numbers in order by destination, and says how many there are for each
+    /// rank; -1 for all if a destination is none.
+    ///
+    /// # Safety
+    ///
+    /// The addresses are as `RowWork` says, of memory of the device that nobody else touches until
+    /// the stream is past it.
+    pub(crate) unsafe fn order_rows(&mut self, work: &RowWork, stream: Stream) -> Result<()> {
+        let (count, place) = (self.rows(COUNT)?, self.rows(PLACE)?);
+        let blocks = blocks(&count, work.rows, work.row_bytes);
+        // SAFETY: the caller's promise; both have the same grid, as the second one needs.
+        unsafe { self.launch_rows(count, (blocks, THREADS), work, stream) }?;
+        // SAFETY: as above.
+        unsafe { self.launch_rows(place, (blocks, THREADS), work, stream) }
+    }
+
+    /// Says how many of the rows that came from each rank had room, which go back.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::order_rows`].
+    pub(crate) unsafe fn fit_rows(&mut self, work: &RowWork, stream: Stream) -> Result<()> {
+        let kernel = self.rows(FIT)?;
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_rows(kernel, (1, 32), work, stream) }
+    }
+
+    /// Puts rows that came back where they were, and zeros where none did.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::order_rows`].
+    pub(crate) unsafe fn spread_rows(&mut self, work: &RowWork, stream: Stream) -> Result<()> {
+        let kernel = self.rows(SPREAD)?;
+        let blocks = blocks(&kernel, work.given, work.row_bytes);
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_rows(kernel, (blocks, THREADS), work, stream) }
+    }
+}
+
+/// Blocks for so many rows: whole waves at most, and one at least, which says that there are none.
+fn blocks(kernel: &Loaded, rows: u64, row_bytes: u64) -> u32 {
+    let most = (kernel.processors * BLOCKS).min(MOST_BLOCKS);
+    let worth = (rows * row_bytes).div_ceil(BLOCK_BYTES).max(rows.div_ceil(BLOCK_ROWS));
+    u32::try_from(worth.min(rows)).unwrap_or(most).clamp(1, most)
+}

@@ -1,0 +1,409 @@
+//! Exchanges of rows with a destination each, against a model that moves one row at a time. Ranks are
+//! threads; the same on devices is part of `cuda_collectives check`.
+
+use std::panic::resume_unwind;
+use std::thread;
+use std::time::Duration;
+
+use proptest::prelude::*;
+use symmpool_allocator::{Block, Driver, Error, Group, Pool, Stream};
+use symmpool_collectives::{
+    Communicator, DType, Element, RowExchange, RowLayout, RowShape, RowsAt,
+};
+
+const STREAM: &Stream = &Stream::DEFAULT;
+
+/// Runs `body` as every rank; a panic of one is that of the test.
+fn ranks(world: usize, body: impl Fn(&Pool, &Communicator) + Sync) {
+    thread::scope(|scope| {
+        let all: Vec<_> = Group::in_process(world as u32)
+            .expect("a small group")
+            .into_iter()
+            .map(|group| {
+                let body = &body;
+                scope.spawn(move || {
+                    let group = group.with_timeout(Duration::from_secs(20));
+                    let pool = Pool::builder(group).driver(Driver::host().unwrap());
+                    let pool = pool.build().unwrap();
+                    body(&pool, &Communicator::new(&pool).unwrap());
+                })
+            })
+            .collect();
+        for rank in all {
+            rank.join().unwrap_or_else(|panic| resume_unwind(panic));
+        }
+    });
+}
+
+/// A call: where each rank's rows go, and what each rank's output holds.
+#[derive(Clone, Debug)]
+struct Case {
+    destinations: Vec<Vec<i64>>,
+    capacities: Vec<usize>,
+}
+
+impl Case {
+    fn world(&self) -> usize {
+        self.destinations.len()
+    }
+
+    /// Whether a rank names a rank that is none, and so sends nothing.
+    fn refused(&self, rank: usize) -> bool {
+        let ranks = -1..self.world() as i64;
+        self.destinations[rank].iter().any(|to| !ranks.contains(to))
+    }
+
+    /// Rows that come to a rank, as (source, row of it), those without room too.
+    fn comes(&self, rank: usize) -> Vec<(usize, usize)> {
+        let sources = (0..self.world()).filter(|source| !self.refused(*source));
+        sources
+            .flat_map(|source| {
+                let rows = self.destinations[source].iter().enumerate();
+                let own = rows.filter(|(_, to)| **to == rank as i64);
+                own.map(move |(row, _)| (source, row)).collect::<Vec<_>>()
+            })
+            .collect()
+    }
+
+    /// Whether a row of a rank is where it was sent.
+    fn arrived(&self, source: usize, row: usize) -> bool {
+        let Ok(to) = usize::try_from(self.destinations[source][row]) else { return false };
+        if self.refused(source) {
+            return false;
+        }
+        let mut fitting = self.comes(to);
+        fitting.truncate(self.capacities[to]);
+        fitting.contains(&(source, row))
+    }
+}
+
+fn element(source: usize, row: usize, at: usize) -> i32 {
+    ((source * 1000 + row) * 100 + at) as i32 + 1
+}
+
+/// What a rank does with the rows that came, before they go back.
+fn worked(element: i32) -> i32 {
+    -element
+}
+
+struct Rank<'a> {
+    me: usize,
+    row: usize,
+    exchange: RowExchange<&'a Communicator>,
+    input: Block<i32>,
+    output: Block<i32>,
+    back: Block<i32>,
+    narrow: Block<i32>,
+    wide: Block<i64>,
+}
+
+impl<'a> Rank<'a> {
+    fn new(pool: &Pool, comm: &'a Communicator, rows: usize, row: usize) -> Self {
+        let shape = RowShape { rows, row, dtype: i32::DTYPE };
+        Self {
+            me: pool.rank() as usize,
+            row,
+            exchange: RowExchange::new(comm, shape).unwrap(),
+            input: pool.alloc(rows * row).unwrap(),
+            output: pool.alloc(rows * row * pool.world() as usize).unwrap(),
+            back: pool.alloc(rows * row).unwrap(),
+            narrow: pool.alloc(rows).unwrap(),
+            wide: pool.alloc(rows).unwrap(),
+        }
+    }
+
+    /// Sends, and compares what comes and what is told. Output and destinations are as long as the
+    /// case says, inside their blocks.
+    fn send(&self, case: &Case, layout: &RowLayout, wide: bool) {
+        let Self { me, row, .. } = *self;
+        let destinations = &case.destinations[me];
+        let data = |source: usize, index: usize| (0..row).map(move |at| element(source, index, at));
+        let input: Vec<i32> = (0..destinations.len()).flat_map(|index| data(me, index)).collect();
+        self.input.write(&input).unwrap();
+        self.output.write(&vec![7; self.output.len()]).unwrap();
+        let count = destinations.len();
+        let given = if wide {
+            self.wide.write(destinations).unwrap();
+            (self.wide.as_ptr().cast::<u8>().cast_const(), count, DType::I64)
+        } else {
+            let narrow: Vec<i32> = destinations.iter().map(|to| *to as i32).collect();
+            self.narrow.write(&narrow).unwrap();
+            (self.narrow.as_ptr().cast::<u8>().cast_const(), count, DType::I32)
+        };
+        let capacity = case.capacities[me];
+        let rows = RowsAt {
+            input: self.input.as_ptr().cast::<u8>().cast_const(),
+            length: count,
+            output: self.output.as_ptr().cast(),
+            capacity,
+        };
+        let layout_at = layout.counts().cast::<u8>().cast_mut();
+        // SAFETY: the blocks are as long; the layout's counts are where it begins.
+        let sent = unsafe { self.exchange.send_at(layout_at, &rows, given, STREAM) };
+
+        let refused = (0..case.world()).find(|rank| case.refused(*rank));
+        let overflows =
+            (0..case.world()).any(|rank| case.comes(rank).len() > case.capacities[rank]);
+        match &sent {
+            Ok(()) => assert!(refused.is_none() && !overflows),
+            // The first rank's is told.
+            Err(error) if error.is_invalid_argument() => {
+                let text = error.to_string();
+                let of = refused.unwrap_or_else(|| panic!("{text}"));
+                let row = case.destinations[of].iter();
+                let bad = row.clone().position(|to| !(-1..case.world() as i64).contains(to));
+                let own = format!("row {} has destination", bad.unwrap());
+                let told = if of == me { own } else { format!("splits of rank {of}") };
+                assert!(
+                    text.contains(&told) || (case.refused(me) && text.contains("row ")),
+                    "{text}"
+                );
+            }
+            Err(error) => assert!(error.is_overflow() && overflows, "{error}"),
+        }
+        let comes = case.comes(me);
+        let fitting = &comes[..comes.len().min(capacity)];
+        let mut wanted: Vec<i32> =
+            fitting.iter().flat_map(|(source, index)| data(*source, *index)).collect();
+        wanted.resize(self.output.len(), 7);
+        assert_eq!(self.output.read().unwrap(), wanted, "rank {me}");
+        let received = layout.read().unwrap();
+        let counts: Vec<i64> = (0..case.world())
+            .map(|rank| comes.iter().filter(|(source, _)| *source == rank).count() as i64)
+            .collect();
+        let begins = counts.iter().scan(0, |sum, count| {
+            *sum += count;
+            Some(*sum - count)
+        });
+        assert_eq!(received.offsets, begins.collect::<Vec<_>>());
+        assert_eq!(received.counts, counts);
+        let indices: Vec<i32> = comes.iter().map(|(_, index)| *index as i32).collect();
+        assert_eq!(received.source_index, indices);
+    }
+
+    /// Works on what came of a case, and sends it back.
+    fn send_back(&self, case: &Case, layout: &RowLayout) {
+        let Self { me, row, .. } = *self;
+        let mut fitting = case.comes(me);
+        fitting.truncate(case.capacities[me]);
+        let data = |source: usize, index: usize| {
+            (0..row).map(move |at| worked(element(source, index, at)))
+        };
+        let worked: Vec<i32> =
+            fitting.iter().flat_map(|(source, index)| data(*source, *index)).collect();
+        self.output.write(&worked).unwrap();
+        self.back.write(&vec![7; self.back.len()]).unwrap();
+        self.exchange.send_back(layout, &self.back, &self.output, STREAM).unwrap();
+        let sent = case.destinations[me].len();
+        let mut wanted: Vec<i32> = (0..sent)
+            .flat_map(|index| {
+                let there = case.arrived(me, index);
+                data(me, index).map(move |element| if there { element } else { 0 })
+            })
+            .collect();
+        wanted.resize(self.back.len(), 0);
+        assert_eq!(self.back.read().unwrap(), wanted, "rank {me}");
+    }
+}
+
+fn check(cases: &[Case], rows: usize, row: usize) {
+    ranks(cases[0].world(), |pool, comm| {
+        let rank = Rank::new(pool, comm, rows, row);
+        let layouts = [(); 2].map(|()| rank.exchange.layout().unwrap());
+        for (nth, case) in cases.iter().enumerate() {
+            rank.send(case, &layouts[nth % 2], nth % 3 == 0);
+            if nth % 2 == 1 {
+                // The one before has waited, and comes back after.
+                rank.send_back(case, &layouts[1]);
+                rank.send_back(&cases[nth - 1], &layouts[0]);
+            }
+        }
+    });
+}
+
+/// A call among so many ranks, of up to 40 rows each. Few destinations are none.
+fn case(world: usize) -> impl Strategy<Value = Case> {
+    let to = prop_oneof![8 => -1..world as i64, 3 => Just(0), 3 => Just(-1)];
+    let destinations = proptest::collection::vec(to, 0..=40);
+    let bad = prop_oneof![9 => Just(None), 1 => (0..world, 0usize..40, -9i64..99).prop_map(Some)];
+    let capacity = prop_oneof![3 => Just(40 * world), 2 => 0usize..60];
+    (
+        proptest::collection::vec(destinations, world),
+        bad,
+        proptest::collection::vec(capacity, world),
+    )
+        .prop_map(|(mut destinations, bad, capacities)| {
+            if let Some((rank, row, to)) = bad
+                && let Some(at) = destinations[rank].get_mut(row)
+            {
+                *at = to;
+            }
+            let capacities = capacities.iter().map(|rows| *rows.min(&(40 * capacities.len())));
+            Case { destinations, capacities: capacities.collect() }
+        })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 25, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_rows_arrive_and_come_back(
+        cases in (1usize..=4).prop_flat_map(|world| proptest::collection::vec(case(world), 6)),
+        row in prop_oneof![3 => 1usize..5, 1 => Just(500usize)],
+    ) {
+        check(&cases, 40, row);
+    }
+}
+
+#[test]
+fn all_to_one_none_at_all_and_nowhere() {
+    let even = |world: usize, rows: usize, to: i64| Case {
+        destinations: vec![vec![to; rows]; world],
+        capacities: vec![40 * world; world],
+    };
+    for world in [1, 3, 8] {
+        let last = world as i64 - 1;
+        check(
+            &[even(world, 40, last), even(world, 40, -1), even(world, 0, 0), even(world, 7, 0)],
+            40,
+            3,
+        );
+    }
+    // An exchange of no rows.
+    check(&[even(2, 0, 0), even(2, 0, 0)], 0, 3);
+}
+
+#[test]
+fn a_layout_that_nothing_was_sent_with_brings_back_zeros() {
+    ranks(2, |pool, comm| {
+        let rank = Rank::new(pool, comm, 5, 2);
+        let layout = rank.exchange.layout().unwrap();
+        rank.back.write(&[7; 10]).unwrap();
+        rank.exchange.send_back(&layout, &rank.back, &rank.output, STREAM).unwrap();
+        assert_eq!(rank.back.read().unwrap(), [0; 10]);
+    });
+}
+
+#[test]
+fn output_and_input_may_be_the_same() {
+    ranks(2, |pool, comm| {
+        let rank = Rank::new(pool, comm, 4, 1);
+        let layout = rank.exchange.layout().unwrap();
+        let me = pool.rank() as i32;
+        let x = pool.alloc::<i32>(4).unwrap();
+        x.write(&[10, 11, 12, 13].map(|value| value + 100 * me)).unwrap();
+        let destinations = pool.alloc::<i64>(4).unwrap();
+        destinations.write(&[1, 0, 1, 0]).unwrap();
+        rank.exchange.send(&layout, &x, &x, &destinations, STREAM).unwrap();
+        let came = [[11, 13, 111, 113], [10, 12, 110, 112]];
+        assert_eq!(x.read().unwrap(), came[me as usize]);
+        rank.exchange.send_back(&layout, &x, &x, STREAM).unwrap();
+        assert_eq!(x.read().unwrap(), [10, 11, 12, 13].map(|value| value + 100 * me));
+    });
+}
+
+#[test]
+fn too_little_to_send_back_is_told_to_all_and_the_communicator_goes_on() {
+    ranks(3, |pool, comm| {
+        let rank = Rank::new(pool, comm, 6, 2);
+        let layout = rank.exchange.layout().unwrap();
+        let case = Case { destinations: vec![vec![0, 1, 2, 0, 1, 2]; 3], capacities: vec![18; 3] };
+        rank.send(&case, &layout, false);
+        let rows = RowsAt {
+            input: rank.output.as_ptr().cast::<u8>().cast_const(),
+            length: if rank.me == 1 { 5 } else { 6 },
+            output: rank.back.as_ptr().cast(),
+            capacity: 6,
+        };
+        let layout_at = layout.counts().cast::<u8>().cast_mut();
+        // SAFETY: the blocks are as long; the layout's counts are where it begins.
+        let error = unsafe { rank.exchange.send_back_at(layout_at, &rows, STREAM) }.unwrap_err();
+        assert!(error.is_invalid_argument(), "{error}");
+        assert!(error.to_string().contains("splits of rank 1"), "{error}");
+        // Rows of the others came back.
+        let wanted: Vec<i32> = (0..6)
+            .flat_map(|index| (0..2).map(move |at| (index, at)))
+            .map(|(index, at)| if index % 3 == 1 { 0 } else { element(rank.me, index, at) })
+            .collect();
+        assert_eq!(rank.back.read().unwrap(), wanted);
+        rank.send(&case, &layout, true);
+        rank.send_back(&case, &layout);
+    });
+}
+
+#[test]
+fn nonsense_is_refused_and_told_to_the_others() {
+    ranks(2, |pool, comm| {
+        let me = pool.rank();
+        for shape in [
+            RowShape { rows: 1 << 31, row: 1, dtype: DType::U8 },
+            RowShape { rows: 1, row: 0, dtype: DType::U8 },
+            RowShape { rows: 1, row: usize::MAX, dtype: DType::I32 },
+        ] {
+            assert!(RowExchange::new(comm, shape).unwrap_err().is_invalid_argument());
+        }
+        let rank = Rank::new(pool, comm, 4, 2);
+        let other = Rank::new(pool, comm, 5, 2);
+        let (layout, foreign) = (rank.exchange.layout().unwrap(), other.exchange.layout().unwrap());
+        let floats = pool.alloc::<f32>(8).unwrap();
+        let (four, five) = (&rank.wide, &other.wide);
+        four.write(&[0; 4]).unwrap();
+        five.write(&[0; 5]).unwrap();
+        let case = Case { destinations: vec![vec![0, 1, -1, 1]; 2], capacities: vec![8; 2] };
+        let exchange = &rank.exchange;
+        let (input, output) = (&rank.input, &rank.output);
+        type Wrong<'a> = (&'a str, &'a (dyn Fn() -> Result<(), Error> + 'a));
+        let wrong: [Wrong<'_>; 6] = [
+            ("f32 where it moves i32", &|| exchange.send(&layout, &floats, &floats, four, STREAM)),
+            ("of another shape", &|| exchange.send(&foreign, output, input, four, STREAM)),
+            ("5 destinations of i64", &|| {
+                exchange.send(&layout, output, &other.input, five, STREAM)
+            }),
+            ("destinations of f32", &|| exchange.send(&layout, output, input, &floats, STREAM)),
+            ("an output of 8 rows", &|| exchange.send_back(&layout, output, output, STREAM)),
+            ("input of 1 rows", &|| {
+                let rows = RowsAt {
+                    input: input.as_ptr().cast::<u8>().cast_const(),
+                    length: 1,
+                    output: output.as_ptr().cast(),
+                    capacity: 4,
+                };
+                let given = (four.as_ptr().cast::<u8>().cast_const(), 4, DType::I64);
+                let at = layout.counts().cast::<u8>().cast_mut();
+                // SAFETY: the blocks are longer; the layout's counts are where it begins.
+                unsafe { exchange.send_at(at, &rows, given, STREAM) }
+            }),
+        ];
+        for (what, call) in wrong {
+            let error = if me == 1 {
+                call().unwrap_err()
+            } else {
+                exchange.send(&layout, output, input, four, STREAM).unwrap_err()
+            };
+            assert_eq!(error.is_diverged(), me == 0, "{what}: {error}");
+            assert_eq!(error.is_invalid_argument(), me == 1, "{what}: {error}");
+            assert!(me == 0 || error.to_string().contains(what), "{what}: {error}");
+            rank.send(&case, &layout, true);
+            rank.send_back(&case, &layout);
+        }
+    });
+}
+
+#[test]
+fn exchanges_and_layouts_give_their_memory_back() {
+    ranks(2, |pool, comm| {
+        let mut places = Vec::new();
+        for _ in 0..20 {
+            let rank = Rank::new(pool, comm, 100, 100);
+            let layout = rank.exchange.layout().unwrap();
+            let case = Case { destinations: vec![vec![1, 0]; 2], capacities: vec![200; 2] };
+            rank.send(&case, &layout, false);
+            rank.send_back(&case, &layout);
+            places.push(layout.counts() as usize);
+            drop((layout, rank));
+            pool.commit().unwrap();
+        }
+        places.dedup();
+        assert_eq!(places.len(), 1);
+    });
+}
