@@ -129,9 +129,9 @@ def commit():
     return table(["commit of", "time", "allocating it", "store round trips a rank"], rows)
 
 
-def all_reduce_gpu():
+def all_reduce_on(name):
     """Ours and the peers of `python -m symmpool bench allreduce`, a row for each size."""
-    report = load("gpu/h200x4_allreduce")
+    report = load(name)
     peers = [name for name in report["contenders"] if name != "ours"]
     rows = []
     for entry in report["results"]:
@@ -150,12 +150,12 @@ def all_reduce_gpu():
     return table(["bytes", "symmpool us", "busbw GB/s", *peers, "best peer / ours"], rows)
 
 
-def all_to_all_gpu():
+def all_to_all_on(name):
     """Ours and the peers of `python -m symmpool bench alltoallv`, a row for each matrix and size; nothing
     where that was not measured."""
-    if not (RESULTS / "gpu/h200x4_alltoallv.json").exists():
+    if not (RESULTS / f"{name}.json").exists():
         return ""
-    report = load("gpu/h200x4_alltoallv")
+    report = load(name)
     names = report["contenders"]
     peers = [name for name in names if not name.startswith("ours")]
     rows = []
@@ -176,6 +176,22 @@ def all_to_all_gpu():
     return table(["matrix", "bytes", *shown, "bound / ours", "best peer / ours"], rows)
 
 
+def all_reduce_gpu():
+    return all_reduce_on("gpu/h200x4_allreduce")
+
+
+def all_reduce_gpu2():
+    return all_reduce_on("gpu/h200x2_allreduce")
+
+
+def all_to_all_gpu():
+    return all_to_all_on("gpu/h200x4_alltoallv")
+
+
+def all_to_all_gpu2():
+    return all_to_all_on("gpu/h200x2_alltoallv")
+
+
 MAKERS = {
     f.__name__: f
     for f in (
@@ -186,7 +202,9 @@ MAKERS = {
         lane,
         commit,
         all_reduce_gpu,
+        all_reduce_gpu2,
         all_to_all_gpu,
+        all_to_all_gpu2,
     )
 }
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -107,19 +107,28 @@ impl Heap {
 
     /// Maps `physical` at `offset` of `rank`'s slot.
     pub(crate) fn map(&self, rank: u32, offset: u64, physical: &Physical) -> Result<()> {
-        let inside =
-            offset.checked_add(physical.bytes()).is_some_and(|end| end <= self.layout.stride);
-        if rank >= self.layout.world || !inside {
+        self.map_all(rank, offset, std::slice::from_ref(physical))
+    }
+
+    /// Maps `physicals` one after the other from `offset` of `rank`'s slot on: all, or none.
+    pub(crate) fn map_all(&self, rank: u32, offset: u64, physicals: &[Physical]) -> Result<()> {
+        let sizes = physicals.iter().map(Physical::bytes);
+        let end = sizes.clone().try_fold(offset, u64::checked_add);
+        if rank >= self.layout.world || end.is_none_or(|end| end > self.layout.stride) {
             return Err(Error::invalid_argument(format!(
                 "{} bytes at offset {offset} of slot {rank}: the heap has {} slots of {} bytes",
-                physical.bytes(),
+                sizes.fold(0, u64::saturating_add),
                 self.layout.world,
                 self.layout.stride
             )));
         }
-        self.driver.map(self.reservation(), self.position(rank, offset), physical)?;
+        self.driver.map_all(self.reservation(), self.position(rank, offset), physicals)?;
         if rank == self.layout.rank {
-            lock(&self.mapped).own.insert(offset, physical.bytes());
+            let mut offset = offset;
+            for bytes in sizes {
+                lock(&self.mapped).own.insert(offset, bytes);
+                offset += bytes;
+            }
         }
         Ok(())
     }

@@ -11,7 +11,9 @@ use symmpool_collectives::{CommunicatorOptions, DType, ReduceOp, SplitRows, Spli
 
 use crate::convert::{self, Device, long_name};
 use crate::errors::{OrRaise, exception, seconds};
+use crate::mark::Mark;
 use crate::operation;
+use crate::own::Own;
 use crate::pool::Pool;
 use crate::row_exchange::RowExchange;
 use crate::tensor::{self, Refusal, Tensor};
@@ -46,7 +48,7 @@ pub(crate) type Argument<'a, 'py> = &'a Bound<'py, PyAny>;
 /// scratch there is, in host memory or on the device. All of it is the same on every rank.
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Communicator {
-    comm: Arc<symmpool_collectives::Communicator>,
+    comm: Own<Arc<symmpool_collectives::Communicator>>,
     pub(crate) device: Device,
     algorithm: &'static str,
 }
@@ -66,6 +68,7 @@ impl Communicator {
         scratch_bytes: Option<u64>,
     ) -> PyResult<Self> {
         let pool = pool.get();
+        pool.pool.check("a pool").or_raise(py)?;
         let algorithm = convert::algorithm(py, algorithm)?;
         let all_to_all = convert::all_to_all_algorithm(py, all_to_all)?;
         let defaults = CommunicatorOptions::default();
@@ -80,8 +83,9 @@ impl Communicator {
             (Device::Cuda(_), Some(bytes)) => options.device_scratch_bytes = bytes,
             (_, None) => {}
         }
-        let make = || symmpool_collectives::Communicator::with_options(&pool.pool, &options);
-        let comm = Arc::new(py.detach(make).or_raise(py)?);
+        let on = &*pool.pool;
+        let make = || symmpool_collectives::Communicator::with_options(on, &options);
+        let comm = Own::new(Arc::new(py.detach(make).or_raise(py)?));
         Ok(Self { comm, device: pool.device, algorithm: algorithm.name() })
     }
 
@@ -381,6 +385,21 @@ impl Communicator {
         py.detach(|| self.comm.synchronize(&stream)).or_raise(py)
     }
 
+    /// Marks how far `stream` is (torch's current one unless given): everything that it was given.
+    #[pyo3(signature = (stream = None))]
+    fn mark(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<Mark> {
+        let stream = self.stream(py, stream)?;
+        Mark::new(self.comm.pool().driver(), self.device, stream).or_raise(py)
+    }
+
+    /// Makes what `stream` gets from now on wait for what torch's current one was given so far.
+    #[pyo3(signature = (stream))]
+    fn follow(&self, py: Python<'_>, stream: Argument<'_, '_>) -> PyResult<()> {
+        let (current, follower) = (self.stream(py, None)?, self.stream(py, Some(stream))?);
+        let mark = Mark::new(self.comm.pool().driver(), self.device, current).or_raise(py)?;
+        mark.hold(follower).or_raise(py)
+    }
+
     /// Why all calls fail, as an exception; None while they do not.
     #[getter]
     fn failure(&self, py: Python<'_>) -> Option<PyErr> {
@@ -446,7 +465,7 @@ impl Tensor {
 
 impl Communicator {
     pub(crate) fn core(&self) -> Arc<symmpool_collectives::Communicator> {
-        self.comm.clone()
+        Arc::clone(&self.comm)
     }
 
     /// A call, without the interpreter's lock: it may wait for other ranks.
@@ -456,6 +475,7 @@ impl Communicator {
         py: Python<'_>,
         call: impl FnOnce() -> Result<()> + Send,
     ) -> PyResult<()> {
+        self.comm.check("a communicator").or_raise(py)?;
         py.detach(call).or_raise(py)
     }
 
@@ -466,6 +486,8 @@ impl Communicator {
         py: Python<'_>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<Stream> {
+        // Before a refusal of arguments is told to other ranks.
+        self.comm.check("a communicator").or_raise(py)?;
         let found = tensor::stream(py, self.device, stream);
         self.or_decline(py, Stream::DEFAULT, found.map_err(Refusal::Raised))
     }

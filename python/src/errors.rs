@@ -36,6 +36,13 @@ pub(crate) fn exception(py: Python<'_>, error: &Error) -> PyErr {
     make().unwrap_or_else(|broken| broken)
 }
 
+/// What a call raises. Ctrl-C during the call comes before what went wrong in it: often the other
+/// ranks were interrupted too, and who catches the package's errors means to go on.
+#[cold]
+fn raised(py: Python<'_>, error: &Error) -> PyErr {
+    py.check_signals().err().unwrap_or_else(|| exception(py, error))
+}
+
 /// An argument that cannot be served, as an exception.
 #[cold]
 pub(crate) fn invalid(py: Python<'_>, message: impl Into<String>) -> PyErr {
@@ -50,7 +57,7 @@ pub(crate) trait OrRaise<T> {
 impl<T> OrRaise<T> for symmpool_allocator::Result<T> {
     #[inline]
     fn or_raise(self, py: Python<'_>) -> PyResult<T> {
-        self.map_err(|error| exception(py, &error))
+        self.map_err(|error| raised(py, &error))
     }
 }
 

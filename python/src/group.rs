@@ -7,6 +7,7 @@ use symmpool_allocator::store::FileStore;
 use symmpool_allocator::{Deadline, Error};
 
 use crate::errors::{OrRaise, invalid, seconds};
+use crate::own::Own;
 use crate::store::PythonStore;
 
 /// The ordered set of ranks that share memory, seen from one of them.
@@ -18,13 +19,14 @@ use crate::store::PythonStore;
 /// - "file:///DIRECTORY": in files of a directory that all ranks see and nobody else uses.
 ///
 /// `timeout` is how long collective calls of the group wait for other ranks, in seconds: making
-/// pools, and commits. Waits are not ended by Ctrl-C, but all of them end.
+/// pools, and commits. Waits are not ended by Ctrl-C (in a store of torch they are, within a second),
+/// but all of them end, and then it is heard.
 ///
 /// Raises InvalidArgumentError, TimeoutError when the store cannot be reached in time, and
 /// RefusedError when a secret differs.
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Group {
-    pub(crate) group: symmpool_allocator::Group,
+    pub(crate) group: Own<symmpool_allocator::Group>,
 }
 
 #[pymethods]
@@ -55,7 +57,7 @@ impl Group {
             }
         };
         let group = py.detach(meet).or_raise(py)?;
-        Ok(Self { group: group.with_timeout(timeout) })
+        Ok(Self { group: Own::new(group.with_timeout(timeout)) })
     }
 
     /// The group that torchrun, or another launcher that sets its variables, describes:
@@ -68,7 +70,7 @@ impl Group {
         let timeout = seconds(py, "timeout", timeout)?;
         let meet = || symmpool_allocator::Group::from_env(Deadline::after(timeout));
         let group = py.detach(meet).or_raise(py)?;
-        Ok(Self { group: group.with_timeout(timeout) })
+        Ok(Self { group: Own::new(group.with_timeout(timeout)) })
     }
 
     /// `world` groups of one process, in rank order, for a thread each.
@@ -80,7 +82,8 @@ impl Group {
             return Err(invalid(py, format!("world={world}: at most 4096 threads meet")));
         }
         let groups = symmpool_allocator::Group::in_process(world).or_raise(py)?;
-        Ok(groups.into_iter().map(|group| Self { group: group.with_timeout(timeout) }).collect())
+        let own = |group: symmpool_allocator::Group| Own::new(group.with_timeout(timeout));
+        Ok(groups.into_iter().map(|group| Self { group: own(group) }).collect())
     }
 
     /// A group that meets in a `torch.distributed.Store`, or one of its kind: `store` has its
@@ -101,7 +104,7 @@ impl Group {
         let adapter = py.import("symmpool.store")?.getattr("StoreAdapter")?.call1((store,))?;
         let store = Arc::new(PythonStore::new(adapter.unbind()));
         let group = symmpool_allocator::Group::new(rank, world, store).or_raise(py)?;
-        Ok(Self { group: group.with_name(name).with_timeout(timeout) })
+        Ok(Self { group: Own::new(group.with_name(name).with_timeout(timeout)) })
     }
 
     /// This process's rank, from 0.
@@ -134,9 +137,14 @@ pub(crate) fn group_of(
     argument: Option<&Bound<'_, PyAny>>,
     timeout: Option<f64>,
 ) -> PyResult<symmpool_allocator::Group> {
+    let of = |group: &Bound<'_, Group>| {
+        let group = &group.get().group;
+        group.check("a group").or_raise(py)?;
+        PyResult::Ok((**group).clone())
+    };
     if let Some(group) = argument.and_then(|argument| argument.cast::<Group>().ok()) {
-        return Ok(group.get().group.clone());
+        return of(group);
     }
     let resolved = py.import("symmpool.groups")?.call_method1("resolve", (argument, timeout))?;
-    Ok(resolved.cast::<Group>()?.get().group.clone())
+    of(resolved.cast::<Group>()?)
 }

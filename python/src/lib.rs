@@ -29,8 +29,10 @@ mod errors;
 mod exchange;
 mod group;
 mod machine;
+mod mark;
 mod memory;
 mod operation;
+mod own;
 mod pool;
 mod process;
 mod row_exchange;
@@ -49,6 +51,10 @@ mod _symmpool {
     use crate::group::Group;
     #[pymodule_export]
     use crate::machine::machine;
+    #[pymodule_export]
+    use crate::mark::Mark;
+    #[pymodule_export]
+    use crate::own::forked;
     #[pymodule_export]
     use crate::pool::Pool;
     #[pymodule_export]

@@ -5,13 +5,14 @@ use std::sync::Arc;
 use symmpool_allocator::{Pool, Result, Stream};
 
 use crate::convert::Device;
+use crate::own::Own;
 
 /// A block that is freed without order when its last holder is gone: holders are garbage of a
 /// language whose order of collection differs between ranks (rule D5).
 pub(crate) struct Memory {
     /// `None` only while dropping.
-    block: Option<symmpool_allocator::Block<u8>>,
-    pub(crate) pool: Pool,
+    block: Option<Own<symmpool_allocator::Block<u8>>>,
+    pub(crate) pool: Own<Pool>,
     pub(crate) device: Device,
     pub(crate) stream: Stream,
 }
@@ -25,11 +26,12 @@ impl Memory {
     ) -> Result<Arc<Self>> {
         // DLPack consumers may count on 256 bytes.
         let block = pool.default_lane().alloc_bytes(bytes, 512, stream)?;
-        Ok(Arc::new(Self { block: Some(block), pool: pool.clone(), device, stream }))
+        let (block, pool) = (Some(Own::new(block)), Own::new(pool.clone()));
+        Ok(Arc::new(Self { block, pool, device, stream }))
     }
 
     pub(crate) fn block(&self) -> &symmpool_allocator::Block<u8> {
-        self.block.as_ref().expect("there until dropped")
+        self.block.as_deref().expect("there until dropped")
     }
 
     /// Makes `stream` wait for what the block's own stream was given so far, and the block's place
@@ -50,7 +52,7 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         // An error means that the block is no longer the lane's; a destructor has nobody to tell.
-        if let Some(block) = self.block.take() {
+        if let Some(block) = self.block.take().and_then(Own::into_here) {
             let _ = block.free_unordered();
         }
     }

@@ -18,6 +18,7 @@ use crate::dlpack::{self, Description};
 use crate::errors::{OrRaise, invalid, seconds};
 use crate::group::group_of;
 use crate::memory::Memory;
+use crate::own::Own;
 use crate::tensor;
 
 /// Symmetric memory of one rank, and windows on that of its peers.
@@ -43,7 +44,7 @@ use crate::tensor;
 /// missing, InvalidArgumentError for anything that makes no sense.
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Pool {
-    pub(crate) pool: symmpool_allocator::Pool,
+    pub(crate) pool: Own<symmpool_allocator::Pool>,
     pub(crate) device: Device,
     /// The `symmpool.scope.Scope`, once there was a `with`. It holds nothing of this object.
     scope: PyOnceLock<Py<PyAny>>,
@@ -111,7 +112,7 @@ impl Pool {
             if let Some(policy) = policy {
                 builder = builder.lane(LaneConfig::symmetric("default").window_policy(policy));
             }
-            Result::Ok(Self { pool: builder.build()?, device, scope: PyOnceLock::new() })
+            Result::Ok(Self { pool: Own::new(builder.build()?), device, scope: PyOnceLock::new() })
         };
         let made = Bound::new(py, py.detach(build).or_raise(py)?)?;
         // Collectives of the package look for the pools of a group.
@@ -188,6 +189,7 @@ impl Pool {
     ) -> PyResult<Bound<'py, Block>> {
         let py = slf.py();
         let this = slf.get();
+        this.check(py)?;
         let shape = dimensions(shape)?;
         let dtype = convert::dtype(dtype)?;
         let stream = tensor::stream(py, this.device, stream)?;
@@ -226,6 +228,7 @@ impl Pool {
         bytes: u64,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
+        self.check(py)?;
         let stream = tensor::stream(py, self.device, stream)?;
         py.detach(|| self.pool.default_lane().reserve_on(bytes, stream)).or_raise(py)
     }
@@ -241,6 +244,7 @@ impl Pool {
     }
 
     fn __enter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, Self>> {
+        slf.get().check(slf.py())?;
         Self::_scope(slf)?.call_method0(intern!(slf.py(), "enter"))?;
         Ok(slf.clone())
     }
@@ -264,6 +268,7 @@ impl Pool {
     /// TimeoutError, PeerLostError, InvalidStateError (another thread commits, or a stream is
     /// being captured).
     fn commit<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.check(py)?;
         let report = py.detach(|| self.pool.commit()).or_raise(py)?;
         let dict = PyDict::new(py);
         dict.set_item("number", report.number)?;
@@ -282,6 +287,7 @@ impl Pool {
     /// Agrees on a state again after a DivergedError: goes back to just before the first
     /// difference. Collective. What was allocated since must have been freed.
     fn resync(&self, py: Python<'_>) -> PyResult<()> {
+        self.check(py)?;
         py.detach(|| self.pool.resync()).or_raise(py)?;
         Ok(())
     }
@@ -430,6 +436,10 @@ impl Pool {
 }
 
 impl Pool {
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        self.pool.check("a pool").or_raise(py)
+    }
+
     /// The NCCL communicator of a process group.
     fn communicator(&self, py: Python<'_>, group: Option<&Bound<'_, PyAny>>) -> PyResult<usize> {
         let find = py.import("symmpool.nccl")?.getattr("communicator")?;

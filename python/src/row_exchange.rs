@@ -14,6 +14,7 @@ use crate::communicator::{Argument, Communicator, rows_of};
 use crate::convert::{self, long_name};
 use crate::errors::{OrRaise, invalid};
 use crate::memory::Memory;
+use crate::own::Own;
 use crate::pool::dimensions;
 use crate::tensor::{self, Refusal, Tensor};
 
@@ -29,7 +30,7 @@ type Exchange = symmpool_collectives::RowExchange<Arc<symmpool_collectives::Comm
 /// kept, and sent back in any order that is the same on every rank.
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct RowExchange {
-    exchange: Exchange,
+    exchange: Own<Exchange>,
     comm: Py<Communicator>,
     row_shape: Vec<i64>,
     /// Whether layouts have tensors of torch, or arrays of numpy.
@@ -64,7 +65,7 @@ impl RowExchange {
         let of_torch = dtype.is_instance_of::<PyString>()
             || tensor::torch(py).is_some_and(|torch| torch.is_dtype(dtype));
         let core = comm.get().core();
-        let exchange = py.detach(|| Exchange::new(core, shape)).or_raise(py)?;
+        let exchange = Own::new(py.detach(|| Exchange::new(core, shape)).or_raise(py)?);
         Ok(Self { exchange, comm: comm.clone().unbind(), row_shape: lengths, of_torch })
     }
 

@@ -19,8 +19,10 @@ torch and numpy are used where the program has them; importing symmpool imports 
 `python -m symmpool bench --help` measures.
 """
 
+import os as _os
 import sys as _sys
 
+from symmpool import _symmpool
 from symmpool._symmpool import (
     Block,
     Communicator,
@@ -65,6 +67,9 @@ from symmpool.process import (
 from symmpool.scope import commit_postponed, graph, use_pool
 
 __version__ = version()
+
+# A forked child shares memory and connections with its parent: what the parent made refuses there.
+_os.register_at_fork(after_in_child=_symmpool.forked)
 
 __all__ = [
     "Block",

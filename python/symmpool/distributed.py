@@ -19,7 +19,7 @@ import warnings
 import weakref
 from typing import Any
 
-from symmpool import groups
+from symmpool import groups, work
 from symmpool._symmpool import Communicator, Group, Pool
 from symmpool.errors import InvalidArgumentError
 
@@ -56,8 +56,6 @@ class Seat:
 
     def begin(self, call: Any, arguments: tuple[Any, ...], results: list[Any]) -> Any:
         """Makes a call without waiting for it."""
-        from symmpool import work
-
         if self.device < 0:
             if self.side is None:
                 self.side = work.Worker(self)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import collections
+import functools
 import queue
 import threading
 import time
 import weakref
 from typing import Any
 
-from symmpool.errors import TimeoutError  # noqa: A004
+from symmpool.errors import InvalidStateError, TimeoutError  # noqa: A004
 
 
 class Work:
@@ -128,12 +129,18 @@ class Worker:
     def __init__(self, owner: Any):
         self._calls: queue.SimpleQueue = queue.SimpleQueue()
         name = "symmpool collectives"
-        thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
-        thread.start()
-        _running[thread] = self._calls
+        self._thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
+        self._thread.start()
+        _end_all_at_exit()
+        _running[self._thread] = self._calls
         weakref.finalize(owner, self._calls.put, None)
 
     def submit(self, call: Any, arguments: tuple[Any, ...], results: list[Any]) -> HostWork:
+        if not self._thread.is_alive():
+            raise InvalidStateError(
+                "a communicator of another process is used in one forked from it; make a group, and "
+                "what is needed on it, after the fork"
+            )
         work = HostWork(results)
         self._calls.put((work, call, arguments))
         return work
@@ -144,7 +151,13 @@ _running: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue]
 _running = weakref.WeakKeyDictionary()
 
 
-@atexit.register
+@functools.cache
+def _end_all_at_exit() -> None:
+    """With the first thread, not before: what is registered last runs first, and what torch has
+    registered until then may take away what a call still uses."""
+    atexit.register(_end_all)
+
+
 def _end_all() -> None:
     """A thread that comes back to a finished interpreter is ended where it stands, in the middle of
     torch's code, which ends the process. So they end before; but for those that wait for a rank that
@@ -171,18 +184,18 @@ def _work(calls: queue.SimpleQueue) -> None:
 class StreamWork(Work):
     """A call on a stream of its own."""
 
-    __slots__ = ("_torch", "_comm", "_side", "_event")
+    __slots__ = ("_comm", "_side", "_mark")
 
-    def __init__(self, torch: Any, comm: Any, side: Any, event: Any, results: list[Any]):
-        super().__init__(results)
-        self._torch, self._comm, self._side, self._event = torch, comm, side, event
+    def __init__(self, comm: Any, side: Any, mark: Any, results: list[Any]):
+        self._results, self._future = results, None
+        self._comm, self._side, self._mark = comm, side, mark
 
     def wait(self, timeout: Any = None) -> bool:
         self.precede()
         seconds = _seconds(timeout)
         if seconds is not None:
             end = time.monotonic() + seconds
-            while not self._event.query():
+            while not self._mark.query():
                 if time.monotonic() > end:
                     raise TimeoutError(f"symmpool: a collective is not done after {timeout}")
                 time.sleep(20e-6)
@@ -192,19 +205,21 @@ class StreamWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        return self._event.query() or self._comm.failure is not None
+        return self._mark.query() or self._comm.failure is not None
 
     def exception(self) -> Exception | None:
         return self._comm.failure
 
     def precede(self) -> None:
-        self._torch.cuda.current_stream(self._side.device).wait_event(self._event)
+        self._mark.wait()
 
     def get_future(self) -> Any:
         if self._future is None:
             # The future takes the current stream's place in time: what it says waits for the call.
-            with self._torch.cuda.stream(self._side):
-                self._future = self._torch.futures.Future(devices=[self._side.device])
+            import torch
+
+            with torch.cuda.stream(self._side):
+                self._future = torch.futures.Future(devices=[self._side.device])
                 self._future.set_result(self._results)
         return self._future
 
@@ -215,29 +230,26 @@ class Side:
     def __init__(self, torch: Any, device: int):
         self._torch = torch
         self._stream = torch.cuda.Stream(device)
-        # How far the current stream is: used again by every call, as a wait is for what was recorded
-        # last before it.
-        self._before = torch.cuda.Event()
+        self._handle = self._stream.cuda_stream
+        self._capturing = torch.cuda.is_current_stream_capturing
         self._kept: collections.deque[Any] = collections.deque()
 
     def submit(
         self, comm: Any, call: Any, arguments: tuple[Any, ...], results: list[Any]
     ) -> StreamWork:
-        torch, side = self._torch, self._stream
-        current = torch.cuda.current_stream(side.device)
-        self._before.record(current)
-        side.wait_event(self._before)
-        call(*arguments, stream=side.cuda_stream)
-        event = torch.cuda.Event()
-        event.record(side)
+        # Marks, not torch's streams and events: those cost the host more than the call itself.
+        handle, kept = self._handle, self._kept
+        comm.follow(handle)
+        call(*arguments, stream=handle)
+        mark = comm.mark(handle)
         # Whoever lets go of a tensor before the call is done does not free its memory.
-        if torch.cuda.is_current_stream_capturing():
+        if self._capturing():
             # What a graph's events have to say is known to the graph alone.
             for tensor in arguments:
-                if isinstance(tensor, torch.Tensor):
-                    tensor.record_stream(side)
+                if isinstance(tensor, self._torch.Tensor):
+                    tensor.record_stream(self._stream)
         else:
-            while self._kept and self._kept[0][0].query():
-                self._kept.popleft()
-            self._kept.append((event, arguments))
-        return StreamWork(torch, comm, side, event, results)
+            while kept and kept[0][0].query():
+                kept.popleft()
+            kept.append((mark, arguments))
+        return StreamWork(comm, self._stream, mark, results)

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import types
 import weakref
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from ranks import values
 
 import symmpool
-from symmpool import distributed
+from symmpool import distributed, work
 
 
 def every_call(group):
@@ -155,3 +156,63 @@ def test_calls_that_make_no_sense_are_refused():
         symmpool.communicator(group, "tpu:0")
     with pytest.raises(TypeError, match="numpy"):
         symmpool.all_reduce([1.0, 2.0], group=group)
+
+
+def test_on_the_cpu_there_is_nothing_to_mark():
+    (group,) = symmpool.Group.in_process(1)
+    comm = symmpool.Communicator(symmpool.Pool(group, "cpu"))
+    mark = comm.mark()
+    comm.follow(0)
+    mark.wait()
+    assert mark.query()
+
+
+class Streams:
+    """As much of torch and of a communicator as calls on a stream of their own need."""
+
+    def __init__(self):
+        self.told, self.done, self.capturing, self.failure = [], set(), False, None
+        self.Tensor = list
+        self.cuda = types.SimpleNamespace(
+            Stream=lambda device: types.SimpleNamespace(cuda_stream=7, device=device),
+            is_current_stream_capturing=lambda: self.capturing,
+        )
+
+    def follow(self, stream):
+        self.told.append(("follow", stream))
+
+    def call(self, *arguments, stream):
+        self.told.append(("call", stream))
+
+    def mark(self, stream):
+        number = len(self.told)
+        self.told.append(("mark", stream))
+        return types.SimpleNamespace(
+            query=lambda: number in self.done, wait=lambda: self.told.append(("wait", number))
+        )
+
+
+def test_calls_on_a_stream_of_their_own_come_in_between_and_keep_their_tensors():
+    class Tensor(list):
+        def record_stream(self, stream):
+            self.recorded = stream
+
+    torch = Streams()
+    side = work.Side(torch, 0)
+    tensors = [Tensor([n]) for n in range(3)]
+    gone = [weakref.ref(tensor) for tensor in tensors]
+    found = [side.submit(torch, torch.call, (tensor,), []) for tensor in tensors]
+    assert torch.told == [("follow", 7), ("call", 7), ("mark", 7)] * 3
+    assert not found[0].is_completed()
+    found[0].wait()
+    assert torch.told[-1] == ("wait", 2)
+    del tensors
+    torch.done |= {2, 5}
+    assert found[1].is_completed() and all(tensor() is not None for tensor in gone)
+    # Another call lets go of what is done, in order.
+    torch.capturing, last = False, Tensor([3])
+    side.submit(torch, torch.call, (last,), [])
+    assert [tensor() is None for tensor in gone] == [True, True, False]
+    torch.capturing, captured = True, Tensor([4])
+    side.submit(torch, torch.call, (captured,), [])
+    assert captured.recorded.cuda_stream == 7 and len(side._kept) == 2

@@ -60,7 +60,7 @@ def members(node):
 def test_the_stubs_are_what_the_binding_has():
     stubs = ast.parse(STUBS.read_text())
     classes = {node.name: node for node in stubs.body if isinstance(node, ast.ClassDef)}
-    for name in ("Block", "Communicator", "Group", "Pool", "Slot"):
+    for name in ("Block", "Communicator", "Group", "Mark", "Pool", "Slot"):
         found = getattr(_symmpool, name)
         shown = members(classes[name])
         public = {n for n in vars(found) if not n.startswith("_")}

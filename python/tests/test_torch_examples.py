@@ -1,10 +1,15 @@
-"""Examples that need a GPU to run compile without one."""
+"""Examples that need a GPU to run compile without one; those that do not are run."""
 
 import importlib.util
+import json
+import os
+import socket
 import sys
 from pathlib import Path
 
 import pytest
+import torch  # noqa: F401  # whose import the ranks share
+from ranks import values
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -26,3 +31,27 @@ def test_the_triton_example_compiles(monkeypatch, tmp_path):
     source = ASTSource(fn=example.sum_of_all, signature=signature, constexprs=constants, attrs={})
     text = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     assert "atom.global.release.sys.cas" in text and "atom.global.acquire.sys.cas" in text
+
+
+def tensor_parallel(group, port, report):
+    sys.path.insert(0, str(EXAMPLES))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(group.rank), "WORLD_SIZE": str(group.world)}
+    small = "--device cpu --dtype float32 --layers 2 --width 64 --heads 4 --vocabulary 128 --batch 2"
+    short = f"--length 16 --steps 6 --rounds 1 --json {report}"
+    sys.argv = ["tensor_parallel.py", *small.split(), *short.split()]
+    import tensor_parallel as example
+
+    example.main()
+
+
+def test_a_transformer_in_parts_learns_the_same_with_gloo_and_with_ours(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    values(2, tensor_parallel, port, str(tmp_path / "report"))
+    report = json.loads((tmp_path / "report").read_text())
+    assert report["agree"]
+    theirs, ours = report["results"]
+    assert (theirs["with"], ours["with"]) == ("gloo", "symmpool")
+    assert ours["last_loss"] == theirs["last_loss"] < theirs["first_loss"] and ours["apart"] == 0
+    assert ours["tokens_a_second"] > 0

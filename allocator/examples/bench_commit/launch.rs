@@ -4,13 +4,14 @@ use std::io::Read;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use symmpool_allocator::Deadline;
 use symmpool_allocator::store::TcpServer;
 use symmpool_allocator::store::tcp::TcpOptions;
 
 use crate::Options;
-use crate::rank::SCENARIOS;
+use crate::phases::PHASES;
+use crate::rank::Scenario;
 
 /// Rank processes that are gone, one way or the other, when this is dropped.
 struct Ranks(Vec<Child>);
@@ -31,13 +32,13 @@ pub(crate) fn run(options: &Options, deadline: Deadline) -> Result<Value, String
     let reports = collect(options, &server.local_addr().to_string(), deadline)?;
     println!("{} rank processes, medians of {} commits", options.ranks, options.repeats);
     let mut scenarios = Vec::new();
-    for (at, scenario) in SCENARIOS.iter().enumerate() {
+    for (at, (scenario, bar)) in Scenario::all(options.cuda).enumerate() {
         let all: Vec<&Value> = reports.iter().map(|report| &report["scenarios"][at]).collect();
         let times = |what: &str| slowest(all.iter().map(|report| &report[what]));
         let (alloc, commit) = (times("alloc_us"), times("commit_us"));
         let release = times("release_us");
         let store = &all[0]["store"];
-        let met = scenario.bar_ms.map(|bar| median(&commit) / 1e3 <= bar);
+        let met = median(&commit) / 1e3 <= bar;
         println!(
             "{:<28} {:>9.3} ms to commit (least {:.3}), {:.3} ms to allocate before, {:.3} ms to \
              release after; {} store round trips{}",
@@ -47,12 +48,14 @@ pub(crate) fn run(options: &Options, deadline: Deadline) -> Result<Value, String
             median(&alloc) / 1e3,
             median(&release) / 1e3,
             store["round_trips"],
-            match (met, scenario.bar_ms) {
-                (Some(true), Some(bar)) => format!("; within {bar} ms"),
-                (Some(false), Some(bar)) => format!("; MORE THAN {bar} ms"),
-                _ => String::new(),
-            }
+            if met { format!("; within {bar} ms") } else { format!("; MORE THAN {bar} ms") }
         );
+        let mut phases = Map::new();
+        for (number, name) in PHASES.iter().enumerate() {
+            let times = slowest(all.iter().map(|report| &report["phases_us"][number]));
+            println!("    {name:<28} {:>9.1} us", median(&times));
+            phases.insert(name.trim().into(), json!(median(&times)));
+        }
         scenarios.push(json!({
             "name": scenario.name,
             "segments": scenario.segments,
@@ -60,7 +63,9 @@ pub(crate) fn run(options: &Options, deadline: Deadline) -> Result<Value, String
             "policy": format!("{:?}", scenario.policy),
             "populated": scenario.populate,
             "commit_ms": median(&commit) / 1e3,
-            "bar_ms": scenario.bar_ms,
+            "beside_a_window": scenario.beside,
+            "phases_us_of_slowest_rank": phases,
+            "bar_ms": bar,
             "met": met,
             "alloc_ms": median(&alloc) / 1e3,
             "release_ms": median(&release) / 1e3,
@@ -76,7 +81,7 @@ pub(crate) fn run(options: &Options, deadline: Deadline) -> Result<Value, String
         "ranks": options.ranks,
         "repeats": options.repeats,
         "store": "tcp on loopback",
-        "driver": "host",
+        "driver": if options.cuda { "cuda" } else { "host" },
         "scenarios": scenarios,
         "empty_commit_ms": median(&empty) / 1e3,
         "due_check_ns": check,
@@ -92,6 +97,7 @@ fn collect(options: &Options, address: &str, deadline: Deadline) -> Result<Vec<V
         let mut child = Command::new(&program)
             .args(["--child", &rank.to_string(), address])
             .args(["--ranks", &options.ranks.to_string()])
+            .args(["--driver", if options.cuda { "cuda" } else { "host" }])
             .args(["--repeats", &options.repeats.to_string()])
             .args(["--timeout", &options.timeout.as_secs().to_string()])
             .stdin(Stdio::null())

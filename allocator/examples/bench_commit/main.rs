@@ -1,8 +1,9 @@
-//! What a commit costs: rank processes with host memory that meet over TCP on loopback, and
-//! thousands of simulated ranks in one process.
+//! What a commit costs, and where its time goes: rank processes with memory of the host or of
+//! devices that meet over TCP on loopback, and thousands of simulated ranks in one process.
 //!
 //! ```text
 //! cargo run --release -p symmpool-allocator --example bench_commit -- --json commit.json
+//! cargo run --release -p symmpool-allocator --example bench_commit -- --driver cuda
 //! cargo run --release -p symmpool-allocator --example bench_commit -- --sim-ranks 4096
 //! ```
 //!
@@ -11,6 +12,7 @@
 
 mod facts;
 mod launch;
+mod phases;
 mod rank;
 mod sim;
 
@@ -21,9 +23,11 @@ use serde_json::{Value, json};
 use symmpool_allocator::Deadline;
 
 const HELP: &str = "\
-bench_commit [--ranks N] [--repeats N] [--sim-ranks N] [--timeout SECONDS] [--json FILE]
+bench_commit [--ranks N] [--driver host|cuda] [--repeats N]
+              [--sim-ranks N] [--timeout SECONDS] [--json FILE]
 
   --ranks N          rank processes (4)
+  --driver NAME      host memory, or that of CUDA devices: rank r has device r, counted around (host)
   --repeats N        commits of each kind, of which the median counts (21, at least 15)
   --sim-ranks N      instead: the protocol alone, on N simulated ranks in this process
   --timeout SECONDS  bound of everything together (300)
@@ -33,6 +37,7 @@ bench_commit [--ranks N] [--repeats N] [--sim-ranks N] [--timeout SECONDS] [--js
 /// What the program was asked to do.
 pub(crate) struct Options {
     ranks: u32,
+    cuda: bool,
     repeats: usize,
     sim_ranks: Option<u32>,
     timeout: Duration,
@@ -45,6 +50,7 @@ impl Options {
     fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Option<Self>, String> {
         let mut options = Self {
             ranks: 4,
+            cuda: false,
             repeats: 21,
             sim_ranks: None,
             timeout: Duration::from_secs(300),
@@ -56,6 +62,13 @@ impl Options {
             match argument.as_str() {
                 "--help" | "-h" => return Ok(None),
                 "--ranks" => options.ranks = number(&argument, &value()?)?,
+                "--driver" => {
+                    options.cuda = match value()?.as_str() {
+                        "host" => false,
+                        "cuda" => true,
+                        other => return Err(format!("--driver {other:?}: host or cuda")),
+                    };
+                }
                 "--repeats" => options.repeats = number(&argument, &value()?)?,
                 "--sim-ranks" => options.sim_ranks = Some(number(&argument, &value()?)?),
                 "--timeout" => {

@@ -5,13 +5,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use symmpool_allocator::driver::{HostDriver, HostOptions};
+use symmpool_allocator::driver::{CudaDriver, HostDriver, HostOptions};
 use symmpool_allocator::lane::{LaneConfig, WindowPolicy};
 use symmpool_allocator::store::tcp::TcpOptions;
 use symmpool_allocator::store::{Store, TcpStore};
 use symmpool_allocator::{Block, Deadline, Driver, Error, Group, Lane, Pool, PoolBuilder, Result};
 
 use crate::Options;
+use crate::phases::{PHASES, Watched};
 
 const MIB: u64 = 1 << 20;
 
@@ -31,11 +32,22 @@ pub(crate) struct Scenario {
     /// Whether the pages exist. Sharing a segment does not touch them: 1,000 segments of the
     /// least size a lane grows by (8 MiB) need not fit into memory to be shared.
     pub(crate) populate: bool,
-    /// The most that the median of a commit may take, in milliseconds.
-    pub(crate) bar_ms: Option<f64>,
+    /// Whether a window stays while others come and go. Without one, peers' devices are connected
+    /// anew for every commit, which takes longer than all the rest.
+    pub(crate) beside: bool,
+    /// The most that the median of a commit may take, in milliseconds, of the host's memory and of
+    /// devices'. `None` where it is not measured.
+    pub(crate) bar_ms: [Option<f64>; 2],
 }
 
-pub(crate) const SCENARIOS: [Scenario; 3] = [
+impl Scenario {
+    /// Those for the host's memory, or for devices'.
+    pub(crate) fn all(cuda: bool) -> impl Iterator<Item = (&'static Self, f64)> {
+        SCENARIOS.iter().filter_map(move |each| Some((each, each.bar_ms[usize::from(cuda)]?)))
+    }
+}
+
+const SCENARIOS: [Scenario; 5] = [
     Scenario {
         name: "one segment of 64 MiB",
         policy: WindowPolicy::PerSegment,
@@ -44,7 +56,8 @@ pub(crate) const SCENARIOS: [Scenario; 3] = [
         block_mib: 64,
         segments: 1,
         populate: true,
-        bar_ms: Some(3.0),
+        beside: true,
+        bar_ms: [Some(3.0), Some(2.0)],
     },
     Scenario {
         name: "64 MiB of a contiguous lane",
@@ -54,7 +67,30 @@ pub(crate) const SCENARIOS: [Scenario; 3] = [
         block_mib: 64,
         segments: 2,
         populate: true,
-        bar_ms: Some(3.0),
+        beside: true,
+        bar_ms: [Some(3.0), Some(2.0)],
+    },
+    Scenario {
+        name: "64 segments of 8 MiB",
+        policy: WindowPolicy::Contiguous,
+        lanes: 1,
+        blocks: 64,
+        block_mib: 8,
+        segments: 64,
+        populate: false,
+        beside: true,
+        bar_ms: [Some(20.0), Some(20.0)],
+    },
+    Scenario {
+        name: "64 MiB, and no other window",
+        policy: WindowPolicy::PerSegment,
+        lanes: 1,
+        blocks: 1,
+        block_mib: 64,
+        segments: 1,
+        populate: true,
+        beside: false,
+        bar_ms: [None, Some(60.0)],
     },
     // 125 times 8 MiB stay below the size from which lanes grow by more at a time.
     Scenario {
@@ -65,7 +101,8 @@ pub(crate) const SCENARIOS: [Scenario; 3] = [
         block_mib: 8,
         segments: 1000,
         populate: false,
-        bar_ms: Some(250.0),
+        beside: false,
+        bar_ms: [Some(250.0), None],
     },
 ];
 
@@ -80,36 +117,52 @@ pub(crate) fn run(
         Arc::new(TcpStore::connect_as(address, TcpOptions::default(), rank, deadline)?);
     let group = Group::new(rank, options.ranks, store)?.with_timeout(deadline.remaining());
     let mut scenarios = Vec::new();
-    for scenario in &SCENARIOS {
-        scenarios.push(measure(&group, scenario, options.repeats)?);
+    for (scenario, _) in Scenario::all(options.cuda) {
+        scenarios.push(measure(&group, scenario, options)?);
     }
-    let (check_ns, empty) = nothing_due(&group, options.repeats)?;
+    let (check_ns, empty) = nothing_due(&group, options)?;
     // Whoever leaves first would be missed by the others.
     group.all_gather("end", b"", deadline)?;
     Ok(json!({ "scenarios": scenarios, "check_ns": check_ns, "empty_commit_us": empty }))
 }
 
-fn measure(group: &Group, scenario: &Scenario, repeats: usize) -> Result<Value> {
-    let options = HostOptions { populate: scenario.populate, ..HostOptions::default() };
-    let driver = Driver::new(HostDriver::with_options(options)?);
+/// This rank's memory: of the host, or of a device.
+fn driver(group: &Group, options: &Options, populate: bool) -> Result<Driver> {
+    if options.cuda {
+        return Driver::cuda(group.rank() % CudaDriver::device_count()?.max(1));
+    }
+    let options = HostOptions { populate, ..HostOptions::default() };
+    Ok(Driver::new(HostDriver::with_options(options)?))
+}
+
+fn measure(group: &Group, scenario: &Scenario, options: &Options) -> Result<Value> {
+    let watched = Watched::new(driver(group, options, scenario.populate)?);
     let lanes = (0..scenario.lanes)
         .map(|lane| LaneConfig::symmetric(format!("lane {lane}")).window_policy(scenario.policy));
-    let builder = lanes.fold(Pool::builder(group.clone()).driver(driver), PoolBuilder::lane);
-    let pool = builder.build()?;
-    let lanes: Vec<Lane> = pool.lanes().take(scenario.lanes).collect();
+    let builder = Pool::builder(group.clone())
+        .driver(Driver::new(watched.clone()))
+        .allow_shared_device()
+        .lane(LaneConfig::symmetric("beside"));
+    let pool = lanes.fold(builder, PoolBuilder::lane).build()?;
+    let lanes: Vec<Lane> = pool.lanes().skip(1).take(scenario.lanes).collect();
+    let _beside = if scenario.beside { Some(pool.alloc::<u8>(1)?) } else { None };
+    pool.commit()?;
     let start = group.child("start");
+    let mut phases = vec![Vec::new(); PHASES.len()];
     let (mut allocs, mut commits, mut releases) = (Vec::new(), Vec::new(), Vec::new());
     let mut traffic = json!(null);
     // The first round is not counted: page tables and socket buffers are made in it.
-    for _ in 0..=repeats {
+    for _ in 0..=options.repeats {
         let began = Instant::now();
         let blocks = fill(&lanes, scenario)?;
         allocs.push(micros(began.elapsed()));
         start.all_gather("commit", b"", group.deadline())?;
         let before = pool.stats().store;
+        watched.begin();
         let began = Instant::now();
         let report = pool.commit()?;
         commits.push(micros(began.elapsed()));
+        phases.iter_mut().zip(watched.phases()).for_each(|(all, time)| all.push(time));
         let after = pool.stats().store;
         if report.windows_added != scenario.segments {
             return Err(Error::invalid_state(format!(
@@ -134,6 +187,7 @@ fn measure(group: &Group, scenario: &Scenario, repeats: usize) -> Result<Value> 
     Ok(json!({
         "alloc_us": allocs[1..],
         "commit_us": commits[1..],
+        "phases_us": phases.iter().map(|times| &times[1..]).collect::<Vec<_>>(),
         "release_us": releases[1..],
         "store": traffic,
     }))
@@ -147,8 +201,9 @@ fn fill(lanes: &[Lane], scenario: &Scenario) -> Result<Vec<Block<u8>>> {
 
 /// The check on leaving a pool scope in which nothing grew, in nanoseconds, and a commit that was
 /// asked for although nothing grew, in microseconds.
-fn nothing_due(group: &Group, repeats: usize) -> Result<(f64, Vec<f64>)> {
-    let pool = Pool::builder(group.clone()).driver(Driver::host()?).build()?;
+fn nothing_due(group: &Group, options: &Options) -> Result<(f64, Vec<f64>)> {
+    let driver = driver(group, options, true)?;
+    let pool = Pool::builder(group.clone()).driver(driver).allow_shared_device().build()?;
     let _block = pool.alloc::<u8>(1)?;
     pool.commit()?;
     let began = Instant::now();
@@ -160,7 +215,7 @@ fn nothing_due(group: &Group, repeats: usize) -> Result<(f64, Vec<f64>)> {
     let check = began.elapsed().as_nanos() as f64 / f64::from(CHECKS);
     let start = group.child("start");
     let mut empty = Vec::new();
-    for _ in 0..repeats {
+    for _ in 0..options.repeats {
         start.all_gather("empty", b"", group.deadline())?;
         let began = Instant::now();
         pool.commit()?;

@@ -277,6 +277,12 @@ pub trait MemoryDriver: Send + Sync {
     /// reserved.
     fn unreserve(&self, reservation: Reservation) -> Result<()>;
 
+    /// Refuses what several calls of [`create`](MemoryDriver::create) together cannot make, before
+    /// the first takes memory that others then lack. Passes where that is not known.
+    fn check_room(&self, _bytes: u64) -> Result<()> {
+        Ok(())
+    }
+
     /// Makes `bytes` of physical memory; zeroed on the host, undefined on CUDA. Fails with
     /// [`Error::is_out_of_memory`](crate::Error::is_out_of_memory) rather than overcommitting.
     fn create(&self, bytes: u64) -> Result<Physical>;
@@ -290,13 +296,37 @@ pub trait MemoryDriver: Send + Sync {
     /// Maps all of `physical` at `offset` of the reservation, readable and writable.
     fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()>;
 
+    /// Maps several, one after the other from `offset` on: all of them, or none. Each can be
+    /// unmapped by itself. Written by drivers to which this is cheaper than one by one.
+    fn map_all(
+        &self,
+        reservation: &Reservation,
+        offset: u64,
+        physicals: &[Physical],
+    ) -> Result<()> {
+        let mut end = offset;
+        for (at, physical) in physicals.iter().enumerate() {
+            if let Err(error) = self.map(reservation, end, physical) {
+                for done in physicals[..at].iter().rev() {
+                    end -= done.bytes();
+                    self.unmap(reservation, end, done.bytes()).map_err(|undo| {
+                        error.clone().context(format!("which could not be undone ({undo})"))
+                    })?;
+                }
+                return Err(error);
+            }
+            end += physical.bytes();
+        }
+        Ok(())
+    }
+
     /// Removes the mapping of `bytes` at `offset`; the range stays reserved.
     fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()>;
 
     /// Lets go of a physical allocation. Its memory goes with the last mapping of it anywhere.
     fn release(&self, physical: Physical) -> Result<()>;
 
-    /// Records an event on `stream` (rule D4). This and the four methods that follow need be
+    /// Records an event on `stream` (rule D4). This and the five methods that follow need be
     /// written only by drivers that have streams: elsewhere work is done when its call returns,
     /// and there is nothing to wait for.
     fn record_event(&self, _stream: Stream) -> Result<Event> {
@@ -306,6 +336,11 @@ pub trait MemoryDriver: Send + Sync {
     /// Makes later work of `stream` wait for `event`, on the device; the host does not wait.
     fn wait_event(&self, _stream: Stream, _event: &Event) -> Result<()> {
         Ok(())
+    }
+
+    /// Whether what was on the stream when `event` was recorded is done. Does not wait.
+    fn is_event_done(&self, _event: &Event) -> Result<bool> {
+        Ok(true)
     }
 
     /// Lets go of an event.

@@ -215,6 +215,9 @@ impl LaneMemory {
             self.heap.map(rank, self.base + step.to.offset, physical)?;
             done.push(Done::Moved(step.to.offset, step.to.bytes));
         }
+        if growth.new.len() > 1 {
+            self.heap.driver().check_room(growth.new.iter().map(|new| new.bytes).sum())?;
+        }
         for new in &growth.new {
             let physical = self.heap.driver().create(new.bytes)?;
             let mapped = self.heap.map(rank, self.base + new.offset, &physical);

@@ -1,6 +1,6 @@
 //! Steps 3 and 4 of a commit: segments become memory that every rank has mapped.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -113,9 +113,7 @@ impl Pool {
                 self.driver().at_step(Step::CommitReceive)?;
                 self.driver().at_step(Step::CommitMap)?;
                 for peer in mapped.heap.peers() {
-                    for fresh in fresh {
-                        mapped.map(peer, fresh, Exported::Derived)?;
-                    }
+                    mapped.map(peer, fresh, fresh.iter().map(|_| Exported::Derived))?;
                 }
                 Ok(())
             }
@@ -132,9 +130,9 @@ impl Pool {
                 // An unusable handle must not break the exchange with the other peers.
                 let mut failed = exported.as_ref().err().cloned();
                 let mut first = true;
-                let mut take = |peer: u32, index: usize, fd| {
+                let mut take = |peer: u32, at: usize, fds: Vec<OwnedFd>| {
                     if failed.is_none() {
-                        failed = receive(mapped, &mut first, peer, &fresh[index], fd).err();
+                        failed = receive(mapped, &mut first, peer, &fresh[at..], fds).err();
                     }
                     Ok(())
                 };
@@ -176,9 +174,7 @@ impl Pool {
                             fresh.len()
                         )));
                     }
-                    for (fresh, handle) in fresh.iter().zip(handles) {
-                        mapped.map(peer, fresh, Exported::Bytes(handle))?;
-                    }
+                    mapped.map(peer, fresh, handles.into_iter().map(Exported::Bytes))?;
                 }
                 Ok(())
             }
@@ -230,15 +226,15 @@ fn receive(
     mapped: &mut Mapping<'_>,
     first: &mut bool,
     peer: u32,
-    fresh: &Fresh,
-    fd: std::os::fd::OwnedFd,
+    fresh: &[Fresh],
+    fds: Vec<OwnedFd>,
 ) -> Result<()> {
     let driver = mapped.heap.driver();
     if std::mem::take(first) {
         driver.at_step(Step::CommitReceive)?;
         driver.at_step(Step::CommitMap)?;
     }
-    mapped.map(peer, fresh, Exported::Fd(fd))
+    mapped.map(peer, fresh, fds.into_iter().map(Exported::Fd))
 }
 
 /// Mappings of peers' segments that are undone unless they are kept.
@@ -251,19 +247,57 @@ struct Mapping<'a> {
 }
 
 impl Mapping<'_> {
-    fn map(&mut self, peer: u32, fresh: &Fresh, handle: Exported) -> Result<()> {
-        let bytes = fresh.segment.bytes;
-        let doing = |error: Error| {
+    /// Maps what `handles` stand for at the places of the first of `fresh`.
+    fn map(
+        &mut self,
+        peer: u32,
+        fresh: &[Fresh],
+        handles: impl ExactSizeIterator<Item = Exported>,
+    ) -> Result<()> {
+        let driver = self.heap.driver();
+        let fresh = &fresh[..handles.len()];
+        let doing = |fresh: &Fresh, error: Error| {
             error.context(format!("mapping segment {} of rank {peer}", fresh.segment.counter))
         };
-        let driver = self.heap.driver();
-        let physical: Physical = driver.import(handle, bytes).map_err(doing)?;
-        let mapped = self.heap.map(peer, fresh.offset, &physical);
-        if mapped.is_ok() {
-            self.done.push((peer, fresh.offset, bytes));
+        let mut physicals = Vec::with_capacity(fresh.len());
+        let mut outcome = Ok(());
+        for (fresh, handle) in fresh.iter().zip(handles) {
+            match driver.import(handle, fresh.segment.bytes) {
+                Ok(physical) => physicals.push(physical),
+                Err(error) => {
+                    outcome = Err(doing(fresh, error));
+                    break;
+                }
+            }
         }
-        // The mapping keeps the memory; the handle has done its work.
-        driver.release(physical).and(mapped).map_err(doing)
+        if outcome.is_ok() {
+            outcome = self.map_runs(peer, fresh, &physicals, doing);
+        }
+        // The mappings keep the memory; the handles have done their work.
+        for (fresh, physical) in fresh.iter().zip(physicals) {
+            let released = driver.release(physical).map_err(|error| doing(fresh, error));
+            outcome = outcome.and(released);
+        }
+        outcome
+    }
+
+    /// Segments that follow each other are mapped together.
+    fn map_runs(
+        &mut self,
+        peer: u32,
+        fresh: &[Fresh],
+        physicals: &[Physical],
+        doing: impl Fn(&Fresh, Error) -> Error,
+    ) -> Result<()> {
+        let follows = |a: &Fresh, b: &Fresh| a.offset + a.segment.bytes == b.offset;
+        let mut at = 0;
+        for run in fresh.chunk_by(follows) {
+            let mapped = self.heap.map_all(peer, run[0].offset, &physicals[at..at + run.len()]);
+            mapped.map_err(|error| doing(&run[0], error))?;
+            self.done.extend(run.iter().map(|fresh| (peer, fresh.offset, fresh.segment.bytes)));
+            at += run.len();
+        }
+        Ok(())
     }
 
     fn keep(mut self, fresh: &[Fresh]) {

@@ -207,3 +207,14 @@ fn looking_at_a_pool_does_not_disturb_its_commits() {
         }
     });
 }
+
+/// A lane grows by many segments for a large block. What all of them need is asked for first.
+#[test]
+fn more_than_there_is_is_refused_before_any_of_it_is_taken() {
+    let group = Group::in_process(1).unwrap().remove(0);
+    let driver = FaultDriver::new(Driver::host().unwrap(), FaultPlan::new());
+    let pool = Pool::builder(group).driver(Driver::new(driver.clone())).build().unwrap();
+    let error = pool.alloc::<u8>(1 << 39).unwrap_err();
+    assert!(error.is_out_of_memory(), "{error}");
+    assert_eq!(driver.counts().made(Call::Create), 0, "{error}");
+}

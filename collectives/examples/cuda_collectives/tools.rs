@@ -3,7 +3,7 @@
 //!
 //! The two kernels are in PTX, which the driver itself compiles.
 
-use std::ffi::{CStr, c_char, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::transmute_copy;
 use std::ptr::NonNull;
 use std::time::Duration;
@@ -81,6 +81,8 @@ AGAIN:
 
 const THREADS: c_uint = 512;
 const MOST_BLOCKS: u64 = 264;
+/// `CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT`
+const CARVEOUT: c_int = 9;
 /// Nothing differed yet.
 const NONE: u64 = u64::MAX;
 
@@ -103,6 +105,10 @@ impl<'a> Tools<'a> {
                 let name = name.as_ptr();
                 call!("cuModuleGetFunction"(
                     &raw mut *function => *mut Handle, module => Handle, name => *const c_char))?;
+                // As the library's kernels divide a processor, so that none keeps another away.
+                let (function, all_cache) = (*function, 0);
+                call!("cuFuncSetAttribute"(
+                    function => Handle, CARVEOUT => c_int, all_cache => c_int))?;
             }
             Ok(())
         })?;

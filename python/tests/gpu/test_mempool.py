@@ -134,6 +134,68 @@ def test_threads_in_one_order(torch, pool):
     assert places == sorted(places) and all(pool.is_window(t) for t in addresses)
 
 
+def test_threads_in_scopes_at_once(torch, pool):
+    """Their order is nobody's, so no symmetry is promised; what each makes is the pool's all the same."""
+    found, outside, start = [], [], threading.Barrier(6)
+    # Without the commit on leaving, which is for one thread at a time.
+    mempool = pool._scope().mempool
+
+    def body(number):
+        start.wait()
+        for step in range(20):
+            outside.append(torch.empty(1 + step * 1000, device="cuda"))
+            with torch.cuda.use_mem_pool(mempool):
+                mine = torch.full((1 + step * 1000,), float(number), device="cuda")
+            found.append((number, mine))
+
+    threads = [threading.Thread(target=body, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pool.commit()
+    torch.cuda.synchronize()
+    assert len(found) == 120 and not any(pool.holds(t) for t in outside)
+    assert all(pool.is_window(t) and bool((t == number).all()) for number, t in found)
+
+
+def test_scopes_within_scopes_of_one_pool(torch, pool):
+    with pool:
+        a = torch.empty(MIB, device="cuda")
+        with pool:
+            b = torch.empty(MIB, device="cuda")
+        c = torch.empty(MIB, device="cuda")
+    assert all(pool.is_window(t) for t in (a, b, c))
+    assert not pool.is_window(torch.empty(MIB, device="cuda"))
+
+
+def test_a_mempool_outlives_its_pool_and_gets_no_more_memory(torch, pool):
+    with pool:
+        tensor = torch.full((MIB,), 7.0, device="cuda")
+    scope = pool._scope()
+    mempool, slot = scope.mempool, scope.slot
+    del pool, scope, slot
+    gc.collect()
+    with pytest.raises(torch.OutOfMemoryError), torch.cuda.use_mem_pool(mempool):
+        torch.empty(1 << 30, device="cuda")
+    assert bool((tensor == 7).all())
+    del mempool, tensor
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def test_what_is_free_in_a_pool_serves_nobody_else_when_memory_runs_out(torch, pool):
+    with pool:
+        torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1 << 45, dtype=torch.uint8, device="cuda")
+    # Also after torch has given back what it could.
+    with pool:
+        again = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    assert pool.is_window(again)
+    assert not pool.is_window(torch.empty(64 * MIB, dtype=torch.uint8, device="cuda"))
+
+
 def test_another_thread_is_not_in_the_scope(torch, pool):
     found = []
     with pool:

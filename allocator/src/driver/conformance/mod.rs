@@ -23,6 +23,7 @@ pub fn conformance(make: impl Fn() -> Driver) {
     life_cycle(&make());
     growth(&make());
     many_segments(&make());
+    runs(&make());
     out_of_memory(&make());
     events(&make());
     sharing(&make(), &make());
@@ -137,6 +138,29 @@ fn many_segments(driver: &Driver) {
     driver.unreserve(range).expect("nothing is mapped");
 }
 
+/// Several at once: one after the other, each a mapping of its own, and none where one cannot be.
+fn runs(driver: &Driver) {
+    let unit = driver.granularity();
+    let range = reserve(driver, 8);
+    let three = [create(driver, 1), create(driver, 2), create(driver, 1)];
+    driver.map_all(&range, unit, &three).expect("mapping three");
+    driver.map_all(&range, unit, &[]).expect("mapping none");
+    fill(driver, range.base() + unit, 4 * unit, 5);
+    driver.unmap(&range, 2 * unit, 2 * unit).expect("unmapping the second");
+    check_contents(driver, range.base() + unit, unit, 5);
+    // The last is in the way, so the first two do not stay.
+    let error = driver.map_all(&range, 2 * unit, &three).expect_err("there is another");
+    assert!(error.is_invalid_argument(), "{error}");
+    driver.map(&range, 2 * unit, &three[1]).expect("nothing has stayed");
+    for (at, units) in [(1, 1), (2, 2), (4, 1)] {
+        driver.unmap(&range, at * unit, units * unit).expect("unmapping");
+    }
+    for physical in three {
+        driver.release(physical).expect("releasing");
+    }
+    driver.unreserve(range).expect("nothing is mapped");
+}
+
 fn out_of_memory(driver: &Driver) {
     let error = driver.create(TOO_MUCH).expect_err("no device has that much");
     assert!(error.is_out_of_memory(), "{error}");
@@ -149,8 +173,9 @@ fn out_of_memory(driver: &Driver) {
 fn events(driver: &Driver) {
     let event: Event = driver.record_event(Stream::DEFAULT).expect("an event");
     driver.wait_event(Stream::DEFAULT, &event).expect("waiting for it");
-    driver.release_event(event);
     driver.synchronize().expect("no work is under way");
+    assert!(driver.is_event_done(&event).expect("asking for it"));
+    driver.release_event(event);
     assert!(!driver.is_capturing(Stream::DEFAULT));
 }
 

@@ -96,6 +96,7 @@ functions! {
     stream_wait_event = cuStreamWaitEvent(Handle, Handle, c_uint);
     event_create = cuEventCreate(*mut Handle, c_uint);
     event_record = cuEventRecord(Handle, Handle);
+    event_query = cuEventQuery(Handle);
     event_destroy = cuEventDestroy_v2(Handle);
     copy_to_device = cuMemcpyHtoD_v2(u64, *const c_void, usize);
     copy_to_host = cuMemcpyDtoH_v2(*mut c_void, u64, usize);

@@ -211,6 +211,13 @@ impl CudaDriver {
         self.memory.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn check_event(&self, event: &Event) -> Result<()> {
+        if self.events().contains(&event.0) {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!("no live event {:#x} in this driver", event.0)))
+    }
+
     fn events(&self) -> MutexGuard<'_, BTreeSet<u64>> {
         self.events.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -274,7 +281,16 @@ impl MemoryDriver for CudaDriver {
     }
 
     fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()> {
-        self.memory().map(&self.context, reservation, offset, physical)
+        self.map_all(reservation, offset, std::slice::from_ref(physical))
+    }
+
+    fn map_all(
+        &self,
+        reservation: &Reservation,
+        offset: u64,
+        physicals: &[Physical],
+    ) -> Result<()> {
+        self.memory().map_all(&self.context, reservation, offset, physicals)
     }
 
     fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {
@@ -294,13 +310,13 @@ impl MemoryDriver for CudaDriver {
     fn wait_event(&self, stream: Stream, event: &Event) -> Result<()> {
         // Not under the lock: the call may block until the device makes room, and another thread
         // may have to record an event for that. The borrow keeps this event from being released.
-        if !self.events().contains(&event.0) {
-            return Err(Error::invalid_argument(format!(
-                "no live event {:#x} in this driver",
-                event.0
-            )));
-        }
+        self.check_event(event)?;
         stream::wait(&self.context, stream, event.0)
+    }
+
+    fn is_event_done(&self, event: &Event) -> Result<bool> {
+        self.check_event(event)?;
+        stream::is_done(&self.context, event.0)
     }
 
     fn release_event(&self, event: Event) {

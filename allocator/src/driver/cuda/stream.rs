@@ -46,6 +46,18 @@ pub(super) fn wait(cx: &Context, stream: Stream, event: u64) -> Result<()> {
     cx.api.check(code, || "making a stream wait for an event".to_owned())
 }
 
+/// Whether an event that the driver knows to be live has completed. Other streams may be captured.
+pub(super) fn is_done(cx: &Context, event: u64) -> Result<bool> {
+    let _current = cx.enter_for_memory()?;
+    // SAFETY: the event is live, which the driver's table says.
+    let code = unsafe { (cx.api.event_query)(event as Handle) };
+    if code.0 == sys::cudaError_enum::CUDA_ERROR_NOT_READY as c_uint {
+        return Ok(false);
+    }
+    cx.api.check(code, || "asking whether an event has completed".to_owned())?;
+    Ok(true)
+}
+
 /// Gives back an event that the driver knows to be live.
 pub(super) fn release(cx: &Context, event: u64) {
     match cx.enter() {

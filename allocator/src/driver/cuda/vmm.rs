@@ -121,28 +121,47 @@ impl Memory {
         }
     }
 
-    pub(super) fn map(
+    /// Maps, then gives access to the whole range in one call: that call costs more than mapping.
+    pub(super) fn map_all(
         &mut self,
         cx: &Context,
         reservation: &Reservation,
         offset: u64,
-        physical: &Physical,
+        physicals: &[Physical],
     ) -> Result<()> {
-        self.check_held(physical)?;
-        let bytes = physical.bytes();
-        self.mappings.map(reservation, offset, bytes, || {
-            let address = reservation.base() + offset;
-            let _current = cx.enter_for_memory()?;
-            map(cx.api, address, bytes, physical.raw())?;
-            allow_access(cx, address, bytes, physical.raw()).map_err(|error| {
-                match unmap(cx.api, address, bytes) {
-                    Ok(()) => error,
+        let Some(first) = physicals.first() else { return Ok(()) };
+        physicals.iter().try_for_each(|physical| self.check_held(physical))?;
+        let _current = cx.enter_for_memory()?;
+        let base = reservation.base();
+        let (mut end, mut count, mut mapped) = (offset, 0, Ok(()));
+        for physical in physicals {
+            let bytes = physical.bytes();
+            mapped = self
+                .mappings
+                .map(reservation, end, bytes, || map(cx.api, base + end, bytes, physical.raw()));
+            if mapped.is_err() {
+                break;
+            }
+            (end, count) = (end + bytes, count + 1);
+        }
+        let mapped =
+            mapped.and_then(|()| allow_access(cx, base + offset, end - offset, first.raw()));
+        mapped.map_err(|error| {
+            let mut at = offset;
+            for physical in &physicals[..count] {
+                let bytes = physical.bytes();
+                let undone =
+                    self.mappings.unmap(reservation, at, bytes, || unmap(cx.api, base + at, bytes));
+                if let Err(undo) = undone {
                     // CUDA goes on refusing these addresses, so nothing worse follows.
-                    Err(undo) => error.context(format!(
-                        "mapping {bytes} bytes at {address:#x}, which could not be undone ({undo})"
-                    )),
+                    return error.context(format!(
+                        "mapping {bytes} bytes at {:#x}, which could not be undone ({undo})",
+                        base + at
+                    ));
                 }
-            })
+                at += bytes;
+            }
+            error
         })
     }
 

@@ -114,6 +114,10 @@ impl MemoryDriver for FaultDriver {
         self.at(Point::Call(Call::Unreserve), |inner| inner.unreserve(reservation))
     }
 
+    fn check_room(&self, bytes: u64) -> Result<()> {
+        self.inner.check_room(bytes)
+    }
+
     fn create(&self, bytes: u64) -> Result<Physical> {
         self.at(Point::Call(Call::Create), |inner| inner.create(bytes))
     }
@@ -144,6 +148,10 @@ impl MemoryDriver for FaultDriver {
 
     fn wait_event(&self, stream: Stream, event: &Event) -> Result<()> {
         self.at(Point::Call(Call::WaitEvent), |inner| inner.wait_event(stream, event))
+    }
+
+    fn is_event_done(&self, event: &Event) -> Result<bool> {
+        self.inner.is_event_done(event)
     }
 
     fn release_event(&self, event: Event) {

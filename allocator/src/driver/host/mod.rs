@@ -182,6 +182,10 @@ impl MemoryDriver for HostDriver {
         })
     }
 
+    fn check_room(&self, bytes: u64) -> Result<()> {
+        if self.options.check_available { available::check(bytes) } else { Ok(()) }
+    }
+
     fn create(&self, bytes: u64) -> Result<Physical> {
         check_size("a segment", bytes, GRANULARITY)?;
         let (fd, committed) = memfd::create(bytes, &self.options)?;

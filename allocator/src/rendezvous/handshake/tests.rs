@@ -36,7 +36,7 @@ fn ranks_meet_and_can_hand_over_descriptors() {
             }
             assert_eq!(*peers.topology(), Topology::host(world));
             let mut received = Vec::new();
-            let mut keep = |from, _, _: OwnedFd| {
+            let mut keep = |from, _, _: Vec<OwnedFd>| {
                 received.push(from);
                 Ok(())
             };

@@ -17,8 +17,9 @@ use crate::{Deadline, Error, Result};
 /// How soon sending is tried again when too many descriptors are on their way.
 const SEND_AGAIN_AFTER: Duration = Duration::from_millis(1);
 
-/// Called with the sender's rank, the descriptor's index there, and the descriptor.
-pub(crate) type OnReceive<'a> = dyn FnMut(u32, usize, OwnedFd) -> Result<()> + 'a;
+/// Called with the sender's rank, the first descriptor's index there, and the descriptors of one
+/// packet.
+pub(crate) type OnReceive<'a> = dyn FnMut(u32, usize, Vec<OwnedFd>) -> Result<()> + 'a;
 
 /// How far the exchange with one peer has come.
 #[derive(Clone, Debug, Default)]
@@ -97,11 +98,18 @@ impl Mesh {
         deadline: Deadline,
     ) -> Result<Vec<u32>, Fault> {
         let mut legs = vec![Leg::default(); self.links.len()];
+        // From the next rank on and around, so that not all ranks take from one peer at a time.
+        let after = |&(peer, _): &(u32, _)| peer > self.rank;
+        let (mut peers, before): (Vec<_>, Vec<_>) = links(&self.links).partition(after);
+        peers.extend(before);
         loop {
+            // Taking may be slow (it maps memory), so all are sent what there is before.
+            for &(peer, socket) in &peers {
+                legs[peer as usize].send(plan, peer, socket)?;
+            }
             let mut unfinished = Vec::new();
-            for (peer, socket) in links(&self.links) {
+            for &(peer, socket) in &peers {
                 let leg = &mut legs[peer as usize];
-                leg.send(plan, peer, socket)?;
                 leg.receive(plan, self.rank, peer, socket, &mut self.inbox, on_receive)?;
                 if !(leg.all_sent && leg.all_received) {
                     unfinished.push(peer);
@@ -116,7 +124,7 @@ impl Mesh {
             }
             let mut limit = Duration::MAX;
             let mut polled = Vec::with_capacity(unfinished.len());
-            for (peer, socket) in links(&self.links) {
+            for &(peer, socket) in &peers {
                 let leg = &legs[peer as usize];
                 let mut events = PollFlags::empty();
                 events.set(PollFlags::IN, !leg.all_received);
@@ -188,9 +196,10 @@ impl Leg {
                 self.all_received = true;
                 break;
             }
-            for fd in fds {
-                on_receive(peer, self.received, fd)?;
-                self.received += 1;
+            if !fds.is_empty() {
+                let first = self.received;
+                self.received += fds.len();
+                on_receive(peer, first, fds)?;
             }
             self.all_received = self.received == plan.expect;
         }

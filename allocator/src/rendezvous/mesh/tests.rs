@@ -85,7 +85,7 @@ fn borrowed(fds: &[OwnedFd]) -> Vec<BorrowedFd<'_>> {
     fds.iter().map(AsFd::as_fd).collect()
 }
 
-fn keep_nothing(_: u32, _: usize, _: OwnedFd) -> Result<()> {
+fn keep_nothing(_: u32, _: usize, _: Vec<OwnedFd>) -> Result<()> {
     Ok(())
 }
 
@@ -97,10 +97,12 @@ fn exchange_tagged(mesh: &mut Mesh, rank: u32, world: u32, round: u64, count: us
         round,
         &borrowed(&mine),
         count,
-        &mut |from, index, fd| {
-            assert_eq!(index, next[from as usize], "descriptors come in order");
-            next[from as usize] += 1;
-            assert_eq!(tag(fd), format!("{from}:{index}"));
+        &mut |from, first, fds| {
+            assert_eq!(first, next[from as usize], "descriptors come in order");
+            next[from as usize] += fds.len();
+            for (index, fd) in (first..).zip(fds) {
+                assert_eq!(tag(fd), format!("{from}:{index}"));
+            }
             Ok(())
         },
         soon(),
@@ -140,8 +142,8 @@ fn eight_ranks_exchange_a_thousand_descriptors_each() {
 fn received_descriptors_do_not_outlive_an_exec() {
     with_meshes(2, |rank, mut mesh| {
         let mine = [tagged(rank, 0)];
-        let mut check = |_, _, fd: OwnedFd| {
-            let flags = rustix::io::fcntl_getfd(&fd).unwrap();
+        let mut check = |_, _, fds: Vec<OwnedFd>| {
+            let flags = rustix::io::fcntl_getfd(&fds[0]).unwrap();
             assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
             Ok(())
         };
@@ -358,8 +360,8 @@ fn a_rank_with_nothing_to_give_holds_up_nobody() {
             let silent = (rank, round) == (1, 1);
             let send = if silent { Vec::new() } else { borrowed(&mine) };
             let mut came = Vec::new();
-            let mut keep = |peer, index, _| {
-                came.push((peer, index));
+            let mut keep = |peer, first, fds: Vec<OwnedFd>| {
+                came.extend((first..first + fds.len()).map(|index| (peer, index)));
                 Ok(())
             };
             let withheld = mesh.exchange(round, &send, 2, &mut keep, soon()).unwrap();
@@ -502,8 +504,8 @@ fn at_the_limit_of_open_files_it_says_so() {
         }
         exchange_tagged(&mut mesh, rank, 2, 2, 0);
         let mut kept = Vec::new();
-        let mut keep = |_, _, fd| {
-            kept.push(fd);
+        let mut keep = |_, _, fds| {
+            kept.push(fds);
             Ok(())
         };
         let first = mesh.exchange(3, &borrowed(&mine), 20, &mut keep, soon());

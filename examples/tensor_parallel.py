@@ -1,0 +1,295 @@
+"""A transformer whose layers are spread over the ranks, trained with NCCL and with symmpool.
+
+    torchrun --nproc-per-node 4 examples/tensor_parallel.py [--json FILE]
+    torchrun --nproc-per-node 2 examples/tensor_parallel.py --device cpu
+
+Of every layer each rank has some attention heads and a part of the hidden units. So an output is the
+sum of all ranks' parts: one all-reduce after attention and one after the hidden units, forward, and
+one before each, backward. Weights are random, data too. The same training runs with both, eager and,
+on GPUs, captured as a whole (forward, backward and update) in a CUDA graph. Printed are tokens a
+second and the losses, which must agree.
+
+With symmpool, what is summed lies in a pool, so that peers read it where it is: that is all that
+differs, see `Symmpool`.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import symmpool
+
+#: Other threads, NCCL's watchdog among them, may look at events during a capture.
+OTHERS_MAY = "thread_local"
+
+
+class Distributed:
+    """torch.distributed: NCCL, or gloo on the CPU."""
+
+    def __init__(self, device):
+        self.name = "NCCL" if device.type == "cuda" else "gloo"
+
+    # Memory that is summed is any memory.
+    scope = staticmethod(contextlib.nullcontext)
+    reduce = staticmethod(dist.all_reduce)
+
+    def graph(self, graph, stream):
+        return torch.cuda.graph(graph, stream=stream, capture_error_mode=OTHERS_MAY)
+
+
+class Symmpool:
+    name = "symmpool"
+    reduce = staticmethod(symmpool.all_reduce)
+
+    def __init__(self, device):
+        self.pool = symmpool.Pool(device=device)
+
+    def scope(self):
+        # torch lets nobody choose where tensors on the CPU lie.
+        return contextlib.nullcontext() if self.pool.device == "cpu" else self.pool
+
+    def graph(self, graph, stream):
+        return symmpool.graph(graph, stream=stream, capture_error_mode=OTHERS_MAY)
+
+
+class ColumnParallel(torch.autograd.Function):
+    """`x @ weight.T`, where each rank has some rows of the weight. Every rank has all of `x`, so what
+    its gradient is made of is summed."""
+
+    @staticmethod
+    def forward(ctx, x, weight, ranks):
+        ctx.save_for_backward(x, weight)
+        ctx.ranks = ranks
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        with ctx.ranks.scope():
+            of_x = gradient @ weight
+        ctx.ranks.reduce(of_x)
+        return of_x, gradient.t() @ x, None
+
+
+class RowParallel(torch.autograd.Function):
+    """`x @ weight.T`, where each rank has some columns of the weight, and of `x`: the sum of all
+    ranks' products."""
+
+    @staticmethod
+    def forward(ctx, x, weight, ranks):
+        ctx.save_for_backward(x, weight)
+        with ranks.scope():
+            y = x @ weight.t()
+        ranks.reduce(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x, None
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, options, make):
+        super().__init__()
+        width, self.heads = options.width, options.heads // dist.get_world_size()
+        self.size = width // options.heads
+        # Queries, keys and values of this rank's heads; its part of the hidden units.
+        self.qkv = make.rows(3 * width, width)
+        self.out = make.columns(width, width)
+        self.up = make.rows(4 * width, width)
+        self.down = make.columns(width, 4 * width)
+
+    def forward(self, x, batch, ranks):
+        mixed = ColumnParallel.apply(F.layer_norm(x, x.shape[-1:]), self.qkv, ranks)
+        q, k, v = mixed.view(batch, -1, self.heads, 3, self.size).permute(3, 0, 2, 1, 4)
+        # Written out: fused kernels add up gradients in an order that changes from run to run.
+        scores = q @ k.transpose(-1, -2) / self.size**0.5
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+        seen = scores.masked_fill(later, float("-inf")).softmax(-1) @ v
+        seen = seen.transpose(1, 2).reshape(x.shape[0], -1)
+        x = x + RowParallel.apply(seen, self.out, ranks)
+        hidden = F.gelu(ColumnParallel.apply(F.layer_norm(x, x.shape[-1:]), self.up, ranks))
+        return x + RowParallel.apply(hidden, self.down, ranks)
+
+
+class Weights:
+    """Random weights: every rank draws all of them, and keeps its part."""
+
+    def __init__(self, device, dtype):
+        self.generator = torch.Generator().manual_seed(2026)
+        self.device, self.dtype = device, dtype
+
+    def whole(self, rows, columns):
+        drawn = torch.randn(rows, columns, generator=self.generator) * columns**-0.5
+        return torch.nn.Parameter(drawn.to(self.device, self.dtype))
+
+    def part(self, weight, dim):
+        mine = weight.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()]
+        return torch.nn.Parameter(mine.contiguous())
+
+    def rows(self, rows, columns):
+        return self.part(self.whole(rows, columns), 0)
+
+    def columns(self, rows, columns):
+        return self.part(self.whole(rows, columns), 1)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, options, device, dtype):
+        super().__init__()
+        make = Weights(device, dtype)
+        self.embedding = make.whole(options.vocabulary, options.width)
+        self.layers = torch.nn.ModuleList(Layer(options, make) for _ in range(options.layers))
+        self.head = make.whole(options.vocabulary, options.width)
+
+    def forward(self, tokens, ranks):
+        batch, given = tokens.shape[0], tokens[:, :-1]
+        x = F.embedding(given, self.embedding).flatten(0, 1)
+        for layer in self.layers:
+            x = layer(x, batch, ranks)
+        logits = F.layer_norm(x, x.shape[-1:]) @ self.head.t()
+        return F.cross_entropy(logits.float(), tokens[:, 1:].flatten())
+
+
+def train(ranks, options, device, dtype, captured):
+    """Losses of all steps, and tokens a second of those that are timed."""
+    model = Model(options, device, dtype)
+    parameters = list(model.parameters())
+    drawn = torch.Generator().manual_seed(1)
+    shape = (options.batch, options.length + 1)
+    batches = [
+        torch.randint(options.vocabulary, shape, generator=drawn).to(device) for _ in range(4)
+    ]
+    tokens = batches[0].clone()
+
+    def step():
+        loss = model(tokens, ranks)
+        gradients = torch.autograd.grad(loss, parameters)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.sub_(gradient, alpha=options.rate)
+        return loss.detach()
+
+    on_cuda = device.type == "cuda"
+    # A graph is captured on the stream it was tried on, where torch has memory for it by then.
+    stream = torch.cuda.Stream() if on_cuda else None
+    if on_cuda:
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream) if on_cuda else contextlib.nullcontext():
+        start = [parameter.detach().clone() for parameter in parameters]
+        for _ in range(3):
+            step()
+        with torch.no_grad():
+            for parameter, value in zip(parameters, start, strict=True):
+                parameter.copy_(value)
+        run = step
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with ranks.graph(graph, stream):
+                loss = step()
+
+            def run():
+                graph.replay()
+                return loss.clone()
+
+        losses = []
+        if on_cuda:
+            torch.cuda.synchronize()
+        dist.barrier()
+        begin = time.perf_counter()
+        for number in range(options.steps):
+            tokens.copy_(batches[number % len(batches)])
+            losses.append(run())
+        if on_cuda:
+            torch.cuda.synchronize()
+        took = time.perf_counter() - begin
+    found = [loss.item() for loss in losses]
+    if captured:
+        graph.reset()
+    return found, options.steps * options.batch * options.length / took
+
+
+def tolerance(world, dtype):
+    """By how much losses may differ, relatively. Two numbers have one sum, whoever adds them. Of more,
+    the order changes the rounding: by a few units in the last place of sums, over which a loss is
+    a mean, and which the updates of a few steps carry on."""
+    if world == 2:
+        return 0.0
+    return 2e-2 if dtype == torch.bfloat16 else 1e-4
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    for name, value in {
+        "layers": 8, "width": 2048, "heads": 16, "vocabulary": 8192, "batch": 4, "length": 512,
+        "steps": 20, "rounds": 3,
+    }.items():  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--rate", type=float, default=0.5)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    device = torch.device("cpu")
+    if options.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo")
+    rank, world, dtype = dist.get_rank(), dist.get_world_size(), getattr(torch, options.dtype)
+    if options.heads % world or options.width % options.heads:
+        sys.exit(f"{options.heads} heads of {options.width} numbers are not for {world} ranks")
+
+    found = {}
+    for _ in range(options.rounds):
+        for make in (Distributed, Symmpool):
+            # One for both runs: nothing is made in the pool after the capture, whose memory replays
+            # use.
+            ranks = make(device)
+            for captured in (False, True) if device.type == "cuda" else (False,):
+                losses, rate = train(ranks, options, device, dtype, captured)
+                key = (ranks.name, "graph" if captured else "eager")
+                found.setdefault(key, []).append((losses, rate))
+            del ranks
+
+    allowed, right, rows = tolerance(world, dtype), True, []
+    for (name, mode), rounds in found.items():
+        other = found["NCCL" if device.type == "cuda" else "gloo", mode][0][0]
+        losses = rounds[0][0]
+        apart = max(
+            abs(a - b) / abs(b)
+            for each, _ in rounds
+            for a, b in zip(each, other, strict=True)
+        )
+        told = [None] * world
+        dist.all_gather_object(told, losses)
+        right &= apart <= allowed and all(each == losses for each in told) and losses[-1] < losses[0]
+        rates = sorted(rate for _, rate in rounds)
+        rows.append((name, mode, rates[len(rates) // 2], losses[0], losses[-1], apart))
+    if rank == 0:
+        print(f"{world} ranks on {device.type}, {options.dtype}, torch {torch.__version__}")
+        print(f"{'':10}{'':8}{'tokens/s':>12}{'first loss':>14}{'last loss':>14}{'apart':>10}")
+        for name, mode, rate, first, last, apart in rows:
+            print(f"{name:10}{mode:8}{rate:12.0f}{first:14.7f}{last:14.7f}{apart:10.1e}")
+        print(f"losses {'agree' if right else 'DO NOT AGREE'} (allowed: {allowed:g} relatively)")
+        if options.json:
+            names = ("with", "mode", "tokens_a_second", "first_loss", "last_loss", "apart")
+            table = [dict(zip(names, row, strict=True)) for row in rows]
+            report = {"world": world, "options": vars(options), "agree": right, "results": table}
+            with open(options.json, "w") as file:
+                json.dump(report, file, indent=1)
+    dist.barrier()
+    dist.destroy_process_group()
+    if not right:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+//! The class `Mark`, for calls on streams that nobody waits for at once.
+
+use pyo3::prelude::*;
+use symmpool_allocator::{Driver, Result, Stream};
+
+use crate::convert::Device;
+use crate::errors::OrRaise;
+use crate::own::Own;
+use crate::tensor;
+
+/// How far a stream was when this was made: what was given to it until then. On the CPU, where work
+/// is done when its call returns, there is never anything to wait for.
+#[pyclass(frozen, module = "symmpool")]
+pub(crate) struct Mark {
+    event: Own<Event>,
+    device: Device,
+}
+
+/// An event, given back when it is dropped.
+struct Event {
+    driver: Driver,
+    /// `None` only while dropping.
+    event: Option<symmpool_allocator::driver::Event>,
+}
+
+impl Event {
+    fn get(&self) -> &symmpool_allocator::driver::Event {
+        self.event.as_ref().expect("there until dropped")
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if let Some(event) = self.event.take() {
+            self.driver.release_event(event);
+        }
+    }
+}
+
+impl Mark {
+    pub(crate) fn new(driver: &Driver, device: Device, stream: Stream) -> Result<Self> {
+        let event = driver.record_event(stream)?;
+        let event = Own::new(Event { driver: driver.clone(), event: Some(event) });
+        Ok(Self { event, device })
+    }
+
+    /// Makes later work of `stream` wait, on the device.
+    pub(crate) fn hold(&self, stream: Stream) -> Result<()> {
+        self.event.check("a mark")?;
+        self.event.driver.wait_event(stream, self.event.get())
+    }
+}
+
+#[pymethods]
+impl Mark {
+    /// Makes what `stream` (torch's current one unless given) gets from now on wait until the marked
+    /// stream has come this far. Waits for nothing itself.
+    #[pyo3(signature = (stream = None))]
+    fn wait(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let stream = tensor::stream(py, self.device, stream)?;
+        self.hold(stream).or_raise(py)
+    }
+
+    /// Whether the marked stream has come this far. Does not wait.
+    fn query(&self, py: Python<'_>) -> PyResult<bool> {
+        self.event.check("a mark").or_raise(py)?;
+        self.event.driver.is_event_done(self.event.get()).or_raise(py)
+    }
+}
