@@ -69,6 +69,28 @@ def all_to_all():
     return host_table("all_to_all")
 
 
+def all_to_all_v():
+    """Ours and the best peer's time for each matrix, a column for each size; nothing where that was not
+    measured."""
+    if not (RESULTS / "host_matrices.json").exists():
+        return ""
+    entries = load("host_matrices")
+    sizes = sorted({entry["bytes"] for entry in entries})
+    rows = {}
+    for entry in entries:
+        rows.setdefault((entry["ranks"], entry["matrix"]), {})[entry["bytes"]] = entry
+
+    def cell(entry):
+        if entry is None or not entry["peers"]:
+            return "-"
+        name, best = min(entry["peers"].items(), key=lambda peer: peer[1])
+        ours = entry["ours_us"]
+        return f"{figure(ours)} / {figure(best)} ({name}): {best / ours:.2f}"
+
+    head = ["ranks", "matrix", *map(size, sizes)]
+    return table(head, [[*key, *[cell(row.get(n)) for n in sizes]] for key, row in rows.items()])
+
+
 def packing():
     rows = {}
     for entry in load("packing")["results"]:
@@ -175,6 +197,7 @@ MAKERS = {
     for f in (
         all_reduce,
         all_to_all,
+        all_to_all_v,
         packing,
         lane,
         commit,

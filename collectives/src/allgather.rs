@@ -37,13 +37,9 @@ impl HostEngine {
     ) -> Result<()> {
         self.ready()?;
         let size = dtype.size();
-        let part = count.checked_mul(size);
-        let all = part.and_then(|part| part.checked_mul(self.world() as usize));
-        let own = part.and_then(|part| part.checked_mul(self.rank() as usize)).unwrap_or(0);
-        let data = match self.resolve((input, part), (output, all), InPlace::InputAt(own)) {
-            Ok(data) => data,
-            Err(why) => return Err(self.decline(why)),
-        };
+        let (part, all, own) = self.part_of_all(count, dtype);
+        let data = self.resolve((input, part), (output, all), InPlace::InputAt(own));
+        let data = self.or_decline(data)?;
         let mut call = Call::new(Operation::AllGather)
             .elements(dtype, count)
             .output(output)

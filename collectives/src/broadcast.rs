@@ -41,10 +41,7 @@ impl HostEngine {
             ))),
             other => other,
         };
-        let address = match address {
-            Ok(address) => address,
-            Err(why) => return Err(self.decline(why)),
-        };
+        let address = self.or_decline(address)?;
         let call = Call::new(Operation::Broadcast)
             .elements(dtype, count)
             .root(root)

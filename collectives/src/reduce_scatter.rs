@@ -38,13 +38,9 @@ impl HostEngine {
     ) -> Result<()> {
         self.ready()?;
         let size = dtype.size();
-        let part = count.checked_mul(size);
-        let all = part.and_then(|part| part.checked_mul(self.world() as usize));
-        let own = part.and_then(|part| part.checked_mul(self.rank() as usize)).unwrap_or(0);
-        let data = match self.resolve((input, all), (output, part), InPlace::OutputAt(own)) {
-            Ok(data) => data,
-            Err(why) => return Err(self.decline(why)),
-        };
+        let (part, all, own) = self.part_of_all(count, dtype);
+        let data = self.resolve((input, all), (output, part), InPlace::OutputAt(own));
+        let data = self.or_decline(data)?;
         let call = Call::new(Operation::ReduceScatter)
             .elements(dtype, count)
             .reduce(op)

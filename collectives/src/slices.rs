@@ -96,14 +96,23 @@ impl HostEngine {
         expected: Option<usize>,
     ) -> Result<()> {
         self.ready()?;
-        if expected == Some(length) {
-            return Ok(());
-        }
-        let expected = expected.map_or_else(|| "an impossible number".into(), |n| n.to_string());
-        let why = Error::invalid_argument(format!(
-            "{what} on rank {}: a slice of {length} elements where {expected} are needed",
-            self.rank()
-        ));
-        Err(self.decline(why))
+        let found = expect_length(what, self.rank(), length, expected);
+        self.or_decline(found)
     }
+}
+
+/// Refuses a length that is not the one it must be; `None` where there can be none such.
+pub(crate) fn expect_length(
+    what: &str,
+    rank: u32,
+    length: usize,
+    expected: Option<usize>,
+) -> Result<()> {
+    if expected == Some(length) {
+        return Ok(());
+    }
+    let expected = expected.map_or_else(|| "an impossible number".into(), |n| n.to_string());
+    Err(Error::invalid_argument(format!(
+        "{what} on rank {rank}: {length} elements where {expected} are needed"
+    )))
 }

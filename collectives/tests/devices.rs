@@ -47,6 +47,11 @@ fn ranks_that_differ_or_stay_away_are_named_in_time() {
 }
 
 #[test]
+fn a_rank_that_is_killed_in_mid_exchange_is_named_in_time() {
+    run("killed", &[]);
+}
+
+#[test]
 fn many_calls_in_a_row_are_right() {
     run("soak", &["--calls", "20000"]);
 }

@@ -147,6 +147,7 @@ impl Contender {
         mut on_figure: impl FnMut(Figure),
     ) -> Result<(), String> {
         let texts: Vec<String> = cases.iter().map(ToString::to_string).collect();
+        let with_counts: Vec<String> = cases.iter().map(|case| case.with_counts(ranks)).collect();
         let target_ms = target.as_millis().to_string();
         let mut processes =
             Processes::new(Duration::from_secs(60) + target * 40 * texts.len() as u32);
@@ -163,7 +164,7 @@ impl Contender {
             }
             How::Script { python, script } => processes.start_ranks(ranks, || {
                 let mut command = Command::new(python);
-                command.arg(script).arg(&target_ms).args(&texts).stderr(Stdio::null());
+                command.arg(script).arg(&target_ms).args(&with_counts).stderr(Stdio::null());
                 if bind {
                     command.env("BENCH_BIND", "1");
                 }
@@ -177,7 +178,7 @@ impl Contender {
                     command.args(["-bind-to", "core"]);
                 }
                 command.args(["-n", &ranks.to_string()]).arg(program);
-                command.arg(&target_ms).args(&texts).stderr(Stdio::null());
+                command.arg(&target_ms).args(&with_counts).stderr(Stdio::null());
                 processes.start(&mut command)
             }
         };

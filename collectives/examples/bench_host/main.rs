@@ -12,6 +12,7 @@ mod case;
 #[path = "../common/mod.rs"]
 mod common;
 mod contender;
+mod matrix;
 mod ours;
 mod table;
 
@@ -25,6 +26,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use case::{Case, Op};
 use common::say;
 use contender::{Contender, Effort, Workshop};
+use matrix::Kind;
 use table::Rounds;
 
 /// All-reduce and all-to-all in host memory, beside the peers that this machine has.
@@ -39,6 +41,9 @@ struct Options {
     /// Operations.
     #[arg(long, value_delimiter = ',', default_values = ["all_reduce", "all_to_all"])]
     op: Vec<Op>,
+    /// Matrices of all_to_all_v.
+    #[arg(long, value_delimiter = ',', default_values = ["even", "zipf", "one-hot", "half-empty", "moe"])]
+    matrix: Vec<Kind>,
     /// How often everyone is measured.
     #[arg(long, default_value_t = 5)]
     rounds: usize,
@@ -132,7 +137,13 @@ fn measure(options: &Options, contenders: &[Contender]) -> Result<Rounds, String
     let cases: Vec<Case> = options
         .op
         .iter()
-        .flat_map(|op| options.sizes.iter().map(|bytes| Case { op: *op, bytes: *bytes }))
+        .flat_map(|op| match op {
+            Op::AllToAllV => options.matrix.iter().map(|kind| (*op, Some(*kind))).collect(),
+            Op::AllReduce | Op::AllToAll => vec![(*op, None)],
+        })
+        .flat_map(|(op, matrix)| {
+            options.sizes.iter().map(move |bytes| Case { op, matrix, bytes: *bytes })
+        })
         .collect();
     let turns = options.rounds * options.ranks.len() * contenders.len();
     let bar = ProgressBar::new((turns * cases.len()) as u64);

@@ -8,6 +8,7 @@ use symmpool_collectives::{Communicator, ReduceOp};
 
 use crate::case::{Case, Figure, Op};
 use crate::common::{data, say, sum, value};
+use crate::matrix::Kind;
 
 const STREAM: &Stream = &Stream::DEFAULT;
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -39,7 +40,10 @@ pub(crate) fn run(role: Role, cases: &[Case], target: Duration) -> Result<()> {
     for case in cases {
         let (us, wrong) = match (role, case.op) {
             (Role::Collectives, Op::AllReduce) => rank.all_reduce(case.bytes)?,
-            (Role::Collectives, Op::AllToAll) => rank.all_to_all(case.bytes)?,
+            (Role::Collectives, Op::AllToAll) => rank.all_to_all(case.bytes, Kind::Even)?,
+            (Role::Collectives, Op::AllToAllV) => {
+                rank.all_to_all(case.bytes, case.matrix.unwrap_or(Kind::Even))?
+            }
             (Role::Memcpy, _) => rank.memcpy(case.bytes)?,
         };
         let mut total = [wrong as i64];
@@ -69,18 +73,25 @@ impl Rank {
         Ok((us, result.iter().enumerate().filter(wrong).count()))
     }
 
-    /// By the call with split sizes, which here are equal.
-    fn all_to_all(&self, bytes: usize) -> Result<(f64, usize)> {
+    /// By the call with split sizes.
+    fn all_to_all(&self, bytes: usize, kind: Kind) -> Result<(f64, usize)> {
         let (comm, pool) = (&self.comm, self.comm.pool());
-        let (count, seed, me) = (bytes / size_of::<f32>(), bytes as u32, comm.rank());
-        let part = count / comm.world() as usize;
-        let splits = vec![part; comm.world() as usize];
-        let (input, out) = (pool.alloc::<f32>(count)?, pool.alloc::<f32>(count)?);
-        input.write(&data(seed, me, count))?;
-        out.write(&vec![0.0; count])?;
-        let us = self.time(|| comm.all_to_all_v_into(&out, &input, &splits, &splits, STREAM))?;
-        let expected = (0..comm.world())
-            .flat_map(|from| (0..part).map(move |i| value(seed, from, me as usize * part + i)));
+        let (seed, me) = (bytes as u32, comm.rank() as usize);
+        let counts = kind.counts(comm.world() as usize, bytes / size_of::<f32>());
+        let receives = |rank: usize| counts.iter().map(move |row| row[rank]);
+        let (send, receive) = (&counts[me], receives(me).collect::<Vec<_>>());
+        // Blocks are equally long on every rank.
+        let most =
+            |of: &dyn Fn(usize) -> usize| (0..counts.len()).map(of).max().unwrap_or(0).max(1);
+        let input = pool.alloc::<f32>(most(&|rank| counts[rank].iter().sum()))?;
+        let out = pool.alloc::<f32>(most(&|rank| receives(rank).sum()))?;
+        input.write(&data(seed, me as u32, input.len()))?;
+        out.write(&vec![0.0; out.len()])?;
+        let us = self.time(|| comm.all_to_all_v_into(&out, &input, &receive, send, STREAM))?;
+        let expected = (0_u32..).zip(&counts).flat_map(|(from, row)| {
+            let begin: usize = row[..me].iter().sum();
+            (0..row[me]).map(move |i| value(seed, from, begin + i))
+        });
         let wrong = out.read()?.iter().zip(expected).filter(|(got, want)| **got != *want).count();
         Ok((us, wrong))
     }

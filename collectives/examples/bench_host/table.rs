@@ -9,11 +9,14 @@ use serde::Serialize;
 use crate::case::Case;
 use crate::common::{say, size_name};
 use crate::contender::{MEMCPY, OURS};
+use crate::matrix::Kind;
 
 /// One line of the comparison. Times are microseconds.
 #[derive(Debug, Serialize)]
 pub(crate) struct Row {
     op: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    matrix: Option<&'static str>,
     ranks: u32,
     bytes: usize,
     ours_us: f64,
@@ -22,6 +25,13 @@ pub(crate) struct Row {
     ratio_to_best_peer: Option<f64>,
     /// Every rank copying so many bytes within its own memory, at the same time.
     memcpy_us: Option<f64>,
+}
+
+impl Row {
+    /// What has a table of its own.
+    fn kind(&self) -> (&'static str, Option<&'static str>, u32) {
+        (self.op, self.matrix, self.ranks)
+    }
 }
 
 /// One contender's times, a round each; who it is by place and by name.
@@ -43,6 +53,7 @@ pub(crate) fn rows(rounds: &Rounds) -> Vec<Row> {
         let fastest = best.values().copied().reduce(f64::min);
         Some(Row {
             op: case.op.name(),
+            matrix: case.matrix.map(Kind::name),
             ranks,
             bytes: case.bytes,
             ours_us,
@@ -67,9 +78,10 @@ fn median(times: &[f64]) -> f64 {
 
 /// One table an operation and number of ranks.
 pub(crate) fn print(rows: &[Row]) {
-    let kinds: std::collections::BTreeSet<_> = rows.iter().map(|row| (row.op, row.ranks)).collect();
-    for (op, ranks) in kinds {
-        let rows: Vec<_> = rows.iter().filter(|row| (row.op, row.ranks) == (op, ranks)).collect();
+    let kinds: std::collections::BTreeSet<_> = rows.iter().map(Row::kind).collect();
+    for kind in kinds {
+        let (op, matrix, ranks) = kind;
+        let rows: Vec<_> = rows.iter().filter(|row| row.kind() == kind).collect();
         let peers: std::collections::BTreeSet<_> =
             rows.iter().flat_map(|row| row.peers.keys()).collect();
         let mut table = Table::new();
@@ -90,6 +102,7 @@ pub(crate) fn print(rows: &[Row]) {
         for column in table.column_iter_mut() {
             column.set_cell_alignment(CellAlignment::Right);
         }
+        let op = matrix.map_or_else(|| op.to_owned(), |matrix| format!("{op}, {matrix}"));
         say!("\n{op}, {ranks} ranks, f32, microseconds a call\n{table}");
     }
 }

@@ -7,7 +7,7 @@ use symmpool_collectives::{
 
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
-use crate::{ORDINARY, Options, equal_parts, exchange, rows, sided};
+use crate::{ORDINARY, Options, equal_parts, exchange, huge, repeats, rows, sided, slow, streams};
 
 /// Room for the longest data and any alignment.
 const ROOM: usize = 5 << 20;
@@ -21,6 +21,7 @@ struct Memory {
 
 struct Check<'a> {
     pool: &'a Pool,
+    options: &'a Options,
     comm: Communicator,
     stream: Stream,
     cases: u64,
@@ -36,11 +37,8 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     pool.commit()?;
     let mut cases = 0;
     let mut wrong = 0;
-    let asked = |name: &str| {
-        options.algorithms.is_empty() || options.algorithms.iter().any(|other| other == name)
-    };
     for algorithm in AllReduceAlgorithm::ALL {
-        if !asked(algorithm.name()) {
+        if !options.asks(algorithm.name()) {
             continue;
         }
         // Little room, so that large calls go in several rounds.
@@ -48,10 +46,10 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             algorithm,
             device_inbox_bytes: 2 << 20,
             device_scratch_bytes: 1 << 20,
-            ..Default::default()
+            ..options.communicator()
         };
         let comm = Communicator::with_options(pool, &communicator)?;
-        let mut check = Check { pool, comm, stream: stream(pool)?, cases: 0, wrong: 0 };
+        let mut check = Check { pool, options, comm, stream: stream(pool)?, cases: 0, wrong: 0 };
         for memory in &memories {
             check.all_reduces(memory, algorithm, options.seed)?;
             if algorithm == AllReduceAlgorithm::Auto {
@@ -61,14 +59,16 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         if algorithm == AllReduceAlgorithm::Auto {
             check.graphs(&memories[0], options.seed)?;
         }
-        check.numbers(&memories[0], &communicator, options.seed)?;
+        if algorithm == AllReduceAlgorithm::Auto || !options.quick {
+            check.numbers(&memories[0], &communicator, options.seed)?;
+        }
         cases += check.cases;
         wrong += check.wrong;
         if pool.rank() == 0 {
             println!("{}: {} cases, {} wrong", algorithm.name(), check.cases, check.wrong);
         }
     }
-    if asked("all_to_all") {
+    if options.asks("all_to_all") {
         for (some_cases, some_wrong) in
             [equal_parts::run(pool, options)?, exchange::run(pool, options)?]
         {
@@ -76,15 +76,31 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             wrong += some_wrong;
         }
     }
-    if asked("rows") {
+    if options.asks("rows") {
         let (row_cases, row_wrong) = rows::run(pool, options)?;
         cases += row_cases;
         wrong += row_wrong;
     }
-    if asked("one_sided") {
-        let (sided_cases, sided_wrong) = sided::run(pool, options.seed)?;
+    if options.asks("one_sided") {
+        let (sided_cases, sided_wrong) = sided::run(pool, options)?;
         cases += sided_cases;
         wrong += sided_wrong;
+    }
+    // What takes its time, or much memory.
+    type Part = fn(&Pool, &Options) -> Result<(u64, u64)>;
+    let parts: [(&str, bool, Part); 4] = [
+        ("repeats", true, repeats::run),
+        ("two_streams", true, streams::run),
+        ("slow", true, slow::run),
+        ("huge", false, huge::run),
+    ];
+    for (name, usual, part) in parts {
+        let named = !options.algorithms.is_empty() && options.asks(name);
+        if named || (usual && !options.quick && options.asks(name)) {
+            let (part_cases, part_wrong) = part(pool, options)?;
+            cases += part_cases;
+            wrong += part_wrong;
+        }
     }
     println!("rank {}: {cases} cases, {wrong} wrong", pool.rank());
     Ok(wrong == 0)
@@ -92,6 +108,11 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
 
 const COUNTS: [usize; 13] =
     [0, 1, 3, 8, 127, 1000, 2049, 4096, 16_411, 65_536, 131_099, 262_144, 1_000_003];
+
+/// What is enough to go every way: one hop and several rounds, each width of elements.
+const QUICK: [(DType, ReduceOp); 3] =
+    [(DType::Bf16, ReduceOp::Sum), (DType::F32, ReduceOp::Avg), (DType::U8, ReduceOp::Max)];
+const QUICK_COUNTS: [usize; 2] = [1000, 1_000_003];
 
 impl Check<'_> {
     fn all_reduces(
@@ -105,8 +126,12 @@ impl Check<'_> {
                 for (nth, count) in COUNTS.into_iter().enumerate() {
                     let bytes = count * dtype.size();
                     // All types and operations on some sizes, all sizes on some of both.
-                    let some =
-                        op == ReduceOp::Sum || (which + nth + dtype as usize).is_multiple_of(4);
+                    let some = match self.options.quick {
+                        true => QUICK.contains(&(dtype, op)) && QUICK_COUNTS.contains(&count),
+                        false => {
+                            op == ReduceOp::Sum || (which + nth + dtype as usize).is_multiple_of(4)
+                        }
+                    };
                     if !some || bytes > 4 << 20 {
                         continue;
                     }
@@ -167,7 +192,8 @@ impl Check<'_> {
         for dtype in DType::ALL {
             for count in COUNTS {
                 let part = count * dtype.size();
-                if part * world as usize > 4 << 20 {
+                let quick = dtype == DType::Bf16 && QUICK_COUNTS.contains(&count);
+                if part * world as usize > 4 << 20 || self.options.quick && !quick {
                     continue;
                 }
                 let number = random(seed, self.cases);
@@ -274,7 +300,7 @@ impl Check<'_> {
             }
         };
         // A communicator that has made no call yet: the first is captured.
-        let comm = Communicator::new(self.pool)?;
+        let comm = Communicator::with_options(self.pool, &self.options.communicator())?;
         let graphs: Vec<Graph> = counts
             .iter()
             .map(|count| {
@@ -284,7 +310,7 @@ impl Check<'_> {
                 })
             })
             .collect::<Result<_>>()?;
-        for round in 0..60_u64 {
+        for round in 0..self.options.few(60, 6) {
             let which = random(seed, round) as usize % counts.len();
             upload(self.pool, to, &vec![0xa5; 2 << 20])?;
             graphs[which].launch(self.pool, self.stream)?;

@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Pool, Result, Stream};
 
-type Handle = usize;
+pub(crate) type Handle = usize;
 
 macro_rules! call {
     ($symbol:literal($($argument:expr => $type:ty),*)) => {{
@@ -16,11 +16,12 @@ macro_rules! call {
         let function = unsafe {
             transmute_copy::<_, unsafe extern "C" fn($($type),*) -> c_uint>(&address)
         };
-        // SAFETY: handles are live and pointers valid, as the callers in this file see to.
+        // SAFETY: handles are live and pointers valid, as the callers see to.
         let code = unsafe { function($($argument),*) };
         CudaDriver::check(code, || $symbol.to_owned())
     }};
 }
+pub(crate) use call;
 
 /// The CUDA driver of a pool.
 pub(crate) fn driver(pool: &Pool) -> &CudaDriver {

@@ -3,8 +3,8 @@
 //! `cuda_collectives check` goes through element types, operations, sizes, alignments, kinds of
 //! memory and algorithms, and copies and signals between two ranks, and compares every bit with what
 //! the CPU computes. `faults` has ranks differ and stay away, and expects the same typed error in
-//! bounded time. `soak` makes many calls of random sizes and algorithms back to back. `bench` times
-//! graphs of calls, and `tune` writes which algorithm was the fastest up to which size, as a table of
+//! bounded time; in `killed` a rank's process is killed in the middle of an exchange. `soak` makes many calls of random sizes and algorithms back to back, all-to-alls with
+//! new splits and replays of graphs among them. `bench` times graphs of calls, and `tune` writes which algorithm was the fastest up to which size, as a table of
 //! `collectives/tables`. One process a rank, rank r on device r modulo the number of devices.
 //!
 //! Exits with 0 if everything was right, 1 if not, 2 without CUDA.
@@ -16,12 +16,18 @@ mod equal_parts;
 mod exchange;
 mod exchange_faults;
 mod faults;
+mod huge;
+mod killed;
 mod matrix;
 mod oracle;
+mod repeats;
 mod row_model;
 mod rows;
 mod sided;
+mod slow;
 mod soak;
+mod streams;
+mod tools;
 mod tune;
 
 use std::net::TcpListener;
@@ -33,7 +39,10 @@ use clap::{Parser, ValueEnum};
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::lane::LaneConfig;
 use symmpool_allocator::{Deadline, Driver, Error, Group, Pool, Result};
+use symmpool_collectives::CommunicatorOptions;
 
+/// Longest wait for a rank that something slows down.
+const PATIENCE: Duration = Duration::from_secs(300);
 /// The lane of blocks that are no windows.
 const ORDINARY: &str = "ordinary";
 
@@ -41,6 +50,7 @@ const ORDINARY: &str = "ordinary";
 enum Mode {
     Check,
     Faults,
+    Killed,
     Soak,
     Bench,
     Tune,
@@ -62,7 +72,10 @@ struct Options {
     #[arg(long)]
     out: Option<PathBuf>,
     /// Algorithms to time or to check, by name; all that serve a size without it. `check` knows
-    /// all_to_all, rows and one_sided as well, `bench` all_to_all and all_to_all_packet, for one.
+    /// all_to_all, rows, one_sided, repeats (the same bits in 1,000 calls), two_streams (two communicators
+    /// at once) and slow (consumers) as well, and, only if named, huge (more than 2^31 elements); `bench`
+    /// all_to_all and all_to_all_packet, for one; `soak` all_reduce (all of them), all_to_all and graphs;
+    /// `killed` all_reduce, two_shot_copy, all_to_all and all_to_all_splits.
     #[arg(long, value_delimiter = ',')]
     algorithms: Vec<String>,
     /// Sizes to time, in bytes, from and to; doubling.
@@ -76,15 +89,51 @@ struct Options {
     /// Calls (soak).
     #[arg(long, default_value_t = 100_000)]
     calls: u64,
+    /// One call of so many is checked, every byte of it, on the device (soak).
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..))]
+    every: u64,
+    /// Few calls, but of every kernel and of every way through it, and long waits: for tools that look
+    /// at every access (check).
+    #[arg(long)]
+    quick: bool,
+    /// Whether ranks share a device, on which they take turns.
+    #[arg(skip)]
+    shared: bool,
+    /// What is under way when a rank is killed (set by killed, for its ranks).
+    #[arg(long, hide = true)]
+    kind: Option<String>,
     /// The seed of whatever is random.
     #[arg(long, default_value_t = 1)]
     seed: u64,
 }
 
+impl Options {
+    /// How often something is done: as a rule, or with --quick.
+    fn few(&self, usual: u64, few: u64) -> u64 {
+        if self.quick { few } else { usual }
+    }
+
+    /// How often something is done that takes long where ranks take turns on a device.
+    fn seldom(&self, usual: u64, seldom: u64) -> u64 {
+        if self.shared { seldom } else { self.few(usual, seldom) }
+    }
+
+    /// How communicators are made where nothing is meant to go wrong.
+    fn communicator(&self) -> CommunicatorOptions {
+        let usual = CommunicatorOptions::default();
+        if self.quick { CommunicatorOptions { timeout: PATIENCE, ..usual } } else { usual }
+    }
+
+    /// Whether a part of the work is asked for: everything is, without names.
+    fn asks(&self, name: &str) -> bool {
+        self.algorithms.is_empty() || self.algorithms.iter().any(|other| other == name)
+    }
+}
+
 fn main() -> ExitCode {
-    let options = Options::parse();
+    let mut options = Options::parse();
     if std::env::var_os("RANK").is_some() {
-        return match run(&options) {
+        return match run(&mut options) {
             Ok(true) => ExitCode::SUCCESS,
             Ok(false) => ExitCode::FAILURE,
             Err(error) => {
@@ -94,7 +143,19 @@ fn main() -> ExitCode {
         };
     }
     match CudaDriver::device_count() {
-        Ok(devices) => launch(&options, devices),
+        Ok(devices) => {
+            let right = match options.mode {
+                Mode::Killed => {
+                    let kinds = killed::KINDS.into_iter().filter(|kind| options.asks(kind));
+                    // All of them, whatever comes of the first.
+                    let wrong = kinds.filter(|kind| !launch(&options, devices, &["--kind", kind]));
+                    wrong.count() == 0
+                }
+                _ => launch(&options, devices, &[]),
+            };
+            println!("{}", if right { "everything was right" } else { "NOT everything was right" });
+            if right { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+        }
         Err(error) => {
             eprintln!("no CUDA: {error}");
             ExitCode::from(2)
@@ -102,14 +163,16 @@ fn main() -> ExitCode {
     }
 }
 
-/// Starts a process a rank and waits for them, for a bounded time.
-fn launch(options: &Options, devices: u32) -> ExitCode {
+/// Starts a process a rank, with more arguments, and waits for them, for a bounded time. Whether each
+/// ended as it should.
+fn launch(options: &Options, devices: u32, more: &[&str]) -> bool {
     let port = TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
     let port = port.expect("a free port").port();
     let program = std::env::current_exe().expect("this program");
     let start = |rank: u32| {
         Command::new(&program)
             .args(std::env::args().skip(1))
+            .args(more)
             .env("RANK", rank.to_string())
             .env("WORLD_SIZE", options.ranks.to_string())
             .env("LOCAL_RANK", (rank % devices).to_string())
@@ -121,11 +184,13 @@ fn launch(options: &Options, devices: u32) -> ExitCode {
     let mut ranks: Vec<Child> = (0..options.ranks).map(start).collect();
     let deadline = Instant::now() + Duration::from_secs(options.limit);
     let mut right = true;
-    for child in &mut ranks {
+    let killed = (options.mode == Mode::Killed).then_some(ranks.len() - 1);
+    for (rank, child) in ranks.iter_mut().enumerate() {
         loop {
             match child.try_wait().expect("its state") {
                 Some(status) => {
-                    right &= status.success();
+                    let was_killed = killed::was_killed(status);
+                    right &= if killed == Some(rank) { was_killed } else { status.success() };
                     break;
                 }
                 None if Instant::now() > deadline => {
@@ -139,21 +204,21 @@ fn launch(options: &Options, devices: u32) -> ExitCode {
             }
         }
     }
-    println!("{}", if right { "everything was right" } else { "NOT everything was right" });
-    if right { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    right
 }
 
-fn run(options: &Options) -> Result<bool> {
+fn run(options: &mut Options) -> Result<bool> {
     let group = Group::from_env(Deadline::seconds(60))?;
-    let shared = CudaDriver::device_count()? < options.ranks;
+    options.shared = CudaDriver::device_count()? < options.ranks;
     let builder = Pool::builder(group)
         .driver(Driver::new(CudaDriver::from_env()?))
         .lane(LaneConfig::symmetric("windows"))
         .lane(LaneConfig::local(ORDINARY));
-    let pool = if shared { builder.allow_shared_device() } else { builder }.build()?;
+    let pool = if options.shared { builder.allow_shared_device() } else { builder }.build()?;
     match options.mode {
         Mode::Check => check::run(&pool, options),
         Mode::Faults => faults::run(&pool),
+        Mode::Killed => killed::run(&pool, options),
         Mode::Soak => soak::run(&pool, options),
         Mode::Bench => bench::run(&pool, options),
         Mode::Tune => tune::run(&pool, options),

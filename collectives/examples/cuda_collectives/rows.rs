@@ -68,15 +68,18 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     pool.commit()?;
     for all_to_all in AllToAllAlgorithm::ALL {
         // Little room, so that much goes in several rounds.
-        let options =
-            CommunicatorOptions { all_to_all, device_scratch_bytes: 1 << 20, ..Default::default() };
-        let comm = Communicator::with_options(pool, &options)?;
+        let communicator = CommunicatorOptions {
+            all_to_all,
+            device_scratch_bytes: 1 << 20,
+            ..options.communicator()
+        };
+        let comm = Communicator::with_options(pool, &communicator)?;
         let before = (rows.cases, rows.wrong);
         for (nth, (count, row, dtype)) in SHAPES.into_iter().enumerate() {
             let exchange = RowExchange::new(&comm, RowShape { rows: count, row, dtype })?;
             let layouts = [exchange.layout()?, exchange.layout()?];
             rows.nothing_was_sent(&exchange, &layouts[0])?;
-            for call in 0..CALLS {
+            for call in 0..options.few(CALLS, 1) {
                 let seed =
                     random(rows.seed ^ ((all_to_all as u64) << 56), 1000 * nth as u64 + call);
                 rows.there_and_back(&exchange, &layouts, seed)?;
@@ -87,8 +90,10 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
             println!("rows, all_to_all {}: {cases} cases, {wrong} wrong", all_to_all.name());
         }
     }
-    rows.graphs()?;
-    time(pool, rows.stream)?;
+    rows.graphs(options)?;
+    if !options.quick {
+        time(pool, rows.stream)?;
+    }
     if pool.rank() == 0 {
         println!("rows: {} cases, {} wrong", rows.cases, rows.wrong);
     }
@@ -307,12 +312,12 @@ impl Rows<'_> {
     }
 
     /// S2, S8: captured once, there and back, replays with whatever destinations are in memory.
-    fn graphs(&mut self) -> Result<()> {
+    fn graphs(&mut self, options: &Options) -> Result<()> {
         let (rank, world) = (self.pool.rank() as usize, self.pool.world() as usize);
         let (count, row, size) = (500, 100, 200);
         let shape = RowShape { rows: count, row, dtype: DType::Bf16 };
         // A communicator that has made no call yet: the first is captured.
-        let comm = Communicator::new(self.pool)?;
+        let comm = Communicator::with_options(self.pool, &options.communicator())?;
         let exchange = RowExchange::new(&comm, shape)?;
         let layout = exchange.layout()?;
         self.pool.commit()?;

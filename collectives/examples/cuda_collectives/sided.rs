@@ -6,13 +6,12 @@ use std::time::{Duration, Instant};
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{Communicator, DType};
 
-use crate::ORDINARY;
 use crate::cuda::{Graph, download, stream, upload};
 use crate::expect_error;
 use crate::oracle::{input, random};
+use crate::{ORDINARY, Options};
 
-/// For waits that are to succeed, and for those that are not.
-const LONG: Duration = Duration::from_secs(20);
+/// For waits that are not to succeed.
 const SHORT: Duration = Duration::from_millis(1500);
 const LENGTHS: [usize; 7] = [1, 16, 1000, 4096, 65_539, 1 << 20, (3 << 20) + 5];
 /// The longest, and room for shifts and what is watched beyond the end.
@@ -28,6 +27,7 @@ struct Sided<'a> {
     pool: &'a Pool,
     comm: Communicator,
     stream: Stream,
+    options: &'a Options,
     next: u32,
     before: u32,
     inbox: Block<u8>,
@@ -41,20 +41,21 @@ struct Sided<'a> {
 }
 
 /// Cases, and those that were wrong.
-pub(crate) fn run(pool: &Pool, seed: u64) -> Result<(u64, u64)> {
+pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let (rank, world) = (pool.rank(), pool.world());
     let ordinary = pool.lane(ORDINARY)?;
     let mut sided = Sided {
         pool,
-        comm: Communicator::new(pool)?,
+        comm: Communicator::with_options(pool, &options.communicator())?,
         stream: stream(pool)?,
+        options,
         next: (rank + 1) % world,
         before: (rank + world - 1) % world,
         inbox: pool.alloc(ROOM)?,
         mine: pool.alloc(ROOM)?,
         source: ordinary.alloc(ROOM)?,
         got: ordinary.alloc(ROOM)?,
-        seed,
+        seed: options.seed,
         cases: 0,
         wrong: 0,
     };
@@ -62,7 +63,9 @@ pub(crate) fn run(pool: &Pool, seed: u64) -> Result<(u64, u64)> {
     sided.ring()?;
     sided.streams()?;
     sided.graphs()?;
-    sided.late()?;
+    if !options.quick {
+        sided.late()?;
+    }
     if rank == 0 {
         println!("one-sided: {} cases, {} wrong", sided.cases, sided.wrong);
     }
@@ -70,6 +73,11 @@ pub(crate) fn run(pool: &Pool, seed: u64) -> Result<(u64, u64)> {
 }
 
 impl Sided<'_> {
+    /// For waits that are to succeed.
+    fn long(&self) -> Duration {
+        self.options.communicator().timeout
+    }
+
     fn data(&self, rank: u32, round: u64, bytes: usize) -> Vec<u8> {
         input(random(self.seed, round), rank, DType::U8, bytes)
     }
@@ -98,7 +106,8 @@ impl Sided<'_> {
     /// Puts to the next rank, from windows and other memory, and gets from the one before.
     fn ring(&mut self) -> Result<()> {
         let (next, before, stream) = (self.next, self.before, self.stream);
-        for (round, bytes) in LENGTHS.into_iter().cycle().take(4 * LENGTHS.len()).enumerate() {
+        let rounds = self.options.few(4, 1) as usize * LENGTHS.len();
+        for (round, bytes) in LENGTHS.into_iter().cycle().take(rounds).enumerate() {
             let number = random(self.seed, round as u64);
             let shift = |by: u32| [0, 0, 4, number >> by & 15][(number >> (by + 4) & 3) as usize];
             // The same on every rank, as it is computed from the seed alone.
@@ -113,7 +122,7 @@ impl Sided<'_> {
             let comm = &self.comm;
             // Inbox and data are ready; so are the next rank's.
             comm.signal(before, READY, &stream)?;
-            comm.wait(next, READY, LONG, &stream)?;
+            comm.wait(next, READY, self.long(), &stream)?;
             let (to, source) = (into as *mut u8, source as *const u8);
             if fused {
                 // SAFETY: all stretches lie in blocks with room for them, which nothing else uses
@@ -124,7 +133,7 @@ impl Sided<'_> {
                 unsafe { comm.put_at(to, source, bytes, next, &stream) }?;
                 comm.signal(next, HERE, &stream)?;
             }
-            comm.wait(before, HERE, LONG, &stream)?;
+            comm.wait(before, HERE, self.long(), &stream)?;
             let got = self.got.as_ptr();
             // SAFETY: as above; the rank before had its data ready before it signalled.
             unsafe { comm.get_at(got, from as *const u8, bytes, before, &stream) }?;
@@ -133,7 +142,7 @@ impl Sided<'_> {
                 comm.signal(peer, DONE, &stream)?;
             }
             for peer in [next, before] {
-                comm.wait(peer, DONE, LONG, &stream)?;
+                comm.wait(peer, DONE, self.long(), &stream)?;
             }
             comm.synchronize(&stream)?;
             let wanted = [self.data(before, round as u64, bytes), vec![0xa5; BEYOND]].concat();
@@ -157,9 +166,9 @@ impl Sided<'_> {
         }
         // Waits first, on one stream; what they wait for comes from the other.
         for _ in 0..40 {
-            self.comm.wait(before, 2, LONG, &self.stream)?;
+            self.comm.wait(before, 2, self.long(), &self.stream)?;
         }
-        self.comm.wait(before, 3, LONG, &self.stream)?;
+        self.comm.wait(before, 3, self.long(), &self.stream)?;
         self.comm.signal(next, 3, &other)?;
         self.comm.synchronize(&self.stream)?;
         self.comm.synchronize(&other)?;
@@ -173,18 +182,19 @@ impl Sided<'_> {
         let bytes = 200_000;
         let (into, from) = (self.inbox.address(), self.mine.address());
         // A communicator that has done nothing yet: the first signal is captured.
-        let comm = Communicator::new(self.pool)?;
+        let comm = Communicator::with_options(self.pool, &self.options.communicator())?;
+        let long = self.long();
         let around = || {
             comm.signal(before, READY, &stream)?;
-            comm.wait(next, READY, LONG, &stream)?;
+            comm.wait(next, READY, long, &stream)?;
             // SAFETY: both blocks are longer, and used by nothing else between these signals.
             unsafe {
                 comm.put_signal_at(into as *mut u8, from as *const u8, bytes, next, HERE, &stream)
             }?;
-            comm.wait(before, HERE, LONG, &stream)
+            comm.wait(before, HERE, long, &stream)
         };
         let graph = Graph::capture(self.pool, stream, around)?;
-        for round in 100..140 {
+        for round in 100..100 + self.options.few(40, 4) {
             upload(self.pool, into, &vec![0xa5; bytes])?;
             upload(self.pool, from, &self.data(self.pool.rank(), round, bytes))?;
             if random(self.seed, round).is_multiple_of(4) {
@@ -197,13 +207,14 @@ impl Sided<'_> {
             let arrived = download(self.pool, into, bytes)?;
             self.judge(&format!("replay {round} of a ring"), &arrived, &wanted);
         }
+        let replays = self.options.few(500, 10);
         // Many at once: the counts of all ranks stay in step.
-        for _ in 0..500 {
+        for _ in 0..replays {
             graph.launch(self.pool, stream)?;
         }
         around()?;
         comm.synchronize(&stream)?;
-        self.expect("500 replays in a row", comm.failure().is_none());
+        self.expect(&format!("{replays} replays in a row"), comm.failure().is_none());
         comm.barrier(&stream)?;
         comm.synchronize(&stream)?;
         graph.destroy(self.pool)
@@ -216,7 +227,7 @@ impl Sided<'_> {
             let comm = Communicator::new(self.pool)?;
             // One signal that does come is no reason to fail.
             comm.signal(self.next, channel, &stream)?;
-            comm.wait(before, channel, LONG, &stream)?;
+            comm.wait(before, channel, self.long(), &stream)?;
             comm.synchronize(&stream)?;
             let began = Instant::now();
             let result = comm.wait(before, channel, timeout, &stream);
@@ -241,7 +252,7 @@ impl Sided<'_> {
         // What nobody can do is refused, and harms nothing.
         let refused = [
             self.comm.signal(self.pool.world(), 0, &stream),
-            self.comm.wait(before, Communicator::CHANNELS, LONG, &stream),
+            self.comm.wait(before, Communicator::CHANNELS, self.long(), &stream),
             self.comm.put(&self.inbox, 1, &self.mine, self.next, &stream),
             self.comm.put(&self.source, 0, &self.mine, self.next, &stream),
         ];

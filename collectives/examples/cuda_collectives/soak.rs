@@ -1,5 +1,11 @@
-//! Many calls back to back: all-reduces of random sizes and algorithms, and all-to-alls with other
-//! splits in every call, which lie in the device's memory; now and then what came is checked.
+//! Many calls back to back: all-reduces of random sizes and algorithms, all-to-alls with other splits in
+//! every call, which lie in the device's memory, and replays of graphs of both.
+//!
+//! The host waits for the device once in a while only. Of one call in so many every byte is compared, on
+//! the device, before the next call writes there. Inputs begin elsewhere in every all-reduce, so what an
+//! earlier call left is not taken for a result.
+
+use std::time::{Duration, Instant};
 
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
@@ -8,109 +14,271 @@ use symmpool_collectives::{
 };
 
 use crate::Options;
-use crate::cuda::{download, stream, upload};
+use crate::cuda::{Graph, stream, upload};
 use crate::matrix::{Matrix, bytes};
-use crate::oracle::{differs, input, random, reduce};
+use crate::oracle::{finite, random, reduce};
+use crate::tools::Tools;
 
 /// Elements of the longest call.
 const MOST: usize = 300_000;
-/// More of them in calls that copy engines carry.
+/// More of them in calls that copy engines carry, which take nothing below 1 MiB.
 const COPIED: usize = 600_000;
+/// Elements by which inputs begin later at most.
+const SHIFTS: usize = 1024;
+const DTYPE: DType = DType::Bf16;
+/// Graphs, and pairs of an all-reduce and an all-to-all in each.
+const GRAPHS: u64 = 12;
+const PAIRS: u64 = 6;
+/// What goes wrong inside the first graph has this name: it is none of a call.
+const GRAPH: u64 = 1 << 40;
+/// Calls between two looks at what the device has found.
+const BETWEEN: u64 = 1 << 16;
+
+struct Soak<'a> {
+    pool: &'a Pool,
+    options: &'a Options,
+    stream: Stream,
+    tools: Tools<'a>,
+    comms: Vec<(AllReduceAlgorithm, Communicator)>,
+    from: Block<u8>,
+    to: Block<u8>,
+    /// The sum of all ranks' inputs.
+    wanted: Block<u8>,
+    exchanges: Option<Exchanges>,
+    calls: [u64; 3],
+    checked: u64,
+}
 
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
-    let all = MOST + COPIED;
-    let (from, to) = (pool.alloc::<u8>(2 * all)?, pool.alloc::<u8>(2 * all)?);
-    pool.commit()?;
-    let stream = stream(pool)?;
-    // Of those that devices have.
-    let names = AllReduceAlgorithm::ALL.into_iter().filter(|a| *a != AllReduceAlgorithm::CubeMesh);
-    let comms: Vec<(AllReduceAlgorithm, Communicator)> = names
-        .enumerate()
-        .map(|(nth, algorithm)| {
-            let options = CommunicatorOptions {
-                algorithm,
-                all_to_all: AllToAllAlgorithm::ALL[nth % AllToAllAlgorithm::ALL.len()],
-                device_scratch_bytes: 4 << 20,
-                ..Default::default()
-            };
-            Ok((algorithm, Communicator::with_options(pool, &options)?))
-        })
-        .collect::<Result<_>>()?;
+    let room = MOST + COPIED + SHIFTS;
+    let (from, to) = (pool.alloc::<u8>(2 * room)?, pool.alloc::<u8>(2 * room)?);
+    let wanted = pool.alloc::<u8>(2 * room)?;
     let all: Vec<Vec<u8>> =
-        (0..pool.world()).map(|rank| input(options.seed, rank, DType::Bf16, all)).collect();
+        (0..pool.world()).map(|rank| finite(options.seed, rank, DTYPE, room)).collect();
     let all: Vec<&[u8]> = all.iter().map(Vec::as_slice).collect();
     upload(pool, from.address(), all[pool.rank() as usize])?;
-    let wanted = reduce(&all, DType::Bf16, ReduceOp::Sum);
-    let mut exchanges = Exchanges::new(pool, options.seed)?;
-    let mut wrong = 0;
-    let began = std::time::Instant::now();
-    for call in 0..options.calls {
-        let number = random(options.seed, call);
-        // Mostly small.
-        let count = 1 + (number >> 8) as usize % (MOST >> (number >> 60));
-        // Runs of calls on one communicator, and changes between them.
-        let which = (random(options.seed, call / 50) >> 3) as usize % comms.len();
-        let (algorithm, comm) = &comms[which];
-        if number >> 20 & 3 == 0 {
-            let checked = number.is_multiple_of(499);
-            wrong += u64::from(!exchanges.call(pool, comm, number, checked, &stream)?);
-            continue;
-        }
-        // Copy engines carry nothing below 1 MiB.
-        let count = count + if *algorithm == AllReduceAlgorithm::TwoShotCopy { COPIED } else { 0 };
-        // SAFETY: both blocks have room for the longest call.
-        unsafe {
-            comm.all_reduce_at(
-                to.address() as *mut u8,
-                from.address() as *const u8,
-                count,
-                DType::Bf16,
-                ReduceOp::Sum,
-                &stream,
-            )
-        }?;
-        if number.is_multiple_of(997) || call + 1 == options.calls {
-            comm.synchronize(&stream)?;
-            let got = download(pool, to.address(), 2 * count)?;
-            if differs(&got, &wanted[..2 * count], DType::Bf16).is_some() {
-                wrong += 1;
-                println!("rank {}: call {call} of {count} is wrong", pool.rank());
+    upload(pool, wanted.address(), &reduce(&all, DTYPE, ReduceOp::Sum))?;
+    let exchanges = match options.asks("all_to_all") {
+        true => Some(Exchanges::new(pool, options.seed)?),
+        false => None,
+    };
+    pool.commit()?;
+    let soak = Soak {
+        pool,
+        options,
+        stream: stream(pool)?,
+        tools: Tools::new(pool)?,
+        comms: communicators(pool, options)?,
+        from,
+        to,
+        wanted,
+        exchanges,
+        calls: [0; 3],
+        checked: 0,
+    };
+    soak.run()
+}
+
+/// One for every algorithm that devices have and that is asked for.
+fn communicators(
+    pool: &Pool,
+    options: &Options,
+) -> Result<Vec<(AllReduceAlgorithm, Communicator)>> {
+    let named = |algorithm: &AllReduceAlgorithm| {
+        *algorithm != AllReduceAlgorithm::CubeMesh
+            && (options.asks("all_reduce") || options.asks(algorithm.name()))
+    };
+    let mut algorithms: Vec<_> = AllReduceAlgorithm::ALL.into_iter().filter(named).collect();
+    if algorithms.is_empty() {
+        algorithms.push(AllReduceAlgorithm::Auto);
+    }
+    let make = |(nth, algorithm): (usize, AllReduceAlgorithm)| {
+        let options = CommunicatorOptions {
+            algorithm,
+            all_to_all: AllToAllAlgorithm::ALL[nth % AllToAllAlgorithm::ALL.len()],
+            device_scratch_bytes: 4 << 20,
+            ..Default::default()
+        };
+        Ok((algorithm, Communicator::with_options(pool, &options)?))
+    };
+    algorithms.into_iter().enumerate().map(make).collect()
+}
+
+impl Soak<'_> {
+    fn run(mut self) -> Result<bool> {
+        let graphs = if self.options.asks("graphs") { self.graphs()? } else { Vec::new() };
+        let began = Instant::now();
+        let (mut call, mut looked, mut said) = (0, 0, began);
+        while call < self.options.calls {
+            let number = random(self.options.seed, call);
+            // Runs of calls on one communicator, and changes between them.
+            let which = (random(self.options.seed, call / 50) >> 3) as usize % self.comms.len();
+            let check = number.is_multiple_of(self.options.every);
+            if !graphs.is_empty() && (number >> 16).is_multiple_of(64) {
+                let nth = (number >> 24) as usize % graphs.len();
+                call += self.replay(&graphs[nth], call, number)?;
+            } else if self.exchanges.is_some() && (number >> 20).is_multiple_of(4) {
+                self.exchange(which, call, number, check)?;
+                call += 1;
+            } else {
+                self.all_reduce(which, call, number, check)?;
+                call += 1;
+            }
+            if call - looked >= BETWEEN || call >= self.options.calls {
+                looked = call;
+                self.look()?;
+                let (wrong, _) = self.tools.found()?;
+                if self.pool.rank() == 0 && said.elapsed() > Duration::from_secs(5) {
+                    said = Instant::now();
+                    let rate = call as f64 / began.elapsed().as_secs_f64();
+                    println!("{call} calls, {rate:.0} a second, {wrong} bytes wrong");
+                }
             }
         }
+        self.look()?;
+        let (wrong, first) = self.tools.found()?;
+        let seconds = began.elapsed().as_secs_f64();
+        let [reduced, exchanged, replayed] = self.calls;
+        let first = first.map_or(String::new(), |name| match name.checked_sub(GRAPH) {
+            Some(nth) => format!(", in graph {nth}"),
+            None => format!(", first of call {name}"),
+        });
+        println!(
+            "rank {}: {call} calls in {seconds:.1} s, {:.0} a second: {reduced} all-reduces and \
+             {exchanged} all-to-alls, of these {replayed} in graphs; every byte of {} checked on \
+             the device, {wrong} bytes wrong{first}",
+            self.pool.rank(),
+            call as f64 / seconds,
+            self.checked,
+        );
+        for graph in graphs {
+            graph.destroy(self.pool)?;
+        }
+        Ok(wrong == 0)
     }
-    for (_, comm) in &comms {
-        comm.synchronize(&stream)?;
+
+    /// What went wrong on the device, if anything did.
+    fn look(&self) -> Result<()> {
+        self.comms.iter().try_for_each(|(_, comm)| comm.synchronize(&self.stream))
     }
-    println!(
-        "rank {}: {} calls in {:?}, {wrong} wrong",
-        pool.rank(),
-        options.calls,
-        began.elapsed()
-    );
-    Ok(wrong == 0)
+
+    /// An all-reduce whose size and place follow from `number`; `check` has it compared.
+    fn all_reduce(&mut self, which: usize, call: u64, number: u64, check: bool) -> Result<()> {
+        let (algorithm, comm) = &self.comms[which];
+        // Mostly small.
+        let count = 1 + (number >> 8) as usize % (MOST >> (number >> 60));
+        let count = count + if *algorithm == AllReduceAlgorithm::TwoShotCopy { COPIED } else { 0 };
+        // Mostly aligned.
+        let odd = (number >> 34).is_multiple_of(8);
+        let shift = ((number >> 40) as usize % SHIFTS) & if odd { !0 } else { !7 };
+        let (to, from) = (self.to.address(), self.from.address() + 2 * shift as u64);
+        // SAFETY: both blocks have room for the longest call and shift.
+        unsafe {
+            let (to, from) = (to as *mut u8, from as *const u8);
+            comm.all_reduce_at(to, from, count, DTYPE, ReduceOp::Sum, &self.stream)
+        }?;
+        self.calls[0] += 1;
+        if check {
+            self.checked += 1;
+            let wanted = self.wanted.address() + 2 * shift as u64;
+            self.tools.compare(to, wanted, 2 * count, call, &self.stream)?;
+        }
+        Ok(())
+    }
+
+    /// An all-to-all by another matrix than the last one's, in the host's memory or the device's.
+    fn exchange(&mut self, which: usize, call: u64, number: u64, check: bool) -> Result<()> {
+        let Some(exchanges) = &mut self.exchanges else { return Ok(()) };
+        let nth = exchanges.next(number);
+        let comm = &self.comms[which].1;
+        if number >> 40 & 1 == 0 {
+            exchanges.by_splits(comm, exchanges.splits_of(nth), &self.stream)?;
+        } else {
+            exchanges.by_lists(comm, nth, &self.stream)?;
+        }
+        self.calls[1] += 1;
+        if check {
+            self.checked += 1;
+            exchanges.compare(nth, call, &self.tools, &self.stream)?;
+        }
+        Ok(())
+    }
+
+    /// Graphs of all-reduces, every one of them compared inside, and of all-to-alls, whose splits are
+    /// whatever lies in one place.
+    fn graphs(&mut self) -> Result<Vec<Graph>> {
+        let seed = random(self.options.seed, 1 << 50);
+        let make = |nth: u64| {
+            Graph::capture(self.pool, self.stream, || {
+                for pair in 0..PAIRS {
+                    let number = random(seed, nth * PAIRS + pair);
+                    let which = (nth + pair) as usize % self.comms.len();
+                    self.all_reduce(which, GRAPH + nth, number, true)?;
+                    if let Some(exchanges) = &self.exchanges {
+                        let comm = &self.comms[which].1;
+                        exchanges.by_splits(comm, exchanges.current(), &self.stream)?;
+                    }
+                }
+                Ok(())
+            })
+        };
+        let graphs: Result<Vec<Graph>> = (0..GRAPHS).map(make).collect();
+        // Captured, not made.
+        (self.calls, self.checked) = ([0; 3], 0);
+        graphs
+    }
+
+    /// Launches a graph, and compares what its last all-to-all brought; how many calls it made.
+    fn replay(&mut self, graph: &Graph, call: u64, number: u64) -> Result<u64> {
+        let (pool, stream) = (self.pool, self.stream);
+        let mut calls = PAIRS;
+        match &mut self.exchanges {
+            Some(exchanges) => {
+                let nth = exchanges.next(number);
+                let (to, from) = (exchanges.current(), exchanges.splits_of(nth));
+                self.tools.copy(to, from, 8 * pool.world() as usize, &stream)?;
+                graph.launch(pool, stream)?;
+                exchanges.compare(nth, call, &self.tools, &stream)?;
+                self.calls[1] += PAIRS;
+                self.checked += 1;
+                calls += PAIRS;
+            }
+            None => graph.launch(pool, stream)?,
+        }
+        self.calls[0] += PAIRS;
+        self.checked += PAIRS;
+        self.calls[2] += calls;
+        Ok(calls)
+    }
 }
 
 /// Matrices that splits are taken from, and bytes that a rank sends at most.
-const MATRICES: u64 = 64;
+const MATRICES: usize = 64;
 const SENT: usize = 1 << 20;
 
 /// All-to-alls whose splits are in the device's memory already, so that no call waits for the host.
 struct Exchanges {
     matrices: Vec<Matrix>,
-    data: Vec<Vec<u8>>,
+    rank: u32,
+    /// Those of all matrices, and a place for those of graphs.
     splits: Block<i64>,
     input: Block<u8>,
     output: Block<u8>,
+    /// What this rank's output must hold, by matrix.
+    wanted: Block<u8>,
+    last: usize,
 }
 
 impl Exchanges {
+    /// To be committed by the caller.
     fn new(pool: &Pool, seed: u64) -> Result<Self> {
         let (rank, world) = (pool.rank(), pool.world());
-        let matrices: Vec<Matrix> =
-            (0..MATRICES).map(|nth| Matrix::random(random(seed ^ 3, nth), world, SENT)).collect();
-        let splits = pool.alloc::<i64>(MATRICES as usize * world as usize)?;
+        let matrices: Vec<Matrix> = (0..MATRICES as u64)
+            .map(|nth| Matrix::random(random(seed ^ 3, nth), world, SENT))
+            .collect();
+        let splits = pool.alloc::<i64>((MATRICES + 1) * world as usize)?;
         let (input, output) = (pool.alloc::<u8>(SENT)?, pool.alloc::<u8>(SENT)?);
-        pool.commit()?;
+        let wanted = pool.alloc::<u8>(MATRICES * SENT)?;
         let data: Vec<Vec<u8>> = (0..world).map(|rank| bytes(seed, rank, SENT)).collect();
         let all: Vec<u8> = matrices
             .iter()
@@ -119,48 +287,53 @@ impl Exchanges {
             .collect();
         upload(pool, splits.address(), &all)?;
         upload(pool, input.address(), &data[rank as usize])?;
-        Ok(Self { matrices, data, splits, input, output })
+        for (nth, matrix) in matrices.iter().enumerate() {
+            let at = wanted.address() + (nth * SENT) as u64;
+            upload(pool, at, &matrix.output(&data, rank, 1, SENT))?;
+        }
+        Ok(Self { matrices, rank, splits, input, output, wanted, last: 0 })
     }
 
-    /// Whether what came is right, if it is looked at.
-    fn call(
-        &mut self,
-        pool: &Pool,
-        comm: &Communicator,
-        number: u64,
-        checked: bool,
-        stream: &Stream,
-    ) -> Result<bool> {
-        let (rank, world) = (pool.rank(), pool.world() as usize);
-        let nth = (number >> 24) as usize % self.matrices.len();
-        let matrix = &self.matrices[nth];
-        let (to, from) = (self.output.as_ptr().cast::<u8>(), self.input.as_ptr() as *const u8);
+    /// Another matrix than the last one.
+    fn next(&mut self, number: u64) -> usize {
+        self.last = (self.last + 1 + (number >> 24) as usize % (MATRICES - 1)) % MATRICES;
+        self.last
+    }
+
+    fn splits_of(&self, nth: usize) -> u64 {
+        self.splits.address() + (8 * nth * self.matrices[0].sends(self.rank).len()) as u64
+    }
+
+    /// Where graphs read their splits.
+    fn current(&self) -> u64 {
+        self.splits_of(MATRICES)
+    }
+
+    fn places(&self) -> (*mut u8, *const u8) {
+        (self.output.as_ptr().cast(), self.input.as_ptr() as *const u8)
+    }
+
+    fn by_splits(&self, comm: &Communicator, splits: u64, stream: &Stream) -> Result<()> {
+        let (to, from) = self.places();
         let rows = SplitRows { dtype: DType::U8, row: 1, length: SENT, capacity: SENT };
         let null = std::ptr::null_mut();
-        let input = self.splits.as_ptr().wrapping_add(nth * world) as *const u8;
-        let splits = SplitsAt { input, output: null, offsets: null, dtype: DType::I64 };
-        if number >> 40 & 1 == 0 {
-            // SAFETY: both blocks have room for all of a matrix, and there is a split for each rank.
-            unsafe { comm.all_to_all_v_splits_at(to, from, &rows, &splits, stream) }?;
-        } else {
-            let (send, receive) = (matrix.sends(rank), matrix.receives(rank));
-            // SAFETY: as above.
-            unsafe { comm.all_to_all_v_at(to, from, &receive, &send, DType::U8, stream) }?;
-        }
-        if !checked {
-            return Ok(true);
-        }
-        comm.synchronize(stream)?;
-        let wanted = matrix.output(&self.data, rank, 1, SENT);
-        let got = download(pool, self.output.address(), wanted.len())?;
-        let right = got == wanted;
-        if !right {
-            let at = got.iter().zip(&wanted).position(|(got, wanted)| got != wanted);
-            println!(
-                "rank {rank}: an all_to_all by matrix {nth} ({}) is wrong from {at:?} on",
-                matrix.name
-            );
-        }
-        Ok(right)
+        let (input, dtype) = (splits as *const u8, DType::I64);
+        let splits = SplitsAt { input, output: null, offsets: null, dtype };
+        // SAFETY: both blocks have room for all of a matrix, and there is a split for each rank.
+        unsafe { comm.all_to_all_v_splits_at(to, from, &rows, &splits, stream) }
+    }
+
+    fn by_lists(&self, comm: &Communicator, nth: usize, stream: &Stream) -> Result<()> {
+        let (to, from) = self.places();
+        let matrix = &self.matrices[nth];
+        let (send, receive) = (matrix.sends(self.rank), matrix.receives(self.rank));
+        // SAFETY: both blocks have room for all of a matrix.
+        unsafe { comm.all_to_all_v_at(to, from, &receive, &send, DType::U8, stream) }
+    }
+
+    fn compare(&self, nth: usize, call: u64, tools: &Tools<'_>, stream: &Stream) -> Result<()> {
+        let received = self.matrices[nth].receives(self.rank).iter().sum();
+        let wanted = self.wanted.address() + (nth * SENT) as u64;
+        tools.compare(self.output.address(), wanted, received, call, stream)
     }
 }

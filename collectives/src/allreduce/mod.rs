@@ -142,10 +142,8 @@ impl HostEngine {
     ) -> Result<()> {
         self.ready()?;
         let size = count.checked_mul(dtype.size());
-        let data = match self.resolve((input, size), (output, size), InPlace::OutputAt(0)) {
-            Ok(data) => data,
-            Err(why) => return Err(self.decline(why)),
-        };
+        let data = self.resolve((input, size), (output, size), InPlace::OutputAt(0));
+        let data = self.or_decline(data)?;
         let call = Call::new(Operation::AllReduce)
             .elements(dtype, count)
             .reduce(op)
@@ -159,10 +157,8 @@ impl HostEngine {
             (Place::Window(from), Place::Window(to)) => Some((from, to)),
             _ => None,
         };
-        let way = match self.choose(algorithm, work.bytes(), windows.is_some()) {
-            Ok(way) => way,
-            Err(why) => return Err(self.decline(why)),
-        };
+        let way = self.choose(algorithm, work.bytes(), windows.is_some());
+        let way = self.or_decline(way)?;
         tracing::debug!(
             bytes = work.bytes(),
             dtype = dtype.name(),

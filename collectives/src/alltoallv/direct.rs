@@ -1,8 +1,8 @@
 //! Straight from the sender's window, and this rank's segment for itself, which never travels.
 
 use super::{Route, Work};
+use crate::host::HostEngine;
 use crate::host::kernels::{copy, copy_streaming};
-use crate::host::{HostEngine, Place};
 
 /// From here on an output leaves the caches anyway, so it is written past them; bytes received.
 const STREAMING_BYTES: usize = 8 << 20;
@@ -19,23 +19,16 @@ pub(super) unsafe fn pull(work: &Work, engine: &HostEngine) {
     let received: usize = (0..work.world).map(|sender| bytes(sender, me)).sum();
     let copy = if received >= STREAMING_BYTES { copy_streaming } else { copy };
     for sender in engine.peers().chain([me]) {
-        let source = match work.data.input {
+        let source = match work.route_of(engine, sender) {
             _ if sender == me => work.data.from,
-            Place::Window(offset)
-                if matches!(
-                    work.route(work.matrix.stream(engine, sender), engine),
-                    Route::Direct
-                ) =>
-            {
-                engine.window(sender, offset).cast_const()
-            }
-            Place::Window(_) | Place::Plain(_) => continue,
+            Route::Direct(offset) => engine.window(sender, offset).cast_const(),
+            Route::Pieces(_) => continue,
         };
         let in_input: usize = (0..me).map(|rank| bytes(sender, rank)).sum();
         let (in_output, fitting) = work.matrix.place(engine, sender, me);
         let from = source.wrapping_add(in_input);
         let to = work.data.to.wrapping_add(in_output);
-        // SAFETY: the sender has entered with this offset and leaves its input alone until this
+        // SAFETY: the sender has shown this offset and leaves its input alone until this
         // rank's step; its segment for this rank lies in it by its own promise, and in this rank's
         // output by the agreed matrix. Input and output of this rank are apart, slots too.
         unsafe { copy(from, to, fitting) };

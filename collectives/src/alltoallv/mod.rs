@@ -7,6 +7,8 @@
 //! - `packet`: through the sender's scratch, in one piece that is there on entry if it fits, else
 //!   in several, one step each;
 //! - `direct`: receivers read the sender's window themselves, and a last step lets it go.
+//!
+//! Inputs and outputs lie where each rank wants them: in the rows, ranks show where their inputs are.
 
 #![allow(unsafe_code)] // hands raw buffers to the kernels
 
@@ -26,6 +28,9 @@ pub use splits::{SplitRows, SplitsAt};
 use crate::allreduce::Pieces;
 use crate::host::call::{Call, Operation};
 use crate::host::{Data, HostEngine, InPlace, Place};
+
+/// What a row says of an input that is no window.
+const NO_WINDOW: u64 = u64::MAX;
 
 /// Windows that send more than this to other ranks are read directly; bytes, for the square of the
 /// number of ranks, for more ranks make the second phase dearer. Only as far as scratch holds it in
@@ -53,13 +58,10 @@ impl HostEngine {
         dtype: DType,
     ) -> Result<()> {
         self.ready()?;
-        let bytes = count.checked_mul(dtype.size());
-        let all = bytes.and_then(|bytes| bytes.checked_mul(self.world() as usize));
-        let data = match self.resolve((input, all), (output, all), InPlace::Never) {
-            Ok(data) => data,
-            Err(why) => return Err(self.decline(why)),
-        };
-        let call = Call::new(Operation::AllToAll).elements(dtype, count).input(input);
+        let (_, all, _) = self.part_of_all(count, dtype);
+        let data = self.resolve((input, all), (output, all), InPlace::Never);
+        let data = self.or_decline(data)?;
+        let call = Call::new(Operation::AllToAll).elements(dtype, count);
         let matrix = Matrix::Even { bytes: count * dtype.size() };
         let work =
             Work { data, matrix, size: dtype.size(), rank: self.rank(), world: self.world() };
@@ -105,17 +107,14 @@ impl HostEngine {
             let (input, output) = ((input, total(send)), (output, total(receive)));
             self.resolve(input, output, InPlace::Never)
         };
-        let data = match data {
-            Ok(data) => data,
-            Err(why) => return Err(self.decline(why)),
-        };
+        let data = self.or_decline(data)?;
         for (peer, count) in (0..world).zip(send) {
             self.set_next_row(peer, (count * size) as u64);
         }
         for (peer, count) in (0..world).zip(receive) {
             self.set_next_row(world + peer, (count * size) as u64);
         }
-        let call = Call::new(Operation::AllToAllV).elements(dtype, 0).input(input);
+        let call = Call::new(Operation::AllToAllV).elements(dtype, 0);
         let work = Work { data, matrix: Matrix::Rows, size, rank, world };
         // SAFETY: the caller's promises about input and output, which `data` resolves.
         unsafe { work.run(self, &call) }
@@ -134,7 +133,8 @@ struct Work {
 
 /// How a sender's data travels.
 enum Route {
-    Direct,
+    /// Out of the sender's window at this offset.
+    Direct(u64),
     Pieces(Pieces),
 }
 
@@ -143,8 +143,13 @@ impl Work {
     ///
     /// As [`HostEngine::all_to_all_v`], for the resolved buffers; this rank's rows are shown.
     unsafe fn run(&self, engine: &mut HostEngine, call: &Call) -> Result<()> {
+        let place = match self.data.input {
+            Place::Window(offset) => offset,
+            Place::Plain(_) => NO_WINDOW,
+        };
+        engine.set_next_row(2 * self.world, place);
         // What this rank sends it knows; the rest it reads once all have entered.
-        let own = self.route(self.matrix.next_stream(engine), engine);
+        let own = self.route(self.matrix.next_stream(engine), engine, || place);
         if let Route::Pieces(pieces) = &own {
             // SAFETY: the input is readable by contract; scratch is free before entry.
             unsafe { packet::fill(self, engine, pieces, 0, engine.next_scratch(), true) };
@@ -154,8 +159,8 @@ impl Work {
         let mut rounds = 0;
         let mut any_direct = false;
         for sender in 0..self.world {
-            match self.route(self.matrix.stream(engine, sender), engine) {
-                Route::Direct => any_direct = true,
+            match self.route_of(engine, sender) {
+                Route::Direct(_) => any_direct = true,
                 Route::Pieces(pieces) => rounds = rounds.max(pieces.len()),
             }
         }
@@ -171,8 +176,7 @@ impl Work {
                 engine.step()?;
             }
             for sender in engine.peers() {
-                let route = self.route(self.matrix.stream(engine, sender), engine);
-                if let Route::Pieces(pieces) = route {
+                if let Route::Pieces(pieces) = self.route_of(engine, sender) {
                     // SAFETY: the sender filled this piece before it signalled.
                     unsafe { packet::collect(self, engine, &pieces, round, sender) };
                 }
@@ -183,17 +187,23 @@ impl Work {
         if any_direct { engine.step() } else { Ok(()) }
     }
 
-    /// How a sender's `stream` bytes to others travel; the same on every rank.
-    fn route(&self, stream: usize, engine: &HostEngine) -> Route {
+    /// How a sender's data travels, once all have entered; the same on every rank.
+    fn route_of(&self, engine: &HostEngine, sender: u32) -> Route {
+        let stream = self.matrix.stream(engine, sender);
+        self.route(stream, engine, || engine.row(sender, 2 * self.world))
+    }
+
+    /// How `stream` bytes to others travel out of an input at `place`, which is asked only where it
+    /// matters.
+    fn route(&self, stream: usize, engine: &HostEngine, place: impl Fn() -> u64) -> Route {
         let direct = match engine.all_to_all_way() {
             AllToAllAlgorithm::Auto => is_direct(stream, self.world, engine.scratch_bytes()),
             AllToAllAlgorithm::Packet => false,
             AllToAllAlgorithm::Direct | AllToAllAlgorithm::Copy => true,
         };
-        if direct && self.data.input.is_window() {
-            Route::Direct
-        } else {
-            Route::Pieces(Pieces::new(stream, 1, engine.scratch_bytes()))
+        match if direct { place() } else { NO_WINDOW } {
+            NO_WINDOW => Route::Pieces(Pieces::new(stream, 1, engine.scratch_bytes())),
+            offset => Route::Direct(offset),
         }
     }
 }

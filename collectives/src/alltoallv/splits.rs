@@ -120,10 +120,7 @@ impl HostEngine {
             let (input, output) = ((input, bytes(length)), (output, bytes(capacity)));
             Ok((self.resolve(input, output, InPlace::Never)?, size.unwrap_or(1)))
         });
-        let (data, size) = match data {
-            Ok(found) => found,
-            Err(why) => return Err(self.decline(why)),
-        };
+        let (data, size) = self.or_decline(data)?;
         let mut left = Some(length);
         for peer in 0..world as usize {
             // SAFETY: the caller's promise.
@@ -138,7 +135,7 @@ impl HostEngine {
         }
         let nonsense = if left.is_none() { NONSENSE } else { 0 };
         self.set_next_row(world, (capacity * size) as u64 | nonsense);
-        let call = Call::new(Operation::AllToAllV).elements(dtype, row).input(input);
+        let call = Call::new(Operation::AllToAllV).elements(dtype, row);
         let work = Work { data, matrix: Matrix::Splits, size, rank, world };
         // SAFETY: the caller's promises about input and output, which `data` resolves.
         unsafe { work.run(self, &call) }?;

@@ -7,6 +7,7 @@ use symmpool_allocator::{Error, Result, Stream};
 use crate::allreduce::Asked;
 use crate::cuda::CudaEngine;
 use crate::row_exchange::{LayoutParts, RowPlaces, RowWork};
+use crate::slices::expect_length;
 use crate::{DType, HostEngine, Place, ReduceOp, RowShape, SplitRows, SplitsAt};
 
 /// One of two, with one face. Both are boxed: they are long, and differ in length.
@@ -76,15 +77,7 @@ impl Engine {
         stream: &Stream,
     ) -> Result<()> {
         self.ready()?;
-        if expected == Some(length) {
-            return Ok(());
-        }
-        let expected = expected.map_or_else(|| "an impossible number".into(), |n| n.to_string());
-        let why = Error::invalid_argument(format!(
-            "{what} on rank {}: {length} elements where {expected} are needed",
-            self.rank()
-        ));
-        Err(self.decline(why, stream))
+        expect_length(what, self.rank(), length, expected).map_err(|why| self.decline(why, stream))
     }
 
     /// The engine in host memory, for what only it does.

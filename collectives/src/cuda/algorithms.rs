@@ -207,10 +207,10 @@ impl CudaEngine {
             if sentinels { self.control.sentinel_vectors() } else { self.control.packet_vectors() };
         let ranks = u64::from(self.world());
         // Of an all-reduce: shares and results of all ranks. Of a half: parts of all ranks.
-        let vectors =
-            if shots == SCATTER | GATHER { room / 2 / ranks * ranks } else { room / ranks };
-        let most = (vectors * 16).min(work.bytes.max(1));
-        let threads = match most {
+        let (shares, room) =
+            if shots == SCATTER | GATHER { (ranks, room / 2) } else { (1, room / ranks) };
+        let most = room / shares * shares * 16;
+        let threads = match most.min(work.bytes) {
             0..=524_288 => 64,
             524_289..=1_048_576 => 256,
             _ => THREADS,
@@ -221,25 +221,17 @@ impl CudaEngine {
         // Where much is to be moved, twice as many threads have twice as much under way, if
         // registers suffice.
         let wide = matches!(work.dtype, DType::F32 | DType::F16 | DType::Bf16);
-        let blocks = if most > 4 << 20 && sentinels && wide && ranks <= 4 { 2 } else { 1 };
+        let blocks =
+            if most.min(work.bytes) > 4 << 20 && sentinels && wide && ranks <= 4 { 2 } else { 1 };
         let specialty = self.specialty(&TWO_SHOT, work, shots, sentinels, bound);
         let loaded = self.kernel(Specialty { blocks, ..specialty })?;
-        let mut from = 0;
-        loop {
-            let bytes = most.min(work.bytes - from);
-            let each = if shots == SCATTER | GATHER {
-                bytes.div_ceil(16).div_ceil(ranks)
-            } else {
-                bytes.div_ceil(16)
-            };
+        for piece in work.pieces(most, 16 * shares) {
+            let each = piece.bytes.div_ceil(16).div_ceil(shares);
             let grid = Grid::new(&loaded, each, threads, 264);
             // SAFETY: a stretch of what the caller promised.
-            unsafe { self.put(loaded, grid, &work.stretch(from, bytes)) }?;
-            from += bytes;
-            if from >= work.bytes {
-                return Ok(());
-            }
+            unsafe { self.put(loaded, grid, &piece) }?;
         }
+        Ok(())
     }
 
     pub(super) fn loaded(

@@ -74,8 +74,8 @@ impl Parts {
         let steps = entries + 2 * world * SLOT;
         let channels = steps + 2 * world * SLOT;
         let rows = channels + u64::from(CHANNELS) * world * SLOT;
-        // What a rank sends to each, and what it expects from each.
-        let row_bytes = (2 * world * 8).next_multiple_of(ALIGN);
+        // What a rank sends to each, what it expects from each, and where its input lies.
+        let row_bytes = ((2 * world + 1) * 8).next_multiple_of(ALIGN);
         let scratch = rows + 2 * row_bytes;
         let end = scratch + 2 * scratch_bytes;
         Ok(Self { aborts, entries, steps, channels, rows, row_bytes, scratch, end })
@@ -257,7 +257,7 @@ mod tests {
             assert_eq!(p.entries + 2 * w * SLOT, p.steps);
             assert_eq!(p.steps + 2 * w * SLOT, p.channels);
             assert_eq!(p.channels + 16 * w * SLOT, p.rows);
-            assert!(p.rows + 2 * 2 * w * 8 <= p.scratch && p.scratch.is_multiple_of(ALIGN));
+            assert!(p.rows + 2 * (2 * w + 1) * 8 <= p.scratch && p.scratch.is_multiple_of(ALIGN));
             assert_eq!(p.scratch + 2 * 4096, p.end);
         }
         assert!(Parts::new(0, 4096).unwrap_err().is_invalid_argument());

@@ -142,6 +142,25 @@ impl HostEngine {
         }
     }
 
+    /// What a call has found about its arguments, or why it cannot be, which the other ranks are told.
+    #[inline]
+    pub(crate) fn or_decline<T>(&mut self, found: Result<T>) -> Result<T> {
+        found.map_err(|why| self.decline(why))
+    }
+
+    /// Bytes of `count` elements, of as many for every rank, and where this rank's begin in those; none
+    /// where there cannot be as many.
+    #[inline]
+    pub(crate) fn part_of_all(
+        &self,
+        count: usize,
+        dtype: DType,
+    ) -> (Option<usize>, Option<usize>, usize) {
+        let part = count.checked_mul(dtype.size());
+        let times = |ranks: u32| part.and_then(|part| part.checked_mul(ranks as usize));
+        (part, times(self.world()), times(self.rank()).unwrap_or(0))
+    }
+
     /// This rank's addresses of an input and an output, which lie apart or, if the address of the
     /// one is as far into the other as `in_place` says, in place.
     #[inline]

@@ -1,6 +1,7 @@
 """Times torch.distributed's gloo all_reduce and all_to_all_single; the counterpart of `ours.rs`.
 
-Arguments: target milliseconds a case, then cases like all_reduce:1024.
+Arguments: target milliseconds a case, then cases like all_reduce:1024, all_to_all_v with what each
+rank sends to each, row by row: all_to_all_v/one-hot:1024:256,0,256,0.
 Rank 0 prints "result <op> <bytes> <microseconds> <wrong elements>".
 """
 
@@ -44,7 +45,7 @@ def main():
     rank, world = dist.get_rank(), dist.get_world_size()
     target = float(sys.argv[1]) / 1e3
     for case in sys.argv[2:]:
-        op, size = case.split(":")
+        op, size, *numbers = case.split(":")
         count = int(size) // 4
         part = count // world
         given = values(int(size), rank, 0, count)
@@ -53,6 +54,17 @@ def main():
             out = given.clone()
             call = lambda: dist.all_reduce(out)
             expected = sum(values(int(size), r, 0, count) for r in range(world))
+        elif numbers:
+            flat = [int(number) for number in numbers[0].split(",")]
+            rows = [flat[r * world : (r + 1) * world] for r in range(world)]
+            send, receive = rows[rank], [row[rank] for row in rows]
+            given = values(int(size), rank, 0, sum(send))
+            out = torch.zeros(sum(receive))
+            call = lambda: dist.all_to_all_single(out, given, receive, send)
+            begins = [sum(row[:rank]) for row in rows]
+            expected = torch.cat(
+                [values(int(size), r, begins[r], receive[r]) for r in range(world)]
+            )
         else:
             out = torch.zeros(count)
             call = lambda: dist.all_to_all_single(out, given)

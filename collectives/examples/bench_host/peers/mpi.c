@@ -1,5 +1,6 @@
-/* Times MPI_Allreduce and MPI_Alltoall on float; the counterpart of `ours.rs`.
- * Arguments: target milliseconds a case, then cases like all_reduce:1024.
+/* Times MPI_Allreduce, MPI_Alltoall and MPI_Alltoallv on float; the counterpart of `ours.rs`.
+ * Arguments: target milliseconds a case, then cases like all_reduce:1024, all_to_all_v with what each
+ * rank sends to each, row by row: all_to_all_v/one-hot:1024:256,0,256,0.
  * Rank 0 prints "result <op> <bytes> <microseconds> <wrong elements>". */
 #include <mpi.h>
 #include <stdint.h>
@@ -12,15 +13,50 @@ static float value(uint32_t seed, uint32_t rank, uint32_t index) {
     return (float)(int32_t)(((x ^ (x >> 15)) * 2246822519u) >> 23) - 256.0f;
 }
 
-static int is_reduce;
+enum { MOST = 64 };
+
+static int is_reduce, is_uneven;
 static float *input, *output;
 static int count, part;
+static int send[MOST], send_at[MOST], receive[MOST], receive_at[MOST];
+/* Where the segment for this rank begins in each sender's input. */
+static int begin[MOST];
 
 static void call(void) {
     if (is_reduce)
         MPI_Allreduce(input, output, count, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
+    else if (is_uneven)
+        MPI_Alltoallv(input, send, send_at, MPI_FLOAT, output, receive, receive_at, MPI_FLOAT,
+                      MPI_COMM_WORLD);
     else
         MPI_Alltoall(input, part, MPI_FLOAT, output, part, MPI_FLOAT, MPI_COMM_WORLD);
+}
+
+/* Reads the counts behind the second colon; returns how much this rank sends and receives at most. */
+static int read_counts(const char *text, int rank, int world) {
+    int sent = 0, received = 0;
+    for (int from = 0; from < world; from++) {
+        int at = 0;
+        for (int to = 0; to < world; to++) {
+            char *end;
+            int number = (int)strtol(text, &end, 10);
+            if (end == text) MPI_Abort(MPI_COMM_WORLD, 4);
+            text = *end == ',' ? end + 1 : end;
+            if (from == rank) {
+                send[to] = number;
+                send_at[to] = at;
+                sent += number;
+            }
+            if (to == rank) {
+                receive[from] = number;
+                receive_at[from] = received;
+                begin[from] = at;
+                received += number;
+            }
+            at += number;
+        }
+    }
+    return sent > received ? sent : received;
 }
 
 static double slowest(double mine) {
@@ -45,21 +81,28 @@ int main(int argc, char **argv) {
     for (int a = 2; a < argc; a++) {
         char op[32];
         long bytes;
-        if (sscanf(argv[a], "%31[^:]:%ld", op, &bytes) != 2) MPI_Abort(MPI_COMM_WORLD, 2);
+        int counts = 0;
+        if (sscanf(argv[a], "%31[^:]:%ld:%n", op, &bytes, &counts) != 2 || world > MOST)
+            MPI_Abort(MPI_COMM_WORLD, 2);
         is_reduce = strcmp(op, "all_reduce") == 0;
-        count = (int)(bytes / 4);
+        is_uneven = strncmp(op, "all_to_all_v", 12) == 0;
+        count = is_uneven ? read_counts(argv[a] + counts, rank, world) : (int)(bytes / 4);
         part = count / world;
-        input = aligned_alloc(4096, (size_t)(bytes + 4095) / 4096 * 4096);
-        output = aligned_alloc(4096, (size_t)(bytes + 4095) / 4096 * 4096);
+        size_t room = ((size_t)count * 4 + 4096) / 4096 * 4096;
+        input = aligned_alloc(4096, room);
+        output = aligned_alloc(4096, room);
         if (!input || !output) MPI_Abort(MPI_COMM_WORLD, 3);
         for (int i = 0; i < count; i++) input[i] = value(bytes, rank, i);
-        memset(output, 0, bytes);
+        memset(output, 0, room);
         call();
         double each = repeat(3);
         double calls = target / each;
         double us = repeat(calls < 3 ? 3 : calls > 20000 ? 20000 : (long)calls) * 1e6;
         long wrong = 0, all;
-        for (int i = 0; i < (is_reduce ? count : part * world); i++) {
+        for (int r = 0; is_uneven && r < world; r++)
+            for (int i = 0; i < receive[r]; i++)
+                wrong += output[receive_at[r] + i] != value(bytes, r, begin[r] + i);
+        for (int i = 0; i < (is_reduce ? count : is_uneven ? 0 : part * world); i++) {
             float expected = 0;
             if (is_reduce)
                 for (int r = 0; r < world; r++) expected += value(bytes, r, i);

@@ -1,0 +1,94 @@
+//! Who sends how much to whom, for all-to-alls of uneven parts: the same on every rank.
+
+use clap::ValueEnum;
+
+/// Experts a rank, to how many of which a token goes, and tokens a rank, in `Moe`.
+const EXPERTS: usize = 8;
+const CHOSEN: usize = 8;
+const TOKENS: u64 = 4096;
+
+/// A kind of traffic matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
+#[value(rename_all = "kebab-case")]
+pub(crate) enum Kind {
+    /// Everyone the same to everyone.
+    Even,
+    /// Every rank sends most to rank 0, half as much to the next, a third, ...
+    Zipf,
+    /// All to rank 0.
+    OneHot,
+    /// Every other pair has nothing to say.
+    HalfEmpty,
+    /// Tokens of a mixture of experts, of which some are more popular than others.
+    Moe,
+}
+
+impl Kind {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Even => "even",
+            Self::Zipf => "zipf",
+            Self::OneHot => "one-hot",
+            Self::HalfEmpty => "half-empty",
+            Self::Moe => "moe",
+        }
+    }
+
+    /// Elements that each rank sends to each, a row a sender: `count` a rank on average.
+    pub(crate) fn counts(self, world: usize, count: usize) -> Vec<Vec<usize>> {
+        let weights: Vec<Vec<f64>> = match self {
+            Self::Even => vec![vec![1.0; world]; world],
+            Self::Zipf => vec![(1..=world).map(|place| 1.0 / place as f64).collect(); world],
+            Self::OneHot => vec![(0..world).map(|to| f64::from(to == 0)).collect(); world],
+            Self::HalfEmpty => {
+                let pair = |from: usize, to: usize| f64::from((from + to).is_multiple_of(2));
+                (0..world).map(|from| (0..world).map(|to| pair(from, to)).collect()).collect()
+            }
+            Self::Moe => moe(world),
+        };
+        let total: f64 = weights.iter().flatten().sum();
+        let factor = (count * world) as f64 / total;
+        let scale = |row: Vec<f64>| row.into_iter().map(|weight| (weight * factor) as usize);
+        weights.into_iter().map(|row| scale(row).collect()).collect()
+    }
+}
+
+/// Each token goes to `CHOSEN` different experts, by their popularity, and once to a rank, however
+/// many of its experts want it.
+fn moe(world: usize) -> Vec<Vec<f64>> {
+    let experts = world * EXPERTS;
+    // Popular ones anywhere.
+    let mut order: Vec<usize> = (0..experts).collect();
+    order.sort_by_key(|expert| random(1, *expert as u64));
+    let row = |from: usize| {
+        let mut row = vec![0.0; world];
+        for token in 0..TOKENS {
+            // The largest of random numbers, each to the power of one by its weight: several drawn
+            // without putting back.
+            let key = |expert: usize| {
+                let number = random(2 + from as u64, token * experts as u64 + expert as u64);
+                let uniform = (number >> 11) as f64 / (1_u64 << 53) as f64;
+                uniform.powf((order[expert] + 1) as f64)
+            };
+            let mut drawn: Vec<(f64, usize)> = (0..experts).map(|e| (key(e), e)).collect();
+            drawn.sort_by(|a, b| b.0.total_cmp(&a.0));
+            let mut wanted = vec![false; world];
+            for (_, expert) in drawn.into_iter().take(CHOSEN) {
+                wanted[expert / EXPERTS] = true;
+            }
+            for (to, wanted) in wanted.into_iter().enumerate() {
+                row[to] += f64::from(wanted);
+            }
+        }
+        row
+    };
+    (0..world).map(row).collect()
+}
+
+/// A stateless generator.
+fn random(seed: u64, index: u64) -> u64 {
+    let mut z = (seed << 40).wrapping_add(index.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}

@@ -1,0 +1,264 @@
+//! A consumer that takes its time: one rank's stream reads what a call brought long after the others have
+//! made the next, which writes to the same place. It must find what it was sent.
+
+use std::time::Duration;
+
+use symmpool_allocator::{Block, Pool, Result, Stream};
+use symmpool_collectives::{
+    AllReduceAlgorithm, AllToAllAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp,
+    SplitRows, SplitsAt,
+};
+
+use crate::Options;
+use crate::cuda::{stream, upload};
+use crate::matrix::{Matrix, bytes};
+use crate::oracle::{finite, random, reduce};
+use crate::tools::Tools;
+
+/// Of automatic choices, and of all others.
+const LONG: Duration = Duration::from_millis(1200);
+const SHORT: Duration = Duration::from_millis(200);
+/// Elements a rank sends: in one hop, straight into outputs, and by copy engines too.
+const COUNTS: [usize; 2] = [3000, 700_000];
+/// Bytes of each buffer.
+const ROOM: usize = 8 << 20;
+const POISON: u8 = 0xa5;
+
+struct Slow<'a> {
+    pool: &'a Pool,
+    tools: Tools<'a>,
+    stream: Stream,
+    /// Of two calls.
+    from: [Block<u8>; 2],
+    to: Block<u8>,
+    wanted: [Block<u8>; 2],
+    splits: [Block<i64>; 2],
+    cases: u64,
+    wrong: u64,
+}
+
+/// Cases, and those that were wrong.
+pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
+    let pair = || Ok::<_, symmpool_allocator::Error>([pool.alloc(ROOM)?, pool.alloc(ROOM)?]);
+    let world = pool.world() as usize;
+    let mut slow = Slow {
+        pool,
+        tools: Tools::new(pool)?,
+        stream: stream(pool)?,
+        from: pair()?,
+        to: pool.alloc(ROOM)?,
+        wanted: pair()?,
+        splits: [pool.alloc(world)?, pool.alloc(world)?],
+        cases: 0,
+        wrong: 0,
+    };
+    pool.commit()?;
+    for count in COUNTS {
+        slow.reductions(count, options.seed)?;
+        slow.halves(count / world, options.seed)?;
+        slow.exchanges(count, options.seed)?;
+        slow.equal(count / world, options.seed)?;
+    }
+    if pool.rank() == 0 {
+        println!("slow consumers: {} cases, {} wrong", slow.cases, slow.wrong);
+    }
+    Ok((slow.cases, slow.wrong))
+}
+
+impl Slow<'_> {
+    /// Two calls into one output, of which one rank reads what the first wrote after `pause` only.
+    fn consume(
+        &mut self,
+        what: &str,
+        comm: &Communicator,
+        pause: Duration,
+        wanted: [&[u8]; 2],
+        call: impl Fn(&Self, usize) -> Result<()>,
+    ) -> Result<()> {
+        for (block, wanted) in self.wanted.iter().zip(wanted) {
+            upload(self.pool, block.address(), wanted)?;
+        }
+        self.tools.fill(self.to.address(), POISON, ROOM, &self.stream)?;
+        // Code that is not loaded yet may have to wait for what runs.
+        match call(self, 1) {
+            Err(error) if error.is_unsupported() => return Ok(()),
+            other => other?,
+        }
+        comm.synchronize(&self.stream)?;
+        self.cases += 1;
+        let slow = (self.cases % u64::from(self.pool.world())) as u32;
+        for (nth, wanted) in wanted.into_iter().enumerate() {
+            call(self, nth)?;
+            if nth == 0 && self.pool.rank() == slow {
+                self.tools.pause(pause, &self.stream)?;
+            }
+            let (to, from) = (self.to.address(), self.wanted[nth].address());
+            self.tools.compare(to, from, wanted.len(), nth as u64, &self.stream)?;
+        }
+        comm.synchronize(&self.stream)?;
+        let (differ, first) = self.tools.take()?;
+        if differ > 0 {
+            self.wrong += 1;
+            println!(
+                "rank {}: {what}, rank {slow} slow by {pause:?}: {differ} bytes wrong, from call \
+                 {first:?} on",
+                self.pool.rank()
+            );
+        }
+        Ok(())
+    }
+
+    /// What each rank sends in two calls; this one's is uploaded.
+    fn inputs(&self, count: usize, seed: u64) -> Result<[Vec<Vec<u8>>; 2]> {
+        let ranks = 0..self.pool.world();
+        let both = [1, 2].map(|nth| {
+            let seed = random(seed, nth);
+            ranks.clone().map(|rank| finite(seed, rank, DType::Bf16, count)).collect::<Vec<_>>()
+        });
+        for (block, all) in self.from.iter().zip(&both) {
+            upload(self.pool, block.address(), &all[self.pool.rank() as usize])?;
+        }
+        Ok(both)
+    }
+
+    fn places(&self, nth: usize) -> (*mut u8, *const u8) {
+        (self.to.address() as *mut u8, self.from[nth].address() as *const u8)
+    }
+
+    fn reductions(&mut self, count: usize, seed: u64) -> Result<()> {
+        let inputs = self.inputs(count, seed)?;
+        let wanted = inputs.each_ref().map(|all| {
+            let all: Vec<&[u8]> = all.iter().map(Vec::as_slice).collect();
+            reduce(&all, DType::Bf16, ReduceOp::Sum)
+        });
+        for algorithm in AllReduceAlgorithm::ALL {
+            let comm = CommunicatorOptions { algorithm, ..Default::default() };
+            let comm = Communicator::with_options(self.pool, &comm)?;
+            let pause = if algorithm == AllReduceAlgorithm::Auto { LONG } else { SHORT };
+            let what = format!("{} of {count}", algorithm.name());
+            self.consume(&what, &comm, pause, wanted.each_ref().map(|all| &all[..]), |of, nth| {
+                let (to, from) = of.places(nth);
+                // SAFETY: the blocks are longer, and nothing but this stream uses them.
+                unsafe {
+                    comm.all_reduce_at(to, from, count, DType::Bf16, ReduceOp::Sum, &of.stream)
+                }
+            })?;
+        }
+        Ok(())
+    }
+
+    /// `count` is a part's.
+    fn halves(&mut self, count: usize, seed: u64) -> Result<()> {
+        let comm = Communicator::new(self.pool)?;
+        let (rank, part) = (self.pool.rank() as usize, 2 * count);
+        let inputs = self.inputs(count * self.pool.world() as usize, seed)?;
+        let wanted = inputs.each_ref().map(|all| {
+            let own: Vec<&[u8]> =
+                all.iter().map(|data| &data[rank * part..(rank + 1) * part]).collect();
+            reduce(&own, DType::Bf16, ReduceOp::Sum)
+        });
+        let what = format!("reduce_scatter of {count}");
+        self.consume(&what, &comm, SHORT, wanted.each_ref().map(|all| &all[..]), |of, nth| {
+            let (to, from) = of.places(nth);
+            // SAFETY: as above; so it is below.
+            unsafe {
+                comm.reduce_scatter_at(to, from, count, DType::Bf16, ReduceOp::Sum, &of.stream)
+            }
+        })?;
+        let wanted = inputs
+            .each_ref()
+            .map(|all| all.iter().flat_map(|data| &data[..part]).copied().collect::<Vec<_>>());
+        let what = format!("all_gather of {count}");
+        self.consume(&what, &comm, SHORT, wanted.each_ref().map(|all| &all[..]), |of, nth| {
+            let (to, from) = of.places(nth);
+            // SAFETY: as above.
+            unsafe { comm.all_gather_at(to, from, count, DType::Bf16, &of.stream) }
+        })
+    }
+
+    fn exchanges(&mut self, count: usize, seed: u64) -> Result<()> {
+        let (rank, world, most) = (self.pool.rank(), self.pool.world(), 2 * count);
+        let data: Vec<Vec<u8>> = (0..world).map(|rank| bytes(seed, rank, most)).collect();
+        let matrices =
+            [4, 5].map(|nth| Matrix::new_even(random(seed ^ count as u64, nth), world, most));
+        for (nth, matrix) in matrices.iter().enumerate() {
+            upload(self.pool, self.from[nth].address(), &data[rank as usize])?;
+            let counts = matrix.sends(rank).into_iter().flat_map(|n| (n as u64).to_le_bytes());
+            upload(self.pool, self.splits[nth].address(), &counts.collect::<Vec<_>>())?;
+        }
+        let wanted = matrices.each_ref().map(|matrix| matrix.output(&data, rank, 1, most));
+        for all_to_all in AllToAllAlgorithm::ALL {
+            let comm = CommunicatorOptions { all_to_all, ..Default::default() };
+            let comm = Communicator::with_options(self.pool, &comm)?;
+            let pause = if all_to_all == AllToAllAlgorithm::Auto { LONG } else { SHORT };
+            for by_device in [false, true] {
+                let whose = if by_device { "device" } else { "host" };
+                let what = format!(
+                    "all_to_all {} of {most} bytes, splits of the {whose}",
+                    all_to_all.name()
+                );
+                self.consume(
+                    &what,
+                    &comm,
+                    pause,
+                    wanted.each_ref().map(|all| &all[..]),
+                    |of, nth| {
+                        let (to, from) = of.places(nth);
+                        let null = std::ptr::null_mut();
+                        let splits = SplitsAt {
+                            input: of.splits[nth].address() as *const u8,
+                            output: null,
+                            offsets: null,
+                            dtype: DType::I64,
+                        };
+                        let rows =
+                            SplitRows { dtype: DType::U8, row: 1, length: most, capacity: ROOM };
+                        let (send, receive) =
+                            (matrices[nth].sends(rank), matrices[nth].receives(rank));
+                        if by_device {
+                            // SAFETY: as above; there is a split for every rank.
+                            unsafe {
+                                comm.all_to_all_v_splits_at(to, from, &rows, &splits, &of.stream)
+                            }
+                        } else {
+                            // SAFETY: as above.
+                            unsafe {
+                                comm.all_to_all_v_at(
+                                    to,
+                                    from,
+                                    &receive,
+                                    &send,
+                                    DType::U8,
+                                    &of.stream,
+                                )
+                            }
+                        }
+                    },
+                )?;
+            }
+        }
+        Ok(())
+    }
+
+    /// `count` is a part's; copy engines know nothing of a consumer unless they are told.
+    fn equal(&mut self, count: usize, seed: u64) -> Result<()> {
+        let (rank, part) = (self.pool.rank() as usize, 2 * count);
+        let inputs = self.inputs(count * self.pool.world() as usize, seed)?;
+        let wanted = inputs.each_ref().map(|all| {
+            let own = all.iter().flat_map(|data| &data[rank * part..(rank + 1) * part]);
+            own.copied().collect::<Vec<_>>()
+        });
+        for all_to_all in AllToAllAlgorithm::ALL {
+            let comm = CommunicatorOptions { all_to_all, ..Default::default() };
+            let comm = Communicator::with_options(self.pool, &comm)?;
+            let what = format!("all_to_all {} of equal parts of {count}", all_to_all.name());
+            let wanted = wanted.each_ref().map(|all| &all[..]);
+            self.consume(&what, &comm, SHORT, wanted, |of, nth| {
+                let (to, from) = of.places(nth);
+                // SAFETY: as above.
+                unsafe { comm.all_to_all_at(to, from, count, DType::Bf16, &of.stream) }
+            })?;
+        }
+        Ok(())
+    }
+}

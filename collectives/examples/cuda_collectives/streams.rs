@@ -1,0 +1,232 @@
+//! Two communicators at once, each on its own stream: calls of both under way together, begun in another
+//! order on other ranks; graphs of both that interleave; and one graph of both.
+
+use std::time::Duration;
+
+use symmpool_allocator::{Block, Pool, Result, Stream};
+use symmpool_collectives::{
+    Communicator, CommunicatorOptions, DType, ReduceOp, SplitRows, SplitsAt,
+};
+
+use crate::Options;
+use crate::cuda::{Graph, stream, upload};
+use crate::oracle::{finite, random, reduce};
+use crate::tools::Tools;
+
+const DTYPE: DType = DType::Bf16;
+/// Rounds, and elements of a call at most. The largest take every processor of a device.
+const SIZES: [(u64, usize); 3] = [(400, 20_000), (200, 400_000), (30, 8 << 20)];
+const GRAPHS: usize = 4;
+const LAUNCHES: u64 = 200;
+/// Elements by which inputs begin later at most.
+const SHIFTS: usize = 512;
+/// Two kernels that each wait for the other's end would show as this.
+const TIMEOUT: Duration = Duration::from_secs(8);
+
+/// One communicator with its stream and buffers.
+struct Lane {
+    comm: Communicator,
+    stream: Stream,
+    from: Block<u8>,
+    to: Block<u8>,
+    exchanged: Block<u8>,
+    /// The sums of all ranks' inputs.
+    wanted: Block<u8>,
+    /// For every rank the same number of elements.
+    splits: Block<i64>,
+}
+
+struct Streams<'a> {
+    pool: &'a Pool,
+    tools: Tools<'a>,
+    lanes: [Lane; 2],
+    /// What every rank sends to each in all-to-alls, bytes.
+    part: usize,
+    cases: u64,
+}
+
+/// Cases, and sizes at which something was wrong.
+pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
+    let (mut cases, mut wrong) = (0, 0);
+    for (rounds, most) in SIZES {
+        // Others would have to wait for a failure to be over.
+        let result = Streams::new(pool, options.seed, most).and_then(|mut streams| {
+            let rounds = options.seldom(rounds, rounds / 10);
+            // Code that is not loaded yet may have to wait for what runs: one by one first.
+            streams.calls(options.seed, rounds, most, true)?;
+            streams.calls(options.seed, rounds, most, false)?;
+            let launches = if most > 1 << 20 { LAUNCHES / 8 } else { LAUNCHES };
+            streams.graphs(options.seed, options.seldom(launches, 16), most)?;
+            Ok((streams.cases, streams.tools.take()?))
+        });
+        match result {
+            Ok((done, (0, _))) => cases += done,
+            Ok((done, (differ, first))) => {
+                cases += done;
+                wrong += 1;
+                println!(
+                    "rank {}: two communicators at once, up to {most} elements: {differ} bytes wrong, \
+                     first in round {first:?}",
+                    pool.rank()
+                );
+            }
+            Err(error) => {
+                wrong += 1;
+                println!(
+                    "rank {}: two communicators at once, up to {most} elements: {error}",
+                    pool.rank()
+                );
+            }
+        }
+    }
+    if pool.rank() == 0 {
+        println!("two communicators at once: {cases} calls, {wrong} of 3 sizes wrong");
+    }
+    Ok((cases, wrong))
+}
+
+impl Lane {
+    /// To be committed by the caller.
+    fn new(pool: &Pool, most: usize) -> Result<Self> {
+        let bytes = 2 * (most + SHIFTS);
+        let options = CommunicatorOptions { timeout: TIMEOUT, ..Default::default() };
+        Ok(Self {
+            comm: Communicator::with_options(pool, &options)?,
+            stream: stream(pool)?,
+            from: pool.alloc(bytes)?,
+            to: pool.alloc(bytes)?,
+            exchanged: pool.alloc(bytes)?,
+            wanted: pool.alloc(bytes)?,
+            splits: pool.alloc(pool.world() as usize)?,
+        })
+    }
+}
+
+impl<'a> Streams<'a> {
+    fn new(pool: &'a Pool, seed: u64, most: usize) -> Result<Self> {
+        let lanes = [Lane::new(pool, most)?, Lane::new(pool, most)?];
+        pool.commit()?;
+        let (rank, world) = (pool.rank(), pool.world());
+        let part = most / world as usize / 16 * 16;
+        for (nth, lane) in (0_u64..).zip(&lanes) {
+            // The rest repeats.
+            let count = (most + SHIFTS).min(1 << 20);
+            let all: Vec<Vec<u8>> =
+                (0..world).map(|rank| finite(random(seed, nth), rank, DTYPE, count)).collect();
+            let all: Vec<&[u8]> = all.iter().map(Vec::as_slice).collect();
+            let sum = reduce(&all, DTYPE, ReduceOp::Sum);
+            for at in (0..2 * (most + SHIFTS)).step_by(2 * count) {
+                let bytes = (2 * count).min(2 * (most + SHIFTS) - at);
+                upload(pool, lane.from.address() + at as u64, &all[rank as usize][..bytes])?;
+                upload(pool, lane.wanted.address() + at as u64, &sum[..bytes])?;
+            }
+            let splits: Vec<u8> = (0..world).flat_map(|_| (part as u64).to_le_bytes()).collect();
+            upload(pool, lane.splits.address(), &splits)?;
+        }
+        Ok(Self { pool, tools: Tools::new(pool)?, lanes, part, cases: 0 })
+    }
+
+    /// An all-reduce of a size and place that follow from `number`, or an all-to-all.
+    fn call(&mut self, lane: usize, name: u64, number: u64, most: usize) -> Result<()> {
+        self.cases += 1;
+        let Lane { comm, stream, from, to, exchanged, wanted, splits } = &self.lanes[lane];
+        if (number >> 50).is_multiple_of(4) {
+            let (to, null) = (exchanged.address() as *mut u8, std::ptr::null_mut());
+            let (length, capacity) = (2 * most, 2 * most);
+            let rows = SplitRows { dtype: DType::U8, row: 1, length, capacity };
+            let input = splits.address() as *const u8;
+            let splits = SplitsAt { input, output: null, offsets: null, dtype: DType::I64 };
+            // SAFETY: both blocks are this long; so they are below.
+            unsafe {
+                let from = from.address() as *const u8;
+                comm.all_to_all_v_splits_at(to, from, &rows, &splits, stream)
+            }?;
+            // What this rank sent to itself; peers' inputs are not here to compare with.
+            let own = (self.pool.rank() as usize * self.part) as u64;
+            let (got, sent) = (exchanged.address() + own, from.address() + own);
+            return self.tools.compare(got, sent, self.part, name, stream);
+        }
+        let count = most - (number >> 8) as usize % (most >> (number >> 61));
+        let shift = ((number >> 30) as usize % SHIFTS) & !7;
+        let (to, from) = (to.address(), from.address() + 2 * shift as u64);
+        // SAFETY: as above.
+        unsafe {
+            let (to, from) = (to as *mut u8, from as *const u8);
+            comm.all_reduce_at(to, from, count, DTYPE, ReduceOp::Sum, stream)
+        }?;
+        self.tools.compare(to, wanted.address() + 2 * shift as u64, 2 * count, name, stream)
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.lanes.iter().try_for_each(|lane| lane.comm.synchronize(&lane.stream))
+    }
+
+    /// Whose call comes first in a round: another's on other ranks.
+    fn order(&self, number: u64) -> [usize; 2] {
+        if (number >> self.pool.rank()).is_multiple_of(2) { [0, 1] } else { [1, 0] }
+    }
+
+    fn calls(&mut self, seed: u64, rounds: u64, most: usize, alone: bool) -> Result<()> {
+        for round in 0..rounds {
+            let number = random(seed ^ 21, round);
+            for lane in if alone { [0, 1] } else { self.order(number) } {
+                let number = random(number, lane as u64);
+                // Now and then two in a row.
+                for call in 0..1 + (number & 1) {
+                    self.call(lane, round, random(number, 5 + call), most)?;
+                    if alone {
+                        self.synchronize()?;
+                    }
+                }
+            }
+            if round % 16 == 15 {
+                self.synchronize()?;
+            }
+        }
+        self.synchronize()
+    }
+
+    /// S2, S8: graphs of each communicator and of both, launched without a pause on both streams.
+    fn graphs(&mut self, seed: u64, launches: u64, most: usize) -> Result<()> {
+        let pool = self.pool;
+        let mut captured: [Vec<Graph>; 2] = [Vec::new(), Vec::new()];
+        for (lane, graphs) in captured.iter_mut().enumerate() {
+            for nth in 0..GRAPHS as u64 {
+                let stream = self.lanes[lane].stream;
+                let number = random(seed ^ 22, 10 * lane as u64 + nth);
+                graphs.push(Graph::capture(pool, stream, || {
+                    (0..3).try_for_each(|call| {
+                        self.call(lane, 1000 + nth, random(number, call), most)
+                    })
+                })?);
+            }
+        }
+        // Both on one stream, in turn.
+        let usual = self.lanes[1].stream;
+        self.lanes[1].stream = self.lanes[0].stream;
+        let both = Graph::capture(pool, self.lanes[0].stream, || {
+            (0..4).try_for_each(|call| {
+                self.call(call as usize % 2, 2000, random(seed ^ 23, call), most)
+            })
+        });
+        self.lanes[1].stream = usual;
+        let both = both?;
+        for launch in 0..launches {
+            let number = random(seed ^ 24, launch);
+            for lane in self.order(number) {
+                let nth = random(number, lane as u64) as usize % GRAPHS;
+                captured[lane][nth].launch(pool, self.lanes[lane].stream)?;
+                self.cases += 3;
+            }
+            if launch % 16 == 15 {
+                // A graph of both comes behind what both have under way.
+                self.synchronize()?;
+                both.launch(pool, self.lanes[0].stream)?;
+                self.synchronize()?;
+                self.cases += 4;
+            }
+        }
+        self.synchronize()?;
+        captured.into_iter().flatten().chain([both]).try_for_each(|graph| graph.destroy(pool))
+    }
+}
