@@ -4,12 +4,11 @@
 
 use std::sync::Arc;
 
-use pyo3::intern;
 use pyo3::prelude::*;
-use symmpool_allocator::{Result, Stream};
-use symmpool_collectives::{CommunicatorOptions, DType, ReduceOp, SplitRows, SplitsAt};
+use symmpool_collectives::{CommunicatorOptions, ReduceOp, SplitRows, SplitsAt};
 
-use crate::convert::{self, Device, long_name};
+use crate::arguments::{Argument, Counts, rows_of};
+use crate::convert::{self, Device};
 use crate::errors::{OrRaise, exception, seconds};
 use crate::mark::Mark;
 use crate::operation;
@@ -17,8 +16,6 @@ use crate::own::Own;
 use crate::pool::Pool;
 use crate::row_exchange::RowExchange;
 use crate::tensor::{self, Refusal, Tensor};
-
-pub(crate) type Argument<'a, 'py> = &'a Bound<'py, PyAny>;
 
 /// Collectives between the ranks of a pool. Making one is collective: all ranks make theirs in the
 /// same order; it commits the pool.
@@ -48,7 +45,7 @@ pub(crate) type Argument<'a, 'py> = &'a Bound<'py, PyAny>;
 /// scratch there is, in host memory or on the device. All of it is the same on every rank.
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Communicator {
-    comm: Own<Arc<symmpool_collectives::Communicator>>,
+    pub(crate) comm: Own<Arc<symmpool_collectives::Communicator>>,
     pub(crate) device: Device,
     algorithm: &'static str,
 }
@@ -427,175 +424,5 @@ impl Communicator {
     fn __repr__(&self) -> String {
         let (rank, world, algorithm) = (self.rank(), self.world(), self.algorithm);
         format!("symmpool.Communicator(rank={rank}, world={world}, algorithm={algorithm:?})")
-    }
-}
-
-/// Addresses of counts.
-struct Counts(SplitsAt);
-
-// SAFETY: the addresses are only handed on to a call, whose contract says who may touch what they
-// point to; no thread is part of it.
-unsafe impl Send for Counts {}
-// SAFETY: as above.
-unsafe impl Sync for Counts {}
-
-/// How many rows a tensor has, and of how many elements.
-pub(crate) fn rows_of(
-    name: &'static str,
-    object: Argument<'_, '_>,
-) -> Result<(usize, usize), Refusal> {
-    let shape: Vec<usize> = object.getattr(intern!(object.py(), "shape"))?.extract()?;
-    let Some((length, rest)) = shape.split_first() else {
-        return Err(Refusal::Invalid(format!("{name}: it has no dimension to be split")));
-    };
-    Ok((*length, rest.iter().product()))
-}
-
-impl Tensor {
-    #[inline]
-    pub(crate) fn from(&self) -> *const u8 {
-        self.address as *const u8
-    }
-
-    #[inline]
-    pub(crate) fn to(&self) -> *mut u8 {
-        self.address as *mut u8
-    }
-}
-
-impl Communicator {
-    pub(crate) fn core(&self) -> Arc<symmpool_collectives::Communicator> {
-        Arc::clone(&self.comm)
-    }
-
-    /// A call, without the interpreter's lock: it may wait for other ranks.
-    #[inline]
-    pub(crate) fn run(
-        &self,
-        py: Python<'_>,
-        call: impl FnOnce() -> Result<()> + Send,
-    ) -> PyResult<()> {
-        self.comm.check("a communicator").or_raise(py)?;
-        py.detach(call).or_raise(py)
-    }
-
-    /// The stream of a call. One that is none is a refusal like any other.
-    #[inline]
-    pub(crate) fn stream(
-        &self,
-        py: Python<'_>,
-        stream: Option<Argument<'_, '_>>,
-    ) -> PyResult<Stream> {
-        // Before a refusal of arguments is told to other ranks.
-        self.comm.check("a communicator").or_raise(py)?;
-        let found = tensor::stream(py, self.device, stream);
-        self.or_decline(py, Stream::DEFAULT, found.map_err(Refusal::Raised))
-    }
-
-    /// Arguments; or an exception, once the other ranks are told that this one refuses the call.
-    #[inline]
-    pub(crate) fn or_decline<T>(
-        &self,
-        py: Python<'_>,
-        stream: Stream,
-        arguments: Result<T, Refusal>,
-    ) -> PyResult<T> {
-        arguments.map_err(|refusal| self.decline(py, stream, refusal))
-    }
-
-    #[cold]
-    fn decline(&self, py: Python<'_>, stream: Stream, refusal: Refusal) -> PyErr {
-        let why = refusal.to_error();
-        let error = py.detach(|| self.comm.decline(why, &stream));
-        // Why the communicator is closed, if it is, comes first.
-        if error.is_invalid_argument() { refusal.raise(py) } else { exception(py, &error) }
-    }
-
-    #[inline]
-    pub(crate) fn read(
-        &self,
-        name: &'static str,
-        tensor: Argument<'_, '_>,
-        write: bool,
-    ) -> Result<Tensor, Refusal> {
-        tensor::read(name, tensor, self.device, write)
-    }
-
-    /// A tensor to write to, of the input's type, and of `count` elements if that is given.
-    pub(crate) fn output(
-        &self,
-        name: &'static str,
-        tensor: Argument<'_, '_>,
-        input: &Tensor,
-        count: Option<usize>,
-    ) -> Result<Tensor, Refusal> {
-        let output = self.read(name, tensor, true)?;
-        if output.dtype != input.dtype {
-            let (found, expected): (DType, DType) = (output.dtype, input.dtype);
-            return Err(Refusal::Invalid(format!(
-                "{name}: elements of {} where the input has {}",
-                long_name(found),
-                long_name(expected)
-            )));
-        }
-        if count.is_some() {
-            self.fits(name, output.count, count, "as many as the input")?;
-        }
-        Ok(output)
-    }
-
-    fn fits(
-        &self,
-        name: &'static str,
-        count: usize,
-        expected: Option<usize>,
-        why: &str,
-    ) -> Result<(), Refusal> {
-        if expected == Some(count) {
-            return Ok(());
-        }
-        let expected = expected.map_or_else(|| "an impossible number".into(), |n| n.to_string());
-        let world = self.comm.world();
-        Err(Refusal::Invalid(format!(
-            "{name}: {count} elements where {expected} are needed, {why} of {world}"
-        )))
-    }
-
-    /// As many elements as `world` parts of `count`.
-    fn parts(&self, count: usize) -> Option<usize> {
-        count.checked_mul(self.comm.world() as usize)
-    }
-
-    /// Elements for every rank, from rows for every rank; even parts where none are given.
-    fn splits(
-        &self,
-        name: &'static str,
-        object: Argument<'_, '_>,
-        tensor: &Tensor,
-        rows: Option<Argument<'_, '_>>,
-    ) -> Result<Vec<usize>, Refusal> {
-        let world = self.comm.world() as usize;
-        let invalid = |why: String| Refusal::Invalid(format!("{name}_split_sizes: {why}"));
-        let Some(rows) = rows else {
-            let count = tensor.count / world;
-            self.fits(name, tensor.count, self.parts(count), "a part for every rank")?;
-            return Ok(vec![count; world]);
-        };
-        let Ok(sizes) = rows.extract::<Vec<usize>>() else {
-            return Err(invalid(format!("{rows:?} is no sequence of numbers of rows")));
-        };
-        if sizes.len() != world {
-            return Err(invalid(format!("{} of them for {world} ranks", sizes.len())));
-        }
-        let shape: Vec<usize> = object.getattr(intern!(object.py(), "shape"))?.extract()?;
-        let Some((length, rest)) = shape.split_first() else {
-            return Err(invalid(format!("{name} has no dimension to be split")));
-        };
-        let sum = sizes.iter().try_fold(0_usize, |sum, size| sum.checked_add(*size));
-        if sum.is_none_or(|sum| sum > *length) {
-            return Err(invalid(format!("{sizes:?} are more than the {length} rows of {name}")));
-        }
-        let row: usize = rest.iter().product();
-        Ok(sizes.into_iter().map(|size| size * row).collect())
     }
 }

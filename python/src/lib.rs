@@ -21,6 +21,7 @@
 
 #![deny(unsafe_code)]
 
+mod arguments;
 mod block;
 mod communicator;
 mod convert;

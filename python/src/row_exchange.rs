@@ -9,8 +9,9 @@ use pyo3::types::{PyString, PyTuple};
 use symmpool_allocator::Stream;
 use symmpool_collectives::{DType, RowShape, RowsAt};
 
+use crate::arguments::{Argument, rows_of};
 use crate::block::Block;
-use crate::communicator::{Argument, Communicator, rows_of};
+use crate::communicator::Communicator;
 use crate::convert::{self, long_name};
 use crate::errors::{OrRaise, invalid};
 use crate::memory::Memory;
