@@ -12,7 +12,7 @@ pub(crate) fn facts() -> Value {
         Some(line.split_once(':')?.1.trim().to_owned())
     };
     json!({
-        "command": std::env::args().collect::<Vec<_>>().join(" "),
+        "command": command(),
         "version": env!("CARGO_PKG_VERSION"),
         "optimised": !cfg!(debug_assertions),
         "architecture": std::env::consts::ARCH,
@@ -23,4 +23,14 @@ pub(crate) fn facts() -> Value {
         "huge_pages_for_shared_memory": read("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
         "load_average": read("/proc/loadavg"),
     })
+}
+
+/// What was called, without the folders of this machine.
+fn command() -> String {
+    let names = std::env::args().map(|argument| {
+        let path = std::path::Path::new(&argument);
+        let name = path.file_name().filter(|_| path.is_absolute());
+        name.map_or(argument.clone(), |name| name.to_string_lossy().into_owned())
+    });
+    names.collect::<Vec<_>>().join(" ")
 }

@@ -62,7 +62,8 @@ def describe(benchmark, ranks, arguments, contenders, missing):
         "benchmark": benchmark,
         "symmpool": symmpool.__version__,
         "measured_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": ["python", "-m", "symmpool", "bench", *arguments],
+        # Without the folders of this machine.
+        "command": ["python", "-m", "symmpool", "bench", *map(os.path.basename, arguments)],
         "world": ranks.world,
         "devices": ranks.gather(device),
         "driver": driver_version(),
