@@ -33,11 +33,13 @@ __device__ __forceinline__ char* line_from(const Session& session, u32 owner, u3
 template <typename Serve>
 __device__ __forceinline__ bool each_line(const Comm& comm, u32 lines, Serve serve) {
     constexpr u32 PEERS = WORLD > 1 ? WORLD - 1 : 1, AT_ONCE = 32 / PARTS;
-    const u32 items = WORLD > 1 ? (lines + AT_ONCE - 1) / AT_ONCE * PEERS : 0;
-    for (u32 item = data_thread() / 32; item < items; item += data_threads() / 32) {
-        const u32 line = item / PEERS * AT_ONCE + threadIdx.x % 32 / PARTS;
-        if (!serve(comm.after(1 + item % PEERS), line, threadIdx.x % PARTS)) {
-            return false;
+    if constexpr (WORLD > 1) {
+        const u32 items = (lines + AT_ONCE - 1) / AT_ONCE * PEERS;
+        for (u32 item = data_thread() / 32; item < items; item += data_threads() / 32) {
+            const u32 line = item / PEERS * AT_ONCE + threadIdx.x % 32 / PARTS;
+            if (!serve(comm.after(1 + item % PEERS), line, threadIdx.x % PARTS)) {
+                return false;
+            }
         }
     }
     return true;
@@ -210,8 +212,9 @@ __device__ __forceinline__ void await_pushed(const Exchange& exchange) {
 }
 
 // What ranks wrote two calls ago in places that this one does not use; see `forget_old`.
-__device__ __noinline__ void forget_unused(const Exchange& exchange) {
-    const Session& session = exchange.session;
+__device__ __noinline__ void forget_unused(const Session& session, const Call& call,
+                                           const Traffic& traffic, Table& table, Plan& plan) {
+    const Exchange exchange{session, call, traffic, table, plan};
     const Comm& comm = session.comm;
     u64 blocks = SHOTS & STRAIGHT ? STAGES : 0;
     for (u32 peer = 0; peer < WORLD; ++peer) {
@@ -278,7 +281,7 @@ __device__ __forceinline__ void attend_exchange(const Exchange& exchange) {
         await_pushed(exchange);
     }
     if ((session.epoch & 0x3fffffffu) < 2) {
-        forget_unused(exchange);
+        forget_unused(session, exchange.call, traffic, table, exchange.plan);
     }
 }
 

@@ -66,12 +66,10 @@ struct Copy {
 
     __device__ __forceinline__ u64 units() const { return bytes == 0 ? 0 : vectors + 1; }
 
-    // Units `[first, last)`, by one block. Not inlined, as one place in the image serves all peers and
-    // ways: what is longer than the instruction cache begins slowly.
-    __device__ __noinline__ void run(u64 first, u64 last) const {
-        if (first >= last) {
-            return;
-        }
+    // Units `[first, last)`, by one block.
+    __device__ __forceinline__ void run(u64 first, u64 last) const;
+
+    __device__ __forceinline__ void run_here(u64 first, u64 last) const {
         const u32 shift = static_cast<u32>(reinterpret_cast<u64>(from + head) % 16);
         const u64 end = last < vectors ? last : vectors;
         shift == 0 ? move<false>(first, end, 0) : move<true>(first, end, shift);
@@ -108,5 +106,17 @@ struct Copy {
         }
     }
 };
+
+// One place in the image serves all peers and ways: what is longer than the instruction cache begins
+// slowly. All it needs is passed in registers.
+__device__ __noinline__ void copy_units(const char* from, char* to, u64 bytes, u64 first, u64 last) {
+    Copy(Route{from, to, bytes}).run_here(first, last);
+}
+
+__device__ __forceinline__ void Copy::run(u64 first, u64 last) const {
+    if (first < last) {
+        copy_units(from, to, bytes, first, last);
+    }
+}
 
 }  // namespace symmpool
