@@ -191,6 +191,7 @@ impl Communicator {
             scratch: options.device_scratch_bytes,
             first_epoch: options.first_epoch,
             all_to_all: options.all_to_all,
+            concurrent: options.concurrent,
         };
         let bytes = sound.and_then(|()| CudaEngine::control_bytes(pool.world(), &options));
         let prepare = |block: &Block<u8>| CudaEngine::prepare(pool, block, &options);

@@ -40,9 +40,12 @@ use crate::tensor::{self, Refusal, Tensor};
 /// `timeout` is the longest wait for a late rank, in seconds. A rank that does not come closes the
 /// communicator: this call and all later ones raise TimeoutError or PeerLostError, naming it.
 /// Waits are not ended by Ctrl-C, but all of them end. `algorithm` is one of `algorithms()`, and how
-/// all-reduces go about it: the bits of results are the same with each; `all_to_all`, "auto", "packet"
-/// or "direct", is that of all-to-alls. `scratch_bytes` is how much
-/// scratch there is, in host memory or on the device. All of it is the same on every rank.
+/// all-reduces go about it: the bits of results are the same with each; `all_to_all`, "auto", "packet",
+/// "direct" or "copy", is that of all-to-alls. `scratch_bytes` is how much
+/// scratch there is, in host memory or on the device. `concurrent` is how many communicators of this
+/// process may have calls under way on the device at once, on several streams: with more than one,
+/// each takes only so much of the device that none waits outside for a peer that waits for it. All
+/// of it is the same on every rank.
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Communicator {
     pub(crate) comm: Own<Arc<symmpool_collectives::Communicator>>,
@@ -54,7 +57,8 @@ pub(crate) struct Communicator {
 impl Communicator {
     #[new]
     #[pyo3(signature = (
-        pool, *, timeout = 30.0, algorithm = "auto", all_to_all = "auto", scratch_bytes = None
+        pool, *, timeout = 30.0, algorithm = "auto", all_to_all = "auto", scratch_bytes = None,
+        concurrent = 1
     ))]
     fn new(
         py: Python<'_>,
@@ -63,6 +67,7 @@ impl Communicator {
         algorithm: &str,
         all_to_all: &str,
         scratch_bytes: Option<u64>,
+        concurrent: u32,
     ) -> PyResult<Self> {
         let pool = pool.get();
         pool.pool.check("a pool").or_raise(py)?;
@@ -73,6 +78,7 @@ impl Communicator {
             timeout: seconds(py, "timeout", timeout)?,
             algorithm,
             all_to_all,
+            concurrent,
             ..defaults
         };
         match (pool.device, scratch_bytes) {

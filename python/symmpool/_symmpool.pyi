@@ -166,6 +166,7 @@ class Communicator:
         algorithm: str = "auto",
         all_to_all: str = "auto",
         scratch_bytes: int | None = None,
+        concurrent: int = 1,
     ) -> None: ...
     def all_reduce(
         self,

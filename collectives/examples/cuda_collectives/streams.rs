@@ -89,7 +89,7 @@ impl Lane {
     /// To be committed by the caller.
     fn new(pool: &Pool, most: usize) -> Result<Self> {
         let bytes = 2 * (most + SHIFTS);
-        let options = CommunicatorOptions { timeout: TIMEOUT, ..Default::default() };
+        let options = CommunicatorOptions { timeout: TIMEOUT, concurrent: 2, ..Default::default() };
         Ok(Self {
             comm: Communicator::with_options(pool, &options)?,
             stream: stream(pool)?,

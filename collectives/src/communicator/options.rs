@@ -31,6 +31,12 @@ pub struct CommunicatorOptions {
     /// microseconds each. Default 192 MiB, which holds those of 256 MiB from 4 ranks. A
     /// communicator takes as much, three times the inbox, and 33 MiB.
     pub device_scratch_bytes: u64,
+    /// On a device: communicators of this process whose calls may be under way there at once, on several
+    /// streams; 1 to 16. A kernel keeps its place on the device while it waits for a peer. If one takes
+    /// all of it, another communicator's waits outside, and ranks that began with different ones wait
+    /// for each other until time is over. With more than one, kernels take so few blocks that all
+    /// find a place, which large calls pay for; give each of them the same number. Default 1.
+    pub concurrent: u32,
     /// The number of the first call, 1 or more. Default 1; others serve to test what happens when
     /// numbers have used up their bits.
     pub first_epoch: u32,
@@ -51,6 +57,7 @@ impl Default for CommunicatorOptions {
             scratch_bytes,
             device_inbox_bytes: 32 << 20,
             device_scratch_bytes: 192 << 20,
+            concurrent: 1,
             first_epoch: 1,
             links: None,
         }

@@ -38,7 +38,7 @@ impl Grid {
         let resident = u64::from(kernel.resident);
         let by_threads = resident * u64::from(kernel.threads) / u64::from(threads);
         let by_slots = u64::from(kernel.processors) * BLOCKS_OF_PROCESSOR;
-        let room = by_threads.min(by_slots).max(2) - 1;
+        let room = by_threads.min(by_slots).min(u64::from(kernel.most_blocks)).max(2) - 1;
         let wanted = vectors.div_ceil(u64::from(threads)).max(1);
         let blocks = wanted.min(room).min(u64::from(most)) as u32;
         Self { blocks: blocks + 1, threads }

@@ -31,7 +31,12 @@ pub(crate) struct CudaOptions {
     /// The number of the first call.
     pub(crate) first_epoch: u32,
     pub(crate) all_to_all: AllToAllAlgorithm,
+    /// Communicators whose calls may be under way at once.
+    pub(crate) concurrent: u32,
 }
+
+/// The most of these.
+const MOST_CONCURRENT: u32 = 16;
 
 /// Tells whether a rank's process still runs.
 pub(crate) type Alive = Box<dyn Fn(u32) -> bool + Send>;
@@ -73,7 +78,17 @@ pub(crate) struct CudaEngine {
 impl CudaEngine {
     /// Bytes of control block that a group of `world` ranks needs with these options.
     pub(crate) fn control_bytes(world: u32, options: &CudaOptions) -> Result<u64> {
-        Ok(Control::new(world, options.inbox, options.scratch)?.bytes())
+        let concurrent = options.concurrent;
+        if !(1..=MOST_CONCURRENT).contains(&concurrent) {
+            return Err(Error::invalid_argument(format!(
+                "concurrent {concurrent}: communicators whose calls are under way at once, 1 to \
+                 {MOST_CONCURRENT}"
+            )));
+        }
+        // Blocks of equal number meet on all ranks, so there must be as many: where ranks differ, so
+        // do their blocks of memory, which the commit tells.
+        let told = u64::from(concurrent - 1) * 4096;
+        Ok(Control::new(world, options.inbox, options.scratch)?.bytes() + told)
     }
 
     /// Makes a control block's memory as kernels expect it, before it is shared.
@@ -101,7 +116,7 @@ impl CudaEngine {
         let api = Api::get()?;
         let layout: HeapLayout = pool.layout();
         let control = Control::new(layout.world, options.inbox, options.scratch)?;
-        let kernels = Kernels::new(api, driver, layout.world)?;
+        let kernels = Kernels::new(api, driver, layout.world, options.concurrent)?;
         let fault = driver.with_context_unordered(|| Fault::new(api))?;
         let aside = driver.with_context_unordered(|| api.stream())?;
         let nanoseconds = u64::try_from(options.timeout.as_nanos()).unwrap_or(u64::MAX);

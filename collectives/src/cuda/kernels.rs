@@ -49,6 +49,8 @@ pub(super) struct Loaded {
     pub(super) threads: u32,
     /// Of the device.
     pub(super) processors: u32,
+    /// Blocks that it may have at most.
+    pub(super) most_blocks: u32,
     /// Whether its blocks may take their places before the kernel before it on the stream has
     /// ended.
     early: bool,
@@ -66,6 +68,7 @@ pub(super) struct Kernels {
     api: &'static Api,
     arch: Arch,
     processors: u32,
+    most_blocks: u32,
     world: u32,
     loaded: BTreeMap<Specialty, Loaded>,
     modules: Vec<Handle>,
@@ -81,10 +84,23 @@ fn jit(driver: &CudaDriver) -> &'static Jit {
 }
 
 impl Kernels {
-    pub(super) fn new(api: &'static Api, driver: &CudaDriver, world: u32) -> Result<Self> {
+    /// Of a communicator beside which so many less one are at work.
+    pub(super) fn new(
+        api: &'static Api,
+        driver: &CudaDriver,
+        world: u32,
+        concurrent: u32,
+    ) -> Result<Self> {
         use sys::CUdevice_attribute as Attribute;
         let number = |which: Attribute| {
             driver.attribute(which as u32).map(|number| u32::try_from(number).unwrap_or(0))
+        };
+        let processors = number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1);
+        let most_blocks = match concurrent {
+            0 | 1 => u32::MAX,
+            // All together no more than there are processors: any of them then finds one where no
+            // other is. A kernel's successor on the stream takes its places early.
+            _ => (processors / (2 * concurrent)).max(2),
         };
         Ok(Self {
             api,
@@ -92,7 +108,8 @@ impl Kernels {
                 number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
                 number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
             )?,
-            processors: number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1),
+            processors,
+            most_blocks,
             world,
             loaded: BTreeMap::new(),
             modules: Vec::new(),
@@ -160,7 +177,8 @@ impl Kernels {
         let code = unsafe { (self.api.occupancy)(&raw mut blocks, function, threads as c_int, 0) };
         CudaDriver::check(code, || format!("asking how many blocks of {variant} fit"))?;
         let resident = u32::try_from(blocks).unwrap_or(0).max(1) * self.processors;
-        Ok(Loaded { function, resident, threads, processors: self.processors, early: true })
+        let (processors, most_blocks) = (self.processors, self.most_blocks);
+        Ok(Loaded { function, resident, threads, processors, most_blocks, early: true })
     }
 
     /// Puts a kernel on a stream. The device's context must be current.
