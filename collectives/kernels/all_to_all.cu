@@ -237,17 +237,19 @@ __device__ __noinline__ void forget_unused(const Session& session, const Call& c
     forget_old(session, used);
 }
 
+// Whether the thread is of the first block's last warp, which tells peers where this rank's output is.
+__device__ __forceinline__ bool shows_place() { return threadIdx.x / 32 == blockDim.x / 32 - 1; }
+
 // The whole work of the first block.
 __device__ __forceinline__ void attend_exchange(const Exchange& exchange) {
     const Session& session = exchange.session;
     const Traffic& traffic = exchange.traffic;
     Table& table = exchange.table;
-    table.show<0, COUNTED>(session);
-    enter<false>(session, exchange.call);
-    if (ROWS) {
-        fence();  // who sees where this rank's output is may write it
+    if (shows_place()) {
+        table.show<COUNTED, ROW_WORDS>(session, threadIdx.x % 32, 32);
     }
-    table.show<COUNTED, ROW_WORDS>(session);
+    table.show<0, COUNTED>(session, threadIdx.x, blockDim.x);
+    enter<false>(session, exchange.call);
     session.advance();
     if (!table.await<0, ROW_WORDS, true, false>(session, exchange.call)) {
         return;
@@ -292,7 +294,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __shared__ Table table;
     __shared__ Plan plan;
     Session session(comm);
-    // Before the answer of that load is looked at: counts on the device are a load as well.
+    // Before the answer of that load is looked at: counts on the device are a load as well. And who sees
+    // where this rank's output is may write it; while nothing else is on its way, a fence is short.
+    if (ROWS && attends() && shows_place()) {
+        fence();
+    }
     if (ROWS || attends()) {
         table.fill<(SHOTS & DEVICE) != 0>(comm, traffic);
     }

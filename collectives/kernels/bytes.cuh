@@ -27,17 +27,6 @@ __device__ __forceinline__ uint4 load_shifted(const char* aligned, u32 shift) {
                       __funnelshift_r(w2, w3, bits), __funnelshift_r(w3, w4, bits));
 }
 
-// Vector `at` of a source of any alignment; the last may be partial.
-__device__ __forceinline__ uint4 load_any(const Source& source, u64 at) {
-    const char* from = source.begin + 16 * at;
-    const u64 left = source.bytes - 16 * at;
-    if (left < 16) {
-        return gather_bytes(from, static_cast<u32>(left));
-    }
-    const u32 shift = static_cast<u32>(reinterpret_cast<u64>(from) % 16);
-    return load_shifted(from - shift, shift);
-}
-
 // A copy of so many bytes.
 struct Route {
     const char* from;

@@ -118,12 +118,12 @@ struct Table {
         }
     }
 
-    // Words `[FIRST, LAST)` of the own row, by one block.
+    // Words `[FIRST, LAST)` of the own row, by so many threads, of which this is one.
     template <u32 FIRST, u32 LAST>
-    __device__ __forceinline__ void show(const Session& session) const {
+    __device__ __forceinline__ void show(const Session& session, u32 thread, u32 threads) const {
         constexpr u32 EACH = LAST - FIRST;
         const u32 rank = session.comm.rank;
-        for (u32 i = threadIdx.x; i < WORLD * EACH; i += blockDim.x) {
+        for (u32 i = thread; i < WORLD * EACH; i += threads) {
             const u32 peer = i / EACH, word = FIRST + i % EACH;
             if (peer != rank) {
                 const u64 data = words[rank][word];

@@ -8,7 +8,7 @@
 
 #![allow(unsafe_code)] // copies by address, and passes on the caller's promises
 
-use symmpool_allocator::{Error, Result, Stream};
+use symmpool_allocator::{Result, Stream};
 
 use super::engine::CudaEngine;
 use crate::host::call::{Call, Operation};
@@ -27,7 +27,7 @@ impl CudaEngine {
             AllToAllAlgorithm::Copy => leaves > 0,
             AllToAllAlgorithm::Packet | AllToAllAlgorithm::Direct => false,
         };
-        wanted && matches!(output, Place::Window(_))
+        wanted && output.is_window()
     }
 
     /// Part `r` of `input` to rank `r`, `count` elements each.
@@ -43,16 +43,9 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         self.ready()?;
-        let (rank, part) = (self.rank(), (count as u64).checked_mul(dtype.size() as u64));
-        let whole = part.and_then(|part| part.checked_mul(u64::from(self.world())));
-        let (Some(part), Some(whole)) = (part, whole.filter(|bytes| *bytes <= self.pool_stride()))
-        else {
-            let why = Error::invalid_argument(format!(
-                "all_to_all of {count} {} a part on rank {rank}: no memory is that long",
-                dtype.name()
-            ));
-            return Err(self.decline(why, stream));
-        };
+        let rank = self.rank();
+        let part = self.bytes("all_to_all", count, dtype, stream)?;
+        let whole = self.parts("all_to_all", part, stream)?;
         let call = Call::new(Operation::AllToAll).elements(dtype, count).output(output);
         let call = call.algorithm(AllToAllAlgorithm::Copy as u8);
         let (from, to) = (self.address(input), self.address(output));
