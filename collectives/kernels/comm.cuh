@@ -54,6 +54,7 @@ constexpr u32 CHANNEL = 16;  // and the channel's number, of waits outside calls
 
 // Between two ranks, each way.
 constexpr u32 CHANNELS = 16;
+constexpr u64 CHANNELS_BYTES = 4 * 8ull * WORLD * CHANNELS;  // of four counts each, see one_sided.cu
 
 // The first 16 bytes are read at once, by every block of every call.
 struct Local {

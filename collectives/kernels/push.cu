@@ -10,21 +10,17 @@
 
 #include "flags.cuh"
 #include "parts.cuh"
-#include "ranks.cuh"
+#include "shares.cuh"
 
 #define SCATTER 1
 #define GATHER 2
 #define BROADCAST 4
-// The beginning of every share, `stride` bytes, is in its owner's scratch already when the kernel
-// starts, and goes from the owner's output to the others' after it ended: copy engines do that. Half
-// of the blocks reduce it, while the others push what is left.
+// The beginning of every share, `stride` bytes, is in other hands: those of copy engines.
 #define COPIED 8
 
 using namespace symmpool;
 
 constexpr int UNROLL = 4;
-// Vectors of each rank that a thread holds at once: eight loads under way, which registers allow.
-constexpr int HELD = WORLD < 8 ? 8 / WORLD : 1;
 
 // Copies vectors `[from, to)` of a source to wherever `store` puts them.
 template <typename Store>
@@ -114,41 +110,8 @@ struct Push {
     template <bool ONWARDS>
     __device__ __forceinline__ void reduce(u64 from, u64 to) const {
         const Source input = parts.of(call.input, comm.rank);
-        const Target own = output(0), next = output(ONWARDS ? 1 : 0);
-        const u64 end = least(input.vectors(), to);
-#pragma unroll 1
-        for (u64 first = from + threadIdx.x; first < end; first += blockDim.x * HELD) {
-            // All loads before the first use.
-            uint4 all[HELD][WORLD], results[HELD];
-#pragma unroll
-            for (int i = 0; i < HELD; ++i) {
-                const u64 at = first + i * blockDim.x;
-#pragma unroll
-                for (u32 rank = 0; at < end && rank < WORLD; ++rank) {
-                    all[i][rank] = rank == comm.rank
-                        ? input.load(at)
-                        : load_plain(comm.scratch_of(comm.rank, rank) + 16 * at);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < HELD; ++i) {
-                results[i] = reduce_all(all[i]);
-            }
-#pragma unroll
-            for (int i = 0; i < HELD; ++i) {
-                const u64 at = first + i * blockDim.x;
-                if (ONWARDS && at < end) {
-                    next.store(at, results[i]);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < HELD; ++i) {
-                const u64 at = first + i * blockDim.x;
-                if (at < end) {
-                    own.store(at, results[i]);
-                }
-            }
-        }
+        reduce_share<ONWARDS>(comm, input, output(0), output(ONWARDS ? 1 : 0), from,
+                              least(input.vectors(), to));
     }
 
     // Both shots of what `range` names. The last leg of the scatter is in halves, so that the first
@@ -207,21 +170,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     const Push push(session, call);
     const u64 vectors = push.parts.vectors();
-    if (SHOTS & COPIED) {
-        const u64 copied = call.stride / 16;
-        const u32 half = data_blocks() / 2;
-        if (data_block() >= half) {
-            const Range range(0, copied, data_block() - half, data_blocks() - half);
-            if (!all_entered(session)) {
-                return;
-            }
-            push.reduce<false>(range.from, range.to);
-            raise(session, FINISHED, 1);
-        } else if (!push.run(Range(copied, vectors - copied, data_block(), half))) {
-            return;
-        }
-    } else if (!push.run(Range(0, vectors))) {
-        return;
+    const u64 first = SHOTS & COPIED ? call.stride / 16 : 0;
+    if (push.run(Range(first, vectors - first))) {
+        await_flags(session, FINISHED, 1, RESULT);
     }
-    await_flags(session, FINISHED, 1, RESULT);
 }

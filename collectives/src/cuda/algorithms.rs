@@ -75,7 +75,7 @@ pub(super) struct Work {
 }
 
 impl Work {
-    fn params(&self) -> CallParams {
+    pub(super) fn params(&self) -> CallParams {
         CallParams {
             details: *self.call.words(),
             input: self.input,

@@ -147,7 +147,8 @@ impl Control {
         // The details of a call, and behind them rows of a traffic matrix, as packets.
         let row = 16 * (2 * ranks + 3);
         let entry = place(2 * 64 * ranks + 2 * row * ranks);
-        let channels = place(CHANNEL_COUNTS * 8 * ranks * u64::from(CHANNELS));
+        // And behind them counts of meetings, of every rank and two more: `reduce_copied.cu`.
+        let channels = place(8 * (CHANNEL_COUNTS * ranks * u64::from(CHANNELS) + ranks + 2));
         // `KINDS` flags of eight bytes a block and rank, two parities.
         let flags_bytes = 2 * 4 * 8 * ranks * u64::from(MOST_BLOCKS);
         let flags = place(flags_bytes);
@@ -247,7 +248,7 @@ mod tests {
         let parts = [
             (0, LOCAL),
             (control.entry, 512 + 2 * 4 * 16 * 11),
-            (control.channels, 4 * 8 * 4 * 16),
+            (control.channels, 4 * 8 * 4 * 16 + 8 * 6),
             (control.flags, control.flags_bytes),
             (control.packets, control.packets_bytes),
             (control.lines, control.lines_bytes),

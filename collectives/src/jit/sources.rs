@@ -37,6 +37,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = &[
     ("ranks.cuh", file!("ranks.cuh")),
     ("reduce.cuh", file!("reduce.cuh")),
     ("rows.cuh", file!("rows.cuh")),
+    ("shares.cuh", file!("shares.cuh")),
     ("stages.cuh", file!("stages.cuh")),
     ("types.cuh", file!("types.cuh")),
     ("vector.cuh", file!("vector.cuh")),
@@ -51,6 +52,7 @@ pub(crate) const KERNELS: &[&Kernel] = &[
     &ONE_SIDED,
     &PULL,
     &PUSH,
+    &REDUCE_COPIED,
     &REDUCE_LOCAL,
     &ROW_EXCHANGE,
     &TWO_SHOT,
@@ -179,6 +181,10 @@ pub(crate) const PUSH: Kernel = collective!(
     // A rank alone copies.
     [("WORLD", &["1"]), ("DTYPE", &["7"]), SUM, ("SHOTS", &["2"]), WIDE],
 );
+
+/// What copy engines carry of an all-reduce, reduced.
+pub(crate) const REDUCE_COPIED: Kernel =
+    collective!("reduce_copied", [WORLD, SOME_DTYPES, SUM, WIDE],);
 
 /// All-reduce by loads from peers.
 pub(crate) const PULL: Kernel =

@@ -1,0 +1,61 @@
+//! What copy engines carry of an all-reduce, reduced: the beginning of this rank's share, `stride`
+//! bytes. Defines: WORLD, DTYPE, OP, THREADS.
+//!
+//! It runs behind this rank's copies into its peers' scratch, beside the kernel that is the call
+//! itself and pushes the rest (`push.cu`). So it tells and waits apart from that one's epoch: ranks
+//! count these meetings, in device memory, and every one shows every peer that its copies have arrived.
+//! A peer that shows it has entered the call too, so its old output may be written afterwards.
+
+#include "shares.cuh"
+
+using namespace symmpool;
+
+// Behind the channels' counts: of each peer's meetings, which it writes itself, and this rank's.
+struct Meetings {
+    u64 of[WORLD];
+    u64 done;
+    u64 blocks;  // of the running kernel that have read `done`
+};
+
+__device__ __forceinline__ Meetings* meetings(const Comm& comm, u32 rank) {
+    return reinterpret_cast<Meetings*>(comm.of(rank) + comm.channels + CHANNELS_BYTES);
+}
+
+// By all threads of a block; false on all of them if a peer does not come.
+__device__ __forceinline__ bool meet(const Session& session) {
+    const Comm& comm = session.comm;
+    Meetings* own = meetings(comm, comm.rank);
+    const u64 number = *static_cast<volatile u64*>(&own->done) + 1;
+    __syncthreads();
+    if (threadIdx.x == blockDim.x - 1 && atomicAdd(&own->blocks, 1ull) == gridDim.x - 1) {
+        own->blocks = 0;
+        own->done = number;
+    }
+    bool bad = false;
+    if (threadIdx.x < WORLD && threadIdx.x != comm.rank) {
+        const u32 peer = threadIdx.x;
+        if (blockIdx.x == 0) {
+            fence();
+            store_release(&meetings(comm, peer)->of[comm.rank], number);
+        }
+        Watch watch;
+        while (!bad && load_acquire(&own->of[peer]) < number) {
+            bad = watch.expired(session, peer, DATA);
+        }
+    }
+    return !__syncthreads_or(bad);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    symmpool_reduce_copied(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
+    // Its epoch is told in errors alone.
+    const Session session(comm);
+    if (session.failed || !meet(session)) {
+        return;
+    }
+    const Parts<true> parts(call);
+    const Source input = parts.of(call.input, comm.rank);
+    const Target output = parts.of(call.output, comm.rank);
+    const Range range(0, call.stride / 16, blockIdx.x, gridDim.x);
+    reduce_share<false>(comm, input, output, output, range.from, range.to);
+}
