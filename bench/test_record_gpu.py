@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent / "record_gpu"
+sys.path.insert(0, str(SCRIPT.parent))
 _loader = SourceFileLoader("record_gpu", str(SCRIPT))
 record_gpu = importlib.util.module_from_spec(importlib.util.spec_from_loader("record_gpu", _loader))
-# Dataclasses look their module up.
-sys.modules["record_gpu"] = record_gpu
 _loader.exec_module(record_gpu)
 
 #: What stands for every program, Python included: writes a report where it is told to, and says so.
@@ -123,6 +122,11 @@ def test_a_failure_does_not_keep_the_others_away(machine, capsys):
     checks = (machine.results / "h200x2_checks.log").read_text()
     assert "$ cuda_collectives killed --ranks 2\n" in checks and ": rc 7 after" in checks
     assert ": rc 0 after" in checks
+
+
+def test_checks_that_were_skipped_are_not_noted(machine, capsys):
+    assert machine("--only", "matrices", actions={"ranks_matrices": "skip"}) == 1
+    assert "FAILED matrices: skipped" in capsys.readouterr().out and not list(machine.results.iterdir())
 
 
 def test_what_hangs_is_ended_with_all_that_it_started(machine, monkeypatch, capsys):
@@ -251,3 +255,9 @@ def test_installs_are_measured_while_there_is_time(measure_install, monkeypatch,
     found = rounds(0)
     found["symmpool"][0]["losses"] = [2.0]
     assert not measure_install.summary(found)[1]
+
+
+def test_what_a_launcher_says_does_not_hide_what_failed():
+    said = ["ValueError: no", "E1122 05:45 torch/distributed/elastic/api.py:98] failed", "=" * 9]
+    assert record_gpu.by_programs(said) == said[:1]
+    assert record_gpu.by_programs(said[1:]) == said[1:] and record_gpu.by_programs([]) == []
