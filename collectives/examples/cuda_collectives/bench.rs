@@ -79,7 +79,7 @@ impl<'a> Bench<'a> {
             for &bytes in &sizes {
                 let comm = Communicator::with_options(pool, &communicator)?;
                 let count = bytes as usize / dtype.size();
-                let length = (bytes as usize).min(checked);
+                let length = (count * dtype.size()).min(checked);
                 // SAFETY: both blocks are this long, and nothing else uses them.
                 let call = |stream: &Stream| unsafe {
                     let (to, from) = (to.address() as *mut u8, from.address() as *const u8);
