@@ -11,7 +11,7 @@ LOOM_FLAGS := --cfg loom
 # 5 GB on disk. Another version is tested with, say, `make test TORCH=torch==2.15.0`.
 TORCH ?= torch==2.11.0
 
-.PHONY: demo test test-rust test-loom test-python torch extension wheel lint bench tables clean
+.PHONY: demo test test-rust test-loom test-python torch extension wheel lint bench bench-gpu tables clean
 
 ## The main job: several rank processes, wrong sums and right ones, timings, a map of the heap.
 demo:
@@ -67,6 +67,10 @@ $(VENV)/ready: Makefile
 ## Measures on this machine and writes bench/results; `make tables` puts them into the README.
 bench:
 	bench/run
+
+## The same on this machine's GPUs: make bench-gpu RANKS=4
+bench-gpu: extension torch
+	$(VENV)/bin/python bench/record_gpu --ranks $(RANKS)
 
 tables:
 	$(PYTHON) bench/tables.py

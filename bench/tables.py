@@ -1,43 +1,15 @@
 """Builds the README's tables from bench/results.
 
 Between `<!-- table: NAME -->` and `<!-- end -->` in README.md, everything is replaced by the table
-that the function of that name below makes of its results. With --check nothing is written, and the
-exit code says whether the README is up to date.
+that the function of that name makes of its results, here or, for GPUs, in tables_gpu.py. With --check
+nothing is written, and the exit code says whether the README is up to date.
 """
 
-import json
 import re
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "bench/results"
-
-
-def load(name):
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def table(head, rows):
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
-
-
-def size(count):
-    """Bytes as a power-of-two unit: 65536 is 64 KiB."""
-    for unit in ["B", "KiB", "MiB", "GiB"]:
-        if count < 1024 or unit == "GiB":
-            return f"{count:g} {unit}"
-        count /= 1024
-
-
-def figure(value):
-    """Three significant digits, and no more than are there."""
-    if value is None:
-        return "-"
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
+import tables_gpu
+from cells import RESULTS, ROOT, figure, load, size, table
 
 
 def host_table(operation):
@@ -129,84 +101,8 @@ def commit():
     return table(["commit of", "time", "allocating it", "store round trips a rank"], rows)
 
 
-def all_reduce_on(name):
-    """Ours and the peers of `python -m symmpool bench allreduce`, a row for each size."""
-    report = load(name)
-    peers = [name for name in report["contenders"] if name != "ours"]
-    rows = []
-    for entry in report["results"]:
-        figures = entry["figures"]
-        ours = figures["ours"]
-        times = {name: figures[name]["us"] for name in peers if name in figures}
-        rows.append(
-            [
-                size(entry["bytes"]),
-                f"{ours['us']:,.2f}",
-                f"{ours['busbw_gb_s']:.3g}",
-                *[f"{times[name]:,.2f}" if name in times else "-" for name in peers],
-                f"{min(times.values()) / ours['us']:.2f}",
-            ]
-        )
-    return table(["bytes", "symmpool us", "busbw GB/s", *peers, "best peer / ours"], rows)
-
-
-def all_to_all_on(name):
-    """Ours and the peers of `python -m symmpool bench alltoallv`, a row for each matrix and size; nothing
-    where that was not measured."""
-    if not (RESULTS / f"{name}.json").exists():
-        return ""
-    report = load(name)
-    names = report["contenders"]
-    peers = [name for name in names if not name.startswith("ours")]
-    rows = []
-    for entry in report["results"]:
-        times = {name: figures["us"] for name, figures in entry["figures"].items()}
-        rival = min((times[name] for name in peers if name in times), default=None)
-        ours = times["ours"]
-        rows.append(
-            [
-                entry["matrix"],
-                size(entry["bytes"]),
-                *[f"{times[name]:,.2f}" if name in times else "-" for name in names],
-                f"{entry['bound_us'] / ours:.2f}",
-                f"{rival / ours:.2f}" if rival else "-",
-            ]
-        )
-    shown = [name.replace("ours", "symmpool") + " us" for name in names]
-    return table(["matrix", "bytes", *shown, "bound / ours", "best peer / ours"], rows)
-
-
-def all_reduce_gpu():
-    return all_reduce_on("gpu/h200x4_allreduce")
-
-
-def all_reduce_gpu2():
-    return all_reduce_on("gpu/h200x2_allreduce")
-
-
-def all_to_all_gpu():
-    return all_to_all_on("gpu/h200x4_alltoallv")
-
-
-def all_to_all_gpu2():
-    return all_to_all_on("gpu/h200x2_alltoallv")
-
-
-MAKERS = {
-    f.__name__: f
-    for f in (
-        all_reduce,
-        all_to_all,
-        all_to_all_v,
-        packing,
-        lane,
-        commit,
-        all_reduce_gpu,
-        all_reduce_gpu2,
-        all_to_all_gpu,
-        all_to_all_gpu2,
-    )
-}
+MAKERS = {f.__name__: f for f in (all_reduce, all_to_all, all_to_all_v, packing, lane, commit)}
+MAKERS |= tables_gpu.MAKERS
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

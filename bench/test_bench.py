@@ -8,8 +8,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import cells  # noqa: E402
 import collect  # noqa: E402
 import tables  # noqa: E402
+import tables_gpu  # noqa: E402
 
 
 def test_the_readme_shows_what_was_measured():
@@ -58,3 +60,94 @@ def test_medians_are_read_from_criterion(tmp_path):
     (folder / "benchmark.json").write_text('{"full_id": "steady/symmpool"}')
     (folder / "estimates.json").write_text('{"median": {"point_estimate": 61.234}}')
     assert collect.lane(tmp_path) == {"steady/symmpool": 61.23}
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch):
+    """Writes a report as `bench/record_gpu` does, where the tables look for them."""
+    (tmp_path / "gpu").mkdir()
+    monkeypatch.setattr(cells, "RESULTS", tmp_path)
+
+    def write(name, world, **report):
+        facts = {"torch": "2.11", "nccl": "2.28", "driver": "580", "measured_at": "2026-11-22T01:00:00"}
+        text = json.dumps({**facts, "world": world, **report})
+        (tmp_path / f"gpu/h200x{world}_{name}.json").write_text(text)
+
+    return write
+
+
+def figures(**times):
+    return {name.replace("_", " "): {"us": us, "busbw_gb_s": 300.0} for name, us in times.items()}
+
+
+def test_tables_of_gpus_are_of_four_where_that_is_recorded(recorded):
+    head = "| bytes | symmpool us | busbw GB/s | NCCL | best peer / ours |"
+    assert "Not measured yet: `bench/record_gpu --ranks 4" in tables_gpu.all_reduce(tables_gpu.WORLDS)
+    for world, ours in ((2, 8.0), (4, 10.0)):
+        results = [
+            {"bytes": 1 << 20, "figures": figures(ours=ours, NCCL=20.0)},
+            {"bytes": 5, "figures": figures(NCCL=3.0)},
+            {"bytes": 4096, "figures": figures(ours=2.0)},
+        ]
+        recorded("allreduce", world, contenders=["ours", "NCCL"], results=results)
+        text = tables_gpu.all_reduce(tables_gpu.WORLDS)
+        assert text.startswith(f"{world} x H200, torch 2.11, NCCL 2.28, driver 580, 2026-11-22:")
+        assert (head in text) == (world == 2)
+    assert "| 1 MiB | 10.00 | 9.3 | 300 | 20.00 | 2.00 |" in text
+    # Nothing is made up where someone has no figure, or nobody else has.
+    assert "| 5 B | - | - | - | 3.00 | - |" in text and "| 4 KiB | 2.00 | 2.5 | 300 | - | - |" in text
+    assert "| 1 MiB | 8.00 | 300 |" in tables_gpu.all_reduce((2,))
+
+
+def test_all_to_alls_have_bars_where_they_are_even(recorded):
+    entries = [
+        {"matrix": kind, "bytes": 1 << 20, "bound_us": 4.0, "figures": figures(ours=8.0, NCCL=16.0)}
+        for kind in ("even", "zipf")
+    ]
+    recorded("alltoallv", 4, contenders=["ours", "NCCL"], results=entries)
+    text = tables_gpu.all_to_all(tables_gpu.WORLDS)
+    assert "| even | 1 MiB | 8.00 | 16.00 | 7 | 0.50 | 2.00 |" in text
+    assert "| zipf | 1 MiB | 8.00 | 16.00 | - | 0.50 | 2.00 |" in text
+
+
+def test_small_tables_are_there_where_they_are_recorded(recorded):
+    assert tables_gpu.more() == ""
+    mib = [{"bytes": 1 << 20, "figures": figures(ours=8.16, ours_device=9.0, NCCL=20.0)}]
+    recorded("allreduce", 2, contenders=["ours", "NCCL"], results=mib)
+    recorded("allreduce_rust", 2, us=[{"bytes": 1 << 20, "by": {"auto": 8.0}}], eager_host_us=2.5)
+    recorded("allreduce_scratch", 4, contenders=["ours"], options={"scratch": 768 << 20}, results=mib)
+    recorded("device_splits", 2, results=mib)
+    scopes = {"with pool": 3.5, "torch.cuda.use_mem_pool": 3.0}
+    recorded("host", 2, bytes=4096, host_us={"symmpool.all_reduce": 4.0}, scope_us=scopes)
+    milliseconds = {"ours: commit of 64 MiB": [3.0, 1.0, 2.0], "other": [7.0]}
+    recorded("windows", 2, milliseconds=milliseconds, missing={"nccl_windows": "why"})
+    scenario = {"name": "one segment of 64 MiB", "commit_ms": 1.5, "bar_ms": 2.0, "alloc_ms": 0.1}
+    recorded("commit", 2, results={"scenarios": [scenario], "empty_commit_ms": 0.05})
+    step = {"with": "NCCL", "mode": "eager", "tokens_a_second": 1234.5, "last_loss": 1.0, "apart": 0.0}
+    recorded("tensor_parallel", 2, results=[step])
+    row = {"reserved_over_live": 1.05, "steps_a_second": 20.0, "rate_over_torch": 0.995}
+    recorded("install", 1, same_losses=True, results={"symmpool": row})
+    programs = {"with": "symmpool", "sizes": "any", "programs": 1000, "wrong_programs": 0, "wrong_sums": 0}
+    recorded("wrong_sums", 2, random_programs=[programs])
+    text = tables_gpu.more()
+    for line in (
+        "| 1 MiB | 8.16 | 8.00 | 1.02 |",
+        "The largest all-reduces with 768 MiB of scratch; 4 x H200",
+        "| 1 MiB | 8.16 | 9.00 | 0.84 | 1.5 |",
+        "| `symmpool.all_reduce` | 4.00 | 5 |",
+        "| all-reduce from Rust | 2.50 | 3 |",
+        "| `with pool`, entered and left | 3.50 | 4.00 |",
+        "| ours: commit of 64 MiB | 2.00 | 1.00 | 2 |",
+        "| nccl_windows: not measured | - | - | - |",
+        "| one segment of 64 MiB | 1.50 | 2 | 0.10 |",
+        "| NCCL | eager | 1,234 | 1.000000 | 0 |",
+        "| `symmpool.install()` | 1.050 | 20.00 | 0.995 |",
+        "the same losses (bars: at most 1.10, at least 0.99); 1 x H200",
+        "| symmpool | any | 1,000 | 0 | 0 |",
+    ):
+        assert line in text, line
+
+
+def test_the_readme_asks_for_every_table():
+    asked = {found[2] for found in tables.MARKED.finditer((tables.ROOT / "README.md").read_text())}
+    assert asked <= set(tables.MAKERS) and set(tables_gpu.MAKERS) <= asked

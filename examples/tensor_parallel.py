@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import symmpool
+from symmpool.bench import session
 
 #: Other threads, NCCL's watchdog among them, may look at events during a capture.
 OTHERS_MAY = "thread_local"
@@ -282,9 +283,14 @@ def main():
         if options.json:
             names = ("with", "mode", "tokens_a_second", "first_loss", "last_loss", "apart")
             table = [dict(zip(names, row, strict=True)) for row in rows]
-            report = {"world": world, "options": vars(options), "agree": right, "results": table}
+            arguments = map(session.without_folders, sys.argv[1:])
+            command = ["python", "examples/tensor_parallel.py", *arguments]
+            on_cuda = device.type == "cuda"
+            given = {key: value for key, value in vars(options).items() if key != "json"}
+            report = session.facts(torch, "tensor_parallel", command, world, on_cuda)
+            report |= {"options": given, "agree": right, "allowed": allowed, "results": table}
             with open(options.json, "w") as file:
-                json.dump(report, file, indent=1)
+                file.write(json.dumps(report, indent=1) + "\n")
     dist.barrier()
     dist.destroy_process_group()
     if not right:

@@ -1,6 +1,6 @@
 """Wrong sums without an error, and right ones: NCCL's symmetric windows under torch's allocator.
 
-    torchrun --nproc-per-node 4 examples/wrong_sums.py [--programs 0] [--rounds 4]
+    torchrun --nproc-per-node 4 examples/wrong_sums.py [--rounds 4] [--programs 1000] [--json FILE]
 
 A program after pytorch#178138. Tensors are made in a torch.cuda.MemPool whose segments are registered
 with NCCL as symmetric windows, filled, and summed by `torch.distributed.all_reduce`. It runs twice:
@@ -10,18 +10,24 @@ with NCCL as symmetric windows, filled, and summed by `torch.distributed.all_red
   other holes in their address spaces, that is another window on each of them;
 - over a pool of symmpool, whose segments lie at equal offsets of one range.
 
-`--programs N` runs N random programs of allocations, sizes, streams and frees as well.
+`--programs N` runs N random programs of allocations, sizes, streams and frees as well, all in the same
+processes: what takes long, starting them and registering windows, is done once, as torch keeps the
+segments. `--seconds S` ends them after that time, and what is printed says how many it were.
 """
 
 import argparse
 import ctypes
+import json
 import os
 import random
+import sys
+import time
 
 import torch
 import torch.distributed as dist
 
 import symmpool
+from symmpool.bench import session
 from symmpool.nccl import communicator
 
 MIB = 1 << 20
@@ -41,6 +47,7 @@ class Naive:
         )
         # torch keeps their addresses only.
         self.functions = alloc(self.alloc), free(lambda *_: None)
+        self.windows = 0
         addresses = [ctypes.cast(f, ctypes.c_void_p).value for f in self.functions]
         self.allocator = torch._C._cuda_customAllocator(*addresses)
         self.pool = torch.cuda.MemPool(self.allocator)
@@ -53,7 +60,11 @@ class Naive:
         window_of = ctypes.byref(window)
         if self.nccl.ncclCommWindowRegister(self.comm, pointer, size, window_of, 1):
             return None
+        self.windows += 1
         return pointer.value
+
+    def count_windows(self):
+        return self.windows
 
     def scope(self):
         return torch.cuda.use_mem_pool(self.pool)
@@ -69,6 +80,9 @@ class Ours:
             symmpool.Group.from_env(timeout=120), str(device), window_policy="per-segment"
         )
         self.pool.register_nccl()
+
+    def count_windows(self):
+        return self.pool.stats()["windows"]
 
     def scope(self):
         return self.pool
@@ -91,13 +105,14 @@ def wrong(tensors, rank, world, salt):
         tensor.fill_((rank + 1) * (number + 1 + salt))
     torch.cuda.synchronize()
     dist.barrier()
-    found = 0
     for tensor in tensors:
         dist.all_reduce(tensor)
+    # Counted on the device: the host waits once, not for every tensor.
+    found = torch.zeros((), dtype=torch.int64, device="cuda")
     for number, tensor in enumerate(tensors):
         expected = world * (world + 1) // 2 * (number + 1 + salt)
-        found += not bool((tensor == expected).all())
-    return found
+        found += (tensor != expected).any()
+    return int(found)
 
 
 def rounds(allocator, rank, world, count):
@@ -144,17 +159,49 @@ def program(allocator, rank, world, seed, any_size, side):
     return found
 
 
-def total(value):
-    """The sum over the ranks, in memory that is nobody's window."""
-    told = torch.tensor([value], dtype=torch.int64, device="cuda")
+def totals(*values):
+    """The sums over the ranks, in memory that is nobody's window."""
+    told = torch.tensor(values, dtype=torch.int64, device="cuda")
     dist.all_reduce(told)
-    return int(told)
+    return told.tolist()
+
+
+def programs(allocator, rank, world, count, seconds, any_size):
+    """Random programs, `count` or as many as rank 0 begins within `seconds`; what came of them."""
+    side = torch.cuda.Stream()
+    began = last = time.perf_counter()
+    ran = wrong_programs = wrong_sums = 0
+    for seed in range(count):
+        found = program(allocator, rank, world, seed, any_size, side)
+        now = time.perf_counter()
+        # All go on or none: whoever is alone in a sum waits for ever.
+        late = rank == 0 and seconds is not None and now - began > seconds
+        found, late = totals(found, late)
+        ran, wrong_sums, wrong_programs = ran + 1, wrong_sums + found, wrong_programs + (found > 0)
+        if rank == 0 and now - last > 10:
+            last = now
+            print(f"  {ran} of {count} programs after {now - began:.0f} s", file=sys.stderr, flush=True)
+        if late:
+            break
+    return {
+        "with": allocator.name,
+        "sizes": "any" if any_size else "11 to 12 MiB",
+        "programs": ran,
+        "wrong_programs": wrong_programs,
+        "wrong_sums": wrong_sums,
+        "windows_of_rank_0": allocator.count_windows(),
+        "seconds": round(time.perf_counter() - began, 2),
+    }
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--programs", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--programs", type=int, default=0, help="random programs (default none)")
+    parser.add_argument("--seconds", type=float, help="for all random programs together, about")
+    parser.add_argument("--rounds", type=int, default=4, help="of the plain program (default 4)")
+    parser.add_argument("--json", metavar="FILE", help="write what was found")
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -172,24 +219,38 @@ def main():
     results = {}
     for allocator in (naive, ours):
         results[allocator] = [
-            total(found) for found in rounds(allocator, rank, world, options.rounds)
+            totals(found)[0] for found in rounds(allocator, rank, world, options.rounds)
         ]
         if rank == 0:
             print(f"  {allocator.name:40}", *(f"{n:4}" for n in results[allocator]))
-    right = not any(results[ours])
+    right, random_programs = not any(results[ours]), []
     if options.programs:
-        side = torch.cuda.Stream()
-        for allocator, any_size in ((naive, False), (ours, False), (ours, True)):
-            each = (
-                total(program(allocator, rank, world, seed, any_size, side))
-                for seed in range(options.programs)
-            )
-            found = sum(each)
+        end = None if options.seconds is None else time.perf_counter() + options.seconds
+        for left, (allocator, any_size) in zip(
+            (3, 2, 1), ((naive, False), (ours, False), (ours, True)), strict=True
+        ):
+            seconds = None if end is None else (end - time.perf_counter()) / left
+            found = programs(allocator, rank, world, options.programs, seconds, any_size)
+            random_programs.append(found)
             if rank == 0:
-                sizes = "of any size" if any_size else "of 11 to 12 MiB"
-                what = f"{options.programs} random programs with tensors {sizes}"
-                print(f"{what}, {allocator.name}: {found} wrong sums")
-            right = right and (allocator is naive or found == 0)
+                print(
+                    "{programs} random programs with tensors of {sizes}, {with}: {wrong_sums} wrong sums in "
+                    "{wrong_programs} programs, {windows_of_rank_0} windows, {seconds:.1f} s".format(
+                        **found | {"sizes": f"{found['sizes']} size" if any_size else found["sizes"]}
+                    ),
+                    flush=True,
+                )
+            right = right and (allocator is naive or found["wrong_sums"] == 0)
+    if rank == 0 and options.json:
+        arguments = map(session.without_folders, sys.argv[1:])
+        command = ["python", "examples/wrong_sums.py", *arguments]
+        report = session.facts(torch, "wrong_sums", command, world) | {
+            "sums_a_round": 10 * world,
+            "wrong_sums_by_round": {each.name: counts for each, counts in results.items()},
+            "random_programs": random_programs,
+        }
+        with open(options.json, "w") as file:
+            file.write(json.dumps(report, indent=1) + "\n")
     # Its segments go through functions of Python, which must be there.
     naive.pool = None
     ours.pool.unregister_nccl()

@@ -174,6 +174,8 @@ def test_a_peer_that_cannot_be_set_up_is_missing_and_no_more(monkeypatch):
     assert missing == {"bad": "on 1 of 2 ranks; rank 0: OSError: no library"}
     found, missing, _ = peers.set_up(FakeRanks([None] * 9), "f32", "sum", 10, ["auto"], ["good"])
     assert list(found) == ["ours", "good"] and not missing
+    found, missing, _ = peers.set_up(FakeRanks([None] * 9), "f32", "sum", 10, ["auto"], [])
+    assert list(found) == ["ours"] and not missing
 
 
 def test_secrets_are_not_reported(monkeypatch):
@@ -182,6 +184,22 @@ def test_secrets_are_not_reported(monkeypatch):
     found = peers.environment()
     assert found["NCCL_NVLS_ENABLE"] == "0"
     assert "a secret" not in found.values()
+
+
+def test_reports_name_no_folders_of_the_machine(monkeypatch):
+    monkeypatch.setenv("SYMMPOOL_CACHE_DIR", "/home/somebody/cache/")
+    assert peers.environment()["SYMMPOOL_CACHE_DIR"] == "cache"
+    given = ["--json", "/tmp/a/b.json", "--matrix=/tmp/m.json", "--sizes", "4K,1M", "x/"]
+    shown = ["--json", "b.json", "--matrix=m.json", "--sizes", "4K,1M", "x"]
+    assert [session.without_folders(each) for each in given] == shown
+
+
+def test_peers_may_be_none():
+    parse = cli.parser().parse_args
+    for command in (["allreduce"], ["alltoallv"]):
+        assert session.asked_peers(parse([*command, "--peers", "none"])) == []
+        assert session.asked_peers(parse([*command, "--peers", "a, b"])) == ["a", "b"]
+        assert session.asked_peers(parse(command)) is None
 
 
 def options(*arguments):

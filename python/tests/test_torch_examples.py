@@ -1,11 +1,13 @@
 """Examples that need a GPU to run compile without one; those that do not are run."""
 
 import importlib.util
+import itertools
 import json
 import os
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch  # noqa: F401  # whose import the ranks share
@@ -51,7 +53,50 @@ def test_a_transformer_in_parts_learns_the_same_with_gloo_and_with_ours(tmp_path
     values(2, tensor_parallel, port, str(tmp_path / "report"))
     report = json.loads((tmp_path / "report").read_text())
     assert report["agree"]
+    assert report["world"] == 2 and str(tmp_path) not in json.dumps(report)
     theirs, ours = report["results"]
     assert (theirs["with"], ours["with"]) == ("gloo", "symmpool")
     assert ours["last_loss"] == theirs["last_loss"] < theirs["first_loss"] and ours["apart"] == 0
     assert ours["tokens_a_second"] > 0
+
+
+def test_random_programs_of_wrong_sums_end_in_time_and_are_counted(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import wrong_sums as example
+
+    clock = itertools.count()
+    monkeypatch.setattr(example.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(example, "totals", lambda *values: list(values))
+    # Every third program has two sums wrong.
+    monkeypatch.setattr(example, "program", lambda *of: 2 * (of[3] % 3 == 0))
+    allocator = SimpleNamespace(name="some", count_windows=lambda: 7)
+    found = example.programs(allocator, 0, 2, 100, None, True)
+    assert (found["programs"], found["wrong_programs"], found["wrong_sums"]) == (100, 34, 68)
+    assert found["with"] == "some" and found["windows_of_rank_0"] == 7 and found["sizes"] == "any"
+    # A second a program, and one more than there is time for.
+    assert example.programs(allocator, 0, 2, 100, 9, False)["programs"] == 10
+    assert example.programs(allocator, 0, 2, 3, 0, False)["programs"] == 1
+    # Rank 1 is told by rank 0.
+    assert example.programs(allocator, 1, 2, 100, 9, False)["programs"] == 100
+
+
+def test_sums_that_are_wrong_are_counted(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import wrong_sums as example
+
+    tensors = [torch.empty(1000) for _ in range(5)]
+    number = itertools.count()
+
+    def all_reduce(tensor):
+        tensor.fill_(3 * (next(number) % 5 + 1 + 7))
+        # Of the second and the fourth, one element is another's.
+        if tensor is tensors[1] or tensor is tensors[3]:
+            tensor[999] += 1
+
+    zeros = torch.zeros
+    monkeypatch.setattr(example.torch, "zeros", lambda *of, device, **more: zeros(*of, **more))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(example.dist, "barrier", lambda: None)
+    monkeypatch.setattr(example.dist, "all_reduce", all_reduce)
+    assert example.wrong(tensors, 0, 2, 7) == 2

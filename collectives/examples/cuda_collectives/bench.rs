@@ -16,8 +16,12 @@ use crate::oracle::{differs, input, reduce};
 /// What options call all-to-alls that choose for themselves; `all_to_all_packet` and others do not.
 const ALL_TO_ALL: &str = "all_to_all";
 
-const REPLAYS: usize = 12;
-const WARM_UP: usize = 3;
+/// Replays of a graph, one behind the other. The first is where ranks meet, and is not counted.
+const REPLAYS: usize = 10;
+/// About as many bytes a graph moves, as in `python -m symmpool bench`, so that both tell the same.
+const GRAPH_BYTES: u64 = 256 << 20;
+/// Times of a size, of which the median counts.
+const ROUNDS: usize = 3;
 
 /// Microseconds of each algorithm, by bytes.
 pub(crate) type Times = BTreeMap<u64, Vec<(String, f64)>>;
@@ -35,12 +39,12 @@ pub(crate) struct Bench<'a> {
 
 impl<'a> Bench<'a> {
     pub(crate) fn new(pool: &'a Pool) -> Result<Self> {
-        let (stream, clock) = (stream(pool)?, Clock::new(pool)?);
+        let (stream, clock) = (stream(pool)?, Clock::new(pool, REPLAYS)?);
         Ok(Self { pool, stream, clock, number: 0, right: true })
     }
 
-    /// Times algorithms on sizes from `options.min` to `options.max`, between blocks that are as
-    /// long; the slowest rank's times. What an algorithm cannot do is left out.
+    /// Times algorithms on the sizes of the options, between blocks of the largest, or one alone in
+    /// place; the slowest rank's times. What an algorithm cannot do is left out.
     pub(crate) fn measure(
         &mut self,
         options: &Options,
@@ -49,17 +53,21 @@ impl<'a> Bench<'a> {
         algorithms: &[AllReduceAlgorithm],
     ) -> Result<Times> {
         let pool = self.pool;
-        let most = options.max as usize;
+        let (most, sizes) = (options.largest(), options.sizes());
+        let in_place = from.address() == to.address();
         // Checked up to here; the rest repeats.
         let checked = most.min(4 << 20);
         let count = checked / dtype.size();
         let all: Vec<Vec<u8>> =
             (0..pool.world()).map(|rank| input(options.seed, rank, dtype, count)).collect();
         let all: Vec<&[u8]> = all.iter().map(Vec::as_slice).collect();
-        for at in (0..most).step_by(checked) {
-            let bytes = checked.min(most - at);
-            upload(pool, from.address() + at as u64, &all[pool.rank() as usize][..bytes])?;
-        }
+        let fill = |length: usize| {
+            (0..length).step_by(checked).try_for_each(|at| {
+                let bytes = checked.min(length - at);
+                upload(pool, from.address() + at as u64, &all[pool.rank() as usize][..bytes])
+            })
+        };
+        fill(most)?;
         let wanted = reduce(&all, dtype, ReduceOp::Sum);
         let mut times = Times::new();
         for &algorithm in algorithms {
@@ -68,10 +76,10 @@ impl<'a> Bench<'a> {
             if let Some(bytes) = options.copy_scratch.filter(|_| copied) {
                 communicator.device_scratch_bytes = bytes;
             }
-            let mut bytes = options.min;
-            while bytes <= options.max {
+            for &bytes in &sizes {
                 let comm = Communicator::with_options(pool, &communicator)?;
                 let count = bytes as usize / dtype.size();
+                let length = (count * dtype.size()).min(checked);
                 // SAFETY: both blocks are this long, and nothing else uses them.
                 let call = |stream: &Stream| unsafe {
                     let (to, from) = (to.address() as *mut u8, from.address() as *const u8);
@@ -79,15 +87,23 @@ impl<'a> Bench<'a> {
                 };
                 if let Some(slowest) = self.time(&comm, bytes, call)? {
                     times.entry(bytes).or_default().push((algorithm.name().to_owned(), slowest));
-                    let length = (bytes as usize).min(checked);
+                    if in_place {
+                        // What was timed is the sum of many sums by now.
+                        fill(bytes as usize)?;
+                        self.meet()?;
+                        call(&self.stream)?;
+                        comm.synchronize(&self.stream)?;
+                    }
                     let got = download(pool, to.address(), length)?;
                     if differs(&got, &wanted[..length], dtype).is_some() {
                         self.right = false;
                         let name = algorithm.name();
                         println!("rank {}: {name} of {bytes} bytes is wrong", pool.rank());
                     }
+                    if in_place {
+                        fill(bytes as usize)?;
+                    }
                 }
-                bytes *= 2;
             }
         }
         Ok(times)
@@ -111,8 +127,7 @@ impl<'a> Bench<'a> {
             }
             let communicator = CommunicatorOptions { all_to_all: algorithm, ..Default::default() };
             let comm = Communicator::with_options(self.pool, &communicator)?;
-            let mut bytes = options.min;
-            while bytes <= options.max {
+            for &bytes in &options.sizes() {
                 let count = (bytes / u64::from(world)) as usize;
                 // SAFETY: both blocks are this long, and nothing else uses them.
                 let call = |stream: &Stream| unsafe {
@@ -122,7 +137,6 @@ impl<'a> Bench<'a> {
                 if let Some(slowest) = self.time(&comm, bytes, call)? {
                     times.entry(bytes).or_default().push((name.clone(), slowest));
                 }
-                bytes *= 2;
             }
         }
         Ok(())
@@ -136,51 +150,66 @@ impl<'a> Bench<'a> {
         call: impl Fn(&Stream) -> Result<()>,
     ) -> Result<Option<f64>> {
         let (pool, stream) = (self.pool, self.stream);
-        let calls = match bytes {
-            0..=1_048_576 => 40,
-            1_048_577..=16_777_216 => 16,
-            _ => 6,
-        };
+        let calls = (GRAPH_BYTES / bytes.max(1)).clamp(5, 100);
         let captured = Graph::capture(pool, stream, || (0..calls).try_for_each(|_| call(&stream)));
         let graph = match captured {
             Ok(graph) => graph,
             Err(error) if error.is_unsupported() => return Ok(None),
             Err(error) => return Err(error),
         };
-        let mut times = Vec::new();
-        for _ in 0..REPLAYS {
+        let mut rounds = Vec::new();
+        for _ in 0..ROUNDS {
+            self.meet()?;
+            let work = || graph.launch(pool, stream);
+            let laps = self.clock.laps(pool, stream, REPLAYS, work)?;
+            comm.synchronize(&stream)?;
+            let mine = median(laps[1..].to_vec()) / calls as f64;
             self.number += 1;
-            // Ranks begin together, on the device too.
+            let name = format!("time{}", self.number);
             let deadline = Deadline::seconds(60);
-            pool.group().all_gather(&format!("bench{}", self.number), &[], deadline)?;
-            comm.barrier(&stream)?;
-            let took = self.clock.time(pool, stream, || graph.launch(pool, stream))?;
-            times.push(took / f64::from(calls));
+            let of_all = pool.group().all_gather(&name, &mine.to_le_bytes(), deadline)?;
+            let each =
+                of_all.parts().map(|part| f64::from_le_bytes(part.try_into().expect("a number")));
+            rounds.push(each.fold(0.0, f64::max));
         }
-        comm.synchronize(&stream)?;
-        let mut times = times.split_off(WARM_UP);
-        times.sort_by(f64::total_cmp);
-        let mine = times[times.len() / 2].to_le_bytes();
-        let name = format!("time{}", self.number);
-        let of_all = pool.group().all_gather(&name, &mine, Deadline::seconds(60))?;
         graph.destroy(pool)?;
-        let each =
-            of_all.parts().map(|part| f64::from_le_bytes(part.try_into().expect("a number")));
-        Ok(Some(each.fold(0.0, f64::max)))
+        Ok(Some(median(rounds)))
+    }
+
+    /// Waits until every rank is here.
+    fn meet(&mut self) -> Result<()> {
+        self.number += 1;
+        let name = format!("bench{}", self.number);
+        self.pool.group().all_gather(&name, &[], Deadline::seconds(60)).map(drop)
     }
 }
 
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+/// The command as it may be published: of paths the last part.
+fn command() -> String {
+    let names = std::env::args().map(|argument| {
+        let name = std::path::Path::new(&argument).file_name();
+        name.map_or(argument.clone(), |name| name.to_string_lossy().into_owned())
+    });
+    names.collect::<Vec<_>>().join(" ")
+}
+
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
-    let most = options.max as usize;
+    let most = options.largest();
     let (from, to) = (pool.alloc::<u8>(most)?, pool.alloc::<u8>(most)?);
     pool.commit()?;
+    let into = if options.in_place { &from } else { &to };
     let named = |algorithm: &AllReduceAlgorithm| {
         options.algorithms.is_empty()
             || options.algorithms.iter().any(|name| name == algorithm.name())
     };
     let algorithms: Vec<_> = AllReduceAlgorithm::ALL.into_iter().filter(named).collect();
     let mut bench = Bench::new(pool)?;
-    let mut rows = bench.measure(options, (&from, &to), DType::Bf16, &algorithms)?;
+    let mut rows = bench.measure(options, (&from, into), DType::Bf16, &algorithms)?;
     bench.all_to_alls(options, (&from, &to), &mut rows)?;
     // As in programs that use the device: its context is current.
     let stream = stream(pool)?;
@@ -192,9 +221,11 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         if let Some(path) = &options.json {
             let facts = driver(pool).facts();
             let results = json!({
-                "device": facts.name, "driver": facts.driver_version, "ranks": pool.world(),
-                "dtype": "bf16", "op": "sum", "eager_host_us": host_us,
-                "command": std::env::args().skip(1).collect::<Vec<_>>().join(" "),
+                "benchmark": "cuda_collectives", "symmpool": env!("CARGO_PKG_VERSION"),
+                "command": command(), "world": pool.world(),
+                "devices": vec![&facts.name; pool.world() as usize],
+                "driver_api": facts.driver_version, "dtype": "bf16", "op": "sum",
+                "in_place": options.in_place, "eager_host_us": host_us,
                 "us": rows.iter().map(|(bytes, row)| {
                     json!({ "bytes": bytes, "by": row.iter().cloned().collect::<BTreeMap<_, _>>() })
                 }).collect::<Vec<_>>(),
@@ -230,8 +261,7 @@ fn eager(pool: &Pool, stream: Stream, (to, from): (u64, u64)) -> Result<f64> {
         times.push(began.elapsed().as_secs_f64() * 1e6 / f64::from(BURST));
         comm.synchronize(&stream)?;
     }
-    times.sort_by(f64::total_cmp);
-    Ok(times[times.len() / 2])
+    Ok(median(times))
 }
 
 /// Every size, the fastest first.

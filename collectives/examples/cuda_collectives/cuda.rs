@@ -77,20 +77,19 @@ impl Graph {
     }
 }
 
-/// A pair of events around what is put on a stream.
-pub(crate) struct Clock {
-    start: Handle,
-    end: Handle,
-}
+/// Events around what is put on a stream.
+pub(crate) struct Clock(Vec<Handle>);
 
 impl Clock {
-    pub(crate) fn new(pool: &Pool) -> Result<Self> {
-        let (mut start, mut end): (Handle, Handle) = (0, 0);
+    /// For up to so many laps.
+    pub(crate) fn new(pool: &Pool, laps: usize) -> Result<Self> {
+        let mut events = vec![0; laps + 1];
         driver(pool).with_context(|| {
-            call!("cuEventCreate"(&raw mut start => *mut Handle, 0 => c_uint))?;
-            call!("cuEventCreate"(&raw mut end => *mut Handle, 0 => c_uint))
+            events
+                .iter_mut()
+                .try_for_each(|event| call!("cuEventCreate"(event => *mut Handle, 0 => c_uint)))
         })?;
-        Ok(Self { start, end })
+        Ok(Self(events))
     }
 
     /// Microseconds that `work` takes on the stream.
@@ -98,22 +97,38 @@ impl Clock {
         &self,
         pool: &Pool,
         stream: Stream,
-        work: impl FnOnce() -> Result<()>,
+        work: impl FnMut() -> Result<()>,
     ) -> Result<f64> {
-        let raw = stream.raw() as Handle;
-        driver(pool)
-            .with_context(|| call!("cuEventRecord"(self.start => Handle, raw => Handle)))?;
-        work()?;
+        Ok(self.laps(pool, stream, 1, work)?[0])
+    }
+
+    /// Microseconds of each of so many rounds of `work`, one behind the other without a pause.
+    pub(crate) fn laps(
+        &self,
+        pool: &Pool,
+        stream: Stream,
+        count: usize,
+        mut work: impl FnMut() -> Result<()>,
+    ) -> Result<Vec<f64>> {
+        let (raw, events) = (stream.raw() as Handle, &self.0[..=count]);
+        let record = |event: Handle| {
+            driver(pool).with_context(|| call!("cuEventRecord"(event => Handle, raw => Handle)))
+        };
+        record(events[0])?;
+        for &event in &events[1..] {
+            work()?;
+            record(event)?;
+        }
         driver(pool).with_context(|| {
-            call!("cuEventRecord"(self.end => Handle, raw => Handle))?;
-            call!("cuEventSynchronize"(self.end => Handle))
-        })?;
-        let mut milliseconds = 0_f32;
-        driver(pool).with_context(|| {
-            call!("cuEventElapsedTime"(
-                &raw mut milliseconds => *mut f32, self.start => Handle, self.end => Handle))
-        })?;
-        Ok(f64::from(milliseconds) * 1000.0)
+            call!("cuEventSynchronize"(events[count] => Handle))?;
+            let spans = events.windows(2).map(|pair| {
+                let (mut milliseconds, start, end) = (0_f32, pair[0], pair[1]);
+                call!("cuEventElapsedTime"(
+                    &raw mut milliseconds => *mut f32, start => Handle, end => Handle))?;
+                Ok(f64::from(milliseconds) * 1000.0)
+            });
+            spans.collect()
+        })
     }
 }
 

@@ -78,7 +78,12 @@ struct Options {
     /// `killed` all_reduce, two_shot_copy, all_to_all and all_to_all_splits.
     #[arg(long, value_delimiter = ',')]
     algorithms: Vec<String>,
-    /// Sizes to time, in bytes, from and to; doubling.
+    /// Sizes to time, in bytes (bench, tune); without them from --min to --max, doubling.
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..))]
+    sizes: Vec<u64>,
+    /// Reduces in place (bench).
+    #[arg(long)]
+    in_place: bool,
     #[arg(long, default_value_t = 1 << 10)]
     min: u64,
     #[arg(long, default_value_t = 256 << 20)]
@@ -108,6 +113,20 @@ struct Options {
 }
 
 impl Options {
+    /// The sizes to time, in bytes.
+    fn sizes(&self) -> Vec<u64> {
+        if !self.sizes.is_empty() {
+            return self.sizes.clone();
+        }
+        let doubling = std::iter::successors(Some(self.min), |bytes| bytes.checked_mul(2));
+        doubling.take_while(|bytes| *bytes <= self.max).collect()
+    }
+
+    /// The largest of them.
+    fn largest(&self) -> usize {
+        self.sizes().into_iter().max().unwrap_or(self.max) as usize
+    }
+
     /// How often something is done: as a rule, or with --quick.
     fn few(&self, usual: u64, few: u64) -> u64 {
         if self.quick { few } else { usual }

@@ -409,7 +409,7 @@ fn time(pool: &Pool, stream: Stream) -> Result<()> {
     const REPEATS: usize = 10;
     let world = pool.world() as usize;
     let comm = Communicator::new(pool)?;
-    let clock = Clock::new(pool)?;
+    let clock = Clock::new(pool, 1)?;
     for count in [128, 4096] {
         let exchange =
             RowExchange::new(&comm, RowShape { rows: count, row: 7168, dtype: DType::Bf16 })?;

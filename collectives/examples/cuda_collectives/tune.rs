@@ -28,7 +28,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let (name, world) = (driver(pool).facts().name.clone(), pool.world());
     // Before anything is timed; the same answer on every rank.
     let mut table = read(path, &name)?;
-    let most = options.max as usize;
+    let most = options.largest();
     let ordinary = pool.lane(ORDINARY)?;
     let windows: (Block<u8>, Block<u8>) = (pool.alloc(most)?, pool.alloc(most)?);
     let other: (Block<u8>, Block<u8>) = (ordinary.alloc(most)?, ordinary.alloc(most)?);

@@ -41,7 +41,7 @@ def add_options(commands, size_list, positive):
     it.add_argument("--replays", type=positive, default=9, help="of a graph a round (default 9)")
     it.add_argument("--algorithm", default="auto", choices=[*ALGORITHMS, "all"])
     it.add_argument("--link", type=float, default=LINK, help="GB/s of a rank's links, for the bound")
-    it.add_argument("--peers", help="only these, by their names in the table: NCCL,vdev")
+    it.add_argument("--peers", help="only these, by their names in the table: NCCL,vdev; or none")
     it.add_argument("--timeout", type=float, default=120, help="longest wait in seconds")
     it.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     it.set_defaults(plot=None)
@@ -179,9 +179,9 @@ def set_up(ranks, dtype, sent, received, algorithms, only):
         plans.append((f"ours{suffix}", Ours, (pools, name)))
         plans.append((f"ours device{suffix}", OursDevice, (pools, name)))
     others = [("NCCL", Distributed), ("vdev", Vdev)] if ranks.on_cuda else [("gloo", Distributed)]
-    if only and (unknown := [name for name in only if name not in dict(others)]):
+    if unknown := [name for name in only or [] if name not in dict(others)]:
         raise SystemExit(f"--peers {unknown[0]}: there are {', '.join(dict(others))}")
-    plans += [(name, kind, ()) for name, kind in others if not only or name in only]
+    plans += [(name, kind, ()) for name, kind in others if only is None or name in only]
     found, missing = {}, {}
     for name, kind, more in plans:
         made, why = ranks.attempt(lambda: kind(ranks, dtype, sent, received, *more))

@@ -56,7 +56,8 @@ def parser():
         choices=[*symmpool.algorithms(), "all"],
         help="of ours; all: one column each (default auto)",
     )
-    it.add_argument("--peers", help="only these, by their names in the table: NCCL,one-shot")
+    it.add_argument("--peers", help="only these, by their names in the table: NCCL,one-shot; or none")
+    it.add_argument("--scratch", type=size, help="bytes of scratch of ours: 768M (default: the library's)")
     it.add_argument("--eager", action="store_true", help="also time calls outside of graphs")
     it.add_argument("--no-check", action="store_true", help="do not check results")
     it.add_argument("--timeout", type=float, default=120, help="longest wait in seconds")
@@ -162,7 +163,9 @@ def run(options, arguments):
     if unknown := [name for name in only or [] if name not in known]:
         raise SystemExit(f"--peers {unknown[0]}: there are {', '.join(known)}")
     count = max(sizes) // dtype.itemsize
-    contenders, missing, pools = peers.set_up(ranks, dtype, options.op, count, algorithms, only)
+    contenders, missing, pools = peers.set_up(
+        ranks, dtype, options.op, count, algorithms, only, options.scratch
+    )
     rows = []
     progress = session.Progress(len(sizes) * options.rounds, ranks.rank == 0)
     try:

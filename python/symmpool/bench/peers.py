@@ -132,11 +132,13 @@ class Pools:
 class Ours(Contender):
     """A tensor of a pool, in place, with one of our algorithms."""
 
-    def __init__(self, ranks, dtype, op, count, pools, algorithm):
+    def __init__(self, ranks, dtype, op, count, pools, algorithm, scratch=None):
         super().__init__(ranks, dtype, op, count)
         self.name = "ours" if algorithm == "auto" else f"ours {algorithm}"
         pool = pools.get(ranks)
-        self.comm = symmpool.Communicator(pool, algorithm=algorithm, timeout=ranks.timeout)
+        self.comm = symmpool.Communicator(
+            pool, algorithm=algorithm, timeout=ranks.timeout, scratch_bytes=scratch
+        )
         self.buffer = pool.empty(count, dtype)
         pool.commit()
         # Not every algorithm is there on every device.
@@ -259,16 +261,17 @@ def peers_for(on_cuda):
     return [("gloo", Distributed)]
 
 
-def set_up(ranks, dtype, op, count, algorithms, only=None):
+def set_up(ranks, dtype, op, count, algorithms, only=None, scratch=None):
     """The contenders that could be set up, ours first; and why others could not, by name."""
     pools = Pools()
     plans = [
-        ("ours" if name == "auto" else f"ours {name}", Ours, (pools, name)) for name in algorithms
+        ("ours" if name == "auto" else f"ours {name}", Ours, (pools, name, scratch))
+        for name in algorithms
     ]
     plans += [(name, kind, ()) for name, kind in peers_for(ranks.on_cuda)]
     found, missing = {}, {}
     for name, kind, more in plans:
-        if only and name.split()[0] != "ours" and name not in only:
+        if only is not None and name.split()[0] != "ours" and name not in only:
             continue
         made, why = ranks.attempt(lambda: kind(ranks, dtype, op, count, *more))
         if why is None:
@@ -279,8 +282,10 @@ def set_up(ranks, dtype, op, count, algorithms, only=None):
 
 
 def environment():
-    """Settings of NCCL, torch and ours that change what is measured."""
+    """Settings of NCCL, torch and ours that change what is measured; of a path the last part, as its
+    folders are this machine's."""
     begins = ("NCCL_", "TORCH_", "SYMMPOOL_", "CUDA_", "NVSHMEM_", "OMP_")
     hidden = ("SECRET", "TORCHELASTIC")
     names = [name for name in os.environ if name.startswith(begins)]
-    return {n: os.environ[n] for n in sorted(names) if not any(word in n for word in hidden)}
+    shown = [name for name in sorted(names) if not any(word in name for word in hidden)]
+    return {name: os.path.basename(os.environ[name].rstrip("/")) for name in shown}

@@ -51,21 +51,28 @@ def driver_version():
     return found[1] if found else None
 
 
-def describe(benchmark, ranks, arguments, contenders, missing):
-    """What the figures were measured on and how."""
-    torch = ranks.torch
-    device = torch.cuda.get_device_name(ranks.device) if ranks.on_cuda else platform.machine()
-    nccl = None
-    if ranks.on_cuda:
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+def without_folders(argument):
+    """An argument of a command as it may be published: of paths, `--name=PATH` too, the last part."""
+    name, equals, value = argument.rpartition("=")
+    return name + equals + os.path.basename(value.rstrip("/"))
+
+
+def facts(torch, benchmark, command, world, on_cuda=True):
+    """What figures were measured on and how: for programs with a process a device of one machine, and
+    whose `command` begins with names of this repository; folders of its arguments are left out."""
+    cuda = torch.cuda
+    nccl, devices = None, [platform.machine()] * world
+    if on_cuda:
+        nccl = ".".join(map(str, cuda.nccl.version()))
+        count = cuda.device_count()
+        devices = [cuda.get_device_name(rank % count) for rank in range(world)]
     return {
         "benchmark": benchmark,
         "symmpool": symmpool.__version__,
         "measured_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        # Without the folders of this machine.
-        "command": ["python", "-m", "symmpool", "bench", *map(os.path.basename, arguments)],
-        "world": ranks.world,
-        "devices": ranks.gather(device),
+        "command": command,
+        "world": world,
+        "devices": devices,
         "driver": driver_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -74,6 +81,17 @@ def describe(benchmark, ranks, arguments, contenders, missing):
         "kernel": platform.release(),
         "cores": os.cpu_count(),
         "environment": peers.environment(),
+    }
+
+
+def describe(benchmark, ranks, arguments, contenders, missing):
+    """The facts of a benchmark of this package, with the devices of all hosts."""
+    torch = ranks.torch
+    command = ["python", "-m", "symmpool", "bench", *map(without_folders, arguments)]
+    device = torch.cuda.get_device_name(ranks.device) if ranks.on_cuda else platform.machine()
+    return {
+        **facts(torch, benchmark, command, ranks.world, ranks.on_cuda),
+        "devices": ranks.gather(device),
         "contenders": list(contenders),
         "missing": missing,
     }
@@ -107,9 +125,11 @@ def connect(options):
 
 
 def asked_peers(options):
-    """The names given with --peers; None where all are meant."""
+    """The names given with --peers, none of them for "none"; None where all are meant."""
     if options.peers is None:
         return None
+    if options.peers == "none":
+        return []
     return [name.strip() for name in options.peers.split(",") if name.strip()]
 
 
@@ -134,6 +154,8 @@ def write(options, facts, rows):
     if options.json:
         # As plain text: sizes are numbers, paths are not.
         given = {key: value for key, value in vars(options).items() if key not in ("json", "plot")}
+        if given.get("matrix"):
+            given["matrix"] = given["matrix"].name
         whole = {**facts, "options": given, "results": [row.to_json() for row in rows]}
         options.json.write_text(json.dumps(whole, indent=1, default=str) + "\n")
 

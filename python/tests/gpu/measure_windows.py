@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import symmpool
+from symmpool.bench import session
 
 MIB = 1 << 20
 SIZE = 64 * MIB
@@ -141,9 +142,13 @@ def main():
         for name, why in missing.items():
             print(f"  {name} could not be measured: {why}")
         if options.json:
-            found = {"world": dist.get_world_size(), "device": device.type, "missing": missing}
+            arguments = map(session.without_folders, sys.argv[1:])
+            command = ["python", "python/tests/gpu/measure_windows.py", *arguments]
+            world, on_cuda = dist.get_world_size(), device.type == "cuda"
+            report = session.facts(torch, "windows", command, world, on_cuda)
+            report |= {"missing": missing, "milliseconds": clock.times}
             with open(options.json, "w") as file:
-                json.dump({**found, "milliseconds": clock.times}, file, indent=1)
+                file.write(json.dumps(report, indent=1) + "\n")
     dist.barrier()
     dist.destroy_process_group()
 

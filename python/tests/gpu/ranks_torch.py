@@ -3,16 +3,14 @@
     python -m torch.distributed.run --nproc-per-node N python/tests/gpu/ranks_torch.py [json FILE]
 
 Checks module-level calls, calls that are not waited for, graphs, sub-groups, the handle, operators,
-the backend and data-parallel training against NCCL or against what must come out. Then it measures
-what a call costs the host, ours and NCCL's in turn. Rank 0 prints a line a check, and fails if one did.
+the backend and data-parallel training against NCCL or against what must come out. Rank 0 prints a line
+a check, and fails if one did. What a call costs the host is told by `measure_host.py`.
 """
 
 import datetime
 import json
 import os
-import statistics
 import sys
-import time
 
 import torch
 import torch.distributed as dist
@@ -205,44 +203,6 @@ def train(device, rank, world, steps=10):
     return losses
 
 
-def host_cost(pool, device, rank, world):
-    """Microseconds of the host a call, in loops that the device keeps up with."""
-    few = pool.empty(2048, torch.bfloat16).fill_(0)
-    out = pool.empty(2048, torch.bfloat16)
-    whole = pool.empty(2048 * world, torch.bfloat16)
-    comm = symmpool.communicator(None, str(device))
-    contenders = {
-        "Communicator.all_reduce": lambda: comm.all_reduce(few),
-        "symmpool.all_reduce": lambda: symmpool.all_reduce(few),
-        "symmpool.all_reduce, out=": lambda: symmpool.all_reduce(few, out=out),
-        "symmpool.all_gather_into_tensor": lambda: symmpool.all_gather_into_tensor(whole, few),
-        "symmpool.all_reduce, async_op": lambda: symmpool.all_reduce(few, async_op=True),
-        "torch.ops.symmpool.all_reduce_": lambda: torch.ops.symmpool.all_reduce_(few, "sum", ""),
-        "dist.all_reduce (NCCL)": lambda: dist.all_reduce(few),
-    }
-    rounds = {name: [] for name in contenders}
-    for _ in range(5):
-        for name, call in contenders.items():
-            for _ in range(20):
-                call()
-            torch.cuda.synchronize()
-            dist.barrier()
-            # Less than what a stream takes before a launch waits.
-            begin_at = time.perf_counter()
-            for _ in range(200):
-                call()
-            rounds[name].append((time.perf_counter() - begin_at) / 200 * 1e6)
-            torch.cuda.synchronize()
-    figures = {}
-    for name, numbers in rounds.items():
-        worst = torch.tensor([statistics.median(numbers)])
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        figures[name] = round(worst.item(), 2)
-        if rank == 0:
-            print(f"      {figures[name]:7.2f} us of the host: {name}")
-    return figures
-
-
 def main():
     device, rank, world = begin("cuda:nccl,cpu:gloo")
     pool = calls(device, rank, world)
@@ -252,7 +212,6 @@ def main():
     groups(device, rank, world)
     handle(pool, device, rank, world)
     operators(device, rank, world)
-    figures = host_cost(pool, device, rank, world)
     with_nccl = train(device, rank, world)
     torch.cuda.synchronize()
     dist.barrier()
@@ -283,7 +242,7 @@ def main():
         print(f"      calls of the backend: {counts}")
         if sys.argv[1:2] == ["json"]:
             with open(sys.argv[2], "w") as file:
-                json.dump({"world": world, "checks": found, "host_us": figures}, file, indent=2)
+                json.dump({"world": world, "checks": found}, file, indent=2)
     torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group()

@@ -1,0 +1,38 @@
+"""What the tables of the README are made of."""
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench/results"
+
+
+def load(name):
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def table(head, rows):
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
+
+
+def size(count):
+    """Bytes as a power-of-two unit: 65536 is 64 KiB."""
+    for unit in ["B", "KiB", "MiB", "GiB"]:
+        if count < 1024 or unit == "GiB":
+            return f"{count:g} {unit}"
+        count /= 1024
+
+
+def figure(value):
+    """Three significant digits, and no more than are there."""
+    if value is None:
+        return "-"
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def exact(value):
+    """Two decimals; a dash where nothing was measured."""
+    return "-" if value is None else f"{value:,.2f}"

@@ -1,0 +1,132 @@
+"""What `bench/record_gpu` measures: how each is called, and how long it may take."""
+
+import socket
+from dataclasses import dataclass
+
+#: The package that a program is an example of.
+PROGRAMS = {
+    "bench_commit": "symmpool-allocator",
+    "cuda_check": "symmpool-allocator",
+    "cuda_collectives": "symmpool-collectives",
+}
+SIZES = "1K,4K,16K,64K,128K,256K,512K,1M,4M,16M,64M,256M,1G"
+
+
+def in_bytes(sizes):
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    return ",".join(str(int(size[:-1]) * units[size[-1]]) for size in sizes.split(","))
+
+
+class Words:
+    """What commands are made of. `pick` says which of two is meant: usual, or quick."""
+
+    def __init__(self, options, programs):
+        self.ranks, self.quick, self.programs = options.ranks, options.quick, programs
+        self.python, self.random_programs = options.python, options.random_programs
+
+    def pick(self, usual, quick):
+        return quick if self.quick else usual
+
+    def alone(self, script, *more):
+        return [self.python, script, *more]
+
+    def launch(self, *what):
+        """A process a rank, at a port that is free now."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])
+        ranks = ["--nproc-per-node", str(self.ranks), "--master-port", port]
+        return [self.python, "-m", "torch.distributed.run", *ranks, *what]
+
+    def bench(self, *arguments):
+        return self.launch("-m", "symmpool", "bench", *arguments)
+
+    def program(self, name, *arguments):
+        return [str(self.programs / name), *arguments]
+
+    def collectives(self, mode, *arguments):
+        return self.program("cuda_collectives", mode, "--ranks", str(self.ranks), *arguments)
+
+
+@dataclass
+class Measurement:
+    name: str
+    what: str
+    #: Seconds: how long it takes, about, and after which it is ended.
+    about: float
+    deadline: float
+    #: The command without `--json FILE`, made of `Words`.
+    command: object
+    #: "json": it writes a report. "bare": likewise, but without what it was measured on. "log": what
+    #: it prints last is kept.
+    kind: str = "json"
+    #: Of cargo; nothing for what is Python.
+    program: str = ""
+    #: Ranks: at least so many; one in any case where it says so.
+    least: int = 2
+    alone: bool = False
+    #: The end of the file's name, if that is another; {ranks} is their number.
+    file: str = ""
+
+
+def measurements():
+    """All of them: first what is quoted most, last what takes longest."""
+
+    def it(*of, **more):
+        return Measurement(*of, **more)
+
+    return [
+        it("allreduce", "all-reduces beside NCCL and torch's symmetric memory", 60, 240,
+           lambda w: w.bench("allreduce", "--sizes", w.pick(SIZES, "4K,1M,16M"))),
+        it("alltoallv", "all-to-alls of traffic matrices beside NCCL and vdev", 80, 300,
+           lambda w: w.bench("alltoallv", "--sizes", w.pick("4K,64K,1M,16M,64M,256M", "4K,16M"))),
+        it("device_splits", "what splits on the device cost beside splits of the host", 25, 120,
+           lambda w: w.bench("alltoallv", "--matrices", "even", "--peers", "none", "--rounds", "5",
+                             "--sizes", w.pick("4K,64K,1M,4M,16M,64M,256M", "4K,16M"))),
+        it("allreduce_rust", "the same all-reduces from Rust, and an eager call's host time", 40, 180,
+           lambda w: w.collectives("bench", "--algorithms", "auto", "--in-place", "--sizes",
+                                   in_bytes(w.pick(SIZES, "4K,1M,16M"))), program="cuda_collectives"),
+        it("allreduce_scratch", "the largest all-reduces with 768 MiB of scratch", 30, 120,
+           lambda w: w.bench("allreduce", "--sizes", w.pick("64M,256M,1G", "64M"), "--scratch", "768M",
+                             "--peers", "NCCL")),
+        it("host", "host time of eager calls, of async_op and of `with pool:`", 20, 120,
+           lambda w: w.launch("python/tests/gpu/measure_host.py", "--rounds", w.pick("7", "2"))),
+        it("commit", "commits of new memory, and their phases", 25, 150,
+           lambda w: w.program("bench_commit", "--driver", "cuda", "--ranks", str(w.ranks),
+                               "--repeats", w.pick("21", "15")), program="bench_commit"),
+        it("windows", "new windows beside torch's symmetric memory and NCCL", 25, 120,
+           lambda w: w.launch("python/tests/gpu/measure_windows.py", "--rounds", w.pick("15", "3"))),
+        it("tensor_parallel", "a transformer spread over the ranks, with NCCL and with symmpool", 50, 240,
+           lambda w: w.launch("examples/tensor_parallel.py", "--rounds", w.pick("3", "1"),
+                              "--steps", w.pick("20", "5"))),
+        it("selftest", "one device's life cycle and misuse", 8, 90,
+           lambda w: w.program("cuda_check", "--self-test"), "bare", "cuda_check", 1),
+        it("ranks", "handles between ranks", 10, 90,
+           lambda w: w.program("cuda_check", "--ranks", str(w.ranks)), "bare", "cuda_check",
+           file="ranks{ranks}"),
+        it("pool", "pools between ranks: commits, and errors that all get", 15, 120,
+           lambda w: w.program("cuda_check", "--pool", "--ranks", str(w.ranks)), "bare", "cuda_check",
+           file="pool{ranks}"),
+        it("killed", "a rank killed in the middle of a call", 20, 90,
+           lambda w: w.collectives("killed"), "log", "cuda_collectives"),
+        it("matrices", "random traffic matrices beside NCCL", 30, 180,
+           lambda w: w.launch("python/tests/gpu/ranks_matrices.py", *w.pick([], ["--count", "500"])),
+           "log"),
+        it("torch", "everything with torch's signatures beside NCCL", 60, 240,
+           lambda w: w.launch("python/tests/gpu/ranks_torch.py"), "log"),
+        it("wrong_sums", "random programs over NCCL's windows", 200, 360,
+           lambda w: w.launch("examples/wrong_sums.py", "--programs", w.pick(str(w.random_programs), "20"),
+                              "--seconds", "270")),
+        it("soak_mixed", "a million calls of all kinds, with graphs", 20, 120,
+           lambda w: w.collectives("soak", "--calls", w.pick("1000000", "50000")), "log",
+           "cuda_collectives"),
+        it("soak", "ten million all-reduces of random sizes and algorithms", 110, 300,
+           lambda w: w.collectives("soak", "--calls", w.pick("10000000", "50000"), "--algorithms",
+                                   "all_reduce"), "log", "cuda_collectives"),
+        it("huge", "more than 2^31 elements", 40, 180,
+           lambda w: w.collectives("check", "--algorithms", "huge"), "log", "cuda_collectives"),
+        it("check", "every collective, bit by bit", 200, 480,
+           lambda w: w.collectives("check", *w.pick([], ["--quick"])), "log", "cuda_collectives"),
+        it("install", "symmpool.install() beside torch's allocator, on one GPU", 250, 360,
+           lambda w: w.alone("python/tests/gpu/measure_install.py", "--rounds", w.pick("3", "1"), "--steps",
+                             w.pick("90", "12")), least=1, alone=True),
+    ]  # fmt: skip

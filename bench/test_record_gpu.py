@@ -1,0 +1,263 @@
+"""`bench/record_gpu` with programs that only print what real ones do, on a machine without a GPU."""
+
+import importlib.util
+import json
+import os
+import sys
+import time
+from argparse import Namespace
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "record_gpu"
+sys.path.insert(0, str(SCRIPT.parent))
+_loader = SourceFileLoader("record_gpu", str(SCRIPT))
+record_gpu = importlib.util.module_from_spec(importlib.util.spec_from_loader("record_gpu", _loader))
+_loader.exec_module(record_gpu)
+
+#: What stands for every program, Python included: writes a report where it is told to, and says so.
+FAKE = """#!{python}
+import json, os, subprocess, sys, time
+arguments = sys.argv[1:]
+words = [os.path.basename(word) for word in [sys.argv[0], *arguments]]
+said = " ".join(words)
+with open({calls!r}, "a") as file:
+    file.write(said + "\\n")
+for word, action in json.loads({actions!r}).items():
+    if word in said:
+        print("about to", action, flush=True)
+        if action == "hang":
+            # As launchers do: a child in a session of its own, deaf to what it is asked.
+            deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+            child = subprocess.Popen([{python!r}, "-c", deaf], start_new_session=True)
+            with open({calls!r} + ".pid", "w") as file:
+                file.write(str(child.pid))
+            time.sleep(600)
+        if action == "skip":
+            print("skipped: no CUDA device")
+            sys.exit(0)
+        if action == "nothing":
+            sys.exit(0)
+        sys.exit(int(action))
+if "--json" in arguments:
+    path = arguments[arguments.index("--json") + 1]
+    report = {{"driver": None, "environment": {{"CUDA_HOME": "/usr/local/cuda"}}, "results": [words[0]]}}
+    with open(path, "w") as file:
+        json.dump(report, file)
+print("in /somewhere/else/file.py at 1.5 GB/s")
+print("everything was right")
+"""
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Runs the script where there are two devices; `actions` say which programs do what else."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    calls = folder / "calls"
+
+    def write(name, text):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+
+    def run(*arguments, actions=None, device="NVIDIA H200", count=2):
+        text = FAKE.format(python=sys.executable, calls=str(calls), actions=json.dumps(actions or {}))
+        for name in ("cuda_collectives", "bench_commit", "cuda_check", "python9"):
+            write(name, text)
+        write("nvidia-smi", "#!/bin/sh\n" + f"echo '{device}, 580.1'\n" * count)
+        calls.unlink(missing_ok=True)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+        given = ["--ranks", "2", "--programs", str(folder), "--python", str(folder / "python9")]
+        given += ["--results", str(tmp_path / "results"), "--logs", str(tmp_path / "logs")]
+        return record_gpu.main([*given, *arguments])
+
+    run.results, run.calls = tmp_path / "results", calls
+    return run
+
+
+def everything():
+    return [it.name for it in record_gpu.measurements()]
+
+
+def test_one_command_records_everything(machine, capsys):
+    assert machine() == 0
+    output = capsys.readouterr().out
+    names = sorted(path.name for path in machine.results.iterdir())
+    expected = {f"h200x2_{name}.json" for name in everything()}
+    checks = {it.name for it in record_gpu.measurements() if it.kind == "log"}
+    expected -= {f"h200x2_{name}.json" for name in [*checks, "ranks", "pool", "install"]}
+    expected |= {"h200x2_ranks2.json", "h200x2_pool2.json", "h200x1_install.json", "h200x2_checks.log"}
+    assert names == sorted(expected)
+    assert f"{len(everything())} recorded" in output and "FAILED" not in output
+    report = json.loads((machine.results / "h200x2_allreduce.json").read_text())
+    assert report["devices"] == ["NVIDIA H200"] * 2 and report["driver"] == "580.1"
+    assert report["measured_at"][:2] == "20" and report["took_s"] >= 0
+    # What a program tells itself is kept.
+    assert report["results"] == ["python9"]
+    assert "--sizes 1K,4K" in report["command"] and report["command"].startswith("python -m torch")
+    assert json.loads((machine.results / "h200x1_install.json").read_text())["devices"] == ["NVIDIA H200"]
+    assert json.loads((machine.results / "h200x2_pool2.json").read_text())["results"]["results"]
+
+
+def test_nothing_recorded_names_folders_of_the_machine(machine, tmp_path):
+    machine()
+    for path in machine.results.iterdir():
+        text = path.read_text()
+        for folder in (str(tmp_path), str(record_gpu.ROOT), "/usr/local", "/somewhere", "master-port"):
+            assert folder not in text, path
+    checks = (machine.results / "h200x2_checks.log").read_text()
+    assert "in file.py at 1.5 GB/s" in checks
+
+
+def test_a_failure_does_not_keep_the_others_away(machine, capsys):
+    actions = {"bench_commit": "3", "measure_windows": "nothing", "killed": "7", "measure_host": "skip"}
+    assert machine("--only", "host,commit,windows,killed,matrices", actions=actions) == 1
+    output = capsys.readouterr().out
+    assert "FAILED commit: exit status 3" in output and "| about to 3" in output
+    assert "FAILED windows: it wrote no report" in output and "FAILED killed: exit status 7" in output
+    assert "FAILED host: skipped: no CUDA device" in output
+    assert [path.name for path in machine.results.iterdir()] == ["h200x2_checks.log"]
+    checks = (machine.results / "h200x2_checks.log").read_text()
+    assert "$ cuda_collectives killed --ranks 2\n" in checks and ": rc 7 after" in checks
+    assert ": rc 0 after" in checks
+
+
+def test_checks_that_were_skipped_are_not_noted(machine, capsys):
+    assert machine("--only", "matrices", actions={"ranks_matrices": "skip"}) == 1
+    assert "FAILED matrices: skipped" in capsys.readouterr().out and not list(machine.results.iterdir())
+
+
+def test_what_hangs_is_ended_with_all_that_it_started(machine, monkeypatch, capsys):
+    monkeypatch.setattr(record_gpu, "GRACE", 1)
+    usual = record_gpu.measurements()
+    for it in usual:
+        it.deadline = 2
+    monkeypatch.setattr(record_gpu, "measurements", lambda: usual)
+    began = time.monotonic()
+    assert machine("--only", "windows,commit", actions={"measure_windows": "hang"}) == 1
+    assert time.monotonic() - began < 30
+    output = capsys.readouterr().out
+    assert "FAILED windows: did not end within 2 s" in output and "h200x2_commit.json" in output
+    child = int((machine.calls.parent / "calls.pid").read_text())
+    assert not record_gpu.family(child) or "Z" in Path(f"/proc/{child}/stat").read_text()
+
+
+def test_what_there_is_no_time_for_is_named(machine, capsys):
+    assert machine("--only", "host,commit,check", "--limit", "100") == 1
+    output = capsys.readouterr().out
+    assert "left for want of time: --only check" in output and "2 recorded" in output
+    # It is known how long the last time took.
+    path = machine.results / "h200x2_commit.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"took_s": 90}))
+    assert machine("--only", "commit", "--limit", "100") == 1
+    assert "left for want of time: --only commit" in capsys.readouterr().out
+
+
+def test_what_a_call_asks_for_is_made(machine, capsys):
+    assert machine("--only", "commit,wrong_sums", "--skip", "commit", "--random-programs", "77") == 0
+    called = machine.calls.read_text()
+    assert "--programs 77" in called and "--nproc-per-node 2" in called and "bench_commit" not in called
+    assert machine("--quick", "--only", "soak") == 0
+    assert "--calls 50000" in machine.calls.read_text()
+    with pytest.raises(SystemExit):
+        machine("--only", "everything")
+    assert "'everything': there are allreduce" in capsys.readouterr().err
+
+
+def test_files_are_named_after_the_device(machine):
+    assert machine("--only", "commit", device="NVIDIA A100-SXM4-80GB") == 0
+    assert [path.name for path in machine.results.iterdir()] == ["a100-sxm4-80gbx2_commit.json"]
+    assert record_gpu.label("NVIDIA GeForce RTX 4090") == "rtx-4090"
+
+
+def test_each_rank_needs_a_device(machine, capsys):
+    assert machine(count=1) == 2
+    assert "skipped: 2 ranks need a device each, there are 1" in capsys.readouterr().out
+
+
+def test_one_rank_measures_what_needs_no_others(machine, capsys):
+    assert machine("--ranks", "1", "--only", "allreduce,selftest,install") == 0
+    assert "allreduce: needs 2 ranks" in capsys.readouterr().out
+    names = sorted(path.name for path in machine.results.iterdir())
+    assert names == ["h200x1_install.json", "h200x1_selftest.json"]
+
+
+def test_checks_of_several_calls_come_together(tmp_path, capsys):
+    there, new = tmp_path / "there", tmp_path / "new"
+    there.mkdir()
+    new.mkdir()
+    (there / "h200x2_checks.log").write_text("Heading\n\n$ a b\nold\n\n$ c\nstays: $ 5\n")
+    (new / "h200x2_checks.log").write_text("Other heading\n\n$ d\nnew\n\n$ a b\nnewer\nlines\n")
+    (new / "h200x2_commit.json").write_text("{}")
+    assert record_gpu.main(["--merge", str(new), "--results", str(there)]) == 0
+    merged = (there / "h200x2_checks.log").read_text()
+    assert merged == "Other heading\n\n$ a b\nnewer\nlines\n\n$ c\nstays: $ 5\n\n$ d\nnew\n"
+    assert (there / "h200x2_commit.json").exists() and "2 files" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "published"),
+    [
+        ("/work/x/y.json", "y.json"),
+        ("--json=/tmp/a/b.json and --sizes 4K", "--json=b.json and --sizes 4K"),
+        ("370 GB/s, 1/2, NCCL / ours, a/b/c.py", "370 GB/s, 1/2, NCCL / ours, a/b/c.py"),
+        ('File "/opt/x-1/lib/z.py", line 3', 'File "z.py", line 3'),
+        ("https://a.example/b/c file:///tmp/x/store", "https://a.example/b/c file://store"),
+        (["/a/b", {"k": "/c/d/"}, 3, None], ["b", {"k": ""}, 3, None]),
+    ],
+)
+def test_folders_are_left_out(text, published):
+    assert record_gpu.without_folders(text) == published
+
+
+def test_commands_exist_in_the_repository():
+    options = record_gpu.parse(["--ranks", "2"])[0]
+    words = record_gpu.Words(options, Path("programs"))
+    for it in record_gpu.measurements():
+        assert it.deadline > it.about and it.kind in ("json", "bare", "log")
+        for word in it.command(words):
+            if word.endswith(".py"):
+                assert (record_gpu.ROOT / word).exists(), word
+        assert not it.program or record_gpu.PROGRAMS[it.program]
+
+
+@pytest.fixture
+def measure_install():
+    path = record_gpu.ROOT / "python/tests/gpu/measure_install.py"
+    spec = importlib.util.spec_from_file_location("measure_install", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_installs_are_measured_while_there_is_time(measure_install, monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(measure_install.time, "perf_counter", lambda: now[0])
+
+    def one(which, steps, deadline):
+        now[0] += 30
+        rate = {"torch": 10.0, "expandable": 9.0, "symmpool": 9.95}[which] * (1 + now[0] / 1000)
+        return {"seconds": 30, "rate": rate, "live": 100, "reserved": 105, "losses": [steps, 1.0]}
+
+    def rounds(seconds):
+        options = Namespace(rounds=3, steps=90, seconds=seconds)
+        found = measure_install.rounds(options, one)
+        assert len({len(reports) for reports in found.values()}) == 1
+        return found
+
+    assert [len(rounds(seconds)["torch"]) for seconds in (0, 179, 181, 1000)] == [1, 1, 2, 3]
+    assert "no time for round 2: one takes 90 s" in capsys.readouterr().out
+    table, same = measure_install.summary(rounds(1000))
+    assert same and table["symmpool"]["reserved_over_live"] == 1.05
+    assert table["torch"]["rate_over_torch"] == 1 and 0.99 < table["symmpool"]["rate_over_torch"] < 1.06
+    found = rounds(0)
+    found["symmpool"][0]["losses"] = [2.0]
+    assert not measure_install.summary(found)[1]
+
+
+def test_what_a_launcher_says_does_not_hide_what_failed():
+    said = ["ValueError: no", "E1122 05:45 torch/distributed/elastic/api.py:98] failed", "=" * 9]
+    assert record_gpu.by_programs(said) == said[:1]
+    assert record_gpu.by_programs(said[1:]) == said[1:] and record_gpu.by_programs([]) == []
