@@ -4,14 +4,14 @@ use std::io::Read;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 use symmpool_allocator::Deadline;
 use symmpool_allocator::store::TcpServer;
 use symmpool_allocator::store::tcp::TcpOptions;
 
 use crate::Options;
-use crate::phases::PHASES;
 use crate::rank::Scenario;
+use crate::summary::{by_rank, median, slowest};
 
 /// Rank processes that are gone, one way or the other, when this is dropped.
 struct Ranks(Vec<Child>);
@@ -37,7 +37,7 @@ pub(crate) fn run(options: &Options, deadline: Deadline) -> Result<Value, String
         let times = |what: &str| slowest(all.iter().map(|report| &report[what]));
         let (alloc, commit) = (times("alloc_us"), times("commit_us"));
         let release = times("release_us");
-        let store = &all[0]["store"];
+        let store = &all[0]["traffic"];
         let met = median(&commit) / 1e3 <= bar;
         println!(
             "{:<28} {:>9.3} ms to commit (least {:.3}), {:.3} ms to allocate before, {:.3} ms to \
@@ -50,12 +50,7 @@ pub(crate) fn run(options: &Options, deadline: Deadline) -> Result<Value, String
             store["round_trips"],
             if met { format!("; within {bar} ms") } else { format!("; MORE THAN {bar} ms") }
         );
-        let mut phases = Map::new();
-        for (number, name) in PHASES.iter().enumerate() {
-            let times = slowest(all.iter().map(|report| &report["phases_us"][number]));
-            println!("    {name:<28} {:>9.1} us", median(&times));
-            phases.insert(name.trim().into(), json!(median(&times)));
-        }
+        let by_rank = by_rank(&all);
         scenarios.push(json!({
             "name": scenario.name,
             "segments": scenario.segments,
@@ -64,7 +59,7 @@ pub(crate) fn run(options: &Options, deadline: Deadline) -> Result<Value, String
             "populated": scenario.populate,
             "commit_ms": median(&commit) / 1e3,
             "beside_a_window": scenario.beside,
-            "phases_us_of_slowest_rank": phases,
+            "us_of_each_rank": by_rank,
             "bar_ms": bar,
             "met": met,
             "alloc_ms": median(&alloc) / 1e3,
@@ -125,26 +120,4 @@ fn collect(options: &Options, address: &str, deadline: Deadline) -> Result<Vec<V
             .map_err(|_| format!("rank {rank} ended without a report (see above)"))?;
     }
     Ok(reports)
-}
-
-/// For each repeat, the time of the rank that took longest.
-fn slowest<'a>(ranks: impl Iterator<Item = &'a Value>) -> Vec<f64> {
-    let mut slowest: Vec<f64> = Vec::new();
-    for times in ranks {
-        for (at, time) in times.as_array().into_iter().flatten().enumerate() {
-            let time = time.as_f64().unwrap_or(f64::MAX);
-            match slowest.get_mut(at) {
-                Some(most) => *most = most.max(time),
-                None => slowest.push(time),
-            }
-        }
-    }
-    slowest
-}
-
-/// The middle one; of an even number, the higher of the two.
-fn median(times: &[f64]) -> f64 {
-    let mut times = times.to_vec();
-    times.sort_by(f64::total_cmp);
-    times.get(times.len() / 2).copied().unwrap_or(f64::NAN)
 }

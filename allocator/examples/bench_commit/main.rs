@@ -15,6 +15,7 @@ mod launch;
 mod phases;
 mod rank;
 mod sim;
+mod summary;
 
 use std::process::ExitCode;
 use std::time::Duration;

@@ -1,95 +1,250 @@
-//! Where a commit's time goes: a driver that passes everything on, and notes when the pool comes to
-//! each step and how long each call takes.
+//! Where a commit's time goes: a driver and a store that pass everything on, and note when the pool
+//! comes to each step, how long each call takes, and when the store is asked and answers.
 
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
-use symmpool_allocator::Result;
+use serde_json::{Value, json};
 use symmpool_allocator::driver::{
     CudaDriver, DeviceIdentity, Driver, Event, Exported, MemoryDriver, Physical, Reservation, Step,
     Stream, Transport,
 };
+use symmpool_allocator::store::{Gathered, Store, Traffic};
+use symmpool_allocator::{Deadline, Result};
 
-/// Names of what is told, in the order in which it happens.
-pub(crate) const PHASES: [&str; 10] = [
+use crate::summary::{Figures, micros};
+
+/// What a commit consists of, one after the other: together they are all of it.
+pub(crate) const PHASES: [&str; 7] = [
     "publish and agree",
     "export",
-    "hand over and map",
-    "  of it import",
-    "  of it map and allow access",
-    "  of it release handles",
-    "  of it wait for peers",
+    "send, wait for a handle",
+    "import and map",
+    "close handles",
     "confirm",
     "finish",
-    "finish: unmap",
 ];
 
-/// Calls whose time is told.
-#[derive(Clone, Copy)]
-enum Timed {
+/// Moments of the two gathers of a commit, from its beginning.
+pub(crate) const STORE: [&str; 4] =
+    ["proposal leaves", "proposals are there", "confirmation leaves", "confirmations are there"];
+
+/// What the ranks do between two beginnings.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Part {
+    Allocate,
+    Commit,
+    GiveBack,
+}
+
+/// Calls whose time is told. `Map` gives access too.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Call {
+    Create,
+    Export,
     Import,
     Map,
-    Release,
     Unmap,
+    Release,
 }
 
-#[derive(Clone, Default)]
+const CALLS: [Call; 6] =
+    [Call::Create, Call::Export, Call::Import, Call::Map, Call::Unmap, Call::Release];
+
+struct Noted {
+    part: Part,
+    call: Call,
+    began: Instant,
+    took: Duration,
+}
+
+/// What was seen since `began`, and the figures of all commits so far.
 struct Notes {
+    part: Part,
+    began: Instant,
     steps: Vec<(Step, Instant)>,
-    spent: [Duration; 4],
+    gathers: Vec<(Instant, Instant)>,
+    calls: Vec<Noted>,
+    /// When commits began, in nanoseconds of the clock that all processes have.
+    begins: Vec<u64>,
+    /// Of each commit, as [`PHASES`] and [`STORE`] name them.
+    phases: [Vec<f64>; PHASES.len()],
+    store: [Vec<f64>; STORE.len()],
 }
 
-/// See the module. Clones note in one place.
+impl Notes {
+    fn new() -> Self {
+        Self {
+            part: Part::Allocate,
+            began: Instant::now(),
+            steps: Vec::new(),
+            gathers: Vec::new(),
+            calls: Vec::new(),
+            begins: Vec::new(),
+            phases: Default::default(),
+            store: Default::default(),
+        }
+    }
+
+    /// Takes the figures of the commit that has ended now.
+    fn take_commit(&mut self, end: Instant) {
+        // A step that was left out took no time.
+        let at = |step, or| {
+            self.steps.iter().find(|(found, _)| *found == step).map_or(or, |(_, at)| *at)
+        };
+        let finish = at(Step::CommitFinish, end);
+        let confirm = at(Step::CommitConfirm, finish);
+        let received = at(Step::CommitReceive, confirm);
+        let sent = at(Step::CommitSend, received);
+        let exported = at(Step::CommitExport, sent);
+        let agreed = at(Step::CommitAgree, exported);
+        let calls = self.calls.iter().filter(|noted| noted.part == Part::Commit);
+        let ends = calls.map(|noted| noted.began + noted.took).filter(|end| *end <= confirm);
+        let mapped = ends.max().map_or(received, |end| end.max(received));
+        let moments = [self.began, agreed, sent, received, mapped, confirm, finish, end];
+        for (phase, moments) in self.phases.iter_mut().zip(moments.windows(2)) {
+            phase.push(micros(moments[1].saturating_duration_since(moments[0])));
+        }
+        let moments = self.gathers.iter().flat_map(|&(asked, answered)| [asked, answered]);
+        for (store, moment) in self.store.iter_mut().zip(moments) {
+            store.push(micros(moment.saturating_duration_since(self.began)));
+        }
+    }
+}
+
+/// Notes what a [`Watched`] driver and a [`Clocked`] store see. Clones are the same notebook.
 #[derive(Clone)]
-pub(crate) struct Watched {
-    inner: Driver,
-    notes: Arc<Mutex<Notes>>,
-}
+pub(crate) struct Notebook(Arc<Mutex<Notes>>);
 
-impl Watched {
-    pub(crate) fn new(inner: Driver) -> Self {
-        Self { inner, notes: Arc::default() }
+impl Notebook {
+    pub(crate) fn new() -> Self {
+        Self(Arc::new(Mutex::new(Notes::new())))
     }
 
-    /// Forgets what was noted.
-    pub(crate) fn begin(&self) {
-        self.with(|notes| *notes = Notes::default());
+    /// Forgets everything.
+    pub(crate) fn forget(&self) {
+        self.with(|notes| *notes = Notes::new());
     }
 
-    /// Microseconds of each of [`PHASES`] in the commit since [`begin`](Watched::begin), which has
-    /// ended now.
-    pub(crate) fn phases(&self) -> [f64; PHASES.len()] {
+    /// `part` begins now.
+    pub(crate) fn begin(&self, part: Part) {
+        self.with(|notes| {
+            notes.part = part;
+            notes.steps.clear();
+            notes.gathers.clear();
+            if part == Part::Commit {
+                let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
+                notes.begins.push(u64::try_from(now.as_nanos()).unwrap_or(u64::MAX));
+            }
+            notes.began = Instant::now();
+        });
+    }
+
+    /// The commit has ended.
+    pub(crate) fn end_commit(&self) {
         let end = Instant::now();
-        let Notes { steps, spent } = self.with(|notes| notes.clone());
-        let at = |step| steps.iter().find(|(found, _)| *found == step).map_or(end, |(_, at)| *at);
-        let between = |from, to: Instant| to.saturating_duration_since(at(from));
-        let spent = |call: Timed| spent[call as usize];
-        let exchange = between(Step::CommitSend, at(Step::CommitConfirm));
-        let used = spent(Timed::Import) + spent(Timed::Map) + spent(Timed::Release);
-        [
-            between(Step::CommitPublish, at(Step::CommitAgree)),
-            between(Step::CommitExport, at(Step::CommitSend)),
-            exchange,
-            spent(Timed::Import),
-            spent(Timed::Map),
-            spent(Timed::Release),
-            exchange.saturating_sub(used),
-            between(Step::CommitConfirm, at(Step::CommitFinish)),
-            between(Step::CommitFinish, end),
-            spent(Timed::Unmap),
-        ]
-        .map(|time| time.as_nanos() as f64 / 1e3)
+        self.with(|notes| notes.take_commit(end));
+    }
+
+    /// The figures of all commits.
+    pub(crate) fn report(&self) -> Value {
+        self.with(|notes| {
+            let figures = |all: &[Vec<f64>]| -> Vec<Value> {
+                all.iter().map(|times| Figures::of(times).json()).collect()
+            };
+            json!({
+                "begins_ns": notes.begins,
+                "phases": figures(&notes.phases),
+                "store": figures(&notes.store),
+                "calls": calls(notes),
+            })
+        })
     }
 
     fn with<T>(&self, look: impl FnOnce(&mut Notes) -> T) -> T {
-        look(&mut self.notes.lock().unwrap_or_else(PoisonError::into_inner))
+        look(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// Each kind of call in each part: how many a commit, and how long one takes.
+fn calls(notes: &Notes) -> Vec<Value> {
+    let mut all = Vec::new();
+    for (part, before) in
+        [(Part::Allocate, "allocate: "), (Part::Commit, ""), (Part::GiveBack, "give back: ")]
+    {
+        for call in CALLS {
+            let these = notes.calls.iter().filter(|noted| (noted.part, noted.call) == (part, call));
+            let times: Vec<f64> = these.map(|noted| micros(noted.took)).collect();
+            if times.is_empty() {
+                continue;
+            }
+            let mut entry = Figures::of(&times).json();
+            entry["call"] = json!(format!("{before}{call:?}").to_lowercase());
+            entry["per_commit"] = json!(times.len() as f64 / notes.begins.len().max(1) as f64);
+            all.push(entry);
+        }
+    }
+    all
+}
+
+/// A store whose gathers are noted.
+pub(crate) struct Clocked<S> {
+    pub(crate) inner: S,
+    pub(crate) notes: Notebook,
+}
+
+impl<S: Store> Store for Clocked<S> {
+    fn set(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
+        self.inner.set(key, value, deadline)
     }
 
-    fn timed<T>(&self, call: Timed, make: impl FnOnce(&Driver) -> T) -> T {
+    fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
+        self.inner.get(key, deadline)
+    }
+
+    fn add(&self, key: &str, delta: i64, deadline: Deadline) -> Result<i64> {
+        self.inner.add(key, delta, deadline)
+    }
+
+    fn delete(&self, key: &str, deadline: Deadline) -> Result<bool> {
+        self.inner.delete(key, deadline)
+    }
+
+    fn all_gather(
+        &self,
+        key: &str,
+        rank: u32,
+        world: u32,
+        value: &[u8],
+        deadline: Deadline,
+    ) -> Result<Gathered> {
+        let began = Instant::now();
+        let gathered = self.inner.all_gather(key, rank, world, value, deadline);
+        let ended = Instant::now();
+        self.notes.with(|notes| notes.gathers.push((began, ended)));
+        gathered
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.inner.traffic()
+    }
+}
+
+/// A driver whose steps and calls are noted.
+pub(crate) struct Watched {
+    pub(crate) inner: Driver,
+    pub(crate) notes: Notebook,
+}
+
+impl Watched {
+    fn timed<T>(&self, call: Call, make: impl FnOnce(&Driver) -> T) -> T {
         let began = Instant::now();
         let made = make(&self.inner);
         let took = began.elapsed();
-        self.with(|notes| notes.spent[call as usize] += took);
+        self.notes.with(|notes| {
+            let part = notes.part;
+            notes.calls.push(Noted { part, call, began, took });
+        });
         made
     }
 }
@@ -128,19 +283,19 @@ impl MemoryDriver for Watched {
     }
 
     fn create(&self, bytes: u64) -> Result<Physical> {
-        self.inner.create(bytes)
+        self.timed(Call::Create, |inner| inner.create(bytes))
     }
 
     fn export(&self, physical: &Physical) -> Result<Exported> {
-        self.inner.export(physical)
+        self.timed(Call::Export, |inner| inner.export(physical))
     }
 
     fn import(&self, exported: Exported, bytes: u64) -> Result<Physical> {
-        self.timed(Timed::Import, |inner| inner.import(exported, bytes))
+        self.timed(Call::Import, |inner| inner.import(exported, bytes))
     }
 
     fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()> {
-        self.timed(Timed::Map, |inner| inner.map(reservation, offset, physical))
+        self.timed(Call::Map, |inner| inner.map(reservation, offset, physical))
     }
 
     fn map_all(
@@ -149,15 +304,15 @@ impl MemoryDriver for Watched {
         offset: u64,
         physicals: &[Physical],
     ) -> Result<()> {
-        self.timed(Timed::Map, |inner| inner.map_all(reservation, offset, physicals))
+        self.timed(Call::Map, |inner| inner.map_all(reservation, offset, physicals))
     }
 
     fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {
-        self.timed(Timed::Unmap, |inner| inner.unmap(reservation, offset, bytes))
+        self.timed(Call::Unmap, |inner| inner.unmap(reservation, offset, bytes))
     }
 
     fn release(&self, physical: Physical) -> Result<()> {
-        self.timed(Timed::Release, |inner| inner.release(physical))
+        self.timed(Call::Release, |inner| inner.release(physical))
     }
 
     fn record_event(&self, stream: Stream) -> Result<Event> {
@@ -189,7 +344,7 @@ impl MemoryDriver for Watched {
     }
 
     fn at_step(&self, step: Step) -> Result<()> {
-        self.with(|notes| notes.steps.push((step, Instant::now())));
+        self.notes.with(|notes| notes.steps.push((step, Instant::now())));
         self.inner.at_step(step)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::hint::black_box;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use serde_json::{Value, json};
 use symmpool_allocator::driver::{CudaDriver, HostDriver, HostOptions};
@@ -12,7 +12,8 @@ use symmpool_allocator::store::{Store, TcpStore};
 use symmpool_allocator::{Block, Deadline, Driver, Error, Group, Lane, Pool, PoolBuilder, Result};
 
 use crate::Options;
-use crate::phases::{PHASES, Watched};
+use crate::phases::{Clocked, Notebook, Part, Watched};
+use crate::summary::micros;
 
 const MIB: u64 = 1 << 20;
 
@@ -113,12 +114,13 @@ pub(crate) fn run(
     options: &Options,
     deadline: Deadline,
 ) -> Result<Value> {
-    let store: Arc<dyn Store> =
-        Arc::new(TcpStore::connect_as(address, TcpOptions::default(), rank, deadline)?);
+    let notes = Notebook::new();
+    let inner = TcpStore::connect_as(address, TcpOptions::default(), rank, deadline)?;
+    let store: Arc<dyn Store> = Arc::new(Clocked { inner, notes: notes.clone() });
     let group = Group::new(rank, options.ranks, store)?.with_timeout(deadline.remaining());
     let mut scenarios = Vec::new();
     for (scenario, _) in Scenario::all(options.cuda) {
-        scenarios.push(measure(&group, scenario, options)?);
+        scenarios.push(measure(&group, scenario, options, &notes)?);
     }
     let (check_ns, empty) = nothing_due(&group, options)?;
     // Whoever leaves first would be missed by the others.
@@ -135,12 +137,18 @@ fn driver(group: &Group, options: &Options, populate: bool) -> Result<Driver> {
     Ok(Driver::new(HostDriver::with_options(options)?))
 }
 
-fn measure(group: &Group, scenario: &Scenario, options: &Options) -> Result<Value> {
-    let watched = Watched::new(driver(group, options, scenario.populate)?);
+fn measure(
+    group: &Group,
+    scenario: &Scenario,
+    options: &Options,
+    notes: &Notebook,
+) -> Result<Value> {
+    let inner = driver(group, options, scenario.populate)?;
+    let watched = Watched { inner, notes: notes.clone() };
     let lanes = (0..scenario.lanes)
         .map(|lane| LaneConfig::symmetric(format!("lane {lane}")).window_policy(scenario.policy));
     let builder = Pool::builder(group.clone())
-        .driver(Driver::new(watched.clone()))
+        .driver(Driver::new(watched))
         .allow_shared_device()
         .lane(LaneConfig::symmetric("beside"));
     let pool = lanes.fold(builder, PoolBuilder::lane).build()?;
@@ -148,21 +156,24 @@ fn measure(group: &Group, scenario: &Scenario, options: &Options) -> Result<Valu
     let _beside = if scenario.beside { Some(pool.alloc::<u8>(1)?) } else { None };
     pool.commit()?;
     let start = group.child("start");
-    let mut phases = vec![Vec::new(); PHASES.len()];
     let (mut allocs, mut commits, mut releases) = (Vec::new(), Vec::new(), Vec::new());
     let mut traffic = json!(null);
     // The first round is not counted: page tables and socket buffers are made in it.
-    for _ in 0..=options.repeats {
+    for round in 0..=options.repeats {
+        if round <= 1 {
+            notes.forget();
+        }
+        notes.begin(Part::Allocate);
         let began = Instant::now();
         let blocks = fill(&lanes, scenario)?;
         allocs.push(micros(began.elapsed()));
         start.all_gather("commit", b"", group.deadline())?;
         let before = pool.stats().store;
-        watched.begin();
+        notes.begin(Part::Commit);
         let began = Instant::now();
         let report = pool.commit()?;
         commits.push(micros(began.elapsed()));
-        phases.iter_mut().zip(watched.phases()).for_each(|(all, time)| all.push(time));
+        notes.end_commit();
         let after = pool.stats().store;
         if report.windows_added != scenario.segments {
             return Err(Error::invalid_state(format!(
@@ -180,17 +191,17 @@ fn measure(group: &Group, scenario: &Scenario, options: &Options) -> Result<Valu
             lane.trim()?;
         }
         start.all_gather("release", b"", group.deadline())?;
+        notes.begin(Part::GiveBack);
         let began = Instant::now();
         pool.commit()?;
         releases.push(micros(began.elapsed()));
     }
-    Ok(json!({
-        "alloc_us": allocs[1..],
-        "commit_us": commits[1..],
-        "phases_us": phases.iter().map(|times| &times[1..]).collect::<Vec<_>>(),
-        "release_us": releases[1..],
-        "store": traffic,
-    }))
+    let mut seen = notes.report();
+    seen["alloc_us"] = json!(allocs[1..]);
+    seen["commit_us"] = json!(commits[1..]);
+    seen["release_us"] = json!(releases[1..]);
+    seen["traffic"] = traffic;
+    Ok(seen)
 }
 
 fn fill(lanes: &[Lane], scenario: &Scenario) -> Result<Vec<Block<u8>>> {
@@ -222,8 +233,4 @@ fn nothing_due(group: &Group, options: &Options) -> Result<(f64, Vec<f64>)> {
         empty.push(micros(began.elapsed()));
     }
     Ok((check, empty))
-}
-
-fn micros(time: Duration) -> f64 {
-    time.as_nanos() as f64 / 1e3
 }

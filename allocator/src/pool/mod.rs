@@ -20,6 +20,7 @@ mod commit;
 mod due;
 mod held;
 mod lane;
+mod lane_memory;
 mod nccl;
 mod resync;
 mod share;

@@ -1,20 +1,20 @@
-//! Threads stand in for ranks, except where a rank has to be killed or open files are counted.
+//! Exchanges, with threads in place of ranks; [`connecting`] before them, and [`processes`] where a
+//! rank has to be killed or open files are counted.
+
+mod connecting;
+mod processes;
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
-use std::process::{Child, Stdio};
 use std::sync::Barrier;
-use std::time::Instant;
 
 use rustix::fs::MemfdFlags;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::{Resource, Rlimit};
 
-use super::wire::{Descriptors, Introduction, Sent};
+use super::wire::{Descriptors, Sent};
 use super::*;
-use crate::rendezvous::testing::{role, this_test_as};
 
 const SECRET: [u8; 32] = [7; 32];
 
@@ -149,167 +149,6 @@ fn received_descriptors_do_not_outlive_an_exec() {
         };
         mesh.exchange(1, &borrowed(&mine), 1, &mut check, soon()).unwrap();
     });
-}
-
-#[test]
-fn a_rank_that_leaves_before_it_connects_is_named() {
-    for gone in 0..3 {
-        let errors = with_listeners(3, |rank, listener, names| {
-            if rank == gone {
-                drop(listener);
-                return None;
-            }
-            Some(Mesh::connect(listener, rank, names, &SECRET, soon()).unwrap_err())
-        });
-        for error in errors.into_iter().flatten() {
-            assert!(error.is_peer_lost(), "{error}");
-        }
-    }
-}
-
-#[test]
-fn a_rank_that_declines_says_why_and_everybody_hears_it() {
-    let started = Instant::now();
-    for declines in 0..3u32 {
-        let errors = with_listeners(3, |rank, listener, names| {
-            if rank == declines {
-                let why = Error::out_of_memory("no room for a mesh");
-                Mesh::decline(listener, rank, names, &SECRET, &why);
-                return None;
-            }
-            // A rank may have been let in, and be told after that.
-            let mut mesh = match Mesh::connect(listener, rank, names, &SECRET, soon()) {
-                Ok(mesh) => mesh,
-                Err(error) => return Some(error),
-            };
-            Some(mesh.exchange(1, &[], 0, &mut keep_nothing, soon()).unwrap_err())
-        });
-        for (rank, error) in errors.into_iter().enumerate() {
-            let Some(error) = error else { continue };
-            assert!(error.is_peer_lost(), "rank {rank}: {error}");
-            // Who dials may find the other's socket closed before it could be told, be it that of
-            // the first to give up or of one that heard of it; rank 0 dials nobody.
-            let told = error.to_string().contains("it gave up: no room for a mesh");
-            assert!(told || rank > 0, "rank {rank}: {error}");
-        }
-    }
-    assert!(started.elapsed() < Duration::from_secs(30), "nobody waited for a deadline");
-}
-
-#[test]
-fn a_rank_that_does_not_come_is_named_when_time_is_up() {
-    let barrier = Barrier::new(3);
-    with_listeners(3, |rank, listener, names| {
-        if rank == 2 {
-            // It exists, but does not connect.
-            barrier.wait();
-            drop(listener);
-            return;
-        }
-        let error = Mesh::connect(listener, rank, names, &SECRET, short()).unwrap_err();
-        barrier.wait();
-        assert!(error.is_timeout(), "{error}");
-        assert!(error.ranks().contains(&2), "{error}");
-    });
-}
-
-fn stranger(name: &str) -> OwnedFd {
-    let socket = rustix::net::socket_with(
-        AddressFamily::UNIX,
-        SocketType::SEQPACKET,
-        SocketFlags::CLOEXEC,
-        None,
-    )
-    .unwrap();
-    let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
-    rustix::net::connect(&socket, &address).unwrap();
-    socket
-}
-
-#[test]
-fn intruders_are_turned_away_and_disturb_nobody() {
-    let intruded = Barrier::new(3);
-    with_listeners(3, |rank, listener, names| {
-        let mut intruders = Vec::new();
-        if rank == 2 {
-            for name in names {
-                // One that stays silent, one that leaves, one with garbage and a descriptor, one
-                // with another secret, one with the right secret that claims to be rank 0 (which
-                // nobody waits for), and one that means another rank.
-                intruders.push(stranger(name));
-                drop(stranger(name));
-                let garbage = stranger(name);
-                wire::send(&garbage, b"let me in", &[garbage.as_fd()]).unwrap();
-                intruders.push(garbage);
-                let to = names.iter().position(|n| n == name).unwrap() as u32;
-                for claim in [
-                    Introduction::new(&[8; 32], 2, to),
-                    Introduction::new(&SECRET, 0, to),
-                    Introduction::new(&SECRET, 2, to + 1),
-                    Introduction::new(&SECRET, u32::MAX, to),
-                ] {
-                    let liar = stranger(name);
-                    wire::send(&liar, &message::encode(&claim).unwrap(), &[]).unwrap();
-                    intruders.push(liar);
-                }
-            }
-        }
-        intruded.wait();
-        let mut mesh = Mesh::connect(listener, rank, names, &SECRET, soon()).unwrap();
-        exchange_tagged(&mut mesh, rank, 3, 1, 10);
-        for intruder in intruders {
-            // Turned away: nothing was said, and the connection is closed (or reset).
-            let mut said = [0; 64];
-            match rustix::net::recv(&intruder, &mut said, rustix::net::RecvFlags::empty()) {
-                Ok((length, _)) => assert_eq!(length, 0),
-                Err(error) => assert_eq!(error, Errno::CONNRESET),
-            }
-        }
-    });
-}
-
-#[test]
-fn an_impostor_in_a_peers_place_is_refused() {
-    let listener = Listener::bind().unwrap();
-    let impostor = Listener::bind().unwrap();
-    let names = [impostor.name().to_owned(), listener.name().to_owned()];
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            let names: Vec<&str> = names.iter().map(String::as_str).collect();
-            // It turns us away, as we do it, and hangs up when its time is out.
-            Mesh::connect(impostor, 0, &names, &[9; 32], short()).unwrap_err();
-        });
-        let names: Vec<&str> = names.iter().map(String::as_str).collect();
-        let error = Mesh::connect(listener, 1, &names, &SECRET, soon()).unwrap_err();
-        assert!(error.is_peer_lost() && error.ranks() == [0], "{error}");
-    });
-    let socket = stranger_that_answers_wrongly();
-    assert!(socket.is_refused() && socket.to_string().contains("rank 0"), "{socket}");
-}
-
-/// What a rank says whose peer's socket answers with the proof of another secret.
-fn stranger_that_answers_wrongly() -> Error {
-    let listener = Listener::bind().unwrap();
-    let name = "symmpool-test-".to_owned() + listener.name();
-    let flags = SocketFlags::CLOEXEC;
-    let fake =
-        rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
-    let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
-    rustix::net::bind(&fake, &address).unwrap();
-    rustix::net::listen(&fake, 1).unwrap();
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            let guest = rustix::net::accept(&fake).unwrap();
-            let answer = message::encode(&Introduction::new(&[9; 32], 0, 1)).unwrap();
-            wire::send(&guest, &answer, &[]).unwrap();
-            // Until the other side hangs up.
-            let _ = File::from(guest).read(&mut [0; 4096]);
-        });
-        let names = [name.as_str(), listener.name()];
-        let names: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
-        let names: Vec<&str> = names.iter().map(String::as_str).collect();
-        Mesh::connect(listener, 1, &names, &SECRET, soon()).unwrap_err()
-    })
 }
 
 #[test]
@@ -458,132 +297,4 @@ fn descriptors_beyond_what_was_announced_are_an_error() {
             }
         });
     }
-}
-
-#[test]
-fn nothing_stays_open() {
-    const NAME: &str = "rendezvous::mesh::tests::nothing_stays_open";
-    if role().is_none() {
-        // Other tests of this process open files too, so this one counts in a process of its own.
-        let status = this_test_as(NAME, "count").stdout(Stdio::null()).status().unwrap();
-        assert!(status.success());
-        return;
-    }
-    let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
-    let before = open();
-    let done = Barrier::new(3);
-    with_meshes(3, |rank, mut mesh| {
-        exchange_tagged(&mut mesh, rank, 3, 1, 300);
-        done.wait();
-        if rank == 0 {
-            return;
-        }
-        // Descriptors on their way to a rank that gave up are closed as well.
-        let mine: Vec<OwnedFd> = (0..300).map(|index| tagged(rank, index)).collect();
-        mesh.exchange(2, &borrowed(&mine), 300, &mut keep_nothing, soon()).unwrap_err();
-    });
-    assert_eq!(open(), before);
-}
-
-#[test]
-fn at_the_limit_of_open_files_it_says_so() {
-    const NAME: &str = "rendezvous::mesh::tests::at_the_limit_of_open_files_it_says_so";
-    if role().is_none() {
-        let status = this_test_as(NAME, "limited").stdout(Stdio::null()).status().unwrap();
-        assert!(status.success());
-        return;
-    }
-    with_meshes(2, |rank, mut mesh| {
-        let mine: Vec<OwnedFd> = (0..20).map(|index| tagged(rank, index)).collect();
-        exchange_tagged(&mut mesh, rank, 2, 1, 0);
-        if rank == 1 {
-            let used = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
-            let limit = rustix::process::getrlimit(Resource::Nofile);
-            let few = Rlimit { current: Some(used + 5), maximum: limit.maximum };
-            rustix::process::setrlimit(Resource::Nofile, few).unwrap();
-        }
-        exchange_tagged(&mut mesh, rank, 2, 2, 0);
-        let mut kept = Vec::new();
-        let mut keep = |_, _, fds| {
-            kept.push(fds);
-            Ok(())
-        };
-        let first = mesh.exchange(3, &borrowed(&mine), 20, &mut keep, soon());
-        // Both ranks are this process; whichever is first runs out, the other hears of it, if
-        // only in the next exchange.
-        let next = first.and_then(|_| mesh.exchange(4, &[], 0, &mut keep, soon()));
-        let error = next.unwrap_err();
-        assert!(error.is_out_of_memory() || error.is_peer_lost(), "{error}");
-        assert!(error.to_string().contains("RLIMIT_NOFILE"), "{error}");
-    });
-}
-
-/// A rank in a process of its own: it takes part in a mesh, says so and exchanges without end.
-fn rank_to_be_killed() {
-    let read_line = || {
-        let mut line = String::new();
-        std::io::stdin().lock().read_line(&mut line).unwrap();
-        line.trim().to_owned()
-    };
-    let listener = Listener::bind().unwrap();
-    println!("\nlistening {}", listener.name());
-    let names = read_line();
-    let names: Vec<&str> = names.split(' ').collect();
-    let mut mesh = Mesh::connect(listener, 1, &names, &SECRET, soon()).unwrap();
-    let mine: Vec<OwnedFd> = (0..300).map(|index| tagged(1, index)).collect();
-    for round in 1.. {
-        let done = mesh.exchange(round, &borrowed(&mine), 300, &mut keep_nothing, soon());
-        if done.is_err() {
-            return;
-        }
-        if round == 3 {
-            println!("\nexchanging");
-        }
-    }
-}
-
-fn line_with(child: &mut BufReader<std::process::ChildStdout>, word: &str) -> String {
-    loop {
-        let mut line = String::new();
-        assert_ne!(child.read_line(&mut line).unwrap(), 0, "the child left");
-        if let Some(rest) = line.trim().strip_prefix(word) {
-            return rest.trim().to_owned();
-        }
-    }
-}
-
-#[test]
-fn a_process_killed_in_an_exchange_is_named_by_all() {
-    const NAME: &str = "rendezvous::mesh::tests::a_process_killed_in_an_exchange_is_named_by_all";
-    if role().is_some() {
-        rank_to_be_killed();
-        return;
-    }
-    let mut child: Child =
-        this_test_as(NAME, "rank 1").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-    let mut output = BufReader::new(child.stdout.take().unwrap());
-    let theirs = line_with(&mut output, "listening");
-    let (zero, two) = (Listener::bind().unwrap(), Listener::bind().unwrap());
-    let names = [zero.name().to_owned(), theirs, two.name().to_owned()];
-    writeln!(child.stdin.as_ref().unwrap(), "{}", names.join(" ")).unwrap();
-    let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    let run = |rank: u32, listener: Listener| {
-        let mut mesh = Mesh::connect(listener, rank, &names, &SECRET, soon()).unwrap();
-        let mine: Vec<OwnedFd> = (0..300).map(|index| tagged(rank, index)).collect();
-        let until_lost = (1..).find_map(|round| {
-            mesh.exchange(round, &borrowed(&mine), 300, &mut keep_nothing, soon()).err()
-        });
-        until_lost.unwrap()
-    };
-    std::thread::scope(|scope| {
-        let ranks = [scope.spawn(|| run(0, zero)), scope.spawn(|| run(2, two))];
-        line_with(&mut output, "exchanging");
-        child.kill().unwrap();
-        for rank in ranks {
-            let error = rank.join().unwrap();
-            assert!(error.is_peer_lost(), "{error}");
-            assert_eq!(error.ranks(), [1], "{error}");
-        }
-    });
-    child.wait().unwrap();
 }

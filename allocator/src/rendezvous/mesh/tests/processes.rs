@@ -1,0 +1,141 @@
+//! What needs a process of its own: its open files are counted or limited, or it is killed.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::OwnedFd;
+use std::process::{Child, Stdio};
+use std::sync::Barrier;
+
+use rustix::process::{Resource, Rlimit};
+
+use super::{SECRET, borrowed, exchange_tagged, keep_nothing, soon, tagged, with_meshes};
+use crate::rendezvous::mesh::{Listener, Mesh};
+use crate::rendezvous::testing::{role, this_test_as};
+
+#[test]
+fn nothing_stays_open() {
+    const NAME: &str = "rendezvous::mesh::tests::processes::nothing_stays_open";
+    if role().is_none() {
+        // Other tests of this process open files too, so this one counts in a process of its own.
+        let status = this_test_as(NAME, "count").stdout(Stdio::null()).status().unwrap();
+        assert!(status.success());
+        return;
+    }
+    let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let before = open();
+    let done = Barrier::new(3);
+    with_meshes(3, |rank, mut mesh| {
+        exchange_tagged(&mut mesh, rank, 3, 1, 300);
+        done.wait();
+        if rank == 0 {
+            return;
+        }
+        // Descriptors on their way to a rank that gave up are closed as well.
+        let mine: Vec<OwnedFd> = (0..300).map(|index| tagged(rank, index)).collect();
+        mesh.exchange(2, &borrowed(&mine), 300, &mut keep_nothing, soon()).unwrap_err();
+    });
+    assert_eq!(open(), before);
+}
+
+#[test]
+fn at_the_limit_of_open_files_it_says_so() {
+    const NAME: &str = "rendezvous::mesh::tests::processes::at_the_limit_of_open_files_it_says_so";
+    if role().is_none() {
+        let status = this_test_as(NAME, "limited").stdout(Stdio::null()).status().unwrap();
+        assert!(status.success());
+        return;
+    }
+    with_meshes(2, |rank, mut mesh| {
+        let mine: Vec<OwnedFd> = (0..20).map(|index| tagged(rank, index)).collect();
+        exchange_tagged(&mut mesh, rank, 2, 1, 0);
+        if rank == 1 {
+            let used = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
+            let limit = rustix::process::getrlimit(Resource::Nofile);
+            let few = Rlimit { current: Some(used + 5), maximum: limit.maximum };
+            rustix::process::setrlimit(Resource::Nofile, few).unwrap();
+        }
+        exchange_tagged(&mut mesh, rank, 2, 2, 0);
+        let mut kept = Vec::new();
+        let mut keep = |_, _, fds| {
+            kept.push(fds);
+            Ok(())
+        };
+        let first = mesh.exchange(3, &borrowed(&mine), 20, &mut keep, soon());
+        // Both ranks are this process; whichever is first runs out, the other hears of it, if
+        // only in the next exchange.
+        let next = first.and_then(|_| mesh.exchange(4, &[], 0, &mut keep, soon()));
+        let error = next.unwrap_err();
+        assert!(error.is_out_of_memory() || error.is_peer_lost(), "{error}");
+        assert!(error.to_string().contains("RLIMIT_NOFILE"), "{error}");
+    });
+}
+
+/// A rank in a process of its own: it takes part in a mesh, says so and exchanges without end.
+fn rank_to_be_killed() {
+    let read_line = || {
+        let mut line = String::new();
+        std::io::stdin().lock().read_line(&mut line).unwrap();
+        line.trim().to_owned()
+    };
+    let listener = Listener::bind().unwrap();
+    println!("\nlistening {}", listener.name());
+    let names = read_line();
+    let names: Vec<&str> = names.split(' ').collect();
+    let mut mesh = Mesh::connect(listener, 1, &names, &SECRET, soon()).unwrap();
+    let mine: Vec<OwnedFd> = (0..300).map(|index| tagged(1, index)).collect();
+    for round in 1.. {
+        let done = mesh.exchange(round, &borrowed(&mine), 300, &mut keep_nothing, soon());
+        if done.is_err() {
+            return;
+        }
+        if round == 3 {
+            println!("\nexchanging");
+        }
+    }
+}
+
+fn line_with(child: &mut BufReader<std::process::ChildStdout>, word: &str) -> String {
+    loop {
+        let mut line = String::new();
+        assert_ne!(child.read_line(&mut line).unwrap(), 0, "the child left");
+        if let Some(rest) = line.trim().strip_prefix(word) {
+            return rest.trim().to_owned();
+        }
+    }
+}
+
+#[test]
+fn a_process_killed_in_an_exchange_is_named_by_all() {
+    const NAME: &str =
+        "rendezvous::mesh::tests::processes::a_process_killed_in_an_exchange_is_named_by_all";
+    if role().is_some() {
+        rank_to_be_killed();
+        return;
+    }
+    let mut child: Child =
+        this_test_as(NAME, "rank 1").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut output = BufReader::new(child.stdout.take().unwrap());
+    let theirs = line_with(&mut output, "listening");
+    let (zero, two) = (Listener::bind().unwrap(), Listener::bind().unwrap());
+    let names = [zero.name().to_owned(), theirs, two.name().to_owned()];
+    writeln!(child.stdin.as_ref().unwrap(), "{}", names.join(" ")).unwrap();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let run = |rank: u32, listener: Listener| {
+        let mut mesh = Mesh::connect(listener, rank, &names, &SECRET, soon()).unwrap();
+        let mine: Vec<OwnedFd> = (0..300).map(|index| tagged(rank, index)).collect();
+        let until_lost = (1..).find_map(|round| {
+            mesh.exchange(round, &borrowed(&mine), 300, &mut keep_nothing, soon()).err()
+        });
+        until_lost.unwrap()
+    };
+    std::thread::scope(|scope| {
+        let ranks = [scope.spawn(|| run(0, zero)), scope.spawn(|| run(2, two))];
+        line_with(&mut output, "exchanging");
+        child.kill().unwrap();
+        for rank in ranks {
+            let error = rank.join().unwrap();
+            assert!(error.is_peer_lost(), "{error}");
+            assert_eq!(error.ranks(), [1], "{error}");
+        }
+    });
+    child.wait().unwrap();
+}
