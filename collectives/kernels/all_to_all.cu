@@ -1,9 +1,9 @@
 //! All-to-all with any counts. Defines: WORLD, THREADS, SHOTS.
 //!
 //! How a pair's data travels follows from its count and the receiver's output, which both ranks
-//! know alike: little goes as lines into the receiver's inbox, in one hop; more goes straight into an
-//! output that is a window, once the receiver's row has come, which says where; and what goes into
-//! other outputs passes through the receiver's scratch in rounds.
+//! know alike: its beginning goes as lines into the receiver's inbox, in one hop; the rest, if any, goes
+//! straight into an output that is a window, once the receiver's row has come, which says where; and
+//! what goes into other outputs passes through the receiver's scratch in rounds.
 //!
 //! An output is written from the moment on when its rank's row has come: so that rank's stream is
 //! past whatever read what the call before left there. The kernel ends when all data has come that
@@ -328,6 +328,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         } else {
             push(exchange);
         }
+        // Meanwhile what was stored is on its way still.
+        if (!receive_lines(exchange)) {
+            return;
+        }
         raise_pushed(exchange);
         bool staged = false;
         for (u32 peer = 0; peer < WORLD; ++peer) {
@@ -338,6 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 return;
             }
         }
+        return;
     }
     receive_lines(exchange);
 }

@@ -36,10 +36,10 @@ struct Exchange {
     __device__ __forceinline__ u32 rank() const { return session.comm.rank; }
     __device__ __forceinline__ u64 bytes(u64 count) const { return count * traffic.size; }
 
-    // How many bytes of a part go as lines: all or none.
+    // How many bytes of a part go as lines: its beginning, which is on its way while the rows are.
     __device__ __forceinline__ u64 in_lines(u64 count) const {
         const u64 length = bytes(count);
-        return length <= traffic.line_bytes ? length : 0;
+        return length < traffic.line_bytes ? length : traffic.line_bytes;
     }
     __device__ __forceinline__ bool by_lines(u32 from, u32 to) const {
         return bytes(table.sent(from, to)) <= traffic.line_bytes;
@@ -79,13 +79,18 @@ struct Exchange {
         const u64 most = bytes(sends(rank()));
         return Route{input(rank()), target.begin, target.bytes < most ? target.bytes : most};
     }
+    // What is behind the lines of a part, as far as there is room.
+    __device__ __forceinline__ u64 behind_lines(u32 from, u32 to) const {
+        const u64 most = bytes(table.fitting(from, to));
+        return most > traffic.line_bytes ? most - traffic.line_bytes : 0;
+    }
     // What goes straight into a peer's output; nothing if its data goes another way.
     __device__ __forceinline__ Route push(u32 to) const {
         const Comm& comm = session.comm;
         char* begin = comm.base + to * comm.stride + table.words[to][PLACE] +
                       bytes(table.offset(rank(), to));
-        return Route{input(to), begin,
-                     straight(rank(), to) ? bytes(table.fitting(rank(), to)) : 0};
+        return Route{input(to) + traffic.line_bytes, begin + traffic.line_bytes,
+                     straight(rank(), to) ? behind_lines(rank(), to) : 0};
     }
 
     // Once the rank's own row is there, of counts on the device. By all threads of a block.

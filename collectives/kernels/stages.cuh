@@ -19,11 +19,12 @@ struct Stage {
 
     __device__ __forceinline__ Stage(const Exchange& exchange, u32 sender, u32 receiver, u32 stage) {
         const Comm& comm = exchange.session.comm;
-        const u64 length = exchange.staged(sender, receiver)
-            ? exchange.bytes(exchange.table.fitting(sender, receiver)) : 0;
+        const u64 length =
+            exchange.staged(sender, receiver) ? exchange.behind_lines(sender, receiver) : 0;
         const u64 each = ((length + STAGES - 1) / STAGES + 127) / 128 * 128;
-        from = stage * each < length ? stage * each : length;
-        to = from + each < length ? from + each : length;
+        const u64 first = stage * each < length ? stage * each : length;
+        from = exchange.traffic.line_bytes + first;
+        to = from + (each < length - first ? each : length - first);
         chunk = 16 * (half(comm) / STAGES / 8 * 8);
         rounds = static_cast<u32>((to - from + chunk - 1) / chunk);
     }

@@ -24,7 +24,8 @@ const DEVICE: u8 = 4;
 /// Bytes of data in a line: `PAYLOAD` in `line.cuh`.
 const LINE_PAYLOAD: u64 = 120;
 /// What a rank sends to all others as lines, if all get as much: what its threads hold at once. More
-/// would be looked for in vain too often while it is on its way.
+/// would be looked for in vain too often while it is on its way. It takes as long as rows do, which
+/// more has to wait for.
 const LINE_BYTES: u64 = 2 << 20;
 /// Blocks that keep all links busy.
 const MOST_BLOCKS: u32 = 132;
@@ -106,8 +107,8 @@ impl CudaEngine {
             counts.into_iter().enumerate().filter(move |(peer, _)| *peer != rank)
         };
         let parts = || others(sent).chain(others(received)).map(|(_, count)| count * size);
-        let in_lines = parts().filter(|bytes| *bytes <= line_bytes);
-        let lines = in_lines.max().unwrap_or(0).div_ceil(LINE_PAYLOAD);
+        let longest = parts().max().unwrap_or(0);
+        let lines = longest.min(line_bytes).div_ceil(LINE_PAYLOAD);
         let traffic = Traffic {
             send: sent,
             receive: received,
@@ -125,7 +126,7 @@ impl CudaEngine {
             wide: 0,
             unused: 0,
         };
-        let work = if parts().all(|bytes| bytes <= line_bytes) {
+        let work = if longest <= line_bytes {
             // Eight threads a line; a rank's own part takes less.
             (LINES, (128 * lines * (world as u64 - 1)).max(sent[rank] * size))
         } else {
@@ -217,11 +218,16 @@ impl CudaEngine {
         Call::new(Operation::AllToAllV).elements(dtype, row).algorithm(algorithm)
     }
 
-    /// What a pair may exchange as lines: the same on every rank.
+    /// What of a part goes as lines: the same on every rank. Whole lines of 128 bytes where they are
+    /// read and written, so that what is behind them is aligned as the part is.
     fn line_bytes(&self) -> u64 {
-        let most = self.control.pair_lines(self.world()) * LINE_PAYLOAD;
+        const UNIT: u64 = 16 * LINE_PAYLOAD;
+        let most = self.control.pair_lines(self.world()) * LINE_PAYLOAD / UNIT * UNIT;
         match self.all_to_all {
-            AllToAllAlgorithm::Auto => most.min(LINE_BYTES / u64::from(self.world().max(2) - 1)),
+            AllToAllAlgorithm::Auto => {
+                let each = LINE_BYTES / u64::from(self.world().max(2) - 1);
+                most.min(each.next_multiple_of(UNIT))
+            }
             AllToAllAlgorithm::Packet => most,
             AllToAllAlgorithm::Direct | AllToAllAlgorithm::Copy => 0,
         }

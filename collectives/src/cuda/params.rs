@@ -85,8 +85,9 @@ pub(super) struct Traffic {
     pub(super) capacity: u64,
     /// Where the output is in the slot.
     pub(super) window: u64,
+    /// So much of a part goes as lines, from its beginning on.
     pub(super) line_bytes: u64,
-    /// Of the longest part that goes as lines, where the host knows it.
+    /// Of the part with the most, where the host knows it.
     pub(super) lines: u32,
     pub(super) size: u32,
     pub(super) wide: u32,
