@@ -16,7 +16,7 @@ use symmpool_allocator::{Error, Stream};
 use symmpool_collectives::DType;
 
 use crate::block::Block;
-use crate::convert::{Device, dtype_from_name, dtype_names, long_name};
+use crate::convert::{self, Device, dtype_from_name, long_name, reduced_names};
 use crate::dlpack;
 use crate::errors::exception;
 use crate::exchange::Exchange;
@@ -76,8 +76,7 @@ pub(crate) struct Torch {
 
 impl Torch {
     fn look_up(torch: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let dtypes = DType::ALL
-            .into_iter()
+        let dtypes = convert::named()
             // A torch that lacks one has no tensors of it.
             .filter_map(|dtype| Some((torch.getattr(long_name(dtype)).ok()?.unbind(), dtype)))
             .collect();
@@ -188,9 +187,22 @@ fn of_exchange(object: &Bound<'_, PyAny>, exchange: &Exchange, device: Device) -
     };
     // SAFETY: torch gave these pointers just now, and the tensor is held by the caller.
     let count = unsafe { found.contiguous_count() }?;
+    // What is to be conjugated, or negated, when it is read: no word here tells. Imaginary parts of the
+    // former lie one after the other only where there is one.
+    let lazy = found.dtype.code == COMPLEX || (count == 1 && is_lazy(object).ok()?.is_some());
     let address = (found.data as usize).checked_add(usize::try_from(found.byte_offset).ok()?)?;
     let dtype = dlpack::element(&found.dtype)?;
-    (here && address != 0 && count != 0).then_some(Tensor { address, count, dtype })
+    (here && !lazy && address != 0 && count != 0).then_some(Tensor { address, count, dtype })
+}
+
+/// What torch calls doing at last what a tensor's memory does not show yet, if there is such.
+fn is_lazy(tensor: &Bound<'_, PyAny>) -> PyResult<Option<&'static str>> {
+    let py = tensor.py();
+    if tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()? {
+        return Ok(Some("resolve_neg"));
+    }
+    let conjugate = tensor.call_method0(intern!(py, "is_conj"))?.is_truthy()?;
+    Ok(conjugate.then_some("resolve_conj"))
 }
 
 #[inline]
@@ -216,9 +228,15 @@ fn of_torch(
         ));
     }
     let dtype = tensor.getattr(intern!(py, "dtype"))?;
-    let Some((_, dtype)) = torch.dtypes.iter().find(|(known, _)| dtype.is(known)) else {
-        return Err(wrong_dtype(name, &dtype.str()?.to_cow()?));
+    let dtype = match torch.dtypes.iter().find(|(known, _)| dtype.is(known)) {
+        Some((_, dtype)) => *dtype,
+        None => nameless(name, tensor, &dtype)?,
     };
+    if let Some(resolve) = is_lazy(tensor)? {
+        return Err(Refusal::Invalid(format!(
+            "{name}: its memory is not what it shows; pass tensor.{resolve}()"
+        )));
+    }
     if !tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()? {
         return Err(not_contiguous(name));
     }
@@ -229,7 +247,25 @@ fn of_torch(
         let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
         address = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
     }
-    Ok(Tensor { address, count, dtype: *dtype })
+    Ok(Tensor { address, count, dtype })
+}
+
+/// Elements of torch that have no name here.
+#[cold]
+fn nameless(
+    name: &str,
+    tensor: &Bound<'_, PyAny>,
+    dtype: &Bound<'_, PyAny>,
+) -> Result<DType, Refusal> {
+    let found = dtype.str()?;
+    if tensor.getattr("is_quantized")?.is_truthy()? {
+        return Err(Refusal::Invalid(format!(
+            "{name}: elements of {found} mean nothing without their scale; pass \
+             tensor.int_repr(), and what the scale is"
+        )));
+    }
+    let size = tensor.call_method0("element_size")?.extract()?;
+    DType::of_bytes(size).ok_or_else(|| wrong_size(name, &found.to_string_lossy(), size))
 }
 
 fn of_block(name: &'static str, block: &Block, device: Device) -> Result<Tensor, Refusal> {
@@ -252,6 +288,9 @@ struct ArrayInterface {
     data: *mut c_void,
     descr: *mut c_void,
 }
+
+/// DLPack's code of complex numbers.
+const COMPLEX: u8 = 5;
 
 const C_CONTIGUOUS: c_int = 0x1;
 const ALIGNED: c_int = 0x100;
@@ -294,13 +333,19 @@ fn of_numpy(
         (b'i', 8) => Some(DType::I64),
         (b'i', 1) => Some(DType::I8),
         (b'u', 1) => Some(DType::U8),
-        // Those of ml_dtypes are no types of numpy's own.
-        (b'V' | b'f', size) => {
-            dtype_from_name(&dtype_name(array)?).filter(|dtype| dtype.size() == size as usize)
-        }
+        (b'b', 1) => Some(DType::Bool),
+        (b'i', 2) => Some(DType::I16),
+        (b'u', 2) => Some(DType::U16),
+        (b'u', 4) => Some(DType::U32),
+        (b'u', 8) => Some(DType::U64),
+        (b'c', 8) => Some(DType::Complex64),
+        (b'c', 16) => Some(DType::Complex128),
         _ => None,
     };
-    let Some(dtype) = dtype else { return Err(wrong_dtype(name, &dtype_name(array)?)) };
+    let dtype = match dtype {
+        Some(dtype) => dtype,
+        None => other_of_numpy(name, array, found.itemsize as usize)?,
+    };
     let mut count = 1_usize;
     for at in 0..found.nd as usize {
         // SAFETY: the shape has `nd` lengths.
@@ -311,10 +356,50 @@ fn of_numpy(
     Ok(Tensor { address: found.data as usize, count, dtype })
 }
 
-#[cold]
-fn dtype_name(array: &Bound<'_, PyAny>) -> PyResult<String> {
+/// Elements that are no numbers of numpy's own: of ml_dtypes, or dates, text and records.
+fn other_of_numpy(name: &str, array: &Bound<'_, PyAny>, size: usize) -> Result<DType, Refusal> {
     let py = array.py();
-    array.getattr(intern!(py, "dtype"))?.getattr(intern!(py, "name"))?.extract()
+    let dtype = array.getattr(intern!(py, "dtype"))?;
+    let found: String = dtype.getattr(intern!(py, "name"))?.extract()?;
+    if let Some(known) = dtype_from_name(&found).filter(|known| known.size() == size) {
+        return Ok(known);
+    }
+    if dtype.getattr(intern!(py, "hasobject"))?.is_truthy()? {
+        return Err(Refusal::Invalid(format!(
+            "{name}: elements of {found} refer to objects of this process"
+        )));
+    }
+    DType::of_bytes(size).ok_or_else(|| wrong_size(name, &found, size))
+}
+
+/// What an element type is called by whoever made the tensor: also where all that travels of its name
+/// is its size.
+#[cold]
+fn name_of_dtype(object: &Bound<'_, PyAny>) -> PyResult<String> {
+    let name = object.getattr("dtype")?.str()?;
+    let name = name.to_cow()?;
+    Ok(name.strip_prefix("torch.").unwrap_or(&name).to_owned())
+}
+
+/// Refuses a tensor that no reduction takes.
+#[inline]
+pub(crate) fn is_reduced(
+    name: &'static str,
+    object: &Bound<'_, PyAny>,
+    found: &Tensor,
+) -> Result<(), Refusal> {
+    if found.dtype.is_reduced() { Ok(()) } else { Err(only_moved(name, object)) }
+}
+
+#[cold]
+fn only_moved(name: &str, object: &Bound<'_, PyAny>) -> Refusal {
+    match name_of_dtype(object) {
+        Ok(found) => Refusal::Invalid(format!(
+            "{name}: elements of {found} are moved, not reduced; reductions take {}",
+            reduced_names()
+        )),
+        Err(error) => Refusal::Raised(error),
+    }
 }
 
 #[cold]
@@ -323,8 +408,11 @@ fn elsewhere(name: &str, found: &str, device: Device) -> Refusal {
 }
 
 #[cold]
-fn wrong_dtype(name: &str, found: &str) -> Refusal {
-    Refusal::Invalid(format!("{name}: elements of {found}; there are {}", dtype_names()))
+fn wrong_size(name: &str, found: &str, size: usize) -> Refusal {
+    Refusal::Invalid(format!(
+        "{name}: elements of {found}, {size} bytes each, where those of 1, 2, 4, 8 and 16 travel; \
+         pass a view of it as such"
+    ))
 }
 
 #[cold]
