@@ -316,6 +316,13 @@ fn of_numpy(
     if found.two != 2 || found.nd < 0 {
         return Err(Refusal::Invalid(format!("{name}: an array interface of an unknown version")));
     }
+    if found.flags == 0 && found.typekind == b'V' {
+        // Of fields numpy tells much, but not this.
+        return Err(Refusal::Invalid(format!(
+            "{name}: numpy does not tell how records lie; pass array.view(\"V{}\")",
+            found.itemsize
+        )));
+    }
     if found.flags & NATIVE == 0 {
         return Err(Refusal::Invalid(format!("{name}: its elements are not in native byte order")));
     }
