@@ -3,23 +3,26 @@
 //!
 //! Neither package is imported here: a caller that passes a tensor of one has done so.
 
-#![allow(unsafe_code)] // reads numpy's C structure of an array
-
-use std::ffi::{c_int, c_void};
+#![allow(unsafe_code)] // reads a tensor's shape where torch says it is
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyCapsule, PyInt, PyType};
+use pyo3::types::{PyInt, PyType};
 use symmpool_allocator::{Error, Stream};
 use symmpool_collectives::DType;
 
 use crate::block::Block;
-use crate::convert::{self, Device, dtype_from_name, long_name, reduced_names};
+use crate::convert::{self, Device, long_name, reduced_names};
 use crate::dlpack;
 use crate::errors::exception;
 use crate::exchange::Exchange;
+use crate::ndarray;
+
+/// DLPack's code of real floats, and of complex numbers.
+const FLOAT: u8 = 2;
+const COMPLEX: u8 = 5;
 
 /// A contiguous tensor: `count` elements from `address` on.
 #[derive(Clone, Copy, Debug)]
@@ -127,17 +130,6 @@ pub(crate) fn torch(py: Python<'_>) -> Option<&'static Torch> {
     Some(TORCH.get_or_init(py, || found))
 }
 
-/// numpy's array type, if the program has imported numpy.
-fn ndarray(py: Python<'_>) -> Option<&'static Py<PyType>> {
-    static NDARRAY: PyOnceLock<Py<PyType>> = PyOnceLock::new();
-    if let Some(ndarray) = NDARRAY.get(py) {
-        return Some(ndarray);
-    }
-    let found = imported(py, "numpy", "ndarray")?.getattr("ndarray").ok()?;
-    let found = found.cast_into::<PyType>().ok()?.unbind();
-    Some(NDARRAY.get_or_init(py, || found))
-}
-
 /// Where a tensor on `device` lies. `name` is the argument's, for messages; `write` asks for memory
 /// that may be written to.
 #[inline]
@@ -165,10 +157,10 @@ pub(crate) fn read(
     if let Ok(block) = object.cast::<Block>() {
         return of_block(name, block.get(), device);
     }
-    if let Some(ndarray) = ndarray(py)
-        && kind.is_subclass(ndarray.bind(py))?
+    if let Some(array) = ndarray::kind(py)
+        && kind.is_subclass(array.bind(py))?
     {
-        return of_numpy(name, object, device, write);
+        return ndarray::read(name, object, device, write);
     }
     let message =
         format!("{name}: a torch.Tensor, numpy.ndarray or symmpool.Block is needed, not {kind}");
@@ -187,18 +179,23 @@ fn of_exchange(object: &Bound<'_, PyAny>, exchange: &Exchange, device: Device) -
     };
     // SAFETY: torch gave these pointers just now, and the tensor is held by the caller.
     let count = unsafe { found.contiguous_count() }?;
-    // What is to be conjugated, or negated, when it is read: no word here tells. Imaginary parts of the
-    // former lie one after the other only where there is one.
-    let lazy = found.dtype.code == COMPLEX || (count == 1 && is_lazy(object).ok()?.is_some());
+    // What is to be conjugated, or negated, when it is read: no word here tells. Imaginary parts of what
+    // is to be conjugated are to be negated, and lie one after the other only where there is one.
+    let lazy = found.dtype.code == COMPLEX
+        || (found.dtype.code == FLOAT && count == 1 && is_negative(object).ok()?);
     let address = (found.data as usize).checked_add(usize::try_from(found.byte_offset).ok()?)?;
     let dtype = dlpack::element(&found.dtype)?;
     (here && !lazy && address != 0 && count != 0).then_some(Tensor { address, count, dtype })
 }
 
+fn is_negative(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    tensor.call_method0(intern!(tensor.py(), "is_neg"))?.is_truthy()
+}
+
 /// What torch calls doing at last what a tensor's memory does not show yet, if there is such.
 fn is_lazy(tensor: &Bound<'_, PyAny>) -> PyResult<Option<&'static str>> {
     let py = tensor.py();
-    if tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()? {
+    if is_negative(tensor)? {
         return Ok(Some("resolve_neg"));
     }
     let conjugate = tensor.call_method0(intern!(py, "is_conj"))?.is_truthy()?;
@@ -275,110 +272,6 @@ fn of_block(name: &'static str, block: &Block, device: Device) -> Result<Tensor,
     Ok(Tensor { address: block.address(), count: block.count(), dtype: block.element() })
 }
 
-/// `PyArrayInterface` of numpy's array protocol, version 3.
-#[repr(C)]
-struct ArrayInterface {
-    two: c_int,
-    nd: c_int,
-    typekind: u8,
-    itemsize: c_int,
-    flags: c_int,
-    shape: *const isize,
-    strides: *const isize,
-    data: *mut c_void,
-    descr: *mut c_void,
-}
-
-/// DLPack's code of complex numbers.
-const COMPLEX: u8 = 5;
-
-const C_CONTIGUOUS: c_int = 0x1;
-const ALIGNED: c_int = 0x100;
-const NATIVE: c_int = 0x200;
-const WRITEABLE: c_int = 0x400;
-
-fn of_numpy(
-    name: &'static str,
-    array: &Bound<'_, PyAny>,
-    device: Device,
-    write: bool,
-) -> Result<Tensor, Refusal> {
-    let py = array.py();
-    if device != Device::Cpu {
-        return Err(elsewhere(name, "cpu", device));
-    }
-    let capsule = array.getattr(intern!(py, "__array_struct__"))?;
-    let capsule = capsule.cast::<PyCapsule>().map_err(PyErr::from)?;
-    let pointer = capsule.pointer_checked(None)?.cast::<ArrayInterface>();
-    // SAFETY: numpy's own array type makes this capsule, of this structure, which it keeps until
-    // the capsule is gone.
-    let found = unsafe { pointer.as_ref() };
-    if found.two != 2 || found.nd < 0 {
-        return Err(Refusal::Invalid(format!("{name}: an array interface of an unknown version")));
-    }
-    if found.flags == 0 && found.typekind == b'V' {
-        // Of fields numpy tells much, but not this.
-        return Err(Refusal::Invalid(format!(
-            "{name}: numpy does not tell how records lie; pass array.view(\"V{}\")",
-            found.itemsize
-        )));
-    }
-    if found.flags & NATIVE == 0 {
-        return Err(Refusal::Invalid(format!("{name}: its elements are not in native byte order")));
-    }
-    if found.flags & (C_CONTIGUOUS | ALIGNED) != C_CONTIGUOUS | ALIGNED {
-        return Err(not_contiguous(name));
-    }
-    if write && found.flags & WRITEABLE == 0 {
-        return Err(Refusal::Invalid(format!("{name}: the array is read-only")));
-    }
-    let dtype = match (found.typekind, found.itemsize) {
-        (b'f', 4) => Some(DType::F32),
-        (b'f', 8) => Some(DType::F64),
-        (b'f', 2) => Some(DType::F16),
-        (b'i', 4) => Some(DType::I32),
-        (b'i', 8) => Some(DType::I64),
-        (b'i', 1) => Some(DType::I8),
-        (b'u', 1) => Some(DType::U8),
-        (b'b', 1) => Some(DType::Bool),
-        (b'i', 2) => Some(DType::I16),
-        (b'u', 2) => Some(DType::U16),
-        (b'u', 4) => Some(DType::U32),
-        (b'u', 8) => Some(DType::U64),
-        (b'c', 8) => Some(DType::Complex64),
-        (b'c', 16) => Some(DType::Complex128),
-        _ => None,
-    };
-    let dtype = match dtype {
-        Some(dtype) => dtype,
-        None => other_of_numpy(name, array, found.itemsize as usize)?,
-    };
-    let mut count = 1_usize;
-    for at in 0..found.nd as usize {
-        // SAFETY: the shape has `nd` lengths.
-        let length = unsafe { found.shape.add(at) };
-        // SAFETY: as above; numpy's lengths are not negative, and their product fits an address.
-        count *= unsafe { *length } as usize;
-    }
-    Ok(Tensor { address: found.data as usize, count, dtype })
-}
-
-/// Elements that are no numbers of numpy's own: of ml_dtypes, or dates, text and records.
-fn other_of_numpy(name: &str, array: &Bound<'_, PyAny>, size: usize) -> Result<DType, Refusal> {
-    let py = array.py();
-    let dtype = array.getattr(intern!(py, "dtype"))?;
-    let found: String = dtype.getattr(intern!(py, "name"))?.extract()?;
-    if let Some(known) = dtype_from_name(&found).filter(|known| known.size() == size) {
-        return Ok(known);
-    }
-    if dtype.getattr(intern!(py, "hasobject"))?.is_truthy()? {
-        return Err(Refusal::Invalid(format!(
-            "{name}: elements of {found} refer to objects of this process"
-        )));
-    }
-    DType::of_bytes(size).ok_or_else(|| wrong_size(name, &found, size))
-}
-
 /// What an element type is called by whoever made the tensor: also where all that travels of its name
 /// is its size.
 #[cold]
@@ -410,12 +303,12 @@ fn only_moved(name: &str, object: &Bound<'_, PyAny>) -> Refusal {
 }
 
 #[cold]
-fn elsewhere(name: &str, found: &str, device: Device) -> Refusal {
+pub(crate) fn elsewhere(name: &str, found: &str, device: Device) -> Refusal {
     Refusal::Invalid(format!("{name}: on {found}, but the pool is on {}", device.name()))
 }
 
 #[cold]
-fn wrong_size(name: &str, found: &str, size: usize) -> Refusal {
+pub(crate) fn wrong_size(name: &str, found: &str, size: usize) -> Refusal {
     Refusal::Invalid(format!(
         "{name}: elements of {found}, {size} bytes each, where those of 1, 2, 4, 8 and 16 travel; \
          pass a view of it as such"
@@ -423,7 +316,7 @@ fn wrong_size(name: &str, found: &str, size: usize) -> Refusal {
 }
 
 #[cold]
-fn not_contiguous(name: &str) -> Refusal {
+pub(crate) fn not_contiguous(name: &str) -> Refusal {
     Refusal::Invalid(format!("{name}: not contiguous; pass tensor.contiguous(), or a copy"))
 }
 
