@@ -14,7 +14,7 @@ from typing import Any
 from symmpool import groups, seats
 from symmpool._symmpool import Group, Pool
 from symmpool.errors import InvalidArgumentError
-from symmpool.seats import Seat, communicator, forget
+from symmpool.seats import Seat, communicator, forget, looked_up
 
 __all__ = [
     "all_gather_into_tensor",
@@ -44,7 +44,7 @@ def all_reduce(
     try:
         # As `seats.find` does: this call is made the most, and a frame more would be felt.
         at = id(seats.torch_world._default_pg if group is None else group)
-        seat: Seat | None = seats.looked_up[tensor.get_device()][at]
+        seat: Seat | None = looked_up[tensor.get_device()][at]
     except (AttributeError, KeyError):
         seat = seats.find(tensor, group)
     if seat is None:
