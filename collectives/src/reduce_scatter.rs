@@ -37,6 +37,7 @@ impl HostEngine {
         op: ReduceOp,
     ) -> Result<()> {
         self.ready()?;
+        let reduce = self.reduction("reduce_scatter", dtype, op)?;
         let size = dtype.size();
         let (part, all, own) = self.part_of_all(count, dtype);
         let data = self.resolve((input, all), (output, part), InPlace::OutputAt(own));
@@ -46,7 +47,6 @@ impl HostEngine {
             .reduce(op)
             .input(input)
             .in_place(data.in_place);
-        let reduce = self.reduction(dtype, op);
         match input {
             Place::Window(offset) if !fits_scratch(count * size, self) => {
                 self.enter(&call)?;

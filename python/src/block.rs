@@ -119,17 +119,20 @@ impl Block {
         let dtype = match dtype {
             Some(dtype) => dtype.clone(),
             None => match slf.get().dtype {
-                foreign @ (DType::Bf16 | DType::F8E4m3 | DType::F8E5m2) => {
-                    py.import("ml_dtypes")?.getattr(long_name(foreign))?
-                }
+                foreign @ (DType::Bf16
+                | DType::F8E4m3
+                | DType::F8E5m2
+                | DType::F8E4m3Fnuz
+                | DType::F8E5m2Fnuz
+                | DType::F8E8m0) => py.import("ml_dtypes")?.getattr(long_name(foreign))?,
                 _ => return Ok(array),
             },
         };
         array.call_method1("view", (dtype,))
     }
 
-    /// numpy's array interface, on the CPU. bfloat16 and the 8-bit floats show as bytes without
-    /// a meaning: numpy knows no such types by itself.
+    /// numpy's array interface, on the CPU. bfloat16, the floats of 8 and 4 bits and complex32 show
+    /// as bytes without a meaning: numpy knows no such types by itself.
     #[getter]
     fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         if self.memory.device != Device::Cpu {
@@ -138,10 +141,13 @@ impl Block {
         }
         let kind = match self.dtype {
             DType::F32 | DType::F64 | DType::F16 => "<f",
-            DType::Bf16 | DType::F8E4m3 | DType::F8E5m2 => "|V",
-            DType::I32 | DType::I64 => "<i",
+            DType::I16 | DType::I32 | DType::I64 => "<i",
+            DType::U16 | DType::U32 | DType::U64 => "<u",
+            DType::Complex64 | DType::Complex128 => "<c",
             DType::U8 => "|u",
             DType::I8 => "|i",
+            DType::Bool => "|b",
+            _ => "|V",
         };
         let dict = PyDict::new(py);
         dict.set_item("version", 3)?;

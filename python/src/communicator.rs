@@ -24,9 +24,13 @@ use crate::tensor::{self, Refusal, Tensor};
 /// as is every other (DivergedError). A rank whose own arguments are wrong raises
 /// InvalidArgumentError or TypeError, and the others DivergedError, without waiting in vain.
 ///
-/// Tensors are contiguous, on the pool's device, and of a type in float32, float64, float16,
-/// bfloat16, float8_e4m3fn, float8_e5m2, int32, int64, uint8, int8: torch's, numpy's, or a Block. Memory of the pool is used
-/// where it lies, other memory is staged; in one call all ranks pass the same kind. Arguments must
+/// Tensors are contiguous and on the pool's device: torch's, numpy's, or a Block. all_reduce and
+/// reduce_scatter take elements of float32, float64, float16, bfloat16, float8_e4m3fn, float8_e5m2,
+/// int32, int64, uint8, int8. What only moves data takes any type whose elements have 1, 2, 4, 8 or
+/// 16 bytes, such as bool, uint16 or complex64, and moves them bit by bit; ranks name the same type
+/// all the same (types that torch and numpy do not share are told apart by their size alone). Memory
+/// of the pool is used where it lies, other memory is staged; in one call all ranks pass the same
+/// kind. Arguments must
 /// not overlap, except where a call works in place. Shapes play no part, only numbers of elements,
 /// but for `all_to_all_single`'s split sizes.
 ///
@@ -110,6 +114,7 @@ impl Communicator {
         let arguments = || {
             let op = operation::reduce_op(op).map_err(Refusal::Invalid)?;
             let input = self.read("tensor", tensor, out.is_none())?;
+            tensor::is_reduced("tensor", tensor, &input)?;
             let output = match out {
                 None => input,
                 Some(out) => self.output("out", out, &input, Some(input.count))?,
@@ -143,7 +148,9 @@ impl Communicator {
         let stream = self.stream(py, stream)?;
         let arguments = || {
             let op: ReduceOp = operation::reduce_op(op).map_err(Refusal::Invalid)?;
-            let input = self.read("input", input, false)?;
+            let from = input;
+            let input = self.read("input", from, false)?;
+            tensor::is_reduced("input", from, &input)?;
             let output = self.output("output", output, &input, None)?;
             self.fits("input", input.count, self.parts(output.count), "one part for every rank")?;
             Ok((input, output, op))
@@ -210,6 +217,11 @@ impl Communicator {
     /// sends `output_split_sizes[r]`; any may be 0, and they may sum to fewer rows than there are.
     /// Where only one of both is given, parts on the other side are equal; with uneven
     /// `input_split_sizes` that would be a guess, so `output_split_sizes` are needed too.
+    ///
+    /// On CUDA, without split sizes, copy engines carry parts once 128 MiB or more leave a rank and
+    /// outputs are memory of the pool. These then lie at one offset on all ranks: allocate them in the
+    /// same order everywhere, or make the communicator with `all_to_all="direct"`. DivergedError says
+    /// so otherwise, and the communicator is closed.
     #[pyo3(signature = (
         output, input, output_split_sizes = None, input_split_sizes = None, stream = None
     ))]

@@ -37,7 +37,23 @@ pub(crate) fn long_name(dtype: DType) -> &'static str {
         DType::I8 => "int8",
         DType::F8E4m3 => "float8_e4m3fn",
         DType::F8E5m2 => "float8_e5m2",
+        DType::Bool => "bool",
+        DType::I16 => "int16",
+        DType::U16 => "uint16",
+        DType::U32 => "uint32",
+        DType::U64 => "uint64",
+        DType::F8E4m3Fnuz => "float8_e4m3fnuz",
+        DType::F8E5m2Fnuz => "float8_e5m2fnuz",
+        DType::F8E8m0 => "float8_e8m0fnu",
+        DType::F4E2m1x2 => "float4_e2m1fn_x2",
+        // Complex numbers are called alike, and what is nameless has a name of ours alone.
+        same => same.name(),
     }
+}
+
+/// The element types that have a name.
+pub(crate) fn named() -> impl Iterator<Item = DType> {
+    DType::all().filter(|dtype| DType::of_bytes(dtype.size()) != Some(*dtype))
 }
 
 /// The element type of a name: ours, or torch's and numpy's.
@@ -48,7 +64,7 @@ pub(crate) fn dtype_from_name(name: &str) -> Option<DType> {
         "double" => "float64",
         name => name,
     };
-    DType::ALL.into_iter().find(|dtype| dtype.name() == name || long_name(*dtype) == name)
+    named().find(|dtype| dtype.name() == name || long_name(*dtype) == name)
 }
 
 /// The element type that a name, a `torch.dtype` or something that numpy takes for a type means.
@@ -68,12 +84,15 @@ pub(crate) fn dtype(object: &Bound<'_, PyAny>) -> PyResult<DType> {
     let known = dtype_from_name(text.strip_prefix("torch.").unwrap_or(&text));
     // Python's own float is 64 bits to numpy and 32 bits to torch.
     let known = known.filter(|_| object.is_instance_of::<PyString>() || text != "float");
-    known.ok_or_else(|| invalid(py, format!("dtype: {text:?} is none of {}", dtype_names())))
+    known.ok_or_else(|| {
+        let names = named().map(long_name).collect::<Vec<_>>().join(", ");
+        invalid(py, format!("dtype: {text:?} is none of {names}"))
+    })
 }
 
-/// The element types there are, for messages.
-pub(crate) fn dtype_names() -> String {
-    DType::ALL.map(long_name).join(", ")
+/// The element types that reductions take, for messages.
+pub(crate) fn reduced_names() -> String {
+    DType::REDUCED.map(long_name).join(", ")
 }
 
 /// The names of all-reduce algorithms.

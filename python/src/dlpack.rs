@@ -94,20 +94,30 @@ pub(crate) fn device(device: Device) -> (i32, i32) {
 /// The element type that DLPack's words mean, if it is one of ours.
 #[inline]
 pub(crate) fn element(found: &DlDataType) -> Option<DType> {
-    if found.lanes != 1 {
-        return None;
-    }
-    Some(match (found.code, found.bits) {
-        (0, 8) => DType::I8,
-        (0, 32) => DType::I32,
-        (0, 64) => DType::I64,
-        (1, 8) => DType::U8,
-        (2, 16) => DType::F16,
-        (2, 32) => DType::F32,
-        (2, 64) => DType::F64,
-        (4, 16) => DType::Bf16,
-        (10, 8) => DType::F8E4m3,
-        (12, 8) => DType::F8E5m2,
+    Some(match (found.code, found.bits, found.lanes) {
+        (0, 8, 1) => DType::I8,
+        (0, 16, 1) => DType::I16,
+        (0, 32, 1) => DType::I32,
+        (0, 64, 1) => DType::I64,
+        (1, 8, 1) => DType::U8,
+        (1, 16, 1) => DType::U16,
+        (1, 32, 1) => DType::U32,
+        (1, 64, 1) => DType::U64,
+        (2, 16, 1) => DType::F16,
+        (2, 32, 1) => DType::F32,
+        (2, 64, 1) => DType::F64,
+        (4, 16, 1) => DType::Bf16,
+        (5, 32, 1) => DType::Complex32,
+        (5, 64, 1) => DType::Complex64,
+        (5, 128, 1) => DType::Complex128,
+        (6, 8, 1) => DType::Bool,
+        (10, 8, 1) => DType::F8E4m3,
+        (11, 8, 1) => DType::F8E4m3Fnuz,
+        (12, 8, 1) => DType::F8E5m2,
+        (13, 8, 1) => DType::F8E5m2Fnuz,
+        (14, 8, 1) => DType::F8E8m0,
+        // Two to a byte.
+        (17, 4, 2) => DType::F4E2m1x2,
         _ => return None,
     })
 }
@@ -143,12 +153,20 @@ impl DlTensor {
 
 fn data_type(dtype: DType) -> DlDataType {
     let code = match dtype {
-        DType::I8 | DType::I32 | DType::I64 => 0,
-        DType::U8 => 1,
+        DType::I8 | DType::I16 | DType::I32 | DType::I64 => 0,
+        DType::U8 | DType::U16 | DType::U32 | DType::U64 => 1,
         DType::F16 | DType::F32 | DType::F64 => 2,
+        // Of no meaning to others.
+        DType::Bytes1 | DType::Bytes2 | DType::Bytes4 | DType::Bytes8 | DType::Bytes16 => 3,
         DType::Bf16 => 4,
+        DType::Complex32 | DType::Complex64 | DType::Complex128 => 5,
+        DType::Bool => 6,
         DType::F8E4m3 => 10,
+        DType::F8E4m3Fnuz => 11,
         DType::F8E5m2 => 12,
+        DType::F8E5m2Fnuz => 13,
+        DType::F8E8m0 => 14,
+        DType::F4E2m1x2 => return DlDataType { code: 17, bits: 4, lanes: 2 },
     };
     DlDataType { code, bits: dtype.size() as u8 * 8, lanes: 1 }
 }

@@ -32,6 +32,7 @@ mod group;
 mod machine;
 mod mark;
 mod memory;
+mod ndarray;
 mod operation;
 mod own;
 mod pool;

@@ -167,7 +167,7 @@ impl Pool {
             None => torch.call_method0("get_default_dtype")?,
         };
         let element = convert::dtype(&dtype)?;
-        if matches!(element, DType::F8E4m3 | DType::F8E5m2) {
+        if is_foreign(element) {
             // Not every torch takes these by DLPack; bytes every one does.
             let block = Self::block(slf, shape, intern!(py, "uint8").as_any(), None)?;
             let bytes = torch.call_method1("from_dlpack", (block,))?;
@@ -211,10 +211,20 @@ impl Pool {
         shape: &Bound<'py, PyAny>,
         dtype: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
+        let py = slf.py();
         let tensor = Self::empty(slf, shape, dtype)?;
         // torch's returns the tensor, numpy's nothing.
-        let fill = if tensor.hasattr("fill_")? { "fill_" } else { "fill" };
-        tensor.call_method1(fill, (0,))?;
+        let of_torch = tensor.hasattr("fill_")?;
+        let fill = if of_torch { "fill_" } else { "fill" };
+        let read = tensor::read("zeros", &tensor, slf.get().device, true);
+        if read.is_ok_and(|read| is_foreign(read.dtype)) {
+            // Not every one of them has a zero that could be assigned.
+            let package = py.import(if of_torch { "torch" } else { "numpy" })?;
+            let bytes = tensor.call_method1("view", (package.getattr("uint8")?,))?;
+            bytes.call_method1(fill, (0,))?;
+        } else {
+            tensor.call_method1(fill, (0,))?;
+        }
         Ok(tensor)
     }
 
@@ -445,6 +455,12 @@ impl Pool {
         let find = py.import("symmpool.nccl")?.getattr("communicator")?;
         find.call1((group, self.device.name()))?.extract()
     }
+}
+
+/// Whether elements are floats of less than 16 bits: not every package that has them can do much with
+/// them.
+fn is_foreign(dtype: DType) -> bool {
+    dtype.size() == 1 && !matches!(dtype, DType::U8 | DType::I8 | DType::Bool)
 }
 
 /// A shape: one length, or a sequence of them.

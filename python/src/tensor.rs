@@ -3,23 +3,26 @@
 //!
 //! Neither package is imported here: a caller that passes a tensor of one has done so.
 
-#![allow(unsafe_code)] // reads numpy's C structure of an array
-
-use std::ffi::{c_int, c_void};
+#![allow(unsafe_code)] // reads a tensor's shape where torch says it is
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyCapsule, PyInt, PyType};
+use pyo3::types::{PyInt, PyType};
 use symmpool_allocator::{Error, Stream};
 use symmpool_collectives::DType;
 
 use crate::block::Block;
-use crate::convert::{Device, dtype_from_name, dtype_names, long_name};
+use crate::convert::{self, Device, long_name, reduced_names};
 use crate::dlpack;
 use crate::errors::exception;
 use crate::exchange::Exchange;
+use crate::ndarray;
+
+/// DLPack's code of real floats, and of complex numbers.
+const FLOAT: u8 = 2;
+const COMPLEX: u8 = 5;
 
 /// A contiguous tensor: `count` elements from `address` on.
 #[derive(Clone, Copy, Debug)]
@@ -76,8 +79,7 @@ pub(crate) struct Torch {
 
 impl Torch {
     fn look_up(torch: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let dtypes = DType::ALL
-            .into_iter()
+        let dtypes = convert::named()
             // A torch that lacks one has no tensors of it.
             .filter_map(|dtype| Some((torch.getattr(long_name(dtype)).ok()?.unbind(), dtype)))
             .collect();
@@ -128,17 +130,6 @@ pub(crate) fn torch(py: Python<'_>) -> Option<&'static Torch> {
     Some(TORCH.get_or_init(py, || found))
 }
 
-/// numpy's array type, if the program has imported numpy.
-fn ndarray(py: Python<'_>) -> Option<&'static Py<PyType>> {
-    static NDARRAY: PyOnceLock<Py<PyType>> = PyOnceLock::new();
-    if let Some(ndarray) = NDARRAY.get(py) {
-        return Some(ndarray);
-    }
-    let found = imported(py, "numpy", "ndarray")?.getattr("ndarray").ok()?;
-    let found = found.cast_into::<PyType>().ok()?.unbind();
-    Some(NDARRAY.get_or_init(py, || found))
-}
-
 /// Where a tensor on `device` lies. `name` is the argument's, for messages; `write` asks for memory
 /// that may be written to.
 #[inline]
@@ -166,10 +157,10 @@ pub(crate) fn read(
     if let Ok(block) = object.cast::<Block>() {
         return of_block(name, block.get(), device);
     }
-    if let Some(ndarray) = ndarray(py)
-        && kind.is_subclass(ndarray.bind(py))?
+    if let Some(array) = ndarray::kind(py)
+        && kind.is_subclass(array.bind(py))?
     {
-        return of_numpy(name, object, device, write);
+        return ndarray::read(name, object, device, write);
     }
     let message =
         format!("{name}: a torch.Tensor, numpy.ndarray or symmpool.Block is needed, not {kind}");
@@ -188,9 +179,27 @@ fn of_exchange(object: &Bound<'_, PyAny>, exchange: &Exchange, device: Device) -
     };
     // SAFETY: torch gave these pointers just now, and the tensor is held by the caller.
     let count = unsafe { found.contiguous_count() }?;
+    // What is to be conjugated, or negated, when it is read: no word here tells. Imaginary parts of what
+    // is to be conjugated are to be negated, and lie one after the other only where there is one.
+    let lazy = found.dtype.code == COMPLEX
+        || (found.dtype.code == FLOAT && count == 1 && is_negative(object).ok()?);
     let address = (found.data as usize).checked_add(usize::try_from(found.byte_offset).ok()?)?;
     let dtype = dlpack::element(&found.dtype)?;
-    (here && address != 0 && count != 0).then_some(Tensor { address, count, dtype })
+    (here && !lazy && address != 0 && count != 0).then_some(Tensor { address, count, dtype })
+}
+
+fn is_negative(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    tensor.call_method0(intern!(tensor.py(), "is_neg"))?.is_truthy()
+}
+
+/// What torch calls doing at last what a tensor's memory does not show yet, if there is such.
+fn is_lazy(tensor: &Bound<'_, PyAny>) -> PyResult<Option<&'static str>> {
+    let py = tensor.py();
+    if is_negative(tensor)? {
+        return Ok(Some("resolve_neg"));
+    }
+    let conjugate = tensor.call_method0(intern!(py, "is_conj"))?.is_truthy()?;
+    Ok(conjugate.then_some("resolve_conj"))
 }
 
 #[inline]
@@ -216,9 +225,15 @@ fn of_torch(
         ));
     }
     let dtype = tensor.getattr(intern!(py, "dtype"))?;
-    let Some((_, dtype)) = torch.dtypes.iter().find(|(known, _)| dtype.is(known)) else {
-        return Err(wrong_dtype(name, &dtype.str()?.to_cow()?));
+    let dtype = match torch.dtypes.iter().find(|(known, _)| dtype.is(known)) {
+        Some((_, dtype)) => *dtype,
+        None => nameless(name, tensor, &dtype)?,
     };
+    if let Some(resolve) = is_lazy(tensor)? {
+        return Err(Refusal::Invalid(format!(
+            "{name}: its memory is not what it shows; pass tensor.{resolve}()"
+        )));
+    }
     if !tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()? {
         return Err(not_contiguous(name));
     }
@@ -229,7 +244,25 @@ fn of_torch(
         let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
         address = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
     }
-    Ok(Tensor { address, count, dtype: *dtype })
+    Ok(Tensor { address, count, dtype })
+}
+
+/// Elements of torch that have no name here.
+#[cold]
+fn nameless(
+    name: &str,
+    tensor: &Bound<'_, PyAny>,
+    dtype: &Bound<'_, PyAny>,
+) -> Result<DType, Refusal> {
+    let found = dtype.str()?;
+    if tensor.getattr("is_quantized")?.is_truthy()? {
+        return Err(Refusal::Invalid(format!(
+            "{name}: elements of {found} mean nothing without their scale; pass \
+             tensor.int_repr(), and what the scale is"
+        )));
+    }
+    let size = tensor.call_method0("element_size")?.extract()?;
+    DType::of_bytes(size).ok_or_else(|| wrong_size(name, &found.to_string_lossy(), size))
 }
 
 fn of_block(name: &'static str, block: &Block, device: Device) -> Result<Tensor, Refusal> {
@@ -239,96 +272,51 @@ fn of_block(name: &'static str, block: &Block, device: Device) -> Result<Tensor,
     Ok(Tensor { address: block.address(), count: block.count(), dtype: block.element() })
 }
 
-/// `PyArrayInterface` of numpy's array protocol, version 3.
-#[repr(C)]
-struct ArrayInterface {
-    two: c_int,
-    nd: c_int,
-    typekind: u8,
-    itemsize: c_int,
-    flags: c_int,
-    shape: *const isize,
-    strides: *const isize,
-    data: *mut c_void,
-    descr: *mut c_void,
+/// What an element type is called by whoever made the tensor: also where all that travels of its name
+/// is its size.
+#[cold]
+fn name_of_dtype(object: &Bound<'_, PyAny>) -> PyResult<String> {
+    let name = object.getattr("dtype")?.str()?;
+    let name = name.to_cow()?;
+    Ok(name.strip_prefix("torch.").unwrap_or(&name).to_owned())
 }
 
-const C_CONTIGUOUS: c_int = 0x1;
-const ALIGNED: c_int = 0x100;
-const NATIVE: c_int = 0x200;
-const WRITEABLE: c_int = 0x400;
-
-fn of_numpy(
+/// Refuses a tensor that no reduction takes.
+#[inline]
+pub(crate) fn is_reduced(
     name: &'static str,
-    array: &Bound<'_, PyAny>,
-    device: Device,
-    write: bool,
-) -> Result<Tensor, Refusal> {
-    let py = array.py();
-    if device != Device::Cpu {
-        return Err(elsewhere(name, "cpu", device));
-    }
-    let capsule = array.getattr(intern!(py, "__array_struct__"))?;
-    let capsule = capsule.cast::<PyCapsule>().map_err(PyErr::from)?;
-    let pointer = capsule.pointer_checked(None)?.cast::<ArrayInterface>();
-    // SAFETY: numpy's own array type makes this capsule, of this structure, which it keeps until
-    // the capsule is gone.
-    let found = unsafe { pointer.as_ref() };
-    if found.two != 2 || found.nd < 0 {
-        return Err(Refusal::Invalid(format!("{name}: an array interface of an unknown version")));
-    }
-    if found.flags & NATIVE == 0 {
-        return Err(Refusal::Invalid(format!("{name}: its elements are not in native byte order")));
-    }
-    if found.flags & (C_CONTIGUOUS | ALIGNED) != C_CONTIGUOUS | ALIGNED {
-        return Err(not_contiguous(name));
-    }
-    if write && found.flags & WRITEABLE == 0 {
-        return Err(Refusal::Invalid(format!("{name}: the array is read-only")));
-    }
-    let dtype = match (found.typekind, found.itemsize) {
-        (b'f', 4) => Some(DType::F32),
-        (b'f', 8) => Some(DType::F64),
-        (b'f', 2) => Some(DType::F16),
-        (b'i', 4) => Some(DType::I32),
-        (b'i', 8) => Some(DType::I64),
-        (b'i', 1) => Some(DType::I8),
-        (b'u', 1) => Some(DType::U8),
-        // Those of ml_dtypes are no types of numpy's own.
-        (b'V' | b'f', size) => {
-            dtype_from_name(&dtype_name(array)?).filter(|dtype| dtype.size() == size as usize)
-        }
-        _ => None,
-    };
-    let Some(dtype) = dtype else { return Err(wrong_dtype(name, &dtype_name(array)?)) };
-    let mut count = 1_usize;
-    for at in 0..found.nd as usize {
-        // SAFETY: the shape has `nd` lengths.
-        let length = unsafe { found.shape.add(at) };
-        // SAFETY: as above; numpy's lengths are not negative, and their product fits an address.
-        count *= unsafe { *length } as usize;
-    }
-    Ok(Tensor { address: found.data as usize, count, dtype })
+    object: &Bound<'_, PyAny>,
+    found: &Tensor,
+) -> Result<(), Refusal> {
+    if found.dtype.is_reduced() { Ok(()) } else { Err(only_moved(name, object)) }
 }
 
 #[cold]
-fn dtype_name(array: &Bound<'_, PyAny>) -> PyResult<String> {
-    let py = array.py();
-    array.getattr(intern!(py, "dtype"))?.getattr(intern!(py, "name"))?.extract()
+fn only_moved(name: &str, object: &Bound<'_, PyAny>) -> Refusal {
+    match name_of_dtype(object) {
+        Ok(found) => Refusal::Invalid(format!(
+            "{name}: elements of {found} are moved, not reduced; reductions take {}",
+            reduced_names()
+        )),
+        Err(error) => Refusal::Raised(error),
+    }
 }
 
 #[cold]
-fn elsewhere(name: &str, found: &str, device: Device) -> Refusal {
+pub(crate) fn elsewhere(name: &str, found: &str, device: Device) -> Refusal {
     Refusal::Invalid(format!("{name}: on {found}, but the pool is on {}", device.name()))
 }
 
 #[cold]
-fn wrong_dtype(name: &str, found: &str) -> Refusal {
-    Refusal::Invalid(format!("{name}: elements of {found}; there are {}", dtype_names()))
+pub(crate) fn wrong_size(name: &str, found: &str, size: usize) -> Refusal {
+    Refusal::Invalid(format!(
+        "{name}: elements of {found}, {size} bytes each, where those of 1, 2, 4, 8 and 16 travel; \
+         pass a view of it as such"
+    ))
 }
 
 #[cold]
-fn not_contiguous(name: &str) -> Refusal {
+pub(crate) fn not_contiguous(name: &str) -> Refusal {
     Refusal::Invalid(format!("{name}: not contiguous; pass tensor.contiguous(), or a copy"))
 }
 

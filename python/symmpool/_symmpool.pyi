@@ -1,9 +1,10 @@
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict
 
-# A torch.Tensor, a numpy.ndarray or a Block: contiguous, on the pool's device.
+# A torch.Tensor, a numpy.ndarray or a Block: contiguous, on the pool's device. See `Communicator` for
+# their elements: reductions take fewer types than what only moves data.
 Tensor: TypeAlias = Any
-# A name ("float32", "bf16", ...), a torch.dtype, or a type of numpy or ml_dtypes.
+# A name ("float32", "bf16", "bool", ...), a torch.dtype, or a type of numpy or ml_dtypes.
 DType: TypeAlias = Any
 # One of these names, or a constant of torch.distributed.ReduceOp.
 Op: TypeAlias = Literal["sum", "prod", "min", "max", "avg"] | Any

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from symmpool import distributed as collectives
-from symmpool import groups
+from symmpool import groups, seats
 from symmpool._symmpool import Group
 from symmpool.errors import Error
 
@@ -44,7 +43,7 @@ _OPS = {
         ("AVG", "avg"),
     )
 }
-# Where bytes are moved and not reduced, other types go as one of these of their size.
+# What is moved and not reduced may be of other types, too.
 _REDUCED = {
     getattr(torch, name)
     for name in (
@@ -158,16 +157,6 @@ class DoneWork(dist.Work):
         return future
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor whose elements only travel, as one of a type that we have."""
-    if tensor.dtype in _REDUCED:
-        return tensor
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-        return tensor if tensor.dtype in _REDUCED else tensor.view(torch.int8)
-    return tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.int8)
-
-
 class SymmpoolProcessGroup(dist.ProcessGroup):
     """A process group whose collectives are ours where they serve."""
 
@@ -240,7 +229,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         name = "cpu" if number < 0 else f"cuda:{number}"
         why = None
         try:
-            collectives.communicator(self, name)
+            seats.communicator(self, name)
         except Error as error:
             why = str(error)
         # Without the device's number: ranks use different ones.
@@ -266,7 +255,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Makes a call of ours: `call` is the name of a method of communicators."""
         _note(operation, NAME)
-        seat = collectives._seat(arguments[0], self)
+        seat = seats.find(arguments[0], self)
         function = getattr(seat.comm, call)
         if getattr(opts, "asyncOp", True):
             return TorchWork(seat.begin(function, arguments, results), finish)
@@ -288,7 +277,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         """Whether ours takes such tensors at all. What is wrong with them is told by whoever does:
         only what is the same on every rank decides."""
         first = tensors[0]
-        if any(tensor.layout != torch.strided for tensor in tensors):
+        if any(tensor.layout != torch.strided or tensor.is_quantized for tensor in tensors):
             return False
         if first.device.type not in ("cpu", "cuda"):
             return False
@@ -320,7 +309,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         (tensor,) = tensors
         dense = tensor if tensor.is_contiguous() else tensor.contiguous()
         copy = None if dense is tensor else (lambda: tensor.copy_(dense))
-        arguments = (_as_bytes(dense), opts.rootRank)
+        arguments = (dense, opts.rootRank)
         return self._run("broadcast", "broadcast", arguments, tensors, opts, copy)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
@@ -328,7 +317,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         if not self._moves(output, input):
             self._other("all_gather_into_tensor", output)
             return self._rest._allgather_base(output, input, opts)
-        arguments = (_as_bytes(output), _as_bytes(input))
+        arguments = (output, input)
         return self._run("all_gather_into_tensor", "all_gather", arguments, [output], opts)
 
     _allgather_base = all_gather_single
@@ -351,7 +340,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         if not self._moves(output, input):
             self._other("all_to_all_single", output)
             return self._rest.alltoall_base(output, input, output_splits, input_splits, opts)
-        arguments = (_as_bytes(output), _as_bytes(input))
+        arguments = (output, input)
         arguments += (list(output_splits) or None, list(input_splits) or None)
         return self._run("all_to_all_single", "all_to_all_single", arguments, [output], opts)
 
@@ -368,7 +357,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             _note("barrier", self._names.get(device.type, device.type))
             return self._rest.barrier(opts)
         _note("barrier", NAME)
-        seat = collectives._search(None, self, -1 if device.type == "cpu" else device.index)
+        seat = seats.search(None, self, -1 if device.type == "cpu" else device.index)
         if getattr(opts, "asyncOp", True):
             return TorchWork(seat.begin(seat.comm.barrier, (), []))
         seat.settle()

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from symmpool import distributed as collectives
-from symmpool import groups
+from symmpool import groups, seats
 from symmpool._symmpool import Communicator, Pool
 from symmpool.errors import InvalidArgumentError
 
@@ -88,7 +87,7 @@ class SymmetricMemory:
         if self._pad.is_cuda:
             # Whatever stream a kernel runs on, the addresses are there.
             torch.cuda.current_stream(device).synchronize()
-        self._comm: Communicator = collectives.communicator(pool, pool.device)
+        self._comm: Communicator = seats.communicator(pool, pool.device)
 
     @property
     def rank(self) -> int:

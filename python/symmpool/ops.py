@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 
-from symmpool import distributed as collectives
-from symmpool import groups
+from symmpool import groups, seats
 from symmpool._symmpool import Group, Pool
 from symmpool.errors import InvalidArgumentError
 
@@ -104,43 +103,48 @@ def _parts(x: torch.Tensor, world: int, what: str) -> Any:
 # What they do.
 
 
+def _call(method: str, group: str, *arguments: Any) -> None:
+    """Makes a call of the communicator that serves a group on the first argument's device."""
+    seat = seats.find(arguments[0], _group(group))
+    if seat is not None:
+        seat.settle()
+        getattr(seat.comm, method)(*arguments)
+
+
 def _all_reduce_(x: torch.Tensor, op: str, group: str) -> None:
-    collectives.all_reduce(x, op, _group(group))
+    _call("all_reduce", group, x, op)
 
 
 def _all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
-    collectives.all_reduce(x, op, _group(group), out=out)
+    _call("all_reduce", group, x, op, out)
     return out
 
 
 def _all_gather(x: torch.Tensor, world: int, group: str) -> torch.Tensor:
-    x = x.contiguous()
     out = _all_gather_fake(x, world, group)
-    collectives.all_gather_into_tensor(out, x, _group(group))
+    _all_gather_into_(out, x, group)
     return out
 
 
 def _all_gather_into_(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
-    collectives.all_gather_into_tensor(out, x.contiguous(), _group(group))
+    _call("all_gather", group, out, x.contiguous())
 
 
 def _reduce_scatter(x: torch.Tensor, op: str, world: int, group: str) -> torch.Tensor:
-    x = x.contiguous()
     out = _reduce_scatter_fake(x, op, world, group)
-    collectives.reduce_scatter_tensor(out, x, op, _group(group))
+    _reduce_scatter_into_(out, x, op, group)
     return out
 
 
 def _reduce_scatter_into_(out: torch.Tensor, x: torch.Tensor, op: str, group: str) -> None:
-    collectives.reduce_scatter_tensor(out, x.contiguous(), op, _group(group))
+    _call("reduce_scatter", group, out, x.contiguous(), op)
 
 
 def _all_to_all(
     x: torch.Tensor, output_splits: Any, input_splits: Any, world: int, group: str
 ) -> torch.Tensor:
-    x = x.contiguous()
     out = _all_to_all_fake(x, output_splits, input_splits, world, group)
     _all_to_all_into_(out, x, output_splits, input_splits, group)
     return out
@@ -149,13 +153,12 @@ def _all_to_all(
 def _all_to_all_into_(
     out: torch.Tensor, x: torch.Tensor, output_splits: Any, input_splits: Any, group: str
 ) -> None:
-    collectives.all_to_all_single(
-        out, x.contiguous(), list(output_splits), list(input_splits), _group(group)
-    )
+    sizes = (list(output_splits) or None, list(input_splits) or None)
+    _call("all_to_all_single", group, out, x.contiguous(), *sizes)
 
 
 def _broadcast_(x: torch.Tensor, src: int, group: str) -> None:
-    collectives.broadcast(x, None, _group(group), group_src=src)
+    _call("broadcast", group, x, src)
 
 
 # What comes out of them, without doing it.
@@ -230,7 +233,12 @@ def _keep_gather(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _all_gather_backward(ctx: Any, gradient: torch.Tensor) -> Any:
-    part = _ops.reduce_scatter(gradient, "sum", ctx.world, ctx.group)
+    if gradient.is_complex():
+        pairs = torch.view_as_real(gradient.resolve_conj())
+        pairs = _ops.reduce_scatter(pairs, "sum", ctx.world, ctx.group)
+        part = torch.view_as_complex(pairs)
+    else:
+        part = _ops.reduce_scatter(gradient, "sum", ctx.world, ctx.group)
     return part.reshape(()) if ctx.scalar else part, None, None
 
 

@@ -78,9 +78,10 @@ class HostWork(Work):
         self._error: Exception | None = None
         self._lock = threading.Lock()
 
-    def run(self, call: Any, arguments: tuple[Any, ...]) -> None:
+    def run(self, call: Any, arguments: tuple[Any, ...], line: _Line) -> None:
         try:
-            call(*arguments)
+            with line:
+                call(*arguments)
         except Exception as error:
             self._error = error
         with self._lock:
@@ -123,16 +124,45 @@ class HostWork(Work):
             self._future.set_result(self._results)
 
 
+class _Line:
+    """Calls that wait for a thread, and whether one is being made, which is a `with` of this: a call may
+    wait for a rank that does not come, whatever else the thread does will end."""
+
+    def __init__(self) -> None:
+        self.calls: queue.SimpleQueue = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._calling = self._given_up = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._calling = True
+
+    def __exit__(self, *_: Any) -> None:
+        with self._lock:
+            self._calling = False
+            if not self._given_up:
+                return
+        # The program is ending and waits for this thread no more.
+        threading.Event().wait()
+
+    def give_up(self) -> bool:
+        """Has the thread stop behind the call that it is making, if it is making one."""
+        with self._lock:
+            self._given_up = self._calling
+            return self._given_up
+
+
 class Worker:
     """A thread that makes calls one after the other. It ends when its owner is gone."""
 
     def __init__(self, owner: Any):
-        self._calls: queue.SimpleQueue = queue.SimpleQueue()
+        line = _Line()
+        self._calls = line.calls
         name = "symmpool collectives"
-        self._thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
+        self._thread = threading.Thread(target=_work, args=(line,), name=name, daemon=True)
         self._thread.start()
         _end_all_at_exit()
-        _running[self._thread] = self._calls
+        _running[self._thread] = line
         weakref.finalize(owner, self._calls.put, None)
 
     def submit(self, call: Any, arguments: tuple[Any, ...], results: list[Any]) -> HostWork:
@@ -147,7 +177,7 @@ class Worker:
 
 
 # Threads that may be at work, and what ends them.
-_running: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue]
+_running: weakref.WeakKeyDictionary[threading.Thread, _Line]
 _running = weakref.WeakKeyDictionary()
 
 
@@ -160,23 +190,25 @@ def _end_all_at_exit() -> None:
 
 def _end_all() -> None:
     """A thread that comes back to a finished interpreter is ended where it stands, in the middle of
-    torch's code, which ends the process. So they end before; but for those that wait for a rank that
-    does not come, who do not come back."""
+    torch's code, which ends the process. So they end before, with the callbacks of futures that they
+    are in; but for those that wait for a rank that does not come, who do not come back."""
     running = list(_running.items())
-    for _, calls in running:
-        calls.put(None)
+    for _, line in running:
+        line.calls.put(None)
     end = time.monotonic() + 2
-    for thread, _ in running:
+    for thread, line in running:
         thread.join(max(end - time.monotonic(), 0))
+        while thread.is_alive() and not line.give_up():
+            thread.join(0.01)
 
 
-def _work(calls: queue.SimpleQueue) -> None:
+def _work(line: _Line) -> None:
     while True:
-        item = calls.get()
+        item = line.calls.get()
         if item is None:
             return
         work, call, arguments = item
-        work.run(call, arguments)
+        work.run(call, arguments, line)
         # Tensors are not kept until the next call comes.
         del work, call, arguments, item
 

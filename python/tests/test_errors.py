@@ -32,7 +32,9 @@ def refused_arguments(group):
     read_only.flags.writeable = False
     wrong = [
         ("tensor", lambda: comm.all_reduce(np.ones((6, 4), np.float32).T)),
-        ("tensor", lambda: comm.all_reduce(np.ones(4, np.complex64))),
+        ("tensor: elements of complex64", lambda: comm.all_reduce(np.ones(4, np.complex64))),
+        ("input: elements of bool", lambda: comm.reduce_scatter(np.ones(2, bool), np.ones(4, bool))),
+        ("objects", lambda: comm.broadcast(np.array([{}, 1], object))),
         ("tensor", lambda: comm.all_reduce(read_only)),
         ("tensor", lambda: comm.all_reduce([1, 2, 3])),
         ("tensor", lambda: comm.all_reduce(None)),

@@ -117,3 +117,26 @@ def test_the_environment_is_named_when_it_is_wrong(monkeypatch):
 def test_a_store_on_the_network_needs_a_secret():
     with pytest.raises(symmpool.InvalidArgumentError, match="secret"):
         symmpool.Group(0, 1, "0.0.0.0:29500", timeout=5)
+
+
+def imports(path):
+    """The package's modules that one imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("symmpool"):
+            for name in node.names:
+                yield from (node.module, f"{node.module}.{name.name}")
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+
+
+def test_modules_do_not_import_each_other_in_circles():
+    folder = Path(symmpool.__file__).parent
+    files = {path: path.relative_to(folder.parent).with_suffix("") for path in folder.rglob("*.py")}
+    # Packages stand for their names, which whoever imports a module of theirs imports first.
+    names = {".".join(name.parts): path for path, name in files.items() if name.stem != "__init__"}
+    needs = {name: {each for each in imports(path) if each in names} for name, path in names.items()}
+    assert "symmpool.seats" in needs["symmpool.ops"]
+    while needs:
+        free = {name for name, needed in needs.items() if not needed & needs.keys()}
+        assert free, f"in circles: {sorted(needs)}"
+        needs = {name: needed for name, needed in needs.items() if name not in free}

@@ -12,7 +12,7 @@ STAND_IN = """
         def __init__(self, name): self.name = name
         def __repr__(self): return f"torch.{self.name}"
 
-    for name in "float32 float64 float16 bfloat16 int32 int64 uint8 int8 bool".split():
+    for name in "float32 float64 float16 bfloat16 int32 int64 uint8 int8 bool other".split():
         globals()[name] = dtype(name)
 
     class _C: pass
@@ -20,10 +20,14 @@ STAND_IN = """
     class Tensor:
         is_cpu = True
         device = "cpu"
+        is_quantized = False
         def __init__(self, count, dtype=float32, contiguous=True):
             self.memory = (ctypes.c_float * count)(*[1.0] * count)
             self.dtype, self.contiguous = dtype, contiguous
         def is_contiguous(self): return self.contiguous
+        def is_neg(self): return False
+        def is_conj(self): return False
+        def element_size(self): return 3
         def numel(self): return len(self.memory)
         def data_ptr(self): return ctypes.addressof(self.memory)
 
@@ -56,7 +60,8 @@ PROGRAM = """
         comm.all_reduce(x, "sum", out)
         assert out.memory[99] == 1.0
         assert not pool.is_window(x)
-    refused(lambda: comm.all_reduce(torch.Tensor(4, torch.bool)), "tensor", "torch.bool")
+    refused(lambda: comm.all_reduce(torch.Tensor(4, torch.bool)), "tensor", "bool", "float32")
+    refused(lambda: comm.broadcast(torch.Tensor(4, torch.other)), "tensor", "other", "3 bytes")
     refused(lambda: comm.all_reduce(torch.Tensor(4, contiguous=False)), "tensor", "contiguous()")
     refused(lambda: comm.all_reduce(x, out=torch.Tensor(3)), "out", "100")
     refused(lambda: comm.all_reduce(x, out=torch.Tensor(100, torch.int32)), "out", "int32")
@@ -67,7 +72,7 @@ PROGRAM = """
     for dtype, name in [(None, "float32"), (torch.int8, "int8"), ("bf16", "bfloat16")]:
         made = pool.empty((2, 3), dtype)
         assert isinstance(made, symmpool.Block) and made.dtype == name, made
-    refused(lambda: pool.empty(3, torch.bool), "dtype", "bool")
+    refused(lambda: pool.empty(3, torch.other), "dtype", "other", "bool, int16")
     print("all read")
 """
 

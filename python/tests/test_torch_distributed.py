@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import values
 
 import symmpool
-from symmpool import distributed
+from symmpool import seats
 
 
 def begin(group, folder, backend="gloo"):
@@ -170,10 +170,10 @@ def look_up_and_leave(group, folder):
     begin(group, folder)
     for _ in range(2):
         symmpool.all_reduce(torch.ones(4))
-    known = list(distributed._found[-1]) == [id(dist.group.WORLD)]
+    known = list(seats.looked_up[-1]) == [id(dist.group.WORLD)]
     dist.destroy_process_group()
     gc.collect()
-    return known, distributed._found[-1], distributed._watching
+    return known, seats.looked_up[-1], seats._watching
 
 
 def test_what_was_looked_up_goes_with_its_group(tmp_path):

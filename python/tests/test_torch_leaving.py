@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -205,3 +207,41 @@ def outlives(group, folder):
 def test_tensors_outlive_their_pool_and_their_group(world, tmp_path):
     last = world * (world * (world + 1) / 2 + 1)
     assert values(world, outlives, str(tmp_path)) == [(last, last)] * world
+
+
+# Whatever a thread does when the program ends, the end takes a while: there are objects to be let go of.
+ENDS = """
+import sys, threading, time
+import torch
+from symmpool import work
+
+class Late:
+    def __del__(self):
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            pass
+
+sys.late = Late()
+go, begun = threading.Event(), threading.Event()
+class Owner: pass
+owner = Owner()
+under_way = work.Worker(owner).submit(go.wait, (), [torch.ones(1)])
+
+def told(future):
+    begun.set()
+    time.sleep(2.3)
+    print("told", flush=True)
+    return future.value()
+
+chained = under_way.get_future().then(told)
+"""
+
+
+@pytest.mark.parametrize("last", ["go.set(); begun.wait()", ""])
+def test_a_program_ends_with_what_follows_a_call_but_not_with_a_call_that_waits(last):
+    started = time.monotonic()
+    command = [sys.executable, "-c", ENDS + last]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == ("told\n" if last else "")
+    assert time.monotonic() - started < 40

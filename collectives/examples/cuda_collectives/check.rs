@@ -121,7 +121,7 @@ impl Check<'_> {
         algorithm: AllReduceAlgorithm,
         seed: u64,
     ) -> Result<()> {
-        for dtype in DType::ALL {
+        for dtype in DType::REDUCED {
             for (which, op) in ReduceOp::ALL.into_iter().enumerate() {
                 for (nth, count) in COUNTS.into_iter().enumerate() {
                     let bytes = count * dtype.size();
@@ -189,7 +189,7 @@ impl Check<'_> {
 
     fn halves(&mut self, memory: &Memory, seed: u64) -> Result<()> {
         let (rank, world) = (self.pool.rank(), self.pool.world());
-        for dtype in DType::ALL {
+        for dtype in DType::REDUCED {
             for count in COUNTS {
                 let part = count * dtype.size();
                 let quick = dtype == DType::Bf16 && QUICK_COUNTS.contains(&count);

@@ -144,6 +144,7 @@ pub(crate) fn reduce(inputs: &[&[u8]], dtype: DType, op: ReduceOp) -> Vec<u8> {
         DType::I8 => i8s(inputs, op, &mut out),
         DType::F8E4m3 => f8e4m3s(inputs, op, &mut out),
         DType::F8E5m2 => f8e5m2s(inputs, op, &mut out),
+        moved => unreachable!("{moved:?} has no reduction"),
     }
     out
 }

@@ -124,7 +124,7 @@ impl HostEngine {
     /// # Errors
     ///
     /// `is_diverged`, on every rank, if ranks called differently; `is_invalid_argument` if buffers
-    /// overlap or do not fit; `is_unsupported` if the algorithm does not run in host memory, or not
+    /// overlap or do not fit, or `dtype` is none of [`DType::REDUCED`]; `is_unsupported` if the algorithm does not run in host memory, or not
     /// over the links there are; `is_timeout` or `is_peer_lost` if a rank does not come.
     ///
     /// # Safety
@@ -141,6 +141,7 @@ impl HostEngine {
         algorithm: AllReduceAlgorithm,
     ) -> Result<()> {
         self.ready()?;
+        let reduce = self.reduction("all_reduce", dtype, op)?;
         let size = count.checked_mul(dtype.size());
         let data = self.resolve((input, size), (output, size), InPlace::OutputAt(0));
         let data = self.or_decline(data)?;
@@ -151,8 +152,7 @@ impl HostEngine {
             .input(input)
             .output(output)
             .in_place(data.in_place);
-        let work =
-            Work { call, data, count, size: dtype.size(), reduce: self.reduction(dtype, op) };
+        let work = Work { call, data, count, size: dtype.size(), reduce };
         let windows = match (input, output) {
             (Place::Window(from), Place::Window(to)) => Some((from, to)),
             _ => None,

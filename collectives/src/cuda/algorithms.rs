@@ -121,6 +121,7 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         self.ready()?;
+        self.reduces("all_reduce", dtype, stream)?;
         let bytes = self.bytes("all_reduce", count, dtype, stream)?;
         let shape = Shape {
             bytes,
@@ -287,6 +288,7 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         self.ready()?;
+        self.reduces("reduce_scatter", dtype, stream)?;
         let part = self.bytes("reduce_scatter", count, dtype, stream)?;
         let whole = self.parts("reduce_scatter", part, stream)?;
         let (from, to) = (self.address(input), self.address(output));

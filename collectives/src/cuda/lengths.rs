@@ -1,4 +1,4 @@
-//! What calls are given on a device, checked: lengths, and buffers that must not overlap. A rank that
+//! What calls are given on a device, checked: types, lengths, and buffers that must not overlap. A rank that
 //! cannot make a call tells the others so.
 
 use symmpool_allocator::{Error, Result, Stream};
@@ -7,6 +7,15 @@ use super::engine::CudaEngine;
 use crate::DType;
 
 impl CudaEngine {
+    /// Refuses elements that are only moved: no kernel knows what they mean.
+    pub(super) fn reduces(&mut self, what: &str, dtype: DType, stream: Stream) -> Result<()> {
+        if dtype.is_reduced() {
+            return Ok(());
+        }
+        let why = dtype.only_moved(what, self.rank());
+        Err(self.decline(why, stream))
+    }
+
     /// The length of `count` elements; the others are told where that is no length.
     pub(super) fn bytes(
         &mut self,

@@ -8,7 +8,7 @@ use symmpool_allocator::Error;
 pub(crate) use super::operation::Operation;
 use super::place::Place;
 use crate::signal::DETAILS;
-use crate::{DType, ReduceOp};
+use crate::{AllToAllAlgorithm, DType, ReduceOp};
 
 const INPUT_WINDOW: u64 = 1 << 32;
 const OUTPUT_WINDOW: u64 = 1 << 33;
@@ -92,6 +92,15 @@ impl Call {
         Operation::from_code(self.words[0] as u8)
     }
 
+    fn is_all_to_all(&self) -> bool {
+        matches!(self.operation(), Some(Operation::AllToAll | Operation::AllToAllV))
+    }
+
+    /// Whether copy engines carry it: the only all-to-all that says where its output is.
+    fn is_copied(&self) -> bool {
+        self.operation() == Some(Operation::AllToAll) && self.words[0] & OUTPUT_WINDOW != 0
+    }
+
     /// 32 bits over the call and over what must also be equal for it to work (`salt`). Different
     /// calls collide once in four billion.
     #[inline]
@@ -136,15 +145,17 @@ impl fmt::Display for Call {
         };
         if head & IN_PLACE != 0 {
             write!(f, " in place at {}", place(from_window || to_window, input.max(output)))?;
-        } else {
-            write!(f, " from {}", place(from_window, input))?;
-            if !matches!(operation, Operation::AllToAllV | Operation::AllToAll) {
-                write!(f, " to {}", place(to_window, output))?;
-            }
+        } else if !self.is_all_to_all() {
+            write!(f, " from {} to {}", place(from_window, input), place(to_window, output))?;
+        } else if to_window {
+            write!(f, " to {}", place(to_window, output))?;
         }
-        match (head >> 24) as u8 {
-            0 => Ok(()),
-            code => write!(f, ", by algorithm {code}"),
+        let code = (head >> 24) as u8;
+        let named = AllToAllAlgorithm::ALL.into_iter().find(|each| *each as u8 == code);
+        match (code, named) {
+            (0, _) => Ok(()),
+            (_, Some(named)) if self.is_all_to_all() => write!(f, ", by {}", named.name()),
+            _ => write!(f, ", by algorithm {code}"),
         }
     }
 }
@@ -189,6 +200,14 @@ pub(crate) fn mismatch_of_two(
     let mut message = format!("ranks entered different collectives as call {number}:");
     for (rank, call) in both {
         message.push_str(&format!("\n  rank {rank}: {call}"));
+    }
+    if ours.is_all_to_all() && theirs.is_all_to_all() && (ours.is_copied() || theirs.is_copied()) {
+        message.push_str(
+            "\nLarge equal parts go by copy engines into outputs that are windows, which lie at one \
+             offset on all ranks: allocate outputs in the same order on every rank, as with \
+             pool.empty, or choose another algorithm for all-to-alls (all_to_all=\"direct\" of the \
+             communicator, or SYMMPOOL_ALL_TO_ALL=direct).",
+        );
     }
     message.push_str(
         "\nWhat that call should have written is undefined. The communicator is closed: make a new \
@@ -249,5 +268,24 @@ mod tests {
         assert!(text.contains("ranks 0-1, 3: barrier"), "{text}");
         assert!(text.contains("rank 2: broadcast of 3 u8 from rank 2"), "{text}");
         assert!(mismatch(7, &[a, a]).to_string().contains("different options"));
+    }
+
+    #[test]
+    fn outputs_that_copy_engines_cannot_reach_are_named_with_what_to_do() {
+        let copied = |offset| {
+            let call = Call::new(Operation::AllToAll).elements(DType::F32, 8);
+            call.output(Place::Window(offset)).algorithm(AllToAllAlgorithm::Copy as u8)
+        };
+        let pushed = Call::new(Operation::AllToAllV).elements(DType::F32, 1);
+        for (other, words) in
+            [(copied(0x80), "window offset 0x80, by copy"), (pushed, "rows of 1 f32\n")]
+        {
+            let text = mismatch_of_two(7, 0, &copied(0x40), 1, &other).to_string();
+            assert!(text.contains("rank 0: all_to_all of 8 f32 to window offset 0x40, by copy"));
+            assert!(text.contains(words) && text.contains("pool.empty"), "{text}");
+            assert!(text.contains("all_to_all=\"direct\""), "{text}");
+        }
+        let text = mismatch_of_two(7, 0, &pushed, 1, &Call::new(Operation::Barrier)).to_string();
+        assert!(!text.contains("pool.empty"), "{text}");
     }
 }

@@ -192,9 +192,11 @@ impl HostEngine {
         resolver.address("buffer", place, checked(bytes)?)
     }
 
+    /// The loop that reduces, or why there is none, which the other ranks are told.
     #[inline]
-    pub(crate) fn reduction(&self, dtype: DType, op: ReduceOp) -> ReduceFn {
-        select(self.isa, dtype, op)
+    pub(crate) fn reduction(&mut self, what: &str, dtype: DType, op: ReduceOp) -> Result<ReduceFn> {
+        let found = select(self.isa, dtype, op);
+        found.ok_or_else(|| self.decline(dtype.only_moved(what, self.rank())))
     }
 
     /// The parity of the next call: which scratch is this rank's to fill before it enters.

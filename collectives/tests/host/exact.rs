@@ -4,7 +4,7 @@
 use crate::common::{Buffer, Heap, Oracle, bits, input, reduced, small_scratch};
 use half::{bf16, f16};
 use symmpool_collectives::{
-    AllReduceAlgorithm, Element, F8E4m3, F8E5m2, HostEngine, HostOptions, ReduceOp,
+    AllReduceAlgorithm, DType, Element, F8E4m3, F8E5m2, HostEngine, HostOptions, ReduceOp,
 };
 
 const COUNTS: [usize; 7] = [0, 1, 3, 17, 1023, 4096 + 5, 20_011];
@@ -276,6 +276,50 @@ fn windows_of_more_ranks_than_scratch_has_room_for() {
         let mut part = [0_i64; COUNT];
         let error = engine.reduce_scatter_slices(&vec![1_i64; all], &mut part, ReduceOp::Sum);
         assert!(error.unwrap_err().to_string().contains("raise scratch_bytes to 512 or more"));
+    });
+}
+
+#[test]
+fn elements_that_only_travel_are_moved_and_not_reduced() {
+    const WORLD: u32 = 3;
+    const COUNT: usize = 700;
+    let heap = Heap::new(WORLD, 1, 2 * ROOM, &small_scratch());
+    heap.ranks(|rank| {
+        let mut engine = heap.engine(rank, 0, small_scratch());
+        let all = COUNT * WORLD as usize;
+        for dtype in DType::MOVED {
+            let bytes = COUNT * dtype.size();
+            let sent = input::<u8>(9, rank, bytes);
+            let everyone: Vec<u8> = (0..WORLD).flat_map(|peer| input(9, peer, bytes)).collect();
+            for window in [true, false] {
+                let (to, from) = buffers::<u8>(&heap, rank, window, (all * dtype.size(), bytes));
+                from.write(&sent);
+                // SAFETY: the source holds `COUNT` elements, the output `all`, both this rank's.
+                unsafe { engine.all_gather(from.place, to.place, COUNT, dtype) }.unwrap();
+                assert_eq!(to.read::<u8>(all * dtype.size()), everyone, "{dtype:?}, {window}");
+                // One rank reduces such, which is refused, and the others are told.
+                let named = if rank == 1 { dtype } else { DType::U8 };
+                let auto = AllReduceAlgorithm::Auto;
+                // SAFETY: the buffer holds `COUNT` elements and is this rank's.
+                let reduced = unsafe {
+                    engine.all_reduce(from.place, from.place, COUNT, named, ReduceOp::Sum, auto)
+                };
+                let error = reduced.unwrap_err();
+                if rank == 1 {
+                    assert!(error.is_invalid_argument(), "{error}");
+                    let why = format!("all_reduce of {} on rank 1", dtype.name());
+                    assert!(error.to_string().contains(&why), "{error}");
+                } else {
+                    assert!(error.is_diverged(), "{error}");
+                }
+                // SAFETY: as above; the output holds a part.
+                let reduced = unsafe {
+                    engine.reduce_scatter(to.place, from.place, COUNT, dtype, ReduceOp::Max)
+                };
+                assert!(reduced.unwrap_err().is_invalid_argument());
+                assert_eq!(from.read::<u8>(bytes), sent, "nothing was written");
+            }
+        }
     });
 }
 

@@ -1,12 +1,17 @@
 //! One device's memory: a lane for what is ordinary, and lanes for graphs.
 
-use std::collections::{BTreeMap, BTreeSet};
+mod captures;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeSet;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use symmpool_allocator::lane::LaneConfig;
 use symmpool_allocator::{Driver, Error, Group, Lane, Pool, Result, Stream};
 
+use self::captures::Captures;
 use crate::guard::lock;
 
 /// How many graphs (or groups of graphs that share memory) can have memory at a time.
@@ -66,38 +71,6 @@ pub struct Device {
     /// as a rule.
     stuck: Mutex<BTreeSet<u64>>,
     any_stuck: AtomicBool,
-}
-
-#[derive(Debug, Default)]
-struct Captures {
-    /// The latest last.
-    open: Vec<Open>,
-    graphs: BTreeMap<MempoolId, Graph>,
-    /// For each graph's lane, whether it has an owner, or memory in use that had one.
-    taken: [bool; GRAPHS],
-    /// Ordinary blocks freed meanwhile: events cannot be recorded while streams are captured.
-    deferred: Vec<u64>,
-}
-
-#[derive(Debug)]
-struct Open {
-    id: MempoolId,
-    /// The thread that began.
-    thread: usize,
-}
-
-#[derive(Debug)]
-struct Graph {
-    lane: usize,
-    uses: u32,
-}
-
-/// A number that no other live thread has.
-fn thread() -> usize {
-    thread_local! {
-        static MARK: u8 = const { 0 };
-    }
-    MARK.try_with(|mark| std::ptr::from_ref(mark) as usize).unwrap_or(0)
 }
 
 impl Device {
@@ -259,84 +232,6 @@ impl Device {
             .try_fold(0, |bytes, (lane, _)| Ok(bytes + lane.trim()?))
     }
 
-    /// What this thread, and whoever uses streams that are captured, allocates is memory of the
-    /// graph `id` from now on.
-    pub fn begin(&self, id: MempoolId) -> Result<()> {
-        let mut captures = lock(&self.captures);
-        if let Some(graph) = captures.graphs.get_mut(&id) {
-            graph.uses += 1;
-        } else {
-            let free = captures.taken.iter().position(|taken| !taken).ok_or_else(|| {
-                Error::invalid_state(format!(
-                    "{GRAPHS} graphs have memory of their own; let graphs share it (`pool=`), or \
-                     let go of some"
-                ))
-            })?;
-            captures.taken[free] = true;
-            captures.graphs.insert(id, Graph { lane: free + 1, uses: 1 });
-        }
-        captures.open.push(Open { id, thread: thread() });
-        self.open.store(captures.open.len(), Ordering::Release);
-        Ok(())
-    }
-
-    /// Ends the latest [`begin`](Self::begin) of `id`.
-    pub fn end(&self, id: MempoolId) -> Result<()> {
-        let mut captures = lock(&self.captures);
-        let at = captures.open.iter().rposition(|open| open.id == id);
-        let at =
-            at.ok_or_else(|| Error::invalid_state(format!("no capture into {id:?} is open")))?;
-        captures.open.remove(at);
-        self.open.store(captures.open.len(), Ordering::Release);
-        if !captures.open.is_empty() {
-            return Ok(());
-        }
-        let deferred = std::mem::take(&mut captures.deferred);
-        drop(captures);
-        deferred.into_iter().try_for_each(|address| self.give_back(0, address))
-    }
-
-    /// One graph less uses the memory of `id`.
-    pub fn release(&self, id: MempoolId) -> Result<()> {
-        let mut captures = lock(&self.captures);
-        let graph = captures.graphs.get_mut(&id);
-        let graph = graph
-            .ok_or_else(|| Error::invalid_state(format!("no graph has memory called {id:?}")))?;
-        graph.uses -= 1;
-        if graph.uses == 0 {
-            let lane = graph.lane;
-            captures.graphs.remove(&id);
-            self.reclaim(&mut captures, lane);
-        }
-        Ok(())
-    }
-
-    /// A graph's lane whose graph is gone is free for another once its last block is.
-    fn reclaim(&self, captures: &mut Captures, lane: usize) {
-        let owned = captures.graphs.values().any(|graph| graph.lane == lane);
-        if !owned && captures.taken[lane - 1] && self.lanes[lane].live_blocks() == 0 {
-            captures.taken[lane - 1] = false;
-            // Its memory stays for the next graph, or goes at the next trim.
-        }
-    }
-
-    /// Where an allocation on `stream` goes.
-    fn lane_for(&self, stream: Stream) -> Result<usize> {
-        if self.open.load(Ordering::Acquire) == 0 {
-            return Ok(0);
-        }
-        let captures = lock(&self.captures);
-        let here = thread();
-        let by_thread = captures.open.iter().rev().find(|open| open.thread == here);
-        let found = match by_thread {
-            Some(open) => Some(open),
-            // Another thread's part of a capture, such as autograd's.
-            None if self.pool.driver().is_capturing(stream) => captures.open.last(),
-            None => None,
-        };
-        Ok(found.map_or(0, |open| captures.graphs.get(&open.id).map_or(0, |graph| graph.lane)))
-    }
-
     fn lane_of(&self, address: u64) -> Result<usize> {
         let located = self.pool.layout().locate(address);
         let found = located.and_then(|(_, offset)| {
@@ -379,171 +274,5 @@ impl Device {
         self.peak_allocated.store(self.allocated.load(Ordering::Relaxed), Ordering::Relaxed);
         self.peak_reserved.store(0, Ordering::Relaxed);
         self.note_peak();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const MIB: u64 = 1 << 20;
-
-    fn device() -> Device {
-        Device::new(Driver::sim(1), Some(1 << 30)).unwrap()
-    }
-
-    #[test]
-    fn ordinary_memory_is_reused_at_once_in_any_order() {
-        let device = device();
-        let a = device.alloc(1000, Stream::DEFAULT).unwrap();
-        let b = device.alloc(1000, Stream::DEFAULT).unwrap();
-        device.free(a).unwrap();
-        assert_eq!(device.alloc(900, Stream::DEFAULT).unwrap(), a);
-        assert!(device.free(b + 512).is_err() && device.free(7).is_err());
-        device.free(b).unwrap();
-        assert!(device.free(b).unwrap_err().is_invalid_argument());
-        let stats = device.stats();
-        assert_eq!((stats.allocs, stats.frees, stats.allocated), (3, 2, 1024));
-        assert_eq!(stats.peak_allocated, 2048);
-        let (start, bytes) = device.segment(a).unwrap();
-        assert!(start <= a && a < start + bytes);
-        device.reset_peaks();
-        assert_eq!(device.stats().peak_allocated, 1024);
-    }
-
-    #[test]
-    fn a_graphs_memory_is_its_own_until_the_graph_is_gone() {
-        let device = device();
-        let before = device.alloc(4096, Stream::DEFAULT).unwrap();
-        device.begin((0, 1)).unwrap();
-        let inside = device.alloc(4096, Stream::DEFAULT).unwrap();
-        // Freed inside it is reused inside; what was ordinary waits.
-        device.free(inside).unwrap();
-        assert_eq!(device.alloc(4096, Stream::DEFAULT).unwrap(), inside);
-        device.free(inside).unwrap();
-        device.free(before).unwrap();
-        assert_eq!(device.stats().frees, 2);
-        assert!(device.trim().unwrap_err().is_invalid_state());
-        device.end((0, 1)).unwrap();
-        assert_eq!(device.stats().frees, 3);
-        assert_eq!(device.alloc(4096, Stream::DEFAULT).unwrap(), before);
-        assert_ne!(device.alloc(4096, Stream::DEFAULT).unwrap(), inside);
-        // Another graph on the same memory, and one with memory of its own.
-        device.begin((0, 1)).unwrap();
-        assert_eq!(device.alloc(4096, Stream::DEFAULT).unwrap(), inside);
-        device.end((0, 1)).unwrap();
-        device.begin((0, 2)).unwrap();
-        let other = device.alloc(4096, Stream::DEFAULT).unwrap();
-        device.end((0, 2)).unwrap();
-        assert_eq!(device.stats().graphs, 2);
-        device.release((0, 1)).unwrap();
-        device.release((0, 1)).unwrap();
-        assert!(device.release((0, 1)).is_err() && device.end((0, 1)).is_err());
-        // A tensor of the first graph is alive: its lane is taken still.
-        device.begin((0, 3)).unwrap();
-        let third = device.alloc(4096, Stream::DEFAULT).unwrap();
-        assert!(third != inside && third != other);
-        device.end((0, 3)).unwrap();
-        device.free(inside).unwrap();
-        device.begin((0, 4)).unwrap();
-        assert_eq!(device.alloc(4096, Stream::DEFAULT).unwrap(), inside);
-        device.end((0, 4)).unwrap();
-    }
-
-    #[test]
-    fn emptying_the_cache_leaves_graphs_what_replays_use() {
-        let device = device();
-        let ordinary = device.alloc(4096, Stream::DEFAULT).unwrap();
-        device.free(ordinary).unwrap();
-        let mut segments = Vec::new();
-        for graph in [(0, 1), (0, 2)] {
-            // torch empties the cache before it captures.
-            device.trim().unwrap();
-            assert_eq!(
-                device.stats().reserved,
-                segments.iter().map(|(_, bytes)| bytes).sum::<u64>()
-            );
-            device.begin(graph).unwrap();
-            let inside = device.alloc(4096, Stream::DEFAULT).unwrap();
-            let segment = device.segment(inside).unwrap();
-            device.free(inside).unwrap();
-            device.end(graph).unwrap();
-            segments.push(segment);
-        }
-        assert_eq!(device.trim().unwrap(), 0);
-        for &(start, bytes) in &segments {
-            assert_eq!(device.segment(start).unwrap(), (start, bytes));
-        }
-        device.release((0, 1)).unwrap();
-        assert_eq!(device.trim().unwrap(), segments[0].1);
-        assert!(device.segment(segments[0].0).is_err());
-        device.release((0, 2)).unwrap();
-        device.trim().unwrap();
-        assert_eq!(device.stats().reserved, 0);
-    }
-
-    #[test]
-    fn other_threads_allocate_ordinary_memory_meanwhile() {
-        let device = device();
-        device.begin((0, 1)).unwrap();
-        let inside = device.alloc(4096, Stream::DEFAULT).unwrap();
-        let outside = std::thread::scope(|scope| {
-            scope.spawn(|| device.alloc(4096, Stream::DEFAULT).unwrap()).join().unwrap()
-        });
-        assert!(device.lane_of(inside).unwrap() > 0);
-        assert_eq!(device.lane_of(outside).unwrap(), 0);
-    }
-
-    #[test]
-    fn graphs_run_out_with_an_error_and_come_back() {
-        let device = device();
-        for graph in 0..GRAPHS as u64 {
-            device.begin((0, graph)).unwrap();
-            device.end((0, graph)).unwrap();
-        }
-        assert!(device.begin((1, 0)).unwrap_err().is_invalid_state());
-        device.release((0, 5)).unwrap();
-        device.begin((1, 0)).unwrap();
-    }
-
-    #[test]
-    fn memory_whose_use_could_not_be_noted_is_not_used_again() {
-        let device = device();
-        let a = device.alloc(4096, Stream::from_raw(0)).unwrap();
-        assert!((1..64).all(|stream| device.record_stream(a, Stream::from_raw(stream)).is_ok()));
-        assert!(device.record_stream(a, Stream::from_raw(64)).is_err());
-        assert!(device.free(a).unwrap_err().is_invalid_state());
-        assert_ne!(device.alloc(4096, Stream::from_raw(0)).unwrap(), a);
-    }
-
-    #[test]
-    fn a_fraction_bounds_what_is_handed_out() {
-        let device = device();
-        assert!(device.set_fraction(1.5).is_err() && device.set_fraction(f64::NAN).is_err());
-        device.set_fraction(0.25).unwrap();
-        let a = device.alloc(200 * MIB as usize, Stream::DEFAULT).unwrap();
-        assert!(device.alloc(100 * MIB as usize, Stream::DEFAULT).unwrap_err().is_out_of_memory());
-        assert_eq!(device.stats().ooms, 1);
-        device.free(a).unwrap();
-        device.alloc(250 * MIB as usize, Stream::DEFAULT).unwrap();
-    }
-
-    #[test]
-    fn memory_of_two_streams_moves_between_them_and_back_to_the_device() {
-        let device = device();
-        let (one, two) = (Stream::from_raw(1), Stream::from_raw(2));
-        for _ in 0..200 {
-            let a = device.alloc(100 * MIB as usize, one).unwrap();
-            device.record_stream(a, two).unwrap();
-            device.free(a).unwrap();
-            let b = device.alloc(100 * MIB as usize, two).unwrap();
-            device.free(b).unwrap();
-        }
-        let stats = device.stats();
-        assert!(stats.peak_reserved <= 256 * MIB, "{stats:?}");
-        assert!(device.trim().unwrap() >= 100 * MIB);
-        let stats = device.stats();
-        assert_eq!((stats.reserved, stats.allocated), (0, 0));
-        assert!(stats.peak_reserved >= 100 * MIB);
     }
 }

@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | here | the devices, and which of them an address belongs to |
 //! | `device` | one device's lanes: ordinary memory, and that of graphs |
+//! | `device/captures` | which graph has which lane |
 //! | `hooks` | the exported functions that torch's pluggable allocator asks for |
 //!
 //! A device's ordinary memory is one *local* lane: a contiguous range, reused at once in any order,

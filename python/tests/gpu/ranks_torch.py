@@ -103,6 +103,46 @@ def not_waited_for(pool, device, rank, world):
     check("calls that are not waited for", right)
 
 
+def moved_types(device, rank, world):
+    """Elements that only travel, against the same bytes by NCCL; and what tells them apart."""
+    pool = symmpool.Pool(device=device)
+    names = "bool int16 uint16 uint64 complex64 complex128 float8_e4m3fnuz float4_e2m1fn_x2"
+    wrong = []
+    for dtype in [getattr(torch, name) for name in names.split() if hasattr(torch, name)]:
+        for count in (3, 4096, 1 << 20):
+            bits = torch.randint(0, 2, (count * world * dtype.itemsize,), device=device)
+            bits = (bits + rank * 2 * (dtype != torch.bool)).to(torch.uint8)
+            swapped, whole = torch.empty_like(bits), bits.new_empty(bits.numel() * world)
+            dist.all_to_all_single(swapped, bits)
+            dist.all_gather_into_tensor(whole, bits)
+            for make in (pool.empty, torch.empty):
+                place = {} if make == pool.empty else {"device": device}
+                x = make(bits.shape, dtype=torch.uint8, **place).copy_(bits).view(dtype)
+                out = make(bits.shape, dtype=torch.uint8, **place).view(dtype)
+                symmpool.all_to_all_single(out, x)
+                right = torch.equal(out.view(torch.uint8), swapped)
+                every = make(whole.shape, dtype=torch.uint8, **place).view(dtype)
+                symmpool.all_gather_into_tensor(every, x)
+                right &= torch.equal(every.view(torch.uint8), whole)
+                symmpool.broadcast(x, world - 1)
+                right &= torch.equal(x.view(torch.uint8), whole[-bits.numel() :])
+                if not right:
+                    wrong.append((dtype, count, make.__name__))
+    check("types that only travel", not wrong, wrong)
+    told = []
+    for first, second in [(torch.int16, torch.bfloat16), (torch.bool, torch.uint8)]:
+        comm = symmpool.Communicator(pool, timeout=20)
+        dtype = second if rank else first
+        try:
+            comm.broadcast(torch.zeros(100, dtype=dtype, device=device))
+            comm.synchronize()
+        except symmpool.DivergedError as error:
+            told.append(str(error))
+        dist.barrier()
+    right = len(told) == 2 and all(name in told[0] for name in ("100 i16", "100 bf16"))
+    check("types that differ are named", right and "100 bool" in told[1], told)
+
+
 def graphs(pool, device, rank, world):
     x = pool.empty(1 << 16, torch.float32).fill_(1.0)
     for _ in range(2):
@@ -207,6 +247,7 @@ def main():
     device, rank, world = begin("cuda:nccl,cpu:gloo")
     pool = calls(device, rank, world)
     all_to_all(device, rank, world)
+    moved_types(device, rank, world)
     not_waited_for(pool, device, rank, world)
     graphs(pool, device, rank, world)
     groups(device, rank, world)

@@ -1,0 +1,236 @@
+"""Which communicator serves a call, and what is under way on it.
+
+A call finds its communicator by the group that it names: a process group of torch, a `symmpool.Group`
+or a `symmpool.Pool`; without one, the default group. On a group with several pools the one that holds
+the tensor is meant; a tensor that none holds goes through the first. A group without a pool gets one at
+its first call, which is collective like the call itself. Communicators are made when they are first
+needed, and kept as long as the group.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+import weakref
+from typing import Any
+
+from symmpool import groups, work
+from symmpool._symmpool import Communicator, Pool
+from symmpool.errors import InvalidArgumentError
+
+__all__ = ["Seat", "communicator", "find", "first_device", "forget", "run", "search"]
+
+
+class Seat:
+    """A pool's communicator, and what is under way on it."""
+
+    __slots__ = ("comm", "device", "tail", "side", "__weakref__")
+
+    def __init__(self, pool: Pool):
+        self.comm = Communicator(pool)
+        self.device = number_of(pool.device)
+        # The last call that was made with async_op, until something has waited for it.
+        self.tail: Any = None
+        # What such calls run on: a stream, or a thread.
+        self.side: Any = None
+
+    def settle(self) -> None:
+        """What follows comes after all that was begun."""
+        tail, self.tail = self.tail, None
+        if tail is not None:
+            tail.precede()
+
+    def begin(self, call: Any, arguments: tuple[Any, ...], results: list[Any]) -> Any:
+        """Makes a call without waiting for it."""
+        if self.device < 0:
+            if self.side is None:
+                self.side = work.Worker(self)
+            self.tail = self.side.submit(call, arguments, results)
+        else:
+            if self.side is None:
+                import torch
+
+                self.side = work.Side(torch, self.device)
+            self.tail = self.side.submit(self.comm, call, arguments, results)
+        return self.tail
+
+
+# What serves a group on a device, with the pool that it is on: kept as long as the group is.
+_defaults: weakref.WeakKeyDictionary[Any, dict[int, tuple[Pool, Seat]]]
+_defaults = weakref.WeakKeyDictionary()
+_of_pool: weakref.WeakKeyDictionary[Pool, Seat] = weakref.WeakKeyDictionary()
+# Where look-ups by group led, for groups with one pool: by the device, then the group's id. Emptied
+# whenever there is a new pool.
+looked_up: dict[int, dict[int, Seat]] = {}
+# References to these groups, which take out what was found when a group goes, before another object
+# can have its id.
+_watching: dict[tuple[int, int], weakref.ref] = {}
+# Finding and making are for one thread at a time.
+_lock = threading.RLock()
+# torch.compiler.is_dynamo_compiling, once torch is there. What it says is put in by who compiles.
+compiling: Any = bool
+
+
+class _World:
+    """Where the default group is looked up, as `_default_pg`: in torch's own object if that has it
+    by this name, which saves a call, else here."""
+
+    def __init__(self, world: Any = None):
+        self.world = world
+
+    @property
+    def _default_pg(self) -> Any:
+        return getattr(self.world, "default_pg", None)
+
+
+torch_world: Any = _World()
+_torch_is_known = False
+
+
+def _look_for_torch() -> None:
+    global compiling, torch_world, _torch_is_known
+    torch = sys.modules.get("torch")
+    compiling = getattr(getattr(torch, "compiler", None), "is_dynamo_compiling", bool)
+    dist = groups.distributed() if torch is not None else None
+    world = getattr(getattr(dist, "distributed_c10d", None), "_world", None)
+    _torch_is_known = world is not None
+    torch_world = world if "_default_pg" in getattr(world, "__dict__", ()) else _World(world)
+
+
+def forget_lookups() -> None:
+    """What was looked up may be different now."""
+    looked_up.clear()
+    _watching.clear()
+
+
+groups.when_made(forget_lookups)
+
+
+def _forget_lookup(device: int, group: int) -> None:
+    looked_up.get(device, {}).pop(group, None)
+    _watching.pop((device, group), None)
+
+
+def forget(pool: Pool) -> None:
+    """Lets go of the communicator that module-level collectives made on a pool, and of the pool,
+    which its group keeps otherwise. Every rank does so in the same place of its program."""
+    with _lock:
+        forget_lookups()
+        _of_pool.pop(pool, None)
+        for seats in _defaults.values():
+            for device in [each for each, (held, _) in seats.items() if held is pool]:
+                del seats[device]
+
+
+def communicator(group: Any = None, device: Any = "cpu") -> Communicator:
+    """The communicator that serves a group, or a pool, on a device ("cpu", "cuda:N"); made if need
+    be, which is collective."""
+    seat = search(None, group, number_of(str(device)))
+    if seat is None:
+        raise InvalidArgumentError("group: this process is no member of it")
+    return seat.comm
+
+
+def number_of(device: str) -> int:
+    """A CUDA device's number, -1 for the CPU."""
+    if device == "cpu":
+        return -1
+    kind, _, number = device.partition(":")
+    if device == "cuda" and "torch" in sys.modules:
+        return sys.modules["torch"].cuda.current_device()
+    if kind != "cuda" or not number.isdigit():
+        raise InvalidArgumentError(f"device: {device!r} is neither cpu nor cuda:N")
+    return int(number)
+
+
+def _device_of(tensor: Any) -> int:
+    try:
+        return tensor.get_device()
+    except AttributeError:
+        return number_of(str(getattr(tensor, "device", "cpu")))
+
+
+def find(tensor: Any, group: Any) -> Seat | None:
+    """Where a call on a tensor goes; made if need be. None where this process has no part in it."""
+    try:
+        # Of torch's tensors; others come to `_device_of`.
+        device = tensor.get_device()
+        return looked_up[device][id(torch_world._default_pg if group is None else group)]
+    except (AttributeError, KeyError):
+        return search(tensor, group, _device_of(tensor))
+
+
+def search(tensor: Any, group: Any, device: int) -> Seat | None:
+    """As `find`, for calls whose place is not known yet, or that have no tensor."""
+    with _lock:
+        if group is not None and _outside(group):
+            return None
+        if not _torch_is_known:
+            _look_for_torch()
+        if isinstance(group, Pool):
+            return _seat_of(group)
+        key = groups.key_of(group)
+        groups.resolve(key)  # refuses what is no group
+        name = f"cuda:{device}" if device >= 0 else "cpu"
+        pools = [pool for pool in groups.pools_of(key) if pool.device == name]
+        if len(pools) > 1 and tensor is not None:
+            holding = next((pool for pool in pools if pool.holds(tensor)), None)
+            if holding is not None:
+                return _seat_of(holding)
+        seats = _defaults.setdefault(key, {})
+        if device not in seats:
+            pool = pools[0] if pools else Pool(key, name)
+            seats[device] = (pool, _seat_of(pool))
+        seat = seats[device][1]
+        if len(pools) < 2:
+            at = id(key)
+            _watching[device, at] = weakref.ref(key, lambda _: _forget_lookup(device, at))
+            looked_up.setdefault(device, {})[at] = seat
+        return seat
+
+
+def _seat_of(pool: Pool) -> Seat:
+    seat = _of_pool.get(pool)
+    if seat is None:
+        seat = _of_pool[pool] = Seat(pool)
+    return seat
+
+
+def _is_outside(group: Any) -> bool:
+    dist = groups.distributed()
+    return dist is not None and group is dist.GroupMember.NON_GROUP_MEMBER
+
+
+def _outside(group: Any) -> bool:
+    """Whether this process is no member of a group. Such calls do nothing, as torch's."""
+    if not _is_outside(group):
+        return False
+    why = "symmpool: a collective on a group that this process is no member of does nothing"
+    warnings.warn(why, stacklevel=4)
+    return True
+
+
+def run(
+    seat: Seat, call: Any, arguments: tuple[Any, ...], results: list[Any], async_op: bool
+) -> Any:
+    """Makes a call in its turn: Work with `async_op`, else None."""
+    if async_op:
+        return seat.begin(call, arguments, results)
+    if seat.tail is not None:
+        seat.settle()
+    call(*arguments)
+    return None
+
+
+def first_device(group: Any) -> str:
+    """Where a group's first pool is."""
+    if isinstance(group, Pool):
+        return group.device
+    if _is_outside(group):
+        return "cpu"
+    pools = groups.pools_of(groups.key_of(group))
+    return pools[0].device if pools else "cpu"
+
+
+_look_for_torch()

@@ -1,0 +1,115 @@
+"""What only moves data takes elements that no reduction would, on one GPU.
+
+    python -m pytest python/tests/gpu/test_moved_cuda.py -q
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("there is no CUDA device", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from ranks import values  # noqa: E402
+
+import symmpool  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+NAMES = "bool int16 uint16 uint32 uint64 complex64 complex128 complex32".split()
+NAMES += "float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 bits8 bits16".split()
+DTYPES = [getattr(torch, name) for name in NAMES if hasattr(torch, name)]
+
+
+def data(dtype, rank, count):
+    """Any bits at all: they are to arrive as they are."""
+    generator = torch.Generator().manual_seed(1000 * rank + count)
+    most = 2 if dtype == torch.bool else 256
+    bits = torch.randint(0, most, (count * dtype.itemsize,), generator=generator)
+    return bits.to(torch.uint8).cuda().view(dtype)
+
+
+def same(found, expected):
+    return torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+def every_move(group):
+    pool = symmpool.Pool(group, "cuda:0", allow_shared_device=True, timeout=60)
+    comm = symmpool.Communicator(pool, timeout=60)
+    me, world = group.rank, group.world
+    wrong = []
+    for dtype in DTYPES:
+        for count in (1, 5000, 1 << 18):
+            parts = [data(dtype, rank, world * count) for rank in range(world)]
+            whole = torch.cat([part.view(torch.uint8) for part in parts])
+            swapped = torch.cat([part.view(torch.uint8).chunk(world)[me] for part in parts])
+            for window in (True, False):
+
+                def like(bytes, window=window, dtype=dtype):
+                    if window:
+                        return pool.empty(bytes.numel(), torch.uint8).copy_(bytes).view(dtype)
+                    return bytes.clone().view(dtype)
+
+                mine = like(parts[me].view(torch.uint8))
+                every, out = like(torch.zeros_like(whole)), like(torch.zeros_like(swapped))
+                comm.all_gather(every, mine)
+                comm.all_to_all_single(out, mine)
+                right = [same(every, whole), same(out, swapped)]
+                there = like(torch.zeros_like(swapped))
+                splits = torch.full((world,), count, device="cuda")
+                comm.all_to_all_v(there, mine, splits)
+                right.append(same(there, swapped))
+                comm.broadcast(mine, world - 1)
+                right.append(same(mine, parts[-1]))
+                if not all(right):
+                    wrong.append((dtype, count, window, right))
+    for dtype in DTYPES[:-2]:
+        exchange = comm.row_exchange(64, 3, dtype)
+        layout = exchange.layout()
+        x = data(dtype, me, 64 * 3).view(64, 3)
+        out = torch.zeros(64 * 3 * dtype.itemsize, dtype=torch.uint8, device="cuda").view(dtype)
+        out, back = out.view(64, 3), out.clone().view(64, 3)
+        exchange.send(out, x, torch.arange(64, device="cuda") % world, layout)
+        exchange.send_back(back, out, layout)
+        comm.synchronize()
+        if not same(back, x) or exchange.dtype != str(dtype).removeprefix("torch."):
+            wrong.append((dtype, "rows"))
+    comm.synchronize()
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_type_arrives_as_it_was(world):
+    assert values(world, every_move, limit=300) == [[]] * world
+
+
+def refused(group):
+    pool = symmpool.Pool(group, "cuda:0", allow_shared_device=True, timeout=60)
+    told = []
+    for first, second in [("int16", "bfloat16"), ("complex64", "float64")]:
+        comm = symmpool.Communicator(pool, timeout=20)
+        dtype = getattr(torch, second if group.rank else first)
+        x = torch.zeros(100, dtype=dtype, device="cuda")
+        try:
+            comm.broadcast(x)
+            comm.synchronize()
+        except symmpool.DivergedError as error:
+            told.append(str(error))
+    comm = symmpool.Communicator(pool, timeout=20)
+    try:
+        comm.all_reduce(torch.ones(3, dtype=torch.bool, device="cuda"))
+    except symmpool.InvalidArgumentError as error:
+        told.append(str(error))
+    return told
+
+
+def test_what_differs_and_what_is_not_reduced_is_named():
+    for told in values(2, refused, limit=300):
+        assert len(told) == 3, told
+        assert "rank 0: broadcast of 100 i16" in told[0] and "rank 1: broadcast of 100 bf16" in told[0]
+        assert "100 complex64" in told[1] and "100 f64" in told[1]
+        assert "elements of bool are moved, not reduced" in told[2] and "float32" in told[2]
