@@ -9,10 +9,11 @@ use pyo3::prelude::*;
 use symmpool_allocator::{Result, Stream};
 use symmpool_collectives::{DType, SplitsAt};
 
-use crate::communicator::Communicator;
-use crate::convert::long_name;
+use crate::convert::{Device, long_name};
 use crate::errors::{OrRaise, exception};
-use crate::tensor::{self, Refusal, Tensor};
+use crate::own::Own;
+use crate::reading::{Refusal, Tensor};
+use crate::tensor;
 
 pub(crate) type Argument<'a, 'py> = &'a Bound<'py, PyAny>;
 
@@ -37,19 +38,13 @@ pub(crate) fn rows_of(
     Ok((*length, rest.iter().product()))
 }
 
-impl Tensor {
-    #[inline]
-    pub(crate) fn from(&self) -> *const u8 {
-        self.address as *const u8
-    }
-
-    #[inline]
-    pub(crate) fn to(&self) -> *mut u8 {
-        self.address as *mut u8
-    }
+/// A communicator as its calls see it, and those of what is made on it.
+pub(crate) struct Calls {
+    pub(crate) comm: Own<Arc<symmpool_collectives::Communicator>>,
+    pub(crate) device: Device,
 }
 
-impl Communicator {
+impl Calls {
     pub(crate) fn core(&self) -> Arc<symmpool_collectives::Communicator> {
         Arc::clone(&self.comm)
     }

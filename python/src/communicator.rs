@@ -7,15 +7,16 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use symmpool_collectives::{CommunicatorOptions, ReduceOp, SplitRows, SplitsAt};
 
-use crate::arguments::{Argument, Counts, rows_of};
+use crate::arguments::{Argument, Calls, Counts, rows_of};
 use crate::convert::{self, Device};
 use crate::errors::{OrRaise, exception, seconds};
 use crate::mark::Mark;
 use crate::operation;
 use crate::own::Own;
 use crate::pool::Pool;
+use crate::reading::{Refusal, Tensor};
 use crate::row_exchange::RowExchange;
-use crate::tensor::{self, Refusal, Tensor};
+use crate::tensor;
 
 /// Collectives between the ranks of a pool. Making one is collective: all ranks make theirs in the
 /// same order; it commits the pool.
@@ -52,8 +53,7 @@ use crate::tensor::{self, Refusal, Tensor};
 /// of it is the same on every rank.
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Communicator {
-    pub(crate) comm: Own<Arc<symmpool_collectives::Communicator>>,
-    pub(crate) device: Device,
+    calls: Arc<Calls>,
     algorithm: &'static str,
 }
 
@@ -93,7 +93,8 @@ impl Communicator {
         let on = &*pool.pool;
         let make = || symmpool_collectives::Communicator::with_options(on, &options);
         let comm = Own::new(Arc::new(py.detach(make).or_raise(py)?));
-        Ok(Self { comm, device: pool.device, algorithm: algorithm.name() })
+        let calls = Arc::new(Calls { comm, device: pool.device });
+        Ok(Self { calls, algorithm: algorithm.name() })
     }
 
     /// Reduces every rank's `tensor` into every rank's `out`, of the same length and type; in place
@@ -110,24 +111,24 @@ impl Communicator {
         out: Option<Argument<'_, '_>>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
-        let stream = self.stream(py, stream)?;
+        let stream = self.calls.stream(py, stream)?;
         let arguments = || {
             let op = operation::reduce_op(op).map_err(Refusal::Invalid)?;
-            let input = self.read("tensor", tensor, out.is_none())?;
+            let input = self.calls.read("tensor", tensor, out.is_none())?;
             tensor::is_reduced("tensor", tensor, &input)?;
             let output = match out {
                 None => input,
-                Some(out) => self.output("out", out, &input, Some(input.count))?,
+                Some(out) => self.calls.output("out", out, &input, Some(input.count))?,
             };
             Ok((input, output, op))
         };
-        let (input, output, op) = self.or_decline(py, stream, arguments())?;
+        let (input, output, op) = self.calls.or_decline(py, stream, arguments())?;
         let Tensor { count, dtype, .. } = input;
         // SAFETY: both are tensors of this length and type, contiguous, on the pool's device, and
         // the caller's frame keeps them alive for the length of the call; how long work on a
         // stream needs them, and who else may touch them, is the documented contract of the class.
-        self.run(py, || unsafe {
-            self.comm.all_reduce_at(output.to(), input.from(), count, dtype, op, &stream)
+        self.calls.run(py, || unsafe {
+            self.calls.comm.all_reduce_at(output.to(), input.from(), count, dtype, op, &stream)
         })
     }
 
@@ -145,21 +146,26 @@ impl Communicator {
         op: Option<Argument<'_, '_>>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
-        let stream = self.stream(py, stream)?;
+        let stream = self.calls.stream(py, stream)?;
         let arguments = || {
             let op: ReduceOp = operation::reduce_op(op).map_err(Refusal::Invalid)?;
             let from = input;
-            let input = self.read("input", from, false)?;
+            let input = self.calls.read("input", from, false)?;
             tensor::is_reduced("input", from, &input)?;
-            let output = self.output("output", output, &input, None)?;
-            self.fits("input", input.count, self.parts(output.count), "one part for every rank")?;
+            let output = self.calls.output("output", output, &input, None)?;
+            self.calls.fits(
+                "input",
+                input.count,
+                self.calls.parts(output.count),
+                "one part for every rank",
+            )?;
             Ok((input, output, op))
         };
-        let (input, output, op) = self.or_decline(py, stream, arguments())?;
+        let (input, output, op) = self.calls.or_decline(py, stream, arguments())?;
         let Tensor { count, dtype, .. } = output;
         // SAFETY: as in `all_reduce`; the input has `world` times the output's length.
-        self.run(py, || unsafe {
-            self.comm.reduce_scatter_at(output.to(), input.from(), count, dtype, op, &stream)
+        self.calls.run(py, || unsafe {
+            self.calls.comm.reduce_scatter_at(output.to(), input.from(), count, dtype, op, &stream)
         })
     }
 
@@ -173,18 +179,23 @@ impl Communicator {
         input: Argument<'_, '_>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
-        let stream = self.stream(py, stream)?;
+        let stream = self.calls.stream(py, stream)?;
         let arguments = || {
-            let input = self.read("input", input, false)?;
-            let output = self.output("output", output, &input, None)?;
-            self.fits("output", output.count, self.parts(input.count), "one part for every rank")?;
+            let input = self.calls.read("input", input, false)?;
+            let output = self.calls.output("output", output, &input, None)?;
+            self.calls.fits(
+                "output",
+                output.count,
+                self.calls.parts(input.count),
+                "one part for every rank",
+            )?;
             Ok((input, output))
         };
-        let (input, output) = self.or_decline(py, stream, arguments())?;
+        let (input, output) = self.calls.or_decline(py, stream, arguments())?;
         let Tensor { count, dtype, .. } = input;
         // SAFETY: as in `all_reduce`; the output has `world` times the input's length.
-        self.run(py, || unsafe {
-            self.comm.all_gather_at(output.to(), input.from(), count, dtype, &stream)
+        self.calls.run(py, || unsafe {
+            self.calls.comm.all_gather_at(output.to(), input.from(), count, dtype, &stream)
         })
     }
 
@@ -197,17 +208,19 @@ impl Communicator {
         src: i64,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
-        let stream = self.stream(py, stream)?;
+        let stream = self.calls.stream(py, stream)?;
         let arguments = || {
             let src = u32::try_from(src).map_err(|_| {
-                Refusal::Invalid(format!("src: rank {src} of {} ranks", self.comm.world()))
+                Refusal::Invalid(format!("src: rank {src} of {} ranks", self.calls.comm.world()))
             })?;
-            Ok((self.read("tensor", tensor, src != self.comm.rank())?, src))
+            Ok((self.calls.read("tensor", tensor, src != self.calls.comm.rank())?, src))
         };
-        let (tensor, src) = self.or_decline(py, stream, arguments())?;
+        let (tensor, src) = self.calls.or_decline(py, stream, arguments())?;
         let Tensor { count, dtype, .. } = tensor;
         // SAFETY: as in `all_reduce`.
-        self.run(py, || unsafe { self.comm.broadcast_at(tensor.to(), count, dtype, src, &stream) })
+        self.calls.run(py, || unsafe {
+            self.calls.comm.broadcast_at(tensor.to(), count, dtype, src, &stream)
+        })
     }
 
     /// Sends part r of `input` to rank r, where it becomes part `rank` of `output`.
@@ -234,42 +247,54 @@ impl Communicator {
         input_split_sizes: Option<Argument<'_, '_>>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
-        let stream = self.stream(py, stream)?;
+        let stream = self.calls.stream(py, stream)?;
         let arguments = || {
             let (to, from) = (output, input);
-            let input = self.read("input", from, false)?;
-            let output = self.output("output", to, &input, None)?;
+            let input = self.calls.read("input", from, false)?;
+            let output = self.calls.output("output", to, &input, None)?;
             if output_split_sizes.is_none() && input_split_sizes.is_none() {
-                let count = input.count / self.comm.world() as usize;
-                self.fits("input", input.count, self.parts(count), "a part for every rank")?;
-                self.fits("output", output.count, Some(input.count), "as many as input")?;
+                let count = input.count / self.calls.comm.world() as usize;
+                self.calls.fits(
+                    "input",
+                    input.count,
+                    self.calls.parts(count),
+                    "a part for every rank",
+                )?;
+                self.calls.fits("output", output.count, Some(input.count), "as many as input")?;
                 return Ok((input, output, None));
             }
-            let send = self.splits("input", from, &input, input_split_sizes)?;
+            let send = self.calls.splits("input", from, &input, input_split_sizes)?;
             if output_split_sizes.is_none() && send.iter().any(|count| *count != send[0]) {
                 return Err(Refusal::Invalid(format!(
                     "output_split_sizes: none are given where the parts of input, of {send:?} \
                      elements, are uneven; say what each rank sends"
                 )));
             }
-            let receive = self.splits("output", to, &output, output_split_sizes)?;
+            let receive = self.calls.splits("output", to, &output, output_split_sizes)?;
             Ok((input, output, Some((send, receive))))
         };
-        let (input, output, splits) = self.or_decline(py, stream, arguments())?;
+        let (input, output, splits) = self.calls.or_decline(py, stream, arguments())?;
         let Tensor { count, dtype, .. } = input;
         match splits {
             None => {
-                let count = count / self.comm.world() as usize;
+                let count = count / self.calls.comm.world() as usize;
                 // SAFETY: as in `all_reduce`; both have `world` times this length.
-                self.run(py, || unsafe {
-                    self.comm.all_to_all_at(output.to(), input.from(), count, dtype, &stream)
+                self.calls.run(py, || unsafe {
+                    self.calls.comm.all_to_all_at(output.to(), input.from(), count, dtype, &stream)
                 })
             }
             Some((send, receive)) => {
                 let (to, from) = (output, input);
                 // SAFETY: as in `all_reduce`; no sum is above its tensor's length.
-                self.run(py, || unsafe {
-                    self.comm.all_to_all_v_at(to.to(), from.from(), &receive, &send, dtype, &stream)
+                self.calls.run(py, || unsafe {
+                    self.calls.comm.all_to_all_v_at(
+                        to.to(),
+                        from.from(),
+                        &receive,
+                        &send,
+                        dtype,
+                        &stream,
+                    )
                 })
             }
         }
@@ -299,11 +324,11 @@ impl Communicator {
         output_offsets: Option<Argument<'_, '_>>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
-        let stream = self.stream(py, stream)?;
+        let stream = self.calls.stream(py, stream)?;
         let arguments = || {
             let (to, from) = (output, input);
-            let input = self.read("input", from, false)?;
-            let output = self.output("output", to, &input, None)?;
+            let input = self.calls.read("input", from, false)?;
+            let output = self.calls.output("output", to, &input, None)?;
             let ((length, row), (capacity, row_of_output)) =
                 (rows_of("input", from)?, rows_of("output", to)?);
             if row != row_of_output || row == 0 {
@@ -311,15 +336,15 @@ impl Communicator {
                     "output: rows of {row_of_output} elements where the input has rows of {row}"
                 )));
             }
-            let world = self.comm.world() as usize;
-            let counts = self.read("input_splits", input_splits, false)?;
+            let world = self.calls.comm.world() as usize;
+            let counts = self.calls.read("input_splits", input_splits, false)?;
             let count_of = |name, tensor: Option<Argument<'_, '_>>| {
                 let Some(tensor) = tensor else { return Ok(std::ptr::null_mut()) };
-                let found = self.output(name, tensor, &counts, None)?;
-                self.fits(name, found.count, Some(world), "one for every rank")?;
+                let found = self.calls.output(name, tensor, &counts, None)?;
+                self.calls.fits(name, found.count, Some(world), "one for every rank")?;
                 Ok::<_, Refusal>(found.to())
             };
-            self.fits("input_splits", counts.count, Some(world), "one for every rank")?;
+            self.calls.fits("input_splits", counts.count, Some(world), "one for every rank")?;
             let splits = SplitsAt {
                 input: counts.from(),
                 output: count_of("output_splits", output_splits)?,
@@ -329,12 +354,18 @@ impl Communicator {
             let rows = SplitRows { dtype: input.dtype, row, length, capacity };
             Ok((input, output, rows, Counts(splits)))
         };
-        let (input, output, rows, splits) = self.or_decline(py, stream, arguments())?;
+        let (input, output, rows, splits) = self.calls.or_decline(py, stream, arguments())?;
         // SAFETY: as in `all_reduce`; the tensors have these rows, and splits an element for every
         // rank.
-        self.run(py, || unsafe {
+        self.calls.run(py, || unsafe {
             let splits = &splits;
-            self.comm.all_to_all_v_splits_at(output.to(), input.from(), &rows, &splits.0, &stream)
+            self.calls.comm.all_to_all_v_splits_at(
+                output.to(),
+                input.from(),
+                &rows,
+                &splits.0,
+                &stream,
+            )
         })
     }
 
@@ -343,20 +374,21 @@ impl Communicator {
     /// `dtype` is torch's or a name, else numpy's. It allocates memory of the pool, as `Pool.empty`
     /// does, and on CUDA waits for what runs; none is made while a graph is captured.
     fn row_exchange(
-        slf: &Bound<'_, Self>,
+        &self,
+        py: Python<'_>,
         rows: u64,
         row_shape: &Bound<'_, PyAny>,
         dtype: &Bound<'_, PyAny>,
     ) -> PyResult<RowExchange> {
-        RowExchange::new(slf, rows, row_shape, dtype)
+        RowExchange::new(py, &self.calls, rows, row_shape, dtype)
     }
 
     /// On the CPU, returns once every rank has called it. On CUDA, holds `stream` until every
     /// rank's stream has come to it.
     #[pyo3(signature = (stream = None))]
     fn barrier(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<()> {
-        let stream = self.stream(py, stream)?;
-        self.run(py, || self.comm.barrier(&stream))
+        let stream = self.calls.stream(py, stream)?;
+        self.calls.run(py, || self.calls.comm.barrier(&stream))
     }
 
     /// Signals `peer` on a channel from 0 to 15. What this thread, or `stream`, did before is visible
@@ -370,8 +402,8 @@ impl Communicator {
         channel: u32,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
-        let stream = tensor::stream(py, self.device, stream)?;
-        self.run(py, || self.comm.signal(peer, channel, &stream))
+        let stream = tensor::stream(py, self.calls.device, stream)?;
+        self.calls.run(py, || self.calls.comm.signal(peer, channel, &stream))
     }
 
     /// Waits for `peer`'s next signal on a channel: the nth wait takes the nth signal. On the CPU
@@ -388,49 +420,51 @@ impl Communicator {
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
         let timeout = seconds(py, "timeout", timeout)?;
-        let stream = tensor::stream(py, self.device, stream)?;
-        self.run(py, || self.comm.wait(peer, channel, timeout, &stream))
+        let stream = tensor::stream(py, self.calls.device, stream)?;
+        self.calls.run(py, || self.calls.comm.wait(peer, channel, timeout, &stream))
     }
 
     /// Waits until `stream` is past all calls so far, and raises what went wrong in them. On the
     /// CPU calls are done when they return.
     #[pyo3(signature = (stream = None))]
     fn synchronize(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<()> {
-        let stream = tensor::stream(py, self.device, stream)?;
-        py.detach(|| self.comm.synchronize(&stream)).or_raise(py)
+        let stream = tensor::stream(py, self.calls.device, stream)?;
+        py.detach(|| self.calls.comm.synchronize(&stream)).or_raise(py)
     }
 
     /// Marks how far `stream` is (torch's current one unless given): everything that it was given.
     #[pyo3(signature = (stream = None))]
     fn mark(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<Mark> {
-        let stream = self.stream(py, stream)?;
-        Mark::new(self.comm.pool().driver(), self.device, stream).or_raise(py)
+        let stream = self.calls.stream(py, stream)?;
+        Mark::new(self.calls.comm.pool().driver(), self.calls.device, stream).or_raise(py)
     }
 
     /// Makes what `stream` gets from now on wait for what torch's current one was given so far.
     #[pyo3(signature = (stream))]
     fn follow(&self, py: Python<'_>, stream: Argument<'_, '_>) -> PyResult<()> {
-        let (current, follower) = (self.stream(py, None)?, self.stream(py, Some(stream))?);
-        let mark = Mark::new(self.comm.pool().driver(), self.device, current).or_raise(py)?;
+        let (current, follower) =
+            (self.calls.stream(py, None)?, self.calls.stream(py, Some(stream))?);
+        let mark =
+            Mark::new(self.calls.comm.pool().driver(), self.calls.device, current).or_raise(py)?;
         mark.hold(follower).or_raise(py)
     }
 
     /// Why all calls fail, as an exception; None while they do not.
     #[getter]
     fn failure(&self, py: Python<'_>) -> Option<PyErr> {
-        py.detach(|| self.comm.failure()).map(|error| exception(py, &error))
+        py.detach(|| self.calls.comm.failure()).map(|error| exception(py, &error))
     }
 
     /// This process's rank, from 0.
     #[getter]
     fn rank(&self) -> u32 {
-        self.comm.rank()
+        self.calls.comm.rank()
     }
 
     /// The number of ranks.
     #[getter]
     fn world(&self) -> u32 {
-        self.comm.world()
+        self.calls.comm.world()
     }
 
     /// The name of the algorithm that was asked for.

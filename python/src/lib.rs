@@ -9,7 +9,9 @@
 //! | `block` | memory of a pool, as Python objects and DLPack consumers hold it |
 //! | `dlpack` | the structures of the DLPack protocol, and capsules of them |
 //! | `exchange` | DLPack's table of C functions, through which torch's tensors are read |
-//! | `tensor` | where tensors of torch and numpy lie, read cheaply |
+//! | `arguments` | what calls of a communicator are given, checked |
+//! | `tensor`, `ndarray` | where tensors of torch and arrays of numpy lie, read cheaply |
+//! | `reading` | what that gives: addresses, counts and types, or why it is refused |
 //! | `convert` | names of types, algorithms and devices |
 //! | `operation` | names of reductions, and torch's constants for them |
 //! | `store` | a store of torch's, as the allocator wants it |
@@ -37,6 +39,7 @@ mod operation;
 mod own;
 mod pool;
 mod process;
+mod reading;
 mod row_exchange;
 mod slot;
 mod store;

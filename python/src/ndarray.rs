@@ -11,7 +11,7 @@ use pyo3::types::{PyCapsule, PyType};
 use symmpool_collectives::DType;
 
 use crate::convert::{Device, dtype_from_name};
-use crate::tensor::{Refusal, Tensor, elsewhere, imported, not_contiguous, wrong_size};
+use crate::reading::{Refusal, Tensor, elsewhere, imported, not_contiguous, wrong_size};
 
 /// numpy's array type, if the program has imported numpy.
 pub(crate) fn kind(py: Python<'_>) -> Option<&'static Py<PyType>> {

@@ -5,7 +5,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::PyString;
 use symmpool_collectives::ReduceOp;
 
-use crate::tensor;
+use crate::reading;
 
 /// The operation of a name; a sum where none is given.
 #[inline]
@@ -44,7 +44,7 @@ fn constant_of(op: &Bound<'_, PyAny>) -> Option<ReduceOp> {
     let known = match OPS.get(py) {
         Some(known) => known,
         None => {
-            let distributed = tensor::imported(py, "torch.distributed", "ReduceOp")?;
+            let distributed = reading::imported(py, "torch.distributed", "ReduceOp")?;
             let class = distributed.getattr("ReduceOp").ok()?;
             let constants = REDUCE_OPS
                 .into_iter()

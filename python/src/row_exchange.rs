@@ -9,15 +9,15 @@ use pyo3::types::{PyString, PyTuple};
 use symmpool_allocator::Stream;
 use symmpool_collectives::{DType, RowShape, RowsAt};
 
-use crate::arguments::{Argument, rows_of};
+use crate::arguments::{Argument, Calls, rows_of};
 use crate::block::Block;
-use crate::communicator::Communicator;
 use crate::convert::{self, long_name};
 use crate::errors::{OrRaise, invalid};
 use crate::memory::Memory;
 use crate::own::Own;
 use crate::pool::dimensions;
-use crate::tensor::{self, Refusal, Tensor};
+use crate::reading::{Refusal, Tensor};
+use crate::tensor;
 
 type Exchange = symmpool_collectives::RowExchange<Arc<symmpool_collectives::Communicator>>;
 
@@ -32,7 +32,7 @@ type Exchange = symmpool_collectives::RowExchange<Arc<symmpool_collectives::Comm
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct RowExchange {
     exchange: Own<Exchange>,
-    comm: Py<Communicator>,
+    calls: Arc<Calls>,
     row_shape: Vec<i64>,
     /// Whether layouts have tensors of torch, or arrays of numpy.
     of_torch: bool,
@@ -51,12 +51,12 @@ pub(crate) struct RowLayout {
 
 impl RowExchange {
     pub(crate) fn new(
-        comm: &Bound<'_, Communicator>,
+        py: Python<'_>,
+        calls: &Arc<Calls>,
         rows: u64,
         row_shape: &Bound<'_, PyAny>,
         dtype: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
-        let py = comm.py();
         let lengths = dimensions(row_shape)?;
         let row = lengths.iter().try_fold(1_usize, |row, length| {
             usize::try_from(*length).ok().and_then(|length| row.checked_mul(length))
@@ -65,9 +65,9 @@ impl RowExchange {
         let shape = RowShape { rows: rows as usize, row, dtype: convert::dtype(dtype)? };
         let of_torch = dtype.is_instance_of::<PyString>()
             || tensor::torch(py).is_some_and(|torch| torch.is_dtype(dtype));
-        let core = comm.get().core();
+        let core = calls.core();
         let exchange = Own::new(py.detach(|| Exchange::new(core, shape)).or_raise(py)?);
-        Ok(Self { exchange, comm: comm.clone().unbind(), row_shape: lengths, of_torch })
+        Ok(Self { exchange, calls: Arc::clone(calls), row_shape: lengths, of_torch })
     }
 
     /// Reads the rows of a call, and the layout; the other ranks are told what is wrong.
@@ -77,10 +77,10 @@ impl RowExchange {
         input: Argument<'_, '_>,
         layout: Argument<'_, '_>,
     ) -> Result<Rows, Refusal> {
-        let comm = self.comm.get();
+        let calls = &*self.calls;
         let RowShape { row, dtype, .. } = self.exchange.shape();
-        let from = comm.read("input", input, false)?;
-        let to = comm.output("output", output, &from, None)?;
+        let from = calls.read("input", input, false)?;
+        let to = calls.output("output", output, &from, None)?;
         if from.dtype != dtype {
             let (found, expected) = (long_name(from.dtype), long_name(dtype));
             return Err(Refusal::Invalid(format!(
@@ -139,12 +139,12 @@ impl RowExchange {
     /// and on CUDA waits for what runs; none is made while a graph is captured.
     fn layout(&self, py: Python<'_>) -> PyResult<RowLayout> {
         self.exchange.check("a row exchange").or_raise(py)?;
-        let comm = self.comm.get();
-        let stream = tensor::stream(py, comm.device, None)?;
+        let calls = &*self.calls;
+        let stream = tensor::stream(py, calls.device, None)?;
         let pool = self.exchange.communicator().pool();
         let make = || {
             let bytes = self.exchange.layout_bytes();
-            let memory = Memory::allocate(pool, comm.device, bytes, stream)?;
+            let memory = Memory::allocate(pool, calls.device, bytes, stream)?;
             // SAFETY: the block is as long, and new.
             unsafe { self.exchange.clear_layout_at(memory.block().as_ptr()) }?;
             symmpool_allocator::Result::Ok(memory)
@@ -192,18 +192,18 @@ impl RowExchange {
         layout: Argument<'_, '_>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
-        let comm = self.comm.get();
-        let stream: Stream = comm.stream(py, stream)?;
+        let calls = &*self.calls;
+        let stream: Stream = calls.stream(py, stream)?;
         let arguments = || {
-            let to = comm.read("destinations", destinations, false)?;
+            let to = calls.read("destinations", destinations, false)?;
             Ok((self.rows(output, input, layout)?, to))
         };
-        let (rows, to) = comm.or_decline(py, stream, arguments())?;
+        let (rows, to) = calls.or_decline(py, stream, arguments())?;
         // SAFETY: the tensors have these rows and destinations, contiguous, on the pool's device,
         // and the caller's frame keeps them and the layout alive for the length of the call; how
         // long work on a stream needs them, and who else may touch them, is the documented contract
         // of the classes.
-        comm.run(py, || unsafe {
+        calls.run(py, || unsafe {
             let destinations = (to.from(), to.count, to.dtype);
             self.exchange.send_at(rows.layout as *mut u8, &rows.at(), destinations, &stream)
         })
@@ -226,11 +226,11 @@ impl RowExchange {
         layout: Argument<'_, '_>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
-        let comm = self.comm.get();
-        let stream: Stream = comm.stream(py, stream)?;
-        let rows = comm.or_decline(py, stream, self.rows(output, input, layout))?;
+        let calls = &*self.calls;
+        let stream: Stream = calls.stream(py, stream)?;
+        let rows = calls.or_decline(py, stream, self.rows(output, input, layout))?;
         // SAFETY: as in `send`.
-        comm.run(py, || unsafe {
+        calls.run(py, || unsafe {
             self.exchange.send_back_at(rows.layout as *mut u8, &rows.at(), &stream)
         })
     }

@@ -10,59 +10,19 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyInt, PyType};
-use symmpool_allocator::{Error, Stream};
+use symmpool_allocator::Stream;
 use symmpool_collectives::DType;
 
 use crate::block::Block;
 use crate::convert::{self, Device, long_name, reduced_names};
 use crate::dlpack;
-use crate::errors::exception;
 use crate::exchange::Exchange;
 use crate::ndarray;
+use crate::reading::{Refusal, Tensor, elsewhere, imported, not_contiguous, wrong_size};
 
 /// DLPack's code of real floats, and of complex numbers.
 const FLOAT: u8 = 2;
 const COMPLEX: u8 = 5;
-
-/// A contiguous tensor: `count` elements from `address` on.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Tensor {
-    pub(crate) address: usize,
-    pub(crate) count: usize,
-    pub(crate) dtype: DType,
-}
-
-/// Why an argument is not taken.
-pub(crate) enum Refusal {
-    /// It makes no sense; the message names the argument.
-    Invalid(String),
-    /// It is nothing that could be read.
-    Raised(PyErr),
-}
-
-impl Refusal {
-    /// As an error, for ranks that wait.
-    pub(crate) fn to_error(&self) -> Error {
-        match self {
-            Self::Invalid(why) => Error::invalid_argument(why),
-            Self::Raised(error) => Error::invalid_argument(error.to_string()),
-        }
-    }
-
-    #[cold]
-    pub(crate) fn raise(self, py: Python<'_>) -> PyErr {
-        match self {
-            Self::Invalid(why) => exception(py, &Error::invalid_argument(why)),
-            Self::Raised(error) => error,
-        }
-    }
-}
-
-impl From<PyErr> for Refusal {
-    fn from(error: PyErr) -> Self {
-        Self::Raised(error)
-    }
-}
 
 /// What is looked up in torch once.
 pub(crate) struct Torch {
@@ -110,13 +70,6 @@ impl Torch {
     pub(crate) fn is_dtype(&self, object: &Bound<'_, PyAny>) -> bool {
         object.get_type().is(&self.dtype)
     }
-}
-
-/// A module that the program has imported; `None` otherwise, or while that is under way.
-pub(crate) fn imported<'py>(py: Python<'py>, name: &str, with: &str) -> Option<Bound<'py, PyAny>> {
-    let modules = py.import(intern!(py, "sys")).ok()?.getattr(intern!(py, "modules")).ok()?;
-    let module = modules.get_item(name).ok()?;
-    module.hasattr(with).ok()?.then_some(module)
 }
 
 /// torch, if the program has imported it.
@@ -300,24 +253,6 @@ fn only_moved(name: &str, object: &Bound<'_, PyAny>) -> Refusal {
         )),
         Err(error) => Refusal::Raised(error),
     }
-}
-
-#[cold]
-pub(crate) fn elsewhere(name: &str, found: &str, device: Device) -> Refusal {
-    Refusal::Invalid(format!("{name}: on {found}, but the pool is on {}", device.name()))
-}
-
-#[cold]
-pub(crate) fn wrong_size(name: &str, found: &str, size: usize) -> Refusal {
-    Refusal::Invalid(format!(
-        "{name}: elements of {found}, {size} bytes each, where those of 1, 2, 4, 8 and 16 travel; \
-         pass a view of it as such"
-    ))
-}
-
-#[cold]
-pub(crate) fn not_contiguous(name: &str) -> Refusal {
-    Refusal::Invalid(format!("{name}: not contiguous; pass tensor.contiguous(), or a copy"))
 }
 
 /// The stream of a call: a raw handle, an object with one (`torch.cuda.Stream`), or torch's current
