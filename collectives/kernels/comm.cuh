@@ -111,6 +111,9 @@ struct Comm {
         u32 peer = rank + distance;
         return peer < WORLD ? peer : peer - WORLD;
     }
+    __device__ __forceinline__ u32 distance_to(u32 peer) const {
+        return peer > rank ? peer - rank : peer + WORLD - rank;
+    }
 };
 
 // What a call is: ranks compare the details, all of them (rule S6).

@@ -36,10 +36,11 @@ struct Exchange {
     __device__ __forceinline__ u32 rank() const { return session.comm.rank; }
     __device__ __forceinline__ u64 bytes(u64 count) const { return count * traffic.size; }
 
-    // How many bytes of a part go as lines: its beginning, which is on its way while the rows are.
+    // How many bytes of a part go as lines: all of little; of more the beginning, which is on its way
+    // while the rows are.
     __device__ __forceinline__ u64 in_lines(u64 count) const {
         const u64 length = bytes(count);
-        return length < traffic.line_bytes ? length : traffic.line_bytes;
+        return length <= traffic.line_bytes ? length : traffic.head;
     }
     __device__ __forceinline__ bool by_lines(u32 from, u32 to) const {
         return bytes(table.sent(from, to)) <= traffic.line_bytes;
@@ -82,14 +83,14 @@ struct Exchange {
     // What is behind the lines of a part, as far as there is room.
     __device__ __forceinline__ u64 behind_lines(u32 from, u32 to) const {
         const u64 most = bytes(table.fitting(from, to));
-        return most > traffic.line_bytes ? most - traffic.line_bytes : 0;
+        return most > traffic.head ? most - traffic.head : 0;
     }
     // What goes straight into a peer's output; nothing if its data goes another way.
     __device__ __forceinline__ Route push(u32 to) const {
         const Comm& comm = session.comm;
         char* begin = comm.base + to * comm.stride + table.words[to][PLACE] +
                       bytes(table.offset(rank(), to));
-        return Route{input(to) + traffic.line_bytes, begin + traffic.line_bytes,
+        return Route{input(to) + traffic.head, begin + traffic.head,
                      straight(rank(), to) ? behind_lines(rank(), to) : 0};
     }
 

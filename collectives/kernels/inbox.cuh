@@ -115,9 +115,33 @@ __device__ __forceinline__ bool await(const Session& session, const Inbox& inbox
     return true;
 }
 
-// Vectors `at + peer * step` from all peers at once, and `own` in its place among them.
+// Whether a rank has no place for itself among those of its peers. That leaves less to put back, which
+// takes longer to find than it saves where little is moved.
+#if defined(BLOCKS) && BLOCKS > 1
+constexpr bool COMPACT = true;
+#else
+constexpr bool COMPACT = false;
+#endif
+constexpr u64 PLACES = COMPACT ? WORLD - 1 : WORLD;
+
+// Where in its inbox a rank has vector `at` of the peer at a distance, if it has so many from each.
+__device__ __forceinline__ u64 place(const Comm& comm, u32 distance, u64 each, u64 at) {
+    return (COMPACT ? distance - 1 : comm.after(distance)) * each + at;
+}
+
+// Of a peer by its number.
+__device__ __forceinline__ u64 place_of(const Comm& comm, u32 peer, u64 each, u64 at) {
+    return COMPACT ? place(comm, comm.distance_to(peer), each, at) : at + peer * each;
+}
+
+// Where the peer at a distance has this rank's.
+__device__ __forceinline__ u64 place_there(const Comm& comm, u32 distance, u64 each, u64 at) {
+    return (COMPACT ? WORLD - 1 - distance : comm.rank) * each + at;
+}
+
+// Vector `at` from all peers at once, who send `each`, and `own` in its place among them.
 __device__ __forceinline__ bool await_all(const Session& session, const Inbox& inbox, u64 at,
-                                          u64 step, uint4 own, uint4 (&vectors)[WORLD]) {
+                                          u64 each, uint4 own, uint4 (&vectors)[WORLD]) {
     const Comm& comm = session.comm;
     Watch watch;
     while (true) {
@@ -126,7 +150,7 @@ __device__ __forceinline__ bool await_all(const Session& session, const Inbox& i
         for (u32 rank = 0; rank < WORLD; ++rank) {
             if (rank == comm.rank) {
                 vectors[rank] = own;
-            } else if (!inbox.receive(comm, at + rank * step, vectors[rank])) {
+            } else if (!inbox.receive(comm, place_of(comm, rank, each, at), vectors[rank])) {
                 missing = rank;
             }
         }
@@ -139,10 +163,12 @@ __device__ __forceinline__ bool await_all(const Session& session, const Inbox& i
     }
 }
 
-// The same of those peers that `has` says send one; nothing in this rank's own place.
+// The same, behind `from` vectors, of those peers that `has` says send one; nothing in this rank's own
+// place.
 template <typename Has>
-__device__ __forceinline__ bool await_those(const Session& session, const Inbox& inbox, u64 at,
-                                            u64 step, uint4 (&vectors)[WORLD], Has has) {
+__device__ __forceinline__ bool await_those(const Session& session, const Inbox& inbox, u64 from,
+                                            u64 at, u64 each, uint4 (&vectors)[WORLD], Has has) {
+    static_assert(!COMPACT || sizeof(Has) == 0, "this rank's own place is read too");
     const Comm& comm = session.comm;
     Watch watch;
     while (true) {
@@ -150,7 +176,8 @@ __device__ __forceinline__ bool await_those(const Session& session, const Inbox&
         bool there[WORLD];
 #pragma unroll
         for (u32 rank = 0; rank < WORLD; ++rank) {
-            there[rank] = inbox.receive(comm, at + rank * step, vectors[rank]);
+            there[rank] =
+                inbox.receive(comm, from + place_of(comm, rank, each, at), vectors[rank]);
         }
         u32 missing = WORLD;
 #pragma unroll

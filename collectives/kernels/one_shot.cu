@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (session.failed) {
         return;
     }
-    const Inbox inbox(session, WORLD * vectors);
+    const Inbox inbox(session, PLACES * vectors);
     if (attends()) {
         attend<false>(session, call, inbox.used());
         return;
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             own = Inbox::prepare(first ? own : input.load(at));
 #pragma unroll
             for (u32 distance = 1; distance < WORLD; ++distance) {
-                inbox.send(comm, comm.after(distance), comm.rank * vectors + at, own);
+                inbox.send(comm, comm.after(distance), place_there(comm, distance, vectors, at), own);
             }
         }
         if (first) {

@@ -23,11 +23,11 @@ struct Traffic {
     u64 length;               // of the input
     u64 capacity;             // of the output
     u64 window;               // where the output is in the slot; UNKNOWN if it is no window
-    u64 line_bytes;           // so much of a part goes as lines, from its beginning on
+    u64 line_bytes;           // parts of no more than this go as lines,
+    u32 head;                 // and so much of longer ones, from their beginning on
     u32 lines;                // of the part with the most, where the host knows it
     u32 size;                 // bytes of an element
     u32 wide;                 // whether splits on the device have 64 bits
-    u32 unused;
 };
 
 static_assert(sizeof(Traffic) == TRAFFIC_BYTES, "layouts differ");

@@ -23,7 +23,7 @@ struct Stage {
             exchange.staged(sender, receiver) ? exchange.behind_lines(sender, receiver) : 0;
         const u64 each = ((length + STAGES - 1) / STAGES + 127) / 128 * 128;
         const u64 first = stage * each < length ? stage * each : length;
-        from = exchange.traffic.line_bytes + first;
+        from = exchange.traffic.head + first;
         to = from + (each < length - first ? each : length - first);
         chunk = 16 * (half(comm) / STAGES / 8 * 8);
         rounds = static_cast<u32>((to - from + chunk - 1) / chunk);

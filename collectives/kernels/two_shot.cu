@@ -22,12 +22,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const Parts<(SHOTS == (SCATTER | GATHER))> parts(call);
     const u64 vectors = parts.vectors();
     // Shares of the input first, then results.
-    const u64 results = (SHOTS & SCATTER) ? WORLD * vectors : 0;
+    const u64 results = (SHOTS & SCATTER) ? PLACES * vectors : 0;
     Session session(comm);
     if (session.failed) {
         return;
     }
-    const Inbox inbox(session, results + ((SHOTS & (GATHER | BROADCAST)) ? WORLD * vectors : 0));
+    const Inbox inbox(session, results + ((SHOTS & (GATHER | BROADCAST)) ? PLACES * vectors : 0));
     if (attends()) {
         attend<false>(session, call, inbox.used());
         return;
@@ -49,7 +49,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         for (u32 distance = 1; distance < WORLD; ++distance) {
             u32 peer = comm.after(distance);
             if (at < parts.of(call.input, peer).vectors()) {
-                inbox.send(comm, peer, comm.rank * vectors + at, Inbox::prepare(out[distance - 1]));
+                inbox.send(comm, peer, place_there(comm, distance, vectors, at),
+                           Inbox::prepare(out[distance - 1]));
             }
         }
     };
@@ -74,7 +75,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         if (SHOTS & (GATHER | BROADCAST)) {
 #pragma unroll
             for (u32 distance = 1; distance < WORLD; ++distance) {
-                inbox.send(comm, comm.after(distance), results + comm.rank * vectors + at, own);
+                inbox.send(comm, comm.after(distance), results + place_there(comm, distance, vectors, at),
+                           own);
             }
         }
         const Target output = (SHOTS & GATHER) ? parts.of(call.output, comm.rank)
@@ -88,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             const u64 end = (SHOTS & SCATTER) ? parts.bytes - 16 * at : ~0ull;
             auto has = [&](u32 rank) { return rank * parts.stride < end || !(SHOTS & SCATTER); };
             uint4 all[WORLD];
-            if (!await_those(session, inbox, results + at, vectors, all, has)) {
+            if (!await_those(session, inbox, results, at, vectors, all, has)) {
                 return false;
             }
 #pragma unroll
@@ -106,7 +108,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                                                         : parts.of(call.output, peer);
                 if (at < part.vectors() && (!(SHOTS & BROADCAST) || peer == call.root)) {
                     uint4 result;
-                    if (!await(session, inbox, peer, results + peer * vectors + at, result)) {
+                    const u64 from = results + place(comm, WORLD - distance, vectors, at);
+                    if (!await(session, inbox, peer, from, result)) {
                         return false;
                     }
                     part.store(at, result);
@@ -116,15 +119,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         return true;
     };
 
+    // Of much, two rounds are on their way before anything is put back; the second of little is sent
+    // behind that. Then every round is sent before the one ahead of it is reduced.
+    constexpr bool MUCH = BLOCKS > 1;
     const u64 step = data_threads();
     u64 at = data_thread();
     if (SHOTS & SCATTER) {
         scatter(at);
     }
     session.advance();
+    if ((SHOTS & SCATTER) && MUCH) {
+        scatter(at + step);
+    }
     inbox.refresh(session);
     for (; at < vectors; at += step) {
-        if (SHOTS & SCATTER) {
+        if ((SHOTS & SCATTER) && !MUCH) {
             scatter(at + step);
         }
         if (!reduce(at)) {
@@ -135,6 +144,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         }
         if ((SHOTS & (GATHER | BROADCAST)) && at + step >= vectors && !gather(at)) {
             return;
+        }
+        if ((SHOTS & SCATTER) && MUCH) {
+            scatter(at + 2 * step);
         }
     }
 }

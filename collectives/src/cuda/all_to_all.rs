@@ -23,10 +23,11 @@ const DEVICE: u8 = 4;
 
 /// Bytes of data in a line: `PAYLOAD` in `line.cuh`.
 const LINE_PAYLOAD: u64 = 120;
-/// What a rank sends to all others as lines, if all get as much: what its threads hold at once. More
-/// would be looked for in vain too often while it is on its way. It takes as long as rows do, which
-/// more has to wait for.
-const LINE_BYTES: u64 = 2 << 20;
+/// What a rank sends to all others as lines, if all get as much: about what its threads hold at once. More
+/// would be looked for in vain too often while it is on its way.
+const LINE_BYTES: u64 = 3 << 20;
+/// What it sends so of longer parts: as much as the links carry while rows are on their way.
+const HEAD_BYTES: u64 = 2 << 20;
 /// Blocks that keep all links busy.
 const MOST_BLOCKS: u32 = 132;
 
@@ -102,13 +103,14 @@ impl CudaEngine {
             (self.address(output), capacity),
             stream,
         )?;
-        let line_bytes = self.line_bytes();
+        let (line_bytes, head) = self.in_lines();
         let others = |counts: [u64; MOST_RANKS as usize]| {
             counts.into_iter().enumerate().filter(move |(peer, _)| *peer != rank)
         };
         let parts = || others(sent).chain(others(received)).map(|(_, count)| count * size);
         let longest = parts().max().unwrap_or(0);
-        let lines = longest.min(line_bytes).div_ceil(LINE_PAYLOAD);
+        let in_lines = |bytes: u64| if bytes <= line_bytes { bytes } else { head.into() };
+        let lines = parts().map(in_lines).max().unwrap_or(0).div_ceil(LINE_PAYLOAD);
         let traffic = Traffic {
             send: sent,
             receive: received,
@@ -121,10 +123,10 @@ impl CudaEngine {
             capacity: capacity / size,
             window: window(output),
             line_bytes,
+            head,
             lines: lines as u32,
             size: size as u32,
             wide: 0,
-            unused: 0,
         };
         let work = if longest <= line_bytes {
             // Eight threads a line; a rank's own part takes less.
@@ -187,7 +189,7 @@ impl CudaEngine {
                 self.apart(&what, other, (address, bytes), stream)?;
             }
         }
-        let line_bytes = self.line_bytes();
+        let (line_bytes, head) = self.in_lines();
         let traffic = Traffic {
             send: [0; MOST_RANKS as usize],
             receive: [0; MOST_RANKS as usize],
@@ -200,10 +202,10 @@ impl CudaEngine {
             capacity: capacity as u64,
             window: window(output),
             line_bytes,
+            head,
             lines: 0,
             size: size.unwrap_or(1),
             wide: u32::from(splits.dtype == DType::I64),
-            unused: 0,
         };
         let work = (LINES | STRAIGHT | DEVICE, input_bytes);
         let (call, places) = (self.exchange(dtype, row), (input, output));
@@ -218,19 +220,21 @@ impl CudaEngine {
         Call::new(Operation::AllToAllV).elements(dtype, row).algorithm(algorithm)
     }
 
-    /// What of a part goes as lines: the same on every rank. Whole lines of 128 bytes where they are
-    /// read and written, so that what is behind them is aligned as the part is.
-    fn line_bytes(&self) -> u64 {
+    /// Parts of how many bytes go as lines, and how much of longer ones: the same on every rank.
+    fn in_lines(&self) -> (u64, u32) {
+        // Lines that carry whole lines of memory: what is behind them is aligned as the part is.
         const UNIT: u64 = 16 * LINE_PAYLOAD;
         let most = self.control.pair_lines(self.world()) * LINE_PAYLOAD / UNIT * UNIT;
-        match self.all_to_all {
-            AllToAllAlgorithm::Auto => {
-                let each = LINE_BYTES / u64::from(self.world().max(2) - 1);
-                most.min(each.next_multiple_of(UNIT))
-            }
-            AllToAllAlgorithm::Packet => most,
-            AllToAllAlgorithm::Direct | AllToAllAlgorithm::Copy => 0,
-        }
+        let each = |bytes: u64| {
+            let each = bytes / u64::from(self.world().max(2) - 1);
+            most.min(each.next_multiple_of(UNIT))
+        };
+        let (all, head) = match self.all_to_all {
+            AllToAllAlgorithm::Auto => (each(LINE_BYTES), each(HEAD_BYTES)),
+            AllToAllAlgorithm::Packet => (most, most),
+            AllToAllAlgorithm::Direct | AllToAllAlgorithm::Copy => (0, 0),
+        };
+        (all, head as u32)
     }
 
     /// # Safety

@@ -85,13 +85,14 @@ pub(super) struct Traffic {
     pub(super) capacity: u64,
     /// Where the output is in the slot.
     pub(super) window: u64,
-    /// So much of a part goes as lines, from its beginning on.
+    /// Parts of no more go as lines,
     pub(super) line_bytes: u64,
+    /// and so much of longer ones, from their beginning on.
+    pub(super) head: u32,
     /// Of the part with the most, where the host knows it.
     pub(super) lines: u32,
     pub(super) size: u32,
     pub(super) wide: u32,
-    pub(super) unused: u32,
 }
 
 /// One end of a channel of this rank: operations on one of these run in the order of the calls.
