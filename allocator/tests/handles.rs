@@ -106,6 +106,17 @@ impl Rank {
     fn open(&self) -> usize {
         open_together(&self.together)
     }
+
+    /// Waits for the threads that close: until there are `expected`, and no fewer.
+    fn wait_for_open(&self, expected: usize) {
+        self.together.wait();
+        let began = Instant::now();
+        while open() > expected && began.elapsed() < Duration::from_secs(20) {
+            thread::yield_now();
+        }
+        assert_eq!(open(), expected);
+        self.together.wait();
+    }
 }
 
 fn open_together(together: &Barrier) -> usize {
@@ -176,14 +187,7 @@ fn slow_handles_are_made_with_segments_and_closed_after_the_confirmation() {
         assert_eq!((rank.exports(), rank.open()), (1, 4));
         assert_eq!((rank.commit(), rank.exports()), (1, 1));
         assert!(rank.pool.is_window(block.address(), block.bytes()));
-        rank.together.wait();
-        let patience = Instant::now();
-        while open() > 2 {
-            assert!(patience.elapsed() < Duration::from_secs(20), "handles stay open");
-            thread::yield_now();
-        }
-        // Nobody goes on while the other counts.
-        rank.together.wait();
+        rank.wait_for_open(2);
         // Memory that is given back is free on return: nothing of it is open then.
         let other = rank.alloc(2);
         rank.commit();
@@ -316,7 +320,7 @@ fn a_resync_closes_what_it_takes_back() {
         assert!(rank.pool.commit().unwrap_err().is_diverged());
         drop(stray);
         assert!(rank.pool.resync().unwrap());
-        assert_eq!(rank.open(), 4, "two segments each");
+        rank.wait_for_open(4);
         let large = rank.alloc(2);
         rank.commit();
         assert!(rank.pool.is_window(large.address(), large.bytes()));

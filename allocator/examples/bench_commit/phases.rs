@@ -54,7 +54,6 @@ const CALLS: [Call; 6] =
 struct Noted {
     part: Part,
     call: Call,
-    began: Instant,
     took: Duration,
 }
 
@@ -243,7 +242,7 @@ impl Watched {
         let took = began.elapsed();
         self.notes.with(|notes| {
             let part = notes.part;
-            notes.calls.push(Noted { part, call, began, took });
+            notes.calls.push(Noted { part, call, took });
         });
         made
     }

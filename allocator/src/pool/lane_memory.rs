@@ -60,13 +60,11 @@ impl LaneMemory {
     pub(crate) fn drop_segment(&mut self, segment: &Segment) -> Result<()> {
         let rank = self.heap.layout().rank;
         self.heap.unmap(rank, self.base + segment.offset, segment.bytes)?;
+        let Some(physical) = self.physical.remove(&segment.counter) else { return Ok(()) };
         // Closed in line, if it was never handed over: the memory is free on return.
         self.ahead.remove(&segment.counter);
         self.settle();
-        match self.physical.remove(&segment.counter) {
-            Some(physical) => self.heap.driver().release(physical),
-            None => Ok(()),
-        }
+        self.heap.driver().release(physical)
     }
 
     /// Puts a moved segment's memory under the counter it has now, or had before.
