@@ -20,8 +20,8 @@ pub(crate) const PHASES: [&str; 7] = [
     "export",
     "send, wait for a handle",
     "import and map",
-    "close handles",
     "confirm",
+    "close handles",
     "finish",
 ];
 
@@ -54,7 +54,6 @@ const CALLS: [Call; 6] =
 struct Noted {
     part: Part,
     call: Call,
-    began: Instant,
     took: Duration,
 }
 
@@ -98,10 +97,10 @@ impl Notes {
         let sent = at(Step::CommitSend, received);
         let exported = at(Step::CommitExport, sent);
         let agreed = at(Step::CommitAgree, exported);
-        let calls = self.calls.iter().filter(|noted| noted.part == Part::Commit);
-        let ends = calls.map(|noted| noted.began + noted.took).filter(|end| *end <= confirm);
-        let mapped = ends.max().map_or(received, |end| end.max(received));
-        let moments = [self.began, agreed, sent, received, mapped, confirm, finish, end];
+        // The second gather is the confirmation; after it descriptors are closed, or given to a
+        // thread that does.
+        let confirmed = self.gathers.get(1).map_or(finish, |&(_, answered)| answered);
+        let moments = [self.began, agreed, sent, received, confirm, confirmed, finish, end];
         for (phase, moments) in self.phases.iter_mut().zip(moments.windows(2)) {
             phase.push(micros(moments[1].saturating_duration_since(moments[0])));
         }
@@ -243,7 +242,7 @@ impl Watched {
         let took = began.elapsed();
         self.notes.with(|notes| {
             let part = notes.part;
-            notes.calls.push(Noted { part, call, began, took });
+            notes.calls.push(Noted { part, call, took });
         });
         made
     }
@@ -288,6 +287,10 @@ impl MemoryDriver for Watched {
 
     fn export(&self, physical: &Physical) -> Result<Exported> {
         self.timed(Call::Export, |inner| inner.export(physical))
+    }
+
+    fn has_slow_handles(&self) -> bool {
+        self.inner.has_slow_handles()
     }
 
     fn import(&self, exported: Exported, bytes: u64) -> Result<Physical> {

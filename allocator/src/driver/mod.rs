@@ -290,6 +290,13 @@ pub trait MemoryDriver: Send + Sync {
     /// Makes a handle of `physical` that peers can import.
     fn export(&self, physical: &Physical) -> Result<Exported>;
 
+    /// Whether making a handle that is a descriptor, and closing the last of a segment's, takes
+    /// about as long as everything else in a commit. A pool then makes handles when it makes
+    /// segments, keeps a number of them until the commit, and has them closed by another thread.
+    fn has_slow_handles(&self) -> bool {
+        false
+    }
+
     /// Takes a peer's handle to `bytes` of memory. The size is checked where the system can tell.
     fn import(&self, exported: Exported, bytes: u64) -> Result<Physical>;
 

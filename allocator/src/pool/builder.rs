@@ -5,6 +5,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use super::due::Due;
+use super::handles::Handles;
 use super::lane::SharedLane;
 use super::{CONTROL_LANE, Committer, Inner, Pool};
 use crate::driver::Driver;
@@ -105,12 +106,14 @@ impl PoolBuilder {
         let granularity = heap.driver().granularity();
         let heap = Arc::new(heap);
         let due = Arc::new(Due::new());
+        let handles = Handles::new(heap.driver(), group.world());
         let committing = Arc::new(AtomicBool::new(false));
         let mut shared = Vec::with_capacity(lanes.len());
         for Placement { config, base, range } in lanes {
             // Ranks have agreed on everything in this, so it fails on all of them or on none.
             let state = LaneState::new(config, range, granularity)?;
-            shared.push(SharedLane::new(state, base, range, heap.clone(), &due, &committing));
+            let heap = heap.clone();
+            shared.push(SharedLane::new(state, base, range, heap, &due, &handles, &committing));
         }
         let pids = visible_pids(&peers);
         let windows = Windows::new(heap.layout(), Vec::new());
@@ -121,6 +124,7 @@ impl PoolBuilder {
             heap,
             lanes: shared,
             due,
+            handles,
             committer: Mutex::new(Committer {
                 peers,
                 commits: 0,

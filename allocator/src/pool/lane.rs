@@ -9,6 +9,7 @@ use bytemuck::Pod;
 
 use super::Block;
 use super::due::Due;
+use super::handles::Handles;
 use super::lane_memory::LaneMemory;
 use crate::driver::Stream;
 use crate::heap::Heap;
@@ -67,12 +68,14 @@ impl SharedLane {
         range: u64,
         heap: Arc<Heap>,
         due: &Arc<Due>,
+        handles: &Arc<Handles>,
         committing: &Arc<AtomicBool>,
     ) -> Arc<Self> {
         let due = state.is_symmetric().then(|| due.clone());
+        let handles = state.is_symmetric().then(|| handles.clone());
         let name = state.config().name.clone();
         let local = state.is_local();
-        let memory = LaneMemory::new(heap.clone(), base, due);
+        let memory = LaneMemory::new(heap.clone(), base, due, handles);
         let inner = Mutex::new(LaneInner { state, memory });
         let (committing, late) = (committing.clone(), Mutex::default());
         Arc::new(Self { name, base, range, local, heap, committing, inner, late })

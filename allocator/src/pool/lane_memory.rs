@@ -1,9 +1,11 @@
 //! The physical side of a lane: the memory of its segments, and how it grows.
 
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::due::Due;
+use super::handles::{Ahead, Handles};
 use crate::driver::{Event, Physical, Stream};
 use crate::heap::Heap;
 use crate::lane::{Backing, Growth, Segment};
@@ -15,6 +17,10 @@ pub(crate) struct LaneMemory {
     base: u64,
     /// By segment counter.
     physical: BTreeMap<u64, Physical>,
+    /// Handles of segments that no commit has shared, as far as there are any. By counter.
+    ahead: BTreeMap<u64, Ahead>,
+    /// `None` in a local lane, whose segments need no handles.
+    handles: Option<Arc<Handles>>,
     /// Segments below this counter were shared by a commit.
     pub(crate) shared_below: u64,
     /// Raised when a symmetric lane is to grow, even if that fails on this rank: the others then
@@ -24,8 +30,14 @@ pub(crate) struct LaneMemory {
 
 impl LaneMemory {
     /// That of a lane that begins at `base` of a slot and has no segments yet.
-    pub(super) fn new(heap: Arc<Heap>, base: u64, due: Option<Arc<Due>>) -> Self {
-        Self { heap, base, physical: BTreeMap::new(), shared_below: 0, due }
+    pub(super) fn new(
+        heap: Arc<Heap>,
+        base: u64,
+        due: Option<Arc<Due>>,
+        handles: Option<Arc<Handles>>,
+    ) -> Self {
+        let (physical, ahead) = (BTreeMap::new(), BTreeMap::new());
+        Self { heap, base, physical, ahead, handles, shared_below: 0, due }
     }
 
     /// The allocation behind a segment in use.
@@ -33,21 +45,57 @@ impl LaneMemory {
         self.physical.get(&counter)
     }
 
+    /// The handle of a segment that no commit has shared, if it was made ahead.
+    pub(super) fn handle(&self, counter: u64) -> Option<&Ahead> {
+        self.ahead.get(&counter)
+    }
+
+    /// Takes that handle, because a commit has shared the segment.
+    pub(super) fn take_handle(&mut self, counter: u64) -> Option<OwnedFd> {
+        self.ahead.remove(&counter).map(Ahead::into_fd)
+    }
+
     /// Unmaps a segment of this rank that nobody uses any more, and lets go of its memory unless
     /// it moved elsewhere.
     pub(crate) fn drop_segment(&mut self, segment: &Segment) -> Result<()> {
         let rank = self.heap.layout().rank;
         self.heap.unmap(rank, self.base + segment.offset, segment.bytes)?;
-        match self.physical.remove(&segment.counter) {
-            Some(physical) => self.heap.driver().release(physical),
-            None => Ok(()),
-        }
+        let Some(physical) = self.physical.remove(&segment.counter) else { return Ok(()) };
+        // Closed in line, if it was never handed over: the memory is free on return.
+        self.ahead.remove(&segment.counter);
+        self.settle();
+        self.heap.driver().release(physical)
     }
 
-    /// Puts a moved segment's memory back under the counter it had before.
+    /// Puts a moved segment's memory under the counter it has now, or had before.
     pub(crate) fn rename(&mut self, from: u64, to: u64) {
         if let Some(physical) = self.physical.remove(&from) {
             self.physical.insert(to, physical);
+        }
+        // What goes back to where a commit has shared it needs no handle any more.
+        if let Some(handle) = self.ahead.remove(&from)
+            && to >= self.shared_below
+        {
+            self.ahead.insert(to, handle);
+        }
+    }
+
+    /// Makes the handle of a segment that the next commit shares. That commit tries again what
+    /// fails here.
+    fn make_handle(&mut self, counter: u64) {
+        if let Some(handles) = &self.handles
+            && let Some(physical) = self.physical.get(&counter)
+            && !self.ahead.contains_key(&counter)
+            && let Some(handle) = handles.make(self.heap.driver(), physical)
+        {
+            self.ahead.insert(counter, handle);
+        }
+    }
+
+    /// Waits until descriptors of memory that is given back are closed.
+    fn settle(&self) {
+        if let Some(handles) = &self.handles {
+            handles.settle();
         }
     }
 
@@ -110,7 +158,7 @@ impl Backing for LaneMemory {
             return Err(error);
         }
         let targets = growth.moves.iter().map(|step| step.to).chain(growth.new.iter().copied());
-        for (step, to) in done.into_iter().zip(targets) {
+        for (step, to) in done.into_iter().zip(targets.clone()) {
             match step {
                 Done::Made(physical, _) => {
                     self.physical.insert(to.counter, physical);
@@ -120,6 +168,9 @@ impl Backing for LaneMemory {
         }
         for step in &growth.moves {
             self.rename(step.from, step.to.counter);
+        }
+        for to in targets {
+            self.make_handle(to.counter);
         }
         Ok(())
     }
@@ -139,6 +190,8 @@ impl Backing for LaneMemory {
 
 impl Drop for LaneMemory {
     fn drop(&mut self) {
+        self.ahead.clear();
+        self.settle();
         while let Some((_, physical)) = self.physical.pop_first() {
             if let Err(error) = self.heap.driver().release(physical) {
                 tracing::warn!(%error, "releasing a lane's memory");

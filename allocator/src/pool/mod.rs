@@ -7,6 +7,7 @@
 //! | `block` | a range in its owner's hands |
 //! | `access` | copies between blocks and ordinary memory |
 //! | `commit` | the collective step that makes windows |
+//! | `handles` | descriptors of segments, where making and closing them takes long |
 //! | `held` | what a commit holds while it runs |
 //! | `due` | whether a commit is due |
 //! | `share` | making windows of new segments, on all ranks or none |
@@ -18,6 +19,7 @@ mod block;
 mod builder;
 mod commit;
 mod due;
+mod handles;
 mod held;
 mod lane;
 mod lane_memory;
@@ -47,6 +49,7 @@ use crate::topology::Topology;
 use crate::window::{Window, Windows};
 use crate::{Error, Group, Result};
 use due::Due;
+use handles::Handles;
 use lane::SharedLane;
 
 /// The lane that communicators take their control memory from.
@@ -68,6 +71,7 @@ struct Inner {
     lanes: Vec<Arc<SharedLane>>,
     /// Raised when a symmetric lane grows; a commit lowers it.
     due: Arc<Due>,
+    handles: Arc<Handles>,
     committer: Mutex<Committer>,
     /// Whether a commit (or resync) is under way.
     committing: Arc<AtomicBool>,

@@ -1,6 +1,6 @@
 //! Steps 3 and 4 of a commit: segments become memory that every rank has mapped.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -53,13 +53,14 @@ impl Pool {
     pub(super) fn share(
         &self,
         committer: &mut Committer,
-        held: &[Held<'_>],
+        held: &mut [Held<'_>],
         fresh: &[Fresh],
         ready: Result<()>,
         deadline: Deadline,
     ) -> Result<()> {
         let heap = &*self.0.heap;
-        let mut mapped = Mapping { heap, done: Vec::new(), withheld: Vec::new() };
+        let (done, withheld, sent) = (Vec::new(), Vec::new(), Vec::new());
+        let mut mapped = Mapping { heap, done, withheld, sent };
         let budget = deadline.remaining();
         // The confirmation needs its share, or a slow peer would look like a lost one.
         let exchange_by = Deadline::after(budget.mul_f64(0.8));
@@ -78,7 +79,10 @@ impl Pool {
                 .collect();
             agreed("mapping peers' memory", &failures).map_or(Ok(()), Err)
         };
-        match (confirm(), outcome) {
+        let confirmed = confirm();
+        // Peers have what they were sent, or never will.
+        let mut sent = std::mem::take(&mut mapped.sent);
+        let shared = match (confirmed, outcome) {
             (Ok(()), Ok(())) if mapped.withheld.is_empty() => {
                 mapped.keep(fresh);
                 Ok(())
@@ -91,7 +95,15 @@ impl Pool {
             // A rank that saw who went missing knows more than one that only waited.
             (Err(later), Err(own)) if later.is_timeout() && !own.is_timeout() => Err(own),
             (Err(error), _) | (Ok(()), Err(error)) => Err(error),
+        };
+        // A commit that failed leaves the others where they are, to the next.
+        if shared.is_ok() {
+            sent.extend(fresh.iter().filter_map(|fresh| {
+                held[fresh.lane].inner.memory.take_handle(fresh.segment.counter)
+            }));
         }
+        self.0.handles.close(sent);
+        shared
     }
 
     /// A rank that fails here, or failed before (`ready`), goes through the same exchanges with
@@ -119,14 +131,8 @@ impl Pool {
             }
             Transport::UnixSocket => {
                 let Some(mesh) = committer.peers.mesh_mut() else { return exported.map(drop) };
-                let descriptors: Vec<_> = exported
-                    .iter()
-                    .flatten()
-                    .filter_map(|handle| match handle {
-                        Exported::Fd(fd) => Some(fd.as_fd()),
-                        Exported::Bytes(_) | Exported::Derived => None,
-                    })
-                    .collect();
+                let descriptors: Vec<_> =
+                    exported.iter().flatten().filter_map(Handle::descriptor).collect();
                 // An unusable handle must not break the exchange with the other peers.
                 let mut failed = exported.as_ref().err().cloned();
                 let mut first = true;
@@ -140,6 +146,7 @@ impl Pool {
                 let round = committer.exchanges;
                 let exchanged =
                     mesh.exchange(round, &descriptors, fresh.len(), &mut take, deadline);
+                mapped.sent = exported.into_iter().flatten().filter_map(Handle::made).collect();
                 // What failed here explains what failed after it.
                 failed.map_or(Ok(()), Err)?;
                 mapped.withheld = exchanged?;
@@ -148,8 +155,8 @@ impl Pool {
             Transport::Store => {
                 let handles = exported.and_then(|exported| {
                     let handles = exported.into_iter().map(|handle| match handle {
-                        Exported::Bytes(bytes) => bytes,
-                        Exported::Fd(_) | Exported::Derived => Vec::new(),
+                        Handle::Made(Exported::Bytes(bytes)) => bytes,
+                        Handle::Made(_) | Handle::Ahead(_) => Vec::new(),
                     });
                     encode(&Handles(Ok(handles.collect())))
                 });
@@ -181,27 +188,57 @@ impl Pool {
         }
     }
 
-    /// Makes the handles that peers import, where handles travel at all.
-    fn export(
+    /// The handles that peers import, where handles travel at all. Makes those that are not there.
+    fn export<'a>(
         &self,
         transport: Transport,
-        held: &[Held<'_>],
+        held: &'a [Held<'_>],
         fresh: &[Fresh],
-    ) -> Result<Vec<Exported>> {
+    ) -> Result<Vec<Handle<'a>>> {
         self.driver().at_step(Step::CommitExport)?;
         let mut exported = Vec::new();
         if transport != Transport::Derived && self.world() > 1 {
             for fresh in fresh {
                 let counter = fresh.segment.counter;
-                let physical =
-                    held[fresh.lane].inner.memory.physical(counter).ok_or_else(|| {
-                        Error::invalid_state(format!("segment {counter} has no memory to share"))
-                    })?;
-                exported.push(self.driver().export(physical)?);
+                let memory = &held[fresh.lane].inner.memory;
+                if let Some(handle) = memory.handle(counter) {
+                    exported.push(Handle::Ahead(handle.as_fd()));
+                    continue;
+                }
+                let physical = memory.physical(counter).ok_or_else(|| {
+                    Error::invalid_state(format!("segment {counter} has no memory to share"))
+                })?;
+                exported.push(Handle::Made(self.driver().export(physical)?));
             }
         }
         self.driver().at_step(Step::CommitSend)?;
         Ok(exported)
+    }
+}
+
+/// A handle for peers.
+enum Handle<'a> {
+    /// Made with its segment, which keeps it until a commit has shared it.
+    Ahead(BorrowedFd<'a>),
+    /// Made in this commit.
+    Made(Exported),
+}
+
+impl Handle<'_> {
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        match self {
+            Self::Ahead(fd) => Some(*fd),
+            Self::Made(Exported::Fd(fd)) => Some(fd.as_fd()),
+            Self::Made(_) => None,
+        }
+    }
+
+    /// The descriptor that this commit made.
+    fn made(self) -> Option<OwnedFd> {
+        match self {
+            Self::Made(Exported::Fd(fd)) => Some(fd),
+            Self::Made(_) | Self::Ahead(_) => None,
+        }
     }
 }
 
@@ -244,6 +281,8 @@ struct Mapping<'a> {
     done: Vec<(u32, u64, u64)>,
     /// Peers that failed and shared nothing.
     withheld: Vec<u32>,
+    /// Descriptors that this commit made for peers: open until they have confirmed.
+    sent: Vec<OwnedFd>,
 }
 
 impl Mapping<'_> {

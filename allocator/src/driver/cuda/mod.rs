@@ -276,6 +276,10 @@ impl MemoryDriver for CudaDriver {
         self.memory().export(&self.context, physical, self.transport == Transport::Store)
     }
 
+    fn has_slow_handles(&self) -> bool {
+        true
+    }
+
     fn import(&self, exported: Exported, bytes: u64) -> Result<Physical> {
         self.memory().import(&self.context, exported, bytes)
     }

@@ -126,6 +126,10 @@ impl MemoryDriver for FaultDriver {
         self.at(Point::Call(Call::Export), |inner| inner.export(physical))
     }
 
+    fn has_slow_handles(&self) -> bool {
+        self.inner.has_slow_handles()
+    }
+
     fn import(&self, exported: Exported, bytes: u64) -> Result<Physical> {
         self.at(Point::Call(Call::Import), |inner| inner.import(exported, bytes))
     }
