@@ -10,8 +10,9 @@ use symmpool_allocator::store::TcpServer;
 use symmpool_allocator::store::tcp::TcpOptions;
 
 use crate::Options;
+use crate::figures::median;
 use crate::rank::Scenario;
-use crate::summary::{by_rank, median, slowest};
+use crate::summary::{by_rank, slowest};
 
 /// Rank processes that are gone, one way or the other, when this is dropped.
 struct Ranks(Vec<Child>);

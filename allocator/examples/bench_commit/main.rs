@@ -11,6 +11,7 @@
 //! arguments make no sense.
 
 mod facts;
+mod figures;
 mod launch;
 mod phases;
 mod rank;

@@ -12,7 +12,7 @@ use symmpool_allocator::driver::{
 use symmpool_allocator::store::{Gathered, Store, Traffic};
 use symmpool_allocator::{Deadline, Result};
 
-use crate::summary::{Figures, micros};
+use crate::figures::{Figures, micros};
 
 /// What a commit consists of, one after the other: together they are all of it.
 pub(crate) const PHASES: [&str; 7] = [

@@ -12,8 +12,8 @@ use symmpool_allocator::store::{Store, TcpStore};
 use symmpool_allocator::{Block, Deadline, Driver, Error, Group, Lane, Pool, PoolBuilder, Result};
 
 use crate::Options;
+use crate::figures::micros;
 use crate::phases::{Clocked, Notebook, Part, Watched};
-use crate::summary::micros;
 
 const MIB: u64 = 1 << 20;
 

@@ -1,40 +1,9 @@
-//! Many times in a few numbers, and a table of them with a column for each rank.
-
-use std::time::Duration;
+//! What all ranks measured, in a table with a column for each.
 
 use serde_json::{Map, Value, json};
 
+use crate::figures::Figures;
 use crate::phases::{PHASES, STORE};
-
-/// The middle, the least and the most of some times in microseconds.
-pub(crate) struct Figures {
-    pub(crate) median: f64,
-    pub(crate) least: f64,
-    pub(crate) most: f64,
-}
-
-impl Figures {
-    /// Of no times at all: no numbers.
-    pub(crate) fn of(times: &[f64]) -> Self {
-        let mut times = times.to_vec();
-        times.sort_by(f64::total_cmp);
-        // The middle one; of an even number, the higher of the two.
-        let at = |place: usize| times.get(place).copied().unwrap_or(f64::NAN);
-        Self { median: at(times.len() / 2), least: at(0), most: at(times.len().wrapping_sub(1)) }
-    }
-
-    pub(crate) fn json(&self) -> Value {
-        json!({ "median": self.median, "least": self.least, "most": self.most })
-    }
-}
-
-pub(crate) fn median(times: &[f64]) -> f64 {
-    Figures::of(times).median
-}
-
-pub(crate) fn micros(time: Duration) -> f64 {
-    time.as_nanos() as f64 / 1e3
-}
 
 /// Prints where each rank's time went in one kind of commit, and returns it: `ranks` are their
 /// reports.
