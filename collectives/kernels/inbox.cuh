@@ -124,22 +124,15 @@ constexpr bool COMPACT = false;
 #endif
 constexpr u64 PLACES = COMPACT ? WORLD - 1 : WORLD;
 
-// Where in its inbox a rank has vector `at` of the peer at a distance, if it has so many from each.
-__device__ __forceinline__ u64 place(const Comm& comm, u32 distance, u64 each, u64 at) {
-    return (COMPACT ? distance - 1 : comm.after(distance)) * each + at;
+// The place of a peer at a distance, and this rank's own there.
+__device__ __forceinline__ u32 place(const Comm& comm, u32 distance) {
+    return COMPACT ? distance - 1 : comm.after(distance);
+}
+__device__ __forceinline__ u32 place_there(const Comm& comm, u32 distance) {
+    return COMPACT ? WORLD - 1 - distance : comm.rank;
 }
 
-// Of a peer by its number.
-__device__ __forceinline__ u64 place_of(const Comm& comm, u32 peer, u64 each, u64 at) {
-    return COMPACT ? place(comm, comm.distance_to(peer), each, at) : at + peer * each;
-}
-
-// Where the peer at a distance has this rank's.
-__device__ __forceinline__ u64 place_there(const Comm& comm, u32 distance, u64 each, u64 at) {
-    return (COMPACT ? WORLD - 1 - distance : comm.rank) * each + at;
-}
-
-// Vector `at` from all peers at once, who send `each`, and `own` in its place among them.
+// Vectors `at + place * each` from all peers at once, and `own` among them.
 __device__ __forceinline__ bool await_all(const Session& session, const Inbox& inbox, u64 at,
                                           u64 each, uint4 own, uint4 (&vectors)[WORLD]) {
     const Comm& comm = session.comm;
@@ -150,7 +143,11 @@ __device__ __forceinline__ bool await_all(const Session& session, const Inbox& i
         for (u32 rank = 0; rank < WORLD; ++rank) {
             if (rank == comm.rank) {
                 vectors[rank] = own;
-            } else if (!inbox.receive(comm, place_of(comm, rank, each, at), vectors[rank])) {
+                continue;
+            }
+            // In line: as a function it takes registers.
+            const u64 place = COMPACT ? comm.distance_to(rank) - 1 : rank;
+            if (!inbox.receive(comm, at + place * each, vectors[rank])) {
                 missing = rank;
             }
         }
@@ -163,11 +160,10 @@ __device__ __forceinline__ bool await_all(const Session& session, const Inbox& i
     }
 }
 
-// The same, behind `from` vectors, of those peers that `has` says send one; nothing in this rank's own
-// place.
+// The same of those peers that `has` says send one; nothing in this rank's own place.
 template <typename Has>
-__device__ __forceinline__ bool await_those(const Session& session, const Inbox& inbox, u64 from,
-                                            u64 at, u64 each, uint4 (&vectors)[WORLD], Has has) {
+__device__ __forceinline__ bool await_those(const Session& session, const Inbox& inbox, u64 at,
+                                            u64 each, uint4 (&vectors)[WORLD], Has has) {
     static_assert(!COMPACT || sizeof(Has) == 0, "this rank's own place is read too");
     const Comm& comm = session.comm;
     Watch watch;
@@ -176,8 +172,7 @@ __device__ __forceinline__ bool await_those(const Session& session, const Inbox&
         bool there[WORLD];
 #pragma unroll
         for (u32 rank = 0; rank < WORLD; ++rank) {
-            there[rank] =
-                inbox.receive(comm, from + place_of(comm, rank, each, at), vectors[rank]);
+            there[rank] = inbox.receive(comm, at + rank * each, vectors[rank]);
         }
         u32 missing = WORLD;
 #pragma unroll

@@ -32,7 +32,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             own = Inbox::prepare(first ? own : input.load(at));
 #pragma unroll
             for (u32 distance = 1; distance < WORLD; ++distance) {
-                inbox.send(comm, comm.after(distance), place_there(comm, distance, vectors, at), own);
+                inbox.send(comm, comm.after(distance), place_there(comm, distance) * vectors + at,
+                           own);
             }
         }
         if (first) {

@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         for (u32 distance = 1; distance < WORLD; ++distance) {
             u32 peer = comm.after(distance);
             if (at < parts.of(call.input, peer).vectors()) {
-                inbox.send(comm, peer, place_there(comm, distance, vectors, at),
+                inbox.send(comm, peer, place_there(comm, distance) * vectors + at,
                            Inbox::prepare(out[distance - 1]));
             }
         }
@@ -75,8 +75,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         if (SHOTS & (GATHER | BROADCAST)) {
 #pragma unroll
             for (u32 distance = 1; distance < WORLD; ++distance) {
-                inbox.send(comm, comm.after(distance), results + place_there(comm, distance, vectors, at),
-                           own);
+                const u64 there = results + place_there(comm, distance) * vectors + at;
+                inbox.send(comm, comm.after(distance), there, own);
             }
         }
         const Target output = (SHOTS & GATHER) ? parts.of(call.output, comm.rank)
@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             const u64 end = (SHOTS & SCATTER) ? parts.bytes - 16 * at : ~0ull;
             auto has = [&](u32 rank) { return rank * parts.stride < end || !(SHOTS & SCATTER); };
             uint4 all[WORLD];
-            if (!await_those(session, inbox, results, at, vectors, all, has)) {
+            if (!await_those(session, inbox, results + at, vectors, all, has)) {
                 return false;
             }
 #pragma unroll
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                                                         : parts.of(call.output, peer);
                 if (at < part.vectors() && (!(SHOTS & BROADCAST) || peer == call.root)) {
                     uint4 result;
-                    const u64 from = results + place(comm, WORLD - distance, vectors, at);
+                    const u64 from = results + place(comm, WORLD - distance) * vectors + at;
                     if (!await(session, inbox, peer, from, result)) {
                         return false;
                     }
