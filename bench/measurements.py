@@ -97,7 +97,7 @@ def measurements():
            lambda w: w.launch("python/tests/gpu/measure_windows.py", "--rounds", w.pick("15", "3"))),
         it("tensor_parallel", "a transformer spread over the ranks, with NCCL and with symmpool", 50, 240,
            lambda w: w.launch("examples/tensor_parallel.py", "--rounds", w.pick("3", "1"),
-                              "--steps", w.pick("20", "5"))),
+                              "--steps", w.pick("60", "5"))),
         it("selftest", "one device's life cycle and misuse", 8, 90,
            lambda w: w.program("cuda_check", "--self-test"), "bare", "cuda_check", 1),
         it("ranks", "handles between ranks", 10, 90,

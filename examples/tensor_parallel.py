@@ -231,7 +231,7 @@ def main():
     parser = argparse.ArgumentParser()
     for name, value in {
         "layers": 8, "width": 2048, "heads": 16, "vocabulary": 8192, "batch": 4, "length": 512,
-        "steps": 20, "rounds": 3,
+        "steps": 60, "rounds": 3,
     }.items():  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--rate", type=float, default=0.5)
