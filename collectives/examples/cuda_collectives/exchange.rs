@@ -1,22 +1,22 @@
 //! All-to-alls: random matrices with counts of the host and of the device, any alignment and kind of
-//! memory; graphs that replay with new splits, between all-reduces; and the traps that others fell
-//! into, each by its name.
+//! memory; graphs that replay with new splits, between all-reduces.
 
-use std::time::Duration;
+mod traps;
 
 use symmpool_allocator::{Block, Error, Pool, Result, Stream};
 use symmpool_collectives::{
-    AllToAllAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp, SplitRows, SplitsAt,
+    AllToAllAlgorithm, Communicator, CommunicatorOptions, DType, SplitRows, SplitsAt,
 };
 
-use crate::cuda::{Graph, download, stream, upload};
+use crate::cuda::{download, stream, upload};
 use crate::expect_error;
 use crate::matrix::{Matrix, bytes};
 use crate::oracle::random;
 use crate::{ORDINARY, Options};
 
-/// Bytes of the longest data, and room for shifts and what is watched around it.
-const MOST: usize = 5 << 20;
+/// Bytes of the longest data, so that some parts go in lines and otherwise; and room for shifts and what is
+/// watched around it.
+const MOST: usize = 12 << 20;
 const AROUND: usize = 64;
 const POISON: u8 = 0xa5;
 /// Matrices for each algorithm and way to tell counts.
@@ -273,211 +273,6 @@ impl Exchange<'_> {
             offsets: if written { at(2) } else { null },
             dtype,
         }
-    }
-
-    /// Captured once, a call replays with whatever splits lie in the device's memory; between
-    /// all-reduces of another graph and of none.
-    fn new_splits_ask_no_host(&mut self) -> Result<()> {
-        let (rank, world) = (self.pool.rank(), self.pool.world());
-        let (from, to) = (self.inputs[1].address(), self.outputs[1].address());
-        let (length, capacity) = (MOST / 2, MOST / 2);
-        let rows = SplitRows { dtype: DType::U8, row: 1, length, capacity };
-        let splits = self.splits_at(DType::I64, true);
-        upload(self.pool, from, &self.data[rank as usize][..length])?;
-        let sums: Block<u8> = self.pool.alloc(1 << 16)?;
-        self.pool.commit()?;
-        let zeros = vec![0; 1 << 16];
-        upload(self.pool, sums.address(), &zeros)?;
-        // A communicator that has made no call yet: the first is captured.
-        let comm = Communicator::with_options(self.pool, &self.options.communicator())?;
-        let stream = self.stream;
-        let reduce = |count: usize| {
-            let at = sums.address() as *mut u8;
-            // SAFETY: the block is as long.
-            unsafe { comm.all_reduce_at(at, at, count, DType::I32, ReduceOp::Sum, &stream) }
-        };
-        let graphs = [1 << 14, 100].map(|count| {
-            Graph::capture(self.pool, self.stream, || {
-                reduce(count)?;
-                // SAFETY: both blocks are longer.
-                unsafe {
-                    comm.all_to_all_v_splits_at(
-                        to as *mut u8,
-                        from as *const u8,
-                        &rows,
-                        &splits,
-                        &self.stream,
-                    )
-                }
-            })
-        });
-        let [one, two] = graphs;
-        let graphs = [one?, two?];
-        for round in 0..self.options.few(100, 6) {
-            let seed = random(self.seed ^ 7, round);
-            let matrix = Matrix::random(seed, world, length);
-            self.put_splits(DType::I64, &matrix.sends(rank))?;
-            upload(self.pool, to, &vec![POISON; capacity])?;
-            graphs[(seed & 1) as usize].launch(self.pool, self.stream)?;
-            if round % 3 == 0 {
-                reduce(1 + (seed >> 8) as usize % 10_000)?;
-            }
-            comm.synchronize(&self.stream)?;
-            let mut wanted = matrix.output(&self.data, rank, 1, capacity);
-            wanted.resize(capacity, POISON);
-            let got = download(self.pool, to, capacity)?;
-            let what = format!(
-                "new_splits_ask_no_host, replay {round} ({}), sends {:?}, receives {:?}",
-                matrix.name,
-                matrix.sends(rank),
-                matrix.receives(rank)
-            );
-            self.judge(&what, &got, &wanted);
-        }
-        let got = download(self.pool, sums.address(), 1 << 16)?;
-        self.judge("all-reduces between replays, of zeros", &got, &zeros);
-        for graph in graphs {
-            graph.destroy(self.pool)?;
-        }
-        Ok(())
-    }
-
-    /// Ranks and pairs with nothing to say come and go from call to call, with no pause between.
-    fn zero_counts_keep_ranks_in_step(&mut self) -> Result<()> {
-        let (rank, world) = (self.pool.rank(), self.pool.world());
-        let (from, to) = (self.inputs[1].address(), self.outputs[1].address());
-        for call in 0..self.options.few(300, 20) {
-            let seed = random(self.seed ^ 9, call);
-            let most = if call % 3 == 0 { MOST / 2 } else { 2000 };
-            let mut matrix = Matrix::random(seed, world, most);
-            for other in 0..20 {
-                if call % 2 == 0 && !matrix.has_zeros() {
-                    matrix = Matrix::random(random(seed, other), world, most);
-                }
-            }
-            let (send, receive) = (matrix.sends(rank), matrix.receives(rank));
-            // SAFETY: both blocks are longer.
-            unsafe {
-                self.comm.all_to_all_v_at(
-                    to as *mut u8,
-                    from as *const u8,
-                    &receive,
-                    &send,
-                    DType::U8,
-                    &self.stream,
-                )
-            }?;
-            if call % 10 == 9 {
-                self.comm.synchronize(&self.stream)?;
-                let wanted = matrix.output(&self.data, rank, 1, MOST);
-                let got = download(self.pool, to, wanted.len())?;
-                let what = format!(
-                    "zero_counts_keep_ranks_in_step, call {call} ({}), sends {send:?}, receives \
-                     {receive:?}",
-                    matrix.name
-                );
-                self.judge(&what, &got, &wanted);
-            }
-        }
-        Ok(())
-    }
-
-    /// The lists of splits are overwritten as soon as a call returns, long before it runs.
-    fn splits_of_the_host_are_reused_at_once(&mut self) -> Result<()> {
-        let (rank, world) = (self.pool.rank(), self.pool.world());
-        let (from, output) = (self.inputs[1].address(), self.outputs[1].address());
-        let mut lists = [vec![0; world as usize], vec![0; world as usize]];
-        let matrices: Vec<Matrix> = (0..20)
-            .map(|nth| Matrix::random(random(self.seed ^ 11, nth), world, 100_000))
-            .collect();
-        for (nth, matrix) in (0_u64..).zip(&matrices) {
-            lists[0].copy_from_slice(&matrix.sends(rank));
-            lists[1].copy_from_slice(&matrix.receives(rank));
-            let to = (output + nth * 100_000) as *mut u8;
-            let [send, receive] = &mut lists;
-            // SAFETY: both blocks are longer.
-            unsafe {
-                self.comm.all_to_all_v_at(
-                    to,
-                    from as *const u8,
-                    receive,
-                    send,
-                    DType::U8,
-                    &self.stream,
-                )
-            }?;
-            send.fill(usize::MAX);
-            receive.fill(1);
-        }
-        self.comm.synchronize(&self.stream)?;
-        for (nth, matrix) in (0_u64..).zip(&matrices) {
-            let wanted = matrix.output(&self.data, rank, 1, MOST);
-            let got = download(self.pool, output + nth * 100_000, wanted.len())?;
-            self.judge(
-                &format!("splits_of_the_host_are_reused_at_once, call {nth}"),
-                &got,
-                &wanted,
-            );
-        }
-        Ok(())
-    }
-
-    /// A rank's stream reads the output of one call for long after the others have made the next.
-    fn a_slow_consumer_reads_what_it_was_sent(&mut self) -> Result<()> {
-        const CHANNEL: u32 = 5;
-        let (rank, world) = (self.pool.rank(), self.pool.world());
-        let (from, to) = (self.inputs[1].address(), self.outputs[1].address());
-        let taken = self.outputs[0].address();
-        // Code that is not loaded yet may have to wait for what runs.
-        if rank == world - 1 {
-            self.comm.signal(0, CHANNEL + 1, &self.stream)?;
-        } else if rank == 0 {
-            self.comm.wait(world - 1, CHANNEL + 1, Duration::from_secs(20), &self.stream)?;
-        }
-        for (nth, most) in [(0, 3000), (1, MOST / 2)] {
-            let matrices = [0, 1].map(|which| {
-                let seed = random(self.seed ^ 13, 2 * nth + which);
-                Matrix::new_even(seed, world, most)
-            });
-            let call = |matrix: &Matrix| {
-                let (send, receive) = (matrix.sends(rank), matrix.receives(rank));
-                let (to, from) = (to as *mut u8, from as *const u8);
-                // SAFETY: both blocks are longer.
-                unsafe {
-                    self.comm.all_to_all_v_at(to, from, &receive, &send, DType::U8, &self.stream)
-                }
-            };
-            call(&matrices[0])?;
-            let wanted = matrices[0].output(&self.data, rank, 1, MOST);
-            if rank == 0 {
-                // The copy is held up until the last rank says so, long after its own next call.
-                self.comm.wait(world - 1, CHANNEL, Duration::from_secs(20), &self.stream)?;
-                // SAFETY: blocks of this rank, as long.
-                unsafe {
-                    self.comm.get_at(
-                        taken as *mut u8,
-                        to as *const u8,
-                        wanted.len(),
-                        rank,
-                        &self.stream,
-                    )
-                }?;
-            }
-            call(&matrices[1])?;
-            if rank == world - 1 {
-                std::thread::sleep(Duration::from_millis(1500));
-                self.comm.signal(0, CHANNEL, &crate::cuda::stream(self.pool)?)?;
-            }
-            self.comm.synchronize(&self.stream)?;
-            if rank == 0 {
-                let got = download(self.pool, taken, wanted.len())?;
-                self.judge("a_slow_consumer_reads_what_it_was_sent, first call", &got, &wanted);
-            }
-            let wanted = matrices[1].output(&self.data, rank, 1, MOST);
-            let got = download(self.pool, to, wanted.len())?;
-            self.judge("a_slow_consumer_reads_what_it_was_sent, second call", &got, &wanted);
-        }
-        Ok(())
     }
 
     /// Splits on one rank's device that are negative, or more than there is: told to all, and the
