@@ -46,9 +46,14 @@ pub use splits::Splits;
 /// communicator has. All ranks use the same kind in one call.
 ///
 /// Every rank makes the same calls in the same order; a rank that calls something else is told so,
-/// as is every other ([`Error::is_diverged`]), before data is touched. A rank that does not come
-/// closes the communicator: this call and all later ones fail with [`Error::is_timeout`] or
-/// [`Error::is_peer_lost`], naming it. Make a new one among ranks that are well.
+/// as is every other ([`Error::is_diverged`]), in host memory before data is touched. A rank that
+/// does not come closes the communicator: this call and all later ones fail with
+/// [`Error::is_timeout`] or [`Error::is_peer_lost`], naming it. Make a new one among ranks that are
+/// well.
+///
+/// On devices data does not wait for the comparison: after a call that failed, what it names as output
+/// is undefined on every rank. Large calls are carried by copy engines, which cannot be called back,
+/// so that holds for ranks that never made the call, too.
 ///
 /// Beside these calls there are copies and signals between two ranks: [`Communicator::put`],
 /// [`Communicator::get`], [`Communicator::signal`] and [`Communicator::wait`].

@@ -31,16 +31,17 @@ use crate::tensor;
 /// 16 bytes, such as bool, uint16 or complex64, and moves them bit by bit; ranks name the same type
 /// all the same (types that torch and numpy do not share are told apart by their size alone). Memory
 /// of the pool is used where it lies, other memory is staged; in one call all ranks pass the same
-/// kind. Arguments must
-/// not overlap, except where a call works in place. Shapes play no part, only numbers of elements,
-/// but for `all_to_all_single`'s split sizes.
+/// kind. Arguments must not overlap, except where a call works in place. Shapes play no part, only
+/// numbers of elements, but for `all_to_all_single`'s split sizes.
 ///
 /// On the CPU a call returns when this rank's part is done. On CUDA it is queued on `stream` (a
 /// raw handle, or an object with one, as torch.cuda.Stream; torch's current stream unless given)
 /// and returns at once: tensors stay alive until the stream is past the call, as with any other
 /// work of torch; on a stream of your own use Tensor.record_stream. What goes wrong on the device
-/// is raised by `synchronize`, or by a later call; `failure` has it. The first call of a kind
-/// compiles its kernel: make one before a graph is captured.
+/// is raised by `synchronize`, or by a later call; `failure` has it. What a failed call names as
+/// output is undefined then on every rank, and if the call is large, which copy engines carry, on
+/// ranks that never made it too. The first call of a kind compiles its kernel: make one before a
+/// graph is captured.
 ///
 /// `timeout` is the longest wait for a late rank, in seconds. A rank that does not come closes the
 /// communicator: this call and all later ones raise TimeoutError or PeerLostError, naming it.
