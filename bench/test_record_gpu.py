@@ -200,7 +200,7 @@ def test_checks_of_several_calls_come_together(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "published"),
     [
-        ("/work/x/y.json", "y.json"),
+        ("/srv/x/y.json", "y.json"),
         ("--json=/tmp/a/b.json and --sizes 4K", "--json=b.json and --sizes 4K"),
         ("370 GB/s, 1/2, NCCL / ours, a/b/c.py", "370 GB/s, 1/2, NCCL / ours, a/b/c.py"),
         ('File "/opt/x-1/lib/z.py", line 3', 'File "z.py", line 3'),

@@ -9,7 +9,6 @@
 //! reads what the call before left.
 
 #include "flags.cuh"
-#include "parts.cuh"
 #include "shares.cuh"
 
 #define SCATTER 1

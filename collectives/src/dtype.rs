@@ -256,6 +256,7 @@ mod tests {
         assert_eq!(DType::from_code(0), None);
         assert_eq!(DType::from_code(99), None);
     }
+
     #[test]
     fn what_is_only_moved_says_what_is_reduced() {
         for dtype in DType::all() {

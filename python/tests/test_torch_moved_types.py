@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from any_bits import data
 from ranks import values
 from test_torch_distributed import begin
 
@@ -13,14 +14,6 @@ from symmpool import backend, ops
 NAMES = "bool int16 uint16 uint32 uint64 complex64 complex128 complex32".split()
 NAMES += "float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 uint4 bits8 bits16".split()
 DTYPES = [getattr(torch, name) for name in NAMES if hasattr(torch, name)]
-
-
-def data(dtype, rank, count):
-    """Any bits at all: they are to arrive as they are."""
-    generator = torch.Generator().manual_seed(1000 * rank + count)
-    most = 2 if dtype == torch.bool else 256
-    bits = torch.randint(0, most, (count * dtype.itemsize,), generator=generator)
-    return bits.to(torch.uint8).view(dtype)
 
 
 def memory(dtype, count, pool=None):

@@ -59,10 +59,10 @@ pub enum AllReduceAlgorithm {
     /// On devices: one shot, in lines of 128 bytes of which 8 are flags. Any type; fastest for some
     /// ten to hundred KiB of what sentinels do not carry.
     OneShotLine = 11,
-    /// On devices: two shots, most of each share carried by the copy engines, the rest as by
-    /// `TwoShotPush` while that is reduced; outputs that are windows, from 1 MiB. Fastest from some
-    /// hundred MiB. What copy engines were told to do cannot be called back: if the call fails, the
-    /// memory that it names as output is undefined on every rank, on those that never called too.
+    /// On devices: two shots, the larger part of each share carried by copy engines, the rest beside
+    /// them as by `TwoShotPush`; outputs that are windows, from 1 MiB. Fastest from some hundred MiB.
+    /// What copy engines were told to do cannot be called back: if the call fails, the memory that it
+    /// names as output is undefined on every rank, on those that never called too.
     TwoShotCopy = 12,
 }
 
@@ -124,8 +124,9 @@ impl HostEngine {
     /// # Errors
     ///
     /// `is_diverged`, on every rank, if ranks called differently; `is_invalid_argument` if buffers
-    /// overlap or do not fit, or `dtype` is none of [`DType::REDUCED`]; `is_unsupported` if the algorithm does not run in host memory, or not
-    /// over the links there are; `is_timeout` or `is_peer_lost` if a rank does not come.
+    /// overlap or do not fit, or `dtype` is none of [`DType::REDUCED`]; `is_unsupported` if the
+    /// algorithm does not run in host memory, or not over the links there are; `is_timeout` or
+    /// `is_peer_lost` if a rank does not come.
     ///
     /// # Safety
     ///

@@ -1,5 +1,5 @@
-//! What calls are given on a device, checked: types, lengths, and buffers that must not overlap. A rank that
-//! cannot make a call tells the others so.
+//! What calls are given on a device, checked: types, lengths, and buffers that must not overlap. A
+//! rank that cannot make a call tells the others so.
 
 use symmpool_allocator::{Error, Result, Stream};
 

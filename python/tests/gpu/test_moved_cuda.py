@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from any_bits import data  # noqa: E402
 from ranks import values  # noqa: E402
 
 import symmpool  # noqa: E402
@@ -23,14 +24,6 @@ pytestmark = pytest.mark.gpu
 NAMES = "bool int16 uint16 uint32 uint64 complex64 complex128 complex32".split()
 NAMES += "float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 bits8 bits16".split()
 DTYPES = [getattr(torch, name) for name in NAMES if hasattr(torch, name)]
-
-
-def data(dtype, rank, count):
-    """Any bits at all: they are to arrive as they are."""
-    generator = torch.Generator().manual_seed(1000 * rank + count)
-    most = 2 if dtype == torch.bool else 256
-    bits = torch.randint(0, most, (count * dtype.itemsize,), generator=generator)
-    return bits.to(torch.uint8).cuda().view(dtype)
 
 
 def same(found, expected):
@@ -44,7 +37,7 @@ def every_move(group):
     wrong = []
     for dtype in DTYPES:
         for count in (1, 5000, 1 << 18):
-            parts = [data(dtype, rank, world * count) for rank in range(world)]
+            parts = [data(dtype, rank, world * count, "cuda") for rank in range(world)]
             whole = torch.cat([part.view(torch.uint8) for part in parts])
             swapped = torch.cat([part.view(torch.uint8).chunk(world)[me] for part in parts])
             for window in (True, False):
@@ -70,7 +63,7 @@ def every_move(group):
     for dtype in DTYPES[:-2]:
         exchange = comm.row_exchange(64, 3, dtype)
         layout = exchange.layout()
-        x = data(dtype, me, 64 * 3).view(64, 3)
+        x = data(dtype, me, 64 * 3, "cuda").view(64, 3)
         out = torch.zeros(64 * 3 * dtype.itemsize, dtype=torch.uint8, device="cuda").view(dtype)
         out, back = out.view(64, 3), out.clone().view(64, 3)
         exchange.send(out, x, torch.arange(64, device="cuda") % world, layout)
