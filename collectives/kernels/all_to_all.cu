@@ -1,8 +1,8 @@
 //! All-to-all with any counts. Defines: WORLD, THREADS, SHOTS.
 //!
 //! How a pair's data travels follows from its count and the receiver's output, which both ranks
-//! know alike: its beginning goes as lines into the receiver's inbox, in one hop; the rest, if any, goes
-//! straight into an output that is a window, once the receiver's row has come, which says where; and
+//! know alike: its beginning, or all of it, goes into the receiver's inbox, in one hop; the rest, if any,
+//! goes straight into an output that is a window, once the receiver's row has come, which says where; and
 //! what goes into other outputs passes through the receiver's scratch in rounds.
 //!
 //! An output is written from the moment on when its rank's row has come: so that rank's stream is
@@ -17,83 +17,113 @@ using namespace symmpool;
 // Vectors of a rank's own part take a block so much less time than those that leave the device.
 constexpr u64 LOCAL_SHARE = 4;
 
-// Lines that a pair has in the receiver's inbox.
-__device__ __forceinline__ u64 slot_lines(const Comm& comm) {
-    return comm.lines_bytes / 2 / LINE / WORLD;
+// A warp's items of a round, to one peer.
+template <u32 COUNT>
+__device__ __forceinline__ void send_items(const Slot& slot, u32 epoch, const Source& part,
+                                           const Lot& lot, u32 round) {
+    u32 at[COUNT];
+    bool live[COUNT];
+    uint4 vectors[COUNT];
+    lot.find(round, at, live);
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i) {
+        if (live[i]) {
+            vectors[i] = part.load(at[i]);
+        }
+    }
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i) {
+        slot.send(epoch, at[i], vectors[i], live[i]);
+    }
 }
 
-__device__ __forceinline__ char* line_from(const Session& session, u32 owner, u32 from, u64 line) {
-    const Comm& comm = session.comm;
-    char* inbox = comm.of(owner) + comm.lines + session.parity() * (comm.lines_bytes / 2);
-    return inbox + LINE * (from * slot_lines(comm) + line);
-}
+// What a warp puts into peers' inboxes.
+struct Outgoing {
+    const Exchange& exchange;
+    const Lot& lot;
+    u32 done = 0;
 
-// Goes through so many lines of every peer. A warp serves one peer at a time, so that its first lines
-// take little to find.
-template <typename Serve>
-__device__ __forceinline__ bool each_line(const Comm& comm, u32 lines, Serve serve) {
-    constexpr u32 PEERS = WORLD > 1 ? WORLD - 1 : 1, AT_ONCE = 32 / PARTS;
-    if constexpr (WORLD > 1) {
-        const u32 items = (lines + AT_ONCE - 1) / AT_ONCE * PEERS;
-        for (u32 item = data_thread() / 32; item < items; item += data_threads() / 32) {
-            const u32 line = item / PEERS * AT_ONCE + threadIdx.x % 32 / PARTS;
-            if (!serve(comm.after(1 + item % PEERS), line, threadIdx.x % PARTS)) {
-                return false;
+    __device__ __forceinline__ Outgoing(const Exchange& e, const Lot& l) : exchange(e), lot(l) {}
+
+    __device__ __forceinline__ void send_next() {
+        if (done < lot.rounds && lot.peer != WORLD) {
+            const Session& session = exchange.session;
+            const Slot slot(session, lot.peer, session.comm.rank);
+            const Source part(exchange.input(lot.peer), lot.bytes);
+            if (lot.few()) {
+                send_items<1>(slot, session.epoch, part, lot, done);
+            } else {
+                send_items<AT_ONCE>(slot, session.epoch, part, lot, done);
             }
         }
+        ++done;
+    }
+    // The rounds below this one.
+    __device__ __forceinline__ void send_until(u32 round) {
+#pragma unroll 1
+        while (done < round && done < lot.rounds) {
+            send_next();
+        }
+    }
+};
+
+// What a warp takes from this rank's inboxes. What the output has no room for is taken all the same.
+template <u32 COUNT>
+__device__ __forceinline__ bool take(const Exchange& exchange, const Lot& lot, u32 round) {
+    const Session& session = exchange.session;
+    const Slot slot(session, session.comm.rank, lot.peer);
+    Target target = exchange.output(lot.peer);
+    target.bytes = target.bytes < lot.bytes ? target.bytes : lot.bytes;
+    u32 at[COUNT];
+    bool live[COUNT];
+    uint4 vectors[COUNT];
+    lot.find(round, at, live);
+    if (!slot.receive(session, lot.peer, at, live, vectors)) {
+        return false;
+    }
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i) {
+        store_item(target, at[i], live[i], vectors[i]);
     }
     return true;
 }
 
-__device__ __forceinline__ void send_lines(const Exchange& exchange) {
-    const Session& session = exchange.session;
-    const u32 rank = exchange.rank();
-    const u32 most = exchange.most_lines(exchange.plan.send_lines);
-    each_line(session.comm, most, [&](u32 peer, u32 line, u32 part) {
-        const u64 length = exchange.in_lines(exchange.sends(peer));
-        if (u64{line} * PAYLOAD < length) {
-            const uint4 piece = load_piece(exchange.input(peer) + u64{line} * PAYLOAD + 16 * part,
-                                           piece_bytes(length, line, part));
-            store_relaxed(line_from(session, peer, rank, line) + 16 * part,
-                          with_flags(piece, part, session.epoch));
-        }
-        return true;
-    });
+// The same of this rank's own part.
+__device__ __forceinline__ void take_own(const Exchange& exchange, const Lot& lot, u32 round) {
+    const Source own(exchange.input(lot.peer), lot.bytes);
+    const Target target = exchange.output(lot.peer);
+#pragma unroll 1
+    for (u32 item = lot.begin(round); item < lot.end(round); item += lot.warps) {
+        const u32 at = item * ITEM + threadIdx.x % 32;
+        const bool live = 16 * at < lot.bytes;
+        store_item(target, at, live, live ? own.load(at) : make_uint4(0, 0, 0, 0));
+    }
 }
 
-__device__ __forceinline__ bool receive_lines(const Exchange& exchange) {
-    const Session& session = exchange.session;
-    const u32 rank = exchange.rank();
-    const u32 most = exchange.most_lines(exchange.plan.receive_lines);
-    return each_line(session.comm, most, [&](u32 peer, u32 line, u32 part) {
-        // What the output has no room for is left where it is.
-        const Target target = exchange.output(peer);
-        const u64 sent = exchange.in_lines(exchange.receives(peer));
-        const u64 length = sent < target.bytes ? sent : target.bytes;
-        const bool live = u64{line} * PAYLOAD < length;
-        const char* from = line_from(session, rank, peer, line) + 16 * part;
-        uint4 piece = make_uint4(0, 0, 0, 0);
-        Watch watch;
-        // Warps stay together.
-        while (true) {
-            bool missing = false;
-            if (live) {
-                piece = load_relaxed(from);
-                missing = !has_flags(piece, part, session.epoch);
-            }
-            if (!__any_sync(~0u, missing)) {
-                break;
-            }
-            if (__any_sync(~0u, watch.expired(session, peer, DATA))) {
-                return false;
-            }
+// All that goes through inboxes, both ways. Before a fraction of what comes is waited for, more than that
+// fraction has been sent of what goes: so of warps that wait for each other one can always go on.
+__device__ __forceinline__ bool pass(Outgoing& outgoing, const Lot& incoming) {
+    const u32 rounds = incoming.rounds, sends = outgoing.lot.rounds;
+#pragma unroll 1
+    for (u32 round = 0;; ++round) {
+        const u64 before = part(sends, round + 1, rounds) + 1;
+        outgoing.send_until(round < rounds ? static_cast<u32>(before) : ~0u);
+        if (round == rounds) {
+            return true;
         }
-        if (live) {
-            store_piece(target.begin + u64{line} * PAYLOAD + 16 * part,
-                        piece_bytes(length, line, part), piece);
+        if (incoming.peer == WORLD) {
+            continue;
         }
-        return true;
-    });
+        if ((SHOTS & DEVICE) && incoming.peer == outgoing.exchange.rank()) {
+            take_own(outgoing.exchange, incoming, round);
+            continue;
+        }
+        const bool there = incoming.few() ? take<1>(outgoing.exchange, incoming, round)
+                                          : take<AT_ONCE>(outgoing.exchange, incoming, round);
+        if (!there) {
+            return false;
+        }
+    }
 }
 
 // From here on it pays to keep ranks in step: the links gain what that takes.
@@ -115,13 +145,6 @@ __device__ __forceinline__ bool even(const Exchange& exchange) {
                 static_cast<u32>(table.words[to][GRID]) != data_blocks();
     }
     return !__syncthreads_or(other);
-}
-
-// `nth` of `parts` equal parts of a number ends where the one after begins.
-__device__ __forceinline__ u64 part(u64 whole, u32 nth, u32 parts) {
-    // Division of 64 bits takes ten times as long.
-    const u64 product = whole * nth;
-    return product >> 32 == 0 ? static_cast<u32>(product) / parts : product / parts;
 }
 
 // A block's share of a copy that so many blocks make, the `nth` of them.
@@ -156,22 +179,22 @@ __device__ __forceinline__ void push_in_step(const Exchange& exchange) {
 // What leaves this rank straight, and its own part, given out to blocks by how long it takes, so
 // that all end together whatever the counts. Each peer is served by other blocks at the same time,
 // in proportion to what it gets, so that no two ranks turn to one peer first: for counts that differ,
-// where steps would be of different length.
-__device__ __forceinline__ void push(const Exchange& exchange) {
-    const Plan& plan = exchange.plan;
+// where steps would be of different length. One of so many turns.
+__device__ __forceinline__ void push(const Plan& plan, u32 turn, u32 turns) {
     u64 total = 0;
 #pragma unroll 1
     for (u32 distance = 0; distance < WORLD; ++distance) {
         total += (distance == 0 ? 1 : LOCAL_SHARE) * Copy(plan.routes[distance]).units();
     }
-    const u64 begin = part(total, data_block(), data_blocks());
-    const u64 end = part(total, data_block() + 1, data_blocks());
-    // A unit belongs to the block in whose stretch it begins; whole lines of 128 bytes stay together.
+    const u64 first = part(total, data_block(), data_blocks());
+    const u64 length = part(total, data_block() + 1, data_blocks()) - first;
+    const u64 begin = first + part(length, turn, turns), end = first + part(length, turn + 1, turns);
+    // A unit belongs to the stretch in which it begins; whole lines of 128 bytes stay together.
     u64 before = 0;
     // The own part comes last.
 #pragma unroll 1
-    for (u32 turn = 1; turn <= WORLD; ++turn) {
-        const u32 distance = turn % WORLD;
+    for (u32 next = 1; next <= WORLD; ++next) {
+        const u32 distance = next % WORLD;
         const Copy copy(plan.routes[distance]);
         const u64 count = copy.units(), share = distance == 0 ? 1 : LOCAL_SHARE;
         auto bound = [&](u64 at) {
@@ -226,12 +249,12 @@ __device__ __noinline__ void forget_unused(const Session& session, const Call& c
             // Grids are equal where ranks keep step.
             blocks = theirs > blocks ? theirs : blocks;
         }
-        const u64 lines = lines_of(exchange.in_lines(exchange.table.sent(peer, comm.rank)));
-        forget_bytes(session, line_from(session, comm.rank, peer, lines),
-                     LINE * (slot_lines(comm) - lines));
+        const Slot slot(session, comm.rank, peer);
+        const u64 used = items_of(exchange.in_inbox(exchange.table.sent(peer, comm.rank)));
+        const u64 marks = used * (ITEM / LINE_VECTORS), most = Slot::length(comm) / LINE_VECTORS;
+        forget_bytes(session, reinterpret_cast<char*>(slot.marks + marks), 8 * (most - marks));
     }
     Used used;
-    used.lines = comm.lines_bytes / 2;
     used.flags = blocks * (8 * KINDS * WORLD);
     used.rows = ROWS_BYTES / 2;
     forget_old(session, used);
@@ -245,11 +268,16 @@ __device__ __forceinline__ void attend_exchange(const Exchange& exchange) {
     const Session& session = exchange.session;
     const Traffic& traffic = exchange.traffic;
     Table& table = exchange.table;
-    if (shows_place()) {
-        table.show<COUNTED, ROW_WORDS>(session, threadIdx.x % 32, 32);
+    const u32 warp = threadIdx.x / 32, second = blockDim.x > 64 ? 1 : 0;
+    if (warp == 0) {
+        table.show_counts(session);
     }
-    table.show<0, COUNTED>(session, threadIdx.x, blockDim.x);
-    enter<false>(session, exchange.call);
+    if (warp == second) {
+        enter<false>(session, exchange.call, threadIdx.x % 32, 32);
+    }
+    if (shows_place()) {
+        table.show_place(session, traffic);
+    }
     session.advance();
     if (!table.await<0, ROW_WORDS, true, false>(session, exchange.call)) {
         return;
@@ -290,9 +318,15 @@ __device__ __forceinline__ void attend_exchange(const Exchange& exchange) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_all_to_all(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
                         const __grid_constant__ Traffic traffic) {
-    begin();
     __shared__ Table table;
     __shared__ Plan plan;
+    // While the kernel before this one may still run.
+    Lot sends, receives;
+    if (!(SHOTS & DEVICE)) {
+        sends = lot_of<true>(comm, traffic, [&](u32 peer) { return traffic.send[peer]; });
+        receives = lot_of<false>(comm, traffic, [&](u32 peer) { return traffic.receive[peer]; });
+    }
+    begin();
     Session session(comm);
     // Before the answer of that load is looked at: counts on the device are a load as well. And who sees
     // where this rank's output is may write it; while nothing else is on its way, a fence is short.
@@ -305,44 +339,60 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (session.failed) {
         return;
     }
+    if (ROWS && !attends()) {
+        __syncthreads();
+    }
     const Exchange exchange{session, call, traffic, table, plan};
     if (attends()) {
         attend_exchange(exchange);
         return;
     }
-    exchange.plan_sends();
-    send_lines(exchange);
+    if (SHOTS & DEVICE) {
+        sends = lot_of<true>(comm, traffic, [&](u32 peer) { return exchange.sends(peer); });
+    }
+    Outgoing outgoing(exchange, sends);
+    outgoing.send_next();
     session.advance();
-    if (ROWS && (!table.await<0, COUNTED, false, false>(session, call) || !table.agreed())) {
+    if (ROWS && !table.await<0, COUNTED, false, false>(session, call)) {
         return;
     }
-    if (!exchange.plan_receives()) {
-        share(plan.routes[0], data_block(), data_blocks());
-    } else if (SHOTS & STRAIGHT) {
-        if (!table.await<COUNTED, ROW_WORDS, false, true>(session, call)) {
+    const bool more = exchange.has_more();
+    if (!more && !exchange.takes_own()) {
+        share(exchange.own(), data_block(), data_blocks());
+    } else if ((SHOTS & STRAIGHT) && more) {
+        // What peers' memory gets is what they expect.
+        if (!table.agreed() || !table.await<COUNTED, ROW_WORDS, false, true>(session, call)) {
             return;
         }
         exchange.plan_routes();
         if (even(exchange)) {
             push_in_step(exchange);
         } else {
-            push(exchange);
-        }
-        // Meanwhile what was stored is on its way still.
-        if (!receive_lines(exchange)) {
-            return;
-        }
-        raise_pushed(exchange);
-        bool staged = false;
-        for (u32 peer = 0; peer < WORLD; ++peer) {
-            staged = staged || exchange.staged(comm.rank, peer) || exchange.staged(peer, comm.rank);
-        }
-        for (u32 stage = data_block(); staged && stage < STAGES; stage += data_blocks()) {
-            if (!run_stage(exchange, stage)) {
-                return;
+            // In as many turns as there are rounds for inboxes, so that either goes on with the other:
+            // who waits for much in one way needs the links from the beginning.
+#pragma unroll 1
+            for (u32 turn = 0; turn < sends.rounds; ++turn) {
+                push(plan, turn, sends.rounds);
+                outgoing.send_next();
             }
         }
+    }
+    if (SHOTS & DEVICE) {
+        const bool own = !more && exchange.takes_own();
+        receives = lot_of<false>(comm, traffic, [&](u32 peer) { return exchange.receives(peer); }, own);
+    }
+    // Meanwhile what was stored straight is on its way still.
+    if (!pass(outgoing, receives) || !(SHOTS & STRAIGHT) || !more) {
         return;
     }
-    receive_lines(exchange);
+    raise_pushed(exchange);
+    bool staged = false;
+    for (u32 peer = 0; peer < WORLD; ++peer) {
+        staged = staged || exchange.staged(comm.rank, peer) || exchange.staged(peer, comm.rank);
+    }
+    for (u32 stage = data_block(); staged && stage < STAGES; stage += data_blocks()) {
+        if (!run_stage(exchange, stage)) {
+            return;
+        }
+    }
 }

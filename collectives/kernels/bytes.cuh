@@ -6,14 +6,8 @@
 
 namespace symmpool {
 
-// Sixteen bytes from `shift` bytes behind `aligned` on, a multiple of 16. Only vectors of which a
-// byte is wanted are read, so none lies outside the memory's pages.
-__device__ __forceinline__ uint4 load_shifted(const char* aligned, u32 shift) {
-    const uint4 low = load_plain(aligned);
-    if (shift == 0) {
-        return low;
-    }
-    const uint4 high = load_plain(aligned + 16);
+// Sixteen bytes from `shift` bytes on of two vectors, less than 16.
+__device__ __forceinline__ uint4 from_pair(uint4 low, uint4 high, u32 shift) {
     const u32 words = shift / 4, bits = shift % 4 * 8;
     auto pick = [&](u32 a, u32 b, u32 c, u32 d) {
         return words == 0 ? a : words == 1 ? b : words == 2 ? c : d;
@@ -25,6 +19,13 @@ __device__ __forceinline__ uint4 load_shifted(const char* aligned, u32 shift) {
     const u32 w4 = pick(high.x, high.y, high.z, high.w);
     return make_uint4(__funnelshift_r(w0, w1, bits), __funnelshift_r(w1, w2, bits),
                       __funnelshift_r(w2, w3, bits), __funnelshift_r(w3, w4, bits));
+}
+
+// Sixteen bytes from `shift` bytes behind `aligned` on, a multiple of 16. Only vectors of which a
+// byte is wanted are read, so none lies outside the memory's pages.
+__device__ __forceinline__ uint4 load_shifted(const char* aligned, u32 shift) {
+    const uint4 low = load_plain(aligned);
+    return shift == 0 ? low : from_pair(low, load_plain(aligned + 16), shift);
 }
 
 // A copy of so many bytes.

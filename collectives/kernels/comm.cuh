@@ -79,6 +79,9 @@ struct Comm {
     u64 lines_bytes;
     u64 sentinel;
     u64 sentinel_bytes;
+    u64 marks;
+    u64 bare;
+    u64 bare_bytes;
     u64 scratch;
     u64 scratch_bytes;
     u64 channels;

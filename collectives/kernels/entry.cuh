@@ -15,14 +15,16 @@ __device__ __forceinline__ bool flagged(uint4 packet, u32 epoch) {
     return packet.y == epoch && packet.w == epoch;
 }
 
-// By one block. With RELEASE, what this rank's stream did before is visible to whoever sees them.
+// By so many threads, of which this is one. With RELEASE, what this rank's stream did before is visible
+// to whoever sees them.
 template <bool RELEASE>
-__device__ __forceinline__ void enter(const Session& session, const Call& call) {
+__device__ __forceinline__ void enter(const Session& session, const Call& call, u32 thread,
+                                      u32 threads) {
     const Comm& comm = session.comm;
     if constexpr (RELEASE) {
         fence();
     }
-    for (u32 i = threadIdx.x; i < 4 * WORLD; i += blockDim.x) {
+    for (u32 i = thread; i < 4 * WORLD; i += threads) {
         u32 peer = i / 4, word = i % 4;
         if (peer != comm.rank) {
             u64 data = call.details[word];
@@ -120,7 +122,7 @@ __device__ __noinline__ void forget_old(const Session& session, Used used) {
 // The whole work of the first block.
 template <bool RELEASE>
 __device__ __forceinline__ void attend(const Session& session, const Call& call, Used used) {
-    enter<RELEASE>(session, call);
+    enter<RELEASE>(session, call, threadIdx.x, blockDim.x);
     session.advance();
     compare(session, call);
     if ((session.epoch & 0x3fffffffu) < 2) {

@@ -3,28 +3,45 @@
 
 #pragma once
 
-#include "bytes.cuh"
-#include "line.cuh"
+#include "bare.cuh"
 #include "rows.cuh"
 
 namespace symmpool {
 
-// Bits of SHOTS, which is 1 where all goes as lines: data that goes straight or through scratch too;
-// counts on the device.
+// Bits of SHOTS, which is 1 where all goes through inboxes: data that goes straight or through scratch
+// too; counts on the device.
 #define STRAIGHT 2
 #define DEVICE 4
 
 constexpr bool ROWS = SHOTS & (STRAIGHT | DEVICE);
 
-// What a block makes of the rows once for all its threads, in shared memory: 64-bit sums in every
-// thread would take longer than a small call's data is on its way.
+// Items that a warp sends or receives at once, as registers allow: with fewer, links wait for loads where
+// much is moved.
+constexpr u32 AT_ONCE = !ROWS ? 3 : __CUDA_ARCH__ < 1000 ? 2 : 1;
+
+// What blocks share of what leaves this rank, by distance to the peer: 0 is the own part. In shared
+// memory, as no thread has registers for it.
 struct Plan {
-    u64 send_begin[WORLD];     // of parts, in bytes; and lines of what goes so
-    u64 receive_begin[WORLD];
-    u32 send_lines[WORLD];
-    u32 receive_lines[WORLD];
-    Route routes[WORLD];       // what blocks share, by distance to the peer: 0 is the own part
+    Route routes[WORLD];
 };
+
+// How many bytes of a part go through the receiver's inbox: all of little; of more the beginning,
+// which is on its way while the rows are.
+__device__ __forceinline__ u64 in_inbox(const Traffic& traffic, u64 count) {
+    const u64 length = count * traffic.size;
+    return length <= traffic.inbox_bytes ? length : traffic.head;
+}
+
+// What a warp sends through inboxes, or what it receives, in an order in which it serves both ways pairs
+// that are as far apart; and of this rank's own part, if `own` says so.
+template <bool SENDS, typename Count>
+__device__ __forceinline__ Lot lot_of(const Comm& comm, const Traffic& traffic, Count count,
+                                      bool own = false) {
+    return Lot(AT_ONCE, [&](u32 distance) { return comm.after(SENDS ? distance : WORLD - distance); },
+               [&](u32 peer) {
+                   return peer == comm.rank && !own ? 0 : in_inbox(traffic, count(peer));
+               });
+}
 
 struct Exchange {
     const Session& session;
@@ -36,23 +53,20 @@ struct Exchange {
     __device__ __forceinline__ u32 rank() const { return session.comm.rank; }
     __device__ __forceinline__ u64 bytes(u64 count) const { return count * traffic.size; }
 
-    // How many bytes of a part go as lines: all of little; of more the beginning, which is on its way
-    // while the rows are.
-    __device__ __forceinline__ u64 in_lines(u64 count) const {
-        const u64 length = bytes(count);
-        return length <= traffic.line_bytes ? length : traffic.head;
+    __device__ __forceinline__ u64 in_inbox(u64 count) const {
+        return symmpool::in_inbox(traffic, count);
     }
-    __device__ __forceinline__ bool by_lines(u32 from, u32 to) const {
-        return bytes(table.sent(from, to)) <= traffic.line_bytes;
+    __device__ __forceinline__ bool by_inbox(u32 from, u32 to) const {
+        return bytes(table.sent(from, to)) <= traffic.inbox_bytes;
     }
     __device__ __forceinline__ bool is_window(u32 receiver) const {
         return table.words[receiver][PLACE] != UNKNOWN;
     }
     __device__ __forceinline__ bool straight(u32 from, u32 to) const {
-        return from != to && !by_lines(from, to) && is_window(to);
+        return from != to && !by_inbox(from, to) && is_window(to);
     }
     __device__ __forceinline__ bool staged(u32 from, u32 to) const {
-        return from != to && !by_lines(from, to) && !is_window(to);
+        return from != to && !by_inbox(from, to) && !is_window(to);
     }
 
     // What this rank sends to and receives from a peer: without any peer's row where it can be.
@@ -63,12 +77,20 @@ struct Exchange {
         return SHOTS & DEVICE ? table.sent(from, rank()) : traffic.receive[from];
     }
     __device__ __forceinline__ const char* input(u32 to) const {
-        return call.input + (SHOTS & DEVICE ? plan.send_begin[to] : traffic.send_begin[to]);
+        if (!(SHOTS & DEVICE)) {
+            return call.input + traffic.send_begin[to];
+        }
+        u64 before = 0;
+#pragma unroll 1
+        for (u32 other = 0; other < to; ++other) {
+            before += sends(other);
+        }
+        return call.input + bytes(before);
     }
     // A peer's part of this rank's output, as far as there is room.
     __device__ __forceinline__ Target output(u32 from) const {
         if (SHOTS & DEVICE) {
-            const u64 begin = plan.receive_begin[from], length = bytes(receives(from));
+            const u64 begin = bytes(table.offset(from, rank())), length = bytes(receives(from));
             const u64 room = bytes(traffic.capacity), left = begin < room ? room - begin : 0;
             return Target(call.output + begin, length < left ? length : left);
         }
@@ -80,8 +102,8 @@ struct Exchange {
         const u64 most = bytes(sends(rank()));
         return Route{input(rank()), target.begin, target.bytes < most ? target.bytes : most};
     }
-    // What is behind the lines of a part, as far as there is room.
-    __device__ __forceinline__ u64 behind_lines(u32 from, u32 to) const {
+    // What is behind the inbox's share of a part, as far as there is room.
+    __device__ __forceinline__ u64 behind_inbox(u32 from, u32 to) const {
         const u64 most = bytes(table.fitting(from, to));
         return most > traffic.head ? most - traffic.head : 0;
     }
@@ -91,62 +113,28 @@ struct Exchange {
         char* begin = comm.base + to * comm.stride + table.words[to][PLACE] +
                       bytes(table.offset(rank(), to));
         return Route{input(to) + traffic.head, begin + traffic.head,
-                     straight(rank(), to) ? behind_lines(rank(), to) : 0};
+                     straight(rank(), to) ? behind_inbox(rank(), to) : 0};
     }
 
-    // Once the rank's own row is there, of counts on the device. By all threads of a block.
-    __device__ __forceinline__ void plan_sends() const {
-        if (SHOTS & DEVICE) {
-            if (threadIdx.x < WORLD) {
-                const u32 peer = threadIdx.x;
-                u64 before = 0;
-                for (u32 other = 0; other < peer; ++other) {
-                    before += sends(other);
-                }
-                plan.send_begin[peer] = bytes(before);
-                plan.send_lines[peer] =
-                    peer == rank() ? 0 : static_cast<u32>(lines_of(in_lines(sends(peer))));
-            }
-            __syncthreads();
-        }
-    }
-    // The same once the peers' counts are there, and the own part. Whether anything of this rank goes
-    // another way than in lines.
-    __device__ __forceinline__ bool plan_receives() const {
-        const u32 peer = threadIdx.x;
-        if ((SHOTS & DEVICE) && peer < WORLD) {
-            plan.receive_begin[peer] = bytes(table.offset(peer, rank()));
-            plan.receive_lines[peer] =
-                peer == rank() ? 0 : static_cast<u32>(lines_of(in_lines(receives(peer))));
-        }
+    // Whether anything of this rank goes another way than through inboxes.
+    __device__ __forceinline__ bool has_more() const {
         bool more = false;
-        if ((SHOTS & STRAIGHT) && peer < WORLD && peer != rank()) {
-            more = !by_lines(rank(), peer) || !by_lines(peer, rank());
+        for (u32 peer = 0; peer < WORLD && (SHOTS & STRAIGHT); ++peer) {
+            more = more || (peer != rank() && (!by_inbox(rank(), peer) || !by_inbox(peer, rank())));
         }
-        more = __syncthreads_or(more);
-        if (threadIdx.x == 0) {
-            plan.routes[0] = own();
-        }
-        __syncthreads();
         return more;
     }
+    // Whether this rank's own part is taken as what comes is: where that is not known earlier.
+    __device__ __forceinline__ bool takes_own() const {
+        return (SHOTS & DEVICE) && by_inbox(rank(), rank());
+    }
+    // By all threads of a block.
     __device__ __forceinline__ void plan_routes() const {
-        if (threadIdx.x > 0 && threadIdx.x < WORLD) {
-            plan.routes[threadIdx.x] = push(session.comm.after(threadIdx.x));
+        if (threadIdx.x < WORLD) {
+            plan.routes[threadIdx.x] =
+                threadIdx.x == 0 ? own() : push(session.comm.after(threadIdx.x));
         }
         __syncthreads();
-    }
-
-    // Of the peer with the most.
-    __device__ __forceinline__ u32 most_lines(const u32 (&lines)[WORLD]) const {
-        if (!(SHOTS & DEVICE)) {
-            return traffic.lines;
-        }
-        u32 most = 0;
-        for (u32 peer = 0; peer < WORLD; ++peer) {
-            most = lines[peer] > most ? lines[peer] : most;
-        }
-        return most;
     }
 };
 

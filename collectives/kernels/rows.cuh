@@ -23,25 +23,25 @@ struct Traffic {
     u64 length;               // of the input
     u64 capacity;             // of the output
     u64 window;               // where the output is in the slot; UNKNOWN if it is no window
-    u64 line_bytes;           // parts of no more than this go as lines,
+    u64 inbox_bytes;          // parts of no more than this go through inboxes,
     u32 head;                 // and so much of longer ones, from their beginning on
-    u32 lines;                // of the part with the most, where the host knows it
     u32 size;                 // bytes of an element
     u32 wide;                 // whether splits on the device have 64 bits
+    u32 unused;
 };
 
 static_assert(sizeof(Traffic) == TRAFFIC_BYTES, "layouts differ");
 
-// Words of a row: counts sent to each rank, counts expected of each rank, which are all that lines
-// wait for, and where and how more may come.
+// Words of a row: counts sent to each rank, counts expected of each rank, which are all that inboxes
+// need, and where and how more may come.
 constexpr u32 EXPECTS = WORLD;
 constexpr u32 COUNTED = 2 * WORLD;
 constexpr u32 PLACE = COUNTED;
 constexpr u32 ROOM = PLACE + 1;
 constexpr u32 GRID = PLACE + 2;  // data blocks of the rank's grid
 static_assert(GRID + 1 == ROW_WORDS, "rows have as many words as they have room");
-// In the word of blocks: the splits made no sense, and nothing is sent.
-constexpr u64 NONSENSE = 1ull << 32;
+// Expected by a rank whose splits made no sense, and which sends nothing.
+constexpr u64 NONSENSE = UNKNOWN - 1;
 
 // Notices.
 constexpr u32 OVERFLOW = 1;
@@ -64,6 +64,7 @@ struct Table {
     // Where in the receiver's output a sender's part begins, and how much of it that holds.
     __device__ __forceinline__ u64 offset(u32 from, u32 to) const {
         u64 before = 0;
+#pragma unroll 1
         for (u32 rank = 0; rank < from; ++rank) {
             before += sent(rank, to);
         }
@@ -76,55 +77,70 @@ struct Table {
     }
     __device__ __forceinline__ u64 total(u32 to) const { return offset(WORLD, to); }
 
-    // This rank's own. By all threads of a block, which leave together.
+    // This rank's own. By the first warp; the others of a block see it behind a barrier.
     template <bool DEVICE>
     __device__ __forceinline__ void fill(const Comm& comm, const Traffic& traffic) {
+        static_assert(WORLD <= MOST_RANKS && MOST_RANKS < 32, "a thread each, and one more");
         u64* row = words[comm.rank];
         const u32 at = threadIdx.x;
-        if (at < WORLD) {
-            u64 count = 0;
-            if (!DEVICE) {
-                count = traffic.send[at];
-            } else if (traffic.wide) {
-                count = static_cast<const u64*>(traffic.splits)[at];
-            } else {
-                const long long narrow = static_cast<const int*>(traffic.splits)[at];
-                count = static_cast<u64>(narrow);
+        if (at >= 32) {
+            return;
+        }
+        u64 count = 0, expected = UNKNOWN;
+        if (at < WORLD && !DEVICE) {
+            count = traffic.send[at];
+            expected = traffic.receive[at];
+        } else if (at < WORLD && traffic.wide) {
+            count = static_cast<const u64*>(traffic.splits)[at];
+        } else if (at < WORLD) {
+            const long long narrow = static_cast<const int*>(traffic.splits)[at];
+            count = static_cast<u64>(narrow);
+        }
+        if (DEVICE) {
+            // Negative ones are larger than any length. Sums of so few cannot overflow.
+            bool bad = count > traffic.length;
+            u64 sum = bad ? 0 : count;
+#pragma unroll
+            for (u32 other = 1; other < 32; other *= 2) {
+                sum += __shfl_xor_sync(~0u, sum, other);
             }
+            bad = __any_sync(~0u, bad) || sum > traffic.length;
+            count = bad ? 0 : count;
+            expected = bad ? NONSENSE : UNKNOWN;
+        }
+        if (at < WORLD) {
             row[at] = count;
-            row[EXPECTS + at] = DEVICE ? UNKNOWN : traffic.receive[at];
+            row[EXPECTS + at] = expected;
         } else if (at == WORLD) {
             row[PLACE] = traffic.window;
             row[ROOM] = traffic.capacity;
             row[GRID] = data_blocks();
         }
-        __syncthreads();
-        if (DEVICE) {
-            // Negative ones are larger than any length. Sums of so few cannot overflow.
-            bool bad = false;
-            u64 sum = 0;
-            for (u32 rank = 0; rank < WORLD; ++rank) {
-                bad = bad || row[rank] > traffic.length;
-                sum += bad ? 0 : row[rank];
+        __syncwarp();
+    }
+
+    // Where this rank's output is, and how much it holds: by a warp, which need not wait for the row.
+    __device__ __forceinline__ void show_place(const Session& session, const Traffic& traffic) const {
+        constexpr u32 EACH = ROW_WORDS - PLACE;
+        const u32 rank = session.comm.rank;
+        for (u32 i = threadIdx.x % 32; i < WORLD * EACH; i += 32) {
+            const u32 peer = i / EACH, word = PLACE + i % EACH;
+            if (peer != rank) {
+                const u64 data = word == PLACE  ? traffic.window
+                                 : word == ROOM ? traffic.capacity
+                                                : data_blocks();
+                store_relaxed(row_packet(session, peer, rank, word),
+                              make_uint4(static_cast<u32>(data), session.epoch,
+                                         static_cast<u32>(data >> 32), session.epoch));
             }
-            bad = bad || sum > traffic.length;
-            __syncthreads();
-            if (bad && at < WORLD) {
-                row[at] = 0;
-            } else if (bad && at == WORLD) {
-                row[GRID] |= NONSENSE;
-            }
-            __syncthreads();
         }
     }
 
-    // Words `[FIRST, LAST)` of the own row, by so many threads, of which this is one.
-    template <u32 FIRST, u32 LAST>
-    __device__ __forceinline__ void show(const Session& session, u32 thread, u32 threads) const {
-        constexpr u32 EACH = LAST - FIRST;
+    // The counts of the own row. By the warp that filled it.
+    __device__ __forceinline__ void show_counts(const Session& session) const {
         const u32 rank = session.comm.rank;
-        for (u32 i = thread; i < WORLD * EACH; i += threads) {
-            const u32 peer = i / EACH, word = FIRST + i % EACH;
+        for (u32 i = threadIdx.x; i < WORLD * COUNTED; i += 32) {
+            const u32 peer = i / COUNTED, word = i % COUNTED;
             if (peer != rank) {
                 const u64 data = words[rank][word];
                 store_relaxed(row_packet(session, peer, rank, word),
@@ -168,7 +184,7 @@ struct Table {
 
     __device__ __forceinline__ bool differs(u32 from, u32 to) const {
         const u64 wanted = expected(from, to);
-        return wanted != UNKNOWN && wanted != sent(from, to);
+        return wanted < NONSENSE && wanted != sent(from, to);
     }
 
     // Whether every rank is sent what it expects: the same answer on all ranks, as all read the
@@ -189,7 +205,7 @@ struct Table {
     __device__ __forceinline__ bool amiss() const {
         const u32 rank = threadIdx.x;
         return rank < WORLD &&
-               (total(rank) > words[rank][ROOM] || (words[rank][GRID] & NONSENSE) != 0);
+               (total(rank) > words[rank][ROOM] || words[rank][EXPECTS] == NONSENSE);
     }
 };
 
@@ -223,7 +239,7 @@ __device__ __noinline__ void notice(const Session& session, const Table& table) 
     volatile Notice* at = &session.comm.fault->notice;
     for (u32 rank = 0; rank < WORLD; ++rank) {
         const u64 needed = table.total(rank), room = table.words[rank][ROOM];
-        const bool nonsense = table.words[rank][GRID] & NONSENSE;
+        const bool nonsense = table.words[rank][EXPECTS] == NONSENSE;
         if (needed <= room && !nonsense) {
             continue;
         }

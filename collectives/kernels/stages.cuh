@@ -20,7 +20,7 @@ struct Stage {
     __device__ __forceinline__ Stage(const Exchange& exchange, u32 sender, u32 receiver, u32 stage) {
         const Comm& comm = exchange.session.comm;
         const u64 length =
-            exchange.staged(sender, receiver) ? exchange.behind_lines(sender, receiver) : 0;
+            exchange.staged(sender, receiver) ? exchange.behind_inbox(sender, receiver) : 0;
         const u64 each = ((length + STAGES - 1) / STAGES + 127) / 128 * 128;
         const u64 first = stage * each < length ? stage * each : length;
         from = exchange.traffic.head + first;

@@ -14,7 +14,7 @@ use crate::matrix::{Matrix, bytes};
 use crate::oracle::random;
 use crate::{ORDINARY, Options};
 
-/// Bytes of the longest data, so that some parts go in lines and otherwise; and room for shifts and what is
+/// Bytes of the longest data, so that some parts go through inboxes and others not; and room for shifts and what is
 /// watched around it.
 const MOST: usize = 12 << 20;
 const AROUND: usize = 64;
@@ -63,7 +63,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         inputs: pair()?,
         outputs: pair()?,
         splits: [few()?, few()?, few()?],
-        data: (0..world).map(|rank| bytes(seed, rank, MOST)).collect(),
+        data: (0..world).map(|rank| with_fresh_words(seed, bytes(seed, rank, MOST))).collect(),
         seed,
         cases: 0,
         wrong: 0,
@@ -313,6 +313,26 @@ impl Exchange<'_> {
         }
         Ok(())
     }
+}
+
+/// Data that holds here and there what inboxes hold before anything has come, and what travels instead:
+/// `FRESH` and `INSTEAD` in `bare.cuh`. From all addresses on, as parts begin anywhere.
+fn with_fresh_words(seed: u64, mut data: Vec<u8>) -> Vec<u8> {
+    const WORDS: [u32; 2] = [0xc35a_96e8, 0xc35a_96e9];
+    let mut at = 0;
+    for nth in 0.. {
+        let number = random(seed ^ 0xf5e5, nth);
+        at += (number % 20_000) as usize;
+        let length = (number >> 16) as usize % [8, 600][(number >> 60) as usize & 1];
+        let Some(stretch) = data.get_mut(at..at + length) else { break };
+        for (word, bytes) in stretch.chunks_mut(4).enumerate() {
+            let which = random(number, word as u64) % 3;
+            if let Some(word) = WORDS.get(which as usize) {
+                bytes.copy_from_slice(&word.to_le_bytes()[..bytes.len()]);
+            }
+        }
+    }
+    data
 }
 
 fn words(counts: &[usize]) -> Vec<u8> {

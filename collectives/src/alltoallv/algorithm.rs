@@ -15,8 +15,9 @@ pub enum AllToAllAlgorithm {
     /// By what each pair of ranks exchanges, and by kind of memory.
     #[default]
     Auto = 0,
-    /// In host memory through the sender's scratch; on devices as packets, lines of 128 bytes with
-    /// flags, into the receiver's inbox, in one hop, as far as that has room for a pair's data.
+    /// In host memory through the sender's scratch; on devices into the receiver's inbox, as vectors of
+    /// 16 bytes that show by themselves that they have arrived, in one hop, as far as that has room
+    /// for a pair's data.
     Packet = 1,
     /// In host memory out of inputs that are windows; on devices into outputs that are windows, and
     /// through the receiver's scratch into others.

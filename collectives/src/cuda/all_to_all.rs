@@ -11,21 +11,19 @@ use symmpool_allocator::{Error, Result, Stream};
 use super::algorithms::{Grid, THREADS};
 use super::engine::CudaEngine;
 use super::kernels::Specialty;
-use super::params::{CallParams, MOST_RANKS, Traffic, UNKNOWN};
+use super::params::{CallParams, ITEM, MOST_RANKS, Traffic, UNKNOWN};
 use crate::host::call::{Call, Operation};
 use crate::jit::sources::ALL_TO_ALL;
 use crate::{AllToAllAlgorithm, DType, Place, SplitRows, SplitsAt};
 
-/// `SHOTS` of the kernel: lines alone, what goes straight too, counts on the device too.
-const LINES: u8 = 1;
+/// `SHOTS` of the kernel: through inboxes alone, what goes straight too, counts on the device too.
+const INBOXES: u8 = 1;
 const STRAIGHT: u8 = 2;
 const DEVICE: u8 = 4;
 
-/// Bytes of data in a line: `PAYLOAD` in `line.cuh`.
-const LINE_PAYLOAD: u64 = 120;
-/// What a rank sends to all others as lines, if all get as much: about what its threads hold at once. More
-/// would be looked for in vain too often while it is on its way.
-const LINE_BYTES: u64 = 3 << 20;
+/// What a rank sends to all others through their inboxes, if all get as much. From there on it saves more
+/// to write data once than to wait for nothing else.
+const INBOX_BYTES: u64 = 24 << 20;
 /// What it sends so of longer parts: as much as the links carry while rows are on their way.
 const HEAD_BYTES: u64 = 2 << 20;
 /// Blocks that keep all links busy.
@@ -103,14 +101,17 @@ impl CudaEngine {
             (self.address(output), capacity),
             stream,
         )?;
-        let (line_bytes, head) = self.in_lines();
+        let (inbox_bytes, head) = self.in_inboxes();
         let others = |counts: [u64; MOST_RANKS as usize]| {
             counts.into_iter().enumerate().filter(move |(peer, _)| *peer != rank)
         };
-        let parts = || others(sent).chain(others(received)).map(|(_, count)| count * size);
-        let longest = parts().max().unwrap_or(0);
-        let in_lines = |bytes: u64| if bytes <= line_bytes { bytes } else { head.into() };
-        let lines = parts().map(in_lines).max().unwrap_or(0).div_ceil(LINE_PAYLOAD);
+        let longest = others(sent).chain(others(received)).map(|(_, count)| count * size).max();
+        let longest = longest.unwrap_or(0);
+        // Of whole items, as warps take them.
+        let through = |counts| {
+            let items = others(counts).map(|(_, count)| (count * size).next_multiple_of(ITEM));
+            items.sum::<u64>()
+        };
         let traffic = Traffic {
             send: sent,
             receive: received,
@@ -122,17 +123,16 @@ impl CudaEngine {
             length: length / size,
             capacity: capacity / size,
             window: window(output),
-            line_bytes,
+            inbox_bytes,
             head,
-            lines: lines as u32,
             size: size as u32,
             wide: 0,
+            unused: 0,
         };
-        let work = if longest <= line_bytes {
-            // Eight threads a line; a rank's own part takes less.
-            (LINES, (128 * lines * (world as u64 - 1)).max(sent[rank] * size))
+        let work = if longest <= inbox_bytes {
+            (INBOXES, through(sent).max(through(received)).max(sent[rank] * size))
         } else {
-            (LINES | STRAIGHT, length.max(capacity))
+            (INBOXES | STRAIGHT, length.max(capacity))
         };
         let (call, places) = (self.exchange(dtype, 1), (input, output));
         // SAFETY: the caller's promises, which are passed on; no sum is longer.
@@ -189,7 +189,7 @@ impl CudaEngine {
                 self.apart(&what, other, (address, bytes), stream)?;
             }
         }
-        let (line_bytes, head) = self.in_lines();
+        let (inbox_bytes, head) = self.in_inboxes();
         let traffic = Traffic {
             send: [0; MOST_RANKS as usize],
             receive: [0; MOST_RANKS as usize],
@@ -201,13 +201,13 @@ impl CudaEngine {
             length: length as u64,
             capacity: capacity as u64,
             window: window(output),
-            line_bytes,
+            inbox_bytes,
             head,
-            lines: 0,
             size: size.unwrap_or(1),
             wide: u32::from(splits.dtype == DType::I64),
+            unused: 0,
         };
-        let work = (LINES | STRAIGHT | DEVICE, input_bytes);
+        let work = (INBOXES | STRAIGHT | DEVICE, input_bytes);
         let (call, places) = (self.exchange(dtype, row), (input, output));
         // SAFETY: the caller's promises, which are passed on; the kernel reads no more of the input
         // than its length, whatever the counts, and writes no more than the capacity.
@@ -220,17 +220,16 @@ impl CudaEngine {
         Call::new(Operation::AllToAllV).elements(dtype, row).algorithm(algorithm)
     }
 
-    /// Parts of how many bytes go as lines, and how much of longer ones: the same on every rank.
-    fn in_lines(&self) -> (u64, u32) {
-        // Lines that carry whole lines of memory: what is behind them is aligned as the part is.
-        const UNIT: u64 = 16 * LINE_PAYLOAD;
-        let most = self.control.pair_lines(self.world()) * LINE_PAYLOAD / UNIT * UNIT;
+    /// Parts of how many bytes go through inboxes, and how much of longer ones: the same on every rank.
+    fn in_inboxes(&self) -> (u64, u32) {
+        let most = self.control.bare_slot(self.world());
         let each = |bytes: u64| {
             let each = bytes / u64::from(self.world().max(2) - 1);
-            most.min(each.next_multiple_of(UNIT))
+            // What is behind is aligned as the part is.
+            most.min(each.next_multiple_of(ITEM))
         };
         let (all, head) = match self.all_to_all {
-            AllToAllAlgorithm::Auto => (each(LINE_BYTES), each(HEAD_BYTES)),
+            AllToAllAlgorithm::Auto => (each(INBOX_BYTES), each(HEAD_BYTES)),
             AllToAllAlgorithm::Packet => (most, most),
             AllToAllAlgorithm::Direct | AllToAllAlgorithm::Copy => (0, 0),
         };
@@ -248,15 +247,15 @@ impl CudaEngine {
         traffic: &Traffic,
         stream: Stream,
     ) -> Result<()> {
-        // Vectors of more ranks take more registers; lines take few.
+        // Vectors of more ranks take more registers.
         let (bound, most) = match self.world() {
-            0..=4 if shots == LINES => (THREADS, 2 * MOST_BLOCKS),
             0..=4 => (THREADS, MOST_BLOCKS),
             _ => (THREADS / 2, 2 * MOST_BLOCKS),
         };
         let base = Specialty::new(&ALL_TO_ALL, bound);
         let loaded = self.kernel(Specialty { shots, ..base })?;
-        let vectors = bytes.div_ceil(16);
+        // So many that every pair has warps of its own.
+        let vectors = bytes.div_ceil(16).max(2 * u64::from(MOST_RANKS) * ITEM / 16);
         // Small blocks begin and end sooner.
         let threads = match vectors {
             0..=4096 => 64,

@@ -27,8 +27,11 @@ const BESIDE: u64 = 144;
 const ALONE: u64 = 350;
 const COPIES: u64 = 242;
 const REDUCES: u64 = 2500;
-/// What those blocks store while copies and kernels begin, in bytes.
-const BEGINNINGS: u64 = 4 << 20;
+/// What those blocks store while copies and kernels begin, and ranks wait for each other, in bytes. On
+/// four H200s the same figures hold for all else.
+const fn beginnings(ranks: u64) -> u64 {
+    if ranks == 2 { 4 << 20 } else { 44 << 20 }
+}
 
 /// How an all-reduce of `bytes` is divided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,7 +49,7 @@ impl Division {
         let share = bytes.div_ceil(16).div_ceil(ranks) * 16;
         let times = 2 * (ranks - 1);
         let pushed = 1000 * times * BESIDE / COPIES + 1000 * (ranks + 1) * ALONE / REDUCES;
-        let links = (times * share).saturating_sub(BEGINNINGS);
+        let links = (times * share).saturating_sub(beginnings(ranks));
         let copied = links / (1000 * times + pushed) * 1000;
         let last = bytes.saturating_sub(share * (ranks - 1));
         Self { share, copied: copied.min(last) / 128 * 128 }
@@ -156,13 +159,18 @@ mod tests {
                 assert!(copied <= last && copied.is_multiple_of(128), "{bytes} {ranks}");
                 // What copies begin with is longer than little takes.
                 let percent = copied * 100 / share;
-                assert!(percent < 61 && (bytes < 256 << 20 || percent > 50), "{copied} of {share}");
+                assert!(percent < 61 && (bytes < 256 << 20 || percent > 49), "{copied} of {share}");
             }
         }
         // The best of those that were measured: 45 and 46 hundredths pushed.
         for bytes in [256 << 20, 512 << 20] {
             let Division { share, copied } = Division::new(bytes, 2);
             assert!((54..56).contains(&(copied * 100 / share)), "{copied} of {share}");
+        }
+        // And of four H200s.
+        for (bytes, best) in [(256 << 20, 52), (512 << 20, 55), (1 << 30, 57)] {
+            let Division { share, copied } = Division::new(bytes, 4);
+            assert!((copied * 100 / share).abs_diff(best) <= 1, "{copied} of {share}");
         }
     }
 }

@@ -43,6 +43,8 @@ pub(crate) type Alive = Box<dyn Fn(u32) -> bool + Send>;
 
 /// What fresh sentinel inboxes hold: `SENTINEL` in `inbox.cuh`.
 const SENTINEL: u32 = 0xffff_ffff;
+/// What those for bare vectors hold: `FRESH` in `bare.cuh`.
+const FRESH: u32 = 0xc35a_96e8;
 
 /// Threads of the kernel that has nothing but an entry.
 const BARRIER_THREADS: u32 = 128;
@@ -98,8 +100,9 @@ impl CudaEngine {
         let Some(last_epoch) = options.first_epoch.checked_sub(1) else {
             return Err(Error::invalid_argument("first epoch 0: calls count from 1"));
         };
-        fill(driver, block.address(), 0, control.sentinel)?;
+        fill(driver, block.address(), 0, control.bare)?;
         fill(driver, block.address(), last_epoch, 4)?;
+        fill(driver, block.address() + control.bare, FRESH, control.bare_bytes)?;
         fill(driver, block.address() + control.sentinel, SENTINEL, control.sentinel_bytes)?;
         fill(driver, block.address() + control.scratch, 0, control.scratch_bytes)
     }

@@ -15,6 +15,11 @@ const PACKETS: u64 = 8 << 20;
 /// Room of one parity for lines of 128 bytes, of which 120 are data.
 const LINES: u64 = 8 << 20;
 pub(super) const LINE_PAYLOAD: u64 = 120;
+/// Room of one parity for bare vectors, whose marks take a sixteenth of it: for what all peers send at
+/// most before it pays to send straight, and twice that for traffic that is uneven.
+const BARE: u64 = 32 << 20;
+/// Bytes that a warp handles at once there: `ITEM` vectors in `bare.cuh`.
+pub(super) const ITEM: u64 = 512;
 /// `Local` in `comm.cuh`, on cache lines of its own.
 const LOCAL: u64 = 256;
 
@@ -85,14 +90,13 @@ pub(super) struct Traffic {
     pub(super) capacity: u64,
     /// Where the output is in the slot.
     pub(super) window: u64,
-    /// Parts of no more go as lines,
-    pub(super) line_bytes: u64,
+    /// Parts of no more go through inboxes,
+    pub(super) inbox_bytes: u64,
     /// and so much of longer ones, from their beginning on.
     pub(super) head: u32,
-    /// Of the part with the most, where the host knows it.
-    pub(super) lines: u32,
     pub(super) size: u32,
     pub(super) wide: u32,
+    pub(super) unused: u32,
 }
 
 /// One end of a channel of this rank: operations on one of these run in the order of the calls.
@@ -116,6 +120,9 @@ pub(super) struct Control {
     pub(super) lines_bytes: u64,
     pub(super) sentinel: u64,
     pub(super) sentinel_bytes: u64,
+    pub(super) marks: u64,
+    pub(super) bare: u64,
+    pub(super) bare_bytes: u64,
     pub(super) scratch: u64,
     pub(super) scratch_bytes: u64,
     pub(super) channels: u64,
@@ -158,6 +165,9 @@ impl Control {
         let packets = place(packets_bytes);
         let lines_bytes = 2 * LINES;
         let lines = place(lines_bytes);
+        let bare_bytes = 2 * BARE;
+        let marks = place(bare_bytes / 16);
+        let bare = place(bare_bytes);
         let sentinel_bytes = 3 * inbox;
         let sentinel = place(sentinel_bytes);
         let scratch_bytes = scratch;
@@ -172,6 +182,9 @@ impl Control {
             lines_bytes,
             sentinel,
             sentinel_bytes,
+            marks,
+            bare,
+            bare_bytes,
             scratch,
             scratch_bytes,
             channels,
@@ -211,9 +224,9 @@ impl Control {
         self.lines_bytes / 2 / 128
     }
 
-    /// Those that a pair of ranks has there: `slot_lines` in `all_to_all.cu`.
-    pub(super) fn pair_lines(&self, world: u32) -> u64 {
-        self.line_count() / u64::from(world)
+    /// Bytes of bare vectors that a pair of ranks has room for: `Slot::length` in `bare.cuh`.
+    pub(super) fn bare_slot(&self, world: u32) -> u64 {
+        self.bare_bytes / 2 / u64::from(world.max(2) - 1) / ITEM * ITEM
     }
 
     /// Vectors that one call may put into the sentinel inbox.
@@ -240,8 +253,8 @@ mod tests {
         let traffic = row.iter().find(|(axis, _)| *axis == "TRAFFIC_BYTES").expect("the axis");
         assert_eq!(traffic.1[0].parse(), Ok(size_of::<Traffic>()));
         // All before it are words, in the order of `comm.cuh`.
-        assert_eq!(std::mem::offset_of!(Comm, places.channels), 14 * 8);
-        assert_eq!(std::mem::offset_of!(Comm, timeout), 15 * 8);
+        assert_eq!(std::mem::offset_of!(Comm, places.channels), 17 * 8);
+        assert_eq!(std::mem::offset_of!(Comm, timeout), 18 * 8);
     }
 
     #[test]
@@ -254,6 +267,8 @@ mod tests {
             (control.flags, control.flags_bytes),
             (control.packets, control.packets_bytes),
             (control.lines, control.lines_bytes),
+            (control.marks, control.bare_bytes / 16),
+            (control.bare, control.bare_bytes),
             (control.sentinel, control.sentinel_bytes),
             (control.scratch, control.scratch_bytes),
         ];
@@ -262,8 +277,12 @@ mod tests {
         }
         assert!(control.scratch + control.scratch_bytes <= control.bytes());
         assert!(control.sentinel_bytes.is_multiple_of(48) && control.packets.is_multiple_of(4096));
-        // What is below the sentinels begins as zeros (`CudaEngine::prepare`).
-        assert!(control.channels < control.sentinel);
+        // What is below the bare vectors begins as zeros (`CudaEngine::prepare`).
+        assert!(control.channels < control.bare && control.bare < control.sentinel);
+        for world in 1..=8 {
+            let slot = control.bare_slot(world);
+            assert!(slot.is_multiple_of(ITEM) && slot * u64::from(world - 1) <= BARE);
+        }
         assert!(Control::new(0, 32 << 20, 192 << 20).expect_err("no ranks").is_unsupported());
         assert!(Control::new(9, 32 << 20, 192 << 20).expect_err("too many").is_unsupported());
         for room in [0, 4095, (1 << 20) + 1, u64::MAX] {

@@ -197,9 +197,9 @@ mod tests {
         assert_eq!(small.choose(auto, &little, &rows).unwrap().0, Algorithm::OneShotPacket);
         // Copy engines are for scratch that has room for much at once.
         let large = Shape { bytes: 1 << 30, ..shape };
-        assert_eq!(chosen(large, auto, &rows), (Algorithm::TwoShotPush, Why::Table));
-        let roomy = Control::new(4, 32 << 20, 768 << 20).unwrap();
-        let copied = large.choose(auto, &roomy, &rows).unwrap();
-        assert_eq!(copied, (Algorithm::TwoShotCopy, Why::Table));
+        for (scratch, best) in [(64, Algorithm::TwoShotPush), (192, Algorithm::TwoShotCopy)] {
+            let control = Control::new(4, 32 << 20, scratch << 20).unwrap();
+            assert_eq!(large.choose(auto, &control, &rows).unwrap(), (best, Why::Table));
+        }
     }
 }

@@ -43,9 +43,8 @@ impl Algorithm {
 pub(super) const LEAST_COPIED: u64 = 1 << 20;
 
 /// What a rank's scratch is to hold at once for copy engines to be worth their beginnings: a call of
-/// so many bytes, or a piece of one. From `cuda_collectives bench` on 4 H200s, of copies before and
-/// after a kernel and none beside it.
-const COPIED_AT_ONCE: u64 = 384 << 20;
+/// so many bytes, or a piece of one. From `cuda_collectives bench` on 4 H200s.
+const COPIED_AT_ONCE: u64 = 256 << 20;
 
 /// What an all-reduce is chosen by: the same on every rank.
 #[derive(Clone, Copy, Debug)]

@@ -25,6 +25,7 @@ macro_rules! file {
 
 /// What kernels include, by the names they use.
 pub(crate) const HEADERS: &[(&str, &str)] = &[
+    ("bare.cuh", file!("bare.cuh")),
     ("bytes.cuh", file!("bytes.cuh")),
     ("comm.cuh", file!("comm.cuh")),
     ("data.cuh", file!("data.cuh")),
@@ -76,7 +77,7 @@ const NARROW: Axis = ("THREADS", &["256"]);
 const TWO: Axis = ("BLOCKS", &["2"]);
 const ONE: Axis = ("BLOCKS", &["1"]);
 /// The sizes of what kernels are given, which they compare with their own.
-const COMM_BYTES: Axis = ("COMM_BYTES", &["144"]);
+const COMM_BYTES: Axis = ("COMM_BYTES", &["168"]);
 const CALL_BYTES: Axis = ("CALL_BYTES", &["72"]);
 const FAULT_BYTES: Axis = ("FAULT_BYTES", &["136"]);
 
