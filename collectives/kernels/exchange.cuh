@@ -124,9 +124,12 @@ struct Exchange {
         }
         return more;
     }
-    // Whether this rank's own part is taken as what comes is: where that is not known earlier.
+    // Whether this rank's own part is taken as what comes is: where its place is not known earlier, and it
+    // is little enough for that to be the quicker way.
     __device__ __forceinline__ bool takes_own() const {
-        return (SHOTS & DEVICE) && by_inbox(rank(), rank());
+        constexpr u64 LITTLE = 512 << 10;
+        const u64 own = bytes(table.sent(rank(), rank()));
+        return (SHOTS & DEVICE) && own <= LITTLE && own <= traffic.inbox_bytes;
     }
     // By all threads of a block.
     __device__ __forceinline__ void plan_routes() const {
