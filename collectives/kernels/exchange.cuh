@@ -3,7 +3,8 @@
 
 #pragma once
 
-#include "bare.cuh"
+#include "bytes.cuh"
+#include "lots.cuh"
 #include "rows.cuh"
 
 namespace symmpool {

@@ -262,13 +262,17 @@ impl CudaEngine {
             4097..=32_768 => 256,
             _ => bound,
         };
-        let grid = Grid::new(&loaded, vectors, threads, most);
+        let mut grid = Grid::new(&loaded, vectors, threads, most);
+        // And where communicators that work at once leave few blocks.
+        if grid.data_blocks() * grid.threads / 32 < self.world() {
+            grid = Grid::new(&loaded, vectors, bound, most);
+        }
         let params = CallParams {
             input: self.address(input),
             output: self.address(output),
             ..CallParams::of(call)
         };
-        tracing::debug!(bytes, shots, blocks = grid.blocks, threads, "all_to_all_v");
+        tracing::debug!(bytes, shots, blocks = grid.blocks, threads = grid.threads, "all_to_all_v");
         let grid = (grid.blocks, grid.threads);
         // SAFETY: passed on.
         unsafe { self.launch(loaded, grid, &params, Some(traffic), stream) }
