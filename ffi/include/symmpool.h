@@ -50,7 +50,8 @@ typedef enum {
   SYMMPOOL_STATUS_INTERNAL = 10,
 } symmpool_status;
 
-// Element types, for the `dtype` of collectives.
+// Element types, for the `dtype` of collectives. The first ten can be reduced; the others are only
+// moved, the last five in the place of any other element of so many bytes.
 typedef enum {
   SYMMPOOL_DTYPE_F32 = 0,
   SYMMPOOL_DTYPE_F64 = 1,
@@ -62,6 +63,23 @@ typedef enum {
   SYMMPOOL_DTYPE_I8 = 7,
   SYMMPOOL_DTYPE_F8E4M3 = 8,
   SYMMPOOL_DTYPE_F8E5M2 = 9,
+  SYMMPOOL_DTYPE_BOOL = 10,
+  SYMMPOOL_DTYPE_I16 = 11,
+  SYMMPOOL_DTYPE_U16 = 12,
+  SYMMPOOL_DTYPE_U32 = 13,
+  SYMMPOOL_DTYPE_U64 = 14,
+  SYMMPOOL_DTYPE_COMPLEX32 = 15,
+  SYMMPOOL_DTYPE_COMPLEX64 = 16,
+  SYMMPOOL_DTYPE_COMPLEX128 = 17,
+  SYMMPOOL_DTYPE_F8E4M3_FNUZ = 18,
+  SYMMPOOL_DTYPE_F8E5M2_FNUZ = 19,
+  SYMMPOOL_DTYPE_F8E8M0 = 20,
+  SYMMPOOL_DTYPE_F4E2M1X2 = 21,
+  SYMMPOOL_DTYPE_BYTES1 = 22,
+  SYMMPOOL_DTYPE_BYTES2 = 23,
+  SYMMPOOL_DTYPE_BYTES4 = 24,
+  SYMMPOOL_DTYPE_BYTES8 = 25,
+  SYMMPOOL_DTYPE_BYTES16 = 26,
 } symmpool_dtype;
 
 // Reductions, for the `op` of collectives. Results have the same bits on every rank.

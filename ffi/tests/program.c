@@ -76,6 +76,11 @@ static void collectives(symmpool_pool pool, symmpool_comm comm, uint32_t rank, u
   for (uint32_t r = 0; r < world; r++) counts[r] = N;
   OK(symmpool_all_to_all_v(comm, y, plain, counts, counts, SYMMPOOL_DTYPE_F32, NULL));
   HOLDS(memcmp(y, got, world * N * sizeof *y) == 0);
+  // Some types are only moved.
+  OK(symmpool_broadcast(comm, plain, N / 4, SYMMPOOL_DTYPE_COMPLEX128, 0, NULL));
+  for (int i = 0; i < N; i++) HOLDS(plain[i] == 0.0f);
+  OK(symmpool_all_gather(comm, got, plain, N, SYMMPOOL_DTYPE_BYTES4, NULL));
+  IS(INVALID_ARGUMENT, symmpool_all_reduce(comm, x, x, N, SYMMPOOL_DTYPE_BOOL, SYMMPOOL_OP_SUM, NULL));
   free(plain);
   free(got);
   OK(symmpool_barrier(comm, NULL));

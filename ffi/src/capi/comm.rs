@@ -16,7 +16,8 @@ pub type symmpool_comm = u64;
 
 static COMMS: Handles<Communicator> = Handles::new("communicator");
 
-/// Element types, for the `dtype` of collectives.
+/// Element types, for the `dtype` of collectives. The first ten can be reduced; the others are only
+/// moved, the last five in the place of any other element of so many bytes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
@@ -31,6 +32,23 @@ pub enum ElementType {
     I8 = 7,
     F8E4m3 = 8,
     F8E5m2 = 9,
+    Bool = 10,
+    I16 = 11,
+    U16 = 12,
+    U32 = 13,
+    U64 = 14,
+    Complex32 = 15,
+    Complex64 = 16,
+    Complex128 = 17,
+    F8E4m3Fnuz = 18,
+    F8E5m2Fnuz = 19,
+    F8E8m0 = 20,
+    F4E2m1x2 = 21,
+    Bytes1 = 22,
+    Bytes2 = 23,
+    Bytes4 = 24,
+    Bytes8 = 25,
+    Bytes16 = 26,
 }
 
 /// Reductions, for the `op` of collectives. Results have the same bits on every rank.
@@ -44,19 +62,6 @@ pub enum Reduction {
     Max = 3,
     Avg = 4,
 }
-
-const TYPES: [DType; 10] = [
-    DType::F32,
-    DType::F64,
-    DType::F16,
-    DType::Bf16,
-    DType::I32,
-    DType::I64,
-    DType::U8,
-    DType::I8,
-    DType::F8E4m3,
-    DType::F8E5m2,
-];
 
 const OPS: [ReduceOp; 5] =
     [ReduceOp::Sum, ReduceOp::Prod, ReduceOp::Min, ReduceOp::Max, ReduceOp::Avg];
@@ -83,7 +88,7 @@ fn call<A>(
 }
 
 fn dtype(value: u32) -> Result<DType> {
-    let known = TYPES.get(value as usize).copied();
+    let known = DType::all().nth(value as usize);
     known.ok_or_else(|| Error::invalid_argument(format!("dtype: {value} is no element type")))
 }
 
@@ -315,4 +320,51 @@ pub unsafe extern "C" fn symmpool_comm_synchronize(
     stream: *mut c_void,
 ) -> Status {
     status(|| find(comm)?.synchronize(&Stream::from_raw(stream as u64)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_element_type_has_its_number() {
+        use ElementType as E;
+        let ours = [
+            E::F32,
+            E::F64,
+            E::F16,
+            E::Bf16,
+            E::I32,
+            E::I64,
+            E::U8,
+            E::I8,
+            E::F8E4m3,
+            E::F8E5m2,
+            E::Bool,
+            E::I16,
+            E::U16,
+            E::U32,
+            E::U64,
+            E::Complex32,
+            E::Complex64,
+            E::Complex128,
+            E::F8E4m3Fnuz,
+            E::F8E5m2Fnuz,
+            E::F8E8m0,
+            E::F4E2m1x2,
+            E::Bytes1,
+            E::Bytes2,
+            E::Bytes4,
+            E::Bytes8,
+            E::Bytes16,
+        ];
+        assert_eq!(ours.len(), DType::all().count());
+        for ours in ours {
+            let theirs = dtype(ours as u32).expect("an element type");
+            assert_eq!(format!("{ours:?}"), format!("{theirs:?}"));
+        }
+        for value in [ours.len() as u32, u32::MAX] {
+            assert!(dtype(value).expect_err("none").is_invalid_argument());
+        }
+    }
 }
