@@ -201,4 +201,6 @@ if __name__ == "__main__":
     if task == ["nursery"]:
         task = tend()
     if task is not None:
+        # As in a terminal, also where these tests are run in the background of a script.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.exit(main(task[0], int(task[1])))
