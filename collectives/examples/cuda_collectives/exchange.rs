@@ -14,8 +14,8 @@ use crate::matrix::{Matrix, bytes};
 use crate::oracle::random;
 use crate::{ORDINARY, Options};
 
-/// Bytes of the longest data, so that some parts go through inboxes and others not; and room for shifts and what is
-/// watched around it.
+/// Bytes of the longest data, so that some parts go through inboxes and others not; and room for
+/// shifts and what is watched around it.
 const MOST: usize = 12 << 20;
 const AROUND: usize = 64;
 const POISON: u8 = 0xa5;
@@ -172,18 +172,7 @@ impl Exchange<'_> {
         upload(self.pool, output, &vec![POISON; received * size + AROUND + before])?;
         let elements = |counts: Vec<usize>| counts.iter().map(|n| n * row).collect::<Vec<_>>();
         let (send, receive) = (elements(matrix.sends(rank)), elements(matrix.receives(rank)));
-        // SAFETY: both stretches lie in blocks with room for them, which nothing else uses; so it
-        // is below.
-        unsafe {
-            self.comm.all_to_all_v_at(
-                to as *mut u8,
-                from as *const u8,
-                &receive,
-                &send,
-                dtype,
-                &self.stream,
-            )
-        }?;
+        self.all_to_all_v((to, from), (&receive, &send), dtype)?;
         self.comm.synchronize(&self.stream)?;
         let mut wanted = vec![POISON; before];
         wanted.extend(matrix.output(&self.data, rank, size, received));
@@ -214,7 +203,7 @@ impl Exchange<'_> {
         let room = received.max(capacity) * size + AROUND + before;
         upload(self.pool, output, &vec![POISON; room])?;
         let splits = self.splits_at(counts, number(3) & 1 == 0);
-        // SAFETY: as above.
+        // SAFETY: both stretches lie in blocks with room for them, which nothing else uses.
         unsafe {
             self.comm.all_to_all_v_splits_at(
                 to as *mut u8,
@@ -247,6 +236,18 @@ impl Exchange<'_> {
             self.judge(&format!("{what}: output offsets"), &words(&got), &words(&offsets));
         }
         Ok(())
+    }
+
+    /// Sends and receives so many elements, at addresses in this struct's blocks with room for them.
+    fn all_to_all_v(
+        &self,
+        (to, from): (u64, u64),
+        (receive, send): (&[usize], &[usize]),
+        dtype: DType,
+    ) -> Result<()> {
+        let (to, from) = (to as *mut u8, from as *const u8);
+        // SAFETY: both stretches lie in blocks with room for them, which nothing else uses.
+        unsafe { self.comm.all_to_all_v_at(to, from, receive, send, dtype, &self.stream) }
     }
 
     fn put_splits(&self, dtype: DType, counts: &[usize]) -> Result<()> {

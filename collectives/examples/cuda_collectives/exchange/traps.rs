@@ -92,17 +92,7 @@ impl Exchange<'_> {
                 }
             }
             let (send, receive) = (matrix.sends(rank), matrix.receives(rank));
-            // SAFETY: both blocks are longer.
-            unsafe {
-                self.comm.all_to_all_v_at(
-                    to as *mut u8,
-                    from as *const u8,
-                    &receive,
-                    &send,
-                    DType::U8,
-                    &self.stream,
-                )
-            }?;
+            self.all_to_all_v((to, from), (&receive, &send), DType::U8)?;
             if call % 10 == 9 {
                 self.comm.synchronize(&self.stream)?;
                 let wanted = matrix.output(&self.data, rank, 1, MOST);
@@ -129,19 +119,9 @@ impl Exchange<'_> {
         for (nth, matrix) in (0_u64..).zip(&matrices) {
             lists[0].copy_from_slice(&matrix.sends(rank));
             lists[1].copy_from_slice(&matrix.receives(rank));
-            let to = (output + nth * 100_000) as *mut u8;
+            let to = output + nth * 100_000;
             let [send, receive] = &mut lists;
-            // SAFETY: both blocks are longer.
-            unsafe {
-                self.comm.all_to_all_v_at(
-                    to,
-                    from as *const u8,
-                    receive,
-                    send,
-                    DType::U8,
-                    &self.stream,
-                )
-            }?;
+            self.all_to_all_v((to, from), (receive, send), DType::U8)?;
             send.fill(usize::MAX);
             receive.fill(1);
         }
@@ -177,11 +157,7 @@ impl Exchange<'_> {
             });
             let call = |matrix: &Matrix| {
                 let (send, receive) = (matrix.sends(rank), matrix.receives(rank));
-                let (to, from) = (to as *mut u8, from as *const u8);
-                // SAFETY: both blocks are longer.
-                unsafe {
-                    self.comm.all_to_all_v_at(to, from, &receive, &send, DType::U8, &self.stream)
-                }
+                self.all_to_all_v((to, from), (&receive, &send), DType::U8)
             };
             call(&matrices[0])?;
             let wanted = matrices[0].output(&self.data, rank, 1, MOST);
