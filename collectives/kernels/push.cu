@@ -14,8 +14,6 @@
 #define SCATTER 1
 #define GATHER 2
 #define BROADCAST 4
-// The beginning of every share, `stride` bytes, is in other hands: those of copy engines.
-#define COPIED 8
 
 using namespace symmpool;
 
@@ -168,9 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     const Push push(session, call);
-    const u64 vectors = push.parts.vectors();
-    const u64 first = SHOTS & COPIED ? call.stride / 16 : 0;
-    if (push.run(Range(first, vectors - first))) {
+    if (push.run(Range(0, push.parts.vectors()))) {
         await_flags(session, FINISHED, 1, RESULT);
     }
 }

@@ -1,10 +1,11 @@
-//! What copy engines carry of an all-reduce, reduced: the beginning of this rank's share, `stride`
-//! bytes. Defines: WORLD, DTYPE, OP, THREADS.
+//! A stretch of this rank's share of an all-reduce that copy engines carry, reduced: `bytes` of `input`
+//! into `output`. What peers copied lies `stride` bytes behind the beginning of their scratch.
+//! Defines: WORLD, DTYPE, OP, THREADS.
 //!
-//! It runs behind this rank's copies into its peers' scratch, beside the kernel that is the call
-//! itself and pushes the rest (`push.cu`). So it tells and waits apart from that one's epoch: ranks
-//! count these meetings, in device memory, and every one shows every peer that its copies have arrived.
-//! A peer that shows it has entered the call too, so its old output may be written afterwards.
+//! It runs behind this rank's copies into its peers' scratch, within a call that another kernel has
+//! entered. So it tells and waits apart from that call's epoch: ranks count these meetings, in device
+//! memory, and every one shows every peer that this rank's copies have arrived, and that it needs no
+//! more what it reduced before, nor the old contents of where results of this stretch will be.
 
 #include "shares.cuh"
 
@@ -53,9 +54,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (session.failed || !meet(session)) {
         return;
     }
-    const Parts<true> parts(call);
-    const Source input = parts.of(call.input, comm.rank);
-    const Target output = parts.of(call.output, comm.rank);
-    const Range range(0, call.stride / 16, blockIdx.x, gridDim.x);
-    reduce_share<false>(comm, input, output, output, range.from, range.to);
+    const Source input(call.input, call.bytes);
+    const Target output(call.output, call.bytes);
+    const Range range(0, input.vectors(), blockIdx.x, gridDim.x);
+    reduce_share<false>(comm, input, output, output, range.from, range.to, call.stride);
 }

@@ -59,8 +59,8 @@ pub enum AllReduceAlgorithm {
     /// On devices: one shot, in lines of 128 bytes of which 8 are flags. Any type; fastest for some
     /// ten to hundred KiB of what sentinels do not carry.
     OneShotLine = 11,
-    /// On devices: two shots, the larger part of each share carried by copy engines, the rest beside
-    /// them as by `TwoShotPush`; outputs that are windows, from 1 MiB. Fastest from some hundred MiB.
+    /// On devices: two shots carried by copy engines, with kernels that reduce between them; outputs
+    /// that are windows, from 1 MiB. Fastest from some hundred MiB.
     /// What copy engines were told to do cannot be called back: if the call fails, the memory that it
     /// names as output is undefined on every rank, on those that never called too.
     TwoShotCopy = 12,

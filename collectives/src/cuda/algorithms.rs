@@ -66,7 +66,7 @@ pub(super) struct Work {
     pub(super) output: u64,
     /// Of the whole, or of a rank's part.
     pub(super) bytes: u64,
-    /// From part to part; of `two_shot_copy`, what copy engines carry of every share.
+    /// From part to part.
     pub(super) stride: u64,
     dtype: DType,
     op: ReduceOp,
@@ -96,6 +96,13 @@ impl Work {
             .map(move |nth| nth * each)
             .take_while(move |from| *from < self.bytes)
             .map(move |from| self.stretch(from, each.min(self.bytes - from)))
+    }
+
+    /// Where a rank's share of the whole begins, and its length, as `Parts` in `parts.cuh` has them.
+    pub(super) fn share(&self, rank: u32, world: u32) -> (u64, u64) {
+        let share = self.bytes.div_ceil(16).div_ceil(u64::from(world)) * 16;
+        let from = (u64::from(rank) * share).min(self.bytes);
+        (from, share.min(self.bytes - from))
     }
 
     /// The stretch `[from, from + bytes)` of both buffers.

@@ -1,124 +1,143 @@
-//! All-reduces of which the copy engines carry the most: `two_shot_copy`.
+//! All-reduces that copy engines carry: `two_shot_copy`.
 //!
-//! A copy engine reaches 394 GB/s on the links of an H200, where stores of kernels end at 366, but only
-//! with one copy under way at a time, and each begins anew with some microseconds of nothing. A few
-//! blocks that store beside it fill these, and take nothing from the sum of both. So every share is
-//! divided: its beginning goes to its owner in one copy, is reduced there by a kernel on the same
-//! stream, and goes to the others in a copy each, while a kernel on the caller's stream, which is the
-//! call itself, pushes the rest through both shots. Ranks copy to peers in rotated order.
+//! A copy engine reaches 389 GB/s on the links of an H200, where stores of kernels end at 361, but only
+//! with one copy under way at a time, and each costs 4 us more. So a stream of its own has nothing but
+//! copies, as few as can be, while kernels on the caller's stream reduce what came. As much of every
+//! share as the scratch holds goes in one round, to each peer in one copy, to the last of them in two:
+//! when the first half of the share has come from all, it is reduced while the second is on the links,
+//! and that while the first goes to a peer. All other results go when there is nothing else to send.
+//!
+//! Ranks copy to peers in rotated order. One that is ahead would come to a peer that still receives from
+//! another, and delay that one, which would be later still: so they meet before every further round.
 
 #![allow(unsafe_code)] // copies by address, and passes on the caller's promises
 
-use symmpool_allocator::{Error, Result, Stream};
+use std::ops::Range;
 
-use super::algorithms::{GATHER, Grid, SCATTER, THREADS, Work};
+use symmpool_allocator::{Result, Stream};
+
+use super::algorithms::{THREADS, Work};
 use super::engine::CudaEngine;
-use crate::jit::sources::{PUSH, REDUCE_COPIED};
+use super::kernels::Loaded;
+use super::params::CallParams;
+use crate::jit::sources::REDUCE_COPIED;
 
-/// A bit of `SHOTS` in `push.cu`.
-const COPIED: u8 = 8;
+/// Bytes of every share, as far as it is that long.
+type Stretch = Range<u64>;
 
-/// Blocks that push beside the copies.
-const PUSHING: u32 = 64;
-
-// What `cuda_collectives bench` on two H200s fits best, in GB/s: these blocks' stores beside copies, and
-// alone while the others reduce; copies beside them; what is read and written by those that reduce.
-const BESIDE: u64 = 144;
-const ALONE: u64 = 350;
-const COPIES: u64 = 242;
-const REDUCES: u64 = 2500;
-/// What those blocks store while copies and kernels begin, and ranks wait for each other, in bytes. On
-/// four H200s the same figures hold for all else.
-const fn beginnings(ranks: u64) -> u64 {
-    if ranks == 2 { 4 << 20 } else { 44 << 20 }
+/// What the scratch holds at once of every share.
+#[derive(Debug)]
+struct Round {
+    whole: Stretch,
+    halves: [Stretch; 2],
 }
 
-/// How an all-reduce of `bytes` is divided.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Division {
-    /// Of every rank but perhaps the last, whole vectors.
-    share: u64,
-    /// From the beginning of every share: what copy engines carry.
-    copied: u64,
+/// The rounds of shares of so many bytes, about equal, of at most `room` bytes each. All that there is
+/// but the end of the last is on cache lines, as `room` is.
+fn rounds(share: u64, room: u64) -> impl Iterator<Item = Round> {
+    let each = share.div_ceil(share.div_ceil(room)).next_multiple_of(128);
+    let beginnings = (0..share.div_ceil(each)).map(move |nth| nth * each);
+    beginnings.map(move |from| {
+        let end = share.min(from + each);
+        let middle = end.min(from + (end - from).div_ceil(2).next_multiple_of(128));
+        Round { whole: from..end, halves: [from..middle, middle..end] }
+    })
 }
 
-impl Division {
-    /// So that both ways take as long: what blocks push of a share goes over the links `2 * (ranks - 1)`
-    /// times, as what is copied does, which is `ranks + 1` times read or written to be reduced.
-    fn new(bytes: u64, ranks: u64) -> Self {
-        let share = bytes.div_ceil(16).div_ceil(ranks) * 16;
-        let times = 2 * (ranks - 1);
-        let pushed = 1000 * times * BESIDE / COPIES + 1000 * (ranks + 1) * ALONE / REDUCES;
-        let links = (times * share).saturating_sub(beginnings(ranks));
-        let copied = links / (1000 * times + pushed) * 1000;
-        let last = bytes.saturating_sub(share * (ranks - 1));
-        Self { share, copied: copied.min(last) / 128 * 128 }
-    }
+/// Where a stretch of a share begins, that `begin`s somewhere and is so long, and its length there.
+fn within((begin, length): (u64, u64), stretch: Stretch) -> (u64, u64) {
+    let (from, end) = (stretch.start.min(length), stretch.end.min(length));
+    (begin + from, end - from)
 }
 
 impl CudaEngine {
-    /// In as many pieces as the scratch asks for, each a call of the protocol and one without data at
-    /// its end: what a rank copied to its peers has arrived when it has entered that, and what they
-    /// copied to it has been reduced.
+    /// One call of the protocol, and one without data at its end: what a rank copied to its peers has
+    /// arrived when it has entered that, and what they copied to it has been reduced.
     ///
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
     pub(super) unsafe fn copied(&mut self, work: &Work) -> Result<()> {
-        let push = self.loaded(&PUSH, work, SCATTER | GATHER | COPIED, false, THREADS)?;
-        let reduce = self.loaded(&REDUCE_COPIED, work, 0, false, THREADS)?.after_copies();
-        let places = Grid::new(&reduce, u64::MAX, THREADS, u32::MAX).blocks;
-        let pushing = Grid::new(&push, u64::MAX, THREADS, PUSHING.min(places / 2));
-        // The other places, so that both kernels find room at once.
-        let Some(reducing) = places.checked_sub(pushing.blocks).filter(|blocks| *blocks > 0) else {
-            let why =
-                Error::unsupported("two_shot_copy on a device that runs two blocks at a time");
-            return Err(self.decline(why, work.stream));
+        let others: Vec<u32> = self.others().collect();
+        let Some((&last, before)) = others.split_last() else {
+            return self.enter_only(work.call, work.stream);
         };
-        let ranks = u64::from(self.world());
-        let most = self.control.scratch_vectors(self.world()) * 16 * ranks;
-        let aside = self.aside;
-        for mut piece in work.pieces(most, 128 * ranks) {
-            let division = Division::new(piece.bytes, ranks);
-            piece.stride = division.copied;
-            self.turn_to(piece.stream)?;
-            self.fork(piece.stream, aside)?;
-            // SAFETY: a stretch of what the caller promised.
-            unsafe { self.put(push, pushing, &piece) }?;
-            self.copy_inputs(&piece, division, aside)?;
-            let (grid, comm) = ((reducing, THREADS), self.comm);
-            // SAFETY: likewise; the kernels work on different parts of it.
-            unsafe { self.launch_apart(reduce, grid, &comm, &piece.params(), None, aside) }?;
-            self.copy_results(&piece, division, aside)?;
-            self.fork(aside, piece.stream)?;
-            self.enter_after_copies(piece.call, piece.stream)?;
+        let reduce = self.loaded(&REDUCE_COPIED, work, 0, false, THREADS)?.after_copies();
+        let (share, room) = (work.share(0, self.world()).1, self.scratch_room());
+        let (kernels, copies) = (work.stream, self.aside);
+        self.turn_to(kernels)?;
+        self.fork(kernels, copies)?;
+        self.enter_only(work.call, kernels)?;
+        let mut sent = 0;
+        for Round { whole, halves: [first, second] } in rounds(share, room) {
+            if whole.start > 0 {
+                // When all have met, nobody reads what is in the scratch any more.
+                self.fork(copies, kernels)?;
+                self.reduce_copied(reduce, work, 0..0, 0)?;
+                self.fork(kernels, copies)?;
+            }
+            for peer in before {
+                self.copy_input(work, *peer, whole.clone(), 0)?;
+            }
+            self.copy_input(work, last, first.clone(), 0)?;
+            self.fork(copies, kernels)?;
+            self.reduce_copied(reduce, work, first.clone(), 0)?;
+            let behind = second.start - first.start;
+            self.copy_input(work, last, second.clone(), behind)?;
+            self.fork(copies, kernels)?;
+            // For the results of the first half, so before the second is reduced.
+            self.fork(kernels, copies)?;
+            self.reduce_copied(reduce, work, second, behind)?;
+            self.copy_result(work, others[0], sent..first.end)?;
+            sent = first.end;
         }
-        Ok(())
+        self.fork(kernels, copies)?;
+        for peer in &others {
+            let from = if *peer == others[0] { sent } else { 0 };
+            self.copy_result(work, *peer, from..share)?;
+        }
+        self.fork(copies, kernels)?;
+        self.enter_after_copies(work.call, kernels)
     }
 
-    /// Puts this rank's part of every peer's share into that peer's scratch, which nobody has read
-    /// since the call before ended on all ranks.
-    fn copy_inputs(&mut self, work: &Work, division: Division, stream: Stream) -> Result<()> {
-        let room = self.control.scratch_vectors(self.world()) * 16;
+    /// Bytes of scratch that a rank has for each of the others, whole cache lines.
+    fn scratch_room(&self) -> u64 {
+        self.control.scratch_vectors(self.world()) * 16
+    }
+
+    /// Puts a stretch of this rank's part of a peer's share into that peer's scratch, `behind` where
+    /// this rank's place there begins.
+    fn copy_input(&mut self, work: &Work, peer: u32, stretch: Stretch, behind: u64) -> Result<()> {
         let rank = self.rank();
-        for peer in self.others() {
-            let from = work.input + u64::from(peer) * division.share;
-            let slot = if rank < peer { rank } else { rank - 1 };
-            let to = self.scratch_of(peer) + u64::from(slot) * room;
-            self.copy_by_engine(to, from, division.copied, stream)?;
-        }
-        Ok(())
+        let slot = if rank < peer { rank } else { rank - 1 };
+        let to = self.scratch_of(peer) + u64::from(slot) * self.scratch_room() + behind;
+        let (from, bytes) = within(work.share(peer, self.world()), stretch);
+        self.copy_by_engine(to, work.input + from, bytes, self.aside)
     }
 
-    /// Puts this rank's results into every peer's output, whose old contents the peer needs no more:
-    /// it had sent them before the kernel reduced.
-    fn copy_results(&mut self, work: &Work, division: Division, stream: Stream) -> Result<()> {
-        let from = work.output + u64::from(self.rank()) * division.share;
-        for peer in self.others() {
-            let to = self.at_peer(from, peer);
-            self.copy_by_engine(to, from, division.copied, stream)?;
-        }
-        Ok(())
+    /// Reduces a stretch of this rank's share, when what peers copied is there, on the call's stream.
+    fn reduce_copied(
+        &mut self,
+        kernel: Loaded,
+        work: &Work,
+        stretch: Stretch,
+        behind: u64,
+    ) -> Result<()> {
+        let (from, bytes) = within(work.share(self.rank(), self.world()), stretch);
+        let (input, output) = (work.input + from, work.output + from);
+        let params = CallParams { input, output, bytes, stride: behind, ..work.params() };
+        let (blocks, comm) = (kernel.resident.min(kernel.most_blocks), self.comm);
+        // SAFETY: a stretch of what the caller of `copied` promised, of which nothing is copied until
+        // the kernel has run.
+        unsafe { self.launch_apart(kernel, (blocks, THREADS), &comm, &params, None, work.stream) }
+    }
+
+    /// Puts a stretch of this rank's results into a peer's output, whose old contents the peer needs no
+    /// more: it had sent them before the kernel reduced.
+    fn copy_result(&mut self, work: &Work, peer: u32, stretch: Stretch) -> Result<()> {
+        let (from, bytes) = within(work.share(self.rank(), self.world()), stretch);
+        let to = self.at_peer(work.output, peer) + from;
+        self.copy_by_engine(to, work.output + from, bytes, self.aside)
     }
 
     /// The others in an order that differs from rank to rank, so that no two copy to one.
@@ -150,27 +169,34 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_are_divided_for_both_ways() {
-        for ranks in 2..=8 {
-            for bytes in [1 << 20, (1 << 20) + 2, 3_000_001, 256 << 20, 5 << 30] {
-                let Division { share, copied } = Division::new(bytes, ranks);
-                assert!(share % 16 == 0 && share * ranks >= bytes);
-                let last = bytes - share * (ranks - 1);
-                assert!(copied <= last && copied.is_multiple_of(128), "{bytes} {ranks}");
-                // What copies begin with is longer than little takes.
-                let percent = copied * 100 / share;
-                assert!(percent < 61 && (bytes < 256 << 20 || percent > 49), "{copied} of {share}");
+    fn rounds_are_as_few_as_fit_and_leave_nothing_out() {
+        for share in [16, 128, 1 << 20, (1 << 20) + 16, 64 << 20, (5 << 30) - 48] {
+            for room in [128, 1024, 64 << 20, (192 << 20) / 7 / 128 * 128, 1 << 40] {
+                if share / room > 1 << 20 {
+                    continue;
+                }
+                let mut at = 0;
+                let mut count = 0;
+                for Round { whole, halves: [first, second] } in rounds(share, room) {
+                    assert_eq!((whole.start, whole.end), (first.start, second.end));
+                    assert_eq!((at, first.end), (whole.start, second.start));
+                    assert!(!first.is_empty() && second.start <= second.end);
+                    assert!(whole.end - whole.start <= room, "{whole:?} of {room}");
+                    assert!(first.end == share || first.end.is_multiple_of(128));
+                    at = whole.end;
+                    count += 1;
+                }
+                assert_eq!((at, count), (share, share.div_ceil(room)), "{share} by {room}");
             }
         }
-        // The best of those that were measured: 45 and 46 hundredths pushed.
-        for bytes in [256 << 20, 512 << 20] {
-            let Division { share, copied } = Division::new(bytes, 2);
-            assert!((54..56).contains(&(copied * 100 / share)), "{copied} of {share}");
-        }
-        // And of four H200s.
-        for (bytes, best) in [(256 << 20, 52), (512 << 20, 55), (1 << 30, 57)] {
-            let Division { share, copied } = Division::new(bytes, 4);
-            assert!((copied * 100 / share).abs_diff(best) <= 1, "{copied} of {share}");
-        }
+    }
+
+    #[test]
+    fn stretches_end_where_shares_do() {
+        let share = (1000, 100);
+        assert_eq!(within(share, 0..128), (1000, 100));
+        assert_eq!(within(share, 64..128), (1064, 36));
+        assert_eq!(within(share, 128..256), (1100, 0));
+        assert_eq!(within((1000, 0), 0..128), (1000, 0));
     }
 }

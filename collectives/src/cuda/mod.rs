@@ -5,7 +5,7 @@
 //! | `engine` | one rank's side of a communicator: its state, and how a call is entered |
 //! | `algorithms` | which kernels a collective runs, with what grid |
 //! | `all_to_all` | what an all-to-all is given, and its grid |
-//! | `copied` | all-reduces of which the copy engines carry the most |
+//! | `copied` | all-reduces that copy engines carry |
 //! | `row_exchange` | the steps of a row exchange beside its all-to-alls |
 //! | `sided` | copies and signals between two ranks |
 //! | `lengths` | what calls are given, checked |

@@ -179,7 +179,7 @@ pub(crate) const TWO_SHOT: Kernel = collective!(
 /// All-reduce and its halves through scratch and straight into outputs.
 pub(crate) const PUSH: Kernel = collective!(
     "push",
-    [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3", "11"]), WIDE],
+    [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"]), WIDE],
     [WORLD, ("DTYPE", &["7"]), SUM, ("SHOTS", &["2", "4"]), WIDE],
     // A rank alone copies.
     [("WORLD", &["1"]), ("DTYPE", &["7"]), SUM, ("SHOTS", &["2"]), WIDE],
