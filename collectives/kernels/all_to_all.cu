@@ -212,9 +212,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __shared__ Table table;
     __shared__ Plan plan;
     // While the kernel before this one may still run.
-    Lot sends, receives;
+    // In shared memory where registers are few.
+    __shared__ Lot shared[2][ROWS ? THREADS / 32 : 1];
+    Lot mine[2];
+    Lot& sends = ROWS ? shared[0][threadIdx.x / 32] : mine[0];
+    Lot& receives = ROWS ? shared[1][threadIdx.x / 32] : mine[1];
     if (!(SHOTS & DEVICE)) {
         sends = lot_of<true>(comm, traffic, [&](u32 peer) { return traffic.send[peer]; });
+    }
+    if (!ROWS) {
         receives = lot_of<false>(comm, traffic, [&](u32 peer) { return traffic.receive[peer]; });
     }
     begin();
@@ -248,32 +254,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     const bool more = exchange.has_more();
-    if (!more && !exchange.takes_own()) {
-        share(exchange.own(), data_block(), data_blocks());
-    } else if ((SHOTS & STRAIGHT) && more) {
+    bool uneven = false;
+    if ((SHOTS & STRAIGHT) && more) {
         // What peers' memory gets is what they expect.
         if (!table.agreed() || !table.await<COUNTED, ROW_WORDS, false, true>(session, call)) {
             return;
         }
         exchange.plan_routes();
-        if (even(exchange)) {
+        uneven = !even(exchange);
+        if (!uneven) {
             push_in_step(exchange);
-        } else {
-            // In as many turns as there are rounds for inboxes, so that either goes on with the other:
-            // who waits for much in one way needs the links from the beginning.
-#pragma unroll 1
-            for (u32 turn = 0; turn < sends.rounds; ++turn) {
-                push(plan, turn, sends.rounds);
-                outgoing.send_next();
-            }
         }
     }
-    if (SHOTS & DEVICE) {
-        const bool own = !more && exchange.takes_own();
-        receives = lot_of<false>(comm, traffic, [&](u32 peer) { return exchange.receives(peer); }, own);
+    const bool own = !more && exchange.takes_own();
+    if (!ROWS) {
+        share(exchange.own(), data_block(), data_blocks());
     }
-    // Meanwhile what was stored straight is on its way still.
-    if (!pass(outgoing, receives) || !(SHOTS & STRAIGHT) || !more) {
+    if (ROWS) {
+        receives = lot_of<false>(comm, traffic, [&](u32 peer) { return exchange.receives(peer); }, own);
+        __syncwarp();
+    }
+    // What goes straight and what goes through inboxes advance together: who waits for much in one way
+    // needs the links from the beginning. What was stored straight last is on its way still while the last
+    // round is taken.
+    const bool passed = pass(outgoing, receives, [&](u32 turn, u32 turns) {
+        if (uneven) {
+            push(plan, turn, turns);
+        } else if (ROWS && turn == 0 && !more && !own) {
+            share(exchange.own(), data_block(), data_blocks());
+        }
+    });
+    if (!passed || !(SHOTS & STRAIGHT) || !more) {
         return;
     }
     raise_pushed(exchange);

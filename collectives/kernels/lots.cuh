@@ -21,17 +21,18 @@ __device__ __forceinline__ u64 part(u64 whole, u32 nth, u32 parts) {
 // proportion to what these exchange, and all pairs advance together: every round moves the same fraction
 // of every pair's. So what is sent early is waited for early, however much goes to whom.
 struct Lot {
-    u32 peer = WORLD;  // none
-    u32 nth = 0;       // of the warps that serve it,
-    u32 warps = 0;     // so many
-    u32 bytes = 0;     // of the pair
-    u32 rounds = 1;    // the same of all warps
+    u32 peer;    // WORLD: none
+    u32 nth;     // of the warps that serve it,
+    u32 warps;   // so many
+    u32 bytes;   // of the pair
+    u32 rounds;  // the same of all warps
 
     Lot() = default;
     // `bytes_of` the pair with the peer that `peer_at` a distance, of which the last is this rank; so many
     // items of a warp in a round.
     template <typename Peer, typename Bytes>
-    __device__ __forceinline__ Lot(u32 at_once, Peer peer_at, Bytes bytes_of) {
+    __device__ __forceinline__ Lot(u32 at_once, Peer peer_at, Bytes bytes_of)
+        : peer(WORLD), nth(0), warps(0), bytes(0), rounds(1) {
         u32 all = 0;
 #pragma unroll
         for (u32 distance = 1; distance <= WORLD; ++distance) {
@@ -59,7 +60,9 @@ struct Lot {
     }
 
     // Whether a warp has one item a round at most.
-    __device__ __forceinline__ bool few() const { return warps >= items(); }
+    __device__ __forceinline__ bool few(u32 at_once) const {
+        return at_once == 1 || warps >= items();
+    }
     __device__ __forceinline__ u32 items() const { return items_of(bytes); }
     // The warp's items in a round: from the first on, below the end, each `warps` behind the one before.
     __device__ __forceinline__ u32 begin(u32 round) const {

@@ -72,7 +72,7 @@ struct Outgoing {
             const Session& session = exchange.session;
             const Slot slot(session, lot.peer, session.comm.rank);
             const Source part(exchange.input(lot.peer), lot.bytes);
-            if (lot.few()) {
+            if (lot.few(AT_ONCE)) {
                 send_items<1>(slot, session.epoch, part, lot, done);
             } else {
                 send_items<AT_ONCE>(slot, session.epoch, part, lot, done);
@@ -122,30 +122,34 @@ __device__ __forceinline__ void take_own(const Exchange& exchange, const Lot& lo
     }
 }
 
-// All that goes through inboxes, both ways. Before a fraction of what comes is waited for, more than that
-// fraction has been sent of what goes: so of warps that wait for each other one can always go on.
-__device__ __forceinline__ bool pass(Outgoing& outgoing, const Lot& incoming) {
-    const u32 rounds = incoming.rounds, sends = outgoing.lot.rounds;
+// All that goes through inboxes, both ways, with `work` in as many turns. Before a fraction of what comes
+// is waited for, more than that fraction has been sent of what goes: so of warps that wait for each other
+// one can always go on.
+template <typename Work>
+__device__ __forceinline__ bool pass(Outgoing& outgoing, const Lot& incoming, Work work) {
+    const Exchange& exchange = outgoing.exchange;
+    const u32 sends = outgoing.lot.rounds, rounds = incoming.rounds;
+    const u32 turns = sends > rounds ? sends : rounds;
+    u32 taken = 0;
 #pragma unroll 1
-    for (u32 round = 0;; ++round) {
-        const u64 before = part(sends, round + 1, rounds) + 1;
-        outgoing.send_until(round < rounds ? static_cast<u32>(before) : ~0u);
-        if (round == rounds) {
-            return true;
-        }
-        if (incoming.peer == WORLD) {
-            continue;
-        }
-        if ((SHOTS & DEVICE) && incoming.peer == outgoing.exchange.rank()) {
-            take_own(outgoing.exchange, incoming, round);
-            continue;
-        }
-        const bool there = incoming.few() ? take<1>(outgoing.exchange, incoming, round)
-                                          : take<AT_ONCE>(outgoing.exchange, incoming, round);
-        if (!there) {
-            return false;
+    for (u32 turn = 0; turn < turns; ++turn) {
+        outgoing.send_until(static_cast<u32>(part(outgoing.lot.rounds, turn + 1, turns)) + 1);
+        work(turn, turns);
+        const u32 end = static_cast<u32>(part(incoming.rounds, turn + 1, turns));
+#pragma unroll 1
+        for (; taken < end && incoming.peer != WORLD; ++taken) {
+            if ((SHOTS & DEVICE) && incoming.peer == exchange.rank()) {
+                take_own(exchange, incoming, taken);
+                continue;
+            }
+            const bool there = incoming.few(AT_ONCE) ? take<1>(exchange, incoming, taken)
+                                                     : take<AT_ONCE>(exchange, incoming, taken);
+            if (!there) {
+                return false;
+            }
         }
     }
+    return true;
 }
 
 }  // namespace symmpool
