@@ -211,17 +211,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                         const __grid_constant__ Traffic traffic) {
     __shared__ Table table;
     __shared__ Plan plan;
-    // While the kernel before this one may still run.
-    // In shared memory where registers are few.
+    // Where registers are few, in shared memory.
     __shared__ Lot shared[2][ROWS ? THREADS / 32 : 1];
     Lot mine[2];
     Lot& sends = ROWS ? shared[0][threadIdx.x / 32] : mine[0];
     Lot& receives = ROWS ? shared[1][threadIdx.x / 32] : mine[1];
+    // While the kernel before this one may still run.
     if (!(SHOTS & DEVICE)) {
-        sends = lot_of<true>(comm, traffic, [&](u32 peer) { return traffic.send[peer]; });
+        sends = lot_of<true>(comm, traffic);
     }
     if (!ROWS) {
-        receives = lot_of<false>(comm, traffic, [&](u32 peer) { return traffic.receive[peer]; });
+        receives = lot_of<false>(comm, traffic);
     }
     begin();
     Session session(comm);
@@ -230,14 +230,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (ROWS && attends() && shows_place()) {
         fence();
     }
-    if (ROWS || attends()) {
-        table.fill<(SHOTS & DEVICE) != 0>(comm, traffic);
+    const Splits splits = Splits::of<(SHOTS & DEVICE) != 0>(traffic);
+    if ((ROWS || attends()) && threadIdx.x < 32) {
+        table.fill(comm, traffic, splits);
     }
     if (session.failed) {
         return;
-    }
-    if (ROWS && !attends()) {
-        __syncthreads();
     }
     const Exchange exchange{session, call, traffic, table, plan};
     if (attends()) {
@@ -245,7 +243,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     if (SHOTS & DEVICE) {
-        sends = lot_of<true>(comm, traffic, [&](u32 peer) { return exchange.sends(peer); });
+        sends = lot_of(comm, traffic, splits);
+        __syncwarp();
     }
     Outgoing outgoing(exchange, sends);
     outgoing.send_next();
@@ -271,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         share(exchange.own(), data_block(), data_blocks());
     }
     if (ROWS) {
-        receives = lot_of<false>(comm, traffic, [&](u32 peer) { return exchange.receives(peer); }, own);
+        receives = exchange.incoming(own);
         __syncwarp();
     }
     // What goes straight and what goes through inboxes advance together: who waits for much in one way

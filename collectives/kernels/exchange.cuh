@@ -40,8 +40,28 @@ __device__ __forceinline__ Lot lot_of(const Comm& comm, const Traffic& traffic, 
                                       bool own = false) {
     return Lot(AT_ONCE, [&](u32 distance) { return comm.after(SENDS ? distance : WORLD - distance); },
                [&](u32 peer) {
-                   return peer == comm.rank && !own ? 0 : in_inbox(traffic, count(peer));
+                   const u64 bytes = in_inbox(traffic, count(peer));
+                   return peer == comm.rank && !own ? 0 : static_cast<u32>(bytes);
                });
+}
+
+// By counts of the host.
+template <bool SENDS>
+__device__ __forceinline__ Lot lot_of(const Comm& comm, const Traffic& traffic) {
+    const u64* counts = SENDS ? traffic.send : traffic.receive;
+    Lot lot = lot_of<SENDS>(comm, traffic, [&](u32 peer) { return counts[peer]; });
+    if (lot.peer != WORLD) {
+        lot.place = (SENDS ? traffic.send_begin : traffic.receive_begin)[lot.peer];
+    }
+    return lot;
+}
+
+// What is sent by counts on the device.
+__device__ __forceinline__ Lot lot_of(const Comm& comm, const Traffic& traffic,
+                                      const Splits& splits) {
+    Lot lot = lot_of<true>(comm, traffic, [&](u32 peer) { return splits.to(peer); });
+    lot.place = splits.before(lot.peer) * traffic.size;
+    return lot;
 }
 
 struct Exchange {
@@ -82,9 +102,9 @@ struct Exchange {
             return call.input + traffic.send_begin[to];
         }
         u64 before = 0;
-#pragma unroll 1
-        for (u32 other = 0; other < to; ++other) {
-            before += sends(other);
+#pragma unroll
+        for (u32 other = 0; other < WORLD; ++other) {
+            before += other < to ? sends(other) : 0;
         }
         return call.input + bytes(before);
     }
@@ -117,18 +137,31 @@ struct Exchange {
                      straight(rank(), to) ? behind_inbox(rank(), to) : 0};
     }
 
-    // Whether anything of this rank goes another way than through inboxes.
-    __device__ __forceinline__ bool has_more() const {
-        bool more = false;
-        for (u32 peer = 0; peer < WORLD && (SHOTS & STRAIGHT); ++peer) {
-            more = more || (peer != rank() && (!by_inbox(rank(), peer) || !by_inbox(peer, rank())));
+    // What a warp receives through inboxes, and of this rank's own part, if `own` says so.
+    __device__ __forceinline__ Lot incoming(bool own) const {
+        if (!(SHOTS & DEVICE)) {
+            return lot_of<false>(session.comm, traffic);
         }
-        return more;
+        Lot lot = lot_of<false>(session.comm, traffic, [&](u32 peer) { return receives(peer); }, own);
+        if (lot.peer != WORLD) {
+            const Target target = output(lot.peer);
+            lot.place = target.begin - call.output;
+            lot.fits = target.bytes < lot.bytes ? static_cast<u32>(target.bytes) : lot.bytes;
+        }
+        return lot;
+    }
+    // Whether anything of this rank goes another way than through inboxes. By whole warps, of which each
+    // thread looks at another pair.
+    __device__ __forceinline__ bool has_more() const {
+        const u32 peer = threadIdx.x % 32;
+        const bool more = (SHOTS & STRAIGHT) && peer < WORLD && peer != rank() &&
+                          (!by_inbox(rank(), peer) || !by_inbox(peer, rank()));
+        return __any_sync(~0u, more);
     }
     // Whether this rank's own part is taken as what comes is: where its place is not known earlier, and it
     // is little enough for that to be the quicker way.
     __device__ __forceinline__ bool takes_own() const {
-        constexpr u64 LITTLE = 512 << 10;
+        constexpr u64 LITTLE = 1536 << 10;
         const u64 own = bytes(table.sent(rank(), rank()));
         return (SHOTS & DEVICE) && own <= LITTLE && own <= traffic.inbox_bytes;
     }

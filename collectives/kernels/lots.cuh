@@ -12,50 +12,75 @@ __device__ __forceinline__ u32 items_of(u32 bytes) {
 
 // `nth` of `parts` equal parts of a number ends where the one after begins.
 __device__ __forceinline__ u64 part(u64 whole, u32 nth, u32 parts) {
+    if (whole == parts) {
+        return nth;
+    }
     // Division of 64 bits takes ten times as long.
     const u64 product = whole * nth;
     return product >> 32 == 0 ? static_cast<u32>(product) / parts : product / parts;
 }
 
+// Divides by one number again and again: exact while results are below 2^20, and quicker than `/`.
+struct Divisor {
+    u32 number;
+    float inverse;
+
+    Divisor() = default;
+    __device__ __forceinline__ explicit Divisor(u32 by)
+        : number(by), inverse(__fdividef(1.0f, static_cast<float>(by))) {}
+
+    __device__ __forceinline__ u32 of(u32 whole) const {
+        // One too many or too few at most.
+        u32 times = static_cast<u32>(static_cast<float>(whole) * inverse);
+        times -= u64{times} * number > whole ? 1 : 0;
+        times += u64{times + 1} * number <= whole ? 1 : 0;
+        return times;
+    }
+};
+
 // What a warp does of all that goes through inboxes one way. Warps are given out to pairs in
 // proportion to what these exchange, and all pairs advance together: every round moves the same fraction
 // of every pair's. So what is sent early is waited for early, however much goes to whom.
 struct Lot {
+    u64 place;   // where the pair's part lies in this rank's input or output, in bytes
+    u32 fits;    // so many of its bytes does the output hold
     u32 peer;    // WORLD: none
     u32 nth;     // of the warps that serve it,
     u32 warps;   // so many
     u32 bytes;   // of the pair
-    u32 rounds;  // the same of all warps
+    Divisor rounds;  // the same of all warps
 
     Lot() = default;
     // `bytes_of` the pair with the peer that `peer_at` a distance, of which the last is this rank; so many
-    // items of a warp in a round.
+    // items of a warp in a round. By whole warps, of which each thread looks at another pair.
     template <typename Peer, typename Bytes>
     __device__ __forceinline__ Lot(u32 at_once, Peer peer_at, Bytes bytes_of)
-        : peer(WORLD), nth(0), warps(0), bytes(0), rounds(1) {
-        u32 all = 0;
-#pragma unroll
-        for (u32 distance = 1; distance <= WORLD; ++distance) {
-            all += items_of(static_cast<u32>(bytes_of(peer_at(distance))));
-        }
+        : place(0), fits(0), peer(WORLD), nth(0), warps(0), bytes(0) {
+        const u32 lane = threadIdx.x % 32, other = peer_at(lane < WORLD ? lane + 1 : WORLD);
+        const u32 known = bytes_of(other), own_bytes = lane < WORLD ? known : 0;
+        const u32 own_items = items_of(own_bytes), all = __reduce_add_sync(~0u, own_items);
         // One for every pair, and the rest in proportion.
         const u32 most = data_threads() / 32, rest = most - WORLD;
-        u32 left = data_thread() / 32;
+        u32 serve = own_items, needed = 1;
+        if (all > most && own_items > 0) {
+            serve = 1 + Divisor(all).of(own_items * rest);
+            needed = 1 + Divisor(serve * at_once).of(own_items - 1);
+        }
+        rounds = Divisor(__reduce_max_sync(~0u, needed));
+        u32 end = serve;
 #pragma unroll
-        for (u32 distance = 1; distance <= WORLD; ++distance) {
-            const u32 some_bytes = bytes_of(peer_at(distance));
-            const u32 some = items_of(some_bytes);
-            u32 serve = some;
-            if (all > most && some > 0) {
-                serve = 1 + static_cast<u32>(part(some, rest, all));
-                const u32 needed = (some - 1) / (serve * at_once) + 1;
-                rounds = needed > rounds ? needed : rounds;
-            }
-            if (peer == WORLD && left < serve) {
-                peer = peer_at(distance);
-                nth = left, warps = serve, bytes = some_bytes;
-            }
-            left -= serve;
+        for (u32 step = 1; step < WORLD; step *= 2) {
+            const u32 before = __shfl_up_sync(~0u, end, step);
+            end += lane >= step ? before : 0;
+        }
+        const u32 warp = data_thread() / 32;
+        const u32 found = __ballot_sync(~0u, end - serve <= warp && warp < end);
+        if (found != 0) {
+            const u32 from = __ffs(found) - 1;
+            peer = __shfl_sync(~0u, other, from);
+            nth = warp - __shfl_sync(~0u, end - serve, from);
+            warps = __shfl_sync(~0u, serve, from);
+            bytes = fits = __shfl_sync(~0u, own_bytes, from);
         }
     }
 
@@ -66,10 +91,10 @@ struct Lot {
     __device__ __forceinline__ u32 items() const { return items_of(bytes); }
     // The warp's items in a round: from the first on, below the end, each `warps` behind the one before.
     __device__ __forceinline__ u32 begin(u32 round) const {
-        return (rounds == 1 ? 0 : static_cast<u32>(part(items(), round, rounds))) + nth;
+        return rounds.of(items() * round) + nth;
     }
     __device__ __forceinline__ u32 end(u32 round) const {
-        return rounds == 1 ? items() : static_cast<u32>(part(items(), round + 1, rounds));
+        return rounds.of(items() * (round + 1));
     }
     // This thread's vectors of these items, of which are `live` what the pair has.
     template <u32 COUNT>

@@ -68,10 +68,10 @@ struct Outgoing {
     __device__ __forceinline__ Outgoing(const Exchange& e, const Lot& l) : exchange(e), lot(l) {}
 
     __device__ __forceinline__ void send_next() {
-        if (done < lot.rounds && lot.peer != WORLD) {
+        if (done < lot.rounds.number && lot.peer != WORLD) {
             const Session& session = exchange.session;
             const Slot slot(session, lot.peer, session.comm.rank);
-            const Source part(exchange.input(lot.peer), lot.bytes);
+            const Source part(exchange.call.input + lot.place, lot.bytes);
             if (lot.few(AT_ONCE)) {
                 send_items<1>(slot, session.epoch, part, lot, done);
             } else {
@@ -83,7 +83,7 @@ struct Outgoing {
     // The rounds below this one.
     __device__ __forceinline__ void send_until(u32 round) {
 #pragma unroll 1
-        while (done < round && done < lot.rounds) {
+        while (done < round && done < lot.rounds.number) {
             send_next();
         }
     }
@@ -94,8 +94,7 @@ template <u32 COUNT>
 __device__ __forceinline__ bool take(const Exchange& exchange, const Lot& lot, u32 round) {
     const Session& session = exchange.session;
     const Slot slot(session, session.comm.rank, lot.peer);
-    Target target = exchange.output(lot.peer);
-    target.bytes = target.bytes < lot.bytes ? target.bytes : lot.bytes;
+    const Target target(exchange.call.output + lot.place, lot.fits);
     u32 at[COUNT];
     bool live[COUNT];
     uint4 vectors[COUNT];
@@ -113,7 +112,7 @@ __device__ __forceinline__ bool take(const Exchange& exchange, const Lot& lot, u
 // The same of this rank's own part.
 __device__ __forceinline__ void take_own(const Exchange& exchange, const Lot& lot, u32 round) {
     const Source own(exchange.input(lot.peer), lot.bytes);
-    const Target target = exchange.output(lot.peer);
+    const Target target(exchange.call.output + lot.place, lot.fits);
 #pragma unroll 1
     for (u32 item = lot.begin(round); item < lot.end(round); item += lot.warps) {
         const u32 at = item * ITEM + threadIdx.x % 32;
@@ -128,14 +127,14 @@ __device__ __forceinline__ void take_own(const Exchange& exchange, const Lot& lo
 template <typename Work>
 __device__ __forceinline__ bool pass(Outgoing& outgoing, const Lot& incoming, Work work) {
     const Exchange& exchange = outgoing.exchange;
-    const u32 sends = outgoing.lot.rounds, rounds = incoming.rounds;
+    const u32 sends = outgoing.lot.rounds.number, rounds = incoming.rounds.number;
     const u32 turns = sends > rounds ? sends : rounds;
     u32 taken = 0;
 #pragma unroll 1
     for (u32 turn = 0; turn < turns; ++turn) {
-        outgoing.send_until(static_cast<u32>(part(outgoing.lot.rounds, turn + 1, turns)) + 1);
+        outgoing.send_until(static_cast<u32>(part(outgoing.lot.rounds.number, turn + 1, turns)) + 1);
         work(turn, turns);
-        const u32 end = static_cast<u32>(part(incoming.rounds, turn + 1, turns));
+        const u32 end = static_cast<u32>(part(incoming.rounds.number, turn + 1, turns));
 #pragma unroll 1
         for (; taken < end && incoming.peer != WORLD; ++taken) {
             if ((SHOTS & DEVICE) && incoming.peer == exchange.rank()) {

@@ -53,6 +53,53 @@ __device__ __forceinline__ char* row_packet(const Session& session, u32 owner, u
     return all + 16 * (from * ROW_WORDS + word);
 }
 
+// What this rank sends and expects, as a warp's threads know it: each of one rank.
+struct Splits {
+    static_assert(WORLD <= MOST_RANKS && MOST_RANKS < 32, "a thread each, and one more");
+    u64 count = 0;
+    u64 expected = UNKNOWN;
+
+    template <bool DEVICE>
+    static __device__ __forceinline__ Splits of(const Traffic& traffic) {
+        Splits splits;
+        const u32 at = threadIdx.x % 32;
+        if (at < WORLD && !DEVICE) {
+            splits.count = traffic.send[at];
+            splits.expected = traffic.receive[at];
+        } else if (at < WORLD && traffic.wide) {
+            splits.count = static_cast<const u64*>(traffic.splits)[at];
+        } else if (at < WORLD) {
+            const long long narrow = static_cast<const int*>(traffic.splits)[at];
+            splits.count = static_cast<u64>(narrow);
+        }
+        if (DEVICE) {
+            // Negative ones are larger than any length. Sums of so few cannot overflow.
+            const bool much = splits.count > traffic.length;
+            const u64 sum = up_to_here(much ? 0 : splits.count);
+            const bool bad = __any_sync(~0u, much || sum > traffic.length);
+            splits.count = bad ? 0 : splits.count;
+            splits.expected = bad ? NONSENSE : UNKNOWN;
+        }
+        return splits;
+    }
+
+    // For a rank, and for all before it. By whole warps; each thread asks for what it likes.
+    __device__ __forceinline__ u64 to(u32 rank) const { return __shfl_sync(~0u, count, rank); }
+    __device__ __forceinline__ u64 before(u32 rank) const {
+        return __shfl_sync(~0u, up_to_here(count) - count, rank);
+    }
+
+private:
+    static __device__ __forceinline__ u64 up_to_here(u64 count) {
+#pragma unroll
+        for (u32 step = 1; step < WORLD; step *= 2) {
+            const u64 before = __shfl_up_sync(~0u, count, step);
+            count += threadIdx.x % 32 >= step ? before : 0;
+        }
+        return count;
+    }
+};
+
 // All rows, in shared memory.
 struct Table {
     u64 words[WORLD][ROW_WORDS];
@@ -64,9 +111,9 @@ struct Table {
     // Where in the receiver's output a sender's part begins, and how much of it that holds.
     __device__ __forceinline__ u64 offset(u32 from, u32 to) const {
         u64 before = 0;
-#pragma unroll 1
-        for (u32 rank = 0; rank < from; ++rank) {
-            before += sent(rank, to);
+#pragma unroll
+        for (u32 rank = 0; rank < WORLD; ++rank) {
+            before += rank < from ? sent(rank, to) : 0;
         }
         return before;
     }
@@ -78,39 +125,13 @@ struct Table {
     __device__ __forceinline__ u64 total(u32 to) const { return offset(WORLD, to); }
 
     // This rank's own. By the first warp; the others of a block see it behind a barrier.
-    template <bool DEVICE>
-    __device__ __forceinline__ void fill(const Comm& comm, const Traffic& traffic) {
-        static_assert(WORLD <= MOST_RANKS && MOST_RANKS < 32, "a thread each, and one more");
+    __device__ __forceinline__ void fill(const Comm& comm, const Traffic& traffic,
+                                         const Splits& splits) {
         u64* row = words[comm.rank];
         const u32 at = threadIdx.x;
-        if (at >= 32) {
-            return;
-        }
-        u64 count = 0, expected = UNKNOWN;
-        if (at < WORLD && !DEVICE) {
-            count = traffic.send[at];
-            expected = traffic.receive[at];
-        } else if (at < WORLD && traffic.wide) {
-            count = static_cast<const u64*>(traffic.splits)[at];
-        } else if (at < WORLD) {
-            const long long narrow = static_cast<const int*>(traffic.splits)[at];
-            count = static_cast<u64>(narrow);
-        }
-        if (DEVICE) {
-            // Negative ones are larger than any length. Sums of so few cannot overflow.
-            bool bad = count > traffic.length;
-            u64 sum = bad ? 0 : count;
-#pragma unroll
-            for (u32 other = 1; other < 32; other *= 2) {
-                sum += __shfl_xor_sync(~0u, sum, other);
-            }
-            bad = __any_sync(~0u, bad) || sum > traffic.length;
-            count = bad ? 0 : count;
-            expected = bad ? NONSENSE : UNKNOWN;
-        }
         if (at < WORLD) {
-            row[at] = count;
-            row[EXPECTS + at] = expected;
+            row[at] = splits.count;
+            row[EXPECTS + at] = splits.expected;
         } else if (at == WORLD) {
             row[PLACE] = traffic.window;
             row[ROOM] = traffic.capacity;
