@@ -219,6 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // While the kernel before this one may still run.
     if (!(SHOTS & DEVICE)) {
         sends = lot_of<true>(comm, traffic);
+        __syncwarp();
     }
     if (!ROWS) {
         receives = lot_of<false>(comm, traffic);
