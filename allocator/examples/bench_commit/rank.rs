@@ -30,8 +30,8 @@ pub(crate) struct Scenario {
     block_mib: u64,
     /// Windows that one commit makes of them.
     pub(crate) segments: u64,
-    /// Whether the pages exist. Sharing a segment does not touch them: 1,000 segments of the
-    /// least size a lane grows by (8 MiB) need not fit into memory to be shared.
+    /// Whether the pages exist. Sharing a segment does not touch them: 1,000 segments of what a
+    /// lane grows by (48 MiB) need not fit into memory to be shared.
     pub(crate) populate: bool,
     /// Whether a window stays while others come and go. Without one, peers' devices are connected
     /// anew for every commit, which takes longer than all the rest.
@@ -66,18 +66,19 @@ const SCENARIOS: [Scenario; 5] = [
         lanes: 1,
         blocks: 1,
         block_mib: 64,
-        segments: 2,
+        segments: 1,
         populate: true,
         beside: true,
         bar_ms: [Some(3.0), Some(2.0)],
     },
     Scenario {
-        name: "64 segments of 8 MiB",
+        name: "64 blocks of 8 MiB",
         policy: WindowPolicy::Contiguous,
         lanes: 1,
         blocks: 64,
         block_mib: 8,
-        segments: 64,
+        // Of 16 to 48 MiB, as the lane grows.
+        segments: 14,
         populate: false,
         beside: true,
         bar_ms: [Some(20.0), Some(20.0)],
@@ -93,13 +94,13 @@ const SCENARIOS: [Scenario; 5] = [
         beside: false,
         bar_ms: [None, Some(60.0)],
     },
-    // 125 times 8 MiB stay below the size from which lanes grow by more at a time.
+    // 125 times 48 MiB stay below the size from which lanes grow by more at a time.
     Scenario {
-        name: "1000 segments of 8 MiB",
+        name: "1000 segments of 48 MiB",
         policy: WindowPolicy::Contiguous,
         lanes: 8,
         blocks: 125,
-        block_mib: 8,
+        block_mib: 48,
         segments: 1000,
         populate: false,
         beside: false,

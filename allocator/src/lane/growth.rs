@@ -1,7 +1,7 @@
 //! How a lane gets memory, moves it, and gives it back.
 
 use super::free::{Free, FreeList, Near};
-use super::segments::{Growth, Move};
+use super::segments::{Growing, Growth, Move};
 use super::state::{Backing, LaneState};
 use super::streams::bit;
 use super::table::{Block, BlockState, NIL};
@@ -169,7 +169,8 @@ impl LaneState {
         let mut counter = self.segments.next_counter();
         let mut end = at;
         let mut missing = need;
-        let step = self.segments.step(self.policy(), need, self.granularity);
+        let growing = Growing::of(&self.config);
+        let step = self.segments.step(growing, need, self.granularity);
         let limit = self.config.limit.unwrap_or(u64::MAX);
         let over = |new: u64| self.segments.held().saturating_add(new) > limit;
         let move_first = self.segments.may_move(step, self.counts.peak_allocated) || over(step);
@@ -191,7 +192,7 @@ impl LaneState {
             }
         }
         if missing > 0 {
-            let mut new = self.segments.step(self.policy(), missing, self.granularity);
+            let mut new = self.segments.step(growing, missing, self.granularity);
             if over(new) || new > room - (end - at) {
                 new = missing;
             }
@@ -206,7 +207,7 @@ impl LaneState {
                     Amount(self.counts.allocated)
                 )));
             }
-            growth.new = self.segments.pieces(self.policy(), counter, end, new, self.granularity);
+            growth.new = self.segments.pieces(growing, counter, end, new, self.granularity);
         }
         Ok(growth)
     }

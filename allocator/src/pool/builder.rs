@@ -212,7 +212,7 @@ fn lay_out(mut lanes: Vec<LaneConfig>, stride: u64, granularity: u64) -> Result<
 
 /// Everything that changes placement, one setting a line (rule D8).
 fn describe(stride: u64, lanes: &[Placement]) -> String {
-    let mut text = format!("stride {stride}, units of {UNIT}, growth scheme 1\n");
+    let mut text = format!("stride {stride}, units of {UNIT}, growth scheme 2\n");
     for Placement { config, base, range } in lanes {
         // Writing to a string cannot fail.
         let _ = writeln!(text, "{}, at {base}", config.describe(*range));

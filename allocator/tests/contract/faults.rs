@@ -15,6 +15,9 @@ const FAILING: u32 = 1;
 
 const MIB: usize = 1 << 20;
 
+/// What does not fit beside the first MiB in what a lane grows by at first.
+const MORE: usize = 16 * MIB;
+
 /// Something to go wrong: a step or call, and its occurrence.
 #[derive(Clone, Copy, Debug)]
 enum At {
@@ -52,7 +55,7 @@ fn fails_in_the_second_commit(memory: Memory, at: At) {
         let first = pool.alloc::<u8>(MIB).unwrap();
         assert_eq!(pool.commit().unwrap().windows_added, 1);
         let windows = pool.windows();
-        let second = pool.alloc::<u8>(8 * MIB).unwrap();
+        let second = pool.alloc::<u8>(MORE).unwrap();
         let mapped = mappings(&driver.counts());
         let error = pool.commit().expect_err("one rank failed");
         // Nothing changed, on any rank, and the memory made before is still a window.
@@ -110,7 +113,7 @@ fn a_rank_that_cannot_finish_a_commit_tells_the_others_at_the_next() {
             let pool = build(&group, &driver).unwrap();
             let _block = pool.alloc::<u8>(MIB).unwrap();
             pool.commit().unwrap();
-            let _more = grows.then(|| pool.alloc::<u8>(8 * MIB).unwrap());
+            let _more = grows.then(|| pool.alloc::<u8>(MORE).unwrap());
             let second = pool.commit();
             assert_eq!(second.is_err(), group.rank() == FAILING, "{second:?}");
             let third = pool.commit().expect_err("the ranks are not alike any more");
@@ -164,14 +167,14 @@ fn an_allocation_that_fails_on_one_rank_is_told_to_all_and_can_be_repeated() {
                 let first = pool.alloc::<u8>(MIB).unwrap();
                 pool.commit().unwrap();
                 let mapped = mappings(&driver.counts());
-                let attempt = pool.alloc::<u8>(8 * MIB);
+                let attempt = pool.alloc::<u8>(MORE);
                 if failing {
                     assert!(attempt.as_ref().is_err_and(Error::is_out_of_memory), "{attempt:?}");
                     assert_eq!(mappings(&driver.counts()), mapped, "undone");
                 }
                 let error = pool.commit().expect_err("one rank failed");
                 // The rank catches up, and all are alike.
-                let second = if failing { pool.alloc::<u8>(8 * MIB) } else { attempt }.unwrap();
+                let second = if failing { pool.alloc::<u8>(MORE) } else { attempt }.unwrap();
                 assert_eq!(pool.commit().unwrap().windows_added, 1);
                 assert!(pool.is_window(second.address(), second.bytes()));
                 let digest = pool.default_lane().digest();

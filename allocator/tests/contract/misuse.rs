@@ -16,8 +16,8 @@ fn alone() -> Pool {
     let group = Group::in_process(1).unwrap().remove(0);
     Pool::builder(group)
         .driver(Driver::sim(3))
-        .stride(1 << 32)
-        .lane(LaneConfig::symmetric("default").range(1 << 30))
+        .stride(1 << 33)
+        .lane(LaneConfig::symmetric("default").range(1 << 32))
         .lane(LaneConfig::local("scratch").range(1 << 30))
         .build()
         .unwrap()
@@ -198,7 +198,7 @@ fn the_lanes_limit_is_the_same_wall_on_every_rank() {
 fn more_memory_than_there_is() {
     let errors = ranks(2, |group| {
         // Rank 1's device is smaller than what the program needs.
-        let limit = if group.rank() == 1 { 8 << 20 } else { 1 << 30 };
+        let limit = if group.rank() == 1 { 16 << 20 } else { 1 << 30 };
         let driver = Driver::new(SimDriver::with_limit(5, limit));
         let pool = Pool::builder(group).driver(driver).stride(1 << 36).build().unwrap();
         let _small = pool.alloc::<u8>(4 << 20).unwrap();

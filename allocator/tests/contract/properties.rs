@@ -271,11 +271,11 @@ proptest! {
 fn a_released_range_holds_new_memory_when_it_is_used_again() {
     // D6: a range comes back only through a commit, and never with a peer's old memory in it.
     ranks(3, |group| {
-        let lane = LaneConfig::symmetric("tight").range(8 << 20);
+        let lane = LaneConfig::symmetric("tight").range(16 << 20);
         let rank = u64::from(group.rank());
         let driver = Driver::host().unwrap();
         let pool = Pool::builder(group).driver(driver).stride(1 << 30).lane(lane).build().unwrap();
-        let count = 6 << 17;
+        let count = 12 << 17;
         for round in 0..4u64 {
             let block = pool.alloc::<u64>(count).unwrap();
             // Fresh memory is zero; nothing of the round before shines through.
@@ -292,7 +292,7 @@ fn a_released_range_holds_new_memory_when_it_is_used_again() {
             }
             pool.group().all_gather("read", b"", pool.group().deadline()).unwrap();
             block.free().unwrap();
-            assert_eq!(pool.default_lane().trim().unwrap(), 8 << 20);
+            assert_eq!(pool.default_lane().trim().unwrap(), 16 << 20);
             assert!(
                 pool.alloc::<u64>(count).is_err_and(|error| error.is_out_of_memory()),
                 "the range is used again only after a commit"

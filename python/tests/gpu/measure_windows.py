@@ -5,7 +5,7 @@
 
 Every rank makes 64 MiB that no peer knows, all meet, and what makes it reachable is timed: the commit
 of a pool, `rendezvous` of torch's symmetric memory, `register_mem_pool` of its NCCL backend. So are
-all of it from allocating on, a commit of 64 new segments at once, and one of nothing, which is what
+all of it from allocating on, a commit of 64 new blocks at once, and one of nothing, which is what
 the store alone takes. Milliseconds of the slowest rank, the median of all rounds and the least. Where
 phases of a commit go is told by `cargo run --release -p symmpool-allocator --example bench_commit`.
 """
@@ -69,12 +69,12 @@ def ours(clock, rounds):
             assert pool.is_window(kept[-1])
     del kept, comm, pool
     for _ in range(min(rounds, 5)):
-        # A lane grows by 8 MiB at a time while it is small.
         pool = symmpool.Pool(device=clock.device)
         comm = symmpool.Communicator(pool)
         kept = [pool.empty(8 * MIB, torch.uint8) for _ in range(64)]
-        report = clock.time("ours: commit of 64 segments of 8 MiB", pool.commit)
-        assert report["windows_added"] == 64, report
+        report = clock.time("ours: commit of 64 blocks of 8 MiB", pool.commit)
+        # A lane's segments take several such blocks, more as it grows.
+        assert 0 < report["windows_added"] <= 20, report
         del kept, comm, pool
 
 

@@ -103,7 +103,7 @@ fn judge(ranks: &[Value], report: &mut Value) -> Result<(), String> {
         println!("{what}, on every rank: {}", first.as_str().unwrap_or("(not with one rank)"));
         report[what] = first.clone();
     }
-    for what in ["commit_64_mib", "commit_64_segments", "empty_commit"] {
+    for what in ["commit_64_mib", "commit_64_blocks", "empty_commit"] {
         let slowest = slowest(ranks, what).ok_or(format!("{what}: no times"))?;
         let median = slowest[slowest.len() / 2];
         let (least, most) = (slowest[0], slowest[slowest.len() - 1]);

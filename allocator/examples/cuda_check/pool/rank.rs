@@ -151,7 +151,7 @@ impl Rank {
         Ok((ROUNDS, bytes))
     }
 
-    /// Commits of one new block of 64 MiB, of 64 new segments, and of nothing.
+    /// Commits of one new block of 64 MiB, of 64 of 8 MiB, and of nothing.
     fn times(&self, pool: &Pool) -> Result<Value, String> {
         let lane = pool.default_lane();
         let give_back = |blocks| -> Result<(), String> {
@@ -167,17 +167,17 @@ impl Rank {
             empty.push(self.together(pool)?);
             if time < 3 {
                 let count = pool.windows().list().len();
-                // A lane grows by 8 MiB at least: a segment a block.
                 let blocks = (0..64).map(|_| lane.alloc::<u8>(8 << 20)).collect::<Result<_, _>>();
                 many.push(self.together(pool)?);
                 let made = pool.windows().list().len() - count;
-                if made != 64 {
-                    return Err(format!("{made} new windows, where 64 were to be timed"));
+                // Segments of a small lane take several such blocks.
+                if !(1..=20).contains(&made) {
+                    return Err(format!("{made} new windows, where few were to be timed"));
                 }
                 give_back(blocks.map_err(text)?)?;
             }
         }
-        Ok(json!({ "commit_64_mib": large, "commit_64_segments": many, "empty_commit": empty }))
+        Ok(json!({ "commit_64_mib": large, "commit_64_blocks": many, "empty_commit": empty }))
     }
 
     /// Times a commit that all ranks begin at the same time.

@@ -74,7 +74,7 @@ fn impossible_requests_are_refused_and_change_nothing() {
 
 #[test]
 fn the_sixty_fifth_stream_is_refused() {
-    let mut lane = lane(symmetric(), 1 << 30);
+    let mut lane = lane(symmetric(), 1 << 32);
     for stream in 0..64 {
         alloc(&mut lane, KIB, stream, &mut Log::default());
     }
@@ -194,13 +194,13 @@ fn a_reclaim_that_fails_keeps_every_block() {
 #[test]
 fn released_memory_counts_against_the_limit_until_it_is_unmapped() {
     let log = &mut Log::default();
-    let mut lane = lane(symmetric().limit(16 * MIB), 256 * MIB);
-    let block = alloc(&mut lane, 12 * MIB, 0, log);
+    let mut lane = lane(symmetric().limit(24 * MIB), 256 * MIB);
+    let block = alloc(&mut lane, 20 * MIB, 0, log);
     lane.free(block.key, None, log).unwrap();
-    assert_eq!(lane.trim(None), 12 * MIB);
+    assert_eq!(lane.trim(None), 20 * MIB);
     assert_full(lane.alloc(request(8 * MIB, 1, 0), log), "limit");
     assert_eq!(lane.take_retired().len(), 1);
-    alloc(&mut lane, 16 * MIB, 0, log);
+    alloc(&mut lane, 24 * MIB, 0, log);
     lane.assert_sound();
 }
 

@@ -7,10 +7,12 @@
 //! | [`script`] | random sequences of calls |
 //! | [`against`] | lane and model side by side, every rule after every call |
 //! | [`ranks`] | the same calls on many ranks; one rank that strays |
+//! | [`growth`] | how many segments are made, and of what sizes |
 //! | [`limits`] | bad arguments, stale names, failures, and bugs that were |
 //! | [`traces`] | how tight real programs are packed |
 
 mod against;
+mod growth;
 mod limits;
 mod log;
 mod naive;

@@ -1,0 +1,117 @@
+//! How many segments a lane is made of, and of what sizes.
+
+use proptest::prelude::*;
+
+use super::script::{KIB, MIB};
+use crate::driver::Stream;
+use crate::lane::{LaneConfig, LaneState, NoBacking, Request, UNIT};
+
+const GIB: u64 = 1 << 30;
+
+/// Sizes of the segments of a contiguous lane in which these blocks were made and kept.
+fn segments(config: LaneConfig, blocks: &[u64], granularity: u64) -> Vec<u64> {
+    let mut lane = LaneState::new(config, 1 << 40, granularity).unwrap();
+    for &bytes in blocks {
+        let request = Request { bytes, align: 1, stream: Stream::DEFAULT, site: None };
+        lane.alloc(request, &mut NoBacking).unwrap();
+    }
+    lane.assert_sound();
+    lane.segments().iter().map(|segment| segment.bytes).collect()
+}
+
+fn shared() -> LaneConfig {
+    LaneConfig::symmetric("test")
+}
+
+fn in_mib(config: LaneConfig, blocks: &[u64]) -> Vec<u64> {
+    let blocks: Vec<_> = blocks.iter().map(|mib| mib * MIB).collect();
+    segments(config, &blocks, 2 * MIB).into_iter().map(|bytes| bytes / MIB).collect()
+}
+
+/// The same as told: half of the lane, 16 to 48 MiB, or a 128th of it; pieces of 64 MiB, or a
+/// 128th, of which the last takes what is less than half of one.
+fn as_told(blocks: &[u64], granularity: u64) -> Vec<u64> {
+    let up = |bytes: u64| bytes.div_ceil(granularity) * granularity;
+    let (mut made, mut used, mut reserved) = (Vec::new(), 0, 0_u64);
+    for &bytes in blocks {
+        used += bytes.max(1).div_ceil(UNIT) * UNIT;
+        if used <= reserved {
+            continue;
+        }
+        let usual = if reserved <= 32 * MIB {
+            16 * MIB
+        } else if reserved < 96 * MIB {
+            reserved / 2
+        } else {
+            48 * MIB
+        };
+        let mut growth = up(used - reserved);
+        for least in [usual, reserved / 128] {
+            growth = growth.max(up(least));
+        }
+        reserved += growth;
+        let piece = (64 * MIB).max(granularity).max(reserved / 128 / granularity * granularity);
+        let (whole, rest) = (growth / piece, growth % piece);
+        made.extend(vec![piece; whole as usize]);
+        match made.last_mut() {
+            Some(last) if whole > 0 && rest < piece / 2 => *last += rest,
+            _ => made.push(rest),
+        }
+    }
+    made
+}
+
+fn bytes() -> impl Strategy<Value = u64> {
+    prop_oneof![
+        2 => 0..MIB,
+        6 => MIB..32 * MIB,
+        2 => 32 * MIB..300 * MIB,
+        1 => 300 * MIB..20 * GIB,
+    ]
+}
+
+proptest! {
+    // D6: sizes follow from the sequence alone, by this rule.
+    #[test]
+    fn segments_are_as_large_as_told(
+        blocks in prop::collection::vec(bytes(), 1..120),
+        granularity in prop_oneof![Just(64 * KIB), Just(2 * MIB), Just(128 * MIB)],
+    ) {
+        prop_assert_eq!(segments(shared(), &blocks, granularity), as_told(&blocks, granularity));
+    }
+}
+
+#[test]
+fn blocks_made_one_after_the_other_are_few_segments() {
+    let mut expected = vec![16, 16, 16, 24, 36];
+    expected.resize(14, 48);
+    assert_eq!(in_mib(shared(), &[8; 64]), expected);
+    // One each, where they are what the lane grows by, or larger.
+    assert_eq!(in_mib(shared(), &[48; 100]), [48; 100]);
+    assert_eq!(in_mib(shared(), &[64; 100]), [64; 100]);
+}
+
+#[test]
+fn a_block_of_64_mib_is_one_segment() {
+    for before in [0, 1, 15, 16, 40, 63, 200, 1000] {
+        let blocks = [before, 64];
+        assert_eq!(
+            in_mib(shared(), &blocks).len(),
+            in_mib(shared(), &blocks[..1]).len() + 1,
+            "{before} MiB before"
+        );
+    }
+    assert_eq!(in_mib(shared(), &[94]), [94]);
+    assert_eq!(in_mib(shared(), &[96]), [64, 32]);
+    assert_eq!(in_mib(shared(), &[222]), [64, 64, 94]);
+}
+
+#[test]
+fn a_lane_that_nobody_maps_grows_by_little() {
+    let local = || LaneConfig::local("test");
+    assert_eq!(in_mib(local(), &[8; 64]), [8; 64]);
+    assert_eq!(in_mib(local(), &[1; 20]), [8; 3]);
+    assert_eq!(in_mib(local(), &[64]), [32, 32]);
+    // By a 128th of what there is.
+    assert_eq!(in_mib(local(), &[2048, 1, 16]).split_off(64), [16, 18]);
+}
