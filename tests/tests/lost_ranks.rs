@@ -65,7 +65,8 @@ fn commit_until_lost(seat: &Seat, pool: &Pool) {
     let mut windows = pool.windows();
     let mut kept = Vec::new();
     for round in 0..3 {
-        kept.push(pool.alloc::<u64>(3 << 19).unwrap());
+        // More than a segment leaves free, so each is a commit of new memory.
+        kept.push(pool.alloc::<u64>(1 << 21).unwrap());
         let started = Instant::now();
         match pool.commit_by(Deadline::after(LIMIT)) {
             Ok(_) => windows = pool.windows(),
