@@ -2,9 +2,9 @@
 
 Keys lie under `symmpool/RUN/`, where RUN counts the groups that a rank has made on the store, so
 that what an earlier one left is not taken for a part of a later one. (Two ranks that use one number
-have different runs, so they never meet: each hears that the other ranks are missing.) A gather costs three round
-trips with a TCPStore: the number of waiting ranks changes nothing. Its parts are removed one gather
-later, when every rank must have read them.
+have different runs, so they never meet: each hears that the other ranks are missing.) A gather costs two round
+trips with a TCPStore, as setting waits for no answer: the number of waiting ranks changes nothing. A part is
+removed two gathers later, when every rank must have read it, and while parts of others are on their way.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class StoreAdapter:
         # Which run of a rank this is; a rank of a group takes part under one number.
         self._runs: dict[int, int] = {}
         self._met = False
-        # The last part of each sequence of gathers.
-        self._last: dict[str, str] = {}
+        # The last parts of each sequence of gathers, two at most.
+        self._last: dict[str, list[str]] = {}
 
     def _here(self) -> Any:
         """This thread's handle of the store: a blocking call holds up those that share its own."""
@@ -81,6 +81,10 @@ class StoreAdapter:
         prefix = _key(f"{run}/{key}")
         own = f"{prefix}/{rank}"
         self._call(store.set, own, world.to_bytes(HEADER, "little") + value)
+        last = self._last.setdefault(sequence, [])
+        if len(last) > 1:
+            # Every rank came to the last gather, so has read all of the one before.
+            self._call(store.delete_key, last.pop(0))
         keys = [f"{prefix}/{peer}" for peer in range(world)]
         try:
             parts = self._read(store, keys, seconds)
@@ -101,11 +105,7 @@ class StoreAdapter:
             if theirs != world:
                 raise DivergedError(f"rank {peer}'s world has {theirs} ranks, rank {rank}'s {world}")
         self._met = True
-        # Every rank has come to this gather, so has read all of the one before in its sequence.
-        spent = self._last.get(sequence)
-        self._last[sequence] = own
-        if spent is not None:
-            self._call(store.delete_key, spent)
+        last.append(own)
         return [part[HEADER:] for part in parts]
 
     def _read(self, store: Any, keys: list[str], seconds: float) -> list[bytes]:
