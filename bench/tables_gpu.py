@@ -42,9 +42,12 @@ SPLITS_BAR, SPLITS_BAR_UP_TO = 1.5, 16 * MIB
 HOST_BARS = {"Communicator.all_reduce": 5, "symmpool.all_reduce": 5}
 RUST_BAR = 3
 #: Milliseconds until new memory is a window.
-WINDOW_BARS = {"ours: commit of 64 MiB": 2, "ours: commit of 64 blocks of 8 MiB": 20}
-#: Recorded when each of these blocks was a segment.
-WINDOW_BARS["ours: commit of 64 segments of 8 MiB"] = 20
+WINDOW_BARS = {
+    "ours: commit of 64 MiB": 2,
+    "ours: commit of 64 blocks of 8 MiB": 20,
+    # Recorded when each of these blocks was a segment.
+    "ours: commit of 64 segments of 8 MiB": 20,
+}
 
 
 def recorded(name, worlds=WORLDS):

@@ -267,12 +267,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
     }
     const bool own = !more && exchange.takes_own();
-    if (!ROWS) {
-        share(exchange.own(), data_block(), data_blocks());
-    }
     if (ROWS) {
         receives = exchange.incoming(own);
         __syncwarp();
+    } else {
+        share(exchange.own(), data_block(), data_blocks());
     }
     // What goes straight and what goes through inboxes advance together: who waits for much in one way
     // needs the links from the beginning. What was stored straight last is on its way still while the last

@@ -182,11 +182,12 @@ impl Segments {
         granularity: u64,
     ) -> Vec<NewSegment> {
         let part = (self.reserved + bytes) / FRACTION / granularity * granularity;
-        let largest = match growing {
-            Growing::Shared => LARGEST_PIECE.max(part).max(granularity),
-            Growing::Local => LARGEST_LOCAL_PIECE.max(part).max(granularity),
+        let usual = match growing {
+            Growing::Shared => LARGEST_PIECE,
+            Growing::Local => LARGEST_LOCAL_PIECE,
             Growing::Windows => u64::MAX,
         };
+        let largest = usual.max(part).max(granularity);
         let mut pieces = Vec::new();
         while bytes > 0 {
             // A small rest joins the last piece.

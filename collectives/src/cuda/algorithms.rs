@@ -440,7 +440,7 @@ impl CudaEngine {
         let loaded = self.loaded(&PUSH, work, shots, false, THREADS)?;
         // Of what a block's range is of: a share, or a part.
         let shares = if shots == SCATTER | GATHER { ranks } else { 1 };
-        let room = self.control.scratch_vectors(self.world()) * 16 * shares;
+        let room = self.control.scratch_room(self.world()) * shares;
         let most = if shots & SCATTER != 0 { room } else { u64::MAX };
         let vectors = |bytes: u64| bytes.div_ceil(16).div_ceil(shares);
         for piece in work.pieces(most, 128 * shares) {

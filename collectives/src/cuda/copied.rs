@@ -25,22 +25,15 @@ use crate::jit::sources::REDUCE_COPIED;
 /// Bytes of every share, as far as it is that long.
 type Stretch = Range<u64>;
 
-/// What the scratch holds at once of every share.
-#[derive(Debug)]
-struct Round {
-    whole: Stretch,
-    halves: [Stretch; 2],
-}
-
-/// The rounds of shares of so many bytes, about equal, of at most `room` bytes each. All that there is
-/// but the end of the last is on cache lines, as `room` is.
-fn rounds(share: u64, room: u64) -> impl Iterator<Item = Round> {
+/// The rounds of shares of so many bytes, about equal, of at most `room` bytes each, and in halves. All
+/// that there is but the end of the last is on cache lines, as `room` is.
+fn rounds(share: u64, room: u64) -> impl Iterator<Item = [Stretch; 2]> {
     let each = share.div_ceil(share.div_ceil(room)).next_multiple_of(128);
     let beginnings = (0..share.div_ceil(each)).map(move |nth| nth * each);
     beginnings.map(move |from| {
         let end = share.min(from + each);
         let middle = end.min(from + (end - from).div_ceil(2).next_multiple_of(128));
-        Round { whole: from..end, halves: [from..middle, middle..end] }
+        [from..middle, middle..end]
     })
 }
 
@@ -63,21 +56,21 @@ impl CudaEngine {
             return self.enter_only(work.call, work.stream);
         };
         let reduce = self.loaded(&REDUCE_COPIED, work, 0, false, THREADS)?.after_copies();
-        let (share, room) = (work.share(0, self.world()).1, self.scratch_room());
+        let share = work.share(0, self.world()).1;
         let (kernels, copies) = (work.stream, self.aside);
         self.turn_to(kernels)?;
         self.fork(kernels, copies)?;
         self.enter_only(work.call, kernels)?;
         let mut sent = 0;
-        for Round { whole, halves: [first, second] } in rounds(share, room) {
-            if whole.start > 0 {
+        for [first, second] in rounds(share, self.control.scratch_room(self.world())) {
+            if first.start > 0 {
                 // When all have met, nobody reads what is in the scratch any more.
                 self.fork(copies, kernels)?;
                 self.reduce_copied(reduce, work, 0..0, 0)?;
                 self.fork(kernels, copies)?;
             }
             for peer in before {
-                self.copy_input(work, *peer, whole.clone(), 0)?;
+                self.copy_input(work, *peer, first.start..second.end, 0)?;
             }
             self.copy_input(work, last, first.clone(), 0)?;
             self.fork(copies, kernels)?;
@@ -100,24 +93,19 @@ impl CudaEngine {
         self.enter_after_copies(work.call, kernels)
     }
 
-    /// Bytes of scratch that a rank has for each of the others, whole cache lines.
-    fn scratch_room(&self) -> u64 {
-        self.control.scratch_vectors(self.world()) * 16
-    }
-
     /// Puts a stretch of this rank's part of a peer's share into that peer's scratch, `behind` where
     /// this rank's place there begins.
     fn copy_input(&mut self, work: &Work, peer: u32, stretch: Stretch, behind: u64) -> Result<()> {
-        let rank = self.rank();
+        let (rank, room) = (self.rank(), self.control.scratch_room(self.world()));
         let slot = if rank < peer { rank } else { rank - 1 };
-        let to = self.scratch_of(peer) + u64::from(slot) * self.scratch_room() + behind;
+        let to = self.scratch_of(peer) + u64::from(slot) * room + behind;
         let (from, bytes) = within(work.share(peer, self.world()), stretch);
         self.copy_by_engine(to, work.input + from, bytes, self.aside)
     }
 
     /// Reduces a stretch of this rank's share, when what peers copied is there, on the call's stream.
     fn reduce_copied(
-        &mut self,
+        &self,
         kernel: Loaded,
         work: &Work,
         stretch: Stretch,
@@ -126,10 +114,10 @@ impl CudaEngine {
         let (from, bytes) = within(work.share(self.rank(), self.world()), stretch);
         let (input, output) = (work.input + from, work.output + from);
         let params = CallParams { input, output, bytes, stride: behind, ..work.params() };
-        let (blocks, comm) = (kernel.resident.min(kernel.most_blocks), self.comm);
+        let grid = (kernel.resident.min(kernel.most_blocks), THREADS);
         // SAFETY: a stretch of what the caller of `copied` promised, of which nothing is copied until
         // the kernel has run.
-        unsafe { self.launch_apart(kernel, (blocks, THREADS), &comm, &params, None, work.stream) }
+        unsafe { self.launch_apart(kernel, grid, &self.comm, &params, None, work.stream) }
     }
 
     /// Puts a stretch of this rank's results into a peer's output, whose old contents the peer needs no
@@ -177,13 +165,12 @@ mod tests {
                 }
                 let mut at = 0;
                 let mut count = 0;
-                for Round { whole, halves: [first, second] } in rounds(share, room) {
-                    assert_eq!((whole.start, whole.end), (first.start, second.end));
-                    assert_eq!((at, first.end), (whole.start, second.start));
+                for [first, second] in rounds(share, room) {
+                    assert_eq!((at, first.end), (first.start, second.start));
                     assert!(!first.is_empty() && second.start <= second.end);
-                    assert!(whole.end - whole.start <= room, "{whole:?} of {room}");
+                    assert!(second.end - first.start <= room, "{first:?} {second:?} of {room}");
                     assert!(first.end == share || first.end.is_multiple_of(128));
-                    at = whole.end;
+                    at = second.end;
                     count += 1;
                 }
                 assert_eq!((at, count), (share, share.div_ceil(room)), "{share} by {room}");

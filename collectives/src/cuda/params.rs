@@ -204,9 +204,10 @@ impl Control {
         }
     }
 
-    /// Vectors that a sender may leave in a rank's scratch, as `push.cu` divides it.
-    pub(super) fn scratch_vectors(&self, world: u32) -> u64 {
-        self.scratch_bytes / 16 / u64::from(world.max(2) - 1) / 8 * 8
+    /// Bytes that a sender may leave in a rank's scratch, whole cache lines: `scratch_vectors` in
+    /// `comm.cuh`.
+    pub(super) fn scratch_room(&self, world: u32) -> u64 {
+        self.scratch_bytes / u64::from(world.max(2) - 1) / 128 * 128
     }
 
     /// How long the block is: the scratch is last, and whole pages like all before it.

@@ -74,7 +74,7 @@ impl Shape {
 
     /// Whether what was measured with room for it holds with the room there is.
     pub(super) fn pays(&self, algorithm: Algorithm, control: &Control) -> bool {
-        let at_once = control.scratch_vectors(self.world) * 16 * u64::from(self.world);
+        let at_once = control.scratch_room(self.world) * u64::from(self.world);
         algorithm != Algorithm::TwoShotCopy || at_once >= COPIED_AT_ONCE
     }
 
