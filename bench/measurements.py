@@ -126,7 +126,7 @@ def measurements():
            lambda w: w.collectives("check", "--algorithms", "huge"), "log", "cuda_collectives"),
         it("check", "every collective, bit by bit", 200, 480,
            lambda w: w.collectives("check", *w.pick([], ["--quick"])), "log", "cuda_collectives"),
-        it("install", "symmpool.install() beside torch's allocator, on one GPU", 250, 360,
-           lambda w: w.alone("python/tests/gpu/measure_install.py", "--rounds", w.pick("3", "1"), "--steps",
-                             w.pick("90", "12")), least=1, alone=True),
+        it("install", "symmpool.install() beside torch's allocator, on one GPU", 140, 300,
+           lambda w: w.alone("python/tests/gpu/measure_install.py", "--turns", w.pick("12", "1"), "--lengths",
+                             w.pick("60", "4")), least=1, alone=True),
     ]  # fmt: skip

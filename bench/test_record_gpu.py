@@ -232,29 +232,48 @@ def measure_install():
     return module
 
 
-def test_installs_are_measured_while_there_is_time(measure_install, monkeypatch, capsys):
-    now = [0.0]
+def test_installs_take_turns_while_there_is_time(measure_install, monkeypatch, capsys):
+    now, order = [0.0], []
     monkeypatch.setattr(measure_install.time, "perf_counter", lambda: now[0])
 
-    def one(which, steps, deadline):
-        now[0] += 30
-        rate = {"torch": 10.0, "expandable": 9.0, "symmpool": 9.95}[which] * (1 + now[0] / 1000)
-        return {"seconds": 30, "rate": rate, "live": 100, "reserved": 105, "losses": [steps, 1.0]}
+    class Fake:
+        def __init__(self, which):
+            self.which, self.turns = which, 0
 
-    def rounds(seconds):
-        options = Namespace(rounds=3, steps=90, seconds=seconds)
-        found = measure_install.rounds(options, one)
+        def turn(self):
+            order.append(self.which)
+            seconds = {"torch": 10.0, "expandable": 12.0, "symmpool": 9.5}[self.which] * (1 + len(order) / 100)
+            now[0] += 10
+            # The first turn does not count: not its time, not its losses.
+            self.turns += 1
+            return {"seconds": seconds, "live": 100, "reserved": 100 + self.turns, "losses": [self.turns > 1]}
+
+    def turns(seconds):
+        order.clear()
+        contenders = {which: Fake(which) for which in measure_install.CONTENDERS}
+        found = measure_install.take_turns(Namespace(turns=3, lengths=60, seconds=seconds), contenders)
         assert len({len(reports) for reports in found.values()}) == 1
         return found
 
-    assert [len(rounds(seconds)["torch"]) for seconds in (0, 179, 181, 1000)] == [1, 1, 2, 3]
-    assert "no time for round 2: one takes 90 s" in capsys.readouterr().out
-    table, same = measure_install.summary(rounds(1000))
-    assert same and table["symmpool"]["reserved_over_live"] == 1.05
-    assert table["torch"]["rate_over_torch"] == 1 and 0.99 < table["symmpool"]["rate_over_torch"] < 1.06
-    found = rounds(0)
+    assert [len(turns(seconds)["torch"]) for seconds in (0, 89, 91, 1000)] == [1, 1, 2, 3]
+    assert "no time for turn 2: one takes 30 s" in capsys.readouterr().out
+    found = turns(1000)
+    assert order[3:9] == ["torch", "expandable", "symmpool", "expandable", "symmpool", "torch"]
+    table, same = measure_install.summary(found, 60)
+    assert same and table["symmpool"]["reserved_over_live"] == 1.04
+    assert table["torch"]["rate_over_torch"] == 1 and 1 < table["symmpool"]["rate_over_torch"] < 1.1
+    assert table["expandable"]["steps_a_second"] < 5
     found["symmpool"][0]["losses"] = [2.0]
-    assert not measure_install.summary(found)[1]
+    assert not measure_install.summary(found, 60)[1]
+
+
+def test_a_contender_that_ends_is_told_with_what_it_said(measure_install, monkeypatch):
+    monkeypatch.setattr(measure_install, "__file__", "/nowhere/measure_install.py")
+    contender = measure_install.Contender("torch", 1)
+    with pytest.raises(SystemExit, match="torch ended with 2:(.|\n)*nowhere"):
+        contender.turn()
+    contender.close()
+    assert contender.process.poll() == 2
 
 
 def test_what_a_launcher_says_does_not_hide_what_failed():

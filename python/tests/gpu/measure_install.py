@@ -1,14 +1,16 @@
 """What `symmpool.install()` reserves and costs beside torch's allocator, on one GPU.
 
-    python python/tests/gpu/measure_install.py [--rounds 3] [--steps 90] [--seconds 240] [--json FILE]
+    python python/tests/gpu/measure_install.py [--turns 12] [--lengths 60] [--seconds 200] [--json FILE]
 
-Trains a small GPT with batches of many lengths, as in tests/traces, in a process for each allocator
-and round: torch's, torch's with expandable segments, and ours. Prints reserved bytes over peak live
-bytes, and steps per second; losses must be the same.
+Trains a small GPT with batches of many lengths, as in tests/traces: with torch's allocator, torch's with
+expandable segments, and ours, in a process each. The processes take turns: one trains on a batch of each
+length while the others wait, and rates are compared within a turn, as what else a machine does changes
+them by more than is looked for. Before the first turn that counts each has trained on all lengths once, as
+the first batch of a length takes several times as long (kernels are loaded, memory grows). Prints reserved
+bytes over peak live bytes of all that time, and steps per second. Torch's deterministic kernels are used, so
+losses must be the same.
 
-How long it takes: nine processes, each of which imports torch and makes a model before it trains. No
-round is begun that would not end within `--seconds`, as far as the rounds before tell; one is made in any
-case. What each process took is told as it ends.
+No turn is begun that would not end within `--seconds`; one is made in any case.
 """
 
 import argparse
@@ -17,24 +19,24 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
-#: What is measured, in the order of a round.
+#: What is measured, in the order of a turn.
 CONTENDERS = ("torch", "expandable", "symmpool")
 #: Bars: reserved over live bytes, at most; steps a second over torch's, at least.
 MOST_RESERVED, LEAST_RATE = 1.10, 0.99
+#: What cuBLAS needs to be deterministic.
+WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
-def train(which, steps):
-    if which == "expandable":
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+def trainer(lengths):
+    """A function that trains on one batch of each length, and returns some losses."""
     import torch
 
-    import symmpool
-
-    if which == "symmpool":
-        symmpool.install()
     torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
     width, layers, vocabulary = 768, 12, 8192
     layer = torch.nn.TransformerEncoderLayer(
         width, 12, 4 * width, dropout=0.0, batch_first=True, norm_first=True
@@ -44,97 +46,154 @@ def train(which, steps):
     head = torch.nn.Linear(width, vocabulary, bias=False).cuda()
     parameters = [*model.parameters(), *embed.parameters(), *head.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    lengths = torch.randint(64, 1024, (steps,), generator=torch.Generator().manual_seed(1)).tolist()
-    losses, begin = [], 0.0
-    for step, length in enumerate(lengths):
-        if step == steps // 3:
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
+
+    def step(length):
         tokens = torch.randint(vocabulary, (8, length + 1), device="cuda")
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(length, "cuda")
         with torch.autocast("cuda", torch.bfloat16):
-            out = head(model(embed(tokens[:, :-1]), is_causal=True,
-                             mask=torch.nn.Transformer.generate_square_subsequent_mask(length, "cuda")))
+            out = head(model(embed(tokens[:, :-1]), is_causal=True, mask=mask))
             loss = torch.nn.functional.cross_entropy(out.flatten(0, 1).float(), tokens[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step % 10 == 0:
-            losses.append(loss.item())
-    torch.cuda.synchronize()
-    rate = (steps - steps // 3) / (time.perf_counter() - begin)
+        return loss
+
+    all_lengths = torch.randint(64, 1024, (lengths,), generator=torch.Generator().manual_seed(1)).tolist()
+
+    def train():
+        losses = [step(length) for length in all_lengths]
+        torch.cuda.synchronize()
+        return [loss.item() for loss in losses[::10]]
+
+    return train
+
+
+def memory(which):
+    """Peaks of live and of reserved bytes."""
+    import torch
+
+    import symmpool
+
     if which == "symmpool":
         stats = symmpool.memory_stats()
-        live, reserved = stats["peak_allocated"], stats["peak_reserved"]
-    else:
-        live, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    print(json.dumps({"live": live, "reserved": reserved, "rate": rate, "losses": losses}))
+        return stats["peak_allocated"], stats["peak_reserved"]
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
-def one(which, steps, deadline):
-    """What a process of its own reports; its time in the course of it."""
-    command = [sys.executable, __file__, "--only", which, "--steps", str(steps)]
-    began = time.perf_counter()
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline)
-    except subprocess.TimeoutExpired:
-        sys.exit(f"{which}: {steps} steps did not end within {deadline:.0f} s")
-    if done.returncode:
-        sys.exit(f"{which}:\n{done.stdout}{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1]) | {"seconds": time.perf_counter() - began}
+def serve(which, lengths):
+    """A contender's process: a turn for each line that is read, and a line of JSON for each turn."""
+    import symmpool
+
+    if which == "symmpool":
+        symmpool.install()
+    train = trainer(lengths)
+    for _ in sys.stdin:
+        begin = time.perf_counter()
+        losses = train()
+        seconds = time.perf_counter() - begin
+        live, reserved = memory(which)
+        print(json.dumps({"seconds": seconds, "losses": losses, "live": live, "reserved": reserved}), flush=True)
 
 
-def rounds(options, run=one):
-    """The reports of all rounds there is time for, by contender."""
-    found, began, longest = {which: [] for which in CONTENDERS}, time.perf_counter(), 0.0
-    for number in range(options.rounds):
+class Contender:
+    """A process that trains when it is its turn."""
+
+    def __init__(self, which, lengths):
+        self.which, self.turns = which, []
+        self.errors = tempfile.TemporaryFile("w+")
+        environment = os.environ | WORKSPACE
+        if which == "expandable":
+            environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        command = [sys.executable, __file__, "--only", which, "--lengths", str(lengths)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment
+        )
+
+    def turn(self):
+        try:
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait()
+            self.errors.seek(0)
+            sys.exit(f"{self.which} ended with {self.process.returncode}:\n{self.errors.read()}")
+        return json.loads(line)
+
+    def close(self):
+        """Ends the process, and waits for its end."""
+        self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+        self.errors.close()
+
+
+def take_turns(options, contenders):
+    """What each turn of each contender took and found; the one that does not count is not among it."""
+    began, longest = time.perf_counter(), 0.0
+    for which, contender in contenders.items():
+        print(f"{which:10} {contender.turn()['seconds']:6.2f} s for the first turn", flush=True)
+    found = {which: [] for which in contenders}
+    for number in range(options.turns):
         begin = time.perf_counter()
         if number and begin - began + longest > options.seconds:
-            print(f"no time for round {number + 1}: one takes {longest:.0f} s", flush=True)
+            print(f"no time for turn {number + 1}: one takes {longest:.0f} s", flush=True)
             break
-        for which in CONTENDERS:
-            report = run(which, options.steps, max(120.0, options.seconds))
-            found[which].append(report)
-            print(
-                f"round {number + 1} of {options.rounds}, {which:10} {report['seconds']:6.1f} s, "
-                f"{report['rate']:6.2f} steps/s",
-                flush=True,
-            )
+        order = list(contenders)[number % len(contenders) :] + list(contenders)[: number % len(contenders)]
+        for which in order:
+            found[which].append(contenders[which].turn())
         longest = max(longest, time.perf_counter() - begin)
+        rates = (f"{which} {options.lengths / turns[-1]['seconds']:.2f}" for which, turns in found.items())
+        print(f"turn {number + 1} of {options.turns}, steps/s: {', '.join(rates)}", flush=True)
     return found
 
 
-def summary(found):
-    """Of each contender: reserved over live bytes at worst, live bytes, and the median of steps a second
-    beside torch's in the same round. And whether losses are the same."""
+def summary(found, lengths):
+    """Of each contender: reserved over live bytes, live bytes, and medians of the turns: of steps a second,
+    and of these over torch's in the same turn. And whether losses are the same."""
     table = {}
-    for which, reports in found.items():
-        beside = [mine["rate"] / torchs["rate"] for mine, torchs in zip(reports, found["torch"], strict=True)]
+    for which, turns in found.items():
+        last = turns[-1]
+        beside = [
+            torchs["seconds"] / mine["seconds"] for mine, torchs in zip(turns, found["torch"], strict=True)
+        ]
         table[which] = {
-            "reserved_over_live": max(r["reserved"] / r["live"] for r in reports),
-            "live_bytes": max(r["live"] for r in reports),
-            "steps_a_second": statistics.median(r["rate"] for r in reports),
+            "reserved_over_live": last["reserved"] / last["live"],
+            "live_bytes": last["live"],
+            "steps_a_second": statistics.median(lengths / turn["seconds"] for turn in turns),
             "rate_over_torch": statistics.median(beside),
         }
-    first = found["torch"][0]["losses"]
-    return table, all(r["losses"] == first for reports in found.values() for r in reports)
+    losses = [[turn["losses"] for turn in turns] for turns in found.values()]
+    return table, all(each == losses[0] for each in losses)
 
 
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=3, help="at most (default 3)")
-    parser.add_argument("--steps", type=int, default=90, help="of training a process (default 90)")
-    parser.add_argument("--seconds", type=float, default=240, help="for all of it, about (default 240)")
+    parser.add_argument("--turns", type=int, default=12, help="at most (default 12)")
+    parser.add_argument("--lengths", type=int, default=60, help="batches a turn (default 60)")
+    parser.add_argument("--seconds", type=float, default=200, help="for all of it, about (default 200)")
     parser.add_argument("--json", metavar="FILE", help="write all that was measured")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rounds < 1 or options.steps < 3:
-        parser.error("at least 1 round and 3 steps")
+    if options.turns < 1 or options.lengths < 1:
+        parser.error("at least 1 turn and 1 length")
     if options.only:
-        return train(options.only, options.steps)
-    found = rounds(options)
-    table, same = summary(found)
+        return serve(options.only, options.lengths)
+    contenders = {which: Contender(which, options.lengths) for which in CONTENDERS}
+    try:
+        found = take_turns(options, contenders)
+    finally:
+        for contender in contenders.values():
+            contender.close()
+    table, same = summary(found, options.lengths)
     print(f"{'':12}{'reserved / live':>16}{'live MiB':>10}{'steps/s':>10}{'of torch':>10}")
     for which, row in table.items():
         print(
@@ -153,7 +212,7 @@ def main():
         arguments = map(session.without_folders, sys.argv[1:])
         command = ["python", "python/tests/gpu/measure_install.py", *arguments]
         report = session.facts(torch, "install", command, 1)
-        report |= {"steps": options.steps, "same_losses": same, "results": table, "rounds": found}
+        report |= {"lengths": options.lengths, "same_losses": same, "results": table, "turns": found}
         with open(options.json, "w") as file:
             file.write(json.dumps(report, indent=1) + "\n")
     return 0 if same else 1
