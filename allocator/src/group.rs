@@ -28,6 +28,23 @@ pub struct Group {
     member: Arc<Member>,
     namespace: Arc<Namespace>,
     timeout: Duration,
+    interrupt: Option<Interrupt>,
+}
+
+/// Says whether a rank that waits for others is to stop; see [`Group::with_interrupt`].
+#[derive(Clone)]
+pub(crate) struct Interrupt(Arc<dyn Fn() -> bool + Send + Sync>);
+
+impl Interrupt {
+    pub(crate) fn asked(&self) -> bool {
+        (self.0)()
+    }
+}
+
+impl fmt::Debug for Interrupt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Interrupt(..)")
+    }
 }
 
 /// Who this participant is; shared by a group and its children.
@@ -139,6 +156,7 @@ impl Group {
             member: Arc::new(member),
             namespace: Namespace::new("symmpool".into()),
             timeout: DEFAULT_TIMEOUT,
+            interrupt: None,
         })
     }
 
@@ -147,6 +165,20 @@ impl Group {
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
+    }
+
+    /// The same participant, whose pools' waits for ranks of this machine end when `asked` returns
+    /// true: it is called by the thread that waits, about once a second and after a signal. The call
+    /// that waited then fails with [`Error::is_invalid_state`], and the pool can commit no more.
+    #[must_use]
+    pub fn with_interrupt(mut self, asked: impl Fn() -> bool + Send + Sync + 'static) -> Self {
+        self.interrupt = Some(Interrupt(Arc::new(asked)));
+        self
+    }
+
+    /// What [`with_interrupt`](Group::with_interrupt) was given.
+    pub(crate) fn interrupt(&self) -> Option<Interrupt> {
+        self.interrupt.clone()
     }
 
     /// The same participant under another name, which is in messages and before all keys in the
@@ -203,6 +235,7 @@ impl Group {
             member: self.member.clone(),
             namespace: Namespace::new(format!("{}/{what}.{number}", self.name())),
             timeout: self.timeout,
+            interrupt: self.interrupt.clone(),
         }
     }
 

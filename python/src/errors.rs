@@ -2,6 +2,7 @@
 //!
 //! The classes are Python's (`symmpool/errors.py`), because each derives from two others.
 
+use std::cell::RefCell;
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -36,11 +37,29 @@ pub(crate) fn exception(py: Python<'_>, error: &Error) -> PyErr {
     make().unwrap_or_else(|broken| broken)
 }
 
+thread_local! {
+    /// What ended the call that this thread is in: the crates below have no error for it.
+    static INTERRUPTED: RefCell<Option<PyErr>> = const { RefCell::new(None) };
+}
+
+/// Notes what this thread's call is to raise when it is back, whatever error it comes back with.
+pub(crate) fn interrupted_by(exception: PyErr) {
+    INTERRUPTED.set(Some(exception));
+}
+
+/// Whether a signal asks the call that this thread is in to stop. Python hears signals on its main
+/// thread only.
+pub(crate) fn is_interrupted() -> bool {
+    let heard = Python::try_attach(|py| py.check_signals().err()).flatten();
+    heard.map(interrupted_by).is_some()
+}
+
 /// What a call raises. Ctrl-C during the call comes before what went wrong in it: often the other
 /// ranks were interrupted too, and who catches the package's errors means to go on.
 #[cold]
 fn raised(py: Python<'_>, error: &Error) -> PyErr {
-    py.check_signals().err().unwrap_or_else(|| exception(py, error))
+    let interrupted = INTERRUPTED.take().or_else(|| py.check_signals().err());
+    interrupted.unwrap_or_else(|| exception(py, error))
 }
 
 /// An argument that cannot be served, as an exception.

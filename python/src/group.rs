@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use symmpool_allocator::store::FileStore;
 use symmpool_allocator::{Deadline, Error};
 
-use crate::errors::{OrRaise, invalid, seconds};
+use crate::errors::{OrRaise, invalid, is_interrupted, seconds};
 use crate::own::Own;
 use crate::store::PythonStore;
 
@@ -19,14 +19,21 @@ use crate::store::PythonStore;
 /// - "file:///DIRECTORY": in files of a directory that all ranks see and nobody else uses.
 ///
 /// `timeout` is how long collective calls of the group wait for other ranks, in seconds: making
-/// pools, and commits. Waits are not ended by Ctrl-C (in a store of torch they are, within a second),
-/// but all of them end, and then it is heard.
+/// pools, and commits. Ctrl-C ends waits for ranks of this machine, and those in a store of torch,
+/// within about a second; such a pool commits no more. It does not end other waits, but all of them
+/// end, and then it is heard.
 ///
 /// Raises InvalidArgumentError, TimeoutError when the store cannot be reached in time, and
 /// RefusedError when a secret differs.
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Group {
     pub(crate) group: Own<symmpool_allocator::Group>,
+}
+
+impl Group {
+    fn of(group: symmpool_allocator::Group) -> Self {
+        Self { group: Own::new(group.with_interrupt(is_interrupted)) }
+    }
 }
 
 #[pymethods]
@@ -57,7 +64,7 @@ impl Group {
             }
         };
         let group = py.detach(meet).or_raise(py)?;
-        Ok(Self { group: Own::new(group.with_timeout(timeout)) })
+        Ok(Self::of(group.with_timeout(timeout)))
     }
 
     /// The group that torchrun, or another launcher that sets its variables, describes:
@@ -70,7 +77,7 @@ impl Group {
         let timeout = seconds(py, "timeout", timeout)?;
         let meet = || symmpool_allocator::Group::from_env(Deadline::after(timeout));
         let group = py.detach(meet).or_raise(py)?;
-        Ok(Self { group: Own::new(group.with_timeout(timeout)) })
+        Ok(Self::of(group.with_timeout(timeout)))
     }
 
     /// `world` groups of one process, in rank order, for a thread each.
@@ -82,8 +89,7 @@ impl Group {
             return Err(invalid(py, format!("world={world}: at most 4096 threads meet")));
         }
         let groups = symmpool_allocator::Group::in_process(world).or_raise(py)?;
-        let own = |group: symmpool_allocator::Group| Own::new(group.with_timeout(timeout));
-        Ok(groups.into_iter().map(|group| Self { group: own(group) }).collect())
+        Ok(groups.into_iter().map(|group| Self::of(group.with_timeout(timeout))).collect())
     }
 
     /// A group that meets in a `torch.distributed.Store`, or one of its kind: `store` has its
@@ -104,7 +110,7 @@ impl Group {
         let adapter = py.import("symmpool.store")?.getattr("StoreAdapter")?.call1((store,))?;
         let store = Arc::new(PythonStore::new(adapter.unbind()));
         let group = symmpool_allocator::Group::new(rank, world, store).or_raise(py)?;
-        Ok(Self { group: Own::new(group.with_name(name).with_timeout(timeout)) })
+        Ok(Self::of(group.with_name(name).with_timeout(timeout)))
     }
 
     /// This process's rank, from 0.

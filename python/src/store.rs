@@ -11,6 +11,8 @@ use pyo3::types::PyBytes;
 use symmpool_allocator::store::{Gathered, Store};
 use symmpool_allocator::{Deadline, Error, Result};
 
+use crate::errors::interrupted_by;
+
 /// An object of `symmpool.store.StoreAdapter`.
 pub(crate) struct PythonStore(Py<PyAny>);
 
@@ -100,8 +102,7 @@ fn to_error(py: Python<'_>, what: &str, deadline: Deadline, error: &PyErr) -> Er
     } else if is("InvalidArgumentError") {
         Error::invalid_argument(format!("{what}: {text}"))
     } else if error.is_instance_of::<PyKeyboardInterrupt>(py) {
-        // No error of the crates below. It is raised in place of this one when the call is back.
-        let _ = py.import("_thread").and_then(|thread| thread.call_method0("interrupt_main"));
+        interrupted_by(error.clone_ref(py));
         Error::invalid_state(format!("{what}: interrupted"))
     } else {
         Error::system(what, error)

@@ -94,6 +94,41 @@ def test_ctrl_c_is_heard_while_a_rank_is_missing():
     assert values(1, interrupted_alone) == [True]
 
 
+def interrupted_commit(group):
+    pool = symmpool.Pool(group, "cpu", timeout=60)
+    comm = symmpool.Communicator(pool, timeout=60)
+    commit = pool.commit
+    if group.rank == 1:
+        # Comes when the other has left.
+        time.sleep(2)
+        with pytest.raises(symmpool.InvalidStateError, match="rank 0 gave up: interrupted"):
+            commit()
+        return True
+
+    class Own(Exception):
+        pass
+
+    def handler(*_):
+        raise Own("of a handler")
+
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    started = time.monotonic()
+    with pytest.raises(Own, match="of a handler"):
+        commit()
+    assert time.monotonic() - started < 10
+    # From then on it says so, and nothing of the signal is left.
+    for _ in range(2):
+        with pytest.raises(symmpool.InvalidStateError, match="since an earlier failure"):
+            commit()
+    del comm
+    return True
+
+
+def test_a_signal_ends_a_commit_that_waits_for_a_rank_and_the_rank_is_told():
+    assert values(2, interrupted_commit) == [True, True]
+
+
 def runs_out(group, folder):
     begin(group, folder)
     # A segment an allocation: refused at once, and nothing is taken before.

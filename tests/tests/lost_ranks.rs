@@ -16,6 +16,9 @@ const LIMIT: Duration = Duration::from_secs(3);
 /// How much later than that survivors may come back.
 const LATE: Duration = Duration::from_secs(1);
 
+/// How soon survivors of a commit know of a rank that was killed: its connections are closed.
+const SOON: Duration = Duration::from_millis(1500);
+
 /// How soon a pool that lost a peer refuses to commit: without waiting for anybody.
 const AT_ONCE: Duration = Duration::from_millis(500);
 
@@ -136,7 +139,7 @@ fn job(step: Step, how: &str, lost: u32, host: Host) -> Job {
 }
 
 fn check(step: Step, job: &Job, reports: &[Report]) {
-    let (lost, _) = job.fault.as_ref().expect("a fault");
+    let (lost, fault) = job.fault.as_ref().expect("a fault");
     for report in reports {
         let told = || format!("{}, rank {}: {:#?}", job.scenario, report.rank, report.said);
         if report.rank == *lost {
@@ -150,7 +153,9 @@ fn check(step: Step, job: &Job, reports: &[Report]) {
         assert_eq!(report.said("ranks"), format!("[{lost}]"), "{}", told());
         assert!(report.said("says").contains(&format!("rank {lost}")), "{}", told());
         let after: u128 = report.said("after").parse().unwrap();
-        assert!(after < (LIMIT + LATE).as_millis(), "{}", told());
+        let at_once = fault.starts_with("kill") && !is_handshake(step);
+        let most = if at_once { SOON } else { LIMIT + LATE };
+        assert!(after < most.as_millis(), "{}", told());
         let stage = report.said("stage");
         match step {
             _ if is_handshake(step) => assert_eq!(stage, "build", "{}", told()),

@@ -1,33 +1,28 @@
-//! Where a commit's time goes: a driver and a store that pass everything on, and note when the pool
-//! comes to each step, how long each call takes, and when the store is asked and answers.
+//! Where a commit's time goes: a driver that passes everything on, and notes when the pool comes to
+//! each step and how long each call takes.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::{Value, json};
+use symmpool_allocator::Result;
 use symmpool_allocator::driver::{
     CudaDriver, DeviceIdentity, Driver, Event, Exported, MemoryDriver, Physical, Reservation, Step,
     Stream, Transport,
 };
-use symmpool_allocator::store::{Gathered, Store, Traffic};
-use symmpool_allocator::{Deadline, Result};
 
 use crate::figures::{Figures, micros};
 
 /// What a commit consists of, one after the other: together they are all of it.
-pub(crate) const PHASES: [&str; 7] = [
+pub(crate) const PHASES: [&str; 6] = [
     "publish and agree",
     "export",
     "send, wait for a handle",
     "import and map",
-    "confirm",
-    "close handles",
+    // Descriptors are closed after it, or given to a thread that does.
+    "confirm, let handles go",
     "finish",
 ];
-
-/// Moments of the two gathers of a commit, from its beginning.
-pub(crate) const STORE: [&str; 4] =
-    ["proposal leaves", "proposals are there", "confirmation leaves", "confirmations are there"];
 
 /// What the ranks do between two beginnings.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -62,13 +57,11 @@ struct Notes {
     part: Part,
     began: Instant,
     steps: Vec<(Step, Instant)>,
-    gathers: Vec<(Instant, Instant)>,
     calls: Vec<Noted>,
     /// When commits began, in nanoseconds of the clock that all processes have.
     begins: Vec<u64>,
-    /// Of each commit, as [`PHASES`] and [`STORE`] name them.
+    /// Of each commit, as [`PHASES`] names them.
     phases: [Vec<f64>; PHASES.len()],
-    store: [Vec<f64>; STORE.len()],
 }
 
 impl Notes {
@@ -77,11 +70,9 @@ impl Notes {
             part: Part::Allocate,
             began: Instant::now(),
             steps: Vec::new(),
-            gathers: Vec::new(),
             calls: Vec::new(),
             begins: Vec::new(),
             phases: Default::default(),
-            store: Default::default(),
         }
     }
 
@@ -97,21 +88,14 @@ impl Notes {
         let sent = at(Step::CommitSend, received);
         let exported = at(Step::CommitExport, sent);
         let agreed = at(Step::CommitAgree, exported);
-        // The second gather is the confirmation; after it descriptors are closed, or given to a
-        // thread that does.
-        let confirmed = self.gathers.get(1).map_or(finish, |&(_, answered)| answered);
-        let moments = [self.began, agreed, sent, received, confirm, confirmed, finish, end];
+        let moments = [self.began, agreed, sent, received, confirm, finish, end];
         for (phase, moments) in self.phases.iter_mut().zip(moments.windows(2)) {
             phase.push(micros(moments[1].saturating_duration_since(moments[0])));
-        }
-        let moments = self.gathers.iter().flat_map(|&(asked, answered)| [asked, answered]);
-        for (store, moment) in self.store.iter_mut().zip(moments) {
-            store.push(micros(moment.saturating_duration_since(self.began)));
         }
     }
 }
 
-/// Notes what a [`Watched`] driver and a [`Clocked`] store see. Clones are the same notebook.
+/// Notes what a [`Watched`] driver sees. Clones are the same notebook.
 #[derive(Clone)]
 pub(crate) struct Notebook(Arc<Mutex<Notes>>);
 
@@ -130,7 +114,6 @@ impl Notebook {
         self.with(|notes| {
             notes.part = part;
             notes.steps.clear();
-            notes.gathers.clear();
             if part == Part::Commit {
                 let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
                 notes.begins.push(u64::try_from(now.as_nanos()).unwrap_or(u64::MAX));
@@ -148,13 +131,11 @@ impl Notebook {
     /// The figures of all commits.
     pub(crate) fn report(&self) -> Value {
         self.with(|notes| {
-            let figures = |all: &[Vec<f64>]| -> Vec<Value> {
-                all.iter().map(|times| Figures::of(times).json()).collect()
-            };
+            let phases: Vec<Value> =
+                notes.phases.iter().map(|times| Figures::of(times).json()).collect();
             json!({
                 "begins_ns": notes.begins,
-                "phases": figures(&notes.phases),
-                "store": figures(&notes.store),
+                "phases": phases,
                 "calls": calls(notes),
             })
         })
@@ -184,49 +165,6 @@ fn calls(notes: &Notes) -> Vec<Value> {
         }
     }
     all
-}
-
-/// A store whose gathers are noted.
-pub(crate) struct Clocked<S> {
-    pub(crate) inner: S,
-    pub(crate) notes: Notebook,
-}
-
-impl<S: Store> Store for Clocked<S> {
-    fn set(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
-        self.inner.set(key, value, deadline)
-    }
-
-    fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
-        self.inner.get(key, deadline)
-    }
-
-    fn add(&self, key: &str, delta: i64, deadline: Deadline) -> Result<i64> {
-        self.inner.add(key, delta, deadline)
-    }
-
-    fn delete(&self, key: &str, deadline: Deadline) -> Result<bool> {
-        self.inner.delete(key, deadline)
-    }
-
-    fn all_gather(
-        &self,
-        key: &str,
-        rank: u32,
-        world: u32,
-        value: &[u8],
-        deadline: Deadline,
-    ) -> Result<Gathered> {
-        let began = Instant::now();
-        let gathered = self.inner.all_gather(key, rank, world, value, deadline);
-        let ended = Instant::now();
-        self.notes.with(|notes| notes.gathers.push((began, ended)));
-        gathered
-    }
-
-    fn traffic(&self) -> Traffic {
-        self.inner.traffic()
-    }
 }
 
 /// A driver whose steps and calls are noted.

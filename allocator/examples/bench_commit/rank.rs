@@ -7,13 +7,13 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use symmpool_allocator::driver::{CudaDriver, HostDriver, HostOptions};
 use symmpool_allocator::lane::{LaneConfig, WindowPolicy};
+use symmpool_allocator::store::TcpStore;
 use symmpool_allocator::store::tcp::TcpOptions;
-use symmpool_allocator::store::{Store, TcpStore};
 use symmpool_allocator::{Block, Deadline, Driver, Error, Group, Lane, Pool, PoolBuilder, Result};
 
 use crate::Options;
 use crate::figures::micros;
-use crate::phases::{Clocked, Notebook, Part, Watched};
+use crate::phases::{Notebook, Part, Watched};
 
 const MIB: u64 = 1 << 20;
 
@@ -116,9 +116,9 @@ pub(crate) fn run(
     deadline: Deadline,
 ) -> Result<Value> {
     let notes = Notebook::new();
-    let inner = TcpStore::connect_as(address, TcpOptions::default(), rank, deadline)?;
-    let store: Arc<dyn Store> = Arc::new(Clocked { inner, notes: notes.clone() });
-    let group = Group::new(rank, options.ranks, store)?.with_timeout(deadline.remaining());
+    let store = TcpStore::connect_as(address, TcpOptions::default(), rank, deadline)?;
+    let group =
+        Group::new(rank, options.ranks, Arc::new(store))?.with_timeout(deadline.remaining());
     let mut scenarios = Vec::new();
     for (scenario, _) in Scenario::all(options.cuda) {
         scenarios.push(measure(&group, scenario, options, &notes)?);

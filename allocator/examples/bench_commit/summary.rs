@@ -3,7 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use crate::figures::Figures;
-use crate::phases::{PHASES, STORE};
+use crate::phases::PHASES;
 
 /// Prints where each rank's time went in one kind of commit, and returns it: `ranks` are their
 /// reports.
@@ -28,10 +28,8 @@ pub(crate) fn by_rank(ranks: &[&Value]) -> Value {
     told("", "begins after the first", begins);
     let commit = |rank: &&Value| Figures::of(&numbers(&rank["commit_us"])).json();
     told("", "commit", ranks.iter().map(commit).collect());
-    for (kind, names) in [("phases", &PHASES[..]), ("store", &STORE[..])] {
-        for (at, name) in names.iter().enumerate() {
-            told(kind, name, ranks.iter().map(|rank| rank[kind][at].clone()).collect());
-        }
+    for (at, name) in PHASES.iter().enumerate() {
+        told("phases", name, ranks.iter().map(|rank| rank["phases"][at].clone()).collect());
     }
     println!("    {:<26}{columns}", "calls: n x median (most)");
     let calls = ranks[0]["calls"].as_array().map_or(0, Vec::len);

@@ -128,7 +128,6 @@ impl PoolBuilder {
             committer: Mutex::new(Committer {
                 peers,
                 commits: 0,
-                exchanges: 0,
                 broken: None,
                 unfinished: None,
                 nccl: Vec::new(),

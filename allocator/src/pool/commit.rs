@@ -1,12 +1,15 @@
 //! The collective step that compares the ranks' sequences and turns new segments into windows.
 //!
-//! | step | store round trips |
+//! | step | gathers |
 //! | --- | --- |
 //! | 1 publish counters, digests, freed blocks, failures; 2 judge them, alike on all ranks | 1 |
-//! | 3 hand over handles: descriptors over sockets, or bytes through the store | 0 or 1 |
+//! | 3 hand over handles: descriptors in an exchange, or bytes in a gather | 0 or 1 |
 //! | 4 map peers' segments, confirm; if any rank failed, all undo | 1 |
 //! | 5 finish: new windows, retired segments unmapped, freed blocks returned | 0 |
 //! | 6 new windows are registered with NCCL, where communicators of it were given | 0 or 1 |
+//!
+//! Ranks that are connected by sockets gather over these, others through the store. Over sockets a
+//! peer that is gone is seen at once; through the store, when time is up.
 //!
 //! Nothing is mapped before all digests agree. A commit in which nothing grew ends after step 2.
 //! The lanes stay locked throughout, because a commit is part of their sequence.
@@ -52,7 +55,9 @@ impl Pool {
     ///   what was allocated since and [`resync`](Pool::resync).
     /// - [`Error::is_out_of_memory`] and others: one rank could not do what the others did.
     /// - [`Error::is_timeout`], [`Error::is_peer_lost`]: names the ranks. No further commit of this
-    ///   pool can succeed, and each says so at once; what is mapped stays usable.
+    ///   pool can succeed, and each says so at once; what is mapped stays usable. Where ranks hand
+    ///   over file descriptors they are connected, and a peer that exits is seen at once; a failure
+    ///   of the connection itself, such as too many open files, ends commits, too.
     /// - [`Error::is_invalid_state`]: another thread is committing, or a stream is being captured.
     ///
     /// New windows that NCCL refuses (see [`register_nccl`](Pool::register_nccl)) are an error on
@@ -137,19 +142,21 @@ impl Pool {
     /// Steps 1 and 2. Returns, for each held lane, the blocks that ranks told as freed.
     fn agree(
         &self,
-        committer: &Committer,
+        committer: &mut Committer,
         held: &[Held<'_>],
         deadline: Deadline,
     ) -> Result<Vec<Heard>> {
         let proposal = self.propose(committer, held).map_err(|error| error.kind().clone());
         let group = &self.0.group;
         let proposal = encode_status(Propose, proposal)?;
-        let gathered = group.all_gather("propose", &proposal, deadline)?;
+        let peers = &mut committer.peers;
+        let gathered = peers.all_gather(group, "propose", &proposal, deadline)?;
         match judge(&gathered)? {
             Verdict::Agreed(heard) => Ok(heard),
             Verdict::Differs { lane, failures } => {
                 let Held { lane: shared, inner } = &held[lane];
-                let mut gather = |what: &str, value: &[u8]| group.all_gather(what, value, deadline);
+                let mut gather =
+                    |what: &str, value: &[u8]| peers.all_gather(group, what, value, deadline);
                 let found = first_difference(&shared.name, &inner.state, &mut gather)?;
                 // A rank that could not do what the others did explains the difference best.
                 let failed: Vec<_> = failures

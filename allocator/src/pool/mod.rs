@@ -85,8 +85,6 @@ struct Inner {
 struct Committer {
     peers: Peers,
     commits: u64,
-    /// Exchanges of descriptors begun, those of failed commits included.
-    exchanges: u64,
     /// Why no further commit can work: a peer is gone, or ranks may have come apart.
     broken: Option<Error>,
     /// Why this rank did not get to the end of a commit that others may have finished. Told to

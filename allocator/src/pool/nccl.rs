@@ -8,6 +8,7 @@ use crate::driver::MemoryDriver;
 use crate::lane::WindowPolicy;
 use crate::nccl::{Comm, Nccl, NcclWindow};
 use crate::rendezvous::message::{Message, decode_all};
+use crate::rendezvous::peers::Peers;
 use crate::rendezvous::status::{Status, agreed, encode_status};
 use crate::{CONTROL_LANE, Deadline, Error, Result};
 
@@ -80,10 +81,20 @@ impl Pool {
             Ok((Attached { nccl, comm, windows: Vec::new() }, version))
         });
         let version = ready.as_ref().map(|(_, version)| *version).map_err(Clone::clone);
-        self.agree_on_nccl("registering windows with NCCL", version, deadline)?;
+        self.agree_on_nccl(
+            &mut committer.peers,
+            "registering windows with NCCL",
+            version,
+            deadline,
+        )?;
         let (mut attached, version) = ready?;
         let done = self.register_missing(&mut attached, deadline);
-        if let Err(error) = self.agree_on_nccl("NCCL's windows", done.map(|()| version), deadline) {
+        if let Err(error) = self.agree_on_nccl(
+            &mut committer.peers,
+            "NCCL's windows",
+            done.map(|()| version),
+            deadline,
+        ) {
             let _ = self.deregister(&mut attached, |_| true, deadline);
             return Err(error);
         }
@@ -101,7 +112,12 @@ impl Pool {
         let ready = found.ok_or_else(|| {
             Error::invalid_argument("this communicator was not given the pool's windows")
         });
-        self.agree_on_nccl("taking windows back from NCCL", ready.clone().map(|_| 0), deadline)?;
+        self.agree_on_nccl(
+            &mut committer.peers,
+            "taking windows back from NCCL",
+            ready.clone().map(|_| 0),
+            deadline,
+        )?;
         let mut attached = committer.nccl.remove(ready?);
         self.deregister(&mut attached, |_| true, deadline)
     }
@@ -138,9 +154,15 @@ impl Pool {
     }
 
     /// Every rank hears how all fared, and reports the same.
-    fn agree_on_nccl(&self, step: &str, own: Result<i32>, deadline: Deadline) -> Result<()> {
+    fn agree_on_nccl(
+        &self,
+        peers: &mut Peers,
+        step: &str,
+        own: Result<i32>,
+        deadline: Deadline,
+    ) -> Result<()> {
         let status = encode_status(Said, own.map_err(|error| error.kind().clone()))?;
-        let gathered = self.group().all_gather("nccl", &status, deadline)?;
+        let gathered = peers.all_gather(self.group(), "nccl", &status, deadline)?;
         let (mut failures, mut versions) = (Vec::new(), Vec::new());
         for (rank, Said(status)) in (0..).zip(decode_all(&gathered)?) {
             match status {
@@ -231,12 +253,17 @@ impl Pool {
         let mut attached = std::mem::take(&mut committer.nccl);
         let done =
             attached.iter_mut().try_for_each(|attached| self.register_missing(attached, deadline));
-        self.agree_on_nccl("registering new windows with NCCL", done.map(|()| 0), deadline)
-            .map_err(|error| {
-                error.context(
-                    "the memory is committed, but NCCL has no windows of it, nor of what comes",
-                )
-            })?;
+        self.agree_on_nccl(
+            &mut committer.peers,
+            "registering new windows with NCCL",
+            done.map(|()| 0),
+            deadline,
+        )
+        .map_err(|error| {
+            error.context(
+                "the memory is committed, but NCCL has no windows of it, nor of what comes",
+            )
+        })?;
         committer.nccl = attached;
         Ok(())
     }

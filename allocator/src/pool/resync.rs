@@ -9,6 +9,7 @@ use super::lane::LaneInner;
 use super::{Committer, Pool};
 use crate::lane::{Agreed, Survivor};
 use crate::rendezvous::message::{Message, decode, decode_all};
+use crate::rendezvous::peers::Peers;
 use crate::rendezvous::search::first_difference;
 use crate::rendezvous::status::{Status, agreed, encode_status};
 use crate::{Deadline, Error, Result};
@@ -87,7 +88,7 @@ impl Pool {
         let own: Vec<(u64, u64)> = standing.collect();
         let status = ready.map(|()| own.clone()).map_err(|error| error.kind().clone());
         let status = encode_status(Standing, status)?;
-        let gathered = self.group().all_gather("standing", &status, deadline)?;
+        let gathered = committer.peers.all_gather(self.group(), "standing", &status, deadline)?;
         let mut all = Vec::new();
         let mut failures = Vec::new();
         for (rank, Standing(status)) in (0..).zip(decode_all(&gathered)?) {
@@ -105,7 +106,7 @@ impl Pool {
         // All lanes are judged before any is changed.
         let mut agreements = Vec::new();
         for &lane in &differing {
-            agreements.push((lane, self.agree_on(&held[lane], deadline)?));
+            agreements.push((lane, self.agree_on(&mut committer.peers, &held[lane], deadline)?));
         }
         let outcome = agreements.iter().try_for_each(|(lane, agreed)| {
             let lane = &mut held[*lane];
@@ -131,10 +132,11 @@ impl Pool {
     }
 
     /// Finds the state that all ranks can go back to in a lane that differs.
-    fn agree_on(&self, held: &Held<'_>, deadline: Deadline) -> Result<Agreed> {
+    fn agree_on(&self, peers: &mut Peers, held: &Held<'_>, deadline: Deadline) -> Result<Agreed> {
         let state = &held.inner.state;
         let name = &held.lane.name;
-        let mut gather = |what: &str, value: &[u8]| self.group().all_gather(what, value, deadline);
+        let mut gather =
+            |what: &str, value: &[u8]| peers.all_gather(self.group(), what, value, deadline);
         let first = first_difference(name, state, &mut gather)?.counter;
         let own = Holdings {
             counter: state.counter(),

@@ -12,6 +12,7 @@ use crate::error::list;
 use crate::heap::Heap;
 use crate::lane::Segment;
 use crate::rendezvous::message::{Message, decode, decode_all, encode};
+use crate::rendezvous::peers::Peers;
 use crate::rendezvous::status::{Status, agreed, encode_status};
 use crate::{Deadline, Error, Result};
 
@@ -67,19 +68,10 @@ impl Pool {
         let outcome = self
             .hand_over(committer, held, fresh, ready, &mut mapped, exchange_by)
             .and_then(|()| self.driver().at_step(Step::CommitConfirm));
-        let status = outcome.as_ref().copied().map_err(|error| error.kind().clone());
-        let confirm = || -> Result<()> {
-            let deadline = Deadline::after(deadline.remaining().max(GRACE));
-            let status = encode_status(Mapped, status)?;
-            let gathered = self.0.group.all_gather("mapped", &status, deadline)?;
-            let statuses: Vec<Mapped> = decode_all(&gathered)?;
-            let failures: Vec<_> = (0..)
-                .zip(statuses)
-                .filter_map(|(rank, Mapped(status))| Some((rank, status.err()?)))
-                .collect();
-            agreed("mapping peers' memory", &failures).map_or(Ok(()), Err)
-        };
-        let confirmed = confirm();
+        // Where the exchange broke the connections, peers know why, and nothing can be confirmed.
+        let peers = &mut committer.peers;
+        let confirmed =
+            if peers.can_talk() { self.confirm(peers, &outcome, deadline) } else { Ok(()) };
         // Peers have what they were sent, or never will.
         let mut sent = std::mem::take(&mut mapped.sent);
         let shared = match (confirmed, outcome) {
@@ -104,6 +96,20 @@ impl Pool {
         }
         self.0.handles.close(sent);
         shared
+    }
+
+    /// Step 4: whether every rank has mapped its peers' segments; fails alike on all if one has not.
+    fn confirm(&self, peers: &mut Peers, outcome: &Result<()>, deadline: Deadline) -> Result<()> {
+        let deadline = Deadline::after(deadline.remaining().max(GRACE));
+        let status = outcome.as_ref().copied().map_err(|error| error.kind().clone());
+        let status = encode_status(Mapped, status)?;
+        let gathered = peers.all_gather(&self.0.group, "mapped", &status, deadline)?;
+        let statuses: Vec<Mapped> = decode_all(&gathered)?;
+        let failures: Vec<_> = (0..)
+            .zip(statuses)
+            .filter_map(|(rank, Mapped(status))| Some((rank, status.err()?)))
+            .collect();
+        agreed("mapping peers' memory", &failures).map_or(Ok(()), Err)
     }
 
     /// A rank that fails here, or failed before (`ready`), goes through the same exchanges with
@@ -142,10 +148,7 @@ impl Pool {
                     }
                     Ok(())
                 };
-                committer.exchanges += 1;
-                let round = committer.exchanges;
-                let exchanged =
-                    mesh.exchange(round, &descriptors, fresh.len(), &mut take, deadline);
+                let exchanged = mesh.exchange(&descriptors, fresh.len(), &mut take, deadline);
                 mapped.sent = exported.into_iter().flatten().filter_map(Handle::made).collect();
                 // What failed here explains what failed after it.
                 failed.map_or(Ok(()), Err)?;

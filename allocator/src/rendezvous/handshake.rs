@@ -97,6 +97,7 @@ pub(crate) fn handshake(
     let confirmed = connected.and_then(|mesh| {
         driver.at_step(Step::HandshakeConfirm)?;
         let devices: Vec<DeviceIdentity> = devices.iter().cloned().collect();
+        let mesh = mesh.map(|mesh| mesh.with_interrupt(group.interrupt()));
         Ok(Linked { mesh, topology: Topology::detect(&devices)? })
     });
     let Linked { mesh, topology } = confirm(group, confirmed, deadline).map_err(doing)?;

@@ -20,7 +20,7 @@ use crate::store::{Gathered, MAX_VALUE};
 use crate::{Error, Result};
 
 /// The version of all messages together; grows with any change to one of them.
-pub(crate) const PROTOCOL_VERSION: u16 = 1;
+pub(crate) const PROTOCOL_VERSION: u16 = 2;
 
 /// The longest payload of a message, in bytes.
 pub(crate) const MAX_PAYLOAD: usize = MAX_VALUE - HEADER;
@@ -171,9 +171,8 @@ mod tests {
         let error = decode::<Sample>(3, &bytes).unwrap_err();
         assert!(error.is_refused());
         let text = error.to_string();
-        assert!(
-            text.contains("rank 3") && text.contains("version 9") && text.contains("version 1")
-        );
+        let own = format!("version {PROTOCOL_VERSION}");
+        assert!(text.contains("rank 3") && text.contains("version 9") && text.contains(&own));
     }
 
     #[test]

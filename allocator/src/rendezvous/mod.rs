@@ -11,7 +11,7 @@
 //! | [`peers`] | what the handshake found out |
 //! | [`agreement`] | what ranks propose to commit, and what follows |
 //! | [`search`] | the first event at which ranks differ |
-//! | [`mesh`] | Unix sockets between ranks of one machine; file descriptors travel over them |
+//! | [`mesh`] | Unix sockets between ranks of one machine: gathers, and file descriptors that travel |
 
 pub(crate) mod agreement;
 mod checks;

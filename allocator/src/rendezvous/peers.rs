@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use super::identity::HostIdentity;
 use super::mesh::Mesh;
 use crate::driver::{DeviceIdentity, Transport};
+use crate::store::Gathered;
 use crate::topology::Topology;
+use crate::{Deadline, Group, Result};
 
 /// One value a rank, equal ones held once: a thousand simulated ranks of one process are one
 /// identity.
@@ -90,6 +92,26 @@ impl Peers {
     /// The connections to the other ranks, where handles are file descriptors.
     pub(crate) fn mesh(&self) -> Option<&Mesh> {
         self.mesh.as_ref()
+    }
+
+    /// Every rank's `value`: over the connections to the other ranks, where there are some, else
+    /// through the group's store. Collective; see [`Mesh::all_gather`] and [`Group::all_gather`].
+    pub(crate) fn all_gather(
+        &mut self,
+        group: &Group,
+        what: &str,
+        value: &[u8],
+        deadline: Deadline,
+    ) -> Result<Gathered> {
+        match &mut self.mesh {
+            Some(mesh) => mesh.all_gather(what, value, deadline),
+            None => group.all_gather(what, value, deadline),
+        }
+    }
+
+    /// Whether ranks can still talk, as far as this one knows.
+    pub(crate) fn can_talk(&self) -> bool {
+        self.mesh.as_ref().is_none_or(|mesh| !mesh.is_broken())
     }
 
     /// See [`mesh`](Peers::mesh).

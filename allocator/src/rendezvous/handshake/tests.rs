@@ -43,7 +43,7 @@ fn ranks_meet_and_can_hand_over_descriptors() {
             let sent: OwnedFd = std::fs::File::open("/dev/null").unwrap().into();
             let fds = [std::os::fd::AsFd::as_fd(&sent)];
             let mesh = peers.mesh_mut().unwrap();
-            mesh.exchange(1, &fds, 1, &mut keep, Deadline::seconds(60)).unwrap();
+            mesh.exchange(&fds, 1, &mut keep, Deadline::seconds(60)).unwrap();
             received.sort_unstable();
             let others: Vec<u32> = (0..world).filter(|&rank| rank != group.rank()).collect();
             assert_eq!(received, others);

@@ -12,7 +12,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use super::wire::{self, Inbox, Introduction, Received, Sent};
+use super::wire::{self, Farewell, Inbox, Introduction, Received, Sent};
 use super::{LastWords, Mesh, at_most, closed, last_words, poll_for, say_farewell};
 use crate::rendezvous::message;
 use crate::{Deadline, Error, Result};
@@ -169,7 +169,8 @@ impl<'a> Assembly<'a> {
             _ => None,
         };
         let links = self.links.into_iter().map(up).collect();
-        Mesh { rank: self.rank, links, inbox: self.inbox, broken: None }
+        let Self { rank, inbox, .. } = self;
+        Mesh { rank, links, inbox, rounds: 0, interrupt: None, broken: None }
     }
 
     /// Dials the lower ranks that have yet to be dialled.
@@ -268,7 +269,7 @@ impl<'a> Assembly<'a> {
         for peer in closed(up) {
             let Link::Up(socket) = &self.links[peer as usize] else { continue };
             return Err(match last_words(&mut self.inbox, peer, socket) {
-                LastWords::Farewell(error) => error,
+                LastWords::Farewell(farewell) => farewell.into_loss(),
                 LastWords::Nothing | LastWords::StillThere => lost(peer),
             });
         }
@@ -315,16 +316,16 @@ impl<'a> Assembly<'a> {
     fn give_up(mut self, error: &Error) {
         // Those that called meanwhile become links, if they are of the group.
         let _ = self.hear_callers();
-        let kind = error.kind();
+        let why = Farewell { by: self.rank, cause: error.kind().clone() };
         for peer in 0..self.links.len() as u32 {
             match &self.links[peer as usize] {
-                Link::Dialled(socket) | Link::Up(socket) => say_farewell([socket], kind),
+                Link::Dialled(socket) | Link::Up(socket) => say_farewell([socket], &why),
                 Link::ToDial => {
                     if let (Ok(Dial::Connected(socket)), Ok(introduction)) =
                         (dial(self.names[peer as usize]), self.introduction(peer))
                     {
                         let _ = wire::send(&socket, &introduction, &[]);
-                        say_farewell([&socket], kind);
+                        say_farewell([&socket], &why);
                     }
                 }
                 Link::Own | Link::Expected { .. } => {}

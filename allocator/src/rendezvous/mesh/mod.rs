@@ -1,4 +1,5 @@
-//! Unix sockets between all ranks of one machine, over which file descriptors travel.
+//! Unix sockets between all ranks of one machine, over which file descriptors travel, and what
+//! ranks tell each other once they are connected.
 //!
 //! A [`Listener`] is made before ranks meet, so that its random abstract name can be announced;
 //! [`Mesh::connect`] turns the names into one connection a pair. A mesh belongs to one pool and
@@ -15,6 +16,8 @@
 
 mod connect;
 mod exchange;
+mod gather;
+mod talk;
 #[cfg(test)]
 mod tests;
 mod wire;
@@ -25,9 +28,9 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
+use self::talk::Fault;
 use self::wire::{Farewell, Inbox, Received};
-use super::message;
-use crate::error::ErrorKind;
+use crate::group::Interrupt;
 use crate::{Deadline, Error, Result};
 
 pub(crate) use connect::Listener;
@@ -39,12 +42,16 @@ pub(crate) struct Mesh {
     /// One a rank; `None` for this rank itself, and for all when broken.
     links: Vec<Option<OwnedFd>>,
     inbox: Inbox,
+    /// Exchanges and gathers begun.
+    rounds: u64,
+    /// Whether a rank that waits is to stop.
+    interrupt: Option<Interrupt>,
     broken: Option<Broken>,
 }
 
 #[derive(Debug)]
 struct Broken {
-    cause: ErrorKind,
+    why: Farewell,
     /// Peers that were gone when it happened.
     lost: Vec<u32>,
 }
@@ -59,46 +66,65 @@ impl Mesh {
         closed(links(&self.links))
     }
 
-    /// The reason why this mesh can no longer be used, if there is one.
-    fn check_usable(&self) -> Result<()> {
-        match &self.broken {
-            None => Ok(()),
-            Some(broken) => Err(Error::from_kind(broken.cause.clone())
-                .context("handles can no longer travel since an earlier failure")),
-        }
+    /// The same mesh, whose waits end when `interrupt` says so.
+    pub(crate) fn with_interrupt(mut self, interrupt: Option<Interrupt>) -> Self {
+        self.interrupt = interrupt;
+        self
     }
 
-    /// Tells the peers why, closes all connections and passes `error` on.
-    fn break_with(&mut self, error: Error) -> Error {
+    /// Whether an earlier failure closed the connections.
+    pub(crate) fn is_broken(&self) -> bool {
+        self.broken.is_some()
+    }
+
+    /// The number of the next exchange or gather. Fails when this mesh can no longer be used.
+    fn next_round(&mut self) -> Result<u64> {
+        if let Some(broken) = &self.broken {
+            let error = broken.why.clone().into_error();
+            return Err(error.context("ranks can no longer talk since an earlier failure"));
+        }
+        self.rounds += 1;
+        Ok(self.rounds)
+    }
+
+    /// Tells the peers why, closes all connections and returns the error that it is.
+    fn break_with(&mut self, fault: Fault) -> Error {
+        let (error, why) = match fault {
+            Fault::GaveUp(why) => (why.clone().into_error(), why),
+            Fault::Closed(peer) => self.own(Error::peer_lost(vec![peer], CLOSED)),
+            Fault::Failed(error) => self.own(error),
+        };
         let lost = self.lost_peers();
-        say_farewell(links(&self.links).map(|(_, socket)| socket), error.kind());
+        say_farewell(links(&self.links).map(|(_, socket)| socket), &why);
         self.links.iter_mut().for_each(|link| *link = None);
-        self.broken = Some(Broken { cause: error.kind().clone(), lost });
+        self.broken = Some(Broken { why, lost });
         error
+    }
+
+    /// A failure that this rank found.
+    fn own(&self, error: Error) -> (Error, Farewell) {
+        let why = Farewell { by: self.rank, cause: error.kind().clone() };
+        (error, why)
     }
 
     /// What the closed connection to `first` means: who is really gone, or who gave up and why.
     /// Discards everything that was still to be received; the mesh has to be broken afterwards.
-    fn diagnose(&mut self, first: u32) -> Error {
+    fn diagnose(&mut self, first: u32) -> Fault {
         let mut lost = Vec::new();
         let mut gave_up = None;
         for (rank, socket) in links(&self.links) {
             match last_words(&mut self.inbox, rank, socket) {
-                LastWords::Farewell(error) => {
-                    gave_up.get_or_insert(error);
+                LastWords::Farewell(farewell) => {
+                    gave_up.get_or_insert(farewell);
                 }
                 LastWords::Nothing => lost.push(rank),
                 LastWords::StillThere => {}
             }
         }
         match gave_up {
-            Some(error) if lost.is_empty() => error,
-            _ => {
-                if lost.is_empty() {
-                    lost.push(first);
-                }
-                Error::peer_lost(lost, CLOSED)
-            }
+            Some(farewell) if lost.is_empty() => Fault::GaveUp(farewell),
+            _ if lost.is_empty() => Fault::Closed(first),
+            _ => Fault::Failed(Error::peer_lost(lost, CLOSED)),
         }
     }
 }
@@ -107,7 +133,7 @@ const CLOSED: &str = "the connection was closed without a word (the process exit
 
 /// How a connection ended.
 enum LastWords {
-    Farewell(Error),
+    Farewell(Farewell),
     /// Closed without a farewell.
     Nothing,
     StillThere,
@@ -118,8 +144,8 @@ fn last_words(inbox: &mut Inbox, rank: u32, socket: &OwnedFd) -> LastWords {
     loop {
         match inbox.receive(rank, socket) {
             Ok(Received::Packet { frame, .. }) => {
-                if let Some(error) = farewell_of(rank, frame) {
-                    return LastWords::Farewell(error);
+                if let Some(farewell) = Farewell::read(rank, frame) {
+                    return LastWords::Farewell(farewell);
                 }
             }
             Ok(Received::WouldBlock) => return LastWords::StillThere,
@@ -133,22 +159,9 @@ fn links(all: &[Option<OwnedFd>]) -> impl Iterator<Item = (u32, &OwnedFd)> {
     (0u32..).zip(all).filter_map(|(rank, link)| Some((rank, link.as_ref()?)))
 }
 
-/// The error a peer gave up with, when `frame` is its farewell.
-///
-/// Losses and timeouts are passed on as they are: they name who is to blame. Anything else is the
-/// peer's own failure, and to this rank the loss of that peer; ranks agree on the failure itself
-/// in the round through the store that follows.
-fn farewell_of(rank: u32, frame: &[u8]) -> Option<Error> {
-    let farewell: Farewell = message::decode(rank, frame).ok()?;
-    Some(match farewell.cause {
-        cause @ (ErrorKind::PeerLost { .. } | ErrorKind::Timeout { .. }) => Error::from_kind(cause),
-        cause => Error::peer_lost(vec![rank], format!("it gave up: {cause}")),
-    })
-}
-
 /// Tells peers why this rank gives up. What cannot be sent at once is not sent.
-fn say_farewell<'a>(to: impl IntoIterator<Item = &'a OwnedFd>, cause: &ErrorKind) {
-    let Ok(frame) = Farewell::frame(cause) else { return };
+fn say_farewell<'a>(to: impl IntoIterator<Item = &'a OwnedFd>, why: &Farewell) {
+    let Ok(frame) = why.frame() else { return };
     for socket in to {
         let _ = wire::send(socket, &frame, &[]);
     }

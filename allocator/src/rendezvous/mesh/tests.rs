@@ -1,7 +1,8 @@
-//! Exchanges, with threads in place of ranks; [`connecting`] before them, and [`processes`] where a
-//! rank has to be killed or open files are counted.
+//! Exchanges, with threads in place of ranks; [`connecting`] before them, [`gathering`] beside them, and
+//! [`processes`] where a rank has to be killed or open files are counted.
 
 mod connecting;
+mod gathering;
 mod processes;
 
 use std::fs::File;
@@ -15,6 +16,7 @@ use rustix::process::{Resource, Rlimit};
 
 use super::wire::{Descriptors, Sent};
 use super::*;
+use crate::rendezvous::message;
 
 const SECRET: [u8; 32] = [7; 32];
 
@@ -90,11 +92,10 @@ fn keep_nothing(_: u32, _: usize, _: Vec<OwnedFd>) -> Result<()> {
 }
 
 /// One exchange of `count` tagged descriptors, all of them checked.
-fn exchange_tagged(mesh: &mut Mesh, rank: u32, world: u32, round: u64, count: usize) {
+fn exchange_tagged(mesh: &mut Mesh, rank: u32, world: u32, count: usize) {
     let mine: Vec<OwnedFd> = (0..count).map(|index| tagged(rank, index)).collect();
     let mut next = vec![0; world as usize];
     mesh.exchange(
-        round,
         &borrowed(&mine),
         count,
         &mut |from, first, fds| {
@@ -118,12 +119,12 @@ fn every_rank_gets_every_descriptor_of_every_other() {
     raise_descriptor_limit();
     for (world, count) in [(1, 5), (2, 0), (2, 1000), (3, 1), (3, 1000), (8, 0), (8, 1), (8, 200)] {
         with_meshes(world, |rank, mut mesh| {
-            for round in 1..=2 {
-                exchange_tagged(&mut mesh, rank, world, round, count);
+            for _ in 1..=2 {
+                exchange_tagged(&mut mesh, rank, world, count);
             }
-            assert_eq!(mesh.lost_peers(), []);
+            assert_eq!(mesh.lost_peers(), [0; 0]);
             // Nobody leaves before all have looked.
-            exchange_tagged(&mut mesh, rank, world, 3, 0);
+            exchange_tagged(&mut mesh, rank, world, 0);
         });
     }
 }
@@ -134,7 +135,7 @@ fn eight_ranks_exchange_a_thousand_descriptors_each() {
     // Whoever is connected begins, while others are still connecting.
     with_listeners(8, |rank, listener, names| {
         let mut mesh = Mesh::connect(listener, rank, names, &SECRET, soon()).unwrap();
-        exchange_tagged(&mut mesh, rank, 8, 1, 1000);
+        exchange_tagged(&mut mesh, rank, 8, 1000);
     });
 }
 
@@ -147,7 +148,7 @@ fn received_descriptors_do_not_outlive_an_exec() {
             assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
             Ok(())
         };
-        mesh.exchange(1, &borrowed(&mine), 1, &mut check, soon()).unwrap();
+        mesh.exchange(&borrowed(&mine), 1, &mut check, soon()).unwrap();
     });
 }
 
@@ -159,9 +160,9 @@ fn a_rank_that_leaves_during_an_exchange_is_named_by_all() {
             return None;
         }
         let mine = [tagged(rank, 0)];
-        let error = mesh.exchange(1, &borrowed(&mine), 1, &mut keep_nothing, soon()).unwrap_err();
+        let error = mesh.exchange(&borrowed(&mine), 1, &mut keep_nothing, soon()).unwrap_err();
         // From then on it fails at once, with the same error, and still knows who was lost.
-        let again = mesh.exchange(2, &[], 0, &mut keep_nothing, soon()).unwrap_err();
+        let again = mesh.exchange(&[], 0, &mut keep_nothing, soon()).unwrap_err();
         assert!(again.is_peer_lost() && again.to_string().contains("earlier failure"), "{again}");
         assert!(mesh.lost_peers().contains(&1));
         Some(error)
@@ -176,7 +177,7 @@ fn a_rank_that_leaves_during_an_exchange_is_named_by_all() {
 fn lost_peers_are_seen_without_an_exchange() {
     let left = Barrier::new(3);
     with_meshes(3, |rank, mesh| {
-        assert_eq!(mesh.lost_peers(), []);
+        assert_eq!(mesh.lost_peers(), [0; 0]);
         left.wait();
         if rank == 1 {
             drop(mesh);
@@ -203,7 +204,7 @@ fn a_rank_with_nothing_to_give_holds_up_nobody() {
                 came.extend((first..first + fds.len()).map(|index| (peer, index)));
                 Ok(())
             };
-            let withheld = mesh.exchange(round, &send, 2, &mut keep, soon()).unwrap();
+            let withheld = mesh.exchange(&send, 2, &mut keep, soon()).unwrap();
             let from = |peer| peer != rank && (peer, round) != (1, 1);
             let expected: Vec<_> =
                 (0..3).filter(|&peer| from(peer)).flat_map(|peer| [(peer, 0), (peer, 1)]).collect();
@@ -221,14 +222,15 @@ fn a_rank_that_fails_gives_its_reason_to_all() {
         let mut refuse = |_, _, _| {
             if rank == 2 { Err(Error::out_of_memory("cannot map it")) } else { Ok(()) }
         };
-        let first = mesh.exchange(1, &borrowed(&mine), 1, &mut refuse, soon());
+        let first = mesh.exchange(&borrowed(&mine), 1, &mut refuse, soon());
         // Ranks that had finished the first exchange hear of it in the next.
-        first.and_then(|_| mesh.exchange(2, &[], 0, &mut refuse, soon())).unwrap_err()
+        first.and_then(|_| mesh.exchange(&[], 0, &mut refuse, soon())).unwrap_err()
     });
     assert!(errors[2].is_out_of_memory(), "{}", errors[2]);
+    // Whoever heard it from the other knows all the same whose failure it was.
     for error in &errors[..2] {
-        assert!(error.is_peer_lost() && error.ranks() == [2], "{error}");
-        assert!(error.to_string().contains("it gave up: cannot map it"), "{error}");
+        assert!(error.is_out_of_memory(), "{error}");
+        assert!(error.to_string().contains("rank 2 gave up: cannot map it"), "{error}");
     }
 }
 
@@ -237,7 +239,7 @@ fn a_rank_that_stays_away_is_named_when_time_is_up() {
     let done = Barrier::new(3);
     with_meshes(3, |rank, mut mesh| {
         if rank != 2 {
-            let error = mesh.exchange(1, &[], 0, &mut keep_nothing, short()).unwrap_err();
+            let error = mesh.exchange(&[], 0, &mut keep_nothing, short()).unwrap_err();
             // Whoever is first to give up says so to the other.
             assert!(error.is_timeout(), "{error}");
             assert_eq!(error.ranks(), [2], "{error}");
@@ -249,12 +251,13 @@ fn a_rank_that_stays_away_is_named_when_time_is_up() {
 #[test]
 fn ranks_in_different_rounds_are_told_apart() {
     let errors = with_meshes(2, |rank, mut mesh| {
-        mesh.exchange(5 + u64::from(rank), &[], 0, &mut keep_nothing, soon()).unwrap_err()
+        mesh.rounds = 4 + u64::from(rank);
+        mesh.exchange(&[], 0, &mut keep_nothing, soon()).unwrap_err()
     });
     // The second to notice may hear of it before it does.
     assert!(errors.iter().any(Error::is_diverged));
     for error in errors {
-        assert!(error.to_string().contains("different numbers of commits"), "{error}");
+        assert!(error.to_string().contains("different collective calls"), "{error}");
     }
 }
 
@@ -265,12 +268,11 @@ fn more_or_fewer_descriptors_than_expected_are_an_error() {
         let errors = with_meshes(2, |rank, mut mesh| {
             let (count, expect) = if rank == 0 { (sent_by_0, 0) } else { (0, expected_by_1) };
             let mine: Vec<OwnedFd> = (0..count).map(|index| tagged(rank, index)).collect();
-            let first = mesh.exchange(1, &borrowed(&mine), expect, &mut keep_nothing, soon());
-            first.and_then(|_| mesh.exchange(2, &[], 0, &mut keep_nothing, soon())).unwrap_err()
+            let first = mesh.exchange(&borrowed(&mine), expect, &mut keep_nothing, soon());
+            first.and_then(|_| mesh.exchange(&[], 0, &mut keep_nothing, soon())).unwrap_err()
         });
-        assert!(errors[1].is_diverged(), "{}", errors[1]);
-        assert!(errors[0].is_peer_lost(), "{}", errors[0]);
         for error in errors {
+            assert!(error.is_diverged(), "{error}");
             assert!(error.to_string().contains("rank 0 sends"), "{error}");
         }
     }
@@ -287,12 +289,13 @@ fn descriptors_beyond_what_was_announced_are_an_error() {
                 let socket = mesh.links[1].as_ref().unwrap();
                 let fds = vec![fd.as_fd(); sent];
                 assert_eq!(wire::send(socket, &frame, &fds).unwrap(), Sent::Yes);
-                let first = mesh.exchange(1, &[], 2, &mut keep_nothing, soon());
-                let next = first.and_then(|_| mesh.exchange(2, &[], 0, &mut keep_nothing, soon()));
-                assert!(next.unwrap_err().is_peer_lost());
+                let first = mesh.exchange(&[], 2, &mut keep_nothing, soon());
+                let next = first.and_then(|_| mesh.exchange(&[], 0, &mut keep_nothing, soon()));
+                let error = next.unwrap_err();
+                assert!(error.to_string().contains("rank 1 gave up"), "{error}");
             } else {
                 let two = [fd.as_fd(), fd.as_fd()];
-                let error = mesh.exchange(1, &two, 2, &mut keep_nothing, soon()).unwrap_err();
+                let error = mesh.exchange(&two, 2, &mut keep_nothing, soon()).unwrap_err();
                 assert!(error.is_diverged() && error.to_string().contains("announces"), "{error}");
             }
         });

@@ -25,6 +25,9 @@ pub(super) const FDS_PER_PACKET: usize = 128;
 /// The longest frame in a packet, in bytes: well below a socket's default send buffer.
 const MAX_FRAME: usize = 32 << 10;
 
+/// The most bytes of a value in one packet: what a frame leaves beside the words around them.
+pub(super) const BYTES_PER_PACKET: usize = MAX_FRAME - 512;
+
 /// The first packet in each direction: who speaks, to whom, and that they know the group's secret.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Introduction {
@@ -78,9 +81,30 @@ impl Message for Descriptors {
     const NAME: &'static str = "descriptors";
 }
 
-/// The last packet of a rank that gives up, so that its peers can tell this from a crash.
+/// A piece of what a rank tells the others in a gather.
 #[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Part {
+    /// Which talk it belongs to.
+    pub(super) round: u64,
+    /// What is gathered.
+    pub(super) what: String,
+    /// How many bytes came before.
+    pub(super) first: u64,
+    /// How many there are in all.
+    pub(super) total: u64,
+    pub(super) bytes: Vec<u8>,
+}
+
+impl Message for Part {
+    const KIND: u16 = 0x13;
+    const NAME: &'static str = "part";
+}
+
+/// The last packet of a rank that gives up, so that its peers can tell this from a crash.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Farewell {
+    /// Who began: a rank that gives up because of another passes on what that one said.
+    pub(super) by: u32,
     pub(super) cause: ErrorKind,
 }
 
@@ -90,14 +114,35 @@ impl Message for Farewell {
 }
 
 impl Farewell {
-    /// The frame that tells `cause`, or less of it where it is too long for a packet.
-    pub(super) fn frame(cause: &ErrorKind) -> Result<Vec<u8>> {
-        let frame = message::encode(&Self { cause: cause.clone() })?;
+    /// What `rank` sent, when it is a farewell.
+    pub(super) fn read(rank: u32, frame: &[u8]) -> Option<Self> {
+        message::decode(rank, frame).ok()
+    }
+
+    /// The frame that tells it, or less of it where it is too long for a packet.
+    pub(super) fn frame(&self) -> Result<Vec<u8>> {
+        let frame = message::encode(self)?;
         if frame.len() <= MAX_FRAME {
             return Ok(frame);
         }
         let short = ErrorKind::InvalidState("it failed, with a message too long to send".into());
-        message::encode(&Self { cause: short })
+        message::encode(&Self { by: self.by, cause: short })
+    }
+
+    /// What it is to those that hear it, where nothing more is said about it.
+    pub(super) fn into_error(self) -> Error {
+        Error::from_kind(self.cause).context(format!("rank {} gave up", self.by))
+    }
+
+    /// What it is where ranks go on to agree on the failure: the loss of that rank, unless it names
+    /// others who are to blame.
+    pub(super) fn into_loss(self) -> Error {
+        match self.cause {
+            cause @ (ErrorKind::PeerLost { .. } | ErrorKind::Timeout { .. }) => {
+                Error::from_kind(cause)
+            }
+            cause => Error::peer_lost(vec![self.by], format!("it gave up: {cause}")),
+        }
     }
 }
 
@@ -262,6 +307,14 @@ mod tests {
         let many = vec![a.as_fd(); FDS_PER_PACKET + 1];
         assert!(send(&a, b"x", &many).unwrap_err().is_invalid_argument());
         let cause = ErrorKind::Mismatch("x".repeat(MAX_FRAME));
-        assert!(Farewell::frame(&cause).unwrap().len() < MAX_FRAME);
+        assert!(Farewell { by: 0, cause }.frame().unwrap().len() < MAX_FRAME);
+        let longest = Part {
+            round: u64::MAX,
+            what: "a name of a gather".repeat(20),
+            first: u64::MAX,
+            total: u64::MAX,
+            bytes: vec![255; BYTES_PER_PACKET],
+        };
+        assert!(message::encode(&longest).unwrap().len() <= MAX_FRAME);
     }
 }

@@ -24,14 +24,14 @@ fn nothing_stays_open() {
     let before = open();
     let done = Barrier::new(3);
     with_meshes(3, |rank, mut mesh| {
-        exchange_tagged(&mut mesh, rank, 3, 1, 300);
+        exchange_tagged(&mut mesh, rank, 3, 300);
         done.wait();
         if rank == 0 {
             return;
         }
         // Descriptors on their way to a rank that gave up are closed as well.
         let mine: Vec<OwnedFd> = (0..300).map(|index| tagged(rank, index)).collect();
-        mesh.exchange(2, &borrowed(&mine), 300, &mut keep_nothing, soon()).unwrap_err();
+        mesh.exchange(&borrowed(&mine), 300, &mut keep_nothing, soon()).unwrap_err();
     });
     assert_eq!(open(), before);
 }
@@ -46,23 +46,23 @@ fn at_the_limit_of_open_files_it_says_so() {
     }
     with_meshes(2, |rank, mut mesh| {
         let mine: Vec<OwnedFd> = (0..20).map(|index| tagged(rank, index)).collect();
-        exchange_tagged(&mut mesh, rank, 2, 1, 0);
+        exchange_tagged(&mut mesh, rank, 2, 0);
         if rank == 1 {
             let used = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
             let limit = rustix::process::getrlimit(Resource::Nofile);
             let few = Rlimit { current: Some(used + 5), maximum: limit.maximum };
             rustix::process::setrlimit(Resource::Nofile, few).unwrap();
         }
-        exchange_tagged(&mut mesh, rank, 2, 2, 0);
+        exchange_tagged(&mut mesh, rank, 2, 0);
         let mut kept = Vec::new();
         let mut keep = |_, _, fds| {
             kept.push(fds);
             Ok(())
         };
-        let first = mesh.exchange(3, &borrowed(&mine), 20, &mut keep, soon());
+        let first = mesh.exchange(&borrowed(&mine), 20, &mut keep, soon());
         // Both ranks are this process; whichever is first runs out, the other hears of it, if
         // only in the next exchange.
-        let next = first.and_then(|_| mesh.exchange(4, &[], 0, &mut keep, soon()));
+        let next = first.and_then(|_| mesh.exchange(&[], 0, &mut keep, soon()));
         let error = next.unwrap_err();
         assert!(error.is_out_of_memory() || error.is_peer_lost(), "{error}");
         assert!(error.to_string().contains("RLIMIT_NOFILE"), "{error}");
@@ -83,7 +83,7 @@ fn rank_to_be_killed() {
     let mut mesh = Mesh::connect(listener, 1, &names, &SECRET, soon()).unwrap();
     let mine: Vec<OwnedFd> = (0..300).map(|index| tagged(1, index)).collect();
     for round in 1.. {
-        let done = mesh.exchange(round, &borrowed(&mine), 300, &mut keep_nothing, soon());
+        let done = mesh.exchange(&borrowed(&mine), 300, &mut keep_nothing, soon());
         if done.is_err() {
             return;
         }
@@ -122,10 +122,10 @@ fn a_process_killed_in_an_exchange_is_named_by_all() {
     let run = |rank: u32, listener: Listener| {
         let mut mesh = Mesh::connect(listener, rank, &names, &SECRET, soon()).unwrap();
         let mine: Vec<OwnedFd> = (0..300).map(|index| tagged(rank, index)).collect();
-        let until_lost = (1..).find_map(|round| {
-            mesh.exchange(round, &borrowed(&mine), 300, &mut keep_nothing, soon()).err()
+        let until_lost = std::iter::repeat_with(|| {
+            mesh.exchange(&borrowed(&mine), 300, &mut keep_nothing, soon()).err()
         });
-        until_lost.unwrap()
+        until_lost.flatten().next().unwrap()
     };
     std::thread::scope(|scope| {
         let ranks = [scope.spawn(|| run(0, zero)), scope.spawn(|| run(2, two))];

@@ -1,0 +1,170 @@
+//! Gathers over the connections of ranks.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use super::super::wire::{BYTES_PER_PACKET, Part};
+use super::*;
+use crate::Group;
+use crate::store::MAX_VALUE;
+
+/// Different on every rank and in every place.
+fn value(rank: u32, bytes: usize) -> Vec<u8> {
+    (0..bytes).map(|at| (at as u32 * 7 + at as u32 / 251 + rank) as u8).collect()
+}
+
+#[test]
+fn every_rank_gets_every_value() {
+    let one = BYTES_PER_PACKET;
+    for (world, bytes) in [(1, 9), (2, 0), (2, one), (3, one + 1), (3, 50 * one), (8, 0), (8, 100)]
+    {
+        with_meshes(world, |rank, mut mesh| {
+            // Values of different lengths, and an exchange between gathers.
+            let bytes_of = |rank: u32, round: usize| bytes * (1 + (rank as usize + round) % 2);
+            for round in 0..5 {
+                let mine = value(rank, bytes_of(rank, round));
+                let all = mesh.all_gather("value", &mine, soon()).unwrap();
+                assert_eq!(all.world(), world);
+                for (peer, part) in (0..).zip(all.parts()) {
+                    assert!(part == value(peer, bytes_of(peer, round)), "rank {peer}");
+                }
+                exchange_tagged(&mut mesh, rank, world, 1);
+            }
+            assert!(mesh.all_gather("same", b"same", soon()).unwrap().is_uniform());
+        });
+    }
+}
+
+#[test]
+fn the_longest_value_is_gathered_and_a_longer_one_is_everyones_error() {
+    let longest = value(3, MAX_VALUE + 1);
+    with_meshes(2, |rank, mut mesh| {
+        let mine = &longest[..if rank == 0 { MAX_VALUE } else { 0 }];
+        let all = mesh.all_gather("much", mine, soon()).unwrap();
+        assert!(all.part(0) == &longest[..MAX_VALUE] && all.part(1).is_empty());
+        let mine = &longest[..if rank == 0 { MAX_VALUE + 1 } else { 0 }];
+        let error = mesh.all_gather("more", mine, soon()).unwrap_err();
+        assert!(error.is_invalid_argument(), "{error}");
+        assert!(error.to_string().contains("the limit is 16777216"), "{error}");
+        assert_eq!(rank == 1, error.to_string().contains("rank 0 gave up"), "{error}");
+    });
+}
+
+#[test]
+fn ranks_that_make_different_calls_are_told_both() {
+    for exchange in [false, true] {
+        let errors = with_meshes(3, |rank, mut mesh| match rank {
+            1 if exchange => {
+                mesh.exchange(&[], 0, &mut keep_nothing, soon()).map(drop).unwrap_err()
+            }
+            1 => mesh.all_gather("standing", b"", soon()).unwrap_err(),
+            _ => mesh.all_gather("propose", b"", soon()).unwrap_err(),
+        });
+        for error in errors {
+            assert!(error.is_diverged(), "{error}");
+            let said = error.to_string();
+            let both =
+                said.contains("gathers \"standing\"") && said.contains("gathers \"propose\"");
+            assert!(both || exchange && said.contains("ranks are at different steps"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_is_gone_is_named_at_once() {
+    let errors = with_meshes(3, |rank, mut mesh| {
+        if rank == 1 {
+            return None;
+        }
+        let begin = Instant::now();
+        let error = mesh.all_gather("value", b"", soon()).unwrap_err();
+        assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
+        let again = mesh.all_gather("value", b"", soon()).unwrap_err();
+        assert!(again.is_peer_lost() && again.to_string().contains("earlier failure"), "{again}");
+        assert!(mesh.is_broken());
+        Some(error)
+    });
+    for error in errors.into_iter().flatten() {
+        assert!(error.is_peer_lost() && error.ranks() == [1], "{error}");
+    }
+}
+
+#[test]
+fn a_rank_that_comes_too_late_hears_whom_the_others_missed() {
+    let gave_up = Barrier::new(3);
+    let errors = with_meshes(3, |rank, mut mesh| {
+        if rank == 2 {
+            gave_up.wait();
+        }
+        let deadline = if rank == 2 { soon() } else { short() };
+        let error = mesh.all_gather("value", b"x", deadline).unwrap_err();
+        if rank != 2 {
+            gave_up.wait();
+        }
+        error
+    });
+    for error in errors {
+        assert!(error.is_timeout() && error.ranks() == [2], "{error}");
+    }
+}
+
+#[test]
+fn pieces_that_do_not_continue_a_value_are_refused() {
+    let part = |first, total, bytes: usize| Part {
+        round: 1,
+        what: "value".into(),
+        first,
+        total,
+        bytes: vec![1; bytes],
+    };
+    let wrong = [
+        part(1, 5, 2),
+        part(0, 5, 6),
+        part(0, 5, 0),
+        part(0, MAX_VALUE as u64 + 1, 5),
+        part(0, u64::MAX, 5),
+        Part { round: 2, ..part(0, 5, 5) },
+        Part { what: "other".into(), ..part(0, 5, 5) },
+    ];
+    for part in &wrong {
+        let errors = with_meshes(2, |rank, mut mesh| {
+            if rank == 0 {
+                let frame = message::encode(part).unwrap();
+                let socket = mesh.links[1].as_ref().unwrap();
+                assert_eq!(wire::send(socket, &frame, &[]).unwrap(), Sent::Yes);
+                // What follows is this rank's true part, or not read any more.
+            }
+            let first = mesh.all_gather("value", b"12345", soon());
+            first.and_then(|_| mesh.all_gather("value", b"", soon())).unwrap_err()
+        });
+        assert!(errors[1].is_diverged(), "{part:?}: {}", errors[1]);
+        assert!(errors[0].to_string().contains("rank 1 gave up"), "{part:?}: {}", errors[0]);
+    }
+}
+
+#[test]
+fn a_rank_that_waits_can_be_interrupted() {
+    let done = Barrier::new(2);
+    with_meshes(2, |rank, mut mesh| {
+        if rank == 0 {
+            let asked = Arc::new(AtomicBool::new(false));
+            let interrupt = asked.clone();
+            let group = Group::in_process(1).unwrap().remove(0);
+            let group =
+                group.with_interrupt(move || interrupt.swap(true, Ordering::Relaxed)).child("pool");
+            mesh = mesh.with_interrupt(group.interrupt());
+            let begin = Instant::now();
+            let error = mesh.all_gather("value", b"", soon()).unwrap_err();
+            assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
+            assert!(asked.load(Ordering::Relaxed));
+            assert!(error.is_invalid_state(), "{error}");
+            assert!(error.to_string().contains("interrupted while waiting"), "{error}");
+        }
+        done.wait();
+        if rank == 1 {
+            let error = mesh.all_gather("value", b"", soon()).unwrap_err();
+            assert!(error.to_string().contains("rank 0 gave up: interrupted"), "{error}");
+        }
+    });
+}
