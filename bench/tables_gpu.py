@@ -45,8 +45,6 @@ RUST_BAR = 3
 WINDOW_BARS = {
     "ours: commit of 64 MiB": 2,
     "ours: commit of 64 blocks of 8 MiB": 20,
-    # Recorded when each of these blocks was a segment.
-    "ours: commit of 64 segments of 8 MiB": 20,
 }
 
 
