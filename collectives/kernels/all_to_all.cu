@@ -51,11 +51,10 @@ __device__ __forceinline__ void share(const Route& route, u32 nth, u32 blocks) {
 
 // One peer after the other, in an order in which no two ranks send to one, and in step.
 __device__ __forceinline__ void push_in_step(const Exchange& exchange) {
-    const Plan& plan = exchange.plan;
     const u32 own = (data_blocks() + OWN_BLOCKS - 1) / OWN_BLOCKS;
     const u32 pushing = data_blocks() - own, block = data_block();
     if (block >= pushing) {
-        share(plan.routes[0], block - pushing, own);
+        share(exchange.routes[0], block - pushing, own);
         return;
     }
 #pragma unroll 1
@@ -63,7 +62,7 @@ __device__ __forceinline__ void push_in_step(const Exchange& exchange) {
         if (distance > 1) {
             keep_step(exchange.session, distance);
         }
-        share(plan.routes[distance], block, pushing);
+        share(exchange.routes[distance], block, pushing);
     }
 }
 
@@ -71,11 +70,11 @@ __device__ __forceinline__ void push_in_step(const Exchange& exchange) {
 // that all end together whatever the counts. Each peer is served by other blocks at the same time,
 // in proportion to what it gets, so that no two ranks turn to one peer first: for counts that differ,
 // where steps would be of different length. One of so many turns.
-__device__ __forceinline__ void push(const Plan& plan, u32 turn, u32 turns) {
+__device__ __forceinline__ void push(const Routes& routes, u32 turn, u32 turns) {
     u64 total = 0;
 #pragma unroll 1
     for (u32 distance = 0; distance < WORLD; ++distance) {
-        total += (distance == 0 ? 1 : LOCAL_SHARE) * Copy(plan.routes[distance]).units();
+        total += (distance == 0 ? 1 : LOCAL_SHARE) * Copy(routes[distance]).units();
     }
     const u64 first = part(total, data_block(), data_blocks());
     const u64 length = part(total, data_block() + 1, data_blocks()) - first;
@@ -86,7 +85,7 @@ __device__ __forceinline__ void push(const Plan& plan, u32 turn, u32 turns) {
 #pragma unroll 1
     for (u32 next = 1; next <= WORLD; ++next) {
         const u32 distance = next % WORLD;
-        const Copy copy(plan.routes[distance]);
+        const Copy copy(routes[distance]);
         const u64 count = copy.units(), share = distance == 0 ? 1 : LOCAL_SHARE;
         auto bound = [&](u64 at) {
             const u64 unit = at <= before ? 0 : ((at - before + share - 1) / share + 7) / 8 * 8;
@@ -127,8 +126,8 @@ __device__ __forceinline__ void await_pushed(const Exchange& exchange) {
 
 // What ranks wrote two calls ago in places that this one does not use; see `forget_old`.
 __device__ __noinline__ void forget_unused(const Session& session, const Call& call,
-                                           const Traffic& traffic, Table& table, Plan& plan) {
-    const Exchange exchange{session, call, traffic, table, plan};
+                                           const Traffic& traffic, Table& table, Routes& routes) {
+    const Exchange exchange{session, call, traffic, table, routes};
     const Comm& comm = session.comm;
     u64 blocks = SHOTS & STRAIGHT ? STAGES : 0;
     for (u32 peer = 0; peer < WORLD; ++peer) {
@@ -141,7 +140,7 @@ __device__ __noinline__ void forget_unused(const Session& session, const Call& c
             blocks = theirs > blocks ? theirs : blocks;
         }
         const Slot slot(session, comm.rank, peer);
-        const u64 used = items_of(exchange.in_inbox(exchange.table.sent(peer, comm.rank)));
+        const u64 used = items_of(in_inbox(traffic, exchange.table.sent(peer, comm.rank)));
         const u64 marks = used * (ITEM / LINE_VECTORS), most = Slot::length(comm) / LINE_VECTORS;
         forget_bytes(session, reinterpret_cast<char*>(slot.marks + marks), 8 * (most - marks));
     }
@@ -202,7 +201,7 @@ __device__ __forceinline__ void attend_exchange(const Exchange& exchange) {
         await_pushed(exchange);
     }
     if ((session.epoch & 0x3fffffffu) < 2) {
-        forget_unused(session, exchange.call, traffic, table, exchange.plan);
+        forget_unused(session, exchange.call, traffic, table, exchange.routes);
     }
 }
 
@@ -210,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_all_to_all(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
                         const __grid_constant__ Traffic traffic) {
     __shared__ Table table;
-    __shared__ Plan plan;
+    __shared__ Routes routes;
     // Where registers are few, in shared memory.
     __shared__ Lot shared[2][ROWS ? THREADS / 32 : 1];
     Lot mine[2];
@@ -238,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (session.failed) {
         return;
     }
-    const Exchange exchange{session, call, traffic, table, plan};
+    const Exchange exchange{session, call, traffic, table, routes};
     if (attends()) {
         attend_exchange(exchange);
         return;
@@ -278,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // round is taken.
     const bool passed = pass(outgoing, receives, [&](u32 turn, u32 turns) {
         if (uneven) {
-            push(plan, turn, turns);
+            push(routes, turn, turns);
         } else if (ROWS && turn == 0 && !more && !own) {
             share(exchange.own(), data_block(), data_blocks());
         }

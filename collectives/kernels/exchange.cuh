@@ -22,9 +22,7 @@ constexpr u32 AT_ONCE = !ROWS ? 3 : __CUDA_ARCH__ < 1000 ? 2 : 1;
 
 // What blocks share of what leaves this rank, by distance to the peer: 0 is the own part. In shared
 // memory, as no thread has registers for it.
-struct Plan {
-    Route routes[WORLD];
-};
+using Routes = Route[WORLD];
 
 // How many bytes of a part go through the receiver's inbox: all of little; of more the beginning,
 // which is on its way while the rows are.
@@ -69,14 +67,11 @@ struct Exchange {
     const Call& call;
     const Traffic& traffic;
     Table& table;
-    Plan& plan;
+    Routes& routes;
 
     __device__ __forceinline__ u32 rank() const { return session.comm.rank; }
     __device__ __forceinline__ u64 bytes(u64 count) const { return count * traffic.size; }
 
-    __device__ __forceinline__ u64 in_inbox(u64 count) const {
-        return symmpool::in_inbox(traffic, count);
-    }
     __device__ __forceinline__ bool by_inbox(u32 from, u32 to) const {
         return bytes(table.sent(from, to)) <= traffic.inbox_bytes;
     }
@@ -163,12 +158,12 @@ struct Exchange {
     __device__ __forceinline__ bool takes_own() const {
         constexpr u64 LITTLE = 1536 << 10;
         const u64 own = bytes(table.sent(rank(), rank()));
-        return (SHOTS & DEVICE) && own <= LITTLE && own <= traffic.inbox_bytes;
+        return (SHOTS & DEVICE) && own <= LITTLE && by_inbox(rank(), rank());
     }
     // By all threads of a block.
     __device__ __forceinline__ void plan_routes() const {
         if (threadIdx.x < WORLD) {
-            plan.routes[threadIdx.x] =
+            routes[threadIdx.x] =
                 threadIdx.x == 0 ? own() : push(session.comm.after(threadIdx.x));
         }
         __syncthreads();

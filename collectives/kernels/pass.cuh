@@ -127,8 +127,9 @@ __device__ __forceinline__ void take_own(const Exchange& exchange, const Lot& lo
 template <typename Work>
 __device__ __forceinline__ bool pass(Outgoing& outgoing, const Lot& incoming, Work work) {
     const Exchange& exchange = outgoing.exchange;
-    const u32 sends = outgoing.lot.rounds.number, rounds = incoming.rounds.number;
-    const u32 turns = sends > rounds ? sends : rounds;
+    // Counts are read again in each turn: registers are few.
+    const u32 sends = outgoing.lot.rounds.number, takes = incoming.rounds.number;
+    const u32 turns = sends > takes ? sends : takes;
     u32 taken = 0;
 #pragma unroll 1
     for (u32 turn = 0; turn < turns; ++turn) {
