@@ -3,8 +3,8 @@
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use super::Mesh;
-use super::talk::{Fault, Progress, Talk, hear};
-use super::wire::{self, Descriptors, FDS_PER_PACKET, Inbox, Sent};
+use super::talk::Talk;
+use super::wire::{Descriptors, FDS_PER_PACKET};
 use crate::rendezvous::message;
 use crate::{Deadline, Error, Result};
 
@@ -25,7 +25,6 @@ struct Exchange<'a, 'b> {
 /// How far the exchange with one peer has come.
 #[derive(Clone, Debug, Default)]
 struct Leg {
-    progress: Progress,
     sent: usize,
     received: usize,
     /// The peer takes part with nothing to give, because it failed before.
@@ -65,70 +64,52 @@ impl Mesh {
 }
 
 impl Talk for Exchange<'_, '_> {
-    fn send(&mut self, peer: u32, socket: &OwnedFd) -> Result<(), Fault> {
+    type Heard = Descriptors;
+
+    fn next(&self, peer: u32) -> Result<(Vec<u8>, &[BorrowedFd<'_>])> {
+        let (first, fds) = (self.legs[peer as usize].sent, self.batch(peer));
+        let frame = message::encode(&Descriptors {
+            round: self.round,
+            first: number(first)?,
+            count: number(fds.len())?,
+            total: number(self.send.len())?,
+        })?;
+        Ok((frame, fds))
+    }
+
+    fn sent(&mut self, peer: u32) -> bool {
+        self.legs[peer as usize].sent += self.batch(peer).len();
+        self.legs[peer as usize].sent == self.send.len()
+    }
+
+    fn take(&mut self, peer: u32, announced: Descriptors, fds: Vec<OwnedFd>) -> Result<bool> {
+        self.check(peer, &announced, fds.len())?;
         let leg = &mut self.legs[peer as usize];
-        leg.progress.send_later = false;
-        while !leg.progress.all_sent {
-            let count = (self.send.len() - leg.sent).min(FDS_PER_PACKET);
-            let frame = message::encode(&Descriptors {
-                round: self.round,
-                first: number(leg.sent)?,
-                count: number(count)?,
-                total: number(self.send.len())?,
-            })?;
-            match wire::send(socket, &frame, &self.send[leg.sent..leg.sent + count])? {
-                Sent::Yes => {
-                    leg.sent += count;
-                    leg.progress.all_sent = leg.sent == self.send.len();
-                }
-                Sent::WouldBlock => break,
-                Sent::TryLater => {
-                    leg.progress.send_later = true;
-                    break;
-                }
-                Sent::Closed => return Err(Fault::Closed(peer)),
-            }
+        if announced.total == 0 && self.expect > 0 {
+            leg.withheld = true;
+            return Ok(true);
         }
-        Ok(())
+        let first = leg.received;
+        leg.received += fds.len();
+        let last = leg.received == self.expect;
+        if !fds.is_empty() {
+            (self.on_receive)(peer, first, fds)?;
+        }
+        Ok(last)
     }
 
-    fn receive(&mut self, peer: u32, socket: &OwnedFd, inbox: &mut Inbox) -> Result<(), Fault> {
-        while !self.progress(peer).all_received {
-            let Some((announced, fds)) = hear::<Descriptors>(peer, socket, inbox)? else { break };
-            self.check(peer, &announced, fds.len())?;
-            let leg = &mut self.legs[peer as usize];
-            if announced.total == 0 && self.expect > 0 {
-                leg.withheld = true;
-                leg.progress.all_received = true;
-                break;
-            }
-            let first = leg.received;
-            leg.received += fds.len();
-            leg.progress.all_received = leg.received == self.expect;
-            if !fds.is_empty() {
-                (self.on_receive)(peer, first, fds)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn progress(&self, peer: u32) -> &Progress {
-        &self.legs[peer as usize].progress
-    }
-
-    fn waiting_for(&self) -> String {
-        let mut text = String::from("exchanging handles with the other ranks of this machine");
-        if self.legs.iter().any(|leg| leg.progress.send_later) {
-            text.push_str(
-                " (the kernel takes no more descriptors of this user: more are on their way than \
-                 RLIMIT_NOFILE allows)",
-            );
-        }
-        text
+    fn waiting_for(&self) -> &str {
+        "exchanging handles"
     }
 }
 
 impl Exchange<'_, '_> {
+    /// What goes to `peer` next.
+    fn batch(&self, peer: u32) -> &[BorrowedFd<'_>] {
+        let rest = &self.send[self.legs[peer as usize].sent..];
+        &rest[..rest.len().min(FDS_PER_PACKET)]
+    }
+
     /// Refuses a packet that does not continue this exchange; its descriptors are then closed.
     fn check(&self, peer: u32, announced: &Descriptors, came: usize) -> Result<()> {
         let Self { rank, round, expect, legs, .. } = self;

@@ -1,10 +1,10 @@
 //! Telling everybody something: every rank's bytes to every other.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 
 use super::Mesh;
-use super::talk::{Fault, Progress, Talk, hear};
-use super::wire::{self, BYTES_PER_PACKET, Inbox, Part, Sent};
+use super::talk::{Fault, Talk};
+use super::wire::{BYTES_PER_PACKET, Part};
 use crate::rendezvous::message;
 use crate::store::{Gathered, MAX_VALUE};
 use crate::{Deadline, Error, Result};
@@ -14,16 +14,11 @@ struct Gather<'a> {
     rank: u32,
     round: u64,
     what: &'a str,
+    waiting_for: String,
     value: &'a [u8],
-    legs: Vec<Leg>,
-}
-
-/// How far the gather with one peer has come.
-#[derive(Clone, Debug, Default)]
-struct Leg {
-    progress: Progress,
-    sent: usize,
-    received: Vec<u8>,
+    /// Bytes sent to each rank, and what came from each.
+    sent: Vec<usize>,
+    received: Vec<Vec<u8>>,
 }
 
 impl Mesh {
@@ -48,70 +43,65 @@ impl Mesh {
             let error = Fault::Failed(Error::invalid_argument(message));
             return Err(self.break_with(error).context(doing()));
         }
-        let legs = vec![Leg::default(); self.links.len()];
-        let mut gather = Gather { rank: self.rank, round, what, value, legs };
+        let ranks = self.links.len();
+        let mut gather = Gather {
+            rank: self.rank,
+            round,
+            what,
+            waiting_for: format!("in the gather {what:?}"),
+            value,
+            sent: vec![0; ranks],
+            received: vec![Vec::new(); ranks],
+        };
         self.talk(&mut gather, doing, deadline)?;
-        let parts = (0..)
-            .zip(&gather.legs)
-            .map(|(peer, leg)| if peer == gather.rank { value } else { leg.received.as_slice() });
+        let parts = (0..).zip(&gather.received);
+        let parts =
+            parts.map(|(peer, part)| if peer == gather.rank { value } else { part.as_slice() });
         Ok(Gathered::from_parts(parts))
     }
 }
 
 impl Talk for Gather<'_> {
-    fn send(&mut self, peer: u32, socket: &OwnedFd) -> Result<(), Fault> {
-        let leg = &mut self.legs[peer as usize];
-        leg.progress.send_later = false;
-        while !leg.progress.all_sent {
-            let rest = &self.value[leg.sent..];
-            let bytes = &rest[..rest.len().min(BYTES_PER_PACKET)];
-            let frame = message::encode(&Part {
-                round: self.round,
-                what: self.what.to_owned(),
-                first: leg.sent as u64,
-                total: self.value.len() as u64,
-                bytes: bytes.to_vec(),
-            })?;
-            match wire::send(socket, &frame, &[])? {
-                Sent::Yes => {
-                    leg.sent += bytes.len();
-                    leg.progress.all_sent = leg.sent == self.value.len();
-                }
-                Sent::WouldBlock => break,
-                Sent::TryLater => {
-                    leg.progress.send_later = true;
-                    break;
-                }
-                Sent::Closed => return Err(Fault::Closed(peer)),
-            }
-        }
-        Ok(())
+    type Heard = Part;
+
+    fn next(&self, peer: u32) -> Result<(Vec<u8>, &[BorrowedFd<'_>])> {
+        let frame = message::encode(&Part {
+            round: self.round,
+            what: self.what.to_owned(),
+            first: self.sent[peer as usize] as u64,
+            total: self.value.len() as u64,
+            bytes: self.piece(peer).to_vec(),
+        })?;
+        Ok((frame, &[]))
     }
 
-    fn receive(&mut self, peer: u32, socket: &OwnedFd, inbox: &mut Inbox) -> Result<(), Fault> {
-        while !self.progress(peer).all_received {
-            let Some((part, _)) = hear::<Part>(peer, socket, inbox)? else { break };
-            self.check(peer, &part)?;
-            let leg = &mut self.legs[peer as usize];
-            leg.received.extend(&part.bytes);
-            leg.progress.all_received = leg.received.len() as u64 == part.total;
-        }
-        Ok(())
+    fn sent(&mut self, peer: u32) -> bool {
+        self.sent[peer as usize] += self.piece(peer).len();
+        self.sent[peer as usize] == self.value.len()
     }
 
-    fn progress(&self, peer: u32) -> &Progress {
-        &self.legs[peer as usize].progress
+    fn take(&mut self, peer: u32, part: Part, _: Vec<OwnedFd>) -> Result<bool> {
+        self.check(peer, &part)?;
+        let received = &mut self.received[peer as usize];
+        received.extend(&part.bytes);
+        Ok(received.len() as u64 == part.total)
     }
 
-    fn waiting_for(&self) -> String {
-        format!("in the gather {:?} with the other ranks of this machine", self.what)
+    fn waiting_for(&self) -> &str {
+        &self.waiting_for
     }
 }
 
 impl Gather<'_> {
+    /// What `peer` is sent next.
+    fn piece(&self, peer: u32) -> &[u8] {
+        let rest = &self.value[self.sent[peer as usize]..];
+        &rest[..rest.len().min(BYTES_PER_PACKET)]
+    }
+
     /// Refuses a packet that does not continue this gather.
     fn check(&self, peer: u32, part: &Part) -> Result<()> {
-        let Self { rank, round, what, legs, .. } = self;
+        let Self { rank, round, what, .. } = self;
         if part.round != *round || part.what != *what {
             return Err(Error::mismatch(format!(
                 "rank {peer} is in round {} and gathers {:?}, rank {rank} in round {round} and \
@@ -119,7 +109,7 @@ impl Gather<'_> {
                 part.round, part.what
             )));
         }
-        let received = legs[peer as usize].received.len() as u64;
+        let received = self.received[peer as usize].len() as u64;
         let end = received + part.bytes.len() as u64;
         let moves = !part.bytes.is_empty() || part.total == 0;
         if part.first != received || end > part.total || part.total > MAX_VALUE as u64 || !moves {

@@ -4,12 +4,12 @@
 //! other in a circle. Each rank sends each peer at least one packet a talk, however little it has
 //! to say: so a finished talk also says that all peers were in the same one.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::wire::{Farewell, Inbox, Received};
+use super::wire::{self, Farewell, Inbox, Received, Sent};
 use super::{Mesh, at_most, links, poll_for};
 use crate::group::Interrupt;
 use crate::rendezvous::message::{self, Message};
@@ -36,35 +36,32 @@ impl From<Error> for Fault {
     }
 }
 
-/// How far a talk with one peer has come.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Progress {
-    pub(super) all_sent: bool,
-    pub(super) all_received: bool,
-    /// The last attempt to send came too early.
-    pub(super) send_later: bool,
-}
-
-impl Progress {
-    fn is_over(&self) -> bool {
-        self.all_sent && self.all_received
-    }
-}
-
 /// What ranks tell each other.
 pub(super) trait Talk {
-    /// Sends `peer` what is left, until all is sent or no more can be.
-    fn send(&mut self, peer: u32, socket: &OwnedFd) -> Result<(), Fault>;
+    /// What comes from peers, packet by packet.
+    type Heard: Message;
 
-    /// Receives from `peer`, until all is received or no more is there. Does not touch what a fast
-    /// peer may have sent for the next talk.
-    fn receive(&mut self, peer: u32, socket: &OwnedFd, inbox: &mut Inbox) -> Result<(), Fault>;
+    /// The next packet for `peer`: a frame, and descriptors that go with it.
+    fn next(&self, peer: u32) -> Result<(Vec<u8>, &[BorrowedFd<'_>])>;
 
-    /// How far the talk with `peer` has come.
-    fn progress(&self, peer: u32) -> &Progress;
+    /// It has been sent. Whether it was the last.
+    fn sent(&mut self, peer: u32) -> bool;
+
+    /// Takes a packet of `peer`. Whether it was the last.
+    fn take(&mut self, peer: u32, heard: Self::Heard, fds: Vec<OwnedFd>) -> Result<bool>;
 
     /// Completes "timed out after 3 s …".
-    fn waiting_for(&self) -> String;
+    fn waiting_for(&self) -> &str;
+}
+
+/// How far a talk with one peer has come.
+struct Leg<'a> {
+    peer: u32,
+    socket: &'a OwnedFd,
+    all_sent: bool,
+    all_received: bool,
+    /// The last attempt to send came too early.
+    send_later: bool,
 }
 
 impl Mesh {
@@ -85,42 +82,42 @@ impl Mesh {
     }
 
     fn run(&mut self, talk: &mut impl Talk, deadline: Deadline) -> Result<(), Fault> {
+        let leg = |(peer, socket)| Leg {
+            peer,
+            socket,
+            all_sent: false,
+            all_received: false,
+            send_later: false,
+        };
         // From the next rank on and around, so that not all ranks take from one peer at a time.
-        let after = |&(peer, _): &(u32, _)| peer > self.rank;
-        let (mut peers, before): (Vec<_>, Vec<_>) = links(&self.links).partition(after);
-        peers.extend(before);
+        let (mut legs, before): (Vec<_>, Vec<_>) =
+            links(&self.links).map(leg).partition(|leg| leg.peer > self.rank);
+        legs.extend(before);
         loop {
             // Taking may be slow (it maps memory), so all are sent what there is before.
-            for &(peer, socket) in &peers {
-                if !talk.progress(peer).all_sent {
-                    talk.send(peer, socket)?;
-                }
+            for leg in &mut legs {
+                leg.send(talk)?;
             }
-            for &(peer, socket) in &peers {
-                if !talk.progress(peer).all_received {
-                    talk.receive(peer, socket, &mut self.inbox)?;
-                }
+            for leg in &mut legs {
+                leg.receive(talk, &mut self.inbox)?;
             }
-            peers.retain(|&(peer, _)| !talk.progress(peer).is_over());
-            if peers.is_empty() {
+            legs.retain(|leg| !(leg.all_sent && leg.all_received));
+            if legs.is_empty() {
                 return Ok(());
             }
             if deadline.expired() {
-                let mut missing: Vec<u32> = peers.iter().map(|&(peer, _)| peer).collect();
-                missing.sort_unstable();
-                return Err(Error::timeout(talk.waiting_for(), deadline.budget(), missing).into());
+                return Err(timeout(&legs, talk.waiting_for(), deadline).into());
             }
             let mut limit = if self.interrupt.is_some() { ASK_EVERY } else { Duration::MAX };
-            let mut polled = Vec::with_capacity(peers.len());
-            for &(peer, socket) in &peers {
-                let progress = talk.progress(peer);
+            let mut polled = Vec::with_capacity(legs.len());
+            for leg in &legs {
                 let mut events = PollFlags::empty();
-                events.set(PollFlags::IN, !progress.all_received);
-                events.set(PollFlags::OUT, !progress.all_sent && !progress.send_later);
-                if progress.send_later {
+                events.set(PollFlags::IN, !leg.all_received);
+                events.set(PollFlags::OUT, !leg.all_sent && !leg.send_later);
+                if leg.send_later {
                     limit = limit.min(SEND_AGAIN_AFTER);
                 }
-                polled.push(PollFd::new(socket, events));
+                polled.push(PollFd::new(leg.socket, events));
             }
             let ready = poll_for(&mut polled, at_most(limit, deadline))?;
             if ready == 0 && self.interrupt.as_ref().is_some_and(Interrupt::asked) {
@@ -132,18 +129,53 @@ impl Mesh {
     }
 }
 
-/// The next message of `peer` and the descriptors with it. `None` when nothing has come yet.
-pub(super) fn hear<M: Message>(
-    peer: u32,
-    socket: &OwnedFd,
-    inbox: &mut Inbox,
-) -> Result<Option<(M, Vec<OwnedFd>)>, Fault> {
-    match inbox.receive(peer, socket)? {
-        Received::WouldBlock => Ok(None),
-        Received::Closed => Err(Fault::Closed(peer)),
-        Received::Packet { frame, fds } => match Farewell::read(peer, frame) {
-            Some(farewell) => Err(Fault::GaveUp(farewell)),
-            None => Ok(Some((message::decode(peer, frame)?, fds))),
-        },
+impl Leg<'_> {
+    /// Sends until all is sent or no more can be.
+    fn send(&mut self, talk: &mut impl Talk) -> Result<(), Fault> {
+        self.send_later = false;
+        while !self.all_sent {
+            let (frame, fds) = talk.next(self.peer)?;
+            match wire::send(self.socket, &frame, fds)? {
+                Sent::Yes => self.all_sent = talk.sent(self.peer),
+                Sent::WouldBlock => break,
+                Sent::TryLater => {
+                    self.send_later = true;
+                    break;
+                }
+                Sent::Closed => return Err(Fault::Closed(self.peer)),
+            }
+        }
+        Ok(())
     }
+
+    /// Receives until all is received or no more is there. Does not touch what a fast peer may
+    /// have sent for the next talk.
+    fn receive<T: Talk>(&mut self, talk: &mut T, inbox: &mut Inbox) -> Result<(), Fault> {
+        while !self.all_received {
+            let (frame, fds) = match inbox.receive(self.peer, self.socket)? {
+                Received::WouldBlock => break,
+                Received::Closed => return Err(Fault::Closed(self.peer)),
+                Received::Packet { frame, fds } => (frame, fds),
+            };
+            if let Some(farewell) = Farewell::read(self.peer, frame) {
+                return Err(Fault::GaveUp(farewell));
+            }
+            let heard: T::Heard = message::decode(self.peer, frame)?;
+            self.all_received = talk.take(self.peer, heard, fds)?;
+        }
+        Ok(())
+    }
+}
+
+fn timeout(legs: &[Leg<'_>], waiting_for: &str, deadline: Deadline) -> Error {
+    let mut waiting_for = format!("{waiting_for} with the other ranks of this machine");
+    if legs.iter().any(|leg| leg.send_later) {
+        waiting_for.push_str(
+            " (the kernel takes no more descriptors of this user: more are on their way than \
+             RLIMIT_NOFILE allows)",
+        );
+    }
+    let mut missing: Vec<u32> = legs.iter().map(|leg| leg.peer).collect();
+    missing.sort_unstable();
+    Error::timeout(waiting_for, deadline.budget(), missing)
 }
