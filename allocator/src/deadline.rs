@@ -26,6 +26,11 @@ impl Deadline {
         Self::after(Duration::from_secs(seconds))
     }
 
+    /// The earlier of the two.
+    pub(crate) fn min(self, other: Self) -> Self {
+        if other.at < self.at { other } else { self }
+    }
+
     /// Time left; zero once the deadline has passed.
     pub fn remaining(&self) -> Duration {
         self.at.saturating_duration_since(Instant::now())

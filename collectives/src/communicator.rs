@@ -399,7 +399,10 @@ impl Communicator {
             Ok(None) => {}
             Ok(Some(_)) => inner.windows = self.pool.windows(),
             // When it failed on all ranks alike, all decline; else the others hear of it.
-            Err(error) => return Err(inner.engine.decline(error, stream)),
+            Err(error) if self.pool.can_commit() => {
+                return Err(inner.engine.decline(error, stream));
+            }
+            Err(error) => return Err(inner.engine.give_up(error, stream)),
         }
         Ok(inner)
     }

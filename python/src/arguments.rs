@@ -10,7 +10,7 @@ use symmpool_allocator::{Result, Stream};
 use symmpool_collectives::{DType, SplitsAt};
 
 use crate::convert::{Device, long_name};
-use crate::errors::{OrRaise, exception};
+use crate::errors::{OrRaise, raised};
 use crate::own::Own;
 use crate::reading::{Refusal, Tensor};
 use crate::tensor;
@@ -89,7 +89,7 @@ impl Calls {
         let why = refusal.to_error();
         let error = py.detach(|| self.comm.decline(why, &stream));
         // Why the communicator is closed, if it is, comes first.
-        if error.is_invalid_argument() { refusal.raise(py) } else { exception(py, &error) }
+        if error.is_invalid_argument() { refusal.raise(py) } else { raised(py, &error) }
     }
 
     #[inline]

@@ -184,7 +184,8 @@ impl Block {
                 None | Some(1) => Stream::DEFAULT,
                 Some(raw) => Stream::from_raw(raw as u64),
             };
-            self.memory.use_on(consumer).or_raise(py)?;
+            // The lane may be in a commit, which asks this interpreter for signals meanwhile.
+            py.detach(|| self.memory.use_on(consumer)).or_raise(py)?;
         }
         let description = Description {
             address: self.address(),

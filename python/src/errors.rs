@@ -2,7 +2,6 @@
 //!
 //! The classes are Python's (`symmpool/errors.py`), because each derives from two others.
 
-use std::cell::RefCell;
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -37,29 +36,42 @@ pub(crate) fn exception(py: Python<'_>, error: &Error) -> PyErr {
     make().unwrap_or_else(|broken| broken)
 }
 
-thread_local! {
-    /// What ended the call that this thread is in: the crates below have no error for it.
-    static INTERRUPTED: RefCell<Option<PyErr>> = const { RefCell::new(None) };
-}
-
-/// Notes what this thread's call is to raise when it is back, whatever error it comes back with.
-pub(crate) fn interrupted_by(exception: PyErr) {
-    INTERRUPTED.set(Some(exception));
-}
-
-/// Whether a signal asks the call that this thread is in to stop. Python hears signals on its main
-/// thread only.
+/// Whether Ctrl-C asks the call that this thread is in to stop, where that is what Ctrl-C does. It is
+/// then raised when the call is back.
+///
+/// No handler runs meanwhile: what Python code does might need what the call holds. So a program's own
+/// handlers run after the call, and do not end it.
+#[allow(unsafe_code)] // asks the interpreter
 pub(crate) fn is_interrupted() -> bool {
-    let heard = Python::try_attach(|py| py.check_signals().err()).flatten();
-    heard.map(interrupted_by).is_some()
+    // Python hears signals on its main thread. No other may wait for the interpreter here: it would
+    // be ended where it stands when the interpreter is.
+    if rustix::thread::gettid() != rustix::process::getpid() {
+        return false;
+    }
+    // Of the module in C: nothing here may run code of Python, which would hear signals.
+    let ends_calls = |py: Python<'_>| -> PyResult<bool> {
+        let signal = py.import("_signal")?;
+        let handler = signal.getattr("getsignal")?.call1((signal.getattr("SIGINT")?,))?;
+        Ok(handler.is(&signal.getattr("default_int_handler")?))
+    };
+    let asked = |py: Python<'_>| {
+        // SAFETY: this thread is attached to the interpreter, which is all that is wanted.
+        if unsafe { pyo3::ffi::PyOS_InterruptOccurred() } == 0 {
+            return false;
+        }
+        let asked = ends_calls(py).unwrap_or(false);
+        // SAFETY: it may be called anywhere. Asking took the signal, and this gives it back.
+        unsafe { pyo3::ffi::PyErr_SetInterrupt() };
+        asked
+    };
+    Python::try_attach(asked).unwrap_or(false)
 }
 
 /// What a call raises. Ctrl-C during the call comes before what went wrong in it: often the other
 /// ranks were interrupted too, and who catches the package's errors means to go on.
 #[cold]
-fn raised(py: Python<'_>, error: &Error) -> PyErr {
-    let interrupted = INTERRUPTED.take().or_else(|| py.check_signals().err());
-    interrupted.unwrap_or_else(|| exception(py, error))
+pub(crate) fn raised(py: Python<'_>, error: &Error) -> PyErr {
+    py.check_signals().err().unwrap_or_else(|| exception(py, error))
 }
 
 /// An argument that cannot be served, as an exception.

@@ -19,9 +19,9 @@ use crate::store::PythonStore;
 /// - "file:///DIRECTORY": in files of a directory that all ranks see and nobody else uses.
 ///
 /// `timeout` is how long collective calls of the group wait for other ranks, in seconds: making
-/// pools, and commits. Ctrl-C ends waits for ranks of this machine, and those in a store of torch,
-/// within about a second; such a pool commits no more. It does not end other waits, but all of them
-/// end, and then it is heard.
+/// pools, and commits. Ctrl-C ends the waits of commits for ranks of this machine, and those in a store
+/// of torch, within about a second; such a pool commits no more. It does not end other waits, but all
+/// of them end, and then it is heard.
 ///
 /// Raises InvalidArgumentError, TimeoutError when the store cannot be reached in time, and
 /// RefusedError when a secret differs.

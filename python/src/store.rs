@@ -11,8 +11,6 @@ use pyo3::types::PyBytes;
 use symmpool_allocator::store::{Gathered, Store};
 use symmpool_allocator::{Deadline, Error, Result};
 
-use crate::errors::interrupted_by;
-
 /// An object of `symmpool.store.StoreAdapter`.
 pub(crate) struct PythonStore(Py<PyAny>);
 
@@ -102,7 +100,8 @@ fn to_error(py: Python<'_>, what: &str, deadline: Deadline, error: &PyErr) -> Er
     } else if is("InvalidArgumentError") {
         Error::invalid_argument(format!("{what}: {text}"))
     } else if error.is_instance_of::<PyKeyboardInterrupt>(py) {
-        interrupted_by(error.clone_ref(py));
+        // No error of the crates below. It is raised in place of this one when the call is back.
+        let _ = py.import("_thread").and_then(|thread| thread.call_method0("interrupt_main"));
         Error::invalid_state(format!("{what}: interrupted"))
     } else {
         Error::system(what, error)

@@ -19,7 +19,7 @@ use std::sync::atomic::Ordering;
 use super::held::{Held, Turn};
 use super::lane::LaneInner;
 use super::share::{Fresh, fresh_segments};
-use super::{Committer, Pool};
+use super::{Committer, Pool, half_way};
 use crate::driver::{Step, Stream};
 use crate::rendezvous::agreement::{Heard, LaneProposal, Proposal, Propose, Verdict, judge};
 use crate::rendezvous::search::first_difference;
@@ -69,7 +69,7 @@ impl Pool {
         outcome.map_err(|error| {
             // Ranks that lost each other cannot know what the others will do.
             if error.is_timeout() || error.is_peer_lost() {
-                committer.broken = Some(error.clone());
+                committer.give_up(&error);
             }
             let number = committer.commits + 1;
             error.context(format!("rank {}, commit {number}", self.rank()))
@@ -126,17 +126,18 @@ impl Pool {
             .and_then(|()| self.deregister_retired(committer, held, deadline))
             .and_then(|()| self.driver().at_step(Step::CommitFinish))
             .and_then(|()| self.finish(held, &fresh, &heard));
-        let mut report = finished.inspect_err(|error| {
-            // The others went on: this rank is no longer like them, and tells them next time.
-            committer.unfinished = Some(error.to_string());
-        })?;
+        let registered = if fresh.is_empty() {
+            Ok(())
+        } else {
+            let ready = finished.as_ref().map(drop).map_err(Clone::clone);
+            self.register_new(committer, ready, deadline)
+        };
+        // The others went on: a rank that failed is no longer like them.
+        let mut report = finished.inspect_err(|error| committer.leave_unfinished(error))?;
         committer.commits += 1;
         report.number = committer.commits;
         tracing::debug!(rank = self.rank(), ?report, "committed");
-        if report.windows_added > 0 {
-            self.register_new(committer, deadline)?;
-        }
-        Ok(report)
+        registered.map(|()| report)
     }
 
     /// Steps 1 and 2. Returns, for each held lane, the blocks that ranks told as freed.
@@ -175,9 +176,7 @@ impl Pool {
 
     fn propose(&self, committer: &Committer, held: &[Held<'_>]) -> Result<Proposal> {
         if let Some(cause) = &committer.unfinished {
-            return Err(Error::invalid_state(format!(
-                "an earlier commit went half-way on this rank ({cause}); build a new pool"
-            )));
+            return Err(half_way(cause));
         }
         self.driver().at_step(Step::CommitPublish)?;
         let used = held.iter().flat_map(|held| held.inner.state.streams());

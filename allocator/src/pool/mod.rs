@@ -94,6 +94,27 @@ struct Committer {
     nccl: Vec<nccl::Attached>,
 }
 
+impl Committer {
+    /// No commit can work any more: connected peers are told, and need not wait to learn it.
+    fn give_up(&mut self, error: &Error) {
+        self.peers.give_up(error);
+        self.broken = Some(error.clone());
+    }
+
+    /// This rank did not get to the end of what others may have finished.
+    fn leave_unfinished(&mut self, cause: &Error) {
+        self.peers.give_up(&half_way(&cause.to_string()));
+        self.unfinished = Some(cause.to_string());
+    }
+}
+
+/// What a rank says that is no longer like the others.
+fn half_way(cause: &str) -> Error {
+    Error::invalid_state(format!(
+        "an earlier commit or resync went half-way on this rank ({cause}); build a new pool"
+    ))
+}
+
 /// Numbers of a pool at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct PoolStats {
@@ -230,6 +251,13 @@ impl Pool {
             )));
         }
         Ok(self.0.devices.get(rank))
+    }
+
+    /// Whether a commit can work, as far as this rank knows: none can once ranks have lost each other.
+    /// Waits for a commit that is under way.
+    pub fn can_commit(&self) -> bool {
+        let committer = lock(&self.0.committer);
+        committer.broken.is_none() && committer.unfinished.is_none() && committer.peers.can_talk()
     }
 
     /// Peers whose processes are gone, as far as this rank can see without waiting: on one

@@ -83,7 +83,7 @@ impl Pool {
         let version = ready.as_ref().map(|(_, version)| *version).map_err(Clone::clone);
         self.agree_on_nccl(
             &mut committer.peers,
-            "registering windows with NCCL",
+            ("nccl-register", "registering windows with NCCL"),
             version,
             deadline,
         )?;
@@ -91,7 +91,7 @@ impl Pool {
         let done = self.register_missing(&mut attached, deadline);
         if let Err(error) = self.agree_on_nccl(
             &mut committer.peers,
-            "NCCL's windows",
+            ("nccl-registered", "NCCL's windows"),
             done.map(|()| version),
             deadline,
         ) {
@@ -114,7 +114,7 @@ impl Pool {
         });
         self.agree_on_nccl(
             &mut committer.peers,
-            "taking windows back from NCCL",
+            ("nccl-unregister", "taking windows back from NCCL"),
             ready.clone().map(|_| 0),
             deadline,
         )?;
@@ -157,12 +157,12 @@ impl Pool {
     fn agree_on_nccl(
         &self,
         peers: &mut Peers,
-        step: &str,
+        (name, step): (&str, &str),
         own: Result<i32>,
         deadline: Deadline,
     ) -> Result<()> {
         let status = encode_status(Said, own.map_err(|error| error.kind().clone()))?;
-        let gathered = peers.all_gather(self.group(), "nccl", &status, deadline)?;
+        let gathered = peers.all_gather(self.group(), name, &status, deadline)?;
         let (mut failures, mut versions) = (Vec::new(), Vec::new());
         for (rank, Said(status)) in (0..).zip(decode_all(&gathered)?) {
             match status {
@@ -245,21 +245,28 @@ impl Pool {
     }
 
     /// After a commit made windows: NCCL gets them too. Where that fails, on all ranks, no
-    /// communicator gets any more.
-    pub(super) fn register_new(&self, committer: &mut Committer, deadline: Deadline) -> Result<()> {
+    /// communicator gets any more. `ready` is how this rank finished the commit: NCCL would wait for
+    /// one that did not.
+    pub(super) fn register_new(
+        &self,
+        committer: &mut Committer,
+        ready: Result<()>,
+        deadline: Deadline,
+    ) -> Result<()> {
         if committer.nccl.is_empty() {
             return Ok(());
         }
         let mut attached = std::mem::take(&mut committer.nccl);
+        let peers = &mut committer.peers;
+        let finished = ("nccl-finished", "finishing the commit");
+        let registered = ("nccl-new", "registering new windows with NCCL");
         let done =
-            attached.iter_mut().try_for_each(|attached| self.register_missing(attached, deadline));
-        self.agree_on_nccl(
-            &mut committer.peers,
-            "registering new windows with NCCL",
-            done.map(|()| 0),
-            deadline,
-        )
-        .map_err(|error| {
+            self.agree_on_nccl(peers, finished, ready.map(|()| 0), deadline).and_then(|()| {
+                let each = |attached| self.register_missing(attached, deadline);
+                let done = attached.iter_mut().try_for_each(each);
+                self.agree_on_nccl(peers, registered, done.map(|()| 0), deadline)
+            });
+        done.map_err(|error| {
             error.context(
                 "the memory is committed, but NCCL has no windows of it, nor of what comes",
             )

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::held::Held;
 use super::lane::LaneInner;
-use super::{Committer, Pool};
+use super::{Committer, Pool, half_way};
 use crate::lane::{Agreed, Survivor};
 use crate::rendezvous::message::{Message, decode, decode_all};
 use crate::rendezvous::peers::Peers;
@@ -60,7 +60,7 @@ impl Pool {
         let outcome = self.resync_held(&mut committer, &mut held, deadline);
         outcome.map_err(|error| {
             if error.is_timeout() || error.is_peer_lost() {
-                committer.broken = Some(error.clone());
+                committer.give_up(&error);
             }
             error.context(format!("rank {}, resync", self.rank()))
         })
@@ -74,9 +74,7 @@ impl Pool {
     ) -> Result<bool> {
         let ready = match &committer.unfinished {
             // What this rank holds is no longer what it says it holds.
-            Some(cause) => Err(Error::invalid_state(format!(
-                "an earlier step went half-way on this rank ({cause}); build a new pool"
-            ))),
+            Some(cause) => Err(half_way(cause)),
             // All ranks wait for their devices here: nobody's kernels write to memory that is
             // given to somebody else below.
             None => self.driver().synchronize(),
@@ -119,10 +117,8 @@ impl Pool {
             }
             Ok(())
         });
-        outcome.inspect_err(|error: &Error| {
-            // The others went on; this rank tells them next time.
-            committer.unfinished = Some(error.to_string());
-        })?;
+        // The others went on: this rank is no longer like them.
+        outcome.inspect_err(|error: &Error| committer.leave_unfinished(error))?;
         for held in held.iter_mut() {
             held.inner.state.mark_agreed();
         }

@@ -7,7 +7,7 @@ use super::mesh::Mesh;
 use crate::driver::{DeviceIdentity, Transport};
 use crate::store::Gathered;
 use crate::topology::Topology;
-use crate::{Deadline, Group, Result};
+use crate::{Deadline, Error, Group, Result};
 
 /// One value a rank, equal ones held once: a thousand simulated ranks of one process are one
 /// identity.
@@ -106,6 +106,13 @@ impl Peers {
         match &mut self.mesh {
             Some(mesh) => mesh.all_gather(what, value, deadline),
             None => group.all_gather(what, value, deadline),
+        }
+    }
+
+    /// Tells the connected peers that this rank will take part in nothing more.
+    pub(crate) fn give_up(&mut self, error: &Error) {
+        if let Some(mesh) = &mut self.mesh {
+            mesh.give_up(error);
         }
     }
 

@@ -68,6 +68,15 @@ impl Engine {
         }
     }
 
+    /// The same of a rank that cannot make any call any more, which waits for nobody.
+    pub(super) fn give_up(&mut self, why: Error, stream: &Stream) -> Error {
+        match self {
+            Self::Host(host) => host.give_up(why),
+            // A kernel waits, not the host; what it finds closes the communicator.
+            Self::Cuda(cuda) => cuda.decline(why, *stream),
+        }
+    }
+
     /// Refuses a length; the other ranks are told, so that they do not wait.
     pub(super) fn fits(
         &mut self,

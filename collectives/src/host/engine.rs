@@ -273,17 +273,8 @@ impl HostEngine {
     /// when a peer does not come, which closes the communicator.
     #[inline]
     pub(crate) fn enter(&mut self, call: &Call) -> Result<()> {
-        let (me, epoch) = (self.layout.rank, self.epoch);
-        let parity = self.parity();
-        let word = entry_word(epoch, call.digest(self.salt));
-        self.operation = call.words()[0] as u8;
-        self.steps_before = self.steps;
-        // Advanced before anything can fail: the call counts, however it ends (S2).
-        self.epoch += 1;
-        for peer in self.peers() {
-            self.control.entry(peer, parity, me).publish(word, call.words());
-        }
-        wake_sleepers(self.peers().map(|peer| self.control.entry(peer, parity, me)), wake);
+        let (me, epoch, parity) = (self.layout.rank, self.epoch, self.parity());
+        let word = self.announce(call);
         let mut all_agree = true;
         for peer in self.peers() {
             match self.await_entry(peer, parity, epoch) {
@@ -299,6 +290,22 @@ impl HostEngine {
             return Err(self.close(end));
         }
         if all_agree { Ok(()) } else { Err(self.disagreement(call, parity, epoch)) }
+    }
+
+    /// Tells every peer that this rank makes a call; returns the word that says which.
+    #[inline]
+    fn announce(&mut self, call: &Call) -> u64 {
+        let (me, epoch, parity) = (self.layout.rank, self.epoch, self.parity());
+        let word = entry_word(epoch, call.digest(self.salt));
+        self.operation = call.words()[0] as u8;
+        self.steps_before = self.steps;
+        // Advanced before anything can fail: the call counts, however it ends (S2).
+        self.epoch += 1;
+        for peer in self.peers() {
+            self.control.entry(peer, parity, me).publish(word, call.words());
+        }
+        wake_sleepers(self.peers().map(|peer| self.control.entry(peer, parity, me)), wake);
+        word
     }
 
     /// A later phase: signals every peer, and waits for every peer's signal.
@@ -346,6 +353,20 @@ impl HostEngine {
             Err(error) if self.failed.get().is_some() => error,
             Ok(()) | Err(_) => why,
         }
+    }
+
+    /// The same for a rank that will make no call any more: it waits for nobody. Returns the error.
+    #[cold]
+    pub(crate) fn give_up(&mut self, why: Error) -> Error {
+        if let Err(closed) = self.ready() {
+            return closed;
+        }
+        self.announce(&Call::new(Operation::Declined));
+        self.failed.get_or_init(|| {
+            let rank = self.layout.rank;
+            why.clone().context(format!("rank {rank}: this communicator is closed; rebuild it"))
+        });
+        why
     }
 
     /// Closes the engine after a panic inside a call, which may have left its peers waiting.

@@ -164,13 +164,14 @@ impl<'a> Assembly<'a> {
     }
 
     fn into_mesh(self) -> Mesh {
+        let process = rustix::process::getpid();
         let up = |link| match link {
             Link::Up(socket) => Some(socket),
             _ => None,
         };
         let links = self.links.into_iter().map(up).collect();
         let Self { rank, inbox, .. } = self;
-        Mesh { rank, links, inbox, rounds: 0, interrupt: None, broken: None }
+        Mesh { rank, links, inbox, process, rounds: 0, interrupt: None, broken: None }
     }
 
     /// Dials the lower ranks that have yet to be dialled.

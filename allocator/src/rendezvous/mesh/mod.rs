@@ -27,6 +27,8 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
+use rustix::net::Shutdown;
+use rustix::process::Pid;
 
 use self::talk::Fault;
 use self::wire::{Farewell, Inbox, Received};
@@ -42,6 +44,8 @@ pub(crate) struct Mesh {
     /// One a rank; `None` for this rank itself, and for all when broken.
     links: Vec<Option<OwnedFd>>,
     inbox: Inbox,
+    /// Whose connections these are.
+    process: Pid,
     /// Exchanges and gathers begun.
     rounds: u64,
     /// Whether a rank that waits is to stop.
@@ -96,9 +100,27 @@ impl Mesh {
         };
         let lost = self.lost_peers();
         say_farewell(links(&self.links).map(|(_, socket)| socket), &why);
-        self.links.iter_mut().for_each(|link| *link = None);
+        self.hang_up();
         self.broken = Some(Broken { why, lost });
         error
+    }
+
+    /// Tells the peers that this rank will take part in nothing more, because of `error`.
+    pub(crate) fn give_up(&mut self, error: &Error) {
+        if !self.is_broken() {
+            let _ = self.break_with(Fault::Failed(error.clone()));
+        }
+    }
+
+    /// Closes all connections: for peers, too, where a child that was forked has copies. A child
+    /// that lets go of its own leaves them to its parent.
+    fn hang_up(&mut self) {
+        for link in self.links.iter_mut().filter_map(Option::take) {
+            if self.process == rustix::process::getpid() {
+                // Fails where the peer was first.
+                let _ = rustix::net::shutdown(&link, Shutdown::Both);
+            }
+        }
     }
 
     /// A failure that this rank found.
@@ -126,6 +148,12 @@ impl Mesh {
             _ if lost.is_empty() => Fault::Closed(first),
             _ => Fault::Failed(Error::peer_lost(lost, CLOSED)),
         }
+    }
+}
+
+impl Drop for Mesh {
+    fn drop(&mut self) {
+        self.hang_up();
     }
 }
 
@@ -159,10 +187,16 @@ fn links(all: &[Option<OwnedFd>]) -> impl Iterator<Item = (u32, &OwnedFd)> {
     (0u32..).zip(all).filter_map(|(rank, link)| Some((rank, link.as_ref()?)))
 }
 
+/// The room for packets of a rank that gives up, in bytes. The kernel cuts it to twice its
+/// net.core.wmem_max: as it comes, twice what a socket has to begin with.
+const FAREWELL_BUFFER: usize = 1 << 20;
+
 /// Tells peers why this rank gives up. What cannot be sent at once is not sent.
 fn say_farewell<'a>(to: impl IntoIterator<Item = &'a OwnedFd>, why: &Farewell) {
     let Ok(frame) = why.frame() else { return };
     for socket in to {
+        // What the peer has not read yet may fill the socket.
+        let _ = rustix::net::sockopt::set_socket_send_buffer_size(socket, FAREWELL_BUFFER);
         let _ = wire::send(socket, &frame, &[]);
     }
 }
@@ -173,8 +207,13 @@ fn closed<'a>(links: impl Iterator<Item = (u32, &'a OwnedFd)>) -> Vec<u32> {
         links.map(|(rank, socket)| (rank, PollFd::new(socket, PollFlags::empty()))).unzip();
     // A poll that fails shows nothing; the next use of the sockets will say why.
     let _ = poll_for(&mut polled, Duration::ZERO);
-    let gone = |poll: &PollFd<'_>| poll.revents().intersects(PollFlags::HUP | PollFlags::ERR);
-    ranks.into_iter().zip(&polled).filter(|(_, poll)| gone(poll)).map(|(rank, _)| rank).collect()
+    let closed = ranks.into_iter().zip(&polled).filter(|(_, poll)| is_closed(poll));
+    closed.map(|(rank, _)| rank).collect()
+}
+
+/// Whether a poll found the other end closed.
+fn is_closed(poll: &PollFd<'_>) -> bool {
+    poll.revents().intersects(PollFlags::HUP | PollFlags::ERR)
 }
 
 /// Waits until one of `fds` is ready or `limit` has passed; says how many are ready. An

@@ -5,12 +5,12 @@
 //! to say: so a finished talk also says that all peers were in the same one.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
 use super::wire::{self, Farewell, Inbox, Received, Sent};
-use super::{Mesh, at_most, links, poll_for};
+use super::{CLOSED, Mesh, at_most, is_closed, links, poll_for};
 use crate::group::Interrupt;
 use crate::rendezvous::message::{self, Message};
 use crate::{Deadline, Error, Result};
@@ -20,6 +20,12 @@ const SEND_AGAIN_AFTER: Duration = Duration::from_millis(1);
 
 /// How often a rank that waits asks whether it is to stop.
 const ASK_EVERY: Duration = Duration::from_secs(1);
+
+const INTERRUPTED: &str = "interrupted while waiting for other ranks";
+
+/// How long others are waited for once a peer has gone that had said all it had to say. It may have
+/// ended the talk; but then they have told it what is waited for here, and it is on its way.
+const WAIT_AFTER_LOSS: Duration = Duration::from_secs(2);
 
 /// Why a talk stops.
 pub(super) enum Fault {
@@ -62,6 +68,8 @@ struct Leg<'a> {
     all_received: bool,
     /// The last attempt to send came too early.
     send_later: bool,
+    /// The peer has closed the connection, after it had said all: and why, if it said that.
+    gone: Option<Option<Farewell>>,
 }
 
 impl Mesh {
@@ -88,11 +96,14 @@ impl Mesh {
             all_sent: false,
             all_received: false,
             send_later: false,
+            gone: None,
         };
         // From the next rank on and around, so that not all ranks take from one peer at a time.
         let (mut legs, before): (Vec<_>, Vec<_>) =
             links(&self.links).map(leg).partition(|leg| leg.peer > self.rank);
         legs.extend(before);
+        let mut asked = Instant::now();
+        let mut until = deadline;
         loop {
             // Taking may be slow (it maps memory), so all are sent what there is before.
             for leg in &mut legs {
@@ -101,35 +112,56 @@ impl Mesh {
             for leg in &mut legs {
                 leg.receive(talk, &mut self.inbox)?;
             }
-            legs.retain(|leg| !(leg.all_sent && leg.all_received));
-            if legs.is_empty() {
+            if legs.iter().all(Leg::is_over) {
                 return Ok(());
             }
-            if deadline.expired() {
-                return Err(timeout(&legs, talk.waiting_for(), deadline).into());
+            if until.expired() {
+                return Err(out_of_time(&legs, talk.waiting_for(), deadline));
             }
-            let mut limit = if self.interrupt.is_some() { ASK_EVERY } else { Duration::MAX };
-            let mut polled = Vec::with_capacity(legs.len());
-            for leg in &legs {
-                let mut events = PollFlags::empty();
-                events.set(PollFlags::IN, !leg.all_received);
-                events.set(PollFlags::OUT, !leg.all_sent && !leg.send_later);
-                if leg.send_later {
-                    limit = limit.min(SEND_AGAIN_AFTER);
+            let send_later = legs.iter().any(|leg| leg.send_later);
+            let limit = if send_later { SEND_AGAIN_AFTER } else { ASK_EVERY };
+            let ready = wait(&mut legs, &mut self.inbox, at_most(limit, until))?;
+            if legs.iter().any(|leg| leg.gone.is_some()) {
+                until = until.min(Deadline::after(WAIT_AFTER_LOSS));
+            }
+            if (ready == 0 && !send_later) || asked.elapsed() >= ASK_EVERY {
+                asked = Instant::now();
+                if self.interrupt.as_ref().is_some_and(Interrupt::asked) {
+                    return Err(Error::invalid_state(INTERRUPTED).into());
                 }
-                polled.push(PollFd::new(leg.socket, events));
-            }
-            let ready = poll_for(&mut polled, at_most(limit, deadline))?;
-            if ready == 0 && self.interrupt.as_ref().is_some_and(Interrupt::asked) {
-                return Err(
-                    Error::invalid_state("interrupted while waiting for other ranks").into()
-                );
             }
         }
     }
 }
 
-impl Leg<'_> {
+/// Waits until a peer can be sent to or heard, at most for `limit`; says how many can. Peers that
+/// have said all are looked at, too: one that is gone, or gave up, may be what others are waited
+/// for in vain.
+fn wait(legs: &mut [Leg<'_>], inbox: &mut Inbox, limit: Duration) -> Result<usize> {
+    let mut there: Vec<_> = legs.iter_mut().filter(|leg| leg.gone.is_none()).collect();
+    let mut polled: Vec<_> = there.iter().map(|leg| leg.poll()).collect();
+    let ready = poll_for(&mut polled, limit)?;
+    for (leg, poll) in there.iter_mut().zip(&polled) {
+        if leg.is_over() && is_closed(poll) {
+            leg.gone = Some(inbox.farewell(leg.peer, leg.socket));
+        }
+    }
+    Ok(ready)
+}
+
+impl<'a> Leg<'a> {
+    fn is_over(&self) -> bool {
+        self.all_sent && self.all_received
+    }
+
+    /// What is waited for.
+    fn poll(&self) -> PollFd<'a> {
+        let mut events = PollFlags::empty();
+        events.set(PollFlags::IN, !self.all_received);
+        events.set(PollFlags::OUT, !self.all_sent && !self.send_later);
+        PollFd::new(self.socket, events)
+    }
+
     /// Sends until all is sent or no more can be.
     fn send(&mut self, talk: &mut impl Talk) -> Result<(), Fault> {
         self.send_later = false;
@@ -167,7 +199,21 @@ impl Leg<'_> {
     }
 }
 
-fn timeout(legs: &[Leg<'_>], waiting_for: &str, deadline: Deadline) -> Error {
+/// A peer that is gone is why others were waited for in vain.
+fn out_of_time(legs: &[Leg<'_>], waiting_for: &str, deadline: Deadline) -> Fault {
+    if let Some(farewell) = legs.iter().find_map(|leg| leg.gone.clone().flatten()) {
+        return Fault::GaveUp(farewell);
+    }
+    let peers = |which: fn(&Leg<'_>) -> bool| -> Vec<u32> {
+        let mut peers: Vec<u32> =
+            legs.iter().filter(|leg| which(leg)).map(|leg| leg.peer).collect();
+        peers.sort_unstable();
+        peers
+    };
+    let gone = peers(|leg| leg.gone.is_some());
+    if !gone.is_empty() {
+        return Error::peer_lost(gone, CLOSED).into();
+    }
     let mut waiting_for = format!("{waiting_for} with the other ranks of this machine");
     if legs.iter().any(|leg| leg.send_later) {
         waiting_for.push_str(
@@ -175,7 +221,5 @@ fn timeout(legs: &[Leg<'_>], waiting_for: &str, deadline: Deadline) -> Error {
              RLIMIT_NOFILE allows)",
         );
     }
-    let mut missing: Vec<u32> = legs.iter().map(|leg| leg.peer).collect();
-    missing.sort_unstable();
-    Error::timeout(waiting_for, deadline.budget(), missing)
+    Error::timeout(waiting_for, deadline.budget(), peers(|leg| !leg.is_over())).into()
 }

@@ -180,7 +180,7 @@ pub(super) fn send(socket: &OwnedFd, frame: &[u8], fds: &[BorrowedFd<'_>]) -> Re
             Err(Errno::AGAIN) => Ok(Sent::WouldBlock),
             Err(Errno::TOOMANYREFS | Errno::NOBUFS | Errno::NOMEM) => Ok(Sent::TryLater),
             Err(Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN) => Ok(Sent::Closed),
-            Err(error) => Err(Error::system("sending file descriptors to a peer", error)),
+            Err(error) => Err(Error::system("sending to a peer", error)),
         };
     }
 }
@@ -212,6 +212,13 @@ impl Inbox {
         Self(vec![0; MAX_FRAME])
     }
 
+    /// The farewell of `rank`, where that is what comes next. Takes nothing.
+    pub(super) fn farewell(&mut self, rank: u32, socket: &OwnedFd) -> Option<Farewell> {
+        let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
+        let (bytes, _) = rustix::net::recv(socket, &mut self.0[..], flags).ok()?;
+        Farewell::read(rank, self.0.get(..bytes)?)
+    }
+
     /// Receives one packet of `rank`, without waiting. Descriptors are close-on-exec.
     pub(super) fn receive(&mut self, rank: u32, socket: &OwnedFd) -> Result<Received<'_>> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_PER_PACKET))];
@@ -228,7 +235,7 @@ impl Inbox {
                 Err(Errno::CONNRESET) if resets == 0 => resets = 1,
                 Err(Errno::CONNRESET | Errno::NOTCONN) => return Ok(Received::Closed),
                 Err(error) => {
-                    let what = format!("receiving file descriptors of rank {rank}");
+                    let what = format!("receiving from rank {rank}");
                     return Err(Error::system(what, error));
                 }
             }

@@ -168,3 +168,94 @@ fn a_rank_that_waits_can_be_interrupted() {
         }
     });
 }
+
+#[test]
+fn a_peer_that_gives_up_after_it_has_said_all_is_heard_at_once() {
+    let done = Barrier::new(3);
+    with_meshes(3, |rank, mut mesh| {
+        if rank < 2 {
+            let begin = Instant::now();
+            let deadline = if rank == 0 { short() } else { soon() };
+            let error = mesh.all_gather("value", b"x", deadline).unwrap_err();
+            assert!(begin.elapsed() < Duration::from_secs(20), "{rank}: {:?}", begin.elapsed());
+            assert!(error.is_timeout() && error.ranks() == [2], "{error}");
+        }
+        done.wait();
+    });
+}
+
+#[test]
+fn a_peer_that_is_gone_after_it_has_said_all_is_not_waited_for_long() {
+    let done = Barrier::new(2);
+    with_meshes(3, |rank, mut mesh| {
+        if rank == 0 {
+            let part = Part { round: 1, what: "value".into(), first: 0, total: 0, bytes: vec![] };
+            let socket = mesh.links[1].as_ref().unwrap();
+            assert_eq!(
+                wire::send(socket, &message::encode(&part).unwrap(), &[]).unwrap(),
+                Sent::Yes
+            );
+            return;
+        }
+        if rank == 1 {
+            let begin = Instant::now();
+            let error = mesh.all_gather("value", b"x", soon()).unwrap_err();
+            assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
+            assert!(error.is_peer_lost() && error.ranks() == [0], "{error}");
+        }
+        done.wait();
+    });
+}
+
+#[test]
+fn a_farewell_is_heard_behind_more_than_a_socket_holds() {
+    let gave_up = Barrier::new(2);
+    let much = value(0, 4 << 20);
+    with_meshes(2, |rank, mut mesh| {
+        if rank == 1 {
+            let error = mesh.all_gather("value", &much, short()).unwrap_err();
+            assert!(error.is_timeout() && error.ranks() == [0], "{error}");
+        }
+        gave_up.wait();
+        if rank == 0 {
+            let error = mesh.all_gather("value", b"", soon()).unwrap_err();
+            assert!(error.is_timeout() && error.ranks() == [0], "{error}");
+        }
+    });
+}
+
+#[test]
+fn copies_of_a_connection_do_not_hide_that_a_rank_left() {
+    let left = Barrier::new(2);
+    with_meshes(2, |rank, mut mesh| {
+        // As a child has them that was forked.
+        let copies: Vec<_> =
+            mesh.links.iter().flatten().map(|link| rustix::io::dup(link).unwrap()).collect();
+        if rank == 0 {
+            drop(mesh);
+            left.wait();
+        } else {
+            left.wait();
+            assert_eq!(mesh.lost_peers(), [0]);
+            let error = mesh.all_gather("value", b"", soon()).unwrap_err();
+            assert!(error.is_peer_lost() && error.ranks() == [0], "{error}");
+        }
+        left.wait();
+        drop(copies);
+    });
+}
+
+#[test]
+fn who_gives_up_between_talks_is_heard_in_the_next() {
+    let errors = with_meshes(3, |rank, mut mesh| {
+        if rank == 1 {
+            mesh.give_up(&Error::invalid_state("went half-way"));
+            mesh.give_up(&Error::out_of_memory("not the first reason"));
+        }
+        mesh.all_gather("value", b"", soon()).unwrap_err()
+    });
+    for error in errors {
+        assert!(error.is_invalid_state(), "{error}");
+        assert!(error.to_string().contains("rank 1 gave up: went half-way"), "{error}");
+    }
+}
