@@ -10,6 +10,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Mutex;
 
+use symmpool_allocator::lane::at_site;
 use symmpool_allocator::{Error, Lane, Pool, Result, Stream};
 
 use crate::guard::lock;
@@ -162,7 +163,9 @@ impl Bound {
                  device {own}; make a pool for each device"
             )));
         }
-        let block = self.lane.try_alloc_bytes(bytes, ALIGN, Stream::from_raw(stream))?;
+        // Whoever asks torch for memory is not to be seen from here.
+        let place = || self.lane.try_alloc_bytes(bytes, ALIGN, Stream::from_raw(stream));
+        let block = at_site(None, place)?;
         Ok(block.into_address())
     }
 

@@ -16,7 +16,7 @@ use crate::own::Own;
 use crate::pool::Pool;
 use crate::reading::{Refusal, Tensor};
 use crate::row_exchange::RowExchange;
-use crate::tensor;
+use crate::{site, tensor};
 
 /// Collectives between the ranks of a pool. Making one is collective: all ranks make theirs in the
 /// same order; it commits the pool.
@@ -93,7 +93,7 @@ impl Communicator {
         }
         let on = &*pool.pool;
         let make = || symmpool_collectives::Communicator::with_options(on, &options);
-        let comm = Own::new(Arc::new(py.detach(make).or_raise(py)?));
+        let comm = Own::new(Arc::new(site::detach(py, make).or_raise(py)?));
         let calls = Arc::new(Calls { comm, device: pool.device });
         Ok(Self { calls, algorithm: algorithm.name() })
     }

@@ -15,6 +15,7 @@
 //! | `convert` | names of types, algorithms and devices |
 //! | `operation` | names of reductions, and torch's constants for them |
 //! | `store` | a store of torch's, as the allocator wants it |
+//! | `site` | which line of the program a call comes from |
 //! | `machine` | what this machine has, for the doctor |
 //! | `errors` | the package's exceptions |
 //!
@@ -41,6 +42,7 @@ mod pool;
 mod process;
 mod reading;
 mod row_exchange;
+mod site;
 mod slot;
 mod store;
 mod tensor;

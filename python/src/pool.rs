@@ -19,7 +19,7 @@ use crate::errors::{OrRaise, invalid, seconds};
 use crate::group::group_of;
 use crate::memory::Memory;
 use crate::own::Own;
-use crate::tensor;
+use crate::{site, tensor};
 
 /// Symmetric memory of one rank, and windows on that of its peers.
 ///
@@ -198,9 +198,8 @@ impl Pool {
         let bytes = bytes.ok_or_else(|| {
             invalid(py, format!("shape: {shape:?} of {} is too large", convert::long_name(dtype)))
         })?;
-        let memory = py
-            .detach(|| Memory::allocate(&this.pool, this.device, bytes as usize, stream))
-            .or_raise(py)?;
+        let allocate = || Memory::allocate(&this.pool, this.device, bytes as usize, stream);
+        let memory = site::detach(py, allocate).or_raise(py)?;
         Bound::new(py, Block::new(memory, shape, dtype))
     }
 
@@ -240,7 +239,8 @@ impl Pool {
     ) -> PyResult<()> {
         self.check(py)?;
         let stream = tensor::stream(py, self.device, stream)?;
-        py.detach(|| self.pool.default_lane().reserve_on(bytes, stream)).or_raise(py)
+        let reserve = || self.pool.default_lane().reserve_on(bytes, stream);
+        site::detach(py, reserve).or_raise(py)
     }
 
     /// The scope's state, made at the first use. torch.cuda.MemPool and others, in CUDA only.

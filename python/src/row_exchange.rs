@@ -17,7 +17,7 @@ use crate::memory::Memory;
 use crate::own::Own;
 use crate::pool::dimensions;
 use crate::reading::{Refusal, Tensor};
-use crate::tensor;
+use crate::{site, tensor};
 
 type Exchange = symmpool_collectives::RowExchange<Arc<symmpool_collectives::Communicator>>;
 
@@ -66,7 +66,7 @@ impl RowExchange {
         let of_torch = dtype.is_instance_of::<PyString>()
             || tensor::torch(py).is_some_and(|torch| torch.is_dtype(dtype));
         let core = calls.core();
-        let exchange = Own::new(py.detach(|| Exchange::new(core, shape)).or_raise(py)?);
+        let exchange = Own::new(site::detach(py, || Exchange::new(core, shape)).or_raise(py)?);
         Ok(Self { exchange, calls: Arc::clone(calls), row_shape: lengths, of_torch })
     }
 
@@ -149,7 +149,7 @@ impl RowExchange {
             unsafe { self.exchange.clear_layout_at(memory.block().as_ptr()) }?;
             symmpool_allocator::Result::Ok(memory)
         };
-        let memory = py.detach(make).or_raise(py)?;
+        let memory = site::detach(py, make).or_raise(py)?;
         let [counts, offsets, source_index] = self.exchange.layout_parts();
         let (shape, world) = (self.exchange.shape(), i64::from(pool.world()));
         let tensor = |begin: usize, length: i64, dtype: DType| {

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import time
 
 import numpy as np
@@ -202,6 +203,27 @@ def no_partner(group):
 
 def test_a_pool_waits_no_longer_than_told():
     assert values(2, no_partner)[0] == ("TimeoutError", (1,))
+
+
+def helper(pool, kib):
+    return pool.empty(kib << 8, "float32"), sys._getframe().f_lineno
+
+
+def other_lines(group):
+    pool = symmpool.Pool(group, "cpu")
+    kept, line = helper(pool, 8 if group.rank == 2 else 4)
+    try:
+        pool.commit()
+    except symmpool.DivergedError as error:
+        return str(error), line, kept is not None
+    return None
+
+
+def test_what_differs_is_told_with_the_line_of_the_program_that_asked_for_it():
+    for text, line, _ in values(3, other_lines):
+        place = f"   (called from {__file__}:{line})"
+        assert f"ranks 0, 1: alloc 4 KiB on stream 0{place}" in text, text
+        assert f"rank 2: alloc 8 KiB on stream 0{place}" in text, text
 
 
 def different_settings(group):

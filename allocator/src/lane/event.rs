@@ -1,15 +1,11 @@
 //! What happens to a lane, one event a counter.
 
 use std::fmt;
-use std::panic::Location;
 
 use serde::{Deserialize, Serialize};
 
-use super::UNIT;
+use super::{Site, UNIT};
 use crate::amount::Amount;
-
-/// Where in the caller's program an event came from. Shown in messages, never compared.
-pub type Site = Option<&'static Location<'static>>;
 
 /// One event of a lane's sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -16,6 +16,7 @@
 //! | `resync` | going back to a state all ranks share |
 //! | `streams` | stream ordinals and waits between streams |
 //! | `history` | the event log's digest and its recent past |
+//! | `site` | which line of a program an event comes from |
 //! | `divergence` | what is said when ranks differ |
 #![forbid(unsafe_code)]
 
@@ -34,6 +35,7 @@ mod model_tests;
 mod place;
 mod resync;
 mod segments;
+mod site;
 mod state;
 mod stats;
 mod streams;
@@ -41,12 +43,14 @@ mod table;
 
 pub use config::{LaneConfig, LaneKind, MAX_LANE_BYTES, UNIT, WindowPolicy};
 pub use divergence::{Divergence, Side};
-pub use event::{Event, EventKind, Site};
+pub use event::{Event, EventKind};
 pub use history::Digest;
 pub use segments::{Growth, Move, NewSegment, Segment};
+pub use site::{Line, Origin, Site, at_site};
 pub use state::{Backing, BlockKey, LaneState, NoBacking, Placed, Request};
 pub use stats::{ClassStats, LaneStats};
 pub use table::{BlockState, BlockView};
 
 pub(crate) use history::Checkpoints;
 pub(crate) use resync::{Agreed, Survivor};
+pub(crate) use site::here;

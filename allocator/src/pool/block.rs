@@ -2,14 +2,13 @@
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::panic::Location;
 use std::sync::Arc;
 
 use bytemuck::Pod;
 
 use super::lane::{LaneInner, SharedLane};
 use crate::driver::Stream;
-use crate::lane::BlockKey;
+use crate::lane::{BlockKey, here};
 use crate::{Error, Result};
 
 /// `len` elements of symmetric memory. Dropping it frees it, in order.
@@ -111,14 +110,14 @@ impl<T: Pod> Block<T> {
     /// behind that stream's work so far, by a wait on the device (rule D4).
     #[track_caller]
     pub fn record_stream(&self, stream: Stream) -> Result<()> {
-        let site = Some(Location::caller());
+        let site = here();
         self.lane.lock().state.record_stream(self.key, stream, site)
     }
 
     /// Frees the block in order, saying from where. Dropping it does the same anonymously.
     #[track_caller]
     pub fn free(mut self) -> Result<()> {
-        let freed = self.lane.free(self.key, Some(Location::caller()));
+        let freed = self.lane.free(self.key, here());
         self.freed = freed.is_ok();
         freed
     }
@@ -128,7 +127,7 @@ impl<T: Pod> Block<T> {
     /// freed it (rule D5).
     #[track_caller]
     pub fn free_unordered(mut self) -> Result<()> {
-        let freed = self.lane.free_unordered(self.key, Some(Location::caller()));
+        let freed = self.lane.free_unordered(self.key, here());
         self.freed = freed.is_ok();
         freed
     }

@@ -1,7 +1,6 @@
 //! A lane with its lock, its memory, and its place in the heap.
 
 use std::fmt;
-use std::panic::Location;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
@@ -14,7 +13,8 @@ use super::lane_memory::LaneMemory;
 use crate::driver::Stream;
 use crate::heap::Heap;
 use crate::lane::{
-    Backing, BlockKey, BlockView, Digest, LaneState, LaneStats, Placed, Request, Segment,
+    Backing, BlockKey, BlockView, Digest, LaneState, LaneStats, Placed, Request, Segment, Site,
+    here,
 };
 use crate::sync::lock;
 use crate::{Error, Result};
@@ -89,20 +89,12 @@ impl SharedLane {
         &self.heap
     }
 
-    pub(super) fn free(
-        &self,
-        key: BlockKey,
-        site: Option<&'static Location<'static>>,
-    ) -> Result<()> {
+    pub(super) fn free(&self, key: BlockKey, site: Site) -> Result<()> {
         let LaneInner { state, memory } = &mut *self.lock();
         state.free(key, site, memory)
     }
 
-    pub(super) fn free_unordered(
-        &self,
-        key: BlockKey,
-        site: Option<&'static Location<'static>>,
-    ) -> Result<()> {
+    pub(super) fn free_unordered(&self, key: BlockKey, site: Site) -> Result<()> {
         match self.unlocked() {
             Some(mut inner) => {
                 let LaneInner { state, memory } = &mut *inner;
@@ -187,7 +179,7 @@ impl Lane {
     #[track_caller]
     pub fn alloc_on<T: Pod>(&self, count: usize, stream: Stream) -> Result<Block<T>> {
         let align = (align_of::<T>() as u64).max(crate::lane::UNIT);
-        self.place(count, align, stream, Location::caller())
+        self.place(count, align, stream, here())
     }
 
     /// Allocates `bytes` bytes whose address is a multiple of `align`, on every rank: a power of two
@@ -195,7 +187,7 @@ impl Lane {
     /// is [`Error::is_invalid_argument`].
     #[track_caller]
     pub fn alloc_bytes(&self, bytes: usize, align: u64, stream: Stream) -> Result<Block<u8>> {
-        self.place(bytes, align, stream, Location::caller())
+        self.place(bytes, align, stream, here())
     }
 
     /// As [`alloc_bytes`](Self::alloc_bytes), but it never waits for a commit that another thread is
@@ -204,7 +196,7 @@ impl Lane {
     /// cannot be told why.
     #[track_caller]
     pub fn try_alloc_bytes(&self, bytes: usize, align: u64, stream: Stream) -> Result<Block<u8>> {
-        let site = Some(Location::caller());
+        let site = here();
         let request = Request { bytes: bytes as u64, align, stream, site };
         let placed = {
             let mut inner = self.0.lock_unless_committing().map_err(|error| self.named(error))?;
@@ -223,7 +215,7 @@ impl Lane {
     /// [`Block::record_stream`]. Waits for no commit, as [`try_alloc_bytes`](Self::try_alloc_bytes).
     #[track_caller]
     pub fn record_stream_address(&self, address: u64, stream: Stream) -> Result<()> {
-        let site = Some(Location::caller());
+        let site = here();
         let offset = self.offset_of(address)?;
         let mut inner = self.0.lock_unless_committing().map_err(|error| self.named(error))?;
         let key = inner.state.block_at(offset);
@@ -236,7 +228,7 @@ impl Lane {
         count: usize,
         align: u64,
         stream: Stream,
-        site: &'static Location<'static>,
+        site: Site,
     ) -> Result<Block<T>> {
         let bytes = count.checked_mul(size_of::<T>()).ok_or_else(|| {
             Error::invalid_argument(format!(
@@ -244,7 +236,7 @@ impl Lane {
                 size_of::<T>()
             ))
         })?;
-        let request = Request { bytes: bytes as u64, align, stream, site: Some(site) };
+        let request = Request { bytes: bytes as u64, align, stream, site };
         let placed = {
             let LaneInner { state, memory } = &mut *self.0.lock();
             state.alloc(request, memory)
@@ -263,7 +255,7 @@ impl Lane {
     /// lane's sequence; errors as for [`Lane::alloc_on`].
     #[track_caller]
     pub fn reserve_on(&self, bytes: u64, stream: Stream) -> Result<()> {
-        let site = Some(Location::caller());
+        let site = here();
         let LaneInner { state, memory } = &mut *self.0.lock();
         state.reserve(bytes, stream, site, memory).map_err(|error| self.named(error))
     }
@@ -281,7 +273,7 @@ impl Lane {
     /// sequence. A symmetric lane's memory goes back at the next commit, a local lane's at once.
     #[track_caller]
     pub fn trim(&self) -> Result<u64> {
-        let site = Some(Location::caller());
+        let site = here();
         let LaneInner { state, memory } = &mut *self.0.lock();
         if state.is_local() {
             // Kernels that were given this memory may still run.
@@ -303,14 +295,14 @@ impl Lane {
     /// [`Error::is_invalid_argument`].
     #[track_caller]
     pub fn free_address(&self, address: u64) -> Result<()> {
-        let site = Location::caller();
-        self.0.free(self.find(address)?, Some(site))
+        let site = here();
+        self.0.free(self.find(address)?, site)
     }
 
     /// [`free_address`](Self::free_address), saying how many bytes that were, in whole units.
     #[track_caller]
     pub fn free_address_sized(&self, address: u64) -> Result<u64> {
-        let site = Some(Location::caller());
+        let site = here();
         let offset = self.offset_of(address)?;
         let LaneInner { state, memory } = &mut *self.0.lock();
         let key = state.block_at(offset).ok_or_else(|| self.not_live(address, NOT_A_BLOCK))?;
@@ -322,7 +314,7 @@ impl Lane {
     /// Frees the block that begins at `address`, without order (rule D5).
     #[track_caller]
     pub fn free_address_unordered(&self, address: u64) -> Result<()> {
-        let site = Some(Location::caller());
+        let site = here();
         let offset = self.offset_of(address)?;
         match self.0.unlocked() {
             Some(mut inner) => {

@@ -141,10 +141,9 @@ fn describe(
             what: format!("is at event {} with digest {:016x}", lane.counter(), lane.digest()),
             site: None,
         },
-        Some(event) => Did {
-            what: event.kind.to_string(),
-            site: event.site.map(|site| format!("{}:{}", site.file(), site.line())),
-        },
+        Some(event) => {
+            Did { what: event.kind.to_string(), site: event.site.map(|site| site.to_string()) }
+        }
         None => Did { what: "nothing: its sequence ends before".into(), site: None },
     };
     let all: Vec<Did> = exchange("event", &did, gather)?;

@@ -4,7 +4,7 @@ use std::ffi::{c_char, c_void};
 use std::sync::Arc;
 
 use symmpool_allocator::driver::CudaDriver;
-use symmpool_allocator::lane::{LaneConfig, WindowPolicy};
+use symmpool_allocator::lane::{LaneConfig, WindowPolicy, at_site};
 use symmpool_allocator::{Driver, Error, Pool, Result, Stream};
 
 use super::group::{GROUPS, symmpool_group};
@@ -174,7 +174,8 @@ pub unsafe extern "C" fn symmpool_alloc(
         // SAFETY: the caller's promise.
         let out = unsafe { Out::new(pointer, "pointer") }?;
         let align = if align == 0 { 512 } else { align };
-        let block = find(pool)?.default_lane().alloc_bytes(bytes, align, on(stream))?;
+        let block =
+            at_site(None, || find(pool)?.default_lane().alloc_bytes(bytes, align, on(stream)))?;
         out.put(block.into_address() as *mut c_void);
         Ok(())
     })
@@ -220,7 +221,7 @@ pub unsafe extern "C" fn symmpool_reserve(
     bytes: u64,
     stream: *mut c_void,
 ) -> Status {
-    status(|| find(pool)?.default_lane().reserve_on(bytes, on(stream)))
+    status(|| at_site(None, || find(pool)?.default_lane().reserve_on(bytes, on(stream))))
 }
 
 /// Checks that all ranks did the same, and makes windows of new memory. Collective. `report` may be
