@@ -17,6 +17,13 @@ _loader = SourceFileLoader("record_gpu", str(SCRIPT))
 record_gpu = importlib.util.module_from_spec(importlib.util.spec_from_loader("record_gpu", _loader))
 _loader.exec_module(record_gpu)
 
+
+
+@pytest.fixture(autouse=True)
+def no_folder_remains(monkeypatch, tmp_path):
+    monkeypatch.setattr(record_gpu.tempfile, "tempdir", str(tmp_path))
+
+
 #: What stands for every program, Python included: writes a report where it is told to, and says so.
 FAKE = """#!{python}
 import json, os, subprocess, sys, time

@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 TORCH = importlib.util.find_spec("torch") is not None
 collect_ignore_glob = [] if TORCH else ["test_torch*.py"]
 
+#: Where processes that tests start put what they do not keep.
+TEMPORARY = tempfile.TemporaryDirectory(prefix="symmpool-tests-")
+tempfile.gettempdir()  # this process's own place stays as it is
+os.environ["TMPDIR"] = TEMPORARY.name
+
 
 def pytest_terminal_summary(terminalreporter):
     """Says what was left out, which `.ci/run` takes for a failure."""
@@ -23,7 +29,7 @@ def pytest_terminal_summary(terminalreporter):
 
 def remains():
     """What the package could leave behind in this process: mappings of shared memory, descriptors
-    of it, and files."""
+    of it, files, and what processes that it started left."""
     descriptors = []
     for entry in os.listdir("/proc/self/fd"):
         try:
@@ -34,6 +40,7 @@ def remains():
         "mappings": sum("/memfd:symmpool" in line for line in open("/proc/self/maps")),
         "descriptors": sum("/memfd:symmpool" in name for name in descriptors),
         "files": sum("symmpool" in name for name in os.listdir("/dev/shm")),
+        "folders": os.listdir(TEMPORARY.name),
     }
 
 

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -100,16 +101,18 @@ def torchrun(world, *arguments):
     """Runs the benchmark under a launcher, which ends its ranks when it is asked to end."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
     command += ["--master-port", str(port), "-m", "symmpool", "bench", "allreduce", *arguments]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
-    try:
-        output, errors = process.communicate(timeout=120)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        output, errors = process.communicate(timeout=60)
+    # The launcher leaves a folder for logs behind.
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": folder}
+        process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
+        try:
+            output, errors = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            output, errors = process.communicate(timeout=60)
     return process.returncode, output, errors
 
 
