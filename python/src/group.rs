@@ -131,6 +131,12 @@ impl Group {
         self.group.local_rank()
     }
 
+    /// How long its collective calls wait for other ranks, in seconds.
+    #[getter]
+    fn timeout(&self) -> f64 {
+        self.group.timeout().as_secs_f64()
+    }
+
     fn __repr__(&self) -> String {
         format!("symmpool.Group(rank={}, world={})", self.rank(), self.world())
     }
