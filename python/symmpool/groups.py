@@ -7,6 +7,7 @@ pools on it count their steps together. It is kept as long as torch keeps the pr
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,10 @@ _of_environment: list[Group] = []
 _pools: weakref.WeakKeyDictionary[Any, list[weakref.ref]] = weakref.WeakKeyDictionary()
 # How often ranks have agreed on something, by the store that they did it in.
 _agreements: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+# For these tables. Nobody waits for another rank while it is held.
+_lock = threading.RLock()
+# Held while the group of the environment is made, which waits for the rank that serves its store.
+_first = threading.Lock()
 # Who wants to hear of new pools.
 _told: list[Callable[[], None]] = []
 
@@ -39,9 +44,14 @@ def key_of(argument: Any) -> Any:
     dist = distributed()
     if dist is not None and dist.is_initialized():
         return dist.group.WORLD
-    if not _of_environment:
-        _of_environment.append(Group.from_env())
-    return _of_environment[0]
+    return _environment({})
+
+
+def _environment(options: dict[str, float]) -> Group:
+    with _first:
+        if not _of_environment:
+            _of_environment.append(Group.from_env(**options))
+        return _of_environment[0]
 
 
 def resolve(argument: Any, timeout: float | None = None) -> Group:
@@ -49,9 +59,8 @@ def resolve(argument: Any, timeout: float | None = None) -> Group:
     options = {} if timeout is None else {"timeout": timeout}
     if argument is None:
         dist = distributed()
-        if not _of_environment and not (dist is not None and dist.is_initialized()):
-            _of_environment.append(Group.from_env(**options))
-        argument = key_of(None)
+        initialized = dist is not None and dist.is_initialized()
+        argument = key_of(None) if initialized else _environment(options)
     if isinstance(argument, Group):
         return argument
     if isinstance(argument, tuple):
@@ -61,11 +70,12 @@ def resolve(argument: Any, timeout: float | None = None) -> Group:
         return Group.from_store(store, _number("rank", rank), _number("world", world), **options)
     dist = distributed()
     if dist is not None and isinstance(argument, dist.ProcessGroup):
-        group = _of_torch.get(argument)
-        if group is None:
-            rank, world, store = _member(dist, argument)
-            group = _of_torch[argument] = Group.from_store(store, rank, world, **options)
-        return group
+        with _lock:
+            group = _of_torch.get(argument)
+            if group is None:
+                rank, world, store = _member(dist, argument)
+                group = _of_torch[argument] = Group.from_store(store, rank, world, **options)
+            return group
     if dist is not None and argument is dist.GroupMember.NON_GROUP_MEMBER:
         raise InvalidArgumentError("group: this process is no member of it")
     raise InvalidArgumentError(
@@ -98,7 +108,8 @@ def made(pool: Any, argument: Any) -> None:
     if isinstance(argument, tuple):
         return
     key = key_of(argument)
-    _pools.setdefault(key, []).append(weakref.ref(pool))
+    with _lock:
+        _pools.setdefault(key, []).append(weakref.ref(pool))
     for told in _told:
         told()
 
@@ -108,13 +119,22 @@ def when_made(told: Callable[[], None]) -> None:
     _told.append(told)
 
 
+def withdraw(pool: Any, key: Any) -> None:
+    """Collectives on a group do not find one of its pools any more."""
+    with _lock:
+        _pools[key] = [each for each in _pools.get(key, []) if each() is not pool]
+    for told in _told:
+        told()
+
+
 def pools_of(key: Any) -> list[Any]:
     """The pools on a group that are alive, in the order they were made."""
-    known = _pools.get(key, [])
-    alive = [pool for pool in (each() for each in known) if pool is not None]
-    if len(alive) != len(known):
-        _pools[key] = [weakref.ref(pool) for pool in alive]
-    return alive
+    with _lock:
+        known = _pools.get(key, [])
+        alive = [pool for pool in (each() for each in known) if pool is not None]
+        if len(alive) != len(known):
+            _pools[key] = [weakref.ref(pool) for pool in alive]
+        return alive
 
 
 def agree(group: Any, what: str, why: str | None, seconds: float) -> dict[int, str]:

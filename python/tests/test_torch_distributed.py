@@ -3,6 +3,8 @@
 import datetime
 import gc
 import tempfile
+import threading
+import time
 import warnings
 
 import pytest
@@ -143,6 +145,32 @@ def test_a_late_rank_is_named_by_every_store_of_torch():
                 symmpool.Pool((store, 0, 2), "cpu", timeout=0.3)
             assert raised.value.ranks == (1,), store
         del store, stores
+
+
+def a_thread_for_each_group(group, folder):
+    me, world = begin(group, folder)
+    sides = [dist.new_group(list(range(world))) for _ in range(2)]
+    found = [None, None]
+
+    def call(number):
+        # The ranks come to the groups in different orders.
+        time.sleep(0.5 * (number != me))
+        x = torch.full((4,), me + number + 1.0)
+        symmpool.all_reduce(x, group=sides[number])
+        found[number] = x[0].item()
+
+    threads = [threading.Thread(target=call, args=(number,), daemon=True) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    symmpool.barrier(group)
+    dist.destroy_process_group()
+    return found
+
+
+def test_threads_that_use_a_group_each_do_not_wait_for_each_other(tmp_path):
+    assert values(2, a_thread_for_each_group, str(tmp_path)) == [[3.0, 5.0]] * 2
 
 
 def futures(group, folder):
