@@ -5,6 +5,9 @@ Which communicator serves a call follows from the group that it names: see `symm
 With `async_op=True` a call returns a `symmpool.work.Work` at once: on CUDA it runs on a stream of its own,
 on the CPU in a thread of its own. Calls keep their order all the same: one that follows waits for
 those before, as collectives of one group must run in the same order on every rank.
+
+A call waits for a late rank as long as the timeout of the process group of torch that it names, or
+that the pool is on, when its communicator is made; 30 s where there is none. Then it raises TimeoutError.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Seat:
     __slots__ = ("comm", "device", "tail", "side", "__weakref__")
 
     def __init__(self, pool: Pool):
-        self.comm = Communicator(pool)
+        self.comm = Communicator(pool, timeout=groups.timeout_of(pool))
         self.device = number_of(pool.device)
         # The last call that was made with async_op, until something has waited for it.
         self.tail: Any = None
