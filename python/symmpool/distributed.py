@@ -16,7 +16,7 @@ from typing import Any
 
 from symmpool import groups, seats
 from symmpool._symmpool import Group, Pool
-from symmpool.errors import InvalidArgumentError
+from symmpool.errors import InvalidArgumentError, TimeoutError  # noqa: A004
 from symmpool.seats import Seat, communicator, forget, looked_up
 
 __all__ = [
@@ -57,7 +57,11 @@ def all_reduce(
         return seat.begin(seat.comm.all_reduce, (tensor, op, out), results)
     if seat.tail is not None:
         seat.settle()
-    return seat.comm.all_reduce(tensor, op, out)
+    try:
+        return seat.comm.all_reduce(tensor, op, out)
+    except TimeoutError as error:
+        seats.explain(seat, error)
+        raise
 
 
 def reduce_scatter_tensor(
@@ -75,8 +79,11 @@ def reduce_scatter_tensor(
         return seat.begin(seat.comm.reduce_scatter, (output, input, op), [output])
     if seat.tail is not None:
         seat.settle()
-    seat.comm.reduce_scatter(output, input, op)
-    return None
+    try:
+        return seat.comm.reduce_scatter(output, input, op)
+    except TimeoutError as error:
+        seats.explain(seat, error)
+        raise
 
 
 def all_gather_into_tensor(
@@ -95,8 +102,11 @@ def all_gather_into_tensor(
         return seat.begin(seat.comm.all_gather, (output_tensor, input_tensor), [output_tensor])
     if seat.tail is not None:
         seat.settle()
-    seat.comm.all_gather(output_tensor, input_tensor)
-    return None
+    try:
+        return seat.comm.all_gather(output_tensor, input_tensor)
+    except TimeoutError as error:
+        seats.explain(seat, error)
+        raise
 
 
 def all_to_all_single(

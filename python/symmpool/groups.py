@@ -186,6 +186,16 @@ def pools_of(key: Any) -> list[Any]:
         return alive
 
 
+def place_of(pool: Any) -> tuple[int, int]:
+    """Which of its group's pools on its device one is, from 1, and how many there are; (0, 0) where
+    that is not known."""
+    for key in list(_pools):
+        pools = [each for each in pools_of(key) if each.device == pool.device]
+        if pool in pools:
+            return pools.index(pool) + 1, len(pools)
+    return 0, 0
+
+
 def agree(group: Any, what: str, why: str | None, seconds: float) -> dict[int, str]:
     """Tells the other ranks of a process group why this one cannot do something, or None where it
     can. Returns what each of those said that cannot: the same on every rank. Collective."""

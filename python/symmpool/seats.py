@@ -18,9 +18,9 @@ from typing import Any
 
 from symmpool import groups, work
 from symmpool._symmpool import Communicator, Pool
-from symmpool.errors import InvalidArgumentError
+from symmpool.errors import InvalidArgumentError, TimeoutError  # noqa: A004
 
-__all__ = ["Seat", "communicator", "find", "first_device", "forget", "run", "search"]
+__all__ = ["Seat", "communicator", "explain", "find", "first_device", "forget", "run", "search"]
 
 
 class Seat:
@@ -239,10 +239,30 @@ def _seat_of(pool: Pool) -> Seat:
         with _turn(pool):
             seat = _of_pool.get(pool)
             if seat is None:
-                seat = Seat(pool)
+                try:
+                    seat = Seat(pool)
+                except TimeoutError as error:
+                    _name_pool(pool, error)
+                    raise
                 with _lock:
                     _of_pool[pool] = seat
     return seat
+
+
+def explain(seat: Seat, error: TimeoutError) -> None:
+    """Has an error of a call say which pool it went to, if its group has several."""
+    for pool, each in list(_of_pool.items()):
+        if each is seat:
+            _name_pool(pool, error)
+
+
+def _name_pool(pool: Pool, error: TimeoutError) -> None:
+    number, count = groups.place_of(pool)
+    if count > 1:
+        error.args = (
+            f"{error}; the call went to pool {number} of the {count} that its group has on "
+            f"{pool.device}: all ranks must pass tensors of the same pool, or name it",
+        )
 
 
 def _is_outside(group: Any) -> bool:
@@ -267,7 +287,11 @@ def run(
         return seat.begin(call, arguments, results)
     if seat.tail is not None:
         seat.settle()
-    call(*arguments)
+    try:
+        call(*arguments)
+    except TimeoutError as error:
+        explain(seat, error)
+        raise
     return None
 
 

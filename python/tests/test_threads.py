@@ -10,14 +10,14 @@ import symmpool
 from symmpool import groups, seats
 
 
-def on_threads(world, body):
+def on_threads(world, body, timeout=20):
     """Runs `body(group)` on a thread for every rank; returns what each returned."""
     results = [None] * world
 
     def rank(group):
         results[group.rank] = body(group)
 
-    groups = symmpool.Group.in_process(world, timeout=20)
+    groups = symmpool.Group.in_process(world, timeout=timeout)
     threads = [threading.Thread(target=rank, args=(group,)) for group in groups]
     for thread in threads:
         thread.start()
@@ -100,6 +100,24 @@ def test_ranks_that_are_threads_find_their_communicators():
         return x.tolist() + y.tolist()
 
     assert on_threads(3, body) == [[6] * 8 + [3] * 8] * 3
+
+
+@pytest.mark.parametrize("met", [False, True])
+def test_ranks_with_tensors_of_different_pools_are_told_so(met, monkeypatch):
+    monkeypatch.setattr(groups, "DEFAULT_TIMEOUT", 1.0)
+    both = threading.Barrier(2)
+
+    def body(group):
+        pools = [symmpool.Pool(group, "cpu") for _ in range(2)]
+        tensors = [pool.empty(3, np.int64) for pool in pools]
+        for tensor in tensors if met else ():
+            symmpool.all_reduce(tensor, group=group)
+        with pytest.raises(symmpool.TimeoutError, match=f"pool {group.rank + 1} of the 2") as raised:
+            symmpool.all_reduce(tensors[group.rank], group=group)
+        both.wait(20)  # a rank that leaves is lost to the other
+        return raised.value.ranks
+
+    assert on_threads(2, body, timeout=1) == [(1,), (0,)]
 
 
 def test_threads_that_come_at_once_get_one_communicator(monkeypatch):
