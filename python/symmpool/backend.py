@@ -6,7 +6,8 @@ goes to them; the rest, and what they cannot serve, goes to NCCL on CUDA and to 
 the group has beside them. The choice is made call by call, from what is the same on every rank:
 operation, element type, device. `last_backend()` and `backend_counts()` say what was chosen.
 
-With `async_op=False` a call on CUDA runs on the current stream.
+With `async_op=False` a call on CUDA runs on the current stream. Ours waits for a late rank as long as
+the process group's timeout says; in its first call on a kind of device, twice as long.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import collections
 import logging
 import threading
+import time
 from typing import Any
 
 import torch
@@ -169,7 +171,8 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         self._store, self._timeout = store, timeout
         # The group of ours meets apart from the backends beside it.
         meeting = dist.PrefixStore("symmpool", store)
-        groups._of_torch[self] = Group.from_store(meeting, rank, size)
+        self._seconds = groups.seconds_of(timeout) or groups.DEFAULT_TIMEOUT
+        groups._of_torch[self] = Group.from_store(meeting, rank, size, timeout=self._seconds)
         # Whether ours serves a device, by its number; unknown before the first call.
         self._served: dict[int, bool] = {}
         self._names: dict[str, str] = {}
@@ -228,13 +231,16 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
     def _found_out(self, number: int) -> bool:
         name = "cpu" if number < 0 else f"cuda:{number}"
         why = None
+        end = time.monotonic() + 2 * self._seconds
         try:
             seats.communicator(self, name)
         except Error as error:
             why = str(error)
         # Without the device's number: ranks use different ones.
         what = f"backend/{'cpu' if number < 0 else 'cuda'}"
-        refusals = groups.agree(self, what, why, self._timeout.total_seconds())
+        # A rank that cannot is here before those that wait for it in vain, a whole timeout at most.
+        left = max(end - time.monotonic(), self._seconds)
+        refusals = groups.agree(self, what, why, left)
         if refusals and self.rank() == 0:
             logger.warning("symmpool serves no collective on %s: %s", name, refusals)
         return not refusals

@@ -5,6 +5,10 @@ Which communicator serves a call follows from the group that it names: see `symm
 With `async_op=True` a call returns a `symmpool.work.Work` at once: on CUDA it runs on a stream of its own,
 on the CPU in a thread of its own. Calls keep their order all the same: one that follows waits for
 those before, as collectives of one group must run in the same order on every rank.
+
+A call waits for a late rank as long as the timeout of the group that it names, or that the pool is on,
+when its communicator is made; 30 s where that is not known, as for a pool on `(store, rank, world)`.
+Then it raises TimeoutError.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from typing import Any
 
 from symmpool import groups, seats
 from symmpool._symmpool import Group, Pool
-from symmpool.errors import InvalidArgumentError
+from symmpool.errors import InvalidArgumentError, TimeoutError  # noqa: A004
 from symmpool.seats import Seat, communicator, forget, looked_up
 
 __all__ = [
@@ -54,7 +58,11 @@ def all_reduce(
         return seat.begin(seat.comm.all_reduce, (tensor, op, out), results)
     if seat.tail is not None:
         seat.settle()
-    return seat.comm.all_reduce(tensor, op, out)
+    try:
+        return seat.comm.all_reduce(tensor, op, out)
+    except TimeoutError as error:
+        seats.explain(seat, error)
+        raise
 
 
 def reduce_scatter_tensor(
@@ -72,8 +80,11 @@ def reduce_scatter_tensor(
         return seat.begin(seat.comm.reduce_scatter, (output, input, op), [output])
     if seat.tail is not None:
         seat.settle()
-    seat.comm.reduce_scatter(output, input, op)
-    return None
+    try:
+        return seat.comm.reduce_scatter(output, input, op)
+    except TimeoutError as error:
+        seats.explain(seat, error)
+        raise
 
 
 def all_gather_into_tensor(
@@ -92,8 +103,11 @@ def all_gather_into_tensor(
         return seat.begin(seat.comm.all_gather, (output_tensor, input_tensor), [output_tensor])
     if seat.tail is not None:
         seat.settle()
-    seat.comm.all_gather(output_tensor, input_tensor)
-    return None
+    try:
+        return seat.comm.all_gather(output_tensor, input_tensor)
+    except TimeoutError as error:
+        seats.explain(seat, error)
+        raise
 
 
 def all_to_all_single(

@@ -1,12 +1,15 @@
 """Which group an argument means, and which pools there are on it.
 
 A process group of torch becomes one `Group`, which meets in that group's own store, so that several
-pools on it count their steps together. It is kept as long as torch keeps the process group.
+pools on it count their steps together. It is kept as long as torch keeps the process group, and waits
+as long as that: its timeout is the process group's, unless the call that makes it names another.
 """
 
 from __future__ import annotations
 
+import datetime
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +17,25 @@ from typing import Any
 from symmpool._symmpool import Group
 from symmpool.errors import InvalidArgumentError
 
+# How long collectives wait for a late rank, in seconds, where nothing else says so.
+DEFAULT_TIMEOUT = 30.0
+# The longest that may be asked for: more than any program runs.
+LONGEST_TIMEOUT = 1e9
+
 # Process groups of torch, and the groups made of them.
 _of_torch: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
 # The group of the environment, once it was asked for.
 _of_environment: list[Group] = []
 # Pools by what their group was named with (a process group or a Group), in the order they were made.
 _pools: weakref.WeakKeyDictionary[Any, list[weakref.ref]] = weakref.WeakKeyDictionary()
+# How long the communicator of a pool that serves module-level calls waits, in seconds.
+_timeouts: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 # How often ranks have agreed on something, by the store that they did it in.
 _agreements: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+# For these tables. Nobody waits for another rank while it is held.
+_lock = threading.RLock()
+# Held while the group of the environment is made, which waits for the rank that serves its store.
+_first = threading.Lock()
 # Who wants to hear of new pools.
 _told: list[Callable[[], None]] = []
 
@@ -39,9 +53,14 @@ def key_of(argument: Any) -> Any:
     dist = distributed()
     if dist is not None and dist.is_initialized():
         return dist.group.WORLD
-    if not _of_environment:
-        _of_environment.append(Group.from_env())
-    return _of_environment[0]
+    return _environment({})
+
+
+def _environment(options: dict[str, float]) -> Group:
+    with _first:
+        if not _of_environment:
+            _of_environment.append(Group.from_env(**options))
+        return _of_environment[0]
 
 
 def resolve(argument: Any, timeout: float | None = None) -> Group:
@@ -49,9 +68,8 @@ def resolve(argument: Any, timeout: float | None = None) -> Group:
     options = {} if timeout is None else {"timeout": timeout}
     if argument is None:
         dist = distributed()
-        if not _of_environment and not (dist is not None and dist.is_initialized()):
-            _of_environment.append(Group.from_env(**options))
-        argument = key_of(None)
+        initialized = dist is not None and dist.is_initialized()
+        argument = key_of(None) if initialized else _environment(options)
     if isinstance(argument, Group):
         return argument
     if isinstance(argument, tuple):
@@ -61,11 +79,15 @@ def resolve(argument: Any, timeout: float | None = None) -> Group:
         return Group.from_store(store, _number("rank", rank), _number("world", world), **options)
     dist = distributed()
     if dist is not None and isinstance(argument, dist.ProcessGroup):
-        group = _of_torch.get(argument)
-        if group is None:
-            rank, world, store = _member(dist, argument)
-            group = _of_torch[argument] = Group.from_store(store, rank, world, **options)
-        return group
+        with _lock:
+            group = _of_torch.get(argument)
+            if group is None:
+                rank, world, store = _member(dist, argument)
+                seconds = None if options else _timeout_of_torch(argument, None)
+                if seconds is not None:
+                    options = {"timeout": seconds}
+                group = _of_torch[argument] = Group.from_store(store, rank, world, **options)
+            return group
     if dist is not None and argument is dist.GroupMember.NON_GROUP_MEMBER:
         raise InvalidArgumentError("group: this process is no member of it")
     raise InvalidArgumentError(
@@ -93,12 +115,49 @@ def _member(dist: Any, group: Any) -> tuple[int, int, Any]:
     return rank, world, store
 
 
+def _timeout_of_torch(group: Any, kind: str | None) -> float | None:
+    """How long a process group of torch waits, in seconds: what the options of its backend for a kind
+    of device say ("cpu", "cuda"), or of any backend; None where none says so."""
+    timeout = getattr(group, "_timeout", None)  # of our own backend
+    devices = getattr(group, "_device_types", ())
+    for device in sorted(devices, key=lambda each: each.type != kind):
+        if timeout is not None:
+            break
+        try:
+            timeout = group._get_backend(device).options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+    return seconds_of(timeout)
+
+
+def seconds_of(timeout: Any) -> float | None:
+    """A timeout of torch, a timedelta, in seconds as ours are; None where it says nothing."""
+    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else 0
+    return min(seconds, LONGEST_TIMEOUT) if seconds > 0 else None
+
+
+def timeout_of(pool: Any) -> float:
+    """How long collectives on a pool wait for a late rank, in seconds: as long as the group does that
+    it was made on, where that is known."""
+    return _timeouts.get(pool, DEFAULT_TIMEOUT)
+
+
+def _timeout_on(key: Any, kind: str) -> float | None:
+    if isinstance(key, Group):
+        return key.timeout
+    return _timeout_of_torch(key, kind)
+
+
 def made(pool: Any, argument: Any) -> None:
     """Takes note of a new pool, for collectives on its group."""
     if isinstance(argument, tuple):
         return
     key = key_of(argument)
-    _pools.setdefault(key, []).append(weakref.ref(pool))
+    seconds = _timeout_on(key, pool.device.partition(":")[0])
+    with _lock:
+        if seconds is not None:
+            _timeouts[pool] = seconds
+        _pools.setdefault(key, []).append(weakref.ref(pool))
     for told in _told:
         told()
 
@@ -108,13 +167,32 @@ def when_made(told: Callable[[], None]) -> None:
     _told.append(told)
 
 
+def withdraw(pool: Any, key: Any) -> None:
+    """Collectives on a group do not find one of its pools any more."""
+    with _lock:
+        _pools[key] = [each for each in _pools.get(key, []) if each() is not pool]
+    for told in _told:
+        told()
+
+
 def pools_of(key: Any) -> list[Any]:
     """The pools on a group that are alive, in the order they were made."""
-    known = _pools.get(key, [])
-    alive = [pool for pool in (each() for each in known) if pool is not None]
-    if len(alive) != len(known):
-        _pools[key] = [weakref.ref(pool) for pool in alive]
-    return alive
+    with _lock:
+        known = _pools.get(key, [])
+        alive = [pool for pool in (each() for each in known) if pool is not None]
+        if len(alive) != len(known):
+            _pools[key] = [weakref.ref(pool) for pool in alive]
+        return alive
+
+
+def place_of(pool: Any) -> tuple[int, int]:
+    """Which of its group's pools on its device one is, from 1, and how many there are; (0, 0) where
+    that is not known."""
+    for key in list(_pools):
+        pools = [each for each in pools_of(key) if each.device == pool.device]
+        if pool in pools:
+            return pools.index(pool) + 1, len(pools)
+    return 0, 0
 
 
 def agree(group: Any, what: str, why: str | None, seconds: float) -> dict[int, str]:

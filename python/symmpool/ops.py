@@ -107,8 +107,7 @@ def _call(method: str, group: str, *arguments: Any) -> None:
     """Makes a call of the communicator that serves a group on the first argument's device."""
     seat = seats.find(arguments[0], _group(group))
     if seat is not None:
-        seat.settle()
-        getattr(seat.comm, method)(*arguments)
+        seats.run(seat, getattr(seat.comm, method), arguments, [], False)
 
 
 def _all_reduce_(x: torch.Tensor, op: str, group: str) -> None:

@@ -4,7 +4,8 @@ A call finds its communicator by the group that it names: a process group of tor
 or a `symmpool.Pool`; without one, the default group. On a group with several pools the one that holds
 the tensor is meant; a tensor that none holds goes through the first. A group without a pool gets one at
 its first call, which is collective like the call itself. Communicators are made when they are first
-needed, and kept as long as the group.
+needed, and kept as long as the group. What waits for other ranks holds up the calls that need the
+same communicator, and no others: threads may each use a group of their own.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any
 
 from symmpool import groups, work
 from symmpool._symmpool import Communicator, Pool
-from symmpool.errors import InvalidArgumentError
+from symmpool.errors import InvalidArgumentError, TimeoutError  # noqa: A004
 
-__all__ = ["Seat", "communicator", "find", "first_device", "forget", "run", "search"]
+__all__ = ["Seat", "communicator", "explain", "find", "first_device", "forget", "run", "search"]
 
 
 class Seat:
@@ -28,7 +29,7 @@ class Seat:
     __slots__ = ("comm", "device", "tail", "side", "__weakref__")
 
     def __init__(self, pool: Pool):
-        self.comm = Communicator(pool)
+        self.comm = Communicator(pool, timeout=groups.timeout_of(pool))
         self.device = number_of(pool.device)
         # The last call that was made with async_op, until something has waited for it.
         self.tail: Any = None
@@ -66,8 +67,10 @@ looked_up: dict[int, dict[int, Seat]] = {}
 # References to these groups, which take out what was found when a group goes, before another object
 # can have its id.
 _watching: dict[tuple[int, int], weakref.ref] = {}
-# Finding and making are for one thread at a time.
+# For these tables. Nobody waits for another rank while it is held.
 _lock = threading.RLock()
+# Who makes what: a group's pools, what serves a group on a device, a pool's communicator.
+_turns: weakref.WeakKeyDictionary[Any, dict[Any, threading.RLock]] = weakref.WeakKeyDictionary()
 # torch.compiler.is_dynamo_compiling, once torch is there. What it says is put in by who compiles.
 compiling: Any = bool
 
@@ -100,8 +103,9 @@ def _look_for_torch() -> None:
 
 def forget_lookups() -> None:
     """What was looked up may be different now."""
-    looked_up.clear()
-    _watching.clear()
+    with _lock:
+        looked_up.clear()
+        _watching.clear()
 
 
 groups.when_made(forget_lookups)
@@ -163,38 +167,102 @@ def find(tensor: Any, group: Any) -> Seat | None:
 
 def search(tensor: Any, group: Any, device: int) -> Seat | None:
     """As `find`, for calls whose place is not known yet, or that have no tensor."""
+    if group is not None and _outside(group):
+        return None
     with _lock:
-        if group is not None and _outside(group):
-            return None
         if not _torch_is_known:
             _look_for_torch()
-        if isinstance(group, Pool):
-            return _seat_of(group)
-        key = groups.key_of(group)
-        groups.resolve(key)  # refuses what is no group
-        name = f"cuda:{device}" if device >= 0 else "cpu"
-        pools = [pool for pool in groups.pools_of(key) if pool.device == name]
-        if len(pools) > 1 and tensor is not None:
-            holding = next((pool for pool in pools if pool.holds(tensor)), None)
-            if holding is not None:
-                return _seat_of(holding)
-        seats = _defaults.setdefault(key, {})
-        if device not in seats:
-            pool = pools[0] if pools else Pool(key, name)
-            seats[device] = (pool, _seat_of(pool))
-        seat = seats[device][1]
-        if len(pools) < 2:
+    if isinstance(group, Pool):
+        return _seat_of(group)
+    key = groups.key_of(group)
+    groups.resolve(key)  # refuses what is no group
+    pools = _pools_on(key, device)
+    if len(pools) > 1 and tensor is not None:
+        holding = next((pool for pool in pools if pool.holds(tensor)), None)
+        if holding is not None:
+            return _seat_of(holding)
+    found = _found(key, device)
+    if found is None:
+        with _turn(key, device):
+            found = _found(key, device) or _make_default(key, device)
+    seat = found[1]
+    with _lock:
+        if len(_pools_on(key, device)) < 2:
             at = id(key)
             _watching[device, at] = weakref.ref(key, lambda _: _forget_lookup(device, at))
             looked_up.setdefault(device, {})[at] = seat
-        return seat
+    return seat
+
+
+def _name_of(device: int) -> str:
+    return f"cuda:{device}" if device >= 0 else "cpu"
+
+
+def _pools_on(key: Any, device: int) -> list[Pool]:
+    name = _name_of(device)
+    return [pool for pool in groups.pools_of(key) if pool.device == name]
+
+
+def _turn(owner: Any, what: Any = None) -> threading.RLock:
+    """Held by the thread that makes something of a group or of a pool."""
+    with _lock:
+        return _turns.setdefault(owner, {}).setdefault(what, threading.RLock())
+
+
+def _found(key: Any, device: int) -> tuple[Pool, Seat] | None:
+    with _lock:
+        return _defaults.get(key, {}).get(device)
+
+
+def _make_default(key: Any, device: int) -> tuple[Pool, Seat]:
+    """What serves a group on a device: on its first pool there, or on a new one. A new pool on which
+    no communicator could be made is forgotten, so that the next call begins anew."""
+    pools = _pools_on(key, device)
+    if pools:
+        found = (pools[0], _seat_of(pools[0]))
+    else:
+        with _turn(key):
+            pool = Pool(key, _name_of(device))
+        try:
+            found = (pool, _seat_of(pool))
+        except BaseException:
+            groups.withdraw(pool, key)
+            raise
+    with _lock:
+        _defaults.setdefault(key, {})[device] = found
+    return found
 
 
 def _seat_of(pool: Pool) -> Seat:
     seat = _of_pool.get(pool)
     if seat is None:
-        seat = _of_pool[pool] = Seat(pool)
+        with _turn(pool):
+            seat = _of_pool.get(pool)
+            if seat is None:
+                try:
+                    seat = Seat(pool)
+                except TimeoutError as error:
+                    _name_pool(pool, error)
+                    raise
+                with _lock:
+                    _of_pool[pool] = seat
     return seat
+
+
+def explain(seat: Seat, error: TimeoutError) -> None:
+    """Has an error of a call say which pool it went to, if its group has several."""
+    for pool, each in list(_of_pool.items()):
+        if each is seat:
+            _name_pool(pool, error)
+
+
+def _name_pool(pool: Pool, error: TimeoutError) -> None:
+    number, count = groups.place_of(pool)
+    if count > 1:
+        error.args = (
+            f"{error}; the call went to pool {number} of the {count} that its group has on "
+            f"{pool.device}: all ranks must pass tensors of the same pool, or name it",
+        )
 
 
 def _is_outside(group: Any) -> bool:
@@ -219,7 +287,11 @@ def run(
         return seat.begin(call, arguments, results)
     if seat.tail is not None:
         seat.settle()
-    call(*arguments)
+    try:
+        call(*arguments)
+    except TimeoutError as error:
+        explain(seat, error)
+        raise
     return None
 
 

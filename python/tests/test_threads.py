@@ -4,18 +4,20 @@ import threading
 import time
 
 import numpy as np
+import pytest
 
 import symmpool
+from symmpool import groups, seats
 
 
-def on_threads(world, body):
+def on_threads(world, body, timeout=20):
     """Runs `body(group)` on a thread for every rank; returns what each returned."""
     results = [None] * world
 
     def rank(group):
         results[group.rank] = body(group)
 
-    groups = symmpool.Group.in_process(world, timeout=20)
+    groups = symmpool.Group.in_process(world, timeout=timeout)
     threads = [threading.Thread(target=rank, args=(group,)) for group in groups]
     for thread in threads:
         thread.start()
@@ -85,3 +87,74 @@ def test_communicators_work_side_by_side():
         return [(array == 2**10).all() for array in arrays]
 
     assert all(all(found) for found in on_threads(2, body))
+
+
+def test_ranks_that_are_threads_find_their_communicators():
+    def body(group):
+        x = np.full(8, group.rank + 1, np.int64)
+        symmpool.all_reduce(x, group=group)
+        pool = symmpool.Pool(group, "cpu")
+        y = pool.empty(8, np.int64)
+        y[...] = group.rank
+        symmpool.all_reduce(y, group=group)
+        return x.tolist() + y.tolist()
+
+    assert on_threads(3, body) == [[6] * 8 + [3] * 8] * 3
+
+
+@pytest.mark.parametrize("met", [False, True])
+def test_ranks_with_tensors_of_different_pools_are_told_so(met, monkeypatch):
+    monkeypatch.setattr(groups, "DEFAULT_TIMEOUT", 1.0)
+    both = threading.Barrier(2)
+
+    def body(group):
+        pools = [symmpool.Pool(group, "cpu") for _ in range(2)]
+        tensors = [pool.empty(3, np.int64) for pool in pools]
+        for tensor in tensors if met else ():
+            symmpool.all_reduce(tensor, group=group)
+        with pytest.raises(symmpool.TimeoutError, match=f"pool {group.rank + 1} of the 2") as raised:
+            symmpool.all_reduce(tensors[group.rank], group=group)
+        both.wait(20)  # a rank that leaves is lost to the other
+        return raised.value.ranks
+
+    assert on_threads(2, body, timeout=1) == [(1,), (0,)]
+
+
+def test_threads_that_come_at_once_get_one_communicator(monkeypatch):
+    made = []
+
+    def slow(pool, **options):
+        made.append(pool)
+        time.sleep(0.2)
+        return symmpool.Communicator(pool, **options)
+
+    monkeypatch.setattr(seats, "Communicator", slow)
+    (group,) = symmpool.Group.in_process(1)
+    begin, found = threading.Barrier(8), []
+
+    def call():
+        begin.wait()
+        found.append(symmpool.communicator(group))
+
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(found) == 8 and all(each is found[0] for each in found)
+    assert len(made) == 1 and groups.pools_of(group) == made
+
+
+def test_what_could_not_be_made_is_made_by_the_next_call(monkeypatch):
+    def refuse(pool, **_):
+        raise symmpool.UnsupportedError("not now")
+
+    (group,) = symmpool.Group.in_process(1)
+    x = np.ones(3, np.float32)
+    with monkeypatch.context() as patched, pytest.raises(symmpool.UnsupportedError) as raised:
+        patched.setattr(seats, "Communicator", refuse)
+        symmpool.all_reduce(x, group=group)
+    # Also while the error keeps alive what there was when it was raised.
+    assert raised.value.__traceback__ is not None and groups.pools_of(group) == []
+    symmpool.all_reduce(x, group=group)
+    assert len(groups.pools_of(group)) == 1

@@ -3,6 +3,8 @@
 import datetime
 import gc
 import tempfile
+import threading
+import time
 import warnings
 
 import pytest
@@ -14,13 +16,13 @@ import symmpool
 from symmpool import seats
 
 
-def begin(group, folder, backend="gloo"):
+def begin(group, folder, backend="gloo", timeout=datetime.timedelta(seconds=30)):
     dist.init_process_group(
         backend,
         init_method=f"file://{folder}/torch",
         rank=group.rank,
         world_size=group.world,
-        timeout=datetime.timedelta(seconds=30),
+        timeout=timeout,
     )
     return group.rank, group.world
 
@@ -143,6 +145,100 @@ def test_a_late_rank_is_named_by_every_store_of_torch():
                 symmpool.Pool((store, 0, 2), "cpu", timeout=0.3)
             assert raised.value.ranks == (1,), store
         del store, stores
+
+
+def a_thread_for_each_group(group, folder):
+    me, world = begin(group, folder)
+    sides = [dist.new_group(list(range(world))) for _ in range(2)]
+    found = [None, None]
+
+    def call(number):
+        # The ranks come to the groups in different orders.
+        time.sleep(0.5 * (number != me))
+        x = torch.full((4,), me + number + 1.0)
+        symmpool.all_reduce(x, group=sides[number])
+        found[number] = x[0].item()
+
+    threads = [threading.Thread(target=call, args=(number,), daemon=True) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    symmpool.barrier(group)
+    dist.destroy_process_group()
+    return found
+
+
+def test_threads_that_use_a_group_each_do_not_wait_for_each_other(tmp_path):
+    assert values(2, a_thread_for_each_group, str(tmp_path)) == [[3.0, 5.0]] * 2
+
+
+def later_than_the_timeout(group, folder, backend, call_of):
+    """How long rank 0 waits for a rank that does not come, in a second call."""
+    me, _ = begin(group, folder, backend, datetime.timedelta(seconds=2))
+    call = getattr(dist if call_of == "torch" else symmpool, "all_reduce")
+    call(torch.ones(4))
+    found = None
+    if me == 0:
+        start = time.monotonic()
+        with pytest.raises(symmpool.TimeoutError) as raised:
+            call(torch.ones(4))
+        found = time.monotonic() - start, raised.value.ranks
+    symmpool.barrier(group)
+    return found
+
+
+@pytest.mark.parametrize("backend, of", [("gloo", "us"), ("symmpool", "us"), ("symmpool", "torch")])
+def test_calls_wait_as_long_as_their_process_group(backend, of, tmp_path):
+    seconds, ranks = values(2, later_than_the_timeout, str(tmp_path), backend, of)[0]
+    assert 1.9 < seconds < 6 and ranks == (1,)
+
+
+def at_the_first_call(group, folder, backend, call_of):
+    me, _ = begin(group, folder, backend, datetime.timedelta(seconds=2))
+    call = getattr(dist if call_of == "torch" else symmpool, "all_reduce")
+    found = None
+    if me == 0:
+        start = time.monotonic()
+        with pytest.raises(symmpool.TimeoutError):
+            call(torch.ones(4))
+        found = time.monotonic() - start
+    symmpool.barrier(group)
+    return found
+
+
+@pytest.mark.parametrize("backend, of, most", [("gloo", "us", 2), ("symmpool", "torch", 4)])
+def test_so_do_first_calls(backend, of, most, tmp_path):
+    seconds = values(2, at_the_first_call, str(tmp_path), backend, of)[0]
+    assert most - 0.1 < seconds < most + 4
+
+
+def timeouts(group, folder):
+    """What communicators are told, on groups with timeouts of their own."""
+    told = []
+    made = seats.Communicator
+
+    def note(pool, timeout):
+        told.append(timeout)
+        return made(pool, timeout=timeout)
+
+    seats.Communicator = note
+    begin(group, folder, "gloo", datetime.timedelta(seconds=11))
+    other = dist.new_group([0], timeout=datetime.timedelta(seconds=12))
+    endless = dist.new_group([0], timeout=datetime.timedelta(days=90_000))
+    c10d = dist.distributed_c10d
+    changed = dist.new_group([0])
+    c10d._set_pg_timeout(datetime.timedelta(seconds=13), changed)
+    alone = symmpool.Pool((dist.HashStore(), 0, 1), "cpu")
+    on_other = symmpool.Pool(other, "cpu", timeout=5)
+    for each in (None, on_other, endless, changed, alone):
+        symmpool.all_reduce(torch.ones(2), group=each)
+    dist.destroy_process_group()
+    return told
+
+
+def test_timeouts_come_to_communicators(tmp_path):
+    assert values(1, timeouts, str(tmp_path)) == [[11, 12, 1e9, 13, 30]]
 
 
 def futures(group, folder):
