@@ -21,6 +21,7 @@ torch and numpy are used where the program has them; importing symmpool imports 
 
 import os as _os
 import sys as _sys
+import typing as _typing
 
 from symmpool import _symmpool
 from symmpool._symmpool import (
@@ -66,10 +67,26 @@ from symmpool.process import (
 )
 from symmpool.scope import commit_postponed, graph, use_pool
 
+if _typing.TYPE_CHECKING:
+    from symmpool import ops as ops
+
 __version__ = version()
 
 # A forked child shares memory and connections with its parent: what the parent made refuses there.
 _os.register_at_fork(after_in_child=_symmpool.forked)
+
+
+def __getattr__(name: str) -> _typing.Any:
+    """`symmpool.ops`, which needs torch, is imported where it is first named."""
+    if name != "ops":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    try:
+        return importlib.import_module("symmpool.ops")
+    except ModuleNotFoundError as error:
+        raise AttributeError(f"symmpool.ops needs torch ({error})") from error
+
 
 __all__ = [
     "Block",

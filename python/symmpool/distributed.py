@@ -1,6 +1,7 @@
 """Collectives on tensors with torch.distributed's signatures and meaning.
 
-Which communicator serves a call follows from the group that it names: see `symmpool.seats`.
+Which communicator serves a call follows from the group that it names: see `symmpool.seats`. A process
+group of torch may also be given by its name.
 
 With `async_op=True` a call returns a `symmpool.work.Work` at once: on CUDA it runs on a stream of its own,
 on the CPU in a thread of its own. Calls keep their order all the same: one that follows waits for
@@ -16,8 +17,8 @@ from __future__ import annotations
 from typing import Any
 
 from symmpool import groups, seats
-from symmpool._symmpool import Group, Pool
 from symmpool.errors import InvalidArgumentError, TimeoutError  # noqa: A004
+from symmpool.named import decline, group_of, root_of
 from symmpool.seats import Seat, communicator, forget, looked_up
 
 __all__ = [
@@ -50,6 +51,8 @@ def all_reduce(
         at = id(seats.torch_world._default_pg if group is None else group)
         seat: Seat | None = looked_up[tensor.get_device()][at]
     except (AttributeError, KeyError):
+        if isinstance(group, (str, tuple)):
+            group = group_of(group)
         seat = seats.find(tensor, group)
     if seat is None:
         return None
@@ -73,6 +76,8 @@ def reduce_scatter_tensor(
         from symmpool import ops
 
         return ops.traced_reduce_scatter(output, input, op, group, async_op)
+    if isinstance(group, (str, tuple)):
+        group = group_of(group)
     seat = seats.find(output, group)
     if seat is None:
         return None
@@ -96,6 +101,8 @@ def all_gather_into_tensor(
         from symmpool import ops
 
         return ops.traced_all_gather(output_tensor, input_tensor, group, async_op)
+    if isinstance(group, (str, tuple)):
+        group = group_of(group)
     seat = seats.find(output_tensor, group)
     if seat is None:
         return None
@@ -128,6 +135,8 @@ def all_to_all_single(
 
         sizes = (output_split_sizes, input_split_sizes)
         return ops.traced_all_to_all(output, input, sizes, group, async_op)
+    if isinstance(group, (str, tuple)):
+        group = group_of(group)
     seat = seats.find(output, group)
     if seat is None:
         return None
@@ -147,12 +156,20 @@ def broadcast(
     """Copies rank `src`'s `tensor` into every other rank's. On a process group of torch `src` is a
     rank of the default group, as in torch, and `group_src` one of `group`; elsewhere they are the
     same. Otherwise as `all_gather_into_tensor`."""
-    if (src is None) == (group_src is None):
-        raise InvalidArgumentError("broadcast: one of src and group_src is needed")
+    if seats.compiling():
+        from symmpool import ops
+
+        return ops.traced_broadcast(tensor, src, group, group_src, async_op)
+    if isinstance(group, (str, tuple)):
+        group = group_of(group)
     seat = seats.find(tensor, group)
     if seat is None:
         return None
-    root = group_src if src is None else _rank_in(group, src)
+    try:
+        root = root_of(group, src, group_src)
+    except InvalidArgumentError:
+        decline(seat, seat.comm.broadcast, tensor, -1)
+        raise
     return seats.run(seat, seat.comm.broadcast, (tensor, root), [tensor], async_op)
 
 
@@ -160,17 +177,14 @@ def barrier(group: Any = None, async_op: bool = False, *, device: Any = None) ->
     """On the CPU, returns once every rank has called it; on CUDA, holds the current stream until
     every rank's has come to it. `device` says where; without it, where the group's first pool is,
     or on the CPU if there is none."""
+    if isinstance(group, (str, tuple)):
+        group = group_of(group)
     if device is None:
-        device = seats.first_device(group)
+        try:
+            device = seats.first_device(group)
+        except TypeError:
+            device = "cpu"  # of what can be no group, as is said below
     seat = seats.search(None, group, seats.number_of(str(device)))
     if seat is None:
         return None
     return seats.run(seat, seat.comm.barrier, (), [], async_op)
-
-
-def _rank_in(group: Any, rank: int) -> int:
-    """A rank of the default group of torch, as a rank of `group`."""
-    if group is None or isinstance(group, (Group, Pool)):
-        return rank
-    dist = groups.distributed()
-    return dist.get_group_rank(group, rank) if dist is not None else rank

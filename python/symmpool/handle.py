@@ -7,11 +7,14 @@ signal each other with. Names and meaning are those of torch's `_SymmetricMemory
 from __future__ import annotations
 
 import math
+import reprlib
+import struct
+from collections import Counter
 from typing import Any
 
-from symmpool import groups, seats
-from symmpool._symmpool import Communicator, Pool
-from symmpool.errors import InvalidArgumentError
+from symmpool import groups, named, seats
+from symmpool._symmpool import Communicator, Group, Pool
+from symmpool.errors import DivergedError, InvalidArgumentError
 
 __all__ = ["SIGNAL_PAD_SIZE", "SymmetricMemory", "rendezvous"]
 
@@ -19,6 +22,10 @@ __all__ = ["SIGNAL_PAD_SIZE", "SymmetricMemory", "rendezvous"]
 SIGNAL_PAD_SIZE = 2048
 #: How long a wait lasts where nobody says, in seconds: waits without an end there are none.
 DEFAULT_WAIT = 30.0
+# What a rank says of its tensor, before its pad: where its buffer is, the buffer's bytes, where in it
+# the tensor is, the tensor's bytes, and the type of elements. Pads that differ the commit finds.
+RECORD = struct.Struct("<4q32s")
+RECORD_BYTES = 128
 
 
 def rendezvous(
@@ -27,33 +34,57 @@ def rendezvous(
     """A handle to every rank's copy of a torch tensor in a pool's memory. Collective: all ranks call
     it in the same place of their program with their copies; it commits the pool.
 
-    `group` is what the pool was made on, or the pool; without it all pools are looked through.
-    `signal_pad_size` is a multiple of 4, the same on every rank. Unlike torch's, a handle is made by
-    every call, so that none depends on what other ranks still remember.
+    `group` is what the pool was made on, its name in torch, or the pool; without it all pools are
+    looked through. `signal_pad_size` is a multiple of 4, the same on every rank. Unlike torch's, a
+    handle is made by every call, so that none depends on what other ranks still remember.
 
-    Raises InvalidArgumentError for a tensor that is not in a pool, and what `Pool.commit` raises."""
-    if signal_pad_size < 4 or signal_pad_size % 4:
-        raise InvalidArgumentError(f"signal_pad_size: {signal_pad_size} is no multiple of 4 above 0")
-    pool = _holding(tensor, group)
-    return SymmetricMemory(pool, tensor, signal_pad_size)
+    Raises InvalidArgumentError for a tensor that is not in a pool, DivergedError on every rank where
+    tensors lie at different offsets or have different sizes or types, and what `Pool.commit` raises."""
+    size = signal_pad_size
+    if not isinstance(size, int) or isinstance(size, bool) or size < 4 or size % 4:
+        raise InvalidArgumentError(f"signal_pad_size: {size!r} is no multiple of 4 above 0")
+    return SymmetricMemory(_holding(tensor, group), tensor, size)
 
 
 def _holding(tensor: Any, group: Any) -> Pool:
-    if isinstance(group, Pool):
-        candidates = [group]
-    elif group is not None:
-        candidates = groups.pools_of(group)
-    else:
-        candidates = [pool for key in list(groups._pools) for pool in groups.pools_of(key)]
-    storage = tensor.untyped_storage() if hasattr(tensor, "untyped_storage") else tensor
-    address = storage.data_ptr() if callable(storage.data_ptr) else storage.data_ptr
+    """The pool that a tensor lies in."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        hint = "; torch.from_dlpack makes one of it" if hasattr(tensor, "__dlpack__") else ""
+        raise InvalidArgumentError(
+            f"rendezvous: tensor: {reprlib.repr(tensor)} ({type(tensor).__name__}) is no tensor of "
+            f"torch{hint}"
+        )
+    candidates = _candidates(group)
+    try:
+        address = tensor.untyped_storage().data_ptr()
+    except RuntimeError as error:  # sparse, fake and the like
+        raise InvalidArgumentError(f"rendezvous: tensor: it has no memory ({error})") from None
     for pool in candidates:
         if pool.owns(address):
             return pool
+    where = "this process's" if group is None else f"group {group!r}'s"
     raise InvalidArgumentError(
-        f"rendezvous: the tensor at {address:#x} is in no pool of this process's; make it with "
+        f"rendezvous: the tensor at {address:#x} is in no pool of {where}; make it with "
         "pool.empty(), or inside of `with pool:`"
     )
+
+
+def _candidates(group: Any) -> list[Pool]:
+    """The pools that a group means."""
+    if isinstance(group, (str, tuple)):
+        group = named.group_of(group)
+    if group is None:
+        return [pool for key in list(groups._pools) for pool in groups.pools_of(key)]
+    if isinstance(group, Pool):
+        return [group]
+    dist = groups.distributed()
+    if not isinstance(group, Group) and not (
+        dist is not None and isinstance(group, dist.ProcessGroup)
+    ):
+        groups.resolve(group)  # refuses it
+    return groups.pools_of(group)
 
 
 class SymmetricMemory:
@@ -68,16 +99,27 @@ class SymmetricMemory:
         self._torch, self._pool, self._tensor = torch, pool, tensor
         storage = tensor.untyped_storage()
         self._base, self._bytes = storage.data_ptr(), storage.nbytes()
-        self._offset = tensor.data_ptr() - self._base
-        pad = pool.block(signal_pad_size, "uint8")
-        self._pad = torch.from_dlpack(pad)
+        # An empty tensor has no address.
+        self._offset = tensor.storage_offset() * tensor.itemsize
+        block = pool.block(RECORD_BYTES + signal_pad_size, "uint8")
+        memory = torch.from_dlpack(block)
+        self._pad = memory[RECORD_BYTES:]
         self._pad.zero_()
+        said = RECORD.pack(
+            self._base - block.data_ptr + block.offset,
+            self._bytes,
+            self._offset,
+            tensor.numel() * tensor.itemsize,
+            str(tensor.dtype).encode(),
+        )
+        memory[: RECORD.size].copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
         if self._pad.is_cuda:
             # Peers may signal as soon as they leave the commit.
             torch.cuda.current_stream(self._pad.device).synchronize()
         # Also where no commit is due: this is where ranks wait for each other.
         pool.commit()
         ranks = range(pool.world)
+        self._check_same(memory, block)
         address, size = self._pad.data_ptr(), signal_pad_size
         self._buffers = [pool.peer_ptr(rank, self._base, self._bytes) for rank in ranks]
         self._pads = [pool.peer_ptr(rank, address, size) for rank in ranks]
@@ -88,6 +130,32 @@ class SymmetricMemory:
             # Whatever stream a kernel runs on, the addresses are there.
             torch.cuda.current_stream(device).synchronize()
         self._comm: Communicator = seats.communicator(pool, pool.device)
+
+    def _check_same(self, memory: Any, block: Any) -> None:
+        """Compares what ranks said of their tensors. Every rank does, with the same outcome; the
+        memory is not used again before all have."""
+        pool, size = self._pool, RECORD.size
+        read = self._torch.utils.dlpack.from_dlpack
+        parts = [
+            read(pool.peer_bytes(rank, block.data_ptr, size, memory)) for rank in range(pool.world)
+        ]
+        found = [RECORD.unpack(bytes(row)) for row in self._torch.stack(parts).tolist()]
+        if len(set(found)) == 1:
+            return
+        (usual, _), *_ = Counter(found).most_common(1)
+        told = []
+        for rank, (offset, length, start, taken, dtype) in enumerate(found):
+            dtype = dtype.rstrip(b"\0").decode()
+            told.append(
+                f"rank {rank}: {taken} bytes of {dtype}, {start} bytes into a buffer of {length} at "
+                f"offset {offset:#x}"
+            )
+        error = DivergedError(
+            "rendezvous: ranks bring different tensors; each brings its copy of the same one, at the "
+            "same offset of the pool: " + "; ".join(told)
+        )
+        error.ranks = tuple(rank for rank, each in enumerate(found) if each != usual)
+        raise error
 
     @property
     def rank(self) -> int:

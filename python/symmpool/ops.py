@@ -8,6 +8,7 @@ Importing this module registers them under `torch.ops.symmpool`:
     reduce_scatter(x, op, world, group) -> Tensor
     all_to_all(x, output_splits, input_splits, world, group) -> Tensor
     broadcast_(x, src, group)                  in place; src is a rank of the group
+    broadcast_from_(x, src, group)             in place; src is a rank of torch's default group
 
 `group` is text, as in torch's own operators: "" is the default group, other text the name of a process
 group of torch (`group.group_name`) or one that `name_of(group)` gave. `op` is a name. Gradients flow
@@ -20,7 +21,6 @@ The functions of this module take the group itself, and are what compiled calls 
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ import torch
 from symmpool import groups, seats
 from symmpool._symmpool import Group, Pool
 from symmpool.errors import InvalidArgumentError
+from symmpool.named import decline, group_of, name_of, root_of
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "name_of", "reduce_scatter"]
 
@@ -45,42 +46,9 @@ for _signature in (
     "all_to_all_into_(Tensor(a!) out, Tensor x, SymInt[] output_splits, SymInt[] input_splits,"
     " str group) -> ()",
     "broadcast_(Tensor(a!) x, int src, str group) -> ()",
+    "broadcast_from_(Tensor(a!) x, int src, str group) -> ()",
 ):
     _library.define(_signature, tags=(torch.Tag.pt2_compliant_tag,))
-
-# Groups that are none of torch's, by the names that they were given.
-_named: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-
-
-def name_of(group: Any) -> str:
-    """The text by which operators know a group, the same for as long as the group is there. A
-    `Group` or a `Pool` gets its name here: the first is "symmpool:0"."""
-    if group is None:
-        return ""
-    if isinstance(group, (Group, Pool)):
-        name = _names.get(group)
-        if name is None:
-            name = _names[group] = f"symmpool:{len(_names)}"
-            while name in _named:
-                name = _names[group] = f"{name}'"
-            _named[name] = group
-        return name
-    return group.group_name
-
-
-def _group(name: str) -> Any:
-    if name == "":
-        return None
-    if name.startswith("symmpool:"):
-        found = _named.get(name)
-        if found is None:
-            raise InvalidArgumentError(f"group: there is none of the name {name!r} any more")
-        return found
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    return _resolve_process_group(name)
-
 
 def world_of(group: Any) -> int:
     """The number of ranks of a group."""
@@ -105,9 +73,22 @@ def _parts(x: torch.Tensor, world: int, what: str) -> Any:
 
 def _call(method: str, group: str, *arguments: Any) -> None:
     """Makes a call of the communicator that serves a group on the first argument's device."""
-    seat = seats.find(arguments[0], _group(group))
+    seat = seats.find(arguments[0], group_of(group))
     if seat is not None:
         seats.run(seat, getattr(seat.comm, method), arguments, [], False)
+
+
+def _shape_of(fake: Any, method: str, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """What `fake` gives for a call. What it refuses, the other ranks hear of."""
+    try:
+        return fake(x, *arguments)
+    except InvalidArgumentError:
+        seat = seats.find(x, group_of(arguments[-1]))
+        if seat is not None:
+            # Of a length that fits no input.
+            wrong = x.new_empty((x.numel() + 1,))
+            decline(seat, getattr(seat.comm, method), wrong, x.contiguous())
+        raise
 
 
 def _all_reduce_(x: torch.Tensor, op: str, group: str) -> None:
@@ -132,7 +113,7 @@ def _all_gather_into_(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
 
 
 def _reduce_scatter(x: torch.Tensor, op: str, world: int, group: str) -> torch.Tensor:
-    out = _reduce_scatter_fake(x, op, world, group)
+    out = _shape_of(_reduce_scatter_fake, "reduce_scatter", x, op, world, group)
     _reduce_scatter_into_(out, x, op, group)
     return out
 
@@ -144,7 +125,8 @@ def _reduce_scatter_into_(out: torch.Tensor, x: torch.Tensor, op: str, group: st
 def _all_to_all(
     x: torch.Tensor, output_splits: Any, input_splits: Any, world: int, group: str
 ) -> torch.Tensor:
-    out = _all_to_all_fake(x, output_splits, input_splits, world, group)
+    splits = (output_splits, input_splits)
+    out = _shape_of(_all_to_all_fake, "all_to_all_single", x, *splits, world, group)
     _all_to_all_into_(out, x, output_splits, input_splits, group)
     return out
 
@@ -158,6 +140,20 @@ def _all_to_all_into_(
 
 def _broadcast_(x: torch.Tensor, src: int, group: str) -> None:
     _call("broadcast", group, x, src)
+
+
+def _broadcast_from_(x: torch.Tensor, src: int, group: str) -> None:
+    of = group_of(group)
+    seat = seats.find(x, of)
+    if seat is None:
+        return
+    try:
+        root = root_of(of, src, None)
+    except InvalidArgumentError:
+        decline(seat, seat.comm.broadcast, x, -1)
+        raise
+    seat.settle()
+    seat.comm.broadcast(x, root)
 
 
 # What comes out of them, without doing it.
@@ -180,6 +176,8 @@ def _reduce_scatter_fake(x: torch.Tensor, op: str, world: int, group: str) -> to
 def _all_to_all_fake(
     x: torch.Tensor, output_splits: Any, input_splits: Any, world: int, group: str
 ) -> torch.Tensor:
+    if bool(output_splits) != bool(input_splits):
+        raise InvalidArgumentError("all_to_all: both kinds of split sizes are needed, or none")
     if not output_splits:
         _parts(x, world, "all_to_all")
         return x.new_empty(x.shape)
@@ -200,6 +198,7 @@ _OPERATORS = {
     "all_to_all": (_all_to_all, _all_to_all_fake),
     "all_to_all_into_": (_all_to_all_into_, _nothing),
     "broadcast_": (_broadcast_, _nothing),
+    "broadcast_from_": (_broadcast_from_, _nothing),
 }
 for _name, (_does, _gives) in _OPERATORS.items():
     for _key in ("CPU", "CUDA"):
@@ -305,8 +304,6 @@ def all_to_all(
 ) -> torch.Tensor:
     """What every rank sends to this one; rows are sent in equal parts, or by split sizes (both are
     needed then); with a gradient."""
-    if (output_split_sizes is None) != (input_split_sizes is None):
-        raise InvalidArgumentError("all_to_all: both kinds of split sizes are needed, or none")
     received, sent = list(output_split_sizes or []), list(input_split_sizes or [])
     return _ops.all_to_all(x, received, sent, world_of(group), name_of(group))
 
@@ -372,3 +369,14 @@ def traced_all_to_all(output: Any, input: Any, sizes: Any, group: Any, async_op:
     _not_async(async_op)
     received, sent = list(sizes[0] or []), list(sizes[1] or [])
     torch.ops.symmpool.all_to_all_into_(output, input, received, sent, _traced_name(group))
+
+
+def traced_broadcast(tensor: Any, src: Any, group: Any, group_src: Any, async_op: bool) -> None:
+    _not_async(async_op)
+    name = _traced_name(group)
+    if (src is None) == (group_src is None):
+        raise InvalidArgumentError("broadcast: one of src and group_src is needed")
+    if src is None:
+        torch.ops.symmpool.broadcast_(tensor, group_src, name)
+    else:
+        torch.ops.symmpool.broadcast_from_(tensor, src, name)

@@ -97,8 +97,20 @@ class Scope:
         scopes.append((self, context))
 
     def leave(self, pool: _symmpool.Pool, kind: Any, value: Any) -> None:
-        """They go where they went before. Commits if that is due."""
-        _, context = _threads.scopes.pop()
+        """They go where they went before. Commits if that is due. Scopes are left in the thread that
+        entered them, the innermost first; otherwise nothing is changed."""
+        scopes = getattr(_threads, "scopes", ())
+        if not any(scope is self for scope, _ in scopes):
+            raise InvalidStateError(
+                f"with pool: this thread is not in the scope of {pool!r}; leave it once for each time "
+                "that it was entered, in the thread that entered it"
+            )
+        if scopes[-1][0] is not self:
+            raise InvalidStateError(
+                f"with pool: the scope of {pool!r} has another pool's within, which this thread entered "
+                "later; leave that first"
+            )
+        _, context = scopes.pop()
         if self._mempool is None:
             _symmpool.process_redirect_back(context)
         elif context is not None:
@@ -136,21 +148,45 @@ def _add_note(error: BaseException, note: str) -> None:
 def commit_postponed() -> None:
     """Commits the pools whose scopes were left while a graph was being captured and that are still
     due. Collective, as `Pool.commit`. Call it after the capture and before the graph first runs;
-    `symmpool.graph` does."""
+    `symmpool.graph` does. All pools are tried; the first error is raised."""
+    first = None
     pools, _postponed[:] = _postponed[:], []
-    for pool in pools:
-        if pool.is_commit_due:
-            pool.commit()
+    try:
+        while pools:
+            pool = pools[0]
+            try:
+                if pool.is_commit_due:
+                    pool.commit()
+            except Exception as error:
+                if first is None:
+                    first = error
+                else:
+                    _add_note(first, f"and the commit of {pool!r}: {error}")
+            pools.pop(0)
+    finally:
+        # What Ctrl-C came before is for the next time.
+        _postponed[:0] = pools
+    if first is not None:
+        raise first
 
 
 @contextlib.contextmanager
 def graph(*arguments: Any, **options: Any):
     """As `torch.cuda.graph`, with the same arguments; pools that grew during the capture are
-    committed when it has ended, so that the graph can run at once."""
+    committed when it has ended, so that the graph can run at once. A capture that fails ends in these
+    commits too, so that the other ranks do not wait in vain, but not by KeyboardInterrupt or
+    SystemExit."""
     import torch
 
-    with torch.cuda.graph(*arguments, **options):
-        yield
+    try:
+        with torch.cuda.graph(*arguments, **options):
+            yield
+    except Exception as error:
+        try:
+            commit_postponed()
+        except Error as later:
+            _add_note(error, f"and the commit after the capture: {later}")
+        raise
     commit_postponed()
 
 
@@ -159,8 +195,9 @@ def use_pool(pool: _symmpool.Pool) -> _symmpool.Pool:
 
     What this thread allocates on the pool's device with torch inside lies in the pool's memory, at
     the same offset on every rank that does the same. Scopes of one pool may lie within each other, but
-    for one thread at a time: torch has a MemPool in one thread's hands. On leaving, a commit happens if one is due,
-    which is when the pool has grown; while a graph is being captured it is postponed until
+    for one thread at a time: torch has a MemPool in one thread's hands. Scopes are left in the reverse of
+    the order in which they were entered. On leaving, a commit happens if one is due, which is when the
+    pool has grown; while a graph is being captured it is postponed until
     `symmpool.graph` ends the capture, or the next commit. It happens on leaving by an exception
     too, so that the other ranks do not wait in vain, but not by KeyboardInterrupt or SystemExit."""
     return pool

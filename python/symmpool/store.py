@@ -20,6 +20,9 @@ from symmpool.errors import DivergedError, Error, PeerLostError, TimeoutError  #
 SLICE = 1.0
 # A rank that does not wait in the store itself asks again after these, in seconds.
 FIRST_PAUSE, LONGEST_PAUSE = 20e-6, 5e-3
+# One that has waited in a store for a slice in vain asks again after this at most: torch warns of every
+# slice that ends so.
+LATE_PAUSE = 50e-3
 # Bytes of a part before its value: the world that its rank knows.
 HEADER = 4
 
@@ -122,8 +125,12 @@ class StoreAdapter:
             except TimeoutError:
                 if left <= SLICE:
                     raise
+            self._wait(store, keys, end - time.monotonic(), LATE_PAUSE)
 
-    def _wait(self, store: Any, keys: list[str], seconds: float) -> None:
+    def _wait(
+        self, store: Any, keys: list[str], seconds: float, longest: float = LONGEST_PAUSE
+    ) -> None:
+        """Asks whether keys are there, until they are. Sleeps between, where Ctrl-C is heard."""
         end = time.monotonic() + seconds
         pause = FIRST_PAUSE
         while not self._call(store.check, keys):
@@ -131,7 +138,7 @@ class StoreAdapter:
             if left <= 0:
                 raise TimeoutError("waiting in the store")
             time.sleep(min(pause, left))
-            pause = min(pause * 1.5, LONGEST_PAUSE)
+            pause = min(pause * 1.5, longest)
 
     @staticmethod
     def _call(function: Any, *arguments: Any) -> Any:

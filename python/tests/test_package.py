@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import importlib.util
 import inspect
 import subprocess
 import sys
@@ -140,3 +141,19 @@ def test_modules_do_not_import_each_other_in_circles():
         free = {name for name, needed in needs.items() if not needed & needs.keys()}
         assert free, f"in circles: {sorted(needs)}"
         needs = {name: needed for name, needed in needs.items() if name not in free}
+
+
+def test_operators_are_there_without_an_import_of_their_own_where_torch_is():
+    program = """
+import sys
+import symmpool
+assert "torch" not in sys.modules and not hasattr(symmpool, "opts")
+{first}
+print(symmpool.ops.__name__, "ops" in vars(symmpool))
+"""
+    torch = importlib.util.find_spec("torch") is not None
+    if torch:
+        assert python(program.format(first="")).stdout.split() == ["symmpool.ops", "True"]
+    # As where torch is not installed.
+    done = python(program.format(first="sys.modules['torch'] = None"))
+    assert "AttributeError: symmpool.ops needs torch" in done.stderr, done.stderr

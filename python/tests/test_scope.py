@@ -7,6 +7,7 @@ same functions. The real one is in python/tests/gpu.
 import contextlib
 import ctypes
 import os
+import sys
 import threading
 import types
 
@@ -325,3 +326,91 @@ def test_a_forked_child_is_refused_and_harms_nothing(pool):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert slot.live == 1 and pool.stats()["lanes"]["default"]["allocs"] == 1
     free(block)
+
+
+def test_scopes_that_are_not_left_in_order_are_refused(pool):
+    torch = Standin()
+    group = symmpool.Group.in_process(1, timeout=20)[0]
+    other = symmpool.Pool(group, "cpu")
+    outer, inner = scope.Scope(pool, torch), scope.Scope(other, torch)
+    with pytest.raises(symmpool.InvalidStateError, match="not in the scope of symmpool.Pool"):
+        outer.leave(pool, None, None)
+    outer.enter()
+    first = torch.active.pool
+    inner.enter()
+    torch.empty(2 * MIB)
+    with pytest.raises(symmpool.InvalidStateError, match="leave that first"):
+        outer.leave(pool, None, None)
+    assert torch.entered == 2 and torch.active.pool is inner.mempool
+    assert not pool.stats()["commits"] and not other.stats()["commits"]
+    inner.leave(other, None, None)
+    assert torch.active.pool is first and other.stats()["commits"] == 1
+    outer.leave(pool, None, None)
+    assert torch.entered == 0
+    with pytest.raises(symmpool.InvalidStateError, match="not in the scope"):
+        outer.leave(pool, None, None)
+
+
+def test_a_scope_is_left_by_the_thread_that_entered_it(pool):
+    torch = Standin()
+    inside = scope.Scope(pool, torch)
+    inside.enter()
+    found = []
+
+    def leave():
+        try:
+            inside.leave(pool, None, None)
+        except symmpool.InvalidStateError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    assert len(found) == 1 and "in the thread that entered it" in found[0] and torch.entered == 1
+    inside.leave(pool, None, None)
+    assert torch.entered == 0
+
+
+class Due:
+    """A pool whose commit is due, and ends as it is told."""
+
+    def __init__(self, error=None):
+        self.is_commit_due, self.error, self.tries = True, error, 0
+
+    def commit(self):
+        self.tries += 1
+        if self.error is not None:
+            raise self.error
+        self.is_commit_due = False
+
+
+def test_a_postponed_commit_that_fails_keeps_no_other_from_its_own():
+    pools = [Due(), Due(symmpool.DivergedError("first")), Due(symmpool.Error("second")), Due()]
+    scope._postponed[:] = pools
+    with pytest.raises(symmpool.DivergedError, match="first") as raised:
+        symmpool.commit_postponed()
+    assert [each.tries for each in pools] == [1] * 4 and not scope._postponed
+    assert "second" in getattr(raised.value, "__notes__", ["second"])[0]
+    stopped = [Due(KeyboardInterrupt()), Due()]
+    scope._postponed[:] = stopped
+    with pytest.raises(KeyboardInterrupt):
+        symmpool.commit_postponed()
+    assert scope._postponed == stopped
+
+
+def test_a_capture_that_fails_ends_in_the_postponed_commits(monkeypatch):
+    torch = types.SimpleNamespace(cuda=types.SimpleNamespace(graph=contextlib.nullcontext))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    for error, tries in ((None, 1), (ValueError, 1), (KeyboardInterrupt, 0)):
+        pool = Due()
+        expected = contextlib.nullcontext() if error is None else pytest.raises(error)
+        with expected, symmpool.graph():
+            scope._postponed[:] = [pool]
+            if error is not None:
+                raise error
+        assert pool.tries == tries, error
+    failing = Due(symmpool.DivergedError("elsewhere"))
+    with pytest.raises(ValueError, match="the capture") as raised, symmpool.graph():
+        scope._postponed[:] = [failing]
+        raise ValueError("the capture")
+    assert "elsewhere" in getattr(raised.value, "__notes__", ["elsewhere"])[0]

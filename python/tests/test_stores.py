@@ -2,12 +2,14 @@
 
 import gc
 import threading
+import time
 import weakref
 
 import pytest
 
 import symmpool
 from symmpool import groups
+from symmpool import store as store_module
 from symmpool.store import StoreAdapter
 
 
@@ -152,3 +154,63 @@ def test_pools_of_a_group_are_known_while_they_live():
     del first
     gc.collect()
     assert gone() is None and groups.pools_of(group) == [second]
+
+
+class Late(Store):
+    """As torch's TCPStore: waits by itself, in slices that warn when they end in vain."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.vain, self.timeout = [], 0, None
+
+    def set_timeout(self, timeout):
+        self.timeout = timeout.total_seconds()
+
+    def has_extended_api(self):
+        return True
+
+    def clone(self):
+        return self
+
+    def check(self, keys):
+        self.calls.append("check")
+        return super().check(keys)
+
+    def multi_get(self, keys):
+        self.calls.append("multi_get")
+        end = time.monotonic() + self.timeout
+        while not Store.check(self, keys):
+            if time.monotonic() > end:
+                self.vain += 1
+                raise RuntimeError("wait timeout after 1000ms")
+            time.sleep(0.001)
+        return [self.get(key) for key in keys]
+
+
+@pytest.fixture
+def late(monkeypatch):
+    monkeypatch.setattr(store_module, "_is_tcp", lambda store: True)
+    monkeypatch.setattr(store_module, "SLICE", 0.1)
+    return Late()
+
+
+def test_a_late_rank_costs_one_blocking_slice(late):
+    adapter = StoreAdapter(late)
+    other = threading.Timer(0.5, lambda: StoreAdapter(late).all_gather("g/x/0", 1, 2, b"b", 5.0))
+    other.start()
+    assert adapter.all_gather("g/x/0", 0, 2, b"a", 5.0) == [b"a", b"b"]
+    other.join()
+    assert late.vain == 1, "torch warns of each"
+    late.calls.clear()
+    # Who is in time asks once, and does not look whether it is worth it.
+    late.set("symmpool/1/g/x/1/1", (2).to_bytes(4, "little") + b"d")
+    assert adapter.all_gather("g/x/1", 0, 2, b"c", 5.0) == [b"c", b"d"]
+    assert late.calls == ["multi_get"]
+
+
+def test_a_rank_that_never_comes_costs_one_slice_and_the_time_that_was_given(late):
+    began = time.monotonic()
+    with pytest.raises(symmpool.TimeoutError) as raised:
+        StoreAdapter(late).all_gather("g/x/0", 0, 2, b"a", 0.6)
+    assert raised.value.ranks == (1,) and late.vain == 1
+    assert 0.5 < time.monotonic() - began < 5

@@ -5,7 +5,9 @@ import gc
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run, values
+from test_torch_distributed import begin
 
 import symmpool
 
@@ -136,3 +138,94 @@ def test_a_rank_that_does_not_come_is_named():
     outcome, _ = run(2, missing)
     assert "TimeoutError" in outcome.error or "PeerLostError" in outcome.error
     assert "rank 1" in outcome.error
+
+
+def by_name(group, folder):
+    begin(group, folder)
+    pool = symmpool.Pool(device="cpu")
+    x = pool.empty(4, torch.float32).fill_(group.rank)
+    name = dist.group.WORLD.group_name
+    handle = symmpool.rendezvous(x, name)
+    seen = [handle.get_buffer(rank, (4,), torch.float32)[0].item() for rank in range(2)]
+    symmpool.barrier(name)
+    sums = []
+    for how in (name, dist.group.WORLD):
+        y = torch.ones(2)
+        symmpool.all_reduce(y, group=how)
+        sums.append(y.tolist())
+    refused = []
+    for wrong in ("nobody", dist.GroupMember.NON_GROUP_MEMBER, 3, (dist.FileStore(f"{folder}/s"), 0, 2)):
+        calls = [lambda: symmpool.rendezvous(x, wrong)]  # noqa: B023
+        if wrong != dist.GroupMember.NON_GROUP_MEMBER:
+            calls.append(lambda: symmpool.barrier(wrong))  # noqa: B023
+            calls.append(lambda: symmpool.all_reduce(x, group=wrong))  # noqa: B023
+            calls.append(lambda: symmpool.broadcast(x, 0, wrong))  # noqa: B023
+        for call in calls:
+            with pytest.raises(symmpool.InvalidArgumentError, match="group") as error:
+                call()
+            refused.append(str(error.value))
+    dist.destroy_process_group()
+    return seen, sums, refused
+
+
+def test_torchs_names_of_groups_are_known_and_others_refused(tmp_path):
+    for seen, sums, refused in values(2, by_name, str(tmp_path)):
+        assert seen == [0, 1] and sums == [[2.0, 2.0]] * 2
+        assert all("'nobody'" in text for text in refused[:4]), refused
+        assert "no member" in refused[4] and "Store" in refused[-1], refused
+
+
+def test_what_is_no_tensor_of_torch_is_named():
+    (group,) = symmpool.Group.in_process(1)
+    pool = symmpool.Pool(group, "cpu")
+    for wrong, name in (
+        (None, "None"),
+        ("x", "'x'"),
+        ([1], "list"),
+        (torch.ones(3).numpy(), "ndarray"),
+        (pool.block(4, "float32"), "Block"),
+    ):
+        with pytest.raises(symmpool.InvalidArgumentError, match=f"{name}.*no tensor of torch"):
+            symmpool.rendezvous(wrong, pool)
+    with pytest.raises(symmpool.InvalidArgumentError, match="no memory"):
+        symmpool.rendezvous(torch.ones(3).to_sparse(), pool)
+    assert symmpool.rendezvous(pool.empty(0), pool).offset == 0
+
+
+def different(group, kind):
+    pool = symmpool.Pool(group, "cpu")
+    x, y = pool.empty(16, torch.float32), pool.empty(16, torch.float32)
+    mine, theirs = {
+        "other tensor": (x, y),
+        "other place in it": (x[:8], x[8:]),
+        "fewer elements": (x, x[:15]),
+        "other type": (x, x.view(torch.int32)),
+    }[kind]
+    try:
+        symmpool.rendezvous(theirs if group.rank == 2 else mine, pool)
+    except symmpool.DivergedError as error:
+        told = error.ranks, str(error)
+    else:
+        told = None
+    # All of them have heard it: they are in step.
+    handle = symmpool.rendezvous(y, pool)
+    handle.barrier()
+    return told
+
+
+@pytest.mark.parametrize(
+    "kind", ["other tensor", "other place in it", "fewer elements", "other type"]
+)
+def test_ranks_that_bring_different_tensors_all_hear_of_it(kind):
+    found = values(3, different, kind)
+    assert len(set(found)) == 1, found
+    ranks, text = found[0]
+    assert ranks == (2,) and all(f"rank {rank}: " in text for rank in range(3)), found
+
+
+def test_a_tensor_of_no_dimensions_and_a_transposed_one_have_handles():
+    (group,) = symmpool.Group.in_process(1)
+    pool = symmpool.Pool(group, "cpu")
+    x = pool.empty((4, 6), torch.float64)
+    assert symmpool.rendezvous(x.t(), pool).buffer_size == 192
+    assert symmpool.rendezvous(x[2, 3], pool).offset == 15 * 8

@@ -1,5 +1,7 @@
 """The collectives as operators of torch: eager, compiled, and with gradients."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -116,3 +118,83 @@ def test_operators_refuse_nonsense():
     with pytest.raises(symmpool.InvalidArgumentError, match="gradient"):
         y = x.clone().requires_grad_()
         ops.all_reduce(y, "max", group).sum().backward()
+
+
+def refused_here_told_there(group, folder):
+    me, world = begin(group, folder)
+    # Without rank 0, so that numbers in the group and in the default one differ.
+    pair = dist.new_group([1, 2])
+    x = torch.ones(8)
+    calls = [
+        ("src", lambda wrong: symmpool.broadcast(x, "x" if wrong else 0)),
+        ("src", lambda wrong: symmpool.broadcast(x, 1.5 if wrong else 0)),
+        ("src", lambda wrong: symmpool.broadcast(x, -1 if wrong else 0)),
+        ("root 3", lambda wrong: symmpool.broadcast(x, world if wrong else 0)),
+        ("one of", lambda wrong: symmpool.broadcast(x, None if wrong else 0)),
+        ("not for", lambda wrong: ops.reduce_scatter(torch.ones(7 if wrong else 9))),
+        ("not for", lambda wrong: ops.reduce_scatter(torch.ones((4, 3) if wrong else (12,)))),
+        ("not for", lambda wrong: ops.all_to_all(torch.ones(7 if wrong else 9))),
+        ("both", lambda wrong: ops.all_to_all(torch.ones(3), None if wrong else [1] * 3, [1] * 3)),
+    ]
+    if me > 0:
+        calls.append(("no rank of", lambda wrong: symmpool.broadcast(x, 0 if wrong else 1, pair)))
+    found = []
+    for what, call in calls:
+        try:
+            call(me == 2)
+            found.append(None)
+        except symmpool.InvalidArgumentError as error:
+            assert re.search(what, str(error)), error
+            found.append("InvalidArgumentError")
+        except symmpool.DivergedError:
+            found.append("DivergedError")
+    # All are in step still.
+    symmpool.all_reduce(x)
+    if me > 0:
+        symmpool.barrier(pair)
+    dist.destroy_process_group()
+    return set(found), x.tolist() == [3.0] * 8
+
+
+def test_what_one_rank_refuses_the_others_hear_of(tmp_path):
+    found = values(3, refused_here_told_there, str(tmp_path))
+    told = [({"DivergedError"}, True)] * 2
+    assert found == [*told, ({"InvalidArgumentError"}, True)]
+
+
+def compiled_broadcasts(group, folder):
+    me, world = begin(group, folder)
+    pair = dist.new_group([1, 2])
+    x = torch.arange(4.0) + 10 * me
+
+    def step(x):
+        y = x * 2
+        symmpool.broadcast(y, 2)
+        z = x + 1
+        symmpool.broadcast(z, group_src=1)
+        return y + z.sum()
+
+    def within(x):
+        y = x * 3
+        symmpool.broadcast(y, 2, pair)
+        z = x * 5
+        symmpool.broadcast(z, group=pair, group_src=0)
+        return y - z
+
+    same = []
+    for function in (step, within) if me > 0 else (step,):
+        expected = function(x)
+        for backend in ("eager", "aot_eager"):
+            torch._dynamo.reset()
+            got = torch.compile(function, backend=backend, fullgraph=True)(x)
+            same.append(torch.equal(got, expected))
+    dist.destroy_process_group()
+    return all(same), expected.tolist()
+
+
+def test_compiled_broadcasts_are_what_eager_ones_are(tmp_path):
+    found = values(3, compiled_broadcasts, str(tmp_path))
+    y, z = [40.0, 42.0, 44.0, 46.0], 50.0
+    assert found[0] == (True, [each + z for each in y])
+    within = [3 * (20.0 + i) - 5 * (10.0 + i) for i in range(4)]
+    assert found[1] == found[2] == (True, within)

@@ -1,0 +1,93 @@
+"""Groups and ranks by what callers write for them, and calls that are refused here.
+
+Needs no torch: names of its process groups are looked up where the program has imported it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import weakref
+from typing import Any
+
+from symmpool import groups
+from symmpool._symmpool import Group, Pool
+from symmpool.errors import InvalidArgumentError
+
+__all__ = ["decline", "group_of", "name_of", "root_of"]
+
+# Groups that are none of torch's, by the names that they were given.
+_named: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+def name_of(group: Any) -> str:
+    """The text by which operators know a group, the same for as long as the group is there. A
+    `Group` or a `Pool` gets its name here: the first is "symmpool:0"."""
+    if group is None:
+        return ""
+    if isinstance(group, (Group, Pool)):
+        name = _names.get(group)
+        if name is None:
+            name = _names[group] = f"symmpool:{len(_names)}"
+            while name in _named:
+                name = _names[group] = f"{name}'"
+            _named[name] = group
+        return name
+    return group.group_name
+
+
+def group_of(name: Any) -> Any:
+    """The group of a name: "" is the default group, as None; other text is what `name_of` gave, or
+    the name of a process group of torch. Refuses what is no text: a call's group is no tuple."""
+    if name == "":
+        return None
+    if not isinstance(name, str):
+        raise InvalidArgumentError(
+            f"group: {name!r} makes a group, and a call needs one that is there: pass the pool that "
+            "was made on it, or make it once with Group.from_store"
+        )
+    if name.startswith("symmpool:"):
+        found = _named.get(name)
+        if found is None:
+            raise InvalidArgumentError(f"group: there is none of the name {name!r} any more")
+        return found
+    dist = groups.distributed()
+    try:
+        if dist is not None:
+            return dist.distributed_c10d._resolve_process_group(name)
+    except (RuntimeError, ValueError):
+        pass  # which says no more
+    raise InvalidArgumentError(f"group: torch has no process group of the name {name!r}")
+
+
+def root_of(group: Any, src: Any, group_src: Any) -> int:
+    """The rank of `group` that a call names as `src`, a rank of torch's default group if `group` is
+    one of torch's, or as `group_src`, one of `group`."""
+    if (src is None) == (group_src is None):
+        raise InvalidArgumentError("broadcast: one of src and group_src is needed")
+    name, given = ("group_src", group_src) if src is None else ("src", src)
+    try:
+        rank = operator.index(given)
+    except TypeError:
+        rank = -1
+    if not 0 <= rank < 1 << 32:
+        raise InvalidArgumentError(f"broadcast: {name}: {given!r} is no rank")
+    if src is None or group is None or isinstance(group, (Group, Pool)):
+        return rank
+    dist = groups.distributed()
+    try:
+        return dist.get_group_rank(group, rank) if dist is not None else rank
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"broadcast: src: {rank}, of the default group, is no rank of the call's group ({error})"
+        ) from None
+
+
+def decline(seat: Any, call: Any, *arguments: Any) -> None:
+    """Makes a call with arguments that the communicator refuses, so that the other ranks hear that
+    this one has no part in it and all stay in step. Raises only what else there is to say, such as
+    why the communicator is closed."""
+    seat.settle()
+    with contextlib.suppress(InvalidArgumentError):
+        call(*arguments)
