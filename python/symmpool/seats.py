@@ -71,8 +71,19 @@ _watching: dict[tuple[int, int], weakref.ref] = {}
 _lock = threading.RLock()
 # Who makes what: a group's pools, what serves a group on a device, a pool's communicator.
 _turns: weakref.WeakKeyDictionary[Any, dict[Any, threading.RLock]] = weakref.WeakKeyDictionary()
-# torch.compiler.is_dynamo_compiling, once torch is there. What it says is put in by who compiles.
-compiling: Any = bool
+
+
+def _compiling_yet() -> bool:
+    """What `compiling` is while torch is not known: it may have been imported after this package."""
+    if "torch" not in sys.modules:
+        return False
+    import torch
+
+    return torch.compiler.is_dynamo_compiling()
+
+
+# torch.compiler.is_dynamo_compiling, once torch is known. What it says is put in by who compiles.
+compiling: Any = _compiling_yet
 
 
 class _World:
@@ -94,7 +105,7 @@ _torch_is_known = False
 def _look_for_torch() -> None:
     global compiling, torch_world, _torch_is_known
     torch = sys.modules.get("torch")
-    compiling = getattr(getattr(torch, "compiler", None), "is_dynamo_compiling", bool)
+    compiling = getattr(getattr(torch, "compiler", None), "is_dynamo_compiling", _compiling_yet)
     dist = groups.distributed() if torch is not None else None
     world = getattr(getattr(dist, "distributed_c10d", None), "_world", None)
     _torch_is_known = world is not None

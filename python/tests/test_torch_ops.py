@@ -1,6 +1,9 @@
 """The collectives as operators of torch: eager, compiled, and with gradients."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -198,3 +201,26 @@ def test_compiled_broadcasts_are_what_eager_ones_are(tmp_path):
     assert found[0] == (True, [each + z for each in y])
     within = [3 * (20.0 + i) - 5 * (10.0 + i) for i in range(4)]
     assert found[1] == found[2] == (True, within)
+
+
+def test_a_program_that_imports_torch_last_compiles_its_first_call():
+    program = """
+import symmpool, torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+@torch.compile(fullgraph=True, backend="eager")
+def step(x):
+    y = x * 2
+    symmpool.all_reduce(y)
+    return y
+
+assert step(torch.ones(3)).tolist() == [2, 2, 2]
+dist.destroy_process_group()
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
