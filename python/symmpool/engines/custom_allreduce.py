@@ -46,7 +46,7 @@ class CustomAllreduce:
             self.rank, self.world_size = own.rank, own.world
             pool = Pool(group, name, timeout=timeout)
             self.device = pool.device
-            self._comm = Communicator(pool)
+            self._comm = Communicator(pool, timeout=timeout)
         except Error as error:
             why = str(error)
         # Where one failed at once the others come from waiting for it.
