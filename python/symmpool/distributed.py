@@ -81,15 +81,7 @@ def reduce_scatter_tensor(
     seat = seats.find(output, group)
     if seat is None:
         return None
-    if async_op:
-        return seat.begin(seat.comm.reduce_scatter, (output, input, op), [output])
-    if seat.tail is not None:
-        seat.settle()
-    try:
-        return seat.comm.reduce_scatter(output, input, op)
-    except TimeoutError as error:
-        seats.explain(seat, error)
-        raise
+    return seats.run(seat, seat.comm.reduce_scatter, (output, input, op), [output], async_op)
 
 
 def all_gather_into_tensor(
@@ -106,15 +98,8 @@ def all_gather_into_tensor(
     seat = seats.find(output_tensor, group)
     if seat is None:
         return None
-    if async_op:
-        return seat.begin(seat.comm.all_gather, (output_tensor, input_tensor), [output_tensor])
-    if seat.tail is not None:
-        seat.settle()
-    try:
-        return seat.comm.all_gather(output_tensor, input_tensor)
-    except TimeoutError as error:
-        seats.explain(seat, error)
-        raise
+    arguments = (output_tensor, input_tensor)
+    return seats.run(seat, seat.comm.all_gather, arguments, [output_tensor], async_op)
 
 
 def all_to_all_single(

@@ -6,7 +6,7 @@
 //! | 3 hand over handles: descriptors in an exchange, or bytes in a gather | 0 or 1 |
 //! | 4 map peers' segments, confirm; if any rank failed, all undo | 1 |
 //! | 5 finish: new windows, retired segments unmapped, freed blocks returned | 0 |
-//! | 6 new windows are registered with NCCL, where communicators of it were given | 0 or 1 |
+//! | 6 new windows are registered with NCCL, where communicators of it were given | 0 or 2 |
 //!
 //! Ranks that are connected by sockets gather over these, others through the store. Over sockets a
 //! peer that is gone is seen at once; through the store, when time is up.
