@@ -38,17 +38,6 @@ __device__ __forceinline__ bool even(const Exchange& exchange) {
     return !__syncthreads_or(other);
 }
 
-// A block's share of a copy that so many blocks make, the `nth` of them.
-__device__ __forceinline__ void share(const Route& route, u32 nth, u32 blocks) {
-    const Copy copy(route);
-    const u64 units = copy.units();
-    auto bound = [&](u32 block) {
-        const u64 unit = (part(units, block, blocks) + 7) / 8 * 8;
-        return unit < units ? unit : units;
-    };
-    copy.run(bound(nth), bound(nth + 1));
-}
-
 // One peer after the other, in an order in which no two ranks send to one, and in step.
 __device__ __forceinline__ void push_in_step(const Exchange& exchange) {
     const u32 own = (data_blocks() + OWN_BLOCKS - 1) / OWN_BLOCKS;

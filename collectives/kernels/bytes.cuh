@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "data.cuh"
+#include "parts.cuh"
 
 namespace symmpool {
 
@@ -107,6 +107,17 @@ __device__ __forceinline__ void Copy::run(u64 first, u64 last) const {
     if (first < last) {
         copy_units(from, to, bytes, first, last);
     }
+}
+
+// A block's share of a copy that so many blocks make, the `nth` of them.
+__device__ __forceinline__ void share(const Route& route, u32 nth, u32 blocks) {
+    const Copy copy(route);
+    const u64 units = copy.units();
+    auto bound = [&](u32 block) {
+        const u64 unit = (part(units, block, blocks) + 7) / 8 * 8;
+        return unit < units ? unit : units;
+    };
+    copy.run(bound(nth), bound(nth + 1));
 }
 
 }  // namespace symmpool

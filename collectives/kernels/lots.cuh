@@ -3,21 +3,12 @@
 #pragma once
 
 #include "bare.cuh"
+#include "parts.cuh"
 
 namespace symmpool {
 
 __device__ __forceinline__ u32 items_of(u32 bytes) {
     return (bytes + 16 * ITEM - 1) / (16 * ITEM);
-}
-
-// `nth` of `parts` equal parts of a number ends where the one after begins.
-__device__ __forceinline__ u64 part(u64 whole, u32 nth, u32 parts) {
-    if (whole == parts) {
-        return nth;
-    }
-    // Division of 64 bits takes ten times as long.
-    const u64 product = whole * nth;
-    return product >> 32 == 0 ? static_cast<u32>(product) / parts : product / parts;
 }
 
 // Divides by one number again and again: exact while results are below 2^20, and quicker than `/`.

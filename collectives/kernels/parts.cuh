@@ -7,6 +7,16 @@
 
 namespace symmpool {
 
+// `nth` of `parts` equal parts of a number ends where the one after begins.
+__device__ __forceinline__ u64 part(u64 whole, u32 nth, u32 parts) {
+    if (whole == parts) {
+        return nth;
+    }
+    // Division of 64 bits takes ten times as long.
+    const u64 product = whole * nth;
+    return product >> 32 == 0 ? static_cast<u32>(product) / parts : product / parts;
+}
+
 // Rank `r`'s part of a buffer. With SHARES it is one buffer, cut into shares of whole vectors;
 // else parts are as the call says.
 template <bool SHARES>
