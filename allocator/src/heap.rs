@@ -1,5 +1,7 @@
 //! The flat heap: one reservation of `world x stride` bytes, slot `r` holding rank `r`'s memory.
 
+mod row;
+
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
@@ -67,6 +69,7 @@ pub(crate) struct Heap {
     layout: HeapLayout,
     reservation: Option<Reservation>,
     mapped: Mutex<Mapped>,
+    rows: Mutex<Vec<row::Row>>,
 }
 
 /// Mappings by offset, with their length. Peers map the same segments, so one list serves them
@@ -94,7 +97,13 @@ impl Heap {
         })?;
         let reservation = driver.reserve(bytes, granularity)?;
         let layout = HeapLayout { base: reservation.base(), stride, rank, world };
-        Ok(Self { driver, layout, reservation: Some(reservation), mapped: Mutex::default() })
+        Ok(Self {
+            driver,
+            layout,
+            reservation: Some(reservation),
+            mapped: Mutex::default(),
+            rows: Mutex::default(),
+        })
     }
 
     pub(crate) fn layout(&self) -> HeapLayout {
@@ -150,6 +159,7 @@ impl Heap {
     /// Unmaps every peer's segment at `offset`, if they are mapped.
     pub(crate) fn unmap_peers(&self, offset: u64) -> Result<()> {
         let Some(bytes) = lock(&self.mapped).peers.remove(&offset) else { return Ok(()) };
+        self.drop_rows(offset)?;
         for rank in self.peers() {
             self.driver.unmap(self.reservation(), self.position(rank, offset), bytes)?;
         }
@@ -178,6 +188,7 @@ impl Drop for Heap {
         if let Err(error) = self.driver.synchronize() {
             tracing::warn!(%error, "waiting for the device before dropping a heap");
         }
+        self.drop_all_rows();
         let Mapped { own, peers } = std::mem::take(&mut *lock(&self.mapped));
         let slots = |rank, list: &BTreeMap<u64, u64>| {
             for (&offset, &bytes) in list {

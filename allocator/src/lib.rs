@@ -23,5 +23,5 @@ pub use driver::{Driver, Stream};
 pub use error::{Error, Result};
 pub use group::Group;
 pub use heap::HeapLayout;
-pub use pool::{Block, CONTROL_LANE, CommitReport, Lane, Pool, PoolBuilder, PoolStats};
+pub use pool::{Block, CONTROL_LANE, CommitReport, Lane, PeerRow, Pool, PoolBuilder, PoolStats};
 pub use window::{Window, Windows};

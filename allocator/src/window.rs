@@ -55,6 +55,19 @@ impl Windows {
         end <= self.layout.stride
     }
 
+    /// Where the first of the windows begins that `bytes` from `address` on lie in, and how long they are.
+    pub(crate) fn around(&self, address: u64, bytes: u64) -> Option<(u64, Vec<u64>)> {
+        if !self.covers(address, bytes) {
+            return None;
+        }
+        let (_, offset) = self.layout.locate(address)?;
+        let first = self.at(offset)?.offset;
+        let from = self.list.partition_point(|window| window.offset < first);
+        let lengths =
+            self.list[from..].iter().take_while(|window| window.offset < offset + bytes.max(1));
+        Some((first, lengths.map(|window| window.bytes).collect()))
+    }
+
     /// `rank`'s copy of an address inside a window. Refuses addresses that are in none, because
     /// the peer's copy of those cannot be reached.
     pub fn peer(&self, rank: u32, address: u64) -> Result<u64> {
@@ -110,6 +123,16 @@ mod tests {
         assert!(!windows.covers(0x11_1000, u64::MAX));
         assert!(windows.covers(0x11_3fff, 0));
         assert!(!windows.covers(0x11_4000, 0));
+    }
+
+    #[test]
+    fn a_stretch_has_whole_windows_around_it() {
+        let windows = windows();
+        assert_eq!(windows.around(0x11_1800, 0x1000), Some((0x1000, vec![0x1000, 0x1000])));
+        assert_eq!(windows.around(0x11_1800, 0x800), Some((0x1000, vec![0x1000])));
+        assert_eq!(windows.around(0x11_3fff, 1), Some((0x3000, vec![0x1000])));
+        assert_eq!(windows.around(0x11_2000, 0x2000), Some((0x2000, vec![0x1000, 0x1000])));
+        assert_eq!(windows.around(0x11_3fff, 2), None);
     }
 
     #[test]

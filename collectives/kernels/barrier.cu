@@ -1,6 +1,7 @@
-//! A barrier: the entry of a call that has nothing else. Defines: WORLD, THREADS.
+//! A barrier: the entry of a call that has nothing else. Defines: WORLD, THREADS, SHOTS.
+//! With SHOTS it tells a kernel beside it that all have entered.
 
-#include "entry.cuh"
+#include "beside.cuh"
 
 using namespace symmpool;
 
@@ -13,4 +14,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     attend<true>(session, call, Used());
     fence();
+    if (SHOTS) {
+        __syncthreads();
+        if (threadIdx.x == 0 && *static_cast<volatile u32*>(&comm.local()->failed) == 0) {
+            tell_beside(comm);
+        }
+    }
 }

@@ -63,6 +63,9 @@ struct Local {
     u32 sentinel_turn;  // which third of the sentinel inbox is next
     u32 sentinel_used;  // vectors of the third before it that its call used
     u32 arrived;        // blocks of the running call that have read the above
+    u32 hearing;        // and `beside.cuh` has these
+    u64 told;
+    u64 heard;
 };
 
 struct Comm {

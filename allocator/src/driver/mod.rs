@@ -36,7 +36,7 @@ pub use fault::{Call, Counts, FaultAction, FaultDriver, FaultPlan};
 pub use host::{HostDriver, HostOptions};
 pub use sim::SimDriver;
 
-use crate::Result;
+use crate::{Error, Result};
 
 /// A shared handle to a [`MemoryDriver`], and the place where drivers are chosen.
 #[derive(Clone)]
@@ -329,6 +329,17 @@ pub trait MemoryDriver: Send + Sync {
 
     /// Removes the mapping of `bytes` at `offset`; the range stays reserved.
     fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()>;
+
+    /// The memory of a mapping once more, to be mapped in another place too: for peers' memory, whose
+    /// handles are not kept. Only drivers on which that is of use can do it.
+    fn hold_mapped(
+        &self,
+        _reservation: &Reservation,
+        _offset: u64,
+        _bytes: u64,
+    ) -> Result<Physical> {
+        Err(Error::unsupported(format!("mapping memory of the {} driver twice", self.name())))
+    }
 
     /// Lets go of a physical allocation. Its memory goes with the last mapping of it anywhere.
     fn release(&self, physical: Physical) -> Result<()>;

@@ -115,6 +115,16 @@ fn half_way(cause: &str) -> Error {
     ))
 }
 
+/// Peers' copies of a stretch of windows, by rank, this rank's left out: see
+/// [`Pool::peers_in_a_row`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PeerRow {
+    /// Where the first peer's begins.
+    pub first: u64,
+    /// Bytes from there to the next peer's.
+    pub distance: u64,
+}
+
 /// Numbers of a pool at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct PoolStats {
@@ -210,6 +220,31 @@ impl Pool {
     /// `rank`'s copy of an address inside a window.
     pub fn peer_ptr(&self, rank: u32, address: u64) -> Result<u64> {
         self.windows().peer(rank, address)
+    }
+
+    /// Where peers' copies of `[address, address + bytes)`, which lies in windows of this rank's slot,
+    /// are once more, one behind the other: what one copy by a copy engine can write. Made when first
+    /// asked for, while a graph is captured too, and there until one of the windows goes.
+    ///
+    /// `is_unsupported` where the driver cannot, or there are too many of them.
+    pub fn peers_in_a_row(&self, address: u64, bytes: u64) -> Result<PeerRow> {
+        let layout = self.layout();
+        let around = self.windows().around(address, bytes);
+        let (Some((first, lengths)), Some((rank, offset))) = (around, layout.locate(address))
+        else {
+            return Err(Error::invalid_argument(format!(
+                "{bytes} bytes at {address:#x} are not all in windows of rank {}",
+                self.rank()
+            )));
+        };
+        if rank != self.rank() {
+            return Err(Error::invalid_argument(format!(
+                "address {address:#x} is in the slot of rank {rank}, not of rank {}",
+                self.rank()
+            )));
+        }
+        let base = self.0.heap.row(first, &lengths)?;
+        Ok(PeerRow { first: base + (offset - first), distance: lengths.iter().sum() })
     }
 
     /// Where every rank's memory lies in this process.

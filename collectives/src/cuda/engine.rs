@@ -7,12 +7,13 @@ use std::fmt;
 use std::time::Duration;
 
 use symmpool_allocator::driver::CudaDriver;
-use symmpool_allocator::{Block, Error, HeapLayout, Pool, Result, Stream};
+use symmpool_allocator::{Block, Error, HeapLayout, PeerRow, Pool, Result, Stream};
 
 use super::api::{Api, Handle};
 use super::fault::{Fault, Seen};
 use super::kernels::{Kernels, Loaded, Specialty};
 use super::params::{CallParams, Channel, Comm, Control, Traffic};
+use super::slices::Slices;
 use super::table::Rows;
 use crate::host::call::{Call, Operation};
 use crate::jit::sources::BARRIER;
@@ -68,8 +69,10 @@ pub(crate) struct CudaEngine {
     alive: Alive,
     /// The stream of the last call.
     stream: Option<Stream>,
-    /// Its own, for what runs beside a call's kernels.
+    /// Its own, for copies beside a call's kernels,
     pub(super) aside: Stream,
+    /// and for a kernel beside these.
+    pub(super) beside: Stream,
     /// The streams of the last signals and waits.
     pub(super) channels: BTreeMap<Channel, Stream>,
     /// The kernels of one-sided operations, once there was one.
@@ -121,7 +124,8 @@ impl CudaEngine {
         let control = Control::new(layout.world, options.inbox, options.scratch)?;
         let kernels = Kernels::new(api, driver, layout.world, options.concurrent)?;
         let fault = driver.with_context_unordered(|| Fault::new(api))?;
-        let aside = driver.with_context_unordered(|| api.stream())?;
+        let (aside, beside) =
+            driver.with_context_unordered(|| Ok((api.stream()?, api.stream()?)))?;
         let nanoseconds = u64::try_from(options.timeout.as_nanos()).unwrap_or(u64::MAX);
         let comm = control.comm(&layout, control_offset, nanoseconds, fault.address());
         let devices: Result<Vec<&str>> =
@@ -139,6 +143,7 @@ impl CudaEngine {
             alive,
             stream: None,
             aside,
+            beside,
             channels: BTreeMap::new(),
             sided: None,
             failed: None,
@@ -212,6 +217,16 @@ impl CudaEngine {
     pub(crate) fn enter_only(&mut self, call: Call, stream: Stream) -> Result<()> {
         self.ready()?;
         let kernel = self.kernel(Specialty::new(&BARRIER, BARRIER_THREADS))?;
+        self.enter_by(kernel, call, stream)
+    }
+
+    /// A call without data that tells a kernel beside it, which is launched behind it, when all have
+    /// entered.
+    pub(super) fn enter_and_tell(&mut self, call: Call, stream: Stream) -> Result<()> {
+        let plain = Specialty::new(&BARRIER, BARRIER_THREADS);
+        // Before one of them waits on the device: loading code may have to wait for what runs there.
+        self.kernel(plain)?;
+        let kernel = self.kernel(Specialty { shots: 1, ..plain })?;
         self.enter_by(kernel, call, stream)
     }
 
@@ -293,6 +308,37 @@ impl CudaEngine {
         })
     }
 
+    /// Puts one copy of several stretches on the stream, if it can be one; says whether it did.
+    ///
+    /// # Safety
+    ///
+    /// As [`copy_apart`](Self::copy_apart), of all of them, and what lies between those that are
+    /// written is mapped, too.
+    pub(super) unsafe fn copy_slices(&self, slices: &Slices, stream: Stream) -> bool {
+        let Some(shape) = slices.shape() else { return false };
+        let api = self.api;
+        let copied = cuda(&self.pool).and_then(|driver| {
+            driver.with_context(|| {
+                // SAFETY: as the caller promised; the driver copies the shape; the stream is live.
+                let code = unsafe { (api.copy_slices)(&raw const shape, stream.raw() as Handle) };
+                CudaDriver::check(code, || format!("copying {slices:?}"))
+            })
+        });
+        if let Err(error) = &copied {
+            tracing::debug!(%error, "one by one instead");
+        }
+        copied.is_ok()
+    }
+
+    /// Where all peers' copies of this rank's output lie in a row, if they can.
+    pub(super) fn peers_in_a_row(&self, address: u64, bytes: u64) -> Option<PeerRow> {
+        let row = self.pool.peers_in_a_row(address, bytes);
+        if let Err(error) = &row {
+            tracing::debug!(%error, "peers' memory is not mapped in a row");
+        }
+        row.ok()
+    }
+
     /// A peer's address of what this rank has at `address` in a window.
     pub(super) fn at_peer(&self, address: u64, peer: u32) -> u64 {
         self.pool.layout().address(peer, address - self.pool.layout().address(self.comm.rank, 0))
@@ -367,7 +413,7 @@ impl Drop for CudaEngine {
     fn drop(&mut self) {
         let Ok(driver) = cuda(&self.pool) else { return };
         let (api, kernels, fault) = (self.api, &mut self.kernels, self.fault.take());
-        let aside = self.aside.raw() as Handle;
+        let streams = [self.aside, self.beside];
         if let Err(error) = self.pool.driver().synchronize() {
             // What may still run keeps what it knows.
             tracing::warn!(%error, "a communicator's kernels and memory are not given back");
@@ -375,9 +421,11 @@ impl Drop for CudaEngine {
         }
         let cleaned = driver.with_context_unordered(|| {
             kernels.unload();
-            // SAFETY: made by this value and given up here; nothing runs on it.
-            let code = unsafe { (api.stream_destroy)(aside) };
-            CudaDriver::check(code, || "giving back a stream".to_owned())?;
+            for stream in streams {
+                // SAFETY: made by this value and given up here; nothing runs on it.
+                let code = unsafe { (api.stream_destroy)(stream.raw() as Handle) };
+                CudaDriver::check(code, || "giving back a stream".to_owned())?;
+            }
             if let Some(fault) = fault {
                 fault.free(api);
             }

@@ -32,6 +32,7 @@ mod rows;
 mod select;
 mod shape;
 mod sided;
+mod slices;
 mod table;
 
 pub(crate) use engine::{CudaEngine, CudaOptions};

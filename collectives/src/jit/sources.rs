@@ -26,6 +26,7 @@ macro_rules! file {
 /// What kernels include, by the names they use.
 pub(crate) const HEADERS: &[(&str, &str)] = &[
     ("bare.cuh", file!("bare.cuh")),
+    ("beside.cuh", file!("beside.cuh")),
     ("bytes.cuh", file!("bytes.cuh")),
     ("comm.cuh", file!("comm.cuh")),
     ("data.cuh", file!("data.cuh")),
@@ -50,6 +51,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = &[
 pub(crate) const KERNELS: &[&Kernel] = &[
     &ALL_TO_ALL,
     &BARRIER,
+    &BESIDE_COPIES,
     &ONE_SHOT,
     &ONE_SHOT_LINE,
     &ONE_SIDED,
@@ -96,7 +98,8 @@ macro_rules! collective {
 }
 
 /// The entry of a call alone.
-pub(crate) const BARRIER: Kernel = collective!("barrier", [WORLD, ("THREADS", &["128"])],);
+pub(crate) const BARRIER: Kernel =
+    collective!("barrier", [WORLD, ("THREADS", &["128"]), ("SHOTS", &["0", "1"])],);
 
 /// All-to-all with any counts.
 pub(crate) const ALL_TO_ALL: Kernel = collective!(
@@ -110,6 +113,9 @@ pub(crate) const ALL_TO_ALL: Kernel = collective!(
     ],
     [ABOVE_4, NARROW, ("DTYPE", &["7"]), ("SHOTS", &["1", "3", "7"]), ("TRAFFIC_BYTES", &["328"])],
 );
+
+/// What processors do beside the copies of an all-to-all.
+pub(crate) const BESIDE_COPIES: Kernel = collective!("beside_copies", [WORLD, WIDE],);
 
 /// Copies and signals between two ranks.
 pub(crate) const ONE_SIDED: Kernel = collective!(

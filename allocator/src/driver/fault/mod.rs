@@ -142,6 +142,10 @@ impl MemoryDriver for FaultDriver {
         self.at(Point::Call(Call::Unmap), |inner| inner.unmap(reservation, offset, bytes))
     }
 
+    fn hold_mapped(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<Physical> {
+        self.inner.hold_mapped(reservation, offset, bytes)
+    }
+
     fn release(&self, physical: Physical) -> Result<()> {
         self.at(Point::Call(Call::Release), |inner| inner.release(physical))
     }

@@ -116,6 +116,24 @@ impl Mappings {
         Ok(())
     }
 
+    /// Refuses what is not one whole mapping.
+    pub(super) fn check_mapped(
+        &mut self,
+        reservation: &Reservation,
+        offset: u64,
+        bytes: u64,
+    ) -> Result<()> {
+        self.check_range(reservation, offset, bytes)?;
+        if self.region(reservation)?.mapped.contains(offset, bytes) {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!(
+            "{} at offset {offset:#x} of the reservation at {:#x} are not one mapping",
+            Amount(bytes),
+            reservation.base()
+        )))
+    }
+
     /// Takes out a mapping, after `act` has removed it, or says why it cannot be.
     pub(super) fn unmap(
         &mut self,

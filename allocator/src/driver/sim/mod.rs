@@ -237,6 +237,16 @@ impl MemoryDriver for SimDriver {
         Ok(())
     }
 
+    fn hold_mapped(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<Physical> {
+        let mut state = self.state();
+        state.mappings.check_mapped(reservation, offset, bytes)?;
+        if state.places.contains_key(&(reservation.base() + offset)) {
+            return Err(Error::unsupported("holding a simulated segment of this rank's own twice"));
+        }
+        state.imported += 1;
+        Ok(Physical::new(IMPORTED, bytes))
+    }
+
     fn release(&self, physical: Physical) -> Result<()> {
         let mut state = self.state();
         if physical.raw() == IMPORTED {
