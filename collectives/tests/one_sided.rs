@@ -160,6 +160,10 @@ fn a_barrier_that_ran_out_of_time_goes_on() {
             comm.barrier_on(4, LONG, STREAM).unwrap();
         }
         comm.barrier(STREAM).unwrap();
+        for peer in (0..3).filter(|peer| *peer != comm.rank()) {
+            let more = comm.wait(peer, 4, Duration::ZERO, STREAM).unwrap_err();
+            assert!(more.is_timeout(), "one signal a barrier, however often it was called: {more}");
+        }
         let error = comm.barrier_on(16, SHORT, STREAM).unwrap_err();
         assert!(error.is_invalid_argument() && error.to_string().contains("0 to 15"), "{error}");
     });
@@ -171,7 +175,7 @@ fn nobody_passes_a_barrier_before_all_have_come_however_often_time_runs_out() {
     const ROUNDS: u64 = 400;
     for world in [1, 2, 4] {
         let begun: Vec<AtomicU64> = (0..world).map(|_| AtomicU64::new(0)).collect();
-        let late = AtomicU64::new(0);
+        let (late, began) = (AtomicU64::new(0), Instant::now());
         ranks(world, |_, comm| {
             let mut random = 0x9e37_79b9 + u64::from(comm.rank());
             for round in 1..=ROUNDS {
@@ -182,7 +186,7 @@ fn nobody_passes_a_barrier_before_all_have_come_however_often_time_runs_out() {
                 begun[comm.rank() as usize].store(round, Ordering::Release);
                 let mut limit = Duration::from_micros(random >> 40 & 15);
                 while let Err(error) = comm.barrier_on(5, limit, STREAM) {
-                    assert!(error.is_timeout(), "{error}");
+                    assert!(error.is_timeout() && began.elapsed() < LONG, "{error}");
                     late.fetch_add(1, Ordering::Relaxed);
                     limit += Duration::from_micros(20);
                 }
