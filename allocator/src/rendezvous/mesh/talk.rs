@@ -47,8 +47,9 @@ pub(super) trait Talk {
     /// What comes from peers, packet by packet.
     type Heard: Message;
 
-    /// The next packet for `peer`: a frame, and descriptors that go with it.
-    fn next(&self, peer: u32) -> Result<(Vec<u8>, &[BorrowedFd<'_>])>;
+    /// The next packet for `peer`: a frame, and descriptors that go with it. Asked for again until it
+    /// could be sent.
+    fn next(&mut self, peer: u32) -> Result<(&[u8], &[BorrowedFd<'_>])>;
 
     /// It has been sent. Whether it was the last.
     fn sent(&mut self, peer: u32) -> bool;
@@ -167,7 +168,7 @@ impl<'a> Leg<'a> {
         self.send_later = false;
         while !self.all_sent {
             let (frame, fds) = talk.next(self.peer)?;
-            match wire::send(self.socket, &frame, fds)? {
+            match wire::send(self.socket, frame, fds)? {
                 Sent::Yes => self.all_sent = talk.sent(self.peer),
                 Sent::WouldBlock => break,
                 Sent::TryLater => {
