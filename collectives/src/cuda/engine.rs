@@ -120,7 +120,7 @@ impl CudaEngine {
         let layout: HeapLayout = pool.layout();
         let control = Control::new(layout.world, options.inbox, options.scratch)?;
         let kernels = Kernels::new(api, driver, layout.world, options.concurrent)?;
-        let fault = driver.with_context_unordered(|| Fault::new(api))?;
+        let fault = driver.with_context_unordered(|| Fault::new(api, pool, control_offset))?;
         let aside = driver.with_context_unordered(|| api.stream())?;
         let nanoseconds = u64::try_from(options.timeout.as_nanos()).unwrap_or(u64::MAX);
         let comm = control.comm(&layout, control_offset, nanoseconds, fault.address());
