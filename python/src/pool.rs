@@ -81,8 +81,7 @@ fn decline(py: Python<'_>, group: symmpool_allocator::Group, why: PyErr) -> PyEr
     let told = why.value(py).to_string();
     let told = Error::invalid_argument(told.trim_start_matches("symmpool: "));
     let builder = symmpool_allocator::Pool::builder(group).driver_or_failure(Err(told));
-    // It fails with what it tells, or because others did not come to hear it.
-    py.detach(|| drop(builder.build()));
+    py.detach(|| drop(builder.build())); // fails with this, or as others did not come to hear it
     why
 }
 
@@ -119,8 +118,7 @@ impl Pool {
         let build = move || {
             let (driver, device) = match driver(name.as_deref()) {
                 Ok((driver, device)) => (Ok(driver), device),
-                // Of a pool that is not made.
-                Err(error) => (Err(error), Device::Cpu),
+                Err(error) => (Err(error), Device::Cpu), // of a pool that is not made
             };
             let mut builder = symmpool_allocator::Pool::builder(of).driver_or_failure(driver);
             if let Some(stride) = stride {
