@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Barrier;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -131,6 +132,75 @@ fn a_signal_is_taken_once_and_a_wait_that_runs_out_takes_none() {
         comm.wait(peer, 3, LONG, STREAM).unwrap();
         comm.barrier(STREAM).unwrap();
     });
+}
+
+#[test]
+fn a_barrier_that_ran_out_of_time_goes_on() {
+    // S5
+    ranks(3, |_, comm| {
+        // Rank 2 comes when both others have given up once.
+        if comm.rank() == 2 {
+            for peer in 0..2 {
+                comm.wait(peer, 1, LONG, STREAM).unwrap();
+            }
+            assert!(comm.wait(0, 0, Duration::ZERO, STREAM).is_ok(), "a signal of the barrier");
+            assert!(comm.wait(0, 0, Duration::ZERO, STREAM).unwrap_err().is_timeout(), "one");
+            // As if it had not been looked at.
+            comm.barrier_on(4, LONG, STREAM).unwrap();
+        } else {
+            for timeout in [Duration::ZERO, SHORT, SHORT] {
+                let began = Instant::now();
+                let error = comm.barrier_on(4, timeout, STREAM).unwrap_err();
+                assert!(error.is_timeout() && error.ranks().contains(&2), "{error}");
+                assert!(began.elapsed() < timeout + LONG / 4, "one limit for all ranks");
+            }
+            let error = comm.barrier_on(0, SHORT, STREAM).unwrap_err();
+            assert!(error.to_string().contains("in a barrier on channel 0"), "{error}");
+            comm.signal(2, 1, STREAM).unwrap();
+            comm.barrier_on(4, LONG, STREAM).unwrap();
+        }
+        comm.barrier(STREAM).unwrap();
+        for peer in (0..3).filter(|peer| *peer != comm.rank()) {
+            let more = comm.wait(peer, 4, Duration::ZERO, STREAM).unwrap_err();
+            assert!(more.is_timeout(), "one signal a barrier, however often it was called: {more}");
+        }
+        let error = comm.barrier_on(16, SHORT, STREAM).unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains("0 to 15"), "{error}");
+    });
+}
+
+#[test]
+fn nobody_passes_a_barrier_before_all_have_come_however_often_time_runs_out() {
+    // S5
+    const ROUNDS: u64 = 400;
+    for world in [1, 2, 4] {
+        let begun: Vec<AtomicU64> = (0..world).map(|_| AtomicU64::new(0)).collect();
+        let (late, began) = (AtomicU64::new(0), Instant::now());
+        ranks(world, |_, comm| {
+            let mut random = 0x9e37_79b9 + u64::from(comm.rank());
+            for round in 1..=ROUNDS {
+                random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                if random >> 61 == 0 {
+                    thread::sleep(Duration::from_micros(random >> 54 & 127));
+                }
+                begun[comm.rank() as usize].store(round, Ordering::Release);
+                let mut limit = Duration::from_micros(random >> 40 & 15);
+                while let Err(error) = comm.barrier_on(5, limit, STREAM) {
+                    assert!(error.is_timeout() && began.elapsed() < LONG, "{error}");
+                    late.fetch_add(1, Ordering::Relaxed);
+                    limit += Duration::from_micros(20);
+                }
+                for (rank, begun) in begun.iter().enumerate() {
+                    let begun = begun.load(Ordering::Acquire);
+                    assert!(
+                        (round..=round + 1).contains(&begun),
+                        "rank {rank} in {begun}: {round}"
+                    );
+                }
+            }
+        });
+        assert!(world == 1 || late.into_inner() > ROUNDS / 10, "time did run out");
+    }
 }
 
 #[test]

@@ -321,7 +321,8 @@ symmpool_status symmpool_group_destroy(symmpool_group group);
 // `device` is "cpu", "cuda:N", "cuda" (device LOCAL_RANK), or NULL: a CUDA device if there is one,
 // else the CPU. `stride` is the address space of a rank in bytes, a multiple of 2 MiB, or 0 for
 // 1 TiB. `flags` are SYMMPOOL_SHARED_DEVICE and SYMMPOOL_PER_SEGMENT. Errors: DIVERGED for other
-// settings elsewhere, UNSUPPORTED where memory cannot travel, TIMEOUT and PEER_LOST.
+// settings elsewhere, UNSUPPORTED where memory cannot travel, TIMEOUT and PEER_LOST. What one rank
+// cannot do, or was asked in vain, is the error of all.
 //
 // # Safety
 //
@@ -514,7 +515,8 @@ symmpool_status symmpool_group_destroy(symmpool_group group);
 // `device` is "cpu", "cuda:N", "cuda" (device LOCAL_RANK), or NULL: a CUDA device if there is one,
 // else the CPU. `stride` is the address space of a rank in bytes, a multiple of 2 MiB, or 0 for
 // 1 TiB. `flags` are SYMMPOOL_SHARED_DEVICE and SYMMPOOL_PER_SEGMENT. Errors: DIVERGED for other
-// settings elsewhere, UNSUPPORTED where memory cannot travel, TIMEOUT and PEER_LOST.
+// settings elsewhere, UNSUPPORTED where memory cannot travel, TIMEOUT and PEER_LOST. What one rank
+// cannot do, or was asked in vain, is the error of all.
 //
 // # Safety
 //

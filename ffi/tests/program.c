@@ -129,12 +129,19 @@ int main(int argc, char **argv) {
   symmpool_pool pool = 0;
   symmpool_comm comm = 0;
   bool due = true;
+  const char *why = NULL;
   HOLDS(strchr(symmpool_version(), '.') != NULL);
   OK(symmpool_group_in_directory(rank, world, argv[3], 30, &group));
   OK(symmpool_group_size(group, &found, NULL));
   HOLDS(found == rank);
-  IS(INVALID_ARGUMENT, symmpool_pool_create(group, "tpu", 0, 0, &pool));
-  IS(INVALID_ARGUMENT, symmpool_pool_create(group, "cpu", 0, 64, &pool));
+  // What one rank is asked in vain is told to all, and none is counted a pool behind.
+  IS(INVALID_ARGUMENT, symmpool_pool_create(group, rank == 0 ? "tpu" : "cpu", 0, 0, &pool));
+  symmpool_last_error(&why);
+  HOLDS(strstr(why, "rank 0 failed in the handshake") != NULL && strstr(why, "tpu") != NULL);
+  IS(INVALID_ARGUMENT, symmpool_pool_create(group, "cpu", 0, rank == 1 ? 64 : 0, &pool));
+  symmpool_last_error(&why);
+  HOLDS(strstr(why, "rank 1 failed in the handshake") != NULL && strstr(why, "flags") != NULL);
+  IS(INVALID_ARGUMENT, symmpool_pool_create(group, "cpu", 0, 0, rank == 1 ? NULL : &pool));
   OK(symmpool_pool_create(group, "cpu", (uint64_t)1 << 36, 0, &pool));
   OK(symmpool_group_destroy(group));
   IS(INVALID_ARGUMENT, symmpool_group_destroy(group));

@@ -425,6 +425,22 @@ impl Communicator {
         self.calls.run(py, || self.calls.comm.wait(peer, channel, timeout, &stream))
     }
 
+    /// Waits for every other rank to come to the same barrier on a channel, where it is in no order with
+    /// collectives. At most `timeout` seconds; then TimeoutError as in `wait`. On the CPU the barrier is
+    /// not over then: the next call on the channel goes on with it.
+    #[pyo3(signature = (channel, timeout = 30.0, stream = None))]
+    fn barrier_on(
+        &self,
+        py: Python<'_>,
+        channel: u32,
+        timeout: f64,
+        stream: Option<Argument<'_, '_>>,
+    ) -> PyResult<()> {
+        let timeout = seconds(py, "timeout", timeout)?;
+        let stream = tensor::stream(py, self.calls.device, stream)?;
+        self.calls.run(py, || self.calls.comm.barrier_on(channel, timeout, &stream))
+    }
+
     /// Waits until `stream` is past all calls so far, and raises what went wrong in them. On the
     /// CPU calls are done when they return.
     #[pyo3(signature = (stream = None))]

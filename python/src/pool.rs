@@ -41,7 +41,8 @@ use crate::{site, tensor};
 ///
 /// Raises DivergedError when ranks pass different settings, UnsupportedError when there is no such
 /// device or memory cannot travel between the ranks, TimeoutError and PeerLostError when a rank is
-/// missing, InvalidArgumentError for anything that makes no sense.
+/// missing, InvalidArgumentError for anything that makes no sense. What one rank cannot do, or was
+/// asked in vain, is the error of all: none waits for it, and later pools of the group meet.
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Pool {
     pub(crate) pool: Own<symmpool_allocator::Pool>,
@@ -75,6 +76,15 @@ fn driver(name: Option<&str>) -> Result<(Driver, Device)> {
     }
 }
 
+/// Makes no pool on this rank, because of `why`, which the group's other ranks are told.
+fn decline(py: Python<'_>, group: symmpool_allocator::Group, why: PyErr) -> PyErr {
+    let told = why.value(py).to_string();
+    let told = Error::invalid_argument(told.trim_start_matches("symmpool: "));
+    let builder = symmpool_allocator::Pool::builder(group).driver_or_failure(Err(told));
+    py.detach(|| drop(builder.build())); // fails with this, or as others did not come to hear it
+    why
+}
+
 #[pymethods]
 impl Pool {
     #[new]
@@ -91,15 +101,26 @@ impl Pool {
         allow_shared_device: bool,
         window_policy: Option<&str>,
     ) -> PyResult<Bound<'py, Self>> {
-        // A torch.device reads as its name.
-        let name = device.map(|device| device.str()?.extract::<String>()).transpose()?;
-        let name = tensor::current_device(py, name)?;
-        let deadline = timeout.map(|timeout| seconds(py, "timeout", timeout)).transpose()?;
-        let of = group_of(py, group, timeout)?;
-        let policy = window_policy.map(WindowPolicy::from_name).transpose().or_raise(py)?;
+        let limit = timeout.map(|timeout| seconds(py, "timeout", timeout)).transpose();
+        // The group comes first: whatever else is refused, its other ranks are told.
+        let of = group_of(py, group, timeout.filter(|_| limit.is_ok()))?;
+        let asked = || {
+            // A torch.device reads as its name.
+            let name = device.map(|device| device.str()?.extract::<String>()).transpose()?;
+            let name = tensor::current_device(py, name)?;
+            let policy = window_policy.map(WindowPolicy::from_name).transpose().or_raise(py)?;
+            PyResult::Ok((name, limit?, policy))
+        };
+        let (name, deadline, policy) = match asked() {
+            Ok(asked) => asked,
+            Err(why) => return Err(decline(py, of, why)),
+        };
         let build = move || {
-            let (driver, device) = driver(name.as_deref())?;
-            let mut builder = symmpool_allocator::Pool::builder(of).driver(driver);
+            let (driver, device) = match driver(name.as_deref()) {
+                Ok((driver, device)) => (Ok(driver), device),
+                Err(error) => (Err(error), Device::Cpu), // of a pool that is not made
+            };
+            let mut builder = symmpool_allocator::Pool::builder(of).driver_or_failure(driver);
             if let Some(stride) = stride {
                 builder = builder.stride(stride);
             }

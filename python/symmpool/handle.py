@@ -253,15 +253,13 @@ class SymmetricMemory:
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """Every rank waits for every other: on CUDA the current stream, on the CPU this thread.
         Channel 0 without a timeout is a collective, in order with others of the pool; other
-        channels, and a timeout, are signals between all pairs, in an order of their own."""
+        channels, and a timeout, are signals between all pairs, in an order of their own. On the CPU
+        one that ran out of time is not over: the next barrier on the channel goes on with it."""
         if channel == 0 and timeout_ms == 0:
             self._comm.barrier()
             return
-        peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        for peer in peers:
-            self.put_signal(peer, channel)
-        for peer in peers:
-            self.wait_signal(peer, channel, timeout_ms)
+        self._check_wait(timeout_ms)
+        self._comm.barrier_on(channel, timeout_ms / 1e3 if timeout_ms else DEFAULT_WAIT)
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Signals a rank. What came before on the current stream, or in this thread, is visible to

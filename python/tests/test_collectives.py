@@ -251,3 +251,29 @@ def test_one_rank_alone_needs_nobody():
     comm.all_reduce(x)
     comm.barrier()
     assert x.tolist() == [0, 1, 2, 3, 4] and (comm.rank, comm.world) == (0, 1)
+
+
+def late_to_a_barrier(group):
+    comm = symmpool.Communicator(symmpool.Pool(group, "cpu"))
+    ran_out = []
+    for _ in range(2):
+        if group.rank == 1:
+            comm.wait(0, channel=9)
+        else:
+            try:
+                comm.barrier_on(8, timeout=0.02)
+            except symmpool.TimeoutError as error:
+                ran_out.append(error.ranks)
+            comm.signal(1, channel=9)
+        comm.barrier_on(8)
+    comm.barrier()
+    # Each rank has signalled once a barrier, however often it called.
+    with pytest.raises(symmpool.TimeoutError, match="channel 8"):
+        comm.wait(1 - group.rank, channel=8, timeout=1e-3)
+    with pytest.raises(symmpool.InvalidArgumentError, match="channel"):
+        comm.barrier_on(16)
+    return ran_out
+
+
+def test_a_barrier_on_a_channel_that_ran_out_of_time_goes_on():
+    assert values(2, late_to_a_barrier) == [[(1,), (1,)], []]

@@ -205,6 +205,49 @@ def test_a_pool_waits_no_longer_than_told():
     assert values(2, no_partner)[0] == ("TimeoutError", (1,))
 
 
+class Unnamed:
+    """A device whose name cannot be had."""
+
+    def __str__(self):
+        raise RuntimeError("no name today")
+
+
+REFUSED = {
+    "device": ({"device": "tpu"}, "InvalidArgumentError"),
+    "no device": ({"device": "cuda:1000"}, None),
+    "policy": ({"device": "cpu", "window_policy": "round"}, "InvalidArgumentError"),
+    "timeout": ({"device": "cpu", "timeout": -1.0}, "InvalidArgumentError"),
+    "stride": ({"device": "cpu", "stride": 1}, "InvalidArgumentError"),
+    "foreign": ({"device": Unnamed()}, "RuntimeError"),
+}
+
+
+def refused_by_one(group):
+    began, told = time.monotonic(), {}
+    for name, (options, _) in REFUSED.items():
+        options = options if group.rank == 1 else {"device": "cpu"}
+        try:
+            symmpool.Pool(group, **options)
+        except Exception as error:  # noqa: BLE001
+            told[name] = type(error).__name__, str(error)
+    seconds = time.monotonic() - began
+    # One on which all agree: every rank has counted those before.
+    return told, seconds, symmpool.Pool(group, "cpu").world
+
+
+def test_what_one_rank_refuses_of_a_pool_all_hear_at_once():
+    for rank, (told, seconds, world) in enumerate(values(3, refused_by_one)):
+        assert world == 3
+        assert seconds < 10
+        for name, (_, kind) in REFUSED.items():
+            found, text = told[name]
+            if rank != 1:
+                assert "rank 1 failed in the handshake" in text, (name, text)
+                assert text.count("symmpool: ") == 1, text
+                kind = kind and "InvalidArgumentError"
+            assert kind is None or found == kind, (name, found, text)
+
+
 def helper(pool, kib):
     return pool.empty(kib << 8, "float32"), sys._getframe().f_lineno
 

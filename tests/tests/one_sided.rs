@@ -26,6 +26,7 @@ fn rank() {
     let comm = Communicator::new(&pool).unwrap();
     match seat.scenario.as_str() {
         "ring" => ring(&seat, &pool, &comm),
+        "late" => late(&seat, &comm),
         _ => lost(&seat, &comm),
     }
 }
@@ -75,6 +76,35 @@ fn lost(seat: &Seat, comm: &Communicator) {
     seat.say("went", "on");
 }
 
+/// Rank 1 comes late to one barrier on a channel, and to the next.
+fn late(seat: &Seat, comm: &Communicator) {
+    let mut ran_out = 0;
+    for round in 0..2 {
+        if seat.rank == 1 {
+            // The others have run out of time.
+            for peer in [0, 2] {
+                comm.wait(peer, 9, LONG, STREAM).unwrap();
+            }
+        } else {
+            let error = comm.barrier_on(8, Duration::from_millis(20), STREAM).unwrap_err();
+            assert!(error.is_timeout() && error.ranks().contains(&1), "round {round}: {error}");
+            ran_out += 1;
+            comm.signal(1, 9, STREAM).unwrap();
+        }
+        comm.barrier_on(8, LONG, STREAM).unwrap();
+    }
+    seat.say("ran_out", ran_out);
+    comm.barrier(STREAM).unwrap();
+    // It ends, and is named by a barrier that waits for it.
+    if seat.rank == 1 {
+        std::process::exit(0);
+    }
+    let began = Instant::now();
+    let error = comm.barrier_on(8, LONG, STREAM).unwrap_err();
+    seat.say("lost", format!("{} {:?}", error.is_peer_lost(), error.ranks()));
+    seat.say("after", began.elapsed().as_millis());
+}
+
 #[test]
 fn processes_hand_data_around_a_ring() {
     // S3
@@ -97,5 +127,19 @@ fn a_process_that_ends_is_named_by_who_waits_for_its_signal() {
         assert!(report.said("says").contains("channel 0"), "{report:?}");
         assert!(report.said("after").parse::<u64>().unwrap() < 10_000, "{report:?}");
         assert_eq!(report.said("went"), "on");
+    }
+}
+
+#[test]
+fn a_barrier_of_processes_that_ran_out_of_time_is_the_same_when_it_succeeds() {
+    // S5
+    for report in Job::new("rank", "late", WORLD).run() {
+        assert!(report.status.success(), "{report:?}");
+        if report.rank == 1 {
+            continue;
+        }
+        assert_eq!(report.said("ran_out"), "2", "{report:?}");
+        assert_eq!(report.said("lost"), "true [1]", "{report:?}");
+        assert!(report.said("after").parse::<u64>().unwrap() < 10_000, "{report:?}");
     }
 }

@@ -27,7 +27,7 @@ const CONTROL_RANGE: u64 = 16 << 30;
 #[derive(Debug)]
 pub struct PoolBuilder {
     group: Group,
-    driver: Option<Driver>,
+    driver: Option<Result<Driver>>,
     stride: u64,
     lanes: Vec<LaneConfig>,
     allow_shared_device: bool,
@@ -48,7 +48,33 @@ impl PoolBuilder {
 
     /// Where memory comes from; [`Driver::best`] unless set.
     #[must_use]
-    pub fn driver(mut self, driver: Driver) -> Self {
+    pub fn driver(self, driver: Driver) -> Self {
+        self.driver_or_failure(Ok(driver))
+    }
+
+    /// [`driver`](Self::driver) where making one may have failed: [`build`](Self::build) then tells
+    /// the other ranks why, and fails on all. A rank that returned without building would be waited
+    /// for, and count the pools of its group differently from then on. So whatever keeps a rank from
+    /// building may be passed here as a failure.
+    ///
+    /// ```
+    /// use symmpool_allocator::{Driver, Group, Pool};
+    ///
+    /// // Rank 1 has no such device.
+    /// let ranks = Group::in_process(2)?.into_iter().map(|group| {
+    ///     std::thread::spawn(move || {
+    ///         let driver = if group.rank() == 1 { Driver::cuda(1000) } else { Driver::host() };
+    ///         Pool::builder(group).driver_or_failure(driver).build().map(drop).unwrap_err()
+    ///     })
+    /// });
+    /// for rank in ranks.collect::<Vec<_>>() {
+    ///     let error = rank.join().expect("no panic");
+    ///     assert!(error.to_string().contains("rank 1 failed in the handshake"), "{error}");
+    /// }
+    /// # Ok::<(), symmpool_allocator::Error>(())
+    /// ```
+    #[must_use]
+    pub fn driver_or_failure(mut self, driver: Result<Driver>) -> Self {
         self.driver = Some(driver);
         self
     }
@@ -88,7 +114,8 @@ impl PoolBuilder {
     /// ([`Error::is_diverged`]), one device used twice ([`Error::is_invalid_argument`]), ranks on
     /// hosts between which memory cannot travel ([`Error::is_unsupported`]), missing ranks
     /// ([`Error::is_timeout`], [`Error::is_peer_lost`]). So is what one rank cannot do or was told
-    /// to do in vain: it stays to tell the others, and they do not wait for it.
+    /// to do in vain: it stays to tell the others, and they do not wait for it. Every call counts as
+    /// one of the group's pools, made or not, so later ones meet.
     pub fn build(self) -> Result<Pool> {
         let deadline = self.deadline.unwrap_or_else(|| self.group.deadline());
         let group = self.group.child("pool");
@@ -152,7 +179,7 @@ struct Ready {
 impl Ready {
     fn new(builder: PoolBuilder, group: &Group) -> Result<Self> {
         let PoolBuilder { driver, lanes, stride, .. } = builder;
-        let driver = driver.map_or_else(Driver::best, Ok)?;
+        let driver = driver.unwrap_or_else(Driver::best)?;
         let lanes = lay_out(lanes, stride, driver.granularity())?;
         let text = describe(stride, &lanes);
         let heap = Heap::reserve(driver, group.rank(), group.world(), stride)?;

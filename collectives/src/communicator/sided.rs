@@ -202,6 +202,30 @@ impl Communicator {
         }
     }
 
+    /// Waits for every other rank to come to the same barrier: a [`Self::signal`] to each on a channel,
+    /// and a [`Self::wait`] for one of each. What a rank did before is visible to all after it. No
+    /// collective: barriers on a channel are in an order of their own, which signals and waits that a
+    /// program makes there itself would disturb.
+    ///
+    /// # Errors
+    ///
+    /// `is_invalid_argument` for a channel that there is not, and as [`Self::wait`]:
+    /// - in host memory, `is_timeout` names all ranks that have not come within `timeout`, and
+    ///   `is_peer_lost` one that is gone. The barrier is then not over: the next call on this channel
+    ///   signals nobody and goes on waiting for those. So a rank may call again until it succeeds, and
+    ///   the nth success on each rank is of the same barrier.
+    /// - on a device `timeout` is for each peer, and the communicator is closed when it runs out.
+    pub fn barrier_on(&self, channel: u32, timeout: Duration, stream: &Stream) -> Result<()> {
+        self.paired("a barrier", self.rank(), channel)?;
+        if let Some(host) = &self.sided {
+            return host.barrier(channel, timeout);
+        }
+        let (rank, world) = (self.rank(), self.world());
+        let peers = || (1..world).map(|step| (rank + step) % world);
+        peers().try_for_each(|peer| self.signal(peer, channel, stream))?;
+        peers().try_for_each(|peer| self.wait(peer, channel, timeout, stream))
+    }
+
     /// # Safety
     ///
     /// This rank's end of the copy is readable or writable by whoever makes it until `stream` is

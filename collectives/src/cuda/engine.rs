@@ -123,7 +123,7 @@ impl CudaEngine {
         let layout: HeapLayout = pool.layout();
         let control = Control::new(layout.world, options.inbox, options.scratch)?;
         let kernels = Kernels::new(api, driver, layout.world, options.concurrent)?;
-        let fault = driver.with_context_unordered(|| Fault::new(api))?;
+        let fault = driver.with_context_unordered(|| Fault::new(api, pool, control_offset))?;
         let (aside, beside) =
             driver.with_context_unordered(|| Ok((api.stream()?, api.stream()?)))?;
         let nanoseconds = u64::try_from(options.timeout.as_nanos()).unwrap_or(u64::MAX);

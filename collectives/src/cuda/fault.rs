@@ -6,9 +6,8 @@ use std::ffi::c_void;
 use std::ptr::{NonNull, addr_of};
 use std::time::Duration;
 
-use symmpool_allocator::Error;
-use symmpool_allocator::Result;
 use symmpool_allocator::driver::CudaDriver;
+use symmpool_allocator::{Error, Pool, Result};
 
 use super::api::Api;
 use crate::host::call::{Call, mismatch_of_two};
@@ -152,16 +151,23 @@ impl Record {
     }
 }
 
-/// A record in pinned host memory, one for each communicator, and how many notices were told.
-pub(super) struct Fault(NonNull<Record>, u64);
+/// A record in pinned host memory, one for each communicator.
+pub(super) struct Fault {
+    record: NonNull<Record>,
+    /// How many notices were told.
+    told: u64,
+    /// Which communicator it is, as all ranks call it: its errors come in calls made later.
+    whose: String,
+}
 
 // SAFETY: the memory belongs to this value alone on the host's side, and is read as if another
 // thread wrote it.
 unsafe impl Send for Fault {}
 
 impl Fault {
-    /// Zeroed. The device's context must be current.
-    pub(super) fn new(api: &Api) -> Result<Self> {
+    /// Zeroed, for the communicator whose control block is at `offset` of every slot. The device's
+    /// context must be current.
+    pub(super) fn new(api: &Api, pool: &Pool, offset: u64) -> Result<Self> {
         // Visible to every context of the process; mapped into the device's addresses.
         let flags = cudarc::driver::sys::CU_MEMHOSTALLOC_PORTABLE;
         let mut address: *mut c_void = std::ptr::null_mut();
@@ -173,19 +179,20 @@ impl Fault {
         })?;
         // SAFETY: the memory is this long, aligned to pages, and nobody else has it yet.
         unsafe { record.write_bytes(0, 1) };
-        Ok(Self(record, 0))
+        let whose = format!("pool {:?}, communicator at offset {offset:#x}", pool.group().name());
+        Ok(Self { record, told: 0, whose })
     }
 
     /// The address, which is the same for the host and, with unified addressing, the device.
     pub(super) fn address(&self) -> u64 {
-        self.0.as_ptr() as u64
+        self.record.as_ptr() as u64
     }
 
     /// Whether something went wrong.
     #[inline]
     pub(super) fn is_set(&self) -> bool {
         // SAFETY: the record is mapped while `self` lives; only the word's address is taken.
-        let word = unsafe { addr_of!((*self.0.as_ptr()).complete) };
+        let word = unsafe { addr_of!((*self.record.as_ptr()).complete) };
         // SAFETY: as above; the device may write the word meanwhile, which a volatile read allows.
         let complete = unsafe { word.read_volatile() };
         complete != 0
@@ -195,8 +202,8 @@ impl Fault {
     pub(super) fn error(&self, seen: &Seen<'_>) -> Error {
         std::sync::atomic::fence(std::sync::atomic::Ordering::Acquire);
         // SAFETY: complete, so the device writes it no more.
-        let record = unsafe { self.0.as_ptr().read_volatile() };
-        record.error(seen)
+        let record = unsafe { self.record.as_ptr().read_volatile() };
+        record.error(seen).context(&self.whose)
     }
 
     /// What calls that went on wanted this rank to know since it was asked last. Nothing of the
@@ -204,22 +211,22 @@ impl Fault {
     pub(super) fn notice(&mut self, rank: u32, world: u32) -> Option<Error> {
         std::sync::atomic::fence(std::sync::atomic::Ordering::Acquire);
         // SAFETY: the record is mapped while `self` lives; only the part's address is taken.
-        let part = unsafe { addr_of!((*self.0.as_ptr()).notice) };
+        let part = unsafe { addr_of!((*self.record.as_ptr()).notice) };
         // SAFETY: as above; a volatile read allows for the device's writes.
         let notice = unsafe { part.read_volatile() };
-        let calls = notice.calls.wrapping_sub(self.1);
-        self.1 = notice.calls;
+        let calls = notice.calls.wrapping_sub(self.told);
+        self.told = notice.calls;
         // SAFETY: as above, so here and below.
-        let part = unsafe { addr_of!((*self.0.as_ptr()).bad) };
+        let part = unsafe { addr_of!((*self.record.as_ptr()).bad) };
         // SAFETY: as above.
         let bad = unsafe { part.read_volatile() };
-        (calls > 0).then(|| notice.error((rank, world), calls, bad))
+        (calls > 0).then(|| notice.error((rank, world), calls, bad).context(&self.whose))
     }
 
     /// Gives the memory back; nothing may run that knows of it. The context must be current.
     pub(super) fn free(self, api: &Api) {
         // SAFETY: made by `host_alloc`, and given up here.
-        let code = unsafe { (api.host_free)(self.0.as_ptr().cast()) };
+        let code = unsafe { (api.host_free)(self.record.as_ptr().cast()) };
         if let Err(error) = CudaDriver::check(code, || "freeing pinned memory".to_owned()) {
             tracing::debug!(%error, "at the end of a communicator");
         }
@@ -266,6 +273,25 @@ mod tests {
             let error = notice.error((rank, 4), 1, bad);
             assert!(error.is_invalid_argument(), "{error}");
             assert_eq!(error.to_string().contains("row 17 has destination 4"), told, "{error}");
+        }
+    }
+
+    #[test]
+    fn what_is_found_later_names_its_communicator() {
+        let mut found = record(TIMEOUT, 0);
+        found.notice = Notice { kind: OVERFLOW, calls: 1, ..Notice::default() };
+        let record = NonNull::from(&mut found);
+        let mut fault = Fault { record, told: 0, whose: "pool \"a\", communicator".into() };
+        assert!(fault.is_set());
+        let seen = Seen { rank: 1, timeout: Duration::from_secs(3), alive: &|_| true };
+        let (late, notice) = (fault.error(&seen), fault.notice(1, 4).expect("one"));
+        assert!(late.is_timeout() && late.ranks() == [2], "{late}");
+        assert!(notice.is_overflow() && fault.notice(1, 4).is_none(), "{notice}");
+        for error in [late, notice] {
+            assert!(
+                error.to_string().starts_with("symmpool: pool \"a\", communicator: "),
+                "{error}"
+            );
         }
     }
 

@@ -195,11 +195,20 @@ mod tests {
         assert_eq!(most.choose(auto, &little, &rows).unwrap().1, Why::Table);
         let small = Shape { dtype: DType::I32, bytes: 32 << 10, ..shape };
         assert_eq!(small.choose(auto, &little, &rows).unwrap().0, Algorithm::OneShotPacket);
-        // Copy engines are for scratch that has room for much at once.
-        let large = Shape { bytes: 1 << 30, ..shape };
-        for (scratch, best) in [(64, Algorithm::TwoShotPush), (192, Algorithm::TwoShotCopy)] {
+        // Copy engines are for scratch that has room for much at once, or for all of a call.
+        let (push, copy) = (Algorithm::TwoShotPush, Algorithm::TwoShotCopy);
+        for (bytes, scratch, best) in [
+            (1 << 30, 64, push),
+            (1 << 30, 120, push),
+            (1 << 30, 192, copy),
+            (160 << 20, 64, push),
+            (160 << 20, 119, push),
+            (160 << 20, 121, copy),
+        ] {
+            let large = Shape { bytes, ..shape };
             let control = Control::new(4, 32 << 20, scratch << 20).unwrap();
-            assert_eq!(large.choose(auto, &control, &rows).unwrap(), (best, Why::Table));
+            let chosen = large.choose(auto, &control, &rows).unwrap();
+            assert_eq!(chosen, (best, Why::Table), "{bytes} with {scratch} MiB");
         }
     }
 }

@@ -42,8 +42,8 @@ impl Algorithm {
 /// Below this, copy engines have nothing to gain, and shares may have nothing for them.
 pub(super) const LEAST_COPIED: u64 = 1 << 20;
 
-/// What a rank's scratch is to hold at once for copy engines to be worth their beginnings: a call of
-/// so many bytes, or a piece of one. From `cuda_collectives bench` on 4 H200s.
+/// What scratch is to hold of a longer call at once, of all ranks' shares together, for copy engines to
+/// be worth their beginnings in every round. From `cuda_collectives bench` on 4 H200s.
 const COPIED_AT_ONCE: u64 = 256 << 20;
 
 /// What an all-reduce is chosen by: the same on every rank.
@@ -61,21 +61,17 @@ impl Shape {
         self.bytes.div_ceil(16)
     }
 
-    /// Whether sentinels can carry the type: where another NaN may stand for one.
-    pub(super) fn has_sentinels(&self) -> bool {
-        has_sentinels(self.dtype)
-    }
-
     /// Vectors that one shot and two shots leave in an inbox.
     fn inbox(&self, shots: u64) -> u64 {
         let ranks = u64::from(self.world);
         if shots == 1 { ranks * self.vectors() } else { 2 * ranks * self.vectors().div_ceil(ranks) }
     }
 
-    /// Whether what was measured with room for it holds with the room there is.
+    /// Whether what was measured with room for it holds with the room there is: it does where the call
+    /// goes in one round, as it went when it was measured, or in long ones.
     pub(super) fn pays(&self, algorithm: Algorithm, control: &Control) -> bool {
         let at_once = control.scratch_room(self.world) * u64::from(self.world);
-        algorithm != Algorithm::TwoShotCopy || at_once >= COPIED_AT_ONCE
+        algorithm != Algorithm::TwoShotCopy || at_once >= self.bytes.min(COPIED_AT_ONCE)
     }
 
     pub(super) fn fits(&self, algorithm: Algorithm, control: &Control) -> bool {
@@ -86,11 +82,11 @@ impl Shape {
                 u64::from(self.world) * lines <= control.line_count()
             }
             Algorithm::OneShotSentinel => {
-                self.has_sentinels() && self.inbox(1) <= control.sentinel_vectors()
+                has_sentinels(self.dtype) && self.inbox(1) <= control.sentinel_vectors()
             }
             Algorithm::OneShotPull => self.bytes.next_multiple_of(16) <= control.scratch_bytes,
             Algorithm::TwoShotPacket => true,
-            Algorithm::TwoShotSentinel => self.has_sentinels(),
+            Algorithm::TwoShotSentinel => has_sentinels(self.dtype),
             Algorithm::TwoShotPull => self.input_window && self.output_window,
             Algorithm::TwoShotPush => self.output_window,
             Algorithm::TwoShotCopy => {

@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 
 use super::rows::{Row, Table};
-use super::shape::{Algorithm, Shape};
+use super::shape::{Algorithm, Shape, has_sentinels};
 use crate::AllReduceAlgorithm;
 
 /// Every file of `collectives/tables`.
@@ -48,7 +48,7 @@ impl Rows {
     /// What is fastest for this shape, if that was measured.
     pub(super) fn find(&self, shape: &Shape) -> Option<Algorithm> {
         let fits = |row: &Row| {
-            row.sentinels == shape.has_sentinels()
+            row.sentinels == has_sentinels(shape.dtype)
                 && row.windows == shape.output_window
                 && row.up_to.is_none_or(|bytes| shape.bytes <= bytes)
         };

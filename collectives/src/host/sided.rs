@@ -7,7 +7,7 @@
 
 use std::fmt;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use symmpool_allocator::{Deadline, Error, HeapLayout, Result};
@@ -33,6 +33,8 @@ pub(crate) struct HostSided {
     alive: PeerAlive,
     /// Signals taken, by source and channel.
     taken: Vec<AtomicU64>,
+    /// Whose signals are still to be taken by barriers that ran out of time, by channel.
+    unfinished: [Mutex<Vec<Vec<u32>>>; CHANNELS as usize],
 }
 
 impl HostEngine {
@@ -51,6 +53,7 @@ impl HostEngine {
             failed: Arc::clone(&self.failed),
             alive,
             taken: (0..pairs).map(|_| AtomicU64::new(0)).collect(),
+            unfinished: Default::default(),
         }
     }
 }
@@ -90,6 +93,45 @@ impl HostSided {
         let taken = &self.taken[peer as usize * CHANNELS as usize + channel as usize];
         let mut waiter = Waiter::new(self.patience, self.watch(peer, channel, timeout));
         take(slot, taken, &mut waiter).map(|_| ())
+    }
+
+    /// Signals every peer, and waits for a signal of each. Whatever ends it before, the next call on
+    /// the channel goes on with it: this rank's signals are sent, and may be taken, so another round
+    /// of them would let peers pass a barrier that this rank has not come to. The channel is in range.
+    pub(crate) fn barrier(&self, channel: u32, timeout: Duration) -> Result<()> {
+        self.ready()?;
+        let (me, world) = (self.layout.rank, self.layout.world);
+        let begun = self.unfinished(channel).pop();
+        let awaited = match begun {
+            Some(awaited) => awaited,
+            None => {
+                let peers: Vec<u32> = (1..world).map(|step| (me + step) % world).collect();
+                peers.iter().try_for_each(|peer| self.signal(*peer, channel))?;
+                peers
+            }
+        };
+        let deadline = Deadline::after(timeout);
+        let (mut late, mut failure) = (Vec::new(), None::<Error>);
+        for peer in awaited {
+            // Also once it has failed: the error is to name none that came.
+            let left = if failure.is_none() { deadline.remaining() } else { Duration::ZERO };
+            if let Err(error) = self.wait(peer, channel, left) {
+                late.push(peer);
+                failure = failure.or(Some(error).filter(|error| !error.is_timeout()));
+            }
+        }
+        if late.is_empty() {
+            return Ok(());
+        }
+        self.unfinished(channel).push(late.clone());
+        Err(failure.unwrap_or_else(|| {
+            let what = format!("in a barrier on channel {channel}, on rank {me}");
+            Error::timeout(format!("{what}; the next one there goes on with it"), timeout, late)
+        }))
+    }
+
+    fn unfinished(&self, channel: u32) -> MutexGuard<'_, Vec<Vec<u32>>> {
+        self.unfinished[channel as usize].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Why a wait may end: the communicator has failed, here or on a peer; the peer's process is

@@ -106,7 +106,8 @@ fn on(stream: *mut c_void) -> Stream {
 /// `device` is "cpu", "cuda:N", "cuda" (device LOCAL_RANK), or NULL: a CUDA device if there is one,
 /// else the CPU. `stride` is the address space of a rank in bytes, a multiple of 2 MiB, or 0 for
 /// 1 TiB. `flags` are SYMMPOOL_SHARED_DEVICE and SYMMPOOL_PER_SEGMENT. Errors: DIVERGED for other
-/// settings elsewhere, UNSUPPORTED where memory cannot travel, TIMEOUT and PEER_LOST.
+/// settings elsewhere, UNSUPPORTED where memory cannot travel, TIMEOUT and PEER_LOST. What one rank
+/// cannot do, or was asked in vain, is the error of all.
 ///
 /// # Safety
 ///
@@ -120,19 +121,24 @@ pub unsafe extern "C" fn symmpool_pool_create(
     pool: *mut symmpool_pool,
 ) -> Status {
     status(|| {
-        // SAFETY: the caller's promise.
-        let out = unsafe { Out::new(pool, "pool") }?;
         let group = GROUPS.get(group)?;
-        if flags & !(SYMMPOOL_SHARED_DEVICE | SYMMPOOL_PER_SEGMENT) != 0 {
-            return Err(Error::invalid_argument(format!("flags: {flags:#x} has unknown ones")));
-        }
+        // SAFETY: the caller's promise.
+        let out = unsafe { Out::new(pool, "pool") };
         let name = if device.is_null() {
-            None
+            Ok(None)
         } else {
             // SAFETY: the caller's promise.
-            Some(unsafe { text(device, "device") }?)
+            unsafe { text(device, "device") }.map(Some)
         };
-        let mut builder = Pool::builder(Arc::unwrap_or_clone(group)).driver(driver(name)?);
+        // What is refused here the other ranks hear of.
+        let driver = match &out {
+            Err(error) => Err(error.clone()),
+            Ok(_) if flags & !(SYMMPOOL_SHARED_DEVICE | SYMMPOOL_PER_SEGMENT) != 0 => {
+                Err(Error::invalid_argument(format!("flags: {flags:#x} has unknown ones")))
+            }
+            Ok(_) => name.and_then(driver),
+        };
+        let mut builder = Pool::builder(Arc::unwrap_or_clone(group)).driver_or_failure(driver);
         if stride != 0 {
             builder = builder.stride(stride);
         }
@@ -143,7 +149,8 @@ pub unsafe extern "C" fn symmpool_pool_create(
             let lane = LaneConfig::symmetric("default").window_policy(WindowPolicy::PerSegment);
             builder = builder.lane(lane);
         }
-        out.put(POOLS.insert(builder.build()?));
+        let built = builder.build()?;
+        out?.put(POOLS.insert(built));
         Ok(())
     })
 }

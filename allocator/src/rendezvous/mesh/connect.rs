@@ -205,12 +205,15 @@ impl<'a> Assembly<'a> {
 
     /// Accepts callers and lets those in that prove to be an expected rank.
     fn hear_callers(&mut self) -> Result<()> {
-        while let Some(guest) = self.listener.accept()? {
+        let most = self.links.len() + SPARE_GUESTS;
+        // No more at a time: callers may come as fast as they are accepted, and the deadline goes on.
+        for _ in 0..most {
+            let Some(guest) = self.listener.accept()? else { break };
             if !same_user(&guest)? {
                 tracing::warn!(rank = self.rank, "turned away a connection of another user");
                 continue;
             }
-            if self.guests.len() >= self.links.len() + SPARE_GUESTS {
+            if self.guests.len() >= most {
                 // A true peer speaks at once, so the oldest silent caller is none.
                 self.guests.pop_front();
             }

@@ -20,6 +20,7 @@ struct Exchange<'a, 'b> {
     expect: usize,
     on_receive: &'a mut OnReceive<'b>,
     legs: Vec<Leg>,
+    frame: Vec<u8>,
 }
 
 /// How far the exchange with one peer has come.
@@ -56,7 +57,8 @@ impl Mesh {
     ) -> Result<Vec<u32>> {
         let round = self.next_round()?;
         let legs = vec![Leg::default(); self.links.len()];
-        let mut exchange = Exchange { rank: self.rank, round, send, expect, on_receive, legs };
+        let (rank, frame) = (self.rank, Vec::new());
+        let mut exchange = Exchange { rank, round, send, expect, on_receive, legs, frame };
         self.talk(&mut exchange, || format!("exchanging handles (round {round})"), deadline)?;
         let withheld = (0..).zip(&exchange.legs).filter(|(_, leg)| leg.withheld);
         Ok(withheld.map(|(peer, _)| peer).collect())
@@ -66,15 +68,14 @@ impl Mesh {
 impl Talk for Exchange<'_, '_> {
     type Heard = Descriptors;
 
-    fn next(&self, peer: u32) -> Result<(Vec<u8>, &[BorrowedFd<'_>])> {
-        let (first, fds) = (self.legs[peer as usize].sent, self.batch(peer));
-        let frame = message::encode(&Descriptors {
+    fn next(&mut self, peer: u32) -> Result<(&[u8], &[BorrowedFd<'_>])> {
+        self.frame = message::encode(&Descriptors {
             round: self.round,
-            first: number(first)?,
-            count: number(fds.len())?,
+            first: number(self.legs[peer as usize].sent)?,
+            count: number(self.batch(peer).len())?,
             total: number(self.send.len())?,
         })?;
-        Ok((frame, fds))
+        Ok((&self.frame, self.batch(peer)))
     }
 
     fn sent(&mut self, peer: u32) -> bool {

@@ -19,6 +19,9 @@ struct Gather<'a> {
     /// Bytes sent to each rank, and what came from each.
     sent: Vec<usize>,
     received: Vec<Vec<u8>>,
+    /// The last piece that was framed, by where it begins: the same for every peer.
+    framed: Option<usize>,
+    frame: Vec<u8>,
 }
 
 impl Mesh {
@@ -52,6 +55,8 @@ impl Mesh {
             value,
             sent: vec![0; ranks],
             received: vec![Vec::new(); ranks],
+            framed: None,
+            frame: Vec::new(),
         };
         self.talk(&mut gather, doing, deadline)?;
         let parts = (0..).zip(&gather.received);
@@ -64,15 +69,19 @@ impl Mesh {
 impl Talk for Gather<'_> {
     type Heard = Part;
 
-    fn next(&self, peer: u32) -> Result<(Vec<u8>, &[BorrowedFd<'_>])> {
-        let frame = message::encode(&Part {
-            round: self.round,
-            what: self.what.to_owned(),
-            first: self.sent[peer as usize] as u64,
-            total: self.value.len() as u64,
-            bytes: self.piece(peer).to_vec(),
-        })?;
-        Ok((frame, &[]))
+    fn next(&mut self, peer: u32) -> Result<(&[u8], &[BorrowedFd<'_>])> {
+        let first = self.sent[peer as usize];
+        if self.framed != Some(first) {
+            self.frame = message::encode(&Part {
+                round: self.round,
+                what: self.what.to_owned(),
+                first: first as u64,
+                total: self.value.len() as u64,
+                bytes: self.piece(peer).to_vec(),
+            })?;
+            self.framed = Some(first);
+        }
+        Ok((&self.frame, &[]))
     }
 
     fn sent(&mut self, peer: u32) -> bool {

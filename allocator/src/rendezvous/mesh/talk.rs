@@ -47,8 +47,9 @@ pub(super) trait Talk {
     /// What comes from peers, packet by packet.
     type Heard: Message;
 
-    /// The next packet for `peer`: a frame, and descriptors that go with it.
-    fn next(&self, peer: u32) -> Result<(Vec<u8>, &[BorrowedFd<'_>])>;
+    /// The next packet for `peer`: a frame, and descriptors that go with it. Asked for again until it
+    /// could be sent.
+    fn next(&mut self, peer: u32) -> Result<(&[u8], &[BorrowedFd<'_>])>;
 
     /// It has been sent. Whether it was the last.
     fn sent(&mut self, peer: u32) -> bool;
@@ -137,13 +138,19 @@ impl Mesh {
 /// Waits until a peer can be sent to or heard, at most for `limit`; says how many can. Peers that
 /// have said all are looked at, too: one that is gone, or gave up, may be what others are waited
 /// for in vain.
-fn wait(legs: &mut [Leg<'_>], inbox: &mut Inbox, limit: Duration) -> Result<usize> {
+fn wait(legs: &mut [Leg<'_>], inbox: &mut Inbox, limit: Duration) -> Result<usize, Fault> {
     let mut there: Vec<_> = legs.iter_mut().filter(|leg| leg.gone.is_none()).collect();
     let mut polled: Vec<_> = there.iter().map(|leg| leg.poll()).collect();
     let ready = poll_for(&mut polled, limit)?;
     for (leg, poll) in there.iter_mut().zip(&polled) {
-        if leg.is_over() && is_closed(poll) {
+        if !is_closed(poll) {
+            continue;
+        }
+        if leg.is_over() {
             leg.gone = Some(inbox.farewell(leg.peer, leg.socket));
+        } else if leg.all_received && leg.send_later {
+            // Sending would go on to say that there are too many descriptors, not who is gone.
+            return Err(Fault::Closed(leg.peer));
         }
     }
     Ok(ready)
@@ -167,7 +174,7 @@ impl<'a> Leg<'a> {
         self.send_later = false;
         while !self.all_sent {
             let (frame, fds) = talk.next(self.peer)?;
-            match wire::send(self.socket, &frame, fds)? {
+            match wire::send(self.socket, frame, fds)? {
                 Sent::Yes => self.all_sent = talk.sent(self.peer),
                 Sent::WouldBlock => break,
                 Sent::TryLater => {
@@ -222,4 +229,27 @@ fn out_of_time(legs: &[Leg<'_>], waiting_for: &str, deadline: Deadline) -> Fault
         );
     }
     Error::timeout(waiting_for, deadline.budget(), peers(|leg| !leg.is_over())).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType};
+
+    use super::*;
+
+    #[test]
+    fn a_peer_that_is_gone_is_not_sent_to_later() {
+        // It has said all, and too many descriptors were on their way to say the last to it.
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (socket, other) =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+                .unwrap();
+        let (all_sent, all_received, send_later) = (false, true, true);
+        let leg = Leg { peer: 3, socket: &socket, all_sent, all_received, send_later, gone: None };
+        let (mut legs, mut inbox) = ([leg], Inbox::new());
+        assert!(wait(&mut legs, &mut inbox, Duration::ZERO).is_ok_and(|ready| ready == 0));
+        drop(other);
+        let found = wait(&mut legs, &mut inbox, Duration::from_secs(5));
+        assert!(matches!(found, Err(Fault::Closed(3))));
+    }
 }

@@ -215,7 +215,16 @@ impl Inbox {
     /// The farewell of `rank`, where that is what comes next. Takes nothing.
     pub(super) fn farewell(&mut self, rank: u32, socket: &OwnedFd) -> Option<Farewell> {
         let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
-        let (bytes, _) = rustix::net::recv(socket, &mut self.0[..], flags).ok()?;
+        let mut resets = 0;
+        let bytes = loop {
+            match rustix::net::recv(socket, &mut self.0[..], flags) {
+                Ok((_, bytes)) => break bytes,
+                Err(Errno::INTR) => {}
+                // As in `receive`: what the peer had not read is reported before what it said.
+                Err(Errno::CONNRESET) if resets == 0 => resets = 1,
+                Err(_) => return None,
+            }
+        };
         Farewell::read(rank, self.0.get(..bytes)?)
     }
 

@@ -4,12 +4,14 @@ use std::fs::File;
 use std::io::Read;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::{SECRET, exchange_tagged, keep_nothing, short, soon, with_listeners};
+use crate::Deadline;
 use crate::Error;
 use crate::rendezvous::mesh::wire::{self, Introduction};
 use crate::rendezvous::mesh::{Listener, Mesh};
@@ -175,4 +177,35 @@ fn stranger_that_answers_wrongly() -> Error {
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
         Mesh::connect(listener, 1, &names, &SECRET, soon()).unwrap_err()
     })
+}
+
+#[test]
+fn callers_without_end_do_not_hold_up_the_deadline() {
+    let listener = Listener::bind().unwrap();
+    let (name, done) = (listener.name().to_owned(), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
+                let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+                while !done.load(Ordering::Relaxed) {
+                    let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
+                    let caller = rustix::net::socket_with(family, kind, flags, None).unwrap();
+                    // Too many may wait there, or nobody listens any more.
+                    let _ = rustix::net::connect(&caller, &address);
+                }
+            });
+        }
+        // Rank 1 is there, and does not come.
+        let other = Listener::bind().unwrap();
+        let names = [name.as_str(), other.name()];
+        let begin = Instant::now();
+        let deadline = Deadline::after(Duration::from_millis(500));
+        let outcome = Mesh::connect(listener, 0, &names, &SECRET, deadline);
+        let took = begin.elapsed();
+        done.store(true, Ordering::Relaxed);
+        let error = outcome.unwrap_err();
+        assert!(error.is_timeout() && error.ranks() == [1], "{error}");
+        assert!(took < Duration::from_secs(5), "{took:?}");
+    });
 }

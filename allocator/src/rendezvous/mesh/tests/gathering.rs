@@ -208,6 +208,33 @@ fn a_peer_that_is_gone_after_it_has_said_all_is_not_waited_for_long() {
 }
 
 #[test]
+fn a_peer_that_gives_up_without_hearing_all_says_why() {
+    let done = Barrier::new(2);
+    with_meshes(3, |rank, mut mesh| {
+        if rank == 0 {
+            let part = Part { round: 1, what: "value".into(), first: 0, total: 0, bytes: vec![] };
+            let socket = mesh.links[1].as_ref().unwrap();
+            let frame = message::encode(&part).unwrap();
+            assert_eq!(wire::send(socket, &frame, &[]).unwrap(), Sent::Yes);
+            // The other's part is there and left unread, of which the kernel tells it first.
+            let mut there = [PollFd::new(socket, PollFlags::IN)];
+            assert_eq!(poll_for(&mut there, Duration::from_secs(20)).unwrap(), 1);
+            // Time to read what this rank said, and to wait for rank 2.
+            std::thread::sleep(Duration::from_millis(100));
+            mesh.give_up(&Error::invalid_state("no room for what came"));
+            return;
+        }
+        let begin = Instant::now();
+        let heard = (rank == 1).then(|| mesh.all_gather("value", b"x", soon()).unwrap_err());
+        done.wait();
+        if let Some(error) = heard {
+            assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
+            assert!(error.to_string().contains("rank 0 gave up: no room"), "{error}");
+        }
+    });
+}
+
+#[test]
 fn a_farewell_is_heard_behind_more_than_a_socket_holds() {
     let gave_up = Barrier::new(2);
     let much = value(0, 4 << 20);
