@@ -9,8 +9,9 @@ use symmpool_collectives::{CommunicatorOptions, ReduceOp, SplitRows, SplitsAt};
 
 use crate::arguments::{Argument, Calls, Counts, rows_of};
 use crate::convert::{self, Device};
-use crate::errors::{OrRaise, exception, seconds};
+use crate::errors::{OrRaise, exception};
 use crate::mark::Mark;
+use crate::number::Number;
 use crate::operation;
 use crate::own::Own;
 use crate::pool::Pool;
@@ -61,32 +62,37 @@ pub(crate) struct Communicator {
 #[pymethods]
 impl Communicator {
     #[new]
-    #[pyo3(signature = (
-        pool, *, timeout = 30.0, algorithm = "auto", all_to_all = "auto", scratch_bytes = None,
-        concurrent = 1
-    ))]
+    #[pyo3(
+        signature = (
+            pool, *, timeout = Number::of(30.0), algorithm = "auto", all_to_all = "auto",
+            scratch_bytes = None, concurrent = Number::of(1)
+        ),
+        text_signature = "(pool, *, timeout=30.0, algorithm='auto', all_to_all='auto', \
+                          scratch_bytes=None, concurrent=1)"
+    )]
     fn new(
         py: Python<'_>,
         pool: &Bound<'_, Pool>,
-        timeout: f64,
+        timeout: Number<f64>,
         algorithm: &str,
         all_to_all: &str,
-        scratch_bytes: Option<u64>,
-        concurrent: u32,
+        scratch_bytes: Option<Number<u64>>,
+        concurrent: Number<u32>,
     ) -> PyResult<Self> {
         let pool = pool.get();
         pool.pool.check("a pool").or_raise(py)?;
         let algorithm = convert::algorithm(py, algorithm)?;
         let all_to_all = convert::all_to_all_algorithm(py, all_to_all)?;
+        let bytes = scratch_bytes.map(|bytes| bytes.or_raise(py, "scratch_bytes")).transpose()?;
         let defaults = CommunicatorOptions::default();
         let mut options = CommunicatorOptions {
-            timeout: seconds(py, "timeout", timeout)?,
+            timeout: timeout.seconds(py, "timeout")?,
             algorithm,
             all_to_all,
-            concurrent,
+            concurrent: concurrent.or_raise(py, "concurrent")?,
             ..defaults
         };
-        match (pool.device, scratch_bytes) {
+        match (pool.device, bytes) {
             (Device::Cpu, Some(bytes)) => options.scratch_bytes = bytes,
             (Device::Cuda(_), Some(bytes)) => options.device_scratch_bytes = bytes,
             (_, None) => {}
@@ -201,19 +207,20 @@ impl Communicator {
     }
 
     /// Copies rank `src`'s `tensor` into every other rank's.
-    #[pyo3(signature = (tensor, src = 0, stream = None))]
+    #[pyo3(
+        signature = (tensor, src = Number::of(0), stream = None),
+        text_signature = "($self, tensor, src=0, stream=None)"
+    )]
     fn broadcast(
         &self,
         py: Python<'_>,
         tensor: Argument<'_, '_>,
-        src: i64,
+        src: Number<u32>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
         let arguments = || {
-            let src = u32::try_from(src).map_err(|_| {
-                Refusal::Invalid(format!("src: rank {src} of {} ranks", self.calls.comm.world()))
-            })?;
+            let src = src.or_refuse("src")?;
             Ok((self.calls.read("tensor", tensor, src != self.calls.comm.rank())?, src))
         };
         let (tensor, src) = self.calls.or_decline(py, stream, arguments())?;
@@ -377,7 +384,7 @@ impl Communicator {
     fn row_exchange(
         &self,
         py: Python<'_>,
-        rows: u64,
+        rows: Number<u64>,
         row_shape: &Bound<'_, PyAny>,
         dtype: &Bound<'_, PyAny>,
     ) -> PyResult<RowExchange> {
@@ -395,14 +402,18 @@ impl Communicator {
     /// Signals `peer` on a channel from 0 to 15. What this thread, or `stream`, did before is visible
     /// to the peer once its `wait` has taken the signal. Signals are counted; they may run ahead of
     /// the waits. No collective: only the two ranks take part.
-    #[pyo3(signature = (peer, channel = 0, stream = None))]
+    #[pyo3(
+        signature = (peer, channel = Number::of(0), stream = None),
+        text_signature = "($self, peer, channel=0, stream=None)"
+    )]
     fn signal(
         &self,
         py: Python<'_>,
-        peer: u32,
-        channel: u32,
+        peer: Number<u32>,
+        channel: Number<u32>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
+        let (peer, channel) = (peer.or_raise(py, "peer")?, channel.or_raise(py, "channel")?);
         let stream = tensor::stream(py, self.calls.device, stream)?;
         self.calls.run(py, || self.calls.comm.signal(peer, channel, &stream))
     }
@@ -411,16 +422,22 @@ impl Communicator {
     /// this thread waits; on CUDA `stream` does. At most `timeout` seconds; then TimeoutError: on
     /// the CPU at once, and the communicator can be used on; on CUDA from a later call, and it is
     /// closed.
-    #[pyo3(signature = (peer, channel = 0, timeout = 30.0, stream = None))]
+    #[pyo3(
+        signature = (
+            peer, channel = Number::of(0), timeout = Number::of(30.0), stream = None
+        ),
+        text_signature = "($self, peer, channel=0, timeout=30.0, stream=None)"
+    )]
     fn wait(
         &self,
         py: Python<'_>,
-        peer: u32,
-        channel: u32,
-        timeout: f64,
+        peer: Number<u32>,
+        channel: Number<u32>,
+        timeout: Number<f64>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
-        let timeout = seconds(py, "timeout", timeout)?;
+        let (peer, channel) = (peer.or_raise(py, "peer")?, channel.or_raise(py, "channel")?);
+        let timeout = timeout.seconds(py, "timeout")?;
         let stream = tensor::stream(py, self.calls.device, stream)?;
         self.calls.run(py, || self.calls.comm.wait(peer, channel, timeout, &stream))
     }
