@@ -8,8 +8,8 @@ on the CPU in a thread of its own. Calls keep their order all the same: one that
 those before, as collectives of one group must run in the same order on every rank.
 
 A call waits for a late rank as long as the timeout of the group that it names, or that the pool is on,
-when its communicator is made; 30 s where that is not known, as for a pool on `(store, rank, world)`.
-Then it raises TimeoutError.
+when its communicator is made; on a pool made of `(store, rank, world)`, as long as the pool's `timeout`
+or else the store's. 30 s where none is known. Then it raises TimeoutError.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from __future__ import annotations
 from typing import Any
 
 from symmpool import groups, seats
-from symmpool.errors import InvalidArgumentError, TimeoutError  # noqa: A004
-from symmpool.named import decline, group_of, root_of
+from symmpool.errors import TimeoutError  # noqa: A004
+from symmpool.named import root_of
 from symmpool.seats import Seat, communicator, forget, looked_up
 
 __all__ = [
@@ -51,8 +51,6 @@ def all_reduce(
         at = id(seats.torch_world._default_pg if group is None else group)
         seat: Seat | None = looked_up[tensor.get_device()][at]
     except (AttributeError, KeyError):
-        if isinstance(group, (str, tuple)):
-            group = group_of(group)
         seat = seats.find(tensor, group)
     if seat is None:
         return None
@@ -76,8 +74,6 @@ def reduce_scatter_tensor(
         from symmpool import ops
 
         return ops.traced_reduce_scatter(output, input, op, group, async_op)
-    if isinstance(group, (str, tuple)):
-        group = group_of(group)
     seat = seats.find(output, group)
     if seat is None:
         return None
@@ -93,8 +89,6 @@ def all_gather_into_tensor(
         from symmpool import ops
 
         return ops.traced_all_gather(output_tensor, input_tensor, group, async_op)
-    if isinstance(group, (str, tuple)):
-        group = group_of(group)
     seat = seats.find(output_tensor, group)
     if seat is None:
         return None
@@ -120,8 +114,6 @@ def all_to_all_single(
 
         sizes = (output_split_sizes, input_split_sizes)
         return ops.traced_all_to_all(output, input, sizes, group, async_op)
-    if isinstance(group, (str, tuple)):
-        group = group_of(group)
     seat = seats.find(output, group)
     if seat is None:
         return None
@@ -145,16 +137,10 @@ def broadcast(
         from symmpool import ops
 
         return ops.traced_broadcast(tensor, src, group, group_src, async_op)
-    if isinstance(group, (str, tuple)):
-        group = group_of(group)
     seat = seats.find(tensor, group)
     if seat is None:
         return None
-    try:
-        root = root_of(group, src, group_src)
-    except InvalidArgumentError:
-        decline(seat, seat.comm.broadcast, tensor, -1)
-        raise
+    root = root_of(seat, tensor, group, src, group_src)
     return seats.run(seat, seat.comm.broadcast, (tensor, root), [tensor], async_op)
 
 
@@ -162,8 +148,6 @@ def barrier(group: Any = None, async_op: bool = False, *, device: Any = None) ->
     """On the CPU, returns once every rank has called it; on CUDA, holds the current stream until
     every rank's has come to it. `device` says where; without it, where the group's first pool is,
     or on the CPU if there is none."""
-    if isinstance(group, (str, tuple)):
-        group = group_of(group)
     if device is None:
         try:
             device = seats.first_device(group)

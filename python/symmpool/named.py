@@ -14,7 +14,7 @@ from symmpool import groups
 from symmpool._symmpool import Group, Pool
 from symmpool.errors import InvalidArgumentError
 
-__all__ = ["decline", "group_of", "name_of", "root_of"]
+__all__ = ["decline", "group_of", "name_of", "resolved", "root_of"]
 
 # Groups that are none of torch's, by the names that they were given.
 _named: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -61,7 +61,21 @@ def group_of(name: Any) -> Any:
     raise InvalidArgumentError(f"group: torch has no process group of the name {name!r}")
 
 
-def root_of(group: Any, src: Any, group_src: Any) -> int:
+def resolved(group: Any) -> Any:
+    """The group that a call names, by itself or by its name."""
+    return group_of(group) if isinstance(group, (str, tuple)) else group
+
+
+def root_of(seat: Any, tensor: Any, group: Any, src: Any, group_src: Any) -> int:
+    """The root of a broadcast on `seat`. What is none, the other ranks hear of."""
+    try:
+        return _rank_of(resolved(group), src, group_src)
+    except InvalidArgumentError:
+        decline(seat, seat.comm.broadcast, tensor, -1)
+        raise
+
+
+def _rank_of(group: Any, src: Any, group_src: Any) -> int:
     """The rank of `group` that a call names as `src`, a rank of torch's default group if `group` is
     one of torch's, or as `group_src`, one of `group`."""
     if (src is None) == (group_src is None):

@@ -143,17 +143,10 @@ def _broadcast_(x: torch.Tensor, src: int, group: str) -> None:
 
 
 def _broadcast_from_(x: torch.Tensor, src: int, group: str) -> None:
-    of = group_of(group)
-    seat = seats.find(x, of)
-    if seat is None:
-        return
-    try:
-        root = root_of(of, src, None)
-    except InvalidArgumentError:
-        decline(seat, seat.comm.broadcast, x, -1)
-        raise
-    seat.settle()
-    seat.comm.broadcast(x, root)
+    seat = seats.find(x, group_of(group))
+    if seat is not None:
+        root = root_of(seat, x, group, src, None)
+        seats.run(seat, seat.comm.broadcast, (x, root), [], False)
 
 
 # What comes out of them, without doing it.

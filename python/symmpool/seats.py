@@ -1,7 +1,7 @@
 """Which communicator serves a call, and what is under way on it.
 
-A call finds its communicator by the group that it names: a process group of torch, a `symmpool.Group`
-or a `symmpool.Pool`; without one, the default group. On a group with several pools the one that holds
+A call finds its communicator by the group that it names: a process group of torch or its name, a
+`symmpool.Group` or a `symmpool.Pool`; without one, the default group. On a group with several pools the one that holds
 the tensor is meant; a tensor that none holds goes through the first. A group without a pool gets one at
 its first call, which is collective like the call itself. Communicators are made when they are first
 needed, and kept as long as the group. What waits for other ranks holds up the calls that need the
@@ -19,6 +19,7 @@ from typing import Any
 from symmpool import groups, work
 from symmpool._symmpool import Communicator, Pool
 from symmpool.errors import InvalidArgumentError, TimeoutError  # noqa: A004
+from symmpool.named import group_of, resolved
 
 __all__ = ["Seat", "communicator", "explain", "find", "first_device", "forget", "run", "search"]
 
@@ -149,9 +150,11 @@ def communicator(group: Any = None, device: Any = "cpu") -> Communicator:
 
 def number_of(device: str) -> int:
     """A CUDA device's number, -1 for the CPU."""
-    if device == "cpu":
+    if device in ("cpu", "cpu:0"):
         return -1
     kind, _, number = device.partition(":")
+    if kind == "cpu":
+        raise InvalidArgumentError(f"device: {device!r}: the CPU is one device here; pass \"cpu\"")
     if device == "cuda" and "torch" in sys.modules:
         return sys.modules["torch"].cuda.current_device()
     if kind != "cuda" or not number.isdigit():
@@ -178,6 +181,10 @@ def find(tensor: Any, group: Any) -> Seat | None:
 
 def search(tensor: Any, group: Any, device: int) -> Seat | None:
     """As `find`, for calls whose place is not known yet, or that have no tensor."""
+    if isinstance(group, (str, tuple)):
+        named = group_of(group)
+        # Names lead to groups, and groups to what was looked up: a name's id tells nothing.
+        return search(None, named, device) if tensor is None else find(tensor, named)
     if group is not None and _outside(group):
         return None
     with _lock:
@@ -308,6 +315,7 @@ def run(
 
 def first_device(group: Any) -> str:
     """Where a group's first pool is."""
+    group = resolved(group)
     if isinstance(group, Pool):
         return group.device
     if _is_outside(group):

@@ -152,10 +152,31 @@ def test_calls_that_make_no_sense_are_refused():
         symmpool.broadcast(x, group=group)
     with pytest.raises(symmpool.InvalidArgumentError, match="src"):
         symmpool.broadcast(x, 0, group, group_src=0)
-    with pytest.raises(symmpool.InvalidArgumentError, match="tpu"):
-        symmpool.communicator(group, "tpu:0")
+    for device in ("tpu:0", "cpu:1", "cpu:", "cuda:x"):
+        for call in (symmpool.communicator, lambda group, device: symmpool.barrier(group, device=device)):
+            with pytest.raises(symmpool.InvalidArgumentError, match=f"device.*{device}"):
+                call(group, device)
     with pytest.raises(TypeError, match="numpy"):
         symmpool.all_reduce([1.0, 2.0], group=group)
+
+
+def test_a_group_is_known_by_its_name_everywhere():
+    (group,) = symmpool.Group.in_process(1)
+    pool = symmpool.Pool(group, "cpu:0")
+    assert pool.device == "cpu"
+    for named in (group, pool):
+        name = named.group_name
+        assert name.startswith("symmpool:") and name == named.group_name
+        comm = symmpool.communicator(name)
+        assert comm is symmpool.communicator(named, "cpu:0")
+        x = np.full(3, 2, np.int32)
+        symmpool.all_reduce(x, group=name)
+        symmpool.broadcast(x, 0, name)
+        symmpool.barrier(name, device="cpu:0")
+    assert group.group_name != pool.group_name
+    for wrong in ("nobody", (None, 0, 1)):
+        with pytest.raises(symmpool.InvalidArgumentError, match="group: "):
+            symmpool.communicator(wrong)
 
 
 def test_on_the_cpu_there_is_nothing_to_mark():
