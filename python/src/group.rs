@@ -94,11 +94,7 @@ impl Group {
         signature = (world, *, timeout = Number::of(300.0)),
         text_signature = "(world, *, timeout=300.0)"
     )]
-    fn in_process(
-        py: Python<'_>,
-        world: Number<u32>,
-        timeout: Number<f64>,
-    ) -> PyResult<Vec<Self>> {
+    fn in_process(py: Python<'_>, world: Number<u32>, timeout: Number<f64>) -> PyResult<Vec<Self>> {
         let world = world.or_raise(py, "world")?;
         let timeout = timeout.seconds(py, "timeout")?;
         if world > 4096 {

@@ -34,6 +34,8 @@ def name_of(group: Any) -> str:
                 name = _names[group] = f"{name}'"
             _named[name] = group
         return name
+    if not hasattr(group, "group_name"):
+        raise InvalidArgumentError(f"group: {group!r} has no name that operators could know it by")
     return group.group_name
 
 
@@ -69,7 +71,7 @@ def resolved(group: Any) -> Any:
 def root_of(seat: Any, tensor: Any, group: Any, src: Any, group_src: Any) -> int:
     """The root of a broadcast on `seat`. What is none, the other ranks hear of."""
     try:
-        return _rank_of(resolved(group), src, group_src)
+        return _rank_of(group, src, group_src)
     except InvalidArgumentError:
         decline(seat, seat.comm.broadcast, tensor, -1)
         raise
@@ -78,6 +80,8 @@ def root_of(seat: Any, tensor: Any, group: Any, src: Any, group_src: Any) -> int
 def _rank_of(group: Any, src: Any, group_src: Any) -> int:
     """The rank of `group` that a call names as `src`, a rank of torch's default group if `group` is
     one of torch's, or as `group_src`, one of `group`."""
+    if isinstance(group, str):
+        group = group_of(group)
     if (src is None) == (group_src is None):
         raise InvalidArgumentError("broadcast: one of src and group_src is needed")
     name, given = ("group_src", group_src) if src is None else ("src", src)

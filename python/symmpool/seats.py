@@ -87,6 +87,21 @@ def _compiling_yet() -> bool:
 compiling: Any = _compiling_yet
 
 
+class _Modes:
+    """Whether a mode of torch sees what is called, as `_is_in_torch_dispatch_mode`: torch's own module
+    has it by this name, which costs a call nothing; else it is asked for here."""
+
+    @property
+    def _is_in_torch_dispatch_mode(self) -> bool:
+        torch = sys.modules.get("torch")
+        length = getattr(getattr(torch, "_C", None), "_len_torch_dispatch_stack", None)
+        return length is not None and length() > 0
+
+
+# torch.utils._python_dispatch, once torch is known.
+modes: Any = _Modes()
+
+
 class _World:
     """Where the default group is looked up, as `_default_pg`: in torch's own object if that has it
     by this name, which saves a call, else here."""
@@ -104,9 +119,11 @@ _torch_is_known = False
 
 
 def _look_for_torch() -> None:
-    global compiling, torch_world, _torch_is_known
+    global compiling, modes, torch_world, _torch_is_known
     torch = sys.modules.get("torch")
     compiling = getattr(getattr(torch, "compiler", None), "is_dynamo_compiling", _compiling_yet)
+    found = sys.modules.get("torch.utils._python_dispatch")
+    modes = found if hasattr(found, "_is_in_torch_dispatch_mode") else _Modes()
     dist = groups.distributed() if torch is not None else None
     world = getattr(getattr(dist, "distributed_c10d", None), "_world", None)
     _torch_is_known = world is not None
@@ -162,6 +179,40 @@ def number_of(device: str) -> int:
     return int(number)
 
 
+def is_seen(tensor: Any, group: Any) -> bool:
+    """Whether a call can be made as an operator, which modes of torch see: make_fx, fake tensors."""
+    import torch
+
+    named = group is None or isinstance(group, str) or hasattr(group, "group_name")
+    return named and (tensor is None or isinstance(tensor, torch.Tensor))
+
+
+def watch(tensor: Any) -> None:
+    """A call writes to a tensor that requires grad. As torch.distributed does, says so if a gradient
+    comes back by way of it, and not before: results that are only looked at are no mistake."""
+    import torch
+
+    if not torch.is_grad_enabled():
+        return
+    hooks = tensor._backward_hooks
+    # Parameters are written to again and again.
+    if not hooks or _cut not in hooks.values():
+        tensor.register_hook(_cut)
+
+
+def _cut(gradient: Any) -> None:
+    warnings.warn(
+        "symmpool: a gradient came back by way of a tensor that a collective has written to, and took "
+        "no account of that. symmpool.ops has collectives with gradients; make the call under "
+        "torch.no_grad(), or on tensor.detach(), where none is meant to flow",
+        stacklevel=2,
+    )
+
+
+# Who pickles the tensor need not be told that this stays here.
+_cut.__torch_unserializable__ = True  # type: ignore[attr-defined]
+
+
 def _device_of(tensor: Any) -> int:
     try:
         return tensor.get_device()
@@ -176,6 +227,20 @@ def find(tensor: Any, group: Any) -> Seat | None:
         device = tensor.get_device()
         return looked_up[device][id(torch_world._default_pg if group is None else group)]
     except (AttributeError, KeyError):
+        return search(tensor, group, _device_of(tensor))
+
+
+def find_to_write(tensor: Any, group: Any) -> Seat | None:
+    """As `find`, for a call that writes to the tensor."""
+    try:
+        device = tensor.get_device()
+        seat = looked_up[device][id(torch_world._default_pg if group is None else group)]
+        if tensor.requires_grad:
+            watch(tensor)
+        return seat
+    except (AttributeError, KeyError):
+        if getattr(tensor, "requires_grad", False):
+            watch(tensor)
         return search(tensor, group, _device_of(tensor))
 
 

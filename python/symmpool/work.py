@@ -124,6 +124,33 @@ class HostWork(Work):
             self._future.set_result(self._results)
 
 
+class DoneWork(Work):
+    """A call that was done, or put on the current stream, before it returned."""
+
+    __slots__ = ()
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def exception(self) -> Exception | None:
+        return None
+
+    def precede(self) -> None:
+        pass
+
+    def get_future(self) -> Any:
+        if self._future is None:
+            import torch
+
+            devices = [each.device for each in self._results[:1] if each.is_cuda]
+            self._future = torch.futures.Future(devices=devices or None)
+            self._future.set_result(self._results)
+        return self._future
+
+
 class _Line:
     """Calls that wait for a thread, and whether one is being made, which is a `with` of this: a call may
     wait for a rank that does not come, whatever else the thread does will end."""
