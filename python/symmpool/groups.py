@@ -190,14 +190,24 @@ def pools_of(key: Any) -> list[Any]:
         return alive
 
 
-def place_of(pool: Any) -> tuple[int, int]:
-    """Which of its group's pools on its device one is, from 1, and how many there are; (0, 0) where
-    that is not known."""
-    for key in list(_pools):
+def place_of(pool: Any) -> str:
+    """Which pool one is, for errors, where its group has several on its device or the process has several
+    groups; else nothing."""
+    keys = list(_pools)
+    for key in keys:
         pools = [each for each in pools_of(key) if each.device == pool.device]
         if pool in pools:
-            return pools.index(pool) + 1, len(pools)
-    return 0, 0
+            number, count = pools.index(pool) + 1, len(pools)
+            # A process group of torch has a name already; ours would get one that nobody knows.
+            name = None if isinstance(key, type(pool)) else getattr(key, "group_desc", None)
+            group = f"group {key.group_name!r} ({name})" if name else "its group"
+            if count > 1:
+                return (
+                    f"pool {number} of the {count} that {group} has on {pool.device}: all ranks must "
+                    "pass tensors of the same pool, or name it"
+                )
+            return f"the pool of {group} on {pool.device}" if name and len(keys) > 1 else ""
+    return ""
 
 
 def agree(group: Any, what: str, why: str | None, seconds: float) -> dict[int, str]:

@@ -14,6 +14,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from symmpool import groups, work
@@ -32,7 +33,7 @@ class Seat:
     def __init__(self, pool: Pool):
         self.comm = Communicator(pool, timeout=groups.timeout_of(pool))
         self.device = number_of(pool.device)
-        # The last call that was made with async_op, until something has waited for it.
+        # The turn of the last call that was made with async_op, until something has waited for it.
         self.tail: Any = None
         # What such calls run on: a stream, or a thread.
         self.side: Any = None
@@ -47,15 +48,16 @@ class Seat:
         """Makes a call without waiting for it."""
         if self.device < 0:
             if self.side is None:
-                self.side = work.Worker(self)
-            self.tail = self.side.submit(call, arguments, results)
+                self.side = work.Worker(self, _explainer(self))
+            begun = self.side.submit(call, arguments, results)
         else:
             if self.side is None:
                 import torch
 
-                self.side = work.Side(torch, self.device)
-            self.tail = self.side.submit(self.comm, call, arguments, results)
-        return self.tail
+                self.side = work.Side(torch, self.device, _explainer(self))
+            begun = self.side.submit(self.comm, call, arguments, results)
+        self.tail = begun.turn
+        return begun
 
 
 # What serves a group on a device, with the pool that it is on: kept as long as the group is.
@@ -333,19 +335,28 @@ def _seat_of(pool: Pool) -> Seat:
 
 
 def explain(seat: Seat, error: TimeoutError) -> None:
-    """Has an error of a call say which pool it went to, if its group has several."""
+    """Has an error of a call say which pool it went to, if there are several."""
     for pool, each in list(_of_pool.items()):
         if each is seat:
             _name_pool(pool, error)
 
 
 def _name_pool(pool: Pool, error: TimeoutError) -> None:
-    number, count = groups.place_of(pool)
-    if count > 1:
-        error.args = (
-            f"{error}; the call went to pool {number} of the {count} that its group has on "
-            f"{pool.device}: all ranks must pass tensors of the same pool, or name it",
-        )
+    place = groups.place_of(pool)
+    if place and place not in str(error):
+        error.args = (f"{error}; the call went to {place}",)
+
+
+def _explainer(seat: Seat) -> Callable[[Exception], None]:
+    """`explain`, for what must not keep the seat."""
+    found = weakref.ref(seat)
+
+    def tell(error: Exception) -> None:
+        seat = found()
+        if seat is not None and isinstance(error, TimeoutError):
+            explain(seat, error)
+
+    return tell
 
 
 def _is_outside(group: Any) -> bool:

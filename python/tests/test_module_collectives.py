@@ -114,6 +114,20 @@ def test_what_serves_a_group_goes_with_it():
     assert comm() is None
 
 
+def test_so_does_the_error_of_a_call_that_was_not_waited_for():
+    (group,) = symmpool.Group.in_process(1)
+
+    def fail(group):
+        with pytest.raises(symmpool.InvalidArgumentError, match="op"):
+            symmpool.all_reduce(np.ones(3), "median", group, async_op=True).wait()
+
+    fail(group)
+    gone = weakref.ref(group)
+    del group
+    gc.collect()
+    assert gone() is None
+
+
 def test_a_pool_can_be_let_go():
     (group,) = symmpool.Group.in_process(1)
     pool = symmpool.Pool(group, "cpu")
