@@ -5,6 +5,7 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
+use symmpool_allocator::Error;
 use symmpool_collectives::{CommunicatorOptions, ReduceOp, SplitRows, SplitsAt};
 
 use crate::arguments::{Argument, Calls, Counts, rows_of};
@@ -20,7 +21,8 @@ use crate::row_exchange::RowExchange;
 use crate::{site, tensor};
 
 /// Collectives between the ranks of a pool. Making one is collective: all ranks make theirs in the
-/// same order; it commits the pool.
+/// same order; it commits the pool. Where one rank's options are wrong the others hear of it; what
+/// they were given goes back by `Pool.resync`.
 ///
 /// Every rank makes the same calls, in the same order. A rank that calls something else is told,
 /// as is every other (DivergedError). A rank whose own arguments are wrong raises
@@ -81,23 +83,30 @@ impl Communicator {
     ) -> PyResult<Self> {
         let pool = pool.get();
         pool.pool.check("a pool").or_raise(py)?;
-        let algorithm = convert::algorithm(py, algorithm)?;
-        let all_to_all = convert::all_to_all_algorithm(py, all_to_all)?;
-        let bytes = scratch_bytes.map(|bytes| bytes.or_raise(py, "scratch_bytes")).transpose()?;
-        let defaults = CommunicatorOptions::default();
-        let mut options = CommunicatorOptions {
-            timeout: timeout.seconds(py, "timeout")?,
-            algorithm,
-            all_to_all,
-            concurrent: concurrent.or_raise(py, "concurrent")?,
-            ..defaults
-        };
-        match (pool.device, bytes) {
-            (Device::Cpu, Some(bytes)) => options.scratch_bytes = bytes,
-            (Device::Cuda(_), Some(bytes)) => options.device_scratch_bytes = bytes,
-            (_, None) => {}
-        }
         let on = &*pool.pool;
+        let read = || {
+            let bytes =
+                scratch_bytes.map(|bytes| bytes.or_raise(py, "scratch_bytes")).transpose()?;
+            let mut options = CommunicatorOptions {
+                timeout: timeout.seconds(py, "timeout")?,
+                algorithm: convert::algorithm(py, algorithm)?,
+                all_to_all: convert::all_to_all_algorithm(py, all_to_all)?,
+                concurrent: concurrent.or_raise(py, "concurrent")?,
+                ..CommunicatorOptions::default()
+            };
+            match (pool.device, bytes) {
+                (Device::Cpu, Some(bytes)) => options.scratch_bytes = bytes,
+                (Device::Cuda(_), Some(bytes)) => options.device_scratch_bytes = bytes,
+                (_, None) => {}
+            }
+            PyResult::Ok(options)
+        };
+        let options = read().inspect_err(|error| {
+            let why = error.value(py).to_string();
+            let why = Error::invalid_argument(why.trim_start_matches("symmpool: "));
+            py.detach(|| symmpool_collectives::Communicator::refuse(on, why));
+        })?;
+        let algorithm = options.algorithm;
         let make = || symmpool_collectives::Communicator::with_options(on, &options);
         let comm = Own::new(Arc::new(site::detach(py, make).or_raise(py)?));
         let calls = Arc::new(Calls { comm, device: pool.device });

@@ -24,7 +24,7 @@ from typing import Any
 
 from symmpool import groups, seats
 from symmpool.errors import TimeoutError  # noqa: A004
-from symmpool.named import root_of
+from symmpool.named import root_of, sizes_or_none
 from symmpool.seats import communicator, forget, looked_up
 
 __all__ = [
@@ -134,8 +134,7 @@ def all_to_all_single(
     seat = seats.find_to_write(output, group)
     if seat is None:
         return None
-    # torch writes "none" as an empty list, too.
-    arguments = (output, input, output_split_sizes or None, input_split_sizes or None)
+    arguments = (output, input, sizes_or_none(output_split_sizes), sizes_or_none(input_split_sizes))
     return seats.run(seat, seat.comm.all_to_all_single, arguments, [output], async_op)
 
 

@@ -7,6 +7,8 @@ signal each other with. Names and meaning are those of torch's `_SymmetricMemory
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 import reprlib
 import struct
 from collections import Counter
@@ -23,11 +25,20 @@ __all__ = ["SIGNAL_PAD_SIZE", "SymmetricMemory", "rendezvous"]
 SIGNAL_PAD_SIZE = 2048
 #: How long a wait lasts where nobody says, in seconds: waits without an end there are none.
 DEFAULT_WAIT = 30.0
+#: Channels between two ranks.
+CHANNELS = 16
 # What a rank says of its tensor, before its pad: where its buffer is, the buffer's bytes, where in it
 # the tensor is, the tensor's bytes, and the type of elements; or REFUSED bytes, and why. Pads that differ
 # the commit finds.
 RECORD = struct.Struct("<4q224s")
 REFUSED = -1
+
+
+def _sizes_of(sizes: Any) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(size) for size in sizes)
+    except TypeError:
+        raise InvalidArgumentError(f"sizes: {sizes!r} are no sequence of lengths") from None
 
 
 def rendezvous(
@@ -273,7 +284,8 @@ class SymmetricMemory:
     ) -> Any:
         """A tensor over `rank`'s signal pad; all of it, as uint32, unless told otherwise."""
         dtype = self._torch.uint32 if dtype is None else dtype
-        if not len(sizes):
+        sizes = _sizes_of(sizes)
+        if not sizes and isinstance(dtype, self._torch.dtype):
             sizes = (self.signal_pad_size // dtype.itemsize - storage_offset,)
         base, length = self._pad.data_ptr(), self.signal_pad_size
         return self._view(rank, base, length, sizes, dtype, storage_offset, self._pad)
@@ -281,8 +293,10 @@ class SymmetricMemory:
     def _view(
         self, rank: int, base: int, length: int, sizes: Any, dtype: Any, start: int, owner: Any
     ) -> Any:
-        sizes = tuple(sizes)
         self._check_rank(rank)
+        if not isinstance(dtype, self._torch.dtype):
+            raise InvalidArgumentError(f"dtype: {dtype!r} is no torch.dtype")
+        sizes = _sizes_of(sizes)
         count = math.prod(sizes)
         begin, bytes = (start or 0) * dtype.itemsize, count * dtype.itemsize
         if any(size < 0 for size in sizes) or begin < 0 or begin + bytes > length:
@@ -303,6 +317,10 @@ class SymmetricMemory:
         if channel == 0 and timeout_ms == 0:
             self._comm.barrier()
             return
+        # Also where there is nobody to signal.
+        self._check_wait(timeout_ms)
+        if not isinstance(channel, numbers.Integral) or not 0 <= channel < CHANNELS:
+            raise InvalidArgumentError(f"channel: {channel!r} is none of 0 to {CHANNELS - 1}")
         peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         for peer in peers:
             self.put_signal(peer, channel)
@@ -325,13 +343,13 @@ class SymmetricMemory:
         self._comm.wait(src_rank, channel, timeout_ms / 1e3 if timeout_ms else DEFAULT_WAIT)
 
     def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.world_size:
-            raise InvalidArgumentError(f"rank {rank} of {self.world_size} ranks")
+        if not isinstance(rank, numbers.Integral) or not 0 <= rank < self.world_size:
+            raise InvalidArgumentError(f"rank {rank!r} of {self.world_size} ranks")
 
     @staticmethod
     def _check_wait(timeout_ms: int) -> None:
-        if timeout_ms < 0:
-            raise InvalidArgumentError(f"timeout_ms: {timeout_ms} is below 0")
+        if not isinstance(timeout_ms, numbers.Real) or not timeout_ms >= 0:
+            raise InvalidArgumentError(f"timeout_ms: {timeout_ms!r} is no time from 0 on")
 
     def __repr__(self) -> str:
         return (

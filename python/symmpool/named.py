@@ -14,7 +14,7 @@ from symmpool import groups
 from symmpool._symmpool import Group, Pool
 from symmpool.errors import InvalidArgumentError
 
-__all__ = ["decline", "group_of", "name_of", "resolved", "root_of"]
+__all__ = ["decline", "group_of", "name_of", "resolved", "root_of", "sizes_or_none"]
 
 # Groups that are none of torch's, by the names that they were given.
 _named: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -100,6 +100,11 @@ def _rank_of(group: Any, src: Any, group_src: Any) -> int:
         raise InvalidArgumentError(
             f"broadcast: src: {rank}, of the default group, is no rank of the call's group ({error})"
         ) from None
+
+
+def sizes_or_none(sizes: Any) -> Any:
+    """Split sizes; None where there are none, which torch also writes as an empty list."""
+    return None if sizes is None or (isinstance(sizes, (list, tuple)) and not sizes) else sizes
 
 
 def decline(seat: Any, call: Any, *arguments: Any) -> None:

@@ -327,7 +327,8 @@ def all_to_all(
 ) -> torch.Tensor:
     """What every rank sends to this one; rows are sent in equal parts, or by split sizes (both are
     needed then); with a gradient."""
-    received, sent = list(output_split_sizes or []), list(input_split_sizes or [])
+    received = [] if output_split_sizes is None else list(output_split_sizes)
+    sent = [] if input_split_sizes is None else list(input_split_sizes)
     return _ops.all_to_all(x, received, sent, world_of(group), _text_of(group))
 
 
@@ -390,7 +391,7 @@ def traced_all_gather(output: Any, input: Any, group: Any, async_op: bool) -> An
 
 def traced_all_to_all(output: Any, input: Any, sizes: Any, group: Any, async_op: bool) -> Any:
     _not_async(async_op)
-    received, sent = list(sizes[0] or []), list(sizes[1] or [])
+    received, sent = ([] if each is None else list(each) for each in sizes)
     torch.ops.symmpool.all_to_all_into_(output, input, received, sent, _text_of(group))
     return _done(async_op, output)
 

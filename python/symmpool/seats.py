@@ -19,7 +19,7 @@ from typing import Any
 
 from symmpool import groups, work
 from symmpool._symmpool import Communicator, Pool
-from symmpool.errors import InvalidArgumentError, TimeoutError  # noqa: A004
+from symmpool.errors import InvalidArgumentError, TimeoutError, UnsupportedError  # noqa: A004
 from symmpool.named import group_of, resolved
 
 __all__ = ["Seat", "communicator", "explain", "find", "first_device", "forget", "run", "search"]
@@ -150,6 +150,8 @@ def _forget_lookup(device: int, group: int) -> None:
 def forget(pool: Pool) -> None:
     """Lets go of the communicator that module-level collectives made on a pool, and of the pool,
     which its group keeps otherwise. Every rank does so in the same place of its program."""
+    if not isinstance(pool, Pool):
+        raise InvalidArgumentError(f"forget: {pool!r} is no pool")
     with _lock:
         forget_lookups()
         _of_pool.pop(pool, None)
@@ -175,8 +177,11 @@ def number_of(device: str) -> int:
     if kind == "cpu":
         raise InvalidArgumentError(f"device: {device!r}: the CPU is one device here; pass \"cpu\"")
     if device == "cuda" and "torch" in sys.modules:
-        return sys.modules["torch"].cuda.current_device()
-    if kind != "cuda" or not number.isdigit():
+        try:
+            return sys.modules["torch"].cuda.current_device()
+        except (AssertionError, RuntimeError) as error:
+            raise UnsupportedError(f"device: 'cuda': torch has none ({error})") from error
+    if kind != "cuda" or not (number.isascii() and number.isdigit()):
         raise InvalidArgumentError(f"device: {device!r} is neither cpu nor cuda:N")
     return int(number)
 

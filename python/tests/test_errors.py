@@ -126,6 +126,34 @@ def test_numbers_that_an_argument_cannot_be_are_named():
         symmpool.Communicator(pool, timeout="x")
 
 
+def refused_communicator(group, culprit, wrong):
+    pool = symmpool.Pool(group, "cpu")
+    found = failure(lambda: symmpool.Communicator(pool, **(wrong if pool.rank == culprit else {})))
+    # What the others were given goes back.
+    pool.resync()
+    x = np.ones(3)
+    symmpool.Communicator(pool, timeout=20).all_reduce(x)
+    return found[0], found[2], found[3] < 10, x.tolist()
+
+
+@pytest.mark.parametrize(
+    ("culprit", "wrong", "name"),
+    [
+        (0, {"algorithm": "fastest"}, "algorithm"),
+        (1, {"all_to_all": "fastest"}, "all_to_all"),
+        (0, {"timeout": 0}, "timeout"),
+        (1, {"concurrent": -1}, "concurrent"),
+        (0, {"scratch_bytes": 1 << 70}, "scratch_bytes"),
+        (1, {"scratch_bytes": 1}, "scratch"),
+    ],
+)
+def test_a_communicator_that_one_rank_refuses_no_rank_has(culprit, wrong, name):
+    found = values(2, refused_communicator, culprit, wrong)
+    for rank, (kind, text, soon, sums) in enumerate(found):
+        assert (kind, soon, sums) == ("InvalidArgumentError", True, [2.0] * 3), found
+        assert name in text and (rank == culprit or f"rank {culprit} failed" in text), found
+
+
 class _Dummy:
     """Nobody asks a store for anything before it is known who is there."""
 

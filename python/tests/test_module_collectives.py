@@ -162,11 +162,22 @@ def test_calls_that_make_no_sense_are_refused():
     for wrong in ("a name", 7, object()):
         with pytest.raises(symmpool.InvalidArgumentError, match="group"):
             symmpool.all_reduce(x, group=wrong)
+    for wrong in (3, None):
+        with pytest.raises(symmpool.InvalidArgumentError, match=f"{wrong} is no pool"):
+            symmpool.forget(wrong)
+        with pytest.raises(symmpool.InvalidArgumentError, match=f"{wrong} is no pool"):
+            symmpool.use_pool(wrong)
+    with pytest.raises(symmpool.InvalidArgumentError, match="input_split_sizes: 2 of them"):
+        symmpool.all_to_all_single(x, x.copy(), np.array([2, 2]), np.array([2, 2]), group)
+    swapped = np.zeros(4, np.float32)
+    symmpool.all_to_all_single(swapped, x, np.array([4]), np.array([4]), group)
+    symmpool.all_to_all_single(swapped, x, [], (), group)
+    assert swapped.tolist() == x.tolist()
     with pytest.raises(symmpool.InvalidArgumentError, match="src"):
         symmpool.broadcast(x, group=group)
     with pytest.raises(symmpool.InvalidArgumentError, match="src"):
         symmpool.broadcast(x, 0, group, group_src=0)
-    for device in ("tpu:0", "cpu:1", "cpu:", "cuda:x"):
+    for device in ("tpu:0", "cpu:1", "cpu:", "cuda:x", "cuda:²"):
         for call in (symmpool.communicator, lambda group, device: symmpool.barrier(group, device=device)):
             with pytest.raises(symmpool.InvalidArgumentError, match=f"device.*{device}"):
                 call(group, device)

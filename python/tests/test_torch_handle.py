@@ -4,6 +4,7 @@ import ctypes
 import gc
 import time
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -114,6 +115,10 @@ def test_nonsense_is_refused():
         (0, (1,), torch.float32, -1),
         (1, (1,), torch.float32),
         (0, (-1,), torch.float32),
+        (0, 3, torch.float32),
+        (0, (1.5,), torch.float32),
+        (0, (1,), "float32"),
+        ("0", (1,), torch.float32),
     ]:
         with pytest.raises(symmpool.InvalidArgumentError):
             handle.get_buffer(*arguments)
@@ -122,6 +127,15 @@ def test_nonsense_is_refused():
             handle.put_signal(*wrong)
     with pytest.raises(symmpool.InvalidArgumentError, match="timeout_ms"):
         handle.wait_signal(0, 0, -1)
+    for wrong in ("x", float("nan")):
+        with pytest.raises(symmpool.InvalidArgumentError, match="timeout_ms"):
+            handle.barrier(1, wrong)
+    for wrong in (16, -1, "x"):
+        with pytest.raises(symmpool.InvalidArgumentError, match="channel"):
+            handle.barrier(wrong)
+    with pytest.raises(symmpool.InvalidArgumentError, match="sizes"):
+        handle.get_signal_pad(0, 4)
+    assert handle.get_buffer(numpy.int64(0), [numpy.int64(10)], torch.float32).shape == (10,)
     with pytest.raises(symmpool.InvalidArgumentError, match="not all in windows"):
         pool.peer_ptr(0, 12345, 8)
 
