@@ -6,7 +6,9 @@ Needs no torch: names of its process groups are looked up where the program has 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
+import threading
 import weakref
 from typing import Any
 
@@ -19,6 +21,9 @@ __all__ = ["decline", "group_of", "name_of", "resolved", "root_of", "sizes_or_no
 # Groups that are none of torch's, by the names that they were given.
 _named: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+# A number is given once: what was compiled for a group that is gone finds no other.
+_numbers = itertools.count()
+_lock = threading.Lock()
 
 
 def name_of(group: Any) -> str:
@@ -27,12 +32,11 @@ def name_of(group: Any) -> str:
     if group is None:
         return ""
     if isinstance(group, (Group, Pool)):
-        name = _names.get(group)
-        if name is None:
-            name = _names[group] = f"symmpool:{len(_names)}"
-            while name in _named:
-                name = _names[group] = f"{name}'"
-            _named[name] = group
+        with _lock:
+            name = _names.get(group)
+            if name is None:
+                name = f"symmpool:{next(_numbers)}"
+                _names[group], _named[name] = name, group
         return name
     if not hasattr(group, "group_name"):
         raise InvalidArgumentError(f"group: {group!r} has no name that operators could know it by")

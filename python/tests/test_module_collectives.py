@@ -204,6 +204,29 @@ def test_a_group_is_known_by_its_name_everywhere():
             symmpool.communicator(wrong)
 
 
+def test_names_of_groups_are_given_once():
+    groups = symmpool.Group.in_process(64)
+    found = [[None] * 4 for _ in groups]
+
+    def name(at):
+        for number, group in enumerate(groups):
+            found[number][at] = group.group_name
+
+    threads = [threading.Thread(target=name, args=(at,)) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    first = {names[0] for names in found}
+    assert all(len(set(names)) == 1 for names in found) and len(first) == 64
+    del groups
+    gc.collect()
+    with pytest.raises(symmpool.InvalidArgumentError, match="any more"):
+        symmpool.communicator(found[0][0])
+    (later,) = symmpool.Group.in_process(1)
+    assert later.group_name not in first
+
+
 def test_on_the_cpu_there_is_nothing_to_mark():
     (group,) = symmpool.Group.in_process(1)
     comm = symmpool.Communicator(symmpool.Pool(group, "cpu"))

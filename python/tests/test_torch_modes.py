@@ -71,6 +71,7 @@ def test_make_fx_records_barriers_and_calls_that_are_not_waited_for():
     assert found == ["symmpool.all_reduce_.default", *["symmpool.barrier_.default"] * 2]
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_modes_see_calls_on_tensors_and_others_are_made():
     import numpy as np
 
