@@ -142,6 +142,18 @@ impl Communicator {
         })
     }
 
+    /// Stands in for making one where the caller has found its own options wrong: the other ranks hear of
+    /// it in the commit that makes theirs. Returns what to report, which is `why`.
+    #[cold]
+    pub fn refuse(pool: &Pool, why: Error) -> Error {
+        if let Ok(lane) = pool.lane(CONTROL_LANE) {
+            lane.note_failure(&why);
+            // What else is amiss is less than what this rank does wrong.
+            let _ = pool.commit();
+        }
+        why
+    }
+
     fn in_host_memory(
         pool: &Pool,
         options: &CommunicatorOptions,

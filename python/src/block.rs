@@ -12,6 +12,7 @@ use crate::convert::{Device, long_name};
 use crate::dlpack::{self, Description};
 use crate::errors::{OrRaise, exception};
 use crate::memory::Memory;
+use crate::number::Number;
 
 /// Symmetric memory of a pool with a shape and an element type: at the same offset on every rank.
 ///
@@ -102,7 +103,8 @@ impl Block {
     /// Where `rank`'s copy of the first byte lies in this process. It can be followed once the
     /// memory is a window (see `Pool.is_window`). Raises InvalidArgumentError for a rank that the
     /// pool does not have.
-    fn peer_ptr(&self, py: Python<'_>, rank: u32) -> PyResult<usize> {
+    fn peer_ptr(&self, py: Python<'_>, rank: Number<u32>) -> PyResult<usize> {
+        let rank = rank.or_raise(py, "rank")?;
         Ok(self.memory.block().peer_ptr(rank).or_raise(py)? as usize + self.begin)
     }
 

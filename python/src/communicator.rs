@@ -5,12 +5,14 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
+use symmpool_allocator::Error;
 use symmpool_collectives::{CommunicatorOptions, ReduceOp, SplitRows, SplitsAt};
 
 use crate::arguments::{Argument, Calls, Counts, rows_of};
 use crate::convert::{self, Device};
-use crate::errors::{OrRaise, exception, seconds};
+use crate::errors::{OrRaise, exception};
 use crate::mark::Mark;
+use crate::number::Number;
 use crate::operation;
 use crate::own::Own;
 use crate::pool::Pool;
@@ -19,7 +21,8 @@ use crate::row_exchange::RowExchange;
 use crate::{site, tensor};
 
 /// Collectives between the ranks of a pool. Making one is collective: all ranks make theirs in the
-/// same order; it commits the pool.
+/// same order; it commits the pool. Where one rank's options are wrong the others hear of it; what
+/// they were given goes back by `Pool.resync`.
 ///
 /// Every rank makes the same calls, in the same order. A rank that calls something else is told,
 /// as is every other (DivergedError). A rank whose own arguments are wrong raises
@@ -61,37 +64,49 @@ pub(crate) struct Communicator {
 #[pymethods]
 impl Communicator {
     #[new]
-    #[pyo3(signature = (
-        pool, *, timeout = 30.0, algorithm = "auto", all_to_all = "auto", scratch_bytes = None,
-        concurrent = 1
-    ))]
+    #[pyo3(
+        signature = (
+            pool, *, timeout = Number::of(30.0), algorithm = "auto", all_to_all = "auto",
+            scratch_bytes = None, concurrent = Number::of(1)
+        ),
+        text_signature = "(pool, *, timeout=30.0, algorithm='auto', all_to_all='auto', \
+                          scratch_bytes=None, concurrent=1)"
+    )]
     fn new(
         py: Python<'_>,
         pool: &Bound<'_, Pool>,
-        timeout: f64,
+        timeout: Number<f64>,
         algorithm: &str,
         all_to_all: &str,
-        scratch_bytes: Option<u64>,
-        concurrent: u32,
+        scratch_bytes: Option<Number<u64>>,
+        concurrent: Number<u32>,
     ) -> PyResult<Self> {
         let pool = pool.get();
         pool.pool.check("a pool").or_raise(py)?;
-        let algorithm = convert::algorithm(py, algorithm)?;
-        let all_to_all = convert::all_to_all_algorithm(py, all_to_all)?;
-        let defaults = CommunicatorOptions::default();
-        let mut options = CommunicatorOptions {
-            timeout: seconds(py, "timeout", timeout)?,
-            algorithm,
-            all_to_all,
-            concurrent,
-            ..defaults
-        };
-        match (pool.device, scratch_bytes) {
-            (Device::Cpu, Some(bytes)) => options.scratch_bytes = bytes,
-            (Device::Cuda(_), Some(bytes)) => options.device_scratch_bytes = bytes,
-            (_, None) => {}
-        }
         let on = &*pool.pool;
+        let read = || {
+            let bytes =
+                scratch_bytes.map(|bytes| bytes.or_raise(py, "scratch_bytes")).transpose()?;
+            let mut options = CommunicatorOptions {
+                timeout: timeout.seconds(py, "timeout")?,
+                algorithm: convert::algorithm(py, algorithm)?,
+                all_to_all: convert::all_to_all_algorithm(py, all_to_all)?,
+                concurrent: concurrent.or_raise(py, "concurrent")?,
+                ..CommunicatorOptions::default()
+            };
+            match (pool.device, bytes) {
+                (Device::Cpu, Some(bytes)) => options.scratch_bytes = bytes,
+                (Device::Cuda(_), Some(bytes)) => options.device_scratch_bytes = bytes,
+                (_, None) => {}
+            }
+            PyResult::Ok(options)
+        };
+        let options = read().inspect_err(|error| {
+            let why = error.value(py).to_string();
+            let why = Error::invalid_argument(why.trim_start_matches("symmpool: "));
+            py.detach(|| symmpool_collectives::Communicator::refuse(on, why));
+        })?;
+        let algorithm = options.algorithm;
         let make = || symmpool_collectives::Communicator::with_options(on, &options);
         let comm = Own::new(Arc::new(site::detach(py, make).or_raise(py)?));
         let calls = Arc::new(Calls { comm, device: pool.device });
@@ -201,19 +216,20 @@ impl Communicator {
     }
 
     /// Copies rank `src`'s `tensor` into every other rank's.
-    #[pyo3(signature = (tensor, src = 0, stream = None))]
+    #[pyo3(
+        signature = (tensor, src = Number::of(0), stream = None),
+        text_signature = "($self, tensor, src=0, stream=None)"
+    )]
     fn broadcast(
         &self,
         py: Python<'_>,
         tensor: Argument<'_, '_>,
-        src: i64,
+        src: Number<u32>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
         let arguments = || {
-            let src = u32::try_from(src).map_err(|_| {
-                Refusal::Invalid(format!("src: rank {src} of {} ranks", self.calls.comm.world()))
-            })?;
+            let src = src.or_refuse("src")?;
             Ok((self.calls.read("tensor", tensor, src != self.calls.comm.rank())?, src))
         };
         let (tensor, src) = self.calls.or_decline(py, stream, arguments())?;
@@ -377,7 +393,7 @@ impl Communicator {
     fn row_exchange(
         &self,
         py: Python<'_>,
-        rows: u64,
+        rows: Number<u64>,
         row_shape: &Bound<'_, PyAny>,
         dtype: &Bound<'_, PyAny>,
     ) -> PyResult<RowExchange> {
@@ -395,14 +411,18 @@ impl Communicator {
     /// Signals `peer` on a channel from 0 to 15. What this thread, or `stream`, did before is visible
     /// to the peer once its `wait` has taken the signal. Signals are counted; they may run ahead of
     /// the waits. No collective: only the two ranks take part.
-    #[pyo3(signature = (peer, channel = 0, stream = None))]
+    #[pyo3(
+        signature = (peer, channel = Number::of(0), stream = None),
+        text_signature = "($self, peer, channel=0, stream=None)"
+    )]
     fn signal(
         &self,
         py: Python<'_>,
-        peer: u32,
-        channel: u32,
+        peer: Number<u32>,
+        channel: Number<u32>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
+        let (peer, channel) = (peer.or_raise(py, "peer")?, channel.or_raise(py, "channel")?);
         let stream = tensor::stream(py, self.calls.device, stream)?;
         self.calls.run(py, || self.calls.comm.signal(peer, channel, &stream))
     }
@@ -411,16 +431,22 @@ impl Communicator {
     /// this thread waits; on CUDA `stream` does. At most `timeout` seconds; then TimeoutError: on
     /// the CPU at once, and the communicator can be used on; on CUDA from a later call, and it is
     /// closed.
-    #[pyo3(signature = (peer, channel = 0, timeout = 30.0, stream = None))]
+    #[pyo3(
+        signature = (
+            peer, channel = Number::of(0), timeout = Number::of(30.0), stream = None
+        ),
+        text_signature = "($self, peer, channel=0, timeout=30.0, stream=None)"
+    )]
     fn wait(
         &self,
         py: Python<'_>,
-        peer: u32,
-        channel: u32,
-        timeout: f64,
+        peer: Number<u32>,
+        channel: Number<u32>,
+        timeout: Number<f64>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
-        let timeout = seconds(py, "timeout", timeout)?;
+        let (peer, channel) = (peer.or_raise(py, "peer")?, channel.or_raise(py, "channel")?);
+        let timeout = timeout.seconds(py, "timeout")?;
         let stream = tensor::stream(py, self.calls.device, stream)?;
         self.calls.run(py, || self.calls.comm.wait(peer, channel, timeout, &stream))
     }
@@ -428,15 +454,19 @@ impl Communicator {
     /// Waits for every other rank to come to the same barrier on a channel, where it is in no order with
     /// collectives. At most `timeout` seconds; then TimeoutError as in `wait`. On the CPU the barrier is
     /// not over then: the next call on the channel goes on with it.
-    #[pyo3(signature = (channel, timeout = 30.0, stream = None))]
+    #[pyo3(
+        signature = (channel, timeout = Number::of(30.0), stream = None),
+        text_signature = "($self, channel, timeout=30.0, stream=None)"
+    )]
     fn barrier_on(
         &self,
         py: Python<'_>,
-        channel: u32,
-        timeout: f64,
+        channel: Number<u32>,
+        timeout: Number<f64>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
-        let timeout = seconds(py, "timeout", timeout)?;
+        let channel = channel.or_raise(py, "channel")?;
+        let timeout = timeout.seconds(py, "timeout")?;
         let stream = tensor::stream(py, self.calls.device, stream)?;
         self.calls.run(py, || self.calls.comm.barrier_on(channel, timeout, &stream))
     }

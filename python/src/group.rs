@@ -6,7 +6,8 @@ use pyo3::prelude::*;
 use symmpool_allocator::store::FileStore;
 use symmpool_allocator::{Deadline, Error};
 
-use crate::errors::{OrRaise, invalid, is_interrupted, seconds};
+use crate::errors::{OrRaise, invalid, is_interrupted};
+use crate::number::Number;
 use crate::own::Own;
 use crate::store::PythonStore;
 
@@ -39,16 +40,20 @@ impl Group {
 #[pymethods]
 impl Group {
     #[new]
-    #[pyo3(signature = (rank, world, address, *, secret = None, timeout = 300.0))]
+    #[pyo3(
+        signature = (rank, world, address, *, secret = None, timeout = Number::of(300.0)),
+        text_signature = "(rank, world, address, *, secret=None, timeout=300.0)"
+    )]
     fn new(
         py: Python<'_>,
-        rank: u32,
-        world: u32,
+        rank: Number<u32>,
+        world: Number<u32>,
         address: &str,
         secret: Option<&str>,
-        timeout: f64,
+        timeout: Number<f64>,
     ) -> PyResult<Self> {
-        let timeout = seconds(py, "timeout", timeout)?;
+        let (rank, world) = (rank.or_raise(py, "rank")?, world.or_raise(py, "world")?);
+        let timeout = timeout.seconds(py, "timeout")?;
         let meet = || match address.strip_prefix("file://") {
             Some(_) if secret.is_some() => {
                 Err(Error::invalid_argument("secret: a store in files is guarded by their modes"))
@@ -72,9 +77,12 @@ impl Group {
     /// where they are set. Rank 0 serves the store on MASTER_PORT, or on the port after it when
     /// torchrun's own store holds that one.
     #[staticmethod]
-    #[pyo3(signature = (*, timeout = 300.0))]
-    fn from_env(py: Python<'_>, timeout: f64) -> PyResult<Self> {
-        let timeout = seconds(py, "timeout", timeout)?;
+    #[pyo3(
+        signature = (*, timeout = Number::of(300.0)),
+        text_signature = "(*, timeout=300.0)"
+    )]
+    fn from_env(py: Python<'_>, timeout: Number<f64>) -> PyResult<Self> {
+        let timeout = timeout.seconds(py, "timeout")?;
         let meet = || symmpool_allocator::Group::from_env(Deadline::after(timeout));
         let group = py.detach(meet).or_raise(py)?;
         Ok(Self::of(group.with_timeout(timeout)))
@@ -82,9 +90,13 @@ impl Group {
 
     /// `world` groups of one process, in rank order, for a thread each.
     #[staticmethod]
-    #[pyo3(signature = (world, *, timeout = 300.0))]
-    fn in_process(py: Python<'_>, world: u32, timeout: f64) -> PyResult<Vec<Self>> {
-        let timeout = seconds(py, "timeout", timeout)?;
+    #[pyo3(
+        signature = (world, *, timeout = Number::of(300.0)),
+        text_signature = "(world, *, timeout=300.0)"
+    )]
+    fn in_process(py: Python<'_>, world: Number<u32>, timeout: Number<f64>) -> PyResult<Vec<Self>> {
+        let world = world.or_raise(py, "world")?;
+        let timeout = timeout.seconds(py, "timeout")?;
         if world > 4096 {
             return Err(invalid(py, format!("world={world}: at most 4096 threads meet")));
         }
@@ -97,16 +109,20 @@ impl Group {
     /// ones, equal on all ranks. Pools take a process group, or `(store, rank, world)`, by
     /// themselves: this is for names and timeouts of one's own.
     #[staticmethod]
-    #[pyo3(signature = (store, rank, world, *, name = "symmpool", timeout = 300.0))]
+    #[pyo3(
+        signature = (store, rank, world, *, name = "symmpool", timeout = Number::of(300.0)),
+        text_signature = "(store, rank, world, *, name='symmpool', timeout=300.0)"
+    )]
     fn from_store(
         py: Python<'_>,
         store: &Bound<'_, PyAny>,
-        rank: u32,
-        world: u32,
+        rank: Number<u32>,
+        world: Number<u32>,
         name: &str,
-        timeout: f64,
+        timeout: Number<f64>,
     ) -> PyResult<Self> {
-        let timeout = seconds(py, "timeout", timeout)?;
+        let (rank, world) = (rank.or_raise(py, "rank")?, world.or_raise(py, "world")?);
+        let timeout = timeout.seconds(py, "timeout")?;
         let adapter = py.import("symmpool.store")?.getattr("StoreAdapter")?.call1((store,))?;
         let store = Arc::new(PythonStore::new(adapter.unbind()));
         let group = symmpool_allocator::Group::new(rank, world, store).or_raise(py)?;
@@ -135,6 +151,13 @@ impl Group {
     #[getter]
     fn timeout(&self) -> f64 {
         self.group.timeout().as_secs_f64()
+    }
+
+    /// What torch's operators, and module-level calls, know it by: text, the same for as long as the
+    /// group is there.
+    #[getter]
+    fn group_name<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().import("symmpool.named")?.call_method1("name_of", (slf,))
     }
 
     fn __repr__(&self) -> String {

@@ -10,6 +10,7 @@
 //! | `dlpack` | the structures of the DLPack protocol, and capsules of them |
 //! | `exchange` | DLPack's table of C functions, through which torch's tensors are read |
 //! | `arguments` | what calls of a communicator are given, checked |
+//! | `number` | counts, ranks, addresses and times, or which argument is none |
 //! | `tensor`, `ndarray` | where tensors of torch and arrays of numpy lie, read cheaply |
 //! | `reading` | what that gives: addresses, counts and types, or why it is refused |
 //! | `convert` | names of types, algorithms and devices |
@@ -36,6 +37,7 @@ mod machine;
 mod mark;
 mod memory;
 mod ndarray;
+mod number;
 mod operation;
 mod own;
 mod pool;

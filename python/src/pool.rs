@@ -15,9 +15,10 @@ use symmpool_collectives::DType;
 use crate::block::Block;
 use crate::convert::{self, Device};
 use crate::dlpack::{self, Description};
-use crate::errors::{OrRaise, invalid, seconds};
+use crate::errors::{OrRaise, invalid};
 use crate::group::group_of;
 use crate::memory::Memory;
+use crate::number::Number;
 use crate::own::Own;
 use crate::{site, tensor};
 
@@ -58,7 +59,11 @@ fn driver(name: Option<&str>) -> Result<(Driver, Device)> {
         (Driver::new(driver), device)
     };
     match name {
-        Some("cpu") => Ok((Driver::host()?, Device::Cpu)),
+        // As torch names the one CPU there is.
+        Some("cpu" | "cpu:0") => Ok((Driver::host()?, Device::Cpu)),
+        Some(name) if name.starts_with("cpu:") => Err(Error::invalid_argument(format!(
+            "device: {name:?}: the CPU is one device here; pass \"cpu\""
+        ))),
         Some("cuda") => CudaDriver::from_env().map(cuda),
         Some(name) => {
             let ordinal = name.strip_prefix("cuda:").and_then(|ordinal| ordinal.parse().ok());
@@ -96,22 +101,24 @@ impl Pool {
         py: Python<'py>,
         group: Option<&Bound<'py, PyAny>>,
         device: Option<&Bound<'py, PyAny>>,
-        stride: Option<u64>,
-        timeout: Option<f64>,
+        stride: Option<Number<u64>>,
+        timeout: Option<Number<f64>>,
         allow_shared_device: bool,
         window_policy: Option<&str>,
     ) -> PyResult<Bound<'py, Self>> {
-        let limit = timeout.map(|timeout| seconds(py, "timeout", timeout)).transpose();
+        let limit = timeout.map(|timeout| timeout.seconds(py, "timeout")).transpose();
+        let known = limit.as_ref().ok().copied().flatten().map(|limit| limit.as_secs_f64());
         // The group comes first: whatever else is refused, its other ranks are told.
-        let of = group_of(py, group, timeout.filter(|_| limit.is_ok()))?;
+        let of = group_of(py, group, known)?;
         let asked = || {
             // A torch.device reads as its name.
             let name = device.map(|device| device.str()?.extract::<String>()).transpose()?;
             let name = tensor::current_device(py, name)?;
+            let stride = stride.map(|stride| stride.or_raise(py, "stride")).transpose()?;
             let policy = window_policy.map(WindowPolicy::from_name).transpose().or_raise(py)?;
-            PyResult::Ok((name, limit?, policy))
+            PyResult::Ok((name, stride, limit?, policy))
         };
-        let (name, deadline, policy) = match asked() {
+        let (name, stride, deadline, policy) = match asked() {
             Ok(asked) => asked,
             Err(why) => return Err(decline(py, of, why)),
         };
@@ -137,7 +144,7 @@ impl Pool {
         };
         let made = Bound::new(py, py.detach(build).or_raise(py)?)?;
         // Collectives of the package look for the pools of a group.
-        py.import("symmpool.groups")?.call_method1("made", (&made, group))?;
+        py.import("symmpool.groups")?.call_method1("made", (&made, group, known))?;
         Ok(made)
     }
 
@@ -255,10 +262,11 @@ impl Pool {
     fn reserve(
         &self,
         py: Python<'_>,
-        bytes: u64,
+        bytes: Number<u64>,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         self.check(py)?;
+        let bytes = bytes.or_raise(py, "bytes")?;
         let stream = tensor::stream(py, self.device, stream)?;
         let reserve = || self.pool.default_lane().reserve_on(bytes, stream);
         site::detach(py, reserve).or_raise(py)
@@ -392,34 +400,27 @@ impl Pool {
     /// Whether a tensor's memory is the pool's on this rank, window or not.
     fn holds(&self, tensor: &Bound<'_, PyAny>) -> bool {
         let read = tensor::read("tensor", tensor, self.device, false);
-        read.is_ok_and(|read| self.owns(read.address as u64))
+        read.is_ok_and(|read| self.has(read.address as u64))
     }
 
     /// Whether an address is in this rank's own slot of the pool's heap.
-    fn owns(&self, address: u64) -> bool {
-        let found = self.pool.layout().locate(address);
-        found.is_some_and(|(slot, _)| slot == self.pool.rank())
+    fn owns(&self, py: Python<'_>, address: Number<u64>) -> PyResult<bool> {
+        Ok(self.has(address.or_raise(py, "address")?))
     }
 
     /// Where `rank` has what this rank has at `address`: in this process, for whoever reaches the
     /// pool's memory. Raises InvalidArgumentError unless all `bytes` bytes from there are in
     /// windows.
-    fn peer_ptr(&self, py: Python<'_>, rank: u32, address: u64, bytes: u64) -> PyResult<u64> {
-        if !self.pool.windows().covers(address, bytes) {
-            return Err(invalid(
-                py,
-                format!(
-                    "{bytes} bytes at {address:#x} are not all in windows; allocate them in the \
-                     pool, and commit it"
-                ),
-            ));
-        }
-        let layout = self.pool.layout();
-        match layout.locate(address) {
-            Some((slot, _)) if slot == self.pool.rank() => {}
-            _ => return Err(invalid(py, format!("{address:#x} is not in this rank's own slot"))),
-        }
-        layout.peer(rank, address).or_raise(py)
+    fn peer_ptr(
+        &self,
+        py: Python<'_>,
+        rank: Number<u32>,
+        address: Number<u64>,
+        bytes: Number<u64>,
+    ) -> PyResult<u64> {
+        let rank = rank.or_raise(py, "rank")?;
+        let (address, bytes) = (address.or_raise(py, "address")?, bytes.or_raise(py, "bytes")?);
+        self.peer(py, rank, address, bytes)
     }
 
     /// A DLPack capsule of bytes that `rank` has where this rank has `bytes` bytes from `address`
@@ -427,12 +428,14 @@ impl Pool {
     fn peer_bytes<'py>(
         &self,
         py: Python<'py>,
-        rank: u32,
-        address: u64,
-        bytes: u64,
+        rank: Number<u32>,
+        address: Number<u64>,
+        bytes: Number<u64>,
         owner: Py<PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let address = self.peer_ptr(py, rank, address, bytes)?;
+        let rank = rank.or_raise(py, "rank")?;
+        let (address, bytes) = (address.or_raise(py, "address")?, bytes.or_raise(py, "bytes")?);
+        let address = self.peer(py, rank, address, bytes)?;
         let description = Description {
             address: address as usize,
             device: self.device,
@@ -460,6 +463,13 @@ impl Pool {
         self.device.name()
     }
 
+    /// What torch's operators, and module-level calls, know it by: text, the same for as long as the
+    /// pool is there.
+    #[getter]
+    fn group_name<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().import("symmpool.named")?.call_method1("name_of", (slf,))
+    }
+
     fn __repr__(&self) -> String {
         let (rank, world) = (self.rank(), self.world());
         format!("symmpool.Pool(rank={rank}, world={world}, device={:?})", self.device.name())
@@ -469,6 +479,30 @@ impl Pool {
 impl Pool {
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         self.pool.check("a pool").or_raise(py)
+    }
+
+    fn has(&self, address: u64) -> bool {
+        let found = self.pool.layout().locate(address);
+        found.is_some_and(|(slot, _)| slot == self.pool.rank())
+    }
+
+    /// As `peer_ptr`.
+    fn peer(&self, py: Python<'_>, rank: u32, address: u64, bytes: u64) -> PyResult<u64> {
+        if !self.pool.windows().covers(address, bytes) {
+            return Err(invalid(
+                py,
+                format!(
+                    "{bytes} bytes at {address:#x} are not all in windows; allocate them in the \
+                     pool, and commit it"
+                ),
+            ));
+        }
+        let layout = self.pool.layout();
+        match layout.locate(address) {
+            Some((slot, _)) if slot == self.pool.rank() => {}
+            _ => return Err(invalid(py, format!("{address:#x} is not in this rank's own slot"))),
+        }
+        layout.peer(rank, address).or_raise(py)
     }
 
     /// The NCCL communicator of a process group.

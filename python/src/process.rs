@@ -4,11 +4,16 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use symmpool::process;
 
+use crate::number::Number;
 use crate::slot::Slot;
 
 /// A device's numbers in the process's allocator, or None if nothing was allocated there.
 #[pyfunction]
-pub(crate) fn process_stats(py: Python<'_>, device: usize) -> PyResult<Option<Bound<'_, PyDict>>> {
+pub(crate) fn process_stats(
+    py: Python<'_>,
+    device: Number<usize>,
+) -> PyResult<Option<Bound<'_, PyDict>>> {
+    let device = device.or_raise(py, "device")?;
     let Some(stats) = process::stats(device) else { return Ok(None) };
     let dict = PyDict::new(py);
     let numbers = [
@@ -31,8 +36,9 @@ pub(crate) fn process_stats(py: Python<'_>, device: usize) -> PyResult<Option<Bo
 
 /// Forgets the peaks of a device so far.
 #[pyfunction]
-pub(crate) fn process_reset_peaks(device: usize) {
-    process::reset_peaks(device);
+pub(crate) fn process_reset_peaks(py: Python<'_>, device: Number<usize>) -> PyResult<()> {
+    process::reset_peaks(device.or_raise(py, "device")?);
+    Ok(())
 }
 
 /// Where a thread's allocations went before they were sent elsewhere.

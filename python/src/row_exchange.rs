@@ -14,6 +14,7 @@ use crate::block::Block;
 use crate::convert::{self, long_name};
 use crate::errors::{OrRaise, invalid};
 use crate::memory::Memory;
+use crate::number::Number;
 use crate::own::Own;
 use crate::pool::dimensions;
 use crate::reading::{Refusal, Tensor};
@@ -53,10 +54,11 @@ impl RowExchange {
     pub(crate) fn new(
         py: Python<'_>,
         calls: &Arc<Calls>,
-        rows: u64,
+        rows: Number<u64>,
         row_shape: &Bound<'_, PyAny>,
         dtype: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
+        let rows = rows.or_raise(py, "rows")?;
         let lengths = dimensions(row_shape)?;
         let row = lengths.iter().try_fold(1_usize, |row, length| {
             usize::try_from(*length).ok().and_then(|length| row.checked_mul(length))

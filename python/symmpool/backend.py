@@ -265,8 +265,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         function = getattr(seat.comm, call)
         if getattr(opts, "asyncOp", True):
             return TorchWork(seat.begin(function, arguments, results), finish)
-        seat.settle()
-        function(*arguments)
+        seats.run(seat, function, arguments, results, False)
         if finish is not None:
             finish()
         return DoneWork(results, results[0].device)

@@ -3,13 +3,19 @@
 Which communicator serves a call follows from the group that it names: see `symmpool.seats`. A process
 group of torch may also be given by its name.
 
+No gradient flows through these calls: `symmpool.ops` has those with gradients. Where one writes to a
+tensor that requires grad, and a gradient comes back by way of that, torch warns, as it does after a call of
+torch.distributed. Modes of torch see calls on its tensors as operators of `torch.ops.symmpool`, so
+`make_fx` records them; under `torch.compile` they become operators too, but for `barrier`, which ends a
+graph.
+
 With `async_op=True` a call returns a `symmpool.work.Work` at once: on CUDA it runs on a stream of its own,
 on the CPU in a thread of its own. Calls keep their order all the same: one that follows waits for
 those before, as collectives of one group must run in the same order on every rank.
 
 A call waits for a late rank as long as the timeout of the group that it names, or that the pool is on,
-when its communicator is made; 30 s where that is not known, as for a pool on `(store, rank, world)`.
-Then it raises TimeoutError.
+when its communicator is made; on a pool made of `(store, rank, world)`, as long as the pool's `timeout`
+or else the store's. 30 s where none is known. Then it raises TimeoutError.
 """
 
 from __future__ import annotations
@@ -17,9 +23,9 @@ from __future__ import annotations
 from typing import Any
 
 from symmpool import groups, seats
-from symmpool.errors import InvalidArgumentError, TimeoutError  # noqa: A004
-from symmpool.named import decline, group_of, root_of
-from symmpool.seats import Seat, communicator, forget, looked_up
+from symmpool.errors import TimeoutError  # noqa: A004
+from symmpool.named import root_of, sizes_or_none
+from symmpool.seats import communicator, forget, looked_up
 
 __all__ = [
     "all_gather_into_tensor",
@@ -42,23 +48,26 @@ def all_reduce(
 
     Tensors are contiguous, of torch, numpy or this package; see `Communicator` for their types and
     for errors."""
-    if seats.compiling():
+    if seats.compiling() or (
+        seats.modes._is_in_torch_dispatch_mode and seats.is_seen(tensor, group)
+    ):
         from symmpool import ops
 
         return ops.traced_all_reduce(tensor, op, group, async_op, out)
     try:
-        # As `seats.find` does: this call is made the most, and a frame more would be felt.
+        # As `seats.find_to_write` does: this call is made the most, and a frame more would be felt.
         at = id(seats.torch_world._default_pg if group is None else group)
-        seat: Seat | None = looked_up[tensor.get_device()][at]
+        seat = looked_up[tensor.get_device()][at]
+        if (tensor if out is None else out).requires_grad:
+            seats.watch(tensor if out is None else out)
     except (AttributeError, KeyError):
-        if isinstance(group, (str, tuple)):
-            group = group_of(group)
         seat = seats.find(tensor, group)
-    if seat is None:
-        return None
+        if seat is None:
+            return None
+        if getattr(tensor if out is None else out, "requires_grad", False):
+            seats.watch(tensor if out is None else out)
     if async_op:
-        results = [tensor if out is None else out]
-        return seat.begin(seat.comm.all_reduce, (tensor, op, out), results)
+        return seat.begin(seat.comm.all_reduce, (tensor, op, out), [tensor if out is None else out])
     if seat.tail is not None:
         seat.settle()
     try:
@@ -72,13 +81,13 @@ def reduce_scatter_tensor(
     output: Any, input: Any, op: Any = "sum", group: Any = None, async_op: bool = False
 ) -> Any:
     """Reduces part r of every rank's `input` into rank r's `output`. Otherwise as `all_reduce`."""
-    if seats.compiling():
+    if seats.compiling() or (
+        seats.modes._is_in_torch_dispatch_mode and seats.is_seen(output, group)
+    ):
         from symmpool import ops
 
         return ops.traced_reduce_scatter(output, input, op, group, async_op)
-    if isinstance(group, (str, tuple)):
-        group = group_of(group)
-    seat = seats.find(output, group)
+    seat = seats.find_to_write(output, group)
     if seat is None:
         return None
     return seats.run(seat, seat.comm.reduce_scatter, (output, input, op), [output], async_op)
@@ -89,13 +98,13 @@ def all_gather_into_tensor(
 ) -> Any:
     """Copies rank r's `input_tensor` to part r of every rank's `output_tensor`. Otherwise as
     `all_reduce`, but elements may be of any type that `Communicator` moves."""
-    if seats.compiling():
+    if seats.compiling() or (
+        seats.modes._is_in_torch_dispatch_mode and seats.is_seen(output_tensor, group)
+    ):
         from symmpool import ops
 
         return ops.traced_all_gather(output_tensor, input_tensor, group, async_op)
-    if isinstance(group, (str, tuple)):
-        group = group_of(group)
-    seat = seats.find(output_tensor, group)
+    seat = seats.find_to_write(output_tensor, group)
     if seat is None:
         return None
     arguments = (output_tensor, input_tensor)
@@ -115,18 +124,17 @@ def all_to_all_single(
     in all leave a rank, outputs in a pool's memory lie at one offset on all ranks: they are allocated in
     the same order everywhere, or SYMMPOOL_ALL_TO_ALL=direct is set. Otherwise as `all_reduce`, but
     elements may be of any type that `Communicator` moves."""
-    if seats.compiling():
+    if seats.compiling() or (
+        seats.modes._is_in_torch_dispatch_mode and seats.is_seen(output, group)
+    ):
         from symmpool import ops
 
         sizes = (output_split_sizes, input_split_sizes)
         return ops.traced_all_to_all(output, input, sizes, group, async_op)
-    if isinstance(group, (str, tuple)):
-        group = group_of(group)
-    seat = seats.find(output, group)
+    seat = seats.find_to_write(output, group)
     if seat is None:
         return None
-    # torch writes "none" as an empty list, too.
-    arguments = (output, input, output_split_sizes or None, input_split_sizes or None)
+    arguments = (output, input, sizes_or_none(output_split_sizes), sizes_or_none(input_split_sizes))
     return seats.run(seat, seat.comm.all_to_all_single, arguments, [output], async_op)
 
 
@@ -141,35 +149,38 @@ def broadcast(
     """Copies rank `src`'s `tensor` into every other rank's. On a process group of torch `src` is a
     rank of the default group, as in torch, and `group_src` one of `group`; elsewhere they are the
     same. Otherwise as `all_gather_into_tensor`."""
-    if seats.compiling():
+    if seats.compiling() or (
+        seats.modes._is_in_torch_dispatch_mode and seats.is_seen(tensor, group)
+    ):
         from symmpool import ops
 
         return ops.traced_broadcast(tensor, src, group, group_src, async_op)
-    if isinstance(group, (str, tuple)):
-        group = group_of(group)
-    seat = seats.find(tensor, group)
+    seat = seats.find_to_write(tensor, group)
     if seat is None:
         return None
-    try:
-        root = root_of(group, src, group_src)
-    except InvalidArgumentError:
-        decline(seat, seat.comm.broadcast, tensor, -1)
-        raise
+    root = root_of(seat, tensor, group, src, group_src)
     return seats.run(seat, seat.comm.broadcast, (tensor, root), [tensor], async_op)
 
 
 def barrier(group: Any = None, async_op: bool = False, *, device: Any = None) -> Any:
     """On the CPU, returns once every rank has called it; on CUDA, holds the current stream until
     every rank's has come to it. `device` says where; without it, where the group's first pool is,
-    or on the CPU if there is none."""
-    if isinstance(group, (str, tuple)):
-        group = group_of(group)
+    or on the CPU if there is none. It ends a compiled graph, so there is none under `fullgraph=True`."""
+    if seats.compiling():
+        from symmpool import ops
+
+        return ops.traced_barrier()
     if device is None:
         try:
             device = seats.first_device(group)
         except TypeError:
             device = "cpu"  # of what can be no group, as is said below
-    seat = seats.search(None, group, seats.number_of(str(device)))
+    number = seats.number_of(str(device))
+    if seats.modes._is_in_torch_dispatch_mode and seats.is_seen(None, group):
+        from symmpool import ops
+
+        return ops.dispatched_barrier(number, group, async_op)
+    seat = seats.search(None, group, number)
     if seat is None:
         return None
     return seats.run(seat, seat.comm.barrier, (), [], async_op)

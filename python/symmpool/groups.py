@@ -2,7 +2,8 @@
 
 A process group of torch becomes one `Group`, which meets in that group's own store, so that several
 pools on it count their steps together. It is kept as long as torch keeps the process group, and waits
-as long as that: its timeout is the process group's, unless the call that makes it names another.
+as long as that: its timeout is the process group's, unless the call that makes it names another. A
+group made of `(store, rank, world)` waits as long as the store likewise, where that has a timeout.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ LONGEST_TIMEOUT = 1e9
 _of_torch: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
 # The group of the environment, once it was asked for.
 _of_environment: list[Group] = []
-# Pools by what their group was named with (a process group or a Group), in the order they were made.
+# Pools by what their group was named with (a process group or a Group; of a tuple, the pool itself), in
+# the order they were made.
 _pools: weakref.WeakKeyDictionary[Any, list[weakref.ref]] = weakref.WeakKeyDictionary()
 # How long the communicator of a pool that serves module-level calls waits, in seconds.
 _timeouts: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
@@ -76,7 +78,13 @@ def resolve(argument: Any, timeout: float | None = None) -> Group:
         if len(argument) != 3:
             raise InvalidArgumentError(f"group: a tuple of (store, rank, world), not {argument!r}")
         store, rank, world = argument
-        return Group.from_store(store, _number("rank", rank), _number("world", world), **options)
+        seconds = None if options else seconds_of(getattr(store, "timeout", None))
+        if seconds is not None:
+            options = {"timeout": seconds}
+        try:
+            return Group.from_store(store, rank, world, **options)
+        except TypeError as error:
+            raise InvalidArgumentError(f"group: (store, rank, world): {error}") from None
     dist = distributed()
     if dist is not None and isinstance(argument, dist.ProcessGroup):
         with _lock:
@@ -94,12 +102,6 @@ def resolve(argument: Any, timeout: float | None = None) -> Group:
         f"group: {argument!r} is no symmpool.Group, no process group of torch.distributed and no "
         "(store, rank, world)"
     )
-
-
-def _number(name: str, value: Any) -> int:
-    if isinstance(value, int) and 0 <= value < 1 << 32:
-        return value
-    raise InvalidArgumentError(f"group: {name} {value!r} is no number of ranks")
 
 
 def _member(dist: Any, group: Any) -> tuple[int, int, Any]:
@@ -148,12 +150,15 @@ def _timeout_on(key: Any, kind: str) -> float | None:
     return _timeout_of_torch(key, kind)
 
 
-def made(pool: Any, argument: Any) -> None:
-    """Takes note of a new pool, for collectives on its group."""
+def made(pool: Any, argument: Any, timeout: float | None = None) -> None:
+    """Takes note of a new pool, for collectives on its group. `timeout` is what the pool was given, in
+    seconds: on a `(store, rank, world)` it stands before the store's."""
     if isinstance(argument, tuple):
-        return
-    key = key_of(argument)
-    seconds = _timeout_on(key, pool.device.partition(":")[0])
+        key = pool  # nothing else stands for its group
+        seconds = timeout or seconds_of(getattr(argument[0], "timeout", None))
+    else:
+        key = key_of(argument)
+        seconds = _timeout_on(key, pool.device.partition(":")[0])
     with _lock:
         if seconds is not None:
             _timeouts[pool] = seconds
@@ -185,14 +190,24 @@ def pools_of(key: Any) -> list[Any]:
         return alive
 
 
-def place_of(pool: Any) -> tuple[int, int]:
-    """Which of its group's pools on its device one is, from 1, and how many there are; (0, 0) where
-    that is not known."""
-    for key in list(_pools):
+def place_of(pool: Any) -> str:
+    """Which pool one is, for errors, where its group has several on its device or the process has several
+    groups; else nothing."""
+    keys = list(_pools)
+    for key in keys:
         pools = [each for each in pools_of(key) if each.device == pool.device]
         if pool in pools:
-            return pools.index(pool) + 1, len(pools)
-    return 0, 0
+            number, count = pools.index(pool) + 1, len(pools)
+            # A process group of torch has a name already; ours would get one that nobody knows.
+            name = None if isinstance(key, type(pool)) else getattr(key, "group_desc", None)
+            group = f"group {key.group_name!r} ({name})" if name else "its group"
+            if count > 1:
+                return (
+                    f"pool {number} of the {count} that {group} has on {pool.device}: all ranks must "
+                    "pass tensors of the same pool, or name it"
+                )
+            return f"the pool of {group} on {pool.device}" if name and len(keys) > 1 else ""
+    return ""
 
 
 def agree(group: Any, what: str, why: str | None, seconds: float) -> dict[int, str]:

@@ -7,14 +7,17 @@ signal each other with. Names and meaning are those of torch's `_SymmetricMemory
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 import reprlib
 import struct
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from symmpool import groups, named, seats
-from symmpool._symmpool import Communicator, Group, Pool
-from symmpool.errors import DivergedError, InvalidArgumentError
+from symmpool._symmpool import Block, Communicator, Group, Pool
+from symmpool.errors import DivergedError, Error, InvalidArgumentError
 
 __all__ = ["SIGNAL_PAD_SIZE", "SymmetricMemory", "rendezvous"]
 
@@ -22,10 +25,20 @@ __all__ = ["SIGNAL_PAD_SIZE", "SymmetricMemory", "rendezvous"]
 SIGNAL_PAD_SIZE = 2048
 #: How long a wait lasts where nobody says, in seconds: waits without an end there are none.
 DEFAULT_WAIT = 30.0
+#: Channels between two ranks.
+CHANNELS = 16
 # What a rank says of its tensor, before its pad: where its buffer is, the buffer's bytes, where in it
-# the tensor is, the tensor's bytes, and the type of elements. Pads that differ the commit finds.
-RECORD = struct.Struct("<4q32s")
-RECORD_BYTES = 128
+# the tensor is, the tensor's bytes, and the type of elements; or REFUSED bytes, and why. Pads that differ
+# the commit finds.
+RECORD = struct.Struct("<4q224s")
+REFUSED = -1
+
+
+def _sizes_of(sizes: Any) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(size) for size in sizes)
+    except TypeError:
+        raise InvalidArgumentError(f"sizes: {sizes!r} are no sequence of lengths") from None
 
 
 def rendezvous(
@@ -39,14 +52,63 @@ def rendezvous(
     handle is made by every call, so that none depends on what other ranks still remember.
 
     Raises InvalidArgumentError for a tensor that is not in a pool, DivergedError on every rank where
-    tensors lie at different offsets or have different sizes or types, and what `Pool.commit` raises."""
-    size = signal_pad_size
-    if not isinstance(size, int) or isinstance(size, bool) or size < 4 or size % 4:
-        raise InvalidArgumentError(f"signal_pad_size: {size!r} is no multiple of 4 above 0")
-    return SymmetricMemory(_holding(tensor, group), tensor, size)
+    tensors lie at different offsets or have different sizes or types, and what `Pool.commit` raises. A
+    rank that refuses its own arguments takes part all the same, and the others raise DivergedError at
+    once; but where several pools could be meant it cannot tell which, and they wait: name the pool."""
+    candidates = _candidates(group)
+    try:
+        size = _pad_size(signal_pad_size)
+        pool = _holding(tensor, group, candidates)
+    except InvalidArgumentError as refusal:
+        if len(candidates) == 1:
+            _refuse(candidates[0], signal_pad_size, refusal)
+        raise
+    return SymmetricMemory(pool, tensor, size)
 
 
-def _holding(tensor: Any, group: Any) -> Pool:
+def _pad_size(size: Any) -> int:
+    if not isinstance(size, int) or isinstance(size, bool) or not 4 <= size < 1 << 40 or size % 4:
+        raise InvalidArgumentError(f"signal_pad_size: {size!r} is no multiple of 4 from 4 to 2**40")
+    return size
+
+
+def _refuse(pool: Pool, signal_pad_size: Any, refusal: InvalidArgumentError) -> None:
+    """Stands in for a rendezvous, so that the other ranks hear why this one has none."""
+    import torch
+
+    try:
+        size = _pad_size(signal_pad_size)
+    except InvalidArgumentError:
+        size = SIGNAL_PAD_SIZE  # what they have, most likely
+    try:
+        _share(torch, pool, size, lambda _: (0, REFUSED, 0, 0, str(refusal).encode()))
+    except Error as error:
+        raise refusal from error
+
+
+def _share(
+    torch: Any, pool: Pool, pad: int, say: Callable[[Block], tuple[Any, ...]]
+) -> tuple[Any, Block]:
+    """Memory for what this rank says and a pad of zeros, and its Block, once every rank has it."""
+    try:
+        block = pool.block(RECORD.size + pad, "uint8")
+    except Error:
+        # The others are in this commit, and hear of it there.
+        pool.commit()
+        raise
+    memory = torch.from_dlpack(block)
+    memory[RECORD.size :].zero_()
+    record = bytearray(RECORD.pack(*say(block)))
+    memory[: RECORD.size].copy_(torch.frombuffer(record, dtype=torch.uint8))
+    if memory.is_cuda:
+        # Peers may signal as soon as they leave the commit.
+        torch.cuda.current_stream(memory.device).synchronize()
+    # Also where no commit is due: this is where ranks wait for each other.
+    pool.commit()
+    return memory, block
+
+
+def _holding(tensor: Any, group: Any, candidates: list[Pool]) -> Pool:
     """The pool that a tensor lies in."""
     import torch
 
@@ -56,7 +118,6 @@ def _holding(tensor: Any, group: Any) -> Pool:
             f"rendezvous: tensor: {reprlib.repr(tensor)} ({type(tensor).__name__}) is no tensor of "
             f"torch{hint}"
         )
-    candidates = _candidates(group)
     try:
         address = tensor.untyped_storage().data_ptr()
     except RuntimeError as error:  # sparse, fake and the like
@@ -73,8 +134,7 @@ def _holding(tensor: Any, group: Any) -> Pool:
 
 def _candidates(group: Any) -> list[Pool]:
     """The pools that a group means."""
-    if isinstance(group, (str, tuple)):
-        group = named.group_of(group)
+    group = named.resolved(group)
     if group is None:
         return [pool for key in list(groups._pools) for pool in groups.pools_of(key)]
     if isinstance(group, Pool):
@@ -101,23 +161,14 @@ class SymmetricMemory:
         self._base, self._bytes = storage.data_ptr(), storage.nbytes()
         # An empty tensor has no address.
         self._offset = tensor.storage_offset() * tensor.itemsize
-        block = pool.block(RECORD_BYTES + signal_pad_size, "uint8")
-        memory = torch.from_dlpack(block)
-        self._pad = memory[RECORD_BYTES:]
-        self._pad.zero_()
-        said = RECORD.pack(
-            self._base - block.data_ptr + block.offset,
-            self._bytes,
-            self._offset,
-            tensor.numel() * tensor.itemsize,
-            str(tensor.dtype).encode(),
-        )
-        memory[: RECORD.size].copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
-        if self._pad.is_cuda:
-            # Peers may signal as soon as they leave the commit.
-            torch.cuda.current_stream(self._pad.device).synchronize()
-        # Also where no commit is due: this is where ranks wait for each other.
-        pool.commit()
+        taken, dtype = tensor.numel() * tensor.itemsize, str(tensor.dtype).encode()
+
+        def say(block: Block) -> tuple[Any, ...]:
+            place = self._base - block.data_ptr + block.offset
+            return place, self._bytes, self._offset, taken, dtype
+
+        memory, block = _share(torch, pool, signal_pad_size, say)
+        self._pad = memory[RECORD.size :]
         ranks = range(pool.world)
         self._check_same(memory, block)
         address, size = self._pad.data_ptr(), signal_pad_size
@@ -142,12 +193,18 @@ class SymmetricMemory:
         found = [RECORD.unpack(bytes(row)) for row in self._torch.stack(parts).tolist()]
         if len(set(found)) == 1:
             return
+        texts = [said.rstrip(b"\0").decode(errors="replace") for *_, said in found]
+        refusing = [rank for rank, (_, length, *_) in enumerate(found) if length == REFUSED]
+        if refusing:
+            told = [f"rank {rank} refuses its arguments ({texts[rank]})" for rank in refusing]
+            error = DivergedError(f"rendezvous: {'; '.join(told)}")
+            error.ranks = tuple(refusing)
+            raise error
         (usual, _), *_ = Counter(found).most_common(1)
         told = []
-        for rank, (offset, length, start, taken, dtype) in enumerate(found):
-            dtype = dtype.rstrip(b"\0").decode()
+        for rank, (offset, length, start, taken, _) in enumerate(found):
             told.append(
-                f"rank {rank}: {taken} bytes of {dtype}, {start} bytes into a buffer of {length} at "
+                f"rank {rank}: {taken} bytes of {texts[rank]}, {start} bytes into a buffer of {length} at "
                 f"offset {offset:#x}"
             )
         error = DivergedError(
@@ -227,7 +284,8 @@ class SymmetricMemory:
     ) -> Any:
         """A tensor over `rank`'s signal pad; all of it, as uint32, unless told otherwise."""
         dtype = self._torch.uint32 if dtype is None else dtype
-        if not len(sizes):
+        sizes = _sizes_of(sizes)
+        if not sizes and isinstance(dtype, self._torch.dtype):
             sizes = (self.signal_pad_size // dtype.itemsize - storage_offset,)
         base, length = self._pad.data_ptr(), self.signal_pad_size
         return self._view(rank, base, length, sizes, dtype, storage_offset, self._pad)
@@ -235,8 +293,10 @@ class SymmetricMemory:
     def _view(
         self, rank: int, base: int, length: int, sizes: Any, dtype: Any, start: int, owner: Any
     ) -> Any:
-        sizes = tuple(sizes)
         self._check_rank(rank)
+        if not isinstance(dtype, self._torch.dtype):
+            raise InvalidArgumentError(f"dtype: {dtype!r} is no torch.dtype")
+        sizes = _sizes_of(sizes)
         count = math.prod(sizes)
         begin, bytes = (start or 0) * dtype.itemsize, count * dtype.itemsize
         if any(size < 0 for size in sizes) or begin < 0 or begin + bytes > length:
@@ -259,6 +319,8 @@ class SymmetricMemory:
             self._comm.barrier()
             return
         self._check_wait(timeout_ms)
+        if not isinstance(channel, numbers.Integral) or not 0 <= channel < CHANNELS:
+            raise InvalidArgumentError(f"channel: {channel!r} is none of 0 to {CHANNELS - 1}")
         self._comm.barrier_on(channel, timeout_ms / 1e3 if timeout_ms else DEFAULT_WAIT)
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
@@ -277,13 +339,13 @@ class SymmetricMemory:
         self._comm.wait(src_rank, channel, timeout_ms / 1e3 if timeout_ms else DEFAULT_WAIT)
 
     def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.world_size:
-            raise InvalidArgumentError(f"rank {rank} of {self.world_size} ranks")
+        if not isinstance(rank, numbers.Integral) or not 0 <= rank < self.world_size:
+            raise InvalidArgumentError(f"rank {rank!r} of {self.world_size} ranks")
 
     @staticmethod
     def _check_wait(timeout_ms: int) -> None:
-        if timeout_ms < 0:
-            raise InvalidArgumentError(f"timeout_ms: {timeout_ms} is below 0")
+        if not isinstance(timeout_ms, numbers.Real) or not timeout_ms >= 0:
+            raise InvalidArgumentError(f"timeout_ms: {timeout_ms!r} is no time from 0 on")
 
     def __repr__(self) -> str:
         return (

@@ -6,7 +6,9 @@ Needs no torch: names of its process groups are looked up where the program has 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
+import threading
 import weakref
 from typing import Any
 
@@ -14,11 +16,14 @@ from symmpool import groups
 from symmpool._symmpool import Group, Pool
 from symmpool.errors import InvalidArgumentError
 
-__all__ = ["decline", "group_of", "name_of", "root_of"]
+__all__ = ["decline", "group_of", "name_of", "resolved", "root_of", "sizes_or_none"]
 
 # Groups that are none of torch's, by the names that they were given.
 _named: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+# A number is given once: what was compiled for a group that is gone finds no other.
+_numbers = itertools.count()
+_lock = threading.Lock()
 
 
 def name_of(group: Any) -> str:
@@ -27,13 +32,14 @@ def name_of(group: Any) -> str:
     if group is None:
         return ""
     if isinstance(group, (Group, Pool)):
-        name = _names.get(group)
-        if name is None:
-            name = _names[group] = f"symmpool:{len(_names)}"
-            while name in _named:
-                name = _names[group] = f"{name}'"
-            _named[name] = group
+        with _lock:
+            name = _names.get(group)
+            if name is None:
+                name = f"symmpool:{next(_numbers)}"
+                _names[group], _named[name] = name, group
         return name
+    if not hasattr(group, "group_name"):
+        raise InvalidArgumentError(f"group: {group!r} has no name that operators could know it by")
     return group.group_name
 
 
@@ -61,9 +67,25 @@ def group_of(name: Any) -> Any:
     raise InvalidArgumentError(f"group: torch has no process group of the name {name!r}")
 
 
-def root_of(group: Any, src: Any, group_src: Any) -> int:
+def resolved(group: Any) -> Any:
+    """The group that a call names, by itself or by its name."""
+    return group_of(group) if isinstance(group, (str, tuple)) else group
+
+
+def root_of(seat: Any, tensor: Any, group: Any, src: Any, group_src: Any) -> int:
+    """The root of a broadcast on `seat`. What is none, the other ranks hear of."""
+    try:
+        return _rank_of(group, src, group_src)
+    except InvalidArgumentError:
+        decline(seat, seat.comm.broadcast, tensor, -1)
+        raise
+
+
+def _rank_of(group: Any, src: Any, group_src: Any) -> int:
     """The rank of `group` that a call names as `src`, a rank of torch's default group if `group` is
     one of torch's, or as `group_src`, one of `group`."""
+    if isinstance(group, str):
+        group = group_of(group)
     if (src is None) == (group_src is None):
         raise InvalidArgumentError("broadcast: one of src and group_src is needed")
     name, given = ("group_src", group_src) if src is None else ("src", src)
@@ -82,6 +104,11 @@ def root_of(group: Any, src: Any, group_src: Any) -> int:
         raise InvalidArgumentError(
             f"broadcast: src: {rank}, of the default group, is no rank of the call's group ({error})"
         ) from None
+
+
+def sizes_or_none(sizes: Any) -> Any:
+    """Split sizes; None where there are none, which torch also writes as an empty list."""
+    return None if sizes is None or (isinstance(sizes, (list, tuple)) and not sizes) else sizes
 
 
 def decline(seat: Any, call: Any, *arguments: Any) -> None:

@@ -9,11 +9,19 @@ Importing this module registers them under `torch.ops.symmpool`:
     all_to_all(x, output_splits, input_splits, world, group) -> Tensor
     broadcast_(x, src, group)                  in place; src is a rank of the group
     broadcast_from_(x, src, group)             in place; src is a rank of torch's default group
+    barrier_(x, group)                         x stays as it is
 
 `group` is text, as in torch's own operators: "" is the default group, other text the name of a process
 group of torch (`group.group_name`) or one that `name_of(group)` gave. `op` is a name. Gradients flow
 through the sums, and through what only moves data: that of an all-reduce is an all-reduce, of an
 all-gather a reduce-scatter, of a reduce-scatter an all-gather, of an all-to-all one with its sizes swapped.
+In place there are no gradients: torch warns where one comes back by way of such a tensor.
+
+`barrier_` is for graphs that run as they were recorded, as `make_fx` does; `x` says on which device, and
+may be empty. There is none for compilers: their graphs are of values, and write to memory that they were
+given at their end, wherever the program did. Whatever stood for a barrier within would come before the very
+writes that peers are to see after it. So `symmpool.barrier` ends a compiled graph, as
+`torch.distributed.barrier` does.
 
 The functions of this module take the group itself, and are what compiled calls of
 `symmpool.all_reduce` and its like become.
@@ -25,10 +33,10 @@ from typing import Any
 
 import torch
 
-from symmpool import groups, seats
+from symmpool import groups, seats, work
 from symmpool._symmpool import Group, Pool
 from symmpool.errors import InvalidArgumentError
-from symmpool.named import decline, group_of, name_of, root_of
+from symmpool.named import decline, group_of, name_of, resolved, root_of
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "name_of", "reduce_scatter"]
 
@@ -47,17 +55,28 @@ for _signature in (
     " str group) -> ()",
     "broadcast_(Tensor(a!) x, int src, str group) -> ()",
     "broadcast_from_(Tensor(a!) x, int src, str group) -> ()",
+    "barrier_(Tensor(a!) x, str group) -> ()",
 ):
     _library.define(_signature, tags=(torch.Tag.pt2_compliant_tag,))
 
 def world_of(group: Any) -> int:
     """The number of ranks of a group."""
+    group = resolved(group)
     if isinstance(group, (Group, Pool)):
         return group.world
     dist = groups.distributed()
     if dist is not None and (group is not None or dist.is_initialized()):
         return dist.get_world_size(group)
     return groups.key_of(group).world
+
+
+def _text_of(group: Any) -> str:
+    """As `name_of`, also of names, in words that the compiler reads."""
+    if isinstance(group, str):
+        return group
+    if group is not None and torch.compiler.is_dynamo_compiling():
+        return group.group_name
+    return name_of(group)
 
 
 def _parts(x: torch.Tensor, world: int, what: str) -> Any:
@@ -143,17 +162,16 @@ def _broadcast_(x: torch.Tensor, src: int, group: str) -> None:
 
 
 def _broadcast_from_(x: torch.Tensor, src: int, group: str) -> None:
-    of = group_of(group)
-    seat = seats.find(x, of)
-    if seat is None:
-        return
-    try:
-        root = root_of(of, src, None)
-    except InvalidArgumentError:
-        decline(seat, seat.comm.broadcast, x, -1)
-        raise
-    seat.settle()
-    seat.comm.broadcast(x, root)
+    seat = seats.find(x, group_of(group))
+    if seat is not None:
+        root = root_of(seat, x, group, src, None)
+        seats.run(seat, seat.comm.broadcast, (x, root), [], False)
+
+
+def _barrier_(x: torch.Tensor, group: str) -> None:
+    seat = seats.find(x, group_of(group))
+    if seat is not None:
+        seats.run(seat, seat.comm.barrier, (), [], False)
 
 
 # What comes out of them, without doing it.
@@ -199,6 +217,7 @@ _OPERATORS = {
     "all_to_all_into_": (_all_to_all_into_, _nothing),
     "broadcast_": (_broadcast_, _nothing),
     "broadcast_from_": (_broadcast_from_, _nothing),
+    "barrier_": (_barrier_, _nothing),
 }
 for _name, (_does, _gives) in _OPERATORS.items():
     for _key in ("CPU", "CUDA"):
@@ -277,23 +296,27 @@ for _name, _backward, _keep in (
     )
 
 
+# A barrier changes nothing, so gradients pass by it.
+_library.impl("barrier_", torch.library.fallthrough_kernel, "Autograd")
+
+
 # With the group itself.
 
 
 def all_reduce(x: torch.Tensor, op: str = "sum", group: Any = None) -> torch.Tensor:
     """Every rank's `x` reduced, as a new tensor; with a gradient for "sum" and "avg"."""
-    return _ops.all_reduce(x, op, name_of(group))
+    return _ops.all_reduce(x, op, _text_of(group))
 
 
 def all_gather(x: torch.Tensor, group: Any = None) -> torch.Tensor:
     """Every rank's `x`, one after the other along the first dimension; with a gradient."""
-    return _ops.all_gather(x, world_of(group), name_of(group))
+    return _ops.all_gather(x, world_of(group), _text_of(group))
 
 
 def reduce_scatter(x: torch.Tensor, op: str = "sum", group: Any = None) -> torch.Tensor:
     """This rank's part of every rank's `x` reduced, in equal parts along the first dimension; with
     a gradient for "sum" and "avg"."""
-    return _ops.reduce_scatter(x, op, world_of(group), name_of(group))
+    return _ops.reduce_scatter(x, op, world_of(group), _text_of(group))
 
 
 def all_to_all(
@@ -304,11 +327,12 @@ def all_to_all(
 ) -> torch.Tensor:
     """What every rank sends to this one; rows are sent in equal parts, or by split sizes (both are
     needed then); with a gradient."""
-    received, sent = list(output_split_sizes or []), list(input_split_sizes or [])
-    return _ops.all_to_all(x, received, sent, world_of(group), name_of(group))
+    received = [] if output_split_sizes is None else list(output_split_sizes)
+    sent = [] if input_split_sizes is None else list(input_split_sizes)
+    return _ops.all_to_all(x, received, sent, world_of(group), _text_of(group))
 
 
-# What compiled calls become. The compiler reads these, so they are plain.
+# What compiled calls become, and what modes of torch see. The compiler reads these, so they are plain.
 
 
 def _op_name(op: Any) -> str:
@@ -334,49 +358,64 @@ def _op_name(op: Any) -> str:
 
 
 def _not_async(async_op: bool) -> None:
-    if async_op:
+    if async_op and torch.compiler.is_dynamo_compiling():
         raise InvalidArgumentError("async_op: not in compiled code; it orders calls by itself")
 
 
-def _traced_name(group: Any) -> str:
-    if group is None:
-        return ""
-    if isinstance(group, str):
-        return group
-    return group.group_name
+def _done(async_op: bool, *results: torch.Tensor) -> Any:
+    """What a call returns that was made as an operator, and is done."""
+    return work.DoneWork(list(results)) if async_op else None
 
 
-def traced_all_reduce(tensor: Any, op: Any, group: Any, async_op: bool, out: Any) -> None:
+def traced_all_reduce(tensor: Any, op: Any, group: Any, async_op: bool, out: Any) -> Any:
     _not_async(async_op)
     if out is not None:
         out.copy_(tensor)
         tensor = out
-    torch.ops.symmpool.all_reduce_(tensor, _op_name(op), _traced_name(group))
+    torch.ops.symmpool.all_reduce_(tensor, _op_name(op), _text_of(group))
+    return _done(async_op, tensor)
 
 
-def traced_reduce_scatter(output: Any, input: Any, op: Any, group: Any, async_op: bool) -> None:
+def traced_reduce_scatter(output: Any, input: Any, op: Any, group: Any, async_op: bool) -> Any:
     _not_async(async_op)
-    name = _traced_name(group)
+    name = _text_of(group)
     torch.ops.symmpool.reduce_scatter_into_(output, input, _op_name(op), name)
+    return _done(async_op, output)
 
 
-def traced_all_gather(output: Any, input: Any, group: Any, async_op: bool) -> None:
+def traced_all_gather(output: Any, input: Any, group: Any, async_op: bool) -> Any:
     _not_async(async_op)
-    torch.ops.symmpool.all_gather_into_(output, input, _traced_name(group))
+    torch.ops.symmpool.all_gather_into_(output, input, _text_of(group))
+    return _done(async_op, output)
 
 
-def traced_all_to_all(output: Any, input: Any, sizes: Any, group: Any, async_op: bool) -> None:
+def traced_all_to_all(output: Any, input: Any, sizes: Any, group: Any, async_op: bool) -> Any:
     _not_async(async_op)
-    received, sent = list(sizes[0] or []), list(sizes[1] or [])
-    torch.ops.symmpool.all_to_all_into_(output, input, received, sent, _traced_name(group))
+    received, sent = ([] if each is None else list(each) for each in sizes)
+    torch.ops.symmpool.all_to_all_into_(output, input, received, sent, _text_of(group))
+    return _done(async_op, output)
 
 
-def traced_broadcast(tensor: Any, src: Any, group: Any, group_src: Any, async_op: bool) -> None:
+def traced_broadcast(tensor: Any, src: Any, group: Any, group_src: Any, async_op: bool) -> Any:
     _not_async(async_op)
-    name = _traced_name(group)
+    name = _text_of(group)
     if (src is None) == (group_src is None):
         raise InvalidArgumentError("broadcast: one of src and group_src is needed")
     if src is None:
         torch.ops.symmpool.broadcast_(tensor, group_src, name)
     else:
         torch.ops.symmpool.broadcast_from_(tensor, src, name)
+    return _done(async_op, tensor)
+
+
+def dispatched_barrier(device: int, group: Any, async_op: bool) -> Any:
+    tensor = torch.empty(0, device="cpu" if device < 0 else f"cuda:{device}")
+    torch.ops.symmpool.barrier_(tensor, _text_of(group))
+    return _done(async_op)
+
+
+def traced_barrier() -> None:
+    torch._dynamo.graph_break(
+        msg="symmpool.barrier has no place in a compiled graph, which writes to memory that it was given "
+        "at its end, after any barrier within; call it between compiled functions"
+    )

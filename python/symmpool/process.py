@@ -12,7 +12,7 @@ import os
 from typing import Any
 
 from symmpool import _symmpool
-from symmpool.errors import InvalidStateError, UnsupportedError
+from symmpool.errors import InvalidArgumentError, InvalidStateError, UnsupportedError
 
 # torch's allocator object, once installed. torch calls it until the process ends.
 _installed: Any = None
@@ -99,7 +99,12 @@ def _device(device: Any) -> int:
 
     if device is None:
         return torch.cuda.current_device()
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgumentError(f"device: {device!r} is none ({error})") from None
+    if device.type != "cuda":
+        raise InvalidArgumentError(f"device: {str(device)!r}: only CUDA devices have these numbers")
     return torch.cuda.current_device() if device.index is None else device.index
 
 

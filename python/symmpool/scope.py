@@ -13,7 +13,7 @@ import threading
 from typing import Any
 
 from symmpool import _symmpool, process
-from symmpool.errors import Error, InvalidStateError, UnsupportedError
+from symmpool.errors import Error, InvalidArgumentError, InvalidStateError, UnsupportedError
 
 # torch keeps a bare pointer to the allocator of a segment for as long as a tensor lives in it,
 # which may be longer than the MemPool does. So an allocator, once made, is for ever; there is one a
@@ -200,4 +200,6 @@ def use_pool(pool: _symmpool.Pool) -> _symmpool.Pool:
     pool has grown; while a graph is being captured it is postponed until
     `symmpool.graph` ends the capture, or the next commit. It happens on leaving by an exception
     too, so that the other ranks do not wait in vain, but not by KeyboardInterrupt or SystemExit."""
+    if not isinstance(pool, _symmpool.Pool):
+        raise InvalidArgumentError(f"use_pool: {pool!r} is no pool")
     return pool

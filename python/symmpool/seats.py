@@ -1,7 +1,7 @@
 """Which communicator serves a call, and what is under way on it.
 
-A call finds its communicator by the group that it names: a process group of torch, a `symmpool.Group`
-or a `symmpool.Pool`; without one, the default group. On a group with several pools the one that holds
+A call finds its communicator by the group that it names: a process group of torch or its name, a
+`symmpool.Group` or a `symmpool.Pool`; without one, the default group. On a group with several pools the one that holds
 the tensor is meant; a tensor that none holds goes through the first. A group without a pool gets one at
 its first call, which is collective like the call itself. Communicators are made when they are first
 needed, and kept as long as the group. What waits for other ranks holds up the calls that need the
@@ -14,11 +14,13 @@ import sys
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from symmpool import groups, work
 from symmpool._symmpool import Communicator, Pool
-from symmpool.errors import InvalidArgumentError, TimeoutError  # noqa: A004
+from symmpool.errors import InvalidArgumentError, TimeoutError, UnsupportedError  # noqa: A004
+from symmpool.named import group_of, resolved
 
 __all__ = ["Seat", "communicator", "explain", "find", "first_device", "forget", "run", "search"]
 
@@ -31,7 +33,7 @@ class Seat:
     def __init__(self, pool: Pool):
         self.comm = Communicator(pool, timeout=groups.timeout_of(pool))
         self.device = number_of(pool.device)
-        # The last call that was made with async_op, until something has waited for it.
+        # The turn of the last call that was made with async_op, until something has waited for it.
         self.tail: Any = None
         # What such calls run on: a stream, or a thread.
         self.side: Any = None
@@ -46,15 +48,16 @@ class Seat:
         """Makes a call without waiting for it."""
         if self.device < 0:
             if self.side is None:
-                self.side = work.Worker(self)
-            self.tail = self.side.submit(call, arguments, results)
+                self.side = work.Worker(self, _explainer(self))
+            begun = self.side.submit(call, arguments, results)
         else:
             if self.side is None:
                 import torch
 
-                self.side = work.Side(torch, self.device)
-            self.tail = self.side.submit(self.comm, call, arguments, results)
-        return self.tail
+                self.side = work.Side(torch, self.device, _explainer(self))
+            begun = self.side.submit(self.comm, call, arguments, results)
+        self.tail = begun.turn
+        return begun
 
 
 # What serves a group on a device, with the pool that it is on: kept as long as the group is.
@@ -86,6 +89,21 @@ def _compiling_yet() -> bool:
 compiling: Any = _compiling_yet
 
 
+class _Modes:
+    """Whether a mode of torch sees what is called, as `_is_in_torch_dispatch_mode`: torch's own module
+    has it by this name, which costs a call nothing; else it is asked for here."""
+
+    @property
+    def _is_in_torch_dispatch_mode(self) -> bool:
+        torch = sys.modules.get("torch")
+        length = getattr(getattr(torch, "_C", None), "_len_torch_dispatch_stack", None)
+        return length is not None and length() > 0
+
+
+# torch.utils._python_dispatch, once torch is known.
+modes: Any = _Modes()
+
+
 class _World:
     """Where the default group is looked up, as `_default_pg`: in torch's own object if that has it
     by this name, which saves a call, else here."""
@@ -103,9 +121,11 @@ _torch_is_known = False
 
 
 def _look_for_torch() -> None:
-    global compiling, torch_world, _torch_is_known
+    global compiling, modes, torch_world, _torch_is_known
     torch = sys.modules.get("torch")
     compiling = getattr(getattr(torch, "compiler", None), "is_dynamo_compiling", _compiling_yet)
+    found = sys.modules.get("torch.utils._python_dispatch")
+    modes = found if hasattr(found, "_is_in_torch_dispatch_mode") else _Modes()
     dist = groups.distributed() if torch is not None else None
     world = getattr(getattr(dist, "distributed_c10d", None), "_world", None)
     _torch_is_known = world is not None
@@ -130,6 +150,8 @@ def _forget_lookup(device: int, group: int) -> None:
 def forget(pool: Pool) -> None:
     """Lets go of the communicator that module-level collectives made on a pool, and of the pool,
     which its group keeps otherwise. Every rank does so in the same place of its program."""
+    if not isinstance(pool, Pool):
+        raise InvalidArgumentError(f"forget: {pool!r} is no pool")
     with _lock:
         forget_lookups()
         _of_pool.pop(pool, None)
@@ -149,14 +171,53 @@ def communicator(group: Any = None, device: Any = "cpu") -> Communicator:
 
 def number_of(device: str) -> int:
     """A CUDA device's number, -1 for the CPU."""
-    if device == "cpu":
+    if device in ("cpu", "cpu:0"):
         return -1
     kind, _, number = device.partition(":")
+    if kind == "cpu":
+        raise InvalidArgumentError(f"device: {device!r}: the CPU is one device here; pass \"cpu\"")
     if device == "cuda" and "torch" in sys.modules:
-        return sys.modules["torch"].cuda.current_device()
-    if kind != "cuda" or not number.isdigit():
+        try:
+            return sys.modules["torch"].cuda.current_device()
+        except (AssertionError, RuntimeError) as error:
+            raise UnsupportedError(f"device: 'cuda': torch has none ({error})") from error
+    if kind != "cuda" or not (number.isascii() and number.isdigit()):
         raise InvalidArgumentError(f"device: {device!r} is neither cpu nor cuda:N")
     return int(number)
+
+
+def is_seen(tensor: Any, group: Any) -> bool:
+    """Whether a call can be made as an operator, which modes of torch see: make_fx, fake tensors."""
+    import torch
+
+    named = group is None or isinstance(group, str) or hasattr(group, "group_name")
+    return named and (tensor is None or isinstance(tensor, torch.Tensor))
+
+
+def watch(tensor: Any) -> None:
+    """A call writes to a tensor that requires grad. As torch.distributed does, says so if a gradient
+    comes back by way of it, and not before: results that are only looked at are no mistake."""
+    import torch
+
+    if not torch.is_grad_enabled():
+        return
+    hooks = tensor._backward_hooks
+    # Parameters are written to again and again.
+    if not hooks or _cut not in hooks.values():
+        tensor.register_hook(_cut)
+
+
+def _cut(gradient: Any) -> None:
+    warnings.warn(
+        "symmpool: a gradient came back by way of a tensor that a collective has written to, and took "
+        "no account of that. symmpool.ops has collectives with gradients; make the call under "
+        "torch.no_grad(), or on tensor.detach(), where none is meant to flow",
+        stacklevel=2,
+    )
+
+
+# Who pickles the tensor need not be told that this stays here.
+_cut.__torch_unserializable__ = True  # type: ignore[attr-defined]
 
 
 def _device_of(tensor: Any) -> int:
@@ -176,8 +237,26 @@ def find(tensor: Any, group: Any) -> Seat | None:
         return search(tensor, group, _device_of(tensor))
 
 
+def find_to_write(tensor: Any, group: Any) -> Seat | None:
+    """As `find`, for a call that writes to the tensor."""
+    try:
+        device = tensor.get_device()
+        seat = looked_up[device][id(torch_world._default_pg if group is None else group)]
+        if tensor.requires_grad:
+            watch(tensor)
+        return seat
+    except (AttributeError, KeyError):
+        if getattr(tensor, "requires_grad", False):
+            watch(tensor)
+        return search(tensor, group, _device_of(tensor))
+
+
 def search(tensor: Any, group: Any, device: int) -> Seat | None:
     """As `find`, for calls whose place is not known yet, or that have no tensor."""
+    if isinstance(group, (str, tuple)):
+        named = group_of(group)
+        # Names lead to groups, and groups to what was looked up: a name's id tells nothing.
+        return search(None, named, device) if tensor is None else find(tensor, named)
     if group is not None and _outside(group):
         return None
     with _lock:
@@ -261,19 +340,28 @@ def _seat_of(pool: Pool) -> Seat:
 
 
 def explain(seat: Seat, error: TimeoutError) -> None:
-    """Has an error of a call say which pool it went to, if its group has several."""
+    """Has an error of a call say which pool it went to, if there are several."""
     for pool, each in list(_of_pool.items()):
         if each is seat:
             _name_pool(pool, error)
 
 
 def _name_pool(pool: Pool, error: TimeoutError) -> None:
-    number, count = groups.place_of(pool)
-    if count > 1:
-        error.args = (
-            f"{error}; the call went to pool {number} of the {count} that its group has on "
-            f"{pool.device}: all ranks must pass tensors of the same pool, or name it",
-        )
+    place = groups.place_of(pool)
+    if place and place not in str(error):
+        error.args = (f"{error}; the call went to {place}",)
+
+
+def _explainer(seat: Seat) -> Callable[[Exception], None]:
+    """`explain`, for what must not keep the seat."""
+    found = weakref.ref(seat)
+
+    def tell(error: Exception) -> None:
+        seat = found()
+        if seat is not None and isinstance(error, TimeoutError):
+            explain(seat, error)
+
+    return tell
 
 
 def _is_outside(group: Any) -> bool:
@@ -308,6 +396,7 @@ def run(
 
 def first_device(group: Any) -> str:
     """Where a group's first pool is."""
+    group = resolved(group)
     if isinstance(group, Pool):
         return group.device
     if _is_outside(group):

@@ -9,9 +9,18 @@ import queue
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from symmpool.errors import InvalidStateError, TimeoutError  # noqa: A004
+
+
+# Has an error say more of the call.
+Explain = Callable[[Exception], None]
+
+
+def _as_it_is(error: Exception) -> None:
+    pass
 
 
 class Work:
@@ -45,6 +54,11 @@ class Work:
         """Whatever this thread, or the current stream, does next comes after the call."""
         raise NotImplementedError
 
+    @property
+    def turn(self) -> Any:
+        """What has `precede`, for those who do not ask how the call went."""
+        return self
+
     def synchronize(self) -> None:
         """As `wait`."""
         self.wait()
@@ -67,6 +81,11 @@ def _seconds(timeout: Any) -> float | None:
     return seconds if seconds > 0 else None
 
 
+class _Turn(threading.Event):
+    def precede(self) -> None:
+        self.wait()
+
+
 class HostWork(Work):
     """A call that a thread makes."""
 
@@ -74,15 +93,16 @@ class HostWork(Work):
 
     def __init__(self, results: list[Any]):
         super().__init__(results)
-        self._done = threading.Event()
+        self._done = _Turn()
         self._error: Exception | None = None
         self._lock = threading.Lock()
 
-    def run(self, call: Any, arguments: tuple[Any, ...], line: _Line) -> None:
+    def run(self, call: Any, arguments: tuple[Any, ...], line: _Line, explain: Explain) -> None:
         try:
             with line:
                 call(*arguments)
         except Exception as error:
+            explain(error)
             self._error = error
         with self._lock:
             self._done.set()
@@ -105,6 +125,11 @@ class HostWork(Work):
     def precede(self) -> None:
         self._done.wait()
 
+    @property
+    def turn(self) -> _Turn:
+        # An error keeps the frames that it came through, and what is in them: the group, often.
+        return self._done
+
     def get_future(self) -> Any:
         import torch
 
@@ -122,6 +147,33 @@ class HostWork(Work):
             self._future.set_exception(self._error)
         else:
             self._future.set_result(self._results)
+
+
+class DoneWork(Work):
+    """A call that was done, or put on the current stream, before it returned."""
+
+    __slots__ = ()
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def exception(self) -> Exception | None:
+        return None
+
+    def precede(self) -> None:
+        pass
+
+    def get_future(self) -> Any:
+        if self._future is None:
+            import torch
+
+            devices = [each.device for each in self._results[:1] if each.is_cuda]
+            self._future = torch.futures.Future(devices=devices or None)
+            self._future.set_result(self._results)
+        return self._future
 
 
 class _Line:
@@ -155,11 +207,11 @@ class _Line:
 class Worker:
     """A thread that makes calls one after the other. It ends when its owner is gone."""
 
-    def __init__(self, owner: Any):
+    def __init__(self, owner: Any, explain: Explain = _as_it_is):
         line = _Line()
         self._calls = line.calls
         name = "symmpool collectives"
-        self._thread = threading.Thread(target=_work, args=(line,), name=name, daemon=True)
+        self._thread = threading.Thread(target=_work, args=(line, explain), name=name, daemon=True)
         self._thread.start()
         _end_all_at_exit()
         _running[self._thread] = line
@@ -202,13 +254,13 @@ def _end_all() -> None:
             thread.join(0.01)
 
 
-def _work(line: _Line) -> None:
+def _work(line: _Line, explain: Explain) -> None:
     while True:
         item = line.calls.get()
         if item is None:
             return
         work, call, arguments = item
-        work.run(call, arguments, line)
+        work.run(call, arguments, line, explain)
         # Tensors are not kept until the next call comes.
         del work, call, arguments, item
 
@@ -216,11 +268,11 @@ def _work(line: _Line) -> None:
 class StreamWork(Work):
     """A call on a stream of its own."""
 
-    __slots__ = ("_comm", "_side", "_mark")
+    __slots__ = ("_comm", "_side", "_mark", "_explain")
 
-    def __init__(self, comm: Any, side: Any, mark: Any, results: list[Any]):
+    def __init__(self, comm: Any, side: Any, mark: Any, results: list[Any], explain: Explain):
         self._results, self._future = results, None
-        self._comm, self._side, self._mark = comm, side, mark
+        self._comm, self._side, self._mark, self._explain = comm, side, mark, explain
 
     def wait(self, timeout: Any = None) -> bool:
         self.precede()
@@ -231,7 +283,7 @@ class StreamWork(Work):
                 if time.monotonic() > end:
                     raise TimeoutError(f"symmpool: a collective is not done after {timeout}")
                 time.sleep(20e-6)
-        failure = self._comm.failure
+        failure = self.exception()
         if failure is not None:
             raise failure
         return True
@@ -240,7 +292,10 @@ class StreamWork(Work):
         return self._mark.query() or self._comm.failure is not None
 
     def exception(self) -> Exception | None:
-        return self._comm.failure
+        failure = self._comm.failure
+        if failure is not None:
+            self._explain(failure)
+        return failure
 
     def precede(self) -> None:
         self._mark.wait()
@@ -259,8 +314,8 @@ class StreamWork(Work):
 class Side:
     """A stream for calls with `async_op`, and the tensors that they still use."""
 
-    def __init__(self, torch: Any, device: int):
-        self._torch = torch
+    def __init__(self, torch: Any, device: int, explain: Explain = _as_it_is):
+        self._torch, self._explain = torch, explain
         self._stream = torch.cuda.Stream(device)
         self._handle = self._stream.cuda_stream
         self._capturing = torch.cuda.is_current_stream_capturing
@@ -284,4 +339,4 @@ class Side:
             while kept and kept[0][0].query():
                 kept.popleft()
             kept.append((mark, arguments))
-        return StreamWork(comm, self._stream, mark, results)
+        return StreamWork(comm, self._stream, mark, results, self._explain)

@@ -2,11 +2,13 @@
 
 import copy
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
+import symmpool
 from symmpool.doctor import cli, facts, verdicts
 
 DEVICE = {
@@ -44,6 +46,12 @@ GOOD = {
         "nccl": True,
         "gloo": True,
         "fast_exchange": True,
+        "allocator": {
+            "pluggable": True,
+            "mempool": True,
+            "backend": "native",
+            "install_error": None,
+        },
     },
     "cuda": {
         "error": None,
@@ -55,7 +63,9 @@ GOOD = {
     "nvrtc": {"error": None, "version": (13, 0), "place": "/lib/libnvrtc.so.13", "archs": [90]},
     "kernel_cache": {"place": "/home/u/.cache/symmpool/jit", "error": None},
     "nccl": {"version": [2, 28, 9], "error": None, "place": "libnccl.so.2", "windows": True},
+    "triton": {"version": "3.6.0", "error": None},
     "launcher": {"executable": "/usr/bin/python3", "RANK": "0"},
+    "variables": {"wrong": {}, "unknown": []},
 }
 
 
@@ -77,6 +87,9 @@ def test_a_good_machine_is_told_so():
         "device memory shared across machines": False,
         "kernels for devices": True,
         "tensors of torch": True,
+        "torch's allocations in a pool (with pool:)": True,
+        "all of torch's CUDA memory (symmpool.install())": True,
+        "Triton on handles of symmetric memory": True,
         "backend of torch.distributed": True,
         "windows registered with NCCL": None,
     }
@@ -108,6 +121,20 @@ def test_a_good_machine_is_told_so():
         ("tensors", lambda m: m["torch"].update(version=None, error="no module"), False),
         ("tensors", lambda m: m["torch"].update(cuda=None), None),
         ("tensors", lambda m: m["torch"].update(fast_exchange=False), True),
+        ("with pool", lambda m: m["torch"].update(version=None, error="no module"), False),
+        ("with pool", lambda m: m["torch"].update(cuda=None), False),
+        ("with pool", lambda m: m["torch"]["allocator"].update(mempool=False), False),
+        ("with pool", lambda m: m["torch"]["allocator"].update(backend="cudaMallocAsync"), False),
+        ("with pool", lambda m: m["cuda"].update(devices=[]), False),
+        ("install", lambda m: m["torch"].update(version=None, error="no module"), False),
+        ("install", lambda m: m["torch"]["allocator"].update(pluggable=False), False),
+        ("install", lambda m: m["torch"]["allocator"].update(install_error="no name"), False),
+        ("install", lambda m: m["torch"]["allocator"].update(mempool=False), True),
+        ("Triton", lambda m: m["triton"].update(version=None, error="not installed"), False),
+        ("Triton", lambda m: m["torch"].update(version=None, error="no module"), False),
+        ("Triton", lambda m: m["cuda"].update(devices=[]), False),
+        ("_PORT", lambda m: m["variables"]["wrong"].update(SYMMPOOL_PORT="'x': expected a port"), False),
+        ("_REDUCTION", lambda m: m["variables"]["unknown"].append("SYMMPOOL_REDUCTION"), None),
         ("backend", lambda m: m["torch"].update(distributed=False), False),
         ("backend", lambda m: m["torch"].update(nccl=False, gloo=False), None),
         ("NCCL", lambda m: m["nccl"].update(version=None, error="no library"), False),
@@ -120,9 +147,10 @@ def test_what_is_missing_is_told(part, change, works):
     assert verdict(change, part) is works
 
 
-def run(*options):
+def run(*options, **variables):
     command = [sys.executable, "-m", "symmpool", "doctor", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
 def test_this_machine_is_told_of_as_a_table_and_as_json():
@@ -143,6 +171,62 @@ def test_facts_are_had_without_raising(monkeypatch, tmp_path):
     assert found["kernel_cache"]["error"] and "/no/such/library" in found["nvrtc"]["error"]
     monkeypatch.setenv("SYMMPOOL_CACHE_DIR", "")
     assert facts.collect(with_torch=False)["kernel_cache"]["place"] is None
+
+
+def test_variables_that_make_no_sense_are_told_as_a_table_and_as_json():
+    wrong = {
+        "SYMMPOOL_ALL_REDUCE": "fastest",
+        "SYMMPOOL_ALL_TO_ALL": "Direct",
+        "SYMMPOOL_NVRTC": "/no/such/library",
+        "SYMMPOOL_CACHE_DIR": __file__,
+        "SYMMPOOL_PORT": "0",
+        "MASTER_PORT": "http",
+        "LOCAL_RANK": "-1",
+        "WORLD_SIZE": "2.5",
+        "RANK": "",
+    }
+    given = {**wrong, "SYMMPOOL_ALLREDUCE": "one_shot", "SYMMPOOL_SECRET": "hunter2"}
+    table = run("--no-torch", **given).stdout
+    whole = run("--no-torch", "--json", **given).stdout
+    assert "hunter2" not in table + whole
+    said = {each["what"]: each for each in json.loads(whole)["verdicts"]}
+    for name, value in wrong.items():
+        found = said[f"variable {name}"]
+        assert found["works"] is False and repr(value) in found["why"], found
+        assert f"variable {name} " in table
+    assert said["variable SYMMPOOL_ALLREDUCE"]["works"] is None
+    right = {
+        "SYMMPOOL_ALL_REDUCE": "one_shot",
+        "SYMMPOOL_ALL_TO_ALL": "",
+        "SYMMPOOL_NVRTC": __file__,
+        "SYMMPOOL_CACHE_DIR": "",
+        "SYMMPOOL_PORT": " 7000",
+        "MASTER_PORT": "29500",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "3",
+        "RANK": "2",
+    }
+    assert "variable" not in run("--no-torch", **right).stdout
+    (found,) = json.loads(run("--no-torch", "--json", **{**right, "RANK": "3"}).stdout)["verdicts"][-1:]
+    assert found["what"] == "variable RANK" and "from 0 to 2" in found["why"]
+
+
+def test_what_variables_may_be_is_what_the_package_takes():
+    (group,) = symmpool.Group.in_process(1)
+    with pytest.raises(symmpool.InvalidArgumentError) as raised:
+        symmpool.Communicator(symmpool.Pool(group, "cpu"), all_to_all="none")
+    assert str(raised.value).endswith(f"is none of {', '.join(facts.ALL_TO_ALL)}")
+    with pytest.raises(symmpool.InvalidArgumentError, match=f"{facts.MOST_RANKS}\\b"):
+        symmpool.Group(0, facts.MOST_RANKS + 1, "127.0.0.1:1")
+
+
+def test_what_torch_offers_to_allocators_is_found_out():
+    torch = pytest.importorskip("torch")
+    found = facts.torch_facts()["allocator"]
+    assert found["pluggable"] == hasattr(torch._C, "_cuda_customAllocator")
+    if found["pluggable"]:
+        assert found["mempool"] and found["install_error"] is None
+        assert found["backend"] in ("native", "cudaMallocAsync", "pluggable")
 
 
 def test_long_lists_of_what_was_tried_are_not_in_the_table():

@@ -57,7 +57,9 @@ def refused_arguments(group):
         ("output_offsets", lambda: comm.all_to_all_v(good, good, *(np.zeros(2, t) for t in "iil"))),
         ("output_split_sizes", lambda: comm.all_to_all_single(good, good, "ab", [2, 2])),
         ("root 7", lambda: comm.broadcast(good, 7)),
-        ("src", lambda: comm.broadcast(good, -1)),
+        ("src: -1", lambda: comm.broadcast(good, -1)),
+        ("src: 1180591620717411303424", lambda: comm.broadcast(good, 1 << 70)),
+        ("src: 'float'", lambda: comm.broadcast(good, 1.0)),
     ]
     bad = []
     for name, call in wrong:
@@ -77,6 +79,85 @@ def refused_arguments(group):
 
 def test_wrong_arguments_are_named_and_the_others_told():
     assert values(2, refused_arguments) == [([], 2.0, None)] * 2
+
+
+def test_numbers_that_an_argument_cannot_be_are_named():
+    (group,) = symmpool.Group.in_process(1)
+    pool = symmpool.Pool(group, "cpu")
+    comm = symmpool.Communicator(pool)
+    block = pool.block(2, "float32")
+    for name, call in [
+        ("rank", lambda n: symmpool.Group(n, 2, "127.0.0.1:1")),
+        ("world", lambda n: symmpool.Group(0, n, "127.0.0.1:1")),
+        ("world", symmpool.Group.in_process),
+        ("rank", lambda n: symmpool.Group.from_store(_Dummy(), n, 2)),
+        ("world", lambda n: symmpool.Group.from_store(_Dummy(), 0, n)),
+        ("rank", lambda n: symmpool.Pool((_Dummy(), n, 2), "cpu")),
+        ("world", lambda n: symmpool.Pool((_Dummy(), 0, n), "cpu")),
+        ("stride", lambda n: symmpool.Pool(group, "cpu", stride=n)),
+        ("bytes", pool.reserve),
+        ("address", pool.owns),
+        ("rank", lambda n: pool.peer_ptr(n, block.data_ptr, 8)),
+        ("address", lambda n: pool.peer_ptr(0, n, 8)),
+        ("bytes", lambda n: pool.peer_ptr(0, block.data_ptr, n)),
+        ("bytes", lambda n: pool.peer_bytes(0, block.data_ptr, n, None)),
+        ("rank", block.peer_ptr),
+        ("rows", lambda n: comm.row_exchange(n, 2, "float32")),
+        ("peer", comm.signal),
+        ("channel", lambda n: comm.signal(0, n)),
+        ("peer", comm.wait),
+        ("channel", lambda n: comm.wait(0, n)),
+        ("scratch_bytes", lambda n: symmpool.Communicator(pool, scratch_bytes=n)),
+        ("concurrent", lambda n: symmpool.Communicator(pool, concurrent=n)),
+        ("device", symmpool.memory_stats),
+        ("device", symmpool.reset_peak_memory_stats),
+    ]:
+        for number in (-1, 1 << 70, -(10**6000)):
+            text = "huge number" if number < -1 else str(number)
+            with pytest.raises(symmpool.InvalidArgumentError, match=f"{name}.*{text}"):
+                call(number)
+        if name != "device":  # for which text may do
+            with pytest.raises((TypeError, symmpool.InvalidArgumentError), match=f"{name}: 'str'"):
+                call("x")
+    for call in (symmpool.Group.in_process, lambda *_, timeout: comm.wait(0, timeout=timeout)):
+        with pytest.raises(symmpool.InvalidArgumentError, match="timeout=.*too long"):
+            call(1, timeout=10**38 * 10**300)
+    with pytest.raises(TypeError, match="timeout.*str"):
+        symmpool.Communicator(pool, timeout="x")
+
+
+def refused_communicator(group, culprit, wrong):
+    pool = symmpool.Pool(group, "cpu")
+    found = failure(lambda: symmpool.Communicator(pool, **(wrong if pool.rank == culprit else {})))
+    # What the others were given goes back.
+    pool.resync()
+    x = np.ones(3)
+    symmpool.Communicator(pool, timeout=20).all_reduce(x)
+    return found[0], found[2], found[3] < 10, x.tolist()
+
+
+@pytest.mark.parametrize(
+    ("culprit", "wrong", "name"),
+    [
+        (0, {"algorithm": "fastest"}, "algorithm"),
+        (1, {"all_to_all": "fastest"}, "all_to_all"),
+        (0, {"timeout": 0}, "timeout"),
+        (1, {"concurrent": -1}, "concurrent"),
+        (0, {"scratch_bytes": 1 << 70}, "scratch_bytes"),
+        (1, {"scratch_bytes": 1}, "scratch"),
+    ],
+)
+def test_a_communicator_that_one_rank_refuses_no_rank_has(culprit, wrong, name):
+    found = values(2, refused_communicator, culprit, wrong)
+    for rank, (kind, text, soon, sums) in enumerate(found):
+        assert (kind, soon, sums) == ("InvalidArgumentError", True, [2.0] * 3), found
+        assert name in text and (rank == culprit or f"rank {culprit} failed" in text), found
+
+
+class _Dummy:
+    """Nobody asks a store for anything before it is known who is there."""
+
+    set = get = add = check = delete_key = print
 
 
 def different_calls(group):

@@ -114,6 +114,20 @@ def test_what_serves_a_group_goes_with_it():
     assert comm() is None
 
 
+def test_so_does_the_error_of_a_call_that_was_not_waited_for():
+    (group,) = symmpool.Group.in_process(1)
+
+    def fail(group):
+        with pytest.raises(symmpool.InvalidArgumentError, match="op"):
+            symmpool.all_reduce(np.ones(3), "median", group, async_op=True).wait()
+
+    fail(group)
+    gone = weakref.ref(group)
+    del group
+    gc.collect()
+    assert gone() is None
+
+
 def test_a_pool_can_be_let_go():
     (group,) = symmpool.Group.in_process(1)
     pool = symmpool.Pool(group, "cpu")
@@ -148,14 +162,69 @@ def test_calls_that_make_no_sense_are_refused():
     for wrong in ("a name", 7, object()):
         with pytest.raises(symmpool.InvalidArgumentError, match="group"):
             symmpool.all_reduce(x, group=wrong)
+    for wrong in (3, None):
+        with pytest.raises(symmpool.InvalidArgumentError, match=f"{wrong} is no pool"):
+            symmpool.forget(wrong)
+        with pytest.raises(symmpool.InvalidArgumentError, match=f"{wrong} is no pool"):
+            symmpool.use_pool(wrong)
+    with pytest.raises(symmpool.InvalidArgumentError, match="input_split_sizes: 2 of them"):
+        symmpool.all_to_all_single(x, x.copy(), np.array([2, 2]), np.array([2, 2]), group)
+    swapped = np.zeros(4, np.float32)
+    symmpool.all_to_all_single(swapped, x, np.array([4]), np.array([4]), group)
+    symmpool.all_to_all_single(swapped, x, [], (), group)
+    assert swapped.tolist() == x.tolist()
     with pytest.raises(symmpool.InvalidArgumentError, match="src"):
         symmpool.broadcast(x, group=group)
     with pytest.raises(symmpool.InvalidArgumentError, match="src"):
         symmpool.broadcast(x, 0, group, group_src=0)
-    with pytest.raises(symmpool.InvalidArgumentError, match="tpu"):
-        symmpool.communicator(group, "tpu:0")
+    for device in ("tpu:0", "cpu:1", "cpu:", "cuda:x", "cuda:²"):
+        for call in (symmpool.communicator, lambda group, device: symmpool.barrier(group, device=device)):
+            with pytest.raises(symmpool.InvalidArgumentError, match=f"device.*{device}"):
+                call(group, device)
     with pytest.raises(TypeError, match="numpy"):
         symmpool.all_reduce([1.0, 2.0], group=group)
+
+
+def test_a_group_is_known_by_its_name_everywhere():
+    (group,) = symmpool.Group.in_process(1)
+    pool = symmpool.Pool(group, "cpu:0")
+    assert pool.device == "cpu"
+    for named in (group, pool):
+        name = named.group_name
+        assert name.startswith("symmpool:") and name == named.group_name
+        comm = symmpool.communicator(name)
+        assert comm is symmpool.communicator(named, "cpu:0")
+        x = np.full(3, 2, np.int32)
+        symmpool.all_reduce(x, group=name)
+        symmpool.broadcast(x, 0, name)
+        symmpool.barrier(name, device="cpu:0")
+    assert group.group_name != pool.group_name
+    for wrong in ("nobody", (None, 0, 1)):
+        with pytest.raises(symmpool.InvalidArgumentError, match="group: "):
+            symmpool.communicator(wrong)
+
+
+def test_names_of_groups_are_given_once():
+    groups = symmpool.Group.in_process(64)
+    found = [[None] * 4 for _ in groups]
+
+    def name(at):
+        for number, group in enumerate(groups):
+            found[number][at] = group.group_name
+
+    threads = [threading.Thread(target=name, args=(at,)) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    first = {names[0] for names in found}
+    assert all(len(set(names)) == 1 for names in found) and len(first) == 64
+    del groups
+    gc.collect()
+    with pytest.raises(symmpool.InvalidArgumentError, match="any more"):
+        symmpool.communicator(found[0][0])
+    (later,) = symmpool.Group.in_process(1)
+    assert later.group_name not in first
 
 
 def test_on_the_cpu_there_is_nothing_to_mark():

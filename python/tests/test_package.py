@@ -58,10 +58,34 @@ def members(node):
     return {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
 
 
+def parameters_of(stub, without_self):
+    """What a function of the stubs takes: names, kinds and defaults."""
+    arguments, kind = stub.args, inspect.Parameter
+    named = [(each, kind.POSITIONAL_OR_KEYWORD) for each in arguments.args]
+    named = [(each, kind.POSITIONAL_ONLY) for each in arguments.posonlyargs] + named
+    defaults = [None] * (len(named) - len(arguments.defaults)) + arguments.defaults
+    named += [(each, kind.KEYWORD_ONLY) for each in arguments.kwonlyargs]
+    defaults += arguments.kw_defaults
+    found = [
+        (each.arg, kind, inspect.Parameter.empty if default is None else ast.literal_eval(default))
+        for (each, kind), default in zip(named, defaults, strict=True)
+    ]
+    return found[1:] if without_self else found
+
+
+def shown_by(target, without_self):
+    found = [(p.name, p.kind, p.default) for p in inspect.signature(target).parameters.values()]
+    return found[1:] if without_self and found and found[0][0] == "self" else found
+
+
 def test_the_stubs_are_what_the_binding_has():
     stubs = ast.parse(STUBS.read_text())
     classes = {node.name: node for node in stubs.body if isinstance(node, ast.ClassDef)}
-    for name in ("Block", "Communicator", "Group", "Mark", "Pool", "Slot"):
+    bound = {name for name, each in vars(_symmpool).items() if isinstance(each, type)}
+    kinds = ("Protocol", "TypedDict")
+    ours = {n for n, c in classes.items() if not any(getattr(b, "id", "") in kinds for b in c.bases)}
+    assert ours == bound
+    for name in sorted(bound):
         found = getattr(_symmpool, name)
         shown = members(classes[name])
         public = {n for n in vars(found) if not n.startswith("_")}
@@ -70,16 +94,23 @@ def test_the_stubs_are_what_the_binding_has():
             decorators = {getattr(d, "id", None) for d in stub.decorator_list}
             if "property" in decorators:
                 assert inspect.isgetsetdescriptor(vars(found)[method]), (name, method)
+                assert vars(found)[method].__doc__, (name, method)
                 continue
             target = found if method == "__init__" else getattr(found, method)
-            parameters = list(inspect.signature(target).parameters)
-            arguments = stub.args.posonlyargs + stub.args.args + stub.args.kwonlyargs
-            expected = [a.arg for a in arguments]
-            if method == "__init__":
-                expected.remove("self")
-            assert parameters == expected, (name, method)
+            bare = "staticmethod" not in decorators
+            expected = parameters_of(stub, bare)
+            shows = shown_by(target, bare)
+            assert shows == expected, (name, method)
             if not method.startswith("__"):
                 assert inspect.getdoc(target), (name, method)
+
+
+def test_the_stubs_have_the_functions_of_the_binding():
+    stubs = members(ast.parse(STUBS.read_text()))
+    bound = {n: f for n, f in vars(_symmpool).items() if inspect.isbuiltin(f)}
+    assert set(stubs) == set(bound)
+    for name, stub in stubs.items():
+        assert shown_by(bound[name], False) == parameters_of(stub, False), name
 
 
 def test_the_module_says_what_it_can_run():

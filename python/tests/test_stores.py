@@ -64,7 +64,7 @@ def test_pools_meet_in_a_store_of_the_callers():
     store = Store()
 
     def rank(number):
-        pool = symmpool.Pool((store, number, 3), "cpu", timeout=20)
+        pool = symmpool.Pool((store, number, 3), "cpu:0", timeout=20)
         second = symmpool.Pool((store, number, 3), "cpu", timeout=20)
         comm = symmpool.Communicator(second, timeout=20)
         block = pool.block(4, "int32")
@@ -133,7 +133,7 @@ def test_a_store_that_fails_is_no_riddle():
     "group", ["a name", 7, (1, 2), (Store(), -1, 2), (Store(), 0, 1.5), (object(), 0, 1), object()]
 )
 def test_what_is_no_group_is_refused(group):
-    with pytest.raises(symmpool.InvalidArgumentError, match="group|store"):
+    with pytest.raises(symmpool.InvalidArgumentError, match="group|store|rank"):
         symmpool.Pool(group, "cpu")
     with pytest.raises(symmpool.InvalidArgumentError):
         symmpool.Pool((Store(), 2, 2), "cpu")

@@ -114,6 +114,11 @@ def test_ranks_with_tensors_of_different_pools_are_told_so(met, monkeypatch):
             symmpool.all_reduce(tensor, group=group)
         with pytest.raises(symmpool.TimeoutError, match=f"pool {group.rank + 1} of the 2") as raised:
             symmpool.all_reduce(tensors[group.rank], group=group)
+        if met:
+            # What is not waited for says it too, when it is.
+            late = symmpool.all_reduce(tensors[group.rank], group=group, async_op=True)
+            with pytest.raises(symmpool.TimeoutError, match=f"pool {group.rank + 1} of the 2"):
+                late.wait(20)
         both.wait(20)  # a rank that leaves is lost to the other
         return raised.value.ranks
 

@@ -194,6 +194,35 @@ def test_calls_wait_as_long_as_their_process_group(backend, of, tmp_path):
     assert 1.9 < seconds < 6 and ranks == (1,)
 
 
+def late_in_one_of_two_groups(group, folder):
+    """What rank 0 is told of a rank that does not come, at once and when it has not waited."""
+    me, _ = begin(group, folder, timeout=datetime.timedelta(seconds=1))
+    other = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1), group_desc="the others")
+    x, told = torch.ones(4), []
+    for each in (None, other):
+        symmpool.all_reduce(x, group=each)
+    if me == 0:
+        for each in (other, dist.group.WORLD):
+            work = symmpool.all_reduce(x, group=each, async_op=True)
+            with pytest.raises(symmpool.TimeoutError) as raised:
+                work.wait()
+            assert work.exception() is raised.value
+            told.append(str(raised.value))
+            with pytest.raises(symmpool.TimeoutError) as raised:
+                symmpool.all_reduce(x, group=each)
+            told.append(str(raised.value))
+    symmpool.barrier(group)
+    return told, other.group_name
+
+
+def test_errors_say_which_of_several_groups_the_call_went_to(tmp_path):
+    told, name = values(2, late_in_one_of_two_groups, str(tmp_path))[0]
+    for text in told[:2]:
+        assert text.endswith(f"the call went to the pool of group {name!r} (the others) on cpu"), told
+    for text in told[2:]:
+        assert "(default_pg) on cpu" in text and text.count("the call went") == 1, told
+
+
 def at_the_first_call(group, folder, backend, call_of):
     me, _ = begin(group, folder, backend, datetime.timedelta(seconds=2))
     call = getattr(dist if call_of == "torch" else symmpool, "all_reduce")
@@ -229,16 +258,41 @@ def timeouts(group, folder):
     c10d = dist.distributed_c10d
     changed = dist.new_group([0])
     c10d._set_pg_timeout(datetime.timedelta(seconds=13), changed)
-    alone = symmpool.Pool((dist.HashStore(), 0, 1), "cpu")
+    store = dist.HashStore()
+    store.set_timeout(datetime.timedelta(seconds=14))
+    alone = symmpool.Pool((store, 0, 1), "cpu")
+    told_itself = symmpool.Pool((dist.PrefixStore("other", store), 0, 1), "cpu", timeout=15)
     on_other = symmpool.Pool(other, "cpu", timeout=5)
-    for each in (None, on_other, endless, changed, alone):
+    for each in (None, on_other, endless, changed, alone, told_itself):
         symmpool.all_reduce(torch.ones(2), group=each)
     dist.destroy_process_group()
     return told
 
 
 def test_timeouts_come_to_communicators(tmp_path):
-    assert values(1, timeouts, str(tmp_path)) == [[11, 12, 1e9, 13, 30]]
+    assert values(1, timeouts, str(tmp_path)) == [[11, 12, 1e9, 13, 14, 15]]
+
+
+def on_a_store_of_its_own(group, folder):
+    """How long rank 0 waits for rank 1 on a pool of a store that waits 2 s."""
+    store = dist.FileStore(f"{folder}/store", 2)
+    store.set_timeout(datetime.timedelta(seconds=2))
+    pool = symmpool.Pool((store, group.rank, 2), "cpu")
+    x = torch.ones(4)
+    symmpool.all_reduce(x, group=pool)
+    found = None
+    if group.rank == 0:
+        start = time.monotonic()
+        with pytest.raises(symmpool.TimeoutError) as raised:
+            symmpool.all_reduce(x, group=pool)
+        found = time.monotonic() - start, raised.value.ranks
+    symmpool.barrier(group)
+    return found
+
+
+def test_calls_wait_as_long_as_the_store_of_their_pool(tmp_path):
+    seconds, ranks = values(2, on_a_store_of_its_own, str(tmp_path))[0]
+    assert 1.9 < seconds < 6 and ranks == (1,)
 
 
 def futures(group, folder):

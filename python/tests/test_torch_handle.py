@@ -2,7 +2,9 @@
 
 import ctypes
 import gc
+import time
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -113,6 +115,10 @@ def test_nonsense_is_refused():
         (0, (1,), torch.float32, -1),
         (1, (1,), torch.float32),
         (0, (-1,), torch.float32),
+        (0, 3, torch.float32),
+        (0, (1.5,), torch.float32),
+        (0, (1,), "float32"),
+        ("0", (1,), torch.float32),
     ]:
         with pytest.raises(symmpool.InvalidArgumentError):
             handle.get_buffer(*arguments)
@@ -121,6 +127,15 @@ def test_nonsense_is_refused():
             handle.put_signal(*wrong)
     with pytest.raises(symmpool.InvalidArgumentError, match="timeout_ms"):
         handle.wait_signal(0, 0, -1)
+    for wrong in ("x", float("nan")):
+        with pytest.raises(symmpool.InvalidArgumentError, match="timeout_ms"):
+            handle.barrier(1, wrong)
+    for wrong in (16, -1, "x"):
+        with pytest.raises(symmpool.InvalidArgumentError, match="channel"):
+            handle.barrier(wrong)
+    with pytest.raises(symmpool.InvalidArgumentError, match="sizes"):
+        handle.get_signal_pad(0, 4)
+    assert handle.get_buffer(numpy.int64(0), [numpy.int64(10)], torch.float32).shape == (10,)
     with pytest.raises(symmpool.InvalidArgumentError, match="not all in windows"):
         pool.peer_ptr(0, 12345, 8)
 
@@ -221,6 +236,52 @@ def test_ranks_that_bring_different_tensors_all_hear_of_it(kind):
     assert len(set(found)) == 1, found
     ranks, text = found[0]
     assert ranks == (2,) and all(f"rank {rank}: " in text for rank in range(3)), found
+
+
+def refused_by_one(group, culprit, how):
+    pool = symmpool.Pool(group, "cpu")
+    x = pool.empty(16, torch.float32)
+    wrong = {
+        "elsewhere": (torch.ones(3), 2048),
+        "no tensor": (None, 2048),
+        "no memory": (torch.ones(3).to_sparse(), 2048),
+        "pad": (x, 3),
+    }[how]
+    tensor, size = wrong if group.rank == culprit else (x, 2048)
+    start = time.monotonic()
+    try:
+        symmpool.rendezvous(tensor, group, signal_pad_size=size)
+    except symmpool.Error as error:
+        told = type(error).__name__, error.ranks, str(error), time.monotonic() - start < 10
+    else:
+        told = None
+    # All of them are in step still.
+    symmpool.rendezvous(x, pool).barrier()
+    return told
+
+
+@pytest.mark.parametrize(
+    "culprit, how, what",
+    [
+        (0, "elsewhere", "in no pool"),
+        (1, "elsewhere", "in no pool"),
+        (0, "no tensor", "no tensor of torch"),
+        (1, "no memory", "no memory"),
+        (0, "pad", "signal_pad_size: 3"),
+    ],
+)
+def test_what_one_rank_refuses_the_others_hear_of(culprit, how, what):
+    found = values(2, refused_by_one, culprit, how)
+    kind, ranks, text, soon = found.pop(culprit)
+    assert (kind, ranks, soon) == ("InvalidArgumentError", (), True) and what in text
+    kind, ranks, text, soon = found.pop()
+    assert (kind, ranks, soon) == ("DivergedError", (culprit,), True)
+    assert f"rank {culprit} refuses" in text and what in text
+
+
+def test_a_pool_on_a_store_is_found_without_being_named():
+    pool = symmpool.Pool((dist.HashStore(), 0, 1), "cpu")
+    assert symmpool.rendezvous(pool.empty(3, torch.int32)).buffer_size == 12
 
 
 def test_a_tensor_of_no_dimensions_and_a_transposed_one_have_handles():

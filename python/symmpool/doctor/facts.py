@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import mmap
 import os
 import platform
 import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,9 @@ def collect(with_torch: bool = True) -> dict[str, Any]:
         "nvrtc": found["compiler"],
         "kernel_cache": cache_facts(found["cache"]),
         "nccl": nccl_facts(),
+        "triton": triton_facts(),
         "launcher": launcher_facts(),
+        "variables": variable_facts(),
     }
 
 
@@ -128,7 +132,41 @@ def torch_facts() -> dict[str, Any]:
         "nccl": distributed and torch.distributed.is_nccl_available(),
         "gloo": distributed and torch.distributed.is_gloo_available(),
         "fast_exchange": hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
+        "allocator": allocator_facts(torch),
     }
+
+
+def allocator_facts(torch: Any) -> dict[str, Any]:
+    """What torch offers to whoever allocates in its place."""
+    from symmpool import process
+
+    cuda = torch.cuda
+    found = {
+        "pluggable": hasattr(torch._C, "_cuda_customAllocator"),
+        "mempool": all(hasattr(cuda, name) for name in ("MemPool", "use_mem_pool")),
+        "backend": None,
+        "install_error": None,
+    }
+    try:
+        # As the environment says; no device is touched.
+        found["backend"] = cuda.get_allocator_backend()
+    except Exception as error:  # a torch without CUDA raises what it likes
+        found["install_error"] = f"{type(error).__name__}: {error}"
+    try:
+        process._throw(torch)
+    except Exception as error:
+        found["install_error"] = str(error)
+    return found
+
+
+def triton_facts() -> dict[str, Any]:
+    """Triton is not imported: it looks for compilers and devices when it is."""
+    for name in ("triton", "pytorch-triton", "triton-rocm"):
+        try:
+            return {"version": importlib.metadata.version(name), "error": None}
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {"version": None, "error": "the package triton is not installed"}
 
 
 def nccl_facts() -> dict[str, Any]:
@@ -176,10 +214,64 @@ def cache_facts(folder: str | None) -> dict[str, Any]:
     return {"place": folder, "error": None}
 
 
+#: Variables of launchers, and ours that may be shown.
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+SHOWN = (
+    "SYMMPOOL_PORT",
+    "SYMMPOOL_NVRTC",
+    "SYMMPOOL_CACHE_DIR",
+    "SYMMPOOL_ALL_REDUCE",
+    "SYMMPOOL_ALL_TO_ALL",
+)
+#: The ways of all-to-alls, and the most ranks of a group.
+ALL_TO_ALL = ("auto", "packet", "direct", "copy")
+MOST_RANKS = 1 << 16
+
+
 def launcher_facts() -> dict[str, Any]:
     """What a launcher has said to this process."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    ours = ("SYMMPOOL_PORT", "SYMMPOOL_NVRTC", "SYMMPOOL_CACHE_DIR", "SYMMPOOL_ALL_REDUCE")
-    found = {name: os.environ[name] for name in (*names, *ours) if name in os.environ}
+    found = {name: os.environ[name] for name in (*LAUNCHER, *SHOWN) if name in os.environ}
     found["executable"] = sys.executable
     return found
+
+
+def variable_facts() -> dict[str, Any]:
+    """Variables that are set and make no sense, and why; and those with our prefix that nobody reads. A
+    secret is not shown."""
+    from symmpool import _symmpool
+
+    algorithms = _symmpool.algorithms()
+    expected = {
+        "SYMMPOOL_ALL_REDUCE": (_one_of(algorithms), f"one of {', '.join(algorithms)}"),
+        "SYMMPOOL_ALL_TO_ALL": (_one_of(ALL_TO_ALL), f"one of {', '.join(ALL_TO_ALL)}"),
+        "SYMMPOOL_NVRTC": (lambda path: not path or os.path.isfile(path), "an NVRTC library"),
+        "SYMMPOOL_CACHE_DIR": (lambda path: os.path.isdir(path) or not os.path.exists(path), "a folder"),
+        "SYMMPOOL_PORT": (_number(1, 65535), "a port from 1 to 65535"),
+        "MASTER_PORT": (_number(1, 65535), "a port from 1 to 65535"),
+        "LOCAL_RANK": (_number(0, (1 << 32) - 1), "a rank"),
+        "WORLD_SIZE": (_number(1, MOST_RANKS), f"1 to {MOST_RANKS}"),
+    }
+    world = os.environ.get("WORLD_SIZE", "")
+    ranks = int(world) if expected["WORLD_SIZE"][0](world) else MOST_RANKS
+    expected["RANK"] = (_number(0, ranks - 1), f"a rank from 0 to {ranks - 1}")
+    wrong = {
+        name: f"{os.environ[name]!r}: expected {what}"
+        for name, (is_right, what) in expected.items()
+        if name in os.environ and not is_right(os.environ[name])
+    }
+    known = (*SHOWN, "SYMMPOOL_SECRET")
+    ours = [name for name in sorted(os.environ) if name.startswith("SYMMPOOL_")]
+    return {"wrong": wrong, "unknown": [name for name in ours if name not in known]}
+
+
+def _one_of(names: Any) -> Callable[[str], bool]:
+    # Empty is as good as not set.
+    return lambda value: not value or value in names
+
+
+def _number(least: int, most: int) -> Callable[[str], bool]:
+    def is_right(value: str) -> bool:
+        text = value.strip().removeprefix("+")
+        return text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most
+
+    return is_right

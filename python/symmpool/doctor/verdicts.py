@@ -30,7 +30,8 @@ def judge(facts: dict[str, Any]) -> list[Verdict]:
     """In the order in which a reader asks."""
     found = [host(facts), *limits(facts)]
     found += [devices(facts), links(facts), across(facts), kernels(facts)]
-    found += [tensors(facts), backend(facts), windows(facts)]
+    found += [tensors(facts), scopes(facts), install(facts), backend(facts), windows(facts)]
+    found += [triton(facts), *variables(facts)]
     return found
 
 
@@ -130,6 +131,63 @@ def tensors(facts: dict[str, Any]) -> Verdict:
         why = f"torch {torch['version']} has no DLPack function table: calls take a little longer"
         return Verdict(what, True, why)
     return Verdict(what, True, f"torch {torch['version']}")
+
+
+def _allocates(facts: dict[str, Any], what: str) -> Verdict | None:
+    """Why nobody can allocate in torch's place; None where somebody can."""
+    torch = facts["torch"]
+    if torch["version"] is None:
+        return Verdict(what, False, torch["error"])
+    if not torch["cuda"] or not torch["allocator"]["pluggable"]:
+        return Verdict(what, False, f"torch {torch['version']} is built without CUDA")
+    if not usable(facts):
+        return Verdict(what, False, "no device; on the CPU there is pool.empty()")
+    return None
+
+
+def scopes(facts: dict[str, Any]) -> Verdict:
+    what = "torch's allocations in a pool (with pool:)"
+    refused = _allocates(facts, what)
+    if refused is not None:
+        return refused
+    torch, allocator = facts["torch"], facts["torch"]["allocator"]
+    if not allocator["mempool"]:
+        return Verdict(what, False, f"torch {torch['version']} has no torch.cuda.use_mem_pool; update it")
+    if allocator["backend"] == "cudaMallocAsync":
+        why = "torch's allocator is cudaMallocAsync (PYTORCH_CUDA_ALLOC_CONF), which has no MemPool"
+        return Verdict(what, False, why)
+    return Verdict(what, True, f"MemPool of torch {torch['version']}")
+
+
+def install(facts: dict[str, Any]) -> Verdict:
+    what = "all of torch's CUDA memory (symmpool.install())"
+    refused = _allocates(facts, what)
+    if refused is not None:
+        return refused
+    allocator = facts["torch"]["allocator"]
+    if allocator["install_error"]:
+        return Verdict(what, False, allocator["install_error"])
+    return Verdict(what, True, "before torch first uses CUDA")
+
+
+def triton(facts: dict[str, Any]) -> Verdict:
+    what = "Triton on handles of symmetric memory"
+    found = facts["triton"]
+    if found["version"] is None:
+        return Verdict(what, False, f"{found['error']}; kernels in CUDA work without")
+    if facts["torch"]["version"] is None:
+        return Verdict(what, False, facts["torch"]["error"])
+    if not usable(facts):
+        return Verdict(what, False, f"Triton {found['version']}, but no device")
+    return Verdict(what, True, f"Triton {found['version']}")
+
+
+def variables(facts: dict[str, Any]) -> list[Verdict]:
+    """One for each that is set and makes no sense."""
+    said = facts["variables"]
+    found = [Verdict(f"variable {name}", False, why) for name, why in said["wrong"].items()]
+    why = "nobody reads it; is another meant?"
+    return found + [Verdict(f"variable {name}", None, why) for name in said["unknown"]]
 
 
 def backend(facts: dict[str, Any]) -> Verdict:

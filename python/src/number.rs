@@ -1,0 +1,94 @@
+//! Numbers that callers give: counts, ranks, addresses, seconds.
+
+use std::fmt::Display;
+use std::time::Duration;
+
+use pyo3::exceptions::{PyOverflowError, PyTypeError};
+use pyo3::prelude::*;
+
+use crate::errors::{invalid, seconds};
+use crate::reading::Refusal;
+
+/// A number as an argument. Extracting one never fails: whoever knows the argument's name refuses what
+/// is none, and tells the other ranks where they wait.
+pub(crate) struct Number<T>(Result<T, Wrong>);
+
+enum Wrong {
+    /// A number, as Python writes it, that the type does not have.
+    Range(String),
+    /// What is no number, and why not.
+    Kind(String),
+}
+
+impl<T> Number<T> {
+    pub(crate) const fn of(number: T) -> Self {
+        Self(Ok(number))
+    }
+}
+
+impl<'a, 'py, T: FromPyObject<'a, 'py>> FromPyObject<'a, 'py> for Number<T> {
+    type Error = PyErr;
+
+    #[inline]
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        Ok(Self(object.extract::<T>().map_err(|error| wrong(object, &error.into()))))
+    }
+}
+
+#[cold]
+fn wrong(object: Borrowed<'_, '_, PyAny>, error: &PyErr) -> Wrong {
+    let py = object.py();
+    if error.is_instance_of::<PyOverflowError>(py) {
+        // Python does not write numbers of thousands of digits.
+        let text = object.str().map_or_else(|_| String::new(), |text| text.to_string());
+        Wrong::Range(if (1..40).contains(&text.len()) { text } else { "a huge number".into() })
+    } else {
+        Wrong::Kind(error.value(py).to_string())
+    }
+}
+
+/// What a count, a rank or an address can be.
+pub(crate) trait Whole: Display {
+    const MOST: Self;
+}
+
+impl Whole for u32 {
+    const MOST: Self = Self::MAX;
+}
+
+impl Whole for u64 {
+    const MOST: Self = Self::MAX;
+}
+
+impl Whole for usize {
+    const MOST: Self = Self::MAX;
+}
+
+impl<T: Whole> Number<T> {
+    /// The number of the argument `name`.
+    #[inline]
+    pub(crate) fn or_refuse(self, name: &str) -> Result<T, Refusal> {
+        self.0.map_err(|wrong| match wrong {
+            Wrong::Range(text) => {
+                Refusal::Invalid(format!("{name}: {text} is no number from 0 to {}", T::MOST))
+            }
+            Wrong::Kind(why) => Refusal::Raised(PyTypeError::new_err(format!("{name}: {why}"))),
+        })
+    }
+
+    #[inline]
+    pub(crate) fn or_raise(self, py: Python<'_>, name: &str) -> PyResult<T> {
+        self.or_refuse(name).map_err(|refusal| refusal.raise(py))
+    }
+}
+
+impl Number<f64> {
+    /// The time of the argument `name`.
+    pub(crate) fn seconds(self, py: Python<'_>, name: &str) -> PyResult<Duration> {
+        match self.0 {
+            Ok(value) => seconds(py, name, value),
+            Err(Wrong::Range(text)) => Err(invalid(py, format!("{name}={text}: too long a time"))),
+            Err(Wrong::Kind(why)) => Err(PyTypeError::new_err(format!("{name}: {why}"))),
+        }
+    }
+}
