@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | `group`, `pool`, `communicator` | the classes of these names |
 //! | `row_exchange` | exchanges of rows with a destination each |
+//! | `device` | the driver that a device's name means, and ranks that have none |
 //! | `slot` | a pool behind exported functions, for torch's allocator |
 //! | `process` | the allocator under all of torch's |
 //! | `block` | memory of a pool, as Python objects and DLPack consumers hold it |
@@ -29,6 +30,7 @@ mod arguments;
 mod block;
 mod communicator;
 mod convert;
+mod device;
 mod dlpack;
 mod errors;
 mod exchange;

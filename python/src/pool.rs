@@ -7,13 +7,13 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyString};
-use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::lane::{LaneConfig, WindowPolicy};
-use symmpool_allocator::{Deadline, Driver, Error, Result};
+use symmpool_allocator::{Deadline, Result};
 use symmpool_collectives::DType;
 
 use crate::block::Block;
 use crate::convert::{self, Device};
+use crate::device::{decline, driver};
 use crate::dlpack::{self, Description};
 use crate::errors::{OrRaise, invalid};
 use crate::group::group_of;
@@ -50,44 +50,6 @@ pub(crate) struct Pool {
     pub(crate) device: Device,
     /// The `symmpool.scope.Scope`, once there was a `with`. It holds nothing of this object.
     scope: PyOnceLock<Py<PyAny>>,
-}
-
-/// The driver for a device's name.
-fn driver(name: Option<&str>) -> Result<(Driver, Device)> {
-    let cuda = |driver: CudaDriver| {
-        let device = Device::Cuda(driver.facts().ordinal);
-        (Driver::new(driver), device)
-    };
-    match name {
-        // As torch names the one CPU there is.
-        Some("cpu" | "cpu:0") => Ok((Driver::host()?, Device::Cpu)),
-        Some(name) if name.starts_with("cpu:") => Err(Error::invalid_argument(format!(
-            "device: {name:?}: the CPU is one device here; pass \"cpu\""
-        ))),
-        Some("cuda") => CudaDriver::from_env().map(cuda),
-        Some(name) => {
-            let ordinal = name.strip_prefix("cuda:").and_then(|ordinal| ordinal.parse().ok());
-            let ordinal = ordinal.ok_or_else(|| {
-                Error::invalid_argument(format!("device: {name:?} is none of cpu, cuda, cuda:N"))
-            })?;
-            CudaDriver::new(ordinal).map(cuda)
-        }
-        // As `Driver::best`, keeping which device it was.
-        None => match CudaDriver::from_env() {
-            Ok(driver) => Ok(cuda(driver)),
-            Err(error) if error.is_unsupported() => Ok((Driver::host()?, Device::Cpu)),
-            Err(error) => Err(error),
-        },
-    }
-}
-
-/// Makes no pool on this rank, because of `why`, which the group's other ranks are told.
-fn decline(py: Python<'_>, group: symmpool_allocator::Group, why: PyErr) -> PyErr {
-    let told = why.value(py).to_string();
-    let told = Error::invalid_argument(told.trim_start_matches("symmpool: "));
-    let builder = symmpool_allocator::Pool::builder(group).driver_or_failure(Err(told));
-    py.detach(|| drop(builder.build())); // fails with this, or as others did not come to hear it
-    why
 }
 
 #[pymethods]
