@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 from symmpool import _symmpool, process
 from symmpool.errors import Error, InvalidArgumentError, InvalidStateError, UnsupportedError
@@ -82,41 +82,51 @@ class Scope:
             scopes = _threads.scopes
         except AttributeError:
             scopes = _threads.scopes = []
-        if self._mempool is None:
+        mempool = self._mempool
+        if mempool is None:
             context = _symmpool.process_redirect(self._slot)
-        elif scopes and scopes[-1][0] is self:
+        elif scopes and self._is_within(scopes):
             context = None  # they do already, and torch enters a MemPool once
-        elif any(scope is self for scope, _ in scopes):
+        else:
+            context = self._torch.cuda.use_mem_pool(mempool, self._device)
+            context.__enter__()
+        scopes.append((self, context))
+
+    def _is_within(self, scopes: list[tuple[Scope, Any]]) -> bool:
+        """Whether this scope is the innermost."""
+        if scopes[-1][0] is self:
+            return True
+        if any(scope is self for scope, _ in scopes):
             raise InvalidStateError(
                 "with pool: this thread is in this pool's scope already, and in another pool's since; "
                 "torch does not go back to a MemPool within another. Leave the inner scope first"
             )
-        else:
-            context = self._torch.cuda.use_mem_pool(self._mempool, self._device)
-            context.__enter__()
-        scopes.append((self, context))
+        return False
 
     def leave(self, pool: _symmpool.Pool, kind: Any, value: Any) -> None:
         """They go where they went before. Commits if that is due. Scopes are left in the thread that
         entered them, the innermost first; otherwise nothing is changed."""
-        scopes = getattr(_threads, "scopes", ())
-        if not any(scope is self for scope, _ in scopes):
-            raise InvalidStateError(
-                f"with pool: this thread is not in the scope of {pool!r}; leave it once for each time "
-                "that it was entered, in the thread that entered it"
-            )
-        if scopes[-1][0] is not self:
-            raise InvalidStateError(
-                f"with pool: the scope of {pool!r} has another pool's within, which this thread entered "
-                "later; leave that first"
-            )
-        _, context = scopes.pop()
+        scopes = getattr(_threads, "scopes", None)
+        if not scopes or scopes[-1][0] is not self:
+            self._refuse_to_leave(pool, scopes or ())
+        context = scopes.pop()[1]
         if self._mempool is None:
             _symmpool.process_redirect_back(context)
         elif context is not None:
             context.__exit__(None, None, None)
         if kind is not None or pool.is_commit_due:
             self._settle(pool, kind, value)
+
+    def _refuse_to_leave(self, pool: _symmpool.Pool, scopes: Any) -> NoReturn:
+        if not any(scope is self for scope, _ in scopes):
+            raise InvalidStateError(
+                f"with pool: this thread is not in the scope of {pool!r}; leave it once for each time "
+                "that it was entered, in the thread that entered it"
+            )
+        raise InvalidStateError(
+            f"with pool: the scope of {pool!r} has another pool's within, which this thread entered "
+            "later; leave that first"
+        )
 
     def _settle(self, pool: _symmpool.Pool, kind: Any, value: Any) -> None:
         if kind is None:
