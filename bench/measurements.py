@@ -108,6 +108,8 @@ def measurements():
            file="pool{ranks}"),
         it("killed", "a rank killed in the middle of a call", 20, 90,
            lambda w: w.collectives("killed"), "log", "cuda_collectives"),
+        it("faults", "ranks that differ or stay away, with every algorithm", 75, 150,
+           lambda w: w.collectives("faults"), "log", "cuda_collectives"),
         it("matrices", "random traffic matrices beside NCCL", 30, 180,
            lambda w: w.launch("python/tests/gpu/ranks_matrices.py", *w.pick([], ["--count", "500"])),
            "log"),

@@ -13,6 +13,8 @@ use crate::expect_error;
 const POISON: u8 = 0xa5;
 /// Elements of a pair: one size for each way that data goes.
 const COUNTS: [usize; 2] = [100, 300_000];
+/// Bytes of a part that copy engines carry: all of it, and behind a beginning that goes as stores.
+const PARTS: [usize; 2] = [1 << 20, 20 << 20];
 
 /// How many went otherwise than they should.
 pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
@@ -73,31 +75,39 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
             // One rank makes no call; counts of the host, then of the device.
             for on_device in [false, true] {
                 let comm = Communicator::with_options(pool, &options)?;
-                if rank == odd {
-                    std::thread::sleep(timeout + Duration::from_millis(500));
-                    continue;
-                }
                 let counts = vec![count; world as usize];
                 let bytes: Vec<u8> =
                     counts.iter().flat_map(|count| (*count as u64).to_le_bytes()).collect();
                 upload(pool, splits.address(), &bytes)?;
-                let began = Instant::now();
-                let called = if on_device {
-                    let (dtype, row) = (DType::U8, 1);
-                    let rows = SplitRows { dtype, row, length: room, capacity: room };
-                    let null = std::ptr::null_mut();
-                    let splits = SplitsAt {
-                        input: splits.as_ptr() as *const u8,
-                        output: null,
-                        offsets: null,
-                        dtype: DType::I64,
-                    };
-                    // SAFETY: as above; there is a split for every rank.
-                    unsafe { comm.all_to_all_v_splits_at(to, from, &rows, &splits, &stream) }
-                } else {
-                    // SAFETY: as above.
-                    unsafe { comm.all_to_all_v_at(to, from, &counts, &counts, DType::U8, &stream) }
+                let call = || {
+                    if on_device {
+                        let (dtype, row) = (DType::U8, 1);
+                        let rows = SplitRows { dtype, row, length: room, capacity: room };
+                        let null = std::ptr::null_mut();
+                        let splits = SplitsAt {
+                            input: splits.as_ptr() as *const u8,
+                            output: null,
+                            offsets: null,
+                            dtype: DType::I64,
+                        };
+                        // SAFETY: as above; there is a split for every rank.
+                        unsafe { comm.all_to_all_v_splits_at(to, from, &rows, &splits, &stream) }
+                    } else {
+                        // SAFETY: as above.
+                        unsafe {
+                            comm.all_to_all_v_at(to, from, &counts, &counts, DType::U8, &stream)
+                        }
+                    }
                 };
+                // With all first: a kernel that is to be compiled takes longer than what is timed.
+                call()?;
+                comm.synchronize(&stream)?;
+                if rank == odd {
+                    std::thread::sleep(timeout + Duration::from_millis(500));
+                    continue;
+                }
+                let began = Instant::now();
+                let called = call();
                 let result = called.and_then(|()| comm.synchronize(&stream));
                 let error = expect_error(result, "an exchange without a peer")?;
                 let took = began.elapsed();
@@ -110,6 +120,54 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
                         all_to_all.name()
                     );
                 }
+            }
+        }
+    }
+    Ok(wrong + copied(pool, timeout)?)
+}
+
+/// Equal parts by copy engines: a rank that calls with others, and one that stays away.
+fn copied(pool: &Pool, timeout: Duration) -> Result<u32> {
+    let (rank, world) = (pool.rank(), pool.world());
+    let odd = world - 1;
+    let room = 2 * PARTS[1] * world as usize;
+    let (input, output) = (pool.alloc::<u8>(room)?, pool.alloc::<u8>(room)?);
+    pool.commit()?;
+    let (from, to) = (input.as_ptr() as *const u8, output.as_ptr().cast::<u8>());
+    let stream = stream(pool)?;
+    let all_to_all = AllToAllAlgorithm::Copy;
+    let options = CommunicatorOptions { all_to_all, timeout, ..Default::default() };
+    let mut wrong = 0;
+    for part in PARTS {
+        for alone in [false, true] {
+            let comm = Communicator::with_options(pool, &options)?;
+            let call = |bytes: usize| {
+                // SAFETY: both blocks are longer.
+                unsafe { comm.all_to_all_at(to, from, bytes, DType::U8, &stream) }
+            };
+            call(part)?;
+            comm.synchronize(&stream)?;
+            if alone && rank == odd {
+                std::thread::sleep(timeout + Duration::from_millis(500));
+                continue;
+            }
+            let began = Instant::now();
+            let result = call(if rank == odd { part / 2 } else { part });
+            let result = result.and_then(|()| comm.synchronize(&stream));
+            let error = expect_error(result, "equal parts that cannot be")?;
+            let took = began.elapsed();
+            let good = if alone {
+                error.is_timeout() && error.ranks() == [odd]
+            } else {
+                error.is_diverged()
+            };
+            let again = expect_error(call(part), "a call after that")?;
+            let lasting = again.is_diverged() || again.is_timeout();
+            if !good || !lasting || took > timeout + Duration::from_secs(1) {
+                wrong += 1;
+                println!(
+                    "rank {rank}: {part} bytes a part copied, alone {alone}: {took:?}: {error}"
+                );
             }
         }
     }
