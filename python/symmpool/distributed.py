@@ -120,8 +120,8 @@ def all_to_all_single(
     async_op: bool = False,
 ) -> Any:
     """Sends part r of `input` to rank r, where it becomes part `rank` of `output`. Split sizes are
-    rows for every rank; without them parts are equal. On CUDA, where equal parts of 128 MiB or more
-    in all leave a rank, outputs in a pool's memory lie at one offset on all ranks: they are allocated in
+    rows for every rank; without them parts are equal. On CUDA, where equal parts of 16 MiB
+    or more, 48 in all, leave a rank, outputs in a pool's memory lie at one offset on all ranks: they are allocated in
     the same order everywhere, or SYMMPOOL_ALL_TO_ALL=direct is set. Otherwise as `all_reduce`, but
     elements may be of any type that `Communicator` moves."""
     if seats.compiling() or (
