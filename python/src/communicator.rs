@@ -249,9 +249,9 @@ impl Communicator {
     /// `input_split_sizes` that would be a guess, so `output_split_sizes` are needed too.
     ///
     /// On CUDA, without split sizes, copy engines carry parts of 16 MiB and more, once 48 MiB or more
-    /// leave a rank and outputs are memory of the pool. These then lie at one offset on all ranks: allocate them in the
-    /// same order everywhere, or make the communicator with `all_to_all="direct"`. DivergedError says
-    /// so otherwise, and the communicator is closed.
+    /// leave a rank and outputs are memory of the pool. These then lie at one offset on all ranks:
+    /// allocate them in the same order everywhere, or make the communicator with
+    /// `all_to_all="direct"`. DivergedError says so otherwise, and the communicator is closed.
     #[pyo3(signature = (
         output, input, output_split_sizes = None, input_split_sizes = None, stream = None
     ))]

@@ -1,9 +1,9 @@
 """Which communicator serves a call, and what is under way on it.
 
 A call finds its communicator by the group that it names: a process group of torch or its name, a
-`symmpool.Group` or a `symmpool.Pool`; without one, the default group. On a group with several pools the one that holds
-the tensor is meant; a tensor that none holds goes through the first. A group without a pool gets one at
-its first call, which is collective like the call itself. Communicators are made when they are first
+`symmpool.Group` or a `symmpool.Pool`; without one, the default group. On a group with several pools the
+one that holds the tensor is meant; a tensor that none holds goes through the first. A group without a
+pool gets one at its first call, which is collective like the call itself. Communicators are made when they are first
 needed, and kept as long as the group. What waits for other ranks holds up the calls that need the
 same communicator, and no others: threads may each use a group of their own.
 """
