@@ -163,12 +163,15 @@ const char *symmpool_version(void);
 symmpool_status symmpool_last_error(const char **text);
 
 // A communicator of all ranks of `pool`. Collective: every rank makes its communicators in the
-// same order. `timeout` is how long its calls wait for a late rank, in seconds, or 0 for 30.
+// same order. `timeout` is how long its calls wait for a late rank, in seconds, or 0 for 30. What one
+// rank asks for in vain is the error of all; the pool can be used after symmpool_resync.
 //
 // # Safety
 //
 // `comm` is NULL (an error) or can be written to.
-symmpool_status symmpool_comm_create(symmpool_pool pool, double timeout, symmpool_comm *comm);
+symmpool_status symmpool_comm_create(symmpool_pool pool,
+                                     double timeout,
+                                     symmpool_comm *comm);
 
 // Lets go of a communicator. Needs no agreement between ranks.
 symmpool_status symmpool_comm_destroy(symmpool_comm comm);
@@ -660,12 +663,15 @@ symmpool_status symmpool_slot_bind(symmpool_pool pool, uint32_t *slot);
 symmpool_status symmpool_slot_release(uint32_t slot);
 
 // A communicator of all ranks of `pool`. Collective: every rank makes its communicators in the
-// same order. `timeout` is how long its calls wait for a late rank, in seconds, or 0 for 30.
+// same order. `timeout` is how long its calls wait for a late rank, in seconds, or 0 for 30. What one
+// rank asks for in vain is the error of all; the pool can be used after symmpool_resync.
 //
 // # Safety
 //
 // `comm` is NULL (an error) or can be written to.
-symmpool_status symmpool_comm_create(symmpool_pool pool, double timeout, symmpool_comm *comm);
+symmpool_status symmpool_comm_create(symmpool_pool pool,
+                                     double timeout,
+                                     symmpool_comm *comm);
 
 // Lets go of a communicator. Needs no agreement between ranks.
 symmpool_status symmpool_comm_destroy(symmpool_comm comm);

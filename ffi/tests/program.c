@@ -147,6 +147,11 @@ int main(int argc, char **argv) {
   IS(INVALID_ARGUMENT, symmpool_group_destroy(group));
   refuses_nonsense(pool);
   IS(INVALID_ARGUMENT, symmpool_register_nccl(pool, NULL, NULL));
+  // Nor does anybody wait for a rank that asks for a communicator in vain.
+  HOLDS(symmpool_comm_create(pool, rank == 1 ? -1 : 30, &comm) != SYMMPOOL_STATUS_OK);
+  symmpool_last_error(&why);
+  HOLDS(strstr(why, "timeout") != NULL);
+  OK(symmpool_resync(pool));
   OK(symmpool_comm_create(pool, 30, &comm));
   OK(symmpool_is_commit_due(pool, &due));
   HOLDS(!due);

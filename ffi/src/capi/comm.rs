@@ -113,7 +113,8 @@ fn ends(output: *mut c_void, input: *const c_void, count: usize) -> Result<(*mut
 }
 
 /// A communicator of all ranks of `pool`. Collective: every rank makes its communicators in the
-/// same order. `timeout` is how long its calls wait for a late rank, in seconds, or 0 for 30.
+/// same order. `timeout` is how long its calls wait for a late rank, in seconds, or 0 for 30. What one
+/// rank asks for in vain is the error of all; the pool can be used after symmpool_resync.
 ///
 /// # Safety
 ///
@@ -125,13 +126,17 @@ pub unsafe extern "C" fn symmpool_comm_create(
     comm: *mut symmpool_comm,
 ) -> Status {
     status(|| {
-        // SAFETY: the caller's promise.
-        let out = unsafe { Out::new(comm, "comm") }?;
         let pool = POOLS.get(pool)?;
-        let mut options = CommunicatorOptions::default();
-        if timeout != 0.0 {
-            options.timeout = seconds(timeout, "timeout")?;
-        }
+        let asked = || {
+            // SAFETY: the caller's promise.
+            let out = unsafe { Out::new(comm, "comm") }?;
+            let mut options = CommunicatorOptions::default();
+            if timeout != 0.0 {
+                options.timeout = seconds(timeout, "timeout")?;
+            }
+            Ok((out, options))
+        };
+        let (out, options) = asked().map_err(|why| Communicator::refuse(&pool, why))?;
         out.put(COMMS.insert(Communicator::with_options(&pool, &options)?));
         Ok(())
     })
