@@ -159,7 +159,7 @@ impl Heap {
     /// Unmaps every peer's segment at `offset`, if they are mapped.
     pub(crate) fn unmap_peers(&self, offset: u64) -> Result<()> {
         let Some(bytes) = lock(&self.mapped).peers.remove(&offset) else { return Ok(()) };
-        self.drop_rows(offset)?;
+        self.drop_rows(|row| row.holds(offset))?;
         for rank in self.peers() {
             self.driver.unmap(self.reservation(), self.position(rank, offset), bytes)?;
         }
@@ -188,7 +188,9 @@ impl Drop for Heap {
         if let Err(error) = self.driver.synchronize() {
             tracing::warn!(%error, "waiting for the device before dropping a heap");
         }
-        self.drop_all_rows();
+        if let Err(error) = self.drop_rows(|_| true) {
+            tracing::warn!(%error, "unmapping rows of peers' memory while dropping a heap");
+        }
         let Mapped { own, peers } = std::mem::take(&mut *lock(&self.mapped));
         let slots = |rank, list: &BTreeMap<u64, u64>| {
             for (&offset, &bytes) in list {

@@ -5,12 +5,11 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use symmpool_allocator::Error;
 use symmpool_collectives::{CommunicatorOptions, ReduceOp, SplitRows, SplitsAt};
 
 use crate::arguments::{Argument, Calls, Counts, rows_of};
 use crate::convert::{self, Device};
-use crate::errors::{OrRaise, exception};
+use crate::errors::{OrRaise, exception, told};
 use crate::mark::Mark;
 use crate::number::Number;
 use crate::operation;
@@ -102,8 +101,7 @@ impl Communicator {
             PyResult::Ok(options)
         };
         let options = read().inspect_err(|error| {
-            let why = error.value(py).to_string();
-            let why = Error::invalid_argument(why.trim_start_matches("symmpool: "));
+            let why = told(py, error);
             py.detach(|| symmpool_collectives::Communicator::refuse(on, why));
         })?;
         let algorithm = options.algorithm;

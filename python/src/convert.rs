@@ -100,10 +100,15 @@ pub(crate) fn algorithm_names() -> Vec<&'static str> {
     AllReduceAlgorithm::ALL.into_iter().map(AllReduceAlgorithm::name).collect()
 }
 
+/// The names of ways of all-to-alls.
+pub(crate) fn all_to_all_algorithm_names() -> Vec<&'static str> {
+    AllToAllAlgorithm::ALL.into_iter().map(AllToAllAlgorithm::name).collect()
+}
+
 /// The way of all-to-alls of a name.
 pub(crate) fn all_to_all_algorithm(py: Python<'_>, name: &str) -> PyResult<AllToAllAlgorithm> {
     AllToAllAlgorithm::named(name).ok_or_else(|| {
-        let names = AllToAllAlgorithm::ALL.map(AllToAllAlgorithm::name).join(", ");
+        let names = all_to_all_algorithm_names().join(", ");
         invalid(py, format!("all_to_all: {name:?} is none of {names}"))
     })
 }

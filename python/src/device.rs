@@ -5,6 +5,7 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Driver, Error, Result};
 
 use crate::convert::Device;
+use crate::errors::told;
 
 /// The driver for a device's name.
 pub(crate) fn driver(name: Option<&str>) -> Result<(Driver, Device)> {
@@ -37,9 +38,8 @@ pub(crate) fn driver(name: Option<&str>) -> Result<(Driver, Device)> {
 
 /// Makes no pool on this rank, because of `why`, which the group's other ranks are told.
 pub(crate) fn decline(py: Python<'_>, group: symmpool_allocator::Group, why: PyErr) -> PyErr {
-    let told = why.value(py).to_string();
-    let told = Error::invalid_argument(told.trim_start_matches("symmpool: "));
-    let builder = symmpool_allocator::Pool::builder(group).driver_or_failure(Err(told));
+    let failure = Err(told(py, &why));
+    let builder = symmpool_allocator::Pool::builder(group).driver_or_failure(failure);
     py.detach(|| drop(builder.build())); // fails with this, or as others did not come to hear it
     why
 }

@@ -80,6 +80,13 @@ pub(crate) fn invalid(py: Python<'_>, message: impl Into<String>) -> PyErr {
     exception(py, &Error::invalid_argument(message))
 }
 
+/// What other ranks are told of an exception that keeps this one from taking part.
+#[cold]
+pub(crate) fn told(py: Python<'_>, why: &PyErr) -> Error {
+    let text = why.value(py).to_string();
+    Error::invalid_argument(text.trim_start_matches("symmpool: "))
+}
+
 /// Results of the crates below, with exceptions.
 pub(crate) trait OrRaise<T> {
     fn or_raise(self, py: Python<'_>) -> PyResult<T>;

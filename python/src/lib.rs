@@ -85,6 +85,12 @@ mod _symmpool {
         convert::algorithm_names()
     }
 
+    /// Names that `all_to_all` of a `Communicator` takes, "auto" first.
+    #[pyo3::pyfunction]
+    fn all_to_all_algorithms() -> Vec<&'static str> {
+        convert::all_to_all_algorithm_names()
+    }
+
     /// The package's version.
     #[pyo3::pyfunction]
     fn version() -> &'static str {

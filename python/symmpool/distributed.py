@@ -55,17 +55,15 @@ def all_reduce(
 
         return ops.traced_all_reduce(tensor, op, group, async_op, out)
     try:
-        # As `seats.find_to_write` does: this call is made the most, and a frame more would be felt.
+        # As `seats.is_traced` and `seats.find_to_write` do: this call is made the most, and a frame more would be felt.
         at = id(seats.torch_world._default_pg if group is None else group)
         seat = looked_up[tensor.get_device()][at]
         if (tensor if out is None else out).requires_grad:
             seats.watch(tensor if out is None else out)
     except (AttributeError, KeyError):
-        seat = seats.find(tensor, group)
+        seat = seats.find_to_write(tensor, group, out)
         if seat is None:
             return None
-        if getattr(tensor if out is None else out, "requires_grad", False):
-            seats.watch(tensor if out is None else out)
     if async_op:
         return seat.begin(seat.comm.all_reduce, (tensor, op, out), [tensor if out is None else out])
     if seat.tail is not None:
@@ -81,9 +79,7 @@ def reduce_scatter_tensor(
     output: Any, input: Any, op: Any = "sum", group: Any = None, async_op: bool = False
 ) -> Any:
     """Reduces part r of every rank's `input` into rank r's `output`. Otherwise as `all_reduce`."""
-    if seats.compiling() or (
-        seats.modes._is_in_torch_dispatch_mode and seats.is_seen(output, group)
-    ):
+    if seats.is_traced(output, group):
         from symmpool import ops
 
         return ops.traced_reduce_scatter(output, input, op, group, async_op)
@@ -98,9 +94,7 @@ def all_gather_into_tensor(
 ) -> Any:
     """Copies rank r's `input_tensor` to part r of every rank's `output_tensor`. Otherwise as
     `all_reduce`, but elements may be of any type that `Communicator` moves."""
-    if seats.compiling() or (
-        seats.modes._is_in_torch_dispatch_mode and seats.is_seen(output_tensor, group)
-    ):
+    if seats.is_traced(output_tensor, group):
         from symmpool import ops
 
         return ops.traced_all_gather(output_tensor, input_tensor, group, async_op)
@@ -124,9 +118,7 @@ def all_to_all_single(
     in all, leave a rank, outputs in a pool's memory lie at one offset on all ranks: they are allocated
     in the same order everywhere, or SYMMPOOL_ALL_TO_ALL=direct is set. Otherwise as `all_reduce`, but
     elements may be of any type that `Communicator` moves."""
-    if seats.compiling() or (
-        seats.modes._is_in_torch_dispatch_mode and seats.is_seen(output, group)
-    ):
+    if seats.is_traced(output, group):
         from symmpool import ops
 
         sizes = (output_split_sizes, input_split_sizes)
@@ -149,9 +141,7 @@ def broadcast(
     """Copies rank `src`'s `tensor` into every other rank's. On a process group of torch `src` is a
     rank of the default group, as in torch, and `group_src` one of `group`; elsewhere they are the
     same. Otherwise as `all_gather_into_tensor`."""
-    if seats.compiling() or (
-        seats.modes._is_in_torch_dispatch_mode and seats.is_seen(tensor, group)
-    ):
+    if seats.is_traced(tensor, group):
         from symmpool import ops
 
         return ops.traced_broadcast(tensor, src, group, group_src, async_op)

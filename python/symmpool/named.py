@@ -84,8 +84,7 @@ def root_of(seat: Any, tensor: Any, group: Any, src: Any, group_src: Any) -> int
 def _rank_of(group: Any, src: Any, group_src: Any) -> int:
     """The rank of `group` that a call names as `src`, a rank of torch's default group if `group` is
     one of torch's, or as `group_src`, one of `group`."""
-    if isinstance(group, str):
-        group = group_of(group)
+    group = resolved(group)
     if (src is None) == (group_src is None):
         raise InvalidArgumentError("broadcast: one of src and group_src is needed")
     name, given = ("group_src", group_src) if src is None else ("src", src)

@@ -3,9 +3,9 @@
 A call finds its communicator by the group that it names: a process group of torch or its name, a
 `symmpool.Group` or a `symmpool.Pool`; without one, the default group. On a group with several pools the
 one that holds the tensor is meant; a tensor that none holds goes through the first. A group without a
-pool gets one at its first call, which is collective like the call itself. Communicators are made when they are first
-needed, and kept as long as the group. What waits for other ranks holds up the calls that need the
-same communicator, and no others: threads may each use a group of their own.
+pool gets one at its first call, which is collective like the call itself. Communicators are made when
+they are first needed, and kept as long as the group. What waits for other ranks holds up the calls that
+need the same communicator, and no others: threads may each use a group of their own.
 """
 
 from __future__ import annotations
@@ -194,6 +194,11 @@ def is_seen(tensor: Any, group: Any) -> bool:
     return named and (tensor is None or isinstance(tensor, torch.Tensor))
 
 
+def is_traced(tensor: Any, group: Any) -> bool:
+    """Whether a call on a tensor is to be made as an operator: it is compiled, or a mode of torch sees it."""
+    return compiling() or (modes._is_in_torch_dispatch_mode and is_seen(tensor, group))
+
+
 def watch(tensor: Any) -> None:
     """A call writes to a tensor that requires grad. As torch.distributed does, says so if a gradient
     comes back by way of it, and not before: results that are only looked at are no mistake."""
@@ -237,18 +242,13 @@ def find(tensor: Any, group: Any) -> Seat | None:
         return search(tensor, group, _device_of(tensor))
 
 
-def find_to_write(tensor: Any, group: Any) -> Seat | None:
-    """As `find`, for a call that writes to the tensor."""
-    try:
-        device = tensor.get_device()
-        seat = looked_up[device][id(torch_world._default_pg if group is None else group)]
-        if tensor.requires_grad:
-            watch(tensor)
-        return seat
-    except (AttributeError, KeyError):
-        if getattr(tensor, "requires_grad", False):
-            watch(tensor)
-        return search(tensor, group, _device_of(tensor))
+def find_to_write(tensor: Any, group: Any, out: Any = None) -> Seat | None:
+    """As `find`, for a call that writes to the tensor, or to `out`."""
+    seat = find(tensor, group)
+    written = tensor if out is None else out
+    if seat is not None and getattr(written, "requires_grad", False):
+        watch(written)
+    return seat
 
 
 def search(tensor: Any, group: Any, device: int) -> Seat | None:

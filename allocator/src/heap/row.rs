@@ -26,7 +26,7 @@ impl Row {
         self.segments.iter().sum()
     }
 
-    fn holds(&self, offset: u64) -> bool {
+    pub(super) fn holds(&self, offset: u64) -> bool {
         (self.offset..self.offset + self.length()).contains(&offset)
     }
 
@@ -64,7 +64,7 @@ impl Heap {
 
     fn make_row(&self, offset: u64, segments: &[u64]) -> Result<Row> {
         let length = segments.iter().sum::<u64>();
-        let peers = u64::from(self.layout.world - 1);
+        let peers = self.peer_count();
         let bytes = length.checked_mul(peers).filter(|bytes| *bytes > 0).ok_or_else(|| {
             Error::invalid_argument(format!("a row of {length} bytes of each of {peers} peers"))
         })?;
@@ -102,23 +102,18 @@ impl Heap {
         mapped
     }
 
-    /// Gives back the rows that hold the segment at `offset`.
-    pub(super) fn drop_rows(&self, offset: u64) -> Result<()> {
+    /// Gives back the rows that are `gone`.
+    pub(super) fn drop_rows(&self, gone: impl Fn(&Row) -> bool) -> Result<()> {
         let mut rows = lock(&self.rows);
         let mut outcome = Ok(());
-        for row in rows.extract_if(.., |row| row.holds(offset)) {
-            outcome = outcome.and(row.give_back(&self.driver, u64::from(self.layout.world - 1)));
+        for row in rows.extract_if(.., |row| gone(row)) {
+            outcome = outcome.and(row.give_back(&self.driver, self.peer_count()));
         }
         outcome
     }
 
-    /// Gives back all of them, at the end.
-    pub(super) fn drop_all_rows(&self) {
-        for row in std::mem::take(&mut *lock(&self.rows)) {
-            if let Err(error) = row.give_back(&self.driver, u64::from(self.layout.world - 1)) {
-                tracing::warn!(%error, "unmapping a row of peers' memory");
-            }
-        }
+    fn peer_count(&self) -> u64 {
+        u64::from(self.layout.world - 1)
     }
 }
 

@@ -4,13 +4,14 @@ torch's symmetric memory."""
 from pathlib import Path
 
 import symmpool
+from symmpool import _symmpool
 from symmpool.bench import matrices, peers, session, table, timing
 
 #: What a rank's links carry, in GB/s, by which the bound in the table is made.
 LINK = 355.0
 
 #: Ours, by the names of `all_to_all=`.
-ALGORITHMS = ("auto", "packet", "direct", "copy")
+ALGORITHMS = _symmpool.all_to_all_algorithms()
 
 #: Counts are whole numbers of so many bytes: torch's vdev shares a part out among up to 64 blocks, to
 #: each as much, and stops the device where that leaves a rest.

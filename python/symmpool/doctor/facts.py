@@ -223,8 +223,7 @@ SHOWN = (
     "SYMMPOOL_ALL_REDUCE",
     "SYMMPOOL_ALL_TO_ALL",
 )
-#: The ways of all-to-alls, and the most ranks of a group.
-ALL_TO_ALL = ("auto", "packet", "direct", "copy")
+#: The most ranks of a group.
 MOST_RANKS = 1 << 16
 
 
@@ -240,10 +239,10 @@ def variable_facts() -> dict[str, Any]:
     secret is not shown."""
     from symmpool import _symmpool
 
-    algorithms = _symmpool.algorithms()
+    algorithms, all_to_all = _symmpool.algorithms(), _symmpool.all_to_all_algorithms()
     expected = {
         "SYMMPOOL_ALL_REDUCE": (_one_of(algorithms), f"one of {', '.join(algorithms)}"),
-        "SYMMPOOL_ALL_TO_ALL": (_one_of(ALL_TO_ALL), f"one of {', '.join(ALL_TO_ALL)}"),
+        "SYMMPOOL_ALL_TO_ALL": (_one_of(all_to_all), f"one of {', '.join(all_to_all)}"),
         "SYMMPOOL_NVRTC": (lambda path: not path or os.path.isfile(path), "an NVRTC library"),
         "SYMMPOOL_CACHE_DIR": (lambda path: os.path.isdir(path) or not os.path.exists(path), "a folder"),
         "SYMMPOOL_PORT": (_number(1, 65535), "a port from 1 to 65535"),
