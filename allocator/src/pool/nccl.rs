@@ -8,7 +8,6 @@ use crate::driver::MemoryDriver;
 use crate::lane::WindowPolicy;
 use crate::nccl::{Comm, Nccl, NcclWindow};
 use crate::rendezvous::message::{Message, decode_all};
-use crate::rendezvous::peers::Peers;
 use crate::rendezvous::status::{Status, agreed, encode_status};
 use crate::{CONTROL_LANE, Deadline, Error, Result};
 
@@ -82,7 +81,7 @@ impl Pool {
         });
         let version = ready.as_ref().map(|(_, version)| *version).map_err(Clone::clone);
         self.agree_on_nccl(
-            &mut committer.peers,
+            &mut committer,
             ("nccl-register", "registering windows with NCCL"),
             version,
             deadline,
@@ -90,7 +89,7 @@ impl Pool {
         let (mut attached, version) = ready?;
         let done = self.register_missing(&mut attached, deadline);
         if let Err(error) = self.agree_on_nccl(
-            &mut committer.peers,
+            &mut committer,
             ("nccl-registered", "NCCL's windows"),
             done.map(|()| version),
             deadline,
@@ -113,7 +112,7 @@ impl Pool {
             Error::invalid_argument("this communicator was not given the pool's windows")
         });
         self.agree_on_nccl(
-            &mut committer.peers,
+            &mut committer,
             ("nccl-unregister", "taking windows back from NCCL"),
             ready.clone().map(|_| 0),
             deadline,
@@ -153,16 +152,22 @@ impl Pool {
         Ok(())
     }
 
-    /// Every rank hears how all fared, and reports the same.
+    /// Every rank hears how all fared, and reports the same. Ranks that do not hear each other cannot
+    /// know what the others will do: then the pool makes no commits any more.
     fn agree_on_nccl(
         &self,
-        peers: &mut Peers,
+        committer: &mut Committer,
         (name, step): (&str, &str),
         own: Result<i32>,
         deadline: Deadline,
     ) -> Result<()> {
         let status = encode_status(Said, own.map_err(|error| error.kind().clone()))?;
-        let gathered = peers.all_gather(self.group(), name, &status, deadline)?;
+        let gathered = committer.peers.all_gather(self.group(), name, &status, deadline);
+        let gathered = gathered.inspect_err(|error| {
+            if error.is_timeout() || error.is_peer_lost() {
+                committer.give_up(error);
+            }
+        })?;
         let (mut failures, mut versions) = (Vec::new(), Vec::new());
         for (rank, Said(status)) in (0..).zip(decode_all(&gathered)?) {
             match status {
@@ -257,14 +262,13 @@ impl Pool {
             return Ok(());
         }
         let mut attached = std::mem::take(&mut committer.nccl);
-        let peers = &mut committer.peers;
         let finished = ("nccl-finished", "finishing the commit");
         let registered = ("nccl-new", "registering new windows with NCCL");
         let done =
-            self.agree_on_nccl(peers, finished, ready.map(|()| 0), deadline).and_then(|()| {
+            self.agree_on_nccl(committer, finished, ready.map(|()| 0), deadline).and_then(|()| {
                 let each = |attached| self.register_missing(attached, deadline);
                 let done = attached.iter_mut().try_for_each(each);
-                self.agree_on_nccl(peers, registered, done.map(|()| 0), deadline)
+                self.agree_on_nccl(committer, registered, done.map(|()| 0), deadline)
             });
         done.map_err(|error| {
             error.context(

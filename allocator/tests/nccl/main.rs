@@ -84,6 +84,10 @@ fn comms() -> Vec<Comm> {
 }
 
 fn pools(policy: WindowPolicy) -> Vec<Pool> {
+    pools_that_wait(policy, Duration::from_secs(20))
+}
+
+fn pools_that_wait(policy: WindowPolicy, timeout: Duration) -> Vec<Pool> {
     let groups = Group::in_process(WORLD).unwrap();
     thread::scope(|scope| {
         let ranks: Vec<_> = groups
@@ -91,7 +95,7 @@ fn pools(policy: WindowPolicy) -> Vec<Pool> {
             .map(|group| {
                 scope.spawn(move || {
                     let seed = u64::from(group.rank());
-                    Pool::builder(group.with_timeout(Duration::from_secs(20)))
+                    Pool::builder(group.with_timeout(timeout))
                         .driver(Driver::sim(seed))
                         .lane(LaneConfig::symmetric("default").window_policy(policy))
                         .build()
@@ -229,4 +233,13 @@ fn windows_are_nccls_too() {
         assert!(pool.commit().unwrap().windows_added > 0);
     });
     assert_eq!(fake.calls(&ready, 0), []);
+
+    // A rank that does not come: who waited for it cannot know what it will do, and says so from then on.
+    let apart = pools_that_wait(WindowPolicy::PerSegment, Duration::from_millis(300));
+    let address = std::ptr::from_ref(&comms[0]) as usize;
+    // SAFETY: as in `register`.
+    let alone = unsafe { apart[0].register_nccl(address) }.unwrap_err();
+    assert!(alone.is_timeout() && alone.to_string().contains("rank 1"), "{alone}");
+    let after = apart[0].commit().unwrap_err();
+    assert!(after.is_timeout() && after.to_string().contains("build a new one"), "{after}");
 }
