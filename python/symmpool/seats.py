@@ -374,7 +374,11 @@ def _outside(group: Any) -> bool:
     if not _is_outside(group):
         return False
     why = "symmpool: a collective on a group that this process is no member of does nothing"
-    warnings.warn(why, stacklevel=4)
+    # Told of the line that made the call, however many of ours are between.
+    level, frame = 1, sys._getframe()
+    while frame is not None and (frame.f_globals.get("__package__") or "").startswith("symmpool"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(why, stacklevel=level)
     return True
 
 

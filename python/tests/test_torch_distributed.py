@@ -85,7 +85,7 @@ def in_sub_groups(group, folder):
     symmpool.all_reduce(everyone)
     dist.destroy_process_group()
     return (pool.rank, pool.world, x[0].item(), root[0].item(), last[0].item()), (
-        len(told) == 2,
+        [each.filename for each in told] == [__file__] * 2,
         refused,
         everyone.item(),
     )
