@@ -136,6 +136,7 @@ __device__ __noinline__ void forget_unused(const Session& session, const Call& c
     Used used;
     used.flags = blocks * (8 * KINDS * WORLD);
     used.rows = ROWS_BYTES / 2;
+    used.marks = comm.bare_bytes / 32;
     forget_old(session, used);
 }
 
@@ -179,7 +180,9 @@ __device__ __forceinline__ void attend_exchange(const Exchange& exchange) {
                 if (to != nullptr && traffic.wide) {
                     static_cast<u64*>(to)[threadIdx.x] = value;
                 } else if (to != nullptr) {
-                    static_cast<u32*>(to)[threadIdx.x] = static_cast<u32>(value);
+                    // Behind the longest output there can be, whose overflow is told.
+                    static_cast<u32*>(to)[threadIdx.x] =
+                        value < NARROWEST ? static_cast<u32>(value) : NARROWEST;
                 }
             };
             put(traffic.received, count);

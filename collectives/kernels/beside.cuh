@@ -1,7 +1,8 @@
 //! How a kernel on another stream learns that all ranks have entered the call which it is a part of.
 //!
-//! It is launched behind the entry's kernel, which is bounded (rule S5) and either tells it or fails: so
-//! its own wait ends, too. The two counts are this rank's alone, and only their difference matters.
+//! It is launched behind the entry's kernel, which tells it or fails; its own wait is bounded too (rule
+//! S5), as nothing promises that both run at once. The two counts are this rank's alone, and only their
+//! difference matters.
 
 #pragma once
 
@@ -20,8 +21,18 @@ __device__ __forceinline__ bool await_entered(const Comm& comm) {
     bool failed = false;
     if (threadIdx.x == 0) {
         const Local* local = comm.local();
-        while (load_acquire(&local->told) == local->heard && !failed) {
+        u64 since = 0;
+        for (u32 looks = 1; load_acquire(&local->told) == local->heard && !failed; ++looks) {
             failed = *static_cast<const volatile u32*>(&local->failed) != 0;
+            if ((looks & 255) == 0) {
+                const u64 now = nanoseconds();
+                since = since == 0 ? now : since;
+                // The entry has its time first.
+                if ((now - since) / 2 >= comm.timeout) {
+                    report(comm, Session::following(local->epoch), TIMEOUT, comm.rank, BESIDE, nullptr);
+                    failed = true;
+                }
+            }
         }
     }
     return !__syncthreads_or(failed);

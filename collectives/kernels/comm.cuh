@@ -38,18 +38,20 @@ struct Fault {
     u32 bad_row;    // the row,
     int bad_destination;  // and where it was to go
     u64 ours[4];    // for MISMATCH: what this rank called,
-    u64 theirs[4];  // and what the peer did
+    u64 theirs[4];  // and what the peer did; for GAVE_UP whom it had waited for
     Notice notice;
 };
 
 constexpr u32 TIMEOUT = 1;
 constexpr u32 MISMATCH = 2;
 constexpr u32 COUNTS = 3;  // of a pair of ranks: `ours` has them, what is sent, what is expected
+constexpr u32 GAVE_UP = 4;  // the peer did, on this call
 
 constexpr u32 ENTRY = 0;
 constexpr u32 DATA = 1;
 constexpr u32 RESULT = 2;
 constexpr u32 EXIT = 3;
+constexpr u32 BESIDE = 4;  // of the call's own kernels for each other
 constexpr u32 CHANNEL = 16;  // and the channel's number, of waits outside calls
 
 // Between two ranks, each way.
@@ -219,6 +221,39 @@ __device__ __forceinline__ char* entry_slot(const Comm& comm, u32 epoch, u32 own
     return comm.of(owner) + comm.entry + (epoch & 1) * (64ull * WORLD) + 64ull * from;
 }
 
+// Behind the entry slots: rows of what ranks send each other, of two parities (`rows.cuh`).
+constexpr u64 ROW_WORDS = 2 * WORLD + 3;
+constexpr u64 ROWS_BYTES = 2 * WORLD * 16 * ROW_WORDS;
+__device__ __forceinline__ u64 rows(const Comm& comm) { return comm.entry + 2 * 64ull * WORLD; }
+
+__device__ __forceinline__ char* row_slot(const Comm& comm, u32 epoch, u32 owner, u32 from) {
+    return comm.of(owner) + rows(comm) + (epoch & 1) * (ROWS_BYTES / 2) + 16 * ROW_WORDS * from;
+}
+
+// A packet that a rank has put in place of what it had told, as it gave up on that call. It has whom
+// the rank had waited for.
+__device__ __forceinline__ bool withdrawn(uint4 packet, u32 epoch) {
+    return packet.y == epoch && packet.w == ~epoch;
+}
+
+// Takes back what this rank told of a call: its memory may be something else from now on, so who comes
+// late must not find that it has entered, and where its output was. Who has found it goes on until it
+// misses something. By one thread.
+__device__ __forceinline__ void withdraw(const Comm& comm, u32 epoch, u32 missing) {
+    const uint4 packet = make_uint4(missing, epoch, 0, ~epoch);
+    for (u32 peer = 0; peer < WORLD; ++peer) {
+        if (peer == comm.rank) {
+            continue;
+        }
+        for (u32 word = 0; word < 4; ++word) {
+            store_relaxed(entry_slot(comm, epoch, peer, comm.rank) + 16 * word, packet);
+        }
+        for (u32 word = 0; word < ROW_WORDS; ++word) {
+            store_relaxed(row_slot(comm, epoch, peer, comm.rank) + 16 * word, packet);
+        }
+    }
+}
+
 // Notes what went wrong, if nothing was before: later calls see it and do nothing.
 __device__ __noinline__ void report(const Comm& comm, u32 epoch, u32 kind, u32 peer, u32 phase,
                                     const Call* call) {
@@ -230,29 +265,36 @@ __device__ __noinline__ void report(const Comm& comm, u32 epoch, u32 kind, u32 p
     fault->epoch = epoch;
     fault->peer = peer;
     fault->phase = phase;
+    u32 missing = peer;
     for (u32 word = 0; word < 4; ++word) {
         uint4 packet = load_relaxed(entry_slot(comm, epoch, comm.rank, peer) + 16 * word);
         fault->theirs[word] = static_cast<u64>(packet.z) << 32 | packet.x;
         fault->ours[word] = call ? call->details[word] : 0;
+        missing = kind == GAVE_UP ? packet.x : missing;
+    }
+    // Where ranks differ, each finds that itself; signals on channels belong to no call.
+    if (kind != MISMATCH && phase < CHANNEL) {
+        withdraw(comm, epoch, missing);
     }
     fence();
     *static_cast<volatile u32*>(&fault->complete) = 1;
 }
 
-// What a wait does now and then: since when it waits, or GIVE_UP.
-constexpr u64 GIVE_UP = ~0ull;
+// What a wait of a call does now and then: since when it waits, or NO_MORE.
+constexpr u64 NO_MORE = ~0ull;
 __device__ __noinline__ u64 still_waiting(const Comm& comm, u32 epoch, u64 since, u32 peer,
                                           u32 phase) {
     if (*static_cast<volatile u32*>(&comm.local()->failed)) {
-        return GIVE_UP;
+        return NO_MORE;
     }
     u64 now = nanoseconds();
     since = since == 0 ? now : since;
-    if (now - since < comm.timeout) {
+    const bool left = withdrawn(load_relaxed(entry_slot(comm, epoch, comm.rank, peer)), epoch);
+    if (!left && now - since < comm.timeout) {
         return since;
     }
-    report(comm, epoch, TIMEOUT, peer, phase, nullptr);
-    return GIVE_UP;
+    report(comm, epoch, left ? GAVE_UP : TIMEOUT, peer, phase, nullptr);
+    return NO_MORE;
 }
 
 // Bounds a wait (rule S5): asked after every look in vain.
@@ -266,7 +308,7 @@ struct Watch {
             return false;
         }
         since = still_waiting(session.comm, session.epoch, since, peer, phase);
-        return since == GIVE_UP;
+        return since == NO_MORE;
     }
 };
 

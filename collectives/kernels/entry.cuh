@@ -82,11 +82,6 @@ __device__ __forceinline__ void compare(const Session& session, const Call& call
     }
 }
 
-// Behind the entry slots: rows of what ranks send each other, of two parities (`rows.cuh`).
-constexpr u64 ROW_WORDS = 2 * WORLD + 3;
-constexpr u64 ROWS_BYTES = 2 * WORLD * 16 * ROW_WORDS;
-__device__ __forceinline__ u64 rows(const Comm& comm) { return comm.entry + 2 * 64ull * WORLD; }
-
 // Puts flags that no call will wait for again in place of what old calls left.
 __device__ __forceinline__ void forget_bytes(const Session& session, char* begin, u64 bytes) {
     const u32 old = session.epoch - 2;
@@ -107,6 +102,7 @@ struct Used {
     u64 lines = 0;
     u64 flags = 0;
     u64 rows = 0;
+    u64 marks = 0;
 };
 
 // Flags are 32 bits of epoch. Before the numbers come round again, whatever an old call left in
@@ -117,6 +113,7 @@ __device__ __noinline__ void forget_old(const Session& session, Used used) {
     forget(session, comm.lines, comm.lines_bytes, used.lines);
     forget(session, comm.flags, comm.flags_bytes, used.flags);
     forget(session, rows(comm), ROWS_BYTES, used.rows);
+    forget(session, comm.marks, comm.bare_bytes / 16, used.marks);
 }
 
 // The whole work of the first block.
@@ -139,7 +136,7 @@ __device__ __forceinline__ u32 data_threads() { return data_blocks() * blockDim.
 __device__ __forceinline__ u32 data_thread() { return data_block() * blockDim.x + threadIdx.x; }
 
 // Until every peer has entered; what its stream did before is visible then. All threads of the
-// block come here, and leave with the same answer: false if a peer is missing or differs.
+// block come here, and leave with the same answer: false if a peer is missing, or has given up.
 __device__ __forceinline__ bool all_entered(const Session& session) {
     bool bad = false;
     if (threadIdx.x < WORLD && threadIdx.x != session.comm.rank) {

@@ -56,12 +56,21 @@ __device__ __forceinline__ bool await_raised(const Session& session, u32 kind, u
 }
 
 // Until every peer's block has raised its flag to `count`. By all threads; false on all of them
-// if one takes too long.
+// if one takes too long. With PRESENT no peer has given up on the call: their outputs may be written.
+template <bool PRESENT = false>
 __device__ __forceinline__ bool await_flags(const Session& session, u32 kind, u32 count,
                                             u32 phase) {
     bool bad = false;
-    if (threadIdx.x < WORLD && threadIdx.x != session.comm.rank) {
-        bad = !await_raised(session, kind, threadIdx.x, data_block(), count, phase);
+    const u32 peer = threadIdx.x;
+    if (peer < WORLD && peer != session.comm.rank) {
+        uint4 entry;
+        if constexpr (PRESENT) {
+            entry = load_relaxed(entered(session, peer, 0));
+        }
+        bad = !await_raised(session, kind, peer, data_block(), count, phase);
+        if constexpr (PRESENT) {
+            bad = bad || withdrawn(entry, session.epoch);
+        }
     }
     return !__syncthreads_or(bad);
 }

@@ -130,7 +130,7 @@ struct Push {
         }
 #pragma unroll 1
         for (u32 which = 0; which < 2; ++which) {
-            if (!await_flags(session, ARRIVED, which + 1, DATA)) {
+            if (!await_flags<ONWARDS>(session, ARRIVED, which + 1, DATA)) {
                 return false;
             }
             const u64 from = range.from + which * half;

@@ -47,10 +47,11 @@ constexpr u64 NONSENSE = UNKNOWN - 1;
 constexpr u32 OVERFLOW = 1;
 constexpr u32 SPLITS = 2;
 
+// The most that an offset of 32 bits can say.
+constexpr u32 NARROWEST = 0x7fffffff;
+
 __device__ __forceinline__ char* row_packet(const Session& session, u32 owner, u32 from, u32 word) {
-    const Comm& comm = session.comm;
-    char* all = comm.of(owner) + rows(comm) + session.parity() * (ROWS_BYTES / 2);
-    return all + 16 * (from * ROW_WORDS + word);
+    return row_slot(session.comm, session.epoch, owner, from) + 16 * word;
 }
 
 // What this rank sends and expects, as a warp's threads know it: each of one rank.

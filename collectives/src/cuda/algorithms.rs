@@ -204,6 +204,10 @@ impl CudaEngine {
         };
         let loaded = self.loaded(kernel, work, shots, sentinels, THREADS)?;
         let grid = Grid::new(&loaded, wanted, threads, most);
+        if matches!(algorithm, Algorithm::OneShotPull | Algorithm::TwoShotPull) {
+            // SAFETY: passed on.
+            return unsafe { self.put_in_blocks(loaded, grid, work) };
+        }
         // SAFETY: passed on.
         unsafe { self.put(loaded, grid, work) }
     }
@@ -283,6 +287,18 @@ impl CudaEngine {
         unsafe {
             self.launch(kernel, (grid.blocks, grid.threads), &work.params(), None, work.stream)
         }
+    }
+
+    /// As `put`, of kernels whose blocks of one number work together on all ranks: ranks compare how
+    /// many there are.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`].
+    unsafe fn put_in_blocks(&mut self, kernel: Loaded, grid: Grid, work: &Work) -> Result<()> {
+        let work = Work { call: work.call.blocks(grid.blocks), ..*work };
+        // SAFETY: passed on.
+        unsafe { self.put(kernel, grid, &work) }
     }
 
     /// Reduces part `r` of every rank's `input` into rank `r`'s `output`; `count` elements a part.
@@ -451,7 +467,7 @@ impl CudaEngine {
                 Grid::new(&loaded, wanted, THREADS, 256)
             };
             // SAFETY: a stretch of what the caller promised.
-            unsafe { self.put(loaded, grid, &piece) }?;
+            unsafe { self.put_in_blocks(loaded, grid, &piece) }?;
         }
         Ok(())
     }

@@ -87,6 +87,9 @@ impl Notice {
 const TIMEOUT: u32 = 1;
 const MISMATCH: u32 = 2;
 const COUNTS: u32 = 3;
+const GAVE_UP: u32 = 4;
+/// Between the kernels of one call: `BESIDE` in `comm.cuh`.
+const BESIDE: u32 = 4;
 /// Phases from here on are waits on channels: `CHANNEL` in `comm.cuh`.
 const CHANNEL: u32 = 16;
 
@@ -104,6 +107,28 @@ impl Record {
         let Self { kind, epoch, peer, phase, ours, theirs, .. } = *self;
         let Seen { rank, timeout, alive } = *seen;
         match kind {
+            TIMEOUT if phase == BESIDE => Error::timeout(
+                format!(
+                    "collective {epoch} on the device, on rank {rank}: two of its kernels did not \
+                     run at once, as large all-to-alls by copy engines need; allow more of them \
+                     (CUDA_DEVICE_MAX_CONNECTIONS), or make communicators with another algorithm \
+                     for all-to-alls, such as \"direct\""
+                ),
+                timeout,
+                vec![rank],
+            ),
+            GAVE_UP => {
+                let missing = theirs[0] as u32;
+                let what = format!(
+                    "rank {missing} in collective {epoch} on the device, as rank {peer} told rank \
+                     {rank}, which came to it after that"
+                );
+                if alive(missing) {
+                    Error::timeout(what, timeout, vec![missing])
+                } else {
+                    Error::peer_lost(vec![missing], what)
+                }
+            }
             TIMEOUT => {
                 let (what, after) = if phase >= CHANNEL {
                     // The details of such a wait: see `CudaEngine::wait`.
@@ -307,6 +332,16 @@ mod tests {
             let lost = record(TIMEOUT, phase).error(&gone);
             assert!(lost.is_peer_lost() && lost.ranks() == [2], "{lost}");
         }
+        for missing in [1, 2] {
+            let told = || Record { theirs: [missing, 0, 0, 0], peer: 0, ..record(GAVE_UP, 0) };
+            let late = told().error(&there);
+            assert!(late.is_timeout() && late.ranks() == [missing as u32], "{late}");
+            assert!(late.to_string().contains("as rank 0 told rank 1"), "{late}");
+            assert_eq!(told().error(&gone).is_peer_lost(), missing == 2);
+        }
+        let beside = Record { peer: 1, ..record(TIMEOUT, BESIDE) }.error(&there);
+        assert!(beside.is_timeout() && beside.ranks() == [1], "{beside}");
+        assert!(beside.to_string().contains("CUDA_DEVICE_MAX_CONNECTIONS"), "{beside}");
         let differs = record(MISMATCH, 0).error(&gone);
         assert!(differs.is_diverged(), "{differs}");
         assert!(differs.to_string().contains("rank 1: barrier"), "{differs}");

@@ -13,6 +13,9 @@ use crate::{AllToAllAlgorithm, DType, ReduceOp};
 const INPUT_WINDOW: u64 = 1 << 32;
 const OUTPUT_WINDOW: u64 = 1 << 33;
 const IN_PLACE: u64 = 1 << 34;
+/// Above offsets, beside the output's.
+const BLOCKS_AT: u32 = 48;
+const OFFSET: u64 = (1 << BLOCKS_AT) - 1;
 
 /// Everything that ranks must agree on before data is touched, packed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,6 +82,13 @@ impl Call {
         self
     }
 
+    /// By so many blocks of a device, of which those of one number work together on all ranks.
+    #[inline]
+    pub(crate) fn blocks(mut self, blocks: u32) -> Self {
+        self.words[3] = self.words[3] & OFFSET | u64::from(blocks) << BLOCKS_AT;
+        self
+    }
+
     #[inline]
     pub(crate) fn words(&self) -> &[u64; DETAILS] {
         &self.words
@@ -117,6 +127,7 @@ impl Call {
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [head, count, input, output] = self.words;
+        let output = output & OFFSET;
         let Some(operation) = self.operation() else {
             return write!(f, "an operation this version does not know ({:#x})", head as u8);
         };
@@ -197,6 +208,16 @@ pub(crate) fn mismatch_of_two(
 ) -> Error {
     let mut both = [(rank, ours), (peer, theirs)];
     both.sort_by_key(|(rank, _)| *rank);
+    if ours.blocks(0) == theirs.blocks(0) {
+        let [(low, mine), (high, other)] =
+            both.map(|(rank, call)| (rank, call.words[3] >> BLOCKS_AT));
+        return Error::mismatch(format!(
+            "ranks made the same call ({ours}) as call {number}, but the device of rank {low} runs it \
+             in {mine} blocks and that of rank {high} in {other}: devices have the same number of \
+             processors on all ranks, and as many of them left to the process (MPS), and their \
+             kernels are compiled by the same NVRTC. The communicator is closed."
+        ));
+    }
     let mut message = format!("ranks entered different collectives as call {number}:");
     for (rank, call) in both {
         message.push_str(&format!("\n  rank {rank}: {call}"));
@@ -247,6 +268,7 @@ mod tests {
             base.input(Place::Window(0)),
             base.output(Place::Window(64)),
             base.in_place(true),
+            base.blocks(4),
         ];
         for (i, call) in others.iter().enumerate() {
             assert_ne!(call.digest(0), base.digest(0), "field {i}");
@@ -268,6 +290,19 @@ mod tests {
         assert!(text.contains("ranks 0-1, 3: barrier"), "{text}");
         assert!(text.contains("rank 2: broadcast of 3 u8 from rank 2"), "{text}");
         assert!(mismatch(7, &[a, a]).to_string().contains("different options"));
+    }
+
+    #[test]
+    fn grids_that_differ_are_told_apart_from_calls() {
+        let call = Call::new(Operation::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Sum);
+        let call = call.output(Place::Window(0x40));
+        let (few, more) = (call.blocks(17), call.blocks(133));
+        assert_eq!((few.to_string(), few.blocks(0)), (call.to_string(), call));
+        let text = mismatch_of_two(7, 3, &few, 1, &more).to_string();
+        assert!(text.contains("rank 1 runs it in 133 blocks and that of rank 3 in 17"), "{text}");
+        let other = more.root(1);
+        let text = mismatch_of_two(7, 3, &few, 1, &other).to_string();
+        assert!(text.contains("different collectives"), "{text}");
     }
 
     #[test]
