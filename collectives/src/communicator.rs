@@ -52,8 +52,10 @@ pub use splits::Splits;
 /// well.
 ///
 /// On devices data does not wait for the comparison: after a call that failed, what it names as output
-/// is undefined on every rank. Large calls are carried by copy engines, which cannot be called back,
-/// so that holds for ranks that never made the call, too.
+/// is undefined on every rank. A rank that comes after another gave up leaves that one's memory alone,
+/// but for large calls, which copy engines carry: these cannot be called back. What such a call names
+/// as output may be written to until every rank has had its error or has ended, also on ranks that
+/// never made the call; and graphs with calls of a communicator that failed are to be launched no more.
 ///
 /// Beside these calls there are copies and signals between two ranks: [`Communicator::put`],
 /// [`Communicator::get`], [`Communicator::signal`] and [`Communicator::wait`].

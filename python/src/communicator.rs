@@ -41,9 +41,10 @@ use crate::{site, tensor};
 /// and returns at once: tensors stay alive until the stream is past the call, as with any other
 /// work of torch; on a stream of your own use Tensor.record_stream. What goes wrong on the device
 /// is raised by `synchronize`, or by a later call; `failure` has it. What a failed call names as
-/// output is undefined then on every rank, and if the call is large, which copy engines carry, on
-/// ranks that never made it too. The first call of a kind compiles its kernel: make one before a
-/// graph is captured.
+/// output is undefined then on every rank. If the call is large, which copy engines carry, that may be
+/// written to until every rank has had its error or has ended, also on ranks that never made it;
+/// launch no graphs with calls of a communicator that failed. The first call of a kind compiles its
+/// kernel, in a capture too.
 ///
 /// `timeout` is the longest wait for a late rank, in seconds. A rank that does not come closes the
 /// communicator: this call and all later ones raise TimeoutError or PeerLostError, naming it.

@@ -8,7 +8,7 @@ use symmpool_collectives::{
 };
 
 use crate::cuda::stream;
-use crate::{exchange_faults, expect_error};
+use crate::{exchange_faults, expect_error, late};
 
 const TIMEOUT: Duration = Duration::from_millis(1500);
 
@@ -91,6 +91,7 @@ pub(crate) fn run(pool: &Pool) -> Result<bool> {
         }
     }
     wrong += exchange_faults::run(pool, TIMEOUT)?;
+    wrong += late::run(pool, TIMEOUT)?;
     declined(pool)?;
     wrong += lost(pool)?;
     println!("rank {rank}: faults: {wrong} wrong");

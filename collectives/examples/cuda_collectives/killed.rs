@@ -6,15 +6,16 @@ use std::time::{Duration, Instant};
 use rustix::process::{Signal, getpid, kill_process};
 use symmpool_allocator::{Pool, Result};
 use symmpool_collectives::{
-    AllReduceAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp, SplitRows, SplitsAt,
+    AllReduceAlgorithm, AllToAllAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp,
+    SplitRows, SplitsAt,
 };
 
 use crate::cuda::{stream, upload};
 use crate::{Options, expect_error};
 
 /// What is under way then.
-pub(crate) const KINDS: [&str; 4] =
-    ["all_reduce", "two_shot_copy", "all_to_all", "all_to_all_splits"];
+pub(crate) const KINDS: [&str; 5] =
+    ["all_reduce", "two_shot_copy", "all_to_all", "all_to_all_splits", "all_to_all_copy"];
 
 const TIMEOUT: Duration = Duration::from_millis(1500);
 /// Beyond the timeout: until the rank is killed, and for what is slow about an end.
@@ -36,7 +37,12 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         "two_shot_copy" => AllReduceAlgorithm::TwoShotCopy,
         _ => AllReduceAlgorithm::Auto,
     };
-    let comm = CommunicatorOptions { algorithm, timeout: TIMEOUT, ..Default::default() };
+    let all_to_all = match kind {
+        "all_to_all_copy" => AllToAllAlgorithm::Copy,
+        _ => AllToAllAlgorithm::Auto,
+    };
+    let timeout = TIMEOUT;
+    let comm = CommunicatorOptions { algorithm, all_to_all, timeout, ..Default::default() };
     let comm = Communicator::with_options(pool, &comm)?;
     let counts = vec![BYTES / world; world];
     let numbers: Vec<u8> = counts.iter().flat_map(|count| count.to_le_bytes()).collect();
@@ -47,6 +53,10 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             "all_to_all" => {
                 // SAFETY: both blocks are this long, and nothing else uses them; so it is below.
                 unsafe { comm.all_to_all_v_at(to, from, &counts, &counts, DType::U8, &stream) }
+            }
+            "all_to_all_copy" => {
+                // SAFETY: as above; parts of all ranks are that long together.
+                unsafe { comm.all_to_all_at(to, from, BYTES / world, DType::U8, &stream) }
             }
             "all_to_all_splits" => {
                 let (dtype, null) = (DType::U8, std::ptr::null_mut());

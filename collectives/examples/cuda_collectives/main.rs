@@ -18,6 +18,7 @@ mod exchange_faults;
 mod faults;
 mod huge;
 mod killed;
+mod late;
 mod matrix;
 mod oracle;
 mod repeats;
@@ -75,7 +76,7 @@ struct Options {
     /// all_to_all, rows, one_sided, repeats (the same bits in 1,000 calls), two_streams (two communicators
     /// at once) and slow (consumers) as well, and, only if named, huge (more than 2^31 elements); `bench`
     /// all_to_all and all_to_all_packet, for one; `soak` all_reduce (all of them), all_to_all and graphs;
-    /// `killed` all_reduce, two_shot_copy, all_to_all and all_to_all_splits.
+    /// `killed` all_reduce, two_shot_copy, all_to_all, all_to_all_splits and all_to_all_copy.
     #[arg(long, value_delimiter = ',')]
     algorithms: Vec<String>,
     /// Sizes to time, in bytes (bench, tune); without them from --min to --max, doubling.

@@ -10,7 +10,7 @@ use symmpool_collectives::{
 };
 
 use crate::Options;
-use crate::cuda::{stream, upload};
+use crate::cuda::{Graph, stream, upload};
 use crate::matrix::{Matrix, bytes};
 use crate::oracle::{finite, random, reduce};
 use crate::tools::Tools;
@@ -22,6 +22,8 @@ const SHORT: Duration = Duration::from_millis(200);
 const COUNTS: [usize; 2] = [3000, 700_000];
 /// Bytes of each buffer.
 const ROOM: usize = 8 << 20;
+/// Elements of an equal part of which the beginning goes beside copy engines, on any number of ranks.
+const LARGE: usize = 8 << 20;
 const POISON: u8 = 0xa5;
 
 struct Slow<'a> {
@@ -33,31 +35,28 @@ struct Slow<'a> {
     to: Block<u8>,
     wanted: [Block<u8>; 2],
     splits: [Block<i64>; 2],
+    room: usize,
     cases: u64,
     wrong: u64,
 }
 
 /// Cases, and those that were wrong.
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
-    let pair = || Ok::<_, symmpool_allocator::Error>([pool.alloc(ROOM)?, pool.alloc(ROOM)?]);
     let world = pool.world() as usize;
-    let mut slow = Slow {
-        pool,
-        tools: Tools::new(pool)?,
-        stream: stream(pool)?,
-        from: pair()?,
-        to: pool.alloc(ROOM)?,
-        wanted: pair()?,
-        splits: [pool.alloc(world)?, pool.alloc(world)?],
-        cases: 0,
-        wrong: 0,
-    };
-    pool.commit()?;
+    let mut slow = Slow::new(pool, ROOM)?;
     for count in COUNTS {
         slow.reductions(count, options.seed)?;
         slow.halves(count / world, options.seed)?;
         slow.exchanges(count, options.seed)?;
-        slow.equal(count / world, options.seed)?;
+        slow.equal(count / world, false, options.seed)?;
+    }
+    if !options.quick {
+        let mut large = Slow::new(pool, 2 * LARGE * world)?;
+        for in_graphs in [false, true] {
+            large.equal(LARGE, in_graphs, options.seed)?;
+        }
+        slow.cases += large.cases;
+        slow.wrong += large.wrong;
     }
     if pool.rank() == 0 {
         println!("slow consumers: {} cases, {} wrong", slow.cases, slow.wrong);
@@ -65,7 +64,26 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     Ok((slow.cases, slow.wrong))
 }
 
-impl Slow<'_> {
+impl<'a> Slow<'a> {
+    fn new(pool: &'a Pool, room: usize) -> Result<Self> {
+        let world = pool.world() as usize;
+        let pair = || Ok::<_, symmpool_allocator::Error>([pool.alloc(room)?, pool.alloc(room)?]);
+        let slow = Self {
+            pool,
+            tools: Tools::new(pool)?,
+            stream: stream(pool)?,
+            from: pair()?,
+            to: pool.alloc(room)?,
+            wanted: pair()?,
+            splits: [pool.alloc(world)?, pool.alloc(world)?],
+            room,
+            cases: 0,
+            wrong: 0,
+        };
+        pool.commit()?;
+        Ok(slow)
+    }
+
     /// Two calls into one output, of which one rank reads what the first wrote after `pause` only.
     fn consume(
         &mut self,
@@ -78,7 +96,7 @@ impl Slow<'_> {
         for (block, wanted) in self.wanted.iter().zip(wanted) {
             upload(self.pool, block.address(), wanted)?;
         }
-        self.tools.fill(self.to.address(), POISON, ROOM, &self.stream)?;
+        self.tools.fill(self.to.address(), POISON, self.room, &self.stream)?;
         // Code that is not loaded yet may have to wait for what runs.
         match call(self, 1) {
             Err(error) if error.is_unsupported() => return Ok(()),
@@ -241,7 +259,7 @@ impl Slow<'_> {
     }
 
     /// `count` is a part's; copy engines know nothing of a consumer unless they are told.
-    fn equal(&mut self, count: usize, seed: u64) -> Result<()> {
+    fn equal(&mut self, count: usize, in_graphs: bool, seed: u64) -> Result<()> {
         let (rank, part) = (self.pool.rank() as usize, 2 * count);
         let inputs = self.inputs(count * self.pool.world() as usize, seed)?;
         let wanted = inputs.each_ref().map(|all| {
@@ -251,13 +269,24 @@ impl Slow<'_> {
         for all_to_all in AllToAllAlgorithm::ALL {
             let comm = CommunicatorOptions { all_to_all, ..Default::default() };
             let comm = Communicator::with_options(self.pool, &comm)?;
-            let what = format!("all_to_all {} of equal parts of {count}", all_to_all.name());
+            let how = if in_graphs { ", in graphs" } else { "" };
+            let what = format!("all_to_all {} of equal parts of {count}{how}", all_to_all.name());
             let wanted = wanted.each_ref().map(|all| &all[..]);
-            self.consume(&what, &comm, SHORT, wanted, |of, nth| {
+            let call = |of: &Self, nth: usize| {
                 let (to, from) = of.places(nth);
                 // SAFETY: as above.
                 unsafe { comm.all_to_all_at(to, from, count, DType::Bf16, &of.stream) }
+            };
+            if !in_graphs {
+                self.consume(&what, &comm, SHORT, wanted, call)?;
+                continue;
+            }
+            let capture = |nth| Graph::capture(self.pool, self.stream, || call(self, nth));
+            let graphs = [capture(0)?, capture(1)?];
+            self.consume(&what, &comm, SHORT, wanted, |of, nth| {
+                graphs[nth].launch(of.pool, of.stream)
             })?;
+            graphs.into_iter().try_for_each(|graph| graph.destroy(self.pool))?;
         }
         Ok(())
     }

@@ -5,6 +5,8 @@
 //! the device, before the next call writes there. Inputs begin elsewhere in every all-reduce, so what an
 //! earlier call left is not taken for a result.
 
+mod equal;
+
 use std::time::{Duration, Instant};
 
 use symmpool_allocator::{Block, Pool, Result, Stream};
@@ -18,6 +20,7 @@ use crate::cuda::{Graph, stream, upload};
 use crate::matrix::{Matrix, bytes};
 use crate::oracle::{finite, random, reduce};
 use crate::tools::Tools;
+use equal::Equal;
 
 /// Elements of the longest call.
 const MOST: usize = 300_000;
@@ -33,6 +36,8 @@ const PAIRS: u64 = 6;
 const GRAPH: u64 = 1 << 40;
 /// Calls between two looks at what the device has found.
 const BETWEEN: u64 = 1 << 16;
+/// One call of so many is a long all-to-all of equal parts.
+const EQUAL: u64 = 256;
 
 struct Soak<'a> {
     pool: &'a Pool,
@@ -45,6 +50,7 @@ struct Soak<'a> {
     /// The sum of all ranks' inputs.
     wanted: Block<u8>,
     exchanges: Option<Exchanges>,
+    equal: Option<Equal>,
     calls: [u64; 3],
     checked: u64,
 }
@@ -58,9 +64,9 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let all: Vec<&[u8]> = all.iter().map(Vec::as_slice).collect();
     upload(pool, from.address(), all[pool.rank() as usize])?;
     upload(pool, wanted.address(), &reduce(&all, DTYPE, ReduceOp::Sum))?;
-    let exchanges = match options.asks("all_to_all") {
-        true => Some(Exchanges::new(pool, options.seed)?),
-        false => None,
+    let (exchanges, equal) = match options.asks("all_to_all") {
+        true => (Some(Exchanges::new(pool, options.seed)?), Some(Equal::new(pool, options.seed)?)),
+        false => (None, None),
     };
     pool.commit()?;
     let soak = Soak {
@@ -73,6 +79,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         to,
         wanted,
         exchanges,
+        equal,
         calls: [0; 3],
         checked: 0,
     };
@@ -115,8 +122,10 @@ impl Soak<'_> {
             let which = (random(self.options.seed, call / 50) >> 3) as usize % self.comms.len();
             let check = number.is_multiple_of(self.options.every);
             if !graphs.is_empty() && (number >> 16).is_multiple_of(64) {
-                let nth = (number >> 24) as usize % graphs.len();
-                call += self.replay(&graphs[nth], call, number)?;
+                call += self.replay(&graphs, call, number)?;
+            } else if self.equal.is_some() && (number >> 32).is_multiple_of(EQUAL) {
+                self.equal_parts(which, call, number, check)?;
+                call += 1;
             } else if self.exchanges.is_some() && (number >> 20).is_multiple_of(4) {
                 self.exchange(which, call, number, check)?;
                 call += 1;
@@ -204,6 +213,17 @@ impl Soak<'_> {
         Ok(())
     }
 
+    fn equal_parts(&mut self, which: usize, call: u64, number: u64, check: bool) -> Result<()> {
+        let Some(equal) = &self.equal else { return Ok(()) };
+        equal.call(&self.comms[which].1, number, &self.stream)?;
+        self.calls[1] += 1;
+        if check {
+            self.checked += 1;
+            equal.compare(number, call, &self.tools, &self.stream)?;
+        }
+        Ok(())
+    }
+
     /// Graphs of all-reduces, every one of them compared inside, and of all-to-alls, whose splits are
     /// whatever lies in one place.
     fn graphs(&mut self) -> Result<Vec<Graph>> {
@@ -219,6 +239,10 @@ impl Soak<'_> {
                         exchanges.by_splits(comm, exchanges.current(), &self.stream)?;
                     }
                 }
+                if has_equal(nth) {
+                    let which = (nth / 6) as usize * 3 % self.comms.len();
+                    self.equal_parts(which, GRAPH + nth, random(seed, nth), true)?;
+                }
                 Ok(())
             })
         };
@@ -229,8 +253,10 @@ impl Soak<'_> {
     }
 
     /// Launches a graph, and compares what its last all-to-all brought; how many calls it made.
-    fn replay(&mut self, graph: &Graph, call: u64, number: u64) -> Result<u64> {
+    fn replay(&mut self, graphs: &[Graph], call: u64, number: u64) -> Result<u64> {
         let (pool, stream) = (self.pool, self.stream);
+        let nth = (number >> 24) % GRAPHS;
+        let (graph, equal) = (&graphs[nth as usize], u64::from(has_equal(nth)));
         let mut calls = PAIRS;
         match &mut self.exchanges {
             Some(exchanges) => {
@@ -239,9 +265,9 @@ impl Soak<'_> {
                 self.tools.copy(to, from, 8 * pool.world() as usize, &stream)?;
                 graph.launch(pool, stream)?;
                 exchanges.compare(nth, call, &self.tools, &stream)?;
-                self.calls[1] += PAIRS;
-                self.checked += 1;
-                calls += PAIRS;
+                self.calls[1] += PAIRS + equal;
+                self.checked += 1 + equal;
+                calls += PAIRS + equal;
             }
             None => graph.launch(pool, stream)?,
         }
@@ -250,6 +276,11 @@ impl Soak<'_> {
         self.calls[2] += calls;
         Ok(calls)
     }
+}
+
+/// Few graphs have one of equal parts: it takes longer than all that is before it.
+fn has_equal(graph: u64) -> bool {
+    graph.is_multiple_of(6)
 }
 
 /// Matrices that splits are taken from, and bytes that a rank sends at most.

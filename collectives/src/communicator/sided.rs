@@ -193,7 +193,7 @@ impl Communicator {
     ///   on; `is_peer_lost` if the peer's process is gone.
     /// - on a device from [`Self::synchronize`] or the next call; the time begins when `stream`
     ///   comes to the wait. What follows on the stream was to use what the signal stands for, so the
-    ///   communicator is closed on this rank: nothing more of it runs.
+    ///   communicator is closed on this rank: nothing more of it runs but copies of large calls.
     pub fn wait(&self, peer: u32, channel: u32, timeout: Duration, stream: &Stream) -> Result<()> {
         self.paired("wait", peer, channel)?;
         match &self.sided {

@@ -437,7 +437,10 @@ impl CudaEngine {
         }
         // Packets are twice as long as what they carry; sentinels are not.
         let inbox = if sentinels { 4 << 20 } else { 64 << 10 };
-        if straight && work.bytes > inbox {
+        let pushed = straight && work.bytes > inbox;
+        let (bytes, call) = (work.bytes, work.call);
+        tracing::debug!(bytes, %call, pushed, sentinels, "through scratch or inboxes");
+        if pushed {
             // SAFETY: passed on.
             return unsafe { self.push(work, shots) };
         }

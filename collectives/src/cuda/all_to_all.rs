@@ -272,7 +272,10 @@ impl CudaEngine {
             output: self.address(output),
             ..CallParams::of(call)
         };
-        tracing::debug!(bytes, shots, blocks = grid.blocks, threads = grid.threads, "all_to_all_v");
+        let whose = if shots & DEVICE != 0 { "device" } else { "host" };
+        let straight = shots & STRAIGHT != 0;
+        let (blocks, threads, asked) = (grid.blocks, grid.threads, self.all_to_all.name());
+        tracing::debug!(bytes, straight, splits = whose, asked, blocks, threads, "all_to_all_v");
         let grid = (grid.blocks, grid.threads);
         // SAFETY: passed on.
         unsafe { self.launch(loaded, grid, &params, Some(traffic), stream) }

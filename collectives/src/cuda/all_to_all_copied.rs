@@ -68,6 +68,8 @@ impl CudaEngine {
         let head = self.head_of(part);
         let kernel = self.kernel(Specialty::new(&BESIDE_COPIES, THREADS))?.after_copies();
         let row = if self.world() > 2 { self.peers_in_a_row(to, whole) } else { None };
+        let (in_a_row, asked) = (row.is_some(), self.all_to_all.name());
+        tracing::debug!(part, head, in_a_row, algorithm = "copy", asked, "all_to_all");
         let (copies, beside) = (self.aside, self.beside);
         self.turn_to(stream)?;
         self.fork(stream, beside)?;

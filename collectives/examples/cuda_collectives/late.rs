@@ -1,0 +1,106 @@
+//! A rank that comes to a call after the others have given up on it: it is told so, at once, and writes
+//! nothing into their memory, which is something else by then (S5).
+
+use std::time::{Duration, Instant};
+
+use symmpool_allocator::{Block, Pool, Result, Stream};
+use symmpool_collectives::{
+    AllReduceAlgorithm, AllToAllAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp,
+};
+
+use crate::cuda::{download, stream, upload};
+use crate::expect_error;
+
+/// What each rank's memory holds after it gave up, and a whole call's elements and bytes.
+const OTHER: u8 = 0x77;
+const COUNT: usize = 1 << 20;
+const BYTES: usize = 2 * COUNT;
+const DTYPE: DType = DType::Bf16;
+
+/// Whatever kernels write straight into peers' outputs. Copy engines cannot be called back.
+const WAYS: [(&str, AllReduceAlgorithm); 5] = [
+    ("two_shot_pull", AllReduceAlgorithm::TwoShotPull),
+    ("two_shot_push", AllReduceAlgorithm::TwoShotPush),
+    ("all_gather", AllReduceAlgorithm::Auto),
+    ("broadcast", AllReduceAlgorithm::Auto),
+    ("all_to_all", AllReduceAlgorithm::Auto),
+];
+
+struct Late<'a> {
+    pool: &'a Pool,
+    stream: Stream,
+    from: Block<u8>,
+    to: Block<u8>,
+}
+
+/// How many went otherwise than they should.
+pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
+    let (from, to) = (pool.alloc::<u8>(BYTES)?, pool.alloc::<u8>(BYTES)?);
+    pool.commit()?;
+    let late = Late { pool, stream: stream(pool)?, from, to };
+    // Where ranks wait for each other between the steps.
+    let meeting = Communicator::new(pool)?;
+    let meet = || meeting.barrier(&late.stream).and_then(|()| meeting.synchronize(&late.stream));
+    let odd = pool.world() - 1;
+    let mut wrong = 0;
+    for (way, algorithm) in WAYS {
+        let all_to_all = AllToAllAlgorithm::Direct;
+        let options = CommunicatorOptions { algorithm, all_to_all, timeout, ..Default::default() };
+        let comm = Communicator::with_options(pool, &options)?;
+        // Kernels that are to be compiled take longer than what is timed.
+        late.call(&comm, way)?;
+        comm.synchronize(&late.stream)?;
+        meet()?;
+        if pool.rank() != odd {
+            let called = late.call(&comm, way);
+            let given_up = called.and_then(|()| comm.synchronize(&late.stream));
+            let error = expect_error(given_up, "a call without a peer")?;
+            wrong += u32::from(!error.is_timeout() || error.ranks() != [odd]);
+            upload(pool, late.to.address(), &vec![OTHER; BYTES])?;
+        }
+        meet()?;
+        if pool.rank() == odd {
+            let began = Instant::now();
+            let called = late.call(&comm, way);
+            let told = called.and_then(|()| comm.synchronize(&late.stream));
+            let error = expect_error(told, "a call that the others gave up")?;
+            let took = began.elapsed();
+            let at_once = error.to_string().contains("told rank") && took < timeout / 2;
+            if !at_once || !error.is_timeout() || error.ranks() != [odd] {
+                wrong += 1;
+                println!("rank {odd}: late for {way}, after {took:?}: {error}");
+            }
+        }
+        meet()?;
+        let touched = download(pool, late.to.address(), BYTES)?;
+        if pool.rank() != odd && touched.iter().any(|byte| *byte != OTHER) {
+            wrong += 1;
+            println!("rank {}: a late {way} wrote into memory of a rank that gave up", pool.rank());
+        }
+        meet()?;
+    }
+    Ok(wrong)
+}
+
+impl Late<'_> {
+    fn call(&self, comm: &Communicator, way: &str) -> Result<()> {
+        let (to, from) = (self.to.address() as *mut u8, self.from.address() as *const u8);
+        let (world, stream) = (self.pool.world() as usize, &self.stream);
+        let part = COUNT / world;
+        match way {
+            // SAFETY: both blocks hold `COUNT` elements, which is what all ranks' parts are together.
+            "all_gather" => unsafe { comm.all_gather_at(to, from, part, DTYPE, stream) },
+            // SAFETY: as above; so it is below.
+            "all_to_all" => unsafe { comm.all_to_all_at(to, from, part, DTYPE, stream) },
+            "broadcast" => {
+                let root = self.pool.world() - 1;
+                // SAFETY: as above.
+                unsafe { comm.broadcast_at(to, COUNT, DTYPE, root, stream) }
+            }
+            _ => {
+                // SAFETY: as above.
+                unsafe { comm.all_reduce_at(to, from, COUNT, DTYPE, ReduceOp::Sum, stream) }
+            }
+        }
+    }
+}
