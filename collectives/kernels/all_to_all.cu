@@ -26,7 +26,7 @@ constexpr u32 OWN_BLOCKS = WORLD > 1 ? 4 * (WORLD - 1) : 1;
 __device__ __forceinline__ bool even(const Exchange& exchange) {
     const Table& table = exchange.table;
     const u64 some = table.sent(0, WORLD - 1);
-    bool other = exchange.bytes(some) < STEP_BYTES || data_blocks() < 2;
+    bool other = exchange.bytes(some) < STEP_BYTES;
     for (u32 pair = threadIdx.x; pair < WORLD * WORLD; pair += blockDim.x) {
         const u32 from = pair / WORLD, to = pair % WORLD;
         const u64 count = table.sent(from, to);
@@ -252,7 +252,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             return;
         }
         exchange.plan_routes();
-        uneven = !even(exchange);
+        // One block copies the own part in a ring.
+        uneven = data_blocks() < 2 || !(traffic.ring || even(exchange));
         if (!uneven) {
             push_in_step(exchange);
         }

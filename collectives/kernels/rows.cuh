@@ -27,7 +27,7 @@ struct Traffic {
     u32 head;                 // and so much of longer ones, from their beginning on
     u32 size;                 // bytes of an element
     u32 wide;                 // whether splits on the device have 64 bits
-    u32 unused;
+    u32 ring;                 // whether what goes straight goes to one peer after the other anyway
 };
 
 static_assert(sizeof(Traffic) == TRAFFIC_BYTES, "layouts differ");

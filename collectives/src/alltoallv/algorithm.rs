@@ -27,11 +27,15 @@ pub enum AllToAllAlgorithm {
     ///
     /// [`all_to_all`]: crate::Communicator::all_to_all_into
     Copy = 3,
+    /// A staggered ring: as [`Self::Direct`], but on devices every rank serves one peer after the other,
+    /// in an order in which no two send to one, and in step, whatever the counts. The automatic choice
+    /// and `Direct` do so where all pairs exchange about as much, from 1 MiB a pair on.
+    Ring = 4,
 }
 
 impl AllToAllAlgorithm {
     /// All of them, `Auto` first.
-    pub const ALL: [Self; 4] = [Self::Auto, Self::Packet, Self::Direct, Self::Copy];
+    pub const ALL: [Self; 5] = [Self::Auto, Self::Packet, Self::Direct, Self::Copy, Self::Ring];
 
     /// The name used in options and reports.
     pub const fn name(self) -> &'static str {
@@ -40,6 +44,7 @@ impl AllToAllAlgorithm {
             Self::Packet => "packet",
             Self::Direct => "direct",
             Self::Copy => "copy",
+            Self::Ring => "ring",
         }
     }
 

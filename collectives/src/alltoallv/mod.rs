@@ -199,7 +199,7 @@ impl Work {
         let direct = match engine.all_to_all_way() {
             AllToAllAlgorithm::Auto => is_direct(stream, self.world, engine.scratch_bytes()),
             AllToAllAlgorithm::Packet => false,
-            AllToAllAlgorithm::Direct | AllToAllAlgorithm::Copy => true,
+            AllToAllAlgorithm::Direct | AllToAllAlgorithm::Copy | AllToAllAlgorithm::Ring => true,
         };
         match if direct { place() } else { NO_WINDOW } {
             NO_WINDOW => Route::Pieces(Pieces::new(stream, 1, engine.scratch_bytes())),

@@ -127,7 +127,7 @@ impl CudaEngine {
             head,
             size: size as u32,
             wide: 0,
-            unused: 0,
+            ring: self.keeps_ring(),
         };
         let work = if longest <= inbox_bytes {
             (INBOXES, through(sent).max(through(received)).max(sent[rank] * size))
@@ -205,7 +205,7 @@ impl CudaEngine {
             head,
             size: size.unwrap_or(1),
             wide: u32::from(splits.dtype == DType::I64),
-            unused: 0,
+            ring: self.keeps_ring(),
         };
         let work = (INBOXES | STRAIGHT | DEVICE, input_bytes);
         let (call, places) = (self.exchange(dtype, row), (input, output));
@@ -220,6 +220,10 @@ impl CudaEngine {
         Call::new(Operation::AllToAllV).elements(dtype, row).algorithm(algorithm)
     }
 
+    fn keeps_ring(&self) -> u32 {
+        u32::from(self.all_to_all == AllToAllAlgorithm::Ring)
+    }
+
     /// Parts of how many bytes go through inboxes, and how much of longer ones: the same on every rank.
     fn in_inboxes(&self) -> (u64, u32) {
         let most = self.control.bare_slot(self.world());
@@ -231,7 +235,7 @@ impl CudaEngine {
         let (all, head) = match self.all_to_all {
             AllToAllAlgorithm::Auto => (each(INBOX_BYTES), each(HEAD_BYTES)),
             AllToAllAlgorithm::Packet => (most, most),
-            AllToAllAlgorithm::Direct | AllToAllAlgorithm::Copy => (0, 0),
+            AllToAllAlgorithm::Direct | AllToAllAlgorithm::Copy | AllToAllAlgorithm::Ring => (0, 0),
         };
         (all, head as u32)
     }

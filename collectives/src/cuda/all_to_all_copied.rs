@@ -40,7 +40,9 @@ impl CudaEngine {
         let wanted = match self.all_to_all {
             AllToAllAlgorithm::Auto => leaves >= COPY_BYTES && part >= COPY_PART,
             AllToAllAlgorithm::Copy => leaves > 0,
-            AllToAllAlgorithm::Packet | AllToAllAlgorithm::Direct => false,
+            AllToAllAlgorithm::Packet | AllToAllAlgorithm::Direct | AllToAllAlgorithm::Ring => {
+                false
+            }
         };
         wanted && output.is_window()
     }

@@ -96,7 +96,7 @@ pub(super) struct Traffic {
     pub(super) head: u32,
     pub(super) size: u32,
     pub(super) wide: u32,
-    pub(super) unused: u32,
+    pub(super) ring: u32,
 }
 
 /// One end of a channel of this rank: operations on one of these run in the order of the calls.

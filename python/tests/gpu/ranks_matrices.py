@@ -43,7 +43,7 @@ DTYPES = {
 }
 #: Shapes of rows.
 ROWS = [(), (), (3,), (2, 5), (64,)]
-ALGORITHMS = ["auto", "packet", "direct"]
+ALGORITHMS = ["auto", "packet", "direct", "ring"]
 
 
 def matrix(kind, world, most, luck):
