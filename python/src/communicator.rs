@@ -347,7 +347,11 @@ impl Communicator {
             let output = self.calls.output("output", to, &input, None)?;
             let ((length, row), (capacity, row_of_output)) =
                 (rows_of("input", from)?, rows_of("output", to)?);
-            if row != row_of_output || row == 0 {
+            if row == 0 {
+                let why = "input: rows of no elements; what is counted here has one or more";
+                return Err(Refusal::Invalid(why.to_owned()));
+            }
+            if row != row_of_output {
                 return Err(Refusal::Invalid(format!(
                     "output: rows of {row_of_output} elements where the input has rows of {row}"
                 )));

@@ -103,10 +103,13 @@ class TorchWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._work.is_completed()
+        done = self._work.is_completed()
+        if done and self._work.exception() is None:
+            self._finished()
+        return done
 
     def is_success(self) -> bool:
-        return self._work.is_success()
+        return self.is_completed() and self._work.exception() is None
 
     def exception(self) -> Any:
         return self._work.exception()

@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import Any
 
 from symmpool import groups, seats
-from symmpool.errors import TimeoutError  # noqa: A004
+from symmpool.errors import InvalidArgumentError, TimeoutError  # noqa: A004
 from symmpool.named import root_of, sizes_or_none
 from symmpool.seats import communicator, forget, looked_up
 
@@ -152,14 +152,18 @@ def broadcast(
     return seats.run(seat, seat.comm.broadcast, (tensor, root), [tensor], async_op)
 
 
-def barrier(group: Any = None, async_op: bool = False, *, device: Any = None) -> Any:
+def barrier(
+    group: Any = None, async_op: bool = False, device_ids: Any = None, *, device: Any = None
+) -> Any:
     """On the CPU, returns once every rank has called it; on CUDA, holds the current stream until
-    every rank's has come to it. `device` says where; without it, where the group's first pool is,
-    or on the CPU if there is none. It ends a compiled graph, so there is none under `fullgraph=True`."""
+    every rank's has come to it. `device` says where, or `device_ids`, torch's list of one CUDA device's
+    number; without both, where the group's first pool is, or on the CPU if there is none. It ends a compiled graph, so there is none under `fullgraph=True`."""
     if seats.compiling():
         from symmpool import ops
 
         return ops.traced_barrier()
+    if device is None and device_ids is not None:
+        device = _device_of(device_ids)
     if device is None:
         try:
             device = seats.first_device(group)
@@ -174,3 +178,12 @@ def barrier(group: Any = None, async_op: bool = False, *, device: Any = None) ->
     if seat is None:
         return None
     return seats.run(seat, seat.comm.barrier, (), [], async_op)
+
+
+def _device_of(device_ids: Any) -> str:
+    numbers = list(device_ids) if isinstance(device_ids, (list, tuple)) else []
+    if len(numbers) != 1 or not isinstance(numbers[0], int):
+        raise InvalidArgumentError(
+            f"device_ids: {device_ids!r} is no list of one number; a rank has one device"
+        )
+    return f"cuda:{numbers[0]}"

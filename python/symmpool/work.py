@@ -268,15 +268,25 @@ def _work(line: _Line, explain: Explain) -> None:
 class StreamWork(Work):
     """A call on a stream of its own."""
 
-    __slots__ = ("_comm", "_side", "_mark", "_explain")
+    __slots__ = ("_comm", "_side", "_mark", "_explain", "_drain")
 
-    def __init__(self, comm: Any, side: Any, mark: Any, results: list[Any], explain: Explain):
+    def __init__(
+        self,
+        comm: Any,
+        side: Any,
+        mark: Any,
+        results: list[Any],
+        explain: Explain,
+        drain: Callable[[], None],
+    ):
         self._results, self._future = results, None
         self._comm, self._side, self._mark, self._explain = comm, side, mark, explain
+        self._drain = drain
 
     def wait(self, timeout: Any = None) -> bool:
         self.precede()
         seconds = _seconds(timeout)
+        self._drain()
         if seconds is not None:
             end = time.monotonic() + seconds
             while not self._mark.query():
@@ -290,6 +300,10 @@ class StreamWork(Work):
 
     def is_completed(self) -> bool:
         return self._mark.query() or self._comm.failure is not None
+
+    def __del__(self) -> None:
+        # With it goes what calls used that are done: nobody may come to ask for another.
+        self._drain()
 
     def exception(self) -> Exception | None:
         failure = self._comm.failure
@@ -320,6 +334,8 @@ class Side:
         self._handle = self._stream.cuda_stream
         self._capturing = torch.cuda.is_current_stream_capturing
         self._kept: collections.deque[Any] = collections.deque()
+        # What is let go of may be another call's Work, which drains as well.
+        self._draining = threading.RLock()
 
     def submit(
         self, comm: Any, call: Any, arguments: tuple[Any, ...], results: list[Any]
@@ -336,7 +352,13 @@ class Side:
                 if isinstance(tensor, self._torch.Tensor):
                     tensor.record_stream(self._stream)
         else:
+            self._drain()
+            kept.append((mark, arguments))
+        return StreamWork(comm, self._stream, mark, results, self._explain, self._drain)
+
+    def _drain(self) -> None:
+        """Lets go of what calls used that are done."""
+        kept = self._kept
+        with self._draining:
             while kept and kept[0][0].query():
                 kept.popleft()
-            kept.append((mark, arguments))
-        return StreamWork(comm, self._stream, mark, results, self._explain)

@@ -227,6 +227,16 @@ def test_names_of_groups_are_given_once():
     assert later.group_name not in first
 
 
+def test_a_barrier_takes_torchs_device_ids_and_refuses_what_names_no_device():
+    symmpool.barrier(symmpool.Group.in_process(1)[0])
+    for wrong in ([0, 1], [], 0, ["cuda:0"], [None]):
+        with pytest.raises(symmpool.InvalidArgumentError, match="device_ids"):
+            symmpool.barrier(device_ids=wrong)
+    # A number is a CUDA device's: none has this one.
+    with pytest.raises(symmpool.Error, match="77|CUDA"):
+        symmpool.barrier(symmpool.Group.in_process(1)[0], device_ids=[77])
+
+
 def test_on_the_cpu_there_is_nothing_to_mark():
     (group,) = symmpool.Group.in_process(1)
     comm = symmpool.Communicator(symmpool.Pool(group, "cpu"))
@@ -285,3 +295,7 @@ def test_calls_on_a_stream_of_their_own_come_in_between_and_keep_their_tensors()
     torch.capturing, captured = True, Tensor([4])
     side.submit(torch, torch.call, (captured,), [])
     assert captured.recorded.cuda_stream == 7 and len(side._kept) == 2
+    # And the last one, with no other behind it, when its Work goes, or is waited for.
+    torch.done |= {8, 12}
+    del found
+    assert gone[2]() is None and not side._kept

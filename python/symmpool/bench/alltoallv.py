@@ -13,7 +13,7 @@ LINK = 355.0
 #: Ours, by the names of `all_to_all=`.
 ALGORITHMS = _symmpool.all_to_all_algorithms()
 
-#: Counts are whole numbers of so many bytes: torch's vdev shares a part out among up to 64 blocks, to
+#: Counts on CUDA are whole numbers of so many bytes: torch's vdev shares a part out among up to 64 blocks, to
 #: each as much, and stops the device where that leaves a rest.
 GRAIN = 128
 
@@ -31,7 +31,8 @@ def add_options(commands, size_list, positive):
         "--matrix",
         type=Path,
         metavar="FILE",
-        help="this one instead: JSON, or a line a row; in bytes, or weights where there are --sizes",
+        help="this one instead: JSON, or a line a row; in bytes (on CUDA whole 128 of them), or weights "
+        "where there are --sizes",
     )
     it.add_argument("--imbalance", type=float, default=1.0, help="of zipf and moe (default 1)")
     it.add_argument("--seed", type=int, default=1, help="of moe")
@@ -320,12 +321,14 @@ def plans(options, world, itemsize, on_cuda):
     most = 64 << 20 if on_cuda else 4 << 20
     sizes = options.sizes or [4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
     sizes = options.sizes or [size for size in sizes if size <= most]
+    grain = GRAIN // itemsize if on_cuda else 1
     if options.matrix:
         weights = matrices.read(options.matrix, world)
         if not options.sizes:
             sizes = [max(int(sum(map(sum, weights)) / world), 1)]
         return [
-            (options.matrix.name, size, matrices.scale(weights, size, itemsize, GRAIN // itemsize)) for size in sizes
+            (options.matrix.name, size, matrices.scale(weights, size, itemsize, grain))
+            for size in sizes
         ]
     if unknown := [kind for kind in options.matrices if kind not in matrices.KINDS]:
         raise SystemExit(f"--matrices {unknown[0]}: there are {', '.join(matrices.KINDS)}")
@@ -334,7 +337,7 @@ def plans(options, world, itemsize, on_cuda):
         for kind in options.matrices
     }
     return [
-        (kind, size, matrices.scale(weights, size, itemsize, GRAIN // itemsize))
+        (kind, size, matrices.scale(weights, size, itemsize, grain))
         for kind, weights in made.items()
         for size in sizes
     ]
