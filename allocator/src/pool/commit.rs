@@ -102,11 +102,7 @@ impl Pool {
     /// Locks the symmetric lanes, in order.
     pub(super) fn hold(&self) -> Vec<Held<'_>> {
         let held = self.0.lanes.iter().map(|lane| Held { lane, inner: lane.lock() });
-        let mut held: Vec<_> = held.filter(|held| held.inner.state.is_symmetric()).collect();
-        for Held { lane, inner } in &mut held {
-            lane.take_late(inner);
-        }
-        held
+        held.filter(|held| held.inner.state.is_symmetric()).collect()
     }
 
     fn commit_held(

@@ -4,6 +4,8 @@
 //! | --- | --- |
 //! | `builder` | configuration, and the rendezvous that makes a pool |
 //! | `lane` | a lane's lock and its physical memory |
+//! | `by_address` | the same for callers that keep addresses |
+//! | `late` | frees that find the lane locked |
 //! | `block` | a range in its owner's hands |
 //! | `access` | copies between blocks and ordinary memory |
 //! | `commit` | the collective step that makes windows |
@@ -17,12 +19,14 @@
 mod access;
 mod block;
 mod builder;
+mod by_address;
 mod commit;
 mod due;
 mod handles;
 mod held;
 mod lane;
 mod lane_memory;
+mod late;
 mod nccl;
 mod resync;
 mod share;
