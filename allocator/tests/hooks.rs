@@ -1,6 +1,6 @@
 //! Calls for allocator hooks: they wait for no commit, and what fails is told at the next.
 
-use std::sync::{Arc, Barrier, OnceLock};
+use std::sync::{Arc, Barrier, Mutex, OnceLock};
 use std::thread;
 use std::time::Duration;
 
@@ -142,4 +142,55 @@ fn a_free_beside_a_commit_is_of_the_block_that_was_there() {
     assert_eq!(pool.commit().unwrap().blocks_returned, 0, "it is somebody else's by now");
     new.free().unwrap();
     assert_eq!(lane.stats().live_blocks, 0);
+}
+
+#[test]
+fn what_a_block_holds_is_not_freed_by_its_address() {
+    let meant: Arc<OnceLock<(Lane, u64)>> = Arc::default();
+    let seen = Arc::clone(&meant);
+    let pool = alone(move || {
+        let (lane, held) = seen.get().unwrap();
+        lane.free_address_unordered(*held).unwrap();
+    });
+    let lane = pool.default_lane();
+    let held = lane.alloc::<u64>(1000).unwrap();
+    let _ = meant.set((lane.clone(), held.address()));
+    // Beside a commit nobody can look; what is done then is the same.
+    pool.commit().unwrap();
+    let events = lane.counter();
+    for refused in [
+        lane.free_address(held.address()),
+        lane.free_address_sized(held.address()).map(drop),
+        lane.free_address_unordered(held.address()),
+    ] {
+        let error = refused.unwrap_err();
+        assert!(error.is_invalid_argument(), "{error}");
+        assert!(error.to_string().contains("held by a Block"), "{error}");
+    }
+    assert_eq!(lane.counter(), events);
+    assert_eq!((lane.stats().live_blocks, lane.stats().unordered_frees), (1, 0));
+    let address = held.into_address();
+    lane.free_address(address).unwrap();
+    // What comes to the same place is another's.
+    let next = lane.alloc::<u64>(1000).unwrap();
+    assert_eq!(next.address(), address);
+    assert!(lane.free_address(address).unwrap_err().is_invalid_argument());
+    next.free().unwrap();
+}
+
+#[test]
+fn a_block_is_given_up_beside_a_commit_without_waiting() {
+    let given: Arc<Mutex<Option<Block<u8>>>> = Arc::default();
+    let (lane_of, seen) = (Arc::new(OnceLock::<Lane>::new()), Arc::clone(&given));
+    let lane_seen = Arc::clone(&lane_of);
+    let pool = alone(move || {
+        let address = seen.lock().unwrap().take().unwrap().into_address();
+        lane_seen.get().unwrap().free_address_unordered(address).unwrap();
+    });
+    let lane = pool.default_lane();
+    let _ = lane_of.set(lane.clone());
+    *given.lock().unwrap() = Some(lane.alloc::<u8>(1000).unwrap());
+    pool.commit().unwrap();
+    assert_eq!(lane.stats().unordered_frees, 1);
+    assert_eq!(pool.commit().unwrap().blocks_returned, 1);
 }

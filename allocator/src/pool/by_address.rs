@@ -1,7 +1,7 @@
 //! Blocks by their addresses: for callers that keep no [`Block`](super::Block).
 
 use crate::driver::Stream;
-use crate::lane::{BlockKey, here};
+use crate::lane::{BlockKey, LaneState, here};
 use crate::{Error, Result};
 
 use super::Lane;
@@ -9,6 +9,8 @@ use super::lane::LaneInner;
 use super::late::Late;
 
 const NOT_A_BLOCK: &str = "no live block begins there (freed before?)";
+const HELD: &str =
+    "it is held by a Block, whose drop frees it; give it up with Block::into_address first";
 
 impl Lane {
     /// Notes that the block that begins at `address` is used on `stream` too; see
@@ -24,12 +26,11 @@ impl Lane {
     }
 
     /// Frees the block that begins at `address`, in order. For callers that keep addresses, not
-    /// [`Block`]s (see [`Block::into_address`]). A foreign or freed address is
-    /// [`Error::is_invalid_argument`].
+    /// blocks (see [`Block::into_address`](super::Block::into_address)). A foreign or freed address,
+    /// and that of what a [`Block`](super::Block) still holds, is [`Error::is_invalid_argument`].
     #[track_caller]
     pub fn free_address(&self, address: u64) -> Result<()> {
-        let site = here();
-        self.0.free(self.find(address)?, site)
+        self.free_address_sized(address).map(drop)
     }
 
     /// [`free_address`](Self::free_address), saying how many bytes that were, in whole units.
@@ -38,24 +39,22 @@ impl Lane {
         let site = here();
         let offset = self.offset_of(address)?;
         let LaneInner { state, memory } = &mut *self.0.lock();
-        let key = state.block_at(offset).ok_or_else(|| self.not_live(address, NOT_A_BLOCK))?;
+        let key = self.given_up(state, address, offset)?;
         let before = state.allocated();
         state.free(key, site, memory)?;
         Ok(before - state.allocated())
     }
 
     /// Frees the block that begins at `address`, without order (rule D5). Never waits for a commit
-    /// under way: beside another thread's call an address that is no live block's is not refused but
-    /// logged, and nothing is freed.
+    /// under way: beside another thread's call an address that is to be refused is logged instead.
     #[track_caller]
     pub fn free_address_unordered(&self, address: u64) -> Result<()> {
         let site = here();
         let offset = self.offset_of(address)?;
         match self.0.unlocked() {
             Some(mut inner) => {
-                let key = inner.state.block_at(offset);
-                let key = key.ok_or_else(|| self.not_live(address, NOT_A_BLOCK))?;
                 let LaneInner { state, memory } = &mut *inner;
+                let key = self.given_up(state, address, offset)?;
                 state.free_unordered(key, site, memory)
             }
             None => {
@@ -65,9 +64,10 @@ impl Lane {
         }
     }
 
-    fn find(&self, address: u64) -> Result<BlockKey> {
-        let key = self.0.lock().state.block_at(self.offset_of(address)?);
-        key.ok_or_else(|| self.not_live(address, NOT_A_BLOCK))
+    /// The block at an offset that may be freed by its address.
+    fn given_up(&self, state: &LaneState, address: u64, offset: u64) -> Result<BlockKey> {
+        let key = state.block_at(offset).ok_or_else(|| self.not_live(address, NOT_A_BLOCK))?;
+        if state.is_given_up(key) { Ok(key) } else { Err(self.refused(address, HELD)) }
     }
 
     /// The offset in the lane of an address of this rank.
@@ -87,8 +87,12 @@ impl Lane {
     }
 
     fn not_live(&self, address: u64, why: &str) -> Error {
+        self.refused(address, &format!("not a live block: {why}"))
+    }
+
+    fn refused(&self, address: u64, why: &str) -> Error {
         Error::invalid_argument(format!(
-            "address {address:#x} is not a live block of lane {:?} on rank {}: {why}",
+            "address {address:#x} of lane {:?} on rank {}: {why}",
             self.0.name,
             self.0.heap().layout().rank
         ))

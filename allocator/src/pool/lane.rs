@@ -105,6 +105,15 @@ impl SharedLane {
         }
     }
 
+    /// Lets whoever knows a live block's address free it.
+    pub(super) fn give_up(&self, key: BlockKey) {
+        match self.unlocked() {
+            // It lives, as its owner says so; else there is nothing to free.
+            Some(mut inner) => drop(inner.state.give_up(key)),
+            None => self.late.push(Late::GiveUp(key)),
+        }
+    }
+
     /// The lane's lock without waiting. A local lane is in no commit, so there waiting is short.
     pub(super) fn unlocked(&self) -> Option<MutexGuard<'_, LaneInner>> {
         if self.local {

@@ -14,10 +14,13 @@ use crate::lane::BlockKey;
 use crate::sync::lock;
 use crate::{Error, Result};
 
-/// A free without order that waits for its lane.
+/// What waits for its lane.
 pub(super) enum Late {
+    /// A block is given up to its address.
+    GiveUp(BlockKey),
+    /// A free without order.
     Block(BlockKey),
-    /// The block that begins at this offset of the lane.
+    /// The same of the block that begins at this offset of the lane.
     At(u64),
 }
 
@@ -54,7 +57,7 @@ impl LateFrees {
         for free in late {
             // Its caller was told that all was well, for want of a look.
             if let Err(error) = free.apply(inner) {
-                tracing::error!(%error, lane, "a free without order that came beside another call");
+                tracing::error!(%error, lane, "a free that came beside another call");
             }
         }
     }
@@ -63,9 +66,13 @@ impl LateFrees {
 impl Late {
     fn apply(self, LaneInner { state, memory }: &mut LaneInner) -> Result<()> {
         match self {
+            Self::GiveUp(key) => state.give_up(key),
             Self::Block(key) => state.free_unordered(key, None, memory),
             Self::At(offset) => match state.block_at(offset) {
-                Some(key) => state.free_unordered(key, None, memory),
+                Some(key) if state.is_given_up(key) => state.free_unordered(key, None, memory),
+                Some(_) => Err(Error::invalid_argument(format!(
+                    "a Block holds what begins at byte {offset} of the lane"
+                ))),
                 None => Err(Error::invalid_argument(format!(
                     "no live block begins at byte {offset} of the lane (freed before?)"
                 ))),
