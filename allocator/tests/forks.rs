@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use symmpool_allocator::store::tcp::TcpOptions;
 use symmpool_allocator::store::{Store, TcpServer, TcpStore};
-use symmpool_allocator::Deadline;
+use symmpool_allocator::{Deadline, Driver, Group, Pool};
 
 unsafe extern "C" {
     fn fork() -> c_int;
@@ -51,4 +51,20 @@ fn a_child_leaves_its_parents_store_alone() {
     }));
     assert_eq!(client.get("k", ample()).unwrap(), b"v");
     TcpStore::connect(addr, TcpOptions::default(), ample()).unwrap();
+}
+
+#[test]
+fn commits_are_refused_in_a_child() {
+    let group = Group::in_process(1).unwrap().remove(0);
+    let pool =
+        Pool::builder(group).driver(Driver::host().unwrap()).stride(1 << 30).build().unwrap();
+    let _block = pool.alloc::<u8>(100).unwrap();
+    assert!(in_child(|| {
+        [pool.commit().map(drop), pool.resync().map(drop)].into_iter().all(|refused| {
+            refused.is_err_and(|error| {
+                error.is_invalid_state() && error.to_string().contains("forked from it")
+            })
+        })
+    }));
+    assert_eq!(pool.commit().unwrap().number, 1);
 }

@@ -43,6 +43,7 @@ pub use commit::CommitReport;
 pub use lane::Lane;
 
 use crate::driver::{DeviceIdentity, Driver};
+use crate::fork::Maker;
 use crate::heap::{Heap, HeapLayout};
 use crate::lane::LaneStats;
 use crate::rendezvous::mesh::Mesh;
@@ -83,6 +84,7 @@ struct Inner {
     topology: Topology,
     devices: PerRank<DeviceIdentity>,
     pids: Vec<Option<u32>>,
+    maker: Maker,
 }
 
 /// What commits need, and what only one of them may use at a time.
