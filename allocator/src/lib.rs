@@ -4,6 +4,7 @@
 
 mod amount;
 mod deadline;
+mod descriptors;
 pub mod driver;
 mod error;
 mod fork;

@@ -8,10 +8,11 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::{Errno, FdFlags};
-use rustix::process::{Resource, Rlimit};
+use rustix::process::{Resource, getrlimit};
 
 use super::{HostOptions, available, scratch};
 use crate::amount::Amount;
+use crate::descriptors::within_hard_limit;
 use crate::{Error, Result};
 
 pub(super) const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
@@ -123,23 +124,11 @@ fn no_memory(bytes: u64, cause: Errno) -> Error {
     }
 }
 
-/// Makes a descriptor; when the soft limit is in the way, raises it to the hard one and tries once
-/// more.
+/// Makes a descriptor, up to the hard limit.
 fn with_free_descriptor(make: impl Fn() -> Result<OwnedFd, Errno>) -> Result<OwnedFd> {
-    let made = match make() {
-        Err(Errno::MFILE) => {
-            let limit = rustix::process::getrlimit(Resource::Nofile);
-            let raised = Rlimit { current: limit.maximum, ..limit };
-            tracing::info!(?limit, "out of file descriptors; raising the soft limit");
-            // If this fails so will the second try, and that says why.
-            let _ = rustix::process::setrlimit(Resource::Nofile, raised);
-            make()
-        }
-        first => first,
-    };
-    made.map_err(|cause| match cause {
+    within_hard_limit(make).map_err(|cause| match cause {
         Errno::MFILE | Errno::NFILE => {
-            let limit = rustix::process::getrlimit(Resource::Nofile);
+            let limit = getrlimit(Resource::Nofile);
             let limit = limit.maximum.map_or("unlimited".to_owned(), |n| n.to_string());
             Error::out_of_memory(format!(
                 "no file descriptor for a segment: {cause}; the hard limit is {limit} (ulimit \
