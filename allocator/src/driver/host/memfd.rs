@@ -30,6 +30,7 @@ pub(super) fn create(
     if options.check_available {
         available::check(bytes)?;
     }
+    check_file_size(bytes)?;
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let fd = with_free_descriptor(|| rustix::fs::memfd_create("symmpool", flags))?;
     rustix::fs::ftruncate(&fd, bytes).map_err(|cause| no_memory(bytes, cause))?;
@@ -37,6 +38,18 @@ pub(super) fn create(
         .map_err(|cause| Error::system("sealing a segment", cause))?;
     let committed = if options.populate { commit(fd.as_fd(), bytes, options)? } else { None };
     Ok((fd, committed))
+}
+
+/// Refuses a file that the process may not make: the kernel would kill it with SIGXFSZ.
+fn check_file_size(bytes: u64) -> Result<()> {
+    match getrlimit(Resource::Fsize).current {
+        Some(limit) if bytes > limit => Err(Error::out_of_memory(format!(
+            "a segment of {} is a file larger than this process may make: RLIMIT_FSIZE (ulimit -f) is \
+             {limit} bytes; raise it",
+            Amount(bytes)
+        ))),
+        _ => Ok(()),
+    }
 }
 
 fn commit(
