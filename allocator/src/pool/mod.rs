@@ -308,6 +308,14 @@ impl Pool {
         committer.peers.mesh().map(Mesh::lost_peers).unwrap_or_default()
     }
 
+    /// Whether `rank` is known to use this pool's memory no more: it hung up without saying that it gave
+    /// up, as a process does that ends or lets go of the pool. Does not wait: false also while a commit
+    /// is under way, after one in which ranks lost each other, and where ranks have no sockets.
+    pub fn has_left(&self, rank: u32) -> bool {
+        let Ok(mut committer) = self.0.committer.try_lock() else { return false };
+        committer.peers.mesh_mut().is_some_and(|mesh| mesh.has_left(rank))
+    }
+
     /// The process id of `rank` where this process can see it: on the same machine and in the
     /// same pid namespace.
     pub fn peer_pid(&self, rank: u32) -> Option<u32> {

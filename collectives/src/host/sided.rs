@@ -154,7 +154,8 @@ impl HostSided {
             // The peer may have signalled and then ended: one more look came after `dead` was set.
             if dead {
                 let what = format!(
-                    "its process ended while rank {me} waited for its signal on channel {channel}"
+                    "its process ended, or let go of its pool, while rank {me} waited for its signal \
+                     on channel {channel}"
                 );
                 return Err(Error::peer_lost(vec![peer], what));
             }
