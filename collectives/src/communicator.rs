@@ -224,6 +224,8 @@ impl Communicator {
         prepare: impl FnOnce(&Block<u8>) -> Result<()>,
         build: impl FnOnce(&Block<u8>) -> Result<Engine>,
     ) -> Result<(Engine, Block<u8>)> {
+        // Preparing writes to memory that a forked child shares with its parent.
+        pool.check_process()?;
         let lane = pool.lane(CONTROL_LANE)?;
         let control = bytes.and_then(|bytes| {
             let block = lane.alloc_bytes(bytes as usize, 4096, Stream::DEFAULT)?;

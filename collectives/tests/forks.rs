@@ -53,10 +53,11 @@ fn calls_are_refused_in_a_child() {
     let comms: Vec<Communicator> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
     let first = &comms[0];
     assert!(in_child(|| {
-        let calls: [Result<()>; 3] = [
+        let calls: [Result<()>; 4] = [
             first.all_reduce_slice(&mut [100_i64; 1000], ReduceOp::Sum, STREAM),
             first.barrier(STREAM),
             first.signal(1, 0, STREAM),
+            Communicator::new(first.pool()).map(drop),
         ];
         calls.into_iter().all(|refused| {
             refused.is_err_and(|error| {

@@ -84,7 +84,7 @@ impl Pool {
     /// other thread runs, and ranks that lost each other are not in the same exchange any more.
     pub(super) fn committer(&self) -> Result<Turn<'_>> {
         // A child would speak in its parent's name, or wait for a thread that only its parent has.
-        self.0.maker.check("a pool")?;
+        self.check_process()?;
         // A flag of its own: who only looks at the committer must not make a commit fail, which
         // would set this rank apart from the others.
         if self.0.committing.swap(true, Ordering::Acquire) {

@@ -294,6 +294,12 @@ impl Pool {
         Ok(self.0.devices.get(rank))
     }
 
+    /// Refuses in a process that was forked from the one that made the pool: [`Error::is_invalid_state`].
+    /// What a child wrote to the pool's memory, or told the other ranks, would be its parent's.
+    pub fn check_process(&self) -> Result<()> {
+        self.0.maker.check("a pool")
+    }
+
     /// Whether a commit can work, as far as this rank knows: none can once ranks have lost each other.
     /// Waits for a commit that is under way.
     pub fn can_commit(&self) -> bool {
