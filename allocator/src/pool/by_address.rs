@@ -14,7 +14,8 @@ const HELD: &str =
 
 impl Lane {
     /// Notes that the block that begins at `address` is used on `stream` too; see
-    /// [`Block::record_stream`]. Waits for no commit, as [`try_alloc_bytes`](Self::try_alloc_bytes).
+    /// [`Block::record_stream`](super::Block::record_stream). Waits for no commit, as
+    /// [`try_alloc_bytes`](Self::try_alloc_bytes).
     #[track_caller]
     pub fn record_stream_address(&self, address: u64, stream: Stream) -> Result<()> {
         let site = here();
