@@ -4,8 +4,10 @@
 
 mod amount;
 mod deadline;
+mod descriptors;
 pub mod driver;
 mod error;
+mod fork;
 mod group;
 mod heap;
 pub mod lane;
@@ -21,6 +23,7 @@ mod window;
 pub use deadline::Deadline;
 pub use driver::{Driver, Stream};
 pub use error::{Error, Result};
+pub use fork::Maker;
 pub use group::Group;
 pub use heap::HeapLayout;
 pub use pool::{Block, CONTROL_LANE, CommitReport, Lane, PeerRow, Pool, PoolBuilder, PoolStats};

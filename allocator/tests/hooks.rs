@@ -1,11 +1,12 @@
 //! Calls for allocator hooks: they wait for no commit, and what fails is told at the next.
 
-use std::sync::Barrier;
+use std::sync::{Arc, Barrier, Mutex, OnceLock};
 use std::thread;
 use std::time::Duration;
 
+use symmpool_allocator::driver::{FaultAction, FaultDriver, FaultPlan, Step};
 use symmpool_allocator::lane::LaneConfig;
-use symmpool_allocator::{Block, Driver, Group, Pool, PoolBuilder, Stream};
+use symmpool_allocator::{Block, Driver, Group, Lane, Pool, PoolBuilder, Stream};
 
 fn pair(drivers: [Driver; 2], lanes: &[LaneConfig]) -> [Pool; 2] {
     let groups = Group::in_process(2).unwrap();
@@ -105,4 +106,91 @@ fn threads_that_share_a_lane_wait_for_each_other_only() {
         }
     });
     assert_eq!(pool.default_lane().stats().live_blocks, 0);
+}
+
+/// A pool of one rank, which calls `beside` in the middle of its first commit.
+fn alone(beside: impl Fn() + Send + Sync + 'static) -> Pool {
+    let plan = FaultPlan::new();
+    let plan = plan.at_step(Step::CommitPublish, 1, FaultAction::Notify(Arc::new(beside)));
+    let driver = Driver::new(FaultDriver::new(Driver::sim(1), plan));
+    let group = Group::in_process(1).unwrap().remove(0);
+    Pool::builder(group).driver(driver).stride(1 << 32).build().unwrap()
+}
+
+#[test]
+fn a_free_beside_a_commit_is_of_the_block_that_was_there() {
+    // D5
+    let meant: Arc<OnceLock<(Lane, u64)>> = Arc::default();
+    let seen = Arc::clone(&meant);
+    let pool = alone(move || {
+        let (lane, address) = seen.get().unwrap();
+        // Once, once too often, and where no block is.
+        for address in [*address, *address, address + 1536] {
+            lane.free_address_unordered(address).unwrap();
+        }
+    });
+    let lane = pool.default_lane();
+    let address = lane.alloc::<u8>(1000).unwrap().into_address();
+    let _ = meant.set((lane.clone(), address));
+    pool.commit().unwrap();
+    let again = lane.free_address(address).unwrap_err();
+    assert!(again.is_invalid_argument(), "{again}");
+    assert_ne!(lane.alloc::<u8>(1000).unwrap().address(), address, "not before a commit");
+    assert_eq!(pool.commit().unwrap().blocks_returned, 1);
+    let new = lane.alloc::<u8>(1000).unwrap();
+    assert_eq!(new.address(), address);
+    assert_eq!(pool.commit().unwrap().blocks_returned, 0, "it is somebody else's by now");
+    new.free().unwrap();
+    assert_eq!(lane.stats().live_blocks, 0);
+}
+
+#[test]
+fn what_a_block_holds_is_not_freed_by_its_address() {
+    let meant: Arc<OnceLock<(Lane, u64)>> = Arc::default();
+    let seen = Arc::clone(&meant);
+    let pool = alone(move || {
+        let (lane, held) = seen.get().unwrap();
+        lane.free_address_unordered(*held).unwrap();
+    });
+    let lane = pool.default_lane();
+    let held = lane.alloc::<u64>(1000).unwrap();
+    let _ = meant.set((lane.clone(), held.address()));
+    // Beside a commit nobody can look; what is done then is the same.
+    pool.commit().unwrap();
+    let events = lane.counter();
+    for refused in [
+        lane.free_address(held.address()),
+        lane.free_address_sized(held.address()).map(drop),
+        lane.free_address_unordered(held.address()),
+    ] {
+        let error = refused.unwrap_err();
+        assert!(error.is_invalid_argument(), "{error}");
+        assert!(error.to_string().contains("held by a Block"), "{error}");
+    }
+    assert_eq!(lane.counter(), events);
+    assert_eq!((lane.stats().live_blocks, lane.stats().unordered_frees), (1, 0));
+    let address = held.into_address();
+    lane.free_address(address).unwrap();
+    // What comes to the same place is another's.
+    let next = lane.alloc::<u64>(1000).unwrap();
+    assert_eq!(next.address(), address);
+    assert!(lane.free_address(address).unwrap_err().is_invalid_argument());
+    next.free().unwrap();
+}
+
+#[test]
+fn a_block_is_given_up_beside_a_commit_without_waiting() {
+    let given: Arc<Mutex<Option<Block<u8>>>> = Arc::default();
+    let (lane_of, seen) = (Arc::new(OnceLock::<Lane>::new()), Arc::clone(&given));
+    let lane_seen = Arc::clone(&lane_of);
+    let pool = alone(move || {
+        let address = seen.lock().unwrap().take().unwrap().into_address();
+        lane_seen.get().unwrap().free_address_unordered(address).unwrap();
+    });
+    let lane = pool.default_lane();
+    let _ = lane_of.set(lane.clone());
+    *given.lock().unwrap() = Some(lane.alloc::<u8>(1000).unwrap());
+    pool.commit().unwrap();
+    assert_eq!(lane.stats().unordered_frees, 1);
+    assert_eq!(pool.commit().unwrap().blocks_returned, 1);
 }

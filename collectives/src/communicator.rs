@@ -35,7 +35,7 @@ use crate::host::cores::enough_for;
 use crate::{Element, HostEngine, HostOptions, Place, ReduceOp};
 use engine::Engine;
 pub use options::CommunicatorOptions;
-use peers::Processes;
+use peers::still_there;
 pub use rows::{Received, RowExchange, RowLayout, RowsAt};
 pub use splits::Splits;
 
@@ -169,16 +169,15 @@ impl Communicator {
                 driver.name()
             )));
         }
-        let processes = Arc::new(Processes::of(pool));
+        let alive = still_there(pool);
         let spin = enough_for(&peers::pids(pool));
-        let (engine_alive, sided_alive) = (Arc::clone(&processes), processes);
         let engine_options = HostOptions {
             timeout: options.timeout,
             scratch_bytes: options.scratch_bytes,
             spin: Some(spin),
             links: Some(options.links.as_ref().unwrap_or(pool.topology()).clone()),
             first_epoch: u64::from(options.first_epoch),
-            peer_alive: Some(Box::new(move |rank| engine_alive.alive(rank))),
+            peer_alive: Some(Box::new(alive.clone())),
             all_to_all: options.all_to_all,
         };
         let bytes = sound.and_then(|()| HostEngine::control_bytes(pool.world(), &engine_options));
@@ -191,9 +190,8 @@ impl Communicator {
             // before every rank has let go of it (an unordered free, see `drop`). Places passed as
             // windows are covered by windows (`place`).
             let engine = unsafe { HostEngine::new(pool.layout(), offset, bytes, engine_options) }?;
-            let alive = Box::new(move |rank| sided_alive.alive(rank));
             // SAFETY: as the engine, it is used by nobody once the communicator is dropped.
-            sided = Some(unsafe { engine.sided(options.timeout, alive) });
+            sided = Some(unsafe { engine.sided(options.timeout, Box::new(alive)) });
             Ok(Engine::Host(Box::new(engine)))
         })?;
         Ok((engine, control, sided))
@@ -214,8 +212,7 @@ impl Communicator {
         };
         let bytes = sound.and_then(|()| CudaEngine::control_bytes(pool.world(), &options));
         let prepare = |block: &Block<u8>| CudaEngine::prepare(pool, block, &options);
-        let processes = Processes::of(pool);
-        let alive = Box::new(move |rank| processes.alive(rank));
+        let alive = Box::new(still_there(pool));
         Self::share(pool, bytes, prepare, |control| {
             let engine = CudaEngine::new(pool, control.offset(), &options, alive)?;
             Ok(Engine::Cuda(Box::new(engine)))
@@ -229,6 +226,8 @@ impl Communicator {
         prepare: impl FnOnce(&Block<u8>) -> Result<()>,
         build: impl FnOnce(&Block<u8>) -> Result<Engine>,
     ) -> Result<(Engine, Block<u8>)> {
+        // Preparing writes to memory that a forked child shares with its parent.
+        pool.check_process()?;
         let lane = pool.lane(CONTROL_LANE)?;
         let control = bytes.and_then(|bytes| {
             let block = lane.alloc_bytes(bytes as usize, 4096, Stream::DEFAULT)?;

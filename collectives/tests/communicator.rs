@@ -383,3 +383,20 @@ fn links_without_a_schedule_refuse_the_call_and_those_of_others_the_communicator
         Communicator::new(pool).unwrap().barrier(STREAM).unwrap();
     });
 }
+
+#[test]
+fn a_rank_that_let_go_of_its_pool_is_lost_soon() {
+    // S5: it runs on, but what it had of the pool is gone.
+    ranks(2, |pool| {
+        let comm = Communicator::new(pool).unwrap();
+        comm.barrier(STREAM).unwrap();
+        if comm.rank() == 1 {
+            return;
+        }
+        let started = Instant::now();
+        let error = comm.all_reduce_slice(&mut [1_i32; 10], ReduceOp::Sum, STREAM).unwrap_err();
+        assert!(error.is_peer_lost(), "{error}");
+        assert_eq!(error.ranks(), [1], "{error}");
+        assert!(started.elapsed() < Duration::from_secs(5), "{error}");
+    });
+}

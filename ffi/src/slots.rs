@@ -11,7 +11,7 @@ use std::fmt;
 use std::sync::Mutex;
 
 use symmpool_allocator::lane::at_site;
-use symmpool_allocator::{Error, Lane, Pool, Result, Stream};
+use symmpool_allocator::{Error, Lane, Maker, Pool, Result, Stream};
 
 use crate::guard::lock;
 
@@ -27,7 +27,7 @@ struct Bound {
     /// The device that callers must name; any in host memory.
     device: Option<u32>,
     /// The process that bound it. A forked child has a copy of this table, but of no memory.
-    pid: u32,
+    maker: Maker,
     /// Addresses handed out and not freed.
     live: BTreeSet<u64>,
     /// Those whose use on another stream could not be noted: nobody gets their memory any more.
@@ -53,7 +53,7 @@ pub fn bind(pool: &Pool, lane: &Lane) -> Result<Slot> {
                 pool: pool.clone(),
                 lane: lane.clone(),
                 device,
-                pid: std::process::id(),
+                maker: Maker::here(),
                 live: BTreeSet::new(),
                 stuck: BTreeSet::new(),
                 retired: false,
@@ -189,15 +189,7 @@ impl Bound {
     /// A forked child shares the parent's host memory and cannot use its CUDA; changing the lane
     /// there would set it apart from the other ranks for nothing.
     fn own_process(&self, index: usize) -> Result<()> {
-        if self.pid == std::process::id() {
-            return Ok(());
-        }
-        Err(Error::invalid_state(format!(
-            "slot {index}: a pool of process {} is used in process {}, forked from it; make a pool \
-             after the fork",
-            self.pid,
-            std::process::id()
-        )))
+        self.maker.check("a pool").map_err(|error| error.context(format!("slot {index}")))
     }
 }
 

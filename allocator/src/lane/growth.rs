@@ -312,6 +312,7 @@ impl LaneState {
             wall: self.policy() == WindowPolicy::PerSegment,
             near: Near::default(),
             partial: false,
+            by_address: false,
         };
         let id = self.table.insert_before(next, fresh);
         self.set_free(id);

@@ -12,6 +12,7 @@
 //! | `free` | the free blocks of one stream, first fit |
 //! | `aside` | blocks freed without order, and how they come back |
 //! | `index` | from an offset to the block that begins there |
+//! | `by_address` | the same for callers; who may free a block by its address |
 //! | `segments` | physical segments: how large, where, which may move |
 //! | `resync` | going back to a state all ranks share |
 //! | `streams` | stream ordinals and waits between streams |
@@ -21,6 +22,7 @@
 #![forbid(unsafe_code)]
 
 mod aside;
+mod by_address;
 mod config;
 mod divergence;
 mod event;

@@ -31,6 +31,7 @@ impl LaneState {
             state,
             wall: false,
             partial: false,
+            by_address: false,
         };
         match (before, after) {
             (0, 0) => {
@@ -39,6 +40,7 @@ impl LaneState {
                 block.state = BlockState::Live;
                 block.counter = counter;
                 block.near = place.near();
+                block.by_address = false;
                 free.id
             }
             (0, _) => {

@@ -157,6 +157,7 @@ impl LaneState {
             wall,
             near: Near::default(),
             partial: false,
+            by_address: false,
         };
         let id = self.table.insert_before(NIL, block);
         if state == BlockState::Free {
@@ -195,6 +196,7 @@ impl LaneState {
                     wall,
                     near: Near::default(),
                     partial: false,
+                    by_address: false,
                 };
                 let id = self.table.insert_before(NIL, block);
                 self.aside.insert(counter, id);

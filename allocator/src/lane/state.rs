@@ -254,15 +254,6 @@ impl LaneState {
         Ok(())
     }
 
-    /// The live block that begins at `offset`, if any.
-    pub fn block_at(&self, offset: u64) -> Option<BlockKey> {
-        let units = u32::try_from(offset / UNIT).ok().filter(|_| offset.is_multiple_of(UNIT))?;
-        let index = self.index.get_or_init(|| Index::of(&self.table));
-        let id = index.get(units)?;
-        let block = self.table.get(id);
-        (block.state == BlockState::Live).then_some(BlockKey { id, counter: block.counter })
-    }
-
     /// Counters of the blocks set aside, ascending, at most `most` of them.
     pub fn set_aside(&self, most: usize) -> Vec<u64> {
         self.aside.counters().take(most).collect()
@@ -404,7 +395,7 @@ impl LaneState {
         Ok((size, (align / UNIT).max(1) as u32))
     }
 
-    fn check_live(&self, key: BlockKey) -> Result<&Block> {
+    pub(super) fn check_live(&self, key: BlockKey) -> Result<&Block> {
         let lane = &self.config.name;
         let BlockKey { id, counter } = key;
         match self.table.try_get(id) {

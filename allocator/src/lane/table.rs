@@ -59,6 +59,9 @@ pub(super) struct Block {
     pub(super) wall: bool,
     /// Other ranks have freed it already, before a resync: freeing it here is no event.
     pub(super) partial: bool,
+    /// Live without an owner that frees it: whoever knows its address may. Not the same on every
+    /// rank, so no event and no part of a digest.
+    pub(super) by_address: bool,
 }
 
 impl Block {

@@ -133,9 +133,11 @@ impl<T: Pod> Block<T> {
     }
 
     /// Gives up the handle but not the memory: free it with
-    /// [`Lane::free_address`](super::Lane::free_address).
+    /// [`Lane::free_address`](super::Lane::free_address), which refuses the blocks of handles. Waits
+    /// for no commit under way.
     pub fn into_address(mut self) -> u64 {
         self.freed = true;
+        self.lane.give_up(self.key);
         self.address()
     }
 }

@@ -9,6 +9,7 @@ use super::handles::Handles;
 use super::lane::SharedLane;
 use super::{CONTROL_LANE, Committer, Inner, Pool};
 use crate::driver::Driver;
+use crate::fork::Maker;
 use crate::heap::Heap;
 use crate::lane::{LaneConfig, LaneState, MAX_LANE_BYTES, UNIT, WindowPolicy};
 use crate::rendezvous::handshake::{HandshakeOptions, Terms, handshake};
@@ -164,6 +165,7 @@ impl PoolBuilder {
             topology,
             devices,
             pids,
+            maker: Maker::here(),
         })))
     }
 }

@@ -58,7 +58,8 @@ impl Pool {
     ///   pool can succeed, and each says so at once; what is mapped stays usable. Where ranks hand
     ///   over file descriptors they are connected, and a peer that exits is seen at once; a failure
     ///   of the connection itself, such as too many open files, ends commits, too.
-    /// - [`Error::is_invalid_state`]: another thread is committing, or a stream is being captured.
+    /// - [`Error::is_invalid_state`]: another thread is committing, a stream is being captured, or this
+    ///   process was forked from the one that made the pool.
     ///
     /// New windows that NCCL refuses (see [`register_nccl`](Pool::register_nccl)) are an error on
     /// every rank too; the commit itself holds.
@@ -76,11 +77,14 @@ impl Pool {
         })
     }
 
-    /// The right to commit, unless somebody else has it or no commit can succeed any more.
+    /// The right to commit, unless this is another process, somebody else has it or no commit can
+    /// succeed any more.
     ///
-    /// Neither is told to the other ranks, for want of words: this rank is in the commit that the
+    /// None of it is told to the other ranks, for want of words: this rank is in the commit that the
     /// other thread runs, and ranks that lost each other are not in the same exchange any more.
     pub(super) fn committer(&self) -> Result<Turn<'_>> {
+        // A child would speak in its parent's name, or wait for a thread that only its parent has.
+        self.check_process()?;
         // A flag of its own: who only looks at the committer must not make a commit fail, which
         // would set this rank apart from the others.
         if self.0.committing.swap(true, Ordering::Acquire) {
@@ -102,11 +106,7 @@ impl Pool {
     /// Locks the symmetric lanes, in order.
     pub(super) fn hold(&self) -> Vec<Held<'_>> {
         let held = self.0.lanes.iter().map(|lane| Held { lane, inner: lane.lock() });
-        let mut held: Vec<_> = held.filter(|held| held.inner.state.is_symmetric()).collect();
-        for Held { lane, inner } in &mut held {
-            lane.take_late(inner);
-        }
-        held
+        held.filter(|held| held.inner.state.is_symmetric()).collect()
     }
 
     fn commit_held(

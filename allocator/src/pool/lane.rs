@@ -10,6 +10,7 @@ use super::Block;
 use super::due::Due;
 use super::handles::Handles;
 use super::lane_memory::LaneMemory;
+use super::late::{Late, LateFrees};
 use crate::driver::Stream;
 use crate::heap::Heap;
 use crate::lane::{
@@ -30,29 +31,19 @@ use crate::{Error, Result};
 #[derive(Clone)]
 pub struct Lane(pub(super) Arc<SharedLane>);
 
-const NOT_A_BLOCK: &str = "no live block begins there (freed before?)";
-
 /// What a lane's handles and blocks share.
 pub(crate) struct SharedLane {
     pub(crate) name: String,
     /// Where the lane begins in a slot.
     pub(crate) base: u64,
-    range: u64,
+    pub(super) range: u64,
     local: bool,
     heap: Arc<Heap>,
     /// Whether a commit (or resync) is under way, which holds the locks of all symmetric lanes.
     committing: Arc<AtomicBool>,
     inner: Mutex<LaneInner>,
     /// Frees without order that came while the lane was locked, for a commit under way perhaps.
-    /// Whoever frees so may be a garbage collector and must not wait; the next commit takes them.
-    late: Mutex<Vec<Late>>,
-}
-
-/// A free without order that waits for its lane.
-enum Late {
-    Block(BlockKey),
-    /// The block that begins at this offset of the lane.
-    At(u64),
+    pub(super) late: LateFrees,
 }
 
 /// What the lane's lock guards.
@@ -77,12 +68,19 @@ impl SharedLane {
         let local = state.is_local();
         let memory = LaneMemory::new(heap.clone(), base, due, handles);
         let inner = Mutex::new(LaneInner { state, memory });
-        let (committing, late) = (committing.clone(), Mutex::default());
+        let (committing, late) = (committing.clone(), LateFrees::default());
         Arc::new(Self { name, base, range, local, heap, committing, inner, late })
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, LaneInner> {
-        lock(&self.inner)
+        self.caught_up(lock(&self.inner))
+    }
+
+    /// The locked lane, once it has done what others left for whoever has the lock.
+    #[inline]
+    fn caught_up<'a>(&self, mut inner: MutexGuard<'a, LaneInner>) -> MutexGuard<'a, LaneInner> {
+        self.late.take(&self.name, &mut inner);
+        inner
     }
 
     pub(super) fn heap(&self) -> &Heap {
@@ -101,27 +99,36 @@ impl SharedLane {
                 state.free_unordered(key, site, memory)
             }
             None => {
-                lock(&self.late).push(Late::Block(key));
+                self.late.push(Late::Block(key));
                 Ok(())
             }
         }
     }
 
+    /// Lets whoever knows a live block's address free it.
+    pub(super) fn give_up(&self, key: BlockKey) {
+        match self.unlocked() {
+            // It lives, as its owner says so; else there is nothing to free.
+            Some(mut inner) => drop(inner.state.give_up(key)),
+            None => self.late.push(Late::GiveUp(key)),
+        }
+    }
+
     /// The lane's lock without waiting. A local lane is in no commit, so there waiting is short.
-    fn unlocked(&self) -> Option<MutexGuard<'_, LaneInner>> {
+    pub(super) fn unlocked(&self) -> Option<MutexGuard<'_, LaneInner>> {
         if self.local {
             return Some(self.lock());
         }
         match self.inner.try_lock() {
-            Ok(inner) => Some(inner),
-            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Ok(inner) => Some(self.caught_up(inner)),
+            Err(TryLockError::Poisoned(poisoned)) => Some(self.caught_up(poisoned.into_inner())),
             Err(TryLockError::WouldBlock) => None,
         }
     }
 
     /// The lane's lock, waiting for other threads' calls but never for a commit under way, which
     /// may take as long as other ranks do.
-    fn lock_unless_committing(&self) -> Result<MutexGuard<'_, LaneInner>> {
+    pub(super) fn lock_unless_committing(&self) -> Result<MutexGuard<'_, LaneInner>> {
         loop {
             match self.unlocked() {
                 Some(inner) => return Ok(inner),
@@ -135,24 +142,6 @@ impl SharedLane {
                     )));
                 }
                 None => std::thread::yield_now(),
-            }
-        }
-    }
-
-    /// Takes the frees that came while the lane was locked.
-    pub(super) fn take_late(&self, inner: &mut LaneInner) {
-        let late = std::mem::take(&mut *lock(&self.late));
-        for free in late {
-            let LaneInner { state, memory } = inner;
-            let freed = match free {
-                Late::Block(key) => state.free_unordered(key, None, memory),
-                Late::At(offset) => match state.block_at(offset) {
-                    Some(key) => state.free_unordered(key, None, memory),
-                    None => Err(Error::invalid_argument(format!("no live block at {offset}"))),
-                },
-            };
-            if let Err(error) = freed {
-                tracing::error!(%error, lane = self.name, "a free without order that came late");
             }
         }
     }
@@ -209,18 +198,6 @@ impl Lane {
         };
         let Placed { key, offset, .. } = placed.map_err(|error| self.named(error))?;
         Ok(Block::new(self.0.clone(), key, self.0.base + offset, bytes))
-    }
-
-    /// Notes that the block that begins at `address` is used on `stream` too; see
-    /// [`Block::record_stream`]. Waits for no commit, as [`try_alloc_bytes`](Self::try_alloc_bytes).
-    #[track_caller]
-    pub fn record_stream_address(&self, address: u64, stream: Stream) -> Result<()> {
-        let site = here();
-        let offset = self.offset_of(address)?;
-        let mut inner = self.0.lock_unless_committing().map_err(|error| self.named(error))?;
-        let key = inner.state.block_at(offset);
-        let key = key.ok_or_else(|| self.not_live(address, NOT_A_BLOCK))?;
-        inner.state.record_stream(key, stream, site)
     }
 
     fn place<T: Pod>(
@@ -290,75 +267,6 @@ impl Lane {
         Ok(bytes)
     }
 
-    /// Frees the block that begins at `address`, in order. For callers that keep addresses, not
-    /// [`Block`]s (see [`Block::into_address`]). A foreign or freed address is
-    /// [`Error::is_invalid_argument`].
-    #[track_caller]
-    pub fn free_address(&self, address: u64) -> Result<()> {
-        let site = here();
-        self.0.free(self.find(address)?, site)
-    }
-
-    /// [`free_address`](Self::free_address), saying how many bytes that were, in whole units.
-    #[track_caller]
-    pub fn free_address_sized(&self, address: u64) -> Result<u64> {
-        let site = here();
-        let offset = self.offset_of(address)?;
-        let LaneInner { state, memory } = &mut *self.0.lock();
-        let key = state.block_at(offset).ok_or_else(|| self.not_live(address, NOT_A_BLOCK))?;
-        let before = state.allocated();
-        state.free(key, site, memory)?;
-        Ok(before - state.allocated())
-    }
-
-    /// Frees the block that begins at `address`, without order (rule D5).
-    #[track_caller]
-    pub fn free_address_unordered(&self, address: u64) -> Result<()> {
-        let site = here();
-        let offset = self.offset_of(address)?;
-        match self.0.unlocked() {
-            Some(mut inner) => {
-                let key = inner.state.block_at(offset);
-                let key = key.ok_or_else(|| self.not_live(address, NOT_A_BLOCK))?;
-                let LaneInner { state, memory } = &mut *inner;
-                state.free_unordered(key, site, memory)
-            }
-            None => {
-                lock(&self.0.late).push(Late::At(offset));
-                Ok(())
-            }
-        }
-    }
-
-    fn find(&self, address: u64) -> Result<BlockKey> {
-        let key = self.0.lock().state.block_at(self.offset_of(address)?);
-        key.ok_or_else(|| self.not_live(address, NOT_A_BLOCK))
-    }
-
-    /// The offset in the lane of an address of this rank.
-    fn offset_of(&self, address: u64) -> Result<u64> {
-        let layout = self.0.heap.layout();
-        let (rank, offset) = layout
-            .locate(address)
-            .ok_or_else(|| self.not_live(address, "it is outside the heap"))?;
-        if rank != layout.rank {
-            let why = format!("it is rank {rank}'s memory, which only that rank frees");
-            return Err(self.not_live(address, &why));
-        }
-        offset
-            .checked_sub(self.0.base)
-            .filter(|&offset| offset < self.0.range)
-            .ok_or_else(|| self.not_live(address, "it belongs to another lane"))
-    }
-
-    fn not_live(&self, address: u64, why: &str) -> Error {
-        Error::invalid_argument(format!(
-            "address {address:#x} is not a live block of lane {:?} on rank {}: {why}",
-            self.0.name,
-            self.0.heap.layout().rank
-        ))
-    }
-
     /// The lane's numbers now.
     pub fn stats(&self) -> LaneStats {
         self.0.lock().state.stats()
@@ -395,7 +303,7 @@ impl Lane {
         (self.0.base, self.0.range)
     }
 
-    fn named(&self, error: Error) -> Error {
+    pub(super) fn named(&self, error: Error) -> Error {
         error.context(format!("rank {}", self.0.heap.layout().rank))
     }
 }

@@ -4,6 +4,8 @@
 //! | --- | --- |
 //! | `builder` | configuration, and the rendezvous that makes a pool |
 //! | `lane` | a lane's lock and its physical memory |
+//! | `by_address` | the same for callers that keep addresses |
+//! | `late` | frees that find the lane locked |
 //! | `block` | a range in its owner's hands |
 //! | `access` | copies between blocks and ordinary memory |
 //! | `commit` | the collective step that makes windows |
@@ -17,12 +19,14 @@
 mod access;
 mod block;
 mod builder;
+mod by_address;
 mod commit;
 mod due;
 mod handles;
 mod held;
 mod lane;
 mod lane_memory;
+mod late;
 mod nccl;
 mod resync;
 mod share;
@@ -39,6 +43,7 @@ pub use commit::CommitReport;
 pub use lane::Lane;
 
 use crate::driver::{DeviceIdentity, Driver};
+use crate::fork::Maker;
 use crate::heap::{Heap, HeapLayout};
 use crate::lane::LaneStats;
 use crate::rendezvous::mesh::Mesh;
@@ -79,6 +84,7 @@ struct Inner {
     topology: Topology,
     devices: PerRank<DeviceIdentity>,
     pids: Vec<Option<u32>>,
+    maker: Maker,
 }
 
 /// What commits need, and what only one of them may use at a time.
@@ -288,6 +294,12 @@ impl Pool {
         Ok(self.0.devices.get(rank))
     }
 
+    /// Refuses in a process that was forked from the one that made the pool: [`Error::is_invalid_state`].
+    /// What a child wrote to the pool's memory, or told the other ranks, would be its parent's.
+    pub fn check_process(&self) -> Result<()> {
+        self.0.maker.check("a pool")
+    }
+
     /// Whether a commit can work, as far as this rank knows: none can once ranks have lost each other.
     /// Waits for a commit that is under way.
     pub fn can_commit(&self) -> bool {
@@ -300,6 +312,14 @@ impl Pool {
     pub fn lost_peers(&self) -> Vec<u32> {
         let Ok(committer) = self.0.committer.try_lock() else { return Vec::new() };
         committer.peers.mesh().map(Mesh::lost_peers).unwrap_or_default()
+    }
+
+    /// Whether `rank` is known to use this pool's memory no more: it hung up without saying that it gave
+    /// up, as a process does that ends or lets go of the pool. Does not wait: false also while a commit
+    /// is under way, after one in which ranks lost each other, and where ranks have no sockets.
+    pub fn has_left(&self, rank: u32) -> bool {
+        let Ok(mut committer) = self.0.committer.try_lock() else { return false };
+        committer.peers.mesh_mut().is_some_and(|mesh| mesh.has_left(rank))
     }
 
     /// The process id of `rank` where this process can see it: on the same machine and in the

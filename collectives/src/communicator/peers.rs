@@ -1,6 +1,7 @@
-//! The other ranks' processes: which they are, and whether they still run.
+//! The other ranks' processes: which they are, and whether they still run and have the pool.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -18,7 +19,15 @@ fn number(pid: u32) -> Option<Pid> {
 }
 
 /// The processes of a pool's ranks, as far as this one can see them.
-pub(super) struct Processes(Vec<Process>);
+struct Processes(Vec<Process>);
+
+/// Tells whether a rank can still take part in calls: its process runs and has the pool. A few system
+/// calls, for those who have waited for a while.
+pub(super) fn still_there(pool: &Pool) -> impl Fn(u32) -> bool + Clone + Send + Sync + 'static {
+    let (processes, pool) = (Arc::new(Processes::of(pool)), pool.clone());
+    // A rank that runs on without its pool has no communicator either, which would keep that.
+    move |rank| processes.alive(rank) && !pool.has_left(rank)
+}
 
 enum Process {
     /// Out of sight, or this process itself.
@@ -32,7 +41,7 @@ enum Process {
 }
 
 impl Processes {
-    pub(super) fn of(pool: &Pool) -> Self {
+    fn of(pool: &Pool) -> Self {
         let own = std::process::id();
         let open = |rank| match pool.peer_pid(rank).filter(|pid| *pid != own) {
             Some(pid) => Process::open(pid),
@@ -42,7 +51,7 @@ impl Processes {
     }
 
     /// Whether `rank`'s process runs; true also where that cannot be seen.
-    pub(super) fn alive(&self, rank: u32) -> bool {
+    fn alive(&self, rank: u32) -> bool {
         match self.0.get(rank as usize) {
             Some(Process::Gone) => false,
             Some(Process::Handle(handle)) => {

@@ -7,7 +7,7 @@ use std::fmt;
 use std::time::Duration;
 
 use symmpool_allocator::driver::CudaDriver;
-use symmpool_allocator::{Block, Error, HeapLayout, PeerRow, Pool, Result, Stream};
+use symmpool_allocator::{Block, Error, HeapLayout, Maker, PeerRow, Pool, Result, Stream};
 
 use super::api::{Api, Handle};
 use super::fault::{Fault, Seen};
@@ -56,6 +56,7 @@ const BARRIER_THREADS: u32 = 128;
 /// call, or by [`CudaEngine::synchronize`]; then all later calls fail with the same cause.
 pub(crate) struct CudaEngine {
     pool: Pool,
+    maker: Maker,
     api: &'static Api,
     pub(super) control: Control,
     /// What was measured on devices of this kind.
@@ -132,6 +133,7 @@ impl CudaEngine {
             (0..layout.world).map(|rank| Ok(pool.device(rank)?.name.as_str())).collect();
         Ok(Self {
             pool: pool.clone(),
+            maker: Maker::here(),
             api,
             rows: Rows::of(&devices?),
             control,
@@ -174,9 +176,10 @@ impl CudaEngine {
         self.failed.as_ref()
     }
 
-    /// Refuses a call after a failure.
+    /// Refuses a call after a failure, and in a process forked from the one that made this.
     #[inline]
     pub(crate) fn ready(&mut self) -> Result<()> {
+        self.maker.check("a communicator")?;
         self.failure().map_or(Ok(()), |error| Err(error.clone()))
     }
 
@@ -189,6 +192,7 @@ impl CudaEngine {
 
     /// Waits until the stream has done what was put on it, and says what went wrong there.
     pub(crate) fn synchronize(&mut self, stream: Stream) -> Result<()> {
+        self.maker.check("a communicator")?;
         let driver = cuda(&self.pool)?;
         let api = self.api;
         driver.with_context(|| api.synchronize(stream))?;

@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use symmpool_allocator::topology::{Mesh, Topology};
-use symmpool_allocator::{Deadline, Error, HeapLayout, Result};
+use symmpool_allocator::{Deadline, Error, HeapLayout, Maker, Result};
 
 use super::call::{Call, Operation, mismatch};
 use super::control::{Control, peers};
@@ -26,6 +26,7 @@ use crate::{AllToAllAlgorithm, DType, ReduceOp};
 /// Every rank makes the same calls in the same order; a rank that calls something else is told so,
 /// as is every other, before data is touched (rule S6). Calls need `&mut self`: one at a time.
 /// After a timeout or a lost peer, all later calls fail with the same cause.
+/// In a forked child all calls are refused: its signals would be its parent's.
 pub struct HostEngine {
     pub(super) layout: HeapLayout,
     pub(super) control: Control,
@@ -47,6 +48,7 @@ pub struct HostEngine {
     operation: u8,
     /// Shared with whoever signals outside calls.
     pub(super) failed: Arc<OnceLock<Error>>,
+    pub(super) maker: Maker,
     /// Kept to spare calls an allocation.
     pub(crate) sources: Vec<*const u8>,
     pub(crate) outputs: Vec<*mut u8>,
@@ -112,6 +114,7 @@ impl HostEngine {
             steps_before: 0,
             operation: 0,
             failed: Arc::default(),
+            maker: Maker::here(),
             sources: Vec::with_capacity(world),
             outputs: Vec::with_capacity(world),
             options,
@@ -133,9 +136,11 @@ impl HostEngine {
         self.failed.get()
     }
 
-    /// Refuses when an earlier call failed for good. Every call begins with this.
+    /// Refuses when an earlier call failed for good, and in a process that was forked from the one
+    /// that made this. Every call begins with this.
     #[inline]
     pub(crate) fn ready(&self) -> Result<()> {
+        self.maker.check("a communicator")?;
         match self.failed.get() {
             None => Ok(()),
             Some(error) => Err(error.clone()),

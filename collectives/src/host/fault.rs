@@ -65,9 +65,10 @@ impl Fault {
                 timeout,
                 vec![self.peer],
             ),
-            Cause::PeerLost => {
-                Error::peer_lost(vec![self.peer], format!("its process ended during {text}"))
-            }
+            Cause::PeerLost => Error::peer_lost(
+                vec![self.peer],
+                format!("its process ended, or let go of its pool, during {text}"),
+            ),
         }
     }
 }

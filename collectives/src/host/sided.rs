@@ -10,7 +10,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use symmpool_allocator::{Deadline, Error, HeapLayout, Result};
+use symmpool_allocator::{Deadline, Error, HeapLayout, Maker, Result};
 
 use super::HostEngine;
 use super::control::Control;
@@ -30,6 +30,7 @@ pub(crate) struct HostSided {
     timeout: Duration,
     /// The engine's: after a failure nothing is served here either.
     failed: Arc<OnceLock<Error>>,
+    maker: Maker,
     alive: PeerAlive,
     /// Signals taken, by source and channel.
     taken: Vec<AtomicU64>,
@@ -51,6 +52,7 @@ impl HostEngine {
             patience: self.patience,
             timeout,
             failed: Arc::clone(&self.failed),
+            maker: self.maker,
             alive,
             taken: (0..pairs).map(|_| AtomicU64::new(0)).collect(),
             unfinished: Default::default(),
@@ -59,8 +61,9 @@ impl HostEngine {
 }
 
 impl HostSided {
-    /// Refuses after a failure of the communicator.
+    /// Refuses after a failure of the communicator, and in a process forked from its own.
     pub(crate) fn ready(&self) -> Result<()> {
+        self.maker.check("a communicator")?;
         self.failed.get().map_or(Ok(()), |error| Err(error.clone()))
     }
 
@@ -151,7 +154,8 @@ impl HostSided {
             // The peer may have signalled and then ended: one more look came after `dead` was set.
             if dead {
                 let what = format!(
-                    "its process ended while rank {me} waited for its signal on channel {channel}"
+                    "its process ended, or let go of its pool, while rank {me} waited for its signal \
+                     on channel {channel}"
                 );
                 return Err(Error::peer_lost(vec![peer], what));
             }

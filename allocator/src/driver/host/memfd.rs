@@ -8,10 +8,11 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::{Errno, FdFlags};
-use rustix::process::{Resource, Rlimit};
+use rustix::process::{Resource, getrlimit};
 
 use super::{HostOptions, available, scratch};
 use crate::amount::Amount;
+use crate::descriptors::within_hard_limit;
 use crate::{Error, Result};
 
 pub(super) const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
@@ -29,6 +30,7 @@ pub(super) fn create(
     if options.check_available {
         available::check(bytes)?;
     }
+    check_file_size(bytes)?;
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let fd = with_free_descriptor(|| rustix::fs::memfd_create("symmpool", flags))?;
     rustix::fs::ftruncate(&fd, bytes).map_err(|cause| no_memory(bytes, cause))?;
@@ -36,6 +38,18 @@ pub(super) fn create(
         .map_err(|cause| Error::system("sealing a segment", cause))?;
     let committed = if options.populate { commit(fd.as_fd(), bytes, options)? } else { None };
     Ok((fd, committed))
+}
+
+/// Refuses a file that the process may not make: the kernel would kill it with SIGXFSZ.
+fn check_file_size(bytes: u64) -> Result<()> {
+    match getrlimit(Resource::Fsize).current {
+        Some(limit) if bytes > limit => Err(Error::out_of_memory(format!(
+            "a segment of {} is a file larger than this process may make: RLIMIT_FSIZE (ulimit -f) is \
+             {limit} bytes; raise it",
+            Amount(bytes)
+        ))),
+        _ => Ok(()),
+    }
 }
 
 fn commit(
@@ -123,23 +137,11 @@ fn no_memory(bytes: u64, cause: Errno) -> Error {
     }
 }
 
-/// Makes a descriptor; when the soft limit is in the way, raises it to the hard one and tries once
-/// more.
+/// Makes a descriptor, up to the hard limit.
 fn with_free_descriptor(make: impl Fn() -> Result<OwnedFd, Errno>) -> Result<OwnedFd> {
-    let made = match make() {
-        Err(Errno::MFILE) => {
-            let limit = rustix::process::getrlimit(Resource::Nofile);
-            let raised = Rlimit { current: limit.maximum, ..limit };
-            tracing::info!(?limit, "out of file descriptors; raising the soft limit");
-            // If this fails so will the second try, and that says why.
-            let _ = rustix::process::setrlimit(Resource::Nofile, raised);
-            make()
-        }
-        first => first,
-    };
-    made.map_err(|cause| match cause {
+    within_hard_limit(make).map_err(|cause| match cause {
         Errno::MFILE | Errno::NFILE => {
-            let limit = rustix::process::getrlimit(Resource::Nofile);
+            let limit = getrlimit(Resource::Nofile);
             let limit = limit.maximum.map_or("unlimited".to_owned(), |n| n.to_string());
             Error::out_of_memory(format!(
                 "no file descriptor for a segment: {cause}; the hard limit is {limit} (ulimit \

@@ -123,6 +123,21 @@ fn too_few_addresses_are_out_of_memory() {
 }
 
 #[test]
+fn files_beyond_their_limit_are_out_of_memory() {
+    if child::parent().is_some() {
+        let limit = Rlimit { current: Some(3 * GRANULARITY / 2), maximum: None };
+        setrlimit(Resource::Fsize, limit).unwrap();
+        let driver = Driver::host().unwrap();
+        let error = driver.create(BYTES).unwrap_err();
+        assert!(error.is_out_of_memory(), "{error}");
+        assert!(error.to_string().contains("RLIMIT_FSIZE (ulimit -f)"), "{error}");
+        driver.release(driver.create(GRANULARITY).unwrap()).unwrap();
+        return;
+    }
+    child::run("host::processes::files_beyond_their_limit_are_out_of_memory");
+}
+
+#[test]
 fn descriptors_are_used_up_to_the_hard_limit() {
     if child::parent().is_some() {
         let limit = Rlimit { current: Some(40), maximum: Some(80) };

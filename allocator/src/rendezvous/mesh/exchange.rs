@@ -5,6 +5,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use super::Mesh;
 use super::talk::Talk;
 use super::wire::{Descriptors, FDS_PER_PACKET};
+use crate::descriptors::make_room;
 use crate::rendezvous::message;
 use crate::{Deadline, Error, Result};
 
@@ -58,6 +59,8 @@ impl Mesh {
         let round = self.next_round()?;
         let legs = vec![Leg::default(); self.links.len()];
         let (rank, frame) = (self.rank, Vec::new());
+        // Descriptors that come without room for them are lost.
+        make_room(expect.min(FDS_PER_PACKET));
         let mut exchange = Exchange { rank, round, send, expect, on_receive, legs, frame };
         self.talk(&mut exchange, || format!("exchanging handles (round {round})"), deadline)?;
         let withheld = (0..).zip(&exchange.legs).filter(|(_, leg)| leg.withheld);
@@ -95,6 +98,8 @@ impl Talk for Exchange<'_, '_> {
         let last = leg.received == self.expect;
         if !fds.is_empty() {
             (self.on_receive)(peer, first, fds)?;
+            // Those may be kept, so that there is less room for what comes next.
+            make_room(self.expect.min(FDS_PER_PACKET));
         }
         Ok(last)
     }

@@ -70,6 +70,16 @@ impl Mesh {
         closed(links(&self.links))
     }
 
+    /// Whether `rank` hung up without a word: its process ended, or it let go of the pool. A rank that
+    /// gave up says so, and may still use what is mapped. Does not wait; false of a broken mesh, whose
+    /// peers were told to hang up.
+    pub(crate) fn has_left(&mut self, rank: u32) -> bool {
+        let Self { links: all, inbox, .. } = self;
+        let Some(socket) = all.get(rank as usize).and_then(Option::as_ref) else { return false };
+        let left = !closed(std::iter::once((rank, socket))).is_empty();
+        left && inbox.farewell(rank, socket).is_none()
+    }
+
     /// The same mesh, whose waits end when `interrupt` says so.
     pub(crate) fn with_interrupt(mut self, interrupt: Option<Interrupt>) -> Self {
         self.interrupt = interrupt;

@@ -174,6 +174,26 @@ fn a_rank_that_leaves_during_an_exchange_is_named_by_all() {
 }
 
 #[test]
+fn a_rank_that_says_why_it_hangs_up_has_not_left() {
+    let (all, hung_up) = (Barrier::new(3), Barrier::new(3));
+    with_meshes(3, |rank, mut mesh| {
+        assert!(!(0..4).any(|peer| mesh.has_left(peer)));
+        all.wait();
+        match rank {
+            1 => drop(mesh),
+            2 => mesh.give_up(&Error::invalid_state("enough")),
+            _ => {
+                hung_up.wait();
+                assert_eq!(mesh.lost_peers(), [1, 2]);
+                assert_eq!([0, 1, 2].map(|peer| mesh.has_left(peer)), [false, true, false]);
+                return;
+            }
+        }
+        hung_up.wait();
+    });
+}
+
+#[test]
 fn lost_peers_are_seen_without_an_exchange() {
     let left = Barrier::new(3);
     with_meshes(3, |rank, mesh| {

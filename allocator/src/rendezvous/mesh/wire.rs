@@ -258,7 +258,7 @@ impl Inbox {
         if message.flags.contains(ReturnFlags::CTRUNC) {
             return Err(Error::out_of_memory(format!(
                 "the kernel could not give this process all file descriptors that rank {rank} \
-                 sent ({} of them came): it is at its limit of open files; raise RLIMIT_NOFILE",
+                 sent ({} of them came): it is at its hard limit of open files; raise RLIMIT_NOFILE",
                 fds.len()
             )));
         }

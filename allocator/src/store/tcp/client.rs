@@ -190,7 +190,10 @@ impl TcpStore {
         match self.options.hosted_by {
             Some(rank) => Error::peer_lost(
                 vec![rank],
-                format!("the store's server at {addr}, in its process, is gone ({cause})"),
+                format!(
+                    "the store's server at {addr}, in its process, is gone ({cause}); it may have left \
+                     because of another rank: its own error says"
+                ),
             ),
             None => Error::system(format!("the store's server at {addr} is gone"), cause),
         }

@@ -10,16 +10,19 @@ use rustix::event::{EventfdFlags, eventfd};
 use super::TcpOptions;
 use super::event_loop::EventLoop;
 use super::poller::Poller;
+use crate::fork::Maker;
 use crate::store::random::random;
 use crate::{Error, Result};
 
 /// A store's server, on a thread of its own. Dropping it closes every connection and joins the
-/// thread; the content is gone with it.
+/// thread; the content is gone with it. A forked child has no such thread: dropping its copy leaves
+/// the server to its parent.
 #[derive(Debug)]
 pub struct TcpServer {
     addr: SocketAddr,
     stop: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
+    maker: Maker,
 }
 
 impl TcpServer {
@@ -60,7 +63,7 @@ impl TcpServer {
                 }
             })
             .map_err(system("cannot start the store's thread"))?;
-        Ok(Self { addr, stop, thread: Some(thread) })
+        Ok(Self { addr, stop, thread: Some(thread), maker: Maker::here() })
     }
 
     /// Where clients connect to.
@@ -71,6 +74,11 @@ impl TcpServer {
 
 impl Drop for TcpServer {
     fn drop(&mut self) {
+        if !self.maker.is_here() {
+            // The order to stop would reach the parent's thread, and this process has none to join.
+            std::mem::forget(self.thread.take());
+            return;
+        }
         // An eventfd takes 2^64 - 2 of these before it is full.
         let _ = rustix::io::write(&*self.stop, &1u64.to_ne_bytes());
         if let Some(thread) = self.thread.take()

@@ -49,8 +49,7 @@ fn at_the_limit_of_open_files_it_says_so() {
         exchange_tagged(&mut mesh, rank, 2, 0);
         if rank == 1 {
             let used = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
-            let limit = rustix::process::getrlimit(Resource::Nofile);
-            let few = Rlimit { current: Some(used + 5), maximum: limit.maximum };
+            let few = Rlimit { current: Some(used + 5), maximum: Some(used + 5) };
             rustix::process::setrlimit(Resource::Nofile, few).unwrap();
         }
         exchange_tagged(&mut mesh, rank, 2, 0);

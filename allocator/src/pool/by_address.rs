@@ -1,0 +1,101 @@
+//! Blocks by their addresses: for callers that keep no [`Block`](super::Block).
+
+use crate::driver::Stream;
+use crate::lane::{BlockKey, LaneState, here};
+use crate::{Error, Result};
+
+use super::Lane;
+use super::lane::LaneInner;
+use super::late::Late;
+
+const NOT_A_BLOCK: &str = "no live block begins there (freed before?)";
+const HELD: &str =
+    "it is held by a Block, whose drop frees it; give it up with Block::into_address first";
+
+impl Lane {
+    /// Notes that the block that begins at `address` is used on `stream` too; see
+    /// [`Block::record_stream`](super::Block::record_stream). Waits for no commit, as
+    /// [`try_alloc_bytes`](Self::try_alloc_bytes).
+    #[track_caller]
+    pub fn record_stream_address(&self, address: u64, stream: Stream) -> Result<()> {
+        let site = here();
+        let offset = self.offset_of(address)?;
+        let mut inner = self.0.lock_unless_committing().map_err(|error| self.named(error))?;
+        let key = inner.state.block_at(offset);
+        let key = key.ok_or_else(|| self.not_live(address, NOT_A_BLOCK))?;
+        inner.state.record_stream(key, stream, site)
+    }
+
+    /// Frees the block that begins at `address`, in order. For callers that keep addresses, not
+    /// blocks (see [`Block::into_address`](super::Block::into_address)). A foreign or freed address,
+    /// and that of what a [`Block`](super::Block) still holds, is [`Error::is_invalid_argument`].
+    #[track_caller]
+    pub fn free_address(&self, address: u64) -> Result<()> {
+        self.free_address_sized(address).map(drop)
+    }
+
+    /// [`free_address`](Self::free_address), saying how many bytes that were, in whole units.
+    #[track_caller]
+    pub fn free_address_sized(&self, address: u64) -> Result<u64> {
+        let site = here();
+        let offset = self.offset_of(address)?;
+        let LaneInner { state, memory } = &mut *self.0.lock();
+        let key = self.given_up(state, address, offset)?;
+        let before = state.allocated();
+        state.free(key, site, memory)?;
+        Ok(before - state.allocated())
+    }
+
+    /// Frees the block that begins at `address`, without order (rule D5). Never waits for a commit
+    /// under way: beside another thread's call an address that is to be refused is logged instead.
+    #[track_caller]
+    pub fn free_address_unordered(&self, address: u64) -> Result<()> {
+        let site = here();
+        let offset = self.offset_of(address)?;
+        match self.0.unlocked() {
+            Some(mut inner) => {
+                let LaneInner { state, memory } = &mut *inner;
+                let key = self.given_up(state, address, offset)?;
+                state.free_unordered(key, site, memory)
+            }
+            None => {
+                self.0.late.push(Late::At(offset));
+                Ok(())
+            }
+        }
+    }
+
+    /// The block at an offset that may be freed by its address.
+    fn given_up(&self, state: &LaneState, address: u64, offset: u64) -> Result<BlockKey> {
+        let key = state.block_at(offset).ok_or_else(|| self.not_live(address, NOT_A_BLOCK))?;
+        if state.is_given_up(key) { Ok(key) } else { Err(self.refused(address, HELD)) }
+    }
+
+    /// The offset in the lane of an address of this rank.
+    fn offset_of(&self, address: u64) -> Result<u64> {
+        let layout = self.0.heap().layout();
+        let (rank, offset) = layout
+            .locate(address)
+            .ok_or_else(|| self.not_live(address, "it is outside the heap"))?;
+        if rank != layout.rank {
+            let why = format!("it is rank {rank}'s memory, which only that rank frees");
+            return Err(self.not_live(address, &why));
+        }
+        offset
+            .checked_sub(self.0.base)
+            .filter(|&offset| offset < self.0.range)
+            .ok_or_else(|| self.not_live(address, "it belongs to another lane"))
+    }
+
+    fn not_live(&self, address: u64, why: &str) -> Error {
+        self.refused(address, &format!("not a live block: {why}"))
+    }
+
+    fn refused(&self, address: u64, why: &str) -> Error {
+        Error::invalid_argument(format!(
+            "address {address:#x} of lane {:?} on rank {}: {why}",
+            self.0.name,
+            self.0.heap().layout().rank
+        ))
+    }
+}

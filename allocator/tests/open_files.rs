@@ -1,0 +1,46 @@
+//! The soft limit of open files is no limit. Alone in its process, whose limits it changes.
+
+use std::thread;
+use std::time::Duration;
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use symmpool_allocator::lane::LaneConfig;
+use symmpool_allocator::{Block, Driver, Group, Pool, PoolBuilder};
+
+const LANES: usize = 20;
+
+/// A pool with as many lanes, of a segment each.
+fn pool(group: Group) -> (Pool, Vec<Block<u8>>) {
+    let lane = |n| LaneConfig::symmetric(format!("lane {n}")).limit(2 << 20);
+    let builder = Pool::builder(group.with_timeout(Duration::from_secs(20)))
+        .driver(Driver::host().unwrap())
+        .stride(1 << 32);
+    let pool = (0..LANES).map(lane).fold(builder, PoolBuilder::lane).build().unwrap();
+    let lanes = pool.lanes().take(LANES);
+    let blocks = lanes.map(|lane| lane.alloc::<u8>(1 << 20).unwrap()).collect();
+    (pool, blocks)
+}
+
+/// Every value, made or used on a thread of its own.
+fn each<T: Send, R: Send>(values: Vec<T>, body: impl Fn(T) -> R + Sync) -> Vec<R> {
+    let body = &body;
+    thread::scope(|scope| {
+        let threads: Vec<_> =
+            values.into_iter().map(|value| scope.spawn(move || body(value))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn a_commit_receives_handles_up_to_the_hard_limit() {
+    let pools = each(Group::in_process(2).unwrap(), pool);
+    let used = std::fs::read_dir("/proc/self/fd").unwrap().count();
+    // Room for what ranks hand over, which both have open before any receives, and not for that.
+    let soft = (used + 2 * LANES + LANES / 2) as u64;
+    let limit = Rlimit { current: Some(soft), ..getrlimit(Resource::Nofile) };
+    setrlimit(Resource::Nofile, limit).unwrap();
+    let reports = each(pools.iter().collect(), |(pool, _)| pool.commit());
+    for report in reports {
+        assert_eq!(report.unwrap().windows_added, LANES as u64);
+    }
+}
