@@ -61,16 +61,18 @@ impl SplitsAt {
         Ok(self.dtype.size() as u64 * u64::from(world))
     }
 
+    /// Another thread may write the count meanwhile, so the compiler must not look a second time.
+    ///
     /// # Safety
     ///
     /// The count is readable.
     unsafe fn read(&self, rank: usize) -> i64 {
         if self.dtype == DType::I64 {
             // SAFETY: the caller's promise; aligned (`bytes`).
-            unsafe { self.input.cast::<i64>().wrapping_add(rank).read() }
+            unsafe { self.input.cast::<i64>().wrapping_add(rank).read_volatile() }
         } else {
             // SAFETY: as above.
-            i64::from(unsafe { self.input.cast::<i32>().wrapping_add(rank).read() })
+            i64::from(unsafe { self.input.cast::<i32>().wrapping_add(rank).read_volatile() })
         }
     }
 
@@ -121,19 +123,9 @@ impl HostEngine {
             Ok((self.resolve(input, output, InPlace::Never)?, size.unwrap_or(1)))
         });
         let (data, size) = self.or_decline(data)?;
-        let mut left = Some(length);
-        for peer in 0..world as usize {
-            // SAFETY: the caller's promise.
-            let count = usize::try_from(unsafe { splits.read(peer) }).ok();
-            left = left.and_then(|left| left.checked_sub(count?));
-        }
-        for peer in 0..world {
-            // SAFETY: the caller's promise.
-            let count = unsafe { splits.read(peer as usize) };
-            let sent = if left.is_some() { count as u64 * size as u64 } else { 0 };
-            self.set_next_row(peer, sent);
-        }
-        let nonsense = if left.is_none() { NONSENSE } else { 0 };
+        // SAFETY: the caller's promise.
+        let sound = unsafe { self.show_splits(splits, length, size) };
+        let nonsense = if sound { 0 } else { NONSENSE };
         self.set_next_row(world, (capacity * size) as u64 | nonsense);
         let call = Call::new(Operation::AllToAllV).elements(dtype, row);
         let work = Work { data, matrix: Matrix::Splits, size, rank, world };
@@ -149,5 +141,27 @@ impl HostEngine {
             offset += count;
         }
         Matrix::Splits.amiss(self, size)
+    }
+
+    /// Puts the counts into this rank's row, in bytes; zeros if they are negative or more than
+    /// `length`, and then false. Each is read once: peers trust the row, so what it holds is what was
+    /// checked, whoever writes the counts meanwhile.
+    ///
+    /// # Safety
+    ///
+    /// There is a readable count for every rank.
+    unsafe fn show_splits(&self, splits: &SplitsAt, length: usize, size: usize) -> bool {
+        let mut left = length;
+        for peer in 0..self.world() {
+            // SAFETY: the caller's promise.
+            let count = usize::try_from(unsafe { splits.read(peer as usize) });
+            let Some(after) = count.ok().and_then(|count| left.checked_sub(count)) else {
+                (0..self.world()).for_each(|peer| self.set_next_row(peer, 0));
+                return false;
+            };
+            self.set_next_row(peer, ((left - after) * size) as u64);
+            left = after;
+        }
+        true
     }
 }
