@@ -76,7 +76,7 @@ impl Matrix {
                 return Err(Error::invalid_argument(format!(
                     "all_to_all_v, seen on rank {me}: the input splits of rank {rank} are \
                      negative, or more than its input has, or it has a row whose destination is no \
-                     rank. It sent nothing, and the communicator goes on"
+                     rank or changed meanwhile. It sent nothing, and the communicator goes on"
                 )));
             }
             let sent: usize = (0..world).map(|from| self.bytes(engine, from, rank)).sum();
