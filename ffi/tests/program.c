@@ -45,6 +45,7 @@ static void refuses_nonsense(symmpool_pool pool) {
   IS(INVALID_ARGUMENT, symmpool_pool_create(77, "cpu", 0, 0, &other));
   IS(INVALID_ARGUMENT, symmpool_group_in_directory(0, 1, NULL, 5, &none));
   IS(INVALID_ARGUMENT, symmpool_group_in_directory(0, 1, "/tmp", -1, &none));
+  IS(INVALID_ARGUMENT, symmpool_group_in_directory(0, 1, "/tmp", 1e-300, &none));
   IS(INVALID_ARGUMENT, symmpool_group_over_tcp(2, 2, "127.0.0.1:1", NULL, 5, &none));
   IS(INVALID_ARGUMENT, symmpool_slot_release(63));
   IS(INVALID_ARGUMENT, symmpool_comm_destroy(pool));
