@@ -97,6 +97,19 @@ impl<T> Out<T> {
         Ok(Self(pointer))
     }
 
+    /// The same of a result that is not wanted where `pointer` is NULL.
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::new`].
+    pub(crate) unsafe fn if_wanted(pointer: *mut T, name: &str) -> Result<Option<Self>> {
+        if pointer.is_null() {
+            return Ok(None);
+        }
+        // SAFETY: the caller's promise.
+        unsafe { Self::new(pointer, name) }.map(Some)
+    }
+
     pub(crate) fn put(self, value: T) {
         // SAFETY: `new` was promised that it can be written to.
         unsafe { self.0.write(value) };
