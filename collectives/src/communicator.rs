@@ -124,7 +124,8 @@ impl Communicator {
         let asked = Asked::from_env(options.algorithm);
         let all_to_all = options.all_to_all.or_environment();
         // A name that is none fails where all ranks hear of it.
-        let sound = asked.clone().and_then(|_| all_to_all.clone()).map(|_| ());
+        let sound = asked.clone().and_then(|_| all_to_all.clone());
+        let sound = sound.and_then(|_| options.check(pool.world()));
         let all_to_all = all_to_all.unwrap_or_default();
         let options = &CommunicatorOptions { all_to_all, ..options.clone() };
         let (engine, control, sided) = if pool.driver().as_cuda().is_some() {

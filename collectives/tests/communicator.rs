@@ -383,3 +383,16 @@ fn links_without_a_schedule_refuse_the_call_and_those_of_others_the_communicator
         Communicator::new(pool).unwrap().barrier(STREAM).unwrap();
     });
 }
+
+#[test]
+fn options_for_devices_are_looked_at_in_host_memory_too() {
+    ranks(2, |pool| {
+        for concurrent in [0, 17] {
+            let options = CommunicatorOptions { concurrent, ..Default::default() };
+            let error = Communicator::with_options(pool, &options).unwrap_err();
+            assert!(error.is_invalid_argument(), "{error}");
+            assert!(error.to_string().contains("concurrent"), "{error}");
+        }
+        Communicator::new(pool).unwrap().barrier(STREAM).unwrap();
+    });
+}
