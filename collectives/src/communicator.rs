@@ -49,7 +49,9 @@ pub use splits::Splits;
 /// as is every other ([`Error::is_diverged`]), in host memory before data is touched. A rank that
 /// does not come closes the communicator: this call and all later ones fail with
 /// [`Error::is_timeout`] or [`Error::is_peer_lost`], naming it. Make a new one among ranks that are
-/// well.
+/// well. After that a peer that was in the call, and was late or stopped, may go on writing into this
+/// rank's output until it has left the call itself, in host memory too: use outputs for something else
+/// when that peer is known to be past it, or gone.
 ///
 /// On devices data does not wait for the comparison: after a call that failed, what it names as output
 /// is undefined on every rank. Large calls are carried by copy engines, which cannot be called back,
