@@ -49,7 +49,9 @@ pub use splits::Splits;
 /// as is every other ([`Error::is_diverged`]), in host memory before data is touched. A rank that
 /// does not come closes the communicator: this call and all later ones fail with
 /// [`Error::is_timeout`] or [`Error::is_peer_lost`], naming it. Make a new one among ranks that are
-/// well.
+/// well. After that a peer that was in the call, and was late or stopped, may go on writing into this
+/// rank's output until it has left the call itself, in host memory too: use outputs for something else
+/// when that peer is known to be past it, or gone.
 ///
 /// On devices data does not wait for the comparison: after a call that failed, what it names as output
 /// is undefined on every rank. A rank that comes after another gave up leaves that one's memory alone,
@@ -126,7 +128,8 @@ impl Communicator {
         let asked = Asked::from_env(options.algorithm);
         let all_to_all = options.all_to_all.or_environment();
         // A name that is none fails where all ranks hear of it.
-        let sound = asked.clone().and_then(|_| all_to_all.clone()).map(|_| ());
+        let sound = asked.clone().and_then(|_| all_to_all.clone());
+        let sound = sound.and_then(|_| options.check(pool.world()));
         let all_to_all = all_to_all.unwrap_or_default();
         let options = &CommunicatorOptions { all_to_all, ..options.clone() };
         let (engine, control, sided) = if pool.driver().as_cuda().is_some() {

@@ -144,6 +144,27 @@ fn lengths_beyond_any_memory_are_refused() {
 }
 
 #[test]
+fn lengths_beyond_the_pools_memory_are_refused() {
+    ranks(2, |pool| {
+        let comm = Communicator::new(pool).unwrap();
+        let block = pool.alloc::<u8>(4096).unwrap();
+        let stride = pool.layout().stride as usize;
+        for count in [stride / 2, stride, 1 << 62] {
+            let at = block.as_ptr();
+            // SAFETY: refused before memory is touched; that it is, is what is tested.
+            let outcome =
+                unsafe { comm.all_reduce_at(at, at, count, DType::U8, ReduceOp::Max, STREAM) };
+            let error = outcome.unwrap_err();
+            assert!(error.is_invalid_argument(), "{error}");
+            let (address, text) = (format!("{:#x}", block.address()), error.to_string());
+            assert!(text.contains(&format!("{count} bytes")) && text.contains(&address), "{text}");
+            assert!(text.contains(&format!("rank {}'s slot", comm.rank())), "{text}");
+        }
+        comm.barrier(STREAM).unwrap();
+    });
+}
+
+#[test]
 fn a_caller_that_declines_spares_the_others_the_wait() {
     // S6
     ranks(2, |pool| {

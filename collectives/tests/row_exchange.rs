@@ -2,8 +2,9 @@
 //! threads; the same on devices is part of `cuda_collectives check`.
 
 use std::panic::resume_unwind;
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use symmpool_allocator::{Block, Driver, Error, Group, Pool, Stream};
@@ -405,5 +406,71 @@ fn exchanges_and_layouts_give_their_memory_back() {
         }
         places.dedup();
         assert_eq!(places.len(), 1);
+    });
+}
+
+#[test]
+fn destinations_that_change_meanwhile_send_rows_that_are_whole_or_nothing() {
+    const ROWS: usize = 4096;
+    ranks(2, |pool, comm| {
+        let rank = Rank::new(pool, comm, ROWS, 1);
+        let layout = rank.exchange.layout().unwrap();
+        let me = rank.me as i32;
+        rank.input.write(&(0..ROWS as i32).map(|row| 1000 * me + row).collect::<Vec<_>>()).unwrap();
+        let destinations = &rank.narrow;
+        destinations.write(&[0; ROWS]).unwrap();
+        let (going, end) = (pool.alloc::<i32>(1).unwrap(), Instant::now() + Duration::from_secs(1));
+        let ended = AtomicBool::new(false);
+        let (mut went, mut not) = (0, 0);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                // A rank that panics ends it, too.
+                let ending = end + Duration::from_secs(1);
+                for round in 0.. {
+                    if ended.load(Ordering::Relaxed) || Instant::now() > ending {
+                        break;
+                    }
+                    for row in 0..ROWS {
+                        let at = destinations.as_ptr().wrapping_add(row);
+                        // SAFETY: a live, aligned element of the block.
+                        let at = unsafe { AtomicI32::from_ptr(at) };
+                        at.store([0, 1, -1, 1][(round + row) % 4], Ordering::Relaxed);
+                    }
+                    if round % 16 == 0 {
+                        thread::sleep(Duration::from_millis(2));
+                    }
+                }
+            });
+            loop {
+                // Rank 0 says when time is up.
+                going.write(&[i32::from(Instant::now() < end)]).unwrap();
+                comm.broadcast(&going, 0, STREAM).unwrap();
+                if going.read().unwrap() == [0] {
+                    break;
+                }
+                let sent =
+                    rank.exchange.send(&layout, &rank.output, &rank.input, destinations, STREAM);
+                match sent {
+                    Ok(()) => went += 1,
+                    Err(error) => {
+                        not += 1;
+                        assert!(error.is_invalid_argument(), "{error}");
+                        let text = error.to_string();
+                        assert!(text.contains("changed meanwhile") || text.contains("written"));
+                    }
+                }
+                let received = layout.read().unwrap();
+                let sources = (0..).zip(&received.counts);
+                let sources = sources.flat_map(|(from, count)| vec![from; *count as usize]);
+                let wanted: Vec<i32> = sources
+                    .zip(&received.source_index)
+                    .map(|(from, row)| 1000 * from + row)
+                    .collect();
+                assert_eq!(rank.output.read().unwrap()[..wanted.len()], wanted);
+                rank.exchange.send_back(&layout, &rank.back, &rank.output, STREAM).unwrap();
+            }
+            ended.store(true, Ordering::Relaxed);
+        });
+        assert!(went > 0 && not > 0, "{went} calls sent, {not} did not");
     });
 }

@@ -378,7 +378,8 @@ symmpool_status symmpool_reserve(symmpool_pool pool, uint64_t bytes, void *strea
 
 // Checks that all ranks did the same, and makes windows of new memory. Collective. `report` may be
 // NULL. Errors: DIVERGED, saying where ranks differ, TIMEOUT, PEER_LOST, INVALID_STATE while a
-// stream is being captured or another thread commits, and what another rank could not do.
+// stream is being captured or another thread commits, and what another rank could not do, or asked
+// for in vain; then nothing is shared, and the pool can be used after symmpool_resync.
 //
 // # Safety
 //

@@ -45,6 +45,7 @@ static void refuses_nonsense(symmpool_pool pool) {
   IS(INVALID_ARGUMENT, symmpool_pool_create(77, "cpu", 0, 0, &other));
   IS(INVALID_ARGUMENT, symmpool_group_in_directory(0, 1, NULL, 5, &none));
   IS(INVALID_ARGUMENT, symmpool_group_in_directory(0, 1, "/tmp", -1, &none));
+  IS(INVALID_ARGUMENT, symmpool_group_in_directory(0, 1, "/tmp", 1e-300, &none));
   IS(INVALID_ARGUMENT, symmpool_group_over_tcp(2, 2, "127.0.0.1:1", NULL, 5, &none));
   IS(INVALID_ARGUMENT, symmpool_slot_release(63));
   IS(INVALID_ARGUMENT, symmpool_comm_destroy(pool));
@@ -147,6 +148,18 @@ int main(int argc, char **argv) {
   IS(INVALID_ARGUMENT, symmpool_group_destroy(group));
   refuses_nonsense(pool);
   IS(INVALID_ARGUMENT, symmpool_register_nccl(pool, NULL, NULL));
+  // A report that has no place is refused before anything is shared, on all ranks.
+  _Alignas(8) char bytes[sizeof(symmpool_commit_report) + 1];
+  symmpool_commit_report *misaligned = (void *)(bytes + 1);
+  symmpool_pool_stats before, after;
+  OK(symmpool_stats(pool, &before));
+  HOLDS(symmpool_commit(pool, rank == 1 ? misaligned : NULL) != SYMMPOOL_STATUS_OK);
+  symmpool_last_error(&why);
+  HOLDS(strstr(why, "report is not aligned") != NULL);
+  OK(symmpool_stats(pool, &after));
+  HOLDS(after.commits == before.commits);
+  OK(symmpool_resync(pool));
+  IS(INVALID_ARGUMENT, symmpool_register_nccl(pool, NULL, rank == 1 ? (void *)(bytes + 1) : NULL));
   // Nor does anybody wait for a rank that asks for a communicator in vain.
   HOLDS(symmpool_comm_create(pool, rank == 1 ? -1 : 30, &comm) != SYMMPOOL_STATUS_OK);
   symmpool_last_error(&why);

@@ -41,13 +41,13 @@ pub enum AllReduceAlgorithm {
     TwoShot = 2,
     /// On devices: one shot, in packets of which half are flags. Any type; fastest for few KiB.
     OneShotPacket = 3,
-    /// On devices: one shot, in whole vectors; `f32`, `f16` and `bf16`.
+    /// On devices: one shot, in whole vectors; floats but `f64`.
     OneShotSentinel = 4,
     /// On devices: one shot, by loads from every rank's scratch.
     OneShotPull = 5,
     /// On devices: two shots, in packets.
     TwoShotPacket = 6,
-    /// On devices: two shots, in whole vectors; `f32`, `f16` and `bf16`.
+    /// On devices: two shots, in whole vectors; floats but `f64`.
     TwoShotSentinel = 7,
     /// On devices: two shots, shares by loads from inputs, results by stores; between windows.
     TwoShotPull = 8,

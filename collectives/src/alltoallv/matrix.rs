@@ -7,8 +7,6 @@ use crate::host::HostEngine;
 /// The traffic matrix of one call, in bytes.
 #[derive(Clone, Copy)]
 pub(super) enum Matrix {
-    /// Everyone sends the same to everyone.
-    Even { bytes: usize },
     /// In the rows that ranks show each other for the call, with what each expects.
     Rows,
     /// In such rows too, with how much each output holds.
@@ -25,19 +23,13 @@ impl Matrix {
     /// What `sender` sends to `receiver`, once all have entered.
     #[inline]
     pub(super) fn bytes(self, engine: &HostEngine, sender: u32, receiver: u32) -> usize {
-        match self {
-            Self::Even { bytes } => bytes,
-            Self::Rows | Self::Splits => engine.row(sender, receiver) as usize,
-        }
+        engine.row(sender, receiver) as usize
     }
 
     /// What this rank sends to `receiver`, before it has entered.
     #[inline]
     pub(super) fn next_bytes(self, engine: &HostEngine, receiver: u32) -> usize {
-        match self {
-            Self::Even { bytes } => bytes,
-            Self::Rows | Self::Splits => engine.next_row(receiver) as usize,
-        }
+        engine.next_row(receiver) as usize
     }
 
     /// What `sender` sends to all others, once all have entered.
@@ -56,7 +48,7 @@ impl Matrix {
         let begin = (0..sender).map(|rank| self.bytes(engine, rank, receiver)).sum();
         let bytes = self.bytes(engine, sender, receiver);
         let fitting = match self {
-            Self::Even { .. } | Self::Rows => bytes,
+            Self::Rows => bytes,
             Self::Splits => self.capacity(engine, receiver).saturating_sub(begin).min(bytes),
         };
         (begin, fitting)
@@ -76,7 +68,7 @@ impl Matrix {
                 return Err(Error::invalid_argument(format!(
                     "all_to_all_v, seen on rank {me}: the input splits of rank {rank} are \
                      negative, or more than its input has, or it has a row whose destination is no \
-                     rank. It sent nothing, and the communicator goes on"
+                     rank or changed meanwhile. It sent nothing, and the communicator goes on"
                 )));
             }
             let sent: usize = (0..world).map(|from| self.bytes(engine, from, rank)).sum();

@@ -61,12 +61,9 @@ impl HostEngine {
         let (_, all, _) = self.part_of_all(count, dtype);
         let data = self.resolve((input, all), (output, all), InPlace::Never);
         let data = self.or_decline(data)?;
-        let call = Call::new(Operation::AllToAll).elements(dtype, count);
-        let matrix = Matrix::Even { bytes: count * dtype.size() };
-        let work =
-            Work { data, matrix, size: dtype.size(), rank: self.rank(), world: self.world() };
+        let bytes = (count * dtype.size()) as u64;
         // SAFETY: the caller's promises about input and output, which `data` resolves.
-        unsafe { work.run(self, &call) }
+        unsafe { self.exchange(data, dtype, |_| (bytes, bytes)) }
     }
 
     /// Sends `send[r]` elements to rank `r` and receives `receive[r]` from it; segments lie in
@@ -108,15 +105,31 @@ impl HostEngine {
             self.resolve(input, output, InPlace::Never)
         };
         let data = self.or_decline(data)?;
-        for (peer, count) in (0..world).zip(send) {
-            self.set_next_row(peer, (count * size) as u64);
-        }
-        for (peer, count) in (0..world).zip(receive) {
-            self.set_next_row(world + peer, (count * size) as u64);
+        let bytes = |peer: usize| ((send[peer] * size) as u64, (receive[peer] * size) as u64);
+        // SAFETY: the caller's promises about input and output, which `data` resolves.
+        unsafe { self.exchange(data, dtype, bytes) }
+    }
+
+    /// Sends and receives as many bytes as `counts` says of each rank.
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::all_to_all_v`], for the resolved buffers.
+    unsafe fn exchange(
+        &mut self,
+        data: Data,
+        dtype: DType,
+        counts: impl Fn(usize) -> (u64, u64),
+    ) -> Result<()> {
+        let (rank, world) = (self.rank(), self.world());
+        for peer in 0..world {
+            let (sent, received) = counts(peer as usize);
+            self.set_next_row(peer, sent);
+            self.set_next_row(world + peer, received);
         }
         let call = Call::new(Operation::AllToAllV).elements(dtype, 0);
-        let work = Work { data, matrix: Matrix::Rows, size, rank, world };
-        // SAFETY: the caller's promises about input and output, which `data` resolves.
+        let work = Work { data, matrix: Matrix::Rows, size: dtype.size(), rank, world };
+        // SAFETY: the caller's promise.
         unsafe { work.run(self, &call) }
     }
 }

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use symmpool_allocator::topology::Topology;
+use symmpool_allocator::{Error, Result};
 
 use crate::{AllReduceAlgorithm, AllToAllAlgorithm, HostOptions};
 
@@ -60,6 +61,58 @@ impl Default for CommunicatorOptions {
             concurrent: 1,
             first_epoch: 1,
             links: None,
+        }
+    }
+}
+
+/// The most communicators whose calls may be under way at once.
+const MOST_CONCURRENT: u32 = 16;
+
+impl CommunicatorOptions {
+    /// Refuses what makes no sense, whatever the memory, so that it is found on any machine.
+    pub(super) fn check(&self, world: u32) -> Result<()> {
+        let refuse = |why: String| Err(Error::invalid_argument(why));
+        if self.timeout.is_zero() {
+            return refuse("timeout: calls wait longer than nothing".to_owned());
+        }
+        if self.first_epoch == 0 {
+            return refuse("first epoch 0: calls count from 1".to_owned());
+        }
+        if !(1..=MOST_CONCURRENT).contains(&self.concurrent) {
+            return refuse(format!(
+                "concurrent {}: communicators whose calls are under way at once, 1 to \
+                 {MOST_CONCURRENT}",
+                self.concurrent
+            ));
+        }
+        match &self.links {
+            Some(links) if links.world() != world => refuse(format!(
+                "the links of {} ranks for a communicator of {world}; give those of all its ranks",
+                links.world()
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_makes_no_sense_is_refused_whatever_the_memory() {
+        let good = CommunicatorOptions::default;
+        assert!(CommunicatorOptions { concurrent: 16, ..good() }.check(2).is_ok());
+        assert!(CommunicatorOptions { links: Some(Topology::host(2)), ..good() }.check(2).is_ok());
+        for (options, name) in [
+            (CommunicatorOptions { concurrent: 0, ..good() }, "concurrent 0"),
+            (CommunicatorOptions { concurrent: 17, ..good() }, "concurrent 17"),
+            (CommunicatorOptions { timeout: Duration::ZERO, ..good() }, "timeout"),
+            (CommunicatorOptions { first_epoch: 0, ..good() }, "first epoch"),
+            (CommunicatorOptions { links: Some(Topology::host(3)), ..good() }, "links of 3 ranks"),
+        ] {
+            let error = options.check(2).expect_err("nonsense");
+            assert!(error.is_invalid_argument() && error.to_string().contains(name), "{error}");
         }
     }
 }

@@ -6,7 +6,7 @@
 
 #![allow(unsafe_code)] // callers hand over raw memory, and promise what it is
 
-use symmpool_allocator::{Error, Result, Stream};
+use symmpool_allocator::{Error, Result, Stream, Windows};
 
 use super::{Communicator, Inner};
 use crate::{DType, Place, ReduceOp};
@@ -185,10 +185,37 @@ impl Communicator {
         if !inner.windows.covers(address, bytes as u64) {
             inner.windows = self.pool.windows();
             if !inner.windows.covers(address, bytes as u64) {
-                return Ok(Place::Plain(pointer));
+                return match self.may_be_plain(&inner.windows, address, bytes as u64) {
+                    Ok(()) => Ok(Place::Plain(pointer)),
+                    Err(why) => Err(inner.engine.decline(why, stream)),
+                };
             }
         }
         Ok(Place::Window(offset))
+    }
+
+    /// Refuses what begins in this rank's slot and is in no windows, nor can be memory of a lane that
+    /// is not shared: what begins in a window and leaves them, or leaves the lane that it begins in.
+    fn may_be_plain(&self, windows: &Windows, address: u64, bytes: u64) -> Result<()> {
+        let layout = self.pool.layout();
+        let Some((slot, offset)) = layout.locate(address).filter(|_| bytes > 0) else {
+            return Ok(());
+        };
+        let in_lane = self.pool.lanes().any(|lane| {
+            let (base, range) = lane.range();
+            offset
+                .checked_sub(base)
+                .is_some_and(|from| from.checked_add(bytes).is_some_and(|end| end <= range))
+        });
+        // While a graph is captured a block may lie in windows with its beginning alone.
+        let leaves = windows.find(address).is_some() && !self.pool.is_commit_due();
+        if in_lane && !leaves {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!(
+            "{bytes} bytes from address {address:#x} on begin in rank {slot}'s slot, {offset:#x} into \
+             it, and are no memory of the pool: no block there is that long"
+        )))
     }
 
     /// `world` times as many bytes. More than there can be stays more than there can be.

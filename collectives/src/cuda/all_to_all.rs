@@ -169,7 +169,7 @@ impl CudaEngine {
             ));
             return Err(self.decline(why, stream));
         };
-        let split_bytes = match splits.bytes(self.rank(), self.world()) {
+        let split_bytes = match splits.bytes(self.rank(), self.world(), capacity) {
             Ok(bytes) => bytes,
             Err(why) => return Err(self.decline(why, stream)),
         };

@@ -77,6 +77,12 @@ const WIDE: Axis = ("THREADS", &["512"]);
 /// Blocks of a processor: two where registers suffice.
 const UP_TO_4: Axis = ("WORLD", &["2", "4"]);
 const ABOVE_4: Axis = ("WORLD", &["8"]);
+/// Ranks of machines that are not usual: each kernel with one type.
+const ODD: Axis = ("WORLD", &["3", "5", "6", "7"]);
+const ODD_UP_TO_4: Axis = ("WORLD", &["3"]);
+const ODD_ABOVE_4: Axis = ("WORLD", &["5", "6", "7"]);
+const BYTES: Axis = ("DTYPE", &["7"]);
+const F32: Axis = ("DTYPE", &["1"]);
 const NARROW: Axis = ("THREADS", &["256"]);
 const TWO: Axis = ("BLOCKS", &["2"]);
 const ONE: Axis = ("BLOCKS", &["1"]);
@@ -98,8 +104,11 @@ macro_rules! collective {
 }
 
 /// The entry of a call alone.
-pub(crate) const BARRIER: Kernel =
-    collective!("barrier", [WORLD, ("THREADS", &["128"]), ("SHOTS", &["0", "1"])],);
+pub(crate) const BARRIER: Kernel = collective!(
+    "barrier",
+    [WORLD, ("THREADS", &["128"]), ("SHOTS", &["0", "1"])],
+    [("WORLD", &["1", "3", "5", "6", "7"]), ("THREADS", &["128"]), ("SHOTS", &["0", "1"])],
+);
 
 /// All-to-all with any counts.
 pub(crate) const ALL_TO_ALL: Kernel = collective!(
@@ -112,16 +121,20 @@ pub(crate) const ALL_TO_ALL: Kernel = collective!(
         ("TRAFFIC_BYTES", &["328"])
     ],
     [ABOVE_4, NARROW, ("DTYPE", &["7"]), ("SHOTS", &["1", "3", "7"]), ("TRAFFIC_BYTES", &["328"])],
+    [ODD_UP_TO_4, WIDE, BYTES, ("SHOTS", &["7"]), ("TRAFFIC_BYTES", &["328"])],
+    [ODD_ABOVE_4, NARROW, BYTES, ("SHOTS", &["7"]), ("TRAFFIC_BYTES", &["328"])],
 );
 
 /// What processors do beside the copies of an all-to-all.
-pub(crate) const BESIDE_COPIES: Kernel = collective!("beside_copies", [WORLD, WIDE],);
+pub(crate) const BESIDE_COPIES: Kernel = collective!("beside_copies", [WORLD, WIDE], [ODD, WIDE],);
 
 /// Copies and signals between two ranks.
 pub(crate) const ONE_SIDED: Kernel = collective!(
     "one_sided",
     [("WORLD", &["1", "2", "8"]), ("SHOTS", &["1", "3"]), WIDE],
     [("WORLD", &["1", "2", "8"]), ("SHOTS", &["2", "4"]), ("THREADS", &["32"])],
+    [ODD, ("SHOTS", &["1"]), WIDE],
+    [ODD, ("SHOTS", &["2"]), ("THREADS", &["32"])],
 );
 
 /// Rows into the order of an all-to-all, and back.
@@ -133,6 +146,7 @@ pub(crate) const ROW_EXCHANGE: Kernel = collective!(
         ("SHOTS", &["1", "2", "4", "8"]),
         ("ROW_WORK_BYTES", &["152"])
     ],
+    [ODD, NARROW, ("SHOTS", &["2", "8"]), ("ROW_WORK_BYTES", &["152"])],
 );
 
 /// All-reduce through inboxes, in one shot.
@@ -140,11 +154,14 @@ pub(crate) const ONE_SHOT: Kernel = collective!(
     "one_shot",
     [WORLD, SOME_DTYPES, SUM, WIDE],
     [WORLD, ("DTYPE", &["1", "4", "9"]), SUM, WIDE, ("SENTINELS", &["1"])],
+    [ODD, F32, SUM, WIDE, ("SENTINELS", &["0", "1"])],
+    // An average of integers divides.
+    [("WORLD", &["4"]), ("DTYPE", &["6"]), ("OP", &["5"]), WIDE],
 );
 
 /// All-reduce through lines, in one shot.
 pub(crate) const ONE_SHOT_LINE: Kernel =
-    collective!("one_shot_line", [WORLD, SOME_DTYPES, SUM, WIDE],);
+    collective!("one_shot_line", [WORLD, SOME_DTYPES, SUM, WIDE], [ODD, F32, SUM, WIDE],);
 
 /// All-reduce and its halves through inboxes, in two shots.
 pub(crate) const TWO_SHOT: Kernel = collective!(
@@ -160,6 +177,8 @@ pub(crate) const TWO_SHOT: Kernel = collective!(
         ("SHOTS", &["1", "3"]),
         ("SENTINELS", &["1"])
     ],
+    [ODD_UP_TO_4, WIDE, ONE, F32, SUM, ("SHOTS", &["3"]), ("SENTINELS", &["0", "1"])],
+    [ODD_ABOVE_4, NARROW, ONE, F32, SUM, ("SHOTS", &["3"]), ("SENTINELS", &["0", "1"])],
     [ABOVE_4, NARROW, ONE, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"])],
     [ABOVE_4, NARROW, ONE, ("DTYPE", &["7"]), SUM, ("SHOTS", &["2", "4"])],
     [
@@ -187,17 +206,21 @@ pub(crate) const PUSH: Kernel = collective!(
     "push",
     [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"]), WIDE],
     [WORLD, ("DTYPE", &["7"]), SUM, ("SHOTS", &["2", "4"]), WIDE],
+    [ODD, F32, SUM, ("SHOTS", &["3"]), WIDE],
     // A rank alone copies.
     [("WORLD", &["1"]), ("DTYPE", &["7"]), SUM, ("SHOTS", &["2"]), WIDE],
 );
 
 /// What copy engines carry of an all-reduce, reduced.
 pub(crate) const REDUCE_COPIED: Kernel =
-    collective!("reduce_copied", [WORLD, SOME_DTYPES, SUM, WIDE],);
+    collective!("reduce_copied", [WORLD, SOME_DTYPES, SUM, WIDE], [ODD, F32, SUM, WIDE],);
 
 /// All-reduce by loads from peers.
-pub(crate) const PULL: Kernel =
-    collective!("pull", [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"]), WIDE],);
+pub(crate) const PULL: Kernel = collective!(
+    "pull",
+    [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"]), WIDE],
+    [ODD, F32, SUM, ("SHOTS", &["3"]), WIDE],
+);
 
 /// Reduces arrays of one device, in order.
 pub(crate) const REDUCE_LOCAL: Kernel = Kernel {

@@ -1,8 +1,12 @@
 //! The steps of a row exchange on the CPU.
+//!
+//! Destinations, rows and layouts are the caller's memory, which its other threads may write while a
+//! step runs. So there are no references to it, each number is read once where it is used, and none
+//! is an index before it was compared with what it indexes.
 
 #![allow(unsafe_code)] // reads and writes memory by address
 
-use std::slice;
+use std::ptr;
 
 use super::RowWork;
 
@@ -25,96 +29,171 @@ impl BadRow {
     }
 }
 
-/// # Safety
-///
-/// `at` is aligned, and readable for `count` values, which nobody writes while the slice lives.
-unsafe fn values<'a, T>(at: u64, count: usize) -> &'a [T] {
-    if count == 0 {
-        return &[];
+/// Why a rank sent nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Unsent {
+    NoRank(BadRow),
+    /// Destinations were other ones when rows were placed than when they were counted.
+    Changed,
+}
+
+impl Unsent {
+    /// The same in words.
+    pub(crate) fn why(&self, rank: u32, world: u32) -> String {
+        match self {
+            Self::NoRank(row) => row.why(rank, world),
+            Self::Changed => format!(
+                "row exchange on rank {rank}: destinations were written while they were read. This \
+                 rank sent nothing, and the communicator goes on"
+            ),
+        }
     }
-    // SAFETY: the caller's promise.
-    unsafe { slice::from_raw_parts(at as *const T, count) }
+}
+
+/// So many numbers in memory, which others may write meanwhile.
+#[derive(Clone, Copy)]
+struct Numbers<T> {
+    at: *mut T,
+    count: usize,
+}
+
+impl<T: Copy> Numbers<T> {
+    /// # Safety
+    ///
+    /// While the value is used, `at` is aligned and readable for `count` numbers, and writable where
+    /// they are set.
+    unsafe fn new(at: u64, count: usize) -> Self {
+        Self { at: at as *mut T, count }
+    }
+
+    fn get(self, index: usize) -> T {
+        assert!(index < self.count);
+        // SAFETY: within the count (`new`). Volatile, so that what was compared is what is used.
+        unsafe { self.at.wrapping_add(index).read_volatile() }
+    }
+
+    fn set(self, index: usize, value: T) {
+        assert!(index < self.count);
+        // SAFETY: within the count (`new`).
+        unsafe { self.at.wrapping_add(index).write_volatile(value) };
+    }
+
+    fn fill(self, value: T) {
+        (0..self.count).for_each(|index| self.set(index, value));
+    }
 }
 
 /// # Safety
 ///
-/// As [`values`], and nobody else reads them either.
-unsafe fn values_mut<'a, T>(at: u64, count: usize) -> &'a mut [T] {
-    if count == 0 {
-        return &mut [];
-    }
-    // SAFETY: the caller's promise.
-    unsafe { slice::from_raw_parts_mut(at as *mut T, count) }
-}
-
-/// # Safety
-///
-/// Of all methods: the addresses are as `RowWork` says, of memory that nobody else touches
-/// meanwhile. Parts of blocks lie apart (`Scratch`, `LayoutParts`).
+/// Of all methods: the addresses are as `RowWork` says, of memory that stays mapped. What is the
+/// exchange's own, nobody else touches meanwhile. Parts of blocks lie apart (`Scratch`,
+/// `LayoutParts`).
 impl RowWork {
+    /// A row's destination, among `given`.
+    ///
+    /// # Safety
+    ///
+    /// As all.
+    unsafe fn destination(&self, row: usize) -> i64 {
+        let given = self.given as usize;
+        if self.wide == 0 {
+            // SAFETY: the caller's promise.
+            i64::from(unsafe { Numbers::<i32>::new(self.destinations, given) }.get(row))
+        } else {
+            // SAFETY: as above.
+            unsafe { Numbers::<i64>::new(self.destinations, given) }.get(row)
+        }
+    }
+
     /// Puts rows and their numbers in order by destination, and says how many there are for each
-    /// rank. With a destination that is none there are -1 for all, and that row comes back.
-    pub(crate) unsafe fn order(&self, world: usize) -> Option<BadRow> {
-        let (given, rows, size) =
-            (self.given as usize, self.rows as usize, self.row_bytes as usize);
-        // SAFETY: the caller's promise; one of both is looked at, so here and below.
-        let narrow: &[i32] =
-            unsafe { values(self.destinations, if self.wide == 0 { given } else { 0 }) };
+    /// rank. Where destinations make no sense there are -1 for all, and why comes back.
+    pub(crate) unsafe fn order(&self, world: usize) -> Option<Unsent> {
+        // SAFETY: the caller's promise, so here and below.
+        let bad = unsafe { self.count(world) };
         // SAFETY: as above.
-        let wide: &[i64] =
-            unsafe { values(self.destinations, if self.wide == 0 { 0 } else { given }) };
-        let destination = |row: usize| match self.wide {
-            0 => i64::from(narrow[row]),
-            _ => wide[row],
-        };
+        let bad = bad.or_else(|| unsafe { self.pack(world) });
         // SAFETY: as above.
-        let input: &[u8] = unsafe { values(self.input, given * size) };
+        let splits = unsafe { Numbers::<i64>::new(self.splits, world) };
         // SAFETY: as above.
-        let packed: &mut [u8] = unsafe { values_mut(self.packed, rows * size) };
-        // SAFETY: as above.
-        let order: &mut [i32] = unsafe { values_mut(self.order, rows) };
-        // SAFETY: as above.
-        let position: &mut [u32] = unsafe { values_mut(self.position, rows) };
-        // SAFETY: as above.
-        let splits: &mut [i64] = unsafe { values_mut(self.splits, world) };
-        // SAFETY: as above.
-        let index_splits: &mut [i64] = unsafe { values_mut(self.index_splits, world) };
-        // SAFETY: as above.
-        let state: &mut [u64] = unsafe { values_mut(self.state, world + 1) };
-        state.fill(0);
-        state[world] = self.capacity;
-        position.fill(0);
-        index_splits.fill(0);
-        for row in 0..given {
-            let to = destination(row);
-            match usize::try_from(to).ok().filter(|rank| *rank < world) {
-                Some(rank) => index_splits[rank] += 1,
-                None if to == -1 => {}
-                None => {
-                    index_splits.fill(0);
-                    splits.fill(-1);
-                    return Some(BadRow { row, destination: to });
-                }
+        let index_splits = unsafe { Numbers::<i64>::new(self.index_splits, world) };
+        for rank in 0..world {
+            splits.set(rank, if bad.is_some() { -1 } else { index_splits.get(rank) });
+            if bad.is_some() {
+                index_splits.set(rank, 0);
             }
         }
-        let mut next = 0;
-        for (begin, count) in state.iter_mut().zip(&*index_splits) {
-            *begin = next as u64;
-            next += *count as usize;
+        bad
+    }
+
+    /// Counts the rows for each rank, and puts down that none has been placed.
+    unsafe fn count(&self, world: usize) -> Option<Unsent> {
+        // SAFETY: the caller's promise, so here and below.
+        let position = unsafe { Numbers::<u32>::new(self.position, self.rows as usize) };
+        // SAFETY: as above.
+        let counts = unsafe { Numbers::<i64>::new(self.index_splits, world) };
+        // SAFETY: as above.
+        let state = unsafe { Numbers::<u64>::new(self.state, world + 1) };
+        position.fill(0);
+        counts.fill(0);
+        state.fill(0);
+        state.set(world, self.capacity);
+        for row in 0..self.given as usize {
+            // SAFETY: as above.
+            let destination = unsafe { self.destination(row) };
+            match usize::try_from(destination).ok().filter(|rank| *rank < world) {
+                Some(rank) => counts.set(rank, counts.get(rank) + 1),
+                None if destination == -1 => {}
+                None => return Some(Unsent::NoRank(BadRow { row, destination })),
+            }
         }
-        // While rows are placed, the splits hold where each rank's next one goes.
-        for (split, begin) in splits.iter_mut().zip(&*state) {
-            *split = *begin as i64;
+        None
+    }
+
+    /// Packs the rows that were counted.
+    unsafe fn pack(&self, world: usize) -> Option<Unsent> {
+        let (rows, size) = (self.rows as usize, self.row_bytes as usize);
+        // SAFETY: the caller's promise, so here and below.
+        let order = unsafe { Numbers::<i32>::new(self.order, rows) };
+        // SAFETY: as above.
+        let position = unsafe { Numbers::<u32>::new(self.position, rows) };
+        // SAFETY: as above.
+        let counts = unsafe { Numbers::<i64>::new(self.index_splits, world) };
+        // SAFETY: as above.
+        let state = unsafe { Numbers::<u64>::new(self.state, world + 1) };
+        // Where each rank's next row goes, and where its last one ends: both free until later steps.
+        // SAFETY: as above.
+        let next = unsafe { Numbers::<i64>::new(self.splits, world) };
+        // SAFETY: as above.
+        let end = unsafe { Numbers::<i64>::new(self.returned, world) };
+        let mut begin = 0;
+        for rank in 0..world {
+            state.set(rank, begin as u64);
+            next.set(rank, begin);
+            begin += counts.get(rank);
+            end.set(rank, begin);
         }
-        for row in 0..given {
-            let Ok(rank) = usize::try_from(destination(row)) else { continue };
-            let at = splits[rank] as usize;
-            splits[rank] += 1;
-            order[at] = row as i32;
-            position[row] = at as u32 + 1;
-            packed[at * size..][..size].copy_from_slice(&input[row * size..][..size]);
+        for row in 0..self.given as usize {
+            // SAFETY: as above.
+            let destination = unsafe { self.destination(row) };
+            let Ok(rank) = usize::try_from(destination) else { continue };
+            if rank >= world || next.get(rank) >= end.get(rank) {
+                position.fill(0);
+                return Some(Unsent::Changed);
+            }
+            let at = next.get(rank) as usize;
+            next.set(rank, at as i64 + 1);
+            order.set(at, row as i32);
+            position.set(row, at as u32 + 1);
+            let from = (self.input as *const u8).wrapping_add(row * size);
+            let to = (self.packed as *mut u8).wrapping_add(at * size);
+            // SAFETY: the input has `given` rows, and the packed rows are `rows`, of which there are
+            // as many places as were counted. They are the exchange's own, so apart from the input.
+            unsafe { ptr::copy_nonoverlapping(from, to, size) };
         }
-        splits.copy_from_slice(index_splits);
+        if (0..world).any(|rank| next.get(rank) != end.get(rank)) {
+            position.fill(0);
+            return Some(Unsent::Changed);
+        }
         None
     }
 
@@ -122,17 +201,19 @@ impl RowWork {
     /// has come back yet.
     pub(crate) unsafe fn fit(&self, world: usize) {
         // SAFETY: the caller's promise, so here and below.
-        let counts: &[i64] = unsafe { values(self.counts, world) };
+        let counts = unsafe { Numbers::<i64>::new(self.counts, world) };
         // SAFETY: as above.
-        let offsets: &[i64] = unsafe { values(self.offsets, world) };
+        let offsets = unsafe { Numbers::<i64>::new(self.offsets, world) };
         // SAFETY: as above.
-        let state: &[u64] = unsafe { values(self.state, world + 1) };
+        let state = unsafe { Numbers::<u64>::new(self.state, world + 1) };
         // SAFETY: as above.
-        let splits: &mut [i64] = unsafe { values_mut(self.splits, world) };
+        let splits = unsafe { Numbers::<i64>::new(self.splits, world) };
         // SAFETY: as above.
-        let returned: &mut [i64] = unsafe { values_mut(self.returned, world) };
-        for (split, (count, offset)) in splits.iter_mut().zip(counts.iter().zip(offsets)) {
-            *split = (*count).min((state[world] as i64 - offset).max(0));
+        let returned = unsafe { Numbers::<i64>::new(self.returned, world) };
+        let capacity = state.get(world) as i64;
+        for rank in 0..world {
+            let room = capacity.saturating_sub(offsets.get(rank)).max(0);
+            splits.set(rank, counts.get(rank).min(room));
         }
         returned.fill(-1);
     }
@@ -140,37 +221,43 @@ impl RowWork {
     /// Puts rows that came back where they were, and zeros where none did. Does nothing if there was
     /// no exchange.
     pub(crate) unsafe fn spread(&self, world: usize) {
-        let (given, rows, size) =
-            (self.given as usize, self.rows as usize, self.row_bytes as usize);
+        let (rows, size) = (self.rows as usize, self.row_bytes as usize);
         // SAFETY: the caller's promise, so here and below.
-        let returned: &[i64] = unsafe { values(self.returned, world) };
-        if returned.first().is_none_or(|count| *count < 0) {
+        let returned = unsafe { Numbers::<i64>::new(self.returned, world) };
+        if world == 0 || returned.get(0) < 0 {
             return;
         }
         // SAFETY: as above.
-        let returned_at: &[i64] = unsafe { values(self.returned_at, world) };
-        // SAFETY: as above.
-        let state: &[u64] = unsafe { values(self.state, world + 1) };
-        // SAFETY: as above.
-        let position: &[u32] = unsafe { values(self.position, rows) };
-        // SAFETY: as above.
-        let packed: &[u8] = unsafe { values(self.packed, rows * size) };
-        // SAFETY: as above.
-        let output: &mut [u8] = unsafe { values_mut(self.output, given * size) };
-        for (row, place) in position[..given].iter().enumerate() {
-            let found = place.checked_sub(1).and_then(|place| {
-                let place = u64::from(place);
-                let to = state[..world].iter().rposition(|begin| *begin <= place)?;
-                let within = place - state[to];
-                let at = returned_at[to] as u64 + within;
-                (within < returned[to] as u64 && at < rows as u64).then_some(at as usize)
-            });
-            let to = &mut output[row * size..][..size];
+        let position = unsafe { Numbers::<u32>::new(self.position, rows) };
+        for row in 0..self.given as usize {
+            // SAFETY: as above.
+            let found = unsafe { self.returned_row(position.get(row), world) };
+            let to = (self.output as *mut u8).wrapping_add(row * size);
             match found {
-                Some(at) => to.copy_from_slice(&packed[at * size..][..size]),
-                None => to.fill(0),
+                Some(at) => {
+                    let from = (self.packed as *const u8).wrapping_add(at * size);
+                    // SAFETY: both have as many rows, and the packed ones are the exchange's own.
+                    unsafe { ptr::copy_nonoverlapping(from, to, size) }
+                }
+                // SAFETY: the output has `given` rows.
+                None => unsafe { to.write_bytes(0, size) },
             }
         }
+    }
+
+    /// Which of the packed rows came back for the one that was packed at `place - 1`.
+    unsafe fn returned_row(&self, place: u32, world: usize) -> Option<usize> {
+        let place = u64::from(place.checked_sub(1)?);
+        // SAFETY: the caller's promise, so here and below.
+        let state = unsafe { Numbers::<u64>::new(self.state, world + 1) };
+        // SAFETY: as above.
+        let returned = unsafe { Numbers::<i64>::new(self.returned, world) };
+        // SAFETY: as above.
+        let returned_at = unsafe { Numbers::<i64>::new(self.returned_at, world) };
+        let begins = |rank| Some((rank, place.checked_sub(state.get(rank))?));
+        let (to, within) = (0..world).rev().find_map(begins)?;
+        let at = (returned_at.get(to) as u64).checked_add(within)?;
+        (within < returned.get(to) as u64 && at < self.rows).then_some(at as usize)
     }
 }
 
@@ -181,7 +268,7 @@ mod tests {
     use crate::{DType, RowShape};
 
     /// Rows of three bytes, whose places alone are looked at.
-    fn ordered(world: usize, destinations: &[i32]) -> (Option<BadRow>, Vec<i64>, Vec<u8>) {
+    fn ordered(world: usize, destinations: &[i32]) -> (Option<Unsent>, Vec<i64>, Vec<u8>) {
         let shape = RowShape { rows: 6, row: 3, dtype: DType::U8 };
         let (scratch, layout) =
             (Scratch::new(&shape, world as u32), LayoutParts::new(&shape, world as u32));
@@ -199,10 +286,11 @@ mod tests {
         // SAFETY: the vectors are as long as the parts, and nobody else has them.
         let bad = unsafe { work.order(world) };
         // SAFETY: as above.
-        let splits: &[i64] = unsafe { values(work.splits, world) };
+        let splits = unsafe { Numbers::<i64>::new(work.splits, world) };
         // SAFETY: as above.
-        let packed: &[u8] = unsafe { values(work.packed, 18) };
-        (bad, splits.to_vec(), packed.iter().step_by(3).map(|byte| byte / 3).collect())
+        let packed = unsafe { Numbers::<u8>::new(work.packed, 18) };
+        let splits = (0..world).map(|rank| splits.get(rank)).collect();
+        (bad, splits, (0..6).map(|row| packed.get(3 * row) / 3).collect())
     }
 
     #[test]
@@ -219,7 +307,7 @@ mod tests {
         for (destinations, row) in [([0, 2, 1], 1), ([-2, 5, 1], 0), ([0, 1, i32::MAX], 2)] {
             let (bad, splits, _) = ordered(2, &destinations);
             let destination = i64::from(destinations[row]);
-            assert_eq!(bad, Some(BadRow { row, destination }));
+            assert_eq!(bad, Some(Unsent::NoRank(BadRow { row, destination })));
             assert_eq!(splits, [-1, -1]);
         }
     }

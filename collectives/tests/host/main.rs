@@ -5,6 +5,7 @@ mod contract;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod environment;
 mod exact;
+mod matrices;
 mod mesh;
 mod process;
 mod splits;

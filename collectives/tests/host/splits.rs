@@ -1,5 +1,8 @@
 //! All-to-alls with splits in memory, against a reference that moves one row at a time.
 
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::time::{Duration, Instant};
+
 use crate::common::{Buffer, Heap, input, noise, small_scratch};
 use proptest::prelude::*;
 use symmpool_allocator::Error;
@@ -167,5 +170,61 @@ fn splits_of_memory_meet_splits_of_arguments_as_another_call() {
         };
         assert!(done.unwrap_err().is_diverged());
         engine.barrier().unwrap();
+    });
+}
+
+#[test]
+fn counts_that_change_meanwhile_are_read_once() {
+    const WORLD: usize = 4;
+    const MOST: i64 = 25;
+    let heap = Heap::new(WORLD as u32, 1, 1 << 16, &small_scratch());
+    let counts: [AtomicI64; WORLD] = std::array::from_fn(|_| AtomicI64::new(1));
+    let ended = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !ended.load(Ordering::Relaxed) {
+                for value in [1, 1 << 40, MOST, -1, i64::MAX] {
+                    counts.iter().for_each(|count| count.store(value, Ordering::Relaxed));
+                }
+            }
+        });
+        let outcomes = heap.ranks(|rank| {
+            let mut engine = heap.engine(rank, 0, small_scratch());
+            let (from, to) = (Buffer::plain(400, 0), Buffer::plain(1600, 0));
+            from.write(&vec![rank as i32; 100]);
+            let rows = SplitRows { dtype: i32::DTYPE, row: 1, length: 100, capacity: 400 };
+            let mut came = [0_i64; WORLD];
+            let (mut went, end) = (0, Instant::now() + Duration::from_millis(1500));
+            for call in 0.. {
+                // Rank 0 says when time is up.
+                let flag = Buffer::plain(4, 0);
+                flag.write(&[i32::from(Instant::now() > end)]);
+                // SAFETY: one element of the flag, this rank's.
+                unsafe { engine.broadcast(flag.place, 1, i32::DTYPE, 0) }.unwrap();
+                if flag.read::<i32>(1) == [1] {
+                    break;
+                }
+                let splits = SplitsAt {
+                    input: counts.as_ptr().cast(),
+                    output: came.as_mut_ptr().cast(),
+                    offsets: std::ptr::null_mut(),
+                    dtype: DType::I64,
+                };
+                // SAFETY: the buffers hold as many elements, and there is a count for every rank.
+                let sent =
+                    unsafe { engine.all_to_all_splits(from.place, to.place, &rows, &splits) };
+                match sent {
+                    Ok(()) => went += 1,
+                    Err(error) => assert!(error.is_invalid_argument(), "call {call}: {error}"),
+                }
+                let all: i64 = came.iter().sum();
+                assert!(came.iter().all(|count| (0..=100).contains(count)), "{came:?}");
+                let wanted = (0..).zip(came).flat_map(|(peer, count)| vec![peer; count as usize]);
+                assert_eq!(to.read::<i32>(all as usize), wanted.collect::<Vec<_>>());
+            }
+            went
+        });
+        ended.store(true, Ordering::Relaxed);
+        assert!(outcomes.iter().all(|went| *went == outcomes[0]), "{outcomes:?}");
     });
 }

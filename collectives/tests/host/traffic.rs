@@ -88,3 +88,39 @@ fn a_large_direct_exchange_takes_the_streaming_path() {
         }
     });
 }
+
+#[test]
+fn a_rank_whose_parts_are_equal_may_say_so_to_ranks_whose_are_not() {
+    const MATRIX: [[usize; 3]; 3] = [[3, 1, 2], [1, 1, 1], [2, 1, 3]];
+    let heap = Heap::new(3, 1, 1 << 16, &small_scratch());
+    heap.ranks(|rank| {
+        let me = rank as usize;
+        let mut engine = heap.engine(rank, 0, small_scratch());
+        let (from, to) = (Buffer::plain(24, 0), Buffer::plain(24, 0));
+        from.write(&[me as i32; 6]);
+        for _ in 0..3 {
+            to.write(&[-1; 6]);
+            let receive = MATRIX.map(|row| row[me]);
+            let (from, out) = (from.place, to.place);
+            // SAFETY: both buffers hold what is sent and received, and are this rank's.
+            let done = unsafe {
+                match rank {
+                    1 => engine.all_to_all(from, out, 1, i32::DTYPE),
+                    _ => engine.all_to_all_v(from, &MATRIX[me], out, &receive, i32::DTYPE),
+                }
+            };
+            done.unwrap();
+            let came = (0..).zip(receive).flat_map(|(peer, count)| vec![peer; count]);
+            let mut wanted: Vec<i32> = came.collect();
+            wanted.resize(6, -1);
+            assert_eq!(to.read::<i32>(6), wanted);
+        }
+        // Where they do not agree it is the counts that are told.
+        // SAFETY: as above.
+        let done = unsafe { engine.all_to_all(from.place, to.place, 1 + me / 2, i32::DTYPE) };
+        let error = done.unwrap_err();
+        assert!(error.is_diverged(), "{error}");
+        assert!(error.to_string().contains("rank 2 sends 2 elements to rank 0, which expects 1"));
+        engine.barrier().unwrap();
+    });
+}

@@ -97,6 +97,19 @@ impl<T> Out<T> {
         Ok(Self(pointer))
     }
 
+    /// The same of a result that is not wanted where `pointer` is NULL.
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::new`].
+    pub(crate) unsafe fn if_wanted(pointer: *mut T, name: &str) -> Result<Option<Self>> {
+        if pointer.is_null() {
+            return Ok(None);
+        }
+        // SAFETY: the caller's promise.
+        unsafe { Self::new(pointer, name) }.map(Some)
+    }
+
     pub(crate) fn put(self, value: T) {
         // SAFETY: `new` was promised that it can be written to.
         unsafe { self.0.write(value) };
@@ -120,9 +133,31 @@ pub(crate) unsafe fn text<'a>(pointer: *const c_char, name: &str) -> Result<&'a 
 /// A time in seconds that somebody may wait.
 pub(crate) fn seconds(value: f64, name: &str) -> Result<Duration> {
     if value > 0.0 && value <= 1e9 {
-        return Ok(Duration::from_secs_f64(value));
+        let time = Duration::from_secs_f64(value);
+        // What is less than half a nanosecond would be no time.
+        if !time.is_zero() {
+            return Ok(time);
+        }
     }
-    Err(Error::invalid_argument(format!(
-        "{name}={value}: a number of seconds above 0, at most 1e9"
-    )))
+    Err(Error::invalid_argument(format!("{name}={value}: a number of seconds from 1e-9 to 1e9")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_that_are_none_are_refused() {
+        for (value, time) in [(1e-9, Duration::from_nanos(1)), (1e9, Duration::from_secs(1 << 30))]
+        {
+            assert!(seconds(value, "timeout").is_ok_and(|seconds| seconds <= time));
+        }
+        for value in [0.0, -1.0, 1e-300, 1e-10, 1.1e9, f64::NAN, f64::INFINITY] {
+            let error = seconds(value, "timeout").expect_err("no time to wait");
+            assert!(
+                error.is_invalid_argument() && error.to_string().contains("timeout="),
+                "{error}"
+            );
+        }
+    }
 }

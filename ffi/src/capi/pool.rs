@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::lane::{LaneConfig, WindowPolicy, at_site};
-use symmpool_allocator::{Driver, Error, Pool, Result, Stream};
+use symmpool_allocator::{CONTROL_LANE, Driver, Error, Pool, Result, Stream};
+use symmpool_collectives::Communicator;
 
 use super::group::{GROUPS, symmpool_group};
 use super::{Handles, Out, text};
@@ -231,9 +232,20 @@ pub unsafe extern "C" fn symmpool_reserve(
     status(|| at_site(None, || find(pool)?.default_lane().reserve_on(bytes, on(stream))))
 }
 
+/// Stands in for a commit that this rank was asked for in vain: the other ranks hear of it in theirs.
+/// They do where sequences differ, so this rank's has an event that theirs have not.
+fn refuse_commit(pool: &Pool, why: Error) -> Error {
+    if let Ok(lane) = pool.lane(CONTROL_LANE) {
+        lane.note_failure(&why);
+        drop(lane.alloc_bytes(1, 1, Stream::DEFAULT));
+    }
+    Communicator::refuse(pool, why)
+}
+
 /// Checks that all ranks did the same, and makes windows of new memory. Collective. `report` may be
 /// NULL. Errors: DIVERGED, saying where ranks differ, TIMEOUT, PEER_LOST, INVALID_STATE while a
-/// stream is being captured or another thread commits, and what another rank could not do.
+/// stream is being captured or another thread commits, and what another rank could not do, or asked
+/// for in vain; then nothing is shared, and the pool can be used after symmpool_resync.
 ///
 /// # Safety
 ///
@@ -241,10 +253,13 @@ pub unsafe extern "C" fn symmpool_reserve(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmpool_commit(pool: symmpool_pool, report: *mut CommitReport) -> Status {
     status(|| {
-        let done = find(pool)?.commit()?;
-        if !report.is_null() {
-            // SAFETY: the caller's promise.
-            unsafe { Out::new(report, "report") }?.put(CommitReport {
+        let pool = find(pool)?;
+        // SAFETY: the caller's promise.
+        let out = unsafe { Out::if_wanted(report, "report") };
+        let out = out.map_err(|why| refuse_commit(&pool, why))?;
+        let done = pool.commit()?;
+        if let Some(out) = out {
+            out.put(CommitReport {
                 number: done.number,
                 windows_added: done.windows_added,
                 windows_removed: done.windows_removed,
@@ -401,11 +416,17 @@ pub unsafe extern "C" fn symmpool_register_nccl(
     count: *mut u64,
 ) -> Status {
     status(|| {
+        let pool = find(pool)?;
         // SAFETY: the caller's promise.
-        let registered = unsafe { find(pool)?.register_nccl(comm as usize) }?;
-        if !count.is_null() {
-            // SAFETY: the caller's promise.
-            unsafe { Out::new(count, "count") }?.put(registered);
+        let out = unsafe { Out::if_wanted(count, "count") };
+        // Where there is no place for the answer it asks for no communicator, which the others hear of.
+        let comm = if out.is_ok() { comm as usize } else { 0 };
+        // SAFETY: the caller's promise; 0 is refused.
+        let registered = unsafe { pool.register_nccl(comm) };
+        if let Some(out) = out? {
+            out.put(registered?);
+        } else {
+            registered?;
         }
         Ok(())
     })
