@@ -87,13 +87,12 @@ impl Rank {
         to.write(&[UNTOUCHED; ROOM]);
         let (input, output): (Place, Place) = (from.part(skew), to.part(out_skew));
         let even = send.iter().chain(&receive).all(|count| *count == send[0]);
-        // SAFETY: the buffers have room for what is sent and received, and are this rank's.
-        let done = unsafe {
-            if even {
-                self.engine.all_to_all(input, output, send[0], u8::DTYPE)
-            } else {
-                self.engine.all_to_all_v(input, send, output, &receive, u8::DTYPE)
-            }
+        let done = if even {
+            // SAFETY: the buffers have room for what is sent and received, and are this rank's.
+            unsafe { self.engine.all_to_all(input, output, send[0], u8::DTYPE) }
+        } else {
+            // SAFETY: as above.
+            unsafe { self.engine.all_to_all_v(input, send, output, &receive, u8::DTYPE) }
         };
         done.unwrap_or_else(|error| panic!("matrix {nth} of {matrix:?}: {error}"));
         let mut wanted = vec![UNTOUCHED; out_skew];

@@ -102,12 +102,12 @@ fn a_rank_whose_parts_are_equal_may_say_so_to_ranks_whose_are_not() {
             to.write(&[-1; 6]);
             let receive = MATRIX.map(|row| row[me]);
             let (from, out) = (from.place, to.place);
-            // SAFETY: both buffers hold what is sent and received, and are this rank's.
-            let done = unsafe {
-                match rank {
-                    1 => engine.all_to_all(from, out, 1, i32::DTYPE),
-                    _ => engine.all_to_all_v(from, &MATRIX[me], out, &receive, i32::DTYPE),
-                }
+            let done = if rank == 1 {
+                // SAFETY: both buffers hold what is sent and received, and are this rank's.
+                unsafe { engine.all_to_all(from, out, 1, i32::DTYPE) }
+            } else {
+                // SAFETY: as above.
+                unsafe { engine.all_to_all_v(from, &MATRIX[me], out, &receive, i32::DTYPE) }
             };
             done.unwrap();
             let came = (0..).zip(receive).flat_map(|(peer, count)| vec![peer; count]);
