@@ -180,7 +180,8 @@ symmpool_status symmpool_comm_destroy(symmpool_comm comm);
 // same address. As all collectives: every rank calls it with the same arguments but addresses, in
 // the same order; memory in windows is used where it lies, other memory is copied; on CUDA the
 // work is done on `stream` when the call has returned, and errors show in later calls or in
-// symmpool_comm_synchronize. Errors: DIVERGED for other arguments elsewhere, TIMEOUT, PEER_LOST.
+// symmpool_comm_synchronize. Errors: DIVERGED for other arguments elsewhere, TIMEOUT, PEER_LOST; after
+// these two a peer that is still in the call may go on writing into `output` until it has left it.
 //
 // # Safety
 //

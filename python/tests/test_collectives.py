@@ -244,6 +244,21 @@ def test_nothing_is_a_size_too():
     assert values(2, empty_calls) == [[1, 1, 1, 1, 9, 9], [1, 1, 9, 9, 9, 9]]
 
 
+def even_for_one(group):
+    """Rank 1's row and column are even, so that it may leave its splits out, as in torch.distributed."""
+    pool = symmpool.Pool(group, "cpu")
+    comm = symmpool.Communicator(pool, timeout=20)
+    matrix, me = [[3, 1, 2], [1, 1, 1], [2, 1, 3]], pool.rank
+    x, out = np.full(sum(matrix[me]), me, np.int32), np.empty(sum(row[me] for row in matrix), np.int32)
+    splits = () if me == 1 else ([row[me] for row in matrix], matrix[me])
+    comm.all_to_all_single(out, x, *splits)
+    return out.tolist()
+
+
+def test_a_rank_with_even_parts_may_leave_its_splits_out():
+    assert values(3, even_for_one) == [[0, 0, 0, 1, 2, 2], [0, 1, 2], [0, 0, 1, 2, 2, 2]]
+
+
 def test_one_rank_alone_needs_nobody():
     pool = symmpool.Pool(symmpool.Group.in_process(1)[0], "cpu")
     comm = symmpool.Communicator(pool)

@@ -7,6 +7,8 @@ use crate::host::HostEngine;
 /// The traffic matrix of one call, in bytes.
 #[derive(Clone, Copy)]
 pub(super) enum Matrix {
+    /// Everyone sends the same to everyone, which entries have told: nobody's row is read.
+    Even { bytes: usize },
     /// In the rows that ranks show each other for the call, with what each expects.
     Rows,
     /// In such rows too, with how much each output holds.
@@ -23,13 +25,19 @@ impl Matrix {
     /// What `sender` sends to `receiver`, once all have entered.
     #[inline]
     pub(super) fn bytes(self, engine: &HostEngine, sender: u32, receiver: u32) -> usize {
-        engine.row(sender, receiver) as usize
+        match self {
+            Self::Even { bytes } => bytes,
+            Self::Rows | Self::Splits => engine.row(sender, receiver) as usize,
+        }
     }
 
     /// What this rank sends to `receiver`, before it has entered.
     #[inline]
     pub(super) fn next_bytes(self, engine: &HostEngine, receiver: u32) -> usize {
-        engine.next_row(receiver) as usize
+        match self {
+            Self::Even { bytes } => bytes,
+            Self::Rows | Self::Splits => engine.next_row(receiver) as usize,
+        }
     }
 
     /// What `sender` sends to all others, once all have entered.
@@ -48,7 +56,7 @@ impl Matrix {
         let begin = (0..sender).map(|rank| self.bytes(engine, rank, receiver)).sum();
         let bytes = self.bytes(engine, sender, receiver);
         let fitting = match self {
-            Self::Rows => bytes,
+            Self::Even { .. } | Self::Rows => bytes,
             Self::Splits => self.capacity(engine, receiver).saturating_sub(begin).min(bytes),
         };
         (begin, fitting)

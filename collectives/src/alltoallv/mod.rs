@@ -61,9 +61,11 @@ impl HostEngine {
         let (_, all, _) = self.part_of_all(count, dtype);
         let data = self.resolve((input, all), (output, all), InPlace::Never);
         let data = self.or_decline(data)?;
-        let bytes = (count * dtype.size()) as u64;
+        let bytes = count * dtype.size();
+        let call = Call::new(Operation::AllToAll).elements(dtype, count);
+        let (matrix, counts) = (Matrix::Even { bytes }, |_| (bytes as u64, bytes as u64));
         // SAFETY: the caller's promises about input and output, which `data` resolves.
-        unsafe { self.exchange(data, dtype, |_| (bytes, bytes)) }
+        unsafe { self.exchange((data, dtype), &call, matrix, counts) }
     }
 
     /// Sends `send[r]` elements to rank `r` and receives `receive[r]` from it; segments lie in
@@ -106,8 +108,9 @@ impl HostEngine {
         };
         let data = self.or_decline(data)?;
         let bytes = |peer: usize| ((send[peer] * size) as u64, (receive[peer] * size) as u64);
+        let call = Call::new(Operation::AllToAllV).elements(dtype, 0);
         // SAFETY: the caller's promises about input and output, which `data` resolves.
-        unsafe { self.exchange(data, dtype, bytes) }
+        unsafe { self.exchange((data, dtype), &call, Matrix::Rows, bytes) }
     }
 
     /// Sends and receives as many bytes as `counts` says of each rank.
@@ -117,8 +120,9 @@ impl HostEngine {
     /// As [`Self::all_to_all_v`], for the resolved buffers.
     unsafe fn exchange(
         &mut self,
-        data: Data,
-        dtype: DType,
+        (data, dtype): (Data, DType),
+        call: &Call,
+        matrix: Matrix,
         counts: impl Fn(usize) -> (u64, u64),
     ) -> Result<()> {
         let (rank, world) = (self.rank(), self.world());
@@ -127,10 +131,9 @@ impl HostEngine {
             self.set_next_row(peer, sent);
             self.set_next_row(world + peer, received);
         }
-        let call = Call::new(Operation::AllToAllV).elements(dtype, 0);
-        let work = Work { data, matrix: Matrix::Rows, size: dtype.size(), rank, world };
+        let work = Work { data, matrix, size: dtype.size(), rank, world };
         // SAFETY: the caller's promise.
-        unsafe { work.run(self, &call) }
+        unsafe { work.run(self, call) }
     }
 }
 
@@ -155,7 +158,7 @@ impl Work {
     /// # Safety
     ///
     /// As [`HostEngine::all_to_all_v`], for the resolved buffers; this rank's rows are shown.
-    unsafe fn run(&self, engine: &mut HostEngine, call: &Call) -> Result<()> {
+    unsafe fn run(mut self, engine: &mut HostEngine, call: &Call) -> Result<()> {
         let place = match self.data.input {
             Place::Window(offset) => offset,
             Place::Plain(_) => NO_WINDOW,
@@ -165,9 +168,11 @@ impl Work {
         let own = self.route(self.matrix.next_stream(engine), engine, || place);
         if let Route::Pieces(pieces) = &own {
             // SAFETY: the input is readable by contract; scratch is free before entry.
-            unsafe { packet::fill(self, engine, pieces, 0, engine.next_scratch(), true) };
+            unsafe { packet::fill(&self, engine, pieces, 0, engine.next_scratch(), true) };
         }
-        engine.enter(call)?;
+        if !engine.enter_exchange(call)? {
+            self.matrix = Matrix::Rows;
+        }
         self.matrix.check(engine, self.size)?;
         let mut rounds = 0;
         let mut any_direct = false;
@@ -184,19 +189,19 @@ impl Work {
                     let scratch = engine.scratch(self.rank);
                     // SAFETY: the half that held the piece before the last: every peer has
                     // signalled the last one since it read that.
-                    unsafe { packet::fill(self, engine, pieces, round, scratch, false) };
+                    unsafe { packet::fill(&self, engine, pieces, round, scratch, false) };
                 }
                 engine.step()?;
             }
             for sender in engine.peers() {
                 if let Route::Pieces(pieces) = self.route_of(engine, sender) {
                     // SAFETY: the sender filled this piece before it signalled.
-                    unsafe { packet::collect(self, engine, &pieces, round, sender) };
+                    unsafe { packet::collect(&self, engine, &pieces, round, sender) };
                 }
             }
         }
         // SAFETY: the caller's promises; all ranks have entered and the matrix is agreed.
-        unsafe { direct::pull(self, engine) };
+        unsafe { direct::pull(&self, engine) };
         if any_direct { engine.step() } else { Ok(()) }
     }
 

@@ -102,6 +102,16 @@ impl Call {
         Operation::from_code(self.words[0] as u8)
     }
 
+    /// The same but for what rows of the traffic matrix say: an all-to-all of equal parts is one of
+    /// parts of any size.
+    pub(crate) fn without_parts(mut self) -> Self {
+        if self.operation() == Some(Operation::AllToAll) {
+            self.words[0] = self.words[0] & !0xff | Operation::AllToAllV as u64;
+            self.words[1] = 0;
+        }
+        self
+    }
+
     fn is_all_to_all(&self) -> bool {
         matches!(self.operation(), Some(Operation::AllToAll | Operation::AllToAllV))
     }

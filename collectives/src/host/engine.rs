@@ -278,6 +278,42 @@ impl HostEngine {
     /// when a peer does not come, which closes the communicator.
     #[inline]
     pub(crate) fn enter(&mut self, call: &Call) -> Result<()> {
+        let (epoch, parity) = (self.epoch, self.parity());
+        if self.meet(call)? { Ok(()) } else { Err(self.disagreement(call, parity, epoch)) }
+    }
+
+    /// [`Self::enter`] of an all-to-all that shows rows: whether all ranks said the same of it. It is no
+    /// other call where some said that their parts are equal, as rows tell what these are.
+    #[inline]
+    pub(crate) fn enter_exchange(&mut self, call: &Call) -> Result<bool> {
+        let (epoch, parity) = (self.epoch, self.parity());
+        if self.meet(call)? { Ok(true) } else { self.exchange_alike(call, parity, epoch) }
+    }
+
+    /// What ranks that said different things of an all-to-all come to.
+    #[cold]
+    fn exchange_alike(&mut self, call: &Call, parity: u64, epoch: u64) -> Result<bool> {
+        for peer in self.peers() {
+            // It is there: the peer has entered, and its next word here is that of the call after the
+            // next, which this rank has to enter first.
+            let word = match self.await_entry(peer, parity, epoch) {
+                Ok(word) => word,
+                Err(end) => return Err(self.close(end)),
+            };
+            let slot = self.control.entry(self.layout.rank, parity, peer);
+            let theirs = Call::from_words(slot.details());
+            // The digest tells options that differ as well.
+            let true_to_word = entry_word(epoch, theirs.digest(self.salt)) == word;
+            if !true_to_word || theirs.without_parts() != call.without_parts() {
+                return Err(self.disagreement(call, parity, epoch));
+            }
+        }
+        Ok(false)
+    }
+
+    /// Tells what this rank calls, waits for what the others call, and says whether it is the same.
+    #[inline]
+    fn meet(&mut self, call: &Call) -> Result<bool> {
         let (me, epoch, parity) = (self.layout.rank, self.epoch, self.parity());
         let word = self.announce(call);
         let mut all_agree = true;
@@ -294,7 +330,7 @@ impl HostEngine {
         {
             return Err(self.close(end));
         }
-        if all_agree { Ok(()) } else { Err(self.disagreement(call, parity, epoch)) }
+        Ok(all_agree)
     }
 
     /// Tells every peer that this rank makes a call; returns the word that says which.
