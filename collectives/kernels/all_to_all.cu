@@ -136,7 +136,6 @@ __device__ __noinline__ void forget_unused(const Session& session, const Call& c
     Used used;
     used.flags = blocks * (8 * KINDS * WORLD);
     used.rows = ROWS_BYTES / 2;
-    used.marks = comm.bare_bytes / 32;
     forget_old(session, used);
 }
 

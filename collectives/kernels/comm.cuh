@@ -230,26 +230,27 @@ __device__ __forceinline__ char* row_slot(const Comm& comm, u32 epoch, u32 owner
     return comm.of(owner) + rows(comm) + (epoch & 1) * (ROWS_BYTES / 2) + 16 * ROW_WORDS * from;
 }
 
-// A packet that a rank has put in place of what it had told, as it gave up on that call. It has whom
-// the rank had waited for.
-__device__ __forceinline__ bool withdrawn(uint4 packet, u32 epoch) {
-    return packet.y == epoch && packet.w == ~epoch;
+// A rank that gives up takes back what it told of a call: its memory may be something else from now on,
+// so who comes late must not find that it has entered, and where its output was. Who has found it goes on
+// until it misses something. The second half of each packet has whom it had waited for, and a flag that no
+// packet of a call has; nothing more, as whoever may come here has few registers to give.
+__device__ __forceinline__ bool withdrawn(const char* packet, u32 epoch) {
+    return *reinterpret_cast<const volatile u32*>(packet + 12) == ~epoch;
 }
 
-// Takes back what this rank told of a call: its memory may be something else from now on, so who comes
-// late must not find that it has entered, and where its output was. Who has found it goes on until it
-// misses something. By one thread.
-__device__ __forceinline__ void withdraw(const Comm& comm, u32 epoch, u32 missing) {
-    const uint4 packet = make_uint4(missing, epoch, 0, ~epoch);
-    for (u32 peer = 0; peer < WORLD; ++peer) {
-        if (peer == comm.rank) {
-            continue;
-        }
-        for (u32 word = 0; word < 4; ++word) {
-            store_relaxed(entry_slot(comm, epoch, peer, comm.rank) + 16 * word, packet);
-        }
-        for (u32 word = 0; word < ROW_WORDS; ++word) {
-            store_relaxed(row_slot(comm, epoch, peer, comm.rank) + 16 * word, packet);
+// By one thread, when the record of the failure is written but for its last word.
+__device__ __noinline__ void withdraw(const Comm& comm) {
+    const volatile Fault* fault = comm.fault;
+    const u32 epoch = fault->epoch;
+    const u64 missing = fault->kind == GAVE_UP ? fault->theirs[0] >> 32 : fault->peer;
+    const u64 half = static_cast<u64>(~epoch) << 32 | missing;
+    char* entry = entry_slot(comm, epoch, 0, comm.rank) + 8;
+    const u32 to_row = static_cast<u32>(row_slot(comm, epoch, 0, comm.rank) + 8 - entry) - 64;
+#pragma unroll 1
+    for (u32 peer = 0; peer < WORLD; ++peer, entry += comm.stride) {
+#pragma unroll 1
+        for (u32 word = 0; word < 16 * (4 + ROW_WORDS) && peer != comm.rank; word += 16) {
+            *reinterpret_cast<volatile u64*>(entry + (word < 64 ? word : word + to_row)) = half;
         }
     }
 }
@@ -265,16 +266,14 @@ __device__ __noinline__ void report(const Comm& comm, u32 epoch, u32 kind, u32 p
     fault->epoch = epoch;
     fault->peer = peer;
     fault->phase = phase;
-    u32 missing = peer;
     for (u32 word = 0; word < 4; ++word) {
         uint4 packet = load_relaxed(entry_slot(comm, epoch, comm.rank, peer) + 16 * word);
         fault->theirs[word] = static_cast<u64>(packet.z) << 32 | packet.x;
         fault->ours[word] = call ? call->details[word] : 0;
-        missing = kind == GAVE_UP ? packet.x : missing;
     }
     // Where ranks differ, each finds that itself; signals on channels belong to no call.
     if (kind != MISMATCH && phase < CHANNEL) {
-        withdraw(comm, epoch, missing);
+        withdraw(comm);
     }
     fence();
     *static_cast<volatile u32*>(&fault->complete) = 1;
@@ -289,7 +288,7 @@ __device__ __noinline__ u64 still_waiting(const Comm& comm, u32 epoch, u64 since
     }
     u64 now = nanoseconds();
     since = since == 0 ? now : since;
-    const bool left = withdrawn(load_relaxed(entry_slot(comm, epoch, comm.rank, peer)), epoch);
+    const bool left = withdrawn(entry_slot(comm, epoch, comm.rank, peer), epoch);
     if (!left && now - since < comm.timeout) {
         return since;
     }

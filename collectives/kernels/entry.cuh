@@ -102,7 +102,6 @@ struct Used {
     u64 lines = 0;
     u64 flags = 0;
     u64 rows = 0;
-    u64 marks = 0;
 };
 
 // Flags are 32 bits of epoch. Before the numbers come round again, whatever an old call left in
@@ -113,7 +112,11 @@ __device__ __noinline__ void forget_old(const Session& session, Used used) {
     forget(session, comm.lines, comm.lines_bytes, used.lines);
     forget(session, comm.flags, comm.flags_bytes, used.flags);
     forget(session, rows(comm), ROWS_BYTES, used.rows);
-    forget(session, comm.marks, comm.bare_bytes / 16, used.marks);
+}
+
+// The same of marks of bare vectors, by calls that leave none.
+__device__ __noinline__ void forget_marks(const Session& session) {
+    forget(session, session.comm.marks, session.comm.bare_bytes / 16, 0);
 }
 
 // The whole work of the first block.
@@ -124,6 +127,7 @@ __device__ __forceinline__ void attend(const Session& session, const Call& call,
     compare(session, call);
     if ((session.epoch & 0x3fffffffu) < 2) {
         forget_old(session, used);
+        forget_marks(session);
     }
 }
 

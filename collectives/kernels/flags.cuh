@@ -63,14 +63,8 @@ __device__ __forceinline__ bool await_flags(const Session& session, u32 kind, u3
     bool bad = false;
     const u32 peer = threadIdx.x;
     if (peer < WORLD && peer != session.comm.rank) {
-        uint4 entry;
-        if constexpr (PRESENT) {
-            entry = load_relaxed(entered(session, peer, 0));
-        }
-        bad = !await_raised(session, kind, peer, data_block(), count, phase);
-        if constexpr (PRESENT) {
-            bad = bad || withdrawn(entry, session.epoch);
-        }
+        const bool left = PRESENT && withdrawn(entered(session, peer, 0), session.epoch);
+        bad = !await_raised(session, kind, peer, data_block(), count, phase) || left;
     }
     return !__syncthreads_or(bad);
 }

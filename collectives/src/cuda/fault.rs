@@ -118,7 +118,8 @@ impl Record {
                 vec![rank],
             ),
             GAVE_UP => {
-                let missing = theirs[0] as u32;
+                // The second half of a packet: `withdraw` in `comm.cuh`.
+                let missing = (theirs[0] >> 32) as u32;
                 let what = format!(
                     "rank {missing} in collective {epoch} on the device, as rank {peer} told rank \
                      {rank}, which came to it after that"
@@ -333,7 +334,8 @@ mod tests {
             assert!(lost.is_peer_lost() && lost.ranks() == [2], "{lost}");
         }
         for missing in [1, 2] {
-            let told = || Record { theirs: [missing, 0, 0, 0], peer: 0, ..record(GAVE_UP, 0) };
+            let told =
+                || Record { theirs: [missing << 32, 0, 0, 0], peer: 0, ..record(GAVE_UP, 0) };
             let late = told().error(&there);
             assert!(late.is_timeout() && late.ranks() == [missing as u32], "{late}");
             assert!(late.to_string().contains("as rank 0 told rank 1"), "{late}");
