@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import threading
 import time
 from typing import Any
 
@@ -81,53 +80,30 @@ def _note(operation: str, backend: str) -> None:
 class TorchWork(dist.Work):
     """Work of ours, for callers that are C++."""
 
-    def __init__(self, work: Any, finish: Any = None):
+    def __init__(self, work: Any):
         super().__init__()
         self._work = work
-        # What is to be done when the call is, such as copying a result to where it belongs.
-        self._finish = finish
-        self._lock = threading.Lock()
-
-    def _finished(self) -> None:
-        with self._lock:
-            finish, self._finish = self._finish, None
-            if finish is not None:
-                finish()
 
     def wait(self, timeout: Any = None) -> bool:
-        self._work.wait(timeout)
-        self._finished()
-        return True
+        return self._work.wait(timeout)
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
-        done = self._work.is_completed()
-        if done and self._work.exception() is None:
-            self._finished()
-        return done
+        return self._work.is_completed()
 
     def is_success(self) -> bool:
-        return self.is_completed() and self._work.exception() is None
+        return self._work.is_success()
 
     def exception(self) -> Any:
         return self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
-        self.wait()
         return self._work.result()
 
     def get_future(self) -> torch.futures.Future:
-        future = self._work.get_future()
-        if self._finish is None:
-            return future
-
-        def finished(done: torch.futures.Future) -> Any:
-            self._finished()
-            return done.value()
-
-        return future.then(finished)
+        return self._work.get_future()
 
 
 class DoneWork(dist.Work):
@@ -160,6 +136,18 @@ class DoneWork(dist.Work):
         future = torch.futures.Future(devices=devices)
         future.set_result(self._results)
         return future
+
+
+def _copies(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """What copies results to where they belong. In whichever thread: its modes are not the caller's,
+    and a tensor made in inference mode, or one that requires grad, is written to in that mode only."""
+
+    def copy() -> None:
+        with torch.inference_mode():
+            for to, found in pairs:
+                to.copy_(found)
+
+    return copy
 
 
 class SymmpoolProcessGroup(dist.ProcessGroup):
@@ -267,7 +255,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         seat = seats.find(arguments[0], self)
         function = getattr(seat.comm, call)
         if getattr(opts, "asyncOp", True):
-            return TorchWork(seat.begin(function, arguments, results), finish)
+            return TorchWork(seat.begin(function, arguments, results, finish))
         seats.run(seat, function, arguments, results, False)
         if finish is not None:
             finish()
@@ -305,8 +293,8 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         if tensor.is_contiguous():
             return self._run("all_reduce", "all_reduce", (tensor, op), tensors, opts)
         dense = tensor.contiguous()
-        copy = lambda: tensor.copy_(dense)  # noqa: E731
-        return self._run("all_reduce", "all_reduce", (dense, op), tensors, opts, copy)
+        finish = _copies([(tensor, dense)])
+        return self._run("all_reduce", "all_reduce", (dense, op), tensors, opts, finish)
 
     def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
         if isinstance(tensors, torch.Tensor):
@@ -316,9 +304,9 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             return self._rest.broadcast(tensors, opts)
         (tensor,) = tensors
         dense = tensor if tensor.is_contiguous() else tensor.contiguous()
-        copy = None if dense is tensor else (lambda: tensor.copy_(dense))
+        finish = None if dense is tensor else _copies([(tensor, dense)])
         arguments = (dense, opts.rootRank)
-        return self._run("broadcast", "broadcast", arguments, tensors, opts, copy)
+        return self._run("broadcast", "broadcast", arguments, tensors, opts, finish)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         opts = opts if opts is not None else dist.AllgatherOptions()

@@ -44,18 +44,20 @@ class Seat:
         if tail is not None:
             tail.precede()
 
-    def begin(self, call: Any, arguments: tuple[Any, ...], results: list[Any]) -> Any:
-        """Makes a call without waiting for it."""
+    def begin(
+        self, call: Any, arguments: tuple[Any, ...], results: list[Any], finish: Any = None
+    ) -> Any:
+        """Makes a call without waiting for it, and `finish` behind it, wherever the call is made."""
         if self.device < 0:
             if self.side is None:
                 self.side = work.Worker(self, _explainer(self))
-            begun = self.side.submit(call, arguments, results)
+            begun = self.side.submit(call, arguments, results, finish)
         else:
             if self.side is None:
                 import torch
 
                 self.side = work.Side(torch, self.device, _explainer(self))
-            begun = self.side.submit(self.comm, call, arguments, results)
+            begun = self.side.submit(self.comm, call, arguments, results, finish)
         self.tail = begun.turn
         return begun
 

@@ -69,6 +69,28 @@ def test_what_is_served_is_right_and_is_reported(world, tmp_path):
         }
 
 
+def dropped(group, folder):
+    _, world = begin(group, folder, "symmpool")
+    x, weight = torch.ones(3, 2).t(), torch.nn.Parameter(torch.ones(3, 2).t())
+    with torch.inference_mode():
+        inferred = torch.ones(3, 2).t()
+        dist.all_reduce(inferred, async_op=True)
+    dist.all_reduce(x, async_op=True)
+    dist.all_reduce(weight, async_op=True)
+    # Comes after them all.
+    dist.barrier()
+    right = [each.tolist() == [[world] * 3] * 2 for each in (x, weight, inferred)]
+    waited = dist.all_reduce(torch.ones(1), async_op=True)
+    told = waited.get_future().then(lambda done: done.value()[0].item())
+    right.append(waited.wait() and told.wait() == world and waited.is_success())
+    dist.destroy_process_group()
+    return right
+
+
+def test_results_that_nobody_waits_for_come_to_where_they_belong(tmp_path):
+    assert values(2, dropped, str(tmp_path)) == [[True] * 4] * 2
+
+
 def the_rest(group, folder):
     me, world = begin(group, folder, "symmpool")
     right = []
