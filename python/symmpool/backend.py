@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from symmpool import groups, seats
 from symmpool._symmpool import Group
-from symmpool.errors import Error
+from symmpool.errors import Error, InvalidArgumentError
 
 __all__ = ["SymmpoolProcessGroup", "backend_counts", "last_backend"]
 
@@ -136,6 +136,28 @@ class DoneWork(dist.Work):
         future = torch.futures.Future(devices=devices)
         future.set_result(self._results)
         return future
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory says what it holds, row by row: itself, or a copy. The copy is no part of
+    what gradients flow through."""
+    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _place(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """What a call writes to where a tensor is meant, and what copies it from there, if need be."""
+    plain = _plain(tensor)
+    if plain is tensor:
+        return tensor, None
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    if any(size > 1 and stride == 0 for size, stride in sizes):
+        raise InvalidArgumentError(
+            "symmpool: a tensor to write to has elements that share their memory, as expand() makes "
+            "them; pass tensor.clone()"
+        )
+    return plain, _copies([(tensor, plain)])
 
 
 def _copies(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
@@ -290,11 +312,8 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             self._other("all_reduce", tensors[0])
             return self._rest.allreduce(tensors, opts)
         (tensor,) = tensors
-        if tensor.is_contiguous():
-            return self._run("all_reduce", "all_reduce", (tensor, op), tensors, opts)
-        dense = tensor.contiguous()
-        finish = _copies([(tensor, dense)])
-        return self._run("all_reduce", "all_reduce", (dense, op), tensors, opts, finish)
+        place, finish = _place(tensor)
+        return self._run("all_reduce", "all_reduce", (place, op), tensors, opts, finish)
 
     def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
         if isinstance(tensors, torch.Tensor):
@@ -303,9 +322,10 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             self._other("broadcast", tensors[0])
             return self._rest.broadcast(tensors, opts)
         (tensor,) = tensors
-        dense = tensor if tensor.is_contiguous() else tensor.contiguous()
-        finish = None if dense is tensor else _copies([(tensor, dense)])
-        arguments = (dense, opts.rootRank)
+        # The root's is only read.
+        root = opts.rootRank == self.rank()
+        place, finish = (_plain(tensor), None) if root else _place(tensor)
+        arguments = (place, opts.rootRank)
         return self._run("broadcast", "broadcast", arguments, tensors, opts, finish)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
@@ -313,8 +333,9 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         if not self._moves(output, input):
             self._other("all_gather_into_tensor", output)
             return self._rest._allgather_base(output, input, opts)
-        arguments = (output, input)
-        return self._run("all_gather_into_tensor", "all_gather", arguments, [output], opts)
+        place, finish = _place(output)
+        arguments = (place, _plain(input))
+        return self._run("all_gather_into_tensor", "all_gather", arguments, [output], opts, finish)
 
     _allgather_base = all_gather_single
 
@@ -324,8 +345,9 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         if op is None:
             self._other("reduce_scatter_tensor", output)
             return self._rest._reduce_scatter_base(output, input, opts)
-        arguments = (output, input, op)
-        return self._run("reduce_scatter_tensor", "reduce_scatter", arguments, [output], opts)
+        place, finish = _place(output)
+        arguments = (place, _plain(input), op)
+        return self._run("reduce_scatter_tensor", "reduce_scatter", arguments, [output], opts, finish)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -336,9 +358,10 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         if not self._moves(output, input):
             self._other("all_to_all_single", output)
             return self._rest.alltoall_base(output, input, output_splits, input_splits, opts)
-        arguments = (output, input)
+        place, finish = _place(output)
+        arguments = (place, _plain(input))
         arguments += (list(output_splits) or None, list(input_splits) or None)
-        return self._run("all_to_all_single", "all_to_all_single", arguments, [output], opts)
+        return self._run("all_to_all_single", "all_to_all_single", arguments, [output], opts, finish)
 
     alltoall_base = all_to_all_single
 

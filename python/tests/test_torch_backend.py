@@ -91,6 +91,45 @@ def test_results_that_nobody_waits_for_come_to_where_they_belong(tmp_path):
     assert values(2, dropped, str(tmp_path)) == [[True] * 4] * 2
 
 
+def views(group, folder):
+    me, world = begin(group, folder, "symmpool")
+    right = {}
+    rows = (torch.arange(6.0).reshape(3, 2) + me).t()
+    gathered, transposed = torch.empty(2 * world, 3), torch.empty(3, 2 * world).t()
+    dist.all_gather_into_tensor(gathered, rows)
+    dist.all_gather_into_tensor(transposed, rows)
+    expected = torch.cat([rows - me + rank for rank in range(world)])
+    right["all_gather"] = torch.equal(gathered, expected) and torch.equal(transposed, expected)
+    part = torch.empty(1, 3)
+    dist.reduce_scatter_tensor(part, torch.full((3, 1), me + 1.0).expand(3, world).t())
+    right["reduce_scatter"] = part.tolist() == [[world * (world + 1) / 2] * 3]
+    swapped = torch.empty(world)
+    dist.all_to_all_single(swapped, torch.full((1,), float(me)).expand(world))
+    right["all_to_all"] = swapped.tolist() == list(range(world))
+    told = torch.full((1,), 5.0).expand(4) if me == 1 else torch.zeros(4, 2)[:, 0]
+    dist.broadcast(told, 1)
+    right["broadcast"] = told.tolist() == [5.0] * 4
+    # Contiguous, but the memory has the other sign.
+    negative = torch._neg_view(torch.ones(2))
+    dist.all_reduce(negative)
+    right["negative"] = negative.tolist() == [-world] * 2
+    gathered = torch.empty(2 * world)
+    dist.all_gather_into_tensor(gathered, torch._neg_view(torch.ones(2)))
+    right["negative input"] = gathered.tolist() == [-1] * 2 * world
+    with pytest.raises(symmpool.InvalidArgumentError, match="share their memory"):
+        dist.all_reduce(torch.ones(1).expand(4))
+    dist.barrier()
+    right["served"] = all(set(each) == {"symmpool"} for each in backend.backend_counts().values())
+    dist.destroy_process_group()
+    return right
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_views_are_served_by_what_they_show(world, tmp_path):
+    for right in values(world, views, str(tmp_path)):
+        assert all(right.values()), right
+
+
 def the_rest(group, folder):
     me, world = begin(group, folder, "symmpool")
     right = []
