@@ -365,6 +365,36 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
 
     alltoall_base = all_to_all_single
 
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        opts = opts if opts is not None else dist.AllToAllOptions()
+        # NCCL takes lists as they are; gloo takes none.
+        if not outputs or self._names.get(outputs[0].device.type) == "nccl":
+            self._other("alltoall", _first_tensor((outputs, inputs)))
+            return self._rest.alltoall(outputs, inputs, opts)
+        self._check_parts(outputs, inputs)
+        if not self._moves(*outputs, *inputs):
+            self._other("alltoall", outputs[0])
+            return self._rest.alltoall(outputs, inputs, opts)
+        sizes = [each.numel() for each in outputs]
+        place = torch.empty(sum(sizes), dtype=outputs[0].dtype, device=outputs[0].device)
+        sent = torch.cat([_plain(each.detach()).reshape(-1) for each in inputs])
+        parts = zip(outputs, place.split(sizes), strict=True)
+        finish = _copies([(to, part.view(to.shape)) for to, part in parts])
+        arguments = (place, sent, sizes, [each.numel() for each in inputs])
+        return self._run("alltoall", "all_to_all_single", arguments, outputs, opts, finish)
+
+    def _check_parts(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        """A list for each side, of a tensor for each rank."""
+        for name, parts in (("output", outputs), ("input", inputs)):
+            if len(parts) != self.size():
+                raise InvalidArgumentError(
+                    f"symmpool: all_to_all: {len(parts)} {name} tensors for {self.size()} ranks"
+                )
+        if len({(each.dtype, each.device) for each in (*outputs, *inputs)}) > 1:
+            raise InvalidArgumentError(
+                "symmpool: all_to_all: the tensors of both lists must be of one type, on one device"
+            )
+
     def barrier(self, opts: Any = None) -> dist.Work:
         opts = opts if opts is not None else dist.BarrierOptions()
         device = getattr(opts, "device", None)
@@ -415,7 +445,6 @@ for _method in (
     "allgather_coalesced",
     "allgather_into_tensor_coalesced",
     "allreduce_coalesced",
-    "alltoall",
     "gather",
     "recv",
     "recv_anysource",

@@ -130,6 +130,46 @@ def test_views_are_served_by_what_they_show(world, tmp_path):
         assert all(right.values()), right
 
 
+def lists(group, folder):
+    import torch.distributed.nn.functional as functional
+
+    me, world = begin(group, folder, "symmpool")
+    right = {}
+    # Part `to` of rank `me` has `me + to` elements, none among them.
+    inputs = [torch.full((me + to,), 10.0 * me + to) for to in range(world)]
+    outputs = [torch.empty(me + source, 2)[:, 0] for source in range(world)]
+    expected = [[10.0 * source + me] * (me + source) for source in range(world)]
+    dist.all_to_all(outputs, inputs)
+    right["uneven"] = [each.tolist() for each in outputs] == expected
+    outputs = [torch.empty(me + source) for source in range(world)]
+    dist.all_to_all(outputs, inputs, async_op=True)
+    dist.barrier()
+    right["dropped"] = [each.tolist() for each in outputs] == expected
+    none = [torch.empty(0) for _ in range(world)]
+    dist.all_to_all(none, none)
+    x = torch.ones(4, requires_grad=True)
+    torch.cat(functional.all_gather(x)).sum().backward()
+    right["gradients"] = x.grad.tolist() == [world] * 4
+    with pytest.raises(symmpool.InvalidArgumentError, match="one type"):
+        dist.distributed_c10d._get_default_group().alltoall([torch.ones(1)] * world, [bits(1)] * world)
+    with pytest.raises(symmpool.InvalidArgumentError, match="input tensors"):
+        dist.all_to_all(outputs, inputs[1:])
+    dist.barrier()
+    served = backend.backend_counts()["alltoall"]
+    dist.destroy_process_group()
+    return right, set(served)
+
+
+def bits(value):
+    return torch.tensor([value], dtype=torch.int16)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_to_alls_over_lists_are_served(world, tmp_path):
+    for right, served in values(world, lists, str(tmp_path)):
+        assert all(right.values()) and served == {"symmpool"}, right
+
+
 def the_rest(group, folder):
     me, world = begin(group, folder, "symmpool")
     right = []
