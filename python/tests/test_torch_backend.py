@@ -151,7 +151,7 @@ def lists(group, folder):
     torch.cat(functional.all_gather(x)).sum().backward()
     right["gradients"] = x.grad.tolist() == [world] * 4
     with pytest.raises(symmpool.InvalidArgumentError, match="one type"):
-        dist.distributed_c10d._get_default_group().alltoall([torch.ones(1)] * world, [bits(1)] * world)
+        dist.group.WORLD.alltoall([torch.ones(1)] * world, [bits(1)] * world)
     with pytest.raises(symmpool.InvalidArgumentError, match="input tensors"):
         dist.all_to_all(outputs, inputs[1:])
     dist.barrier()
