@@ -250,10 +250,11 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         except Error as error:
             why = str(error)
         # Without the device's number: ranks use different ones.
-        what = f"backend/{'cpu' if number < 0 else 'cuda'}"
+        kind = "cpu" if number < 0 else "cuda"
         # A rank that cannot is here before those that wait for it in vain, a whole timeout at most.
         left = max(end - time.monotonic(), self._seconds)
-        refusals = groups.agree(self, what, why, left)
+        first = f"the first call on {kind}"
+        refusals = groups.agree(self, f"backend/{kind}", why, left, first)
         if refusals and self.rank() == 0:
             logger.warning("symmpool serves no collective on %s: %s", name, refusals)
         return not refusals

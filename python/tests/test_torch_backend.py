@@ -1,5 +1,6 @@
 """The backend of torch.distributed, between processes on the CPU."""
 
+import datetime
 import gc
 import time
 
@@ -257,6 +258,27 @@ def cannot(group, folder):
 
 def test_where_one_rank_cannot_all_go_to_the_other_backend(tmp_path):
     assert values(2, cannot, str(tmp_path)) == [([2.0] * 3, "gloo")] * 2
+
+
+def never_comes(group, folder):
+    me, _ = begin(group, folder, "symmpool", datetime.timedelta(seconds=1))
+    told = None
+    if me != 1:
+        with pytest.raises(symmpool.TimeoutError) as raised:
+            dist.all_reduce(torch.ones(3))
+        told = str(raised.value), raised.value.ranks
+    return told
+
+
+def test_a_rank_that_does_not_come_to_the_first_call_is_named(tmp_path):
+    first, nothing, last = values(3, never_comes, str(tmp_path))
+    assert nothing is None
+    for text, ranks in (first, last):
+        # The other may have left already.
+        assert 1 in ranks
+        assert "did not come to the first call on cpu of group '0' (default_pg)" in text
+    texts = [text for text, ranks in (first, last) if ranks == (1,)]
+    assert texts and all("symmpool: rank 1 did not come" in text for text in texts)
 
 
 def train(group, folder, name):
