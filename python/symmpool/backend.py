@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import threading
 import time
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch.distributed as dist
 
 from symmpool import groups, seats
 from symmpool._symmpool import Group
-from symmpool.errors import Error
+from symmpool.errors import Error, InvalidArgumentError
 
 __all__ = ["SymmpoolProcessGroup", "backend_counts", "last_backend"]
 
@@ -81,53 +80,30 @@ def _note(operation: str, backend: str) -> None:
 class TorchWork(dist.Work):
     """Work of ours, for callers that are C++."""
 
-    def __init__(self, work: Any, finish: Any = None):
+    def __init__(self, work: Any):
         super().__init__()
         self._work = work
-        # What is to be done when the call is, such as copying a result to where it belongs.
-        self._finish = finish
-        self._lock = threading.Lock()
-
-    def _finished(self) -> None:
-        with self._lock:
-            finish, self._finish = self._finish, None
-            if finish is not None:
-                finish()
 
     def wait(self, timeout: Any = None) -> bool:
-        self._work.wait(timeout)
-        self._finished()
-        return True
+        return self._work.wait(timeout)
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
-        done = self._work.is_completed()
-        if done and self._work.exception() is None:
-            self._finished()
-        return done
+        return self._work.is_completed()
 
     def is_success(self) -> bool:
-        return self.is_completed() and self._work.exception() is None
+        return self._work.is_success()
 
     def exception(self) -> Any:
         return self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
-        self.wait()
         return self._work.result()
 
     def get_future(self) -> torch.futures.Future:
-        future = self._work.get_future()
-        if self._finish is None:
-            return future
-
-        def finished(done: torch.futures.Future) -> Any:
-            self._finished()
-            return done.value()
-
-        return future.then(finished)
+        return self._work.get_future()
 
 
 class DoneWork(dist.Work):
@@ -160,6 +136,40 @@ class DoneWork(dist.Work):
         future = torch.futures.Future(devices=devices)
         future.set_result(self._results)
         return future
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory says what it holds, row by row: itself, or a copy. The copy is no part of
+    what gradients flow through."""
+    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _place(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """What a call writes to where a tensor is meant, and what copies it from there, if need be."""
+    plain = _plain(tensor)
+    if plain is tensor:
+        return tensor, None
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    if any(size > 1 and stride == 0 for size, stride in sizes):
+        raise InvalidArgumentError(
+            "symmpool: a tensor to write to has elements that share their memory, as expand() makes "
+            "them; pass tensor.clone()"
+        )
+    return plain, _copies([(tensor, plain)])
+
+
+def _copies(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """What copies results to where they belong. In whichever thread: its modes are not the caller's,
+    and a tensor made in inference mode, or one that requires grad, is written to in that mode only."""
+
+    def copy() -> None:
+        with torch.inference_mode():
+            for to, found in pairs:
+                to.copy_(found)
+
+    return copy
 
 
 class SymmpoolProcessGroup(dist.ProcessGroup):
@@ -240,10 +250,11 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         except Error as error:
             why = str(error)
         # Without the device's number: ranks use different ones.
-        what = f"backend/{'cpu' if number < 0 else 'cuda'}"
+        kind = "cpu" if number < 0 else "cuda"
         # A rank that cannot is here before those that wait for it in vain, a whole timeout at most.
         left = max(end - time.monotonic(), self._seconds)
-        refusals = groups.agree(self, what, why, left)
+        first = f"the first call on {kind}"
+        refusals = groups.agree(self, f"backend/{kind}", why, left, first)
         if refusals and self.rank() == 0:
             logger.warning("symmpool serves no collective on %s: %s", name, refusals)
         return not refusals
@@ -267,7 +278,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         seat = seats.find(arguments[0], self)
         function = getattr(seat.comm, call)
         if getattr(opts, "asyncOp", True):
-            return TorchWork(seat.begin(function, arguments, results), finish)
+            return TorchWork(seat.begin(function, arguments, results, finish))
         seats.run(seat, function, arguments, results, False)
         if finish is not None:
             finish()
@@ -302,11 +313,8 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             self._other("all_reduce", tensors[0])
             return self._rest.allreduce(tensors, opts)
         (tensor,) = tensors
-        if tensor.is_contiguous():
-            return self._run("all_reduce", "all_reduce", (tensor, op), tensors, opts)
-        dense = tensor.contiguous()
-        copy = lambda: tensor.copy_(dense)  # noqa: E731
-        return self._run("all_reduce", "all_reduce", (dense, op), tensors, opts, copy)
+        place, finish = _place(tensor)
+        return self._run("all_reduce", "all_reduce", (place, op), tensors, opts, finish)
 
     def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
         if isinstance(tensors, torch.Tensor):
@@ -315,18 +323,20 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             self._other("broadcast", tensors[0])
             return self._rest.broadcast(tensors, opts)
         (tensor,) = tensors
-        dense = tensor if tensor.is_contiguous() else tensor.contiguous()
-        copy = None if dense is tensor else (lambda: tensor.copy_(dense))
-        arguments = (dense, opts.rootRank)
-        return self._run("broadcast", "broadcast", arguments, tensors, opts, copy)
+        # The root's is only read.
+        root = opts.rootRank == self.rank()
+        place, finish = (_plain(tensor), None) if root else _place(tensor)
+        arguments = (place, opts.rootRank)
+        return self._run("broadcast", "broadcast", arguments, tensors, opts, finish)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         opts = opts if opts is not None else dist.AllgatherOptions()
         if not self._moves(output, input):
             self._other("all_gather_into_tensor", output)
             return self._rest._allgather_base(output, input, opts)
-        arguments = (output, input)
-        return self._run("all_gather_into_tensor", "all_gather", arguments, [output], opts)
+        place, finish = _place(output)
+        arguments = (place, _plain(input))
+        return self._run("all_gather_into_tensor", "all_gather", arguments, [output], opts, finish)
 
     _allgather_base = all_gather_single
 
@@ -336,8 +346,9 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         if op is None:
             self._other("reduce_scatter_tensor", output)
             return self._rest._reduce_scatter_base(output, input, opts)
-        arguments = (output, input, op)
-        return self._run("reduce_scatter_tensor", "reduce_scatter", arguments, [output], opts)
+        place, finish = _place(output)
+        arguments = (place, _plain(input), op)
+        return self._run("reduce_scatter_tensor", "reduce_scatter", arguments, [output], opts, finish)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -348,11 +359,42 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         if not self._moves(output, input):
             self._other("all_to_all_single", output)
             return self._rest.alltoall_base(output, input, output_splits, input_splits, opts)
-        arguments = (output, input)
+        place, finish = _place(output)
+        arguments = (place, _plain(input))
         arguments += (list(output_splits) or None, list(input_splits) or None)
-        return self._run("all_to_all_single", "all_to_all_single", arguments, [output], opts)
+        return self._run("all_to_all_single", "all_to_all_single", arguments, [output], opts, finish)
 
     alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        opts = opts if opts is not None else dist.AllToAllOptions()
+        # NCCL takes lists as they are; gloo takes none.
+        if not outputs or self._names.get(outputs[0].device.type) == "nccl":
+            self._other("alltoall", _first_tensor((outputs, inputs)))
+            return self._rest.alltoall(outputs, inputs, opts)
+        self._check_parts(outputs, inputs)
+        if not self._moves(*outputs, *inputs):
+            self._other("alltoall", outputs[0])
+            return self._rest.alltoall(outputs, inputs, opts)
+        sizes = [each.numel() for each in outputs]
+        place = torch.empty(sum(sizes), dtype=outputs[0].dtype, device=outputs[0].device)
+        sent = torch.cat([_plain(each.detach()).reshape(-1) for each in inputs])
+        parts = zip(outputs, place.split(sizes), strict=True)
+        finish = _copies([(to, part.view(to.shape)) for to, part in parts])
+        arguments = (place, sent, sizes, [each.numel() for each in inputs])
+        return self._run("alltoall", "all_to_all_single", arguments, outputs, opts, finish)
+
+    def _check_parts(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        """A list for each side, of a tensor for each rank."""
+        for name, parts in (("output", outputs), ("input", inputs)):
+            if len(parts) != self.size():
+                raise InvalidArgumentError(
+                    f"symmpool: all_to_all: {len(parts)} {name} tensors for {self.size()} ranks"
+                )
+        if len({(each.dtype, each.device) for each in (*outputs, *inputs)}) > 1:
+            raise InvalidArgumentError(
+                "symmpool: all_to_all: the tensors of both lists must be of one type, on one device"
+            )
 
     def barrier(self, opts: Any = None) -> dist.Work:
         opts = opts if opts is not None else dist.BarrierOptions()
@@ -404,7 +446,6 @@ for _method in (
     "allgather_coalesced",
     "allgather_into_tensor_coalesced",
     "allreduce_coalesced",
-    "alltoall",
     "gather",
     "recv",
     "recv_anysource",

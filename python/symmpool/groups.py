@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from symmpool._symmpool import Group
-from symmpool.errors import InvalidArgumentError
+from symmpool.errors import InvalidArgumentError, TimeoutError  # noqa: A004
 
 # How long collectives wait for a late rank, in seconds, where nothing else says so.
 DEFAULT_TIMEOUT = 30.0
@@ -210,15 +210,37 @@ def place_of(pool: Any) -> str:
     return ""
 
 
-def agree(group: Any, what: str, why: str | None, seconds: float) -> dict[int, str]:
+def agree(group: Any, what: str, why: str | None, seconds: float, to: str) -> dict[int, str]:
     """Tells the other ranks of a process group why this one cannot do something, or None where it
-    can. Returns what each of those said that cannot: the same on every rank. Collective."""
+    can. Returns what each of those said that cannot: the same on every rank. Collective. `to` says,
+    for errors, what the ranks come to: "the first call"."""
     from symmpool.store import StoreAdapter
 
     dist = distributed()
-    rank, world, store = _member(dist, group if group is not None else dist.group.WORLD)
+    group = group if group is not None else dist.group.WORLD
+    rank, world, store = _member(dist, group)
     count = _agreements[store] = _agreements.get(store, 0) + 1
     said = b"" if why is None else why.encode()[:4096] or b"?"
     key = f"agree/{what}/{count}"
-    answers = StoreAdapter(store).all_gather(key, rank, world, said, seconds)
+    try:
+        answers = StoreAdapter(store).all_gather(key, rank, world, said, seconds)
+    except TimeoutError as error:
+        if not error.ranks:
+            raise
+        raise _absent(group, error.ranks, f"rank {rank} of {world}", seconds, to) from None
     return {rank: said.decode("utf-8", "replace") for rank, said in enumerate(answers) if said}
+
+
+def _absent(group: Any, ranks: tuple[int, ...], here: str, seconds: float, to: str) -> TimeoutError:
+    """Who did not come to an agreement, as an error."""
+    who = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    # A rank whose time is up takes back what it said, so that others may miss it, too.
+    left = ", or gave up waiting there" if len(ranks) > 1 else ""
+    name = getattr(group, "group_desc", None)
+    place = f"group {group.group_name!r} ({name})" if name else "its group"
+    error = TimeoutError(
+        f"symmpool: {who} did not come to {to} of {place}{left}: {here} waited for {seconds:.1f} s. Every "
+        "rank of a group makes its calls in the same order"
+    )
+    error.ranks = tuple(ranks)
+    return error

@@ -24,6 +24,11 @@ from symmpool.named import group_of, resolved
 
 __all__ = ["Seat", "communicator", "explain", "find", "first_device", "forget", "run", "search"]
 
+# The address space of a rank in the pools that are made here, which hold what communicators use and little
+# else: a program may have hundreds of groups, and a process has 128 TiB. An eighth is the communicator's; on
+# CUDA that is as much as in the largest pool.
+_CPU_STRIDE, _CUDA_STRIDE = 32 << 30, 128 << 30
+
 
 class Seat:
     """A pool's communicator, and what is under way on it."""
@@ -44,18 +49,20 @@ class Seat:
         if tail is not None:
             tail.precede()
 
-    def begin(self, call: Any, arguments: tuple[Any, ...], results: list[Any]) -> Any:
-        """Makes a call without waiting for it."""
+    def begin(
+        self, call: Any, arguments: tuple[Any, ...], results: list[Any], finish: Any = None
+    ) -> Any:
+        """Makes a call without waiting for it, and `finish` behind it, wherever the call is made."""
         if self.device < 0:
             if self.side is None:
                 self.side = work.Worker(self, _explainer(self))
-            begun = self.side.submit(call, arguments, results)
+            begun = self.side.submit(call, arguments, results, finish)
         else:
             if self.side is None:
                 import torch
 
                 self.side = work.Side(torch, self.device, _explainer(self))
-            begun = self.side.submit(self.comm, call, arguments, results)
+            begun = self.side.submit(self.comm, call, arguments, results, finish)
         self.tail = begun.turn
         return begun
 
@@ -312,7 +319,7 @@ def _make_default(key: Any, device: int) -> tuple[Pool, Seat]:
         found = (pools[0], _seat_of(pools[0]))
     else:
         with _turn(key):
-            pool = Pool(key, _name_of(device))
+            pool = Pool(key, _name_of(device), stride=_CPU_STRIDE if device < 0 else _CUDA_STRIDE)
         try:
             found = (pool, _seat_of(pool))
         except BaseException:

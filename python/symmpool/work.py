@@ -17,6 +17,8 @@ from symmpool.errors import InvalidStateError, TimeoutError  # noqa: A004
 
 # Has an error say more of the call.
 Explain = Callable[[Exception], None]
+# Puts the results of a call where they belong. Part of the call: nobody need ask how that went.
+Finish = Callable[[], None]
 
 
 def _as_it_is(error: Exception) -> None:
@@ -97,10 +99,19 @@ class HostWork(Work):
         self._error: Exception | None = None
         self._lock = threading.Lock()
 
-    def run(self, call: Any, arguments: tuple[Any, ...], line: _Line, explain: Explain) -> None:
+    def run(
+        self,
+        call: Any,
+        arguments: tuple[Any, ...],
+        finish: Finish | None,
+        line: _Line,
+        explain: Explain,
+    ) -> None:
         try:
             with line:
                 call(*arguments)
+            if finish is not None:
+                finish()
         except Exception as error:
             explain(error)
             self._error = error
@@ -217,14 +228,20 @@ class Worker:
         _running[self._thread] = line
         weakref.finalize(owner, self._calls.put, None)
 
-    def submit(self, call: Any, arguments: tuple[Any, ...], results: list[Any]) -> HostWork:
+    def submit(
+        self,
+        call: Any,
+        arguments: tuple[Any, ...],
+        results: list[Any],
+        finish: Finish | None = None,
+    ) -> HostWork:
         if not self._thread.is_alive():
             raise InvalidStateError(
                 "a communicator of another process is used in one forked from it; make a group, and "
                 "what is needed on it, after the fork"
             )
         work = HostWork(results)
-        self._calls.put((work, call, arguments))
+        self._calls.put((work, call, arguments, finish))
         return work
 
 
@@ -259,10 +276,10 @@ def _work(line: _Line, explain: Explain) -> None:
         item = line.calls.get()
         if item is None:
             return
-        work, call, arguments = item
-        work.run(call, arguments, line, explain)
+        work, call, arguments, finish = item
+        work.run(call, arguments, finish, line, explain)
         # Tensors are not kept until the next call comes.
-        del work, call, arguments, item
+        del work, call, arguments, finish, item
 
 
 class StreamWork(Work):
@@ -338,12 +355,22 @@ class Side:
         self._draining = threading.RLock()
 
     def submit(
-        self, comm: Any, call: Any, arguments: tuple[Any, ...], results: list[Any]
+        self,
+        comm: Any,
+        call: Any,
+        arguments: tuple[Any, ...],
+        results: list[Any],
+        finish: Finish | None = None,
     ) -> StreamWork:
         # Marks, not torch's streams and events: those cost the host more than the call itself.
         handle, kept = self._handle, self._kept
         comm.follow(handle)
         call(*arguments, stream=handle)
+        if finish is not None:
+            with self._torch.cuda.stream(self._stream):
+                finish()
+            # Written to as well, there.
+            arguments = (*arguments, *results)
         mark = comm.mark(handle)
         # Whoever lets go of a tensor before the call is done does not free its memory.
         if self._capturing():

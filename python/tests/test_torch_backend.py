@@ -1,5 +1,6 @@
 """The backend of torch.distributed, between processes on the CPU."""
 
+import datetime
 import gc
 import time
 
@@ -67,6 +68,107 @@ def test_what_is_served_is_right_and_is_reported(world, tmp_path):
             "all_to_all_single": {"symmpool": 2},
             "barrier": {"symmpool": 1},
         }
+
+
+def dropped(group, folder):
+    _, world = begin(group, folder, "symmpool")
+    x, weight = torch.ones(3, 2).t(), torch.nn.Parameter(torch.ones(3, 2).t())
+    with torch.inference_mode():
+        inferred = torch.ones(3, 2).t()
+        dist.all_reduce(inferred, async_op=True)
+    dist.all_reduce(x, async_op=True)
+    dist.all_reduce(weight, async_op=True)
+    # Comes after them all.
+    dist.barrier()
+    right = [each.tolist() == [[world] * 3] * 2 for each in (x, weight, inferred)]
+    waited = dist.all_reduce(torch.ones(1), async_op=True)
+    told = waited.get_future().then(lambda done: done.value()[0].item())
+    right.append(waited.wait() and told.wait() == world and waited.is_success())
+    dist.destroy_process_group()
+    return right
+
+
+def test_results_that_nobody_waits_for_come_to_where_they_belong(tmp_path):
+    assert values(2, dropped, str(tmp_path)) == [[True] * 4] * 2
+
+
+def views(group, folder):
+    me, world = begin(group, folder, "symmpool")
+    right = {}
+    rows = (torch.arange(6.0).reshape(3, 2) + me).t()
+    gathered, transposed = torch.empty(2 * world, 3), torch.empty(3, 2 * world).t()
+    dist.all_gather_into_tensor(gathered, rows)
+    dist.all_gather_into_tensor(transposed, rows)
+    expected = torch.cat([rows - me + rank for rank in range(world)])
+    right["all_gather"] = torch.equal(gathered, expected) and torch.equal(transposed, expected)
+    part = torch.empty(1, 3)
+    dist.reduce_scatter_tensor(part, torch.full((3, 1), me + 1.0).expand(3, world).t())
+    right["reduce_scatter"] = part.tolist() == [[world * (world + 1) / 2] * 3]
+    swapped = torch.empty(world)
+    dist.all_to_all_single(swapped, torch.full((1,), float(me)).expand(world))
+    right["all_to_all"] = swapped.tolist() == list(range(world))
+    told = torch.full((1,), 5.0).expand(4) if me == 1 else torch.zeros(4, 2)[:, 0]
+    dist.broadcast(told, 1)
+    right["broadcast"] = told.tolist() == [5.0] * 4
+    # Contiguous, but the memory has the other sign.
+    negative = torch._neg_view(torch.ones(2))
+    dist.all_reduce(negative)
+    right["negative"] = negative.tolist() == [-world] * 2
+    gathered = torch.empty(2 * world)
+    dist.all_gather_into_tensor(gathered, torch._neg_view(torch.ones(2)))
+    right["negative input"] = gathered.tolist() == [-1] * 2 * world
+    with pytest.raises(symmpool.InvalidArgumentError, match="share their memory"):
+        dist.all_reduce(torch.ones(1).expand(4))
+    dist.barrier()
+    right["served"] = all(set(each) == {"symmpool"} for each in backend.backend_counts().values())
+    dist.destroy_process_group()
+    return right
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_views_are_served_by_what_they_show(world, tmp_path):
+    for right in values(world, views, str(tmp_path)):
+        assert all(right.values()), right
+
+
+def lists(group, folder):
+    import torch.distributed.nn.functional as functional
+
+    me, world = begin(group, folder, "symmpool")
+    right = {}
+    # Part `to` of rank `me` has `me + to` elements, none among them.
+    inputs = [torch.full((me + to,), 10.0 * me + to) for to in range(world)]
+    outputs = [torch.empty(me + source, 2)[:, 0] for source in range(world)]
+    expected = [[10.0 * source + me] * (me + source) for source in range(world)]
+    dist.all_to_all(outputs, inputs)
+    right["uneven"] = [each.tolist() for each in outputs] == expected
+    outputs = [torch.empty(me + source) for source in range(world)]
+    dist.all_to_all(outputs, inputs, async_op=True)
+    dist.barrier()
+    right["dropped"] = [each.tolist() for each in outputs] == expected
+    none = [torch.empty(0) for _ in range(world)]
+    dist.all_to_all(none, none)
+    x = torch.ones(4, requires_grad=True)
+    torch.cat(functional.all_gather(x)).sum().backward()
+    right["gradients"] = x.grad.tolist() == [world] * 4
+    with pytest.raises(symmpool.InvalidArgumentError, match="one type"):
+        dist.group.WORLD.alltoall([torch.ones(1)] * world, [bits(1)] * world)
+    with pytest.raises(symmpool.InvalidArgumentError, match="input tensors"):
+        dist.all_to_all(outputs, inputs[1:])
+    dist.barrier()
+    served = backend.backend_counts()["alltoall"]
+    dist.destroy_process_group()
+    return right, set(served)
+
+
+def bits(value):
+    return torch.tensor([value], dtype=torch.int16)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_to_alls_over_lists_are_served(world, tmp_path):
+    for right, served in values(world, lists, str(tmp_path)):
+        assert all(right.values()) and served == {"symmpool"}, right
 
 
 def the_rest(group, folder):
@@ -156,6 +258,27 @@ def cannot(group, folder):
 
 def test_where_one_rank_cannot_all_go_to_the_other_backend(tmp_path):
     assert values(2, cannot, str(tmp_path)) == [([2.0] * 3, "gloo")] * 2
+
+
+def never_comes(group, folder):
+    me, _ = begin(group, folder, "symmpool", datetime.timedelta(seconds=1))
+    told = None
+    if me != 1:
+        with pytest.raises(symmpool.TimeoutError) as raised:
+            dist.all_reduce(torch.ones(3))
+        told = str(raised.value), raised.value.ranks
+    return told
+
+
+def test_a_rank_that_does_not_come_to_the_first_call_is_named(tmp_path):
+    first, nothing, last = values(3, never_comes, str(tmp_path))
+    assert nothing is None
+    for text, ranks in (first, last):
+        # The other may have left already.
+        assert 1 in ranks
+        assert "did not come to the first call on cpu of group '0' (default_pg)" in text
+    texts = [text for text, ranks in (first, last) if ranks == (1,)]
+    assert texts and all("symmpool: rank 1 did not come" in text for text in texts)
 
 
 def train(group, folder, name):

@@ -328,3 +328,21 @@ def look_up_and_leave(group, folder):
 
 def test_what_was_looked_up_goes_with_its_group(tmp_path):
     assert values(1, look_up_and_leave, str(tmp_path)) == [(True, {}, {})]
+
+
+def many_groups(group, folder):
+    groups = []
+    for number in range(70):
+        groups.append(symmpool.Group(group.rank, group.world, f"file://{folder}/{number}"))
+        x = torch.ones(3)
+        symmpool.all_reduce(x, group=groups[-1])
+        assert x.tolist() == [group.world] * 3
+    # What the caller makes is as large as ever.
+    mine = symmpool.Pool(groups[0], device="cpu", stride=1 << 40)
+    return symmpool.all_reduce(mine.zeros(3, torch.float32), group=mine) is None
+
+
+def test_a_program_has_room_for_many_groups(tmp_path):
+    for number in range(70):
+        (tmp_path / str(number)).mkdir()
+    assert values(2, many_groups, str(tmp_path)) == [True] * 2

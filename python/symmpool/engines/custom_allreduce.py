@@ -50,7 +50,8 @@ class CustomAllreduce:
         except Error as error:
             why = str(error)
         # Where one failed at once the others come from waiting for it.
-        refusals = groups.agree(group, "custom_allreduce", why, 2 * timeout)
+        making = "the making of a CustomAllreduce"
+        refusals = groups.agree(group, "custom_allreduce", why, 2 * timeout, making)
         if refusals:
             self._comm = None
             if refusals.get(0) is not None or why is not None:
