@@ -45,9 +45,12 @@ class Seat:
 
     def settle(self) -> None:
         """What follows comes after all that was begun."""
-        tail, self.tail = self.tail, None
-        if tail is not None:
-            tail.precede()
+        tail = self.tail
+        if tail is None or (self.device < 0 and tail.is_here()):
+            # In a callback, which waits for nothing: others still come after what was begun.
+            return
+        self.tail = None
+        tail.precede()
 
     def begin(
         self, call: Any, arguments: tuple[Any, ...], results: list[Any], finish: Any = None

@@ -1,4 +1,15 @@
-"""What a collective with `async_op=True` gives back."""
+"""What a collective with `async_op=True` gives back.
+
+On the CPU a thread makes such calls one after the other, and is the one that runs the callbacks of
+their futures, so these may make calls themselves. A callback's calls come right behind the call that it
+follows, before any that was begun since: they are made as they are begun. Where a future is done
+already, torch runs a callback at once, in the thread that adds it, and its calls come behind all that
+was begun. The two are one order on every rank if the program adds a callback that makes calls before it
+begins the next call on that communicator. A callback may also wait for a call that was begun before,
+by its Work or by its Work's own future (not by what `then` made of it): those up to it are made
+first. It must not wait for another thread of the program that waits for a later call, nor for a call on
+another communicator whose callbacks wait for this one.
+"""
 
 from __future__ import annotations
 
@@ -83,19 +94,21 @@ def _seconds(timeout: Any) -> float | None:
     return seconds if seconds > 0 else None
 
 
-class _Turn(threading.Event):
-    def precede(self) -> None:
-        self.wait()
+class _Done(threading.Event):
+    """That a call is done; and, if somebody is to be told in its thread, that they have been."""
+
+    told: threading.Event | None = None
 
 
 class HostWork(Work):
     """A call that a thread makes."""
 
-    __slots__ = ("_done", "_error", "_lock")
+    __slots__ = ("_line", "_done", "_error", "_lock")
 
-    def __init__(self, results: list[Any]):
+    def __init__(self, results: list[Any], line: _Line):
         super().__init__(results)
-        self._done = _Turn()
+        self._line = line
+        self._done = _Done()
         self._error: Exception | None = None
         self._lock = threading.Lock()
 
@@ -104,11 +117,10 @@ class HostWork(Work):
         call: Any,
         arguments: tuple[Any, ...],
         finish: Finish | None,
-        line: _Line,
         explain: Explain,
     ) -> None:
         try:
-            with line:
+            with self._line:
                 call(*arguments)
             if finish is not None:
                 finish()
@@ -117,10 +129,16 @@ class HostWork(Work):
             self._error = error
         with self._lock:
             self._done.set()
-        if self._future is not None:
-            self._tell()
+            # Who asks for a future from now on sees to it that it is told.
+            told = self._done.told
+        if told is not None:
+            try:
+                self._tell()
+            finally:
+                told.set()
 
     def wait(self, timeout: Any = None) -> bool:
+        self._line.advance(self._done)
         if not self._done.wait(_seconds(timeout)):
             raise TimeoutError(f"symmpool: a collective is not done after {timeout}")
         if self._error is not None:
@@ -134,21 +152,23 @@ class HostWork(Work):
         return self._error
 
     def precede(self) -> None:
+        self._line.advance(self._done)
         self._done.wait()
 
     @property
-    def turn(self) -> _Turn:
-        # An error keeps the frames that it came through, and what is in them: the group, often.
-        return self._done
+    def turn(self) -> _Line:
+        # Not the work: an error keeps the frames that it came through, and what is in them: the group,
+        # often. And not this call's: a callback's calls do not come behind what was begun before.
+        return self._line
 
     def get_future(self) -> Any:
-        import torch
-
         with self._lock:
             if self._future is not None:
                 return self._future
-            self._future = torch.futures.Future()
+            self._future = _future_class()(self._line, self._done)
             done = self._done.is_set()
+            if not done:
+                self._done.told = threading.Event()
         if done:
             self._tell()
         return self._future
@@ -158,6 +178,24 @@ class HostWork(Work):
             self._future.set_exception(self._error)
         else:
             self._future.set_result(self._results)
+
+
+@functools.cache
+def _future_class() -> Any:
+    import torch
+
+    class Future(torch.futures.Future):
+        """A future that a callback can wait for: the thread that it keeps makes the call first."""
+
+        def __init__(self, line: _Line, done: _Done):
+            super().__init__()
+            self._line, self._done = line, done
+
+        def wait(self) -> Any:
+            self._line.advance(self._done)
+            return super().wait()
+
+    return Future
 
 
 class DoneWork(Work):
@@ -191,10 +229,48 @@ class _Line:
     """Calls that wait for a thread, and whether one is being made, which is a `with` of this: a call may
     wait for a rank that does not come, whatever else the thread does will end."""
 
-    def __init__(self) -> None:
+    def __init__(self, explain: Explain) -> None:
         self.calls: queue.SimpleQueue = queue.SimpleQueue()
+        self.explain = explain
+        # The thread that makes the calls, and the last one begun by another.
+        self.thread = 0
+        self.last: _Done | None = None
         self._lock = threading.Lock()
         self._calling = self._given_up = False
+
+    def is_here(self) -> bool:
+        """Whether this is the thread that makes the calls: it is in a callback, then."""
+        return threading.get_ident() == self.thread
+
+    def make_next(self) -> bool:
+        """Makes a call, when there is one. False once there are to be no more."""
+        item = self.calls.get()
+        if item is None:
+            return False
+        work, call, arguments, finish = item
+        work.run(call, arguments, finish, self.explain)
+        return True
+
+    def advance(self, done: _Done) -> None:
+        """If this is a callback, which keeps the thread from the calls that wait for it: makes those
+        up to one that is waited for."""
+        if done.is_set() or not self.is_here():
+            return
+        ends = False
+        while not done.is_set():
+            ends |= not self.make_next()
+        if ends:
+            self.calls.put(None)
+
+    def precede(self) -> None:
+        """Whatever this thread does next comes after all that was begun, and after the callbacks; in a
+        callback, after the call that it follows, as it does already."""
+        last = self.last
+        if last is None or self.is_here():
+            return
+        last.wait()
+        if last.told is not None:
+            last.told.wait()
 
     def __enter__(self) -> None:
         with self._lock:
@@ -219,14 +295,14 @@ class Worker:
     """A thread that makes calls one after the other. It ends when its owner is gone."""
 
     def __init__(self, owner: Any, explain: Explain = _as_it_is):
-        line = _Line()
-        self._calls = line.calls
+        self._line = line = _Line(explain)
         name = "symmpool collectives"
-        self._thread = threading.Thread(target=_work, args=(line, explain), name=name, daemon=True)
+        self._thread = threading.Thread(target=_work, args=(line,), name=name, daemon=True)
         self._thread.start()
+        line.thread = self._thread.ident or 0
         _end_all_at_exit()
         _running[self._thread] = line
-        weakref.finalize(owner, self._calls.put, None)
+        weakref.finalize(owner, line.calls.put, None)
 
     def submit(
         self,
@@ -240,8 +316,14 @@ class Worker:
                 "a communicator of another process is used in one forked from it; make a group, and "
                 "what is needed on it, after the fork"
             )
-        work = HostWork(results)
-        self._calls.put((work, call, arguments, finish))
+        line = self._line
+        work = HostWork(results, line)
+        if line.is_here():
+            # In a callback: nobody else would make it, for as long as the callback waits for it.
+            work.run(call, arguments, finish, line.explain)
+        else:
+            line.last = work._done
+            line.calls.put((work, call, arguments, finish))
         return work
 
 
@@ -271,15 +353,10 @@ def _end_all() -> None:
             thread.join(0.01)
 
 
-def _work(line: _Line, explain: Explain) -> None:
-    while True:
-        item = line.calls.get()
-        if item is None:
-            return
-        work, call, arguments, finish = item
-        work.run(call, arguments, finish, line, explain)
-        # Tensors are not kept until the next call comes.
-        del work, call, arguments, finish, item
+def _work(line: _Line) -> None:
+    # Tensors are not kept until the next call comes.
+    while line.make_next():
+        pass
 
 
 class StreamWork(Work):
