@@ -243,6 +243,24 @@ def train(device, rank, world, steps=10):
     return losses
 
 
+def strided(device, rank, world):
+    """Of the backend: results that are copied to where they belong on the stream of the call."""
+    total, wrong = world * (world + 1) / 2, set()
+    for _ in range(50):
+        x = torch.full((300, 200), rank + 1.0, device=device).t()
+        dist.all_reduce(x, async_op=True)  # whose Work is dropped
+        torch.cuda.synchronize()
+        wrong |= set() if bool((x == total).all()) else {"dropped"}
+        x = torch.full((300, 200), rank + 1.0, device=device).t()
+        dist.all_reduce(x, async_op=True).wait()
+        wrong |= set() if bool((x + 0 == total).all()) else {"waited for"}
+        out = torch.zeros(4, 3 * world, device=device).t()
+        dist.all_gather_into_tensor(out, torch.full((3, 4), float(rank), device=device))
+        each = torch.arange(world, device=device).repeat_interleave(3)
+        wrong |= set() if bool((out == each[:, None]).all()) else {"gathered"}
+    check("strided results, not waited for", not wrong, wrong)
+
+
 def main():
     device, rank, world = begin("cuda:nccl,cpu:gloo")
     pool = calls(device, rank, world)
@@ -275,6 +293,7 @@ def main():
     right &= objects == list(range(world))
     dist.barrier()
     check("the backend, and NCCL beside it", right)
+    strided(device, rank, world)
     with_ours = train(device, rank, world)
     near = all(abs(a - b) <= 1e-3 * abs(b) for a, b in zip(with_ours, with_nccl, strict=True))
     counts = backend.backend_counts()
