@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use bytemuck::Pod;
 
-use super::lane::{LaneInner, SharedLane};
+use super::lane::SharedLane;
+use super::lane_memory::LaneInner;
 use crate::driver::Stream;
 use crate::lane::{BlockKey, here};
 use crate::{Error, Result};

@@ -5,7 +5,7 @@ use crate::lane::{BlockKey, LaneState, here};
 use crate::{Error, Result};
 
 use super::Lane;
-use super::lane::LaneInner;
+use super::lane_memory::LaneInner;
 use super::late::Late;
 
 const NOT_A_BLOCK: &str = "no live block begins there (freed before?)";

@@ -17,7 +17,7 @@
 use std::sync::atomic::Ordering;
 
 use super::held::{Held, Turn};
-use super::lane::LaneInner;
+use super::lane_memory::LaneInner;
 use super::share::{Fresh, fresh_segments};
 use super::{Committer, Pool, half_way};
 use crate::driver::{Step, Stream};

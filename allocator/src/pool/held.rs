@@ -5,7 +5,8 @@ use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::Committer;
-use super::lane::{LaneInner, SharedLane};
+use super::lane::SharedLane;
+use super::lane_memory::LaneInner;
 
 /// A symmetric lane, locked for the length of the commit.
 pub(super) struct Held<'a> {

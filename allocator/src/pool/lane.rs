@@ -9,7 +9,7 @@ use bytemuck::Pod;
 use super::Block;
 use super::due::Due;
 use super::handles::Handles;
-use super::lane_memory::LaneMemory;
+use super::lane_memory::{LaneInner, LaneMemory};
 use super::late::{Late, LateFrees};
 use crate::driver::Stream;
 use crate::heap::Heap;
@@ -44,12 +44,6 @@ pub(crate) struct SharedLane {
     inner: Mutex<LaneInner>,
     /// Frees without order that came while the lane was locked, for a commit under way perhaps.
     pub(super) late: LateFrees,
-}
-
-/// What the lane's lock guards.
-pub(crate) struct LaneInner {
-    pub(crate) state: LaneState,
-    pub(crate) memory: LaneMemory,
 }
 
 impl SharedLane {

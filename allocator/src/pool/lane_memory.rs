@@ -8,8 +8,14 @@ use super::due::Due;
 use super::handles::{Ahead, Handles};
 use crate::driver::{Event, Physical, Stream};
 use crate::heap::Heap;
-use crate::lane::{Backing, Growth, Segment};
+use crate::lane::{Backing, Growth, LaneState, Segment};
 use crate::{Error, Result};
+
+/// What a lane's lock guards: its blocks, and the memory that they are in.
+pub(crate) struct LaneInner {
+    pub(crate) state: LaneState,
+    pub(crate) memory: LaneMemory,
+}
 
 /// The physical side of a lane.
 pub(crate) struct LaneMemory {

@@ -9,7 +9,7 @@ use std::mem;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::lane::LaneInner;
+use super::lane_memory::LaneInner;
 use crate::lane::BlockKey;
 use crate::sync::lock;
 use crate::{Error, Result};

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::held::Held;
-use super::lane::LaneInner;
+use super::lane_memory::LaneInner;
 use super::{Committer, Pool, half_way};
 use crate::lane::{Agreed, Survivor};
 use crate::rendezvous::message::{Message, decode, decode_all};
