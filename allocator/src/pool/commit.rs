@@ -68,10 +68,7 @@ impl Pool {
         let mut held = self.hold();
         let outcome = self.commit_held(&mut committer, &mut held, deadline);
         outcome.map_err(|error| {
-            // Ranks that lost each other cannot know what the others will do.
-            if error.is_timeout() || error.is_peer_lost() {
-                committer.give_up(&error);
-            }
+            committer.give_up_if_apart(&error);
             let number = committer.commits + 1;
             error.context(format!("rank {}, commit {number}", self.rank()))
         })

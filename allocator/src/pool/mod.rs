@@ -101,10 +101,13 @@ struct Committer {
 }
 
 impl Committer {
-    /// No commit can work any more: connected peers are told, and need not wait to learn it.
-    fn give_up(&mut self, error: &Error) {
-        self.peers.give_up(error);
-        self.broken = Some(error.clone());
+    /// After an error by which ranks lost each other, no commit can work any more, as they cannot know
+    /// what the others will do: connected peers are told, and need not wait to learn it.
+    fn give_up_if_apart(&mut self, error: &Error) {
+        if error.is_timeout() || error.is_peer_lost() {
+            self.peers.give_up(error);
+            self.broken = Some(error.clone());
+        }
     }
 
     /// This rank did not get to the end of what others may have finished.

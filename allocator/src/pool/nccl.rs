@@ -163,11 +163,7 @@ impl Pool {
     ) -> Result<()> {
         let status = encode_status(Said, own.map_err(|error| error.kind().clone()))?;
         let gathered = committer.peers.all_gather(self.group(), name, &status, deadline);
-        let gathered = gathered.inspect_err(|error| {
-            if error.is_timeout() || error.is_peer_lost() {
-                committer.give_up(error);
-            }
-        })?;
+        let gathered = gathered.inspect_err(|error| committer.give_up_if_apart(error))?;
         let (mut failures, mut versions) = (Vec::new(), Vec::new());
         for (rank, Said(status)) in (0..).zip(decode_all(&gathered)?) {
             match status {

@@ -59,9 +59,7 @@ impl Pool {
         let mut held = self.hold();
         let outcome = self.resync_held(&mut committer, &mut held, deadline);
         outcome.map_err(|error| {
-            if error.is_timeout() || error.is_peer_lost() {
-                committer.give_up(&error);
-            }
+            committer.give_up_if_apart(&error);
             error.context(format!("rank {}, resync", self.rank()))
         })
     }

@@ -36,9 +36,6 @@ pub(crate) struct CudaOptions {
     pub(crate) concurrent: u32,
 }
 
-/// The most of these.
-const MOST_CONCURRENT: u32 = 16;
-
 /// Tells whether a rank's process still runs.
 pub(crate) type Alive = Box<dyn Fn(u32) -> bool + Send>;
 
@@ -82,18 +79,12 @@ pub(crate) struct CudaEngine {
 }
 
 impl CudaEngine {
-    /// Bytes of control block that a group of `world` ranks needs with these options.
+    /// Bytes of control block that a group of `world` ranks needs with these options, of which those that
+    /// are a communicator's were checked.
     pub(crate) fn control_bytes(world: u32, options: &CudaOptions) -> Result<u64> {
-        let concurrent = options.concurrent;
-        if !(1..=MOST_CONCURRENT).contains(&concurrent) {
-            return Err(Error::invalid_argument(format!(
-                "concurrent {concurrent}: communicators whose calls are under way at once, 1 to \
-                 {MOST_CONCURRENT}"
-            )));
-        }
         // Blocks of equal number meet on all ranks, so there must be as many: where ranks differ, so
         // do their blocks of memory, which the commit tells.
-        let told = u64::from(concurrent - 1) * 4096;
+        let told = u64::from(options.concurrent - 1) * 4096;
         Ok(Control::new(world, options.inbox, options.scratch)?.bytes() + told)
     }
 

@@ -106,6 +106,13 @@ impl Record {
     fn error(&self, seen: &Seen<'_>) -> Error {
         let Self { kind, epoch, peer, phase, ours, theirs, .. } = *self;
         let Seen { rank, timeout, alive } = *seen;
+        let absent = |missing: u32, what: String, after: Duration| {
+            if alive(missing) {
+                Error::timeout(what, after, vec![missing])
+            } else {
+                Error::peer_lost(vec![missing], what)
+            }
+        };
         match kind {
             TIMEOUT if phase == BESIDE => Error::timeout(
                 format!(
@@ -124,11 +131,7 @@ impl Record {
                     "rank {missing} in collective {epoch} on the device, as rank {peer} told rank \
                      {rank}, which came to it after that"
                 );
-                if alive(missing) {
-                    Error::timeout(what, timeout, vec![missing])
-                } else {
-                    Error::peer_lost(vec![missing], what)
-                }
+                absent(missing, what, timeout)
             }
             TIMEOUT => {
                 let (what, after) = if phase >= CHANNEL {
@@ -152,11 +155,7 @@ impl Record {
                     );
                     (what, timeout)
                 };
-                if alive(peer) {
-                    Error::timeout(what, after, vec![peer])
-                } else {
-                    Error::peer_lost(vec![peer], what)
-                }
+                absent(peer, what, after)
             }
             MISMATCH => {
                 let (ours, theirs) = (Call::from_words(ours), Call::from_words(theirs));
