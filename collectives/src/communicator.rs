@@ -32,6 +32,7 @@ use crate::allreduce::Asked;
 use crate::cuda::{CudaEngine, CudaOptions};
 use crate::host::HostSided;
 use crate::host::cores::enough_for;
+use crate::timeout::Timeout;
 use crate::{Element, HostEngine, HostOptions, Place, ReduceOp};
 use engine::Engine;
 pub use options::CommunicatorOptions;
@@ -98,6 +99,7 @@ pub use splits::Splits;
 pub struct Communicator {
     pool: Pool,
     asked: Asked,
+    timeout: Arc<Timeout>,
     inner: Mutex<Inner>,
     /// One-sided operations in host memory, which need no turn. On a device the engine has them.
     sided: Option<HostSided>,
@@ -141,6 +143,7 @@ impl Communicator {
         Ok(Self {
             pool: pool.clone(),
             asked: asked?,
+            timeout: Arc::clone(engine.timeout()),
             inner: Mutex::new(Inner { engine, windows: pool.windows() }),
             sided,
             control: Some(control),
@@ -194,7 +197,7 @@ impl Communicator {
             // windows are covered by windows (`place`).
             let engine = unsafe { HostEngine::new(pool.layout(), offset, bytes, engine_options) }?;
             // SAFETY: as the engine, it is used by nobody once the communicator is dropped.
-            sided = Some(unsafe { engine.sided(options.timeout, Box::new(alive)) });
+            sided = Some(unsafe { engine.sided(Box::new(alive)) });
             Ok(Engine::Host(Box::new(engine)))
         })?;
         Ok((engine, control, sided))

@@ -25,6 +25,7 @@ mod reduce_scatter;
 mod row_exchange;
 mod signal;
 mod slices;
+mod timeout;
 
 pub use allreduce::AllReduceAlgorithm;
 pub use alltoallv::{AllToAllAlgorithm, SplitRows, SplitsAt};

@@ -272,6 +272,34 @@ fn a_rank_that_does_not_come_closes_the_communicator() {
 }
 
 #[test]
+fn a_timeout_is_changed_for_calls_to_come() {
+    // S5
+    ranks(2, |pool| {
+        let timeout = Duration::from_millis(700);
+        let options = CommunicatorOptions { timeout, ..CommunicatorOptions::default() };
+        let [first, second] = [(); 2].map(|()| Communicator::with_options(pool, &options).unwrap());
+        if first.rank() == 0 {
+            thread::scope(|scope| {
+                let under_way = scope.spawn(|| first.barrier(STREAM).unwrap_err().to_string());
+                thread::sleep(Duration::from_millis(100));
+                first.set_timeout(Duration::from_secs(60)).unwrap();
+                assert!(!under_way.is_finished(), "it waited for the call");
+                let text = under_way.join().unwrap();
+                assert!(text.contains("700.0ms"), "the call has another timeout now: {text}");
+            });
+            let error = second.set_timeout(Duration::ZERO).unwrap_err();
+            assert!(error.is_invalid_argument(), "{error}");
+            assert_eq!(second.timeout(), timeout, "the refused one took effect");
+            second.set_timeout(Duration::from_millis(200)).unwrap();
+            assert_eq!(second.timeout(), Duration::from_millis(200));
+            let error = second.barrier(STREAM).unwrap_err();
+            assert!(error.to_string().contains("200.0ms") && error.ranks() == [1], "{error}");
+        }
+        pool.commit().unwrap();
+    });
+}
+
+#[test]
 fn memory_that_the_cpu_cannot_reach_is_refused() {
     let group = Group::in_process(1).unwrap().remove(0);
     let pool = Pool::builder(group).driver(Driver::sim(1)).build().unwrap();

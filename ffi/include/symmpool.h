@@ -173,6 +173,12 @@ symmpool_status symmpool_comm_create(symmpool_pool pool,
                                      double timeout,
                                      symmpool_comm *comm);
 
+// Changes how long this rank's calls wait for a late rank, in seconds. Talks to nobody; a call under way
+// keeps its time, and on CUDA so does what is on a stream already, or captured in a graph. Another thread
+// may be in a call.
+symmpool_status symmpool_comm_set_timeout(symmpool_comm comm,
+                                          double timeout);
+
 // Lets go of a communicator. Needs no agreement between ranks.
 symmpool_status symmpool_comm_destroy(symmpool_comm comm);
 

@@ -84,6 +84,9 @@ static void collectives(symmpool_pool pool, symmpool_comm comm, uint32_t rank, u
   IS(INVALID_ARGUMENT, symmpool_all_reduce(comm, x, x, N, SYMMPOOL_DTYPE_BOOL, SYMMPOOL_OP_SUM, NULL));
   free(plain);
   free(got);
+  IS(INVALID_ARGUMENT, symmpool_comm_set_timeout(comm, 0));
+  IS(INVALID_ARGUMENT, symmpool_comm_set_timeout(0, 20));
+  OK(symmpool_comm_set_timeout(comm, 20));
   OK(symmpool_barrier(comm, NULL));
   OK(symmpool_comm_synchronize(comm, NULL));
   // What one rank gets wrong is an error on all of them, and the next call is right again.

@@ -517,6 +517,18 @@ impl Communicator {
         self.calls.comm.world()
     }
 
+    /// How long this rank's calls wait for a late rank, in seconds. It can be set, which talks to nobody;
+    /// a call under way keeps its time, and so does what is on a stream already, or captured in a graph.
+    #[getter]
+    fn timeout(&self) -> f64 {
+        self.calls.comm.timeout().as_secs_f64()
+    }
+
+    #[setter]
+    fn set_timeout(&self, py: Python<'_>, timeout: Number<f64>) -> PyResult<()> {
+        self.calls.comm.set_timeout(timeout.seconds(py, "timeout")?).or_raise(py)
+    }
+
     /// The name of the algorithm that was asked for.
     #[getter]
     fn algorithm(&self) -> &'static str {

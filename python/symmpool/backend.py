@@ -21,6 +21,7 @@ from __future__ import annotations
 import collections
 import logging
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -178,6 +179,24 @@ def _copies(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
     return copy
 
 
+def _hears_of_timeouts(kind: type) -> type:
+    """A backend of torch's that tells its group, as `group`, of a new timeout. torch knows how to set
+    those of its own backends only."""
+
+    def _set_default_timeout(self: Any, timeout: Any) -> None:
+        super(found, self)._set_default_timeout(timeout)
+        group = self.group()
+        if group is not None:
+            group._set_timeout(timeout)
+
+    found = type(kind.__name__, (kind,), {"_set_default_timeout": _set_default_timeout})
+    return found
+
+
+_Gloo = _hears_of_timeouts(dist.ProcessGroupGloo) if dist.is_gloo_available() else None
+_Nccl = _hears_of_timeouts(dist.ProcessGroupNCCL) if dist.is_nccl_available() else None
+
+
 class SymmpoolProcessGroup(dist.ProcessGroup):
     """A process group whose collectives are ours where they serve."""
 
@@ -195,33 +214,43 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         # Whether ours serves a device, by its number; unknown before the first call.
         self._served: dict[int, bool] = {}
         self._names: dict[str, str] = {}
+        self._beside: list[Any] = []
         # The same backends, where calls of this class do not come back to this class.
         self._rest = dist.ProcessGroup(store, rank, size)
         self._add_gloo(store, rank, size, timeout)
         self._add_nccl(store, rank, size, timeout, options)
 
     def _add_gloo(self, store: Any, rank: int, size: int, timeout: Any) -> None:
-        if not dist.is_gloo_available():
+        if _Gloo is None:
             return
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
+        gloo = _Gloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
         self._add("cpu", "gloo", dist.ProcessGroup.BackendType.GLOO, gloo)
 
     def _add_nccl(self, store: Any, rank: int, size: int, timeout: Any, options: Any) -> None:
-        if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        if _Nccl is None or not torch.cuda.is_available():
             return
         if options is None:
             options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+        nccl = _Nccl(dist.PrefixStore("nccl", store), rank, size, options)
         self._add("cuda", "nccl", dist.ProcessGroup.BackendType.NCCL, nccl)
 
     def _add(self, device: str, name: str, kind: Any, backend: Any) -> None:
+        backend.group = weakref.ref(self)
+        # torch finds what is derived from its class only as long as somebody keeps it.
+        self._beside.append(backend)
         for group in (self._rest, self):
             group._register_backend(torch.device(device), kind, backend)
         if not self._names:
             for group in (self._rest, self):
                 group._set_default_backend(kind)
         self._names[device] = name
+
+    def _set_timeout(self, timeout: Any) -> None:
+        seconds = groups.seconds_of(timeout)
+        if seconds is not None:
+            self._timeout, self._seconds = timeout, seconds
+            seats.set_timeout(self, seconds)
 
     def getBackendName(self) -> str:
         return NAME

@@ -15,7 +15,8 @@ those before, as collectives of one group must run in the same order on every ra
 
 A call waits for a late rank as long as the timeout of the group that it names, or that the pool is on,
 when its communicator is made; on a pool made of `(store, rank, world)`, as long as the pool's `timeout`
-or else the store's. 30 s where none is known. Then it raises TimeoutError.
+or else the store's. 30 s where none is known. Then it raises TimeoutError. `communicator(group).timeout`
+can be set.
 """
 
 from __future__ import annotations

@@ -179,6 +179,17 @@ def communicator(group: Any = None, device: Any = "cpu") -> Communicator:
     return seat.comm
 
 
+def set_timeout(group: Any, seconds: float) -> None:
+    """Has calls on a process group wait so long for a late rank from now on, those of its communicators
+    and of such as are made later. Talks to nobody."""
+    pools = groups.pools_of(groups.key_of(group))
+    groups.set_timeout(pools, seconds)
+    with _lock:
+        found = [_of_pool[pool] for pool in pools if pool in _of_pool]
+    for seat in found:
+        seat.comm.timeout = seconds
+
+
 def number_of(device: str) -> int:
     """A CUDA device's number, -1 for the CPU."""
     if device in ("cpu", "cpu:0"):

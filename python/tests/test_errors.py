@@ -199,7 +199,12 @@ def test_different_sizes_are_found_at_the_commit_and_mended():
 
 def missing_rank(group):
     pool = symmpool.Pool(group, "cpu")
-    comm = symmpool.Communicator(pool, timeout=0.3)
+    comm = symmpool.Communicator(pool)
+    for wrong in (0, -1, float("nan")):
+        with pytest.raises(symmpool.InvalidArgumentError, match="timeout"):
+            comm.timeout = wrong
+    assert comm.timeout == 30
+    comm.timeout = 0.3
     if pool.rank == 1:
         time.sleep(2)
         return None

@@ -91,8 +91,8 @@ def test_the_stubs_are_what_the_binding_has():
         public = {n for n in vars(found) if not n.startswith("_")}
         assert public == {n for n in shown if not n.startswith("_")}, name
         for method, stub in shown.items():
-            decorators = {getattr(d, "id", None) for d in stub.decorator_list}
-            if "property" in decorators:
+            decorators = {getattr(d, "id", getattr(d, "attr", None)) for d in stub.decorator_list}
+            if decorators & {"property", "setter"}:
                 assert inspect.isgetsetdescriptor(vars(found)[method]), (name, method)
                 assert vars(found)[method].__doc__, (name, method)
                 continue

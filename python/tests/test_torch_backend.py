@@ -332,3 +332,31 @@ def functional(group, folder):
 
 def test_functional_collectives_come_to_ours(tmp_path):
     assert values(2, functional, str(tmp_path)) == [(True, {"symmpool"})] * 2
+
+
+def told_of_a_timeout(group, folder):
+    me, _ = begin(group, folder, "cpu:symmpool")
+    x = torch.ones(8)
+    dist.all_reduce(x)
+    # As torchtitan does when a training's first step is over.
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), dist.group.WORLD)
+    later = symmpool.communicator(symmpool.Pool(device="cpu"), "cpu").timeout
+    error, waited = None, 0
+    if me == 0:
+        began = time.monotonic()
+        with pytest.raises(symmpool.TimeoutError) as raised:
+            dist.all_reduce(x)
+        error, waited = str(raised.value), time.monotonic() - began
+    # Rank 1 does not come to that call, and stays until it is over.
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"over/{me}", "")
+    store.wait(["over/0", "over/1"])
+    dist.destroy_process_group()
+    return later, error, waited
+
+
+def test_a_process_groups_new_timeout_is_ours_too(tmp_path):
+    (later, error, waited), (others, _, _) = values(2, told_of_a_timeout, str(tmp_path))
+    assert later == others == 1
+    assert "1.0s waiting for rank 1 in all_reduce" in error
+    assert 1 <= waited < 20

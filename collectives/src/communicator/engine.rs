@@ -2,12 +2,15 @@
 
 #![allow(unsafe_code)] // passes on the caller's promises about raw memory
 
+use std::sync::Arc;
+
 use symmpool_allocator::{Error, Result, Stream};
 
 use crate::allreduce::Asked;
 use crate::cuda::CudaEngine;
 use crate::row_exchange::{LayoutParts, RowPlaces, RowWork};
 use crate::slices::expect_length;
+use crate::timeout::Timeout;
 use crate::{DType, HostEngine, Place, ReduceOp, RowShape, SplitRows, SplitsAt};
 
 /// One of two, with one face. Both are boxed: they are long, and differ in length.
@@ -36,6 +39,13 @@ impl Engine {
         match self {
             Self::Host(host) => host.world(),
             Self::Cuda(cuda) => cuda.world(),
+        }
+    }
+
+    pub(super) fn timeout(&self) -> &Arc<Timeout> {
+        match self {
+            Self::Host(host) => &host.timeout,
+            Self::Cuda(cuda) => &cuda.timeout,
         }
     }
 

@@ -5,6 +5,7 @@ use std::time::Duration;
 use symmpool_allocator::topology::Topology;
 use symmpool_allocator::{Error, Result};
 
+use super::Communicator;
 use crate::{AllReduceAlgorithm, AllToAllAlgorithm, HostOptions};
 
 /// How a [`Communicator`](crate::Communicator) behaves. The same on every rank.
@@ -72,9 +73,7 @@ impl CommunicatorOptions {
     /// Refuses what makes no sense, whatever the memory, so that it is found on any machine.
     pub(super) fn check(&self, world: u32) -> Result<()> {
         let refuse = |why: String| Err(Error::invalid_argument(why));
-        if self.timeout.is_zero() {
-            return refuse("timeout: calls wait longer than nothing".to_owned());
-        }
+        check_timeout(self.timeout)?;
         if self.first_epoch == 0 {
             return refuse("first epoch 0: calls count from 1".to_owned());
         }
@@ -93,6 +92,33 @@ impl CommunicatorOptions {
             _ => Ok(()),
         }
     }
+}
+
+impl Communicator {
+    /// How long calls wait for a late rank.
+    pub fn timeout(&self) -> Duration {
+        self.timeout.get()
+    }
+
+    /// Changes how long this rank's calls wait for a late rank. Talks to nobody: ranks whose times differ
+    /// give up at different times. A wait that has begun keeps its time, and so does what is on a stream
+    /// already, or captured in a graph. Needs no turn: a call under way in another thread holds it up no
+    /// more than it is held up. Commits wait as long as the group's timeout says.
+    ///
+    /// Fails with [`Error::is_invalid_argument`] for a time of nothing.
+    pub fn set_timeout(&self, timeout: Duration) -> Result<()> {
+        check_timeout(timeout)?;
+        self.timeout.set(timeout);
+        Ok(())
+    }
+}
+
+fn check_timeout(timeout: Duration) -> Result<()> {
+    if timeout.is_zero() {
+        let why = "timeout: calls wait longer than nothing; pass a time above zero";
+        return Err(Error::invalid_argument(why));
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use symmpool_allocator::driver::CudaDriver;
@@ -18,6 +19,7 @@ use super::table::Rows;
 use crate::host::call::{Call, Operation};
 use crate::jit::sources::BARRIER;
 use crate::row_exchange::RowWork;
+use crate::timeout::Timeout;
 use crate::{AllToAllAlgorithm, Place};
 
 /// How a [`CudaEngine`] behaves. The same on every rank.
@@ -63,7 +65,8 @@ pub(crate) struct CudaEngine {
     kernels: Kernels,
     /// `None` only while dropping.
     fault: Option<Fault>,
-    timeout: Duration,
+    /// What kernels that are launched are told.
+    pub(crate) timeout: Arc<Timeout>,
     alive: Alive,
     /// The stream of the last call.
     stream: Option<Stream>,
@@ -118,8 +121,8 @@ impl CudaEngine {
         let fault = driver.with_context_unordered(|| Fault::new(api, pool, control_offset))?;
         let (aside, beside) =
             driver.with_context_unordered(|| Ok((api.stream()?, api.stream()?)))?;
-        let nanoseconds = u64::try_from(options.timeout.as_nanos()).unwrap_or(u64::MAX);
-        let comm = control.comm(&layout, control_offset, nanoseconds, fault.address());
+        let timeout = Arc::new(Timeout::new(options.timeout));
+        let comm = control.comm(&layout, control_offset, timeout.nanoseconds(), fault.address());
         let devices: Result<Vec<&str>> =
             (0..layout.world).map(|rank| Ok(pool.device(rank)?.name.as_str())).collect();
         Ok(Self {
@@ -132,7 +135,7 @@ impl CudaEngine {
             all_to_all: options.all_to_all,
             kernels,
             fault: Some(fault),
-            timeout: options.timeout,
+            timeout,
             alive,
             stream: None,
             aside,
@@ -161,7 +164,7 @@ impl CudaEngine {
         if self.failed.is_none() && self.fault.as_ref().is_some_and(Fault::is_set) {
             let fault = self.fault.as_ref()?;
             let alive = &*self.alive;
-            let seen = Seen { rank: self.comm.rank, timeout: self.timeout, alive };
+            let seen = Seen { rank: self.comm.rank, timeout: self.timeout.get(), alive };
             self.failed = Some(fault.error(&seen));
         }
         self.failed.as_ref()
@@ -171,6 +174,7 @@ impl CudaEngine {
     #[inline]
     pub(crate) fn ready(&mut self) -> Result<()> {
         self.maker.check("a communicator")?;
+        self.comm.timeout = self.timeout.nanoseconds();
         self.failure().map_or(Ok(()), |error| Err(error.clone()))
     }
 

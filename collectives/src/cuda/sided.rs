@@ -10,6 +10,7 @@ use super::engine::CudaEngine;
 use super::kernels::{Loaded, Specialty};
 use super::params::{CallParams, Channel, Comm};
 use crate::jit::sources::ONE_SIDED;
+use crate::timeout::nanoseconds;
 
 /// What a kernel does.
 #[derive(Clone, Copy, Debug)]
@@ -101,7 +102,7 @@ impl CudaEngine {
         timeout: Duration,
         stream: Stream,
     ) -> Result<()> {
-        let nanoseconds = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
+        let nanoseconds = nanoseconds(timeout);
         let params = nothing(peer, channel, nanoseconds);
         let comm = Comm { timeout: nanoseconds, ..self.comm };
         let end = Channel { sends: false, peer, number: channel };

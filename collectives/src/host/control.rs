@@ -16,12 +16,14 @@
 #![allow(unsafe_code)] // addresses of atomics in shared memory
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
 
 use symmpool_allocator::{Error, HeapLayout, Result};
 
 use super::fault::{End, Fault};
 use crate::signal::channel::CHANNELS;
 use crate::signal::{Native, Slot};
+use crate::timeout::nanoseconds;
 
 /// Every part begins on such a boundary, and so must the block.
 pub(super) const ALIGN: u64 = 128;
@@ -38,6 +40,8 @@ pub(super) struct AbortRecord {
     pub(super) cause: AtomicU64,
     /// The epoch of the call that failed.
     pub(super) epoch: AtomicU64,
+    /// The rank's timeout, in nanoseconds.
+    pub(super) timeout: AtomicU64,
 }
 
 /// Where the parts of the block lie, for one group size and scratch size.
@@ -178,7 +182,7 @@ impl Control {
     }
 
     /// Tells `owner` to give up. Its record must have been written.
-    pub(super) fn raise_abort(&self, owner: u32) {
+    fn raise_abort(&self, owner: u32) {
         self.abort_flag(owner).store(1, Ordering::Release);
     }
 
@@ -189,11 +193,20 @@ impl Control {
     }
 
     /// `source`'s account, in `owner`'s block, of why it gave up.
-    pub(super) fn abort_record(&self, owner: u32, source: u32) -> &AbortRecord {
+    fn abort_record(&self, owner: u32, source: u32) -> &AbortRecord {
         let part = self.parts.aborts + u64::from(source) * size_of::<AbortRecord>() as u64;
         let at = self.at(owner, part) as *const AbortRecord;
         // SAFETY: as for `slot`: mapped, aligned, within the part, nothing but atomics.
         unsafe { &*at }
+    }
+
+    /// Leaves an account of `me` in the block of `peer`, and has it look.
+    pub(super) fn tell(&self, peer: u32, me: u32, fault: &Fault) {
+        let record = self.abort_record(peer, me);
+        record.epoch.store(fault.epoch, Ordering::Relaxed);
+        record.timeout.store(nanoseconds(fault.timeout), Ordering::Relaxed);
+        record.cause.store(fault.pack(), Ordering::Release);
+        self.raise_abort(peer);
     }
 
     /// The first account that a peer left in the block of `layout`'s rank.
@@ -202,7 +215,8 @@ impl Control {
             let record = self.abort_record(layout.rank, reporter);
             let cause = record.cause.load(Ordering::Acquire);
             let epoch = record.epoch.load(Ordering::Relaxed);
-            Some(End { fault: Fault::unpack(cause, epoch)?, reporter: Some(reporter) })
+            let timeout = Duration::from_nanos(record.timeout.load(Ordering::Relaxed));
+            Some(End { fault: Fault::unpack(cause, epoch, timeout)?, reporter: Some(reporter) })
         })
     }
 

@@ -19,6 +19,7 @@ use super::place::{Data, InPlace, Place, Resolver, checked, disjoint};
 use super::wait::{Patience, SLICE, Waiter, wake};
 use crate::allreduce::Halves;
 use crate::signal::{await_word, entry_word, is_entry, wake_sleepers};
+use crate::timeout::Timeout;
 use crate::{AllToAllAlgorithm, DType, ReduceOp};
 
 /// One rank's side of a communicator in host memory.
@@ -31,6 +32,8 @@ pub struct HostEngine {
     pub(super) layout: HeapLayout,
     pub(super) control: Control,
     options: HostOptions,
+    /// What `options` said, until it is changed.
+    pub(crate) timeout: Arc<Timeout>,
     pub(super) patience: Patience,
     isa: Isa,
     salt: u64,
@@ -115,6 +118,7 @@ impl HostEngine {
             operation: 0,
             failed: Arc::default(),
             maker: Maker::here(),
+            timeout: Arc::new(Timeout::new(options.timeout)),
             sources: Vec::with_capacity(world),
             outputs: Vec::with_capacity(world),
             options,
@@ -442,18 +446,21 @@ impl HostEngine {
         let mut next_look = None;
         let mut dead = false;
         move || {
-            let fault = |cause| Fault { cause, operation: self.operation, phase, peer, epoch };
             if self.control.aborted(self.layout.rank)
                 && let Some(end) = self.control.told(&self.layout)
             {
                 return Err(end);
             }
+            let deadline = deadline.get_or_insert_with(|| Deadline::after(self.timeout.get()));
+            let fault = |cause| {
+                let timeout = deadline.budget();
+                Fault { cause, operation: self.operation, phase, peer, epoch, timeout }
+            };
             // The peer may have signalled and then ended: one more look came after `dead` was set.
             if dead {
                 return Err(End { fault: fault(Cause::PeerLost), reporter: None });
             }
-            let started = deadline.get_or_insert_with(|| Deadline::after(self.options.timeout));
-            if started.expired() {
+            if deadline.expired() {
                 return Err(End { fault: fault(Cause::Timeout), reporter: None });
             }
             if let Some(alive) = &self.options.peer_alive {
@@ -475,16 +482,13 @@ impl HostEngine {
         let me = self.layout.rank;
         if end.reporter.is_none() {
             for peer in self.peers() {
-                let record = self.control.abort_record(peer, me);
-                record.epoch.store(end.fault.epoch, std::sync::atomic::Ordering::Relaxed);
-                record.cause.store(end.fault.pack(), std::sync::atomic::Ordering::Release);
-                self.control.raise_abort(peer);
+                self.control.tell(peer, me, &end.fault);
             }
             // Pairs with the fence between a rank's entry and its look at the abort flag: a late
             // peer sees the flag, unless it had entered before.
             std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
         }
-        let error = end.fault.to_error(me, end.reporter, self.options.timeout);
+        let error = end.fault.to_error(me, end.reporter);
         tracing::error!(rank = me, epoch = end.fault.epoch, %error, "communicator closed");
         self.failed.get_or_init(|| error).clone()
     }

@@ -15,7 +15,7 @@ pub(super) enum Cause {
     PeerLost = 2,
 }
 
-/// The record of a failed wait: {call, phase, peer, epoch}.
+/// The record of a failed wait: {call, phase, peer, epoch, how long}.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Fault {
     pub(super) cause: Cause,
@@ -26,10 +26,12 @@ pub(super) struct Fault {
     /// Who did not signal.
     pub(super) peer: u32,
     pub(super) epoch: u64,
+    /// How long the rank would have waited that says so: ranks may have different timeouts.
+    pub(super) timeout: Duration,
 }
 
 impl Fault {
-    /// Cause, operation, peer and phase in one word; never zero. The epoch travels beside it.
+    /// Cause, operation, peer and phase in one word; never zero. The rest travels beside it.
     pub(super) fn pack(&self) -> u64 {
         (self.cause as u64)
             | u64::from(self.operation) << 8
@@ -37,7 +39,7 @@ impl Fault {
             | u64::from(self.phase) << 32
     }
 
-    pub(super) fn unpack(word: u64, epoch: u64) -> Option<Self> {
+    pub(super) fn unpack(word: u64, epoch: u64, timeout: Duration) -> Option<Self> {
         let cause = match word as u8 {
             1 => Cause::Timeout,
             2 => Cause::PeerLost,
@@ -49,11 +51,12 @@ impl Fault {
             peer: u32::from((word >> 16) as u16),
             phase: (word >> 32) as u32,
             epoch,
+            timeout,
         })
     }
 
     /// The error for the caller; `reporter` is the peer that told us, if one did.
-    pub(super) fn to_error(self, rank: u32, reporter: Option<u32>, timeout: Duration) -> Error {
+    pub(super) fn to_error(self, rank: u32, reporter: Option<u32>) -> Error {
         let told = match reporter {
             Some(reporter) => format!(", as rank {reporter} told rank {rank}"),
             None => format!(" on rank {rank}"),
@@ -62,7 +65,7 @@ impl Fault {
         match self.cause {
             Cause::Timeout => Error::timeout(
                 format!("waiting for rank {} in {text}", self.peer),
-                timeout,
+                self.timeout,
                 vec![self.peer],
             ),
             Cause::PeerLost => Error::peer_lost(
@@ -99,14 +102,15 @@ mod tests {
     #[test]
     fn faults_travel_through_a_word_whole() {
         for cause in [Cause::Timeout, Cause::PeerLost] {
-            let fault = Fault { cause, operation: 3, phase: 70_000, peer: 1023, epoch: 1 << 40 };
-            assert_eq!(Fault::unpack(fault.pack(), fault.epoch), Some(fault));
-            let error = fault.to_error(0, Some(4), Duration::from_secs(1));
+            let (epoch, timeout) = (1 << 40, Duration::from_secs(1));
+            let fault = Fault { cause, operation: 3, phase: 70_000, peer: 1023, epoch, timeout };
+            assert_eq!(Fault::unpack(fault.pack(), epoch, timeout), Some(fault));
+            let error = fault.to_error(0, Some(4));
             assert_eq!(error.ranks(), [1023]);
             assert!(error.to_string().contains("all_reduce, call 1099511627776, step 70000"));
             assert_eq!(error.is_timeout(), cause == Cause::Timeout);
             assert_eq!(error.is_peer_lost(), cause == Cause::PeerLost);
         }
-        assert_eq!(Fault::unpack(0, 0), None);
+        assert_eq!(Fault::unpack(0, 0, Duration::ZERO), None);
     }
 }

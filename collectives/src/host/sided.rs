@@ -27,7 +27,6 @@ pub(crate) struct HostSided {
     layout: HeapLayout,
     control: Control,
     patience: Patience,
-    timeout: Duration,
     /// The engine's: after a failure nothing is served here either.
     failed: Arc<OnceLock<Error>>,
     maker: Maker,
@@ -44,13 +43,12 @@ impl HostEngine {
     /// # Safety
     ///
     /// What was promised to [`HostEngine::new`] holds until the value is dropped.
-    pub(crate) unsafe fn sided(&self, timeout: Duration, alive: PeerAlive) -> HostSided {
+    pub(crate) unsafe fn sided(&self, alive: PeerAlive) -> HostSided {
         let pairs = self.world() as usize * CHANNELS as usize;
         HostSided {
             layout: self.layout,
             control: self.control,
             patience: self.patience,
-            timeout,
             failed: Arc::clone(&self.failed),
             maker: self.maker,
             alive,
@@ -149,7 +147,7 @@ impl HostSided {
             if self.control.aborted(me)
                 && let Some(end) = self.control.told(&self.layout)
             {
-                return Err(end.fault.to_error(me, end.reporter, self.timeout));
+                return Err(end.fault.to_error(me, end.reporter));
             }
             // The peer may have signalled and then ended: one more look came after `dead` was set.
             if dead {

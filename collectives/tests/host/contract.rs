@@ -200,6 +200,7 @@ fn a_missing_rank_is_named_and_the_communicator_stays_closed() {
         assert_eq!(errors[0].ranks(), [2]);
         let text = errors[0].to_string();
         assert!(text.contains("rank 2 in all_reduce, call 2, entry"), "{text}");
+        assert!(text.contains("300.0ms"), "not how long rank 0 waited: {text}");
         assert_eq!(errors[1].to_string(), text, "later calls fail with the same cause");
     }
 }

@@ -142,6 +142,14 @@ pub unsafe extern "C" fn symmpool_comm_create(
     })
 }
 
+/// Changes how long this rank's calls wait for a late rank, in seconds. Talks to nobody; a call under way
+/// keeps its time, and on CUDA so does what is on a stream already, or captured in a graph. Another thread
+/// may be in a call.
+#[unsafe(no_mangle)]
+pub extern "C" fn symmpool_comm_set_timeout(comm: symmpool_comm, timeout: f64) -> Status {
+    status(|| find(comm)?.set_timeout(seconds(timeout, "timeout")?))
+}
+
 /// Lets go of a communicator. Needs no agreement between ranks.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmpool_comm_destroy(comm: symmpool_comm) -> Status {
