@@ -7,7 +7,7 @@ use symmpool_allocator::Result;
 use crate::DType;
 use crate::allreduce::Pieces;
 use crate::host::call::{Call, Operation};
-use crate::host::kernels::copy;
+use crate::host::kernels::{copy, copy_own};
 use crate::host::{Data, HostEngine, InPlace, Place};
 
 /// Up to here windows go through scratch too, in one phase instead of two; bytes a rank. Only as far
@@ -77,7 +77,7 @@ unsafe fn push(engine: &mut HostEngine, call: &Call, data: &Data, bytes: usize) 
     }
     if !data.in_place {
         // SAFETY: input and output are apart.
-        unsafe { copy(data.from, data.to.wrapping_add(part), bytes) };
+        unsafe { copy_own(data.from, data.to.wrapping_add(part), bytes) };
     }
     engine.step()
 }
@@ -120,7 +120,7 @@ unsafe fn staged(
         if !data.in_place {
             let to = data.to.wrapping_add(me as usize * count * size + at);
             // SAFETY: input and output are apart.
-            unsafe { copy(data.from.wrapping_add(at), to, bytes) };
+            unsafe { copy_own(data.from.wrapping_add(at), to, bytes) };
         }
     }
     Ok(())

@@ -2,7 +2,7 @@
 
 use super::{Route, Work};
 use crate::host::HostEngine;
-use crate::host::kernels::{copy, copy_streaming};
+use crate::host::kernels::{copy, copy_own, copy_streaming};
 
 /// From here on an output leaves the caches anyway, so it is written past them; bytes received.
 const STREAMING_BYTES: usize = 8 << 20;
@@ -17,7 +17,7 @@ pub(super) unsafe fn pull(work: &Work, engine: &HostEngine) {
     let me = work.rank;
     let bytes = |sender, receiver| work.matrix.bytes(engine, sender, receiver);
     let received: usize = (0..work.world).map(|sender| bytes(sender, me)).sum();
-    let copy = if received >= STREAMING_BYTES { copy_streaming } else { copy };
+    let streams = received >= STREAMING_BYTES;
     for sender in engine.peers().chain([me]) {
         let source = match work.route_of(engine, sender) {
             _ if sender == me => work.data.from,
@@ -28,6 +28,11 @@ pub(super) unsafe fn pull(work: &Work, engine: &HostEngine) {
         let (in_output, fitting) = work.matrix.place(engine, sender, me);
         let from = source.wrapping_add(in_input);
         let to = work.data.to.wrapping_add(in_output);
+        let copy = match streams {
+            true => copy_streaming,
+            false if sender == me => copy_own,
+            false => copy,
+        };
         // SAFETY: the sender has shown this offset and leaves its input alone until this
         // rank's step; its segment for this rank lies in it by its own promise, and in this rank's
         // output by the agreed matrix. Input and output of this rank are apart, slots too.

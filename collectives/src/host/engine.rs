@@ -13,7 +13,7 @@ use super::call::{Call, Operation, mismatch};
 use super::control::{Control, peers};
 use super::cores::enough_here;
 use super::fault::{Cause, End, Fault};
-use super::kernels::{Isa, ReduceFn, select};
+use super::kernels::{Isa, ReduceFn, prepare_to_copy, select};
 use super::options::HostOptions;
 use super::place::{Data, InPlace, Place, Resolver, checked, disjoint};
 use super::wait::{Patience, SLICE, Waiter, wake};
@@ -104,6 +104,7 @@ impl HostEngine {
         let spin = options.spin.unwrap_or_else(|| enough_here(layout.world));
         let patience = Patience::new(spin && layout.world > 1);
         let world = layout.world as usize;
+        prepare_to_copy();
         Ok(Self {
             layout,
             control,

@@ -11,5 +11,5 @@ mod environment;
 mod fold;
 mod reduce;
 
-pub(crate) use copy::{copy, copy_streaming};
+pub(crate) use copy::{copy, copy_own, copy_streaming, prepare_to_copy};
 pub(crate) use reduce::{Isa, ReduceFn, select};
