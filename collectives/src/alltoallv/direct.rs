@@ -1,31 +1,32 @@
-//! Straight from the sender's window, and this rank's segment for itself, which never travels.
+//! Straight from the sender's window, or into the receiver's; and this rank's segment for itself, which
+//! never travels.
 
-use super::{Route, Work};
+use super::{Route, Shares, Work};
 use crate::host::HostEngine;
 use crate::host::kernels::{copy, copy_own, copy_streaming};
 
 /// From here on an output leaves the caches anyway, so it is written past them; bytes received.
 const STREAMING_BYTES: usize = 8 << 20;
 
-/// Copies this rank's segments from every sender that is read directly, and from itself.
+/// Copies this rank's segments from every sender that is read directly, and from itself: but for the
+/// ends of segments that senders write, by their shares.
 ///
 /// # Safety
 ///
 /// All ranks have entered and agreed on the matrix; input and output are as the caller of the
 /// operation promised.
-pub(super) unsafe fn pull(work: &Work, engine: &HostEngine) {
+pub(super) unsafe fn pull(work: &Work, engine: &HostEngine, shares: Option<&Shares>) {
     let me = work.rank;
-    let bytes = |sender, receiver| work.matrix.bytes(engine, sender, receiver);
-    let received: usize = (0..work.world).map(|sender| bytes(sender, me)).sum();
-    let streams = received >= STREAMING_BYTES;
+    let streams = streams(work, engine, me);
     for sender in engine.peers().chain([me]) {
         let source = match work.route_of(engine, sender) {
             _ if sender == me => work.data.from,
             Route::Direct(offset) => engine.window(sender, offset).cast_const(),
             Route::Pieces(_) => continue,
         };
-        let in_input: usize = (0..me).map(|rank| bytes(sender, rank)).sum();
+        let in_input: usize = (0..me).map(|rank| work.matrix.bytes(engine, sender, rank)).sum();
         let (in_output, fitting) = work.matrix.place(engine, sender, me);
+        let bytes = fitting - shares.map_or(0, |shares| shares.by_sender[sender as usize]);
         let from = source.wrapping_add(in_input);
         let to = work.data.to.wrapping_add(in_output);
         let copy = match streams {
@@ -36,6 +37,37 @@ pub(super) unsafe fn pull(work: &Work, engine: &HostEngine) {
         // SAFETY: the sender has shown this offset and leaves its input alone until this
         // rank's step; its segment for this rank lies in it by its own promise, and in this rank's
         // output by the agreed matrix. Input and output of this rank are apart, slots too.
-        unsafe { copy(from, to, fitting) };
+        unsafe { copy(from, to, bytes) };
     }
+}
+
+/// Writes this rank's shares of what others receive.
+///
+/// # Safety
+///
+/// As [`pull`].
+pub(super) unsafe fn push(work: &Work, engine: &HostEngine, shares: &Shares) {
+    let me = work.rank;
+    for receiver in engine.peers() {
+        let bytes = shares.by_me[receiver as usize];
+        if bytes == 0 {
+            continue;
+        }
+        let in_input: usize = (0..receiver).map(|rank| work.matrix.bytes(engine, me, rank)).sum();
+        let (in_output, fitting) = work.matrix.place(engine, me, receiver);
+        let from = work.data.from.wrapping_add(in_input + fitting - bytes);
+        let output = engine.window(receiver, engine.row(receiver, 2 * work.world + 1));
+        let to = output.wrapping_add(in_output + fitting - bytes);
+        let copy = if streams(work, engine, receiver) { copy_streaming } else { copy };
+        // SAFETY: the receiver has entered with its output at this offset, which holds this rank's
+        // segment by the agreed matrix, leaves it alone until this rank's step, and does not write the end
+        // of the segment itself, as its shares are the same. The segment lies in this rank's input.
+        unsafe { copy(from, to, bytes) };
+    }
+}
+
+/// Whether a rank's output is written past the caches.
+fn streams(work: &Work, engine: &HostEngine, receiver: u32) -> bool {
+    let bytes = |sender| work.matrix.bytes(engine, sender, receiver);
+    (0..work.world).map(bytes).sum::<usize>() >= STREAMING_BYTES
 }

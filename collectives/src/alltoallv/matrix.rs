@@ -54,12 +54,29 @@ impl Matrix {
     /// Where in the receiver's output a sender's segment begins, and how much of it that holds.
     pub(super) fn place(self, engine: &HostEngine, sender: u32, receiver: u32) -> (usize, usize) {
         let begin = (0..sender).map(|rank| self.bytes(engine, rank, receiver)).sum();
+        (begin, self.fitting(engine, begin, sender, receiver))
+    }
+
+    /// The same of all senders, in their order.
+    pub(super) fn received(
+        self,
+        engine: &HostEngine,
+        receiver: u32,
+    ) -> impl Iterator<Item = (usize, usize)> {
+        let mut end = 0;
+        (0..engine.world()).map(move |sender| {
+            let begin = end;
+            end += self.bytes(engine, sender, receiver);
+            (begin, self.fitting(engine, begin, sender, receiver))
+        })
+    }
+
+    fn fitting(self, engine: &HostEngine, begin: usize, sender: u32, receiver: u32) -> usize {
         let bytes = self.bytes(engine, sender, receiver);
-        let fitting = match self {
+        match self {
             Self::Even { .. } | Self::Rows => bytes,
             Self::Splits => self.capacity(engine, receiver).saturating_sub(begin).min(bytes),
-        };
-        (begin, fitting)
+        }
     }
 
     /// What a rank's output holds, of a call with splits.

@@ -6,9 +6,10 @@
 //!
 //! - `packet`: through the sender's scratch, in one piece that is there on entry if it fits, else
 //!   in several, one step each;
-//! - `direct`: receivers read the sender's window themselves, and a last step lets it go.
+//! - `direct`: receivers read the sender's window themselves, and a last step lets it go. Where one
+//!   receives far more than others, these write a part of it into its output (`shares`).
 //!
-//! Inputs and outputs lie where each rank wants them: in the rows, ranks show where their inputs are.
+//! Inputs and outputs lie where each rank wants them: in the rows, ranks show where these are.
 
 #![allow(unsafe_code)] // hands raw buffers to the kernels
 
@@ -16,6 +17,7 @@ mod algorithm;
 mod direct;
 mod matrix;
 mod packet;
+mod shares;
 mod splits;
 
 use symmpool_allocator::{Error, Result};
@@ -23,6 +25,7 @@ use symmpool_allocator::{Error, Result};
 use self::matrix::Matrix;
 use crate::DType;
 pub use algorithm::AllToAllAlgorithm;
+pub(crate) use shares::Shares;
 pub use splits::{SplitRows, SplitsAt};
 
 use crate::allreduce::Pieces;
@@ -159,11 +162,13 @@ impl Work {
     ///
     /// As [`HostEngine::all_to_all_v`], for the resolved buffers; this rank's rows are shown.
     unsafe fn run(mut self, engine: &mut HostEngine, call: &Call) -> Result<()> {
-        let place = match self.data.input {
+        let offset = |place| match place {
             Place::Window(offset) => offset,
             Place::Plain(_) => NO_WINDOW,
         };
+        let place = offset(self.data.input);
         engine.set_next_row(2 * self.world, place);
+        engine.set_next_row(2 * self.world + 1, offset(self.data.output));
         // What this rank sends it knows; the rest it reads once all have entered.
         let own = self.route(self.matrix.next_stream(engine), engine, || place);
         if let Route::Pieces(pieces) = &own {
@@ -200,9 +205,32 @@ impl Work {
                 }
             }
         }
+        // Equal parts are equal loads.
+        let uneven = any_direct && !matches!(self.matrix, Matrix::Even { .. });
+        let shares = uneven.then(|| self.share(engine));
         // SAFETY: the caller's promises; all ranks have entered and the matrix is agreed.
-        unsafe { direct::pull(&self, engine) };
+        unsafe { direct::pull(&self, engine, shares.as_ref()) };
+        if let Some(shares) = shares {
+            // SAFETY: likewise.
+            unsafe { direct::push(&self, engine, &shares) };
+            engine.shares = shares;
+        }
         if any_direct { engine.step() } else { Ok(()) }
+    }
+
+    /// Who copies how much of what travels directly.
+    fn share(&self, engine: &mut HostEngine) -> Shares {
+        let mut shares = std::mem::take(&mut engine.shares);
+        let engine = &*engine;
+        shares.plan(
+            (self.rank, self.world),
+            |receiver| self.matrix.received(engine, receiver).map(|(_, fitting)| fitting),
+            |sender, receiver| {
+                engine.row(receiver, 2 * self.world + 1) != NO_WINDOW
+                    && matches!(self.route_of(engine, sender), Route::Direct(_))
+            },
+        );
+        shares
     }
 
     /// How a sender's data travels, once all have entered; the same on every rank.

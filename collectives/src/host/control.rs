@@ -78,8 +78,8 @@ impl Parts {
         let steps = entries + 2 * world * SLOT;
         let channels = steps + 2 * world * SLOT;
         let rows = channels + u64::from(CHANNELS) * world * SLOT;
-        // What a rank sends to each, what it expects from each, and where its input lies.
-        let row_bytes = ((2 * world + 1) * 8).next_multiple_of(ALIGN);
+        // What a rank sends to each, what it expects from each, and where its input and output lie.
+        let row_bytes = ((2 * world + 2) * 8).next_multiple_of(ALIGN);
         let scratch = rows + 2 * row_bytes;
         let end = scratch + 2 * scratch_bytes;
         Ok(Self { aborts, entries, steps, channels, rows, row_bytes, scratch, end })

@@ -18,6 +18,7 @@ use super::options::HostOptions;
 use super::place::{Data, InPlace, Place, Resolver, checked, disjoint};
 use super::wait::{Patience, SLICE, Waiter, wake};
 use crate::allreduce::Halves;
+use crate::alltoallv::Shares;
 use crate::signal::{await_word, entry_word, is_entry, wake_sleepers};
 use crate::timeout::Timeout;
 use crate::{AllToAllAlgorithm, DType, ReduceOp};
@@ -55,6 +56,8 @@ pub struct HostEngine {
     /// Kept to spare calls an allocation.
     pub(crate) sources: Vec<*const u8>,
     pub(crate) outputs: Vec<*mut u8>,
+    /// Likewise.
+    pub(crate) shares: Shares,
 }
 
 // SAFETY: the raw pointers are scratch lists that are empty between calls; everything else is
@@ -122,6 +125,7 @@ impl HostEngine {
             timeout: Arc::new(Timeout::new(options.timeout)),
             sources: Vec::with_capacity(world),
             outputs: Vec::with_capacity(world),
+            shares: Shares::default(),
             options,
         })
     }

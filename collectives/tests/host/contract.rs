@@ -220,6 +220,32 @@ fn a_late_rank_hears_of_the_abort() {
 }
 
 #[test]
+fn a_late_rank_writes_no_share_of_what_one_that_gave_up_receives() {
+    // S5: rank 1 would write nearly all that it sends to rank 0, which both know from their rows.
+    let count = 100_000;
+    let heap = Heap::new(2, 1, 16 * count as u64, &small_scratch());
+    let mut late = heap.engine(1, 0, small_scratch());
+    let timeout = Duration::from_millis(100);
+    let mut first = heap.engine(0, 0, HostOptions { timeout, ..small_scratch() });
+    let exchange = |engine: &mut HostEngine, rank: u32| {
+        let from = Buffer::window(&heap, rank, 0, 4 * count);
+        let to = Buffer::window(&heap, rank, 4 * count as u64, 8 * count);
+        from.write(&vec![1.0f32; count]);
+        to.write(&vec![7.0f32; 2 * count]);
+        let receive = if rank == 0 { [count, count] } else { [0, 0] };
+        let (from, place) = (from.place, to.place);
+        // SAFETY: the windows hold what is sent and received, and are this rank's.
+        let done = unsafe { engine.all_to_all_v(from, &[count, 0], place, &receive, f32::DTYPE) };
+        (done, to)
+    };
+    let (given_up, to) = exchange(&mut first, 0);
+    assert!(given_up.unwrap_err().is_timeout());
+    let error = exchange(&mut late, 1).0.unwrap_err();
+    assert!(error.is_timeout() && error.ranks() == [1], "{error}");
+    assert_eq!(to.read::<f32>(2 * count), vec![7.0f32; 2 * count]);
+}
+
+#[test]
 fn a_late_rank_leaves_the_windows_of_one_that_gave_up_alone() {
     // S5: rank 0's entry is there, and matches; but rank 0 has given up on that call, and may use
     // its memory for something else.
