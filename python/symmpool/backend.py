@@ -26,9 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from symmpool import groups, seats
+from symmpool import groups, placing, seats
 from symmpool._symmpool import Group
 from symmpool.errors import Error, InvalidArgumentError
+from symmpool.torch_work import DoneWork, TorchWork
 
 __all__ = ["SymmpoolProcessGroup", "backend_counts", "last_backend"]
 
@@ -81,101 +82,6 @@ def _note(operation: str, backend: str) -> None:
     _last[0] = backend
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s: %s", operation, backend)
-
-
-class TorchWork(dist.Work):
-    """Work of ours, for callers that are C++."""
-
-    def __init__(self, work: Any):
-        super().__init__()
-        self._work = work
-
-    def wait(self, timeout: Any = None) -> bool:
-        return self._work.wait(timeout)
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        return self._work.is_success()
-
-    def exception(self) -> Any:
-        return self._work.exception()
-
-    def result(self) -> list[torch.Tensor]:
-        return self._work.result()
-
-    def get_future(self) -> torch.futures.Future:
-        return self._work.get_future()
-
-
-class DoneWork(dist.Work):
-    """Work that was done, or put on the current stream, before the call returned."""
-
-    def __init__(self, results: list[Any], device: torch.device):
-        super().__init__()
-        self._results, self._device = results, device
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def exception(self) -> Any:
-        return None
-
-    def result(self) -> list[torch.Tensor]:
-        return self._results
-
-    def get_future(self) -> torch.futures.Future:
-        devices = [self._device] if self._device.type == "cuda" else None
-        future = torch.futures.Future(devices=devices)
-        future.set_result(self._results)
-        return future
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose memory says what it holds, row by row: itself, or a copy. The copy is no part of
-    what gradients flow through."""
-    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-        return tensor
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _place(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """What a call writes to where a tensor is meant, and what copies it from there, if need be."""
-    plain = _plain(tensor)
-    if plain is tensor:
-        return tensor, None
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    if any(size > 1 and stride == 0 for size, stride in sizes):
-        raise InvalidArgumentError(
-            "symmpool: a tensor to write to has elements that share their memory, as expand() makes "
-            "them; pass tensor.clone()"
-        )
-    return plain, _copies([(tensor, plain)])
-
-
-def _copies(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """What copies results to where they belong. In whichever thread: its modes are not the caller's,
-    and a tensor made in inference mode, or one that requires grad, is written to in that mode only."""
-
-    def copy() -> None:
-        with torch.inference_mode():
-            for to, found in pairs:
-                to.copy_(found)
-
-    return copy
 
 
 class SymmpoolProcessGroup(dist.ProcessGroup):
@@ -319,7 +225,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             self._other("all_reduce", tensors[0])
             return self._rest.allreduce(tensors, opts)
         (tensor,) = tensors
-        place, finish = _place(tensor)
+        place, finish = placing.place(tensor)
         return self._run("all_reduce", "all_reduce", (place, op), tensors, opts, finish)
 
     def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
@@ -331,7 +237,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         (tensor,) = tensors
         # The root's is only read.
         root = opts.rootRank == self.rank()
-        place, finish = (_plain(tensor), None) if root else _place(tensor)
+        place, finish = (placing.plain(tensor), None) if root else placing.place(tensor)
         arguments = (place, opts.rootRank)
         return self._run("broadcast", "broadcast", arguments, tensors, opts, finish)
 
@@ -340,8 +246,8 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         if not self._moves(output, input):
             self._other("all_gather_into_tensor", output)
             return self._rest._allgather_base(output, input, opts)
-        place, finish = _place(output)
-        arguments = (place, _plain(input))
+        place, finish = placing.place(output)
+        arguments = (place, placing.plain(input))
         return self._run("all_gather_into_tensor", "all_gather", arguments, [output], opts, finish)
 
     _allgather_base = all_gather_single
@@ -352,8 +258,8 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         if op is None:
             self._other("reduce_scatter_tensor", output)
             return self._rest._reduce_scatter_base(output, input, opts)
-        place, finish = _place(output)
-        arguments = (place, _plain(input), op)
+        place, finish = placing.place(output)
+        arguments = (place, placing.plain(input), op)
         return self._run("reduce_scatter_tensor", "reduce_scatter", arguments, [output], opts, finish)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -365,8 +271,8 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         if not self._moves(output, input):
             self._other("all_to_all_single", output)
             return self._rest.alltoall_base(output, input, output_splits, input_splits, opts)
-        place, finish = _place(output)
-        arguments = (place, _plain(input))
+        place, finish = placing.place(output)
+        arguments = (place, placing.plain(input))
         arguments += (list(output_splits) or None, list(input_splits) or None)
         return self._run("all_to_all_single", "all_to_all_single", arguments, [output], opts, finish)
 
@@ -376,7 +282,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         opts = opts if opts is not None else dist.AllToAllOptions()
         # NCCL takes lists as they are; gloo takes none.
         if not outputs or self._names.get(outputs[0].device.type) == "nccl":
-            self._other("alltoall", _first_tensor((outputs, inputs)))
+            self._other("alltoall", placing.first_tensor((outputs, inputs)))
             return self._rest.alltoall(outputs, inputs, opts)
         self._check_parts(outputs, inputs)
         if not self._moves(*outputs, *inputs):
@@ -384,9 +290,9 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             return self._rest.alltoall(outputs, inputs, opts)
         sizes = [each.numel() for each in outputs]
         place = torch.empty(sum(sizes), dtype=outputs[0].dtype, device=outputs[0].device)
-        sent = torch.cat([_plain(each.detach()).reshape(-1) for each in inputs])
+        sent = torch.cat([placing.plain(each.detach()).reshape(-1) for each in inputs])
         parts = zip(outputs, place.split(sizes), strict=True)
-        finish = _copies([(to, part.view(to.shape)) for to, part in parts])
+        finish = placing.copies([(to, part.view(to.shape)) for to, part in parts])
         arguments = (place, sent, sizes, [each.numel() for each in inputs])
         return self._run("alltoall", "all_to_all_single", arguments, outputs, opts, finish)
 
@@ -423,22 +329,11 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         return DoneWork([], device)
 
 
-def _first_tensor(arguments: tuple[Any, ...]) -> torch.Tensor | None:
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            return argument
-        if isinstance(argument, (list, tuple)):
-            found = _first_tensor(tuple(argument))
-            if found is not None:
-                return found
-    return None
-
-
 def _passes(method: str) -> Any:
     """A method that ours has nothing for."""
 
     def pass_on(self: SymmpoolProcessGroup, *arguments: Any, **options: Any) -> Any:
-        self._other(method, _first_tensor(arguments))
+        self._other(method, placing.first_tensor(arguments))
         return getattr(self._rest, method)(*arguments, **options)
 
     pass_on.__name__ = method
