@@ -29,7 +29,7 @@ import torch.distributed as dist
 from symmpool import groups, placing, seats
 from symmpool._symmpool import Group
 from symmpool.errors import Error, InvalidArgumentError
-from symmpool.torch_work import DoneWork, TorchWork
+from symmpool.torch_work import DoneWork, TorchWork, opaque
 
 __all__ = ["SymmpoolProcessGroup", "backend_counts", "last_backend"]
 
@@ -359,6 +359,9 @@ for _method in (
 ):
     if hasattr(dist.ProcessGroup, _method):
         setattr(SymmpoolProcessGroup, _method, _passes(_method))
+
+
+opaque(SymmpoolProcessGroup)
 
 
 def _create(options: Any, backend_options: Any = None) -> SymmpoolProcessGroup:

@@ -1,4 +1,4 @@
-"""Work of torch's class, for callers that are C++."""
+"""Work of torch's class, for callers that are C++, and what the compiler is told of it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["DoneWork", "TorchWork"]
+__all__ = ["DoneWork", "TorchWork", "opaque"]
 
 
+def opaque(owner: Any) -> Any:
+    """A class whose methods the compiler calls as they are, as it does torch's own process groups, which
+    are C++. Marked as `torch._dynamo.disable` marks its wrapper, without one: calls cost nothing more.
+    Also around what is not compiled itself the compiler takes each frame for a program to trace."""
+    frames = getattr(torch._C._dynamo, "eval_frame", None)
+    for method in [each for each in vars(owner).values() if hasattr(each, "__code__")]:
+        method._torchdynamo_disable = True
+        method._torchdynamo_disable_msg = "a collective is no part of a graph; see functional collectives"
+        if hasattr(frames, "set_code_exec_strategy"):
+            skip = frames._FrameAction.SKIP
+            # The frame, and those that it calls.
+            frames.set_code_exec_strategy(method.__code__, frames._FrameExecStrategy(skip, skip))
+        elif hasattr(frames, "skip_code"):
+            frames.skip_code(method.__code__)
+    return owner
+
+
+@opaque
 class TorchWork(dist.Work):
     """Work of ours, for callers that are C++."""
 
@@ -39,6 +57,7 @@ class TorchWork(dist.Work):
         return self._work.get_future()
 
 
+@opaque
 class DoneWork(dist.Work):
     """Work that was done, or put on the current stream, before the call returned."""
 
