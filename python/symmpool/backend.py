@@ -94,10 +94,10 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             # Before 2.12 or so torch makes no derived objects so; those made thus know no store.
             super().__init__(rank, size)
         self._store, self._timeout = store, timeout
-        # The group of ours meets apart from the backends beside it.
-        meeting = dist.PrefixStore("symmpool", store)
         self._seconds = groups.seconds_of(timeout) or groups.DEFAULT_TIMEOUT
-        groups._of_torch[self] = Group.from_store(meeting, rank, size, timeout=self._seconds)
+        # Apart from groups that the program makes of this store, on the same connection.
+        ours = Group.from_store(store, rank, size, name="symmpool.backend", timeout=self._seconds)
+        groups._of_torch[self] = ours
         # Whether ours serves a device, by its number; unknown before the first call.
         self._served: dict[int, bool] = {}
         self._names: dict[str, str] = {}

@@ -110,8 +110,10 @@ def _member(dist: Any, group: Any) -> tuple[int, int, Any]:
     if rank < 0:
         raise InvalidArgumentError("group: this process is no member of it")
     c10d = dist.distributed_c10d
-    entry = c10d._world.pg_map.get(group)
-    store = entry[1] if entry else None
+    store = getattr(group, "_store", None)  # of our own backend
+    if store is None:
+        entry = c10d._world.pg_map.get(group)
+        store = entry[1] if entry else None
     if store is None:
         store = group.get_group_store()
     return rank, world, store
@@ -231,16 +233,19 @@ def agree(group: Any, what: str, why: str | None, seconds: float, to: str) -> di
     return {rank: said.decode("utf-8", "replace") for rank, said in enumerate(answers) if said}
 
 
+def _name_of(group: Any) -> str:
+    name = getattr(group, "group_desc", None)
+    return f"group {group.group_name!r} ({name})" if name else "its group"
+
+
 def _absent(group: Any, ranks: tuple[int, ...], here: str, seconds: float, to: str) -> TimeoutError:
     """Who did not come to an agreement, as an error."""
     who = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
     # A rank whose time is up takes back what it said, so that others may miss it, too.
     left = ", or gave up waiting there" if len(ranks) > 1 else ""
-    name = getattr(group, "group_desc", None)
-    place = f"group {group.group_name!r} ({name})" if name else "its group"
     error = TimeoutError(
-        f"symmpool: {who} did not come to {to} of {place}{left}: {here} waited for {seconds:.1f} s. Every "
-        "rank of a group makes its calls in the same order"
+        f"symmpool: {who} did not come to {to} of {_name_of(group)}{left}: {here} waited for {seconds:.1f} s. "
+        "Every rank of a group makes its calls in the same order"
     )
     error.ranks = tuple(ranks)
     return error
