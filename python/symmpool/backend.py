@@ -7,7 +7,7 @@ the group has beside them. The choice is made call by call, from what is the sam
 operation, element type, device. `last_backend()` and `backend_counts()` say what was chosen.
 
 With `async_op=False` a call on CUDA runs on the current stream. Ours waits for a late rank as long as
-the process group's timeout says; in its first call on a kind of device, twice as long.
+the process group's timeout says.
 
 That first call meets the group's other ranks before it returns, with `async_op=True` too: first calls
 of several groups are begun in one order on all ranks, and none waits for what another rank does after
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import time
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ import torch.distributed as dist
 
 from symmpool import groups, placing, seats
 from symmpool._symmpool import Group
-from symmpool.errors import Error, InvalidArgumentError
+from symmpool.errors import Error, InvalidArgumentError, TimeoutError  # noqa: A004
 from symmpool.torch_work import DoneWork, TorchWork, opaque
 
 __all__ = ["SymmpoolProcessGroup", "backend_counts", "last_backend"]
@@ -36,6 +35,9 @@ __all__ = ["SymmpoolProcessGroup", "backend_counts", "last_backend"]
 logger = logging.getLogger("symmpool.backend")
 
 NAME = "symmpool"
+
+# How far apart ranks may be that began to wait at one time, in seconds, when they have waited.
+_LATENESS = 2.0
 
 _counts: collections.Counter[tuple[str, str]] = collections.Counter()
 _last: list[str | None] = [None]
@@ -155,17 +157,21 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
 
     def _found_out(self, number: int) -> bool:
         name = "cpu" if number < 0 else f"cuda:{number}"
-        why = None
-        end = time.monotonic() + 2 * self._seconds
-        try:
-            seats.communicator(self, name)
-        except Error as error:
-            why = str(error)
         # Without the device's number: ranks use different ones.
         kind = "cpu" if number < 0 else "cuda"
-        # A rank that cannot is here before those that wait for it in vain, a whole timeout at most.
-        left = max(end - time.monotonic(), self._seconds)
         first = f"the first call on {kind}"
+        # Every rank comes here first, one that cannot as well: who is missing now is absent, and nobody
+        # waits for it again. From here on all are at one place of what follows.
+        groups.agree(self, f"backend/{kind}/here", None, self._seconds, first)
+        why, left = None, self._seconds + _LATENESS
+        try:
+            seats.communicator(self, name)
+        except TimeoutError as error:
+            # Whoever was waited for has said why before, or never will; the others waited as long.
+            why, left = str(error), _LATENESS
+        except Error as error:
+            why = str(error)
+        # A rank that cannot is here before those that wait for it in vain, a whole timeout at most.
         refusals = groups.agree(self, f"backend/{kind}", why, left, first)
         if refusals and self.rank() == 0:
             logger.warning("symmpool serves no collective on %s: %s", name, refusals)

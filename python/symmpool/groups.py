@@ -227,6 +227,8 @@ def agree(group: Any, what: str, why: str | None, seconds: float, to: str) -> di
     try:
         answers = StoreAdapter(store).all_gather(key, rank, world, said, seconds)
     except TimeoutError as error:
+        # So that a second try meets those who have not been here yet.
+        _agreements[store] -= 1
         if not error.ranks:
             raise
         raise _absent(group, error.ranks, f"rank {rank} of {world}", seconds, to) from None
