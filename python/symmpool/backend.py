@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from symmpool import groups, placing, seats
+from symmpool import groups, leaving, placing, seats
 from symmpool._symmpool import Group
 from symmpool.errors import Error, InvalidArgumentError, TimeoutError  # noqa: A004
 from symmpool.torch_work import DoneWork, TorchWork, opaque
@@ -100,8 +100,9 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         # Apart from groups that the program makes of this store, on the same connection.
         ours = Group.from_store(store, rank, size, name="symmpool.backend", timeout=self._seconds)
         groups._of_torch[self] = ours
-        # Whether ours serves a device, by its number; unknown before the first call.
+        # Whether ours serves a device, by its number; unknown before the first call, and at the end.
         self._served: dict[int, bool] = {}
+        self._ended = False
         self._names: dict[str, str] = {}
         # The same backends, where calls of this class do not come back to this class.
         self._rest = dist.ProcessGroup(store, rank, size)
@@ -138,11 +139,37 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         """The store that the group met in."""
         return self._store
 
+    def shutdown(self) -> None:
+        """What torch calls where the group is destroyed. Waits for what was begun, which ends by itself,
+        and lets go of the group's communicators and pools; calls that come after are refused."""
+        if not self._ended:
+            # A default group's store goes with the group, and another may come to its place.
+            default = dist.group.WORLD is self
+            self._end(True)
+            if default and self.rank() != 0:
+                leaving.await_server(self._store)
+        super().shutdown()
+
+    def abort(self) -> None:
+        """As `shutdown`, without waiting for anything: what was begun may fail."""
+        self._end(False)
+        super().abort()
+
+    def _end(self, wait: bool) -> None:
+        self._ended = True
+        self._served.clear()
+        seats.end(self, wait)
+
+    def _refuse_at_end(self) -> None:
+        if self._ended:
+            raise groups.ended(self)
+
     def _serves(self, device: torch.device) -> bool:
         """Whether every rank has a communicator of ours there. The first call is collective."""
         number = -1 if device.type == "cpu" else device.index
         found = self._served.get(number)
         if found is None:
+            self._refuse_at_end()
             found = self._is_asked_for(device.type) and self._found_out(number)
             self._served[number] = found
         return found
@@ -178,6 +205,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         return not refusals
 
     def _other(self, operation: str, tensor: torch.Tensor | None) -> str:
+        self._refuse_at_end()
         kind = tensor.device.type if tensor is not None else "cpu"
         _note(operation, self._names.get(kind, kind))
         return operation

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from symmpool._symmpool import Group
-from symmpool.errors import InvalidArgumentError, TimeoutError  # noqa: A004
+from symmpool.errors import InvalidArgumentError, InvalidStateError, TimeoutError  # noqa: A004
 
 # How long collectives wait for a late rank, in seconds, where nothing else says so.
 DEFAULT_TIMEOUT = 30.0
@@ -25,6 +25,8 @@ LONGEST_TIMEOUT = 1e9
 
 # Process groups of torch, and the groups made of them.
 _of_torch: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
+# Process groups of torch that were shut down.
+_ended: weakref.WeakSet[Any] = weakref.WeakSet()
 # The group of the environment, once it was asked for.
 _of_environment: list[Group] = []
 # Pools by what their group was named with (a process group or a Group; of a tuple, the pool itself), in
@@ -88,6 +90,8 @@ def resolve(argument: Any, timeout: float | None = None) -> Group:
     dist = distributed()
     if dist is not None and isinstance(argument, dist.ProcessGroup):
         with _lock:
+            if argument in _ended:
+                raise ended(argument)
             group = _of_torch.get(argument)
             if group is None:
                 rank, world, store = _member(dist, argument)
@@ -180,6 +184,22 @@ def withdraw(pool: Any, key: Any) -> None:
         _pools[key] = [each for each in _pools.get(key, []) if each() is not pool]
     for told in _told:
         told()
+
+
+def end(key: Any) -> None:
+    """A process group of torch is shut down: what was made of it is let go of, and no more is made."""
+    with _lock:
+        _ended.add(key)
+        _of_torch.pop(key, None)
+        _pools.pop(key, None)
+
+
+def ended(group: Any) -> InvalidStateError:
+    """What calls on a process group are told that was shut down."""
+    return InvalidStateError(
+        f"symmpool: {_name_of(group)} was shut down on rank {group.rank()}, as destroy_process_group does; "
+        "what comes after needs another group"
+    )
 
 
 def pools_of(key: Any) -> list[Any]:
