@@ -1,7 +1,8 @@
 """A backend of torch.distributed: `init_process_group("cuda:symmpool,cpu:gloo")`.
 
-Importing this module registers it under the name "symmpool", for "cpu" and "cuda"; importing
-`symmpool` in a program that has imported torch does so, too. What the package's collectives serve
+The installed package registers it under the name "symmpool", for "cpu" and "cuda", when torch is
+imported (`symmpool_torch`). Where torch asks nobody, before 2.5 or with TORCH_DEVICE_BACKEND_AUTOLOAD=0,
+importing this module does so, or `symmpool` behind torch. What the package's collectives serve
 goes to them; the rest, and what they cannot serve, goes to NCCL on CUDA and to gloo on the CPU, which
 the group has beside them. The choice is made call by call, from what is the same on every rank:
 operation, element type, device. `last_backend()` and `backend_counts()` say what was chosen.
@@ -398,16 +399,18 @@ for _method in (
 opaque(SymmpoolProcessGroup)
 
 
-def _create(options: Any, backend_options: Any = None) -> SymmpoolProcessGroup:
+def create(options: Any, backend_options: Any = None) -> SymmpoolProcessGroup:
+    """What torch.distributed calls for a new group of this backend."""
     return SymmpoolProcessGroup(
         options.store, options.group_rank, options.group_size, options.timeout, backend_options
     )
 
 
 def register() -> None:
-    """Makes the name "symmpool" known to torch.distributed. Importing this module did so."""
+    """Makes the name "symmpool" known to torch.distributed. Importing this module did so, if the
+    package's entry point had not when torch was imported."""
     if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
 
 
 register()
