@@ -266,8 +266,8 @@ def _absent(group: Any, ranks: tuple[int, ...], here: str, seconds: float, to: s
     # A rank whose time is up takes back what it said, so that others may miss it, too.
     left = ", or gave up waiting there" if len(ranks) > 1 else ""
     error = TimeoutError(
-        f"symmpool: {who} did not come to {to} of {_name_of(group)}{left}: {here} waited for {seconds:.1f} s. "
-        "Every rank of a group makes its calls in the same order"
+        f"symmpool: {who} did not come to {to} of {_name_of(group)}{left}: {here} waited for "
+        f"{seconds:.1f} s. Every rank of a group makes its calls in the same order"
     )
     error.ranks = tuple(ranks)
     return error
