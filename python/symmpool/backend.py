@@ -10,11 +10,14 @@ operation, element type, device. `last_backend()` and `backend_counts()` say wha
 With `async_op=False` a call on CUDA runs on the current stream. Ours waits for a late rank as long as
 the process group's timeout says.
 
-That first call meets the group's other ranks before it returns, with `async_op=True` too: first calls
-of several groups are begun in one order on all ranks, and none waits for what another rank does after
-its own. `dist.monitored_barrier` asks for gloo by its name, so it needs a group of gloo's. Calls of a
-group of this backend are not seen by modes of torch (fake tensors, `make_fx`, `CommDebugMode`); those of
-`symmpool` itself are. DDP's hooks written in Python are served, its built-in ones in C++ are not.
+A group's first call on a kind of device meets the other ranks before it returns, with `async_op=True`
+too: first calls of several groups are begun in one order on all ranks, and none waits for what another
+rank does after its own. `destroy_process_group` waits for what was begun and lets go of the group's
+memory; calls that come after raise InvalidStateError. `dist.monitored_barrier` asks for gloo by its
+name, so it needs a group of gloo's. `dist.batch_isend_irecv` makes its calls one by one, as on gloo, so
+two ranks that send to each other on CUDA need a group of NCCL's. Calls of a group of this backend are
+not seen by modes of torch (fake tensors, `make_fx`, `CommDebugMode`), nor traced by its compiler; those
+of `symmpool` itself are. DDP's hooks written in Python are served, its built-in ones in C++ are not.
 """
 
 from __future__ import annotations
