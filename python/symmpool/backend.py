@@ -23,6 +23,7 @@ of `symmpool` itself are. DDP's hooks written in Python are served, its built-in
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 from typing import Any
 
@@ -110,13 +111,23 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         self._names: dict[str, str] = {}
         # The same backends, where calls of this class do not come back to this class.
         self._rest = dist.ProcessGroup(store, rank, size)
-        self._add_gloo(store, rank, size, timeout)
-        self._add_nccl(store, rank, size, timeout, options)
+        # Each rank counts its groups in a store: one that outlives them, as a launcher's does, still has
+        # the addresses of the last one's backends.
+        count = f"symmpool/backend/{rank}"
+        run = store.add(count, 1)
+        try:
+            self._add_gloo(dist.PrefixStore(f"gloo/{run}", store), rank, size, timeout)
+            self._add_nccl(dist.PrefixStore(f"nccl/{run}", store), rank, size, timeout, options)
+        except BaseException:
+            # So that a second try meets those who have not been here yet.
+            with contextlib.suppress(Exception):
+                store.add(count, -1)
+            raise
 
     def _add_gloo(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         if not dist.is_gloo_available():
             return
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self._add("cpu", "gloo", dist.ProcessGroup.BackendType.GLOO, gloo)
 
     def _add_nccl(self, store: Any, rank: int, size: int, timeout: Any, options: Any) -> None:
@@ -125,7 +136,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         if options is None:
             options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+        nccl = dist.ProcessGroupNCCL(store, rank, size, options)
         self._add("cuda", "nccl", dist.ProcessGroup.BackendType.NCCL, nccl)
 
     def _add(self, device: str, name: str, kind: Any, backend: Any) -> None:

@@ -45,6 +45,30 @@ def test_groups_come_after_each_other_in_one_process(world):
     assert values(world, again_and_again, free_port()) == [([world] * 20, 0)] * world
 
 
+def in_one_store(group, port):
+    me, world = group.rank, group.world
+    store = dist.TCPStore("127.0.0.1", port, world, me == 0)
+    sums = []
+    for turn in range(5):
+        limit = datetime.timedelta(seconds=15)
+        dist.init_process_group("symmpool", store=store, rank=me, world_size=world, timeout=limit)
+        half = dist.new_group(range(world))
+        x = torch.ones(3)
+        dist.all_reduce(x, group=half)
+        # Of torch's own backend.
+        dist.all_gather([torch.empty(1) for _ in range(world)], torch.ones(1))
+        dist.destroy_process_group()
+        sums.append(x[0].item())
+        if turn % world == me:
+            time.sleep(0.05)
+    symmpool.Pool(group, "cpu")
+    return sums
+
+
+def test_groups_come_after_each_other_in_a_store_that_outlives_them():
+    assert values(2, in_one_store, free_port()) == [[2.0] * 5] * 2
+
+
 def stays(group, port):
     store = dist.TCPStore("127.0.0.1", port, group.world, group.rank == 0)
     dist.init_process_group("symmpool", store=store, rank=group.rank, world_size=group.world)
