@@ -187,17 +187,22 @@ class _Connections:
         self._own = threading.local()
 
 
-# By the store's id, which is its own for as long as this keeps it: all that meet in a store share them.
-# Each connection is a thing to wait for: torch has the name server say who is at its ends.
-_connections: weakref.WeakValueDictionary[int, _Connections] = weakref.WeakValueDictionary()
+# By the store's id, which is its own for as long as its connections are there: all that meet in a store
+# share them. Each one is a thing to wait for: torch has the name server say who is at its ends. References
+# without callbacks: a Ctrl-C that comes while one runs is lost, and adapters go where it is to be raised.
+_connections: dict[int, weakref.ref[_Connections]] = {}
 _lock = threading.Lock()
 
 
 def _connections_of(store: Any) -> _Connections:
     with _lock:
-        found = _connections.get(id(store))
+        for each in [each for each, kept in _connections.items() if kept() is None]:
+            del _connections[each]
+        kept = _connections.get(id(store))
+        found = kept() if kept is not None else None
         if found is None:
-            found = _connections[id(store)] = _Connections(store)
+            found = _Connections(store)
+            _connections[id(store)] = weakref.ref(found)
         return found
 
 
@@ -205,8 +210,10 @@ def _forked() -> None:
     """In a forked child. Its parent goes on with the connections that it had."""
     global _lock
     _lock = threading.Lock()
-    for each in list(_connections.values()):
-        each.forget()
+    for kept in list(_connections.values()):
+        found = kept()
+        if found is not None:
+            found.forget()
 
 
 os.register_at_fork(after_in_child=_forked)

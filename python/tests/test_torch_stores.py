@@ -56,7 +56,7 @@ def connected(group, port):
     cloned.clear()
     del half
     gc.collect()
-    left = len(store_module._connections)
+    left = sum(kept() is not None for kept in store_module._connections.values())
     # The server is there for as long as somebody may ask.
     symmpool.Pool(group, "cpu")
     return right, counts, left
