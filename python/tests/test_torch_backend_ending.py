@@ -82,8 +82,8 @@ def stays(group, port):
 
 
 def test_a_server_that_stays_is_not_waited_for():
-    first, second = values(2, stays, free_port())
-    assert first < leaving.LONGEST_WAIT and second < leaving.LONGEST_WAIT + 1
+    # As long as one that might go, and no longer.
+    assert max(values(2, stays, free_port())) < leaving.LONGEST_WAIT + 2
 
 
 def refused(call):
