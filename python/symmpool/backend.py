@@ -1,41 +1,47 @@
 """A backend of torch.distributed: `init_process_group("cuda:symmpool,cpu:gloo")`.
 
-Importing this module registers it under the name "symmpool", for "cpu" and "cuda"; importing
-`symmpool` in a program that has imported torch does so, too. What the package's collectives serve
+The installed package registers it under the name "symmpool", for "cpu" and "cuda", when torch is
+imported (`symmpool_torch`). Where torch asks nobody, before 2.5 or with TORCH_DEVICE_BACKEND_AUTOLOAD=0,
+importing this module does so, or `symmpool` behind torch. What the package's collectives serve
 goes to them; the rest, and what they cannot serve, goes to NCCL on CUDA and to gloo on the CPU, which
 the group has beside them. The choice is made call by call, from what is the same on every rank:
 operation, element type, device. `last_backend()` and `backend_counts()` say what was chosen.
 
 With `async_op=False` a call on CUDA runs on the current stream. Ours waits for a late rank as long as
-the process group's timeout says; in its first call on a kind of device, twice as long.
+the process group's timeout says.
 
-That first call meets the group's other ranks before it returns, with `async_op=True` too: first calls
-of several groups are begun in one order on all ranks, and none waits for what another rank does after
-its own. `dist.monitored_barrier` asks for gloo by its name, so it needs a group of gloo's. Calls of a
-group of this backend are not seen by modes of torch (fake tensors, `make_fx`, `CommDebugMode`); those of
-`symmpool` itself are. DDP's hooks written in Python are served, its built-in ones in C++ are not.
+A group's first call on a kind of device meets the other ranks before it returns, with `async_op=True`
+too: first calls of several groups are begun in one order on all ranks, and none waits for what another
+rank does after its own. `destroy_process_group` waits for what was begun and lets go of the group's
+memory; calls that come after raise InvalidStateError. `dist.monitored_barrier` asks for gloo by its
+name, so it needs a group of gloo's. `dist.batch_isend_irecv` makes its calls one by one, as on gloo, so
+two ranks that send to each other on CUDA need a group of NCCL's. Calls of a group of this backend are
+not seen by modes of torch (fake tensors, `make_fx`, `CommDebugMode`), nor traced by its compiler; those
+of `symmpool` itself are. DDP's hooks written in Python are served, its built-in ones in C++ are not.
 """
 
 from __future__ import annotations
 
 import collections
 import logging
-import time
-import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from symmpool import groups, seats
+from symmpool import beside, groups, leaving, placing, seats
 from symmpool._symmpool import Group
-from symmpool.errors import Error, InvalidArgumentError
+from symmpool.errors import Error, InvalidArgumentError, TimeoutError  # noqa: A004
+from symmpool.torch_work import DoneWork, TorchWork, opaque
 
 __all__ = ["SymmpoolProcessGroup", "backend_counts", "last_backend"]
 
 logger = logging.getLogger("symmpool.backend")
 
 NAME = "symmpool"
+
+# How far apart ranks may be that began to wait at one time, in seconds, when they have waited.
+_LATENESS = 2.0
 
 _counts: collections.Counter[tuple[str, str]] = collections.Counter()
 _last: list[str | None] = [None]
@@ -84,119 +90,6 @@ def _note(operation: str, backend: str) -> None:
         logger.debug("%s: %s", operation, backend)
 
 
-class TorchWork(dist.Work):
-    """Work of ours, for callers that are C++."""
-
-    def __init__(self, work: Any):
-        super().__init__()
-        self._work = work
-
-    def wait(self, timeout: Any = None) -> bool:
-        return self._work.wait(timeout)
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        return self._work.is_success()
-
-    def exception(self) -> Any:
-        return self._work.exception()
-
-    def result(self) -> list[torch.Tensor]:
-        return self._work.result()
-
-    def get_future(self) -> torch.futures.Future:
-        return self._work.get_future()
-
-
-class DoneWork(dist.Work):
-    """Work that was done, or put on the current stream, before the call returned."""
-
-    def __init__(self, results: list[Any], device: torch.device):
-        super().__init__()
-        self._results, self._device = results, device
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def exception(self) -> Any:
-        return None
-
-    def result(self) -> list[torch.Tensor]:
-        return self._results
-
-    def get_future(self) -> torch.futures.Future:
-        devices = [self._device] if self._device.type == "cuda" else None
-        future = torch.futures.Future(devices=devices)
-        future.set_result(self._results)
-        return future
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose memory says what it holds, row by row: itself, or a copy. The copy is no part of
-    what gradients flow through."""
-    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-        return tensor
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _place(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """What a call writes to where a tensor is meant, and what copies it from there, if need be."""
-    plain = _plain(tensor)
-    if plain is tensor:
-        return tensor, None
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    if any(size > 1 and stride == 0 for size, stride in sizes):
-        raise InvalidArgumentError(
-            "symmpool: a tensor to write to has elements that share their memory, as expand() makes "
-            "them; pass tensor.clone()"
-        )
-    return plain, _copies([(tensor, plain)])
-
-
-def _copies(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """What copies results to where they belong. In whichever thread: its modes are not the caller's,
-    and a tensor made in inference mode, or one that requires grad, is written to in that mode only."""
-
-    def copy() -> None:
-        with torch.inference_mode():
-            for to, found in pairs:
-                to.copy_(found)
-
-    return copy
-
-
-def _hears_of_timeouts(kind: type) -> type:
-    """A backend of torch's that tells its group, as `group`, of a new timeout. torch knows how to set
-    those of its own backends only."""
-
-    def _set_default_timeout(self: Any, timeout: Any) -> None:
-        super(found, self)._set_default_timeout(timeout)
-        group = self.group()
-        if group is not None:
-            group._set_timeout(timeout)
-
-    found = type(kind.__name__, (kind,), {"_set_default_timeout": _set_default_timeout})
-    return found
-
-
-_Gloo = _hears_of_timeouts(dist.ProcessGroupGloo) if dist.is_gloo_available() else None
-_Nccl = _hears_of_timeouts(dist.ProcessGroupNCCL) if dist.is_nccl_available() else None
-
-
 class SymmpoolProcessGroup(dist.ProcessGroup):
     """A process group whose collectives are ours where they serve."""
 
@@ -207,46 +100,27 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             # Before 2.12 or so torch makes no derived objects so; those made thus know no store.
             super().__init__(rank, size)
         self._store, self._timeout = store, timeout
-        # The group of ours meets apart from the backends beside it.
-        meeting = dist.PrefixStore("symmpool", store)
         self._seconds = groups.seconds_of(timeout) or groups.DEFAULT_TIMEOUT
-        groups._of_torch[self] = Group.from_store(meeting, rank, size, timeout=self._seconds)
-        # Whether ours serves a device, by its number; unknown before the first call.
+        # Apart from groups that the program makes of this store, on the same connection.
+        ours = Group.from_store(store, rank, size, name="symmpool.backend", timeout=self._seconds)
+        groups._of_torch[self] = ours
+        # Whether ours serves a device, by its number; unknown before the first call, and at the end.
         self._served: dict[int, bool] = {}
+        self._ended = False
         self._names: dict[str, str] = {}
-        self._beside: list[Any] = []
         # The same backends, where calls of this class do not come back to this class.
         self._rest = dist.ProcessGroup(store, rank, size)
-        self._add_gloo(store, rank, size, timeout)
-        self._add_nccl(store, rank, size, timeout, options)
-
-    def _add_gloo(self, store: Any, rank: int, size: int, timeout: Any) -> None:
-        if _Gloo is None:
-            return
-        gloo = _Gloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
-        self._add("cpu", "gloo", dist.ProcessGroup.BackendType.GLOO, gloo)
-
-    def _add_nccl(self, store: Any, rank: int, size: int, timeout: Any, options: Any) -> None:
-        if _Nccl is None or not torch.cuda.is_available():
-            return
-        if options is None:
-            options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        nccl = _Nccl(dist.PrefixStore("nccl", store), rank, size, options)
-        self._add("cuda", "nccl", dist.ProcessGroup.BackendType.NCCL, nccl)
-
-    def _add(self, device: str, name: str, kind: Any, backend: Any) -> None:
-        backend.group = weakref.ref(self)
-        # torch finds what is derived from its class only as long as somebody keeps it.
-        self._beside.append(backend)
-        for group in (self._rest, self):
-            group._register_backend(torch.device(device), kind, backend)
-        if not self._names:
+        self._beside = beside.backends(self, store, rank, size, timeout, options)
+        for device, name, kind, backend in self._beside:
             for group in (self._rest, self):
+                group._register_backend(torch.device(device), kind, backend)
+            self._names[device] = name
+        for group in (self._rest, self):
+            for _, _, kind, _ in self._beside[:1]:
                 group._set_default_backend(kind)
-        self._names[device] = name
 
-    def _set_timeout(self, timeout: Any) -> None:
+    def timeout_is(self, timeout: Any) -> None:
+        """What the backends beside ours tell, which torch's `_set_pg_timeout` tells them."""
         seconds = groups.seconds_of(timeout)
         if seconds is not None:
             self._timeout, self._seconds = timeout, seconds
@@ -259,11 +133,37 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         """The store that the group met in."""
         return self._store
 
+    def shutdown(self) -> None:
+        """What torch calls where the group is destroyed. Waits for what was begun, which ends by itself,
+        and lets go of the group's communicators and pools; calls that come after are refused."""
+        if not self._ended:
+            # A default group's store goes with the group, and another may come to its place.
+            default = dist.group.WORLD is self
+            self._end(True)
+            if default and self.rank() != 0:
+                leaving.await_server(self._store)
+        super().shutdown()
+
+    def abort(self) -> None:
+        """As `shutdown`, without waiting for anything: what was begun may fail."""
+        self._end(False)
+        super().abort()
+
+    def _end(self, wait: bool) -> None:
+        self._ended = True
+        self._served.clear()
+        seats.end(self, wait)
+
+    def _refuse_at_end(self) -> None:
+        if self._ended:
+            raise groups.ended(self)
+
     def _serves(self, device: torch.device) -> bool:
         """Whether every rank has a communicator of ours there. The first call is collective."""
         number = -1 if device.type == "cpu" else device.index
         found = self._served.get(number)
         if found is None:
+            self._refuse_at_end()
             found = self._is_asked_for(device.type) and self._found_out(number)
             self._served[number] = found
         return found
@@ -278,23 +178,28 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
 
     def _found_out(self, number: int) -> bool:
         name = "cpu" if number < 0 else f"cuda:{number}"
-        why = None
-        end = time.monotonic() + 2 * self._seconds
-        try:
-            seats.communicator(self, name)
-        except Error as error:
-            why = str(error)
         # Without the device's number: ranks use different ones.
         kind = "cpu" if number < 0 else "cuda"
-        # A rank that cannot is here before those that wait for it in vain, a whole timeout at most.
-        left = max(end - time.monotonic(), self._seconds)
         first = f"the first call on {kind}"
+        # Every rank comes here first, one that cannot as well: who is missing now is absent, and nobody
+        # waits for it again. From here on all are at one place of what follows.
+        groups.agree(self, f"backend/{kind}/here", None, self._seconds, first)
+        why, left = None, self._seconds + _LATENESS
+        try:
+            seats.communicator(self, name)
+        except TimeoutError as error:
+            # Whoever was waited for has said why before, or never will; the others waited as long.
+            why, left = str(error), _LATENESS
+        except Error as error:
+            why = str(error)
+        # A rank that cannot is here before those that wait for it in vain, a whole timeout at most.
         refusals = groups.agree(self, f"backend/{kind}", why, left, first)
         if refusals and self.rank() == 0:
             logger.warning("symmpool serves no collective on %s: %s", name, refusals)
         return not refusals
 
     def _other(self, operation: str, tensor: torch.Tensor | None) -> str:
+        self._refuse_at_end()
         kind = tensor.device.type if tensor is not None else "cpu"
         _note(operation, self._names.get(kind, kind))
         return operation
@@ -348,7 +253,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             self._other("all_reduce", tensors[0])
             return self._rest.allreduce(tensors, opts)
         (tensor,) = tensors
-        place, finish = _place(tensor)
+        place, finish = placing.place(tensor)
         return self._run("all_reduce", "all_reduce", (place, op), tensors, opts, finish)
 
     def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
@@ -360,7 +265,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         (tensor,) = tensors
         # The root's is only read.
         root = opts.rootRank == self.rank()
-        place, finish = (_plain(tensor), None) if root else _place(tensor)
+        place, finish = (placing.plain(tensor), None) if root else placing.place(tensor)
         arguments = (place, opts.rootRank)
         return self._run("broadcast", "broadcast", arguments, tensors, opts, finish)
 
@@ -369,8 +274,8 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         if not self._moves(output, input):
             self._other("all_gather_into_tensor", output)
             return self._rest._allgather_base(output, input, opts)
-        place, finish = _place(output)
-        arguments = (place, _plain(input))
+        place, finish = placing.place(output)
+        arguments = (place, placing.plain(input))
         return self._run("all_gather_into_tensor", "all_gather", arguments, [output], opts, finish)
 
     _allgather_base = all_gather_single
@@ -381,8 +286,8 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         if op is None:
             self._other("reduce_scatter_tensor", output)
             return self._rest._reduce_scatter_base(output, input, opts)
-        place, finish = _place(output)
-        arguments = (place, _plain(input), op)
+        place, finish = placing.place(output)
+        arguments = (place, placing.plain(input), op)
         return self._run("reduce_scatter_tensor", "reduce_scatter", arguments, [output], opts, finish)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -394,8 +299,8 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         if not self._moves(output, input):
             self._other("all_to_all_single", output)
             return self._rest.alltoall_base(output, input, output_splits, input_splits, opts)
-        place, finish = _place(output)
-        arguments = (place, _plain(input))
+        place, finish = placing.place(output)
+        arguments = (place, placing.plain(input))
         arguments += (list(output_splits) or None, list(input_splits) or None)
         return self._run("all_to_all_single", "all_to_all_single", arguments, [output], opts, finish)
 
@@ -405,7 +310,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         opts = opts if opts is not None else dist.AllToAllOptions()
         # NCCL takes lists as they are; gloo takes none.
         if not outputs or self._names.get(outputs[0].device.type) == "nccl":
-            self._other("alltoall", _first_tensor((outputs, inputs)))
+            self._other("alltoall", placing.first_tensor((outputs, inputs)))
             return self._rest.alltoall(outputs, inputs, opts)
         self._check_parts(outputs, inputs)
         if not self._moves(*outputs, *inputs):
@@ -413,9 +318,9 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             return self._rest.alltoall(outputs, inputs, opts)
         sizes = [each.numel() for each in outputs]
         place = torch.empty(sum(sizes), dtype=outputs[0].dtype, device=outputs[0].device)
-        sent = torch.cat([_plain(each.detach()).reshape(-1) for each in inputs])
+        sent = torch.cat([placing.plain(each.detach()).reshape(-1) for each in inputs])
         parts = zip(outputs, place.split(sizes), strict=True)
-        finish = _copies([(to, part.view(to.shape)) for to, part in parts])
+        finish = placing.copies([(to, part.view(to.shape)) for to, part in parts])
         arguments = (place, sent, sizes, [each.numel() for each in inputs])
         return self._run("alltoall", "all_to_all_single", arguments, outputs, opts, finish)
 
@@ -452,22 +357,11 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         return DoneWork([], device)
 
 
-def _first_tensor(arguments: tuple[Any, ...]) -> torch.Tensor | None:
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            return argument
-        if isinstance(argument, (list, tuple)):
-            found = _first_tensor(tuple(argument))
-            if found is not None:
-                return found
-    return None
-
-
 def _passes(method: str) -> Any:
     """A method that ours has nothing for."""
 
     def pass_on(self: SymmpoolProcessGroup, *arguments: Any, **options: Any) -> Any:
-        self._other(method, _first_tensor(arguments))
+        self._other(method, placing.first_tensor(arguments))
         return getattr(self._rest, method)(*arguments, **options)
 
     pass_on.__name__ = method
@@ -495,16 +389,21 @@ for _method in (
         setattr(SymmpoolProcessGroup, _method, _passes(_method))
 
 
-def _create(options: Any, backend_options: Any = None) -> SymmpoolProcessGroup:
+opaque(SymmpoolProcessGroup)
+
+
+def create(options: Any, backend_options: Any = None) -> SymmpoolProcessGroup:
+    """What torch.distributed calls for a new group of this backend."""
     return SymmpoolProcessGroup(
         options.store, options.group_rank, options.group_size, options.timeout, backend_options
     )
 
 
 def register() -> None:
-    """Makes the name "symmpool" known to torch.distributed. Importing this module did so."""
+    """Makes the name "symmpool" known to torch.distributed. Importing this module did so, if the
+    package's entry point had not when torch was imported."""
     if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
 
 
 register()

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from symmpool._symmpool import Group
-from symmpool.errors import InvalidArgumentError, TimeoutError  # noqa: A004
+from symmpool.errors import InvalidArgumentError, InvalidStateError, TimeoutError  # noqa: A004
 
 # How long collectives wait for a late rank, in seconds, where nothing else says so.
 DEFAULT_TIMEOUT = 30.0
@@ -25,6 +25,8 @@ LONGEST_TIMEOUT = 1e9
 
 # Process groups of torch, and the groups made of them.
 _of_torch: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
+# Process groups of torch that were shut down.
+_ended: weakref.WeakSet[Any] = weakref.WeakSet()
 # The group of the environment, once it was asked for.
 _of_environment: list[Group] = []
 # Pools by what their group was named with (a process group or a Group; of a tuple, the pool itself), in
@@ -88,6 +90,8 @@ def resolve(argument: Any, timeout: float | None = None) -> Group:
     dist = distributed()
     if dist is not None and isinstance(argument, dist.ProcessGroup):
         with _lock:
+            if argument in _ended:
+                raise ended(argument)
             group = _of_torch.get(argument)
             if group is None:
                 rank, world, store = _member(dist, argument)
@@ -110,8 +114,10 @@ def _member(dist: Any, group: Any) -> tuple[int, int, Any]:
     if rank < 0:
         raise InvalidArgumentError("group: this process is no member of it")
     c10d = dist.distributed_c10d
-    entry = c10d._world.pg_map.get(group)
-    store = entry[1] if entry else None
+    store = getattr(group, "_store", None)  # of our own backend
+    if store is None:
+        entry = c10d._world.pg_map.get(group)
+        store = entry[1] if entry else None
     if store is None:
         store = group.get_group_store()
     return rank, world, store
@@ -186,6 +192,22 @@ def withdraw(pool: Any, key: Any) -> None:
         told()
 
 
+def end(key: Any) -> None:
+    """A process group of torch is shut down: what was made of it is let go of, and no more is made."""
+    with _lock:
+        _ended.add(key)
+        _of_torch.pop(key, None)
+        _pools.pop(key, None)
+
+
+def ended(group: Any) -> InvalidStateError:
+    """What calls on a process group are told that was shut down."""
+    return InvalidStateError(
+        f"symmpool: {_name_of(group)} was shut down on rank {group.rank()}, as destroy_process_group does; "
+        "what comes after needs another group"
+    )
+
+
 def pools_of(key: Any) -> list[Any]:
     """The pools on a group that are alive, in the order they were made."""
     with _lock:
@@ -231,10 +253,17 @@ def agree(group: Any, what: str, why: str | None, seconds: float, to: str) -> di
     try:
         answers = StoreAdapter(store).all_gather(key, rank, world, said, seconds)
     except TimeoutError as error:
+        # So that a second try meets those who have not been here yet.
+        _agreements[store] -= 1
         if not error.ranks:
             raise
         raise _absent(group, error.ranks, f"rank {rank} of {world}", seconds, to) from None
     return {rank: said.decode("utf-8", "replace") for rank, said in enumerate(answers) if said}
+
+
+def _name_of(group: Any) -> str:
+    name = getattr(group, "group_desc", None)
+    return f"group {group.group_name!r} ({name})" if name else "its group"
 
 
 def _absent(group: Any, ranks: tuple[int, ...], here: str, seconds: float, to: str) -> TimeoutError:
@@ -242,11 +271,9 @@ def _absent(group: Any, ranks: tuple[int, ...], here: str, seconds: float, to: s
     who = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
     # A rank whose time is up takes back what it said, so that others may miss it, too.
     left = ", or gave up waiting there" if len(ranks) > 1 else ""
-    name = getattr(group, "group_desc", None)
-    place = f"group {group.group_name!r} ({name})" if name else "its group"
     error = TimeoutError(
-        f"symmpool: {who} did not come to {to} of {place}{left}: {here} waited for {seconds:.1f} s. Every "
-        "rank of a group makes its calls in the same order"
+        f"symmpool: {who} did not come to {to} of {_name_of(group)}{left}: {here} waited for "
+        f"{seconds:.1f} s. Every rank of a group makes its calls in the same order"
     )
     error.ranks = tuple(ranks)
     return error

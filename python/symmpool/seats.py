@@ -10,6 +10,7 @@ need the same communicator, and no others: threads may each use a group of their
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import warnings
@@ -19,7 +20,7 @@ from typing import Any
 
 from symmpool import groups, work
 from symmpool._symmpool import Communicator, Pool
-from symmpool.errors import InvalidArgumentError, TimeoutError, UnsupportedError  # noqa: A004
+from symmpool.errors import Error, InvalidArgumentError, TimeoutError, UnsupportedError  # noqa: A004
 from symmpool.named import group_of, resolved
 
 __all__ = ["Seat", "communicator", "explain", "find", "first_device", "forget", "run", "search"]
@@ -51,6 +52,16 @@ class Seat:
             return
         self.tail = None
         tail.precede()
+
+    def finish(self) -> None:
+        """Waits for all that was begun, which ends by itself: by an error if a rank does not come."""
+        if self.device < 0 and self.side is not None and not self.side.is_alive():
+            return  # in a forked child, which has no such thread
+        self.settle()
+        if self.device >= 0:
+            # What went wrong was told to those who made the calls.
+            with contextlib.suppress(Error):
+                self.comm.synchronize()
 
     def begin(
         self, call: Any, arguments: tuple[Any, ...], results: list[Any], finish: Any = None
@@ -168,6 +179,23 @@ def forget(pool: Pool) -> None:
         for seats in _defaults.values():
             for device in [each for each, (held, _) in seats.items() if held is pool]:
                 del seats[device]
+
+
+def end(key: Any, wait: bool) -> None:
+    """Lets go of what serves a process group of torch that is shut down, and of its pools. What the
+    program holds itself stays. With `wait`, what was begun comes to its end before."""
+    with _lock:
+        pools = groups.pools_of(key)
+        found = [_of_pool[pool] for pool in pools if pool in _of_pool]
+    if wait:
+        for seat in found:
+            seat.finish()
+    with _lock:
+        groups.end(key)
+        forget_lookups()
+        _defaults.pop(key, None)
+        for pool in pools:
+            _of_pool.pop(pool, None)
 
 
 def communicator(group: Any = None, device: Any = "cpu") -> Communicator:

@@ -9,8 +9,10 @@ removed two gathers later, when every rank must have read it, and while parts of
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -39,8 +41,8 @@ class StoreAdapter:
                     f"store: {store!r} has no method {name}; a torch.distributed.Store is needed"
                 )
         self._store = store
-        self._own = threading.local()
-        self._waits_by_itself = _is_tcp(store) and callable(getattr(store, "clone", None))
+        self._waits_by_itself = tcp_below(store) is not None
+        self._connections = _connections_of(store) if self._waits_by_itself else None
         # Which run of a rank this is; a rank of a group takes part under one number.
         self._runs: dict[int, int] = {}
         self._met = False
@@ -49,13 +51,7 @@ class StoreAdapter:
 
     def _here(self) -> Any:
         """This thread's handle of the store: a blocking call holds up those that share its own."""
-        if not self._waits_by_itself:
-            return self._store
-        try:
-            return self._own.store
-        except AttributeError:
-            self._own.store = self._call(self._store.clone)
-            return self._own.store
+        return self._store if self._connections is None else self._connections.here()
 
     def set(self, key: str, value: bytes, seconds: float) -> None:
         self._call(self._here().set, _key(key), bytes(value))
@@ -161,15 +157,66 @@ def _key(key: str) -> str:
     return f"symmpool/{key}"
 
 
-def _is_tcp(store: Any) -> bool:
-    """Whether a store, below its prefixes, is a connection to a server."""
+def tcp_below(store: Any) -> Any:
+    """The connection to a server that a store is, below its prefixes; None if it is none."""
     try:
         from torch.distributed import PrefixStore, TCPStore
     except ImportError:
-        return False
+        return None
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return isinstance(store, TCPStore)
+    return store if isinstance(store, TCPStore) and callable(getattr(store, "clone", None)) else None
+
+
+class _Connections:
+    """A store's connections to its server, one for each thread that calls."""
+
+    def __init__(self, store: Any):
+        self._store = store
+        self._own = threading.local()
+
+    def here(self) -> Any:
+        own = self._own
+        try:
+            return own.store
+        except AttributeError:
+            own.store = StoreAdapter._call(self._store.clone)
+            return own.store
+
+    def forget(self) -> None:
+        self._own = threading.local()
+
+
+# By the store's id, which is its own for as long as its connections are there: all that meet in a store
+# share them. Each one is a thing to wait for: torch has the name server say who is at its ends. References
+# without callbacks: a Ctrl-C that comes while one runs is lost, and adapters go where it is to be raised.
+_connections: dict[int, weakref.ref[_Connections]] = {}
+_lock = threading.Lock()
+
+
+def _connections_of(store: Any) -> _Connections:
+    with _lock:
+        for each in [each for each, kept in _connections.items() if kept() is None]:
+            del _connections[each]
+        kept = _connections.get(id(store))
+        found = kept() if kept is not None else None
+        if found is None:
+            found = _Connections(store)
+            _connections[id(store)] = weakref.ref(found)
+        return found
+
+
+def _forked() -> None:
+    """In a forked child. Its parent goes on with the connections that it had."""
+    global _lock
+    _lock = threading.Lock()
+    for kept in list(_connections.values()):
+        found = kept()
+        if found is not None:
+            found.forget()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _has_extended(store: Any) -> bool:

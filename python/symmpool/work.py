@@ -304,6 +304,9 @@ class Worker:
         _running[self._thread] = line
         weakref.finalize(owner, line.calls.put, None)
 
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def submit(
         self,
         call: Any,
@@ -311,7 +314,7 @@ class Worker:
         results: list[Any],
         finish: Finish | None = None,
     ) -> HostWork:
-        if not self._thread.is_alive():
+        if not self.is_alive():
             raise InvalidStateError(
                 "a communicator of another process is used in one forked from it; make a group, and "
                 "what is needed on it, after the fork"

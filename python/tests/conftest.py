@@ -20,6 +20,10 @@ TEMPORARY = tempfile.TemporaryDirectory(prefix="symmpool-tests-")
 tempfile.gettempdir()  # this process's own place stays as it is
 os.environ["TMPDIR"] = TEMPORARY.name
 
+# torch asks the name server who is at the ends of every connection to a store. Where one answers late, or
+# not always, each question that gets lost holds up all ranks for 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 
 def pytest_terminal_summary(terminalreporter):
     """Says what was left out, which `.ci/run` takes for a failure."""

@@ -189,7 +189,7 @@ class Late(Store):
 
 @pytest.fixture
 def late(monkeypatch):
-    monkeypatch.setattr(store_module, "_is_tcp", lambda store: True)
+    monkeypatch.setattr(store_module, "tcp_below", lambda store: store)
     monkeypatch.setattr(store_module, "SLICE", 0.1)
     return Late()
 

@@ -3,6 +3,7 @@
 import datetime
 import gc
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -260,25 +261,71 @@ def test_where_one_rank_cannot_all_go_to_the_other_backend(tmp_path):
     assert values(2, cannot, str(tmp_path)) == [([2.0] * 3, "gloo")] * 2
 
 
+def cannot_while_others_wait(group, folder):
+    me, _ = begin(group, folder, "symmpool", datetime.timedelta(seconds=2))
+    if me == 1:
+        def refuse(*_):
+            raise symmpool.UnsupportedError("not on this machine")
+
+        backend.seats.communicator = refuse
+    elif me == 2:
+        # The last to come has as long as the others, who were here before.
+        time.sleep(1)
+    began = time.monotonic()
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    took = time.monotonic() - began
+    dist.destroy_process_group()
+    return x.tolist(), backend.last_backend(), took
+
+
+def test_one_that_cannot_is_heard_by_those_that_wait_for_it(tmp_path):
+    for found, last, took in values(3, cannot_while_others_wait, str(tmp_path)):
+        assert found == [3.0] * 3 and last == "gloo"
+        # As long as the timeout says, and as long as a rank was late.
+        assert took < 2 + 1 + 0.8
+
+
 def never_comes(group, folder):
-    me, _ = begin(group, folder, "symmpool", datetime.timedelta(seconds=1))
+    me, _ = begin(group, folder, "symmpool", datetime.timedelta(seconds=2))
     told = None
     if me != 1:
+        began = time.monotonic()
         with pytest.raises(symmpool.TimeoutError) as raised:
             dist.all_reduce(torch.ones(3))
-        told = str(raised.value), raised.value.ranks
+        told = str(raised.value), raised.value.ranks, time.monotonic() - began
     return told
 
 
 def test_a_rank_that_does_not_come_to_the_first_call_is_named(tmp_path):
     first, nothing, last = values(3, never_comes, str(tmp_path))
     assert nothing is None
-    for text, ranks in (first, last):
+    for text, ranks, took in (first, last):
         # The other may have left already.
         assert 1 in ranks
+        assert 1.9 < took < 3
         assert "did not come to the first call on cpu of group '0' (default_pg)" in text
-    texts = [text for text, ranks in (first, last) if ranks == (1,)]
+    texts = [text for text, ranks, _ in (first, last) if ranks == (1,)]
     assert texts and all("symmpool: rank 1 did not come" in text for text in texts)
+
+
+def comes_late(group, folder):
+    me, world = begin(group, folder, "symmpool", datetime.timedelta(seconds=1))
+    x = torch.ones(3)
+    if me == 0:
+        with pytest.raises(symmpool.TimeoutError):
+            dist.all_reduce(x)
+        Path(folder, "tried").touch()
+    while not Path(folder, "tried").exists():
+        time.sleep(0.01)
+    dist.all_reduce(x)
+    last = backend.last_backend()
+    dist.destroy_process_group()
+    return x.tolist() == [world] * 3, last
+
+
+def test_a_second_try_of_the_first_call_meets_those_who_come_to_it(tmp_path):
+    assert values(2, comes_late, str(tmp_path)) == [(True, "symmpool")] * 2
 
 
 def train(group, folder, name):

@@ -1,0 +1,90 @@
+"""Work of torch's class, for callers that are C++, and what the compiler is told of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["DoneWork", "TorchWork", "opaque"]
+
+
+def opaque(owner: Any) -> Any:
+    """A class whose methods the compiler calls as they are, as it does torch's own process groups, which
+    are C++. Marked as `torch._dynamo.disable` marks its wrapper, without one: calls cost nothing more.
+    Also around what is not compiled itself the compiler takes each frame for a program to trace."""
+    frames = getattr(torch._C._dynamo, "eval_frame", None)
+    for method in [each for each in vars(owner).values() if hasattr(each, "__code__")]:
+        method._torchdynamo_disable = True
+        method._torchdynamo_disable_msg = "a collective is no part of a graph; see functional collectives"
+        if hasattr(frames, "set_code_exec_strategy"):
+            skip = frames._FrameAction.SKIP
+            # The frame, and those that it calls.
+            frames.set_code_exec_strategy(method.__code__, frames._FrameExecStrategy(skip, skip))
+        elif hasattr(frames, "skip_code"):
+            frames.skip_code(method.__code__)
+    return owner
+
+
+@opaque
+class TorchWork(dist.Work):
+    """Work of ours, for callers that are C++."""
+
+    def __init__(self, work: Any):
+        super().__init__()
+        self._work = work
+
+    def wait(self, timeout: Any = None) -> bool:
+        return self._work.wait(timeout)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        return self._work.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._work.result()
+
+    def get_future(self) -> torch.futures.Future:
+        return self._work.get_future()
+
+
+@opaque
+class DoneWork(dist.Work):
+    """Work that was done, or put on the current stream, before the call returned."""
+
+    def __init__(self, results: list[Any], device: torch.device):
+        super().__init__()
+        self._results, self._device = results, device
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> Any:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._results
+
+    def get_future(self) -> torch.futures.Future:
+        devices = [self._device] if self._device.type == "cuda" else None
+        future = torch.futures.Future(devices=devices)
+        future.set_result(self._results)
+        return future
