@@ -9,11 +9,11 @@ windows are registered with that communicator in the same order on every rank.
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
-from symmpool.engines.core import EnginePool, Scope, address_of, put_in_place_of
+from symmpool.engines import core
+from symmpool.engines.core import EnginePool, Scope
 
 __all__ = [
     "compile_nccl_allocator",
@@ -28,18 +28,19 @@ __all__ = [
 #: Where vLLM has its own.
 REPLACES = "vllm.distributed.device_communicators.pynccl_allocator"
 
-_pools: dict[int, EnginePool] = {}
+# By communicator.
+_pools: dict[tuple[int, bytes], EnginePool] = {}
 _graph_pool_id: list[Any] = [None]
 
 
 def install() -> None:
     """Puts this module in the place of vLLM's."""
-    put_in_place_of(REPLACES, sys.modules[__name__])
+    core.put_in_place_of(REPLACES, sys.modules[__name__])
 
 
 def is_symmetric_memory_enabled() -> bool:
     """As vLLM's variable VLLM_USE_NCCL_SYMM_MEM says."""
-    return os.environ.get("VLLM_USE_NCCL_SYMM_MEM", "0").strip().lower() in ("1", "true")
+    return core.is_asked("vllm.envs", "VLLM_USE_NCCL_SYMM_MEM")
 
 
 def is_symmetric_memory_tensor(tensor: Any) -> bool:
@@ -64,11 +65,11 @@ def get_nccl_mem_pool() -> Any:
 
 
 def _state(communicator: Any) -> EnginePool:
-    address = address_of(communicator.comm)
-    if address not in _pools:
+    which = core.identity_of(communicator)
+    if which not in _pools:
         device = str(communicator.device)
-        _pools[address] = EnginePool(communicator.group, device, address)
-    return _pools[address]
+        _pools[which] = EnginePool(communicator.group, device, which[0])
+    return _pools[which]
 
 
 class nccl_symm_mem_context:
@@ -80,6 +81,7 @@ class nccl_symm_mem_context:
             or not is_symmetric_memory_enabled()
             or pynccl_comm is None
             or pynccl_comm.world_size == 1
+            or not core.has_cuda()
         )
         self.pynccl_comm = None if self.disabled else pynccl_comm
         self._scope: Scope | None = None
