@@ -357,14 +357,36 @@ def test_names_and_arguments_are_those_of_the_engines():
 
 def test_modules_go_in_the_places_of_the_engines(monkeypatch):
     for module in (vllm, sglang):
-        monkeypatch.delitem(sys.modules, module.REPLACES, raising=False)
+        monkeypatch.setitem(sys.modules, module.REPLACES, module)
+        monkeypatch.delitem(sys.modules, module.REPLACES)
         module.install()
         assert sys.modules[module.REPLACES] is module
         module.install()
-        monkeypatch.setitem(sys.modules, module.REPLACES, types.ModuleType("theirs"))
-        with pytest.raises(symmpool.InvalidStateError, match="imported already"):
-            module.install()
     assert core.address_of(None) == 0 and core.address_of(5) == 5
+
+
+def test_modules_that_are_imported_already_are_replaced_where_they_are_held(monkeypatch):
+    for module in (vllm, sglang):
+        package = module.REPLACES.partition(".")[0]
+        names = [f"{package}.holder", f"{package}_kernels", module.REPLACES]
+        holder, stranger, theirs = (types.ModuleType(name) for name in names)
+        for each in (holder, stranger, theirs):
+            monkeypatch.setitem(sys.modules, each.__name__, each)
+        theirs.set_graph_pool_id = holder.set_graph_pool_id = lambda pool: None
+        stranger.set_graph_pool_id = theirs.set_graph_pool_id
+        holder.is_symmetric_memory_enabled = theirs.is_symmetric_memory_enabled = lambda: None
+        holder.get_nccl_mem_pool = of_its_own = lambda: None
+        theirs.get_nccl_mem_pool = lambda: None
+        theirs._mem_pool = "a pool"
+        with pytest.raises(symmpool.InvalidStateError, match="made its own memory pool"):
+            module.install()
+        theirs._mem_pool = None
+        module.install()
+        assert sys.modules[module.REPLACES] is module
+        assert holder.set_graph_pool_id is module.set_graph_pool_id
+        assert holder.is_symmetric_memory_enabled is module.is_symmetric_memory_enabled
+        assert holder.get_nccl_mem_pool is of_its_own
+        assert stranger.set_graph_pool_id is theirs.set_graph_pool_id
 
 
 def test_without_scopes_it_is_said(monkeypatch):

@@ -6,6 +6,7 @@ import functools
 import importlib
 import os
 import sys
+import types
 from typing import Any
 
 import symmpool
@@ -162,12 +163,30 @@ def has_cuda() -> bool:
 
 
 def put_in_place_of(name: str, module: Any) -> None:
-    """Makes importing `name` give `module`. Raises InvalidStateError where the engine's own was
-    imported before: others hold its functions already."""
+    """Makes importing `name` give `module`, and has modules of the engine that imported names of it
+    before use ours: what engines start in each of their processes comes after that. Raises
+    InvalidStateError where the engine's own has made a pool."""
     found = sys.modules.get(name)
     if found is not None and found is not module:
-        raise InvalidStateError(f"{name} is imported already; install symmpool's before it")
+        if getattr(found, "_mem_pool", None) is not None:
+            raise InvalidStateError(
+                f"{name} has made its own memory pool already; install symmpool's before that"
+            )
+        _rebind(name, found, module)
     sys.modules[name] = module
     parent, _, last = name.rpartition(".")
     if parent in sys.modules:
         setattr(importlib.import_module(parent), last, module)
+
+
+def _rebind(name: str, found: Any, module: Any) -> None:
+    """Has the engine's modules that hold what `found` has hold what `module` has."""
+    theirs = {key: getattr(found, key) for key in module.__all__ if hasattr(found, key)}
+    package = name.partition(".")[0]
+    for each, loaded in list(sys.modules.items()):
+        if each == name or each.partition(".")[0] != package:
+            continue
+        held = vars(loaded) if isinstance(loaded, types.ModuleType) else {}
+        for key, own in theirs.items():
+            if held.get(key) is own:
+                setattr(loaded, key, getattr(module, key))

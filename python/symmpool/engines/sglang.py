@@ -1,7 +1,7 @@
 """For SGLang: the names of its `pynccl_allocator`, on this package's pools.
 
     import symmpool.engines.sglang
-    symmpool.engines.sglang.install()   # before sglang's own module is imported
+    symmpool.engines.sglang.install()   # in every process of SGLang, before it makes its groups
 
 Each group has a pool of its own, whose windows are registered with the group's own communicator.
 """
@@ -51,7 +51,7 @@ _told: set[Any] = set()
 
 
 def install() -> None:
-    """Puts this module in the place of SGLang's."""
+    """Puts this module in the place of SGLang's, which may be imported but must not have been used."""
     core.put_in_place_of(REPLACES, sys.modules[__name__])
 
 

@@ -1,7 +1,7 @@
 """For vLLM: the names of its `pynccl_allocator`, on this package's pools.
 
     import symmpool.engines.vllm
-    symmpool.engines.vllm.install()     # before vllm's own module is imported
+    symmpool.engines.vllm.install()     # in every process of vLLM, before it makes its groups
 
 Tensors made in `nccl_symm_mem_context(pynccl_comm)` lie at the same offset on every rank, and their
 windows are registered with that communicator in the same order on every rank.
@@ -34,7 +34,7 @@ _graph_pool_id: list[Any] = [None]
 
 
 def install() -> None:
-    """Puts this module in the place of vLLM's."""
+    """Puts this module in the place of vLLM's, which may be imported but must not have been used."""
     core.put_in_place_of(REPLACES, sys.modules[__name__])
 
 
