@@ -389,6 +389,15 @@ def test_modules_that_are_imported_already_are_replaced_where_they_are_held(monk
         assert stranger.set_graph_pool_id is theirs.set_graph_pool_id
 
 
+def test_the_all_reduce_goes_where_engines_look_for_it(monkeypatch):
+    theirs = types.ModuleType("theirs")
+    for module in (vllm, sglang):
+        monkeypatch.setitem(sys.modules, module.ALL_REDUCE, theirs)
+        module.install_custom_allreduce()
+    assert theirs.CustomAllreduce is CustomAllreduce
+    assert theirs.dispatch_custom_allreduce(group="a group", device="cuda:0") is CustomAllreduce
+
+
 def test_without_scopes_it_is_said(monkeypatch):
     monkeypatch.delattr(symmpool, "use_pool", raising=False)
     with pytest.raises(symmpool.UnsupportedError, match="scopes"):

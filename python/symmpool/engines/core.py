@@ -146,12 +146,12 @@ def identity_of(communicator: Any) -> tuple[int, bytes]:
 
 
 def is_asked(module: str, variable: str) -> bool:
-    """Whether a variable of the environment that is a number is set, as an engine's own module of
-    them says, if it is there."""
+    """Whether a variable of the environment is set, as an engine's own module of them says, if it is
+    there."""
     found = sys.modules.get(module)
     if hasattr(found, variable):
         return bool(getattr(found, variable))
-    return bool(int(os.environ.get(variable, "0")))
+    return os.environ.get(variable, "").strip().lower() not in ("", "0", "false")
 
 
 @functools.cache

@@ -9,12 +9,13 @@ Each group has a pool of its own, whose windows are registered with the group's 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import sys
 import traceback
 from typing import Any
 
-from symmpool.engines import core
+from symmpool.engines import CustomAllreduce, core
 from symmpool.engines.core import EnginePool, Scope
 from symmpool.errors import InvalidStateError, UnsupportedError
 
@@ -26,6 +27,7 @@ __all__ = [
     "disable_symmetric_memory_context",
     "get_nccl_mem_pool",
     "install",
+    "install_custom_allreduce",
     "is_symmetric_memory_enabled",
     "is_tensor_in_symmetric_mempool",
     "prealloc_symmetric_memory_pool",
@@ -38,6 +40,7 @@ logger = logging.getLogger("symmpool.engines")
 
 #: Where SGLang has its own.
 REPLACES = "sglang.srt.distributed.device_communicators.pynccl_allocator"
+ALL_REDUCE = "sglang.srt.distributed.device_communicators.custom_all_reduce"
 
 # By the group's name and its communicator.
 _pools: dict[tuple[str, tuple[int, bytes]], EnginePool] = {}
@@ -53,6 +56,15 @@ _told: set[Any] = set()
 def install() -> None:
     """Puts this module in the place of SGLang's, which may be imported but must not have been used."""
     core.put_in_place_of(REPLACES, sys.modules[__name__])
+
+
+def install_custom_allreduce() -> None:
+    """Has SGLang make this package's `CustomAllreduce` for groups that it makes from now on."""
+    importlib.import_module(ALL_REDUCE).dispatch_custom_allreduce = _dispatch_custom_allreduce
+
+
+def _dispatch_custom_allreduce(group: Any, device: Any) -> Any:
+    return CustomAllreduce
 
 
 def is_symmetric_memory_enabled() -> bool:

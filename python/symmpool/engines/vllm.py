@@ -9,16 +9,18 @@ windows are registered with that communicator in the same order on every rank.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
-from symmpool.engines import core
+from symmpool.engines import CustomAllreduce, core
 from symmpool.engines.core import EnginePool, Scope
 
 __all__ = [
     "compile_nccl_allocator",
     "get_nccl_mem_pool",
     "install",
+    "install_custom_allreduce",
     "is_symmetric_memory_enabled",
     "is_symmetric_memory_tensor",
     "nccl_symm_mem_context",
@@ -27,6 +29,7 @@ __all__ = [
 
 #: Where vLLM has its own.
 REPLACES = "vllm.distributed.device_communicators.pynccl_allocator"
+ALL_REDUCE = "vllm.distributed.device_communicators.custom_all_reduce"
 
 # By communicator.
 _pools: dict[tuple[int, bytes], EnginePool] = {}
@@ -36,6 +39,11 @@ _graph_pool_id: list[Any] = [None]
 def install() -> None:
     """Puts this module in the place of vLLM's, which may be imported but must not have been used."""
     core.put_in_place_of(REPLACES, sys.modules[__name__])
+
+
+def install_custom_allreduce() -> None:
+    """Has vLLM make this package's `CustomAllreduce` for groups that it makes from now on."""
+    importlib.import_module(ALL_REDUCE).CustomAllreduce = CustomAllreduce
 
 
 def is_symmetric_memory_enabled() -> bool:
