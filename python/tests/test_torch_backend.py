@@ -332,26 +332,3 @@ def functional(group, folder):
 
 def test_functional_collectives_come_to_ours(tmp_path):
     assert values(2, functional, str(tmp_path)) == [(True, {"symmpool"})] * 2
-
-
-def times_one(group, folder):
-    me, world = begin(group, folder, "symmpool")
-    part = torch.empty(2)
-    once, half = (dist._make_nccl_premul_sum(factor) for factor in (1.0, 0.5))
-    dist.reduce_scatter_tensor(part, torch.arange(2.0 * world), once)
-    right = part.tolist() == [2.0 * me * world, (2.0 * me + 1) * world]
-    x = torch.full((3,), me + 1.0)
-    dist.all_reduce(x, once)
-    right = right and x.tolist() == [world * (world + 1) / 2] * 3
-    # Other factors are for who can multiply, as NCCL can.
-    with pytest.raises(RuntimeError, match="PREMUL_SUM"):
-        dist.all_reduce(x, half)
-    counts = backend.backend_counts()
-    dist.destroy_process_group()
-    return right, counts
-
-
-def test_sums_of_inputs_times_one_are_sums(tmp_path):
-    for right, counts in values(2, times_one, str(tmp_path)):
-        assert right and counts["reduce_scatter_tensor"] == {"symmpool": 1}
-        assert counts["all_reduce"] == {"symmpool": 1, "gloo": 1}

@@ -197,3 +197,26 @@ def test_training_is_as_with_gloo(world, tmp_path):
             assert losses == pytest.approx(gloo[way][0], rel=1e-5), way
             # Sends and receives are gloo's.
             assert ("symmpool" in served) == (way != "in_a_pipeline"), (way, served)
+
+
+def times_one(group, folder):
+    me, world = begin(group, folder, "symmpool")
+    part = torch.empty(2)
+    once, half = (dist._make_nccl_premul_sum(factor) for factor in (1.0, 0.5))
+    dist.reduce_scatter_tensor(part, torch.arange(2.0 * world), once)
+    right = part.tolist() == [2.0 * me * world, (2.0 * me + 1) * world]
+    x = torch.full((3,), me + 1.0)
+    dist.all_reduce(x, once)
+    right = right and x.tolist() == [world * (world + 1) / 2] * 3
+    # Other factors are for who can multiply, as NCCL can.
+    with pytest.raises(RuntimeError, match="PREMUL_SUM"):
+        dist.all_reduce(x, half)
+    counts = backend.backend_counts()
+    dist.destroy_process_group()
+    return right, counts
+
+
+def test_sums_of_inputs_times_one_are_sums(tmp_path):
+    for right, counts in values(2, times_one, str(tmp_path)):
+        assert right and counts["reduce_scatter_tensor"] == {"symmpool": 1}
+        assert counts["all_reduce"] == {"symmpool": 1, "gloo": 1}
