@@ -66,6 +66,14 @@ _REDUCED = {
 }
 
 
+def _sum_of_inputs(op: Any) -> str | None:
+    """The sum's name, where an operation sums inputs times 1: what FSDP2 asks for where it is told to
+    divide gradients by 1, as torchtitan tells it."""
+    state = op.__getstate__() if isinstance(op, dist.ReduceOp) else (None, None)
+    by_one = state[0] == dist.ReduceOp.PREMUL_SUM and isinstance(state[1], float) and state[1] == 1
+    return "sum" if by_one else None
+
+
 def last_backend() -> str | None:
     """Which backend this process's last call on a group of symmpool's backend went to: "symmpool",
     "nccl" or "gloo"; None before the first."""
@@ -227,7 +235,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
     def _reduces(self, opts: Any, *tensors: torch.Tensor) -> str | None:
         """The operation's name, where ours reduces such tensors so."""
         op = getattr(opts.reduceOp, "op", opts.reduceOp)
-        name = _OPS.get(int(op))
+        name = _OPS.get(int(op)) or _sum_of_inputs(opts.reduceOp)
         if name is None or any(tensor.dtype not in _REDUCED for tensor in tensors):
             return None
         return name if self._moves(*tensors) else None

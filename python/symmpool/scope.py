@@ -103,9 +103,10 @@ class Scope:
             )
         return False
 
-    def leave(self, pool: _symmpool.Pool, kind: Any, value: Any) -> None:
-        """They go where they went before. Commits if that is due. Scopes are left in the thread that
-        entered them, the innermost first; otherwise nothing is changed."""
+    def leave(self, pool: _symmpool.Pool, kind: Any, value: Any, settles: bool = True) -> None:
+        """They go where they went before. Commits if that is due, and `settles`: who leaves alone, to
+        enter again, does not. Scopes are left in the thread that entered them, the innermost first;
+        otherwise nothing is changed."""
         scopes = getattr(_threads, "scopes", None)
         if not scopes or scopes[-1][0] is not self:
             self._refuse_to_leave(pool, scopes or ())
@@ -114,7 +115,7 @@ class Scope:
             _symmpool.process_redirect_back(context)
         elif context is not None:
             context.__exit__(None, None, None)
-        if kind is not None or pool.is_commit_due:
+        if settles and (kind is not None or pool.is_commit_due):
             self._settle(pool, kind, value)
 
     def _refuse_to_leave(self, pool: _symmpool.Pool, scopes: Any) -> NoReturn:

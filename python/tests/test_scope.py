@@ -190,6 +190,17 @@ def test_a_scope_commits_when_the_pool_has_grown_and_only_then(pool):
     assert pool.stats()["commits"] == 1 and torch.entered == 0
 
 
+def test_a_scope_that_is_left_for_a_while_does_not_commit(pool):
+    torch = Standin()
+    inside = scope.Scope(pool, torch)
+    with within(inside, pool):
+        torch.empty(2 * MIB)
+        inside.leave(pool, None, None, False)
+        assert torch.entered == 0 and pool.is_commit_due and pool.stats()["commits"] == 0
+        inside.enter()
+    assert pool.stats()["commits"] == 1 and not pool.is_commit_due
+
+
 def test_an_exception_goes_on_and_the_due_commit_happens(pool):
     torch = Standin()
     inside = scope.Scope(pool, torch)

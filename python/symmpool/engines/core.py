@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import os
 import sys
+import types
 from typing import Any
 
 import symmpool
@@ -52,10 +55,18 @@ class EnginePool:
 
 
 def _meeting(group: Any) -> Any:
-    """Where a group's ranks meet. Engines have groups of their own that are none of torch's."""
+    """Where a group's ranks meet. Engines have groups of their own that are none of torch's, and some
+    of torch's that it does not list."""
+    if group is None:
+        # Not the default group: its ranks may be others.
+        raise InvalidStateError(
+            "the communicator was made without a group, so its ranks have no place to meet"
+        )
     dist = groups.distributed()
     if dist is not None and isinstance(group, dist.ProcessGroup):
-        return group
+        if group in dist.distributed_c10d._world.pg_map:
+            return group
+        return (group.get_group_store(), group.rank(), group.size())
     if all(hasattr(group, name) for name in ("store", "rank", "world_size")):
         return (group.store, group.rank, group.world_size)
     return group
@@ -75,6 +86,31 @@ class Scope:
     def __enter__(self) -> Scope:
         import torch
 
+        if not torch.cuda.is_current_stream_capturing():
+            symmpool.commit_postponed()
+            self._state.register()
+        self.go_on()
+        return self
+
+    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
+        try:
+            symmpool.use_pool(self._state.pool).__exit__(kind, value, traceback)
+        finally:
+            self._resume()
+
+    def pause(self) -> None:
+        """Allocations go where they went before, until `go_on`. There is no commit, so a rank may do
+        this alone."""
+        pool = self._state.pool
+        try:
+            pool._scope().leave(pool, None, None, False)
+        finally:
+            self._resume()
+
+    def go_on(self) -> None:
+        """Allocations go to the pool."""
+        import torch
+
         if torch.cuda.is_current_stream_capturing():
             graph_pool = self._graph_pool()
             if graph_pool is None:
@@ -83,21 +119,11 @@ class Scope:
                 )
             self._paused = (torch.cuda.current_device(), graph_pool)
             torch._C._cuda_endAllocateToPool(*self._paused)
-        else:
-            symmpool.commit_postponed()
-            self._state.register()
         try:
             symmpool.use_pool(self._state.pool).__enter__()
         except BaseException:
             self._resume()
             raise
-        return self
-
-    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
-        try:
-            symmpool.use_pool(self._state.pool).__exit__(kind, value, traceback)
-        finally:
-            self._resume()
 
     def _resume(self) -> None:
         import torch
@@ -113,13 +139,54 @@ def address_of(communicator: Any) -> int:
     return int(value or 0)
 
 
+def identity_of(communicator: Any) -> tuple[int, bytes]:
+    """What tells an engine's communicators apart: an address comes back once one was destroyed."""
+    unique = getattr(getattr(communicator, "unique_id", None), "internal", b"")
+    return address_of(communicator.comm), bytes(unique)
+
+
+def is_asked(module: str, variable: str) -> bool:
+    """Whether a variable of the environment is set, as an engine's own module of them says, if it is
+    there."""
+    found = sys.modules.get(module)
+    if hasattr(found, variable):
+        return bool(getattr(found, variable))
+    return os.environ.get(variable, "").strip().lower() not in ("", "0", "false")
+
+
+@functools.cache
+def has_cuda() -> bool:
+    """Whether this process has a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def put_in_place_of(name: str, module: Any) -> None:
-    """Makes importing `name` give `module`. Raises InvalidStateError where the engine's own was
-    imported before: others hold its functions already."""
+    """Makes importing `name` give `module`, and has modules of the engine that imported names of it
+    before use ours: what engines start in each of their processes comes after that. Raises
+    InvalidStateError where the engine's own has made a pool."""
     found = sys.modules.get(name)
     if found is not None and found is not module:
-        raise InvalidStateError(f"{name} is imported already; install symmpool's before it")
+        if getattr(found, "_mem_pool", None) is not None:
+            raise InvalidStateError(
+                f"{name} has made its own memory pool already; install symmpool's before that"
+            )
+        _rebind(name, found, module)
     sys.modules[name] = module
     parent, _, last = name.rpartition(".")
     if parent in sys.modules:
         setattr(importlib.import_module(parent), last, module)
+
+
+def _rebind(name: str, found: Any, module: Any) -> None:
+    """Has the engine's modules that hold what `found` has hold what `module` has."""
+    theirs = {key: getattr(found, key) for key in module.__all__ if hasattr(found, key)}
+    package = name.partition(".")[0]
+    for each, loaded in list(sys.modules.items()):
+        if each == name or each.partition(".")[0] != package:
+            continue
+        held = vars(loaded) if isinstance(loaded, types.ModuleType) else {}
+        for key, own in theirs.items():
+            if held.get(key) is own:
+                setattr(loaded, key, getattr(module, key))

@@ -9,6 +9,7 @@ from typing import Any
 
 from symmpool import groups
 from symmpool._symmpool import Communicator, Pool
+from symmpool.engines import core
 from symmpool.errors import Error
 
 logger = logging.getLogger("symmpool.engines")
@@ -19,26 +20,44 @@ _DTYPES = (
 
 
 class CustomAllreduce:
-    """Sums between the ranks of a process group, out of place.
+    """Sums between the ranks of a process group, out of place; gathers, and parts of sums.
 
     Making one is collective. Where a rank cannot take part, `disabled` is true on every rank and
-    nothing is served. `max_size` is the largest input in bytes. Calls can be captured from the first
-    on; there are no buffers to be registered, so `capture` has little to do."""
+    nothing is served. `max_size` is the largest input of a sum in bytes, and the others are those of
+    the rest. Calls can be captured from the first on; there are no buffers to be registered, so
+    `capture` has little to do. What the engines' own do by multicast, this does not."""
+
+    # Engines look at these: whether they want sums that do not depend on the sizes of inputs, and what
+    # there is of multicast.
+    batch_invariant = False
+    mnnvl_only = False
+    mnnvl_multicast_ptr = 0
+    mnnvl_lamport_ag_multicast_ptr = 0
 
     def __init__(
         self,
         group: Any,
         device: Any,
         max_size: int = 8 << 20,
+        max_all_gather_size: int = 2 << 20,
+        max_mnnvl_all_gather_size: int | None = None,
+        max_reduce_scatter_size: int = 16 << 20,
+        max_mnnvl_reduce_scatter_size: int | None = None,
+        max_mnnvl_multimem_reduce_scatter_size: int | None = None,
         symm_mem_enabled: bool = False,
         *,
+        register_graph_buffers: bool = True,
         timeout: float = 60.0,
     ):
-        self.disabled = True
+        self.disabled = self.original_disabled = True
+        self.fully_connected = self.full_nvlink = False
+        self.batch_invariant = core.is_asked("vllm.envs", "VLLM_BATCH_INVARIANT")
         self.group = group
         self.max_size = max_size
+        self.max_all_gather_size = max_all_gather_size
+        self.max_reduce_scatter_size = max_reduce_scatter_size
         self._comm: Communicator | None = None
-        self._capturing = False
+        self._IS_CAPTURING = False
         name = f"cuda:{device}" if isinstance(device, int) else str(device)
         why = None
         try:
@@ -61,22 +80,27 @@ class CustomAllreduce:
 
         self._torch = torch
         self._dtypes = {getattr(torch, each) for each in _DTYPES if hasattr(torch, each)}
-        self.disabled = self.world_size == 1
+        self.disabled = self.original_disabled = self.world_size == 1
+        # Every rank reaches the memory of every other, or there would be no communicator.
+        self.fully_connected = self.full_nvlink = not self.disabled
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
         """Around the capture of graphs."""
-        self._capturing = True
+        self._IS_CAPTURING = True
         try:
             yield
         finally:
-            self._capturing = False
+            self._IS_CAPTURING = False
 
     def should_custom_ar(self, inp: Any) -> bool:
-        """Whether an input is served: by its type and size, which are the same on every rank."""
+        """Whether an input is served: by its type and size, which are the same on every rank. By no
+        size where sums must not depend on how much is summed up at once."""
+        size = inp.numel() * inp.element_size()
         return (
             not self.disabled
-            and 0 < inp.numel() * inp.element_size() <= self.max_size
+            and 0 < size
+            and (self.batch_invariant or size <= self.max_size)
             and inp.dtype in self._dtypes
             and inp.is_contiguous()
         )
@@ -97,6 +121,49 @@ class CustomAllreduce:
     def custom_all_reduce(self, input: Any) -> Any:
         """The sum, or None where the input is not served."""
         return self.all_reduce(input) if self.should_custom_ar(input) else None
+
+    def should_custom_all_gather(self, inp: Any) -> bool:
+        """Whether an input is gathered."""
+        return self._fits(inp, self.max_all_gather_size)
+
+    def custom_all_gather(self, inp: Any) -> Any:
+        """Every rank's `inp`, one after the other by their first dimension, or None where the input is
+        not served."""
+        if not self.should_custom_all_gather(inp):
+            return None
+        out = inp.new_empty((inp.shape[0] * self.world_size, *inp.shape[1:]))
+        self._comm.all_gather(out, inp)
+        return out
+
+    def should_custom_reduce_scatter(self, inp: Any) -> bool:
+        """Whether parts of the sum of an input are served."""
+        return (
+            self._fits(inp, self.max_reduce_scatter_size)
+            and not self.batch_invariant
+            and inp.shape[0] % self.world_size == 0
+        )
+
+    def should_mnnvl_multimem_reduce_scatter(self, inp: Any) -> bool:
+        """Never."""
+        return False
+
+    def custom_reduce_scatter(self, inp: Any) -> Any:
+        """This rank's part, by the first dimension, of the sum of every rank's `inp`, or None where the
+        input is not served."""
+        if not self.should_custom_reduce_scatter(inp):
+            return None
+        out = inp.new_empty((inp.shape[0] // self.world_size, *inp.shape[1:]))
+        self._comm.reduce_scatter(out, inp, "sum")
+        return out
+
+    def _fits(self, inp: Any, limit: int) -> bool:
+        return (
+            not self.disabled
+            and inp.dim() > 0
+            and 0 < inp.numel() * inp.element_size() <= limit
+            and inp.dtype in self._dtypes
+            and inp.is_contiguous()
+        )
 
     def register_graph_buffers(self) -> None:
         """Nothing has to be registered."""

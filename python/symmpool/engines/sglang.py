@@ -1,7 +1,7 @@
 """For SGLang: the names of its `pynccl_allocator`, on this package's pools.
 
     import symmpool.engines.sglang
-    symmpool.engines.sglang.install()   # before sglang's own module is imported
+    symmpool.engines.sglang.install()   # in every process of SGLang, before it makes its groups
 
 Each group has a pool of its own, whose windows are registered with the group's own communicator.
 """
@@ -9,52 +9,82 @@ Each group has a pool of its own, whose windows are registered with the group's 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import logging
 import sys
+import traceback
 from typing import Any
 
-from symmpool.engines.core import EnginePool, Scope, address_of, put_in_place_of
-from symmpool.errors import Error, InvalidStateError
+from symmpool.engines import CustomAllreduce, core
+from symmpool.engines.core import EnginePool, Scope
+from symmpool.errors import InvalidStateError, UnsupportedError
 
 __all__ = [
     "SymmetricMemoryContext",
+    "allocate_symmetric_buffer",
+    "debug_check_symmetric_mempool",
+    "describe_registration_in_progress",
     "disable_symmetric_memory_context",
     "get_nccl_mem_pool",
     "install",
+    "install_custom_allreduce",
     "is_symmetric_memory_enabled",
-    "is_symmetric_memory_tensor",
-    "nccl_allocator_register_segments_with_comm",
+    "is_tensor_in_symmetric_mempool",
+    "prealloc_symmetric_memory_pool",
     "restore_symmetric_memory_context",
     "set_graph_pool_id",
     "use_symmetric_memory",
 ]
 
+logger = logging.getLogger("symmpool.engines")
+
 #: Where SGLang has its own.
 REPLACES = "sglang.srt.distributed.device_communicators.pynccl_allocator"
+ALL_REDUCE = "sglang.srt.distributed.device_communicators.custom_all_reduce"
 
-_pools: dict[str, EnginePool] = {}
+# By the group's name and its communicator.
+_pools: dict[tuple[str, tuple[int, bytes]], EnginePool] = {}
+# Of what is asked for by communicator alone.
+_buffers: dict[tuple[int, bytes], EnginePool] = {}
 _graph_pool_id: list[Any] = [None]
 _active: list[Any] = [None]
+# Groups whose ranks are waited for, for who watches this process from another thread.
+_waiting: list[str] = []
+_told: set[Any] = set()
 
 
 def install() -> None:
-    """Puts this module in the place of SGLang's."""
-    put_in_place_of(REPLACES, sys.modules[__name__])
+    """Puts this module in the place of SGLang's, which may be imported but must not have been used."""
+    core.put_in_place_of(REPLACES, sys.modules[__name__])
+
+
+def install_custom_allreduce() -> None:
+    """Has SGLang make this package's `CustomAllreduce` for groups that it makes from now on."""
+    importlib.import_module(ALL_REDUCE).dispatch_custom_allreduce = _dispatch_custom_allreduce
+
+
+def _dispatch_custom_allreduce(group: Any, device: Any) -> Any:
+    return CustomAllreduce
 
 
 def is_symmetric_memory_enabled() -> bool:
-    """As SGLang's server arguments say (`enable_symm_mem`)."""
-    arguments = sys.modules.get("sglang.srt.server_args")
-    if arguments is None:
-        return False
+    """As SGLang was told (`enable_symm_mem`); false before it was told anything."""
     try:
+        # Since 0.5.17. What came before is retired, and raises.
+        context = sys.modules.get("sglang.srt.runtime_context")
+        if hasattr(context, "get_exec"):
+            return bool(context.get_exec().comm.enable_symm_mem)
+        arguments = sys.modules.get("sglang.srt.server_args")
+        if arguments is None:
+            return False
         return bool(arguments.get_global_server_args().enable_symm_mem)
-    except (AttributeError, ValueError):  # not set yet
+    except ValueError:  # not set yet
         return False
 
 
-def is_symmetric_memory_tensor(tensor: Any) -> bool:
+def is_tensor_in_symmetric_mempool(tensor: Any) -> bool:
     """Whether a tensor lies in one of the pools."""
-    return any(each.holds(tensor) for each in _pools.values())
+    return any(each.holds(tensor) for each in (*_pools.values(), *_buffers.values()))
 
 
 def set_graph_pool_id(graph_pool_id: Any) -> None:
@@ -65,36 +95,36 @@ def set_graph_pool_id(graph_pool_id: Any) -> None:
 def get_nccl_mem_pool(group_name: str | None = None) -> Any:
     """The torch.cuda.MemPool of a group, by its name, or of the first; None before its first
     context."""
-    for name, state in _pools.items():
+    for (name, _), state in _pools.items():
         if group_name is None or name == group_name:
             return state.mem_pool()
     return None
-
-
-def nccl_allocator_register_segments_with_comm(comm_ptr: Any) -> int:
-    """Registers the windows of the pool that belongs to a communicator, those of later commits
-    too. 0, or 1 where there is no such pool or NCCL refuses. Contexts do it by themselves."""
-    address = address_of(comm_ptr)
-    for state in _pools.values():
-        if state.address == address:
-            try:
-                state.register()
-            except Error:
-                return 1
-            return 0
-    return 1
 
 
 def _state(group: Any) -> EnginePool:
     name = group.unique_name
     if group.pynccl_comm is None:
         raise InvalidStateError(f"symmetric memory needs pynccl in group {name!r}")
-    if name not in _pools:
+    which = core.identity_of(group.pynccl_comm)
+    if (name, which) not in _pools:
         # The group's own for the CPU: its store is the one that is sure to be there.
         meeting = getattr(group, "cpu_group", None) or group.device_group
-        address = address_of(group.pynccl_comm.comm)
-        _pools[name] = EnginePool(meeting, str(group.device), address)
-    return _pools[name]
+        _pools[name, which] = EnginePool(meeting, str(group.device), which[0])
+    return _pools[name, which]
+
+
+@contextlib.contextmanager
+def _waits_for(name: str) -> Any:
+    _waiting.append(name)
+    try:
+        yield
+    finally:
+        _waiting.remove(name)
+
+
+def describe_registration_in_progress() -> str | None:
+    """The group whose ranks this one waits for while windows are made and registered, or None."""
+    return f"group {', '.join(_waiting)}" if _waiting else None
 
 
 class SymmetricMemoryContext:
@@ -105,31 +135,46 @@ class SymmetricMemoryContext:
         self.group_coordinator = group_coordinator
         self.group_name = group_coordinator.unique_name
         self._scope: Scope | None = None
+        self._before: SymmetricMemoryContext | None = None
 
     def __enter__(self) -> SymmetricMemoryContext:
-        scope = Scope(_state(self.group_coordinator), lambda: _graph_pool_id[0])
-        scope.__enter__()
-        self._scope, _active[0] = scope, self
+        with _waits_for(self.group_name):
+            scope = Scope(_state(self.group_coordinator), lambda: _graph_pool_id[0])
+            scope.__enter__()
+        self._scope, self._before, _active[0] = scope, _active[0], self
         return self
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
-        scope, self._scope, _active[0] = self._scope, None, None
+        scope, self._scope = self._scope, None
+        _active[0], self._before = self._before, None
         if scope is not None:
-            scope.__exit__(kind, value, traceback)
+            with _waits_for(self.group_name):
+                scope.__exit__(kind, value, traceback)
+
+
+def _innermost_first(context: Any) -> list[Any]:
+    found = []
+    while context is not None:
+        found.append(context)
+        context = context._before
+    return found
 
 
 def disable_symmetric_memory_context() -> Any:
-    """Leaves the context that is active, and gives it, or None."""
-    saved = _active[0]
-    if saved is not None:
-        saved.__exit__(None, None, None)
+    """Has torch allocate elsewhere, and gives the context that is active, or None. A rank may do this
+    alone: nothing is committed before the context is left."""
+    saved, _active[0] = _active[0], None
+    for each in _innermost_first(saved):
+        each._scope.pause()
     return saved
 
 
 def restore_symmetric_memory_context(saved_context: Any) -> None:
-    """Enters what `disable_symmetric_memory_context` left."""
+    """Goes on with what `disable_symmetric_memory_context` gave."""
+    for each in reversed(_innermost_first(saved_context)):
+        each._scope.go_on()
     if saved_context is not None:
-        saved_context.__enter__()
+        _active[0] = saved_context
 
 
 def use_symmetric_memory(group_coordinator: Any, disabled: bool = False) -> Any:
@@ -137,3 +182,72 @@ def use_symmetric_memory(group_coordinator: Any, disabled: bool = False) -> Any:
     if disabled or group_coordinator.world_size == 1 or not is_symmetric_memory_enabled():
         return contextlib.nullcontext()
     return SymmetricMemoryContext(group_coordinator)
+
+
+def allocate_symmetric_buffer(comm: Any, nbytes: int) -> tuple[Any, bool]:
+    """Zeroed bytes in symmetric memory of a communicator's ranks, and whether they are in a window of
+    NCCL's. Collective. Their memory returns once every rank has let go of all views."""
+    import torch
+
+    which = core.identity_of(comm)
+    if which not in _buffers:
+        _buffers[which] = EnginePool(comm.group, str(comm.device), which[0])
+    state = _buffers[which]
+    tensor = state.pool.zeros((nbytes,), torch.uint8)
+    state.pool.commit()
+    try:
+        state.register()
+    except UnsupportedError as error:
+        logger.warning("symmpool: no windows of NCCL: %s", error)
+        return tensor, False
+    return tensor, True
+
+
+def _variable(name: str) -> Any:
+    """What one of SGLang's variables of the environment says."""
+    from sglang.srt.environ import envs
+
+    return getattr(envs, name).get()
+
+
+def debug_check_symmetric_mempool(group_coordinator: Any, tensors: dict, op_name: str) -> None:
+    """With SGLANG_DEBUG_SYMM_MEM, warns on the first rank of tensors outside of symmetric memory, once
+    for every place in the program."""
+    if not is_symmetric_memory_enabled() or not _variable("SGLANG_DEBUG_SYMM_MEM"):
+        return
+    if not group_coordinator.is_first_rank:
+        return
+    outside = [name for name, each in tensors.items() if not is_tensor_in_symmetric_mempool(each)]
+    if not outside:
+        return
+    place = tuple((frame.filename, frame.lineno) for frame in traceback.extract_stack())
+    if (op_name, *outside, place) not in _told:
+        _told.add((op_name, *outside, place))
+        logger.warning(
+            "symmpool: %s in group %r: not in symmetric memory: %s",
+            op_name,
+            group_coordinator.unique_name,
+            ", ".join(f"{name}, {list(tensors[name].shape)} {tensors[name].dtype}" for name in outside),
+            stack_info=True,
+        )
+
+
+def prealloc_symmetric_memory_pool(
+    *, is_draft_worker: bool, enable_symm_mem: bool, device: str, forward_stream: Any
+) -> None:
+    """Makes room in the tensor-parallel group's pool, as much as SGLANG_SYMM_MEM_PREALLOC_GB_SIZE says,
+    so that it does not grow later. Collective."""
+    if is_draft_worker or not enable_symm_mem:
+        return
+    size = int(_variable("SGLANG_SYMM_MEM_PREALLOC_GB_SIZE") * (1 << 30))
+    if size <= 0:
+        return
+    import torch
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    # torch keeps what is freed for the stream that it was made on.
+    with (
+        torch.get_device_module(device).stream(forward_stream),
+        use_symmetric_memory(get_tp_group()),
+    ):
+        torch.empty((size,), dtype=torch.uint8, device=device)

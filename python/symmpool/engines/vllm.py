@@ -1,7 +1,7 @@
 """For vLLM: the names of its `pynccl_allocator`, on this package's pools.
 
     import symmpool.engines.vllm
-    symmpool.engines.vllm.install()     # before vllm's own module is imported
+    symmpool.engines.vllm.install()     # in every process of vLLM, before it makes its groups
 
 Tensors made in `nccl_symm_mem_context(pynccl_comm)` lie at the same offset on every rank, and their
 windows are registered with that communicator in the same order on every rank.
@@ -9,16 +9,18 @@ windows are registered with that communicator in the same order on every rank.
 
 from __future__ import annotations
 
-import os
+import importlib
 import sys
 from typing import Any
 
-from symmpool.engines.core import EnginePool, Scope, address_of, put_in_place_of
+from symmpool.engines import CustomAllreduce, core
+from symmpool.engines.core import EnginePool, Scope
 
 __all__ = [
     "compile_nccl_allocator",
     "get_nccl_mem_pool",
     "install",
+    "install_custom_allreduce",
     "is_symmetric_memory_enabled",
     "is_symmetric_memory_tensor",
     "nccl_symm_mem_context",
@@ -27,19 +29,26 @@ __all__ = [
 
 #: Where vLLM has its own.
 REPLACES = "vllm.distributed.device_communicators.pynccl_allocator"
+ALL_REDUCE = "vllm.distributed.device_communicators.custom_all_reduce"
 
-_pools: dict[int, EnginePool] = {}
+# By communicator.
+_pools: dict[tuple[int, bytes], EnginePool] = {}
 _graph_pool_id: list[Any] = [None]
 
 
 def install() -> None:
-    """Puts this module in the place of vLLM's."""
-    put_in_place_of(REPLACES, sys.modules[__name__])
+    """Puts this module in the place of vLLM's, which may be imported but must not have been used."""
+    core.put_in_place_of(REPLACES, sys.modules[__name__])
+
+
+def install_custom_allreduce() -> None:
+    """Has vLLM make this package's `CustomAllreduce` for groups that it makes from now on."""
+    importlib.import_module(ALL_REDUCE).CustomAllreduce = CustomAllreduce
 
 
 def is_symmetric_memory_enabled() -> bool:
     """As vLLM's variable VLLM_USE_NCCL_SYMM_MEM says."""
-    return os.environ.get("VLLM_USE_NCCL_SYMM_MEM", "0").strip().lower() in ("1", "true")
+    return core.is_asked("vllm.envs", "VLLM_USE_NCCL_SYMM_MEM")
 
 
 def is_symmetric_memory_tensor(tensor: Any) -> bool:
@@ -64,11 +73,11 @@ def get_nccl_mem_pool() -> Any:
 
 
 def _state(communicator: Any) -> EnginePool:
-    address = address_of(communicator.comm)
-    if address not in _pools:
+    which = core.identity_of(communicator)
+    if which not in _pools:
         device = str(communicator.device)
-        _pools[address] = EnginePool(communicator.group, device, address)
-    return _pools[address]
+        _pools[which] = EnginePool(communicator.group, device, which[0])
+    return _pools[which]
 
 
 class nccl_symm_mem_context:
@@ -80,6 +89,7 @@ class nccl_symm_mem_context:
             or not is_symmetric_memory_enabled()
             or pynccl_comm is None
             or pynccl_comm.world_size == 1
+            or not core.has_cuda()
         )
         self.pynccl_comm = None if self.disabled else pynccl_comm
         self._scope: Scope | None = None
