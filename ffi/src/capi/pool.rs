@@ -164,7 +164,8 @@ pub extern "C" fn symmpool_pool_destroy(pool: symmpool_pool) -> Status {
 
 /// Allocates `bytes` at a multiple of `align` (a power of two up to 2 MiB; 0 for 512) for use on
 /// `stream`, a CUstream, NULL for the default one and in host memory. Talks to no other rank; every
-/// rank makes the same calls in the same order. Errors: OUT_OF_MEMORY, INVALID_ARGUMENT.
+/// rank makes the same calls in the same order. Errors: OUT_OF_MEMORY, INVALID_ARGUMENT, INVALID_STATE in
+/// a child that was forked from the pool's process.
 ///
 /// # Safety
 ///
