@@ -328,6 +328,20 @@ def test_matrices_say_what_ranks_send():
     assert matrices.scale([[0, 0], [0, 0]], 64, 2) == [[0, 0], [0, 0]]
 
 
+def test_a_matrix_of_bytes_is_taken_as_it_is(tmp_path):
+    path = tmp_path / "matrix"
+    path.write_text("0 4096 100\n1 2 3\n0 0 0\n")
+    parse = cli.parser().parse_args
+    ((name, size, counts),) = alltoallv.plans(parse(["alltoallv", "--matrix", str(path)]), 3, 1, False)
+    assert (name, size) == ("matrix", 1400)
+    assert counts == [[0, 4096, 100], [1, 2, 3], [0, 0, 0]]
+    ((_, _, counts),) = alltoallv.plans(parse(["alltoallv", "--matrix", str(path)]), 3, 2, True)
+    assert counts == [[0, 2048, 50], [0, 1, 1], [0, 0, 0]]
+    weights = parse(["alltoallv", "--matrix", str(path), "--sizes", "4202,8404"])
+    planned = alltoallv.plans(weights, 3, 1, False)
+    assert [sum(map(sum, counts)) for _, _, counts in planned] == [3 * 4202, 3 * 8404]
+
+
 def test_a_popular_expert_makes_a_heavy_rank():
     flat, steep = (matrices.make("moe", 4, imbalance) for imbalance in (0.0, 2.0))
     assert matrices.heaviest(flat) < matrices.heaviest(steep)

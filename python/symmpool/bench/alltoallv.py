@@ -335,7 +335,8 @@ def plans(options, world, itemsize, on_cuda):
     if options.matrix:
         weights = matrices.read(options.matrix, world)
         if not options.sizes:
-            sizes = [max(int(sum(map(sum, weights)) / world), 1)]
+            size = max(int(sum(map(sum, weights)) / world), 1)
+            return [(options.matrix.name, size, matrices.elements(weights, itemsize, grain))]
         return [
             (options.matrix.name, size, matrices.scale(weights, size, itemsize, grain))
             for size in sizes

@@ -96,12 +96,14 @@ def scale(matrix, size, itemsize, granule=1):
     """Elements that each rank sends to each: `size` bytes a rank on average, in whole `granule`s as
     far as there are as many."""
     total = sum(map(sum, matrix))
-    if not total:
-        return [[0] * len(matrix) for _ in matrix]
-    factor = size * len(matrix) / itemsize / total
+    return elements(matrix, itemsize, granule, size * len(matrix) / total if total else 0.0)
+
+
+def elements(matrix, itemsize, granule=1, factor=1.0):
+    """Elements that each rank sends to each, of a matrix of bytes times `factor`, likewise."""
 
     def whole(number):
-        count = int(number * factor)
+        count = int(number * factor / itemsize)
         return count // granule * granule if count >= granule else count
 
     return [[whole(number) for number in row] for row in matrix]
