@@ -35,6 +35,8 @@ def lane(criterion):
         name = json.loads((estimates.parent / "benchmark.json").read_text())["full_id"]
         median = json.loads(estimates.read_text())["median"]["point_estimate"]
         figures[name] = round(median, 2)
+    if not figures:
+        raise SystemExit(f"{criterion}: criterion has left no estimates there")
     return figures
 
 

@@ -120,13 +120,16 @@ def fill(text, makers=MAKERS):
 
 
 def main(arguments):
+    if arguments in (["--help"], ["-h"]):
+        print(__doc__)
+        return 0
+    if arguments not in ([], ["--check"]):
+        return __doc__
     readme = ROOT / "README.md"
     old = readme.read_text()
     new = fill(old)
-    if arguments == ["--check"]:
-        return 0 if new == old else "README.md does not match bench/results; run make tables"
     if arguments:
-        return __doc__
+        return 0 if new == old else "README.md does not match bench/results; run make tables"
     readme.write_text(new)
     return 0
 

@@ -1,6 +1,8 @@
 """Tests of the scripts that gather and show benchmark results."""
 
 import json
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -60,6 +62,26 @@ def test_medians_are_read_from_criterion(tmp_path):
     (folder / "benchmark.json").write_text('{"full_id": "steady/symmpool"}')
     (folder / "estimates.json").write_text('{"median": {"point_estimate": 61.234}}')
     assert collect.lane(tmp_path) == {"steady/symmpool": 61.23}
+    with pytest.raises(SystemExit, match="no estimates"):
+        collect.main(["lane", str(tmp_path / "absent"), str(tmp_path / "lane.json")])
+    assert not (tmp_path / "lane.json").exists()
+
+
+@pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("-h", 0), ("--nonsense", 2)])
+def test_whoever_asks_for_help_gets_no_measurements(argument, status, tmp_path):
+    # Without programs to be found, so that nothing can be measured or written.
+    run = Path(__file__).parent / "run"
+    tools = {"PATH": str(tmp_path)}
+    (tmp_path / "sed").symlink_to(shutil.which("sed"))
+    bash = shutil.which("bash")
+    done = subprocess.run([bash, run, argument], env=tools, capture_output=True, text=True)
+    assert done.returncode == status and done.stdout.startswith("Measures on this machine")
+
+
+def test_the_tables_script_says_what_it_does(capsys):
+    assert tables.main(["--help"]) == 0
+    assert capsys.readouterr().out.startswith("Builds the README's tables")
+    assert "Builds" in tables.main(["--chekc"])
 
 
 @pytest.fixture

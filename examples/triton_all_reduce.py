@@ -14,6 +14,7 @@ Prints the time of a call beside symmpool's own all-reduce.
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -133,6 +134,8 @@ def microseconds(call, calls=50):
 
 
 def main():
+    if "LOCAL_RANK" not in os.environ or not torch.cuda.is_available():
+        sys.exit("this runs under torchrun, with a GPU for each rank")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("cuda:nccl,cpu:gloo", device_id=device)

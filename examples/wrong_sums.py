@@ -203,6 +203,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=4, help="of the plain program (default 4)")
     parser.add_argument("--json", metavar="FILE", help="write what was found")
     options = parser.parse_args()
+    if "LOCAL_RANK" not in os.environ or not torch.cuda.is_available():
+        sys.exit("this runs under torchrun, with a GPU for each rank")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)

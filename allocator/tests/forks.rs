@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use symmpool_allocator::store::tcp::TcpOptions;
 use symmpool_allocator::store::{Store, TcpServer, TcpStore};
-use symmpool_allocator::{Deadline, Driver, Group, Pool};
+use symmpool_allocator::{Deadline, Driver, Group, Pool, Stream};
 
 unsafe extern "C" {
     fn fork() -> c_int;
@@ -67,4 +67,24 @@ fn commits_are_refused_in_a_child() {
         })
     }));
     assert_eq!(pool.commit().unwrap().number, 1);
+}
+
+#[test]
+fn a_child_is_given_none_of_its_parents_memory() {
+    let group = Group::in_process(1).unwrap().remove(0);
+    let pool =
+        Pool::builder(group).driver(Driver::host().unwrap()).stride(1 << 30).build().unwrap();
+    let lane = pool.lane("default").unwrap();
+    assert!(in_child(|| {
+        [
+            pool.alloc::<u8>(100).map(drop),
+            lane.alloc_bytes(100, 1, Stream::DEFAULT).map(drop),
+            lane.try_alloc_bytes(100, 1, Stream::DEFAULT).map(drop),
+            lane.reserve(100),
+        ]
+        .into_iter()
+        .all(|refused| refused.is_err_and(|error| error.is_invalid_state()))
+    }));
+    assert_eq!(lane.counter(), 0);
+    pool.alloc::<u8>(100).unwrap();
 }

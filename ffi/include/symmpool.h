@@ -8,7 +8,8 @@
 // Symmetric memory for several ranks, and collectives on it.
 //
 // Made from ffi/src/capi; do not edit. Functions may be called from any thread, and return what
-// came of them; symmpool_last_error says why. Handles are numbers that are never used twice.
+// came of them; symmpool_last_error says why. Handles are numbers that are never used twice: one that
+// was destroyed is an INVALID_ARGUMENT.
 //
 // For allocators that take plain functions there are also, for N from 0 to 63 (see
 // symmpool_slot_bind):
@@ -267,7 +268,8 @@ symmpool_status symmpool_all_to_all_v(symmpool_comm comm,
                                       uint32_t dtype,
                                       void *stream);
 
-// Returns, or on CUDA lets `stream` go on, once every rank has called it.
+// Returns, or on CUDA lets `stream` go on, once every rank has called it. Errors as for
+// symmpool_all_reduce.
 //
 // # Safety
 //
@@ -348,7 +350,8 @@ symmpool_status symmpool_pool_destroy(symmpool_pool pool);
 
 // Allocates `bytes` at a multiple of `align` (a power of two up to 2 MiB; 0 for 512) for use on
 // `stream`, a CUstream, NULL for the default one and in host memory. Talks to no other rank; every
-// rank makes the same calls in the same order. Errors: OUT_OF_MEMORY, INVALID_ARGUMENT.
+// rank makes the same calls in the same order. Errors: OUT_OF_MEMORY, INVALID_ARGUMENT, INVALID_STATE in
+// a child that was forked from the pool's process.
 //
 // # Safety
 //
@@ -365,10 +368,11 @@ symmpool_status symmpool_alloc(symmpool_pool pool,
 symmpool_status symmpool_free(symmpool_pool pool, void *pointer);
 
 // Frees a block at a time that differs between ranks. Its memory is used again after the commit by
-// which every rank has freed it.
+// which every rank has freed it. INVALID_ARGUMENT for anything that is no live block.
 symmpool_status symmpool_free_unordered(symmpool_pool pool, void *pointer);
 
 // Notes that a block is used on `stream` too: its memory is used again only behind that work.
+// INVALID_ARGUMENT for anything that is no live block.
 //
 // # Safety
 //
@@ -376,7 +380,7 @@ symmpool_status symmpool_free_unordered(symmpool_pool pool, void *pointer);
 symmpool_status symmpool_record_stream(symmpool_pool pool, void *pointer, void *stream);
 
 // Makes sure that `bytes` more fit on `stream`, as one block, without growing. Every rank calls it
-// at the same place.
+// at the same place. Errors as for symmpool_alloc.
 //
 // # Safety
 //
@@ -461,8 +465,10 @@ symmpool_status symmpool_stats(symmpool_pool pool, symmpool_pool_stats *stats);
 // until symmpool_unregister_nccl; `count` is NULL or can be written to.
 symmpool_status symmpool_register_nccl(symmpool_pool pool, void *comm, uint64_t *count);
 
-// Takes the windows back from a communicator of NCCL. Collective; before it is destroyed.
-symmpool_status symmpool_unregister_nccl(symmpool_pool pool, void *comm);
+// Takes the windows back from a communicator of NCCL. Collective; before it is destroyed. Errors as for
+// symmpool_register_nccl.
+symmpool_status symmpool_unregister_nccl(symmpool_pool pool,
+                                         void *comm);
 
 // Puts the pool behind a slot: symmpool_alloc_N and symmpool_free_N, N being `slot`, then serve its
 // memory to allocators that take plain functions, such as torch's CUDAPluggableAllocator. Their
@@ -474,6 +480,7 @@ symmpool_status symmpool_unregister_nccl(symmpool_pool pool, void *comm);
 symmpool_status symmpool_slot_bind(symmpool_pool pool, uint32_t *slot);
 
 // Closes a slot to allocations. It keeps its pool until all that it handed out is freed.
+// INVALID_ARGUMENT for a slot that is not bound.
 symmpool_status symmpool_slot_release(uint32_t slot);
 
 #ifdef __cplusplus

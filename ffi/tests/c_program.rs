@@ -49,6 +49,30 @@ fn a_c_program_does_all_of_it_on_two_ranks() {
 }
 
 #[test]
+fn the_header_is_plain_c_and_plain_cpp() {
+    let header = Path::new(env!("CARGO_MANIFEST_DIR")).join("include/symmpool.h");
+    for (variable, usual, language, standards) in
+        [("CC", "cc", "c", ["c99", "c11"]), ("CXX", "c++", "c++", ["c++11", "c++20"])]
+    {
+        let compiler = std::env::var_os(variable).unwrap_or_else(|| usual.into());
+        for standard in standards {
+            let compiled = Command::new(&compiler)
+                .args(["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only"])
+                // A header alone: the main file of this compilation.
+                .args([&format!("-std={standard}"), "-x", language])
+                .arg(&header)
+                .output();
+            let Ok(compiled) = compiled else {
+                eprintln!("skipped: there is no {usual}");
+                break;
+            };
+            let why = String::from_utf8_lossy(&compiled.stderr);
+            assert!(compiled.status.success(), "{standard}: {why}");
+        }
+    }
+}
+
+#[test]
 fn what_fails_under_torch_is_thrown_through_the_library() {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     let library = common::library();

@@ -35,8 +35,11 @@ fn only_our_own_names_are_visible_and_all_of_them_are() {
         .filter(|name| name.starts_with("symmpool_"))
         .collect();
     assert!(declared.len() > 30, "{declared:?}");
+    let program = include_str!("program.c");
     for name in &declared {
         assert!(visible.contains(*name), "{name} is declared and not exported");
+        // As the README says.
+        assert!(program.contains(&format!("{name}(")), "program.c does not use {name}");
     }
     for name in &visible {
         let numbered = name.trim_end_matches(|c: char| c.is_ascii_digit()) != name;

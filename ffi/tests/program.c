@@ -50,6 +50,9 @@ static void refuses_nonsense(symmpool_pool pool) {
   IS(INVALID_ARGUMENT, symmpool_slot_release(63));
   IS(INVALID_ARGUMENT, symmpool_comm_destroy(pool));
   OK(symmpool_windows(pool, NULL, 0, &count));
+  IS(INVALID_ARGUMENT, symmpool_record_stream(pool, (void *)8, NULL));
+  IS(INVALID_ARGUMENT, symmpool_group_from_env(-1, &none));
+  IS(INVALID_ARGUMENT, symmpool_group_from_env(5, NULL));
 }
 
 static void collectives(symmpool_pool pool, symmpool_comm comm, uint32_t rank, uint32_t world) {
@@ -59,6 +62,7 @@ static void collectives(symmpool_pool pool, symmpool_comm comm, uint32_t rank, u
   OK(symmpool_alloc(pool, N * sizeof *x, 0, NULL, (void **)&x));
   OK(symmpool_alloc(pool, world * N * sizeof *y, 4096, NULL, (void **)&y));
   HOLDS((uintptr_t)y % 4096 == 0);
+  OK(symmpool_record_stream(pool, x, NULL));
   for (int i = 0; i < N; i++) x[i] = (float)(rank + 1);
   OK(symmpool_all_reduce(comm, x, x, N, SYMMPOOL_DTYPE_F32, SYMMPOOL_OP_SUM, NULL));
   for (int i = 0; i < N; i++) HOLDS(x[i] == (float)(world * (world + 1) / 2));
@@ -151,6 +155,7 @@ int main(int argc, char **argv) {
   IS(INVALID_ARGUMENT, symmpool_group_destroy(group));
   refuses_nonsense(pool);
   IS(INVALID_ARGUMENT, symmpool_register_nccl(pool, NULL, NULL));
+  HOLDS(symmpool_unregister_nccl(pool, NULL) != SYMMPOOL_STATUS_OK);
   // A report that has no place is refused before anything is shared, on all ranks.
   _Alignas(8) char bytes[sizeof(symmpool_commit_report) + 1];
   symmpool_commit_report *misaligned = (void *)(bytes + 1);

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -212,26 +213,84 @@ def test_options_are_understood():
     assert options("--max", "1M").max_size == options("--max-size", "1M").max_size == 1 << 20
 
 
+SENSELESS = [
+    *("--sizes=4X", "--sizes=,", "--rounds=0", "--rounds=²", "--dtype=f8", "--algorithm=best"),
+    *("--factor=1", "--factor=nan", "--factor=inf", "--factor=x"),
+    *("--timeout=0", "--timeout=-1", "--timeout=nan", "--timeout=inf", "--timeout=1e30"),
+]
+SENSELESS_MATRICES = [
+    *("--sizes=,", "--matrices=,", "--matrices=even,odd", "--timeout=inf", "--seed=x"),
+    *("--imbalance=-1", "--imbalance=nan", "--imbalance=inf", "--imbalance=1e9"),
+    *("--link=0", "--link=-1", "--link=nan"),
+]
+
+
 @pytest.mark.parametrize(
-    "arguments", [["--sizes", "4X"], ["--rounds", "0"], ["--dtype", "f8"], ["--algorithm", "best"]]
+    ("command", "argument"),
+    [
+        *(("allreduce", argument) for argument in SENSELESS),
+        *(("alltoallv", argument) for argument in SENSELESS_MATRICES),
+    ],
 )
-def test_options_that_make_no_sense_are_refused(arguments, capsys):
+def test_options_that_make_no_sense_are_refused(command, argument, capsys):
     with pytest.raises(SystemExit) as error:
-        options(*arguments)
-    assert error.value.code == 2 and arguments[0] in capsys.readouterr().err
+        cli.parser().parse_args([command, argument])
+    assert error.value.code == 2 and argument.partition("=")[0] in capsys.readouterr().err
+
+
+def test_the_steepest_matrices_can_be_made():
+    steepest = cli.parser().parse_args(["alltoallv", "--imbalance", "50"]).imbalance
+    for kind in matrices.KINDS:
+        assert sum(map(sum, matrices.make(kind, 4, steepest))) > 0
 
 
 def test_a_picture_needs_matplotlib_and_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit, match="pip install"):
-        plot.require()
+        plot.require(Path("x.png"))
     with pytest.raises(SystemExit, match="pip install"):
         cli.main(["allreduce", "--plot", "x.png"])
 
 
-def test_reports_go_to_folders_that_exist():
-    with pytest.raises(SystemExit, match="no folder"):
-        cli.main(["allreduce", "--json", "/nonexistent/x.json"])
+@pytest.mark.parametrize("name", ["x.foo", "x", "x."])
+def test_a_picture_of_an_unknown_kind_is_refused_before_anything_runs(name):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit, match=r"there are .*\.png"):
+        cli.main(["allreduce", "--plot", name])
+
+
+def test_reports_go_to_places_that_can_be_written_to(tmp_path):
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    for path, why in [
+        ("/nonexistent/x.json", "no folder"),
+        (str(tmp_path), "is a folder"),
+        (str(locked / "x.json"), "cannot be written to"),
+    ]:
+        if os.geteuid() == 0 and why.startswith("cannot"):
+            continue  # root writes anywhere
+        for command in ("allreduce", "alltoallv"):
+            with pytest.raises(SystemExit, match=why):
+                cli.main([command, "--json", path])
+
+
+def test_a_report_that_cannot_be_written_after_all_is_told_and_keeps_nobody_waiting(capsys):
+    left = []
+    ranks = SimpleNamespace(
+        rank=0,
+        meet=lambda: left.append("met"),
+        dist=SimpleNamespace(destroy_process_group=lambda: left.append("gone")),
+    )
+    ranks.attempt = lambda action: (action(), None)
+    contenders = {"ours": SimpleNamespace(close=lambda: left.append("closed"))}
+
+    def full(ours, others):
+        raise OSError("the disk is full")
+
+    assert session.end(ranks, contenders, peers.Pools(), [], full) == 1
+    assert left == ["met", "closed", "gone"]
+    assert "the disk is full" in capsys.readouterr().err
+    assert session.end(ranks, contenders, peers.Pools(), [], lambda ours, others: None) == 0
 
 
 def test_the_driver_is_found_where_there_is_one(monkeypatch):
@@ -269,6 +328,20 @@ def test_matrices_say_what_ranks_send():
     assert matrices.scale([[0, 0], [0, 0]], 64, 2) == [[0, 0], [0, 0]]
 
 
+def test_a_matrix_of_bytes_is_taken_as_it_is(tmp_path):
+    path = tmp_path / "matrix"
+    path.write_text("0 4096 100\n1 2 3\n0 0 0\n")
+    parse = cli.parser().parse_args
+    ((name, size, counts),) = alltoallv.plans(parse(["alltoallv", "--matrix", str(path)]), 3, 1, False)
+    assert (name, size) == ("matrix", 1400)
+    assert counts == [[0, 4096, 100], [1, 2, 3], [0, 0, 0]]
+    ((_, _, counts),) = alltoallv.plans(parse(["alltoallv", "--matrix", str(path)]), 3, 2, True)
+    assert counts == [[0, 2048, 50], [0, 1, 1], [0, 0, 0]]
+    weights = parse(["alltoallv", "--matrix", str(path), "--sizes", "4202,8404"])
+    planned = alltoallv.plans(weights, 3, 1, False)
+    assert [sum(map(sum, counts)) for _, _, counts in planned] == [3 * 4202, 3 * 8404]
+
+
 def test_a_popular_expert_makes_a_heavy_rank():
     flat, steep = (matrices.make("moe", 4, imbalance) for imbalance in (0.0, 2.0))
     assert matrices.heaviest(flat) < matrices.heaviest(steep)
@@ -280,10 +353,23 @@ def test_matrices_are_read(tmp_path):
     for text in ("[[1, 2], [3, 4.5]]", "1 2\n3, 4.5\n\n"):
         path.write_text(text)
         assert matrices.read(path, 2) == [[1, 2], [3, 4.5]]
-    for text in ("", "1 2", "1 2\n3", "1 2\n3 x", "1 2\n3 -1", "1 2\n3 nan", "[1, 2]"):
+    wrong = ["", "1 2", "1 2\n3", "1 2\n3 x", "1 2\n3 -1", "1 2\n3 nan", "[1, 2]", "null", '"1 2"']
+    wrong += ['["12", "34"]', '[{"1": 2, "3": 4}, [1, 2]]', "[[1, 2], [3, null]]", "{}"]
+    for text in wrong:
         path.write_text(text)
         with pytest.raises(ValueError, match="matrix"):
             matrices.read(path, 2)
+    path.write_bytes(b"1 2\n3 \xff")
+    for place in (path, tmp_path, tmp_path / "absent"):
+        with pytest.raises(ValueError, match=f"{place}: no matrix"):
+            matrices.read(place, 2)
+
+
+def test_a_line_of_one_number_is_the_matrix_of_one_rank(tmp_path):
+    path = tmp_path / "matrix"
+    for text in ("4096", "4096.0\n", "[[4096]]"):
+        path.write_text(text)
+        assert matrices.read(path, 1) == [[4096]]
 
 
 def test_a_table_of_exchanges_has_the_bound():

@@ -181,6 +181,7 @@ def test_variables_that_make_no_sense_are_told_as_a_table_and_as_json():
         "SYMMPOOL_NVRTC": "/no/such/library",
         "SYMMPOOL_CACHE_DIR": __file__,
         "SYMMPOOL_PORT": "0",
+        "MASTER_ADDR": " ",
         "MASTER_PORT": "http",
         "LOCAL_RANK": "-1",
         "WORLD_SIZE": "2.5",
@@ -202,6 +203,7 @@ def test_variables_that_make_no_sense_are_told_as_a_table_and_as_json():
         "SYMMPOOL_NVRTC": __file__,
         "SYMMPOOL_CACHE_DIR": "",
         "SYMMPOOL_PORT": " 7000",
+        "MASTER_ADDR": "localhost",
         "MASTER_PORT": "29500",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "3",
@@ -210,6 +212,12 @@ def test_variables_that_make_no_sense_are_told_as_a_table_and_as_json():
     assert "variable" not in run("--no-torch", **right).stdout
     (found,) = json.loads(run("--no-torch", "--json", **{**right, "RANK": "3"}).stdout)["verdicts"][-1:]
     assert found["what"] == "variable RANK" and "from 0 to 2" in found["why"]
+
+
+def test_kernels_that_are_kept_nowhere_are_told_so():
+    table = run("--no-torch", SYMMPOOL_CACHE_DIR="").stdout
+    (line,) = [line for line in table.splitlines() if line.startswith("compiled kernels")]
+    assert "not kept (SYMMPOOL_CACHE_DIR is empty" in line and "None" not in line
 
 
 def test_what_variables_may_be_is_what_the_package_takes():

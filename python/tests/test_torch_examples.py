@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,19 @@ def test_the_triton_example_compiles(monkeypatch, tmp_path):
     source = ASTSource(fn=example.sum_of_all, signature=signature, constexprs=constants, attrs={})
     text = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     assert "atom.global.release.sys.cas" in text and "atom.global.acquire.sys.cas" in text
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel", "triton_all_reduce", "wrong_sums"])
+def test_an_example_without_a_launcher_or_a_gpu_says_what_it_needs(name):
+    if name == "triton_all_reduce" and importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    command = [sys.executable, str(EXAMPLES / f"{name}.py")]
+    alone = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK")}
+    alone["CUDA_VISIBLE_DEVICES"] = ""
+    for launched in ({}, {"RANK": "0", "LOCAL_RANK": "0"}):
+        done = subprocess.run(command, env=alone | launched, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1 and "Traceback" not in done.stderr
+        assert ("GPU" if launched else "torchrun") in done.stderr
 
 
 def tensor_parallel(group, port, report):

@@ -153,8 +153,8 @@ fn every_rule_is_held_by_a_test() {
             })
         })
     };
-    // S8 and S9 concern device launches; they come with the CUDA collectives.
-    let rules = (1..=8).map(|n| format!("D{n}")).chain((1..=7).map(|n| format!("S{n}")));
+    // S9 is about staging by the host, which nothing does.
+    let rules = (1..=8).map(|n| format!("D{n}")).chain((1..=8).map(|n| format!("S{n}")));
     let missing: Vec<String> = rules.filter(|rule| !cited(rule)).collect();
     assert!(missing.is_empty(), "no test cites {missing:?}");
 }

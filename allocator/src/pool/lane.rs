@@ -12,6 +12,7 @@ use super::handles::Handles;
 use super::lane_memory::{LaneInner, LaneMemory};
 use super::late::{Late, LateFrees};
 use crate::driver::Stream;
+use crate::fork::Maker;
 use crate::heap::Heap;
 use crate::lane::{
     Backing, BlockKey, BlockView, Digest, LaneState, LaneStats, Placed, Request, Segment, Site,
@@ -38,6 +39,7 @@ pub(crate) struct SharedLane {
     pub(crate) base: u64,
     pub(super) range: u64,
     local: bool,
+    maker: Maker,
     heap: Arc<Heap>,
     /// Whether a commit (or resync) is under way, which holds the locks of all symmetric lanes.
     committing: Arc<AtomicBool>,
@@ -62,8 +64,8 @@ impl SharedLane {
         let local = state.is_local();
         let memory = LaneMemory::new(heap.clone(), base, due, handles);
         let inner = Mutex::new(LaneInner { state, memory });
-        let (committing, late) = (committing.clone(), LateFrees::default());
-        Arc::new(Self { name, base, range, local, heap, committing, inner, late })
+        let (committing, late, maker) = (committing.clone(), LateFrees::default(), Maker::here());
+        Arc::new(Self { name, base, range, local, maker, heap, committing, inner, late })
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, LaneInner> {
@@ -106,6 +108,13 @@ impl SharedLane {
             Some(mut inner) => drop(inner.state.give_up(key)),
             None => self.late.push(Late::GiveUp(key)),
         }
+    }
+
+    /// Refuses in a forked child, whose copy of the lane would hand out memory that its parent hands out
+    /// as well. Asked before the lock, which another thread of the parent may have had at the fork.
+    #[inline]
+    fn own_process(&self) -> Result<()> {
+        self.maker.check("a pool")
     }
 
     /// The lane's lock without waiting. A local lane is in no commit, so there waiting is short.
@@ -157,8 +166,8 @@ impl Lane {
     /// memory fresh blocks hold zeros, reused ones whatever was there.
     ///
     /// Never talks to other ranks. Errors: [`Error::is_out_of_memory`] when the range, the limit
-    /// or the device is used up; [`Error::is_invalid_argument`] when the size overflows. Dropping
-    /// the block frees it, in order.
+    /// or the device is used up; [`Error::is_invalid_argument`] when the size overflows;
+    /// [`Error::is_invalid_state`] in a forked child. Dropping the block frees it, in order.
     #[track_caller]
     pub fn alloc_on<T: Pod>(&self, count: usize, stream: Stream) -> Result<Block<T>> {
         let align = (align_of::<T>() as u64).max(crate::lane::UNIT);
@@ -180,6 +189,7 @@ impl Lane {
     #[track_caller]
     pub fn try_alloc_bytes(&self, bytes: usize, align: u64, stream: Stream) -> Result<Block<u8>> {
         let site = here();
+        self.0.own_process()?;
         let request = Request { bytes: bytes as u64, align, stream, site };
         let placed = {
             let mut inner = self.0.lock_unless_committing().map_err(|error| self.named(error))?;
@@ -201,6 +211,7 @@ impl Lane {
         stream: Stream,
         site: Site,
     ) -> Result<Block<T>> {
+        self.0.own_process()?;
         let bytes = count.checked_mul(size_of::<T>()).ok_or_else(|| {
             Error::invalid_argument(format!(
                 "{count} elements of {} bytes overflow the address space",
@@ -227,6 +238,7 @@ impl Lane {
     #[track_caller]
     pub fn reserve_on(&self, bytes: u64, stream: Stream) -> Result<()> {
         let site = here();
+        self.0.own_process()?;
         let LaneInner { state, memory } = &mut *self.0.lock();
         state.reserve(bytes, stream, site, memory).map_err(|error| self.named(error))
     }

@@ -17,6 +17,7 @@ mod ours;
 mod table;
 
 use std::fs;
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -101,6 +102,9 @@ fn compare(options: &Options) -> Result<(), String> {
     if options.rounds == 0 || options.sizes.iter().any(|bytes| *bytes == 0 || bytes % 1024 != 0) {
         return Err("sizes are multiples of 1024, and rounds at least 1".into());
     }
+    if let Some(file) = options.json.as_deref().filter(|file| *file != "-") {
+        check_place(Path::new(file))?;
+    }
     let workshop = Workshop::new()?;
     let (contenders, missing) = contender::find(&workshop);
     let facts = facts(options, &contenders, &missing);
@@ -129,6 +133,18 @@ fn compare(options: &Options) -> Result<(), String> {
             write(&format!("{}.facts.json", file.trim_end_matches(".json")), &facts)
         }
     }
+}
+
+/// Refuses a file that cannot be, before an hour is spent on what is to be in it.
+fn check_place(file: &Path) -> Result<(), String> {
+    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
+    if folder.is_some_and(|folder| !folder.is_dir()) {
+        return Err(format!("{}: there is no such folder", file.display()));
+    }
+    if file.is_dir() {
+        return Err(format!("{} is a folder", file.display()));
+    }
+    Ok(())
 }
 
 /// All rounds of everyone, in turns. A peer that fails is left out from then on, aloud; ours must
@@ -224,4 +240,20 @@ fn facts(options: &Options, contenders: &[Contender], missing: &[String]) -> Vec
     });
     facts.extend(missing.iter().map(|why| format!("skipped {why}")));
     facts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_go_to_places_that_can_be() {
+        let folder = tempfile::tempdir().unwrap();
+        for wrong in [folder.path().to_owned(), folder.path().join("absent/x.json")] {
+            assert!(check_place(&wrong).unwrap_err().contains("folder"));
+        }
+        for right in [folder.path().join("x.json"), "x.json".into()] {
+            check_place(&right).unwrap();
+        }
+    }
 }

@@ -313,7 +313,8 @@ pub unsafe extern "C" fn symmpool_all_to_all_v(
     })
 }
 
-/// Returns, or on CUDA lets `stream` go on, once every rank has called it.
+/// Returns, or on CUDA lets `stream` go on, once every rank has called it. Errors as for
+/// symmpool_all_reduce.
 ///
 /// # Safety
 ///

@@ -164,7 +164,8 @@ pub extern "C" fn symmpool_pool_destroy(pool: symmpool_pool) -> Status {
 
 /// Allocates `bytes` at a multiple of `align` (a power of two up to 2 MiB; 0 for 512) for use on
 /// `stream`, a CUstream, NULL for the default one and in host memory. Talks to no other rank; every
-/// rank makes the same calls in the same order. Errors: OUT_OF_MEMORY, INVALID_ARGUMENT.
+/// rank makes the same calls in the same order. Errors: OUT_OF_MEMORY, INVALID_ARGUMENT, INVALID_STATE in
+/// a child that was forked from the pool's process.
 ///
 /// # Safety
 ///
@@ -197,13 +198,14 @@ pub extern "C" fn symmpool_free(pool: symmpool_pool, pointer: *mut c_void) -> St
 }
 
 /// Frees a block at a time that differs between ranks. Its memory is used again after the commit by
-/// which every rank has freed it.
+/// which every rank has freed it. INVALID_ARGUMENT for anything that is no live block.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmpool_free_unordered(pool: symmpool_pool, pointer: *mut c_void) -> Status {
     status(|| find(pool)?.default_lane().free_address_unordered(pointer as u64))
 }
 
 /// Notes that a block is used on `stream` too: its memory is used again only behind that work.
+/// INVALID_ARGUMENT for anything that is no live block.
 ///
 /// # Safety
 ///
@@ -218,7 +220,7 @@ pub unsafe extern "C" fn symmpool_record_stream(
 }
 
 /// Makes sure that `bytes` more fit on `stream`, as one block, without growing. Every rank calls it
-/// at the same place.
+/// at the same place. Errors as for symmpool_alloc.
 ///
 /// # Safety
 ///
@@ -432,7 +434,8 @@ pub unsafe extern "C" fn symmpool_register_nccl(
     })
 }
 
-/// Takes the windows back from a communicator of NCCL. Collective; before it is destroyed.
+/// Takes the windows back from a communicator of NCCL. Collective; before it is destroyed. Errors as for
+/// symmpool_register_nccl.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmpool_unregister_nccl(pool: symmpool_pool, comm: *mut c_void) -> Status {
     status(|| find(pool)?.unregister_nccl(comm as usize))
@@ -459,6 +462,7 @@ pub unsafe extern "C" fn symmpool_slot_bind(pool: symmpool_pool, slot: *mut u32)
 }
 
 /// Closes a slot to allocations. It keeps its pool until all that it handed out is freed.
+/// INVALID_ARGUMENT for a slot that is not bound.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmpool_slot_release(slot: u32) -> Status {
     status(|| {

@@ -2,7 +2,7 @@
 
 | module | holds |
 | --- | --- |
-| `cli` | options, and the order of things |
+| `cli` | options, and the order of things; `arguments`: what options may be |
 | `session` | meeting, reporting and leaving, of every benchmark |
 | `peers` | who is measured: ours and the others, each with its own memory |
 | `alltoallv` | the same for all-to-alls; `matrices`: who sends how much to whom |

@@ -1,11 +1,13 @@
 """`python -m symmpool bench alltoallv`: all-to-alls of traffic matrices, beside torch.distributed and
 torch's symmetric memory."""
 
+import argparse
 from pathlib import Path
 
 import symmpool
 from symmpool import _symmpool
 from symmpool.bench import matrices, peers, session, table, timing
+from symmpool.bench.arguments import bandwidth, imbalance, listed, positive, seconds, size_list
 
 #: What a rank's links carry, in GB/s, by which the bound in the table is made.
 LINK = 355.0
@@ -18,12 +20,20 @@ ALGORITHMS = _symmpool.all_to_all_algorithms()
 GRAIN = 128
 
 
-def add_options(commands, size_list, positive):
+def kinds(text):
+    """The kinds of matrices that a list names."""
+    found = listed(text)
+    if not found or any(kind not in matrices.KINDS for kind in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: there are {', '.join(matrices.KINDS)}")
+    return found
+
+
+def add_options(commands):
     it = commands.add_parser("alltoallv", help="all-to-alls of traffic matrices, likewise")
     it.add_argument("--sizes", type=size_list, help="bytes a rank sends on average: 4K,1M,64M")
     it.add_argument(
         "--matrices",
-        type=lambda text: [part.strip() for part in text.split(",") if part.strip()],
+        type=kinds,
         default=list(matrices.KINDS),
         help=f"of {', '.join(matrices.KINDS)} (default: all)",
     )
@@ -34,7 +44,7 @@ def add_options(commands, size_list, positive):
         help="this one instead: JSON, or a line a row; in bytes (on CUDA whole 128 of them), or weights "
         "where there are --sizes",
     )
-    it.add_argument("--imbalance", type=float, default=1.0, help="of zipf and moe (default 1)")
+    it.add_argument("--imbalance", type=imbalance, default=1.0, help="of zipf and moe (default 1)")
     it.add_argument("--seed", type=int, default=1, help="of moe")
     it.add_argument("--dtype", choices=session.DTYPES, default="bf16")
     it.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
@@ -42,9 +52,9 @@ def add_options(commands, size_list, positive):
     it.add_argument("--calls", type=positive, help="in a graph (default: 100, fewer above 2 MiB)")
     it.add_argument("--replays", type=positive, default=9, help="of a graph a round (default 9)")
     it.add_argument("--algorithm", default="auto", choices=[*ALGORITHMS, "all"])
-    it.add_argument("--link", type=float, default=LINK, help="GB/s of a rank's links, for the bound")
+    it.add_argument("--link", type=bandwidth, default=LINK, help="GB/s of a rank's links, for the bound")
     it.add_argument("--peers", help="only these, by their names in the table: NCCL,vdev; or none")
-    it.add_argument("--timeout", type=float, default=120, help="longest wait in seconds")
+    it.add_argument("--timeout", type=seconds, default=120, help="longest wait in seconds")
     it.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     it.set_defaults(plot=None)
 
@@ -325,13 +335,12 @@ def plans(options, world, itemsize, on_cuda):
     if options.matrix:
         weights = matrices.read(options.matrix, world)
         if not options.sizes:
-            sizes = [max(int(sum(map(sum, weights)) / world), 1)]
+            size = max(int(sum(map(sum, weights)) / world), 1)
+            return [(options.matrix.name, size, matrices.elements(weights, itemsize, grain))]
         return [
             (options.matrix.name, size, matrices.scale(weights, size, itemsize, grain))
             for size in sizes
         ]
-    if unknown := [kind for kind in options.matrices if kind not in matrices.KINDS]:
-        raise SystemExit(f"--matrices {unknown[0]}: there are {', '.join(matrices.KINDS)}")
     made = {
         kind: matrices.make(kind, world, options.imbalance, options.seed)
         for kind in options.matrices

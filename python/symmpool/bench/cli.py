@@ -11,24 +11,7 @@ from pathlib import Path
 
 import symmpool
 from symmpool.bench import alltoallv, check, peers, plot, session, table, timing
-
-
-def size(text):
-    try:
-        return table.parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def size_list(text):
-    return [size(part) for part in text.split(",") if part.strip()]
-
-
-def positive(text):
-    number = int(text) if text.isdigit() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return number
+from symmpool.bench.arguments import factor, positive, seconds, size, size_list
 
 
 def parser():
@@ -43,7 +26,7 @@ def parser():
     # torchrun takes --max for the beginning of an option of its own.
     it.add_argument("--min-size", "--min", type=size, default=1 << 10, help="default 1K")
     it.add_argument("--max-size", "--max", type=size, help="default 64M, on the CPU 4M")
-    it.add_argument("--factor", type=float, default=4, help="between sizes (default 4)")
+    it.add_argument("--factor", type=factor, default=4, help="between sizes (default 4)")
     it.add_argument("--dtype", choices=session.DTYPES, default="bf16")
     it.add_argument("--op", choices=["sum", "prod", "min", "max", "avg"], default="sum")
     it.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
@@ -60,10 +43,10 @@ def parser():
     it.add_argument("--scratch", type=size, help="bytes of scratch of ours: 768M (default: the library's)")
     it.add_argument("--eager", action="store_true", help="also time calls outside of graphs")
     it.add_argument("--no-check", action="store_true", help="do not check results")
-    it.add_argument("--timeout", type=float, default=120, help="longest wait in seconds")
+    it.add_argument("--timeout", type=seconds, default=120, help="longest wait in seconds")
     it.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     it.add_argument("--plot", type=Path, metavar="FILE", help="write a picture: .png, .svg")
-    alltoallv.add_options(commands, size_list, positive)
+    alltoallv.add_options(commands)
     return top
 
 
@@ -201,10 +184,9 @@ def main(arguments=None):
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = parser().parse_args(arguments)
     if options.plot:
-        plot.require()
-    for path in (options.json, options.plot):
-        if path and not path.parent.is_dir():
-            raise SystemExit(f"{path}: there is no folder {path.parent}")
+        plot.require(options.plot)
+    for path in filter(None, (options.json, options.plot)):
+        session.require_place(path)
     try:
         if options.command == "alltoallv":
             return alltoallv.run(options, arguments)

@@ -68,12 +68,20 @@ def make(kind, world, imbalance=1.0, seed=1):
 
 def read(path, world):
     """A matrix of numbers from a file: JSON, or a line a row."""
-    text = Path(path).read_text()
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"{path}: no matrix of numbers: {error}") from error
     try:
         rows = json.loads(text)
     except ValueError:
+        rows = None
+    # A line with one number, which is all that one rank has, is JSON as well.
+    if rows is None or isinstance(rows, (int, float)):
         rows = [line.replace(",", " ").split() for line in text.splitlines() if line.strip()]
     try:
+        if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+            raise TypeError("JSON, but no list of lists")
         rows = [[float(number) for number in row] for row in rows]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: no matrix of numbers: {error}") from error
@@ -88,12 +96,14 @@ def scale(matrix, size, itemsize, granule=1):
     """Elements that each rank sends to each: `size` bytes a rank on average, in whole `granule`s as
     far as there are as many."""
     total = sum(map(sum, matrix))
-    if not total:
-        return [[0] * len(matrix) for _ in matrix]
-    factor = size * len(matrix) / itemsize / total
+    return elements(matrix, itemsize, granule, size * len(matrix) / total if total else 0.0)
+
+
+def elements(matrix, itemsize, granule=1, factor=1.0):
+    """Elements that each rank sends to each, of a matrix of bytes times `factor`, likewise."""
 
     def whole(number):
-        count = int(number * factor)
+        count = int(number * factor / itemsize)
         return count // granule * granule if count >= granule else count
 
     return [[whole(number) for number in row] for row in matrix]

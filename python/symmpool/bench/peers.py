@@ -6,8 +6,6 @@ are kept; nobody else suffers.
 """
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -106,27 +104,21 @@ class Pools:
     """The pool that all of ours share, made when the first is set up."""
 
     def __init__(self):
-        self.pool, self.folder = None, None
+        self.pool = None
 
     def get(self, ranks):
-        if self.pool is not None:
-            return self.pool
-        box = [None]
-        if ranks.rank == 0:
-            self.folder = tempfile.mkdtemp(prefix="symmpool-bench-")
-            box = [self.folder]
-        ranks.dist.broadcast_object_list(box, src=0)
-        timeout = ranks.timeout
-        group = symmpool.Group(ranks.rank, ranks.world, f"file://{box[0]}", timeout=timeout)
-        shared = ranks.on_cuda and ranks.world > ranks.torch.cuda.device_count()
-        self.pool = symmpool.Pool(group, str(ranks.device), allow_shared_device=shared)
+        if self.pool is None:
+            shared = ranks.on_cuda and ranks.world > ranks.torch.cuda.device_count()
+            self.pool = symmpool.Pool(
+                ranks.dist.group.WORLD,
+                str(ranks.device),
+                timeout=ranks.timeout,
+                allow_shared_device=shared,
+            )
         return self.pool
 
     def close(self):
         self.pool = None
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder = None
 
 
 class Ours(Contender):

@@ -3,8 +3,9 @@
 from symmpool.bench.table import show_size
 
 
-def require():
-    """matplotlib, or an error that says how to get it. Asked before anything is measured."""
+def require(path):
+    """matplotlib, or an error that says how to get it, or which pictures there are. Asked before
+    anything is measured."""
     try:
         import matplotlib
     except ImportError as error:
@@ -12,12 +13,17 @@ def require():
             "--plot needs matplotlib, which cannot be imported: pip install matplotlib, or "
             "'symmpool[plot]'"
         ) from error
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        raise SystemExit(f"{path}: no such picture; there are .{', .'.join(sorted(kinds))}")
     return matplotlib
 
 
 def save(path, rows, ours, peers, title):
     """Writes the picture; the ending of `path` says of which kind: .png, .svg, .pdf."""
-    matplotlib = require()
+    matplotlib = require(path)
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

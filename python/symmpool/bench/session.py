@@ -10,6 +10,7 @@ from pathlib import Path
 
 import symmpool
 from symmpool.bench import peers
+from symmpool.bench.arguments import listed
 
 DTYPES = {
     "f32": "float32",
@@ -97,6 +98,16 @@ def describe(benchmark, ranks, arguments, contenders, missing):
     }
 
 
+def require_place(path):
+    """Ends the program where a file cannot be written, before hours are spent on what is to be in it."""
+    if not path.parent.is_dir():
+        raise SystemExit(f"{path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise SystemExit(f"{path} is a folder")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise SystemExit(f"{path} cannot be written to")
+
+
 def connect(options):
     """torch.distributed, and this process in it."""
     try:
@@ -130,7 +141,7 @@ def asked_peers(options):
         return None
     if options.peers == "none":
         return []
-    return [name.strip() for name in options.peers.split(",") if name.strip()]
+    return listed(options.peers)
 
 
 def where(facts):
@@ -162,11 +173,17 @@ def write(options, facts, rows):
 
 def end(ranks, contenders, pools, rows, report):
     """Reports on rank 0, with the names of ours and of the others, and lets go of everything.
-    Returns the exit status: 1 where ours was wrong, or was not there."""
+    Returns the exit status: 1 where ours was wrong, or was not there, or a file was not written."""
     ours = [name for name in contenders if name.split()[0] == "ours"]
     others = [name for name in contenders if name not in ours]
+    unwritten = False
     if ranks.rank == 0:
-        report(ours, others)
+        try:
+            report(ours, others)
+        except OSError as error:
+            # The others wait for this rank, which has to leave as they do.
+            print(f"not everything was written: {error}", file=sys.stderr)
+            unwritten = True
     ranks.meet()
     for name, contender in contenders.items():
         _, why = ranks.attempt(contender.close)
@@ -175,4 +192,4 @@ def end(ranks, contenders, pools, rows, report):
     pools.close()
     ranks.dist.destroy_process_group()
     wrong = any(name in row.missing for row in rows for name in ours)
-    return 1 if wrong or not ours else 0
+    return 1 if wrong or unwritten or not ours else 0

@@ -75,7 +75,8 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     version = compiler["error"] or ".".join(map(str, compiler["version"]))
     found.append(("NVRTC", version if compiler["error"] else f"{version}, {compiler['place']}"))
     cache = facts["kernel_cache"]
-    kept = f"{cache['place']} ({cache['error']})" if cache["error"] else str(cache["place"])
+    kept = cache["place"] or "not kept"
+    kept = f"{kept} ({cache['error']})" if cache["error"] else kept
     found.append(("compiled kernels", kept))
     if nccl["version"] is None:
         found.append(("NCCL", nccl["error"]))

@@ -246,6 +246,7 @@ def variable_facts() -> dict[str, Any]:
         "SYMMPOOL_NVRTC": (lambda path: not path or os.path.isfile(path), "an NVRTC library"),
         "SYMMPOOL_CACHE_DIR": (lambda path: os.path.isdir(path) or not os.path.exists(path), "a folder"),
         "SYMMPOOL_PORT": (_number(1, 65535), "a port from 1 to 65535"),
+        "MASTER_ADDR": (lambda host: bool(host.strip()), "the machine of rank 0"),
         "MASTER_PORT": (_number(1, 65535), "a port from 1 to 65535"),
         "LOCAL_RANK": (_number(0, (1 << 32) - 1), "a rank"),
         "WORLD_SIZE": (_number(1, MOST_RANKS), f"1 to {MOST_RANKS}"),

@@ -1,0 +1,158 @@
+//! How a communicator is made: control memory that every rank has, and the engine on it.
+
+use std::sync::{Arc, Mutex};
+
+use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream};
+
+use super::engine::Engine;
+use super::peers::{self, still_there};
+use super::{Communicator, CommunicatorOptions, Inner};
+use crate::allreduce::Asked;
+use crate::cuda::{CudaEngine, CudaOptions};
+use crate::host::HostSided;
+use crate::host::cores::enough_for;
+use crate::{HostEngine, HostOptions};
+
+impl Communicator {
+    /// A communicator of all ranks of `pool`, with default options. Collective: every rank makes
+    /// its communicators in the same order; it commits the pool.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Pool::commit`]; `is_unsupported` if the CPU cannot reach the pool's memory.
+    pub fn new(pool: &Pool) -> Result<Self> {
+        Self::with_options(pool, &CommunicatorOptions::default())
+    }
+
+    /// [`Self::new`] with options, the same on every rank.
+    pub fn with_options(pool: &Pool, options: &CommunicatorOptions) -> Result<Self> {
+        let asked = Asked::from_env(options.algorithm);
+        let all_to_all = options.all_to_all.or_environment();
+        // A name that is none fails where all ranks hear of it.
+        let sound = asked.clone().and_then(|_| all_to_all.clone());
+        let sound = sound.and_then(|_| options.check(pool.world()));
+        let all_to_all = all_to_all.unwrap_or_default();
+        let options = &CommunicatorOptions { all_to_all, ..options.clone() };
+        let (engine, control, sided) = if pool.driver().as_cuda().is_some() {
+            let (engine, control) = Self::on_device(pool, options, sound)?;
+            (engine, control, None)
+        } else {
+            Self::in_host_memory(pool, options, sound)?
+        };
+        Ok(Self {
+            pool: pool.clone(),
+            asked: asked?,
+            timeout: Arc::clone(engine.timeout()),
+            inner: Mutex::new(Inner { engine, windows: pool.windows() }),
+            sided,
+            control: Some(control),
+        })
+    }
+
+    /// Stands in for making one where the caller has found its own options wrong: the other ranks hear of
+    /// it in the commit that makes theirs. Returns what to report, which is `why`.
+    #[cold]
+    pub fn refuse(pool: &Pool, why: Error) -> Error {
+        if let Ok(lane) = pool.lane(CONTROL_LANE) {
+            lane.note_failure(&why);
+            // What else is amiss is less than what this rank does wrong.
+            let _ = pool.commit();
+        }
+        why
+    }
+
+    fn in_host_memory(
+        pool: &Pool,
+        options: &CommunicatorOptions,
+        sound: Result<()>,
+    ) -> Result<(Engine, Block<u8>, Option<HostSided>)> {
+        let driver = pool.driver();
+        if !driver.host_accessible() {
+            return Err(Error::unsupported(format!(
+                "a communicator over memory of the {} driver: collectives run in host memory and \
+                 on CUDA devices",
+                driver.name()
+            )));
+        }
+        let alive = still_there(pool);
+        let spin = enough_for(&peers::pids(pool));
+        let engine_options = HostOptions {
+            timeout: options.timeout,
+            scratch_bytes: options.scratch_bytes,
+            spin: Some(spin),
+            links: Some(options.links.as_ref().unwrap_or(pool.topology()).clone()),
+            first_epoch: u64::from(options.first_epoch),
+            peer_alive: Some(Box::new(alive.clone())),
+            all_to_all: options.all_to_all,
+        };
+        let bytes = sound.and_then(|()| HostEngine::control_bytes(pool.world(), &engine_options));
+        let zero = |block: &Block<u8>| block.write(&vec![0; block.bytes() as usize]);
+        let mut sided = None;
+        let (engine, control) = Self::share(pool, bytes, zero, |control| {
+            let (offset, bytes) = (control.offset(), control.bytes());
+            // SAFETY: the control block is a window, so mapped in every slot; each rank zeroed its
+            // own before the commit, which all have passed; its place is given to nobody else
+            // before every rank has let go of it (an unordered free, see `drop`). Places passed as
+            // windows are covered by windows (`place`).
+            let engine = unsafe { HostEngine::new(pool.layout(), offset, bytes, engine_options) }?;
+            // SAFETY: as the engine, it is used by nobody once the communicator is dropped.
+            sided = Some(unsafe { engine.sided(Box::new(alive)) });
+            Ok(Engine::Host(Box::new(engine)))
+        })?;
+        Ok((engine, control, sided))
+    }
+
+    fn on_device(
+        pool: &Pool,
+        options: &CommunicatorOptions,
+        sound: Result<()>,
+    ) -> Result<(Engine, Block<u8>)> {
+        let options = CudaOptions {
+            timeout: options.timeout,
+            inbox: options.device_inbox_bytes,
+            scratch: options.device_scratch_bytes,
+            first_epoch: options.first_epoch,
+            all_to_all: options.all_to_all,
+            concurrent: options.concurrent,
+        };
+        let bytes = sound.and_then(|()| CudaEngine::control_bytes(pool.world(), &options));
+        let prepare = |block: &Block<u8>| CudaEngine::prepare(pool, block, &options);
+        let alive = Box::new(still_there(pool));
+        Self::share(pool, bytes, prepare, |control| {
+            let engine = CudaEngine::new(pool, control.offset(), &options, alive)?;
+            Ok(Engine::Cuda(Box::new(engine)))
+        })
+    }
+
+    /// Makes a prepared control block of so many bytes a window, and the engine on it.
+    fn share(
+        pool: &Pool,
+        bytes: Result<u64>,
+        prepare: impl FnOnce(&Block<u8>) -> Result<()>,
+        build: impl FnOnce(&Block<u8>) -> Result<Engine>,
+    ) -> Result<(Engine, Block<u8>)> {
+        // Preparing writes to memory that a forked child shares with its parent.
+        pool.check_process()?;
+        let lane = pool.lane(CONTROL_LANE)?;
+        let control = bytes.and_then(|bytes| {
+            let block = lane.alloc_bytes(bytes as usize, 4096, Stream::DEFAULT)?;
+            prepare(&block)?;
+            Ok(block)
+        });
+        if let Err(error) = &control {
+            lane.note_failure(error);
+        }
+        // Also when this rank has no block: the others are in this commit, and hear of it there.
+        let committed = pool.commit();
+        let control = control?;
+        committed?;
+        match build(&control) {
+            Ok(engine) => Ok((engine, control)),
+            Err(error) => {
+                // Without order, as other ranks may keep theirs.
+                control.free_unordered()?;
+                Err(error)
+            }
+        }
+    }
+}
