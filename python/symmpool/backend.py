@@ -29,10 +29,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# torch.distributed has the other operations' options, and not these.
+from torch._C._distributed_c10d import AllgatherOptions
+
 from symmpool import beside, groups, leaving, placing, seats
 from symmpool._symmpool import Group
 from symmpool.errors import Error, InvalidArgumentError, TimeoutError  # noqa: A004
-from symmpool.torch_work import DoneWork, TorchWork, opaque
+from symmpool.torch_work import DoneWork, TorchWork, joined, opaque
 
 __all__ = ["SymmpoolProcessGroup", "backend_counts", "last_backend"]
 
@@ -278,7 +281,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         return self._run("broadcast", "broadcast", arguments, tensors, opts, finish)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
-        opts = opts if opts is not None else dist.AllgatherOptions()
+        opts = opts if opts is not None else AllgatherOptions()
         if not self._moves(output, input):
             self._other("all_gather_into_tensor", output)
             return self._rest._allgather_base(output, input, opts)
@@ -299,6 +302,40 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         return self._run("reduce_scatter_tensor", "reduce_scatter", arguments, [output], opts, finish)
 
     _reduce_scatter_base = reduce_scatter_single
+
+    # What functional collectives, DTensor with them, and Megatron's data parallelism call.
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
+        opts = opts if opts is not None else dist.AllreduceCoalescedOptions()
+        if not tensors or self._reduces(opts, *tensors) is None:
+            return self._pass("allreduce_coalesced", (tensors, opts))
+        return joined([self.allreduce([tensor], opts) for tensor in tensors])
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: Any, inputs: Any, opts: Any = None
+    ) -> dist.Work:
+        opts = opts if opts is not None else AllgatherOptions()
+        if _are_pairs(outputs, inputs) and self._moves(*outputs, *inputs):
+            pairs = zip(outputs, inputs, strict=True)
+            return joined([self.all_gather_single(*pair, opts) for pair in pairs])
+        return self._pass("allgather_into_tensor_coalesced", (outputs, inputs, opts))
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Any, inputs: Any, opts: Any = None
+    ) -> dist.Work:
+        opts = opts if opts is not None else dist.ReduceScatterOptions()
+        if _are_pairs(outputs, inputs) and self._reduces(opts, *outputs, *inputs) is not None:
+            pairs = zip(outputs, inputs, strict=True)
+            return joined([self.reduce_scatter_single(*pair, opts) for pair in pairs])
+        return self._pass("reduce_scatter_tensor_coalesced", (outputs, inputs, opts))
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def _pass(self, method: str, arguments: tuple[Any, ...], **options: Any) -> Any:
+        self._other(method, placing.first_tensor(arguments))
+        return getattr(self._rest, method)(*arguments, **options)
 
     def all_to_all_single(
         self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any = None
@@ -365,12 +402,15 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         return DoneWork([], device)
 
 
+def _are_pairs(outputs: Any, inputs: Any) -> bool:
+    return len(outputs) > 0 and len(outputs) == len(inputs)
+
+
 def _passes(method: str) -> Any:
     """A method that ours has nothing for."""
 
     def pass_on(self: SymmpoolProcessGroup, *arguments: Any, **options: Any) -> Any:
-        self._other(method, placing.first_tensor(arguments))
-        return getattr(self._rest, method)(*arguments, **options)
+        return self._pass(method, arguments, **options)
 
     pass_on.__name__ = method
     return pass_on
@@ -378,18 +418,13 @@ def _passes(method: str) -> Any:
 
 # Those that classes derived from ProcessGroup may have, in whichever version of torch this is.
 for _method in (
-    "all_gather_single_coalesced",
     "allgather",
     "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce_coalesced",
     "gather",
     "recv",
     "recv_anysource",
     "reduce",
     "reduce_scatter",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
     "scatter",
     "send",
 ):

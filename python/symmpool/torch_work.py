@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["DoneWork", "TorchWork", "opaque"]
+__all__ = ["DoneWork", "TorchWork", "joined", "opaque"]
 
 
 def opaque(owner: Any) -> Any:
@@ -88,3 +88,39 @@ class DoneWork(dist.Work):
         future = torch.futures.Future(devices=devices)
         future.set_result(self._results)
         return future
+
+
+@opaque
+class JoinedWork(dist.Work):
+    """Work of several calls, which were begun in this order."""
+
+    def __init__(self, works: list[Any]):
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: Any = None) -> bool:
+        return all([work.wait(*(() if timeout is None else (timeout,))) for work in self._works])
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Any:
+        return next((error for error in (work.exception() for work in self._works) if error), None)
+
+    def result(self) -> list[torch.Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> torch.futures.Future:
+        futures = torch.futures.collect_all([work.get_future() for work in self._works])
+        return futures.then(lambda done: [each for one in done.value() for each in one.value()])
+
+
+def joined(works: list[Any]) -> Any:
+    """Work of several calls of ours, of one at least."""
+    return works[0] if len(works) == 1 else JoinedWork(works)

@@ -371,14 +371,50 @@ def functional(group, folder):
     _, world = begin(group, folder, "symmpool")
     x = functional_collectives.all_reduce(torch.ones(3), "sum", dist.group.WORLD)
     y = functional_collectives.all_gather_tensor(torch.ones(2), 0, dist.group.WORLD)
-    answer = x.tolist() == [world] * 3 and y.tolist() == [1.0] * 2 * world
-    served = backend.backend_counts()
+    z = functional_collectives.reduce_scatter_tensor(torch.ones(world, 2), "sum", 0, dist.group.WORLD)
+    many = [torch.ones(3), torch.ones(2, 2).t()]
+    sums = functional_collectives.all_reduce_coalesced(many, "sum", dist.group.WORLD)
+    right = [x.tolist() == [world] * 3, y.tolist() == [1.0] * 2 * world, z.tolist() == [[world] * 2]]
+    right += [each.tolist() == (world * was).tolist() for each, was in zip(sums, many, strict=True)]
+    counts = backend.backend_counts()
+    # As C++ calls them, with options that it has by itself.
+    outputs = [torch.empty(world), torch.empty(2 * world)]
+    work = dist.group.WORLD.allgather_into_tensor_coalesced(outputs, [torch.ones(1), torch.ones(2)])
+    work.get_future().wait()
+    right += [work.is_completed() and work.is_success() and work.exception() is None]
+    right += [all(each.tolist() == [1.0] * each.numel() for each in work.result())]
+    dist.group.WORLD._allgather_base(outputs[0], torch.zeros(1)).wait()
+    right += [outputs[0].tolist() == [0.0] * world]
     dist.destroy_process_group()
-    return answer, set(served.get("all_reduce", {}))
+    return right, counts
 
 
 def test_functional_collectives_come_to_ours(tmp_path):
-    assert values(2, functional, str(tmp_path)) == [(True, {"symmpool"})] * 2
+    for right, counts in values(2, functional, str(tmp_path)):
+        assert all(right), right
+        assert counts == {
+            "all_reduce": {"symmpool": 3},
+            "all_gather_into_tensor": {"symmpool": 1},
+            "reduce_scatter_tensor": {"symmpool": 1},
+        }
+
+
+def disagreeing(group, folder):
+    me, _ = begin(group, folder, "symmpool")
+    tensors = [torch.ones(3), torch.ones(5 + me), torch.ones(2)]
+    work = dist.group.WORLD.allreduce_coalesced(tensors)
+    with pytest.raises(symmpool.DivergedError):
+        work.wait()
+    right = [not work.is_success(), isinstance(work.exception(), symmpool.DivergedError)]
+    with pytest.raises(Exception, match="all_reduce"):
+        work.get_future().wait()
+    dist.destroy_process_group()
+    return right + [tensors[0].tolist() == [2.0] * 3, tensors[2].tolist() == [2.0] * 2]
+
+
+def test_one_call_of_several_that_fails_is_the_error_of_all(tmp_path):
+    for right in values(2, disagreeing, str(tmp_path)):
+        assert all(right), right
 
 
 def told_of_a_timeout(group, folder):
