@@ -14,10 +14,9 @@ A group's first call on a kind of device meets the other ranks before it returns
 too: first calls of several groups are begun in one order on all ranks, and none waits for what another
 rank does after its own. `destroy_process_group` waits for what was begun and lets go of the group's
 memory; calls that come after raise InvalidStateError. `dist.monitored_barrier` asks for gloo by its
-name, so it needs a group of gloo's. `dist.batch_isend_irecv` makes its calls one by one, as on gloo, so
-two ranks that send to each other on CUDA need a group of NCCL's. Calls of a group of this backend are
-not seen by modes of torch (fake tensors, `make_fx`, `CommDebugMode`), nor traced by its compiler; those
-of `symmpool` itself are. DDP's hooks written in Python are served, its built-in ones in C++ are not.
+name, so it needs a group of gloo's. Calls of a group of this backend are not seen by modes of torch (fake
+tensors, `make_fx`, `CommDebugMode`), nor traced by its compiler; those of `symmpool` itself are. DDP's
+hooks written in Python are served, its built-in ones in C++ are not.
 """
 
 from __future__ import annotations
@@ -32,8 +31,9 @@ import torch.distributed as dist
 # torch.distributed has the other operations' options, and not these.
 from torch._C._distributed_c10d import AllgatherOptions
 
-from symmpool import beside, groups, leaving, placing, seats
+from symmpool import groups, leaving, placing, seats
 from symmpool._symmpool import Group
+from symmpool.beside import Beside
 from symmpool.errors import Error, InvalidArgumentError, TimeoutError  # noqa: A004
 from symmpool.torch_work import DoneWork, TorchWork, joined, opaque
 
@@ -118,23 +118,15 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         # Whether ours serves a device, by its number; unknown before the first call, and at the end.
         self._served: dict[int, bool] = {}
         self._ended = False
-        self._names: dict[str, str] = {}
-        # The same backends, where calls of this class do not come back to this class.
-        self._rest = dist.ProcessGroup(store, rank, size)
-        self._beside = beside.backends(self, store, rank, size, timeout, options)
-        for device, name, kind, backend in self._beside:
-            for group in (self._rest, self):
-                group._register_backend(torch.device(device), kind, backend)
-            self._names[device] = name
-        for group in (self._rest, self):
-            for _, _, kind, _ in self._beside[:1]:
-                group._set_default_backend(kind)
+        self._beside = Beside(self, store, timeout, options)
+        self._names, self._rest = self._beside.names, self._beside.rest
 
     def timeout_is(self, timeout: Any) -> None:
         """What the backends beside ours tell, which torch's `_set_pg_timeout` tells them."""
         seconds = groups.seconds_of(timeout)
         if seconds is not None:
             self._timeout, self._seconds = timeout, seconds
+            self._beside.timeout_is(timeout)
             seats.set_timeout(self, seconds)
 
     def getBackendName(self) -> str:
@@ -153,11 +145,13 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             self._end(True)
             if default and self.rank() != 0:
                 leaving.await_server(self._store)
+        self._beside.shutdown()
         super().shutdown()
 
     def abort(self) -> None:
         """As `shutdown`, without waiting for anything: what was begun may fail."""
         self._end(False)
+        self._beside.abort()
         super().abort()
 
     def _end(self, wait: bool) -> None:
@@ -333,6 +327,18 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> dist.Work:
+        return self._between(tensors[0], self.rank(), to, "send").send(tensors, to, tag)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> dist.Work:
+        return self._between(tensors[0], source, self.rank(), "recv").recv(tensors, source, tag)
+
+    def _between(
+        self, tensor: torch.Tensor, source: int, to: int, operation: str
+    ) -> dist.ProcessGroup:
+        self._other(operation, tensor)
+        return self._beside.between(tensor.device.type, source, to, self._timeout)
+
     def _pass(self, method: str, arguments: tuple[Any, ...], **options: Any) -> Any:
         self._other(method, placing.first_tensor(arguments))
         return getattr(self._rest, method)(*arguments, **options)
@@ -421,12 +427,10 @@ for _method in (
     "allgather",
     "allgather_coalesced",
     "gather",
-    "recv",
     "recv_anysource",
     "reduce",
     "reduce_scatter",
     "scatter",
-    "send",
 ):
     if hasattr(dist.ProcessGroup, _method):
         setattr(SymmpoolProcessGroup, _method, _passes(_method))

@@ -261,6 +261,39 @@ def strided(device, rank, world):
     check("strided results, not waited for", not wrong, wrong)
 
 
+def messages(device, rank, world):
+    """Of the backend: ranks that all send first, more than NCCL holds on its way, and then receive."""
+    after, before = (rank + 1) % world, (rank - 1) % world
+    right, bytes_ = True, 64 << 20
+    for _ in range(3):
+        sent = torch.full((2, bytes_ // 4), float(rank), device=device)
+        came = torch.empty_like(sent)
+        sends = [dist.P2POp(dist.isend, sent[0], after), dist.P2POp(dist.isend, sent[1], before)]
+        receives = [dist.P2POp(dist.irecv, came[0], before), dist.P2POp(dist.irecv, came[1], after)]
+        # Two ranks have one neighbour: what it sends first comes first.
+        for work in dist.batch_isend_irecv(sends + receives):
+            work.wait()
+        right &= bool((came[0] == before).all() and (came[1] == after).all())
+    check("messages both ways at once", right)
+
+
+def functional(device, rank, world):
+    """What DTensor and others call, which the backend serves."""
+    from torch.distributed import _functional_collectives as funcol
+
+    backend.backend_counts(reset=True)
+    group, total = dist.group.WORLD, world * (world + 1) // 2
+    x = torch.full((world, 1000), rank + 1.0, device=device)
+    right = bool((funcol.all_reduce(x, "sum", group) == total).all())
+    right &= bool((funcol.reduce_scatter_tensor(x, "sum", 0, group) == total).all())
+    gathered = funcol.all_gather_tensor(x, 0, group).view(world, -1)[:, 0]
+    right &= gathered.tolist() == [rank + 1.0 for rank in range(world)]
+    right &= all(bool((y == total).all()) for y in funcol.all_reduce_coalesced([x, x], "sum", group))
+    counts = backend.backend_counts()
+    right &= all(set(each) == {"symmpool"} for each in counts.values())
+    check("functional collectives, by ours", right, counts)
+
+
 def main():
     device, rank, world = begin("cuda:nccl,cpu:gloo")
     pool = calls(device, rank, world)
@@ -294,6 +327,8 @@ def main():
     dist.barrier()
     check("the backend, and NCCL beside it", right)
     strided(device, rank, world)
+    messages(device, rank, world)
+    functional(device, rank, world)
     with_ours = train(device, rank, world)
     near = all(abs(a - b) <= 1e-3 * abs(b) for a, b in zip(with_ours, with_nccl, strict=True))
     counts = backend.backend_counts()
