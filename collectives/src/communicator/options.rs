@@ -8,7 +8,7 @@ use symmpool_allocator::{Error, Result};
 use super::Communicator;
 use crate::{AllReduceAlgorithm, AllToAllAlgorithm, HostOptions};
 
-/// How a [`Communicator`](crate::Communicator) behaves. The same on every rank.
+/// How a [`Communicator`] behaves. The same on every rank.
 #[derive(Clone, Debug)]
 pub struct CommunicatorOptions {
     /// Longest wait for a late rank (rule S5). Default 30 s. A rank of this machine whose process
