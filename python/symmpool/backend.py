@@ -10,6 +10,10 @@ operation, element type, device. `last_backend()` and `backend_counts()` say wha
 With `async_op=False` a call on CUDA runs on the current stream. Ours waits for a late rank as long as
 the process group's timeout says.
 
+Messages (`dist.send` and its like) are NCCL's on CUDA, with a channel for each direction between two
+ranks: those of a batch may be begun in any order. The first on a channel, and what follows until the
+other rank comes to it, waits beside the program; the first cannot be captured in a graph.
+
 A group's first call on a kind of device meets the other ranks before it returns, with `async_op=True`
 too: first calls of several groups are begun in one order on all ranks, and none waits for what another
 rank does after its own. `destroy_process_group` waits for what was begun and lets go of the group's
@@ -328,16 +332,18 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> dist.Work:
-        return self._between(tensors[0], self.rank(), to, "send").send(tensors, to, tag)
+        self._other("send", placing.first_tensor(tensors))
+        if not self._beside.carries(tensors, to):
+            return self._rest.send(tensors, to, tag)
+        device, begin = tensors[0].device, self._beside.messages.begin
+        return begin(self.rank(), to, device, lambda group: group.send(tensors, 1, tag))
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> dist.Work:
-        return self._between(tensors[0], source, self.rank(), "recv").recv(tensors, source, tag)
-
-    def _between(
-        self, tensor: torch.Tensor, source: int, to: int, operation: str
-    ) -> dist.ProcessGroup:
-        self._other(operation, tensor)
-        return self._beside.between(tensor.device.type, source, to, self._timeout)
+        self._other("recv", placing.first_tensor(tensors))
+        if not self._beside.carries(tensors, source):
+            return self._rest.recv(tensors, source, tag)
+        device, begin = tensors[0].device, self._beside.messages.begin
+        return begin(source, self.rank(), device, lambda group: group.recv(tensors, 0, tag))
 
     def _pass(self, method: str, arguments: tuple[Any, ...], **options: Any) -> Any:
         self._other(method, placing.first_tensor(arguments))

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from symmpool.groups import DEFAULT_TIMEOUT, seconds_of
+from symmpool.messages import Messages
+
 __all__ = ["Beside"]
 
 
@@ -41,12 +44,14 @@ def _registered(group: dist.ProcessGroup, found: list[tuple[str, Any, Any]]) -> 
 class Beside:
     """The backends of one group of ours, which meet in stores of their own within the group's.
 
-    `names` says by kind of device which they are; calls of `rest` do not come back to our class."""
+    `names` says by kind of device which they are; calls of `rest` do not come back to our class.
+    `messages` are what NCCL sends from one rank to another."""
 
     def __init__(self, group: Any, store: Any, timeout: Any, options: Any):
         """`options` are NCCL's."""
         self._store, self._place, self._options = store, (group.rank(), group.size()), options
-        self._downward: Any = None
+        self._timeout = timeout
+        self.messages = Messages(self._connected)
         # Each rank counts its groups in a store: one that outlives them, as a launcher's does, still has
         # the addresses of the last one's backends.
         count = f"symmpool/backend/{group.rank()}"
@@ -58,7 +63,7 @@ class Beside:
                 gloo = _Gloo(self._meeting("gloo"), *self._place, timeout=timeout)
                 found.append(("cpu", kinds.GLOO, gloo))
             if _Nccl is not None and torch.cuda.is_available():
-                found.append(("cuda", kinds.NCCL, self._nccl(_Nccl, "nccl", timeout)))
+                found.append(("cuda", kinds.NCCL, self._nccl(timeout)))
         except BaseException:
             # So that a second try meets those who have not been here yet.
             with contextlib.suppress(Exception):
@@ -75,36 +80,46 @@ class Beside:
     def _meeting(self, name: str) -> Any:
         return dist.PrefixStore(f"{name}/{self._run}", self._store)
 
-    def _nccl(self, kind: Any, name: str, timeout: Any) -> Any:
+    def _nccl(self, timeout: Any) -> Any:
         options = self._options if self._options is not None else dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return kind(self._meeting(name), *self._place, options)
+        return _Nccl(self._meeting("nccl"), *self._place, options)
 
-    def between(self, device: str, source: int, target: int, timeout: Any) -> dist.ProcessGroup:
-        """What carries messages from one rank to another. On CUDA torch puts what two ranks send each
-        other on one stream, where a send waits for its receive; a batch of both goes at once
-        (`batch_isend_irecv`), but only in groups of torch's own class. In ours two ranks that both send
-        first would wait for ever, so messages to lower ranks have a communicator of their own."""
-        if self.names.get(device) != "nccl" or source < target:
-            return self.rest
-        if self._downward is None:
-            nccl = self._nccl(dist.ProcessGroupNCCL, "nccl-downward", timeout)
-            group = dist.ProcessGroup(self._store, *self._place)
-            kind = dist.ProcessGroup.BackendType.NCCL
-            self._downward = _registered(group, [("cuda", kind, nccl)]), nccl
-        return self._downward[0]
+    def carries(self, tensors: list[torch.Tensor], peer: int) -> bool:
+        """Whether `messages` takes a message, which both of its ranks must answer alike. What no backend
+        would take, the group's own refuses."""
+        rank, size = self._place
+        return (
+            len(tensors) == 1
+            and self.names.get(tensors[0].device.type) == "nccl"
+            and tensors[0].layout is torch.strided
+            and 0 <= peer < size
+            and peer != rank
+        )
+
+    def _connected(self, source: int, target: int) -> Any:
+        """A group of two ranks."""
+        options = dist.ProcessGroupNCCL.Options()
+        if self._options is not None:
+            options.config = self._options.config
+            options.is_high_priority_stream = self._options.is_high_priority_stream
+        options._timeout = self._timeout
+        store = self._meeting(f"nccl/{source}-{target}")
+        place = (0 if self._place[0] == source else 1, 2)
+        nccl = dist.ProcessGroupNCCL(store, *place, options)
+        kind = dist.ProcessGroup.BackendType.NCCL
+        return _registered(dist.ProcessGroup(store, *place), [("cuda", kind, nccl)])
 
     def timeout_is(self, timeout: Any) -> None:
         """What the backends that torch tells of a new timeout tell the others."""
-        if self._downward is not None:
-            self._downward[1]._set_default_timeout(timeout)
+        self._timeout = timeout
+        for group in self.messages.groups():
+            group._get_backend(torch.device("cuda"))._set_default_timeout(timeout)
 
     def shutdown(self) -> None:
         """As the group's own, for what that does not know."""
-        if self._downward is not None:
-            self._downward[0].shutdown()
+        self.messages.shutdown(seconds_of(self._timeout) or DEFAULT_TIMEOUT)
 
     def abort(self) -> None:
         """As `shutdown`."""
-        if self._downward is not None:
-            self._downward[0].abort()
+        self.messages.abort()

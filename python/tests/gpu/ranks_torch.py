@@ -275,6 +275,26 @@ def messages(device, rank, world):
             work.wait()
         right &= bool((came[0] == before).all() and (came[1] == after).all())
     check("messages both ways at once", right)
+    # Behind what the stream does, in order, to every rank, and those that wait where they are called.
+    peers = [peer for peer in range(world) if peer != rank]
+    x, came = torch.zeros(1 << 20, device=device), torch.zeros(world, 4, 1 << 20, device=device)
+    works = []
+    for turn in range(4):
+        x = x * 1 + turn + rank
+        works += [dist.isend(x, peer) for peer in peers]
+    works += [dist.irecv(came[peer, turn], peer) for peer in peers for turn in range(4)]
+    for work in works:
+        work.wait()
+    for peer in peers:
+        expected = [sum(range(turn + 1)) + (turn + 1) * peer for turn in range(4)]
+        right &= came[peer, :, 0].tolist() == came[peer, :, -1].tolist() == expected
+    for source in range(world - 1):
+        if rank == source:
+            dist.send(x, rank + 1)
+        elif rank == source + 1:
+            dist.recv(came[0, 0], source)
+            right &= came[0, 0, 0].item() == 6 + 4 * source
+    check("messages to every rank, and blocking ones", right)
 
 
 def functional(device, rank, world):
