@@ -101,9 +101,12 @@ impl<T> OrRaise<T> for symmpool_allocator::Result<T> {
 
 /// A time in seconds that somebody may wait.
 pub(crate) fn seconds(py: Python<'_>, what: &str, value: f64) -> PyResult<Duration> {
-    let longest = 1e9;
-    if value > 0.0 && value <= longest {
-        return Ok(Duration::from_secs_f64(value));
+    if value > 0.0 && value <= 1e9 {
+        let time = Duration::from_secs_f64(value);
+        // What is less than half a nanosecond would be no time.
+        if !time.is_zero() {
+            return Ok(time);
+        }
     }
-    Err(invalid(py, format!("{what}={value}: a number of seconds above 0, at most {longest:e}")))
+    Err(invalid(py, format!("{what}={value:?}: a number of seconds from 1e-9 to 1e9")))
 }

@@ -1,6 +1,7 @@
 """`python -m symmpool`: what the package can run by itself."""
 
 import argparse
+import os
 import sys
 
 
@@ -21,5 +22,17 @@ def main(arguments=None):
     return 2
 
 
+def until_nobody_reads():
+    """As `main`; whoever reads what is printed may stop, as `head` does."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is left is printed nowhere, also not at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 128 + 13  # as a shell says of SIGPIPE
+    return status
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(until_nobody_reads())

@@ -218,6 +218,12 @@ def pools_of(key: Any) -> list[Any]:
         return alive
 
 
+def holding(tensor: Any) -> list[Any]:
+    """The pools, on whichever group, that a tensor lies in."""
+    pools = [pool for key in list(_pools) for pool in pools_of(key)]
+    return [pool for pool in pools if pool.holds(tensor)]
+
+
 def place_of(pool: Any) -> str:
     """Which pool one is, for errors, where its group has several on its device or the process has several
     groups; else nothing."""

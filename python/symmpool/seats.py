@@ -300,6 +300,18 @@ def find_to_write(tensor: Any, group: Any, out: Any = None) -> Seat | None:
     return seat
 
 
+def _key_of(group: Any, tensor: Any) -> Any:
+    try:
+        return groups.key_of(group)
+    except InvalidArgumentError as error:
+        if group is not None or tensor is None or not groups.holding(tensor):
+            raise
+        raise InvalidArgumentError(
+            "symmpool: there is no default group, and the tensor is of a pool on another; name either: "
+            "group=pool"
+        ) from error
+
+
 def search(tensor: Any, group: Any, device: int) -> Seat | None:
     """As `find`, for calls whose place is not known yet, or that have no tensor."""
     if isinstance(group, (str, tuple)):
@@ -313,7 +325,7 @@ def search(tensor: Any, group: Any, device: int) -> Seat | None:
             _look_for_torch()
     if isinstance(group, Pool):
         return _seat_of(group)
-    key = groups.key_of(group)
+    key = _key_of(group, tensor)
     groups.resolve(key)  # refuses what is no group
     pools = _pools_on(key, device)
     if len(pools) > 1 and tensor is not None:

@@ -164,6 +164,12 @@ def test_this_machine_is_told_of_as_a_table_and_as_json():
     assert whole["facts"]["torch"]["error"] == "not asked for"
 
 
+def test_whoever_reads_the_table_may_stop():
+    command = f"{sys.executable} -m symmpool doctor --no-torch | true; exit ${{PIPESTATUS[0]}}"
+    found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert found.stderr == "" and found.returncode in (0, 141)
+
+
 def test_facts_are_had_without_raising(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("SYMMPOOL_CACHE_DIR", str(tmp_path / "file" / "cache"))

@@ -103,6 +103,20 @@ def test_a_tensor_is_served_by_the_pool_that_holds_it():
     assert values(2, two_pools) == [([2] * 3, [2] * 3, True)] * 2
 
 
+def test_without_a_default_group_a_pools_tensor_is_refused_by_its_reason(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    (group,) = symmpool.Group.in_process(1)
+    pool = symmpool.Pool(group, "cpu")
+    tensor = pool.empty((4,), "float32")
+    for call in (symmpool.all_reduce, lambda x: symmpool.broadcast(x, 0)):
+        with pytest.raises(symmpool.InvalidArgumentError, match="no default group.*group=pool"):
+            call(tensor)
+        with pytest.raises(symmpool.InvalidArgumentError, match="WORLD_SIZE"):
+            call(np.ones(4, np.float32))
+    symmpool.all_reduce(tensor, group=pool)
+    symmpool.all_reduce(tensor, group=group)
+
+
 def test_what_serves_a_group_goes_with_it():
     (group,) = symmpool.Group.in_process(1)
     x = np.ones(3, np.float32)

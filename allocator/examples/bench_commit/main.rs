@@ -120,6 +120,11 @@ fn run(options: &Options) -> Result<(), String> {
         println!("{}", report.map_err(|error| format!("rank {rank}: {error}"))?);
         return Ok(());
     }
+    if let Some(path) = &options.json {
+        // Hours later would be late to hear that it cannot be.
+        let file = std::fs::OpenOptions::new().append(true).create(true).open(path);
+        file.map_err(|error| format!("--json {path}: {error}"))?;
+    }
     let results = match options.sim_ranks {
         Some(ranks) => sim::run(ranks, deadline)?,
         None => launch::run(options, deadline)?,

@@ -231,7 +231,8 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
                 }).collect::<Vec<_>>(),
             });
             let text = serde_json::to_string_pretty(&results).expect("plain data");
-            std::fs::write(path, text + "\n").expect("the results written");
+            std::fs::write(path, text + "\n")
+                .unwrap_or_else(|error| panic!("writing {path}: {error}"));
         }
     }
     Ok(bench.right)

@@ -162,6 +162,13 @@ fn main() -> ExitCode {
             }
         };
     }
+    if let Some(path) = &options.json {
+        // After the measurements would be late to hear that it cannot be.
+        if let Err(error) = std::fs::OpenOptions::new().append(true).create(true).open(path) {
+            eprintln!("--json {path}: {error}");
+            return ExitCode::from(2);
+        }
+    }
     match CudaDriver::device_count() {
         Ok(devices) => {
             let right = match options.mode {

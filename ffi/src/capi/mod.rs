@@ -139,7 +139,7 @@ pub(crate) fn seconds(value: f64, name: &str) -> Result<Duration> {
             return Ok(time);
         }
     }
-    Err(Error::invalid_argument(format!("{name}={value}: a number of seconds from 1e-9 to 1e9")))
+    Err(Error::invalid_argument(format!("{name}={value:?}: a number of seconds from 1e-9 to 1e9")))
 }
 
 #[cfg(test)]
