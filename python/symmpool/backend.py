@@ -1,7 +1,7 @@
 """A backend of torch.distributed: `init_process_group("cuda:symmpool,cpu:gloo")`.
 
-The installed package registers it under the name "symmpool", for "cpu" and "cuda", when torch is
-imported (`symmpool_torch`). Where torch asks nobody, before 2.5 or with TORCH_DEVICE_BACKEND_AUTOLOAD=0,
+It needs torch 2.7. The installed package registers it under the name "symmpool", for "cpu" and "cuda",
+when torch is imported (`symmpool_torch`). With TORCH_DEVICE_BACKEND_AUTOLOAD=0, where torch asks nobody,
 importing this module does so, or `symmpool` behind torch. What the package's collectives serve
 goes to them; the rest, and what they cannot serve, goes to NCCL on CUDA and to gloo on the CPU, which
 the group has beside them. The choice is made call by call, from what is the same on every rank:
@@ -38,7 +38,12 @@ from torch._C._distributed_c10d import AllgatherOptions
 from symmpool import groups, leaving, placing, seats
 from symmpool._symmpool import Group
 from symmpool.beside import Beside
-from symmpool.errors import Error, InvalidArgumentError, TimeoutError  # noqa: A004
+from symmpool.errors import (  # noqa: A004
+    Error,
+    InvalidArgumentError,
+    TimeoutError,
+    UnsupportedError,
+)
 from symmpool.torch_work import DoneWork, TorchWork, joined, opaque
 
 __all__ = ["SymmpoolProcessGroup", "backend_counts", "last_backend"]
@@ -132,6 +137,11 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             self._timeout, self._seconds = timeout, seconds
             self._beside.timeout_is(timeout)
             seats.set_timeout(self, seconds)
+
+    def set_timeout(self, timeout: Any) -> None:
+        """What torch calls for a new timeout, from 2.15 on or so."""
+        super().set_timeout(timeout)
+        self.timeout_is(timeout)
 
     def getBackendName(self) -> str:
         return NAME
@@ -447,6 +457,12 @@ opaque(SymmpoolProcessGroup)
 
 def create(options: Any, backend_options: Any = None) -> SymmpoolProcessGroup:
     """What torch.distributed calls for a new group of this backend."""
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 7):
+        raise UnsupportedError(
+            f"symmpool: torch.distributed's backend needs torch 2.7 or newer, and this is {torch.__version__}, "
+            "whose DDP and functional collectives wait for ever for a backend written in Python; "
+            "symmpool.all_reduce and its like work on groups of gloo and NCCL"
+        )
     return SymmpoolProcessGroup(
         options.store, options.group_rank, options.group_size, options.timeout, backend_options
     )

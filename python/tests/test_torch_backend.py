@@ -422,7 +422,8 @@ def told_of_a_timeout(group, folder):
     x = torch.ones(8)
     dist.all_reduce(x)
     # As torchtitan does when a training's first step is over.
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), dist.group.WORLD)
+    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+    set_timeout(datetime.timedelta(seconds=1), dist.group.WORLD)
     later = symmpool.communicator(symmpool.Pool(device="cpu"), "cpu").timeout
     error, waited = None, 0
     if me == 0:
