@@ -51,7 +51,9 @@ class Beside:
         """`options` are NCCL's."""
         self._store, self._place, self._options = store, (group.rank(), group.size()), options
         self._timeout = timeout
-        self.messages = Messages(self._connected)
+        # Not in a circle with this, which would hold the store until it is found.
+        connected = weakref.WeakMethod(self._connected)
+        self.messages = Messages(lambda source, target: connected()(source, target))
         # Each rank counts its groups in a store: one that outlives them, as a launcher's does, still has
         # the addresses of the last one's backends.
         count = f"symmpool/backend/{group.rank()}"

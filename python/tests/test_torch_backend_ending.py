@@ -4,6 +4,7 @@ import datetime
 import gc
 import os
 import time
+import weakref
 
 import pytest
 import torch
@@ -43,6 +44,23 @@ def again_and_again(group, port):
 @pytest.mark.parametrize("world", [2, 4])
 def test_groups_come_after_each_other_in_one_process(world):
     assert values(world, again_and_again, free_port()) == [([world] * 20, 0)] * world
+
+
+def leaves_nothing(group, port):
+    gc.disable()
+    meet(group, port)
+    dist.all_reduce(torch.ones(3))
+    there = dist.group.WORLD
+    parts = [there, there._beside, *there._beside._backends, there._beside.messages]
+    left = [(type(part).__name__, weakref.ref(part)) for part in parts]
+    del there, parts
+    dist.destroy_process_group()
+    return [name for name, part in left if part() is not None]
+
+
+def test_the_parts_of_a_group_hold_none_of_each_other_in_a_circle():
+    # They would hold its store, whose server the next group's would find in its place.
+    assert values(2, leaves_nothing, free_port()) == [[], []]
 
 
 def in_one_store(group, port):
