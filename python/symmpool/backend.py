@@ -18,7 +18,7 @@ A group's first call on a kind of device meets the other ranks before it returns
 too: first calls of several groups are begun in one order on all ranks, and none waits for what another
 rank does after its own. `destroy_process_group` waits for what was begun and lets go of the group's
 memory; calls that come after raise InvalidStateError. `dist.monitored_barrier` asks for gloo by its
-name, so it needs a group of gloo's. Calls of a group of this backend are not seen by modes of torch (fake
+name before torch 2.15, so it needs a group of gloo's there. Calls of a group of this backend are not seen by modes of torch (fake
 tensors, `make_fx`, `CommDebugMode`), nor traced by its compiler; those of `symmpool` itself are. DDP's
 hooks written in Python are served, its built-in ones in C++ are not.
 """

@@ -1,5 +1,6 @@
 """What torch.distributed's names do on a group of the backend, beside what they do on gloo's."""
 
+import contextlib
 import datetime
 import warnings
 
@@ -341,12 +342,16 @@ def test_every_name_does_what_it_does_on_gloo(world, tmp_path):
         for check, outcome in found["gloo"][0].items()
         if isinstance(outcome, tuple) and str(outcome[0]).endswith("Error")
     }
-    assert failed == {"all_gathered_unevenly", "managed_on_a_device", "split"}
+    # torch 2.15 splits groups of gloo's, and 2.11 does not.
+    assert failed - {"split"} == {"all_gathered_unevenly", "managed_on_a_device"}
 
 
 def monitored(group, folder):
     begin(group, folder, "symmpool")
-    with pytest.raises(ValueError, match="only implemented for GLOO"):
+    # torch 2.15 does not ask for gloo by its name.
+    newer = hasattr(dist, "set_timeout")
+    asks = pytest.raises(ValueError, match="only implemented for GLOO")
+    with contextlib.nullcontext() if newer else asks:
         dist.monitored_barrier()
     dist.barrier()
     dist.destroy_process_group()

@@ -195,8 +195,8 @@ def test_training_is_as_with_gloo(world, tmp_path):
     for ours, gloo in zip(found["symmpool"], found["gloo"], strict=True):
         for way, (losses, served) in ours.items():
             assert losses == pytest.approx(gloo[way][0], rel=1e-5), way
-            # Sends and receives are gloo's.
-            assert ("symmpool" in served) == (way != "in_a_pipeline"), (way, served)
+            # Sends and receives are gloo's; torch 2.15 has a pipeline's stages tell each other more.
+            assert "symmpool" in served or way == "in_a_pipeline", (way, served)
 
 
 def times_one(group, folder):
