@@ -335,15 +335,15 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         self._other("send", placing.first_tensor(tensors))
         if not self._beside.carries(tensors, to):
             return self._rest.send(tensors, to, tag)
-        device, begin = tensors[0].device, self._beside.messages.begin
-        return begin(self.rank(), to, device, lambda group: group.send(tensors, 1, tag))
+        begin = self._beside.messages.begin
+        return begin(self.rank(), to, tensors, lambda two, sent: two.send(sent, 1, tag))
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> dist.Work:
         self._other("recv", placing.first_tensor(tensors))
         if not self._beside.carries(tensors, source):
             return self._rest.recv(tensors, source, tag)
-        device, begin = tensors[0].device, self._beside.messages.begin
-        return begin(source, self.rank(), device, lambda group: group.recv(tensors, 0, tag))
+        begin = self._beside.messages.begin
+        return begin(source, self.rank(), tensors, lambda two, to: two.recv(to, 0, tag))
 
     def _pass(self, method: str, arguments: tuple[Any, ...], **options: Any) -> Any:
         self._other(method, placing.first_tensor(arguments))

@@ -3,6 +3,7 @@
 import datetime
 import gc
 import os
+import socket
 import time
 
 import pytest
@@ -67,6 +68,22 @@ def in_one_store(group, port):
 
 def test_groups_come_after_each_other_in_a_store_that_outlives_them():
     assert values(2, in_one_store, free_port()) == [[2.0] * 5] * 2
+
+
+def at_once(group, port):
+    meet(group, port)
+    dist.all_reduce(torch.ones(3))
+    gc.collect()
+    gc.disable()
+    dist.destroy_process_group()
+    # Nothing is there to ask.
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port)).close()
+    return True
+
+
+def test_a_destroyed_group_is_gone_with_its_server_before_garbage_is_looked_for():
+    assert values(1, at_once, free_port()) == [True]
 
 
 def stays(group, port):
