@@ -399,6 +399,39 @@ def test_functional_collectives_come_to_ours(tmp_path):
         }
 
 
+def batched(group, folder):
+    me, world = begin(group, folder, "symmpool")
+    manager = dist.distributed_c10d._coalescing_manager
+    cpu, right = torch.device("cpu"), []
+    for _ in range(2):
+        came, told, sums = torch.zeros(1), torch.full((3, 2), float(me)).t(), torch.tensor([1 << me])
+        with manager(device=cpu, async_ops=True) as works:
+            # As torch before 2.6 has all messages of a batch.
+            dist.isend(torch.tensor([float(me)]), (me + 1) % world)
+            dist.irecv(came, (me - 1) % world)
+            dist.broadcast(told, 1, async_op=True)
+            dist.reduce(sums, 0, dist.ReduceOp.BOR, async_op=True)
+        works.wait()
+        right += [came.item() == (me - 1) % world, told.tolist() == [[1.0] * 3] * 2]
+        right += [me != 0 or sums.item() == (1 << world) - 1, len(works.works) == 1]
+    with manager(device=cpu):
+        dist.all_reduce(came)
+    right.append(came.item() == world * (world - 1) / 2)
+    # None is noted any more.
+    work = dist.isend(came, (me + 1) % world)
+    dist.recv(torch.zeros(1), (me - 1) % world)
+    work.wait()
+    right.append(dist.group.WORLD._end_coalescing(cpu) is None)
+    dist.destroy_process_group()
+    return right
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_batch_of_torchs_is_waited_for_as_one(world, tmp_path):
+    for right in values(world, batched, str(tmp_path)):
+        assert all(right), right
+
+
 def disagreeing(group, folder):
     me, _ = begin(group, folder, "symmpool")
     tensors = [torch.ones(3), torch.ones(5 + me), torch.ones(2)]
