@@ -4,6 +4,7 @@ import datetime
 import gc
 import os
 import socket
+import threading
 import time
 
 import pytest
@@ -101,6 +102,21 @@ def stays(group, port):
 def test_a_server_that_stays_is_not_waited_for():
     # As long as one that might go, and no longer.
     assert max(values(2, stays, free_port())) < leaving.LONGEST_WAIT + 2
+
+
+def test_a_server_is_waited_for_where_connections_to_an_earlier_one_are_held():
+    port, held, seconds = free_port(), [], 0.2
+    for _ in range(2):
+        server = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+        held.append(dist.TCPStore("127.0.0.1", port, None, False))
+        if len(held) == 1:
+            del server
+    servers = [server]
+    del server
+    began = time.monotonic()
+    threading.Timer(seconds, servers.clear).start()
+    leaving.await_server(held[1])
+    assert seconds * 0.9 < time.monotonic() - began < 20 and not servers
 
 
 def refused(call):
