@@ -17,6 +17,7 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
+import os
 import threading
 import time
 import traceback
@@ -186,12 +187,14 @@ class _Channel:
                 f"graph; send one before, and wait for it"
             )
         message = _Message(tensors, call)
-        self._line.append(message)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            _opening.add(self)
             _end_all_at_exit()
-            self._thread.start()
+            thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            # Where there can be no more threads, nothing is in line.
+            thread.start()
+            self._thread = thread
+            _opening.add(self)
+        self._line.append(message)
         return _FirstWork(self._name, message.begun)
 
     def _serve(self) -> None:
@@ -276,8 +279,9 @@ class _Channel:
         return self._group
 
 
-# Those that have a thread.
+# Those that have a thread. A forked child has none of them, and perhaps a lock that one held.
 _opening: weakref.WeakSet[_Channel] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_opening.clear)
 
 
 @functools.cache

@@ -162,6 +162,28 @@ def test_a_program_may_end_while_a_message_waits():
     assert ended.returncode == 0 and time.monotonic() - began < 30, ended.stderr
 
 
+def no_more_threads(group, folder):
+    me, start = Rank(group, folder), threading.Thread.start
+    if me.rank == 1:
+        came = torch.empty(1)
+        me.receive(came, 0).wait()
+        return came.item()
+
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    threading.Thread.start = refuse
+    with pytest.raises(RuntimeError, match="new thread"):
+        me.send(torch.tensor([2.0]), 1)
+    threading.Thread.start = start
+    me.send(torch.tensor([3.0]), 1).wait()
+    return 3.0
+
+
+def test_a_message_for_which_there_is_no_thread_is_not_in_line(tmp_path):
+    assert values(2, no_more_threads, str(tmp_path)) == [3.0, 3.0]
+
+
 def first_is_waited_for(group, folder):
     me = Rank(group, folder)
     done = Path(folder) / "begun"
