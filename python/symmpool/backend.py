@@ -135,6 +135,11 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             self._beside.timeout_is(timeout)
             seats.set_timeout(self, seconds)
 
+    def set_timeout(self, timeout: Any) -> None:
+        """What newer torch's `set_timeout` calls, which tells the backends beside ours without asking them."""
+        super().set_timeout(timeout)
+        self.timeout_is(timeout)
+
     def getBackendName(self) -> str:
         return NAME
 

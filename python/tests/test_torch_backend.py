@@ -450,12 +450,16 @@ def test_one_call_of_several_that_fails_is_the_error_of_all(tmp_path):
         assert all(right), right
 
 
-def told_of_a_timeout(group, folder):
+def told_of_a_timeout(group, folder, new):
     me, _ = begin(group, folder, "cpu:symmpool")
     x = torch.ones(8)
     dist.all_reduce(x)
-    # As torchtitan does when a training's first step is over.
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), dist.group.WORLD)
+    second = datetime.timedelta(seconds=1)
+    if new:
+        dist.group.WORLD.set_timeout(second)
+    else:
+        # As torchtitan does when a training's first step is over.
+        dist.distributed_c10d._set_pg_timeout(second, dist.group.WORLD)
     later = symmpool.communicator(symmpool.Pool(device="cpu"), "cpu").timeout
     error, waited = None, 0
     if me == 0:
@@ -471,8 +475,11 @@ def told_of_a_timeout(group, folder):
     return later, error, waited
 
 
-def test_a_process_groups_new_timeout_is_ours_too(tmp_path):
-    (later, error, waited), (others, _, _) = values(2, told_of_a_timeout, str(tmp_path))
+@pytest.mark.parametrize("new", [False, True])
+def test_a_process_groups_new_timeout_is_ours_too(new, tmp_path):
+    if new and not hasattr(dist.ProcessGroup, "set_timeout"):
+        pytest.skip("torch has no such method yet")
+    (later, error, waited), (others, _, _) = values(2, told_of_a_timeout, str(tmp_path), new)
     assert later == others == 1
     assert "1.0s waiting for rank 1 in all_reduce" in error
     assert 1 <= waited < 20

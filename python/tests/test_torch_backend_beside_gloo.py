@@ -343,7 +343,8 @@ def test_every_name_does_what_it_does_on_gloo(world, tmp_path):
         for check, outcome in found["gloo"][0].items()
         if isinstance(outcome, tuple) and str(outcome[0]).endswith("Error")
     }
-    assert failed == {"all_gathered_unevenly", "managed_on_a_device", "split"}
+    # Newer torch splits a group of gloo's, and ours as well.
+    assert failed - {"split"} == {"all_gathered_unevenly", "managed_on_a_device"}
 
 
 def monitored(group, folder):
