@@ -44,7 +44,7 @@ from symmpool.errors import (  # noqa: A004
     TimeoutError,
     UnsupportedError,
 )
-from symmpool.torch_work import DoneWork, TorchWork, joined, opaque
+from symmpool.torch_work import DoneWork, Noting, TorchWork, joined, opaque
 
 __all__ = ["SymmpoolProcessGroup", "backend_counts", "last_backend"]
 
@@ -129,6 +129,8 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         self._ended = False
         self._beside = Beside(self, store, timeout, options)
         self._names, self._rest = self._beside.names, self._beside.rest
+        # What was begun between `_start_coalescing` and `_end_coalescing`.
+        self._batch: list[Any] | None = None
 
     def timeout_is(self, timeout: Any) -> None:
         """What the backends beside ours tell, which torch's `_set_pg_timeout` tells them."""
@@ -139,7 +141,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             seats.set_timeout(self, seconds)
 
     def set_timeout(self, timeout: Any) -> None:
-        """What torch calls for a new timeout, from 2.15 on or so."""
+        """What newer torch's `set_timeout` calls, which tells the backends beside ours without asking them."""
         super().set_timeout(timeout)
         self.timeout_is(timeout)
 
@@ -153,14 +155,15 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """What torch calls where the group is destroyed. Waits for what was begun, which ends by itself,
         and lets go of the group's communicators and pools; calls that come after are refused."""
+        # A default group's store goes with the group, and another may come to its place.
+        leaves = not self._ended and dist.group.WORLD is self and self.rank() != 0
         if not self._ended:
-            # A default group's store goes with the group, and another may come to its place.
-            default = dist.group.WORLD is self
             self._end(True)
-            if default and self.rank() != 0:
-                leaving.await_server(self._store)
         self._beside.shutdown()
         super().shutdown()
+        # Last: before it goes rank 0 may wait for what this one does here.
+        if leaves:
+            leaving.await_server(self._store)
 
     def abort(self) -> None:
         """As `shutdown`, without waiting for anything: what was begun may fail."""
@@ -237,7 +240,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         seat = seats.find(arguments[0], self)
         function = getattr(seat.comm, call)
         if getattr(opts, "asyncOp", True):
-            return TorchWork(seat.begin(function, arguments, results, finish))
+            return self._begun(TorchWork(seat.begin(function, arguments, results, finish)))
         seats.run(seat, function, arguments, results, False)
         if finish is not None:
             finish()
@@ -345,15 +348,33 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         self._other("send", placing.first_tensor(tensors))
         if not self._beside.carries(tensors, to):
             return self._rest.send(tensors, to, tag)
-        device, begin = tensors[0].device, self._beside.messages.begin
-        return begin(self.rank(), to, device, lambda group: group.send(tensors, 1, tag))
+        begin = self._beside.messages.begin
+        return self._begun(begin(self.rank(), to, tensors, lambda two, sent: two.send(sent, 1, tag)))
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> dist.Work:
         self._other("recv", placing.first_tensor(tensors))
         if not self._beside.carries(tensors, source):
             return self._rest.recv(tensors, source, tag)
-        device, begin = tensors[0].device, self._beside.messages.begin
-        return begin(source, self.rank(), device, lambda group: group.recv(tensors, 0, tag))
+        begin = self._beside.messages.begin
+        return self._begun(begin(source, self.rank(), tensors, lambda two, to: two.recv(to, 0, tag)))
+
+    # What torch makes a batch of (`_coalescing_manager`; before 2.6 or so `batch_isend_irecv`, too): calls are
+    # begun as always, and their work is one. NCCL beside ours is told nothing, as to NCCL a batch is a
+    # state of the thread: messages, which are on channels, would be begun at its end, and waited for before.
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._refuse_at_end()
+        self._batch = []
+        self._rest = Noting(self._beside.rest, self._batch)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work | None:
+        works, self._batch, self._rest = self._batch, None, self._beside.rest
+        return joined(works) if works else None
+
+    def _begun(self, work: dist.Work) -> dist.Work:
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
 
     def _pass(self, method: str, arguments: tuple[Any, ...], **options: Any) -> Any:
         self._other(method, placing.first_tensor(arguments))

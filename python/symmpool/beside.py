@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from symmpool.errors import InvalidStateError
 from symmpool.groups import DEFAULT_TIMEOUT, seconds_of
 from symmpool.messages import Messages
+from symmpool.store import own_connection
 
 __all__ = ["Beside"]
+
+# What messages that wait may take of a device together, in multiprocessors, of which an A100 has 108: fewer
+# than all, as those that they wait for must run. NCCL gives each of its blocks one.
+_MULTIPROCESSORS = 96
+# More are none the faster: as many as NCCL has channels at most.
+_MOST_BLOCKS = 32
 
 
 def _hears_of_timeouts(kind: type) -> type:
@@ -41,6 +50,12 @@ def _registered(group: dist.ProcessGroup, found: list[tuple[str, Any, Any]]) -> 
     return group
 
 
+def _there(method: Any) -> Any:
+    if method is None:
+        raise InvalidStateError("symmpool: the group is gone")
+    return method
+
+
 class Beside:
     """The backends of one group of ours, which meet in stores of their own within the group's.
 
@@ -51,9 +66,9 @@ class Beside:
         """`options` are NCCL's."""
         self._store, self._place, self._options = store, (group.rank(), group.size()), options
         self._timeout = timeout
-        # Not in a circle with this, which would hold the store until it is found.
+        # Weakly: a group that is let go of is to go at once, with its store.
         connected = weakref.WeakMethod(self._connected)
-        self.messages = Messages(lambda source, target: connected()(source, target))
+        self.messages = Messages(lambda *which: _there(connected())(*which))
         # Each rank counts its groups in a store: one that outlives them, as a launcher's does, still has
         # the addresses of the last one's backends.
         count = f"symmpool/backend/{group.rank()}"
@@ -62,7 +77,7 @@ class Beside:
         found = []
         try:
             if _Gloo is not None:
-                gloo = _Gloo(self._meeting("gloo"), *self._place, timeout=timeout)
+                gloo = _Gloo(self._meeting("gloo", store), *self._place, timeout=timeout)
                 found.append(("cpu", kinds.GLOO, gloo))
             if _Nccl is not None and torch.cuda.is_available():
                 found.append(("cuda", kinds.NCCL, self._nccl(timeout)))
@@ -79,13 +94,13 @@ class Beside:
         self.rest = _registered(dist.ProcessGroup(store, *self._place), found)
         _registered(group, found)
 
-    def _meeting(self, name: str) -> Any:
-        return dist.PrefixStore(f"{name}/{self._run}", self._store)
+    def _meeting(self, name: str, store: Any) -> Any:
+        return dist.PrefixStore(f"{name}/{self._run}", store)
 
     def _nccl(self, timeout: Any) -> Any:
         options = self._options if self._options is not None else dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return _Nccl(self._meeting("nccl"), *self._place, options)
+        return _Nccl(self._meeting("nccl", self._store), *self._place, options)
 
     def carries(self, tensors: list[torch.Tensor], peer: int) -> bool:
         """Whether `messages` takes a message, which both of its ranks must answer alike. What no backend
@@ -99,18 +114,27 @@ class Beside:
             and peer != rank
         )
 
-    def _connected(self, source: int, target: int) -> Any:
+    def _connected(self, source: int, target: int, meet: Callable[..., None]) -> Any:
         """A group of two ranks."""
+        number = 0 if self._place[0] == source else 1
+        store = self._meeting(f"nccl/{source}-{target}", own_connection(self._store))
+        meet(store, number, seconds_of(self._timeout) or DEFAULT_TIMEOUT)
         options = dist.ProcessGroupNCCL.Options()
         if self._options is not None:
             options.config = self._options.config
             options.is_high_priority_stream = self._options.is_high_priority_stream
         options._timeout = self._timeout
-        store = self._meeting(f"nccl/{source}-{target}")
-        place = (0 if self._place[0] == source else 1, 2)
-        nccl = dist.ProcessGroupNCCL(store, *place, options)
+        self._bound(options.config)
+        nccl = dist.ProcessGroupNCCL(store, number, 2, options)
         kind = dist.ProcessGroup.BackendType.NCCL
-        return _registered(dist.ProcessGroup(store, *place), [("cuda", kind, nccl)])
+        return _registered(dist.ProcessGroup(store, number, 2), [("cuda", kind, nccl)])
+
+    def _bound(self, config: Any) -> None:
+        """Has messages of all channels fit on a device side by side: each may wait for its other rank."""
+        blocks = max(1, min(_MOST_BLOCKS, _MULTIPROCESSORS // (2 * (self._place[1] - 1))))
+        # Below 0 where nobody said so.
+        config.max_ctas = min(config.max_ctas, blocks) if config.max_ctas > 0 else blocks
+        config.min_ctas = min(config.min_ctas, blocks)
 
     def timeout_is(self, timeout: Any) -> None:
         """What the backends that torch tells of a new timeout tell the others."""

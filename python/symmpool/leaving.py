@@ -31,7 +31,11 @@ def await_server(store: Any) -> None:
         links = _links_to(server.port)
         for link in links:
             gone.register(stack.enter_context(link), select.POLLRDHUP)
-        if links:
+        # Those to a server that went before are of groups that the program still holds.
+        dead = gone.poll(0)
+        for link, _ in dead:
+            gone.unregister(link)
+        if len(dead) < len(links):
             gone.poll(LONGEST_WAIT * 1000)
 
 

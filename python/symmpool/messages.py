@@ -5,15 +5,23 @@ meets the other rank in the first call. A batch of both goes at once (`batch_ise
 groups of torch's own class. In ours, ranks that all send first would wait for ever, for NCCL to meet and
 then on the device. So each direction has a stream of its own, and a channel is met in a thread: messages
 that come before wait in line, and the program goes on to what the other rank may be waiting for.
+
+The thread asks a store whether the other rank is here before it calls NCCL, which would wait without a
+bound, and in C++: what comes back from there when the program has ended ends the process.
 """
 
 from __future__ import annotations
 
+import atexit
 import collections
 import concurrent.futures
 import contextlib
+import functools
+import os
 import threading
 import time
+import traceback
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,20 +35,55 @@ from symmpool.torch_work import opaque
 __all__ = ["Messages"]
 
 # What sends or receives, in a group of the two ranks: of numbers 0, which sends, and 1.
-Call = Callable[[Any], Any]
+Call = Callable[[Any, list[torch.Tensor]], Any]
+# How long a rank pauses before it asks again whether the other is here, in seconds.
+_FIRST_PAUSE, _LONGEST_PAUSE = 1e-4, 50e-3
 
 
-def _alone(group: Any, device: torch.device, call: Call) -> Any:
+def _alone(group: Any, tensors: list[torch.Tensor], call: Call) -> Any:
     """Makes a call as a batch of its own where there are batches: NCCL has another communicator for what
     comes in none, and warns."""
+    device = tensors[0].device
     if not group._get_backend(device).supports_coalescing:
-        return call(group)
+        return call(group, tensors)
     group._start_coalescing(device)
     try:
-        call(group)
+        call(group, tensors)
     finally:
         work = group._end_coalescing(device)
-    return work
+    return _BatchWork(work, tensors)
+
+
+@opaque
+class _BatchWork(dist.Work):
+    """Work of a batch of one message. NCCL's of a batch has no results: asked for them, it reads where
+    nothing is."""
+
+    def __init__(self, work: Any, tensors: list[torch.Tensor]):
+        super().__init__()
+        self._work, self._tensors = work, tensors
+
+    def wait(self, timeout: Any = None) -> bool:
+        return self._work.wait() if timeout is None else self._work.wait(timeout)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        return self._work.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future:
+        tensors = self._tensors
+        return self._work.get_future().then(lambda _: tensors)
 
 
 @opaque
@@ -52,10 +95,12 @@ class _FirstWork(dist.Work):
         self._name, self._begun = name, begun
 
     def wait(self, timeout: Any = None) -> bool:
-        try:
-            work = self._begun.result(seconds_of(timeout))
-        except concurrent.futures.TimeoutError:
-            raise TimeoutError(f"symmpool: {self._name}: the other rank has not come to it") from None
+        # What went wrong may be a timeout as well: that is no answer of the future's own.
+        if seconds_of(timeout) is not None:
+            done, _ = concurrent.futures.wait([self._begun], seconds_of(timeout))
+            if not done:
+                raise TimeoutError(f"symmpool: {self._name}: the other rank has not come to it")
+        work = self._begun.result()
         return work.wait() if timeout is None else work.wait(timeout)
 
     def synchronize(self) -> None:
@@ -71,6 +116,7 @@ class _FirstWork(dist.Work):
         return begun and self._begun.result().is_success()
 
     def exception(self) -> Any:
+        # Of one that is begun torch can tell none to Python.
         return self._begun.exception()
 
     def result(self) -> list[torch.Tensor]:
@@ -83,54 +129,66 @@ class _FirstWork(dist.Work):
 class _Message:
     """A message in line."""
 
-    def __init__(self, device: torch.device, call: Call):
-        self.device, self.call = device, call
+    def __init__(self, tensors: list[torch.Tensor], call: Call):
+        self.tensors, self.call = tensors, call
         self.begun: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        device = tensors[0].device
         cuda = device.type == "cuda"
         self._ready = torch.cuda.current_stream(device).record_event() if cuda else None
 
     def begin(self, group: Any) -> Any:
         """Begins it behind what its program had put on the stream."""
+        device = self.tensors[0].device
         with contextlib.ExitStack() as stack:
             if self._ready is not None:
-                stack.enter_context(torch.cuda.device(self.device))
-                stream = torch.cuda.Stream(self.device)
+                stack.enter_context(torch.cuda.device(device))
+                # torch has 32 streams of each priority and gives them out in turn: this is to be none of
+                # those that channels have, behind whose messages it would come.
+                stream = torch.cuda.Stream(device, priority=-1)
                 stack.enter_context(torch.cuda.stream(stream))
                 stream.wait_event(self._ready)
-            return _alone(group, self.device, self.call)
+            return _alone(group, self.tensors, self.call)
 
 
 class _Channel:
     """What carries messages from one rank to another, in the order in which they are begun."""
 
-    def __init__(self, name: str, connect: Callable[[], Any]):
+    def __init__(self, name: str, connect: Callable[[Callable[..., None]], Any]):
         self._name, self._connect = name, connect
         self._lock = threading.Lock()
+        # Held where a message is begun: a batch is nothing for two threads.
+        self._turn = threading.Lock()
         self._line: collections.deque[_Message] = collections.deque()
         self._thread: threading.Thread | None = None
         self._group: Any = None
         self._open = False
         self._failed: BaseException | None = None
+        self._ended = threading.Event()
 
-    def begin(self, device: torch.device, call: Call) -> Any:
+    def begin(self, tensors: list[torch.Tensor], call: Call) -> Any:
         with self._lock:
             if self._failed is not None:
                 raise InvalidStateError(f"symmpool: {self._name}: {self._failed}") from self._failed
             if not self._open:
-                return self._queue(device, call)
-        return _alone(self._group, device, call)
+                return self._queue(tensors, call)
+        with self._turn:
+            return _alone(self._group, tensors, call)
 
-    def _queue(self, device: torch.device, call: Call) -> Any:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    def _queue(self, tensors: list[torch.Tensor], call: Call) -> Any:
+        if tensors[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise InvalidStateError(
                 f"symmpool: {self._name}: the first message between two ranks cannot be captured in a "
                 f"graph; send one before, and wait for it"
             )
-        message = _Message(device, call)
-        self._line.append(message)
+        message = _Message(tensors, call)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            self._thread.start()
+            _end_all_at_exit()
+            thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            # Where there can be no more threads, nothing is in line.
+            thread.start()
+            self._thread = thread
+            _opening.add(self)
+        self._line.append(message)
         return _FirstWork(self._name, message.begun)
 
     def _serve(self) -> None:
@@ -139,14 +197,10 @@ class _Channel:
             with self._lock:
                 if self._failed is not None or not self._line:
                     self._open, self._thread = self._failed is None, None
+                    _opening.discard(self)
                     return
                 message = self._line[0]
-            try:
-                if self._group is None:
-                    self._group = self._connect()
-                begun, error = message.begin(self._group), None
-            except BaseException as found:  # noqa: BLE001
-                begun, error = None, found
+            begun, error = self._begun(message)
             with self._lock:
                 if not self._line:
                     # Ended meanwhile, and all in line were told.
@@ -155,10 +209,45 @@ class _Channel:
             if error is None:
                 message.begun.set_result(begun)
                 continue
+            # It is kept, and would keep the group where it came through.
+            traceback.clear_frames(error.__traceback__)
             message.begun.set_exception(error)
             # Another message may be all right where this one was at fault.
             if self._group is None or isinstance(error, dist.DistError):
                 self.fail(error)
+
+    def _begun(self, message: _Message) -> tuple[Any, BaseException | None]:
+        try:
+            if self._group is None:
+                group = self._connect(self._meet)
+                if self._failed is not None:
+                    raise self._failed
+                self._group = group
+            return message.begin(self._group), None
+        except BaseException as error:  # noqa: BLE001
+            return None, error
+
+    def _meet(self, store: Any, rank: int, seconds: float) -> None:
+        """Waits until the other of the two ranks is here, too. By questions: a rank that waits in the store
+        itself keeps a connection from all that others have to say."""
+        own, other = f"here/{rank}", f"here/{1 - rank}"
+        store.set(own, "")
+        end, pause = time.monotonic() + seconds, _FIRST_PAUSE
+        while not store.check([other]):
+            ended = self._ended.wait(pause)
+            if not ended and time.monotonic() < end:
+                pause = min(1.5 * pause, _LONGEST_PAUSE)
+                continue
+            # So that one that comes later waits for another try. One that has seen it goes on, and was
+            # here before.
+            store.delete_key(own)
+            if ended:
+                raise InvalidStateError(f"symmpool: {self._name}: the group has ended")
+            if not store.check([other]):
+                raise TimeoutError(
+                    f"symmpool: {self._name}: the other rank did not come to it in {seconds:.1f} s"
+                )
+            store.set(own, "")
 
     def fail(self, error: BaseException) -> None:
         """What is in line and what comes later fails so."""
@@ -167,6 +256,11 @@ class _Channel:
             left, self._line = self._line, collections.deque()
         for message in left:
             message.begun.set_exception(error)
+
+    def end(self) -> None:
+        """As `fail`, at the end of the group: nobody waits for the other rank any more."""
+        self.fail(InvalidStateError("the group has ended"))
+        self._ended.set()
 
     def settle(self, seconds: float) -> None:
         """Waits until what is in line was begun, or failed."""
@@ -179,26 +273,49 @@ class _Channel:
         return self._group
 
 
+# Those that have a thread. A forked child has none of them, and perhaps a lock that one held.
+_opening: weakref.WeakSet[_Channel] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_opening.clear)
+
+
+@functools.cache
+def _end_all_at_exit() -> None:
+    """With the first thread: what is registered last runs first."""
+    atexit.register(_end_all)
+
+
+def _end_all() -> None:
+    """Threads that come back to a finished interpreter are ended where they stand, in the middle of torch's
+    code, which ends the process."""
+    channels, end = list(_opening), time.monotonic() + 2
+    for channel in channels:
+        channel.end()
+    for channel in channels:
+        channel.settle(max(0.0, end - time.monotonic()))
+
+
 class Messages:
     """The channels of one group, which open as they are needed.
 
-    `connect`, called with a sender and a receiver, gives the group of these two, or waits there."""
+    `connect` is called with a sender and a receiver, and with what waits for the other of the two in a store,
+    which takes the store, the number of this rank (0 sends, 1 receives) and a number of seconds. It gives
+    the group of these two."""
 
-    def __init__(self, connect: Callable[[int, int], Any]):
+    def __init__(self, connect: Callable[[int, int, Callable[..., None]], Any]):
         self._connect = connect
         self._lock = threading.Lock()
         self._channels: dict[tuple[int, int], _Channel] = {}
 
-    def begin(self, source: int, target: int, device: torch.device, call: Call) -> Any:
+    def begin(self, source: int, target: int, tensors: list[torch.Tensor], call: Call) -> Any:
         """Begins a message. Work that waits as that of NCCL does; where a channel opens, also on the
         host, until the other rank comes to it."""
         with self._lock:
             channel = self._channels.get((source, target))
             if channel is None:
                 name = f"message from rank {source} to rank {target}"
-                channel = _Channel(name, lambda: self._connect(source, target))
+                channel = _Channel(name, functools.partial(self._connect, source, target))
                 self._channels[source, target] = channel
-        return channel.begin(device, call)
+        return channel.begin(tensors, call)
 
     def _in_order(self) -> list[_Channel]:
         """One order for all ranks: ends of channels may wait for each other."""
@@ -223,6 +340,6 @@ class Messages:
 
     def _end(self, how: str) -> None:
         for channel in self._in_order():
-            channel.fail(InvalidStateError("the group has ended"))
+            channel.end()
         for group in self.groups():
             getattr(group, how)()

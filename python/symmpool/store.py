@@ -168,6 +168,12 @@ def tcp_below(store: Any) -> Any:
     return store if isinstance(store, TCPStore) and callable(getattr(store, "clone", None)) else None
 
 
+def own_connection(store: Any) -> Any:
+    """A store by a connection of its own, where it is one to a server: who waits for a key in a store has
+    its connection, and nobody else in the process says or asks anything there meanwhile."""
+    return store.clone() if tcp_below(store) is not None else store
+
+
 class _Connections:
     """A store's connections to its server, one for each thread that calls."""
 

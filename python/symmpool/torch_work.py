@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["DoneWork", "TorchWork", "joined", "opaque"]
+__all__ = ["DoneWork", "Noting", "TorchWork", "joined", "opaque"]
 
 
 def opaque(owner: Any) -> Any:
@@ -122,5 +122,23 @@ class JoinedWork(dist.Work):
 
 
 def joined(works: list[Any]) -> Any:
-    """Work of several calls of ours, of one at least."""
+    """Work of several calls, of one at least."""
     return works[0] if len(works) == 1 else JoinedWork(works)
+
+
+class Noting:
+    """A group whose calls also put their work in a list."""
+
+    def __init__(self, group: Any, works: list[Any]):
+        self._group, self._works = group, works
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._group, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            work = method(*arguments, **options)
+            if work is not None:
+                self._works.append(work)
+            return work
+
+        return call

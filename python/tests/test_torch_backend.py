@@ -399,6 +399,39 @@ def test_functional_collectives_come_to_ours(tmp_path):
         }
 
 
+def batched(group, folder):
+    me, world = begin(group, folder, "symmpool")
+    manager = dist.distributed_c10d._coalescing_manager
+    cpu, right = torch.device("cpu"), []
+    for _ in range(2):
+        came, told, sums = torch.zeros(1), torch.full((3, 2), float(me)).t(), torch.tensor([1 << me])
+        with manager(device=cpu, async_ops=True) as works:
+            # As torch before 2.6 has all messages of a batch.
+            dist.isend(torch.tensor([float(me)]), (me + 1) % world)
+            dist.irecv(came, (me - 1) % world)
+            dist.broadcast(told, 1, async_op=True)
+            dist.reduce(sums, 0, dist.ReduceOp.BOR, async_op=True)
+        works.wait()
+        right += [came.item() == (me - 1) % world, told.tolist() == [[1.0] * 3] * 2]
+        right += [me != 0 or sums.item() == (1 << world) - 1, len(works.works) == 1]
+    with manager(device=cpu):
+        dist.all_reduce(came)
+    right.append(came.item() == world * (world - 1) / 2)
+    # None is noted any more.
+    work = dist.isend(came, (me + 1) % world)
+    dist.recv(torch.zeros(1), (me - 1) % world)
+    work.wait()
+    right.append(dist.group.WORLD._end_coalescing(cpu) is None)
+    dist.destroy_process_group()
+    return right
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_batch_of_torchs_is_waited_for_as_one(world, tmp_path):
+    for right in values(world, batched, str(tmp_path)):
+        assert all(right), right
+
+
 def disagreeing(group, folder):
     me, _ = begin(group, folder, "symmpool")
     tensors = [torch.ones(3), torch.ones(5 + me), torch.ones(2)]
@@ -417,13 +450,16 @@ def test_one_call_of_several_that_fails_is_the_error_of_all(tmp_path):
         assert all(right), right
 
 
-def told_of_a_timeout(group, folder):
+def told_of_a_timeout(group, folder, new):
     me, _ = begin(group, folder, "cpu:symmpool")
     x = torch.ones(8)
     dist.all_reduce(x)
-    # As torchtitan does when a training's first step is over.
-    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
-    set_timeout(datetime.timedelta(seconds=1), dist.group.WORLD)
+    second = datetime.timedelta(seconds=1)
+    if new:
+        dist.group.WORLD.set_timeout(second)
+    else:
+        # As torchtitan does when a training's first step is over.
+        dist.distributed_c10d._set_pg_timeout(second, dist.group.WORLD)
     later = symmpool.communicator(symmpool.Pool(device="cpu"), "cpu").timeout
     error, waited = None, 0
     if me == 0:
@@ -439,8 +475,11 @@ def told_of_a_timeout(group, folder):
     return later, error, waited
 
 
-def test_a_process_groups_new_timeout_is_ours_too(tmp_path):
-    (later, error, waited), (others, _, _) = values(2, told_of_a_timeout, str(tmp_path))
+@pytest.mark.parametrize("new", [False, True])
+def test_a_process_groups_new_timeout_is_ours_too(new, tmp_path):
+    if new and not hasattr(dist.ProcessGroup, "set_timeout"):
+        pytest.skip("torch has no such method yet")
+    (later, error, waited), (others, _, _) = values(2, told_of_a_timeout, str(tmp_path), new)
     assert later == others == 1
     assert "1.0s waiting for rank 1 in all_reduce" in error
     assert 1 <= waited < 20

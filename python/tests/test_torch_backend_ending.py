@@ -3,6 +3,8 @@
 import datetime
 import gc
 import os
+import socket
+import threading
 import time
 import weakref
 
@@ -87,6 +89,22 @@ def test_groups_come_after_each_other_in_a_store_that_outlives_them():
     assert values(2, in_one_store, free_port()) == [[2.0] * 5] * 2
 
 
+def at_once(group, port):
+    meet(group, port)
+    dist.all_reduce(torch.ones(3))
+    gc.collect()
+    gc.disable()
+    dist.destroy_process_group()
+    # Nothing is there to ask.
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port)).close()
+    return True
+
+
+def test_a_destroyed_group_is_gone_with_its_server_before_garbage_is_looked_for():
+    assert values(1, at_once, free_port()) == [True]
+
+
 def stays(group, port):
     store = dist.TCPStore("127.0.0.1", port, group.world, group.rank == 0)
     dist.init_process_group("symmpool", store=store, rank=group.rank, world_size=group.world)
@@ -102,6 +120,21 @@ def stays(group, port):
 def test_a_server_that_stays_is_not_waited_for():
     # As long as one that might go, and no longer.
     assert max(values(2, stays, free_port())) < leaving.LONGEST_WAIT + 2
+
+
+def test_a_server_is_waited_for_where_connections_to_an_earlier_one_are_held():
+    port, held, seconds = free_port(), [], 0.2
+    for _ in range(2):
+        server = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+        held.append(dist.TCPStore("127.0.0.1", port, None, False))
+        if len(held) == 1:
+            del server
+    servers = [server]
+    del server
+    began = time.monotonic()
+    threading.Timer(seconds, servers.clear).start()
+    leaving.await_server(held[1])
+    assert seconds * 0.9 < time.monotonic() - began < 20 and not servers
 
 
 def refused(call):

@@ -4,6 +4,8 @@ What NCCL makes of them is asked on devices (`gpu/ranks_torch.py`)."""
 
 import datetime
 import random
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,9 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import values
+from test_errors import free_port
 
 from symmpool.errors import InvalidStateError, TimeoutError  # noqa: A004
 from symmpool.messages import Messages
+from symmpool.store import own_connection
+from symmpool.torch_work import DoneWork
 
 CPU = torch.device("cpu")
 
@@ -22,13 +27,14 @@ CPU = torch.device("cpu")
 class Rank:
     """A rank that sends and receives."""
 
-    def __init__(self, group, folder, seconds=30):
+    def __init__(self, group, folder, seconds=30, store=None):
         self.rank, self.world = group.rank, group.world
-        store = dist.FileStore(str(Path(folder) / "store"), self.world)
+        self.store = store = store or dist.FileStore(str(Path(folder) / "store"), self.world)
 
-        def connect(source, target):
+        def connect(source, target, meet):
             place = (0 if self.rank == source else 1, 2)
-            meeting = dist.PrefixStore(f"{source}-{target}", store)
+            meeting = dist.PrefixStore(f"{source}-{target}", own_connection(store))
+            meet(meeting, place[0], seconds)
             timeout = datetime.timedelta(seconds=seconds)
             gloo = dist.ProcessGroupGloo(meeting, *place, timeout=timeout)
             two = dist.ProcessGroup(meeting, *place)
@@ -38,10 +44,10 @@ class Rank:
         self.messages = Messages(connect)
 
     def send(self, tensor, to):
-        return self.messages.begin(self.rank, to, CPU, lambda two: two.send([tensor], 1, 0))
+        return self.messages.begin(self.rank, to, [tensor], lambda two, sent: two.send(sent, 1, 0))
 
     def receive(self, tensor, source):
-        return self.messages.begin(source, self.rank, CPU, lambda two: two.recv([tensor], 0, 0))
+        return self.messages.begin(source, self.rank, [tensor], lambda two, to: two.recv(to, 0, 0))
 
 
 def all_send_first(group, folder):
@@ -70,6 +76,112 @@ def all_send_first(group, folder):
 def test_ranks_that_all_send_first_reach_each_other(world, tmp_path):
     found = values(world, all_send_first, str(tmp_path))
     assert found == [([], [], 2 * (world - 1))] * world
+
+
+def all_receive_first(group, folder, port):
+    server = group.rank == 0
+    seconds = datetime.timedelta(seconds=20)
+    store = dist.TCPStore("127.0.0.1", port, group.world, server, timeout=seconds)
+    me = Rank(group, folder, store=store)
+    peers = [rank for rank in range(me.world) if rank != me.rank]
+    came = {peer: torch.empty(1) for peer in peers}
+    began = time.monotonic()
+    works = [me.receive(came[peer], peer) for peer in peers]
+    # They wait in line by now.
+    time.sleep(0.3)
+    works += [me.send(torch.tensor([float(me.rank)]), peer) for peer in peers]
+    for work in works:
+        work.wait()
+    took = time.monotonic() - began
+    store.set(f"over/{me.rank}", "")
+    store.wait([f"over/{rank}" for rank in range(me.world)])
+    return [came[peer].item() == peer for peer in peers], took < 15
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_all_receive_first_leave_the_store_to_those_who_send(world, tmp_path):
+    found = values(world, all_receive_first, str(tmp_path), free_port())
+    assert found == [([True] * (world - 1), True)] * world
+
+
+def late(group, folder):
+    me = Rank(group, folder, seconds=1 if group.rank == 0 else 3)
+    if me.rank == 1:
+        me.store.wait(["gone"])
+        # Who was here before and has left is not taken for one that is here.
+        work = me.receive(torch.empty(1), 0)
+        with pytest.raises(TimeoutError, match="in 3.0 s"):
+            work.wait()
+        return True
+    with pytest.raises(TimeoutError, match="in 1.0 s"):
+        me.send(torch.zeros(1), 1).wait()
+    me.store.set("gone", "")
+    return True
+
+
+def test_one_that_comes_when_the_other_has_given_up_waits_no_longer_than_that(tmp_path):
+    assert values(2, late, str(tmp_path)) == [True, True]
+
+
+# Whatever a thread does when the program ends, the end takes a while: there are objects to be let go of.
+ENDS = """
+import datetime, sys, time
+import torch, torch.distributed as dist
+from symmpool.messages import Messages
+
+class Late:
+    def __del__(self):
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            pass
+
+class Slow:
+    store = dist.HashStore()
+
+    def check(self, keys):
+        try:
+            self.store.wait(keys, datetime.timedelta(seconds=0.1))
+        except dist.DistStoreError:
+            return False
+
+    def set(self, *_):
+        pass
+
+    delete_key = set
+
+sys.late = Late()
+sys.messages = Messages(lambda source, target, meet: meet(Slow(), 0, 60))
+sys.work = sys.messages.begin(0, 1, [torch.ones(1)], None)
+time.sleep(0.2)
+"""
+
+
+def test_a_program_may_end_while_a_message_waits():
+    began = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0 and time.monotonic() - began < 30, ended.stderr
+
+
+def no_more_threads(group, folder):
+    me, start = Rank(group, folder), threading.Thread.start
+    if me.rank == 1:
+        came = torch.empty(1)
+        me.receive(came, 0).wait()
+        return came.item()
+
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    threading.Thread.start = refuse
+    with pytest.raises(RuntimeError, match="new thread"):
+        me.send(torch.tensor([2.0]), 1)
+    threading.Thread.start = start
+    me.send(torch.tensor([3.0]), 1).wait()
+    return 3.0
+
+
+def test_a_message_for_which_there_is_no_thread_is_not_in_line(tmp_path):
+    assert values(2, no_more_threads, str(tmp_path)) == [3.0, 3.0]
 
 
 def first_is_waited_for(group, folder):
@@ -101,7 +213,7 @@ def nobody_comes(group, folder):
     first, second = me.send(torch.zeros(1), 1), me.send(torch.ones(1), 1)
     began = time.monotonic()
     for work in (first, second):
-        with pytest.raises(RuntimeError):
+        with pytest.raises(TimeoutError, match="from rank 0 to rank 1: the other rank did not come"):
             work.wait()
         assert work.is_completed() and not work.is_success() and work.exception() is not None
     assert time.monotonic() - began < 20
@@ -122,10 +234,10 @@ def own_fault(group, folder):
         me.receive(came, 0).wait()
         return came.item()
 
-    def fault(two):
+    def fault(two, sent):
         raise ValueError("no such message")
 
-    wrong = me.messages.begin(0, 1, CPU, fault)
+    wrong = me.messages.begin(0, 1, [torch.zeros(1)], fault)
     right = me.send(torch.tensor([7.0]), 1)
     with pytest.raises(ValueError, match="no such message"):
         wrong.wait()
@@ -151,3 +263,51 @@ def ended(group, folder):
 
 def test_an_end_tells_what_is_in_line(tmp_path):
     assert values(2, ended, str(tmp_path)) == [True, True]
+
+
+class Batches:
+    """Stands for a group of NCCL's: what is begun in a batch of its own has work without results."""
+
+    supports_coalescing = True
+
+    def __init__(self):
+        self.open, self.sent = False, 0
+
+    def _get_backend(self, device):
+        return self
+
+    def _start_coalescing(self, device):
+        assert not self.open
+        self.open = True
+        time.sleep(0.001)
+
+    def _end_coalescing(self, device):
+        self.open = False
+        return DoneWork([], device)
+
+    def send(self, tensors, *_):
+        assert self.open
+        self.sent += 1
+
+
+def test_batches_are_one_at_a_time_and_their_work_tells_the_tensors():
+    group = Batches()
+    messages = Messages(lambda source, target, meet: group)
+    works, x, before = [], torch.ones(2), threading.active_count()
+
+    def begin():
+        works.append(messages.begin(0, 1, [x], lambda two, sent: two.send(sent)))
+
+    begin()
+    while threading.active_count() > before:
+        time.sleep(0.01)
+    threads = [threading.Thread(target=begin) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert group.sent == len(works) == 21
+    for work in works:
+        assert work.wait() and work.is_completed() and work.is_success()
+        assert work.result()[0] is x
+        assert torch.equal(work.get_future().wait()[0], x)

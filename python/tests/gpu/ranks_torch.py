@@ -295,6 +295,18 @@ def messages(device, rank, world):
             dist.recv(came[0, 0], source)
             right &= came[0, 0, 0].item() == 6 + 4 * source
     check("messages to every rank, and blocking ones", right)
+    # Over channels that are not open yet, ranks that all receive first, and batches that torch makes.
+    fresh, right = dist.new_group(range(world)), True
+    for _ in range(2):
+        to, out = torch.empty(8, device=device), torch.full((8,), float(rank), device=device)
+        with dist.distributed_c10d._coalescing_manager(fresh, device, async_ops=True) as manager:
+            receive = dist.irecv(to, before, group=fresh)
+            dist.isend(out, after, group=fresh)
+        manager.wait()
+        right &= bool((to == before).all()) and receive.result()[0] is to
+        right &= bool((receive.get_future().wait()[0] == before).all())
+    dist.destroy_process_group(fresh)
+    check("messages that all receive first, in batches", right)
 
 
 def functional(device, rank, world):
