@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from ranks import values
 from test_errors import free_port
 
+from symmpool import beside
 from symmpool.errors import InvalidStateError, TimeoutError  # noqa: A004
 from symmpool.messages import Messages
 from symmpool.store import own_connection
@@ -311,3 +313,13 @@ def test_batches_are_one_at_a_time_and_their_work_tells_the_tensors():
         assert work.wait() and work.is_completed() and work.is_success()
         assert work.result()[0] is x
         assert torch.equal(work.get_future().wait()[0], x)
+
+
+@pytest.mark.parametrize("given, found", [((-1, -1), (6, -1)), ((4, 2), (4, 2)), ((32, 16), (6, 6))])
+def test_messages_that_wait_leave_room_on_the_device(given, found):
+    # With 7 others 14 channels, each waiting in blocks of its own.
+    there = object.__new__(beside.Beside)
+    there._place = (0, 8)
+    config = types.SimpleNamespace(max_ctas=given[0], min_ctas=given[1])
+    there._bound(config)
+    assert (config.max_ctas, config.min_ctas) == found
