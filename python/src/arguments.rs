@@ -1,13 +1,11 @@
 //! What calls of a communicator are given, read and checked; who refuses it tells the other ranks.
 
-#![allow(unsafe_code)] // passes on addresses that tensors gave
-
 use std::sync::Arc;
 
 use pyo3::intern;
 use pyo3::prelude::*;
 use symmpool_allocator::{Result, Stream};
-use symmpool_collectives::{DType, SplitsAt};
+use symmpool_collectives::DType;
 
 use crate::convert::{Device, long_name};
 use crate::errors::{OrRaise, raised};
@@ -16,15 +14,6 @@ use crate::reading::{Refusal, Tensor};
 use crate::tensor;
 
 pub(crate) type Argument<'a, 'py> = &'a Bound<'py, PyAny>;
-
-/// Addresses of counts.
-pub(crate) struct Counts(pub(crate) SplitsAt);
-
-// SAFETY: the addresses are only handed on to a call, whose contract says who may touch what they
-// point to; no thread is part of it.
-unsafe impl Send for Counts {}
-// SAFETY: as above.
-unsafe impl Sync for Counts {}
 
 /// How many rows a tensor has, and of how many elements.
 pub(crate) fn rows_of(
@@ -145,34 +134,5 @@ impl Calls {
     /// As many elements as `world` parts of `count`.
     pub(crate) fn parts(&self, count: usize) -> Option<usize> {
         count.checked_mul(self.comm.world() as usize)
-    }
-
-    /// Elements for every rank, from rows for every rank; even parts where none are given.
-    pub(crate) fn splits(
-        &self,
-        name: &'static str,
-        object: Argument<'_, '_>,
-        tensor: &Tensor,
-        rows: Option<Argument<'_, '_>>,
-    ) -> Result<Vec<usize>, Refusal> {
-        let world = self.comm.world() as usize;
-        let invalid = |why: String| Refusal::Invalid(format!("{name}_split_sizes: {why}"));
-        let Some(rows) = rows else {
-            let count = tensor.count / world;
-            self.fits(name, tensor.count, self.parts(count), "a part for every rank")?;
-            return Ok(vec![count; world]);
-        };
-        let Ok(sizes) = rows.extract::<Vec<usize>>() else {
-            return Err(invalid(format!("{rows:?} is no sequence of numbers of rows")));
-        };
-        if sizes.len() != world {
-            return Err(invalid(format!("{} of them for {world} ranks", sizes.len())));
-        }
-        let (length, row) = rows_of(name, object)?;
-        let sum = sizes.iter().try_fold(0_usize, |sum, size| sum.checked_add(*size));
-        if sum.is_none_or(|sum| sum > length) {
-            return Err(invalid(format!("{sizes:?} are more than the {length} rows of {name}")));
-        }
-        Ok(sizes.into_iter().map(|size| size * row).collect())
     }
 }

@@ -5,9 +5,9 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use symmpool_collectives::{CommunicatorOptions, ReduceOp, SplitRows, SplitsAt};
+use symmpool_collectives::{CommunicatorOptions, ReduceOp};
 
-use crate::arguments::{Argument, Calls, Counts, rows_of};
+use crate::arguments::{Argument, Calls};
 use crate::convert::{self, Device};
 use crate::errors::{OrRaise, exception, told};
 use crate::mark::Mark;
@@ -17,6 +17,7 @@ use crate::own::Own;
 use crate::pool::Pool;
 use crate::reading::{Refusal, Tensor};
 use crate::row_exchange::RowExchange;
+use crate::splits::{Divided, Parts, RowsBySplits};
 use crate::{site, tensor};
 
 /// Collectives between the ranks of a pool. Making one is collective: all ranks make theirs in the
@@ -264,55 +265,19 @@ impl Communicator {
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
-        let arguments = || {
-            let (to, from) = (output, input);
-            let input = self.calls.read("input", from, false)?;
-            let output = self.calls.output("output", to, &input, None)?;
-            if output_split_sizes.is_none() && input_split_sizes.is_none() {
-                let count = input.count / self.calls.comm.world() as usize;
-                self.calls.fits(
-                    "input",
-                    input.count,
-                    self.calls.parts(count),
-                    "a part for every rank",
-                )?;
-                self.calls.fits("output", output.count, Some(input.count), "as many as input")?;
-                return Ok((input, output, None));
-            }
-            let send = self.calls.splits("input", from, &input, input_split_sizes)?;
-            if output_split_sizes.is_none() && send.iter().any(|count| *count != send[0]) {
-                return Err(Refusal::Invalid(format!(
-                    "output_split_sizes: none are given where the parts of input, of {send:?} \
-                     elements, are uneven; say what each rank sends"
-                )));
-            }
-            let receive = self.calls.splits("output", to, &output, output_split_sizes)?;
-            Ok((input, output, Some((send, receive))))
-        };
-        let (input, output, splits) = self.calls.or_decline(py, stream, arguments())?;
-        let Tensor { count, dtype, .. } = input;
-        match splits {
-            None => {
-                let count = count / self.calls.comm.world() as usize;
-                // SAFETY: as in `all_reduce`; both have `world` times this length.
-                self.calls.run(py, || unsafe {
-                    self.calls.comm.all_to_all_at(output.to(), input.from(), count, dtype, &stream)
-                })
-            }
-            Some((send, receive)) => {
-                let (to, from) = (output, input);
-                // SAFETY: as in `all_reduce`; no sum is above its tensor's length.
-                self.calls.run(py, || unsafe {
-                    self.calls.comm.all_to_all_v_at(
-                        to.to(),
-                        from.from(),
-                        &receive,
-                        &send,
-                        dtype,
-                        &stream,
-                    )
-                })
-            }
+        let found = self.calls.parts_of(output, input, output_split_sizes, input_split_sizes);
+        let Divided { output, input, parts } = self.calls.or_decline(py, stream, found)?;
+        let dtype = input.dtype;
+        match parts {
+            // SAFETY: as in `all_reduce`; both have `world` times this length.
+            Parts::Even(count) => self.calls.run(py, || unsafe {
+                self.calls.comm.all_to_all_at(output.to(), input.from(), count, dtype, &stream)
+            }),
+            // SAFETY: as in `all_reduce`; no sum is above its tensor's length.
+            Parts::Uneven { receive, send } => self.calls.run(py, || unsafe {
+                let comm = &self.calls.comm;
+                comm.all_to_all_v_at(output.to(), input.from(), &receive, &send, dtype, &stream)
+            }),
         }
     }
 
@@ -341,51 +306,15 @@ impl Communicator {
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
-        let arguments = || {
-            let (to, from) = (output, input);
-            let input = self.calls.read("input", from, false)?;
-            let output = self.calls.output("output", to, &input, None)?;
-            let ((length, row), (capacity, row_of_output)) =
-                (rows_of("input", from)?, rows_of("output", to)?);
-            if row == 0 {
-                let why = "input: rows of no elements; what is counted here has one or more";
-                return Err(Refusal::Invalid(why.to_owned()));
-            }
-            if row != row_of_output {
-                return Err(Refusal::Invalid(format!(
-                    "output: rows of {row_of_output} elements where the input has rows of {row}"
-                )));
-            }
-            let world = self.calls.comm.world() as usize;
-            let counts = self.calls.read("input_splits", input_splits, false)?;
-            let count_of = |name, tensor: Option<Argument<'_, '_>>| {
-                let Some(tensor) = tensor else { return Ok(std::ptr::null_mut()) };
-                let found = self.calls.output(name, tensor, &counts, None)?;
-                self.calls.fits(name, found.count, Some(world), "one for every rank")?;
-                Ok::<_, Refusal>(found.to())
-            };
-            self.calls.fits("input_splits", counts.count, Some(world), "one for every rank")?;
-            let splits = SplitsAt {
-                input: counts.from(),
-                output: count_of("output_splits", output_splits)?,
-                offsets: count_of("output_offsets", output_offsets)?,
-                dtype: counts.dtype,
-            };
-            let rows = SplitRows { dtype: input.dtype, row, length, capacity };
-            Ok((input, output, rows, Counts(splits)))
-        };
-        let (input, output, rows, splits) = self.calls.or_decline(py, stream, arguments())?;
+        let found =
+            self.calls.rows_by_splits(output, input, input_splits, output_splits, output_offsets);
+        let RowsBySplits { output, input, rows, splits } =
+            self.calls.or_decline(py, stream, found)?;
         // SAFETY: as in `all_reduce`; the tensors have these rows, and splits an element for every
         // rank.
         self.calls.run(py, || unsafe {
-            let splits = &splits;
-            self.calls.comm.all_to_all_v_splits_at(
-                output.to(),
-                input.from(),
-                &rows,
-                &splits.0,
-                &stream,
-            )
+            let (to, from) = (output.to(), input.from());
+            self.calls.comm.all_to_all_v_splits_at(to, from, &rows, splits.at(), &stream)
         })
     }
 

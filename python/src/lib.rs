@@ -11,6 +11,7 @@
 //! | `dlpack` | the structures of the DLPack protocol, and capsules of them |
 //! | `exchange` | DLPack's table of C functions, through which torch's tensors are read |
 //! | `arguments` | what calls of a communicator are given, checked |
+//! | `splits` | how all-to-alls divide their tensors, checked |
 //! | `number` | counts, ranks, addresses and times, or which argument is none |
 //! | `tensor`, `ndarray` | where tensors of torch and arrays of numpy lie, read cheaply |
 //! | `reading` | what that gives: addresses, counts and types, or why it is refused |
@@ -48,6 +49,7 @@ mod reading;
 mod row_exchange;
 mod site;
 mod slot;
+mod splits;
 mod store;
 mod tensor;
 

@@ -95,9 +95,15 @@ def _seconds(timeout: Any) -> float | None:
 
 
 class _Done(threading.Event):
-    """That a call is done; and, if somebody is to be told in its thread, that they have been."""
+    """That a call is done."""
 
+    # That callbacks have run too, in the thread that made the call: where a future was asked for before.
     told: threading.Event | None = None
+
+    def wait_for_callbacks(self) -> None:
+        self.wait()
+        if self.told is not None:
+            self.told.wait()
 
 
 class HostWork(Work):
@@ -120,16 +126,19 @@ class HostWork(Work):
         explain: Explain,
     ) -> None:
         try:
-            with self._line:
-                call(*arguments)
+            self._line.make(call, arguments)
             if finish is not None:
                 finish()
         except Exception as error:
             explain(error)
             self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        """Lets go of who waits, and tells the future, if somebody has it."""
         with self._lock:
             self._done.set()
-            # Who asks for a future from now on sees to it that it is told.
+            # Who asks for a future from now on tells it, too.
             told = self._done.told
         if told is not None:
             try:
@@ -166,11 +175,11 @@ class HostWork(Work):
             if self._future is not None:
                 return self._future
             self._future = _future_class()(self._line, self._done)
-            done = self._done.is_set()
-            if not done:
+            if not self._done.is_set():
+                # The thread that makes the call will tell it.
                 self._done.told = threading.Event()
-        if done:
-            self._tell()
+                return self._future
+        self._tell()
         return self._future
 
     def _tell(self) -> None:
@@ -226,8 +235,8 @@ class DoneWork(Work):
 
 
 class _Line:
-    """Calls that wait for a thread, and whether one is being made, which is a `with` of this: a call may
-    wait for a rank that does not come, whatever else the thread does will end."""
+    """Calls that wait for a thread, and whether one is being made: a call may wait for a rank that does
+    not come, whatever else the thread does will end."""
 
     def __init__(self, explain: Explain) -> None:
         self.calls: queue.SimpleQueue = queue.SimpleQueue()
@@ -241,6 +250,20 @@ class _Line:
     def is_here(self) -> bool:
         """Whether this is the thread that makes the calls: it is in a callback, then."""
         return threading.get_ident() == self.thread
+
+    def make(self, call: Any, arguments: tuple[Any, ...]) -> None:
+        """Makes a call. Never comes back from one that was given up."""
+        with self._lock:
+            self._calling = True
+        try:
+            call(*arguments)
+        finally:
+            with self._lock:
+                self._calling = False
+                given_up = self._given_up
+            if given_up:
+                # The program is ending and waits for this thread no more.
+                threading.Event().wait()
 
     def make_next(self) -> bool:
         """Makes a call, when there is one. False once there are to be no more."""
@@ -260,29 +283,15 @@ class _Line:
         while not done.is_set():
             ends |= not self.make_next()
         if ends:
+            # For `_work`, which this callback was called from: it ends, then.
             self.calls.put(None)
 
     def precede(self) -> None:
         """Whatever this thread does next comes after all that was begun, and after the callbacks; in a
         callback, after the call that it follows, as it does already."""
         last = self.last
-        if last is None or self.is_here():
-            return
-        last.wait()
-        if last.told is not None:
-            last.told.wait()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._calling = True
-
-    def __exit__(self, *_: Any) -> None:
-        with self._lock:
-            self._calling = False
-            if not self._given_up:
-                return
-        # The program is ending and waits for this thread no more.
-        threading.Event().wait()
+        if last is not None and not self.is_here():
+            last.wait_for_callbacks()
 
     def give_up(self) -> bool:
         """Has the thread stop behind the call that it is making, if it is making one."""

@@ -8,7 +8,7 @@ use crate::driver::MemoryDriver;
 use crate::lane::WindowPolicy;
 use crate::nccl::{Comm, Nccl, NcclWindow};
 use crate::rendezvous::message::{Message, decode_all};
-use crate::rendezvous::status::{Status, agreed, encode_status};
+use crate::rendezvous::status::{Status, all_ok, encode_status};
 use crate::{CONTROL_LANE, Deadline, Error, Result};
 
 /// A communicator that gets every window.
@@ -164,16 +164,8 @@ impl Pool {
         let status = encode_status(Said, own.map_err(|error| error.kind().clone()))?;
         let gathered = committer.peers.all_gather(self.group(), name, &status, deadline);
         let gathered = gathered.inspect_err(|error| committer.give_up_if_apart(error))?;
-        let (mut failures, mut versions) = (Vec::new(), Vec::new());
-        for (rank, Said(status)) in (0..).zip(decode_all(&gathered)?) {
-            match status {
-                Ok(version) => versions.push(version),
-                Err(kind) => failures.push((rank, kind)),
-            }
-        }
-        if let Some(error) = agreed(step, &failures) {
-            return Err(error);
-        }
+        let said: Vec<Said> = decode_all(&gathered)?;
+        let versions = all_ok(step, said.into_iter().map(|Said(status)| status))?;
         match versions.iter().position(|version| *version != versions[0]) {
             None => Ok(()),
             Some(rank) => Err(Error::mismatch(format!(

@@ -8,10 +8,10 @@ use super::held::Held;
 use super::lane_memory::LaneInner;
 use super::{Committer, Pool, half_way};
 use crate::lane::{Agreed, Survivor};
-use crate::rendezvous::message::{Message, decode, decode_all};
+use crate::rendezvous::message::{Message, decode_all};
 use crate::rendezvous::peers::Peers;
 use crate::rendezvous::search::first_difference;
-use crate::rendezvous::status::{Status, agreed, encode_status};
+use crate::rendezvous::status::{Status, all_ok, encode_status};
 use crate::{Deadline, Error, Result};
 
 /// Where each symmetric lane of a rank stands (counter and digest), or why it cannot resync.
@@ -77,46 +77,18 @@ impl Pool {
             // given to somebody else below.
             None => self.driver().synchronize(),
         };
-        let standing = held.iter().map(|held| {
-            let state = &held.inner.state;
-            (state.counter(), state.digest())
-        });
-        let own: Vec<(u64, u64)> = standing.collect();
-        let status = ready.map(|()| own.clone()).map_err(|error| error.kind().clone());
-        let status = encode_status(Standing, status)?;
-        let gathered = committer.peers.all_gather(self.group(), "standing", &status, deadline)?;
-        let mut all = Vec::new();
-        let mut failures = Vec::new();
-        for (rank, Standing(status)) in (0..).zip(decode_all(&gathered)?) {
-            match status {
-                Ok(standing) => all.push(standing),
-                Err(kind) => failures.push((rank, kind)),
-            }
-        }
-        if let Some(error) = agreed("resync", &failures) {
-            return Err(error);
-        }
-        let differing: Vec<usize> = (0..own.len())
-            .filter(|&lane| all.iter().any(|other| other.get(lane) != own.get(lane)))
-            .collect();
+        let differing = self.differing(&mut committer.peers, ready, held, deadline)?;
         // All lanes are judged before any is changed.
         let mut agreements = Vec::new();
         for &lane in &differing {
-            agreements.push((lane, self.agree_on(&mut committer.peers, &held[lane], deadline)?));
+            agreements
+                .push((lane, self.common_state(&mut committer.peers, &held[lane], deadline)?));
         }
-        let outcome = agreements.iter().try_for_each(|(lane, agreed)| {
-            let lane = &mut held[*lane];
-            let LaneInner { state, memory } = &mut *lane.inner;
-            for segment in state.resync(agreed, memory)? {
-                if let Some(from) = segment.moved_from {
-                    memory.rename(segment.counter, from);
-                }
-                memory.drop_segment(&segment)?;
-            }
-            Ok(())
-        });
-        // The others went on: this rank is no longer like them.
-        outcome.inspect_err(|error: &Error| committer.leave_unfinished(error))?;
+        for (lane, agreed) in &agreements {
+            // The others go on: a rank that fails here is no longer like them.
+            go_back(&mut held[*lane], agreed)
+                .inspect_err(|error| committer.leave_unfinished(error))?;
+        }
         for held in held.iter_mut() {
             held.inner.state.mark_agreed();
         }
@@ -125,8 +97,35 @@ impl Pool {
         Ok(!differing.is_empty())
     }
 
+    /// The lanes, of those held, in which any two ranks differ: the same list on every rank.
+    fn differing(
+        &self,
+        peers: &mut Peers,
+        ready: Result<()>,
+        held: &[Held<'_>],
+        deadline: Deadline,
+    ) -> Result<Vec<usize>> {
+        let standing = held.iter().map(|held| {
+            let state = &held.inner.state;
+            (state.counter(), state.digest())
+        });
+        let own: Vec<(u64, u64)> = standing.collect();
+        let status = ready.map(|()| own.clone()).map_err(|error| error.kind().clone());
+        let status = encode_status(Standing, status)?;
+        let gathered = peers.all_gather(self.group(), "standing", &status, deadline)?;
+        let said: Vec<Standing> = decode_all(&gathered)?;
+        let all = all_ok("resync", said.into_iter().map(|Standing(status)| status))?;
+        let differs = |lane: &usize| all.iter().any(|other| other.get(*lane) != own.get(*lane));
+        Ok((0..own.len()).filter(differs).collect())
+    }
+
     /// Finds the state that all ranks can go back to in a lane that differs.
-    fn agree_on(&self, peers: &mut Peers, held: &Held<'_>, deadline: Deadline) -> Result<Agreed> {
+    fn common_state(
+        &self,
+        peers: &mut Peers,
+        held: &Held<'_>,
+        deadline: Deadline,
+    ) -> Result<Agreed> {
         let state = &held.inner.state;
         let name = &held.lane.name;
         let mut gather =
@@ -139,23 +138,12 @@ impl Pool {
             survivors: state.survivors(first),
         };
         let gathered = gather("holdings", &encode_status(Holds, Ok(own))?)?;
-        let mut digest = blake3::Hasher::new();
-        let mut all = Vec::new();
-        let mut failures = Vec::new();
-        for (part, rank) in gathered.parts().zip(0..) {
-            digest.update(part);
-            match decode::<Holds>(rank, part)?.0 {
-                Ok(holdings) => all.push((rank, holdings)),
-                Err(kind) => failures.push((rank, kind)),
-            }
-        }
-        if let Some(error) = agreed("resync", &failures) {
-            return Err(error);
-        }
-        let holding: Vec<String> = all
-            .iter()
+        let said: Vec<Holds> = decode_all(&gathered)?;
+        let all = all_ok("resync", said.into_iter().map(|Holds(status)| status))?;
+        let holding: Vec<String> = (0..)
+            .zip(&all)
             .filter(|(_, holdings)| holdings.strays > 0)
-            .map(|(rank, holdings)| format!("rank {rank}: {}", holdings.strays))
+            .map(|(rank, holdings): (u32, _)| format!("rank {rank}: {}", holdings.strays))
             .collect();
         if !holding.is_empty() {
             return Err(Error::invalid_state(format!(
@@ -165,15 +153,19 @@ impl Pool {
             )));
         }
         let mut survivors = BTreeMap::<Survivor, usize>::new();
-        for survivor in all.iter().flat_map(|(_, holdings)| &holdings.survivors) {
+        for survivor in all.iter().flat_map(|holdings| &holdings.survivors) {
             *survivors.entry(*survivor).or_default() += 1;
         }
         let held_by_all = |holders: usize| holders == all.len();
+        let mut digest = blake3::Hasher::new();
+        for part in gathered.parts() {
+            digest.update(part);
+        }
         let [a, b, c, d, e, f, g, h, ..] = *digest.finalize().as_bytes();
         Ok(Agreed {
             first,
-            counter: all.iter().map(|(_, holdings)| holdings.counter).max().unwrap_or(0),
-            next_segment: all.iter().map(|(_, holdings)| holdings.next_segment).max().unwrap_or(0),
+            counter: all.iter().map(|holdings| holdings.counter).max().unwrap_or(0),
+            next_segment: all.iter().map(|holdings| holdings.next_segment).max().unwrap_or(0),
             digest: u64::from_le_bytes([a, b, c, d, e, f, g, h]),
             survivors: survivors
                 .into_iter()
@@ -181,4 +173,17 @@ impl Pool {
                 .collect(),
         })
     }
+}
+
+/// Takes a lane back to what the ranks agreed on, and drops segments that are not part of it.
+fn go_back(held: &mut Held<'_>, agreed: &Agreed) -> Result<()> {
+    let LaneInner { state, memory } = &mut *held.inner;
+    for segment in state.resync(agreed, memory)? {
+        if let Some(from) = segment.moved_from {
+            // The memory is the old segment's again: dropping this one only unmaps it here.
+            memory.rename(segment.counter, from);
+        }
+        memory.drop_segment(&segment)?;
+    }
+    Ok(())
 }

@@ -11,9 +11,10 @@ use crate::driver::{Exported, Physical, Step, Transport};
 use crate::error::list;
 use crate::heap::Heap;
 use crate::lane::Segment;
+use crate::rendezvous::mesh::Mesh;
 use crate::rendezvous::message::{Message, decode, decode_all, encode};
 use crate::rendezvous::peers::Peers;
-use crate::rendezvous::status::{Status, agreed, encode_status};
+use crate::rendezvous::status::{Status, all_ok, encode_status};
 use crate::{Deadline, Error, Result};
 
 /// A rank that failed still hears out the others for at least this long, so that all of them
@@ -59,136 +60,161 @@ impl Pool {
         ready: Result<()>,
         deadline: Deadline,
     ) -> Result<()> {
-        let heap = &*self.0.heap;
-        let (done, withheld, sent) = (Vec::new(), Vec::new(), Vec::new());
-        let mut mapped = Mapping { heap, done, withheld, sent };
+        let peers = &mut committer.peers;
         let budget = deadline.remaining();
         // The confirmation needs its share, or a slow peer would look like a lost one.
         let exchange_by = Deadline::after(budget.mul_f64(0.8));
+        let exported = ready.and_then(|()| self.export(peers.transport(), held, fresh));
+        let (own, ready) = match exported {
+            Ok(handles) => (handles, Ok(())),
+            Err(error) => (Vec::new(), Err(error)),
+        };
+        let mut mapping = Mapping { heap: &self.0.heap, done: Vec::new() };
         let outcome = self
-            .hand_over(committer, held, fresh, ready, &mut mapped, exchange_by)
-            .and_then(|()| self.driver().at_step(Step::CommitConfirm));
+            .hand_over(peers, &own, ready, fresh, &mut mapping, exchange_by)
+            .and_then(|withheld| self.driver().at_step(Step::CommitConfirm).map(|()| withheld));
         // Where the exchange broke the connections, peers know why, and nothing can be confirmed.
-        let peers = &mut committer.peers;
         let confirmed =
             if peers.can_talk() { self.confirm(peers, &outcome, deadline) } else { Ok(()) };
-        // Peers have what they were sent, or never will.
-        let mut sent = std::mem::take(&mut mapped.sent);
         let shared = match (confirmed, outcome) {
-            (Ok(()), Ok(())) if mapped.withheld.is_empty() => {
-                mapped.keep(fresh);
+            (Ok(()), Ok(withheld)) if withheld.is_empty() => {
+                mapping.keep(fresh);
                 Ok(())
             }
-            (Ok(()), Ok(())) => Err(Error::mismatch(format!(
+            (Ok(()), Ok(withheld)) => Err(Error::mismatch(format!(
                 "rank{} {} shared nothing and gave no reason",
-                if mapped.withheld.len() == 1 { "" } else { "s" },
-                list(&mapped.withheld)
+                if withheld.len() == 1 { "" } else { "s" },
+                list(&withheld)
             ))),
             // A rank that saw who went missing knows more than one that only waited.
             (Err(later), Err(own)) if later.is_timeout() && !own.is_timeout() => Err(own),
             (Err(error), _) | (Ok(()), Err(error)) => Err(error),
         };
+        // Peers have what they were sent, or never will.
+        let mut done_with: Vec<_> = own.into_iter().filter_map(Handle::made).collect();
         // A commit that failed leaves the others where they are, to the next.
         if shared.is_ok() {
-            sent.extend(fresh.iter().filter_map(|fresh| {
+            done_with.extend(fresh.iter().filter_map(|fresh| {
                 held[fresh.lane].inner.memory.take_handle(fresh.segment.counter)
             }));
         }
-        self.0.handles.close(sent);
+        self.0.handles.close(done_with);
         shared
     }
 
     /// Step 4: whether every rank has mapped its peers' segments; fails alike on all if one has not.
-    fn confirm(&self, peers: &mut Peers, outcome: &Result<()>, deadline: Deadline) -> Result<()> {
+    fn confirm<T>(&self, peers: &mut Peers, outcome: &Result<T>, deadline: Deadline) -> Result<()> {
         let deadline = Deadline::after(deadline.remaining().max(GRACE));
-        let status = outcome.as_ref().copied().map_err(|error| error.kind().clone());
+        let status = outcome.as_ref().map(drop).map_err(|error| error.kind().clone());
         let status = encode_status(Mapped, status)?;
         let gathered = peers.all_gather(&self.0.group, "mapped", &status, deadline)?;
-        let statuses: Vec<Mapped> = decode_all(&gathered)?;
-        let failures: Vec<_> = (0..)
-            .zip(statuses)
-            .filter_map(|(rank, Mapped(status))| Some((rank, status.err()?)))
-            .collect();
-        agreed("mapping peers' memory", &failures).map_or(Ok(()), Err)
+        let said: Vec<Mapped> = decode_all(&gathered)?;
+        all_ok("mapping peers' memory", said.into_iter().map(|Mapped(status)| status)).map(drop)
     }
 
-    /// A rank that fails here, or failed before (`ready`), goes through the same exchanges with
-    /// nothing to give: nobody waits for it in vain, and the confirmation tells why.
+    /// Gives `own` to every peer and maps what they give. Returns the peers that gave nothing,
+    /// because they failed.
+    ///
+    /// A rank that is not `ready` goes through the same exchanges with nothing to give: nobody waits
+    /// for it in vain, and the confirmation tells why.
     fn hand_over(
         &self,
-        committer: &mut Committer,
-        held: &[Held<'_>],
-        fresh: &[Fresh],
+        peers: &mut Peers,
+        own: &[Handle<'_>],
         ready: Result<()>,
-        mapped: &mut Mapping<'_>,
+        fresh: &[Fresh],
+        mapping: &mut Mapping<'_>,
         deadline: Deadline,
-    ) -> Result<()> {
-        let transport = committer.peers.transport();
-        let exported = ready.and_then(|()| self.export(transport, held, fresh));
-        match transport {
-            Transport::Derived => {
-                exported?;
-                self.driver().at_step(Step::CommitReceive)?;
-                self.driver().at_step(Step::CommitMap)?;
-                for peer in mapped.heap.peers() {
-                    mapped.map(peer, fresh, fresh.iter().map(|_| Exported::Derived))?;
-                }
-                Ok(())
+    ) -> Result<Vec<u32>> {
+        match (peers.transport(), peers.mesh_mut()) {
+            (Transport::Derived, _) => ready.and_then(|()| self.map_derived(fresh, mapping)),
+            (Transport::UnixSocket, Some(mesh)) => {
+                self.exchange_descriptors(mesh, own, ready, fresh, mapping, deadline)
             }
-            Transport::UnixSocket => {
-                let Some(mesh) = committer.peers.mesh_mut() else { return exported.map(drop) };
-                let descriptors: Vec<_> =
-                    exported.iter().flatten().filter_map(Handle::descriptor).collect();
-                // An unusable handle must not break the exchange with the other peers.
-                let mut failed = exported.as_ref().err().cloned();
-                let mut first = true;
-                let mut take = |peer: u32, at: usize, fds: Vec<OwnedFd>| {
-                    if failed.is_none() {
-                        failed = receive(mapped, &mut first, peer, &fresh[at..], fds).err();
-                    }
-                    Ok(())
-                };
-                let exchanged = mesh.exchange(&descriptors, fresh.len(), &mut take, deadline);
-                mapped.sent = exported.into_iter().flatten().filter_map(Handle::made).collect();
-                // What failed here explains what failed after it.
-                failed.map_or(Ok(()), Err)?;
-                mapped.withheld = exchanged?;
-                Ok(())
-            }
-            Transport::Store => {
-                let handles = exported.and_then(|exported| {
-                    let handles = exported.into_iter().map(|handle| match handle {
-                        Handle::Made(Exported::Bytes(bytes)) => bytes,
-                        Handle::Made(_) | Handle::Ahead(_) => Vec::new(),
-                    });
-                    encode(&Handles(Ok(handles.collect())))
-                });
-                let own = match &handles {
-                    Ok(frame) => frame.clone(),
-                    Err(error) => encode_status(Handles, Err(error.kind().clone()))?,
-                };
-                let gathered = self.0.group.all_gather("handles", &own, deadline)?;
-                handles?;
-                self.driver().at_step(Step::CommitReceive)?;
-                self.driver().at_step(Step::CommitMap)?;
-                for peer in mapped.heap.peers() {
-                    let Handles(handles) = decode(peer, gathered.part(peer))?;
-                    let Ok(handles) = handles else {
-                        mapped.withheld.push(peer);
-                        continue;
-                    };
-                    if handles.len() != fresh.len() {
-                        return Err(Error::mismatch(format!(
-                            "rank {peer} shared {} segments, this rank {}",
-                            handles.len(),
-                            fresh.len()
-                        )));
-                    }
-                    mapped.map(peer, fresh, handles.into_iter().map(Exported::Bytes))?;
-                }
-                Ok(())
-            }
+            // Does not happen: ranks of this kind are connected, even one alone.
+            (Transport::UnixSocket, None) => ready.map(|()| Vec::new()),
+            (Transport::Store, _) => self.gather_bytes(own, ready, fresh, mapping, deadline),
         }
+    }
+
+    /// Maps what follows from its place: no handle travels.
+    fn map_derived(&self, fresh: &[Fresh], mapping: &mut Mapping<'_>) -> Result<Vec<u32>> {
+        self.pass_receive_and_map()?;
+        for peer in self.0.heap.peers() {
+            mapping.map(peer, fresh, fresh.iter().map(|_| Exported::Derived))?;
+        }
+        Ok(Vec::new())
+    }
+
+    /// Sends descriptors over the sockets and maps each packet of them as it comes.
+    fn exchange_descriptors(
+        &self,
+        mesh: &mut Mesh,
+        own: &[Handle<'_>],
+        mut ready: Result<()>,
+        fresh: &[Fresh],
+        mapping: &mut Mapping<'_>,
+        deadline: Deadline,
+    ) -> Result<Vec<u32>> {
+        let descriptors: Vec<_> = own.iter().filter_map(Handle::descriptor).collect();
+        let mut begun = false;
+        let mut receive = |peer: u32, at: usize, fds: Vec<OwnedFd>| {
+            if !std::mem::replace(&mut begun, true) {
+                self.pass_receive_and_map()?;
+            }
+            mapping.map(peer, &fresh[at..], fds.into_iter().map(Exported::Fd))
+        };
+        // An unusable handle must not break the exchange with the other peers.
+        let mut on_receive = |peer, at, fds| {
+            if ready.is_ok() {
+                ready = receive(peer, at, fds);
+            }
+            Ok(())
+        };
+        let exchanged = mesh.exchange(&descriptors, fresh.len(), &mut on_receive, deadline);
+        // What failed here explains what failed after it.
+        ready.and(exchanged)
+    }
+
+    /// Gathers the bytes of all ranks' handles and maps what they stand for.
+    fn gather_bytes(
+        &self,
+        own: &[Handle<'_>],
+        ready: Result<()>,
+        fresh: &[Fresh],
+        mapping: &mut Mapping<'_>,
+        deadline: Deadline,
+    ) -> Result<Vec<u32>> {
+        let bytes = || own.iter().map(|handle| handle.bytes().to_vec()).collect();
+        let (frame, ready) = match ready.and_then(|()| encode(&Handles(Ok(bytes())))) {
+            Ok(frame) => (frame, Ok(())),
+            Err(error) => (encode_status(Handles, Err(error.kind().clone()))?, Err(error)),
+        };
+        let gathered = self.0.group.all_gather("handles", &frame, deadline)?;
+        ready?;
+        self.pass_receive_and_map()?;
+        let mut withheld = Vec::new();
+        for peer in self.0.heap.peers() {
+            let Handles(Ok(handles)) = decode(peer, gathered.part(peer))? else {
+                withheld.push(peer);
+                continue;
+            };
+            if handles.len() != fresh.len() {
+                return Err(Error::mismatch(format!(
+                    "rank {peer} shared {} segments, this rank {}",
+                    handles.len(),
+                    fresh.len()
+                )));
+            }
+            mapping.map(peer, fresh, handles.into_iter().map(Exported::Bytes))?;
+        }
+        Ok(withheld)
+    }
+
+    /// Passes the steps between the first handle of a peer and its mapping.
+    fn pass_receive_and_map(&self) -> Result<()> {
+        self.driver().at_step(Step::CommitReceive)?;
+        self.driver().at_step(Step::CommitMap)
     }
 
     /// The handles that peers import, where handles travel at all. Makes those that are not there.
@@ -236,6 +262,14 @@ impl Handle<'_> {
         }
     }
 
+    /// What the store carries of it; nothing where descriptors travel.
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Made(Exported::Bytes(bytes)) => bytes,
+            Self::Made(_) | Self::Ahead(_) => &[],
+        }
+    }
+
     /// The descriptor that this commit made.
     fn made(self) -> Option<OwnedFd> {
         match self {
@@ -262,30 +296,11 @@ pub(super) fn fresh_segments(held: &[Held<'_>]) -> Vec<Fresh> {
     all
 }
 
-fn receive(
-    mapped: &mut Mapping<'_>,
-    first: &mut bool,
-    peer: u32,
-    fresh: &[Fresh],
-    fds: Vec<OwnedFd>,
-) -> Result<()> {
-    let driver = mapped.heap.driver();
-    if std::mem::take(first) {
-        driver.at_step(Step::CommitReceive)?;
-        driver.at_step(Step::CommitMap)?;
-    }
-    mapped.map(peer, fresh, fds.into_iter().map(Exported::Fd))
-}
-
 /// Mappings of peers' segments that are undone unless they are kept.
 struct Mapping<'a> {
     heap: &'a Heap,
     /// Rank, offset in the slot, length.
     done: Vec<(u32, u64, u64)>,
-    /// Peers that failed and shared nothing.
-    withheld: Vec<u32>,
-    /// Descriptors that this commit made for peers: open until they have confirmed.
-    sent: Vec<OwnedFd>,
 }
 
 impl Mapping<'_> {

@@ -14,7 +14,7 @@ use super::identity::HostIdentity;
 use super::mesh::{Listener, Mesh};
 use super::message::{self, Message};
 use super::peers::{Peers, PerRank};
-use super::status::{Status, agreed, encode_status};
+use super::status::{Status, agreed, all_ok, encode_status};
 use crate::driver::{DeviceIdentity, Driver, Step, Transport};
 use crate::store::Gathered;
 use crate::topology::Topology;
@@ -222,17 +222,8 @@ fn confirm(group: &Group, ours: Result<Linked>, deadline: Deadline) -> Result<Li
         Ok(gathered) => gathered,
         Err(error) => return Err(without_all(error, ours)),
     };
-    let mut digests = Vec::new();
-    let mut failures = Vec::new();
-    for (rank, part) in (0u32..).zip(gathered.parts()) {
-        match message::decode::<Confirm>(rank, part)?.0 {
-            Ok(digest) => digests.push(digest),
-            Err(kind) => failures.push((rank, kind)),
-        }
-    }
-    if let Some(error) = agreed("the handshake", &failures) {
-        return Err(error);
-    }
+    let said: Vec<Confirm> = message::decode_all(&gathered)?;
+    let digests = all_ok("the handshake", said.into_iter().map(|Confirm(status)| status))?;
     if let Some(other) = digests.iter().position(|digest| *digest != digests[0]) {
         return Err(Error::mismatch(format!(
             "rank 0 and rank {other} see different links between the ranks' devices; algorithms are \

@@ -38,6 +38,18 @@ pub(crate) fn agreed(step: &str, failures: &[(u32, ErrorKind)]) -> Option<Error>
     Some(Error::from_kind(kind).context(context))
 }
 
+/// What every rank said in one step, in rank order, if none of them failed; else [`agreed`].
+pub(crate) fn all_ok<T>(step: &str, said: impl IntoIterator<Item = Status<T>>) -> Result<Vec<T>> {
+    let (mut values, mut failures) = (Vec::new(), Vec::new());
+    for (rank, status) in (0..).zip(said) {
+        match status {
+            Ok(value) => values.push(value),
+            Err(kind) => failures.push((rank, kind)),
+        }
+    }
+    agreed(step, &failures).map_or(Ok(values), Err)
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
@@ -81,5 +93,13 @@ mod tests {
         );
         assert!(agreed("commit", &[(0, late), (1, lost)]).unwrap().is_peer_lost());
         assert!(agreed("commit", &[]).is_none());
+    }
+
+    #[test]
+    fn all_are_heard_or_the_failures_are() {
+        let full = Error::out_of_memory("no memory").kind().clone();
+        assert_eq!(all_ok("commit", [Ok(3), Ok(5)]).unwrap(), [3, 5]);
+        let error = all_ok("commit", [Ok(3), Err(full)]).unwrap_err();
+        assert_eq!(error.to_string(), "symmpool: rank 1 failed in commit: no memory");
     }
 }

@@ -175,10 +175,11 @@ impl Control {
         self.slot(owner, self.parts.channels, index)
     }
 
-    /// Whether any peer has told `owner` to give up.
+    /// Why the rank of `layout` is to give up, if a peer has told it to. Costs a load where none has.
     #[inline]
-    pub(super) fn aborted(&self, owner: u32) -> bool {
-        self.abort_flag(owner).load(Ordering::Acquire) != 0
+    pub(super) fn heard(&self, layout: &HeapLayout) -> Option<End> {
+        let told = self.abort_flag(layout.rank).load(Ordering::Acquire) != 0;
+        if told { self.first_account(layout) } else { None }
     }
 
     /// Tells `owner` to give up. Its record must have been written.
@@ -210,7 +211,7 @@ impl Control {
     }
 
     /// The first account that a peer left in the block of `layout`'s rank.
-    pub(super) fn told(&self, layout: &HeapLayout) -> Option<End> {
+    fn first_account(&self, layout: &HeapLayout) -> Option<End> {
         peers(layout).find_map(|reporter| {
             let record = self.abort_record(layout.rank, reporter);
             let cause = record.cause.load(Ordering::Acquire);

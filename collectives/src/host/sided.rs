@@ -8,14 +8,15 @@
 use std::fmt;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use symmpool_allocator::{Deadline, Error, HeapLayout, Maker, Result};
 
 use super::HostEngine;
 use super::control::Control;
+use super::fault::Cause;
 use super::kernels::copy;
-use super::wait::{Patience, SLICE, Waiter, wake_all};
+use super::wait::{Lookout, Patience, Waiter, wake_all};
 use crate::signal::channel::{CHANNELS, take};
 use crate::signal::wake_sleepers;
 
@@ -138,39 +139,28 @@ impl HostSided {
     /// Why a wait may end: the communicator has failed, here or on a peer; the peer's process is
     /// gone; time is over.
     fn watch(&self, peer: u32, channel: u32, timeout: Duration) -> impl FnMut() -> Result<()> {
-        let mut deadline: Option<Deadline> = None;
-        let mut next_look = None;
-        let mut dead = false;
+        let mut lookout = None;
         move || {
             let me = self.layout.rank;
             self.ready()?;
-            if self.control.aborted(me)
-                && let Some(end) = self.control.told(&self.layout)
-            {
+            if let Some(end) = self.control.heard(&self.layout) {
                 return Err(end.fault.to_error(me, end.reporter));
             }
-            // The peer may have signalled and then ended: one more look came after `dead` was set.
-            if dead {
-                let what = format!(
-                    "its process ended, or let go of its pool, while rank {me} waited for its signal \
-                     on channel {channel}"
-                );
-                return Err(Error::peer_lost(vec![peer], what));
-            }
-            let deadline = deadline.get_or_insert_with(|| Deadline::after(timeout));
-            if deadline.expired() {
-                let what = format!("waiting for a signal of rank {peer} on channel {channel}");
-                return Err(Error::timeout(format!("{what}, on rank {me}"), timeout, vec![peer]));
-            }
-            if peer != me {
-                let now = Instant::now();
-                if next_look.is_none_or(|at| now >= at) {
-                    // Not at once: a peer that is merely late costs no system call.
-                    dead = next_look.is_some() && !(self.alive)(peer);
-                    next_look = Some(now + if dead { Duration::ZERO } else { SLICE });
+            let lookout = lookout.get_or_insert_with(|| Lookout::new(timeout));
+            let alive = (peer != me).then_some(|| (self.alive)(peer));
+            lookout.look(alive).map_err(|cause| match cause {
+                Cause::PeerLost => {
+                    let what = format!(
+                        "its process ended, or let go of its pool, while rank {me} waited for its \
+                         signal on channel {channel}"
+                    );
+                    Error::peer_lost(vec![peer], what)
                 }
-            }
-            Ok(())
+                Cause::Timeout => {
+                    let what = format!("waiting for a signal of rank {peer} on channel {channel}");
+                    Error::timeout(format!("{what}, on rank {me}"), timeout, vec![peer])
+                }
+            })
         }
     }
 }

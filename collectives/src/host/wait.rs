@@ -6,7 +6,9 @@ use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant};
 
 use rustix::thread::futex;
+use symmpool_allocator::Deadline;
 
+use super::fault::Cause;
 use crate::signal::{Native, Pause, Slot};
 
 /// How long a waiter spins before it gives the core away. Short, as the peer may need this very
@@ -15,7 +17,7 @@ const SPIN: Duration = Duration::from_micros(3);
 /// Yields before a waiter sleeps.
 const YIELDS: u32 = 400;
 /// Longest single sleep: how often a sleeper looks for an abort, a dead peer and its deadline.
-pub(super) const SLICE: Duration = Duration::from_millis(10);
+const SLICE: Duration = Duration::from_millis(10);
 
 /// What a waiter may do before it sleeps.
 #[derive(Clone, Copy, Debug)]
@@ -101,6 +103,48 @@ where
         // However the sleep ends - woken, changed before it began, interrupted, slice over - the
         // waiter looks at the word again.
         let _ = futex::wait(low_half(slot), futex::Flags::empty(), seen, Some(&slice));
+    }
+}
+
+/// What one wait looks for beside its signal: the end of its time, and of the peer's process. Made at
+/// the first look, so that a wait that ends while spinning never reads a clock.
+pub(super) struct Lookout {
+    deadline: Deadline,
+    /// When it is next asked whether the peer lives.
+    ask_at: Instant,
+    dead: bool,
+}
+
+impl Lookout {
+    pub(super) fn new(timeout: Duration) -> Self {
+        // Not asked at once: a peer that is merely late costs no system call.
+        let ask_at = Instant::now() + SLICE;
+        Self { deadline: Deadline::after(timeout), ask_at, dead: false }
+    }
+
+    /// The time that this wait has in all.
+    pub(super) fn timeout(&self) -> Duration {
+        self.deadline.budget()
+    }
+
+    /// Why the wait is to end, if it is. `alive` tells whether the peer's process runs; `None` where
+    /// there is nobody to ask.
+    pub(super) fn look(&mut self, alive: Option<impl FnOnce() -> bool>) -> Result<(), Cause> {
+        // The peer may have signalled and then ended: one more look came after `dead` was set.
+        if self.dead {
+            return Err(Cause::PeerLost);
+        }
+        if self.deadline.expired() {
+            return Err(Cause::Timeout);
+        }
+        if let Some(alive) = alive {
+            let now = Instant::now();
+            if now >= self.ask_at {
+                self.dead = !alive();
+                self.ask_at = now + SLICE;
+            }
+        }
+        Ok(())
     }
 }
 

@@ -119,7 +119,8 @@ pub(super) fn probe(
             Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
         )?;
     let _current = context.enter_for_memory()?;
-    let found = Trials { context, posix_fd, advertised, rdma }.run(ordinal, &name)?;
+    let kinds = kinds(posix_fd, advertised, rdma);
+    let found = first_granted(context, &kinds, ordinal, &name)?;
     let (_, total_bytes) = memory_info(api)?;
     let facts = CudaFacts {
         driver_version: driver_version(api)?,
@@ -136,14 +137,29 @@ pub(super) fn probe(
     Ok((facts, found.prop))
 }
 
-/// The search for the richest kind of allocation that the device really grants.
-struct Trials<'a> {
-    context: &'a Context,
-    posix_fd: bool,
-    advertised: bool,
+/// A kind of allocation: how it can be exported, and whether a network card may reach it.
+#[derive(Clone, Copy, Debug)]
+struct Kind {
+    handle_types: c_uint,
     rdma: bool,
 }
 
+/// The kinds that a device claims to make and other processes can map, the richest first: FABRIC
+/// before plain descriptors, and each of them with network access before without.
+fn kinds(posix_fd: bool, fabric: bool, rdma: bool) -> Vec<Kind> {
+    let plain = if posix_fd { POSIX_FD } else { 0 };
+    let mut kinds = Vec::new();
+    for handle_types in [fabric.then_some(plain | FABRIC), posix_fd.then_some(plain)] {
+        let Some(handle_types) = handle_types else { continue };
+        if rdma {
+            kinds.push(Kind { handle_types, rdma: true });
+        }
+        kinds.push(Kind { handle_types, rdma: false });
+    }
+    kinds
+}
+
+/// What the device really grants.
 struct Found {
     prop: AllocationProp,
     granularity: u64,
@@ -151,68 +167,55 @@ struct Found {
     rdma: bool,
 }
 
-impl Trials<'_> {
-    /// Tries FABRIC before plain descriptors, and each of them with network access before without.
-    fn run(&self, ordinal: u32, name: &str) -> Result<Found> {
-        let fd = if self.posix_fd { POSIX_FD } else { 0 };
-        let mut fabric = Fabric::NotAdvertised;
-        let mut refusals = Vec::new();
-        for with_fabric in [true, false] {
-            let types = if with_fabric { fd | FABRIC } else { fd };
-            if types == 0 || (with_fabric && !self.advertised) {
-                continue;
+/// Tries one kind after the other, until the device makes and exports one.
+fn first_granted(context: &Context, kinds: &[Kind], ordinal: u32, name: &str) -> Result<Found> {
+    let mut fabric = Fabric::NotAdvertised;
+    let mut refusals = Vec::new();
+    for &Kind { handle_types, rdma } in kinds {
+        let with_fabric = handle_types & FABRIC != 0;
+        let prop = AllocationProp::pinned(context.device, handle_types, rdma);
+        match attempt(context.api, &prop) {
+            Ok(granularity) => {
+                let fabric = if with_fabric { Fabric::Works } else { fabric };
+                return Ok(Found { prop, granularity, fabric, rdma });
             }
-            for rdma in [true, false] {
-                if rdma && !self.rdma {
-                    continue;
+            // A full device says nothing about what it can do.
+            Err(error) if error.is_out_of_memory() => {
+                return Err(error.context(format!("probing CUDA device {ordinal}")));
+            }
+            Err(error) => {
+                let refusal = error.kind().to_string();
+                if with_fabric {
+                    fabric = Fabric::Refused(refusal.clone());
                 }
-                let prop = AllocationProp::pinned(self.context.device, types, rdma);
-                match self.attempt(&prop) {
-                    Ok(granularity) => {
-                        if with_fabric {
-                            fabric = Fabric::Works;
-                        }
-                        return Ok(Found { prop, granularity, fabric, rdma });
-                    }
-                    // A full device says nothing about what it can do.
-                    Err(error) if error.is_out_of_memory() => {
-                        return Err(error.context(format!("probing CUDA device {ordinal}")));
-                    }
-                    Err(error) => {
-                        if with_fabric {
-                            fabric = Fabric::Refused(error.kind().to_string());
-                        }
-                        refusals.push(error.kind().to_string());
-                    }
-                }
+                refusals.push(refusal);
             }
         }
-        if refusals.is_empty() {
-            refusals.push("it claims to support neither POSIX descriptors nor FABRIC".to_owned());
-        }
-        Err(Error::unsupported(format!(
-            "CUDA device {ordinal} ({name}) makes no memory that other processes can map: {}",
-            refusals.join("; ")
-        )))
     }
+    if refusals.is_empty() {
+        refusals.push("it claims to support neither POSIX descriptors nor FABRIC".to_owned());
+    }
+    Err(Error::unsupported(format!(
+        "CUDA device {ordinal} ({name}) makes no memory that other processes can map: {}",
+        refusals.join("; ")
+    )))
+}
 
-    /// Makes, exports and releases one granule; gives the granularity.
-    fn attempt(&self, prop: &AllocationProp) -> Result<u64> {
-        let api = self.context.api;
-        let granularity = granularity(api, prop)?;
-        let handle = calls::create(api, granularity, prop)?;
-        let exported = (|| {
-            if prop.handle_types & POSIX_FD != 0 {
-                calls::export_fd(api, handle)?;
-            }
-            if prop.handle_types & FABRIC != 0 {
-                calls::export_fabric(api, handle)?;
-            }
-            Ok(granularity)
-        })();
-        calls::release(api, handle)?;
-        exported
-    }
+/// Makes, exports and releases one granule; gives the granularity.
+fn attempt(api: &Api, prop: &AllocationProp) -> Result<u64> {
+    let granularity = granularity(api, prop)?;
+    let handle = calls::create(api, granularity, prop)?;
+    let exported = (|| {
+        if prop.handle_types & POSIX_FD != 0 {
+            calls::export_fd(api, handle)?;
+        }
+        if prop.handle_types & FABRIC != 0 {
+            calls::export_fabric(api, handle)?;
+        }
+        Ok(granularity)
+    })();
+    calls::release(api, handle)?;
+    exported
 }
 
 fn granularity(api: &Api, prop: &AllocationProp) -> Result<u64> {
@@ -269,6 +272,22 @@ fn format_uuid(bytes: [u8; 16]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_richest_kind_is_tried_first_and_only_what_is_claimed() {
+        let tried = |posix_fd, fabric, rdma| {
+            let kinds = kinds(posix_fd, fabric, rdma).into_iter();
+            kinds.map(|kind| (kind.handle_types, kind.rdma)).collect::<Vec<_>>()
+        };
+        let both = POSIX_FD | FABRIC;
+        assert_eq!(
+            tried(true, true, true),
+            [(both, true), (both, false), (POSIX_FD, true), (POSIX_FD, false)]
+        );
+        assert_eq!(tried(true, false, false), [(POSIX_FD, false)]);
+        assert_eq!(tried(false, true, true), [(FABRIC, true), (FABRIC, false)]);
+        assert_eq!(tried(false, false, true), []);
+    }
 
     #[test]
     fn uuids_read_as_nvidia_smi_prints_them() {

@@ -89,34 +89,13 @@ impl TcpStore {
     ) -> Result<Self> {
         let mut pause = Duration::from_millis(10);
         loop {
-            // Names are resolved every time: a job's name service may come up after the job.
-            let why = match addr.to_socket_addrs() {
-                Err(error) => format!("its address does not resolve: {error}"),
-                Ok(addrs) => {
-                    let mut why = "its name has no address".to_owned();
-                    for addr in addrs {
-                        match connect_once(addr, &options, identity, deadline.at()) {
-                            Ok((link, instance)) => {
-                                return Ok(Self {
-                                    addr,
-                                    options,
-                                    identity,
-                                    instance,
-                                    pool: Mutex::new(Pool { idle: vec![link], gone: None }),
-                                    counters: Counters::default(),
-                                });
-                            }
-                            Err(Fault::Said(error)) => {
-                                return Err(
-                                    error.context(format!("connecting to the store at {addr}"))
-                                );
-                            }
-                            Err(Fault::Late) => why = format!("{addr} does not answer"),
-                            Err(Fault::Gone(error)) => why = format!("{addr}: {error}"),
-                        }
-                    }
-                    why
+            let why = match connect_any(addr, &options, identity, deadline.at())? {
+                Attempt::Connected(addr, link, instance) => {
+                    let pool = Mutex::new(Pool { idle: vec![link], gone: None });
+                    let counters = Counters::default();
+                    return Ok(Self { addr, options, identity, instance, pool, counters });
                 }
+                Attempt::NotYet(why) => why,
             };
             if deadline.expired() {
                 return Err(Error::timeout(
@@ -198,6 +177,41 @@ impl TcpStore {
             None => Error::system(format!("the store's server at {addr} is gone"), cause),
         }
     }
+}
+
+/// What came of trying a server's addresses.
+enum Attempt {
+    /// Where, the link, and the server's instance number.
+    Connected(SocketAddr, Link, [u8; 16]),
+    /// Why there is nobody, which may pass.
+    NotYet(String),
+}
+
+/// Tries each address that `addr` has now. A server that says no is an error: it will not change
+/// its mind.
+fn connect_any(
+    addr: &impl ToSocketAddrs,
+    options: &TcpOptions,
+    identity: Option<Identity>,
+    until: Instant,
+) -> Result<Attempt> {
+    // Names are resolved every time: a job's name service may come up after the job.
+    let addrs = match addr.to_socket_addrs() {
+        Ok(addrs) => addrs,
+        Err(error) => return Ok(Attempt::NotYet(format!("its address does not resolve: {error}"))),
+    };
+    let mut why = "its name has no address".to_owned();
+    for addr in addrs {
+        match connect_once(addr, options, identity, until) {
+            Ok((link, instance)) => return Ok(Attempt::Connected(addr, link, instance)),
+            Err(Fault::Said(error)) => {
+                return Err(error.context(format!("connecting to the store at {addr}")));
+            }
+            Err(Fault::Late) => why = format!("{addr} does not answer"),
+            Err(Fault::Gone(error)) => why = format!("{addr}: {error}"),
+        }
+    }
+    Ok(Attempt::NotYet(why))
 }
 
 /// Connects and shakes hands once.

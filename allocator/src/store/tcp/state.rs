@@ -9,7 +9,7 @@
 //! fails at once, and so does every later one until the rank is declared again. Gathers among
 //! clients that declared nothing number their ranks as they like and are left alone.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, btree_map};
 use std::time::Duration;
 
 use super::meter::{Charge, Meter, Payload};
@@ -279,6 +279,8 @@ impl State {
         Ok(sum)
     }
 
+    /// Takes `client`'s part in a gather, which is answered once all parts are there or cannot come.
+    /// An error is this client's answer at once; if the gather has failed, those who wait have theirs.
     fn gather(
         &mut self,
         client: Client,
@@ -290,51 +292,33 @@ impl State {
     ) -> Result<()> {
         check_gather(key, rank, world, part.as_ref().map_or(&[], AsRef::as_ref))?;
         let Some(member) = self.clients.get_mut(&client) else { return Ok(()) };
-        if let Some(declared) = member.rank
-            && declared != rank
-        {
-            return Err(Error::invalid_argument(format!(
-                "all_gather {key:?} as rank {rank} through a store connection declared as rank \
-                 {declared}; groups that number their ranks anew need a connection that declares \
-                 none"
-            )));
-        }
-        let declared = member.rank.is_some();
-        if !self.gathers.contains_key(key) {
-            let gather = Gather {
-                gathering: Gathering::new(world),
-                waiting: BTreeMap::new(),
-                declared: false,
-                _room: self.meter.charge(ENTRY + key.len())?,
-            };
-            self.gathers.insert(key.to_owned(), gather);
-        }
-        let gather = self.gathers.get_mut(key).expect("inserted above if it was absent");
-        gather.declared |= declared;
+        member.may_gather_as(rank, key)?;
+        let gather = match self.gathers.entry(key.to_owned()) {
+            btree_map::Entry::Occupied(under_way) => under_way.into_mut(),
+            btree_map::Entry::Vacant(place) => {
+                place.insert(Gather::new(world, self.meter.charge(ENTRY + key.len())?))
+            }
+        };
+        gather.declared |= member.rank.is_some();
         let arrived = match part {
             Ok(part) => gather.gathering.arrive(key, rank, world, part),
             Err(error) => Err(gather.gathering.arrive_broken(&error)),
         };
-        match arrived {
-            Ok(complete) => {
-                gather.waiting.insert(client, rank);
-                member.wait = Some(Wait::Gather { key: key.to_owned(), budget });
-                if complete {
-                    self.complete(key);
-                } else {
-                    self.fail_if_lost(key);
-                }
-                Ok(())
-            }
+        let complete = match arrived {
+            Ok(complete) => complete,
             Err(error) => {
-                let waiting = std::mem::take(&mut gather.waiting);
-                if gather.gathering.is_spent() {
-                    self.gathers.remove(key);
-                }
-                self.answer_all(waiting, &ToClient::Failed(error.kind().clone()), None);
-                Err(error)
+                self.tell_failure(key, &error);
+                return Err(error);
             }
+        };
+        gather.waiting.insert(client, rank);
+        member.wait = Some(Wait::Gather { key: key.to_owned(), budget });
+        if complete {
+            self.complete(key);
+        } else {
+            self.fail_if_lost(key);
         }
+        Ok(())
     }
 
     /// Answers everyone in a gather that has all its parts, with one frame, and forgets it.
@@ -359,7 +343,7 @@ impl State {
 
     /// Fails the gather under `key` if it needs a rank that is gone.
     fn fail_if_lost(&mut self, key: &str) {
-        let Some(gather) = self.gathers.get(key) else { return };
+        let Some(gather) = self.gathers.get_mut(key) else { return };
         let lost = gather.lost_ranks(&self.lost);
         if lost.is_empty() {
             return;
@@ -368,10 +352,16 @@ impl State {
             lost,
             format!("disconnected from the store without a part in all_gather {key:?}"),
         );
-        let Some(gather) = self.gathers.get_mut(key) else { return };
         // The failure stays for ranks that still come: those that were told it leave too, and
         // would seem to be lost as well.
         gather.gathering.lose(&error);
+        self.tell_failure(key, &error);
+    }
+
+    /// Tells everyone who waits in a gather that it has failed, and forgets it once no rank is owed
+    /// the failure any more.
+    fn tell_failure(&mut self, key: &str, error: &Error) {
+        let Some(gather) = self.gathers.get_mut(key) else { return };
         let waiting = std::mem::take(&mut gather.waiting);
         if gather.gathering.is_spent() {
             self.gathers.remove(key);
@@ -402,7 +392,26 @@ impl State {
     }
 }
 
+impl Member {
+    /// Whoever has declared a rank gathers as that one only: by it others know who is lost.
+    fn may_gather_as(&self, rank: u32, key: &str) -> Result<()> {
+        match self.rank {
+            Some(declared) if declared != rank => Err(Error::invalid_argument(format!(
+                "all_gather {key:?} as rank {rank} through a store connection declared as rank \
+                 {declared}; groups that number their ranks anew need a connection that declares \
+                 none"
+            ))),
+            _ => Ok(()),
+        }
+    }
+}
+
 impl Gather {
+    fn new(world: u32, room: Charge) -> Self {
+        let gathering = Gathering::new(world);
+        Self { gathering, waiting: BTreeMap::new(), declared: false, _room: room }
+    }
+
     /// Those of `lost` that this gather still needs.
     fn lost_ranks(&self, lost: &BTreeSet<u32>) -> Vec<u32> {
         if !self.declared || self.gathering.failed() {

@@ -1,13 +1,11 @@
 //! How ranks meet in a call: its entry, its steps, and what becomes of a rank that waits in vain.
 
-use std::time::{Duration, Instant};
-
-use symmpool_allocator::{Deadline, Error, Result};
+use symmpool_allocator::{Error, Result};
 
 use super::HostEngine;
 use crate::host::call::{Call, Operation, mismatch};
-use crate::host::fault::{Cause, End, Fault};
-use crate::host::wait::{SLICE, Waiter, wake};
+use crate::host::fault::{End, Fault};
+use crate::host::wait::{Lookout, Waiter, wake};
 use crate::signal::{await_word, entry_word, is_entry, wake_sleepers};
 
 impl HostEngine {
@@ -57,7 +55,7 @@ impl HostEngine {
     /// Tells what this rank calls, waits for what the others call, and says whether it is the same.
     #[inline]
     fn meet(&mut self, call: &Call) -> Result<bool> {
-        let (me, epoch, parity) = (self.layout.rank, self.epoch, self.parity());
+        let (epoch, parity) = (self.epoch, self.parity());
         let word = self.announce(call);
         let mut all_agree = true;
         for peer in self.peers() {
@@ -68,9 +66,7 @@ impl HostEngine {
         }
         // A peer that waited in vain for this very call has left its words behind, and may use its
         // memory for something else by now.
-        if self.control.aborted(me)
-            && let Some(end) = self.control.told(&self.layout)
-        {
+        if let Some(end) = self.control.heard(&self.layout) {
             return Err(self.close(end));
         }
         Ok(all_agree)
@@ -181,36 +177,18 @@ impl HostEngine {
     /// deadline.
     #[inline]
     fn watch(&self, peer: u32, phase: u32, epoch: u64) -> impl FnMut() -> Result<(), End> {
-        let mut deadline: Option<Deadline> = None;
-        let mut next_look = None;
-        let mut dead = false;
+        let mut lookout = None;
         move || {
-            if self.control.aborted(self.layout.rank)
-                && let Some(end) = self.control.told(&self.layout)
-            {
+            if let Some(end) = self.control.heard(&self.layout) {
                 return Err(end);
             }
-            let deadline = deadline.get_or_insert_with(|| Deadline::after(self.timeout.get()));
-            let fault = |cause| {
-                let timeout = deadline.budget();
-                Fault { cause, operation: self.operation, phase, peer, epoch, timeout }
-            };
-            // The peer may have signalled and then ended: one more look came after `dead` was set.
-            if dead {
-                return Err(End { fault: fault(Cause::PeerLost), reporter: None });
-            }
-            if deadline.expired() {
-                return Err(End { fault: fault(Cause::Timeout), reporter: None });
-            }
-            if let Some(alive) = &self.options.peer_alive {
-                let now = Instant::now();
-                if next_look.is_none_or(|at| now >= at) {
-                    // Not at once: a peer that is merely late costs no system call.
-                    dead = next_look.is_some() && !alive(peer);
-                    next_look = Some(now + if dead { Duration::ZERO } else { SLICE });
-                }
-            }
-            Ok(())
+            let lookout = lookout.get_or_insert_with(|| Lookout::new(self.timeout.get()));
+            let alive = self.options.peer_alive.as_ref().map(|alive| || alive(peer));
+            lookout.look(alive).map_err(|cause| {
+                let (operation, timeout) = (self.operation, lookout.timeout());
+                let fault = Fault { cause, operation, phase, peer, epoch, timeout };
+                End { fault, reporter: None }
+            })
         }
     }
 

@@ -5,8 +5,9 @@ use std::marker::PhantomData;
 use bytemuck::Pod;
 use half::{bf16, f16};
 
-use super::convert;
-use crate::{F8E4m3, F8E5m2, float8};
+use super::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+use crate::float8::{e4m3_to_f32, e5m2_to_f32, f32_to_e4m3, f32_to_e5m2};
+use crate::{F8E4m3, F8E5m2};
 
 /// One reduction of one element type.
 pub(super) trait Fold {
@@ -104,8 +105,14 @@ pub(super) trait Scalar {
     fn from_wide(wide: Self::Wide) -> Self::Item;
 }
 
-macro_rules! scalar {
-    ($($name:ty: $half:literal, $item:ty, $acc:ty, $wide:ty, $to_acc:expr, $from_acc:expr, $to_wide:expr, $from_wide:expr;)+) => {$(
+// `acc` and `wide`: the type, the way there from an item, and the way back.
+macro_rules! scalars {
+    ($($name:ty {
+        item: $item:ty,
+        acc: $acc:ty = ($to_acc:expr, $from_acc:expr),
+        wide: $wide:ty = ($to_wide:expr, $from_wide:expr),
+        half: $half:literal
+    })+) => {$(
         impl Scalar for $name {
             type Item = $item;
             type Acc = $acc;
@@ -131,17 +138,37 @@ macro_rules! scalar {
     )+};
 }
 
-scalar! {
-    f32: false, f32, f32, f32, |x| x, |x| x, |x| x, |x| x;
-    f64: false, f64, f64, f64, |x| x, |x| x, |x| x, |x| x;
-    f16: true, u16, f32, f32, convert::f16_to_f32, convert::f32_to_f16, convert::f16_to_f32, convert::f32_to_f16;
-    bf16: false, u16, f32, f32, convert::bf16_to_f32, convert::f32_to_bf16, convert::bf16_to_f32, convert::f32_to_bf16;
-    F8E4m3: false, u8, f32, f32, float8::e4m3_to_f32, float8::f32_to_e4m3, float8::e4m3_to_f32, float8::f32_to_e4m3;
-    F8E5m2: false, u8, f32, f32, float8::e5m2_to_f32, float8::f32_to_e5m2, float8::e5m2_to_f32, float8::f32_to_e5m2;
-    i32: false, i32, i32, i64, |x| x, |x| x, i64::from, |x| x as i32;
-    i64: false, i64, i64, i128, |x| x, |x| x, i128::from, |x| x as i64;
-    u8: false, u8, u8, i32, |x| x, |x| x, i32::from, |x| x as u8;
-    i8: false, i8, i8, i32, |x| x, |x| x, i32::from, |x| x as i8;
+scalars! {
+    f32 { item: f32, acc: f32 = (|x| x, |x| x), wide: f32 = (|x| x, |x| x), half: false }
+    f64 { item: f64, acc: f64 = (|x| x, |x| x), wide: f64 = (|x| x, |x| x), half: false }
+    f16 {
+        item: u16,
+        acc: f32 = (f16_to_f32, f32_to_f16),
+        wide: f32 = (f16_to_f32, f32_to_f16),
+        half: true
+    }
+    bf16 {
+        item: u16,
+        acc: f32 = (bf16_to_f32, f32_to_bf16),
+        wide: f32 = (bf16_to_f32, f32_to_bf16),
+        half: false
+    }
+    F8E4m3 {
+        item: u8,
+        acc: f32 = (e4m3_to_f32, f32_to_e4m3),
+        wide: f32 = (e4m3_to_f32, f32_to_e4m3),
+        half: false
+    }
+    F8E5m2 {
+        item: u8,
+        acc: f32 = (e5m2_to_f32, f32_to_e5m2),
+        wide: f32 = (e5m2_to_f32, f32_to_e5m2),
+        half: false
+    }
+    i32 { item: i32, acc: i32 = (|x| x, |x| x), wide: i64 = (i64::from, |x| x as i32), half: false }
+    i64 { item: i64, acc: i64 = (|x| x, |x| x), wide: i128 = (i128::from, |x| x as i64), half: false }
+    u8 { item: u8, acc: u8 = (|x| x, |x| x), wide: i32 = (i32::from, |x| x as u8), half: false }
+    i8 { item: i8, acc: i8 = (|x| x, |x| x), wide: i32 = (i32::from, |x| x as i8), half: false }
 }
 
 macro_rules! fold {

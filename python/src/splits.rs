@@ -1,0 +1,146 @@
+//! How all-to-alls divide their tensors between ranks: split sizes, and splits that are tensors.
+
+#![allow(unsafe_code)] // passes on addresses that tensors gave
+
+use pyo3::prelude::*;
+use symmpool_collectives::{SplitRows, SplitsAt};
+
+use crate::arguments::{Argument, Calls, rows_of};
+use crate::reading::{Refusal, Tensor};
+
+/// What `all_to_all_single` is given, once it is known to fit.
+pub(crate) struct Divided {
+    pub(crate) output: Tensor,
+    pub(crate) input: Tensor,
+    pub(crate) parts: Parts,
+}
+
+/// Numbers of elements.
+pub(crate) enum Parts {
+    /// As many for every rank, and in both tensors just these.
+    Even(usize),
+    /// A number for every rank; no sum is above its tensor's length.
+    Uneven { receive: Vec<usize>, send: Vec<usize> },
+}
+
+/// What `all_to_all_v` is given, once it is known to fit.
+pub(crate) struct RowsBySplits {
+    pub(crate) output: Tensor,
+    pub(crate) input: Tensor,
+    pub(crate) rows: SplitRows,
+    pub(crate) splits: Splits,
+}
+
+/// Addresses of numbers of rows, one for every rank.
+pub(crate) struct Splits(SplitsAt);
+
+// SAFETY: the addresses are only handed on to a call, whose contract says who may touch what they
+// point to; no thread is part of it.
+unsafe impl Send for Splits {}
+// SAFETY: as above.
+unsafe impl Sync for Splits {}
+
+impl Splits {
+    pub(crate) fn at(&self) -> &SplitsAt {
+        &self.0
+    }
+}
+
+impl Calls {
+    /// Reads two tensors, and split sizes of neither, one or both.
+    pub(crate) fn parts_of(
+        &self,
+        to: Argument<'_, '_>,
+        from: Argument<'_, '_>,
+        output_split_sizes: Option<Argument<'_, '_>>,
+        input_split_sizes: Option<Argument<'_, '_>>,
+    ) -> Result<Divided, Refusal> {
+        let input = self.read("input", from, false)?;
+        let output = self.output("output", to, &input, None)?;
+        if output_split_sizes.is_none() && input_split_sizes.is_none() {
+            let count = input.count / self.comm.world() as usize;
+            self.fits("input", input.count, self.parts(count), "a part for every rank")?;
+            self.fits("output", output.count, Some(input.count), "as many as input")?;
+            return Ok(Divided { output, input, parts: Parts::Even(count) });
+        }
+        let send = self.splits("input", from, &input, input_split_sizes)?;
+        if output_split_sizes.is_none() && send.iter().any(|count| *count != send[0]) {
+            return Err(Refusal::Invalid(format!(
+                "output_split_sizes: none are given where the parts of input, of {send:?} \
+                 elements, are uneven; say what each rank sends"
+            )));
+        }
+        let receive = self.splits("output", to, &output, output_split_sizes)?;
+        Ok(Divided { output, input, parts: Parts::Uneven { receive, send } })
+    }
+
+    /// Elements for every rank, from rows for every rank; even parts where none are given.
+    fn splits(
+        &self,
+        name: &'static str,
+        object: Argument<'_, '_>,
+        tensor: &Tensor,
+        rows: Option<Argument<'_, '_>>,
+    ) -> Result<Vec<usize>, Refusal> {
+        let world = self.comm.world() as usize;
+        let invalid = |why: String| Refusal::Invalid(format!("{name}_split_sizes: {why}"));
+        let Some(rows) = rows else {
+            let count = tensor.count / world;
+            self.fits(name, tensor.count, self.parts(count), "a part for every rank")?;
+            return Ok(vec![count; world]);
+        };
+        let Ok(sizes) = rows.extract::<Vec<usize>>() else {
+            return Err(invalid(format!("{rows:?} is no sequence of numbers of rows")));
+        };
+        if sizes.len() != world {
+            return Err(invalid(format!("{} of them for {world} ranks", sizes.len())));
+        }
+        let (length, row) = rows_of(name, object)?;
+        let sum = sizes.iter().try_fold(0_usize, |sum, size| sum.checked_add(*size));
+        if sum.is_none_or(|sum| sum > length) {
+            return Err(invalid(format!("{sizes:?} are more than the {length} rows of {name}")));
+        }
+        Ok(sizes.into_iter().map(|size| size * row).collect())
+    }
+
+    /// Reads two tensors of rows, and those that hold numbers of them.
+    pub(crate) fn rows_by_splits(
+        &self,
+        to: Argument<'_, '_>,
+        from: Argument<'_, '_>,
+        input_splits: Argument<'_, '_>,
+        output_splits: Option<Argument<'_, '_>>,
+        output_offsets: Option<Argument<'_, '_>>,
+    ) -> Result<RowsBySplits, Refusal> {
+        let input = self.read("input", from, false)?;
+        let output = self.output("output", to, &input, None)?;
+        let ((length, row), (capacity, row_of_output)) =
+            (rows_of("input", from)?, rows_of("output", to)?);
+        if row == 0 {
+            let why = "input: rows of no elements; what is counted here has one or more";
+            return Err(Refusal::Invalid(why.to_owned()));
+        }
+        if row != row_of_output {
+            return Err(Refusal::Invalid(format!(
+                "output: rows of {row_of_output} elements where the input has rows of {row}"
+            )));
+        }
+        let world = self.comm.world() as usize;
+        let counts = self.read("input_splits", input_splits, false)?;
+        self.fits("input_splits", counts.count, Some(world), "one for every rank")?;
+        let written = |name, tensor: Option<Argument<'_, '_>>| {
+            let Some(tensor) = tensor else { return Ok(std::ptr::null_mut()) };
+            let found = self.output(name, tensor, &counts, None)?;
+            self.fits(name, found.count, Some(world), "one for every rank")?;
+            Ok::<_, Refusal>(found.to())
+        };
+        let splits = Splits(SplitsAt {
+            input: counts.from(),
+            output: written("output_splits", output_splits)?,
+            offsets: written("output_offsets", output_offsets)?,
+            dtype: counts.dtype,
+        });
+        let rows = SplitRows { dtype: input.dtype, row, length, capacity };
+        Ok(RowsBySplits { output, input, rows, splits })
+    }
+}
