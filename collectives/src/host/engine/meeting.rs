@@ -82,6 +82,7 @@ impl HostEngine {
         let (me, epoch, parity) = (self.layout.rank, self.epoch, self.parity());
         let word = entry_word(epoch, call.digest(self.salt));
         self.operation = call.words()[0] as u8;
+        self.call_timeout = self.timeout.get();
         self.steps_before = self.steps;
         // Advanced before anything can fail: the call counts, however it ends (S2).
         self.epoch += 1;
@@ -190,7 +191,7 @@ impl HostEngine {
             {
                 return Err(end);
             }
-            let deadline = deadline.get_or_insert_with(|| Deadline::after(self.timeout.get()));
+            let deadline = deadline.get_or_insert_with(|| Deadline::after(self.call_timeout));
             let fault = |cause| {
                 let timeout = deadline.budget();
                 Fault { cause, operation: self.operation, phase, peer, epoch, timeout }
