@@ -57,7 +57,7 @@ impl HostEngine {
     /// Tells what this rank calls, waits for what the others call, and says whether it is the same.
     #[inline]
     fn meet(&mut self, call: &Call) -> Result<bool> {
-        let (me, epoch, parity) = (self.layout.rank, self.epoch, self.parity());
+        let (epoch, parity) = (self.epoch, self.parity());
         let word = self.announce(call);
         let mut all_agree = true;
         for peer in self.peers() {
@@ -66,14 +66,20 @@ impl HostEngine {
                 Err(end) => return Err(self.close(end)),
             }
         }
-        // A peer that waited in vain for this very call has left its words behind, and may use its
-        // memory for something else by now.
-        if self.control.aborted(me)
+        self.heed_abort()?;
+        Ok(all_agree)
+    }
+
+    /// Fails if a peer has given up: it waited in vain for this very call, has left its words behind, and
+    /// may use its memory for something else by now. To be asked before that is written.
+    #[inline]
+    pub(crate) fn heed_abort(&mut self) -> Result<()> {
+        if self.control.aborted(self.layout.rank)
             && let Some(end) = self.control.told(&self.layout)
         {
             return Err(self.close(end));
         }
-        Ok(all_agree)
+        Ok(())
     }
 
     /// Tells every peer that this rank makes a call; returns the word that says which.
