@@ -300,6 +300,27 @@ fn a_timeout_is_changed_for_calls_to_come() {
 }
 
 #[test]
+fn a_call_under_way_keeps_its_timeout_in_all_its_waits() {
+    // S5: rank 0 waits for rank 1, and then for rank 2, which comes later than its new timeout allows.
+    ranks(3, |pool| {
+        let comm = Communicator::new(pool).unwrap();
+        thread::scope(|scope| {
+            if comm.rank() == 0 {
+                scope.spawn(|| {
+                    thread::sleep(Duration::from_millis(100));
+                    comm.set_timeout(Duration::from_millis(1)).unwrap();
+                });
+            }
+            thread::sleep(Duration::from_millis([0, 300, 600][comm.rank() as usize]));
+            comm.barrier(STREAM).unwrap();
+        });
+        if comm.rank() == 0 {
+            assert_eq!(comm.timeout(), Duration::from_millis(1));
+        }
+    });
+}
+
+#[test]
 fn memory_that_the_cpu_cannot_reach_is_refused() {
     let group = Group::in_process(1).unwrap().remove(0);
     let pool = Pool::builder(group).driver(Driver::sim(1)).build().unwrap();

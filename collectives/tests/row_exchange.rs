@@ -270,6 +270,9 @@ fn all_to_one_none_at_all_and_nowhere() {
             3,
         );
     }
+    // So long that senders write them, as far as there is room.
+    let short = Case { capacities: vec![130; 4], ..even(4, 40, 0) };
+    check(&[even(4, 40, 3), short.clone(), even(4, 40, 0), short], 40, 900);
     // An exchange of no rows.
     check(&[even(2, 0, 0), even(2, 0, 0)], 0, 3);
 }

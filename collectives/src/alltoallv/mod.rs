@@ -211,6 +211,10 @@ impl Work {
         // SAFETY: the caller's promises; all ranks have entered and the matrix is agreed.
         unsafe { direct::pull(&self, engine, shares.as_ref()) };
         if let Some(shares) = shares {
+            // Since the entry, where this was looked for last, this rank may have been stopped.
+            if shares.writes() {
+                engine.heed_abort()?;
+            }
             // SAFETY: likewise.
             unsafe { direct::push(&self, engine, &shares) };
             engine.shares = shares;

@@ -64,6 +64,11 @@ impl Shares {
             }
         }
     }
+
+    /// Whether this rank writes anything of what others receive.
+    pub(super) fn writes(&self) -> bool {
+        self.by_me.iter().any(|bytes| *bytes > 0)
+    }
 }
 
 #[cfg(test)]

@@ -101,7 +101,7 @@ impl Communicator {
     }
 
     /// Changes how long this rank's calls wait for a late rank. Talks to nobody: ranks whose times differ
-    /// give up at different times. A wait that has begun keeps its time, and so does what is on a stream
+    /// give up at different times. A call under way keeps its time, and so does what is on a stream
     /// already, or captured in a graph. Needs no turn: a call under way in another thread holds it up no
     /// more than it is held up. Commits wait as long as the group's timeout says.
     ///

@@ -164,7 +164,9 @@ impl CudaEngine {
         if self.failed.is_none() && self.fault.as_ref().is_some_and(Fault::is_set) {
             let fault = self.fault.as_ref()?;
             let alive = &*self.alive;
-            let seen = Seen { rank: self.comm.rank, timeout: self.timeout.get(), alive };
+            // What the latest kernels were told, whatever it was changed to since.
+            let timeout = Duration::from_nanos(self.comm.timeout);
+            let seen = Seen { rank: self.comm.rank, timeout, alive };
             self.failed = Some(fault.error(&seen));
         }
         self.failed.as_ref()
@@ -174,8 +176,11 @@ impl CudaEngine {
     #[inline]
     pub(crate) fn ready(&mut self) -> Result<()> {
         self.maker.check("a communicator")?;
+        if let Some(error) = self.failure() {
+            return Err(error.clone());
+        }
         self.comm.timeout = self.timeout.nanoseconds();
-        self.failure().map_or(Ok(()), |error| Err(error.clone()))
+        Ok(())
     }
 
     /// No call can follow.

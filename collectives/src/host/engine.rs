@@ -7,6 +7,7 @@ mod meeting;
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use symmpool_allocator::topology::{Mesh, Topology};
 use symmpool_allocator::{Error, HeapLayout, Maker, Result};
@@ -49,6 +50,8 @@ pub struct HostEngine {
     steps_before: u64,
     /// Code of the call under way; for messages.
     operation: u8,
+    /// How long the call under way waits for a rank: what `timeout` said when it began.
+    call_timeout: Duration,
     /// Shared with whoever signals outside calls.
     pub(super) failed: Arc<OnceLock<Error>>,
     pub(super) maker: Maker,
@@ -119,6 +122,7 @@ impl HostEngine {
             steps: 0,
             steps_before: 0,
             operation: 0,
+            call_timeout: options.timeout,
             failed: Arc::default(),
             maker: Maker::here(),
             timeout: Arc::new(Timeout::new(options.timeout)),

@@ -1,6 +1,7 @@
 //! What ranks may rely on when something is wrong: differences are the same error everywhere
 //! before data is touched, every wait ends, and whatever failed is told.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::common::{Buffer, Heap, Oracle, bits, input, noise, reduced, small_scratch};
@@ -243,6 +244,69 @@ fn a_late_rank_writes_no_share_of_what_one_that_gave_up_receives() {
     let error = exchange(&mut late, 1).0.unwrap_err();
     assert!(error.is_timeout() && error.ranks() == [1], "{error}");
     assert_eq!(to.read::<f32>(2 * count), vec![7.0f32; 2 * count]);
+}
+
+#[test]
+fn a_rank_stopped_amid_a_call_writes_no_share_of_what_one_that_gave_up_receives() {
+    // S5: rank 1 is stopped past its entry, as it waits for rank 0's step, until rank 0, which waits for a
+    // step of rank 1 then, has given up and uses its output for something else.
+    static ENTERED: AtomicBool = AtomicBool::new(false);
+    static STOPPED: AtomicBool = AtomicBool::new(false);
+    static GIVEN_UP: AtomicBool = AtomicBool::new(false);
+    fn until(flag: &AtomicBool) {
+        let began = Instant::now();
+        while !flag.load(Ordering::SeqCst) {
+            assert!(began.elapsed() < Duration::from_secs(20), "a rank does not come so far");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    // Through scratch in three pieces; and far above the mean, which rank 1 writes. With more pieces rank 1
+    // would meet another step that rank 0 does not come to.
+    let (pieces, count) = (1200, 100_000);
+    let sends = [[0, 0, 0], [count, 0, 0], [pieces, 0, 0]];
+    let heap = Heap::new(3, 1, 16 * count as u64, &small_scratch());
+    heap.ranks(|rank| {
+        // Whoever is asked waits for that peer.
+        let peer_alive = move |peer: u32| {
+            match (rank, peer) {
+                (0, 2) => {
+                    ENTERED.store(true, Ordering::SeqCst);
+                    until(&STOPPED);
+                }
+                (1, 0) => {
+                    STOPPED.store(true, Ordering::SeqCst);
+                    until(&GIVEN_UP);
+                }
+                _ => {}
+            }
+            true
+        };
+        let timeout = Duration::from_millis(if rank == 0 { 300 } else { 60_000 });
+        let peer_alive = Some(Box::new(peer_alive) as _);
+        let mut engine =
+            heap.engine(rank, 0, HostOptions { timeout, peer_alive, ..small_scratch() });
+        let from = match rank {
+            2 => Buffer::plain(4 * pieces, 0),
+            _ => Buffer::window(&heap, rank, 0, 4 * count),
+        };
+        let to = Buffer::window(&heap, rank, 4 * count as u64, 8 * count);
+        from.write(&vec![1.0f32; sends[rank as usize].iter().sum()]);
+        if rank == 2 {
+            until(&ENTERED);
+        }
+        let (send, receive) = (sends[rank as usize], sends.map(|row| row[rank as usize]));
+        // SAFETY: the buffers hold what is sent and received, and are this rank's.
+        let done =
+            unsafe { engine.all_to_all_v(from.place, &send, to.place, &receive, f32::DTYPE) };
+        let error = done.unwrap_err();
+        assert!(error.is_timeout() && error.ranks() == [1], "rank {rank}: {error}");
+        if rank == 0 {
+            to.write(&vec![7.0f32; 2 * count]);
+            GIVEN_UP.store(true, Ordering::SeqCst);
+        }
+    });
+    let to = Buffer::window(&heap, 0, 4 * count as u64, 8 * count);
+    assert!(to.read::<f32>(2 * count) == vec![7.0f32; 2 * count]);
 }
 
 #[test]

@@ -110,6 +110,18 @@ proptest! {
 }
 
 #[test]
+fn what_has_no_room_is_written_by_no_sender_either() {
+    // Senders write most of what rank 0 receives, as far as there is room: of rank 2 a part, or nothing.
+    let matrix = vec![vec![3, 0, 1], vec![5000, 7, 0], vec![5000, 0, 2]];
+    for short in [0, 2000, 5000, 5001, 7000] {
+        for windows in [0x3f, 0x3d, 0x37] {
+            let case = (matrix.clone(), vec![-short, 0, 0]);
+            check(&case, (windows, 4, true), AllToAllAlgorithm::Auto);
+        }
+    }
+}
+
+#[test]
 fn nonsense_is_told_to_all_and_the_communicator_goes_on() {
     const WORLD: usize = 3;
     let heap = Heap::new(WORLD as u32, 1, 1 << 16, &small_scratch());

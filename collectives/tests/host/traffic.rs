@@ -1,6 +1,8 @@
 //! Random traffic matrices for the all-to-all, against a reference that moves one element at a
 //! time.
 
+use std::time::Duration;
+
 use crate::common::{Buffer, Heap, input, small_scratch};
 use proptest::prelude::*;
 use symmpool_collectives::{Element, HostOptions};
@@ -84,6 +86,62 @@ fn what_all_send_to_one_arrives_whole_whoever_writes_it() {
             check(&matrix, windows, HostOptions::default);
         }
     }
+}
+
+#[test]
+fn a_slow_consumer_reads_what_it_was_sent() {
+    // S1: ranks 1 and 2 send each other nothing, and all send nothing in every third call. S4: they are in
+    // the next call while rank 0 still reads what they wrote into its output.
+    let count = 50_000;
+    let heap = Heap::new(3, 1, 16 * count as u64, &small_scratch());
+    heap.ranks(|rank| {
+        let mut engine = heap.engine(rank, 0, small_scratch());
+        let from = Buffer::window(&heap, rank, 0, 4 * count);
+        let to = Buffer::window(&heap, rank, 4 * count as u64, 8 * count);
+        for call in 0..30 {
+            let count = if call % 3 == 2 { 0 } else { count };
+            let send = if rank == 0 { [0; 3] } else { [count, 0, 0] };
+            let receive = if rank == 0 { [0, count, count] } else { [0; 3] };
+            from.write(&vec![10 * call + rank as i32; send[0]]);
+            let (from, out) = (from.place, to.place);
+            // SAFETY: the windows hold what is sent and received, and are this rank's.
+            unsafe { engine.all_to_all_v(from, &send, out, &receive, i32::DTYPE) }.unwrap();
+            if rank == 0 {
+                std::thread::sleep(Duration::from_millis(3));
+                let expected = [vec![10 * call + 1; count], vec![10 * call + 2; count]].concat();
+                assert!(to.read::<i32>(2 * count) == expected, "call {call}");
+            }
+        }
+    });
+}
+
+#[test]
+fn counts_that_disagree_are_told_before_a_sender_writes() {
+    // S6
+    let count = 50_000;
+    let heap = Heap::new(2, 1, 16 * count as u64, &small_scratch());
+    heap.ranks(|rank| {
+        let mut engine = heap.engine(rank, 0, small_scratch());
+        let from = Buffer::window(&heap, rank, 0, 4 * count);
+        let to = Buffer::window(&heap, rank, 4 * count as u64, 8 * count);
+        from.write(&vec![1i32; count]);
+        to.write(&vec![7i32; 2 * count]);
+        for more in [1, 0, 1] {
+            let send = if rank == 0 { [0, 0] } else { [count, 0] };
+            let receive = if rank == 0 { [0, count + more] } else { [0, 0] };
+            let (from, out) = (from.place, to.place);
+            // SAFETY: the windows hold what is sent and received, and are this rank's.
+            let done = unsafe { engine.all_to_all_v(from, &send, out, &receive, i32::DTYPE) };
+            if more == 0 {
+                done.unwrap();
+                to.write(&vec![7i32; 2 * count]);
+            } else {
+                assert!(done.unwrap_err().is_diverged());
+                engine.barrier().unwrap();
+                assert!(to.read::<i32>(2 * count) == vec![7; 2 * count], "rank {rank}");
+            }
+        }
+    });
 }
 
 #[test]

@@ -64,12 +64,18 @@ impl HostEngine {
                 Err(end) => return Err(self.close(end)),
             }
         }
-        // A peer that waited in vain for this very call has left its words behind, and may use its
-        // memory for something else by now.
+        self.heed_abort()?;
+        Ok(all_agree)
+    }
+
+    /// Fails if a peer has given up: it waited in vain for this very call, has left its words behind, and
+    /// may use its memory for something else by now. To be asked before that is written.
+    #[inline]
+    pub(crate) fn heed_abort(&mut self) -> Result<()> {
         if let Some(end) = self.control.heard(&self.layout) {
             return Err(self.close(end));
         }
-        Ok(all_agree)
+        Ok(())
     }
 
     /// Tells every peer that this rank makes a call; returns the word that says which.
@@ -78,6 +84,7 @@ impl HostEngine {
         let (me, epoch, parity) = (self.layout.rank, self.epoch, self.parity());
         let word = entry_word(epoch, call.digest(self.salt));
         self.operation = call.words()[0] as u8;
+        self.call_timeout = self.timeout.get();
         self.steps_before = self.steps;
         // Advanced before anything can fail: the call counts, however it ends (S2).
         self.epoch += 1;
@@ -182,7 +189,7 @@ impl HostEngine {
             if let Some(end) = self.control.heard(&self.layout) {
                 return Err(end);
             }
-            let lookout = lookout.get_or_insert_with(|| Lookout::new(self.timeout.get()));
+            let lookout = lookout.get_or_insert_with(|| Lookout::new(self.call_timeout));
             let alive = self.options.peer_alive.as_ref().map(|alive| || alive(peer));
             lookout.look(alive).map_err(|cause| {
                 let (operation, timeout) = (self.operation, lookout.timeout());
