@@ -193,7 +193,8 @@ pub(crate) fn mismatch(number: u64, calls: &[Call]) -> Error {
     if groups.len() == 1 {
         return Error::mismatch(format!(
             "ranks made the same call ({}) as call {number}, but through communicators with \
-             different options; build them with the same options on every rank",
+             different options, or of different versions of symmpool; build them with the same \
+             options of the same version on every rank",
             calls[0]
         ));
     }

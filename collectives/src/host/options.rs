@@ -8,6 +8,10 @@ use symmpool_allocator::{Error, Result};
 
 use crate::AllToAllAlgorithm;
 
+/// The version of what ranks leave for each other in control segments; grows with any change to that.
+/// 2: rows of traffic matrices say where outputs are, and senders write shares of them.
+const LAYOUT_VERSION: u64 = 2;
+
 /// Tells whether a rank's process still runs.
 type PeerAlive = Box<dyn Fn(u32) -> bool + Send>;
 
@@ -66,13 +70,14 @@ impl HostOptions {
         Ok(())
     }
 
-    /// A hash of what must be equal on all ranks for calls to work.
+    /// A hash of what must be equal on all ranks for calls to work, the build's layout too.
     pub(super) fn salt(&self) -> u64 {
         let mut salt = self.scratch_bytes;
         let mut mix = |word: u64| {
             salt = (salt ^ word).wrapping_mul(0xff51_afd7_ed55_8ccd);
             salt ^= salt >> 32;
         };
+        mix(LAYOUT_VERSION);
         if self.all_to_all != AllToAllAlgorithm::Auto {
             mix(self.all_to_all as u64);
         }
