@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from symmpool.errors import InvalidStateError, TimeoutError  # noqa: A004
 from symmpool.groups import seconds_of
-from symmpool.torch_work import opaque
+from symmpool.torch_work import TorchWork, opaque
 
 __all__ = ["Messages"]
 
@@ -55,28 +55,17 @@ def _alone(group: Any, tensors: list[torch.Tensor], call: Call) -> Any:
 
 
 @opaque
-class _BatchWork(dist.Work):
+class _BatchWork(TorchWork):
     """Work of a batch of one message. NCCL's of a batch has no results: asked for them, it reads where
     nothing is."""
 
     def __init__(self, work: Any, tensors: list[torch.Tensor]):
-        super().__init__()
-        self._work, self._tensors = work, tensors
+        super().__init__(work)
+        self._tensors = tensors
 
     def wait(self, timeout: Any = None) -> bool:
+        # torch's own takes no None.
         return self._work.wait() if timeout is None else self._work.wait(timeout)
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        return self._work.is_success()
-
-    def exception(self) -> Any:
-        return self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
         return self._tensors
