@@ -35,12 +35,11 @@ import torch.distributed as dist
 # torch.distributed has the other operations' options, and not these.
 from torch._C._distributed_c10d import AllgatherOptions
 
-from symmpool import groups, leaving, placing, seats
+from symmpool import groups, leaving, lists, placing, reductions, seats
 from symmpool._symmpool import Group
 from symmpool.beside import Beside
 from symmpool.errors import (  # noqa: A004
     Error,
-    InvalidArgumentError,
     TimeoutError,
     UnsupportedError,
 )
@@ -57,34 +56,6 @@ _LATENESS = 2.0
 
 _counts: collections.Counter[tuple[str, str]] = collections.Counter()
 _last: list[str | None] = [None]
-
-# By number, as a `ReduceOp` and its constants both give it.
-_OPS = {
-    int(getattr(dist.ReduceOp, theirs)): ours
-    for theirs, ours in (
-        ("SUM", "sum"),
-        ("PRODUCT", "prod"),
-        ("MIN", "min"),
-        ("MAX", "max"),
-        ("AVG", "avg"),
-    )
-}
-# What is moved and not reduced may be of other types, too.
-_REDUCED = {
-    getattr(torch, name)
-    for name in (
-        "float32 float64 float16 bfloat16 int32 int64 uint8 int8 float8_e4m3fn float8_e5m2".split()
-    )
-}
-
-
-def _sum_of_inputs(op: Any) -> str | None:
-    """The sum's name, where an operation sums inputs times 1: what FSDP2 asks for where it is told to
-    divide gradients by 1, as torchtitan tells it."""
-    state = op.__getstate__() if isinstance(op, dist.ReduceOp) else (None, None)
-    by_one = state[0] == dist.ReduceOp.PREMUL_SUM and isinstance(state[1], float) and state[1] == 1
-    return "sum" if by_one else None
-
 
 def last_backend() -> str | None:
     """Which backend this process's last call on a group of symmpool's backend went to: "symmpool",
@@ -229,13 +200,13 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
     def _run(
         self,
         operation: str,
-        call: Any,
+        call: str,
         arguments: tuple[Any, ...],
+        finish: Any,
         results: list[torch.Tensor],
         opts: Any,
-        finish: Any = None,
     ) -> dist.Work:
-        """Makes a call of ours: `call` is the name of a method of communicators."""
+        """Makes a call of ours, and finishes it: `call` is the name of a method of communicators."""
         _note(operation, NAME)
         seat = seats.find(arguments[0], self)
         function = getattr(seat.comm, call)
@@ -248,11 +219,8 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
 
     def _reduces(self, opts: Any, *tensors: torch.Tensor) -> str | None:
         """The operation's name, where ours reduces such tensors so."""
-        op = getattr(opts.reduceOp, "op", opts.reduceOp)
-        name = _OPS.get(int(op)) or _sum_of_inputs(opts.reduceOp)
-        if name is None or any(tensor.dtype not in _REDUCED for tensor in tensors):
-            return None
-        return name if self._moves(*tensors) else None
+        name = reductions.named(opts.reduceOp, tensors)
+        return name if name is not None and self._moves(*tensors) else None
 
     def _moves(self, *tensors: torch.Tensor) -> bool:
         """Whether ours takes such tensors at all. What is wrong with them is told by whoever does:
@@ -276,7 +244,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             return self._rest.allreduce(tensors, opts)
         (tensor,) = tensors
         place, finish = placing.place(tensor)
-        return self._run("all_reduce", "all_reduce", (place, op), tensors, opts, finish)
+        return self._run("all_reduce", "all_reduce", (place, op), finish, tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
         if isinstance(tensors, torch.Tensor):
@@ -289,7 +257,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         root = opts.rootRank == self.rank()
         place, finish = (placing.plain(tensor), None) if root else placing.place(tensor)
         arguments = (place, opts.rootRank)
-        return self._run("broadcast", "broadcast", arguments, tensors, opts, finish)
+        return self._run("broadcast", "broadcast", arguments, finish, tensors, opts)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         opts = opts if opts is not None else AllgatherOptions()
@@ -298,7 +266,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             return self._rest._allgather_base(output, input, opts)
         place, finish = placing.place(output)
         arguments = (place, placing.plain(input))
-        return self._run("all_gather_into_tensor", "all_gather", arguments, [output], opts, finish)
+        return self._run("all_gather_into_tensor", "all_gather", arguments, finish, [output], opts)
 
     _allgather_base = all_gather_single
 
@@ -310,9 +278,28 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             return self._rest._reduce_scatter_base(output, input, opts)
         place, finish = placing.place(output)
         arguments = (place, placing.plain(input), op)
-        return self._run("reduce_scatter_tensor", "reduce_scatter", arguments, [output], opts, finish)
+        return self._run("reduce_scatter_tensor", "reduce_scatter", arguments, finish, [output], opts)
 
     _reduce_scatter_base = reduce_scatter_single
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        opts = opts if opts is not None else AllgatherOptions()
+        if not _is_one(inputs, outputs) or not self._moves(*inputs, *outputs[0]):
+            return self._pass("allgather", (outputs, inputs, opts))
+        (parts,), (tensor,) = outputs, inputs
+        lists.check("all_gather", self.size(), single=tensor, output=parts)
+        return self._run("allgather", *lists.gathered(parts, tensor), parts, opts)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        opts = opts if opts is not None else dist.ReduceScatterOptions()
+        one = _is_one(outputs, inputs)
+        op = self._reduces(opts, *outputs, *inputs[0]) if one else None
+        if op is None:
+            return self._pass("reduce_scatter", (outputs, inputs, opts))
+        (tensor,), (parts,) = outputs, inputs
+        lists.check("reduce_scatter", self.size(), single=tensor, input=parts)
+        planned = lists.scattered(tensor, parts, self.rank(), op)
+        return self._run("reduce_scatter", *planned, outputs, opts)
 
     # What functional collectives, DTensor with them, and Megatron's data parallelism call.
 
@@ -390,7 +377,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         place, finish = placing.place(output)
         arguments = (place, placing.plain(input))
         arguments += (list(output_splits) or None, list(input_splits) or None)
-        return self._run("all_to_all_single", "all_to_all_single", arguments, [output], opts, finish)
+        return self._run("all_to_all_single", "all_to_all_single", arguments, finish, [output], opts)
 
     alltoall_base = all_to_all_single
 
@@ -400,29 +387,11 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         if not outputs or self._names.get(outputs[0].device.type) == "nccl":
             self._other("alltoall", placing.first_tensor((outputs, inputs)))
             return self._rest.alltoall(outputs, inputs, opts)
-        self._check_parts(outputs, inputs)
+        lists.check("all_to_all", self.size(), output=outputs, input=inputs)
         if not self._moves(*outputs, *inputs):
             self._other("alltoall", outputs[0])
             return self._rest.alltoall(outputs, inputs, opts)
-        sizes = [each.numel() for each in outputs]
-        place = torch.empty(sum(sizes), dtype=outputs[0].dtype, device=outputs[0].device)
-        sent = torch.cat([placing.plain(each.detach()).reshape(-1) for each in inputs])
-        parts = zip(outputs, place.split(sizes), strict=True)
-        finish = placing.copies([(to, part.view(to.shape)) for to, part in parts])
-        arguments = (place, sent, sizes, [each.numel() for each in inputs])
-        return self._run("alltoall", "all_to_all_single", arguments, outputs, opts, finish)
-
-    def _check_parts(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-        """A list for each side, of a tensor for each rank."""
-        for name, parts in (("output", outputs), ("input", inputs)):
-            if len(parts) != self.size():
-                raise InvalidArgumentError(
-                    f"symmpool: all_to_all: {len(parts)} {name} tensors for {self.size()} ranks"
-                )
-        if len({(each.dtype, each.device) for each in (*outputs, *inputs)}) > 1:
-            raise InvalidArgumentError(
-                "symmpool: all_to_all: the tensors of both lists must be of one type, on one device"
-            )
+        return self._run("alltoall", *lists.exchanged(outputs, inputs), outputs, opts)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         opts = opts if opts is not None else dist.BarrierOptions()
@@ -445,6 +414,11 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         return DoneWork([], device)
 
 
+def _is_one(tensors: Any, lists_of_parts: Any) -> bool:
+    """Whether there is one tensor, and one list of its parts."""
+    return len(tensors) == 1 and len(lists_of_parts) == 1 and len(lists_of_parts[0]) > 0
+
+
 def _are_pairs(outputs: Any, inputs: Any) -> bool:
     return len(outputs) > 0 and len(outputs) == len(inputs)
 
@@ -461,12 +435,10 @@ def _passes(method: str) -> Any:
 
 # Those that classes derived from ProcessGroup may have, in whichever version of torch this is.
 for _method in (
-    "allgather",
     "allgather_coalesced",
     "gather",
     "recv_anysource",
     "reduce",
-    "reduce_scatter",
     "scatter",
 ):
     if hasattr(dist.ProcessGroup, _method):

@@ -22,20 +22,19 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 def place(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """What a call writes to where a tensor is meant, and what copies it from there, if need be."""
     copy = plain(tensor)
-    if copy is tensor:
-        return tensor, None
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    if any(size > 1 and stride == 0 for size, stride in sizes):
-        raise InvalidArgumentError(
-            "symmpool: a tensor to write to has elements that share their memory, as expand() makes "
-            "them; pass tensor.clone()"
-        )
-    return copy, copies([(tensor, copy)])
+    return (tensor, None) if copy is tensor else (copy, copies([(tensor, copy)]))
 
 
 def copies(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
     """What copies results to where they belong. In whichever thread: its modes are not the caller's,
     and a tensor made in inference mode, or one that requires grad, is written to in that mode only."""
+    for to, _ in pairs:
+        sizes = zip(to.shape, to.stride(), strict=True)
+        if any(size > 1 and stride == 0 for size, stride in sizes):
+            raise InvalidArgumentError(
+                "symmpool: a tensor to write to has elements that share their memory, as expand() makes "
+                "them; pass tensor.clone()"
+            )
 
     def copy() -> None:
         with torch.inference_mode():
