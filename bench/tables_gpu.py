@@ -127,6 +127,24 @@ def all_to_all(worlds):
     return f"{measured_on(world, report)}:\n\n{table(head, rows)}"
 
 
+def collectives(worlds):
+    """Ours and NCCL of `python -m symmpool bench collectives`, a row for each operation and size."""
+    world, report = recorded("collectives", worlds)
+    if report is None:
+        return not_measured("collectives", worlds)
+    rows = []
+    for entry in report["results"]:
+        times = {name: each["us"] for name, each in entry["figures"].items()}
+        ours = [times.get(name) for name in ("ours", "ours ordinary")]
+        peer = times.get("NCCL")
+        ratios = [exact(peer / own if peer and own else None) for own in ours]
+        times = [exact(time) for time in (*ours, peer)]
+        rows.append([entry["operation"], size(entry["bytes"]), *times, *ratios])
+    head = ["operation", "bytes", "symmpool us", "on torch's memory us", "NCCL us"]
+    head += ["NCCL / symmpool", "NCCL / on torch's memory"]
+    return f"{measured_on(world, report)}:\n\n{table(head, rows)}"
+
+
 def beside_rust():
     world, rust = recorded("allreduce_rust")
     _, report = recorded("allreduce", (world,))
@@ -274,5 +292,6 @@ MAKERS = {
     "all_reduce_gpu": lambda: all_reduce(WORLDS),
     "all_reduce_gpu2": lambda: all_reduce((2,)),
     "all_to_all_gpu": lambda: all_to_all(WORLDS),
+    "collectives_gpu": lambda: collectives(WORLDS),
     "gpu_more": more,
 }

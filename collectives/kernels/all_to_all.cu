@@ -58,11 +58,11 @@ __device__ __forceinline__ void push_in_step(const Exchange& exchange) {
 // What leaves this rank straight, and its own part, given out to blocks by how long it takes, so
 // that all end together whatever the counts. Each peer is served by other blocks at the same time,
 // in proportion to what it gets, so that no two ranks turn to one peer first: for counts that differ,
-// where steps would be of different length. One of so many turns.
-__device__ __forceinline__ void push(const Routes& routes, u32 turn, u32 turns) {
+// where steps would be of different length. One of so many turns; stages copy the own part, if there are any.
+__device__ __forceinline__ void push(const Routes& routes, bool staged, u32 turn, u32 turns) {
     u64 total = 0;
 #pragma unroll 1
-    for (u32 distance = 0; distance < WORLD; ++distance) {
+    for (u32 distance = staged; distance < WORLD; ++distance) {
         total += (distance == 0 ? 1 : LOCAL_SHARE) * Copy(routes[distance]).units();
     }
     const u64 first = part(total, data_block(), data_blocks());
@@ -72,7 +72,7 @@ __device__ __forceinline__ void push(const Routes& routes, u32 turn, u32 turns) 
     u64 before = 0;
     // The own part comes last.
 #pragma unroll 1
-    for (u32 next = 1; next <= WORLD; ++next) {
+    for (u32 next = 1; next <= WORLD - staged; ++next) {
         const u32 distance = next % WORLD;
         const Copy copy(routes[distance]);
         const u64 count = copy.units(), share = distance == 0 ? 1 : LOCAL_SHARE;
@@ -244,15 +244,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     const bool more = exchange.has_more();
-    bool uneven = false;
+    bool uneven = false, staged = false;
     if ((SHOTS & STRAIGHT) && more) {
         // What peers' memory gets is what they expect.
         if (!table.agreed() || !table.await<COUNTED, ROW_WORDS, false, true>(session, call)) {
             return;
         }
         exchange.plan_routes();
+        staged = exchange.has_stages();
         // One block copies the own part in a ring.
-        uneven = data_blocks() < 2 || !(traffic.ring || even(exchange));
+        uneven = data_blocks() < 2 || staged || !(traffic.ring || even(exchange));
         if (!uneven) {
             push_in_step(exchange);
         }
@@ -269,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // round is taken.
     const bool passed = pass(outgoing, receives, [&](u32 turn, u32 turns) {
         if (uneven) {
-            push(routes, turn, turns);
+            push(routes, staged, turn, turns);
         } else if (ROWS && turn == 0 && !more && !own) {
             share(exchange.own(), data_block(), data_blocks());
         }
@@ -278,10 +279,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     raise_pushed(exchange);
-    bool staged = false;
-    for (u32 peer = 0; peer < WORLD; ++peer) {
-        staged = staged || exchange.staged(comm.rank, peer) || exchange.staged(peer, comm.rank);
-    }
     for (u32 stage = data_block(); staged && stage < STAGES; stage += data_blocks()) {
         if (!run_stage(exchange, stage)) {
             return;

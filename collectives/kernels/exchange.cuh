@@ -112,10 +112,10 @@ struct Exchange {
         }
         return Target(call.output + traffic.receive_begin[from], bytes(receives(from)));
     }
-    // This rank's part for itself.
+    // This rank's part for itself; nothing where it is in its place.
     __device__ __forceinline__ Route own() const {
         const Target target = output(rank());
-        const u64 most = bytes(sends(rank()));
+        const u64 most = target.begin == input(rank()) ? 0 : bytes(sends(rank()));
         return Route{input(rank()), target.begin, target.bytes < most ? target.bytes : most};
     }
     // What is behind the inbox's share of a part, as far as there is room.
@@ -152,6 +152,14 @@ struct Exchange {
         const bool more = (SHOTS & STRAIGHT) && peer < WORLD && peer != rank() &&
                           (!by_inbox(rank(), peer) || !by_inbox(peer, rank()));
         return __any_sync(~0u, more);
+    }
+    // Whether anything of this rank passes through scratch.
+    __device__ __forceinline__ bool has_stages() const {
+        bool found = false;
+        for (u32 peer = 0; peer < WORLD; ++peer) {
+            found = found || staged(rank(), peer) || staged(peer, rank());
+        }
+        return found;
     }
     // Whether this rank's own part is taken as what comes is: where its place is not known earlier, and it
     // is little enough for that to be the quicker way.

@@ -1,5 +1,5 @@
 //! Two shots for what no inbox holds: shares are pushed into peers' scratch, and results straight
-//! into peers' output, which is a window. Also the halves alone, and broadcast.
+//! into peers' output, which is a window. Also the first alone, a reduce-scatter.
 //! Defines: WORLD, DTYPE, OP, THREADS, SHOTS.
 //!
 //! Blocks of one number on all ranks work together and wait for each other alone. A block sends all
@@ -13,7 +13,6 @@
 
 #define SCATTER 1
 #define GATHER 2
-#define BROADCAST 4
 
 using namespace symmpool;
 
@@ -41,39 +40,6 @@ __device__ __forceinline__ void copy(const Source& source, u64 from, u64 to, Sto
 }
 
 __device__ __forceinline__ u64 least(u64 a, u64 b) { return a < b ? a : b; }
-
-// All-gather and broadcast: this rank's input into every output.
-__device__ __forceinline__ void spread(const Session& session, const Call& call) {
-    const Comm& comm = session.comm;
-    if ((SHOTS & BROADCAST) && comm.rank != call.root) {
-        await_flag(session, FINISHED, call.root, data_block(), 1, RESULT);
-        return;
-    }
-    const Source input(call.input, call.bytes);
-    char* part = call.output + ((SHOTS & BROADCAST) ? 0 : comm.rank * call.stride);
-    const Range range(0, input.vectors());
-    if (!all_entered(session)) {
-        return;
-    }
-    auto send = [&](u32 distance) {
-        const Target output(comm.at_peer(part, comm.after(distance)), call.bytes);
-        if (output.begin != input.begin) {
-            copy(input, range.from, range.to,
-                 [&](u64 at, uint4 vector) { output.store(at, vector); });
-        }
-    };
-    for (u32 distance = 1; distance < WORLD; ++distance) {
-        if (distance > 1 && !(SHOTS & BROADCAST)) {
-            keep_step(session, distance);
-        }
-        send(distance);
-    }
-    raise(session, FINISHED, 1);
-    send(0);
-    if (!(SHOTS & BROADCAST)) {
-        await_flags(session, FINISHED, 1, RESULT);
-    }
-}
 
 // Shares, or parts, through scratch.
 struct Push {
@@ -161,10 +127,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     session.advance();
-    if (!(SHOTS & SCATTER)) {
-        spread(session, call);
-        return;
-    }
     const Push push(session, call);
     if (push.run(Range(0, push.parts.vectors()))) {
         await_flags(session, FINISHED, 1, RESULT);

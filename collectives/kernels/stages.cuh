@@ -8,7 +8,12 @@ namespace symmpool {
 
 // Blocks that a pair's data through scratch is cut for; any number of blocks does their work, in
 // order, on each rank for itself.
-constexpr u32 STAGES = 64;
+constexpr u32 STAGES = 128;
+// Bytes that one of them moves at once: a quarter of what it has, so that one side stores while the other
+// takes. On two H200s, an all-gather of 256 MiB takes 481 us in 256 KiB, 495 in half of that, and a broadcast
+// of 64 MiB 200 us in 128 KiB, 221 in twice that.
+constexpr u64 LEAST_CHUNK = 128 << 10;
+constexpr u64 MOST_CHUNK = 256 << 10;
 
 // One stage's share of what a pair sends through scratch.
 struct Stage {
@@ -25,7 +30,10 @@ struct Stage {
         const u64 first = stage * each < length ? stage * each : length;
         from = exchange.traffic.head + first;
         to = from + (each < length - first ? each : length - first);
-        chunk = 16 * (half(comm) / STAGES / 8 * 8);
+        const u64 room = 16 * (half(comm) / STAGES / 8 * 8);
+        const u64 quarter = each / 512 * 128;
+        chunk = quarter < LEAST_CHUNK ? LEAST_CHUNK : quarter < MOST_CHUNK ? quarter : MOST_CHUNK;
+        chunk = chunk < room ? chunk : room;
         rounds = static_cast<u32>((to - from + chunk - 1) / chunk);
     }
     // Vectors of scratch that a rank has on another for every other round.
@@ -55,8 +63,13 @@ __device__ __forceinline__ void tell(const Session& session, u32 kind, u32 stage
     }
 }
 
+// One turn of so many of a stage's share of this rank's own part, which needs no link.
+__device__ __forceinline__ void copy_own(const Route& own, u32 stage, u32 turn, u32 turns) {
+    share(own, stage * turns + turn, STAGES * turns);
+}
+
 // Through the scratch of receivers whose output is no window. Stages run in order on every rank,
-// so the first that is not done can always go on.
+// so the first that is not done can always go on. The own part is copied while data is on its way.
 __device__ __forceinline__ bool run_stage(const Exchange& exchange, u32 stage) {
     const Session& session = exchange.session;
     const Comm& comm = session.comm;
@@ -68,6 +81,9 @@ __device__ __forceinline__ bool run_stage(const Exchange& exchange, u32 stage) {
         const u32 in = Stage(exchange, peer, rank, stage).rounds;
         rounds = out > rounds ? out : rounds;
         rounds = in > rounds ? in : rounds;
+    }
+    if (rounds == 0) {
+        copy_own(exchange.routes[0], stage, 0, 1);
     }
     for (u32 round = 0; round < rounds; ++round) {
         for (u32 distance = 1; distance < WORLD; ++distance) {
@@ -87,6 +103,7 @@ __device__ __forceinline__ bool run_stage(const Exchange& exchange, u32 stage) {
         }
         tell(session, ARRIVED, stage, round + 1,
              [&](u32 peer) { return round < Stage(exchange, rank, peer, stage).rounds; });
+        copy_own(exchange.routes[0], stage, round, rounds);
         for (u32 distance = 1; distance < WORLD; ++distance) {
             const u32 peer = comm.after(distance);
             const Stage in(exchange, peer, rank, stage);

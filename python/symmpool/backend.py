@@ -164,10 +164,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
     def _is_asked_for(self, kind: str) -> bool:
         """Whether `init_process_group` named ours for such devices: a backend of another name may
         stand beside it."""
-        config = dist.distributed_c10d._world.pg_backend_config.get(self, "")
-        pairs = [pair.partition(":") for pair in str(config).split(",")]
-        named = {device: backend for device, _, backend in pairs if backend}
-        return named.get(kind, NAME) == NAME
+        return groups.backends_of(self).get(kind, NAME) == NAME
 
     def _found_out(self, number: int) -> bool:
         name = "cpu" if number < 0 else f"cuda:{number}"

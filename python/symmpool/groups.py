@@ -123,6 +123,14 @@ def _member(dist: Any, group: Any) -> tuple[int, int, Any]:
     return rank, world, store
 
 
+def backends_of(group: Any) -> dict[str, str]:
+    """The backends of a process group of torch by kind of device, as the program named them: nothing where
+    it named none."""
+    config = distributed().distributed_c10d._world.pg_backend_config.get(group, "")
+    pairs = [pair.partition(":") for pair in str(config).split(",")]
+    return {device: backend for device, _, backend in pairs if backend}
+
+
 def _timeout_of_torch(group: Any, kind: str | None) -> float | None:
     """How long a process group of torch waits, in seconds: what the options of its backend for a kind
     of device say ("cpu", "cuda"), or of any backend; None where none says so."""
@@ -216,6 +224,11 @@ def pools_of(key: Any) -> list[Any]:
         if len(alive) != len(known):
             _pools[key] = [weakref.ref(pool) for pool in alive]
         return alive
+
+
+def key_holding(pool: Any) -> Any:
+    """The object that stands for a pool's group, by which that has been made; None for a pool that is gone."""
+    return next((key for key in list(_pools) if pool in pools_of(key)), None)
 
 
 def holding(tensor: Any) -> list[Any]:

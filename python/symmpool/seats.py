@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from symmpool import groups, work
+from symmpool import groups, sharing, work
 from symmpool._symmpool import Communicator, Pool
 from symmpool.errors import Error, InvalidArgumentError, TimeoutError, UnsupportedError  # noqa: A004
 from symmpool.named import group_of, resolved
@@ -37,7 +37,8 @@ class Seat:
     __slots__ = ("comm", "device", "tail", "side", "__weakref__")
 
     def __init__(self, pool: Pool):
-        self.comm = Communicator(pool, timeout=groups.timeout_of(pool))
+        concurrent = sharing.at_once(pool)
+        self.comm = Communicator(pool, timeout=groups.timeout_of(pool), concurrent=concurrent)
         self.device = number_of(pool.device)
         # The turn of the last call that was made with async_op, until something has waited for it.
         self.tail: Any = None

@@ -97,12 +97,12 @@ def test_wrong_results_are_counted():
     assert check.count_wrong(torch, again, 3, "sum", calls=3) == 0
 
 
-def torchrun(world, *arguments):
-    """Runs the benchmark under a launcher, which ends its ranks when it is asked to end."""
+def torchrun(world, *arguments, benchmark="allreduce"):
+    """Runs a benchmark under a launcher, which ends its ranks when it is asked to end."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-    command += ["--master-port", str(port), "-m", "symmpool", "bench", "allreduce", *arguments]
+    command += ["--master-port", str(port), "-m", "symmpool", "bench", benchmark, *arguments]
     pipe = subprocess.PIPE
     # The launcher leaves a folder for logs behind.
     with tempfile.TemporaryDirectory() as folder:

@@ -7,7 +7,9 @@ use symmpool_collectives::{
 
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
-use crate::{ORDINARY, Options, equal_parts, exchange, huge, repeats, rows, sided, slow, streams};
+use crate::{
+    ORDINARY, Options, equal_parts, exchange, huge, repeats, rows, sided, slow, spread, streams,
+};
 
 /// Room for the longest data and any alignment.
 const ROOM: usize = 5 << 20;
@@ -75,6 +77,11 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             cases += some_cases;
             wrong += some_wrong;
         }
+    }
+    if options.asks("spread") {
+        let (some_cases, some_wrong) = spread::run(pool, options)?;
+        cases += some_cases;
+        wrong += some_wrong;
     }
     if options.asks("rows") {
         let (row_cases, row_wrong) = rows::run(pool, options)?;

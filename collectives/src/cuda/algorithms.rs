@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)] // passes on the caller's promises about raw buffers
 
-use symmpool_allocator::{Error, Result, Stream};
+use symmpool_allocator::{Result, Stream};
 
 use super::engine::CudaEngine;
 use super::kernels::{Loaded, Specialty};
@@ -17,7 +17,7 @@ use crate::{DType, Place, ReduceOp};
 /// Bits of `SHOTS` in the kernels.
 pub(super) const SCATTER: u8 = 1;
 pub(super) const GATHER: u8 = 2;
-const BROADCAST: u8 = 4;
+pub(super) const BROADCAST: u8 = 4;
 
 /// Most threads of a block, which kernels are compiled for.
 pub(super) const THREADS: u32 = 512;
@@ -36,8 +36,11 @@ pub(super) struct Grid {
 
 impl Grid {
     /// A thread for each of `vectors`, as far as `most` blocks go, and one block more, which
-    /// attends to the entry. All of them run at once: blocks of peers wait for each other.
+    /// attends to the entry. All of them run at once: blocks of peers wait for each other. Where
+    /// communicators that work at once leave too few for so many threads each, blocks have all they can.
     pub(super) fn new(kernel: &Loaded, vectors: u64, threads: u32, most: u32) -> Self {
+        let few = vectors.div_ceil(u64::from(threads)) >= u64::from(kernel.most_blocks);
+        let threads = if few { kernel.threads } else { threads };
         let resident = u64::from(kernel.resident);
         let by_threads = resident * u64::from(kernel.threads) / u64::from(threads);
         let by_slots = u64::from(kernel.processors) * BLOCKS_OF_PROCESSOR;
@@ -71,9 +74,9 @@ pub(super) struct Work {
     pub(super) bytes: u64,
     /// From part to part.
     pub(super) stride: u64,
-    dtype: DType,
-    op: ReduceOp,
-    root: u32,
+    pub(super) dtype: DType,
+    pub(super) op: ReduceOp,
+    pub(super) root: u32,
     pub(super) stream: Stream,
 }
 
@@ -163,7 +166,7 @@ impl CudaEngine {
         }
         if self.world() == 1 {
             // SAFETY: the caller's promises, which are passed on.
-            return unsafe { self.push(&work, GATHER) };
+            return unsafe { self.copy_alone(call, (input, output), count, dtype, stream) };
         }
         let (dtype, why) = (dtype.name(), why.name());
         tracing::debug!(bytes, dtype, algorithm = ?chosen, why, "all_reduce");
@@ -217,7 +220,12 @@ impl CudaEngine {
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
-    unsafe fn two_shot(&mut self, work: &Work, shots: u8, sentinels: bool) -> Result<()> {
+    pub(super) unsafe fn two_shot(
+        &mut self,
+        work: &Work,
+        shots: u8,
+        sentinels: bool,
+    ) -> Result<()> {
         let room =
             if sentinels { self.control.sentinel_vectors() } else { self.control.packet_vectors() };
         let ranks = u64::from(self.world());
@@ -329,127 +337,38 @@ impl CudaEngine {
         let (bytes, stride) = (part, part);
         let work =
             Work { call, input: from, output: to, bytes, stride, dtype, op, root: 0, stream };
-        let sentinels = has_sentinels(dtype);
-        // SAFETY: the caller's promises, which are passed on.
-        unsafe { self.half(&work, SCATTER, sentinels, true) }
-    }
-
-    /// Copies rank `r`'s `input` to part `r` of every rank's `output`; `count` elements a part.
-    ///
-    /// # Safety
-    ///
-    /// As [`CudaEngine::all_reduce`]; `output` has `world` parts.
-    pub(crate) unsafe fn all_gather(
-        &mut self,
-        (input, output): (Place, Place),
-        count: usize,
-        dtype: DType,
-        stream: Stream,
-    ) -> Result<()> {
-        self.ready()?;
-        let part = self.bytes("all_gather", count, dtype, stream)?;
-        let whole = self.parts("all_gather", part, stream)?;
-        let (from, to) = (self.address(input), self.address(output));
-        if from != to + u64::from(self.rank()) * part {
-            self.apart("all_gather", (from, part), (to, whole), stream)?;
-        }
-        let call =
-            Call::new(Operation::AllGather).elements(dtype, count).input(input).output(output);
-        let work = Work {
-            call,
-            input: from,
-            output: to,
-            bytes: part,
-            stride: part,
-            dtype,
-            op: ReduceOp::Sum,
-            root: 0,
-            stream,
-        };
-        // SAFETY: the caller's promises, which are passed on.
-        unsafe { self.half(&work, GATHER, false, output.is_window()) }
-    }
-
-    /// Copies `count` elements of the root's `place` into every other rank's.
-    ///
-    /// # Safety
-    ///
-    /// As [`CudaEngine::all_reduce`].
-    pub(crate) unsafe fn broadcast(
-        &mut self,
-        place: Place,
-        count: usize,
-        dtype: DType,
-        root: u32,
-        stream: Stream,
-    ) -> Result<()> {
-        self.ready()?;
-        let bytes = self.bytes("broadcast", count, dtype, stream)?;
-        if root >= self.world() {
-            let why = Error::invalid_argument(format!(
-                "broadcast from rank {root} on rank {}: there are {} ranks",
-                self.rank(),
-                self.world()
-            ));
-            return Err(self.decline(why, stream));
-        }
-        let at = self.address(place);
-        let call = Call::new(Operation::Broadcast)
-            .elements(dtype, count)
-            .root(root)
-            .input(place)
-            .output(place)
-            .in_place(true);
-        let work = Work {
-            call,
-            input: at,
-            output: at,
-            bytes,
-            stride: 0,
-            dtype,
-            op: ReduceOp::Sum,
-            root,
-            stream,
-        };
-        // SAFETY: the caller's promises, which are passed on.
-        unsafe { self.half(&work, BROADCAST, false, place.is_window()) }
-    }
-
-    /// A half of an all-reduce, or a broadcast: through the inbox while that is faster, else
-    /// straight where that can be.
-    ///
-    /// # Safety
-    ///
-    /// As [`CudaEngine::all_reduce`].
-    unsafe fn half(
-        &mut self,
-        work: &Work,
-        shots: u8,
-        sentinels: bool,
-        straight: bool,
-    ) -> Result<()> {
-        if work.bytes == 0 {
-            return self.enter_only(work.call, work.stream);
+        if part == 0 {
+            return self.enter_only(call, stream);
         }
         if self.world() == 1 {
-            // SAFETY: passed on.
-            return unsafe { self.push(work, GATHER) };
+            // SAFETY: the caller's promises, which are passed on.
+            return unsafe { self.copy_alone(call, (input, output), count, dtype, stream) };
         }
+        // SAFETY: likewise.
+        unsafe { self.scatter(&work, has_sentinels(dtype)) }
+    }
+
+    /// Through the inbox while that is faster, else through scratch.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_reduce`].
+    unsafe fn scatter(&mut self, work: &Work, sentinels: bool) -> Result<()> {
         // Packets are twice as long as what they carry; sentinels are not.
         let inbox = if sentinels { 4 << 20 } else { 64 << 10 };
-        let pushed = straight && work.bytes > inbox;
+        let pushed = work.bytes > inbox;
         let (bytes, call) = (work.bytes, work.call);
         tracing::debug!(bytes, %call, pushed, sentinels, "through scratch or inboxes");
         if pushed {
             // SAFETY: passed on.
-            return unsafe { self.push(work, shots) };
+            return unsafe { self.push(work, SCATTER) };
         }
         // SAFETY: passed on.
-        unsafe { self.two_shot(work, shots, sentinels) }
+        unsafe { self.two_shot(work, SCATTER, sentinels) }
     }
 
-    /// Straight into outputs that are windows, in as many calls as the scratch asks for. Each begins
-    /// with all blocks of all ranks in step.
+    /// Through scratch and, of an all-reduce, straight into outputs that are windows, in as many calls as
+    /// the scratch asks for. Each begins with all blocks of all ranks in step.
     ///
     /// # Safety
     ///
@@ -459,16 +378,10 @@ impl CudaEngine {
         let loaded = self.loaded(&PUSH, work, shots, false, THREADS)?;
         // Of what a block's range is of: a share, or a part.
         let shares = if shots == SCATTER | GATHER { ranks } else { 1 };
-        let room = self.control.scratch_room(self.world()) * shares;
-        let most = if shots & SCATTER != 0 { room } else { u64::MAX };
-        let vectors = |bytes: u64| bytes.div_ceil(16).div_ceil(shares);
+        let most = self.control.scratch_room(self.world()) * shares;
         for piece in work.pieces(most, 128 * shares) {
-            let wanted = vectors(piece.bytes);
-            let grid = if shots & SCATTER != 0 {
-                Grid::new(&loaded, wanted, THREADS, PUSHING).and_one(&loaded, wanted)
-            } else {
-                Grid::new(&loaded, wanted, THREADS, 256)
-            };
+            let wanted = piece.bytes.div_ceil(16).div_ceil(shares);
+            let grid = Grid::new(&loaded, wanted, THREADS, PUSHING).and_one(&loaded, wanted);
             // SAFETY: a stretch of what the caller promised.
             unsafe { self.put_in_blocks(loaded, grid, &piece) }?;
         }

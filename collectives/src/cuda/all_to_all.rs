@@ -29,6 +29,55 @@ const HEAD_BYTES: u64 = 2 << 20;
 /// Blocks that keep all links busy.
 const MOST_BLOCKS: u32 = 132;
 
+/// A number for each rank.
+type PerRank = [u64; MOST_RANKS as usize];
+
+/// What a rank sends to and receives from each, as the host knows it: elements, and where they begin in its
+/// input and output, in bytes. As ranks tell each other counts alone, parts follow each other in outputs.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Parts {
+    send: PerRank,
+    receive: PerRank,
+    send_begin: PerRank,
+    receive_begin: PerRank,
+}
+
+impl Parts {
+    /// One behind the other on both sides.
+    fn apart(send: PerRank, receive: PerRank, size: u64) -> Self {
+        let (send_begin, receive_begin) = (begins(&send, size), begins(&receive, size));
+        Self { send, receive, send_begin, receive_begin }
+    }
+
+    /// All that a rank has to every rank, of so many elements each.
+    pub(super) fn gathered(rank: u32, counts: &[u64], size: u64) -> Self {
+        let receive = per_rank(counts.iter().copied());
+        let send = per_rank(counts.iter().map(|_| counts[rank as usize]));
+        Self { send_begin: PerRank::default(), ..Self::apart(send, receive, size) }
+    }
+
+    /// From one rank as much as `counts` says to each other one, of its input from `begins` on.
+    pub(super) fn from_root((rank, root): (u32, u32), counts: &[u64], begins: &[u64]) -> Self {
+        let others = (0..).zip(counts).map(|(peer, count)| if peer == root { 0 } else { *count });
+        let mut parts = Self::default();
+        if rank == root {
+            parts.send = per_rank(others);
+            parts.send_begin = per_rank(begins.iter().copied());
+        } else {
+            parts.receive[root as usize] = counts[rank as usize];
+        }
+        parts
+    }
+}
+
+fn per_rank(numbers: impl Iterator<Item = u64>) -> PerRank {
+    let mut all = PerRank::default();
+    for (each, number) in all.iter_mut().zip(numbers) {
+        *each = number;
+    }
+    all
+}
+
 impl CudaEngine {
     /// Sends `count` elements to every rank, as [`CudaEngine::all_to_all_v`].
     ///
@@ -69,12 +118,8 @@ impl CudaEngine {
         self.ready()?;
         let (rank, world) = (self.rank() as usize, self.world() as usize);
         let size = dtype.size() as u64;
-        let (mut sent, mut received) = ([0; MOST_RANKS as usize], [0; MOST_RANKS as usize]);
-        for (to, counts) in [(&mut sent, send), (&mut received, receive)] {
-            for (to, count) in to.iter_mut().zip(counts) {
-                *to = *count as u64;
-            }
-        }
+        let of_all = |counts: &[usize]| per_rank(counts.iter().map(|count| *count as u64));
+        let (sent, received) = (of_all(send), of_all(receive));
         let bytes = |counts: &[u64]| {
             let total = counts.iter().try_fold(0_u64, |sum, count| sum.checked_add(*count));
             total?.checked_mul(size).filter(|bytes| *bytes <= self.pool_stride())
@@ -101,28 +146,50 @@ impl CudaEngine {
             (self.address(output), capacity),
             stream,
         )?;
+        let call = self.call_of(dtype, 1);
+        // SAFETY: the caller's promises, which are passed on; no sum is longer.
+        unsafe {
+            self.exchange(call, (input, output), &Parts::apart(sent, received, size), dtype, stream)
+        }
+    }
+
+    /// Sends and receives parts that are known here.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_to_all_v`], for the parts of input and output.
+    pub(super) unsafe fn exchange(
+        &mut self,
+        call: Call,
+        places: (Place, Place),
+        parts: &Parts,
+        dtype: DType,
+        stream: Stream,
+    ) -> Result<()> {
+        let (rank, size) = (self.rank() as usize, dtype.size() as u64);
         let (inbox_bytes, head) = self.in_inboxes();
-        let others = |counts: [u64; MOST_RANKS as usize]| {
-            counts.into_iter().enumerate().filter(move |(peer, _)| *peer != rank)
-        };
-        let longest = others(sent).chain(others(received)).map(|(_, count)| count * size).max();
-        let longest = longest.unwrap_or(0);
+        let others =
+            |counts: PerRank| counts.into_iter().enumerate().filter(move |(peer, _)| *peer != rank);
+        let longest =
+            others(parts.send).chain(others(parts.receive)).map(|(_, count)| count * size);
+        let longest = longest.max().unwrap_or(0);
         // Of whole items, as warps take them.
         let through = |counts| {
             let items = others(counts).map(|(_, count)| (count * size).next_multiple_of(ITEM));
             items.sum::<u64>()
         };
+        let [length, capacity] = [parts.send, parts.receive].map(|all| all.iter().sum::<u64>());
         let traffic = Traffic {
-            send: sent,
-            receive: received,
-            send_begin: begins(&sent, size),
-            receive_begin: begins(&received, size),
+            send: parts.send,
+            receive: parts.receive,
+            send_begin: parts.send_begin,
+            receive_begin: parts.receive_begin,
             splits: 0,
             received: 0,
             offsets: 0,
-            length: length / size,
-            capacity: capacity / size,
-            window: window(output),
+            length,
+            capacity,
+            window: window(places.1),
             inbox_bytes,
             head,
             size: size as u32,
@@ -130,12 +197,12 @@ impl CudaEngine {
             ring: self.keeps_ring(),
         };
         let work = if longest <= inbox_bytes {
-            (INBOXES, through(sent).max(through(received)).max(sent[rank] * size))
+            let own = parts.send[rank] * size;
+            (INBOXES, through(parts.send).max(through(parts.receive)).max(own))
         } else {
-            (INBOXES | STRAIGHT, length.max(capacity))
+            (INBOXES | STRAIGHT, length.max(capacity) * size)
         };
-        let (call, places) = (self.exchange(dtype, 1), (input, output));
-        // SAFETY: the caller's promises, which are passed on; no sum is longer.
+        // SAFETY: the caller's promises, which are passed on.
         unsafe { self.launch_exchange(work, &call, places, &traffic, stream) }
     }
 
@@ -191,10 +258,10 @@ impl CudaEngine {
         }
         let (inbox_bytes, head) = self.in_inboxes();
         let traffic = Traffic {
-            send: [0; MOST_RANKS as usize],
-            receive: [0; MOST_RANKS as usize],
-            send_begin: [0; MOST_RANKS as usize],
-            receive_begin: [0; MOST_RANKS as usize],
+            send: PerRank::default(),
+            receive: PerRank::default(),
+            send_begin: PerRank::default(),
+            receive_begin: PerRank::default(),
             splits: counts,
             received,
             offsets,
@@ -208,14 +275,14 @@ impl CudaEngine {
             ring: self.keeps_ring(),
         };
         let work = (INBOXES | STRAIGHT | DEVICE, input_bytes);
-        let (call, places) = (self.exchange(dtype, row), (input, output));
+        let (call, places) = (self.call_of(dtype, row), (input, output));
         // SAFETY: the caller's promises, which are passed on; the kernel reads no more of the input
         // than its length, whatever the counts, and writes no more than the capacity.
         unsafe { self.launch_exchange(work, &call, places, &traffic, stream) }
     }
 
     /// What ranks agree on: not places, which rows tell, nor counts, which rows compare.
-    fn exchange(&self, dtype: DType, row: usize) -> Call {
+    fn call_of(&self, dtype: DType, row: usize) -> Call {
         let algorithm = self.all_to_all as u8;
         Call::new(Operation::AllToAllV).elements(dtype, row).algorithm(algorithm)
     }
@@ -267,7 +334,7 @@ impl CudaEngine {
             _ => bound,
         };
         let mut grid = Grid::new(&loaded, vectors, threads, most);
-        // And where communicators that work at once leave few blocks.
+        // And where blocks are few.
         if grid.data_blocks() * grid.threads / 32 < self.world() {
             grid = Grid::new(&loaded, vectors, bound, most);
         }
@@ -287,7 +354,7 @@ impl CudaEngine {
 }
 
 /// Where parts of so many elements begin, in bytes.
-fn begins(counts: &[u64; MOST_RANKS as usize], size: u64) -> [u64; MOST_RANKS as usize] {
+fn begins(counts: &PerRank, size: u64) -> PerRank {
     let mut before = 0;
     counts.map(|count| {
         before += count * size;

@@ -1,4 +1,4 @@
-//! All-to-alls of equal parts that copy engines carry: `copy`.
+//! All-to-alls of equal parts, and all-gathers, that copy engines carry: `copy`.
 //!
 //! An H200's copy engine reaches 388 GB/s on its links, where stores of kernels end at 366, but each
 //! copy begins with some microseconds of nothing, and only one is to be under way at a time. So a
@@ -32,6 +32,16 @@ const HEAD_BYTES: u64 = 4 << 20;
 /// Blocks beside copies: enough for that.
 const BLOCKS: u32 = 32;
 
+/// Equal parts that go by copy engines, as addresses and bytes: of the input they begin so far `apart`,
+/// which is nothing where all peers get the same.
+#[derive(Clone, Copy)]
+pub(super) struct Copied {
+    pub(super) from: u64,
+    pub(super) to: u64,
+    pub(super) part: u64,
+    pub(super) apart: u64,
+}
+
 impl CudaEngine {
     /// Whether equal parts of so many bytes go by copy engines: the same on every rank if outputs are
     /// windows on all or on none.
@@ -60,18 +70,34 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         self.ready()?;
-        let rank = self.rank();
         let part = self.bytes("all_to_all", count, dtype, stream)?;
         let whole = self.parts("all_to_all", part, stream)?;
         let call = Call::new(Operation::AllToAll).elements(dtype, count).output(output);
         let call = call.algorithm(AllToAllAlgorithm::Copy as u8);
         let (from, to) = (self.address(input), self.address(output));
         self.apart("all_to_all", (from, whole), (to, whole), stream)?;
+        // SAFETY: the caller's promises, which are passed on.
+        unsafe { self.copy_parts(call, Copied { from, to, part, apart: part }, stream) }
+    }
+
+    /// A part to every peer, at this rank's place there.
+    ///
+    /// # Safety
+    ///
+    /// As [`CudaEngine::all_to_all_v`], for these parts; the output is a window, at one offset on all ranks.
+    pub(super) unsafe fn copy_parts(
+        &mut self,
+        call: Call,
+        copied: Copied,
+        stream: Stream,
+    ) -> Result<()> {
+        let Copied { from, to, part, apart } = copied;
+        let whole = part * u64::from(self.world());
         let head = self.head_of(part);
         let kernel = self.kernel(Specialty::new(&BESIDE_COPIES, THREADS))?.after_copies();
         let row = if self.world() > 2 { self.peers_in_a_row(to, whole) } else { None };
         let (in_a_row, asked) = (row.is_some(), self.all_to_all.name());
-        tracing::debug!(part, head, in_a_row, algorithm = "copy", asked, "all_to_all");
+        tracing::debug!(part, head, in_a_row, algorithm = "copy", asked, %call);
         let (copies, beside) = (self.aside, self.beside);
         self.turn_to(stream)?;
         self.fork(stream, beside)?;
@@ -79,9 +105,10 @@ impl CudaEngine {
         self.enter_and_tell(call, stream)?;
         let params = CallParams {
             input: from,
-            output: to + u64::from(rank) * part,
+            output: to + u64::from(self.rank()) * part,
             bytes: head,
             stride: part,
+            root: u32::from(apart == 0),
             ..CallParams::of(&call)
         };
         let grid = (BLOCKS.min(kernel.most_blocks), THREADS);
@@ -89,7 +116,7 @@ impl CudaEngine {
         unsafe { self.launch_apart(kernel, grid, &self.comm, &params, None, beside) }
             .map_err(|error| self.decline(error, stream))?;
         self.fork(stream, copies)?;
-        self.copy_parts((from, to), row, (part, head), copies)?;
+        self.copy_behind(head, copied, row, copies)?;
         self.fork(copies, stream)?;
         self.fork(beside, stream)?;
         // What a rank copied to its peers has arrived when they have entered this one.
@@ -98,11 +125,11 @@ impl CudaEngine {
 
     /// Puts what is behind the heads of all parts but this rank's own on a stream: those to ranks above
     /// it in one copy and those to ranks below in one, where it can be so, else each by itself.
-    fn copy_parts(
+    fn copy_behind(
         &mut self,
-        (from, to): (u64, u64),
+        head: u64,
+        Copied { from, to, part, apart }: Copied,
         row: Option<PeerRow>,
-        (part, head): (u64, u64),
         stream: Stream,
     ) -> Result<()> {
         let (rank, world) = (self.rank(), self.world());
@@ -114,8 +141,8 @@ impl CudaEngine {
             let in_one = row.filter(|_| count > 1).is_some_and(|row| {
                 let nth = if first < rank { first } else { first - 1 };
                 let slices = Slices {
-                    from: from + u64::from(first) * part + head,
-                    from_distance: part,
+                    from: from + u64::from(first) * apart + head,
+                    from_distance: apart,
                     to: row.first + u64::from(nth) * row.distance + place,
                     to_distance: row.distance,
                     bytes: part - head,
@@ -129,7 +156,12 @@ impl CudaEngine {
             }
             for peer in peers {
                 let to = self.at_peer(to, peer) + place;
-                self.copy_by_engine(to, from + u64::from(peer) * part + head, part - head, stream)?;
+                self.copy_by_engine(
+                    to,
+                    from + u64::from(peer) * apart + head,
+                    part - head,
+                    stream,
+                )?;
             }
         }
         Ok(())

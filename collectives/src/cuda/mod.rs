@@ -4,7 +4,9 @@
 //! | --- | --- |
 //! | `engine` | one rank's side of a communicator: its state, and how a call is entered |
 //! | `algorithms` | which kernels a collective runs, with what grid |
+//! | `spread` | all-gathers and broadcasts: as packets, or as all-to-alls |
 //! | `all_to_all` | what an all-to-all is given, and its grid |
+//! | `all_to_all_copied`, `slices` | those that copy engines carry |
 //! | `copied` | all-reduces that copy engines carry |
 //! | `row_exchange` | the steps of a row exchange beside its all-to-alls |
 //! | `sided` | copies and signals between two ranks |
@@ -33,6 +35,7 @@ mod select;
 mod shape;
 mod sided;
 mod slices;
+mod spread;
 mod table;
 
 pub(crate) use engine::{CudaEngine, CudaOptions};

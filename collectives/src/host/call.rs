@@ -116,9 +116,15 @@ impl Call {
         matches!(self.operation(), Some(Operation::AllToAll | Operation::AllToAllV))
     }
 
-    /// Whether copy engines carry it: the only all-to-all that says where its output is.
+    /// Whether ranks send each other what goes as all-to-alls do, where outputs may lie anywhere.
+    fn is_exchange(&self) -> bool {
+        let more = matches!(self.operation(), Some(Operation::AllGather | Operation::Broadcast));
+        more || self.is_all_to_all()
+    }
+
+    /// Whether copy engines carry it: the only exchange that says where its output is.
     fn is_copied(&self) -> bool {
-        self.operation() == Some(Operation::AllToAll) && self.words[0] & OUTPUT_WINDOW != 0
+        self.is_exchange() && self.words[0] & OUTPUT_WINDOW != 0
     }
 
     /// 32 bits over the call and over what must also be equal for it to work (`salt`). Different
@@ -166,16 +172,21 @@ impl fmt::Display for Call {
         };
         if head & IN_PLACE != 0 {
             write!(f, " in place at {}", place(from_window || to_window, input.max(output)))?;
-        } else if !self.is_all_to_all() {
+        } else if !self.is_exchange() {
             write!(f, " from {} to {}", place(from_window, input), place(to_window, output))?;
-        } else if to_window {
-            write!(f, " to {}", place(to_window, output))?;
+        } else {
+            for (word, window, offset) in [("from", from_window, input), ("to", to_window, output)]
+            {
+                if window {
+                    write!(f, " {word} {}", place(window, offset))?;
+                }
+            }
         }
         let code = (head >> 24) as u8;
         let named = AllToAllAlgorithm::ALL.into_iter().find(|each| *each as u8 == code);
         match (code, named) {
             (0, _) => Ok(()),
-            (_, Some(named)) if self.is_all_to_all() => write!(f, ", by {}", named.name()),
+            (_, Some(named)) if self.is_exchange() => write!(f, ", by {}", named.name()),
             _ => write!(f, ", by algorithm {code}"),
         }
     }
@@ -233,7 +244,8 @@ pub(crate) fn mismatch_of_two(
     for (rank, call) in both {
         message.push_str(&format!("\n  rank {rank}: {call}"));
     }
-    if ours.is_all_to_all() && theirs.is_all_to_all() && (ours.is_copied() || theirs.is_copied()) {
+    let alike = ours.without_parts().operation() == theirs.without_parts().operation();
+    if alike && (ours.is_copied() || theirs.is_copied()) {
         message.push_str(
             "\nLarge equal parts go by copy engines into outputs that are windows, which lie at one \
              offset on all ranks: allocate outputs in the same order on every rank, as with \

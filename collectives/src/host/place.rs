@@ -23,6 +23,14 @@ impl Place {
     pub fn is_window(self) -> bool {
         matches!(self, Self::Window(_))
     }
+
+    /// What lies so many bytes behind it.
+    pub(crate) fn behind(self, bytes: u64) -> Self {
+        match self {
+            Self::Window(offset) => Self::Window(offset + bytes),
+            Self::Plain(pointer) => Self::Plain(pointer.wrapping_add(bytes as usize)),
+        }
+    }
 }
 
 /// Resolves places to this rank's addresses, and refuses what cannot be right.

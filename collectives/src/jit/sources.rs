@@ -201,14 +201,11 @@ pub(crate) const TWO_SHOT: Kernel = collective!(
     ],
 );
 
-/// All-reduce and its halves through scratch and straight into outputs.
+/// All-reduce through scratch and straight into outputs, and reduce-scatter.
 pub(crate) const PUSH: Kernel = collective!(
     "push",
     [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"]), WIDE],
-    [WORLD, ("DTYPE", &["7"]), SUM, ("SHOTS", &["2", "4"]), WIDE],
     [ODD, F32, SUM, ("SHOTS", &["3"]), WIDE],
-    // A rank alone copies.
-    [("WORLD", &["1"]), ("DTYPE", &["7"]), SUM, ("SHOTS", &["2"]), WIDE],
 );
 
 /// What copy engines carry of an all-reduce, reduced.

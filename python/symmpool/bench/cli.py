@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import symmpool
-from symmpool.bench import alltoallv, check, peers, plot, session, table, timing
+from symmpool.bench import alltoallv, check, collectives, peers, plot, session, table, timing
 from symmpool.bench.arguments import factor, positive, seconds, size, size_list
 
 
@@ -47,6 +47,7 @@ def parser():
     it.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     it.add_argument("--plot", type=Path, metavar="FILE", help="write a picture: .png, .svg")
     alltoallv.add_options(commands)
+    collectives.add_options(commands)
     return top
 
 
@@ -190,6 +191,8 @@ def main(arguments=None):
     try:
         if options.command == "alltoallv":
             return alltoallv.run(options, arguments)
+        if options.command == "collectives":
+            return collectives.run(options, arguments)
         return run(options, arguments)
     except ValueError as error:
         raise SystemExit(str(error)) from error

@@ -11,6 +11,7 @@ import datetime
 import json
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -309,6 +310,65 @@ def messages(device, rank, world):
     check("messages that all receive first, in batches", right)
 
 
+def at_once(device, rank, world):
+    """Of the backend: groups whose calls, or messages, ranks begin in other orders, at sizes at which one
+    kernel could take all of a device."""
+    seconds = datetime.timedelta(seconds=20)
+    pair = [dist.new_group(timeout=seconds) for _ in range(2)]
+    data = [torch.ones(4 << 20, device=device) for _ in pair]
+    came = torch.zeros(4 << 20, device=device)
+    # First calls are made in one order.
+    for group, x in zip(pair, data, strict=True):
+        dist.all_reduce(x, dist.ReduceOp.AVG, group)
+    if rank == 0:
+        dist.send(data[1], 1, group=pair[0])
+    elif rank == 1:
+        dist.recv(came, 0, group=pair[0])
+    for turn in range(4):
+        both = list(zip(pair, data, strict=True))
+        works = []
+        for group, x in both if rank % 2 else reversed(both):
+            works.append(dist.all_reduce(x, dist.ReduceOp.AVG, group, async_op=True))
+            time.sleep(0.02 if turn else 0.2)
+        for work in works:
+            work.wait()
+    torch.cuda.synchronize()
+    if rank == 1:
+        dist.recv(came, 0, group=pair[0])
+    work = dist.all_reduce(data[0], dist.ReduceOp.AVG, pair[0], async_op=True)
+    if rank == 0:
+        time.sleep(0.2)
+        dist.send(data[1], 1, group=pair[0])
+    work.wait()
+    torch.cuda.synchronize()
+    why = ""
+    for group in pair:
+        try:
+            symmpool.communicator(group, str(device)).synchronize()
+        except symmpool.Error as error:
+            why = str(error)
+    right = not why and all(bool((x == 1).all()) for x in data)
+    check("groups at once, in other orders", right and (rank != 1 or bool((came == 1).all())), why)
+
+
+def lists(device, rank, world):
+    """Of the backend: parts that are tensors of their own."""
+    backend.backend_counts(reset=True)
+    right = True
+    for sizes in ([70_000] * world, [1000 * each for each in range(world)]):
+        came = [torch.empty(size, 2, device=device)[:, 0] for size in sizes]
+        dist.all_gather(came, torch.full((sizes[rank],), float(rank), device=device), async_op=True)
+        torch.cuda.synchronize()
+        right &= all(bool((part == nth).all()) for nth, part in enumerate(came))
+        parts = [torch.full((size,), rank + 10 * nth, device=device) for nth, size in enumerate(sizes)]
+        out = torch.zeros(sizes[rank], dtype=torch.int64, device=device)
+        dist.reduce_scatter(out, parts)
+        right &= bool((out == world * (world - 1) // 2 + 10 * rank * world).all())
+    counts = backend.backend_counts()
+    right &= all(set(each) == {"symmpool"} for each in counts.values())
+    check("gathers and scatters over lists", right, counts)
+
+
 def functional(device, rank, world):
     """What DTensor and others call, which the backend serves."""
     from torch.distributed import _functional_collectives as funcol
@@ -360,6 +420,8 @@ def main():
     check("the backend, and NCCL beside it", right)
     strided(device, rank, world)
     messages(device, rank, world)
+    at_once(device, rank, world)
+    lists(device, rank, world)
     functional(device, rank, world)
     with_ours = train(device, rank, world)
     near = all(abs(a - b) <= 1e-3 * abs(b) for a, b in zip(with_ours, with_nccl, strict=True))

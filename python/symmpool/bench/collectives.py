@@ -1,0 +1,296 @@
+"""`bench collectives`: every collective, on windows and on ordinary memory, beside NCCL or gloo.
+
+What a program gets that moves no tensor into a pool is the second of ours.
+"""
+
+import argparse
+from pathlib import Path
+from statistics import median
+
+from symmpool import Communicator
+from symmpool.bench import peers, session, table, timing
+from symmpool.bench.arguments import listed, positive, seconds, size_list
+
+#: By name: how many of the bytes each rank's links carry, as nccl-tests has it.
+OPERATIONS = {
+    "all_reduce": lambda world: 2 * (world - 1) / world,
+    "all_gather": lambda world: (world - 1) / world,
+    "reduce_scatter": lambda world: (world - 1) / world,
+    "broadcast": lambda world: 1,
+    "all_to_all": lambda world: (world - 1) / world,
+}
+
+
+def operation_list(text):
+    names = listed(text)
+    unknown = [name for name in names if name not in OPERATIONS]
+    if unknown or not names:
+        named = (unknown or [text])[0]
+        raise argparse.ArgumentTypeError(f"{named!r} is none of {', '.join(OPERATIONS)}")
+    return names
+
+
+def add_options(commands):
+    it = commands.add_parser(
+        "collectives", help="every collective, in windows and not, beside NCCL or gloo"
+    )
+    it.add_argument("--sizes", type=size_list, help="bytes of the whole; default 64K,1M,16M,64M,256M")
+    it.add_argument(
+        "--operations", type=operation_list, default=list(OPERATIONS), help="default: all of them"
+    )
+    it.add_argument("--dtype", choices=session.DTYPES, default="bf16")
+    it.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
+    it.add_argument("--rounds", type=positive, default=3, help="in alternation (default 3)")
+    it.add_argument("--calls", type=positive, help="in a graph (default: 100, fewer above 2 MiB)")
+    it.add_argument("--replays", type=positive, default=9, help="of a graph a round (default 9)")
+    it.add_argument("--peers", help="only these: NCCL (or gloo); or none")
+    it.add_argument("--timeout", type=seconds, default=120, help="longest wait in seconds")
+    it.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    it.set_defaults(plot=None)
+
+
+class Side(peers.Contender):
+    """A contender with an input and an output of `count` elements, and its calls by name."""
+
+    def __init__(self, name, ranks, dtype, count):
+        super().__init__(ranks, dtype, "sum", count)
+        self.name = name
+        self.set_up(count)
+
+    def set_up(self, count):
+        self.input, self.output = self.empty(count), self.empty(count)
+
+    def case(self, operation, count):
+        """What is read, what is written, and a call of so many elements of the whole."""
+        part = count // self.ranks.world
+        whole, other = self.input[:count], self.output[:count]
+        read, written = {
+            "all_reduce": (whole, whole),
+            "all_gather": (whole[:part], other),
+            "reduce_scatter": (whole, other[:part]),
+            "broadcast": (whole, whole),
+            "all_to_all": (whole, other),
+        }[operation]
+        call = self.calls()[operation]
+        return peers.Case(read, written, lambda: call(written, read))
+
+    def close(self):
+        self.input = self.output = None
+
+
+class Ours(Side):
+    def __init__(self, name, ranks, dtype, count, pool, in_windows):
+        self.pool, self.in_windows = pool, in_windows
+        self.comm = Communicator(pool, timeout=ranks.timeout)
+        super().__init__(name, ranks, dtype, count)
+        pool.commit()
+
+    def empty(self, count):
+        return self.pool.empty(count, self.dtype) if self.in_windows else super().empty(count)
+
+    def calls(self):
+        comm = self.comm
+        return {
+            "all_reduce": lambda out, x: comm.all_reduce(x),
+            "all_gather": comm.all_gather,
+            "reduce_scatter": comm.reduce_scatter,
+            "broadcast": lambda out, x: comm.broadcast(x, 0),
+            "all_to_all": comm.all_to_all_single,
+        }
+
+    def confirm(self):
+        self.comm.synchronize()
+
+    def close(self):
+        super().close()
+        self.comm = self.pool = None
+
+
+class Theirs(Side):
+    def calls(self):
+        dist = self.dist
+        return {
+            "all_reduce": lambda out, x: dist.all_reduce(x),
+            "all_gather": dist.all_gather_into_tensor,
+            "reduce_scatter": dist.reduce_scatter_tensor,
+            "broadcast": lambda out, x: dist.broadcast(x, 0),
+            "all_to_all": dist.all_to_all_single,
+        }
+
+
+class Row:
+    """What was found of one operation at one size."""
+
+    def __init__(self, operation, size, world):
+        self.operation, self.size, self.world = operation, size, world
+        #: Microseconds a call in each round, the slowest rank's, by contender.
+        self.rounds = {}
+        #: Why a contender has no figure.
+        self.missing = {}
+
+    def microseconds(self, name):
+        rounds = self.rounds.get(name)
+        return median(rounds) if rounds else None
+
+    def bandwidth(self, name):
+        """GB/s over each rank's links."""
+        return OPERATIONS[self.operation](self.world) * self.size / self.microseconds(name) / 1e3
+
+    def to_json(self):
+        found = {
+            name: {
+                "us": self.microseconds(name),
+                "busbw_gb_s": self.bandwidth(name),
+                "rounds_us": rounds,
+            }
+            for name, rounds in self.rounds.items()
+            if rounds
+        }
+        whole = {"operation": self.operation, "bytes": self.size}
+        return {**whole, "figures": found, "missing": self.missing}
+
+
+def data(torch, like, rank):
+    """A rank's input: small whole numbers, of which sums are exact in every type but those of 8 bits."""
+    values = torch.arange(like.numel(), device=like.device) % 5 + rank % 8
+    return values.to(like.dtype)
+
+
+def expected(torch, operation, rank, world, case):
+    """What is to be in a case's output."""
+    everyone = [data(torch, case.input, each) for each in range(world)]
+    if operation == "broadcast":
+        return everyone[0]
+    if operation == "all_gather":
+        return torch.cat(everyone)
+    if operation == "all_to_all":
+        return torch.cat([each.chunk(world)[rank] for each in everyone])
+    total = sum(each.to(torch.float64) for each in everyone).to(case.input.dtype)
+    return total if operation == "all_reduce" else total.chunk(world)[rank]
+
+
+def prepare(ranks, side, row, calls):
+    """A case, checked, and its graph of `calls` calls (None on the CPU). Raises ValueError on every rank if
+    that fails on any."""
+    torch = ranks.torch
+
+    def step(action):
+        value, why = ranks.attempt(action)
+        if why is not None:
+            raise ValueError(why)
+        return value
+
+    def fill():
+        case.output.fill_(99)
+        case.input.copy_(data(torch, case.input, ranks.rank))
+
+    def count_wrong():
+        right = expected(torch, row.operation, ranks.rank, ranks.world, case)
+        return int((case.output != right).sum())
+
+    case = step(lambda: side.case(row.operation, row.size // side.dtype.itemsize))
+    step(fill)
+    step(case.call)
+    if wrong := sum(ranks.gather(step(count_wrong))):
+        raise ValueError(f"{wrong:,} wrong elements, over all ranks")
+    # Sums in place stay what they are.
+    step(lambda: case.input.zero_())
+    graph = step(lambda: timing.capture(torch, case.call, calls)) if ranks.on_cuda else None
+    return case, graph
+
+
+def measure(ranks, options, sides, operation, bytes_, step):
+    """All contenders in all rounds, of one operation at one size."""
+    row, running = Row(operation, bytes_, ranks.world), {}
+    calls = timing.calls_for(bytes_, options.calls)
+    for name, side in sides.items():
+        try:
+            running[name] = prepare(ranks, side, row, calls)
+        except ValueError as error:
+            row.missing[name] = str(error)
+    row.rounds = {name: [] for name in running}
+    for number in range(options.rounds):
+        for name in timing.order(list(running), number):
+            case, graph = running[name]
+            ranks.meet()
+            if graph is None:
+                spent = timing.time_loop(case.call, calls, options.replays)
+            else:
+                spent = timing.time_graph(ranks.torch, graph, calls, options.replays)
+            row.rounds[name].append(max(ranks.gather(spent)))
+        step(f"{operation}, {table.show_size(bytes_)}, round {number + 1}")
+    for name in running:
+        _, why = ranks.attempt(sides[name].confirm)
+        if why is not None:
+            row.missing[name], row.rounds[name] = why, []
+    return row
+
+
+def set_up(ranks, dtype, count, only):
+    """The contenders that could be set up, ours first; and why others could not, by name."""
+    pools = peers.Pools()
+    name = "NCCL" if ranks.on_cuda else "gloo"
+    plans = {
+        "ours": lambda: Ours("ours", ranks, dtype, count, pools.get(ranks), True),
+        "ours ordinary": lambda: Ours("ours ordinary", ranks, dtype, count, pools.get(ranks), False),
+        name: lambda: Theirs(name, ranks, dtype, count),
+    }
+    if unknown := [each for each in only or [] if each != name]:
+        raise SystemExit(f"--peers {unknown[0]}: there is {name}")
+    found, missing = {}, {}
+    for each, make in plans.items():
+        if only is not None and each == name and name not in only:
+            continue
+        made, why = ranks.attempt(make)
+        if why is None:
+            found[each] = made
+        else:
+            missing[each] = why
+    return found, missing, pools
+
+
+def cells(rows, ours, others):
+    """The table's heading and lines. `ours` and `others` are names of contenders."""
+    names = [*ours, *others]
+    ratios = [(own, other) for own in ours for other in others]
+    heading = ["operation", "size", *names, "busbw GB/s", *[f"{b}/{a}" for a, b in ratios]]
+    lines = []
+    for row in rows:
+        times = {name: row.microseconds(name) for name in names}
+        first = row.bandwidth(ours[0]) if ours and times[ours[0]] else None
+        quotients = [times[b] / times[a] if times[a] and times[b] else None for a, b in ratios]
+        shown = [table.figure(value) for value in (*times.values(), first, *quotients)]
+        lines.append([row.operation, table.show_size(row.size), *shown])
+    return heading, lines
+
+
+def run(options, arguments):
+    names = options.operations
+    ranks = session.connect(options)
+    dtype = getattr(ranks.torch, session.DTYPES[options.dtype])
+    small = "64K,1M,16M,64M,256M" if ranks.on_cuda else "4K,64K,1M"
+    sizes = options.sizes or size_list(small)
+    unit = dtype.itemsize * ranks.world
+    if any(size % unit for size in sizes):
+        raise SystemExit(f"sizes must be parts of whole {options.dtype} for {ranks.world} ranks: times {unit}")
+    count = max(sizes) // dtype.itemsize
+    sides, missing, pools = set_up(ranks, dtype, count, session.asked_peers(options))
+    progress = session.Progress(len(names) * len(sizes) * options.rounds, ranks.rank == 0)
+    try:
+        rows = [
+            measure(ranks, options, sides, operation, size, progress.step)
+            for operation in names
+            for size in sizes
+        ]
+    finally:
+        progress.close()
+    facts = session.describe("collectives", ranks, arguments, sides, missing)
+
+    def tell(ours, others):
+        print(f"collectives of {options.dtype}, {session.where(facts)}")
+        print("microseconds a call, slowest rank, median of rounds; ordinary memory is torch's\n")
+        print(table.lay_out(*cells(rows, ours, others)))
+        session.tell_missing(facts, rows, lambda row: f"{row.operation} of {table.show_size(row.size)}")
+        session.write(options, facts, rows)
+
+    return session.end(ranks, sides, pools, rows, tell)
