@@ -3,6 +3,7 @@
 use std::thread;
 use std::time::Duration;
 
+use symmpool_allocator::lane::LaneConfig;
 use symmpool_allocator::{Block, Driver, Error, Group, Pool, Stream};
 use symmpool_collectives::{Communicator, DType, ReduceOp};
 
@@ -161,6 +162,49 @@ fn lengths_beyond_the_pools_memory_are_refused() {
             assert!(text.contains(&format!("rank {}'s slot", comm.rank())), "{text}");
         }
         comm.barrier(STREAM).unwrap();
+    });
+}
+
+#[test]
+fn parts_that_together_reach_beyond_the_pools_memory_are_refused() {
+    ranks(2, |pool| {
+        let comm = Communicator::new(pool).unwrap();
+        let block = pool.alloc::<u8>(4096).unwrap();
+        let count = pool.layout().stride as usize / 8;
+        let mut plain = [0_u8; 8];
+        let (at, plain, dtype) = (block.as_ptr(), plain.as_mut_ptr(), DType::U8);
+        // SAFETY: refused before memory is touched; that it is, is what is tested.
+        let gathered = unsafe { comm.all_gather_at(at, plain, count, dtype, STREAM) };
+        let max = ReduceOp::Max;
+        // SAFETY: as above.
+        let scattered = unsafe { comm.reduce_scatter_at(plain, at, count, dtype, max, STREAM) };
+        // SAFETY: as above.
+        let exchanged = unsafe { comm.all_to_all_at(plain, at, count, dtype, STREAM) };
+        for outcome in [gathered, scattered, exchanged] {
+            let error = outcome.unwrap_err();
+            assert!(error.is_invalid_argument(), "{error}");
+            assert!(error.to_string().contains(&format!("{} bytes", 2 * count)), "{error}");
+        }
+        comm.barrier(STREAM).unwrap();
+    });
+}
+
+#[test]
+fn memory_of_a_lane_that_is_not_shared_passes_through_scratch() {
+    ranks(2, |pool| {
+        let pool = Pool::builder(pool.group().child("lanes"))
+            .driver(Driver::host().unwrap())
+            .lane(LaneConfig::symmetric("default"))
+            .lane(LaneConfig::local("own"))
+            .build()
+            .unwrap();
+        let comm = Communicator::new(&pool).unwrap();
+        let block = pool.lane("own").unwrap().alloc::<i32>(COUNT).unwrap();
+        block.write(&[1; COUNT]).unwrap();
+        let (at, sum) = (block.as_ptr().cast::<u8>(), ReduceOp::Sum);
+        // SAFETY: the block has as many elements, which only this call touches.
+        unsafe { comm.all_reduce_at(at, at, COUNT, DType::I32, sum, STREAM) }.unwrap();
+        assert_eq!(block.read().unwrap(), [2; COUNT]);
     });
 }
 

@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 use symmpool_allocator::lane::LaneConfig;
 use symmpool_allocator::topology::{Link, LinkMatrix, Mesh, Topology};
 use symmpool_allocator::{Block, Driver, Group, Pool, Stream};
-use symmpool_collectives::{AllReduceAlgorithm, Communicator, CommunicatorOptions, ReduceOp};
+use symmpool_collectives::{
+    AllReduceAlgorithm, Communicator, CommunicatorOptions, ReduceOp, Splits,
+};
 
 const STREAM: &Stream = &Stream::DEFAULT;
 
@@ -166,6 +168,29 @@ fn refusals_are_told_to_all_and_leave_the_communicator_usable() {
         assert!(comm.failure().is_none());
         comm.all_reduce(&short, ReduceOp::Sum, STREAM).unwrap();
         assert_eq!(short.read().unwrap(), [2.0; 32]);
+    });
+}
+
+#[test]
+fn splits_that_are_not_one_for_each_rank_are_refused_and_told() {
+    ranks(2, |pool| {
+        let comm = Communicator::new(pool).unwrap();
+        let (x, out) = (filled(pool, &[1_i32; 8]), filled(pool, &[0_i32; 8]));
+        let right = [(); 3].map(|()| filled(pool, &[2_i64; 2]));
+        let wrong = filled(pool, &[2_i64; 3]);
+        for case in 0..4 {
+            let bad = comm.rank() == 1;
+            let pick = |at: usize| if bad && case == at { &wrong } else { &right[at] };
+            let (output, offsets) = (Some(pick(1)), Some(pick(2)));
+            let row = usize::from(!bad || case != 3);
+            let splits = Splits { input: pick(0), output, offsets, row };
+            let error = comm.all_to_all_v(&out, &x, &splits, STREAM).unwrap_err();
+            assert_eq!(error.is_invalid_argument(), bad, "{error}");
+            assert_eq!(error.is_diverged(), !bad, "{error}");
+        }
+        // Parts may fill their blocks.
+        comm.all_to_all_v_into(&out, &x, &[4, 4], &[4, 4], STREAM).unwrap();
+        assert_eq!(out.read().unwrap(), [1; 8]);
     });
 }
 

@@ -251,6 +251,8 @@ fn nonsense_is_refused_and_named_and_concerns_nobody_else() {
         let foreign = windows(&other, &[7; 8]);
         let at = block.as_ptr().cast::<u8>();
         let theirs = block.peer_ptr(peer).unwrap().cast::<u8>();
+        // Of both slots.
+        let across = (pool.layout().address(1, 0) - 8) as *const u8;
         let all = pool.windows();
         let control = all.list().iter().find(|window| window.lane == CONTROL_LANE);
         let control = control.map(|window| pool.layout().address(me, window.offset)).unwrap();
@@ -274,6 +276,8 @@ fn nonsense_is_refused_and_named_and_concerns_nobody_else() {
             // SAFETY: as above.
             (unsafe { comm.put_at(at, theirs, 8, peer, STREAM) }, "another rank's slot"),
             // SAFETY: as above.
+            (unsafe { comm.put_at(at, across, 16, peer, STREAM) }, "another rank's slot"),
+            // SAFETY: as above.
             (unsafe { comm.put_at(at, std::ptr::null(), 8, peer, STREAM) }, "not memory"),
             // SAFETY: as above.
             (unsafe { comm.put_at(at, at, usize::MAX, peer, STREAM) }, "not all in windows"),
@@ -292,6 +296,12 @@ fn nonsense_is_refused_and_named_and_concerns_nobody_else() {
         // Nothing at all is something: at any place.
         let none = pool.alloc::<u64>(0).unwrap();
         comm.put(&block, 64, &none, peer, STREAM).unwrap();
+        // Ends that touch do not overlap.
+        let half = at.wrapping_add(256);
+        for (to, from) in [(at, half), (half, at)] {
+            // SAFETY: halves of the block, whose elements are all the same.
+            unsafe { comm.put_at(to, from, 256, me, STREAM) }.unwrap();
+        }
         assert!(comm.wait(peer, 0, Duration::ZERO, STREAM).unwrap_err().is_timeout());
         comm.barrier(STREAM).unwrap();
         assert_eq!(block.read().unwrap(), [5; 64]);
@@ -307,7 +317,14 @@ fn a_closed_communicator_serves_nothing_and_ends_waits() {
         match comm.rank() {
             // Rank 2 stays away. Rank 1 waits for a signal of rank 0, which gives up on rank 2.
             0 => {
-                assert!(comm.barrier(STREAM).unwrap_err().is_timeout());
+                let began = Instant::now();
+                thread::scope(|scope| {
+                    let waiting = scope.spawn(|| comm.wait(1, 0, LONG, STREAM).unwrap_err());
+                    assert!(comm.barrier(STREAM).unwrap_err().is_timeout());
+                    let error = waiting.join().unwrap();
+                    assert!(error.to_string().contains("barrier, call 1, entry"), "{error}");
+                });
+                assert!(began.elapsed() < LONG / 2, "told, not waited out");
                 assert!(comm.signal(1, 0, STREAM).unwrap_err().is_timeout());
             }
             1 => {

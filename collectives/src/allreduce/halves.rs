@@ -299,10 +299,22 @@ mod tests {
         assert!(text.ends_with("no link between ranks 1 and 3"), "{text}");
         assert!(links(2, &|_, _| false).unwrap_err().contains("between ranks 0 and 1"));
         assert!(links(17, &|_, _| true).unwrap_err().contains("at most 16"));
+        assert!(links(16, &|_, _| true).is_ok());
         assert!(Halves::find(&Topology::unknown(8)).unwrap_err().contains("not known"));
         // A square is two pairs.
         let square = links(4, &|a, b| b - a != 2).unwrap();
         assert_eq!((square.first, square.partner(0)), (0b11, Some(3)));
+    }
+
+    #[test]
+    fn a_rank_with_a_choice_of_partners_leaves_another_its_only_one() {
+        // The first free one of rank 0 is rank 4, the only one of rank 1; rank 5, the next, the only one of
+        // rank 2.
+        let across = [(0, 4), (0, 5), (0, 7), (1, 4), (2, 5), (3, 6)];
+        let graph = Graph::new(8, |a, b| a / 4 == b / 4 || across.contains(&(a, b)));
+        let halves = graph.halves().unwrap();
+        check(&graph, &halves);
+        assert_eq!((0..4).map(|a| halves.partner(a).unwrap()).collect::<Vec<_>>(), [7, 4, 5, 6]);
     }
 
     proptest! {
@@ -328,6 +340,14 @@ mod tests {
             let mut graph = Graph::new(world, |_, _| pairs.next().unwrap() > 0);
             if let Err(lack) = graph.halves() {
                 prop_assert!(!lack.links.is_empty());
+                // No other way lacks fewer.
+                let halves = |set: &Set| set & 1 != 0 && 2 * set.count_ones() == world;
+                for first in (0..=all(world)).filter(halves) {
+                    let second = all(world) & !first;
+                    let gaps = graph.gaps(first).chain(graph.gaps(second)).count();
+                    let fewest = gaps + graph.pair(first, second).1.len();
+                    prop_assert!(lack.links.len() <= fewest);
+                }
                 for &(a, b) in &lack.links {
                     prop_assert!(!graph.has(a, b));
                     graph.link(a, b);

@@ -342,6 +342,8 @@ mod tests {
                     for rank in 0..world {
                         let range = share(count, size, rank, world);
                         assert_eq!(range.start, next);
+                        let at_line = (range.start * size).is_multiple_of(64);
+                        assert!(at_line || range.is_empty(), "{range:?} of {size} bytes each");
                         next = range.end;
                     }
                     assert_eq!(next, count);

@@ -198,10 +198,21 @@ mod tests {
         let at = std::ptr::without_provenance_mut::<u8>(64);
         let (most, null) = (i32::MAX as usize, std::ptr::null_mut());
         let splits = |dtype, offsets| SplitsAt { input: at, output: null, offsets, dtype };
-        assert!(splits(DType::I32, at).bytes(0, 2, most).is_ok());
-        assert!(splits(DType::I64, at).bytes(0, 2, most + 1).is_ok());
+        assert_eq!(splits(DType::I32, at).bytes(0, 3, most).unwrap(), 3 * 4);
+        assert_eq!(splits(DType::I64, at).bytes(0, 3, most + 1).unwrap(), 3 * 8);
         assert!(splits(DType::I32, null).bytes(0, 2, most + 1).is_ok());
         let error = splits(DType::I32, at).bytes(0, 2, most + 1).unwrap_err();
         assert!(error.is_invalid_argument() && error.to_string().contains("use i64"), "{error}");
+    }
+
+    #[test]
+    fn splits_of_other_types_are_refused() {
+        let at = std::ptr::without_provenance_mut::<u8>(64);
+        for dtype in DType::REDUCED.into_iter().chain(DType::MOVED) {
+            let splits = SplitsAt { input: at, output: at, offsets: at, dtype };
+            let fine = matches!(dtype, DType::I32 | DType::I64);
+            let bytes = splits.bytes(0, 2, 8);
+            assert_eq!(bytes.is_err_and(|error| error.is_invalid_argument()), !fine, "{dtype:?}");
+        }
     }
 }

@@ -318,6 +318,9 @@ mod tests {
                 "{error}"
             );
         }
+        let mut none = Record { complete: 0, ..self::record(TIMEOUT, 0) };
+        fault.record = NonNull::from(&mut none);
+        assert!(!fault.is_set());
     }
 
     #[test]
@@ -326,9 +329,17 @@ mod tests {
         let timeout = Duration::from_secs(3);
         let there = Seen { rank: 1, timeout, alive: &|_| true };
         let gone = Seen { rank: 1, timeout, alive: &|rank| rank != 2 };
-        for phase in [0, 1, CHANNEL + 5] {
+        for (phase, what) in [
+            (0, "to enter the call"),
+            (1, "for its data"),
+            (2, "for its results"),
+            (3, "to leave the call"),
+            (CHANNEL, "on channel 0"),
+            (CHANNEL + 5, "on channel 5"),
+        ] {
             let late = record(TIMEOUT, phase).error(&there);
             assert!(late.is_timeout() && late.ranks() == [2], "{late}");
+            assert!(late.to_string().contains(what), "{late}");
             let lost = record(TIMEOUT, phase).error(&gone);
             assert!(lost.is_peer_lost() && lost.ranks() == [2], "{lost}");
         }

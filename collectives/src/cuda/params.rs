@@ -260,29 +260,38 @@ mod tests {
 
     #[test]
     fn nothing_overlaps_and_nonsense_is_refused() {
-        let control = Control::new(4, 32 << 20, 192 << 20).expect("valid");
-        let parts = [
-            (0, LOCAL),
-            (control.entry, 512 + 2 * 4 * 16 * 11),
-            (control.channels, 4 * 8 * 4 * 16 + 8 * 6),
-            (control.flags, control.flags_bytes),
-            (control.packets, control.packets_bytes),
-            (control.lines, control.lines_bytes),
-            (control.marks, control.bare_bytes / 16),
-            (control.bare, control.bare_bytes),
-            (control.sentinel, control.sentinel_bytes),
-            (control.scratch, control.scratch_bytes),
-        ];
-        for pair in parts.windows(2) {
-            assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{pair:?}");
-        }
-        assert!(control.scratch + control.scratch_bytes <= control.bytes());
-        assert!(control.sentinel_bytes.is_multiple_of(48) && control.packets.is_multiple_of(4096));
-        // What is below the bare vectors begins as zeros (`CudaEngine::prepare`).
-        assert!(control.channels < control.bare && control.bare < control.sentinel);
         for world in 1..=8 {
-            let slot = control.bare_slot(world);
-            assert!(slot.is_multiple_of(ITEM) && slot * u64::from(world - 1) <= BARE);
+            let control = Control::new(world, 32 << 20, 192 << 20).expect("valid");
+            let ranks = u64::from(world);
+            let parts = [
+                (0, LOCAL),
+                (control.entry, 2 * ranks * (64 + 16 * (2 * ranks + 3))),
+                (control.channels, 8 * (4 * ranks * 16 + ranks + 2)),
+                (control.flags, 2 * 4 * 8 * ranks * 1056),
+                (control.packets, control.packets_bytes),
+                (control.lines, control.lines_bytes),
+                (control.marks, control.bare_bytes / 16),
+                (control.bare, control.bare_bytes),
+                (control.sentinel, control.sentinel_bytes),
+                (control.scratch, control.scratch_bytes),
+            ];
+            for pair in parts.windows(2) {
+                assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{pair:?}");
+            }
+            assert_eq!(control.flags_bytes, parts[3].1, "all of them are cleared");
+            assert!(control.scratch + control.scratch_bytes <= control.bytes());
+            assert!(control.sentinel_bytes.is_multiple_of(48));
+            assert!(control.packets.is_multiple_of(4096));
+            // The second parity begins on a line, too.
+            for both in [control.packets_bytes, control.lines_bytes, control.bare_bytes] {
+                assert!(both.is_multiple_of(2 * 128));
+            }
+            // What is below the bare vectors begins as zeros (`CudaEngine::prepare`).
+            assert!(control.channels < control.bare && control.bare < control.sentinel);
+            // As long as that of `bare.cuh`, which divides all there is.
+            let (slot, peers) = (control.bare_slot(world), u64::from(world.max(2) - 1));
+            assert!(slot.is_multiple_of(ITEM) && slot * peers <= BARE);
+            assert!((slot + ITEM) * peers > BARE);
         }
         assert!(Control::new(0, 32 << 20, 192 << 20).expect_err("no ranks").is_unsupported());
         assert!(Control::new(9, 32 << 20, 192 << 20).expect_err("too many").is_unsupported());

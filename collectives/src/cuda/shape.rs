@@ -61,10 +61,9 @@ impl Shape {
         self.bytes.div_ceil(16)
     }
 
-    /// Vectors that one shot and two shots leave in an inbox.
-    fn inbox(&self, shots: u64) -> u64 {
-        let ranks = u64::from(self.world);
-        if shots == 1 { ranks * self.vectors() } else { 2 * ranks * self.vectors().div_ceil(ranks) }
+    /// Vectors that one shot leaves in an inbox.
+    fn inbox(&self) -> u64 {
+        u64::from(self.world) * self.vectors()
     }
 
     /// Whether what was measured with room for it holds with the room there is: it does where the call
@@ -76,13 +75,13 @@ impl Shape {
 
     pub(super) fn fits(&self, algorithm: Algorithm, control: &Control) -> bool {
         match algorithm {
-            Algorithm::OneShotPacket => self.inbox(1) <= control.packet_vectors(),
+            Algorithm::OneShotPacket => self.inbox() <= control.packet_vectors(),
             Algorithm::OneShotLine => {
                 let lines = self.bytes.div_ceil(LINE_PAYLOAD);
                 u64::from(self.world) * lines <= control.line_count()
             }
             Algorithm::OneShotSentinel => {
-                has_sentinels(self.dtype) && self.inbox(1) <= control.sentinel_vectors()
+                has_sentinels(self.dtype) && self.inbox() <= control.sentinel_vectors()
             }
             Algorithm::OneShotPull => self.bytes.next_multiple_of(16) <= control.scratch_bytes,
             Algorithm::TwoShotPacket => true,
@@ -100,4 +99,44 @@ impl Shape {
 pub(super) fn has_sentinels(dtype: DType) -> bool {
     use DType::{Bf16, F8E4m3, F8E5m2, F16, F32};
     matches!(dtype, F32 | F16 | Bf16 | F8E4m3 | F8E5m2)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(bytes: u64, world: u32) -> Shape {
+        Shape { bytes, dtype: DType::F32, world, input_window: true, output_window: true }
+    }
+
+    #[test]
+    fn one_shot_is_for_what_the_inboxes_have_room_for_from_all_ranks() {
+        // Of packets half is data, of lines 120 bytes of 128; rows are bytes that fit just so.
+        let control = |world| Control::new(world, 4 << 20, 1 << 20).expect("valid");
+        for (algorithm, world, most) in [
+            (Algorithm::OneShotPacket, 2, 2 << 20),
+            (Algorithm::OneShotPacket, 8, 512 << 10),
+            (Algorithm::OneShotLine, 2, 120 << 15),
+            (Algorithm::OneShotLine, 8, 120 << 13),
+            (Algorithm::OneShotSentinel, 2, 2 << 20),
+            (Algorithm::OneShotSentinel, 8, 512 << 10),
+            (Algorithm::OneShotPull, 2, 1 << 20),
+            (Algorithm::OneShotPull, 8, 1 << 20),
+        ] {
+            let fits = |bytes| shape(bytes, world).fits(algorithm, &control(world));
+            assert!(fits(0) && fits(most), "{algorithm:?} of {world} ranks");
+            assert!(!fits(most + 1), "{algorithm:?} of {world} ranks");
+        }
+    }
+
+    #[test]
+    fn copy_engines_are_for_long_outputs_that_peers_reach() {
+        let control = Control::new(2, 1 << 20, 1 << 20).expect("valid");
+        let fits = |shape: Shape| shape.fits(Algorithm::TwoShotCopy, &control);
+        let least = shape(LEAST_COPIED, 2);
+        assert!(fits(least));
+        assert!(!fits(Shape { bytes: LEAST_COPIED - 1, ..least }));
+        assert!(!fits(Shape { output_window: false, ..least }));
+        assert!(!fits(Shape { world: 1, ..least }));
+    }
 }

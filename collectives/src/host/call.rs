@@ -343,7 +343,10 @@ mod tests {
             assert!(text.contains(words) && text.contains("pool.empty"), "{text}");
             assert!(text.contains("all_to_all=\"direct\""), "{text}");
         }
-        let text = mismatch_of_two(7, 0, &pushed, 1, &Call::new(Operation::Barrier)).to_string();
-        assert!(!text.contains("pool.empty"), "{text}");
+        let (barrier, other) = (Call::new(Operation::Barrier), pushed.elements(DType::F32, 2));
+        for (one, another) in [(pushed, barrier), (pushed, other), (copied(0x40), barrier)] {
+            let text = mismatch_of_two(7, 0, &one, 1, &another).to_string();
+            assert!(!text.contains("pool.empty"), "{text}");
+        }
     }
 }

@@ -277,6 +277,45 @@ mod tests {
         }
         assert!(Parts::new(0, 4096).unwrap_err().is_invalid_argument());
         assert!(Parts::new(MAX_WORLD + 1, 4096).unwrap_err().is_invalid_argument());
-        assert!(Parts::new(2, 100).unwrap_err().is_invalid_argument());
+        for scratch in [0, 100, 384, 4096 + 128, (1 << 40) + 256] {
+            assert!(Parts::new(2, scratch).unwrap_err().is_invalid_argument(), "{scratch}");
+        }
+    }
+
+    #[test]
+    fn no_two_words_of_a_slot_share_a_place() {
+        const WORLD: u32 = 3;
+        let bytes = Control::required(WORLD, 256).unwrap();
+        let mut memory = vec![0_u64; (u64::from(WORLD) * bytes + ALIGN) as usize / 8];
+        let base = (memory.as_mut_ptr() as u64).next_multiple_of(ALIGN);
+        let layout = HeapLayout { base, stride: bytes, rank: 0, world: WORLD };
+        // SAFETY: the memory is zeroed, long enough and this test's.
+        let control = unsafe { Control::new(&layout, 0, bytes, 256) }.unwrap();
+        let end_of = |at: u64, length: u64| (at, at + length);
+        for owner in 0..WORLD {
+            let slot = |slot: &Slot<Native>| end_of(std::ptr::from_ref(slot) as u64, SLOT);
+            let mut places = vec![end_of(control.abort_flag(owner).as_ptr() as u64, 4)];
+            for source in 0..WORLD {
+                let record = std::ptr::from_ref(control.abort_record(owner, source)) as u64;
+                places.push(end_of(record, size_of::<AbortRecord>() as u64));
+                for channel in 0..CHANNELS {
+                    places.push(slot(control.channel(owner, source, channel)));
+                }
+            }
+            for parity in 0..2 {
+                for source in 0..WORLD {
+                    places.push(slot(control.entry(owner, parity, source)));
+                    places.push(slot(control.step(owner, parity, source)));
+                }
+                for index in 0..2 * WORLD + 2 {
+                    places.push(end_of(control.row(owner, parity, index).as_ptr() as u64, 8));
+                }
+                places.push(end_of(control.scratch(owner, parity) as u64, 256));
+            }
+            places.sort_unstable();
+            let begin = base + u64::from(owner) * bytes;
+            assert!(places[0].0 >= begin && places[places.len() - 1].1 <= begin + bytes);
+            assert!(places.windows(2).all(|pair| pair[0].1 <= pair[1].0), "{places:x?}");
+        }
     }
 }

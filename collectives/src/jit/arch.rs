@@ -97,6 +97,7 @@ mod tests {
         assert_eq!(target(10, 0, &[80, 90, 100, 120]), "sm_100");
         assert_eq!(target(11, 0, &[80, 90, 100, 120]), "compute_100");
         assert_eq!(target(8, 8, &[90, 80, 86]), "compute_86");
+        assert_eq!(target(8, 6, &[75, 80]), "compute_80");
         assert_eq!(target(u32::MAX, u32::MAX, CUDA_12_4), "compute_90");
     }
 

@@ -311,4 +311,30 @@ mod tests {
             assert_eq!(splits, [-1, -1]);
         }
     }
+
+    #[test]
+    fn destinations_that_changed_since_they_were_counted_place_no_row() {
+        let shape = RowShape { rows: 3, row: 1, dtype: DType::U8 };
+        let bytes = (Scratch::new(&shape, 2).bytes, LayoutParts::new(&shape, 2).bytes);
+        // Too many for rank 0 or rank 1, for a rank that is none, and too few.
+        for changed in [[0, 0, 0], [1, 1, 0], [2, 0, 1], [0, -1, 0]] {
+            let (mut scratch, mut layout) =
+                (vec![0_u64; bytes.0 as usize / 8], vec![0_u64; bytes.1 as usize / 8]);
+            let (scratch_at, layout_at) = (scratch.as_mut_ptr() as u64, layout.as_mut_ptr() as u64);
+            let (input, counted) = ([7_u8; 3], [0_i32, 1, 0]);
+            let work = |destinations: &[i32; 3]| RowWork {
+                destinations: destinations.as_ptr() as u64,
+                input: input.as_ptr() as u64,
+                given: 3,
+                ..RowWork::new(&shape, 2, scratch_at, layout_at)
+            };
+            // SAFETY: the vectors are as long as the parts, and nobody else has them; so below.
+            assert_eq!(unsafe { work(&counted).count(2) }, None);
+            // SAFETY: as above.
+            assert_eq!(unsafe { work(&changed).pack(2) }, Some(Unsent::Changed), "{changed:?}");
+            // SAFETY: as above.
+            let position = unsafe { Numbers::<u32>::new(work(&changed).position, 3) };
+            assert_eq!([0, 1, 2].map(|row| position.get(row)), [0; 3], "{changed:?}");
+        }
+    }
 }

@@ -142,6 +142,31 @@ fn all_reduce_with_default_scratch_crosses_every_automatic_threshold() {
     }
 }
 
+#[test]
+fn a_large_sum_into_other_windows_takes_the_streaming_path() {
+    // Two shots by way of a tile, of which the last is not full.
+    const COUNT: usize = (2 << 20) + 5;
+    let heap = Heap::new(2, 1, 36 << 20, &HostOptions::default());
+    heap.ranks(|rank| {
+        let mut engine = heap.engine(rank, 0, HostOptions::default());
+        let from = Buffer::window(&heap, rank, 8, COUNT * 8);
+        let to = Buffer::window(&heap, rank, (18 << 20) + 8, COUNT * 8 + 64);
+        let sent = input::<f64>(7, rank, COUNT);
+        from.write(&sent);
+        to.write(&vec![-1.0; COUNT + 8]);
+        let (from_place, to_place, auto) = (from.place, to.place, AllReduceAlgorithm::Auto);
+        // SAFETY: both windows hold `COUNT` elements and belong to this rank.
+        let done = unsafe {
+            engine.all_reduce(from_place, to_place, COUNT, f64::DTYPE, ReduceOp::Sum, auto)
+        };
+        done.unwrap();
+        let mut expected = reduced::<f64>(7, 2, COUNT, ReduceOp::Sum);
+        expected.resize(COUNT + 8, -1.0);
+        assert!(bits(&to.read::<f64>(COUNT + 8)) == bits(&expected), "rank {rank}");
+        assert!(bits(&from.read::<f64>(COUNT)) == bits(&sent), "the input is as it was");
+    });
+}
+
 fn reduce_scatter<T: Oracle>(heap: &Heap, engine: &mut HostEngine, world: u32) {
     let rank = engine.rank();
     for (seed, count) in (0..).zip(COUNTS) {

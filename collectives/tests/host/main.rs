@@ -8,5 +8,6 @@ mod exact;
 mod matrices;
 mod mesh;
 mod process;
+mod refused;
 mod splits;
 mod traffic;

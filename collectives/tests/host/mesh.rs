@@ -17,6 +17,9 @@ use crate::process::{Children, child, role};
 
 /// Bytes of each of the two windows of a test.
 const ROOM: u64 = 128 << 10;
+/// Bytes behind a buffer that stay as they are.
+const BEHIND: usize = 256;
+const UNTOUCHED: u8 = 0xee;
 const AUTO: AllReduceAlgorithm = AllReduceAlgorithm::Auto;
 const CUBE_MESH: AllReduceAlgorithm = AllReduceAlgorithm::CubeMesh;
 
@@ -61,12 +64,15 @@ struct Case {
 fn run<T: Oracle>(heap: &Heap, engine: &mut HostEngine, case: &Case, asked: AllReduceAlgorithm) {
     let (rank, size) = (engine.rank(), size_of::<T>());
     let &Case { op, count, seed, .. } = case;
+    let bytes = count * size;
     let buffer = |window: bool, offset: u64, skew: usize| {
-        if window {
-            Buffer::window(heap, rank, offset + skew as u64, count * size)
+        let buffer = if window {
+            Buffer::window(heap, rank, offset + skew as u64, bytes + BEHIND)
         } else {
-            Buffer::plain(count * size, skew)
-        }
+            Buffer::plain(bytes + BEHIND, skew)
+        };
+        buffer.write(&vec![UNTOUCHED; bytes + BEHIND]);
+        buffer
     };
     let from = buffer(case.windows.0, 0, size);
     let to = buffer(case.windows.1, ROOM, 3 * size);
@@ -78,6 +84,8 @@ fn run<T: Oracle>(heap: &Heap, engine: &mut HostEngine, case: &Case, asked: AllR
     let expected = reduced::<T>(seed, engine.world(), count, op);
     assert!(bits(&target.read::<T>(count)) == bits(&expected), "rank {rank}: {case:?}, {asked:?}");
     assert!(case.in_place || bits(&from.read::<T>(count)) == bits(&data), "the input is as it was");
+    let behind = &target.read::<u8>(bytes + BEHIND)[bytes..];
+    assert_eq!(behind, [UNTOUCHED; BEHIND], "rank {rank}: {case:?}, {asked:?}");
 }
 
 fn run_any(heap: &Heap, engine: &mut HostEngine, case: &Case, asked: AllReduceAlgorithm) {

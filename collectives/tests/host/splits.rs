@@ -147,6 +147,17 @@ fn nonsense_is_told_to_all_and_the_communicator_goes_on() {
             }
         }
         // What a rank itself can see is wrong is told to the others as a call that it declined.
+        let (counts, output) = ([0_i64; WORLD], std::ptr::null_mut());
+        let input = counts.as_ptr().cast();
+        let splits = SplitsAt { input, output, offsets: output, dtype: DType::I64 };
+        let empty = SplitRows { row: if rank == 2 { 0 } else { 1 }, ..rows };
+        // SAFETY: as above.
+        let done = unsafe { engine.all_to_all_splits(from.place, to.place, &empty, &splits) };
+        let error = done.unwrap_err();
+        assert!(
+            if rank == 2 { error.is_invalid_argument() } else { error.is_diverged() },
+            "{error}"
+        );
         let counts = [0_i32; 8];
         let misaligned = counts.as_ptr().cast::<u8>().wrapping_add(usize::from(rank == 2));
         let output = std::ptr::null_mut();
@@ -180,7 +191,9 @@ fn splits_of_memory_meet_splits_of_arguments_as_another_call() {
             // SAFETY: as above.
             unsafe { engine.all_to_all_v(from.place, &counts, to.place, &counts, i32::DTYPE) }
         };
-        assert!(done.unwrap_err().is_diverged());
+        let error = done.unwrap_err();
+        assert!(error.is_diverged(), "{error}");
+        assert!(error.to_string().contains("rank 0: all_to_all_v of rows of 1 i32"), "{error}");
         engine.barrier().unwrap();
     });
 }

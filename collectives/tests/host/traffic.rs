@@ -198,3 +198,23 @@ fn a_rank_whose_parts_are_equal_may_say_so_to_ranks_whose_are_not() {
         engine.barrier().unwrap();
     });
 }
+
+#[test]
+fn of_many_counts_that_disagree_the_first_are_told_and_how_many_more() {
+    // S6
+    for world in [2, 3] {
+        let heap = Heap::new(world, 1, 1 << 16, &small_scratch());
+        heap.ranks(|rank| {
+            let mut engine = heap.engine(rank, 0, small_scratch());
+            let (from, to) = (Buffer::plain(24, 0), Buffer::plain(24, 0));
+            let (send, receive) = (vec![1; world as usize], vec![2; world as usize]);
+            let (from, out) = (from.place, to.place);
+            // SAFETY: both buffers hold what is sent and received, and are this rank's.
+            let done = unsafe { engine.all_to_all_v(from, &send, out, &receive, i32::DTYPE) };
+            let text = done.unwrap_err().to_string();
+            assert_eq!(text.matches("sends 1 elements").count(), 4, "{text}");
+            assert_eq!(text.contains("and 5 more pairs"), world == 3, "{text}");
+            assert_eq!(text.contains("more pairs"), world == 3, "{text}");
+        });
+    }
+}

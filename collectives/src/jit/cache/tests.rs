@@ -118,6 +118,10 @@ fn what_others_could_have_written_is_not_trusted() {
     assert!(cache.load(key()).is_none());
     assert!(made(&cache) && !made(&cache));
 
+    let link = cache.path.with_file_name("link");
+    symlink(&cache.path, &link).expect("a link");
+    assert!(Cache::open(&link, LONG).is_err());
+
     fs::set_permissions(&cache.path, PermissionsExt::from_mode(0o777)).expect("set");
     let why = Cache::open(&cache.path, LONG).err().expect("refused");
     assert!(why.contains("777"), "{why}");
@@ -132,6 +136,15 @@ fn a_folder_that_cannot_be_is_refused_and_one_that_vanished_does_no_harm() {
     assert!(Cache::open(&file, LONG).is_err());
     fs::remove_dir_all(&cache.path).expect("removed");
     assert!(made(&cache) && made(&cache));
+}
+
+#[test]
+fn an_image_that_cannot_be_put_in_its_place_leaves_nothing_behind() {
+    let (_folder, cache) = cache();
+    fs::create_dir(path(&cache)).expect("a folder where the image goes");
+    assert!(made(&cache) && made(&cache));
+    let left = fs::read_dir(&cache.path).expect("a folder").map(|entry| entry.unwrap().path());
+    assert_eq!(left.collect::<Vec<_>>(), [path(&cache)]);
 }
 
 #[test]

@@ -1,0 +1,149 @@
+//! Calls that cannot be: what a rank itself refuses, and all-to-alls that differ in more than their
+//! parts.
+
+use std::time::Duration;
+
+use crate::common::{Buffer, Heap, small_scratch};
+use symmpool_collectives::{AllToAllAlgorithm, DType, Element, HostOptions, Place, ReduceOp};
+
+#[test]
+fn a_rank_without_a_count_for_each_is_refused_and_the_others_are_told() {
+    let heap = Heap::new(3, 1, 1 << 16, &small_scratch());
+    heap.ranks(|rank| {
+        let mut engine = heap.engine(rank, 0, small_scratch());
+        let (from, to) = (Buffer::plain(16, 0), Buffer::plain(16, 0));
+        for (sends, receives) in [(2, 3), (3, 2), (4, 3), (3, 4), (0, 0)] {
+            let (sends, receives) = if rank == 1 { (sends, receives) } else { (3, 3) };
+            let (send, receive) = (vec![1; sends], vec![1; receives]);
+            let (from, out) = (from.place, to.place);
+            // SAFETY: both buffers hold what is sent and received, and are this rank's.
+            let done = unsafe { engine.all_to_all_v(from, &send, out, &receive, i32::DTYPE) };
+            let error = done.unwrap_err();
+            if rank == 1 {
+                let counts = format!("{sends} send and {receives} receive counts for 3 ranks");
+                assert!(error.is_invalid_argument(), "{error}");
+                assert!(error.to_string().contains(&counts), "{error}");
+            } else {
+                assert!(error.is_diverged(), "{error}");
+            }
+        }
+        engine.barrier().unwrap();
+    });
+}
+
+#[test]
+fn a_rank_that_refuses_a_call_hears_of_a_rank_that_does_not_come() {
+    // S5: its peers are told of the refusal as of any call.
+    let heap = Heap::new(2, 1, 0, &small_scratch());
+    let timeout = Duration::from_millis(100);
+    let mut engine = heap.engine(0, 0, HostOptions { timeout, ..small_scratch() });
+    let error = engine.broadcast_slice(&mut [0_u8], 2).unwrap_err();
+    assert!(error.is_timeout() && error.ranks() == [1], "{error}");
+    assert!(engine.barrier().unwrap_err().is_timeout());
+}
+
+#[test]
+fn all_to_alls_that_differ_in_more_than_their_parts_are_told() {
+    // S6: the rows agree to the byte.
+    let heap = Heap::new(3, 1, 1 << 16, &small_scratch());
+    heap.ranks(|rank| {
+        let mut engine = heap.engine(rank, 0, small_scratch());
+        let (from, to) = (Buffer::plain(24, 0), Buffer::plain(24, 0));
+        to.write(&[7_u8; 24]);
+        let (from, out, counts) = (from.place, to.place, [2; 3]);
+        for other in 0..4 {
+            let done = match other {
+                // SAFETY: both buffers hold six elements of four bytes and are this rank's, as below.
+                0 if rank == 1 => unsafe {
+                    engine.all_to_all_v(from, &counts, out, &counts, DType::F32)
+                },
+                // SAFETY: as above.
+                1 if rank == 1 => unsafe { engine.all_to_all(from, out, 2, DType::F32) },
+                // SAFETY: as above.
+                2 if rank == 1 => unsafe { engine.all_gather(from, out, 2, DType::I32) },
+                3 if rank == 1 => engine.barrier(),
+                // SAFETY: as above.
+                _ => unsafe { engine.all_to_all_v(from, &counts, out, &counts, DType::I32) },
+            };
+            let error = done.unwrap_err();
+            assert!(error.is_diverged(), "{error}");
+            assert!(error.to_string().contains("ranks 0, 2: all_to_all_v of i32"), "{error}");
+            assert_eq!(to.read::<u8>(24), [7; 24], "nothing was written");
+        }
+        engine.barrier().unwrap();
+    });
+}
+
+#[test]
+fn all_to_alls_by_ranks_with_other_options_are_told() {
+    // S6
+    let heap = Heap::new(2, 1, 1 << 16, &small_scratch());
+    heap.ranks(|rank| {
+        let all_to_all = [AllToAllAlgorithm::Packet, AllToAllAlgorithm::Direct][rank as usize];
+        let mut engine = heap.engine(rank, 0, HostOptions { all_to_all, ..small_scratch() });
+        let from = Buffer::window(&heap, rank, 0, 8);
+        let to = Buffer::window(&heap, rank, 64, 8);
+        // SAFETY: both windows hold two elements and are this rank's.
+        let done = unsafe { engine.all_to_all(from.place, to.place, 1, i32::DTYPE) };
+        let error = done.unwrap_err();
+        assert!(error.is_diverged() && error.to_string().contains("different options"), "{error}");
+    });
+}
+
+#[test]
+fn gathers_and_scatters_at_different_places_are_told() {
+    // S6, of few elements and of many, which go other ways.
+    let heap = Heap::new(2, 1, 1 << 17, &small_scratch());
+    heap.ranks(|rank| {
+        let mut engine = heap.engine(rank, 0, small_scratch());
+        let window = Buffer::window(&heap, rank, 0, 1 << 17);
+        window.write(&vec![7_u8; 1 << 17]);
+        let (first, second) = (window.part(0), window.part(1 << 16));
+        let (here, there) = (first, window.part(64 * rank as usize));
+        for count in [8, 3000] {
+            for parity in 0..2 {
+                // SAFETY: each place has 64 KiB behind it, more than two parts, as below.
+                let sent = unsafe { engine.all_gather(there, second, count, DType::F32) };
+                let there_too = window.part((1 << 16) - 64 * rank as usize);
+                // SAFETY: as above.
+                let written = unsafe { engine.all_gather(here, there_too, count, DType::F32) };
+                let sum = ReduceOp::Sum;
+                // SAFETY: as above.
+                let reduced =
+                    unsafe { engine.reduce_scatter(there, second, count, DType::F32, sum) };
+                for done in [sent, written, reduced] {
+                    let error = done.unwrap_err();
+                    assert!(error.is_diverged(), "{count}, {parity}: {error}");
+                }
+            }
+        }
+        assert!(window.read::<u8>(1 << 17) == vec![7; 1 << 17], "nothing was written");
+        engine.barrier().unwrap();
+    });
+}
+
+#[test]
+fn what_is_no_memory_is_refused_and_nothing_may_be_anywhere() {
+    let heap = Heap::new(2, 1, 0, &small_scratch());
+    heap.ranks(|rank| {
+        let mut engine = heap.engine(rank, 0, small_scratch());
+        let buffer = Buffer::plain(16, 0);
+        buffer.write(&[rank as i32; 4]);
+        let null = Place::Plain(std::ptr::null_mut());
+        let last = Place::Plain(std::ptr::without_provenance_mut(usize::MAX - 3));
+        for place in [null, last] {
+            // SAFETY: refused before memory is touched; that it is, is what is tested.
+            let error = unsafe { engine.broadcast(place, 4, DType::I32, 0) }.unwrap_err();
+            assert!(error.to_string().contains("is not memory"), "{error}");
+        }
+        // SAFETY: no element is touched.
+        unsafe { engine.broadcast(null, 0, DType::I32, 0) }.unwrap();
+        // Rank 0 receives nothing, and rank 1 sends nothing: from and to where the other lies.
+        let (from, to) = (buffer.place, buffer.part(4));
+        let (send, receive) = if rank == 0 { ([0, 4], [0, 0]) } else { ([0, 0], [4, 0]) };
+        let (from, to) = if rank == 0 { (from, to) } else { (to, from) };
+        // SAFETY: the buffer holds what is sent or received, and is this rank's.
+        unsafe { engine.all_to_all_v(from, &send, to, &receive, DType::I32) }.unwrap();
+        assert_eq!(buffer.read::<i32>(4), [0; 4]);
+    });
+}
