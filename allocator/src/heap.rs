@@ -210,3 +210,59 @@ impl Drop for Heap {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const UNIT: u64 = 2 << 20;
+
+    #[test]
+    fn every_address_of_the_heap_and_no_other_is_located() {
+        let layout = HeapLayout { base: 10 * UNIT, stride: 4 * UNIT, rank: 1, world: 3 };
+        let end = layout.base + 12 * UNIT;
+        for (address, place) in [
+            (layout.base - 1, None),
+            (layout.base, Some((0, 0))),
+            (layout.base + 4 * UNIT - 1, Some((0, 4 * UNIT - 1))),
+            (layout.base + 4 * UNIT, Some((1, 0))),
+            (end - 1, Some((2, 4 * UNIT - 1))),
+            (end, None),
+        ] {
+            assert_eq!(layout.locate(address), place);
+            match place {
+                Some((_, offset)) => {
+                    let peer = layout.peer(2, address).unwrap();
+                    assert_eq!(peer, layout.base + 8 * UNIT + offset);
+                    assert_eq!(peer, layout.address(2, offset));
+                }
+                None => assert!(layout.peer(2, address).unwrap_err().is_invalid_argument()),
+            }
+        }
+        assert!(layout.peer(3, layout.base).unwrap_err().is_invalid_argument());
+    }
+
+    #[test]
+    fn strides_that_make_no_heap_are_refused() {
+        for stride in [0, 1, UNIT + 1, UNIT / 2, u64::MAX - UNIT + 1] {
+            let error = Heap::reserve(Driver::sim(1), 0, 2, stride).unwrap_err();
+            assert!(error.is_invalid_argument(), "{stride}: {error}");
+        }
+    }
+
+    #[test]
+    fn nothing_is_mapped_outside_of_a_slot() {
+        let driver = Driver::sim(1);
+        let heap = Heap::reserve(driver.clone(), 1, 2, 4 * UNIT).unwrap();
+        let physicals = [UNIT, UNIT].map(|bytes| driver.create(bytes).unwrap());
+        // Slot 0 ends where this rank's begins.
+        for (rank, offset) in [(0, 3 * UNIT), (1, 3 * UNIT), (2, 0), (1, u64::MAX - UNIT + 1)] {
+            let error = heap.map_all(rank, offset, &physicals).unwrap_err();
+            assert!(error.is_invalid_argument(), "slot {rank}, offset {offset}: {error}");
+        }
+        heap.map_all(1, 2 * UNIT, &physicals).unwrap();
+        for physical in physicals {
+            driver.release(physical).unwrap();
+        }
+    }
+}

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use symmpool_allocator::driver::{FaultAction, FaultDriver, FaultPlan, Step};
 use symmpool_allocator::lane::LaneConfig;
-use symmpool_allocator::{Block, Driver, Group, Lane, Pool, PoolBuilder, Stream};
+use symmpool_allocator::{Block, Driver, Error, Group, Lane, Pool, PoolBuilder, Stream};
 
 fn pair(drivers: [Driver; 2], lanes: &[LaneConfig]) -> [Pool; 2] {
     let groups = Group::in_process(2).unwrap();
@@ -86,6 +86,34 @@ fn what_no_rank_could_do_is_no_difference() {
         [&a, &b].map(|pool| scope.spawn(|| pool.commit().unwrap())).map(|rank| rank.join().unwrap())
     });
     assert!(!a.is_commit_due() && !b.is_commit_due());
+}
+
+#[test]
+fn a_failure_that_is_noted_is_told_where_others_went_on() {
+    let [a, b] = pair([Driver::sim(1), Driver::sim(2)], &[]);
+    let commits = || {
+        thread::scope(|scope| {
+            [&a, &b].map(|pool| scope.spawn(|| pool.commit())).map(|rank| rank.join().unwrap())
+        })
+    };
+    let failure = Error::unsupported("no such device, as planned");
+    for pool in [&a, &b] {
+        pool.default_lane().note_failure(&failure);
+    }
+    assert!(a.is_commit_due() && b.is_commit_due());
+    // Neither went on: nothing differs.
+    for commit in commits() {
+        commit.unwrap();
+    }
+    assert!(!a.is_commit_due() && !b.is_commit_due());
+    a.alloc::<u8>(1).unwrap().into_address();
+    b.default_lane().note_failure(&failure);
+    assert!(b.is_commit_due());
+    for error in commits().map(Result::unwrap_err) {
+        assert!(error.is_unsupported(), "{error}");
+        assert!(error.to_string().contains("rank 1 failed in event 0 of lane"), "{error}");
+        assert!(error.to_string().contains("as planned"), "{error}");
+    }
 }
 
 #[test]

@@ -4,8 +4,9 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::Duration;
 
-use symmpool_allocator::driver::{FaultAction, FaultDriver, FaultPlan, Step};
-use symmpool_allocator::{Driver, Group, Pool, Result, Stream};
+use symmpool_allocator::driver::{Call, FaultAction, FaultDriver, FaultPlan, Step};
+use symmpool_allocator::lane::LaneConfig;
+use symmpool_allocator::{Block, Driver, Group, Pool, PoolBuilder, Result, Stream};
 
 /// Runs `body` as every rank of a group of `world`, and returns what each said.
 fn ranks<R: Send>(world: u32, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
@@ -22,6 +23,18 @@ fn ranks<R: Send>(world: u32, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
 
 fn pool(group: Group, driver: Driver) -> Result<Pool> {
     Pool::builder(group).driver(driver).build()
+}
+
+/// Of simulated memory; its lanes are called "a" and "b".
+fn pool_of_two_lanes(group: Group) -> Pool {
+    let driver = Driver::sim(u64::from(group.rank()));
+    let builder = Pool::builder(group).driver(driver);
+    ["a", "b"]
+        .map(LaneConfig::symmetric)
+        .into_iter()
+        .fold(builder, PoolBuilder::lane)
+        .build()
+        .unwrap()
 }
 
 #[test]
@@ -116,7 +129,11 @@ fn ranks_that_diverged_go_on_after_a_resync() {
         let again = pool.alloc::<u8>(50 << 20).unwrap();
         pool.commit().unwrap();
         assert!(pool.is_window(again.address(), again.bytes()));
-        (lane.digest(), again.offset(), kept.offset())
+        let places = (again.offset(), kept.offset());
+        // What all of them hold is freed as ever: in order.
+        kept.free().unwrap();
+        assert_eq!(lane.stats().set_aside, 0);
+        (lane.digest(), places)
     });
     assert!(digests.iter().all(|digest| *digest == digests[0]), "{digests:?}");
 }
@@ -211,4 +228,113 @@ fn every_byte_of_a_block_is_copied_whatever_its_length() {
     let values: Vec<[u16; 3]> = (0..11).map(|n| [n, n * 2, n * 3]).collect();
     wide.write(&values).unwrap();
     assert_eq!(wide.read().unwrap(), values);
+}
+
+#[test]
+fn a_block_used_on_another_stream_is_waited_for_on_the_device() {
+    // D4
+    let group = Group::in_process(1).unwrap().remove(0);
+    let driver = FaultDriver::new(Driver::sim(1), FaultPlan::new());
+    let pool = pool(group, Driver::new(driver.clone())).unwrap();
+    let calls = [Call::RecordEvent, Call::WaitEvent, Call::ReleaseEvent];
+    for reuses in 0..3 {
+        let block = pool.alloc::<u8>(1000).unwrap();
+        assert_eq!(block.offset(), 0);
+        block.record_stream(Stream::from_raw(7)).unwrap();
+        block.free().unwrap();
+        // Each reuse waited for the use before it; only the latest event is kept.
+        let counts = driver.counts();
+        assert_eq!(calls.map(|call| counts.succeeded(call)), [reuses + 1, reuses, reuses]);
+    }
+    drop(pool);
+    assert_eq!(driver.counts().leaks(), None, "the last event goes with the lane");
+}
+
+#[test]
+fn what_no_commit_has_shared_is_no_window_that_goes() {
+    ranks(2, |group| {
+        let rank = group.rank();
+        let pool = pool(group, Driver::sim(u64::from(rank))).unwrap();
+        let release = |block: Block<u8>| {
+            block.free().unwrap();
+            assert!(pool.default_lane().trim().unwrap() > 0);
+        };
+        let committed = || {
+            let report = pool.commit().unwrap();
+            let windows = pool.windows().list().len();
+            (report.windows_added, report.windows_removed, windows)
+        };
+        release(pool.alloc(1000).unwrap());
+        assert_eq!(committed(), (0, 0, 0));
+        let block = pool.alloc(1000).unwrap();
+        assert_eq!(committed(), (1, 0, 1));
+        release(block);
+        assert_eq!(committed(), (0, 1, 0));
+    });
+}
+
+#[test]
+fn numbers_are_those_of_their_lane_and_together_those_of_the_pool() {
+    let group = Group::in_process(1).unwrap().remove(0);
+    let pool = pool_of_two_lanes(group);
+    let [a, b] = ["a", "b"].map(|name| pool.lane(name).unwrap());
+    let blocks = [&a, &b, &b].map(|lane| lane.alloc::<u8>(5000).unwrap());
+    for (lane, live) in [(&a, 1), (&b, 2)] {
+        let stats = lane.stats();
+        assert_eq!((lane.live_blocks(), stats.live_blocks), (live, live));
+        assert_eq!((lane.counter(), stats.events), (live, live));
+        assert_eq!(lane.reserved(), stats.reserved);
+        assert!(lane.reserved() >= stats.allocated && stats.allocated >= live * 5000);
+    }
+    let (all, (a, b)) = (pool.stats(), (a.stats(), b.stats()));
+    assert_eq!(all.allocated(), a.allocated + b.allocated);
+    assert_eq!(all.reserved(), a.reserved + b.reserved);
+    // D7: each lane has its own range.
+    let (a, b) = (pool.lane("a").unwrap().range(), pool.lane("b").unwrap().range());
+    assert!(a.0 + a.1 <= b.0, "{a:?} {b:?}");
+    for (block, (base, length)) in blocks.iter().zip([a, b, b]) {
+        assert!((base..base + length).contains(&block.offset()));
+    }
+}
+
+#[test]
+fn peers_copies_are_found_one_behind_the_other() {
+    ranks(3, |group| {
+        let rank = group.rank();
+        let pool = pool_of_two_lanes(group);
+        let lane = pool.lane("b").unwrap();
+        let (first, second) = (lane.alloc::<u8>(4096).unwrap(), lane.alloc::<u8>(4096).unwrap());
+        pool.commit().unwrap();
+        let window = pool.window_of(second.address()).unwrap();
+        assert_eq!((window.lane.as_str(), window.offset), ("b", first.offset()));
+        assert_eq!(pool.window_of(pool.layout().base - 1), None);
+        let row = pool.peers_in_a_row(first.address(), 4096).unwrap();
+        assert_eq!(row.distance, window.bytes);
+        let behind = pool.peers_in_a_row(second.address() + 5, 100).unwrap();
+        assert_eq!(behind.first - row.first, second.offset() + 5 - first.offset());
+        assert_eq!(behind.distance, row.distance);
+        // Of other slots, and of what is no window, there is none.
+        let peer = second.peer_ptr((rank + 1) % 3).unwrap() as u64;
+        for (address, bytes) in [(peer, 1), (first.address(), window.bytes + 1)] {
+            assert!(pool.peers_in_a_row(address, bytes).unwrap_err().is_invalid_argument());
+        }
+    });
+}
+
+#[test]
+fn a_rank_that_let_go_of_its_pool_is_seen_by_the_others() {
+    let (made, left, seen) = (Barrier::new(3), Barrier::new(3), Barrier::new(3));
+    ranks(3, |group| {
+        let rank = group.rank();
+        let pool = pool(group, Driver::host().unwrap()).unwrap();
+        pool.commit().unwrap();
+        assert!(pool.can_commit() && pool.lost_peers().is_empty() && !pool.has_left(2));
+        made.wait();
+        let pool = (rank != 2).then_some(pool);
+        left.wait();
+        let found =
+            pool.as_ref().map(|pool| (pool.lost_peers(), [0, 1, 2].map(|r| pool.has_left(r))));
+        seen.wait();
+        assert_eq!(found, (rank != 2).then(|| (vec![2], [false, false, true])));
+    });
 }

@@ -119,7 +119,7 @@ impl Heap {
 
 #[cfg(test)]
 mod tests {
-    use crate::driver::{Driver, Exported, SimDriver};
+    use crate::driver::{Call, Driver, Exported, FaultDriver, FaultPlan};
 
     use super::super::Heap;
 
@@ -127,7 +127,10 @@ mod tests {
 
     /// Rank 1 of 3, with peers' segments of these lengths mapped from `UNIT` on.
     fn heap(segments: &[u64]) -> Heap {
-        let driver = Driver::new(SimDriver::new(1));
+        heap_on(&Driver::sim(1), segments)
+    }
+
+    fn heap_on(driver: &Driver, segments: &[u64]) -> Heap {
         let heap = Heap::reserve(driver.clone(), 1, 3, 64 * UNIT).expect("a heap");
         for peer in [0, 2] {
             let mut at = UNIT;
@@ -147,6 +150,7 @@ mod tests {
         let heap = heap(&[UNIT, 2 * UNIT, UNIT]);
         let both = heap.row(UNIT, &[UNIT, 2 * UNIT]).expect("a row");
         assert_eq!(heap.row(UNIT, &[UNIT, 2 * UNIT]).expect("it is there"), both);
+        assert_ne!(heap.row(UNIT, &[UNIT]).expect("a shorter one"), both);
         let one = heap.row(2 * UNIT, &[2 * UNIT]).expect("another row");
         let last = heap.row(4 * UNIT, &[UNIT]).expect("a third");
         assert!(both != one && one != last && both != last);
@@ -154,6 +158,29 @@ mod tests {
         assert_eq!(heap.row(4 * UNIT, &[UNIT]).expect("others stay"), last);
         assert_eq!(heap.row(2 * UNIT, &[2 * UNIT]).expect("others stay"), one);
         assert!(heap.row(UNIT, &[UNIT, 2 * UNIT]).expect_err("gone").is_invalid_argument());
+    }
+
+    #[test]
+    fn a_row_goes_with_any_of_its_segments_and_no_other() {
+        let heap = heap(&[UNIT, 2 * UNIT, UNIT]);
+        let row = heap.row(UNIT, &[UNIT, 2 * UNIT]).expect("a row");
+        heap.unmap_peers(4 * UNIT).expect("what lies behind it goes");
+        assert_eq!(heap.row(UNIT, &[UNIT, 2 * UNIT]).expect("it is there"), row);
+        heap.unmap_peers(2 * UNIT).expect("its second segment goes");
+        assert!(crate::sync::lock(&heap.rows).is_empty());
+    }
+
+    #[test]
+    fn rows_give_their_mappings_and_addresses_back() {
+        let driver = FaultDriver::new(Driver::sim(1), FaultPlan::new());
+        let heap = heap_on(&Driver::new(driver.clone()), &[UNIT, UNIT]);
+        heap.row(UNIT, &[UNIT, UNIT]).expect("a row");
+        heap.row(2 * UNIT, &[UNIT]).expect("another");
+        heap.unmap_peers(UNIT).expect("the first goes");
+        drop(heap);
+        let n = |call| driver.counts().succeeded(call);
+        assert_eq!(n(Call::Map), n(Call::Unmap));
+        assert_eq!(n(Call::Reserve), n(Call::Unreserve));
     }
 
     #[test]

@@ -23,6 +23,11 @@ impl LaneState {
                     && !block.wall;
                 assert!(!unmerged, "free neighbours of a stream are one block");
             }
+            if !matches!(block.state, BlockState::Retired | BlockState::Hole) {
+                let begins = self.segments.live().iter().any(|s| s.offset == u64::from(at) * UNIT);
+                let wall = begins && self.policy() == WindowPolicy::PerSegment;
+                assert_eq!(block.wall, wall, "blocks are kept apart where they may not cross");
+            }
             match block.state {
                 BlockState::Free => {
                     let free = Free { offset: block.offset, size: block.size, id };

@@ -306,6 +306,11 @@ impl LaneState {
         self.history.mark_agreed();
     }
 
+    /// Lets go of the events that it keeps, and forgets their streams: the lane ends.
+    pub(crate) fn release_events(&mut self, backing: &mut dyn Backing) {
+        self.streams.forget_since(0, backing);
+    }
+
     /// The segments in use, by offset.
     pub fn segments(&self) -> &[Segment] {
         self.segments.live()

@@ -17,6 +17,13 @@ pub(crate) struct LaneInner {
     pub(crate) memory: LaneMemory,
 }
 
+impl Drop for LaneInner {
+    fn drop(&mut self) {
+        // The driver outlives its lanes, and would keep what they recorded.
+        self.state.release_events(&mut self.memory);
+    }
+}
+
 /// The physical side of a lane.
 pub(crate) struct LaneMemory {
     heap: Arc<Heap>,

@@ -202,8 +202,8 @@ mod tests {
     #[test]
     fn ranks_at_different_commits_are_told() {
         let late = Ok(Proposal { round: 8, lanes: vec![] });
-        let error = judge(&gather(vec![propose(vec![]), late])).unwrap_err();
+        let error = judge(&gather(vec![propose(vec![]), propose(vec![]), late])).unwrap_err();
         assert!(error.is_diverged());
-        assert!(error.to_string().contains("rank 1 at commit 8"), "{error}");
+        assert!(error.to_string().contains("rank 2 at commit 8"), "{error}");
     }
 }

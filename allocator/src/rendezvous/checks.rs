@@ -220,6 +220,21 @@ mod tests {
     }
 
     #[test]
+    fn lines_are_shown_beside_those_of_the_same_name() {
+        let theirs = "debug\nlane_x = 2\nstride = 2\nsame";
+        let ours = "same\nstride = 1\nlane = 2\nlane_x = 1";
+        assert_eq!(
+            differing_lines(theirs, ours),
+            [
+                ("debug", "nothing"),
+                ("lane_x = 2", "lane_x = 1"),
+                ("stride = 2", "stride = 1"),
+                ("nothing", "lane = 2"),
+            ]
+        );
+    }
+
+    #[test]
     fn differing_hashes_with_equal_descriptions_are_still_an_error() {
         // D8
         let error = four(|rank, hello| hello.config_hash = [(rank == 3).into(); 32]).unwrap_err();

@@ -4,7 +4,8 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use symmpool_allocator::driver::{Call, Counts, FaultAction, FaultDriver, FaultPlan, Step};
-use symmpool_allocator::{Driver, Error, Group, Pool, Result};
+use symmpool_allocator::lane::LaneConfig;
+use symmpool_allocator::{Driver, Error, Group, Pool, PoolBuilder, Result};
 
 use crate::ranks::{Memory, each, ranks, same_error};
 
@@ -116,8 +117,10 @@ fn a_rank_that_cannot_finish_a_commit_tells_the_others_at_the_next() {
             let _more = grows.then(|| pool.alloc::<u8>(MORE).unwrap());
             let second = pool.commit();
             assert_eq!(second.is_err(), group.rank() == FAILING, "{second:?}");
+            assert_eq!(pool.can_commit(), second.is_ok(), "as far as this rank knows");
             let third = pool.commit().expect_err("the ranks are not alike any more");
             let again = pool.commit().expect_err("and stay so");
+            assert!(!pool.can_commit());
             [third, again]
         });
         // They hear it at once, and go on to say so.
@@ -187,6 +190,34 @@ fn an_allocation_that_fails_on_one_rank_is_told_to_all_and_can_be_repeated() {
             assert!(error.to_string().contains("rank 1 failed in event 1"), "{error}");
         });
     }
+}
+
+#[test]
+fn a_growth_that_fails_half_way_is_undone_wherever_the_lane_lies() {
+    let group = Group::in_process(1).unwrap().remove(0);
+    let failure = || FaultAction::Fail(Error::out_of_memory("none left, as planned"));
+    // The third segment moves the first beside it; the sixth is the second of a block's.
+    let plan = FaultPlan::new().at_call(Call::Create, 3, failure());
+    let plan = plan.at_call(Call::Create, 6, failure());
+    let driver = FaultDriver::new(Driver::sim(1), plan);
+    let lanes = ["first", "second"].map(LaneConfig::symmetric);
+    let builder = Pool::builder(group).driver(Driver::new(driver.clone()));
+    let pool = lanes.into_iter().fold(builder, PoolBuilder::lane).build().unwrap();
+    let lane = pool.lane("second").unwrap();
+    let (low, high) = (lane.alloc::<u8>(64 * MIB).unwrap(), lane.alloc::<u8>(MIB).unwrap());
+    drop(low);
+    let mut blocks = vec![high];
+    for (bytes, made) in [(100 * MIB, 2), (200 * MIB, 3)] {
+        let before = mappings(&driver.counts());
+        let error = lane.alloc::<u8>(bytes).expect_err("as planned");
+        assert!(error.is_out_of_memory(), "{error}");
+        assert_eq!(mappings(&driver.counts()), before, "undone");
+        assert_eq!(lane.stats().segments_made, made);
+        blocks.push(lane.alloc::<u8>(bytes).unwrap());
+    }
+    assert_eq!(lane.stats().segments_moved, 1);
+    drop((blocks, lane, pool));
+    assert_eq!(driver.counts().leaks(), None);
 }
 
 #[test]

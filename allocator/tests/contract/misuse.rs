@@ -256,6 +256,7 @@ fn a_commit_that_one_rank_does_not_call() {
         if rank == 1 {
             return None;
         }
+        assert!(pool.can_commit());
         let started = Instant::now();
         let error = pool.commit_by(Deadline::after(limit)).unwrap_err();
         assert!(started.elapsed() >= limit, "{error}");
@@ -263,6 +264,7 @@ fn a_commit_that_one_rank_does_not_call() {
         let started = Instant::now();
         let again = pool.commit().unwrap_err();
         assert!(started.elapsed() < limit, "at once");
+        assert!(!pool.can_commit());
         assert_eq!((again.is_timeout(), again.ranks()), (true, &[1][..]), "{again}");
         says(&again, &["cannot commit any more", "build a new one", "rank 1"]);
         assert!(pool.alloc::<u8>(1 << 24).is_ok(), "its own memory goes on");

@@ -4,7 +4,8 @@ use super::log::{Call, Log};
 use super::script::{KIB, MIB};
 use crate::driver::Stream;
 use crate::lane::{
-    BlockKey, BlockState, LaneConfig, LaneState, NoBacking, Placed, Request, WindowPolicy,
+    BlockKey, BlockState, LaneConfig, LaneState, MAX_LANE_BYTES, NoBacking, Placed, Request,
+    WindowPolicy,
 };
 use crate::{Error, Result};
 
@@ -44,7 +45,14 @@ fn a_lane_is_built_of_sensible_numbers() {
     assert_refused(LaneState::new(symmetric(), 64 * MIB, 0), "power of two");
     assert_refused(LaneState::new(symmetric(), 64 * MIB, 256), "power of two");
     assert_refused(LaneState::new(LaneConfig::local(""), 64 * MIB, 2 * MIB), "lane name");
+    for (bytes, served) in [(64, true), (65, false), (90, false)] {
+        let named = LaneState::new(LaneConfig::local("n".repeat(bytes)), 64 * MIB, 2 * MIB);
+        assert_eq!(named.is_ok(), served, "a name of {bytes} bytes");
+    }
     assert_refused(LaneState::new(symmetric().range(0), 64 * MIB, 2 * MIB), "a range of 0");
+    let too_long = symmetric().range(MAX_LANE_BYTES + 1);
+    assert_refused(LaneState::new(too_long, 64 * MIB, 2 * MIB), "can be served");
+    LaneState::new(symmetric().range(MAX_LANE_BYTES), 64 * MIB, 2 * MIB).unwrap();
     // More range than offsets can name is simply not used.
     let mut longest = lane(symmetric(), u64::MAX);
     assert_full(longest.alloc(request((1 << 40) + 1, 1, 0), &mut NoBacking), "larger than");

@@ -7,6 +7,7 @@
 //! | [`script`] | random sequences of calls |
 //! | [`against`] | lane and model side by side, every rule after every call |
 //! | [`ranks`] | the same calls on many ranks; one rank that strays |
+//! | [`resync`] | ranks that came apart, and are made alike again |
 //! | [`growth`] | how many segments are made, and of what sizes |
 //! | [`limits`] | bad arguments, stale names, failures, and bugs that were |
 //! | [`traces`] | how tight real programs are packed |
@@ -17,5 +18,6 @@ mod limits;
 mod log;
 mod naive;
 mod ranks;
+mod resync;
 mod script;
 mod traces;

@@ -9,15 +9,15 @@ use crate::driver::Stream;
 use crate::lane::{BlockKey, Digest, LaneConfig, LaneState, NoBacking, Request, Segment};
 
 /// One rank: a lane, its live blocks, and its own handles for the streams.
-struct Rank {
-    lane: LaneState,
-    live: Vec<BlockKey>,
+pub(super) struct Rank {
+    pub(super) lane: LaneState,
+    pub(super) live: Vec<BlockKey>,
     seed: u64,
 }
 
 /// What ranks must have in common after a call.
 #[derive(Clone, Debug, PartialEq)]
-struct Seen {
+pub(super) struct Seen {
     placed: Option<(u64, u64)>,
     digest: Digest,
     counter: u64,
@@ -25,7 +25,7 @@ struct Seen {
 }
 
 impl Rank {
-    fn new(seed: u64, (config, range, granularity): (LaneConfig, u64, u64)) -> Self {
+    pub(super) fn new(seed: u64, (config, range, granularity): (LaneConfig, u64, u64)) -> Self {
         let lane = LaneState::new(config, range, granularity).unwrap();
         Self { lane, live: Vec::new(), seed }
     }
@@ -36,7 +36,7 @@ impl Rank {
         Stream::from_raw(mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(self.seed as u32))
     }
 
-    fn call(&mut self, op: Op) -> Seen {
+    pub(super) fn call(&mut self, op: Op) -> Seen {
         let n = self.live.len();
         let (lane, backing) = (&mut self.lane, &mut NoBacking);
         let mut placed = None;

@@ -187,3 +187,52 @@ impl Outgoing {
         Ok(progress)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::super::wire::{Request, encode};
+    use super::*;
+
+    /// Two ends of a connection; the second does not block.
+    fn pair() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (far, _) = listener.accept().unwrap();
+        far.set_nonblocking(true).unwrap();
+        (near, far)
+    }
+
+    #[test]
+    fn frames_that_come_in_pieces_end_where_the_next_begins() {
+        let meter = Meter::new(1 << 20);
+        let frame = |key: &str, tail: &[u8]| {
+            let head = encode(&Request::Set { key: key.into() }, tail.len());
+            [head, tail.to_vec()].concat()
+        };
+        let (first, second) = (frame("key of the first", &[1; 40]), frame("second", &[2; 9]));
+        // In the header, at its end, in the head, and in the tail.
+        for cut in [1, HEADER - 1, HEADER, HEADER + 5, first.len() - 40, first.len() - 7] {
+            let ((mut near, mut far), mut incoming) = (pair(), Incoming::default());
+            let mut read = || incoming.read(&mut far, &meter, Caps::REQUEST);
+            assert!(matches!(read(), Input::Partial(false)), "nothing has begun");
+            near.write_all(&first[..cut]).unwrap();
+            while !matches!(read(), Input::Partial(true)) {
+                std::thread::yield_now();
+            }
+            near.write_all(&[&first[cut..], &second].concat()).unwrap();
+            for frame in [&first, &second] {
+                let (head, tail) = loop {
+                    match read() {
+                        Input::Frame(head, tail) => break (head, tail.unwrap()),
+                        Input::Partial(_) => std::thread::yield_now(),
+                        other => panic!("cut at {cut}: {other:?}"),
+                    }
+                };
+                assert_eq!([&head, tail.as_ref()].concat(), frame[HEADER..], "cut at {cut}");
+            }
+            assert!(matches!(read(), Input::Partial(false)), "nothing has begun");
+        }
+    }
+}

@@ -73,6 +73,21 @@ fn a_set_answers_those_who_wait_for_the_key() {
 }
 
 #[test]
+fn a_set_answers_nobody_who_has_stopped_waiting() {
+    // To the next request of a client it would be the answer.
+    let mut bench = Bench::new(3);
+    for client in [0, 1] {
+        assert_eq!(bench.ask(client, Request::Get { key: "k".into(), wait_ms: 9 }, b""), []);
+    }
+    bench.state.expire(0);
+    assert!(error(&bench.replies()[0]).is_timeout());
+    bench.state.disconnect(1);
+    assert_eq!(bench.state.entries(), (0, 0, 0));
+    let replies = bench.ask(2, Request::Set { key: "k".into() }, b"v");
+    assert_eq!(replies, [(2, ToClient::Done)]);
+}
+
+#[test]
 fn a_gather_is_answered_once_all_are_there_and_forgotten() {
     let mut bench = Bench::new(3);
     assert_eq!(bench.gather(1, 1, 3), []);
@@ -139,6 +154,25 @@ fn a_lost_rank_fails_what_needs_it_and_nothing_else() {
     bench.declare(12, 2, 7).unwrap();
     assert_eq!(bench.ask(1, later(1), b""), []);
     assert!(bench.state.is_waiting(9));
+}
+
+#[test]
+fn a_rank_that_is_back_fails_nothing_more_and_what_is_under_way_goes_on() {
+    let mut bench = Bench::declared(3);
+    (7..9).for_each(|client| bench.state.connect(client, None).unwrap());
+    // Clients that declared nothing, and need no rank.
+    let other = |rank| Request::AllGather { key: "other".into(), rank, world: 2, wait_ms: 9 };
+    assert_eq!(bench.ask(7, other(0), b""), []);
+    assert_eq!(bench.gather(0, 0, 3), []);
+    bench.state.disconnect(2);
+    assert_eq!(error(&bench.replies()[0]).ranks(), [2]);
+    // Rank 1 was not told, and need not be any more.
+    bench.declare(12, 2, 7).unwrap();
+    assert_eq!(bench.gather(1, 1, 3), []);
+    assert_eq!(bench.gather(0, 0, 3), []);
+    assert_eq!(bench.gather(12, 2, 3).len(), 3);
+    assert_eq!(bench.ask(8, other(1), b"").len(), 2);
+    assert_eq!(bench.state.entries(), (0, 0, 0));
 }
 
 #[test]
