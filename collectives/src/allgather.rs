@@ -48,6 +48,9 @@ impl HostEngine {
             // In place the input's offset differs from rank to rank, and follows from the output.
             call = call.input(input);
         }
+        if count == 0 {
+            return self.enter(&call);
+        }
         let bytes = count * size;
         if output.is_window() && bytes > SCRATCH_BYTES.min(self.scratch_bytes()) {
             // SAFETY: the caller's promises about input and output, which `data` resolves.

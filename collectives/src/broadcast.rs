@@ -47,6 +47,9 @@ impl HostEngine {
             .root(root)
             .input(buffer)
             .in_place(true);
+        if count == 0 {
+            return self.enter(&call);
+        }
         match buffer {
             Place::Window(offset) if count * size > SCRATCH_BYTES.min(self.scratch_bytes()) => {
                 self.enter(&call)?;

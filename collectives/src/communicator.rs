@@ -180,7 +180,9 @@ impl Communicator {
         unsafe { inner.engine.reduce_scatter((from, to), out.len(), T::DTYPE, op, stream) }
     }
 
-    /// Copies rank `r`'s `input` to part `r` of every rank's `out`, which has `world` parts.
+    /// Copies rank `r`'s `input` to part `r` of every rank's `out`, which has `world` parts. On devices,
+    /// outputs that are windows lie at one offset on all ranks where parts are as large as is said of
+    /// [`Self::all_to_all_into`]; smaller ones lie anywhere.
     pub fn all_gather_into<T: Element>(
         &self,
         out: &Block<T>,

@@ -47,6 +47,9 @@ impl HostEngine {
             .reduce(op)
             .input(input)
             .in_place(data.in_place);
+        if count == 0 {
+            return self.enter(&call);
+        }
         match input {
             Place::Window(offset) if !fits_scratch(count * size, self) => {
                 self.enter(&call)?;

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use symmpool_allocator::lane::LaneConfig;
 use symmpool_allocator::{Block, Driver, Error, Group, Pool, Stream};
-use symmpool_collectives::{Communicator, DType, ReduceOp};
+use symmpool_collectives::{
+    AllReduceAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp,
+};
 
 const STREAM: &Stream = &Stream::DEFAULT;
 /// Elements of every buffer, and how far into its block it begins.
@@ -220,5 +222,37 @@ fn a_caller_that_declines_spares_the_others_the_wait() {
             assert!(comm.barrier(STREAM).unwrap_err().is_diverged());
         }
         comm.barrier(STREAM).unwrap();
+    });
+}
+
+#[test]
+fn nothing_may_lie_in_a_different_place_on_every_rank() {
+    // A view of a tensor that has no element is somewhere, and an empty tensor nowhere.
+    ranks(3, |pool| {
+        let block = pool.alloc::<i32>(COUNT).unwrap();
+        let mut plain = vec![0_i32; COUNT];
+        pool.commit().unwrap();
+        let (window, plain) = (block.as_ptr().cast::<u8>(), plain.as_mut_ptr().cast::<u8>());
+        let (op, dtype) = (ReduceOp::Sum, DType::I32);
+        let places = [(window, window), (plain, window), (std::ptr::null_mut(), plain)];
+        let (to, from) = places[pool.rank() as usize];
+        for algorithm in [AllReduceAlgorithm::Auto, AllReduceAlgorithm::TwoShot] {
+            let options = CommunicatorOptions { algorithm, ..CommunicatorOptions::default() };
+            let comm = Communicator::with_options(pool, &options).unwrap();
+            // SAFETY: nothing is read or written.
+            unsafe {
+                comm.all_reduce_at(to, from, 0, dtype, op, STREAM).unwrap();
+                comm.reduce_scatter_at(to, from, 0, dtype, op, STREAM).unwrap();
+                comm.all_gather_at(to, from, 0, dtype, STREAM).unwrap();
+                comm.all_to_all_at(to, from, 0, dtype, STREAM).unwrap();
+                comm.all_to_all_v_at(to, from, &[0; 3], &[0; 3], dtype, STREAM).unwrap();
+                comm.broadcast_at(to, 0, dtype, 2, STREAM).unwrap();
+            }
+            let mut one = [1_i32];
+            let at = one.as_mut_ptr().cast();
+            // SAFETY: there is one element at this address, which only this call touches.
+            unsafe { comm.all_reduce_at(at, at, 1, dtype, op, STREAM).unwrap() };
+            assert_eq!(one, [3]);
+        }
     });
 }

@@ -51,7 +51,7 @@ use crate::{site, tensor};
 /// communicator: this call and all later ones raise TimeoutError or PeerLostError, naming it.
 /// Waits are not ended by Ctrl-C, but all of them end. `algorithm` is one of `algorithms()`, and how
 /// all-reduces go about it: the bits of results are the same with each; `all_to_all`, "auto", "packet",
-/// "direct", "copy" or "ring", is that of all-to-alls. `scratch_bytes` is how much
+/// "direct", "copy" or "ring", is that of all-to-alls, on devices of all-gathers and broadcasts too. `scratch_bytes` is how much
 /// scratch there is, in host memory or on the device. `concurrent` is how many communicators of this
 /// process may have calls under way on the device at once, on several streams: with more than one,
 /// each takes only so much of the device that none waits outside for a peer that waits for it. All

@@ -93,8 +93,9 @@ def reduce_scatter_tensor(
 def all_gather_into_tensor(
     output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False
 ) -> Any:
-    """Copies rank r's `input_tensor` to part r of every rank's `output_tensor`. Otherwise as
-    `all_reduce`, but elements may be of any type that `Communicator` moves."""
+    """Copies rank r's `input_tensor` to part r of every rank's `output_tensor`. Where parts are as large
+    as is said of `all_to_all_single`, outputs in a pool's memory lie at one offset on all ranks. Otherwise
+    as `all_reduce`, but elements may be of any type that `Communicator` moves."""
     if seats.is_traced(output_tensor, group):
         from symmpool import ops
 

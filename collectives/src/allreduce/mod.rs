@@ -160,6 +160,9 @@ impl HostEngine {
         };
         let way = self.choose(algorithm, work.bytes(), windows.is_some());
         let way = self.or_decline(way)?;
+        if count == 0 {
+            return self.enter(&work.call);
+        }
         tracing::debug!(
             bytes = work.bytes(),
             dtype = dtype.name(),

@@ -22,10 +22,11 @@ pub enum AllToAllAlgorithm {
     /// In host memory out of inputs that are windows; on devices into outputs that are windows, and
     /// through the receiver's scratch into others.
     Direct = 2,
-    /// On devices by copy engines, where [`all_to_all`] is called, whose parts are equal, and outputs
-    /// are windows, at one offset on all ranks; else as [`Self::Direct`].
+    /// On devices by copy engines, where [`all_to_all`] or [`all_gather`] is called, whose parts are
+    /// equal, and outputs are windows, at one offset on all ranks; else as [`Self::Direct`].
     ///
     /// [`all_to_all`]: crate::Communicator::all_to_all_into
+    /// [`all_gather`]: crate::Communicator::all_gather_into
     Copy = 3,
     /// A staggered ring: as [`Self::Direct`], but on devices every rank serves one peer after the other,
     /// in an order in which no two send to one, and in step, whatever the counts. The automatic choice

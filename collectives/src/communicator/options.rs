@@ -18,8 +18,9 @@ pub struct CommunicatorOptions {
     /// by links, size and kind of memory, on devices by what was measured on such; or what the
     /// environment names in `SYMMPOOL_ALL_REDUCE`, on every rank, where it is not empty.
     pub algorithm: AllReduceAlgorithm,
-    /// How all-to-alls go about it. Results are the same with each. Default: `Auto`, or what the
-    /// environment names in `SYMMPOOL_ALL_TO_ALL`, on every rank, where it is not empty.
+    /// How all-to-alls go about it, on devices all-gathers and broadcasts as well. Results are the same
+    /// with each. Default: `Auto`, or what the environment names in `SYMMPOOL_ALL_TO_ALL`, on every rank,
+    /// where it is not empty.
     pub all_to_all: AllToAllAlgorithm,
     /// Bytes of scratch per parity, of which there are two; see [`HostOptions::scratch_bytes`].
     /// Default 2 MiB. In host memory.

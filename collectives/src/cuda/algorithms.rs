@@ -136,6 +136,10 @@ impl CudaEngine {
         self.ready()?;
         self.reduces("all_reduce", dtype, stream)?;
         let bytes = self.bytes("all_reduce", count, dtype, stream)?;
+        if bytes == 0 {
+            let call = Call::new(Operation::AllReduce).elements(dtype, count).reduce(op);
+            return self.enter_only(call, stream);
+        }
         let shape = Shape {
             bytes,
             dtype,
@@ -161,9 +165,6 @@ impl CudaEngine {
         let stride = 0;
         let work =
             Work { call, input: from, output: to, bytes, stride, dtype, op, root: 0, stream };
-        if bytes == 0 {
-            return self.enter_only(call, stream);
-        }
         if self.world() == 1 {
             // SAFETY: the caller's promises, which are passed on.
             return unsafe { self.copy_alone(call, (input, output), count, dtype, stream) };

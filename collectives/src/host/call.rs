@@ -56,9 +56,17 @@ impl Call {
         self
     }
 
+    /// Of no elements, which ranks may have in different places: one that is a view of something, and one
+    /// that was made empty.
+    #[inline]
+    fn is_empty(&self) -> bool {
+        self.words[1] == 0
+    }
+
+    /// Where what was said to be `elements` lies; nowhere, if these are none.
     #[inline]
     pub(crate) fn input(mut self, place: Place) -> Self {
-        if let Place::Window(offset) = place {
+        if let (Place::Window(offset), false) = (place, self.is_empty()) {
             self.words[0] |= INPUT_WINDOW;
             self.words[2] = offset;
         }
@@ -67,7 +75,7 @@ impl Call {
 
     #[inline]
     pub(crate) fn output(mut self, place: Place) -> Self {
-        if let Place::Window(offset) = place {
+        if let (Place::Window(offset), false) = (place, self.is_empty()) {
             self.words[0] |= OUTPUT_WINDOW;
             self.words[3] = offset;
         }
@@ -76,7 +84,7 @@ impl Call {
 
     #[inline]
     pub(crate) fn in_place(mut self, yes: bool) -> Self {
-        if yes {
+        if yes && !self.is_empty() {
             self.words[0] |= IN_PLACE;
         }
         self
