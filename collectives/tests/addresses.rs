@@ -225,6 +225,7 @@ fn a_caller_that_declines_spares_the_others_the_wait() {
     });
 }
 
+#[allow(clippy::multiple_unsafe_ops_per_block)] // of each nothing is read or written
 #[test]
 fn nothing_may_lie_in_a_different_place_on_every_rank() {
     // A view of a tensor that has no element is somewhere, and an empty tensor nowhere.
