@@ -73,7 +73,7 @@ def test_wrong_results_are_counted_and_fail(monkeypatch):
         rank, world, on_cuda = 0, 2, False
         torch = torch
         gather = staticmethod(lambda value: [value] * 2)
-        attempt = staticmethod(lambda action: (action(), None))
+        insist = staticmethod(lambda action: action())
 
     class Side:
         dtype = torch.float32

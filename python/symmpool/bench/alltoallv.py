@@ -6,7 +6,7 @@ from pathlib import Path
 
 import symmpool
 from symmpool import _symmpool
-from symmpool.bench import matrices, peers, session, table, timing
+from symmpool.bench import matrices, peers, session, table, timing, turns
 from symmpool.bench.arguments import bandwidth, imbalance, listed, positive, seconds, size_list
 
 #: What a rank's links carry, in GB/s, by which the bound in the table is made.
@@ -253,11 +253,7 @@ def prepare(ranks, contender, counts, calls):
     """An exchange, checked, and its graph of `calls` calls (None on the CPU)."""
     torch = ranks.torch
 
-    def step(action):
-        value, why = ranks.attempt(action)
-        if why is not None:
-            raise ValueError(why)
-        return value
+    step = ranks.insist
 
     def make():
         exchange = contender.exchange(counts)
@@ -281,33 +277,17 @@ def prepare(ranks, contender, counts, calls):
 
 def measure(ranks, options, contenders, row, counts, step):
     """All contenders in all rounds with one matrix."""
-    torch, running = ranks.torch, {}
     calls = timing.calls_for(row.size, options.calls)
-    for name, contender in contenders.items():
-        try:
-            running[name] = prepare(ranks, contender, counts, calls)
-        except ValueError as error:
-            row.missing[name] = str(error)
-    names = list(running)
-    row.rounds = {name: [] for name in names}
-    for number in range(options.rounds):
-        for name in timing.order(names, number):
-            exchange, graph = running[name]
-            begin = getattr(exchange, "begin", None)
-            if begin:
-                begin()
-            ranks.meet()
-            if graph is None:
-                spent = timing.time_loop(exchange.call, calls, options.replays)
-            else:
-                spent = timing.time_graph(torch, graph, calls, options.replays)
-            row.rounds[name].append(max(ranks.gather(spent)))
-        step(f"{row.kind}, {table.show_size(row.size)}, round {number + 1}")
-    for name in names:
-        _, why = ranks.attempt(contenders[name].confirm)
-        if why is not None:
-            row.missing[name] = why
-            row.rounds[name] = []
+    running = turns.prepared(contenders, row, lambda each: prepare(ranks, each, counts, calls))
+
+    def begin(exchange):
+        getattr(exchange, "begin", lambda: None)()
+
+    def told(what):
+        step(f"{row.kind}, {table.show_size(row.size)}, {what}")
+
+    turns.measure(ranks, options, running, row, calls, begin, told)
+    turns.confirm(ranks, contenders, running, row)
 
 
 def cells(rows, ours, others):

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import symmpool
-from symmpool.bench import alltoallv, check, collectives, peers, plot, session, table, timing
+from symmpool.bench import alltoallv, check, collectives, peers, plot, session, table, timing, turns
 from symmpool.bench.arguments import factor, positive, seconds, size, size_list
 
 
@@ -59,11 +59,7 @@ def prepare(ranks, options, contender, bytes_, calls):
     """
     torch, op = ranks.torch, options.op
 
-    def step(action):
-        value, why = ranks.attempt(action)
-        if why is not None:
-            raise ValueError(why)
-        return value
+    step = ranks.insist
 
     def make():
         case = contender.case(max(1, bytes_ // contender.dtype.itemsize))
@@ -96,41 +92,32 @@ def measure_size(ranks, options, contenders, bytes_, step):
     """All contenders in all rounds at one size."""
     torch = ranks.torch
     row = table.Row(bytes_, ranks.world)
-    running = {}
-    calls = timing.calls_for(bytes_, options.calls)
+    asked = {}
     for name, contender in contenders.items():
         if contender.limit and bytes_ > contender.limit:
             row.missing[name] = f"left out above {table.show_size(contender.limit)}"
-            continue
-        try:
-            running[name] = prepare(ranks, options, contender, bytes_, calls)
-        except ValueError as error:
-            row.missing[name] = str(error)
-    names = list(running)
-    row.rounds = {name: [] for name in names}
-    for number in range(options.rounds):
-        for name in timing.order(names, number):
-            case, graph = running[name]
-            # In place, data grows with every call; it begins anew here.
-            check.fill(torch, case.input, ranks.rank, options.op)
-            ranks.meet()
-            if graph is None:
-                spent = timing.time_loop(case.call, calls, options.replays)
-            else:
-                spent = timing.time_graph(torch, graph, calls, options.replays)
-            row.rounds[name].append(max(ranks.gather(spent)))
-        step(f"{table.show_size(bytes_)}, round {number + 1}")
+        else:
+            asked[name] = contender
+    calls = timing.calls_for(bytes_, options.calls)
+    running = turns.prepared(
+        asked, row, lambda contender: prepare(ranks, options, contender, bytes_, calls)
+    )
+
+    def begin(case):
+        # In place, data grows with every call; it begins anew here.
+        check.fill(torch, case.input, ranks.rank, options.op)
+
+    def told(what):
+        step(f"{table.show_size(bytes_)}, {what}")
+
+    turns.measure(ranks, options, running, row, calls, begin, told)
     if options.eager:
-        for name in names:
+        for name, (case, _) in running.items():
             ranks.meet()
-            spent = timing.time_eager(running[name][0].call, 50, 5, ranks.synchronize)
+            spent = timing.time_eager(case.call, 50, 5, ranks.synchronize)
             row.eager[name] = tuple(max(column) for column in zip(*ranks.gather(spent)))
-    for name in names:
-        _, why = ranks.attempt(contenders[name].confirm)
-        if why is not None:
-            row.missing[name] = why
-            row.rounds[name] = []
-            row.eager.pop(name, None)
+    for name in turns.confirm(ranks, contenders, running, row):
+        row.eager.pop(name, None)
     return row
 
 

@@ -5,10 +5,9 @@ What a program gets that moves no tensor into a pool is the second of ours.
 
 import argparse
 from pathlib import Path
-from statistics import median
 
 from symmpool import Communicator
-from symmpool.bench import peers, session, table, timing
+from symmpool.bench import peers, session, table, timing, turns
 from symmpool.bench.arguments import listed, positive, seconds, size_list
 
 #: By name: how many of the bytes each rank's links carry, as nccl-tests has it.
@@ -118,19 +117,12 @@ class Theirs(Side):
         }
 
 
-class Row:
+class Row(table.Row):
     """What was found of one operation at one size."""
 
     def __init__(self, operation, size, world):
-        self.operation, self.size, self.world = operation, size, world
-        #: Microseconds a call in each round, the slowest rank's, by contender.
-        self.rounds = {}
-        #: Why a contender has no figure.
-        self.missing = {}
-
-    def microseconds(self, name):
-        rounds = self.rounds.get(name)
-        return median(rounds) if rounds else None
+        super().__init__(size, world)
+        self.operation = operation
 
     def bandwidth(self, name):
         """GB/s over each rank's links."""
@@ -174,11 +166,7 @@ def prepare(ranks, side, row, calls):
     that fails on any."""
     torch = ranks.torch
 
-    def step(action):
-        value, why = ranks.attempt(action)
-        if why is not None:
-            raise ValueError(why)
-        return value
+    step = ranks.insist
 
     def fill():
         case.output.fill_(99)
@@ -201,28 +189,14 @@ def prepare(ranks, side, row, calls):
 
 def measure(ranks, options, sides, operation, bytes_, step):
     """All contenders in all rounds, of one operation at one size."""
-    row, running = Row(operation, bytes_, ranks.world), {}
-    calls = timing.calls_for(bytes_, options.calls)
-    for name, side in sides.items():
-        try:
-            running[name] = prepare(ranks, side, row, calls)
-        except ValueError as error:
-            row.missing[name] = str(error)
-    row.rounds = {name: [] for name in running}
-    for number in range(options.rounds):
-        for name in timing.order(list(running), number):
-            case, graph = running[name]
-            ranks.meet()
-            if graph is None:
-                spent = timing.time_loop(case.call, calls, options.replays)
-            else:
-                spent = timing.time_graph(ranks.torch, graph, calls, options.replays)
-            row.rounds[name].append(max(ranks.gather(spent)))
-        step(f"{operation}, {table.show_size(bytes_)}, round {number + 1}")
-    for name in running:
-        _, why = ranks.attempt(sides[name].confirm)
-        if why is not None:
-            row.missing[name], row.rounds[name] = why, []
+    row, calls = Row(operation, bytes_, ranks.world), timing.calls_for(bytes_, options.calls)
+    running = turns.prepared(sides, row, lambda side: prepare(ranks, side, row, calls))
+
+    def told(what):
+        step(f"{operation}, {table.show_size(bytes_)}, {what}")
+
+    turns.measure(ranks, options, running, row, calls, lambda case: None, told)
+    turns.confirm(ranks, sides, running, row)
     return row
 
 

@@ -70,6 +70,13 @@ class Ranks:
         rank, why = failed[0]
         return None, f"on {len(failed)} of {self.world} ranks; rank {rank}: {why}"
 
+    def insist(self, action):
+        """What `action` returns; ValueError, on every rank, if it fails on any."""
+        value, why = self.attempt(action)
+        if why is not None:
+            raise ValueError(why)
+        return value
+
 
 class Contender:
     """One way to all-reduce. `op` is a name; `count` the largest number of elements."""
