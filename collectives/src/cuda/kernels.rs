@@ -63,12 +63,23 @@ impl Loaded {
     }
 }
 
+/// Blocks that a communicator's kernels may have beside so many less one, and whether they may take their
+/// places early. All together have two thirds of the processors, and no more while one follows another: a
+/// kernel of others, NCCL's too, may need whole processors, and finds some whatever waits.
+fn share_of(processors: u32, concurrent: u32) -> (u32, bool) {
+    match concurrent {
+        0 | 1 => (u32::MAX, true),
+        _ => ((2 * processors / (3 * concurrent)).max(2), false),
+    }
+}
+
 /// The kernels of one communicator.
 pub(super) struct Kernels {
     api: &'static Api,
     arch: Arch,
     processors: u32,
     most_blocks: u32,
+    early: bool,
     world: u32,
     loaded: BTreeMap<Specialty, Loaded>,
     modules: Vec<Handle>,
@@ -96,12 +107,7 @@ impl Kernels {
             driver.attribute(which as u32).map(|number| u32::try_from(number).unwrap_or(0))
         };
         let processors = number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1);
-        let most_blocks = match concurrent {
-            0 | 1 => u32::MAX,
-            // All together no more than there are processors: any of them then finds one where no
-            // other is. A kernel's successor on the stream takes its places early.
-            _ => (processors / (2 * concurrent)).max(2),
-        };
+        let (most_blocks, early) = share_of(processors, concurrent);
         Ok(Self {
             api,
             arch: Arch::new(
@@ -110,6 +116,7 @@ impl Kernels {
             )?,
             processors,
             most_blocks,
+            early,
             world,
             loaded: BTreeMap::new(),
             modules: Vec::new(),
@@ -177,8 +184,8 @@ impl Kernels {
         let code = unsafe { (self.api.occupancy)(&raw mut blocks, function, threads as c_int, 0) };
         CudaDriver::check(code, || format!("asking how many blocks of {variant} fit"))?;
         let resident = u32::try_from(blocks).unwrap_or(0).max(1) * self.processors;
-        let (processors, most_blocks) = (self.processors, self.most_blocks);
-        Ok(Loaded { function, resident, threads, processors, most_blocks, early: true })
+        let Self { processors, most_blocks, early, .. } = *self;
+        Ok(Loaded { function, resident, threads, processors, most_blocks, early })
     }
 
     /// Puts a kernel on a stream. The device's context must be current.
@@ -279,6 +286,23 @@ impl Kernels {
             let code = unsafe { (self.api.module_unload)(module) };
             if let Err(error) = CudaDriver::check(code, || "unloading a module".to_owned()) {
                 tracing::debug!(%error, "at the end of a communicator");
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn communicators_at_work_at_once_leave_processors_to_others() {
+        assert_eq!(share_of(132, 1), (u32::MAX, true));
+        for processors in [1, 46, 108, 132, 148] {
+            for concurrent in 2..=16 {
+                let (blocks, early) = share_of(processors, concurrent);
+                assert!(!early && blocks >= 2);
+                assert!(blocks == 2 || blocks * concurrent <= processors * 2 / 3);
             }
         }
     }
