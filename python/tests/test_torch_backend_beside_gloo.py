@@ -336,9 +336,12 @@ def test_every_name_does_what_it_does_on_gloo(world, tmp_path):
     for ours, expected in zip(found["symmpool"], found["gloo"], strict=True):
         batch = ours.pop("managed_on_a_device")
         assert batch == [[10.0, 11.0, 12.0, 13.0], [10.0, 11.0]]
+        # As NCCL does.
+        uneven = [10.0 * rank + at for rank in range(world) for at in range(rank + 1)]
+        assert ours.pop("all_gathered_unevenly") == uneven
         for check, outcome in ours.items():
             assert expected[check] == outcome, check
-    # Refused there, too: by torch itself, or by gloo.
+    # Refused there: by torch itself, or by gloo.
     failed = {
         check
         for check, outcome in found["gloo"][0].items()

@@ -247,9 +247,9 @@ def timeouts(group, folder):
     told = []
     made = seats.Communicator
 
-    def note(pool, timeout):
+    def note(pool, timeout, **options):
         told.append(timeout)
-        return made(pool, timeout=timeout)
+        return made(pool, timeout=timeout, **options)
 
     seats.Communicator = note
     begin(group, folder, "gloo", datetime.timedelta(seconds=11))
