@@ -145,7 +145,7 @@ class FakeRanks:
     def gather(self, value):
         return [value, next(self.others)]
 
-    attempt = peers.Ranks.attempt
+    attempt, attempt_each = peers.Ranks.attempt, peers.Ranks.attempt_each
 
 
 def test_what_fails_on_one_rank_has_failed_on_all():

@@ -2,6 +2,7 @@
 torch's symmetric memory."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import symmpool
@@ -194,13 +195,9 @@ def set_up(ranks, dtype, sent, received, algorithms, only):
     if unknown := [name for name in only or [] if name not in dict(others)]:
         raise SystemExit(f"--peers {unknown[0]}: there are {', '.join(dict(others))}")
     plans += [(name, kind, ()) for name, kind in others if only is None or name in only]
-    found, missing = {}, {}
-    for name, kind, more in plans:
-        made, why = ranks.attempt(lambda: kind(ranks, dtype, sent, received, *more))
-        if why is None:
-            found[name] = made
-        else:
-            missing[name] = why
+    found, missing = ranks.attempt_each(
+        {name: partial(kind, ranks, dtype, sent, received, *more) for name, kind, more in plans}
+    )
     return found, missing, pools
 
 

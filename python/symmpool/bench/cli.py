@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import symmpool
-from symmpool.bench import alltoallv, check, collectives, peers, plot, session, table, timing, turns
+from symmpool.bench import alltoallv, check, collectives, overlap, peers, plot, session, table, timing, turns
 from symmpool.bench.arguments import factor, positive, seconds, size, size_list
 
 
@@ -48,6 +48,7 @@ def parser():
     it.add_argument("--plot", type=Path, metavar="FILE", help="write a picture: .png, .svg")
     alltoallv.add_options(commands)
     collectives.add_options(commands)
+    overlap.add_options(commands)
     return top
 
 
@@ -180,6 +181,8 @@ def main(arguments=None):
             return alltoallv.run(options, arguments)
         if options.command == "collectives":
             return collectives.run(options, arguments)
+        if options.command == "overlap":
+            return overlap.run(options, arguments)
         return run(options, arguments)
     except ValueError as error:
         raise SystemExit(str(error)) from error

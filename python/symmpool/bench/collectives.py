@@ -80,9 +80,12 @@ class Side(peers.Contender):
 class Ours(Side):
     def __init__(self, name, ranks, dtype, count, pool, in_windows):
         self.pool, self.in_windows = pool, in_windows
-        self.comm = Communicator(pool, timeout=ranks.timeout)
         super().__init__(name, ranks, dtype, count)
+        self.comm = self.communicator()
         pool.commit()
+
+    def communicator(self):
+        return Communicator(self.pool, timeout=self.ranks.timeout)
 
     def empty(self, count):
         return self.pool.empty(count, self.dtype) if self.in_windows else super().empty(count)
@@ -211,15 +214,9 @@ def set_up(ranks, dtype, count, only):
     }
     if unknown := [each for each in only or [] if each != name]:
         raise SystemExit(f"--peers {unknown[0]}: there is {name}")
-    found, missing = {}, {}
-    for each, make in plans.items():
-        if only is not None and each == name and name not in only:
-            continue
-        made, why = ranks.attempt(make)
-        if why is None:
-            found[each] = made
-        else:
-            missing[each] = why
+    if only is not None and name not in only:
+        del plans[name]
+    found, missing = ranks.attempt_each(plans)
     return found, missing, pools
 
 

@@ -8,6 +8,7 @@ are kept; nobody else suffers.
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import symmpool
@@ -69,6 +70,17 @@ class Ranks:
             return value, None
         rank, why = failed[0]
         return None, f"on {len(failed)} of {self.world} ranks; rank {rank}: {why}"
+
+    def attempt_each(self, actions):
+        """By name: what each of `actions` returns, and why those failed that did on some rank."""
+        found, missing = {}, {}
+        for name, action in actions.items():
+            value, why = self.attempt(action)
+            if why is None:
+                found[name] = value
+            else:
+                missing[name] = why
+        return found, missing
 
     def insist(self, action):
         """What `action` returns; ValueError, on every rank, if it fails on any."""
@@ -268,15 +280,10 @@ def set_up(ranks, dtype, op, count, algorithms, only=None, scratch=None):
         for name in algorithms
     ]
     plans += [(name, kind, ()) for name, kind in peers_for(ranks.on_cuda)]
-    found, missing = {}, {}
-    for name, kind, more in plans:
-        if only is not None and name.split()[0] != "ours" and name not in only:
-            continue
-        made, why = ranks.attempt(lambda: kind(ranks, dtype, op, count, *more))
-        if why is None:
-            found[name] = made
-        else:
-            missing[name] = why
+    asked = [plan for plan in plans if only is None or plan[0].split()[0] == "ours" or plan[0] in only]
+    found, missing = ranks.attempt_each(
+        {name: partial(kind, ranks, dtype, op, count, *more) for name, kind, more in asked}
+    )
     return found, missing, pools
 
 

@@ -1,0 +1,210 @@
+"""`bench overlap`: collectives beside matrix products, as training has them side by side.
+
+A step is a collective on a stream of its own and products on another, which meet at its end. Products take
+longer than the collective alone, so what a step takes beyond them is what the collective costs a program
+that waits for it nowhere: processors that its kernels have, and memory bandwidth.
+"""
+
+import argparse
+import math
+from functools import partial
+from pathlib import Path
+
+from symmpool import Communicator
+from symmpool.bench import collectives, peers, session, table, timing, turns
+from symmpool.bench.arguments import factor, listed, positive, seconds, size_list
+
+#: What is no contender: the products alone.
+PRODUCTS = "products"
+
+
+def concurrent_list(text):
+    found = listed(text)
+    if not found or not all(each.isascii() and each.isdigit() and 1 <= int(each) <= 16 for each in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: whole numbers from 1 to 16 are needed")
+    return sorted({int(each) for each in found})
+
+
+def add_options(commands):
+    it = commands.add_parser("overlap", help="collectives beside matrix products, on GPUs, beside NCCL")
+    it.add_argument("--sizes", type=size_list, help="bytes of the whole; default 4M,32M,128M")
+    it.add_argument(
+        "--operations",
+        type=collectives.operation_list,
+        default=["all_reduce", "all_gather", "reduce_scatter"],
+        help="default: all_reduce,all_gather,reduce_scatter",
+    )
+    it.add_argument("--dtype", choices=["f32", "f16", "bf16"], default="bf16", help="default bf16")
+    it.add_argument(
+        "--concurrent",
+        type=concurrent_list,
+        default=[1, 2],
+        help="of ours: shares of the device, a column each (default 1,2)",
+    )
+    it.add_argument("--windows", action="store_true", help="ours in windows, not in memory of torch's")
+    it.add_argument("--order", type=positive, default=4096, help="of the square matrices (default 4096)")
+    it.add_argument(
+        "--times", type=factor, default=2.0, help="products take so many times the slowest collective"
+    )
+    it.add_argument("--rounds", type=positive, default=3, help="in alternation (default 3)")
+    it.add_argument("--calls", type=positive, default=10, help="steps in a graph (default 10)")
+    it.add_argument("--replays", type=positive, default=9, help="of a graph a round (default 9)")
+    it.add_argument("--timeout", type=seconds, default=120, help="longest wait in seconds")
+    it.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    it.set_defaults(plot=None, device="cuda")
+
+
+class Ours(collectives.Ours):
+    """One that is told of others, and leaves them room on the device."""
+
+    def __init__(self, name, ranks, dtype, count, pool, in_windows, concurrent):
+        self.concurrent = concurrent
+        super().__init__(name, ranks, dtype, count, pool, in_windows)
+
+    def communicator(self):
+        return Communicator(self.pool, timeout=self.ranks.timeout, concurrent=self.concurrent)
+
+
+class Row(collectives.Row):
+    """What was found of one operation at one size."""
+
+    def __init__(self, operation, size, world):
+        super().__init__(operation, size, world)
+        #: Microseconds of the collective alone, by contender.
+        self.alone = {}
+        #: Products in a step.
+        self.products = 0
+
+    def cost(self, name):
+        """Microseconds of a step beyond its products; None where it is not known."""
+        step, least = self.microseconds(name), self.microseconds(PRODUCTS)
+        return step - least if step and least else None
+
+    def to_json(self):
+        figures = {
+            name: {"us": self.microseconds(name), "alone_us": self.alone.get(name), "rounds_us": rounds}
+            for name, rounds in self.rounds.items()
+            if rounds
+        }
+        whole = {"operation": self.operation, "bytes": self.size, "products": self.products}
+        return {**whole, "figures": figures, "missing": self.missing}
+
+
+class Products:
+    """Products of two square matrices, of values that keep a device as busy as those of a model."""
+
+    def __init__(self, ranks, order, dtype):
+        torch = self.torch = ranks.torch
+        self.left, self.right = (
+            torch.randn(order, order, device=ranks.device).to(dtype) for _ in range(2)
+        )
+        self.out = torch.empty_like(self.left)
+
+    def run(self, count):
+        for _ in range(count):
+            self.torch.mm(self.left, self.right, out=self.out)
+
+    def microseconds(self, ranks):
+        """One of them, on the slowest rank."""
+        graph = ranks.insist(lambda: timing.capture(self.torch, lambda: self.run(1), 20))
+        ranks.meet()
+        return max(ranks.gather(timing.time_graph(self.torch, graph, 20, 9)))
+
+
+def step_of(torch, call, products, count):
+    """A step, to be called or captured: `call` beside `count` products."""
+    side = torch.cuda.Stream(priority=-1)
+
+    def step():
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            call()
+        products.run(count)
+        main.wait_stream(side)
+
+    return step
+
+
+def measure(ranks, options, sides, products, operation, bytes_, told):
+    """All contenders in all rounds, of one operation at one size: alone, then beside products."""
+    torch, calls = ranks.torch, options.calls
+    row = Row(operation, bytes_, ranks.world)
+
+    def tell(what):
+        told(f"{operation}, {table.show_size(bytes_)}, {what}")
+
+    def measured(running):
+        turns.measure(ranks, options, running, row, calls, lambda case: None, tell)
+
+    alone = turns.prepared(sides, row, lambda side: collectives.prepare(ranks, side, row, calls))
+    measured(alone)
+    row.alone = {name: row.microseconds(name) for name in alone}
+    longest = max(row.alone.values(), default=0)
+    row.products = max(1, math.ceil(options.times * longest / products.microseconds(ranks)))
+
+    def captured(call):
+        return timing.capture(torch, call, calls)
+
+    def beside(name):
+        case = alone[name][0]
+        return case, ranks.insist(lambda: captured(step_of(torch, case.call, products, row.products)))
+
+    together = turns.prepared({name: name for name in alone}, row, beside)
+    plain = ranks.insist(lambda: captured(lambda: products.run(row.products)))
+    measured({PRODUCTS: (None, plain), **together})
+    turns.confirm(ranks, sides, together, row)
+    return row
+
+
+def set_up(ranks, options, dtype, count):
+    """The contenders that could be set up, ours first; and why others could not, by name."""
+    pools = peers.Pools()
+
+    def ours(name, concurrent):
+        return Ours(name, ranks, dtype, count, pools.get(ranks), options.windows, concurrent)
+
+    names = {"ours" if each == 1 else f"ours {each}": each for each in options.concurrent}
+    plans = {name: partial(ours, name, concurrent) for name, concurrent in names.items()}
+    plans["NCCL"] = partial(collectives.Theirs, "NCCL", ranks, dtype, count)
+    found, missing = ranks.attempt_each(plans)
+    return found, missing, pools
+
+
+def cells(rows, names):
+    """The table's heading and lines: of each contender the collective alone, and what it costs a step."""
+    heading = ["operation", "size", PRODUCTS]
+    heading += [f"{name} {what}" for name in names for what in ("alone", "cost")]
+    lines = []
+    for row in rows:
+        pairs = [value for name in names for value in (row.alone.get(name), row.cost(name))]
+        figures = [table.figure(value) for value in (row.microseconds(PRODUCTS), *pairs)]
+        lines.append([row.operation, table.show_size(row.size), *figures])
+    return heading, lines
+
+
+def run(options, arguments):
+    ranks = session.connect(options)
+    dtype = getattr(ranks.torch, session.DTYPES[options.dtype])
+    sizes = options.sizes or size_list("4M,32M,128M")
+    unit = dtype.itemsize * ranks.world
+    if any(size % unit for size in sizes):
+        raise SystemExit(f"sizes must be parts of whole {options.dtype} for {ranks.world} ranks: times {unit}")
+    sides, missing, pools = set_up(ranks, options, dtype, max(sizes) // dtype.itemsize)
+    products = ranks.insist(lambda: Products(ranks, options.order, dtype))
+    cases = [(operation, size) for operation in options.operations for size in sizes]
+    progress = session.Progress(2 * len(cases) * options.rounds, ranks.rank == 0)
+    try:
+        rows = [measure(ranks, options, sides, products, *case, progress.step) for case in cases]
+    finally:
+        progress.close()
+    facts = session.describe("overlap", ranks, arguments, sides, missing)
+
+    def tell(ours, others):
+        print(f"collectives of {options.dtype} beside matrix products, {session.where(facts)}")
+        print("microseconds, slowest rank, median of rounds; cost: of a step, beyond its products\n")
+        print(table.lay_out(*cells(rows, [*ours, *others])))
+        session.tell_missing(facts, rows, lambda row: f"{row.operation} of {table.show_size(row.size)}")
+        session.write(options, facts, rows)
+
+    return session.end(ranks, sides, pools, rows, tell)
