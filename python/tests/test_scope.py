@@ -113,6 +113,41 @@ def fresh_allocators(monkeypatch):
     monkeypatch.setattr(scope, "_postponed", [])
 
 
+def test_torchs_scope_is_entered_and_left_by_its_own_steps():
+    said = []
+
+    def plain(name):
+        said.append(f"into {name}")
+        try:
+            yield
+        finally:
+            said.append(f"out of {name}")
+
+    class Other:
+        def __init__(self, name):
+            self.steps = plain(name)
+
+        def __enter__(self):
+            next(self.steps)
+
+        def __exit__(self, *_):
+            next(self.steps, None)
+
+    made = contextlib.contextmanager(plain)
+    for manager, steps in [(made, plain), (Other, None)]:
+        found = scope._steps_of(manager)
+        assert found is (steps or found)
+        inside = found("it")
+        assert said == []
+        next(inside)
+        assert said == ["into it"]
+        assert next(inside, None) is None and said == ["into it", "out of it"]
+        said.clear()
+    # torch's is of the quick kind.
+    torch = pytest.importorskip("torch")
+    assert scope._steps_of(torch.cuda.use_mem_pool) is torch.cuda.use_mem_pool.__wrapped__
+
+
 def test_on_the_cpu_a_scope_says_what_to_do_instead(pool):
     with pytest.raises(symmpool.UnsupportedError, match="pool.empty"), pool:
         pass
