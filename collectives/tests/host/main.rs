@@ -5,8 +5,10 @@ mod contract;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod environment;
 mod exact;
+mod late;
 mod matrices;
 mod mesh;
+mod mixed;
 mod process;
 mod refused;
 mod splits;
