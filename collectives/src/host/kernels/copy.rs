@@ -8,6 +8,7 @@
 
 /// Below this the call itself is what costs, and any copy will do; bytes.
 const SMALL: usize = 512;
+#[cfg(target_arch = "x86_64")]
 const LINE: usize = 64;
 
 /// Copies `bytes` bytes.

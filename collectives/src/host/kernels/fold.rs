@@ -16,6 +16,7 @@ pub(super) trait Fold {
     /// As it is accumulated.
     type Acc: Pod;
     /// Items are IEEE halves and accumulate in `f32`, so that instructions for just this serve.
+    #[cfg(target_arch = "x86_64")]
     const HALF: bool;
 
     fn widen(item: Self::Item) -> Self::Acc;
@@ -97,6 +98,7 @@ pub(super) trait Scalar {
     type Item: Pod + Default;
     type Acc: Arithmetic;
     type Wide: Arithmetic;
+    #[cfg(target_arch = "x86_64")]
     const HALF: bool;
 
     fn to_acc(item: Self::Item) -> Self::Acc;
@@ -117,6 +119,7 @@ macro_rules! scalars {
             type Item = $item;
             type Acc = $acc;
             type Wide = $wide;
+            #[cfg(target_arch = "x86_64")]
             const HALF: bool = $half;
             #[inline(always)]
             fn to_acc(item: $item) -> $acc {
@@ -177,6 +180,7 @@ macro_rules! fold {
         impl<S: Scalar> Fold for $name<S> {
             type Item = S::Item;
             type Acc = S::Acc;
+            #[cfg(target_arch = "x86_64")]
             const HALF: bool = S::HALF;
             #[inline(always)]
             fn widen(item: S::Item) -> S::Acc {
@@ -209,6 +213,7 @@ pub(super) struct Avg<S>(PhantomData<S>);
 impl<S: Scalar> Fold for Avg<S> {
     type Item = S::Item;
     type Acc = S::Wide;
+    #[cfg(target_arch = "x86_64")]
     const HALF: bool = S::HALF;
     #[inline(always)]
     fn widen(item: S::Item) -> S::Wide {
