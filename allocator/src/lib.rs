@@ -2,6 +2,11 @@
 
 #![deny(unsafe_code)]
 
+#[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
+compile_error!(
+    "symmpool runs on 64-bit Linux: ranks share memory by its memfd, and wait by its futex"
+);
+
 mod amount;
 mod deadline;
 mod descriptors;
