@@ -8,6 +8,7 @@ PROGRAMS = {
     "bench_commit": "symmpool-allocator",
     "cuda_check": "symmpool-allocator",
     "cuda_collectives": "symmpool-collectives",
+    "on_a_stream": "symmpool-collectives",
 }
 SIZES = "1K,4K,16K,64K,128K,256K,512K,1M,4M,16M,64M,256M,1G"
 
@@ -123,6 +124,8 @@ def measurements():
         it("programs", "random programs of calls on the backend", 50, 150,
            lambda w: w.launch("python/tests/gpu/ranks_programs.py", "--count", "100000", "--seconds",
                               w.pick("40", "5")), "log"),
+        it("on_a_stream", "a stream of a Rust program's own, eager and in a graph", 5, 60,
+           lambda w: w.launch("--no-python", str(w.programs / "on_a_stream")), "log", "on_a_stream"),
         it("torch", "everything with torch's signatures beside NCCL", 60, 240,
            lambda w: w.launch("python/tests/gpu/ranks_torch.py"), "log"),
         it("wrong_sums", "random programs over NCCL's windows", 200, 360,

@@ -71,7 +71,7 @@ def machine(tmp_path, monkeypatch):
 
     def run(*arguments, actions=None, device="NVIDIA H200", count=2):
         text = FAKE.format(python=sys.executable, calls=str(calls), actions=json.dumps(actions or {}))
-        for name in ("cuda_collectives", "bench_commit", "cuda_check", "python9"):
+        for name in ("cuda_collectives", "bench_commit", "cuda_check", "on_a_stream", "python9"):
             write(name, text)
         write("nvidia-smi", "#!/bin/sh\n" + f"echo '{device}, 580.1'\n" * count)
         calls.unlink(missing_ok=True)
