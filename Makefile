@@ -20,7 +20,9 @@ demo:
 ## Every test there is.
 test: lint test-rust test-loom test-python
 
-lint:
+lint: $(VENV)/ready
+	$(VENV)/bin/ruff check . bench/record_gpu
+	$(VENV)/bin/ruff format --check . bench/record_gpu
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --all-features -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --document-private-items
@@ -61,7 +63,7 @@ wheel: $(VENV)/ready
 $(VENV)/ready: Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check $(NVRTC_PACKAGES) \
-		"maturin>=1.10,<2" "ml_dtypes>=0.5" "numpy>=1.26" "pytest>=8,<10"
+		"maturin>=1.10,<2" "ml_dtypes>=0.5" "numpy>=1.26" "pytest>=8,<10" "ruff>=0.17,<0.18"
 	touch $@
 
 ## Measures on this machine and writes bench/results; `make tables` puts them into the README.

@@ -1,8 +1,8 @@
 """Gathers what benchmarks print into the JSON files of bench/results.
 
-    collect.py lane CRITERION_DIR OUT      criterion's estimates, nanoseconds
-    collect.py packing OUT                 replays' JSON objects on standard input, in the order of
-                                           the traces, contiguous before per-segment
+collect.py lane CRITERION_DIR OUT      criterion's estimates, nanoseconds
+collect.py packing OUT                 replays' JSON objects on standard input, in the order of
+                                       the traces, contiguous before per-segment
 """
 
 import json

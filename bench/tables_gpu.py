@@ -33,9 +33,7 @@ ALL_REDUCE_BARS = {
     }
 }
 #: The same for even all-to-alls.
-ALL_TO_ALL_BARS = {
-    4: {4 * KIB: 3.5, 64 * KIB: 4.2, MIB: 7.0, 16 * MIB: 40, 64 * MIB: 143, 256 * MIB: 535}
-}
+ALL_TO_ALL_BARS = {4: {4 * KIB: 3.5, 64 * KIB: 4.2, MIB: 7.0, 16 * MIB: 40, 64 * MIB: 143, 256 * MIB: 535}}
 #: Microseconds that splits of the device may cost more, up to so many bytes.
 SPLITS_BAR, SPLITS_BAR_UP_TO = 1.5, 16 * MIB
 #: Microseconds of the host's time.
@@ -170,8 +168,9 @@ def with_scratch():
     for entry in report["results"]:
         times = {name: each["us"] for name, each in entry["figures"].items()}
         bus = entry["figures"].get("ours", {}).get("busbw_gb_s")
-        rows.append([size(entry["bytes"]), exact(times.get("ours")), figure(bars.get(entry["bytes"])), figure(bus),
-                     *[exact(times.get(name)) for name in peers]])  # fmt: skip
+        ours, bar = exact(times.get("ours")), figure(bars.get(entry["bytes"]))
+        others = [exact(times.get(name)) for name in peers]
+        rows.append([size(entry["bytes"]), ours, bar, figure(bus), *others])
     scratch = size(report["options"]["scratch"])
     head = ["bytes", "symmpool us", "bar us", "busbw GB/s", *peers]
     return f"The largest all-reduces with {scratch} of scratch", world, report, head, rows
@@ -278,7 +277,17 @@ def wrong_sums():
 
 def more():
     """All that is recorded beside the two large tables, each with a line that says what it is."""
-    makers = (beside_rust, with_scratch, device_splits, host, windows, commit, tensor_parallel, install, wrong_sums)
+    makers = (
+        beside_rust,
+        with_scratch,
+        device_splits,
+        host,
+        windows,
+        commit,
+        tensor_parallel,
+        install,
+        wrong_sums,
+    )
     parts = []
     for maker in makers:
         made = maker()

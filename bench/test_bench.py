@@ -10,10 +10,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import cells  # noqa: E402
-import collect  # noqa: E402
-import tables  # noqa: E402
-import tables_gpu  # noqa: E402
+import cells
+import collect
+import tables
+import tables_gpu
 
 
 def test_the_readme_shows_what_was_measured():

@@ -18,7 +18,6 @@ record_gpu = importlib.util.module_from_spec(importlib.util.spec_from_loader("re
 _loader.exec_module(record_gpu)
 
 
-
 @pytest.fixture(autouse=True)
 def no_folder_remains(monkeypatch, tmp_path):
     monkeypatch.setattr(record_gpu.tempfile, "tempdir", str(tmp_path))
@@ -249,7 +248,9 @@ def test_installs_take_turns_while_there_is_time(measure_install, monkeypatch, c
 
         def turn(self):
             order.append(self.which)
-            seconds = {"torch": 10.0, "expandable": 12.0, "symmpool": 9.5}[self.which] * (1 + len(order) / 100)
+            seconds = {"torch": 10.0, "expandable": 12.0, "symmpool": 9.5}[self.which] * (
+                1 + len(order) / 100
+            )
             now[0] += 10
             # The first turn does not count: not its time, not its losses.
             self.turns += 1

@@ -167,9 +167,7 @@ def train(ranks, options, device, dtype, captured):
     parameters = list(model.parameters())
     drawn = torch.Generator().manual_seed(1)
     shape = (options.batch, options.length + 1)
-    batches = [
-        torch.randint(options.vocabulary, shape, generator=drawn).to(device) for _ in range(4)
-    ]
+    batches = [torch.randint(options.vocabulary, shape, generator=drawn).to(device) for _ in range(4)]
     tokens = batches[0].clone()
 
     def step():

@@ -42,9 +42,7 @@ class Naive:
         self.nccl = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         self.comm = ctypes.c_void_p(communicator(None, str(device)))
         alloc = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
-        free = ctypes.CFUNCTYPE(
-            None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
-        )
+        free = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
         # torch keeps their addresses only.
         self.functions = alloc(self.alloc), free(lambda *_: None)
         self.windows = 0
@@ -220,9 +218,7 @@ def main():
         print("sums that are wrong, of", 10 * world, "a round:")
     results = {}
     for allocator in (naive, ours):
-        results[allocator] = [
-            totals(found)[0] for found in rounds(allocator, rank, world, options.rounds)
-        ]
+        results[allocator] = [totals(found)[0] for found in rounds(allocator, rank, world, options.rounds)]
         if rank == 0:
             print(f"  {allocator.name:40}", *(f"{n:4}" for n in results[allocator]))
     right, random_programs = not any(results[ours]), []

@@ -51,10 +51,10 @@ from symmpool.errors import (
     InvalidArgumentError,
     InvalidStateError,
     OutOfMemoryError,
-    OverflowError,  # noqa: A004
+    OverflowError,
     PeerLostError,
     RefusedError,
-    TimeoutError,  # noqa: A004
+    TimeoutError,
     UnsupportedError,
 )
 from symmpool.handle import SymmetricMemory, rendezvous

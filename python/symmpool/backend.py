@@ -19,9 +19,9 @@ A group's first call on a kind of device meets the other ranks before it returns
 too: first calls of several groups are begun in one order on all ranks, and none waits for what another
 rank does after its own. `destroy_process_group` waits for what was begun and lets go of the group's
 memory; calls that come after raise InvalidStateError. `dist.monitored_barrier` asks for gloo by its
-name before torch 2.15, so it needs a group of gloo's there. Calls of a group of this backend are not seen by modes of torch (fake
-tensors, `make_fx`, `CommDebugMode`), nor traced by its compiler; those of `symmpool` itself are. DDP's
-hooks written in Python are served, its built-in ones in C++ are not.
+name before torch 2.15, so it needs a group of gloo's there. Calls of a group of this backend are not seen
+by modes of torch (fake tensors, `make_fx`, `CommDebugMode`), nor traced by its compiler; those of
+`symmpool` itself are. DDP's hooks written in Python are served, its built-in ones in C++ are not.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from symmpool import groups, leaving, lists, placing, reductions, seats
 from symmpool._symmpool import Group
 from symmpool.beside import Beside
-from symmpool.errors import (  # noqa: A004
+from symmpool.errors import (
     Error,
     TimeoutError,
     UnsupportedError,
@@ -57,6 +57,7 @@ _LATENESS = 2.0
 
 _counts: collections.Counter[tuple[str, str]] = collections.Counter()
 _last: list[str | None] = [None]
+
 
 def last_backend() -> str | None:
     """Which backend this process's last call on a group of symmpool's backend went to: "symmpool",
@@ -113,7 +114,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             seats.set_timeout(self, seconds)
 
     def set_timeout(self, timeout: Any) -> None:
-        """What newer torch's `set_timeout` calls, which tells the backends beside ours without asking them."""
+        """What newer torch's `set_timeout` calls, which tells the backends beside ours by itself."""
         super().set_timeout(timeout)
         self.timeout_is(timeout)
 
@@ -307,9 +308,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             return self._pass("allreduce_coalesced", (tensors, opts))
         return joined([self.allreduce([tensor], opts) for tensor in tensors])
 
-    def allgather_into_tensor_coalesced(
-        self, outputs: Any, inputs: Any, opts: Any = None
-    ) -> dist.Work:
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         opts = opts if opts is not None else AllgatherOptions()
         if _are_pairs(outputs, inputs) and self._moves(*outputs, *inputs):
             pairs = zip(outputs, inputs, strict=True)
@@ -318,9 +317,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: Any, inputs: Any, opts: Any = None
-    ) -> dist.Work:
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         opts = opts if opts is not None else dist.ReduceScatterOptions()
         if _are_pairs(outputs, inputs) and self._reduces(opts, *outputs, *inputs) is not None:
             pairs = zip(outputs, inputs, strict=True)
@@ -343,8 +340,8 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         begin = self._beside.messages.begin
         return self._begun(begin(source, self.rank(), tensors, lambda two, to: two.recv(to, 0, tag)))
 
-    # What torch makes a batch of (`_coalescing_manager`; before 2.6 or so `batch_isend_irecv`, too): calls are
-    # begun as always, and their work is one. NCCL beside ours is told nothing, as to NCCL a batch is a
+    # What torch makes a batch of (`_coalescing_manager`; before 2.6 or so `batch_isend_irecv`, too): calls
+    # are begun as always, and their work is one. NCCL beside ours is told nothing, as to NCCL a batch is a
     # state of the thread: messages, which are on channels, would be begun at its end, and waited for before.
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -450,9 +447,9 @@ def create(options: Any, backend_options: Any = None) -> SymmpoolProcessGroup:
     """What torch.distributed calls for a new group of this backend."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 7):
         raise UnsupportedError(
-            f"symmpool: torch.distributed's backend needs torch 2.7 or newer, and this is {torch.__version__}, "
-            "whose DDP and functional collectives wait for ever for a backend written in Python; "
-            "symmpool.all_reduce and its like work on groups of gloo and NCCL"
+            "symmpool: torch.distributed's backend needs torch 2.7 or newer, and this is "
+            f"{torch.__version__}, whose DDP and functional collectives wait for ever for a backend written "
+            "in Python; symmpool.all_reduce and its like work on groups of gloo and NCCL"
         )
     return SymmpoolProcessGroup(
         options.store, options.group_rank, options.group_size, options.timeout, backend_options

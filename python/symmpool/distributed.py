@@ -23,8 +23,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from symmpool import groups, seats
-from symmpool.errors import InvalidArgumentError, TimeoutError  # noqa: A004
+from symmpool import seats
+from symmpool.errors import InvalidArgumentError, TimeoutError
 from symmpool.named import root_of, sizes_or_none
 from symmpool.seats import communicator, forget, looked_up
 
@@ -49,14 +49,13 @@ def all_reduce(
 
     Tensors are contiguous, of torch, numpy or this package; see `Communicator` for their types and
     for errors."""
-    if seats.compiling() or (
-        seats.modes._is_in_torch_dispatch_mode and seats.is_seen(tensor, group)
-    ):
+    if seats.compiling() or (seats.modes._is_in_torch_dispatch_mode and seats.is_seen(tensor, group)):
         from symmpool import ops
 
         return ops.traced_all_reduce(tensor, op, group, async_op, out)
     try:
-        # As `seats.is_traced` and `seats.find_to_write` do: this call is made the most, and a frame more would be felt.
+        # As `seats.is_traced` and `seats.find_to_write` do: this call is made the most, and a frame more
+        # would be felt.
         at = id(seats.torch_world._default_pg if group is None else group)
         seat = looked_up[tensor.get_device()][at]
         if (tensor if out is None else out).requires_grad:
@@ -154,12 +153,11 @@ def broadcast(
     return seats.run(seat, seat.comm.broadcast, (tensor, root), [tensor], async_op)
 
 
-def barrier(
-    group: Any = None, async_op: bool = False, device_ids: Any = None, *, device: Any = None
-) -> Any:
+def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, *, device: Any = None) -> Any:
     """On the CPU, returns once every rank has called it; on CUDA, holds the current stream until
     every rank's has come to it. `device` says where, or `device_ids`, torch's list of one CUDA device's
-    number; without both, where the group's first pool is, or on the CPU if there is none. It ends a compiled graph, so there is none under `fullgraph=True`."""
+    number; without both, where the group's first pool is, or on the CPU if there is none. It ends a
+    compiled graph, so there is none under `fullgraph=True`."""
     if seats.compiling():
         from symmpool import ops
 

@@ -35,7 +35,7 @@ class DivergedError(Error, RuntimeError):
     """Ranks did different things, or were set up differently. The program must be mended."""
 
 
-class TimeoutError(Error, builtins.TimeoutError):  # noqa: A001
+class TimeoutError(Error, builtins.TimeoutError):
     """A wait ran out; `ranks` names who did not answer."""
 
 
@@ -51,7 +51,7 @@ class InvalidArgumentError(Error, ValueError):
     """An argument makes no sense; nothing was changed."""
 
 
-class OverflowError(Error, builtins.OverflowError):  # noqa: A001
+class OverflowError(Error, builtins.OverflowError):
     """An output was too short for what ranks sent; what was beyond its end was not written."""
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from symmpool._symmpool import Group
-from symmpool.errors import InvalidArgumentError, InvalidStateError, TimeoutError  # noqa: A004
+from symmpool.errors import InvalidArgumentError, InvalidStateError, TimeoutError
 
 # How long collectives wait for a late rank, in seconds, where nothing else says so.
 DEFAULT_TIMEOUT = 30.0
@@ -227,7 +227,7 @@ def pools_of(key: Any) -> list[Any]:
 
 
 def key_holding(pool: Any) -> Any:
-    """The object that stands for a pool's group, by which that has been made; None for a pool that is gone."""
+    """The object that stands for a pool's group, by which that was made; None for a pool that is gone."""
     return next((key for key in list(_pools) if pool in pools_of(key)), None)
 
 

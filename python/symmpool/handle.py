@@ -41,9 +41,7 @@ def _sizes_of(sizes: Any) -> tuple[int, ...]:
         raise InvalidArgumentError(f"sizes: {sizes!r} are no sequence of lengths") from None
 
 
-def rendezvous(
-    tensor: Any, group: Any = None, *, signal_pad_size: int = SIGNAL_PAD_SIZE
-) -> SymmetricMemory:
+def rendezvous(tensor: Any, group: Any = None, *, signal_pad_size: int = SIGNAL_PAD_SIZE) -> SymmetricMemory:
     """A handle to every rank's copy of a torch tensor in a pool's memory. Collective: all ranks call
     it in the same place of their program with their copies; it commits the pool.
 
@@ -86,9 +84,7 @@ def _refuse(pool: Pool, signal_pad_size: Any, refusal: InvalidArgumentError) -> 
         raise refusal from error
 
 
-def _share(
-    torch: Any, pool: Pool, pad: int, say: Callable[[Block], tuple[Any, ...]]
-) -> tuple[Any, Block]:
+def _share(torch: Any, pool: Pool, pad: int, say: Callable[[Block], tuple[Any, ...]]) -> tuple[Any, Block]:
     """Memory for what this rank says and a pad of zeros, and its Block, once every rank has it."""
     try:
         block = pool.block(RECORD.size + pad, "uint8")
@@ -140,9 +136,7 @@ def _candidates(group: Any) -> list[Pool]:
     if isinstance(group, Pool):
         return [group]
     dist = groups.distributed()
-    if not isinstance(group, Group) and not (
-        dist is not None and isinstance(group, dist.ProcessGroup)
-    ):
+    if not isinstance(group, Group) and not (dist is not None and isinstance(group, dist.ProcessGroup)):
         groups.resolve(group)  # refuses it
     return groups.pools_of(group)
 
@@ -187,9 +181,7 @@ class SymmetricMemory:
         memory is not used again before all have."""
         pool, size = self._pool, RECORD.size
         read = self._torch.utils.dlpack.from_dlpack
-        parts = [
-            read(pool.peer_bytes(rank, block.data_ptr, size, memory)) for rank in range(pool.world)
-        ]
+        parts = [read(pool.peer_bytes(rank, block.data_ptr, size, memory)) for rank in range(pool.world)]
         found = [RECORD.unpack(bytes(row)) for row in self._torch.stack(parts).tolist()]
         if len(set(found)) == 1:
             return
@@ -279,9 +271,7 @@ class SymmetricMemory:
         base, length = self._base + self._offset, self._bytes - self._offset
         return self._view(peer, base, length, sizes, dtype, 0, self._tensor)
 
-    def get_signal_pad(
-        self, rank: int, sizes: Any = (), dtype: Any = None, storage_offset: int = 0
-    ) -> Any:
+    def get_signal_pad(self, rank: int, sizes: Any = (), dtype: Any = None, storage_offset: int = 0) -> Any:
         """A tensor over `rank`'s signal pad; all of it, as uint32, unless told otherwise."""
         dtype = self._torch.uint32 if dtype is None else dtype
         sizes = _sizes_of(sizes)
@@ -290,9 +280,7 @@ class SymmetricMemory:
         base, length = self._pad.data_ptr(), self.signal_pad_size
         return self._view(rank, base, length, sizes, dtype, storage_offset, self._pad)
 
-    def _view(
-        self, rank: int, base: int, length: int, sizes: Any, dtype: Any, start: int, owner: Any
-    ) -> Any:
+    def _view(self, rank: int, base: int, length: int, sizes: Any, dtype: Any, start: int, owner: Any) -> Any:
         self._check_rank(rank)
         if not isinstance(dtype, self._torch.dtype):
             raise InvalidArgumentError(f"dtype: {dtype!r} is no torch.dtype")

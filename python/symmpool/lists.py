@@ -30,9 +30,7 @@ def check(operation: str, world: int, *, single: torch.Tensor | None = None, **l
     every = [each for parts in lists.values() for each in parts]
     every += [] if single is None else [single]
     if len({(each.dtype, each.device) for each in every}) > 1:
-        raise InvalidArgumentError(
-            f"symmpool: {operation}: all tensors must be of one type, on one device"
-        )
+        raise InvalidArgumentError(f"symmpool: {operation}: all tensors must be of one type, on one device")
 
 
 def gathered(outputs: list[torch.Tensor], input: torch.Tensor) -> Planned:

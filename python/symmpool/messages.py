@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from symmpool.errors import InvalidStateError, TimeoutError  # noqa: A004
+from symmpool.errors import InvalidStateError, TimeoutError
 from symmpool.groups import seconds_of
 from symmpool.torch_work import TorchWork, opaque
 
@@ -213,7 +213,7 @@ class _Channel:
                     raise self._failed
                 self._group = group
             return message.begin(self._group), None
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             return None, error
 
     def _meet(self, store: Any, rank: int, seconds: float) -> None:

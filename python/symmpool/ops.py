@@ -49,8 +49,7 @@ for _signature in (
     "all_gather_into_(Tensor(a!) out, Tensor x, str group) -> ()",
     "reduce_scatter(Tensor x, str op, int world, str group) -> Tensor",
     "reduce_scatter_into_(Tensor(a!) out, Tensor x, str op, str group) -> ()",
-    "all_to_all(Tensor x, SymInt[] output_splits, SymInt[] input_splits, int world, str group)"
-    " -> Tensor",
+    "all_to_all(Tensor x, SymInt[] output_splits, SymInt[] input_splits, int world, str group) -> Tensor",
     "all_to_all_into_(Tensor(a!) out, Tensor x, SymInt[] output_splits, SymInt[] input_splits,"
     " str group) -> ()",
     "broadcast_(Tensor(a!) x, int src, str group) -> ()",
@@ -58,6 +57,7 @@ for _signature in (
     "barrier_(Tensor(a!) x, str group) -> ()",
 ):
     _library.define(_signature, tags=(torch.Tag.pt2_compliant_tag,))
+
 
 def world_of(group: Any) -> int:
     """The number of ranks of a group."""
@@ -275,9 +275,7 @@ def _keep_splits(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _all_to_all_backward(ctx: Any, gradient: torch.Tensor) -> Any:
-    back = _ops.all_to_all(
-        gradient, ctx.sent, ctx.received, ctx.world, ctx.group
-    )
+    back = _ops.all_to_all(gradient, ctx.sent, ctx.received, ctx.world, ctx.group)
     if back.shape[0] != ctx.rows:
         # Rows that were sent to nobody.
         rest = back.new_zeros((ctx.rows - back.shape[0], *back.shape[1:]))
@@ -291,9 +289,7 @@ for _name, _backward, _keep in (
     ("reduce_scatter", _reduce_scatter_backward, _keep_scatter),
     ("all_to_all", _all_to_all_backward, _keep_splits),
 ):
-    torch.library.register_autograd(
-        f"symmpool::{_name}", _backward, setup_context=_keep, lib=_library
-    )
+    torch.library.register_autograd(f"symmpool::{_name}", _backward, setup_context=_keep, lib=_library)
 
 
 # A barrier changes nothing, so gradients pass by it.

@@ -24,9 +24,7 @@ _OPS = {
 # What is moved and not reduced may be of other types, too.
 _REDUCED = {
     getattr(torch, name)
-    for name in (
-        "float32 float64 float16 bfloat16 int32 int64 uint8 int8 float8_e4m3fn float8_e5m2".split()
-    )
+    for name in ("float32 float64 float16 bfloat16 int32 int64 uint8 int8 float8_e4m3fn float8_e5m2".split())
 }
 
 

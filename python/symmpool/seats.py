@@ -20,7 +20,7 @@ from typing import Any
 
 from symmpool import groups, sharing, work
 from symmpool._symmpool import Communicator, Pool
-from symmpool.errors import Error, InvalidArgumentError, TimeoutError, UnsupportedError  # noqa: A004
+from symmpool.errors import Error, InvalidArgumentError, TimeoutError, UnsupportedError
 from symmpool.named import group_of, resolved
 
 __all__ = ["Seat", "communicator", "explain", "find", "first_device", "forget", "run", "search"]
@@ -64,9 +64,7 @@ class Seat:
             with contextlib.suppress(Error):
                 self.comm.synchronize()
 
-    def begin(
-        self, call: Any, arguments: tuple[Any, ...], results: list[Any], finish: Any = None
-    ) -> Any:
+    def begin(self, call: Any, arguments: tuple[Any, ...], results: list[Any], finish: Any = None) -> Any:
         """Makes a call without waiting for it, and `finish` behind it, wherever the call is made."""
         if self.device < 0:
             if self.side is None:
@@ -225,7 +223,7 @@ def number_of(device: str) -> int:
         return -1
     kind, _, number = device.partition(":")
     if kind == "cpu":
-        raise InvalidArgumentError(f"device: {device!r}: the CPU is one device here; pass \"cpu\"")
+        raise InvalidArgumentError(f'device: {device!r}: the CPU is one device here; pass "cpu"')
     if device == "cuda" and "torch" in sys.modules:
         try:
             return sys.modules["torch"].cuda.current_device()
@@ -444,9 +442,7 @@ def _outside(group: Any) -> bool:
     return True
 
 
-def run(
-    seat: Seat, call: Any, arguments: tuple[Any, ...], results: list[Any], async_op: bool
-) -> Any:
+def run(seat: Seat, call: Any, arguments: tuple[Any, ...], results: list[Any], async_op: bool) -> Any:
     """Makes a call in its turn: Work with `async_op`, else None."""
     if async_op:
         return seat.begin(call, arguments, results)

@@ -2,9 +2,10 @@
 
 Keys lie under `symmpool/RUN/`, where RUN counts the groups that a rank has made on the store, so
 that what an earlier one left is not taken for a part of a later one. (Two ranks that use one number
-have different runs, so they never meet: each hears that the other ranks are missing.) A gather costs two round
-trips with a TCPStore, as setting waits for no answer: the number of waiting ranks changes nothing. A part is
-removed two gathers later, when every rank must have read it, and while parts of others are on their way.
+have different runs, so they never meet: each hears that the other ranks are missing.) A gather costs two
+round trips with a TCPStore, as setting waits for no answer: the number of waiting ranks changes nothing.
+A part is removed two gathers later, when every rank must have read it, and while parts of others are on
+their way.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import weakref
 from datetime import timedelta
 from typing import Any
 
-from symmpool.errors import DivergedError, Error, PeerLostError, TimeoutError  # noqa: A004
+from symmpool.errors import DivergedError, Error, PeerLostError, TimeoutError
 
 # How long a blocking call of a store may last, in seconds: between two Ctrl-C is heard.
 SLICE = 1.0
@@ -67,9 +68,7 @@ class StoreAdapter:
     def delete(self, key: str, seconds: float) -> bool:
         return self._call(self._here().delete_key, _key(key))
 
-    def all_gather(
-        self, key: str, rank: int, world: int, value: bytes, seconds: float
-    ) -> list[bytes]:
+    def all_gather(self, key: str, rank: int, world: int, value: bytes, seconds: float) -> list[bytes]:
         if world == 1:
             return [value]
         store = self._here()
@@ -123,9 +122,7 @@ class StoreAdapter:
                     raise
             self._wait(store, keys, end - time.monotonic(), LATE_PAUSE)
 
-    def _wait(
-        self, store: Any, keys: list[str], seconds: float, longest: float = LONGEST_PAUSE
-    ) -> None:
+    def _wait(self, store: Any, keys: list[str], seconds: float, longest: float = LONGEST_PAUSE) -> None:
         """Asks whether keys are there, until they are. Sleeps between, where Ctrl-C is heard."""
         end = time.monotonic() + seconds
         pause = FIRST_PAUSE

@@ -99,7 +99,8 @@ class JoinedWork(dist.Work):
         self._works = works
 
     def wait(self, timeout: Any = None) -> bool:
-        return all([work.wait(*(() if timeout is None else (timeout,))) for work in self._works])
+        waited = [work.wait(*(() if timeout is None else (timeout,))) for work in self._works]
+        return all(waited)
 
     def synchronize(self) -> None:
         self.wait()

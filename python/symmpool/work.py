@@ -23,8 +23,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from symmpool.errors import InvalidStateError, TimeoutError  # noqa: A004
-
+from symmpool.errors import InvalidStateError, TimeoutError
 
 # Has an error say more of the call.
 Explain = Callable[[Exception], None]

@@ -1,5 +1,6 @@
 """What all tests share, and which files this machine has a use for."""
 
+import contextlib
 import gc
 import importlib.util
 import os
@@ -36,10 +37,8 @@ def remains():
     of it, files, and what processes that it started left."""
     descriptors = []
     for entry in os.listdir("/proc/self/fd"):
-        try:
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
             descriptors.append(os.readlink(f"/proc/self/fd/{entry}"))
-        except FileNotFoundError:
-            pass  # the listing's own
     return {
         "mappings": sum("/memfd:symmpool" in line for line in open("/proc/self/maps")),
         "descriptors": sum("/memfd:symmpool" in name for name in descriptors),

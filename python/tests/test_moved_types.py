@@ -104,7 +104,12 @@ def of_two_types(group):
     pool = symmpool.Pool(group, "cpu")
     comm = symmpool.Communicator(pool, timeout=20)
     found = []
-    for first, second in [("int16", "bfloat16"), ("bool", "uint8"), ("complex64", "float64"), ("S4", "float32")]:
+    for first, second in [
+        ("int16", "bfloat16"),
+        ("bool", "uint8"),
+        ("complex64", "float64"),
+        ("S4", "float32"),
+    ]:
         x = np.zeros(8, numpy_dtype(second if pool.rank else first))
         out = np.zeros(16, x.dtype)
         for call in (

@@ -180,9 +180,10 @@ def test_every_pair_of_functions_is_exported_by_the_extension():
 def test_a_slot_serves_the_pools_lane(pool):
     slot = symmpool.Slot(pool)
     alloc, free = functions(slot)
-    assert slot.addresses[0] == ctypes.cast(
-        getattr(ctypes.CDLL(_symmpool.__file__), slot.names[0]), ctypes.c_void_p
-    ).value
+    assert (
+        slot.addresses[0]
+        == ctypes.cast(getattr(ctypes.CDLL(_symmpool.__file__), slot.names[0]), ctypes.c_void_p).value
+    )
     first, second = alloc(2 * MIB), alloc(20 * MIB)
     assert second - first == 2 * MIB and slot.live == 2
     assert pool.commit()["windows_added"] > 0

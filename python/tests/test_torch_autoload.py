@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+import symmpool_torch
 import torch
 import torch.distributed as dist
 
 import symmpool
-import symmpool_torch
 
 SOURCE = Path(symmpool.__file__).parents[1]
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"

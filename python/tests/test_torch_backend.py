@@ -224,6 +224,7 @@ def test_where_one_rank_cannot_all_go_to_the_other_backend(tmp_path):
 def cannot_while_others_wait(group, folder):
     me, _ = begin(group, folder, "symmpool", datetime.timedelta(seconds=2))
     if me == 1:
+
         def refuse(*_):
             raise symmpool.UnsupportedError("not on this machine")
 

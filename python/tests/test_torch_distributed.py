@@ -176,7 +176,7 @@ def test_threads_that_use_a_group_each_do_not_wait_for_each_other(tmp_path):
 def later_than_the_timeout(group, folder, backend, call_of):
     """How long rank 0 waits for a rank that does not come, in a second call."""
     me, _ = begin(group, folder, backend, datetime.timedelta(seconds=2))
-    call = getattr(dist if call_of == "torch" else symmpool, "all_reduce")
+    call = (dist if call_of == "torch" else symmpool).all_reduce
     call(torch.ones(4))
     found = None
     if me == 0:
@@ -225,7 +225,7 @@ def test_errors_say_which_of_several_groups_the_call_went_to(tmp_path):
 
 def at_the_first_call(group, folder, backend, call_of):
     me, _ = begin(group, folder, backend, datetime.timedelta(seconds=2))
-    call = getattr(dist if call_of == "torch" else symmpool, "all_reduce")
+    call = (dist if call_of == "torch" else symmpool).all_reduce
     found = None
     if me == 0:
         start = time.monotonic()

@@ -78,9 +78,7 @@ def torn_off(monkeypatch):
 def communicator(world=4, address=4096, unique=b"first"):
     group = types.SimpleNamespace(store="a store", rank=1, world_size=world)
     comm, unique = types.SimpleNamespace(value=address), types.SimpleNamespace(internal=unique)
-    return types.SimpleNamespace(
-        comm=comm, group=group, world_size=world, device="cuda:3", unique_id=unique
-    )
+    return types.SimpleNamespace(comm=comm, group=group, world_size=world, device="cuda:3", unique_id=unique)
 
 
 def test_vllms_context_allocates_in_a_registered_pool(torn_off, monkeypatch):

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch  # noqa: F401  # whose import the ranks share
+import torch  # whose import the ranks share
 from ranks import values
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -25,9 +25,9 @@ def nested(group, folder):
             call(x)
             return done.value()[0]
 
-        def inner(done, call=call, x=by_work):
+        def inner(done, call=call, x=by_work, y=deep):
             call(x, async_op=True).wait()
-            return call(deep, async_op=True).get_future().then(innermost).wait()
+            return call(y, async_op=True).get_future().then(innermost).wait()
 
         def outer(done, call=call, x=by_future, y=at_once):
             call(x, async_op=True).get_future().wait()

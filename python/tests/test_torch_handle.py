@@ -59,7 +59,7 @@ def signals(group):
     handle = symmpool.rendezvous(x)
     if group.rank == 0:
         # Ahead of the waits: nothing is lost.
-        for step in range(3):
+        for _ in range(3):
             handle.put_signal(1, channel=2)
         handle.get_buffer(1, (1,), torch.int64).fill_(5)
         handle.put_signal(1, 0)
@@ -145,7 +145,7 @@ def missing(group):
     x = pool.empty(10, torch.float32)
     handle = symmpool.rendezvous(x)
     if group.rank == 1:
-        return None
+        return
     handle.barrier(1, timeout_ms=100)
 
 
@@ -228,9 +228,7 @@ def different(group, kind):
     return told
 
 
-@pytest.mark.parametrize(
-    "kind", ["other tensor", "other place in it", "fewer elements", "other type"]
-)
+@pytest.mark.parametrize("kind", ["other tensor", "other place in it", "fewer elements", "other type"])
 def test_ranks_that_bring_different_tensors_all_hear_of_it(kind):
     found = values(3, different, kind)
     assert len(set(found)) == 1, found

@@ -11,7 +11,7 @@ from ranks import values
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
-import ranks_matrices  # noqa: E402
+import ranks_matrices
 
 
 class Spoiled(ranks_matrices.Runner):

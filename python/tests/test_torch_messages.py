@@ -18,7 +18,7 @@ from ranks import values
 from test_errors import free_port
 
 from symmpool import beside
-from symmpool.errors import InvalidStateError, TimeoutError  # noqa: A004
+from symmpool.errors import InvalidStateError, TimeoutError
 from symmpool.messages import Messages
 from symmpool.store import own_connection
 from symmpool.torch_work import DoneWork
@@ -65,9 +65,7 @@ def all_send_first(group, folder):
         works += [me.receive(tensor, p) for (p, _), tensor in came.items()]
         for work in works:
             work.wait()
-        wrong += [
-            (p, turn, n) for (p, n), tensor in came.items() if tensor.tolist() != [p, turn, n]
-        ]
+        wrong += [(p, turn, n) for (p, n), tensor in came.items() if tensor.tolist() != [p, turn, n]]
         assert all(work.is_completed() for work in works)
     threads = [each.name for each in threading.enumerate() if each.name.startswith("message")]
     me.messages.shutdown(30)

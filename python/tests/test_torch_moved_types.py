@@ -158,7 +158,9 @@ def test_memory_that_is_not_what_it_shows_is_refused(pool):
     comm.broadcast(z.conj().resolve_conj())
 
 
-@pytest.mark.parametrize("dtype", [each for each in DTYPES if str(each)[6:11] not in ("uint4", "bits8", "bits1")])
+@pytest.mark.parametrize(
+    "dtype", [each for each in DTYPES if str(each)[6:11] not in ("uint4", "bits8", "bits1")]
+)
 def test_memory_of_every_type(pool, dtype):
     x = pool.zeros((2, 3), dtype)
     assert (x.dtype, x.shape) == (dtype, (2, 3))

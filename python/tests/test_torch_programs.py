@@ -11,7 +11,7 @@ from test_torch_distributed import begin
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
-import ranks_programs  # noqa: E402
+import ranks_programs
 
 
 class Spoiled(ranks_programs.Runner):

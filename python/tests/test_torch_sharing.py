@@ -9,7 +9,6 @@ import symmpool
 from symmpool import groups, sharing
 
 
-
 class Pool:
     """As far as it is asked."""
 

@@ -18,6 +18,7 @@ def counted():
     """The stores that are cloned from here on, in order."""
     cloned = []
     for kind in (dist.TCPStore, dist.PrefixStore):
+
         def clone(self, own=kind.clone):
             # A store below prefixes is cloned by the one above it.
             cloned.append(self)

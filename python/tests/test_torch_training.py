@@ -15,9 +15,7 @@ WIDTH = 16
 
 def model_of(seed=0):
     torch.manual_seed(seed)
-    return torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, 32), torch.nn.ReLU(), torch.nn.Linear(32, WIDTH)
-    )
+    return torch.nn.Sequential(torch.nn.Linear(WIDTH, 32), torch.nn.ReLU(), torch.nn.Linear(32, WIDTH))
 
 
 def batch(step, me, rows=8):
@@ -152,9 +150,7 @@ def saved_and_loaded(me, world, folder):
     model, optimizer = get_state_dict(second, two)
     state = {"model": model, "optimizer": optimizer}
     checkpoint.load(state, checkpoint_id=f"{folder}/kept")
-    set_state_dict(
-        second, two, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+    set_state_dict(second, two, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return losses + losses_of(second, two, me, steps=2)
 
 

@@ -314,14 +314,8 @@ def plans(options, world, itemsize, on_cuda):
         if not options.sizes:
             size = max(int(sum(map(sum, weights)) / world), 1)
             return [(options.matrix.name, size, matrices.elements(weights, itemsize, grain))]
-        return [
-            (options.matrix.name, size, matrices.scale(weights, size, itemsize, grain))
-            for size in sizes
-        ]
-    made = {
-        kind: matrices.make(kind, world, options.imbalance, options.seed)
-        for kind in options.matrices
-    }
+        return [(options.matrix.name, size, matrices.scale(weights, size, itemsize, grain)) for size in sizes]
+    made = {kind: matrices.make(kind, world, options.imbalance, options.seed) for kind in options.matrices}
     return [
         (kind, size, matrices.scale(weights, size, itemsize, grain))
         for kind, weights in made.items()

@@ -7,6 +7,7 @@ Run it under torchrun, one process a GPU (or any number on the CPU):
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 import symmpool
@@ -81,7 +82,7 @@ def prepare(ranks, options, contender, bytes_, calls):
         step(fill)
         step(case.call if graph is None else graph.replay)
         applied = count if case.in_place else 1
-        wrong = step(lambda: check.count_wrong(torch, case.output, ranks.world, op, applied))
+        wrong = step(partial(check.count_wrong, torch, case.output, ranks.world, op, applied))
         total = sum(ranks.gather(wrong))
         if total:
             raise ValueError(f"{total:,} wrong elements, over all ranks, after {count} calls")
@@ -100,9 +101,7 @@ def measure_size(ranks, options, contenders, bytes_, step):
         else:
             asked[name] = contender
     calls = timing.calls_for(bytes_, options.calls)
-    running = turns.prepared(
-        asked, row, lambda contender: prepare(ranks, options, contender, bytes_, calls)
-    )
+    running = turns.prepared(asked, row, lambda contender: prepare(ranks, options, contender, bytes_, calls))
 
     def begin(case):
         # In place, data grows with every call; it begins anew here.

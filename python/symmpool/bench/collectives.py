@@ -30,9 +30,7 @@ def operation_list(text):
 
 
 def add_options(commands):
-    it = commands.add_parser(
-        "collectives", help="every collective, in windows and not, beside NCCL or gloo"
-    )
+    it = commands.add_parser("collectives", help="every collective, in windows and not, beside NCCL or gloo")
     it.add_argument("--sizes", type=size_list, help="bytes of the whole; default 64K,1M,16M,64M,256M")
     it.add_argument(
         "--operations", type=operation_list, default=list(OPERATIONS), help="default: all of them"
@@ -243,7 +241,9 @@ def run(options, arguments):
     sizes = options.sizes or size_list(small)
     unit = dtype.itemsize * ranks.world
     if any(size % unit for size in sizes):
-        raise SystemExit(f"sizes must be parts of whole {options.dtype} for {ranks.world} ranks: times {unit}")
+        raise SystemExit(
+            f"sizes must be parts of whole {options.dtype} for {ranks.world} ranks: times {unit}"
+        )
     count = max(sizes) // dtype.itemsize
     sides, missing, pools = set_up(ranks, dtype, count, session.asked_peers(options))
     progress = session.Progress(len(names) * len(sizes) * options.rounds, ranks.rank == 0)

@@ -95,9 +95,7 @@ class Products:
 
     def __init__(self, ranks, order, dtype):
         torch = self.torch = ranks.torch
-        self.left, self.right = (
-            torch.randn(order, order, device=ranks.device).to(dtype) for _ in range(2)
-        )
+        self.left, self.right = (torch.randn(order, order, device=ranks.device).to(dtype) for _ in range(2))
         self.out = torch.empty_like(self.left)
 
     def run(self, count):
@@ -189,7 +187,9 @@ def run(options, arguments):
     sizes = options.sizes or size_list("4M,32M,128M")
     unit = dtype.itemsize * ranks.world
     if any(size % unit for size in sizes):
-        raise SystemExit(f"sizes must be parts of whole {options.dtype} for {ranks.world} ranks: times {unit}")
+        raise SystemExit(
+            f"sizes must be parts of whole {options.dtype} for {ranks.world} ranks: times {unit}"
+        )
     sides, missing, pools = set_up(ranks, options, dtype, max(sizes) // dtype.itemsize)
     products = ranks.insist(lambda: Products(ranks, options.order, dtype))
     cases = [(operation, size) for operation in options.operations for size in sizes]

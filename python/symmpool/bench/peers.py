@@ -276,8 +276,7 @@ def set_up(ranks, dtype, op, count, algorithms, only=None, scratch=None):
     """The contenders that could be set up, ours first; and why others could not, by name."""
     pools = Pools()
     plans = [
-        ("ours" if name == "auto" else f"ours {name}", Ours, (pools, name, scratch))
-        for name in algorithms
+        ("ours" if name == "auto" else f"ours {name}", Ours, (pools, name, scratch)) for name in algorithms
     ]
     plans += [(name, kind, ()) for name, kind in peers_for(ranks.on_cuda)]
     asked = [plan for plan in plans if only is None or plan[0].split()[0] == "ours" or plan[0] in only]

@@ -10,8 +10,7 @@ def require(path):
         import matplotlib
     except ImportError as error:
         raise SystemExit(
-            "--plot needs matplotlib, which cannot be imported: pip install matplotlib, or "
-            "'symmpool[plot]'"
+            "--plot needs matplotlib, which cannot be imported: pip install matplotlib, or 'symmpool[plot]'"
         ) from error
     from matplotlib.backend_bases import FigureCanvasBase
 

@@ -117,8 +117,7 @@ def connect(options):
         raise SystemExit(f"the benchmark needs torch, which cannot be imported: {error}") from error
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise SystemExit(
-            "the benchmark runs under torchrun: "
-            "torchrun --nproc-per-node 4 -m symmpool bench allreduce"
+            "the benchmark runs under torchrun: torchrun --nproc-per-node 4 -m symmpool bench allreduce"
         )
     cuda = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
     timeout = timedelta(seconds=options.timeout)

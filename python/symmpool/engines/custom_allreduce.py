@@ -14,9 +14,7 @@ from symmpool.errors import Error
 
 logger = logging.getLogger("symmpool.engines")
 
-_DTYPES = (
-    "float32 float64 float16 bfloat16 int32 int64 uint8 int8 float8_e4m3fn float8_e5m2".split()
-)
+_DTYPES = "float32 float64 float16 bfloat16 int32 int64 uint8 int8 float8_e4m3fn float8_e5m2".split()
 
 
 class CustomAllreduce:
@@ -99,7 +97,7 @@ class CustomAllreduce:
         size = inp.numel() * inp.element_size()
         return (
             not self.disabled
-            and 0 < size
+            and size > 0
             and (self.batch_invariant or size <= self.max_size)
             and inp.dtype in self._dtypes
             and inp.is_contiguous()

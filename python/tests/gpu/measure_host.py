@@ -50,9 +50,7 @@ def contenders(device, world):
         "symmpool.all_reduce, async_op, wait()": lambda: symmpool.all_reduce(few, async_op=True).wait(),
         f"dist.all_reduce ({peer})": lambda: dist.all_reduce(theirs),
         f"dist.all_reduce ({peer}), async_op": lambda: dist.all_reduce(theirs, async_op=True),
-        f"dist.all_reduce ({peer}), async_op, wait()": lambda: dist.all_reduce(
-            theirs, async_op=True
-        ).wait(),
+        f"dist.all_reduce ({peer}), async_op, wait()": lambda: dist.all_reduce(theirs, async_op=True).wait(),
     }
     return pool, comm, calls
 

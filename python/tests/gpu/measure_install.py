@@ -92,7 +92,9 @@ def serve(which, lengths):
         losses = train()
         seconds = time.perf_counter() - begin
         live, reserved = memory(which)
-        print(json.dumps({"seconds": seconds, "losses": losses, "live": live, "reserved": reserved}), flush=True)
+        print(
+            json.dumps({"seconds": seconds, "losses": losses, "live": live, "reserved": reserved}), flush=True
+        )
 
 
 class Contender:
@@ -106,7 +108,12 @@ class Contender:
             environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         command = [sys.executable, __file__, "--only", which, "--lengths", str(lengths)]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            env=environment,
         )
 
     def turn(self):

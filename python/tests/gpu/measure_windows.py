@@ -17,6 +17,7 @@ import os
 import statistics
 import sys
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -103,7 +104,7 @@ def nccl_windows(clock, rounds):
         with torch.cuda.use_mem_pool(pool):
             tensor = torch.empty(SIZE, dtype=torch.uint8, device=clock.device)
         name = "NCCL: register_mem_pool of 64 MiB"
-        clock.time(name, lambda: backend.register_mem_pool(pool, symm=True))
+        clock.time(name, partial(backend.register_mem_pool, pool, symm=True))
         torch.cuda.synchronize()
         backend.deregister_mem_pool(pool)
         del tensor, pool

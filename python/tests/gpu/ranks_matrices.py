@@ -148,9 +148,7 @@ class Runner:
         self.outputs = [self.buffer(room, window) for window in (False, True)]
         self.theirs = self.buffer(room, False)
         self.pool.commit()
-        self.comms = {
-            name: symmpool.Communicator(self.pool, all_to_all=name) for name in ALGORITHMS
-        }
+        self.comms = {name: symmpool.Communicator(self.pool, all_to_all=name) for name in ALGORITHMS}
         # That of calls of the module.
         symmpool.barrier(self.pool)
         self.comms["module"] = symmpool.communicator(self.pool, str(device))
@@ -166,10 +164,7 @@ class Runner:
     def batch(self, begin, end):
         """Runs matrices, then asks what came of them."""
         rank, world = self.rank, self.world
-        cases = [
-            Case.make(self.seed, nth, rank, world, self.most_bytes)
-            for nth in range(begin, end)
-        ]
+        cases = [Case.make(self.seed, nth, rank, world, self.most_bytes) for nth in range(begin, end)]
         for buffer in self.inputs:
             buffer.random_(0, 256)
         sends = [case.counts[rank] for case in cases]
@@ -216,7 +211,7 @@ class Runner:
             self.judge(cases[0], False, f"the batch, {name}: {expected} overflows, told {told}")
 
     def run(self, case, receive, splits, told, wrong):
-        world, send = self.world, case.counts[self.rank]
+        send = case.counts[self.rank]
         size = case.dtype.itemsize * math.prod(case.row)
         shifts = [shift * case.dtype.itemsize for shift in case.shifts]
         capacity = case.capacities[self.rank]

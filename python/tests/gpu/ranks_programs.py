@@ -74,7 +74,7 @@ class Runner:
     def __init__(self, device, seed, most):
         self.device, self.seed, self.most = device, seed, most
         self.me, self.world = dist.get_rank(), dist.get_world_size()
-        members = [range(self.world), range(self.world), range(1, self.world), range(0, self.world - 1)]
+        members = [range(self.world), range(self.world), range(1, self.world), range(self.world - 1)]
         self.groups = []
         for ranks in [ranks for ranks in members if len(ranks) > 1]:
             self.groups.append((dist.new_group(list(ranks), timeout=TIMEOUT), list(ranks)))
@@ -174,7 +174,9 @@ class Runner:
                 self.wrong += 1
                 if self.wrong <= 10:
                     some = (found != right).sum().item()
-                    print(f"WRONG rank {self.me}, program {self.nth}: {some} elements: {made.step}", flush=True)
+                    print(
+                        f"WRONG rank {self.me}, program {self.nth}: {some} elements: {made.step}", flush=True
+                    )
 
     def place(self, like):
         """Memory like a tensor's, as a tensor that holds something else, of whatever layout. Windows are
@@ -250,8 +252,10 @@ class Runner:
     def do_reduce_scatter(self, made, group, ranks, me):
         step, world = made.step, len(ranks)
         parts = [self.data(step, rank, step.count * world) for rank in range(world)]
-        x, right = self.input(parts[me]), self.reduced(step, [part.chunk(world)[me] if step.count else
-                                                              part for part in parts])
+        x, right = (
+            self.input(parts[me]),
+            self.reduced(step, [part.chunk(world)[me] if step.count else part for part in parts]),
+        )
         out = self.place(right)
         made.pairs = [(out, right), (x, parts[me])]
         made.works = [dist.reduce_scatter_tensor(out, x, self.op(step), group, async_op=True)]
@@ -357,8 +361,9 @@ class Runner:
         parts = [self.data(step, rank, step.count) for rank in range(len(ranks))]
         x = parts[me].clone()
         if step.module:
-            made.pairs = [(funcol.all_reduce(x, step.op.replace("prod", "product"), group),
-                           self.reduced(step, parts))]
+            made.pairs = [
+                (funcol.all_reduce(x, step.op.replace("prod", "product"), group), self.reduced(step, parts))
+            ]
         else:
             made.pairs = [(funcol.all_gather_tensor(x, 0, group), torch.cat(parts))]
         # They are waited for when they are looked at.

@@ -163,7 +163,7 @@ def graphs(pool, device, rank, world):
 
 
 def groups(device, rank, world):
-    half = [dist.new_group(range(0, world // 2)), dist.new_group(range(world // 2, world))]
+    half = [dist.new_group(range(world // 2)), dist.new_group(range(world // 2, world))]
     mine = half[rank >= world // 2]
     x = torch.ones(1000, device=device)
     symmpool.all_reduce(x, group=mine)

@@ -319,7 +319,7 @@ def test_leaving_without_destroying_anything(torch, end):
         try:
             with pool:
                 kept.append(torch.ones(1 << 20, device="cuda"))
-                {end or 'pass'}
+                {end or "pass"}
         except (ValueError, KeyboardInterrupt) as error:
             print(type(error).__name__)
         comm.all_reduce(kept[0])

@@ -9,6 +9,7 @@ import datetime
 import os
 import sys
 import time
+from functools import partial
 
 import numpy
 import torch
@@ -52,7 +53,7 @@ def main():
         if op == "all_reduce":
             # In place is all that it offers; checked after the first call, before values change.
             out = given.clone()
-            call = lambda: dist.all_reduce(out)
+            call = partial(dist.all_reduce, out)
             expected = sum(values(int(size), r, 0, count) for r in range(world))
         elif numbers:
             flat = [int(number) for number in numbers[0].split(",")]
@@ -60,14 +61,12 @@ def main():
             send, receive = rows[rank], [row[rank] for row in rows]
             given = values(int(size), rank, 0, sum(send))
             out = torch.zeros(sum(receive))
-            call = lambda: dist.all_to_all_single(out, given, receive, send)
+            call = partial(dist.all_to_all_single, out, given, receive, send)
             begins = [sum(row[:rank]) for row in rows]
-            expected = torch.cat(
-                [values(int(size), r, begins[r], receive[r]) for r in range(world)]
-            )
+            expected = torch.cat([values(int(size), r, begins[r], receive[r]) for r in range(world)])
         else:
             out = torch.zeros(count)
-            call = lambda: dist.all_to_all_single(out, given)
+            call = partial(dist.all_to_all_single, out, given)
             expected = torch.cat([values(int(size), r, rank * part, part) for r in range(world)])
         call()
         wrong = int((out[: len(expected)] != expected).sum())
