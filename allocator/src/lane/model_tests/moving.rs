@@ -45,16 +45,16 @@ fn the_smallest_that_suffices_moves_else_the_largest() {
 }
 
 #[test]
-fn nothing_moves_below_the_highest_use() {
+fn nothing_moves_within_2_percent_of_the_highest_use() {
     let (mut lane, mut log) = (lane(1 << 30), Log::default());
     let high = alloc(&mut lane, 100, 0, &mut log);
     free(&mut lane, high, &mut log);
     lane.trim(None);
     lane.take_retired();
-    let other = alloc(&mut lane, 16, 1, &mut log);
+    let other = alloc(&mut lane, 68, 1, &mut log);
     free(&mut lane, other, &mut log);
     alloc(&mut lane, 16, 0, &mut log);
-    assert_eq!(last_growth(&log), (vec![], vec![16]));
+    assert_eq!(last_growth(&log), (vec![], vec![34]), "102 MiB, and 100 were in use");
 }
 
 // Two streams that take turns get a segment each once moving has cost as much as making.
