@@ -44,6 +44,7 @@ impl LaneState {
             prev = Some(id);
         }
         assert_eq!(self.table.last(), prev);
+        assert!(u64::from(at) * UNIT <= self.range, "nothing lies past the lane's range");
         for (list, listed) in self.free.iter().zip(listed) {
             assert_eq!(list.iter().collect::<Vec<_>>(), listed, "every free block is in its list");
             for free in list.iter() {

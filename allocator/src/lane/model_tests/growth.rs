@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::script::{KIB, MIB};
 use crate::driver::Stream;
-use crate::lane::{LaneConfig, LaneState, NoBacking, Request, UNIT};
+use crate::lane::{LaneConfig, LaneState, NoBacking, Request, UNIT, WindowPolicy};
 
 const GIB: u64 = 1 << 30;
 
@@ -114,4 +114,12 @@ fn a_lane_that_nobody_maps_grows_by_little() {
     assert_eq!(in_mib(local(), &[64]), [32, 32]);
     // By a 128th of what there is.
     assert_eq!(in_mib(local(), &[2048, 1, 16]).split_off(64), [16, 18]);
+}
+
+#[test]
+fn windows_grow_by_an_eighth_of_the_lane() {
+    let windows = || shared().window_policy(WindowPolicy::PerSegment);
+    assert_eq!(in_mib(windows(), &[1]), [16]);
+    assert_eq!(in_mib(windows(), &[256, 1]), [256, 32]);
+    assert_eq!(in_mib(windows(), &[16 << 10, 1]), [16 << 10, 1 << 10], "at most 1 GiB");
 }

@@ -78,6 +78,8 @@ fn impossible_requests_are_refused_and_change_nothing() {
     assert!(lane.failure().is_none(), "these are the same on every rank");
     let empty = lane.alloc(request(0, 2 * MIB, 0), &mut NoBacking).unwrap();
     assert_eq!(empty.bytes, 512);
+    lane.free(empty.key, None, &mut NoBacking).unwrap();
+    lane.reserve(64 * MIB, Stream::DEFAULT, None, &mut NoBacking).unwrap();
 }
 
 #[test]

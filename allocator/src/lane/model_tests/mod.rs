@@ -9,6 +9,7 @@
 //! | [`ranks`] | the same calls on many ranks; one rank that strays |
 //! | [`resync`] | ranks that came apart, and are made alike again |
 //! | [`growth`] | how many segments are made, and of what sizes |
+//! | [`moving`] | when free segments move, which, and where grown memory may lie |
 //! | [`limits`] | bad arguments, stale names, failures, and bugs that were |
 //! | [`traces`] | how tight real programs are packed |
 
@@ -16,6 +17,7 @@ mod against;
 mod growth;
 mod limits;
 mod log;
+mod moving;
 mod naive;
 mod ranks;
 mod resync;

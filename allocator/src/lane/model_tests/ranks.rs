@@ -36,6 +36,12 @@ impl Rank {
         Stream::from_raw(mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(self.seed as u32))
     }
 
+    /// The streams known to the lane, by ordinal, as the program calls them.
+    pub(super) fn streams(&self) -> Vec<u64> {
+        let number = |handle| (0..STREAMS).find(|&stream| self.stream(stream) == handle).unwrap();
+        self.lane.streams().map(number).collect()
+    }
+
     pub(super) fn call(&mut self, op: Op) -> Seen {
         let n = self.live.len();
         let (lane, backing) = (&mut self.lane, &mut NoBacking);

@@ -160,6 +160,9 @@ proptest! {
         prop_assert_eq!(returned, partial);
         assert_alike(&ranks);
 
+        // Ranks whose events are the same may mean other streams by them (D3): what they have in
+        // common is ordinals, and calls that name streams are then not the same.
+        prop_assume!(ranks.iter().all(|rank| rank.streams() == ranks[0].streams()));
         for op in after.iter().filter(|op| own(op)) {
             let seen: Vec<_> = ranks.iter_mut().map(|rank| rank.call(*op)).collect();
             prop_assert!(seen.iter().all(|other| *other == seen[0]), "{:?}: {:?}", op, seen);

@@ -252,4 +252,22 @@ mod tests {
         let found = wait(&mut legs, &mut inbox, Duration::from_secs(5));
         assert!(matches!(found, Err(Fault::Closed(3))));
     }
+
+    #[test]
+    fn a_wait_ends_when_a_peer_can_be_sent_to_or_heard() {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (socket, other) =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+                .unwrap();
+        let ready = |all_sent, all_received| {
+            let (send_later, gone) = (false, None);
+            let leg = Leg { peer: 3, socket: &socket, all_sent, all_received, send_later, gone };
+            wait(&mut [leg], &mut Inbox::new(), Duration::ZERO).ok()
+        };
+        assert_eq!(ready(false, true), Some(1), "to be sent to");
+        assert_eq!(ready(true, false), Some(0), "nothing came");
+        assert_eq!(wire::send(&other, b"something", &[]).unwrap(), Sent::Yes);
+        assert_eq!(ready(true, false), Some(1));
+        assert_eq!(ready(true, true), Some(0), "what comes is for the next talk");
+    }
 }

@@ -95,7 +95,7 @@ fn keep_nothing(_: u32, _: usize, _: Vec<OwnedFd>) -> Result<()> {
 fn exchange_tagged(mesh: &mut Mesh, rank: u32, world: u32, count: usize) {
     let mine: Vec<OwnedFd> = (0..count).map(|index| tagged(rank, index)).collect();
     let mut next = vec![0; world as usize];
-    mesh.exchange(
+    let withheld = mesh.exchange(
         &borrowed(&mine),
         count,
         &mut |from, first, fds| {
@@ -107,8 +107,8 @@ fn exchange_tagged(mesh: &mut Mesh, rank: u32, world: u32, count: usize) {
             Ok(())
         },
         soon(),
-    )
-    .unwrap();
+    );
+    assert_eq!(withheld.unwrap(), [0; 0], "all gave what was expected, if anything was");
     for peer in 0..world {
         assert_eq!(next[peer as usize], if peer == rank { 0 } else { count });
     }
@@ -140,7 +140,7 @@ fn eight_ranks_exchange_a_thousand_descriptors_each() {
 }
 
 #[test]
-fn received_descriptors_do_not_outlive_an_exec() {
+fn no_descriptor_outlives_an_exec() {
     with_meshes(2, |rank, mut mesh| {
         let mine = [tagged(rank, 0)];
         let mut check = |_, _, fds: Vec<OwnedFd>| {
@@ -149,6 +149,11 @@ fn received_descriptors_do_not_outlive_an_exec() {
             Ok(())
         };
         mesh.exchange(&borrowed(&mine), 1, &mut check, soon()).unwrap();
+        // Nor do the connections: rank 1 has dialled, and rank 0 accepted.
+        for (_, socket) in links(&mesh.links) {
+            let flags = rustix::io::fcntl_getfd(socket).unwrap();
+            assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
+        }
     });
 }
 
@@ -174,10 +179,33 @@ fn a_rank_that_leaves_during_an_exchange_is_named_by_all() {
 }
 
 #[test]
+fn all_that_left_without_a_word_are_named_before_one_that_gave_up() {
+    let gone = Barrier::new(4);
+    with_meshes(4, |rank, mut mesh| {
+        match rank {
+            0 => {
+                gone.wait();
+                let error = mesh.exchange(&[], 0, &mut keep_nothing, soon()).unwrap_err();
+                assert!(error.is_peer_lost() && error.ranks() == [2, 3], "{error}");
+                return;
+            }
+            1 => mesh.give_up(&Error::invalid_state("enough")),
+            _ => drop(mesh),
+        }
+        gone.wait();
+    });
+}
+
+#[test]
 fn a_rank_that_says_why_it_hangs_up_has_not_left() {
     let (all, hung_up) = (Barrier::new(3), Barrier::new(3));
     with_meshes(3, |rank, mut mesh| {
         assert!(!(0..4).any(|peer| mesh.has_left(peer)));
+        if rank == 0 {
+            // What rank 2 does not read is reported to us before what it says.
+            let socket = mesh.links[2].as_ref().unwrap();
+            assert_eq!(wire::send(socket, b"unread", &[]).unwrap(), Sent::Yes);
+        }
         all.wait();
         match rank {
             1 => drop(mesh),
@@ -257,15 +285,17 @@ fn a_rank_that_fails_gives_its_reason_to_all() {
 #[test]
 fn a_rank_that_stays_away_is_named_when_time_is_up() {
     let done = Barrier::new(3);
-    with_meshes(3, |rank, mut mesh| {
-        if rank != 2 {
-            let error = mesh.exchange(&[], 0, &mut keep_nothing, short()).unwrap_err();
-            // Whoever is first to give up says so to the other.
-            assert!(error.is_timeout(), "{error}");
-            assert_eq!(error.ranks(), [2], "{error}");
-        }
+    let errors = with_meshes(3, |rank, mut mesh| {
+        let outcome = (rank != 2).then(|| mesh.exchange(&[], 0, &mut keep_nothing, short()));
         done.wait();
+        outcome.map(Result::unwrap_err)
     });
+    for error in errors.into_iter().flatten() {
+        // Whoever is first to give up says so to the other.
+        assert!(error.is_timeout(), "{error}");
+        assert_eq!(error.ranks(), [2], "{error}");
+        assert!(error.to_string().contains("s exchanging handles with the other"), "{error}");
+    }
 }
 
 #[test]
@@ -300,7 +330,7 @@ fn more_or_fewer_descriptors_than_expected_are_an_error() {
 
 #[test]
 fn descriptors_beyond_what_was_announced_are_an_error() {
-    for (announced, sent) in [(1, 2), (2, 1), (1, 0)] {
+    for (announced, sent) in [(1, 2), (2, 1), (1, 0), (0, 0), (3, 3)] {
         with_meshes(2, |rank, mut mesh| {
             let fd = tagged(rank, 0);
             if rank == 0 {

@@ -136,6 +136,31 @@ fn intruders_are_turned_away_and_disturb_nobody() {
 }
 
 #[test]
+fn another_user_who_knows_the_secret_is_turned_away() {
+    if !rustix::process::geteuid().is_root() {
+        // Only root can be somebody else.
+        return;
+    }
+    let (listener, absent) = (Listener::bind().unwrap(), Listener::bind().unwrap());
+    let names = [listener.name().to_owned(), absent.name().to_owned()];
+    let guest = std::thread::scope(|scope| {
+        let dial = || {
+            let nobody = rustix::process::Uid::from_raw(65534);
+            // Of this thread alone.
+            rustix::thread::set_thread_res_uid(nobody, nobody, nobody).unwrap();
+            stranger(&names[0])
+        };
+        scope.spawn(dial).join().unwrap()
+    });
+    let claim = message::encode(&Introduction::new(&SECRET, 1, 0)).unwrap();
+    wire::send(&guest, &claim, &[]).unwrap();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let deadline = Deadline::after(Duration::from_millis(300));
+    let error = Mesh::connect(listener, 0, &names, &SECRET, deadline).unwrap_err();
+    assert!(error.is_timeout() && error.ranks() == [1], "{error}");
+}
+
+#[test]
 fn an_impostor_in_a_peers_place_is_refused() {
     let listener = Listener::bind().unwrap();
     let impostor = Listener::bind().unwrap();

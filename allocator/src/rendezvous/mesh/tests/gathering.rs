@@ -106,6 +106,7 @@ fn a_rank_that_comes_too_late_hears_whom_the_others_missed() {
     });
     for error in errors {
         assert!(error.is_timeout() && error.ranks() == [2], "{error}");
+        assert!(error.to_string().contains("s in the gather \"value\" with the"), "{error}");
     }
 }
 
@@ -139,6 +140,11 @@ fn pieces_that_do_not_continue_a_value_are_refused() {
             first.and_then(|_| mesh.all_gather("value", b"", soon())).unwrap_err()
         });
         assert!(errors[1].is_diverged(), "{part:?}: {}", errors[1]);
+        let Part { first, total, .. } = part;
+        let piece = format!("bytes {first} to {} of {total}", first + part.bytes.len() as u64);
+        let of_this = (part.round, part.what.as_str()) == (1, "value");
+        let told = if of_this { &piece } else { "different collective calls" };
+        assert!(errors[1].to_string().contains(told), "{part:?}: {}", errors[1]);
         assert!(errors[0].to_string().contains("rank 1 gave up"), "{part:?}: {}", errors[0]);
     }
 }
