@@ -1,6 +1,6 @@
 //! Pools of ranks that are threads of one process.
 
-use std::sync::{Arc, Barrier};
+use std::sync::{Arc, Barrier, Mutex};
 use std::thread;
 use std::time::Duration;
 
@@ -248,6 +248,34 @@ fn a_block_used_on_another_stream_is_waited_for_on_the_device() {
     }
     drop(pool);
     assert_eq!(driver.counts().leaks(), None, "the last event goes with the lane");
+}
+
+#[test]
+fn memory_is_unmapped_when_the_device_has_done_what_was_queued() {
+    // Kernels that were given it may still run.
+    let calls = Arc::new(Mutex::new(Vec::new()));
+    let plan = [Call::Synchronize, Call::Unmap].into_iter().fold(FaultPlan::new(), |plan, call| {
+        let calls = Arc::clone(&calls);
+        let note = move || calls.lock().unwrap().push(call);
+        plan.at_call(call, 0, FaultAction::Notify(Arc::new(note)))
+    });
+    let driver = Driver::new(FaultDriver::new(Driver::sim(1), plan));
+    let group = Group::in_process(1).unwrap().remove(0);
+    let lanes = [LaneConfig::symmetric("shared"), LaneConfig::local("own")];
+    let builder = Pool::builder(group).driver(driver);
+    let pool = lanes.into_iter().fold(builder, PoolBuilder::lane).build().unwrap();
+    for name in ["shared", "own"] {
+        let lane = pool.lane(name).unwrap();
+        let block = lane.alloc::<u8>(1000).unwrap();
+        pool.commit().unwrap();
+        block.free().unwrap();
+        calls.lock().unwrap().clear();
+        assert!(lane.trim().unwrap() > 0);
+        pool.commit().unwrap();
+        let calls = calls.lock().unwrap();
+        assert_eq!(calls.first(), Some(&Call::Synchronize), "{name}");
+        assert!(calls.contains(&Call::Unmap), "{name}: {calls:?}");
+    }
 }
 
 #[test]
