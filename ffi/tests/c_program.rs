@@ -1,22 +1,23 @@
-//! Programs against the library: one in C, with the header, as two rank processes, and one in C++
-//! through which it throws.
+//! Programs against the library: in C, with the header, as rank processes, and one in C++ through which it
+//! throws.
 
 mod common;
 
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Command, Output, Stdio};
 
-#[test]
-fn a_c_program_does_all_of_it_on_two_ranks() {
+/// Compiles a program of this folder, and runs it as so many ranks: how each ended, and what it said.
+fn ranks(source: &str, world: usize) -> Vec<Output> {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     let library = common::library();
     let folder = tempfile::tempdir().expect("a folder");
     let program = folder.path().join("program");
     let libraries = library.parent().expect("a folder");
     let compiled = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()))
-        .args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-o"])
+        .args(["-std=c11", "-D_POSIX_C_SOURCE=200809L", "-Wall", "-Wextra", "-Werror", "-O1", "-o"])
         .arg(&program)
-        .arg(here.join("tests/program.c"))
+        .arg(here.join("tests").join(source))
         .arg("-I")
         .arg(here.join("include"))
         .arg("-L")
@@ -28,10 +29,10 @@ fn a_c_program_does_all_of_it_on_two_ranks() {
     assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
     let store = folder.path().join("store");
     std::fs::create_dir(&store).expect("a folder");
-    let ranks: Vec<_> = (0..2)
+    let ranks: Vec<_> = (0..world)
         .map(|rank| {
             Command::new(&program)
-                .args([&rank.to_string(), "2"])
+                .args([rank.to_string(), world.to_string()])
                 .arg(&store)
                 .stdout(Stdio::piped())
                 .stderr(Stdio::piped())
@@ -39,12 +40,30 @@ fn a_c_program_does_all_of_it_on_two_ranks() {
                 .expect("the program")
         })
         .collect();
-    for (rank, process) in ranks.into_iter().enumerate() {
-        let output = process.wait_with_output().expect("its end");
-        let (told, wrong) =
-            (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        assert!(output.status.success(), "rank {rank}: {}: {told}{wrong}", output.status);
-        assert!(told.contains("everything was right"), "rank {rank}: {told}{wrong}");
+    ranks.into_iter().map(|process| process.wait_with_output().expect("its end")).collect()
+}
+
+fn was_right(rank: usize, output: &Output) {
+    let (told, wrong) =
+        (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "rank {rank}: {}: {told}{wrong}", output.status);
+    assert!(told.contains("everything was right"), "rank {rank}: {told}{wrong}");
+}
+
+#[test]
+fn a_c_program_does_all_of_it_on_two_ranks() {
+    for (rank, output) in ranks("program.c", 2).iter().enumerate() {
+        was_right(rank, output);
+    }
+}
+
+#[test]
+fn a_dead_rank_ends_no_other_by_a_signal() {
+    // Rust's programs and Python ignore SIGPIPE; others end by it.
+    let ended = ranks("lost.c", 3);
+    assert_eq!(ended[2].status.signal(), Some(9));
+    for (rank, output) in ended[..2].iter().enumerate() {
+        was_right(rank, output);
     }
 }
 
