@@ -191,6 +191,28 @@ def device_splits():
     return "Even all-to-alls with splits in device memory", world, report, head, rows
 
 
+def overlap():
+    world, report = recorded("overlap")
+    if report is None:
+        return None
+    reports = [("torch's", report)]
+    _, windows = recorded("overlap_windows", (world,))
+    if windows is not None:
+        reports.append(("windows", windows))
+    names = [name for name in report["contenders"] if name != "NCCL"] + ["NCCL"]
+    rows = []
+    for memory, each in reports:
+        for entry in each["results"]:
+            times = {name: found["us"] for name, found in entry["figures"].items()}
+            least = times.get("products")
+            costs = [times[name] - least if least and name in times else None for name in names]
+            rows.append([entry["operation"], size(entry["bytes"]), memory, exact(least), *map(exact, costs)])
+    head = ["operation", "bytes", "memory", "products us"]
+    head += [f"{name.replace('ours', 'symmpool')} us more" for name in names]
+    title = "Collectives beside matrix products, what they add to a step (`symmpool 2`: told of one other)"
+    return title, world, report, head, rows
+
+
 def host():
     world, report = recorded("host")
     if report is None:
@@ -281,6 +303,7 @@ def more():
         beside_rust,
         with_scratch,
         device_splits,
+        overlap,
         host,
         windows,
         commit,

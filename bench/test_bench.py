@@ -139,6 +139,10 @@ def test_small_tables_are_there_where_they_are_recorded(recorded):
     recorded("allreduce_rust", 2, us=[{"bytes": 1 << 20, "by": {"auto": 8.0}}], eager_host_us=2.5)
     recorded("allreduce_scratch", 4, contenders=["ours"], options={"scratch": 768 << 20}, results=mib)
     recorded("device_splits", 2, results=mib)
+    beside = {"operation": "all_gather", "bytes": 1 << 20}
+    beside["figures"] = figures(products=90.0, ours=95.0, NCCL=97.5)
+    recorded("overlap", 2, contenders=["ours", "ours 2", "NCCL"], results=[beside])
+    recorded("overlap_windows", 2, contenders=["ours", "ours 2", "NCCL"], results=[beside])
     scopes = {"with pool": 3.5, "torch.cuda.use_mem_pool": 3.0}
     recorded("host", 2, bytes=4096, host_us={"symmpool.all_reduce": 4.0}, scope_us=scopes)
     milliseconds = {"ours: commit of 64 MiB": [3.0, 1.0, 2.0], "other": [7.0]}
@@ -156,6 +160,9 @@ def test_small_tables_are_there_where_they_are_recorded(recorded):
         "| 1 MiB | 8.16 | 8.00 | 1.02 |",
         "The largest all-reduces with 768 MiB of scratch; 4 x H200",
         "| 1 MiB | 8.16 | 9.00 | 0.84 | 1.5 |",
+        "| operation | bytes | memory | products us | symmpool us more | symmpool 2 us more | NCCL us more |",
+        "| all_gather | 1 MiB | torch's | 90.00 | 5.00 | - | 7.50 |",
+        "| all_gather | 1 MiB | windows | 90.00 | 5.00 | - | 7.50 |",
         "| `symmpool.all_reduce` | 4.00 | 5 |",
         "| all-reduce from Rust | 2.50 | 3 |",
         "| `with pool`, entered and left | 3.50 | 4.00 |",
