@@ -1,5 +1,6 @@
 //! Pools of ranks that are threads of one process.
 
+use std::collections::VecDeque;
 use std::sync::{Arc, Barrier, Mutex};
 use std::thread;
 use std::time::Duration;
@@ -248,6 +249,33 @@ fn a_block_used_on_another_stream_is_waited_for_on_the_device() {
     }
     drop(pool);
     assert_eq!(driver.counts().leaks(), None, "the last event goes with the lane");
+}
+
+#[test]
+fn what_is_dropped_in_every_step_comes_back_and_the_lane_grows_no_more() {
+    // D5: commits are due at the same places, whoever frees when.
+    const STEPS: usize = 1000;
+    let told = ranks(2, |group| {
+        let kept = 3 * group.rank() as usize;
+        let driver = Driver::sim(u64::from(group.rank()));
+        let pool = pool(group, driver).unwrap();
+        let mut blocks = VecDeque::new();
+        let mut said = Vec::new();
+        for _ in 0..STEPS {
+            blocks.push_back(pool.alloc::<u8>(4 << 20).unwrap());
+            said.push(pool.is_commit_due());
+            pool.commit_if_due().unwrap();
+            while blocks.len() > kept {
+                blocks.pop_front().unwrap().free_unordered().unwrap();
+            }
+        }
+        (said, pool.default_lane().stats().reserved)
+    });
+    assert_eq!(told[0], told[1]);
+    let (said, reserved) = &told[0];
+    assert!(*reserved <= 256 << 20, "{reserved} bytes for a few blocks of 4 MiB");
+    let commits = said.iter().filter(|due| **due).count();
+    assert!(commits < STEPS / 16, "{commits} commits in {STEPS} steps");
 }
 
 #[test]

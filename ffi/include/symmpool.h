@@ -397,12 +397,14 @@ symmpool_status symmpool_reserve(symmpool_pool pool, uint64_t bytes, void *strea
 // `report` is NULL or can be written to.
 symmpool_status symmpool_commit(symmpool_pool pool, symmpool_commit_report *report);
 
-// Whether the pool has grown since the last commit; the same on every rank.
+// Whether the pool has grown since the last commit, or much that was freed waits to be taken back; the same on
+// every rank.
 //
 // # Safety
 //
 // `due` is NULL (an error) or can be written to.
-symmpool_status symmpool_is_commit_due(symmpool_pool pool, bool *due);
+symmpool_status symmpool_is_commit_due(symmpool_pool pool,
+                                       bool *due);
 
 // Agrees on a state again after DIVERGED. Collective. What was allocated since must have been
 // freed.

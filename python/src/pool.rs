@@ -279,7 +279,8 @@ impl Pool {
         Ok(dict)
     }
 
-    /// Whether a commit is due: a lane has grown since the last one. The same on every rank.
+    /// Whether a commit is due: a lane has grown since the last one, or much of what was dropped waits to be
+    /// taken back. The same on every rank.
     #[getter]
     fn is_commit_due(&self) -> bool {
         self.pool.is_commit_due()

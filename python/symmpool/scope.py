@@ -224,9 +224,9 @@ def use_pool(pool: _symmpool.Pool) -> _symmpool.Pool:
     What this thread allocates on the pool's device with torch inside lies in the pool's memory, at
     the same offset on every rank that does the same. Scopes of one pool may lie within each other, but
     for one thread at a time: torch has a MemPool in one thread's hands. Scopes are left in the reverse of
-    the order in which they were entered. On leaving, a commit happens if one is due, which is when the
-    pool has grown; while a graph is being captured it is postponed until
-    `symmpool.graph` ends the capture, or the next commit. It happens on leaving by an exception
+    the order in which they were entered. On leaving, a commit happens if one is due, as a rule when the
+    pool has grown; while a graph is being captured it is postponed until `symmpool.graph` ends the
+    capture, or the next commit. It happens on leaving by an exception
     too, so that the other ranks do not wait in vain, but not by KeyboardInterrupt or SystemExit."""
     if not isinstance(pool, _symmpool.Pool):
         raise InvalidArgumentError(f"use_pool: {pool!r} is no pool")

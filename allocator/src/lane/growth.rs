@@ -68,7 +68,7 @@ impl LaneState {
     ) -> Result<u64> {
         let (at, need) = self.missing(size, align, stream)?;
         let growth = self.plan(at, need, stream)?;
-        backing.planned();
+        backing.due();
         let ready =
             self.wait_for(at, &growth, stream, backing).and_then(|()| backing.grow(&growth));
         if let Err(error) = ready {

@@ -11,6 +11,7 @@
 //! | `table` | the blocks: a slab, chained in address order |
 //! | `free` | the free blocks of one stream, first fit |
 //! | `aside` | blocks freed without order, and how they come back |
+//! | `turnover` | when they are worth a commit |
 //! | `index` | from an offset to the block that begins there |
 //! | `by_address` | the same for callers; who may free a block by its address |
 //! | `segments` | physical segments: how large, where, which may move |
@@ -42,6 +43,7 @@ mod state;
 mod stats;
 mod streams;
 mod table;
+mod turnover;
 
 pub use config::{LaneConfig, LaneKind, MAX_LANE_BYTES, UNIT, WindowPolicy};
 pub use divergence::{Divergence, Side};

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::free::{Free, FreeList, Near};
 use super::state::{Backing, LaneState};
 use super::table::{Block, BlockState, NIL};
+use super::turnover::Turnover;
 use super::{EventKind, Segment, UNIT, WindowPolicy};
 use crate::{Error, Result};
 
@@ -88,6 +89,8 @@ impl LaneState {
             agreed.survivors.iter().map(|(block, _)| usize::from(block.stream) + 1).max();
         let ordinals = self.streams.count().max(ordinals.unwrap_or(0)).max(1);
         self.rebuild(&agreed.survivors, ordinals);
+        // Ranks had different ones.
+        self.turnover = Turnover::default();
         self.failure = None;
         self.history.restart(agreed.counter, agreed.digest);
         self.history.push(EventKind::Resync { digest: agreed.digest }, None);

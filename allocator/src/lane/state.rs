@@ -10,6 +10,7 @@ use super::segments::{Growth, Segments};
 use super::stats::{Counts, LaneStats};
 use super::streams::{Streams, bit};
 use super::table::{Block, BlockState, BlockView, Table};
+use super::turnover::Turnover;
 use super::{Event, EventKind, LaneConfig, LaneKind, Segment, Site, UNIT, WindowPolicy};
 use crate::amount::Amount;
 use crate::driver::{Event as StreamEvent, Stream};
@@ -18,8 +19,9 @@ use crate::{Error, Result};
 
 /// What a lane asks of the world: physical memory and stream events. Never a decision.
 pub trait Backing {
-    /// The sequence has come to a growth. Called before anything can fail, so on every rank alike.
-    fn planned(&mut self) {}
+    /// The sequence has come to where a commit is due: a growth, or enough to be taken back. Called before
+    /// anything can fail, so on every rank alike.
+    fn due(&mut self) {}
     /// Makes and moves segments: all of `growth` or nothing.
     fn grow(&mut self, growth: &Growth) -> Result<()>;
     /// Records an event on `stream`.
@@ -99,6 +101,7 @@ pub struct LaneState {
     pub(super) counts: Counts,
     /// Blocks freed without order.
     pub(super) aside: Aside,
+    pub(super) turnover: Turnover,
     /// A local failure since the last agreement, with the counter at which it happened.
     pub(super) failure: Option<(u64, ErrorKind)>,
 }
@@ -132,6 +135,7 @@ impl LaneState {
             history,
             counts: Counts::new(),
             aside: Aside::default(),
+            turnover: Turnover::default(),
             failure: None,
         })
     }
@@ -170,6 +174,9 @@ impl LaneState {
             EventKind::Alloc { bytes: request.bytes, align: request.align, stream, offset, grown };
         self.history.push(kind, request.site);
         let bytes = u64::from(size) * UNIT;
+        if self.turnover.allocates(bytes, self.reserved()) {
+            backing.due();
+        }
         Ok(Placed { key: BlockKey { id, counter }, offset, bytes })
     }
 
@@ -245,7 +252,9 @@ impl LaneState {
         for counter in counters {
             digest = xxhash_rust::xxh3::xxh3_64_with_seed(&counter.to_le_bytes(), digest);
             if let Some(id) = self.aside.remove(*counter) {
-                self.counts.set_aside -= self.table.get(id).bytes();
+                let bytes = self.table.get(id).bytes();
+                self.counts.set_aside -= bytes;
+                self.turnover.returns(bytes);
                 self.give_back(id);
             }
         }
@@ -304,6 +313,7 @@ impl LaneState {
     pub(crate) fn mark_agreed(&mut self) {
         self.failure = None;
         self.history.mark_agreed();
+        self.turnover.settle();
     }
 
     /// Lets go of the events that it keeps, and forgets their streams: the lane ends.

@@ -5,7 +5,7 @@
 
 use crate::sync::{AtomicBool, Ordering};
 
-/// Raised when a symmetric lane has grown.
+/// Raised when a symmetric lane has grown, or enough waits to be taken back.
 #[derive(Debug)]
 pub(crate) struct Due(AtomicBool);
 
@@ -14,7 +14,7 @@ impl Due {
         Self(AtomicBool::new(false))
     }
 
-    /// A lane has grown. The caller holds that lane's lock.
+    /// A commit is due for a lane. The caller holds that lane's lock.
     pub(crate) fn raise(&self) {
         self.0.store(true, Ordering::Release);
     }

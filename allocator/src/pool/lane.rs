@@ -196,7 +196,7 @@ impl Lane {
             let LaneInner { state, memory } = &mut *inner;
             state.alloc(request, memory).inspect_err(|error| {
                 // The caller's caller may go on as if nothing was, where other ranks did get memory.
-                memory.planned();
+                memory.due();
                 state.note_failure(error);
             })
         };
@@ -248,7 +248,7 @@ impl Lane {
     /// that their sequences differ. If no rank could, nothing differs and nothing is wrong.
     pub fn note_failure(&self, why: &Error) {
         let LaneInner { state, memory } = &mut *self.0.lock();
-        memory.planned();
+        memory.due();
         state.note_failure(why);
     }
 

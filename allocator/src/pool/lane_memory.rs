@@ -37,7 +37,8 @@ pub(crate) struct LaneMemory {
     /// Segments below this counter were shared by a commit.
     pub(crate) shared_below: u64,
     /// Raised when a symmetric lane is to grow, even if that fails on this rank: the others then
-    /// wait in a commit for this one. The pool settles it at a commit.
+    /// wait in a commit for this one. Or when enough waits to be taken back. The pool settles it at a
+    /// commit.
     due: Option<Arc<Due>>,
 }
 
@@ -158,7 +159,7 @@ enum Done {
 }
 
 impl Backing for LaneMemory {
-    fn planned(&mut self) {
+    fn due(&mut self) {
         if let Some(due) = &self.due {
             due.raise();
         }

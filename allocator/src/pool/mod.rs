@@ -205,8 +205,9 @@ impl Pool {
         if self.is_commit_due() { self.commit().map(Some) } else { Ok(None) }
     }
 
-    /// Whether a symmetric lane has grown since the last commit. Follows from the sequence of
-    /// calls, so it is the same on every rank.
+    /// Whether a symmetric lane has grown since the last commit, or has allocated so much that, by what the
+    /// last one returned, half of its memory (128 MiB at least) or 32,768 blocks wait to be taken back
+    /// after unordered frees. Follows from the sequence of calls, so it is the same on every rank.
     pub fn is_commit_due(&self) -> bool {
         self.0.due.is_raised()
     }

@@ -272,7 +272,8 @@ pub unsafe extern "C" fn symmpool_commit(pool: symmpool_pool, report: *mut Commi
     })
 }
 
-/// Whether the pool has grown since the last commit; the same on every rank.
+/// Whether the pool has grown since the last commit, or much that was freed waits to be taken back; the same on
+/// every rank.
 ///
 /// # Safety
 ///
