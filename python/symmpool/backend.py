@@ -22,6 +22,9 @@ memory; calls that come after raise InvalidStateError. `dist.monitored_barrier` 
 name before torch 2.15, so it needs a group of gloo's there. Calls of a group of this backend are not seen
 by modes of torch (fake tensors, `make_fx`, `CommDebugMode`), nor traced by its compiler; those of
 `symmpool` itself are. DDP's hooks written in Python are served, its built-in ones in C++ are not.
+
+Memory that torch asks the group for lies in windows (`symmpool.staging`): FSDP's buffers do, once it is told
+`set_allocate_memory_from_process_group_for_comm(True)`.
 """
 
 from __future__ import annotations
@@ -153,7 +156,12 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         if self._ended:
             raise groups.ended(self)
 
-    def _serves(self, device: torch.device) -> bool:
+    def may_serve(self, device: torch.device) -> bool:
+        """Whether `serves` may say so: talks to nobody."""
+        known = self._served.get(-1 if device.type == "cpu" else device.index, not self._ended)
+        return known and self._is_asked_for(device.type)
+
+    def serves(self, device: torch.device) -> bool:
         """Whether every rank has a communicator of ours there. The first call is collective."""
         number = -1 if device.type == "cpu" else device.index
         found = self._served.get(number)
@@ -229,7 +237,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             return False
         if first.device.type not in ("cpu", "cuda"):
             return False
-        return self._serves(first.device)
+        return self.serves(first.device)
 
     # What ours serves. Two names for one call are those of older and newer torch.
 
@@ -395,7 +403,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             device = torch.device("cpu")
         elif device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        if not self._serves(device):
+        if not self.serves(device):
             _note("barrier", self._names.get(device.type, device.type))
             return self._rest.barrier(opts)
         _note("barrier", NAME)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from symmpool import staging
 from symmpool.errors import InvalidStateError
 from symmpool.groups import DEFAULT_TIMEOUT, seconds_of
 from symmpool.messages import Messages
@@ -24,9 +25,9 @@ _MULTIPROCESSORS = 96
 _MOST_BLOCKS = 32
 
 
-def _hears_of_timeouts(kind: type) -> type:
-    """A backend of torch's that tells its group, which `group` refers to, of a new timeout: torch knows
-    how to set those of its own backends only."""
+def _in_group(kind: type) -> type:
+    """A backend of torch's in a group of ours, which `group` refers to, for what torch asks a group's
+    backends alone: it tells the group of a new timeout, and has memory in windows."""
 
     def _set_default_timeout(self: Any, timeout: Any) -> None:
         super(found, self)._set_default_timeout(timeout)
@@ -34,12 +35,31 @@ def _hears_of_timeouts(kind: type) -> type:
         if group is not None:
             group.timeout_is(timeout)
 
-    found = type(kind.__name__, (kind,), {"_set_default_timeout": _set_default_timeout})
+    def supports_tensor_alloc(self: Any, device: Any) -> bool:
+        group = self.group()
+        if group is not None and staging.has_windows(group, device):
+            return True
+        return super(found, self).supports_tensor_alloc(device)
+
+    def allocate_tensor(self: Any, size: int, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        group = self.group()
+        tensor = staging.window(group, size, dtype, device) if group is not None else None
+        if tensor is not None:
+            return tensor
+        if super(found, self).supports_tensor_alloc(device):
+            return super(found, self).allocate_tensor(size, dtype=dtype, device=device)
+        return torch.empty(size, dtype=dtype, device=device)
+
+    methods = [_set_default_timeout]
+    # torch 2.8 and newer.
+    if hasattr(kind, "allocate_tensor"):
+        methods += [supports_tensor_alloc, allocate_tensor]
+    found = type(kind.__name__, (kind,), {method.__name__: method for method in methods})
     return found
 
 
-_Gloo = _hears_of_timeouts(dist.ProcessGroupGloo) if dist.is_gloo_available() else None
-_Nccl = _hears_of_timeouts(dist.ProcessGroupNCCL) if dist.is_nccl_available() else None
+_Gloo = _in_group(dist.ProcessGroupGloo) if dist.is_gloo_available() else None
+_Nccl = _in_group(dist.ProcessGroupNCCL) if dist.is_nccl_available() else None
 
 
 def _registered(group: dist.ProcessGroup, found: list[tuple[str, Any, Any]]) -> dist.ProcessGroup:

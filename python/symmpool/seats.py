@@ -206,6 +206,15 @@ def communicator(group: Any = None, device: Any = "cpu") -> Communicator:
     return seat.comm
 
 
+def pool_of(group: Any, device: str) -> Pool:
+    """The pool whose communicator serves a group on a device; made if need be, which is collective."""
+    number = number_of(device)
+    search(None, group, number)
+    found = _found(groups.key_of(group), number)
+    assert found is not None
+    return found[0]
+
+
 def set_timeout(group: Any, seconds: float) -> None:
     """Has calls on a process group wait so long for a late rank from now on, those of its communicators
     and of such as are made later. Talks to nobody."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ranks import values
 from test_torch_distributed import begin
 
-from symmpool import backend
+from symmpool import backend, staging
 
 WIDTH = 16
 
@@ -46,6 +46,19 @@ def fully_sharded(me, world):
     model, mesh = model_of(), init_device_mesh("cpu", (world,))
     for each in (model[0], model[2], model):
         fully_shard(each, mesh=mesh)
+    return losses_of(model, torch.optim.Adam(model.parameters(), 0.01), me)
+
+
+def fully_sharded_in_windows(me, world):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    model, mesh = model_of(), init_device_mesh("cpu", (world,))
+    for each in (model[0], model[2], model):
+        fully_shard(each, mesh=mesh)
+    for each in model.modules():
+        if isinstance(each, FSDPModule):
+            each.set_allocate_memory_from_process_group_for_comm(True)
     return losses_of(model, torch.optim.Adam(model.parameters(), 0.01), me)
 
 
@@ -158,6 +171,7 @@ def saved_and_loaded(me, world, folder):
 WAYS = {
     2: [
         fully_sharded,
+        fully_sharded_in_windows,
         in_a_pipeline,
         with_a_sharded_optimizer,
         with_compressed_gradients,
@@ -171,12 +185,17 @@ WAYS = {
 
 def run(group, folder, name):
     me, world = begin(group, folder, name)
-    found = {}
+    found, given = {}, []
+    make = staging.window
+    staging.window = lambda *arguments: given.append(make(*arguments)) or given[-1]
     for way in WAYS[world]:
         backend.backend_counts(reset=True)
         losses = way(me, world, *([folder] if way is saved_and_loaded else []))
         served = {kind for counts in backend.backend_counts().values() for kind in counts}
         found[way.__name__] = (losses, served)
+        asked = name == "symmpool" and way is fully_sharded_in_windows
+        assert bool(given) == asked and None not in given, (way, len(given))
+        given.clear()
         gc.collect()
     dist.destroy_process_group()
     return found

@@ -1,0 +1,42 @@
+"""Tensors in a group's windows, for those who ask its backend for memory: `Backend.allocate_tensor`.
+
+FSDP does, for what it gathers and scatters, after `set_allocate_memory_from_process_group_for_comm(True)`.
+Collectives on windows take one hop, and copy engines carry the largest, which leaves processors to the
+program. Every rank of the group asks for the same, in the same order, as for all memory of a pool.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from symmpool import seats
+
+__all__ = ["has_windows", "window"]
+
+
+def _numbered(device: Any) -> torch.device:
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def has_windows(group: Any, device: Any) -> bool:
+    """Whether `window` has one, as far as is known without asking the other ranks."""
+    return group.may_serve(_numbered(device))
+
+
+def window(group: Any, size: int, dtype: torch.dtype, device: Any) -> torch.Tensor | None:
+    """A new tensor of `size` elements, not filled; None where ours does not serve the device. Collective
+    where it is the first call of the group, and where the pool has to grow."""
+    device = _numbered(device)
+    if not group.serves(device):
+        return None
+    pool = seats.pool_of(group, str(device))
+    if device.type == "cpu":
+        return pool.empty(size, dtype)
+    # torch's allocator keeps what is freed, so that a program in its stride commits nothing.
+    with pool:
+        return torch.empty(size, dtype=dtype, device=device)
