@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import symmpool
-from symmpool import backend, ops
+from symmpool import backend, ops, seats, staging
 
 found = {}
 
@@ -244,6 +244,45 @@ def train(device, rank, world, steps=10):
     return losses
 
 
+def sharded(device, rank, world, in_windows=False, steps=6):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)]).to(device)
+    mesh = init_device_mesh("cuda", (world,))
+    for each in (*model, model):
+        fully_shard(each, mesh=mesh)
+    for each in model.modules() if in_windows else []:
+        if isinstance(each, FSDPModule):
+            each.set_allocate_memory_from_process_group_for_comm(True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(1000 * step + rank)
+        loss = model(torch.randn(32, 512, device=device)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def near(some, others):
+    return all(abs(a - b) <= 1e-3 * abs(b) for a, b in zip(some, others, strict=True))
+
+
+def sharded_by_ours(device, rank, world, right):
+    """FSDP over the backend, with buffers of torch's and in windows."""
+    check("FSDP, as with NCCL", near(sharded(device, rank, world), right))
+    given, make = [], staging.window
+    staging.window = lambda *arguments: given.append(make(*arguments)) or given[-1]
+    losses = sharded(device, rank, world, in_windows=True)
+    staging.window = make
+    reserved = seats.pool_of(None, str(device)).stats()["reserved"] >> 20
+    check("FSDP in windows", near(losses, right) and given and None not in given, f"{reserved} MiB")
+
+
 def strided(device, rank, world):
     """Of the backend: results that are copied to where they belong on the stream of the call."""
     total, wrong = world * (world + 1) / 2, set()
@@ -396,7 +435,7 @@ def main():
     groups(device, rank, world)
     handle(pool, device, rank, world)
     operators(device, rank, world)
-    with_nccl = train(device, rank, world)
+    with_nccl, sharded_by_nccl = train(device, rank, world), sharded(device, rank, world)
     torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group()
@@ -423,10 +462,13 @@ def main():
     at_once(device, rank, world)
     lists(device, rank, world)
     functional(device, rank, world)
+    sharded_by_ours(device, rank, world, sharded_by_nccl)
     with_ours = train(device, rank, world)
-    near = all(abs(a - b) <= 1e-3 * abs(b) for a, b in zip(with_ours, with_nccl, strict=True))
     counts = backend.backend_counts()
-    check("data-parallel training, as with NCCL", near and "symmpool" in counts["all_reduce"])
+    check(
+        "data-parallel training, as with NCCL",
+        near(with_ours, with_nccl) and "symmpool" in counts["all_reduce"],
+    )
     if rank == 0:
         print(f"      calls of the backend: {counts}")
         if sys.argv[1:2] == ["json"]:
