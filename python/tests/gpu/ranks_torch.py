@@ -227,16 +227,12 @@ def operators(device, rank, world):
     check("operators, compiled by inductor", torch.allclose(*grads))
 
 
-def train(device, rank, world, steps=10):
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(256, 256) for _ in range(8)]
-    model = torch.nn.Sequential(*[m for each in layers for m in (each, torch.nn.GELU())]).to(device)
-    parallel = torch.nn.parallel.DistributedDataParallel(model, device_ids=[device.index])
-    optimizer = torch.optim.SGD(parallel.parameters(), 0.1)
+def losses_of(model, width, device, rank, steps):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     losses = []
     for step in range(steps):
         torch.manual_seed(1000 * step + rank)
-        loss = parallel(torch.randn(32, 256, device=device)).square().mean()
+        loss = model(torch.randn(32, width, device=device)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -244,7 +240,15 @@ def train(device, rank, world, steps=10):
     return losses
 
 
-def sharded(device, rank, world, in_windows=False, steps=6):
+def train(device, rank, world):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(256, 256) for _ in range(8)]
+    model = torch.nn.Sequential(*[m for each in layers for m in (each, torch.nn.GELU())]).to(device)
+    parallel = torch.nn.parallel.DistributedDataParallel(model, device_ids=[device.index])
+    return losses_of(parallel, 256, device, rank, 10)
+
+
+def sharded(device, rank, world, in_windows=False):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -256,16 +260,7 @@ def sharded(device, rank, world, in_windows=False, steps=6):
     for each in model.modules() if in_windows else []:
         if isinstance(each, FSDPModule):
             each.set_allocate_memory_from_process_group_for_comm(True)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    losses = []
-    for step in range(steps):
-        torch.manual_seed(1000 * step + rank)
-        loss = model(torch.randn(32, 512, device=device)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return losses_of(model, 512, device, rank, 6)
 
 
 def near(some, others):
