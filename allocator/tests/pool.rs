@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use symmpool_allocator::driver::{Call, FaultAction, FaultDriver, FaultPlan, Step};
 use symmpool_allocator::lane::LaneConfig;
-use symmpool_allocator::{Block, Driver, Group, Pool, PoolBuilder, Result, Stream};
+use symmpool_allocator::{Block, Driver, Error, Group, Pool, PoolBuilder, Result, Stream};
 
 /// Runs `body` as every rank of a group of `world`, and returns what each said.
 fn ranks<R: Send>(world: u32, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
@@ -276,6 +276,24 @@ fn what_is_dropped_in_every_step_comes_back_and_the_lane_grows_no_more() {
     assert!(*reserved <= 256 << 20, "{reserved} bytes for a few blocks of 4 MiB");
     let commits = said.iter().filter(|due| **due).count();
     assert!(commits < STEPS / 16, "{commits} commits in {STEPS} steps");
+}
+
+#[test]
+fn a_rank_that_fails_where_a_commit_is_due_comes_to_it_too() {
+    let failure = FaultAction::Fail(Error::refused("planned"));
+    let plan = FaultPlan::new().at_call(Call::WaitEvent, 1, failure);
+    let driver = Driver::new(FaultDriver::new(Driver::sim(1), plan));
+    let pool = pool(Group::in_process(1).unwrap().remove(0), driver).unwrap();
+    let block = pool.alloc::<u8>(256 << 20).unwrap();
+    block.record_stream(Stream::from_raw(7)).unwrap();
+    block.free_unordered().unwrap();
+    assert_eq!(pool.commit().unwrap().blocks_returned, 1);
+    // As much as came back. Its place has to be waited for.
+    assert!(pool.alloc::<u8>(256 << 20).unwrap_err().to_string().contains("planned"));
+    assert!(pool.is_commit_due());
+    // All ranks failed alike.
+    pool.commit().unwrap();
+    assert!(!pool.is_commit_due());
 }
 
 #[test]

@@ -154,6 +154,10 @@ impl LaneState {
                 (fit.expect("growth made room for the request"), grown)
             }
         };
+        let bytes = u64::from(size) * UNIT;
+        if self.turnover.allocates(bytes, self.reserved()) {
+            backing.due();
+        }
         let (place, free, start) = fit;
         let waits = self.table.get(free.id).waits;
         if waits != 0 {
@@ -173,10 +177,6 @@ impl LaneState {
         let kind =
             EventKind::Alloc { bytes: request.bytes, align: request.align, stream, offset, grown };
         self.history.push(kind, request.site);
-        let bytes = u64::from(size) * UNIT;
-        if self.turnover.allocates(bytes, self.reserved()) {
-            backing.due();
-        }
         Ok(Placed { key: BlockKey { id, counter }, offset, bytes })
     }
 
