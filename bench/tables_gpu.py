@@ -195,14 +195,10 @@ def overlap():
     world, report = recorded("overlap")
     if report is None:
         return None
-    reports = [("torch's", report)]
     _, windows = recorded("overlap_windows", (world,))
-    if windows is not None:
-        reports.append(("windows", windows))
-    names = [name for name in report["contenders"] if name != "NCCL"] + ["NCCL"]
-    rows = []
-    for memory, each in reports:
-        for entry in each["results"]:
+    names, rows = report["contenders"], []
+    for memory, each in (("torch's", report), ("windows", windows)):
+        for entry in each["results"] if each else []:
             times = {name: found["us"] for name, found in entry["figures"].items()}
             least = times.get("products")
             costs = [times[name] - least if least and name in times else None for name in names]

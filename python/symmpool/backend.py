@@ -158,12 +158,12 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
 
     def may_serve(self, device: torch.device) -> bool:
         """Whether `serves` may say so: talks to nobody."""
-        known = self._served.get(-1 if device.type == "cpu" else device.index, not self._ended)
+        known = self._served.get(_number_of(device), not self._ended)
         return known and self._is_asked_for(device.type)
 
     def serves(self, device: torch.device) -> bool:
         """Whether every rank has a communicator of ours there. The first call is collective."""
-        number = -1 if device.type == "cpu" else device.index
+        number = _number_of(device)
         found = self._served.get(number)
         if found is None:
             self._refuse_at_end()
@@ -407,7 +407,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             _note("barrier", self._names.get(device.type, device.type))
             return self._rest.barrier(opts)
         _note("barrier", NAME)
-        seat = seats.search(None, self, -1 if device.type == "cpu" else device.index)
+        seat = seats.search(None, self, _number_of(device))
         if getattr(opts, "asyncOp", True):
             return TorchWork(seat.begin(seat.comm.barrier, (), []))
         seat.settle()
@@ -415,6 +415,13 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         # As NCCL's: this thread waits, too.
         seat.comm.synchronize()
         return DoneWork([], device)
+
+
+def _number_of(device: torch.device) -> int:
+    """As `seats.number_of`, which takes a device's name."""
+    if device.type == "cpu":
+        return -1
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _is_one(tensors: Any, lists_of_parts: Any) -> bool:

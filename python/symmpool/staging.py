@@ -16,22 +16,15 @@ from symmpool import seats
 __all__ = ["has_windows", "window"]
 
 
-def _numbered(device: Any) -> torch.device:
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
 def has_windows(group: Any, device: Any) -> bool:
     """Whether `window` has one, as far as is known without asking the other ranks."""
-    return group.may_serve(_numbered(device))
+    return group.may_serve(torch.device(device))
 
 
 def window(group: Any, size: int, dtype: torch.dtype, device: Any) -> torch.Tensor | None:
     """A new tensor of `size` elements, not filled; None where ours does not serve the device. Collective
     where it is the first call of the group, and where the pool has to grow."""
-    device = _numbered(device)
+    device = torch.device(device)
     if not group.serves(device):
         return None
     pool = seats.pool_of(group, str(device))

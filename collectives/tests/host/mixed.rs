@@ -72,27 +72,25 @@ fn any_call(heap: &Heap, engine: &mut HostEngine, windows: (u64, u64), seed: u64
     }
 }
 
-#[test]
-fn a_hundred_thousand_mixed_calls() {
-    // S1, S2, S4: any call may follow any other, with ranks at their own speed.
-    let heap = Heap::new(2, 1, 1 << 16, &small_scratch());
+fn mixed_calls(world: u32, count: u64) {
+    let heap = Heap::new(world, 1, 1 << 16, &small_scratch());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
-        for seed in 0..100_000 {
+        for seed in 0..count {
             any_call(&heap, &mut engine, (0, 1 << 15), seed);
         }
     });
 }
 
 #[test]
+fn a_hundred_thousand_mixed_calls() {
+    // S1, S2, S4: any call may follow any other, with ranks at their own speed.
+    mixed_calls(2, 100_000);
+}
+
+#[test]
 fn mixed_calls_of_more_ranks_than_cores() {
-    let heap = Heap::new(5, 1, 1 << 16, &small_scratch());
-    heap.ranks(|rank| {
-        let mut engine = heap.engine(rank, 0, small_scratch());
-        for seed in 0..3_000 {
-            any_call(&heap, &mut engine, (0, 1 << 15), seed);
-        }
-    });
+    mixed_calls(5, 3_000);
 }
 
 #[test]

@@ -239,11 +239,7 @@ def run(options, arguments):
     dtype = getattr(ranks.torch, session.DTYPES[options.dtype])
     small = "64K,1M,16M,64M,256M" if ranks.on_cuda else "4K,64K,1M"
     sizes = options.sizes or size_list(small)
-    unit = dtype.itemsize * ranks.world
-    if any(size % unit for size in sizes):
-        raise SystemExit(
-            f"sizes must be parts of whole {options.dtype} for {ranks.world} ranks: times {unit}"
-        )
+    session.require_parts(options, sizes, dtype, ranks.world)
     count = max(sizes) // dtype.itemsize
     sides, missing, pools = set_up(ranks, dtype, count, session.asked_peers(options))
     progress = session.Progress(len(names) * len(sizes) * options.rounds, ranks.rank == 0)

@@ -185,11 +185,7 @@ def run(options, arguments):
     ranks = session.connect(options)
     dtype = getattr(ranks.torch, session.DTYPES[options.dtype])
     sizes = options.sizes or size_list("4M,32M,128M")
-    unit = dtype.itemsize * ranks.world
-    if any(size % unit for size in sizes):
-        raise SystemExit(
-            f"sizes must be parts of whole {options.dtype} for {ranks.world} ranks: times {unit}"
-        )
+    session.require_parts(options, sizes, dtype, ranks.world)
     sides, missing, pools = set_up(ranks, options, dtype, max(sizes) // dtype.itemsize)
     products = ranks.insist(lambda: Products(ranks, options.order, dtype))
     cases = [(operation, size) for operation in options.operations for size in sizes]

@@ -134,6 +134,13 @@ def connect(options):
     return peers.Ranks(torch, device, options.timeout)
 
 
+def require_parts(options, sizes, dtype, world):
+    """Ends the program where a size leaves a rank no whole elements."""
+    unit = dtype.itemsize * world
+    if any(size % unit for size in sizes):
+        raise SystemExit(f"sizes must be parts of whole {options.dtype} for {world} ranks: times {unit}")
+
+
 def asked_peers(options):
     """The names given with --peers, none of them for "none"; None where all are meant."""
     if options.peers is None:

@@ -35,10 +35,7 @@ def measure(ranks, options, running, row, calls, begin, told):
 
 def confirm(ranks, contenders, running, row):
     """Leaves out who says only now that calls did not do what they should. Returns their names."""
-    failed = {}
-    for name in running:
-        _, why = ranks.attempt(contenders[name].confirm)
-        if why is not None:
-            failed[name], row.rounds[name] = why, []
+    _, failed = ranks.attempt_each({name: contenders[name].confirm for name in running})
+    row.rounds.update({name: [] for name in failed})
     row.missing.update(failed)
     return list(failed)

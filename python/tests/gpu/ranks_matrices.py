@@ -9,16 +9,15 @@ host asks once a batch. Exits with 1 if anything was wrong; a line says which ma
 `--begin THAT --count 1` runs it alone.
 """
 
-import argparse
 import collections
 import datetime
 import math
-import os
 import random
 import sys
 import time
 from dataclasses import dataclass
 
+import ranks_start
 import torch
 import torch.distributed as dist
 
@@ -296,21 +295,12 @@ def exchange(device, count, begin=0, seed=1, most_bytes=None, batch=200, kind=Ru
 
 
 def main():
-    it = argparse.ArgumentParser(description="Random matrices through our all-to-alls and torch's.")
-    it.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    it.add_argument("--count", type=int, default=10_000, help="of matrices (default 10000)")
-    it.add_argument("--begin", type=int, default=0, help="the first one's number")
-    it.add_argument("--seed", type=int, default=1)
+    it = ranks_start.parser("Random matrices through our all-to-alls and torch's.", 10_000, "matrices")
     it.add_argument("--most-bytes", type=int, help="of a pair (default: 8 MiB by ranks)")
     options = it.parse_args()
-    if options.device == "cuda":
-        if not torch.cuda.is_available():
-            print("skipped: no CUDA device")
-            return
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
+    device = ranks_start.device_of(options.device)
+    if device is None:
+        return
     backend = "nccl" if options.device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=120))
     right = exchange(device, options.count, options.begin, options.seed, options.most_bytes)

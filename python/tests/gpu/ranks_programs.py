@@ -9,14 +9,13 @@ follows from what all ranks hold, which each rank makes for itself. Exits with 1
 line says which program, and `--begin THAT --count 1` runs it alone.
 """
 
-import argparse
 import datetime
-import os
 import random
 import sys
 import time
 from dataclasses import dataclass, field
 
+import ranks_start
 import torch
 import torch.distributed as dist
 
@@ -415,22 +414,13 @@ def programs(device, count, begin=0, seed=1, most=1 << 12, kind=Runner, limit=No
 
 
 def main():
-    it = argparse.ArgumentParser(description="Random programs of calls on symmpool's backend.")
-    it.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    it.add_argument("--count", type=int, default=100, help="of programs (default 100)")
-    it.add_argument("--begin", type=int, default=0, help="the first one's number")
-    it.add_argument("--seed", type=int, default=1)
+    it = ranks_start.parser("Random programs of calls on symmpool's backend.", 100, "programs")
     it.add_argument("--most", type=int, default=1 << 20, help="elements of a part (default 1M)")
     it.add_argument("--seconds", type=float, help="ends after so many")
     options = it.parse_args()
-    if options.device == "cuda":
-        if not torch.cuda.is_available():
-            print("skipped: no CUDA device")
-            return
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
+    device = ranks_start.device_of(options.device)
+    if device is None:
+        return
     backend = "cuda:symmpool,cpu:gloo" if options.device == "cuda" else "symmpool"
     dist.init_process_group(backend, timeout=TIMEOUT)
     given = (options.count, options.begin, options.seed, options.most)
