@@ -31,7 +31,8 @@ use crate::{site, tensor};
 /// initialised CUDA, else device LOCAL_RANK, or 0 where that is not set), or None: a CUDA device if
 /// there is one, else the CPU. `stride` is the address space of one rank in bytes, a multiple of
 /// 2 MiB; 1 TiB unless given. `timeout` is how long to wait for the other ranks, in seconds; the
-/// group's unless given. `allow_shared_device` lets several ranks use one GPU.
+/// group's unless given. `allow_shared_device` lets several ranks use one GPU, as does
+/// SYMMPOOL_SHARED_DEVICE=1 on every rank.
 /// `window_policy` is "contiguous", the tightest packing and the default, or "per-segment", in which
 /// every tensor lies in one physical allocation, as `register_nccl` needs.
 ///

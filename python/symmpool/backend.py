@@ -23,6 +23,9 @@ name before torch 2.15, so it needs a group of gloo's there. Calls of a group of
 by modes of torch (fake tensors, `make_fx`, `CommDebugMode`), nor traced by its compiler; those of
 `symmpool` itself are. DDP's hooks written in Python are served, its built-in ones in C++ are not.
 
+With SYMMPOOL_SHARED_DEVICE=1 on every rank several may use one GPU, to try a program where there are fewer:
+gloo stands beside ours on CUDA then, and there are no messages of CUDA tensors.
+
 Memory that torch asks the group for lies in windows (`symmpool.staging`): FSDP's buffers do, once it is told
 `set_allocate_memory_from_process_group_for_comm(True)`.
 """

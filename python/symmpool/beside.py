@@ -1,4 +1,5 @@
-"""The backends of torch that a group of ours has beside it: gloo for the CPU, NCCL for CUDA."""
+"""The backends of torch that a group of ours has beside it: gloo for the CPU, NCCL for CUDA. NCCL takes one
+rank a GPU, so that gloo, which goes by way of the host, is for both where ranks may share one."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from symmpool import staging
-from symmpool.errors import InvalidStateError
+from symmpool import sharing, staging
+from symmpool.errors import InvalidStateError, UnsupportedError
 from symmpool.groups import DEFAULT_TIMEOUT, seconds_of
 from symmpool.messages import Messages
 from symmpool.store import own_connection
@@ -99,7 +100,11 @@ class Beside:
             if _Gloo is not None:
                 gloo = _Gloo(self._meeting("gloo", store), *self._place, timeout=timeout)
                 found.append(("cpu", kinds.GLOO, gloo))
-            if _Nccl is not None and torch.cuda.is_available():
+            if not torch.cuda.is_available():
+                pass
+            elif sharing.shares_device():
+                found += [("cuda", kind, backend) for _, kind, backend in found]
+            elif _Nccl is not None:
                 found.append(("cuda", kinds.NCCL, self._nccl(timeout)))
         except BaseException:
             # So that a second try meets those who have not been here yet.
@@ -124,11 +129,17 @@ class Beside:
 
     def carries(self, tensors: list[torch.Tensor], peer: int) -> bool:
         """Whether `messages` takes a message, which both of its ranks must answer alike. What no backend
-        would take, the group's own refuses."""
+        would take, the group's own refuses; but gloo, which sends what no CPU can read, is not asked."""
         rank, size = self._place
+        kind = tensors[0].device.type if len(tensors) == 1 else "cpu"
+        if kind == "cuda" and self.names.get(kind) == "gloo":
+            raise UnsupportedError(
+                "symmpool: messages of CUDA tensors are NCCL's, which takes one rank a GPU, and with "
+                "SYMMPOOL_SHARED_DEVICE=1 ranks may share one; send copies on the CPU there"
+            )
         return (
             len(tensors) == 1
-            and self.names.get(tensors[0].device.type) == "nccl"
+            and self.names.get(kind) == "nccl"
             and tensors[0].layout is torch.strided
             and 0 <= peer < size
             and peer != rank

@@ -14,13 +14,25 @@ from typing import Any
 from symmpool import groups
 from symmpool.errors import InvalidArgumentError
 
-__all__ = ["at_once"]
+__all__ = ["at_once", "shares_device"]
 
 VARIABLE = "SYMMPOOL_CONCURRENT"
+# Says that several ranks may use one device; pools refuse what makes no sense.
+_SHARED_DEVICE = "SYMMPOOL_SHARED_DEVICE"
 # What is assumed of programs with several groups.
 _SEVERAL = 2
 # As many as the option takes.
 _MOST = 16
+
+
+def shares_device() -> bool:
+    """Whether ranks may use one GPU, as the environment says: to try programs where there are fewer."""
+    return os.environ.get(_SHARED_DEVICE) == "1"
+
+
+def is_count(said: str) -> bool:
+    """Whether that is a number of communicators."""
+    return said.isascii() and said.isdigit() and 1 <= int(said) <= _MOST
 
 
 def at_once(pool: Any) -> int:
@@ -30,7 +42,7 @@ def at_once(pool: Any) -> int:
         return 1
     said = os.environ.get(VARIABLE, "")
     if said:
-        if not (said.isascii() and said.isdigit() and 1 <= int(said) <= _MOST):
+        if not is_count(said):
             raise InvalidArgumentError(
                 f"{VARIABLE}={said}: communicators whose calls are under way at once on a device; a "
                 f"whole number from 1 to {_MOST} is needed, the same on every rank"

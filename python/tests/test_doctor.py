@@ -3,6 +3,8 @@
 import copy
 import json
 import os
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -187,6 +189,8 @@ def test_variables_that_make_no_sense_are_told_as_a_table_and_as_json():
         "SYMMPOOL_NVRTC": "/no/such/library",
         "SYMMPOOL_CACHE_DIR": __file__,
         "SYMMPOOL_PORT": "0",
+        "SYMMPOOL_CONCURRENT": "17",
+        "SYMMPOOL_SHARED_DEVICE": "yes",
         "MASTER_ADDR": " ",
         "MASTER_PORT": "http",
         "LOCAL_RANK": "-1",
@@ -209,6 +213,8 @@ def test_variables_that_make_no_sense_are_told_as_a_table_and_as_json():
         "SYMMPOOL_NVRTC": __file__,
         "SYMMPOOL_CACHE_DIR": "",
         "SYMMPOOL_PORT": " 7000",
+        "SYMMPOOL_CONCURRENT": "2",
+        "SYMMPOOL_SHARED_DEVICE": "1",
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "29500",
         "LOCAL_RANK": "0",
@@ -218,6 +224,12 @@ def test_variables_that_make_no_sense_are_told_as_a_table_and_as_json():
     assert "variable" not in run("--no-torch", **right).stdout
     (found,) = json.loads(run("--no-torch", "--json", **{**right, "RANK": "3"}).stdout)["verdicts"][-1:]
     assert found["what"] == "variable RANK" and "from 0 to 2" in found["why"]
+
+
+def test_variables_that_the_readme_tells_of_are_known():
+    readme = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
+    told = set(re.findall(r"^\| `(SYMMPOOL_\w+)` \|", readme, re.MULTILINE))
+    assert len(told) > 4 and told <= set(facts.SHOWN)
 
 
 def test_kernels_that_are_kept_nowhere_are_told_so():

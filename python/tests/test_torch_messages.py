@@ -18,7 +18,7 @@ from ranks import values
 from test_errors import free_port
 
 from symmpool import beside
-from symmpool.errors import InvalidStateError, TimeoutError
+from symmpool.errors import InvalidStateError, TimeoutError, UnsupportedError
 from symmpool.messages import Messages
 from symmpool.store import own_connection
 from symmpool.torch_work import DoneWork
@@ -321,3 +321,16 @@ def test_messages_that_wait_leave_room_on_the_device(given, found):
     config = types.SimpleNamespace(max_ctas=given[0], min_ctas=given[1])
     there._bound(config)
     assert (config.max_ctas, config.min_ctas) == found
+
+
+def test_messages_of_cuda_tensors_are_refused_where_gloo_would_send_them():
+    def carries(kind, *devices):
+        it = types.SimpleNamespace(_place=(0, 2), names={"cpu": "gloo", "cuda": kind})
+        given = [types.SimpleNamespace(device=each, layout=torch.strided) for each in devices]
+        return beside.Beside.carries(it, given, 1)
+
+    cuda = torch.device("cuda", 0)
+    assert carries("nccl", cuda) and not carries("nccl", CPU) and not carries("gloo", CPU)
+    assert not carries("gloo", cuda, cuda)  # the group refuses two
+    with pytest.raises(UnsupportedError, match="SYMMPOOL_SHARED_DEVICE=1 ranks may share one"):
+        carries("gloo", cuda)

@@ -1,5 +1,7 @@
 //! What a pool is made of, and the rendezvous that makes it.
 
+use std::env;
+use std::ffi::OsStr;
 use std::fmt::Write as _;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
@@ -22,6 +24,9 @@ const DEFAULT_STRIDE: u64 = 1 << 40;
 
 /// Address space for communicators' control memory.
 const CONTROL_RANGE: u64 = 16 << 30;
+
+/// Lets the ranks of every pool use one device, for programs that are tried where there are fewer.
+const SHARED_DEVICE: &str = "SYMMPOOL_SHARED_DEVICE";
 
 /// The description of a pool. Everything here must be the same on every rank, and is compared
 /// when the pool is built (rule D8), except the driver's device and the deadline.
@@ -95,7 +100,9 @@ impl PoolBuilder {
         self
     }
 
-    /// Lets several ranks use one device. Refused otherwise, because it is a mistake as a rule.
+    /// Lets several ranks use one device. Refused otherwise, because it is a mistake as a rule, unless
+    /// every rank's environment says `SYMMPOOL_SHARED_DEVICE=1`. Results are right, and calls take
+    /// milliseconds: ranks that wait for each other there do so by turns.
     #[must_use]
     pub fn allow_shared_device(mut self) -> Self {
         self.allow_shared_device = true;
@@ -120,14 +127,13 @@ impl PoolBuilder {
     pub fn build(self) -> Result<Pool> {
         let deadline = self.deadline.unwrap_or_else(|| self.group.deadline());
         let group = self.group.child("pool");
-        let options = HandshakeOptions { allow_shared_device: self.allow_shared_device };
         // A rank that fails here says so in the handshake, so that none waits for it.
         let ready = Ready::new(self, &group);
         let terms = ready.as_ref().map_err(Clone::clone).map(|ready| Terms {
             driver: ready.heap.driver(),
             config_hash: *blake3::hash(ready.text.as_bytes()).as_bytes(),
             config_text: &ready.text,
-            options,
+            options: HandshakeOptions { allow_shared_device: ready.allow_shared_device },
         });
         let peers = handshake(&group, terms, deadline)?;
         let Ready { heap, lanes, .. } = ready?;
@@ -176,16 +182,32 @@ struct Ready {
     lanes: Vec<Placement>,
     /// Everything that changes placement (rule D8).
     text: String,
+    allow_shared_device: bool,
 }
 
 impl Ready {
     fn new(builder: PoolBuilder, group: &Group) -> Result<Self> {
         let PoolBuilder { driver, lanes, stride, .. } = builder;
+        let allow_shared_device =
+            builder.allow_shared_device || shares_device(env::var_os(SHARED_DEVICE).as_deref())?;
         let driver = driver.unwrap_or_else(Driver::best)?;
         let lanes = lay_out(lanes, stride, driver.granularity())?;
         let text = describe(stride, &lanes);
         let heap = Heap::reserve(driver, group.rank(), group.world(), stride)?;
-        Ok(Self { heap, lanes, text })
+        Ok(Self { heap, lanes, text, allow_shared_device })
+    }
+}
+
+/// What the environment's variable says. Not set, it says no.
+fn shares_device(said: Option<&OsStr>) -> Result<bool> {
+    match said.and_then(OsStr::to_str) {
+        Some("1") => Ok(true),
+        Some("0" | "") => Ok(false),
+        None if said.is_none() => Ok(false),
+        _ => Err(Error::invalid_argument(format!(
+            "environment variable {SHARED_DEVICE}={}: expected 1, where ranks may use one device, or 0",
+            said.unwrap_or_default().display()
+        ))),
     }
 }
 
@@ -287,6 +309,20 @@ mod tests {
             placed.iter().map(|lane| (lane.base / MIB, lane.range / MIB)).collect();
         assert_eq!(ranges, [(0, 4), (4, 26), (30, 26), (56, 8)]);
         assert_eq!(placed[3].config.name, CONTROL_LANE);
+    }
+
+    #[test]
+    fn the_environment_may_let_ranks_share_a_device() {
+        let said = |value: &str| shares_device(Some(OsStr::new(value)));
+        assert!(said("1").unwrap());
+        for value in [None, Some(""), Some("0")] {
+            assert!(!shares_device(value.map(OsStr::new)).unwrap(), "{value:?}");
+        }
+        for value in ["yes", "2", " 1"] {
+            let error = said(value).unwrap_err();
+            assert!(error.is_invalid_argument());
+            assert!(error.to_string().contains(&format!("{SHARED_DEVICE}={value}")), "{error}");
+        }
     }
 
     #[test]

@@ -107,7 +107,8 @@ fn devices(hellos: &[&Hello]) -> Result<()> {
         if ranks.len() > 1 && !allowed {
             return Err(Error::invalid_argument(format!(
                 "ranks {} use one device, {} ({uuid}); give each rank a device of its own (see \
-                 LOCAL_RANK and CUDA_VISIBLE_DEVICES), or allow shared devices on all of them",
+                 LOCAL_RANK and CUDA_VISIBLE_DEVICES), or, to try a program, allow shared devices on all \
+                 of them (SYMMPOOL_SHARED_DEVICE=1)",
                 list(&ranks),
                 hellos[ranks[0] as usize].device.name
             )));

@@ -222,6 +222,8 @@ SHOWN = (
     "SYMMPOOL_CACHE_DIR",
     "SYMMPOOL_ALL_REDUCE",
     "SYMMPOOL_ALL_TO_ALL",
+    "SYMMPOOL_CONCURRENT",
+    "SYMMPOOL_SHARED_DEVICE",
 )
 #: The most ranks of a group.
 MOST_RANKS = 1 << 16
@@ -237,7 +239,7 @@ def launcher_facts() -> dict[str, Any]:
 def variable_facts() -> dict[str, Any]:
     """Variables that are set and make no sense, and why; and those with our prefix that nobody reads. A
     secret is not shown."""
-    from symmpool import _symmpool
+    from symmpool import _symmpool, sharing
 
     algorithms, all_to_all = _symmpool.algorithms(), _symmpool.all_to_all_algorithms()
     expected = {
@@ -246,6 +248,8 @@ def variable_facts() -> dict[str, Any]:
         "SYMMPOOL_NVRTC": (lambda path: not path or os.path.isfile(path), "an NVRTC library"),
         "SYMMPOOL_CACHE_DIR": (lambda path: os.path.isdir(path) or not os.path.exists(path), "a folder"),
         "SYMMPOOL_PORT": (_number(1, 65535), "a port from 1 to 65535"),
+        "SYMMPOOL_CONCURRENT": (lambda said: not said or sharing.is_count(said), "1 to 16"),
+        "SYMMPOOL_SHARED_DEVICE": (_one_of(("0", "1")), "1, or 0"),
         "MASTER_ADDR": (lambda host: bool(host.strip()), "the machine of rank 0"),
         "MASTER_PORT": (_number(1, 65535), "a port from 1 to 65535"),
         "LOCAL_RANK": (_number(0, (1 << 32) - 1), "a rank"),

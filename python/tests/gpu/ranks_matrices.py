@@ -301,7 +301,7 @@ def main():
     device = ranks_start.device_of(options.device)
     if device is None:
         return
-    backend = "nccl" if options.device == "cuda" else "gloo"
+    backend = ranks_start.PEER if options.device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=120))
     right = exchange(device, options.count, options.begin, options.seed, options.most_bytes)
     dist.barrier()

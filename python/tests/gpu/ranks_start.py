@@ -1,9 +1,17 @@
-"""How programs of random cases begin: their usual options, and each rank's device."""
+"""How programs of several ranks begin: their usual options, and each rank's device.
+
+With SYMMPOOL_SHARED_DEVICE=1 ranks share the devices that there are, beside gloo in NCCL's place.
+"""
 
 import argparse
 import os
 
 import torch
+
+#: Whether ranks share devices.
+SHARED = os.environ.get("SYMMPOOL_SHARED_DEVICE") == "1"
+#: The backend of torch's that stands beside ours on CUDA.
+PEER = "gloo" if SHARED else "nccl"
 
 
 def parser(description, count, what):
@@ -23,6 +31,7 @@ def device_of(kind):
     if not torch.cuda.is_available():
         print("skipped: no CUDA device")
         return None
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    number = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", number % torch.cuda.device_count() if SHARED else number)
     torch.cuda.set_device(device)
     return device

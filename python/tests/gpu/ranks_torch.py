@@ -13,6 +13,7 @@ import os
 import sys
 import time
 
+import ranks_start
 import torch
 import torch.distributed as dist
 
@@ -35,8 +36,9 @@ def check(name, right, why=""):
 
 
 def begin(name):
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
+    device = ranks_start.device_of("cuda")
+    if device is None or int(os.environ["WORLD_SIZE"]) < 2:
+        sys.exit("this needs two ranks, and a GPU for each (or SYMMPOOL_SHARED_DEVICE=1)")
     dist.init_process_group(name, timeout=datetime.timedelta(seconds=120))
     return device, dist.get_rank(), dist.get_world_size()
 
@@ -351,12 +353,13 @@ def at_once(device, rank, world):
     pair = [dist.new_group(timeout=seconds) for _ in range(2)]
     data = [torch.ones(4 << 20, device=device) for _ in pair]
     came = torch.zeros(4 << 20, device=device)
+    sender, receiver = (-1, -1) if ranks_start.SHARED else (0, 1)
     # First calls are made in one order.
     for group, x in zip(pair, data, strict=True):
         dist.all_reduce(x, dist.ReduceOp.AVG, group)
-    if rank == 0:
+    if rank == sender:
         dist.send(data[1], 1, group=pair[0])
-    elif rank == 1:
+    elif rank == receiver:
         dist.recv(came, 0, group=pair[0])
     for turn in range(4):
         both = list(zip(pair, data, strict=True))
@@ -367,10 +370,10 @@ def at_once(device, rank, world):
         for work in works:
             work.wait()
     torch.cuda.synchronize()
-    if rank == 1:
+    if rank == receiver:
         dist.recv(came, 0, group=pair[0])
     work = dist.all_reduce(data[0], dist.ReduceOp.AVG, pair[0], async_op=True)
-    if rank == 0:
+    if rank == sender:
         time.sleep(0.2)
         dist.send(data[1], 1, group=pair[0])
     work.wait()
@@ -382,7 +385,7 @@ def at_once(device, rank, world):
         except symmpool.Error as error:
             why = str(error)
     right = not why and all(bool((x == 1).all()) for x in data)
-    check("groups at once, in other orders", right and (rank != 1 or bool((came == 1).all())), why)
+    check("groups at once, in other orders", right and (rank != receiver or bool((came == 1).all())), why)
 
 
 def lists(device, rank, world):
@@ -421,7 +424,7 @@ def functional(device, rank, world):
 
 
 def main():
-    device, rank, world = begin("cuda:nccl,cpu:gloo")
+    device, rank, world = begin(f"cuda:{ranks_start.PEER},cpu:gloo")
     pool = calls(device, rank, world)
     all_to_all(device, rank, world)
     moved_types(device, rank, world)
@@ -443,7 +446,7 @@ def main():
     # A type that ours has not.
     any_rank = torch.tensor([rank == world - 1], device=device)
     dist.all_reduce(any_rank, dist.ReduceOp.MAX)
-    right &= any_rank.item() is True and backend.last_backend() == "nccl"
+    right &= any_rank.item() is True and backend.last_backend() == ranks_start.PEER
     parts = [torch.empty(3, device=device) for _ in range(world)]
     dist.all_gather(parts, torch.full((3,), float(rank), device=device))
     right &= [part[0].item() for part in parts] == list(range(world))
@@ -453,7 +456,8 @@ def main():
     dist.barrier()
     check("the backend, and NCCL beside it", right)
     strided(device, rank, world)
-    messages(device, rank, world)
+    if not ranks_start.SHARED:
+        messages(device, rank, world)
     at_once(device, rank, world)
     lists(device, rank, world)
     functional(device, rank, world)
