@@ -139,43 +139,6 @@ struct Call {
 static_assert(sizeof(Comm) == COMM_BYTES && sizeof(Call) == CALL_BYTES, "layouts differ");
 static_assert(sizeof(Fault) == FAULT_BYTES, "layouts differ");
 
-__device__ __forceinline__ u64 load_acquire(const u64* from) {
-    u64 value;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];"
-                 : "=l"(value) : "l"(__cvta_generic_to_global(from)) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ void store_release(u64* to, u64 value) {
-    asm volatile("st.release.sys.global.u64 [%0], %1;"
-                 :: "l"(__cvta_generic_to_global(to)), "l"(value) : "memory");
-}
-
-// All earlier stores of this thread, and those it has learned of, before all later ones.
-__device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-
-__device__ __forceinline__ u64 nanoseconds() {
-    u64 now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    return now;
-}
-
-// What the stream did before has ended, and is visible. Without effect where kernels do not overlap.
-__device__ __forceinline__ void follow() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// Programmatic dependent launch: the next kernel's blocks may take their places while this one
-// still runs; they read nothing before it has ended. Without effect where it was not asked for.
-__device__ __forceinline__ void begin() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
-    follow();
-}
-
 // One call, as a block sees it.
 struct Session {
     const Comm& comm;

@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
             for (u32 distance = 1; distance < WORLD; ++distance) {
                 char* to = comm.of(comm.after(distance)) + inbox;
-                store_relaxed(to + (comm.rank * lines + line) * LINE + part * 16, vector);
+                store_line(to + (comm.rank * lines + line) * LINE + part * 16, vector);
             }
         }
         if (round == 0) {
@@ -57,8 +57,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 // All loads before the first look; this rank's own place holds nothing.
 #pragma unroll
                 for (u32 rank = 0; rank < WORLD; ++rank) {
-                    all[rank] = load_relaxed(comm.own() + inbox +
-                                             (rank * lines + line) * LINE + part * 16);
+                    all[rank] = load_line(comm.own() + inbox +
+                                          (rank * lines + line) * LINE + part * 16);
                 }
 #pragma unroll
                 for (u32 rank = 0; rank < WORLD; ++rank) {

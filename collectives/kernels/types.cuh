@@ -9,6 +9,8 @@
 
 #pragma once
 
+#include "ptx.cuh"
+
 namespace symmpool {
 
 // The codes of `DType` in dtype.rs.
@@ -41,50 +43,18 @@ __device__ __forceinline__ float2 bf16x2_to_f32(unsigned pair) {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 
-__device__ __forceinline__ unsigned short f32_to_bf16(float value) {
-    unsigned short bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-}
-
-__device__ __forceinline__ unsigned f32_to_bf16x2(float low, float high) {
-    unsigned pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
 // --- IEEE half
-
-__device__ __forceinline__ float f16_to_f32(unsigned short bits) {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-}
 
 __device__ __forceinline__ float2 f16x2_to_f32(unsigned pair) {
     return make_float2(f16_to_f32(static_cast<unsigned short>(pair)),
                        f16_to_f32(static_cast<unsigned short>(pair >> 16)));
 }
 
-__device__ __forceinline__ unsigned short f32_to_f16(float value) {
-    unsigned short bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-}
-
-__device__ __forceinline__ unsigned f32_to_f16x2(float low, float high) {
-    unsigned pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
 // --- E4M3: 4 bits of exponent with bias 7, largest value 448, no infinities, 0x7f is NaN
 
 __device__ __forceinline__ float2 e4m3x2_to_f32(unsigned short pair) {
     if constexpr (F8_INSTRUCTIONS) {
-        unsigned halves;
-        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
-        return f16x2_to_f32(halves);
+        return f16x2_to_f32(e4m3x2_to_f16x2(pair));
     } else {
         // As halves, whose exponent has the bias 15, magnitudes are 2^8 too small.
         auto one = [](unsigned byte) {
@@ -104,9 +74,7 @@ __device__ __forceinline__ float e4m3_to_f32(unsigned char bits) {
 
 __device__ __forceinline__ unsigned short f32_to_e4m3x2(float low, float high) {
     if constexpr (F8_INSTRUCTIONS) {
-        unsigned short pair;
-        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
-        return pair;
+        return f32_to_e4m3x2_finite(low, high);
     } else {
         auto one = [](float value) {
             // 2^14: adding it leaves a subnormal's three bits at the bottom, rounded.
@@ -146,8 +114,7 @@ __device__ __forceinline__ unsigned short f32_to_e5m2x2(float low, float high) {
         // Half way between 57344 and 65536, rounding up; the instruction stops at 57344 instead,
         // whose bits are one below infinity's.
         constexpr float INFINITE = 61440.0f;
-        unsigned short pair;
-        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+        const unsigned short pair = f32_to_e5m2x2_finite(low, high);
         unsigned add_low = fabsf(low) >= INFINITE ? 0x0001u : 0u;
         unsigned add_high = fabsf(high) >= INFINITE ? 0x0100u : 0u;
         return static_cast<unsigned short>(pair + add_low + add_high);

@@ -1,9 +1,7 @@
 //! Sixteen bytes at a time: loads, stores, and the elements in them.
 //!
 //! Addresses are of global memory, this device's or a peer's, and multiples of 16. *Plain*
-//! accesses are ordered by barriers and signals around them only. *Volatile* and *relaxed* ones
-//! are made exactly as often as written; relaxed ones are atomic, word by word, for every device
-//! and the host.
+//! accesses are ordered by barriers and signals around them only; others are in `ptx.cuh`.
 
 #pragma once
 
@@ -22,51 +20,6 @@ __device__ __forceinline__ void store_plain(void* to, uint4 value) {
 // Word by word, so that arrays of vectors stay in registers whatever the condition is about.
 __device__ __forceinline__ uint4 either(bool first, uint4 a, uint4 b) {
     return make_uint4(first ? a.x : b.x, first ? a.y : b.y, first ? a.z : b.z, first ? a.w : b.w);
-}
-
-__device__ __forceinline__ uint4 load_volatile(const void* from) {
-    uint4 value;
-    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "l"(__cvta_generic_to_global(from))
-                 : "memory");
-    return value;
-}
-
-__device__ __forceinline__ void store_volatile(void* to, uint4 value) {
-    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};"
-                 :
-                 : "l"(__cvta_generic_to_global(to)), "r"(value.x), "r"(value.y), "r"(value.z),
-                   "r"(value.w)
-                 : "memory");
-}
-
-__device__ __forceinline__ uint4 load_relaxed(const void* from) {
-    uint4 value;
-    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "l"(__cvta_generic_to_global(from))
-                 : "memory");
-    return value;
-}
-
-// What its writer's stream did before is visible too, if its fence came before the write. Takes less
-// than a fence here, which waits for what this thread has stored.
-__device__ __forceinline__ uint4 load_acquired(const void* from) {
-    uint4 value;
-    asm volatile("ld.acquire.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "l"(__cvta_generic_to_global(from))
-                 : "memory");
-    return value;
-}
-
-__device__ __forceinline__ void store_relaxed(void* to, uint4 value) {
-    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};"
-                 :
-                 : "l"(__cvta_generic_to_global(to)), "r"(value.x), "r"(value.y), "r"(value.z),
-                   "r"(value.w)
-                 : "memory");
 }
 
 // Elements of a type in sixteen bytes.

@@ -38,6 +38,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = &[
     ("lots.cuh", file!("lots.cuh")),
     ("parts.cuh", file!("parts.cuh")),
     ("pass.cuh", file!("pass.cuh")),
+    ("ptx.cuh", file!("ptx.cuh")),
     ("ranks.cuh", file!("ranks.cuh")),
     ("reduce.cuh", file!("reduce.cuh")),
     ("rows.cuh", file!("rows.cuh")),
