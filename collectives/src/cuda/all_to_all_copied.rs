@@ -111,7 +111,9 @@ impl CudaEngine {
             root: u32::from(apart == 0),
             ..CallParams::of(&call)
         };
-        let grid = (BLOCKS.min(kernel.most_blocks), THREADS);
+        // They wait for the entry, which must find a place beside them.
+        let beside_entry = kernel.resident.saturating_sub(1).max(1);
+        let grid = (BLOCKS.min(kernel.most_blocks).min(beside_entry), THREADS);
         // SAFETY: parts of what the caller promised, and what no copy writes.
         unsafe { self.launch_apart(kernel, grid, &self.comm, &params, None, beside) }
             .map_err(|error| self.decline(error, stream))?;
