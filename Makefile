@@ -7,18 +7,25 @@ VENV := .venv
 NVRTC_PACKAGES := nvidia-cuda-nvrtc-cu12==12.4.127 nvidia-cuda-nvrtc==13.0.88
 NVRTC := $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu*/lib/libnvrtc.so.1[23]
 LOOM_FLAGS := --cfg loom
+# Libraries in place of CUDA's driver and compiler, for devices that this machine's processors play.
+EMULATOR := $(CURDIR)/target/emulator
+EMULATED := LD_LIBRARY_PATH=$(EMULATOR) SYMMPOOL_CACHE_DIR=$(EMULATOR)/kernels
+CXXFLAGS := -std=c++20 -g -O2 -fPIC -shared -pthread -Wall -Wextra -Werror
+# Ways through every kernel, but for what takes minutes there: repeats and two_streams.
+EMULATED_CHECKS := one_shot_packet,one_shot_line,one_shot_sentinel,one_shot_pull,two_shot_packet,two_shot_sentinel$(\
+	),two_shot_pull,two_shot_push,two_shot_copy,all_to_all,spread,rows,one_sided
 # The tests of what is made for torch run on the CPU, but its Linux package brings CUDA's libraries:
 # 5 GB on disk. Another version is tested with, say, `make test TORCH=torch==2.15.0`.
 TORCH ?= torch==2.11.0
 
-.PHONY: demo test test-rust test-loom test-python torch extension wheel lint bench bench-gpu tables clean
+.PHONY: demo test test-rust test-emulated test-loom test-python torch extension wheel lint bench bench-gpu tables clean
 
 ## The main job: several rank processes, wrong sums and right ones, timings, a map of the heap.
 demo:
 	cargo run --release -p symmpool-collectives --example demo
 
 ## Every test there is.
-test: lint test-rust test-loom test-python
+test: lint test-rust test-emulated test-loom test-python
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check . bench/record_gpu
@@ -37,6 +44,35 @@ test-rust: $(VENV)/ready
 	cargo test -p symmpool-allocator --all-features --lib driver::cuda -- --nocapture
 	cargo test -p symmpool-collectives --all-features --lib jit::tests -- --nocapture
 	cargo test -p symmpool-collectives --test devices -- --nocapture
+
+# The CUDA driver's calls and every kernel, with no device: see tests/emulator.
+ifneq ($(shell command -v c++),)
+test-emulated: $(EMULATOR)/libnvrtc.so.13
+	$(EMULATED) cargo test -p symmpool-allocator --all-features --lib driver::cuda
+	$(EMULATED) cargo run -q -p symmpool-allocator --all-features --example cuda_check -- --ranks 3
+	cargo build -q -p symmpool-collectives --all-features --example cuda_collectives
+	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
+		check --quick --ranks 2 --algorithms $(EMULATED_CHECKS)
+	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
+		check --quick --ranks 3 --algorithms one_shot_line,two_shot_sentinel,two_shot_push,all_to_all
+	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
+		soak --ranks 2 --calls 200
+else
+test-emulated:
+	@echo "skipped: there is no C++ compiler, which makes the kernels for emulated devices"
+endif
+
+# What kernels were compiled to belongs to the libraries they are for.
+$(EMULATOR)/libcuda.so.1: $(wildcard tests/emulator/*)
+	rm -rf $(EMULATOR)
+	mkdir -p $(EMULATOR)
+	c++ $(CXXFLAGS) -Wl,-soname,libcuda.so.1 -o $@ $(addprefix tests/emulator/,driver.cpp memory.cpp \
+		programs.cpp streams.cpp threads.cpp) -ldl
+	ln -s libcuda.so.1 $(EMULATOR)/libcuda.so
+
+$(EMULATOR)/libnvrtc.so.13: $(EMULATOR)/libcuda.so.1
+	c++ $(CXXFLAGS) -DEMULATOR_FOLDER='"$(CURDIR)/tests/emulator"' -DEMULATOR_DRIVER='"$<"' -o $@ \
+		tests/emulator/compiler.cpp
 
 # Every interleaving of what processes and threads share.
 test-loom:

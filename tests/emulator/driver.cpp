@@ -1,0 +1,372 @@
+//! The functions of the CUDA driver library that symmpool and its programs call.
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <string>
+#include <vector>
+
+#include "memory.h"
+#include "programs.h"
+#include "streams.h"
+
+using namespace emulated;
+
+namespace {
+
+enum : int {
+    OK = 0,
+    INVALID = 1,
+    OUT_OF_MEMORY = 2,
+    INVALID_IMAGE = 200,
+    NOT_FOUND = 500,
+    NOT_READY = 600,
+    NOT_SUPPORTED = 801,
+    CAPTURE_UNSUPPORTED = 900,
+};
+
+int from_environment(const char* name, int usual) {
+    const char* said = getenv(name);
+    const int number = said == nullptr ? usual : atoi(said);
+    return number > 0 ? number : usual;
+}
+
+// Devices of the machine; processors of each, and threads that one runs at once.
+const int devices = from_environment("EMULATED_DEVICES", 8);
+const int processors = from_environment("EMULATED_PROCESSORS", 4);
+constexpr int PROCESSOR_THREADS = 512;
+
+thread_local std::vector<size_t> contexts;
+
+Stream* known(void* handle) { return stream_of(handle); }
+
+template <typename F>
+int on(void* handle, F&& then) {
+    Stream* stream = known(handle);
+    return stream == nullptr ? INVALID : (then(stream), OK);
+}
+
+void copy_rows(char* to, size_t to_pitch, size_t to_height, const char* from, size_t from_pitch,
+               size_t from_height, size_t width, size_t height, size_t depth) {
+    for (size_t z = 0; z < depth; ++z) {
+        for (size_t y = 0; y < height; ++y) {
+            memcpy(to + (z * to_height + y) * to_pitch, from + (z * from_height + y) * from_pitch, width);
+        }
+    }
+}
+
+// CUDA_MEMCPY3D.
+struct Copy3D {
+    size_t from_x, from_y, from_z, from_lod;
+    int from_kind;
+    const void* from_host;
+    unsigned long long from_device;
+    void* from_array;
+    void* unused;
+    size_t from_pitch, from_height;
+    size_t to_x, to_y, to_z, to_lod;
+    int to_kind;
+    void* to_host;
+    unsigned long long to_device;
+    void* to_array;
+    void* unused_too;
+    size_t to_pitch, to_height;
+    size_t width, height, depth;
+};
+
+// CUlaunchConfig, as far as it is read.
+struct LaunchConfig {
+    unsigned grid[3], block[3], shared;
+    void* stream;
+    void* attributes;
+    unsigned attribute_count;
+};
+
+struct Module {
+    void* library;  // null for PTX
+};
+
+int put_kernel(void* stream, Packer pack, Shape shape, void** parameters) {
+    if (shape.blocks == 0 || shape.threads == 0 || shape.threads > 1024) {
+        return INVALID;
+    }
+    const Call call = pack(parameters);
+    return on(stream, [&](Stream* to) {
+        // A graph's kernel runs again and again, so that its arguments stay.
+        const bool again = is_capturing(to);
+        put(to, [call, shape, again] {
+            run_kernel(call, shape, static_cast<unsigned>(processors * PROCESSOR_THREADS));
+            if (!again) {
+                call.drop(call.arguments);
+            }
+        });
+    });
+}
+
+}  // namespace
+
+extern "C" {
+
+int cuInit(unsigned) { return OK; }
+int cuDriverGetVersion(int* version) { return *version = 13000, OK; }
+
+int cuGetErrorName(int code, const char** name) {
+    switch (code) {
+        case OK: *name = "CUDA_SUCCESS"; break;
+        case INVALID: *name = "CUDA_ERROR_INVALID_VALUE"; break;
+        case OUT_OF_MEMORY: *name = "CUDA_ERROR_OUT_OF_MEMORY"; break;
+        case NOT_SUPPORTED: *name = "CUDA_ERROR_NOT_SUPPORTED"; break;
+        case CAPTURE_UNSUPPORTED: *name = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"; break;
+        default: *name = "CUDA_ERROR_OF_THE_EMULATION"; break;
+    }
+    return OK;
+}
+int cuGetErrorString(int, const char** text) { return *text = "of an emulated device", OK; }
+
+int cuDeviceGetCount(int* count) { return *count = devices, OK; }
+int cuDeviceGet(int* device, int ordinal) {
+    return ordinal < 0 || ordinal >= devices ? INVALID : (*device = ordinal, OK);
+}
+int cuDeviceGetName(char* name, int length, int) {
+    return snprintf(name, static_cast<size_t>(length), "emulated device"), OK;
+}
+int cuDeviceGetUuid_v2(unsigned char* uuid, int device) {
+    memcpy(uuid, "emulated device", 16);
+    uuid[15] = static_cast<unsigned char>(device);
+    return OK;
+}
+int cuDeviceGetAttribute(int* value, int which, int) {
+    switch (which) {
+        case 1: *value = 1024; break;         // MAX_THREADS_PER_BLOCK
+        case 16: *value = processors; break;  // MULTIPROCESSOR_COUNT
+        case 40: *value = 2; break;           // ASYNC_ENGINE_COUNT
+        case 75: *value = 8; break;           // COMPUTE_CAPABILITY_MAJOR
+        case 102:                             // VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        case 103: *value = 1; break;          // HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+        default: *value = 0; break;
+    }
+    return OK;
+}
+int cuDeviceCanAccessPeer(int* can, int device, int peer) { return *can = device != peer, OK; }
+
+int cuDevicePrimaryCtxRetain(size_t* context, int device) {
+    return *context = static_cast<size_t>(device) + 1, OK;
+}
+int cuDevicePrimaryCtxRelease_v2(int) { return OK; }
+int cuDevicePrimaryCtxRelease(int) { return OK; }
+int cuCtxGetCurrent(size_t* context) { return *context = contexts.empty() ? 0 : contexts.back(), OK; }
+int cuCtxSetCurrent(size_t context) {
+    if (!contexts.empty()) {
+        contexts.pop_back();
+    }
+    contexts.push_back(context);
+    return OK;
+}
+int cuCtxPushCurrent_v2(size_t context) { return contexts.push_back(context), OK; }
+int cuCtxPopCurrent_v2(size_t* context) {
+    if (contexts.empty()) {
+        return INVALID;
+    }
+    *context = contexts.back();
+    contexts.pop_back();
+    return OK;
+}
+int cuCtxSynchronize() { return synchronize_all(), OK; }
+int cuThreadExchangeStreamCaptureMode(unsigned* mode) {
+    thread_local unsigned now = 0;
+    return std::swap(*mode, now), OK;
+}
+
+int cuMemGetInfo_v2(size_t* left, size_t* total) { return *total = TOTAL, *left = TOTAL - used(), OK; }
+int cuMemGetAllocationGranularity(size_t* bytes, const void*, unsigned) { return *bytes = GRANULARITY, OK; }
+int cuMemAddressReserve(uint64_t* base, size_t bytes, size_t align, uint64_t, unsigned long long) {
+    return reserve(base, bytes, align);
+}
+int cuMemAddressFree(uint64_t base, size_t bytes) { return unreserve(base, bytes); }
+int cuMemCreate(uint64_t* handle, size_t bytes, const int* properties, unsigned long long) {
+    return create(handle, bytes, properties[3]);
+}
+int cuMemRelease(uint64_t handle) { return release(handle); }
+int cuMemMap(uint64_t address, size_t bytes, size_t offset, uint64_t handle, unsigned long long) {
+    return map(address, bytes, offset, handle);
+}
+int cuMemUnmap(uint64_t address, size_t bytes) {
+    // A device's unmapping waits for what it does.
+    synchronize_all();
+    return unmap(address, bytes);
+}
+int cuMemRetainAllocationHandle(uint64_t* handle, void* address) {
+    return retain(handle, reinterpret_cast<uint64_t>(address));
+}
+int cuMemSetAccess(uint64_t address, size_t bytes, const void*, size_t) { return open_access(address, bytes); }
+int cuMemExportToShareableHandle(int* fd, uint64_t handle, unsigned kind, unsigned long long) {
+    return kind == 1 ? export_fd(fd, handle) : NOT_SUPPORTED;
+}
+int cuMemImportFromShareableHandle(uint64_t* handle, void* fd, unsigned kind) {
+    return kind == 1 ? import_fd(handle, static_cast<int>(reinterpret_cast<size_t>(fd))) : NOT_SUPPORTED;
+}
+int cuMemGetAllocationPropertiesFromHandle(int* properties, uint64_t handle) {
+    properties[0] = 1, properties[1] = 1, properties[2] = 1;
+    return device_of(&properties[3], handle);
+}
+
+int cuMemcpyHtoD_v2(uint64_t to, const void* from, size_t bytes) {
+    return run_in_order([=] { memcpy(reinterpret_cast<void*>(to), from, bytes); }), OK;
+}
+int cuMemcpyDtoH_v2(void* to, uint64_t from, size_t bytes) {
+    return run_in_order([=] { memcpy(to, reinterpret_cast<void*>(from), bytes); }), OK;
+}
+int cuMemsetD32_v2(uint64_t to, unsigned value, size_t words) {
+    return run_in_order([=] {
+               for (size_t i = 0; i < words; ++i) {
+                   reinterpret_cast<unsigned*>(to)[i] = value;
+               }
+           }),
+           OK;
+}
+int cuMemsetD8Async(uint64_t to, unsigned char value, size_t bytes, void* stream) {
+    return on(stream, [=](Stream* s) {
+        put(s, [=] { memset(reinterpret_cast<void*>(to), value, bytes); });
+    });
+}
+int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void* stream) {
+    return on(stream, [=](Stream* s) {
+        put(s, [=] { memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes); });
+    });
+}
+int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void* stream) {
+    // Memory that is not pinned may be something else when this returns.
+    const std::string kept(static_cast<const char*>(from), bytes);
+    return on(stream, [&](Stream* s) {
+        put(s, [=] { memcpy(reinterpret_cast<void*>(to), kept.data(), bytes); });
+    });
+}
+int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void* stream) {
+    return on(stream, [=](Stream* s) {
+        put(s, [=] { memcpy(to, reinterpret_cast<void*>(from), bytes); });
+        if (!is_capturing(s)) {
+            synchronize(s);
+        }
+    });
+}
+int cuMemcpy3DAsync_v2(const Copy3D* given, void* stream) {
+    const Copy3D c = *given;
+    // Between places of the device alone.
+    if (c.from_kind != 2 || c.to_kind != 2) {
+        return NOT_SUPPORTED;
+    }
+    return on(stream, [c](Stream* s) {
+        put(s, [c] {
+            const char* from = reinterpret_cast<const char*>(c.from_device) + c.from_x +
+                               (c.from_z * c.from_height + c.from_y) * c.from_pitch;
+            char* to = reinterpret_cast<char*>(c.to_device) + c.to_x +
+                       (c.to_z * c.to_height + c.to_y) * c.to_pitch;
+            copy_rows(to, c.to_pitch, c.to_height, from, c.from_pitch, c.from_height, c.width, c.height,
+                      c.depth);
+        });
+    });
+}
+int cuMemHostAlloc(void** to, size_t bytes, unsigned) {
+    *to = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+    return *to == nullptr ? OUT_OF_MEMORY : OK;
+}
+int cuMemFreeHost(void* memory) { return free(memory), OK; }
+
+int cuStreamCreate(void** stream, unsigned flags) { return *stream = new_stream((flags & 1) == 0), OK; }
+int cuStreamDestroy_v2(void* handle) { return on(handle, drop_stream); }
+int cuStreamDestroy(void* handle) { return cuStreamDestroy_v2(handle); }
+int cuStreamSynchronize(void* handle) {
+    return on(handle, [](Stream* stream) { synchronize(stream); });
+}
+int cuStreamIsCapturing(void* handle, unsigned* capturing) {
+    return on(handle, [=](Stream* stream) { *capturing = is_capturing(stream); });
+}
+int cuStreamWaitEvent(void* handle, Event* event, unsigned) {
+    return on(handle, [=](Stream* stream) { wait(stream, event); });
+}
+int cuStreamBeginCapture_v2(void* handle, int) {
+    Stream* stream = known(handle);
+    return stream != nullptr && begin_capture(stream) ? OK : CAPTURE_UNSUPPORTED;
+}
+int cuStreamEndCapture(void* handle, Graph** graph) {
+    Stream* stream = known(handle);
+    *graph = stream == nullptr ? nullptr : end_capture(stream);
+    return *graph == nullptr ? CAPTURE_UNSUPPORTED : OK;
+}
+
+int cuGraphInstantiateWithFlags(Graph** ready, Graph* graph, unsigned long long) {
+    return *ready = copy(graph), OK;
+}
+int cuGraphInstantiate(Graph** ready, Graph* graph, unsigned long long) { return *ready = copy(graph), OK; }
+int cuGraphDestroy(Graph* graph) { return drop_graph(graph), OK; }
+int cuGraphExecDestroy(Graph* graph) { return drop_graph(graph), OK; }
+int cuGraphLaunch(Graph* graph, void* handle) {
+    return on(handle, [=](Stream* stream) { put(stream, graph); });
+}
+
+int cuEventCreate(Event** event, unsigned) { return *event = new_event(), OK; }
+int cuEventDestroy_v2(Event* event) { return drop_event(event), OK; }
+int cuEventRecord(Event* event, void* handle) {
+    return on(handle, [=](Stream* stream) { record(event, stream); });
+}
+int cuEventQuery(Event* event) { return is_done(event) ? OK : NOT_READY; }
+int cuEventSynchronize(Event* event) { return synchronize(event), OK; }
+int cuEventElapsedTime(float* milliseconds, Event* from, Event* to) {
+    double found = 0;
+    return elapsed(&found, from, to) ? (*milliseconds = static_cast<float>(found), OK) : NOT_READY;
+}
+
+// What `compiler.cpp` makes: a shared library, behind its length.
+int cuModuleLoadData(Module** module, const char* image) {
+    if (strncmp(image + strspn(image, "\n"), ".version", 8) == 0) {
+        return *module = new Module{nullptr}, OK;
+    }
+    unsigned long long bytes = 0;
+    memcpy(&bytes, image, sizeof bytes);
+    const int fd = memfd_create("emulated kernel", MFD_CLOEXEC);
+    const char* from = image + sizeof bytes;
+    while (bytes != 0) {
+        const ssize_t written = write(fd, from, bytes);
+        if (written <= 0) {
+            return close(fd), INVALID_IMAGE;
+        }
+        from += written, bytes -= static_cast<size_t>(written);
+    }
+    char name[64];
+    snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
+    // The descriptor stays open: a name that comes again would be taken for this library.
+    void* library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) {
+        fprintf(stderr, "emulated device: %s\n", dlerror());
+        return INVALID_IMAGE;
+    }
+    *module = new Module{library};
+    return OK;
+}
+int cuModuleUnload(Module* module) { return delete module, OK; }  // stays loaded
+int cuModuleGetFunction(Packer* function, Module* module, const char* name) {
+    if (module->library == nullptr) {
+        *function = program_kernel(name);
+        return *function == nullptr ? NOT_FOUND : OK;
+    }
+    char symbol[128];
+    snprintf(symbol, sizeof symbol, "emulated_%s", name);
+    *function = reinterpret_cast<Packer>(dlsym(module->library, symbol));
+    return *function == nullptr ? NOT_FOUND : OK;
+}
+int cuFuncSetAttribute(Packer, int, int) { return OK; }
+int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Packer, int threads, size_t) {
+    return *blocks = threads > PROCESSOR_THREADS ? 1 : PROCESSOR_THREADS / threads, OK;
+}
+int cuLaunchKernelEx(const LaunchConfig* config, Packer function, void** parameters, void**) {
+    return put_kernel(config->stream, function, {config->grid[0], config->block[0]}, parameters);
+}
+int cuLaunchKernel(Packer function, unsigned x, unsigned, unsigned, unsigned threads, unsigned, unsigned,
+                   unsigned, void* stream, void** parameters, void**) {
+    return put_kernel(stream, function, {x, threads}, parameters);
+}
+}

@@ -1,0 +1,110 @@
+//! In place of `collectives/kernels/ptx.cuh`: its functions as a CPU has them, for a device of compute
+//! capability 8.0. A thread that looks at memory that others write lets these go on before.
+
+#pragma once
+
+namespace symmpool {
+
+// Half by half, which is what packets need of their eight bytes: others may write between the two.
+inline uint4 load_relaxed(const void* from) {
+    emulated::emulated_look();
+    const unsigned long long* halves = static_cast<const unsigned long long*>(from);
+    const unsigned long long low = __atomic_load_n(halves, __ATOMIC_RELAXED);
+    emulated::emulated_between();
+    const unsigned long long high = __atomic_load_n(halves + 1, __ATOMIC_RELAXED);
+    return make_uint4(static_cast<unsigned>(low), static_cast<unsigned>(low >> 32),
+                      static_cast<unsigned>(high), static_cast<unsigned>(high >> 32));
+}
+
+inline uint4 load_acquired(const void* from) {
+    uint4 value = load_relaxed(from);
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    return value;
+}
+
+inline void store_relaxed(void* to, uint4 value) {
+    emulated::emulated_act();
+    unsigned long long* halves = static_cast<unsigned long long*>(to);
+    __atomic_store_n(halves, static_cast<unsigned long long>(value.y) << 32 | value.x, __ATOMIC_RELAXED);
+    emulated::emulated_act();
+    __atomic_store_n(halves + 1, static_cast<unsigned long long>(value.w) << 32 | value.z, __ATOMIC_RELAXED);
+}
+
+inline uint4 load_line(const void* from) {
+    uint4 value;
+    emulated::emulated_load_line(from, &value);
+    return value;
+}
+
+inline void store_line(void* to, uint4 value) { emulated::emulated_store_line(to, &value); }
+
+inline unsigned long long load_acquire(const unsigned long long* from) {
+    emulated::emulated_look();
+    return __atomic_load_n(from, __ATOMIC_ACQUIRE);
+}
+
+inline void store_release(unsigned long long* to, unsigned long long value) {
+    emulated::emulated_act();
+    __atomic_store_n(to, value, __ATOMIC_RELEASE);
+}
+
+inline void fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+inline unsigned long long nanoseconds() {
+    emulated::emulated_look();
+    return emulated::emulated_nanoseconds();
+}
+
+inline void follow() {}
+inline void begin() {}
+
+// --- conversions, ties to even
+
+inline unsigned short f32_to_bf16(float value) {
+    const unsigned bits = __float_as_uint(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) {
+        return 0x7fff;
+    }
+    return static_cast<unsigned short>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+
+inline unsigned f32_to_bf16x2(float low, float high) {
+    return f32_to_bf16(low) | static_cast<unsigned>(f32_to_bf16(high)) << 16;
+}
+
+inline float f16_to_f32(unsigned short bits) {
+    const unsigned sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31, fraction = bits & 1023;
+    if (exponent == 0) {
+        const float magnitude = static_cast<float>(fraction) * 0x1p-24f;
+        return __uint_as_float(sign | __float_as_uint(magnitude));
+    }
+    const unsigned wide = exponent == 31 ? 255 : exponent + 112;
+    return __uint_as_float(sign | wide << 23 | fraction << 13);
+}
+
+inline unsigned short f32_to_f16(float value) {
+    const unsigned bits = __float_as_uint(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) {
+        return 0x7fff;
+    }
+    if (magnitude >= 0x477ff000u) {  // half way to what is no half any more
+        return static_cast<unsigned short>(sign | 0x7c00u);
+    }
+    if (magnitude < 0x38800000u) {
+        // Adding this leaves a subnormal's bits at the bottom, rounded.
+        const float aligned = __uint_as_float(magnitude) + 0.5f;
+        return static_cast<unsigned short>(sign | (__float_as_uint(aligned) - 0x3f000000u));
+    }
+    return static_cast<unsigned short>(sign | (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1)) >> 13);
+}
+
+inline unsigned f32_to_f16x2(float low, float high) {
+    return f32_to_f16(low) | static_cast<unsigned>(f32_to_f16(high)) << 16;
+}
+
+// Of later devices: never called.
+inline unsigned e4m3x2_to_f16x2(unsigned short) { __builtin_trap(); }
+inline unsigned short f32_to_e4m3x2_finite(float, float) { __builtin_trap(); }
+inline unsigned short f32_to_e5m2x2_finite(float, float) { __builtin_trap(); }
+
+}  // namespace symmpool

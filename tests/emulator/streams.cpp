@@ -1,0 +1,354 @@
+//! Streams, events and graphs: a stream is a thread, and a captured one a list of what is to run.
+
+#include "streams.h"
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include <time.h>
+
+namespace emulated {
+
+namespace {
+
+// Something that others wait for.
+struct Done {
+    bool is = false;
+    unsigned long long at = 0;
+};
+using Waits = std::vector<std::shared_ptr<Done>>;
+
+struct Op {
+    Work work;
+    Waits after;
+    std::shared_ptr<Done> done;
+};
+
+struct Node {
+    Work work;
+    std::vector<size_t> after;
+    size_t lane;
+};
+
+}  // namespace
+
+struct Graph {
+    std::vector<Node> nodes;
+    size_t lanes = 0;
+};
+
+namespace {
+
+// A graph that is being made.
+struct Capture {
+    std::shared_ptr<Graph> graph = std::make_shared<Graph>();
+    Stream* origin;
+    std::set<Stream*> streams;
+};
+
+}  // namespace
+
+struct Stream {
+    bool waits_for_default;
+    std::deque<Op> ops;
+    std::shared_ptr<Done> last;
+    bool ends = false;
+    std::shared_ptr<Capture> capture;
+    std::vector<size_t> tails;  // what the next node follows
+    size_t lane = 0;
+};
+
+struct Event {
+    std::shared_ptr<Done> done;
+    std::shared_ptr<Capture> capture;
+    std::vector<size_t> tails;
+};
+
+namespace {
+
+// Never destroyed: streams may still be at work when the process ends.
+struct State {
+    std::mutex lock;
+    std::condition_variable changed;
+    std::set<Stream*> streams;
+    Stream* of_default = nullptr;
+    // Threads of blocks that run, and kernels in the order they came.
+    unsigned taken = 0;
+    unsigned long long next_kernel = 0, turn = 0;
+};
+State& state = *new State();
+using Held = std::unique_lock<std::mutex>;
+
+void finish(Held&, Done& done) {
+    done.is = true;
+    done.at = emulated_nanoseconds();
+    state.changed.notify_all();
+}
+
+void await(Held& held, const Waits& waits) {
+    for (const auto& each : waits) {
+        state.changed.wait(held, [&] { return each == nullptr || each->is; });
+    }
+}
+
+void serve(Stream* stream) {
+    Held held(state.lock);
+    for (;;) {
+        state.changed.wait(held, [&] { return stream->ends || !stream->ops.empty(); });
+        if (stream->ops.empty()) {
+            delete stream;
+            return;
+        }
+        Op op = std::move(stream->ops.front());
+        stream->ops.pop_front();
+        await(held, op.after);
+        held.unlock();
+        op.work();
+        op.work = nullptr;
+        held.lock();
+        finish(held, *op.done);
+    }
+}
+
+Stream* make(Held&, bool waits_for_default) {
+    Stream* made = new Stream{};
+    made->waits_for_default = waits_for_default;
+    state.streams.insert(made);
+    std::thread(serve, made).detach();
+    return made;
+}
+
+Stream* default_stream(Held& held) {
+    if (state.of_default == nullptr) {
+        state.of_default = make(held, false);
+    }
+    return state.of_default;
+}
+
+// What waits where: the default stream and those that wait for it are in one order.
+Waits order(Stream* stream) {
+    Waits found;
+    if (stream == state.of_default) {
+        for (Stream* other : state.streams) {
+            if (other->waits_for_default && other->last != nullptr) {
+                found.push_back(other->last);
+            }
+        }
+    } else if (stream->waits_for_default && state.of_default != nullptr) {
+        found.push_back(state.of_default->last);
+    }
+    return found;
+}
+
+void append(Held&, Stream* stream, Work work, Waits after) {
+    if (stream->capture != nullptr) {
+        Graph& graph = *stream->capture->graph;
+        graph.nodes.push_back({std::move(work), stream->tails, stream->lane});
+        stream->tails = {graph.nodes.size() - 1};
+        return;
+    }
+    for (auto& each : order(stream)) {
+        after.push_back(each);
+    }
+    stream->last = std::make_shared<Done>();
+    stream->ops.push_back({std::move(work), std::move(after), stream->last});
+    state.changed.notify_all();
+}
+
+void run_graph(const Graph& graph) {
+    std::vector<Done> done(graph.nodes.size());
+    auto lane = [&](size_t number) {
+        for (size_t at = 0; at < graph.nodes.size(); ++at) {
+            const Node& node = graph.nodes[at];
+            if (node.lane != number) {
+                continue;
+            }
+            Held held(state.lock);
+            for (size_t before : node.after) {
+                state.changed.wait(held, [&] { return done[before].is; });
+            }
+            held.unlock();
+            node.work();
+            held.lock();
+            finish(held, done[at]);
+        }
+    };
+    std::vector<std::thread> others;
+    for (size_t number = 1; number < graph.lanes; ++number) {
+        others.emplace_back(lane, number);
+    }
+    lane(0);
+    for (std::thread& other : others) {
+        other.join();
+    }
+}
+
+}  // namespace
+
+Stream* stream_of(void* handle) {
+    Held held(state.lock);
+    const size_t number = reinterpret_cast<size_t>(handle);
+    if (number <= 2) {
+        return default_stream(held);
+    }
+    Stream* stream = static_cast<Stream*>(handle);
+    return state.streams.count(stream) ? stream : nullptr;
+}
+
+Stream* new_stream(bool waits_for_default) {
+    Held held(state.lock);
+    return make(held, waits_for_default);
+}
+
+void drop_stream(Stream* stream) {
+    Held held(state.lock);
+    state.streams.erase(stream);
+    stream->ends = true;
+    state.changed.notify_all();
+}
+
+void put(Stream* stream, Work work) {
+    Held held(state.lock);
+    append(held, stream, std::move(work), {});
+}
+
+void synchronize(Stream* stream) {
+    Held held(state.lock);
+    Waits all = order(stream);
+    all.push_back(stream->last);
+    await(held, all);
+}
+
+void synchronize_all() {
+    Held held(state.lock);
+    Waits all;
+    for (Stream* stream : state.streams) {
+        all.push_back(stream->last);
+    }
+    await(held, all);
+}
+
+void run_in_order(const Work& work) {
+    Held held(state.lock);
+    Stream* stream = default_stream(held);
+    append(held, stream, work, {});
+    await(held, {stream->last});
+}
+
+Event* new_event() { return new Event{}; }
+void drop_event(Event* event) { delete event; }
+
+void record(Event* event, Stream* stream) {
+    Held held(state.lock);
+    event->capture = stream->capture;
+    if (stream->capture != nullptr) {
+        event->tails = stream->tails;
+        return;
+    }
+    append(held, stream, [] {}, {});
+    event->done = stream->last;
+}
+
+void wait(Stream* stream, Event* event) {
+    Held held(state.lock);
+    if (event->capture != nullptr) {
+        if (stream->capture == nullptr) {
+            stream->capture = event->capture;
+            stream->tails.clear();
+            stream->lane = ++event->capture->graph->lanes - 1;
+            event->capture->streams.insert(stream);
+        }
+        stream->tails.insert(stream->tails.end(), event->tails.begin(), event->tails.end());
+    } else if (event->done != nullptr && stream->capture == nullptr) {
+        append(held, stream, [] {}, {event->done});
+    }
+}
+
+bool is_done(Event* event) {
+    Held held(state.lock);
+    return event->done == nullptr || event->done->is;
+}
+
+void synchronize(Event* event) {
+    Held held(state.lock);
+    await(held, {event->done});
+}
+
+bool elapsed(double* milliseconds, Event* from, Event* to) {
+    Held held(state.lock);
+    if (!from->done || !to->done || !from->done->is || !to->done->is) {
+        return false;
+    }
+    *milliseconds = (static_cast<double>(to->done->at) - static_cast<double>(from->done->at)) / 1e6;
+    return true;
+}
+
+bool is_capturing(Stream* stream) {
+    Held held(state.lock);
+    return stream->capture != nullptr;
+}
+
+bool begin_capture(Stream* stream) {
+    Held held(state.lock);
+    if (stream->capture != nullptr || stream == state.of_default) {
+        return false;
+    }
+    stream->capture = std::make_shared<Capture>();
+    stream->capture->origin = stream;
+    stream->capture->streams.insert(stream);
+    stream->capture->graph->lanes = 1;
+    stream->tails.clear();
+    stream->lane = 0;
+    return true;
+}
+
+Graph* end_capture(Stream* stream) {
+    Held held(state.lock);
+    std::shared_ptr<Capture> capture = stream->capture;
+    if (capture == nullptr || capture->origin != stream) {
+        return nullptr;
+    }
+    for (Stream* other : capture->streams) {
+        other->capture = nullptr;
+        other->tails.clear();
+    }
+    return new Graph(*capture->graph);
+}
+
+void put(Stream* stream, Graph* graph) {
+    // The graph may be dropped before it has run.
+    auto kept = std::make_shared<Graph>(*graph);
+    put(stream, [kept] { run_graph(*kept); });
+}
+
+void drop_graph(Graph* graph) { delete graph; }
+Graph* copy(Graph* graph) { return new Graph(*graph); }
+
+void run_kernel(const Call& call, Shape shape, unsigned room) {
+    std::vector<std::thread> blocks;
+    Held held(state.lock);
+    const unsigned long long mine = state.next_kernel++;
+    state.changed.wait(held, [&] { return state.turn == mine; });
+    for (unsigned block = 0; block < shape.blocks; ++block) {
+        state.changed.wait(held, [&] { return state.taken == 0 || state.taken + shape.threads <= room; });
+        state.taken += shape.threads;
+        blocks.emplace_back([&call, shape, block] {
+            run_block(call, shape, block);
+            Held held(state.lock);
+            state.taken -= shape.threads;
+            state.changed.notify_all();
+        });
+    }
+    // Blocks of the next one find room when all of this one's have.
+    state.turn += 1;
+    state.changed.notify_all();
+    held.unlock();
+    for (std::thread& block : blocks) {
+        block.join();
+    }
+}
+
+}  // namespace emulated

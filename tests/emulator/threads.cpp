@@ -1,0 +1,369 @@
+//! The threads of a block as fibers of one thread of the process.
+//!
+//! They take turns in an order that is drawn anew in every round, and give way where a device's threads
+//! could: at accesses to memory that others write, at barriers and at votes. What a device would not let
+//! pass ends the process: threads of a warp at different votes, or a barrier that some never come to.
+
+#include "threads.h"
+
+#include <sched.h>
+#include <setjmp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <mutex>
+#include <vector>
+
+namespace emulated {
+namespace {
+
+constexpr size_t STACK_BYTES = 128 << 10;
+constexpr unsigned WARP = 32;
+// Votes that one thread of a line may be ahead of another, at most.
+constexpr unsigned AHEAD = 64;
+// Rounds in vain before a block naps, and for how long, in nanoseconds.
+constexpr unsigned PATIENCE = 8;
+constexpr long NAP = 50000;
+
+struct Line {
+    unsigned long long nth = 0;  // which of a group's, from 1 on
+    const char* at = nullptr;
+    unsigned came = 0;
+    uint4 parts[8];
+};
+
+// Eight threads that have lines together.
+struct LineGroup {
+    Line loads[AHEAD], stores[AHEAD];
+};
+
+struct Warp {
+    unsigned long long values[2][WARP];
+    char kinds[WARP];
+    unsigned waiting = 0, live = 0, ended = 0, turn = 0;
+    unsigned without[2];  // who had ended at the vote
+};
+
+enum State { READY, AT_BLOCK, AT_WARP, ENDED };
+
+struct Fiber {
+    Place place;
+    State state = READY;
+    bool begun = false;
+    jmp_buf here;
+    ucontext_t context;
+    void* stack = nullptr;
+    unsigned long long loads = 0, stores = 0;
+};
+
+struct Block {
+    const Call* call;
+    std::vector<Fiber> fibers;
+    std::vector<Warp> warps;
+    std::vector<LineGroup> groups;
+    jmp_buf scheduler;
+    unsigned live = 0, waiting = 0;
+    int predicate = 0, answer = 0;
+    // Whether a thread did more than look, in this round; and rounds in which none did.
+    bool moved = false;
+    unsigned idle = 0;
+    unsigned long long luck;
+};
+
+__thread Block* block_here = nullptr;
+__thread Fiber* fiber_here = nullptr;
+
+std::mutex stacks_lock;
+std::vector<void*>* const free_stacks = new std::vector<void*>();
+
+void* take_stack() {
+    {
+        std::lock_guard<std::mutex> held(stacks_lock);
+        if (!free_stacks->empty()) {
+            void* found = free_stacks->back();
+            free_stacks->pop_back();
+            return found;
+        }
+    }
+    void* made = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (made == MAP_FAILED) {
+        perror("emulated device: a thread's stack");
+        abort();
+    }
+    return made;
+}
+
+void give_stack(void* stack) {
+    std::lock_guard<std::mutex> held(stacks_lock);
+    free_stacks->push_back(stack);
+}
+
+[[noreturn]] void refuse(const char* what) {
+    const Place& place = fiber_here->place;
+    fprintf(stderr, "emulated device: block %u of %u, thread %u of %u: %s\n", place.block.x,
+            place.grid_dim.x, place.thread.x, place.block_dim.x, what);
+    abort();
+}
+
+// xorshift64*: any order will do.
+unsigned long long drawn(Block& block) {
+    block.luck ^= block.luck >> 12, block.luck ^= block.luck << 25, block.luck ^= block.luck >> 27;
+    return block.luck * 0x2545f4914f6cdd1dull;
+}
+
+void back_to_scheduler() {
+    if (_setjmp(fiber_here->here) == 0) {
+        _longjmp(block_here->scheduler, 1);
+    }
+}
+
+void release_block(Block& block) {
+    block.moved = true;
+    block.answer = block.predicate;
+    block.predicate = 0;
+    block.waiting = 0;
+    for (Fiber& fiber : block.fibers) {
+        if (fiber.state == AT_BLOCK) {
+            fiber.state = READY;
+        }
+    }
+}
+
+void release_warp(Block& block, unsigned number) {
+    Warp& warp = block.warps[number];
+    warp.waiting = 0;
+    warp.without[warp.turn] = warp.ended;
+    warp.turn ^= 1;
+    char kind = 0;
+    for (unsigned lane = 0; lane < WARP; ++lane) {
+        const size_t at = number * size_t{WARP} + lane;
+        if (at >= block.fibers.size() || block.fibers[at].state != AT_WARP) {
+            continue;
+        }
+        if (kind != 0 && kind != warp.kinds[lane]) {
+            refuse("threads of its warp are at different votes");
+        }
+        kind = warp.kinds[lane];
+        block.fibers[at].state = READY;
+    }
+}
+
+void ended() {
+    Block& block = *block_here;
+    Fiber& fiber = *fiber_here;
+    fiber.state = ENDED;
+    block.moved = true;
+    const unsigned number = fiber.place.thread.x / WARP;
+    Warp& warp = block.warps[number];
+    warp.ended |= 1u << fiber.place.thread.x % WARP;
+    warp.live -= 1;
+    block.live -= 1;
+    // Who has ended is not waited for.
+    if (warp.waiting != 0 && warp.waiting == warp.live) {
+        release_warp(block, number);
+    }
+    if (block.waiting != 0 && block.waiting == block.live) {
+        release_block(block);
+    }
+}
+
+void enter() {
+    block_here->call->run(block_here->call->arguments);
+    ended();
+    _longjmp(block_here->scheduler, 1);
+}
+
+void resume(Block& block, Fiber& fiber) {
+    fiber_here = &fiber;
+    emulated_place = &fiber.place;
+    if (_setjmp(block.scheduler) != 0) {
+        return;
+    }
+    if (fiber.begun) {
+        _longjmp(fiber.here, 1);
+    }
+    fiber.begun = true;
+    getcontext(&fiber.context);
+    fiber.stack = take_stack();
+    fiber.context.uc_stack.ss_sp = fiber.stack;
+    fiber.context.uc_stack.ss_size = STACK_BYTES;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, enter, 0);
+    setcontext(&fiber.context);
+}
+
+Line& line_of(Line (&lines)[AHEAD], unsigned long long nth) {
+    Line& line = lines[nth % AHEAD];
+    if (line.nth != nth) {
+        if (line.came % 8 != 0) {
+            refuse("a line of 128 bytes was left to fewer than eight threads");
+        }
+        line.nth = nth;
+        line.came = 0;
+    }
+    return line;
+}
+
+char* line_at(Line& line, const void* address) {
+    const size_t whole = reinterpret_cast<size_t>(address);
+    char* at = reinterpret_cast<char*>(whole / 128 * 128);
+    if (line.came == 0) {
+        line.at = at;
+    }
+    if (line.at != at || whole % 128 / 16 != fiber_here->place.thread.x % 8) {
+        refuse("eight threads are not at the parts of one line of 128 bytes");
+    }
+    return at;
+}
+
+void copy_half(void* to, const void* from) {
+    const unsigned long long* source = static_cast<const unsigned long long*>(from);
+    unsigned long long* target = static_cast<unsigned long long*>(to);
+    __atomic_store_n(target, __atomic_load_n(source, __ATOMIC_ACQUIRE), __ATOMIC_RELEASE);
+}
+
+}  // namespace
+
+void run_block(const Call& call, Shape shape, unsigned number) {
+    static std::atomic<unsigned long long> runs{0};
+    Block block;
+    block.call = &call;
+    block.fibers.resize(shape.threads);
+    block.warps.resize((shape.threads + WARP - 1) / WARP);
+    block.groups.resize((shape.threads + 7) / 8);
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    block.luck = (now.tv_nsec ^ getpid() * 0x9e3779b97f4a7c15ull ^ runs++ << 40) | 1;
+    for (unsigned i = 0; i < shape.threads; ++i) {
+        block.fibers[i].place = {{i, 0, 0}, {number, 0, 0}, {shape.threads, 1, 1}, {shape.blocks, 1, 1}};
+        block.warps[i / WARP].live += 1;
+    }
+    block.live = shape.threads;
+    block_here = &block;
+    while (block.live != 0) {
+        bool ran = false;
+        block.moved = false;
+        // Every thread once, from anywhere, in one of two directions.
+        const unsigned long long luck = drawn(block);
+        const unsigned from = luck % shape.threads;
+        const bool back = luck >> 40 & 1;
+        for (unsigned i = 0; i < shape.threads; ++i) {
+            const unsigned step = back ? shape.threads - i : i;
+            Fiber& fiber = block.fibers[(from + step) % shape.threads];
+            if (fiber.state == READY) {
+                ran = true;
+                resume(block, fiber);
+            }
+        }
+        if (!ran && block.live != 0) {
+            refuse("threads are at a barrier or a vote that others never come to");
+        }
+        // Who only looks leaves the processor to those that it waits for.
+        block.idle = block.moved ? 0 : block.idle + 1;
+        if (block.idle > PATIENCE) {
+            const timespec pause = {0, NAP};
+            nanosleep(&pause, nullptr);
+        } else if (block.idle != 0) {
+            sched_yield();
+        }
+    }
+    for (Fiber& fiber : block.fibers) {
+        give_stack(fiber.stack);
+    }
+    for (LineGroup& group : block.groups) {
+        for (Line& line : group.stores) {
+            if (line.came % 8 != 0) {
+                refuse("a line of 128 bytes was stored by fewer than eight threads");
+            }
+        }
+    }
+    block_here = nullptr;
+    fiber_here = nullptr;
+}
+
+extern "C" {
+
+__thread Place* emulated_place = nullptr;
+
+void emulated_look() { back_to_scheduler(); }
+
+void emulated_between() {
+    if (drawn(*block_here) >> 61 == 0) {  // once in eight times
+        back_to_scheduler();
+    }
+}
+
+void emulated_act() {
+    block_here->moved = true;
+    emulated_between();
+}
+
+int emulated_block(int predicate) {
+    Block& block = *block_here;
+    block.predicate |= predicate != 0;
+    block.waiting += 1;
+    fiber_here->state = AT_BLOCK;
+    if (block.waiting == block.live) {
+        release_block(block);
+    }
+    back_to_scheduler();
+    return block.answer;
+}
+
+const unsigned long long* emulated_warp(unsigned long long value, char kind, unsigned* ended) {
+    Block& block = *block_here;
+    const unsigned thread = fiber_here->place.thread.x, number = thread / WARP, lane = thread % WARP;
+    Warp& warp = block.warps[number];
+    const unsigned turn = warp.turn;
+    warp.values[turn][lane] = value;
+    warp.kinds[lane] = kind;
+    warp.waiting += 1;
+    fiber_here->state = AT_WARP;
+    if (warp.waiting == warp.live) {
+        release_warp(block, number);
+    }
+    back_to_scheduler();
+    *ended = warp.without[turn];
+    return warp.values[turn];
+}
+
+void emulated_load_line(const void* from, uint4* value) {
+    emulated_look();
+    LineGroup& group = block_here->groups[fiber_here->place.thread.x / 8];
+    Line& line = line_of(group.loads, ++fiber_here->loads);
+    const char* at = line_at(line, from);
+    if (line.came++ == 0) {
+        // Flags, which are last, before what they are of.
+        for (int half = 15; half >= 0; --half) {
+            copy_half(reinterpret_cast<char*>(line.parts) + 8 * half, at + 8 * half);
+        }
+    }
+    *value = line.parts[fiber_here->place.thread.x % 8];
+}
+
+void emulated_store_line(void* to, const uint4* value) {
+    LineGroup& group = block_here->groups[fiber_here->place.thread.x / 8];
+    Line& line = line_of(group.stores, ++fiber_here->stores);
+    char* at = line_at(line, to);
+    block_here->moved = true;
+    line.parts[fiber_here->place.thread.x % 8] = *value;
+    if (++line.came == 8) {
+        for (int half = 0; half < 16; ++half) {
+            copy_half(at + 8 * half, reinterpret_cast<const char*>(line.parts) + 8 * half);
+        }
+    }
+}
+
+unsigned long long emulated_nanoseconds() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return static_cast<unsigned long long>(now.tv_sec) * 1000000000ull + now.tv_nsec;
+}
+}
+
+}  // namespace emulated
