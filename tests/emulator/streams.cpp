@@ -328,6 +328,13 @@ void drop_graph(Graph* graph) { delete graph; }
 Graph* copy(Graph* graph) { return new Graph(*graph); }
 
 void run_kernel(const Call& call, Shape shape, unsigned room) {
+    // Kernels that nothing orders come to the device in any order.
+    thread_local unsigned long long luck = emulated_nanoseconds();
+    luck = luck * 6364136223846793005ull + 1442695040888963407ull;
+    if (luck >> 61 == 0) {
+        const timespec late = {0, static_cast<long>(luck >> 33 & 0x3ffff)};
+        nanosleep(&late, nullptr);
+    }
     std::vector<std::thread> blocks;
     Held held(state.lock);
     const unsigned long long mine = state.next_kernel++;
