@@ -54,7 +54,9 @@ test-emulated: $(EMULATOR)/libnvrtc.so.13
 	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
 		check --quick --ranks 2 --algorithms $(EMULATED_CHECKS)
 	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
-		check --quick --ranks 3 --algorithms one_shot_line,two_shot_sentinel,two_shot_push,all_to_all
+		check --quick --ranks 3 --algorithms one_shot_line,two_shot_sentinel,two_shot_copy,one_sided
+	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
+		check --quick --ranks 8 --algorithms one_shot_line,two_shot_push
 	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
 		soak --ranks 2 --calls 200
 else
