@@ -60,11 +60,13 @@ int run(const std::vector<std::string>& arguments, const std::string& log) {
 }
 
 int compile(Program& program, const std::vector<std::string>& options) {
-    char folder[] = "/tmp/emulated-XXXXXX";
-    if (mkdtemp(folder) == nullptr) {
-        return INVALID;
+    // Beside the libraries: what a process that was killed leaves goes when they are made again.
+    std::string folder = EMULATOR_DRIVER "-XXXXXX";
+    if (mkdtemp(folder.data()) == nullptr) {
+        program.log = "no folder " + folder;
+        return COMPILATION;
     }
-    const std::string at = std::string(folder) + "/";
+    const std::string at = folder + "/";
     std::vector<std::string> made = {"kernel.cpp", "kernel.so", "log"};
     for (const auto& [name, text] : program.headers) {
         // Instructions of the device.
@@ -98,7 +100,7 @@ int compile(Program& program, const std::vector<std::string>& options) {
     for (const std::string& name : made) {
         unlink((at + name).c_str());
     }
-    rmdir(folder);
+    rmdir(folder.c_str());
     return status == 0 && !code.empty() ? OK : COMPILATION;
 }
 
