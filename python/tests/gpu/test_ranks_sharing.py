@@ -7,9 +7,9 @@ torch.distributed.run.
 """
 
 import os
-import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,33 +17,34 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def run(world, program, *arguments):
-    """What the ranks print."""
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", world, HERE / program, *arguments]
+@pytest.fixture
+def run(tmp_path):
+    """Runs a program of this folder (the launcher's logs go to the test's folder); what they print."""
+    return partial(launched, tmp_path)
+
+
+def launched(logs, world, program, *arguments):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--log-dir", logs]
     variables = {**os.environ, "SYMMPOOL_SHARED_DEVICE": "1", "OMP_NUM_THREADS": "1"}
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        command[3:3] = ["--master-port", found.getsockname()[1]]
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], env=variables, capture_output=True, text=True, timeout=240
-    )
+    command = [str(part) for part in [*launch, "--nproc-per-node", world, HERE / program, *arguments]]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
 
 
-def test_everything_with_torchs_signatures():
+def test_everything_with_torchs_signatures(run):
     said = run(2, "ranks_torch.py")
     assert "ok    data-parallel training, as with NCCL" in said and "WRONG" not in said
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_random_programs_on_several_groups(world):
+def test_random_programs_on_several_groups(run, world):
     assert f"programs on {world} ranks" in run(world, "ranks_programs.py", "--count", 20, "--most", 65536)
 
 
-def test_random_traffic_matrices():
+def test_random_traffic_matrices(run):
     assert "200 matrices" in run(2, "ranks_matrices.py", "--count", 200)
 
 
-def test_random_programs_in_a_pools_scope():
+def test_random_programs_in_a_pools_scope(run):
     assert ": 0 wrong sums" in run(2, "ranks_mempool.py", 4)
