@@ -49,7 +49,7 @@ __device__ __forceinline__ void push_in_step(const Exchange& exchange) {
 #pragma unroll 1
     for (u32 distance = 1; distance < WORLD; ++distance) {
         if (distance > 1) {
-            keep_step(exchange.session, distance);
+            keep_step(exchange.session, Teams(data_blocks()), distance);
         }
         share(exchange.routes[distance], block, pushing);
     }

@@ -132,7 +132,7 @@ struct Call {
     u64 bytes;   // of the whole, or of a rank's part
     u64 stride;  // from part to part
     u32 root;
-    u32 unused;
+    u32 teams;   // that work together, of kernels that have them (`flags.cuh`)
 };
 
 // As the host has them.

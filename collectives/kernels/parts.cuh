@@ -1,4 +1,4 @@
-//! How data is divided among ranks, and a part among blocks.
+//! How data is divided among ranks, and a part among blocks or teams.
 
 #pragma once
 
@@ -42,20 +42,23 @@ struct Parts {
     }
 };
 
-// A block's vectors of a stretch of `count` from `begin` on: whole lines of 128 bytes.
 struct Range {
     u64 from;
     u64 to;
+};
 
-    __device__ __forceinline__ Range(u64 begin, u64 count, u32 block, u32 blocks) {
-        u64 each = ((count + blocks - 1) / blocks + 7) / 8 * 8;
-        u64 first = block * each;
-        from = begin + (first < count ? first : count);
-        to = begin + (first + each < count ? first + each : count);
+// Vectors that so many blocks or teams divide among them, in whole lines of 128 bytes.
+struct Division {
+    u64 count;
+    u64 each;
+
+    __device__ __forceinline__ Division(u64 vectors, u32 among)
+        : count(vectors), each(((vectors + among - 1) / among + 7) / 8 * 8) {}
+
+    __device__ __forceinline__ Range operator[](u32 nth) const {
+        const u64 first = nth * each;
+        return {first < count ? first : count, first + each < count ? first + each : count};
     }
-
-    __device__ __forceinline__ Range(u64 begin, u64 count)
-        : Range(begin, count, data_block(), data_blocks()) {}
 };
 
 }  // namespace symmpool

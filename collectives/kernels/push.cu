@@ -2,10 +2,10 @@
 //! into peers' output, which is a window. Also the first alone, a reduce-scatter.
 //! Defines: WORLD, DTYPE, OP, THREADS, SHOTS.
 //!
-//! Blocks of one number on all ranks work together and wait for each other alone. A block sends all
+//! Teams of one number on all ranks work together and wait for each other alone. A team sends all
 //! it has for one peer before it turns to the next, and ranks keep step, so that no two of them send
 //! to one: links carry 361 GB/s on an H200 then, and 347 where blocks send as they come. Before a
-//! block writes into a peer's output it has heard from that peer in this call, so nobody there still
+//! team writes into a peer's output it has heard from that peer in this call, so nobody there still
 //! reads what the call before left.
 
 #include "flags.cuh"
@@ -47,9 +47,12 @@ struct Push {
     const Comm& comm;
     const Call& call;
     const Parts<((SHOTS & (SCATTER | GATHER)) == (SCATTER | GATHER))> parts;
+    const Teams teams;
+    const Division division;
 
     __device__ __forceinline__ Push(const Session& s, const Call& c)
-        : session(s), comm(s.comm), call(c), parts(c) {}
+        : session(s), comm(s.comm), call(c), parts(c), teams(c.teams),
+          division(parts.vectors(), c.teams) {}
 
     // Where a rank's results go: into this rank's memory, or a peer's.
     __device__ __forceinline__ Target output(u32 distance) const {
@@ -77,40 +80,57 @@ struct Push {
                               least(input.vectors(), to));
     }
 
-    // Both shots of what `range` names. The last leg of the scatter is in halves, so that the first
-    // can be reduced while the flags of the second travel. False where a peer is missing.
-    __device__ __forceinline__ bool run(const Range& range) const {
+    // What every team of this block has, of what is whole or of its first or second half.
+    template <typename Do>
+    __device__ __forceinline__ void each_whole(Do act) const {
+#pragma unroll 1
+        for (u32 team = teams.first; team < teams.end; ++team) {
+            const Range range = division[team];
+            act(range.from, range.to);
+        }
+    }
+
+    template <typename Do>
+    __device__ __forceinline__ void each_half(u32 which, Do act) const {
+        each_whole([&](u64 begin, u64 end) {
+            const u64 half = (end - begin + 1) / 2, from = begin + which * half;
+            act(from, least(from + half, end));
+        });
+    }
+
+    // Both shots. The last leg of the scatter is in halves, so that the first can be reduced while the
+    // flags of the second travel. False where a peer is missing.
+    __device__ __forceinline__ bool run() const {
         constexpr bool ONWARDS = (SHOTS & GATHER) != 0;
-        const u64 half = (range.to - range.from + 1) / 2;
         u32 leg = 0;
 #pragma unroll 1
         for (u32 distance = 1; distance + 1 < WORLD; ++distance) {
-            scatter(distance, range.from, range.to);
-            keep_step(session, ++leg);
+            each_whole([&](u64 from, u64 to) { scatter(distance, from, to); });
+            keep_step(session, teams, ++leg);
         }
 #pragma unroll 1
         for (u32 which = 0; which < 2; ++which) {
-            const u64 from = range.from + which * half;
-            scatter(WORLD - 1, from, least(from + half, range.to));
-            raise(session, ARRIVED, which + 1);
+            each_half(which, [&](u64 from, u64 to) { scatter(WORLD - 1, from, to); });
+            raise(session, teams, ARRIVED, which + 1);
         }
 #pragma unroll 1
         for (u32 which = 0; which < 2; ++which) {
-            if (!await_flags<ONWARDS>(session, ARRIVED, which + 1, DATA)) {
+            if (!await_flags<ONWARDS>(session, teams, ARRIVED, which + 1, DATA)) {
                 return false;
             }
-            const u64 from = range.from + which * half;
-            reduce<ONWARDS>(from, least(from + half, range.to));
+            each_half(which, [&](u64 from, u64 to) { reduce<ONWARDS>(from, to); });
         }
 #pragma unroll 1
         for (u32 distance = 2; ONWARDS && distance < WORLD; ++distance) {
-            keep_step(session, ++leg);
+            keep_step(session, teams, ++leg);
             const Source results(output(0).begin, output(0).bytes);
             const Target peer = output(distance);
-            copy(results, range.from, least(results.vectors(), range.to),
-                 [&](u64 at, uint4 vector) { peer.store(at, vector); });
+            each_whole([&](u64 from, u64 to) {
+                copy(results, from, least(results.vectors(), to),
+                     [&](u64 at, uint4 vector) { peer.store(at, vector); });
+            });
         }
-        raise(session, FINISHED, 1);
+        raise(session, teams, FINISHED, 1);
         return true;
     }
 };
@@ -123,12 +143,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     if (attends()) {
-        attend<true>(session, call, used_flags());
+        attend<true>(session, call, used_flags(call.teams));
         return;
     }
     session.advance();
     const Push push(session, call);
-    if (push.run(Range(0, push.parts.vectors()))) {
-        await_flags(session, FINISHED, 1, RESULT);
+    if (push.run()) {
+        await_flags(session, push.teams, FINISHED, 1, RESULT);
     }
 }

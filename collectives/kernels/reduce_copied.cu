@@ -56,6 +56,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     const Source input(call.input, call.bytes);
     const Target output(call.output, call.bytes);
-    const Range range(0, input.vectors(), blockIdx.x, gridDim.x);
+    const Range range = Division(input.vectors(), gridDim.x)[blockIdx.x];
     reduce_share<false>(comm, input, output, output, range.from, range.to, call.stride);
 }

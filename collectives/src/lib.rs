@@ -32,6 +32,7 @@ pub use alltoallv::{AllToAllAlgorithm, SplitRows, SplitsAt};
 pub use communicator::{
     Communicator, CommunicatorOptions, Received, RowExchange, RowLayout, RowsAt, Splits,
 };
+pub use cuda::leave_room;
 pub use dtype::{DType, Element};
 pub use float8::{F8E4m3, F8E5m2};
 pub use host::{HostEngine, HostOptions, Place};

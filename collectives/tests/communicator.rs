@@ -478,7 +478,7 @@ fn a_rank_that_let_go_of_its_pool_is_lost_soon() {
 #[test]
 fn options_for_devices_are_looked_at_in_host_memory_too() {
     ranks(2, |pool| {
-        for concurrent in [0, 17] {
+        for concurrent in [Some(0), Some(17)] {
             let options = CommunicatorOptions { concurrent, ..Default::default() };
             let error = Communicator::with_options(pool, &options).unwrap_err();
             assert!(error.is_invalid_argument(), "{error}");

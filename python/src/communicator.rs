@@ -52,10 +52,12 @@ use crate::{site, tensor};
 /// Waits are not ended by Ctrl-C, but all of them end. `algorithm` is one of `algorithms()`, and how
 /// all-reduces go about it: the bits of results are the same with each; `all_to_all`, "auto", "packet",
 /// "direct", "copy" or "ring", is that of all-to-alls, on devices of all-gathers and broadcasts too. `scratch_bytes` is how much
-/// scratch there is, in host memory or on the device. `concurrent` is how many communicators of this
-/// process may have calls under way on the device at once, on several streams: with more than one,
-/// each takes only so much of the device that none waits outside for a peer that waits for it. All
-/// of it is the same on every rank.
+/// scratch there is, in host memory or on the device. All of it is the same on every rank. `concurrent`,
+/// of which ranks may differ, is how many communicators of this process may have calls under way on the
+/// device at once, on several streams, 1 to 16: with more than one, each takes only so much of the device
+/// that none waits outside for a peer that waits for it. Without it that is as many as there are, or as
+/// streams they were called on if these are fewer, but two at least; one alone takes everything, unless
+/// `leave_room` says otherwise. A graph keeps what held when it was captured.
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Communicator {
     calls: Arc<Calls>,
@@ -68,10 +70,10 @@ impl Communicator {
     #[pyo3(
         signature = (
             pool, *, timeout = Number::of(30.0), algorithm = "auto", all_to_all = "auto",
-            scratch_bytes = None, concurrent = Number::of(1)
+            scratch_bytes = None, concurrent = None
         ),
         text_signature = "(pool, *, timeout=30.0, algorithm='auto', all_to_all='auto', \
-                          scratch_bytes=None, concurrent=1)"
+                          scratch_bytes=None, concurrent=None)"
     )]
     fn new(
         py: Python<'_>,
@@ -80,7 +82,7 @@ impl Communicator {
         algorithm: &str,
         all_to_all: &str,
         scratch_bytes: Option<Number<u64>>,
-        concurrent: Number<u32>,
+        concurrent: Option<Number<u32>>,
     ) -> PyResult<Self> {
         let pool = pool.get();
         pool.pool.check("a pool").or_raise(py)?;
@@ -88,11 +90,12 @@ impl Communicator {
         let read = || {
             let bytes =
                 scratch_bytes.map(|bytes| bytes.or_raise(py, "scratch_bytes")).transpose()?;
+            let told = concurrent.map(|told| told.or_raise(py, "concurrent")).transpose()?;
             let mut options = CommunicatorOptions {
                 timeout: timeout.seconds(py, "timeout")?,
                 algorithm: convert::algorithm(py, algorithm)?,
                 all_to_all: convert::all_to_all_algorithm(py, all_to_all)?,
-                concurrent: concurrent.or_raise(py, "concurrent")?,
+                concurrent: told,
                 ..CommunicatorOptions::default()
             };
             match (pool.device, bytes) {

@@ -80,6 +80,7 @@ mod _symmpool {
     use crate::slot::Slot;
 
     use crate::convert;
+    use crate::number::Number;
 
     /// Names that `algorithm` of a `Communicator` takes, "auto" first.
     #[pyo3::pyfunction]
@@ -91,6 +92,16 @@ mod _symmpool {
     #[pyo3::pyfunction]
     fn all_to_all_algorithms() -> Vec<&'static str> {
         convert::all_to_all_algorithm_names()
+    }
+
+    /// Has this process's communicators on the CUDA device with that number leave it a third of its
+    /// processors from now on, though there may be one alone: for kernels of others that wait for other
+    /// ranks, as NCCL's do. One that was made with `concurrent` does as that says. Ranks may differ; what
+    /// a graph has captured stays as it was. Touches no device.
+    #[pyo3::pyfunction]
+    fn leave_room(py: pyo3::Python<'_>, device: Number<u32>) -> pyo3::PyResult<()> {
+        symmpool_collectives::leave_room(device.or_raise(py, "device")?);
+        Ok(())
     }
 
     /// The package's version.

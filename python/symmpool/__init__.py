@@ -33,6 +33,7 @@ from symmpool._symmpool import (
     RowLayout,
     Slot,
     algorithms,
+    leave_room,
     version,
 )
 from symmpool.distributed import (
@@ -119,6 +120,7 @@ __all__ = [
     "graph",
     "install",
     "is_installed",
+    "leave_room",
     "memory_stats",
     "memory_summary",
     "reduce_scatter_tensor",

@@ -8,8 +8,9 @@ the group has beside them. The choice is made call by call, from what is the sam
 operation, element type, device. `last_backend()` and `backend_counts()` say what was chosen.
 
 With `async_op=False` a call on CUDA runs on the current stream. Ours waits for a late rank as long as
-the process group's timeout says. Where a rank has several groups, large calls take a part of the device
-only, for calls of others may have to run while they wait (`symmpool.sharing`).
+the process group's timeout says. Where a rank has several groups, or NCCL has had something to do,
+large calls take a part of the device only: what others call may have to run while they wait
+(`symmpool.sharing`).
 
 Messages (`dist.send` and its like) are NCCL's on CUDA, with a channel for each direction between two
 ranks: those of a batch may be begun in any order. The first on a channel, and what follows until the
@@ -43,7 +44,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from symmpool import groups, leaving, lists, placing, reductions, seats
-from symmpool._symmpool import Group
+from symmpool._symmpool import Group, leave_room
 from symmpool.beside import Beside
 from symmpool.errors import (
     Error,
@@ -204,7 +205,10 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
     def _other(self, operation: str, tensor: torch.Tensor | None) -> str:
         self._refuse_at_end()
         kind = tensor.device.type if tensor is not None else "cpu"
-        _note(operation, self._names.get(kind, kind))
+        name = self._names.get(kind, kind)
+        if tensor is not None and name == "nccl":
+            leave_room(tensor.device.index)
+        _note(operation, name)
         return operation
 
     def _run(

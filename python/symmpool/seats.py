@@ -37,9 +37,11 @@ class Seat:
     __slots__ = ("comm", "device", "tail", "side", "__weakref__")
 
     def __init__(self, pool: Pool):
-        concurrent = sharing.at_once(pool)
-        self.comm = Communicator(pool, timeout=groups.timeout_of(pool), concurrent=concurrent)
         self.device = number_of(pool.device)
+        if self.device >= 0:
+            sharing.leave_room_for_groups(self.device)
+        concurrent = sharing.concurrent(pool)
+        self.comm = Communicator(pool, timeout=groups.timeout_of(pool), concurrent=concurrent)
         # The turn of the last call that was made with async_op, until something has waited for it.
         self.tail: Any = None
         # What such calls run on: a stream, or a thread.

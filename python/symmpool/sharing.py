@@ -2,8 +2,8 @@
 
 A kernel that waits for a peer keeps its place on the device. With calls of several groups under way, on
 streams of their own, one that takes all of it keeps others outside, ours and NCCL's, and ranks that began
-with different ones wait for each other until time is over. So where a process has several groups on CUDA,
-communicators are told of others (`concurrent`), which large calls pay for.
+with different ones wait for each other until time is over. Communicators know of each other, and leave each
+other room; of NCCL they are told here, before it has anything to do.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ import os
 from typing import Any
 
 from symmpool import groups
+from symmpool._symmpool import leave_room
 from symmpool.errors import InvalidArgumentError
 
-__all__ = ["at_once", "shares_device"]
+__all__ = ["concurrent", "leave_room_for_groups", "shares_device"]
 
 VARIABLE = "SYMMPOOL_CONCURRENT"
 # Says that several ranks may use one device; pools refuse what makes no sense.
 _SHARED_DEVICE = "SYMMPOOL_SHARED_DEVICE"
-# What is assumed of programs with several groups.
-_SEVERAL = 2
 # As many as the option takes.
 _MOST = 16
 
@@ -35,26 +34,26 @@ def is_count(said: str) -> bool:
     return said.isascii() and said.isdigit() and 1 <= int(said) <= _MOST
 
 
-def at_once(pool: Any) -> int:
-    """How many communicators may have calls under way at once on a pool's device, this one included: what
-    the environment says, the same on every rank; else by the groups that any rank has. Collective."""
-    if pool.device == "cpu":
-        return 1
+def concurrent(pool: Any) -> int | None:
+    """How many communicators may have calls under way at once on a pool's device, this one included, where
+    the environment says so."""
     said = os.environ.get(VARIABLE, "")
-    if said:
-        if not is_count(said):
-            raise InvalidArgumentError(
-                f"{VARIABLE}={said}: communicators whose calls are under way at once on a device; a "
-                f"whole number from 1 to {_MOST} is needed, the same on every rank"
-            )
-        return int(said)
-    dist, key = groups.distributed(), groups.key_holding(pool)
-    if dist is None or not isinstance(key, dist.ProcessGroup):
-        return 1
-    why = "it has several groups" if _several_groups(dist) else None
-    seconds = groups.timeout_of(pool)
-    told = groups.agree(key, "concurrent", why, seconds, "the first call on CUDA")
-    return _SEVERAL if told else 1
+    if pool.device == "cpu" or not said:
+        return None
+    if not is_count(said):
+        raise InvalidArgumentError(
+            f"{VARIABLE}={said}: communicators whose calls are under way at once on a device; a "
+            f"whole number from 1 to {_MOST} is needed"
+        )
+    return int(said)
+
+
+def leave_room_for_groups(device: int) -> None:
+    """Has communicators on a CUDA device leave NCCL room, if this rank has several groups: one of them may
+    have messages alone, which are NCCL's."""
+    dist = groups.distributed()
+    if dist is not None and _several_groups(dist):
+        leave_room(device)
 
 
 def _several_groups(dist: Any) -> bool:

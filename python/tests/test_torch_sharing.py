@@ -21,46 +21,47 @@ ON_CUDA = Pool("cuda:0")
 
 def test_the_environment_says_how_many(monkeypatch):
     monkeypatch.setenv("SYMMPOOL_CONCURRENT", "3")
-    assert sharing.at_once(ON_CUDA) == 3
-    assert sharing.at_once(Pool("cpu")) == 1
+    assert sharing.concurrent(ON_CUDA) == 3
+    assert sharing.concurrent(Pool("cpu")) is None
     for nonsense in ("0", "17", "-1", "2.0", " 2", "two", "²"):
         monkeypatch.setenv("SYMMPOOL_CONCURRENT", nonsense)
         with pytest.raises(symmpool.InvalidArgumentError, match="SYMMPOOL_CONCURRENT="):
-            sharing.at_once(ON_CUDA)
+            sharing.concurrent(ON_CUDA)
     monkeypatch.setenv("SYMMPOOL_CONCURRENT", "")
-    assert sharing.at_once(ON_CUDA) == 1, "a pool on no group of torch"
+    assert sharing.concurrent(ON_CUDA) is None
 
 
-def agreed(group, folder):
-    me, _ = begin(group, folder)
-    groups.key_holding = lambda _: dist.group.WORLD
-    found = [sharing.at_once(ON_CUDA)]
-    dist.new_group()  # of gloo, which has no calls on CUDA
-    found.append(sharing.at_once(ON_CUDA))
-    # As where a rank has two groups on CUDA, and the others have one.
-    sharing._several_groups = lambda _: me == 1
-    found.append(sharing.at_once(ON_CUDA))
-    dist.destroy_process_group()
-    return found
-
-
-def test_ranks_agree_whether_one_has_several_groups(tmp_path):
-    assert values(3, agreed, str(tmp_path)) == [[1, 1, 2]] * 3
+def test_room_is_left_on_devices_that_there_may_be():
+    symmpool.leave_room(0)
+    for nonsense in (-1, 2**32, 0.5, "cuda"):
+        with pytest.raises((symmpool.InvalidArgumentError, TypeError), match="device|integer"):
+            symmpool.leave_room(nonsense)
 
 
 def counted(group, folder):
     begin(group, folder)
-    kinds = []
+    told = []
+    sharing.leave_room = told.append
+
+    def is_told():
+        sharing.leave_room_for_groups(3)
+        found = told == [3]
+        told.clear()
+        return found
+
+    of_gloo = dist.new_group()  # which has no calls on CUDA
+    kinds = [is_told()]
+    dist.destroy_process_group(of_gloo)
     # As of NCCL.
     groups.backends_of = lambda _: {"cuda": "nccl"}
-    kinds.append(sharing._several_groups(dist))
+    kinds.append(is_told())
     dist.new_group([group.rank], use_local_synchronization=True)  # of one rank
-    kinds.append(sharing._several_groups(dist))
+    kinds.append(is_told())
     dist.new_group()
-    kinds.append(sharing._several_groups(dist))
+    kinds.append(is_told())
     dist.destroy_process_group()
     return kinds
 
 
-def test_groups_of_one_rank_do_not_count(tmp_path):
-    assert values(2, counted, str(tmp_path)) == [[False, False, True]] * 2
+def test_several_groups_on_cuda_leave_nccl_room(tmp_path):
+    assert values(2, counted, str(tmp_path)) == [[False, False, False, True]] * 2

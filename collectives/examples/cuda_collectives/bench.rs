@@ -71,7 +71,7 @@ impl<'a> Bench<'a> {
         let wanted = reduce(&all, dtype, ReduceOp::Sum);
         let mut times = Times::new();
         for &algorithm in algorithms {
-            let mut communicator = CommunicatorOptions { algorithm, ..Default::default() };
+            let mut communicator = CommunicatorOptions { algorithm, ..options.communicator() };
             let copied = algorithm == AllReduceAlgorithm::TwoShotCopy;
             if let Some(bytes) = options.copy_scratch.filter(|_| copied) {
                 communicator.device_scratch_bytes = bytes;
@@ -125,7 +125,8 @@ impl<'a> Bench<'a> {
             if !options.algorithms.contains(&name) {
                 continue;
             }
-            let communicator = CommunicatorOptions { all_to_all: algorithm, ..Default::default() };
+            let communicator =
+                CommunicatorOptions { all_to_all: algorithm, ..options.communicator() };
             let comm = Communicator::with_options(self.pool, &communicator)?;
             for &bytes in &options.sizes() {
                 let count = (bytes / u64::from(world)) as usize;

@@ -103,9 +103,15 @@ struct Options {
     /// at every access (check).
     #[arg(long)]
     quick: bool,
+    /// How many communicators are said to be at work at once, of ranks in turn: what a rank's kernels take
+    /// of its device follows from it (check, soak, bench).
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
+    concurrent: Vec<u32>,
     /// Whether ranks share a device, on which they take turns.
     #[arg(skip)]
     shared: bool,
+    #[arg(skip)]
+    rank: u32,
     /// What is under way when a rank is killed (set by killed, for its ranks).
     #[arg(long, hide = true)]
     kind: Option<String>,
@@ -141,7 +147,10 @@ impl Options {
 
     /// How communicators are made where nothing is meant to go wrong.
     fn communicator(&self) -> CommunicatorOptions {
-        let usual = CommunicatorOptions::default();
+        let told = self.concurrent.iter().cycle().nth(self.rank as usize);
+        // There may be several here, but their calls come one after the other.
+        let concurrent = Some(told.copied().unwrap_or(1));
+        let usual = CommunicatorOptions { concurrent, ..Default::default() };
         if self.quick { CommunicatorOptions { timeout: PATIENCE, ..usual } } else { usual }
     }
 
@@ -237,6 +246,7 @@ fn launch(options: &Options, devices: u32, more: &[&str]) -> bool {
 
 fn run(options: &mut Options) -> Result<bool> {
     let group = Group::from_env(Deadline::seconds(60))?;
+    options.rank = group.rank();
     options.shared = CudaDriver::device_count()? < options.ranks;
     let builder = Pool::builder(group)
         .driver(Driver::new(CudaDriver::from_env()?))

@@ -104,7 +104,7 @@ fn communicators(
             algorithm,
             all_to_all: AllToAllAlgorithm::ALL[nth % AllToAllAlgorithm::ALL.len()],
             device_scratch_bytes: 4 << 20,
-            ..Default::default()
+            ..options.communicator()
         };
         Ok((algorithm, Communicator::with_options(pool, &options)?))
     };

@@ -87,16 +87,12 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
 
 impl Lane {
     /// To be committed by the caller.
-    fn new(pool: &Pool, most: usize) -> Result<Self> {
+    fn new(pool: &Pool, most: usize, concurrent: Option<u32>) -> Result<Self> {
         let bytes = 2 * (most + SHIFTS);
         // Of equal parts; others do not go by copy engines.
         let all_to_all = AllToAllAlgorithm::Copy;
-        let options = CommunicatorOptions {
-            all_to_all,
-            timeout: TIMEOUT,
-            concurrent: 2,
-            ..Default::default()
-        };
+        let options =
+            CommunicatorOptions { all_to_all, timeout: TIMEOUT, concurrent, ..Default::default() };
         Ok(Self {
             comm: Communicator::with_options(pool, &options)?,
             stream: stream(pool)?,
@@ -111,9 +107,10 @@ impl Lane {
 
 impl<'a> Streams<'a> {
     fn new(pool: &'a Pool, seed: u64, most: usize) -> Result<Self> {
-        let lanes = [Lane::new(pool, most)?, Lane::new(pool, most)?];
-        pool.commit()?;
         let (rank, world) = (pool.rank(), pool.world());
+        // Ranks may give the same communicator different shares of their devices.
+        let lanes = [Lane::new(pool, most, None)?, Lane::new(pool, most, Some(2 + rank % 3))?];
+        pool.commit()?;
         let part = most / world as usize / 16 * 16;
         for (nth, lane) in (0_u64..).zip(&lanes) {
             // The rest repeats.

@@ -8,7 +8,7 @@ use symmpool_allocator::{Error, Result};
 use super::Communicator;
 use crate::{AllReduceAlgorithm, AllToAllAlgorithm, HostOptions};
 
-/// How a [`Communicator`] behaves. The same on every rank.
+/// How a [`Communicator`] behaves. The same on every rank, but for what says otherwise.
 #[derive(Clone, Debug)]
 pub struct CommunicatorOptions {
     /// Longest wait for a late rank (rule S5). Default 30 s. A rank of this machine whose process
@@ -34,12 +34,16 @@ pub struct CommunicatorOptions {
     /// microseconds each. Default 192 MiB, which holds those of 256 MiB from 4 ranks. A
     /// communicator takes as much, three times the inbox, and 101 MiB.
     pub device_scratch_bytes: u64,
-    /// On a device: communicators of this process whose calls may be under way there at once, on several
-    /// streams; 1 to 16. A kernel keeps its place on the device while it waits for a peer. If one takes
-    /// all of it, another communicator's waits outside, and ranks that began with different ones wait
-    /// for each other until time is over. With more than one, kernels take so few blocks that all
-    /// find a place, which large calls pay for; give each of them the same number. Default 1.
-    pub concurrent: u32,
+    /// On a device: communicators whose calls may be under way there at once, on several streams; 1 to 16.
+    /// A kernel keeps its place on the device while it waits for a peer. If one takes all of it, another
+    /// communicator's waits outside, and ranks that began with different ones wait for each other until
+    /// time is over. So where a process has several on a device, each takes its share of two thirds of the
+    /// processors, which large calls pay for. `None`, the default: as many as there are, or as streams that
+    /// they were called on if these are fewer, but two at least; one alone takes everything, unless
+    /// [`leave_room`](crate::leave_room) says otherwise. It is what holds when a call is made, and stays in
+    /// a graph that captures it: before capturing have all communicators made, or say how many there will
+    /// be. Ranks may differ.
+    pub concurrent: Option<u32>,
     /// The number of the first call, 1 or more. Default 1; others serve to test what happens when
     /// numbers have used up their bits.
     pub first_epoch: u32,
@@ -60,7 +64,7 @@ impl Default for CommunicatorOptions {
             scratch_bytes,
             device_inbox_bytes: 32 << 20,
             device_scratch_bytes: 192 << 20,
-            concurrent: 1,
+            concurrent: None,
             first_epoch: 1,
             links: None,
         }
@@ -78,11 +82,10 @@ impl CommunicatorOptions {
         if self.first_epoch == 0 {
             return refuse("first epoch 0: calls count from 1".to_owned());
         }
-        if !(1..=MOST_CONCURRENT).contains(&self.concurrent) {
+        if let Some(told) = self.concurrent.filter(|told| !(1..=MOST_CONCURRENT).contains(told)) {
             return refuse(format!(
-                "concurrent {}: communicators whose calls are under way at once, 1 to \
-                 {MOST_CONCURRENT}",
-                self.concurrent
+                "concurrent {told}: communicators whose calls are under way at once, 1 to \
+                 {MOST_CONCURRENT}"
             ));
         }
         match &self.links {
@@ -129,11 +132,11 @@ mod tests {
     #[test]
     fn what_makes_no_sense_is_refused_whatever_the_memory() {
         let good = CommunicatorOptions::default;
-        assert!(CommunicatorOptions { concurrent: 16, ..good() }.check(2).is_ok());
+        assert!(CommunicatorOptions { concurrent: Some(16), ..good() }.check(2).is_ok());
         assert!(CommunicatorOptions { links: Some(Topology::host(2)), ..good() }.check(2).is_ok());
         for (options, name) in [
-            (CommunicatorOptions { concurrent: 0, ..good() }, "concurrent 0"),
-            (CommunicatorOptions { concurrent: 17, ..good() }, "concurrent 17"),
+            (CommunicatorOptions { concurrent: Some(0), ..good() }, "concurrent 0"),
+            (CommunicatorOptions { concurrent: Some(17), ..good() }, "concurrent 17"),
             (CommunicatorOptions { timeout: Duration::ZERO, ..good() }, "timeout"),
             (CommunicatorOptions { first_epoch: 0, ..good() }, "first epoch"),
             (CommunicatorOptions { links: Some(Topology::host(3)), ..good() }, "links of 3 ranks"),

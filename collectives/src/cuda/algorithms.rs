@@ -1,12 +1,13 @@
-//! Which kernels a collective runs, with what grid.
+//! Which kernels a collective runs.
 
 #![allow(unsafe_code)] // passes on the caller's promises about raw buffers
 
 use symmpool_allocator::{Result, Stream};
 
 use super::engine::CudaEngine;
+use super::grid::Grid;
 use super::kernels::{Loaded, Specialty};
-use super::params::{CallParams, LINE_PAYLOAD, MOST_BLOCKS};
+use super::params::{CallParams, LINE_PAYLOAD, MOST_TEAMS};
 use super::shape::{Algorithm, Shape, has_sentinels};
 use crate::allreduce::Asked;
 use crate::host::call::{Call, Operation};
@@ -21,48 +22,9 @@ pub(super) const BROADCAST: u8 = 4;
 
 /// Most threads of a block, which kernels are compiled for.
 pub(super) const THREADS: u32 = 512;
-/// Blocks that a processor holds.
-const BLOCKS_OF_PROCESSOR: u64 = 32;
-/// Most blocks that push shares: of so many, all of one length, 64 and 128 MiB take four H200s 1.0 and
+/// Most teams that push shares: of so many, all of one length, 64 and 128 MiB take four H200s 1.0 and
 /// 1.5% less than of the 131 there is room for (`cuda_collectives bench`).
 const PUSHING: u32 = 128;
-
-/// How many blocks of how many threads.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Grid {
-    pub(super) blocks: u32,
-    pub(super) threads: u32,
-}
-
-impl Grid {
-    /// A thread for each of `vectors`, as far as `most` blocks go, and one block more, which
-    /// attends to the entry. All of them run at once: blocks of peers wait for each other. Where
-    /// communicators that work at once leave too few for so many threads each, blocks have all they can.
-    pub(super) fn new(kernel: &Loaded, vectors: u64, threads: u32, most: u32) -> Self {
-        let few = vectors.div_ceil(u64::from(threads)) >= u64::from(kernel.most_blocks);
-        let threads = if few { kernel.threads } else { threads };
-        let resident = u64::from(kernel.resident);
-        let by_threads = resident * u64::from(kernel.threads) / u64::from(threads);
-        let by_slots = u64::from(kernel.processors) * BLOCKS_OF_PROCESSOR;
-        let room = by_threads.min(by_slots).min(u64::from(kernel.most_blocks)).max(2) - 1;
-        let wanted = vectors.div_ceil(u64::from(threads)).max(1);
-        let blocks = wanted.min(room).min(u64::from(most)) as u32;
-        Self { blocks: blocks + 1, threads }
-    }
-
-    /// With one block more where they are as many as fit: it takes the place of the one that attends,
-    /// which ends as soon as all ranks have entered. For kernels that wait for no entry.
-    fn and_one(self, kernel: &Loaded, vectors: u64) -> Self {
-        let full = u64::from(self.blocks) == u64::from(kernel.resident);
-        let wants = vectors > u64::from(self.data_blocks()) * u64::from(self.threads);
-        Self { blocks: self.blocks + u32::from(full && wants), ..self }
-    }
-
-    /// Without the one that attends.
-    pub(super) fn data_blocks(self) -> u32 {
-        self.blocks - 1
-    }
-}
 
 /// What a call works on, checked.
 #[derive(Clone, Copy)]
@@ -89,7 +51,7 @@ impl Work {
             bytes: self.bytes,
             stride: self.stride,
             root: self.root,
-            unused: 0,
+            teams: 0,
         }
     }
 
@@ -190,7 +152,7 @@ impl CudaEngine {
             Algorithm::OneShotPacket => (&ONE_SHOT, 0, false, vectors, 32, u32::MAX),
             Algorithm::OneShotSentinel => (&ONE_SHOT, 0, true, vectors, 32, u32::MAX),
             Algorithm::OneShotLine => (&ONE_SHOT_LINE, 0, false, of_lines, 64, u32::MAX),
-            Algorithm::OneShotPull => (&PULL, SCATTER, false, vectors, 256, MOST_BLOCKS),
+            Algorithm::OneShotPull => (&PULL, SCATTER, false, vectors, 256, MOST_TEAMS),
             Algorithm::TwoShotPull => (&PULL, BOTH, false, share, THREADS, 256),
             Algorithm::TwoShotPush => {
                 // SAFETY: passed on.
@@ -207,13 +169,14 @@ impl CudaEngine {
             }
         };
         let loaded = self.loaded(kernel, work, shots, sentinels, THREADS)?;
-        let grid = Grid::new(&loaded, wanted, threads, most);
         if matches!(algorithm, Algorithm::OneShotPull | Algorithm::TwoShotPull) {
+            let teams = Grid::new(&loaded.alone(), wanted, threads, most);
             // SAFETY: passed on.
-            return unsafe { self.put_in_blocks(loaded, grid, work) };
+            return unsafe { self.put_in_teams(loaded, teams, work) };
         }
+        let grid = Grid::new(&loaded, wanted, threads, most);
         // SAFETY: passed on.
-        unsafe { self.put(loaded, grid, work) }
+        unsafe { self.put(loaded, grid, &work.params(), work.stream) }
     }
 
     /// Through inboxes, in as many calls as their room asks for.
@@ -253,7 +216,7 @@ impl CudaEngine {
             let each = piece.bytes.div_ceil(16).div_ceil(shares);
             let grid = Grid::new(&loaded, each, threads, 264);
             // SAFETY: a stretch of what the caller promised.
-            unsafe { self.put(loaded, grid, &piece) }?;
+            unsafe { self.put(loaded, grid, &piece.params(), piece.stream) }?;
         }
         Ok(())
     }
@@ -291,23 +254,29 @@ impl CudaEngine {
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
-    pub(super) unsafe fn put(&mut self, kernel: Loaded, grid: Grid, work: &Work) -> Result<()> {
+    pub(super) unsafe fn put(
+        &mut self,
+        kernel: Loaded,
+        grid: Grid,
+        params: &CallParams,
+        stream: Stream,
+    ) -> Result<()> {
         // SAFETY: passed on.
-        unsafe {
-            self.launch(kernel, (grid.blocks, grid.threads), &work.params(), None, work.stream)
-        }
+        unsafe { self.launch(kernel, (grid.blocks, grid.threads), params, None, stream) }
     }
 
-    /// As `put`, of kernels whose blocks of one number work together on all ranks: ranks compare how
-    /// many there are.
+    /// As `put`, of kernels whose teams of one number work together on all ranks, which compare how many
+    /// there are. A team for every block of data that the device would hold: one that holds fewer, as its
+    /// communicators share it, has blocks that stand for several.
     ///
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
-    unsafe fn put_in_blocks(&mut self, kernel: Loaded, grid: Grid, work: &Work) -> Result<()> {
-        let work = Work { call: work.call.blocks(grid.blocks), ..*work };
+    unsafe fn put_in_teams(&mut self, kernel: Loaded, whole: Grid, work: &Work) -> Result<()> {
+        let work = Work { call: work.call.teams(whole.data_blocks()), ..*work };
+        let params = CallParams { teams: whole.data_blocks(), ..work.params() };
         // SAFETY: passed on.
-        unsafe { self.put(kernel, grid, &work) }
+        unsafe { self.put(kernel, whole.within(&kernel), &params, work.stream) }
     }
 
     /// Reduces part `r` of every rank's `input` into rank `r`'s `output`; `count` elements a part.
@@ -369,7 +338,7 @@ impl CudaEngine {
     }
 
     /// Through scratch and, of an all-reduce, straight into outputs that are windows, in as many calls as
-    /// the scratch asks for. Each begins with all blocks of all ranks in step.
+    /// the scratch asks for. Each begins with all teams of all ranks in step.
     ///
     /// # Safety
     ///
@@ -377,14 +346,14 @@ impl CudaEngine {
     unsafe fn push(&mut self, work: &Work, shots: u8) -> Result<()> {
         let ranks = u64::from(self.world());
         let loaded = self.loaded(&PUSH, work, shots, false, THREADS)?;
-        // Of what a block's range is of: a share, or a part.
+        // Of what a team's range is of: a share, or a part.
         let shares = if shots == SCATTER | GATHER { ranks } else { 1 };
         let most = self.control.scratch_room(self.world()) * shares;
         for piece in work.pieces(most, 128 * shares) {
             let wanted = piece.bytes.div_ceil(16).div_ceil(shares);
-            let grid = Grid::new(&loaded, wanted, THREADS, PUSHING).and_one(&loaded, wanted);
+            let teams = Grid::new(&loaded.alone(), wanted, THREADS, PUSHING);
             // SAFETY: a stretch of what the caller promised.
-            unsafe { self.put_in_blocks(loaded, grid, &piece) }?;
+            unsafe { self.put_in_teams(loaded, teams.and_one(&loaded, wanted), &piece) }?;
         }
         Ok(())
     }

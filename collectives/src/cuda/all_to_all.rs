@@ -8,8 +8,9 @@
 
 use symmpool_allocator::{Error, Result, Stream};
 
-use super::algorithms::{Grid, THREADS};
+use super::algorithms::THREADS;
 use super::engine::CudaEngine;
+use super::grid::Grid;
 use super::kernels::Specialty;
 use super::params::{CallParams, ITEM, MOST_RANKS, Traffic, UNKNOWN};
 use crate::host::call::{Call, Operation};

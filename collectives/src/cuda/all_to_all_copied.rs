@@ -113,7 +113,7 @@ impl CudaEngine {
         };
         // They wait for the entry, which must find a place beside them.
         let beside_entry = kernel.resident.saturating_sub(1).max(1);
-        let grid = (BLOCKS.min(kernel.most_blocks).min(beside_entry), THREADS);
+        let grid = (BLOCKS.min(kernel.share.most_blocks).min(beside_entry), THREADS);
         // SAFETY: parts of what the caller promised, and what no copy writes.
         unsafe { self.launch_apart(kernel, grid, &self.comm, &params, None, beside) }
             .map_err(|error| self.decline(error, stream))?;

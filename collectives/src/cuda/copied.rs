@@ -114,7 +114,7 @@ impl CudaEngine {
         let (from, bytes) = within(work.share(self.rank(), self.world()), stretch);
         let (input, output) = (work.input + from, work.output + from);
         let params = CallParams { input, output, bytes, stride: behind, ..work.params() };
-        let grid = (kernel.resident.min(kernel.most_blocks), THREADS);
+        let grid = (kernel.resident.min(kernel.share.most_blocks), THREADS);
         // SAFETY: a stretch of what the caller of `copied` promised, of which nothing is copied until
         // the kernel has run.
         unsafe { self.launch_apart(kernel, grid, &self.comm, &params, None, work.stream) }

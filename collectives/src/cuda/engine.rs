@@ -34,8 +34,8 @@ pub(crate) struct CudaOptions {
     /// The number of the first call.
     pub(crate) first_epoch: u32,
     pub(crate) all_to_all: AllToAllAlgorithm,
-    /// Communicators whose calls may be under way at once.
-    pub(crate) concurrent: u32,
+    /// Communicators whose calls may be under way at once, if that was said. Ranks may differ.
+    pub(crate) concurrent: Option<u32>,
 }
 
 /// Tells whether a rank's process still runs.
@@ -77,7 +77,7 @@ pub(crate) struct CudaEngine {
     /// The streams of the last signals and waits.
     pub(super) channels: BTreeMap<Channel, Stream>,
     /// The kernels of one-sided operations, once there was one.
-    pub(super) sided: Option<[Loaded; 4]>,
+    pub(super) sided: bool,
     failed: Option<Error>,
 }
 
@@ -85,10 +85,7 @@ impl CudaEngine {
     /// Bytes of control block that a group of `world` ranks needs with these options, of which those that
     /// are a communicator's were checked.
     pub(crate) fn control_bytes(world: u32, options: &CudaOptions) -> Result<u64> {
-        // Blocks of equal number meet on all ranks, so there must be as many: where ranks differ, so
-        // do their blocks of memory, which the commit tells.
-        let told = u64::from(options.concurrent - 1) * 4096;
-        Ok(Control::new(world, options.inbox, options.scratch)?.bytes() + told)
+        Ok(Control::new(world, options.inbox, options.scratch)?.bytes())
     }
 
     /// Makes a control block's memory as kernels expect it, before it is shared.
@@ -141,7 +138,7 @@ impl CudaEngine {
             aside,
             beside,
             channels: BTreeMap::new(),
-            sided: None,
+            sided: false,
             failed: None,
         })
     }
@@ -284,9 +281,13 @@ impl CudaEngine {
 
     /// What is put on the stream from now on is behind what this communicator put on another one.
     pub(super) fn turn_to(&mut self, stream: Stream) -> Result<()> {
-        if let Some(last) = self.stream.filter(|last| *last != stream) {
+        if self.stream == Some(stream) {
+            return Ok(());
+        }
+        if let Some(last) = self.stream {
             self.follow(last, stream)?;
         }
+        self.kernels.turn_to(stream);
         self.stream = Some(stream);
         Ok(())
     }

@@ -13,6 +13,7 @@ use symmpool_allocator::{Error, Result, Stream};
 use super::api::{Api, Handle};
 use super::fault::RECORD_BYTES;
 use super::params::{CallParams, Comm, Traffic};
+use super::sharing::{Presence, Share};
 use crate::jit::{Arch, Jit, JitOptions, Kernel, Variant};
 use crate::row_exchange::RowWork;
 use crate::{DType, ReduceOp};
@@ -49,27 +50,19 @@ pub(super) struct Loaded {
     pub(super) threads: u32,
     /// Of the device.
     pub(super) processors: u32,
-    /// Blocks that it may have at most.
-    pub(super) most_blocks: u32,
-    /// Whether its blocks may take their places before the kernel before it on the stream has
-    /// ended.
-    early: bool,
+    /// What its communicator may take.
+    pub(super) share: Share,
 }
 
 impl Loaded {
+    /// As if its communicator were alone on the device.
+    pub(super) fn alone(self) -> Self {
+        Self { share: Share::ALL, ..self }
+    }
+
     /// To be launched behind copies, whose end its blocks cannot wait for by themselves.
     pub(super) fn after_copies(self) -> Self {
-        Self { early: false, ..self }
-    }
-}
-
-/// Blocks that a communicator's kernels may have beside so many less one, and whether they may take their
-/// places early. All together have two thirds of the processors, and no more while one follows another: a
-/// kernel of others, NCCL's too, may need whole processors, and finds some whatever waits.
-fn share_of(processors: u32, concurrent: u32) -> (u32, bool) {
-    match concurrent {
-        0 | 1 => (u32::MAX, true),
-        _ => ((2 * processors / (3 * concurrent)).max(2), false),
+        Self { share: Share { early: false, ..self.share }, ..self }
     }
 }
 
@@ -78,8 +71,7 @@ pub(super) struct Kernels {
     api: &'static Api,
     arch: Arch,
     processors: u32,
-    most_blocks: u32,
-    early: bool,
+    presence: Presence,
     world: u32,
     loaded: BTreeMap<Specialty, Loaded>,
     modules: Vec<Handle>,
@@ -95,19 +87,19 @@ fn jit(driver: &CudaDriver) -> &'static Jit {
 }
 
 impl Kernels {
-    /// Of a communicator beside which so many less one are at work.
+    /// Of a communicator of so many ranks, one of so many that may be at work at once if that was said.
     pub(super) fn new(
         api: &'static Api,
         driver: &CudaDriver,
         world: u32,
-        concurrent: u32,
+        concurrent: Option<u32>,
     ) -> Result<Self> {
         use sys::CUdevice_attribute as Attribute;
         let number = |which: Attribute| {
             driver.attribute(which as u32).map(|number| u32::try_from(number).unwrap_or(0))
         };
         let processors = number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1);
-        let (most_blocks, early) = share_of(processors, concurrent);
+        let presence = Presence::new(driver.facts().ordinal, processors, world, concurrent);
         Ok(Self {
             api,
             arch: Arch::new(
@@ -115,22 +107,27 @@ impl Kernels {
                 number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
             )?,
             processors,
-            most_blocks,
-            early,
+            presence,
             world,
             loaded: BTreeMap::new(),
             modules: Vec::new(),
         })
     }
 
-    /// The kernel, compiled and loaded if it is not yet.
+    /// The kernel, compiled and loaded if it is not yet, with what it may take now.
     pub(super) fn get(&mut self, driver: &CudaDriver, specialty: Specialty) -> Result<Loaded> {
+        let share = self.presence.share();
         if let Some(loaded) = self.loaded.get(&specialty) {
-            return Ok(*loaded);
+            return Ok(Loaded { share, ..*loaded });
         }
         let loaded = driver.with_context_unordered(|| self.load(driver, specialty))?;
         self.loaded.insert(specialty, loaded);
-        Ok(loaded)
+        Ok(Loaded { share, ..loaded })
+    }
+
+    /// Calls come on that stream from now on.
+    pub(super) fn turn_to(&self, stream: Stream) {
+        self.presence.turns_to(stream.raw());
     }
 
     fn load(&mut self, driver: &CudaDriver, specialty: Specialty) -> Result<Loaded> {
@@ -184,8 +181,8 @@ impl Kernels {
         let code = unsafe { (self.api.occupancy)(&raw mut blocks, function, threads as c_int, 0) };
         CudaDriver::check(code, || format!("asking how many blocks of {variant} fit"))?;
         let resident = u32::try_from(blocks).unwrap_or(0).max(1) * self.processors;
-        let Self { processors, most_blocks, early, .. } = *self;
-        Ok(Loaded { function, resident, threads, processors, most_blocks, early })
+        let (processors, share) = (self.processors, self.presence.share());
+        Ok(Loaded { function, resident, threads, processors, share })
     }
 
     /// Puts a kernel on a stream. The device's context must be current.
@@ -262,7 +259,7 @@ impl Kernels {
             sharedMemBytes: 0,
             hStream: stream.raw() as usize as sys::CUstream,
             attrs: &raw mut overlap,
-            numAttrs: kernel.early.into(),
+            numAttrs: kernel.share.early.into(),
         };
         // SAFETY: the configuration and the arguments, which have the kernel's parameter types
         // (checked by size when it was compiled), live until the call returns; the driver copies
@@ -286,23 +283,6 @@ impl Kernels {
             let code = unsafe { (self.api.module_unload)(module) };
             if let Err(error) = CudaDriver::check(code, || "unloading a module".to_owned()) {
                 tracing::debug!(%error, "at the end of a communicator");
-            }
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn communicators_at_work_at_once_leave_processors_to_others() {
-        assert_eq!(share_of(132, 1), (u32::MAX, true));
-        for processors in [1, 46, 108, 132, 148] {
-            for concurrent in 2..=16 {
-                let (blocks, early) = share_of(processors, concurrent);
-                assert!(!early && blocks >= 2);
-                assert!(blocks == 2 || blocks * concurrent <= processors * 2 / 3);
             }
         }
     }

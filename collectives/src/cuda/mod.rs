@@ -3,7 +3,8 @@
 //! | file | holds |
 //! | --- | --- |
 //! | `engine` | one rank's side of a communicator: its state, and how a call is entered |
-//! | `algorithms` | which kernels a collective runs, with what grid |
+//! | `algorithms`, `grid` | which kernels a collective runs, of how many blocks |
+//! | `sharing` | how much of a device a communicator's kernels take |
 //! | `spread` | all-gathers and broadcasts: as packets, or as all-to-alls |
 //! | `all_to_all` | what an all-to-all is given, and its grid |
 //! | `all_to_all_copied`, `slices` | those that copy engines carry |
@@ -26,6 +27,7 @@ mod api;
 mod copied;
 mod engine;
 mod fault;
+mod grid;
 mod kernels;
 mod lengths;
 mod params;
@@ -33,9 +35,11 @@ mod row_exchange;
 mod rows;
 mod select;
 mod shape;
+mod sharing;
 mod sided;
 mod slices;
 mod spread;
 mod table;
 
 pub(crate) use engine::{CudaEngine, CudaOptions};
+pub use sharing::leave_room;

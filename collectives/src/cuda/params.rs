@@ -5,8 +5,8 @@ use symmpool_allocator::{Error, HeapLayout, Result};
 use crate::host::call::Call;
 use crate::signal::channel::CHANNELS;
 
-/// Blocks that may raise flags; more are not launched. Twice what an H200 runs at 512 threads.
-pub(super) const MOST_BLOCKS: u32 = 1056;
+/// Teams, or blocks, that may raise flags; more are not launched. Twice what an H200 runs at 512 threads.
+pub(super) const MOST_TEAMS: u32 = 1056;
 /// Ranks whose vectors a kernel holds in registers at once; more would spill.
 pub(super) const MOST_RANKS: u32 = 8;
 /// Room of one parity for packets, whose data is half of it: whatever is above some hundred KiB
@@ -50,21 +50,13 @@ pub(super) struct CallParams {
     pub(super) bytes: u64,
     pub(super) stride: u64,
     pub(super) root: u32,
-    pub(super) unused: u32,
+    pub(super) teams: u32,
 }
 
 impl CallParams {
     /// A call without data.
     pub(super) fn of(call: &Call) -> Self {
-        Self {
-            details: *call.words(),
-            input: 0,
-            output: 0,
-            bytes: 0,
-            stride: 0,
-            root: 0,
-            unused: 0,
-        }
+        Self { details: *call.words(), input: 0, output: 0, bytes: 0, stride: 0, root: 0, teams: 0 }
     }
 }
 
@@ -158,8 +150,8 @@ impl Control {
         let entry = place(2 * 64 * ranks + 2 * row * ranks);
         // And behind them counts of meetings, of every rank and two more: `reduce_copied.cu`.
         let channels = place(8 * (CHANNEL_COUNTS * ranks * u64::from(CHANNELS) + ranks + 2));
-        // `KINDS` flags of eight bytes a block and rank, two parities.
-        let flags_bytes = 2 * 4 * 8 * ranks * u64::from(MOST_BLOCKS);
+        // `KINDS` flags of eight bytes a team and rank, two parities.
+        let flags_bytes = 2 * 4 * 8 * ranks * u64::from(MOST_TEAMS);
         let flags = place(flags_bytes);
         let packets_bytes = 2 * PACKETS;
         let packets = place(packets_bytes);

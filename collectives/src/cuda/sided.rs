@@ -71,15 +71,8 @@ impl CudaEngine {
         }
         let blocks = bytes.div_ceil(16 * u64::from(COPY_THREADS)).min(COPY_BLOCKS) as u32;
         let details = [0, u64::from(channel.unwrap_or(0)), 0, 0];
-        let params = CallParams {
-            details,
-            input: from,
-            output: to,
-            bytes,
-            stride: 0,
-            root: peer,
-            unused: 0,
-        };
+        let params =
+            CallParams { details, input: from, output: to, bytes, stride: 0, root: peer, teams: 0 };
         let signals = channel.map(|number| Channel { sends: true, peer, number });
         let does = if signals.is_some() { Does::CopyAndSignal } else { Does::Copy };
         let comm = self.comm;
@@ -112,18 +105,18 @@ impl CudaEngine {
 
     /// All of them at once, before one of them waits on the device: loading code may have to wait for
     /// what runs there.
-    fn sided_kernels(&mut self) -> Result<[Loaded; 4]> {
-        if let Some(loaded) = self.sided {
-            return Ok(loaded);
-        }
-        let mut load = |does: Does| {
+    fn sided_kernel(&mut self, does: Does) -> Result<Loaded> {
+        let specialty = |does: Does| {
             let base = Specialty::new(&ONE_SIDED, does.threads());
-            self.kernel(Specialty { shots: does.shots(), ..base })
+            Specialty { shots: does.shots(), ..base }
         };
-        let [copy, copy_and_signal, signal, wait] = Does::ALL;
-        let loaded = [load(copy)?, load(copy_and_signal)?, load(signal)?, load(wait)?];
-        self.sided = Some(loaded);
-        Ok(loaded)
+        if !self.sided {
+            for each in Does::ALL {
+                self.kernel(specialty(each))?;
+            }
+            self.sided = true;
+        }
+        self.kernel(specialty(does))
     }
 
     /// # Safety
@@ -138,7 +131,7 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         self.ready()?;
-        let kernel = self.sided_kernels()?[does as usize];
+        let kernel = self.sided_kernel(does)?;
         // Only what counts on one end of a channel has an order of its own.
         let last = end.and_then(|end| self.channels.get(&end).copied());
         if let Some(last) = last.filter(|last| *last != stream) {
@@ -162,6 +155,6 @@ fn nothing(peer: u32, channel: u32, timeout: u64) -> CallParams {
         bytes: 0,
         stride: 0,
         root: peer,
-        unused: 0,
+        teams: 0,
     }
 }

@@ -14,8 +14,8 @@ const INPUT_WINDOW: u64 = 1 << 32;
 const OUTPUT_WINDOW: u64 = 1 << 33;
 const IN_PLACE: u64 = 1 << 34;
 /// Above offsets, beside the output's.
-const BLOCKS_AT: u32 = 48;
-const OFFSET: u64 = (1 << BLOCKS_AT) - 1;
+const TEAMS_AT: u32 = 48;
+const OFFSET: u64 = (1 << TEAMS_AT) - 1;
 
 /// Everything that ranks must agree on before data is touched, packed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,10 +90,10 @@ impl Call {
         self
     }
 
-    /// By so many blocks of a device, of which those of one number work together on all ranks.
+    /// Divided among so many teams of a device, of which those of one number work together on all ranks.
     #[inline]
-    pub(crate) fn blocks(mut self, blocks: u32) -> Self {
-        self.words[3] = self.words[3] & OFFSET | u64::from(blocks) << BLOCKS_AT;
+    pub(crate) fn teams(mut self, teams: u32) -> Self {
+        self.words[3] = self.words[3] & OFFSET | u64::from(teams) << TEAMS_AT;
         self
     }
 
@@ -238,12 +238,12 @@ pub(crate) fn mismatch_of_two(
 ) -> Error {
     let mut both = [(rank, ours), (peer, theirs)];
     both.sort_by_key(|(rank, _)| *rank);
-    if ours.blocks(0) == theirs.blocks(0) {
+    if ours.teams(0) == theirs.teams(0) {
         let [(low, mine), (high, other)] =
-            both.map(|(rank, call)| (rank, call.words[3] >> BLOCKS_AT));
+            both.map(|(rank, call)| (rank, call.words[3] >> TEAMS_AT));
         return Error::mismatch(format!(
-            "ranks made the same call ({ours}) as call {number}, but the device of rank {low} runs it \
-             in {mine} blocks and that of rank {high} in {other}: devices have the same number of \
+            "ranks made the same call ({ours}) as call {number}, but the device of rank {low} divides it \
+             among {mine} blocks and that of rank {high} among {other}: devices have the same number of \
              processors on all ranks, and as many of them left to the process (MPS), and their \
              kernels are compiled by the same NVRTC. The communicator is closed."
         ));
@@ -299,7 +299,7 @@ mod tests {
             base.input(Place::Window(0)),
             base.output(Place::Window(64)),
             base.in_place(true),
-            base.blocks(4),
+            base.teams(4),
         ];
         for (i, call) in others.iter().enumerate() {
             assert_ne!(call.digest(0), base.digest(0), "field {i}");
@@ -327,10 +327,13 @@ mod tests {
     fn grids_that_differ_are_told_apart_from_calls() {
         let call = Call::new(Operation::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Sum);
         let call = call.output(Place::Window(0x40));
-        let (few, more) = (call.blocks(17), call.blocks(133));
-        assert_eq!((few.to_string(), few.blocks(0)), (call.to_string(), call));
+        let (few, more) = (call.teams(17), call.teams(133));
+        assert_eq!((few.to_string(), few.teams(0)), (call.to_string(), call));
         let text = mismatch_of_two(7, 3, &few, 1, &more).to_string();
-        assert!(text.contains("rank 1 runs it in 133 blocks and that of rank 3 in 17"), "{text}");
+        assert!(
+            text.contains("rank 1 divides it among 133 blocks and that of rank 3 among 17"),
+            "{text}"
+        );
         let other = more.root(1);
         let text = mismatch_of_two(7, 3, &few, 1, &other).to_string();
         assert!(text.contains("different collectives"), "{text}");

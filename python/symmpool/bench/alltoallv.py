@@ -104,7 +104,9 @@ class Ours(Contender):
     def __init__(self, ranks, dtype, sent, received, pools, algorithm):
         self.pool = pools.get(ranks)
         super().__init__(ranks, dtype, sent, received)
-        self.comm = symmpool.Communicator(self.pool, all_to_all=algorithm, timeout=ranks.timeout)
+        self.comm = symmpool.Communicator(
+            self.pool, all_to_all=algorithm, timeout=ranks.timeout, concurrent=1
+        )
 
     def empty(self, count):
         tensor = self.pool.empty(max(count, 1), self.dtype)

@@ -83,7 +83,7 @@ class Ours(Side):
         pool.commit()
 
     def communicator(self):
-        return Communicator(self.pool, timeout=self.ranks.timeout)
+        return Communicator(self.pool, timeout=self.ranks.timeout, concurrent=1)
 
     def empty(self, count):
         return self.pool.empty(count, self.dtype) if self.in_windows else super().empty(count)

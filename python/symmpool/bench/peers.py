@@ -148,7 +148,7 @@ class Ours(Contender):
         self.name = "ours" if algorithm == "auto" else f"ours {algorithm}"
         pool = pools.get(ranks)
         self.comm = symmpool.Communicator(
-            pool, algorithm=algorithm, timeout=ranks.timeout, scratch_bytes=scratch
+            pool, algorithm=algorithm, timeout=ranks.timeout, scratch_bytes=scratch, concurrent=1
         )
         self.buffer = pool.empty(count, dtype)
         pool.commit()
