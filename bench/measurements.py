@@ -128,6 +128,8 @@ def measurements():
            lambda w: w.launch("--no-python", str(w.programs / "on_a_stream")), "log", "on_a_stream"),
         it("torch", "everything with torch's signatures beside NCCL", 60, 240,
            lambda w: w.launch("python/tests/gpu/ranks_torch.py"), "log"),
+        it("engines", "what serving engines call of the adapters", 20, 100,
+           lambda w: w.launch("python/tests/gpu/ranks_engines.py"), "log"),
         it("wrong_sums", "random programs over NCCL's windows", 200, 360,
            lambda w: w.launch("examples/wrong_sums.py", "--programs", w.pick(str(w.random_programs), "20"),
                               "--seconds", "270")),

@@ -48,3 +48,7 @@ def test_random_traffic_matrices(run):
 
 def test_random_programs_in_a_pools_scope(run):
     assert ": 0 wrong sums" in run(2, "ranks_mempool.py", 4)
+
+
+def test_what_engines_call(run):
+    assert "ok    CustomAllreduce" in run(2, "ranks_engines.py")
