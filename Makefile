@@ -11,7 +11,7 @@ LOOM_FLAGS := --cfg loom
 EMULATOR := $(CURDIR)/target/emulator
 EMULATED := LD_LIBRARY_PATH=$(EMULATOR) SYMMPOOL_CACHE_DIR=$(EMULATOR)/kernels
 CXXFLAGS := -std=c++20 -g -O2 -fPIC -shared -pthread -Wall -Wextra -Werror
-# Ways through every kernel, but for what takes minutes there: repeats and two_streams.
+# Ways through every kernel, but for what takes minutes there: repeats and streams.
 EMULATED_CHECKS := one_shot_packet,one_shot_line,one_shot_sentinel,one_shot_pull,two_shot_packet,two_shot_sentinel$(\
 	),two_shot_pull,two_shot_push,two_shot_copy,all_to_all,spread,rows,one_sided
 # The tests of what is made for torch run on the CPU, but its Linux package brings CUDA's libraries:

@@ -97,7 +97,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     type Part = fn(&Pool, &Options) -> Result<(u64, u64)>;
     let parts: [(&str, bool, Part); 4] = [
         ("repeats", true, repeats::run),
-        ("two_streams", true, streams::run),
+        ("streams", true, streams::run),
         ("slow", true, slow::run),
         ("huge", false, huge::run),
     ];

@@ -74,7 +74,7 @@ struct Options {
     #[arg(long)]
     out: Option<PathBuf>,
     /// Algorithms to time or to check, by name; all that serve a size without it. `check` knows
-    /// all_to_all, spread (all-gathers and broadcasts), rows, one_sided, repeats (the same bits in 1,000 calls), two_streams (two communicators
+    /// all_to_all, spread (all-gathers and broadcasts), rows, one_sided, repeats (the same bits in 1,000 calls), streams (several communicators
     /// at once) and slow (consumers) as well, and, only if named, huge (more than 2^31 elements); `bench`
     /// all_to_all and all_to_all_packet, for one; `soak` all_reduce (all of them), all_to_all and graphs;
     /// `killed` all_reduce, two_shot_copy, all_to_all, all_to_all_splits and all_to_all_copy.

@@ -1,5 +1,5 @@
-//! Two communicators at once, each on its own stream: calls of both under way together, begun in another
-//! order on other ranks; graphs of both that interleave; and one graph of both.
+//! Several communicators at once, each on its own stream: calls of all under way together, begun in another
+//! order on other ranks; graphs of each that interleave; and one graph of all.
 
 use std::time::Duration;
 
@@ -16,11 +16,13 @@ use crate::tools::Tools;
 const DTYPE: DType = DType::Bf16;
 /// Rounds, and elements of a call at most. The largest take every processor of a device.
 const SIZES: [(u64, usize); 3] = [(400, 20_000), (200, 400_000), (30, 8 << 20)];
+/// Communicators.
+const LANES: usize = 3;
 const GRAPHS: usize = 4;
 const LAUNCHES: u64 = 200;
 /// Elements by which inputs begin later at most.
 const SHIFTS: usize = 512;
-/// Two kernels that each wait for the other's end would show as this.
+/// Kernels that each wait for another's end would show as this.
 const TIMEOUT: Duration = Duration::from_secs(8);
 
 /// One communicator with its stream and buffers.
@@ -39,7 +41,7 @@ struct Lane {
 struct Streams<'a> {
     pool: &'a Pool,
     tools: Tools<'a>,
-    lanes: [Lane; 2],
+    lanes: Vec<Lane>,
     /// What every rank sends to each in all-to-alls, bytes.
     part: usize,
     cases: u64,
@@ -65,7 +67,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                 cases += done;
                 wrong += 1;
                 println!(
-                    "rank {}: two communicators at once, up to {most} elements: {differ} bytes wrong, \
+                    "rank {}: {LANES} communicators at once, up to {most} elements: {differ} bytes wrong, \
                      first in round {first:?}",
                     pool.rank()
                 );
@@ -73,14 +75,14 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
             Err(error) => {
                 wrong += 1;
                 println!(
-                    "rank {}: two communicators at once, up to {most} elements: {error}",
+                    "rank {}: {LANES} communicators at once, up to {most} elements: {error}",
                     pool.rank()
                 );
             }
         }
     }
     if pool.rank() == 0 {
-        println!("two communicators at once: {cases} calls, {wrong} of 3 sizes wrong");
+        println!("{LANES} communicators at once: {cases} calls, {wrong} of 3 sizes wrong");
     }
     Ok((cases, wrong))
 }
@@ -109,7 +111,9 @@ impl<'a> Streams<'a> {
     fn new(pool: &'a Pool, seed: u64, most: usize) -> Result<Self> {
         let (rank, world) = (pool.rank(), pool.world());
         // Ranks may give the same communicator different shares of their devices.
-        let lanes = [Lane::new(pool, most, None)?, Lane::new(pool, most, Some(2 + rank % 3))?];
+        let told = |lane| (lane == 0).then_some(LANES as u32 + rank % 3);
+        let lanes: Vec<Lane> =
+            (0..LANES).map(|lane| Lane::new(pool, most, told(lane))).collect::<Result<_>>()?;
         pool.commit()?;
         let part = most / world as usize / 16 * 16;
         for (nth, lane) in (0_u64..).zip(&lanes) {
@@ -178,15 +182,18 @@ impl<'a> Streams<'a> {
         self.lanes.iter().try_for_each(|lane| lane.comm.synchronize(&lane.stream))
     }
 
-    /// Whose call comes first in a round: another's on other ranks.
-    fn order(&self, number: u64) -> [usize; 2] {
-        if (number >> self.pool.rank()).is_multiple_of(2) { [0, 1] } else { [1, 0] }
+    /// Whose calls come first in a round: others' on other ranks.
+    fn order(&self, number: u64) -> [usize; LANES] {
+        let mut order = std::array::from_fn(|lane| lane);
+        order.sort_by_key(|lane| random(number ^ u64::from(self.pool.rank()), *lane as u64));
+        order
     }
 
     fn calls(&mut self, seed: u64, rounds: u64, most: usize, alone: bool) -> Result<()> {
         for round in 0..rounds {
             let number = random(seed ^ 21, round);
-            for lane in if alone { [0, 1] } else { self.order(number) } {
+            let usual = std::array::from_fn(|lane| lane);
+            for lane in if alone { usual } else { self.order(number) } {
                 let number = random(number, lane as u64);
                 // Now and then two in a row.
                 for call in 0..1 + (number & 1) {
@@ -203,10 +210,10 @@ impl<'a> Streams<'a> {
         self.synchronize()
     }
 
-    /// S2, S8: graphs of each communicator and of both, launched without a pause on both streams.
+    /// S2, S8: graphs of each communicator and of all, launched without a pause on all streams.
     fn graphs(&mut self, seed: u64, launches: u64, most: usize) -> Result<()> {
         let pool = self.pool;
-        let mut captured: [Vec<Graph>; 2] = [Vec::new(), Vec::new()];
+        let mut captured: [Vec<Graph>; LANES] = std::array::from_fn(|_| Vec::new());
         for (lane, graphs) in captured.iter_mut().enumerate() {
             for nth in 0..GRAPHS as u64 {
                 let stream = self.lanes[lane].stream;
@@ -218,16 +225,17 @@ impl<'a> Streams<'a> {
                 })?);
             }
         }
-        // Both on one stream, in turn.
-        let usual = self.lanes[1].stream;
-        self.lanes[1].stream = self.lanes[0].stream;
-        let both = Graph::capture(pool, self.lanes[0].stream, || {
-            (0..4).try_for_each(|call| {
-                self.call(call as usize % 2, 2000, random(seed ^ 23, call), most)
+        // All on one stream, in turn.
+        let usual: Vec<Stream> = self.lanes.iter().map(|lane| lane.stream).collect();
+        let first = usual[0];
+        self.lanes.iter_mut().for_each(|lane| lane.stream = first);
+        let of_all = Graph::capture(pool, first, || {
+            (0..2 * LANES).try_for_each(|call| {
+                self.call(call % LANES, 2000, random(seed ^ 23, call as u64), most)
             })
         });
-        self.lanes[1].stream = usual;
-        let both = both?;
+        self.lanes.iter_mut().zip(usual).for_each(|(lane, stream)| lane.stream = stream);
+        let of_all = of_all?;
         for launch in 0..launches {
             let number = random(seed ^ 24, launch);
             for lane in self.order(number) {
@@ -236,14 +244,14 @@ impl<'a> Streams<'a> {
                 self.cases += 3;
             }
             if launch % 16 == 15 {
-                // A graph of both comes behind what both have under way.
+                // A graph of all comes behind what all have under way.
                 self.synchronize()?;
-                both.launch(pool, self.lanes[0].stream)?;
+                of_all.launch(pool, self.lanes[0].stream)?;
                 self.synchronize()?;
-                self.cases += 4;
+                self.cases += 2 * LANES as u64;
             }
         }
         self.synchronize()?;
-        captured.into_iter().flatten().chain([both]).try_for_each(|graph| graph.destroy(pool))
+        captured.into_iter().flatten().chain([of_all]).try_for_each(|graph| graph.destroy(pool))
     }
 }
