@@ -61,6 +61,8 @@ test-emulated: $(EMULATOR)/libnvrtc.so.13
 		check --quick --ranks 3 --concurrent 2,1,5 --algorithms one_shot_pull,two_shot_pull,two_shot_push
 	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
 		soak --ranks 2 --calls 200
+	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
+		faults --ranks 2 --timeout 4 --algorithms one_shot_packet,two_shot_push,late
 else
 test-emulated:
 	@echo "skipped: there is no C++ compiler, which makes the kernels for emulated devices"

@@ -48,8 +48,10 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
         let options = CommunicatorOptions { algorithm, all_to_all, timeout, ..Default::default() };
         let comm = Communicator::with_options(pool, &options)?;
         // Kernels that are to be compiled take longer than what is timed.
+        comm.set_timeout(20 * timeout)?;
         late.call(&comm, way)?;
         comm.synchronize(&late.stream)?;
+        comm.set_timeout(timeout)?;
         meet()?;
         if pool.rank() != odd {
             let called = late.call(&comm, way);

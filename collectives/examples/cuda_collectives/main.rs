@@ -74,10 +74,11 @@ struct Options {
     #[arg(long)]
     out: Option<PathBuf>,
     /// Algorithms to time or to check, by name; all that serve a size without it. `check` knows
-    /// all_to_all, spread (all-gathers and broadcasts), rows, one_sided, repeats (the same bits in 1,000 calls), streams (several communicators
-    /// at once) and slow (consumers) as well, and, only if named, huge (more than 2^31 elements); `bench`
-    /// all_to_all and all_to_all_packet, for one; `soak` all_reduce (all of them), all_to_all and graphs;
-    /// `killed` all_reduce, two_shot_copy, all_to_all, all_to_all_splits and all_to_all_copy.
+    /// all_to_all, spread (all-gathers and broadcasts), rows, one_sided, repeats (the same bits in 1,000
+    /// calls), streams (several communicators at once) and slow (consumers) as well, and, only if named,
+    /// huge (more than 2^31 elements); `bench` all_to_all and all_to_all_packet, for one; `soak` all_reduce
+    /// (all of them), all_to_all and graphs; `faults` all_to_all and late (ranks that come when the others
+    /// have given up); `killed` all_reduce, two_shot_copy, all_to_all, all_to_all_splits and all_to_all_copy.
     #[arg(long, value_delimiter = ',')]
     algorithms: Vec<String>,
     /// Sizes to time, in bytes (bench, tune); without them from --min to --max, doubling.
@@ -107,6 +108,9 @@ struct Options {
     /// of its device follows from it (check, soak, bench).
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
     concurrent: Vec<u32>,
+    /// How long calls wait for a peer that does not come, in seconds (faults).
+    #[arg(long, default_value_t = 1.5)]
+    timeout: f64,
     /// Whether ranks share a device, on which they take turns.
     #[arg(skip)]
     shared: bool,
@@ -255,7 +259,7 @@ fn run(options: &mut Options) -> Result<bool> {
     let pool = if options.shared { builder.allow_shared_device() } else { builder }.build()?;
     match options.mode {
         Mode::Check => check::run(&pool, options),
-        Mode::Faults => faults::run(&pool),
+        Mode::Faults => faults::run(&pool, options),
         Mode::Killed => killed::run(&pool, options),
         Mode::Soak => soak::run(&pool, options),
         Mode::Bench => bench::run(&pool, options),
