@@ -55,9 +55,10 @@ use crate::{site, tensor};
 /// scratch there is, in host memory or on the device. All of it is the same on every rank. `concurrent`,
 /// of which ranks may differ, is how many communicators of this process may have calls under way on the
 /// device at once, on several streams, 1 to 16: with more than one, each takes only so much of the device
-/// that none waits outside for a peer that waits for it. Without it that is as many as there are, or as
-/// streams they were called on if these are fewer, but two at least; one alone takes everything, unless
-/// `leave_room` says otherwise. A graph keeps what held when it was captured.
+/// that none waits outside for a peer that waits for it. Without it that is as many as there are streams
+/// on which they made their last calls, and one more for each that has made none yet or is in graphs;
+/// if that is one, it takes everything, unless `leave_room` says otherwise. A graph keeps what held when
+/// it was captured.
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Communicator {
     calls: Arc<Calls>,

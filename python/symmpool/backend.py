@@ -8,8 +8,8 @@ the group has beside them. The choice is made call by call, from what is the sam
 operation, element type, device. `last_backend()` and `backend_counts()` say what was chosen.
 
 With `async_op=False` a call on CUDA runs on the current stream. Ours waits for a late rank as long as
-the process group's timeout says. Where a rank has several groups, or NCCL has had something to do,
-large calls take a part of the device only: what others call may have to run while they wait
+the process group's timeout says. Where groups have calls on several streams, or NCCL has had something
+to do, large calls take a part of the device only: what others call may have to run while they wait
 (`symmpool.sharing`).
 
 Messages (`dist.send` and its like) are NCCL's on CUDA, with a channel for each direction between two

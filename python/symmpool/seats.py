@@ -38,8 +38,6 @@ class Seat:
 
     def __init__(self, pool: Pool):
         self.device = number_of(pool.device)
-        if self.device >= 0:
-            sharing.leave_room_for_groups(self.device)
         concurrent = sharing.concurrent(pool)
         self.comm = Communicator(pool, timeout=groups.timeout_of(pool), concurrent=concurrent)
         # The turn of the last call that was made with async_op, until something has waited for it.

@@ -3,7 +3,7 @@
 A kernel that waits for a peer keeps its place on the device. With calls of several groups under way, on
 streams of their own, one that takes all of it keeps others outside, ours and NCCL's, and ranks that began
 with different ones wait for each other until time is over. Communicators know of each other, and leave each
-other room; of NCCL they are told here, before it has anything to do.
+other room; of NCCL the backend tells them, before it has anything to do (`leave_room`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from symmpool import groups
-from symmpool._symmpool import leave_room
 from symmpool.errors import InvalidArgumentError
 
-__all__ = ["concurrent", "leave_room_for_groups", "shares_device"]
+__all__ = ["concurrent", "shares_device"]
 
 VARIABLE = "SYMMPOOL_CONCURRENT"
 # Says that several ranks may use one device; pools refuse what makes no sense.
@@ -46,21 +44,3 @@ def concurrent(pool: Any) -> int | None:
             f"whole number from 1 to {_MOST} is needed"
         )
     return int(said)
-
-
-def leave_room_for_groups(device: int) -> None:
-    """Has communicators on a CUDA device leave NCCL room, if this rank has several groups: one of them may
-    have messages alone, which are NCCL's."""
-    dist = groups.distributed()
-    if dist is not None and _several_groups(dist):
-        leave_room(device)
-
-
-def _several_groups(dist: Any) -> bool:
-    """Whether this rank is in several groups of more than one whose calls run on CUDA: gloo's do not."""
-    found = [
-        group
-        for group in list(dist.distributed_c10d._world.pg_map)
-        if group.size() > 1 and groups.backends_of(group).get("cuda", "gloo") != "gloo"
-    ]
-    return len(found) > 1

@@ -37,12 +37,12 @@ pub struct CommunicatorOptions {
     /// On a device: communicators whose calls may be under way there at once, on several streams; 1 to 16.
     /// A kernel keeps its place on the device while it waits for a peer. If one takes all of it, another
     /// communicator's waits outside, and ranks that began with different ones wait for each other until
-    /// time is over. So where a process has several on a device, each takes its share of two thirds of the
-    /// processors, which large calls pay for. `None`, the default: as many as there are, or as streams that
-    /// they were called on if these are fewer, but two at least; one alone takes everything, unless
-    /// [`leave_room`](crate::leave_room) says otherwise. It is what holds when a call is made, and stays in
-    /// a graph that captures it: before capturing have all communicators made, or say how many there will
-    /// be. Ranks may differ.
+    /// time is over. So each takes its share of two thirds of the processors, which large calls pay for.
+    /// `None`, the default: as many as there are streams on which communicators of this process made their
+    /// last calls there, and one more for each that has made none yet, or has calls in graphs, which may be
+    /// launched anywhere. If that is one, it takes everything, unless [`leave_room`](crate::leave_room)
+    /// says otherwise. A graph keeps what held when it captured a call: before capturing have all
+    /// communicators made, or say how many there will be. Ranks may differ.
     pub concurrent: Option<u32>,
     /// The number of the first call, 1 or more. Default 1; others serve to test what happens when
     /// numbers have used up their bits.

@@ -95,7 +95,7 @@ impl CudaEngine {
         asked: Asked,
         stream: Stream,
     ) -> Result<()> {
-        self.ready()?;
+        self.begin(stream)?;
         self.reduces("all_reduce", dtype, stream)?;
         let bytes = self.bytes("all_reduce", count, dtype, stream)?;
         if bytes == 0 {
@@ -291,7 +291,7 @@ impl CudaEngine {
         (dtype, op): (DType, ReduceOp),
         stream: Stream,
     ) -> Result<()> {
-        self.ready()?;
+        self.begin(stream)?;
         self.reduces("reduce_scatter", dtype, stream)?;
         let part = self.bytes("reduce_scatter", count, dtype, stream)?;
         let whole = self.parts("reduce_scatter", part, stream)?;

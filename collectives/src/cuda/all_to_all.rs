@@ -116,7 +116,7 @@ impl CudaEngine {
         dtype: DType,
         stream: Stream,
     ) -> Result<()> {
-        self.ready()?;
+        self.begin(stream)?;
         let (rank, world) = (self.rank() as usize, self.world() as usize);
         let size = dtype.size() as u64;
         let of_all = |counts: &[usize]| per_rank(counts.iter().map(|count| *count as u64));
@@ -220,7 +220,7 @@ impl CudaEngine {
         splits: &SplitsAt,
         stream: Stream,
     ) -> Result<()> {
-        self.ready()?;
+        self.begin(stream)?;
         let SplitRows { dtype, row, length, capacity } = *rows;
         let size = (row as u64).checked_mul(dtype.size() as u64);
         let size = size.and_then(|size| u32::try_from(size).ok()).filter(|size| *size > 0);

@@ -69,7 +69,7 @@ impl CudaEngine {
         dtype: DType,
         stream: Stream,
     ) -> Result<()> {
-        self.ready()?;
+        self.begin(stream)?;
         let part = self.bytes("all_to_all", count, dtype, stream)?;
         let whole = self.parts("all_to_all", part, stream)?;
         let call = Call::new(Operation::AllToAll).elements(dtype, count).output(output);

@@ -180,6 +180,16 @@ impl CudaEngine {
         Ok(())
     }
 
+    /// A call begins, on that stream.
+    #[inline]
+    pub(super) fn begin(&mut self, stream: Stream) -> Result<()> {
+        self.ready()?;
+        self.turn_to(stream)?;
+        let driver = self.pool.driver();
+        self.kernels.begin(stream, || driver.is_capturing(stream));
+        Ok(())
+    }
+
     /// No call can follow.
     pub(crate) fn abandon(&mut self) {
         self.failed.get_or_insert_with(|| {
@@ -216,7 +226,7 @@ impl CudaEngine {
 
     /// A call without data.
     pub(crate) fn enter_only(&mut self, call: Call, stream: Stream) -> Result<()> {
-        self.ready()?;
+        self.begin(stream)?;
         let kernel = self.kernel(Specialty::new(&BARRIER, BARRIER_THREADS))?;
         self.enter_by(kernel, call, stream)
     }
@@ -287,7 +297,6 @@ impl CudaEngine {
         if let Some(last) = self.stream {
             self.follow(last, stream)?;
         }
-        self.kernels.turn_to(stream);
         self.stream = Some(stream);
         Ok(())
     }

@@ -72,6 +72,8 @@ pub(super) struct Kernels {
     arch: Arch,
     processors: u32,
     presence: Presence,
+    /// What the call under way may take.
+    share: Share,
     world: u32,
     loaded: BTreeMap<Specialty, Loaded>,
     modules: Vec<Handle>,
@@ -108,26 +110,27 @@ impl Kernels {
             )?,
             processors,
             presence,
+            share: Share::ALL,
             world,
             loaded: BTreeMap::new(),
             modules: Vec::new(),
         })
     }
 
-    /// The kernel, compiled and loaded if it is not yet, with what it may take now.
+    /// A call begins, on that stream.
+    pub(super) fn begin(&mut self, stream: Stream, is_captured: impl FnOnce() -> bool) {
+        self.share = self.presence.share(stream, is_captured);
+    }
+
+    /// The kernel, compiled and loaded if it is not yet, with what it may take.
     pub(super) fn get(&mut self, driver: &CudaDriver, specialty: Specialty) -> Result<Loaded> {
-        let share = self.presence.share();
+        let share = self.share;
         if let Some(loaded) = self.loaded.get(&specialty) {
             return Ok(Loaded { share, ..*loaded });
         }
         let loaded = driver.with_context_unordered(|| self.load(driver, specialty))?;
         self.loaded.insert(specialty, loaded);
         Ok(Loaded { share, ..loaded })
-    }
-
-    /// Calls come on that stream from now on.
-    pub(super) fn turn_to(&self, stream: Stream) {
-        self.presence.turns_to(stream.raw());
     }
 
     fn load(&mut self, driver: &CudaDriver, specialty: Specialty) -> Result<Loaded> {
@@ -181,7 +184,7 @@ impl Kernels {
         let code = unsafe { (self.api.occupancy)(&raw mut blocks, function, threads as c_int, 0) };
         CudaDriver::check(code, || format!("asking how many blocks of {variant} fit"))?;
         let resident = u32::try_from(blocks).unwrap_or(0).max(1) * self.processors;
-        let (processors, share) = (self.processors, self.presence.share());
+        let (processors, share) = (self.processors, self.share);
         Ok(Loaded { function, resident, threads, processors, share })
     }
 

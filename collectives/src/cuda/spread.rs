@@ -37,7 +37,7 @@ impl CudaEngine {
         dtype: DType,
         stream: Stream,
     ) -> Result<()> {
-        self.ready()?;
+        self.begin(stream)?;
         let part = self.bytes("all_gather", count, dtype, stream)?;
         let whole = self.parts("all_gather", part, stream)?;
         let (from, to) = (self.address(input), self.address(output));
@@ -78,7 +78,7 @@ impl CudaEngine {
         root: u32,
         stream: Stream,
     ) -> Result<()> {
-        self.ready()?;
+        self.begin(stream)?;
         let bytes = self.bytes("broadcast", count, dtype, stream)?;
         let (rank, world) = (self.rank(), self.world());
         if root >= world {
