@@ -59,6 +59,8 @@ test-emulated: $(EMULATOR)/libnvrtc.so.13
 		check --quick --ranks 8 --algorithms one_shot_line,two_shot_push
 	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
 		check --quick --ranks 3 --concurrent 2,1,5 --algorithms one_shot_pull,two_shot_pull,two_shot_push
+	$(EMULATED) EMULATED_PROCESSORS=16 cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
+		check --quick --ranks 3 --algorithms mixed
 	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
 		soak --ranks 2 --calls 200
 	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \

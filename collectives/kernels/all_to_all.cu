@@ -58,15 +58,17 @@ __device__ __forceinline__ void push_in_step(const Exchange& exchange) {
 // What leaves this rank straight, and its own part, given out to blocks by how long it takes, so
 // that all end together whatever the counts. Each peer is served by other blocks at the same time,
 // in proportion to what it gets, so that no two ranks turn to one peer first: for counts that differ,
-// where steps would be of different length. One of so many turns; stages copy the own part, if there are any.
-__device__ __forceinline__ void push(const Routes& routes, bool staged, u32 turn, u32 turns) {
+// where steps would be of different length. A block's one of so many turns; stages copy the own part, if there
+// are any.
+__device__ __forceinline__ void push(const Routes& routes, bool staged, u32 blocks, u32 turn,
+                                     u32 turns) {
     u64 total = 0;
 #pragma unroll 1
     for (u32 distance = staged; distance < WORLD; ++distance) {
         total += (distance == 0 ? 1 : LOCAL_SHARE) * Copy(routes[distance]).units();
     }
-    const u64 first = part(total, data_block(), data_blocks());
-    const u64 length = part(total, data_block() + 1, data_blocks()) - first;
+    const u64 first = part(total, data_block(), blocks);
+    const u64 length = part(total, data_block() + 1, blocks) - first;
     const u64 begin = first + part(length, turn, turns), end = first + part(length, turn + 1, turns);
     // A unit belongs to the stretch in which it begins; whole lines of 128 bytes stay together.
     u64 before = 0;
@@ -206,13 +208,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Lot mine[2];
     Lot& sends = ROWS ? shared[0][threadIdx.x / 32] : mine[0];
     Lot& receives = ROWS ? shared[1][threadIdx.x / 32] : mine[1];
+    u32 apart = 0;
     // While the kernel before this one may still run.
     if (!(SHOTS & DEVICE)) {
-        sends = lot_of<true>(comm, traffic);
+        if (SHOTS & STRAIGHT) {
+            apart = blocks_apart(comm, traffic, [&](u32 pair) {
+                const u32 peer = pair % WORLD;
+                return pair < WORLD ? traffic.send[peer] : pair < 2 * WORLD ? traffic.receive[peer] : 0;
+            });
+        }
+        sends = lot_of<true>(comm, traffic, apart);
         __syncwarp();
     }
     if (!ROWS) {
-        receives = lot_of<false>(comm, traffic);
+        receives = lot_of<false>(comm, traffic, apart);
     }
     begin();
     Session session(comm);
@@ -234,7 +243,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     if (SHOTS & DEVICE) {
-        sends = lot_of(comm, traffic, splits);
+        apart = blocks_apart(comm, traffic, [&](u32 pair) { return splits.to(pair); });
+        sends = lot_of(comm, traffic, splits, apart);
         __syncwarp();
     }
     Outgoing outgoing(exchange, sends);
@@ -256,21 +266,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         uneven = data_blocks() < 2 || staged || !(traffic.ring || even(exchange));
         if (!uneven) {
             push_in_step(exchange);
+        } else if (data_block() < apart) {
+            push(routes, staged, apart, 0, 1);
         }
     }
     const bool own = !more && exchange.takes_own();
     if (ROWS) {
-        receives = exchange.incoming(own);
+        receives = exchange.incoming(apart, own);
         __syncwarp();
     } else {
         share(exchange.own(), data_block(), data_blocks());
     }
-    // What goes straight and what goes through inboxes advance together: who waits for much in one way
-    // needs the links from the beginning. What was stored straight last is on its way still while the last
+    // What goes straight and what goes through inboxes advance together, in other blocks or in turns: who
+    // waits for much in one way needs the links from the beginning. What was stored straight last is on its way still while the last
     // round is taken.
     const bool passed = pass(outgoing, receives, [&](u32 turn, u32 turns) {
-        if (uneven) {
-            push(routes, staged, turn, turns);
+        if (uneven && apart == 0) {
+            push(routes, staged, data_blocks(), turn, turns);
         } else if (ROWS && turn == 0 && !more && !own) {
             share(exchange.own(), data_block(), data_blocks());
         }

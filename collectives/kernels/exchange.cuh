@@ -34,9 +34,9 @@ __device__ __forceinline__ u64 in_inbox(const Traffic& traffic, u64 count) {
 // What a warp sends through inboxes, or what it receives, in an order in which it serves both ways pairs
 // that are as far apart; and of this rank's own part, if `own` says so.
 template <bool SENDS, typename Count>
-__device__ __forceinline__ Lot lot_of(const Comm& comm, const Traffic& traffic, Count count,
+__device__ __forceinline__ Lot lot_of(const Comm& comm, const Traffic& traffic, u32 apart, Count count,
                                       bool own = false) {
-    return Lot(AT_ONCE, [&](u32 distance) { return comm.after(SENDS ? distance : WORLD - distance); },
+    return Lot(AT_ONCE, apart, [&](u32 distance) { return comm.after(SENDS ? distance : WORLD - distance); },
                [&](u32 peer) {
                    const u64 bytes = in_inbox(traffic, count(peer));
                    return peer == comm.rank && !own ? 0 : static_cast<u32>(bytes);
@@ -45,9 +45,9 @@ __device__ __forceinline__ Lot lot_of(const Comm& comm, const Traffic& traffic, 
 
 // By counts of the host.
 template <bool SENDS>
-__device__ __forceinline__ Lot lot_of(const Comm& comm, const Traffic& traffic) {
+__device__ __forceinline__ Lot lot_of(const Comm& comm, const Traffic& traffic, u32 apart) {
     const u64* counts = SENDS ? traffic.send : traffic.receive;
-    Lot lot = lot_of<SENDS>(comm, traffic, [&](u32 peer) { return counts[peer]; });
+    Lot lot = lot_of<SENDS>(comm, traffic, apart, [&](u32 peer) { return counts[peer]; });
     if (lot.peer != WORLD) {
         lot.place = (SENDS ? traffic.send_begin : traffic.receive_begin)[lot.peer];
     }
@@ -56,10 +56,38 @@ __device__ __forceinline__ Lot lot_of(const Comm& comm, const Traffic& traffic) 
 
 // What is sent by counts on the device.
 __device__ __forceinline__ Lot lot_of(const Comm& comm, const Traffic& traffic,
-                                      const Splits& splits) {
-    Lot lot = lot_of<true>(comm, traffic, [&](u32 peer) { return splits.to(peer); });
+                                      const Splits& splits, u32 apart) {
+    Lot lot = lot_of<true>(comm, traffic, apart, [&](u32 peer) { return splits.to(peer); });
     lot.place = splits.before(lot.peer) * traffic.size;
     return lot;
+}
+
+// How many blocks only push, where a rank sends much straight while a whole part of another pair goes through
+// inboxes. Did the same blocks do both in turns, the links to who gets most would idle in the other turns, of
+// which there are few, so long ones. By whole warps, of which each thread asks for the `count` of another pair: the first WORLD are sent,
+// the next received.
+template <typename Count>
+__device__ __forceinline__ u32 blocks_apart(const Comm& comm, const Traffic& traffic, Count count) {
+    constexpr u32 LEAST_BLOCKS = 8;
+    // What goes through inboxes is moved twice.
+    constexpr float TWICE = 2;
+    const u32 lane = threadIdx.x % 32;
+    const u64 known = count(lane), number = lane % WORLD == comm.rank ? 0 : known;
+    const u64 bytes = number * traffic.size, inbox = in_inbox(traffic, number);
+    const bool goes_straight = lane < WORLD && bytes > traffic.inbox_bytes;
+    if (data_blocks() < LEAST_BLOCKS || !__any_sync(~0u, goes_straight) ||
+        !__any_sync(~0u, traffic.head < inbox)) {
+        return 0;
+    }
+    auto sum_of = [&](bool which, u64 some) {  // in KiB
+        return __reduce_add_sync(~0u, which ? static_cast<u32>(some >> 10) : 0);
+    };
+    const u32 straight = sum_of(goes_straight, bytes - inbox);
+    const u32 sent = sum_of(lane < WORLD, inbox), received = sum_of(lane >= WORLD, inbox);
+    const float all = static_cast<float>(straight) + TWICE * (sent > received ? sent : received);
+    const u32 apart = static_cast<u32>(__fdividef(data_blocks() * static_cast<float>(straight), all));
+    const u32 most = data_blocks() * 3 / 4;
+    return apart < most ? apart : most;
 }
 
 struct Exchange {
@@ -133,11 +161,11 @@ struct Exchange {
     }
 
     // What a warp receives through inboxes, and of this rank's own part, if `own` says so.
-    __device__ __forceinline__ Lot incoming(bool own) const {
+    __device__ __forceinline__ Lot incoming(u32 apart, bool own) const {
         if (!(SHOTS & DEVICE)) {
-            return lot_of<false>(session.comm, traffic);
+            return lot_of<false>(session.comm, traffic, apart);
         }
-        Lot lot = lot_of<false>(session.comm, traffic, [&](u32 peer) { return receives(peer); }, own);
+        Lot lot = lot_of<false>(session.comm, traffic, apart, [&](u32 peer) { return receives(peer); }, own);
         if (lot.peer != WORLD) {
             const Target target = output(lot.peer);
             lot.place = target.begin - call.output;

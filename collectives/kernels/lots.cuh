@@ -43,15 +43,17 @@ struct Lot {
 
     Lot() = default;
     // `bytes_of` the pair with the peer that `peer_at` a distance, of which the last is this rank; so many
-    // items of a warp in a round. By whole warps, of which each thread looks at another pair.
+    // items of a warp in a round. Blocks below `apart` have none. By whole warps, of which each thread looks at
+    // another pair.
     template <typename Peer, typename Bytes>
-    __device__ __forceinline__ Lot(u32 at_once, Peer peer_at, Bytes bytes_of)
+    __device__ __forceinline__ Lot(u32 at_once, u32 apart, Peer peer_at, Bytes bytes_of)
         : place(0), fits(0), peer(WORLD), nth(0), warps(0), bytes(0) {
         const u32 lane = threadIdx.x % 32, other = peer_at(lane < WORLD ? lane + 1 : WORLD);
         const u32 known = bytes_of(other), own_bytes = lane < WORLD ? known : 0;
         const u32 own_items = items_of(own_bytes), all = __reduce_add_sync(~0u, own_items);
         // One for every pair, and the rest in proportion.
-        const u32 most = data_threads() / 32, rest = most - WORLD;
+        const u32 before = apart * (blockDim.x / 32), most = data_threads() / 32 - before;
+        const u32 rest = most - WORLD;
         u32 serve = own_items, needed = 1;
         if (all > most && own_items > 0) {
             serve = 1 + Divisor(all).of(own_items * rest);
@@ -61,10 +63,11 @@ struct Lot {
         u32 end = serve;
 #pragma unroll
         for (u32 step = 1; step < WORLD; step *= 2) {
-            const u32 before = __shfl_up_sync(~0u, end, step);
-            end += lane >= step ? before : 0;
+            const u32 others = __shfl_up_sync(~0u, end, step);
+            end += lane >= step ? others : 0;
         }
-        const u32 warp = data_thread() / 32;
+        // Beyond all, in a block apart.
+        const u32 warp = data_thread() / 32 - before;
         const u32 found = __ballot_sync(~0u, end - serve <= warp && warp < end);
         if (found != 0) {
             const u32 from = __ffs(found) - 1;

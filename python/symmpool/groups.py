@@ -292,7 +292,7 @@ def _absent(group: Any, ranks: tuple[int, ...], here: str, seconds: float, to: s
     left = ", or gave up waiting there" if len(ranks) > 1 else ""
     error = TimeoutError(
         f"symmpool: {who} did not come to {to} of {_name_of(group)}{left}: {here} waited for "
-        f"{seconds:.1f} s. Every rank of a group makes its calls in the same order"
+        f"its timeout of {seconds:.1f} s. Every rank of a group makes its calls in the same order"
     )
     error.ranks = tuple(ranks)
     return error

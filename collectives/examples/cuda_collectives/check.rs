@@ -95,7 +95,8 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     }
     // What takes its time, or much memory.
     type Part = fn(&Pool, &Options) -> Result<(u64, u64)>;
-    let parts: [(&str, bool, Part); 4] = [
+    let parts: [(&str, bool, Part); 5] = [
+        ("mixed", true, exchange::mixed),
         ("repeats", true, repeats::run),
         ("streams", true, streams::run),
         ("slow", true, slow::run),

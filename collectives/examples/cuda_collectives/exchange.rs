@@ -14,9 +14,10 @@ use crate::matrix::{Matrix, bytes};
 use crate::oracle::random;
 use crate::{ORDINARY, Options};
 
-/// Bytes of the longest data, so that some parts go through inboxes and others not; and room for
-/// shifts and what is watched around it.
-const MOST: usize = 12 << 20;
+/// Bytes of the longest data, so that some parts go through inboxes and others not; of what random matrices
+/// have; and room for shifts and what is watched around it.
+const MOST: usize = 32 << 20;
+const SOME: usize = 6 << 20;
 const AROUND: usize = 64;
 const POISON: u8 = 0xa5;
 /// Matrices for each algorithm and way to tell counts.
@@ -50,25 +51,7 @@ struct Exchange<'a> {
 
 /// Cases, and those that were wrong.
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
-    let ordinary = pool.lane(ORDINARY)?;
-    let room = MOST + 2 * AROUND;
-    let pair = || Ok([ordinary.alloc::<u8>(room)?, pool.alloc::<u8>(room)?]);
-    let few = || ordinary.alloc::<u8>(8 * pool.world() as usize);
-    let (seed, world) = (options.seed, pool.world());
-    let mut exchange = Exchange {
-        pool,
-        comm: Communicator::with_options(pool, &options.communicator())?,
-        stream: stream(pool)?,
-        options,
-        inputs: pair()?,
-        outputs: pair()?,
-        splits: [few()?, few()?, few()?],
-        data: (0..world).map(|rank| with_fresh_words(seed, bytes(seed, rank, MOST))).collect(),
-        seed,
-        cases: 0,
-        wrong: 0,
-    };
-    pool.commit()?;
+    let mut exchange = Exchange::new(pool, options)?;
     for all_to_all in AllToAllAlgorithm::ALL {
         // Little room, so that much goes in several rounds.
         let matrices = options.few(MATRICES, 12);
@@ -113,7 +96,51 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     Ok((exchange.cases, exchange.wrong))
 }
 
-impl Exchange<'_> {
+/// Parts that are too long for inboxes, beside others that are not; the same.
+pub(crate) fn mixed(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
+    let mut exchange = Exchange::new(pool, options)?;
+    let world = pool.world();
+    // What goes through inboxes is 24 MiB that a rank has for its peers, if all get as much.
+    let long = (24 << 20) / (world as usize - 1).max(1);
+    for nth in 0..options.few(40, 4) {
+        let seed = random(options.seed ^ 0x407, nth);
+        exchange.exchange(nth, seed, AllToAllAlgorithm::Auto, |size| {
+            Matrix::hot(seed, world, nth as u32 % world, long / size)
+        })?;
+    }
+    if pool.rank() == 0 {
+        println!(
+            "all_to_all in every way at once: {} cases, {} wrong",
+            exchange.cases, exchange.wrong
+        );
+    }
+    Ok((exchange.cases, exchange.wrong))
+}
+
+impl<'a> Exchange<'a> {
+    fn new(pool: &'a Pool, options: &'a Options) -> Result<Self> {
+        let ordinary = pool.lane(ORDINARY)?;
+        let room = MOST + 2 * AROUND;
+        let pair = || Ok([ordinary.alloc::<u8>(room)?, pool.alloc::<u8>(room)?]);
+        let few = || ordinary.alloc::<u8>(8 * pool.world() as usize);
+        let (seed, world) = (options.seed, pool.world());
+        let exchange = Self {
+            pool,
+            comm: Communicator::with_options(pool, &options.communicator())?,
+            stream: stream(pool)?,
+            options,
+            inputs: pair()?,
+            outputs: pair()?,
+            splits: [few()?, few()?, few()?],
+            data: (0..world).map(|rank| with_fresh_words(seed, bytes(seed, rank, MOST))).collect(),
+            seed,
+            cases: 0,
+            wrong: 0,
+        };
+        pool.commit()?;
+        Ok(exchange)
+    }
+
     fn judge(&mut self, what: &str, got: &[u8], wanted: &[u8]) {
         self.cases += 1;
         let differ = got.iter().zip(wanted).filter(|(got, wanted)| got != wanted).count();
@@ -135,14 +162,26 @@ impl Exchange<'_> {
         }
     }
 
-    /// One matrix, by counts of the host and by counts of the device.
+    /// One random matrix.
     fn matrix(&mut self, nth: u64, algorithm: AllToAllAlgorithm) -> Result<()> {
         let seed = random(self.seed ^ ((algorithm as u64) << 56), nth);
+        let world = self.pool.world();
+        self.exchange(nth, seed, algorithm, |size| Matrix::random(seed, world, SOME / size))
+    }
+
+    /// One matrix, for rows of so many bytes, by counts of the host and by counts of the device.
+    fn exchange(
+        &mut self,
+        nth: u64,
+        seed: u64,
+        algorithm: AllToAllAlgorithm,
+        matrix: impl FnOnce(usize) -> Matrix,
+    ) -> Result<()> {
         let number = |which: u64| random(seed, 50 + which);
         let (rank, world) = (self.pool.rank(), self.pool.world());
         let (dtype, row) = ROWS[(number(0) % ROWS.len() as u64) as usize];
         let size = row * dtype.size();
-        let matrix = Matrix::random(seed, world, (MOST / 2) / size);
+        let matrix = matrix(size);
         // Each rank for itself.
         let own = |which: u64| random(seed, 60 + 10 * u64::from(rank) + which);
         let shift = |number: u64| if number & 3 == 0 { 0 } else { (number >> 2) as usize % 32 };
@@ -166,9 +205,9 @@ impl Exchange<'_> {
                 matrix.receives(rank)
             )
         };
-        upload(self.pool, from, &self.data[rank as usize][..MOST / 2])?;
+        let sent = matrix.sends(rank).iter().sum::<usize>() * size;
+        upload(self.pool, from, &self.data[rank as usize][..sent.max(SOME)])?;
         let before = (to - output) as usize;
-
         upload(self.pool, output, &vec![POISON; received * size + AROUND + before])?;
         let elements = |counts: Vec<usize>| counts.iter().map(|n| n * row).collect::<Vec<_>>();
         let (send, receive) = (elements(matrix.sends(rank)), elements(matrix.receives(rank)));

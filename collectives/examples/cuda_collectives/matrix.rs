@@ -74,6 +74,18 @@ impl Matrix {
         })
     }
 
+    /// One rank gets more of every other than `long`, which all others get less of each other; and what is
+    /// less differs.
+    pub(crate) fn hot(seed: u64, world: u32, hot: u32, long: usize) -> Self {
+        let ranks = world as usize;
+        let number = |from: usize, to: usize| random(seed, (from * ranks + to) as u64) as usize;
+        Self::new("hot", world, |from, to| match (from, to) {
+            _ if from == to => number(from, to) % (long / 16),
+            _ if to == hot as usize => long + 1 + number(from, to) % (long / 32),
+            _ => long / 16 + number(from, to) % (long / 8),
+        })
+    }
+
     pub(crate) fn count(&self, from: u32, to: u32) -> usize {
         self.counts[from as usize * self.world + to as usize]
     }

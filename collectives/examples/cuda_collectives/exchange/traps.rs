@@ -5,7 +5,7 @@ use std::time::Duration;
 use symmpool_allocator::{Block, Result};
 use symmpool_collectives::{Communicator, DType, ReduceOp, SplitRows};
 
-use super::{Exchange, MOST, POISON};
+use super::{Exchange, MOST, POISON, SOME};
 use crate::cuda::{Graph, download, upload};
 use crate::matrix::Matrix;
 use crate::oracle::random;
@@ -16,7 +16,7 @@ impl Exchange<'_> {
     pub(super) fn new_splits_ask_no_host(&mut self) -> Result<()> {
         let (rank, world) = (self.pool.rank(), self.pool.world());
         let (from, to) = (self.inputs[1].address(), self.outputs[1].address());
-        let (length, capacity) = (MOST / 2, MOST / 2);
+        let (length, capacity) = (SOME, SOME);
         let rows = SplitRows { dtype: DType::U8, row: 1, length, capacity };
         let splits = self.splits_at(DType::I64, true);
         upload(self.pool, from, &self.data[rank as usize][..length])?;
@@ -84,7 +84,7 @@ impl Exchange<'_> {
         let (from, to) = (self.inputs[1].address(), self.outputs[1].address());
         for call in 0..self.options.few(300, 20) {
             let seed = random(self.seed ^ 9, call);
-            let most = if call % 3 == 0 { MOST / 2 } else { 2000 };
+            let most = if call % 3 == 0 { SOME } else { 2000 };
             let mut matrix = Matrix::random(seed, world, most);
             for other in 0..20 {
                 if call % 2 == 0 && !matrix.has_zeros() {
@@ -150,7 +150,7 @@ impl Exchange<'_> {
         } else if rank == 0 {
             self.comm.wait(world - 1, CHANNEL + 1, Duration::from_secs(20), &self.stream)?;
         }
-        for (nth, most) in [(0, 3000), (1, MOST / 2)] {
+        for (nth, most) in [(0, 3000), (1, SOME)] {
             let matrices = [0, 1].map(|which| {
                 let seed = random(self.seed ^ 13, 2 * nth + which);
                 Matrix::new_even(seed, world, most)
