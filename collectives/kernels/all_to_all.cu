@@ -46,12 +46,21 @@ __device__ __forceinline__ void push_in_step(const Exchange& exchange) {
         share(exchange.routes[0], block - pushing, own);
         return;
     }
+    const Teams teams(data_blocks());
 #pragma unroll 1
     for (u32 distance = 1; distance < WORLD; ++distance) {
         if (distance > 1) {
-            keep_step(exchange.session, Teams(data_blocks()), distance);
+            keep_step(exchange.session, teams, distance);
         }
-        share(exchange.routes[distance], block, pushing);
+        // The next step is announced when seven eighths are done.
+#pragma unroll 1
+        for (u32 from = 0; from < 8; from += 7) {
+            shares(exchange.routes[distance], 8 * block + from, 8 * block + (from == 0 ? 7 : 8),
+                   8 * pushing);
+            if (from == 0 && distance + 1 < WORLD) {
+                announce_step(exchange.session, teams, distance + 1);
+            }
+        }
     }
 }
 

@@ -109,15 +109,20 @@ __device__ __forceinline__ void Copy::run(u64 first, u64 last) const {
     }
 }
 
-// A block's share of a copy that so many blocks make, the `nth` of them.
-__device__ __forceinline__ void share(const Route& route, u32 nth, u32 blocks) {
+// Shares of a copy that is cut into so many, from the `first` one to before the `last`.
+__device__ __forceinline__ void shares(const Route& route, u32 first, u32 last, u32 all) {
     const Copy copy(route);
     const u64 units = copy.units();
-    auto bound = [&](u32 block) {
-        const u64 unit = (part(units, block, blocks) + 7) / 8 * 8;
+    auto bound = [&](u32 nth) {
+        const u64 unit = (part(units, nth, all) + 7) / 8 * 8;
         return unit < units ? unit : units;
     };
-    copy.run(bound(nth), bound(nth + 1));
+    copy.run(bound(first), bound(last));
+}
+
+// A block's share of a copy that so many blocks make, the `nth` of them.
+__device__ __forceinline__ void share(const Route& route, u32 nth, u32 blocks) {
+    shares(route, nth, nth + 1, blocks);
 }
 
 }  // namespace symmpool

@@ -99,22 +99,30 @@ __device__ __forceinline__ bool await_flag(const Session& session, u32 kind, u32
     return !__syncthreads_or(bad);
 }
 
-// So that teams of one number turn to the next peer together. Only the links gain by it: no data
-// depends on it, nothing is ordered by it, and who is far behind is not waited for. By all threads.
-__device__ __forceinline__ void keep_step(const Session& session, Teams teams, u32 step) {
-    constexpr u32 PATIENCE = 64;  // looks of about 0.7 us
-    __syncthreads();
+// Tells peers' teams that these are about to take a step, as far ahead as it takes a word to travel: links
+// idle meanwhile else.
+__device__ __forceinline__ void announce_step(const Session& session, Teams teams, u32 step) {
 #pragma unroll 1
     for (u32 pair = threadIdx.x; pair < teams.pairs(); pair += blockDim.x) {
         const u32 peer = pair % WORLD, team = teams.first + pair / WORLD, rank = session.comm.rank;
-        if (peer == rank) {
-            continue;
+        if (peer != rank) {
+            *static_cast<volatile u64*>(flag_of(session, peer, STEP, rank, team)) =
+                static_cast<u64>(session.epoch) << 32 | step;
         }
-        const u64 here = static_cast<u64>(session.epoch) << 32 | step;
-        *static_cast<volatile u64*>(flag_of(session, peer, STEP, rank, team)) = here;
+    }
+}
+
+// So that teams of one number turn to the next peer together, all of which have announced it. Only the links
+// gain by it: no data depends on it, nothing is ordered by it, and who is far behind is not waited for. By
+// all threads.
+__device__ __forceinline__ void keep_step(const Session& session, Teams teams, u32 step) {
+    constexpr u32 PATIENCE = 64;  // looks of about 0.7 us
+#pragma unroll 1
+    for (u32 pair = threadIdx.x; pair < teams.pairs(); pair += blockDim.x) {
+        const u32 peer = pair % WORLD, team = teams.first + pair / WORLD, rank = session.comm.rank;
         const volatile u64* there = flag_of(session, rank, STEP, peer, team);
-        u64 value = *there;
-        for (u32 look = 0; look < PATIENCE; ++look, value = *there) {
+        for (u32 look = 0; peer != rank && look < PATIENCE; ++look) {
+            const u64 value = *there;
             if (static_cast<u32>(value >> 32) == session.epoch &&
                 static_cast<u32>(value) >= step) {
                 break;

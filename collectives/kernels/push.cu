@@ -18,6 +18,10 @@ using namespace symmpool;
 
 constexpr int UNROLL = 4;
 
+// A step is announced when so many sixteenths of the leg before it are done: 6 us ahead for 64 MiB of four
+// H200s, where a word takes 1.2 and what is stored before it.
+constexpr u32 ANNOUNCED = 14;
+
 // Copies vectors `[from, to)` of a source to wherever `store` puts them.
 template <typename Store>
 __device__ __forceinline__ void copy(const Source& source, u64 from, u64 to, Store store) {
@@ -80,52 +84,74 @@ struct Push {
                               least(input.vectors(), to));
     }
 
-    // What every team of this block has, of what is whole or of its first or second half.
+    // What every team of this block has, from one sixteenth to another.
     template <typename Do>
-    __device__ __forceinline__ void each_whole(Do act) const {
+    __device__ __forceinline__ void each(u32 first, u32 last, Do act) const {
 #pragma unroll 1
         for (u32 team = teams.first; team < teams.end; ++team) {
             const Range range = division[team];
-            act(range.from, range.to);
+            // Whole lines of 128 bytes stay together.
+            const u64 lines = (range.to - range.from) / 8;
+            const u64 from = range.from + lines * first / 16 * 8;
+            act(from, last == 16 ? range.to : range.from + lines * last / 16 * 8);
         }
     }
 
+    // One leg, which ends with a step.
     template <typename Do>
-    __device__ __forceinline__ void each_half(u32 which, Do act) const {
-        each_whole([&](u64 begin, u64 end) {
-            const u64 half = (end - begin + 1) / 2, from = begin + which * half;
-            act(from, least(from + half, end));
-        });
+    __device__ __forceinline__ void leg(u32 step, Do act) const {
+#pragma unroll 1
+        for (u32 piece = 0; piece < 2; ++piece) {
+            each(piece == 0 ? 0 : ANNOUNCED, piece == 0 ? ANNOUNCED : 16, act);
+            if (piece == 0) {
+                announce_step(session, teams, step);
+            }
+        }
     }
 
-    // Both shots. The last leg of the scatter is in halves, so that the first can be reduced while the
-    // flags of the second travel. False where a peer is missing.
+    // Both shots. False where a peer is missing.
     __device__ __forceinline__ bool run() const {
         constexpr bool ONWARDS = (SHOTS & GATHER) != 0;
-        u32 leg = 0;
+        u32 step = 0;
 #pragma unroll 1
         for (u32 distance = 1; distance + 1 < WORLD; ++distance) {
-            each_whole([&](u64 from, u64 to) { scatter(distance, from, to); });
-            keep_step(session, teams, ++leg);
+            leg(++step, [&](u64 from, u64 to) { scatter(distance, from, to); });
+            keep_step(session, teams, step);
         }
+        // The last leg of the scatter is in halves, so that the first can be reduced while the flags of the
+        // second travel. Who raises those waits for all that is under way, and other warps go on meanwhile.
 #pragma unroll 1
-        for (u32 which = 0; which < 2; ++which) {
-            each_half(which, [&](u64 from, u64 to) { scatter(WORLD - 1, from, to); });
-            raise(session, teams, ARRIVED, which + 1);
+        for (u32 half = 0; half < 2; ++half) {
+            each(8 * half, 8 * half + 8, [&](u64 from, u64 to) { scatter(WORLD - 1, from, to); });
+            if (half == 0 || !ONWARDS) {
+                raise(session, teams, ARRIVED, half + 1);
+            }
         }
+        if (!await_flags<ONWARDS>(session, teams, ARRIVED, 1, DATA)) {
+            return false;
+        }
+        if (ONWARDS) {
+            raise(session, teams, ARRIVED, 2);
+        }
+        ++step;
 #pragma unroll 1
-        for (u32 which = 0; which < 2; ++which) {
-            if (!await_flags<ONWARDS>(session, teams, ARRIVED, which + 1, DATA)) {
+        for (u32 piece = 0; piece < 3; ++piece) {
+            if (piece == 1 && !await_flags<ONWARDS>(session, teams, ARRIVED, 2, DATA)) {
                 return false;
             }
-            each_half(which, [&](u64 from, u64 to) { reduce<ONWARDS>(from, to); });
+            constexpr u32 BOUNDS = 0x10'00'08'00 | ANNOUNCED << 16;
+            each(BOUNDS >> 8 * piece & 255, BOUNDS >> (8 * piece + 8) & 255,
+                 [&](u64 from, u64 to) { reduce<ONWARDS>(from, to); });
+            if (ONWARDS && piece == 1) {
+                announce_step(session, teams, step);
+            }
         }
 #pragma unroll 1
         for (u32 distance = 2; ONWARDS && distance < WORLD; ++distance) {
-            keep_step(session, teams, ++leg);
+            keep_step(session, teams, step);
             const Source results(output(0).begin, output(0).bytes);
             const Target peer = output(distance);
-            each_whole([&](u64 from, u64 to) {
+            leg(++step, [&](u64 from, u64 to) {
                 copy(results, from, least(results.vectors(), to),
                      [&](u64 at, uint4 vector) { peer.store(at, vector); });
             });
