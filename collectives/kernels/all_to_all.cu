@@ -232,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (!ROWS) {
         receives = lot_of<false>(comm, traffic, apart);
     }
-    begin();
+    begin(comm.early);
     Session session(comm);
     // Before the answer of that load is looked at: counts on the device are a load as well. And who sees
     // where this rank's output is may write it; while nothing else is on its way, a fence is short.

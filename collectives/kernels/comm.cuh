@@ -93,7 +93,7 @@ struct Comm {
     u64 timeout;   // nanoseconds
     Fault* fault;
     u32 rank;
-    u32 world;
+    u32 early;     // whether the stream's next kernel may take its places while this one runs
 
     __device__ __forceinline__ char* of(u32 peer) const { return base + peer * stride + control; }
     __device__ __forceinline__ char* own() const { return of(rank); }

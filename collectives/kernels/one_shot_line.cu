@@ -8,7 +8,7 @@ using namespace symmpool;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_one_shot_line(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
-    begin();
+    begin(comm.early);
     const u64 lines = lines_of(call.bytes);
     const u32 part = threadIdx.x % PARTS;
     const u64 step = data_threads() / PARTS;

@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         // the signal depends on.
         follow();
     } else {
-        begin();
+        begin(comm.early);
     }
     if (failed(comm)) {
         return;

@@ -78,9 +78,11 @@ __device__ __forceinline__ void follow() {
 
 // Programmatic dependent launch: the next kernel's blocks may take their places while this one
 // still runs; they read nothing before it has ended. Without effect where it was not asked for.
-__device__ __forceinline__ void begin() {
+__device__ __forceinline__ void begin(bool early) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
+    if (early) {
+        asm volatile("griddepcontrol.launch_dependents;");
+    }
 #endif
     follow();
 }

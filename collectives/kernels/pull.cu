@@ -39,7 +39,7 @@ __device__ __forceinline__ void pull(Range range, Load load, Store store) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_pull(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
-    begin();
+    begin(comm.early);
     Session session(comm);
     if (session.failed) {
         return;

@@ -163,7 +163,7 @@ struct Push {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_push(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
-    begin();
+    begin(comm.early);
     Session session(comm);
     if (session.failed) {
         return;

@@ -299,7 +299,7 @@ __device__ __forceinline__ void spread(const RowWork& work) {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     symmpool_row_exchange(const __grid_constant__ Comm comm, const __grid_constant__ RowWork work) {
-    begin();
+    begin(comm.early);
     if (*static_cast<volatile u32*>(&comm.local()->failed) != 0) {
         return;
     }

@@ -18,7 +18,7 @@ using namespace symmpool;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     symmpool_two_shot(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
-    begin();
+    begin(comm.early);
     const Parts<(SHOTS == (SCATTER | GATHER))> parts(call);
     const u64 vectors = parts.vectors();
     // Shares of the input first, then results.

@@ -204,12 +204,14 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
 
     def _other(self, operation: str, tensor: torch.Tensor | None) -> str:
         self._refuse_at_end()
-        kind = tensor.device.type if tensor is not None else "cpu"
-        name = self._names.get(kind, kind)
-        if tensor is not None and name == "nccl":
-            leave_room(tensor.device.index)
-        _note(operation, name)
+        self._note_other(operation, torch.device("cpu") if tensor is None else tensor.device)
         return operation
+
+    def _note_other(self, operation: str, device: torch.device) -> None:
+        name = self._names.get(device.type, device.type)
+        if name == "nccl":
+            leave_room(_number_of(device))
+        _note(operation, name)
 
     def _run(
         self,
@@ -411,7 +413,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         elif device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         if not self.serves(device):
-            _note("barrier", self._names.get(device.type, device.type))
+            self._note_other("barrier", device)
             return self._rest.barrier(opts)
         _note("barrier", NAME)
         seat = seats.search(None, self, _number_of(device))

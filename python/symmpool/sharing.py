@@ -3,7 +3,8 @@
 A kernel that waits for a peer keeps its place on the device. With calls of several groups under way, on
 streams of their own, one that takes all of it keeps others outside, ours and NCCL's, and ranks that began
 with different ones wait for each other until time is over. Communicators know of each other, and leave each
-other room; of NCCL the backend tells them, before it has anything to do (`leave_room`).
+other room (`leave_room` tells them of others); of NCCL the backend tells them, before it has anything to do.
+Where groups of torch have NCCL itself nobody sees what it does: it is left room if there are several of them.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from symmpool import groups
+from symmpool._symmpool import leave_room
 from symmpool.errors import InvalidArgumentError
 
-__all__ = ["concurrent", "shares_device"]
+__all__ = ["concurrent", "leave_others_room", "shares_device"]
 
 VARIABLE = "SYMMPOOL_CONCURRENT"
 # Says that several ranks may use one device; pools refuse what makes no sense.
@@ -44,3 +47,20 @@ def concurrent(pool: Any) -> int | None:
             f"whole number from 1 to {_MOST} is needed"
         )
     return int(said)
+
+
+def leave_others_room(pool: Any) -> None:
+    """Has communicators leave room on a pool's device if several groups of torch have a backend there whose
+    kernels may wait for other ranks while ours do."""
+    dist = groups.distributed()
+    if pool.device == "cpu" or dist is None:
+        return
+    made = list(dist.distributed_c10d._world.pg_map)
+    theirs = [group for group in made if group.size() > 1 and _has_kernels(group)]
+    if len(theirs) > 1:
+        leave_room(int(pool.device.removeprefix("cuda:")))
+
+
+def _has_kernels(group: Any) -> bool:
+    """Ours know of each other, and gloo has none."""
+    return groups.backends_of(group).get("cuda", "gloo") not in ("gloo", "symmpool")

@@ -1,5 +1,7 @@
 """How much of a device communicators take that calls make by themselves: what the environment says."""
 
+from types import SimpleNamespace
+
 import pytest
 
 import symmpool
@@ -33,3 +35,28 @@ def test_room_is_left_on_devices_that_there_may_be():
     for nonsense in (-1, 2**32, 0.5, "cuda"):
         with pytest.raises((symmpool.InvalidArgumentError, TypeError), match="device|integer"):
             symmpool.leave_room(nonsense)
+
+
+def test_several_groups_of_nccl_are_left_room(monkeypatch):
+    class Group:
+        def __init__(self, backends, size=2):
+            self.backends, self.size = backends, lambda: size
+
+    def told(*made):
+        """Which devices communicators are told of, where these groups are."""
+        devices = []
+        dist = SimpleNamespace(distributed_c10d=SimpleNamespace(_world=SimpleNamespace(pg_map=made)))
+        monkeypatch.setattr(sharing.groups, "distributed", lambda: dist)
+        monkeypatch.setattr(sharing.groups, "backends_of", lambda group: group.backends)
+        monkeypatch.setattr(sharing, "leave_room", devices.append)
+        for device in ("cuda:3", "cpu"):
+            sharing.leave_others_room(Pool(device))
+        return devices
+
+    nccl, ours, gloo = {"cpu": "gloo", "cuda": "nccl"}, {"cuda": "symmpool"}, {"cpu": "gloo", "cuda": "gloo"}
+    assert told(Group(nccl), Group(nccl)) == [3]
+    assert told(Group(nccl), Group({"cuda": "nccl"}), Group(ours)) == [3]
+    assert told(Group(nccl), Group(nccl, size=1)) == []
+    assert told(Group(nccl), Group(ours), Group(gloo), Group({})) == []
+    monkeypatch.setattr(sharing.groups, "distributed", lambda: None)
+    sharing.leave_others_room(ON_CUDA)

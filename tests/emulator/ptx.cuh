@@ -56,7 +56,7 @@ inline unsigned long long nanoseconds() {
 }
 
 inline void follow() {}
-inline void begin() {}
+inline void begin(bool = false) {}
 
 // --- conversions, ties to even
 

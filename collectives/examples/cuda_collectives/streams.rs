@@ -1,8 +1,9 @@
-//! Several communicators at once, each on its own stream: calls of all under way together, begun in another
-//! order on other ranks; graphs of each that interleave; and one graph of all.
+//! Several communicators at once, each on its own stream or going from one to the next: calls of all under
+//! way together, begun in another order on other ranks; graphs of each that interleave; and one graph of all.
 
 use std::time::Duration;
 
+use symmpool_allocator::driver::Event;
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
     AllToAllAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp, SplitRows, SplitsAt,
@@ -25,10 +26,29 @@ const SHIFTS: usize = 512;
 /// Kernels that each wait for another's end would show as this.
 const TIMEOUT: Duration = Duration::from_secs(8);
 
+/// Rounds in which a communicator changes its stream, with a graph captured meanwhile.
+const TURNS: u64 = 12;
+/// What holds one rank's stream up there.
+const PAUSE: Duration = Duration::from_millis(3);
+/// Bits of a call's number, which say what it is.
+const REDUCES: u64 = 2 << 50;
+const EXCHANGES: u64 = 0;
+
+/// How the calls of a round are begun.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum How {
+    OneByOne,
+    AtOnce,
+    /// At once, and each communicator on another stream than in the round before.
+    Moving,
+}
+
 /// One communicator with its stream and buffers.
 struct Lane {
     comm: Communicator,
     stream: Stream,
+    /// Behind what compares its last call's result.
+    compared: Option<Event>,
     from: Block<u8>,
     to: Block<u8>,
     exchanged: Block<u8>,
@@ -55,8 +75,10 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         let result = Streams::new(pool, options.seed, most).and_then(|mut streams| {
             let rounds = options.seldom(rounds, rounds / 10);
             // Code that is not loaded yet may have to wait for what runs: one by one first.
-            streams.calls(options.seed, rounds, most, true)?;
-            streams.calls(options.seed, rounds, most, false)?;
+            streams.calls(options.seed, rounds, most, How::OneByOne)?;
+            streams.calls(options.seed, rounds, most, How::AtOnce)?;
+            streams.calls(options.seed, rounds, most, How::Moving)?;
+            streams.turns(options.seed, most)?;
             let launches = if most > 1 << 20 { LAUNCHES / 8 } else { LAUNCHES };
             streams.graphs(options.seed, options.seldom(launches, 16), most)?;
             Ok((streams.cases, streams.tools.take()?))
@@ -98,6 +120,7 @@ impl Lane {
         Ok(Self {
             comm: Communicator::with_options(pool, &options)?,
             stream: stream(pool)?,
+            compared: None,
             from: pool.alloc(bytes)?,
             to: pool.alloc(bytes)?,
             exchanged: pool.alloc(bytes)?,
@@ -137,7 +160,7 @@ impl<'a> Streams<'a> {
     /// An all-reduce of a size and place that follow from `number`, or an all-to-all.
     fn call(&mut self, lane: usize, name: u64, number: u64, most: usize) -> Result<()> {
         self.cases += 1;
-        let Lane { comm, stream, from, to, exchanged, wanted, splits } = &self.lanes[lane];
+        let Lane { comm, stream, from, to, exchanged, wanted, splits, .. } = &self.lanes[lane];
         if (number >> 50).is_multiple_of(4) {
             let (to, null) = (exchanged.address() as *mut u8, std::ptr::null_mut());
             let (length, capacity) = (2 * most, 2 * most);
@@ -189,25 +212,68 @@ impl<'a> Streams<'a> {
         order
     }
 
-    fn calls(&mut self, seed: u64, rounds: u64, most: usize, alone: bool) -> Result<()> {
+    fn calls(&mut self, seed: u64, rounds: u64, most: usize, how: How) -> Result<()> {
         for round in 0..rounds {
             let number = random(seed ^ 21, round);
             let usual = std::array::from_fn(|lane| lane);
-            for lane in if alone { usual } else { self.order(number) } {
+            if how == How::Moving {
+                let streams: [Stream; LANES] = usual.map(|lane| self.lanes[lane].stream);
+                for (lane, stream) in self.lanes.iter_mut().zip(streams.iter().cycle().skip(1)) {
+                    lane.stream = *stream;
+                }
+            }
+            for lane in if how == How::OneByOne { usual } else { self.order(number) } {
                 let number = random(number, lane as u64);
+                self.follow(lane)?;
                 // Now and then two in a row.
                 for call in 0..1 + (number & 1) {
                     self.call(lane, round, random(number, 5 + call), most)?;
-                    if alone {
+                    if how == How::OneByOne {
                         self.synchronize()?;
                     }
                 }
+                let driver = self.pool.driver();
+                self.lanes[lane].compared = Some(driver.record_event(self.lanes[lane].stream)?);
             }
             if round % 16 == 15 {
                 self.synchronize()?;
             }
         }
         self.synchronize()
+    }
+
+    /// Results are written where they are compared no more, whatever the stream.
+    fn follow(&mut self, lane: usize) -> Result<()> {
+        let (driver, lane) = (self.pool.driver(), &mut self.lanes[lane]);
+        let Some(compared) = lane.compared.take() else { return Ok(()) };
+        let waits = driver.wait_event(lane.stream, &compared);
+        driver.release_event(compared);
+        waits
+    }
+
+    /// A call comes behind the one before it on another stream, which one rank holds up, though one on a
+    /// third stream was captured between them.
+    fn turns(&mut self, seed: u64, most: usize) -> Result<()> {
+        let [held, captured, next] = [0, 1, 2].map(|lane: usize| self.lanes[lane].stream);
+        for turn in 0..TURNS {
+            let number = random(seed ^ 25, turn) & !(3 << 50);
+            self.lanes[0].stream = held;
+            if u64::from(self.pool.rank()) == turn % u64::from(self.pool.world()) {
+                self.tools.pause(PAUSE, &held)?;
+            }
+            self.call(0, 3000 + turn, number | REDUCES, most)?;
+            self.lanes[0].stream = captured;
+            let graph = Graph::capture(self.pool, captured, || {
+                self.call(0, 4000 + turn, number | REDUCES, most)
+            });
+            // To another output than that which is compared on the other stream.
+            self.lanes[0].stream = next;
+            self.call(0, 5000 + turn, number | EXCHANGES, most)?;
+            self.synchronize()?;
+            graph?.destroy(self.pool)?;
+        }
+        self.lanes[0].stream = held;
+        Ok(())
     }
 
     /// S2, S8: graphs of each communicator and of all, launched without a pause on all streams.

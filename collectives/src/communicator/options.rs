@@ -38,11 +38,11 @@ pub struct CommunicatorOptions {
     /// A kernel keeps its place on the device while it waits for a peer. If one takes all of it, another
     /// communicator's waits outside, and ranks that began with different ones wait for each other until
     /// time is over. So each takes its share of two thirds of the processors, which large calls pay for.
-    /// `None`, the default: as many as there are streams on which communicators of this process made their
-    /// last calls there, and one more for each that has made none yet, or has calls in graphs, which may be
-    /// launched anywhere. If that is one, it takes everything, unless [`leave_room`](crate::leave_room)
-    /// says otherwise. A graph keeps what held when it captured a call: before capturing have all
-    /// communicators made, or say how many there will be. Ranks may differ.
+    /// `None`, the default: as many as there are streams that communicators of this process have their calls
+    /// on there, and one more for each that has made none yet, has changed its stream, or has calls in graphs,
+    /// as its next may be anywhere. If that is one, it takes everything, unless
+    /// [`leave_room`](crate::leave_room) says otherwise. A graph keeps what held when it captured a call: before
+    /// capturing have all communicators made, or say how many there will be. Ranks may differ.
     pub concurrent: Option<u32>,
     /// The number of the first call, 1 or more. Default 1; others serve to test what happens when
     /// numbers have used up their bits.

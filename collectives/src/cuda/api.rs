@@ -15,7 +15,7 @@ use cudarc::driver::sys;
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Result, Stream};
 
-/// A pointer-sized handle (`CUmodule`, `CUfunction`, `CUstream`) that is passed on, never followed.
+/// A pointer-sized handle (`CUmodule`, `CUfunction`, `CUstream`, `CUevent`) that is passed on, never followed.
 pub(super) type Handle = usize;
 
 macro_rules! functions {
@@ -55,6 +55,10 @@ functions! {
     stream_create = cuStreamCreate(*mut Handle, c_uint);
     stream_destroy = cuStreamDestroy_v2(Handle);
     stream_synchronize = cuStreamSynchronize(Handle);
+    stream_wait = cuStreamWaitEvent(Handle, Handle, c_uint);
+    event_create = cuEventCreate(*mut Handle, c_uint);
+    event_record = cuEventRecord(Handle, Handle);
+    event_destroy = cuEventDestroy_v2(Handle);
 }
 
 impl Api {
@@ -72,6 +76,16 @@ impl Api {
         let code = unsafe { (self.stream_create)(&raw mut handle, flags) };
         CudaDriver::check(code, || "making a stream".to_owned())?;
         Ok(Stream::from_raw(handle as u64))
+    }
+
+    /// An event without timing. The device's context must be current.
+    pub(super) fn event(&self) -> Result<Handle> {
+        let mut handle: Handle = 0;
+        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
+        // SAFETY: writes one handle through a valid pointer.
+        let code = unsafe { (self.event_create)(&raw mut handle, flags) };
+        CudaDriver::check(code, || "making an event".to_owned())?;
+        Ok(handle)
     }
 
     /// Waits until the stream has done what was put on it. Its device's context must be current.

@@ -13,6 +13,7 @@ use symmpool_allocator::{Block, Error, HeapLayout, Maker, PeerRow, Pool, Result,
 use super::api::{Api, Handle};
 use super::fault::{Fault, Seen};
 use super::kernels::{Kernels, Loaded, Specialty};
+use super::order::{Order, fork};
 use super::params::{CallParams, Channel, Comm, Control, Traffic};
 use super::slices::Slices;
 use super::table::Rows;
@@ -63,13 +64,13 @@ pub(crate) struct CudaEngine {
     pub(super) comm: Comm,
     pub(super) all_to_all: AllToAllAlgorithm,
     kernels: Kernels,
+    world: u32,
     /// `None` only while dropping.
     fault: Option<Fault>,
     /// What kernels that are launched are told.
     pub(crate) timeout: Arc<Timeout>,
     alive: Alive,
-    /// The stream of the last call.
-    stream: Option<Stream>,
+    order: Order,
     /// Its own, for copies beside a call's kernels,
     pub(super) aside: Stream,
     /// and for a kernel beside these.
@@ -131,10 +132,11 @@ impl CudaEngine {
             comm,
             all_to_all: options.all_to_all,
             kernels,
+            world: layout.world,
             fault: Some(fault),
             timeout,
             alive,
-            stream: None,
+            order: Order::default(),
             aside,
             beside,
             channels: BTreeMap::new(),
@@ -148,7 +150,7 @@ impl CudaEngine {
     }
 
     pub(crate) fn world(&self) -> u32 {
-        self.comm.world
+        self.world
     }
 
     /// Bytes of a slot: no block is longer.
@@ -186,8 +188,15 @@ impl CudaEngine {
         self.ready()?;
         self.turn_to(stream)?;
         let driver = self.pool.driver();
-        self.kernels.begin(stream, || driver.is_capturing(stream));
+        let share = self.kernels.begin(stream, || driver.is_capturing(stream));
+        self.comm.early = share.early.into();
         Ok(())
+    }
+
+    /// An operation that is no call of all ranks begins. Whether what follows it on its stream may take
+    /// its places early.
+    pub(super) fn begin_apart(&mut self) -> bool {
+        self.kernels.begin_apart().early
     }
 
     /// No call can follow.
@@ -209,7 +218,7 @@ impl CudaEngine {
 
     /// What calls wanted the host to know, though they went on; once.
     fn noticed(&mut self) -> Result<()> {
-        let (rank, world) = (self.comm.rank, self.comm.world);
+        let (rank, world) = (self.comm.rank, self.world);
         match self.fault.as_mut().and_then(|fault| fault.notice(rank, world)) {
             Some(error) => Err(error),
             None => Ok(()),
@@ -286,18 +295,18 @@ impl CudaEngine {
     ) -> Result<()> {
         self.turn_to(stream)?;
         // SAFETY: as the caller promised.
-        unsafe { self.launch_apart(kernel, grid, &self.comm, params, traffic, stream) }
+        unsafe { self.launch_apart(kernel, grid, &self.comm, params, traffic, stream) }?;
+        self.called(kernel, stream)
     }
 
     /// What is put on the stream from now on is behind what this communicator put on another one.
     pub(super) fn turn_to(&mut self, stream: Stream) -> Result<()> {
-        if self.stream == Some(stream) {
-            return Ok(());
-        }
-        if let Some(last) = self.stream {
-            self.follow(last, stream)?;
-        }
-        self.stream = Some(stream);
+        self.order.turn_to(self.api, cuda(&self.pool)?, stream)
+    }
+
+    /// The last kernel of a call, so far, was put on the stream.
+    fn called(&mut self, kernel: Loaded, stream: Stream) -> Result<()> {
+        self.order.called(self.api, cuda(&self.pool)?, stream, kernel.share.beside);
         Ok(())
     }
 
@@ -399,26 +408,17 @@ impl CudaEngine {
         cuda(&self.pool)?.with_context(|| {
             // SAFETY: as the caller promised.
             unsafe { self.kernels.launch_rows(kernel, grid, stream, &self.comm, work) }
-        })
+        })?;
+        self.called(kernel, stream)
     }
 
-    /// Calls of one communicator run one after the other: makes `stream` wait for the last one's.
-    /// What is captured into a graph is ordered by whoever launches the graph.
-    pub(super) fn follow(&self, last: Stream, stream: Stream) -> Result<()> {
-        let driver = self.pool.driver();
-        if driver.is_capturing(stream) || driver.is_capturing(last) {
-            return Ok(());
-        }
-        self.fork(last, stream)
+    pub(super) fn is_capturing(&self, stream: Stream) -> bool {
+        self.pool.driver().is_capturing(stream)
     }
 
     /// Makes a stream wait for what another one has been given, in graphs too.
     pub(super) fn fork(&self, from: Stream, stream: Stream) -> Result<()> {
-        let driver = self.pool.driver();
-        let event = driver.record_event(from)?;
-        let waited = driver.wait_event(stream, &event);
-        driver.release_event(event);
-        waited
+        fork(&**self.pool.driver(), from, stream)
     }
 }
 
@@ -427,6 +427,7 @@ impl Drop for CudaEngine {
     fn drop(&mut self) {
         let Ok(driver) = cuda(&self.pool) else { return };
         let (api, kernels, fault) = (self.api, &mut self.kernels, self.fault.take());
+        let order = &mut self.order;
         let streams = [self.aside, self.beside];
         if let Err(error) = self.pool.driver().synchronize() {
             // What may still run keeps what it knows.
@@ -435,6 +436,7 @@ impl Drop for CudaEngine {
         }
         let cleaned = driver.with_context_unordered(|| {
             kernels.unload();
+            order.end(api);
             for stream in streams {
                 // SAFETY: made by this value and given up here; nothing runs on it.
                 let code = unsafe { (api.stream_destroy)(stream.raw() as Handle) };

@@ -117,9 +117,16 @@ impl Kernels {
         })
     }
 
-    /// A call begins, on that stream.
-    pub(super) fn begin(&mut self, stream: Stream, is_captured: impl FnOnce() -> bool) {
+    /// A call begins, on that stream. What it may take.
+    pub(super) fn begin(&mut self, stream: Stream, is_captured: impl FnOnce() -> bool) -> Share {
         self.share = self.presence.share(stream, is_captured);
+        self.share
+    }
+
+    /// An operation that is no call of all ranks begins. What it may take.
+    pub(super) fn begin_apart(&mut self) -> Share {
+        self.share = self.presence.apart();
+        self.share
     }
 
     /// The kernel, compiled and loaded if it is not yet, with what it may take.

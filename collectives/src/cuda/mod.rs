@@ -5,6 +5,7 @@
 //! | `engine` | one rank's side of a communicator: its state, and how a call is entered |
 //! | `algorithms`, `grid` | which kernels a collective runs, of how many blocks |
 //! | `sharing` | how much of a device a communicator's kernels take |
+//! | `order` | calls run one after the other, whatever streams they are on |
 //! | `spread` | all-gathers and broadcasts: as packets, or as all-to-alls |
 //! | `all_to_all` | what an all-to-all is given, and its grid |
 //! | `all_to_all_copied`, `slices` | those that copy engines carry |
@@ -30,6 +31,7 @@ mod fault;
 mod grid;
 mod kernels;
 mod lengths;
+mod order;
 mod params;
 mod row_exchange;
 mod rows;

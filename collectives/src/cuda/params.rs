@@ -37,7 +37,8 @@ pub(super) struct Comm {
     pub(super) timeout: u64,
     pub(super) fault: u64,
     pub(super) rank: u32,
-    pub(super) world: u32,
+    /// Whether the stream's next kernel may take its places early.
+    pub(super) early: u32,
 }
 
 /// `Call` in `comm.cuh`.
@@ -192,7 +193,7 @@ impl Control {
             timeout,
             fault,
             rank: layout.rank,
-            world: layout.world,
+            early: 0,
         }
     }
 
