@@ -111,7 +111,11 @@ struct Options {
     /// How long calls wait for a peer that does not come, in seconds (faults).
     #[arg(long, default_value_t = 1.5)]
     timeout: f64,
-    /// Whether ranks share a device, on which they take turns.
+    /// Ranks that share a device are there at once, as under MPS, which must run, each with its part of the
+    /// processors (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE): nothing is done less often for taking turns.
+    #[arg(long)]
+    at_once: bool,
+    /// Whether ranks share a device.
     #[arg(skip)]
     shared: bool,
     #[arg(skip)]
@@ -146,7 +150,7 @@ impl Options {
 
     /// How often something is done that takes long where ranks take turns on a device.
     fn seldom(&self, usual: u64, seldom: u64) -> u64 {
-        if self.shared { seldom } else { self.few(usual, seldom) }
+        if self.shared && !self.at_once { seldom } else { self.few(usual, seldom) }
     }
 
     /// How communicators are made where nothing is meant to go wrong.
