@@ -110,7 +110,7 @@ $(VENV)/ready: Makefile
 		"maturin>=1.10,<2" "ml_dtypes>=0.5" "numpy>=1.26" "pytest>=8,<10" "ruff>=0.17,<0.18"
 	touch $@
 
-## Measures on this machine and writes bench/results; `make tables` puts them into the README.
+## Measures on this machine and writes bench/results; `make tables` puts them into the documents.
 bench:
 	bench/run
 

@@ -1,4 +1,4 @@
-"""What the tables of the README are made of."""
+"""What tables are made of."""
 
 import json
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""Builds the README's tables from bench/results.
+"""Builds the tables of README.md and docs/performance.md from bench/results.
 
-Between `<!-- table: NAME -->` and `<!-- end -->` in README.md, everything is replaced by the table
+Between `<!-- table: NAME -->` and `<!-- end -->` there, everything is replaced by the table
 that the function of that name makes of its results, here or, for GPUs, in tables_gpu.py. With --check
-nothing is written, and the exit code says whether the README is up to date.
+nothing is written, and the exit code says whether both are up to date.
 """
 
 import re
@@ -104,6 +104,8 @@ def commit():
 
 MAKERS = {f.__name__: f for f in (all_reduce, all_to_all, all_to_all_v, packing, lane, commit)}
 MAKERS |= tables_gpu.MAKERS
+#: Which have tables.
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs/performance.md")
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -113,7 +115,7 @@ def fill(text, makers=MAKERS):
     def made(match):
         name = match[2]
         if name not in makers:
-            raise SystemExit(f"README.md asks for the table {name!r}; known are {sorted(makers)}")
+            raise SystemExit(f"there is no table {name!r}; known are {sorted(makers)}")
         return f"{match[1]}{makers[name]()}\n{match[3]}"
 
     return MARKED.sub(made, text)
@@ -125,12 +127,13 @@ def main(arguments):
         return 0
     if arguments not in ([], ["--check"]):
         return __doc__
-    readme = ROOT / "README.md"
-    old = readme.read_text()
-    new = fill(old)
+    filled = {document: fill(document.read_text()) for document in DOCUMENTS}
     if arguments:
-        return 0 if new == old else "README.md does not match bench/results; run make tables"
-    readme.write_text(new)
+        old = [document for document, text in filled.items() if document.read_text() != text]
+        names = " and ".join(str(document.relative_to(ROOT)) for document in old)
+        return f"not as bench/results has it: {names}; run make tables" if old else 0
+    for document, text in filled.items():
+        document.write_text(text)
     return 0
 
 

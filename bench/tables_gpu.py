@@ -1,4 +1,4 @@
-"""The README's tables of what was measured on GPUs: of 4 of them where that is recorded, else of 2.
+"""Tables of what was measured on GPUs: of 4 of them where that is recorded, else of 2.
 
 Made of bench/results/gpu, which `bench/record_gpu` writes. A bar is what was set as a goal beforehand.
 """
@@ -9,7 +9,7 @@ from statistics import median
 import cells
 from cells import exact, figure, size, table
 
-#: Whose figures the README shows.
+#: Whose figures are shown.
 DEVICE = "h200"
 #: Numbers of GPUs, the first that was measured counts.
 WORLDS = (4, 2)

@@ -16,10 +16,25 @@ import tables
 import tables_gpu
 
 
-def test_the_readme_shows_what_was_measured():
-    text = (tables.ROOT / "README.md").read_text()
-    assert tables.MARKED.search(text), "the README has tables"
-    assert tables.fill(text) == text, "README.md does not match bench/results; run make tables"
+@pytest.mark.parametrize("document", tables.DOCUMENTS, ids=lambda path: path.name)
+def test_documents_show_what_was_measured(document):
+    text = document.read_text()
+    assert tables.MARKED.search(text), "it has tables"
+    assert tables.fill(text) == text, "it does not match bench/results; run make tables"
+
+
+def test_the_tables_script_names_documents_that_are_old(tmp_path, monkeypatch):
+    one, other = tmp_path / "one.md", tmp_path / "other.md"
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "DOCUMENTS", (one, other))
+    one.write_text("as it was")
+    other.write_text("before\n<!-- table: packing -->\nold\n<!-- end -->\nafter")
+    assert tables.main(["--check"]) == "not as bench/results has it: other.md; run make tables"
+    assert "old" in other.read_text()
+    assert tables.main([]) == 0 and tables.main(["--check"]) == 0
+    said = other.read_text()
+    assert "old" not in said and said.startswith("before\n") and said.endswith("\nafter")
+    assert one.read_text() == "as it was"
 
 
 def test_sizes_and_figures_read_well():
@@ -80,7 +95,7 @@ def test_whoever_asks_for_help_gets_no_measurements(argument, status, tmp_path):
 
 def test_the_tables_script_says_what_it_does(capsys):
     assert tables.main(["--help"]) == 0
-    assert capsys.readouterr().out.startswith("Builds the README's tables")
+    assert capsys.readouterr().out.startswith("Builds the tables of README.md")
     assert "Builds" in tables.main(["--chekc"])
 
 
@@ -177,6 +192,7 @@ def test_small_tables_are_there_where_they_are_recorded(recorded):
         assert line in text, line
 
 
-def test_the_readme_asks_for_every_table():
-    asked = {found[2] for found in tables.MARKED.finditer((tables.ROOT / "README.md").read_text())}
+def test_the_documents_ask_for_every_table():
+    texts = [document.read_text() for document in tables.DOCUMENTS]
+    asked = {found[2] for text in texts for found in tables.MARKED.finditer(text)}
     assert asked <= set(tables.MAKERS) and set(tables_gpu.MAKERS) <= asked

@@ -1,4 +1,4 @@
-"""The README's example runs as it stands."""
+"""The documents' programs run as they stand."""
 
 import importlib.util
 import os
@@ -10,19 +10,21 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
 
-
-EXAMPLES = {"first": ("3.0", "3.0"), "rows": ("[3.0, 3.0, 0.0, 3.0]", "[6.0, 6.0, 0.0, 6.0]")}
+EXAMPLES = {
+    ("docs/python.md", "first"): ("3.0", "3.0"),
+    ("docs/python.md", "rows"): ("[3.0, 3.0, 0.0, 3.0]", "[6.0, 6.0, 0.0, 6.0]"),
+}
 if importlib.util.find_spec("torch"):
-    EXAMPLES["torch"] = EXAMPLES["first"]
+    EXAMPLES["README.md", "torch"] = ("3.0", "3.0")
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_the_examples_print_what_the_readme_says(name):
-    text = README.read_text()
+@pytest.mark.parametrize(("document", "name"), EXAMPLES)
+def test_programs_print_what_the_documents_say(document, name):
+    text = (ROOT / document).read_text()
     program = re.search(rf"<!-- python: {name} -->\n```python\n(.*?)```", text, re.DOTALL)[1]
-    lines = [f"rank {rank}: {said}" for rank, said in enumerate(EXAMPLES[name])]
+    lines = [f"rank {rank}: {said}" for rank, said in enumerate(EXAMPLES[document, name])]
     assert f"`{lines[0]}` and `{lines[1]}`" in text
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

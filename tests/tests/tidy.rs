@@ -159,13 +159,31 @@ fn every_rule_is_held_by_a_test() {
     assert!(missing.is_empty(), "no test cites {missing:?}");
 }
 
+const DOCUMENTS: [&str; 7] = [
+    "README.md",
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "docs/python.md",
+    "docs/gpus.md",
+    "docs/performance.md",
+    "docs/decisions.md",
+];
+
 #[test]
 fn the_documents_name_files_that_exist() {
-    for document in ["README.md", "ARCHITECTURE.md", "CHANGELOG.md"] {
+    for document in DOCUMENTS {
         let text = read(&root().join(document));
         for quoted in text.split('`').skip(1).step_by(2) {
-            let folders =
-                ["allocator/", "collectives/", "examples/", "ffi/", "python/", "tests/", "bench/"];
+            let folders = [
+                "allocator/",
+                "collectives/",
+                "examples/",
+                "ffi/",
+                "python/",
+                "tests/",
+                "bench/",
+                "docs/",
+            ];
             let is_path = folders.iter().any(|folder| quoted.starts_with(folder))
                 && !quoted.contains([' ', '*', '{', '<']);
             if is_path {
@@ -174,6 +192,35 @@ fn the_documents_name_files_that_exist() {
             }
         }
     }
+}
+
+#[test]
+fn links_between_documents_lead_somewhere() {
+    // As hosts of repositories make a heading's anchor.
+    let anchor = |heading: &str| -> String {
+        let kept = heading.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
+        kept.map(|c| if c == ' ' { '-' } else { c.to_ascii_lowercase() }).collect()
+    };
+    let anchors = |text: &str| -> Vec<String> {
+        let headings = text.lines().filter(|line| line.starts_with('#'));
+        headings.map(|line| anchor(line.trim_start_matches('#').trim())).collect()
+    };
+    let mut links = 0;
+    for document in DOCUMENTS {
+        let path = root().join(document);
+        let text = read(&path);
+        let targets = text.split("](").skip(1).filter_map(|rest| rest.split(')').next());
+        for target in targets.filter(|target| !target.contains("://")) {
+            links += 1;
+            let (file, place) = target.split_once('#').unwrap_or((target, ""));
+            let folder = path.parent().expect("a folder");
+            let to = if file.is_empty() { path.clone() } else { folder.join(file) };
+            assert!(to.exists(), "{document} links to {target}, which does not exist");
+            let there = place.is_empty() || anchors(&read(&to)).iter().any(|known| known == place);
+            assert!(there, "{document} links to {target}, where there is no such heading");
+        }
+    }
+    assert!(links > 20, "only {links} links found");
 }
 
 #[test]

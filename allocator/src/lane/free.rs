@@ -1,7 +1,7 @@
 //! The free blocks of one stream, in heap order (rule D2).
 //!
 //! Allocation takes the lowest-lying block that fits. That is first fit; on real traces it packs
-//! tighter than best fit once free segments may move (ARCHITECTURE.md has the figures). To find
+//! tighter than best fit once free segments may move (docs/decisions.md has the figures). To find
 //! that block quickly the list is cut into chunks of up to [`CHUNK`] blocks, and for every chunk
 //! the size of its largest block is kept in one flat array: a search scans that array, then one
 //! chunk, both with vector instructions. Shrinking or growing a block in place touches one chunk.
