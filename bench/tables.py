@@ -127,9 +127,10 @@ def main(arguments):
         return 0
     if arguments not in ([], ["--check"]):
         return __doc__
-    filled = {document: fill(document.read_text()) for document in DOCUMENTS}
+    texts = {document: document.read_text() for document in DOCUMENTS}
+    filled = {document: fill(text) for document, text in texts.items()}
     if arguments:
-        old = [document for document, text in filled.items() if document.read_text() != text]
+        old = [document for document in DOCUMENTS if filled[document] != texts[document]]
         names = " and ".join(str(document.relative_to(ROOT)) for document in old)
         return f"not as bench/results has it: {names}; run make tables" if old else 0
     for document, text in filled.items():

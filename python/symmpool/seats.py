@@ -39,7 +39,7 @@ class Seat:
     def __init__(self, pool: Pool):
         self.device = number_of(pool.device)
         concurrent = sharing.concurrent(pool)
-        sharing.leave_others_room(pool)
+        sharing.leave_others_room(self.device)
         self.comm = Communicator(pool, timeout=groups.timeout_of(pool), concurrent=concurrent)
         # The turn of the last call that was made with async_op, until something has waited for it.
         self.tail: Any = None

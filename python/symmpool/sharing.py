@@ -49,16 +49,16 @@ def concurrent(pool: Any) -> int | None:
     return int(said)
 
 
-def leave_others_room(pool: Any) -> None:
-    """Has communicators leave room on a pool's device if several groups of torch have a backend there whose
-    kernels may wait for other ranks while ours do."""
+def leave_others_room(device: int) -> None:
+    """Has communicators leave room on the device of that number (-1: the CPU) if several groups of torch
+    have a backend there whose kernels may wait for other ranks while ours do."""
     dist = groups.distributed()
-    if pool.device == "cpu" or dist is None:
+    if device < 0 or dist is None:
         return
     made = list(dist.distributed_c10d._world.pg_map)
     theirs = [group for group in made if group.size() > 1 and _has_kernels(group)]
     if len(theirs) > 1:
-        leave_room(int(pool.device.removeprefix("cuda:")))
+        leave_room(device)
 
 
 def _has_kernels(group: Any) -> bool:

@@ -64,7 +64,6 @@ pub(crate) struct CudaEngine {
     pub(super) comm: Comm,
     pub(super) all_to_all: AllToAllAlgorithm,
     kernels: Kernels,
-    world: u32,
     /// `None` only while dropping.
     fault: Option<Fault>,
     /// What kernels that are launched are told.
@@ -75,8 +74,8 @@ pub(crate) struct CudaEngine {
     pub(super) aside: Stream,
     /// and for a kernel beside these.
     pub(super) beside: Stream,
-    /// The streams of the last signals and waits.
-    pub(super) channels: BTreeMap<Channel, Stream>,
+    /// Of signals and waits, which have one at each end of a channel.
+    channels: BTreeMap<Channel, Order>,
     /// The kernels of one-sided operations, once there was one.
     pub(super) sided: bool,
     failed: Option<Error>,
@@ -132,7 +131,6 @@ impl CudaEngine {
             comm,
             all_to_all: options.all_to_all,
             kernels,
-            world: layout.world,
             fault: Some(fault),
             timeout,
             alive,
@@ -150,7 +148,7 @@ impl CudaEngine {
     }
 
     pub(crate) fn world(&self) -> u32 {
-        self.world
+        self.pool.world()
     }
 
     /// Bytes of a slot: no block is longer.
@@ -218,7 +216,7 @@ impl CudaEngine {
 
     /// What calls wanted the host to know, though they went on; once.
     fn noticed(&mut self) -> Result<()> {
-        let (rank, world) = (self.comm.rank, self.world);
+        let (rank, world) = (self.comm.rank, self.world());
         match self.fault.as_mut().and_then(|fault| fault.notice(rank, world)) {
             Some(error) => Err(error),
             None => Ok(()),
@@ -302,6 +300,11 @@ impl CudaEngine {
     /// What is put on the stream from now on is behind what this communicator put on another one.
     pub(super) fn turn_to(&mut self, stream: Stream) -> Result<()> {
         self.order.turn_to(self.api, cuda(&self.pool)?, stream)
+    }
+
+    /// Likewise for what counts on one end of a channel.
+    pub(super) fn turn_channel_to(&mut self, end: Channel, stream: Stream) -> Result<()> {
+        self.channels.entry(end).or_default().turn_to(self.api, cuda(&self.pool)?, stream)
     }
 
     /// The last kernel of a call, so far, was put on the stream.
@@ -410,10 +413,6 @@ impl CudaEngine {
             unsafe { self.kernels.launch_rows(kernel, grid, stream, &self.comm, work) }
         })?;
         self.called(kernel, stream)
-    }
-
-    pub(super) fn is_capturing(&self, stream: Stream) -> bool {
-        self.pool.driver().is_capturing(stream)
     }
 
     /// Makes a stream wait for what another one has been given, in graphs too.

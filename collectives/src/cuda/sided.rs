@@ -133,19 +133,13 @@ impl CudaEngine {
         self.ready()?;
         let comm = Comm { early: self.begin_apart().into(), ..*comm };
         let kernel = self.sided_kernel(does)?;
-        // Only what counts on one end of a channel has an order of its own, outside graphs.
-        let last = end.and_then(|end| self.channels.get(&end).copied());
-        let turns = end.is_some() && last != Some(stream) && !self.is_capturing(stream);
-        if let Some(last) = last.filter(|last| turns && !self.is_capturing(*last)) {
-            self.fork(last, stream)?;
+        // Only what counts on one end of a channel has an order of its own.
+        if let Some(end) = end {
+            self.turn_channel_to(end, stream)?;
         }
         let grid = (blocks, does.threads());
         // SAFETY: as the caller promised.
-        unsafe { self.launch_apart(kernel, grid, &comm, params, None, stream) }?;
-        if let Some(end) = end.filter(|_| turns) {
-            self.channels.insert(end, stream);
-        }
-        Ok(())
+        unsafe { self.launch_apart(kernel, grid, &comm, params, None, stream) }
     }
 }
 
