@@ -27,6 +27,9 @@ enum : int {
     NOT_READY = 600,
     NOT_SUPPORTED = 801,
     CAPTURE_UNSUPPORTED = 900,
+    CAPTURE_MERGE = 902,
+    CAPTURE_ISOLATION = 905,
+    CAPTURED_EVENT = 907,
 };
 
 int from_environment(const char* name, int usual) {
@@ -48,6 +51,17 @@ template <typename F>
 int on(void* handle, F&& then) {
     Stream* stream = known(handle);
     return stream == nullptr ? INVALID : (then(stream), OK);
+}
+
+int code_of(Crossing crossing) {
+    switch (crossing) {
+        case Crossing::NONE: return OK;
+        case Crossing::ISOLATION: return CAPTURE_ISOLATION;
+        case Crossing::MERGE: return CAPTURE_MERGE;
+        case Crossing::CAPTURED: return CAPTURED_EVENT;
+        case Crossing::ENDED: return INVALID;
+    }
+    return INVALID;
 }
 
 void copy_rows(char* to, size_t to_pitch, size_t to_height, const char* from, size_t from_pitch,
@@ -121,6 +135,7 @@ int cuGetErrorName(int code, const char** name) {
         case OUT_OF_MEMORY: *name = "CUDA_ERROR_OUT_OF_MEMORY"; break;
         case NOT_SUPPORTED: *name = "CUDA_ERROR_NOT_SUPPORTED"; break;
         case CAPTURE_UNSUPPORTED: *name = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"; break;
+        case CAPTURE_ISOLATION: *name = "CUDA_ERROR_STREAM_CAPTURE_ISOLATION"; break;
         default: *name = "CUDA_ERROR_OF_THE_EMULATION"; break;
     }
     return OK;
@@ -285,8 +300,15 @@ int cuStreamSynchronize(void* handle) {
 int cuStreamIsCapturing(void* handle, unsigned* capturing) {
     return on(handle, [=](Stream* stream) { *capturing = is_capturing(stream); });
 }
+int cuStreamGetCaptureInfo_v2(void* handle, unsigned* status, unsigned long long* id, void*, void*, void*) {
+    return on(handle, [=](Stream* stream) {
+        *id = capture_of(stream);
+        *status = *id != 0;
+    });
+}
 int cuStreamWaitEvent(void* handle, Event* event, unsigned) {
-    return on(handle, [=](Stream* stream) { wait(stream, event); });
+    Stream* stream = known(handle);
+    return stream == nullptr ? INVALID : code_of(wait(stream, event));
 }
 int cuStreamBeginCapture_v2(void* handle, int) {
     Stream* stream = known(handle);
@@ -313,7 +335,11 @@ int cuEventDestroy_v2(Event* event) { return drop_event(event), OK; }
 int cuEventRecord(Event* event, void* handle) {
     return on(handle, [=](Stream* stream) { record(event, stream); });
 }
-int cuEventQuery(Event* event) { return is_done(event) ? OK : NOT_READY; }
+int cuEventQuery(Event* event) {
+    bool done = false;
+    int code = code_of(is_done(event, &done));
+    return code != OK || done ? code : NOT_READY;
+}
 int cuEventSynchronize(Event* event) { return synchronize(event), OK; }
 int cuEventElapsedTime(float* milliseconds, Event* from, Event* to) {
     double found = 0;

@@ -319,6 +319,8 @@ fn captured(driver: &CudaDriver) -> Outcome {
     cuda(code, "cuStreamCreate")?;
     let stream = Stream::from_raw(raw as u64);
     require(!driver.is_capturing(stream), || "capturing before the start".to_owned())?;
+    let before = driver.record_event(stream).map_err(text)?;
+    driver.synchronize().map_err(text)?;
     let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
     // SAFETY: the stream was just made.
     let code = unsafe { sys::cuStreamBeginCapture_v2(raw, mode) };
@@ -333,12 +335,17 @@ fn captured(driver: &CudaDriver) -> Outcome {
         let exported = driver.export(&physical).map_err(text)?;
         let import = driver.import(exported, granule).map_err(text)?;
         driver.release(import).map_err(text)?;
+        // What is done need not be waited for, which a capture could not do; nor may it be asked of
+        // an event in the graph whether it is done.
+        driver.wait_event(stream, &before).map_err(text)?;
+        require(driver.is_event_done(&before).map_err(text)?, || "not done".to_owned())?;
         let event = driver.record_event(stream).map_err(text)?;
         driver.wait_event(stream, &event).map_err(text)?;
-        driver.release_event(event);
+        require(!driver.is_event_done(&event).map_err(text)?, || "done in a graph".to_owned())?;
         driver.unmap(&range, 0, granule).map_err(text)?;
         driver.release(physical).map_err(text)?;
-        driver.unreserve(range).map_err(text)
+        driver.unreserve(range).map_err(text)?;
+        Ok(event)
     })();
     let mut graph = std::ptr::null_mut();
     // SAFETY: the stream is live; writes one handle through a valid pointer.
@@ -348,9 +355,16 @@ fn captured(driver: &CudaDriver) -> Outcome {
         let code = unsafe { sys::cuGraphDestroy(graph) };
         cuda(code, "cuGraphDestroy")?;
     }
+    let after = during.and_then(|event| {
+        let (waited, done) = (driver.wait_event(stream, &event), driver.is_event_done(&event));
+        driver.release_event(event);
+        waited.map_err(text)?;
+        require(!done.map_err(text)?, || "done behind the capture".to_owned())
+    });
+    driver.release_event(before);
     // SAFETY: the stream is live, and is used no further.
     let code = unsafe { sys::cuStreamDestroy_v2(raw) };
-    during?;
+    after?;
     cuda(ended, "cuStreamEndCapture: the capture was spoilt")?;
     cuda(code, "cuStreamDestroy")?;
     driver.synchronize().map_err(text)

@@ -351,12 +351,16 @@ pub trait MemoryDriver: Send + Sync {
         Ok(Event(0))
     }
 
-    /// Makes later work of `stream` wait for `event`, on the device; the host does not wait.
+    /// Makes later work of `stream` wait for `event`, on the device; the host does not wait. Where
+    /// `stream` is being captured, an event from outside the capture must be done already, else it is
+    /// `is_invalid_state` and the capture goes on; one that is part of another graph is left to
+    /// whoever launches the graphs, and so is one of a graph where `stream` is not being captured.
     fn wait_event(&self, _stream: Stream, _event: &Event) -> Result<()> {
         Ok(())
     }
 
-    /// Whether what was on the stream when `event` was recorded is done. Does not wait.
+    /// Whether what was on the stream when `event` was recorded is done. Does not wait. An event
+    /// that was recorded in a capture is never done.
     fn is_event_done(&self, _event: &Event) -> Result<bool> {
         Ok(true)
     }

@@ -24,7 +24,7 @@ mod stream;
 mod tests;
 mod vmm;
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
@@ -33,6 +33,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use self::api::{AllocationProp, Api, Code};
 use self::context::Context;
 pub use self::probe::{CudaFacts, Fabric};
+use self::stream::CaptureId;
 use self::vmm::Memory;
 use super::{
     DeviceIdentity, Event, Exported, MemoryDriver, Physical, Reservation, Stream, Transport,
@@ -76,8 +77,8 @@ pub struct CudaDriver {
     prop: AllocationProp,
     transport: Transport,
     memory: Mutex<Memory>,
-    /// Events not given back yet.
-    events: Mutex<BTreeSet<u64>>,
+    /// Events not given back yet, and which capture each is part of.
+    events: Mutex<BTreeMap<u64, CaptureId>>,
     /// Last, so that it outlives what is made in it.
     context: Context,
 }
@@ -118,7 +119,7 @@ impl CudaDriver {
         Ok(Self {
             transport: if fabric { Transport::Store } else { Transport::UnixSocket },
             memory: Mutex::new(Memory::new(facts.granularity)),
-            events: Mutex::new(BTreeSet::new()),
+            events: Mutex::new(BTreeMap::new()),
             facts,
             prop,
             context,
@@ -211,14 +212,14 @@ impl CudaDriver {
         self.memory.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn check_event(&self, event: &Event) -> Result<()> {
-        if self.events().contains(&event.0) {
-            return Ok(());
-        }
-        Err(Error::invalid_argument(format!("no live event {:#x} in this driver", event.0)))
+    /// Which capture a live event is part of.
+    fn check_event(&self, event: &Event) -> Result<CaptureId> {
+        let none =
+            || Error::invalid_argument(format!("no live event {:#x} in this driver", event.0));
+        self.events().get(&event.0).copied().ok_or_else(none)
     }
 
-    fn events(&self) -> MutexGuard<'_, BTreeSet<u64>> {
+    fn events(&self) -> MutexGuard<'_, BTreeMap<u64, CaptureId>> {
         self.events.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -310,26 +311,26 @@ impl MemoryDriver for CudaDriver {
     }
 
     fn record_event(&self, stream: Stream) -> Result<Event> {
-        let event = stream::record(&self.context, stream)?;
-        self.events().insert(event.0);
+        let (event, capture) = stream::record(&self.context, stream)?;
+        self.events().insert(event.0, capture);
         Ok(event)
     }
 
     fn wait_event(&self, stream: Stream, event: &Event) -> Result<()> {
         // Not under the lock: the call may block until the device makes room, and another thread
         // may have to record an event for that. The borrow keeps this event from being released.
-        self.check_event(event)?;
-        stream::wait(&self.context, stream, event.0)
+        let capture = self.check_event(event)?;
+        stream::wait(&self.context, stream, event.0, capture)
     }
 
     fn is_event_done(&self, event: &Event) -> Result<bool> {
-        self.check_event(event)?;
-        stream::is_done(&self.context, event.0)
+        let capture = self.check_event(event)?;
+        stream::is_done(&self.context, event.0, capture)
     }
 
     fn release_event(&self, event: Event) {
         let live = self.events().remove(&event.0);
-        if live {
+        if live.is_some() {
             stream::release(&self.context, event.0);
         }
     }
@@ -346,7 +347,7 @@ impl MemoryDriver for CudaDriver {
 impl Drop for CudaDriver {
     fn drop(&mut self) {
         let events = std::mem::take(&mut *self.events());
-        for event in events {
+        for event in events.into_keys() {
             stream::release(&self.context, event);
         }
         // What is still mapped may be in use by kernels and by peers: it stays until the process

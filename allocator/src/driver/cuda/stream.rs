@@ -19,14 +19,32 @@ fn raw(stream: Stream) -> Handle {
     stream.raw() as Handle
 }
 
-/// Makes an event without timing and records it on `stream`.
-pub(super) fn record(cx: &Context, stream: Stream) -> Result<Event> {
+/// The number of a capture, by which the driver tells captures apart. 0 stands for none.
+pub(super) type CaptureId = u64;
+
+/// Which capture a stream is part of.
+fn capture_of(cx: &Context, stream: Handle) -> CaptureId {
+    let (mut status, mut id): (c_uint, CaptureId) = (0, 0);
+    let (graph, edges, count) =
+        (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut::<usize>());
+    // SAFETY: writes an enumerator and a number through valid pointers; the others may be null. The
+    // stream is live, which whoever made the `Stream` from a raw handle vouched for.
+    let code = unsafe {
+        (cx.api.stream_capture_info)(stream, &raw mut status, &raw mut id, graph, edges, count)
+    };
+    let active = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_uint != status;
+    if code.0 == 0 && active { id } else { 0 }
+}
+
+/// Makes an event without timing and records it on `stream`. Also says which capture it is part of.
+pub(super) fn record(cx: &Context, stream: Stream) -> Result<(Event, CaptureId)> {
     let _current = cx.enter()?;
     let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
     let mut event: Handle = 0;
     // SAFETY: writes one handle through a valid pointer.
     let code = unsafe { (cx.api.event_create)(&raw mut event, flags) };
     cx.api.check(code, || "creating an event".to_owned())?;
+    let capture = capture_of(cx, raw(stream));
     // SAFETY: the event was just made; the stream is live, which whoever made the `Stream` from a
     // raw handle vouched for.
     let code = unsafe { (cx.api.event_record)(event, raw(stream)) };
@@ -34,20 +52,45 @@ pub(super) fn record(cx: &Context, stream: Stream) -> Result<Event> {
         destroy(cx, event);
     }
     cx.api.check(code, || "recording an event".to_owned())?;
-    Ok(Event(event as u64))
+    Ok((Event(event as u64), capture))
 }
 
-/// Makes `stream` wait for an event that the driver knows to be live.
-pub(super) fn wait(cx: &Context, stream: Stream, event: u64) -> Result<()> {
+/// Makes `stream` wait for an event that the driver knows to be live, which is part of `capture`.
+///
+/// CUDA lets nothing in a capture wait for what is outside of it, and ends a capture where that is
+/// tried. So nothing is tried: what is done need not be waited for, what is not done is an error, and
+/// the order of two graphs is that of their launches.
+pub(super) fn wait(cx: &Context, stream: Stream, event: u64, capture: CaptureId) -> Result<()> {
     let _current = cx.enter()?;
+    let waiting = capture_of(cx, raw(stream));
+    if waiting != 0 && waiting != capture {
+        if capture != 0 || is_done(cx, event, capture)? {
+            return Ok(());
+        }
+        return Err(Error::invalid_state(
+            "a stream that is being captured cannot wait for what was put on another stream before \
+             the capture and is not done; wait for that (Work.wait and torch.cuda.synchronize(), or \
+             Communicator::synchronize) before the capture begins",
+        ));
+    }
     // SAFETY: the event is live, which the driver's table says; the stream is, which whoever made
     // the `Stream` from a raw handle vouched for.
     let code = unsafe { (cx.api.stream_wait_event)(raw(stream), event as Handle, 0) };
+    // What CUDA says of an event whose capture has ended: it marks a place in the graph, and there
+    // is nothing outside of that to wait for.
+    let ended = code.0 == sys::cudaError_enum::CUDA_ERROR_INVALID_VALUE as c_uint;
+    if capture != 0 && waiting == 0 && ended {
+        return Ok(());
+    }
     cx.api.check(code, || "making a stream wait for an event".to_owned())
 }
 
 /// Whether an event that the driver knows to be live has completed. Other streams may be captured.
-pub(super) fn is_done(cx: &Context, event: u64) -> Result<bool> {
+/// One that is part of a capture never has: it marks a place in the graph, which may run many times.
+pub(super) fn is_done(cx: &Context, event: u64, capture: CaptureId) -> Result<bool> {
+    if capture != 0 {
+        return Ok(false);
+    }
     let _current = cx.enter_for_memory()?;
     // SAFETY: the event is live, which the driver's table says.
     let code = unsafe { (cx.api.event_query)(event as Handle) };
