@@ -52,6 +52,11 @@ class Seat:
         if tail is None or (self.device < 0 and tail.is_here()):
             # In a callback, which waits for nothing: others still come after what was begun.
             return
+        if self.device >= 0:
+            # Where a capture cannot wait for it that is an error, and later calls still come after it.
+            tail.precede()
+            self.tail = None
+            return
         self.tail = None
         tail.precede()
 

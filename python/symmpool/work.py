@@ -371,9 +371,10 @@ def _work(line: _Line) -> None:
 
 
 class StreamWork(Work):
-    """A call on a stream of its own."""
+    """A call on a stream of its own. One that is captured in a graph is done as far as its Work tells:
+    how often it runs, and when, is known to whoever launches the graph."""
 
-    __slots__ = ("_comm", "_side", "_mark", "_explain", "_drain")
+    __slots__ = ("_comm", "_side", "_mark", "_explain", "_drain", "_captured")
 
     def __init__(
         self,
@@ -383,8 +384,10 @@ class StreamWork(Work):
         results: list[Any],
         explain: Explain,
         drain: Callable[[], None],
+        captured: bool = False,
     ):
         self._results, self._future = results, None
+        self._captured = captured
         self._comm, self._side, self._mark, self._explain = comm, side, mark, explain
         self._drain = drain
 
@@ -392,7 +395,7 @@ class StreamWork(Work):
         self.precede()
         seconds = _seconds(timeout)
         self._drain()
-        if seconds is not None:
+        if seconds is not None and not self._captured:
             end = time.monotonic() + seconds
             while not self._mark.query():
                 if time.monotonic() > end:
@@ -404,7 +407,7 @@ class StreamWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        return self._mark.query() or self._comm.failure is not None
+        return self._captured or self._mark.query() or self._comm.failure is not None
 
     def __del__(self) -> None:
         # With it goes what calls used that are done: nobody may come to ask for another.
@@ -439,6 +442,8 @@ class Side:
         self._handle = self._stream.cuda_stream
         self._capturing = torch.cuda.is_current_stream_capturing
         self._kept: collections.deque[Any] = collections.deque()
+        # The mark of the last call outside of graphs, for captures, which cannot come behind it.
+        self._last: Any = None
         # What is let go of may be another call's Work, which drains as well.
         self._draining = threading.RLock()
 
@@ -452,6 +457,11 @@ class Side:
     ) -> StreamWork:
         # Marks, not torch's streams and events: those cost the host more than the call itself.
         handle, kept = self._handle, self._kept
+        capturing = self._capturing()
+        if capturing and self._last is not None:
+            # An error, before anything is captured, if that call is not done.
+            self._last.wait()
+            self._last = None
         comm.follow(handle)
         call(*arguments, stream=handle)
         if finish is not None:
@@ -461,7 +471,7 @@ class Side:
             arguments = (*arguments, *results)
         mark = comm.mark(handle)
         # Whoever lets go of a tensor before the call is done does not free its memory.
-        if self._capturing():
+        if capturing:
             # What a graph's events have to say is known to the graph alone.
             for tensor in arguments:
                 if isinstance(tensor, self._torch.Tensor):
@@ -469,7 +479,8 @@ class Side:
         else:
             self._drain()
             kept.append((mark, arguments))
-        return StreamWork(comm, self._stream, mark, results, self._explain, self._drain)
+            self._last = mark
+        return StreamWork(comm, self._stream, mark, results, self._explain, self._drain, capturing)
 
     def _drain(self) -> None:
         """Lets go of what calls used that are done."""

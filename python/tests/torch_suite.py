@@ -4,9 +4,9 @@
 
 The tests come with every install of torch (`torch.testing._internal.distributed.distributed_test`). torch
 starts new processes for each of them, which import torch again; here two processes or more run one test after
-the other, each in a process group of its own, and are started anew only behind a test that failed or did not
-end. `--as` is the backend that the tests are told they run on, which decides what they test; `--backend` is
-the one that their process groups have. The file has a line of JSON a test: what became of it on each rank.
+the other, each in a process group of its own, and are started anew only behind a test that did not end, or
+failed on some of the ranks. `--as` is the backend that the tests are told they run on, which decides what they
+test; `--backend` is the one that their process groups have. The file has a line of JSON a test: what became of it on each rank.
 """
 
 from __future__ import annotations
@@ -130,8 +130,6 @@ def serve(options):
         found = run_one(kind, name, Path(folder), options)
         out.write(json.dumps(found) + "\n")
         out.flush()
-        if found[0] == "failed":
-            break
     # Threads of a test that failed may never end.
     os._exit(0)
 
@@ -147,7 +145,6 @@ class Ranks:
             "BACKEND": options.told,
             "WORLD_SIZE": str(options.world),
             "TEMP_DIR": tempfile.gettempdir(),
-            "TORCH_SHOW_CPP_STACKTRACES": "1",
         }
         environment.setdefault("OMP_NUM_THREADS", "1")
         pipe = subprocess.PIPE
@@ -159,7 +156,7 @@ class Ranks:
         ]
 
     def run(self, name, limit):
-        """What became of a test on each rank. After a failure the processes are of no more use."""
+        """What became of a test on each rank."""
         import threading
 
         with tempfile.TemporaryDirectory(prefix="torch-suite-") as folder:
@@ -223,7 +220,8 @@ def suite(options, report=None):
             word = found[name] = judged(answers)
             if report is not None:
                 report(name, word, answers)
-            if word not in ("ok", "skipped"):
+            # Where all failed alike all are at one place.
+            if word not in ("ok", "skipped") and len({answer[0] for answer in answers}) > 1 or word == "hung":
                 ranks.end()
                 ranks = None
     finally:

@@ -2,6 +2,7 @@
 #![allow(unsafe_code)] // FFI: the calls on streams and events, and the copies.
 
 use std::ffi::c_uint;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
 
@@ -18,6 +19,10 @@ fn raw(stream: Stream) -> Handle {
     // Handles are pointers, so on every system CUDA runs on they fit.
     stream.raw() as Handle
 }
+
+/// How long an event from outside a capture may take to be done when a stream in the capture is to
+/// wait for it.
+const DONE_WITHIN: Duration = Duration::from_millis(5);
 
 /// The number of a capture, by which the driver tells captures apart. 0 stands for none.
 pub(super) type CaptureId = u64;
@@ -59,19 +64,20 @@ pub(super) fn record(cx: &Context, stream: Stream) -> Result<(Event, CaptureId)>
 ///
 /// CUDA lets nothing in a capture wait for what is outside of it, and ends a capture where that is
 /// tried. So nothing is tried: what is done need not be waited for, what is not done is an error, and
-/// the order of two graphs is that of their launches.
+/// the order of two graphs is that of their launches. An event that was recorded just now takes the
+/// device some microseconds, so it has [`DONE_WITHIN`].
 pub(super) fn wait(cx: &Context, stream: Stream, event: u64, capture: CaptureId) -> Result<()> {
     let _current = cx.enter()?;
     let waiting = capture_of(cx, raw(stream));
     if waiting != 0 && waiting != capture {
-        if capture != 0 || is_done(cx, event, capture)? {
-            return Ok(());
+        let end = Instant::now() + DONE_WITHIN;
+        while capture == 0 && !is_done(cx, event, capture)? {
+            if Instant::now() > end {
+                return Err(not_done());
+            }
+            std::hint::spin_loop();
         }
-        return Err(Error::invalid_state(
-            "a stream that is being captured cannot wait for what was put on another stream before \
-             the capture and is not done; wait for that (Work.wait and torch.cuda.synchronize(), or \
-             Communicator::synchronize) before the capture begins",
-        ));
+        return Ok(());
     }
     // SAFETY: the event is live, which the driver's table says; the stream is, which whoever made
     // the `Stream` from a raw handle vouched for.
@@ -83,6 +89,15 @@ pub(super) fn wait(cx: &Context, stream: Stream, event: u64, capture: CaptureId)
         return Ok(());
     }
     cx.api.check(code, || "making a stream wait for an event".to_owned())
+}
+
+#[cold]
+fn not_done() -> Error {
+    Error::invalid_state(
+        "a stream that is being captured cannot wait for what was put on another stream before the \
+         capture and is not done; wait for that (Work.wait and torch.cuda.synchronize(), or \
+         Communicator::synchronize) before the capture begins",
+    )
 }
 
 /// Whether an event that the driver knows to be live has completed. Other streams may be captured.
