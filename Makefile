@@ -107,7 +107,7 @@ wheel: $(VENV)/ready
 $(VENV)/ready: Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check $(NVRTC_PACKAGES) \
-		"maturin>=1.10,<2" "ml_dtypes>=0.5" "numpy>=1.26" "pytest>=8,<10" "ruff>=0.17,<0.18"
+		"maturin>=1.10,<2" "expecttest>=0.2" "ml_dtypes>=0.5" "numpy>=1.26" "pytest>=8,<10" "ruff>=0.17,<0.18"
 	touch $@
 
 ## Measures on this machine and writes bench/results; `make tables` puts them into the documents.

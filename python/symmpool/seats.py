@@ -74,13 +74,13 @@ class Seat:
         """Makes a call without waiting for it, and `finish` behind it, wherever the call is made."""
         if self.device < 0:
             if self.side is None:
-                self.side = work.Worker(self, _explainer(self))
+                self.side = work.Worker(self, explainer(self))
             begun = self.side.submit(call, arguments, results, finish)
         else:
             if self.side is None:
                 import torch
 
-                self.side = work.Side(torch, self.device, _explainer(self))
+                self.side = work.Side(torch, self.device, explainer(self))
             begun = self.side.submit(self.comm, call, arguments, results, finish)
         self.tail = begun.turn
         return begun
@@ -427,7 +427,7 @@ def _name_pool(pool: Pool, error: TimeoutError) -> None:
         error.args = (f"{error}; the call went to {place}",)
 
 
-def _explainer(seat: Seat) -> Callable[[Exception], None]:
+def explainer(seat: Seat) -> Callable[[Exception], None]:
     """`explain`, for what must not keep the seat."""
     found = weakref.ref(seat)
 

@@ -439,7 +439,7 @@ class Side:
     def __init__(self, torch: Any, device: int, explain: Explain = _as_it_is):
         self._torch, self._explain = torch, explain
         self._stream = torch.cuda.Stream(device)
-        self._handle = self._stream.cuda_stream
+        self.handle = self._stream.cuda_stream
         self._capturing = torch.cuda.is_current_stream_capturing
         self._kept: collections.deque[Any] = collections.deque()
         # The mark of the last call outside of graphs, for captures, which cannot come behind it.
@@ -456,7 +456,7 @@ class Side:
         finish: Finish | None = None,
     ) -> StreamWork:
         # Marks, not torch's streams and events: those cost the host more than the call itself.
-        handle, kept = self._handle, self._kept
+        handle, kept = self.handle, self._kept
         capturing = self._capturing()
         if capturing and self._last is not None:
             # An error, before anything is captured, if that call is not done.

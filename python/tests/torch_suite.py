@@ -3,10 +3,11 @@
     python python/tests/torch_suite.py --backend cuda:symmpool,cpu:gloo --as nccl --world 2 --out FILE
 
 The tests come with every install of torch (`torch.testing._internal.distributed.distributed_test`). torch
-starts new processes for each of them, which import torch again; here two processes or more run one test after
-the other, each in a process group of its own, and are started anew only behind a test that did not end, or
-failed on some of the ranks. `--as` is the backend that the tests are told they run on, which decides what they
-test; `--backend` is the one that their process groups have. The file has a line of JSON a test: what became of it on each rank.
+starts new processes for each of them, which import torch again; here two processes or more run one test
+after the other, each in a process group of its own, and are started anew only behind a test that did not
+end, or failed on some of the ranks. `--as` is the backend that the tests are told they run on, which
+decides what they test; `--backend` is the one that their process groups have. The file has a line of JSON a
+test: what became of it on each rank.
 """
 
 from __future__ import annotations
