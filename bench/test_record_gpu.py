@@ -102,7 +102,7 @@ def test_one_command_records_everything(machine, capsys):
     assert report["measured_at"][:2] == "20" and report["took_s"] >= 0
     # What a program tells itself is kept.
     assert report["results"] == ["python9"]
-    assert "--sizes 1K,4K" in report["command"] and report["command"].startswith("python -m torch")
+    assert "--eager --sizes 1K,4K" in report["command"] and report["command"].startswith("python -m torch")
     assert json.loads((machine.results / "h200x1_install.json").read_text())["devices"] == ["NVIDIA H200"]
     assert json.loads((machine.results / "h200x2_pool2.json").read_text())["results"]["results"]
 
@@ -176,6 +176,8 @@ def test_files_are_named_after_the_device(machine):
     assert machine("--only", "commit", device="NVIDIA A100-SXM4-80GB") == 0
     assert [path.name for path in machine.results.iterdir()] == ["a100-sxm4-80gbx2_commit.json"]
     assert record_gpu.label("NVIDIA GeForce RTX 4090") == "rtx-4090"
+    assert record_gpu.label("NVIDIA H100 80GB HBM3") == "h100"
+    assert record_gpu.label("NVIDIA H100 PCIe") == "h100-pcie"
 
 
 def test_each_rank_needs_a_device(machine, capsys):

@@ -157,6 +157,11 @@ def where(facts):
     return f"{facts['world']} ranks on {devices}; torch {facts['torch']}{nccl}"
 
 
+def told_forms(facts):
+    """What a heading says of the figures in brackets; nothing on the CPU, where there are none."""
+    return "; in brackets: calls a graph, each one's best" if facts["nccl"] else ""
+
+
 def tell_missing(facts, rows, which):
     """Prints who was not measured, everywhere or in a row, which `which` names, and why."""
     for name, why in facts["missing"].items():
