@@ -171,9 +171,8 @@ def test_tables_of_gpus_are_of_four_where_that_is_recorded(recorded):
         ]
         recorded("allreduce", world, contenders=["ours", "NCCL"], results=results)
         text = tables_gpu.all_reduce(tables_gpu.ANY)
-        assert text.startswith(
-            f"{world} x H200, torch 2.11, NCCL 2.28, driver 580, 2026-11-22.\n{tables_gpu.ONE_FORM}"
-        )
+        began = f"{world} x H200, torch 2.11, NCCL 2.28, driver 580, 2026-11-22."
+        assert text.startswith(f"{began}\n{tables_gpu.ONE_FORM}")
         assert (head in text) == (world == 2)
     assert "| 1 MiB | 10.00 | 9.3 | 300 | 20.00 | 2.00 |" in text
     # Nothing is made up where someone has no figure, or nobody else has.
