@@ -370,6 +370,33 @@ def test_a_picture_needs_matplotlib_and_says_so(monkeypatch):
         cli.main(["allreduce", "--plot", "x.png"])
 
 
+@pytest.mark.parametrize("command", ["allreduce", "alltoallv", "collectives", "overlap"])
+def test_every_benchmark_draws_pictures(command):
+    found = cli.parser().parse_args([command, "--plot", "x.png"])
+    assert found.plot == Path("x.png")
+
+
+def test_a_picture_says_what_was_measured_and_how_much_longer_the_best_peer_takes():
+    facts = {
+        "symmpool": "0.1.0",
+        "measured_at": "2026-11-22T01:00:00+00:00",
+        "world": 2,
+        "devices": ["H200"] * 2,
+    }
+    facts |= {"torch": "2.11", "nccl": "2.28", "driver": "580"}
+    said = plot.caption(facts)
+    assert said.startswith("symmpool 0.1.0, 2 ranks on H200; torch 2.11, NCCL 2.28, driver 580; 2026-11-22;")
+    assert session.devices(facts) == "2 x H200"
+    names = ["ours", "ours ordinary", "ours two_shot", "NCCL"]
+    assert [plot.label(name) for name in names] == [
+        "symmpool", "symmpool ordinary", "symmpool two_shot", "NCCL"
+    ]  # fmt: skip
+    rows = [row(1024, ours=[2], NCCL=[9], one_shot=[6]), row(2048, ours=[4], NCCL=[]), row(4096, NCCL=[5])]
+    assert plot.points(rows, "ours", plot.microseconds) == [(1024, 2), (2048, 4)]
+    assert plot.ratios(rows, ["ours"], ["NCCL", "one shot"], plot.microseconds) == [(1024, 3.0)]
+    assert list(plot.panels_by(rows, lambda each: each.size > 1024)) == [False, True]
+
+
 @pytest.mark.parametrize("name", ["x.foo", "x", "x."])
 def test_a_picture_of_an_unknown_kind_is_refused_before_anything_runs(name):
     pytest.importorskip("matplotlib")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import symmpool
 from symmpool import _symmpool
-from symmpool.bench import matrices, peers, session, table, timing, turns
+from symmpool.bench import matrices, peers, plot, session, table, timing, turns
 from symmpool.bench.arguments import add_measuring, bandwidth, imbalance, listed, size_list
 
 #: What a rank's links carry, in GB/s, by which the bound in the table is made.
@@ -367,3 +367,7 @@ def report(options, facts, rows, ours, others):
     print(table.lay_out(*cells(rows, ours, others)))
     session.tell_missing(facts, rows, lambda row: f"for {row.kind}, {table.show_size(row.size)}")
     session.write(options, facts, rows)
+    if options.plot:
+        title = f"all-to-all of {options.dtype}, {session.devices(facts)}"
+        panels = plot.panels_by(rows, lambda row: row.kind)
+        plot.save(options.plot, panels, ours, others, title, facts, axis="bytes a rank sends on average")

@@ -156,9 +156,8 @@ def report(options, facts, rows, ours, others):
     session.tell_missing(facts, rows, lambda row: f"at {table.show_size(row.size)}")
     session.write(options, facts, rows)
     if options.plot:
-        device = min(facts["devices"])
-        title = f"all-reduce, {options.op} of {options.dtype}, {facts['world']} x {device}"
-        plot.save(options.plot, rows, ours, others, title)
+        title = f"all-reduce, {options.op} of {options.dtype}, {session.devices(facts)}"
+        plot.save(options.plot, {"": rows}, ours, others, title, facts)
 
 
 def main(arguments=None):

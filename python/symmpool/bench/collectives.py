@@ -7,7 +7,7 @@ import argparse
 from functools import partial
 
 from symmpool import Communicator
-from symmpool.bench import peers, session, table, timing, turns
+from symmpool.bench import peers, plot, session, table, timing, turns
 from symmpool.bench.arguments import add_measuring, listed, size_list
 
 #: By name: how many of the bytes each rank's links carry, as nccl-tests has it.
@@ -258,5 +258,9 @@ def run(options, arguments):
         print(table.lay_out(*cells(rows, ours, others)))
         session.tell_missing(facts, rows, lambda row: f"{row.operation} of {table.show_size(row.size)}")
         session.write(options, facts, rows)
+        if options.plot:
+            title = f"collectives of {options.dtype}, {session.devices(facts)}"
+            panels = plot.panels_by(rows, lambda row: row.operation)
+            plot.save(options.plot, panels, ours, others, title, facts, axis="bytes of the whole")
 
     return session.end(ranks, sides, pools, rows, tell)

@@ -10,7 +10,7 @@ import math
 from functools import partial
 
 from symmpool import Communicator
-from symmpool.bench import collectives, peers, session, table, timing, turns
+from symmpool.bench import collectives, peers, plot, session, table, timing, turns
 from symmpool.bench.arguments import add_measuring, factor, listed, positive, size_list
 
 #: What is no contender: the products alone.
@@ -206,5 +206,10 @@ def run(options, arguments):
         print(table.lay_out(*cells(rows, [*ours, *others])))
         session.tell_missing(facts, rows, lambda row: f"{row.operation} of {table.show_size(row.size)}")
         session.write(options, facts, rows)
+        if options.plot:
+            title = f"collectives of {options.dtype} beside matrix products, {session.devices(facts)}"
+            panels = plot.panels_by(rows, lambda row: f"{row.operation}, more than products alone")
+            value, axis = Row.cost, "bytes of the whole"
+            plot.save(options.plot, panels, ours, others, title, facts, value, axis)
 
     return session.end(ranks, sides, pools, rows, tell)

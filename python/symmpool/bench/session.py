@@ -150,6 +150,11 @@ def asked_peers(options):
     return listed(options.peers)
 
 
+def devices(facts):
+    """How many of which, for a title."""
+    return f"{facts['world']} x {', '.join(sorted(set(facts['devices'])))}"
+
+
 def where(facts):
     """Ranks, devices and versions, for a heading."""
     devices = ", ".join(sorted(set(facts["devices"])))
