@@ -77,6 +77,7 @@ struct State {
     Stream* of_default = nullptr;
     // Threads of blocks that run, and kernels in the order they came.
     unsigned taken = 0;
+    unsigned blocks = 0;
     unsigned long long next_kernel = 0, turn = 0;
 };
 State& state = *new State();
@@ -327,7 +328,7 @@ void put(Stream* stream, Graph* graph) {
 void drop_graph(Graph* graph) { delete graph; }
 Graph* copy(Graph* graph) { return new Graph(*graph); }
 
-void run_kernel(const Call& call, Shape shape, unsigned room) {
+void run_kernel(const Call& call, Shape shape, unsigned room, unsigned places) {
     // Kernels that nothing orders come to the device in any order.
     thread_local unsigned long long luck = emulated_nanoseconds();
     luck = luck * 6364136223846793005ull + 1442695040888963407ull;
@@ -340,12 +341,17 @@ void run_kernel(const Call& call, Shape shape, unsigned room) {
     const unsigned long long mine = state.next_kernel++;
     state.changed.wait(held, [&] { return state.turn == mine; });
     for (unsigned block = 0; block < shape.blocks; ++block) {
-        state.changed.wait(held, [&] { return state.taken == 0 || state.taken + shape.threads <= room; });
+        state.changed.wait(held, [&] {
+            return state.taken == 0 ||
+                   (state.taken + shape.threads <= room && state.blocks < places);
+        });
         state.taken += shape.threads;
+        state.blocks += 1;
         blocks.emplace_back([&call, shape, block] {
             run_block(call, shape, block);
             Held held(state.lock);
             state.taken -= shape.threads;
+            state.blocks -= 1;
             state.changed.notify_all();
         });
     }

@@ -47,7 +47,7 @@ impl Shape {
         let order: &[Algorithm] = if saved <= HOP_BYTES && self.bytes <= PACKET_BYTES {
             &[Algorithm::OneShotPacket]
         } else if saved <= HOP_BYTES {
-            &[Algorithm::OneShotSentinel, Algorithm::OneShotLine]
+            &[Algorithm::OneShotSentinel, Algorithm::OneShotLine, Algorithm::OneShotPacket]
         } else if self.bytes <= STRAIGHT_BYTES {
             &[Algorithm::TwoShotSentinel, Algorithm::TwoShotPush]
         } else {
@@ -88,8 +88,8 @@ impl Shape {
             order.iter().copied().find(|algorithm| self.fits(*algorithm, control)).ok_or_else(|| {
                 Error::unsupported(format!(
                     "the all-reduce algorithm {} for {} bytes of {} from {} to {}: sentinels carry \
-                     floats of up to 32 bits, pull and push need windows, one shot needs room for \
-                     all inputs ({} bytes of inbox here)",
+                     floats of up to 32 bits, lines need NVLink between all devices, pull and push need \
+                     windows, one shot needs room for all inputs ({} bytes of inbox here)",
                     asked.name(),
                     self.bytes,
                     self.dtype.name(),
@@ -126,7 +126,8 @@ mod tests {
     use crate::DType;
 
     fn shape(bytes: u64, world: u32) -> Shape {
-        Shape { bytes, dtype: DType::Bf16, world, input_window: true, output_window: true }
+        let (dtype, input_window, output_window) = (DType::Bf16, true, true);
+        Shape { bytes, dtype, world, input_window, output_window, direct: true }
     }
 
     fn control(world: u32) -> Control {
