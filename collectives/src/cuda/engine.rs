@@ -499,3 +499,25 @@ fn fill(driver: &CudaDriver, address: u64, word: u32, bytes: u64) -> Result<()> 
     // of 4096; no other rank knows of it before the commit.
     unsafe { driver.fill(address, word, bytes / 4) }
 }
+
+#[cfg(test)]
+mod tests {
+    use symmpool_allocator::topology::{Link, LinkMatrix};
+
+    use super::*;
+
+    #[test]
+    fn ranks_are_linked_directly_if_all_pairs_are() {
+        let one_pair =
+            |link| {
+                let matrix = LinkMatrix::from_fn(4, |a, b| {
+                    if (a, b) == (1, 3) { link } else { Link::NvSwitch(18) }
+                });
+                directly_linked(&Topology::from_matrix(matrix))
+            };
+        assert!(one_pair(Link::NvLink(4)) && one_pair(Link::Local));
+        assert!(!one_pair(Link::Pci) && !one_pair(Link::Unknown) && !one_pair(Link::NvLink(0)));
+        assert!(directly_linked(&Topology::host(2)), "one device");
+        assert!(!directly_linked(&Topology::unknown(2)) && directly_linked(&Topology::unknown(1)));
+    }
+}

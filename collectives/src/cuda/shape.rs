@@ -134,6 +134,18 @@ mod tests {
     }
 
     #[test]
+    fn lines_are_for_ranks_that_are_linked_directly() {
+        let control = Control::new(4, 4 << 20, 1 << 20).expect("valid");
+        let linked = shape(64 << 10, 4);
+        assert!(linked.fits(Algorithm::OneShotLine, &control));
+        let over_a_bus = Shape { direct: false, ..linked };
+        assert!(!over_a_bus.fits(Algorithm::OneShotLine, &control));
+        for other in [Algorithm::OneShotPacket, Algorithm::OneShotSentinel] {
+            assert!(over_a_bus.fits(other, &control), "words show by themselves that they came");
+        }
+    }
+
+    #[test]
     fn copy_engines_are_for_long_outputs_that_peers_reach() {
         let control = Control::new(2, 1 << 20, 1 << 20).expect("valid");
         let fits = |shape: Shape| shape.fits(Algorithm::TwoShotCopy, &control);
