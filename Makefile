@@ -52,6 +52,8 @@ test-emulated: $(EMULATOR)/libnvrtc.so.13
 	$(EMULATED) cargo run -q -p symmpool-allocator --all-features --example cuda_check -- --ranks 3
 	cargo build -q -p symmpool-collectives --all-features --example cuda_collectives
 	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
+		check --quick --ranks 2 --algorithms first_calls
+	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
 		check --quick --ranks 2 --algorithms $(EMULATED_CHECKS)
 	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
 		check --quick --ranks 3 --algorithms one_shot_line,two_shot_sentinel,two_shot_copy,one_sided

@@ -7,6 +7,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <map>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -42,6 +44,8 @@ int from_environment(const char* name, int usual) {
 const int devices = from_environment("EMULATED_DEVICES", 8);
 const int processors = from_environment("EMULATED_PROCESSORS", 4);
 constexpr int PROCESSOR_THREADS = 512;
+// Blocks that one has places for: as few as the fewest of devices.
+const int processor_blocks = from_environment("EMULATED_BLOCKS", 16);
 
 thread_local std::vector<size_t> contexts;
 
@@ -104,6 +108,34 @@ struct Module {
     void* library;  // null for PTX
 };
 
+// Each is opened once, and stays open: modules come and go with communicators.
+void* library_of(const std::string& code) {
+    static std::mutex lock;
+    static std::map<std::string, void*> libraries;
+    const std::lock_guard held(lock);
+    void*& library = libraries[code];
+    if (library != nullptr) {
+        return library;
+    }
+    const int fd = memfd_create("emulated kernel", MFD_CLOEXEC);
+    const char* from = code.data();
+    for (size_t left = code.size(); left != 0;) {
+        const ssize_t written = write(fd, from, left);
+        if (written <= 0) {
+            return close(fd), nullptr;
+        }
+        from += written, left -= static_cast<size_t>(written);
+    }
+    char name[64];
+    snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
+    // The descriptor stays open: a name that comes again would be taken for this library.
+    library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) {
+        fprintf(stderr, "emulated device: %s\n", dlerror());
+    }
+    return library;
+}
+
 int put_kernel(void* stream, Packer pack, Shape shape, void** parameters) {
     if (shape.blocks == 0 || shape.threads == 0 || shape.threads > 1024) {
         return INVALID;
@@ -113,7 +145,8 @@ int put_kernel(void* stream, Packer pack, Shape shape, void** parameters) {
         // A graph's kernel runs again and again, so that its arguments stay.
         const bool again = is_capturing(to);
         put(to, [call, shape, again] {
-            run_kernel(call, shape, static_cast<unsigned>(processors * PROCESSOR_THREADS));
+            run_kernel(call, shape, static_cast<unsigned>(processors * PROCESSOR_THREADS),
+                       static_cast<unsigned>(processors * processor_blocks));
             if (!again) {
                 call.drop(call.arguments);
             }
@@ -348,30 +381,15 @@ int cuEventElapsedTime(float* milliseconds, Event* from, Event* to) {
 
 // What `compiler.cpp` makes: a shared library, behind its length.
 int cuModuleLoadData(Module** module, const char* image) {
+    // Loading may wait for whatever runs in the context, and here it does.
+    synchronize_all();
     if (strncmp(image + strspn(image, "\n"), ".version", 8) == 0) {
         return *module = new Module{nullptr}, OK;
     }
     unsigned long long bytes = 0;
     memcpy(&bytes, image, sizeof bytes);
-    const int fd = memfd_create("emulated kernel", MFD_CLOEXEC);
-    const char* from = image + sizeof bytes;
-    while (bytes != 0) {
-        const ssize_t written = write(fd, from, bytes);
-        if (written <= 0) {
-            return close(fd), INVALID_IMAGE;
-        }
-        from += written, bytes -= static_cast<size_t>(written);
-    }
-    char name[64];
-    snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
-    // The descriptor stays open: a name that comes again would be taken for this library.
-    void* library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-    if (library == nullptr) {
-        fprintf(stderr, "emulated device: %s\n", dlerror());
-        return INVALID_IMAGE;
-    }
-    *module = new Module{library};
-    return OK;
+    void* library = library_of(std::string(image + sizeof bytes, bytes));
+    return library == nullptr ? INVALID_IMAGE : (*module = new Module{library}, OK);
 }
 int cuModuleUnload(Module* module) { return delete module, OK; }  // stays loaded
 int cuModuleGetFunction(Packer* function, Module* module, const char* name) {
@@ -386,7 +404,8 @@ int cuModuleGetFunction(Packer* function, Module* module, const char* name) {
 }
 int cuFuncSetAttribute(Packer, int, int) { return OK; }
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Packer, int threads, size_t) {
-    return *blocks = threads > PROCESSOR_THREADS ? 1 : PROCESSOR_THREADS / threads, OK;
+    const int fit = threads > PROCESSOR_THREADS ? 1 : PROCESSOR_THREADS / threads;
+    return *blocks = fit < processor_blocks ? fit : processor_blocks, OK;
 }
 int cuLaunchKernelEx(const LaunchConfig* config, Packer function, void** parameters, void**) {
     return put_kernel(config->stream, function, {config->grid[0], config->block[0]}, parameters);

@@ -81,6 +81,7 @@ struct State {
     Stream* of_default = nullptr;
     // Threads of blocks that run, and kernels in the order they came.
     unsigned taken = 0;
+    unsigned blocks = 0;
     unsigned long long next_kernel = 0, turn = 0, captures = 0;
 };
 State& state = *new State();
@@ -364,7 +365,7 @@ void put(Stream* stream, Graph* graph) {
 void drop_graph(Graph* graph) { delete graph; }
 Graph* copy(Graph* graph) { return new Graph(*graph); }
 
-void run_kernel(const Call& call, Shape shape, unsigned room) {
+void run_kernel(const Call& call, Shape shape, unsigned room, unsigned places) {
     // Kernels that nothing orders come to the device in any order.
     thread_local unsigned long long luck = emulated_nanoseconds();
     luck = luck * 6364136223846793005ull + 1442695040888963407ull;
@@ -377,12 +378,17 @@ void run_kernel(const Call& call, Shape shape, unsigned room) {
     const unsigned long long mine = state.next_kernel++;
     state.changed.wait(held, [&] { return state.turn == mine; });
     for (unsigned block = 0; block < shape.blocks; ++block) {
-        state.changed.wait(held, [&] { return state.taken == 0 || state.taken + shape.threads <= room; });
+        state.changed.wait(held, [&] {
+            return state.taken == 0 ||
+                   (state.taken + shape.threads <= room && state.blocks < places);
+        });
         state.taken += shape.threads;
+        state.blocks += 1;
         blocks.emplace_back([&call, shape, block] {
             run_block(call, shape, block);
             Held held(state.lock);
             state.taken -= shape.threads;
+            state.blocks -= 1;
             state.changed.notify_all();
         });
     }

@@ -51,6 +51,6 @@ void drop_graph(Graph* graph);
 Graph* copy(Graph* graph);
 
 // A kernel: as many blocks at once as the device has room for, in threads, and in order.
-void run_kernel(const Call& call, Shape shape, unsigned room);
+void run_kernel(const Call& call, Shape shape, unsigned room, unsigned places);
 
 }  // namespace emulated

@@ -8,7 +8,8 @@ use symmpool_collectives::{
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
 use crate::{
-    ORDINARY, Options, equal_parts, exchange, huge, repeats, rows, sided, slow, spread, streams,
+    ORDINARY, Options, equal_parts, exchange, first_calls, huge, repeats, rows, sided, slow,
+    spread, streams,
 };
 
 /// Room for the longest data and any alignment.
@@ -31,14 +32,17 @@ struct Check<'a> {
 }
 
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
+    let (mut cases, mut wrong) = (0, 0);
+    // Before anything else has been called.
+    if options.asks("first_calls") {
+        (cases, wrong) = first_calls::run(pool, options)?;
+    }
     let ordinary = pool.lane(ORDINARY)?;
     let memories = [
         Memory { name: "windows", input: pool.alloc(ROOM)?, output: pool.alloc(ROOM)? },
         Memory { name: "ordinary", input: ordinary.alloc(ROOM)?, output: ordinary.alloc(ROOM)? },
     ];
     pool.commit()?;
-    let mut cases = 0;
-    let mut wrong = 0;
     for algorithm in AllReduceAlgorithm::ALL {
         if !options.asks(algorithm.name()) {
             continue;

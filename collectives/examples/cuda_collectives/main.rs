@@ -16,6 +16,7 @@ mod equal_parts;
 mod exchange;
 mod exchange_faults;
 mod faults;
+mod first_calls;
 mod huge;
 mod killed;
 mod late;
@@ -40,6 +41,7 @@ use std::time::{Duration, Instant};
 use clap::{Parser, ValueEnum};
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::lane::LaneConfig;
+use symmpool_allocator::topology::Topology;
 use symmpool_allocator::{Deadline, Driver, Error, Group, Pool, Result};
 use symmpool_collectives::CommunicatorOptions;
 
@@ -74,7 +76,7 @@ struct Options {
     #[arg(long)]
     out: Option<PathBuf>,
     /// Algorithms to time or to check, by name; all that serve a size without it. `check` knows
-    /// all_to_all, spread (all-gathers and broadcasts), rows, one_sided, repeats (the same bits in 1,000
+    /// first_calls (of two communicators, in another order on every other rank), all_to_all, spread (all-gathers and broadcasts), rows, one_sided, repeats (the same bits in 1,000
     /// calls), streams (several communicators at once), mixed (all-to-alls of long and short parts) and slow
     /// (consumers) as well, and, only if named, huge (more than 2^31 elements); `bench` all_to_all and all_to_all_packet, for one; `soak` all_reduce
     /// (all of them), all_to_all and graphs; `faults` all_to_all and late (ranks that come when the others
@@ -118,6 +120,9 @@ struct Options {
     /// Whether ranks share a device.
     #[arg(skip)]
     shared: bool,
+    /// Whether devices are emulated: what joins them tears nothing.
+    #[arg(skip)]
+    emulated: bool,
     #[arg(skip)]
     rank: u32,
     /// What is under way when a rank is killed (set by killed, for its ranks).
@@ -158,7 +163,8 @@ impl Options {
         let told = self.concurrent.iter().cycle().nth(self.rank as usize);
         // There may be several here, but their calls come one after the other.
         let concurrent = Some(told.copied().unwrap_or(1));
-        let usual = CommunicatorOptions { concurrent, ..Default::default() };
+        let links = self.emulated.then(|| Topology::host(self.ranks));
+        let usual = CommunicatorOptions { concurrent, links, ..Default::default() };
         if self.quick { CommunicatorOptions { timeout: PATIENCE, ..usual } } else { usual }
     }
 
@@ -261,6 +267,7 @@ fn run(options: &mut Options) -> Result<bool> {
         .lane(LaneConfig::symmetric("windows"))
         .lane(LaneConfig::local(ORDINARY));
     let pool = if options.shared { builder.allow_shared_device() } else { builder }.build()?;
+    options.emulated = pool.device(0)?.name == "emulated device";
     match options.mode {
         Mode::Check => check::run(&pool, options),
         Mode::Faults => faults::run(&pool, options),

@@ -8,23 +8,27 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use symmpool_allocator::driver::CudaDriver;
+use symmpool_allocator::topology::Topology;
 use symmpool_allocator::{Block, Error, HeapLayout, Maker, PeerRow, Pool, Result, Stream};
 
 use super::api::{Api, Handle};
 use super::fault::{Fault, Seen};
-use super::kernels::{Kernels, Loaded, Specialty};
+use super::kernels::{Kernels, Loaded};
+use super::modules::{self, Modules};
 use super::order::{Order, fork};
 use super::params::{CallParams, Channel, Comm, Control, Traffic};
+use super::shape::Shape;
 use super::slices::Slices;
+use super::specialty::{BARRIER_THREADS, Specialty};
 use super::table::Rows;
+use crate::allreduce::Asked;
 use crate::host::call::{Call, Operation};
-use crate::jit::sources::BARRIER;
 use crate::row_exchange::RowWork;
 use crate::timeout::Timeout;
-use crate::{AllToAllAlgorithm, Place};
+use crate::{AllToAllAlgorithm, DType, Place};
 
 /// How a [`CudaEngine`] behaves. The same on every rank.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct CudaOptions {
     /// Longest wait for a peer, on the device (rule S5).
     pub(crate) timeout: Duration,
@@ -34,10 +38,17 @@ pub(crate) struct CudaOptions {
     pub(crate) scratch: u64,
     /// The number of the first call.
     pub(crate) first_epoch: u32,
+    /// How all-reduces are to go about it.
+    pub(crate) asked: Asked,
     pub(crate) all_to_all: AllToAllAlgorithm,
     /// Communicators whose calls may be under way at once, if that was said. Ranks may differ.
     pub(crate) concurrent: Option<u32>,
+    /// How the ranks are linked.
+    pub(crate) links: Topology,
 }
+
+/// What calls may need of a device that can wait: made before any of them is.
+pub(crate) struct Ready(Arc<Modules>);
 
 /// Tells whether a rank's process still runs.
 pub(crate) type Alive = Box<dyn Fn(u32) -> bool + Send>;
@@ -46,9 +57,6 @@ pub(crate) type Alive = Box<dyn Fn(u32) -> bool + Send>;
 const SENTINEL: u32 = 0xffff_ffff;
 /// What those for bare vectors hold: `FRESH` in `bare.cuh`.
 const FRESH: u32 = 0xc35a_96e8;
-
-/// Threads of the kernel that has nothing but an entry.
-const BARRIER_THREADS: u32 = 128;
 
 /// One rank's side of a communicator on a device.
 ///
@@ -61,6 +69,8 @@ pub(crate) struct CudaEngine {
     pub(super) control: Control,
     /// What was measured on devices of this kind.
     pub(super) rows: Rows,
+    /// Whether all ranks' devices are linked by NVLink, or are one.
+    pub(super) direct: bool,
     pub(super) comm: Comm,
     pub(super) all_to_all: AllToAllAlgorithm,
     kernels: Kernels,
@@ -76,8 +86,6 @@ pub(crate) struct CudaEngine {
     pub(super) beside: Stream,
     /// Of signals and waits, which have one at each end of a channel.
     channels: BTreeMap<Channel, Order>,
-    /// The kernels of one-sided operations, once there was one.
-    pub(super) sided: bool,
     failed: Option<Error>,
 }
 
@@ -88,8 +96,10 @@ impl CudaEngine {
         Ok(Control::new(world, options.inbox, options.scratch)?.bytes())
     }
 
-    /// Makes a control block's memory as kernels expect it, before it is shared.
-    pub(crate) fn prepare(pool: &Pool, block: &Block<u8>, options: &CudaOptions) -> Result<()> {
+    /// Makes a control block's memory as kernels expect it, before it is shared, and has ready what its calls
+    /// need. The ranks meet when all have done so: then none of them has to load anything while another's
+    /// call waits for it.
+    pub(crate) fn prepare(pool: &Pool, block: &Block<u8>, options: &CudaOptions) -> Result<Ready> {
         let driver = cuda(pool)?;
         let control = Control::new(pool.world(), options.inbox, options.scratch)?;
         let Some(last_epoch) = options.first_epoch.checked_sub(1) else {
@@ -99,7 +109,19 @@ impl CudaEngine {
         fill(driver, block.address(), last_epoch, 4)?;
         fill(driver, block.address() + control.bare, FRESH, control.bare_bytes)?;
         fill(driver, block.address() + control.sentinel, SENTINEL, control.sentinel_bytes)?;
-        fill(driver, block.address() + control.scratch, 0, control.scratch_bytes)
+        fill(driver, block.address() + control.scratch, 0, control.scratch_bytes)?;
+        let modules = Modules::of(pool.driver())?;
+        let usual = Shape {
+            bytes: 0,
+            dtype: DType::U8,
+            world: pool.world(),
+            input_window: true,
+            output_window: true,
+            direct: directly_linked(&options.links),
+        };
+        let list = Specialty::ready((&usual, options.asked), &control, &rows_of(pool)?)?;
+        modules.make_ready((pool.rank(), pool.world()), &list)?;
+        Ok(Ready(modules))
     }
 
     /// A communicator that signals through the control blocks at one offset of every slot, which
@@ -108,25 +130,25 @@ impl CudaEngine {
         pool: &Pool,
         control_offset: u64,
         options: &CudaOptions,
+        Ready(modules): Ready,
         alive: Alive,
     ) -> Result<Self> {
         let driver = cuda(pool)?;
         let api = Api::get()?;
         let layout: HeapLayout = pool.layout();
         let control = Control::new(layout.world, options.inbox, options.scratch)?;
-        let kernels = Kernels::new(api, driver, layout.world, options.concurrent)?;
+        let kernels = Kernels::new(api, modules, driver, layout.world, options.concurrent);
         let fault = driver.with_context_unordered(|| Fault::new(api, pool, control_offset))?;
         let (aside, beside) =
             driver.with_context_unordered(|| Ok((api.stream()?, api.stream()?)))?;
         let timeout = Arc::new(Timeout::new(options.timeout));
         let comm = control.comm(&layout, control_offset, timeout.nanoseconds(), fault.address());
-        let devices: Result<Vec<&str>> =
-            (0..layout.world).map(|rank| Ok(pool.device(rank)?.name.as_str())).collect();
         Ok(Self {
             pool: pool.clone(),
             maker: Maker::here(),
             api,
-            rows: Rows::of(&devices?),
+            rows: rows_of(pool)?,
+            direct: directly_linked(&options.links),
             control,
             comm,
             all_to_all: options.all_to_all,
@@ -138,7 +160,6 @@ impl CudaEngine {
             aside,
             beside,
             channels: BTreeMap::new(),
-            sided: false,
             failed: None,
         })
     }
@@ -234,23 +255,20 @@ impl CudaEngine {
     /// A call without data.
     pub(crate) fn enter_only(&mut self, call: Call, stream: Stream) -> Result<()> {
         self.begin(stream)?;
-        let kernel = self.kernel(Specialty::new(&BARRIER, BARRIER_THREADS))?;
+        let kernel = self.kernel(Specialty::barrier(false))?;
         self.enter_by(kernel, call, stream)
     }
 
     /// A call without data that tells a kernel beside it, which is launched behind it, when all have
     /// entered.
     pub(super) fn enter_and_tell(&mut self, call: Call, stream: Stream) -> Result<()> {
-        let plain = Specialty::new(&BARRIER, BARRIER_THREADS);
-        // Before one of them waits on the device: loading code may have to wait for what runs there.
-        self.kernel(plain)?;
-        let kernel = self.kernel(Specialty { shots: 1, ..plain })?;
+        let kernel = self.kernel(Specialty::barrier(true))?;
         self.enter_by(kernel, call, stream)
     }
 
     /// A call without data behind copies on the stream, which have ended when it begins.
     pub(super) fn enter_after_copies(&mut self, call: Call, stream: Stream) -> Result<()> {
-        let kernel = self.kernel(Specialty::new(&BARRIER, BARRIER_THREADS))?;
+        let kernel = self.kernel(Specialty::barrier(false))?;
         self.enter_by(kernel.after_copies(), call, stream)
     }
 
@@ -266,7 +284,7 @@ impl CudaEngine {
     }
 
     pub(super) fn kernel(&mut self, specialty: Specialty) -> Result<Loaded> {
-        self.kernels.get(cuda(&self.pool)?, specialty)
+        self.kernels.get(specialty)
     }
 
     /// This rank's address of a place.
@@ -425,16 +443,16 @@ impl Drop for CudaEngine {
     /// Waits for the device: kernels under way know the control block and the fault record.
     fn drop(&mut self) {
         let Ok(driver) = cuda(&self.pool) else { return };
-        let (api, kernels, fault) = (self.api, &mut self.kernels, self.fault.take());
+        let (api, fault) = (self.api, self.fault.take());
         let order = &mut self.order;
         let streams = [self.aside, self.beside];
         if let Err(error) = self.pool.driver().synchronize() {
             // What may still run keeps what it knows.
+            self.kernels.keep();
             tracing::warn!(%error, "a communicator's kernels and memory are not given back");
             return;
         }
         let cleaned = driver.with_context_unordered(|| {
-            kernels.unload();
             order.end(api);
             for stream in streams {
                 // SAFETY: made by this value and given up here; nothing runs on it.
@@ -459,12 +477,20 @@ impl fmt::Debug for CudaEngine {
 }
 
 fn cuda(pool: &Pool) -> Result<&CudaDriver> {
-    pool.driver().as_cuda().ok_or_else(|| {
-        Error::unsupported(format!(
-            "a communicator over memory of the {} driver: kernels run on CUDA devices",
-            pool.driver().name()
-        ))
-    })
+    modules::cuda(pool.driver())
+}
+
+/// What was measured on the ranks' devices.
+fn rows_of(pool: &Pool) -> Result<Rows> {
+    let name = |rank| Ok(pool.device(rank)?.name.as_str());
+    let devices: Result<Vec<&str>> = (0..pool.world()).map(name).collect();
+    Ok(Rows::of(&devices?))
+}
+
+/// Whether no bus lies between any two ranks' devices.
+fn directly_linked(links: &Topology) -> bool {
+    let ranks = 0..links.world();
+    ranks.clone().all(|a| ranks.clone().all(|b| links.link(a, b).is_direct()))
 }
 
 /// Fills device memory with a word.
@@ -472,4 +498,26 @@ fn fill(driver: &CudaDriver, address: u64, word: u32, bytes: u64) -> Result<()> 
     // SAFETY: the caller passes a part of a block it holds, whose parts begin and end at multiples
     // of 4096; no other rank knows of it before the commit.
     unsafe { driver.fill(address, word, bytes / 4) }
+}
+
+#[cfg(test)]
+mod tests {
+    use symmpool_allocator::topology::{Link, LinkMatrix};
+
+    use super::*;
+
+    #[test]
+    fn ranks_are_linked_directly_if_all_pairs_are() {
+        let one_pair =
+            |link| {
+                let matrix = LinkMatrix::from_fn(4, |a, b| {
+                    if (a, b) == (1, 3) { link } else { Link::NvSwitch(18) }
+                });
+                directly_linked(&Topology::from_matrix(matrix))
+            };
+        assert!(one_pair(Link::NvLink(4)) && one_pair(Link::Local));
+        assert!(!one_pair(Link::Pci) && !one_pair(Link::Unknown) && !one_pair(Link::NvLink(0)));
+        assert!(directly_linked(&Topology::host(2)), "one device");
+        assert!(!directly_linked(&Topology::unknown(2)) && directly_linked(&Topology::unknown(1)));
+    }
 }

@@ -47,7 +47,7 @@ impl Shape {
         let order: &[Algorithm] = if saved <= HOP_BYTES && self.bytes <= PACKET_BYTES {
             &[Algorithm::OneShotPacket]
         } else if saved <= HOP_BYTES {
-            &[Algorithm::OneShotSentinel, Algorithm::OneShotLine]
+            &[Algorithm::OneShotSentinel, Algorithm::OneShotLine, Algorithm::OneShotPacket]
         } else if self.bytes <= STRAIGHT_BYTES {
             &[Algorithm::TwoShotSentinel, Algorithm::TwoShotPush]
         } else {
@@ -88,8 +88,8 @@ impl Shape {
             order.iter().copied().find(|algorithm| self.fits(*algorithm, control)).ok_or_else(|| {
                 Error::unsupported(format!(
                     "the all-reduce algorithm {} for {} bytes of {} from {} to {}: sentinels carry \
-                     floats of up to 32 bits, pull and push need windows, one shot needs room for \
-                     all inputs ({} bytes of inbox here)",
+                     floats of up to 32 bits, lines need NVLink between all devices, pull and push need \
+                     windows, one shot needs room for all inputs ({} bytes of inbox here)",
                     asked.name(),
                     self.bytes,
                     self.dtype.name(),
@@ -126,7 +126,8 @@ mod tests {
     use crate::DType;
 
     fn shape(bytes: u64, world: u32) -> Shape {
-        Shape { bytes, dtype: DType::Bf16, world, input_window: true, output_window: true }
+        let (dtype, input_window, output_window) = (DType::Bf16, true, true);
+        Shape { bytes, dtype, world, input_window, output_window, direct: true }
     }
 
     fn control(world: u32) -> Control {
@@ -149,6 +150,8 @@ mod tests {
         let integers = |bytes| Shape { dtype: DType::I32, ..shape(bytes, 4) };
         assert_eq!(best(integers(64 << 10)), Algorithm::OneShotLine);
         assert_eq!(best(integers(4 << 20)), Algorithm::TwoShotPush);
+        let over_a_bus = Shape { direct: false, ..integers(64 << 10) };
+        assert_eq!(best(over_a_bus), Algorithm::OneShotPacket);
         let both = Shape { dtype: DType::F64, ..ordinary };
         assert_eq!(best(both), Algorithm::TwoShotPacket);
     }
@@ -165,6 +168,10 @@ mod tests {
         let ordinary = Shape { output_window: false, ..shape(4 << 10, 4) };
         assert!(ordinary.serve(AllReduceAlgorithm::TwoShotPush, &control).is_err());
         assert!(shape(1 << 30, 4).serve(AllReduceAlgorithm::OneShot, &control).is_err());
+        let over_a_bus = Shape { direct: false, ..shape(4 << 10, 4) };
+        let refused = over_a_bus.serve(AllReduceAlgorithm::OneShotLine, &control);
+        let text = refused.expect_err("lines may be torn").to_string();
+        assert!(text.contains("lines need NVLink between all devices"), "{text}");
         let mesh = shape(4 << 10, 8).serve(AllReduceAlgorithm::CubeMesh, &control);
         assert!(mesh.is_err_and(|error| error.is_unsupported()));
     }
@@ -189,6 +196,9 @@ mod tests {
             assert!(error.is_unsupported());
             assert_eq!(error.to_string().contains(VARIABLE), by_environment);
         }
+        // Nor what was measured on NVLink, where devices of that name are on another bus.
+        let over_a_bus = Shape { dtype: DType::I32, bytes: 256 << 10, direct: false, ..shape };
+        assert_eq!(chosen(over_a_bus, auto, &rows), (Algorithm::OneShotPacket, Why::Rule));
         // What was measured with more room than there is gives way.
         let little = Control::new(4, 1 << 20, 1 << 20).unwrap();
         let most = Shape { bytes: 256 << 10, ..shape };

@@ -54,6 +54,8 @@ pub(super) struct Shape {
     pub(super) world: u32,
     pub(super) input_window: bool,
     pub(super) output_window: bool,
+    /// Whether all ranks' devices are linked by NVLink, or are one.
+    pub(super) direct: bool,
 }
 
 impl Shape {
@@ -78,7 +80,8 @@ impl Shape {
             Algorithm::OneShotPacket => self.inbox() <= control.packet_vectors(),
             Algorithm::OneShotLine => {
                 let lines = self.bytes.div_ceil(LINE_PAYLOAD);
-                u64::from(self.world) * lines <= control.line_count()
+                // A line has one flag for all of it: it must arrive whole, and other buses may tear it.
+                self.direct && u64::from(self.world) * lines <= control.line_count()
             }
             Algorithm::OneShotSentinel => {
                 has_sentinels(self.dtype) && self.inbox() <= control.sentinel_vectors()
@@ -106,7 +109,8 @@ mod tests {
     use super::*;
 
     fn shape(bytes: u64, world: u32) -> Shape {
-        Shape { bytes, dtype: DType::F32, world, input_window: true, output_window: true }
+        let (dtype, input_window, output_window) = (DType::F32, true, true);
+        Shape { bytes, dtype, world, input_window, output_window, direct: true }
     }
 
     #[test]
@@ -126,6 +130,18 @@ mod tests {
             let fits = |bytes| shape(bytes, world).fits(algorithm, &control(world));
             assert!(fits(0) && fits(most), "{algorithm:?} of {world} ranks");
             assert!(!fits(most + 1), "{algorithm:?} of {world} ranks");
+        }
+    }
+
+    #[test]
+    fn lines_are_for_ranks_that_are_linked_directly() {
+        let control = Control::new(4, 4 << 20, 1 << 20).expect("valid");
+        let linked = shape(64 << 10, 4);
+        assert!(linked.fits(Algorithm::OneShotLine, &control));
+        let over_a_bus = Shape { direct: false, ..linked };
+        assert!(!over_a_bus.fits(Algorithm::OneShotLine, &control));
+        for other in [Algorithm::OneShotPacket, Algorithm::OneShotSentinel] {
+            assert!(over_a_bus.fits(other, &control), "words show by themselves that they came");
         }
     }
 
