@@ -89,9 +89,10 @@ def test_a_capture_of_asynchronous_calls_follows_others(alone):
     symmpool.all_reduce(x, "sum", group, async_op=True).wait()
     torch.cuda.synchronize()
     assert y.tolist() == [4.0] * 1000
-    with Capture() as graph:
+    # The first graph stays: to let go of one spoils a capture.
+    with Capture() as second:
         symmpool.all_reduce(x, "sum", group)
-    graph.replay()
+    second.replay()
     torch.cuda.synchronize()
 
 
@@ -115,9 +116,9 @@ def test_what_is_not_done_is_an_error_and_the_capture_goes_on(alone, async_op):
     torch.cuda.synchronize()
     assert z.tolist() == [2.0] * 1000
     # Later calls still come behind it, and captures too.
-    with Capture() as graph:
+    with Capture() as second:
         symmpool.all_reduce(z, "sum", group)
-    graph.replay()
+    second.replay()
     torch.cuda.synchronize()
     assert z.tolist() == [2.0] * 1000
 
