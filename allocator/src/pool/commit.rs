@@ -16,7 +16,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::held::{Held, Turn};
+use super::held::{Held, Turn, all_sound};
 use super::lane_memory::LaneInner;
 use super::share::{Fresh, fresh_segments};
 use super::{Committer, Pool, half_way};
@@ -58,8 +58,9 @@ impl Pool {
     ///   pool can succeed, and each says so at once; what is mapped stays usable. Where ranks hand
     ///   over file descriptors they are connected, and a peer that exits is seen at once; a failure
     ///   of the connection itself, such as too many open files, ends commits, too.
-    /// - [`Error::is_invalid_state`]: another thread is committing, a stream is being captured, or this
-    ///   process was forked from the one that made the pool.
+    /// - [`Error::is_invalid_state`]: another thread is committing, a stream is being captured, this
+    ///   process was forked from the one that made the pool, or a rank is no longer like the others: a
+    ///   call panicked inside one of its lanes, or an earlier commit went half-way there.
     ///
     /// New windows that NCCL refuses (see [`register_nccl`](Pool::register_nccl)) are an error on
     /// every rank too; the commit itself holds.
@@ -102,8 +103,12 @@ impl Pool {
 
     /// Locks the symmetric lanes, in order.
     pub(super) fn hold(&self) -> Vec<Held<'_>> {
-        let held = self.0.lanes.iter().map(|lane| Held { lane, inner: lane.lock() });
-        held.filter(|held| held.inner.state.is_symmetric()).collect()
+        let symmetric = self.0.lanes.iter().filter(|lane| lane.is_symmetric());
+        let held = symmetric.map(|lane| {
+            let (inner, sound) = lane.lock_for_commit();
+            Held { lane, inner, sound }
+        });
+        held.collect()
     }
 
     fn commit_held(
@@ -152,7 +157,7 @@ impl Pool {
         match judge(&gathered)? {
             Verdict::Agreed(heard) => Ok(heard),
             Verdict::Differs { lane, failures } => {
-                let Held { lane: shared, inner } = &held[lane];
+                let Held { lane: shared, inner, .. } = &held[lane];
                 let mut gather =
                     |what: &str, value: &[u8]| peers.all_gather(group, what, value, deadline);
                 let found = first_difference(&shared.name, &inner.state, &mut gather)?;
@@ -175,6 +180,7 @@ impl Pool {
         if let Some(cause) = &committer.unfinished {
             return Err(half_way(cause));
         }
+        all_sound(held)?;
         self.driver().at_step(Step::CommitPublish)?;
         let used = held.iter().flat_map(|held| held.inner.state.streams());
         for stream in std::iter::once(Stream::DEFAULT).chain(used) {

@@ -212,8 +212,12 @@ impl Pool {
         self.0.due.is_raised()
     }
 
-    /// The windows as of the last commit.
+    /// The windows as of the last commit. None in a forked child, which may not use its parent's, and
+    /// in which a thread that it lacks may have been replacing the list.
     pub fn windows(&self) -> Arc<Windows> {
+        if self.check_process().is_err() {
+            return Arc::new(Windows::new(self.layout(), Vec::new()));
+        }
         lock(&self.0.windows).clone()
     }
 
@@ -304,9 +308,12 @@ impl Pool {
         self.0.maker.check("a pool")
     }
 
-    /// Whether a commit can work, as far as this rank knows: none can once ranks have lost each other.
-    /// Waits for a commit that is under way.
+    /// Whether a commit can work, as far as this rank knows: none can once ranks have lost each other,
+    /// nor in a forked child. Waits for a commit that is under way.
     pub fn can_commit(&self) -> bool {
+        if self.check_process().is_err() {
+            return false;
+        }
         let committer = lock(&self.0.committer);
         committer.broken.is_none() && committer.unfinished.is_none() && committer.peers.can_talk()
     }
@@ -320,8 +327,12 @@ impl Pool {
 
     /// Whether `rank` is known to use this pool's memory no more: it hung up without saying that it gave
     /// up, as a process does that ends or lets go of the pool. Does not wait: false also while a commit
-    /// is under way, after one in which ranks lost each other, and where ranks have no sockets.
+    /// is under way, after one in which ranks lost each other, where ranks have no sockets, and in a
+    /// forked child, which would read what was sent to its parent.
     pub fn has_left(&self, rank: u32) -> bool {
+        if self.check_process().is_err() {
+            return false;
+        }
         let Ok(mut committer) = self.0.committer.try_lock() else { return false };
         committer.peers.mesh_mut().is_some_and(|mesh| mesh.has_left(rank))
     }
@@ -332,19 +343,17 @@ impl Pool {
         self.0.pids.get(rank as usize).copied().flatten()
     }
 
-    /// The pool's numbers now.
-    pub fn stats(&self) -> PoolStats {
-        PoolStats {
-            lanes: self
-                .0
-                .lanes
-                .iter()
-                .map(|lane| (lane.name.clone(), lane.lock().state.stats()))
-                .collect(),
+    /// The pool's numbers now. Waits for a commit that is under way. [`Error::is_invalid_state`] in a
+    /// forked child, and once a call panicked inside one of the lanes.
+    pub fn stats(&self) -> Result<PoolStats> {
+        let lanes = self.0.lanes.iter();
+        let lanes = lanes.map(|lane| Ok((lane.name.clone(), lane.lock()?.state.stats())));
+        Ok(PoolStats {
+            lanes: lanes.collect::<Result<_>>()?,
             commits: lock(&self.0.committer).commits,
             windows: self.windows().list().len() as u64,
             store: self.0.group.store().traffic(),
-        }
+        })
     }
 }
 

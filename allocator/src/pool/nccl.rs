@@ -128,10 +128,7 @@ impl Pool {
             .lanes
             .iter()
             .filter(|lane| lane.name != CONTROL_LANE)
-            .filter(|lane| {
-                let state = &lane.lock().state;
-                state.is_symmetric() && state.config().policy != WindowPolicy::PerSegment
-            })
+            .filter(|lane| lane.is_symmetric() && lane.policy() != WindowPolicy::PerSegment)
             .map(|lane| lane.name.clone())
             .collect();
         if !crossing.is_empty() {

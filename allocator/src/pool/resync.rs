@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::held::Held;
+use super::held::{Held, all_sound};
 use super::lane_memory::LaneInner;
 use super::{Committer, Pool, half_way};
 use crate::lane::{Agreed, Survivor};
@@ -75,7 +75,7 @@ impl Pool {
             Some(cause) => Err(half_way(cause)),
             // All ranks wait for their devices here: nobody's kernels write to memory that is
             // given to somebody else below.
-            None => self.driver().synchronize(),
+            None => all_sound(held).and_then(|()| self.driver().synchronize()),
         };
         let differing = self.differing(&mut committer.peers, ready, held, deadline)?;
         // All lanes are judged before any is changed.
