@@ -19,7 +19,7 @@ use std::sync::atomic::Ordering;
 use super::held::{Held, Turn, all_sound};
 use super::lane_memory::LaneInner;
 use super::share::{Fresh, fresh_segments};
-use super::{Committer, Pool, half_way};
+use super::{Committer, Pool, half_way, untold};
 use crate::driver::{Step, Stream};
 use crate::rendezvous::agreement::{Heard, LaneProposal, Proposal, Propose, Verdict, judge};
 use crate::rendezvous::search::first_difference;
@@ -149,11 +149,13 @@ impl Pool {
         held: &[Held<'_>],
         deadline: Deadline,
     ) -> Result<Vec<Heard>> {
-        let proposal = self.propose(committer, held).map_err(|error| error.kind().clone());
+        let proposal = self.propose(committer, held);
+        let own = proposal.as_ref().err().cloned();
         let group = &self.0.group;
-        let proposal = encode_status(Propose, proposal)?;
+        let proposal = encode_status(Propose, proposal.map_err(|error| error.kind().clone()))?;
         let peers = &mut committer.peers;
-        let gathered = peers.all_gather(group, "propose", &proposal, deadline)?;
+        let gathered = peers.all_gather(group, "propose", &proposal, deadline);
+        let gathered = gathered.map_err(|error| untold(own, error))?;
         match judge(&gathered)? {
             Verdict::Agreed(heard) => Ok(heard),
             Verdict::Differs { lane, failures } => {

@@ -103,10 +103,17 @@ struct Committer {
 impl Committer {
     /// After an error by which ranks lost each other, no commit can work any more, as they cannot know
     /// what the others will do: connected peers are told, and need not wait to learn it.
+    ///
+    /// After one by which this rank alone did not hear the others, they may have finished what it did
+    /// not. They are told at the next commit; if that is in vain, there is nobody left to tell.
     fn give_up_if_apart(&mut self, error: &Error) {
-        if error.is_timeout() || error.is_peer_lost() {
+        let missed = self.peers.take_missed();
+        let in_vain = |why: &Error| is_apart(why) || self.unfinished.is_some();
+        if is_apart(error) || missed.as_ref().is_some_and(in_vain) {
             self.peers.give_up(error);
             self.broken = Some(error.clone());
+        } else if let Some(why) = missed {
+            self.leave_unfinished(&why);
         }
     }
 
@@ -115,6 +122,17 @@ impl Committer {
         self.peers.give_up(&half_way(&cause.to_string()));
         self.unfinished = Some(cause.to_string());
     }
+}
+
+/// Whether ranks lost each other, and cannot know what the others will do.
+fn is_apart(error: &Error) -> bool {
+    error.is_timeout() || error.is_peer_lost()
+}
+
+/// The error of a gather that failed, in which this rank had a failure of its own to tell: that is
+/// why the others came no more, if they did not.
+fn untold(own: Option<Error>, gather: Error) -> Error {
+    own.filter(|_| is_apart(&gather)).unwrap_or(gather)
 }
 
 /// What a rank says that is no longer like the others.
