@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 
 use crate::driver::{Driver, Physical, Reservation};
+use crate::fork::Maker;
 use crate::sync::lock;
 use crate::{Error, Result};
 
@@ -62,7 +63,8 @@ impl HeapLayout {
     }
 }
 
-/// The reservation behind a heap and what is mapped in it. Gives everything back when dropped.
+/// The reservation behind a heap and what is mapped in it. Gives everything back when dropped,
+/// except in a forked child.
 #[derive(Debug)]
 pub(crate) struct Heap {
     driver: Driver,
@@ -70,6 +72,7 @@ pub(crate) struct Heap {
     reservation: Option<Reservation>,
     mapped: Mutex<Mapped>,
     rows: Mutex<Vec<row::Row>>,
+    maker: Maker,
 }
 
 /// Mappings by offset, with their length. Peers map the same segments, so one list serves them
@@ -103,6 +106,7 @@ impl Heap {
             reservation: Some(reservation),
             mapped: Mutex::default(),
             rows: Mutex::default(),
+            maker: Maker::here(),
         })
     }
 
@@ -112,6 +116,11 @@ impl Heap {
 
     pub(crate) fn driver(&self) -> &Driver {
         &self.driver
+    }
+
+    /// Whether this is the process that reserved it.
+    pub(crate) fn is_here(&self) -> bool {
+        self.maker.is_here()
     }
 
     /// Maps `physical` at `offset` of `rank`'s slot.
@@ -184,6 +193,12 @@ impl Heap {
 impl Drop for Heap {
     fn drop(&mut self) {
         let Some(reservation) = self.reservation.take() else { return };
+        if !self.is_here() {
+            // A forked child has a copy of the driver, whose locks another thread of its parent may
+            // have had at the fork. It leaves the mappings, and the driver, as they are.
+            std::mem::forget(self.driver.clone());
+            return;
+        }
         // Kernels that were given this memory may still run.
         if let Err(error) = self.driver.synchronize() {
             tracing::warn!(%error, "waiting for the device before dropping a heap");

@@ -71,12 +71,12 @@ fn what_is_reserved_on_a_stream_is_there_for_that_stream() {
     let pool = pool(groups[0].clone(), Driver::sim(1)).unwrap();
     let (lane, stream) = (pool.default_lane(), Stream::from_raw(0x70));
     lane.reserve_on(40 << 20, stream).unwrap();
-    let made = lane.stats().segments_made;
+    let made = lane.stats().unwrap().segments_made;
     assert!(made > 0);
     let there = lane.alloc_on::<u8>(40 << 20, stream).unwrap();
-    assert_eq!(lane.stats().segments_made, made);
+    assert_eq!(lane.stats().unwrap().segments_made, made);
     let other = lane.alloc::<u8>(40 << 20).unwrap();
-    assert!(lane.stats().segments_made > made, "another stream's is another's");
+    assert!(lane.stats().unwrap().segments_made > made, "another stream's is another's");
     assert_ne!(there.offset(), other.offset());
     lane.reserve(1 << 20).unwrap();
     assert!(lane.reserve_on(u64::MAX, stream).unwrap_err().is_out_of_memory());
@@ -123,7 +123,11 @@ fn ranks_that_diverged_go_on_after_a_resync() {
         assert!(!pool.resync().unwrap(), "nothing differs any more");
         pool.commit().unwrap();
         assert_eq!(kept.read().unwrap(), vec![rank; 5000]);
-        assert_eq!(lane.stats().set_aside > 0, rank == 1, "others still hold what rank 1 freed");
+        assert_eq!(
+            lane.stats().unwrap().set_aside > 0,
+            rank == 1,
+            "others still hold what rank 1 freed"
+        );
         // D5: it comes back once all have freed it.
         drop(half);
         assert_eq!(pool.commit().unwrap().blocks_returned, 1);
@@ -133,8 +137,8 @@ fn ranks_that_diverged_go_on_after_a_resync() {
         let places = (again.offset(), kept.offset());
         // What all of them hold is freed as ever: in order.
         kept.free().unwrap();
-        assert_eq!(lane.stats().set_aside, 0);
-        (lane.digest(), places)
+        assert_eq!(lane.stats().unwrap().set_aside, 0);
+        (lane.digest().unwrap(), places)
     });
     assert!(digests.iter().all(|digest| *digest == digests[0]), "{digests:?}");
 }
@@ -186,7 +190,7 @@ fn frees_without_order_do_not_wait_for_a_commit() {
             assert_eq!(committing.join().unwrap().blocks_returned, 0);
         });
         assert_eq!(pool.commit().unwrap().blocks_returned, 2);
-        assert_eq!(pool.default_lane().stats().live_blocks, 0);
+        assert_eq!(pool.default_lane().stats().unwrap().live_blocks, 0);
     });
 }
 
@@ -208,7 +212,12 @@ fn blocks_that_one_rank_never_frees_hold_up_no_others() {
         let returned = || pool.commit().unwrap().blocks_returned;
         let early = [returned(), returned(), returned()];
         kept.take().into_iter().flatten().for_each(|block| block.free_unordered().unwrap());
-        (early, returned(), pool.default_lane().stats().live_blocks, pool.default_lane().digest())
+        (
+            early,
+            returned(),
+            pool.default_lane().stats().unwrap().live_blocks,
+            pool.default_lane().digest().unwrap(),
+        )
     });
     let (early, late, live, _) = returned[0];
     assert_eq!((early, late, live), ([0, 5, 0], KEPT as u64, 0));
@@ -269,7 +278,7 @@ fn what_is_dropped_in_every_step_comes_back_and_the_lane_grows_no_more() {
                 blocks.pop_front().unwrap().free_unordered().unwrap();
             }
         }
-        (said, pool.default_lane().stats().reserved)
+        (said, pool.default_lane().stats().unwrap().reserved)
     });
     assert_eq!(told[0], told[1]);
     let (said, reserved) = &told[0];
@@ -354,13 +363,13 @@ fn numbers_are_those_of_their_lane_and_together_those_of_the_pool() {
     let [a, b] = ["a", "b"].map(|name| pool.lane(name).unwrap());
     let blocks = [&a, &b, &b].map(|lane| lane.alloc::<u8>(5000).unwrap());
     for (lane, live) in [(&a, 1), (&b, 2)] {
-        let stats = lane.stats();
-        assert_eq!((lane.live_blocks(), stats.live_blocks), (live, live));
-        assert_eq!((lane.counter(), stats.events), (live, live));
-        assert_eq!(lane.reserved(), stats.reserved);
-        assert!(lane.reserved() >= stats.allocated && stats.allocated >= live * 5000);
+        let stats = lane.stats().unwrap();
+        assert_eq!((lane.live_blocks().unwrap(), stats.live_blocks), (live, live));
+        assert_eq!((lane.counter().unwrap(), stats.events), (live, live));
+        assert_eq!(lane.reserved().unwrap(), stats.reserved);
+        assert!(lane.reserved().unwrap() >= stats.allocated && stats.allocated >= live * 5000);
     }
-    let (all, (a, b)) = (pool.stats(), (a.stats(), b.stats()));
+    let (all, (a, b)) = (pool.stats().unwrap(), (a.stats().unwrap(), b.stats().unwrap()));
     assert_eq!(all.allocated(), a.allocated + b.allocated);
     assert_eq!(all.reserved(), a.reserved + b.reserved);
     // D7: each lane has its own range.

@@ -320,9 +320,10 @@ impl Pool {
     }
 
     /// The pool's numbers: `allocated` and `reserved` bytes over all lanes, `commits`, `windows`,
-    /// and `lanes`: a dict of each lane's by name.
+    /// and `lanes`: a dict of each lane's by name. Raises InvalidStateError in a forked child.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = py.detach(|| self.pool.stats());
+        self.check(py)?;
+        let stats = py.detach(|| self.pool.stats()).or_raise(py)?;
         let lanes = PyDict::new(py);
         for (name, lane) in &stats.lanes {
             let dict = PyDict::new(py);

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::held::Held;
+use super::held::{Held, all_sound};
 use super::lane_memory::LaneInner;
-use super::{Committer, Pool, half_way};
+use super::{Committer, Pool, half_way, untold};
 use crate::lane::{Agreed, Survivor};
 use crate::rendezvous::message::{Message, decode_all};
 use crate::rendezvous::peers::Peers;
@@ -75,7 +75,7 @@ impl Pool {
             Some(cause) => Err(half_way(cause)),
             // All ranks wait for their devices here: nobody's kernels write to memory that is
             // given to somebody else below.
-            None => self.driver().synchronize(),
+            None => all_sound(held).and_then(|()| self.driver().synchronize()),
         };
         let differing = self.differing(&mut committer.peers, ready, held, deadline)?;
         // All lanes are judged before any is changed.
@@ -110,9 +110,11 @@ impl Pool {
             (state.counter(), state.digest())
         });
         let own: Vec<(u64, u64)> = standing.collect();
+        let failed = ready.as_ref().err().cloned();
         let status = ready.map(|()| own.clone()).map_err(|error| error.kind().clone());
         let status = encode_status(Standing, status)?;
-        let gathered = peers.all_gather(self.group(), "standing", &status, deadline)?;
+        let gathered = peers.all_gather(self.group(), "standing", &status, deadline);
+        let gathered = gathered.map_err(|error| untold(failed, error))?;
         let said: Vec<Standing> = decode_all(&gathered)?;
         let all = all_ok("resync", said.into_iter().map(|Standing(status)| status))?;
         let differs = |lane: &usize| all.iter().any(|other| other.get(*lane) != own.get(*lane));

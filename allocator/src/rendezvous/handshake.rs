@@ -108,6 +108,7 @@ pub(crate) fn handshake(
         transport: hellos[0].transport,
         topology,
         mesh,
+        missed: None,
     })
 }
 

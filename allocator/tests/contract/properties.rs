@@ -98,7 +98,10 @@ impl Runner {
         // Now all ranks free everything that was forgotten, each in its own order (D5).
         self.collect(usize::MAX);
         self.step(Op::Commit);
-        assert_eq!(self.pool.stats().lanes.iter().map(|(_, lane)| lane.set_aside).sum::<u64>(), 0);
+        assert_eq!(
+            self.pool.stats().unwrap().lanes.iter().map(|(_, lane)| lane.set_aside).sum::<u64>(),
+            0
+        );
         for block in self.live.drain(..) {
             block.free().unwrap();
         }
@@ -106,8 +109,8 @@ impl Runner {
             self.step(Op::Trim(lane));
         }
         self.step(Op::Commit);
-        assert_eq!(self.pool.stats().allocated(), 0);
-        assert_eq!(self.pool.stats().reserved(), 0, "everything was trimmed");
+        assert_eq!(self.pool.stats().unwrap().allocated(), 0);
+        assert_eq!(self.pool.stats().unwrap().reserved(), 0, "everything was trimmed");
         assert_eq!(self.pool.windows().list(), []);
         // What was given back is taken again.
         self.step(Op::Alloc(1000, 0, 0));
@@ -170,7 +173,7 @@ impl Runner {
     fn commit(&mut self) {
         let report = self.pool.commit().unwrap();
         self.trace.commits.push((report, self.pool.windows().list().to_vec()));
-        self.trace.digests.extend(self.pool.lanes().map(|lane| lane.digest()));
+        self.trace.digests.extend(self.pool.lanes().map(|lane| lane.digest().unwrap()));
         self.check_places();
         if self.checked {
             self.check_memory();

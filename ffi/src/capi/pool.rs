@@ -392,7 +392,7 @@ pub unsafe extern "C" fn symmpool_stats(pool: symmpool_pool, stats: *mut PoolSta
     status(|| {
         // SAFETY: the caller's promise.
         let out = unsafe { Out::new(stats, "stats") }?;
-        let found = find(pool)?.stats();
+        let found = find(pool)?.stats()?;
         out.put(PoolStats {
             allocated: found.allocated(),
             reserved: found.reserved(),

@@ -56,15 +56,13 @@ fn owner(address: u64) -> Option<&'static Device> {
 }
 
 /// Numbers of a device, if anything was allocated there.
-pub fn stats(ordinal: usize) -> Option<ProcessStats> {
-    used().find(|(found, _)| *found == ordinal).map(|(_, device)| device.stats())
+pub fn stats(ordinal: usize) -> Result<Option<ProcessStats>> {
+    used().find(|(found, _)| *found == ordinal).map(|(_, device)| device.stats()).transpose()
 }
 
 /// Forgets the peaks so far.
-pub fn reset_peaks(ordinal: usize) {
-    if let Some((_, device)) = used().find(|(found, _)| *found == ordinal) {
-        device.reset_peaks();
-    }
+pub fn reset_peaks(ordinal: usize) -> Result<()> {
+    used().find(|(found, _)| *found == ordinal).map_or(Ok(()), |(_, device)| device.reset_peaks())
 }
 
 /// Gives segments that are wholly free back to their devices; returns their bytes.
