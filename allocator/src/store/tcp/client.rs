@@ -8,9 +8,12 @@ use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
+
 use super::TcpOptions;
 use super::link::{Fault, Link};
 use super::wire::{Identity, Request, ToClient};
+use crate::descriptors::{self, within_hard_limit};
 use crate::store::gathered::expand_runs;
 use crate::store::random::random;
 use crate::store::traffic::Counters;
@@ -88,6 +91,7 @@ impl TcpStore {
         deadline: Deadline,
     ) -> Result<Self> {
         let mut pause = Duration::from_millis(10);
+        let mut known = None;
         loop {
             let why = match connect_any(addr, &options, identity, deadline.at())? {
                 Attempt::Connected(addr, link, instance) => {
@@ -95,6 +99,8 @@ impl TcpStore {
                     let counters = Counters::default();
                     return Ok(Self { addr, options, identity, instance, pool, counters });
                 }
+                // With no time left nobody answers, which is not why the time went by.
+                Attempt::NoAnswer(silent) => known.take().unwrap_or(silent),
                 Attempt::NotYet(why) => why,
             };
             if deadline.expired() {
@@ -104,6 +110,7 @@ impl TcpStore {
                     options.hosted_by.into_iter().collect(),
                 ));
             }
+            known = Some(why);
             std::thread::sleep(pause.min(deadline.remaining()));
             pause = (pause * 2).min(LONGEST_PAUSE);
         }
@@ -139,7 +146,7 @@ impl TcpStore {
                 deadline.budget(),
                 self.options.hosted_by.into_iter().collect(),
             )),
-            Err(Fault::Gone(cause)) => {
+            Err(Fault::Gone(cause) | Fault::Later(cause)) => {
                 let mut pool = self.lock();
                 pool.idle.clear();
                 Err(pool.gone.get_or_insert_with(|| self.gone(&cause)).clone())
@@ -185,6 +192,8 @@ enum Attempt {
     Connected(SocketAddr, Link, [u8; 16]),
     /// Why there is nobody, which may pass.
     NotYet(String),
+    /// The same, where there is somebody, who said nothing in time.
+    NoAnswer(String),
 }
 
 /// Tries each address that `addr` has now. A server that says no is an error: it will not change
@@ -200,18 +209,20 @@ fn connect_any(
         Ok(addrs) => addrs,
         Err(error) => return Ok(Attempt::NotYet(format!("its address does not resolve: {error}"))),
     };
-    let mut why = "its name has no address".to_owned();
+    let mut outcome = Attempt::NotYet("its name has no address".to_owned());
     for addr in addrs {
         match connect_once(addr, options, identity, until) {
             Ok((link, instance)) => return Ok(Attempt::Connected(addr, link, instance)),
             Err(Fault::Said(error)) => {
                 return Err(error.context(format!("connecting to the store at {addr}")));
             }
-            Err(Fault::Late) => why = format!("{addr} does not answer"),
-            Err(Fault::Gone(error)) => why = format!("{addr}: {error}"),
+            Err(Fault::Late) => outcome = Attempt::NoAnswer(format!("{addr} does not answer")),
+            Err(Fault::Gone(error) | Fault::Later(error)) => {
+                outcome = Attempt::NotYet(format!("{addr}: {error}"));
+            }
         }
     }
-    Ok(Attempt::NotYet(why))
+    Ok(outcome)
 }
 
 /// Connects and shakes hands once.
@@ -221,15 +232,32 @@ fn connect_once(
     identity: Option<Identity>,
     until: Instant,
 ) -> Result<(Link, [u8; 16]), Fault> {
-    let left = until.saturating_duration_since(Instant::now());
-    let stream = TcpStream::connect_timeout(&addr, left.max(Duration::from_millis(1)))
-        .map_err(|error| Fault::Gone(error.to_string()))?;
+    let stream = open_socket(addr, until)?;
     // On the machine itself, a port that nobody listens on may be given to this very socket,
     // which is then connected to itself.
     if stream.local_addr().ok() == Some(addr) {
         return Err(Fault::Gone("connection refused".to_owned()));
     }
     Link::greet(stream, options.secret.as_ref(), identity, until)
+}
+
+fn open_socket(addr: SocketAddr, until: Instant) -> Result<TcpStream, Fault> {
+    let mut refused = None;
+    // The errors that the system gives no number are those of time.
+    let stream = within_hard_limit(|| {
+        let left = until.saturating_duration_since(Instant::now());
+        TcpStream::connect_timeout(&addr, left.max(Duration::from_millis(1))).map_err(|error| {
+            let errno = Errno::from_io_error(&error).unwrap_or(Errno::TIMEDOUT);
+            refused = Some(error.to_string());
+            errno
+        })
+    });
+    stream.map_err(|errno| {
+        if descriptors::are_used_up(errno) {
+            return Fault::Said(descriptors::error("a socket", errno));
+        }
+        Fault::Gone(refused.unwrap_or_else(|| errno.to_string()))
+    })
 }
 
 /// The same timeout with the caller's own budget.

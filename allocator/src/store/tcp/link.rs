@@ -1,7 +1,7 @@
 //! One connection of a client: the handshake, then a request and its reply at a time.
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
 use super::auth::{Handshake, Secret, Side};
@@ -10,6 +10,7 @@ use super::wire::{
     self, Caps, HEADER, Hello, Identity, Request, ToClient, ToServer, decode_header,
 };
 use crate::Error;
+use crate::fork::Maker;
 use crate::store::random::random;
 
 /// Why a connection is of no more use.
@@ -19,6 +20,8 @@ pub(super) enum Fault {
     Late,
     /// The other end is gone, and how that showed.
     Gone(String),
+    /// The server does not admit this client yet, and why. Another connection may be tried.
+    Later(String),
     /// One side has said no; trying again changes nothing.
     Said(Error),
 }
@@ -33,6 +36,17 @@ impl From<Error> for Fault {
 #[derive(Debug)]
 pub(super) struct Link {
     stream: TcpStream,
+    maker: Maker,
+}
+
+impl Drop for Link {
+    /// The server is to hear of it also where a forked child has a copy of the connection. What a child
+    /// lets go of, its parent goes on with.
+    fn drop(&mut self) {
+        if self.maker.is_here() {
+            let _ = self.stream.shutdown(Shutdown::Both);
+        }
+    }
 }
 
 impl Link {
@@ -44,11 +58,12 @@ impl Link {
         until: Instant,
     ) -> Result<(Self, [u8; 16]), Fault> {
         tune(&stream);
-        let mut link = Self { stream };
+        let mut link = Self { stream, maker: Maker::here() };
         let (instance, server_nonce, secret_needed) = match link.receive(Caps::HANDSHAKE, until)? {
             (ToClient::Challenge { instance, nonce, secret_needed }, _) => {
                 (instance, nonce, secret_needed)
             }
+            (ToClient::Later { why }, _) => return Err(Fault::Later(why)),
             (ToClient::Failed(kind), _) => return Err(Fault::Said(Error::from_kind(kind))),
             _ => return Err(Fault::Said(Error::refused("the peer is no symmpool store"))),
         };
@@ -74,6 +89,7 @@ impl Link {
         link.send(&wire::encode(&ToServer::Hello(hello), 0), until)?;
         let proof = match link.receive(Caps::HANDSHAKE, until)? {
             (ToClient::Welcome { proof }, _) => proof,
+            (ToClient::Later { why }, _) => return Err(Fault::Later(why)),
             (ToClient::Failed(kind), _) => return Err(Fault::Said(Error::from_kind(kind))),
             _ => return Err(Fault::Said(Error::refused("the peer is no symmpool store"))),
         };

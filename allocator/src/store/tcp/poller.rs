@@ -7,9 +7,11 @@ use std::time::{Duration, Instant};
 
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, EventData, EventFlags};
+use rustix::net::{SocketFlags, accept_with};
 
 use super::state::Client;
-use crate::{Error, Result};
+use crate::Result;
+use crate::descriptors::{self, within_hard_limit};
 
 const LISTENER: u64 = 0;
 const STOP: u64 = 1;
@@ -36,13 +38,13 @@ pub(super) struct Poller {
 impl Poller {
     /// `listener` must not block.
     pub(super) fn new(listener: TcpListener, stop: Arc<OwnedFd>) -> Result<Self> {
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
+        let epoll = within_hard_limit(|| epoll::create(epoll::CreateFlags::CLOEXEC))
             .and_then(|epoll| {
                 epoll::add(&epoll, &listener, EventData::new_u64(LISTENER), EventFlags::IN)?;
                 epoll::add(&epoll, &*stop, EventData::new_u64(STOP), EventFlags::IN)?;
                 Ok(epoll)
             })
-            .map_err(|error| Error::system("epoll", error))?;
+            .map_err(|error| descriptors::error("epoll", error))?;
         Ok(Self { epoll, listener, _stop: stop })
     }
 
@@ -89,6 +91,12 @@ impl Poller {
         flags: EventFlags,
     ) -> rustix::io::Result<()> {
         epoll::modify(&self.epoll, stream, EventData::new_u64(client), flags)
+    }
+
+    /// A connection that waits to be taken, if there is one. It does not block.
+    pub(super) fn accept(&self) -> rustix::io::Result<TcpStream> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        within_hard_limit(|| accept_with(&self.listener, flags)).map(TcpStream::from)
     }
 
     /// Says whether waiting connections are reported.

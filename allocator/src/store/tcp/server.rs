@@ -6,10 +6,12 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::Errno;
 
 use super::TcpOptions;
 use super::event_loop::EventLoop;
 use super::poller::Poller;
+use crate::descriptors::{self, within_hard_limit};
 use crate::fork::Maker;
 use crate::store::random::random;
 use crate::{Error, Result};
@@ -31,6 +33,19 @@ impl TcpServer {
     /// An address other than loopback without [`TcpOptions::secret`] is refused with
     /// [`Error::is_invalid_argument`].
     pub fn bind(addr: impl ToSocketAddrs, options: TcpOptions) -> Result<Self> {
+        Self::start(addr, options, false)
+    }
+
+    /// Serves one meeting of a group's ranks: those that have left, once ranks have met, come to the
+    /// server after this one.
+    pub(crate) fn bind_for_one_meeting(
+        addr: impl ToSocketAddrs,
+        options: TcpOptions,
+    ) -> Result<Self> {
+        Self::start(addr, options, true)
+    }
+
+    fn start(addr: impl ToSocketAddrs, options: TcpOptions, one_meeting: bool) -> Result<Self> {
         let addrs: Vec<SocketAddr> = addr
             .to_socket_addrs()
             .map_err(|error| Error::system("cannot resolve the store's address", error))?
@@ -43,14 +58,20 @@ impl TcpServer {
             )));
         }
         let system = |what: &'static str| move |error| Error::system(what, error);
-        let listener = TcpListener::bind(&addrs[..])
-            .map_err(|error| Error::system(format!("cannot listen on {addrs:?}"), error))?;
+        let listener = TcpListener::bind(&addrs[..]).map_err(|error| {
+            let what = format!("cannot listen on {addrs:?}");
+            match Errno::from_io_error(&error) {
+                Some(errno) => descriptors::error(what, errno),
+                None => Error::system(what, error),
+            }
+        })?;
         // The standard library's backlog is too short for a large world that starts at once.
         rustix::net::listen(&listener, 4096).map_err(|error| Error::system("listen", error))?;
         listener.set_nonblocking(true).map_err(system("store listener"))?;
         let addr = listener.local_addr().map_err(system("store listener"))?;
-        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|error| Error::system("eventfd", error))?;
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let stop = within_hard_limit(|| eventfd(0, flags))
+            .map_err(|error| descriptors::error("eventfd", error))?;
         let stop = Arc::new(stop);
         let poller = Poller::new(listener, stop.clone())?;
         let instance = random()?;
@@ -58,7 +79,7 @@ impl TcpServer {
             .name("symmpool-store".into())
             .spawn(move || {
                 // Made here, because the state counts its memory without atomics.
-                if let Err(error) = EventLoop::new(poller, options, instance).run() {
+                if let Err(error) = EventLoop::new(poller, options, instance, one_meeting).run() {
                     tracing::error!(%error, %addr, "the store's server stopped");
                 }
             })
