@@ -93,11 +93,35 @@ def _seconds(timeout: Any) -> float | None:
     return seconds if seconds > 0 else None
 
 
-class _Done(threading.Event):
-    """That a call is done."""
+class _Done:
+    """That a call is done, for any number of threads that wait for it. A bare lock, as an Event's queue of
+    those who wait adds a third to what the way to the other thread and back takes."""
 
-    # That callbacks have run too, in the thread that made the call: where a future was asked for before.
-    told: threading.Event | None = None
+    __slots__ = ("_held", "_is_set", "told")
+
+    def __init__(self) -> None:
+        self._held = threading.Lock()
+        self._held.acquire()
+        self._is_set = False
+        # That callbacks have run too, in the thread that made the call: where a future was asked for before.
+        self.told: threading.Event | None = None
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        """Once, by who has made the call."""
+        self._is_set = True
+        self._held.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it is set by then."""
+        if self._is_set:
+            return True
+        if self._held.acquire(timeout=-1 if timeout is None else timeout):
+            # Others wait for it as well.
+            self._held.release()
+        return self._is_set
 
     def wait_for_callbacks(self) -> None:
         self.wait()
