@@ -4,10 +4,11 @@ mod row;
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
+use std::time::Duration;
 
 use crate::driver::{Driver, Physical, Reservation};
 use crate::sync::lock;
-use crate::{Error, Result};
+use crate::{Deadline, Error, Result};
 
 /// Where every rank's memory lies in this process: plain arithmetic, no table.
 ///
@@ -61,6 +62,9 @@ impl HeapLayout {
         Ok(self.address(rank, offset))
     }
 }
+
+/// How long a heap that is dropped waits for its device.
+const LONGEST_WAIT: Duration = Duration::from_secs(300);
 
 /// The reservation behind a heap and what is mapped in it. Gives everything back when dropped.
 #[derive(Debug)]
@@ -185,8 +189,16 @@ impl Drop for Heap {
     fn drop(&mut self) {
         let Some(reservation) = self.reservation.take() else { return };
         // Kernels that were given this memory may still run.
-        if let Err(error) = self.driver.synchronize() {
-            tracing::warn!(%error, "waiting for the device before dropping a heap");
+        match self.driver.synchronize_by(Deadline::after(LONGEST_WAIT)) {
+            Ok(()) => {}
+            Err(error) if error.is_timeout() => {
+                // What still runs keeps the memory it knows, until the process ends.
+                tracing::error!(%error, "a heap's memory is not given back");
+                return;
+            }
+            Err(error) => {
+                tracing::warn!(%error, "waiting for the device before dropping a heap");
+            }
         }
         if let Err(error) = self.drop_rows(|_| true) {
             tracing::warn!(%error, "unmapping rows of peers' memory while dropping a heap");

@@ -63,7 +63,7 @@ impl EnvConfig {
         let options = TcpOptions { secret, hosted_by: Some(0), ..TcpOptions::default() };
         let at = (self.address.as_str(), self.port);
         let server = if self.rank == 0 {
-            let server = TcpServer::bind(at, options.clone()).map_err(|error| {
+            let server = TcpServer::bind_by(at, options.clone(), deadline).map_err(|error| {
                 error.context(
                     "serving the store on MASTER_ADDR (set SYMMPOOL_SECRET, the same on all \
                      ranks, where that is not a loopback address)",

@@ -28,7 +28,7 @@ use std::collections::BTreeSet;
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use self::api::{AllocationProp, Api, Code};
 use self::context::Context;
@@ -37,7 +37,7 @@ use self::vmm::Memory;
 use super::{
     DeviceIdentity, Event, Exported, MemoryDriver, Physical, Reservation, Stream, Transport,
 };
-use crate::{Error, Result};
+use crate::{Deadline, Error, Result};
 
 /// The length of a `CUmemFabricHandle`.
 const FABRIC_HANDLE_BYTES: usize = 64;
@@ -78,8 +78,8 @@ pub struct CudaDriver {
     memory: Mutex<Memory>,
     /// Events not given back yet.
     events: Mutex<BTreeSet<u64>>,
-    /// Last, so that it outlives what is made in it.
-    context: Context,
+    /// Last, so that it outlives what is made in it. A thread that waits for the device has it, too.
+    context: Arc<Context>,
 }
 
 impl CudaDriver {
@@ -109,7 +109,7 @@ impl CudaDriver {
     /// As [`new`](Self::new), with options.
     pub fn with_options(ordinal: u32, options: CudaOptions) -> Result<Self> {
         let api = Api::get()?;
-        let context = Context::retain(api, probe::device(api, ordinal)?)?;
+        let context = Arc::new(Context::retain(api, probe::device(api, ordinal)?)?);
         let (facts, prop) = probe::probe(&context, ordinal, options)?;
         let fabric = facts.fabric == Fabric::Works && (options.prefer_fabric || !facts.posix_fd);
         if options.prefer_fabric && !fabric {
@@ -336,6 +336,10 @@ impl MemoryDriver for CudaDriver {
 
     fn synchronize(&self) -> Result<()> {
         stream::synchronize(&self.context)
+    }
+
+    fn synchronize_by(&self, deadline: Deadline) -> Result<()> {
+        stream::synchronize_by(&self.context, deadline)
     }
 
     fn is_capturing(&self, stream: Stream) -> bool {

@@ -4,13 +4,13 @@
 //! connections as it has had calls at once, so a thread that waits in a `get` never delays the
 //! `set` that it waits for.
 
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::TcpOptions;
 use super::link::{Fault, Link};
 use super::wire::{Identity, Request, ToClient};
+use super::{ServerAddress, TcpOptions};
 use crate::store::gathered::expand_runs;
 use crate::store::random::random;
 use crate::store::traffic::Counters;
@@ -52,11 +52,11 @@ impl TcpStore {
     /// Errors: [`Error::is_refused`] when one side has another secret or protocol version, or
     /// the server is full; [`Error::is_timeout`] when no server came up.
     pub fn connect(
-        addr: impl ToSocketAddrs,
+        addr: impl Into<ServerAddress>,
         options: TcpOptions,
         deadline: Deadline,
     ) -> Result<Self> {
-        Self::open(&addr, options, None, deadline)
+        Self::open(&addr.into(), options, None, deadline)
     }
 
     /// Connects as `rank`. While this store lives, another that connects as the same rank is
@@ -67,13 +67,13 @@ impl TcpStore {
     /// Gathers through this store must be made as `rank`: groups that number their ranks anew
     /// use a store that declares none. A server serves one set of declared ranks.
     pub fn connect_as(
-        addr: impl ToSocketAddrs,
+        addr: impl Into<ServerAddress>,
         options: TcpOptions,
         rank: u32,
         deadline: Deadline,
     ) -> Result<Self> {
         let identity = Identity { rank, session: random()? };
-        Self::open(&addr, options, Some(identity), deadline)
+        Self::open(&addr.into(), options, Some(identity), deadline)
     }
 
     /// The server's address.
@@ -82,7 +82,7 @@ impl TcpStore {
     }
 
     fn open(
-        addr: &impl ToSocketAddrs,
+        addr: &ServerAddress,
         options: TcpOptions,
         identity: Option<Identity>,
         deadline: Deadline,
@@ -190,15 +190,16 @@ enum Attempt {
 /// Tries each address that `addr` has now. A server that says no is an error: it will not change
 /// its mind.
 fn connect_any(
-    addr: &impl ToSocketAddrs,
+    addr: &ServerAddress,
     options: &TcpOptions,
     identity: Option<Identity>,
     until: Instant,
 ) -> Result<Attempt> {
     // Names are resolved every time: a job's name service may come up after the job.
-    let addrs = match addr.to_socket_addrs() {
+    let left = until.saturating_duration_since(Instant::now());
+    let addrs = match addr.resolve(left) {
         Ok(addrs) => addrs,
-        Err(error) => return Ok(Attempt::NotYet(format!("its address does not resolve: {error}"))),
+        Err(why) => return Ok(Attempt::NotYet(format!("its address is {addr}, and {why}"))),
     };
     let mut why = "its name has no address".to_owned();
     for addr in addrs {

@@ -7,12 +7,13 @@ use std::thread::JoinHandle;
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::TcpOptions;
+use super::address::Unresolved;
 use super::event_loop::EventLoop;
 use super::poller::Poller;
+use super::{ServerAddress, TcpOptions};
 use crate::fork::Maker;
 use crate::store::random::random;
-use crate::{Error, Result};
+use crate::{Deadline, Error, Result};
 
 /// A store's server, on a thread of its own. Dropping it closes every connection and joins the
 /// thread; the content is gone with it. A forked child has no such thread: dropping its copy leaves
@@ -29,12 +30,38 @@ impl TcpServer {
     /// Serves on `addr`; port 0 takes a free one, see [`local_addr`](TcpServer::local_addr).
     ///
     /// An address other than loopback without [`TcpOptions::secret`] is refused with
-    /// [`Error::is_invalid_argument`].
+    /// [`Error::is_invalid_argument`]. A name is resolved first, for as long as the system takes:
+    /// [`bind_by`](TcpServer::bind_by) waits no longer than it is told.
     pub fn bind(addr: impl ToSocketAddrs, options: TcpOptions) -> Result<Self> {
         let addrs: Vec<SocketAddr> = addr
             .to_socket_addrs()
             .map_err(|error| Error::system("cannot resolve the store's address", error))?
             .collect();
+        Self::serve(&addrs, options)
+    }
+
+    /// The same; a name that is not resolved by `deadline` is an [`Error::is_timeout`].
+    pub fn bind_by(
+        addr: impl Into<ServerAddress>,
+        options: TcpOptions,
+        deadline: Deadline,
+    ) -> Result<Self> {
+        let addr = addr.into();
+        match addr.resolve(deadline.remaining()) {
+            Ok(addrs) => Self::serve(&addrs, options),
+            Err(Unresolved::Late(_)) => Err(Error::timeout(
+                format!("for the system to resolve the store's address, {addr}"),
+                deadline.budget(),
+                Vec::new(),
+            )),
+            Err(Unresolved::Failed(error)) => {
+                Err(Error::system("cannot resolve the store's address", error))
+            }
+            Err(Unresolved::NotAsked(error)) => Err(error),
+        }
+    }
+
+    fn serve(addrs: &[SocketAddr], options: TcpOptions) -> Result<Self> {
         let open = addrs.iter().find(|addr| !addr.ip().to_canonical().is_loopback());
         if let (Some(open), None) = (open, &options.secret) {
             return Err(Error::invalid_argument(format!(
@@ -43,7 +70,7 @@ impl TcpServer {
             )));
         }
         let system = |what: &'static str| move |error| Error::system(what, error);
-        let listener = TcpListener::bind(&addrs[..])
+        let listener = TcpListener::bind(addrs)
             .map_err(|error| Error::system(format!("cannot listen on {addrs:?}"), error))?;
         // The standard library's backlog is too short for a large world that starts at once.
         rustix::net::listen(&listener, 4096).map_err(|error| Error::system("listen", error))?;
