@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use super::link::{Fault, Link};
 use super::wire::{Identity, Request, ToClient};
 use super::{ServerAddress, TcpOptions};
+use crate::fork::Maker;
 use crate::store::gathered::expand_runs;
 use crate::store::random::random;
 use crate::store::traffic::Counters;
@@ -38,6 +39,8 @@ pub struct TcpStore {
     instance: [u8; 16],
     pool: Mutex<Pool>,
     counters: Counters,
+    /// The process whose connections these are.
+    maker: Maker,
 }
 
 #[derive(Debug, Default)]
@@ -93,7 +96,8 @@ impl TcpStore {
                 Attempt::Connected(addr, link, instance) => {
                     let pool = Mutex::new(Pool { idle: vec![link], gone: None });
                     let counters = Counters::default();
-                    return Ok(Self { addr, options, identity, instance, pool, counters });
+                    let maker = Maker::here();
+                    return Ok(Self { addr, options, identity, instance, pool, counters, maker });
                 }
                 Attempt::NotYet(why) => why,
             };
@@ -120,6 +124,7 @@ impl TcpStore {
         tail: &[u8],
         deadline: Deadline,
     ) -> Result<(ToClient, Vec<u8>)> {
+        self.maker.check("a store's client")?;
         let until = deadline.at() + GRACE;
         let exchanged = self.checkout(until).and_then(|mut link| {
             let reply = link.ask(request, tail, until)?;
@@ -129,7 +134,7 @@ impl TcpStore {
         match exchanged {
             Ok((ToClient::Failed(kind), _)) => Err(match Error::from_kind(kind) {
                 // The server knows the budget only less the time the request took to it.
-                error if error.is_timeout() => relabel(&error, deadline),
+                error if error.is_timeout() => error.waited_for(deadline.budget()),
                 error => error,
             }),
             Ok(reply) => Ok(reply),
@@ -231,16 +236,6 @@ fn connect_once(
         return Err(Fault::Gone("connection refused".to_owned()));
     }
     Link::greet(stream, options.secret.as_ref(), identity, until)
-}
-
-/// The same timeout with the caller's own budget.
-fn relabel(error: &Error, deadline: Deadline) -> Error {
-    match error.kind() {
-        crate::error::ErrorKind::Timeout { waiting_for, missing, .. } => {
-            Error::timeout(waiting_for.clone(), deadline.budget(), missing.clone())
-        }
-        _ => error.clone(),
-    }
 }
 
 /// What is left of the deadline in milliseconds, rounded up.

@@ -17,6 +17,7 @@ use super::poller::{FIRST_CLIENT, Poller, Ready};
 use super::state::{Client, Frame, State};
 use super::wire::{self, Caps, Hello, Request, ToClient, ToServer};
 use super::{TcpLimits, TcpOptions, tune};
+use crate::fork::NotInherited;
 use crate::store::random::random;
 use crate::{Error, Result};
 
@@ -47,6 +48,8 @@ enum Phase {
 
 #[derive(Debug)]
 struct Conn {
+    /// Clients see that this process is gone. Dropped before the stream.
+    _own: NotInherited,
     stream: TcpStream,
     incoming: Incoming,
     outgoing: Outgoing,
@@ -191,6 +194,7 @@ impl EventLoop {
         let polled = EventFlags::IN | EventFlags::RDHUP;
         self.poller.add(client, &stream, polled).map_err(|error| Error::system("epoll", error))?;
         let conn = Conn {
+            _own: NotInherited::new(&stream),
             stream,
             incoming: Incoming::default(),
             outgoing,

@@ -10,6 +10,7 @@ use super::wire::{
     self, Caps, HEADER, Hello, Identity, Request, ToClient, ToServer, decode_header,
 };
 use crate::Error;
+use crate::fork::NotInherited;
 use crate::store::random::random;
 
 /// Why a connection is of no more use.
@@ -32,6 +33,8 @@ impl From<Error> for Fault {
 /// An open connection on which no request is under way.
 #[derive(Debug)]
 pub(super) struct Link {
+    /// A server that counts on it sees that this process is gone. Dropped before the stream.
+    _own: NotInherited,
     stream: TcpStream,
 }
 
@@ -44,7 +47,7 @@ impl Link {
         until: Instant,
     ) -> Result<(Self, [u8; 16]), Fault> {
         tune(&stream);
-        let mut link = Self { stream };
+        let mut link = Self { _own: NotInherited::new(&stream), stream };
         let (instance, server_nonce, secret_needed) = match link.receive(Caps::HANDSHAKE, until)? {
             (ToClient::Challenge { instance, nonce, secret_needed }, _) => {
                 (instance, nonce, secret_needed)

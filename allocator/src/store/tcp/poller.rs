@@ -9,6 +9,7 @@ use rustix::event::Timespec;
 use rustix::event::epoll::{self, EventData, EventFlags};
 
 use super::state::Client;
+use crate::fork::NotInherited;
 use crate::{Error, Result};
 
 const LISTENER: u64 = 0;
@@ -28,6 +29,8 @@ pub(super) enum Ready {
 #[derive(Debug)]
 pub(super) struct Poller {
     epoll: OwnedFd,
+    /// Nobody connects to a server that is gone, and its port is free. Dropped before the listener.
+    _own: NotInherited,
     pub(super) listener: TcpListener,
     /// Readable once the loop is to end. Kept open as long as the epoll set refers to it.
     _stop: Arc<OwnedFd>,
@@ -43,7 +46,7 @@ impl Poller {
                 Ok(epoll)
             })
             .map_err(|error| Error::system("epoll", error))?;
-        Ok(Self { epoll, listener, _stop: stop })
+        Ok(Self { epoll, _own: NotInherited::new(&listener), listener, _stop: stop })
     }
 
     /// Waits until something is ready or `until` has passed.
