@@ -157,6 +157,14 @@ impl Error {
         self
     }
 
+    /// The same timeout as one of a wait of `total`, of which this ended a part.
+    pub(crate) fn waited_for(mut self, total: Duration) -> Self {
+        if let ErrorKind::Timeout { after, .. } = &mut self.0.kind {
+            *after = total;
+        }
+        self
+    }
+
     pub(crate) fn kind(&self) -> &ErrorKind {
         &self.0.kind
     }

@@ -15,6 +15,9 @@ use crate::{Deadline, Error, Result};
 /// How long a group's collectives wait when nobody says otherwise.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(300);
 
+/// How often a rank that waits for others looks whether they are still there.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
 /// The ordered set of participants that share windows, seen from one of them.
 ///
 /// A group is a rank, a world size and a [`Store`] to meet in. Cloning is cheap; clones are the
@@ -243,10 +246,51 @@ impl Group {
     /// gathered. A timeout names the ranks that are missing. A value longer than
     /// [`store::MAX_VALUE`] is refused here, and not told to the other ranks: they wait.
     pub fn all_gather(&self, what: &str, value: &[u8], deadline: Deadline) -> Result<Gathered> {
+        self.gather(what, |store, key, rank, world| {
+            store.all_gather(key, rank, world, value, deadline)
+        })
+    }
+
+    /// The same among ranks of which some can be seen to be gone: while others are waited for, it asks
+    /// `gone` about once a second, and ends with [`Error::is_peer_lost`] when a rank that is missing is
+    /// among them. Most stores do not know whether a rank that has yet to come still exists.
+    pub(crate) fn all_gather_from_living(
+        &self,
+        what: &str,
+        value: &[u8],
+        deadline: Deadline,
+        gone: impl Fn() -> Vec<u32>,
+    ) -> Result<Gathered> {
+        self.gather(what, |store, key, rank, world| {
+            loop {
+                let turn = deadline.min(Deadline::after(LOOK_EVERY));
+                let error = match store.all_gather(key, rank, world, value, turn) {
+                    Err(error) if error.is_timeout() => error,
+                    decided => return decided,
+                };
+                let missing = error.ranks();
+                let lost: Vec<u32> =
+                    gone().into_iter().filter(|rank| missing.contains(rank)).collect();
+                if !lost.is_empty() {
+                    return Err(Error::peer_lost(lost, "gone while others waited for it"));
+                }
+                if deadline.expired() {
+                    return Err(error.waited_for(deadline.budget()));
+                }
+            }
+        })
+    }
+
+    /// Makes the group's next gather by `gather`, which is told the key, the rank and the world.
+    fn gather(
+        &self,
+        what: &str,
+        gather: impl FnOnce(&dyn Store, &str, u32, u32) -> Result<Gathered>,
+    ) -> Result<Gathered> {
         let number = self.namespace.collectives.fetch_add(1, Ordering::Relaxed);
         let key = format!("{}/{what}/{number}", self.name());
         let Member { rank, world, .. } = *self.member;
-        let gathered = self.member.store.all_gather(&key, rank, world, value, deadline);
+        let gathered = gather(&*self.member.store, &key, rank, world);
         let gathered = gathered.map_err(|error| {
             error.context(format!("group {:?}, rank {rank} of {world}", self.name()))
         })?;
@@ -444,5 +488,47 @@ mod tests {
         let error = Group::from_config(&config, Deadline::seconds(5)).unwrap_err();
         assert!(error.is_invalid_argument(), "{error}");
         assert!(error.to_string().contains("SYMMPOOL_SECRET"), "{error}");
+    }
+
+    #[test]
+    fn a_rank_that_is_seen_to_be_gone_is_not_waited_for() {
+        let ends = on_ranks(3, |group| {
+            if group.rank() == 1 {
+                return None;
+            }
+            let started = std::time::Instant::now();
+            // Others are gone, too, which does not matter here: they are not missing.
+            let gone = || vec![0, 1, 2];
+            let deadline = Deadline::seconds(60);
+            let error = group.all_gather_from_living("part", b"x", deadline, gone).unwrap_err();
+            assert!(error.is_peer_lost(), "{error}");
+            assert!(started.elapsed() < Duration::from_secs(20), "{error}");
+            Some(error.ranks().to_vec())
+        });
+        assert_eq!(ends, [Some(vec![1]), None, Some(vec![1])]);
+    }
+
+    #[test]
+    fn those_who_live_are_waited_for_until_the_deadline() {
+        let mut groups = Group::in_process(2).unwrap();
+        let deadline = Deadline::after(Duration::from_millis(1500));
+        let late = groups.remove(1);
+        std::thread::scope(|scope| {
+            let (none, groups) = (Vec::new, &groups);
+            let error = groups[0].all_gather_from_living("part", b"x", deadline, none).unwrap_err();
+            assert!(error.is_timeout() && error.ranks() == [1], "{error}");
+            assert!(error.to_string().contains("after 1.5s"), "{error}");
+            // The part was taken back each time, so that a later gather is complete.
+            let soon = || Deadline::seconds(30);
+            let first =
+                scope.spawn(move || groups[0].all_gather_from_living("p", b"0", soon(), none));
+            std::thread::sleep(Duration::from_millis(1200));
+            let gathered = {
+                late.all_gather_from_living("part", b"1", deadline, none).unwrap_err();
+                late.all_gather_from_living("p", b"1", soon(), none).unwrap()
+            };
+            assert_eq!(gathered.parts().collect::<Vec<_>>(), [b"0", b"1"]);
+            assert_eq!(first.join().unwrap().unwrap().world(), 2);
+        });
     }
 }

@@ -4,11 +4,12 @@ mod row;
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
+use std::time::Duration;
 
 use crate::driver::{Driver, Physical, Reservation};
 use crate::fork::Maker;
 use crate::sync::lock;
-use crate::{Error, Result};
+use crate::{Deadline, Error, Result};
 
 /// Where every rank's memory lies in this process: plain arithmetic, no table.
 ///
@@ -62,6 +63,9 @@ impl HeapLayout {
         Ok(self.address(rank, offset))
     }
 }
+
+/// How long a heap that is dropped waits for its device.
+const LONGEST_WAIT: Duration = Duration::from_secs(300);
 
 /// The reservation behind a heap and what is mapped in it. Gives everything back when dropped,
 /// except in a forked child.
@@ -200,8 +204,16 @@ impl Drop for Heap {
             return;
         }
         // Kernels that were given this memory may still run.
-        if let Err(error) = self.driver.synchronize() {
-            tracing::warn!(%error, "waiting for the device before dropping a heap");
+        match self.driver.synchronize_by(Deadline::after(LONGEST_WAIT)) {
+            Ok(()) => {}
+            Err(error) if error.is_timeout() => {
+                // What still runs keeps the memory it knows, until the process ends.
+                tracing::error!(%error, "a heap's memory is not given back");
+                return;
+            }
+            Err(error) => {
+                tracing::warn!(%error, "waiting for the device before dropping a heap");
+            }
         }
         if let Err(error) = self.drop_rows(|_| true) {
             tracing::warn!(%error, "unmapping rows of peers' memory while dropping a heap");

@@ -36,7 +36,7 @@ pub use fault::{Call, Counts, FaultAction, FaultDriver, FaultPlan};
 pub use host::{HostDriver, HostOptions};
 pub use sim::SimDriver;
 
-use crate::{Error, Result};
+use crate::{Deadline, Error, Result};
 
 /// A shared handle to a [`MemoryDriver`], and the place where drivers are chosen.
 #[derive(Clone)]
@@ -344,7 +344,7 @@ pub trait MemoryDriver: Send + Sync {
     /// Lets go of a physical allocation. Its memory goes with the last mapping of it anywhere.
     fn release(&self, physical: Physical) -> Result<()>;
 
-    /// Records an event on `stream` (rule D4). This and the five methods that follow need be
+    /// Records an event on `stream` (rule D4). This and the six methods that follow need be
     /// written only by drivers that have streams: elsewhere work is done when its call returns,
     /// and there is nothing to wait for.
     fn record_event(&self, _stream: Stream) -> Result<Event> {
@@ -371,6 +371,13 @@ pub trait MemoryDriver: Send + Sync {
     /// Waits until the device has done all work submitted so far.
     fn synchronize(&self) -> Result<()> {
         Ok(())
+    }
+
+    /// The same until `deadline`, when it is [`Error::is_timeout`](crate::Error::is_timeout) and the
+    /// device may work on. A driver whose [`synchronize`](MemoryDriver::synchronize) may wait has to
+    /// write this as well: pools call it while other threads wait for their lanes.
+    fn synchronize_by(&self, _deadline: Deadline) -> Result<()> {
+        self.synchronize()
     }
 
     /// Whether `stream` is being captured into a graph; commits are refused then.

@@ -63,7 +63,8 @@ impl EnvConfig {
         let options = TcpOptions { secret, hosted_by: Some(0), ..TcpOptions::default() };
         let at = (self.address.as_str(), self.port);
         let server = if self.rank == 0 {
-            let server = TcpServer::bind_for_one_meeting(at, options.clone()).map_err(|error| {
+            let server = TcpServer::bind_for_one_meeting(at, options.clone(), deadline);
+            let server = server.map_err(|error| {
                 error.context(
                     "serving the store on MASTER_ADDR (set SYMMPOOL_SECRET, the same on all \
                      ranks, where that is not a loopback address)",

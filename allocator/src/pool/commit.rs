@@ -18,7 +18,7 @@ use std::sync::atomic::Ordering;
 
 use super::held::{Held, Turn, all_sound};
 use super::lane_memory::LaneInner;
-use super::share::{Fresh, fresh_segments};
+use super::share::{Fresh, GRACE, fresh_segments};
 use super::{Committer, Pool, half_way, untold};
 use crate::driver::{Step, Stream};
 use crate::rendezvous::agreement::{Heard, LaneProposal, Proposal, Propose, Verdict, judge};
@@ -127,7 +127,7 @@ impl Pool {
         let finished = ready
             .and_then(|()| self.deregister_retired(committer, held, deadline))
             .and_then(|()| self.driver().at_step(Step::CommitFinish))
-            .and_then(|()| self.finish(held, &fresh, &heard));
+            .and_then(|()| self.finish(held, &fresh, &heard, deadline));
         let registered = if fresh.is_empty() {
             Ok(())
         } else {
@@ -212,11 +212,14 @@ impl Pool {
         held: &mut [Held<'_>],
         fresh: &[Fresh],
         heard: &[Heard],
+        deadline: Deadline,
     ) -> Result<CommitReport> {
         let mut report = CommitReport { windows_added: fresh.len() as u64, ..Default::default() };
         if held.iter().any(|held| held.inner.state.has_retired()) {
-            // Kernels that were given this memory may still run.
-            self.driver().synchronize()?;
+            // Kernels that were given this memory may still run. A device that has nothing to do is not
+            // late, however long the other ranks took.
+            let deadline = Deadline::after(deadline.remaining().max(GRACE));
+            self.driver().synchronize_by(deadline)?;
         }
         let mut outcome = Ok(());
         let most = most_freed(held.len());

@@ -52,7 +52,7 @@ impl Pool {
     /// freed meanwhile and others did not count as freed without order (rule D5), and so will the
     /// frees of the others, however they free them.
     ///
-    /// Waits for the device. Streams that were first used since are forgotten.
+    /// Waits for the device, also no longer than that. Streams that were first used since are forgotten.
     pub fn resync(&self) -> Result<bool> {
         let deadline = self.group().deadline();
         let mut committer = self.committer()?;
@@ -74,8 +74,11 @@ impl Pool {
             // What this rank holds is no longer what it says it holds.
             Some(cause) => Err(half_way(cause)),
             // All ranks wait for their devices here: nobody's kernels write to memory that is
-            // given to somebody else below.
-            None => all_sound(held).and_then(|()| self.driver().synchronize()),
+            // given to somebody else below. A rank whose device is late still has to tell the others.
+            None => all_sound(held).and_then(|()| {
+                let share = deadline.remaining().mul_f64(0.8);
+                self.driver().synchronize_by(Deadline::after(share))
+            }),
         };
         let differing = self.differing(&mut committer.peers, ready, held, deadline)?;
         // All lanes are judged before any is changed.

@@ -19,7 +19,7 @@ use crate::{Deadline, Error, Result};
 
 /// A rank that failed still hears out the others for at least this long, so that all of them
 /// agree on the error.
-const GRACE: Duration = Duration::from_millis(500);
+pub(super) const GRACE: Duration = Duration::from_millis(500);
 
 /// How mapping went on one rank.
 #[derive(Debug, Serialize, Deserialize)]

@@ -219,7 +219,14 @@ fn confirm(group: &Group, ours: Result<Linked>, deadline: Deadline) -> Result<Li
         Err(error) => (Err(error.kind().clone()), deadline),
     };
     let confirmation = encode_status(Confirm, status)?;
-    let gathered = match group.all_gather("confirm", &confirmation, wait_until) {
+    let gone = || match &ours {
+        Ok(Linked { mesh: Some(mesh), .. }) => mesh.lost_peers(),
+        Ok(Linked { mesh: None, .. }) => Vec::new(),
+        Err(error) if error.is_peer_lost() => error.ranks().to_vec(),
+        Err(_) => Vec::new(),
+    };
+    let gathered = group.all_gather_from_living("confirm", &confirmation, wait_until, gone);
+    let gathered = match gathered {
         Ok(gathered) => gathered,
         Err(error) => return Err(without_all(error, ours)),
     };

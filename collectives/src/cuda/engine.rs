@@ -446,7 +446,8 @@ impl Drop for CudaEngine {
         let (api, fault) = (self.api, self.fault.take());
         let order = &mut self.order;
         let streams = [self.aside, self.beside];
-        if let Err(error) = self.pool.driver().synchronize() {
+        let deadline = self.pool.group().deadline();
+        if let Err(error) = self.pool.driver().synchronize_by(deadline) {
             // What may still run keeps what it knows.
             self.kernels.keep();
             tracing::warn!(%error, "a communicator's kernels and memory are not given back");

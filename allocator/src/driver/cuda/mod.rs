@@ -28,7 +28,7 @@ use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use self::api::{AllocationProp, Api, Code};
 use self::context::Context;
@@ -38,7 +38,7 @@ use self::vmm::Memory;
 use super::{
     DeviceIdentity, Event, Exported, MemoryDriver, Physical, Reservation, Stream, Transport,
 };
-use crate::{Error, Result};
+use crate::{Deadline, Error, Result};
 
 /// The length of a `CUmemFabricHandle`.
 const FABRIC_HANDLE_BYTES: usize = 64;
@@ -79,8 +79,8 @@ pub struct CudaDriver {
     memory: Mutex<Memory>,
     /// Events not given back yet, and which capture each is part of.
     events: Mutex<BTreeMap<u64, CaptureId>>,
-    /// Last, so that it outlives what is made in it.
-    context: Context,
+    /// Last, so that it outlives what is made in it. A thread that waits for the device has it, too.
+    context: Arc<Context>,
 }
 
 impl CudaDriver {
@@ -110,7 +110,7 @@ impl CudaDriver {
     /// As [`new`](Self::new), with options.
     pub fn with_options(ordinal: u32, options: CudaOptions) -> Result<Self> {
         let api = Api::get()?;
-        let context = Context::retain(api, probe::device(api, ordinal)?)?;
+        let context = Arc::new(Context::retain(api, probe::device(api, ordinal)?)?);
         let (facts, prop) = probe::probe(&context, ordinal, options)?;
         let fabric = facts.fabric == Fabric::Works && (options.prefer_fabric || !facts.posix_fd);
         if options.prefer_fabric && !fabric {
@@ -337,6 +337,10 @@ impl MemoryDriver for CudaDriver {
 
     fn synchronize(&self) -> Result<()> {
         stream::synchronize(&self.context)
+    }
+
+    fn synchronize_by(&self, deadline: Deadline) -> Result<()> {
+        stream::synchronize_by(&self.context, deadline)
     }
 
     fn is_capturing(&self, stream: Stream) -> bool {

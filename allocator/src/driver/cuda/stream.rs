@@ -2,6 +2,7 @@
 #![allow(unsafe_code)] // FFI: the calls on streams and events, and the copies.
 
 use std::ffi::c_uint;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
@@ -10,7 +11,7 @@ use super::api::Handle;
 use super::calls::size;
 use super::context::Context;
 use crate::driver::{Event, Stream};
-use crate::{Error, Result};
+use crate::{Deadline, Error, Result, blocking};
 
 /// `CU_STREAM_LEGACY`: the default stream by its explicit name.
 const LEGACY: Handle = 1;
@@ -146,6 +147,21 @@ pub(super) fn synchronize(cx: &Context) -> Result<()> {
     // SAFETY: no arguments; the context is current.
     let code = unsafe { (cx.api.context_synchronize)() };
     cx.api.check(code, || format!("waiting for CUDA device {}", cx.device))
+}
+
+/// As [`synchronize`], until `deadline`.
+///
+/// CUDA has no question about all streams of a context that could be asked again and again, and waits
+/// for them without end: a thread waits for the device, and this one for the thread.
+pub(super) fn synchronize_by(cx: &Arc<Context>, deadline: Deadline) -> Result<()> {
+    let waiting = cx.clone();
+    let waited = blocking::within(deadline.remaining(), "a wait for the device", move || {
+        synchronize(&waiting)
+    })?;
+    waited.unwrap_or_else(|| {
+        let what = format!("for the device (CUDA device {}) to do what it was given", cx.device);
+        Err(Error::timeout(what, deadline.budget(), Vec::new()))
+    })
 }
 
 /// Whether `stream` is being captured.

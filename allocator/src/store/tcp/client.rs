@@ -4,16 +4,17 @@
 //! connections as it has had calls at once, so a thread that waits in a `get` never delays the
 //! `set` that it waits for.
 
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::TcpOptions;
 use super::link::{Fault, Link};
 use super::wire::{Identity, Request, ToClient};
+use super::{ServerAddress, TcpOptions};
 use crate::descriptors::{self, within_hard_limit};
+use crate::fork::Maker;
 use crate::store::gathered::expand_runs;
 use crate::store::random::random;
 use crate::store::traffic::Counters;
@@ -41,6 +42,8 @@ pub struct TcpStore {
     instance: [u8; 16],
     pool: Mutex<Pool>,
     counters: Counters,
+    /// The process whose connections these are.
+    maker: Maker,
 }
 
 #[derive(Debug, Default)]
@@ -55,11 +58,11 @@ impl TcpStore {
     /// Errors: [`Error::is_refused`] when one side has another secret or protocol version, or
     /// the server is full; [`Error::is_timeout`] when no server came up.
     pub fn connect(
-        addr: impl ToSocketAddrs,
+        addr: impl Into<ServerAddress>,
         options: TcpOptions,
         deadline: Deadline,
     ) -> Result<Self> {
-        Self::open(&addr, options, None, deadline)
+        Self::open(&addr.into(), options, None, deadline)
     }
 
     /// Connects as `rank`. While this store lives, another that connects as the same rank is
@@ -70,13 +73,13 @@ impl TcpStore {
     /// Gathers through this store must be made as `rank`: groups that number their ranks anew
     /// use a store that declares none. A server serves one set of declared ranks.
     pub fn connect_as(
-        addr: impl ToSocketAddrs,
+        addr: impl Into<ServerAddress>,
         options: TcpOptions,
         rank: u32,
         deadline: Deadline,
     ) -> Result<Self> {
         let identity = Identity { rank, session: random()? };
-        Self::open(&addr, options, Some(identity), deadline)
+        Self::open(&addr.into(), options, Some(identity), deadline)
     }
 
     /// The server's address.
@@ -85,7 +88,7 @@ impl TcpStore {
     }
 
     fn open(
-        addr: &impl ToSocketAddrs,
+        addr: &ServerAddress,
         options: TcpOptions,
         identity: Option<Identity>,
         deadline: Deadline,
@@ -97,7 +100,8 @@ impl TcpStore {
                 Attempt::Connected(addr, link, instance) => {
                     let pool = Mutex::new(Pool { idle: vec![link], gone: None });
                     let counters = Counters::default();
-                    return Ok(Self { addr, options, identity, instance, pool, counters });
+                    let maker = Maker::here();
+                    return Ok(Self { addr, options, identity, instance, pool, counters, maker });
                 }
                 // With no time left nobody answers, which is not why the time went by.
                 Attempt::NoAnswer(silent) => known.take().unwrap_or(silent),
@@ -127,6 +131,7 @@ impl TcpStore {
         tail: &[u8],
         deadline: Deadline,
     ) -> Result<(ToClient, Vec<u8>)> {
+        self.maker.check("a store's client")?;
         let until = deadline.at() + GRACE;
         let exchanged = self.checkout(until).and_then(|mut link| {
             let reply = link.ask(request, tail, until)?;
@@ -136,7 +141,7 @@ impl TcpStore {
         match exchanged {
             Ok((ToClient::Failed(kind), _)) => Err(match Error::from_kind(kind) {
                 // The server knows the budget only less the time the request took to it.
-                error if error.is_timeout() => relabel(&error, deadline),
+                error if error.is_timeout() => error.waited_for(deadline.budget()),
                 error => error,
             }),
             Ok(reply) => Ok(reply),
@@ -199,15 +204,16 @@ enum Attempt {
 /// Tries each address that `addr` has now. A server that says no is an error: it will not change
 /// its mind.
 fn connect_any(
-    addr: &impl ToSocketAddrs,
+    addr: &ServerAddress,
     options: &TcpOptions,
     identity: Option<Identity>,
     until: Instant,
 ) -> Result<Attempt> {
     // Names are resolved every time: a job's name service may come up after the job.
-    let addrs = match addr.to_socket_addrs() {
+    let left = until.saturating_duration_since(Instant::now());
+    let addrs = match addr.resolve(left) {
         Ok(addrs) => addrs,
-        Err(error) => return Ok(Attempt::NotYet(format!("its address does not resolve: {error}"))),
+        Err(why) => return Ok(Attempt::NotYet(format!("its address is {addr}, and {why}"))),
     };
     let mut outcome = Attempt::NotYet("its name has no address".to_owned());
     for addr in addrs {
@@ -258,16 +264,6 @@ fn open_socket(addr: SocketAddr, until: Instant) -> Result<TcpStream, Fault> {
         }
         Fault::Gone(refused.unwrap_or_else(|| errno.to_string()))
     })
-}
-
-/// The same timeout with the caller's own budget.
-fn relabel(error: &Error, deadline: Deadline) -> Error {
-    match error.kind() {
-        crate::error::ErrorKind::Timeout { waiting_for, missing, .. } => {
-            Error::timeout(waiting_for.clone(), deadline.budget(), missing.clone())
-        }
-        _ => error.clone(),
-    }
 }
 
 /// What is left of the deadline in milliseconds, rounded up.

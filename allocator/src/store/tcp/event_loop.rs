@@ -21,6 +21,7 @@ use super::state::{Admission, Client, Frame, State};
 use super::wire::{self, Caps, Hello, Request, ToClient, ToServer};
 use super::{TcpLimits, TcpOptions, tune};
 use crate::descriptors;
+use crate::fork::NotInherited;
 use crate::store::random::random;
 use crate::{Error, Result};
 
@@ -51,6 +52,8 @@ enum Phase {
 
 #[derive(Debug)]
 struct Conn {
+    /// Clients see that this process is gone. Dropped before the stream.
+    _own: NotInherited,
     stream: TcpStream,
     incoming: Incoming,
     outgoing: Outgoing,
@@ -316,6 +319,7 @@ impl EventLoop {
         let polled = EventFlags::IN | EventFlags::RDHUP;
         self.poller.add(client, &stream, polled).map_err(|error| Error::system("epoll", error))?;
         let conn = Conn {
+            _own: NotInherited::new(&stream),
             stream,
             incoming: Incoming::default(),
             outgoing,

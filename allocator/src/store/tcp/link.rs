@@ -10,7 +10,7 @@ use super::wire::{
     self, Caps, HEADER, Hello, Identity, Request, ToClient, ToServer, decode_header,
 };
 use crate::Error;
-use crate::fork::Maker;
+use crate::fork::{Maker, NotInherited};
 use crate::store::random::random;
 
 /// Why a connection is of no more use.
@@ -35,6 +35,8 @@ impl From<Error> for Fault {
 /// An open connection on which no request is under way.
 #[derive(Debug)]
 pub(super) struct Link {
+    /// A server that counts on it sees that this process is gone. Dropped before the stream.
+    _own: NotInherited,
     stream: TcpStream,
     maker: Maker,
 }
@@ -58,7 +60,8 @@ impl Link {
         until: Instant,
     ) -> Result<(Self, [u8; 16]), Fault> {
         tune(&stream);
-        let mut link = Self { stream, maker: Maker::here() };
+        let (own, maker) = (NotInherited::new(&stream), Maker::here());
+        let mut link = Self { _own: own, stream, maker };
         let (instance, server_nonce, secret_needed) = match link.receive(Caps::HANDSHAKE, until)? {
             (ToClient::Challenge { instance, nonce, secret_needed }, _) => {
                 (instance, nonce, secret_needed)

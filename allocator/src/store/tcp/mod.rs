@@ -15,6 +15,7 @@
 //! | `server` | the server as its owner sees it |
 //! | `link` | one connection of a client: handshake, request, reply |
 //! | `client` | the [`Store`](super::Store) over links |
+//! | `address` | where the server is: names, resolved until a deadline |
 //!
 //! **Trust.** Without a secret the server listens on loopback addresses only, and every process
 //! of the machine can use it. With one, both sides prove that they know it before anything else
@@ -30,6 +31,7 @@
 //!
 //! [`Error::is_peer_lost`]: crate::Error::is_peer_lost
 
+mod address;
 mod auth;
 mod client;
 mod conn;
@@ -46,6 +48,7 @@ use std::time::Duration;
 
 use rustix::net::sockopt;
 
+pub use address::ServerAddress;
 pub use auth::Secret;
 pub use client::TcpStore;
 pub use server::TcpServer;

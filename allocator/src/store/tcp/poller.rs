@@ -12,6 +12,7 @@ use rustix::net::{SocketFlags, accept_with};
 use super::state::Client;
 use crate::Result;
 use crate::descriptors::{self, within_hard_limit};
+use crate::fork::NotInherited;
 
 const LISTENER: u64 = 0;
 const STOP: u64 = 1;
@@ -30,6 +31,8 @@ pub(super) enum Ready {
 #[derive(Debug)]
 pub(super) struct Poller {
     epoll: OwnedFd,
+    /// Nobody connects to a server that is gone, and its port is free. Dropped before the listener.
+    _own: NotInherited,
     pub(super) listener: TcpListener,
     /// Readable once the loop is to end. Kept open as long as the epoll set refers to it.
     _stop: Arc<OwnedFd>,
@@ -45,7 +48,7 @@ impl Poller {
                 Ok(epoll)
             })
             .map_err(|error| descriptors::error("epoll", error))?;
-        Ok(Self { epoll, listener, _stop: stop })
+        Ok(Self { epoll, _own: NotInherited::new(&listener), listener, _stop: stop })
     }
 
     /// Waits until something is ready or `until` has passed.
