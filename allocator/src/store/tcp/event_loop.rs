@@ -40,7 +40,7 @@ enum Phase {
     Handshake { nonce: [u8; 32] },
     /// It may send a request.
     Ready,
-    /// The state has its request.
+    /// The state has its request, which it may cancel.
     Waiting,
     /// It has a reply to read before it may send the next request.
     Replying,
@@ -338,13 +338,15 @@ impl EventLoop {
             return self.close(client);
         }
         let reads = matches!(conn.phase, Phase::Handshake { .. } | Phase::Ready);
-        if reads && flags.intersects(EventFlags::IN | EventFlags::RDHUP | EventFlags::HUP) {
+        let hung_up = flags.intersects(EventFlags::RDHUP | EventFlags::HUP);
+        let speaks = flags.contains(EventFlags::IN);
+        if reads && (speaks || hung_up) || conn.phase == Phase::Waiting && speaks && !hung_up {
             self.read(client);
         } else if conn.phase == Phase::Ending {
-            if flags.intersects(EventFlags::IN | EventFlags::RDHUP | EventFlags::HUP) {
+            if speaks || hung_up {
                 self.discard(client);
             }
-        } else if flags.intersects(EventFlags::RDHUP | EventFlags::HUP) {
+        } else if hung_up {
             // Nobody is left to read the reply.
             return self.close(client);
         }
@@ -370,6 +372,12 @@ impl EventLoop {
                         self.serve(client, request, tail);
                         Ok(())
                     }
+                    (Phase::Waiting, ToServer::Cancel) => {
+                        self.state.cancel(client);
+                        Ok(())
+                    }
+                    // It crossed the answer on the way.
+                    (Phase::Ready, ToServer::Cancel) => Ok(()),
                     _ => Err(Error::invalid_argument("a store message out of turn")),
                 });
                 if let Err(error) = handled {
@@ -536,8 +544,10 @@ impl EventLoop {
     fn settle(&mut self, client: Client) {
         let Some(conn) = self.conns.get_mut(&client) else { return };
         let mut polled = match conn.phase {
-            Phase::Handshake { .. } | Phase::Ready => EventFlags::IN | EventFlags::RDHUP,
-            Phase::Waiting | Phase::Replying => EventFlags::RDHUP,
+            Phase::Handshake { .. } | Phase::Ready | Phase::Waiting => {
+                EventFlags::IN | EventFlags::RDHUP
+            }
+            Phase::Replying => EventFlags::RDHUP,
             Phase::Ending => EventFlags::IN,
         };
         if !conn.outgoing.is_empty() {
