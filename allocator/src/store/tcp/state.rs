@@ -473,9 +473,7 @@ impl Gather {
             return Vec::new();
         }
         // Of ranks that stopped waiting it is no news that they are gone.
-        let mut missing = self.gathering.missing();
-        missing.retain(|rank| lost.contains_key(rank));
-        missing
+        self.gathering.missing_of(lost.keys().copied())
     }
 }
 
