@@ -6,17 +6,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{ErrorKind, Read};
 use std::net::{Shutdown, TcpStream};
-use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll::EventFlags;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use super::auth::{Handshake, Side};
 use super::conn::{Incoming, Input, Outgoing};
 use super::meter::{Meter, Payload};
-use super::poller::{FIRST_CLIENT, Poller, Ready};
+use super::poller::{self, FIRST_CLIENT, Poller, Ready};
 use super::state::{Admission, Client, Frame, State};
 use super::wire::{self, Caps, Hello, Request, ToClient, ToServer};
 use super::{TcpLimits, TcpOptions, tune};
@@ -66,11 +65,6 @@ impl Conn {
     }
 }
 
-/// A descriptor that is of no use but to be closed.
-fn spare() -> Option<OwnedFd> {
-    eventfd(0, EventfdFlags::CLOEXEC).ok()
-}
-
 /// The loop and all it owns.
 #[derive(Debug)]
 pub(super) struct EventLoop {
@@ -88,8 +82,6 @@ pub(super) struct EventLoop {
     unproven: BTreeSet<Client>,
     /// How many there may be of them.
     most_unproven: usize,
-    /// Stands in for a client that there is no descriptor for, while it is told so.
-    spare: Option<OwnedFd>,
 }
 
 impl EventLoop {
@@ -115,7 +107,6 @@ impl EventLoop {
             accept_again: None,
             unproven: BTreeSet::new(),
             most_unproven,
-            spare: spare(),
         }
     }
 
@@ -272,8 +263,8 @@ impl EventLoop {
     /// Takes a connection for which there is no descriptor, in place of the spare one, tells it so and
     /// closes it. What is returned is why there is none to admit.
     fn accept_to_say_no(&mut self) -> rustix::io::Result<TcpStream> {
-        if self.spare.take().is_none() {
-            self.spare = spare();
+        if self.poller.spare.take().is_none() {
+            self.poller.spare = poller::spare().ok();
             return Err(Errno::MFILE);
         }
         let told = self.poller.accept().map(|stream| {
@@ -281,7 +272,7 @@ impl EventLoop {
             tracing::warn!(why, "the store's server cannot take a connection");
             self.say_no(stream, &ToClient::Later { why })
         });
-        self.spare = spare();
+        self.poller.spare = poller::spare().ok();
         // Interrupted, as it were: there may be more of them.
         told.and_then(|_| Err(Errno::INTR))
     }
