@@ -141,6 +141,12 @@ impl Error {
         Self::from_kind(ErrorKind::InvalidState(message.into()))
     }
 
+    /// A wait that was told to stop: `waiting` completes "interrupted …", `missing` are the ranks that
+    /// had not answered by then.
+    pub(crate) fn interrupted(waiting: &str, missing: &[u32]) -> Self {
+        Self::invalid_state(format!("interrupted {waiting}{}", missing_ranks(missing)))
+    }
+
     /// A failed call to the operating system or a device library.
     pub fn system(what: impl Into<String>, cause: impl fmt::Display) -> Self {
         Self::from_kind(ErrorKind::System { what: what.into(), cause: cause.to_string() })

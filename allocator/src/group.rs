@@ -111,7 +111,17 @@ impl Group {
     /// A variable that is missing or makes no sense is an [`Error::is_invalid_argument`] that
     /// names it and its value.
     pub fn from_env(deadline: Deadline) -> Result<Self> {
-        Self::from_config(&EnvConfig::from_env()?, deadline)
+        Self::from_config(&EnvConfig::from_env()?, deadline, None)
+    }
+
+    /// [`from_env`](Group::from_env) and [`with_interrupt`](Group::with_interrupt), which then holds
+    /// while ranks wait for the store, too.
+    pub fn from_env_with_interrupt(
+        deadline: Deadline,
+        asked: impl Fn() -> bool + Send + Sync + 'static,
+    ) -> Result<Self> {
+        let asked = Interrupt(Arc::new(asked));
+        Self::from_config(&EnvConfig::from_env()?, deadline, Some(asked))
     }
 
     /// Participant `rank` of `world` that meet over TCP at `address`: a host and a port there, as in
@@ -127,6 +137,25 @@ impl Group {
         secret: Option<&str>,
         deadline: Deadline,
     ) -> Result<Self> {
+        let config = Self::config_of(rank, world, address, secret)?;
+        Self::from_config(&config, deadline, None)
+    }
+
+    /// [`over_tcp`](Group::over_tcp) and [`with_interrupt`](Group::with_interrupt), which then holds
+    /// while ranks wait for the store, too.
+    pub fn over_tcp_with_interrupt(
+        rank: u32,
+        world: u32,
+        address: &str,
+        secret: Option<&str>,
+        deadline: Deadline,
+        asked: impl Fn() -> bool + Send + Sync + 'static,
+    ) -> Result<Self> {
+        let config = Self::config_of(rank, world, address, secret)?;
+        Self::from_config(&config, deadline, Some(Interrupt(Arc::new(asked))))
+    }
+
+    fn config_of(rank: u32, world: u32, address: &str, secret: Option<&str>) -> Result<EnvConfig> {
         check_rank(rank, world)?;
         let parts = address.rsplit_once(':').and_then(|(host, port)| {
             let host = host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host);
@@ -140,17 +169,21 @@ impl Group {
         };
         let secret = secret.map(str::to_owned);
         let address = host.to_owned();
-        let config = EnvConfig { rank, world, local_rank: None, address, port, secret };
-        Self::from_config(&config, deadline)
+        Ok(EnvConfig { rank, world, local_rank: None, address, port, secret })
     }
 
-    fn from_config(config: &EnvConfig, deadline: Deadline) -> Result<Self> {
+    fn from_config(
+        config: &EnvConfig,
+        deadline: Deadline,
+        interrupt: Option<Interrupt>,
+    ) -> Result<Self> {
         let EnvConfig { rank, world, local_rank, .. } = *config;
-        let (store, server) = config.meet(deadline).map_err(|error| {
+        let (store, server) = config.meet(deadline, interrupt.as_ref()).map_err(|error| {
             let EnvConfig { address, port, .. } = config;
             error.context(format!("meeting at {address}:{port} as rank {rank} of {world}"))
         })?;
-        Self::of(Member { rank, world, local_rank, store: Arc::new(store), _server: server })
+        let member = Member { rank, world, local_rank, store: Arc::new(store), _server: server };
+        Ok(Self { interrupt, ..Self::of(member)? })
     }
 
     fn of(member: Member) -> Result<Self> {
@@ -170,9 +203,10 @@ impl Group {
         self
     }
 
-    /// The same participant, whose pools' waits for ranks of this machine end when `asked` returns
-    /// true: it is called by the thread that waits, about once a second and after a signal. The call
-    /// that waited then fails with [`Error::is_invalid_state`], and the pool can commit no more.
+    /// The same participant, whose waits for other ranks end when `asked` returns true, in stores that
+    /// ask (all but [`MemoryStore`]) and on the connections of pools: it is called by the thread that
+    /// waits, about once a second and after a signal. The call that waited then fails with
+    /// [`Error::is_invalid_state`] and says who is missing; a pool that waited can commit no more.
     #[must_use]
     pub fn with_interrupt(mut self, asked: impl Fn() -> bool + Send + Sync + 'static) -> Self {
         self.interrupt = Some(Interrupt(Arc::new(asked)));
@@ -247,7 +281,7 @@ impl Group {
     /// [`store::MAX_VALUE`] is refused here, and not told to the other ranks: they wait.
     pub fn all_gather(&self, what: &str, value: &[u8], deadline: Deadline) -> Result<Gathered> {
         self.gather(what, |store, key, rank, world| {
-            store.all_gather(key, rank, world, value, deadline)
+            self.gather_unless_interrupted(store, (key, rank, world), value, deadline)
         })
     }
 
@@ -264,7 +298,8 @@ impl Group {
         self.gather(what, |store, key, rank, world| {
             loop {
                 let turn = deadline.min(Deadline::after(LOOK_EVERY));
-                let error = match store.all_gather(key, rank, world, value, turn) {
+                let place = (key, rank, world);
+                let error = match self.gather_unless_interrupted(store, place, value, turn) {
                     Err(error) if error.is_timeout() => error,
                     decided => return decided,
                 };
@@ -279,6 +314,22 @@ impl Group {
                 }
             }
         })
+    }
+
+    fn gather_unless_interrupted(
+        &self,
+        store: &dyn Store,
+        (key, rank, world): (&str, u32, u32),
+        value: &[u8],
+        deadline: Deadline,
+    ) -> Result<Gathered> {
+        match &self.interrupt {
+            Some(interrupt) => {
+                let stop = || interrupt.asked();
+                store.all_gather_until(key, rank, world, value, deadline, &stop)
+            }
+            None => store.all_gather(key, rank, world, value, deadline),
+        }
     }
 
     /// Makes the group's next gather by `gather`, which is told the key, the rank and the world.
@@ -435,7 +486,7 @@ mod tests {
                         port,
                         secret: Some("a secret of this test".into()),
                     };
-                    let group = Group::from_config(&config, Deadline::seconds(60)).unwrap();
+                    let group = Group::from_config(&config, Deadline::seconds(60), None).unwrap();
                     assert_eq!(group.local_rank(), Some(rank));
                     let child = group.child("pool");
                     drop(group);
@@ -485,7 +536,7 @@ mod tests {
             port: 1,
             secret: None,
         };
-        let error = Group::from_config(&config, Deadline::seconds(5)).unwrap_err();
+        let error = Group::from_config(&config, Deadline::seconds(5), None).unwrap_err();
         assert!(error.is_invalid_argument(), "{error}");
         assert!(error.to_string().contains("SYMMPOOL_SECRET"), "{error}");
     }

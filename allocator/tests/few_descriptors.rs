@@ -1,9 +1,9 @@
 //! A store's server in a process that may open few files. Every server has a process of its own, whose
 //! limits it changes.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, Rlimit, setrlimit};
@@ -24,8 +24,11 @@ fn limit_files(more: u64) {
     setrlimit(Resource::Nofile, few).unwrap();
 }
 
-/// The test of this name in another process, which serves: the process and the address.
-fn server(test: &str) -> (Child, SocketAddr) {
+/// A process that serves, and what it says.
+struct Serving(Child, BufReader<ChildStdout>);
+
+/// The test of this name in another process, which serves: that, and the address.
+fn server(test: &str) -> (Serving, SocketAddr) {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", test, "--nocapture"])
         .env(ROLE, "serve")
@@ -33,9 +36,14 @@ fn server(test: &str) -> (Child, SocketAddr) {
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
-    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-    let address = lines.find_map(|line| line.unwrap().strip_prefix("at ").map(str::to_owned));
-    (child, address.unwrap().parse().unwrap())
+    let mut said = BufReader::new(child.stdout.take().unwrap());
+    let mut line = String::new();
+    while !line.starts_with("at ") {
+        line.clear();
+        assert_ne!(said.read_line(&mut line).unwrap(), 0, "it ended");
+    }
+    let address = line["at ".len()..].trim_end().parse().unwrap();
+    (Serving(child, said), address)
 }
 
 /// In the other process: says where the server is, and serves until the input ends.
@@ -45,9 +53,13 @@ fn serve(server: &TcpServer) {
     std::io::stdin().lock().read_line(&mut String::new()).unwrap();
 }
 
-fn end(mut child: Child) {
+fn end(serving: Serving) {
+    let Serving(mut child, mut said) = serving;
     drop(child.stdin.take());
-    assert!(child.wait().unwrap().success());
+    // To its end, so that it may go on to say things.
+    let mut rest = String::new();
+    said.read_to_string(&mut rest).unwrap();
+    assert!(child.wait().unwrap().success(), "{rest}");
 }
 
 #[test]
@@ -87,7 +99,7 @@ fn a_server_without_descriptors_says_so() {
         let error = TcpStore::connect_as(address, options.clone(), 1, soon).unwrap_err();
         assert!(error.is_timeout() && error.ranks() == [0], "{error}");
         assert!(error.to_string().contains("no file descriptor is left in process"), "{error}");
-        assert!(error.to_string().contains(&child.id().to_string()), "{error}");
+        assert!(error.to_string().contains(&child.0.id().to_string()), "{error}");
     }
     end(child);
 }

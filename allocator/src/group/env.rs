@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use super::Interrupt;
 use crate::store::tcp::{Secret, TcpOptions};
 use crate::store::{TcpServer, TcpStore};
 use crate::{Deadline, Error, Group, Result};
@@ -58,7 +59,11 @@ impl EnvConfig {
     }
 
     /// Connects to the store, which rank 0 serves.
-    pub(super) fn meet(&self, deadline: Deadline) -> Result<(TcpStore, Option<TcpServer>)> {
+    pub(super) fn meet(
+        &self,
+        deadline: Deadline,
+        interrupt: Option<&Interrupt>,
+    ) -> Result<(TcpStore, Option<TcpServer>)> {
         let secret = self.secret.as_ref().map(Secret::new).transpose()?;
         let options = TcpOptions { secret, hosted_by: Some(0), ..TcpOptions::default() };
         let at = (self.address.as_str(), self.port);
@@ -74,9 +79,13 @@ impl EnvConfig {
         } else {
             None
         };
+        let asked = || interrupt.is_some_and(Interrupt::asked);
+        let stop: Option<&dyn Fn() -> bool> = interrupt.is_some().then_some(&asked);
         let store = match &server {
-            Some(server) => TcpStore::connect_as(server.local_addr(), options, 0, deadline),
-            None => TcpStore::connect_as(at, options, self.rank, deadline),
+            Some(server) => {
+                TcpStore::connect_as_until(server.local_addr(), options, 0, deadline, stop)
+            }
+            None => TcpStore::connect_as_until(at, options, self.rank, deadline, stop),
         };
         Ok((store?, server))
     }

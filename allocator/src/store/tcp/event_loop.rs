@@ -6,17 +6,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{ErrorKind, Read};
 use std::net::{Shutdown, TcpStream};
-use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll::EventFlags;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use super::auth::{Handshake, Side};
 use super::conn::{Incoming, Input, Outgoing};
 use super::meter::{Meter, Payload};
-use super::poller::{FIRST_CLIENT, Poller, Ready};
+use super::poller::{self, FIRST_CLIENT, Poller, Ready};
 use super::state::{Admission, Client, Frame, State};
 use super::wire::{self, Caps, Hello, Request, ToClient, ToServer};
 use super::{TcpLimits, TcpOptions, tune};
@@ -41,7 +40,7 @@ enum Phase {
     Handshake { nonce: [u8; 32] },
     /// It may send a request.
     Ready,
-    /// The state has its request.
+    /// The state has its request, which it may cancel.
     Waiting,
     /// It has a reply to read before it may send the next request.
     Replying,
@@ -69,11 +68,6 @@ impl Conn {
     }
 }
 
-/// A descriptor that is of no use but to be closed.
-fn spare() -> Option<OwnedFd> {
-    eventfd(0, EventfdFlags::CLOEXEC).ok()
-}
-
 /// The loop and all it owns.
 #[derive(Debug)]
 pub(super) struct EventLoop {
@@ -91,8 +85,6 @@ pub(super) struct EventLoop {
     unproven: BTreeSet<Client>,
     /// How many there may be of them.
     most_unproven: usize,
-    /// Stands in for a client that there is no descriptor for, while it is told so.
-    spare: Option<OwnedFd>,
 }
 
 impl EventLoop {
@@ -118,7 +110,6 @@ impl EventLoop {
             accept_again: None,
             unproven: BTreeSet::new(),
             most_unproven,
-            spare: spare(),
         }
     }
 
@@ -275,8 +266,8 @@ impl EventLoop {
     /// Takes a connection for which there is no descriptor, in place of the spare one, tells it so and
     /// closes it. What is returned is why there is none to admit.
     fn accept_to_say_no(&mut self) -> rustix::io::Result<TcpStream> {
-        if self.spare.take().is_none() {
-            self.spare = spare();
+        if self.poller.spare.take().is_none() {
+            self.poller.spare = poller::spare().ok();
             return Err(Errno::MFILE);
         }
         let told = self.poller.accept().map(|stream| {
@@ -284,7 +275,7 @@ impl EventLoop {
             tracing::warn!(why, "the store's server cannot take a connection");
             self.say_no(stream, &ToClient::Later { why })
         });
-        self.spare = spare();
+        self.poller.spare = poller::spare().ok();
         // Interrupted, as it were: there may be more of them.
         told.and_then(|_| Err(Errno::INTR))
     }
@@ -342,13 +333,15 @@ impl EventLoop {
             return self.close(client);
         }
         let reads = matches!(conn.phase, Phase::Handshake { .. } | Phase::Ready);
-        if reads && flags.intersects(EventFlags::IN | EventFlags::RDHUP | EventFlags::HUP) {
+        let hung_up = flags.intersects(EventFlags::RDHUP | EventFlags::HUP);
+        let speaks = flags.contains(EventFlags::IN);
+        if reads && (speaks || hung_up) || conn.phase == Phase::Waiting && speaks && !hung_up {
             self.read(client);
         } else if conn.phase == Phase::Ending {
-            if flags.intersects(EventFlags::IN | EventFlags::RDHUP | EventFlags::HUP) {
+            if speaks || hung_up {
                 self.discard(client);
             }
-        } else if flags.intersects(EventFlags::RDHUP | EventFlags::HUP) {
+        } else if hung_up {
             // Nobody is left to read the reply.
             return self.close(client);
         }
@@ -374,6 +367,12 @@ impl EventLoop {
                         self.serve(client, request, tail);
                         Ok(())
                     }
+                    (Phase::Waiting, ToServer::Cancel) => {
+                        self.state.cancel(client);
+                        Ok(())
+                    }
+                    // It crossed the answer on the way.
+                    (Phase::Ready, ToServer::Cancel) => Ok(()),
                     _ => Err(Error::invalid_argument("a store message out of turn")),
                 });
                 if let Err(error) = handled {
@@ -540,8 +539,10 @@ impl EventLoop {
     fn settle(&mut self, client: Client) {
         let Some(conn) = self.conns.get_mut(&client) else { return };
         let mut polled = match conn.phase {
-            Phase::Handshake { .. } | Phase::Ready => EventFlags::IN | EventFlags::RDHUP,
-            Phase::Waiting | Phase::Replying => EventFlags::RDHUP,
+            Phase::Handshake { .. } | Phase::Ready | Phase::Waiting => {
+                EventFlags::IN | EventFlags::RDHUP
+            }
+            Phase::Replying => EventFlags::RDHUP,
             Phase::Ending => EventFlags::IN,
         };
         if !conn.outgoing.is_empty() {

@@ -5,8 +5,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::event::Timespec;
 use rustix::event::epoll::{self, EventData, EventFlags};
+use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::net::{SocketFlags, accept_with};
 
 use super::state::Client;
@@ -36,6 +36,13 @@ pub(super) struct Poller {
     pub(super) listener: TcpListener,
     /// Readable once the loop is to end. Kept open as long as the epoll set refers to it.
     _stop: Arc<OwnedFd>,
+    /// Gives its place to a client that there is no descriptor for, while that is told so.
+    pub(super) spare: Option<OwnedFd>,
+}
+
+/// A descriptor that is of no use but to be closed.
+pub(super) fn spare() -> rustix::io::Result<OwnedFd> {
+    within_hard_limit(|| eventfd(0, EventfdFlags::CLOEXEC))
 }
 
 impl Poller {
@@ -48,7 +55,9 @@ impl Poller {
                 Ok(epoll)
             })
             .map_err(|error| descriptors::error("epoll", error))?;
-        Ok(Self { epoll, _own: NotInherited::new(&listener), listener, _stop: stop })
+        let spare = spare().map_err(|error| descriptors::error("eventfd", error))?;
+        let own = NotInherited::new(&listener);
+        Ok(Self { epoll, _own: own, listener, _stop: stop, spare: Some(spare) })
     }
 
     /// Waits until something is ready or `until` has passed.

@@ -176,30 +176,46 @@ impl State {
 
     /// Ends `client`'s wait: its time is up. A part it had in a gather is taken back.
     pub(super) fn expire(&mut self, client: Client) {
-        let Some(wait) = self.clients.get_mut(&client).and_then(|member| member.wait.take()) else {
-            return;
-        };
+        let Some((wait, missing)) = self.end_wait(client) else { return };
         let error = match wait {
             Wait::Key { key, budget } => {
-                self.forget_getter(client, &key);
-                Error::timeout(format!("waiting for the store's key {key:?}"), budget, Vec::new())
+                Error::timeout(format!("waiting for the store's key {key:?}"), budget, missing)
             }
             Wait::Gather { key, budget } => {
-                let mut missing = Vec::new();
-                if let Some(gather) = self.gathers.get_mut(&key) {
+                Error::timeout(format!("in all_gather {key:?}"), budget, missing)
+            }
+        };
+        self.reply_error(client, &error);
+    }
+
+    /// Ends `client`'s wait, if it still waits, because it does not want to go on. A part it had in a
+    /// gather is taken back.
+    pub(super) fn cancel(&mut self, client: Client) {
+        if let Some((_, missing)) = self.end_wait(client) {
+            self.reply(client, &ToClient::Cancelled { missing }, None);
+        }
+    }
+
+    /// What `client` waited for, and the ranks that are missing there.
+    fn end_wait(&mut self, client: Client) -> Option<(Wait, Vec<u32>)> {
+        let wait = self.clients.get_mut(&client)?.wait.take()?;
+        let mut missing = Vec::new();
+        match &wait {
+            Wait::Key { key, .. } => self.forget_getter(client, key),
+            Wait::Gather { key, .. } => {
+                if let Some(gather) = self.gathers.get_mut(key) {
                     self.met |= gather.declared;
                     missing = gather.gathering.missing();
                     if let Some(rank) = gather.waiting.remove(&client) {
                         gather.gathering.withdraw(rank);
                     }
                     if gather.gathering.is_spent() {
-                        self.gathers.remove(&key);
+                        self.gathers.remove(key);
                     }
                 }
-                Error::timeout(format!("in all_gather {key:?}"), budget, missing)
             }
-        };
-        self.reply_error(client, &error);
+        }
+        Some((wait, missing))
     }
 
     /// Forgets a client whose connection closed. What it contributed stays.
@@ -457,9 +473,7 @@ impl Gather {
             return Vec::new();
         }
         // Of ranks that stopped waiting it is no news that they are gone.
-        let mut missing = self.gathering.missing();
-        missing.retain(|rank| lost.contains_key(rank));
-        missing
+        self.gathering.missing_of(lost.keys().copied())
     }
 }
 

@@ -292,3 +292,64 @@ fn a_rank_that_has_left_a_meeting_does_not_come_back_to_its_store() {
     // A rank that has not been here yet has nothing to leave.
     bench.declare(14, 2, 0).unwrap();
 }
+
+#[test]
+fn a_cancelled_wait_names_who_is_missing_and_takes_its_part_back() {
+    let mut bench = Bench::declared(3);
+    assert_eq!(bench.gather(0, 0, 3), []);
+    assert_eq!(bench.gather(1, 1, 3), []);
+    bench.state.cancel(0);
+    assert_eq!(bench.replies(), [(0, ToClient::Cancelled { missing: vec![2] })]);
+    // There is nothing to cancel any more, and nobody is told anything.
+    bench.state.cancel(0);
+    assert_eq!(bench.gather(2, 2, 3), [], "rank 0 is not in it");
+    assert_eq!(bench.gather(0, 0, 3).len(), 3);
+    let get = Request::Get { key: "k".into(), wait_ms: 9 };
+    assert_eq!(bench.ask(1, get, b""), []);
+    bench.state.cancel(1);
+    assert_eq!(bench.replies(), [(1, ToClient::Cancelled { missing: vec![] })]);
+    assert_eq!(bench.state.entries(), (0, 0, 0));
+    assert_eq!(bench.meter.held(), 0);
+}
+
+/// The shortest of some times that `run` takes.
+fn shortest(run: impl Fn() -> std::time::Duration) -> std::time::Duration {
+    (0..5).map(|_| run()).min().unwrap()
+}
+
+#[test]
+fn a_rank_costs_a_gather_as_much_in_a_large_world_as_in_a_small_one() {
+    let gathers = |world: u32| {
+        shortest(|| {
+            let mut bench = Bench::declared(world);
+            let begun = std::time::Instant::now();
+            for rank in 0..world {
+                bench.gather(rank.into(), rank, world);
+            }
+            begun.elapsed()
+        })
+    };
+    let gives_up = |world: u32| {
+        shortest(|| {
+            let mut bench = Bench::declared(world);
+            for rank in 1..world {
+                let request = Request::AllGather { key: "g".into(), rank, world, wait_ms: 1000 };
+                bench.ask(rank.into(), request, &rank.to_le_bytes());
+            }
+            let begun = std::time::Instant::now();
+            for rank in 1..world {
+                bench.state.expire(rank.into());
+                assert_eq!(error(&bench.replies()[0]).ranks(), [0]);
+            }
+            begun.elapsed()
+        })
+    };
+    let (few, many) = (gathers(256), gathers(4096));
+    println!("256 ranks gather in {few:?}, 4096 in {many:?}");
+    let (few_left, many_left) = (gives_up(256), gives_up(4096));
+    println!("255 ranks give up in {few_left:?}, 4095 in {many_left:?}");
+    // Sixteen times as many ranks: 16 times the work, and a little for what is sorted; not 256 times.
+    assert!(many < few * 64, "{few:?} and {many:?}");
+    // Each of those that give up looks for who is missing, which is a look at all others.
+    assert!(many_left < std::time::Duration::from_secs(1), "{few_left:?} and {many_left:?}");
+}

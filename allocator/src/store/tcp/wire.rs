@@ -48,8 +48,8 @@ impl Caps {
 pub(super) enum ToServer {
     Hello(Hello),
     Request(Request),
-    /// The client waits no longer for what it asked last, which is answered at once: with what is
-    /// missing, unless the answer is on its way already.
+    /// The client waits no longer for what it asked last, which is answered at once, unless the answer
+    /// is on its way already.
     Cancel,
 }
 
@@ -102,6 +102,11 @@ pub(super) enum ToClient {
         runs: Vec<(u32, u32)>,
     },
     Failed(ErrorKind),
+    /// The request was cancelled, and a part that it brought is taken back.
+    Cancelled {
+        /// The ranks that the others wait for, in a gather.
+        missing: Vec<u32>,
+    },
     /// The client cannot be admitted now, which will pass: it is to try again.
     Later {
         why: String,
@@ -217,6 +222,7 @@ mod tests {
             Just(ToClient::Done),
             Just(ToClient::Value),
             key().prop_map(|why| ToClient::Later { why }),
+            any::<Vec<u32>>().prop_map(|missing| ToClient::Cancelled { missing }),
             any::<i64>().prop_map(ToClient::Sum),
             any::<bool>().prop_map(ToClient::Deleted),
             (any::<Vec<u32>>(), any::<Vec<(u32, u32)>>())
