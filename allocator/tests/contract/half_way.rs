@@ -128,6 +128,28 @@ fn a_store_that_fails_one_rank_after_the_others_agreed_is_named_by_all_from_then
 }
 
 #[test]
+fn a_store_that_fails_one_rank_while_handles_are_handed_over_is_an_error_of_all_and_passes() {
+    let errors = two_ranks(PATIENCE, |store, group| {
+        let rank = group.rank();
+        let pool = build(group, Memory::Bytes);
+        let block = pool.alloc::<u8>(MIB).unwrap();
+        if rank == 1 {
+            store.fail_in("handles", When::After);
+        }
+        let error = pool.commit().unwrap_err();
+        assert!(!pool.is_window(block.address(), 1));
+        // The confirmation told all, so nobody went on.
+        assert_eq!(pool.commit().unwrap().number, 1);
+        assert!(pool.is_window(block.address(), 1));
+        error
+    });
+    for error in errors {
+        assert!(error.to_string().contains("rank 1 failed in mapping"), "{error}");
+        assert!(error.to_string().contains("too many open files"), "{error}");
+    }
+}
+
+#[test]
 fn a_store_that_fails_one_rank_in_a_resync_is_named_by_all_from_then_on() {
     for what in ["standing", "holdings"] {
         // Standing is compared first; what differs is looked at after it, and holdings are last.
