@@ -50,6 +50,7 @@ ifneq ($(shell command -v c++),)
 test-emulated: $(EMULATOR)/libnvrtc.so.13
 	$(EMULATED) cargo test -p symmpool-allocator --all-features --lib driver::cuda
 	$(EMULATED) cargo run -q -p symmpool-allocator --all-features --example cuda_check -- --ranks 3
+	$(EMULATED) cargo test -p symmpool-collectives --all-features --lib cuda::
 	cargo build -q -p symmpool-collectives --all-features --example cuda_collectives
 	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
 		check --quick --ranks 2 --algorithms first_calls
@@ -66,7 +67,7 @@ test-emulated: $(EMULATOR)/libnvrtc.so.13
 	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
 		soak --ranks 2 --calls 200
 	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
-		faults --ranks 2 --timeout 4 --algorithms one_shot_packet,two_shot_push,late
+		faults --ranks 2 --timeout 4 --algorithms one_shot_packet,two_shot_push,late,outside
 else
 test-emulated:
 	@echo "skipped: there is no C++ compiler, which makes the kernels for emulated devices"

@@ -17,7 +17,7 @@ use super::kernels::{Kernels, Loaded};
 use super::modules::{self, Modules};
 use super::order::{Order, fork};
 use super::params::{CallParams, Channel, Comm, Control, Traffic};
-use super::shape::Shape;
+use super::shape::{Shape, directly_linked};
 use super::slices::Slices;
 use super::specialty::{BARRIER_THREADS, Specialty};
 use super::table::Rows;
@@ -488,37 +488,9 @@ fn rows_of(pool: &Pool) -> Result<Rows> {
     Ok(Rows::of(&devices?))
 }
 
-/// Whether no bus lies between any two ranks' devices.
-fn directly_linked(links: &Topology) -> bool {
-    let ranks = 0..links.world();
-    ranks.clone().all(|a| ranks.clone().all(|b| links.link(a, b).is_direct()))
-}
-
 /// Fills device memory with a word.
 fn fill(driver: &CudaDriver, address: u64, word: u32, bytes: u64) -> Result<()> {
     // SAFETY: the caller passes a part of a block it holds, whose parts begin and end at multiples
     // of 4096; no other rank knows of it before the commit.
     unsafe { driver.fill(address, word, bytes / 4) }
-}
-
-#[cfg(test)]
-mod tests {
-    use symmpool_allocator::topology::{Link, LinkMatrix};
-
-    use super::*;
-
-    #[test]
-    fn ranks_are_linked_directly_if_all_pairs_are() {
-        let one_pair =
-            |link| {
-                let matrix = LinkMatrix::from_fn(4, |a, b| {
-                    if (a, b) == (1, 3) { link } else { Link::NvSwitch(18) }
-                });
-                directly_linked(&Topology::from_matrix(matrix))
-            };
-        assert!(one_pair(Link::NvLink(4)) && one_pair(Link::Local));
-        assert!(!one_pair(Link::Pci) && !one_pair(Link::Unknown) && !one_pair(Link::NvLink(0)));
-        assert!(directly_linked(&Topology::host(2)), "one device");
-        assert!(!directly_linked(&Topology::unknown(2)) && directly_linked(&Topology::unknown(1)));
-    }
 }

@@ -1,5 +1,7 @@
 //! What an all-reduce on a device looks like, the ways there are to do it, and which of them can.
 
+use symmpool_allocator::topology::Topology;
+
 use super::params::{Control, LINE_PAYLOAD};
 use crate::{AllReduceAlgorithm, DType};
 
@@ -98,6 +100,12 @@ impl Shape {
     }
 }
 
+/// Whether no bus lies between any two ranks' devices.
+pub(super) fn directly_linked(links: &Topology) -> bool {
+    let ranks = 0..links.world();
+    ranks.clone().all(|a| ranks.clone().all(|b| links.link(a, b).is_direct()))
+}
+
 /// Whether sentinels can carry the type: where another NaN may stand for one.
 pub(super) fn has_sentinels(dtype: DType) -> bool {
     use DType::{Bf16, F8E4m3, F8E5m2, F16, F32};
@@ -106,6 +114,8 @@ pub(super) fn has_sentinels(dtype: DType) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use symmpool_allocator::topology::{Link, LinkMatrix};
+
     use super::*;
 
     fn shape(bytes: u64, world: u32) -> Shape {
@@ -131,6 +141,21 @@ mod tests {
             assert!(fits(0) && fits(most), "{algorithm:?} of {world} ranks");
             assert!(!fits(most + 1), "{algorithm:?} of {world} ranks");
         }
+    }
+
+    #[test]
+    fn ranks_are_linked_directly_if_all_pairs_are() {
+        let one_pair =
+            |link| {
+                let matrix = LinkMatrix::from_fn(4, |a, b| {
+                    if (a, b) == (1, 3) { link } else { Link::NvSwitch(18) }
+                });
+                directly_linked(&Topology::from_matrix(matrix))
+            };
+        assert!(one_pair(Link::NvLink(4)) && one_pair(Link::Local));
+        assert!(!one_pair(Link::Pci) && !one_pair(Link::Unknown) && !one_pair(Link::NvLink(0)));
+        assert!(directly_linked(&Topology::host(2)), "one device");
+        assert!(!directly_linked(&Topology::unknown(2)) && directly_linked(&Topology::unknown(1)));
     }
 
     #[test]
