@@ -14,6 +14,7 @@ use super::api::{Api, Handle};
 use super::fault::{Fault, Seen};
 use super::kernels::{Kernels, Loaded, Specialty};
 use super::order::{Order, fork};
+use super::p2p::{self, P2p, Places};
 use super::params::{CallParams, Channel, Comm, Control, Traffic};
 use super::slices::Slices;
 use super::table::Rows;
@@ -78,6 +79,7 @@ pub(crate) struct CudaEngine {
     channels: BTreeMap<Channel, Order>,
     /// The kernels of one-sided operations, once there was one.
     pub(super) sided: bool,
+    pub(super) p2p: P2p,
     failed: Option<Error>,
 }
 
@@ -85,7 +87,8 @@ impl CudaEngine {
     /// Bytes of control block that a group of `world` ranks needs with these options, of which those that
     /// are a communicator's were checked.
     pub(crate) fn control_bytes(world: u32, options: &CudaOptions) -> Result<u64> {
-        Ok(Control::new(world, options.inbox, options.scratch)?.bytes())
+        let control = Control::new(world, options.inbox, options.scratch)?;
+        Ok(Places::new(world, control.bytes(), options.scratch).end(world))
     }
 
     /// Makes a control block's memory as kernels expect it, before it is shared.
@@ -99,7 +102,14 @@ impl CudaEngine {
         fill(driver, block.address(), last_epoch, 4)?;
         fill(driver, block.address() + control.bare, FRESH, control.bare_bytes)?;
         fill(driver, block.address() + control.sentinel, SENTINEL, control.sentinel_bytes)?;
-        fill(driver, block.address() + control.scratch, 0, control.scratch_bytes)
+        fill(driver, block.address() + control.scratch, 0, control.scratch_bytes)?;
+        if pool.world() > 1 {
+            let places = Places::new(pool.world(), control.bytes(), options.scratch);
+            let (words, words_bytes) = places.zeroed();
+            fill(driver, block.address() + words, 0, words_bytes)?;
+            p2p::prepare(driver, block.address(), places)?;
+        }
+        Ok(())
     }
 
     /// A communicator that signals through the control blocks at one offset of every slot, which
@@ -118,11 +128,13 @@ impl CudaEngine {
         let fault = driver.with_context_unordered(|| Fault::new(api, pool, control_offset))?;
         let (aside, beside) =
             driver.with_context_unordered(|| Ok((api.stream()?, api.stream()?)))?;
+        let places = Places::new(layout.world, control.bytes(), options.scratch);
+        let p2p = P2p::new(driver, &layout, control_offset, places)?;
         let timeout = Arc::new(Timeout::new(options.timeout));
         let comm = control.comm(&layout, control_offset, timeout.nanoseconds(), fault.address());
         let devices: Result<Vec<&str>> =
             (0..layout.world).map(|rank| Ok(pool.device(rank)?.name.as_str())).collect();
-        Ok(Self {
+        let mut engine = Self {
             pool: pool.clone(),
             maker: Maker::here(),
             api,
@@ -139,8 +151,12 @@ impl CudaEngine {
             beside,
             channels: BTreeMap::new(),
             sided: false,
+            p2p,
             failed: None,
-        })
+        };
+        // Here, where all ranks are: no kernel of this communicator waits for one of them.
+        engine.load_p2p()?;
+        Ok(engine)
     }
 
     pub(crate) fn rank(&self) -> u32 {
@@ -307,6 +323,18 @@ impl CudaEngine {
         self.channels.entry(end).or_default().turn_to(self.api, cuda(&self.pool)?, stream)
     }
 
+    /// What counts on one end of a channel was put on the stream.
+    pub(super) fn passed(&mut self, end: Channel, stream: Stream) -> Result<()> {
+        let order = self.channels.entry(end).or_default();
+        order.called(self.api, cuda(&self.pool)?, stream, true);
+        Ok(())
+    }
+
+    /// The device's ordinal in this process.
+    pub(super) fn ordinal(&self) -> Result<u32> {
+        Ok(cuda(&self.pool)?.facts().ordinal)
+    }
+
     /// The last kernel of a call, so far, was put on the stream.
     fn called(&mut self, kernel: Loaded, stream: Stream) -> Result<()> {
         self.order.called(self.api, cuda(&self.pool)?, stream, kernel.share.beside);
@@ -427,6 +455,7 @@ impl Drop for CudaEngine {
         let Ok(driver) = cuda(&self.pool) else { return };
         let (api, kernels, fault) = (self.api, &mut self.kernels, self.fault.take());
         let order = &mut self.order;
+        let channels = &mut self.channels;
         let streams = [self.aside, self.beside];
         if let Err(error) = self.pool.driver().synchronize() {
             // What may still run keeps what it knows.
@@ -436,6 +465,7 @@ impl Drop for CudaEngine {
         let cleaned = driver.with_context_unordered(|| {
             kernels.unload();
             order.end(api);
+            channels.values_mut().for_each(|order| order.end(api));
             for stream in streams {
                 // SAFETY: made by this value and given up here; nothing runs on it.
                 let code = unsafe { (api.stream_destroy)(stream.raw() as Handle) };
