@@ -9,6 +9,7 @@
 //! | `splits` | all-to-alls whose counts are in memory |
 //! | `rows` | exchanges of rows with a destination each |
 //! | `raw` | the same calls on addresses |
+//! | `p2p` | messages between two ranks: `send` and `recv` |
 //! | `sided` | copies and signals between two ranks, outside these calls |
 //! | `engine` | what runs the calls: the host, or kernels on a device |
 //! | `peers` | the other ranks' processes, and whether they still run |
@@ -18,6 +19,7 @@
 mod engine;
 mod make;
 mod options;
+mod p2p;
 mod peers;
 mod raw;
 mod rows;
@@ -59,8 +61,9 @@ pub use splits::Splits;
 /// as output may be written to until every rank has had its error or has ended, also on ranks that
 /// never made the call; and graphs with calls of a communicator that failed are to be launched no more.
 ///
-/// Beside these calls there are copies and signals between two ranks: [`Communicator::put`],
-/// [`Communicator::get`], [`Communicator::signal`] and [`Communicator::wait`].
+/// Beside these calls there are messages between two ranks, [`Communicator::send`] and
+/// [`Communicator::recv`], and copies and signals: [`Communicator::put`], [`Communicator::get`],
+/// [`Communicator::signal`] and [`Communicator::wait`].
 ///
 /// Calls block until this rank's part is done. Threads take turns; threads that are to
 /// communicate at the same time have a communicator each, of which a pool can have many. A

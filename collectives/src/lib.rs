@@ -20,6 +20,7 @@ mod dtype;
 mod float8;
 mod host;
 mod jit;
+mod p2p;
 mod reduce;
 mod reduce_scatter;
 mod row_exchange;

@@ -8,7 +8,7 @@ use symmpool_collectives::{
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
 use crate::{
-    ORDINARY, Options, equal_parts, exchange, first_calls, huge, repeats, rows, sided, slow,
+    ORDINARY, Options, equal_parts, exchange, first_calls, huge, p2p, repeats, rows, sided, slow,
     spread, streams,
 };
 
@@ -96,6 +96,11 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         let (sided_cases, sided_wrong) = sided::run(pool, options)?;
         cases += sided_cases;
         wrong += sided_wrong;
+    }
+    if options.asks("p2p") {
+        let (message_cases, message_wrong) = p2p::run(pool, options)?;
+        cases += message_cases;
+        wrong += message_wrong;
     }
     // What takes its time, or much memory.
     type Part = fn(&Pool, &Options) -> Result<(u64, u64)>;

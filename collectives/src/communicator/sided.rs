@@ -254,7 +254,7 @@ impl Communicator {
     }
 
     /// Refuses a block of another pool, which whoever makes the copy may not reach.
-    fn own<T: Pod>(&self, what: &str, block: &Block<T>, peer: u32) -> Result<()> {
+    pub(super) fn own<T: Pod>(&self, what: &str, block: &Block<T>, peer: u32) -> Result<()> {
         if self.pool.layout().locate(block.address()) == Some((self.rank(), block.offset())) {
             return Ok(());
         }

@@ -16,6 +16,7 @@ use super::fault::{Fault, Seen};
 use super::kernels::{Kernels, Loaded};
 use super::modules::{self, Modules};
 use super::order::{Order, fork};
+use super::p2p::{self, P2p, Places};
 use super::params::{CallParams, Channel, Comm, Control, Traffic};
 use super::shape::{Shape, directly_linked};
 use super::slices::Slices;
@@ -86,6 +87,7 @@ pub(crate) struct CudaEngine {
     pub(super) beside: Stream,
     /// Of signals and waits, which have one at each end of a channel.
     channels: BTreeMap<Channel, Order>,
+    pub(super) p2p: P2p,
     failed: Option<Error>,
 }
 
@@ -93,7 +95,8 @@ impl CudaEngine {
     /// Bytes of control block that a group of `world` ranks needs with these options, of which those that
     /// are a communicator's were checked.
     pub(crate) fn control_bytes(world: u32, options: &CudaOptions) -> Result<u64> {
-        Ok(Control::new(world, options.inbox, options.scratch)?.bytes())
+        let control = Control::new(world, options.inbox, options.scratch)?;
+        Ok(Places::new(world, control.bytes(), options.scratch).end(world))
     }
 
     /// Makes a control block's memory as kernels expect it, before it is shared, and has ready what its calls
@@ -110,6 +113,12 @@ impl CudaEngine {
         fill(driver, block.address() + control.bare, FRESH, control.bare_bytes)?;
         fill(driver, block.address() + control.sentinel, SENTINEL, control.sentinel_bytes)?;
         fill(driver, block.address() + control.scratch, 0, control.scratch_bytes)?;
+        if pool.world() > 1 {
+            let places = Places::new(pool.world(), control.bytes(), options.scratch);
+            let (words, words_bytes) = places.zeroed();
+            fill(driver, block.address() + words, 0, words_bytes)?;
+            p2p::prepare(driver, block.address(), places)?;
+        }
         let modules = Modules::of(pool.driver())?;
         let usual = Shape {
             bytes: 0,
@@ -141,6 +150,8 @@ impl CudaEngine {
         let fault = driver.with_context_unordered(|| Fault::new(api, pool, control_offset))?;
         let (aside, beside) =
             driver.with_context_unordered(|| Ok((api.stream()?, api.stream()?)))?;
+        let places = Places::new(layout.world, control.bytes(), options.scratch);
+        let p2p = P2p::new(driver, &layout, control_offset, places)?;
         let timeout = Arc::new(Timeout::new(options.timeout));
         let comm = control.comm(&layout, control_offset, timeout.nanoseconds(), fault.address());
         Ok(Self {
@@ -160,6 +171,7 @@ impl CudaEngine {
             aside,
             beside,
             channels: BTreeMap::new(),
+            p2p,
             failed: None,
         })
     }
@@ -325,6 +337,18 @@ impl CudaEngine {
         self.channels.entry(end).or_default().turn_to(self.api, cuda(&self.pool)?, stream)
     }
 
+    /// What counts on one end of a channel was put on the stream.
+    pub(super) fn passed(&mut self, end: Channel, stream: Stream) -> Result<()> {
+        let order = self.channels.entry(end).or_default();
+        order.called(self.api, cuda(&self.pool)?, stream, true);
+        Ok(())
+    }
+
+    /// The device's ordinal in this process.
+    pub(super) fn ordinal(&self) -> Result<u32> {
+        Ok(cuda(&self.pool)?.facts().ordinal)
+    }
+
     /// The last kernel of a call, so far, was put on the stream.
     fn called(&mut self, kernel: Loaded, stream: Stream) -> Result<()> {
         self.order.called(self.api, cuda(&self.pool)?, stream, kernel.share.beside);
@@ -445,6 +469,7 @@ impl Drop for CudaEngine {
         let Ok(driver) = cuda(&self.pool) else { return };
         let (api, fault) = (self.api, self.fault.take());
         let order = &mut self.order;
+        let channels = &mut self.channels;
         let streams = [self.aside, self.beside];
         let deadline = self.pool.group().deadline();
         if let Err(error) = self.pool.driver().synchronize_by(deadline) {
@@ -455,6 +480,7 @@ impl Drop for CudaEngine {
         }
         let cleaned = driver.with_context_unordered(|| {
             order.end(api);
+            channels.values_mut().for_each(|order| order.end(api));
             for stream in streams {
                 // SAFETY: made by this value and given up here; nothing runs on it.
                 let code = unsafe { (api.stream_destroy)(stream.raw() as Handle) };

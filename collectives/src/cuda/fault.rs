@@ -11,7 +11,9 @@ use symmpool_allocator::{Error, Pool, Result};
 
 use super::api::Api;
 use crate::host::call::{Call, mismatch_of_two};
+use crate::p2p::{Length, lengths_differ};
 use crate::row_exchange::BadRow;
+use crate::signal::channel::CHANNELS;
 
 /// `Fault` in `comm.cuh`.
 #[repr(C)]
@@ -88,10 +90,15 @@ const TIMEOUT: u32 = 1;
 const MISMATCH: u32 = 2;
 const COUNTS: u32 = 3;
 const GAVE_UP: u32 = 4;
+/// Of a message, whose two ends differ: `LENGTHS` in `p2p.cu`.
+const LENGTHS: u32 = 5;
 /// Between the kernels of one call: `BESIDE` in `comm.cuh`.
 const BESIDE: u32 = 4;
 /// Phases from here on are waits on channels: `CHANNEL` in `comm.cuh`.
 const CHANNEL: u32 = 16;
+/// Behind those, the phases of messages: a sender's wait for room, and a receiver's for data. `p2p.cu` has both.
+const SENDING: u32 = CHANNEL + CHANNELS;
+const RECEIVING: u32 = SENDING + 1;
 
 /// What the host knows besides.
 pub(super) struct Seen<'a> {
@@ -134,7 +141,19 @@ impl Record {
                 absent(missing, what, timeout)
             }
             TIMEOUT => {
-                let (what, after) = if phase >= CHANNEL {
+                let (what, after) = if phase == SENDING {
+                    let what = format!(
+                        "waiting for rank {peer} to receive what rank {rank} sends it, on the device: the \
+                         messages before fill all room; the communicator is closed"
+                    );
+                    (what, timeout)
+                } else if phase == RECEIVING {
+                    let what = format!(
+                        "waiting for a message of rank {peer} in recv, on the device, on rank {rank}; the \
+                         communicator is closed"
+                    );
+                    (what, timeout)
+                } else if phase >= CHANNEL {
                     // The details of such a wait: see `CudaEngine::wait`.
                     let what = format!(
                         "waiting for a signal of rank {peer} on channel {} on the device, on rank \
@@ -170,6 +189,11 @@ impl Record {
                      communicator is closed: make a new one; what a rank sends must be what the \
                      other receives."
                 ))
+            }
+            LENGTHS => {
+                let [sender, receiver, sent, expected] = ours;
+                let lengths = (Length::from_word(sent), Length::from_word(expected));
+                lengths_differ(rank, (sender as u32, receiver as u32), lengths)
             }
             kind => Error::system("reading what a kernel reported", format!("kind {kind}")),
         }
@@ -336,6 +360,8 @@ mod tests {
             (3, "to leave the call"),
             (CHANNEL, "on channel 0"),
             (CHANNEL + 5, "on channel 5"),
+            (SENDING, "to receive what rank 1 sends"),
+            (RECEIVING, "for a message of rank 2"),
         ] {
             let late = record(TIMEOUT, phase).error(&there);
             assert!(late.is_timeout() && late.ranks() == [2], "{late}");
@@ -361,6 +387,15 @@ mod tests {
         assert!(counts.is_diverged(), "{counts}");
         let text = counts.to_string();
         assert!(text.contains("rank 2 sends 100 elements to rank 1, which expects 99"), "{text}");
+        let lengths =
+            Record { ours: [2, 1, 100 << 8 | 4, 99 << 8 | 1], ..record(LENGTHS, RECEIVING) };
+        let lengths = lengths.error(&there);
+        assert!(lengths.is_diverged(), "{lengths}");
+        let text = lengths.to_string();
+        assert!(
+            text.contains("rank 2 sends 25 elements of 4 bytes (100 bytes) to rank 1"),
+            "{text}"
+        );
         let unknown = record(9, 0).error(&there);
         assert!(unknown.to_string().contains("kind 9"), "{unknown}");
     }

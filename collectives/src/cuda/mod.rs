@@ -12,6 +12,7 @@
 //! | `copied` | all-reduces that copy engines carry |
 //! | `row_exchange` | the steps of a row exchange beside its all-to-alls |
 //! | `sided` | copies and signals between two ranks |
+//! | `p2p` | messages between two ranks |
 //! | `lengths` | what calls are given, checked |
 //! | `select` | which algorithm serves a call |
 //! | `shape` | what an all-reduce looks like, and which algorithms can serve it |
@@ -35,6 +36,7 @@ mod kernels;
 mod lengths;
 mod modules;
 mod order;
+mod p2p;
 mod params;
 mod row_exchange;
 mod rows;

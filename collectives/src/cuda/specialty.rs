@@ -135,6 +135,7 @@ impl Specialty {
         all.extend(sided.map(Self::one_sided));
         if world > 1 {
             all.push(Self::new(&BESIDE_COPIES, THREADS));
+            all.extend(super::p2p::specialties());
             let bytes = (DType::U8, ReduceOp::Sum);
             all.extend(
                 [GATHER, super::algorithms::BROADCAST]

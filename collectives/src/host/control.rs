@@ -9,6 +9,9 @@
 //! | channel slots | source, channel | that source | owner |
 //! | rows | parity | owner | peers |
 //! | scratch | parity | owner | peers |
+//! | packets sent | source rank | that source | owner |
+//! | packets taken | receiving rank | that receiver | owner |
+//! | packets | source rank, turn | that source | owner |
 //!
 //! The block is all zero when the group is built, and nobody clears it: a peer may signal before
 //! the owner has come so far. This file turns (rank, part, index) into addresses and nothing else.
@@ -30,6 +33,12 @@ pub(super) const ALIGN: u64 = 128;
 /// More ranks than one host has use for; keeps the quadratic row exchange bounded.
 pub(super) const MAX_WORLD: u32 = 1024;
 
+/// Packets of messages between two ranks, each way, that are on their way at most.
+pub(super) const PACKETS: u64 = 4;
+/// Bytes of a packet at most, and of all that a rank has room for.
+const PACKET_BYTES: u64 = 64 << 10;
+const ALL_PACKETS: u64 = 1 << 20;
+
 type SlotBytes = Slot<Native>;
 const SLOT: u64 = size_of::<SlotBytes>() as u64;
 
@@ -44,6 +53,15 @@ pub(super) struct AbortRecord {
     pub(super) timeout: AtomicU64,
 }
 
+/// A packet of a message between two ranks. Raw memory: whoever uses it has been given it by a count.
+pub(super) struct Packet<'a> {
+    /// What the whole message is.
+    pub(super) length: &'a AtomicU64,
+    pub(super) data: *mut u8,
+    /// Bytes of data at most.
+    pub(super) room: usize,
+}
+
 /// Where the parts of the block lie, for one group size and scratch size.
 #[derive(Clone, Copy, Debug)]
 struct Parts {
@@ -54,6 +72,10 @@ struct Parts {
     rows: u64,
     row_bytes: u64,
     scratch: u64,
+    sent: u64,
+    taken: u64,
+    packets: u64,
+    packet_bytes: u64,
     end: u64,
 }
 
@@ -81,8 +103,28 @@ impl Parts {
         // What a rank sends to each, what it expects from each, and where its input and output lie.
         let row_bytes = ((2 * world + 2) * 8).next_multiple_of(ALIGN);
         let scratch = rows + 2 * row_bytes;
-        let end = scratch + 2 * scratch_bytes;
-        Ok(Self { aborts, entries, steps, channels, rows, row_bytes, scratch, end })
+        let sent = scratch + 2 * scratch_bytes;
+        let taken = sent + world * SLOT;
+        let packets = taken + world * SLOT;
+        // Of each peer as many; their lengths have lines of their own.
+        let peers = world - 1;
+        let room = (scratch_bytes / 2).min(ALL_PACKETS) / peers.max(1) / PACKETS / ALIGN * ALIGN;
+        let packet_bytes = room.clamp(ALIGN, PACKET_BYTES);
+        let end = packets + peers * PACKETS * (ALIGN + packet_bytes);
+        Ok(Self {
+            aborts,
+            entries,
+            steps,
+            channels,
+            rows,
+            row_bytes,
+            scratch,
+            sent,
+            taken,
+            packets,
+            packet_bytes,
+            end,
+        })
     }
 }
 
@@ -245,6 +287,31 @@ impl Control {
         self.scratch_bytes as usize
     }
 
+    /// Where `source` counts the packets that it has sent to `owner`.
+    #[inline]
+    pub(super) fn packets_sent(&self, owner: u32, source: u32) -> &Slot<Native> {
+        self.slot(owner, self.parts.sent, u64::from(source))
+    }
+
+    /// Where `receiver` counts the packets of `owner` that it has taken.
+    #[inline]
+    pub(super) fn packets_taken(&self, owner: u32, receiver: u32) -> &Slot<Native> {
+        self.slot(owner, self.parts.taken, u64::from(receiver))
+    }
+
+    /// The place of a packet that `source` sends to `owner`, which is another rank.
+    pub(super) fn packet(&self, owner: u32, source: u32, number: u64) -> Packet<'_> {
+        debug_assert!(owner != source);
+        let nth = u64::from(if source < owner { source } else { source - 1 });
+        let each = ALIGN + self.parts.packet_bytes;
+        let part = self.parts.packets + (nth * PACKETS + number % PACKETS) * each;
+        let at = self.at(owner, part) as *mut u64;
+        // SAFETY: as for `slot`: mapped, aligned, within the part, only ever used as this atomic.
+        let length = unsafe { AtomicU64::from_ptr(at) };
+        let data = self.at(owner, part + ALIGN) as *mut u8;
+        Packet { length, data, room: self.parts.packet_bytes as usize }
+    }
+
     /// Whether `offset .. offset + bytes` of a slot touches the control block.
     pub(super) fn overlaps(&self, layout: &HeapLayout, offset: u64, bytes: u64) -> bool {
         let block = self.base - layout.base;
@@ -273,7 +340,10 @@ mod tests {
             assert_eq!(p.steps + 2 * w * SLOT, p.channels);
             assert_eq!(p.channels + 16 * w * SLOT, p.rows);
             assert!(p.rows + 2 * (2 * w + 1) * 8 <= p.scratch && p.scratch.is_multiple_of(ALIGN));
-            assert_eq!(p.scratch + 2 * 4096, p.end);
+            assert_eq!(p.scratch + 2 * 4096, p.sent);
+            assert_eq!((p.sent + w * SLOT, p.taken + w * SLOT), (p.taken, p.packets));
+            assert!(p.packets.is_multiple_of(ALIGN) && p.packet_bytes.is_multiple_of(ALIGN));
+            assert!(p.packet_bytes > 0 && p.packets + 4 * (w - 1) * p.packet_bytes <= p.end);
         }
         assert!(Parts::new(0, 4096).unwrap_err().is_invalid_argument());
         assert!(Parts::new(MAX_WORLD + 1, 4096).unwrap_err().is_invalid_argument());
@@ -300,6 +370,15 @@ mod tests {
                 places.push(end_of(record, size_of::<AbortRecord>() as u64));
                 for channel in 0..CHANNELS {
                     places.push(slot(control.channel(owner, source, channel)));
+                }
+                places.push(slot(control.packets_sent(owner, source)));
+                places.push(slot(control.packets_taken(owner, source)));
+                for number in 5..9 {
+                    if source != owner {
+                        let packet = control.packet(owner, source, number);
+                        places.push(end_of(std::ptr::from_ref(packet.length) as u64, 8));
+                        places.push(end_of(packet.data as u64, packet.room as u64));
+                    }
                 }
             }
             for parity in 0..2 {

@@ -7,7 +7,7 @@
 //!   `cores` whether each rank has a core for that
 //! - `call` is what ranks compare on entry, `operation` what can be called, `fault` what they tell
 //!   each other when one is missing
-//! - `sided` is signals and copies outside calls
+//! - `sided` is signals and copies outside calls, `p2p` messages between two ranks
 //! - `place` is where data lies, `kernels` are the loops over it
 //!
 //! The algorithms are beside this module, one file each.
@@ -20,6 +20,7 @@ mod fault;
 pub(crate) mod kernels;
 mod operation;
 mod options;
+mod p2p;
 mod place;
 mod sided;
 mod wait;

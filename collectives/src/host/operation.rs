@@ -1,6 +1,6 @@
-//! The collective operations, by number and by name.
+//! Operations, by number and by name: collectives, and messages between two ranks.
 
-/// A collective operation.
+/// An operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Operation {
@@ -13,10 +13,13 @@ pub(crate) enum Operation {
     Broadcast = 6,
     AllToAllV = 7,
     AllToAll = 8,
+    /// Between two ranks, outside the order of collectives, as is the next.
+    Send = 9,
+    Recv = 10,
 }
 
 impl Operation {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 10] = [
         Self::Declined,
         Self::Barrier,
         Self::AllReduce,
@@ -25,6 +28,8 @@ impl Operation {
         Self::Broadcast,
         Self::AllToAllV,
         Self::AllToAll,
+        Self::Send,
+        Self::Recv,
     ];
 
     pub(crate) const fn name(self) -> &'static str {
@@ -37,6 +42,8 @@ impl Operation {
             Self::Broadcast => "broadcast",
             Self::AllToAllV => "all_to_all_v",
             Self::AllToAll => "all_to_all",
+            Self::Send => "send",
+            Self::Recv => "recv",
         }
     }
 

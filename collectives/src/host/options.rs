@@ -10,7 +10,8 @@ use crate::AllToAllAlgorithm;
 
 /// The version of what ranks leave for each other in control segments; grows with any change to that.
 /// 2: rows of traffic matrices say where outputs are, and senders write shares of them.
-const LAYOUT_VERSION: u64 = 2;
+/// 3: messages between two ranks have a place of their own.
+const LAYOUT_VERSION: u64 = 3;
 
 /// Tells whether a rank's process still runs.
 type PeerAlive = Box<dyn Fn(u32) -> bool + Send>;

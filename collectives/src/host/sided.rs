@@ -16,22 +16,28 @@ use super::HostEngine;
 use super::control::Control;
 use super::fault::Cause;
 use super::kernels::copy;
+use super::p2p::Counts;
 use super::wait::{Lookout, Patience, Waiter, wake_all};
 use crate::signal::channel::{CHANNELS, take};
 use crate::signal::wake_sleepers;
+use crate::timeout::Timeout;
 
 /// Tells whether a rank's process still runs.
 type PeerAlive = Box<dyn Fn(u32) -> bool + Send + Sync>;
 
-/// One rank's side of the channels of a communicator.
+/// One rank's side of the channels and messages of a communicator.
 pub(crate) struct HostSided {
-    layout: HeapLayout,
-    control: Control,
-    patience: Patience,
+    pub(super) layout: HeapLayout,
+    pub(super) control: Control,
+    pub(super) patience: Patience,
     /// The engine's: after a failure nothing is served here either.
-    failed: Arc<OnceLock<Error>>,
+    pub(super) failed: Arc<OnceLock<Error>>,
     maker: Maker,
-    alive: PeerAlive,
+    pub(super) alive: PeerAlive,
+    /// The engine's, for messages. Waits on channels are given theirs.
+    pub(super) timeout: Arc<Timeout>,
+    /// Of messages, by peer.
+    pub(super) counts: Vec<Counts>,
     /// Signals taken, by source and channel.
     taken: Vec<AtomicU64>,
     /// Whose signals are still to be taken by barriers that ran out of time, by channel.
@@ -39,7 +45,7 @@ pub(crate) struct HostSided {
 }
 
 impl HostEngine {
-    /// This rank's side of the channels.
+    /// This rank's side of the channels and messages.
     ///
     /// # Safety
     ///
@@ -53,6 +59,8 @@ impl HostEngine {
             failed: Arc::clone(&self.failed),
             maker: self.maker,
             alive,
+            timeout: Arc::clone(&self.timeout),
+            counts: (0..self.world()).map(|_| Counts::default()).collect(),
             taken: (0..pairs).map(|_| AtomicU64::new(0)).collect(),
             unfinished: Default::default(),
         }

@@ -56,6 +56,7 @@ pub(crate) const KERNELS: &[&Kernel] = &[
     &ONE_SHOT,
     &ONE_SHOT_LINE,
     &ONE_SIDED,
+    &P2P,
     &PULL,
     &PUSH,
     &REDUCE_COPIED,
@@ -137,6 +138,10 @@ pub(crate) const ONE_SIDED: Kernel = collective!(
     [ODD, ("SHOTS", &["1"]), WIDE],
     [ODD, ("SHOTS", &["2"]), ("THREADS", &["32"])],
 );
+
+/// Messages between two ranks.
+pub(crate) const P2P: Kernel =
+    collective!("p2p", [WORLD, ("SHOTS", &["1", "2"]), WIDE], [ODD, ("SHOTS", &["1", "2"]), WIDE],);
 
 /// Rows into the order of an all-to-all, and back.
 pub(crate) const ROW_EXCHANGE: Kernel = collective!(

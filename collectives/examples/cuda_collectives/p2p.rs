@@ -1,0 +1,375 @@
+//! Messages between two ranks: of all sizes and alignments, all at once, ahead of their receivers, in
+//! graphs that are replayed, from several streams, and beside collectives.
+
+use symmpool_allocator::{Block, Pool, Result, Stream};
+use symmpool_collectives::{Communicator, CommunicatorOptions, DType, ReduceOp};
+
+use crate::cuda::{Graph, download, stream, upload};
+use crate::oracle::random;
+use crate::{ORDINARY, Options};
+
+const LENGTHS: [usize; 12] =
+    [0, 1, 15, 17, 100, 4096, 16_385, 33_000, 65_539, 300_001, 1 << 20, (3 << 20) + 5];
+/// The longest, and room for shifts and what is watched at both ends.
+const ROOM: usize = 4 << 20;
+const AROUND: usize = 32;
+/// What is there before a message comes.
+const BEFORE: u8 = 0xa5;
+/// Messages of one direction that there is room for, whatever their receiver does.
+const AHEAD: u64 = 8;
+
+struct Messages<'a> {
+    pool: &'a Pool,
+    options: &'a Options,
+    comm: Communicator,
+    /// For what is sent, and for what is received.
+    sends: Stream,
+    receives: Stream,
+    /// For every rank, of its messages.
+    from: Vec<Block<u8>>,
+    to: Vec<Block<u8>>,
+    seed: u64,
+    cases: u64,
+    wrong: u64,
+}
+
+/// Cases, and those that were wrong.
+pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
+    let (mut cases, mut wrong) = (0, 0);
+    // Little room first, where messages go in many packets.
+    for scratch in [1 << 20, CommunicatorOptions::default().device_scratch_bytes] {
+        let communicator = CommunicatorOptions {
+            device_scratch_bytes: scratch,
+            concurrent: None,
+            ..options.communicator()
+        };
+        let comm = Communicator::with_options(pool, &communicator)?;
+        let ordinary = pool.lane(ORDINARY)?;
+        let blocks = |windows: bool| -> Result<Vec<Block<u8>>> {
+            (0..pool.world())
+                .map(|_| if windows { pool.alloc(ROOM) } else { ordinary.alloc(ROOM) })
+                .collect()
+        };
+        let (from, to) = (blocks(scratch == 1 << 20)?, blocks(scratch != 1 << 20)?);
+        let (sends, receives) = (stream(pool)?, stream(pool)?);
+        let seed = options.seed ^ scratch;
+        let mut messages =
+            Messages { pool, options, comm, sends, receives, from, to, seed, cases: 0, wrong: 0 };
+        messages.all_at_once()?;
+        messages.ahead()?;
+        messages.streams()?;
+        messages.graphs()?;
+        messages.beside_collectives()?;
+        messages.comm.barrier(&messages.sends)?;
+        messages.comm.synchronize(&messages.sends)?;
+        cases += messages.cases;
+        wrong += messages.wrong;
+    }
+    if pool.rank() == 0 {
+        println!("p2p: {cases} cases, {wrong} wrong");
+    }
+    Ok((cases, wrong))
+}
+
+/// A message of one rank to another: how long it is, and where both ends lie.
+#[derive(Clone, Copy, Debug)]
+struct Message {
+    number: u64,
+    bytes: usize,
+    from: u64,
+    to: u64,
+}
+
+impl Messages<'_> {
+    fn peers(&self) -> impl Iterator<Item = u32> + use<> {
+        let (rank, world) = (self.pool.rank(), self.pool.world());
+        (1..world).map(move |step| (rank + step) % world)
+    }
+
+    /// In the order in which their messages come: who sends to the next first is heard first by the next.
+    fn sources(&self) -> impl Iterator<Item = u32> + use<> {
+        let (rank, world) = (self.pool.rank(), self.pool.world());
+        (1..world).map(move |step| (rank + world - step) % world)
+    }
+
+    fn next(&self) -> u32 {
+        (self.pool.rank() + 1) % self.pool.world()
+    }
+
+    fn before(&self) -> u32 {
+        (self.pool.rank() + self.pool.world() - 1) % self.pool.world()
+    }
+
+    /// The message of a round from one rank to another, which both know.
+    fn message(&self, round: u64, source: u32, target: u32) -> Message {
+        let number = random(self.seed, round << 8 | u64::from(source << 4 | target));
+        let length = LENGTHS[(number >> 16) as usize % LENGTHS.len()];
+        // The first rounds have one of each; others are as long as it comes.
+        let bytes = if round < LENGTHS.len() as u64 {
+            LENGTHS[(round as usize + source as usize) % LENGTHS.len()]
+        } else {
+            length - (number >> 24) as usize % (length / 8 + 1)
+        };
+        let shift = |by: u32| [0, 0, 4, number >> by & 15][(number >> (by + 4) & 3) as usize];
+        Message { number, bytes, from: shift(40), to: AROUND as u64 / 2 + shift(48) }
+    }
+
+    fn data(&self, message: &Message) -> Vec<u8> {
+        (0..message.bytes as u64 / 8 + 1)
+            .flat_map(|at| random(message.number, at).to_le_bytes())
+            .take(message.bytes)
+            .collect()
+    }
+
+    /// Has what a message needs ready, at both of this rank's ends.
+    fn lay_out(&self, peer: u32, sent: &Message, received: &Message) -> Result<()> {
+        let from = self.from[peer as usize].address();
+        upload(self.pool, from + sent.from, &self.data(sent))?;
+        self.clear(peer, received)
+    }
+
+    fn clear(&self, peer: u32, received: &Message) -> Result<()> {
+        let to = self.to[peer as usize].address();
+        let watched = received.to as usize + received.bytes + AROUND;
+        upload(self.pool, to, &vec![BEFORE; watched.min(ROOM)])
+    }
+
+    fn send(&self, peer: u32, message: &Message, stream: &Stream) -> Result<()> {
+        let from = (self.from[peer as usize].address() + message.from) as *const u8;
+        // SAFETY: the stretch lies in a block with room for it, which nothing else uses; so it does below.
+        unsafe { self.comm.send_at(from, message.bytes, DType::U8, peer, stream) }
+    }
+
+    fn receive(&self, peer: u32, message: &Message, stream: &Stream) -> Result<()> {
+        let to = (self.to[peer as usize].address() + message.to) as *mut u8;
+        // SAFETY: as above.
+        unsafe { self.comm.recv_at(to, message.bytes, DType::U8, peer, stream) }
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.comm.synchronize(&self.sends)?;
+        self.comm.synchronize(&self.receives)
+    }
+
+    fn judge(&mut self, what: &str, peer: u32, message: &Message) -> Result<()> {
+        let Message { bytes, to, .. } = *message;
+        let to = to as usize;
+        let length = (to + bytes + AROUND).min(ROOM);
+        let got = download(self.pool, self.to[peer as usize].address(), length)?;
+        let mut wanted = vec![BEFORE; length];
+        wanted[to..to + bytes].copy_from_slice(&self.data(message));
+        self.cases += 1;
+        if let Some(at) = got.iter().zip(&wanted).position(|(got, wanted)| got != wanted) {
+            self.wrong += 1;
+            println!(
+                "rank {}: {what}: {bytes} bytes of rank {peer}: byte {} is {} and should be {}",
+                self.pool.rank(),
+                at as i64 - to as i64,
+                got[at],
+                wanted[at]
+            );
+        }
+        Ok(())
+    }
+
+    /// Every rank sends to all others, and receives from them, at the same time.
+    fn all_at_once(&mut self) -> Result<()> {
+        let me = self.pool.rank();
+        for round in 0..self.options.few(60, LENGTHS.len() as u64 + 2) {
+            for peer in self.peers() {
+                let (sent, received) =
+                    (self.message(round, me, peer), self.message(round, peer, me));
+                self.lay_out(peer, &sent, &received)?;
+            }
+            // On one rank the sends come first, on another the receives.
+            let first = random(self.seed ^ u64::from(me), round) & 1;
+            for half in [first, 1 - first] {
+                if half == 0 {
+                    self.peers().try_for_each(|peer| {
+                        self.send(peer, &self.message(round, me, peer), &self.sends)
+                    })?;
+                } else {
+                    self.sources().try_for_each(|peer| {
+                        self.receive(peer, &self.message(round, peer, me), &self.receives)
+                    })?;
+                }
+            }
+            self.synchronize()?;
+            for peer in self.peers() {
+                self.judge(&format!("round {round}"), peer, &self.message(round, peer, me))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A short message, which is one packet with the least scratch, and whose data differ from round to round.
+    fn short(&self, round: u64, source: u32) -> Message {
+        let number = random(self.seed ^ 7, round << 8 | u64::from(source));
+        Message { number, bytes: 1 + number as usize % 1000, from: 0, to: AROUND as u64 }
+    }
+
+    /// Messages that are sent before the first is received: as many as there is room for on the stream
+    /// on which they are received later, and more on another one.
+    fn ahead(&mut self) -> Result<()> {
+        let (next, before, me) = (self.next(), self.before(), self.pool.rank());
+        for (count, one_stream) in [(AHEAD, true), (5 * AHEAD, false)] {
+            let receives = if one_stream { self.sends } else { self.receives };
+            // One behind the other in the blocks.
+            let place = |nth: u64| nth * 2048;
+            for nth in 0..count {
+                let message = self.short(nth, me);
+                let data = self.data(&message);
+                upload(self.pool, self.from[next as usize].address() + place(nth), &data)?;
+            }
+            upload(
+                self.pool,
+                self.to[before as usize].address(),
+                &vec![BEFORE; place(count) as usize],
+            )?;
+            for nth in 0..count {
+                let message = Message { from: place(nth), ..self.short(nth, me) };
+                self.send(next, &message, &self.sends)?;
+            }
+            for nth in 0..count {
+                let message = Message { to: place(nth), ..self.short(nth, before) };
+                self.receive(before, &message, &receives)?;
+            }
+            self.synchronize()?;
+            let got =
+                download(self.pool, self.to[before as usize].address(), place(count) as usize)?;
+            for nth in 0..count {
+                let message = self.short(nth, before);
+                let mut wanted = self.data(&message);
+                wanted.resize(2048, BEFORE);
+                self.expect(
+                    &format!("message {nth} ahead"),
+                    got[place(nth) as usize..][..2048] == wanted,
+                );
+            }
+        }
+        Ok(())
+    }
+
+    fn expect(&mut self, what: &str, right: bool) {
+        self.cases += 1;
+        if !right {
+            self.wrong += 1;
+            println!("rank {}: {what}", self.pool.rank());
+        }
+    }
+
+    /// Messages of one direction keep the order of the calls, from whatever stream.
+    fn streams(&mut self) -> Result<()> {
+        let (next, before, me) = (self.next(), self.before(), self.pool.rank());
+        let other = stream(self.pool)?;
+        let place = |nth: u64| nth * 2048;
+        let count = self.options.few(40, 12);
+        for nth in 0..count {
+            let data = self.data(&self.short(100 + nth, me));
+            upload(self.pool, self.from[next as usize].address() + place(nth), &data)?;
+        }
+        // Who waits behind a receive on one stream sends on another: each call waits for the one before
+        // it in its direction, and for nothing else that is on its stream.
+        for nth in 0..count {
+            let (sent, received) = (self.short(100 + nth, me), self.short(100 + nth, before));
+            let (one, two) = if nth % 2 == 0 { (self.sends, other) } else { (other, self.sends) };
+            self.send(next, &Message { from: place(nth), ..sent }, &one)?;
+            self.receive(before, &Message { to: place(nth), ..received }, &two)?;
+        }
+        self.comm.synchronize(&other)?;
+        self.synchronize()?;
+        for nth in 0..count {
+            let message = self.short(100 + nth, before);
+            let at = self.to[before as usize].address() + place(nth);
+            let got = download(self.pool, at, message.bytes)?;
+            self.expect(&format!("message {nth} of two streams"), got == self.data(&message));
+        }
+        Ok(())
+    }
+
+    /// S2, S8: captured messages are messages more in every replay, among eager ones.
+    fn graphs(&mut self) -> Result<()> {
+        let (next, before, me) = (self.next(), self.before(), self.pool.rank());
+        // A communicator that has done nothing yet: its first message is captured.
+        let options = CommunicatorOptions { concurrent: None, ..self.options.communicator() };
+        let fresh = Communicator::with_options(self.pool, &options)?;
+        let usual = std::mem::replace(&mut self.comm, fresh);
+        let (bytes, seed) = (200_003, self.seed);
+        let of = |round: u64, source: u32| Message {
+            number: random(seed ^ 9, round << 8 | u64::from(source)),
+            bytes,
+            from: 4,
+            to: AROUND as u64 + 1,
+        };
+        let (to_next, from_before) = (of(0, me), of(0, before));
+        let sends =
+            Graph::capture(self.pool, self.sends, || self.send(next, &to_next, &self.sends))?;
+        let receives = Graph::capture(self.pool, self.receives, || {
+            self.receive(before, &from_before, &self.receives)
+        })?;
+        for round in 0..self.options.few(40, 6) {
+            let (sent, received) = (of(round, me), of(round, before));
+            upload(self.pool, self.from[next as usize].address() + sent.from, &self.data(&sent))?;
+            self.clear(before, &received)?;
+            // Each end for itself.
+            if random(self.seed ^ u64::from(me), round).is_multiple_of(3) {
+                self.send(next, &sent, &self.sends)?;
+            } else {
+                sends.launch(self.pool, self.sends)?;
+            }
+            if random(self.seed ^ u64::from(me), 1000 + round).is_multiple_of(3) {
+                self.receive(before, &received, &self.receives)?;
+            } else {
+                receives.launch(self.pool, self.receives)?;
+            }
+            self.synchronize()?;
+            self.judge(&format!("replay {round}"), before, &received)?;
+        }
+        // Many in a row, which run ahead as far as there is room.
+        for _ in 0..self.options.few(200, 10) {
+            sends.launch(self.pool, self.sends)?;
+            receives.launch(self.pool, self.receives)?;
+        }
+        self.synchronize()?;
+        sends.destroy(self.pool)?;
+        receives.destroy(self.pool)?;
+        self.comm.barrier(&self.sends)?;
+        self.synchronize()?;
+        self.comm = usual;
+        Ok(())
+    }
+
+    /// A receive waits while a collective runs, which its message depends on.
+    fn beside_collectives(&mut self) -> Result<()> {
+        let me = self.pool.rank();
+        let reduced = self.pool.lane(ORDINARY)?.alloc::<u8>(1 << 20)?;
+        for round in 0..self.options.few(20, 3) {
+            let round = 5000 + round;
+            for peer in self.peers() {
+                let (sent, received) =
+                    (self.message(round, me, peer), self.message(round, peer, me));
+                self.lay_out(peer, &sent, &received)?;
+            }
+            upload(self.pool, reduced.address(), &vec![1; 1 << 20])?;
+            for peer in self.sources() {
+                self.receive(peer, &self.message(round, peer, me), &self.receives)?;
+            }
+            let at = reduced.address() as *mut u8;
+            // SAFETY: the block is this long, and nothing else uses it.
+            unsafe {
+                self.comm.all_reduce_at(at, at, 1 << 20, DType::U8, ReduceOp::Sum, &self.sends)
+            }?;
+            for peer in self.peers() {
+                self.send(peer, &self.message(round, me, peer), &self.sends)?;
+            }
+            self.synchronize()?;
+            for peer in self.peers() {
+                self.judge("beside a collective", peer, &self.message(round, peer, me))?;
+            }
+            let sums = download(self.pool, reduced.address(), 1 << 20)?;
+            let world = self.pool.world() as u8;
+            self.expect("a collective beside messages", sums.iter().all(|sum| *sum == world));
+        }
+        Ok(())
+    }
+}
