@@ -75,7 +75,7 @@ pub struct CudaDriver {
     facts: CudaFacts,
     prop: AllocationProp,
     transport: Transport,
-    memory: Mutex<Memory>,
+    memory: Memory,
     /// Events not given back yet.
     events: Mutex<BTreeSet<u64>>,
     /// Last, so that it outlives what is made in it. A thread that waits for the device has it, too.
@@ -117,7 +117,7 @@ impl CudaDriver {
         }
         Ok(Self {
             transport: if fabric { Transport::Store } else { Transport::UnixSocket },
-            memory: Mutex::new(Memory::new(facts.granularity)),
+            memory: Memory::new(facts.granularity),
             events: Mutex::new(BTreeSet::new()),
             facts,
             prop,
@@ -207,10 +207,6 @@ impl CudaDriver {
         unsafe { stream::fill(&self.context, target, value, words) }
     }
 
-    fn memory(&self) -> MutexGuard<'_, Memory> {
-        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn check_event(&self, event: &Event) -> Result<()> {
         if self.events().contains(&event.0) {
             return Ok(());
@@ -261,19 +257,19 @@ impl MemoryDriver for CudaDriver {
     }
 
     fn reserve(&self, bytes: u64, align: u64) -> Result<Reservation> {
-        self.memory().reserve(&self.context, bytes, align)
+        self.memory.reserve(&self.context, bytes, align)
     }
 
     fn unreserve(&self, reservation: Reservation) -> Result<()> {
-        self.memory().unreserve(&self.context, &reservation)
+        self.memory.unreserve(&self.context, &reservation)
     }
 
     fn create(&self, bytes: u64) -> Result<Physical> {
-        self.memory().create(&self.context, bytes, &self.prop)
+        self.memory.create(&self.context, bytes, &self.prop)
     }
 
     fn export(&self, physical: &Physical) -> Result<Exported> {
-        self.memory().export(&self.context, physical, self.transport == Transport::Store)
+        self.memory.export(&self.context, physical, self.transport == Transport::Store)
     }
 
     fn has_slow_handles(&self) -> bool {
@@ -281,7 +277,7 @@ impl MemoryDriver for CudaDriver {
     }
 
     fn import(&self, exported: Exported, bytes: u64) -> Result<Physical> {
-        self.memory().import(&self.context, exported, bytes)
+        self.memory.import(&self.context, exported, bytes)
     }
 
     fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()> {
@@ -294,19 +290,19 @@ impl MemoryDriver for CudaDriver {
         offset: u64,
         physicals: &[Physical],
     ) -> Result<()> {
-        self.memory().map_all(&self.context, reservation, offset, physicals)
+        self.memory.map_all(&self.context, reservation, offset, physicals)
     }
 
     fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {
-        self.memory().unmap(&self.context, reservation, offset, bytes)
+        self.memory.unmap(&self.context, reservation, offset, bytes)
     }
 
     fn hold_mapped(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<Physical> {
-        self.memory().hold_mapped(&self.context, reservation, offset, bytes)
+        self.memory.hold_mapped(&self.context, reservation, offset, bytes)
     }
 
     fn release(&self, physical: Physical) -> Result<()> {
-        self.memory().release(&self.context, &physical)
+        self.memory.release(&self.context, &physical)
     }
 
     fn record_event(&self, stream: Stream) -> Result<Event> {
@@ -355,7 +351,7 @@ impl Drop for CudaDriver {
         }
         // What is still mapped may be in use by kernels and by peers: it stays until the process
         // ends, which is safe, rather than be pulled away.
-        let (reservations, mappings, handles) = self.memory().held();
+        let (reservations, mappings, handles) = self.memory.held();
         if reservations + mappings + handles > 0 {
             tracing::warn!(
                 reservations,
