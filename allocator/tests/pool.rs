@@ -421,3 +421,47 @@ fn a_rank_that_let_go_of_its_pool_is_seen_by_the_others() {
         assert_eq!(found, (rank != 2).then(|| (vec![2], [false, false, true])));
     });
 }
+
+/// Rule D7: lanes that a commit does not compare go on while it maps peers' memory.
+#[test]
+fn d7_another_lane_allocates_and_grows_while_a_commit_maps() {
+    ranks(2, |group| {
+        let rank = group.rank();
+        // Rank 0's commit stops where it is about to map its peer's segment.
+        let together = Arc::new(Barrier::new(2));
+        let (until, stop) = (together.clone(), together.clone());
+        let stops = FaultAction::Notify(Arc::new(move || {
+            // It has come here; and may go on.
+            stop.wait();
+            stop.wait();
+        }));
+        let plan = match rank {
+            0 => FaultPlan::new().at_step(Step::CommitMap, 1, stops),
+            _ => FaultPlan::new(),
+        };
+        let driver = Driver::new(FaultDriver::new(Driver::host().unwrap(), plan));
+        let pool = Pool::builder(group)
+            .driver(driver)
+            .lane(LaneConfig::symmetric("shared"))
+            .lane(LaneConfig::local("own"))
+            .build()
+            .unwrap();
+        let (shared, own) = (pool.lane("shared").unwrap(), pool.lane("own").unwrap());
+        let block = shared.alloc::<u8>(1 << 20).unwrap();
+        thread::scope(|scope| {
+            let commit = scope.spawn(|| pool.commit().map(drop));
+            if rank == 0 {
+                until.wait();
+                let made = own.stats().segments_made;
+                let kept: Vec<_> = (0..20).map(|_| own.alloc::<u8>(8 << 20).unwrap()).collect();
+                assert!(own.stats().segments_made > made, "it grew");
+                drop(kept);
+                own.trim().unwrap();
+                assert!(!commit.is_finished(), "the commit stands where it was");
+                until.wait();
+            }
+            commit.join().unwrap().unwrap();
+        });
+        assert!(pool.is_window(block.address(), block.bytes()));
+    });
+}

@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <condition_variable>
 #include <map>
 #include <mutex>
 #include <string>
@@ -48,6 +49,32 @@ constexpr int PROCESSOR_THREADS = 512;
 const int processor_blocks = from_environment("EMULATED_BLOCKS", 16);
 
 thread_local std::vector<size_t> contexts;
+
+// A device that takes long: the next call of a kind on a device stops there until the test that asked
+// for that lets it go. Other calls pass.
+enum Kind : int { MAP = 0, SYNCHRONIZE = 1, KINDS = 2 };
+struct Stop {
+    std::mutex lock;
+    std::condition_variable changed;
+    int device = -1;  // whose next call stops
+    int stopped = 0;
+};
+Stop& stop_of(int kind) {
+    // Never destroyed: threads may still be at work when the process ends.
+    static Stop* const stops = new Stop[KINDS];
+    return stops[kind];
+}
+
+void stop_if_asked(Kind kind) {
+    Stop& stop = stop_of(kind);
+    std::unique_lock<std::mutex> held(stop.lock);
+    if (stop.device < 0 || contexts.empty() || contexts.back() != static_cast<size_t>(stop.device) + 1) {
+        return;
+    }
+    stop.device = -1;
+    stop.stopped += 1;
+    stop.changed.wait(held, [&] { return stop.stopped == 0; });
+}
 
 Stream* known(void* handle) { return stream_of(handle); }
 
@@ -158,6 +185,25 @@ int put_kernel(void* stream, Packer pack, Shape shape, void** parameters) {
 
 extern "C" {
 
+// For tests: the next call of a kind on a device stops, until all that stopped are let go (device -1).
+// Returns how many had stopped.
+int emulatedStop(int kind, int device) {
+    Stop& stop = stop_of(kind);
+    std::lock_guard<std::mutex> held(stop.lock);
+    const int stopped = stop.stopped;
+    stop.device = device;
+    if (device < 0) {
+        stop.stopped = 0;
+        stop.changed.notify_all();
+    }
+    return stopped;
+}
+int emulatedStopped(int kind) {
+    Stop& stop = stop_of(kind);
+    std::lock_guard<std::mutex> held(stop.lock);
+    return stop.stopped;
+}
+
 int cuInit(unsigned) { return OK; }
 int cuDriverGetVersion(int* version) { return *version = 13000, OK; }
 
@@ -223,7 +269,10 @@ int cuCtxPopCurrent_v2(size_t* context) {
     contexts.pop_back();
     return OK;
 }
-int cuCtxSynchronize() { return synchronize_all(), OK; }
+int cuCtxSynchronize() {
+    stop_if_asked(SYNCHRONIZE);
+    return synchronize_all(), OK;
+}
 int cuThreadExchangeStreamCaptureMode(unsigned* mode) {
     thread_local unsigned now = 0;
     return std::swap(*mode, now), OK;
@@ -240,6 +289,7 @@ int cuMemCreate(uint64_t* handle, size_t bytes, const int* properties, unsigned 
 }
 int cuMemRelease(uint64_t handle) { return release(handle); }
 int cuMemMap(uint64_t address, size_t bytes, size_t offset, uint64_t handle, unsigned long long) {
+    stop_if_asked(MAP);
     return map(address, bytes, offset, handle);
 }
 int cuMemUnmap(uint64_t address, size_t bytes) {

@@ -201,9 +201,9 @@ mod tests {
         four(|_, _| {}).unwrap();
     }
 
+    /// Rule D8.
     #[test]
     fn differing_configurations_show_what_differs() {
-        // D8
         let error = four(|rank, hello| {
             if rank >= 2 {
                 hello.config_hash = [1; 32];
@@ -235,9 +235,9 @@ mod tests {
         );
     }
 
+    /// Rule D8.
     #[test]
     fn differing_hashes_with_equal_descriptions_are_still_an_error() {
-        // D8
         let error = four(|rank, hello| hello.config_hash = [(rank == 3).into(); 32]).unwrap_err();
         assert!(error.is_diverged() && error.to_string().contains("rank 3"), "{error}");
     }

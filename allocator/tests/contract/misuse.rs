@@ -134,9 +134,10 @@ fn addresses_and_ranks_that_windows_do_not_have() {
     says(&error, &["nonesuch", "default", "scratch"]);
 }
 
+/// Rule D3.
 #[test]
 fn too_many_streams() {
-    // D3: streams are counted, and a lane knows 64.
+    // Streams are counted, and a lane knows 64.
     let pool = alone();
     let lane = pool.default_lane();
     let streams = || (0..).map(|n| Stream::from_raw(0x1000 + n));
@@ -174,9 +175,10 @@ fn values_that_do_not_fit_their_block() {
     assert!(block.read().unwrap_err().is_unsupported());
 }
 
+/// Rules D6 and D8.
 #[test]
 fn the_lanes_limit_is_the_same_wall_on_every_rank() {
-    // D6, D8: the limit is part of the configuration, so that running into it is not a divergence.
+    // The limit is part of the configuration, so that running into it is not a divergence.
     ranks(3, |group| {
         let lane = LaneConfig::symmetric("small").limit(8 << 20);
         let driver = Driver::sim(u64::from(group.rank()));

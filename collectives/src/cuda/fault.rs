@@ -347,9 +347,9 @@ mod tests {
         assert!(!fault.is_set());
     }
 
+    /// Rules S5 and S6.
     #[test]
     fn records_become_the_errors_that_the_host_has_too() {
-        // S5, S6
         let timeout = Duration::from_secs(3);
         let there = Seen { rank: 1, timeout, alive: &|_| true };
         let gone = Seen { rank: 1, timeout, alive: &|rank| rank != 2 };

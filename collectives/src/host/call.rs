@@ -285,9 +285,9 @@ pub(crate) fn named(ranks: &[u32]) -> String {
 mod tests {
     use super::*;
 
+    /// Rule S6.
     #[test]
     fn every_field_changes_the_digest_and_reads_back() {
-        // S6
         let base = Call::new(Operation::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Sum);
         let others = [
             Call::new(Operation::ReduceScatter).elements(DType::F32, 8).reduce(ReduceOp::Sum),

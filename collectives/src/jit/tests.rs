@@ -303,9 +303,10 @@ fn a_warning_is_an_error_only_to_the_strict() {
     }
 }
 
+/// Rule S7.
 #[test]
 fn reductions_round_every_operation_for_itself() {
-    // S7: nothing fused, flushed or approximated, so the bits are the host's.
+    // Nothing fused, flushed or approximated, so the bits are the host's.
     for nvrtc in compilers() {
         let jit = Jit::new(options(nvrtc, Some(&kept())));
         for dtype in ["1", "2", "3", "4", "9", "10"] {

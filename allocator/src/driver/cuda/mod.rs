@@ -76,7 +76,7 @@ pub struct CudaDriver {
     facts: CudaFacts,
     prop: AllocationProp,
     transport: Transport,
-    memory: Mutex<Memory>,
+    memory: Memory,
     /// Events not given back yet, and which capture each is part of.
     events: Mutex<BTreeMap<u64, CaptureId>>,
     /// Last, so that it outlives what is made in it. A thread that waits for the device has it, too.
@@ -118,7 +118,7 @@ impl CudaDriver {
         }
         Ok(Self {
             transport: if fabric { Transport::Store } else { Transport::UnixSocket },
-            memory: Mutex::new(Memory::new(facts.granularity)),
+            memory: Memory::new(facts.granularity),
             events: Mutex::new(BTreeMap::new()),
             facts,
             prop,
@@ -208,10 +208,6 @@ impl CudaDriver {
         unsafe { stream::fill(&self.context, target, value, words) }
     }
 
-    fn memory(&self) -> MutexGuard<'_, Memory> {
-        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Which capture a live event is part of.
     fn check_event(&self, event: &Event) -> Result<CaptureId> {
         let none =
@@ -262,19 +258,19 @@ impl MemoryDriver for CudaDriver {
     }
 
     fn reserve(&self, bytes: u64, align: u64) -> Result<Reservation> {
-        self.memory().reserve(&self.context, bytes, align)
+        self.memory.reserve(&self.context, bytes, align)
     }
 
     fn unreserve(&self, reservation: Reservation) -> Result<()> {
-        self.memory().unreserve(&self.context, &reservation)
+        self.memory.unreserve(&self.context, &reservation)
     }
 
     fn create(&self, bytes: u64) -> Result<Physical> {
-        self.memory().create(&self.context, bytes, &self.prop)
+        self.memory.create(&self.context, bytes, &self.prop)
     }
 
     fn export(&self, physical: &Physical) -> Result<Exported> {
-        self.memory().export(&self.context, physical, self.transport == Transport::Store)
+        self.memory.export(&self.context, physical, self.transport == Transport::Store)
     }
 
     fn has_slow_handles(&self) -> bool {
@@ -282,7 +278,7 @@ impl MemoryDriver for CudaDriver {
     }
 
     fn import(&self, exported: Exported, bytes: u64) -> Result<Physical> {
-        self.memory().import(&self.context, exported, bytes)
+        self.memory.import(&self.context, exported, bytes)
     }
 
     fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()> {
@@ -295,19 +291,19 @@ impl MemoryDriver for CudaDriver {
         offset: u64,
         physicals: &[Physical],
     ) -> Result<()> {
-        self.memory().map_all(&self.context, reservation, offset, physicals)
+        self.memory.map_all(&self.context, reservation, offset, physicals)
     }
 
     fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {
-        self.memory().unmap(&self.context, reservation, offset, bytes)
+        self.memory.unmap(&self.context, reservation, offset, bytes)
     }
 
     fn hold_mapped(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<Physical> {
-        self.memory().hold_mapped(&self.context, reservation, offset, bytes)
+        self.memory.hold_mapped(&self.context, reservation, offset, bytes)
     }
 
     fn release(&self, physical: Physical) -> Result<()> {
-        self.memory().release(&self.context, &physical)
+        self.memory.release(&self.context, &physical)
     }
 
     fn record_event(&self, stream: Stream) -> Result<Event> {
@@ -356,7 +352,7 @@ impl Drop for CudaDriver {
         }
         // What is still mapped may be in use by kernels and by peers: it stays until the process
         // ends, which is safe, rather than be pulled away.
-        let (reservations, mappings, handles) = self.memory().held();
+        let (reservations, mappings, handles) = self.memory.held();
         if reservations + mappings + handles > 0 {
             tracing::warn!(
                 reservations,

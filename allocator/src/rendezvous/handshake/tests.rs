@@ -70,9 +70,9 @@ fn simulated_ranks_need_no_sockets() {
     });
 }
 
+/// Rule D8.
 #[test]
 fn different_configurations_are_the_same_error_everywhere() {
-    // D8
     let errors = on_ranks(3, |group| {
         let (hash, text) = if group.rank() == 1 {
             ([2; 32], "stride = 2 TiB")
