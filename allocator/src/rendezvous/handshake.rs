@@ -228,7 +228,8 @@ fn confirm(group: &Group, ours: Result<Linked>, deadline: Deadline) -> Result<Li
         return Err(Error::mismatch(format!(
             "rank 0 and rank {other} see different links between the ranks' devices; algorithms are \
              chosen by them, so let every rank see all devices (CUDA_VISIBLE_DEVICES) or none"
-        )));
+        ))
+        .naming(u32::try_from(other)));
     }
     ours
 }

@@ -1,5 +1,6 @@
 //! The server as its owner sees it: bound, served on a thread, stopped by dropping it.
 
+use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -28,6 +29,8 @@ pub struct TcpServer {
 impl TcpServer {
     /// Serves on `addr`; port 0 takes a free one, see [`local_addr`](TcpServer::local_addr).
     ///
+    /// One that another socket has is [`Error::is_invalid_state`].
+    ///
     /// An address other than loopback without [`TcpOptions::secret`] is refused with
     /// [`Error::is_invalid_argument`].
     pub fn bind(addr: impl ToSocketAddrs, options: TcpOptions) -> Result<Self> {
@@ -43,8 +46,13 @@ impl TcpServer {
             )));
         }
         let system = |what: &'static str| move |error| Error::system(what, error);
-        let listener = TcpListener::bind(&addrs[..])
-            .map_err(|error| Error::system(format!("cannot listen on {addrs:?}"), error))?;
+        let listener = TcpListener::bind(&addrs[..]).map_err(|error| {
+            let what = format!("cannot listen on {addrs:?}");
+            match error.kind() {
+                ErrorKind::AddrInUse => Error::invalid_state(format!("{what}: {error}")),
+                _ => Error::system(what, error),
+            }
+        })?;
         // The standard library's backlog is too short for a large world that starts at once.
         rustix::net::listen(&listener, 4096).map_err(|error| Error::system("listen", error))?;
         listener.set_nonblocking(true).map_err(system("store listener"))?;

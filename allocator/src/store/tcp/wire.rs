@@ -23,7 +23,7 @@ use crate::{Error, Result};
 pub(super) const MAGIC: [u8; 4] = *b"symS";
 
 /// Changes whenever a frame would be read differently.
-pub(super) const VERSION: u16 = 1;
+pub(super) const VERSION: u16 = 2;
 
 pub(super) const HEADER: usize = 16;
 
