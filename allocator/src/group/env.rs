@@ -70,6 +70,12 @@ impl EnvConfig {
         let server = if self.rank == 0 {
             let server = TcpServer::bind_for_one_meeting(at, options.clone(), deadline);
             let server = server.map_err(|error| {
+                if error.is_invalid_state() {
+                    let what = "two processes say that they are rank 0, or a program that is none of the \
+                                group's has the port: give each rank a number of its own (RANK), or the \
+                                group another port (SYMMPOOL_PORT, MASTER_PORT)";
+                    return error.naming([0]).context(what);
+                }
                 error.context(
                     "serving the store on MASTER_ADDR (set SYMMPOOL_SECRET, the same on all \
                      ranks, where that is not a loopback address)",

@@ -178,7 +178,8 @@ impl Pool {
             Some(rank) => Err(Error::mismatch(format!(
                 "rank 0 has NCCL {}, rank {rank} has {}",
                 versions[0], versions[rank]
-            ))),
+            ))
+            .naming(u32::try_from(rank))),
         }
     }
 

@@ -58,13 +58,17 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
                 "all_gather {key:?}: rank {rank} says the world has {world} ranks, those before \
                  it said {}",
                 self.world
-            ))));
+            ))
+            .naming([rank])));
         }
         if self.parts.contains_key(&rank) {
-            return Err(self.fail(&Error::mismatch(format!(
-                "two ranks with number {rank} in all_gather {key:?}; each of the {world} ranks \
+            return Err(self.fail(
+                &Error::mismatch(format!(
+                    "two ranks with number {rank} in all_gather {key:?}; each of the {world} ranks \
                  contributes once"
-            ))));
+                ))
+                .naming([rank]),
+            ));
         }
         let id = match self.distinct.get(&part) {
             Some(&id) => id,

@@ -1,12 +1,13 @@
 //! How a communicator is made: control memory that every rank has, and the engine on it.
 
 use std::cell::Cell;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream};
 
 use super::engine::Engine;
 use super::peers::{self, still_there};
+use super::refusal::Held;
 use super::{Communicator, CommunicatorOptions, Inner};
 use crate::allreduce::Asked;
 use crate::cuda::{CudaEngine, CudaOptions, Ready};
@@ -44,9 +45,8 @@ impl Communicator {
             pool: pool.clone(),
             asked: asked?,
             timeout: Arc::clone(engine.timeout()),
-            inner: Mutex::new(Inner { engine, windows: pool.windows() }),
+            held: Arc::new(Held::new(Inner { engine, windows: pool.windows() }, control)),
             sided,
-            control: Some(control),
         })
     }
 

@@ -196,7 +196,7 @@ impl CudaEngine {
             let alive = &*self.alive;
             // What the latest kernels were told, whatever it was changed to since.
             let timeout = Duration::from_nanos(self.comm.timeout);
-            let seen = Seen { rank: self.comm.rank, timeout, alive };
+            let seen = Seen { rank: self.comm.rank, world: self.pool.world(), timeout, alive };
             self.failed = Some(fault.error(&seen));
         }
         self.failed.as_ref()

@@ -49,11 +49,14 @@ impl<'a> Gather<'a> {
         if self.directory.create(&self.part_path(rank), &[&self.world.to_le_bytes(), value])? {
             return Ok(());
         }
-        Err(self.fail(Error::mismatch(format!(
-            "two ranks with number {rank} in all_gather {:?}; each of the {} ranks contributes \
+        Err(self.fail(
+            Error::mismatch(format!(
+                "two ranks with number {rank} in all_gather {:?}; each of the {} ranks contributes \
              once",
-            self.key, self.world
-        ))))
+                self.key, self.world
+            ))
+            .naming([rank]),
+        ))
     }
 
     /// Leaves word of `error` for the others; the first such word is everyone's.

@@ -31,6 +31,8 @@ pub struct TcpServer {
 impl TcpServer {
     /// Serves on `addr`; port 0 takes a free one, see [`local_addr`](TcpServer::local_addr).
     ///
+    /// One that another socket has is [`Error::is_invalid_state`].
+    ///
     /// An address other than loopback without [`TcpOptions::secret`] is refused with
     /// [`Error::is_invalid_argument`]. A name is resolved first, for as long as the system takes:
     /// [`bind_by`](TcpServer::bind_by) waits no longer than it is told.
@@ -93,6 +95,7 @@ impl TcpServer {
         let listener = TcpListener::bind(addrs).map_err(|error| {
             let what = format!("cannot listen on {addrs:?}");
             match Errno::from_io_error(&error) {
+                Some(Errno::ADDRINUSE) => Error::invalid_state(format!("{what}: {error}")),
                 Some(errno) => descriptors::error(what, errno),
                 None => Error::system(what, error),
             }
