@@ -27,6 +27,7 @@ enum : int {
     NOT_READY = 600,
     NOT_SUPPORTED = 801,
     CAPTURE_UNSUPPORTED = 900,
+    CAPTURE_ISOLATION = 905,
 };
 
 int from_environment(const char* name, int usual) {
@@ -121,6 +122,7 @@ int cuGetErrorName(int code, const char** name) {
         case OUT_OF_MEMORY: *name = "CUDA_ERROR_OUT_OF_MEMORY"; break;
         case NOT_SUPPORTED: *name = "CUDA_ERROR_NOT_SUPPORTED"; break;
         case CAPTURE_UNSUPPORTED: *name = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"; break;
+        case CAPTURE_ISOLATION: *name = "CUDA_ERROR_STREAM_CAPTURE_ISOLATION"; break;
         default: *name = "CUDA_ERROR_OF_THE_EMULATION"; break;
     }
     return OK;
@@ -286,7 +288,11 @@ int cuStreamIsCapturing(void* handle, unsigned* capturing) {
     return on(handle, [=](Stream* stream) { *capturing = is_capturing(stream); });
 }
 int cuStreamWaitEvent(void* handle, Event* event, unsigned) {
-    return on(handle, [=](Stream* stream) { wait(stream, event); });
+    Stream* stream = known(handle);
+    if (stream == nullptr) {
+        return INVALID;
+    }
+    return wait(stream, event) ? OK : CAPTURE_ISOLATION;
 }
 int cuStreamBeginCapture_v2(void* handle, int) {
     Stream* stream = known(handle);

@@ -252,7 +252,7 @@ void record(Event* event, Stream* stream) {
     event->done = stream->last;
 }
 
-void wait(Stream* stream, Event* event) {
+bool wait(Stream* stream, Event* event) {
     Held held(state.lock);
     if (event->capture != nullptr) {
         if (stream->capture == nullptr) {
@@ -262,9 +262,13 @@ void wait(Stream* stream, Event* event) {
             event->capture->streams.insert(stream);
         }
         stream->tails.insert(stream->tails.end(), event->tails.begin(), event->tails.end());
-    } else if (event->done != nullptr && stream->capture == nullptr) {
+    } else if (event->done != nullptr) {
+        if (stream->capture != nullptr) {
+            return false;
+        }
         append(held, stream, [] {}, {event->done});
     }
+    return true;
 }
 
 bool is_done(Event* event) {

@@ -31,7 +31,8 @@ void run_in_order(const Work& work);
 Event* new_event();
 void drop_event(Event* event);
 void record(Event* event, Stream* stream);
-void wait(Stream* stream, Event* event);
+// False where the stream is captured and the event is not: done or not, it has no place in a graph.
+bool wait(Stream* stream, Event* event);
 bool is_done(Event* event);
 void synchronize(Event* event);
 // False where either has not come yet.

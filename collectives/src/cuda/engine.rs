@@ -209,6 +209,7 @@ impl CudaEngine {
         self.maker.check("a communicator")?;
         let driver = cuda(&self.pool)?;
         let api = self.api;
+        driver.stream_handle(stream)?;
         driver.with_context(|| api.synchronize(stream))?;
         self.ready()?;
         self.noticed()
@@ -305,6 +306,34 @@ impl CudaEngine {
     /// Likewise for what counts on one end of a channel.
     pub(super) fn turn_channel_to(&mut self, end: Channel, stream: Stream) -> Result<()> {
         self.channels.entry(end).or_default().turn_to(self.api, cuda(&self.pool)?, stream)
+    }
+
+    /// An operation on one end of a channel was put on the stream.
+    pub(super) fn operated(&mut self, end: Channel, stream: Stream) -> Result<()> {
+        let order = self.channels.entry(end).or_default();
+        order.operated(self.api, cuda(&self.pool)?, stream);
+        Ok(())
+    }
+
+    /// What is put on the stream next waits for a peer, outside calls.
+    pub(super) fn before_a_wait(&mut self, stream: Stream) -> Result<()> {
+        self.order.before_a_wait(self.api, cuda(&self.pool)?, stream);
+        Ok(())
+    }
+
+    /// Never touches the stream again, which lives still, unless a call names it. What was put on it keeps
+    /// its place in the order.
+    pub(crate) fn forget_stream(&mut self, stream: Stream) -> Result<()> {
+        self.maker.check("a communicator")?;
+        let driver = cuda(&self.pool)?;
+        driver.stream_handle(stream)?;
+        let mut orders = std::iter::once(&mut self.order).chain(self.channels.values_mut());
+        orders.try_for_each(|order| order.forget(self.api, driver, stream))
+    }
+
+    /// Refuses what is no stream of a device.
+    pub(super) fn expects(&self, stream: Stream) -> Result<()> {
+        cuda(&self.pool)?.stream_handle(stream).map(drop)
     }
 
     /// The last kernel of a call, so far, was put on the stream.
@@ -426,7 +455,7 @@ impl Drop for CudaEngine {
     fn drop(&mut self) {
         let Ok(driver) = cuda(&self.pool) else { return };
         let (api, kernels, fault) = (self.api, &mut self.kernels, self.fault.take());
-        let order = &mut self.order;
+        let orders = std::iter::once(&mut self.order).chain(self.channels.values_mut());
         let streams = [self.aside, self.beside];
         if let Err(error) = self.pool.driver().synchronize() {
             // What may still run keeps what it knows.
@@ -435,7 +464,7 @@ impl Drop for CudaEngine {
         }
         let cleaned = driver.with_context_unordered(|| {
             kernels.unload();
-            order.end(api);
+            orders.for_each(|order| order.end(api));
             for stream in streams {
                 // SAFETY: made by this value and given up here; nothing runs on it.
                 let code = unsafe { (api.stream_destroy)(stream.raw() as Handle) };

@@ -70,7 +70,8 @@ impl Default for CudaOptions {
 /// [`copy_to_host`](Self::copy_to_host), [`copy_from_host`](Self::copy_from_host) and
 /// [`fill`](Self::fill).
 ///
-/// A stream passed to a driver must be a live stream of its device; CUDA follows the handle.
+/// A stream passed to a driver must be a live stream of its device; CUDA follows the handle. This is what
+/// [`Stream::from_raw`] has callers promise.
 pub struct CudaDriver {
     facts: CudaFacts,
     prop: AllocationProp,
@@ -161,6 +162,12 @@ impl CudaDriver {
         Api::get()?.check(Code(code), what)
     }
 
+    /// The handle of a stream, a `CUstream`; `is_invalid_argument` for one of no device
+    /// ([`Stream::numbered`]).
+    pub fn stream_handle(&self, stream: Stream) -> Result<usize> {
+        stream::handle(stream)
+    }
+
     /// A number that the driver knows of the device; `which` is a `CUdevice_attribute`.
     pub fn attribute(&self, which: u32) -> Result<i32> {
         probe::number(self.context.api, self.context.device, which)
@@ -212,10 +219,10 @@ impl CudaDriver {
     }
 
     fn check_event(&self, event: &Event) -> Result<()> {
-        if self.events().contains(&event.0) {
+        if !event.is_numbered() && self.events().contains(&event.raw()) {
             return Ok(());
         }
-        Err(Error::invalid_argument(format!("no live event {:#x} in this driver", event.0)))
+        Err(Error::invalid_argument(format!("no live event {:#x} in this driver", event.raw())))
     }
 
     fn events(&self) -> MutexGuard<'_, BTreeSet<u64>> {
@@ -231,7 +238,9 @@ fn ordinal_from(local_rank: Option<&str>) -> Result<u32> {
     })
 }
 
-impl MemoryDriver for CudaDriver {
+// SAFETY: `Memory` knows what is reserved and mapped, and refuses anything else; the device's mappings stay
+// until they are removed here. The host cannot reach them.
+unsafe impl MemoryDriver for CudaDriver {
     fn name(&self) -> &'static str {
         "cuda"
     }
@@ -311,7 +320,7 @@ impl MemoryDriver for CudaDriver {
 
     fn record_event(&self, stream: Stream) -> Result<Event> {
         let event = stream::record(&self.context, stream)?;
-        self.events().insert(event.0);
+        self.events().insert(event.raw());
         Ok(event)
     }
 
@@ -319,18 +328,18 @@ impl MemoryDriver for CudaDriver {
         // Not under the lock: the call may block until the device makes room, and another thread
         // may have to record an event for that. The borrow keeps this event from being released.
         self.check_event(event)?;
-        stream::wait(&self.context, stream, event.0)
+        stream::wait(&self.context, stream, event.raw())
     }
 
     fn is_event_done(&self, event: &Event) -> Result<bool> {
         self.check_event(event)?;
-        stream::is_done(&self.context, event.0)
+        stream::is_done(&self.context, event.raw())
     }
 
     fn release_event(&self, event: Event) {
-        let live = self.events().remove(&event.0);
+        let live = !event.is_numbered() && self.events().remove(&event.raw());
         if live {
-            stream::release(&self.context, event.0);
+            stream::release(&self.context, event.raw());
         }
     }
 

@@ -14,35 +14,45 @@ use crate::{Error, Result};
 /// `CU_STREAM_LEGACY`: the default stream by its explicit name.
 const LEGACY: Handle = 1;
 
-fn raw(stream: Stream) -> Handle {
+/// The handle of a stream, which is live, as whoever made the `Stream` of a raw handle promised. Others are
+/// refused.
+pub(super) fn handle(stream: Stream) -> Result<Handle> {
+    if stream.is_numbered() {
+        return Err(Error::invalid_argument(format!(
+            "stream number {} is none of a CUDA device; pass the default stream, or one that was made of \
+             a raw handle",
+            stream.raw()
+        )));
+    }
     // Handles are pointers, so on every system CUDA runs on they fit.
-    stream.raw() as Handle
+    Ok(stream.raw() as Handle)
 }
 
 /// Makes an event without timing and records it on `stream`.
 pub(super) fn record(cx: &Context, stream: Stream) -> Result<Event> {
+    let stream = handle(stream)?;
     let _current = cx.enter()?;
     let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
     let mut event: Handle = 0;
     // SAFETY: writes one handle through a valid pointer.
     let code = unsafe { (cx.api.event_create)(&raw mut event, flags) };
     cx.api.check(code, || "creating an event".to_owned())?;
-    // SAFETY: the event was just made; the stream is live, which whoever made the `Stream` from a
-    // raw handle vouched for.
-    let code = unsafe { (cx.api.event_record)(event, raw(stream)) };
+    // SAFETY: the event was just made; the stream is live, as `handle` says.
+    let code = unsafe { (cx.api.event_record)(event, stream) };
     if code.0 != 0 {
         destroy(cx, event);
     }
     cx.api.check(code, || "recording an event".to_owned())?;
-    Ok(Event(event as u64))
+    // SAFETY: the event was just made, and nobody else knows of it.
+    Ok(unsafe { Event::from_raw(event as u64) })
 }
 
 /// Makes `stream` wait for an event that the driver knows to be live.
 pub(super) fn wait(cx: &Context, stream: Stream, event: u64) -> Result<()> {
+    let stream = handle(stream)?;
     let _current = cx.enter()?;
-    // SAFETY: the event is live, which the driver's table says; the stream is, which whoever made
-    // the `Stream` from a raw handle vouched for.
-    let code = unsafe { (cx.api.stream_wait_event)(raw(stream), event as Handle, 0) };
+    // SAFETY: the event is live, which the driver's table says; the stream is, as `handle` says.
+    let code = unsafe { (cx.api.stream_wait_event)(stream, event as Handle, 0) };
     cx.api.check(code, || "making a stream wait for an event".to_owned())
 }
 
@@ -92,8 +102,10 @@ pub(super) fn synchronize(cx: &Context) -> Result<()> {
 
 /// Whether `stream` is being captured.
 pub(super) fn is_capturing(cx: &Context, stream: Stream) -> bool {
+    // What is no stream of a device is not captured.
+    let Ok(stream) = handle(stream) else { return false };
     match cx.enter() {
-        Ok(_current) => capturing(cx, raw(stream)),
+        Ok(_current) => capturing(cx, stream),
         Err(error) => {
             tracing::warn!(%error, "cannot tell whether a stream is being captured");
             false
@@ -103,8 +115,7 @@ pub(super) fn is_capturing(cx: &Context, stream: Stream) -> bool {
 
 fn capturing(cx: &Context, stream: Handle) -> bool {
     let mut status: c_uint = 0;
-    // SAFETY: writes one enumerator through a valid pointer; the stream is live, which whoever
-    // made the `Stream` from a raw handle vouched for.
+    // SAFETY: writes one enumerator through a valid pointer; the stream is live, as `handle` says.
     let code = unsafe { (cx.api.stream_is_capturing)(stream, &raw mut status) };
     if code.0 != 0 {
         // The default stream cannot be asked while another is captured, and says so. A broken

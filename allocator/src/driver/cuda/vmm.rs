@@ -213,7 +213,8 @@ impl Memory {
     fn hold(&mut self, handle: u64, bytes: u64) -> Physical {
         let entry = self.handles.entry(handle).or_insert((bytes, 0));
         entry.1 += 1;
-        Physical::new(handle, bytes)
+        // SAFETY: CUDA has just handed out the handle, once for each value that is made of it.
+        unsafe { Physical::new(handle, bytes) }
     }
 
     fn check_held(&self, physical: &Physical) -> Result<()> {
