@@ -184,9 +184,11 @@ pub unsafe extern "C" fn symmpool_alloc(
     stream: *mut c_void,
     pointer: *mut *mut c_void,
 ) -> Status {
+    // SAFETY: the caller's promise.
+    let stream = unsafe { on(stream) };
     status(|| {
         // SAFETY: the caller's promise.
-        let (out, stream) = unsafe { (Out::new(pointer, "pointer")?, on(stream)) };
+        let out = unsafe { Out::new(pointer, "pointer") }?;
         let align = if align == 0 { 512 } else { align };
         let block = at_site(None, || find(pool)?.default_lane().alloc_bytes(bytes, align, stream))?;
         out.put(block.into_address() as *mut c_void);
