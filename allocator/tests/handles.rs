@@ -21,7 +21,8 @@ const SEGMENT: usize = 48 * MIB;
 /// The host's memory, with handles that are said to be slow.
 struct Slow(HostDriver);
 
-impl MemoryDriver for Slow {
+// SAFETY: the driver that it wraps does what it does at all, with the same values.
+unsafe impl MemoryDriver for Slow {
     fn name(&self) -> &'static str {
         self.0.name()
     }

@@ -49,7 +49,7 @@ fn an_allocation_beside_a_commit_is_refused_and_does_not_wait() {
         // A local lane has no part in commits.
         let local = a.lane("y").unwrap();
         let block = local.try_alloc_bytes(8, 512, Stream::DEFAULT).unwrap();
-        local.record_stream_address(block.address(), Stream::from_raw(5)).unwrap();
+        local.record_stream_address(block.address(), Stream::numbered(5)).unwrap();
         drop(block);
         // It ends, one way or another, once rank 1 comes.
         let _ = (b.commit(), commit.join().unwrap());

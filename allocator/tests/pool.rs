@@ -69,7 +69,7 @@ fn what_is_reserved_on_a_stream_is_there_for_that_stream() {
     // D3
     let groups = Group::in_process(1).unwrap();
     let pool = pool(groups[0].clone(), Driver::sim(1)).unwrap();
-    let (lane, stream) = (pool.default_lane(), Stream::from_raw(0x70));
+    let (lane, stream) = (pool.default_lane(), Stream::numbered(0x70));
     lane.reserve_on(40 << 20, stream).unwrap();
     let made = lane.stats().unwrap().segments_made;
     assert!(made > 0);
@@ -80,6 +80,58 @@ fn what_is_reserved_on_a_stream_is_there_for_that_stream() {
     assert_ne!(there.offset(), other.offset());
     lane.reserve(1 << 20).unwrap();
     assert!(lane.reserve_on(u64::MAX, stream).unwrap_err().is_out_of_memory());
+}
+
+#[test]
+fn streams_that_are_forgotten_make_room_for_others() {
+    // D3, D5: also where blocks go back by commits, and outlive their stream.
+    ranks(2, |group| {
+        let rank = u64::from(group.rank());
+        let pool = pool(group, Driver::sim(rank)).unwrap();
+        let mut kept = Vec::new();
+        for n in 0..200 {
+            // Handles are each rank's own.
+            let stream = Stream::numbered(1 + 1000 * rank + n);
+            let block = pool.default_lane().alloc_on::<u8>(1 << 20, stream).unwrap();
+            if n % 50 == 0 {
+                kept.push(block);
+            } else {
+                block.free_unordered().unwrap();
+            }
+            pool.forget_stream(stream).unwrap();
+            pool.commit().unwrap();
+        }
+        assert!(
+            pool.default_lane().reserved().unwrap() <= 32 << 20,
+            "memory goes from stream to stream"
+        );
+        drop(kept);
+        pool.commit().unwrap();
+    });
+}
+
+#[test]
+fn a_stream_that_one_rank_alone_forgets_is_a_difference_and_resync_ends_it() {
+    // D3: ordinals follow from what was forgotten.
+    ranks(2, |group| {
+        let rank = u64::from(group.rank());
+        let pool = pool(group, Driver::sim(rank)).unwrap();
+        let lane = pool.default_lane();
+        let [old, new] = [1, 2].map(|n| Stream::numbered(n + 10 * rank));
+        lane.alloc_on::<u8>(100, old).unwrap().free().unwrap();
+        pool.commit().unwrap();
+        if rank == 0 {
+            pool.forget_stream(old).unwrap();
+        }
+        lane.alloc_on::<u8>(100, new).unwrap().free().unwrap();
+        let error = pool.commit().unwrap_err();
+        assert!(error.to_string().contains("end of stream 0"), "{error}");
+        assert!(pool.resync().unwrap());
+        for stream in [new, old] {
+            lane.alloc_on::<u8>(100, stream).unwrap().free().unwrap();
+        }
+        pool.commit().unwrap();
+    });
 }
 
 #[test]
@@ -250,7 +302,7 @@ fn a_block_used_on_another_stream_is_waited_for_on_the_device() {
     for reuses in 0..3 {
         let block = pool.alloc::<u8>(1000).unwrap();
         assert_eq!(block.offset(), 0);
-        block.record_stream(Stream::from_raw(7)).unwrap();
+        block.record_stream(Stream::numbered(7)).unwrap();
         block.free().unwrap();
         // Each reuse waited for the use before it; only the latest event is kept.
         let counts = driver.counts();
@@ -294,7 +346,7 @@ fn a_rank_that_fails_where_a_commit_is_due_comes_to_it_too() {
     let driver = Driver::new(FaultDriver::new(Driver::sim(1), plan));
     let pool = pool(Group::in_process(1).unwrap().remove(0), driver).unwrap();
     let block = pool.alloc::<u8>(256 << 20).unwrap();
-    block.record_stream(Stream::from_raw(7)).unwrap();
+    block.record_stream(Stream::numbered(7)).unwrap();
     block.free_unordered().unwrap();
     assert_eq!(pool.commit().unwrap().blocks_returned, 1);
     // As much as came back. Its place has to be waited for.

@@ -266,6 +266,19 @@ impl Communicator {
         self.lock().engine.synchronize(stream)
     }
 
+    /// Lets go of a stream that is about to be destroyed: it is not touched any more unless a call names it
+    /// again, and what was put on it keeps its place in the order of calls. To be called while the stream
+    /// lives; ranks need not do so alike. The pool's lanes remember streams too: see
+    /// [`Pool::forget_stream`].
+    ///
+    /// # Errors
+    ///
+    /// `is_invalid_state` while the stream is being captured, if the communicator's last call is on it, and
+    /// in a forked child.
+    pub fn forget_stream(&self, stream: &Stream) -> Result<()> {
+        self.lock().engine.forget_stream(stream)
+    }
+
     /// The beginning of every call: the turn, and the commit that is due.
     ///
     /// In host memory a stream has no work that could be pending; it is only named in traces.

@@ -425,6 +425,14 @@ impl Communicator {
         py.detach(|| self.calls.comm.synchronize(&stream)).or_raise(py)
     }
 
+    /// Lets go of a stream that is about to be destroyed: it is touched no more unless a call names it
+    /// again, and what was put on it keeps its place in the order of calls. Ranks need not do so alike.
+    /// The pool remembers streams too: see `Pool.forget_stream`.
+    fn forget_stream(&self, py: Python<'_>, stream: Argument<'_, '_>) -> PyResult<()> {
+        let stream = tensor::stream(py, self.calls.device, Some(stream))?;
+        py.detach(|| self.calls.comm.forget_stream(&stream)).or_raise(py)
+    }
+
     /// Marks how far `stream` is (torch's current one unless given): everything that it was given.
     #[pyo3(signature = (stream = None))]
     fn mark(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<Mark> {

@@ -235,6 +235,16 @@ impl Pool {
         site::detach(py, reserve).or_raise(py)
     }
 
+    /// Lets go of a stream (an object with a raw handle, or that handle) that is about to be destroyed. A
+    /// pool remembers the streams that it was given, up to 64 in a lane, and touches them until then; what
+    /// was theirs goes to the next stream that is new to it. Every rank does so in the same place of its
+    /// sequence. torch's own streams are never destroyed and need not be forgotten.
+    fn forget_stream(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.check(py)?;
+        let stream = tensor::stream(py, self.device, Some(stream))?;
+        site::detach(py, || self.pool.forget_stream(stream)).or_raise(py)
+    }
+
     /// The scope's state, made at the first use. torch.cuda.MemPool and others, in CUDA only.
     fn _scope<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();

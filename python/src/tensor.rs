@@ -301,7 +301,15 @@ pub(crate) fn stream(
             None => 0,
         },
     };
-    Ok(Stream::from_raw(raw))
+    Ok(named(raw))
+}
+
+/// The stream that a program names by its handle.
+pub(crate) fn named(raw: u64) -> Stream {
+    // SAFETY: of the program, which was told so (`Pool.forget_stream`): a stream lives until what it was
+    // named to is gone or has forgotten it. Python has no other word for that; torch's streams live as long
+    // as the process.
+    unsafe { Stream::from_raw(raw) }
 }
 
 /// Refuses what is no stream of any device. The CPU needs none, and takes whichever.

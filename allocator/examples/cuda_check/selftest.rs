@@ -222,6 +222,12 @@ fn without_handles(driver: &CudaDriver) -> Outcome {
     driver.unreserve(range).map_err(text)
 }
 
+/// A handle that no driver has given.
+fn forged(raw: u64, bytes: u64) -> Physical {
+    // SAFETY: it is only passed where it is refused.
+    unsafe { Physical::new(raw, bytes) }
+}
+
 fn misuse(driver: &CudaDriver) -> Outcome {
     let granule = driver.granularity();
     invalid(driver.reserve(0, granule), "multiples")?;
@@ -235,23 +241,25 @@ fn misuse(driver: &CudaDriver) -> Outcome {
     invalid(driver.map(&range, 2 * granule, &physical), "overlaps")?;
     invalid(driver.map(&range, 3 * granule, &physical), "beyond the reservation")?;
     invalid(driver.map(&range, 1, &physical), "multiples")?;
-    invalid(driver.map(&range, 0, &Physical::new(7, granule)), "no live allocation")?;
+    invalid(driver.map(&range, 0, &forged(7, granule)), "no live allocation")?;
     invalid(driver.unmap(&range, granule, granule), "undone whole")?;
     invalid(driver.unmap(&range, 0, granule), "nothing is mapped")?;
-    invalid(driver.export(&Physical::new(7, granule)), "no live allocation")?;
-    invalid(driver.release(Physical::new(physical.raw(), granule)), "no live allocation")?;
-    match driver.unreserve(Reservation::new(range.base(), range.bytes())) {
+    invalid(driver.export(&forged(7, granule)), "no live allocation")?;
+    invalid(driver.release(forged(physical.raw(), granule)), "no live allocation")?;
+    // SAFETY: these are only passed where they are refused.
+    let stranger = |base, bytes| unsafe { Reservation::new(base, bytes) };
+    match driver.unreserve(stranger(range.base(), range.bytes())) {
         Err(early) if early.is_invalid_state() => {}
         other => return Err(format!("giving a range back with a mapping in it: {other:?}")),
     }
-    invalid(driver.unreserve(Reservation::new(granule, granule)), "no live reservation")?;
+    invalid(driver.unreserve(stranger(granule, granule)), "no live reservation")?;
     invalid(driver.import(Exported::Derived, granule), "simulation")?;
     invalid(driver.import(Exported::Bytes(vec![0; 3]), granule), "3 bytes")?;
-    invalid(driver.wait_event(Stream::DEFAULT, &Event(3)), "no live event")?;
+    invalid(driver.wait_event(Stream::DEFAULT, &Event::numbered(3)), "no live event")?;
     driver.unmap(&range, granule, 2 * granule).map_err(text)?;
     let raw = (physical.raw(), physical.bytes());
     driver.release(physical).map_err(text)?;
-    invalid(driver.release(Physical::new(raw.0, raw.1)), "no live allocation")?;
+    invalid(driver.release(forged(raw.0, raw.1)), "no live allocation")?;
     driver.unreserve(range).map_err(text)
 }
 
@@ -285,7 +293,8 @@ fn events(driver: &CudaDriver) -> Outcome {
     driver.wait_event(Stream::DEFAULT, &event).map_err(text)?;
     driver.synchronize().map_err(text)?;
     require(!driver.is_capturing(Stream::DEFAULT), || "nothing is being captured".to_owned())?;
-    let again = Event(event.0);
+    // SAFETY: it is only passed where it is refused, as the event has been given up.
+    let again = unsafe { Event::from_raw(event.raw()) };
     driver.release_event(event);
     invalid(driver.wait_event(Stream::DEFAULT, &again), "no live event")
 }
@@ -317,7 +326,8 @@ fn captured(driver: &CudaDriver) -> Outcome {
     // SAFETY: writes one handle through a valid pointer; flags 0 make a blocking stream.
     let code = unsafe { sys::cuStreamCreate(&raw mut raw, 0) };
     cuda(code, "cuStreamCreate")?;
-    let stream = Stream::from_raw(raw as u64);
+    // SAFETY: the stream was just made, and is destroyed when nothing names it any more.
+    let stream = unsafe { Stream::from_raw(raw as u64) };
     require(!driver.is_capturing(stream), || "capturing before the start".to_owned())?;
     let before = driver.record_event(stream).map_err(text)?;
     driver.synchronize().map_err(text)?;

@@ -309,6 +309,27 @@ impl Lane {
         state.reserve(bytes, stream, site, memory).map_err(|error| self.named(error))
     }
 
+    /// Forgets a stream that is about to be destroyed, in this lane: it is not touched any more. The next
+    /// stream that is new to the lane takes its place, and goes on in its memory, behind its work; so a lane
+    /// serves any number of streams, of which it can know 64 at a time. Part of the lane's sequence. Blocks
+    /// that were allocated on the stream stay as they are. Nothing happens if the lane does not know it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_invalid_state`] while the stream is being captured, and in a forked child.
+    #[track_caller]
+    pub fn forget_stream(&self, stream: Stream) -> Result<()> {
+        let site = here();
+        let LaneInner { state, memory } = &mut *self.0.lock()?;
+        if state.knows(stream) && self.0.heap.driver().is_capturing(stream) {
+            return Err(self.named(Error::invalid_state(format!(
+                "stream {:#x} is being captured into a graph; have it forgotten after the capture",
+                stream.raw()
+            ))));
+        }
+        state.forget_stream(stream, site, memory).map_err(|error| self.named(error))
+    }
+
     /// Notes that this rank cannot do what all ranks are about to do in this lane, and why. A commit
     /// is then due; if the others went on, it fails on all ranks with `why`, which is more than
     /// that their sequences differ. If no rank could, nothing differs and nothing is wrong.

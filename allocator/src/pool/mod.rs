@@ -42,7 +42,7 @@ pub use builder::PoolBuilder;
 pub use commit::CommitReport;
 pub use lane::Lane;
 
-use crate::driver::{DeviceIdentity, Driver};
+use crate::driver::{DeviceIdentity, Driver, Stream};
 use crate::fork::Maker;
 use crate::heap::{Heap, HeapLayout};
 use crate::lane::LaneStats;
@@ -221,6 +221,17 @@ impl Pool {
     /// [`Lane`]).
     pub fn commit_if_due(&self) -> Result<Option<CommitReport>> {
         if self.is_commit_due() { self.commit().map(Some) } else { Ok(None) }
+    }
+
+    /// Forgets a stream that is about to be destroyed, in all lanes: see [`Lane::forget_stream`]. Part of the
+    /// sequence of every symmetric lane that knows it, so every rank does so at the same place. Communicators
+    /// remember streams too, and forget them by themselves.
+    #[track_caller]
+    pub fn forget_stream(&self, stream: Stream) -> Result<()> {
+        for lane in self.lanes() {
+            lane.forget_stream(stream)?;
+        }
+        Ok(())
     }
 
     /// Whether a symmetric lane has grown since the last commit, or has allocated so much that, by what the

@@ -29,6 +29,7 @@ struct Holdings {
     counter: u64,
     next_segment: u64,
     strays: u64,
+    forgotten: u64,
     survivors: Vec<Survivor>,
 }
 
@@ -52,7 +53,8 @@ impl Pool {
     /// freed meanwhile and others did not count as freed without order (rule D5), and so will the
     /// frees of the others, however they free them.
     ///
-    /// Waits for the device, also no longer than that. Streams that were first used since are forgotten.
+    /// Waits for the device, also no longer than that. Streams that were first used since are forgotten, and
+    /// so are those that any rank has forgotten.
     pub fn resync(&self) -> Result<bool> {
         let deadline = self.group().deadline();
         let mut committer = self.committer()?;
@@ -140,6 +142,7 @@ impl Pool {
             counter: state.counter(),
             next_segment: state.next_segment(),
             strays: state.strays(first),
+            forgotten: state.forgotten(first),
             survivors: state.survivors(first),
         };
         let gathered = gather("holdings", &encode_status(Holds, Ok(own))?)?;
@@ -171,6 +174,7 @@ impl Pool {
             first,
             counter: all.iter().map(|holdings| holdings.counter).max().unwrap_or(0),
             next_segment: all.iter().map(|holdings| holdings.next_segment).max().unwrap_or(0),
+            forgotten: all.iter().fold(0, |mask, holdings| mask | holdings.forgotten),
             digest: u64::from_le_bytes([a, b, c, d, e, f, g, h]),
             survivors: survivors
                 .into_iter()

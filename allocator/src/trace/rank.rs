@@ -89,7 +89,7 @@ impl<'a> Player<'a> {
     fn new(pool: &'a Pool, lane: Lane, trace: &'a Trace, options: &ReplayOptions) -> Self {
         let rank = u64::from(pool.rank());
         let mut handles = Random::new(options.address_seed.unwrap_or(0), rank);
-        let streams = (0..64).map(|ordinal| Stream::from_raw(handles.next() & !63 | ordinal));
+        let streams = (0..64).map(|ordinal| Stream::numbered(handles.next() & !63 | ordinal));
         let seed = match options.unordered {
             Unordered::AsTraced => 0,
             Unordered::Shuffled { seed } | Unordered::Delayed { seed } => seed,

@@ -125,7 +125,7 @@ fn another_size_that_reads_the_same_when_rounded() {
 fn another_stream() {
     // D3: handles differ from rank to rank, ordinals must not.
     let found = diverges(|pool, odd| {
-        let handle = |n: u64| Stream::from_raw(n * 1000 + u64::from(pool.rank()));
+        let handle = |n: u64| Stream::numbered(n * 1000 + u64::from(pool.rank()));
         let lane = pool.default_lane();
         lane.alloc_on::<u8>(64, handle(1)).unwrap().into_address();
         lane.alloc_on::<u8>(64, handle(if odd { 2 } else { 1 })).unwrap().into_address();
@@ -201,7 +201,7 @@ fn a_recorded_stream_that_is_missing() {
     let found = diverges(|pool, odd| {
         let block = pool.alloc::<u8>(100).unwrap();
         if !odd {
-            block.record_stream(Stream::from_raw(9)).unwrap();
+            block.record_stream(Stream::numbered(9)).unwrap();
         }
         block.free().unwrap();
     });

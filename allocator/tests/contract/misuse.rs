@@ -140,7 +140,7 @@ fn too_many_streams() {
     // Streams are counted, and a lane knows 64.
     let pool = alone();
     let lane = pool.default_lane();
-    let streams = || (0..).map(|n| Stream::from_raw(0x1000 + n));
+    let streams = || (0..).map(|n| Stream::numbered(0x1000 + n));
     let blocks: Vec<_> =
         streams().take(64).map(|stream| lane.alloc_on::<u8>(8, stream).unwrap()).collect();
     let one_more = streams().nth(64).unwrap();

@@ -122,7 +122,7 @@ impl Runner {
         let lane = |at: usize| self.pool.lanes().nth(at).unwrap();
         match op {
             Op::Alloc(count, at, on) => {
-                let block = lane(at).alloc_on::<u64>(count, Stream::from_raw(on)).unwrap();
+                let block = lane(at).alloc_on::<u64>(count, Stream::numbered(on)).unwrap();
                 self.trace.placed.push((block.counter(), block.offset()));
                 if self.checked {
                     block.write(&pattern(self.pool.rank(), &block)).unwrap();
@@ -144,11 +144,11 @@ impl Runner {
             Op::Record(nth, on) => {
                 if !self.live.is_empty() {
                     let block = &self.live[nth % self.live.len()];
-                    block.record_stream(Stream::from_raw(on)).unwrap();
+                    block.record_stream(Stream::numbered(on)).unwrap();
                 }
             }
             Op::Reserve(bytes, at, on) => {
-                lane(at).reserve_on(bytes, Stream::from_raw(on)).unwrap();
+                lane(at).reserve_on(bytes, Stream::numbered(on)).unwrap();
             }
             Op::Trim(at) => {
                 let bytes = lane(at).trim().unwrap();

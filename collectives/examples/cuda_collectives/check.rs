@@ -8,8 +8,8 @@ use symmpool_collectives::{
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
 use crate::{
-    ORDINARY, Options, equal_parts, exchange, first_calls, huge, p2p, repeats, rows, sided, slow,
-    spread, streams,
+    ORDINARY, Options, equal_parts, exchange, first_calls, huge, p2p, repeats, rows, sided,
+    sided_streams, slow, spread, streams,
 };
 
 /// Room for the longest data and any alignment.
@@ -93,9 +93,12 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         wrong += row_wrong;
     }
     if options.asks("one_sided") {
-        let (sided_cases, sided_wrong) = sided::run(pool, options)?;
-        cases += sided_cases;
-        wrong += sided_wrong;
+        for (some_cases, some_wrong) in
+            [sided::run(pool, options)?, sided_streams::run(pool, options)?]
+        {
+            cases += some_cases;
+            wrong += some_wrong;
+        }
     }
     if options.asks("p2p") {
         let (message_cases, message_wrong) = p2p::run(pool, options)?;

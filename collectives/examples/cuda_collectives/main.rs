@@ -29,6 +29,7 @@ mod repeats;
 mod row_model;
 mod rows;
 mod sided;
+mod sided_streams;
 mod slow;
 mod soak;
 mod spread;

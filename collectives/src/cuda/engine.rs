@@ -242,6 +242,7 @@ impl CudaEngine {
         self.maker.check("a communicator")?;
         let driver = cuda(&self.pool)?;
         let api = self.api;
+        driver.stream_handle(stream)?;
         driver.with_context(|| api.synchronize(stream))?;
         self.ready()?;
         self.noticed()
@@ -337,11 +338,32 @@ impl CudaEngine {
         self.channels.entry(end).or_default().turn_to(self.api, cuda(&self.pool)?, stream)
     }
 
-    /// What counts on one end of a channel was put on the stream.
-    pub(super) fn passed(&mut self, end: Channel, stream: Stream) -> Result<()> {
+    /// An operation on one end of a channel was put on the stream.
+    pub(super) fn operated(&mut self, end: Channel, stream: Stream) -> Result<()> {
         let order = self.channels.entry(end).or_default();
-        order.called(self.api, cuda(&self.pool)?, stream, true);
+        order.operated(self.api, cuda(&self.pool)?, stream);
         Ok(())
+    }
+
+    /// What is put on the stream next waits for a peer, outside calls.
+    pub(super) fn before_a_wait(&mut self, stream: Stream) -> Result<()> {
+        self.order.before_a_wait(self.api, cuda(&self.pool)?, stream);
+        Ok(())
+    }
+
+    /// Never touches the stream again, which lives still, unless a call names it. What was put on it keeps
+    /// its place in the order.
+    pub(crate) fn forget_stream(&mut self, stream: Stream) -> Result<()> {
+        self.maker.check("a communicator")?;
+        let driver = cuda(&self.pool)?;
+        driver.stream_handle(stream)?;
+        let mut orders = std::iter::once(&mut self.order).chain(self.channels.values_mut());
+        orders.try_for_each(|order| order.forget(self.api, driver, stream))
+    }
+
+    /// Refuses what is no stream of a device.
+    pub(super) fn expects(&self, stream: Stream) -> Result<()> {
+        cuda(&self.pool)?.stream_handle(stream).map(drop)
     }
 
     /// The device's ordinal in this process.
@@ -468,8 +490,7 @@ impl Drop for CudaEngine {
     fn drop(&mut self) {
         let Ok(driver) = cuda(&self.pool) else { return };
         let (api, fault) = (self.api, self.fault.take());
-        let order = &mut self.order;
-        let channels = &mut self.channels;
+        let orders = std::iter::once(&mut self.order).chain(self.channels.values_mut());
         let streams = [self.aside, self.beside];
         let deadline = self.pool.group().deadline();
         if let Err(error) = self.pool.driver().synchronize_by(deadline) {
@@ -479,8 +500,7 @@ impl Drop for CudaEngine {
             return;
         }
         let cleaned = driver.with_context_unordered(|| {
-            order.end(api);
-            channels.values_mut().for_each(|order| order.end(api));
+            orders.for_each(|order| order.end(api));
             for stream in streams {
                 // SAFETY: made by this value and given up here; nothing runs on it.
                 let code = unsafe { (api.stream_destroy)(stream.raw() as Handle) };

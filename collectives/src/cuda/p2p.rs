@@ -230,7 +230,7 @@ impl CudaEngine {
         unsafe {
             self.launch_apart(kernel, (lanes as u32, THREADS), &self.comm, &params, None, stream)
         }?;
-        self.passed(end, stream)
+        self.operated(end, stream)
     }
 }
 

@@ -110,15 +110,20 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         self.ready()?;
+        self.expects(stream)?;
         let comm = Comm { early: self.begin_apart().into(), ..*comm };
         let kernel = self.kernel(Specialty::one_sided(does.shots()))?;
         // Only what counts on one end of a channel has an order of its own.
         if let Some(end) = end {
             self.turn_channel_to(end, stream)?;
         }
+        if matches!(does, Does::Wait) {
+            self.before_a_wait(stream)?;
+        }
         let grid = (blocks, does.threads());
         // SAFETY: as the caller promised.
-        unsafe { self.launch_apart(kernel, grid, &comm, params, None, stream) }
+        unsafe { self.launch_apart(kernel, grid, &comm, params, None, stream) }?;
+        end.map_or(Ok(()), |end| self.operated(end, stream))
     }
 }
 

@@ -71,7 +71,8 @@ impl Default for CudaOptions {
 /// [`copy_to_host`](Self::copy_to_host), [`copy_from_host`](Self::copy_from_host) and
 /// [`fill`](Self::fill).
 ///
-/// A stream passed to a driver must be a live stream of its device; CUDA follows the handle.
+/// A stream passed to a driver must be a live stream of its device; CUDA follows the handle. This is what
+/// [`Stream::from_raw`] has callers promise.
 pub struct CudaDriver {
     facts: CudaFacts,
     prop: AllocationProp,
@@ -162,6 +163,12 @@ impl CudaDriver {
         Api::get()?.check(Code(code), what)
     }
 
+    /// The handle of a stream, a `CUstream`; `is_invalid_argument` for one of no device
+    /// ([`Stream::numbered`]).
+    pub fn stream_handle(&self, stream: Stream) -> Result<usize> {
+        stream::handle(stream)
+    }
+
     /// A number that the driver knows of the device; `which` is a `CUdevice_attribute`.
     pub fn attribute(&self, which: u32) -> Result<i32> {
         probe::number(self.context.api, self.context.device, which)
@@ -210,9 +217,11 @@ impl CudaDriver {
 
     /// Which capture a live event is part of.
     fn check_event(&self, event: &Event) -> Result<CaptureId> {
-        let none =
-            || Error::invalid_argument(format!("no live event {:#x} in this driver", event.0));
-        self.events().get(&event.0).copied().ok_or_else(none)
+        let known =
+            (!event.is_numbered()).then(|| self.events().get(&event.raw()).copied()).flatten();
+        known.ok_or_else(|| {
+            Error::invalid_argument(format!("no live event {:#x} in this driver", event.raw()))
+        })
     }
 
     fn events(&self) -> MutexGuard<'_, BTreeMap<u64, CaptureId>> {
@@ -228,7 +237,9 @@ fn ordinal_from(local_rank: Option<&str>) -> Result<u32> {
     })
 }
 
-impl MemoryDriver for CudaDriver {
+// SAFETY: `Memory` knows what is reserved and mapped, and refuses anything else; the device's mappings stay
+// until they are removed here. The host cannot reach them.
+unsafe impl MemoryDriver for CudaDriver {
     fn name(&self) -> &'static str {
         "cuda"
     }
@@ -308,7 +319,7 @@ impl MemoryDriver for CudaDriver {
 
     fn record_event(&self, stream: Stream) -> Result<Event> {
         let (event, capture) = stream::record(&self.context, stream)?;
-        self.events().insert(event.0, capture);
+        self.events().insert(event.raw(), capture);
         Ok(event)
     }
 
@@ -316,18 +327,18 @@ impl MemoryDriver for CudaDriver {
         // Not under the lock: the call may block until the device makes room, and another thread
         // may have to record an event for that. The borrow keeps this event from being released.
         let capture = self.check_event(event)?;
-        stream::wait(&self.context, stream, event.0, capture)
+        stream::wait(&self.context, stream, event.raw(), capture)
     }
 
     fn is_event_done(&self, event: &Event) -> Result<bool> {
         let capture = self.check_event(event)?;
-        stream::is_done(&self.context, event.0, capture)
+        stream::is_done(&self.context, event.raw(), capture)
     }
 
     fn release_event(&self, event: Event) {
-        let live = self.events().remove(&event.0);
-        if live.is_some() {
-            stream::release(&self.context, event.0);
+        let live = !event.is_numbered() && self.events().remove(&event.raw()).is_some();
+        if live {
+            stream::release(&self.context, event.raw());
         }
     }
 

@@ -16,9 +16,18 @@ use crate::{Deadline, Error, Result, blocking};
 /// `CU_STREAM_LEGACY`: the default stream by its explicit name.
 const LEGACY: Handle = 1;
 
-fn raw(stream: Stream) -> Handle {
+/// The handle of a stream, which is live, as whoever made the `Stream` of a raw handle promised. Others are
+/// refused.
+pub(super) fn handle(stream: Stream) -> Result<Handle> {
+    if stream.is_numbered() {
+        return Err(Error::invalid_argument(format!(
+            "stream number {} is none of a CUDA device; pass the default stream, or one that was made of \
+             a raw handle",
+            stream.raw()
+        )));
+    }
     // Handles are pointers, so on every system CUDA runs on they fit.
-    stream.raw() as Handle
+    Ok(stream.raw() as Handle)
 }
 
 /// How long an event from outside a capture may take to be done when a stream in the capture is to
@@ -34,7 +43,7 @@ fn capture_of(cx: &Context, stream: Handle) -> CaptureId {
     let (graph, edges, count) =
         (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut::<usize>());
     // SAFETY: writes an enumerator and a number through valid pointers; the others may be null. The
-    // stream is live, which whoever made the `Stream` from a raw handle vouched for.
+    // stream is live, as `handle` says.
     let code = unsafe {
         (cx.api.stream_capture_info)(stream, &raw mut status, &raw mut id, graph, edges, count)
     };
@@ -44,21 +53,22 @@ fn capture_of(cx: &Context, stream: Handle) -> CaptureId {
 
 /// Makes an event without timing and records it on `stream`. Also says which capture it is part of.
 pub(super) fn record(cx: &Context, stream: Stream) -> Result<(Event, CaptureId)> {
+    let stream = handle(stream)?;
     let _current = cx.enter()?;
     let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
     let mut event: Handle = 0;
     // SAFETY: writes one handle through a valid pointer.
     let code = unsafe { (cx.api.event_create)(&raw mut event, flags) };
     cx.api.check(code, || "creating an event".to_owned())?;
-    let capture = capture_of(cx, raw(stream));
-    // SAFETY: the event was just made; the stream is live, which whoever made the `Stream` from a
-    // raw handle vouched for.
-    let code = unsafe { (cx.api.event_record)(event, raw(stream)) };
+    let capture = capture_of(cx, stream);
+    // SAFETY: the event was just made; the stream is live, as `handle` says.
+    let code = unsafe { (cx.api.event_record)(event, stream) };
     if code.0 != 0 {
         destroy(cx, event);
     }
     cx.api.check(code, || "recording an event".to_owned())?;
-    Ok((Event(event as u64), capture))
+    // SAFETY: the event was just made, and nobody else knows of it.
+    Ok((unsafe { Event::from_raw(event as u64) }, capture))
 }
 
 /// Makes `stream` wait for an event that the driver knows to be live, which is part of `capture`.
@@ -68,8 +78,9 @@ pub(super) fn record(cx: &Context, stream: Stream) -> Result<(Event, CaptureId)>
 /// the order of two graphs is that of their launches. An event that was recorded just now takes the
 /// device some microseconds, so it has [`DONE_WITHIN`].
 pub(super) fn wait(cx: &Context, stream: Stream, event: u64, capture: CaptureId) -> Result<()> {
+    let stream = handle(stream)?;
     let _current = cx.enter()?;
-    let waiting = capture_of(cx, raw(stream));
+    let waiting = capture_of(cx, stream);
     if waiting != 0 && waiting != capture {
         let end = Instant::now() + DONE_WITHIN;
         while capture == 0 && !is_done(cx, event, capture)? {
@@ -80,9 +91,8 @@ pub(super) fn wait(cx: &Context, stream: Stream, event: u64, capture: CaptureId)
         }
         return Ok(());
     }
-    // SAFETY: the event is live, which the driver's table says; the stream is, which whoever made
-    // the `Stream` from a raw handle vouched for.
-    let code = unsafe { (cx.api.stream_wait_event)(raw(stream), event as Handle, 0) };
+    // SAFETY: the event is live, which the driver's table says; the stream is, as `handle` says.
+    let code = unsafe { (cx.api.stream_wait_event)(stream, event as Handle, 0) };
     // What CUDA says of an event whose capture has ended: it marks a place in the graph, and there
     // is nothing outside of that to wait for.
     let ended = code.0 == sys::cudaError_enum::CUDA_ERROR_INVALID_VALUE as c_uint;
@@ -166,8 +176,10 @@ pub(super) fn synchronize_by(cx: &Arc<Context>, deadline: Deadline) -> Result<()
 
 /// Whether `stream` is being captured.
 pub(super) fn is_capturing(cx: &Context, stream: Stream) -> bool {
+    // What is no stream of a device is not captured.
+    let Ok(stream) = handle(stream) else { return false };
     match cx.enter() {
-        Ok(_current) => capturing(cx, raw(stream)),
+        Ok(_current) => capturing(cx, stream),
         Err(error) => {
             tracing::warn!(%error, "cannot tell whether a stream is being captured");
             false
@@ -177,8 +189,7 @@ pub(super) fn is_capturing(cx: &Context, stream: Stream) -> bool {
 
 fn capturing(cx: &Context, stream: Handle) -> bool {
     let mut status: c_uint = 0;
-    // SAFETY: writes one enumerator through a valid pointer; the stream is live, which whoever
-    // made the `Stream` from a raw handle vouched for.
+    // SAFETY: writes one enumerator through a valid pointer; the stream is live, as `handle` says.
     let code = unsafe { (cx.api.stream_is_capturing)(stream, &raw mut status) };
     if code.0 != 0 {
         // The default stream cannot be asked while another is captured, and says so. A broken

@@ -107,6 +107,12 @@ fn memory_mapped_twice_is_one_memory() {
     driver.unreserve(range).unwrap();
 }
 
+/// A handle that no driver has given.
+fn forged(raw: u64, bytes: u64) -> Physical {
+    // SAFETY: it is only passed where it is refused.
+    unsafe { Physical::new(raw, bytes) }
+}
+
 #[test]
 fn misuse_is_refused_and_changes_nothing() {
     let Some(driver) = device() else { return };
@@ -119,12 +125,19 @@ fn misuse_is_refused_and_changes_nothing() {
     invalid(driver.map(&range, 0, &physical), "overlaps");
     invalid(driver.map(&range, 2 * granule, &physical), "beyond the reservation");
     invalid(driver.unmap(&range, granule, granule), "nothing is mapped");
-    invalid(driver.map(&range, granule, &Physical::new(1, granule)), "no live allocation");
-    invalid(driver.release(Physical::new(1, granule)), "no live allocation");
+    invalid(driver.map(&range, granule, &forged(1, granule)), "no live allocation");
+    invalid(driver.release(forged(1, granule)), "no live allocation");
     invalid(driver.import(Exported::Bytes(vec![0; 63]), granule), "63 bytes");
     invalid(driver.import(Exported::Derived, granule), "simulation");
-    invalid(driver.wait_event(Stream::DEFAULT, &Event(1)), "no live event");
-    let early = driver.unreserve(Reservation::new(range.base(), range.bytes())).unwrap_err();
+    // SAFETY: no event has this handle, and it is only passed where it is refused.
+    let unasked = unsafe { Event::from_raw(1) };
+    invalid(driver.wait_event(Stream::DEFAULT, &unasked), "no live event");
+    invalid(driver.wait_event(Stream::DEFAULT, &Event::numbered(1)), "no live event");
+    invalid(driver.record_event(Stream::numbered(7)), "stream number 7");
+    assert!(!driver.is_capturing(Stream::numbered(7)));
+    // SAFETY: it is refused, as something is mapped in the range.
+    let twin = unsafe { Reservation::new(range.base(), range.bytes()) };
+    let early = driver.unreserve(twin).unwrap_err();
     assert!(early.is_invalid_state(), "{early}");
     driver.unmap(&range, 0, granule).unwrap();
     driver.release(physical).unwrap();

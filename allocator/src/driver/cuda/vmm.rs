@@ -208,7 +208,8 @@ impl Memory {
         let mut handles = lock(&self.handles);
         let entry = handles.entry(handle).or_insert((bytes, 0));
         entry.1 += 1;
-        Physical::new(handle, bytes)
+        // SAFETY: CUDA has just handed out the handle, once for each value that is made of it.
+        unsafe { Physical::new(handle, bytes) }
     }
 
     /// Holds an allocation once less.

@@ -148,13 +148,16 @@ impl HostDriver {
 
     fn keep(&self, segment: Segment) -> Physical {
         // Descriptors are small and not negative, and no two open ones are equal.
-        let physical = Physical::new(segment.fd.as_raw_fd() as u64, segment.bytes);
+        // SAFETY: the segment is this driver's, and comes here once.
+        let physical = unsafe { Physical::new(segment.fd.as_raw_fd() as u64, segment.bytes) };
         lock(&self.segments).insert(physical.raw(), segment);
         physical
     }
 }
 
-impl MemoryDriver for HostDriver {
+// SAFETY: `Mappings` knows what is reserved and mapped, and refuses anything else; the system keeps pages
+// of a memory file where they are mapped, readable and writable, until they are unmapped here.
+unsafe impl MemoryDriver for HostDriver {
     fn name(&self) -> &'static str {
         "host"
     }

@@ -125,11 +125,11 @@ fn graphs_run_out_with_an_error_and_come_back() {
 #[test]
 fn memory_whose_use_could_not_be_noted_is_not_used_again() {
     let device = device();
-    let a = device.alloc(4096, Stream::from_raw(0)).unwrap();
-    assert!((1..64).all(|stream| device.record_stream(a, Stream::from_raw(stream)).is_ok()));
-    assert!(device.record_stream(a, Stream::from_raw(64)).is_err());
+    let a = device.alloc(4096, Stream::numbered(0)).unwrap();
+    assert!((1..64).all(|stream| device.record_stream(a, Stream::numbered(stream)).is_ok()));
+    assert!(device.record_stream(a, Stream::numbered(64)).is_err());
     assert!(device.free(a).unwrap_err().is_invalid_state());
-    assert_ne!(device.alloc(4096, Stream::from_raw(0)).unwrap(), a);
+    assert_ne!(device.alloc(4096, Stream::numbered(0)).unwrap(), a);
 }
 
 #[test]
@@ -147,7 +147,7 @@ fn a_fraction_bounds_what_is_handed_out() {
 #[test]
 fn memory_of_two_streams_moves_between_them_and_back_to_the_device() {
     let device = device();
-    let (one, two) = (Stream::from_raw(1), Stream::from_raw(2));
+    let (one, two) = (Stream::numbered(1), Stream::numbered(2));
     for _ in 0..200 {
         let a = device.alloc(100 * MIB as usize, one).unwrap();
         device.record_stream(a, two).unwrap();
