@@ -344,6 +344,51 @@ impl Communicator {
         self.calls.run(py, || self.calls.comm.barrier(&stream))
     }
 
+    /// Sends `tensor` to `peer`, whose next `recv` from this rank takes it: as many elements, of as many
+    /// bytes each. Messages from one rank to another come in the order in which they are sent, and are in
+    /// no order with others or with collectives. Complete when `tensor` may be written again: on the CPU
+    /// when this returns, on CUDA when `stream` is past it. Where there is room for the message that
+    /// waits for nobody; else for the receiver, for `timeout` seconds of the communicator. A receiver that
+    /// expects something else has DivergedError, and so has the sender, from this call or its next message.
+    #[pyo3(signature = (tensor, peer, stream = None))]
+    fn send(
+        &self,
+        py: Python<'_>,
+        tensor: Argument<'_, '_>,
+        peer: Number<u32>,
+        stream: Option<Argument<'_, '_>>,
+    ) -> PyResult<()> {
+        let peer = peer.or_raise(py, "peer")?;
+        let stream = tensor::stream(py, self.calls.device, stream)?;
+        let tensor = self.calls.read("tensor", tensor, false).map_err(|why| why.raise(py))?;
+        let Tensor { count, dtype, .. } = tensor;
+        // SAFETY: as in `all_reduce`.
+        self.calls.run(py, || unsafe {
+            self.calls.comm.send_at(tensor.from(), count, dtype, peer, &stream)
+        })
+    }
+
+    /// Receives `peer`'s next message for this rank into `tensor`, which it fills: see `send`. On the CPU
+    /// the message is there when this returns, on CUDA when `stream` is past it. One that does not come
+    /// closes the communicator, as a late rank does.
+    #[pyo3(signature = (tensor, peer, stream = None))]
+    fn recv(
+        &self,
+        py: Python<'_>,
+        tensor: Argument<'_, '_>,
+        peer: Number<u32>,
+        stream: Option<Argument<'_, '_>>,
+    ) -> PyResult<()> {
+        let peer = peer.or_raise(py, "peer")?;
+        let stream = tensor::stream(py, self.calls.device, stream)?;
+        let tensor = self.calls.read("tensor", tensor, true).map_err(|why| why.raise(py))?;
+        let Tensor { count, dtype, .. } = tensor;
+        // SAFETY: as in `all_reduce`.
+        self.calls.run(py, || unsafe {
+            self.calls.comm.recv_at(tensor.to(), count, dtype, peer, &stream)
+        })
+    }
+
     /// Signals `peer` on a channel from 0 to 15. What this thread, or `stream`, did before is visible
     /// to the peer once its `wait` has taken the signal. Signals are counted; they may run ahead of
     /// the waits. No collective: only the two ranks take part.
