@@ -115,10 +115,11 @@ impl Messages<'_> {
     }
 
     fn data(&self, message: &Message) -> Vec<u8> {
-        (0..message.bytes as u64 / 8 + 1)
-            .flat_map(|at| random(message.number, at).to_le_bytes())
-            .take(message.bytes)
-            .collect()
+        let mut data = vec![0; message.bytes];
+        for (at, part) in (0..).zip(data.chunks_mut(8)) {
+            part.copy_from_slice(&random(message.number, at).to_le_bytes()[..part.len()]);
+        }
+        data
     }
 
     /// Has what a message needs ready, at both of this rank's ends.
