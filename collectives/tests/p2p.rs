@@ -223,8 +223,8 @@ fn what_cannot_be_is_refused_by_value_and_harms_nothing() {
             (comm.recv(&long, peer, STREAM), "elements of 256 bytes"),
             // SAFETY: refused before anything is touched; so are those below.
             (unsafe { comm.send_at(theirs, 8, DType::U8, peer, STREAM) }, "another rank's slot"),
-            // SAFETY: as above.
             (
+                // SAFETY: as above.
                 unsafe { comm.recv_at(std::ptr::null_mut(), 8, DType::U8, peer, STREAM) },
                 "not memory",
             ),

@@ -15,6 +15,9 @@ use crate::oracle::{differs, input, reduce};
 
 /// What options call all-to-alls that choose for themselves; `all_to_all_packet` and others do not.
 const ALL_TO_ALL: &str = "all_to_all";
+/// Messages of one rank to another, and with an answer.
+const P2P: &str = "p2p";
+const P2P_ROUND_TRIP: &str = "p2p_round_trip";
 
 /// Replays of a graph, one behind the other. The first is where ranks meet, and is not counted.
 const REPLAYS: usize = 10;
@@ -155,6 +158,47 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
+    /// Times messages of rank 0 to rank 1, and such with an answer of the same length, where options name
+    /// them.
+    fn messages(
+        &mut self,
+        options: &Options,
+        (from, to): (&Block<u8>, &Block<u8>),
+        times: &mut Times,
+    ) -> Result<()> {
+        let rank = self.pool.rank();
+        for (name, answers) in [(P2P, false), (P2P_ROUND_TRIP, true)] {
+            if self.pool.world() < 2 || !options.algorithms.iter().any(|other| other == name) {
+                continue;
+            }
+            let comm = Communicator::with_options(self.pool, &options.communicator())?;
+            for &bytes in &options.sizes() {
+                let (from, to) = (from.address() as *const u8, to.address() as *mut u8);
+                let count = bytes as usize;
+                // SAFETY: both blocks are this long, and nothing else uses them.
+                let send = |peer, stream: &Stream| unsafe {
+                    comm.send_at(from, count, DType::U8, peer, stream)
+                };
+                // SAFETY: as above.
+                let receive = |peer, stream: &Stream| unsafe {
+                    comm.recv_at(to, count, DType::U8, peer, stream)
+                };
+                let call = |stream: &Stream| match (rank, answers) {
+                    (0, false) => send(1, stream),
+                    (0, true) => send(1, stream).and_then(|()| receive(1, stream)),
+                    (1, false) => receive(0, stream),
+                    (1, true) => receive(0, stream).and_then(|()| send(0, stream)),
+                    _ => Ok(()),
+                };
+                if let Some((slowest, calls)) = self.time(&comm, bytes, call)? {
+                    self.calls.entry(bytes).or_default().insert(name.to_owned(), calls);
+                    times.entry(bytes).or_default().push((name.to_owned(), slowest));
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Microseconds of a call on the slowest rank, and the calls in the graph that it took so long in; none
     /// if the communicator cannot make it.
     fn time(
@@ -245,6 +289,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let mut bench = Bench::new(pool, GRAPHS)?;
     let mut rows = bench.measure(options, (&from, into), DType::Bf16, &algorithms)?;
     bench.all_to_alls(options, (&from, &to), &mut rows)?;
+    bench.messages(options, (&from, &to), &mut rows)?;
     // As in programs that use the device: its context is current.
     let stream = stream(pool)?;
     let host_us =
@@ -308,7 +353,10 @@ pub(crate) fn show(rows: &Times, world: u32) {
         let best = row[0].1;
         // Of the bytes, what crosses a rank's links each way: once for all-to-alls.
         let ways = if row[0].0.starts_with(ALL_TO_ALL) { 1.0 } else { 2.0 };
-        let moved = *bytes as f64 * ways * f64::from(world - 1) / f64::from(world);
+        let part = f64::from(world - 1) / f64::from(world);
+        // A message crosses the links of two ranks whole.
+        let times = if row[0].0.starts_with(P2P) { 1.0 } else { ways * part };
+        let moved = *bytes as f64 * times;
         print!("{:>9} KiB {:>7.1} GB/s ", bytes >> 10, moved / best / 1000.0);
         for (name, us) in row {
             print!(" {name} {us:.2}");

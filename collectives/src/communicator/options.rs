@@ -32,7 +32,8 @@ pub struct CommunicatorOptions {
     /// On a device: bytes of scratch, where shares of large calls wait to be reduced: all but a
     /// rank's own. A multiple of 4096, at least 1 MiB. Larger calls go in rounds, which cost some
     /// microseconds each. Default 192 MiB, which holds those of 256 MiB from 4 ranks. A
-    /// communicator takes as much, three times the inbox, and 101 MiB.
+    /// communicator takes as much, three times the inbox, and 117 MiB, of which 16 MiB are for messages
+    /// between two ranks; with less scratch than 64 MiB a quarter of that is.
     pub device_scratch_bytes: u64,
     /// On a device: communicators whose calls may be under way there at once, on several streams; 1 to 16.
     /// A kernel keeps its place on the device while it waits for a peer. If one takes all of it, another

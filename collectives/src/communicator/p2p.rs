@@ -21,9 +21,9 @@ impl Communicator {
     /// collectives are in no order with them.
     ///
     /// A send is complete when `input` may be written again: in host memory when it returns, on a device
-    /// when `stream` is past it. It does not wait for the receiver as long as there is room: for eight
-    /// messages of up to 128 KiB between two ranks on devices, and larger ones up to 1 MiB for each of
-    /// their parts; for four of up to 64 KiB in host memory. With more ranks or little scratch
+    /// when `stream` is past it. It does not wait for the receiver as long as there is room: between two
+    /// ranks on devices for eight messages of up to 16 KiB, and of longer ones for 1 MiB in each of up to
+    /// 16 lanes; for four of up to 64 KiB in host memory. With more ranks or little scratch
     /// ([`CommunicatorOptions`](super::CommunicatorOptions)) there is less. Beyond that it waits, as a
     /// receive does; so ranks that are to exchange long messages do so on two streams, or two threads.
     ///

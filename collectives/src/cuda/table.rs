@@ -7,7 +7,8 @@ use super::shape::{Algorithm, Shape, has_sentinels};
 use crate::AllReduceAlgorithm;
 
 /// Every file of `collectives/tables`.
-const FILES: &[&str] = &[include_str!("../../tables/h200.json")];
+const FILES: &[&str] =
+    &[include_str!("../../tables/h100.json"), include_str!("../../tables/h200.json")];
 
 fn tables() -> &'static [Table] {
     static TABLES: OnceLock<Vec<Table>> = OnceLock::new();

@@ -100,6 +100,8 @@ def test_a_capture_of_asynchronous_calls_follows_others(alone):
 def test_what_is_not_done_is_an_error_and_the_capture_goes_on(alone, async_op):
     group, _ = alone
     x, z = torch.ones(1000, device="cuda"), torch.ones(1000, device="cuda")
+    # A first call makes the communicator, which takes longer than anything sleeps here.
+    symmpool.all_reduce(x, "sum", group)
     torch.cuda.synchronize()
     busy = torch.cuda.Stream()
     with torch.cuda.stream(busy):
