@@ -17,10 +17,13 @@ STAND_IN = """
 
     class _C: pass
 
+    strided = object()
+
     class Tensor:
         is_cpu = True
         device = "cpu"
-        is_quantized = False
+        is_quantized = is_nested = False
+        layout = strided
         def __init__(self, count, dtype=float32, contiguous=True):
             self.memory = (ctypes.c_float * count)(*[1.0] * count)
             self.dtype, self.contiguous = dtype, contiguous
