@@ -67,10 +67,10 @@ impl Shape {
         let flagged = self.bytes.saturating_mul(ranks) <= FLAGGED_BYTES;
         let order: &[A] = if has_sentinels(self.dtype) {
             match self.bytes {
-                0..=PACKET_BYTES if hop => &[A::OneShotPacket],
+                bytes if hop && bytes <= PACKET_BYTES => &[A::OneShotPacket],
                 _ if hop => &[A::OneShotSentinel, A::TwoShotSentinel],
-                0..=STRAIGHT_BYTES => &[A::TwoShotSentinel],
-                ..=COPY_BYTES => &[A::TwoShotPush, A::TwoShotSentinel],
+                bytes if bytes <= STRAIGHT_BYTES => &[A::TwoShotSentinel],
+                bytes if bytes <= COPY_BYTES => &[A::TwoShotPush, A::TwoShotSentinel],
                 _ => &[A::TwoShotCopy, A::TwoShotPush, A::TwoShotSentinel],
             }
         } else {
@@ -80,7 +80,7 @@ impl Shape {
                 _ if self.bytes.saturating_mul(ranks) <= PULL_BYTES => {
                     &[A::TwoShotPull, A::TwoShotPush, A::OneShotPull]
                 }
-                ..=COPY_BYTES => &[A::TwoShotPush, A::OneShotPull],
+                bytes if bytes <= COPY_BYTES => &[A::TwoShotPush, A::OneShotPull],
                 _ => &[A::TwoShotCopy, A::TwoShotPush],
             }
         };
