@@ -47,8 +47,9 @@ const PACKET_BYTES: u64 = 4 << 10;
 const FLAGGED_BYTES: u64 = 128 << 10;
 /// A hop's bytes where lines are the choice, next to ways that begin and end with flags among peers.
 const LINE_HOP_BYTES: u64 = HOP_BYTES / 4 * 9;
-/// Up to here, of all ranks' inputs together, a rank reads its part of them faster than the others bring it.
-const PULL_BYTES: u64 = 12 << 20;
+/// Up to here, of what all pairs of ranks have for each other, a rank reads its part of all inputs faster than
+/// the others bring it: 12 MiB of two ranks, 3 of four.
+const PULL_BYTES: u64 = 48 << 20;
 
 impl Shape {
     /// What should be best on any device: the ways to go in the order in which they are tried.
@@ -77,7 +78,7 @@ impl Shape {
             match self.bytes {
                 _ if hop && (flagged || !self.direct) => &[A::OneShotPacket],
                 _ if spares(LINE_HOP_BYTES) => &[A::OneShotLine, A::TwoShotPull, A::OneShotPull],
-                _ if self.bytes.saturating_mul(ranks) <= PULL_BYTES => {
+                _ if self.bytes.saturating_mul(ranks * ranks) <= PULL_BYTES => {
                     &[A::TwoShotPull, A::TwoShotPush, A::OneShotPull]
                 }
                 bytes if bytes <= COPY_BYTES => &[A::TwoShotPush, A::OneShotPull],

@@ -8,10 +8,10 @@
 //! | step slots | parity, source | that source | owner |
 //! | channel slots | source, channel | that source | owner |
 //! | rows | parity | owner | peers |
-//! | scratch | parity | owner | peers |
 //! | packets sent | source rank | that source | owner |
 //! | packets taken | receiving rank | that receiver | owner |
 //! | packets | source rank, turn | that source | owner |
+//! | scratch | parity | owner | peers |
 //!
 //! The block is all zero when the group is built, and nobody clears it: a peer may signal before
 //! the owner has come so far. This file turns (rank, part, index) into addresses and nothing else.
@@ -71,11 +71,11 @@ struct Parts {
     channels: u64,
     rows: u64,
     row_bytes: u64,
-    scratch: u64,
     sent: u64,
     taken: u64,
     packets: u64,
     packet_bytes: u64,
+    scratch: u64,
     end: u64,
 }
 
@@ -102,15 +102,15 @@ impl Parts {
         let rows = channels + u64::from(CHANNELS) * world * SLOT;
         // What a rank sends to each, what it expects from each, and where its input and output lie.
         let row_bytes = ((2 * world + 2) * 8).next_multiple_of(ALIGN);
-        let scratch = rows + 2 * row_bytes;
-        let sent = scratch + 2 * scratch_bytes;
+        let sent = rows + 2 * row_bytes;
         let taken = sent + world * SLOT;
         let packets = taken + world * SLOT;
         // Of each peer as many; their lengths have lines of their own.
         let peers = world - 1;
         let room = (scratch_bytes / 2).min(ALL_PACKETS) / peers.max(1) / PACKETS / ALIGN * ALIGN;
         let packet_bytes = room.clamp(ALIGN, PACKET_BYTES);
-        let end = packets + peers * PACKETS * (ALIGN + packet_bytes);
+        let scratch = packets + peers * PACKETS * (ALIGN + packet_bytes);
+        let end = scratch + 2 * scratch_bytes;
         Ok(Self {
             aborts,
             entries,
@@ -118,11 +118,11 @@ impl Parts {
             channels,
             rows,
             row_bytes,
-            scratch,
             sent,
             taken,
             packets,
             packet_bytes,
+            scratch,
             end,
         })
     }
@@ -339,11 +339,12 @@ mod tests {
             assert_eq!(p.entries + 2 * w * SLOT, p.steps);
             assert_eq!(p.steps + 2 * w * SLOT, p.channels);
             assert_eq!(p.channels + 16 * w * SLOT, p.rows);
-            assert!(p.rows + 2 * (2 * w + 1) * 8 <= p.scratch && p.scratch.is_multiple_of(ALIGN));
-            assert_eq!(p.scratch + 2 * 4096, p.sent);
+            assert!(p.rows + 2 * (2 * w + 1) * 8 <= p.sent && p.sent.is_multiple_of(ALIGN));
+            assert!(p.scratch.is_multiple_of(ALIGN));
+            assert_eq!(p.scratch + 2 * 4096, p.end);
             assert_eq!((p.sent + w * SLOT, p.taken + w * SLOT), (p.taken, p.packets));
             assert!(p.packets.is_multiple_of(ALIGN) && p.packet_bytes.is_multiple_of(ALIGN));
-            assert!(p.packet_bytes > 0 && p.packets + 4 * (w - 1) * p.packet_bytes <= p.end);
+            assert!(p.packet_bytes > 0 && p.packets + 4 * (w - 1) * p.packet_bytes <= p.scratch);
         }
         assert!(Parts::new(0, 4096).unwrap_err().is_invalid_argument());
         assert!(Parts::new(MAX_WORLD + 1, 4096).unwrap_err().is_invalid_argument());
