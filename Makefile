@@ -50,7 +50,10 @@ ifneq ($(shell command -v c++),)
 test-emulated: $(EMULATOR)/libnvrtc.so.13
 	$(EMULATED) cargo test -p symmpool-allocator --all-features --lib driver::cuda
 	$(EMULATED) cargo run -q -p symmpool-allocator --all-features --example cuda_check -- --ranks 3
+	$(EMULATED) cargo test -p symmpool-collectives --all-features --lib cuda::
 	cargo build -q -p symmpool-collectives --all-features --example cuda_collectives
+	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
+		check --quick --ranks 2 --algorithms first_calls
 	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
 		check --quick --ranks 2 --algorithms $(EMULATED_CHECKS)
 	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
@@ -66,7 +69,7 @@ test-emulated: $(EMULATOR)/libnvrtc.so.13
 	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
 		soak --ranks 2 --calls 200
 	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
-		faults --ranks 2 --timeout 4 --algorithms one_shot_packet,two_shot_push,p2p,late
+		faults --ranks 2 --timeout 4 --algorithms one_shot_packet,two_shot_push,p2p,late,outside
 else
 test-emulated:
 	@echo "skipped: there is no C++ compiler, which makes the kernels for emulated devices"
@@ -109,7 +112,7 @@ wheel: $(VENV)/ready
 $(VENV)/ready: Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check $(NVRTC_PACKAGES) \
-		"maturin>=1.10,<2" "ml_dtypes>=0.5" "numpy>=1.26" "pytest>=8,<10" "ruff>=0.17,<0.18"
+		"maturin>=1.10,<2" "expecttest>=0.2" "ml_dtypes>=0.5" "numpy>=1.26" "pytest>=8,<10" "ruff>=0.17,<0.18"
 	touch $@
 
 ## Measures on this machine and writes bench/results; `make tables` puts them into the documents.

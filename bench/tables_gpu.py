@@ -1,6 +1,8 @@
 """Tables of what was measured on GPUs: of 4 of them where that is recorded, else of 2.
 
 Made of bench/results/gpu, which `bench/record_gpu` writes. A bar is what was set as a goal beforehand.
+In brackets behind a time stands the form in which it was measured, which was that contender's best: calls a
+graph, or eager.
 """
 
 import json
@@ -9,10 +11,13 @@ from statistics import median
 import cells
 from cells import exact, figure, size, table
 
-#: Whose figures are shown.
-DEVICE = "h200"
-#: Numbers of GPUs, the first that was measured counts.
-WORLDS = (4, 2)
+#: Which GPUs and how many; the first that were measured count.
+ONE, TWO = (("h100", 1), ("h200", 1)), (("h100", 2), ("h200", 2))
+ANY = (("h200", 4), *TWO)
+#: What stands above tables of times that had no other form.
+ONE_FORM = """\
+Measured in graphs of 100 calls alone, in which NCCL takes up to twice as long for small calls as in shorter
+ones; to be measured anew in every form."""
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 #: Microseconds of a call at most, by number of GPUs and bytes.
@@ -46,18 +51,19 @@ WINDOW_BARS = {
 }
 
 
-def recorded(name, worlds=WORLDS):
-    """(number of GPUs, report) of the first of `worlds` that has it; (None, None) if none has."""
-    for world in worlds:
-        path = cells.RESULTS / f"gpu/{DEVICE}x{world}_{name}.json"
+def recorded(name, places=ANY):
+    """(which GPUs, report) of the first of `places` that has it; (None, None) if none has."""
+    for device, world in places:
+        path = cells.RESULTS / f"gpu/{device}x{world}_{name}.json"
         if path.exists():
-            return world, json.loads(path.read_text())
+            return (device, world), json.loads(path.read_text())
     return None, None
 
 
-def measured_on(world, report):
+def measured_on(place, report):
     """What stands above a table."""
-    words = [f"{world} x {DEVICE.upper()}"]
+    device, world = place
+    words = [f"{world} x {device.upper()}"]
     words += [f"{what} {report[key]}" for key, what in
               (("torch", "torch"), ("nccl", "NCCL"), ("driver", "driver")) if report.get(key)]  # fmt: skip
     if day := report.get("measured_at", "")[:10]:
@@ -65,119 +71,150 @@ def measured_on(world, report):
     return ", ".join(words)
 
 
-def not_measured(name, worlds):
-    return f"Not measured yet: `bench/record_gpu --ranks {worlds[0]} --only {name}`."
+def not_measured(name, places):
+    return f"Not measured yet: `bench/record_gpu --ranks {places[0][1]} --only {name}`."
 
 
-def all_reduce(worlds):
+def peers_of(report):
+    return [name for name in report["contenders"] if not name.startswith("ours")]
+
+
+def note(report):
+    """What has to be said of a report beside peers whose calls had one form; nothing of others."""
+    figures = [each for entry in report["results"] for each in entry["figures"].values()]
+    return "" if any("form" in each for each in figures) or not peers_of(report) else ONE_FORM
+
+
+def heading(place, report):
+    """The paragraph above a table."""
+    said = note(report)
+    return measured_on(place, report) + (f".\n{said}" if said else ":")
+
+
+def timed(figures, name):
+    """A contender's time and the form that it was measured in."""
+    found = figures.get(name, {})
+    form = found.get("form")
+    return exact(found.get("us")) + (f" ({form.removeprefix('graph of ')})" if form else "")
+
+
+def best_peer(report, entry):
+    """(time, name) of the fastest peer; (None, None) where none has a time."""
+    figures = entry["figures"]
+    times = [(figures[name]["us"], name) for name in peers_of(report) if name in figures]
+    return min(times, default=(None, None))
+
+
+def ratio(theirs, ours):
+    return exact(theirs / ours if theirs and ours else None)
+
+
+def all_reduce(places):
     """Ours and the peers of `python -m symmpool bench allreduce`, a row for each size."""
-    world, report = recorded("allreduce", worlds)
+    place, report = recorded("allreduce", places)
     if report is None:
-        return not_measured("allreduce", worlds)
-    peers = [name for name in report["contenders"] if name != "ours"]
-    bars = ALL_REDUCE_BARS.get(world)
+        return not_measured("allreduce", places)
+    peers, bars = peers_of(report), ALL_REDUCE_BARS.get(place[1])
     rows = []
     for entry in report["results"]:
-        times = {name: each["us"] for name, each in entry["figures"].items()}
-        ours, rival = times.get("ours"), min((times[name] for name in peers if name in times), default=None)
-        bus = entry["figures"]["ours"]["busbw_gb_s"] if ours else None
+        figures = entry["figures"]
+        ours = figures.get("ours", {})
         rows.append(
             [
                 size(entry["bytes"]),
-                exact(ours),
+                timed(figures, "ours"),
                 *([figure(bars.get(entry["bytes"]))] if bars else []),
-                figure(bus),
-                *[exact(times.get(name)) for name in peers],
-                exact(rival / ours if rival and ours else None),
+                figure(ours.get("busbw_gb_s")),
+                *[timed(figures, name) for name in peers],
+                ratio(best_peer(report, entry)[0], ours.get("us")),
             ]
         )
     bar = ["bar us"] if bars else []
     head = ["bytes", "symmpool us", *bar, "busbw GB/s", *peers, "best peer / ours"]
-    return f"{measured_on(world, report)}:\n\n{table(head, rows)}"
+    return f"{heading(place, report)}\n\n{table(head, rows)}"
 
 
-def all_to_all(worlds):
+def all_to_all(places):
     """Ours and the peers of `python -m symmpool bench alltoallv`, a row for each matrix and size."""
-    world, report = recorded("alltoallv", worlds)
+    place, report = recorded("alltoallv", places)
     if report is None:
-        return not_measured("alltoallv", worlds)
-    names = report["contenders"]
-    peers = [name for name in names if not name.startswith("ours")]
-    bars = ALL_TO_ALL_BARS.get(world)
+        return not_measured("alltoallv", places)
+    names, bars = report["contenders"], ALL_TO_ALL_BARS.get(place[1])
     rows = []
     for entry in report["results"]:
-        times = {name: each["us"] for name, each in entry["figures"].items()}
-        ours, rival = times.get("ours"), min((times[name] for name in peers if name in times), default=None)
+        ours = entry["figures"].get("ours", {}).get("us")
         bar = bars.get(entry["bytes"]) if bars and entry["matrix"] == "even" else None
         rows.append(
             [
                 entry["matrix"],
                 size(entry["bytes"]),
-                *[exact(times.get(name)) for name in names],
+                *[timed(entry["figures"], name) for name in names],
                 *([figure(bar)] if bars else []),
                 exact(entry["bound_us"] / ours if ours else None),
-                exact(rival / ours if rival and ours else None),
+                ratio(best_peer(report, entry)[0], ours),
             ]
         )
     columns = [name.replace("ours", "symmpool") + " us" for name in names]
     columns += ["bar us"] if bars else []
     head = ["matrix", "bytes", *columns, "bound / ours", "best peer / ours"]
-    return f"{measured_on(world, report)}:\n\n{table(head, rows)}"
+    return f"{heading(place, report)}\n\n{table(head, rows)}"
 
 
-def collectives(worlds):
-    """Ours and NCCL of `python -m symmpool bench collectives`, a row for each operation and size."""
-    world, report = recorded("collectives", worlds)
+def collectives(places):
+    """Ours and NCCL of `python -m symmpool bench collectives`, a row for each operation and size. In windows
+    the better of NCCL's times counts; on torch's memory what NCCL takes there."""
+    place, report = recorded("collectives", places)
     if report is None:
-        return not_measured("collectives", worlds)
-    rows = []
+        return not_measured("collectives", places)
+    peers, rows = peers_of(report), []
     for entry in report["results"]:
-        times = {name: each["us"] for name, each in entry["figures"].items()}
-        ours = [times.get(name) for name in ("ours", "ours ordinary")]
-        peer = times.get("NCCL")
-        ratios = [exact(peer / own if peer and own else None) for own in ours]
-        times = [exact(time) for time in (*ours, peer)]
+        figures = entry["figures"]
+        ours, ordinary, nccl = (figures.get(name, {}).get("us") for name in ("ours", "ours ordinary", "NCCL"))
+        times = [timed(figures, name) for name in ("ours", "ours ordinary", *peers)]
+        ratios = [ratio(best_peer(report, entry)[0], ours), ratio(nccl, ordinary)]
         rows.append([entry["operation"], size(entry["bytes"]), *times, *ratios])
-    head = ["operation", "bytes", "symmpool us", "on torch's memory us", "NCCL us"]
-    head += ["NCCL / symmpool", "NCCL / on torch's memory"]
-    return f"{measured_on(world, report)}:\n\n{table(head, rows)}"
+    head = ["operation", "bytes", "symmpool us", "on torch's memory us", *[f"{name} us" for name in peers]]
+    head += ["best peer / symmpool" if len(peers) > 1 else "NCCL / symmpool", "NCCL / on torch's memory"]
+    return f"{heading(place, report)}\n\n{table(head, rows)}"
 
 
 def beside_rust():
-    world, rust = recorded("allreduce_rust")
-    _, report = recorded("allreduce", (world,))
+    place, rust = recorded("allreduce_rust")
+    _, report = recorded("allreduce", (place,) if place else ())
     if rust is None or report is None:
         return None
-    from_rust = {entry["bytes"]: entry["by"].get("auto") for entry in rust["us"]}
+    from_rust = {entry["bytes"]: entry for entry in rust["us"]}
     rows = []
     for entry in report["results"]:
         ours = entry["figures"].get("ours", {}).get("us")
-        theirs = from_rust.get(entry["bytes"])
+        found = from_rust.get(entry["bytes"], {"by": {}})
+        theirs, calls = found["by"].get("auto"), found.get("calls", {}).get("auto")
         if ours and theirs:
-            rows.append([size(entry["bytes"]), exact(ours), exact(theirs), exact(ours / theirs)])
+            from_python = timed(entry["figures"], "ours")
+            shown = exact(theirs) + (f" ({calls})" if calls else "")
+            rows.append([size(entry["bytes"]), from_python, shown, ratio(ours, theirs)])
     head = ["bytes", "Python us", "Rust us", "Python / Rust"]
-    return "All-reduces in graphs, from Python and from Rust (bar: within 2%)", world, rust, head, rows
+    return "All-reduces in graphs, from Python and from Rust (bar: within 2%)", place, rust, head, rows
 
 
 def with_scratch():
-    world, report = recorded("allreduce_scratch")
+    place, report = recorded("allreduce_scratch")
     if report is None:
         return None
-    bars, rows = ALL_REDUCE_BARS.get(world, {}), []
-    peers = [name for name in report["contenders"] if name != "ours"]
+    bars, rows = ALL_REDUCE_BARS.get(place[1], {}), []
+    peers = peers_of(report)
     for entry in report["results"]:
-        times = {name: each["us"] for name, each in entry["figures"].items()}
-        bus = entry["figures"].get("ours", {}).get("busbw_gb_s")
-        ours, bar = exact(times.get("ours")), figure(bars.get(entry["bytes"]))
-        others = [exact(times.get(name)) for name in peers]
-        rows.append([size(entry["bytes"]), ours, bar, figure(bus), *others])
+        figures = entry["figures"]
+        bus, bar = figures.get("ours", {}).get("busbw_gb_s"), figure(bars.get(entry["bytes"]))
+        others = [timed(figures, name) for name in peers]
+        rows.append([size(entry["bytes"]), timed(figures, "ours"), bar, figure(bus), *others])
     scratch = size(report["options"]["scratch"])
     head = ["bytes", "symmpool us", "bar us", "busbw GB/s", *peers]
-    return f"The largest all-reduces with {scratch} of scratch", world, report, head, rows
+    return f"The largest all-reduces with {scratch} of scratch", place, report, head, rows
 
 
 def device_splits():
-    world, report = recorded("device_splits")
+    place, report = recorded("device_splits")
     if report is None:
         return None
     rows = []
@@ -186,16 +223,17 @@ def device_splits():
         host, device = times.get("ours"), times.get("ours device")
         more = device - host if host and device else None
         bar = SPLITS_BAR if entry["bytes"] <= SPLITS_BAR_UP_TO else None
-        rows.append([size(entry["bytes"]), exact(host), exact(device), exact(more), figure(bar)])
+        shown = [timed(entry["figures"], name) for name in ("ours", "ours device")]
+        rows.append([size(entry["bytes"]), *shown, exact(more), figure(bar)])
     head = ["bytes", "splits of the host us", "of the device us", "more us", "bar us"]
-    return "Even all-to-alls with splits in device memory", world, report, head, rows
+    return "Even all-to-alls with splits in device memory", place, report, head, rows
 
 
 def overlap():
-    world, report = recorded("overlap")
+    place, report = recorded("overlap")
     if report is None:
         return None
-    _, windows = recorded("overlap_windows", (world,))
+    _, windows = recorded("overlap_windows", (place,))
     names, rows = report["contenders"], []
     for memory, each in (("torch's", report), ("windows", windows)):
         for entry in each["results"] if each else []:
@@ -206,15 +244,15 @@ def overlap():
     head = ["operation", "bytes", "memory", "products us"]
     head += [f"{name.replace('ours', 'symmpool')} us more" for name in names]
     title = "Collectives beside matrix products, what they add to a step (`symmpool 2`: told of one other)"
-    return title, world, report, head, rows
+    return title, place, report, head, rows
 
 
 def host():
-    world, report = recorded("host")
+    place, report = recorded("host")
     if report is None:
         return None
     rows = [[f"`{name}`", exact(us), figure(HOST_BARS.get(name))] for name, us in report["host_us"].items()]
-    _, rust = recorded("allreduce_rust", (world,))
+    _, rust = recorded("allreduce_rust", (place,))
     if rust is not None:
         rows.append(["all-reduce from Rust", exact(rust["eager_host_us"]), figure(RUST_BAR)])
     scopes = report["scope_us"]
@@ -222,11 +260,11 @@ def host():
     for name, us in scopes.items():
         bar = torchs + 1 if name == "with pool" and torchs else None
         rows.append([f"`{name}`, entered and left", exact(us), exact(bar)])
-    return f"Host time, calls of {size(report['bytes'])}", world, report, ["call", "us", "bar us"], rows
+    return f"Host time, calls of {size(report['bytes'])}", place, report, ["call", "us", "bar us"], rows
 
 
 def windows():
-    world, report = recorded("windows")
+    place, report = recorded("windows")
     if report is None:
         return None
     rows = [
@@ -235,11 +273,11 @@ def windows():
     ]
     rows += [[f"{name}: not measured", "-", "-", "-"] for name in report["missing"]]
     head = ["until new memory is a window", "median ms", "least ms", "bar ms"]
-    return "New windows, the slowest rank", world, report, head, rows
+    return "New windows, the slowest rank", place, report, head, rows
 
 
 def commit():
-    world, report = recorded("commit")
+    place, report = recorded("commit")
     if report is None:
         return None
     results = report["results"]
@@ -248,11 +286,11 @@ def commit():
         for entry in results["scenarios"]
     ]
     rows.append(["nothing, asked for", exact(results["empty_commit_ms"]), "-", "-"])
-    return "Commits from Rust", world, report, ["commit of", "ms", "bar ms", "allocating it, ms"], rows
+    return "Commits from Rust", place, report, ["commit of", "ms", "bar ms", "allocating it, ms"], rows
 
 
 def tensor_parallel():
-    world, report = recorded("tensor_parallel")
+    place, report = recorded("tensor_parallel")
     if report is None:
         return None
     rows = [
@@ -261,11 +299,11 @@ def tensor_parallel():
         for entry in report["results"]
     ]  # fmt: skip
     head = ["with", "mode", "tokens a second", "last loss", "losses apart"]
-    return "`examples/tensor_parallel.py`", world, report, head, rows
+    return "`examples/tensor_parallel.py`", place, report, head, rows
 
 
 def install():
-    world, report = recorded("install", (1,))
+    place, report = recorded("install", ONE)
     if report is None:
         return None
     names = {"torch": "torch", "expandable": "torch, expandable segments", "symmpool": "`symmpool.install()`"}
@@ -277,11 +315,11 @@ def install():
     same = "the same losses" if report["same_losses"] else "other losses"
     title = f"Training a small GPT, {same} (bars: at most 1.10, at least 0.99)"
     head = ["allocator", "reserved / peak live", "steps a second", "of torch's"]
-    return title, world, report, head, rows
+    return title, place, report, head, rows
 
 
 def wrong_sums():
-    world, report = recorded("wrong_sums")
+    place, report = recorded("wrong_sums")
     if report is None or not report["random_programs"]:
         return None
     rows = [
@@ -290,7 +328,24 @@ def wrong_sums():
         for entry in report["random_programs"]
     ]  # fmt: skip
     head = ["memory of NCCL's windows", "sizes", "random programs", "of them wrong", "wrong sums"]
-    return "`examples/wrong_sums.py`", world, report, head, rows
+    return "`examples/wrong_sums.py`", place, report, head, rows
+
+
+def in_short(places):
+    """All-reduces and even all-to-alls beside the best peer of each, at the sizes that tell most."""
+    place, sums = recorded("allreduce", places)
+    if sums is None:
+        return not_measured("allreduce,alltoallv", places)
+    rows, sizes = [], (4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+    for name, report in (("all-reduce", sums), ("all-to-all", recorded("alltoallv", (place,))[1])):
+        for entry in report["results"] if report else []:
+            ours, (theirs, rival) = entry["figures"].get("ours", {}).get("us"), best_peer(report, entry)
+            if entry["bytes"] in sizes and entry.get("matrix", "even") == "even":
+                shown = f"{timed(entry['figures'], rival)}, {rival}" if rival else "-"
+                own = timed(entry["figures"], "ours")
+                rows.append([name, size(entry["bytes"]), own, shown, ratio(theirs, ours)])
+    head = ["operation", "bytes", "symmpool us", "best peer us", "best peer / ours"]
+    return f"{heading(place, sums)}\n\n{table(head, rows)}"
 
 
 def more():
@@ -311,15 +366,17 @@ def more():
     for maker in makers:
         made = maker()
         if made is not None:
-            title, world, report, head, rows = made
-            parts.append(f"{title}; {measured_on(world, report)}:\n\n{table(head, rows)}")
+            title, place, report, head, rows = made
+            parts.append(f"{title}; {measured_on(place, report)}:\n\n{table(head, rows)}")
     return "\n\n".join(parts)
 
 
 MAKERS = {
-    "all_reduce_gpu": lambda: all_reduce(WORLDS),
-    "all_reduce_gpu2": lambda: all_reduce((2,)),
-    "all_to_all_gpu": lambda: all_to_all(WORLDS),
-    "collectives_gpu": lambda: collectives(WORLDS),
+    "all_reduce_gpu": lambda: all_reduce(ANY),
+    "all_reduce_gpu2": lambda: all_reduce(TWO),
+    "all_to_all_gpu": lambda: all_to_all(ANY),
+    "all_to_all_gpu2": lambda: all_to_all(TWO),
+    "collectives_gpu": lambda: collectives(ANY),
+    "in_short_gpu2": lambda: in_short(TWO),
     "gpu_more": more,
 }

@@ -105,12 +105,55 @@ def recorded(tmp_path, monkeypatch):
     (tmp_path / "gpu").mkdir()
     monkeypatch.setattr(cells, "RESULTS", tmp_path)
 
-    def write(name, world, **report):
+    def write(name, world, device="h200", **report):
         facts = {"torch": "2.11", "nccl": "2.28", "driver": "580", "measured_at": "2026-11-22T01:00:00"}
         text = json.dumps({**facts, "world": world, **report})
-        (tmp_path / f"gpu/h200x{world}_{name}.json").write_text(text)
+        (tmp_path / f"gpu/{device}x{world}_{name}.json").write_text(text)
 
     return write
+
+
+def in_form(name, us, form):
+    return {name: {"us": us, "busbw_gb_s": 300.0, "form": form, "forms_us": {form: us, "graph of 1": 99.0}}}
+
+
+def test_tables_say_in_which_form_a_time_was_measured(recorded):
+    entry = in_form("ours", 2.0, "graph of 100") | in_form("NCCL", 9.7, "graph of 20")
+    entry |= in_form("two-shot", 6.0, "eager")
+    results = [{"bytes": 4096, "figures": entry}]
+    names = ["ours", "NCCL", "two-shot"]
+    recorded("allreduce", 2, contenders=names, results=results)
+    text = tables_gpu.all_reduce(tables_gpu.ANY)
+    assert "| 4 KiB | 2.00 (100) | 300 | 9.70 (20) | 6.00 (eager) | 3.00 |" in text
+    assert tables_gpu.ONE_FORM not in text
+    exchange = {"matrix": "even", "bytes": 4096, "bound_us": 1.0, "figures": entry}
+    recorded("alltoallv", 2, contenders=names, results=[exchange])
+    text = tables_gpu.in_short(tables_gpu.TWO)
+    for operation in ("all-reduce", "all-to-all"):
+        assert f"| {operation} | 4 KiB | 2.00 (100) | 6.00 (eager), two-shot | 3.00 |" in text
+    assert "| even | 4 KiB | 2.00 (100) | 9.70 (20) |" in tables_gpu.all_to_all(tables_gpu.TWO)
+    each = {"operation": "broadcast", "bytes": 4096}
+    each["figures"] = in_form("ours", 2.0, "graph of 100") | in_form("ours ordinary", 3.0, "graph of 10")
+    each["figures"] |= in_form("NCCL", 9.0, "graph of 20") | in_form("NCCL window", 8.0, "graph of 10")
+    names = ["ours", "ours ordinary", "NCCL", "NCCL window"]
+    recorded("collectives", 2, contenders=names, results=[each])
+    line = "| broadcast | 4 KiB | 2.00 (100) | 3.00 (10) | 9.00 (20) | 8.00 (10) | 4.00 | 3.00 |"
+    assert line in tables_gpu.collectives(tables_gpu.ANY)
+
+
+def test_times_beside_peers_in_one_form_alone_are_marked(recorded):
+    results = [{"bytes": 4096, "figures": figures(ours=2.0, NCCL=20.0)}]
+    recorded("allreduce", 4, contenders=["ours", "NCCL"], results=results)
+    head = tables_gpu.all_reduce(tables_gpu.ANY).partition("|")[0]
+    assert head.startswith("4 x H200") and tables_gpu.ONE_FORM in head
+
+
+def test_two_gpus_of_the_kind_that_was_measured_last_count(recorded):
+    for device, us in (("h200", 2.0), ("h100", 3.0)):
+        results = [{"bytes": 4096, "figures": in_form("ours", us, "graph of 10")}]
+        recorded("allreduce", 2, device=device, contenders=["ours"], results=results)
+        text = tables_gpu.all_reduce(tables_gpu.TWO)
+        assert text.startswith(f"2 x {device.upper()}, ") and f"| {us:.2f} (10) |" in text
 
 
 def figures(**times):
@@ -119,7 +162,7 @@ def figures(**times):
 
 def test_tables_of_gpus_are_of_four_where_that_is_recorded(recorded):
     head = "| bytes | symmpool us | busbw GB/s | NCCL | best peer / ours |"
-    assert "Not measured yet: `bench/record_gpu --ranks 4" in tables_gpu.all_reduce(tables_gpu.WORLDS)
+    assert "Not measured yet: `bench/record_gpu --ranks 4" in tables_gpu.all_reduce(tables_gpu.ANY)
     for world, ours in ((2, 8.0), (4, 10.0)):
         results = [
             {"bytes": 1 << 20, "figures": figures(ours=ours, NCCL=20.0)},
@@ -127,13 +170,14 @@ def test_tables_of_gpus_are_of_four_where_that_is_recorded(recorded):
             {"bytes": 4096, "figures": figures(ours=2.0)},
         ]
         recorded("allreduce", world, contenders=["ours", "NCCL"], results=results)
-        text = tables_gpu.all_reduce(tables_gpu.WORLDS)
-        assert text.startswith(f"{world} x H200, torch 2.11, NCCL 2.28, driver 580, 2026-11-22:")
+        text = tables_gpu.all_reduce(tables_gpu.ANY)
+        began = f"{world} x H200, torch 2.11, NCCL 2.28, driver 580, 2026-11-22."
+        assert text.startswith(f"{began}\n{tables_gpu.ONE_FORM}")
         assert (head in text) == (world == 2)
     assert "| 1 MiB | 10.00 | 9.3 | 300 | 20.00 | 2.00 |" in text
     # Nothing is made up where someone has no figure, or nobody else has.
     assert "| 5 B | - | - | - | 3.00 | - |" in text and "| 4 KiB | 2.00 | 2.5 | 300 | - | - |" in text
-    assert "| 1 MiB | 8.00 | 300 |" in tables_gpu.all_reduce((2,))
+    assert "| 1 MiB | 8.00 | 300 |" in tables_gpu.all_reduce(tables_gpu.TWO)
 
 
 def test_all_to_alls_have_bars_where_they_are_even(recorded):
@@ -142,7 +186,7 @@ def test_all_to_alls_have_bars_where_they_are_even(recorded):
         for kind in ("even", "zipf")
     ]
     recorded("alltoallv", 4, contenders=["ours", "NCCL"], results=entries)
-    text = tables_gpu.all_to_all(tables_gpu.WORLDS)
+    text = tables_gpu.all_to_all(tables_gpu.ANY)
     assert "| even | 1 MiB | 8.00 | 16.00 | 7 | 0.50 | 2.00 |" in text
     assert "| zipf | 1 MiB | 8.00 | 16.00 | - | 0.50 | 2.00 |" in text
 

@@ -102,7 +102,7 @@ def test_one_command_records_everything(machine, capsys):
     assert report["measured_at"][:2] == "20" and report["took_s"] >= 0
     # What a program tells itself is kept.
     assert report["results"] == ["python9"]
-    assert "--sizes 1K,4K" in report["command"] and report["command"].startswith("python -m torch")
+    assert "--eager --sizes 1K,4K" in report["command"] and report["command"].startswith("python -m torch")
     assert json.loads((machine.results / "h200x1_install.json").read_text())["devices"] == ["NVIDIA H200"]
     assert json.loads((machine.results / "h200x2_pool2.json").read_text())["results"]["results"]
 
@@ -176,6 +176,8 @@ def test_files_are_named_after_the_device(machine):
     assert machine("--only", "commit", device="NVIDIA A100-SXM4-80GB") == 0
     assert [path.name for path in machine.results.iterdir()] == ["a100-sxm4-80gbx2_commit.json"]
     assert record_gpu.label("NVIDIA GeForce RTX 4090") == "rtx-4090"
+    assert record_gpu.label("NVIDIA H100 80GB HBM3") == "h100"
+    assert record_gpu.label("NVIDIA H100 PCIe") == "h100-pcie"
 
 
 def test_each_rank_needs_a_device(machine, capsys):
@@ -229,13 +231,56 @@ def test_commands_exist_in_the_repository():
         assert not it.program or record_gpu.PROGRAMS[it.program]
 
 
-@pytest.fixture
-def measure_install():
-    path = record_gpu.ROOT / "python/tests/gpu/measure_install.py"
-    spec = importlib.util.spec_from_file_location("measure_install", path)
+def script(name):
+    path = record_gpu.ROOT / f"python/tests/gpu/{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def measure_install():
+    return script("measure_install")
+
+
+def test_windows_are_made_in_turns_and_the_first_round_does_not_count(monkeypatch):
+    pytest.importorskip("torch")
+    measure_windows = script("measure_windows")
+    turns = []
+
+    class Ours:
+        def __init__(self, clock):
+            self.clock = clock
+
+        def turn(self):
+            turns.append((type(self).__name__, self.clock.counts))
+
+    class Theirs(Ours):
+        pass
+
+    class Broken(Ours):
+        def turn(self):
+            super().turn()
+            raise RuntimeError("no windows here")
+
+    monkeypatch.setattr(measure_windows, "Ours", Ours)
+    clock = measure_windows.Clock(None)
+    missing = measure_windows.take_turns(clock, [Ours, Theirs, Broken], 2)
+    assert missing == {"Broken": "RuntimeError: no windows here"}
+    first = [("Ours", False), ("Theirs", False), ("Broken", False)]
+    assert turns == [*first, ("Theirs", True), ("Ours", True), ("Ours", True), ("Theirs", True)]
+
+
+def test_host_times_are_of_the_burst_that_suits_a_call_best(monkeypatch):
+    pytest.importorskip("torch")
+    measure_host = script("measure_host")
+    costs = {"quick when few": {10: 2.0, 100: 5.0}, "quick when many": {10: 4.0, 100: 3.0}}
+    monkeypatch.setattr(measure_host, "time_burst", lambda call, burst, device: call[burst])
+    monkeypatch.setattr(measure_host.dist, "all_reduce", lambda *_: None)
+    found, bursts = measure_host.time_calls(costs, None, 2)
+    assert found == {"quick when few": 2.0, "quick when many": 3.0}
+    assert bursts == {"quick when few": 10, "quick when many": 100}
 
 
 def test_installs_take_turns_while_there_is_time(measure_install, monkeypatch, capsys):

@@ -257,8 +257,9 @@ def main():
         sys.exit(f"{options.heads} heads of {options.width} numbers are not for {world} ranks")
 
     found = {}
-    for _ in range(options.rounds):
-        for make in (Distributed, Symmpool):
+    for number in range(options.rounds):
+        # Another goes first in each round.
+        for make in (Distributed, Symmpool)[:: -1 if number % 2 else 1]:
             # One for both runs: nothing is made in the pool after the capture, whose memory replays
             # use.
             ranks = make(device)

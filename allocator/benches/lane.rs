@@ -167,7 +167,7 @@ fn events(trace: &Trace) -> LaneState {
     for &op in trace.ops() {
         match op {
             Op::Alloc { slot, bytes, stream } => {
-                let stream = Stream::from_raw(u64::from(stream));
+                let stream = Stream::numbered(u64::from(stream));
                 let request = Request { bytes, align: 512, stream, site: None };
                 let placed = lane.alloc(request, &mut NoBacking).expect("room for the block");
                 blocks[slot as usize] = Some(placed.key);

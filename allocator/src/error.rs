@@ -25,6 +25,8 @@ pub struct Error(Box<Inner>);
 struct Inner {
     kind: ErrorKind,
     context: Vec<String>,
+    /// Who is to blame, where the kind does not say so.
+    ranks: Vec<u32>,
 }
 
 /// The causes behind [`Error`]; serializable, because ranks tell each other about them.
@@ -37,8 +39,8 @@ pub(crate) enum ErrorKind {
     #[error("{0}")]
     Diverged(Box<Divergence>),
     /// Ranks that disagree about something other than a lane's events (configuration, arguments).
-    #[error("{0}")]
-    Mismatch(String),
+    #[error("{message}")]
+    Mismatch { message: String, ranks: Vec<u32> },
     #[error("timed out after {after:.1?} {waiting_for}{}", missing_ranks(.missing))]
     Timeout { waiting_for: String, after: Duration, missing: Vec<u32> },
     #[error("lost rank{} {}: {what}", plural(.ranks), list(.ranks))]
@@ -93,7 +95,7 @@ fn missing_ranks(missing: &[u32]) -> String {
 
 impl Error {
     pub(crate) fn from_kind(kind: ErrorKind) -> Self {
-        Self(Box::new(Inner { kind, context: Vec::new() }))
+        Self(Box::new(Inner { kind, context: Vec::new(), ranks: Vec::new() }))
     }
 
     /// An argument that cannot be served: says which value, and what would be right.
@@ -108,7 +110,7 @@ impl Error {
 
     /// Ranks that called with different arguments or configurations.
     pub fn mismatch(message: impl Into<String>) -> Self {
-        Self::from_kind(ErrorKind::Mismatch(message.into()))
+        Self::from_kind(ErrorKind::Mismatch { message: message.into(), ranks: Vec::new() })
     }
 
     /// A wait that ran out: `waiting_for` completes "timed out after 3 s …", `missing` names ranks.
@@ -141,6 +143,12 @@ impl Error {
         Self::from_kind(ErrorKind::InvalidState(message.into()))
     }
 
+    /// A wait that was told to stop: `waiting` completes "interrupted …", `missing` are the ranks that
+    /// had not answered by then.
+    pub(crate) fn interrupted(waiting: &str, missing: &[u32]) -> Self {
+        Self::invalid_state(format!("interrupted {waiting}{}", missing_ranks(missing)))
+    }
+
     /// A failed call to the operating system or a device library.
     pub fn system(what: impl Into<String>, cause: impl fmt::Display) -> Self {
         Self::from_kind(ErrorKind::System { what: what.into(), cause: cause.to_string() })
@@ -157,6 +165,31 @@ impl Error {
         self
     }
 
+    /// The same timeout as one of a wait of `total`, of which this ended a part.
+    pub(crate) fn waited_for(mut self, total: Duration) -> Self {
+        if let ErrorKind::Timeout { after, .. } = &mut self.0.kind {
+            *after = total;
+        }
+        self
+    }
+
+    /// Says which ranks are to blame ([`Error::ranks`]), where the error does not yet: those that its
+    /// message names for something that they did or lack.
+    #[must_use]
+    pub fn naming(mut self, ranks: impl IntoIterator<Item = u32>) -> Self {
+        if self.ranks().is_empty() {
+            let mut named: Vec<u32> = ranks.into_iter().collect();
+            named.sort_unstable();
+            named.dedup();
+            match &mut self.0.kind {
+                // Ranks tell each other about these, and whom they name.
+                ErrorKind::Mismatch { ranks, .. } => *ranks = named,
+                _ => self.0.ranks = named,
+            }
+        }
+        self
+    }
+
     pub(crate) fn kind(&self) -> &ErrorKind {
         &self.0.kind
     }
@@ -169,7 +202,7 @@ impl Error {
     /// Ranks did different things, or were configured differently. The program must be mended;
     /// [`Error::divergence`] says where, when it was found in a lane's events.
     pub fn is_diverged(&self) -> bool {
-        matches!(self.0.kind, ErrorKind::Diverged(_) | ErrorKind::Mismatch(_))
+        matches!(self.0.kind, ErrorKind::Diverged(_) | ErrorKind::Mismatch { .. })
     }
 
     /// A deadline passed. [`Error::ranks`] names who did not answer.
@@ -207,13 +240,14 @@ impl Error {
         matches!(self.0.kind, ErrorKind::InvalidState(_))
     }
 
-    /// The ranks that are missing or lost; empty where none are to blame.
+    /// The ranks that are missing, lost, different or at fault; empty where none are to blame.
     pub fn ranks(&self) -> &[u32] {
         match &self.0.kind {
             ErrorKind::Timeout { missing, .. } => missing,
             ErrorKind::PeerLost { ranks, .. } => ranks,
             ErrorKind::Diverged(divergence) => divergence.ranks(),
-            _ => &[],
+            ErrorKind::Mismatch { ranks, .. } => ranks,
+            _ => &self.0.ranks,
         }
     }
 
@@ -267,5 +301,23 @@ mod tests {
         );
         assert!(error.is_timeout());
         assert_eq!(error.ranks(), [2]);
+    }
+
+    #[test]
+    fn whoever_is_named_first_is_to_blame() {
+        for error in [Error::mismatch("x"), Error::overflow("x"), Error::invalid_argument("x")] {
+            assert_eq!(error.ranks(), [0_u32; 0]);
+            assert_eq!(error.naming([3, 1, 3]).naming([2]).ranks(), [1, 3]);
+        }
+        let late = Error::timeout("x", Duration::from_secs(1), vec![2]);
+        assert_eq!(late.naming([1]).ranks(), [2]);
+    }
+
+    #[test]
+    fn ranks_that_differ_are_named_wherever_the_error_is_told() {
+        let error = Error::mismatch("x").naming([4]);
+        let told = postcard::to_stdvec(error.kind()).unwrap();
+        let heard = Error::from_kind(postcard::from_bytes(&told).unwrap());
+        assert_eq!(heard.ranks(), [4]);
     }
 }

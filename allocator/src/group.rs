@@ -15,6 +15,9 @@ use crate::{Deadline, Error, Result};
 /// How long a group's collectives wait when nobody says otherwise.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(300);
 
+/// How often a rank that waits for others looks whether they are still there.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
 /// The ordered set of participants that share windows, seen from one of them.
 ///
 /// A group is a rank, a world size and a [`Store`] to meet in. Cloning is cheap; clones are the
@@ -108,7 +111,17 @@ impl Group {
     /// A variable that is missing or makes no sense is an [`Error::is_invalid_argument`] that
     /// names it and its value.
     pub fn from_env(deadline: Deadline) -> Result<Self> {
-        Self::from_config(&EnvConfig::from_env()?, deadline)
+        Self::from_config(&EnvConfig::from_env()?, deadline, None)
+    }
+
+    /// [`from_env`](Group::from_env) and [`with_interrupt`](Group::with_interrupt), which then holds
+    /// while ranks wait for the store, too.
+    pub fn from_env_with_interrupt(
+        deadline: Deadline,
+        asked: impl Fn() -> bool + Send + Sync + 'static,
+    ) -> Result<Self> {
+        let asked = Interrupt(Arc::new(asked));
+        Self::from_config(&EnvConfig::from_env()?, deadline, Some(asked))
     }
 
     /// Participant `rank` of `world` that meet over TCP at `address`: a host and a port there, as in
@@ -124,6 +137,25 @@ impl Group {
         secret: Option<&str>,
         deadline: Deadline,
     ) -> Result<Self> {
+        let config = Self::config_of(rank, world, address, secret)?;
+        Self::from_config(&config, deadline, None)
+    }
+
+    /// [`over_tcp`](Group::over_tcp) and [`with_interrupt`](Group::with_interrupt), which then holds
+    /// while ranks wait for the store, too.
+    pub fn over_tcp_with_interrupt(
+        rank: u32,
+        world: u32,
+        address: &str,
+        secret: Option<&str>,
+        deadline: Deadline,
+        asked: impl Fn() -> bool + Send + Sync + 'static,
+    ) -> Result<Self> {
+        let config = Self::config_of(rank, world, address, secret)?;
+        Self::from_config(&config, deadline, Some(Interrupt(Arc::new(asked))))
+    }
+
+    fn config_of(rank: u32, world: u32, address: &str, secret: Option<&str>) -> Result<EnvConfig> {
         check_rank(rank, world)?;
         let parts = address.rsplit_once(':').and_then(|(host, port)| {
             let host = host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host);
@@ -137,17 +169,21 @@ impl Group {
         };
         let secret = secret.map(str::to_owned);
         let address = host.to_owned();
-        let config = EnvConfig { rank, world, local_rank: None, address, port, secret };
-        Self::from_config(&config, deadline)
+        Ok(EnvConfig { rank, world, local_rank: None, address, port, secret })
     }
 
-    fn from_config(config: &EnvConfig, deadline: Deadline) -> Result<Self> {
+    fn from_config(
+        config: &EnvConfig,
+        deadline: Deadline,
+        interrupt: Option<Interrupt>,
+    ) -> Result<Self> {
         let EnvConfig { rank, world, local_rank, .. } = *config;
-        let (store, server) = config.meet(deadline).map_err(|error| {
+        let (store, server) = config.meet(deadline, interrupt.as_ref()).map_err(|error| {
             let EnvConfig { address, port, .. } = config;
             error.context(format!("meeting at {address}:{port} as rank {rank} of {world}"))
         })?;
-        Self::of(Member { rank, world, local_rank, store: Arc::new(store), _server: server })
+        let member = Member { rank, world, local_rank, store: Arc::new(store), _server: server };
+        Ok(Self { interrupt, ..Self::of(member)? })
     }
 
     fn of(member: Member) -> Result<Self> {
@@ -167,9 +203,10 @@ impl Group {
         self
     }
 
-    /// The same participant, whose pools' waits for ranks of this machine end when `asked` returns
-    /// true: it is called by the thread that waits, about once a second and after a signal. The call
-    /// that waited then fails with [`Error::is_invalid_state`], and the pool can commit no more.
+    /// The same participant, whose waits for other ranks end when `asked` returns true, in stores that
+    /// ask (all but [`MemoryStore`]) and on the connections of pools: it is called by the thread that
+    /// waits, about once a second and after a signal. The call that waited then fails with
+    /// [`Error::is_invalid_state`] and says who is missing; a pool that waited can commit no more.
     #[must_use]
     pub fn with_interrupt(mut self, asked: impl Fn() -> bool + Send + Sync + 'static) -> Self {
         self.interrupt = Some(Interrupt(Arc::new(asked)));
@@ -243,10 +280,68 @@ impl Group {
     /// gathered. A timeout names the ranks that are missing. A value longer than
     /// [`store::MAX_VALUE`] is refused here, and not told to the other ranks: they wait.
     pub fn all_gather(&self, what: &str, value: &[u8], deadline: Deadline) -> Result<Gathered> {
+        self.gather(what, |store, key, rank, world| {
+            self.gather_unless_interrupted(store, (key, rank, world), value, deadline)
+        })
+    }
+
+    /// The same among ranks of which some can be seen to be gone: while others are waited for, it asks
+    /// `gone` about once a second, and ends with [`Error::is_peer_lost`] when a rank that is missing is
+    /// among them. Most stores do not know whether a rank that has yet to come still exists.
+    pub(crate) fn all_gather_from_living(
+        &self,
+        what: &str,
+        value: &[u8],
+        deadline: Deadline,
+        gone: impl Fn() -> Vec<u32>,
+    ) -> Result<Gathered> {
+        self.gather(what, |store, key, rank, world| {
+            loop {
+                let turn = deadline.min(Deadline::after(LOOK_EVERY));
+                let place = (key, rank, world);
+                let error = match self.gather_unless_interrupted(store, place, value, turn) {
+                    Err(error) if error.is_timeout() => error,
+                    decided => return decided,
+                };
+                let missing = error.ranks();
+                let lost: Vec<u32> =
+                    gone().into_iter().filter(|rank| missing.contains(rank)).collect();
+                if !lost.is_empty() {
+                    return Err(Error::peer_lost(lost, "gone while others waited for it"));
+                }
+                if deadline.expired() {
+                    return Err(error.waited_for(deadline.budget()));
+                }
+            }
+        })
+    }
+
+    fn gather_unless_interrupted(
+        &self,
+        store: &dyn Store,
+        (key, rank, world): (&str, u32, u32),
+        value: &[u8],
+        deadline: Deadline,
+    ) -> Result<Gathered> {
+        match &self.interrupt {
+            Some(interrupt) => {
+                let stop = || interrupt.asked();
+                store.all_gather_until(key, rank, world, value, deadline, &stop)
+            }
+            None => store.all_gather(key, rank, world, value, deadline),
+        }
+    }
+
+    /// Makes the group's next gather by `gather`, which is told the key, the rank and the world.
+    fn gather(
+        &self,
+        what: &str,
+        gather: impl FnOnce(&dyn Store, &str, u32, u32) -> Result<Gathered>,
+    ) -> Result<Gathered> {
         let number = self.namespace.collectives.fetch_add(1, Ordering::Relaxed);
         let key = format!("{}/{what}/{number}", self.name());
         let Member { rank, world, .. } = *self.member;
-        let gathered = self.member.store.all_gather(&key, rank, world, value, deadline);
+        let gathered = gather(&*self.member.store, &key, rank, world);
         let gathered = gathered.map_err(|error| {
             error.context(format!("group {:?}, rank {rank} of {world}", self.name()))
         })?;
@@ -391,7 +486,7 @@ mod tests {
                         port,
                         secret: Some("a secret of this test".into()),
                     };
-                    let group = Group::from_config(&config, Deadline::seconds(60)).unwrap();
+                    let group = Group::from_config(&config, Deadline::seconds(60), None).unwrap();
                     assert_eq!(group.local_rank(), Some(rank));
                     let child = group.child("pool");
                     drop(group);
@@ -441,8 +536,50 @@ mod tests {
             port: 1,
             secret: None,
         };
-        let error = Group::from_config(&config, Deadline::seconds(5)).unwrap_err();
+        let error = Group::from_config(&config, Deadline::seconds(5), None).unwrap_err();
         assert!(error.is_invalid_argument(), "{error}");
         assert!(error.to_string().contains("SYMMPOOL_SECRET"), "{error}");
+    }
+
+    #[test]
+    fn a_rank_that_is_seen_to_be_gone_is_not_waited_for() {
+        let ends = on_ranks(3, |group| {
+            if group.rank() == 1 {
+                return None;
+            }
+            let started = std::time::Instant::now();
+            // Others are gone, too, which does not matter here: they are not missing.
+            let gone = || vec![0, 1, 2];
+            let deadline = Deadline::seconds(60);
+            let error = group.all_gather_from_living("part", b"x", deadline, gone).unwrap_err();
+            assert!(error.is_peer_lost(), "{error}");
+            assert!(started.elapsed() < Duration::from_secs(20), "{error}");
+            Some(error.ranks().to_vec())
+        });
+        assert_eq!(ends, [Some(vec![1]), None, Some(vec![1])]);
+    }
+
+    #[test]
+    fn those_who_live_are_waited_for_until_the_deadline() {
+        let mut groups = Group::in_process(2).unwrap();
+        let deadline = Deadline::after(Duration::from_millis(1500));
+        let late = groups.remove(1);
+        std::thread::scope(|scope| {
+            let (none, groups) = (Vec::new, &groups);
+            let error = groups[0].all_gather_from_living("part", b"x", deadline, none).unwrap_err();
+            assert!(error.is_timeout() && error.ranks() == [1], "{error}");
+            assert!(error.to_string().contains("after 1.5s"), "{error}");
+            // The part was taken back each time, so that a later gather is complete.
+            let soon = || Deadline::seconds(30);
+            let first =
+                scope.spawn(move || groups[0].all_gather_from_living("p", b"0", soon(), none));
+            std::thread::sleep(Duration::from_millis(1200));
+            let gathered = {
+                late.all_gather_from_living("part", b"1", deadline, none).unwrap_err();
+                late.all_gather_from_living("p", b"1", soon(), none).unwrap()
+            };
+            assert_eq!(gathered.parts().collect::<Vec<_>>(), [b"0", b"1"]);
+            assert_eq!(first.join().unwrap().unwrap().world(), 2);
+        });
     }
 }

@@ -4,10 +4,12 @@ mod row;
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
+use std::time::Duration;
 
 use crate::driver::{Driver, Physical, Reservation};
+use crate::fork::Maker;
 use crate::sync::lock;
-use crate::{Error, Result};
+use crate::{Deadline, Error, Result};
 
 /// Where every rank's memory lies in this process: plain arithmetic, no table.
 ///
@@ -62,7 +64,11 @@ impl HeapLayout {
     }
 }
 
-/// The reservation behind a heap and what is mapped in it. Gives everything back when dropped.
+/// How long a heap that is dropped waits for its device.
+const LONGEST_WAIT: Duration = Duration::from_secs(300);
+
+/// The reservation behind a heap and what is mapped in it. Gives everything back when dropped,
+/// except in a forked child.
 #[derive(Debug)]
 pub(crate) struct Heap {
     driver: Driver,
@@ -70,6 +76,7 @@ pub(crate) struct Heap {
     reservation: Option<Reservation>,
     mapped: Mutex<Mapped>,
     rows: Mutex<Vec<row::Row>>,
+    maker: Maker,
 }
 
 /// Mappings by offset, with their length. Peers map the same segments, so one list serves them
@@ -103,6 +110,7 @@ impl Heap {
             reservation: Some(reservation),
             mapped: Mutex::default(),
             rows: Mutex::default(),
+            maker: Maker::here(),
         })
     }
 
@@ -112,6 +120,11 @@ impl Heap {
 
     pub(crate) fn driver(&self) -> &Driver {
         &self.driver
+    }
+
+    /// Whether this is the process that reserved it.
+    pub(crate) fn is_here(&self) -> bool {
+        self.maker.is_here()
     }
 
     /// Maps `physical` at `offset` of `rank`'s slot.
@@ -184,9 +197,23 @@ impl Heap {
 impl Drop for Heap {
     fn drop(&mut self) {
         let Some(reservation) = self.reservation.take() else { return };
+        if !self.is_here() {
+            // A forked child has a copy of the driver, whose locks another thread of its parent may
+            // have had at the fork. It leaves the mappings, and the driver, as they are.
+            std::mem::forget(self.driver.clone());
+            return;
+        }
         // Kernels that were given this memory may still run.
-        if let Err(error) = self.driver.synchronize() {
-            tracing::warn!(%error, "waiting for the device before dropping a heap");
+        match self.driver.synchronize_by(Deadline::after(LONGEST_WAIT)) {
+            Ok(()) => {}
+            Err(error) if error.is_timeout() => {
+                // What still runs keeps the memory it knows, until the process ends.
+                tracing::error!(%error, "a heap's memory is not given back");
+                return;
+            }
+            Err(error) => {
+                tracing::warn!(%error, "waiting for the device before dropping a heap");
+            }
         }
         if let Err(error) = self.drop_rows(|_| true) {
             tracing::warn!(%error, "unmapping rows of peers' memory while dropping a heap");

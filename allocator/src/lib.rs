@@ -8,6 +8,7 @@ compile_error!(
 );
 
 mod amount;
+mod blocking;
 mod deadline;
 mod descriptors;
 pub mod driver;

@@ -4,12 +4,17 @@
 
 use std::os::raw::c_int;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
+use symmpool_allocator::driver::{Call, FaultAction, FaultDriver, FaultPlan, Step};
+use symmpool_allocator::lane::LaneConfig;
 use symmpool_allocator::store::tcp::TcpOptions;
 use symmpool_allocator::store::{Store, TcpServer, TcpStore};
-use symmpool_allocator::{Deadline, Driver, Group, Pool, Stream};
+use symmpool_allocator::{Block, Deadline, Driver, Error, Group, Pool, Result, Stream};
 
 unsafe extern "C" {
     fn fork() -> c_int;
@@ -30,7 +35,7 @@ fn in_child(body: impl FnOnce() -> bool) -> bool {
     while started.elapsed() < Duration::from_secs(20) {
         match waitpid(Some(pid), WaitOptions::NOHANG).unwrap() {
             Some((_, status)) => return status.exit_status() == Some(0),
-            None => std::thread::sleep(Duration::from_millis(5)),
+            None => thread::sleep(Duration::from_millis(5)),
         }
     }
     kill_process(pid, Signal::KILL).unwrap();
@@ -85,6 +90,145 @@ fn a_child_is_given_none_of_its_parents_memory() {
         .into_iter()
         .all(|refused| refused.is_err_and(|error| error.is_invalid_state()))
     }));
-    assert_eq!(lane.counter(), 0);
+    assert_eq!(lane.counter().unwrap(), 0);
     pool.alloc::<u8>(100).unwrap();
+}
+
+/// Where a thread stops: it says when it is there, and is told when to go on.
+type Stop = (mpsc::Receiver<()>, mpsc::Sender<()>);
+
+/// A pool of one rank whose driver stops a thread at a step of a commit, and in the call that makes
+/// memory for the local lane (which the first one needs for the other). Both say so and wait.
+fn a_pool_that_stops() -> (Pool, [Stop; 2]) {
+    let stop = || {
+        let (said, arrived) = mpsc::channel();
+        let (leave, left) = mpsc::channel::<()>();
+        let left = Mutex::new(left);
+        let stop = move || {
+            said.send(()).unwrap();
+            // Until the test lets it go on, or has ended.
+            let _ = left.lock().unwrap().recv();
+        };
+        (FaultAction::Notify(Arc::new(stop)), (arrived, leave))
+    };
+    let ((in_commit, commit), (in_growth, growth)) = (stop(), stop());
+    let plan = FaultPlan::new().at_step(Step::CommitPublish, 1, in_commit).at_call(
+        Call::Create,
+        3,
+        in_growth,
+    );
+    let driver = FaultDriver::new(Driver::host().unwrap(), plan);
+    let group = Group::in_process(1).unwrap().remove(0);
+    let pool = Pool::builder(group)
+        .driver(Driver::new(driver))
+        .stride(1 << 32)
+        .lane(LaneConfig::symmetric("default"))
+        .lane(LaneConfig::local("local"));
+    (pool.build().unwrap(), [commit, growth])
+}
+
+fn refused<T>(outcome: Result<T>) -> bool {
+    let says = |error: Error| error.is_invalid_state() && error.to_string().contains("forked");
+    outcome.err().is_some_and(says)
+}
+
+/// Everything that takes a lane's lock, and how a forked child must fare with it.
+fn a_child_is_answered(pool: &Pool, name: &str, blocks: &mut Vec<Block<u8>>) -> bool {
+    let lane = pool.lane(name).unwrap();
+    let address = blocks[0].address();
+    let calls = [
+        refused(blocks[0].record_stream(Stream::DEFAULT)),
+        refused(blocks.pop().unwrap().free()),
+        refused(blocks.pop().unwrap().free_unordered()),
+        blocks.pop().unwrap().into_address() != 0,
+        refused(lane.free_address(address)),
+        refused(lane.free_address_sized(address)),
+        refused(lane.free_address_unordered(address)),
+        refused(lane.record_stream_address(address, Stream::DEFAULT)),
+        refused(lane.trim()),
+        refused(lane.reserve(100)),
+        refused(lane.try_alloc_bytes(100, 1, Stream::DEFAULT)),
+        refused(lane.stats()),
+        refused(lane.reserved()),
+        refused(lane.live_blocks()),
+        refused(lane.counter()),
+        refused(lane.digest()),
+        refused(lane.map()),
+        refused(pool.stats()),
+        !pool.can_commit(),
+        !pool.has_left(0),
+        pool.windows().list().is_empty(),
+    ];
+    lane.note_failure(&Error::invalid_state("nothing that anybody hears"));
+    blocks.clear();
+    calls.into_iter().all(|good| good)
+}
+
+#[test]
+fn a_child_waits_for_no_lock_that_another_thread_had() {
+    let (pool, [commit, growth]) = a_pool_that_stops();
+    let blocks_of = |name: &str| -> Vec<Block<u8>> {
+        let lane = pool.lane(name).unwrap();
+        (0..5).map(|_| lane.alloc(100).unwrap()).collect()
+    };
+    // Two segments are made here, the third by the thread that stops.
+    let mut symmetric = blocks_of("default");
+    let mut local = blocks_of("local");
+    let mut parent = Some(pool.clone());
+    thread::scope(|scope| {
+        scope.spawn(|| pool.commit().unwrap());
+        scope.spawn(|| pool.lane("local").unwrap().alloc::<u8>(1 << 30).unwrap());
+        for (arrived, _) in [&commit, &growth] {
+            arrived.recv_timeout(Duration::from_secs(20)).unwrap();
+        }
+        let answered = in_child(|| {
+            let pool = parent.take().unwrap();
+            a_child_is_answered(&pool, "default", &mut symmetric)
+                && a_child_is_answered(&pool, "local", &mut local)
+        });
+        for (_, leave) in [commit, growth] {
+            leave.send(()).unwrap();
+        }
+        assert!(answered);
+    });
+    // Nothing that the child did was done to the parent's.
+    assert_eq!(pool.stats().unwrap().lanes[0].1.live_blocks, 5);
+    assert_eq!(pool.commit().unwrap().number, 2);
+    drop((symmetric, local));
+    assert_eq!(pool.stats().unwrap().allocated(), 0);
+}
+
+#[test]
+fn a_child_lets_go_of_a_pool_whose_driver_another_thread_was_in() {
+    let driver = Driver::host().unwrap();
+    let group = Group::in_process(1).unwrap().remove(0);
+    let pool = Pool::builder(group).driver(driver.clone()).stride(1 << 30).build().unwrap();
+    let block = pool.alloc::<u8>(100).unwrap();
+    pool.commit().unwrap();
+    let (mut pool, mut block) = (Some(pool), Some(block));
+    let busy = AtomicBool::new(true);
+    let children = thread::scope(|scope| {
+        // The driver's lock is taken nearly all of the time.
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while busy.load(Ordering::Relaxed) {
+                    driver.release(driver.create(2 << 20).unwrap()).unwrap();
+                }
+            });
+        }
+        let child = |_| {
+            in_child(|| {
+                drop((block.take(), pool.take()));
+                true
+            })
+        };
+        let children = (0..50).all(child);
+        busy.store(false, Ordering::Relaxed);
+        children
+    });
+    assert!(children);
+    let (pool, block) = (pool.unwrap(), block.unwrap());
+    block.write(&[1; 100]).unwrap();
+    assert_eq!(block.read().unwrap(), [1; 100]);
+    assert_eq!(pool.commit().unwrap().number, 2);
 }

@@ -69,17 +69,69 @@ fn what_is_reserved_on_a_stream_is_there_for_that_stream() {
     // D3
     let groups = Group::in_process(1).unwrap();
     let pool = pool(groups[0].clone(), Driver::sim(1)).unwrap();
-    let (lane, stream) = (pool.default_lane(), Stream::from_raw(0x70));
+    let (lane, stream) = (pool.default_lane(), Stream::numbered(0x70));
     lane.reserve_on(40 << 20, stream).unwrap();
-    let made = lane.stats().segments_made;
+    let made = lane.stats().unwrap().segments_made;
     assert!(made > 0);
     let there = lane.alloc_on::<u8>(40 << 20, stream).unwrap();
-    assert_eq!(lane.stats().segments_made, made);
+    assert_eq!(lane.stats().unwrap().segments_made, made);
     let other = lane.alloc::<u8>(40 << 20).unwrap();
-    assert!(lane.stats().segments_made > made, "another stream's is another's");
+    assert!(lane.stats().unwrap().segments_made > made, "another stream's is another's");
     assert_ne!(there.offset(), other.offset());
     lane.reserve(1 << 20).unwrap();
     assert!(lane.reserve_on(u64::MAX, stream).unwrap_err().is_out_of_memory());
+}
+
+#[test]
+fn streams_that_are_forgotten_make_room_for_others() {
+    // D3, D5: also where blocks go back by commits, and outlive their stream.
+    ranks(2, |group| {
+        let rank = u64::from(group.rank());
+        let pool = pool(group, Driver::sim(rank)).unwrap();
+        let mut kept = Vec::new();
+        for n in 0..200 {
+            // Handles are each rank's own.
+            let stream = Stream::numbered(1 + 1000 * rank + n);
+            let block = pool.default_lane().alloc_on::<u8>(1 << 20, stream).unwrap();
+            if n % 50 == 0 {
+                kept.push(block);
+            } else {
+                block.free_unordered().unwrap();
+            }
+            pool.forget_stream(stream).unwrap();
+            pool.commit().unwrap();
+        }
+        assert!(
+            pool.default_lane().reserved().unwrap() <= 32 << 20,
+            "memory goes from stream to stream"
+        );
+        drop(kept);
+        pool.commit().unwrap();
+    });
+}
+
+#[test]
+fn a_stream_that_one_rank_alone_forgets_is_a_difference_and_resync_ends_it() {
+    // D3: ordinals follow from what was forgotten.
+    ranks(2, |group| {
+        let rank = u64::from(group.rank());
+        let pool = pool(group, Driver::sim(rank)).unwrap();
+        let lane = pool.default_lane();
+        let [old, new] = [1, 2].map(|n| Stream::numbered(n + 10 * rank));
+        lane.alloc_on::<u8>(100, old).unwrap().free().unwrap();
+        pool.commit().unwrap();
+        if rank == 0 {
+            pool.forget_stream(old).unwrap();
+        }
+        lane.alloc_on::<u8>(100, new).unwrap().free().unwrap();
+        let error = pool.commit().unwrap_err();
+        assert!(error.to_string().contains("end of stream 0"), "{error}");
+        assert!(pool.resync().unwrap());
+        for stream in [new, old] {
+            lane.alloc_on::<u8>(100, stream).unwrap().free().unwrap();
+        }
+        pool.commit().unwrap();
+    });
 }
 
 #[test]
@@ -123,7 +175,11 @@ fn ranks_that_diverged_go_on_after_a_resync() {
         assert!(!pool.resync().unwrap(), "nothing differs any more");
         pool.commit().unwrap();
         assert_eq!(kept.read().unwrap(), vec![rank; 5000]);
-        assert_eq!(lane.stats().set_aside > 0, rank == 1, "others still hold what rank 1 freed");
+        assert_eq!(
+            lane.stats().unwrap().set_aside > 0,
+            rank == 1,
+            "others still hold what rank 1 freed"
+        );
         // D5: it comes back once all have freed it.
         drop(half);
         assert_eq!(pool.commit().unwrap().blocks_returned, 1);
@@ -133,8 +189,8 @@ fn ranks_that_diverged_go_on_after_a_resync() {
         let places = (again.offset(), kept.offset());
         // What all of them hold is freed as ever: in order.
         kept.free().unwrap();
-        assert_eq!(lane.stats().set_aside, 0);
-        (lane.digest(), places)
+        assert_eq!(lane.stats().unwrap().set_aside, 0);
+        (lane.digest().unwrap(), places)
     });
     assert!(digests.iter().all(|digest| *digest == digests[0]), "{digests:?}");
 }
@@ -186,7 +242,7 @@ fn frees_without_order_do_not_wait_for_a_commit() {
             assert_eq!(committing.join().unwrap().blocks_returned, 0);
         });
         assert_eq!(pool.commit().unwrap().blocks_returned, 2);
-        assert_eq!(pool.default_lane().stats().live_blocks, 0);
+        assert_eq!(pool.default_lane().stats().unwrap().live_blocks, 0);
     });
 }
 
@@ -208,7 +264,12 @@ fn blocks_that_one_rank_never_frees_hold_up_no_others() {
         let returned = || pool.commit().unwrap().blocks_returned;
         let early = [returned(), returned(), returned()];
         kept.take().into_iter().flatten().for_each(|block| block.free_unordered().unwrap());
-        (early, returned(), pool.default_lane().stats().live_blocks, pool.default_lane().digest())
+        (
+            early,
+            returned(),
+            pool.default_lane().stats().unwrap().live_blocks,
+            pool.default_lane().digest().unwrap(),
+        )
     });
     let (early, late, live, _) = returned[0];
     assert_eq!((early, late, live), ([0, 5, 0], KEPT as u64, 0));
@@ -241,7 +302,7 @@ fn a_block_used_on_another_stream_is_waited_for_on_the_device() {
     for reuses in 0..3 {
         let block = pool.alloc::<u8>(1000).unwrap();
         assert_eq!(block.offset(), 0);
-        block.record_stream(Stream::from_raw(7)).unwrap();
+        block.record_stream(Stream::numbered(7)).unwrap();
         block.free().unwrap();
         // Each reuse waited for the use before it; only the latest event is kept.
         let counts = driver.counts();
@@ -269,7 +330,7 @@ fn what_is_dropped_in_every_step_comes_back_and_the_lane_grows_no_more() {
                 blocks.pop_front().unwrap().free_unordered().unwrap();
             }
         }
-        (said, pool.default_lane().stats().reserved)
+        (said, pool.default_lane().stats().unwrap().reserved)
     });
     assert_eq!(told[0], told[1]);
     let (said, reserved) = &told[0];
@@ -285,7 +346,7 @@ fn a_rank_that_fails_where_a_commit_is_due_comes_to_it_too() {
     let driver = Driver::new(FaultDriver::new(Driver::sim(1), plan));
     let pool = pool(Group::in_process(1).unwrap().remove(0), driver).unwrap();
     let block = pool.alloc::<u8>(256 << 20).unwrap();
-    block.record_stream(Stream::from_raw(7)).unwrap();
+    block.record_stream(Stream::numbered(7)).unwrap();
     block.free_unordered().unwrap();
     assert_eq!(pool.commit().unwrap().blocks_returned, 1);
     // As much as came back. Its place has to be waited for.
@@ -354,13 +415,13 @@ fn numbers_are_those_of_their_lane_and_together_those_of_the_pool() {
     let [a, b] = ["a", "b"].map(|name| pool.lane(name).unwrap());
     let blocks = [&a, &b, &b].map(|lane| lane.alloc::<u8>(5000).unwrap());
     for (lane, live) in [(&a, 1), (&b, 2)] {
-        let stats = lane.stats();
-        assert_eq!((lane.live_blocks(), stats.live_blocks), (live, live));
-        assert_eq!((lane.counter(), stats.events), (live, live));
-        assert_eq!(lane.reserved(), stats.reserved);
-        assert!(lane.reserved() >= stats.allocated && stats.allocated >= live * 5000);
+        let stats = lane.stats().unwrap();
+        assert_eq!((lane.live_blocks().unwrap(), stats.live_blocks), (live, live));
+        assert_eq!((lane.counter().unwrap(), stats.events), (live, live));
+        assert_eq!(lane.reserved().unwrap(), stats.reserved);
+        assert!(lane.reserved().unwrap() >= stats.allocated && stats.allocated >= live * 5000);
     }
-    let (all, (a, b)) = (pool.stats(), (a.stats(), b.stats()));
+    let (all, (a, b)) = (pool.stats().unwrap(), (a.stats().unwrap(), b.stats().unwrap()));
     assert_eq!(all.allocated(), a.allocated + b.allocated);
     assert_eq!(all.reserved(), a.reserved + b.reserved);
     // D7: each lane has its own range.
@@ -410,5 +471,49 @@ fn a_rank_that_let_go_of_its_pool_is_seen_by_the_others() {
             pool.as_ref().map(|pool| (pool.lost_peers(), [0, 1, 2].map(|r| pool.has_left(r))));
         seen.wait();
         assert_eq!(found, (rank != 2).then(|| (vec![2], [false, false, true])));
+    });
+}
+
+/// Rule D7: lanes that a commit does not compare go on while it maps peers' memory.
+#[test]
+fn d7_another_lane_allocates_and_grows_while_a_commit_maps() {
+    ranks(2, |group| {
+        let rank = group.rank();
+        // Rank 0's commit stops where it is about to map its peer's segment.
+        let together = Arc::new(Barrier::new(2));
+        let (until, stop) = (together.clone(), together.clone());
+        let stops = FaultAction::Notify(Arc::new(move || {
+            // It has come here; and may go on.
+            stop.wait();
+            stop.wait();
+        }));
+        let plan = match rank {
+            0 => FaultPlan::new().at_step(Step::CommitMap, 1, stops),
+            _ => FaultPlan::new(),
+        };
+        let driver = Driver::new(FaultDriver::new(Driver::host().unwrap(), plan));
+        let pool = Pool::builder(group)
+            .driver(driver)
+            .lane(LaneConfig::symmetric("shared"))
+            .lane(LaneConfig::local("own"))
+            .build()
+            .unwrap();
+        let (shared, own) = (pool.lane("shared").unwrap(), pool.lane("own").unwrap());
+        let block = shared.alloc::<u8>(1 << 20).unwrap();
+        thread::scope(|scope| {
+            let commit = scope.spawn(|| pool.commit().map(drop));
+            if rank == 0 {
+                until.wait();
+                let made = own.stats().unwrap().segments_made;
+                let kept: Vec<_> = (0..20).map(|_| own.alloc::<u8>(8 << 20).unwrap()).collect();
+                assert!(own.stats().unwrap().segments_made > made, "it grew");
+                drop(kept);
+                own.trim().unwrap();
+                assert!(!commit.is_finished(), "the commit stands where it was");
+                until.wait();
+            }
+            commit.join().unwrap().unwrap();
+        });
+        assert!(pool.is_window(block.address(), block.bytes()));
     });
 }

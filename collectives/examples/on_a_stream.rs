@@ -34,7 +34,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     // The device's primary context, as the pool's.
     let context = CudaContext::new(device as usize)?;
     let stream = context.new_stream()?;
-    let on_stream = Stream::from_raw(stream.cu_stream() as u64);
+    // SAFETY: the stream lives as long as the communicator and the pool, which this function ends with.
+    let on_stream = unsafe { Stream::from_raw(stream.cu_stream() as u64) };
 
     // Kernels of one's own take the address, `x.address()`; a slice of cudarc's, as here, must not free it.
     // SAFETY: the block holds as many floats, and lives longer than the slice.

@@ -266,7 +266,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     bool uneven = false, staged = false;
     if ((SHOTS & STRAIGHT) && more) {
         // What peers' memory gets is what they expect.
-        if (!table.agreed() || !table.await<COUNTED, ROW_WORDS, false, true>(session, call)) {
+        if (!table.agreed() || !table.await<COUNTED, ROW_WORDS, false, true>(session, call) ||
+            !table.one_size(traffic)) {
             return;
         }
         exchange.plan_routes();

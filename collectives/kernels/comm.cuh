@@ -197,8 +197,11 @@ __device__ __forceinline__ char* row_slot(const Comm& comm, u32 epoch, u32 owner
 // so who comes late must not find that it has entered, and where its output was. Who has found it goes on
 // until it misses something. The second half of each packet has whom it had waited for, and a flag that no
 // packet of a call has; nothing more, as whoever may come here has few registers to give.
+// That flag: of the other parity than any call whose packets come there, and not 0, as in fresh memory.
+__device__ __forceinline__ u32 withdrawal(u32 epoch) { return ~epoch | 2; }
+
 __device__ __forceinline__ bool withdrawn(const char* packet, u32 epoch) {
-    return *reinterpret_cast<const volatile u32*>(packet + 12) == ~epoch;
+    return *reinterpret_cast<const volatile u32*>(packet + 12) == withdrawal(epoch);
 }
 
 // By one thread, when the record of the failure is written but for its last word.
@@ -206,7 +209,7 @@ __device__ __noinline__ void withdraw(const Comm& comm) {
     const volatile Fault* fault = comm.fault;
     const u32 epoch = fault->epoch;
     const u64 missing = fault->kind == GAVE_UP ? fault->theirs[0] >> 32 : fault->peer;
-    const u64 half = static_cast<u64>(~epoch) << 32 | missing;
+    const u64 half = static_cast<u64>(withdrawal(epoch)) << 32 | missing;
     char* entry = entry_slot(comm, epoch, 0, comm.rank) + 8;
     const u32 to_row = static_cast<u32>(row_slot(comm, epoch, 0, comm.rank) + 8 - entry) - 64;
 #pragma unroll 1

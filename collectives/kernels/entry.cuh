@@ -139,13 +139,21 @@ __device__ __forceinline__ u32 data_block() { return blockIdx.x - 1; }
 __device__ __forceinline__ u32 data_threads() { return data_blocks() * blockDim.x; }
 __device__ __forceinline__ u32 data_thread() { return data_block() * blockDim.x + threadIdx.x; }
 
-// Until every peer has entered; what its stream did before is visible then. All threads of the
-// block come here, and leave with the same answer: false if a peer is missing, or has given up.
-__device__ __forceinline__ bool all_entered(const Session& session) {
+// Until every peer has entered this very call: before that nobody writes into a peer's output, which is where
+// this rank takes it to be, and as long, only if the peer called the same. With ACQUIRE what its stream did
+// before is visible then. All threads of the block come here, and leave with the same answer: false if a peer
+// is missing, has given up or called something else, which the block that attends reports.
+template <bool ACQUIRE>
+__device__ __forceinline__ bool all_entered(const Session& session, const Call& call) {
     bool bad = false;
-    if (threadIdx.x < WORLD && threadIdx.x != session.comm.rank) {
-        uint4 packet;
-        bad = !await_packet<true>(session, threadIdx.x, entered(session, threadIdx.x, 0), packet);
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < 4 * WORLD && !bad; i += blockDim.x) {
+        const u32 peer = i / 4, word = i % 4;
+        if (peer != session.comm.rank) {
+            uint4 packet;
+            bad = !await_packet<ACQUIRE>(session, peer, entered(session, peer, word), packet) ||
+                  (static_cast<u64>(packet.z) << 32 | packet.x) != call.details[word];
+        }
     }
     return !__syncthreads_or(bad);
 }

@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
 
-    if (!all_entered(session)) {
+    if (!all_entered<true>(session, call)) {
         return;
     }
     const Parts<true> parts(call);

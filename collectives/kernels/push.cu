@@ -127,6 +127,10 @@ struct Push {
                 raise(session, teams, ARRIVED, half + 1);
             }
         }
+        // Looked at while those flags are on their way.
+        if (ONWARDS && !all_entered<false>(session, call)) {
+            return false;
+        }
         if (!await_flags<ONWARDS>(session, teams, ARRIVED, 1, DATA)) {
             return false;
         }

@@ -38,7 +38,7 @@ constexpr u32 EXPECTS = WORLD;
 constexpr u32 COUNTED = 2 * WORLD;
 constexpr u32 PLACE = COUNTED;
 constexpr u32 ROOM = PLACE + 1;
-constexpr u32 GRID = PLACE + 2;  // data blocks of the rank's grid
+constexpr u32 GRID = PLACE + 2;  // data blocks of the rank's grid and, in the upper half, bytes of an element
 static_assert(GRID + 1 == ROW_WORDS, "rows have as many words as they have room");
 // Expected by a rank whose splits made no sense, and which sends nothing.
 constexpr u64 NONSENSE = UNKNOWN - 1;
@@ -125,6 +125,10 @@ struct Table {
     }
     __device__ __forceinline__ u64 total(u32 to) const { return offset(WORLD, to); }
 
+    static __device__ __forceinline__ u64 grid(const Traffic& traffic) {
+        return static_cast<u64>(traffic.size) << 32 | data_blocks();
+    }
+
     // This rank's own. By the first warp; the others of a block see it behind a barrier.
     __device__ __forceinline__ void fill(const Comm& comm, const Traffic& traffic,
                                          const Splits& splits) {
@@ -136,7 +140,7 @@ struct Table {
         } else if (at == WORLD) {
             row[PLACE] = traffic.window;
             row[ROOM] = traffic.capacity;
-            row[GRID] = data_blocks();
+            row[GRID] = grid(traffic);
         }
         __syncwarp();
     }
@@ -150,7 +154,7 @@ struct Table {
             if (peer != rank) {
                 const u64 data = word == PLACE  ? traffic.window
                                  : word == ROOM ? traffic.capacity
-                                                : data_blocks();
+                                                : grid(traffic);
                 store_relaxed(row_packet(session, peer, rank, word),
                               make_uint4(static_cast<u32>(data), session.epoch,
                                          static_cast<u32>(data >> 32), session.epoch));
@@ -212,6 +216,13 @@ struct Table {
     // Whether every rank is sent what it expects: the same answer on all ranks, as all read the
     // same rows, and in all threads of a block.
     __device__ __forceinline__ bool agreed() const { return !__syncthreads_or(disagrees()); }
+
+    // Whether elements are as long on all ranks, so that counts mean the same bytes: the same answer on all
+    // ranks, and in all threads of a block.
+    __device__ __forceinline__ bool one_size(const Traffic& traffic) const {
+        const u32 rank = threadIdx.x;
+        return !__syncthreads_or(rank < WORLD && words[rank][GRID] >> 32 != traffic.size);
+    }
 
     // As far as this thread looks.
     __device__ __forceinline__ bool disagrees() const {

@@ -14,6 +14,7 @@ impl HostEngine {
     /// `is_peer_lost` if a rank does not come.
     pub fn barrier(&mut self) -> Result<()> {
         self.ready()?;
+        self.catch_up()?;
         self.enter(&Call::new(Operation::Barrier))
     }
 }

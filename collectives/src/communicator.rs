@@ -10,6 +10,7 @@
 //! | `rows` | exchanges of rows with a destination each |
 //! | `raw` | the same calls on addresses |
 //! | `p2p` | messages between two ranks: `send` and `recv` |
+//! | `refusal` | calls whose arguments the caller refuses |
 //! | `sided` | copies and signals between two ranks, outside these calls |
 //! | `engine` | what runs the calls: the host, or kernels on a device |
 //! | `peers` | the other ranks' processes, and whether they still run |
@@ -22,13 +23,14 @@ mod options;
 mod p2p;
 mod peers;
 mod raw;
+mod refusal;
 mod rows;
 mod sided;
 mod slices;
 mod splits;
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, MutexGuard};
 
 use symmpool_allocator::{Block, Error, Pool, Result, Stream, Windows};
 
@@ -38,6 +40,7 @@ use crate::timeout::Timeout;
 use crate::{Element, Place, ReduceOp};
 use engine::Engine;
 pub use options::CommunicatorOptions;
+use refusal::Held;
 pub use rows::{Received, RowExchange, RowLayout, RowsAt};
 pub use splits::Splits;
 
@@ -102,11 +105,9 @@ pub struct Communicator {
     pool: Pool,
     asked: Asked,
     timeout: Arc<Timeout>,
-    inner: Mutex<Inner>,
+    held: Arc<Held>,
     /// One-sided operations in host memory, which need no turn. On a device the engine has them.
     sided: Option<HostSided>,
-    /// The engine's memory. `None` only while dropping.
-    control: Option<Block<u8>>,
 }
 
 /// What one call at a time may use.
@@ -265,27 +266,25 @@ impl Communicator {
         self.lock().engine.synchronize(stream)
     }
 
+    /// Lets go of a stream that is about to be destroyed: it is not touched any more unless a call names it
+    /// again, and what was put on it keeps its place in the order of calls. To be called while the stream
+    /// lives; ranks need not do so alike. The pool's lanes remember streams too: see
+    /// [`Pool::forget_stream`].
+    ///
+    /// # Errors
+    ///
+    /// `is_invalid_state` while the stream is being captured, if the communicator's last call is on it, and
+    /// in a forked child.
+    pub fn forget_stream(&self, stream: &Stream) -> Result<()> {
+        self.lock().engine.forget_stream(stream)
+    }
+
     /// The beginning of every call: the turn, and the commit that is due.
     ///
     /// In host memory a stream has no work that could be pending; it is only named in traces.
     fn begin(&self, stream: &Stream) -> Result<MutexGuard<'_, Inner>> {
         tracing::trace!(rank = self.rank(), stream = stream.raw(), "collective");
-        let mut inner = self.lock();
-        // While a graph is captured no commit can be, and none is needed: the memory's place is
-        // known. It comes after the capture, before the graph runs.
-        if self.pool.is_commit_due() && self.pool.driver().is_capturing(*stream) {
-            return Ok(inner);
-        }
-        match self.pool.commit_if_due() {
-            Ok(None) => {}
-            Ok(Some(_)) => inner.windows = self.pool.windows(),
-            // When it failed on all ranks alike, all decline; else the others hear of it.
-            Err(error) if self.pool.can_commit() => {
-                return Err(inner.engine.decline(error, stream));
-            }
-            Err(error) => return Err(inner.engine.give_up(error, stream)),
-        }
-        Ok(inner)
+        self.held.begin(&self.pool, stream)
     }
 
     /// Where a block lies, for the engine.
@@ -321,13 +320,8 @@ impl Communicator {
         count.checked_mul(self.world() as usize)
     }
 
-    /// A call that panicked may have left the engine inside a call: no other can follow it.
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(|poisoned| {
-            let mut inner = poisoned.into_inner();
-            inner.engine.abandon();
-            inner
-        })
+        self.held.lock()
     }
 }
 
@@ -345,17 +339,6 @@ impl Inner {
             self.engine.rank()
         ));
         Err(self.engine.decline(why, stream))
-    }
-}
-
-impl Drop for Communicator {
-    /// Without order: the block's place is used again only when every rank has dropped its
-    /// communicator (rule D5), so no late signal meets a successor.
-    fn drop(&mut self) {
-        let Some(control) = self.control.take() else { return };
-        if let Err(error) = control.free_unordered() {
-            tracing::error!(%error, "freeing a communicator's control block");
-        }
     }
 }
 

@@ -133,9 +133,10 @@ mod models {
         });
     }
 
+    /// Rule S6.
     #[test]
     fn loom_digest_and_details_come_with_their_epoch() {
-        // S6: what a rank called is seen whole by whoever sees its entry.
+        // What a rank called is seen whole by whoever sees its entry.
         loom::model(|| {
             let slot = Arc::new(Slot::<Loom>::for_model());
             let theirs = Arc::clone(&slot);
@@ -149,9 +150,10 @@ mod models {
         });
     }
 
+    /// Rule S2.
     #[test]
     fn loom_stale_epochs_are_not_taken() {
-        // S2: the slot still holds the entry of two calls ago, across the wrap of the low half.
+        // The slot still holds the entry of two calls ago, across the wrap of the low half.
         loom::model(|| {
             let slot = Arc::new(Slot::<Loom>::for_model());
             slot.publish(entry_word(0xffff_fffe, 3), &[3; DETAILS]);
@@ -188,9 +190,10 @@ mod models {
         }
     }
 
+    /// Rule S4.
     #[test]
     fn loom_scratch_changes_hands_by_parity() {
-        // S4: three calls use one of the two buffers twice.
+        // Three calls use one of the two buffers twice.
         let mut model = loom::model::Builder::new();
         model.preemption_bound = Some(3);
         model.check(|| {
@@ -262,9 +265,10 @@ mod models {
         });
     }
 
+    /// Rules S1 and S2.
     #[test]
     fn loom_zero_counts_keep_ranks_in_step() {
-        // S1, S2: a pair that sends nothing shows its row all the same, and stale words do not match.
+        // A pair that sends nothing shows its row all the same, and stale words do not match.
         exchange(&[[1, 0], [0, 0], [0, 1]]);
     }
 

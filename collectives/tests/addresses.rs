@@ -1,7 +1,8 @@
 //! Collectives on addresses: inside blocks, in ordinary memory, and where a rank may not pass them.
 
+use std::sync::Barrier;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use symmpool_allocator::lane::LaneConfig;
 use symmpool_allocator::{Block, Driver, Error, Group, Pool, Stream};
@@ -222,6 +223,35 @@ fn a_caller_that_declines_spares_the_others_the_wait() {
             assert!(comm.barrier(STREAM).unwrap_err().is_diverged());
         }
         comm.barrier(STREAM).unwrap();
+    });
+}
+
+#[test]
+fn a_caller_that_declines_ahead_of_a_commit_waits_for_nobody_either() {
+    // S6
+    let declined = Barrier::new(2);
+    ranks(2, |pool| {
+        let comm = Communicator::new(pool).unwrap();
+        let x = pool.alloc::<i32>(COUNT).unwrap();
+        assert!(pool.is_commit_due());
+        if comm.rank() == 1 {
+            let began = Instant::now();
+            for _ in 0..2 {
+                let why = comm.decline(Error::invalid_argument("not this tensor"), STREAM);
+                assert_eq!(why.to_string(), "symmpool: not this tensor");
+            }
+            assert!(began.elapsed() < Duration::from_secs(2), "waited for rank 0");
+            declined.wait();
+        } else {
+            declined.wait();
+            for _ in 0..2 {
+                let error = comm.all_reduce(&x, ReduceOp::Sum, STREAM).unwrap_err();
+                assert!(error.is_diverged() && error.ranks() == [1], "{error}");
+            }
+        }
+        x.write(&[1; COUNT]).unwrap();
+        comm.all_reduce(&x, ReduceOp::Sum, STREAM).unwrap();
+        assert_eq!(x.read().unwrap(), [2; COUNT]);
     });
 }
 

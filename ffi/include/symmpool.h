@@ -193,7 +193,8 @@ symmpool_status symmpool_comm_destroy(symmpool_comm comm);
 // # Safety
 //
 // `input` can be read and `output` written for `count` elements by the CPU or, on CUDA, the
-// device, and nobody else touches them until the work is done. `stream` is NULL or a live stream.
+// device, and nobody else touches them until the work is done. `stream` is NULL or a stream that lives
+// until symmpool_comm_forget_stream, or as long as the communicator.
 symmpool_status symmpool_all_reduce(symmpool_comm comm,
                                     void *output,
                                     const void *input,
@@ -283,6 +284,17 @@ symmpool_status symmpool_barrier(symmpool_comm comm, void *stream);
 // `stream` is NULL or a live stream.
 symmpool_status symmpool_comm_synchronize(symmpool_comm comm, void *stream);
 
+// Lets go of a stream that is about to be destroyed: the communicator touches it no more unless a call names
+// it again, and what was put on it keeps its place in the order of calls. Ranks need not do so alike. The
+// pool remembers streams too: see symmpool_forget_stream. INVALID_STATE while the stream, if it has the
+// communicator's last call, is being captured, and in a forked child.
+//
+// # Safety
+//
+// `stream` is NULL or a live stream.
+symmpool_status symmpool_comm_forget_stream(symmpool_comm comm,
+                                            void *stream);
+
 // The group that a launcher describes in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
 // MASTER_PORT (and SYMMPOOL_PORT, SYMMPOOL_SECRET where they are set). `timeout` is how long its
 // collective calls wait for other ranks, in seconds. Errors: INVALID_ARGUMENT for variables that
@@ -355,7 +367,8 @@ symmpool_status symmpool_pool_destroy(symmpool_pool pool);
 //
 // # Safety
 //
-// `stream` is NULL or a live stream of the pool's device; `pointer` is NULL (an error) or can be
+// `stream` is NULL or a stream of the pool's device that lives until symmpool_forget_stream, or as long as
+// the pool; `pointer` is NULL (an error) or can be
 // written to.
 symmpool_status symmpool_alloc(symmpool_pool pool,
                                size_t bytes,
@@ -376,7 +389,7 @@ symmpool_status symmpool_free_unordered(symmpool_pool pool, void *pointer);
 //
 // # Safety
 //
-// `stream` is NULL or a live stream of the pool's device.
+// As for symmpool_alloc.
 symmpool_status symmpool_record_stream(symmpool_pool pool, void *pointer, void *stream);
 
 // Makes sure that `bytes` more fit on `stream`, as one block, without growing. Every rank calls it
@@ -384,8 +397,19 @@ symmpool_status symmpool_record_stream(symmpool_pool pool, void *pointer, void *
 //
 // # Safety
 //
-// `stream` is NULL or a live stream of the pool's device.
+// As for symmpool_alloc.
 symmpool_status symmpool_reserve(symmpool_pool pool, uint64_t bytes, void *stream);
+
+// Lets go of a stream that is about to be destroyed. A pool remembers the streams that it was given, up to
+// 64, and touches them until then; what was theirs goes to the next stream that is new to the pool. Every
+// rank calls it at the same place. Nothing happens for a stream that the pool does not know. Errors:
+// INVALID_STATE while the stream is being captured, and in a forked child.
+//
+// # Safety
+//
+// `stream` is NULL or a live stream of the pool's device.
+symmpool_status symmpool_forget_stream(symmpool_pool pool,
+                                       void *stream);
 
 // Checks that all ranks did the same, and makes windows of new memory. Collective. `report` may be
 // NULL. Errors: DIVERGED, saying where ranks differ, TIMEOUT, PEER_LOST, INVALID_STATE while a

@@ -85,7 +85,7 @@ mod tests {
     }
 
     fn stats(pool: &Pool) -> symmpool_allocator::lane::LaneStats {
-        pool.default_lane().stats()
+        pool.default_lane().stats().unwrap()
     }
 
     fn call(slot: usize, size: isize) -> *mut c_void {

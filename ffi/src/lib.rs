@@ -19,3 +19,11 @@ pub mod process;
 pub mod slots;
 
 pub use guard::Status;
+use symmpool_allocator::Stream;
+
+/// A stream by the handle that an allocator's caller named.
+fn named(stream: u64) -> Stream {
+    // SAFETY: torch, and whoever else calls the exported functions, names live streams. Torch's live as long
+    // as the process; of others callers of these functions promise as much.
+    unsafe { Stream::from_raw(stream) }
+}

@@ -11,9 +11,10 @@ use std::fmt;
 use std::sync::Mutex;
 
 use symmpool_allocator::lane::at_site;
-use symmpool_allocator::{Error, Lane, Maker, Pool, Result, Stream};
+use symmpool_allocator::{Error, Lane, Maker, Pool, Result};
 
 use crate::guard::lock;
+use crate::named;
 
 /// How many slots there are.
 pub const SLOTS: usize = 64;
@@ -164,7 +165,7 @@ impl Bound {
             )));
         }
         // Whoever asks torch for memory is not to be seen from here.
-        let place = || self.lane.try_alloc_bytes(bytes, ALIGN, Stream::from_raw(stream));
+        let place = || self.lane.try_alloc_bytes(bytes, ALIGN, named(stream));
         let block = at_site(None, place)?;
         Ok(block.into_address())
     }
@@ -212,7 +213,7 @@ pub(crate) fn record_stream(index: usize, address: u64, stream: u64) -> Result<(
     let mut slot = lock(&TABLE[index]);
     let Some(bound) = slot.as_mut() else { return Err(nobody(index)) };
     bound.own_process(index)?;
-    let noted = bound.lane.record_stream_address(address, Stream::from_raw(stream));
+    let noted = bound.lane.record_stream_address(address, named(stream));
     noted.inspect_err(|error| {
         if bound.live.contains(&address) {
             bound.stuck.insert(address);

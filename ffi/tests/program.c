@@ -177,6 +177,8 @@ int main(int argc, char **argv) {
   OK(symmpool_is_commit_due(pool, &due));
   HOLDS(!due);
   OK(symmpool_reserve(pool, 1 << 20, NULL));
+  OK(symmpool_comm_forget_stream(comm, NULL));
+  OK(symmpool_forget_stream(pool, NULL));
   collectives(pool, comm, rank, world);
   slots(pool);
   symmpool_pool_stats stats;

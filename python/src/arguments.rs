@@ -1,5 +1,7 @@
 //! What calls of a communicator are given, read and checked; who refuses it tells the other ranks.
+//! `checks` has what each call asks of its arguments.
 
+use std::ops::Deref;
 use std::sync::Arc;
 
 use pyo3::intern;
@@ -30,7 +32,24 @@ pub(crate) fn rows_of(
 /// A communicator as its calls see it, and those of what is made on it.
 pub(crate) struct Calls {
     pub(crate) comm: Own<Arc<symmpool_collectives::Communicator>>,
+    pub(crate) terms: Terms,
+}
+
+impl Deref for Calls {
+    type Target = Terms;
+
+    #[inline]
+    fn deref(&self) -> &Terms {
+        &self.terms
+    }
+}
+
+/// What arguments have to fit.
+#[derive(Clone, Copy)]
+pub(crate) struct Terms {
     pub(crate) device: Device,
+    pub(crate) rank: u32,
+    pub(crate) world: u32,
 }
 
 impl Calls {
@@ -80,7 +99,9 @@ impl Calls {
         // Why the communicator is closed, if it is, comes first.
         if error.is_invalid_argument() { refusal.raise(py) } else { raised(py, &error) }
     }
+}
 
+impl Terms {
     #[inline]
     pub(crate) fn read(
         &self,
@@ -125,7 +146,7 @@ impl Calls {
             return Ok(());
         }
         let expected = expected.map_or_else(|| "an impossible number".into(), |n| n.to_string());
-        let world = self.comm.world();
+        let world = self.world;
         Err(Refusal::Invalid(format!(
             "{name}: {count} elements where {expected} are needed, {why} of {world}"
         )))
@@ -133,6 +154,6 @@ impl Calls {
 
     /// As many elements as `world` parts of `count`.
     pub(crate) fn parts(&self, count: usize) -> Option<usize> {
-        count.checked_mul(self.comm.world() as usize)
+        count.checked_mul(self.world as usize)
     }
 }

@@ -13,6 +13,7 @@ use crate::dlpack::{self, Description};
 use crate::errors::{OrRaise, exception};
 use crate::memory::Memory;
 use crate::number::Number;
+use crate::tensor;
 
 /// Symmetric memory of a pool with a shape and an element type: at the same offset on every rank.
 ///
@@ -184,7 +185,7 @@ impl Block {
             // DLPack writes the default stream as 1.
             let consumer = match stream {
                 None | Some(1) => Stream::DEFAULT,
-                Some(raw) => Stream::from_raw(raw as u64),
+                Some(raw) => tensor::named(raw as u64),
             };
             // The lane may be in a commit, which asks this interpreter for signals meanwhile.
             py.detach(|| self.memory.use_on(consumer)).or_raise(py)?;

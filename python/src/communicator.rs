@@ -5,17 +5,16 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use symmpool_collectives::{CommunicatorOptions, ReduceOp};
+use symmpool_collectives::CommunicatorOptions;
 
-use crate::arguments::{Argument, Calls};
+use crate::arguments::{Argument, Calls, Terms};
 use crate::convert::{self, Device};
 use crate::errors::{OrRaise, exception, told};
 use crate::mark::Mark;
 use crate::number::Number;
-use crate::operation;
 use crate::own::Own;
 use crate::pool::Pool;
-use crate::reading::{Refusal, Tensor};
+use crate::reading::Tensor;
 use crate::row_exchange::RowExchange;
 use crate::splits::{Divided, Parts, RowsBySplits};
 use crate::{site, tensor};
@@ -113,7 +112,8 @@ impl Communicator {
         let algorithm = options.algorithm;
         let make = || symmpool_collectives::Communicator::with_options(on, &options);
         let comm = Own::new(Arc::new(site::detach(py, make).or_raise(py)?));
-        let calls = Arc::new(Calls { comm, device: pool.device });
+        let terms = Terms { device: pool.device, rank: comm.rank(), world: comm.world() };
+        let calls = Arc::new(Calls { comm, terms });
         Ok(Self { calls, algorithm: algorithm.name() })
     }
 
@@ -132,17 +132,8 @@ impl Communicator {
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
-        let arguments = || {
-            let op = operation::reduce_op(op).map_err(Refusal::Invalid)?;
-            let input = self.calls.read("tensor", tensor, out.is_none())?;
-            tensor::is_reduced("tensor", tensor, &input)?;
-            let output = match out {
-                None => input,
-                Some(out) => self.calls.output("out", out, &input, Some(input.count))?,
-            };
-            Ok((input, output, op))
-        };
-        let (input, output, op) = self.calls.or_decline(py, stream, arguments())?;
+        let found = self.calls.of_all_reduce(tensor, op, out);
+        let (input, output, op) = self.calls.or_decline(py, stream, found)?;
         let Tensor { count, dtype, .. } = input;
         // SAFETY: both are tensors of this length and type, contiguous, on the pool's device, and
         // the caller's frame keeps them alive for the length of the call; how long work on a
@@ -167,21 +158,8 @@ impl Communicator {
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
-        let arguments = || {
-            let op: ReduceOp = operation::reduce_op(op).map_err(Refusal::Invalid)?;
-            let from = input;
-            let input = self.calls.read("input", from, false)?;
-            tensor::is_reduced("input", from, &input)?;
-            let output = self.calls.output("output", output, &input, None)?;
-            self.calls.fits(
-                "input",
-                input.count,
-                self.calls.parts(output.count),
-                "one part for every rank",
-            )?;
-            Ok((input, output, op))
-        };
-        let (input, output, op) = self.calls.or_decline(py, stream, arguments())?;
+        let found = self.calls.of_reduce_scatter(output, input, op);
+        let (input, output, op) = self.calls.or_decline(py, stream, found)?;
         let Tensor { count, dtype, .. } = output;
         // SAFETY: as in `all_reduce`; the input has `world` times the output's length.
         self.calls.run(py, || unsafe {
@@ -200,18 +178,8 @@ impl Communicator {
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
-        let arguments = || {
-            let input = self.calls.read("input", input, false)?;
-            let output = self.calls.output("output", output, &input, None)?;
-            self.calls.fits(
-                "output",
-                output.count,
-                self.calls.parts(input.count),
-                "one part for every rank",
-            )?;
-            Ok((input, output))
-        };
-        let (input, output) = self.calls.or_decline(py, stream, arguments())?;
+        let found = self.calls.of_all_gather(output, input);
+        let (input, output) = self.calls.or_decline(py, stream, found)?;
         let Tensor { count, dtype, .. } = input;
         // SAFETY: as in `all_reduce`; the output has `world` times the input's length.
         self.calls.run(py, || unsafe {
@@ -232,11 +200,8 @@ impl Communicator {
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
-        let arguments = || {
-            let src = src.or_refuse("src")?;
-            Ok((self.calls.read("tensor", tensor, src != self.calls.comm.rank())?, src))
-        };
-        let (tensor, src) = self.calls.or_decline(py, stream, arguments())?;
+        let found = self.calls.of_broadcast(tensor, src);
+        let (tensor, src) = self.calls.or_decline(py, stream, found)?;
         let Tensor { count, dtype, .. } = tensor;
         // SAFETY: as in `all_reduce`.
         self.calls.run(py, || unsafe {
@@ -458,6 +423,14 @@ impl Communicator {
     fn synchronize(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<()> {
         let stream = tensor::stream(py, self.calls.device, stream)?;
         py.detach(|| self.calls.comm.synchronize(&stream)).or_raise(py)
+    }
+
+    /// Lets go of a stream that is about to be destroyed: it is touched no more unless a call names it
+    /// again, and what was put on it keeps its place in the order of calls. Ranks need not do so alike.
+    /// The pool remembers streams too: see `Pool.forget_stream`.
+    fn forget_stream(&self, py: Python<'_>, stream: Argument<'_, '_>) -> PyResult<()> {
+        let stream = tensor::stream(py, self.calls.device, Some(stream))?;
+        py.detach(|| self.calls.comm.forget_stream(&stream)).or_raise(py)
     }
 
     /// Marks how far `stream` is (torch's current one unless given): everything that it was given.

@@ -68,10 +68,20 @@ pub(crate) fn is_interrupted() -> bool {
 }
 
 /// What a call raises. Ctrl-C during the call comes before what went wrong in it: often the other
-/// ranks were interrupted too, and who catches the package's errors means to go on.
+/// ranks were interrupted too, and who catches the package's errors means to go on. What went wrong is
+/// then its cause: it says for whom the call waited.
 #[cold]
 pub(crate) fn raised(py: Python<'_>, error: &Error) -> PyErr {
-    py.check_signals().err().unwrap_or_else(|| exception(py, error))
+    match py.check_signals() {
+        Ok(()) => exception(py, error),
+        Err(heard) => {
+            // A handler's own exception may have a cause of its own.
+            if heard.cause(py).is_none() {
+                heard.set_cause(py, Some(exception(py, error)));
+            }
+            heard
+        }
+    }
 }
 
 /// An argument that cannot be served, as an exception.

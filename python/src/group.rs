@@ -20,9 +20,9 @@ use crate::store::PythonStore;
 /// - "file:///DIRECTORY": in files of a directory that all ranks see and nobody else uses.
 ///
 /// `timeout` is how long collective calls of the group wait for other ranks, in seconds: making
-/// pools, and commits. Ctrl-C ends the waits of commits for ranks of this machine, and those in a store
-/// of torch, within about a second; such a pool commits no more. It does not end other waits, but all
-/// of them end, and then it is heard.
+/// pools, and commits. Ctrl-C ends the waits for the store and for other ranks, within about a second;
+/// KeyboardInterrupt then has as its cause the error that says who was missing, and a pool that
+/// waited commits no more. Other waits it does not end, but all of them end, and then it is heard.
 ///
 /// Raises InvalidArgumentError, TimeoutError when the store cannot be reached in time, and
 /// RefusedError when a secret differs.
@@ -64,8 +64,14 @@ impl Group {
             }
             None => {
                 let address = address.strip_prefix("tcp://").unwrap_or(address);
-                let deadline = Deadline::after(timeout);
-                symmpool_allocator::Group::over_tcp(rank, world, address, secret, deadline)
+                symmpool_allocator::Group::over_tcp_with_interrupt(
+                    rank,
+                    world,
+                    address,
+                    secret,
+                    Deadline::after(timeout),
+                    is_interrupted,
+                )
             }
         };
         let group = py.detach(meet).or_raise(py)?;
@@ -83,7 +89,10 @@ impl Group {
     )]
     fn from_env(py: Python<'_>, timeout: Number<f64>) -> PyResult<Self> {
         let timeout = timeout.seconds(py, "timeout")?;
-        let meet = || symmpool_allocator::Group::from_env(Deadline::after(timeout));
+        let meet = || {
+            let deadline = Deadline::after(timeout);
+            symmpool_allocator::Group::from_env_with_interrupt(deadline, is_interrupted)
+        };
         let group = py.detach(meet).or_raise(py)?;
         Ok(Self::of(group.with_timeout(timeout)))
     }

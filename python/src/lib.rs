@@ -29,6 +29,7 @@
 
 mod arguments;
 mod block;
+mod checks;
 mod communicator;
 mod convert;
 mod device;
@@ -58,6 +59,8 @@ mod tensor;
 mod _symmpool {
     #[pymodule_export]
     use crate::block::Block;
+    #[pymodule_export]
+    use crate::checks::check_call;
     #[pymodule_export]
     use crate::communicator::Communicator;
     #[pymodule_export]

@@ -54,14 +54,16 @@ impl Mark {
 #[pymethods]
 impl Mark {
     /// Makes what `stream` (torch's current one unless given) gets from now on wait until the marked
-    /// stream has come this far. Waits for nothing itself.
+    /// stream has come this far. Waits for nothing itself. Where that stream is being captured in a
+    /// graph and this mark is outside of it, the marked stream must have come this far already; if it
+    /// has not, it is an InvalidStateError, and the capture goes on.
     #[pyo3(signature = (stream = None))]
     fn wait(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let stream = tensor::stream(py, self.device, stream)?;
         self.hold(stream).or_raise(py)
     }
 
-    /// Whether the marked stream has come this far. Does not wait.
+    /// Whether the marked stream has come this far. Does not wait. False of a mark in a graph.
     fn query(&self, py: Python<'_>) -> PyResult<bool> {
         self.event.check("a mark").or_raise(py)?;
         self.event.driver.is_event_done(self.event.get()).or_raise(py)

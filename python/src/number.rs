@@ -4,9 +4,11 @@ use std::fmt::Display;
 use std::time::Duration;
 
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
+use pyo3::intern;
 use pyo3::prelude::*;
 
 use crate::errors::{invalid, seconds};
+use crate::ndarray;
 use crate::reading::Refusal;
 
 /// A number as an argument. Extracting one never fails: whoever knows the argument's name refuses what
@@ -90,5 +92,30 @@ impl Number<f64> {
             Err(Wrong::Range(text)) => Err(invalid(py, format!("{name}={text}: too long a time"))),
             Err(Wrong::Kind(why)) => Err(PyTypeError::new_err(format!("{name}: {why}"))),
         }
+    }
+}
+
+/// An address as an argument. A tensor of one element passes for a number in Python, and is no address.
+pub(crate) struct Address(Number<u64>);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Address {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        let py = object.py();
+        let array =
+            ndarray::kind(py).map_or(Ok(false), |kind| object.is_instance(kind.bind(py)))?;
+        if array || object.hasattr(intern!(py, "data_ptr"))? {
+            let kind = object.get_type();
+            let why = format!("a number is needed, not {kind}; a tensor's data_ptr() is one");
+            return Ok(Self(Number(Err(Wrong::Kind(why)))));
+        }
+        Ok(Self(object.extract()?))
+    }
+}
+
+impl Address {
+    pub(crate) fn or_raise(self, py: Python<'_>) -> PyResult<u64> {
+        self.0.or_raise(py, "address")
     }
 }

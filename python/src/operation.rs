@@ -25,7 +25,11 @@ pub(crate) fn reduce_op(op: Option<&Bound<'_, PyAny>>) -> Result<ReduceOp, Strin
 }
 
 /// `torch.distributed.ReduceOp`'s constants. Each is one object.
-struct ReduceOps(Vec<(Py<PyAny>, ReduceOp)>);
+struct ReduceOps {
+    constants: Vec<(Py<PyAny>, ReduceOp)>,
+    /// The class that wraps one.
+    class: Py<PyAny>,
+}
 
 /// The names of operations there.
 const REDUCE_OPS: [(&str, ReduceOp); 5] = [
@@ -49,13 +53,20 @@ fn constant_of(op: &Bound<'_, PyAny>) -> Option<ReduceOp> {
             let constants = REDUCE_OPS
                 .into_iter()
                 .filter_map(|(name, op)| Some((class.getattr(name).ok()?.unbind(), op)));
-            let constants = ReduceOps(constants.collect());
-            OPS.get_or_init(py, || constants)
+            let constants = constants.collect();
+            OPS.get_or_init(py, || ReduceOps { constants, class: class.unbind() })
         }
     };
-    if let Some((_, found)) = known.0.iter().find(|(constant, _)| op.is(constant)) {
+    if let Some((_, found)) = known.constants.iter().find(|(constant, _)| op.is(constant)) {
         return Some(*found);
     }
-    // A `ReduceOp` wraps a constant, and compares equal to it.
-    known.0.iter().find(|(constant, _)| op.eq(constant).unwrap_or(false)).map(|(_, found)| *found)
+    // A `ReduceOp` wraps a constant, and compares equal to it. So do numbers, which are none.
+    if !op.is_instance(known.class.bind(py)).ok()? {
+        return None;
+    }
+    known
+        .constants
+        .iter()
+        .find(|(constant, _)| op.eq(constant).unwrap_or(false))
+        .map(|(_, found)| *found)
 }

@@ -6,7 +6,7 @@ use pyo3::exceptions::PyImportError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyString};
+use pyo3::types::{PyByteArray, PyBytes, PyDict, PyString};
 use symmpool_allocator::lane::{LaneConfig, WindowPolicy};
 use symmpool_allocator::{Deadline, Result};
 use symmpool_collectives::DType;
@@ -18,7 +18,7 @@ use crate::dlpack::{self, Description};
 use crate::errors::{OrRaise, invalid};
 use crate::group::group_of;
 use crate::memory::Memory;
-use crate::number::Number;
+use crate::number::{Address, Number};
 use crate::own::Own;
 use crate::{site, tensor};
 
@@ -235,6 +235,16 @@ impl Pool {
         site::detach(py, reserve).or_raise(py)
     }
 
+    /// Lets go of a stream (an object with a raw handle, or that handle) that is about to be destroyed. A
+    /// pool remembers the streams that it was given, up to 64 in a lane, and touches them until then; what
+    /// was theirs goes to the next stream that is new to it. Every rank does so in the same place of its
+    /// sequence. torch's own streams are never destroyed and need not be forgotten.
+    fn forget_stream(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.check(py)?;
+        let stream = tensor::stream(py, self.device, Some(stream))?;
+        site::detach(py, || self.pool.forget_stream(stream)).or_raise(py)
+    }
+
     /// The scope's state, made at the first use. torch.cuda.MemPool and others, in CUDA only.
     fn _scope<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
@@ -320,9 +330,10 @@ impl Pool {
     }
 
     /// The pool's numbers: `allocated` and `reserved` bytes over all lanes, `commits`, `windows`,
-    /// and `lanes`: a dict of each lane's by name.
+    /// and `lanes`: a dict of each lane's by name. Raises InvalidStateError in a forked child.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = py.detach(|| self.pool.stats());
+        self.check(py)?;
+        let stats = py.detach(|| self.pool.stats()).or_raise(py)?;
         let lanes = PyDict::new(py);
         for (name, lane) in &stats.lanes {
             let dict = PyDict::new(py);
@@ -368,8 +379,8 @@ impl Pool {
     }
 
     /// Whether an address is in this rank's own slot of the pool's heap.
-    fn owns(&self, py: Python<'_>, address: Number<u64>) -> PyResult<bool> {
-        Ok(self.has(address.or_raise(py, "address")?))
+    fn owns(&self, py: Python<'_>, address: Address) -> PyResult<bool> {
+        Ok(self.has(address.or_raise(py)?))
     }
 
     /// Where `rank` has what this rank has at `address`: in this process, for whoever reaches the
@@ -379,11 +390,11 @@ impl Pool {
         &self,
         py: Python<'_>,
         rank: Number<u32>,
-        address: Number<u64>,
+        address: Address,
         bytes: Number<u64>,
     ) -> PyResult<u64> {
         let rank = rank.or_raise(py, "rank")?;
-        let (address, bytes) = (address.or_raise(py, "address")?, bytes.or_raise(py, "bytes")?);
+        let (address, bytes) = (address.or_raise(py)?, bytes.or_raise(py, "bytes")?);
         self.peer(py, rank, address, bytes)
     }
 
@@ -393,12 +404,12 @@ impl Pool {
         &self,
         py: Python<'py>,
         rank: Number<u32>,
-        address: Number<u64>,
+        address: Address,
         bytes: Number<u64>,
         owner: Py<PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let rank = rank.or_raise(py, "rank")?;
-        let (address, bytes) = (address.or_raise(py, "address")?, bytes.or_raise(py, "bytes")?);
+        let (address, bytes) = (address.or_raise(py)?, bytes.or_raise(py, "bytes")?);
         let address = self.peer(py, rank, address, bytes)?;
         let description = Description {
             address: address as usize,
@@ -482,6 +493,9 @@ fn is_foreign(dtype: DType) -> bool {
     dtype.size() == 1 && !matches!(dtype, DType::U8 | DType::I8 | DType::Bool)
 }
 
+/// The most dimensions of a tensor: as many as torch and numpy work with.
+const MOST_DIMENSIONS: usize = 64;
+
 /// A shape: one length, or a sequence of them.
 pub(crate) fn dimensions(shape: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
     let py = shape.py();
@@ -489,8 +503,15 @@ pub(crate) fn dimensions(shape: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
         Ok(length) => Ok(vec![length]),
         Err(_) => shape.extract::<Vec<i64>>(),
     };
-    let lengths =
-        lengths.map_err(|_| invalid(py, format!("shape: {shape:?} is no sequence of lengths")))?;
+    // Bytes are a sequence of numbers, too, which nobody means.
+    let text = shape.is_instance_of::<PyBytes>() || shape.is_instance_of::<PyByteArray>();
+    let Some(lengths) = lengths.ok().filter(|_| !text) else {
+        return Err(invalid(py, format!("shape: {shape:?} is no sequence of lengths")));
+    };
+    if lengths.len() > MOST_DIMENSIONS {
+        let count = lengths.len();
+        return Err(invalid(py, format!("shape: {count} lengths; {MOST_DIMENSIONS} are the most")));
+    }
     match lengths.iter().find(|length| **length < 0) {
         Some(length) => Err(invalid(py, format!("shape: a length of {length}"))),
         None => Ok(lengths),

@@ -4,6 +4,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use symmpool::process;
 
+use crate::errors::OrRaise;
 use crate::number::Number;
 use crate::slot::Slot;
 
@@ -14,7 +15,7 @@ pub(crate) fn process_stats(
     device: Number<usize>,
 ) -> PyResult<Option<Bound<'_, PyDict>>> {
     let device = device.or_raise(py, "device")?;
-    let Some(stats) = process::stats(device) else { return Ok(None) };
+    let Some(stats) = process::stats(device).or_raise(py)? else { return Ok(None) };
     let dict = PyDict::new(py);
     let numbers = [
         ("allocated", stats.allocated),
@@ -37,8 +38,7 @@ pub(crate) fn process_stats(
 /// Forgets the peaks of a device so far.
 #[pyfunction]
 pub(crate) fn process_reset_peaks(py: Python<'_>, device: Number<usize>) -> PyResult<()> {
-    process::reset_peaks(device.or_raise(py, "device")?);
-    Ok(())
+    process::reset_peaks(device.or_raise(py, "device")?).or_raise(py)
 }
 
 /// Where a thread's allocations went before they were sent elsewhere.

@@ -3,9 +3,10 @@
 #![allow(unsafe_code)] // passes on addresses that tensors gave
 
 use pyo3::prelude::*;
+use pyo3::types::{PyByteArray, PyBytes};
 use symmpool_collectives::{SplitRows, SplitsAt};
 
-use crate::arguments::{Argument, Calls, rows_of};
+use crate::arguments::{Argument, Terms, rows_of};
 use crate::reading::{Refusal, Tensor};
 
 /// What `all_to_all_single` is given, once it is known to fit.
@@ -46,7 +47,7 @@ impl Splits {
     }
 }
 
-impl Calls {
+impl Terms {
     /// Reads two tensors, and split sizes of neither, one or both.
     pub(crate) fn parts_of(
         &self,
@@ -58,7 +59,7 @@ impl Calls {
         let input = self.read("input", from, false)?;
         let output = self.output("output", to, &input, None)?;
         if output_split_sizes.is_none() && input_split_sizes.is_none() {
-            let count = input.count / self.comm.world() as usize;
+            let count = input.count / self.world as usize;
             self.fits("input", input.count, self.parts(count), "a part for every rank")?;
             self.fits("output", output.count, Some(input.count), "as many as input")?;
             return Ok(Divided { output, input, parts: Parts::Even(count) });
@@ -82,14 +83,16 @@ impl Calls {
         tensor: &Tensor,
         rows: Option<Argument<'_, '_>>,
     ) -> Result<Vec<usize>, Refusal> {
-        let world = self.comm.world() as usize;
+        let world = self.world as usize;
         let invalid = |why: String| Refusal::Invalid(format!("{name}_split_sizes: {why}"));
         let Some(rows) = rows else {
             let count = tensor.count / world;
             self.fits(name, tensor.count, self.parts(count), "a part for every rank")?;
             return Ok(vec![count; world]);
         };
-        let Ok(sizes) = rows.extract::<Vec<usize>>() else {
+        // Bytes are a sequence of numbers, too, which nobody means.
+        let text = rows.is_instance_of::<PyBytes>() || rows.is_instance_of::<PyByteArray>();
+        let Some(sizes) = rows.extract::<Vec<usize>>().ok().filter(|_| !text) else {
             return Err(invalid(format!("{rows:?} is no sequence of numbers of rows")));
         };
         if sizes.len() != world {
@@ -125,7 +128,7 @@ impl Calls {
                 "output: rows of {row_of_output} elements where the input has rows of {row}"
             )));
         }
-        let world = self.comm.world() as usize;
+        let world = self.world as usize;
         let counts = self.read("input_splits", input_splits, false)?;
         self.fits("input_splits", counts.count, Some(world), "one for every rank")?;
         let written = |name, tensor: Option<Argument<'_, '_>>| {

@@ -96,7 +96,7 @@ fn to_error(py: Python<'_>, what: &str, deadline: Deadline, error: &PyErr) -> Er
     } else if is("PeerLostError") {
         Error::peer_lost(ranks, format!("{what}: {text}"))
     } else if is("DivergedError") {
-        Error::mismatch(format!("{what}: {text}"))
+        Error::mismatch(format!("{what}: {text}")).naming(ranks)
     } else if is("InvalidArgumentError") {
         Error::invalid_argument(format!("{what}: {text}"))
     } else if error.is_instance_of::<PyKeyboardInterrupt>(py) {

@@ -20,8 +20,7 @@ use crate::exchange::Exchange;
 use crate::ndarray;
 use crate::reading::{Refusal, Tensor, elsewhere, imported, not_contiguous, wrong_size};
 
-/// DLPack's code of real floats, and of complex numbers.
-const FLOAT: u8 = 2;
+/// DLPack's code of complex numbers.
 const COMPLEX: u8 = 5;
 
 /// What is looked up in torch once.
@@ -30,6 +29,8 @@ pub(crate) struct Torch {
     dtype: Py<PyType>,
     /// torch has one object for each of its element types.
     dtypes: Vec<(Py<PyAny>, DType)>,
+    /// The layout of tensors that lie row by row.
+    strided: Py<PyAny>,
     /// The raw handle of a device's current stream, where this build of torch has CUDA.
     current_stream: Option<Py<PyAny>>,
     /// The type of parameters, which are plain tensors but for their type.
@@ -50,6 +51,7 @@ impl Torch {
             exchange: Exchange::of_type(tensor.as_any()),
             parameter: parameter.ok().map(Bound::unbind),
             tensor: tensor.unbind(),
+            strided: torch.getattr("strided")?.unbind(),
             dtype: torch.getattr("dtype")?.cast_into::<PyType>()?.unbind(),
             dtypes,
             current_stream: current_stream.map(Bound::unbind),
@@ -132,13 +134,14 @@ fn of_exchange(object: &Bound<'_, PyAny>, exchange: &Exchange, device: Device) -
     };
     // SAFETY: torch gave these pointers just now, and the tensor is held by the caller.
     let count = unsafe { found.contiguous_count() }?;
-    // What is to be conjugated, or negated, when it is read: no word here tells. Imaginary parts of what
-    // is to be conjugated are to be negated, and lie one after the other only where there is one.
-    let lazy = found.dtype.code == COMPLEX
-        || (found.dtype.code == FLOAT && count == 1 && is_negative(object).ok()?);
     let address = (found.data as usize).checked_add(usize::try_from(found.byte_offset).ok()?)?;
     let dtype = dlpack::element(&found.dtype)?;
-    (here && !lazy && address != 0 && count != 0).then_some(Tensor { address, count, dtype })
+    if !here || address == 0 || count == 0 || found.dtype.code == COMPLEX {
+        return None;
+    }
+    // What is to be negated when it is read: no word here tells, nor what is to be conjugated, which
+    // only complex numbers are.
+    (!is_negative(object).ok()?).then_some(Tensor { address, count, dtype })
 }
 
 fn is_negative(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
@@ -177,6 +180,7 @@ fn of_torch(
             device,
         ));
     }
+    in_rows(name, tensor, torch)?;
     let dtype = tensor.getattr(intern!(py, "dtype"))?;
     let dtype = match torch.dtypes.iter().find(|(known, _)| dtype.is(known)) {
         Some((_, dtype)) => *dtype,
@@ -197,7 +201,31 @@ fn of_torch(
         let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
         address = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
     }
+    if address == 0 && count != 0 {
+        let kind = tensor.get_type();
+        return Err(Refusal::Invalid(format!(
+            "{name}: {kind} has no memory of its own; pass the tensor that holds its elements"
+        )));
+    }
     Ok(Tensor { address, count, dtype })
+}
+
+/// Refuses a tensor whose elements lie in another way than one row after the other, which its strides
+/// would not tell.
+fn in_rows(name: &str, tensor: &Bound<'_, PyAny>, torch: &Torch) -> Result<(), Refusal> {
+    let py = tensor.py();
+    if tensor.getattr(intern!(py, "is_nested"))?.is_truthy()? {
+        return Err(Refusal::Invalid(format!(
+            "{name}: a nested tensor, of parts of different shapes; pass tensor.values()"
+        )));
+    }
+    let layout = tensor.getattr(intern!(py, "layout"))?;
+    if layout.is(&torch.strided) {
+        return Ok(());
+    }
+    Err(Refusal::Invalid(format!(
+        "{name}: a tensor of layout {layout}, whose elements do not lie row by row; pass tensor.to_dense()"
+    )))
 }
 
 /// Elements of torch that have no name here.
@@ -263,7 +291,9 @@ pub(crate) fn stream(
     device: Device,
     stream: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Stream> {
-    let Device::Cuda(ordinal) = device else { return Ok(Stream::DEFAULT) };
+    let Device::Cuda(ordinal) = device else {
+        return stream.map_or(Ok(()), is_stream).map(|()| Stream::DEFAULT);
+    };
     let raw = match stream {
         Some(stream) => raw_stream(stream)?,
         None => match torch(py) {
@@ -271,7 +301,25 @@ pub(crate) fn stream(
             None => 0,
         },
     };
-    Ok(Stream::from_raw(raw))
+    Ok(named(raw))
+}
+
+/// The stream that a program names by its handle.
+pub(crate) fn named(raw: u64) -> Stream {
+    // SAFETY: of the program, which was told so (`Pool.forget_stream`): a stream lives until what it was
+    // named to is gone or has forgotten it. Python has no other word for that; torch's streams live as long
+    // as the process.
+    unsafe { Stream::from_raw(raw) }
+}
+
+/// Refuses what is no stream of any device. The CPU needs none, and takes whichever.
+#[cold]
+fn is_stream(stream: &Bound<'_, PyAny>) -> PyResult<()> {
+    let name = stream.get_type().name()?;
+    if stream.is_instance_of::<PyInt>() || name.to_cow()?.ends_with("Stream") {
+        return Ok(());
+    }
+    raw_stream(stream).map(drop)
 }
 
 fn raw_stream(stream: &Bound<'_, PyAny>) -> PyResult<u64> {

@@ -69,6 +69,9 @@ from symmpool.process import (
 from symmpool.scope import commit_postponed, graph, use_pool
 
 if _typing.TYPE_CHECKING:
+    from symmpool import backend as backend
+    from symmpool import doctor as doctor
+    from symmpool import engines as engines
     from symmpool import ops as ops
 
 __version__ = version()
@@ -78,15 +81,15 @@ _os.register_at_fork(after_in_child=_symmpool.forked)
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """`symmpool.ops`, which needs torch, is imported where it is first named."""
-    if name != "ops":
+    """Modules that a program need not import are imported where they are first named; some need torch."""
+    if name not in ("backend", "doctor", "engines", "ops"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
     try:
-        return importlib.import_module("symmpool.ops")
+        return importlib.import_module(f"symmpool.{name}")
     except ModuleNotFoundError as error:
-        raise AttributeError(f"symmpool.ops needs torch ({error})") from error
+        raise AttributeError(f"symmpool.{name} needs torch ({error})") from error
 
 
 __all__ = [

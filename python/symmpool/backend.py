@@ -12,9 +12,13 @@ the process group's timeout says. Where groups have calls on several streams, or
 to do, large calls take a part of the device only: what others call may have to run while they wait
 (`symmpool.sharing`).
 
-Messages (`dist.send` and its like) are NCCL's on CUDA, with a channel for each direction between two
-ranks: those of a batch may be begun in any order. The first on a channel, and what follows until the
-other rank comes to it, waits beside the program; the first cannot be captured in a graph.
+Messages (`dist.send` and its like) of CUDA tensors go through the memory of the group's communicator once
+the group has had a collective on CUDA, on a stream for each direction between two ranks: those of a batch
+may be begun in any order, no host waits for another rank, and graphs may have them (`symmpool.p2p`). Before
+that, and for good between two ranks that began so, they are NCCL's: the first, and what follows until the
+other rank comes to it, waits beside the program, and the first cannot be captured in a graph. Connecting
+takes NCCL the device for itself, so a program that has calls of other groups under way at its first message
+does well to begin with a collective of CUDA tensors on the group. A message to oneself is a copy.
 
 A group's first call on a kind of device meets the other ranks before it returns, with `async_op=True`
 too: first calls of several groups are begun in one order on all ranks, and none waits for what another
@@ -25,7 +29,7 @@ by modes of torch (fake tensors, `make_fx`, `CommDebugMode`), nor traced by its 
 `symmpool` itself are. DDP's hooks written in Python are served, its built-in ones in C++ are not.
 
 With SYMMPOOL_SHARED_DEVICE=1 on every rank several may use one GPU, to try a program where there are fewer:
-gloo stands beside ours on CUDA then, and there are no messages of CUDA tensors.
+gloo stands beside ours on CUDA then, and messages of CUDA tensors need a collective on the group before.
 
 Memory that torch asks the group for lies in windows (`symmpool.staging`): FSDP's buffers do, once it is told
 `set_allocate_memory_from_process_group_for_comm(True)`.
@@ -51,6 +55,7 @@ from symmpool.errors import (
     TimeoutError,
     UnsupportedError,
 )
+from symmpool.p2p import PointToPoint
 from symmpool.torch_work import DoneWork, Noting, TorchWork, joined, opaque
 
 __all__ = ["SymmpoolProcessGroup", "backend_counts", "last_backend"]
@@ -109,6 +114,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         self._ended = False
         self._beside = Beside(self, store, timeout, options)
         self._names, self._rest = self._beside.names, self._beside.rest
+        self._p2p = PointToPoint(rank, size, self._beside.begin)
         # What was begun between `_start_coalescing` and `_end_coalescing`.
         self._batch: list[Any] | None = None
 
@@ -154,6 +160,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
     def _end(self, wait: bool) -> None:
         self._ended = True
         self._served.clear()
+        self._p2p.end(wait)
         seats.end(self, wait)
 
     def _refuse_at_end(self) -> None:
@@ -200,7 +207,18 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         refusals = groups.agree(self, f"backend/{kind}", why, left, first)
         if refusals and self.rank() == 0:
             logger.warning("symmpool serves no collective on %s: %s", name, refusals)
+        if kind == "cuda" and not refusals:
+            self._decide_messages(number, first)
         return not refusals
+
+    def _decide_messages(self, number: int, first: str) -> None:
+        """All ranks have a communicator, which carries messages from now on, but on channels that one of
+        them has begun to use before."""
+        seat = seats.search(None, self, number)
+        assert seat is not None
+        with self._p2p.deciding() as begun:
+            told = groups.agree(self, "backend/messages", begun or None, self._seconds, first)
+            self._p2p.decide(list(told.values()), seat.comm, number, seats.explainer(seat))
 
     def _other(self, operation: str, tensor: torch.Tensor | None) -> str:
         self._refuse_at_end()
@@ -241,12 +259,15 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
     def _moves(self, *tensors: torch.Tensor) -> bool:
         """Whether ours takes such tensors at all. What is wrong with them is told by whoever does:
         only what is the same on every rank decides."""
+        for tensor in tensors:
+            if tensor.layout != torch.strided or tensor.is_quantized:
+                return False
         first = tensors[0]
-        if any(tensor.layout != torch.strided or tensor.is_quantized for tensor in tensors):
+        if not (first.is_cpu or first.is_cuda):
             return False
-        if first.device.type not in ("cpu", "cuda"):
-            return False
-        return self.serves(first.device)
+        # What is known is looked up by the number alone: an object for the device costs as much as a call.
+        served = self._served.get(first.get_device())
+        return self.serves(first.device) if served is None else served
 
     # What ours serves. Two names for one call are those of older and newer torch.
 
@@ -274,6 +295,23 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         place, finish = (placing.plain(tensor), None) if root else placing.place(tensor)
         arguments = (place, opts.rootRank)
         return self._run("broadcast", "broadcast", arguments, finish, tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        opts = opts if opts is not None else dist.ReduceOptions()
+        if isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
+        # In host memory an all-reduce takes less than gloo's reduce; on CUDA NCCL moves half as much as one.
+        ours = len(tensors) == 1 and tensors[0].is_cpu
+        op = self._reduces(opts, *tensors) if ours else None
+        if op is None:
+            return self._pass("reduce", (tensors, opts))
+        (tensor,) = tensors
+        # Only the root's tensor is written to, and every rank's call has to look alike to the others.
+        source = placing.plain(tensor)
+        total = torch.empty_like(source)
+        root = opts.rootRank == self.rank()
+        finish = placing.copies([(tensor, total)]) if root else None
+        return self._run("reduce", "all_reduce", (source, op, total), finish, tensors, opts)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
         opts = opts if opts is not None else AllgatherOptions()
@@ -344,18 +382,26 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> dist.Work:
-        self._other("send", placing.first_tensor(tensors))
-        if not self._beside.carries(tensors, to):
+        if not self._p2p.carries(tensors, to):
+            self._other("send", placing.first_tensor(tensors))
             return self._rest.send(tensors, to, tag)
-        begin = self._beside.messages.begin
-        return self._begun(begin(self.rank(), to, tensors, lambda two, sent: two.send(sent, 1, tag)))
+        return self._message("send", tensors[0], to)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> dist.Work:
-        self._other("recv", placing.first_tensor(tensors))
-        if not self._beside.carries(tensors, source):
+        if not self._p2p.carries(tensors, source):
+            self._other("recv", placing.first_tensor(tensors))
             return self._rest.recv(tensors, source, tag)
-        begin = self._beside.messages.begin
-        return self._begun(begin(source, self.rank(), tensors, lambda two, to: two.recv(to, 0, tag)))
+        return self._message("recv", tensors[0], source)
+
+    def _message(self, operation: str, tensor: torch.Tensor, peer: int) -> dist.Work:
+        """Tags are not looked at, as NCCL does not look at them."""
+        self._refuse_at_end()
+        work, ours = self._p2p.begin(tensor, peer, operation == "send")
+        if ours:
+            _note(operation, NAME)
+        else:
+            self._note_other(operation, tensor.device)
+        return self._begun(work)
 
     # What torch makes a batch of (`_coalescing_manager`; before 2.6 or so `batch_isend_irecv`, too): calls
     # are begun as always, and their work is one. NCCL beside ours is told nothing, as to NCCL a batch is a
@@ -457,7 +503,6 @@ for _method in (
     "allgather_coalesced",
     "gather",
     "recv_anysource",
-    "reduce",
     "scatter",
 ):
     if hasattr(dist.ProcessGroup, _method):

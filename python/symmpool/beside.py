@@ -127,23 +127,18 @@ class Beside:
         options._timeout = timeout
         return _Nccl(self._meeting("nccl", self._store), *self._place, options)
 
-    def carries(self, tensors: list[torch.Tensor], peer: int) -> bool:
-        """Whether `messages` takes a message, which both of its ranks must answer alike. What no backend
-        would take, the group's own refuses; but gloo, which sends what no CPU can read, is not asked."""
-        rank, size = self._place
-        kind = tensors[0].device.type if len(tensors) == 1 else "cpu"
-        if kind == "cuda" and self.names.get(kind) == "gloo":
+    def begin(self, channel: tuple[int, int], tensor: torch.Tensor) -> Any:
+        """Begins a message of a CUDA tensor by NCCL, on the channel from one rank to another: its Work."""
+        if self.names.get("cuda") != "nccl":
             raise UnsupportedError(
-                "symmpool: messages of CUDA tensors are NCCL's, which takes one rank a GPU, and with "
-                "SYMMPOOL_SHARED_DEVICE=1 ranks may share one; send copies on the CPU there"
+                "symmpool: before a group's first collective of CUDA tensors its messages of such are "
+                "NCCL's, which takes one rank a GPU, and with SYMMPOOL_SHARED_DEVICE=1 ranks may share one; "
+                "begin with a collective on the group, or send copies on the CPU"
             )
-        return (
-            len(tensors) == 1
-            and self.names.get(kind) == "nccl"
-            and tensors[0].layout is torch.strided
-            and 0 <= peer < size
-            and peer != rank
-        )
+        source, target = channel
+        if self._place[0] == source:
+            return self.messages.begin(*channel, [tensor], lambda two, sent: two.send(sent, 1, 0))
+        return self.messages.begin(*channel, [tensor], lambda two, to: two.recv(to, 0, 0))
 
     def _connected(self, source: int, target: int, meet: Callable[..., None]) -> Any:
         """A group of two ranks."""

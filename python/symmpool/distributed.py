@@ -9,6 +9,9 @@ torch.distributed. Modes of torch see calls on its tensors as operators of `torc
 `make_fx` records them; under `torch.compile` they become operators too, but for `barrier`, which ends a
 graph.
 
+A rank whose own arguments are wrong hears so at once, wherever the others are. They hear of it when they
+come to the call; where that is the group's first one, which all ranks meet in, a thread tells them.
+
 With `async_op=True` a call returns a `symmpool.work.Work` at once: on CUDA it runs on a stream of its own,
 on the CPU in a thread of its own. Calls keep their order all the same: one that follows waits for
 those before, as collectives of one group must run in the same order on every rank.
@@ -25,7 +28,7 @@ from typing import Any
 
 from symmpool import seats
 from symmpool.errors import InvalidArgumentError, TimeoutError
-from symmpool.named import root_of, sizes_or_none
+from symmpool.named import decline, root_of, sizes_or_none
 from symmpool.seats import communicator, forget, looked_up
 
 __all__ = [
@@ -58,16 +61,18 @@ def all_reduce(
         # would be felt.
         at = id(seats.torch_world._default_pg if group is None else group)
         seat = looked_up[tensor.get_device()][at]
+        if group is not None and seat.registered is not None and group not in seat.registered:
+            raise KeyError(at)
         if (tensor if out is None else out).requires_grad:
             seats.watch(tensor if out is None else out)
     except (AttributeError, KeyError):
-        seat = seats.find_to_write(tensor, group, out)
+        seat = seats.find_to_write(tensor, group, out, ("all_reduce", (tensor, op, out), None))
         if seat is None:
             return None
     if async_op:
         return seat.begin(seat.comm.all_reduce, (tensor, op, out), [tensor if out is None else out])
     if seat.tail is not None:
-        seat.settle()
+        seat.settle_for(seat.comm.all_reduce, (tensor, op, out))
     try:
         return seat.comm.all_reduce(tensor, op, out)
     except TimeoutError as error:
@@ -83,10 +88,11 @@ def reduce_scatter_tensor(
         from symmpool import ops
 
         return ops.traced_reduce_scatter(output, input, op, group, async_op)
-    seat = seats.find_to_write(output, group)
+    arguments = (output, input, op)
+    seat = seats.find_to_write(output, group, None, ("reduce_scatter", arguments, None))
     if seat is None:
         return None
-    return seats.run(seat, seat.comm.reduce_scatter, (output, input, op), [output], async_op)
+    return seats.run(seat, seat.comm.reduce_scatter, arguments, [output], async_op)
 
 
 def all_gather_into_tensor(
@@ -99,10 +105,10 @@ def all_gather_into_tensor(
         from symmpool import ops
 
         return ops.traced_all_gather(output_tensor, input_tensor, group, async_op)
-    seat = seats.find_to_write(output_tensor, group)
+    arguments = (output_tensor, input_tensor)
+    seat = seats.find_to_write(output_tensor, group, None, ("all_gather", arguments, None))
     if seat is None:
         return None
-    arguments = (output_tensor, input_tensor)
     return seats.run(seat, seat.comm.all_gather, arguments, [output_tensor], async_op)
 
 
@@ -124,10 +130,10 @@ def all_to_all_single(
 
         sizes = (output_split_sizes, input_split_sizes)
         return ops.traced_all_to_all(output, input, sizes, group, async_op)
-    seat = seats.find_to_write(output, group)
+    arguments = (output, input, sizes_or_none(output_split_sizes), sizes_or_none(input_split_sizes))
+    seat = seats.find_to_write(output, group, None, ("all_to_all_single", arguments, None))
     if seat is None:
         return None
-    arguments = (output, input, sizes_or_none(output_split_sizes), sizes_or_none(input_split_sizes))
     return seats.run(seat, seat.comm.all_to_all_single, arguments, [output], async_op)
 
 
@@ -146,10 +152,13 @@ def broadcast(
         from symmpool import ops
 
         return ops.traced_broadcast(tensor, src, group, group_src, async_op)
-    seat = seats.find_to_write(tensor, group)
+    root, wrong = root_of(group, src, group_src)
+    seat = seats.find_to_write(tensor, group, None, ("broadcast", (tensor, root), wrong))
     if seat is None:
         return None
-    root = root_of(seat, tensor, group, src, group_src)
+    if wrong is not None:
+        decline(seat, seat.comm.broadcast, tensor, root)
+        raise wrong
     return seats.run(seat, seat.comm.broadcast, (tensor, root), [tensor], async_op)
 
 

@@ -25,6 +25,10 @@ LONGEST_TIMEOUT = 1e9
 
 # Process groups of torch, and the groups made of them.
 _of_torch: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
+# Process groups of torch that torch had registered when they were last used.
+_registered: weakref.WeakSet[Any] = weakref.WeakSet()
+# Whether torch's default group has served calls that named none.
+_default_was_torchs: list[bool] = []
 # Process groups of torch that were shut down.
 _ended: weakref.WeakSet[Any] = weakref.WeakSet()
 # The group of the environment, once it was asked for.
@@ -56,6 +60,7 @@ def key_of(argument: Any) -> Any:
         return argument
     dist = distributed()
     if dist is not None and dist.is_initialized():
+        _default_was_torchs[:] = [True]
         return dist.group.WORLD
     return _environment({})
 
@@ -63,6 +68,12 @@ def key_of(argument: Any) -> Any:
 def _environment(options: dict[str, float]) -> Group:
     with _first:
         if not _of_environment:
+            if _default_was_torchs:
+                # A launcher's variables are still there, and would lead to a group that nobody meant.
+                raise InvalidStateError(
+                    "symmpool: torch's default process group was destroyed; what comes after needs another "
+                    "group: init_process_group makes one, and Group.from_env() one without torch"
+                )
             _of_environment.append(Group.from_env(**options))
         return _of_environment[0]
 
@@ -90,8 +101,10 @@ def resolve(argument: Any, timeout: float | None = None) -> Group:
     dist = distributed()
     if dist is not None and isinstance(argument, dist.ProcessGroup):
         with _lock:
-            if argument in _ended:
+            if argument in _ended or (argument in _registered and registered(argument) is None):
                 raise ended(argument)
+            if registered(argument) is not None:
+                _registered.add(argument)
             group = _of_torch.get(argument)
             if group is None:
                 rank, world, store = _member(dist, argument)
@@ -121,6 +134,16 @@ def _member(dist: Any, group: Any) -> tuple[int, int, Any]:
     if store is None:
         store = group.get_group_store()
     return rank, world, store
+
+
+def registered(group: Any) -> Any:
+    """Where torch has a process group until it is destroyed: what holds it is in there. None for what is
+    none of torch's, or is there no more."""
+    dist = distributed()
+    if dist is None or not isinstance(group, dist.ProcessGroup):
+        return None
+    known = dist.distributed_c10d._world.pg_map
+    return known if group in known else None
 
 
 def backends_of(group: Any) -> dict[str, str]:

@@ -72,13 +72,12 @@ def resolved(group: Any) -> Any:
     return group_of(group) if isinstance(group, (str, tuple)) else group
 
 
-def root_of(seat: Any, tensor: Any, group: Any, src: Any, group_src: Any) -> int:
-    """The root of a broadcast on `seat`. What is none, the other ranks hear of."""
+def root_of(group: Any, src: Any, group_src: Any) -> tuple[int, InvalidArgumentError | None]:
+    """The root of a broadcast; or -1, and what is wrong with it, which the other ranks are to hear of."""
     try:
-        return _rank_of(group, src, group_src)
-    except InvalidArgumentError:
-        decline(seat, seat.comm.broadcast, tensor, -1)
-        raise
+        return _rank_of(group, src, group_src), None
+    except InvalidArgumentError as error:
+        return -1, error
 
 
 def _rank_of(group: Any, src: Any, group_src: Any) -> int:
@@ -112,8 +111,10 @@ def sizes_or_none(sizes: Any) -> Any:
 
 def decline(seat: Any, call: Any, *arguments: Any) -> None:
     """Makes a call with arguments that the communicator refuses, so that the other ranks hear that
-    this one has no part in it and all stay in step. Raises only what else there is to say, such as
-    why the communicator is closed."""
-    seat.settle()
-    with contextlib.suppress(InvalidArgumentError):
-        call(*arguments)
+    this one has no part in it and all stay in step. Waits neither for them nor for what was begun
+    before. Raises only what else there is to say, such as why the communicator is closed."""
+    with contextlib.suppress(InvalidArgumentError, TypeError):
+        if seat.tail is None:
+            call(*arguments)
+        else:
+            seat.begin(call, arguments, [])

@@ -164,7 +164,10 @@ def _broadcast_(x: torch.Tensor, src: int, group: str) -> None:
 def _broadcast_from_(x: torch.Tensor, src: int, group: str) -> None:
     seat = seats.find(x, group_of(group))
     if seat is not None:
-        root = root_of(seat, x, group, src, None)
+        root, wrong = root_of(group, src, None)
+        if wrong is not None:
+            decline(seat, seat.comm.broadcast, x, root)
+            raise wrong
         seats.run(seat, seat.comm.broadcast, (x, root), [], False)
 
 
@@ -347,9 +350,11 @@ def _op_name(op: Any) -> str:
     for constant, name in constants:
         if op is constant:
             return name
-    for constant, name in constants:
-        if op == constant:
-            return name
+    # Numbers are equal to some of them, and are none.
+    if not isinstance(op, int):
+        for constant, name in constants:
+            if op == constant:
+                return name
     raise InvalidArgumentError(f"op: {op} is none of sum, prod, min, max, avg")
 
 

@@ -95,17 +95,26 @@ def install() -> None:
 def _device(device: Any) -> int:
     if isinstance(device, int):
         return device
-    import torch
-
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(f"device: {device!r}: without torch, pass a CUDA device's number") from error
     if device is None:
-        return torch.cuda.current_device()
+        return _current(torch)
     try:
         device = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InvalidArgumentError(f"device: {device!r} is none ({error})") from None
     if device.type != "cuda":
         raise InvalidArgumentError(f"device: {str(device)!r}: only CUDA devices have these numbers")
-    return torch.cuda.current_device() if device.index is None else device.index
+    return _current(torch) if device.index is None else device.index
+
+
+def _current(torch: Any) -> int:
+    try:
+        return torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:
+        raise UnsupportedError(f"device: torch has no CUDA device here ({error})") from error
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:

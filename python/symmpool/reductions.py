@@ -30,8 +30,11 @@ _REDUCED = {
 
 def named(op: Any, tensors: Iterable[torch.Tensor]) -> str | None:
     """What ours calls an operation of torch's on such tensors; None where it has no such."""
-    name = _OPS.get(int(getattr(op, "op", op))) or _sum_of_inputs(op)
-    return name if all(tensor.dtype in _REDUCED for tensor in tensors) else None
+    # Small calls are about as short as this: no generator, which costs as much as all the rest.
+    for tensor in tensors:
+        if tensor.dtype not in _REDUCED:
+            return None
+    return _OPS.get(int(getattr(op, "op", op))) or _sum_of_inputs(op)
 
 
 def _sum_of_inputs(op: Any) -> str | None:

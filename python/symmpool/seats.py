@@ -11,6 +11,7 @@ need the same communicator, and no others: threads may each use a group of their
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import warnings
@@ -18,10 +19,16 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from symmpool import groups, sharing, work
-from symmpool._symmpool import Communicator, Pool
-from symmpool.errors import Error, InvalidArgumentError, TimeoutError, UnsupportedError
-from symmpool.named import group_of, resolved
+from symmpool import groups, refusal, sharing, work
+from symmpool._symmpool import Communicator, Pool, check_call
+from symmpool.errors import (
+    Error,
+    InvalidArgumentError,
+    InvalidStateError,
+    TimeoutError,
+    UnsupportedError,
+)
+from symmpool.named import decline, group_of, resolved
 
 __all__ = ["Seat", "communicator", "explain", "find", "first_device", "forget", "run", "search"]
 
@@ -34,7 +41,7 @@ _CPU_STRIDE, _CUDA_STRIDE = 32 << 30, 128 << 30
 class Seat:
     """A pool's communicator, and what is under way on it."""
 
-    __slots__ = ("comm", "device", "tail", "side", "__weakref__")
+    __slots__ = ("comm", "device", "tail", "side", "registered", "__weakref__")
 
     def __init__(self, pool: Pool):
         self.device = number_of(pool.device)
@@ -45,6 +52,8 @@ class Seat:
         self.tail: Any = None
         # What such calls run on: a stream, or a thread.
         self.side: Any = None
+        # Where torch has the process group that the pool is on, for as long as it is not destroyed.
+        self.registered: Any = None
 
     def settle(self) -> None:
         """What follows comes after all that was begun."""
@@ -52,8 +61,23 @@ class Seat:
         if tail is None or (self.device < 0 and tail.is_here()):
             # In a callback, which waits for nothing: others still come after what was begun.
             return
+        if self.device >= 0:
+            # Where a capture cannot wait for it that is an error, and later calls still come after it.
+            tail.precede()
+            self.tail = None
+            return
         self.tail = None
         tail.precede()
+
+    def settle_for(self, call: Any, arguments: tuple[Any, ...]) -> None:
+        """What follows is such a call, and comes after all that was begun. Wrong arguments are refused
+        before that is waited for: the ranks that it waits for may be elsewhere."""
+        try:
+            check_call(self.device, self.comm.rank, self.comm.world, call.__name__, arguments)
+        except (InvalidArgumentError, TypeError):
+            decline(self, call, *arguments)
+            raise
+        self.settle()
 
     def finish(self) -> None:
         """Waits for all that was begun, which ends by itself: by an error if a rank does not come."""
@@ -69,13 +93,13 @@ class Seat:
         """Makes a call without waiting for it, and `finish` behind it, wherever the call is made."""
         if self.device < 0:
             if self.side is None:
-                self.side = work.Worker(self, _explainer(self))
+                self.side = work.Worker(self, explainer(self))
             begun = self.side.submit(call, arguments, results, finish)
         else:
             if self.side is None:
                 import torch
 
-                self.side = work.Side(torch, self.device, _explainer(self))
+                self.side = work.Side(torch, self.device, explainer(self))
             begun = self.side.submit(self.comm, call, arguments, results, finish)
         self.tail = begun.turn
         return begun
@@ -290,19 +314,23 @@ def _device_of(tensor: Any) -> int:
         return number_of(str(getattr(tensor, "device", "cpu")))
 
 
-def find(tensor: Any, group: Any) -> Seat | None:
-    """Where a call on a tensor goes; made if need be. None where this process has no part in it."""
+def find(tensor: Any, group: Any, call: refusal.Call | None = None) -> Seat | None:
+    """Where a call on a tensor goes; made if need be. None where this process has no part in it. With
+    `call`, the call itself, wrong arguments are refused before anything is made, which waits for others."""
     try:
         # Of torch's tensors; others come to `_device_of`.
         device = tensor.get_device()
-        return looked_up[device][id(torch_world._default_pg if group is None else group)]
+        seat = looked_up[device][id(torch_world._default_pg if group is None else group)]
+        if group is None or seat.registered is None or group in seat.registered:
+            return seat
     except (AttributeError, KeyError):
-        return search(tensor, group, _device_of(tensor))
+        pass
+    return search(tensor, group, _device_of(tensor), call)
 
 
-def find_to_write(tensor: Any, group: Any, out: Any = None) -> Seat | None:
+def find_to_write(tensor: Any, group: Any, out: Any = None, call: refusal.Call | None = None) -> Seat | None:
     """As `find`, for a call that writes to the tensor, or to `out`."""
-    seat = find(tensor, group)
+    seat = find(tensor, group, call)
     written = tensor if out is None else out
     if seat is not None and getattr(written, "requires_grad", False):
         watch(written)
@@ -321,31 +349,41 @@ def _key_of(group: Any, tensor: Any) -> Any:
         ) from error
 
 
-def search(tensor: Any, group: Any, device: int) -> Seat | None:
+def search(tensor: Any, group: Any, device: int, call: refusal.Call | None = None) -> Seat | None:
     """As `find`, for calls whose place is not known yet, or that have no tensor."""
     if isinstance(group, (str, tuple)):
         named = group_of(group)
         # Names lead to groups, and groups to what was looked up: a name's id tells nothing.
-        return search(None, named, device) if tensor is None else find(tensor, named)
+        return search(None, named, device) if tensor is None else find(tensor, named, call)
     if group is not None and _outside(group):
         return None
     with _lock:
         if not _torch_is_known:
             _look_for_torch()
     if isinstance(group, Pool):
-        return _seat_of(group)
+        return _first_seat_of(group, device, call)
     key = _key_of(group, tensor)
-    groups.resolve(key)  # refuses what is no group
+    try:
+        members = groups.resolve(key)  # refuses what is no group, and what is over
+    except InvalidStateError:
+        # As `shutdown` of our own backend does, with which torch's other backends do not come here.
+        end(key, False)
+        raise
     pools = _pools_on(key, device)
     if len(pools) > 1 and tensor is not None:
         holding = next((pool for pool in pools if pool.holds(tensor)), None)
         if holding is not None:
-            return _seat_of(holding)
+            return _first_seat_of(holding, device, call)
+    refusal.await_telling(key)
     found = _found(key, device)
     if found is None:
+        if call is not None:
+            make = functools.partial(_make_default_in_turn, key, device)
+            refusal.check_first(key, device, (members.rank, members.world), call, make)
         with _turn(key, device):
             found = _found(key, device) or _make_default(key, device)
     seat = found[1]
+    seat.registered = groups.registered(key)
     with _lock:
         if len(_pools_on(key, device)) < 2:
             at = id(key)
@@ -393,6 +431,20 @@ def _make_default(key: Any, device: int) -> tuple[Pool, Seat]:
     return found
 
 
+def _make_default_in_turn(key: Any, device: int) -> Seat:
+    with _turn(key, device):
+        return (_found(key, device) or _make_default(key, device))[1]
+
+
+def _first_seat_of(pool: Pool, device: int, call: refusal.Call | None) -> Seat:
+    """As `_seat_of`, for a call that may be the first there."""
+    refusal.await_telling(pool)
+    if call is not None and _of_pool.get(pool) is None:
+        make = functools.partial(_seat_of, pool)
+        refusal.check_first(pool, device, (pool.rank, pool.world), call, make)
+    return _seat_of(pool)
+
+
 def _seat_of(pool: Pool) -> Seat:
     seat = _of_pool.get(pool)
     if seat is None:
@@ -422,7 +474,7 @@ def _name_pool(pool: Pool, error: TimeoutError) -> None:
         error.args = (f"{error}; the call went to {place}",)
 
 
-def _explainer(seat: Seat) -> Callable[[Exception], None]:
+def explainer(seat: Seat) -> Callable[[Exception], None]:
     """`explain`, for what must not keep the seat."""
     found = weakref.ref(seat)
 
@@ -457,7 +509,7 @@ def run(seat: Seat, call: Any, arguments: tuple[Any, ...], results: list[Any], a
     if async_op:
         return seat.begin(call, arguments, results)
     if seat.tail is not None:
-        seat.settle()
+        seat.settle_for(call, arguments)
     try:
         call(*arguments)
     except TimeoutError as error:

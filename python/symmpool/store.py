@@ -26,6 +26,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 20e-6, 5e-3
 # One that has waited in a store for a slice in vain asks again after this at most: torch warns of every
 # slice that ends so.
 LATE_PAUSE = 50e-3
+# Threads that are to stop waiting, by their numbers: the program is ending.
+given_up: set[int] = set()
 # Bytes of a part before its value: the world that its rank knows.
 HEADER = 4
 
@@ -101,7 +103,9 @@ class StoreAdapter:
         for peer, part in enumerate(parts):
             theirs = int.from_bytes(part[:HEADER], "little")
             if theirs != world:
-                raise DivergedError(f"rank {peer}'s world has {theirs} ranks, rank {rank}'s {world}")
+                error = DivergedError(f"rank {peer}'s world has {theirs} ranks, rank {rank}'s {world}")
+                error.ranks = (peer,)
+                raise error
         self._met = True
         last.append(own)
         return [part[HEADER:] for part in parts]
@@ -136,6 +140,8 @@ class StoreAdapter:
     @staticmethod
     def _call(function: Any, *arguments: Any) -> Any:
         """A call of the store, with our exceptions."""
+        if given_up and threading.get_ident() in given_up:
+            raise TimeoutError("the program is ending")
         try:
             return function(*arguments)
         except Error:

@@ -93,11 +93,35 @@ def _seconds(timeout: Any) -> float | None:
     return seconds if seconds > 0 else None
 
 
-class _Done(threading.Event):
-    """That a call is done."""
+class _Done:
+    """That a call is done, for any number of threads that wait for it. A bare lock, as an Event's queue of
+    those who wait adds a third to what the way to the other thread and back takes."""
 
-    # That callbacks have run too, in the thread that made the call: where a future was asked for before.
-    told: threading.Event | None = None
+    __slots__ = ("_held", "_is_set", "told")
+
+    def __init__(self) -> None:
+        self._held = threading.Lock()
+        self._held.acquire()
+        self._is_set = False
+        # That callbacks have run too, in the thread that made the call: where a future was asked for before.
+        self.told: threading.Event | None = None
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        """Once, by who has made the call."""
+        self._is_set = True
+        self._held.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it is set by then."""
+        if self._is_set:
+            return True
+        if self._held.acquire(timeout=-1 if timeout is None else timeout):
+            # Others wait for it as well.
+            self._held.release()
+        return self._is_set
 
     def wait_for_callbacks(self) -> None:
         self.wait()
@@ -371,9 +395,10 @@ def _work(line: _Line) -> None:
 
 
 class StreamWork(Work):
-    """A call on a stream of its own."""
+    """A call on a stream of its own. One that is captured in a graph is done as far as its Work tells:
+    how often it runs, and when, is known to whoever launches the graph."""
 
-    __slots__ = ("_comm", "_side", "_mark", "_explain", "_drain")
+    __slots__ = ("_comm", "_side", "_mark", "_explain", "_drain", "_captured")
 
     def __init__(
         self,
@@ -383,8 +408,10 @@ class StreamWork(Work):
         results: list[Any],
         explain: Explain,
         drain: Callable[[], None],
+        captured: bool = False,
     ):
         self._results, self._future = results, None
+        self._captured = captured
         self._comm, self._side, self._mark, self._explain = comm, side, mark, explain
         self._drain = drain
 
@@ -392,7 +419,7 @@ class StreamWork(Work):
         self.precede()
         seconds = _seconds(timeout)
         self._drain()
-        if seconds is not None:
+        if seconds is not None and not self._captured:
             end = time.monotonic() + seconds
             while not self._mark.query():
                 if time.monotonic() > end:
@@ -404,7 +431,7 @@ class StreamWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        return self._mark.query() or self._comm.failure is not None
+        return self._captured or self._mark.query() or self._comm.failure is not None
 
     def __del__(self) -> None:
         # With it goes what calls used that are done: nobody may come to ask for another.
@@ -436,9 +463,11 @@ class Side:
     def __init__(self, torch: Any, device: int, explain: Explain = _as_it_is):
         self._torch, self._explain = torch, explain
         self._stream = torch.cuda.Stream(device)
-        self._handle = self._stream.cuda_stream
+        self.handle = self._stream.cuda_stream
         self._capturing = torch.cuda.is_current_stream_capturing
         self._kept: collections.deque[Any] = collections.deque()
+        # The mark of the last call outside of graphs, for captures, which cannot come behind it.
+        self._last: Any = None
         # What is let go of may be another call's Work, which drains as well.
         self._draining = threading.RLock()
 
@@ -451,7 +480,12 @@ class Side:
         finish: Finish | None = None,
     ) -> StreamWork:
         # Marks, not torch's streams and events: those cost the host more than the call itself.
-        handle, kept = self._handle, self._kept
+        handle, kept = self.handle, self._kept
+        capturing = self._capturing()
+        if capturing and self._last is not None:
+            # An error, before anything is captured, if that call is not done.
+            self._last.wait()
+            self._last = None
         comm.follow(handle)
         call(*arguments, stream=handle)
         if finish is not None:
@@ -461,7 +495,7 @@ class Side:
             arguments = (*arguments, *results)
         mark = comm.mark(handle)
         # Whoever lets go of a tensor before the call is done does not free its memory.
-        if self._capturing():
+        if capturing:
             # What a graph's events have to say is known to the graph alone.
             for tensor in arguments:
                 if isinstance(tensor, self._torch.Tensor):
@@ -469,7 +503,8 @@ class Side:
         else:
             self._drain()
             kept.append((mark, arguments))
-        return StreamWork(comm, self._stream, mark, results, self._explain, self._drain)
+            self._last = mark
+        return StreamWork(comm, self._stream, mark, results, self._explain, self._drain, capturing)
 
     def _drain(self) -> None:
         """Lets go of what calls used that are done."""

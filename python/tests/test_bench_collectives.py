@@ -83,5 +83,5 @@ def test_wrong_results_are_counted_and_fail(monkeypatch):
             return peers.Case(x, x, lambda: told.append("called"))
 
     with pytest.raises(ValueError, match="16 wrong elements"):
-        collectives.prepare(Ranks, Side(), collectives.Row("all_reduce", 32, 2), 1)
+        collectives.prepare(Ranks, None, Side(), collectives.Row("all_reduce", 32, 2))
     assert told == ["called"]

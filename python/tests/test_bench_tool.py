@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from symmpool.bench import alltoallv, cli, matrices, peers, plot, session, table, timing
+from symmpool.bench import alltoallv, cli, matrices, peers, plot, session, table, timing, turns
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,9 @@ def test_eager_times_are_shown_in_pairs():
 
 def test_large_calls_come_in_small_graphs():
     assert [timing.calls_for(size) for size in (1, 2 << 20, 16 << 20, 1 << 30)] == [100, 100, 16, 5]
-    assert timing.calls_for(1, 7) == 7
+    assert timing.graphs_for(2 << 20) == [1, 10, 20, 100]
+    assert timing.graphs_for(16 << 20) == [1, 10, 16] and timing.graphs_for(1 << 30) == [1, 5]
+    assert timing.graphs_for(1 << 30, [20, 7, 20]) == [7, 20]
 
 
 def test_everybody_goes_first_in_turn():
@@ -121,16 +123,131 @@ class Event:
         return other.at - self.at
 
 
+FAKE_TORCH = SimpleNamespace(cuda=SimpleNamespace(Event=Event, synchronize=lambda: None))
+
+
 def test_replays_are_timed_without_the_one_where_ranks_meet():
     spans = iter([50.0, 2.0, 4.0, 3.0])
 
-    class Graph:
-        def replay(self):
-            Event.now += next(spans)
+    def replay():
+        Event.now += next(spans)
 
-    torch = SimpleNamespace(cuda=SimpleNamespace(Event=Event, synchronize=lambda: None))
     # Milliseconds of ten calls: a median of 3 is 300 us a call.
-    assert timing.time_graph(torch, Graph(), 10, 3) == pytest.approx(300)
+    assert timing.Form("graph of 10", 10, replay).time(FAKE_TORCH, 3) == pytest.approx(300)
+
+
+def test_small_graphs_are_replayed_often_between_two_events():
+    replays = []
+
+    def replay():
+        replays.append(1)
+        Event.now += 2.0
+
+    assert timing.Form("graph of 1", 1, replay, 100).time(FAKE_TORCH, 3) == pytest.approx(2000)
+    assert len(replays) == 400
+
+
+#: Microseconds of a call in each form, as NCCL's and ours are.
+FORMS = {
+    "NCCL": {"graph of 1": 12.0, "graph of 10": 10.0, "graph of 20": 9.7, "graph of 100": 20.0, "eager": 30},
+    "ours": {"graph of 1": 4.0, "graph of 10": 2.4, "graph of 20": 2.2, "graph of 100": 2.1, "eager": 5.0},
+}
+
+
+class DeviceRanks:
+    """One rank on a device whose calls take as long as FORMS says."""
+
+    rank, world, on_cuda = 0, 1, True
+    dist = SimpleNamespace()
+
+    def __init__(self, torch):
+        self.torch, self.met = torch, 0
+
+    def gather(self, value):
+        return [value]
+
+    def insist(self, action):
+        return action()
+
+    def meet(self):
+        self.met += 1
+
+
+@pytest.fixture
+def on_a_device(monkeypatch):
+    """Measures a row of FORMS; returns it and the contenders' turns after the trial."""
+
+    def capture(torch, call, calls):
+        return SimpleNamespace(replay=lambda: call(f"graph of {calls}", calls))
+
+    monkeypatch.setattr(timing, "capture", capture)
+
+    def measure(*arguments, size=1024, forms=FORMS):
+        made = options(*arguments)
+        ranks, turns_taken, over = DeviceRanks(FAKE_TORCH), [], []
+
+        def call_of(name):
+            def call(form="eager", calls=1):
+                Event.now += forms[name][form] * calls / 1e3
+
+            return call
+
+        def begin(name):
+            turns_taken.append(name)
+
+        running = {name: (name, timing.forms(ranks, call_of(name), size, made)) for name in forms}
+        row = table.Row(size, 4)
+        turns.measure(ranks, made, running, row, begin, lambda what: over.append(what))
+        assert over == ["forms", *(f"round {n + 1}" for n in range(made.rounds))]
+        return row, turns_taken[-made.rounds * len(forms) :]
+
+    return measure
+
+
+def test_everybody_is_timed_in_the_form_that_suits_it_best(on_a_device):
+    row, order = on_a_device("--rounds", "3", "--eager")
+    assert row.microseconds("NCCL") == pytest.approx(9.7) and row.microseconds("ours") == pytest.approx(2.1)
+    assert row.forms == {"NCCL": "graph of 20", "ours": "graph of 100"}
+    assert order == ["NCCL", "ours", "ours", "NCCL", "NCCL", "ours"]
+    for name, times in FORMS.items():
+        assert row.tried[name] == pytest.approx(times)
+    # What the trial found is no round's time.
+    assert all(len(rounds) == 3 for rounds in row.rounds.values())
+
+
+def test_calls_outside_of_graphs_are_a_form_where_that_is_said(on_a_device):
+    quick = {"NCCL": {**FORMS["NCCL"], "eager": 1.0}}
+    assert on_a_device(forms=quick)[0].forms == {"NCCL": "graph of 20"}
+    assert on_a_device("--eager", forms=quick)[0].forms == {"NCCL": "eager"}
+
+
+def test_forms_that_were_asked_for_are_tried_alone(on_a_device):
+    assert on_a_device("--calls", "10,1")[0].forms == {"NCCL": "graph of 10", "ours": "graph of 10"}
+    # There is nothing to try then.
+    row, _ = on_a_device("--calls", "100")
+    assert row.tried == {"NCCL": {}, "ours": {}} and row.forms["NCCL"] == "graph of 100"
+
+
+def test_tables_and_reports_say_which_form_was_best(on_a_device):
+    row, _ = on_a_device("--eager")
+    heading, lines = table.cells([row], ["ours"], ["NCCL"])
+    assert lines[0][1:3] == ["2.10 (100)", "9.70 (20)"] and lines[0][-2:] == ["9.70", "4.62"]
+    found = json.loads(json.dumps(row.to_json()))["figures"]["NCCL"]
+    assert found["form"] == "graph of 20" and found["us"] == pytest.approx(9.7)
+    assert found["forms_us"] == pytest.approx(FORMS["NCCL"])
+    exchange = alltoallv.Row("even", 1024, 4, 768, 355.0)
+    exchange.rounds, exchange.forms, exchange.tried = row.rounds, row.forms, row.tried
+    assert alltoallv.cells([exchange], ["ours"], ["NCCL"])[1][0][2:4] == ["2.10 (100)", "9.70 (20)"]
+    assert exchange.to_json()["figures"]["NCCL"]["form"] == "graph of 20"
+
+
+def test_there_is_one_form_on_the_cpu():
+    calls = []
+    ranks = SimpleNamespace(on_cuda=False)
+    (form,) = timing.forms(ranks, lambda: calls.append(1), 1 << 20, options("--eager"))
+    assert form.name == timing.LOOP and timing.short(form.name) == "" and form.calls == 100
+    form.time(None, 1)
+    assert len(calls) == 200
 
 
 class FakeRanks:
@@ -214,6 +331,7 @@ def test_options_are_understood():
 
 
 SENSELESS = [
+    *("--calls=0", "--calls=,", "--calls=10,x"),
     *("--sizes=4X", "--sizes=,", "--rounds=0", "--rounds=²", "--dtype=f8", "--algorithm=best"),
     *("--factor=1", "--factor=nan", "--factor=inf", "--factor=x"),
     *("--timeout=0", "--timeout=-1", "--timeout=nan", "--timeout=inf", "--timeout=1e30"),
@@ -250,6 +368,33 @@ def test_a_picture_needs_matplotlib_and_says_so(monkeypatch):
         plot.require(Path("x.png"))
     with pytest.raises(SystemExit, match="pip install"):
         cli.main(["allreduce", "--plot", "x.png"])
+
+
+@pytest.mark.parametrize("command", ["allreduce", "alltoallv", "collectives", "overlap"])
+def test_every_benchmark_draws_pictures(command):
+    found = cli.parser().parse_args([command, "--plot", "x.png"])
+    assert found.plot == Path("x.png")
+
+
+def test_a_picture_says_what_was_measured_and_how_much_longer_the_best_peer_takes():
+    facts = {
+        "symmpool": "0.1.0",
+        "measured_at": "2026-11-22T01:00:00+00:00",
+        "world": 2,
+        "devices": ["H200"] * 2,
+    }
+    facts |= {"torch": "2.11", "nccl": "2.28", "driver": "580"}
+    said = plot.caption(facts)
+    assert said.startswith("symmpool 0.1.0, 2 ranks on H200; torch 2.11, NCCL 2.28, driver 580; 2026-11-22;")
+    assert session.devices(facts) == "2 x H200"
+    names = ["ours", "ours ordinary", "ours two_shot", "NCCL"]
+    assert [plot.label(name) for name in names] == [
+        "symmpool", "symmpool ordinary", "symmpool two_shot", "NCCL"
+    ]  # fmt: skip
+    rows = [row(1024, ours=[2], NCCL=[9], one_shot=[6]), row(2048, ours=[4], NCCL=[]), row(4096, NCCL=[5])]
+    assert plot.points(rows, "ours", plot.microseconds) == [(1024, 2), (2048, 4)]
+    assert plot.ratios(rows, ["ours"], ["NCCL", "one shot"], plot.microseconds) == [(1024, 3.0)]
+    assert list(plot.panels_by(rows, lambda each: each.size > 1024)) == [False, True]
 
 
 @pytest.mark.parametrize("name", ["x.foo", "x", "x."])

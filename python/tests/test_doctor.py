@@ -190,6 +190,7 @@ def test_variables_that_make_no_sense_are_told_as_a_table_and_as_json():
         "SYMMPOOL_CACHE_DIR": __file__,
         "SYMMPOOL_PORT": "0",
         "SYMMPOOL_CONCURRENT": "17",
+        "SYMMPOOL_READY": "bf16,f32:xor",
         "SYMMPOOL_SHARED_DEVICE": "yes",
         "MASTER_ADDR": " ",
         "MASTER_PORT": "http",
@@ -214,6 +215,7 @@ def test_variables_that_make_no_sense_are_told_as_a_table_and_as_json():
         "SYMMPOOL_CACHE_DIR": "",
         "SYMMPOOL_PORT": " 7000",
         "SYMMPOOL_CONCURRENT": "2",
+        "SYMMPOOL_READY": "bf16, i64:max",
         "SYMMPOOL_SHARED_DEVICE": "1",
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "29500",
@@ -230,6 +232,16 @@ def test_variables_that_the_documents_tell_of_are_known():
     text = (pathlib.Path(__file__).parents[2] / "docs/gpus.md").read_text()
     told = set(re.findall(r"^\| `(SYMMPOOL_\w+)` \|", text, re.MULTILINE))
     assert len(told) > 4 and told <= set(facts.SHOWN)
+
+
+def test_reductions_that_can_be_ready_are_those_that_devices_have():
+    sources = pathlib.Path(__file__).parents[2] / "collectives/src"
+    names = {
+        file: set(re.findall(r'Self::\w+ => "(\w+)"', (sources / file).read_text()))
+        for file in ("dtype.rs", "reduce.rs")
+    }
+    assert set(facts.REDUCED) <= names["dtype.rs"] and set(facts.OPERATIONS) == names["reduce.rs"]
+    assert len(facts.REDUCED) == 10
 
 
 def test_kernels_that_are_kept_nowhere_are_told_so():

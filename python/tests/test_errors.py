@@ -367,3 +367,126 @@ def test_algorithms_that_are_none_are_refused():
     pool = symmpool.Pool(symmpool.Group.in_process(1)[0], "cpu")
     with pytest.raises(symmpool.InvalidArgumentError, match="auto"):
         symmpool.Communicator(pool, algorithm="fastest")
+
+
+def refused_while_the_others_are_elsewhere(group):
+    pool = symmpool.Pool(group, "cpu")
+    comm = symmpool.Communicator(pool, timeout=30)
+    comm.barrier()
+    found = []
+    if pool.rank == 1:
+        # Memory that makes a commit due, which waits for the others, and plain memory.
+        y = pool.empty((4, 4), np.float32)
+        for call in (
+            lambda: comm.all_reduce(y[:, ::2]),
+            lambda: comm.broadcast(y, 9),
+            lambda: comm.all_reduce(np.ones(4), "median"),
+        ):
+            found.append(failure(call))
+    else:
+        time.sleep(2)
+        y = pool.empty((4, 4), np.float32)
+        found = [failure(lambda: comm.all_reduce(y)) for _ in range(3)]
+    y[...] = 1
+    comm.all_reduce(y)
+    return [(kind, ranks, took < 1) for kind, ranks, _, took in found], [each[2] for each in found], y[0, 0]
+
+
+def test_a_wrong_argument_on_one_rank_is_heard_there_at_once():
+    (told, _, zero), (own, texts, one) = values(2, refused_while_the_others_are_elsewhere)
+    assert [each[:2] for each in told] == [("DivergedError", (1,))] * 3
+    assert own == [("InvalidArgumentError", (), True)] * 3
+    assert "not contiguous" in texts[0] and "root 9" in texts[1] and "median" in texts[2]
+    assert zero == one == 2
+
+
+def never_comes_after_a_refusal(group):
+    pool = symmpool.Pool(group, "cpu")
+    comm = symmpool.Communicator(pool, timeout=0.5)
+    if pool.rank == 1:
+        time.sleep(2)
+        return None
+    x = np.ones((4, 4))
+    first, second = failure(lambda: comm.all_reduce(x[:, ::2])), failure(comm.barrier)
+    return first[0], first[3] < 0.4, second[:2], "not contiguous" in second[2]
+
+
+def test_a_call_behind_a_refused_one_says_why_that_was_refused():
+    found = values(2, never_comes_after_a_refusal)[0]
+    assert found == ("InvalidArgumentError", True, ("TimeoutError", (1,)), True)
+
+
+def who_is_to_blame(group):
+    pool = symmpool.Pool(group, "cpu")
+    comm = symmpool.Communicator(pool, timeout=20)
+    me = pool.rank
+    x, y = np.ones(6, np.float32), np.ones(6, np.float32)
+    splits = np.array([2, 2, 2 if me != 1 else -1])
+    calls = {
+        "counts": lambda: comm.all_reduce(x if me != 1 else x[:4].copy()),
+        "parts": lambda: comm.all_to_all_single(y, x, [2, 2, 2], [2, 2, 2] if me != 2 else [2, 1, 2]),
+        "overflow": lambda: comm.all_to_all_v(y if me != 2 else y[:4], x, np.full(3, 2)),
+        "splits": lambda: comm.all_to_all_v(y, x, splits),
+        "refused": lambda: comm.all_reduce(x if me != 1 else np.ones((2, 2), np.float32).T),
+        "options": lambda: symmpool.Communicator(pool, timeout=1 if me != 2 else -1),
+    }
+    return {name: failure(call)[:2] for name, call in calls.items()}
+
+
+def test_errors_name_the_ranks_that_their_messages_name():
+    found = values(3, who_is_to_blame)
+    for rank in (0, 1, 2):
+        assert found[rank]["counts"] == ("DivergedError", (1,))
+        assert found[rank]["parts"] == ("DivergedError", (1, 2))
+        assert found[rank]["overflow"] == ("OverflowError", (2,))
+        assert found[rank]["splits"] == ("InvalidArgumentError", (1,))
+    assert [found[rank]["refused"] for rank in (0, 2)] == [("DivergedError", (1,))] * 2
+    assert [found[rank]["options"] for rank in (0, 1)] == [("InvalidArgumentError", (2,))] * 2
+
+
+def test_a_second_rank_0_is_named_as_such():
+    address = f"127.0.0.1:{free_port()}"
+    first = symmpool.Group(0, 2, address)
+    found = failure(lambda: symmpool.Group(0, 2, address))
+    assert found[0] == "InvalidStateError" and found[1] == (0,) and first.rank == 0
+    assert "two processes say that they are rank 0" in found[2]
+
+
+def leaves_because_another_did(group):
+    pool = symmpool.Pool(group, "cpu")
+    comm = symmpool.Communicator(pool, timeout=20)
+    comm.barrier()
+    if pool.rank < 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1)
+    return failure(comm.barrier)[:2]
+
+
+def test_a_rank_that_left_is_named_together_with_those_that_are_gone_too():
+    outcomes = run(3, leaves_because_another_did)
+    assert outcomes[2].value == ("PeerLostError", (0, 1))
+
+
+def test_what_is_no_stream_no_shape_and_no_address_is_refused():
+    (group,) = symmpool.Group.in_process(1)
+    pool = symmpool.Pool(group, "cpu")
+    comm = symmpool.Communicator(pool)
+    x = np.ones(1, np.int64)
+    for shape in ((1,) * 100, b"3", bytearray(b"3")):
+        with pytest.raises(symmpool.InvalidArgumentError, match="shape"):
+            pool.empty(shape, np.float32)
+    with pytest.raises(symmpool.InvalidArgumentError, match="split_sizes"):
+        comm.all_to_all_single(x.copy(), x, b"\x01", [1])
+    for stream in ("a", 1.5, [1]):
+        with pytest.raises(TypeError, match="stream"):
+            comm.all_reduce(x, stream=stream)
+    with pytest.raises(TypeError, match="address.*data_ptr"):
+        pool.owns(x)
+    assert not pool.owns(np.int64(4096)) and pool.owns(pool.block(1, "int8").data_ptr)
+
+
+def test_modules_are_there_under_the_packages_name():
+    assert symmpool.doctor.__name__ == "symmpool.doctor"
+    assert symmpool.engines.__name__ == "symmpool.engines"
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = symmpool.nonsense

@@ -1,7 +1,10 @@
 """Memory: what tensors of a pool are, how long they live, and how they pass to others."""
 
 import gc
+import os
+import signal
 import sys
+import threading
 
 import ml_dtypes
 import numpy as np
@@ -198,3 +201,38 @@ def test_a_cuda_pool_without_a_device_is_unsupported():
 def test_devices_that_are_none_are_refused(device):
     with pytest.raises(symmpool.InvalidArgumentError, match="device"):
         symmpool.Pool(symmpool.Group.in_process(1)[0], device)
+
+
+def asks_for_numbers(pool):
+    """How a forked child fares with `stats`: 0 where it is told why there are none. Ended if it waits."""
+    signal.alarm(20)
+    try:
+        pool.stats()
+    except symmpool.InvalidStateError as error:
+        os._exit(0 if "forked from it" in str(error) else 2)
+    finally:
+        os._exit(1)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_child_has_no_numbers_and_does_not_wait_for_its_parents_commit(pool):
+    done = threading.Event()
+
+    def commits():
+        blocks = []
+        while not done.is_set():
+            blocks.append(pool.block(4 << 20, "uint8"))
+            pool.commit()
+
+    committing = threading.Thread(target=commits)
+    committing.start()
+    try:
+        for _ in range(20):
+            child = os.fork()
+            if child == 0:
+                asks_for_numbers(pool)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        done.set()
+        committing.join()
+    assert pool.stats()["commits"] > 0

@@ -2,6 +2,7 @@
 
 import datetime
 import gc
+import sys
 import time
 from pathlib import Path
 
@@ -181,7 +182,61 @@ def the_rest(group, folder):
 def test_what_is_not_served_goes_to_gloo(world, tmp_path):
     for right, others in values(world, the_rest, str(tmp_path)):
         assert all(right), right
-        assert others == ["all_reduce", "gather", "reduce", "scatter"]
+        assert others == ["all_reduce", "gather", "scatter"]
+
+
+def reduced_to_one(group, folder):
+    me, world = begin(group, folder, "symmpool")
+    right = []
+    backend.backend_counts(reset=True)
+    for root in range(world):
+        for wait in (False, True):
+            # Not laid out row by row, and in one call's order on every rank.
+            x = torch.arange(6.0).view(2, 3).t() + me
+            before = x.clone()
+            work = dist.reduce(x, root, async_op=wait)
+            if wait:
+                work.wait()
+            total = sum(torch.arange(6.0).view(2, 3).t() + rank for rank in range(world))
+            right.append(torch.equal(x, total if me == root else before))
+    most = torch.tensor([me], dtype=torch.int64)
+    dist.reduce(most, 1, dist.ReduceOp.MAX)
+    right.append(most.item() == (world - 1 if me == 1 else me))
+    counts = backend.backend_counts()
+    dist.destroy_process_group()
+    return right, counts
+
+
+def test_reduce_is_ours_in_host_memory_and_writes_to_the_root_alone(tmp_path):
+    for right, counts in values(3, reduced_to_one, str(tmp_path)):
+        assert all(right), right
+        assert counts == {"reduce": {"symmpool": 7}}
+
+
+def calls_of_python(group, folder):
+    """How many functions a small call on the backend calls in the package, those of C among them."""
+    begin(group, folder, "symmpool")
+    x, opts = torch.zeros(4), dist.AllreduceOptions()
+    opts.asyncOp = False
+    work = dist.group.WORLD
+    work.allreduce([x], opts)
+    counted = []
+
+    def count(frame, event, _):
+        if event in ("call", "c_call"):
+            counted.append(frame.f_code.co_name)
+
+    sys.setprofile(count)
+    work.allreduce([x], opts)
+    sys.setprofile(None)
+    dist.destroy_process_group()
+    return counted
+
+
+def test_a_small_call_does_little_in_python(tmp_path):
+    for counted in values(2, calls_of_python, str(tmp_path)):
+        # As many as these cost more than the call itself takes in host memory.
+        assert len(counted) <= 30, counted
 
 
 def beside_gloo(group, folder):

@@ -2,6 +2,7 @@
 
 import datetime
 import gc
+import os
 import tempfile
 import threading
 import time
@@ -10,7 +11,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import values
+from ranks import run, values
 
 import symmpool
 from symmpool import seats
@@ -346,3 +347,165 @@ def test_a_program_has_room_for_many_groups(tmp_path):
     for number in range(70):
         (tmp_path / str(number)).mkdir()
     assert values(2, many_groups, str(tmp_path)) == [True] * 2
+
+
+def after_the_group_was_destroyed(group, folder):
+    me, world = begin(group, folder)
+    # A launcher's variables are there for as long as the process is.
+    free = str(20000 + me)
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=free)
+    x, was = torch.ones(4), dist.group.WORLD
+    symmpool.all_reduce(x)
+    symmpool.all_reduce(x, group=was)
+    dist.destroy_process_group()
+    right = [x[0].item()]
+    for call in (
+        lambda: symmpool.all_reduce(x),
+        lambda: symmpool.Pool(device="cpu"),
+        lambda: symmpool.all_reduce(x, group=was),
+        lambda: symmpool.barrier(group=was),
+        lambda: symmpool.Pool(was, device="cpu"),
+    ):
+        try:
+            right.append(call())
+        except symmpool.InvalidStateError as error:
+            right.append("destroy" in str(error))
+    return right
+
+
+def test_calls_after_a_group_was_destroyed_are_refused(tmp_path):
+    expected = [4.0] + [True] * 5
+    assert values(2, after_the_group_was_destroyed, str(tmp_path)) == [expected] * 2
+
+
+def first_call_refused(group, folder, elsewhere):
+    me, world = begin(group, folder, timeout=datetime.timedelta(seconds=60))
+    part = dist.new_group([0, 1])
+    found = []
+    if me == 1:
+        for call in (
+            lambda: symmpool.all_reduce(torch.ones(4, 4)[:, ::2]),
+            lambda: symmpool.broadcast(torch.ones(4), src=2, group=part),
+        ):
+            begun = time.monotonic()
+            try:
+                call()
+            except symmpool.InvalidArgumentError as error:
+                found.append((str(error), time.monotonic() - begun < 1.5))
+    else:
+        time.sleep(elsewhere)
+        for call in (
+            lambda: symmpool.all_reduce(torch.ones(8)),
+            lambda: symmpool.broadcast(torch.ones(4), src=0, group=part) if me < 2 else None,
+        ):
+            try:
+                call()
+            except symmpool.DivergedError as error:
+                found.append(error.ranks)
+    x = torch.ones(4)
+    symmpool.all_reduce(x)
+    if me < 2:
+        symmpool.all_reduce(x, group=part)
+    return found, x[0].item()
+
+
+@pytest.mark.parametrize("elsewhere", [0, 4])
+def test_a_wrong_argument_in_a_first_call_is_heard_at_once(tmp_path, elsewhere):
+    zero, one, two = values(3, first_call_refused, str(tmp_path), elsewhere)
+    assert zero == ([(1,), (1,)], 6.0) and two == ([(1,)], 3.0)
+    (first, soon), (second, soon_too) = one[0]
+    assert "not contiguous" in first and "no rank of the call's group" in second
+    assert soon and soon_too and one[1] == 6.0
+
+
+def ends_after_a_refused_first_call(group, folder):
+    begin(group, folder, timeout=datetime.timedelta(seconds=60))
+    if group.rank == 1:
+        symmpool.all_reduce(torch.ones(4, 4)[:, ::2])
+    time.sleep(4)
+
+
+def test_a_program_ends_soon_after_a_refused_first_call(tmp_path):
+    begun = time.monotonic()
+    zero, one = run(2, ends_after_a_refused_first_call, str(tmp_path))
+    assert zero.status == 0 and one.status == 1 and "not contiguous" in one.error
+    assert time.monotonic() - begun < 25
+
+
+def refused_behind_what_was_begun(group, folder):
+    me, world = begin(group, folder)
+    x, y = torch.ones(4), torch.ones(4)
+    symmpool.all_reduce(x)
+    found = None
+    if me == 1:
+        work = symmpool.all_reduce(x, async_op=True)
+        begun = time.monotonic()
+        try:
+            symmpool.all_reduce(torch.ones(4, 4)[:, ::2])
+        except symmpool.InvalidArgumentError as error:
+            found = "not contiguous" in str(error) and time.monotonic() - begun < 1
+        work.wait()
+    else:
+        time.sleep(2)
+        symmpool.all_reduce(x)
+        try:
+            symmpool.all_reduce(y)
+        except symmpool.DivergedError as error:
+            found = error.ranks == (1,)
+    symmpool.all_reduce(y)
+    return found, x[0].item(), y[0].item()
+
+
+def test_a_wrong_argument_behind_a_call_that_was_begun_is_heard_at_once(tmp_path):
+    assert values(2, refused_behind_what_was_begun, str(tmp_path)) == [(True, 4.0, 2.0)] * 2
+
+
+def lazily_negated(group, folder):
+    me, world = begin(group, folder)
+    pool = symmpool.Pool(device="cpu")
+    comm = symmpool.Communicator(pool, timeout=20)
+    negated = [
+        torch._neg_view(torch.ones(4, dtype=dtype)) for dtype in (torch.float32, torch.int32, torch.bfloat16)
+    ]
+    lazy = [*negated, torch.ones(4, dtype=torch.complex64).conj()]
+    refused = []
+    for x in lazy:
+        call = comm.all_reduce if x.dtype != torch.complex64 else comm.broadcast
+        try:
+            call(x)
+        except symmpool.InvalidArgumentError as error:
+            refused.append("resolve_" in str(error))
+    for x in lazy[:3]:
+        try:
+            comm.all_gather(torch.ones(8, dtype=x.dtype), x)
+        except symmpool.InvalidArgumentError as error:
+            refused.append("resolve_neg" in str(error))
+    return refused
+
+
+def test_tensors_of_several_elements_that_are_negated_lazily_are_not_read_raw(tmp_path):
+    assert values(2, lazily_negated, str(tmp_path)) == [[True] * 7] * 2
+
+
+def test_tensors_that_do_not_lie_in_rows_are_refused():
+    (group,) = symmpool.Group.in_process(1)
+    pool = symmpool.Pool(group, "cpu")
+    comm = symmpool.Communicator(pool)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    others = [nested, jagged, torch.eye(3).to_sparse()]
+    if torch.backends.mkldnn.is_available():
+        others.append(torch.ones(4, 4).to_mkldnn())
+    for x in others:
+        with pytest.raises(symmpool.InvalidArgumentError, match="tensor: a (nested tensor|tensor of layout)"):
+            comm.all_reduce(x)
+    for op in (0, 1, True):
+        with pytest.raises(symmpool.InvalidArgumentError, match="op: "):
+            comm.all_reduce(torch.ones(2), op)
+    comm.all_reduce(torch.ones(2), dist.ReduceOp(dist.ReduceOp.MAX))
+    with pytest.raises(TypeError, match="address.*data_ptr"):
+        pool.owns(torch.ones(1, dtype=torch.int64))
+    if not torch.cuda.is_available():
+        for call in (symmpool.memory_stats, symmpool.memory_summary, symmpool.reset_peak_memory_stats):
+            with pytest.raises(symmpool.UnsupportedError, match="no CUDA device"):
+                call()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ranks import values
 from test_errors import free_port
 
-from symmpool import beside
+from symmpool import beside, p2p
 from symmpool.errors import InvalidStateError, TimeoutError, UnsupportedError
 from symmpool.messages import Messages
 from symmpool.store import own_connection
@@ -324,13 +324,91 @@ def test_messages_that_wait_leave_room_on_the_device(given, found):
 
 
 def test_messages_of_cuda_tensors_are_refused_where_gloo_would_send_them():
-    def carries(kind, *devices):
-        it = types.SimpleNamespace(_place=(0, 2), names={"cpu": "gloo", "cuda": kind})
-        given = [types.SimpleNamespace(device=each, layout=torch.strided) for each in devices]
-        return beside.Beside.carries(it, given, 1)
-
-    cuda = torch.device("cuda", 0)
-    assert carries("nccl", cuda) and not carries("nccl", CPU) and not carries("gloo", CPU)
-    assert not carries("gloo", cuda, cuda)  # the group refuses two
+    there = object.__new__(beside.Beside)
+    there._place, there.names = (0, 2), {"cpu": "gloo", "cuda": "gloo"}
     with pytest.raises(UnsupportedError, match="SYMMPOOL_SHARED_DEVICE=1 ranks may share one"):
-        carries("gloo", cuda)
+        there.begin((0, 1), torch.ones(1))
+
+
+class Comm:
+    """A communicator that notes what it carries."""
+
+    def __init__(self):
+        self.carried, self.waited = [], 0
+
+    def send(self, tensor, peer, stream):
+        self.carried.append(("send", peer))
+
+    def recv(self, tensor, peer, stream):
+        self.carried.append(("recv", peer))
+
+    def synchronize(self, stream):
+        self.waited += 1
+
+
+class Side:
+    """A stream of a channel: makes calls at once."""
+
+    def __init__(self, torch, device, explain):
+        self.handle = 1
+
+    def submit(self, comm, call, arguments, results, finish):
+        call(*arguments, stream=self.handle)
+        return finish
+
+
+def on_device(*arguments):
+    """What `PointToPoint` reads of a CUDA tensor."""
+    tensor = torch.ones(*arguments)
+    device = types.SimpleNamespace(type="cuda", index=0)
+    return types.SimpleNamespace(
+        device=device,
+        layout=torch.strided,
+        is_quantized=False,
+        is_contiguous=tensor.is_contiguous,
+        is_neg=tensor.is_neg,
+        is_conj=tensor.is_conj,
+    )
+
+
+def test_messages_go_by_the_communicator_once_all_ranks_have_one(monkeypatch):
+    elsewhere, comm, x = [], Comm(), on_device(3)
+    monkeypatch.setattr(p2p.work, "Side", Side)
+    messages = p2p.PointToPoint(0, 3, lambda channel, tensor: elsewhere.append(channel))
+    messages.begin(x, 1, True)
+    with messages.deciding() as told:
+        # Rank 2 has begun to receive from rank 0 by NCCL, and rank 1 knows of nothing.
+        assert told == "0>1"
+        messages.decide(["0>1", "0>2 1>2"], comm, 0, None)
+    for peer in (1, 2):
+        messages.begin(x, peer, True)
+        messages.begin(x, peer, False)
+    assert elsewhere == [(0, 1), (0, 1), (0, 2)]
+    assert comm.carried == [("recv", 1), ("recv", 2)]
+    messages.end(True)
+    assert comm.waited == 2
+    messages.begin(x, 1, False)
+    assert elsewhere[-1] == (1, 0)
+
+
+def test_which_messages_are_carried_depends_on_what_both_ranks_know():
+    messages = p2p.PointToPoint(0, 2, None)
+    x = on_device(3)
+    assert messages.carries([x], 1) and messages.carries([x], 0)
+    assert not messages.carries([x], 2) and not messages.carries([x], -1)
+    assert not messages.carries([x, x], 1) and not messages.carries([torch.ones(3)], 1)
+
+
+def test_a_channel_that_nothing_carries_is_ours_later(monkeypatch):
+    monkeypatch.setattr(p2p.work, "Side", Side)
+
+    def refuse(channel, tensor):
+        raise UnsupportedError("nothing")
+
+    messages, comm, x = p2p.PointToPoint(0, 2, refuse), Comm(), on_device(3)
+    with pytest.raises(UnsupportedError):
+        messages.begin(x, 1, True)
+    with messages.deciding() as told:
+        messages.decide([told], comm, 0, None)
+    messages.begin(x, 1, True)
+    assert comm.carried == [("send", 1)]

@@ -7,6 +7,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <condition_variable>
+#include <map>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -27,6 +30,9 @@ enum : int {
     NOT_READY = 600,
     NOT_SUPPORTED = 801,
     CAPTURE_UNSUPPORTED = 900,
+    CAPTURE_MERGE = 902,
+    CAPTURE_ISOLATION = 905,
+    CAPTURED_EVENT = 907,
 };
 
 int from_environment(const char* name, int usual) {
@@ -39,8 +45,36 @@ int from_environment(const char* name, int usual) {
 const int devices = from_environment("EMULATED_DEVICES", 8);
 const int processors = from_environment("EMULATED_PROCESSORS", 4);
 constexpr int PROCESSOR_THREADS = 512;
+// Blocks that one has places for: as few as the fewest of devices.
+const int processor_blocks = from_environment("EMULATED_BLOCKS", 16);
 
 thread_local std::vector<size_t> contexts;
+
+// A device that takes long: the next call of a kind on a device stops there until the test that asked
+// for that lets it go. Other calls pass.
+enum Kind : int { MAP = 0, SYNCHRONIZE = 1, KINDS = 2 };
+struct Stop {
+    std::mutex lock;
+    std::condition_variable changed;
+    int device = -1;  // whose next call stops
+    int stopped = 0;
+};
+Stop& stop_of(int kind) {
+    // Never destroyed: threads may still be at work when the process ends.
+    static Stop* const stops = new Stop[KINDS];
+    return stops[kind];
+}
+
+void stop_if_asked(Kind kind) {
+    Stop& stop = stop_of(kind);
+    std::unique_lock<std::mutex> held(stop.lock);
+    if (stop.device < 0 || contexts.empty() || contexts.back() != static_cast<size_t>(stop.device) + 1) {
+        return;
+    }
+    stop.device = -1;
+    stop.stopped += 1;
+    stop.changed.wait(held, [&] { return stop.stopped == 0; });
+}
 
 Stream* known(void* handle) { return stream_of(handle); }
 
@@ -48,6 +82,17 @@ template <typename F>
 int on(void* handle, F&& then) {
     Stream* stream = known(handle);
     return stream == nullptr ? INVALID : (then(stream), OK);
+}
+
+int code_of(Crossing crossing) {
+    switch (crossing) {
+        case Crossing::NONE: return OK;
+        case Crossing::ISOLATION: return CAPTURE_ISOLATION;
+        case Crossing::MERGE: return CAPTURE_MERGE;
+        case Crossing::CAPTURED: return CAPTURED_EVENT;
+        case Crossing::ENDED: return INVALID;
+    }
+    return INVALID;
 }
 
 void copy_rows(char* to, size_t to_pitch, size_t to_height, const char* from, size_t from_pitch,
@@ -90,6 +135,34 @@ struct Module {
     void* library;  // null for PTX
 };
 
+// Each is opened once, and stays open: modules come and go with communicators.
+void* library_of(const std::string& code) {
+    static std::mutex lock;
+    static std::map<std::string, void*> libraries;
+    const std::lock_guard held(lock);
+    void*& library = libraries[code];
+    if (library != nullptr) {
+        return library;
+    }
+    const int fd = memfd_create("emulated kernel", MFD_CLOEXEC);
+    const char* from = code.data();
+    for (size_t left = code.size(); left != 0;) {
+        const ssize_t written = write(fd, from, left);
+        if (written <= 0) {
+            return close(fd), nullptr;
+        }
+        from += written, left -= static_cast<size_t>(written);
+    }
+    char name[64];
+    snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
+    // The descriptor stays open: a name that comes again would be taken for this library.
+    library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) {
+        fprintf(stderr, "emulated device: %s\n", dlerror());
+    }
+    return library;
+}
+
 int put_kernel(void* stream, Packer pack, Shape shape, void** parameters) {
     if (shape.blocks == 0 || shape.threads == 0 || shape.threads > 1024) {
         return INVALID;
@@ -99,7 +172,8 @@ int put_kernel(void* stream, Packer pack, Shape shape, void** parameters) {
         // A graph's kernel runs again and again, so that its arguments stay.
         const bool again = is_capturing(to);
         put(to, [call, shape, again] {
-            run_kernel(call, shape, static_cast<unsigned>(processors * PROCESSOR_THREADS));
+            run_kernel(call, shape, static_cast<unsigned>(processors * PROCESSOR_THREADS),
+                       static_cast<unsigned>(processors * processor_blocks));
             if (!again) {
                 call.drop(call.arguments);
             }
@@ -111,6 +185,25 @@ int put_kernel(void* stream, Packer pack, Shape shape, void** parameters) {
 
 extern "C" {
 
+// For tests: the next call of a kind on a device stops, until all that stopped are let go (device -1).
+// Returns how many had stopped.
+int emulatedStop(int kind, int device) {
+    Stop& stop = stop_of(kind);
+    std::lock_guard<std::mutex> held(stop.lock);
+    const int stopped = stop.stopped;
+    stop.device = device;
+    if (device < 0) {
+        stop.stopped = 0;
+        stop.changed.notify_all();
+    }
+    return stopped;
+}
+int emulatedStopped(int kind) {
+    Stop& stop = stop_of(kind);
+    std::lock_guard<std::mutex> held(stop.lock);
+    return stop.stopped;
+}
+
 int cuInit(unsigned) { return OK; }
 int cuDriverGetVersion(int* version) { return *version = 13000, OK; }
 
@@ -121,6 +214,7 @@ int cuGetErrorName(int code, const char** name) {
         case OUT_OF_MEMORY: *name = "CUDA_ERROR_OUT_OF_MEMORY"; break;
         case NOT_SUPPORTED: *name = "CUDA_ERROR_NOT_SUPPORTED"; break;
         case CAPTURE_UNSUPPORTED: *name = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"; break;
+        case CAPTURE_ISOLATION: *name = "CUDA_ERROR_STREAM_CAPTURE_ISOLATION"; break;
         default: *name = "CUDA_ERROR_OF_THE_EMULATION"; break;
     }
     return OK;
@@ -175,7 +269,10 @@ int cuCtxPopCurrent_v2(size_t* context) {
     contexts.pop_back();
     return OK;
 }
-int cuCtxSynchronize() { return synchronize_all(), OK; }
+int cuCtxSynchronize() {
+    stop_if_asked(SYNCHRONIZE);
+    return synchronize_all(), OK;
+}
 int cuThreadExchangeStreamCaptureMode(unsigned* mode) {
     thread_local unsigned now = 0;
     return std::swap(*mode, now), OK;
@@ -192,6 +289,7 @@ int cuMemCreate(uint64_t* handle, size_t bytes, const int* properties, unsigned 
 }
 int cuMemRelease(uint64_t handle) { return release(handle); }
 int cuMemMap(uint64_t address, size_t bytes, size_t offset, uint64_t handle, unsigned long long) {
+    stop_if_asked(MAP);
     return map(address, bytes, offset, handle);
 }
 int cuMemUnmap(uint64_t address, size_t bytes) {
@@ -285,8 +383,15 @@ int cuStreamSynchronize(void* handle) {
 int cuStreamIsCapturing(void* handle, unsigned* capturing) {
     return on(handle, [=](Stream* stream) { *capturing = is_capturing(stream); });
 }
+int cuStreamGetCaptureInfo_v2(void* handle, unsigned* status, unsigned long long* id, void*, void*, void*) {
+    return on(handle, [=](Stream* stream) {
+        *id = capture_of(stream);
+        *status = *id != 0;
+    });
+}
 int cuStreamWaitEvent(void* handle, Event* event, unsigned) {
-    return on(handle, [=](Stream* stream) { wait(stream, event); });
+    Stream* stream = known(handle);
+    return stream == nullptr ? INVALID : code_of(wait(stream, event));
 }
 int cuStreamBeginCapture_v2(void* handle, int) {
     Stream* stream = known(handle);
@@ -313,7 +418,11 @@ int cuEventDestroy_v2(Event* event) { return drop_event(event), OK; }
 int cuEventRecord(Event* event, void* handle) {
     return on(handle, [=](Stream* stream) { record(event, stream); });
 }
-int cuEventQuery(Event* event) { return is_done(event) ? OK : NOT_READY; }
+int cuEventQuery(Event* event) {
+    bool done = false;
+    int code = code_of(is_done(event, &done));
+    return code != OK || done ? code : NOT_READY;
+}
 int cuEventSynchronize(Event* event) { return synchronize(event), OK; }
 int cuEventElapsedTime(float* milliseconds, Event* from, Event* to) {
     double found = 0;
@@ -322,30 +431,15 @@ int cuEventElapsedTime(float* milliseconds, Event* from, Event* to) {
 
 // What `compiler.cpp` makes: a shared library, behind its length.
 int cuModuleLoadData(Module** module, const char* image) {
+    // Loading may wait for whatever runs in the context, and here it does.
+    synchronize_all();
     if (strncmp(image + strspn(image, "\n"), ".version", 8) == 0) {
         return *module = new Module{nullptr}, OK;
     }
     unsigned long long bytes = 0;
     memcpy(&bytes, image, sizeof bytes);
-    const int fd = memfd_create("emulated kernel", MFD_CLOEXEC);
-    const char* from = image + sizeof bytes;
-    while (bytes != 0) {
-        const ssize_t written = write(fd, from, bytes);
-        if (written <= 0) {
-            return close(fd), INVALID_IMAGE;
-        }
-        from += written, bytes -= static_cast<size_t>(written);
-    }
-    char name[64];
-    snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
-    // The descriptor stays open: a name that comes again would be taken for this library.
-    void* library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-    if (library == nullptr) {
-        fprintf(stderr, "emulated device: %s\n", dlerror());
-        return INVALID_IMAGE;
-    }
-    *module = new Module{library};
-    return OK;
+    void* library = library_of(std::string(image + sizeof bytes, bytes));
+    return library == nullptr ? INVALID_IMAGE : (*module = new Module{library}, OK);
 }
 int cuModuleUnload(Module* module) { return delete module, OK; }  // stays loaded
 int cuModuleGetFunction(Packer* function, Module* module, const char* name) {
@@ -360,7 +454,8 @@ int cuModuleGetFunction(Packer* function, Module* module, const char* name) {
 }
 int cuFuncSetAttribute(Packer, int, int) { return OK; }
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Packer, int threads, size_t) {
-    return *blocks = threads > PROCESSOR_THREADS ? 1 : PROCESSOR_THREADS / threads, OK;
+    const int fit = threads > PROCESSOR_THREADS ? 1 : PROCESSOR_THREADS / threads;
+    return *blocks = fit < processor_blocks ? fit : processor_blocks, OK;
 }
 int cuLaunchKernelEx(const LaunchConfig* config, Packer function, void** parameters, void**) {
     return put_kernel(config->stream, function, {config->grid[0], config->block[0]}, parameters);

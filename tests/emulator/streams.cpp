@@ -47,6 +47,10 @@ struct Capture {
     std::shared_ptr<Graph> graph = std::make_shared<Graph>();
     Stream* origin;
     std::set<Stream*> streams;
+    unsigned long long id;
+    // Something was tried that a capture cannot have, which ends it as CUDA does.
+    bool is_spoiled = false;
+    bool has_ended = false;
 };
 
 }  // namespace
@@ -77,7 +81,8 @@ struct State {
     Stream* of_default = nullptr;
     // Threads of blocks that run, and kernels in the order they came.
     unsigned taken = 0;
-    unsigned long long next_kernel = 0, turn = 0;
+    unsigned blocks = 0;
+    unsigned long long next_kernel = 0, turn = 0, captures = 0;
 };
 State& state = *new State();
 using Held = std::unique_lock<std::mutex>;
@@ -241,6 +246,12 @@ void run_in_order(const Work& work) {
 Event* new_event() { return new Event{}; }
 void drop_event(Event* event) { delete event; }
 
+void spoil(const std::shared_ptr<Capture>& capture) {
+    if (capture != nullptr) {
+        capture->is_spoiled = true;
+    }
+}
+
 void record(Event* event, Stream* stream) {
     Held held(state.lock);
     event->capture = stream->capture;
@@ -252,8 +263,21 @@ void record(Event* event, Stream* stream) {
     event->done = stream->last;
 }
 
-void wait(Stream* stream, Event* event) {
+Crossing wait(Stream* stream, Event* event) {
     Held held(state.lock);
+    if (event->capture != nullptr && event->capture->has_ended) {
+        spoil(stream->capture);
+        return Crossing::ENDED;
+    }
+    if (stream->capture != nullptr && event->capture == nullptr && event->done != nullptr) {
+        spoil(stream->capture);
+        return Crossing::ISOLATION;
+    }
+    if (stream->capture != nullptr && event->capture != nullptr && stream->capture != event->capture) {
+        spoil(stream->capture);
+        spoil(event->capture);
+        return Crossing::MERGE;
+    }
     if (event->capture != nullptr) {
         if (stream->capture == nullptr) {
             stream->capture = event->capture;
@@ -262,14 +286,21 @@ void wait(Stream* stream, Event* event) {
             event->capture->streams.insert(stream);
         }
         stream->tails.insert(stream->tails.end(), event->tails.begin(), event->tails.end());
-    } else if (event->done != nullptr && stream->capture == nullptr) {
+    } else if (event->done != nullptr) {
         append(held, stream, [] {}, {event->done});
     }
+    return Crossing::NONE;
 }
 
-bool is_done(Event* event) {
+Crossing is_done(Event* event, bool* done) {
     Held held(state.lock);
-    return event->done == nullptr || event->done->is;
+    if (event->capture != nullptr) {
+        bool ended = event->capture->has_ended;
+        spoil(event->capture);
+        return ended ? Crossing::ENDED : Crossing::CAPTURED;
+    }
+    *done = event->done == nullptr || event->done->is;
+    return Crossing::NONE;
 }
 
 void synchronize(Event* event) {
@@ -291,6 +322,11 @@ bool is_capturing(Stream* stream) {
     return stream->capture != nullptr;
 }
 
+unsigned long long capture_of(Stream* stream) {
+    Held held(state.lock);
+    return stream->capture == nullptr ? 0 : stream->capture->id;
+}
+
 bool begin_capture(Stream* stream) {
     Held held(state.lock);
     if (stream->capture != nullptr || stream == state.of_default) {
@@ -300,6 +336,7 @@ bool begin_capture(Stream* stream) {
     stream->capture->origin = stream;
     stream->capture->streams.insert(stream);
     stream->capture->graph->lanes = 1;
+    stream->capture->id = ++state.captures;
     stream->tails.clear();
     stream->lane = 0;
     return true;
@@ -315,7 +352,8 @@ Graph* end_capture(Stream* stream) {
         other->capture = nullptr;
         other->tails.clear();
     }
-    return new Graph(*capture->graph);
+    capture->has_ended = true;
+    return capture->is_spoiled ? nullptr : new Graph(*capture->graph);
 }
 
 void put(Stream* stream, Graph* graph) {
@@ -327,7 +365,7 @@ void put(Stream* stream, Graph* graph) {
 void drop_graph(Graph* graph) { delete graph; }
 Graph* copy(Graph* graph) { return new Graph(*graph); }
 
-void run_kernel(const Call& call, Shape shape, unsigned room) {
+void run_kernel(const Call& call, Shape shape, unsigned room, unsigned places) {
     // Kernels that nothing orders come to the device in any order.
     thread_local unsigned long long luck = emulated_nanoseconds();
     luck = luck * 6364136223846793005ull + 1442695040888963407ull;
@@ -340,12 +378,17 @@ void run_kernel(const Call& call, Shape shape, unsigned room) {
     const unsigned long long mine = state.next_kernel++;
     state.changed.wait(held, [&] { return state.turn == mine; });
     for (unsigned block = 0; block < shape.blocks; ++block) {
-        state.changed.wait(held, [&] { return state.taken == 0 || state.taken + shape.threads <= room; });
+        state.changed.wait(held, [&] {
+            return state.taken == 0 ||
+                   (state.taken + shape.threads <= room && state.blocks < places);
+        });
         state.taken += shape.threads;
+        state.blocks += 1;
         blocks.emplace_back([&call, shape, block] {
             run_block(call, shape, block);
             Held held(state.lock);
             state.taken -= shape.threads;
+            state.blocks -= 1;
             state.changed.notify_all();
         });
     }

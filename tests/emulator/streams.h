@@ -31,13 +31,18 @@ void run_in_order(const Work& work);
 Event* new_event();
 void drop_event(Event* event);
 void record(Event* event, Stream* stream);
-void wait(Stream* stream, Event* event);
-bool is_done(Event* event);
+// What came of it where a capture begins or ends between a stream and an event, as CUDA was seen to
+// answer (driver 580): all but `NONE` spoil the captures concerned.
+enum class Crossing { NONE, ISOLATION, MERGE, CAPTURED, ENDED };
+Crossing wait(Stream* stream, Event* event);
+Crossing is_done(Event* event, bool* done);
 void synchronize(Event* event);
 // False where either has not come yet.
 bool elapsed(double* milliseconds, Event* from, Event* to);
 
 bool is_capturing(Stream* stream);
+// The number of the capture that a stream is part of, 0 for none.
+unsigned long long capture_of(Stream* stream);
 bool begin_capture(Stream* stream);
 // Null where the stream was not captured, or others that joined it were not joined again.
 Graph* end_capture(Stream* stream);
@@ -46,6 +51,6 @@ void drop_graph(Graph* graph);
 Graph* copy(Graph* graph);
 
 // A kernel: as many blocks at once as the device has room for, in threads, and in order.
-void run_kernel(const Call& call, Shape shape, unsigned room);
+void run_kernel(const Call& call, Shape shape, unsigned room, unsigned places);
 
 }  // namespace emulated

@@ -138,25 +138,56 @@ fn the_parts_of_the_cuda_driver_do_not_import_each_other_in_circles() {
     }
 }
 
+/// For each test function of a text, what it says of itself: the comment before it and its name.
+fn tests_of(text: &str) -> Vec<String> {
+    let lines: Vec<&str> = text.lines().map(str::trim).collect();
+    let test = |line: &&str| *line == "#[test]";
+    let found = lines.iter().enumerate().filter(|(_, line)| test(line)).map(|(at, _)| {
+        let about = |line: &&&str| line.starts_with("//") || line.starts_with("#[");
+        let before = lines[..at].iter().rev().take_while(about);
+        let after = lines[at + 1..].iter().take_while(about);
+        let name = lines[at + 1..].iter().find(|line| line.starts_with("fn "));
+        let said = before.chain(after).chain(name).filter(|line| !line.starts_with("#["));
+        said.copied().collect::<Vec<_>>().join("\n")
+    });
+    found.collect()
+}
+
+/// Whether a test says that it holds a rule: in words (`D7`), or in its name (`d7_`).
+fn cites(test: &str, rule: &str) -> bool {
+    let part = |c: char| !c.is_ascii_alphanumeric();
+    test.split(part).any(|word| word == rule || word == rule.to_ascii_lowercase())
+}
+
 #[test]
 fn every_rule_is_held_by_a_test() {
-    let texts: Vec<String> = sources()
+    let tests: Vec<String> = sources()
         .iter()
         .filter(|path| !path.ends_with("tidy.rs"))
-        .map(|path| read(path))
-        .filter(|text| text.contains("#[test]") || text.contains("proptest!"))
+        .flat_map(|path| tests_of(&read(path)))
         .collect();
-    let cited = |rule: &str| {
-        texts.iter().any(|text| {
-            text.match_indices(rule).any(|(at, _)| {
-                !text[at + rule.len()..].starts_with(|next: char| next.is_ascii_digit())
-            })
-        })
-    };
     // S9 is about staging by the host, which nothing does.
     let rules = (1..=8).map(|n| format!("D{n}")).chain((1..=8).map(|n| format!("S{n}")));
-    let missing: Vec<String> = rules.filter(|rule| !cited(rule)).collect();
-    assert!(missing.is_empty(), "no test cites {missing:?}");
+    let missing: Vec<String> =
+        rules.filter(|rule| !tests.iter().any(|test| cites(test, rule))).collect();
+    assert!(
+        missing.is_empty(),
+        "no test cites {missing:?} in the comment before it or in its name"
+    );
+}
+
+#[test]
+fn a_rule_is_not_held_by_words_elsewhere_in_a_file() {
+    let attribute = "#[test]";
+    let text = format!(
+        "//! All about D7.\n\n/// Rule D1.\n{attribute}\nfn a() {{\n    // D2\n}}\n\n\
+         fn helper() {{}} // D3\n\n{attribute}\n/// D41\nfn s5_holds() {{}}\n"
+    );
+    let tests = tests_of(&text);
+    assert_eq!(tests, ["/// Rule D1.\nfn a() {", "/// D41\nfn s5_holds() {}"]);
+    let cited = |rule| tests.iter().any(|test| cites(test, rule));
+    assert!(cited("D1") && cited("S5"));
+    assert!(!cited("D7") && !cited("D2") && !cited("D3") && !cited("D4"));
 }
 
 const DOCUMENTS: [&str; 7] = [

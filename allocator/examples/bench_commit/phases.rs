@@ -186,7 +186,8 @@ impl Watched {
     }
 }
 
-impl MemoryDriver for Watched {
+// SAFETY: the driver that it wraps does what it does at all, with the same values.
+unsafe impl MemoryDriver for Watched {
     fn name(&self) -> &'static str {
         self.inner.name()
     }

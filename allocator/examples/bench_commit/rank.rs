@@ -169,13 +169,13 @@ fn measure(
         let blocks = fill(&lanes, scenario)?;
         allocs.push(micros(began.elapsed()));
         start.all_gather("commit", b"", group.deadline())?;
-        let before = pool.stats().store;
+        let before = pool.stats()?.store;
         notes.begin(Part::Commit);
         let began = Instant::now();
         let report = pool.commit()?;
         commits.push(micros(began.elapsed()));
         notes.end_commit();
-        let after = pool.stats().store;
+        let after = pool.stats()?.store;
         if report.windows_added != scenario.segments {
             return Err(Error::invalid_state(format!(
                 "{}: {} windows were made, {} were to be measured",

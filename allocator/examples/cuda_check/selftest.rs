@@ -222,6 +222,12 @@ fn without_handles(driver: &CudaDriver) -> Outcome {
     driver.unreserve(range).map_err(text)
 }
 
+/// A handle that no driver has given.
+fn forged(raw: u64, bytes: u64) -> Physical {
+    // SAFETY: it is only passed where it is refused.
+    unsafe { Physical::new(raw, bytes) }
+}
+
 fn misuse(driver: &CudaDriver) -> Outcome {
     let granule = driver.granularity();
     invalid(driver.reserve(0, granule), "multiples")?;
@@ -235,23 +241,25 @@ fn misuse(driver: &CudaDriver) -> Outcome {
     invalid(driver.map(&range, 2 * granule, &physical), "overlaps")?;
     invalid(driver.map(&range, 3 * granule, &physical), "beyond the reservation")?;
     invalid(driver.map(&range, 1, &physical), "multiples")?;
-    invalid(driver.map(&range, 0, &Physical::new(7, granule)), "no live allocation")?;
+    invalid(driver.map(&range, 0, &forged(7, granule)), "no live allocation")?;
     invalid(driver.unmap(&range, granule, granule), "undone whole")?;
     invalid(driver.unmap(&range, 0, granule), "nothing is mapped")?;
-    invalid(driver.export(&Physical::new(7, granule)), "no live allocation")?;
-    invalid(driver.release(Physical::new(physical.raw(), granule)), "no live allocation")?;
-    match driver.unreserve(Reservation::new(range.base(), range.bytes())) {
+    invalid(driver.export(&forged(7, granule)), "no live allocation")?;
+    invalid(driver.release(forged(physical.raw(), granule)), "no live allocation")?;
+    // SAFETY: these are only passed where they are refused.
+    let stranger = |base, bytes| unsafe { Reservation::new(base, bytes) };
+    match driver.unreserve(stranger(range.base(), range.bytes())) {
         Err(early) if early.is_invalid_state() => {}
         other => return Err(format!("giving a range back with a mapping in it: {other:?}")),
     }
-    invalid(driver.unreserve(Reservation::new(granule, granule)), "no live reservation")?;
+    invalid(driver.unreserve(stranger(granule, granule)), "no live reservation")?;
     invalid(driver.import(Exported::Derived, granule), "simulation")?;
     invalid(driver.import(Exported::Bytes(vec![0; 3]), granule), "3 bytes")?;
-    invalid(driver.wait_event(Stream::DEFAULT, &Event(3)), "no live event")?;
+    invalid(driver.wait_event(Stream::DEFAULT, &Event::numbered(3)), "no live event")?;
     driver.unmap(&range, granule, 2 * granule).map_err(text)?;
     let raw = (physical.raw(), physical.bytes());
     driver.release(physical).map_err(text)?;
-    invalid(driver.release(Physical::new(raw.0, raw.1)), "no live allocation")?;
+    invalid(driver.release(forged(raw.0, raw.1)), "no live allocation")?;
     driver.unreserve(range).map_err(text)
 }
 
@@ -285,7 +293,8 @@ fn events(driver: &CudaDriver) -> Outcome {
     driver.wait_event(Stream::DEFAULT, &event).map_err(text)?;
     driver.synchronize().map_err(text)?;
     require(!driver.is_capturing(Stream::DEFAULT), || "nothing is being captured".to_owned())?;
-    let again = Event(event.0);
+    // SAFETY: it is only passed where it is refused, as the event has been given up.
+    let again = unsafe { Event::from_raw(event.raw()) };
     driver.release_event(event);
     invalid(driver.wait_event(Stream::DEFAULT, &again), "no live event")
 }
@@ -317,8 +326,11 @@ fn captured(driver: &CudaDriver) -> Outcome {
     // SAFETY: writes one handle through a valid pointer; flags 0 make a blocking stream.
     let code = unsafe { sys::cuStreamCreate(&raw mut raw, 0) };
     cuda(code, "cuStreamCreate")?;
-    let stream = Stream::from_raw(raw as u64);
+    // SAFETY: the stream was just made, and is destroyed when nothing names it any more.
+    let stream = unsafe { Stream::from_raw(raw as u64) };
     require(!driver.is_capturing(stream), || "capturing before the start".to_owned())?;
+    let before = driver.record_event(stream).map_err(text)?;
+    driver.synchronize().map_err(text)?;
     let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
     // SAFETY: the stream was just made.
     let code = unsafe { sys::cuStreamBeginCapture_v2(raw, mode) };
@@ -333,12 +345,17 @@ fn captured(driver: &CudaDriver) -> Outcome {
         let exported = driver.export(&physical).map_err(text)?;
         let import = driver.import(exported, granule).map_err(text)?;
         driver.release(import).map_err(text)?;
+        // What is done need not be waited for, which a capture could not do; nor may it be asked of
+        // an event in the graph whether it is done.
+        driver.wait_event(stream, &before).map_err(text)?;
+        require(driver.is_event_done(&before).map_err(text)?, || "not done".to_owned())?;
         let event = driver.record_event(stream).map_err(text)?;
         driver.wait_event(stream, &event).map_err(text)?;
-        driver.release_event(event);
+        require(!driver.is_event_done(&event).map_err(text)?, || "done in a graph".to_owned())?;
         driver.unmap(&range, 0, granule).map_err(text)?;
         driver.release(physical).map_err(text)?;
-        driver.unreserve(range).map_err(text)
+        driver.unreserve(range).map_err(text)?;
+        Ok(event)
     })();
     let mut graph = std::ptr::null_mut();
     // SAFETY: the stream is live; writes one handle through a valid pointer.
@@ -348,9 +365,16 @@ fn captured(driver: &CudaDriver) -> Outcome {
         let code = unsafe { sys::cuGraphDestroy(graph) };
         cuda(code, "cuGraphDestroy")?;
     }
+    let after = during.and_then(|event| {
+        let (waited, done) = (driver.wait_event(stream, &event), driver.is_event_done(&event));
+        driver.release_event(event);
+        waited.map_err(text)?;
+        require(!done.map_err(text)?, || "done behind the capture".to_owned())
+    });
+    driver.release_event(before);
     // SAFETY: the stream is live, and is used no further.
     let code = unsafe { sys::cuStreamDestroy_v2(raw) };
-    during?;
+    after?;
     cuda(ended, "cuStreamEndCapture: the capture was spoilt")?;
     cuda(code, "cuStreamDestroy")?;
     driver.synchronize().map_err(text)

@@ -36,7 +36,7 @@ pub use fault::{Call, Counts, FaultAction, FaultDriver, FaultPlan};
 pub use host::{HostDriver, HostOptions};
 pub use sim::SimDriver;
 
-use crate::{Error, Result};
+use crate::{Deadline, Error, Result};
 
 /// A shared handle to a [`MemoryDriver`], and the place where drivers are chosen.
 #[derive(Clone)]
@@ -98,23 +98,47 @@ impl fmt::Debug for Driver {
 /// A stream as its driver knows it: a `CUstream` as an integer on CUDA (0 is the default stream),
 /// meaningless and 0 on the host. Lanes never order by it (rule D3).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Stream(u64);
+pub struct Stream {
+    raw: u64,
+    /// It is of no device, and its number no handle.
+    numbered: bool,
+}
 
 impl Stream {
     /// The default stream; the only one on the host.
-    pub const DEFAULT: Self = Self(0);
+    pub const DEFAULT: Self = Self { raw: 0, numbered: false };
 
-    /// A stream from its raw handle. The stream must be live whenever a driver is given this
-    /// value: CUDA follows the handle without asking, and this is not checked (CUDA cannot be
-    /// asked whether a handle is live). A stream destroyed after it was used in a lane must not
-    /// be named to that lane again.
-    pub const fn from_raw(raw: u64) -> Self {
-        Self(raw)
+    /// A stream from its raw handle.
+    ///
+    /// # Safety
+    ///
+    /// 0, or the handle of a stream of the device that it is used with. CUDA follows the handle and cannot
+    /// be asked whether its stream is live, so the stream must live as long as something may name it: as
+    /// this value and its copies are passed to anything, and until every lane and communicator that was
+    /// given one of them has gone, or has forgotten it (`forget_stream` of
+    /// [`Lane`](crate::Lane::forget_stream) and [`Pool`](crate::Pool::forget_stream), and of a
+    /// communicator). After that nothing touches the stream, and it may be destroyed.
+    #[allow(unsafe_code)] // what the handle is, only the caller knows
+    pub const unsafe fn from_raw(raw: u64) -> Self {
+        Self { raw, numbered: false }
     }
 
-    /// The raw handle.
+    /// A stream of drivers that have none, by a number of the caller's choice: on the host and in
+    /// simulations work is done when its call returns, and a lane keeps apart what belongs to different
+    /// streams. Drivers of devices refuse it with [`Error::is_invalid_argument`], but for 0, which is the
+    /// default stream.
+    pub const fn numbered(number: u64) -> Self {
+        Self { raw: number, numbered: number != 0 }
+    }
+
+    /// The raw handle, or the number.
     pub const fn raw(self) -> u64 {
-        self.0
+        self.raw
+    }
+
+    /// Whether it is of no device.
+    pub const fn is_numbered(self) -> bool {
+        self.numbered
     }
 }
 
@@ -128,7 +152,13 @@ pub struct Reservation {
 
 impl Reservation {
     /// Describes a range. Only drivers make reservations.
-    pub fn new(base: u64, bytes: u64) -> Self {
+    ///
+    /// # Safety
+    ///
+    /// The range is reserved for the caller, who makes one value of it: with a second one, what others have
+    /// mapped in it could be taken away while they use it.
+    #[allow(unsafe_code)] // whose the range is, only the caller knows
+    pub unsafe fn new(base: u64, bytes: u64) -> Self {
         Self { base, bytes }
     }
 
@@ -158,7 +188,13 @@ pub struct Physical {
 
 impl Physical {
     /// Describes an allocation. Only drivers make them.
-    pub fn new(raw: u64, bytes: u64) -> Self {
+    ///
+    /// # Safety
+    ///
+    /// The allocation is the caller's, who makes one value of it: with a second one, it could be given back
+    /// while others use it.
+    #[allow(unsafe_code)] // whose the allocation is, only the caller knows
+    pub unsafe fn new(raw: u64, bytes: u64) -> Self {
         Self { raw, bytes }
     }
 
@@ -244,7 +280,39 @@ impl Step {
 
 /// An event recorded on a stream, for waits between streams (rule D4).
 #[derive(Debug)]
-pub struct Event(pub u64);
+pub struct Event {
+    raw: u64,
+    /// It is of no device, and its number no handle.
+    numbered: bool,
+}
+
+impl Event {
+    /// An event from its raw handle. Only drivers make them.
+    ///
+    /// # Safety
+    ///
+    /// The event is the caller's, who makes one value of it: with a second one, it could be given back while
+    /// others wait for it.
+    #[allow(unsafe_code)] // whose the event is, only the caller knows
+    pub const unsafe fn from_raw(raw: u64) -> Self {
+        Self { raw, numbered: false }
+    }
+
+    /// An event of drivers that have none, by a number of the caller's choice. Drivers of devices refuse it.
+    pub const fn numbered(number: u64) -> Self {
+        Self { raw: number, numbered: true }
+    }
+
+    /// The raw handle, or the number.
+    pub const fn raw(&self) -> u64 {
+        self.raw
+    }
+
+    /// Whether it is of no device.
+    pub const fn is_numbered(&self) -> bool {
+        self.numbered
+    }
+}
 
 /// What gives memory and addresses. All methods may be called from any thread.
 ///
@@ -252,7 +320,16 @@ pub struct Event(pub u64);
 /// multiples of [`granularity`](MemoryDriver::granularity) and name whole mappings; a driver
 /// refuses anything else with [`Error::is_invalid_argument`](crate::Error::is_invalid_argument)
 /// and leaves things as they were.
-pub trait MemoryDriver: Send + Sync {
+///
+/// # Safety
+///
+/// Pools hand out what a driver has mapped as memory that safe code reads and writes. So whoever writes a
+/// driver promises, beside what the methods say: a reservation overlaps nothing else that is in use; what
+/// [`map`](MemoryDriver::map) has mapped stays there, and is the memory of its `physical` alone, until it is
+/// unmapped through the same reservation; and where [`host_accessible`](MemoryDriver::host_accessible) is
+/// true, this process can read and write it.
+#[allow(unsafe_code)] // what pools build on, only the driver knows
+pub unsafe trait MemoryDriver: Send + Sync {
     /// A short name for messages: `host`, `cuda`, `sim`.
     fn name(&self) -> &'static str;
 
@@ -344,19 +421,23 @@ pub trait MemoryDriver: Send + Sync {
     /// Lets go of a physical allocation. Its memory goes with the last mapping of it anywhere.
     fn release(&self, physical: Physical) -> Result<()>;
 
-    /// Records an event on `stream` (rule D4). This and the five methods that follow need be
+    /// Records an event on `stream` (rule D4). This and the six methods that follow need be
     /// written only by drivers that have streams: elsewhere work is done when its call returns,
     /// and there is nothing to wait for.
     fn record_event(&self, _stream: Stream) -> Result<Event> {
-        Ok(Event(0))
+        Ok(Event::numbered(0))
     }
 
-    /// Makes later work of `stream` wait for `event`, on the device; the host does not wait.
+    /// Makes later work of `stream` wait for `event`, on the device; the host does not wait. Where
+    /// `stream` is being captured, an event from outside the capture must be done already, else it is
+    /// `is_invalid_state` and the capture goes on; one that is part of another graph is left to
+    /// whoever launches the graphs, and so is one of a graph where `stream` is not being captured.
     fn wait_event(&self, _stream: Stream, _event: &Event) -> Result<()> {
         Ok(())
     }
 
-    /// Whether what was on the stream when `event` was recorded is done. Does not wait.
+    /// Whether what was on the stream when `event` was recorded is done. Does not wait. An event
+    /// that was recorded in a capture is never done.
     fn is_event_done(&self, _event: &Event) -> Result<bool> {
         Ok(true)
     }
@@ -367,6 +448,13 @@ pub trait MemoryDriver: Send + Sync {
     /// Waits until the device has done all work submitted so far.
     fn synchronize(&self) -> Result<()> {
         Ok(())
+    }
+
+    /// The same until `deadline`, when it is [`Error::is_timeout`](crate::Error::is_timeout) and the
+    /// device may work on. A driver whose [`synchronize`](MemoryDriver::synchronize) may wait has to
+    /// write this as well: pools call it while other threads wait for their lanes.
+    fn synchronize_by(&self, _deadline: Deadline) -> Result<()> {
+        self.synchronize()
     }
 
     /// Whether `stream` is being captured into a graph; commits are refused then.

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use super::Interrupt;
 use crate::store::tcp::{Secret, TcpOptions};
 use crate::store::{TcpServer, TcpStore};
 use crate::{Deadline, Error, Group, Result};
@@ -58,12 +59,23 @@ impl EnvConfig {
     }
 
     /// Connects to the store, which rank 0 serves.
-    pub(super) fn meet(&self, deadline: Deadline) -> Result<(TcpStore, Option<TcpServer>)> {
+    pub(super) fn meet(
+        &self,
+        deadline: Deadline,
+        interrupt: Option<&Interrupt>,
+    ) -> Result<(TcpStore, Option<TcpServer>)> {
         let secret = self.secret.as_ref().map(Secret::new).transpose()?;
         let options = TcpOptions { secret, hosted_by: Some(0), ..TcpOptions::default() };
         let at = (self.address.as_str(), self.port);
         let server = if self.rank == 0 {
-            let server = TcpServer::bind(at, options.clone()).map_err(|error| {
+            let server = TcpServer::bind_for_one_meeting(at, options.clone(), deadline);
+            let server = server.map_err(|error| {
+                if error.is_invalid_state() {
+                    let what = "two processes say that they are rank 0, or a program that is none of the \
+                                group's has the port: give each rank a number of its own (RANK), or the \
+                                group another port (SYMMPOOL_PORT, MASTER_PORT)";
+                    return error.naming([0]).context(what);
+                }
                 error.context(
                     "serving the store on MASTER_ADDR (set SYMMPOOL_SECRET, the same on all \
                      ranks, where that is not a loopback address)",
@@ -73,9 +85,13 @@ impl EnvConfig {
         } else {
             None
         };
+        let asked = || interrupt.is_some_and(Interrupt::asked);
+        let stop: Option<&dyn Fn() -> bool> = interrupt.is_some().then_some(&asked);
         let store = match &server {
-            Some(server) => TcpStore::connect_as(server.local_addr(), options, 0, deadline),
-            None => TcpStore::connect_as(at, options, self.rank, deadline),
+            Some(server) => {
+                TcpStore::connect_as_until(server.local_addr(), options, 0, deadline, stop)
+            }
+            None => TcpStore::connect_as_until(at, options, self.rank, deadline, stop),
         };
         Ok((store?, server))
     }

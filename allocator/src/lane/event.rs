@@ -65,6 +65,11 @@ pub enum EventKind {
         /// Digest of their counters.
         digest: u64,
     },
+    /// A stream was forgotten, whose ordinal is the next new one's.
+    Forget {
+        /// Its ordinal.
+        stream: u16,
+    },
     /// The ranks agreed on a state again after they had diverged.
     Resync {
         /// Digest of the state agreed on.
@@ -95,12 +100,14 @@ impl EventKind {
             Self::Trim { bytes } => [word(5, 0, bytes), 0],
             Self::Reclaim { blocks, digest } => [word(6, 0, blocks), digest],
             Self::Resync { digest } => [7, digest],
+            Self::Forget { stream } => [word(0, stream, 0), 0],
         }
     }
 
     pub(super) fn unpack([first, second]: Packed) -> Self {
         let (stream, bytes) = (((first >> 3) & 63) as u16, first >> 15);
         match first & 7 {
+            0 => Self::Forget { stream },
             1 => Self::Alloc {
                 bytes,
                 align: 1 << ((first >> 9) & 63),
@@ -138,6 +145,7 @@ impl fmt::Display for EventKind {
             Self::Trim { bytes } => write!(f, "trim of {:#}", Amount(*bytes)),
             Self::Reclaim { blocks, .. } => write!(f, "return of {blocks} unordered frees"),
             Self::Resync { .. } => f.write_str("resync"),
+            Self::Forget { stream } => write!(f, "end of stream {stream}"),
         }
     }
 }
@@ -166,6 +174,7 @@ mod tests {
             EventKind::Trim { bytes: most },
             EventKind::Reclaim { blocks: 1 << 32, digest: u64::MAX },
             EventKind::Resync { digest: u64::MAX },
+            EventKind::Forget { stream },
         ];
         for (at, kind) in kinds.iter().enumerate() {
             assert_eq!(EventKind::unpack(kind.pack()), *kind);

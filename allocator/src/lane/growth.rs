@@ -33,7 +33,8 @@ impl LaneState {
         if !fits {
             self.grow_on(stream, size, 1, ordinal, backing)?;
         }
-        self.streams.learn(ordinal, stream, self.history.counter());
+        let entered = self.streams.enter(ordinal, stream, self.history.counter(), backing);
+        entered.map_err(|error| self.failed(error))?;
         self.history.push(EventKind::Reserve { bytes, stream: ordinal }, site);
         Ok(())
     }

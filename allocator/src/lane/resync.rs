@@ -35,6 +35,8 @@ pub(crate) struct Agreed {
     pub(crate) next_segment: u64,
     /// Stands for everything before.
     pub(crate) digest: u64,
+    /// Ordinals of streams that any rank has forgotten, as a mask.
+    pub(crate) forgotten: u64,
     /// Every block allocated before `first` that any rank holds, ascending, and whether all do.
     pub(crate) survivors: Vec<(Survivor, bool)>,
 }
@@ -53,6 +55,11 @@ impl LaneState {
             .collect();
         survivors.sort_unstable();
         survivors
+    }
+
+    /// The streams that are forgotten here in the state before event `first`, or were since, as a mask.
+    pub(crate) fn forgotten(&self, first: u64) -> u64 {
+        self.streams.forgotten_since(first)
     }
 
     /// How many blocks are live that were allocated by event `first` or later: no other rank has
@@ -85,6 +92,8 @@ impl LaneState {
         }
         let dropped = self.segments.revert(agreed.first, agreed.next_segment);
         self.streams.forget_since(agreed.first, backing);
+        // Streams that one rank has forgotten may be gone there: none has them any more.
+        self.streams.forget_idle(agreed.forgotten, backing);
         let ordinals =
             agreed.survivors.iter().map(|(block, _)| usize::from(block.stream) + 1).max();
         let ordinals = self.streams.count().max(ordinals.unwrap_or(0)).max(1);

@@ -42,7 +42,7 @@ impl Backing for NoBacking {
     }
 
     fn record(&mut self, _stream: Stream) -> Result<StreamEvent> {
-        Ok(StreamEvent(0))
+        Ok(StreamEvent::numbered(0))
     }
 
     fn wait(&mut self, _stream: Stream, _event: &StreamEvent) -> Result<()> {
@@ -154,6 +154,9 @@ impl LaneState {
                 (fit.expect("growth made room for the request"), grown)
             }
         };
+        // After growth there is nothing left to do here that could fail.
+        let entered = self.streams.enter(stream, request.stream, self.history.counter(), backing);
+        entered.map_err(|error| self.failed(error))?;
         let bytes = u64::from(size) * UNIT;
         if self.turnover.allocates(bytes, self.reserved()) {
             backing.due();
@@ -163,7 +166,11 @@ impl LaneState {
         if waits != 0 {
             // After growth this repeats what `grow` waited for, and so cannot fail.
             let waited = self.streams.wait(stream, waits, backing);
-            waited.map_err(|error| self.failed(error))?;
+            if let Err(error) = waited {
+                // A stream that was new stays new.
+                self.streams.forget_since(self.history.counter(), backing);
+                return Err(self.failed(error));
+            }
             // The whole block has been waited for; what is left of it need not wait again.
             self.table.get_mut(free.id).waits = 0;
         }
@@ -234,6 +241,27 @@ impl LaneState {
             block.waits |= bit(ordinal);
         }
         self.history.push(EventKind::Record { block: key.counter, stream: ordinal }, site);
+        Ok(())
+    }
+
+    /// Whether a stream was used here and not forgotten.
+    pub fn knows(&self, stream: Stream) -> bool {
+        self.streams.find(stream).is_some()
+    }
+
+    /// Forgets a stream that is about to be destroyed: nothing here touches it from now on. The next stream
+    /// that is new to the lane takes its ordinal and its memory, behind its work. Nothing happens if the lane
+    /// does not know it.
+    pub fn forget_stream(
+        &mut self,
+        stream: Stream,
+        site: Site,
+        backing: &mut dyn Backing,
+    ) -> Result<()> {
+        let Some(ordinal) = self.streams.find(stream) else { return Ok(()) };
+        let forgotten = self.streams.forget(ordinal, backing);
+        forgotten.map_err(|error| self.failed(error))?;
+        self.history.push(EventKind::Forget { stream: ordinal }, site);
         Ok(())
     }
 
@@ -326,7 +354,7 @@ impl LaneState {
         self.segments.live()
     }
 
-    /// The streams used so far, by ordinal.
+    /// The streams used so far, by ordinal, but for those that were forgotten.
     pub fn streams(&self) -> impl Iterator<Item = Stream> + '_ {
         self.streams.handles()
     }

@@ -7,12 +7,12 @@ use std::sync::Arc;
 use bytemuck::Pod;
 
 use super::lane::SharedLane;
-use super::lane_memory::LaneInner;
 use crate::driver::Stream;
 use crate::lane::{BlockKey, here};
 use crate::{Error, Result};
 
-/// `len` elements of symmetric memory. Dropping it frees it, in order.
+/// `len` elements of symmetric memory. Dropping it frees it, in order; in a forked child, which has a
+/// copy of the handle and not of the block, dropping it does nothing.
 ///
 /// A block never hands out references to its memory: peers write to it, and memory that another
 /// party writes is only ever raw pointers here. A block keeps its heap alive, also past its pool.
@@ -112,7 +112,7 @@ impl<T: Pod> Block<T> {
     #[track_caller]
     pub fn record_stream(&self, stream: Stream) -> Result<()> {
         let site = here();
-        self.lane.lock().state.record_stream(self.key, stream, site)
+        self.lane.lock()?.state.record_stream(self.key, stream, site)
     }
 
     /// Frees the block in order, saying from where. Dropping it does the same anonymously.
@@ -148,8 +148,11 @@ impl<T: Pod> Drop for Block<T> {
         if self.freed {
             return;
         }
-        let LaneInner { state, memory } = &mut *self.lane.lock();
-        if let Err(error) = state.free(self.key, None, memory) {
+        // A forked child has let go of its copy of the handle; the block is its parent's.
+        if !self.lane.is_here() {
+            return;
+        }
+        if let Err(error) = self.lane.free(self.key, None) {
             tracing::error!(%error, "freeing a dropped block");
         }
     }

@@ -39,7 +39,7 @@ impl Lane {
     pub fn free_address_sized(&self, address: u64) -> Result<u64> {
         let site = here();
         let offset = self.offset_of(address)?;
-        let LaneInner { state, memory } = &mut *self.0.lock();
+        let LaneInner { state, memory } = &mut *self.0.lock()?;
         let key = self.given_up(state, address, offset)?;
         let before = state.allocated();
         state.free(key, site, memory)?;
@@ -52,7 +52,7 @@ impl Lane {
     pub fn free_address_unordered(&self, address: u64) -> Result<()> {
         let site = here();
         let offset = self.offset_of(address)?;
-        match self.0.unlocked() {
+        match self.0.unlocked()? {
             Some(mut inner) => {
                 let LaneInner { state, memory } = &mut *inner;
                 let key = self.given_up(state, address, offset)?;

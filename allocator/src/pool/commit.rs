@@ -16,10 +16,10 @@
 
 use std::sync::atomic::Ordering;
 
-use super::held::{Held, Turn};
+use super::held::{Held, Turn, all_sound};
 use super::lane_memory::LaneInner;
-use super::share::{Fresh, fresh_segments};
-use super::{Committer, Pool, half_way};
+use super::share::{Fresh, GRACE, fresh_segments};
+use super::{Committer, Pool, half_way, untold};
 use crate::driver::{Step, Stream};
 use crate::rendezvous::agreement::{Heard, LaneProposal, Proposal, Propose, Verdict, judge};
 use crate::rendezvous::search::first_difference;
@@ -58,8 +58,9 @@ impl Pool {
     ///   pool can succeed, and each says so at once; what is mapped stays usable. Where ranks hand
     ///   over file descriptors they are connected, and a peer that exits is seen at once; a failure
     ///   of the connection itself, such as too many open files, ends commits, too.
-    /// - [`Error::is_invalid_state`]: another thread is committing, a stream is being captured, or this
-    ///   process was forked from the one that made the pool.
+    /// - [`Error::is_invalid_state`]: another thread is committing, a stream is being captured, this
+    ///   process was forked from the one that made the pool, or a rank is no longer like the others: a
+    ///   call panicked inside one of its lanes, or an earlier commit went half-way there.
     ///
     /// New windows that NCCL refuses (see [`register_nccl`](Pool::register_nccl)) are an error on
     /// every rank too; the commit itself holds.
@@ -102,8 +103,12 @@ impl Pool {
 
     /// Locks the symmetric lanes, in order.
     pub(super) fn hold(&self) -> Vec<Held<'_>> {
-        let held = self.0.lanes.iter().map(|lane| Held { lane, inner: lane.lock() });
-        held.filter(|held| held.inner.state.is_symmetric()).collect()
+        let symmetric = self.0.lanes.iter().filter(|lane| lane.is_symmetric());
+        let held = symmetric.map(|lane| {
+            let (inner, sound) = lane.lock_for_commit();
+            Held { lane, inner, sound }
+        });
+        held.collect()
     }
 
     fn commit_held(
@@ -122,7 +127,7 @@ impl Pool {
         let finished = ready
             .and_then(|()| self.deregister_retired(committer, held, deadline))
             .and_then(|()| self.driver().at_step(Step::CommitFinish))
-            .and_then(|()| self.finish(held, &fresh, &heard));
+            .and_then(|()| self.finish(held, &fresh, &heard, deadline));
         let registered = if fresh.is_empty() {
             Ok(())
         } else {
@@ -144,15 +149,17 @@ impl Pool {
         held: &[Held<'_>],
         deadline: Deadline,
     ) -> Result<Vec<Heard>> {
-        let proposal = self.propose(committer, held).map_err(|error| error.kind().clone());
+        let proposal = self.propose(committer, held);
+        let own = proposal.as_ref().err().cloned();
         let group = &self.0.group;
-        let proposal = encode_status(Propose, proposal)?;
+        let proposal = encode_status(Propose, proposal.map_err(|error| error.kind().clone()))?;
         let peers = &mut committer.peers;
-        let gathered = peers.all_gather(group, "propose", &proposal, deadline)?;
+        let gathered = peers.all_gather(group, "propose", &proposal, deadline);
+        let gathered = gathered.map_err(|error| untold(own, error))?;
         match judge(&gathered)? {
             Verdict::Agreed(heard) => Ok(heard),
             Verdict::Differs { lane, failures } => {
-                let Held { lane: shared, inner } = &held[lane];
+                let Held { lane: shared, inner, .. } = &held[lane];
                 let mut gather =
                     |what: &str, value: &[u8]| peers.all_gather(group, what, value, deadline);
                 let found = first_difference(&shared.name, &inner.state, &mut gather)?;
@@ -175,6 +182,7 @@ impl Pool {
         if let Some(cause) = &committer.unfinished {
             return Err(half_way(cause));
         }
+        all_sound(held)?;
         self.driver().at_step(Step::CommitPublish)?;
         let used = held.iter().flat_map(|held| held.inner.state.streams());
         for stream in std::iter::once(Stream::DEFAULT).chain(used) {
@@ -204,11 +212,14 @@ impl Pool {
         held: &mut [Held<'_>],
         fresh: &[Fresh],
         heard: &[Heard],
+        deadline: Deadline,
     ) -> Result<CommitReport> {
         let mut report = CommitReport { windows_added: fresh.len() as u64, ..Default::default() };
         if held.iter().any(|held| held.inner.state.has_retired()) {
-            // Kernels that were given this memory may still run.
-            self.driver().synchronize()?;
+            // Kernels that were given this memory may still run. A device that has nothing to do is not
+            // late, however long the other ranks took.
+            let deadline = Deadline::after(deadline.remaining().max(GRACE));
+            self.driver().synchronize_by(deadline)?;
         }
         let mut outcome = Ok(());
         let most = most_freed(held.len());

@@ -7,11 +7,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::Committer;
 use super::lane::SharedLane;
 use super::lane_memory::LaneInner;
+use crate::Result;
 
 /// A symmetric lane, locked for the length of the commit.
 pub(super) struct Held<'a> {
     pub(super) lane: &'a SharedLane,
     pub(super) inner: MutexGuard<'a, LaneInner>,
+    /// An error once a call panicked inside the lane: then no commit may rely on what it holds.
+    pub(super) sound: Result<()>,
+}
+
+/// Whether a commit can rely on all of these lanes.
+pub(super) fn all_sound(held: &[Held<'_>]) -> Result<()> {
+    held.iter().try_for_each(|held| held.sound.clone())
 }
 
 impl Held<'_> {

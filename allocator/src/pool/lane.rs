@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::sync::{Arc, LockResult, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use bytemuck::Pod;
 
@@ -16,9 +16,8 @@ use crate::fork::Maker;
 use crate::heap::Heap;
 use crate::lane::{
     Backing, BlockKey, BlockView, Digest, LaneState, LaneStats, Placed, Request, Segment, Site,
-    here,
+    WindowPolicy, here,
 };
-use crate::sync::lock;
 use crate::{Error, Result};
 
 /// A lane of a pool. Cloning is cheap; clones are the same lane.
@@ -39,10 +38,14 @@ pub(crate) struct SharedLane {
     pub(crate) base: u64,
     pub(super) range: u64,
     local: bool,
+    policy: WindowPolicy,
     maker: Maker,
     heap: Arc<Heap>,
     /// Whether a commit (or resync) is under way, which holds the locks of all symmetric lanes.
     committing: Arc<AtomicBool>,
+    /// Raised once calls are refused, so that the other ranks hear of it in a commit. `None` in a
+    /// local lane, of which they know nothing.
+    due: Option<Arc<Due>>,
     inner: Mutex<LaneInner>,
     /// Frees without order that came while the lane was locked, for a commit under way perhaps.
     pub(super) late: LateFrees,
@@ -61,35 +64,97 @@ impl SharedLane {
         let due = state.is_symmetric().then(|| due.clone());
         let handles = state.is_symmetric().then(|| handles.clone());
         let name = state.config().name.clone();
-        let local = state.is_local();
-        let memory = LaneMemory::new(heap.clone(), base, due, handles);
+        let (local, policy) = (state.is_local(), state.config().policy);
+        let memory = LaneMemory::new(heap.clone(), base, due.clone(), handles);
         let inner = Mutex::new(LaneInner { state, memory });
         let (committing, late, maker) = (committing.clone(), LateFrees::default(), Maker::here());
-        Arc::new(Self { name, base, range, local, maker, heap, committing, inner, late })
+        Arc::new(Self {
+            name,
+            base,
+            range,
+            local,
+            policy,
+            maker,
+            heap,
+            committing,
+            due,
+            inner,
+            late,
+        })
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, LaneInner> {
-        self.caught_up(lock(&self.inner))
+    /// The locked lane. Refused in a forked child, whose copy of the lane would hand out memory that
+    /// its parent hands out as well, and where another thread of the parent may have had the lock at
+    /// the fork, so that waiting for it would not end: hence asked first. Refused also once a call
+    /// panicked inside the lane.
+    #[inline]
+    pub(crate) fn lock(&self) -> Result<MutexGuard<'_, LaneInner>> {
+        self.own_process()?;
+        self.caught_up(self.inner.lock())
+    }
+
+    /// The locked lane for a commit, which tells the other ranks when a call panicked inside it: then
+    /// with the error that all get. The caller is in the process that made the pool.
+    pub(super) fn lock_for_commit(&self) -> (MutexGuard<'_, LaneInner>, Result<()>) {
+        match self.inner.lock() {
+            Ok(mut inner) => {
+                self.late.take(&self.name, &mut inner);
+                (inner, Ok(()))
+            }
+            Err(poisoned) => (poisoned.into_inner(), Err(self.half_changed())),
+        }
     }
 
     /// The locked lane, once it has done what others left for whoever has the lock.
     #[inline]
-    fn caught_up<'a>(&self, mut inner: MutexGuard<'a, LaneInner>) -> MutexGuard<'a, LaneInner> {
+    fn caught_up<'a>(
+        &self,
+        locked: LockResult<MutexGuard<'a, LaneInner>>,
+    ) -> Result<MutexGuard<'a, LaneInner>> {
+        let mut inner = locked.map_err(|_: PoisonError<_>| self.half_changed())?;
         self.late.take(&self.name, &mut inner);
-        inner
+        Ok(inner)
+    }
+
+    #[cold]
+    fn half_changed(&self) -> Error {
+        if let Some(due) = &self.due {
+            // Without the lane's lock: no commit settles it any more, because none succeeds.
+            due.raise();
+        }
+        Error::invalid_state(format!(
+            "lane {:?} of rank {}: an earlier call panicked inside it and left it half changed, so \
+             that nothing it says can be relied on; build a new pool",
+            self.name,
+            self.heap.layout().rank
+        ))
     }
 
     pub(super) fn heap(&self) -> &Heap {
         &self.heap
     }
 
+    /// Whether commits share its segments.
+    pub(super) fn is_symmetric(&self) -> bool {
+        !self.local
+    }
+
+    pub(super) fn policy(&self) -> WindowPolicy {
+        self.policy
+    }
+
+    /// Whether this is the process that made it.
+    pub(super) fn is_here(&self) -> bool {
+        self.maker.is_here()
+    }
+
     pub(super) fn free(&self, key: BlockKey, site: Site) -> Result<()> {
-        let LaneInner { state, memory } = &mut *self.lock();
+        let LaneInner { state, memory } = &mut *self.lock()?;
         state.free(key, site, memory)
     }
 
     pub(super) fn free_unordered(&self, key: BlockKey, site: Site) -> Result<()> {
-        match self.unlocked() {
+        match self.unlocked()? {
             Some(mut inner) => {
                 let LaneInner { state, memory } = &mut *inner;
                 state.free_unordered(key, site, memory)
@@ -105,27 +170,30 @@ impl SharedLane {
     pub(super) fn give_up(&self, key: BlockKey) {
         match self.unlocked() {
             // It lives, as its owner says so; else there is nothing to free.
-            Some(mut inner) => drop(inner.state.give_up(key)),
-            None => self.late.push(Late::GiveUp(key)),
+            Ok(Some(mut inner)) => drop(inner.state.give_up(key)),
+            Ok(None) => self.late.push(Late::GiveUp(key)),
+            // Whoever frees it by its address is refused, too.
+            Err(_) => {}
         }
     }
 
-    /// Refuses in a forked child, whose copy of the lane would hand out memory that its parent hands out
-    /// as well. Asked before the lock, which another thread of the parent may have had at the fork.
+    /// Refuses in a process that was forked from the one that made the pool.
     #[inline]
     fn own_process(&self) -> Result<()> {
         self.maker.check("a pool")
     }
 
-    /// The lane's lock without waiting. A local lane is in no commit, so there waiting is short.
-    pub(super) fn unlocked(&self) -> Option<MutexGuard<'_, LaneInner>> {
+    /// The lane's lock without waiting, `None` while another thread has it. A local lane is in no
+    /// commit, so there waiting is short. Refused as [`lock`](Self::lock).
+    pub(super) fn unlocked(&self) -> Result<Option<MutexGuard<'_, LaneInner>>> {
         if self.local {
-            return Some(self.lock());
+            return self.lock().map(Some);
         }
+        self.own_process()?;
         match self.inner.try_lock() {
-            Ok(inner) => Some(self.caught_up(inner)),
-            Err(TryLockError::Poisoned(poisoned)) => Some(self.caught_up(poisoned.into_inner())),
-            Err(TryLockError::WouldBlock) => None,
+            Ok(inner) => self.caught_up(Ok(inner)).map(Some),
+            Err(TryLockError::Poisoned(poisoned)) => self.caught_up(Err(poisoned)).map(Some),
+            Err(TryLockError::WouldBlock) => Ok(None),
         }
     }
 
@@ -133,7 +201,7 @@ impl SharedLane {
     /// may take as long as other ranks do.
     pub(super) fn lock_unless_committing(&self) -> Result<MutexGuard<'_, LaneInner>> {
         loop {
-            match self.unlocked() {
+            match self.unlocked()? {
                 Some(inner) => return Ok(inner),
                 // Raised before the lanes are locked, lowered after: while it is down, whoever has
                 // the lock is about to let go of it.
@@ -167,7 +235,8 @@ impl Lane {
     ///
     /// Never talks to other ranks. Errors: [`Error::is_out_of_memory`] when the range, the limit
     /// or the device is used up; [`Error::is_invalid_argument`] when the size overflows;
-    /// [`Error::is_invalid_state`] in a forked child. Dropping the block frees it, in order.
+    /// [`Error::is_invalid_state`] in a forked child, and for good once a call panicked inside the
+    /// lane: both hold for every call of a lane that can fail. Dropping the block frees it, in order.
     #[track_caller]
     pub fn alloc_on<T: Pod>(&self, count: usize, stream: Stream) -> Result<Block<T>> {
         let align = (align_of::<T>() as u64).max(crate::lane::UNIT);
@@ -189,7 +258,6 @@ impl Lane {
     #[track_caller]
     pub fn try_alloc_bytes(&self, bytes: usize, align: u64, stream: Stream) -> Result<Block<u8>> {
         let site = here();
-        self.0.own_process()?;
         let request = Request { bytes: bytes as u64, align, stream, site };
         let placed = {
             let mut inner = self.0.lock_unless_committing().map_err(|error| self.named(error))?;
@@ -211,7 +279,6 @@ impl Lane {
         stream: Stream,
         site: Site,
     ) -> Result<Block<T>> {
-        self.0.own_process()?;
         let bytes = count.checked_mul(size_of::<T>()).ok_or_else(|| {
             Error::invalid_argument(format!(
                 "{count} elements of {} bytes overflow the address space",
@@ -220,7 +287,7 @@ impl Lane {
         })?;
         let request = Request { bytes: bytes as u64, align, stream, site };
         let placed = {
-            let LaneInner { state, memory } = &mut *self.0.lock();
+            let LaneInner { state, memory } = &mut *self.0.lock()?;
             state.alloc(request, memory)
         };
         let Placed { key, offset, .. } = placed.map_err(|error| self.named(error))?;
@@ -238,16 +305,40 @@ impl Lane {
     #[track_caller]
     pub fn reserve_on(&self, bytes: u64, stream: Stream) -> Result<()> {
         let site = here();
-        self.0.own_process()?;
-        let LaneInner { state, memory } = &mut *self.0.lock();
+        let LaneInner { state, memory } = &mut *self.0.lock()?;
         state.reserve(bytes, stream, site, memory).map_err(|error| self.named(error))
+    }
+
+    /// Forgets a stream that is about to be destroyed, in this lane: it is not touched any more. The next
+    /// stream that is new to the lane takes its place, and goes on in its memory, behind its work; so a lane
+    /// serves any number of streams, of which it can know 64 at a time. Part of the lane's sequence. Blocks
+    /// that were allocated on the stream stay as they are. Nothing happens if the lane does not know it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::is_invalid_state`] while the stream is being captured, and in a forked child.
+    #[track_caller]
+    pub fn forget_stream(&self, stream: Stream) -> Result<()> {
+        let site = here();
+        let LaneInner { state, memory } = &mut *self.0.lock()?;
+        if state.knows(stream) && self.0.heap.driver().is_capturing(stream) {
+            return Err(self.named(Error::invalid_state(format!(
+                "stream {:#x} is being captured into a graph; have it forgotten after the capture",
+                stream.raw()
+            ))));
+        }
+        state.forget_stream(stream, site, memory).map_err(|error| self.named(error))
     }
 
     /// Notes that this rank cannot do what all ranks are about to do in this lane, and why. A commit
     /// is then due; if the others went on, it fails on all ranks with `why`, which is more than
     /// that their sequences differ. If no rank could, nothing differs and nothing is wrong.
+    ///
+    /// Notes nothing where calls of the lane are refused: a forked child has nothing to say to other
+    /// ranks, and a lane in which a call panicked is an error of every commit already.
     pub fn note_failure(&self, why: &Error) {
-        let LaneInner { state, memory } = &mut *self.0.lock();
+        let Ok(mut inner) = self.0.lock() else { return };
+        let LaneInner { state, memory } = &mut *inner;
         memory.due();
         state.note_failure(why);
     }
@@ -257,7 +348,7 @@ impl Lane {
     #[track_caller]
     pub fn trim(&self) -> Result<u64> {
         let site = here();
-        let LaneInner { state, memory } = &mut *self.0.lock();
+        let LaneInner { state, memory } = &mut *self.0.lock()?;
         if state.is_local() {
             // Kernels that were given this memory may still run.
             self.0.heap.driver().synchronize()?;
@@ -273,35 +364,36 @@ impl Lane {
         Ok(bytes)
     }
 
-    /// The lane's numbers now.
-    pub fn stats(&self) -> LaneStats {
-        self.0.lock().state.stats()
+    /// The lane's numbers now. This, and each of the questions that follow, is
+    /// [`Error::is_invalid_state`] where calls of the lane are refused (see [`Lane::alloc_on`]).
+    pub fn stats(&self) -> Result<LaneStats> {
+        Ok(self.0.lock()?.state.stats())
     }
 
     /// Bytes of physical memory that it holds: one number of [`stats`](Self::stats), at once.
-    pub fn reserved(&self) -> u64 {
-        self.0.lock().state.reserved()
+    pub fn reserved(&self) -> Result<u64> {
+        Ok(self.0.lock()?.state.reserved())
     }
 
     /// Blocks that were not freed: one number of [`stats`](Self::stats), at once.
-    pub fn live_blocks(&self) -> u64 {
-        self.0.lock().state.live()
+    pub fn live_blocks(&self) -> Result<u64> {
+        Ok(self.0.lock()?.state.live())
     }
 
     /// How many events the lane has seen: its counter.
-    pub fn counter(&self) -> u64 {
-        self.0.lock().state.counter()
+    pub fn counter(&self) -> Result<u64> {
+        Ok(self.0.lock()?.state.counter())
     }
 
     /// Digest of the lane's events. Equal on all ranks at equal counters unless they diverged.
-    pub fn digest(&self) -> Digest {
-        self.0.lock().state.digest()
+    pub fn digest(&self) -> Result<Digest> {
+        Ok(self.0.lock()?.state.digest())
     }
 
     /// The lane's segments by offset, and all its ranges in address order: a map of it.
-    pub fn map(&self) -> (Vec<Segment>, Vec<BlockView>) {
-        let inner = self.0.lock();
-        (inner.state.segments().to_vec(), inner.state.blocks().collect())
+    pub fn map(&self) -> Result<(Vec<Segment>, Vec<BlockView>)> {
+        let inner = self.0.lock()?;
+        Ok((inner.state.segments().to_vec(), inner.state.blocks().collect()))
     }
 
     /// Where the lane begins in a slot, and how long its range is.

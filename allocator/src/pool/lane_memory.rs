@@ -1,6 +1,7 @@
 //! The physical side of a lane: the memory of its segments, and how it grows.
 
 use std::collections::BTreeMap;
+use std::mem;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -19,8 +20,11 @@ pub(crate) struct LaneInner {
 
 impl Drop for LaneInner {
     fn drop(&mut self) {
-        // The driver outlives its lanes, and would keep what they recorded.
-        self.state.release_events(&mut self.memory);
+        // The driver outlives its lanes, and would keep what they recorded. In a forked child it is as
+        // the parent's other threads left it, and may be locked for ever.
+        if self.memory.heap.is_here() {
+            self.state.release_events(&mut self.memory);
+        }
     }
 }
 
@@ -204,6 +208,11 @@ impl Backing for LaneMemory {
 
 impl Drop for LaneMemory {
     fn drop(&mut self) {
+        if !self.heap.is_here() {
+            // A forked child leaves what its parent made as it is.
+            mem::forget(mem::take(&mut self.ahead));
+            return;
+        }
         self.ahead.clear();
         self.settle();
         while let Some((_, physical)) = self.physical.pop_first() {

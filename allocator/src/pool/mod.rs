@@ -42,7 +42,7 @@ pub use builder::PoolBuilder;
 pub use commit::CommitReport;
 pub use lane::Lane;
 
-use crate::driver::{DeviceIdentity, Driver};
+use crate::driver::{DeviceIdentity, Driver, Stream};
 use crate::fork::Maker;
 use crate::heap::{Heap, HeapLayout};
 use crate::lane::LaneStats;
@@ -103,10 +103,17 @@ struct Committer {
 impl Committer {
     /// After an error by which ranks lost each other, no commit can work any more, as they cannot know
     /// what the others will do: connected peers are told, and need not wait to learn it.
+    ///
+    /// After one by which this rank alone did not hear the others, they may have finished what it did
+    /// not. They are told at the next commit; if that is in vain, there is nobody left to tell.
     fn give_up_if_apart(&mut self, error: &Error) {
-        if error.is_timeout() || error.is_peer_lost() {
+        let missed = self.peers.take_missed();
+        let in_vain = |why: &Error| is_apart(why) || self.unfinished.is_some();
+        if is_apart(error) || missed.as_ref().is_some_and(in_vain) {
             self.peers.give_up(error);
             self.broken = Some(error.clone());
+        } else if let Some(why) = missed {
+            self.leave_unfinished(&why);
         }
     }
 
@@ -115,6 +122,17 @@ impl Committer {
         self.peers.give_up(&half_way(&cause.to_string()));
         self.unfinished = Some(cause.to_string());
     }
+}
+
+/// Whether ranks lost each other, and cannot know what the others will do.
+fn is_apart(error: &Error) -> bool {
+    error.is_timeout() || error.is_peer_lost()
+}
+
+/// The error of a gather that failed, in which this rank had a failure of its own to tell: that is
+/// why the others came no more, if they did not.
+fn untold(own: Option<Error>, gather: Error) -> Error {
+    own.filter(|_| is_apart(&gather)).unwrap_or(gather)
 }
 
 /// What a rank says that is no longer like the others.
@@ -205,6 +223,17 @@ impl Pool {
         if self.is_commit_due() { self.commit().map(Some) } else { Ok(None) }
     }
 
+    /// Forgets a stream that is about to be destroyed, in all lanes: see [`Lane::forget_stream`]. Part of the
+    /// sequence of every symmetric lane that knows it, so every rank does so at the same place. Communicators
+    /// remember streams too, and forget them by themselves.
+    #[track_caller]
+    pub fn forget_stream(&self, stream: Stream) -> Result<()> {
+        for lane in self.lanes() {
+            lane.forget_stream(stream)?;
+        }
+        Ok(())
+    }
+
     /// Whether a symmetric lane has grown since the last commit, or has allocated so much that, by what the
     /// last one returned, half of its memory (128 MiB at least) or 32,768 blocks wait to be taken back
     /// after unordered frees. Follows from the sequence of calls, so it is the same on every rank.
@@ -212,8 +241,12 @@ impl Pool {
         self.0.due.is_raised()
     }
 
-    /// The windows as of the last commit.
+    /// The windows as of the last commit. None in a forked child, which may not use its parent's, and
+    /// in which a thread that it lacks may have been replacing the list.
     pub fn windows(&self) -> Arc<Windows> {
+        if self.check_process().is_err() {
+            return Arc::new(Windows::new(self.layout(), Vec::new()));
+        }
         lock(&self.0.windows).clone()
     }
 
@@ -304,9 +337,12 @@ impl Pool {
         self.0.maker.check("a pool")
     }
 
-    /// Whether a commit can work, as far as this rank knows: none can once ranks have lost each other.
-    /// Waits for a commit that is under way.
+    /// Whether a commit can work, as far as this rank knows: none can once ranks have lost each other,
+    /// nor in a forked child. Waits for a commit that is under way.
     pub fn can_commit(&self) -> bool {
+        if self.check_process().is_err() {
+            return false;
+        }
         let committer = lock(&self.0.committer);
         committer.broken.is_none() && committer.unfinished.is_none() && committer.peers.can_talk()
     }
@@ -320,8 +356,12 @@ impl Pool {
 
     /// Whether `rank` is known to use this pool's memory no more: it hung up without saying that it gave
     /// up, as a process does that ends or lets go of the pool. Does not wait: false also while a commit
-    /// is under way, after one in which ranks lost each other, and where ranks have no sockets.
+    /// is under way, after one in which ranks lost each other, where ranks have no sockets, and in a
+    /// forked child, which would read what was sent to its parent.
     pub fn has_left(&self, rank: u32) -> bool {
+        if self.check_process().is_err() {
+            return false;
+        }
         let Ok(mut committer) = self.0.committer.try_lock() else { return false };
         committer.peers.mesh_mut().is_some_and(|mesh| mesh.has_left(rank))
     }
@@ -332,19 +372,17 @@ impl Pool {
         self.0.pids.get(rank as usize).copied().flatten()
     }
 
-    /// The pool's numbers now.
-    pub fn stats(&self) -> PoolStats {
-        PoolStats {
-            lanes: self
-                .0
-                .lanes
-                .iter()
-                .map(|lane| (lane.name.clone(), lane.lock().state.stats()))
-                .collect(),
+    /// The pool's numbers now. Waits for a commit that is under way. [`Error::is_invalid_state`] in a
+    /// forked child, and once a call panicked inside one of the lanes.
+    pub fn stats(&self) -> Result<PoolStats> {
+        let lanes = self.0.lanes.iter();
+        let lanes = lanes.map(|lane| Ok((lane.name.clone(), lane.lock()?.state.stats())));
+        Ok(PoolStats {
+            lanes: lanes.collect::<Result<_>>()?,
             commits: lock(&self.0.committer).commits,
             windows: self.windows().list().len() as u64,
             store: self.0.group.store().traffic(),
-        }
+        })
     }
 }
 

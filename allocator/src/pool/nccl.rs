@@ -17,6 +17,9 @@ pub(super) struct Attached {
     comm: Comm,
     /// In the order in which they were registered.
     windows: Vec<Registered>,
+    /// Whether it gets the windows of later commits: until one of them could not be registered. Those
+    /// that it has stay NCCL's until their memory goes, or they are taken back.
+    gets_more: bool,
 }
 
 struct Registered {
@@ -46,6 +49,9 @@ impl Pool {
     /// Registers every window with a communicator of NCCL, those of later commits too: as symmetric
     /// windows, in the same order on every rank. Returns how many there are now. Collective.
     ///
+    /// Once windows of a later commit could not be registered, the communicator gets no more, and keeps
+    /// what it has: [`unregister_nccl`](Self::unregister_nccl) it, and register it again.
+    ///
     /// The pool's lanes must be built with [`WindowPolicy::PerSegment`], so that a block lies in one
     /// window; the communicator must have the ranks of the pool's group, in its order. `comm` is an
     /// `ncclComm_t`. NCCL waits for its peers without a deadline, so all ranks agree that they can
@@ -70,14 +76,18 @@ impl Pool {
         // SAFETY: the caller's promise.
         let comm = unsafe { Comm::new(comm) };
         let ready = comm.and_then(|comm| {
-            if committer.nccl.iter().any(|attached| attached.comm == comm) {
-                let why = "this communicator has the pool's windows already";
-                return Err(Error::invalid_argument(why));
+            if let Some(attached) = committer.nccl.iter().find(|attached| attached.comm == comm) {
+                return Err(Error::invalid_argument(if attached.gets_more {
+                    "this communicator has the pool's windows already"
+                } else {
+                    "this communicator has windows of the pool already, from before a commit whose \
+                     windows it did not get; unregister it first"
+                }));
             }
             let nccl = Nccl::loaded()?;
             let version = nccl.version()?;
             self.fits(nccl, comm)?;
-            Ok((Attached { nccl, comm, windows: Vec::new() }, version))
+            Ok((Attached { nccl, comm, windows: Vec::new(), gets_more: true }, version))
         });
         let version = ready.as_ref().map(|(_, version)| *version).map_err(Clone::clone);
         self.agree_on_nccl(
@@ -128,10 +138,7 @@ impl Pool {
             .lanes
             .iter()
             .filter(|lane| lane.name != CONTROL_LANE)
-            .filter(|lane| {
-                let state = &lane.lock().state;
-                state.is_symmetric() && state.config().policy != WindowPolicy::PerSegment
-            })
+            .filter(|lane| lane.is_symmetric() && lane.policy() != WindowPolicy::PerSegment)
             .map(|lane| lane.name.clone())
             .collect();
         if !crossing.is_empty() {
@@ -171,7 +178,8 @@ impl Pool {
             Some(rank) => Err(Error::mismatch(format!(
                 "rank 0 has NCCL {}, rank {rank} has {}",
                 versions[0], versions[rank]
-            ))),
+            ))
+            .naming(u32::try_from(rank))),
         }
     }
 
@@ -238,32 +246,56 @@ impl Pool {
     }
 
     /// After a commit made windows: NCCL gets them too. Where that fails, on all ranks, no
-    /// communicator gets any more. `ready` is how this rank finished the commit: NCCL would wait for
-    /// one that did not.
+    /// communicator gets any more, and those that it has stay known: NCCL lets go of them before
+    /// their memory is unmapped. `ready` is how this rank finished the commit: NCCL would wait for one
+    /// that did not.
     pub(super) fn register_new(
         &self,
         committer: &mut Committer,
         ready: Result<()>,
         deadline: Deadline,
     ) -> Result<()> {
-        if committer.nccl.is_empty() {
+        if !committer.nccl.iter().any(|attached| attached.gets_more) {
             return Ok(());
         }
         let mut attached = std::mem::take(&mut committer.nccl);
+        let had: Vec<usize> = attached.iter().map(|attached| attached.windows.len()).collect();
         let finished = ("nccl-finished", "finishing the commit");
         let registered = ("nccl-new", "registering new windows with NCCL");
         let done =
             self.agree_on_nccl(committer, finished, ready.map(|()| 0), deadline).and_then(|()| {
                 let each = |attached| self.register_missing(attached, deadline);
-                let done = attached.iter_mut().try_for_each(each);
+                let mut getting = attached.iter_mut().filter(|attached| attached.gets_more);
+                let done = getting.try_for_each(each);
                 self.agree_on_nccl(committer, registered, done.map(|()| 0), deadline)
             });
+        if done.is_err() {
+            // Ranks that lost each other do not wait for each other in NCCL, and unmap nothing more.
+            let together = committer.broken.is_none() && committer.unfinished.is_none();
+            for (attached, had) in attached.iter_mut().zip(had) {
+                attached.gets_more = false;
+                if together {
+                    self.take_back_from(attached, had, deadline);
+                }
+            }
+        }
+        committer.nccl = attached;
         done.map_err(|error| {
             error.context(
                 "the memory is committed, but NCCL has no windows of it, nor of what comes",
             )
-        })?;
-        committer.nccl = attached;
-        Ok(())
+        })
+    }
+
+    /// Takes back what was registered in a commit in which not all ranks could.
+    fn take_back_from(&self, attached: &mut Attached, had: usize, deadline: Deadline) {
+        let new: Vec<_> = attached.windows[had..]
+            .iter()
+            .map(|window| (window.lane.clone(), window.counter))
+            .collect();
+        let is_new = |window: &Registered| new.contains(&(window.lane.clone(), window.counter));
+        if let Err(error) = self.deregister(attached, is_new, deadline) {
+            tracing::error!(%error, "taking back windows that NCCL did not get on all ranks");
+        }
     }
 }

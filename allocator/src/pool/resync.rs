@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::held::Held;
+use super::held::{Held, all_sound};
 use super::lane_memory::LaneInner;
-use super::{Committer, Pool, half_way};
+use super::{Committer, Pool, half_way, untold};
 use crate::lane::{Agreed, Survivor};
 use crate::rendezvous::message::{Message, decode_all};
 use crate::rendezvous::peers::Peers;
@@ -29,6 +29,7 @@ struct Holdings {
     counter: u64,
     next_segment: u64,
     strays: u64,
+    forgotten: u64,
     survivors: Vec<Survivor>,
 }
 
@@ -52,7 +53,8 @@ impl Pool {
     /// freed meanwhile and others did not count as freed without order (rule D5), and so will the
     /// frees of the others, however they free them.
     ///
-    /// Waits for the device. Streams that were first used since are forgotten.
+    /// Waits for the device, also no longer than that. Streams that were first used since are forgotten, and
+    /// so are those that any rank has forgotten.
     pub fn resync(&self) -> Result<bool> {
         let deadline = self.group().deadline();
         let mut committer = self.committer()?;
@@ -74,8 +76,11 @@ impl Pool {
             // What this rank holds is no longer what it says it holds.
             Some(cause) => Err(half_way(cause)),
             // All ranks wait for their devices here: nobody's kernels write to memory that is
-            // given to somebody else below.
-            None => self.driver().synchronize(),
+            // given to somebody else below. A rank whose device is late still has to tell the others.
+            None => all_sound(held).and_then(|()| {
+                let share = deadline.remaining().mul_f64(0.8);
+                self.driver().synchronize_by(Deadline::after(share))
+            }),
         };
         let differing = self.differing(&mut committer.peers, ready, held, deadline)?;
         // All lanes are judged before any is changed.
@@ -110,9 +115,11 @@ impl Pool {
             (state.counter(), state.digest())
         });
         let own: Vec<(u64, u64)> = standing.collect();
+        let failed = ready.as_ref().err().cloned();
         let status = ready.map(|()| own.clone()).map_err(|error| error.kind().clone());
         let status = encode_status(Standing, status)?;
-        let gathered = peers.all_gather(self.group(), "standing", &status, deadline)?;
+        let gathered = peers.all_gather(self.group(), "standing", &status, deadline);
+        let gathered = gathered.map_err(|error| untold(failed, error))?;
         let said: Vec<Standing> = decode_all(&gathered)?;
         let all = all_ok("resync", said.into_iter().map(|Standing(status)| status))?;
         let differs = |lane: &usize| all.iter().any(|other| other.get(*lane) != own.get(*lane));
@@ -135,6 +142,7 @@ impl Pool {
             counter: state.counter(),
             next_segment: state.next_segment(),
             strays: state.strays(first),
+            forgotten: state.forgotten(first),
             survivors: state.survivors(first),
         };
         let gathered = gather("holdings", &encode_status(Holds, Ok(own))?)?;
@@ -166,6 +174,7 @@ impl Pool {
             first,
             counter: all.iter().map(|holdings| holdings.counter).max().unwrap_or(0),
             next_segment: all.iter().map(|holdings| holdings.next_segment).max().unwrap_or(0),
+            forgotten: all.iter().fold(0, |mask, holdings| mask | holdings.forgotten),
             digest: u64::from_le_bytes([a, b, c, d, e, f, g, h]),
             survivors: survivors
                 .into_iter()

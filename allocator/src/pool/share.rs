@@ -19,7 +19,7 @@ use crate::{Deadline, Error, Result};
 
 /// A rank that failed still hears out the others for at least this long, so that all of them
 /// agree on the error.
-const GRACE: Duration = Duration::from_millis(500);
+pub(super) const GRACE: Duration = Duration::from_millis(500);
 
 /// How mapping went on one rank.
 #[derive(Debug, Serialize, Deserialize)]
@@ -85,7 +85,8 @@ impl Pool {
                 "rank{} {} shared nothing and gave no reason",
                 if withheld.len() == 1 { "" } else { "s" },
                 list(&withheld)
-            ))),
+            ))
+            .naming(withheld)),
             // A rank that saw who went missing knows more than one that only waited.
             (Err(later), Err(own)) if later.is_timeout() && !own.is_timeout() => Err(own),
             (Err(error), _) | (Ok(()), Err(error)) => Err(error),
@@ -204,7 +205,8 @@ impl Pool {
                     "rank {peer} shared {} segments, this rank {}",
                     handles.len(),
                     fresh.len()
-                )));
+                ))
+                .naming([peer]));
             }
             mapping.map(peer, fresh, handles.into_iter().map(Exported::Bytes))?;
         }

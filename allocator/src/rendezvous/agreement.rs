@@ -91,7 +91,8 @@ pub(crate) fn judge(gathered: &Gathered) -> Result<Verdict> {
                 first.lanes.len(),
                 other.round,
                 other.lanes.len()
-            )));
+            ))
+            .naming([*rank]));
         }
     }
     for lane in 0..first.lanes.len() {
@@ -129,7 +130,8 @@ fn heard(proposals: &[(u32, &Proposal)], ranks: &[u32], lane: usize) -> Result<H
         if !freed.is_sorted_by(|a, b| a < b) {
             return Err(Error::mismatch(format!(
                 "rank {rank} told freed blocks of lane {lane} out of order or twice"
-            )));
+            ))
+            .naming([*rank]));
         }
         freed.iter().for_each(|counter| *heard.entry(*counter).or_default() += ranks);
     }

@@ -24,7 +24,8 @@ pub(super) fn versions(gathered: &Gathered) -> Result<()> {
     Err(Error::refused(format!(
         "ranks speak different versions of the rendezvous protocol ({described}); run the same \
          symmpool on every rank"
-    )))
+    ))
+    .naming(apart(&versions)))
 }
 
 /// All checks of what ranks say about themselves, one entry of `hellos` a rank.
@@ -66,7 +67,7 @@ fn configurations(hellos: &[&Hello]) -> Result<()> {
         }
     }
     message.push_str(". Build the pool with the same settings on every rank");
-    Err(Error::mismatch(message))
+    Err(Error::mismatch(message).naming(apart(&hashes)))
 }
 
 /// Lines that are in one text only, each with its counterpart: the line of the other text that
@@ -97,7 +98,8 @@ fn equal(hellos: &[&Hello], what: &str, advice: &str, of: impl Fn(&Hello) -> Str
     Err(Error::mismatch(format!(
         "ranks have different {what} ({}); {advice}",
         describe(&values, String::clone)
-    )))
+    ))
+    .naming(apart(&values)))
 }
 
 fn devices(hellos: &[&Hello]) -> Result<()> {
@@ -111,7 +113,8 @@ fn devices(hellos: &[&Hello]) -> Result<()> {
                  of them (SYMMPOOL_SHARED_DEVICE=1)",
                 list(&ranks),
                 hellos[ranks[0] as usize].device.name
-            )));
+            ))
+            .naming(ranks));
         }
     }
     Ok(())
@@ -135,7 +138,8 @@ fn hosts(hellos: &[&Hello]) -> Result<()> {
         "memory of this kind is shared through file descriptors, which cannot travel between \
          ranks 0 and {rank}: {reason}. Ranks by machine: {}",
         describe(&hosts, |(_, net, _, name)| format!("{name} (net:[{net}])"))
-    )))
+    ))
+    .naming([0, rank]))
 }
 
 fn ranked<'a>(hellos: &[&'a Hello]) -> impl Iterator<Item = (u32, &'a Hello)> {
@@ -148,6 +152,12 @@ fn group_by<K: Ord>(ranked: impl Iterator<Item = (u32, K)>) -> BTreeMap<K, Vec<u
         groups.entry(key).or_default().push(rank);
     }
     groups
+}
+
+/// The ranks that are not in the largest group; of equally large ones that of the lowest rank is taken.
+fn apart<K>(groups: &BTreeMap<K, Vec<u32>>) -> Vec<u32> {
+    let usual = groups.values().max_by_key(|ranks| (ranks.len(), std::cmp::Reverse(ranks[0])));
+    groups.values().filter(|ranks| Some(*ranks) != usual).flatten().copied().collect()
 }
 
 /// "rank 0: a; ranks 1, 2: b", in order of first ranks.
@@ -201,9 +211,9 @@ mod tests {
         four(|_, _| {}).unwrap();
     }
 
+    /// Rule D8.
     #[test]
     fn differing_configurations_show_what_differs() {
-        // D8
         let error = four(|rank, hello| {
             if rank >= 2 {
                 hello.config_hash = [1; 32];
@@ -235,9 +245,9 @@ mod tests {
         );
     }
 
+    /// Rule D8.
     #[test]
     fn differing_hashes_with_equal_descriptions_are_still_an_error() {
-        // D8
         let error = four(|rank, hello| hello.config_hash = [(rank == 3).into(); 32]).unwrap_err();
         assert!(error.is_diverged() && error.to_string().contains("rank 3"), "{error}");
     }

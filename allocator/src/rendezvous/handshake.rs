@@ -108,6 +108,7 @@ pub(crate) fn handshake(
         transport: hellos[0].transport,
         topology,
         mesh,
+        missed: None,
     })
 }
 
@@ -218,19 +219,27 @@ fn confirm(group: &Group, ours: Result<Linked>, deadline: Deadline) -> Result<Li
         Err(error) => (Err(error.kind().clone()), deadline),
     };
     let confirmation = encode_status(Confirm, status)?;
-    let gathered = match group.all_gather("confirm", &confirmation, wait_until) {
+    let gone = || match &ours {
+        Ok(Linked { mesh: Some(mesh), .. }) => mesh.lost_peers(),
+        Ok(Linked { mesh: None, .. }) => Vec::new(),
+        Err(error) if error.is_peer_lost() => error.ranks().to_vec(),
+        Err(_) => Vec::new(),
+    };
+    let gathered = group.all_gather_from_living("confirm", &confirmation, wait_until, gone);
+    let gathered = match gathered {
         Ok(gathered) => gathered,
         Err(error) => return Err(without_all(error, ours)),
     };
     let said: Vec<Confirm> = message::decode_all(&gathered)?;
     let digests = all_ok("the handshake", said.into_iter().map(|Confirm(status)| status))?;
-    if let Some(other) = digests.iter().position(|digest| *digest != digests[0]) {
-        return Err(Error::mismatch(format!(
-            "rank 0 and rank {other} see different links between the ranks' devices; algorithms are \
-             chosen by them, so let every rank see all devices (CUDA_VISIBLE_DEVICES) or none"
-        )));
-    }
-    ours
+    let Some(other) = digests.iter().position(|digest| *digest != digests[0]) else { return ours };
+    tracing::warn!(
+        rank = group.rank(),
+        "rank 0 and rank {other} see different links between the ranks' devices, so all ranks go by \
+         none: algorithms that count on NVLink are left out; have every rank see all devices (in its \
+         container, too), or none"
+    );
+    ours.map(|linked| Linked { topology: Topology::unknown(linked.topology.world()), ..linked })
 }
 
 fn digest_of(topology: &Topology) -> Result<[u8; 32]> {

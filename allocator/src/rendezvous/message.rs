@@ -20,7 +20,7 @@ use crate::store::{Gathered, MAX_VALUE};
 use crate::{Error, Result};
 
 /// The version of all messages together; grows with any change to one of them.
-pub(crate) const PROTOCOL_VERSION: u16 = 2;
+pub(crate) const PROTOCOL_VERSION: u16 = 3;
 
 /// The longest payload of a message, in bytes.
 pub(crate) const MAX_PAYLOAD: usize = MAX_VALUE - HEADER;
@@ -84,7 +84,9 @@ pub(crate) fn decode_all<M: Message>(gathered: &Gathered) -> Result<Vec<M>> {
 /// [`Error::is_refused`]; one of another kind, cut short or damaged is a mismatch.
 pub(crate) fn decode<M: Message>(rank: u32, bytes: &[u8]) -> Result<M> {
     let name = M::NAME;
-    let mismatch = |what: String| Error::mismatch(format!("rank {rank}: {name} message {what}"));
+    let mismatch = |what: String| {
+        Error::mismatch(format!("rank {rank}: {name} message {what}")).naming([rank])
+    };
     if bytes.len() < HEADER {
         return Err(mismatch(format!("of {} bytes, shorter than its header", bytes.len())));
     }
@@ -94,14 +96,16 @@ pub(crate) fn decode<M: Message>(rank: u32, bytes: &[u8]) -> Result<M> {
             return Err(Error::refused(format!(
                 "rank {rank} speaks version {theirs} of the rendezvous protocol, this rank \
                  version {PROTOCOL_VERSION}; run the same symmpool on every rank"
-            )));
+            ))
+            .naming([rank]));
         }
         None => {
             return Err(Error::refused(format!(
                 "what rank {rank} sent as {name} does not begin as a message of symmpool \
                  (expected {MAGIC:02x?}, found {:02x?}); is another program using the store's keys?",
                 &bytes[0..4]
-            )));
+            ))
+            .naming([rank]));
         }
     }
     if kind_of(bytes) != Some(M::KIND) {

@@ -56,6 +56,8 @@ pub(crate) struct Peers {
     pub(super) transport: Transport,
     pub(super) topology: Topology,
     pub(super) mesh: Option<Mesh>,
+    /// See [`take_missed`](Peers::take_missed).
+    pub(super) missed: Option<Error>,
 }
 
 impl Peers {
@@ -96,6 +98,7 @@ impl Peers {
 
     /// Every rank's `value`: over the connections to the other ranks, where there are some, else
     /// through the group's store. Collective; see [`Mesh::all_gather`] and [`Group::all_gather`].
+    /// A failure of the store on this rank alone is remembered for [`take_missed`](Peers::take_missed).
     pub(crate) fn all_gather(
         &mut self,
         group: &Group,
@@ -105,8 +108,19 @@ impl Peers {
     ) -> Result<Gathered> {
         match &mut self.mesh {
             Some(mesh) => mesh.all_gather(what, value, deadline),
-            None => group.all_gather(what, value, deadline),
+            None => group.all_gather(what, value, deadline).inspect_err(|error| {
+                if !is_everybodys(error) {
+                    self.missed.get_or_insert_with(|| error.clone());
+                }
+            }),
         }
+    }
+
+    /// Why this rank did not hear the others in a gather through the store, unless none did: they may
+    /// have heard each other and gone on. Asked once. A mesh that fails is closed on both sides, so
+    /// there is nothing to remember.
+    pub(crate) fn take_missed(&mut self) -> Option<Error> {
+        self.missed.take()
     }
 
     /// Tells the connected peers that this rank will take part in nothing more.
@@ -125,4 +139,10 @@ impl Peers {
     pub(crate) fn mesh_mut(&mut self) -> Option<&mut Mesh> {
         self.mesh.as_mut()
     }
+}
+
+/// Whether a store gives this error to every rank of a gather alike: that ranks do not fit together, or
+/// that what they say is too much.
+fn is_everybodys(error: &Error) -> bool {
+    error.is_diverged() || error.is_out_of_memory()
 }

@@ -124,7 +124,8 @@ fn first_unequal(
     let own = Digests(counters.iter().map(|&counter| known.digest(counter)).collect());
     let all: Vec<Digests> = exchange("digests", &own, gather)?;
     if let Some(rank) = all.iter().position(|digests| digests.0.len() != counters.len()) {
-        return Err(Error::mismatch(format!("rank {rank} compared other events than this rank")));
+        let why = format!("rank {rank} compared other events than this rank");
+        return Err(Error::mismatch(why).naming(u32::try_from(rank)));
     }
     Ok((0..counters.len())
         .find(|&at| own.0[at].is_none() || all.iter().any(|digests| digests.0[at] != own.0[at])))

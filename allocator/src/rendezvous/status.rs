@@ -35,7 +35,11 @@ pub(crate) fn agreed(step: &str, failures: &[(u32, ErrorKind)]) -> Option<Error>
     if !also.is_empty() {
         context.push_str(&format!(" (and so did {})", list(&also)));
     }
-    Some(Error::from_kind(kind).context(context))
+    // Those whose failures are causes as well, if this one is.
+    let level = consequence(&kind);
+    let failed = failures.iter().filter(|(_, kind)| consequence(kind) == level);
+    let error = Error::from_kind(kind).naming(failed.map(|(rank, _)| *rank));
+    Some(error.context(context))
 }
 
 /// What every rank said in one step, in rank order, if none of them failed; else [`agreed`].
@@ -87,11 +91,13 @@ mod tests {
         let cause = Error::out_of_memory("no memory").kind().clone();
         let error = agreed("commit", &[(0, late.clone()), (1, lost.clone()), (2, cause)]).unwrap();
         assert!(error.is_out_of_memory());
+        assert_eq!(error.ranks(), [2]);
         assert_eq!(
             error.to_string(),
             "symmpool: rank 2 failed in commit (and so did 0, 1): no memory"
         );
-        assert!(agreed("commit", &[(0, late), (1, lost)]).unwrap().is_peer_lost());
+        let lost = agreed("commit", &[(0, late), (1, lost)]).unwrap();
+        assert!(lost.is_peer_lost() && lost.ranks() == [2], "{lost}");
         assert!(agreed("commit", &[]).is_none());
     }
 

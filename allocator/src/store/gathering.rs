@@ -20,6 +20,8 @@ pub(crate) struct Gathering<B> {
     withdrawn: BTreeSet<u32>,
     /// Distinct part to its id. Ids are given in order of arrival and never used again.
     distinct: BTreeMap<B, u32>,
+    /// The id of each distinct part to the part, and how many ranks have it.
+    holders: BTreeMap<u32, (B, u32)>,
     next_id: u32,
     /// Bytes of all distinct parts.
     bytes: usize,
@@ -36,6 +38,7 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
             parts: BTreeMap::new(),
             withdrawn: BTreeSet::new(),
             distinct: BTreeMap::new(),
+            holders: BTreeMap::new(),
             next_id: 0,
             bytes: 0,
             calls: 0,
@@ -55,13 +58,17 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
                 "all_gather {key:?}: rank {rank} says the world has {world} ranks, those before \
                  it said {}",
                 self.world
-            ))));
+            ))
+            .naming([rank])));
         }
         if self.parts.contains_key(&rank) {
-            return Err(self.fail(&Error::mismatch(format!(
-                "two ranks with number {rank} in all_gather {key:?}; each of the {world} ranks \
+            return Err(self.fail(
+                &Error::mismatch(format!(
+                    "two ranks with number {rank} in all_gather {key:?}; each of the {world} ranks \
                  contributes once"
-            ))));
+                ))
+                .naming([rank]),
+            ));
         }
         let id = match self.distinct.get(&part) {
             Some(&id) => id,
@@ -76,10 +83,14 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
                 self.bytes = bytes;
                 let id = self.next_id;
                 self.next_id = self.next_id.wrapping_add(1);
+                self.holders.insert(id, (part.clone(), 0));
                 self.distinct.insert(part, id);
                 id
             }
         };
+        if let Some((_, holders)) = self.holders.get_mut(&id) {
+            *holders += 1;
+        }
         self.parts.insert(rank, id);
         self.withdrawn.remove(&rank);
         Ok(self.parts.len() == self.world as usize)
@@ -99,9 +110,14 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
         let Some(id) = self.parts.remove(&rank) else { return };
         self.withdrawn.insert(rank);
         self.calls = self.calls.saturating_sub(1);
-        if !self.parts.values().any(|&other| other == id) {
-            self.distinct.retain(|_, other| *other != id);
-            self.bytes = self.distinct.keys().map(|part| part.as_ref().len()).sum();
+        if let Some((_, holders)) = self.holders.get_mut(&id) {
+            *holders -= 1;
+            if *holders == 0
+                && let Some((part, _)) = self.holders.remove(&id)
+            {
+                self.distinct.remove(&part);
+                self.bytes -= part.as_ref().len();
+            }
         }
     }
 
@@ -110,6 +126,7 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
         self.failure = Some(error.kind().clone());
         self.parts.clear();
         self.distinct.clear();
+        self.holders.clear();
         error.clone()
     }
 
@@ -144,10 +161,28 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
     /// The ranks for which the others wait: those that never came. Ranks that came and stopped
     /// waiting did so because of these, and are named only where there are no such ranks.
     pub(crate) fn missing(&self) -> Vec<u32> {
-        let absent = (0..self.world).filter(|rank| !self.has(*rank));
+        // One walk along those that are there, which lie in order: with a look-up for every rank, a
+        // large world would spend its time here.
+        let mut absent = Vec::new();
+        let mut next = 0;
+        for &rank in self.parts.keys() {
+            absent.extend(next..rank);
+            next = rank + 1;
+        }
+        absent.extend(next..self.world);
         let (left, never): (Vec<u32>, Vec<u32>) =
-            absent.partition(|rank| self.withdrawn.contains(rank));
+            absent.into_iter().partition(|rank| self.withdrawn.contains(rank));
         if never.is_empty() { left } else { never }
+    }
+
+    /// Those of `ranks` that are [`missing`](Gathering::missing), at the price of asking for these alone:
+    /// it is asked at every arrival.
+    pub(crate) fn missing_of(&self, ranks: impl Iterator<Item = u32>) -> Vec<u32> {
+        let all_came = self.parts.len() + self.withdrawn.len() >= self.world as usize;
+        ranks
+            .filter(|rank| *rank < self.world && !self.has(*rank))
+            .filter(|rank| all_came || !self.withdrawn.contains(rank))
+            .collect()
     }
 
     /// The distinct parts in order of the first rank that has each, and for each rank the index
@@ -212,8 +247,11 @@ mod tests {
         assert_eq!(gathering.missing(), [2]);
         gathering.withdraw(0);
         assert_eq!(gathering.missing(), [2], "rank 0 left because of rank 2");
+        assert_eq!(gathering.missing_of(0..5), [2]);
+        assert_eq!(gathering.missing_of(0..2), []);
         gathering.arrive("k", 2, 3, part("x")).unwrap();
         assert_eq!(gathering.missing(), [0], "it is the only one that is not there");
+        assert_eq!(gathering.missing_of(0..5), [0]);
         assert!(gathering.arrive("k", 0, 3, part("x")).unwrap());
     }
 

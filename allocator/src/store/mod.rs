@@ -30,7 +30,15 @@ pub use memory::MemoryStore;
 pub use tcp::{TcpServer, TcpStore};
 pub use traffic::Traffic;
 
+use std::time::Duration;
+
 use crate::{Deadline, Error, Result};
+
+/// Says whether a rank that waits is to stop.
+pub(crate) type Stop<'a> = &'a dyn Fn() -> bool;
+
+/// How often a rank that waits asks whether it is to stop.
+pub(crate) const ASK_EVERY: Duration = Duration::from_secs(1);
 
 /// The longest key a store takes, in bytes.
 pub const MAX_KEY: usize = 1024;
@@ -105,6 +113,25 @@ pub trait Store: Send + Sync {
             let _ = self.delete(&own, Deadline::seconds(1));
             Err(Error::timeout(format!("in all_gather {key:?}"), deadline.budget(), missing))
         }
+    }
+
+    /// [`all_gather`](Store::all_gather) for a rank that may be told to stop: once `stop`, which the
+    /// thread that waits asks about once a second, returns true, the rank's part is taken back as after
+    /// a timeout, and the error is [`Error::is_invalid_state`] and names the ranks that are missing. If
+    /// the gather was over by then, it has succeeded.
+    ///
+    /// This default does not ask.
+    fn all_gather_until(
+        &self,
+        key: &str,
+        rank: u32,
+        world: u32,
+        value: &[u8],
+        deadline: Deadline,
+        stop: &dyn Fn() -> bool,
+    ) -> Result<Gathered> {
+        let _ = stop;
+        self.all_gather(key, rank, world, value, deadline)
     }
 
     /// How this store was used, for those that count.

@@ -66,7 +66,8 @@ impl Topology {
                 "rank 0 uses a {:?} driver and rank {rank} a {:?} one; all ranks of a group use \
                  the same kind",
                 first.kind, devices[rank].kind
-            )));
+            ))
+            .naming(u32::try_from(rank)));
         }
         match first.kind.as_str() {
             "host" | "sim" => Ok(Self::host(world)),

@@ -54,17 +54,9 @@ pub(super) fn run(
     let played = player.play(progress);
     let elapsed = started.elapsed();
     let ended = played.and_then(|()| player.finish());
-    player.note_segments();
-    let stats = player.lane.stats();
-    let report = Report {
-        error: ended.err().map(|error| (player.event, error)),
-        events: player.event,
-        state: (player.lane.counter(), player.lane.digest()),
-        elapsed,
-        peak_reserved: stats.peak_reserved,
-        peak_segments: player.peak_segments,
-        windows: pool.stats().windows,
-    };
+    let mut report = Report { events: player.event, elapsed, ..Report::default() };
+    let described = player.describe(&pool, &mut report);
+    report.error = ended.and(described).err().map(|error| (player.event, error));
     if let Some(taken) = taken
         && let Err(error) = driver.unreserve(taken)
     {
@@ -97,7 +89,7 @@ impl<'a> Player<'a> {
     fn new(pool: &'a Pool, lane: Lane, trace: &'a Trace, options: &ReplayOptions) -> Self {
         let rank = u64::from(pool.rank());
         let mut handles = Random::new(options.address_seed.unwrap_or(0), rank);
-        let streams = (0..64).map(|ordinal| Stream::from_raw(handles.next() & !63 | ordinal));
+        let streams = (0..64).map(|ordinal| Stream::numbered(handles.next() & !63 | ordinal));
         let seed = match options.unordered {
             Unordered::AsTraced => 0,
             Unordered::Shuffled { seed } | Unordered::Delayed { seed } => seed,
@@ -178,7 +170,7 @@ impl<'a> Player<'a> {
                 self.pool.commit()?;
             }
             Op::Trim => {
-                self.note_segments();
+                self.note_segments()?;
                 self.lane.trim()?;
             }
         }
@@ -217,7 +209,18 @@ impl<'a> Player<'a> {
 
     /// The number of segments falls only in a trim, so it is at its highest before one or at the
     /// end.
-    fn note_segments(&mut self) {
-        self.peak_segments = self.peak_segments.max(self.lane.stats().segments);
+    fn note_segments(&mut self) -> Result<()> {
+        self.peak_segments = self.peak_segments.max(self.lane.stats()?.segments);
+        Ok(())
+    }
+
+    /// Fills in what the lane and the pool came to.
+    fn describe(&mut self, pool: &Pool, report: &mut Report) -> Result<()> {
+        self.note_segments()?;
+        report.state = (self.lane.counter()?, self.lane.digest()?);
+        report.peak_reserved = self.lane.stats()?.peak_reserved;
+        report.peak_segments = self.peak_segments;
+        report.windows = pool.stats()?.windows;
+        Ok(())
     }
 }

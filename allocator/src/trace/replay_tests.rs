@@ -100,7 +100,7 @@ impl Oracle {
 
     fn step(&mut self, op: Op) {
         let Self { lane, blocks } = self;
-        let stream = |ordinal| Stream::from_raw(u64::from(ordinal));
+        let stream = |ordinal| Stream::numbered(u64::from(ordinal));
         match op {
             Op::Alloc { slot, bytes, stream: on } => {
                 let request = Request { bytes, align: 512, stream: stream(on), site: None };

@@ -55,7 +55,7 @@ fn sides(found: &Divergence) -> (&str, &str) {
 
 /// The address of the block of this event.
 fn address(pool: &Pool, counter: u64) -> u64 {
-    let (_, blocks) = pool.default_lane().map();
+    let (_, blocks) = pool.default_lane().map().unwrap();
     let base = pool.default_lane().range().0;
     let block = blocks.iter().find(|block| block.counter == counter).expect("a live block");
     let layout = pool.layout();
@@ -125,7 +125,7 @@ fn another_size_that_reads_the_same_when_rounded() {
 fn another_stream() {
     // D3: handles differ from rank to rank, ordinals must not.
     let found = diverges(|pool, odd| {
-        let handle = |n: u64| Stream::from_raw(n * 1000 + u64::from(pool.rank()));
+        let handle = |n: u64| Stream::numbered(n * 1000 + u64::from(pool.rank()));
         let lane = pool.default_lane();
         lane.alloc_on::<u8>(64, handle(1)).unwrap().into_address();
         lane.alloc_on::<u8>(64, handle(if odd { 2 } else { 1 })).unwrap().into_address();
@@ -201,7 +201,7 @@ fn a_recorded_stream_that_is_missing() {
     let found = diverges(|pool, odd| {
         let block = pool.alloc::<u8>(100).unwrap();
         if !odd {
-            block.record_stream(Stream::from_raw(9)).unwrap();
+            block.record_stream(Stream::numbered(9)).unwrap();
         }
         block.free().unwrap();
     });
@@ -260,9 +260,9 @@ fn bracket(agreed: u64, odd: u64, last: u64) -> (u64, u64) {
             let bytes = if event == odd && strays { 900 } else { 1000 };
             pool.alloc::<u8>(bytes).unwrap().into_address();
         }
-        let before = pool.stats().store;
+        let before = pool.stats().unwrap().store;
         let error = pool.commit().expect_err("an event differs");
-        (error, pool.stats().store.round_trips - before.round_trips)
+        (error, pool.stats().unwrap().store.round_trips - before.round_trips)
     });
     let rounds = outcomes.iter().map(|(_, rounds)| *rounds).max().unwrap();
     // All ranks use one store, and count together here: proposal, reach, event, and digests of

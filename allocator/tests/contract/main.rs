@@ -3,6 +3,7 @@
 //! | part | holds |
 //! | --- | --- |
 //! | `faults` | a failure of one rank is the same error on all, undone, and survived |
+//! | `half_way` | a rank that did not finish what the others did is named by all from then on |
 //! | `misuse` | bad arguments, wrong owners, wrong times: typed errors that say what to do |
 //! | `settings` | ranks that do not fit together, and stores that cannot be met in |
 //! | `divergence` | programs that break symmetry are told where |
@@ -10,6 +11,7 @@
 
 mod divergence;
 mod faults;
+mod half_way;
 mod misuse;
 mod properties;
 mod ranks;

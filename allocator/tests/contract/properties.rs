@@ -98,7 +98,10 @@ impl Runner {
         // Now all ranks free everything that was forgotten, each in its own order (D5).
         self.collect(usize::MAX);
         self.step(Op::Commit);
-        assert_eq!(self.pool.stats().lanes.iter().map(|(_, lane)| lane.set_aside).sum::<u64>(), 0);
+        assert_eq!(
+            self.pool.stats().unwrap().lanes.iter().map(|(_, lane)| lane.set_aside).sum::<u64>(),
+            0
+        );
         for block in self.live.drain(..) {
             block.free().unwrap();
         }
@@ -106,8 +109,8 @@ impl Runner {
             self.step(Op::Trim(lane));
         }
         self.step(Op::Commit);
-        assert_eq!(self.pool.stats().allocated(), 0);
-        assert_eq!(self.pool.stats().reserved(), 0, "everything was trimmed");
+        assert_eq!(self.pool.stats().unwrap().allocated(), 0);
+        assert_eq!(self.pool.stats().unwrap().reserved(), 0, "everything was trimmed");
         assert_eq!(self.pool.windows().list(), []);
         // What was given back is taken again.
         self.step(Op::Alloc(1000, 0, 0));
@@ -119,7 +122,7 @@ impl Runner {
         let lane = |at: usize| self.pool.lanes().nth(at).unwrap();
         match op {
             Op::Alloc(count, at, on) => {
-                let block = lane(at).alloc_on::<u64>(count, Stream::from_raw(on)).unwrap();
+                let block = lane(at).alloc_on::<u64>(count, Stream::numbered(on)).unwrap();
                 self.trace.placed.push((block.counter(), block.offset()));
                 if self.checked {
                     block.write(&pattern(self.pool.rank(), &block)).unwrap();
@@ -141,11 +144,11 @@ impl Runner {
             Op::Record(nth, on) => {
                 if !self.live.is_empty() {
                     let block = &self.live[nth % self.live.len()];
-                    block.record_stream(Stream::from_raw(on)).unwrap();
+                    block.record_stream(Stream::numbered(on)).unwrap();
                 }
             }
             Op::Reserve(bytes, at, on) => {
-                lane(at).reserve_on(bytes, Stream::from_raw(on)).unwrap();
+                lane(at).reserve_on(bytes, Stream::numbered(on)).unwrap();
             }
             Op::Trim(at) => {
                 let bytes = lane(at).trim().unwrap();
@@ -170,7 +173,7 @@ impl Runner {
     fn commit(&mut self) {
         let report = self.pool.commit().unwrap();
         self.trace.commits.push((report, self.pool.windows().list().to_vec()));
-        self.trace.digests.extend(self.pool.lanes().map(|lane| lane.digest()));
+        self.trace.digests.extend(self.pool.lanes().map(|lane| lane.digest().unwrap()));
         self.check_places();
         if self.checked {
             self.check_memory();

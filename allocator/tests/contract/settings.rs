@@ -22,9 +22,9 @@ fn rank_1_differs(
     }))
 }
 
+/// Rule D8.
 #[test]
 fn settings_that_change_placement_are_compared() {
-    // D8
     let lane = || LaneConfig::symmetric("weights").range(1 << 30);
     let differences: [(&str, Error); 7] = [
         ("stride", rank_1_differs(|b, odd| b.stride(if odd { 1 << 33 } else { 1 << 32 }))),

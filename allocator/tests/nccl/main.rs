@@ -234,6 +234,8 @@ fn windows_are_nccls_too() {
     });
     assert_eq!(fake.calls(&ready, 0), []);
 
+    a_failure_at_a_commit_forgets_no_window(&fake);
+
     // A rank that does not come: who waited for it cannot know what it will do, and says so from then on.
     let apart = pools_that_wait(WindowPolicy::PerSegment, Duration::from_millis(300));
     let address = std::ptr::from_ref(&comms[0]) as usize;
@@ -242,4 +244,59 @@ fn windows_are_nccls_too() {
     assert!(alone.is_timeout() && alone.to_string().contains("rank 1"), "{alone}");
     let after = apart[0].commit().unwrap_err();
     assert!(after.is_timeout() && after.to_string().contains("build a new one"), "{after}");
+}
+
+/// Windows that NCCL had before stay known: they are taken back before their memory is unmapped.
+fn a_failure_at_a_commit_forgets_no_window(fake: &Fake) {
+    let (pools, comms) = (pools(WindowPolicy::PerSegment), comms());
+    fake.set(22809, 0, -1);
+    let first = each(&pools, |pool, _| {
+        let block = pool.alloc::<u8>(40 * MIB).unwrap();
+        pool.commit().unwrap();
+        block
+    });
+    let old = register(&pools, &comms).into_iter().map(Result::unwrap).max().unwrap() as usize;
+    let registered = fake.calls(&pools, 1);
+    assert_eq!((old, registered.len()), (1, 1));
+
+    // Rank 0 fails; what rank 1 registered in the same commit goes at once, and nothing else does.
+    fake.set(22809, 2, 0);
+    let grown = each(&pools, |pool, _| {
+        let block = pool.alloc::<u8>(600 * MIB).unwrap();
+        let error = pool.commit().unwrap_err();
+        assert!(error.to_string().contains("the memory is committed"), "{error}");
+        block
+    });
+    assert_eq!(fake.calls(&pools, 0), []);
+    let calls = fake.calls(&pools, 1);
+    let (added, gone): (Vec<_>, Vec<_>) =
+        calls.iter().copied().partition(|(what, ..)| *what == '+');
+    assert!(!added.is_empty() && added.len() == gone.len(), "{calls:?}");
+    assert!(calls.iter().all(|(_, offset, _)| *offset != registered[0].1), "{calls:?}");
+
+    // The memory of both goes: the window that NCCL has had since before is taken back first.
+    fake.set(22809, 0, -1);
+    drop((first, grown));
+    each(&pools, |pool, _| {
+        assert!(pool.default_lane().trim().unwrap() > 0);
+        pool.commit().unwrap();
+    });
+    for rank in 0..WORLD {
+        assert_eq!(fake.calls(&pools, rank), [('-', registered[0].1, 0)], "rank {rank}");
+    }
+
+    // Until the communicator is given back, it gets none of what comes; then all there is.
+    fake.set(22809, 0, -1);
+    each(&pools, |pool, _| {
+        pool.alloc::<u8>(MIB).unwrap().into_address();
+        assert!(pool.commit().unwrap().windows_added > 0);
+    });
+    assert_eq!(fake.calls(&pools, 0), []);
+    all_failed(register(&pools, &comms), Error::is_invalid_argument, "unregister");
+    unregister(&pools, &comms).into_iter().for_each(Result::unwrap);
+    assert_eq!(fake.calls(&pools, 0), []);
+    let counts: Vec<u64> = register(&pools, &comms).into_iter().map(Result::unwrap).collect();
+    assert_eq!(counts, [fake.calls(&pools, 0).len() as u64; 2]);
+    assert!(counts[0] > 0);
+    unregister(&pools, &comms).into_iter().for_each(Result::unwrap);
 }

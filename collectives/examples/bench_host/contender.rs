@@ -59,8 +59,10 @@ pub(crate) fn find(workshop: &Workshop) -> (Vec<Contender>, Vec<String>) {
         Contender { name: MEMCPY, how: How::Own("memcpy") },
     ];
     let mut missing = Vec::new();
+    // Its launcher binds two ranks to cores and more to sockets, which does not suit every machine.
     let openmpi: &[&[&str]] = &[
         &["--allow-run-as-root", "--oversubscribe"],
+        &["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"],
         &["--allow-run-as-root", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1"],
     ];
     for (name, suffix, ways) in [("OpenMPI", "openmpi", openmpi), ("MPICH", "mpich", &[&[]])] {
@@ -127,13 +129,14 @@ pub(crate) struct Effort {
 
 impl Contender {
     /// Whether this way of running it makes sense for so many ranks: giving the core away is for
-    /// ranks that share cores.
-    pub(crate) fn suits(&self, ranks: u32) -> bool {
+    /// ranks that share cores, and not binding for those that are not to be bound.
+    pub(crate) fn suits(&self, ranks: u32, bind: bool) -> bool {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         match &self.how {
             How::Mpi { arguments, .. } if arguments.contains(&"mpi_yield_when_idle") => {
                 ranks as usize > cores
             }
+            How::Mpi { arguments, .. } if arguments.contains(&"--bind-to") => !bind,
             _ => true,
         }
     }

@@ -3,8 +3,8 @@
 //! Ours works on blocks of a pool, which peers have mapped, so nothing is copied on the way: that
 //! is what the library is for. Peers get ordinary, touched memory, which is what they are for.
 //! Every contender runs all sizes in processes of its own, `--rounds` times, in turns; a time is
-//! the median over rounds of the slowest rank's mean. Nobody is bound to cores, except by launchers that
-//! do so unasked (OpenMPI's, for two ranks); `--bind` binds everyone's ranks where cores suffice. Results are checked element by element.
+//! the median over rounds of the slowest rank's mean. Nobody is bound to cores; OpenMPI runs
+//! as its launcher binds unasked and unbound, and the better counts. `--bind` binds everyone's ranks where cores suffice. Results are checked element by element.
 //!
 //! `cargo run --release -p symmpool-collectives --example bench_host -- --quick`
 
@@ -174,7 +174,7 @@ fn measure(options: &Options, contenders: &[Contender]) -> Result<Rounds, String
                 // Nobody is always first.
                 let who = (turn + round) % contenders.len();
                 let contender = &contenders[who];
-                if out[who] || !contender.suits(ranks) {
+                if out[who] || !contender.suits(ranks, options.bind) {
                     bar.inc(cases.len() as u64);
                     continue;
                 }
@@ -227,7 +227,8 @@ fn facts(options: &Options, contenders: &[Contender], missing: &[String]) -> Vec
         format!("load before: {}", load.split(' ').take(3).collect::<Vec<_>>().join(" ")),
         format!("measured: {}", names.join(", ")),
         "symmpool works on blocks of a pool, without copies on the way; its all_to_all is the \
-         call\nwith split sizes. Peers work on ordinary memory."
+         call\nwith split sizes. Peers work on ordinary memory. gloo is called from Python, which is \
+         the way to it."
             .into(),
         format!(
             "{} rounds of about {} ms a size, in turns; medians; every element checked",
@@ -236,7 +237,9 @@ fn facts(options: &Options, contenders: &[Contender], missing: &[String]) -> Vec
     ];
     facts.push(match options.bind {
         true => "every rank bound to a core of its own, where there are enough".into(),
-        false => "ranks not bound to cores, except by OpenMPI's launcher for two ranks".into(),
+        false => {
+            "ranks not bound to cores; OpenMPI also as its launcher binds, the better counts".into()
+        }
     });
     facts.extend(missing.iter().map(|why| format!("skipped {why}")));
     facts

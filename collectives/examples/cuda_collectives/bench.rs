@@ -1,4 +1,4 @@
-//! Times graphs of calls: the median of replays, the slowest rank.
+//! Times graphs of calls: the median of replays, the slowest rank, in the length of graph that suits best.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -21,8 +21,13 @@ const P2P_ROUND_TRIP: &str = "p2p_round_trip";
 
 /// Replays of a graph, one behind the other. The first is where ranks meet, and is not counted.
 const REPLAYS: usize = 10;
-/// About as many bytes a graph moves, as in `python -m symmpool bench`, so that both tell the same.
-const GRAPH_BYTES: u64 = 256 << 20;
+/// About as many bytes the calls between two events move, as in `python -m symmpool bench`, so that both
+/// tell the same.
+const SPAN_BYTES: u64 = 256 << 20;
+/// Calls in a graph, each of which is tried, as there; fewer of large calls.
+const GRAPHS: &[u64] = &[1, 10, 20, 100];
+/// Calls in a graph where algorithms of ours are compared with each other alone.
+pub(crate) const LONG_GRAPHS: &[u64] = &[100];
 /// Times of a size, of which the median counts.
 const ROUNDS: usize = 3;
 
@@ -34,6 +39,10 @@ pub(crate) struct Bench<'a> {
     pub(crate) pool: &'a Pool,
     stream: Stream,
     clock: Clock,
+    /// Calls in a graph that are tried.
+    graphs: &'static [u64],
+    /// Calls in the graph that was the best, by bytes and by name.
+    calls: BTreeMap<u64, BTreeMap<String, u64>>,
     /// Of names in the store, which are used once.
     number: u32,
     /// Whether every result was right.
@@ -41,9 +50,9 @@ pub(crate) struct Bench<'a> {
 }
 
 impl<'a> Bench<'a> {
-    pub(crate) fn new(pool: &'a Pool) -> Result<Self> {
+    pub(crate) fn new(pool: &'a Pool, graphs: &'static [u64]) -> Result<Self> {
         let (stream, clock) = (stream(pool)?, Clock::new(pool, REPLAYS)?);
-        Ok(Self { pool, stream, clock, number: 0, right: true })
+        Ok(Self { pool, stream, clock, graphs, calls: BTreeMap::new(), number: 0, right: true })
     }
 
     /// Times algorithms on the sizes of the options, between blocks of the largest, or one alone in
@@ -88,8 +97,10 @@ impl<'a> Bench<'a> {
                     let (to, from) = (to.address() as *mut u8, from.address() as *const u8);
                     comm.all_reduce_at(to, from, count, dtype, ReduceOp::Sum, stream)
                 };
-                if let Some(slowest) = self.time(&comm, bytes, call)? {
-                    times.entry(bytes).or_default().push((algorithm.name().to_owned(), slowest));
+                if let Some((slowest, calls)) = self.time(&comm, bytes, call)? {
+                    let name = algorithm.name().to_owned();
+                    self.calls.entry(bytes).or_default().insert(name.clone(), calls);
+                    times.entry(bytes).or_default().push((name, slowest));
                     if in_place {
                         // What was timed is the sum of many sums by now.
                         fill(bytes as usize)?;
@@ -138,7 +149,8 @@ impl<'a> Bench<'a> {
                     let (to, from) = (to.address() as *mut u8, from.address() as *const u8);
                     comm.all_to_all_at(to, from, count, DType::U8, stream)
                 };
-                if let Some(slowest) = self.time(&comm, bytes, call)? {
+                if let Some((slowest, calls)) = self.time(&comm, bytes, call)? {
+                    self.calls.entry(bytes).or_default().insert(name.clone(), calls);
                     times.entry(bytes).or_default().push((name.clone(), slowest));
                 }
             }
@@ -178,7 +190,8 @@ impl<'a> Bench<'a> {
                     (1, true) => receive(0, stream).and_then(|()| send(0, stream)),
                     _ => Ok(()),
                 };
-                if let Some(slowest) = self.time(&comm, bytes, call)? {
+                if let Some((slowest, calls)) = self.time(&comm, bytes, call)? {
+                    self.calls.entry(bytes).or_default().insert(name.to_owned(), calls);
                     times.entry(bytes).or_default().push((name.to_owned(), slowest));
                 }
             }
@@ -186,38 +199,59 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// Microseconds of a call on the slowest rank; none if the communicator cannot make it.
+    /// Microseconds of a call on the slowest rank, and the calls in the graph that it took so long in; none
+    /// if the communicator cannot make it.
     fn time(
         &mut self,
         comm: &Communicator,
         bytes: u64,
         call: impl Fn(&Stream) -> Result<()>,
-    ) -> Result<Option<f64>> {
+    ) -> Result<Option<(f64, u64)>> {
         let (pool, stream) = (self.pool, self.stream);
-        let calls = (GRAPH_BYTES / bytes.max(1)).clamp(5, 100);
-        let captured = Graph::capture(pool, stream, || (0..calls).try_for_each(|_| call(&stream)));
-        let graph = match captured {
-            Ok(graph) => graph,
-            Err(error) if error.is_unsupported() => return Ok(None),
-            Err(error) => return Err(error),
-        };
-        let mut rounds = Vec::new();
-        for _ in 0..ROUNDS {
-            self.meet()?;
-            let work = || graph.launch(pool, stream);
-            let laps = self.clock.laps(pool, stream, REPLAYS, work)?;
-            comm.synchronize(&stream)?;
-            let mine = median(laps[1..].to_vec()) / calls as f64;
-            self.number += 1;
-            let name = format!("time{}", self.number);
-            let deadline = Deadline::seconds(60);
-            let of_all = pool.group().all_gather(&name, &mine.to_le_bytes(), deadline)?;
-            let each =
-                of_all.parts().map(|part| f64::from_le_bytes(part.try_into().expect("a number")));
-            rounds.push(each.fold(0.0, f64::max));
+        let most = (SPAN_BYTES / bytes.max(1)).clamp(5, 100);
+        let mut lengths: Vec<u64> = self.graphs.iter().map(|calls| most.min(*calls)).collect();
+        lengths.dedup();
+        let mut graphs = Vec::new();
+        for calls in lengths {
+            let captured =
+                Graph::capture(pool, stream, || (0..calls).try_for_each(|_| call(&stream)));
+            match captured {
+                Ok(graph) => graphs.push((graph, calls)),
+                Err(error) if error.is_unsupported() => return Ok(None),
+                Err(error) => return Err(error),
+            }
         }
-        graph.destroy(pool)?;
-        Ok(Some(median(rounds)))
+        let mut best = (f64::INFINITY, 0);
+        if graphs.len() > 1 {
+            // Every rank has the same times here, so all choose the same.
+            for (at, (graph, calls)) in graphs.iter().enumerate() {
+                let us = self.replay(comm, graph, *calls, most)?;
+                best = if us < best.0 { (us, at) } else { best };
+            }
+        }
+        let (graph, calls) = &graphs[best.1];
+        let rounds: Result<Vec<f64>> =
+            (0..ROUNDS).map(|_| self.replay(comm, graph, *calls, most)).collect();
+        let found = (median(rounds?), *calls);
+        graphs.into_iter().try_for_each(|(graph, _)| graph.destroy(pool))?;
+        Ok(Some(found))
+    }
+
+    /// Microseconds of a call in a graph of `calls`, on the slowest rank, by replays with `most` calls between
+    /// two events.
+    fn replay(&mut self, comm: &Communicator, graph: &Graph, calls: u64, most: u64) -> Result<f64> {
+        let (pool, stream, launches) = (self.pool, self.stream, most / calls);
+        self.meet()?;
+        let work = || (0..launches).try_for_each(|_| graph.launch(pool, stream));
+        let laps = self.clock.laps(pool, stream, REPLAYS, work)?;
+        comm.synchronize(&stream)?;
+        let mine = median(laps[1..].to_vec()) / (launches * calls) as f64;
+        self.number += 1;
+        let name = format!("time{}", self.number);
+        let of_all = pool.group().all_gather(&name, &mine.to_le_bytes(), Deadline::seconds(60))?;
+        let each =
+            of_all.parts().map(|part| f64::from_le_bytes(part.try_into().expect("a number")));
+        Ok(each.fold(0.0, f64::max))
     }
 
     /// Waits until every rank is here.
@@ -252,7 +286,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             || options.algorithms.iter().any(|name| name == algorithm.name())
     };
     let algorithms: Vec<_> = AllReduceAlgorithm::ALL.into_iter().filter(named).collect();
-    let mut bench = Bench::new(pool)?;
+    let mut bench = Bench::new(pool, GRAPHS)?;
     let mut rows = bench.measure(options, (&from, into), DType::Bf16, &algorithms)?;
     bench.all_to_alls(options, (&from, &to), &mut rows)?;
     bench.messages(options, (&from, &to), &mut rows)?;
@@ -272,7 +306,8 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
                 "driver_api": facts.driver_version, "dtype": "bf16", "op": "sum",
                 "in_place": options.in_place, "eager_host_us": host_us,
                 "us": rows.iter().map(|(bytes, row)| {
-                    json!({ "bytes": bytes, "by": row.iter().cloned().collect::<BTreeMap<_, _>>() })
+                    let by = row.iter().cloned().collect::<BTreeMap<_, _>>();
+                    json!({ "bytes": bytes, "by": by, "calls": bench.calls[bytes] })
                 }).collect::<Vec<_>>(),
             });
             let text = serde_json::to_string_pretty(&results).expect("plain data");

@@ -8,8 +8,8 @@ use symmpool_collectives::{
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
 use crate::{
-    ORDINARY, Options, equal_parts, exchange, huge, p2p, repeats, rows, sided, slow, spread,
-    streams,
+    ORDINARY, Options, equal_parts, exchange, first_calls, huge, p2p, repeats, rows, sided,
+    sided_streams, slow, spread, streams,
 };
 
 /// Room for the longest data and any alignment.
@@ -32,14 +32,17 @@ struct Check<'a> {
 }
 
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
+    let (mut cases, mut wrong) = (0, 0);
+    // Before anything else has been called.
+    if options.asks("first_calls") {
+        (cases, wrong) = first_calls::run(pool, options)?;
+    }
     let ordinary = pool.lane(ORDINARY)?;
     let memories = [
         Memory { name: "windows", input: pool.alloc(ROOM)?, output: pool.alloc(ROOM)? },
         Memory { name: "ordinary", input: ordinary.alloc(ROOM)?, output: ordinary.alloc(ROOM)? },
     ];
     pool.commit()?;
-    let mut cases = 0;
-    let mut wrong = 0;
     for algorithm in AllReduceAlgorithm::ALL {
         if !options.asks(algorithm.name()) {
             continue;
@@ -90,9 +93,12 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         wrong += row_wrong;
     }
     if options.asks("one_sided") {
-        let (sided_cases, sided_wrong) = sided::run(pool, options)?;
-        cases += sided_cases;
-        wrong += sided_wrong;
+        for (some_cases, some_wrong) in
+            [sided::run(pool, options)?, sided_streams::run(pool, options)?]
+        {
+            cases += some_cases;
+            wrong += some_wrong;
+        }
     }
     if options.asks("p2p") {
         let (message_cases, message_wrong) = p2p::run(pool, options)?;

@@ -35,7 +35,13 @@ pub(crate) fn stream(pool: &Pool) -> Result<Stream> {
     driver(pool).with_context(
         || call!("cuStreamCreate"(&raw mut handle => *mut Handle, non_blocking => c_uint)),
     )?;
-    Ok(Stream::from_raw(handle as u64))
+    // SAFETY: the stream was just made; `destroy` is called when nothing names it any more.
+    Ok(unsafe { Stream::from_raw(handle as u64) })
+}
+
+/// Gives a stream back, which nothing names any more. What is on it goes on.
+pub(crate) fn destroy(pool: &Pool, stream: Stream) -> Result<()> {
+    driver(pool).with_context(|| call!("cuStreamDestroy_v2"(stream.raw() as Handle => Handle)))
 }
 
 /// What a closure puts on a stream, as a graph.

@@ -8,7 +8,7 @@ use symmpool_collectives::{
 };
 
 use crate::cuda::stream;
-use crate::{Options, exchange_faults, expect_error, late, p2p_faults};
+use crate::{Options, exchange_faults, expect_error, late, outside, p2p_faults};
 
 pub(crate) fn run(pool: &Pool, asked: &Options) -> Result<bool> {
     let timeout = Duration::try_from_secs_f64(asked.timeout)
@@ -109,6 +109,9 @@ pub(crate) fn run(pool: &Pool, asked: &Options) -> Result<bool> {
     }
     if asked.asks("late") {
         wrong += late::run(pool, timeout)?;
+    }
+    if asked.asks("outside") {
+        wrong += outside::run(pool, timeout)?;
     }
     declined(pool)?;
     wrong += lost(pool, timeout)?;

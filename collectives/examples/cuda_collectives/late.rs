@@ -16,6 +16,8 @@ const OTHER: u8 = 0x77;
 const COUNT: usize = 1 << 20;
 const BYTES: usize = 2 * COUNT;
 const DTYPE: DType = DType::Bf16;
+/// What a slow rank takes.
+const SLOW: Duration = Duration::from_millis(500);
 
 /// Whatever kernels write straight into peers' outputs. Copy engines cannot be called back.
 const WAYS: [(&str, AllReduceAlgorithm); 5] = [
@@ -81,10 +83,45 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
         }
         meet()?;
     }
-    Ok(wrong)
+    Ok(wrong + late.slow_at_the_last_numbers(&meet)?)
 }
 
 impl Late<'_> {
+    /// A rank that is slow, but comes, is waited for at the last of the numbers that calls have, too, whatever
+    /// fresh memory holds.
+    fn slow_at_the_last_numbers(&self, meet: &dyn Fn() -> Result<()>) -> Result<u32> {
+        let mut wrong = 0;
+        for first_epoch in [u32::MAX - 1, u32::MAX] {
+            for algorithm in [AllReduceAlgorithm::OneShotPacket, AllReduceAlgorithm::TwoShotCopy] {
+                let options = CommunicatorOptions { algorithm, first_epoch, ..Default::default() };
+                let comm = Communicator::with_options(self.pool, &options)?;
+                meet()?;
+                if self.pool.rank() == self.pool.world() - 1 {
+                    std::thread::sleep(SLOW);
+                }
+                let whole = algorithm == AllReduceAlgorithm::TwoShotCopy;
+                let count = if whole { COUNT } else { 1000 };
+                let (to, from) = (self.to.address() as *mut u8, self.from.address() as *const u8);
+                for _ in 0..3 {
+                    // SAFETY: both blocks hold `COUNT` elements.
+                    let called = unsafe {
+                        comm.all_reduce_at(to, from, count, DTYPE, ReduceOp::Sum, &self.stream)
+                    };
+                    if let Err(error) = called.and_then(|()| comm.synchronize(&self.stream)) {
+                        wrong += 1;
+                        println!(
+                            "rank {}: {} from call {first_epoch} on: {error}",
+                            self.pool.rank(),
+                            algorithm.name()
+                        );
+                    }
+                }
+                meet()?;
+            }
+        }
+        Ok(wrong)
+    }
+
     fn call(&self, comm: &Communicator, way: &str) -> Result<()> {
         let (to, from) = (self.to.address() as *mut u8, self.from.address() as *const u8);
         let (world, stream) = (self.pool.world() as usize, &self.stream);

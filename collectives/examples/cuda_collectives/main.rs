@@ -16,17 +16,20 @@ mod equal_parts;
 mod exchange;
 mod exchange_faults;
 mod faults;
+mod first_calls;
 mod huge;
 mod killed;
 mod late;
 mod matrix;
 mod oracle;
+mod outside;
 mod p2p;
 mod p2p_faults;
 mod repeats;
 mod row_model;
 mod rows;
 mod sided;
+mod sided_streams;
 mod slow;
 mod soak;
 mod spread;
@@ -42,6 +45,7 @@ use std::time::{Duration, Instant};
 use clap::{Parser, ValueEnum};
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::lane::LaneConfig;
+use symmpool_allocator::topology::Topology;
 use symmpool_allocator::{Deadline, Driver, Error, Group, Pool, Result};
 use symmpool_collectives::CommunicatorOptions;
 
@@ -76,12 +80,12 @@ struct Options {
     #[arg(long)]
     out: Option<PathBuf>,
     /// Algorithms to time or to check, by name; all that serve a size without it. `check` knows
-    /// all_to_all, spread (all-gathers and broadcasts), rows, one_sided, p2p (messages between two ranks), repeats (the same bits in 1,000
+    /// first_calls (of two communicators, in another order on every other rank), all_to_all, spread (all-gathers and broadcasts), rows, one_sided, p2p (messages between two ranks), repeats (the same bits in 1,000
     /// calls), streams (several communicators at once), mixed (all-to-alls of long and short parts) and slow
     /// (consumers) as well, and, only if named, huge (more than 2^31 elements); `bench` all_to_all and all_to_all_packet, for one, p2p and
     /// p2p_round_trip; `soak` all_reduce
-    /// (all of them), all_to_all and graphs; `faults` all_to_all, p2p and late (ranks that come when the others
-    /// have given up); `killed` all_reduce, two_shot_copy, all_to_all, all_to_all_splits and all_to_all_copy.
+    /// (all of them), all_to_all and graphs; `faults` all_to_all, p2p, late (ranks that come when the others
+    /// have given up) and outside (ranks that disagree on what is moved); `killed` all_reduce, two_shot_copy, all_to_all, all_to_all_splits and all_to_all_copy.
     #[arg(long, value_delimiter = ',')]
     algorithms: Vec<String>,
     /// Sizes to time, in bytes (bench, tune); without them from --min to --max, doubling.
@@ -121,6 +125,9 @@ struct Options {
     /// Whether ranks share a device.
     #[arg(skip)]
     shared: bool,
+    /// Whether devices are emulated: what joins them tears nothing.
+    #[arg(skip)]
+    emulated: bool,
     #[arg(skip)]
     rank: u32,
     /// What is under way when a rank is killed (set by killed, for its ranks).
@@ -161,7 +168,8 @@ impl Options {
         let told = self.concurrent.iter().cycle().nth(self.rank as usize);
         // There may be several here, but their calls come one after the other.
         let concurrent = Some(told.copied().unwrap_or(1));
-        let usual = CommunicatorOptions { concurrent, ..Default::default() };
+        let links = self.emulated.then(|| Topology::host(self.ranks));
+        let usual = CommunicatorOptions { concurrent, links, ..Default::default() };
         if self.quick { CommunicatorOptions { timeout: PATIENCE, ..usual } } else { usual }
     }
 
@@ -264,6 +272,7 @@ fn run(options: &mut Options) -> Result<bool> {
         .lane(LaneConfig::symmetric("windows"))
         .lane(LaneConfig::local(ORDINARY));
     let pool = if options.shared { builder.allow_shared_device() } else { builder }.build()?;
+    options.emulated = pool.device(0)?.name == "emulated device";
     match options.mode {
         Mode::Check => check::run(&pool, options),
         Mode::Faults => faults::run(&pool, options),

@@ -7,7 +7,7 @@ use std::{fs, io};
 use symmpool_allocator::{Block, Error, Pool, Result};
 use symmpool_collectives::{AllReduceAlgorithm, DType};
 
-use crate::bench::{Bench, Times, show};
+use crate::bench::{Bench, LONG_GRAPHS, Times, show};
 use crate::cuda::driver;
 use crate::{ORDINARY, Options};
 
@@ -37,7 +37,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let open = [AllReduceAlgorithm::Auto, AllReduceAlgorithm::OneShot, AllReduceAlgorithm::TwoShot];
     let algorithms: Vec<_> =
         AllReduceAlgorithm::ALL.into_iter().filter(|algorithm| !open.contains(algorithm)).collect();
-    let mut bench = Bench::new(pool)?;
+    let mut bench = Bench::new(pool, LONG_GRAPHS)?;
     for (dtype, sentinels) in [(DType::Bf16, true), (DType::I32, false)] {
         for (blocks, windows) in [(&windows, true), (&other, false)] {
             let times = bench.measure(options, (&blocks.0, &blocks.1), dtype, &algorithms)?;

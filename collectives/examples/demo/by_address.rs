@@ -151,7 +151,7 @@ impl Memory for ByAddress<'_> {
         self.write(tensor, &total)
     }
 
-    fn map(&self) -> Map {
+    fn map(&self) -> Result<Map> {
         let placed = self.live.iter().map(|(address, (tensor, bytes))| {
             let (window, offset) = self.locate(*address);
             let offset = (window * WINDOW) as u64 + offset;
@@ -159,7 +159,7 @@ impl Memory for ByAddress<'_> {
         });
         let mut live: Vec<_> = placed.collect();
         live.sort_by_key(|placed| placed.offset);
-        Map { windows: vec![WINDOW as u64; WINDOWS], live }
+        Ok(Map { windows: vec![WINDOW as u64; WINDOWS], live })
     }
 }
 

@@ -20,7 +20,7 @@ pub(crate) trait Memory {
     fn read(&mut self, tensor: &Self::Tensor) -> Result<Vec<f32>>;
     /// Adds up what all ranks have in "the same" tensor.
     fn all_reduce(&mut self, tensor: &Self::Tensor) -> Result<()>;
-    fn map(&self) -> Map;
+    fn map(&self) -> Result<Map>;
 }
 
 /// Runs the program: each round frees some tensors, makes new ones of varying sizes, all-reduces
@@ -62,7 +62,7 @@ pub(crate) fn run<M: Memory>(
         Report::Round { order, round, tensors: TENSORS, wrong }.send();
         live.extend(fresh.into_iter().map(|(_, tensor)| tensor));
     }
-    Report::Map { order, map: memory.map() }.send();
+    Report::Map { order, map: memory.map()? }.send();
     live.into_iter().try_for_each(|tensor| memory.free(tensor))
 }
 

@@ -40,24 +40,24 @@ impl Memory for Symmetric<'_> {
         self.comm.all_reduce(tensor, ReduceOp::Sum, &Stream::DEFAULT)
     }
 
-    fn map(&self) -> Map {
-        let (segments, blocks) = self.pool.default_lane().map();
+    fn map(&self) -> Result<Map> {
+        let (segments, blocks) = self.pool.default_lane().map()?;
         let live = blocks.iter().filter(|block| block.state == BlockState::Live);
         let placed = live.map(|block| {
             let number = self.numbers.iter().find(|(counter, _)| *counter == block.counter);
             let tensor = number.map_or(u32::MAX, |(_, tensor)| *tensor);
             Placed { tensor, offset: block.offset, bytes: block.bytes }
         });
-        Map {
+        Ok(Map {
             windows: segments.iter().map(|segment| segment.bytes).collect(),
             live: placed.collect(),
-        }
+        })
     }
 }
 
 /// Whether the lane was used as [`Memory::map`] assumes: segments without gaps.
 pub(crate) fn check_map(pool: &Pool) -> Result<()> {
-    let (segments, _) = pool.default_lane().map();
+    let (segments, _) = pool.default_lane().map()?;
     let mut end = 0;
     for segment in segments {
         if segment.offset != end {

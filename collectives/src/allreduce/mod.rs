@@ -56,7 +56,8 @@ pub enum AllReduceAlgorithm {
     /// In host memory: data over direct links only, between two groups of ranks that are all linked
     /// inside and paired with each other. What `Auto` uses on a hybrid cube mesh.
     CubeMesh = 10,
-    /// On devices: one shot, in lines of 128 bytes of which 8 are flags. Any type; fastest for some
+    /// On devices that are all linked by NVLink, or are one: one shot, in lines of 128 bytes of which 8 are
+    /// flags. Any type; fastest for some
     /// ten to hundred KiB of what sentinels do not carry.
     OneShotLine = 11,
     /// On devices: two shots carried by copy engines, with kernels that reduce between them; outputs

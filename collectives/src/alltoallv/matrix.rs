@@ -94,7 +94,8 @@ impl Matrix {
                     "all_to_all_v, seen on rank {me}: the input splits of rank {rank} are \
                      negative, or more than its input has, or it has a row whose destination is no \
                      rank or changed meanwhile. It sent nothing, and the communicator goes on"
-                )));
+                ))
+                .naming([rank]));
             }
             let sent: usize = (0..world).map(|from| self.bytes(engine, from, rank)).sum();
             let capacity = self.capacity(engine, rank);
@@ -106,7 +107,8 @@ impl Matrix {
                     sent / size,
                     capacity / size,
                     (sent - capacity) / size
-                )));
+                ))
+                .naming([rank]));
             }
         }
         Ok(())
@@ -141,6 +143,7 @@ impl Matrix {
             "\nNothing was written and the communicator stays usable; what a rank sends must be \
              what the other receives.",
         );
-        Err(Error::mismatch(message))
+        let pairs = pairs().filter(differs).flat_map(|(from, to)| [from, to]);
+        Err(Error::mismatch(message).naming(pairs))
     }
 }

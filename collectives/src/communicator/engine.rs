@@ -63,6 +63,14 @@ impl Engine {
         }
     }
 
+    pub(super) fn forget_stream(&mut self, stream: &Stream) -> Result<()> {
+        match self {
+            // Nothing is ever pending on a stream there.
+            Self::Host(_) => Ok(()),
+            Self::Cuda(cuda) => cuda.forget_stream(*stream),
+        }
+    }
+
     pub(super) fn abandon(&mut self) {
         match self {
             Self::Host(host) => host.abandon(),

@@ -1,14 +1,16 @@
 //! How a communicator is made: control memory that every rank has, and the engine on it.
 
-use std::sync::{Arc, Mutex};
+use std::cell::Cell;
+use std::sync::Arc;
 
 use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream};
 
 use super::engine::Engine;
 use super::peers::{self, still_there};
+use super::refusal::Held;
 use super::{Communicator, CommunicatorOptions, Inner};
 use crate::allreduce::Asked;
-use crate::cuda::{CudaEngine, CudaOptions};
+use crate::cuda::{CudaEngine, CudaOptions, Ready};
 use crate::host::HostSided;
 use crate::host::cores::enough_for;
 use crate::{HostEngine, HostOptions};
@@ -34,7 +36,7 @@ impl Communicator {
         let all_to_all = all_to_all.unwrap_or_default();
         let options = &CommunicatorOptions { all_to_all, ..options.clone() };
         let (engine, control, sided) = if pool.driver().as_cuda().is_some() {
-            let (engine, control) = Self::on_device(pool, options, sound)?;
+            let (engine, control) = Self::on_device(pool, options, sound.and(asked.clone()))?;
             (engine, control, None)
         } else {
             Self::in_host_memory(pool, options, sound)?
@@ -43,9 +45,8 @@ impl Communicator {
             pool: pool.clone(),
             asked: asked?,
             timeout: Arc::clone(engine.timeout()),
-            inner: Mutex::new(Inner { engine, windows: pool.windows() }),
+            held: Arc::new(Held::new(Inner { engine, windows: pool.windows() }, control)),
             sided,
-            control: Some(control),
         })
     }
 
@@ -105,21 +106,30 @@ impl Communicator {
     fn on_device(
         pool: &Pool,
         options: &CommunicatorOptions,
-        sound: Result<()>,
+        asked: Result<Asked>,
     ) -> Result<(Engine, Block<u8>)> {
+        // Where that is wrong nothing is made.
+        let (auto, by_environment) = (options.algorithm, false);
         let options = CudaOptions {
+            asked: asked.clone().unwrap_or(Asked { algorithm: auto, by_environment }),
             timeout: options.timeout,
             inbox: options.device_inbox_bytes,
             scratch: options.device_scratch_bytes,
             first_epoch: options.first_epoch,
             all_to_all: options.all_to_all,
             concurrent: options.concurrent,
+            links: options.links.as_ref().unwrap_or(pool.topology()).clone(),
         };
-        let bytes = sound.and_then(|()| CudaEngine::control_bytes(pool.world(), &options));
-        let prepare = |block: &Block<u8>| CudaEngine::prepare(pool, block, &options);
+        let bytes = asked.and_then(|_| CudaEngine::control_bytes(pool.world(), &options));
+        let ready: Cell<Option<Ready>> = Cell::new(None);
+        let prepare = |block: &Block<u8>| {
+            ready.set(Some(CudaEngine::prepare(pool, block, &options)?));
+            Ok(())
+        };
         let alive = Box::new(still_there(pool));
         Self::share(pool, bytes, prepare, |control| {
-            let engine = CudaEngine::new(pool, control.offset(), &options, alive)?;
+            let ready = ready.take().ok_or_else(|| Error::invalid_state("nothing was prepared"))?;
+            let engine = CudaEngine::new(pool, control.offset(), &options, ready, alive)?;
             Ok(Engine::Cuda(Box::new(engine)))
         })
     }

@@ -49,9 +49,10 @@ pub struct CommunicatorOptions {
     /// numbers have used up their bits.
     pub first_epoch: u32,
     /// How the ranks are linked, where it is not as the pool's topology says: for trying out a
-    /// machine that is not there. In host memory, where all-reduces on a hybrid cube mesh move data
-    /// over direct links only ([`AllReduceAlgorithm::CubeMesh`]); other collectives do not ask for
-    /// links. Default: [`Pool::topology`](symmpool_allocator::Pool::topology).
+    /// machine that is not there. In host memory all-reduces on a hybrid cube mesh move data over direct
+    /// links only ([`AllReduceAlgorithm::CubeMesh`]); on devices lines
+    /// ([`AllReduceAlgorithm::OneShotLine`]) are for ranks that are all linked directly. Other collectives
+    /// do not ask for links. Default: [`Pool::topology`](symmpool_allocator::Pool::topology).
     pub links: Option<Topology>,
 }
 

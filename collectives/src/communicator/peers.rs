@@ -81,9 +81,9 @@ mod tests {
     use super::*;
     use std::process::{Command, Stdio};
 
+    /// Rule S5.
     #[test]
     fn a_process_that_ended_is_not_alive() {
-        // S5
         let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
         let pid = child.id();
         let number = Pid::from_raw(pid as i32).unwrap();

@@ -151,17 +151,6 @@ impl Communicator {
         unsafe { inner.engine.all_to_all_v((from, to), sizes, dtype, stream) }
     }
 
-    /// Stands in for the next call where the caller has found its own arguments wrong: the other
-    /// ranks get an error at once instead of a wait, and all stay in step. Returns what to report:
-    /// `why`, or why the communicator is closed.
-    #[cold]
-    pub fn decline(&self, why: Error, stream: &Stream) -> Error {
-        match self.begin(stream) {
-            Ok(mut inner) => inner.engine.decline(why, stream),
-            Err(error) => error,
-        }
-    }
-
     /// Where memory lies, for the engine; as [`Self::place`] for what may be no block of the pool.
     pub(super) fn place_at(
         &self,

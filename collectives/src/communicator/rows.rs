@@ -194,7 +194,8 @@ impl<C: Deref<Target = Communicator>> RowExchange<C> {
         let bytes = self.layout_bytes();
         match self.comm.pool().driver().as_cuda() {
             Some(driver) => {
-                self.comm.pool().driver().synchronize()?;
+                let pool = self.comm.pool();
+                pool.driver().synchronize_by(pool.group().deadline())?;
                 // SAFETY: the caller's promise; a multiple of 4 bytes.
                 unsafe { driver.fill(layout as u64, 0, bytes as u64 / 4) }
             }

@@ -308,7 +308,7 @@ impl Communicator {
         if !self.pool.windows().covers(address, bytes) {
             return refuse("they are not all in windows; commit the pool after allocating");
         }
-        let own = self.control.as_ref().map(|control| (control.offset(), control.bytes()));
+        let own = self.held.control();
         if let Some((begin, length)) = own
             && offset < begin + length
             && begin < offset.saturating_add(bytes)

@@ -6,13 +6,13 @@ use symmpool_allocator::{Result, Stream};
 
 use super::engine::CudaEngine;
 use super::grid::Grid;
-use super::kernels::{Loaded, Specialty};
+use super::kernels::Loaded;
 use super::params::{CallParams, LINE_PAYLOAD, MOST_TEAMS};
 use super::shape::{Algorithm, Shape, has_sentinels};
+use super::specialty::Specialty;
 use crate::allreduce::Asked;
 use crate::host::call::{Call, Operation};
-use crate::jit::Kernel;
-use crate::jit::sources::{ONE_SHOT, ONE_SHOT_LINE, PULL, PUSH, TWO_SHOT};
+use crate::jit::sources::PUSH;
 use crate::{DType, Place, ReduceOp};
 
 /// Bits of `SHOTS` in the kernels.
@@ -108,6 +108,7 @@ impl CudaEngine {
             world: self.world(),
             input_window: input.is_window(),
             output_window: output.is_window(),
+            direct: self.direct,
         };
         let (chosen, why) = match shape.choose(asked, &self.control, &self.rows) {
             Ok(chosen) => chosen,
@@ -148,12 +149,11 @@ impl CudaEngine {
         let of_lines = work.bytes.div_ceil(LINE_PAYLOAD) * 8;
         // Threads that have something to do, how many to a block, and the most blocks. Small blocks
         // begin and end sooner.
-        let (kernel, shots, sentinels, wanted, threads, most) = match algorithm {
-            Algorithm::OneShotPacket => (&ONE_SHOT, 0, false, vectors, 32, u32::MAX),
-            Algorithm::OneShotSentinel => (&ONE_SHOT, 0, true, vectors, 32, u32::MAX),
-            Algorithm::OneShotLine => (&ONE_SHOT_LINE, 0, false, of_lines, 64, u32::MAX),
-            Algorithm::OneShotPull => (&PULL, SCATTER, false, vectors, 256, MOST_TEAMS),
-            Algorithm::TwoShotPull => (&PULL, BOTH, false, share, THREADS, 256),
+        let (wanted, threads, most) = match algorithm {
+            Algorithm::OneShotPacket | Algorithm::OneShotSentinel => (vectors, 32, u32::MAX),
+            Algorithm::OneShotLine => (of_lines, 64, u32::MAX),
+            Algorithm::OneShotPull => (vectors, 256, MOST_TEAMS),
+            Algorithm::TwoShotPull => (share, THREADS, 256),
             Algorithm::TwoShotPush => {
                 // SAFETY: passed on.
                 return unsafe { self.push(work, BOTH) };
@@ -168,7 +168,9 @@ impl CudaEngine {
                 return unsafe { self.two_shot(work, BOTH, sentinels) };
             }
         };
-        let loaded = self.loaded(kernel, work, shots, sentinels, THREADS)?;
+        let specialty =
+            Specialty::all_reduce(algorithm, self.world(), (work.dtype, work.op), work.bytes);
+        let loaded = self.kernel(specialty)?;
         if matches!(algorithm, Algorithm::OneShotPull | Algorithm::TwoShotPull) {
             let teams = Grid::new(&loaded.alone(), wanted, threads, most);
             // SAFETY: passed on.
@@ -190,28 +192,23 @@ impl CudaEngine {
         shots: u8,
         sentinels: bool,
     ) -> Result<()> {
-        let room =
-            if sentinels { self.control.sentinel_vectors() } else { self.control.packet_vectors() };
         let ranks = u64::from(self.world());
         // Of an all-reduce: shares and results of all ranks. Of a half: parts of all ranks.
-        let (shares, room) =
-            if shots == SCATTER | GATHER { (ranks, room / 2) } else { (1, room / ranks) };
-        let most = room / shares * shares * 16;
+        let (shares, most) = if shots == SCATTER | GATHER {
+            (ranks, self.control.two_shot_room(sentinels, self.world()))
+        } else {
+            (1, self.control.inbox_vectors(sentinels) / ranks * 16)
+        };
         let threads = match most.min(work.bytes) {
             0..=524_288 => 64,
             524_289..=1_048_576 => 256,
             _ => THREADS,
         };
-        // Vectors of more ranks take more registers.
-        let bound = if ranks <= 4 { THREADS } else { THREADS / 2 };
-        let threads = threads.min(bound);
-        // Where much is to be moved, twice as many threads have twice as much under way, if
-        // registers suffice.
-        let wide = matches!(work.dtype, DType::F32 | DType::F16 | DType::Bf16);
-        let blocks =
-            if most.min(work.bytes) > 4 << 20 && sentinels && wide && ranks <= 4 { 2 } else { 1 };
-        let specialty = self.specialty(&TWO_SHOT, work, shots, sentinels, bound);
-        let loaded = self.kernel(Specialty { blocks, ..specialty })?;
+        let reduction = (work.dtype, work.op);
+        let bytes = most.min(work.bytes);
+        let loaded =
+            self.kernel(Specialty::two_shot(self.world(), reduction, shots, sentinels, bytes))?;
+        let threads = threads.min(loaded.threads);
         for piece in work.pieces(most, 16 * shares) {
             let each = piece.bytes.div_ceil(16).div_ceil(shares);
             let grid = Grid::new(&loaded, each, threads, 264);
@@ -219,36 +216,6 @@ impl CudaEngine {
             unsafe { self.put(loaded, grid, &piece.params(), piece.stream) }?;
         }
         Ok(())
-    }
-
-    pub(super) fn loaded(
-        &mut self,
-        kernel: &'static Kernel,
-        work: &Work,
-        shots: u8,
-        sentinels: bool,
-        threads: u32,
-    ) -> Result<Loaded> {
-        self.kernel(self.specialty(kernel, work, shots, sentinels, threads))
-    }
-
-    fn specialty(
-        &self,
-        kernel: &'static Kernel,
-        work: &Work,
-        shots: u8,
-        sentinels: bool,
-        threads: u32,
-    ) -> Specialty {
-        let (dtype, op) = (work.dtype as u8, work.op as u8);
-        let base = Specialty::new(kernel, threads);
-        let reduces = shots == 0 || shots & SCATTER != 0;
-        if reduces {
-            Specialty { dtype, op, shots, sentinels, ..base }
-        } else {
-            // Bits are moved as they are.
-            Specialty { shots, ..base }
-        }
     }
 
     /// # Safety
@@ -345,7 +312,8 @@ impl CudaEngine {
     /// As [`CudaEngine::all_reduce`].
     unsafe fn push(&mut self, work: &Work, shots: u8) -> Result<()> {
         let ranks = u64::from(self.world());
-        let loaded = self.loaded(&PUSH, work, shots, false, THREADS)?;
+        let base = Specialty::reduces(&PUSH, (work.dtype, work.op));
+        let loaded = self.kernel(Specialty { shots, ..base })?;
         // Of what a team's range is of: a share, or a part.
         let shares = if shots == SCATTER | GATHER { ranks } else { 1 };
         let most = self.control.scratch_room(self.world()) * shares;

@@ -8,19 +8,12 @@
 
 use symmpool_allocator::{Error, Result, Stream};
 
-use super::algorithms::THREADS;
 use super::engine::CudaEngine;
 use super::grid::Grid;
-use super::kernels::Specialty;
 use super::params::{CallParams, ITEM, MOST_RANKS, Traffic, UNKNOWN};
+use super::specialty::{DEVICE, INBOXES, STRAIGHT, Specialty};
 use crate::host::call::{Call, Operation};
-use crate::jit::sources::ALL_TO_ALL;
 use crate::{AllToAllAlgorithm, DType, Place, SplitRows, SplitsAt};
-
-/// `SHOTS` of the kernel: through inboxes alone, what goes straight too, counts on the device too.
-const INBOXES: u8 = 1;
-const STRAIGHT: u8 = 2;
-const DEVICE: u8 = 4;
 
 /// What a rank sends to all others through their inboxes, if all get as much. From there on it saves more
 /// to write data once than to wait for nothing else.
@@ -319,13 +312,9 @@ impl CudaEngine {
         traffic: &Traffic,
         stream: Stream,
     ) -> Result<()> {
-        // Vectors of more ranks take more registers.
-        let (bound, most) = match self.world() {
-            0..=4 => (THREADS, MOST_BLOCKS),
-            _ => (THREADS / 2, 2 * MOST_BLOCKS),
-        };
-        let base = Specialty::new(&ALL_TO_ALL, bound);
-        let loaded = self.kernel(Specialty { shots, ..base })?;
+        let most = if self.world() <= 4 { MOST_BLOCKS } else { 2 * MOST_BLOCKS };
+        let loaded = self.kernel(Specialty::all_to_all(self.world(), shots))?;
+        let bound = loaded.threads;
         // So many that every pair has warps of its own.
         let vectors = bytes.div_ceil(16).max(2 * u64::from(MOST_RANKS) * ITEM / 16);
         // Small blocks begin and end sooner.

@@ -16,9 +16,9 @@ use symmpool_allocator::{PeerRow, Result, Stream};
 
 use super::algorithms::THREADS;
 use super::engine::CudaEngine;
-use super::kernels::Specialty;
 use super::params::CallParams;
 use super::slices::Slices;
+use super::specialty::Specialty;
 use crate::host::call::{Call, Operation};
 use crate::jit::sources::BESIDE_COPIES;
 use crate::{AllToAllAlgorithm, DType, Place};
@@ -112,7 +112,7 @@ impl CudaEngine {
             ..CallParams::of(&call)
         };
         // They wait for the entry, which must find a place beside them.
-        let beside_entry = kernel.resident.saturating_sub(1).max(1);
+        let beside_entry = kernel.resident(THREADS).saturating_sub(1).max(1);
         let grid = (BLOCKS.min(kernel.share.most_blocks).min(beside_entry), THREADS);
         // SAFETY: parts of what the caller promised, and what no copy writes.
         unsafe { self.launch_apart(kernel, grid, &self.comm, &params, None, beside) }

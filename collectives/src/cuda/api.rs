@@ -75,7 +75,8 @@ impl Api {
         // SAFETY: writes one handle through a valid pointer.
         let code = unsafe { (self.stream_create)(&raw mut handle, flags) };
         CudaDriver::check(code, || "making a stream".to_owned())?;
-        Ok(Stream::from_raw(handle as u64))
+        // SAFETY: the stream was just made, and lives until whoever asked for it gives it back.
+        Ok(unsafe { Stream::from_raw(handle as u64) })
     }
 
     /// An event without timing. The device's context must be current.

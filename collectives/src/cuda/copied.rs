@@ -20,6 +20,7 @@ use super::algorithms::{THREADS, Work};
 use super::engine::CudaEngine;
 use super::kernels::Loaded;
 use super::params::CallParams;
+use super::specialty::Specialty;
 use crate::jit::sources::REDUCE_COPIED;
 
 /// Bytes of every share, as far as it is that long.
@@ -55,7 +56,8 @@ impl CudaEngine {
         let Some((&last, before)) = others.split_last() else {
             return self.enter_only(work.call, work.stream);
         };
-        let reduce = self.loaded(&REDUCE_COPIED, work, 0, false, THREADS)?.after_copies();
+        let reduction = Specialty::reduces(&REDUCE_COPIED, (work.dtype, work.op));
+        let reduce = self.kernel(reduction)?.after_copies();
         let share = work.share(0, self.world()).1;
         let (kernels, copies) = (work.stream, self.aside);
         self.turn_to(kernels)?;
@@ -114,7 +116,7 @@ impl CudaEngine {
         let (from, bytes) = within(work.share(self.rank(), self.world()), stretch);
         let (input, output) = (work.input + from, work.output + from);
         let params = CallParams { input, output, bytes, stride: behind, ..work.params() };
-        let grid = (kernel.resident.min(kernel.share.most_blocks), THREADS);
+        let grid = (kernel.resident(THREADS).min(kernel.share.most_blocks), THREADS);
         // SAFETY: a stretch of what the caller of `copied` promised, of which nothing is copied until
         // the kernel has run.
         unsafe { self.launch_apart(kernel, grid, &self.comm, &params, None, work.stream) }

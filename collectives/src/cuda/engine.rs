@@ -8,24 +8,28 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use symmpool_allocator::driver::CudaDriver;
+use symmpool_allocator::topology::Topology;
 use symmpool_allocator::{Block, Error, HeapLayout, Maker, PeerRow, Pool, Result, Stream};
 
 use super::api::{Api, Handle};
 use super::fault::{Fault, Seen};
-use super::kernels::{Kernels, Loaded, Specialty};
+use super::kernels::{Kernels, Loaded};
+use super::modules::{self, Modules};
 use super::order::{Order, fork};
 use super::p2p::{self, P2p, Places};
 use super::params::{CallParams, Channel, Comm, Control, Traffic};
+use super::shape::{Shape, directly_linked};
 use super::slices::Slices;
+use super::specialty::{BARRIER_THREADS, Specialty};
 use super::table::Rows;
+use crate::allreduce::Asked;
 use crate::host::call::{Call, Operation};
-use crate::jit::sources::BARRIER;
 use crate::row_exchange::RowWork;
 use crate::timeout::Timeout;
-use crate::{AllToAllAlgorithm, Place};
+use crate::{AllToAllAlgorithm, DType, Place};
 
 /// How a [`CudaEngine`] behaves. The same on every rank.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct CudaOptions {
     /// Longest wait for a peer, on the device (rule S5).
     pub(crate) timeout: Duration,
@@ -35,10 +39,17 @@ pub(crate) struct CudaOptions {
     pub(crate) scratch: u64,
     /// The number of the first call.
     pub(crate) first_epoch: u32,
+    /// How all-reduces are to go about it.
+    pub(crate) asked: Asked,
     pub(crate) all_to_all: AllToAllAlgorithm,
     /// Communicators whose calls may be under way at once, if that was said. Ranks may differ.
     pub(crate) concurrent: Option<u32>,
+    /// How the ranks are linked.
+    pub(crate) links: Topology,
 }
+
+/// What calls may need of a device that can wait: made before any of them is.
+pub(crate) struct Ready(Arc<Modules>);
 
 /// Tells whether a rank's process still runs.
 pub(crate) type Alive = Box<dyn Fn(u32) -> bool + Send>;
@@ -47,9 +58,6 @@ pub(crate) type Alive = Box<dyn Fn(u32) -> bool + Send>;
 const SENTINEL: u32 = 0xffff_ffff;
 /// What those for bare vectors hold: `FRESH` in `bare.cuh`.
 const FRESH: u32 = 0xc35a_96e8;
-
-/// Threads of the kernel that has nothing but an entry.
-const BARRIER_THREADS: u32 = 128;
 
 /// One rank's side of a communicator on a device.
 ///
@@ -62,6 +70,8 @@ pub(crate) struct CudaEngine {
     pub(super) control: Control,
     /// What was measured on devices of this kind.
     pub(super) rows: Rows,
+    /// Whether all ranks' devices are linked by NVLink, or are one.
+    pub(super) direct: bool,
     pub(super) comm: Comm,
     pub(super) all_to_all: AllToAllAlgorithm,
     kernels: Kernels,
@@ -77,8 +87,6 @@ pub(crate) struct CudaEngine {
     pub(super) beside: Stream,
     /// Of signals and waits, which have one at each end of a channel.
     channels: BTreeMap<Channel, Order>,
-    /// The kernels of one-sided operations, once there was one.
-    pub(super) sided: bool,
     pub(super) p2p: P2p,
     failed: Option<Error>,
 }
@@ -91,8 +99,10 @@ impl CudaEngine {
         Ok(Places::new(world, control.bytes(), options.scratch).end(world))
     }
 
-    /// Makes a control block's memory as kernels expect it, before it is shared.
-    pub(crate) fn prepare(pool: &Pool, block: &Block<u8>, options: &CudaOptions) -> Result<()> {
+    /// Makes a control block's memory as kernels expect it, before it is shared, and has ready what its calls
+    /// need. The ranks meet when all have done so: then none of them has to load anything while another's
+    /// call waits for it.
+    pub(crate) fn prepare(pool: &Pool, block: &Block<u8>, options: &CudaOptions) -> Result<Ready> {
         let driver = cuda(pool)?;
         let control = Control::new(pool.world(), options.inbox, options.scratch)?;
         let Some(last_epoch) = options.first_epoch.checked_sub(1) else {
@@ -109,7 +119,18 @@ impl CudaEngine {
             fill(driver, block.address() + words, 0, words_bytes)?;
             p2p::prepare(driver, block.address(), places)?;
         }
-        Ok(())
+        let modules = Modules::of(pool.driver())?;
+        let usual = Shape {
+            bytes: 0,
+            dtype: DType::U8,
+            world: pool.world(),
+            input_window: true,
+            output_window: true,
+            direct: directly_linked(&options.links),
+        };
+        let list = Specialty::ready((&usual, options.asked), &control, &rows_of(pool)?)?;
+        modules.make_ready((pool.rank(), pool.world()), &list)?;
+        Ok(Ready(modules))
     }
 
     /// A communicator that signals through the control blocks at one offset of every slot, which
@@ -118,13 +139,14 @@ impl CudaEngine {
         pool: &Pool,
         control_offset: u64,
         options: &CudaOptions,
+        Ready(modules): Ready,
         alive: Alive,
     ) -> Result<Self> {
         let driver = cuda(pool)?;
         let api = Api::get()?;
         let layout: HeapLayout = pool.layout();
         let control = Control::new(layout.world, options.inbox, options.scratch)?;
-        let kernels = Kernels::new(api, driver, layout.world, options.concurrent)?;
+        let kernels = Kernels::new(api, modules, driver, layout.world, options.concurrent);
         let fault = driver.with_context_unordered(|| Fault::new(api, pool, control_offset))?;
         let (aside, beside) =
             driver.with_context_unordered(|| Ok((api.stream()?, api.stream()?)))?;
@@ -132,13 +154,12 @@ impl CudaEngine {
         let p2p = P2p::new(driver, &layout, control_offset, places)?;
         let timeout = Arc::new(Timeout::new(options.timeout));
         let comm = control.comm(&layout, control_offset, timeout.nanoseconds(), fault.address());
-        let devices: Result<Vec<&str>> =
-            (0..layout.world).map(|rank| Ok(pool.device(rank)?.name.as_str())).collect();
-        let mut engine = Self {
+        Ok(Self {
             pool: pool.clone(),
             maker: Maker::here(),
             api,
-            rows: Rows::of(&devices?),
+            rows: rows_of(pool)?,
+            direct: directly_linked(&options.links),
             control,
             comm,
             all_to_all: options.all_to_all,
@@ -150,13 +171,9 @@ impl CudaEngine {
             aside,
             beside,
             channels: BTreeMap::new(),
-            sided: false,
             p2p,
             failed: None,
-        };
-        // Here, where all ranks are: no kernel of this communicator waits for one of them.
-        engine.load_p2p()?;
-        Ok(engine)
+        })
     }
 
     pub(crate) fn rank(&self) -> u32 {
@@ -179,7 +196,7 @@ impl CudaEngine {
             let alive = &*self.alive;
             // What the latest kernels were told, whatever it was changed to since.
             let timeout = Duration::from_nanos(self.comm.timeout);
-            let seen = Seen { rank: self.comm.rank, timeout, alive };
+            let seen = Seen { rank: self.comm.rank, world: self.pool.world(), timeout, alive };
             self.failed = Some(fault.error(&seen));
         }
         self.failed.as_ref()
@@ -225,6 +242,7 @@ impl CudaEngine {
         self.maker.check("a communicator")?;
         let driver = cuda(&self.pool)?;
         let api = self.api;
+        driver.stream_handle(stream)?;
         driver.with_context(|| api.synchronize(stream))?;
         self.ready()?;
         self.noticed()
@@ -250,23 +268,20 @@ impl CudaEngine {
     /// A call without data.
     pub(crate) fn enter_only(&mut self, call: Call, stream: Stream) -> Result<()> {
         self.begin(stream)?;
-        let kernel = self.kernel(Specialty::new(&BARRIER, BARRIER_THREADS))?;
+        let kernel = self.kernel(Specialty::barrier(false))?;
         self.enter_by(kernel, call, stream)
     }
 
     /// A call without data that tells a kernel beside it, which is launched behind it, when all have
     /// entered.
     pub(super) fn enter_and_tell(&mut self, call: Call, stream: Stream) -> Result<()> {
-        let plain = Specialty::new(&BARRIER, BARRIER_THREADS);
-        // Before one of them waits on the device: loading code may have to wait for what runs there.
-        self.kernel(plain)?;
-        let kernel = self.kernel(Specialty { shots: 1, ..plain })?;
+        let kernel = self.kernel(Specialty::barrier(true))?;
         self.enter_by(kernel, call, stream)
     }
 
     /// A call without data behind copies on the stream, which have ended when it begins.
     pub(super) fn enter_after_copies(&mut self, call: Call, stream: Stream) -> Result<()> {
-        let kernel = self.kernel(Specialty::new(&BARRIER, BARRIER_THREADS))?;
+        let kernel = self.kernel(Specialty::barrier(false))?;
         self.enter_by(kernel.after_copies(), call, stream)
     }
 
@@ -282,7 +297,7 @@ impl CudaEngine {
     }
 
     pub(super) fn kernel(&mut self, specialty: Specialty) -> Result<Loaded> {
-        self.kernels.get(cuda(&self.pool)?, specialty)
+        self.kernels.get(specialty)
     }
 
     /// This rank's address of a place.
@@ -323,11 +338,32 @@ impl CudaEngine {
         self.channels.entry(end).or_default().turn_to(self.api, cuda(&self.pool)?, stream)
     }
 
-    /// What counts on one end of a channel was put on the stream.
-    pub(super) fn passed(&mut self, end: Channel, stream: Stream) -> Result<()> {
+    /// An operation on one end of a channel was put on the stream.
+    pub(super) fn operated(&mut self, end: Channel, stream: Stream) -> Result<()> {
         let order = self.channels.entry(end).or_default();
-        order.called(self.api, cuda(&self.pool)?, stream, true);
+        order.operated(self.api, cuda(&self.pool)?, stream);
         Ok(())
+    }
+
+    /// What is put on the stream next waits for a peer, outside calls.
+    pub(super) fn before_a_wait(&mut self, stream: Stream) -> Result<()> {
+        self.order.before_a_wait(self.api, cuda(&self.pool)?, stream);
+        Ok(())
+    }
+
+    /// Never touches the stream again, which lives still, unless a call names it. What was put on it keeps
+    /// its place in the order.
+    pub(crate) fn forget_stream(&mut self, stream: Stream) -> Result<()> {
+        self.maker.check("a communicator")?;
+        let driver = cuda(&self.pool)?;
+        driver.stream_handle(stream)?;
+        let mut orders = std::iter::once(&mut self.order).chain(self.channels.values_mut());
+        orders.try_for_each(|order| order.forget(self.api, driver, stream))
+    }
+
+    /// Refuses what is no stream of a device.
+    pub(super) fn expects(&self, stream: Stream) -> Result<()> {
+        cuda(&self.pool)?.stream_handle(stream).map(drop)
     }
 
     /// The device's ordinal in this process.
@@ -453,19 +489,18 @@ impl Drop for CudaEngine {
     /// Waits for the device: kernels under way know the control block and the fault record.
     fn drop(&mut self) {
         let Ok(driver) = cuda(&self.pool) else { return };
-        let (api, kernels, fault) = (self.api, &mut self.kernels, self.fault.take());
-        let order = &mut self.order;
-        let channels = &mut self.channels;
+        let (api, fault) = (self.api, self.fault.take());
+        let orders = std::iter::once(&mut self.order).chain(self.channels.values_mut());
         let streams = [self.aside, self.beside];
-        if let Err(error) = self.pool.driver().synchronize() {
+        let deadline = self.pool.group().deadline();
+        if let Err(error) = self.pool.driver().synchronize_by(deadline) {
             // What may still run keeps what it knows.
+            self.kernels.keep();
             tracing::warn!(%error, "a communicator's kernels and memory are not given back");
             return;
         }
         let cleaned = driver.with_context_unordered(|| {
-            kernels.unload();
-            order.end(api);
-            channels.values_mut().for_each(|order| order.end(api));
+            orders.for_each(|order| order.end(api));
             for stream in streams {
                 // SAFETY: made by this value and given up here; nothing runs on it.
                 let code = unsafe { (api.stream_destroy)(stream.raw() as Handle) };
@@ -489,12 +524,14 @@ impl fmt::Debug for CudaEngine {
 }
 
 fn cuda(pool: &Pool) -> Result<&CudaDriver> {
-    pool.driver().as_cuda().ok_or_else(|| {
-        Error::unsupported(format!(
-            "a communicator over memory of the {} driver: kernels run on CUDA devices",
-            pool.driver().name()
-        ))
-    })
+    modules::cuda(pool.driver())
+}
+
+/// What was measured on the ranks' devices.
+fn rows_of(pool: &Pool) -> Result<Rows> {
+    let name = |rank| Ok(pool.device(rank)?.name.as_str());
+    let devices: Result<Vec<&str>> = (0..pool.world()).map(name).collect();
+    Ok(Rows::of(&devices?))
 }
 
 /// Fills device memory with a word.

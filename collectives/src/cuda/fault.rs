@@ -69,20 +69,23 @@ impl Notice {
                  was sent {needed} elements, and its output holds {room}. The {} beyond were not \
                  written, and the communicator goes on.{more} Pass a longer output, or send less.",
                 needed.saturating_sub(room)
-            ));
+            ))
+            .naming([whose]);
         }
         if whose == rank && bad.epoch == epoch {
             let bad_row = BadRow { row: bad.row as usize, destination: bad.destination.into() };
             let why = bad_row.why(rank, world);
             return Error::invalid_argument(format!(
                 "{why} (collective {epoch} on the device){more}"
-            ));
+            ))
+            .naming([whose]);
         }
         Error::invalid_argument(format!(
             "all_to_all_v, collective {epoch} on the device, seen on rank {rank}: the input splits \
              of rank {whose} are negative, or more than its input has, or it has a row whose \
              destination is no rank. It sent nothing, and the communicator goes on.{more}"
         ))
+        .naming([whose])
     }
 }
 
@@ -103,6 +106,7 @@ const RECEIVING: u32 = SENDING + 1;
 /// What the host knows besides.
 pub(super) struct Seen<'a> {
     pub(super) rank: u32,
+    pub(super) world: u32,
     /// Of collectives.
     pub(super) timeout: Duration,
     /// Whether a rank's process still runs.
@@ -112,12 +116,14 @@ pub(super) struct Seen<'a> {
 impl Record {
     fn error(&self, seen: &Seen<'_>) -> Error {
         let Self { kind, epoch, peer, phase, ours, theirs, .. } = *self;
-        let Seen { rank, timeout, alive } = *seen;
+        let Seen { rank, world, timeout, alive } = *seen;
         let absent = |missing: u32, what: String, after: Duration| {
             if alive(missing) {
                 Error::timeout(what, after, vec![missing])
             } else {
-                Error::peer_lost(vec![missing], what)
+                // One that was waited for may have left because of others that are gone.
+                let others = (0..world).filter(|other| *other != rank && !alive(*other));
+                Error::peer_lost(others.collect(), what)
             }
         };
         match kind {
@@ -189,6 +195,7 @@ impl Record {
                      communicator is closed: make a new one; what a rank sends must be what the \
                      other receives."
                 ))
+                .naming([sender as u32, receiver as u32])
             }
             LENGTHS => {
                 let [sender, receiver, sent, expected] = ours;
@@ -308,12 +315,12 @@ mod tests {
     fn notices_name_the_rank_and_what_did_not_fit() {
         let notice = Notice { kind: OVERFLOW, rank: 3, needed: 12, room: 10, ..Notice::default() };
         let error = notice.error((0, 4), 1, Bad::default());
-        assert!(error.is_overflow(), "{error}");
+        assert!(error.is_overflow() && error.ranks() == [3], "{error}");
         let text = error.to_string();
         assert!(text.contains("rank 3 was sent 12 elements, and its output holds 10"), "{text}");
         assert!(!text.contains("such calls"), "{text}");
         let nonsense = Notice { kind: 2, ..notice }.error((0, 4), 5, Bad::default());
-        assert!(nonsense.is_invalid_argument(), "{nonsense}");
+        assert!(nonsense.is_invalid_argument() && nonsense.ranks() == [3], "{nonsense}");
         assert!(nonsense.to_string().contains("The last of 5 such calls"), "{nonsense}");
         // The rank itself knows which row it was, if it was this call's.
         let notice = Notice { kind: 2, epoch: 9, ..notice };
@@ -332,7 +339,7 @@ mod tests {
         let record = NonNull::from(&mut found);
         let mut fault = Fault { record, told: 0, whose: "pool \"a\", communicator".into() };
         assert!(fault.is_set());
-        let seen = Seen { rank: 1, timeout: Duration::from_secs(3), alive: &|_| true };
+        let seen = Seen { rank: 1, world: 3, timeout: Duration::from_secs(3), alive: &|_| true };
         let (late, notice) = (fault.error(&seen), fault.notice(1, 4).expect("one"));
         assert!(late.is_timeout() && late.ranks() == [2], "{late}");
         assert!(notice.is_overflow() && fault.notice(1, 4).is_none(), "{notice}");
@@ -347,12 +354,12 @@ mod tests {
         assert!(!fault.is_set());
     }
 
+    /// Rules S5 and S6.
     #[test]
     fn records_become_the_errors_that_the_host_has_too() {
-        // S5, S6
         let timeout = Duration::from_secs(3);
-        let there = Seen { rank: 1, timeout, alive: &|_| true };
-        let gone = Seen { rank: 1, timeout, alive: &|rank| rank != 2 };
+        let there = Seen { rank: 1, world: 3, timeout, alive: &|_| true };
+        let gone = Seen { rank: 1, world: 3, timeout, alive: &|rank| rank != 2 };
         for (phase, what) in [
             (0, "to enter the call"),
             (1, "for its data"),
@@ -381,10 +388,10 @@ mod tests {
         assert!(beside.is_timeout() && beside.ranks() == [1], "{beside}");
         assert!(beside.to_string().contains("CUDA_DEVICE_MAX_CONNECTIONS"), "{beside}");
         let differs = record(MISMATCH, 0).error(&gone);
-        assert!(differs.is_diverged(), "{differs}");
+        assert!(differs.is_diverged() && differs.ranks() == [1, 2], "{differs}");
         assert!(differs.to_string().contains("rank 1: barrier"), "{differs}");
         let counts = Record { ours: [2, 1, 100, 99], ..record(COUNTS, 0) }.error(&there);
-        assert!(counts.is_diverged(), "{counts}");
+        assert!(counts.is_diverged() && counts.ranks() == [1, 2], "{counts}");
         let text = counts.to_string();
         assert!(text.contains("rank 2 sends 100 elements to rank 1, which expects 99"), "{text}");
         let lengths =

@@ -1,51 +1,31 @@
-//! Compiled kernels, loaded into the device's context when first needed.
+//! The kernels of one communicator: what of a device they may take, and how they are launched.
 
-#![allow(unsafe_code)] // FFI: loading modules and launching kernels
+#![allow(unsafe_code)] // FFI: launching kernels
 
 use std::collections::BTreeMap;
-use std::ffi::{CString, c_int, c_void};
-use std::sync::OnceLock;
+use std::ffi::c_void;
+use std::sync::Arc;
 
 use cudarc::driver::sys;
 use symmpool_allocator::driver::CudaDriver;
-use symmpool_allocator::{Error, Result, Stream};
+use symmpool_allocator::{Result, Stream};
 
 use super::api::{Api, Handle};
-use super::fault::RECORD_BYTES;
+use super::modules::Modules;
 use super::params::{CallParams, Comm, Traffic};
 use super::sharing::{Presence, Share};
-use crate::jit::{Arch, Jit, JitOptions, Kernel, Variant};
+use super::specialty::Specialty;
 use crate::row_exchange::RowWork;
-use crate::{DType, ReduceOp};
 
-/// What a kernel is compiled for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Specialty {
-    pub(super) kernel: &'static str,
-    pub(super) dtype: u8,
-    pub(super) op: u8,
-    /// Bits of `SHOTS`; 0 where the kernel has none.
-    pub(super) shots: u8,
-    pub(super) sentinels: bool,
-    pub(super) threads: u32,
-    /// Blocks that a processor is to hold, within its registers.
-    pub(super) blocks: u32,
-}
-
-impl Specialty {
-    /// For a kernel that moves bytes or nothing.
-    pub(super) fn new(kernel: &'static Kernel, threads: u32) -> Self {
-        let (dtype, op) = (DType::U8 as u8, ReduceOp::Sum as u8);
-        Self { kernel: kernel.name, dtype, op, shots: 0, sentinels: false, threads, blocks: 1 }
-    }
-}
+/// Threads that blocks have.
+pub(super) const SIZES: [u32; 5] = [32, 64, 128, 256, 512];
 
 /// A loaded kernel.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Loaded {
     function: Handle,
-    /// Blocks that the device runs at once.
-    pub(super) resident: u32,
+    /// Blocks that the device runs at once, of each of `SIZES`, as far as the kernel has them.
+    resident: [u32; SIZES.len()],
     /// Most threads of a block.
     pub(super) threads: u32,
     /// Of the device.
@@ -55,6 +35,22 @@ pub(super) struct Loaded {
 }
 
 impl Loaded {
+    pub(super) fn new(
+        function: Handle,
+        resident: [u32; SIZES.len()],
+        threads: u32,
+        processors: u32,
+    ) -> Self {
+        Self { function, resident, threads, processors, share: Share::ALL }
+    }
+
+    /// Blocks of so many threads that the device runs at once, as it says itself: it counts registers,
+    /// shared memory and threads, and has places for blocks, of which devices have 16 to 32 a processor.
+    pub(super) fn resident(&self, threads: u32) -> u32 {
+        let at = SIZES.iter().position(|size| *size >= threads).unwrap_or(SIZES.len() - 1);
+        self.resident[at].max(1)
+    }
+
     /// As if its communicator were alone on the device.
     pub(super) fn alone(self) -> Self {
         Self { share: Share::ALL, ..self }
@@ -69,52 +65,28 @@ impl Loaded {
 /// The kernels of one communicator.
 pub(super) struct Kernels {
     api: &'static Api,
-    arch: Arch,
-    processors: u32,
+    modules: Arc<Modules>,
     presence: Presence,
     /// What the call under way may take.
     share: Share,
     world: u32,
-    loaded: BTreeMap<Specialty, Loaded>,
-    modules: Vec<Handle>,
-}
-
-/// One compiler for the process, made when first needed; images are shared between communicators.
-fn jit(driver: &CudaDriver) -> &'static Jit {
-    static JIT: OnceLock<Jit> = OnceLock::new();
-    JIT.get_or_init(|| {
-        let driver_major = Some(driver.facts().driver_version / 1000);
-        Jit::new(JitOptions { driver_major, ..JitOptions::from_env() })
-    })
+    /// Those that were asked for already.
+    known: BTreeMap<Specialty, Loaded>,
 }
 
 impl Kernels {
     /// Of a communicator of so many ranks, one of so many that may be at work at once if that was said.
     pub(super) fn new(
         api: &'static Api,
+        modules: Arc<Modules>,
         driver: &CudaDriver,
         world: u32,
         concurrent: Option<u32>,
-    ) -> Result<Self> {
-        use sys::CUdevice_attribute as Attribute;
-        let number = |which: Attribute| {
-            driver.attribute(which as u32).map(|number| u32::try_from(number).unwrap_or(0))
-        };
-        let processors = number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1);
-        let presence = Presence::new(driver.facts().ordinal, processors, world, concurrent);
-        Ok(Self {
-            api,
-            arch: Arch::new(
-                number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-                number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
-            )?,
-            processors,
-            presence,
-            share: Share::ALL,
-            world,
-            loaded: BTreeMap::new(),
-            modules: Vec::new(),
-        })
+    ) -> Self {
+        let (ordinal, processors) = (driver.facts().ordinal, modules.processors());
+        let presence = Presence::new(ordinal, processors, world, concurrent);
+        let (share, known) = (Share::ALL, BTreeMap::new());
+        Self { api, modules, presence, share, world, known }
     }
 
     /// A call begins, on that stream. What it may take.
@@ -130,69 +102,19 @@ impl Kernels {
     }
 
     /// The kernel, compiled and loaded if it is not yet, with what it may take.
-    pub(super) fn get(&mut self, driver: &CudaDriver, specialty: Specialty) -> Result<Loaded> {
+    pub(super) fn get(&mut self, specialty: Specialty) -> Result<Loaded> {
         let share = self.share;
-        if let Some(loaded) = self.loaded.get(&specialty) {
+        if let Some(loaded) = self.known.get(&specialty) {
             return Ok(Loaded { share, ..*loaded });
         }
-        let loaded = driver.with_context_unordered(|| self.load(driver, specialty))?;
-        self.loaded.insert(specialty, loaded);
+        let loaded = self.modules.get(self.world, specialty)?;
+        self.known.insert(specialty, loaded);
         Ok(Loaded { share, ..loaded })
     }
 
-    fn load(&mut self, driver: &CudaDriver, specialty: Specialty) -> Result<Loaded> {
-        let Specialty { kernel, dtype, op, shots, sentinels, threads, blocks } = specialty;
-        let kernel = Kernel::named(kernel);
-        let numbers = [
-            ("WORLD", u64::from(self.world)),
-            ("DTYPE", u64::from(dtype)),
-            ("OP", u64::from(op)),
-            ("SHOTS", u64::from(shots)),
-            ("THREADS", u64::from(threads)),
-            ("BLOCKS", u64::from(blocks)),
-            ("COMM_BYTES", size_of::<Comm>() as u64),
-            ("CALL_BYTES", size_of::<CallParams>() as u64),
-            ("FAULT_BYTES", RECORD_BYTES as u64),
-            ("TRAFFIC_BYTES", size_of::<Traffic>() as u64),
-            ("ROW_WORK_BYTES", size_of::<RowWork>() as u64),
-        ]
-        .map(|(name, value)| (name, value.to_string()));
-        let mut defines: Vec<(&str, &str)> =
-            numbers.iter().map(|(name, value)| (*name, value.as_str())).collect();
-        if sentinels {
-            defines.push(("SENTINELS", "1"));
-        }
-        let variant = Variant { kernel, defines: &defines };
-        let jit = jit(driver);
-        let image = jit.compile(&variant, self.arch)?;
-        tracing::debug!(%variant, kind = ?image.kind, compiled = jit.compiled(), "kernel");
-        let mut module: Handle = 0;
-        // SAFETY: the image is what the compiler made for this device, whole (PTX with its NUL);
-        // the driver copies it.
-        let code = unsafe { (self.api.module_load)(&raw mut module, image.bytes.as_ptr().cast()) };
-        CudaDriver::check(code, || format!("loading the kernel {variant}"))?;
-        self.modules.push(module);
-        let entry = CString::new(kernel.entry)
-            .map_err(|_| Error::system("loading a kernel", "a name with a NUL"))?;
-        let mut function: Handle = 0;
-        // SAFETY: the module was just loaded; writes one handle through a valid pointer.
-        let code = unsafe { (self.api.module_function)(&raw mut function, module, entry.as_ptr()) };
-        CudaDriver::check(code, || format!("finding {} in its module", kernel.entry))?;
-        // A processor divides its memory into cache and shared memory by the kernel that comes to it
-        // when it is idle, and takes no block of one that wants another division until it is idle
-        // again. Kernels that wait must not keep away those that they wait for.
-        let (which, all_cache) =
-            (sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 0);
-        // SAFETY: the function is of a loaded module; the attribute is a number.
-        let code = unsafe { (self.api.function_set)(function, which as c_int, all_cache) };
-        CudaDriver::check(code, || format!("dividing a processor's memory for {variant}"))?;
-        let mut blocks: c_int = 0;
-        // SAFETY: the function is of a loaded module; writes one int through a valid pointer.
-        let code = unsafe { (self.api.occupancy)(&raw mut blocks, function, threads as c_int, 0) };
-        CudaDriver::check(code, || format!("asking how many blocks of {variant} fit"))?;
-        let resident = u32::try_from(blocks).unwrap_or(0).max(1) * self.processors;
-        let (processors, share) = (self.processors, self.share);
-        Ok(Loaded { function, resident, threads, processors, share })
+    /// Keeps what is loaded for as long as the process runs: something of it may be running for ever.
+    pub(super) fn keep(&self) {
+        std::mem::forget(Arc::clone(&self.modules));
     }
 
     /// Puts a kernel on a stream. The device's context must be current.
@@ -283,17 +205,5 @@ impl Kernels {
             )
         };
         CudaDriver::check(code, || format!("launching {blocks} blocks of {threads} threads"))
-    }
-
-    /// Unloads everything; nothing of it may be running. The context must be current.
-    pub(super) fn unload(&mut self) {
-        self.loaded.clear();
-        for module in self.modules.drain(..) {
-            // SAFETY: loaded by this value and given up here.
-            let code = unsafe { (self.api.module_unload)(module) };
-            if let Err(error) = CudaDriver::check(code, || "unloading a module".to_owned()) {
-                tracing::debug!(%error, "at the end of a communicator");
-            }
-        }
     }
 }

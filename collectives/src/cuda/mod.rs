@@ -18,7 +18,9 @@
 //! | `shape` | what an all-reduce looks like, and which algorithms can serve it |
 //! | `table`, `rows` | what was measured on known devices |
 //! | `params` | what kernels are given, laid out as in `comm.cuh`; where things lie in the control block |
-//! | `kernels` | compiled kernels, loaded when first needed |
+//! | `specialty` | what kernels are compiled for, and which are ready before a communicator's first call |
+//! | `modules` | compiled kernels, loaded once for all communicators of the process on a device |
+//! | `kernels` | the kernels of one communicator, and their launch |
 //! | `fault` | what a kernel tells the host when a peer is missing or differs |
 //! | `api` | the functions of the CUDA driver library that this module calls |
 
@@ -32,6 +34,7 @@ mod fault;
 mod grid;
 mod kernels;
 mod lengths;
+mod modules;
 mod order;
 mod p2p;
 mod params;
@@ -42,8 +45,9 @@ mod shape;
 mod sharing;
 mod sided;
 mod slices;
+mod specialty;
 mod spread;
 mod table;
 
-pub(crate) use engine::{CudaEngine, CudaOptions};
+pub(crate) use engine::{CudaEngine, CudaOptions, Ready};
 pub use sharing::leave_room;

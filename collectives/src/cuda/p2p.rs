@@ -10,9 +10,10 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{HeapLayout, Result, Stream};
 
 use super::engine::CudaEngine;
-use super::kernels::{Loaded, Specialty};
+use super::kernels::Loaded;
 use super::params::{CallParams, Channel};
 use super::sharing::leave_room;
+use super::specialty::Specialty;
 use crate::jit::sources::P2P;
 use crate::p2p::Length;
 use crate::signal::channel::CHANNELS;
@@ -153,16 +154,12 @@ impl Way {
     }
 }
 
-impl CudaEngine {
-    /// Loads the kernels of messages; where there is nobody to send to, none.
-    pub(super) fn load_p2p(&mut self) -> Result<()> {
-        if self.world() > 1 {
-            self.kernel(Way::Send.specialty())?;
-            self.kernel(Way::Receive.specialty())?;
-        }
-        Ok(())
-    }
+/// The kernels of messages.
+pub(super) fn specialties() -> [Specialty; 2] {
+    [Way::Send.specialty(), Way::Receive.specialty()]
+}
 
+impl CudaEngine {
     /// Sends a message to a peer, which is another rank.
     ///
     /// # Safety
@@ -208,6 +205,7 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         self.ready()?;
+        self.expects(stream)?;
         let P2p { places, processors, leaves_room } = self.p2p;
         if !leaves_room {
             leave_room(self.ordinal()?);
@@ -229,11 +227,13 @@ impl CudaEngine {
         // the next one on another stream waits for this one alone, not for what comes behind it here.
         let end = Channel { sends: way == Way::Send, peer, number: CHANNELS };
         self.turn_channel_to(end, stream)?;
+        // A collective on another stream comes behind the last one here, and not behind this message.
+        self.before_a_wait(stream)?;
         // SAFETY: as the caller promised; nothing else is pointed to but control blocks.
         unsafe {
             self.launch_apart(kernel, (lanes as u32, THREADS), &self.comm, &params, None, stream)
         }?;
-        self.passed(end, stream)
+        self.operated(end, stream)
     }
 }
 

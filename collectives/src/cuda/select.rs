@@ -4,7 +4,7 @@
 use symmpool_allocator::{Error, Result};
 
 use super::params::Control;
-use super::shape::{Algorithm, Shape};
+use super::shape::{Algorithm, Shape, has_sentinels};
 use super::table::Rows;
 use crate::AllReduceAlgorithm;
 use crate::allreduce::{Asked, VARIABLE};
@@ -32,31 +32,61 @@ impl Why {
 /// Bytes that an H200 sends to its peers in the time that a further hop takes: about 2 us at
 /// 350 GB/s. Two shots save bytes, one shot saves a hop.
 const HOP_BYTES: u64 = 700 << 10;
+/// Between two ranks both ways send the same bytes. Up to here one shot spares a hop; above, what two
+/// shots spare in reductions and in the memory of inboxes is more.
+const PAIR_HOP_BYTES: u64 = 4 << 20;
 /// Above this, results go straight into outputs: what inboxes need beyond the link's bytes, in
 /// writes to the device's own memory, no longer fits its cache.
 const STRAIGHT_BYTES: u64 = 24 << 20;
+/// Above this, copy engines carry more than a device's processors.
+const COPY_BYTES: u64 = 128 << 20;
 /// Up to here packets are as fast as sentinels, and leave no inbox to put back.
 const PACKET_BYTES: u64 = 4 << 10;
+/// What all ranks together leave in an inbox of packets before half of the bytes being flags is felt.
+/// From there on lines are faster.
+const FLAGGED_BYTES: u64 = 128 << 10;
+/// A hop's bytes where lines are the choice, next to ways that begin and end with flags among peers.
+const LINE_HOP_BYTES: u64 = HOP_BYTES / 4 * 9;
+/// Up to here, of all ranks' inputs together, a rank reads its part of them faster than the others bring it.
+const PULL_BYTES: u64 = 12 << 20;
 
 impl Shape {
-    /// What should be best on any device.
+    /// What should be best on any device: the ways to go in the order in which they are tried.
     fn rule(&self, control: &Control) -> Algorithm {
+        use Algorithm as A;
         let ranks = u64::from(self.world);
-        // Both ways move the same bytes between two ranks.
-        let saved = self.bytes.saturating_mul((ranks - 1) * (ranks.max(2) - 2)) / ranks;
-        let order: &[Algorithm] = if saved <= HOP_BYTES && self.bytes <= PACKET_BYTES {
-            &[Algorithm::OneShotPacket]
-        } else if saved <= HOP_BYTES {
-            &[Algorithm::OneShotSentinel, Algorithm::OneShotLine]
-        } else if self.bytes <= STRAIGHT_BYTES {
-            &[Algorithm::TwoShotSentinel, Algorithm::TwoShotPush]
-        } else {
-            &[Algorithm::TwoShotPush, Algorithm::TwoShotSentinel]
+        let spares = |hop_bytes: u64| {
+            if ranks > 2 {
+                // What two shots spare a rank, of what one shot sends.
+                self.bytes.saturating_mul((ranks - 1) * (ranks - 2)) / ranks <= hop_bytes
+            } else {
+                self.bytes <= PAIR_HOP_BYTES
+            }
         };
-        let fitting = order.iter().copied().find(|algorithm| self.fits(*algorithm, control));
-        let otherwise = [Algorithm::TwoShotPush, Algorithm::TwoShotPacket];
-        let fallback = otherwise.into_iter().find(|algorithm| self.fits(*algorithm, control));
-        fitting.or(fallback).unwrap_or(Algorithm::TwoShotPacket)
+        let hop = spares(HOP_BYTES);
+        let flagged = self.bytes.saturating_mul(ranks) <= FLAGGED_BYTES;
+        let order: &[A] = if has_sentinels(self.dtype) {
+            match self.bytes {
+                0..=PACKET_BYTES if hop => &[A::OneShotPacket],
+                _ if hop => &[A::OneShotSentinel, A::TwoShotSentinel],
+                0..=STRAIGHT_BYTES => &[A::TwoShotSentinel],
+                ..=COPY_BYTES => &[A::TwoShotPush, A::TwoShotSentinel],
+                _ => &[A::TwoShotCopy, A::TwoShotPush, A::TwoShotSentinel],
+            }
+        } else {
+            match self.bytes {
+                _ if hop && (flagged || !self.direct) => &[A::OneShotPacket],
+                _ if spares(LINE_HOP_BYTES) => &[A::OneShotLine, A::TwoShotPull, A::OneShotPull],
+                _ if self.bytes.saturating_mul(ranks) <= PULL_BYTES => {
+                    &[A::TwoShotPull, A::TwoShotPush, A::OneShotPull]
+                }
+                ..=COPY_BYTES => &[A::TwoShotPush, A::OneShotPull],
+                _ => &[A::TwoShotCopy, A::TwoShotPush],
+            }
+        };
+        let fits = |one: &A| self.fits(*one, control) && self.pays(*one, control);
+        let fallback = [A::TwoShotPush, A::TwoShotPacket];
+        order.iter().chain(&fallback).copied().find(fits).unwrap_or(A::TwoShotPacket)
     }
 
     /// The algorithm that was asked for, or the best that is known.
@@ -88,8 +118,8 @@ impl Shape {
             order.iter().copied().find(|algorithm| self.fits(*algorithm, control)).ok_or_else(|| {
                 Error::unsupported(format!(
                     "the all-reduce algorithm {} for {} bytes of {} from {} to {}: sentinels carry \
-                     floats of up to 32 bits, pull and push need windows, one shot needs room for \
-                     all inputs ({} bytes of inbox here)",
+                     floats of up to 32 bits, lines need NVLink between all devices, pull and push need \
+                     windows, one shot needs room for all inputs ({} bytes of inbox here)",
                     asked.name(),
                     self.bytes,
                     self.dtype.name(),
@@ -122,26 +152,36 @@ impl Shape {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+    use std::fs;
+    use std::path::Path;
+
     use super::*;
     use crate::DType;
 
     fn shape(bytes: u64, world: u32) -> Shape {
-        Shape { bytes, dtype: DType::Bf16, world, input_window: true, output_window: true }
+        let (dtype, input_window, output_window) = (DType::Bf16, true, true);
+        Shape { bytes, dtype, world, input_window, output_window, direct: true }
     }
 
     fn control(world: u32) -> Control {
         Control::new(world, 32 << 20, 192 << 20).expect("valid")
     }
 
+    fn best(shape: Shape) -> Algorithm {
+        shape.rule(&control(shape.world))
+    }
+
     #[test]
     fn the_rule_follows_size_ranks_and_type() {
-        let best = |shape: Shape| shape.rule(&control(shape.world));
         assert_eq!(best(shape(0, 4)), Algorithm::OneShotPacket);
         assert_eq!(best(shape(4 << 10, 4)), Algorithm::OneShotPacket);
         assert_eq!(best(shape(256 << 10, 4)), Algorithm::OneShotSentinel);
         assert_eq!(best(shape(1 << 20, 4)), Algorithm::TwoShotSentinel);
         assert_eq!(best(shape(64 << 20, 4)), Algorithm::TwoShotPush);
-        assert_eq!(best(shape(8 << 20, 2)), Algorithm::OneShotSentinel);
+        assert_eq!(best(shape(4 << 20, 2)), Algorithm::OneShotSentinel);
+        assert_eq!(best(shape(8 << 20, 2)), Algorithm::TwoShotSentinel);
+        assert_eq!(best(shape(256 << 20, 2)), Algorithm::TwoShotCopy);
         assert_eq!(best(shape(256 << 10, 8)), Algorithm::TwoShotSentinel);
         assert_eq!(best(shape(1 << 40, 1)), Algorithm::TwoShotPush);
         let ordinary = Shape { input_window: false, output_window: false, ..shape(64 << 20, 4) };
@@ -149,8 +189,70 @@ mod tests {
         let integers = |bytes| Shape { dtype: DType::I32, ..shape(bytes, 4) };
         assert_eq!(best(integers(64 << 10)), Algorithm::OneShotLine);
         assert_eq!(best(integers(4 << 20)), Algorithm::TwoShotPush);
+        assert_eq!(best(integers(32 << 10)), Algorithm::OneShotPacket);
+        let over_a_bus = Shape { direct: false, ..integers(64 << 10) };
+        assert_eq!(best(over_a_bus), Algorithm::OneShotPacket);
         let both = Shape { dtype: DType::F64, ..ordinary };
-        assert_eq!(best(both), Algorithm::TwoShotPacket);
+        assert_eq!(best(both), Algorithm::OneShotPull);
+    }
+
+    /// What `cuda_collectives tune` printed: microseconds of every algorithm, by size.
+    #[derive(serde::Deserialize)]
+    struct Tuned {
+        world: u32,
+        groups: Vec<Group>,
+    }
+
+    #[derive(serde::Deserialize)]
+    struct Group {
+        sentinels: bool,
+        windows: bool,
+        times: BTreeMap<u64, BTreeMap<String, f64>>,
+    }
+
+    /// How much longer than the best algorithm the rule's may take, on a device that it does not know.
+    const BEHIND: f64 = 1.05;
+
+    #[test]
+    fn the_rule_is_nearly_as_fast_as_the_best_on_devices_that_were_measured() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../bench/results/gpu");
+        let (mut compared, mut behind) = (0, Vec::new());
+        for entry in fs::read_dir(folder).expect("the results") {
+            let path = entry.expect("a file").path();
+            if !path.to_string_lossy().ends_with("_tune.json") {
+                continue;
+            }
+            let tuned: Tuned =
+                serde_json::from_slice(&fs::read(&path).expect("readable")).expect("results");
+            for Group { sentinels, windows, times } in &tuned.groups {
+                for (&bytes, row) in times {
+                    let dtype = if *sentinels { DType::Bf16 } else { DType::I32 };
+                    let window = *windows;
+                    let shape = Shape {
+                        dtype,
+                        input_window: window,
+                        output_window: window,
+                        ..shape(bytes, tuned.world)
+                    };
+                    let name = AllReduceAlgorithm::ALL
+                        .into_iter()
+                        .find(|one| Algorithm::of(*one) == Some(best(shape)))
+                        .expect("an algorithm with a name")
+                        .name();
+                    let least = row.values().copied().fold(f64::INFINITY, f64::min);
+                    let found = row.get(name).copied().unwrap_or(f64::INFINITY);
+                    compared += 1;
+                    if found > BEHIND * least {
+                        behind.push(format!(
+                            "{} {bytes} {dtype:?} {window}: {name} {found}, best {least}",
+                            path.display()
+                        ));
+                    }
+                }
+            }
+        }
+        assert!(compared > 0, "nothing was measured");
+        assert!(behind.is_empty(), "{behind:#?}");
     }
 
     #[test]
@@ -165,6 +267,10 @@ mod tests {
         let ordinary = Shape { output_window: false, ..shape(4 << 10, 4) };
         assert!(ordinary.serve(AllReduceAlgorithm::TwoShotPush, &control).is_err());
         assert!(shape(1 << 30, 4).serve(AllReduceAlgorithm::OneShot, &control).is_err());
+        let over_a_bus = Shape { direct: false, ..shape(4 << 10, 4) };
+        let refused = over_a_bus.serve(AllReduceAlgorithm::OneShotLine, &control);
+        let text = refused.expect_err("lines may be torn").to_string();
+        assert!(text.contains("lines need NVLink between all devices"), "{text}");
         let mesh = shape(4 << 10, 8).serve(AllReduceAlgorithm::CubeMesh, &control);
         assert!(mesh.is_err_and(|error| error.is_unsupported()));
     }
@@ -189,6 +295,9 @@ mod tests {
             assert!(error.is_unsupported());
             assert_eq!(error.to_string().contains(VARIABLE), by_environment);
         }
+        // Nor what was measured on NVLink, where devices of that name are on another bus.
+        let over_a_bus = Shape { dtype: DType::I32, bytes: 256 << 10, direct: false, ..shape };
+        assert_eq!(chosen(over_a_bus, auto, &rows), (Algorithm::OneShotPacket, Why::Rule));
         // What was measured with more room than there is gives way.
         let little = Control::new(4, 1 << 20, 1 << 20).unwrap();
         let most = Shape { bytes: 256 << 10, ..shape };

@@ -1,5 +1,7 @@
 //! What an all-reduce on a device looks like, the ways there are to do it, and which of them can.
 
+use symmpool_allocator::topology::Topology;
+
 use super::params::{Control, LINE_PAYLOAD};
 use crate::{AllReduceAlgorithm, DType};
 
@@ -54,6 +56,8 @@ pub(super) struct Shape {
     pub(super) world: u32,
     pub(super) input_window: bool,
     pub(super) output_window: bool,
+    /// Whether all ranks' devices are linked by NVLink, or are one.
+    pub(super) direct: bool,
 }
 
 impl Shape {
@@ -78,7 +82,8 @@ impl Shape {
             Algorithm::OneShotPacket => self.inbox() <= control.packet_vectors(),
             Algorithm::OneShotLine => {
                 let lines = self.bytes.div_ceil(LINE_PAYLOAD);
-                u64::from(self.world) * lines <= control.line_count()
+                // A line has one flag for all of it: it must arrive whole, and other buses may tear it.
+                self.direct && u64::from(self.world) * lines <= control.line_count()
             }
             Algorithm::OneShotSentinel => {
                 has_sentinels(self.dtype) && self.inbox() <= control.sentinel_vectors()
@@ -95,6 +100,12 @@ impl Shape {
     }
 }
 
+/// Whether no bus lies between any two ranks' devices.
+pub(super) fn directly_linked(links: &Topology) -> bool {
+    let ranks = 0..links.world();
+    ranks.clone().all(|a| ranks.clone().all(|b| links.link(a, b).is_direct()))
+}
+
 /// Whether sentinels can carry the type: where another NaN may stand for one.
 pub(super) fn has_sentinels(dtype: DType) -> bool {
     use DType::{Bf16, F8E4m3, F8E5m2, F16, F32};
@@ -103,10 +114,13 @@ pub(super) fn has_sentinels(dtype: DType) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use symmpool_allocator::topology::{Link, LinkMatrix};
+
     use super::*;
 
     fn shape(bytes: u64, world: u32) -> Shape {
-        Shape { bytes, dtype: DType::F32, world, input_window: true, output_window: true }
+        let (dtype, input_window, output_window) = (DType::F32, true, true);
+        Shape { bytes, dtype, world, input_window, output_window, direct: true }
     }
 
     #[test]
@@ -126,6 +140,33 @@ mod tests {
             let fits = |bytes| shape(bytes, world).fits(algorithm, &control(world));
             assert!(fits(0) && fits(most), "{algorithm:?} of {world} ranks");
             assert!(!fits(most + 1), "{algorithm:?} of {world} ranks");
+        }
+    }
+
+    #[test]
+    fn ranks_are_linked_directly_if_all_pairs_are() {
+        let one_pair =
+            |link| {
+                let matrix = LinkMatrix::from_fn(4, |a, b| {
+                    if (a, b) == (1, 3) { link } else { Link::NvSwitch(18) }
+                });
+                directly_linked(&Topology::from_matrix(matrix))
+            };
+        assert!(one_pair(Link::NvLink(4)) && one_pair(Link::Local));
+        assert!(!one_pair(Link::Pci) && !one_pair(Link::Unknown) && !one_pair(Link::NvLink(0)));
+        assert!(directly_linked(&Topology::host(2)), "one device");
+        assert!(!directly_linked(&Topology::unknown(2)) && directly_linked(&Topology::unknown(1)));
+    }
+
+    #[test]
+    fn lines_are_for_ranks_that_are_linked_directly() {
+        let control = Control::new(4, 4 << 20, 1 << 20).expect("valid");
+        let linked = shape(64 << 10, 4);
+        assert!(linked.fits(Algorithm::OneShotLine, &control));
+        let over_a_bus = Shape { direct: false, ..linked };
+        assert!(!over_a_bus.fits(Algorithm::OneShotLine, &control));
+        for other in [Algorithm::OneShotPacket, Algorithm::OneShotSentinel] {
+            assert!(over_a_bus.fits(other, &control), "words show by themselves that they came");
         }
     }
 

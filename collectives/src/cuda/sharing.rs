@@ -181,7 +181,7 @@ mod tests {
 
     /// A share of a call on that stream.
     fn eager(presence: &mut Presence, stream: u64) -> Share {
-        presence.share(Stream::from_raw(stream), || false)
+        presence.share(Stream::numbered(stream), || false)
     }
 
     fn blocks(presence: &mut Presence, stream: u64) -> u32 {
@@ -235,7 +235,7 @@ mod tests {
     #[test]
     fn what_graphs_hold_may_be_anywhere() {
         let [mut first, mut second] = [1001; 2].map(|ordinal| Presence::new(ordinal, 132, 2, None));
-        let stream = Stream::from_raw(7);
+        let stream = Stream::numbered(7);
         assert_eq!(second.share(stream, || true).most_blocks, 44);
         assert_eq!(first.share(stream, || false).most_blocks, 44);
         assert_eq!(second.share(stream, || panic!("is asked once")).most_blocks, 44);

@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use symmpool_allocator::{Result, Stream};
 
+use super::algorithms::THREADS;
 use super::engine::CudaEngine;
-use super::kernels::{Loaded, Specialty};
 use super::params::{CallParams, Channel, Comm};
-use crate::jit::sources::ONE_SIDED;
+use super::specialty::{COPIES, FEW_THREADS, SIGNALS, Specialty, WAITS};
 use crate::timeout::nanoseconds;
 
 /// What a kernel does.
@@ -22,31 +22,26 @@ enum Does {
 }
 
 impl Does {
-    const ALL: [Self; 4] = [Self::Copy, Self::CopyAndSignal, Self::Signal, Self::Wait];
-
     /// The bits of `SHOTS` in the kernel.
     fn shots(self) -> u8 {
         match self {
-            Self::Copy => 1,
-            Self::CopyAndSignal => 1 | 2,
-            Self::Signal => 2,
-            Self::Wait => 4,
+            Self::Copy => COPIES,
+            Self::CopyAndSignal => COPIES | SIGNALS,
+            Self::Signal => SIGNALS,
+            Self::Wait => WAITS,
         }
     }
 
     fn threads(self) -> u32 {
         match self {
-            Self::Copy | Self::CopyAndSignal => COPY_THREADS,
+            Self::Copy | Self::CopyAndSignal => THREADS,
             Self::Signal | Self::Wait => FEW_THREADS,
         }
     }
 }
 
-/// Threads of a block that copies, and most blocks: what keeps a link busy, and leaves room beside.
-const COPY_THREADS: u32 = 512;
+/// Most blocks that copy: what keeps a link busy, and leaves room beside.
 const COPY_BLOCKS: u64 = 64;
-/// Threads of a kernel that only signals or waits.
-const FEW_THREADS: u32 = 32;
 
 impl CudaEngine {
     /// Copies `bytes` bytes between addresses that this rank has mapped, and then, if there is a
@@ -69,7 +64,7 @@ impl CudaEngine {
                 None => self.ready(),
             };
         }
-        let blocks = bytes.div_ceil(16 * u64::from(COPY_THREADS)).min(COPY_BLOCKS) as u32;
+        let blocks = bytes.div_ceil(16 * u64::from(THREADS)).min(COPY_BLOCKS) as u32;
         let details = [0, u64::from(channel.unwrap_or(0)), 0, 0];
         let params =
             CallParams { details, input: from, output: to, bytes, stride: 0, root: peer, teams: 0 };
@@ -103,22 +98,6 @@ impl CudaEngine {
         unsafe { self.put_sided((Does::Wait, 1), &comm, &params, Some(end), stream) }
     }
 
-    /// All of them at once, before one of them waits on the device: loading code may have to wait for
-    /// what runs there.
-    fn sided_kernel(&mut self, does: Does) -> Result<Loaded> {
-        let specialty = |does: Does| {
-            let base = Specialty::new(&ONE_SIDED, does.threads());
-            Specialty { shots: does.shots(), ..base }
-        };
-        if !self.sided {
-            for each in Does::ALL {
-                self.kernel(specialty(each))?;
-            }
-            self.sided = true;
-        }
-        self.kernel(specialty(does))
-    }
-
     /// # Safety
     ///
     /// As `Kernels::launch`.
@@ -131,15 +110,20 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         self.ready()?;
+        self.expects(stream)?;
         let comm = Comm { early: self.begin_apart().into(), ..*comm };
-        let kernel = self.sided_kernel(does)?;
+        let kernel = self.kernel(Specialty::one_sided(does.shots()))?;
         // Only what counts on one end of a channel has an order of its own.
         if let Some(end) = end {
             self.turn_channel_to(end, stream)?;
         }
+        if matches!(does, Does::Wait) {
+            self.before_a_wait(stream)?;
+        }
         let grid = (blocks, does.threads());
         // SAFETY: as the caller promised.
-        unsafe { self.launch_apart(kernel, grid, &comm, params, None, stream) }
+        unsafe { self.launch_apart(kernel, grid, &comm, params, None, stream) }?;
+        end.map_or(Ok(()), |end| self.operated(end, stream))
     }
 }
 

@@ -86,6 +86,7 @@ mod tests {
                 world: row.world,
                 input_window: row.windows,
                 output_window: row.windows,
+                direct: true,
             };
             let control =
                 Control::new(row.world, 32 << 20, 192 << 20).expect("a world that is served");
@@ -111,6 +112,7 @@ mod tests {
             world: 4,
             input_window: true,
             output_window: true,
+            direct: true,
         };
         let rows = Rows::of(&["NVIDIA H200"; 4]);
         let found = |bytes| rows.find(&shape(bytes, DType::Bf16));

@@ -1,6 +1,7 @@
 //! What a rank calls, in the four words that travel with its entry signal, and the digest of them
 //! that ranks compare (rule S6).
 
+use std::cmp::Reverse;
 use std::fmt;
 
 use symmpool_allocator::Error;
@@ -225,7 +226,22 @@ pub(crate) fn mismatch(number: u64, calls: &[Call]) -> Error {
         "\nNothing was written and the communicator stays usable; every rank must make the same \
          call with the same arguments.",
     );
-    Error::mismatch(message)
+    Error::mismatch(message).naming(at_fault(&groups))
+}
+
+/// Those that refused the call, if some did; else those that are not in the largest group, of equally large
+/// ones that of the lowest rank.
+fn at_fault(groups: &[(Call, Vec<u32>)]) -> Vec<u32> {
+    let refused = |(call, _): &&(Call, Vec<u32>)| call.operation() == Some(Operation::Declined);
+    if let Some((_, ranks)) = groups.iter().find(refused) {
+        return ranks.clone();
+    }
+    let usual = groups.iter().max_by_key(|(_, ranks)| (ranks.len(), Reverse(ranks[0])));
+    groups
+        .iter()
+        .filter(|group| Some(*group) != usual)
+        .flat_map(|(_, ranks)| ranks.clone())
+        .collect()
 }
 
 /// The error of a rank on a device, which has compared with one peer only: who called what.
@@ -246,7 +262,8 @@ pub(crate) fn mismatch_of_two(
              among {mine} blocks and that of rank {high} among {other}: devices have the same number of \
              processors on all ranks, and as many of them left to the process (MPS), and their \
              kernels are compiled by the same NVRTC. The communicator is closed."
-        ));
+        ))
+        .naming([rank, peer]);
     }
     let mut message = format!("ranks entered different collectives as call {number}:");
     for (rank, call) in both {
@@ -265,7 +282,10 @@ pub(crate) fn mismatch_of_two(
         "\nWhat that call should have written is undefined. The communicator is closed: make a new \
          one; every rank must make the same call with the same arguments.",
     );
-    Error::mismatch(message)
+    let refused = both.iter().filter(|(_, call)| call.operation() == Some(Operation::Declined));
+    let refused: Vec<u32> = refused.map(|(rank, _)| *rank).collect();
+    // What the ranks beyond these two called is not known.
+    Error::mismatch(message).naming(refused).naming([rank, peer])
 }
 
 /// `rank 3`, or `ranks 0-2, 5`.
@@ -285,9 +305,9 @@ pub(crate) fn named(ranks: &[u32]) -> String {
 mod tests {
     use super::*;
 
+    /// Rule S6.
     #[test]
     fn every_field_changes_the_digest_and_reads_back() {
-        // S6
         let base = Call::new(Operation::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Sum);
         let others = [
             Call::new(Operation::ReduceScatter).elements(DType::F32, 8).reduce(ReduceOp::Sum),
@@ -320,6 +340,16 @@ mod tests {
         let text = mismatch(7, &[a, a, b, a]).to_string();
         assert!(text.contains("ranks 0-1, 3: barrier"), "{text}");
         assert!(text.contains("rank 2: broadcast of 3 u8 from rank 2"), "{text}");
+        assert_eq!(mismatch(7, &[a, a, b, a]).ranks(), [2]);
+        assert_eq!(
+            mismatch(7, &[a, b]).ranks(),
+            [1],
+            "of two groups of one the lower rank's is usual"
+        );
+        let refused = Call::new(Operation::Declined);
+        assert_eq!(mismatch(7, &[refused, refused, a]).ranks(), [0, 1]);
+        assert_eq!(mismatch_of_two(7, 3, &a, 1, &b).ranks(), [1, 3]);
+        assert_eq!(mismatch_of_two(7, 3, &refused, 1, &b).ranks(), [3]);
         assert!(mismatch(7, &[a, a]).to_string().contains("different options"));
     }
 

@@ -1,9 +1,11 @@
 //! One rank's side of a communicator in host memory: what it is made of, and where data and scratch lie.
-//! `meeting` has its two kinds of wait, and its fate.
+//! `meeting` has its two kinds of wait, and its fate; `refusal` has what becomes of a call whose arguments
+//! this rank refuses.
 
 #![allow(unsafe_code)] // builds the view of shared memory, from the caller's promise
 
 mod meeting;
+mod refusal;
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
@@ -52,6 +54,8 @@ pub struct HostEngine {
     operation: u8,
     /// How long the call under way waits for a rank: what `timeout` said when it began.
     call_timeout: Duration,
+    /// Calls that this rank refused, and has not met the others in yet.
+    refused: Option<refusal::Refused>,
     /// Shared with whoever signals outside calls.
     pub(super) failed: Arc<OnceLock<Error>>,
     pub(super) maker: Maker,
@@ -123,6 +127,7 @@ impl HostEngine {
             steps_before: 0,
             operation: 0,
             call_timeout: options.timeout,
+            refused: None,
             failed: Arc::default(),
             maker: Maker::here(),
             timeout: Arc::new(Timeout::new(options.timeout)),
@@ -160,9 +165,16 @@ impl HostEngine {
     }
 
     /// What a call has found about its arguments, or why it cannot be, which the other ranks are told.
+    /// From here on the call may write to this rank's scratch and rows.
     #[inline]
     pub(crate) fn or_decline<T>(&mut self, found: Result<T>) -> Result<T> {
-        found.map_err(|why| self.decline(why))
+        match found {
+            Ok(found) => {
+                self.catch_up()?;
+                Ok(found)
+            }
+            Err(why) => Err(self.decline(why)),
+        }
     }
 
     /// Bytes of `count` elements, of as many for every rank, and where this rank's begin in those; none
@@ -224,7 +236,7 @@ impl HostEngine {
 
     /// A rank's scratch for the next call: what to fill before [`Self::enter`]. Own scratch of
     /// this parity is free: every peer has entered the call before, so is done with the one before
-    /// that (rule S4).
+    /// that (rule S4). [`Self::catch_up`] has seen to that where this rank refused that call.
     #[inline]
     pub(crate) fn next_scratch(&self) -> *mut u8 {
         self.control.scratch(self.layout.rank, self.parity())

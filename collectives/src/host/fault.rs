@@ -57,8 +57,9 @@ impl Fault {
         })
     }
 
-    /// The error for the caller; `reporter` is the peer that told us, if one did.
-    pub(super) fn to_error(self, rank: u32, reporter: Option<u32>) -> Error {
+    /// The error for the caller; `reporter` is the peer that told us, if one did. `gone` are other peers
+    /// whose processes are gone: one that was waited for may have left because of them.
+    pub(super) fn to_error(self, rank: u32, reporter: Option<u32>, gone: &[u32]) -> Error {
         let told = match reporter {
             Some(reporter) => format!(", as rank {reporter} told rank {rank}"),
             None => format!(" on rank {rank}"),
@@ -70,10 +71,16 @@ impl Fault {
                 self.timeout,
                 vec![self.peer],
             ),
-            Cause::PeerLost => Error::peer_lost(
+            Cause::PeerLost if gone.is_empty() => Error::peer_lost(
                 vec![self.peer],
                 format!("its process ended, or let go of its pool, during {text}"),
             ),
+            Cause::PeerLost => {
+                let mut ranks = [gone, &[self.peer]].concat();
+                ranks.sort_unstable();
+                let what = "their processes ended, or let go of their pools, before or during";
+                Error::peer_lost(ranks, format!("{what} {text}"))
+            }
         }
     }
 }
@@ -116,14 +123,17 @@ mod tests {
             let fault = Fault { cause, ..sample() };
             let (epoch, timeout) = (fault.epoch, fault.timeout);
             assert_eq!(Fault::unpack(fault.pack(), epoch, timeout), Some(fault));
-            let error = fault.to_error(0, Some(4));
+            let error = fault.to_error(0, Some(4), &[]);
             assert_eq!(error.ranks(), [1023]);
             assert!(error.to_string().contains("all_reduce, call 1099511627776, step 70000"));
             assert_eq!(error.is_timeout(), cause == Cause::Timeout);
             assert_eq!(error.is_peer_lost(), cause == Cause::PeerLost);
+            if cause == Cause::PeerLost {
+                assert_eq!(fault.to_error(0, None, &[2]).ranks(), [2, 1023]);
+            }
         }
         let message = Fault { operation: 10, peer: 1, ..sample() };
-        let text = message.to_error(0, None).to_string();
+        let text = message.to_error(0, None, &[]).to_string();
         assert!(text.contains("waiting for rank 1 in recv on rank 0"), "{text}");
         assert_eq!(Fault::unpack(0, 0, Duration::ZERO), None);
     }

@@ -148,7 +148,7 @@ impl HostSided {
                     self.control.tell(peer, me, &end.fault);
                 }
             }
-            self.close(end.fault.to_error(me, end.reporter))
+            self.close(end.fault.to_error(me, end.reporter, &[]))
         })
     }
 

@@ -152,7 +152,7 @@ impl HostSided {
             let me = self.layout.rank;
             self.ready()?;
             if let Some(end) = self.control.heard(&self.layout) {
-                return Err(end.fault.to_error(me, end.reporter));
+                return Err(end.fault.to_error(me, end.reporter, &[]));
             }
             let lookout = lookout.get_or_insert_with(|| Lookout::new(timeout));
             let alive = (peer != me).then_some(|| (self.alive)(peer));

@@ -19,6 +19,34 @@ use super::*;
 const CALL_FRAME: u32 = 24;
 
 const ARCHS: [(u32, u32); 3] = [(8, 0), (9, 0), (10, 0)];
+/// What processors have: registers, threads, blocks and bytes of shared memory.
+const PROCESSORS: [((u32, u32), Processor); 6] = [
+    ((8, 0), Processor { registers: 65_536, threads: 2048, blocks: 32, shared: 164 << 10 }),
+    ((8, 6), Processor { registers: 65_536, threads: 1536, blocks: 16, shared: 100 << 10 }),
+    ((8, 9), Processor { registers: 65_536, threads: 1536, blocks: 24, shared: 100 << 10 }),
+    ((9, 0), Processor { registers: 65_536, threads: 2048, blocks: 32, shared: 228 << 10 }),
+    ((10, 0), Processor { registers: 65_536, threads: 2048, blocks: 32, shared: 228 << 10 }),
+    ((12, 0), Processor { registers: 65_536, threads: 1536, blocks: 24, shared: 100 << 10 }),
+];
+
+#[derive(Clone, Copy, Debug)]
+struct Processor {
+    registers: u32,
+    threads: u32,
+    blocks: u32,
+    shared: u64,
+}
+
+impl Processor {
+    /// Blocks of so many threads that it runs at once.
+    fn holds(&self, used: &Usage, threads: u32) -> u32 {
+        // Given out to warps by 256, and the system has 1 KiB of each block.
+        let warps = threads.div_ceil(32);
+        let by_registers = self.registers / ((used.registers * 32).next_multiple_of(256) * warps);
+        let by_shared = (self.shared / (used.shared_bytes + 1024)) as u32;
+        by_registers.min(by_shared).min(self.threads / threads).min(self.blocks)
+    }
+}
 
 fn arch(major: u32, minor: u32) -> Arch {
     Arch::new(major, minor).expect("new enough")
@@ -110,6 +138,41 @@ fn every_kernel_compiles_for_every_architecture_and_spills_nothing() {
         // No compiler of these is older than the first two architectures.
         for of in rows.values() {
             assert!(of[&arch(8, 0)].is_some() && of[&arch(9, 0)].is_some());
+        }
+    }
+}
+
+#[test]
+fn processors_hold_the_blocks_that_kernels_are_bound_to() {
+    // One type and operation of each way through a kernel, of the fewest ranks and the most.
+    let number = |defines: &[(&str, &str)], name: &str| {
+        let found = defines.iter().find(|(define, _)| *define == name);
+        found.map(|(_, value)| value.parse::<u32>().expect("a number"))
+    };
+    let some = |defines: &Vec<(&str, &str)>| {
+        let is = |name, any: &[u32]| number(defines, name).is_none_or(|value| any.contains(&value));
+        is("WORLD", &[2, 8])
+            && is("DTYPE", &[1, 7])
+            && is("OP", &[1])
+            && number(defines, "WORLD").is_some()
+    };
+    let variants = |kernel: &'static Kernel| {
+        kernel.test_variants().into_iter().filter(some).map(move |defines| (kernel, defines))
+    };
+    for nvrtc in compilers() {
+        let jit = Jit::new(options(nvrtc, Some(&kept())));
+        for (kernel, defines) in KERNELS.iter().copied().flat_map(variants) {
+            let variant = Variant { kernel, defines: &defines };
+            let threads = number(&defines, "THREADS").expect("a bound");
+            let wanted = number(&defines, "BLOCKS").unwrap_or(1);
+            for ((major, minor), processor) in PROCESSORS {
+                let image = jit.compile(&variant, arch(major, minor)).expect("it compiles");
+                // Of devices that the compiler does not know there is no machine code to look at.
+                let Some(used) = look(&image, kernel).expect("machine code") else { continue };
+                let held = processor.holds(&used, threads);
+                assert!(held >= wanted, "{variant} on {major}.{minor}: {held} blocks of {used:?}");
+                assert!(used.stack_bytes <= CALL_FRAME, "{variant} on {major}.{minor}: {used:?}");
+            }
         }
     }
 }
@@ -240,9 +303,10 @@ fn a_warning_is_an_error_only_to_the_strict() {
     }
 }
 
+/// Rule S7.
 #[test]
 fn reductions_round_every_operation_for_itself() {
-    // S7: nothing fused, flushed or approximated, so the bits are the host's.
+    // Nothing fused, flushed or approximated, so the bits are the host's.
     for nvrtc in compilers() {
         let jit = Jit::new(options(nvrtc, Some(&kept())));
         for dtype in ["1", "2", "3", "4", "9", "10"] {

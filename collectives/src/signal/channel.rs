@@ -108,9 +108,10 @@ mod models {
         }
     }
 
+    /// Rule S3.
     #[test]
     fn loom_a_wait_sees_what_came_before_its_signal() {
-        // S3: also where the next signal has run ahead.
+        // Also where the next signal has run ahead.
         loom::model(|| {
             let channel = Channel::new();
             let theirs = Arc::clone(&channel);

@@ -1,7 +1,8 @@
 //! Calls that cannot be: what a rank itself refuses, and all-to-alls that differ in more than their
 //! parts.
 
-use std::time::Duration;
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
 
 use crate::common::{Buffer, Heap, small_scratch};
 use symmpool_collectives::{AllToAllAlgorithm, DType, Element, HostOptions, Place, ReduceOp};
@@ -32,14 +33,52 @@ fn a_rank_without_a_count_for_each_is_refused_and_the_others_are_told() {
 }
 
 #[test]
-fn a_rank_that_refuses_a_call_hears_of_a_rank_that_does_not_come() {
+fn a_rank_that_refuses_a_call_hears_why_at_once_and_later_of_a_rank_that_does_not_come() {
     // S5: its peers are told of the refusal as of any call.
     let heap = Heap::new(2, 1, 0, &small_scratch());
-    let timeout = Duration::from_millis(100);
+    let timeout = Duration::from_millis(300);
     let mut engine = heap.engine(0, 0, HostOptions { timeout, ..small_scratch() });
-    let error = engine.broadcast_slice(&mut [0_u8], 2).unwrap_err();
+    let began = Instant::now();
+    for _ in 0..3 {
+        let error = engine.broadcast_slice(&mut [0_u8], 2).unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains("root 2"), "{error}");
+    }
+    assert!(began.elapsed() < timeout, "waited for rank 1");
+    let error = engine.barrier().unwrap_err();
     assert!(error.is_timeout() && error.ranks() == [1], "{error}");
+    assert!(error.to_string().contains("refused its own arguments before (root 2"), "{error}");
     assert!(engine.barrier().unwrap_err().is_timeout());
+}
+
+#[test]
+fn calls_that_were_refused_while_nobody_was_there_are_told_one_by_one() {
+    // S4, S6
+    let heap = Heap::new(3, 1, 1 << 16, &small_scratch());
+    let refused = Barrier::new(3);
+    heap.ranks(|rank| {
+        let mut engine = heap.engine(rank, 0, small_scratch());
+        let mut data = [rank as i32; 8];
+        for round in 0..4 {
+            // What goes through scratch lies where the call before the last had it.
+            engine.all_reduce_slice(&mut data, ReduceOp::Max).unwrap();
+            if rank == round % 3 {
+                for _ in 0..3 {
+                    assert!(
+                        engine.broadcast_slice(&mut data, 9).unwrap_err().is_invalid_argument()
+                    );
+                }
+                refused.wait();
+            } else {
+                refused.wait();
+                for _ in 0..3 {
+                    let error = engine.all_reduce_slice(&mut data, ReduceOp::Sum).unwrap_err();
+                    assert!(error.is_diverged() && error.ranks() == [round % 3], "{error}");
+                }
+            }
+            engine.all_reduce_slice(&mut data, ReduceOp::Sum).unwrap();
+            assert_eq!(data, [6 * 3_i32.pow(round); 8]);
+        }
+    });
 }
 
 #[test]

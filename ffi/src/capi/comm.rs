@@ -6,7 +6,7 @@ use std::sync::Arc;
 use symmpool_allocator::{Error, Result, Stream};
 use symmpool_collectives::{Communicator, CommunicatorOptions, DType, ReduceOp};
 
-use super::pool::{POOLS, symmpool_pool};
+use super::pool::{POOLS, on, symmpool_pool};
 use super::{Handles, Out, seconds};
 use crate::guard::{Status, status};
 
@@ -79,7 +79,8 @@ fn call<A>(
 ) -> Status {
     status(|| {
         let comm = find(comm)?;
-        let stream = Stream::from_raw(stream as u64);
+        // SAFETY: what every collective has its caller promise.
+        let stream = unsafe { on(stream) };
         match arguments() {
             Ok(arguments) => run(&comm, arguments, &stream),
             Err(why) => Err(comm.decline(why, &stream)),
@@ -166,7 +167,8 @@ pub extern "C" fn symmpool_comm_destroy(comm: symmpool_comm) -> Status {
 /// # Safety
 ///
 /// `input` can be read and `output` written for `count` elements by the CPU or, on CUDA, the
-/// device, and nobody else touches them until the work is done. `stream` is NULL or a live stream.
+/// device, and nobody else touches them until the work is done. `stream` is NULL or a stream that lives
+/// until symmpool_comm_forget_stream, or as long as the communicator.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmpool_all_reduce(
     comm: symmpool_comm,
@@ -334,7 +336,27 @@ pub unsafe extern "C" fn symmpool_comm_synchronize(
     comm: symmpool_comm,
     stream: *mut c_void,
 ) -> Status {
-    status(|| find(comm)?.synchronize(&Stream::from_raw(stream as u64)))
+    // SAFETY: the caller's promise.
+    let stream = unsafe { on(stream) };
+    status(|| find(comm)?.synchronize(&stream))
+}
+
+/// Lets go of a stream that is about to be destroyed: the communicator touches it no more unless a call names
+/// it again, and what was put on it keeps its place in the order of calls. Ranks need not do so alike. The
+/// pool remembers streams too: see symmpool_forget_stream. INVALID_STATE while the stream, if it has the
+/// communicator's last call, is being captured, and in a forked child.
+///
+/// # Safety
+///
+/// `stream` is NULL or a live stream.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmpool_comm_forget_stream(
+    comm: symmpool_comm,
+    stream: *mut c_void,
+) -> Status {
+    // SAFETY: the caller's promise.
+    let stream = unsafe { on(stream) };
+    status(|| find(comm)?.forget_stream(&stream))
 }
 
 #[cfg(test)]

@@ -99,8 +99,12 @@ fn find(pool: symmpool_pool) -> Result<Arc<Pool>> {
     POOLS.get(pool)
 }
 
-fn on(stream: *mut c_void) -> Stream {
-    Stream::from_raw(stream as u64)
+/// # Safety
+///
+/// `stream` is NULL or a stream that lives as [`Stream::from_raw`] says.
+pub(super) unsafe fn on(stream: *mut c_void) -> Stream {
+    // SAFETY: the caller's promise.
+    unsafe { Stream::from_raw(stream as u64) }
 }
 
 /// Makes a pool together with the other ranks of `group`, which call this with the same settings.
@@ -169,7 +173,8 @@ pub extern "C" fn symmpool_pool_destroy(pool: symmpool_pool) -> Status {
 ///
 /// # Safety
 ///
-/// `stream` is NULL or a live stream of the pool's device; `pointer` is NULL (an error) or can be
+/// `stream` is NULL or a stream of the pool's device that lives until symmpool_forget_stream, or as long as
+/// the pool; `pointer` is NULL (an error) or can be
 /// written to.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmpool_alloc(
@@ -179,12 +184,13 @@ pub unsafe extern "C" fn symmpool_alloc(
     stream: *mut c_void,
     pointer: *mut *mut c_void,
 ) -> Status {
+    // SAFETY: the caller's promise.
+    let stream = unsafe { on(stream) };
     status(|| {
         // SAFETY: the caller's promise.
         let out = unsafe { Out::new(pointer, "pointer") }?;
         let align = if align == 0 { 512 } else { align };
-        let block =
-            at_site(None, || find(pool)?.default_lane().alloc_bytes(bytes, align, on(stream)))?;
+        let block = at_site(None, || find(pool)?.default_lane().alloc_bytes(bytes, align, stream))?;
         out.put(block.into_address() as *mut c_void);
         Ok(())
     })
@@ -209,14 +215,16 @@ pub extern "C" fn symmpool_free_unordered(pool: symmpool_pool, pointer: *mut c_v
 ///
 /// # Safety
 ///
-/// `stream` is NULL or a live stream of the pool's device.
+/// As for symmpool_alloc.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmpool_record_stream(
     pool: symmpool_pool,
     pointer: *mut c_void,
     stream: *mut c_void,
 ) -> Status {
-    status(|| find(pool)?.default_lane().record_stream_address(pointer as u64, on(stream)))
+    // SAFETY: the caller's promise.
+    let stream = unsafe { on(stream) };
+    status(|| find(pool)?.default_lane().record_stream_address(pointer as u64, stream))
 }
 
 /// Makes sure that `bytes` more fit on `stream`, as one block, without growing. Every rank calls it
@@ -224,14 +232,34 @@ pub unsafe extern "C" fn symmpool_record_stream(
 ///
 /// # Safety
 ///
-/// `stream` is NULL or a live stream of the pool's device.
+/// As for symmpool_alloc.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmpool_reserve(
     pool: symmpool_pool,
     bytes: u64,
     stream: *mut c_void,
 ) -> Status {
-    status(|| at_site(None, || find(pool)?.default_lane().reserve_on(bytes, on(stream))))
+    // SAFETY: the caller's promise.
+    let stream = unsafe { on(stream) };
+    status(|| at_site(None, || find(pool)?.default_lane().reserve_on(bytes, stream)))
+}
+
+/// Lets go of a stream that is about to be destroyed. A pool remembers the streams that it was given, up to
+/// 64, and touches them until then; what was theirs goes to the next stream that is new to the pool. Every
+/// rank calls it at the same place. Nothing happens for a stream that the pool does not know. Errors:
+/// INVALID_STATE while the stream is being captured, and in a forked child.
+///
+/// # Safety
+///
+/// `stream` is NULL or a live stream of the pool's device.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmpool_forget_stream(
+    pool: symmpool_pool,
+    stream: *mut c_void,
+) -> Status {
+    // SAFETY: the caller's promise.
+    let stream = unsafe { on(stream) };
+    status(|| at_site(None, || find(pool)?.forget_stream(stream)))
 }
 
 /// Stands in for a commit that this rank was asked for in vain: the other ranks hear of it in theirs.
@@ -392,7 +420,7 @@ pub unsafe extern "C" fn symmpool_stats(pool: symmpool_pool, stats: *mut PoolSta
     status(|| {
         // SAFETY: the caller's promise.
         let out = unsafe { Out::new(stats, "stats") }?;
-        let found = find(pool)?.stats();
+        let found = find(pool)?.stats()?;
         out.put(PoolStats {
             allocated: found.allocated(),
             reserved: found.reserved(),

@@ -123,6 +123,7 @@ impl Device {
 
     /// Allocates for use on `stream`.
     pub fn alloc(&self, bytes: usize, stream: Stream) -> Result<u64> {
+        self.own_process()?;
         let lane = self.lane_for(stream)?;
         let size = (bytes as u64).div_ceil(ALIGN).max(1).saturating_mul(ALIGN);
         let limit = self.limit.load(Ordering::Relaxed);
@@ -153,6 +154,7 @@ impl Device {
     /// Frees what [`alloc`](Self::alloc) gave; it is reused at once on its stream. Not so while a
     /// graph is captured: then when the capture has ended.
     pub fn free(&self, address: u64) -> Result<()> {
+        self.own_process()?;
         let lane = self.lane_of(address)?;
         if self.any_stuck.load(Ordering::Acquire) && lock(&self.stuck).remove(&address) {
             return Err(Error::invalid_state(format!(
@@ -184,6 +186,7 @@ impl Device {
     /// Notes that a block is used on `stream` too (rule D4). Where that cannot be, because the lane
     /// knows too many streams, the block's memory is not used again.
     pub fn record_stream(&self, address: u64, stream: Stream) -> Result<()> {
+        self.own_process()?;
         let lane = self.lane_of(address)?;
         self.lanes[lane].record_stream_address(address, stream).inspect_err(|_| {
             lock(&self.stuck).insert(address);
@@ -196,7 +199,7 @@ impl Device {
         let lane = &self.lanes[self.lane_of(address)?];
         let layout = self.pool.layout();
         let base = layout.address(layout.rank, lane.range().0);
-        let (segments, _) = lane.map();
+        let (segments, _) = lane.map()?;
         let at = address - base;
         let found = segments
             .iter()
@@ -219,17 +222,24 @@ impl Device {
     /// its replays use them, though no tensor does. While a graph is captured it is
     /// [`Error::is_invalid_state`], as it must wait for the device.
     pub fn trim(&self) -> Result<u64> {
+        self.own_process()?;
         // Held to the end, so that no capture begins and no graph takes a lane meanwhile.
         let captures = lock(&self.captures);
         if !captures.open.is_empty() {
             return Err(Error::invalid_state("memory is given back after the capture of a graph"));
         }
-        self.note_peak();
+        self.note_peak()?;
         let taken = std::iter::once(false).chain(captures.taken);
-        let lanes = self.lanes.iter().zip(taken).filter(|(_, taken)| !taken);
-        lanes
-            .filter(|(lane, _)| lane.reserved() > 0)
-            .try_fold(0, |bytes, (lane, _)| Ok(bytes + lane.trim()?))
+        let mut lanes = self.lanes.iter().zip(taken).filter(|(_, taken)| !taken);
+        lanes.try_fold(0, |bytes, (lane, _)| {
+            Ok(bytes + if lane.reserved()? > 0 { lane.trim()? } else { 0 })
+        })
+    }
+
+    /// Refuses in a forked child, in which another thread of the parent may have had any of the locks
+    /// at the fork.
+    fn own_process(&self) -> Result<()> {
+        self.pool.check_process()
     }
 
     fn lane_of(&self, address: u64) -> Result<usize> {
@@ -245,17 +255,18 @@ impl Device {
         })
     }
 
-    fn note_peak(&self) -> u64 {
-        let reserved = self.lanes.iter().map(Lane::reserved).sum();
+    fn note_peak(&self) -> Result<u64> {
+        let reserved = self.lanes.iter().map(Lane::reserved).sum::<Result<_>>()?;
         self.peak_reserved.fetch_max(reserved, Ordering::Relaxed);
-        reserved
+        Ok(reserved)
     }
 
-    /// The numbers now.
-    pub fn stats(&self) -> ProcessStats {
-        let reserved = self.note_peak();
+    /// The numbers now. [`Error::is_invalid_state`] in a forked child.
+    pub fn stats(&self) -> Result<ProcessStats> {
+        let reserved = self.note_peak()?;
+        let segments = self.lanes.iter().map(|lane| Ok(lane.stats()?.segments));
         // Lanes only shrink in `trim`, which notes the peak first.
-        ProcessStats {
+        Ok(ProcessStats {
             allocated: self.allocated.load(Ordering::Relaxed),
             peak_allocated: self.peak_allocated.load(Ordering::Relaxed),
             reserved,
@@ -265,14 +276,15 @@ impl Device {
             ooms: self.ooms.load(Ordering::Relaxed),
             retries: self.retries.load(Ordering::Relaxed),
             graphs: lock(&self.captures).graphs.len() as u64,
-            segments: self.lanes.iter().map(|lane| lane.stats().segments).sum(),
-        }
+            segments: segments.sum::<Result<_>>()?,
+        })
     }
 
-    /// Forgets the peaks so far.
-    pub fn reset_peaks(&self) {
+    /// Forgets the peaks so far. [`Error::is_invalid_state`] in a forked child.
+    pub fn reset_peaks(&self) -> Result<()> {
+        self.own_process()?;
         self.peak_allocated.store(self.allocated.load(Ordering::Relaxed), Ordering::Relaxed);
         self.peak_reserved.store(0, Ordering::Relaxed);
-        self.note_peak();
+        self.note_peak().map(drop)
     }
 }

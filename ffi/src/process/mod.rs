@@ -18,10 +18,11 @@ mod hooks;
 use std::cell::Cell;
 use std::sync::OnceLock;
 
-use symmpool_allocator::{Driver, Error, Result, Stream};
+use symmpool_allocator::{Driver, Error, Result};
 
 pub use device::{Device, MempoolId, ProcessStats};
 
+use crate::named;
 use crate::slots::{self, Slot};
 
 /// The most devices of one process.
@@ -56,15 +57,13 @@ fn owner(address: u64) -> Option<&'static Device> {
 }
 
 /// Numbers of a device, if anything was allocated there.
-pub fn stats(ordinal: usize) -> Option<ProcessStats> {
-    used().find(|(found, _)| *found == ordinal).map(|(_, device)| device.stats())
+pub fn stats(ordinal: usize) -> Result<Option<ProcessStats>> {
+    used().find(|(found, _)| *found == ordinal).map(|(_, device)| device.stats()).transpose()
 }
 
 /// Forgets the peaks so far.
-pub fn reset_peaks(ordinal: usize) {
-    if let Some((_, device)) = used().find(|(found, _)| *found == ordinal) {
-        device.reset_peaks();
-    }
+pub fn reset_peaks(ordinal: usize) -> Result<()> {
+    used().find(|(found, _)| *found == ordinal).map_or(Ok(()), |(_, device)| device.reset_peaks())
 }
 
 /// Gives segments that are wholly free back to their devices; returns their bytes.
@@ -95,7 +94,7 @@ fn alloc(bytes: isize, ordinal: i32, stream: u64) -> Result<u64> {
         _ => {
             let bytes = usize::try_from(bytes)
                 .map_err(|_| Error::invalid_argument(format!("a size of {bytes} bytes")))?;
-            device(ordinal)?.alloc(bytes, Stream::from_raw(stream))
+            device(ordinal)?.alloc(bytes, named(stream))
         }
     }
 }
@@ -115,7 +114,7 @@ fn record_stream(address: u64, stream: u64) -> Result<()> {
         return Ok(());
     }
     match owner(address) {
-        Some(device) => device.record_stream(address, Stream::from_raw(stream)),
+        Some(device) => device.record_stream(address, named(stream)),
         None => slots::record_stream(slot_of(address)?, address, stream),
     }
 }

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import symmpool
 from symmpool import _symmpool
-from symmpool.bench import matrices, peers, session, table, timing, turns
-from symmpool.bench.arguments import bandwidth, imbalance, listed, positive, seconds, size_list
+from symmpool.bench import matrices, peers, plot, session, table, timing, turns
+from symmpool.bench.arguments import add_measuring, bandwidth, imbalance, listed, size_list
 
 #: What a rank's links carry, in GB/s, by which the bound in the table is made.
 LINK = 355.0
@@ -49,15 +49,10 @@ def add_options(commands):
     it.add_argument("--seed", type=int, default=1, help="of moe")
     it.add_argument("--dtype", choices=session.DTYPES, default="bf16")
     it.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    it.add_argument("--rounds", type=positive, default=3, help="in alternation (default 3)")
-    it.add_argument("--calls", type=positive, help="in a graph (default: 100, fewer above 2 MiB)")
-    it.add_argument("--replays", type=positive, default=9, help="of a graph a round (default 9)")
     it.add_argument("--algorithm", default="auto", choices=[*ALGORITHMS, "all"])
     it.add_argument("--link", type=bandwidth, default=LINK, help="GB/s of a rank's links, for the bound")
     it.add_argument("--peers", help="only these, by their names in the table: NCCL,vdev; or none")
-    it.add_argument("--timeout", type=seconds, default=120, help="longest wait in seconds")
-    it.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    it.set_defaults(plot=None)
+    add_measuring(it)
 
 
 class Exchange:
@@ -73,7 +68,10 @@ class Contender:
     def __init__(self, ranks, dtype, sent, received):
         self.ranks, self.dtype = ranks, dtype
         self.torch, self.dist = ranks.torch, ranks.dist
-        self.input, self.output = self.empty(sent), self.empty(received)
+        self.input, self.output = self.make(sent, received)
+
+    def make(self, sent, received):
+        return self.empty(sent), self.empty(received)
 
     def empty(self, count):
         return self.torch.empty(max(count, 1), dtype=self.dtype, device=self.ranks.device)
@@ -141,6 +139,19 @@ class Distributed(Contender):
         return self.single(self.dist.all_to_all_single, counts)
 
 
+class DistributedWindow(Distributed):
+    """The same of NCCL on tensors that are registered with it as symmetric windows."""
+
+    def make(self, sent, received):
+        self.memory = peers.NcclMemory(self.ranks)
+        return self.memory.make(lambda: super(DistributedWindow, self).make(sent, received))
+
+    def close(self):
+        self.memory.close()
+        super().close()
+        self.memory = None
+
+
 class Vdev(Contender):
     """torch.ops.symm_mem.all_to_all_vdev, splits in the device's memory, over NVSHMEM."""
 
@@ -193,7 +204,9 @@ def set_up(ranks, dtype, sent, received, algorithms, only):
         suffix = "" if name == "auto" else f" {name}"
         plans.append((f"ours{suffix}", Ours, (pools, name)))
         plans.append((f"ours device{suffix}", OursDevice, (pools, name)))
-    others = [("NCCL", Distributed), ("vdev", Vdev)] if ranks.on_cuda else [("gloo", Distributed)]
+    others = [("gloo", Distributed)]
+    if ranks.on_cuda:
+        others = [("NCCL", Distributed), ("NCCL window", DistributedWindow), ("vdev", Vdev)]
     if unknown := [name for name in only or [] if name not in dict(others)]:
         raise SystemExit(f"--peers {unknown[0]}: there are {', '.join(dict(others))}")
     plans += [(name, kind, ()) for name, kind in others if only is None or name in only]
@@ -229,15 +242,7 @@ class Row(table.Row):
         self.bound = heaviest / link / 1e3
 
     def to_json(self):
-        names = [name for name, rounds in self.rounds.items() if rounds]
-        figures = {
-            name: {
-                "us": self.microseconds(name),
-                "gb_s": self.heaviest / self.microseconds(name) / 1e3,
-                "rounds_us": self.rounds[name],
-            }
-            for name in names
-        }
+        figures = self.figures(lambda name: {"gb_s": self.heaviest / self.microseconds(name) / 1e3})
         return {
             "matrix": self.kind,
             "bytes": self.size,
@@ -248,8 +253,8 @@ class Row(table.Row):
         }
 
 
-def prepare(ranks, contender, counts, calls):
-    """An exchange, checked, and its graph of `calls` calls (None on the CPU)."""
+def prepare(ranks, options, contender, row, counts):
+    """An exchange, checked, and its forms. Raises ValueError on every rank if that fails on any."""
     torch = ranks.torch
 
     step = ranks.insist
@@ -264,20 +269,20 @@ def prepare(ranks, contender, counts, calls):
         return exchange
 
     exchange = step(make)
-    graph = step(lambda: timing.capture(torch, exchange.call, calls) if ranks.on_cuda else None)
-    for run in [exchange.call, *([graph.replay] if graph else [])]:
+    forms = timing.forms(ranks, exchange.call, row.size, options)
+    graphs = [form.run for form in forms if form.name not in (timing.EAGER, timing.LOOP)]
+    for run in [exchange.call, *graphs]:
         step(lambda: exchange.output.fill_(120))
         step(run)
         wrong = sum(ranks.gather(step(lambda: count_wrong(torch, ranks, exchange.output, counts))))
         if wrong:
             raise ValueError(f"{wrong:,} wrong elements, over all ranks")
-    return exchange, graph
+    return exchange, forms
 
 
 def measure(ranks, options, contenders, row, counts, step):
     """All contenders in all rounds with one matrix."""
-    calls = timing.calls_for(row.size, options.calls)
-    running = turns.prepared(contenders, row, lambda each: prepare(ranks, each, counts, calls))
+    running = turns.prepared(contenders, row, lambda each: prepare(ranks, options, each, row, counts))
 
     def begin(exchange):
         getattr(exchange, "begin", lambda: None)()
@@ -285,7 +290,7 @@ def measure(ranks, options, contenders, row, counts, step):
     def told(what):
         step(f"{row.kind}, {table.show_size(row.size)}, {what}")
 
-    turns.measure(ranks, options, running, row, calls, begin, told)
+    turns.measure(ranks, options, running, row, begin, told)
     turns.confirm(ranks, contenders, running, row)
 
 
@@ -297,7 +302,7 @@ def cells(rows, ours, others):
     for row in rows:
         _, own = row.best(ours)
         rival, theirs = row.best(others)
-        times = [table.figure(row.microseconds(name)) for name in names]
+        times = [row.shown(name) for name in names]
         share = None if own is None or not row.bound else row.bound / own
         ratio = None if own is None or theirs is None else theirs / own
         end = [table.figure(row.bound), table.figure(share), rival or "-", table.figure(ratio)]
@@ -336,7 +341,7 @@ def run(options, arguments):
     received = max(sum(column) for _, _, counts in todo for column in zip(*counts))
     contenders, missing, pools = set_up(ranks, dtype, sent, received, algorithms, only)
     rows = []
-    progress = session.Progress(len(todo) * options.rounds, ranks.rank == 0)
+    progress = session.Progress(len(todo) * (options.rounds + 1), ranks.rank == 0)
     try:
         for kind, size, counts in todo:
             heaviest = matrices.heaviest(counts) * dtype.itemsize
@@ -357,8 +362,12 @@ def report(options, facts, rows, ours, others):
     print(f"all-to-all of {options.dtype}, {session.where(facts)}")
     print(
         "microseconds a call, slowest rank, median of rounds; bound: the heaviest rank's bytes at "
-        f"{options.link:g} GB/s\n"
+        f"{options.link:g} GB/s{session.told_forms(facts)}\n"
     )
     print(table.lay_out(*cells(rows, ours, others)))
     session.tell_missing(facts, rows, lambda row: f"for {row.kind}, {table.show_size(row.size)}")
     session.write(options, facts, rows)
+    if options.plot:
+        title = f"all-to-all of {options.dtype}, {session.devices(facts)}"
+        panels = plot.panels_by(rows, lambda row: row.kind)
+        plot.save(options.plot, panels, ours, others, title, facts, axis="bytes a rank sends on average")

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from pathlib import Path
 
 from symmpool.bench import table
 
@@ -57,3 +58,25 @@ def imbalance(text):
 def seconds(text):
     # torch counts milliseconds with 32 bits.
     return _number(text, lambda it: 0.001 <= it <= 1e6, "time from 0.001 to 1,000,000 seconds")
+
+
+def count_list(text):
+    """Whole numbers above 0."""
+    found = [positive(each) for each in listed(text)]
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} names no number")
+    return found
+
+
+def add_measuring(it, calls=None):
+    """What every benchmark has: how often everybody is timed and in which forms, how long it may wait, and
+    where the figures go. `calls` are the numbers in graphs unless others are given."""
+    told = "each is tried, and the best counts; several: 1,10,20,100"
+    default = ",".join(map(str, calls)) if calls else "1,10,20,100, fewer of large ones"
+    it.add_argument("--rounds", type=positive, default=3, help="in alternation, after a trial (default 3)")
+    it.add_argument("--calls", type=count_list, default=calls, help=f"in a graph; {told} (default {default})")
+    it.add_argument("--replays", type=positive, default=9, help="spans of calls a round (default 9)")
+    it.add_argument("--eager", action="store_true", help="also try calls outside of graphs")
+    it.add_argument("--timeout", type=seconds, default=120, help="longest wait in seconds")
+    it.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    it.add_argument("--plot", type=Path, metavar="FILE", help="write a picture: .png, .svg")

@@ -8,11 +8,10 @@ Run it under torchrun, one process a GPU (or any number on the CPU):
 import argparse
 import sys
 from functools import partial
-from pathlib import Path
 
 import symmpool
 from symmpool.bench import alltoallv, check, collectives, overlap, peers, plot, session, table, timing, turns
-from symmpool.bench.arguments import factor, positive, seconds, size, size_list
+from symmpool.bench.arguments import add_measuring, factor, size, size_list
 
 
 def parser():
@@ -31,9 +30,6 @@ def parser():
     it.add_argument("--dtype", choices=session.DTYPES, default="bf16")
     it.add_argument("--op", choices=["sum", "prod", "min", "max", "avg"], default="sum")
     it.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    it.add_argument("--rounds", type=positive, default=3, help="in alternation (default 3)")
-    it.add_argument("--calls", type=positive, help="in a graph (default: 100, fewer above 2 MiB)")
-    it.add_argument("--replays", type=positive, default=9, help="of a graph a round (default 9)")
     it.add_argument(
         "--algorithm",
         default="auto",
@@ -42,19 +38,16 @@ def parser():
     )
     it.add_argument("--peers", help="only these, by their names in the table: NCCL,one-shot; or none")
     it.add_argument("--scratch", type=size, help="bytes of scratch of ours: 768M (default: the library's)")
-    it.add_argument("--eager", action="store_true", help="also time calls outside of graphs")
     it.add_argument("--no-check", action="store_true", help="do not check results")
-    it.add_argument("--timeout", type=seconds, default=120, help="longest wait in seconds")
-    it.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    it.add_argument("--plot", type=Path, metavar="FILE", help="write a picture: .png, .svg")
+    add_measuring(it)
     alltoallv.add_options(commands)
     collectives.add_options(commands)
     overlap.add_options(commands)
     return top
 
 
-def prepare(ranks, options, contender, bytes_, calls):
-    """A contender's case for a size, checked, and its graph of `calls` calls (None on the CPU).
+def prepare(ranks, options, contender, bytes_):
+    """A contender's case for a size, checked, and its forms.
 
     Raises ValueError on every rank if it fails on any. Between two steps that may fail on one rank
     alone all ranks hear of it, so that none waits for one that has given up.
@@ -70,14 +63,14 @@ def prepare(ranks, options, contender, bytes_, calls):
         if ranks.on_cuda:
             counts += [1, check.repeatable(case.input.dtype, op) if case.in_place else 3]
         graphs = [None] + [timing.capture(torch, case.call, count) for count in counts[1:]]
-        timed = timing.capture(torch, case.call, calls) if ranks.on_cuda else None
-        return case, list(zip(counts, graphs)), timed
+        return case, list(zip(counts, graphs))
 
     def fill():
         check.poison(case.output)
         check.fill(torch, case.input, ranks.rank, op)
 
-    case, runs, timed = step(make)
+    case, runs = step(make)
+    forms = timing.forms(ranks, case.call, bytes_, options)
     for count, graph in runs if not options.no_check else []:
         step(fill)
         step(case.call if graph is None else graph.replay)
@@ -87,7 +80,7 @@ def prepare(ranks, options, contender, bytes_, calls):
         if total:
             raise ValueError(f"{total:,} wrong elements, over all ranks, after {count} calls")
     step(fill)
-    return case, timed
+    return case, forms
 
 
 def measure_size(ranks, options, contenders, bytes_, step):
@@ -100,8 +93,7 @@ def measure_size(ranks, options, contenders, bytes_, step):
             row.missing[name] = f"left out above {table.show_size(contender.limit)}"
         else:
             asked[name] = contender
-    calls = timing.calls_for(bytes_, options.calls)
-    running = turns.prepared(asked, row, lambda contender: prepare(ranks, options, contender, bytes_, calls))
+    running = turns.prepared(asked, row, lambda contender: prepare(ranks, options, contender, bytes_))
 
     def begin(case):
         # In place, data grows with every call; it begins anew here.
@@ -110,11 +102,12 @@ def measure_size(ranks, options, contenders, bytes_, step):
     def told(what):
         step(f"{table.show_size(bytes_)}, {what}")
 
-    turns.measure(ranks, options, running, row, calls, begin, told)
+    turns.measure(ranks, options, running, row, begin, told)
     if options.eager:
         for name, (case, _) in running.items():
             ranks.meet()
-            spent = timing.time_eager(case.call, 50, 5, ranks.synchronize)
+            calls = min(timing.EAGER_CALLS, timing.calls_for(bytes_))
+            spent = timing.time_eager(case.call, calls, 5, ranks.synchronize)
             row.eager[name] = tuple(max(column) for column in zip(*ranks.gather(spent)))
     for name in turns.confirm(ranks, contenders, running, row):
         row.eager.pop(name, None)
@@ -138,7 +131,7 @@ def run(options, arguments):
         ranks, dtype, options.op, count, algorithms, only, options.scratch
     )
     rows = []
-    progress = session.Progress(len(sizes) * options.rounds, ranks.rank == 0)
+    progress = session.Progress(len(sizes) * (options.rounds + 1), ranks.rank == 0)
     try:
         for bytes_ in sizes:
             rows.append(measure_size(ranks, options, contenders, bytes_, progress.step))
@@ -155,7 +148,7 @@ def run(options, arguments):
 def report(options, facts, rows, ours, others):
     """Prints the tables, and writes what was asked for."""
     print(f"all-reduce, {options.op} of {options.dtype}, {session.where(facts)}")
-    print("microseconds a call, slowest rank, median of rounds\n")
+    print(f"microseconds a call, slowest rank, median of rounds{session.told_forms(facts)}\n")
     print(table.lay_out(*table.cells(rows, ours, others)))
     if options.eager:
         print("\neager: microseconds of host time a call / until it is done\n")
@@ -163,9 +156,8 @@ def report(options, facts, rows, ours, others):
     session.tell_missing(facts, rows, lambda row: f"at {table.show_size(row.size)}")
     session.write(options, facts, rows)
     if options.plot:
-        device = min(facts["devices"])
-        title = f"all-reduce, {options.op} of {options.dtype}, {facts['world']} x {device}"
-        plot.save(options.plot, rows, ours, others, title)
+        title = f"all-reduce, {options.op} of {options.dtype}, {session.devices(facts)}"
+        plot.save(options.plot, {"": rows}, ours, others, title, facts)
 
 
 def main(arguments=None):

@@ -4,11 +4,11 @@ What a program gets that moves no tensor into a pool is the second of ours.
 """
 
 import argparse
-from pathlib import Path
+from functools import partial
 
 from symmpool import Communicator
-from symmpool.bench import peers, session, table, timing, turns
-from symmpool.bench.arguments import listed, positive, seconds, size_list
+from symmpool.bench import peers, plot, session, table, timing, turns
+from symmpool.bench.arguments import add_measuring, listed, size_list
 
 #: By name: how many of the bytes each rank's links carry, as nccl-tests has it.
 OPERATIONS = {
@@ -37,13 +37,8 @@ def add_options(commands):
     )
     it.add_argument("--dtype", choices=session.DTYPES, default="bf16")
     it.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    it.add_argument("--rounds", type=positive, default=3, help="in alternation (default 3)")
-    it.add_argument("--calls", type=positive, help="in a graph (default: 100, fewer above 2 MiB)")
-    it.add_argument("--replays", type=positive, default=9, help="of a graph a round (default 9)")
-    it.add_argument("--peers", help="only these: NCCL (or gloo); or none")
-    it.add_argument("--timeout", type=seconds, default=120, help="longest wait in seconds")
-    it.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    it.set_defaults(plot=None)
+    it.add_argument("--peers", help="only these: NCCL,NCCL window (or gloo); or none")
+    add_measuring(it)
 
 
 class Side(peers.Contender):
@@ -118,6 +113,19 @@ class Theirs(Side):
         }
 
 
+class TheirsWindow(Theirs):
+    """NCCL on tensors that are registered with it as symmetric windows."""
+
+    def set_up(self, count):
+        self.memory = peers.NcclMemory(self.ranks)
+        self.input, self.output = self.memory.make(lambda: (self.empty(count), self.empty(count)))
+
+    def close(self):
+        self.memory.close()
+        super().close()
+        self.memory = None
+
+
 class Row(table.Row):
     """What was found of one operation at one size."""
 
@@ -130,15 +138,7 @@ class Row(table.Row):
         return OPERATIONS[self.operation](self.world) * self.size / self.microseconds(name) / 1e3
 
     def to_json(self):
-        found = {
-            name: {
-                "us": self.microseconds(name),
-                "busbw_gb_s": self.bandwidth(name),
-                "rounds_us": rounds,
-            }
-            for name, rounds in self.rounds.items()
-            if rounds
-        }
+        found = self.figures(lambda name: {"busbw_gb_s": self.bandwidth(name)})
         whole = {"operation": self.operation, "bytes": self.size}
         return {**whole, "figures": found, "missing": self.missing}
 
@@ -162,9 +162,8 @@ def expected(torch, operation, rank, world, case):
     return total if operation == "all_reduce" else total.chunk(world)[rank]
 
 
-def prepare(ranks, side, row, calls):
-    """A case, checked, and its graph of `calls` calls (None on the CPU). Raises ValueError on every rank if
-    that fails on any."""
+def prepare(ranks, options, side, row):
+    """A case, checked, and its forms. Raises ValueError on every rank if that fails on any."""
     torch = ranks.torch
 
     step = ranks.insist
@@ -184,19 +183,18 @@ def prepare(ranks, side, row, calls):
         raise ValueError(f"{wrong:,} wrong elements, over all ranks")
     # Sums in place stay what they are.
     step(lambda: case.input.zero_())
-    graph = step(lambda: timing.capture(torch, case.call, calls)) if ranks.on_cuda else None
-    return case, graph
+    return case, timing.forms(ranks, case.call, row.size, options)
 
 
 def measure(ranks, options, sides, operation, bytes_, step):
     """All contenders in all rounds, of one operation at one size."""
-    row, calls = Row(operation, bytes_, ranks.world), timing.calls_for(bytes_, options.calls)
-    running = turns.prepared(sides, row, lambda side: prepare(ranks, side, row, calls))
+    row = Row(operation, bytes_, ranks.world)
+    running = turns.prepared(sides, row, lambda side: prepare(ranks, options, side, row))
 
     def told(what):
         step(f"{operation}, {table.show_size(bytes_)}, {what}")
 
-    turns.measure(ranks, options, running, row, calls, lambda case: None, told)
+    turns.measure(ranks, options, running, row, lambda case: None, told)
     turns.confirm(ranks, sides, running, row)
     return row
 
@@ -204,16 +202,16 @@ def measure(ranks, options, sides, operation, bytes_, step):
 def set_up(ranks, dtype, count, only):
     """The contenders that could be set up, ours first; and why others could not, by name."""
     pools = peers.Pools()
-    name = "NCCL" if ranks.on_cuda else "gloo"
+    others = {"NCCL": Theirs, "NCCL window": TheirsWindow} if ranks.on_cuda else {"gloo": Theirs}
+    if unknown := [each for each in only or [] if each not in others]:
+        raise SystemExit(f"--peers {unknown[0]}: there are {', '.join(others)}")
     plans = {
         "ours": lambda: Ours("ours", ranks, dtype, count, pools.get(ranks), True),
         "ours ordinary": lambda: Ours("ours ordinary", ranks, dtype, count, pools.get(ranks), False),
-        name: lambda: Theirs(name, ranks, dtype, count),
     }
-    if unknown := [each for each in only or [] if each != name]:
-        raise SystemExit(f"--peers {unknown[0]}: there is {name}")
-    if only is not None and name not in only:
-        del plans[name]
+    for name, kind in others.items():
+        if only is None or name in only:
+            plans[name] = partial(kind, name, ranks, dtype, count)
     found, missing = ranks.attempt_each(plans)
     return found, missing, pools
 
@@ -228,8 +226,8 @@ def cells(rows, ours, others):
         times = {name: row.microseconds(name) for name in names}
         first = row.bandwidth(ours[0]) if ours and times[ours[0]] else None
         quotients = [times[b] / times[a] if times[a] and times[b] else None for a, b in ratios]
-        shown = [table.figure(value) for value in (*times.values(), first, *quotients)]
-        lines.append([row.operation, table.show_size(row.size), *shown])
+        shown = [table.figure(value) for value in (first, *quotients)]
+        lines.append([row.operation, table.show_size(row.size), *map(row.shown, names), *shown])
     return heading, lines
 
 
@@ -242,7 +240,7 @@ def run(options, arguments):
     session.require_parts(options, sizes, dtype, ranks.world)
     count = max(sizes) // dtype.itemsize
     sides, missing, pools = set_up(ranks, dtype, count, session.asked_peers(options))
-    progress = session.Progress(len(names) * len(sizes) * options.rounds, ranks.rank == 0)
+    progress = session.Progress(len(names) * len(sizes) * (options.rounds + 1), ranks.rank == 0)
     try:
         rows = [
             measure(ranks, options, sides, operation, size, progress.step)
@@ -255,9 +253,14 @@ def run(options, arguments):
 
     def tell(ours, others):
         print(f"collectives of {options.dtype}, {session.where(facts)}")
-        print("microseconds a call, slowest rank, median of rounds; ordinary memory is torch's\n")
+        forms = session.told_forms(facts)
+        print(f"microseconds a call, slowest rank, median of rounds; ordinary memory is torch's{forms}\n")
         print(table.lay_out(*cells(rows, ours, others)))
         session.tell_missing(facts, rows, lambda row: f"{row.operation} of {table.show_size(row.size)}")
         session.write(options, facts, rows)
+        if options.plot:
+            title = f"collectives of {options.dtype}, {session.devices(facts)}"
+            panels = plot.panels_by(rows, lambda row: row.operation)
+            plot.save(options.plot, panels, ours, others, title, facts, axis="bytes of the whole")
 
     return session.end(ranks, sides, pools, rows, tell)

@@ -8,11 +8,10 @@ that waits for it nowhere: processors that its kernels have, and memory bandwidt
 import argparse
 import math
 from functools import partial
-from pathlib import Path
 
 from symmpool import Communicator
-from symmpool.bench import collectives, peers, session, table, timing, turns
-from symmpool.bench.arguments import factor, listed, positive, seconds, size_list
+from symmpool.bench import collectives, peers, plot, session, table, timing, turns
+from symmpool.bench.arguments import add_measuring, factor, listed, positive, size_list
 
 #: What is no contender: the products alone.
 PRODUCTS = "products"
@@ -41,17 +40,13 @@ def add_options(commands):
         default=[1, 2],
         help="of ours: shares of the device, a column each (default 1,2)",
     )
-    it.add_argument("--windows", action="store_true", help="ours in windows, not in memory of torch's")
+    it.add_argument("--windows", action="store_true", help="in windows, NCCL's too, not in memory of torch's")
     it.add_argument("--order", type=positive, default=4096, help="of the square matrices (default 4096)")
     it.add_argument(
         "--times", type=factor, default=2.0, help="products take so many times the slowest collective"
     )
-    it.add_argument("--rounds", type=positive, default=3, help="in alternation (default 3)")
-    it.add_argument("--calls", type=positive, default=10, help="steps in a graph (default 10)")
-    it.add_argument("--replays", type=positive, default=9, help="of a graph a round (default 9)")
-    it.add_argument("--timeout", type=seconds, default=120, help="longest wait in seconds")
-    it.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    it.set_defaults(plot=None, device="cuda")
+    add_measuring(it, calls=[1, 10, 20])
+    it.set_defaults(device="cuda")
 
 
 class Ours(collectives.Ours):
@@ -72,6 +67,8 @@ class Row(collectives.Row):
         super().__init__(operation, size, world)
         #: Microseconds of the collective alone, by contender.
         self.alone = {}
+        #: The form that it had there.
+        self.alone_forms = {}
         #: Products in a step.
         self.products = 0
 
@@ -81,11 +78,11 @@ class Row(collectives.Row):
         return step - least if step and least else None
 
     def to_json(self):
-        figures = {
-            name: {"us": self.microseconds(name), "alone_us": self.alone.get(name), "rounds_us": rounds}
-            for name, rounds in self.rounds.items()
-            if rounds
-        }
+        def more(name):
+            form = self.alone_forms.get(name)
+            return {"alone_us": self.alone.get(name), **({"alone_form": form} if form else {})}
+
+        figures = self.figures(more)
         whole = {"operation": self.operation, "bytes": self.size, "products": self.products}
         return {**whole, "figures": figures, "missing": self.missing}
 
@@ -106,7 +103,8 @@ class Products:
         """One of them, on the slowest rank."""
         graph = ranks.insist(lambda: timing.capture(self.torch, lambda: self.run(1), 20))
         ranks.meet()
-        return max(ranks.gather(timing.time_graph(self.torch, graph, 20, 9)))
+        form = timing.Form(timing.graph_name(20), 20, graph.replay)
+        return max(ranks.gather(form.time(self.torch, 9)))
 
 
 def step_of(torch, call, products, count):
@@ -126,30 +124,30 @@ def step_of(torch, call, products, count):
 
 def measure(ranks, options, sides, products, operation, bytes_, told):
     """All contenders in all rounds, of one operation at one size: alone, then beside products."""
-    torch, calls = ranks.torch, options.calls
     row = Row(operation, bytes_, ranks.world)
 
     def tell(what):
         told(f"{operation}, {table.show_size(bytes_)}, {what}")
 
     def measured(running):
-        turns.measure(ranks, options, running, row, calls, lambda case: None, tell)
+        turns.measure(ranks, options, running, row, lambda case: None, tell)
 
-    alone = turns.prepared(sides, row, lambda side: collectives.prepare(ranks, side, row, calls))
+    alone = turns.prepared(sides, row, lambda side: collectives.prepare(ranks, options, side, row))
     measured(alone)
     row.alone = {name: row.microseconds(name) for name in alone}
+    row.alone_forms = dict(row.forms)
     longest = max(row.alone.values(), default=0)
     row.products = max(1, math.ceil(options.times * longest / products.microseconds(ranks)))
 
-    def captured(call):
-        return timing.capture(torch, call, calls)
+    def forms(call):
+        return timing.forms(ranks, call, bytes_, options)
 
     def beside(name):
         case = alone[name][0]
-        return case, ranks.insist(lambda: captured(step_of(torch, case.call, products, row.products)))
+        return case, forms(step_of(ranks.torch, case.call, products, row.products))
 
     together = turns.prepared({name: name for name in alone}, row, beside)
-    plain = ranks.insist(lambda: captured(lambda: products.run(row.products)))
+    plain = forms(lambda: products.run(row.products))
     measured({PRODUCTS: (None, plain), **together})
     turns.confirm(ranks, sides, together, row)
     return row
@@ -165,6 +163,8 @@ def set_up(ranks, options, dtype, count):
     names = {"ours" if each == 1 else f"ours {each}": each for each in options.concurrent}
     plans = {name: partial(ours, name, concurrent) for name, concurrent in names.items()}
     plans["NCCL"] = partial(collectives.Theirs, "NCCL", ranks, dtype, count)
+    if options.windows:
+        plans["NCCL window"] = partial(collectives.TheirsWindow, "NCCL window", ranks, dtype, count)
     found, missing = ranks.attempt_each(plans)
     return found, missing, pools
 
@@ -175,9 +175,12 @@ def cells(rows, names):
     heading += [f"{name} {what}" for name in names for what in ("alone", "cost")]
     lines = []
     for row in rows:
-        pairs = [value for name in names for value in (row.alone.get(name), row.cost(name))]
-        figures = [table.figure(value) for value in (row.microseconds(PRODUCTS), *pairs)]
-        lines.append([row.operation, table.show_size(row.size), *figures])
+        pairs = [
+            table.with_form(time, forms.get(name))
+            for name in names
+            for time, forms in ((row.alone.get(name), row.alone_forms), (row.cost(name), row.forms))
+        ]
+        lines.append([row.operation, table.show_size(row.size), row.shown(PRODUCTS), *pairs])
     return heading, lines
 
 
@@ -189,7 +192,7 @@ def run(options, arguments):
     sides, missing, pools = set_up(ranks, options, dtype, max(sizes) // dtype.itemsize)
     products = ranks.insist(lambda: Products(ranks, options.order, dtype))
     cases = [(operation, size) for operation in options.operations for size in sizes]
-    progress = session.Progress(2 * len(cases) * options.rounds, ranks.rank == 0)
+    progress = session.Progress(2 * len(cases) * (options.rounds + 1), ranks.rank == 0)
     try:
         rows = [measure(ranks, options, sides, products, *case, progress.step) for case in cases]
     finally:
@@ -198,9 +201,15 @@ def run(options, arguments):
 
     def tell(ours, others):
         print(f"collectives of {options.dtype} beside matrix products, {session.where(facts)}")
-        print("microseconds, slowest rank, median of rounds; cost: of a step, beyond its products\n")
+        forms = session.told_forms(facts).replace("calls", "steps")
+        print(f"microseconds, slowest rank, median of rounds; cost: of a step, beyond its products{forms}\n")
         print(table.lay_out(*cells(rows, [*ours, *others])))
         session.tell_missing(facts, rows, lambda row: f"{row.operation} of {table.show_size(row.size)}")
         session.write(options, facts, rows)
+        if options.plot:
+            title = f"collectives of {options.dtype} beside matrix products, {session.devices(facts)}"
+            panels = plot.panels_by(rows, lambda row: f"{row.operation}, more than products alone")
+            value, axis = Row.cost, "bytes of the whole"
+            plot.save(options.plot, panels, ours, others, title, facts, value, axis)
 
     return session.end(ranks, sides, pools, rows, tell)

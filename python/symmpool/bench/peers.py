@@ -189,6 +189,29 @@ class Distributed(Contender):
         self.buffer = None
 
 
+class NcclMemory:
+    """Memory that is registered with NCCL as symmetric windows."""
+
+    def __init__(self, ranks):
+        # Registering needs a communicator, which the first collective makes.
+        ranks.dist.all_reduce(ranks.torch.zeros(1, device=ranks.device))
+        ranks.synchronize()
+        self.cuda = ranks.torch.cuda
+        self.backend = ranks.dist.group.WORLD._get_backend(ranks.device)
+        self.mem_pool = self.cuda.MemPool(self.backend.mem_allocator)
+
+    def make(self, allocate):
+        """What `allocate` returns, whose memory is in windows. Collective, and called once."""
+        with self.cuda.use_mem_pool(self.mem_pool):
+            made = allocate()
+        self.backend.register_mem_pool(self.mem_pool, symm=True)
+        return made
+
+    def close(self):
+        # A communicator that ends with windows of memory that is gone complains, or worse.
+        self.backend.deregister_mem_pool(self.mem_pool)
+
+
 class NcclWindow(Distributed):
     """NCCL on memory that is registered with it as a symmetric window."""
 
@@ -197,22 +220,13 @@ class NcclWindow(Distributed):
         self.name = "NCCL window"
 
     def make(self, count):
-        torch = self.torch
-        # Registering needs a communicator, which the first collective makes.
-        self.dist.all_reduce(torch.zeros(1, device=self.ranks.device))
-        torch.cuda.synchronize()
-        self.backend = self.dist.group.WORLD._get_backend(self.ranks.device)
-        self.mem_pool = torch.cuda.MemPool(self.backend.mem_allocator)
-        with torch.cuda.use_mem_pool(self.mem_pool):
-            buffer = self.empty(count)
-        self.backend.register_mem_pool(self.mem_pool, symm=True)
-        return buffer
+        self.memory = NcclMemory(self.ranks)
+        return self.memory.make(lambda: self.empty(count))
 
     def close(self):
-        # A communicator that ends with windows of memory that is gone complains, or worse.
-        self.backend.deregister_mem_pool(self.mem_pool)
+        self.memory.close()
         super().close()
-        self.mem_pool = None
+        self.memory = None
 
 
 class SymmetricMemory(Contender):

@@ -1,5 +1,7 @@
-"""What a run found as a picture: microseconds a call over bytes, both logarithmic."""
+"""What a run found as a picture: microseconds a call over bytes, both logarithmic, and how much longer the
+best peer takes; with versions and the date, as pictures are passed on without their reports."""
 
+from symmpool.bench.session import where
 from symmpool.bench.table import show_size
 
 
@@ -20,27 +22,94 @@ def require(path):
     return matplotlib
 
 
-def save(path, rows, ours, peers, title):
-    """Writes the picture; the ending of `path` says of which kind: .png, .svg, .pdf."""
+def label(name):
+    """A contender's name as people outside of the tables know it: ours is symmpool."""
+    return name.replace("ours", "symmpool", 1) if name.split()[0] == "ours" else name
+
+
+def caption(facts):
+    """What stands below a picture: what was measured on what, with which versions, and when."""
+    day = facts["measured_at"][:10]
+    forms = "; each contender in its best form of CUDA graphs and eager calls" if facts["nccl"] else ""
+    return f"symmpool {facts['symmpool']}, {where(facts)}; {day}{forms}"
+
+
+def points(rows, name, value):
+    """(bytes, what is drawn of a contender) where there is something."""
+    found = [(row.size, value(row, name)) for row in rows]
+    return [(size, each) for size, each in found if each is not None and each > 0]
+
+
+def ratios(rows, ours, peers, value):
+    """(bytes, the best peer's time over our best one)."""
+    found = []
+    for row in rows:
+        own, theirs = (
+            min((each for name in names if (each := value(row, name)) is not None and each > 0), default=None)
+            for names in (ours, peers)
+        )
+        if own and theirs:
+            found.append((row.size, theirs / own))
+    return found
+
+
+def microseconds(row, name):
+    return row.microseconds(name)
+
+
+def save(path, panels, ours, peers, title, facts, value=microseconds, axis="bytes a rank"):
+    """Writes the picture; the ending of `path` says of which kind: .png, .svg, .pdf. `panels` are rows by
+    what they are of, which stand side by side: times above, and the best peer's over ours below."""
     matplotlib = require(path)
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 5.5))
+    count = len(panels)
+    # Text stays text, which can be searched.
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure, grid = pyplot.subplots(
+            2, count, figsize=(max(9, 5.5 * count), 7.5), sharex="col", squeeze=False,
+            gridspec_kw={"height_ratios": [3, 1]},
+        )  # fmt: skip
+        for (kind, rows), (times, beside) in zip(panels.items(), grid.T):
+            _draw(kind, rows, ours, peers, value, times, beside)
+            beside.set_xlabel(axis)
+        grid[0][0].set_ylabel("microseconds a call (slowest rank)")
+        grid[1][0].set_ylabel("best peer / symmpool")
+        grid[0][0].legend()
+        figure.suptitle(title)
+        figure.text(0.5, 0.01, caption(facts), ha="center", fontsize=8)
+        figure.tight_layout(rect=(0, 0.03, 1, 1))
+        figure.savefig(path)
+        pyplot.close(figure)
+
+
+def _draw(kind, rows, ours, peers, value, times, beside):
+    """One panel: every contender's times, and how much longer the best peer takes."""
     for name in [*peers, *ours]:
-        points = [(row.size, row.microseconds(name)) for row in rows if row.rounds.get(name)]
-        if points:
+        if found := points(rows, name, value):
             style = {"linewidth": 2.5, "marker": "o"} if name in ours else {"marker": "."}
-            axes.plot(*zip(*points), label=name, **style)
-    sizes = [row.size for row in rows]
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(sizes, [show_size(size) for size in sizes], rotation=45, ha="right")
-    axes.set_xlabel("bytes a rank")
-    axes.set_ylabel("microseconds a call (slowest rank)")
-    axes.set_title(title)
-    axes.grid(True, which="both", alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+            times.plot(*zip(*found), label=label(name), **style)
+    if found := ratios(rows, ours, peers, value):
+        beside.plot(*zip(*found), color="black", marker="o")
+        for size, ratio in found:
+            offset = {"textcoords": "offset points", "xytext": (0, 5), "ha": "center", "fontsize": 7}
+            beside.annotate(f"{ratio:.2f}", (size, ratio), **offset)
+    beside.axhline(1, color="gray", linestyle="--", linewidth=1)
+    beside.margins(y=0.3)
+    sizes = sorted({row.size for row in rows})
+    times.set_xscale("log", base=2)
+    times.set_yscale("log")
+    beside.set_xticks(sizes, [show_size(size) for size in sizes], rotation=45, ha="right")
+    if kind:
+        times.set_title(kind)
+    for axes in (times, beside):
+        axes.grid(True, which="both", alpha=0.3)
+
+
+def panels_by(rows, kind):
+    """Rows by what `kind` says of each, in their order."""
+    found = {}
+    for row in rows:
+        found.setdefault(kind(row), []).append(row)
+    return found

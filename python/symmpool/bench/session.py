@@ -150,11 +150,21 @@ def asked_peers(options):
     return listed(options.peers)
 
 
+def devices(facts):
+    """How many of which, for a title."""
+    return f"{facts['world']} x {', '.join(sorted(set(facts['devices'])))}"
+
+
 def where(facts):
     """Ranks, devices and versions, for a heading."""
     devices = ", ".join(sorted(set(facts["devices"])))
     nccl = f", NCCL {facts['nccl']}, driver {facts['driver']}" if facts["nccl"] else ""
     return f"{facts['world']} ranks on {devices}; torch {facts['torch']}{nccl}"
+
+
+def told_forms(facts):
+    """What a heading says of the figures in brackets; nothing on the CPU, where there are none."""
+    return "; in brackets: calls a graph, each one's best" if facts["nccl"] else ""
 
 
 def tell_missing(facts, rows, which):

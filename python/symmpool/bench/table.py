@@ -3,6 +3,8 @@
 import re
 from statistics import median
 
+from symmpool.bench import timing
+
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -52,6 +54,10 @@ class Row:
         self.world = world
         #: Microseconds a call in each round, the slowest rank's, by contender.
         self.rounds = {}
+        #: The form that these calls had, by contender: its best in the trial.
+        self.forms = {}
+        #: Microseconds a call in each form that was tried, by contender.
+        self.tried = {}
         #: Microseconds of host time a call, and until it was done, by contender.
         self.eager = {}
         #: Why a contender has no figure for this size.
@@ -67,25 +73,39 @@ class Row:
         timed = [(self.microseconds(name), name) for name in names if self.rounds.get(name)]
         return min(timed)[::-1] if timed else (None, None)
 
-    def to_json(self):
-        def figures(name):
-            time = self.microseconds(name)
-            bandwidth = bus_bandwidth(self.size, self.world, time)
-            found = {"us": time, "busbw_gb_s": bandwidth, "rounds_us": self.rounds[name]}
-            if name in self.eager:
-                host, total = self.eager[name]
-                found |= {"eager_host_us": host, "eager_total_us": total}
-            return found
+    def shown(self, name):
+        """The time as tables have it, with the form that it was measured in."""
+        return with_form(self.microseconds(name), self.forms.get(name))
 
-        names = [name for name, rounds in self.rounds.items() if rounds]
-        found = {name: figures(name) for name in names}
-        return {"bytes": self.size, "figures": found, "missing": self.missing}
+    def figures(self, more):
+        """What the report has of each contender with a time: `more` gives what is not of every row."""
+        found = {}
+        for name, rounds in self.rounds.items():
+            if rounds:
+                form, tried = self.forms.get(name), self.tried.get(name)
+                found[name] = {"us": self.microseconds(name), **more(name), "rounds_us": rounds}
+                found[name] |= {"form": form} if form else {}
+                found[name] |= {"forms_us": tried} if tried else {}
+        return found
+
+    def to_json(self):
+        def more(name):
+            bandwidth = bus_bandwidth(self.size, self.world, self.microseconds(name))
+            host, total = self.eager.get(name, (None, None))
+            eager = {} if host is None else {"eager_host_us": host, "eager_total_us": total}
+            return {"busbw_gb_s": bandwidth, **eager}
+
+        return {"bytes": self.size, "figures": self.figures(more), "missing": self.missing}
 
 
 def figure(value):
     if value is None:
         return "-"
     return f"{value:.2f}" if value < 100 else f"{value:,.1f}" if value < 10_000 else f"{value:,.0f}"
+
+
+def with_form(time, form):
+    return "-" if time is None else figure(time) + timing.short(form)
 
 
 def cells(rows, ours, peers):
@@ -98,7 +118,7 @@ def cells(rows, ours, peers):
         rival, theirs = row.best(peers)
         bandwidth = None if own is None else bus_bandwidth(row.size, row.world, own)
         ratio = None if own is None or theirs is None else theirs / own
-        times = [figure(row.microseconds(name)) for name in names]
+        times = [row.shown(name) for name in names]
         end = [figure(bandwidth), rival or "-", figure(theirs), figure(ratio)]
         lines.append([show_size(row.size), *times, *end])
     return heading, lines

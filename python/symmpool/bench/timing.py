@@ -1,24 +1,91 @@
 """How a call is timed.
 
-On a GPU: a CUDA graph of many calls is replayed several times without a pause, with events between
-the replays. Ranks run in step after the first replay, which is not counted, so no rank's figure
-holds the time that another came late; what counts is the median of the rest.
+A call takes another time in each of several forms: on a GPU, in CUDA graphs of 1, 10, 20 and 100 calls, which
+are replayed without a pause, and outside of graphs. Which form suits a library best differs: NCCL's small
+calls take about twice as long in graphs of 100 as in graphs of 20. So everybody is tried in all forms, and
+what counts is each one's best.
 
-On the CPU: the same with a clock, and calls in a loop.
+On a GPU events are recorded between spans of calls. Ranks run in step after the first span, which is not
+counted, so no rank's figure holds the time that another came late; what counts is the median of the rest.
+
+On the CPU there is one form, calls in a loop, which a clock times.
 """
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 
-# About as many bytes a graph moves, so that graphs of large calls are not endless.
-GRAPH_BYTES = 256 << 20
+#: Calls in a graph, each number of which is a form.
+GRAPHS = (1, 10, 20, 100)
+#: About as many bytes a span moves, so that spans of large calls are not endless.
+SPAN_BYTES = 256 << 20
+#: Calls outside of graphs between two looks at the clock, where the host's time is measured too.
+EAGER_CALLS = 50
+
+EAGER, LOOP = "eager", "loop"
 
 
-def calls_for(size, asked=None):
-    """Calls in a graph, or between two looks at the clock."""
+def calls_for(size):
+    """Calls between two events or two looks at the clock."""
+    return max(5, min(max(GRAPHS), SPAN_BYTES // size))
+
+
+def graphs_for(size, asked=None):
+    """Numbers of calls in graphs, from the smallest on: those that were asked for, else all that are worth
+    their time at a size."""
     if asked:
-        return asked
-    return max(5, min(100, GRAPH_BYTES // size))
+        return sorted(set(asked))
+    return sorted({min(each, calls_for(size)) for each in GRAPHS})
+
+
+def graph_name(calls):
+    return f"graph of {calls}"
+
+
+def short(form):
+    """A form's name as it stands behind a figure, in brackets; nothing where there is no choice."""
+    if form is None or form == LOOP:
+        return ""
+    return f" ({form.removeprefix('graph of ')})"
+
+
+@dataclass
+class Form:
+    """One way to give calls to a device, or to make them on the CPU."""
+
+    name: str
+    #: Calls of one `run`.
+    calls: int
+    run: Callable[[], None]
+    #: How often it runs between two events.
+    runs: int = 1
+
+    def time(self, torch, repeats):
+        """Microseconds a call, the median of `repeats` spans."""
+        if self.name == LOOP:
+            return time_loop(self.run, self.calls, repeats)
+
+        def span():
+            for _ in range(self.runs):
+                self.run()
+
+        return time_spans(torch, span, repeats) / (self.calls * self.runs)
+
+
+def forms(ranks, call, size, options):
+    """All forms of a call of so many bytes; raises ValueError on every rank if one fails on any."""
+    if not ranks.on_cuda:
+        return [Form(LOOP, max(options.calls or [calls_for(size)]), call)]
+    found, most = [], calls_for(size)
+    for calls in graphs_for(size, options.calls):
+        graph = ranks.insist(lambda calls=calls: capture(ranks.torch, call, calls))
+        found.append(Form(graph_name(calls), calls, graph.replay, max(1, most // calls)))
+    if options.eager:
+        # The first call outside of graphs may set something up, which a trial is not to pay for.
+        ranks.insist(call)
+        found.append(Form(EAGER, 1, call, most))
+    return found
 
 
 def order(names, number):
@@ -44,17 +111,17 @@ def capture(torch, call, calls):
     return graph
 
 
-def time_graph(torch, graph, calls, replays):
-    """Microseconds a call."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 2)]
+def time_spans(torch, span, repeats):
+    """Microseconds that the device takes for what `span` puts on the current stream."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 2)]
     events[0].record()
     for event in events[1:]:
-        graph.replay()
+        span()
         event.record()
     torch.cuda.synchronize()
-    # The first replay is where ranks meet.
+    # The first span is where ranks meet.
     spans = [a.elapsed_time(b) for a, b in zip(events[1:], events[2:])]
-    return median(spans) * 1e3 / calls
+    return median(spans) * 1e3
 
 
 def time_loop(call, calls, repeats):

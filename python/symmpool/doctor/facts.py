@@ -223,6 +223,7 @@ SHOWN = (
     "SYMMPOOL_ALL_REDUCE",
     "SYMMPOOL_ALL_TO_ALL",
     "SYMMPOOL_CONCURRENT",
+    "SYMMPOOL_READY",
     "SYMMPOOL_SHARED_DEVICE",
 )
 #: The most ranks of a group.
@@ -249,6 +250,7 @@ def variable_facts() -> dict[str, Any]:
         "SYMMPOOL_CACHE_DIR": (lambda path: os.path.isdir(path) or not os.path.exists(path), "a folder"),
         "SYMMPOOL_PORT": (_number(1, 65535), "a port from 1 to 65535"),
         "SYMMPOOL_CONCURRENT": (lambda said: not said or sharing.is_count(said), "1 to 16"),
+        "SYMMPOOL_READY": (_are_reductions, "none, or types, each with a colon and an operation or without"),
         "SYMMPOOL_SHARED_DEVICE": (_one_of(("0", "1")), "1, or 0"),
         "MASTER_ADDR": (lambda host: bool(host.strip()), "the machine of rank 0"),
         "MASTER_PORT": (_number(1, 65535), "a port from 1 to 65535"),
@@ -266,6 +268,20 @@ def variable_facts() -> dict[str, Any]:
     known = (*SHOWN, "SYMMPOOL_SECRET")
     ours = [name for name in sorted(os.environ) if name.startswith("SYMMPOOL_")]
     return {"wrong": wrong, "unknown": [name for name in ours if name not in known]}
+
+
+#: What devices reduce, by the names that SYMMPOOL_READY has.
+REDUCED = "f32 f64 f16 bf16 i32 i64 u8 i8 f8e4m3 f8e5m2".split()
+OPERATIONS = "sum prod min max avg".split()
+
+
+def _are_reductions(said: str) -> bool:
+    def is_one(part: str) -> bool:
+        dtype, colon, operation = part.partition(":")
+        return dtype.strip() in REDUCED and (not colon or operation.strip() in OPERATIONS)
+
+    parts = [part.strip() for part in said.split(",") if part.strip()]
+    return said.strip() == "none" or all(is_one(part) for part in parts)
 
 
 def _one_of(names: Any) -> Callable[[str], bool]:

@@ -92,6 +92,10 @@ def links(facts: dict[str, Any]) -> Verdict:
     what = "collectives between the devices of this machine"
     good = usable(facts)
     if len(good) < 2:
+        seen = facts["launcher"].get("CUDA_VISIBLE_DEVICES")
+        if len(good) == 1 and seen is not None:
+            why = f"CUDA_VISIBLE_DEVICES={seen} shows one device here; ranks that each see another one meet"
+            return Verdict(what, None, why)
         return Verdict(what, False, f"{len(good)} usable devices; ranks may share one on request")
     if not all(device["posix_fd"] for device in good):
         return Verdict(what, False, "a device does not export memory as POSIX descriptors")

@@ -6,8 +6,11 @@
 Every rank makes 64 MiB that no peer knows, all meet, and what makes it reachable is timed: the commit
 of a pool, `rendezvous` of torch's symmetric memory, `register_mem_pool` of its NCCL backend. So are
 all of it from allocating on, a commit of 64 new blocks at once, and one of nothing, which is what
-the store alone takes. Milliseconds of the slowest rank, the median of all rounds and the least. Where
-phases of a commit go is told by `cargo run --release -p symmpool-allocator --example bench_commit`.
+the store alone takes. Everybody takes turns, another first in each round, and lets go of a round's memory
+before the next one's turn, so nobody has more windows beside its new one than others. Milliseconds of the
+slowest rank, the median of all rounds and the least; a first round, in which what is made once is made, does
+not count. Where phases of a commit go is told by
+`cargo run --release -p symmpool-allocator --example bench_commit`.
 """
 
 import argparse
@@ -23,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import symmpool
-from symmpool.bench import session
+from symmpool.bench import session, timing
 
 MIB = 1 << 20
 SIZE = 64 * MIB
@@ -34,6 +37,8 @@ class Clock:
 
     def __init__(self, device):
         self.device, self.times = device, {}
+        #: Whether what is timed counts.
+        self.counts = False
 
     def time(self, name, action):
         """Begins together, after all that was begun on devices; returns what `action` does."""
@@ -45,22 +50,30 @@ class Clock:
         done = action()
         took = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
         dist.all_reduce(took, dist.ReduceOp.MAX)
-        self.times.setdefault(name, []).append(took.item() * 1e3)
+        if self.counts:
+            self.times.setdefault(name, []).append(took.item() * 1e3)
         return done
 
 
-def ours(clock, rounds):
-    pool = symmpool.Pool(device=clock.device)
-    # Its control memory stays mapped, as in any program that communicates.
-    comm = symmpool.Communicator(pool)
-    kept = []
-    for _ in range(rounds):
-        kept.append(pool.empty(SIZE, torch.uint8))
+class Ours:
+    """Commits of a pool."""
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def turn(self):
+        self.few()
+        self.many()
+
+    def few(self):
+        clock, pool = self.clock, symmpool.Pool(device=self.clock.device)
+        # Its control memory stays mapped, as in any program that communicates.
+        comm = symmpool.Communicator(pool)
+        kept = [pool.empty(SIZE, torch.uint8)]
         report = clock.time("ours: commit of 64 MiB", pool.commit)
         assert report["windows_added"] > 0 and pool.is_window(kept[-1])
         clock.time("ours: commit of nothing", pool.commit)
-    if clock.device.type == "cuda":
-        for _ in range(rounds):
+        if clock.device.type == "cuda":
 
             def scope():
                 with pool:
@@ -68,46 +81,80 @@ def ours(clock, rounds):
 
             kept.append(clock.time("ours: with pool: torch.empty of 64 MiB", scope))
             assert pool.is_window(kept[-1])
-    del kept, comm, pool
-    for _ in range(min(rounds, 5)):
-        pool = symmpool.Pool(device=clock.device)
+        # The next turn's pool has new memory.
+        del kept, comm, pool
+
+    def many(self):
+        pool = symmpool.Pool(device=self.clock.device)
         comm = symmpool.Communicator(pool)
         kept = [pool.empty(8 * MIB, torch.uint8) for _ in range(64)]
-        report = clock.time("ours: commit of 64 blocks of 8 MiB", pool.commit)
+        report = self.clock.time("ours: commit of 64 blocks of 8 MiB", pool.commit)
         # A lane's segments take several such blocks, more as it grows.
         assert 0 < report["windows_added"] <= 20, report
         del kept, comm, pool
 
 
-def torch_symmetric(clock, rounds):
-    import torch.distributed._symmetric_memory as symm_mem
+class TorchSymmetric:
+    """torch's symmetric memory, by `rendezvous`."""
 
-    kept = []
-    for _ in range(rounds):
+    def __init__(self, clock):
+        import torch.distributed._symmetric_memory as symm_mem
+
+        self.clock, self.symm_mem = clock, symm_mem
+
+    def empty(self):
+        return self.symm_mem.empty(SIZE, dtype=torch.uint8, device=self.clock.device)
+
+    def turn(self):
+        tensor = self.empty()
+        name = "torch symm_mem: rendezvous of 64 MiB"
+        self.clock.time(name, lambda: self.symm_mem.rendezvous(tensor, dist.group.WORLD))
+        del tensor
 
         def make():
-            tensor = symm_mem.empty(SIZE, dtype=torch.uint8, device=clock.device)
-            symm_mem.rendezvous(tensor, dist.group.WORLD)
-            return tensor
+            tensor = self.empty()
+            return tensor, self.symm_mem.rendezvous(tensor, dist.group.WORLD)
 
-        tensor = symm_mem.empty(SIZE, dtype=torch.uint8, device=clock.device)
-        kept.append(tensor)
-        name = "torch symm_mem: rendezvous of 64 MiB"
-        clock.time(name, lambda: symm_mem.rendezvous(kept[-1], dist.group.WORLD))
-        kept.append(clock.time("torch symm_mem: empty and rendezvous", make))
+        self.clock.time("torch symm_mem: empty and rendezvous", make)
 
 
-def nccl_windows(clock, rounds):
-    backend = dist.group.WORLD._get_backend(clock.device)
-    for _ in range(min(rounds, 5)):
-        pool = torch.cuda.MemPool(backend.mem_allocator)
+class NcclWindows:
+    """NCCL's windows, by torch's backend."""
+
+    def __init__(self, clock):
+        self.clock, self.backend = clock, dist.group.WORLD._get_backend(clock.device)
+        # A communicator is made by its first collective.
+        dist.all_reduce(torch.zeros(1, device=clock.device))
+
+    def turn(self):
+        pool = torch.cuda.MemPool(self.backend.mem_allocator)
         with torch.cuda.use_mem_pool(pool):
-            tensor = torch.empty(SIZE, dtype=torch.uint8, device=clock.device)
+            tensor = torch.empty(SIZE, dtype=torch.uint8, device=self.clock.device)
         name = "NCCL: register_mem_pool of 64 MiB"
-        clock.time(name, partial(backend.register_mem_pool, pool, symm=True))
+        self.clock.time(name, partial(self.backend.register_mem_pool, pool, symm=True))
         torch.cuda.synchronize()
-        backend.deregister_mem_pool(pool)
+        self.backend.deregister_mem_pool(pool)
         del tensor, pool
+
+
+def take_turns(clock, contenders, rounds):
+    """All rounds of everybody; returns why some could not be measured, by name. Ours must be."""
+    missing, running = {}, {}
+    # The first round is where everything is made that is made once.
+    for number in range(rounds + 1):
+        clock.counts = number > 0
+        for which in timing.order(list(contenders), number):
+            if which.__name__ in missing:
+                continue
+            try:
+                if which not in running:
+                    running[which] = which(clock)
+                running[which].turn()
+            except Exception as error:
+                if which is Ours:
+                    raise
+                missing[which.__name__] = f"{type(error).__name__}: {error}"
+    return missing
 
 
 def main():
@@ -124,18 +171,10 @@ def main():
         torch.cuda.set_device(device)
     backends = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
     dist.init_process_group(backends, timeout=datetime.timedelta(seconds=120))
-    clock, missing = Clock(device), {}
-    measured = [ours]
+    clock, contenders = Clock(device), [Ours]
     if device.type == "cuda":
-        dist.all_reduce(torch.zeros(1, device=device))
-        measured += [torch_symmetric, nccl_windows]
-    for what in measured:
-        try:
-            what(clock, options.rounds)
-        except Exception as error:
-            if what is ours:
-                raise
-            missing[what.__name__] = f"{type(error).__name__}: {error}"
+        contenders += [TorchSymmetric, NcclWindows]
+    missing = take_turns(clock, contenders, options.rounds)
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks on {device.type}, torch {torch.__version__}")
         for name, times in clock.times.items():

@@ -91,7 +91,7 @@ impl Rank {
         let layout = pool.layout();
         let (rounds, bytes) = self.work(&pool)?;
         let times = self.times(&pool)?;
-        let stats = format!("{:?}", pool.stats());
+        let stats = format!("{:?}", pool.stats().map_err(text)?);
         drop(pool);
         let (diverged, out_of_memory) = match self.group.world() {
             1 => (None, None),

@@ -1,5 +1,7 @@
 //! Calls that make no sense are refused, and change nothing.
 
+#![allow(unsafe_code)] // makes values that drivers have to refuse
+
 use super::memory::{check_contents, fill};
 use super::{Driver, create, reserve};
 use crate::driver::{Exported, Reservation};
@@ -91,7 +93,8 @@ pub(super) fn strangers(driver: &Driver) {
         (0, 4 * unit),
         (u64::MAX - (unit - 1), 4 * unit),
     ] {
-        let stranger = || Reservation::new(base, bytes);
+        // SAFETY: these are only passed where they are refused.
+        let stranger = || unsafe { Reservation::new(base, bytes) };
         refused("map into a stranger", driver.map(&stranger(), 0, &physical));
         refused("unmap from a stranger", driver.unmap(&stranger(), 0, unit));
         refused("unreserve a stranger", driver.unreserve(stranger()));
@@ -118,7 +121,8 @@ pub(super) fn giving_back_too_early(driver: &Driver) {
     let error = driver.unreserve(range).expect_err("something is mapped in it");
     assert!(error.is_invalid_state(), "{error}");
     check_contents(driver, base + unit, unit, 5);
-    let range = Reservation::new(base, bytes);
+    // SAFETY: the range is still reserved, and the value for it was given up above.
+    let range = unsafe { Reservation::new(base, bytes) };
     driver.unmap(&range, unit, unit).expect("unmapping");
     driver.release(physical).expect("releasing");
     driver.unreserve(range).expect("nothing is mapped any more");

@@ -94,6 +94,9 @@ functions! {
     import = cuMemImportFromShareableHandle(*mut u64, *mut c_void, c_uint);
     properties = cuMemGetAllocationPropertiesFromHandle(*mut AllocationProp, u64);
     stream_is_capturing = cuStreamIsCapturing(Handle, *mut c_uint);
+    stream_capture_info = cuStreamGetCaptureInfo_v2(
+        Handle, *mut c_uint, *mut u64, *mut Handle, *mut *const Handle, *mut usize
+    );
     stream_wait_event = cuStreamWaitEvent(Handle, Handle, c_uint);
     event_create = cuEventCreate(*mut Handle, c_uint);
     event_record = cuEventRecord(Handle, Handle);

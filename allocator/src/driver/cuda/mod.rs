@@ -24,20 +24,21 @@ mod stream;
 mod tests;
 mod vmm;
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use self::api::{AllocationProp, Api, Code};
 use self::context::Context;
 pub use self::probe::{CudaFacts, Fabric};
+use self::stream::CaptureId;
 use self::vmm::Memory;
 use super::{
     DeviceIdentity, Event, Exported, MemoryDriver, Physical, Reservation, Stream, Transport,
 };
-use crate::{Error, Result};
+use crate::{Deadline, Error, Result};
 
 /// The length of a `CUmemFabricHandle`.
 const FABRIC_HANDLE_BYTES: usize = 64;
@@ -70,16 +71,17 @@ impl Default for CudaOptions {
 /// [`copy_to_host`](Self::copy_to_host), [`copy_from_host`](Self::copy_from_host) and
 /// [`fill`](Self::fill).
 ///
-/// A stream passed to a driver must be a live stream of its device; CUDA follows the handle.
+/// A stream passed to a driver must be a live stream of its device; CUDA follows the handle. This is what
+/// [`Stream::from_raw`] has callers promise.
 pub struct CudaDriver {
     facts: CudaFacts,
     prop: AllocationProp,
     transport: Transport,
-    memory: Mutex<Memory>,
-    /// Events not given back yet.
-    events: Mutex<BTreeSet<u64>>,
-    /// Last, so that it outlives what is made in it.
-    context: Context,
+    memory: Memory,
+    /// Events not given back yet, and which capture each is part of.
+    events: Mutex<BTreeMap<u64, CaptureId>>,
+    /// Last, so that it outlives what is made in it. A thread that waits for the device has it, too.
+    context: Arc<Context>,
 }
 
 impl CudaDriver {
@@ -109,7 +111,7 @@ impl CudaDriver {
     /// As [`new`](Self::new), with options.
     pub fn with_options(ordinal: u32, options: CudaOptions) -> Result<Self> {
         let api = Api::get()?;
-        let context = Context::retain(api, probe::device(api, ordinal)?)?;
+        let context = Arc::new(Context::retain(api, probe::device(api, ordinal)?)?);
         let (facts, prop) = probe::probe(&context, ordinal, options)?;
         let fabric = facts.fabric == Fabric::Works && (options.prefer_fabric || !facts.posix_fd);
         if options.prefer_fabric && !fabric {
@@ -117,8 +119,8 @@ impl CudaDriver {
         }
         Ok(Self {
             transport: if fabric { Transport::Store } else { Transport::UnixSocket },
-            memory: Mutex::new(Memory::new(facts.granularity)),
-            events: Mutex::new(BTreeSet::new()),
+            memory: Memory::new(facts.granularity),
+            events: Mutex::new(BTreeMap::new()),
             facts,
             prop,
             context,
@@ -159,6 +161,12 @@ impl CudaDriver {
     /// Success, or an error of the kind that the `CUresult` stands for, about `what` was done.
     pub fn check(code: u32, what: impl FnOnce() -> String) -> Result<()> {
         Api::get()?.check(Code(code), what)
+    }
+
+    /// The handle of a stream, a `CUstream`; `is_invalid_argument` for one of no device
+    /// ([`Stream::numbered`]).
+    pub fn stream_handle(&self, stream: Stream) -> Result<usize> {
+        stream::handle(stream)
     }
 
     /// A number that the driver knows of the device; `which` is a `CUdevice_attribute`.
@@ -207,18 +215,16 @@ impl CudaDriver {
         unsafe { stream::fill(&self.context, target, value, words) }
     }
 
-    fn memory(&self) -> MutexGuard<'_, Memory> {
-        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Which capture a live event is part of.
+    fn check_event(&self, event: &Event) -> Result<CaptureId> {
+        let known =
+            (!event.is_numbered()).then(|| self.events().get(&event.raw()).copied()).flatten();
+        known.ok_or_else(|| {
+            Error::invalid_argument(format!("no live event {:#x} in this driver", event.raw()))
+        })
     }
 
-    fn check_event(&self, event: &Event) -> Result<()> {
-        if self.events().contains(&event.0) {
-            return Ok(());
-        }
-        Err(Error::invalid_argument(format!("no live event {:#x} in this driver", event.0)))
-    }
-
-    fn events(&self) -> MutexGuard<'_, BTreeSet<u64>> {
+    fn events(&self) -> MutexGuard<'_, BTreeMap<u64, CaptureId>> {
         self.events.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -231,7 +237,9 @@ fn ordinal_from(local_rank: Option<&str>) -> Result<u32> {
     })
 }
 
-impl MemoryDriver for CudaDriver {
+// SAFETY: `Memory` knows what is reserved and mapped, and refuses anything else; the device's mappings stay
+// until they are removed here. The host cannot reach them.
+unsafe impl MemoryDriver for CudaDriver {
     fn name(&self) -> &'static str {
         "cuda"
     }
@@ -261,19 +269,19 @@ impl MemoryDriver for CudaDriver {
     }
 
     fn reserve(&self, bytes: u64, align: u64) -> Result<Reservation> {
-        self.memory().reserve(&self.context, bytes, align)
+        self.memory.reserve(&self.context, bytes, align)
     }
 
     fn unreserve(&self, reservation: Reservation) -> Result<()> {
-        self.memory().unreserve(&self.context, &reservation)
+        self.memory.unreserve(&self.context, &reservation)
     }
 
     fn create(&self, bytes: u64) -> Result<Physical> {
-        self.memory().create(&self.context, bytes, &self.prop)
+        self.memory.create(&self.context, bytes, &self.prop)
     }
 
     fn export(&self, physical: &Physical) -> Result<Exported> {
-        self.memory().export(&self.context, physical, self.transport == Transport::Store)
+        self.memory.export(&self.context, physical, self.transport == Transport::Store)
     }
 
     fn has_slow_handles(&self) -> bool {
@@ -281,7 +289,7 @@ impl MemoryDriver for CudaDriver {
     }
 
     fn import(&self, exported: Exported, bytes: u64) -> Result<Physical> {
-        self.memory().import(&self.context, exported, bytes)
+        self.memory.import(&self.context, exported, bytes)
     }
 
     fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()> {
@@ -294,48 +302,52 @@ impl MemoryDriver for CudaDriver {
         offset: u64,
         physicals: &[Physical],
     ) -> Result<()> {
-        self.memory().map_all(&self.context, reservation, offset, physicals)
+        self.memory.map_all(&self.context, reservation, offset, physicals)
     }
 
     fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {
-        self.memory().unmap(&self.context, reservation, offset, bytes)
+        self.memory.unmap(&self.context, reservation, offset, bytes)
     }
 
     fn hold_mapped(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<Physical> {
-        self.memory().hold_mapped(&self.context, reservation, offset, bytes)
+        self.memory.hold_mapped(&self.context, reservation, offset, bytes)
     }
 
     fn release(&self, physical: Physical) -> Result<()> {
-        self.memory().release(&self.context, &physical)
+        self.memory.release(&self.context, &physical)
     }
 
     fn record_event(&self, stream: Stream) -> Result<Event> {
-        let event = stream::record(&self.context, stream)?;
-        self.events().insert(event.0);
+        let (event, capture) = stream::record(&self.context, stream)?;
+        self.events().insert(event.raw(), capture);
         Ok(event)
     }
 
     fn wait_event(&self, stream: Stream, event: &Event) -> Result<()> {
         // Not under the lock: the call may block until the device makes room, and another thread
         // may have to record an event for that. The borrow keeps this event from being released.
-        self.check_event(event)?;
-        stream::wait(&self.context, stream, event.0)
+        let capture = self.check_event(event)?;
+        stream::wait(&self.context, stream, event.raw(), capture)
     }
 
     fn is_event_done(&self, event: &Event) -> Result<bool> {
-        self.check_event(event)?;
-        stream::is_done(&self.context, event.0)
+        let capture = self.check_event(event)?;
+        stream::is_done(&self.context, event.raw(), capture)
     }
 
     fn release_event(&self, event: Event) {
-        let live = self.events().remove(&event.0);
+        let live = !event.is_numbered() && self.events().remove(&event.raw()).is_some();
         if live {
-            stream::release(&self.context, event.0);
+            stream::release(&self.context, event.raw());
         }
     }
 
     fn synchronize(&self) -> Result<()> {
         stream::synchronize(&self.context)
+    }
+
+    fn synchronize_by(&self, deadline: Deadline) -> Result<()> {
+        stream::synchronize_by(&self.context, deadline)
     }
 
     fn is_capturing(&self, stream: Stream) -> bool {
@@ -346,12 +358,12 @@ impl MemoryDriver for CudaDriver {
 impl Drop for CudaDriver {
     fn drop(&mut self) {
         let events = std::mem::take(&mut *self.events());
-        for event in events {
+        for event in events.into_keys() {
             stream::release(&self.context, event);
         }
         // What is still mapped may be in use by kernels and by peers: it stays until the process
         // ends, which is safe, rather than be pulled away.
-        let (reservations, mappings, handles) = self.memory().held();
+        let (reservations, mappings, handles) = self.memory.held();
         if reservations + mappings + handles > 0 {
             tracing::warn!(
                 reservations,

@@ -2,6 +2,8 @@
 #![allow(unsafe_code)] // FFI: the calls on streams and events, and the copies.
 
 use std::ffi::c_uint;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
 
@@ -9,45 +11,112 @@ use super::api::Handle;
 use super::calls::size;
 use super::context::Context;
 use crate::driver::{Event, Stream};
-use crate::{Error, Result};
+use crate::{Deadline, Error, Result, blocking};
 
 /// `CU_STREAM_LEGACY`: the default stream by its explicit name.
 const LEGACY: Handle = 1;
 
-fn raw(stream: Stream) -> Handle {
+/// The handle of a stream, which is live, as whoever made the `Stream` of a raw handle promised. Others are
+/// refused.
+pub(super) fn handle(stream: Stream) -> Result<Handle> {
+    if stream.is_numbered() {
+        return Err(Error::invalid_argument(format!(
+            "stream number {} is none of a CUDA device; pass the default stream, or one that was made of \
+             a raw handle",
+            stream.raw()
+        )));
+    }
     // Handles are pointers, so on every system CUDA runs on they fit.
-    stream.raw() as Handle
+    Ok(stream.raw() as Handle)
 }
 
-/// Makes an event without timing and records it on `stream`.
-pub(super) fn record(cx: &Context, stream: Stream) -> Result<Event> {
+/// How long an event from outside a capture may take to be done when a stream in the capture is to
+/// wait for it.
+const DONE_WITHIN: Duration = Duration::from_millis(5);
+
+/// The number of a capture, by which the driver tells captures apart. 0 stands for none.
+pub(super) type CaptureId = u64;
+
+/// Which capture a stream is part of.
+fn capture_of(cx: &Context, stream: Handle) -> CaptureId {
+    let (mut status, mut id): (c_uint, CaptureId) = (0, 0);
+    let (graph, edges, count) =
+        (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut::<usize>());
+    // SAFETY: writes an enumerator and a number through valid pointers; the others may be null. The
+    // stream is live, as `handle` says.
+    let code = unsafe {
+        (cx.api.stream_capture_info)(stream, &raw mut status, &raw mut id, graph, edges, count)
+    };
+    let active = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_uint != status;
+    if code.0 == 0 && active { id } else { 0 }
+}
+
+/// Makes an event without timing and records it on `stream`. Also says which capture it is part of.
+pub(super) fn record(cx: &Context, stream: Stream) -> Result<(Event, CaptureId)> {
+    let stream = handle(stream)?;
     let _current = cx.enter()?;
     let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
     let mut event: Handle = 0;
     // SAFETY: writes one handle through a valid pointer.
     let code = unsafe { (cx.api.event_create)(&raw mut event, flags) };
     cx.api.check(code, || "creating an event".to_owned())?;
-    // SAFETY: the event was just made; the stream is live, which whoever made the `Stream` from a
-    // raw handle vouched for.
-    let code = unsafe { (cx.api.event_record)(event, raw(stream)) };
+    let capture = capture_of(cx, stream);
+    // SAFETY: the event was just made; the stream is live, as `handle` says.
+    let code = unsafe { (cx.api.event_record)(event, stream) };
     if code.0 != 0 {
         destroy(cx, event);
     }
     cx.api.check(code, || "recording an event".to_owned())?;
-    Ok(Event(event as u64))
+    // SAFETY: the event was just made, and nobody else knows of it.
+    Ok((unsafe { Event::from_raw(event as u64) }, capture))
 }
 
-/// Makes `stream` wait for an event that the driver knows to be live.
-pub(super) fn wait(cx: &Context, stream: Stream, event: u64) -> Result<()> {
+/// Makes `stream` wait for an event that the driver knows to be live, which is part of `capture`.
+///
+/// CUDA lets nothing in a capture wait for what is outside of it, and ends a capture where that is
+/// tried. So nothing is tried: what is done need not be waited for, what is not done is an error, and
+/// the order of two graphs is that of their launches. An event that was recorded just now takes the
+/// device some microseconds, so it has [`DONE_WITHIN`].
+pub(super) fn wait(cx: &Context, stream: Stream, event: u64, capture: CaptureId) -> Result<()> {
+    let stream = handle(stream)?;
     let _current = cx.enter()?;
-    // SAFETY: the event is live, which the driver's table says; the stream is, which whoever made
-    // the `Stream` from a raw handle vouched for.
-    let code = unsafe { (cx.api.stream_wait_event)(raw(stream), event as Handle, 0) };
+    let waiting = capture_of(cx, stream);
+    if waiting != 0 && waiting != capture {
+        let end = Instant::now() + DONE_WITHIN;
+        while capture == 0 && !is_done(cx, event, capture)? {
+            if Instant::now() > end {
+                return Err(not_done());
+            }
+            std::hint::spin_loop();
+        }
+        return Ok(());
+    }
+    // SAFETY: the event is live, which the driver's table says; the stream is, as `handle` says.
+    let code = unsafe { (cx.api.stream_wait_event)(stream, event as Handle, 0) };
+    // What CUDA says of an event whose capture has ended: it marks a place in the graph, and there
+    // is nothing outside of that to wait for.
+    let ended = code.0 == sys::cudaError_enum::CUDA_ERROR_INVALID_VALUE as c_uint;
+    if capture != 0 && waiting == 0 && ended {
+        return Ok(());
+    }
     cx.api.check(code, || "making a stream wait for an event".to_owned())
 }
 
+#[cold]
+fn not_done() -> Error {
+    Error::invalid_state(
+        "a stream that is being captured cannot wait for what was put on another stream before the \
+         capture and is not done; wait for that (Work.wait and torch.cuda.synchronize(), or \
+         Communicator::synchronize) before the capture begins",
+    )
+}
+
 /// Whether an event that the driver knows to be live has completed. Other streams may be captured.
-pub(super) fn is_done(cx: &Context, event: u64) -> Result<bool> {
+/// One that is part of a capture never has: it marks a place in the graph, which may run many times.
+pub(super) fn is_done(cx: &Context, event: u64, capture: CaptureId) -> Result<bool> {
+    if capture != 0 {
+        return Ok(false);
+    }
     let _current = cx.enter_for_memory()?;
     // SAFETY: the event is live, which the driver's table says.
     let code = unsafe { (cx.api.event_query)(event as Handle) };
@@ -90,10 +159,27 @@ pub(super) fn synchronize(cx: &Context) -> Result<()> {
     cx.api.check(code, || format!("waiting for CUDA device {}", cx.device))
 }
 
+/// As [`synchronize`], until `deadline`.
+///
+/// CUDA has no question about all streams of a context that could be asked again and again, and waits
+/// for them without end: a thread waits for the device, and this one for the thread.
+pub(super) fn synchronize_by(cx: &Arc<Context>, deadline: Deadline) -> Result<()> {
+    let waiting = cx.clone();
+    let waited = blocking::within(deadline.remaining(), "a wait for the device", move || {
+        synchronize(&waiting)
+    })?;
+    waited.unwrap_or_else(|| {
+        let what = format!("for the device (CUDA device {}) to do what it was given", cx.device);
+        Err(Error::timeout(what, deadline.budget(), Vec::new()))
+    })
+}
+
 /// Whether `stream` is being captured.
 pub(super) fn is_capturing(cx: &Context, stream: Stream) -> bool {
+    // What is no stream of a device is not captured.
+    let Ok(stream) = handle(stream) else { return false };
     match cx.enter() {
-        Ok(_current) => capturing(cx, raw(stream)),
+        Ok(_current) => capturing(cx, stream),
         Err(error) => {
             tracing::warn!(%error, "cannot tell whether a stream is being captured");
             false
@@ -103,8 +189,7 @@ pub(super) fn is_capturing(cx: &Context, stream: Stream) -> bool {
 
 fn capturing(cx: &Context, stream: Handle) -> bool {
     let mut status: c_uint = 0;
-    // SAFETY: writes one enumerator through a valid pointer; the stream is live, which whoever
-    // made the `Stream` from a raw handle vouched for.
+    // SAFETY: writes one enumerator through a valid pointer; the stream is live, as `handle` says.
     let code = unsafe { (cx.api.stream_is_capturing)(stream, &raw mut status) };
     if code.0 != 0 {
         // The default stream cannot be asked while another is captured, and says so. A broken

@@ -1,7 +1,11 @@
 //! What can be said without a GPU, and what is said with one. Tests that need a device print why
 //! they did nothing where there is none.
 
+use std::ffi::c_int;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use super::super::Driver;
 use super::super::conformance::conformance;
@@ -103,6 +107,12 @@ fn memory_mapped_twice_is_one_memory() {
     driver.unreserve(range).unwrap();
 }
 
+/// A handle that no driver has given.
+fn forged(raw: u64, bytes: u64) -> Physical {
+    // SAFETY: it is only passed where it is refused.
+    unsafe { Physical::new(raw, bytes) }
+}
+
 #[test]
 fn misuse_is_refused_and_changes_nothing() {
     let Some(driver) = device() else { return };
@@ -115,12 +125,19 @@ fn misuse_is_refused_and_changes_nothing() {
     invalid(driver.map(&range, 0, &physical), "overlaps");
     invalid(driver.map(&range, 2 * granule, &physical), "beyond the reservation");
     invalid(driver.unmap(&range, granule, granule), "nothing is mapped");
-    invalid(driver.map(&range, granule, &Physical::new(1, granule)), "no live allocation");
-    invalid(driver.release(Physical::new(1, granule)), "no live allocation");
+    invalid(driver.map(&range, granule, &forged(1, granule)), "no live allocation");
+    invalid(driver.release(forged(1, granule)), "no live allocation");
     invalid(driver.import(Exported::Bytes(vec![0; 63]), granule), "63 bytes");
     invalid(driver.import(Exported::Derived, granule), "simulation");
-    invalid(driver.wait_event(Stream::DEFAULT, &Event(1)), "no live event");
-    let early = driver.unreserve(Reservation::new(range.base(), range.bytes())).unwrap_err();
+    // SAFETY: no event has this handle, and it is only passed where it is refused.
+    let unasked = unsafe { Event::from_raw(1) };
+    invalid(driver.wait_event(Stream::DEFAULT, &unasked), "no live event");
+    invalid(driver.wait_event(Stream::DEFAULT, &Event::numbered(1)), "no live event");
+    invalid(driver.record_event(Stream::numbered(7)), "stream number 7");
+    assert!(!driver.is_capturing(Stream::numbered(7)));
+    // SAFETY: it is refused, as something is mapped in the range.
+    let twin = unsafe { Reservation::new(range.base(), range.bytes()) };
+    let early = driver.unreserve(twin).unwrap_err();
     assert!(early.is_invalid_state(), "{early}");
     driver.unmap(&range, 0, granule).unwrap();
     driver.release(physical).unwrap();
@@ -155,4 +172,104 @@ fn events_order_streams_without_the_host() {
     driver.synchronize().unwrap();
     assert!(!driver.is_capturing(Stream::DEFAULT));
     driver.release_event(event);
+}
+
+/// Calls that an emulated device makes take long, at a test's wish.
+struct Emulated {
+    stop: unsafe extern "C" fn(c_int, c_int) -> c_int,
+    stopped: unsafe extern "C" fn(c_int) -> c_int,
+}
+
+const MAP: c_int = 0;
+const SYNCHRONIZE: c_int = 1;
+
+impl Emulated {
+    /// `None` on real devices, and without any.
+    fn find() -> Option<Self> {
+        let (Ok(stop), Ok(stopped)) =
+            (CudaDriver::function("emulatedStop"), CudaDriver::function("emulatedStopped"))
+        else {
+            eprintln!("skipped: no emulated device (see tests/emulator)");
+            return None;
+        };
+        // SAFETY: the emulator's functions of these names have these types.
+        let stop = unsafe {
+            std::mem::transmute::<NonNull<c_void>, unsafe extern "C" fn(_, _) -> _>(stop)
+        };
+        // SAFETY: as above.
+        let stopped = unsafe {
+            std::mem::transmute::<NonNull<c_void>, unsafe extern "C" fn(_) -> _>(stopped)
+        };
+        Some(Self { stop, stopped })
+    }
+
+    /// The next such call on `device` stops.
+    fn stop(&self, kind: c_int, device: c_int) {
+        // SAFETY: takes two numbers.
+        unsafe { (self.stop)(kind, device) };
+    }
+
+    /// Waits until a call has stopped.
+    fn await_stopped(&self, kind: c_int) {
+        let started = Instant::now();
+        // SAFETY: takes a number.
+        while unsafe { (self.stopped)(kind) } == 0 {
+            assert!(started.elapsed() < Duration::from_secs(20), "no call stopped");
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn let_go(&self, kind: c_int) {
+        self.stop(kind, -1);
+    }
+}
+
+/// Rule D7: while CUDA maps for one thread, others make, map, hand over and give back memory.
+#[test]
+fn d7_memory_is_made_and_mapped_while_another_thread_maps() {
+    let Some(emulated) = Emulated::find() else { return };
+    // A device of this test's own, so that no other test's calls stop.
+    let driver = CudaDriver::new(6).unwrap();
+    let granule = driver.granularity();
+    let range = driver.reserve(4 * granule, granule).unwrap();
+    let slow = driver.create(granule).unwrap();
+    emulated.stop(MAP, 6);
+    thread::scope(|scope| {
+        let mapping = scope.spawn(|| driver.map(&range, 0, &slow));
+        emulated.await_stopped(MAP);
+        let (done, told) = mpsc::channel();
+        let (driver, range) = (&driver, &range);
+        scope.spawn(move || {
+            let own = driver.create(granule).unwrap();
+            driver.map(range, granule, &own).unwrap();
+            drop(driver.export(&own).unwrap());
+            invalid(driver.map(range, 0, &own), "overlaps");
+            driver.unmap(range, granule, granule).unwrap();
+            driver.release(own).unwrap();
+            done.send(()).unwrap();
+        });
+        let apart = told.recv_timeout(Duration::from_secs(10));
+        emulated.let_go(MAP);
+        mapping.join().unwrap().unwrap();
+        apart.expect("a thread waited for another's mapping");
+    });
+    driver.unmap(&range, 0, granule).unwrap();
+    driver.release(slow).unwrap();
+    driver.unreserve(range).unwrap();
+}
+
+#[test]
+fn a_device_that_does_not_finish_is_waited_for_until_the_deadline() {
+    let Some(emulated) = Emulated::find() else { return };
+    let driver = CudaDriver::new(7).unwrap();
+    emulated.stop(SYNCHRONIZE, 7);
+    let started = Instant::now();
+    let late = driver.synchronize_by(Deadline::after(Duration::from_millis(200)));
+    let waited = started.elapsed();
+    emulated.let_go(SYNCHRONIZE);
+    let error = late.unwrap_err();
+    assert!(error.is_timeout(), "{error}");
+    assert!(error.to_string().contains("CUDA device 7"), "{error}");
+    assert!(waited >= Duration::from_millis(200) && waited < Duration::from_secs(10), "{waited:?}");
+    driver.synchronize_by(Deadline::seconds(20)).unwrap();
 }

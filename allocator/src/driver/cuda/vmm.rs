@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_uint};
+use std::sync::Mutex;
 
 use cudarc::driver::sys;
 
@@ -18,18 +19,20 @@ use super::calls::{
 use super::context::Context;
 use crate::driver::mappings::{Mappings, check_size};
 use crate::driver::{Exported, Physical, Reservation};
+use crate::sync::lock;
 use crate::{Error, Result};
 
-/// What one driver holds. The driver keeps it behind a lock.
+/// What one driver holds. Nothing is locked while CUDA is called: threads wait for each other only where
+/// CUDA makes them (rule D7).
 pub(super) struct Memory {
     granularity: u64,
     mappings: Mappings,
     /// Base of a reservation to the range that CUDA gave, which is larger where CUDA would not
     /// align it.
-    ranges: BTreeMap<u64, (u64, u64)>,
+    ranges: Mutex<BTreeMap<u64, (u64, u64)>>,
     /// Allocation handle to its size and how often it is held: CUDA may give the same handle
     /// again when a process imports its own memory.
-    handles: BTreeMap<u64, (u64, u32)>,
+    handles: Mutex<BTreeMap<u64, (u64, u32)>>,
 }
 
 impl Memory {
@@ -37,34 +40,34 @@ impl Memory {
         Self {
             granularity,
             mappings: Mappings::new(granularity),
-            ranges: BTreeMap::new(),
-            handles: BTreeMap::new(),
+            ranges: Mutex::default(),
+            handles: Mutex::default(),
         }
     }
 
-    pub(super) fn reserve(&mut self, cx: &Context, bytes: u64, align: u64) -> Result<Reservation> {
+    pub(super) fn reserve(&self, cx: &Context, bytes: u64, align: u64) -> Result<Reservation> {
         Mappings::check_reserve(bytes, align, self.granularity)?;
         let _current = cx.enter_for_memory()?;
         let given = reserve_aligned(cx.api, bytes, align)?;
         let base = given.0.next_multiple_of(align);
-        self.ranges.insert(base, given);
+        lock(&self.ranges).insert(base, given);
         Ok(self.mappings.reserve(base, bytes))
     }
 
-    pub(super) fn unreserve(&mut self, cx: &Context, reservation: &Reservation) -> Result<()> {
+    pub(super) fn unreserve(&self, cx: &Context, reservation: &Reservation) -> Result<()> {
         let base = reservation.base();
         self.mappings.unreserve(reservation, || {
-            let (start, bytes) =
-                self.ranges.get(&base).copied().unwrap_or((base, reservation.bytes()));
             let _current = cx.enter_for_memory()?;
-            address_free(cx.api, start, bytes)
-        })?;
-        self.ranges.remove(&base);
-        Ok(())
+            // Out before it is given back: from then on another may be given the same addresses.
+            let given = lock(&self.ranges).remove(&base).unwrap_or((base, reservation.bytes()));
+            address_free(cx.api, given.0, given.1).inspect_err(|_| {
+                lock(&self.ranges).insert(base, given);
+            })
+        })
     }
 
     pub(super) fn create(
-        &mut self,
+        &self,
         cx: &Context,
         bytes: u64,
         prop: &AllocationProp,
@@ -75,12 +78,7 @@ impl Memory {
         Ok(self.hold(handle, bytes))
     }
 
-    pub(super) fn import(
-        &mut self,
-        cx: &Context,
-        exported: Exported,
-        bytes: u64,
-    ) -> Result<Physical> {
+    pub(super) fn import(&self, cx: &Context, exported: Exported, bytes: u64) -> Result<Physical> {
         check_size("a peer's segment", bytes, self.granularity)?;
         let _current = cx.enter_for_memory()?;
         let handle = match exported {
@@ -123,7 +121,7 @@ impl Memory {
 
     /// Maps, then gives access to the whole range in one call: that call costs more than mapping.
     pub(super) fn map_all(
-        &mut self,
+        &self,
         cx: &Context,
         reservation: &Reservation,
         offset: u64,
@@ -166,7 +164,7 @@ impl Memory {
     }
 
     pub(super) fn unmap(
-        &mut self,
+        &self,
         cx: &Context,
         reservation: &Reservation,
         offset: u64,
@@ -179,7 +177,7 @@ impl Memory {
     }
 
     pub(super) fn hold_mapped(
-        &mut self,
+        &self,
         cx: &Context,
         reservation: &Reservation,
         offset: u64,
@@ -191,40 +189,55 @@ impl Memory {
         Ok(self.hold(handle, bytes))
     }
 
-    pub(super) fn release(&mut self, cx: &Context, physical: &Physical) -> Result<()> {
-        self.check_held(physical)?;
+    pub(super) fn release(&self, cx: &Context, physical: &Physical) -> Result<()> {
         let _current = cx.enter_for_memory()?;
-        release(cx.api, physical.raw())?;
-        if let Some((_, count)) = self.handles.get_mut(&physical.raw()) {
-            *count -= 1;
-            if *count == 0 {
-                self.handles.remove(&physical.raw());
-            }
-        }
-        Ok(())
+        // Out before it is given back: from then on CUDA may give the same handle to another.
+        self.let_go(physical)?;
+        release(cx.api, physical.raw()).inspect_err(|_| {
+            self.hold(physical.raw(), physical.bytes());
+        })
     }
 
     /// Reservations, mappings and handles that are still held.
     pub(super) fn held(&self) -> (u64, u64, u64) {
         let (reservations, mappings) = self.mappings.counts();
-        (reservations, mappings, self.handles.len() as u64)
+        (reservations, mappings, lock(&self.handles).len() as u64)
     }
 
-    fn hold(&mut self, handle: u64, bytes: u64) -> Physical {
-        let entry = self.handles.entry(handle).or_insert((bytes, 0));
+    fn hold(&self, handle: u64, bytes: u64) -> Physical {
+        let mut handles = lock(&self.handles);
+        let entry = handles.entry(handle).or_insert((bytes, 0));
         entry.1 += 1;
-        Physical::new(handle, bytes)
+        // SAFETY: CUDA has just handed out the handle, once for each value that is made of it.
+        unsafe { Physical::new(handle, bytes) }
+    }
+
+    /// Holds an allocation once less.
+    fn let_go(&self, physical: &Physical) -> Result<()> {
+        let mut handles = lock(&self.handles);
+        check_held(&handles, physical)?;
+        if let Some((_, count)) = handles.get_mut(&physical.raw()) {
+            *count -= 1;
+            if *count == 0 {
+                handles.remove(&physical.raw());
+            }
+        }
+        Ok(())
     }
 
     fn check_held(&self, physical: &Physical) -> Result<()> {
-        match self.handles.get(&physical.raw()) {
-            Some(&(bytes, _)) if bytes == physical.bytes() => Ok(()),
-            _ => Err(Error::invalid_argument(format!(
-                "no live allocation {:#x} of {} bytes in this driver",
-                physical.raw(),
-                physical.bytes()
-            ))),
-        }
+        check_held(&lock(&self.handles), physical)
+    }
+}
+
+fn check_held(handles: &BTreeMap<u64, (u64, u32)>, physical: &Physical) -> Result<()> {
+    match handles.get(&physical.raw()) {
+        Some(&(bytes, _)) if bytes == physical.bytes() => Ok(()),
+        _ => Err(Error::invalid_argument(format!(
+            "no live allocation {:#x} of {} bytes in this driver",
+            physical.raw(),
+            physical.bytes()
+        ))),
     }
 }
 

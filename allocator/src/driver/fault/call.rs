@@ -21,6 +21,7 @@ pub enum Call {
     WaitEvent,
     /// Returns nothing, so [`FaultAction::Fail`](super::FaultAction::Fail) means nothing here.
     ReleaseEvent,
+    /// With a deadline or without.
     Synchronize,
 }
 

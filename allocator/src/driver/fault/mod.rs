@@ -19,7 +19,7 @@ use super::{
     CudaDriver, DeviceIdentity, Driver, Event, Exported, MemoryDriver, Physical, Reservation, Step,
     Stream, Transport,
 };
-use crate::Result;
+use crate::{Deadline, Error, Result};
 
 /// Passes calls on to another driver, after what its [`FaultPlan`] has for them, and counts them.
 ///
@@ -45,27 +45,39 @@ impl FaultDriver {
 
     /// Does what is planned, calls, and counts success.
     fn at<T>(&self, point: Point, call: impl FnOnce(&Driver) -> Result<T>) -> Result<T> {
-        self.before(point)?;
+        self.before(point, None)?;
         let done = call(&self.inner)?;
         self.counters.success(point);
         Ok(done)
     }
 
-    /// Counts a call and does what is planned for it.
-    fn before(&self, point: Point) -> Result<()> {
+    /// Counts a call and does what is planned for it. A call that has a deadline is late when it has
+    /// passed, and neither delayed nor hung for longer.
+    fn before(&self, point: Point, deadline: Option<Deadline>) -> Result<()> {
+        let late = |deadline: Deadline| {
+            std::thread::sleep(deadline.remaining());
+            let what = format!("for the device, by a planned fault at {point}");
+            Err(Error::timeout(what, deadline.budget(), Vec::new()))
+        };
         let nth = self.counters.begin(point);
         for action in self.plan.actions(point, nth) {
             tracing::debug!(%point, nth, ?action, "planned fault");
             match action {
                 FaultAction::Fail(error) => return Err(error.clone()),
-                FaultAction::Delay(by) => std::thread::sleep(*by),
+                FaultAction::Delay(by) => match deadline {
+                    Some(deadline) if *by >= deadline.remaining() => return late(deadline),
+                    _ => std::thread::sleep(*by),
+                },
                 FaultAction::Kill => {
                     // Cannot fail: it is our own process.
                     let me = rustix::process::getpid();
                     let _ = rustix::process::kill_process(me, rustix::process::Signal::KILL);
                     hang();
                 }
-                FaultAction::Hang => hang(),
+                FaultAction::Hang => match deadline {
+                    Some(deadline) => return late(deadline),
+                    None => hang(),
+                },
                 FaultAction::Notify(notify) => notify(),
             }
         }
@@ -85,7 +97,9 @@ impl fmt::Debug for FaultDriver {
     }
 }
 
-impl MemoryDriver for FaultDriver {
+#[allow(unsafe_code)] // passes on another driver's promise
+// SAFETY: what it does at all, the driver that it wraps does, with the same values.
+unsafe impl MemoryDriver for FaultDriver {
     fn name(&self) -> &'static str {
         self.inner.name()
     }
@@ -165,13 +179,21 @@ impl MemoryDriver for FaultDriver {
     fn release_event(&self, event: Event) {
         let point = Point::Call(Call::ReleaseEvent);
         // The call has no way to report a planned failure, and must not be skipped for one.
-        let _ = self.before(point);
+        let _ = self.before(point, None);
         self.inner.release_event(event);
         self.counters.success(point);
     }
 
     fn synchronize(&self) -> Result<()> {
         self.at(Point::Call(Call::Synchronize), |inner| inner.synchronize())
+    }
+
+    fn synchronize_by(&self, deadline: Deadline) -> Result<()> {
+        let point = Point::Call(Call::Synchronize);
+        self.before(point, Some(deadline))?;
+        self.inner.synchronize_by(deadline)?;
+        self.counters.success(point);
+        Ok(())
     }
 
     fn is_capturing(&self, stream: Stream) -> bool {

@@ -14,11 +14,11 @@ use crate::{Error, Result};
 pub enum FaultAction {
     /// The call returns this error; the inner driver is not called.
     Fail(Error),
-    /// The call takes this much longer.
+    /// The call takes this much longer; a call with a deadline is late if that is too long.
     Delay(Duration),
     /// The process dies by `SIGKILL`, as by the out-of-memory killer: nothing is cleaned up.
     Kill,
-    /// The thread stops for ever.
+    /// The thread stops for ever; in a call with a deadline, until that.
     Hang,
     /// Something of the caller's runs, on the calling thread: a handshake with a test, usually.
     Notify(Arc<dyn Fn() + Send + Sync>),

@@ -25,11 +25,12 @@ mod tests;
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::mappings::{Mappings, check_size};
 use super::{DeviceIdentity, Exported, MemoryDriver, Physical, Reservation, Transport};
 use crate::amount::Amount;
+use crate::sync::lock;
 use crate::{Error, Result};
 
 /// The size of a huge page on x86-64 and of the usual one on AArch64.
@@ -59,18 +60,14 @@ impl Default for HostOptions {
 #[derive(Debug)]
 pub struct HostDriver {
     options: HostOptions,
-    state: Mutex<State>,
-}
-
-#[derive(Debug)]
-struct State {
     mappings: Mappings,
-    segments: BTreeMap<u64, Segment>,
+    /// Not locked while the system maps, which may take long (rule D7).
+    segments: Mutex<BTreeMap<u64, Segment>>,
 }
 
 #[derive(Debug)]
 struct Segment {
-    fd: OwnedFd,
+    fd: Arc<OwnedFd>,
     bytes: u64,
     /// Made by this driver, not by a peer's.
     own: bool,
@@ -80,6 +77,22 @@ struct Segment {
 }
 
 impl Segment {
+    /// Takes what its next mapping needs.
+    fn mappable(&mut self) -> Mappable {
+        let Self { fd, bytes, own, committed } = self;
+        Mappable { fd: fd.clone(), bytes: *bytes, own: *own, committed: committed.take() }
+    }
+}
+
+/// What is needed to map a segment.
+struct Mappable {
+    fd: Arc<OwnedFd>,
+    bytes: u64,
+    own: bool,
+    committed: Option<scratch::Mapping>,
+}
+
+impl Mappable {
     /// Maps the segment.
     ///
     /// # Safety
@@ -101,15 +114,6 @@ impl Segment {
             unsafe { space::prefault(address, self.bytes) };
         }
         Ok(())
-    }
-}
-
-impl State {
-    fn keep(&mut self, segment: Segment) -> Physical {
-        // Descriptors are small and not negative, and no two open ones are equal.
-        let physical = Physical::new(segment.fd.as_raw_fd() as u64, segment.bytes);
-        self.segments.insert(physical.raw(), segment);
-        physical
     }
 }
 
@@ -138,17 +142,22 @@ impl HostDriver {
         // Also checks that the kernel knows memory files and seals.
         let trial = HostOptions { check_available: false, huge_pages: false, populate: false };
         memfd::create(GRANULARITY, &trial)?;
-        let state = State { mappings: Mappings::new(GRANULARITY), segments: BTreeMap::new() };
-        Ok(Self { options, state: Mutex::new(state) })
+        let (mappings, segments) = (Mappings::new(GRANULARITY), Mutex::default());
+        Ok(Self { options, mappings, segments })
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        // Every method leaves the state whole before it can panic.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn keep(&self, segment: Segment) -> Physical {
+        // Descriptors are small and not negative, and no two open ones are equal.
+        // SAFETY: the segment is this driver's, and comes here once.
+        let physical = unsafe { Physical::new(segment.fd.as_raw_fd() as u64, segment.bytes) };
+        lock(&self.segments).insert(physical.raw(), segment);
+        physical
     }
 }
 
-impl MemoryDriver for HostDriver {
+// SAFETY: `Mappings` knows what is reserved and mapped, and refuses anything else; the system keeps pages
+// of a memory file where they are mapped, readable and writable, until they are unmapped here.
+unsafe impl MemoryDriver for HostDriver {
     fn name(&self) -> &'static str {
         "host"
     }
@@ -172,12 +181,12 @@ impl MemoryDriver for HostDriver {
     fn reserve(&self, bytes: u64, align: u64) -> Result<Reservation> {
         Mappings::check_reserve(bytes, align, GRANULARITY)?;
         let base = space::reserve(bytes, align)?;
-        Ok(self.state().mappings.reserve(base, bytes))
+        Ok(self.mappings.reserve(base, bytes))
     }
 
     fn unreserve(&self, reservation: Reservation) -> Result<()> {
-        self.state().mappings.unreserve(&reservation, || {
-            // SAFETY: the reservation is live with nothing mapped in it, and is forgotten next.
+        self.mappings.unreserve(&reservation, || {
+            // SAFETY: the reservation was live until now, with nothing mapped in it.
             unsafe { space::unreserve(reservation.base(), reservation.bytes()) }
         })
     }
@@ -189,13 +198,12 @@ impl MemoryDriver for HostDriver {
     fn create(&self, bytes: u64) -> Result<Physical> {
         check_size("a segment", bytes, GRANULARITY)?;
         let (fd, committed) = memfd::create(bytes, &self.options)?;
-        Ok(self.state().keep(Segment { fd, bytes, own: true, committed }))
+        Ok(self.keep(Segment { fd: Arc::new(fd), bytes, own: true, committed }))
     }
 
     fn export(&self, physical: &Physical) -> Result<Exported> {
-        let mut state = self.state();
-        let segment = find(&mut state.segments, physical)?;
-        Ok(Exported::Fd(memfd::duplicate(segment.fd.as_fd())?))
+        let fd = find(&mut lock(&self.segments), physical)?.fd.clone();
+        Ok(Exported::Fd(memfd::duplicate(fd.as_fd())?))
     }
 
     fn import(&self, exported: Exported, bytes: u64) -> Result<Physical> {
@@ -207,41 +215,48 @@ impl MemoryDriver for HostDriver {
             ));
         };
         let fd = memfd::import(fd, bytes)?;
-        Ok(self.state().keep(Segment { fd, bytes, own: false, committed: None }))
+        Ok(self.keep(Segment { fd: Arc::new(fd), bytes, own: false, committed: None }))
     }
 
     fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()> {
-        let State { mappings, segments } = &mut *self.state();
-        let segment = find(segments, physical)?;
-        mappings.map(reservation, offset, segment.bytes, || {
+        let mut mappable = find(&mut lock(&self.segments), physical)?.mappable();
+        let mapped = self.mappings.map(reservation, offset, mappable.bytes, || {
             let address = reservation.base() + offset;
-            // SAFETY: the reservation is live and nothing is mapped in this part of it; the lock
-            // is held, so nobody else changes it.
-            unsafe { segment.map_at(address, &self.options) }
-        })
+            // SAFETY: the reservation is live and nothing is mapped in this part of it, which is
+            // this thread's to change until this returns.
+            unsafe { mappable.map_at(address, &self.options) }
+        });
+        if let Some(unused) = mappable.committed {
+            // The range was refused: the next one gets it.
+            if let Ok(segment) = find(&mut lock(&self.segments), physical) {
+                segment.committed = Some(unused);
+            }
+        }
+        mapped
     }
 
     fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {
-        self.state().mappings.unmap(reservation, offset, bytes, || {
+        self.mappings.unmap(reservation, offset, bytes, || {
             // SAFETY: exactly this range is mapped; that nobody uses its memory any more is what
-            // unmapping means for the caller. The lock is held.
+            // unmapping means for the caller. It is this thread's to change until this returns.
             unsafe { space::unmap(reservation.base() + offset, bytes) }
         })
     }
 
     fn release(&self, physical: Physical) -> Result<()> {
-        let mut state = self.state();
-        find(&mut state.segments, &physical)?;
-        // Dropping the descriptor closes it.
-        state.segments.remove(&physical.raw());
+        let mut segments = lock(&self.segments);
+        find(&mut segments, &physical)?;
+        // Dropping the descriptor closes it: not under the lock, as that may free the memory.
+        let gone = segments.remove(&physical.raw());
+        drop(segments);
+        drop(gone);
         Ok(())
     }
 }
 
 impl Drop for HostDriver {
     fn drop(&mut self) {
-        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        for (base, bytes) in state.mappings.drain() {
+        for (base, bytes) in self.mappings.drain() {
             // SAFETY: the reservation was made here and never given back, and with its driver
             // gone nobody may use addresses in it.
             if let Err(error) = unsafe { space::unreserve(base, bytes) } {

@@ -3,17 +3,22 @@
 //! These are the one thing between a wrong offset and memory that belongs to somebody else: the
 //! host's system would map over anything, and CUDA's answers are hard to tell apart. They know
 //! only numbers. A driver says what it wants and passes the system call along: it is made only when
-//! the wish makes sense, and noted only when it worked. The driver's lock on [`Mappings`] is held
-//! over all of that, so no other thread comes between.
+//! the wish makes sense, and noted only when it worked. While it is made the range is *changing*, which
+//! keeps other threads from it, and nothing is locked: a call may take long, and the growth of one lane
+//! must not wait for what a commit maps for another (rule D7).
+
+#![allow(unsafe_code)] // makes reservations of ranges that drivers have just reserved
 
 mod runs;
 
 use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use runs::Runs;
 
 use super::Reservation;
 use crate::amount::Amount;
+use crate::sync::lock;
 use crate::{Error, Result};
 
 /// Refuses sizes that are zero or no multiple of the granularity.
@@ -31,20 +36,40 @@ pub(super) fn check_size(what: &str, bytes: u64, granularity: u64) -> Result<()>
 struct Region {
     bytes: u64,
     mapped: Runs,
+    /// Offset and length of what a thread is mapping or unmapping at the moment.
+    changing: Vec<(u64, u64)>,
 }
+
+impl Region {
+    /// Offset and length of what lies, or is about to, in a part of `[offset, end)`.
+    fn overlapping(&self, offset: u64, end: u64) -> Option<(u64, u64)> {
+        let changing = || {
+            let mut all = self.changing.iter().copied();
+            all.find(|&(at, bytes)| at < end && at + bytes > offset)
+        };
+        self.mapped.overlapping(offset, end).or_else(changing)
+    }
+
+    /// The change at `offset` is over.
+    fn settle(&mut self, offset: u64) {
+        self.changing.retain(|&(at, _)| at != offset);
+    }
+}
+
+/// By first address.
+type Regions = BTreeMap<u64, Region>;
 
 /// The reservations of one driver and what is mapped in each.
 #[derive(Debug)]
 pub(super) struct Mappings {
     granularity: u64,
-    /// By first address.
-    regions: BTreeMap<u64, Region>,
+    regions: Mutex<Regions>,
 }
 
 impl Mappings {
     /// Nothing is reserved. Offsets and sizes are to be multiples of `granularity`, a power of two.
     pub(super) fn new(granularity: u64) -> Self {
-        Self { granularity, regions: BTreeMap::new() }
+        Self { granularity, regions: Mutex::default() }
     }
 
     /// Refuses a reservation that could not be made: see
@@ -63,23 +88,28 @@ impl Mappings {
 
     /// Whether `[base, base + bytes)` overlaps no reservation of this driver.
     pub(super) fn is_free(&self, base: u64, bytes: u64) -> bool {
-        let before = self.regions.range(..base.saturating_add(bytes)).next_back();
+        let regions = lock(&self.regions);
+        let before = regions.range(..base.saturating_add(bytes)).next_back();
         before.is_none_or(|(&other, region)| other + region.bytes <= base)
     }
 
     /// Enters a fresh reservation, which the caller knows to be free.
-    pub(super) fn reserve(&mut self, base: u64, bytes: u64) -> Reservation {
-        self.regions.insert(base, Region { bytes, mapped: Runs::default() });
-        Reservation::new(base, bytes)
+    pub(super) fn reserve(&self, base: u64, bytes: u64) -> Reservation {
+        let (mapped, changing) = (Runs::default(), Vec::new());
+        lock(&self.regions).insert(base, Region { bytes, mapped, changing });
+        // SAFETY: the caller has just reserved the range, and it is entered here once.
+        unsafe { Reservation::new(base, bytes) }
     }
 
-    /// Takes out a reservation in which nothing is mapped, after `act` has given it back.
+    /// Takes out a reservation in which nothing is mapped, and has `act` give it back.
     pub(super) fn unreserve(
-        &mut self,
+        &self,
         reservation: &Reservation,
         act: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        let mapped = self.region(reservation)?.mapped.len();
+        let mut regions = lock(&self.regions);
+        let region = region(&mut regions, reservation)?;
+        let mapped = region.mapped.len() + region.changing.len() as u64;
         if mapped > 0 {
             return Err(Error::invalid_state(format!(
                 "giving back the reservation at {:#x} with {mapped} mapping(s) in it; unmap them \
@@ -87,22 +117,28 @@ impl Mappings {
                 reservation.base()
             )));
         }
-        act()?;
-        self.regions.remove(&reservation.base());
-        Ok(())
+        // Out before it is given back: from then on another may be given the same addresses.
+        let region = regions.remove(&reservation.base());
+        drop(regions);
+        act().inspect_err(|_| {
+            if let Some(region) = region {
+                lock(&self.regions).insert(reservation.base(), region);
+            }
+        })
     }
 
     /// Enters a mapping that `act` makes, or says why it cannot be.
     pub(super) fn map(
-        &mut self,
+        &self,
         reservation: &Reservation,
         offset: u64,
         bytes: u64,
         act: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         self.check_range(reservation, offset, bytes)?;
-        let mapped = &mut self.region(reservation)?.mapped;
-        if let Some((at, there)) = mapped.overlapping(offset, offset + bytes) {
+        let mut regions = lock(&self.regions);
+        let place = region(&mut regions, reservation)?;
+        if let Some((at, there)) = place.overlapping(offset, offset + bytes) {
             return Err(Error::invalid_argument(format!(
                 "mapping {} at offset {offset:#x} of the reservation at {:#x} overlaps the \
                  mapping of {} at offset {at:#x}; unmap that first",
@@ -111,20 +147,27 @@ impl Mappings {
                 Amount(there)
             )));
         }
-        act()?;
-        mapped.insert(offset, bytes);
-        Ok(())
+        place.changing.push((offset, bytes));
+        drop(regions);
+        let done = act();
+        let mut regions = lock(&self.regions);
+        let place = region(&mut regions, reservation)?;
+        place.settle(offset);
+        if done.is_ok() {
+            place.mapped.insert(offset, bytes);
+        }
+        done
     }
 
     /// Refuses what is not one whole mapping.
     pub(super) fn check_mapped(
-        &mut self,
+        &self,
         reservation: &Reservation,
         offset: u64,
         bytes: u64,
     ) -> Result<()> {
         self.check_range(reservation, offset, bytes)?;
-        if self.region(reservation)?.mapped.contains(offset, bytes) {
+        if region(&mut lock(&self.regions), reservation)?.mapped.contains(offset, bytes) {
             return Ok(());
         }
         Err(Error::invalid_argument(format!(
@@ -134,22 +177,31 @@ impl Mappings {
         )))
     }
 
-    /// Takes out a mapping, after `act` has removed it, or says why it cannot be.
+    /// Takes out a mapping, which `act` removes, or says why it cannot be.
     pub(super) fn unmap(
-        &mut self,
+        &self,
         reservation: &Reservation,
         offset: u64,
         bytes: u64,
         act: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         self.check_range(reservation, offset, bytes)?;
-        let mapped = &mut self.region(reservation)?.mapped;
-        if mapped.contains(offset, bytes) {
-            act()?;
-            mapped.remove(offset, bytes);
-            return Ok(());
+        let mut regions = lock(&self.regions);
+        let place = region(&mut regions, reservation)?;
+        if place.mapped.contains(offset, bytes) {
+            place.mapped.remove(offset, bytes);
+            place.changing.push((offset, bytes));
+            drop(regions);
+            let done = act();
+            let mut regions = lock(&self.regions);
+            let place = region(&mut regions, reservation)?;
+            place.settle(offset);
+            if done.is_err() {
+                place.mapped.insert(offset, bytes);
+            }
+            return done;
         }
-        let there = match mapped.overlapping(offset, offset + bytes) {
+        let there = match place.overlapping(offset, offset + bytes) {
             Some((at, there)) => format!(
                 "where {} are mapped at offset {at:#x}; mappings are undone whole",
                 Amount(there)
@@ -165,26 +217,15 @@ impl Mappings {
 
     /// Takes out every `(base, bytes)` left, mapped or not; for a driver that goes away.
     pub(super) fn drain(&mut self) -> impl Iterator<Item = (u64, u64)> + use<> {
-        std::mem::take(&mut self.regions).into_iter().map(|(base, region)| (base, region.bytes))
+        let regions = self.regions.get_mut().unwrap_or_else(PoisonError::into_inner);
+        std::mem::take(regions).into_iter().map(|(base, region)| (base, region.bytes))
     }
 
     /// The numbers of reservations and of mappings.
     pub(super) fn counts(&self) -> (u64, u64) {
-        let mappings = self.regions.values().map(|region| region.mapped.len()).sum();
-        (self.regions.len() as u64, mappings)
-    }
-
-    fn region(&mut self, reservation: &Reservation) -> Result<&mut Region> {
-        self.regions
-            .get_mut(&reservation.base())
-            .filter(|region| region.bytes == reservation.bytes())
-            .ok_or_else(|| {
-                Error::invalid_argument(format!(
-                    "no live reservation of {} at {:#x} in this driver",
-                    Amount(reservation.bytes()),
-                    reservation.base()
-                ))
-            })
+        let regions = lock(&self.regions);
+        let mappings = regions.values().map(|region| region.mapped.len()).sum();
+        (regions.len() as u64, mappings)
     }
 
     fn check_range(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {
@@ -206,14 +247,35 @@ impl Mappings {
     }
 }
 
+/// The region that a reservation is, if it is one of these.
+fn region<'a>(
+    regions: &'a mut MutexGuard<'_, Regions>,
+    reservation: &Reservation,
+) -> Result<&'a mut Region> {
+    regions
+        .get_mut(&reservation.base())
+        .filter(|region| region.bytes == reservation.bytes())
+        .ok_or_else(|| {
+            Error::invalid_argument(format!(
+                "no live reservation of {} at {:#x} in this driver",
+                Amount(reservation.bytes()),
+                reservation.base()
+            ))
+        })
+}
+
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+    use std::time::Duration;
+
     use super::*;
 
     const G: u64 = 4096;
 
     fn mappings() -> (Mappings, Reservation) {
-        let mut mappings = Mappings::new(G);
+        let mappings = Mappings::new(G);
         let range = mappings.reserve(1 << 20, 16 * G);
         (mappings, range)
     }
@@ -244,7 +306,7 @@ mod tests {
 
     #[test]
     fn a_mapping_is_undone_whole_and_once() {
-        let (mut mappings, range) = mappings();
+        let (mappings, range) = mappings();
         mappings.map(&range, 2 * G, 3 * G, done).unwrap();
         refused(mappings.map(&range, 4 * G, 2 * G, done), "overlaps the mapping of 12 KiB");
         refused(mappings.unmap(&range, 2 * G, G, done), "undone whole");
@@ -258,7 +320,7 @@ mod tests {
 
     #[test]
     fn a_reservation_goes_when_it_is_empty_and_has_been_given_back() {
-        let (mut mappings, range) = mappings();
+        let (mappings, range) = mappings();
         mappings.map(&range, 0, G, done).unwrap();
         let early = mappings.unreserve(&range, failed).unwrap_err();
         assert!(early.is_invalid_state() && early.to_string().contains("1 mapping"), "{early}");
@@ -272,7 +334,7 @@ mod tests {
 
     #[test]
     fn what_the_system_refused_has_not_happened() {
-        let (mut mappings, range) = mappings();
+        let (mappings, range) = mappings();
         mappings.map(&range, 0, 2 * G, failed).unwrap_err();
         assert_eq!(mappings.counts(), (1, 0));
         mappings.map(&range, 0, G, done).unwrap();
@@ -283,15 +345,50 @@ mod tests {
 
     #[test]
     fn a_mapping_out_of_the_reservation_is_refused() {
-        let (mut mappings, range) = mappings();
+        let (mappings, range) = mappings();
         refused(mappings.map(&range, 15 * G, 2 * G, done), "beyond the reservation");
         refused(mappings.map(&range, u64::MAX - G + 1, G, done), "beyond the reservation");
         refused(mappings.map(&range, 1, G, done), "offsets are multiples");
-        refused(mappings.map(&Reservation::new(0, 16 * G), 0, G, done), "no live reservation");
-        refused(
-            mappings.map(&Reservation::new(range.base(), G), 0, G, done),
-            "no live reservation",
-        );
+        for (base, bytes) in [(0, 16 * G), (range.base(), G)] {
+            // SAFETY: nothing is ever mapped by these numbers.
+            let stranger = unsafe { Reservation::new(base, bytes) };
+            refused(mappings.map(&stranger, 0, G, done), "no live reservation");
+        }
         mappings.map(&range, 15 * G, G, done).unwrap();
+    }
+
+    /// Rule D7.
+    #[test]
+    fn d7_a_call_that_takes_long_keeps_nobody_else_from_mapping() {
+        let (mappings, range) = mappings();
+        let other = mappings.reserve(1 << 30, 4 * G);
+        mappings.map(&range, 0, G, done).unwrap();
+        let (begun, at_it) = mpsc::channel();
+        let (end, held) = mpsc::channel::<()>();
+        thread::scope(|scope| {
+            let slow = scope.spawn(|| {
+                mappings.map(&range, 2 * G, 2 * G, move || {
+                    begun.send(()).unwrap();
+                    held.recv_timeout(Duration::from_secs(20))
+                        .map_err(|_| Error::system("a slow call", "others waited for it"))
+                })
+            });
+            at_it.recv().unwrap();
+            // Elsewhere everything goes on.
+            mappings.map(&range, G, G, done).unwrap();
+            mappings.unmap(&range, 0, G, done).unwrap();
+            mappings.map(&other, 0, G, done).unwrap();
+            let third = mappings.reserve(1 << 31, G);
+            mappings.unreserve(&third, done).unwrap();
+            // What is changing belongs to the thread that changes it.
+            refused(mappings.map(&range, 3 * G, G, done), "overlaps the mapping of 8 KiB");
+            refused(mappings.unmap(&range, 2 * G, 2 * G, done), "undone whole");
+            mappings.unmap(&range, G, G, done).unwrap();
+            assert!(mappings.unreserve(&range, done).unwrap_err().is_invalid_state());
+            end.send(()).unwrap();
+            slow.join().unwrap().unwrap();
+        });
+        mappings.unmap(&range, 2 * G, 2 * G, done).unwrap();
+        mappings.unreserve(&range, done).unwrap();
     }
 }

@@ -1,10 +1,12 @@
 //! Lane and model side by side: every rule after every call.
 
+use std::collections::BTreeMap;
+
 use proptest::prelude::*;
 
 use super::log::{Call, Log};
 use super::naive::{Naive, Range};
-use super::script::{Op, lane, op, ops};
+use super::script::{Op, STREAMS, lane, op, ops};
 use crate::driver::Stream;
 use crate::lane::{BlockKey, BlockState, LaneConfig, LaneState, Request, UNIT};
 use crate::{Error, Result};
@@ -27,8 +29,12 @@ struct Run {
     /// Streams a block was used on, by its counter.
     used: Vec<(u64, u64)>,
     debts: Vec<Debt>,
-    /// Handles in order of first use.
-    streams: Vec<u64>,
+    /// Handles in order of first use, but for those that were forgotten.
+    streams: Vec<Option<u64>>,
+    /// What a forgotten handle's last work was submitted before, in calls of the log.
+    forgotten: BTreeMap<u64, usize>,
+    /// How often each stream of a script was forgotten: it has another handle then.
+    lives: [u64; STREAMS as usize],
     /// The model's ranges and the length of the log when the present call began.
     before: Vec<Range>,
     began: usize,
@@ -48,6 +54,8 @@ impl Run {
             used: Vec::new(),
             debts: Vec::new(),
             streams: Vec::new(),
+            forgotten: BTreeMap::new(),
+            lives: [0; STREAMS as usize],
             before: Vec::new(),
             began: 0,
             range,
@@ -55,15 +63,47 @@ impl Run {
         }
     }
 
-    /// D3: the ordinal a stream has or would get.
+    fn handle(&self, stream: u64) -> u64 {
+        stream + STREAMS * self.lives[stream as usize]
+    }
+
+    /// D3: the ordinal a stream has or would get: the first of those that are forgotten, or the next.
     fn ordinal(&self, stream: u64) -> u16 {
-        self.streams.iter().position(|&s| s == stream).unwrap_or(self.streams.len()) as u16
+        let place = |wanted| self.streams.iter().position(|&known| known == wanted);
+        place(Some(stream)).or_else(|| place(None)).unwrap_or(self.streams.len()) as u16
     }
 
     fn learn(&mut self, stream: u64) {
-        if !self.streams.contains(&stream) {
-            self.streams.push(stream);
+        let at = usize::from(self.ordinal(stream));
+        if at == self.streams.len() {
+            self.streams.push(None);
         }
+        self.streams[at] = Some(stream);
+    }
+
+    /// Whatever has memory of the stream's next is behind its work.
+    fn forget(&mut self, stream: u64) -> Result<()> {
+        let handle = self.handle(stream);
+        let known = self.streams.contains(&Some(handle));
+        let events = self.lane.counter();
+        self.lane.forget_stream(Stream::numbered(handle), None, &mut self.log)?;
+        assert_eq!(self.lane.counter(), events + u64::from(known));
+        if !known {
+            return Ok(());
+        }
+        let since = self.recorded_in_this_call(handle).expect("D4: an event behind its work");
+        self.forgotten.insert(handle, since);
+        self.lives[stream as usize] += 1;
+        let ordinal = self.ordinal(handle);
+        self.streams[usize::from(ordinal)] = None;
+        for range in self.naive.ranges.iter().filter(|range| {
+            range.stream == ordinal
+                && !matches!(range.state, BlockState::Hole | BlockState::Retired)
+        }) {
+            let (from, to) = (range.offset, range.end());
+            self.debts.push(Debt { from, to, stream: handle, since });
+        }
+        Ok(())
     }
 
     /// Everything of the lane that a failed call must leave alone.
@@ -108,7 +148,8 @@ impl Run {
         self.began = self.log.calls.len();
         let n = self.live.len();
         match op {
-            Op::Alloc { bytes, align, stream } => self.alloc(bytes, align, stream)?,
+            Op::Alloc { bytes, align, stream } => self.alloc(bytes, align, self.handle(stream))?,
+            Op::Forget { stream } => self.forget(stream)?,
             Op::Free { nth } if n > 0 => {
                 let key = self.live[nth % n];
                 self.lane.free(key, None, &mut self.log)?;
@@ -128,14 +169,15 @@ impl Run {
                 }
             }
             Op::Record { nth, stream } if n > 0 => {
-                let key = self.live[nth % n];
-                self.lane.record_stream(key, Stream::from_raw(stream), None)?;
+                let (key, stream) = (self.live[nth % n], self.handle(stream));
+                self.lane.record_stream(key, Stream::numbered(stream), None)?;
                 self.learn(stream);
                 self.used.push((key.counter, stream));
             }
             Op::Reserve { bytes, stream } => {
+                let stream = self.handle(stream);
                 let ordinal = self.ordinal(stream);
-                self.lane.reserve(bytes, Stream::from_raw(stream), None, &mut self.log)?;
+                self.lane.reserve(bytes, Stream::numbered(stream), None, &mut self.log)?;
                 self.learn(stream);
                 self.follow(ordinal, stream);
                 assert!(bytes == 0 || self.naive.lowest_fit(bytes, 1, ordinal).is_some());
@@ -169,7 +211,7 @@ impl Run {
     fn alloc(&mut self, bytes: u64, align: u64, stream: u64) -> Result<()> {
         let ordinal = self.ordinal(stream);
         let fit = self.naive.lowest_fit(bytes, align, ordinal);
-        let request = Request { bytes, align, stream: Stream::from_raw(stream), site: None };
+        let request = Request { bytes, align, stream: Stream::numbered(stream), site: None };
         let counter = self.lane.counter();
         let placed = match self.lane.alloc(request, &mut self.log) {
             Ok(placed) => placed,
@@ -254,7 +296,8 @@ impl Run {
         for step in growth.moves {
             let from = step.from_offset;
             let owner = self.before.iter().find(|r| r.offset <= from && from < r.end()).unwrap();
-            let owner = self.streams[usize::from(owner.stream)];
+            // What was forgotten is owed since then.
+            let Some(owner) = self.streams[usize::from(owner.stream)] else { continue };
             if owner != stream {
                 let since = self.recorded_in_this_call(owner);
                 let since = since.expect("D4: an event where the memory came from");
@@ -279,9 +322,11 @@ impl Run {
         let range = self.range_of(counter, was);
         let (from, to) = (range.offset, range.end());
         let own = self.streams[usize::from(range.stream)];
-        let used = self.used.iter().filter(|&&(block, on)| block == counter && on != own);
+        let used = self.used.iter().filter(|&&(block, on)| block == counter && Some(on) != own);
         for stream in used.map(|&(_, stream)| stream).collect::<Vec<_>>() {
-            let since = self.recorded_in_this_call(stream).expect("D4: an event at the free");
+            let forgotten = self.forgotten.get(&stream).copied();
+            let since = forgotten.or_else(|| self.recorded_in_this_call(stream));
+            let since = since.expect("D4: an event at the free");
             self.debts.push(Debt { from, to, stream, since });
         }
         self.used.retain(|&(block, _)| block != counter);

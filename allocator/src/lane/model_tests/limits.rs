@@ -18,7 +18,7 @@ fn symmetric() -> LaneConfig {
 }
 
 fn request(bytes: u64, align: u64, stream: u64) -> Request {
-    Request { bytes, align, stream: Stream::from_raw(stream), site: None }
+    Request { bytes, align, stream: Stream::numbered(stream), site: None }
 }
 
 fn alloc(lane: &mut LaneState, bytes: u64, stream: u64, log: &mut Log) -> Placed {
@@ -89,9 +89,60 @@ fn the_sixty_fifth_stream_is_refused() {
         alloc(&mut lane, KIB, stream, &mut Log::default());
     }
     assert_refused(lane.alloc(request(KIB, 1, 64), &mut NoBacking), "number 64");
-    assert_refused(lane.reserve(KIB, Stream::from_raw(64), None, &mut NoBacking), "number 64");
+    assert_refused(lane.reserve(KIB, Stream::numbered(64), None, &mut NoBacking), "number 64");
     let block = alloc(&mut lane, KIB, 63, &mut Log::default());
-    assert_refused(lane.record_stream(block.key, Stream::from_raw(64), None), "number 64");
+    assert_refused(lane.record_stream(block.key, Stream::numbered(64), None), "number 64");
+}
+
+#[test]
+fn any_number_of_streams_is_served_that_are_forgotten() {
+    let log = &mut Log::default();
+    let mut lane = lane(symmetric(), 1 << 32);
+    let first = alloc(&mut lane, MIB, 0, log);
+    let mut places = Vec::new();
+    for stream in 1..300 {
+        let block = alloc(&mut lane, MIB, stream, log);
+        lane.record_stream(first.key, Stream::numbered(stream), None).unwrap();
+        lane.free(block.key, None, log).unwrap();
+        lane.forget_stream(Stream::numbered(stream), None, log).unwrap();
+        assert_eq!(lane.streams().count(), 1);
+        places.push(block.offset);
+        lane.assert_sound();
+    }
+    assert!(
+        places.iter().all(|place| *place == places[0]),
+        "each has the memory of the one before"
+    );
+    // A stream is not named after it was forgotten, and the next one waits for its work.
+    for (at, call) in log.calls.iter().enumerate() {
+        let (Call::Record { stream, .. } | Call::Wait { stream, .. }) = *call else { continue };
+        let later = |call: &Call| match *call {
+            Call::Record { stream, .. } | Call::Wait { stream, .. } => stream,
+            _ => 0,
+        };
+        assert!(log.calls[at..].iter().all(|call| later(call) == 0 || later(call) >= stream));
+    }
+    for stream in 1..299 {
+        assert!(log.waits(stream + 1, stream, 0), "stream {stream}");
+    }
+    log.assert_waits_make_sense();
+    log.assert_waits_once();
+}
+
+#[test]
+fn a_stream_that_is_not_known_is_forgotten_without_a_trace() {
+    let log = &mut Log::default();
+    let mut lane = lane(symmetric(), 64 * MIB);
+    alloc(&mut lane, KIB, 1, log);
+    let (digest, calls) = (lane.digest(), log.calls.len());
+    lane.forget_stream(Stream::numbered(2), None, log).unwrap();
+    assert_eq!((lane.digest(), log.calls.len()), (digest, calls));
+    log.fail_after = Some(0);
+    lane.forget_stream(Stream::numbered(1), None, log).unwrap_err();
+    assert!(lane.knows(Stream::numbered(1)), "an error leaves it as it was");
+    lane.forget_stream(Stream::numbered(1), None, log).unwrap();
+    assert!(!lane.knows(Stream::numbered(1)));
+    assert_ne!(lane.digest(), digest, "ordinals follow from it");
 }
 
 #[test]
@@ -128,7 +179,7 @@ fn names_of_blocks_that_are_gone_are_refused() {
 fn a_failed_call_teaches_no_stream() {
     let mut lane = lane(symmetric().limit(2 * MIB), 64 * MIB);
     assert_full(lane.alloc(request(4 * MIB, 1, 7), &mut NoBacking), "limit");
-    assert_full(lane.reserve(4 * MIB, Stream::from_raw(8), None, &mut NoBacking), "limit");
+    assert_full(lane.reserve(4 * MIB, Stream::numbered(8), None, &mut NoBacking), "limit");
     alloc(&mut lane, KIB, 9, &mut Log::default());
     assert_eq!(lane.blocks().map(|block| block.stream).collect::<Vec<_>>(), [0, 0]);
 }
@@ -138,7 +189,7 @@ fn lane_with_a_wait() -> (LaneState, Log) {
     let mut lane = lane(symmetric(), 1 << 30);
     let mut log = Log::default();
     let block = alloc(&mut lane, MIB, 0, &mut log);
-    lane.record_stream(block.key, Stream::from_raw(1), None).unwrap();
+    lane.record_stream(block.key, Stream::numbered(1), None).unwrap();
     lane.free(block.key, None, &mut log).unwrap();
     (lane, log)
 }
@@ -168,7 +219,7 @@ fn the_rest_of_a_block_is_not_waited_for_twice() {
     let small = alloc(&mut lane, KIB, 0, &mut log);
     assert!(matches!(log.calls[began..], [Call::Wait { stream: 0, .. }]));
     // Stream 1 moves on, for the sake of another block; the rest owes nothing to that.
-    lane.record_stream(small.key, Stream::from_raw(1), None).unwrap();
+    lane.record_stream(small.key, Stream::numbered(1), None).unwrap();
     let other = alloc(&mut lane, KIB, 0, &mut log);
     lane.free(small.key, None, &mut log).unwrap();
     let began = log.calls.len();
@@ -185,7 +236,7 @@ fn a_reclaim_that_fails_keeps_every_block() {
     let mut log = Log::default();
     let blocks = [KIB, 2 * KIB, 3 * KIB].map(|bytes| alloc(&mut lane, bytes, 0, &mut log));
     for (stream, block) in (1..).zip(blocks) {
-        lane.record_stream(block.key, Stream::from_raw(stream), None).unwrap();
+        lane.record_stream(block.key, Stream::numbered(stream), None).unwrap();
         lane.free_unordered(block.key, None, &mut log).unwrap();
     }
     let (aside, digest) = (lane.set_aside(9), lane.digest());
@@ -220,7 +271,7 @@ fn moved_segments_bring_their_waits() {
     let mut lane = lane(symmetric().limit(48 * MIB), 1 << 30);
     let mut log = Log::default();
     let block = alloc(&mut lane, 48 * MIB, 0, &mut log);
-    lane.record_stream(block.key, Stream::from_raw(1), None).unwrap();
+    lane.record_stream(block.key, Stream::numbered(1), None).unwrap();
     lane.free(block.key, None, &mut log).unwrap();
     let began = log.calls.len();
     let moved = alloc(&mut lane, 40 * MIB, 2, &mut log);

@@ -102,14 +102,14 @@ impl Backing for Log {
     fn record(&mut self, stream: Stream) -> Result<Event> {
         let event = self.calls.len() as u64;
         self.call(Call::Record { stream: stream.raw(), event })?;
-        Ok(Event(event))
+        Ok(Event::numbered(event))
     }
 
     fn wait(&mut self, stream: Stream, event: &Event) -> Result<()> {
-        self.call(Call::Wait { stream: stream.raw(), event: event.0 })
+        self.call(Call::Wait { stream: stream.raw(), event: event.raw() })
     }
 
     fn release(&mut self, event: Event) {
-        self.calls.push(Call::Release { event: event.0 });
+        self.calls.push(Call::Release { event: event.raw() });
     }
 }

@@ -10,7 +10,7 @@ fn lane(range: u64) -> LaneState {
 }
 
 fn alloc(lane: &mut LaneState, mib: u64, stream: u64, log: &mut Log) -> Placed {
-    let stream = Stream::from_raw(stream);
+    let stream = Stream::numbered(stream);
     let block = lane.alloc(Request { bytes: mib * MIB, align: 1, stream, site: None }, log);
     lane.assert_sound();
     block.unwrap()
@@ -99,7 +99,7 @@ fn waits_of_the_block_above_a_hole_come_before_growth() {
     free(&mut lane, low, &mut log);
     lane.trim(None);
     lane.take_retired();
-    lane.record_stream(high.key, Stream::from_raw(1), None).unwrap();
+    lane.record_stream(high.key, Stream::numbered(1), None).unwrap();
     free(&mut lane, high, &mut log);
     let began = log.calls.len();
     assert_eq!(alloc(&mut lane, 64, 0, &mut log).offset, 0);

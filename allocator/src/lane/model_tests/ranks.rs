@@ -33,7 +33,7 @@ impl Rank {
     /// A handle that is this rank's own, in another order on every rank (D3).
     fn stream(&self, stream: u64) -> Stream {
         let mixed = (stream ^ (self.seed % STREAMS)) + 1;
-        Stream::from_raw(mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(self.seed as u32))
+        Stream::numbered(mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(self.seed as u32))
     }
 
     /// The streams known to the lane, by ordinal, as the program calls them.
@@ -77,6 +77,10 @@ impl Rank {
             }
             Op::Trim => drop(lane.trim(None)),
             Op::TakeRetired => drop(lane.take_retired()),
+            Op::Forget { stream } => {
+                let stream = self.stream(stream);
+                self.lane.forget_stream(stream, None, backing).unwrap();
+            }
             _ => {}
         }
         let segments = self.lane.segments().to_vec();

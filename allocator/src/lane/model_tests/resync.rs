@@ -32,6 +32,7 @@ fn agreed(ranks: &[Rank]) -> Agreed {
         counter: most(|rank| rank.lane.counter()),
         next_segment: most(|rank| rank.lane.next_segment()),
         digest: 7,
+        forgotten: ranks.iter().fold(0, |mask, rank| mask | rank.lane.forgotten(first)),
         survivors: survivors.into_iter().map(|(s, n)| (s, n == ranks.len())).collect(),
     }
 }

@@ -35,6 +35,9 @@ pub(super) enum Op {
     },
     Trim,
     TakeRetired,
+    Forget {
+        stream: u64,
+    },
 }
 
 pub(super) const STREAMS: u64 = 4;
@@ -65,6 +68,7 @@ pub(super) fn op() -> impl Strategy<Value = Op> {
         1 => (0_usize..3).prop_map(|keep| Op::Reclaim { keep }),
         1 => Just(Op::Trim),
         1 => Just(Op::TakeRetired),
+        1 => (0..STREAMS).prop_map(|stream| Op::Forget { stream }),
     ]
 }
 

@@ -13,7 +13,7 @@ fn replay(trace: &Trace, policy: WindowPolicy) -> LaneStats {
     for &op in trace.ops() {
         match op {
             Op::Alloc { slot, bytes, stream } => {
-                let stream = Stream::from_raw(u64::from(stream));
+                let stream = Stream::numbered(u64::from(stream));
                 let request = Request { bytes, align: 512, stream, site: None };
                 blocks[slot as usize] = Some(lane.alloc(request, &mut NoBacking).unwrap().key);
             }
@@ -21,7 +21,7 @@ fn replay(trace: &Trace, policy: WindowPolicy) -> LaneStats {
                 lane.free(blocks[slot as usize].unwrap(), None, &mut NoBacking).unwrap();
             }
             Op::Record { slot, stream } => {
-                let stream = Stream::from_raw(u64::from(stream));
+                let stream = Stream::numbered(u64::from(stream));
                 lane.record_stream(blocks[slot as usize].unwrap(), stream, None).unwrap();
             }
             Op::Commit => drop(lane.take_retired()),

@@ -5,7 +5,6 @@
 //! them; a higher rank that vanished before it dialled is noticed because its listener is gone.
 
 use std::collections::VecDeque;
-use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
@@ -13,7 +12,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::wire::{self, Farewell, Inbox, Introduction, Received, Sent};
-use super::{LastWords, Mesh, at_most, closed, last_words, poll_for, say_farewell};
+use super::{LastWords, Mesh, Socket, at_most, closed, last_words, poll_for, say_farewell};
 use crate::rendezvous::message;
 use crate::{Deadline, Error, Result};
 
@@ -29,7 +28,7 @@ const SPARE_GUESTS: usize = 64;
 /// A socket that peers connect to, under a random name.
 #[derive(Debug)]
 pub(crate) struct Listener {
-    socket: OwnedFd,
+    socket: Socket,
     name: String,
 }
 
@@ -51,11 +50,11 @@ impl Listener {
     }
 
     /// A connection that waits to be accepted. `None` when there is none.
-    fn accept(&self) -> Result<Option<OwnedFd>> {
+    fn accept(&self) -> Result<Option<Socket>> {
         loop {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             return match rustix::net::accept_with(&self.socket, flags) {
-                Ok(guest) => Ok(Some(guest)),
+                Ok(guest) => Ok(Some(Socket::new(guest))),
                 Err(Errno::INTR | Errno::CONNABORTED) => continue,
                 Err(Errno::AGAIN) => Ok(None),
                 Err(error) => Err(socket_error("accepting a connection of another rank", error)),
@@ -72,11 +71,11 @@ enum Link {
     /// A lower rank that has yet to be dialled.
     ToDial,
     /// A lower rank that we introduced ourselves to, and that has yet to do the same.
-    Dialled(OwnedFd),
+    Dialled(Socket),
     /// A higher rank, which dials us; and how many probes in a row found nobody there.
     Expected { refusals: u32 },
     /// Both sides have proven who they are.
-    Up(OwnedFd),
+    Up(Socket),
 }
 
 impl Mesh {
@@ -122,7 +121,7 @@ struct Assembly<'a> {
     listener: Listener,
     links: Vec<Link>,
     /// Callers that have yet to say who they are, oldest first.
-    guests: VecDeque<OwnedFd>,
+    guests: VecDeque<Socket>,
     inbox: Inbox,
 }
 
@@ -267,7 +266,7 @@ impl<'a> Assembly<'a> {
         // What a connected rank says is left alone while it is there: it may be done connecting,
         // and have begun to exchange handles. A farewell is followed by closing.
         let up = (0u32..).zip(&self.links).filter_map(|(peer, link)| match link {
-            Link::Up(socket) => Some((peer, socket)),
+            Link::Up(socket) => Some((peer, &**socket)),
             _ => None,
         });
         for peer in closed(up) {
@@ -323,13 +322,13 @@ impl<'a> Assembly<'a> {
         let why = Farewell { by: self.rank, cause: error.kind().clone() };
         for peer in 0..self.links.len() as u32 {
             match &self.links[peer as usize] {
-                Link::Dialled(socket) | Link::Up(socket) => say_farewell([socket], &why),
+                Link::Dialled(socket) | Link::Up(socket) => say_farewell([&**socket], &why),
                 Link::ToDial => {
                     if let (Ok(Dial::Connected(socket)), Ok(introduction)) =
                         (dial(self.names[peer as usize]), self.introduction(peer))
                     {
                         let _ = wire::send(&socket, &introduction, &[]);
-                        say_farewell([&socket], &why);
+                        say_farewell([&*socket], &why);
                     }
                 }
                 Link::Own | Link::Expected { .. } => {}
@@ -346,7 +345,7 @@ fn known_caller(frame: &[u8], rank: u32, links: &[Link], secret: &[u8; 32]) -> O
 }
 
 enum Dial {
-    Connected(OwnedFd),
+    Connected(Socket),
     /// Too many callers wait there already.
     Busy,
     /// Nobody listens under that name.
@@ -367,9 +366,10 @@ fn dial(name: &str) -> Result<Dial> {
     }
 }
 
-fn new_socket() -> Result<OwnedFd> {
+fn new_socket() -> Result<Socket> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+        .map(Socket::new)
         .map_err(|error| socket_error("opening a Unix socket", error))
 }
 
@@ -389,7 +389,7 @@ fn socket_error(what: &str, error: Errno) -> Error {
 
 /// Whether the process at the other end runs as this process's user. Root is no exception in
 /// either direction.
-fn same_user(socket: &OwnedFd) -> Result<bool> {
+fn same_user(socket: &Socket) -> Result<bool> {
     let peer = rustix::net::sockopt::socket_peercred(socket)
         .map_err(|error| Error::system("asking who is at the other end of a socket", error))?;
     Ok(peer.uid == rustix::process::geteuid())

@@ -87,7 +87,7 @@ impl Talk for Exchange<'_, '_> {
     }
 
     fn take(&mut self, peer: u32, announced: Descriptors, fds: Vec<OwnedFd>) -> Result<bool> {
-        self.check(peer, &announced, fds.len())?;
+        self.check(peer, &announced, fds.len()).map_err(|error| error.naming([peer]))?;
         let leg = &mut self.legs[peer as usize];
         if announced.total == 0 && self.expect > 0 {
             leg.withheld = true;

@@ -90,7 +90,7 @@ impl Talk for Gather<'_> {
     }
 
     fn take(&mut self, peer: u32, part: Part, _: Vec<OwnedFd>) -> Result<bool> {
-        self.check(peer, &part)?;
+        self.check(peer, &part).map_err(|error| error.naming([peer]))?;
         let received = &mut self.received[peer as usize];
         received.extend(&part.bytes);
         Ok(received.len() as u64 == part.total)

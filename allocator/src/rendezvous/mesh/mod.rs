@@ -32,17 +32,22 @@ use rustix::process::Pid;
 
 use self::talk::Fault;
 use self::wire::{Farewell, Inbox, Received};
+use crate::fork::Own;
 use crate::group::Interrupt;
 use crate::{Deadline, Error, Result};
 
 pub(crate) use connect::Listener;
+
+/// A connection, or what becomes one, which forked children do not have: peers would not see that this
+/// process is gone.
+type Socket = Own<OwnedFd>;
 
 /// The connections of one rank to all others of its group.
 #[derive(Debug)]
 pub(crate) struct Mesh {
     rank: u32,
     /// One a rank; `None` for this rank itself, and for all when broken.
-    links: Vec<Option<OwnedFd>>,
+    links: Vec<Option<Socket>>,
     inbox: Inbox,
     /// Whose connections these are.
     process: Pid,
@@ -75,7 +80,7 @@ impl Mesh {
     /// peers were told to hang up.
     pub(crate) fn has_left(&mut self, rank: u32) -> bool {
         let Self { links: all, inbox, .. } = self;
-        let Some(socket) = all.get(rank as usize).and_then(Option::as_ref) else { return false };
+        let Some(socket) = all.get(rank as usize).and_then(Option::as_deref) else { return false };
         let left = !closed(std::iter::once((rank, socket))).is_empty();
         left && inbox.farewell(rank, socket).is_none()
     }
@@ -122,7 +127,7 @@ impl Mesh {
         }
     }
 
-    /// Closes all connections: for peers, too, where a child that was forked has copies. A child
+    /// Closes all connections: for peers, too, where a child made past the C library has copies. A child
     /// that lets go of its own leaves them to its parent.
     fn hang_up(&mut self) {
         for link in self.links.iter_mut().filter_map(Option::take) {
@@ -193,8 +198,8 @@ fn last_words(inbox: &mut Inbox, rank: u32, socket: &OwnedFd) -> LastWords {
 }
 
 /// The connections there are, with their ranks.
-fn links(all: &[Option<OwnedFd>]) -> impl Iterator<Item = (u32, &OwnedFd)> {
-    (0u32..).zip(all).filter_map(|(rank, link)| Some((rank, link.as_ref()?)))
+fn links(all: &[Option<Socket>]) -> impl Iterator<Item = (u32, &OwnedFd)> {
+    (0u32..).zip(all).filter_map(|(rank, link)| Some((rank, link.as_deref()?)))
 }
 
 /// The room for packets of a rank that gives up, in bytes. The kernel cuts it to twice its

@@ -265,7 +265,8 @@ impl Inbox {
         if message.flags.contains(ReturnFlags::TRUNC) {
             return Err(Error::mismatch(format!(
                 "rank {rank} sent a packet longer than {MAX_FRAME} bytes"
-            )));
+            ))
+            .naming([rank]));
         }
         if message.bytes == 0 {
             return Ok(Received::Closed);
@@ -322,7 +323,7 @@ mod tests {
         assert!(Inbox::new().receive(7, &b).unwrap_err().to_string().contains("rank 7"));
         let many = vec![a.as_fd(); FDS_PER_PACKET + 1];
         assert!(send(&a, b"x", &many).unwrap_err().is_invalid_argument());
-        let cause = ErrorKind::Mismatch("x".repeat(MAX_FRAME));
+        let cause = ErrorKind::InvalidState("x".repeat(MAX_FRAME));
         assert!(Farewell { by: 0, cause }.frame().unwrap().len() < MAX_FRAME);
         let longest = Part {
             round: u64::MAX,

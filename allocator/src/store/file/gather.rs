@@ -5,13 +5,13 @@ use std::io::ErrorKind as IoKind;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::directory::{Backoff, Directory, file_name, io_error, read_at_most};
 use crate::error::ErrorKind;
 use crate::store::gathering::Gathering;
 use crate::store::traffic::Counters;
-use crate::store::{Gathered, MAX_VALUE, counter_sum};
+use crate::store::{ASK_EVERY, Gathered, MAX_VALUE, Stop, counter_sum};
 use crate::{Deadline, Error, Result};
 
 /// One rank's view of one gather.
@@ -49,11 +49,14 @@ impl<'a> Gather<'a> {
         if self.directory.create(&self.part_path(rank), &[&self.world.to_le_bytes(), value])? {
             return Ok(());
         }
-        Err(self.fail(Error::mismatch(format!(
-            "two ranks with number {rank} in all_gather {:?}; each of the {} ranks contributes \
+        Err(self.fail(
+            Error::mismatch(format!(
+                "two ranks with number {rank} in all_gather {:?}; each of the {} ranks contributes \
              once",
-            self.key, self.world
-        ))))
+                self.key, self.world
+            ))
+            .naming([rank]),
+        ))
     }
 
     /// Leaves word of `error` for the others; the first such word is everyone's.
@@ -65,8 +68,15 @@ impl<'a> Gather<'a> {
         }
     }
 
-    /// Every rank's part, once all are there. Equal parts are held once.
-    pub(super) fn collect(&self, rank: u32, deadline: Deadline) -> Result<Gathered> {
+    /// Every rank's part, once all are there, unless `stop` ends the wait first. Equal parts are held
+    /// once.
+    pub(super) fn collect(
+        &self,
+        rank: u32,
+        deadline: Deadline,
+        stop: Stop<'_>,
+    ) -> Result<Gathered> {
+        let mut asked = Instant::now();
         let mut gathering = Gathering::<Arc<[u8]>>::new(self.world);
         let mut backoff = Backoff::new();
         loop {
@@ -83,6 +93,15 @@ impl<'a> Gather<'a> {
                     return Ok(Gathered::from_distinct(distinct, which)
                         .expect("a finished gather has a part for every rank"));
                 }
+            }
+            let stopped = asked.elapsed() >= ASK_EVERY && {
+                asked = Instant::now();
+                stop()
+            };
+            if stopped {
+                let _ = fs::remove_file(self.part_path(rank));
+                let missing = gathering.missing();
+                return Err(Error::interrupted("while waiting for other ranks", &missing));
             }
             if deadline.expired() {
                 // Take the part back, so that the next try is not a second rank.

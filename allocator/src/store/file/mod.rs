@@ -135,10 +135,22 @@ impl Store for FileStore {
         value: &[u8],
         deadline: Deadline,
     ) -> Result<Gathered> {
+        self.all_gather_until(key, rank, world, value, deadline, &|| false)
+    }
+
+    fn all_gather_until(
+        &self,
+        key: &str,
+        rank: u32,
+        world: u32,
+        value: &[u8],
+        deadline: Deadline,
+        stop: &dyn Fn() -> bool,
+    ) -> Result<Gathered> {
         check_gather(key, rank, world, value)?;
         let gather = Gather::new(&self.directory, &self.counters, key, world);
         gather.contribute(rank, value)?;
-        let gathered = gather.collect(rank, deadline)?;
+        let gathered = gather.collect(rank, deadline, stop)?;
         gather.count_reader(deadline);
         Ok(gathered)
     }

@@ -111,6 +111,63 @@ fn a_silent_client_is_dropped_after_the_handshake_deadline() {
 }
 
 #[test]
+fn silent_clients_make_room_for_those_that_answer_the_oldest_first() {
+    let limits = TcpLimits { max_connections: 8, ..TcpLimits::default() };
+    let server = server(limits);
+    let silent: Vec<_> = (0..8).map(|_| Raw::open(&server)).collect();
+    let stores: Vec<TcpStore> = (0..5)
+        .map(|rank| {
+            let options = TcpOptions::default();
+            TcpStore::connect_as(server.local_addr(), options, rank, ample()).unwrap()
+        })
+        .collect();
+    for (number, mut raw) in silent.into_iter().enumerate() {
+        if number < 5 {
+            let Some((ToClient::Later { why }, _)) = raw.read() else { panic!("{number}") };
+            assert!(why.contains("its place was needed"), "{why}");
+            assert!(raw.read().is_none());
+        } else {
+            // It may answer still.
+            raw.write(&hello());
+            assert!(matches!(raw.read(), Some((ToClient::Welcome { .. }, _))));
+            stores[0].set("k", b"v", ample()).unwrap();
+        }
+    }
+    // Those that have answered keep their places.
+    for store in &stores {
+        store.set("k", b"v", ample()).unwrap();
+    }
+}
+
+#[test]
+fn who_has_no_secret_keeps_nobody_out() {
+    let limits = TcpLimits { max_connections: 4, ..TcpLimits::default() };
+    let secret = super::Secret::new("known to the ranks").unwrap();
+    let options = TcpOptions { secret: Some(secret), limits, ..TcpOptions::default() };
+    let server = TcpServer::bind("127.0.0.1:0", options.clone()).unwrap();
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut held = std::collections::VecDeque::new();
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                held.extend(TcpStream::connect(server.local_addr()));
+                if held.len() > 64 {
+                    held.pop_front();
+                }
+            }
+        });
+        let begun = std::time::Instant::now();
+        for rank in 0..3 {
+            let store =
+                TcpStore::connect_as(server.local_addr(), options.clone(), rank, ample()).unwrap();
+            store.set("k", b"v", ample()).unwrap();
+        }
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        assert!(begun.elapsed() < TcpLimits::default().handshake);
+    });
+}
+
+#[test]
 fn half_a_frame_stalls_nobody_and_is_dropped() {
     let server = server(impatient());
     let whole = request(set(), &[7; 1000]);

@@ -4,22 +4,27 @@
 //! connections as it has had calls at once, so a thread that waits in a `get` never delays the
 //! `set` that it waits for.
 
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::TcpOptions;
 use super::link::{Fault, Link};
+use super::patience::Patience;
 use super::wire::{Identity, Request, ToClient};
+use super::{ServerAddress, TcpOptions};
+use crate::fork::Maker;
 use crate::store::gathered::expand_runs;
 use crate::store::random::random;
 use crate::store::traffic::Counters;
-use crate::store::{Gathered, Store, Traffic, check_gather, check_limits};
+use crate::store::{Gathered, Stop, Store, Traffic, check_gather, check_limits};
 use crate::{Deadline, Error, Result};
 
 /// How long after its deadline a call still waits for the server to say so. The server knows who
 /// is missing; a server that is dead or stuck must not hold a call for longer than this.
 const GRACE: Duration = Duration::from_millis(500);
+
+/// Completes "interrupted …".
+const WAITING: &str = "while waiting for other ranks";
 
 /// The longest pause between attempts to connect.
 const LONGEST_PAUSE: Duration = Duration::from_millis(250);
@@ -38,6 +43,8 @@ pub struct TcpStore {
     instance: [u8; 16],
     pool: Mutex<Pool>,
     counters: Counters,
+    /// The process whose connections these are.
+    maker: Maker,
 }
 
 #[derive(Debug, Default)]
@@ -52,11 +59,11 @@ impl TcpStore {
     /// Errors: [`Error::is_refused`] when one side has another secret or protocol version, or
     /// the server is full; [`Error::is_timeout`] when no server came up.
     pub fn connect(
-        addr: impl ToSocketAddrs,
+        addr: impl Into<ServerAddress>,
         options: TcpOptions,
         deadline: Deadline,
     ) -> Result<Self> {
-        Self::open(&addr, options, None, deadline)
+        Self::open(&addr.into(), options, None, deadline, None)
     }
 
     /// Connects as `rank`. While this store lives, another that connects as the same rank is
@@ -67,13 +74,24 @@ impl TcpStore {
     /// Gathers through this store must be made as `rank`: groups that number their ranks anew
     /// use a store that declares none. A server serves one set of declared ranks.
     pub fn connect_as(
-        addr: impl ToSocketAddrs,
+        addr: impl Into<ServerAddress>,
         options: TcpOptions,
         rank: u32,
         deadline: Deadline,
     ) -> Result<Self> {
+        Self::connect_as_until(addr, options, rank, deadline, None)
+    }
+
+    /// Connects as `rank`, unless `stop` ends that first.
+    pub(crate) fn connect_as_until(
+        addr: impl Into<ServerAddress>,
+        options: TcpOptions,
+        rank: u32,
+        deadline: Deadline,
+        stop: Option<Stop<'_>>,
+    ) -> Result<Self> {
         let identity = Identity { rank, session: random()? };
-        Self::open(&addr, options, Some(identity), deadline)
+        Self::open(&addr.into(), options, Some(identity), deadline, stop)
     }
 
     /// The server's address.
@@ -82,20 +100,32 @@ impl TcpStore {
     }
 
     fn open(
-        addr: &impl ToSocketAddrs,
+        addr: &ServerAddress,
         options: TcpOptions,
         identity: Option<Identity>,
         deadline: Deadline,
+        stop: Option<Stop<'_>>,
     ) -> Result<Self> {
+        let patience = Patience { until: deadline.at(), stop };
         let mut pause = Duration::from_millis(10);
+        let mut known = None;
         loop {
-            let why = match connect_any(addr, &options, identity, deadline.at())? {
+            let why = match connect_any(addr, &options, identity, patience)? {
                 Attempt::Connected(addr, link, instance) => {
                     let pool = Mutex::new(Pool { idle: vec![link], gone: None });
                     let counters = Counters::default();
-                    return Ok(Self { addr, options, identity, instance, pool, counters });
+                    let maker = Maker::here();
+                    return Ok(Self { addr, options, identity, instance, pool, counters, maker });
                 }
+                // With no time left nobody answers, which is not why the time went by.
+                Attempt::NoAnswer(silent) => known.take().unwrap_or(silent),
                 Attempt::NotYet(why) => why,
+                Attempt::Stopped => {
+                    let why = known.unwrap_or_else(|| "it did not answer yet".to_owned());
+                    let host: Vec<u32> = options.hosted_by.into_iter().collect();
+                    let doing = format!("while connecting to the store ({why})");
+                    return Err(Error::interrupted(&doing, &host));
+                }
             };
             if deadline.expired() {
                 return Err(Error::timeout(
@@ -104,6 +134,7 @@ impl TcpStore {
                     options.hosted_by.into_iter().collect(),
                 ));
             }
+            known = Some(why);
             std::thread::sleep(pause.min(deadline.remaining()));
             pause = (pause * 2).min(LONGEST_PAUSE);
         }
@@ -120,26 +151,40 @@ impl TcpStore {
         tail: &[u8],
         deadline: Deadline,
     ) -> Result<(ToClient, Vec<u8>)> {
-        let until = deadline.at() + GRACE;
-        let exchanged = self.checkout(until).and_then(|mut link| {
-            let reply = link.ask(request, tail, until)?;
+        self.call_until(request, tail, deadline, None)
+    }
+
+    /// One request and its reply, unless `stop` ends the wait first.
+    fn call_until(
+        &self,
+        request: Request,
+        tail: &[u8],
+        deadline: Deadline,
+        stop: Option<Stop<'_>>,
+    ) -> Result<(ToClient, Vec<u8>)> {
+        self.maker.check("a store's client")?;
+        let patience = Patience { until: deadline.at() + GRACE, stop };
+        let exchanged = self.checkout(patience).and_then(|mut link| {
+            let reply = link.ask(request, tail, patience)?;
             self.lock().idle.push(link);
             Ok(reply)
         });
         match exchanged {
             Ok((ToClient::Failed(kind), _)) => Err(match Error::from_kind(kind) {
                 // The server knows the budget only less the time the request took to it.
-                error if error.is_timeout() => relabel(&error, deadline),
+                error if error.is_timeout() => error.waited_for(deadline.budget()),
                 error => error,
             }),
+            Ok((ToClient::Cancelled { missing }, _)) => Err(Error::interrupted(WAITING, &missing)),
             Ok(reply) => Ok(reply),
             Err(Fault::Said(error)) => Err(error),
+            Err(Fault::Stopped) => Err(Error::interrupted(WAITING, &[])),
             Err(Fault::Late) => Err(Error::timeout(
                 format!("for the store's server at {} to answer", self.addr),
                 deadline.budget(),
                 self.options.hosted_by.into_iter().collect(),
             )),
-            Err(Fault::Gone(cause)) => {
+            Err(Fault::Gone(cause) | Fault::Later(cause)) => {
                 let mut pool = self.lock();
                 pool.idle.clear();
                 Err(pool.gone.get_or_insert_with(|| self.gone(&cause)).clone())
@@ -148,7 +193,7 @@ impl TcpStore {
     }
 
     /// An idle connection, or a new one.
-    fn checkout(&self, until: Instant) -> Result<Link, Fault> {
+    fn checkout(&self, patience: Patience<'_>) -> Result<Link, Fault> {
         let mut pool = self.lock();
         if let Some(error) = &pool.gone {
             return Err(Fault::Said(error.clone()));
@@ -157,11 +202,34 @@ impl TcpStore {
             return Ok(link);
         }
         drop(pool);
-        let (link, instance) = connect_once(self.addr, &self.options, self.identity, until)?;
+        let (link, instance) = connect_once(self.addr, &self.options, self.identity, patience)?;
         if instance != self.instance {
             return Err(Fault::Gone("another server has taken its place".to_owned()));
         }
         Ok(link)
+    }
+
+    fn gather(
+        &self,
+        key: &str,
+        rank: u32,
+        world: u32,
+        value: &[u8],
+        deadline: Deadline,
+        stop: Option<Stop<'_>>,
+    ) -> Result<Gathered> {
+        check_gather(key, rank, world, value)?;
+        self.counters.asked(key.len() + value.len());
+        let request =
+            Request::AllGather { key: key.to_owned(), rank, world, wait_ms: wait_ms(deadline) };
+        let (ToClient::Gathered { lengths, runs }, tail) =
+            self.call_until(request, value, deadline, stop)?
+        else {
+            return Err(confused());
+        };
+        let gathered = unpack(&lengths, &runs, &tail, world).ok_or_else(confused)?;
+        self.counters.answered(gathered.payload_bytes());
+        Ok(gathered)
     }
 
     fn gone(&self, cause: &str) -> Error {
@@ -185,33 +253,44 @@ enum Attempt {
     Connected(SocketAddr, Link, [u8; 16]),
     /// Why there is nobody, which may pass.
     NotYet(String),
+    /// The same, where there is somebody, who said nothing in time.
+    NoAnswer(String),
+    /// This client was told to stop.
+    Stopped,
 }
 
 /// Tries each address that `addr` has now. A server that says no is an error: it will not change
 /// its mind.
 fn connect_any(
-    addr: &impl ToSocketAddrs,
+    addr: &ServerAddress,
     options: &TcpOptions,
     identity: Option<Identity>,
-    until: Instant,
+    patience: Patience<'_>,
 ) -> Result<Attempt> {
+    if patience.asked().is_err() {
+        return Ok(Attempt::Stopped);
+    }
     // Names are resolved every time: a job's name service may come up after the job.
-    let addrs = match addr.to_socket_addrs() {
+    let left = patience.until.saturating_duration_since(Instant::now());
+    let addrs = match addr.resolve(left) {
         Ok(addrs) => addrs,
-        Err(error) => return Ok(Attempt::NotYet(format!("its address does not resolve: {error}"))),
+        Err(why) => return Ok(Attempt::NotYet(format!("its address is {addr}, and {why}"))),
     };
-    let mut why = "its name has no address".to_owned();
+    let mut outcome = Attempt::NotYet("its name has no address".to_owned());
     for addr in addrs {
-        match connect_once(addr, options, identity, until) {
+        match connect_once(addr, options, identity, patience) {
             Ok((link, instance)) => return Ok(Attempt::Connected(addr, link, instance)),
             Err(Fault::Said(error)) => {
                 return Err(error.context(format!("connecting to the store at {addr}")));
             }
-            Err(Fault::Late) => why = format!("{addr} does not answer"),
-            Err(Fault::Gone(error)) => why = format!("{addr}: {error}"),
+            Err(Fault::Stopped) => return Ok(Attempt::Stopped),
+            Err(Fault::Late) => outcome = Attempt::NoAnswer(format!("{addr} does not answer")),
+            Err(Fault::Gone(error) | Fault::Later(error)) => {
+                outcome = Attempt::NotYet(format!("{addr}: {error}"));
+            }
         }
     }
-    Ok(Attempt::NotYet(why))
+    Ok(outcome)
 }
 
 /// Connects and shakes hands once.
@@ -219,27 +298,15 @@ fn connect_once(
     addr: SocketAddr,
     options: &TcpOptions,
     identity: Option<Identity>,
-    until: Instant,
+    patience: Patience<'_>,
 ) -> Result<(Link, [u8; 16]), Fault> {
-    let left = until.saturating_duration_since(Instant::now());
-    let stream = TcpStream::connect_timeout(&addr, left.max(Duration::from_millis(1)))
-        .map_err(|error| Fault::Gone(error.to_string()))?;
+    let stream = patience.connect(addr)?;
     // On the machine itself, a port that nobody listens on may be given to this very socket,
     // which is then connected to itself.
     if stream.local_addr().ok() == Some(addr) {
         return Err(Fault::Gone("connection refused".to_owned()));
     }
-    Link::greet(stream, options.secret.as_ref(), identity, until)
-}
-
-/// The same timeout with the caller's own budget.
-fn relabel(error: &Error, deadline: Deadline) -> Error {
-    match error.kind() {
-        crate::error::ErrorKind::Timeout { waiting_for, missing, .. } => {
-            Error::timeout(waiting_for.clone(), deadline.budget(), missing.clone())
-        }
-        _ => error.clone(),
-    }
+    Link::greet(stream, options.secret.as_ref(), identity, patience)
 }
 
 /// What is left of the deadline in milliseconds, rounded up.
@@ -320,17 +387,19 @@ impl Store for TcpStore {
         value: &[u8],
         deadline: Deadline,
     ) -> Result<Gathered> {
-        check_gather(key, rank, world, value)?;
-        self.counters.asked(key.len() + value.len());
-        let request =
-            Request::AllGather { key: key.to_owned(), rank, world, wait_ms: wait_ms(deadline) };
-        let (ToClient::Gathered { lengths, runs }, tail) = self.call(request, value, deadline)?
-        else {
-            return Err(confused());
-        };
-        let gathered = unpack(&lengths, &runs, &tail, world).ok_or_else(confused)?;
-        self.counters.answered(gathered.payload_bytes());
-        Ok(gathered)
+        self.gather(key, rank, world, value, deadline, None)
+    }
+
+    fn all_gather_until(
+        &self,
+        key: &str,
+        rank: u32,
+        world: u32,
+        value: &[u8],
+        deadline: Deadline,
+        stop: &dyn Fn() -> bool,
+    ) -> Result<Gathered> {
+        self.gather(key, rank, world, value, deadline, Some(stop))
     }
 
     fn traffic(&self) -> Traffic {

@@ -9,21 +9,25 @@ use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll::EventFlags;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 
 use super::auth::{Handshake, Side};
 use super::conn::{Incoming, Input, Outgoing};
 use super::meter::{Meter, Payload};
-use super::poller::{FIRST_CLIENT, Poller, Ready};
-use super::state::{Client, Frame, State};
+use super::poller::{self, FIRST_CLIENT, Poller, Ready};
+use super::state::{Admission, Client, Frame, State};
 use super::wire::{self, Caps, Hello, Request, ToClient, ToServer};
 use super::{TcpLimits, TcpOptions, tune};
+use crate::descriptors;
+use crate::fork::NotInherited;
 use crate::store::random::random;
 use crate::{Error, Result};
 
 /// How long a dropped client may take to read why.
 const LINGER: Duration = Duration::from_secs(2);
 
-/// How long no connection is accepted after the process ran out of descriptors.
+/// How long no connection is accepted after the process ran out of memory.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Connections taken before those that are there get their turn.
@@ -36,7 +40,7 @@ enum Phase {
     Handshake { nonce: [u8; 32] },
     /// It may send a request.
     Ready,
-    /// The state has its request.
+    /// The state has its request, which it may cancel.
     Waiting,
     /// It has a reply to read before it may send the next request.
     Replying,
@@ -47,6 +51,8 @@ enum Phase {
 
 #[derive(Debug)]
 struct Conn {
+    /// Clients see that this process is gone. Dropped before the stream.
+    _own: NotInherited,
     stream: TcpStream,
     incoming: Incoming,
     outgoing: Outgoing,
@@ -54,6 +60,12 @@ struct Conn {
     /// What epoll was last told.
     polled: EventFlags,
     timer: Option<Instant>,
+}
+
+impl Conn {
+    fn is_challenged(&self) -> bool {
+        matches!(self.phase, Phase::Handshake { .. })
+    }
 }
 
 /// The loop and all it owns.
@@ -68,21 +80,36 @@ pub(super) struct EventLoop {
     timers: BTreeSet<(Instant, Client)>,
     next: Client,
     accept_again: Option<Instant>,
+    /// Clients that may be dropped for others: those that have not proven themselves, and those that
+    /// have their last word. Numbers grow, so the first is the oldest.
+    unproven: BTreeSet<Client>,
+    /// How many there may be of them.
+    most_unproven: usize,
 }
 
 impl EventLoop {
-    pub(super) fn new(poller: Poller, options: TcpOptions, instance: [u8; 16]) -> Self {
+    pub(super) fn new(
+        poller: Poller,
+        options: TcpOptions,
+        instance: [u8; 16],
+        one_meeting: bool,
+    ) -> Self {
         let meter = Meter::new(options.limits.max_memory);
+        // The process that serves the store needs descriptors for itself, too.
+        let most_unproven = (descriptors::hard_limit() / 4).max(1);
+        let state = State::new(meter.clone());
         Self {
             poller,
             options,
             instance,
-            state: State::new(meter.clone()),
+            state: if one_meeting { state.for_one_meeting() } else { state },
             meter,
             conns: BTreeMap::new(),
             timers: BTreeSet::new(),
             next: FIRST_CLIENT,
             accept_again: None,
+            unproven: BTreeSet::new(),
+            most_unproven,
         }
     }
 
@@ -92,6 +119,40 @@ impl EventLoop {
 
     /// Serves until told to stop.
     pub(super) fn run(&mut self) -> rustix::io::Result<()> {
+        let stopped = self.serve_all();
+        self.send_the_rest();
+        // Forked children may have copies of these sockets, which must not keep the port taken or
+        // make clients wait for a server that is gone.
+        let _ = rustix::net::shutdown(&self.poller.listener, rustix::net::Shutdown::Both);
+        for conn in self.conns.values() {
+            let _ = conn.stream.shutdown(Shutdown::Both);
+        }
+        stopped
+    }
+
+    /// Sends what is answered already: the rank that serves the store leaves when it has its own
+    /// answer, and the others are owed theirs. Who does not read is not waited for long.
+    fn send_the_rest(&mut self) {
+        self.deliver();
+        let until = Instant::now() + LINGER;
+        loop {
+            let unsent = self.conns.iter().filter(|(_, conn)| !conn.outgoing.is_empty());
+            let (clients, mut polled): (Vec<Client>, Vec<PollFd<'_>>) = unsent
+                .map(|(client, conn)| (*client, PollFd::new(&conn.stream, PollFlags::OUT)))
+                .unzip();
+            let left = until.saturating_duration_since(Instant::now());
+            if clients.is_empty() || left.is_zero() {
+                return;
+            }
+            // An error is as good as an answer: flushing says the same of those that are to be closed.
+            let _ = poll(&mut polled, Timespec::try_from(left).ok().as_ref());
+            for client in clients {
+                self.flush(client);
+            }
+        }
+    }
+
+    fn serve_all(&mut self) -> rustix::io::Result<()> {
         loop {
             let next = self.timers.first().map(|(at, _)| *at);
             for ready in self.poller.wait(next.into_iter().chain(self.accept_again).min())? {
@@ -142,40 +203,98 @@ impl EventLoop {
     /// Takes waiting connections, a turn of them; the rest is reported again.
     fn accept(&mut self) -> rustix::io::Result<()> {
         for _ in 0..ACCEPT_TURN {
-            match self.poller.listener.accept() {
-                Ok((stream, _)) => {
+            let mut dropped = false;
+            let stream = match self.poller.accept() {
+                Err(error) if descriptors::are_used_up(error) => {
+                    dropped = self.drop_unproven();
+                    if dropped { self.poller.accept() } else { self.accept_to_say_no() }
+                }
+                first => first,
+            };
+            match stream {
+                Ok(stream) => {
+                    let limit = self.limits().max_connections;
+                    if self.conns.len() >= limit || self.unproven.len() >= self.most_unproven {
+                        dropped |= self.drop_unproven();
+                    }
                     if let Err(error) = self.admit(stream) {
                         tracing::debug!(%error, "a connection to the store was not taken");
                     }
                 }
-                Err(error) => match error.kind() {
-                    ErrorKind::WouldBlock => return Ok(()),
-                    ErrorKind::Interrupted | ErrorKind::ConnectionAborted => {}
-                    _ => {
-                        // Out of descriptors or memory. The listener stays readable, so polling
-                        // it meanwhile would spin.
-                        tracing::warn!(%error, "the store's server cannot accept");
-                        self.accept_again = Some(Instant::now() + ACCEPT_PAUSE);
-                        return self.poller.listen(false);
-                    }
-                },
+                Err(Errno::WOULDBLOCK) => return Ok(()),
+                Err(Errno::INTR | Errno::CONNABORTED) => {}
+                Err(error) => {
+                    // The listener stays readable, so polling it meanwhile would spin.
+                    tracing::warn!(%error, "the store's server cannot accept");
+                    self.accept_again = Some(Instant::now() + ACCEPT_PAUSE);
+                    return self.poller.listen(false);
+                }
+            }
+            if dropped {
+                // Who was taken in another's place may answer before it is the oldest itself.
+                return Ok(());
             }
         }
         Ok(())
     }
 
-    fn admit(&mut self, mut stream: TcpStream) -> Result<()> {
-        let system = |error| Error::system("store connection", error);
-        stream.set_nonblocking(true).map_err(system)?;
+    /// Drops the client that has had the longest time to prove itself, for one that waits. Whether
+    /// there was one.
+    fn drop_unproven(&mut self) -> bool {
+        while let Some(&oldest) = self.unproven.first() {
+            // It may have answered in the meantime.
+            if self.conns.get(&oldest).is_some_and(Conn::is_challenged) {
+                self.read(oldest);
+            }
+            if !self.unproven.contains(&oldest) && self.conns.contains_key(&oldest) {
+                continue;
+            }
+            if let Some(conn) = self.conns.get_mut(&oldest)
+                && conn.is_challenged()
+            {
+                let why = "it had not answered when its place was needed for another".to_owned();
+                conn.outgoing.push(self.state.frame(&ToClient::Later { why }, None));
+                // Who does not read it sees the connection close.
+                let _ = conn.outgoing.flush(&mut conn.stream);
+            }
+            self.close(oldest);
+            return true;
+        }
+        false
+    }
+
+    /// Takes a connection for which there is no descriptor, in place of the spare one, tells it so and
+    /// closes it. What is returned is why there is none to admit.
+    fn accept_to_say_no(&mut self) -> rustix::io::Result<TcpStream> {
+        if self.poller.spare.take().is_none() {
+            self.poller.spare = poller::spare().ok();
+            return Err(Errno::MFILE);
+        }
+        let told = self.poller.accept().map(|stream| {
+            let why = descriptors::shortage();
+            tracing::warn!(why, "the store's server cannot take a connection");
+            self.say_no(stream, &ToClient::Later { why })
+        });
+        self.poller.spare = poller::spare().ok();
+        // Interrupted, as it were: there may be more of them.
+        told.and_then(|_| Err(Errno::INTR))
+    }
+
+    /// The last word to a connection that is not taken. It fits in an empty socket, and nothing has been
+    /// read that closing could answer with a reset.
+    fn say_no(&self, mut stream: TcpStream, last: &ToClient) -> std::io::Result<bool> {
+        let mut outgoing = Outgoing::default();
+        outgoing.push(self.state.frame(last, None));
+        outgoing.flush(&mut stream)
+    }
+
+    fn admit(&mut self, stream: TcpStream) -> Result<()> {
         tune(&stream);
         let limit = self.limits().max_connections;
         if self.conns.len() >= limit {
             let error = Error::refused(format!("the store already has {limit} connections"));
-            let mut outgoing = Outgoing::default();
-            outgoing.push(self.error_frame(&error));
-            // Fits in an empty socket, and nothing has been sent that closing could answer with
-            // a reset.
-            outgoing.flush(&mut stream).map_err(system)?;
+            self.say_no(stream, &ToClient::Failed(error.kind().clone()))
+                .map_err(|error| Error::system("store connection", error))?;
             return Err(error);
         }
         let nonce = random()?;
@@ -191,6 +310,7 @@ impl EventLoop {
         let polled = EventFlags::IN | EventFlags::RDHUP;
         self.poller.add(client, &stream, polled).map_err(|error| Error::system("epoll", error))?;
         let conn = Conn {
+            _own: NotInherited::new(&stream),
             stream,
             incoming: Incoming::default(),
             outgoing,
@@ -199,6 +319,7 @@ impl EventLoop {
             timer: None,
         };
         self.conns.insert(client, conn);
+        self.unproven.insert(client);
         let handshake = self.limits().handshake;
         self.set_timer(client, Some(handshake));
         self.flush(client);
@@ -212,13 +333,15 @@ impl EventLoop {
             return self.close(client);
         }
         let reads = matches!(conn.phase, Phase::Handshake { .. } | Phase::Ready);
-        if reads && flags.intersects(EventFlags::IN | EventFlags::RDHUP | EventFlags::HUP) {
+        let hung_up = flags.intersects(EventFlags::RDHUP | EventFlags::HUP);
+        let speaks = flags.contains(EventFlags::IN);
+        if reads && (speaks || hung_up) || conn.phase == Phase::Waiting && speaks && !hung_up {
             self.read(client);
         } else if conn.phase == Phase::Ending {
-            if flags.intersects(EventFlags::IN | EventFlags::RDHUP | EventFlags::HUP) {
+            if speaks || hung_up {
                 self.discard(client);
             }
-        } else if flags.intersects(EventFlags::RDHUP | EventFlags::HUP) {
+        } else if hung_up {
             // Nobody is left to read the reply.
             return self.close(client);
         }
@@ -244,6 +367,12 @@ impl EventLoop {
                         self.serve(client, request, tail);
                         Ok(())
                     }
+                    (Phase::Waiting, ToServer::Cancel) => {
+                        self.state.cancel(client);
+                        Ok(())
+                    }
+                    // It crossed the answer on the way.
+                    (Phase::Ready, ToServer::Cancel) => Ok(()),
                     _ => Err(Error::invalid_argument("a store message out of turn")),
                 });
                 if let Err(error) = handled {
@@ -285,9 +414,13 @@ impl EventLoop {
                 Some(secret.prove(Side::Server, &handshake))
             }
         };
-        self.state.connect(client, hello.identity)?;
-        let frame = self.state.frame(&ToClient::Welcome { proof }, None);
-        self.reply(client, frame);
+        match self.state.connect(client, hello.identity)? {
+            Admission::Granted => {
+                let frame = self.state.frame(&ToClient::Welcome { proof }, None);
+                self.reply(client, frame);
+            }
+            Admission::Later(why) => self.end_with(client, &ToClient::Later { why }),
+        }
         Ok(())
     }
 
@@ -352,7 +485,12 @@ impl EventLoop {
     /// Drops a client that did wrong, after telling it why.
     fn end(&mut self, client: Client, error: &Error) {
         tracing::debug!(%error, client, "the store drops a client");
-        let frame = self.error_frame(error);
+        self.end_with(client, &ToClient::Failed(error.kind().clone()));
+    }
+
+    /// Says a last word to a client.
+    fn end_with(&mut self, client: Client, last: &ToClient) {
+        let frame = self.state.frame(last, None);
         self.state.disconnect(client);
         let Some(conn) = self.conns.get_mut(&client) else { return };
         conn.incoming = Incoming::default();
@@ -360,10 +498,6 @@ impl EventLoop {
         self.set_phase(client, Phase::Ending);
         self.set_timer(client, Some(LINGER));
         self.flush(client);
-    }
-
-    fn error_frame(&self, error: &Error) -> Frame {
-        self.state.frame(&ToClient::Failed(error.kind().clone()), None)
     }
 
     /// Throws away what an ending client still sends, a turn at a time.
@@ -385,12 +519,18 @@ impl EventLoop {
         self.set_timer(client, None);
         // Closing the socket takes it out of the epoll set.
         self.conns.remove(&client);
+        self.unproven.remove(&client);
         self.state.disconnect(client);
     }
 
     fn set_phase(&mut self, client: Client, phase: Phase) {
         if let Some(conn) = self.conns.get_mut(&client) {
             conn.phase = phase;
+            if phase == Phase::Ending {
+                self.unproven.insert(client);
+            } else {
+                self.unproven.remove(&client);
+            }
         }
         self.settle(client);
     }
@@ -399,8 +539,10 @@ impl EventLoop {
     fn settle(&mut self, client: Client) {
         let Some(conn) = self.conns.get_mut(&client) else { return };
         let mut polled = match conn.phase {
-            Phase::Handshake { .. } | Phase::Ready => EventFlags::IN | EventFlags::RDHUP,
-            Phase::Waiting | Phase::Replying => EventFlags::RDHUP,
+            Phase::Handshake { .. } | Phase::Ready | Phase::Waiting => {
+                EventFlags::IN | EventFlags::RDHUP
+            }
+            Phase::Replying => EventFlags::RDHUP,
             Phase::Ending => EventFlags::IN,
         };
         if !conn.outgoing.is_empty() {

@@ -13,15 +13,18 @@
 //! | `poller` | the epoll set |
 //! | `event_loop` | the server's thread: sockets, timers, phases of a connection |
 //! | `server` | the server as its owner sees it |
+//! | `patience` | a client's waits: how long, and whether it is told to stop |
 //! | `link` | one connection of a client: handshake, request, reply |
 //! | `client` | the [`Store`](super::Store) over links |
+//! | `address` | where the server is: names, resolved until a deadline |
 //!
 //! **Trust.** Without a secret the server listens on loopback addresses only, and every process
 //! of the machine can use it. With one, both sides prove that they know it before anything else
 //! is said; the secret itself never travels. Traffic is not encrypted.
 //!
 //! **Misuse.** A client that sends half a frame, nothing, nonsense or too much, or does not read
-//! its replies, is dropped, with an error reply where it can still be told; nobody else notices.
+//! its replies, is dropped, with an error reply where it can still be told; nobody else notices. Nor
+//! do those that prove nothing keep anybody out: they make room for others, the oldest first.
 //!
 //! **Loss.** A client that declares its rank ([`TcpStore::connect_as`]) is missed when its
 //! process ends: gathers that still need it fail at once with [`Error::is_peer_lost`], instead of
@@ -30,12 +33,14 @@
 //!
 //! [`Error::is_peer_lost`]: crate::Error::is_peer_lost
 
+mod address;
 mod auth;
 mod client;
 mod conn;
 mod event_loop;
 mod link;
 mod meter;
+mod patience;
 mod poller;
 mod server;
 mod state;
@@ -46,6 +51,7 @@ use std::time::Duration;
 
 use rustix::net::sockopt;
 
+pub use address::ServerAddress;
 pub use auth::Secret;
 pub use client::TcpStore;
 pub use server::TcpServer;
@@ -68,7 +74,9 @@ pub struct TcpOptions {
 /// What the clients of a server may use up, all together unless said otherwise.
 #[derive(Clone, Copy, Debug)]
 pub struct TcpLimits {
-    /// Connections open at a time; further ones are refused.
+    /// Connections open at a time. For one more the oldest that has not shaken hands yet is dropped, and
+    /// tries again; where all have, it is refused. Those that have not are also never more than a quarter
+    /// of the files that the server's process may open.
     pub max_connections: usize,
     /// Bytes of keys, values, parts and half-read requests. Requests that would exceed it fail
     /// with [`Error::is_out_of_memory`](crate::Error::is_out_of_memory) and change nothing.

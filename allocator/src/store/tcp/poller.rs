@@ -5,11 +5,14 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::event::Timespec;
 use rustix::event::epoll::{self, EventData, EventFlags};
+use rustix::event::{EventfdFlags, Timespec, eventfd};
+use rustix::net::{SocketFlags, accept_with};
 
 use super::state::Client;
-use crate::{Error, Result};
+use crate::Result;
+use crate::descriptors::{self, within_hard_limit};
+use crate::fork::NotInherited;
 
 const LISTENER: u64 = 0;
 const STOP: u64 = 1;
@@ -28,22 +31,33 @@ pub(super) enum Ready {
 #[derive(Debug)]
 pub(super) struct Poller {
     epoll: OwnedFd,
+    /// Nobody connects to a server that is gone, and its port is free. Dropped before the listener.
+    _own: NotInherited,
     pub(super) listener: TcpListener,
     /// Readable once the loop is to end. Kept open as long as the epoll set refers to it.
     _stop: Arc<OwnedFd>,
+    /// Gives its place to a client that there is no descriptor for, while that is told so.
+    pub(super) spare: Option<OwnedFd>,
+}
+
+/// A descriptor that is of no use but to be closed.
+pub(super) fn spare() -> rustix::io::Result<OwnedFd> {
+    within_hard_limit(|| eventfd(0, EventfdFlags::CLOEXEC))
 }
 
 impl Poller {
     /// `listener` must not block.
     pub(super) fn new(listener: TcpListener, stop: Arc<OwnedFd>) -> Result<Self> {
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
+        let epoll = within_hard_limit(|| epoll::create(epoll::CreateFlags::CLOEXEC))
             .and_then(|epoll| {
                 epoll::add(&epoll, &listener, EventData::new_u64(LISTENER), EventFlags::IN)?;
                 epoll::add(&epoll, &*stop, EventData::new_u64(STOP), EventFlags::IN)?;
                 Ok(epoll)
             })
-            .map_err(|error| Error::system("epoll", error))?;
-        Ok(Self { epoll, listener, _stop: stop })
+            .map_err(|error| descriptors::error("epoll", error))?;
+        let spare = spare().map_err(|error| descriptors::error("eventfd", error))?;
+        let own = NotInherited::new(&listener);
+        Ok(Self { epoll, _own: own, listener, _stop: stop, spare: Some(spare) })
     }
 
     /// Waits until something is ready or `until` has passed.
@@ -89,6 +103,12 @@ impl Poller {
         flags: EventFlags,
     ) -> rustix::io::Result<()> {
         epoll::modify(&self.epoll, stream, EventData::new_u64(client), flags)
+    }
+
+    /// A connection that waits to be taken, if there is one. It does not block.
+    pub(super) fn accept(&self) -> rustix::io::Result<TcpStream> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        within_hard_limit(|| accept_with(&self.listener, flags)).map(TcpStream::from)
     }
 
     /// Says whether waiting connections are reported.

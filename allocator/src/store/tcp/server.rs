@@ -6,13 +6,16 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::Errno;
 
-use super::TcpOptions;
+use super::address::Unresolved;
 use super::event_loop::EventLoop;
 use super::poller::Poller;
+use super::{ServerAddress, TcpOptions};
+use crate::descriptors::{self, within_hard_limit};
 use crate::fork::Maker;
 use crate::store::random::random;
-use crate::{Error, Result};
+use crate::{Deadline, Error, Result};
 
 /// A store's server, on a thread of its own. Dropping it closes every connection and joins the
 /// thread; the content is gone with it. A forked child has no such thread: dropping its copy leaves
@@ -28,13 +31,59 @@ pub struct TcpServer {
 impl TcpServer {
     /// Serves on `addr`; port 0 takes a free one, see [`local_addr`](TcpServer::local_addr).
     ///
+    /// One that another socket has is [`Error::is_invalid_state`].
+    ///
     /// An address other than loopback without [`TcpOptions::secret`] is refused with
-    /// [`Error::is_invalid_argument`].
+    /// [`Error::is_invalid_argument`]. A name is resolved first, for as long as the system takes:
+    /// [`bind_by`](TcpServer::bind_by) waits no longer than it is told.
     pub fn bind(addr: impl ToSocketAddrs, options: TcpOptions) -> Result<Self> {
         let addrs: Vec<SocketAddr> = addr
             .to_socket_addrs()
             .map_err(|error| Error::system("cannot resolve the store's address", error))?
             .collect();
+        Self::serve(&addrs, options, false)
+    }
+
+    /// The same; a name that is not resolved by `deadline` is an [`Error::is_timeout`].
+    pub fn bind_by(
+        addr: impl Into<ServerAddress>,
+        options: TcpOptions,
+        deadline: Deadline,
+    ) -> Result<Self> {
+        Self::start(&addr.into(), options, deadline, false)
+    }
+
+    /// Serves one meeting of a group's ranks: those that have left, once ranks have met, come to the
+    /// server after this one.
+    pub(crate) fn bind_for_one_meeting(
+        addr: impl Into<ServerAddress>,
+        options: TcpOptions,
+        deadline: Deadline,
+    ) -> Result<Self> {
+        Self::start(&addr.into(), options, deadline, true)
+    }
+
+    fn start(
+        addr: &ServerAddress,
+        options: TcpOptions,
+        deadline: Deadline,
+        one_meeting: bool,
+    ) -> Result<Self> {
+        match addr.resolve(deadline.remaining()) {
+            Ok(addrs) => Self::serve(&addrs, options, one_meeting),
+            Err(Unresolved::Late(_)) => Err(Error::timeout(
+                format!("for the system to resolve the store's address, {addr}"),
+                deadline.budget(),
+                Vec::new(),
+            )),
+            Err(Unresolved::Failed(error)) => {
+                Err(Error::system("cannot resolve the store's address", error))
+            }
+            Err(Unresolved::NotAsked(error)) => Err(error),
+        }
+    }
+
+    fn serve(addrs: &[SocketAddr], options: TcpOptions, one_meeting: bool) -> Result<Self> {
         let open = addrs.iter().find(|addr| !addr.ip().to_canonical().is_loopback());
         if let (Some(open), None) = (open, &options.secret) {
             return Err(Error::invalid_argument(format!(
@@ -43,14 +92,21 @@ impl TcpServer {
             )));
         }
         let system = |what: &'static str| move |error| Error::system(what, error);
-        let listener = TcpListener::bind(&addrs[..])
-            .map_err(|error| Error::system(format!("cannot listen on {addrs:?}"), error))?;
+        let listener = TcpListener::bind(addrs).map_err(|error| {
+            let what = format!("cannot listen on {addrs:?}");
+            match Errno::from_io_error(&error) {
+                Some(Errno::ADDRINUSE) => Error::invalid_state(format!("{what}: {error}")),
+                Some(errno) => descriptors::error(what, errno),
+                None => Error::system(what, error),
+            }
+        })?;
         // The standard library's backlog is too short for a large world that starts at once.
         rustix::net::listen(&listener, 4096).map_err(|error| Error::system("listen", error))?;
         listener.set_nonblocking(true).map_err(system("store listener"))?;
         let addr = listener.local_addr().map_err(system("store listener"))?;
-        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|error| Error::system("eventfd", error))?;
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let stop = within_hard_limit(|| eventfd(0, flags))
+            .map_err(|error| descriptors::error("eventfd", error))?;
         let stop = Arc::new(stop);
         let poller = Poller::new(listener, stop.clone())?;
         let instance = random()?;
@@ -58,7 +114,7 @@ impl TcpServer {
             .name("symmpool-store".into())
             .spawn(move || {
                 // Made here, because the state counts its memory without atomics.
-                if let Err(error) = EventLoop::new(poller, options, instance).run() {
+                if let Err(error) = EventLoop::new(poller, options, instance, one_meeting).run() {
                     tracing::error!(%error, %addr, "the store's server stopped");
                 }
             })

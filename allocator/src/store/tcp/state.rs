@@ -8,6 +8,10 @@
 //! closes, every gather in which a declared client takes part and which still needs that rank
 //! fails at once, and so does every later one until the rank is declared again. Gathers among
 //! clients that declared nothing number their ranks as they like and are left alone.
+//!
+//! A store that serves one meeting, of one group, ends in step with it: once a gather was answered, a
+//! rank that has left does not come back to this store. Who declares it anew belongs to the next
+//! meeting, whose server has yet to take this one's place, and is told to try again.
 
 use std::collections::{BTreeMap, BTreeSet, btree_map};
 use std::time::Duration;
@@ -24,6 +28,14 @@ pub(super) type Client = u64;
 
 /// What an entry costs beside its key and value.
 const ENTRY: usize = 256;
+
+/// Whether a client may take part.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Admission {
+    Granted,
+    /// Not now, and why; it may try again.
+    Later(String),
+}
 
 /// A reply ready to be sent; clones share the bytes.
 #[derive(Clone, Debug)]
@@ -43,8 +55,12 @@ pub(super) struct State {
     clients: BTreeMap<Client, Member>,
     /// Declared ranks with a live connection: their session and number of connections.
     live: BTreeMap<u32, ([u8; 16], usize)>,
-    /// Declared ranks whose connections have all closed.
-    lost: BTreeSet<u32>,
+    /// Declared ranks whose connections have all closed, and the session that each had.
+    lost: BTreeMap<u32, [u8; 16]>,
+    /// Whether there is one meeting here and no other.
+    one_meeting: bool,
+    /// Whether that has come to something: a gather among declared ranks was answered.
+    met: bool,
     outbox: Vec<(Client, Frame)>,
 }
 
@@ -85,17 +101,36 @@ impl State {
             gathers: BTreeMap::new(),
             clients: BTreeMap::new(),
             live: BTreeMap::new(),
-            lost: BTreeSet::new(),
+            lost: BTreeMap::new(),
+            one_meeting: false,
+            met: false,
             outbox: Vec::new(),
         }
     }
 
+    /// The same store, for one meeting.
+    pub(super) fn for_one_meeting(mut self) -> Self {
+        self.one_meeting = true;
+        self
+    }
+
     /// Admits a client, or says why not.
-    pub(super) fn connect(&mut self, client: Client, identity: Option<Identity>) -> Result<()> {
+    pub(super) fn connect(
+        &mut self,
+        client: Client,
+        identity: Option<Identity>,
+    ) -> Result<Admission> {
         if let Some(Identity { rank, session }) = identity {
             if rank >= MAX_WORLD {
                 return Err(Error::invalid_argument(format!(
                     "rank {rank} declared to the store; ranks are below {MAX_WORLD}"
+                )));
+            }
+            if self.one_meeting && self.met && self.lost.get(&rank).is_some_and(|of| *of != session)
+            {
+                return Ok(Admission::Later(format!(
+                    "rank {rank} has left the group that is served there, and the server of the \
+                     next has not taken its place yet"
                 )));
             }
             let (of, connections) = self.live.entry(rank).or_insert((session, 0));
@@ -106,14 +141,14 @@ impl State {
                 )));
             }
             *connections += 1;
-            if self.lost.remove(&rank) {
+            if self.lost.remove(&rank).is_some() {
                 // Its successor starts anew: what failed for want of the rank may be tried again.
                 self.gathers.retain(|_, gather| !gather.gathering.failed_without(rank));
             }
         }
         let rank = identity.map(|identity| identity.rank);
         self.clients.insert(client, Member { rank, wait: None });
-        Ok(())
+        Ok(Admission::Granted)
     }
 
     /// Serves a request, at once or when it can be. `tail` is an error when there was no room
@@ -141,29 +176,46 @@ impl State {
 
     /// Ends `client`'s wait: its time is up. A part it had in a gather is taken back.
     pub(super) fn expire(&mut self, client: Client) {
-        let Some(wait) = self.clients.get_mut(&client).and_then(|member| member.wait.take()) else {
-            return;
-        };
+        let Some((wait, missing)) = self.end_wait(client) else { return };
         let error = match wait {
             Wait::Key { key, budget } => {
-                self.forget_getter(client, &key);
-                Error::timeout(format!("waiting for the store's key {key:?}"), budget, Vec::new())
+                Error::timeout(format!("waiting for the store's key {key:?}"), budget, missing)
             }
             Wait::Gather { key, budget } => {
-                let mut missing = Vec::new();
-                if let Some(gather) = self.gathers.get_mut(&key) {
+                Error::timeout(format!("in all_gather {key:?}"), budget, missing)
+            }
+        };
+        self.reply_error(client, &error);
+    }
+
+    /// Ends `client`'s wait, if it still waits, because it does not want to go on. A part it had in a
+    /// gather is taken back.
+    pub(super) fn cancel(&mut self, client: Client) {
+        if let Some((_, missing)) = self.end_wait(client) {
+            self.reply(client, &ToClient::Cancelled { missing }, None);
+        }
+    }
+
+    /// What `client` waited for, and the ranks that are missing there.
+    fn end_wait(&mut self, client: Client) -> Option<(Wait, Vec<u32>)> {
+        let wait = self.clients.get_mut(&client)?.wait.take()?;
+        let mut missing = Vec::new();
+        match &wait {
+            Wait::Key { key, .. } => self.forget_getter(client, key),
+            Wait::Gather { key, .. } => {
+                if let Some(gather) = self.gathers.get_mut(key) {
+                    self.met |= gather.declared;
                     missing = gather.gathering.missing();
                     if let Some(rank) = gather.waiting.remove(&client) {
                         gather.gathering.withdraw(rank);
                     }
                     if gather.gathering.is_spent() {
-                        self.gathers.remove(&key);
+                        self.gathers.remove(key);
                     }
                 }
-                Error::timeout(format!("in all_gather {key:?}"), budget, missing)
             }
-        };
-        self.reply_error(client, &error);
+        }
+        Some((wait, missing))
     }
 
     /// Forgets a client whose connection closed. What it contributed stays.
@@ -179,13 +231,14 @@ impl State {
             None => {}
         }
         let Some(rank) = member.rank else { return };
-        let Some((_, connections)) = self.live.get_mut(&rank) else { return };
+        let Some((session, connections)) = self.live.get_mut(&rank) else { return };
         *connections -= 1;
         if *connections > 0 {
             return;
         }
+        let session = *session;
         self.live.remove(&rank);
-        self.lost.insert(rank);
+        self.lost.insert(rank, session);
         let stuck: Vec<String> = self
             .gathers
             .iter()
@@ -324,6 +377,7 @@ impl State {
     /// Answers everyone in a gather that has all its parts, with one frame, and forgets it.
     fn complete(&mut self, key: &str) {
         let Some(gather) = self.gathers.remove(key) else { return };
+        self.met |= gather.declared;
         let (distinct, which) = gather.gathering.finish();
         let length = |part: &Payload| u32::try_from(part.as_ref().len()).expect("capped by wire");
         let message = ToClient::Gathered {
@@ -362,6 +416,7 @@ impl State {
     /// the failure any more.
     fn tell_failure(&mut self, key: &str, error: &Error) {
         let Some(gather) = self.gathers.get_mut(key) else { return };
+        self.met |= gather.declared;
         let waiting = std::mem::take(&mut gather.waiting);
         if gather.gathering.is_spent() {
             self.gathers.remove(key);
@@ -413,14 +468,12 @@ impl Gather {
     }
 
     /// Those of `lost` that this gather still needs.
-    fn lost_ranks(&self, lost: &BTreeSet<u32>) -> Vec<u32> {
+    fn lost_ranks(&self, lost: &BTreeMap<u32, [u8; 16]>) -> Vec<u32> {
         if !self.declared || self.gathering.failed() {
             return Vec::new();
         }
         // Of ranks that stopped waiting it is no news that they are gone.
-        let mut missing = self.gathering.missing();
-        missing.retain(|rank| lost.contains(rank));
-        missing
+        self.gathering.missing_of(lost.keys().copied())
     }
 }
 

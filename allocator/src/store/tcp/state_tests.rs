@@ -28,6 +28,13 @@ impl Bench {
     }
 
     fn declare(&mut self, client: Client, rank: u32, session: u8) -> Result<()> {
+        match self.connect(client, rank, session)? {
+            Admission::Granted => Ok(()),
+            Admission::Later(why) => panic!("not admitted yet: {why}"),
+        }
+    }
+
+    fn connect(&mut self, client: Client, rank: u32, session: u8) -> Result<Admission> {
         self.state.connect(client, Some(Identity { rank, session: [session; 16] }))
     }
 
@@ -159,7 +166,9 @@ fn a_lost_rank_fails_what_needs_it_and_nothing_else() {
 #[test]
 fn a_rank_that_is_back_fails_nothing_more_and_what_is_under_way_goes_on() {
     let mut bench = Bench::declared(3);
-    (7..9).for_each(|client| bench.state.connect(client, None).unwrap());
+    for client in 7..9 {
+        bench.state.connect(client, None).unwrap();
+    }
     // Clients that declared nothing, and need no rank.
     let other = |rank| Request::AllGather { key: "other".into(), rank, world: 2, wait_ms: 9 };
     assert_eq!(bench.ask(7, other(0), b""), []);
@@ -260,4 +269,87 @@ fn counters_count_and_refuse_what_is_no_number() {
     assert!(error(&bench.ask(0, add(i64::MIN), b"")[0]).is_invalid_argument());
     bench.ask(0, Request::Set { key: "n".into() }, b"x");
     assert!(error(&bench.ask(0, add(1), b"")[0]).is_invalid_argument());
+}
+
+#[test]
+fn a_rank_that_has_left_a_meeting_does_not_come_back_to_its_store() {
+    let mut bench = Bench::new(0);
+    bench.state = State::new(bench.meter.clone()).for_one_meeting();
+    (0..2).for_each(|rank| bench.declare(u64::from(rank), rank, 0).unwrap());
+    // Before ranks have met, another may take the place of one that left.
+    bench.state.disconnect(1);
+    bench.declare(11, 1, 1).unwrap();
+    bench.gather(0, 0, 2);
+    assert_eq!(bench.gather(11, 1, 2).len(), 2);
+    // One that lost its connection is still the same.
+    bench.state.disconnect(11);
+    bench.declare(12, 1, 1).unwrap();
+    bench.state.disconnect(12);
+    let Admission::Later(why) = bench.connect(13, 1, 2).unwrap() else { panic!("admitted") };
+    assert!(why.contains("rank 1 has left the group"), "{why}");
+    // Nor does it do any harm to who is still there.
+    assert_eq!(error(&bench.gather(0, 0, 2)[0]).ranks(), [1]);
+    // A rank that has not been here yet has nothing to leave.
+    bench.declare(14, 2, 0).unwrap();
+}
+
+#[test]
+fn a_cancelled_wait_names_who_is_missing_and_takes_its_part_back() {
+    let mut bench = Bench::declared(3);
+    assert_eq!(bench.gather(0, 0, 3), []);
+    assert_eq!(bench.gather(1, 1, 3), []);
+    bench.state.cancel(0);
+    assert_eq!(bench.replies(), [(0, ToClient::Cancelled { missing: vec![2] })]);
+    // There is nothing to cancel any more, and nobody is told anything.
+    bench.state.cancel(0);
+    assert_eq!(bench.gather(2, 2, 3), [], "rank 0 is not in it");
+    assert_eq!(bench.gather(0, 0, 3).len(), 3);
+    let get = Request::Get { key: "k".into(), wait_ms: 9 };
+    assert_eq!(bench.ask(1, get, b""), []);
+    bench.state.cancel(1);
+    assert_eq!(bench.replies(), [(1, ToClient::Cancelled { missing: vec![] })]);
+    assert_eq!(bench.state.entries(), (0, 0, 0));
+    assert_eq!(bench.meter.held(), 0);
+}
+
+/// The shortest of some times that `run` takes.
+fn shortest(run: impl Fn() -> std::time::Duration) -> std::time::Duration {
+    (0..5).map(|_| run()).min().unwrap()
+}
+
+#[test]
+fn a_rank_costs_a_gather_as_much_in_a_large_world_as_in_a_small_one() {
+    let gathers = |world: u32| {
+        shortest(|| {
+            let mut bench = Bench::declared(world);
+            let begun = std::time::Instant::now();
+            for rank in 0..world {
+                bench.gather(rank.into(), rank, world);
+            }
+            begun.elapsed()
+        })
+    };
+    let gives_up = |world: u32| {
+        shortest(|| {
+            let mut bench = Bench::declared(world);
+            for rank in 1..world {
+                let request = Request::AllGather { key: "g".into(), rank, world, wait_ms: 1000 };
+                bench.ask(rank.into(), request, &rank.to_le_bytes());
+            }
+            let begun = std::time::Instant::now();
+            for rank in 1..world {
+                bench.state.expire(rank.into());
+                assert_eq!(error(&bench.replies()[0]).ranks(), [0]);
+            }
+            begun.elapsed()
+        })
+    };
+    let (few, many) = (gathers(256), gathers(4096));
+    println!("256 ranks gather in {few:?}, 4096 in {many:?}");
+    let (few_left, many_left) = (gives_up(256), gives_up(4096));
+    println!("255 ranks give up in {few_left:?}, 4095 in {many_left:?}");
+    // Sixteen times as many ranks: 16 times the work, and a little for what is sorted; not 256 times.
+    assert!(many < few * 64, "{few:?} and {many:?}");
+    // Each of those that give up looks for who is missing, which is a look at all others.
+    assert!(many_left < std::time::Duration::from_secs(1), "{few_left:?} and {many_left:?}");
 }

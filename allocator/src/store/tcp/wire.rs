@@ -23,7 +23,7 @@ use crate::{Error, Result};
 pub(super) const MAGIC: [u8; 4] = *b"symS";
 
 /// Changes whenever a frame would be read differently.
-pub(super) const VERSION: u16 = 1;
+pub(super) const VERSION: u16 = 2;
 
 pub(super) const HEADER: usize = 16;
 
@@ -48,6 +48,9 @@ impl Caps {
 pub(super) enum ToServer {
     Hello(Hello),
     Request(Request),
+    /// The client waits no longer for what it asked last, which is answered at once, unless the answer
+    /// is on its way already.
+    Cancel,
 }
 
 /// The client's side of the handshake.
@@ -99,6 +102,15 @@ pub(super) enum ToClient {
         runs: Vec<(u32, u32)>,
     },
     Failed(ErrorKind),
+    /// The request was cancelled, and a part that it brought is taken back.
+    Cancelled {
+        /// The ranks that the others wait for, in a gather.
+        missing: Vec<u32>,
+    },
+    /// The client cannot be admitted now, which will pass: it is to try again.
+    Later {
+        why: String,
+    },
 }
 
 /// The lengths a header announces.
@@ -173,6 +185,7 @@ mod tests {
         let identity = (any::<u32>(), any::<[u8; 16]>())
             .prop_map(|(rank, session)| Identity { rank, session });
         prop_oneof![
+            Just(ToServer::Cancel),
             (proptest::option::of(identity), any::<[u8; 32]>(), any::<Option<[u8; 32]>>())
                 .prop_map(|(identity, nonce, proof)| ToServer::Hello(Hello {
                     identity,
@@ -208,6 +221,8 @@ mod tests {
             any::<Option<[u8; 32]>>().prop_map(|proof| ToClient::Welcome { proof }),
             Just(ToClient::Done),
             Just(ToClient::Value),
+            key().prop_map(|why| ToClient::Later { why }),
+            any::<Vec<u32>>().prop_map(|missing| ToClient::Cancelled { missing }),
             any::<i64>().prop_map(ToClient::Sum),
             any::<bool>().prop_map(ToClient::Deleted),
             (any::<Vec<u32>>(), any::<Vec<(u32, u32)>>())

@@ -46,7 +46,7 @@ impl Memory {
         let block = pool.lane(lane)?.alloc_bytes(bytes, ALIGN, Stream::DEFAULT)?;
         let memory = Self { pool: pool.clone(), block: Some(block) };
         // Whatever used the place before on another stream than will is past then.
-        pool.driver().synchronize()?;
+        pool.driver().synchronize_by(pool.group().deadline())?;
         Ok(memory)
     }
 
@@ -59,7 +59,7 @@ impl Drop for Memory {
     /// Without order, as garbage collectors drop exchanges (rule D5).
     fn drop(&mut self) {
         let Some(block) = self.block.take() else { return };
-        if let Err(error) = self.pool.driver().synchronize() {
+        if let Err(error) = self.pool.driver().synchronize_by(self.pool.group().deadline()) {
             // What may still run keeps what it knows.
             tracing::warn!(%error, "the memory of a row exchange is not given back");
             block.into_address();

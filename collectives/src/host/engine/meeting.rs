@@ -3,8 +3,8 @@
 use symmpool_allocator::{Error, Result};
 
 use super::HostEngine;
-use crate::host::call::{Call, Operation, mismatch};
-use crate::host::fault::{End, Fault};
+use crate::host::call::{Call, mismatch};
+use crate::host::fault::{Cause, End, Fault};
 use crate::host::wait::{Lookout, Waiter, wake};
 use crate::signal::{await_word, entry_word, is_entry, wake_sleepers};
 
@@ -80,7 +80,7 @@ impl HostEngine {
 
     /// Tells every peer that this rank makes a call; returns the word that says which.
     #[inline]
-    fn announce(&mut self, call: &Call) -> u64 {
+    pub(super) fn announce(&mut self, call: &Call) -> u64 {
         let (me, epoch, parity) = (self.layout.rank, self.epoch, self.parity());
         let word = entry_word(epoch, call.digest(self.salt));
         self.operation = call.words()[0] as u8;
@@ -114,7 +114,7 @@ impl HostEngine {
     }
 
     #[inline]
-    fn await_entry(&self, peer: u32, parity: u64, epoch: u64) -> Result<u64, End> {
+    pub(super) fn await_entry(&self, peer: u32, parity: u64, epoch: u64) -> Result<u64, End> {
         let slot = self.control.entry(self.layout.rank, parity, peer);
         let mut waiter = Waiter::new(self.patience, self.watch(peer, 0, epoch));
         await_word(slot, |word| is_entry(word, epoch), &mut waiter)
@@ -127,33 +127,6 @@ impl HostEngine {
         // The call's own epoch; `self.epoch` is already the next one's.
         let mut waiter = Waiter::new(self.patience, self.watch(peer, phase, self.epoch - 1));
         await_word(slot, |word| word == step, &mut waiter)
-    }
-
-    /// Enters only to tell the others that this rank refused its own arguments, so that they get
-    /// an error instead of a wait, and epochs stay aligned. Returns the error for this rank.
-    #[cold]
-    pub(crate) fn decline(&mut self, why: Error) -> Error {
-        if let Err(closed) = self.ready() {
-            return closed;
-        }
-        match self.enter(&Call::new(Operation::Declined)) {
-            Err(error) if self.failed.get().is_some() => error,
-            Ok(()) | Err(_) => why,
-        }
-    }
-
-    /// The same for a rank that will make no call any more: it waits for nobody. Returns the error.
-    #[cold]
-    pub(crate) fn give_up(&mut self, why: Error) -> Error {
-        if let Err(closed) = self.ready() {
-            return closed;
-        }
-        self.announce(&Call::new(Operation::Declined));
-        self.failed.get_or_init(|| {
-            let rank = self.layout.rank;
-            why.clone().context(format!("rank {rank}: this communicator is closed; rebuild it"))
-        });
-        why
     }
 
     /// Closes the engine after a panic inside a call, which may have left its peers waiting.
@@ -202,7 +175,13 @@ impl HostEngine {
     /// Closes the communicator: tells the peers, unless one told us, and keeps the error for later
     /// calls.
     #[cold]
-    fn close(&mut self, end: End) -> Error {
+    pub(super) fn close(&mut self, end: End) -> Error {
+        self.close_after(end, None)
+    }
+
+    /// The same after a call that this rank refused: later errors keep the reason for that.
+    #[cold]
+    pub(super) fn close_after(&mut self, end: End, refused: Option<&Error>) -> Error {
         let me = self.layout.rank;
         if end.reporter.is_none() {
             for peer in self.peers() {
@@ -212,7 +191,19 @@ impl HostEngine {
             // peer sees the flag, unless it had entered before.
             std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
         }
-        let error = end.fault.to_error(me, end.reporter);
+        let gone: Vec<u32> = match (&self.options.peer_alive, end.reporter) {
+            (Some(alive), None) if end.fault.cause == Cause::PeerLost => {
+                self.peers().filter(|peer| *peer != end.fault.peer && !alive(*peer)).collect()
+            }
+            _ => Vec::new(),
+        };
+        let mut error = end.fault.to_error(me, end.reporter, &gone);
+        if let Some(why) = refused {
+            let why = why.to_string();
+            let why = why.trim_start_matches("symmpool: ");
+            error =
+                error.context(format!("rank {me} had refused its own arguments before ({why})"));
+        }
         tracing::error!(rank = me, epoch = end.fault.epoch, %error, "communicator closed");
         self.failed.get_or_init(|| error).clone()
     }

@@ -309,9 +309,10 @@ mod tests {
         out
     }
 
+    /// Rule S7.
     #[test]
     fn instruction_sets_agree_to_the_bit() {
-        // S7: wherever a rank runs, whichever position an element has.
+        // Wherever a rank runs, whichever position an element has.
         let sources: Vec<Vec<f32>> = (0..3)
             .map(|r| (0..101).map(|i| ((i * 37 + r * 11) % 97) as f32 * 0.37 - 9.1).collect())
             .collect();

@@ -44,6 +44,7 @@ impl Device {
     /// What this thread, and whoever uses streams that are captured, allocates is memory of the
     /// graph `id` from now on.
     pub fn begin(&self, id: MempoolId) -> Result<()> {
+        self.own_process()?;
         let mut captures = lock(&self.captures);
         if let Some(graph) = captures.graphs.get_mut(&id) {
             graph.uses += 1;
@@ -64,6 +65,7 @@ impl Device {
 
     /// Ends the latest [`begin`](Self::begin) of `id`.
     pub fn end(&self, id: MempoolId) -> Result<()> {
+        self.own_process()?;
         let mut captures = lock(&self.captures);
         let at = captures.open.iter().rposition(|open| open.id == id);
         let at =
@@ -80,6 +82,7 @@ impl Device {
 
     /// One graph less uses the memory of `id`.
     pub fn release(&self, id: MempoolId) -> Result<()> {
+        self.own_process()?;
         let mut captures = lock(&self.captures);
         let graph = captures.graphs.get_mut(&id);
         let graph = graph
@@ -96,10 +99,15 @@ impl Device {
     /// A graph's lane whose graph is gone is free for another once its last block is.
     pub(super) fn reclaim(&self, captures: &mut Captures, lane: usize) {
         let owned = captures.graphs.values().any(|graph| graph.lane == lane);
-        if !owned && captures.taken[lane - 1] && self.lanes[lane].live_blocks() == 0 {
+        if !owned && captures.taken[lane - 1] && self.is_empty(lane) {
             captures.taken[lane - 1] = false;
             // Its memory stays for the next graph, or goes at the next trim.
         }
+    }
+
+    /// Whether a lane has no block. One that refuses to say is not given to another graph.
+    fn is_empty(&self, lane: usize) -> bool {
+        self.lanes[lane].live_blocks().is_ok_and(|live| live == 0)
     }
 
     /// Where an allocation on `stream` goes.

@@ -18,13 +18,13 @@ fn ordinary_memory_is_reused_at_once_in_any_order() {
     assert!(device.free(b + 512).is_err() && device.free(7).is_err());
     device.free(b).unwrap();
     assert!(device.free(b).unwrap_err().is_invalid_argument());
-    let stats = device.stats();
+    let stats = device.stats().unwrap();
     assert_eq!((stats.allocs, stats.frees, stats.allocated), (3, 2, 1024));
     assert_eq!(stats.peak_allocated, 2048);
     let (start, bytes) = device.segment(a).unwrap();
     assert!(start <= a && a < start + bytes);
-    device.reset_peaks();
-    assert_eq!(device.stats().peak_allocated, 1024);
+    device.reset_peaks().unwrap();
+    assert_eq!(device.stats().unwrap().peak_allocated, 1024);
 }
 
 #[test]
@@ -38,10 +38,10 @@ fn a_graphs_memory_is_its_own_until_the_graph_is_gone() {
     assert_eq!(device.alloc(4096, Stream::DEFAULT).unwrap(), inside);
     device.free(inside).unwrap();
     device.free(before).unwrap();
-    assert_eq!(device.stats().frees, 2);
+    assert_eq!(device.stats().unwrap().frees, 2);
     assert!(device.trim().unwrap_err().is_invalid_state());
     device.end((0, 1)).unwrap();
-    assert_eq!(device.stats().frees, 3);
+    assert_eq!(device.stats().unwrap().frees, 3);
     assert_eq!(device.alloc(4096, Stream::DEFAULT).unwrap(), before);
     assert_ne!(device.alloc(4096, Stream::DEFAULT).unwrap(), inside);
     // Another graph on the same memory, and one with memory of its own.
@@ -51,7 +51,7 @@ fn a_graphs_memory_is_its_own_until_the_graph_is_gone() {
     device.begin((0, 2)).unwrap();
     let other = device.alloc(4096, Stream::DEFAULT).unwrap();
     device.end((0, 2)).unwrap();
-    assert_eq!(device.stats().graphs, 2);
+    assert_eq!(device.stats().unwrap().graphs, 2);
     device.release((0, 1)).unwrap();
     device.release((0, 1)).unwrap();
     assert!(device.release((0, 1)).is_err() && device.end((0, 1)).is_err());
@@ -75,7 +75,10 @@ fn emptying_the_cache_leaves_graphs_what_replays_use() {
     for graph in [(0, 1), (0, 2)] {
         // torch empties the cache before it captures.
         device.trim().unwrap();
-        assert_eq!(device.stats().reserved, segments.iter().map(|(_, bytes)| bytes).sum::<u64>());
+        assert_eq!(
+            device.stats().unwrap().reserved,
+            segments.iter().map(|(_, bytes)| bytes).sum::<u64>()
+        );
         device.begin(graph).unwrap();
         let inside = device.alloc(4096, Stream::DEFAULT).unwrap();
         let segment = device.segment(inside).unwrap();
@@ -92,7 +95,7 @@ fn emptying_the_cache_leaves_graphs_what_replays_use() {
     assert!(device.segment(segments[0].0).is_err());
     device.release((0, 2)).unwrap();
     device.trim().unwrap();
-    assert_eq!(device.stats().reserved, 0);
+    assert_eq!(device.stats().unwrap().reserved, 0);
 }
 
 #[test]
@@ -122,11 +125,11 @@ fn graphs_run_out_with_an_error_and_come_back() {
 #[test]
 fn memory_whose_use_could_not_be_noted_is_not_used_again() {
     let device = device();
-    let a = device.alloc(4096, Stream::from_raw(0)).unwrap();
-    assert!((1..64).all(|stream| device.record_stream(a, Stream::from_raw(stream)).is_ok()));
-    assert!(device.record_stream(a, Stream::from_raw(64)).is_err());
+    let a = device.alloc(4096, Stream::numbered(0)).unwrap();
+    assert!((1..64).all(|stream| device.record_stream(a, Stream::numbered(stream)).is_ok()));
+    assert!(device.record_stream(a, Stream::numbered(64)).is_err());
     assert!(device.free(a).unwrap_err().is_invalid_state());
-    assert_ne!(device.alloc(4096, Stream::from_raw(0)).unwrap(), a);
+    assert_ne!(device.alloc(4096, Stream::numbered(0)).unwrap(), a);
 }
 
 #[test]
@@ -136,7 +139,7 @@ fn a_fraction_bounds_what_is_handed_out() {
     device.set_fraction(0.25).unwrap();
     let a = device.alloc(200 * MIB as usize, Stream::DEFAULT).unwrap();
     assert!(device.alloc(100 * MIB as usize, Stream::DEFAULT).unwrap_err().is_out_of_memory());
-    assert_eq!(device.stats().ooms, 1);
+    assert_eq!(device.stats().unwrap().ooms, 1);
     device.free(a).unwrap();
     device.alloc(250 * MIB as usize, Stream::DEFAULT).unwrap();
 }
@@ -144,7 +147,7 @@ fn a_fraction_bounds_what_is_handed_out() {
 #[test]
 fn memory_of_two_streams_moves_between_them_and_back_to_the_device() {
     let device = device();
-    let (one, two) = (Stream::from_raw(1), Stream::from_raw(2));
+    let (one, two) = (Stream::numbered(1), Stream::numbered(2));
     for _ in 0..200 {
         let a = device.alloc(100 * MIB as usize, one).unwrap();
         device.record_stream(a, two).unwrap();
@@ -152,10 +155,10 @@ fn memory_of_two_streams_moves_between_them_and_back_to_the_device() {
         let b = device.alloc(100 * MIB as usize, two).unwrap();
         device.free(b).unwrap();
     }
-    let stats = device.stats();
+    let stats = device.stats().unwrap();
     assert!(stats.peak_reserved <= 256 * MIB, "{stats:?}");
     assert!(device.trim().unwrap() >= 100 * MIB);
-    let stats = device.stats();
+    let stats = device.stats().unwrap();
     assert_eq!((stats.reserved, stats.allocated), (0, 0));
     assert!(stats.peak_reserved >= 100 * MIB);
 }

@@ -1,0 +1,70 @@
+//! How long a client waits: until a point in time, or until it is told to stop.
+
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with, sockopt};
+
+use std::net::{SocketAddr, TcpStream};
+
+use super::link::Fault;
+use crate::descriptors::{self, within_hard_limit};
+use crate::store::{ASK_EVERY, Stop};
+
+/// What a client's waits have in common.
+#[derive(Clone, Copy)]
+pub(super) struct Patience<'a> {
+    pub(super) until: Instant,
+    pub(super) stop: Option<Stop<'a>>,
+}
+
+impl<'a> Patience<'a> {
+    /// Waits that nobody ends but time.
+    pub(super) fn until(until: Instant) -> Self {
+        Self { until, stop: None }
+    }
+
+    /// How long the system may wait before [`asked`](Patience::asked) is called: never zero, which would
+    /// mean for ever.
+    pub(super) fn slice(&self) -> Result<Duration, Fault> {
+        let left = self.until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(Fault::Late);
+        }
+        let most = if self.stop.is_some() { ASK_EVERY } else { left };
+        Ok(left.min(most).max(Duration::from_millis(1)))
+    }
+
+    /// To be called whenever the system has waited in vain, or was interrupted by a signal.
+    pub(super) fn asked(&self) -> Result<(), Fault> {
+        if self.stop.is_some_and(|stop| stop()) { Err(Fault::Stopped) } else { Ok(()) }
+    }
+
+    /// A connection to `addr`, which blocks.
+    pub(super) fn connect(&self, addr: SocketAddr) -> Result<TcpStream, Fault> {
+        let gone = |errno: Errno| Fault::Gone(errno.to_string());
+        let family = if addr.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = within_hard_limit(|| socket_with(family, SocketType::STREAM, flags, None));
+        let socket = socket.map_err(|errno| Fault::Said(descriptors::error("a socket", errno)))?;
+        match connect(&socket, &addr) {
+            Ok(()) => {}
+            Err(Errno::INPROGRESS | Errno::INTR) => loop {
+                let slice = Timespec::try_from(self.slice()?).ok();
+                match poll(&mut [PollFd::new(&socket, PollFlags::OUT)], slice.as_ref()) {
+                    Ok(0) | Err(Errno::INTR) => self.asked()?,
+                    Ok(_) => {
+                        sockopt::socket_error(&socket).map_err(gone)?.map_err(gone)?;
+                        break;
+                    }
+                    Err(errno) => return Err(gone(errno)),
+                }
+            },
+            Err(errno) => return Err(gone(errno)),
+        }
+        let stream = TcpStream::from(socket);
+        stream.set_nonblocking(false).map_err(|error| Fault::Gone(error.to_string()))?;
+        Ok(stream)
+    }
+}

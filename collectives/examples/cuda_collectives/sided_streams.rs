@@ -1,0 +1,194 @@
+//! Operations of one communicator on several streams: none waits for more of another stream than for the
+//! operation that it comes behind.
+
+use std::time::Duration;
+
+use symmpool_allocator::{Pool, Result, Stream};
+use symmpool_collectives::Communicator;
+
+use crate::Options;
+use crate::cuda::{Graph, destroy, stream};
+use crate::tools::Tools;
+
+/// How long an operation waits that waits for itself. First uses of kernels take a second on emulated devices.
+const PATIENCE: Duration = Duration::from_secs(8);
+/// What holds a stream up.
+const PAUSE: Duration = Duration::from_millis(300);
+
+// What signals on the channels say.
+const ASK: u32 = 6;
+const ANSWER: u32 = 7;
+
+struct Sided<'a> {
+    pool: &'a Pool,
+    options: &'a Options,
+    next: u32,
+    before: u32,
+    /// This rank's own way through a case is on two of them; what it answers is on the third.
+    streams: [Stream; 3],
+    cases: u64,
+    wrong: u64,
+}
+
+/// Cases, and those that were wrong.
+pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
+    let (rank, world) = (pool.rank(), pool.world());
+    let mut sided = Sided {
+        pool,
+        options,
+        next: (rank + 1) % world,
+        before: (rank + world - 1) % world,
+        streams: [stream(pool)?, stream(pool)?, stream(pool)?],
+        cases: 0,
+        wrong: 0,
+    };
+    sided.signals()?;
+    sided.waits()?;
+    sided.calls()?;
+    sided.captures()?;
+    sided.gone()?;
+    if rank == 0 {
+        println!("one-sided, on streams: {} cases, {} wrong", sided.cases, sided.wrong);
+    }
+    Ok((sided.cases, sided.wrong))
+}
+
+impl Sided<'_> {
+    /// One that waits too long fails alone.
+    fn communicator(&self) -> Result<Communicator> {
+        Communicator::with_options(self.pool, &self.options.communicator())
+    }
+
+    fn judge(&mut self, what: &str, comm: &Communicator) -> Result<()> {
+        self.cases += 1;
+        // All streams come to their end, with or without an error.
+        let outcomes = self.streams.map(|stream| comm.synchronize(&stream));
+        if let Err(error) = outcomes.into_iter().collect::<Result<Vec<()>>>() {
+            self.wrong += 1;
+            println!("rank {}: {what}: {error}", self.pool.rank());
+        }
+        Ok(())
+    }
+
+    /// A channel's second signal, on another stream, does not come behind a wait that follows the first one
+    /// on its stream: the peer answers that when it has both.
+    fn signals(&mut self) -> Result<()> {
+        let (next, before, [one, two, answers]) = (self.next, self.before, self.streams);
+        let comm = self.communicator()?;
+        comm.signal(next, ASK, &one)?;
+        comm.wait(next, ANSWER, PATIENCE, &one)?;
+        comm.signal(next, ASK, &two)?;
+        comm.wait(before, ASK, PATIENCE, &answers)?;
+        comm.wait(before, ASK, PATIENCE, &answers)?;
+        comm.signal(before, ANSWER, &answers)?;
+        self.judge("signals on two streams with a wait between them", &comm)
+    }
+
+    /// Nor does a channel's second wait, which the peer's signal for the other one depends on.
+    fn waits(&mut self) -> Result<()> {
+        let (next, before, [one, two, answers]) = (self.next, self.before, self.streams);
+        let comm = self.communicator()?;
+        comm.wait(before, ASK, PATIENCE, &one)?;
+        comm.wait(before, ANSWER, PATIENCE, &one)?;
+        comm.wait(before, ASK, PATIENCE, &two)?;
+        comm.signal(before, ASK + 2, &two)?;
+        comm.signal(next, ASK, &answers)?;
+        comm.signal(next, ASK, &answers)?;
+        comm.wait(next, ASK + 2, PATIENCE, &answers)?;
+        comm.signal(next, ANSWER, &answers)?;
+        self.judge("waits on two streams with a third wait between them", &comm)
+    }
+
+    /// Nor does a call of all ranks come behind a wait that follows the one before it on its stream.
+    fn calls(&mut self) -> Result<()> {
+        let (next, before, [one, two, answers]) = (self.next, self.before, self.streams);
+        let comm = self.communicator()?;
+        comm.barrier(&one)?;
+        comm.wait(before, ANSWER, PATIENCE, &one)?;
+        comm.barrier(&two)?;
+        // Behind the second call.
+        comm.signal(next, ANSWER, &two)?;
+        comm.wait(before, ASK, PATIENCE, &answers)?;
+        comm.signal(next, ASK, &two)?;
+        self.judge("calls on two streams with a wait between them", &comm)
+    }
+
+    /// S8: what is captured waits for nothing that was put on other streams, done or not, and leaves the
+    /// order of what is not captured as it was.
+    fn captures(&mut self) -> Result<()> {
+        let (next, before, [one, two, answers]) = (self.next, self.before, self.streams);
+        let tools = Tools::new(self.pool)?;
+        let comm = self.communicator()?;
+        tools.pause(PAUSE, &one)?;
+        comm.signal(next, ASK, &one)?;
+        comm.barrier(&one)?;
+        // Not done yet.
+        let graph = Graph::capture(self.pool, two, || {
+            comm.signal(next, ASK, &two)?;
+            comm.wait(before, ASK, PATIENCE, &two)?;
+            comm.barrier(&two)
+        });
+        comm.wait(before, ASK, PATIENCE, &answers)?;
+        comm.barrier(&answers)?;
+        self.judge("a capture beside calls that are under way", &comm)?;
+        let graph = graph?;
+        graph.launch(self.pool, two)?;
+        self.judge("a graph that was captured beside calls", &comm)?;
+        graph.destroy(self.pool)?;
+        // Done.
+        let graph = Graph::capture(self.pool, two, || {
+            comm.signal(next, ASK, &two)?;
+            comm.wait(before, ASK, PATIENCE, &two)?;
+            comm.barrier(&two)
+        })?;
+        graph.launch(self.pool, two)?;
+        self.judge("a graph that was captured behind calls on another stream", &comm)?;
+        graph.destroy(self.pool)
+    }
+
+    /// Streams that are forgotten and destroyed with work on them: what follows comes behind that, and neither
+    /// the communicator nor the pool asks for them again, though there are more than a lane can know.
+    fn gone(&mut self) -> Result<()> {
+        let (next, before, [one, ..]) = (self.next, self.before, self.streams);
+        let tools = Tools::new(self.pool)?;
+        let comm = self.communicator()?;
+        for round in 0..80 {
+            let brief = stream(self.pool)?;
+            let block = self.pool.default_lane().alloc_on::<u8>(1000, brief)?;
+            if round % 16 == 0 {
+                tools.pause(PAUSE, &brief)?;
+            }
+            comm.signal(next, ASK, &brief)?;
+            comm.wait(before, ASK, PATIENCE, &brief)?;
+            comm.barrier(&brief)?;
+            comm.forget_stream(&brief)?;
+            block.free()?;
+            self.pool.forget_stream(brief)?;
+            destroy(self.pool, brief)?;
+            if round % 20 == 0 {
+                self.pool.commit()?;
+            }
+        }
+        comm.signal(next, ASK, &one)?;
+        comm.wait(before, ASK, PATIENCE, &one)?;
+        comm.barrier(&one)?;
+        self.judge("streams that are gone", &comm)?;
+        // What has a communicator's last call is not let go of while it is captured.
+        let two = self.streams[1];
+        comm.barrier(&two)?;
+        let mut refused = Ok(());
+        let graph = Graph::capture(self.pool, two, || {
+            refused = comm.forget_stream(&two);
+            comm.barrier(&two)
+        })?;
+        self.cases += 1;
+        if !refused.is_err_and(|error| error.is_invalid_state()) {
+            self.wrong += 1;
+            println!("rank {}: a stream is forgotten in its capture", self.pool.rank());
+        }
+        comm.forget_stream(&two)?;
+        comm.barrier(&one)?;
+        self.judge("a stream that was captured and forgotten", &comm)?;
+        graph.destroy(self.pool)
+    }
+}

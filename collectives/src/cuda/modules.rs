@@ -1,0 +1,263 @@
+//! Compiled kernels, loaded into a device's context once for all communicators of the process there.
+//!
+//! Loading code may have to wait for what runs in the context, as CUDA's documentation of lazy loading
+//! says. A kernel of ours waits on the device for other ranks: were code loaded meanwhile, by a rank that
+//! comes to another communicator first, ranks could wait for each other. So what calls need as a rule is
+//! loaded when a communicator is made, in one order on all ranks, before any of its calls can wait.
+
+#![allow(unsafe_code)] // FFI: loading modules
+
+use std::collections::BTreeMap;
+use std::ffi::{CString, c_int};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use cudarc::driver::sys;
+use symmpool_allocator::driver::CudaDriver;
+use symmpool_allocator::{Driver, Error, Result};
+
+use super::api::{Api, Handle};
+use super::fault::RECORD_BYTES;
+use super::kernels::{Loaded, SIZES};
+use super::params::{CallParams, Comm, Traffic};
+use super::specialty::Specialty;
+use crate::jit::{Arch, Image, Jit, JitOptions, Kernel, Variant};
+use crate::row_exchange::RowWork;
+
+/// What takes longer has waited for something.
+const LONG: Duration = Duration::from_secs(1);
+/// Threads of a rank that compile at once.
+const COMPILING: usize = 4;
+
+/// What is loaded, of communicators of so many ranks.
+type Key = (u32, Specialty);
+
+/// The kernels in one device's context.
+pub(super) struct Modules {
+    api: &'static Api,
+    /// Keeps the context.
+    driver: Driver,
+    arch: Arch,
+    processors: u32,
+    loaded: Mutex<BTreeMap<Key, (Loaded, Handle)>>,
+    /// Held while something is loaded, which may take its time: what is there already is found meanwhile.
+    loading: Mutex<()>,
+}
+
+/// One compiler for the process, made when first needed; images are shared between devices.
+fn jit(driver: &CudaDriver) -> &'static Jit {
+    static JIT: OnceLock<Jit> = OnceLock::new();
+    JIT.get_or_init(|| {
+        let driver_major = Some(driver.facts().driver_version / 1000);
+        Jit::new(JitOptions { driver_major, ..JitOptions::from_env() })
+    })
+}
+
+/// The CUDA driver of a pool's memory.
+pub(super) fn cuda(driver: &Driver) -> Result<&CudaDriver> {
+    driver.as_cuda().ok_or_else(|| {
+        Error::unsupported(format!(
+            "a communicator over memory of the {} driver: kernels run on CUDA devices",
+            driver.name()
+        ))
+    })
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Modules {
+    /// Those of the driver's device, which all of the process's communicators on it share.
+    pub(super) fn of(driver: &Driver) -> Result<Arc<Self>> {
+        static DEVICES: Mutex<BTreeMap<u32, Weak<Modules>>> = Mutex::new(BTreeMap::new());
+        let ordinal = cuda(driver)?.facts().ordinal;
+        let mut devices = lock(&DEVICES);
+        if let Some(there) = devices.get(&ordinal).and_then(Weak::upgrade) {
+            return Ok(there);
+        }
+        let made = Arc::new(Self::new(driver)?);
+        devices.insert(ordinal, Arc::downgrade(&made));
+        Ok(made)
+    }
+
+    fn new(driver: &Driver) -> Result<Self> {
+        use sys::CUdevice_attribute as Attribute;
+        let device = cuda(driver)?;
+        let number = |which: Attribute| {
+            device.attribute(which as u32).map(|number| u32::try_from(number).unwrap_or(0))
+        };
+        Ok(Self {
+            api: Api::get()?,
+            driver: driver.clone(),
+            arch: Arch::new(
+                number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+                number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            )?,
+            processors: number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1),
+            loaded: Mutex::default(),
+            loading: Mutex::default(),
+        })
+    }
+
+    pub(super) fn processors(&self) -> u32 {
+        self.processors
+    }
+
+    /// The kernel, for communicators of so many ranks: compiled and loaded if it is not yet.
+    pub(super) fn get(&self, world: u32, specialty: Specialty) -> Result<Loaded> {
+        let key = (world, specialty);
+        let find = || lock(&self.loaded).get(&key).map(|(kernel, _)| *kernel);
+        if let Some(kernel) = find() {
+            return Ok(kernel);
+        }
+        let _one_at_a_time = lock(&self.loading);
+        if let Some(kernel) = find() {
+            return Ok(kernel);
+        }
+        let began = Instant::now();
+        let made = cuda(&self.driver)?.with_context_unordered(|| self.load(world, specialty))?;
+        let took = began.elapsed();
+        if took > LONG {
+            tracing::debug!(?specialty, ?took, "compiling and loading a kernel took long");
+        }
+        lock(&self.loaded).insert(key, made);
+        Ok(made.0)
+    }
+
+    /// Has kernels compiled and loaded, before calls can wait. What compiles is given out among threads and
+    /// ranks, as those of a machine share what they have compiled; what is loaded comes in the order of the
+    /// list.
+    pub(super) fn make_ready(&self, (rank, world): (u32, u32), list: &[Specialty]) -> Result<()> {
+        let missing: Vec<Specialty> = {
+            let loaded = lock(&self.loaded);
+            list.iter().copied().filter(|each| !loaded.contains_key(&(world, *each))).collect()
+        };
+        let (began, count) = (Instant::now(), missing.len());
+        if count > 1 {
+            let (first, next) =
+                (count * rank as usize / world.max(1) as usize, AtomicUsize::new(0));
+            let threads = thread::available_parallelism().map_or(1, usize::from).min(COMPILING);
+            thread::scope(|scope| {
+                for _ in 0..threads.min(count) {
+                    scope.spawn(|| {
+                        loop {
+                            let nth = next.fetch_add(1, Ordering::Relaxed);
+                            if nth >= count {
+                                return;
+                            }
+                            // What is amiss shows again when it is loaded, in the same order on all ranks.
+                            let _ = self.compile(world, missing[(first + nth) % count]);
+                        }
+                    });
+                }
+            });
+        }
+        missing.iter().try_for_each(|each| self.get(world, *each).map(|_| ()))?;
+        if count > 0 {
+            tracing::debug!(count, took = ?began.elapsed(), "kernels are ready");
+        }
+        Ok(())
+    }
+
+    fn compile(&self, world: u32, specialty: Specialty) -> Result<(Image, String)> {
+        let Specialty { kernel, dtype, op, shots, sentinels, threads, blocks } = specialty;
+        let numbers = [
+            ("WORLD", u64::from(world)),
+            ("DTYPE", u64::from(dtype)),
+            ("OP", u64::from(op)),
+            ("SHOTS", u64::from(shots)),
+            ("THREADS", u64::from(threads)),
+            ("BLOCKS", u64::from(blocks)),
+            ("COMM_BYTES", size_of::<Comm>() as u64),
+            ("CALL_BYTES", size_of::<CallParams>() as u64),
+            ("FAULT_BYTES", RECORD_BYTES as u64),
+            ("TRAFFIC_BYTES", size_of::<Traffic>() as u64),
+            ("ROW_WORK_BYTES", size_of::<RowWork>() as u64),
+        ]
+        .map(|(name, value)| (name, value.to_string()));
+        let mut defines: Vec<(&str, &str)> =
+            numbers.iter().map(|(name, value)| (*name, value.as_str())).collect();
+        if sentinels {
+            defines.push(("SENTINELS", "1"));
+        }
+        let variant = Variant { kernel: Kernel::named(kernel), defines: &defines };
+        let jit = jit(cuda(&self.driver)?);
+        let image = jit.compile(&variant, self.arch)?;
+        tracing::debug!(%variant, kind = ?image.kind, compiled = jit.compiled(), "kernel");
+        Ok((image, variant.to_string()))
+    }
+
+    /// The context must be current.
+    fn load(&self, world: u32, specialty: Specialty) -> Result<(Loaded, Handle)> {
+        let (image, variant) = self.compile(world, specialty)?;
+        let mut module: Handle = 0;
+        // SAFETY: the image is what the compiler made for this device, whole (PTX with its NUL);
+        // the driver copies it.
+        let code = unsafe { (self.api.module_load)(&raw mut module, image.bytes.as_ptr().cast()) };
+        CudaDriver::check(code, || format!("loading the kernel {variant}"))?;
+        self.look(module, specialty, &variant).map(|loaded| (loaded, module)).inspect_err(|_| {
+            self.unload(module);
+        })
+    }
+
+    /// What a module that was just loaded has.
+    fn look(&self, module: Handle, specialty: Specialty, variant: &str) -> Result<Loaded> {
+        let entry = CString::new(Kernel::named(specialty.kernel).entry)
+            .map_err(|_| Error::system("loading a kernel", "a name with a NUL"))?;
+        let mut function: Handle = 0;
+        // SAFETY: the module is loaded; writes one handle through a valid pointer.
+        let code = unsafe { (self.api.module_function)(&raw mut function, module, entry.as_ptr()) };
+        CudaDriver::check(code, || format!("finding {entry:?} in its module"))?;
+        // A processor divides its memory into cache and shared memory by the kernel that comes to it
+        // when it is idle, and takes no block of one that wants another division until it is idle
+        // again. Kernels that wait must not keep away those that they wait for.
+        let (which, all_cache) =
+            (sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 0);
+        // SAFETY: the function is of a loaded module; the attribute is a number.
+        let code = unsafe { (self.api.function_set)(function, which as c_int, all_cache) };
+        CudaDriver::check(code, || format!("dividing a processor's memory for {variant}"))?;
+        let most = specialty.threads;
+        let mut resident = [0; SIZES.len()];
+        for (blocks, threads) in resident.iter_mut().zip(SIZES) {
+            if threads > most {
+                continue;
+            }
+            let mut found: c_int = 0;
+            let threads = threads as c_int;
+            // SAFETY: the function is of a loaded module; writes one int through a valid pointer.
+            let code = unsafe { (self.api.occupancy)(&raw mut found, function, threads, 0) };
+            CudaDriver::check(code, || format!("asking how many blocks of {variant} fit"))?;
+            *blocks = u32::try_from(found).unwrap_or(0).max(1) * self.processors;
+        }
+        Ok(Loaded::new(function, resident, most, self.processors))
+    }
+
+    /// The context must be current, and nothing of the module may run.
+    fn unload(&self, module: Handle) {
+        // SAFETY: loaded by this value and given up here.
+        let code = unsafe { (self.api.module_unload)(module) };
+        if let Err(error) = CudaDriver::check(code, || "unloading a module".to_owned()) {
+            tracing::debug!(%error, "at the end of a device's last communicator");
+        }
+    }
+}
+
+impl Drop for Modules {
+    /// The device's last communicator is gone, which has waited for its kernels.
+    fn drop(&mut self) {
+        let loaded = self.loaded.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let loaded = std::mem::take(loaded);
+        let unloaded = cuda(&self.driver).and_then(|driver| {
+            driver.with_context_unordered(|| {
+                loaded.into_values().for_each(|(_, module)| self.unload(module));
+                Ok(())
+            })
+        });
+        if let Err(error) = unloaded {
+            tracing::debug!(%error, "at the end of a device's last communicator");
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! What each call asks of its arguments, which ranks find out alone: before there is a communicator, too.
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use symmpool_collectives::ReduceOp;
+
+use crate::arguments::{Argument, Terms};
+use crate::convert::Device;
+use crate::number::Number;
+use crate::operation;
+use crate::reading::{Refusal, Tensor};
+use crate::tensor;
+
+impl Terms {
+    /// Of an all-reduce: its input, its output, and what it does.
+    #[inline]
+    pub(crate) fn of_all_reduce(
+        &self,
+        tensor: Argument<'_, '_>,
+        op: Option<Argument<'_, '_>>,
+        out: Option<Argument<'_, '_>>,
+    ) -> Result<(Tensor, Tensor, ReduceOp), Refusal> {
+        let op = operation::reduce_op(op).map_err(Refusal::Invalid)?;
+        let input = self.read("tensor", tensor, out.is_none())?;
+        tensor::is_reduced("tensor", tensor, &input)?;
+        let output = match out {
+            None => input,
+            Some(out) => self.output("out", out, &input, Some(input.count))?,
+        };
+        Ok((input, output, op))
+    }
+
+    /// Of a reduce-scatter: its input, its output, and what it does.
+    #[inline]
+    pub(crate) fn of_reduce_scatter(
+        &self,
+        output: Argument<'_, '_>,
+        input: Argument<'_, '_>,
+        op: Option<Argument<'_, '_>>,
+    ) -> Result<(Tensor, Tensor, ReduceOp), Refusal> {
+        let op = operation::reduce_op(op).map_err(Refusal::Invalid)?;
+        let from = input;
+        let input = self.read("input", from, false)?;
+        tensor::is_reduced("input", from, &input)?;
+        let output = self.output("output", output, &input, None)?;
+        let parts = self.parts(output.count);
+        self.fits("input", input.count, parts, "one part for every rank")?;
+        Ok((input, output, op))
+    }
+
+    /// Of an all-gather: its input and its output.
+    #[inline]
+    pub(crate) fn of_all_gather(
+        &self,
+        output: Argument<'_, '_>,
+        input: Argument<'_, '_>,
+    ) -> Result<(Tensor, Tensor), Refusal> {
+        let input = self.read("input", input, false)?;
+        let output = self.output("output", output, &input, None)?;
+        let parts = self.parts(input.count);
+        self.fits("output", output.count, parts, "one part for every rank")?;
+        Ok((input, output))
+    }
+
+    /// Of a broadcast: its buffer and its root.
+    #[inline]
+    pub(crate) fn of_broadcast(
+        &self,
+        tensor: Argument<'_, '_>,
+        src: Number<u32>,
+    ) -> Result<(Tensor, u32), Refusal> {
+        let src = src.or_refuse("src")?;
+        if src >= self.world {
+            let why = format!("src: root {src} of a group of {} ranks", self.world);
+            return Err(Refusal::Invalid(why));
+        }
+        Ok((self.read("tensor", tensor, src != self.rank)?, src))
+    }
+}
+
+/// Raises what the communicator of `rank` of `world` on a device (a CUDA device's number, -1 for the CPU)
+/// would refuse a call for, by the name of its method, without telling anybody.
+#[pyfunction]
+pub(crate) fn check_call(
+    py: Python<'_>,
+    device: i64,
+    rank: u32,
+    world: u32,
+    call: &str,
+    arguments: &Bound<'_, PyTuple>,
+) -> PyResult<()> {
+    let device = u32::try_from(device).map_or(Device::Cpu, Device::Cuda);
+    let terms = Terms { device, rank, world };
+    let given = |at: usize| arguments.get_item(at).ok().filter(|it| !it.is_none());
+    let Some(first) = given(0) else { return Ok(()) };
+    let (second, third, fourth) = (given(1), given(2), given(3));
+    let checked = match (call, &second) {
+        ("all_reduce", op) => terms.of_all_reduce(&first, op.as_ref(), third.as_ref()).map(drop),
+        ("reduce_scatter", Some(input)) => {
+            terms.of_reduce_scatter(&first, input, third.as_ref()).map(drop)
+        }
+        ("all_gather", Some(input)) => terms.of_all_gather(&first, input).map(drop),
+        ("broadcast", Some(src)) => terms.of_broadcast(&first, src.extract()?).map(drop),
+        ("all_to_all_single", Some(input)) => {
+            terms.parts_of(&first, input, third.as_ref(), fourth.as_ref()).map(drop)
+        }
+        _ => Ok(()),
+    };
+    checked.map_err(|refusal| refusal.raise(py))
+}
