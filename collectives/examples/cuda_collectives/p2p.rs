@@ -1,6 +1,8 @@
 //! Messages between two ranks: of all sizes and alignments, all at once, ahead of their receivers, in
 //! graphs that are replayed, from several streams, and beside collectives.
 
+use std::time::Duration;
+
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{Communicator, CommunicatorOptions, DType, ReduceOp};
 
@@ -60,6 +62,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         messages.streams()?;
         messages.graphs()?;
         messages.beside_collectives()?;
+        messages.before_collectives()?;
         messages.comm.barrier(&messages.sends)?;
         messages.comm.synchronize(&messages.sends)?;
         cases += messages.cases;
@@ -340,10 +343,47 @@ impl Messages<'_> {
         Ok(())
     }
 
+    /// A receive comes between two collectives on one rank, whose second is on another stream, and the
+    /// message behind both on the other: the second waits for the first, and not for the message.
+    fn before_collectives(&mut self) -> Result<()> {
+        let rank = self.pool.rank();
+        let timeout = Duration::from_secs(20);
+        let options =
+            CommunicatorOptions { concurrent: None, timeout, ..self.options.communicator() };
+        let fresh = Communicator::with_options(self.pool, &options)?;
+        let usual = std::mem::replace(&mut self.comm, fresh);
+        let message = self.short(300, 1);
+        let data = self.data(&message);
+        upload(self.pool, self.from[0].address(), &data)?;
+        self.comm.barrier(&self.sends)?;
+        match rank {
+            0 => {
+                self.receive(1, &message, &self.sends)?;
+                self.comm.barrier(&self.receives)?;
+            }
+            1 => {
+                self.comm.barrier(&self.sends)?;
+                self.send(0, &message, &self.sends)?;
+            }
+            _ => self.comm.barrier(&self.sends)?,
+        }
+        let outcome = self.synchronize();
+        self.expect(&format!("a receive between collectives: {outcome:?}"), outcome.is_ok());
+        if rank == 0 {
+            let at = self.to[1].address() + message.to;
+            let got = download(self.pool, at, message.bytes)?;
+            self.expect("what came between collectives", got == data);
+        }
+        self.comm = usual;
+        Ok(())
+    }
+
     /// A receive waits while a collective runs, which its message depends on.
     fn beside_collectives(&mut self) -> Result<()> {
         let me = self.pool.rank();
-        let reduced = self.pool.lane(ORDINARY)?.alloc::<u8>(1 << 20)?;
+        // Of a type whose kernels are ready: code that is loaded now may have to wait for the receives.
+        const COUNT: usize = 1 << 18;
+        let reduced = self.pool.lane(ORDINARY)?.alloc::<f32>(COUNT)?;
         for round in 0..self.options.few(20, 3) {
             let round = 5000 + round;
             for peer in self.peers() {
@@ -351,14 +391,14 @@ impl Messages<'_> {
                     (self.message(round, me, peer), self.message(round, peer, me));
                 self.lay_out(peer, &sent, &received)?;
             }
-            upload(self.pool, reduced.address(), &vec![1; 1 << 20])?;
+            upload(self.pool, reduced.address(), &1_f32.to_le_bytes().repeat(COUNT))?;
             for peer in self.sources() {
                 self.receive(peer, &self.message(round, peer, me), &self.receives)?;
             }
             let at = reduced.address() as *mut u8;
             // SAFETY: the block is this long, and nothing else uses it.
             unsafe {
-                self.comm.all_reduce_at(at, at, 1 << 20, DType::U8, ReduceOp::Sum, &self.sends)
+                self.comm.all_reduce_at(at, at, COUNT, DType::F32, ReduceOp::Sum, &self.sends)
             }?;
             for peer in self.peers() {
                 self.send(peer, &self.message(round, me, peer), &self.sends)?;
@@ -367,9 +407,9 @@ impl Messages<'_> {
             for peer in self.peers() {
                 self.judge("beside a collective", peer, &self.message(round, peer, me))?;
             }
-            let sums = download(self.pool, reduced.address(), 1 << 20)?;
-            let world = self.pool.world() as u8;
-            self.expect("a collective beside messages", sums.iter().all(|sum| *sum == world));
+            let sums = download(self.pool, reduced.address(), 4 * COUNT)?;
+            let right = (self.pool.world() as f32).to_le_bytes().repeat(COUNT) == sums;
+            self.expect("a collective beside messages", right);
         }
         Ok(())
     }

@@ -205,6 +205,7 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         self.ready()?;
+        self.expects(stream)?;
         let P2p { places, processors, leaves_room } = self.p2p;
         if !leaves_room {
             leave_room(self.ordinal()?);
@@ -226,6 +227,8 @@ impl CudaEngine {
         // the next one on another stream waits for this one alone, not for what comes behind it here.
         let end = Channel { sends: way == Way::Send, peer, number: CHANNELS };
         self.turn_channel_to(end, stream)?;
+        // A collective on another stream comes behind the last one here, and not behind this message.
+        self.before_a_wait(stream)?;
         // SAFETY: as the caller promised; nothing else is pointed to but control blocks.
         unsafe {
             self.launch_apart(kernel, (lanes as u32, THREADS), &self.comm, &params, None, stream)
