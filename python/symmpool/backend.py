@@ -216,9 +216,12 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         them has begun to use before."""
         seat = seats.search(None, self, number)
         assert seat is not None
-        with self._p2p.deciding() as begun:
-            told = groups.agree(self, "backend/messages", begun or None, self._seconds, first)
-            self._p2p.decide(list(told.values()), seat.comm, number, seats.explainer(seat))
+
+        def ask(here: str) -> list[str]:
+            told = groups.agree(self, "backend/messages", here or None, self._seconds, first)
+            return list(told.values())
+
+        self._p2p.decide(ask, seat.comm, number, seats.explainer(seat))
 
     def _other(self, operation: str, tensor: torch.Tensor | None) -> str:
         self._refuse_at_end()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ __all__ = ["PointToPoint"]
 Channel = tuple[int, int]
 
 
+@opaque
 class PointToPoint:
     """The messages of one group. `fallback` begins one where ours does not: it takes the channel and the
     tensor, and gives torch's Work, or raises where nothing carries messages."""
@@ -82,17 +83,13 @@ class PointToPoint:
             (place, finish), call = placing.place(tensor), comm.recv
         return TorchWork(side.submit(comm, call, (place, peer), [tensor], finish)), True
 
-    @contextlib.contextmanager
-    def deciding(self) -> Iterator[str]:
-        """While the ranks agree on what carries their messages no other is begun here. Gives what this
-        rank has to tell: the channels that are NCCL's, "0>1 2>0"."""
+    def decide(self, ask: Callable[[str], list[str]], comm: Any, device: int, explain: Any) -> None:
+        """A communicator carries messages from now on, but on channels that are NCCL's at any rank: `ask`
+        tells the others which are so here ("0>1 2>0"), and gives what all told. Meanwhile no message is
+        begun here."""
         with self._lock:
-            yield " ".join(f"{source}>{target}" for source, target in sorted(self._elsewhere))
-
-    def decide(self, told: list[str], comm: Any, device: int, explain: Any) -> None:
-        """What all ranks told, and the communicator that carries all other messages from now on."""
-        with self._lock:
-            for channel in " ".join(told).split():
+            here = " ".join(f"{source}>{target}" for source, target in sorted(self._elsewhere))
+            for channel in " ".join(ask(here)).split():
                 source, _, target = channel.partition(">")
                 self._elsewhere.add((int(source), int(target)))
             if self._comm is None:
@@ -112,6 +109,7 @@ class PointToPoint:
                     comm.synchronize(side.handle)
 
 
+@opaque
 class _ToSelf:
     """Messages of a rank to itself: a send meets a receive in the order in which they were begun."""
 

@@ -161,9 +161,9 @@ def interrupted_call(group, op):
     return True
 
 
-@pytest.mark.parametrize("op", ["sum", "nonsense"])
-def test_ctrl_c_ends_a_call_whose_commit_waits_for_a_rank(op):
-    assert values(2, interrupted_call, op) == [True, True]
+def test_ctrl_c_ends_a_call_whose_commit_waits_for_a_rank():
+    # One with an operation that there is not is refused at once, and waits for nobody.
+    assert values(2, interrupted_call, "sum") == [True, True]
 
 
 def runs_out(group, folder):

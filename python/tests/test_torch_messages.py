@@ -376,10 +376,15 @@ def test_messages_go_by_the_communicator_once_all_ranks_have_one(monkeypatch):
     monkeypatch.setattr(p2p.work, "Side", Side)
     messages = p2p.PointToPoint(0, 3, lambda channel, tensor: elsewhere.append(channel))
     messages.begin(x, 1, True)
-    with messages.deciding() as told:
+    told = []
+
+    def ask(here):
+        told.append(here)
         # Rank 2 has begun to receive from rank 0 by NCCL, and rank 1 knows of nothing.
-        assert told == "0>1"
-        messages.decide(["0>1", "0>2 1>2"], comm, 0, None)
+        return [here, "0>2 1>2"]
+
+    messages.decide(ask, comm, 0, None)
+    assert told == ["0>1"]
     for peer in (1, 2):
         messages.begin(x, peer, True)
         messages.begin(x, peer, False)
@@ -408,7 +413,6 @@ def test_a_channel_that_nothing_carries_is_ours_later(monkeypatch):
     messages, comm, x = p2p.PointToPoint(0, 2, refuse), Comm(), on_device(3)
     with pytest.raises(UnsupportedError):
         messages.begin(x, 1, True)
-    with messages.deciding() as told:
-        messages.decide([told], comm, 0, None)
+    messages.decide(lambda here: [here], comm, 0, None)
     messages.begin(x, 1, True)
     assert comm.carried == [("send", 1)]

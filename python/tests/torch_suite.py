@@ -81,6 +81,7 @@ def run_one(kind, name, folder, options):
     from torch.testing._internal import common_utils
 
     suite = module()
+    environment = dict(os.environ)
     os.environ["TEMP_DIR"] = str(folder)
     test = kind(name)
     test.rank = options.rank
@@ -112,6 +113,10 @@ def run_one(kind, name, folder, options):
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        # What a test has set would change what others find.
+        os.environ.clear()
+        os.environ.update(environment)
+        dist.set_debug_level_from_env()
     return "ok", ""
 
 
