@@ -64,6 +64,8 @@ logger = logging.getLogger("symmpool.backend")
 
 NAME = "symmpool"
 
+# How much Work of one number a group keeps: more than a forward pass makes.
+_SMALL_KEPT = 256
 # How far apart ranks may be that began to wait at one time, in seconds, when they have waited.
 _LATENESS = 2.0
 
@@ -115,6 +117,10 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         self._beside = Beside(self, store, timeout, options)
         self._names, self._rest = self._beside.names, self._beside.rest
         self._p2p = PointToPoint(rank, size, self._beside.begin)
+        # Work is Python's, and C++ that keeps some keeps nothing of that: once Python has let go of it, it is
+        # waited for without end. DDP's `join` keeps that of one number from forward to backward; so the last
+        # of such are kept here.
+        self._small: collections.deque[Any] = collections.deque(maxlen=_SMALL_KEPT)
         # What was begun between `_start_coalescing` and `_end_coalescing`.
         self._batch: list[Any] | None = None
 
@@ -160,6 +166,7 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
     def _end(self, wait: bool) -> None:
         self._ended = True
         self._served.clear()
+        self._small.clear()
         self._p2p.end(wait)
         seats.end(self, wait)
 
@@ -248,7 +255,10 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
         seat = seats.find(arguments[0], self)
         function = getattr(seat.comm, call)
         if getattr(opts, "asyncOp", True):
-            return self._begun(TorchWork(seat.begin(function, arguments, results, finish)))
+            work = TorchWork(seat.begin(function, arguments, results, finish))
+            if results[0].numel() == 1:
+                self._small.append(work)
+            return self._begun(work)
         seats.run(seat, function, arguments, results, False)
         if finish is not None:
             finish()
