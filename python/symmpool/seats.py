@@ -380,9 +380,9 @@ def search(tensor: Any, group: Any, device: int, call: refusal.Call | None = Non
         if call is not None:
             make = functools.partial(_make_default_in_turn, key, device)
             refusal.check_first(key, device, (members.rank, members.world), call, make)
-        with _turn(key, device):
-            found = _found(key, device) or _make_default(key, device)
-    seat = found[1]
+        seat = _make_default_in_turn(key, device)
+    else:
+        seat = found[1]
     seat.registered = groups.registered(key)
     with _lock:
         if len(_pools_on(key, device)) < 2:
