@@ -41,14 +41,13 @@ test-rust: $(VENV)/ready
 	cargo test --workspace --all-features --all-targets --exclude symmpool-tests
 	cargo test --workspace --all-features --doc
 	cargo test -p symmpool-tests
-	cargo test -p symmpool-allocator --all-features --lib driver::cuda -- --nocapture
 	cargo test -p symmpool-collectives --all-features --lib jit::tests -- --nocapture
 	cargo test -p symmpool-collectives --test devices -- --nocapture
 
 # The CUDA driver's calls and every kernel, with no device: see tests/emulator.
 ifneq ($(shell command -v c++),)
 test-emulated: $(EMULATOR)/libnvrtc.so.13
-	$(EMULATED) cargo test -p symmpool-allocator --all-features --lib driver::cuda
+	$(EMULATED) cargo test -p symmpool-allocator --all-features --lib driver::cuda -- --nocapture
 	$(EMULATED) cargo run -q -p symmpool-allocator --all-features --example cuda_check -- --ranks 3
 	$(EMULATED) cargo test -p symmpool-collectives --all-features --lib cuda::
 	cargo build -q -p symmpool-collectives --all-features --example cuda_collectives
