@@ -1,6 +1,6 @@
 //! The flat heap: one reservation of `world x stride` bytes, slot `r` holding rank `r`'s memory.
 
-mod row;
+mod peer_view;
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -75,7 +75,7 @@ pub(crate) struct Heap {
     layout: HeapLayout,
     reservation: Option<Reservation>,
     mapped: Mutex<Mapped>,
-    rows: Mutex<Vec<row::Row>>,
+    rows: Mutex<Vec<peer_view::Row>>,
     maker: Maker,
 }
 

@@ -5,7 +5,7 @@
 //! that differs. Inside the ring every prefix is known; before it only checkpoints are, so an old
 //! divergence is bracketed between two of them.
 
-use super::event::Packed;
+use super::lane_event::Packed;
 use super::{Event, EventKind, Site};
 
 /// Rolling hash over a lane's events. Equal digests at equal counters mean equal sequences.

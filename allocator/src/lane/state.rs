@@ -2,7 +2,8 @@
 
 use std::sync::OnceLock;
 
-use super::aside::Aside;
+use super::commit_trigger::Turnover;
+use super::deferred::Aside;
 use super::free::FreeList;
 use super::history::{Checkpoints, Digest, History};
 use super::index::Index;
@@ -10,7 +11,6 @@ use super::segments::{Growth, Segments};
 use super::stats::{Counts, LaneStats};
 use super::streams::{Streams, bit};
 use super::table::{Block, BlockState, BlockView, Table};
-use super::turnover::Turnover;
 use super::{Event, EventKind, LaneConfig, LaneKind, Segment, Site, UNIT, WindowPolicy};
 use crate::amount::Amount;
 use crate::driver::{Event as StreamEvent, Stream};

@@ -6,8 +6,8 @@ use std::fmt::Write as _;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
-use super::due::Due;
-use super::handles::Handles;
+use super::commit_due::Due;
+use super::early_handles::Handles;
 use super::lane::SharedLane;
 use super::{CONTROL_LANE, Committer, Inner, Pool};
 use crate::driver::Driver;

@@ -5,8 +5,8 @@ use crate::lane::{BlockKey, LaneState, here};
 use crate::{Error, Result};
 
 use super::Lane;
+use super::free_queue::Late;
 use super::lane_memory::LaneInner;
-use super::late::Late;
 
 const NOT_A_BLOCK: &str = "no live block begins there (freed before?)";
 const HELD: &str =

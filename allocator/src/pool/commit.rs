@@ -16,7 +16,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::held::{Held, Turn, all_sound};
+use super::commit_guard::{Held, Turn, all_sound};
 use super::lane_memory::LaneInner;
 use super::share::{Fresh, GRACE, fresh_segments};
 use super::{Committer, Pool, half_way, untold};

@@ -7,10 +7,10 @@ use std::sync::{Arc, LockResult, Mutex, MutexGuard, PoisonError, TryLockError};
 use bytemuck::Pod;
 
 use super::Block;
-use super::due::Due;
-use super::handles::Handles;
+use super::commit_due::Due;
+use super::early_handles::Handles;
+use super::free_queue::{Late, LateFrees};
 use super::lane_memory::{LaneInner, LaneMemory};
-use super::late::{Late, LateFrees};
 use crate::driver::Stream;
 use crate::fork::Maker;
 use crate::heap::Heap;

@@ -5,8 +5,8 @@ use std::mem;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use super::due::Due;
-use super::handles::{Ahead, Handles};
+use super::commit_due::Due;
+use super::early_handles::{Ahead, Handles};
 use crate::driver::{Event, Physical, Stream};
 use crate::heap::Heap;
 use crate::lane::{Backing, Growth, LaneState, Segment};

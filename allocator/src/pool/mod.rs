@@ -5,15 +5,15 @@
 //! | `builder` | configuration, and the rendezvous that makes a pool |
 //! | `lane` | a lane's lock and its physical memory |
 //! | `by_address` | the same for callers that keep addresses |
-//! | `late` | frees that find the lane locked |
+//! | `free_queue` | frees that find the lane locked |
 //! | `block` | a range in its owner's hands |
 //! | `access` | copies between blocks and ordinary memory |
 //! | `commit` | the collective step that makes windows |
-//! | `handles` | descriptors of segments, where making and closing them takes long |
-//! | `held` | what a commit holds while it runs |
-//! | `due` | whether a commit is due |
+//! | `early_handles` | descriptors of segments, where making and closing them takes long |
+//! | `commit_guard` | what a commit holds while it runs |
+//! | `commit_due` | whether a commit is due |
 //! | `share` | making windows of new segments, on all ranks or none |
-//! | `nccl` | windows that are NCCL's too |
+//! | `nccl_windows` | windows that are NCCL's too |
 //! | `resync` | agreeing on a state again after a divergence |
 
 mod access;
@@ -21,13 +21,13 @@ mod block;
 mod builder;
 mod by_address;
 mod commit;
-mod due;
-mod handles;
-mod held;
+mod commit_due;
+mod commit_guard;
+mod early_handles;
+mod free_queue;
 mod lane;
 mod lane_memory;
-mod late;
-mod nccl;
+mod nccl_windows;
 mod resync;
 mod share;
 
@@ -53,8 +53,8 @@ use crate::sync::lock;
 use crate::topology::Topology;
 use crate::window::{Window, Windows};
 use crate::{Error, Group, Result};
-use due::Due;
-use handles::Handles;
+use commit_due::Due;
+use early_handles::Handles;
 use lane::SharedLane;
 
 /// The lane that communicators take their control memory from.
@@ -97,7 +97,7 @@ struct Committer {
     /// them at the next.
     unfinished: Option<String>,
     /// Communicators of NCCL that get every window.
-    nccl: Vec<nccl::Attached>,
+    nccl: Vec<nccl_windows::Attached>,
 }
 
 impl Committer {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::held::{Held, all_sound};
+use super::commit_guard::{Held, all_sound};
 use super::lane_memory::LaneInner;
 use super::{Committer, Pool, half_way, untold};
 use crate::lane::{Agreed, Survivor};

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::held::Held;
+use super::commit_guard::Held;
 use super::{Committer, Pool};
 use crate::driver::{Exported, Physical, Step, Transport};
 use crate::error::list;

@@ -7,7 +7,7 @@
 //! | [`script`] | random sequences of calls |
 //! | [`against`] | lane and model side by side, every rule after every call |
 //! | [`ranks`] | the same calls on many ranks; one rank that strays |
-//! | [`resync`] | ranks that came apart, and are made alike again |
+//! | [`rollback`] | ranks that came apart, and are made alike again |
 //! | [`growth`] | how many segments are made, and of what sizes |
 //! | [`moving`] | when free segments move, which, and where grown memory may lie |
 //! | [`limits`] | bad arguments, stale names, failures, and bugs that were |
@@ -20,6 +20,6 @@ mod log;
 mod moving;
 mod naive;
 mod ranks;
-mod resync;
+mod rollback;
 mod script;
 mod traces;

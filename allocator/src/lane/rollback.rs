@@ -5,10 +5,10 @@ use std::sync::OnceLock;
 
 use serde::{Deserialize, Serialize};
 
+use super::commit_trigger::Turnover;
 use super::free::{Free, FreeList, Near};
 use super::state::{Backing, LaneState};
 use super::table::{Block, BlockState, NIL};
-use super::turnover::Turnover;
 use super::{EventKind, Segment, UNIT, WindowPolicy};
 use crate::{Error, Result};
 

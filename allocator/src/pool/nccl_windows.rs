@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::held::Held;
+use super::commit_guard::Held;
 use super::{Committer, Pool};
 use crate::driver::MemoryDriver;
 use crate::lane::WindowPolicy;
