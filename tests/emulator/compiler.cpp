@@ -8,6 +8,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <filesystem>
 #include <fstream>
 #include <regex>
 #include <sstream>
@@ -67,11 +68,10 @@ int compile(Program& program, const std::vector<std::string>& options) {
         return COMPILATION;
     }
     const std::string at = folder + "/";
-    std::vector<std::string> made = {"kernel.cpp", "kernel.so", "log"};
     for (const auto& [name, text] : program.headers) {
+        std::filesystem::create_directories(std::filesystem::path(at + name).parent_path());
         // Instructions of the device.
-        write(at + name, name == "ptx.cuh" ? text_of(EMULATOR_FOLDER "/ptx.cuh") : text);
-        made.push_back(name);
+        write(at + name, name == "symmpool/ptx.cuh" ? text_of(EMULATOR_FOLDER "/ptx.cuh") : text);
     }
     std::string source = "#include \"" EMULATOR_FOLDER "/device.h\"\n#line 1 \"" + program.name + "\"\n";
     source += program.source + "\n";
@@ -82,7 +82,7 @@ int compile(Program& program, const std::vector<std::string>& options) {
     }
     write(at + "kernel.cpp", source);
     std::vector<std::string> command = {"c++", "-std=c++20", "-O1", "-fPIC", "-shared", "-w",
-                                        "-ffp-contract=off", "-fno-strict-aliasing", "-D__CUDA_ARCH__=800"};
+                                        "-ffp-contract=off", "-fno-strict-aliasing", "-D__CUDA_ARCH__=800", "-I", folder};
     for (const std::string& option : options) {
         if (option.rfind("-D", 0) == 0 || option.rfind("--define-macro=", 0) == 0) {
             command.push_back(option[1] == 'D' ? option : "-D" + option.substr(15));
@@ -97,10 +97,7 @@ int compile(Program& program, const std::vector<std::string>& options) {
     std::string code = status == 0 ? text_of(at + "kernel.so") : "";
     const unsigned long long bytes = code.size();
     program.code = std::string(reinterpret_cast<const char*>(&bytes), sizeof bytes) + code;
-    for (const std::string& name : made) {
-        unlink((at + name).c_str());
-    }
-    rmdir(folder.c_str());
+    std::filesystem::remove_all(folder);
     return status == 0 && !code.empty() ? OK : COMPILATION;
 }
 

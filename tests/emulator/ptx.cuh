@@ -1,4 +1,4 @@
-//! In place of `collectives/kernels/ptx.cuh`: its functions as a CPU has them, for a device of compute
+//! In place of `collectives/kernels/symmpool/ptx.cuh`: its functions as a CPU has them, for a device of compute
 //! capability 8.0. A thread that looks at memory that others write lets these go on before.
 
 #pragma once

@@ -356,7 +356,7 @@ impl<'a> Exchange<'a> {
 }
 
 /// Data that holds here and there what inboxes hold before anything has come, and what travels instead:
-/// `FRESH` and `INSTEAD` in `bare.cuh`. From all addresses on, as parts begin anywhere.
+/// `FRESH` and `INSTEAD` in `protocol/lamport_escaped.cuh`. From all addresses on, as parts begin anywhere.
 fn with_fresh_words(seed: u64, mut data: Vec<u8>) -> Vec<u8> {
     const WORDS: [u32; 2] = [0xc35a_96e8, 0xc35a_96e9];
     let mut at = 0;

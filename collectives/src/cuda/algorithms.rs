@@ -12,7 +12,7 @@ use super::shape::{Algorithm, Shape, has_sentinels};
 use super::specialty::Specialty;
 use crate::allreduce::Asked;
 use crate::host::call::{Call, Operation};
-use crate::jit::sources::PUSH;
+use crate::jit::sources::TWO_SHOT_PUSH;
 use crate::{DType, Place, ReduceOp};
 
 /// Bits of `SHOTS` in the kernels.
@@ -66,7 +66,7 @@ impl Work {
             .map(move |from| self.stretch(from, each.min(self.bytes - from)))
     }
 
-    /// Where a rank's share of the whole begins, and its length, as `Parts` in `parts.cuh` has them.
+    /// Where a rank's share of the whole begins, and its length, as `Parts` in `symmpool/partition.cuh` has them.
     pub(super) fn share(&self, rank: u32, world: u32) -> (u64, u64) {
         let share = self.bytes.div_ceil(16).div_ceil(u64::from(world)) * 16;
         let from = (u64::from(rank) * share).min(self.bytes);
@@ -312,7 +312,7 @@ impl CudaEngine {
     /// As [`CudaEngine::all_reduce`].
     unsafe fn push(&mut self, work: &Work, shots: u8) -> Result<()> {
         let ranks = u64::from(self.world());
-        let base = Specialty::reduces(&PUSH, (work.dtype, work.op));
+        let base = Specialty::reduces(&TWO_SHOT_PUSH, (work.dtype, work.op));
         let loaded = self.kernel(Specialty { shots, ..base })?;
         // Of what a team's range is of: a share, or a part.
         let shares = if shots == SCATTER | GATHER { ranks } else { 1 };

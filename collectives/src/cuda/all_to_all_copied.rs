@@ -20,7 +20,7 @@ use super::params::CallParams;
 use super::slices::Slices;
 use super::specialty::Specialty;
 use crate::host::call::{Call, Operation};
-use crate::jit::sources::BESIDE_COPIES;
+use crate::jit::sources::COPY_COMPANION;
 use crate::{AllToAllAlgorithm, DType, Place};
 
 /// From so many bytes on that leave a rank, and of each part, it takes less time than kernels' stores.
@@ -94,7 +94,7 @@ impl CudaEngine {
         let Copied { from, to, part, apart } = copied;
         let whole = part * u64::from(self.world());
         let head = self.head_of(part);
-        let kernel = self.kernel(Specialty::new(&BESIDE_COPIES, THREADS))?.after_copies();
+        let kernel = self.kernel(Specialty::new(&COPY_COMPANION, THREADS))?.after_copies();
         let row = if self.world() > 2 { self.peers_in_a_row(to, whole) } else { None };
         let (in_a_row, asked) = (row.is_some(), self.all_to_all.name());
         tracing::debug!(part, head, in_a_row, algorithm = "copy", asked, %call);

@@ -21,7 +21,7 @@ use super::engine::CudaEngine;
 use super::kernels::Loaded;
 use super::params::CallParams;
 use super::specialty::Specialty;
-use crate::jit::sources::REDUCE_COPIED;
+use crate::jit::sources::TWO_SHOT_COPY;
 
 /// Bytes of every share, as far as it is that long.
 type Stretch = Range<u64>;
@@ -56,7 +56,7 @@ impl CudaEngine {
         let Some((&last, before)) = others.split_last() else {
             return self.enter_only(work.call, work.stream);
         };
-        let reduction = Specialty::reduces(&REDUCE_COPIED, (work.dtype, work.op));
+        let reduction = Specialty::reduces(&TWO_SHOT_COPY, (work.dtype, work.op));
         let reduce = self.kernel(reduction)?.after_copies();
         let share = work.share(0, self.world()).1;
         let (kernels, copies) = (work.stream, self.aside);

@@ -54,9 +54,9 @@ pub(crate) struct Ready(Arc<Modules>);
 /// Tells whether a rank's process still runs.
 pub(crate) type Alive = Box<dyn Fn(u32) -> bool + Send>;
 
-/// What fresh sentinel inboxes hold: `SENTINEL` in `inbox.cuh`.
+/// What fresh sentinel inboxes hold: `SENTINEL` in `protocol/inbox.cuh`.
 const SENTINEL: u32 = 0xffff_ffff;
-/// What those for bare vectors hold: `FRESH` in `bare.cuh`.
+/// What those for bare vectors hold: `FRESH` in `protocol/lamport_escaped.cuh`.
 const FRESH: u32 = 0xc35a_96e8;
 
 /// One rank's side of a communicator on a device.

@@ -15,7 +15,7 @@ use crate::p2p::{Length, lengths_differ};
 use crate::row_exchange::BadRow;
 use crate::signal::channel::CHANNELS;
 
-/// `Fault` in `comm.cuh`.
+/// `Fault` in `symmpool/comm.cuh`.
 #[repr(C)]
 pub(super) struct Record {
     complete: u32,
@@ -40,7 +40,7 @@ struct Bad {
     destination: i32,
 }
 
-/// `Notice` in `comm.cuh`: what a call wants the host to know that goes on all the same.
+/// `Notice` in `symmpool/comm.cuh`: what a call wants the host to know that goes on all the same.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Notice {
@@ -93,13 +93,13 @@ const TIMEOUT: u32 = 1;
 const MISMATCH: u32 = 2;
 const COUNTS: u32 = 3;
 const GAVE_UP: u32 = 4;
-/// Of a message, whose two ends differ: `LENGTHS` in `p2p.cu`.
+/// Of a message, whose two ends differ: `LENGTHS` in `p2p/p2p.cu`.
 const LENGTHS: u32 = 5;
-/// Between the kernels of one call: `BESIDE` in `comm.cuh`.
+/// Between the kernels of one call: `BESIDE` in `symmpool/comm.cuh`.
 const BESIDE: u32 = 4;
-/// Phases from here on are waits on channels: `CHANNEL` in `comm.cuh`.
+/// Phases from here on are waits on channels: `CHANNEL` in `symmpool/comm.cuh`.
 const CHANNEL: u32 = 16;
-/// Behind those, the phases of messages: a sender's wait for room, and a receiver's for data. `p2p.cu` has both.
+/// Behind those, the phases of messages: a sender's wait for room, and a receiver's for data. `p2p/p2p.cu` has both.
 const SENDING: u32 = CHANNEL + CHANNELS;
 const RECEIVING: u32 = SENDING + 1;
 
@@ -138,7 +138,7 @@ impl Record {
                 vec![rank],
             ),
             GAVE_UP => {
-                // The second half of a packet: `withdraw` in `comm.cuh`.
+                // The second half of a packet: `withdraw` in `symmpool/comm.cuh`.
                 let missing = (theirs[0] >> 32) as u32;
                 let what = format!(
                     "rank {missing} in collective {epoch} on the device, as rank {peer} told rank \

@@ -147,7 +147,7 @@ impl Kernels {
     ///
     /// # Safety
     ///
-    /// As [`Kernels::launch`]; the kernel is one of `row_exchange.cu`.
+    /// As [`Kernels::launch`]; the kernel is one of `row_exchange/row_exchange.cu`.
     pub(super) unsafe fn launch_rows(
         &self,
         kernel: Loaded,
@@ -174,7 +174,7 @@ impl Kernels {
         arguments: &mut [*mut c_void],
     ) -> Result<()> {
         // Its blocks may take their places before the stream's kernel before it has ended; they
-        // wait for that end themselves (`begin` in comm.cuh).
+        // wait for that end themselves (`begin` in `symmpool/ptx.cuh`).
         let mut overlap = sys::CUlaunchAttribute {
             id:
                 sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,

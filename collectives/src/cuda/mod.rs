@@ -17,7 +17,7 @@
 //! | `select` | which algorithm serves a call |
 //! | `shape` | what an all-reduce looks like, and which algorithms can serve it |
 //! | `table`, `rows` | what was measured on known devices |
-//! | `params` | what kernels are given, laid out as in `comm.cuh`; where things lie in the control block |
+//! | `params` | what kernels are given, laid out as in `symmpool/comm.cuh`; where things lie in the control block |
 //! | `specialty` | what kernels are compiled for, and which are ready before a communicator's first call |
 //! | `modules` | compiled kernels, loaded once for all communicators of the process on a device |
 //! | `kernels` | the kernels of one communicator, and their launch |

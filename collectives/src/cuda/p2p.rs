@@ -1,6 +1,6 @@
 //! Messages between two ranks: `send` and `recv` as kernels on a stream.
 //!
-//! Data goes through slots in the receiver's control block, as `p2p.cu` says. The kernels are loaded
+//! Data goes through slots in the receiver's control block, as `p2p/p2p.cu` says. The kernels are loaded
 //! when the communicator is made, as nothing may have to be waited for when a message is sent: whoever
 //! loads code may have to wait for kernels that wait for this very message.
 
@@ -18,7 +18,7 @@ use crate::jit::sources::P2P;
 use crate::p2p::Length;
 use crate::signal::channel::CHANNELS;
 
-/// Packets of a lane that are on their way at most: `SLOTS` in `p2p.cu`.
+/// Packets of a lane that are on their way at most: `SLOTS` in `p2p/p2p.cu`.
 const SLOTS: u64 = 8;
 /// Lanes of a message at most, and those of all peers: `MOST_LANES` and `SHARED_LANES` there. Kernels of
 /// both ways then hold 48 blocks, about a third of a large device.

@@ -1,4 +1,4 @@
-//! What kernels are given, laid out as in `comm.cuh`, and where things lie in the control block.
+//! What kernels are given, laid out as in `symmpool/comm.cuh`, and where things lie in the control block.
 
 use symmpool_allocator::{Error, HeapLayout, Result};
 
@@ -19,15 +19,15 @@ pub(super) const LINE_PAYLOAD: u64 = 120;
 /// Room of one parity for bare vectors, whose marks take a sixteenth of it: for what all peers send at
 /// most before it pays to send straight, and twice that for traffic that is uneven.
 const BARE: u64 = 32 << 20;
-/// Bytes that a warp handles at once there: `ITEM` vectors in `bare.cuh`.
+/// Bytes that a warp handles at once there: `ITEM` vectors in `protocol/lamport_escaped.cuh`.
 pub(super) const ITEM: u64 = 512;
-/// `Local` in `comm.cuh`, on cache lines of its own.
+/// `Local` in `symmpool/comm.cuh`, on cache lines of its own.
 const LOCAL: u64 = 256;
 
-/// Counts that a channel has: `received`, `sent`, `taken` and `arrived` in `one_sided.cu`.
+/// Counts that a channel has: `received`, `sent`, `taken` and `arrived` in `one_sided/one_sided.cu`.
 const CHANNEL_COUNTS: u64 = 4;
 
-/// `Comm` in `comm.cuh`.
+/// `Comm` in `symmpool/comm.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Comm {
@@ -42,7 +42,7 @@ pub(super) struct Comm {
     pub(super) early: u32,
 }
 
-/// `Call` in `comm.cuh`.
+/// `Call` in `symmpool/comm.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CallParams {
@@ -62,10 +62,10 @@ impl CallParams {
     }
 }
 
-/// A place that is none, and a count that nobody knows: `UNKNOWN` in `rows.cuh`.
+/// A place that is none, and a count that nobody knows: `UNKNOWN` in `all_to_all/traffic.cuh`.
 pub(super) const UNKNOWN: u64 = u64::MAX;
 
-/// What an all-to-all exchanges: `Traffic` in `rows.cuh`.
+/// What an all-to-all exchanges: `Traffic` in `all_to_all/traffic.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Traffic {
@@ -101,7 +101,7 @@ pub(super) struct Channel {
     pub(super) number: u32,
 }
 
-/// Where things lie in the control block: offsets and lengths in the order of `Comm` in `comm.cuh`.
+/// Where things lie in the control block: offsets and lengths in the order of `Comm` in `symmpool/comm.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Control {
@@ -150,7 +150,7 @@ impl Control {
         // The details of a call, and behind them rows of a traffic matrix, as packets.
         let row = 16 * (2 * ranks + 3);
         let entry = place(2 * 64 * ranks + 2 * row * ranks);
-        // And behind them counts of meetings, of every rank and two more: `reduce_copied.cu`.
+        // And behind them counts of meetings, of every rank and two more: `all_reduce/two_shot_copy.cu`.
         let channels = place(8 * (CHANNEL_COUNTS * ranks * u64::from(CHANNELS) + ranks + 2));
         // `KINDS` flags of eight bytes a team and rank, two parities.
         let flags_bytes = 2 * 4 * 8 * ranks * u64::from(MOST_TEAMS);
@@ -199,7 +199,7 @@ impl Control {
     }
 
     /// Bytes that a sender may leave in a rank's scratch, whole cache lines: `scratch_vectors` in
-    /// `comm.cuh`.
+    /// `symmpool/comm.cuh`.
     pub(super) fn scratch_room(&self, world: u32) -> u64 {
         self.scratch_bytes / u64::from(world.max(2) - 1) / 128 * 128
     }
@@ -240,7 +240,7 @@ impl Control {
         self.lines_bytes / 2 / 128
     }
 
-    /// Bytes of bare vectors that a pair of ranks has room for: `Slot::length` in `bare.cuh`.
+    /// Bytes of bare vectors that a pair of ranks has room for: `Slot::length` in `protocol/lamport_escaped.cuh`.
     pub(super) fn bare_slot(&self, world: u32) -> u64 {
         self.bare_bytes / 2 / u64::from(world.max(2) - 1) / ITEM * ITEM
     }
@@ -268,7 +268,7 @@ mod tests {
         let row = crate::jit::sources::ALL_TO_ALL.variants[0];
         let traffic = row.iter().find(|(axis, _)| *axis == "TRAFFIC_BYTES").expect("the axis");
         assert_eq!(traffic.1[0].parse(), Ok(size_of::<Traffic>()));
-        // All before it are words, in the order of `comm.cuh`.
+        // All before it are words, in the order of `symmpool/comm.cuh`.
         assert_eq!(std::mem::offset_of!(Comm, places.channels), 17 * 8);
         assert_eq!(std::mem::offset_of!(Comm, timeout), 18 * 8);
     }
@@ -303,7 +303,7 @@ mod tests {
             }
             // What is below the bare vectors begins as zeros (`CudaEngine::prepare`).
             assert!(control.channels < control.bare && control.bare < control.sentinel);
-            // As long as that of `bare.cuh`, which divides all there is.
+            // As long as that of `protocol/lamport_escaped.cuh`, which divides all there is.
             let (slot, peers) = (control.bare_slot(world), u64::from(world.max(2) - 1));
             assert!(slot.is_multiple_of(ITEM) && slot * peers <= BARE);
             assert!((slot + ITEM) * peers > BARE);

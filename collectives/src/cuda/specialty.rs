@@ -9,8 +9,8 @@ use super::table::Rows;
 use crate::allreduce::Asked;
 use crate::jit::Kernel;
 use crate::jit::sources::{
-    ALL_TO_ALL, BARRIER, BESIDE_COPIES, ONE_SHOT, ONE_SHOT_LINE, ONE_SIDED, PULL, PUSH,
-    REDUCE_COPIED, TWO_SHOT,
+    ALL_TO_ALL, BARRIER, COPY_COMPANION, ONE_SHOT, ONE_SHOT_LL128, ONE_SIDED, PULL, TWO_SHOT,
+    TWO_SHOT_COPY, TWO_SHOT_PUSH,
 };
 use crate::{DType, ReduceOp};
 
@@ -116,11 +116,11 @@ impl Specialty {
         match algorithm {
             Algorithm::OneShotPacket => one(&ONE_SHOT),
             Algorithm::OneShotSentinel => Self { sentinels: true, ..one(&ONE_SHOT) },
-            Algorithm::OneShotLine => one(&ONE_SHOT_LINE),
+            Algorithm::OneShotLine => one(&ONE_SHOT_LL128),
             Algorithm::OneShotPull => Self { shots: SCATTER, ..one(&PULL) },
             Algorithm::TwoShotPull => Self { shots: BOTH, ..one(&PULL) },
-            Algorithm::TwoShotPush => Self { shots: BOTH, ..one(&PUSH) },
-            Algorithm::TwoShotCopy => one(&REDUCE_COPIED),
+            Algorithm::TwoShotPush => Self { shots: BOTH, ..one(&TWO_SHOT_PUSH) },
+            Algorithm::TwoShotCopy => one(&TWO_SHOT_COPY),
             Algorithm::TwoShotPacket => Self::two_shot(world, reduction, BOTH, false, bytes),
             Algorithm::TwoShotSentinel => Self::two_shot(world, reduction, BOTH, true, bytes),
         }
@@ -134,7 +134,7 @@ impl Specialty {
         let sided = [COPIES, COPIES | SIGNALS, SIGNALS, WAITS];
         all.extend(sided.map(Self::one_sided));
         if world > 1 {
-            all.push(Self::new(&BESIDE_COPIES, THREADS));
+            all.push(Self::new(&COPY_COMPANION, THREADS));
             all.extend(super::p2p::specialties());
             let bytes = (DType::U8, ReduceOp::Sum);
             all.extend(
@@ -167,7 +167,7 @@ impl Specialty {
                 all.push(Self::all_reduce(algorithm, world, reduction, bytes));
             }
         }
-        all.push(Self { shots: SCATTER, ..Self::reduces(&PUSH, reduction) });
+        all.push(Self { shots: SCATTER, ..Self::reduces(&TWO_SHOT_PUSH, reduction) });
         all.push(Self::two_shot(world, reduction, SCATTER, has_sentinels(dtype), 0));
         all
     }

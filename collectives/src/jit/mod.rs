@@ -218,7 +218,7 @@ impl Jit {
     ) -> Result<Vec<u8>> {
         self.compiled.fetch_add(1, Ordering::Relaxed);
         let program = Program {
-            name: &format!("{}.cu", variant.kernel.name),
+            name: variant.kernel.path,
             source: variant.kernel.source,
             headers: HEADERS,
             options,
@@ -281,7 +281,7 @@ fn options(variant: &Variant<'_>, target: &Target) -> Vec<String> {
 fn key((major, minor): (u32, u32), variant: &Variant<'_>, options: &[String]) -> Key {
     let version = format!("{major}.{minor}");
     let mut parts: Vec<&[u8]> = vec![FORMAT, version.as_bytes()];
-    parts.extend([variant.kernel.name.as_bytes(), variant.kernel.source.as_bytes()]);
+    parts.extend([variant.kernel.path.as_bytes(), variant.kernel.source.as_bytes()]);
     parts.extend(HEADERS.iter().flat_map(|(name, text)| [name.as_bytes(), text.as_bytes()]));
     parts.extend(options.iter().map(String::as_bytes));
     Key::of(parts)

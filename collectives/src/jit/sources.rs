@@ -5,6 +5,8 @@
 pub(crate) struct Kernel {
     /// The file's name without the ending.
     pub(crate) name: &'static str,
+    /// The file below `collectives/kernels`.
+    pub(crate) path: &'static str,
     /// The entry point.
     pub(crate) entry: &'static str,
     pub(crate) source: &'static str,
@@ -17,49 +19,49 @@ pub(crate) struct Kernel {
 /// A define and the values it takes.
 pub(crate) type Axis = (&'static str, &'static [&'static str]);
 
-macro_rules! file {
-    ($name:literal) => {
-        include_str!(concat!("../../kernels/", $name))
+macro_rules! headers {
+    ($($path:literal),+ $(,)?) => {
+        &[$(($path, include_str!(concat!("../../kernels/", $path)))),+]
     };
 }
 
-/// What kernels include, by the names they use.
-pub(crate) const HEADERS: &[(&str, &str)] = &[
-    ("bare.cuh", file!("bare.cuh")),
-    ("beside.cuh", file!("beside.cuh")),
-    ("bytes.cuh", file!("bytes.cuh")),
-    ("comm.cuh", file!("comm.cuh")),
-    ("data.cuh", file!("data.cuh")),
-    ("entry.cuh", file!("entry.cuh")),
-    ("exchange.cuh", file!("exchange.cuh")),
-    ("flags.cuh", file!("flags.cuh")),
-    ("inbox.cuh", file!("inbox.cuh")),
-    ("line.cuh", file!("line.cuh")),
-    ("lots.cuh", file!("lots.cuh")),
-    ("parts.cuh", file!("parts.cuh")),
-    ("pass.cuh", file!("pass.cuh")),
-    ("ptx.cuh", file!("ptx.cuh")),
-    ("ranks.cuh", file!("ranks.cuh")),
-    ("reduce.cuh", file!("reduce.cuh")),
-    ("rows.cuh", file!("rows.cuh")),
-    ("shares.cuh", file!("shares.cuh")),
-    ("stages.cuh", file!("stages.cuh")),
-    ("types.cuh", file!("types.cuh")),
-    ("vector.cuh", file!("vector.cuh")),
+/// What kernels include, by their paths below `collectives/kernels`, which are the names that kernels use.
+pub(crate) const HEADERS: &[(&str, &str)] = headers![
+    "all_reduce/reduce_share.cuh",
+    "all_to_all/exchange.cuh",
+    "all_to_all/inbox_pipeline.cuh",
+    "all_to_all/scratch_pipeline.cuh",
+    "all_to_all/traffic.cuh",
+    "all_to_all/work_assignment.cuh",
+    "protocol/inbox.cuh",
+    "protocol/lamport_escaped.cuh",
+    "protocol/ll128.cuh",
+    "symmpool/comm.cuh",
+    "symmpool/companion.cuh",
+    "symmpool/copy.cuh",
+    "symmpool/handshake.cuh",
+    "symmpool/partition.cuh",
+    "symmpool/peer_blocks.cuh",
+    "symmpool/ptx.cuh",
+    "symmpool/reduce.cuh",
+    "symmpool/reduce_ranks.cuh",
+    "symmpool/span.cuh",
+    "symmpool/types.cuh",
+    "symmpool/vector.cuh",
 ];
 
 /// Every kernel.
 pub(crate) const KERNELS: &[&Kernel] = &[
     &ALL_TO_ALL,
     &BARRIER,
-    &BESIDE_COPIES,
+    &COPY_COMPANION,
     &ONE_SHOT,
-    &ONE_SHOT_LINE,
+    &ONE_SHOT_LL128,
     &ONE_SIDED,
     &P2P,
     &PULL,
-    &PUSH,
-    &REDUCE_COPIED,
+    &TWO_SHOT_PUSH,
+    &TWO_SHOT_COPY,
     &REDUCE_LOCAL,
     &ROW_EXCHANGE,
     &TWO_SHOT,
@@ -95,11 +97,12 @@ const FAULT_BYTES: Axis = ("FAULT_BYTES", &["136"]);
 
 // Every row has the sizes too.
 macro_rules! collective {
-    ($name:literal, $([$($axis:expr),+ $(,)?]),+ $(,)?) => {
+    ($folder:literal / $name:literal, $([$($axis:expr),+ $(,)?]),+ $(,)?) => {
         Kernel {
             name: $name,
+            path: concat!($folder, "/", $name, ".cu"),
             entry: concat!("symmpool_", $name),
-            source: include_str!(concat!("../../kernels/", $name, ".cu")),
+            source: include_str!(concat!("../../kernels/", $folder, "/", $name, ".cu")),
             variants: &[$(&[$($axis,)+ COMM_BYTES, CALL_BYTES, FAULT_BYTES]),+],
         }
     };
@@ -107,14 +110,14 @@ macro_rules! collective {
 
 /// The entry of a call alone.
 pub(crate) const BARRIER: Kernel = collective!(
-    "barrier",
+    "barrier" / "barrier",
     [WORLD, ("THREADS", &["128"]), ("SHOTS", &["0", "1"])],
     [("WORLD", &["1", "3", "5", "6", "7"]), ("THREADS", &["128"]), ("SHOTS", &["0", "1"])],
 );
 
 /// All-to-all with any counts.
 pub(crate) const ALL_TO_ALL: Kernel = collective!(
-    "all_to_all",
+    "all_to_all" / "all_to_all",
     [
         ("WORLD", &["1", "2", "4"]),
         WIDE,
@@ -128,11 +131,12 @@ pub(crate) const ALL_TO_ALL: Kernel = collective!(
 );
 
 /// What processors do beside the copies of an all-to-all.
-pub(crate) const BESIDE_COPIES: Kernel = collective!("beside_copies", [WORLD, WIDE], [ODD, WIDE],);
+pub(crate) const COPY_COMPANION: Kernel =
+    collective!("all_to_all" / "copy_companion", [WORLD, WIDE], [ODD, WIDE],);
 
 /// Copies and signals between two ranks.
 pub(crate) const ONE_SIDED: Kernel = collective!(
-    "one_sided",
+    "one_sided" / "one_sided",
     [("WORLD", &["1", "2", "8"]), ("SHOTS", &["1", "3"]), WIDE],
     [("WORLD", &["1", "2", "8"]), ("SHOTS", &["2", "4"]), ("THREADS", &["32"])],
     [ODD, ("SHOTS", &["1"]), WIDE],
@@ -140,12 +144,15 @@ pub(crate) const ONE_SIDED: Kernel = collective!(
 );
 
 /// Messages between two ranks.
-pub(crate) const P2P: Kernel =
-    collective!("p2p", [WORLD, ("SHOTS", &["1", "2"]), WIDE], [ODD, ("SHOTS", &["1", "2"]), WIDE],);
+pub(crate) const P2P: Kernel = collective!(
+    "p2p" / "p2p",
+    [WORLD, ("SHOTS", &["1", "2"]), WIDE],
+    [ODD, ("SHOTS", &["1", "2"]), WIDE],
+);
 
 /// Rows into the order of an all-to-all, and back.
 pub(crate) const ROW_EXCHANGE: Kernel = collective!(
-    "row_exchange",
+    "row_exchange" / "row_exchange",
     [
         ("WORLD", &["1", "2", "4", "8"]),
         NARROW,
@@ -157,7 +164,7 @@ pub(crate) const ROW_EXCHANGE: Kernel = collective!(
 
 /// All-reduce through inboxes, in one shot.
 pub(crate) const ONE_SHOT: Kernel = collective!(
-    "one_shot",
+    "all_reduce" / "one_shot",
     [WORLD, SOME_DTYPES, SUM, WIDE],
     [WORLD, ("DTYPE", &["1", "4", "9"]), SUM, WIDE, ("SENTINELS", &["1"])],
     [ODD, F32, SUM, WIDE, ("SENTINELS", &["0", "1"])],
@@ -166,12 +173,15 @@ pub(crate) const ONE_SHOT: Kernel = collective!(
 );
 
 /// All-reduce through lines, in one shot.
-pub(crate) const ONE_SHOT_LINE: Kernel =
-    collective!("one_shot_line", [WORLD, SOME_DTYPES, SUM, WIDE], [ODD, F32, SUM, WIDE],);
+pub(crate) const ONE_SHOT_LL128: Kernel = collective!(
+    "all_reduce" / "one_shot_ll128",
+    [WORLD, SOME_DTYPES, SUM, WIDE],
+    [ODD, F32, SUM, WIDE],
+);
 
 /// All-reduce and its halves through inboxes, in two shots.
 pub(crate) const TWO_SHOT: Kernel = collective!(
-    "two_shot",
+    "all_reduce" / "two_shot",
     [UP_TO_4, WIDE, ONE, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"])],
     [UP_TO_4, WIDE, ONE, ("DTYPE", &["7"]), SUM, ("SHOTS", &["2", "4"])],
     [
@@ -208,19 +218,22 @@ pub(crate) const TWO_SHOT: Kernel = collective!(
 );
 
 /// All-reduce through scratch and straight into outputs, and reduce-scatter.
-pub(crate) const PUSH: Kernel = collective!(
-    "push",
+pub(crate) const TWO_SHOT_PUSH: Kernel = collective!(
+    "all_reduce" / "two_shot_push",
     [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"]), WIDE],
     [ODD, F32, SUM, ("SHOTS", &["3"]), WIDE],
 );
 
 /// What copy engines carry of an all-reduce, reduced.
-pub(crate) const REDUCE_COPIED: Kernel =
-    collective!("reduce_copied", [WORLD, SOME_DTYPES, SUM, WIDE], [ODD, F32, SUM, WIDE],);
+pub(crate) const TWO_SHOT_COPY: Kernel = collective!(
+    "all_reduce" / "two_shot_copy",
+    [WORLD, SOME_DTYPES, SUM, WIDE],
+    [ODD, F32, SUM, WIDE],
+);
 
 /// All-reduce by loads from peers.
 pub(crate) const PULL: Kernel = collective!(
-    "pull",
+    "all_reduce" / "pull",
     [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"]), WIDE],
     [ODD, F32, SUM, ("SHOTS", &["3"]), WIDE],
 );
@@ -228,8 +241,9 @@ pub(crate) const PULL: Kernel = collective!(
 /// Reduces arrays of one device, in order.
 pub(crate) const REDUCE_LOCAL: Kernel = Kernel {
     name: "reduce_local",
+    path: "reduce_local/reduce_local.cu",
     entry: "symmpool_reduce_local",
-    source: file!("reduce_local.cu"),
+    source: include_str!("../../kernels/reduce_local/reduce_local.cu"),
     variants: &[
         &[DTYPE, OP],
         // What devices older than 8.9 do with 8-bit floats, for comparison on newer ones.
@@ -274,15 +288,19 @@ mod tests {
 
     #[test]
     fn every_file_of_the_folder_is_held() {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
-        let mut found: Vec<String> = std::fs::read_dir(folder)
-            .expect("the kernels")
-            .map(|entry| entry.expect("an entry").file_name().into_string().expect("UTF-8"))
-            .collect();
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
+        let mut found = Vec::new();
+        for folder in std::fs::read_dir(root).expect("the kernels") {
+            let folder = folder.expect("an entry");
+            let folder_name = folder.file_name().into_string().expect("UTF-8");
+            for file in std::fs::read_dir(folder.path()).expect("folders alone") {
+                let name = file.expect("an entry").file_name().into_string().expect("UTF-8");
+                found.push(format!("{folder_name}/{name}"));
+            }
+        }
         found.sort();
-        let headers = HEADERS.iter().map(|(name, _)| (*name).to_owned());
-        let kernels = KERNELS.iter().map(|kernel| format!("{}.cu", kernel.name));
-        let mut held: Vec<String> = headers.chain(kernels).collect();
+        let headers = HEADERS.iter().map(|(path, _)| *path);
+        let mut held: Vec<&str> = headers.chain(KERNELS.iter().map(|kernel| kernel.path)).collect();
         held.sort();
         assert_eq!(found, held);
     }
@@ -296,8 +314,10 @@ mod tests {
 
     #[test]
     fn codes_are_those_of_the_rust_types() {
-        let types = HEADERS.iter().find(|(name, _)| *name == "types.cuh").expect("types").1;
-        let reduce = HEADERS.iter().find(|(name, _)| *name == "reduce.cuh").expect("reduce").1;
+        let types =
+            HEADERS.iter().find(|(name, _)| *name == "symmpool/types.cuh").expect("types").1;
+        let reduce =
+            HEADERS.iter().find(|(name, _)| *name == "symmpool/reduce.cuh").expect("reduce").1;
         for dtype in DType::REDUCED {
             let (name, code) = (dtype.name().to_uppercase(), dtype as u8);
             assert!(types.contains(&format!("constexpr int {name} = {code};")), "{name}");
@@ -312,7 +332,7 @@ mod tests {
 
     #[test]
     fn channels_are_as_many_as_the_host_says() {
-        let comm = HEADERS.iter().find(|(name, _)| *name == "comm.cuh").expect("comm").1;
+        let comm = HEADERS.iter().find(|(name, _)| *name == "symmpool/comm.cuh").expect("comm").1;
         let line = format!("constexpr u32 CHANNELS = {};", crate::signal::channel::CHANNELS);
         assert!(comm.contains(&line), "{line}");
     }

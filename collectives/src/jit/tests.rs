@@ -212,6 +212,7 @@ fn table(rows: &BTreeMap<String, BTreeMap<Arch, Option<Usage>>>) -> Table {
 
 const EMPTY: Kernel = Kernel {
     name: "empty",
+    path: "empty.cu",
     entry: "empty",
     source: "extern \"C\" __global__ void empty() {}",
     variants: &[],
@@ -267,8 +268,9 @@ fn threads_share_one_compilation() {
 fn a_wrong_kernel_is_an_error_with_the_log_of_the_compiler() {
     const WRONG: Kernel = Kernel {
         name: "wrong",
+        path: "wrong.cu",
         entry: "wrong",
-        source: "#include \"types.cuh\"\nextern \"C\" __global__ void wrong() { undeclared = WIDTH; }",
+        source: "#include <symmpool/types.cuh>\nextern \"C\" __global__ void wrong() { undeclared = WIDTH; }",
         variants: &[],
     };
     for nvrtc in compilers() {
@@ -292,6 +294,7 @@ fn a_wrong_kernel_is_an_error_with_the_log_of_the_compiler() {
 fn a_warning_is_an_error_only_to_the_strict() {
     const HASTY: Kernel = Kernel {
         name: "hasty",
+        path: "hasty.cu",
         entry: "hasty",
         source: "extern \"C\" __global__ void hasty() { int never_used; }",
         variants: &[],
@@ -341,6 +344,7 @@ fn devices_newer_than_the_compiler_get_code_to_translate() {
 fn usage_tells_of_stack_and_shared_memory() {
     const GREEDY: Kernel = Kernel {
         name: "greedy",
+        path: "greedy.cu",
         entry: "greedy",
         source: "extern \"C\" __global__ void greedy(int* p) {
             __shared__ int shared[100];
@@ -380,7 +384,7 @@ fn a_compiler_that_is_loaded_already_is_found_unless_the_driver_is_older() {
 #[test]
 fn keys_change_with_everything_that_matters() {
     const OTHER: Kernel = Kernel { source: "extern \"C\" __global__ void empty() { }", ..EMPTY };
-    const RENAMED: Kernel = Kernel { name: "void", ..EMPTY };
+    const RENAMED: Kernel = Kernel { path: "void.cu", ..EMPTY };
     let key = |version, kernel, defines, target: &str| {
         let variant = Variant { kernel, defines };
         let options = super::options(&variant, &Target::Cubin(target.to_owned()));

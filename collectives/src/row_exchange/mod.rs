@@ -119,7 +119,7 @@ impl LayoutParts {
     }
 }
 
-/// What the steps are given: addresses of whoever runs them. `RowWork` in `row_exchange.cu`, which
+/// What the steps are given: addresses of whoever runs them. `RowWork` in `row_exchange/row_exchange.cu`, which
 /// says what each is.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]

@@ -1,0 +1,53 @@
+//! All-reduce in one shot: every rank sends its input to every inbox and reduces everything.
+//! Defines: WORLD, DTYPE, OP, THREADS; SENTINELS for that inbox. One vector a thread is best.
+
+#include <symmpool/reduce_ranks.cuh>
+#include <symmpool/span.cuh>
+
+#include "protocol/inbox.cuh"
+
+using namespace symmpool;
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    symmpool_one_shot(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
+    begin(comm.early);
+    const Source input(call.input, call.bytes);
+    const Target output(call.output, call.bytes);
+    const u64 vectors = input.vectors();
+    u64 at = data_thread();
+    uint4 own = make_uint4(0, 0, 0, 0);
+    if (!attends() && at < vectors) {
+        own = input.load(at);  // on its way while the state is read
+    }
+    Session session(comm);
+    if (session.failed) {
+        return;
+    }
+    const Inbox inbox(session, PLACES * vectors);
+    if (attends()) {
+        attend<false>(session, call, inbox.used());
+        return;
+    }
+    for (bool first = true; first || at < vectors; at += data_threads()) {
+        if (at < vectors) {
+            own = Inbox::prepare(first ? own : input.load(at));
+#pragma unroll
+            for (u32 distance = 1; distance < WORLD; ++distance) {
+                inbox.send(comm, comm.after(distance), place_there(comm, distance) * vectors + at,
+                           own);
+            }
+        }
+        if (first) {
+            session.advance();
+            inbox.refresh(session);
+            first = false;
+        }
+        uint4 all[WORLD];
+        if (at < vectors) {
+            if (!await_all(session, inbox, at, vectors, own, all)) {
+                return;
+            }
+            output.store(at, reduce_all(all));
+        }
+    }
+}

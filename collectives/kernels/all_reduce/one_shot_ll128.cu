@@ -1,0 +1,82 @@
+//! All-reduce in one shot, in lines. Defines: WORLD, DTYPE, OP, THREADS.
+
+#include <symmpool/handshake.cuh>
+#include <symmpool/reduce_ranks.cuh>
+
+#include "protocol/ll128.cuh"
+
+using namespace symmpool;
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    symmpool_one_shot_ll128(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
+    begin(comm.early);
+    const u64 lines = lines_of(call.bytes);
+    const u32 part = threadIdx.x % PARTS;
+    const u64 step = data_threads() / PARTS;
+    u64 line = attends() ? 0 : data_thread() / PARTS;
+    auto load = [&](u64 at) {
+        return load_piece(call.input + at * PAYLOAD + part * 16,
+                          piece_bytes(call.bytes, at, part));
+    };
+    uint4 own = make_uint4(0, 0, 0, 0);
+    if (!attends() && line < lines) {
+        own = load(line);  // on its way while the state is read
+    }
+    const Session session(comm);
+    if (session.failed) {
+        return;
+    }
+    const u64 inbox = comm.lines + session.parity() * (comm.lines_bytes / 2);
+    if (attends()) {
+        Used used;
+        used.lines = WORLD * lines * LINE;
+        attend<false>(session, call, used);
+        return;
+    }
+    // Warps stay together: lines past the end are waited for by nobody.
+    const u64 rounds = lines == 0 ? 1 : (lines + step - 1) / step;
+    for (u64 round = 0; round < rounds; ++round, line += step) {
+        const bool live = line < lines;
+        if (live) {
+            own = round == 0 ? own : load(line);
+            const uint4 vector = with_flags(own, part, session.epoch);
+#pragma unroll
+            for (u32 distance = 1; distance < WORLD; ++distance) {
+                char* to = comm.of(comm.after(distance)) + inbox;
+                store_line(to + (comm.rank * lines + line) * LINE + part * 16, vector);
+            }
+        }
+        if (round == 0) {
+            session.advance();
+        }
+        uint4 all[WORLD];
+        Watch watch;
+        bool waiting = true;
+        while (waiting) {
+            u32 missing = WORLD;
+            if (live) {
+                // All loads before the first look; this rank's own place holds nothing.
+#pragma unroll
+                for (u32 rank = 0; rank < WORLD; ++rank) {
+                    all[rank] = load_line(comm.own() + inbox +
+                                          (rank * lines + line) * LINE + part * 16);
+                }
+#pragma unroll
+                for (u32 rank = 0; rank < WORLD; ++rank) {
+                    const bool here = rank == comm.rank;
+                    missing = here || has_flags(all[rank], part, session.epoch) ? missing : rank;
+                    all[rank] = either(here, own, all[rank]);
+                }
+            }
+            waiting = __any_sync(~0u, missing != WORLD);
+            const u32 named = __reduce_min_sync(~0u, missing);
+            if (waiting && __any_sync(~0u, watch.expired(session, named, DATA))) {
+                return;
+            }
+        }
+        if (live) {
+            store_piece(call.output + line * PAYLOAD + part * 16,
+                        piece_bytes(call.bytes, line, part), reduce_all(all));
+        }
+    }
+}

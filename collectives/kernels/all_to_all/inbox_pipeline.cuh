@@ -1,0 +1,155 @@
+//! What goes through inboxes: a warp's part in sending and receiving it.
+
+#pragma once
+
+#include "all_to_all/exchange.cuh"
+
+namespace symmpool {
+
+// By a warp: an item into memory that is not aligned, as whole vectors of it, each of bytes of two
+// threads.
+__device__ __noinline__ void store_across(char* to, u32 shift, uint4 vector) {
+    uint4 before;
+    before.x = __shfl_up_sync(~0u, vector.x, 1);
+    before.y = __shfl_up_sync(~0u, vector.y, 1);
+    before.z = __shfl_up_sync(~0u, vector.z, 1);
+    before.w = __shfl_up_sync(~0u, vector.w, 1);
+    const u32 lane = threadIdx.x % 32;
+    if (lane == 0) {
+        scatter_bytes(to, 16 - shift, vector);
+    } else {
+        store_plain(to - shift, from_pair(before, vector, 16 - shift));
+    }
+    if (lane == 31) {
+        scatter_bytes(to + 16 - shift, shift, from_pair(vector, vector, 16 - shift));
+    }
+}
+
+// By a warp: a vector of an item into a stretch of any alignment, as far as that goes.
+__device__ __forceinline__ void store_item(const Target& target, u32 at, bool live, uint4 vector) {
+    const bool whole = live && u64{16} * at + 16 <= target.bytes;
+    char* to = target.begin + u64{16} * at;
+    if (target.aligned && whole) {
+        store_plain(to, vector);
+    } else if (!target.aligned && __all_sync(~0u, whole)) {
+        store_across(to, static_cast<u32>(reinterpret_cast<u64>(to) % 16), vector);
+    } else if (live && u64{16} * at < target.bytes) {
+        const u64 left = target.bytes - u64{16} * at;
+        scatter_bytes(to, static_cast<u32>(left < 16 ? left : 16), vector);
+    }
+}
+
+// A warp's items of a round, to one peer.
+template <u32 COUNT>
+__device__ __forceinline__ void send_items(const Slot& slot, u32 epoch, const Source& part,
+                                           const Lot& lot, u32 round) {
+    u32 at[COUNT];
+    bool live[COUNT];
+    uint4 vectors[COUNT];
+    lot.find(round, at, live);
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i) {
+        if (live[i]) {
+            vectors[i] = part.load(at[i]);
+        }
+    }
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i) {
+        slot.send(epoch, at[i], vectors[i], live[i]);
+    }
+}
+
+// What a warp puts into peers' inboxes.
+struct Outgoing {
+    const Exchange& exchange;
+    const Lot& lot;
+    u32 done = 0;
+
+    __device__ __forceinline__ Outgoing(const Exchange& e, const Lot& l) : exchange(e), lot(l) {}
+
+    __device__ __forceinline__ void send_next() {
+        if (done < lot.rounds.number && lot.peer != WORLD) {
+            const Session& session = exchange.session;
+            const Slot slot(session, lot.peer, session.comm.rank);
+            const Source part(exchange.call.input + lot.place, lot.bytes);
+            if (lot.few(AT_ONCE)) {
+                send_items<1>(slot, session.epoch, part, lot, done);
+            } else {
+                send_items<AT_ONCE>(slot, session.epoch, part, lot, done);
+            }
+        }
+        ++done;
+    }
+    // The rounds below this one.
+    __device__ __forceinline__ void send_until(u32 round) {
+#pragma unroll 1
+        while (done < round && done < lot.rounds.number) {
+            send_next();
+        }
+    }
+};
+
+// What a warp takes from this rank's inboxes. What the output has no room for is taken all the same.
+template <u32 COUNT>
+__device__ __forceinline__ bool take(const Exchange& exchange, const Lot& lot, u32 round) {
+    const Session& session = exchange.session;
+    const Slot slot(session, session.comm.rank, lot.peer);
+    const Target target(exchange.call.output + lot.place, lot.fits);
+    u32 at[COUNT];
+    bool live[COUNT];
+    uint4 vectors[COUNT];
+    lot.find(round, at, live);
+    if (!slot.receive(session, lot.peer, at, live, vectors)) {
+        return false;
+    }
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i) {
+        store_item(target, at[i], live[i], vectors[i]);
+    }
+    return true;
+}
+
+// The same of this rank's own part.
+__device__ __forceinline__ void take_own(const Exchange& exchange, const Lot& lot, u32 round) {
+    const Source own(exchange.input(lot.peer), lot.bytes);
+    const Target target(exchange.call.output + lot.place, lot.fits);
+#pragma unroll 1
+    for (u32 item = lot.begin(round); item < lot.end(round); item += lot.warps) {
+        const u32 at = item * ITEM + threadIdx.x % 32;
+        const bool live = 16 * at < lot.bytes;
+        store_item(target, at, live, live ? own.load(at) : make_uint4(0, 0, 0, 0));
+    }
+}
+
+// All that goes through inboxes, both ways, with `work` in as many turns. Before a fraction of what comes
+// is waited for, more than that fraction has been sent of what goes: so of warps that wait for each other
+// one can always go on.
+template <typename Work>
+__device__ __forceinline__ bool pass(Outgoing& outgoing, const Lot& incoming, Work work) {
+    const Exchange& exchange = outgoing.exchange;
+    // Counts are read again in each turn: registers are few.
+    const u32 sends = outgoing.lot.rounds.number, takes = incoming.rounds.number;
+    const u32 turns = sends > takes ? sends : takes;
+    u32 taken = 0;
+#pragma unroll 1
+    for (u32 turn = 0; turn < turns; ++turn) {
+        outgoing.send_until(static_cast<u32>(part(outgoing.lot.rounds.number, turn + 1, turns)) + 1);
+        work(turn, turns);
+        const u32 end = static_cast<u32>(part(incoming.rounds.number, turn + 1, turns));
+#pragma unroll 1
+        for (; taken < end && incoming.peer != WORLD; ++taken) {
+            if ((SHOTS & DEVICE) && incoming.peer == exchange.rank()) {
+                take_own(exchange, incoming, taken);
+                continue;
+            }
+            const bool there = incoming.few(AT_ONCE) ? take<1>(exchange, incoming, taken)
+                                                     : take<AT_ONCE>(exchange, incoming, taken);
+            if (!there) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+}  // namespace symmpool

@@ -1,0 +1,107 @@
+//! Who moves what of all that goes through inboxes: warps, in rounds.
+
+#pragma once
+
+#include <symmpool/partition.cuh>
+
+#include "protocol/lamport_escaped.cuh"
+
+namespace symmpool {
+
+__device__ __forceinline__ u32 items_of(u32 bytes) {
+    return (bytes + 16 * ITEM - 1) / (16 * ITEM);
+}
+
+// Divides by one number again and again: exact while results are below 2^20, and quicker than `/`.
+struct Divisor {
+    u32 number;
+    float inverse;
+
+    Divisor() = default;
+    __device__ __forceinline__ explicit Divisor(u32 by)
+        : number(by), inverse(__fdividef(1.0f, static_cast<float>(by))) {}
+
+    __device__ __forceinline__ u32 of(u32 whole) const {
+        // One too many or too few at most.
+        u32 times = static_cast<u32>(static_cast<float>(whole) * inverse);
+        times -= u64{times} * number > whole ? 1 : 0;
+        times += u64{times + 1} * number <= whole ? 1 : 0;
+        return times;
+    }
+};
+
+// What a warp does of all that goes through inboxes one way. Warps are given out to pairs in
+// proportion to what these exchange, and all pairs advance together: every round moves the same fraction
+// of every pair's. So what is sent early is waited for early, however much goes to whom.
+struct Lot {
+    u64 place;   // where the pair's part lies in this rank's input or output, in bytes
+    u32 fits;    // so many of its bytes does the output hold
+    u32 peer;    // WORLD: none
+    u32 nth;     // of the warps that serve it,
+    u32 warps;   // so many
+    u32 bytes;   // of the pair
+    Divisor rounds;  // the same of all warps
+
+    Lot() = default;
+    // `bytes_of` the pair with the peer that `peer_at` a distance, of which the last is this rank; so many
+    // items of a warp in a round. Blocks below `apart` have none. By whole warps, of which each thread looks at
+    // another pair.
+    template <typename Peer, typename Bytes>
+    __device__ __forceinline__ Lot(u32 at_once, u32 apart, Peer peer_at, Bytes bytes_of)
+        : place(0), fits(0), peer(WORLD), nth(0), warps(0), bytes(0) {
+        const u32 lane = threadIdx.x % 32, other = peer_at(lane < WORLD ? lane + 1 : WORLD);
+        const u32 known = bytes_of(other), own_bytes = lane < WORLD ? known : 0;
+        const u32 own_items = items_of(own_bytes), all = __reduce_add_sync(~0u, own_items);
+        // One for every pair, and the rest in proportion.
+        const u32 before = apart * (blockDim.x / 32), most = data_threads() / 32 - before;
+        const u32 rest = most - WORLD;
+        u32 serve = own_items, needed = 1;
+        if (all > most && own_items > 0) {
+            serve = 1 + Divisor(all).of(own_items * rest);
+            needed = 1 + Divisor(serve * at_once).of(own_items - 1);
+        }
+        rounds = Divisor(__reduce_max_sync(~0u, needed));
+        u32 end = serve;
+#pragma unroll
+        for (u32 step = 1; step < WORLD; step *= 2) {
+            const u32 others = __shfl_up_sync(~0u, end, step);
+            end += lane >= step ? others : 0;
+        }
+        // Beyond all, in a block apart.
+        const u32 warp = data_thread() / 32 - before;
+        const u32 found = __ballot_sync(~0u, end - serve <= warp && warp < end);
+        if (found != 0) {
+            const u32 from = __ffs(found) - 1;
+            peer = __shfl_sync(~0u, other, from);
+            nth = warp - __shfl_sync(~0u, end - serve, from);
+            warps = __shfl_sync(~0u, serve, from);
+            bytes = fits = __shfl_sync(~0u, own_bytes, from);
+        }
+    }
+
+    // Whether a warp has one item a round at most.
+    __device__ __forceinline__ bool few(u32 at_once) const {
+        return at_once == 1 || warps >= items();
+    }
+    __device__ __forceinline__ u32 items() const { return items_of(bytes); }
+    // The warp's items in a round: from the first on, below the end, each `warps` behind the one before.
+    __device__ __forceinline__ u32 begin(u32 round) const {
+        return rounds.of(items() * round) + nth;
+    }
+    __device__ __forceinline__ u32 end(u32 round) const {
+        return rounds.of(items() * (round + 1));
+    }
+    // This thread's vectors of these items, of which are `live` what the pair has.
+    template <u32 COUNT>
+    __device__ __forceinline__ void find(u32 round, u32 (&at)[COUNT], bool (&live)[COUNT]) const {
+        const u32 first = begin(round), behind = end(round);
+#pragma unroll
+        for (u32 i = 0; i < COUNT; ++i) {
+            const u32 item = first + i * warps;
+            at[i] = item * ITEM + threadIdx.x % 32;
+            live[i] = item < behind && 16 * at[i] < bytes;
+        }
+    }
+};
+
+}  // namespace symmpool

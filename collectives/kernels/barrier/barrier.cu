@@ -1,0 +1,23 @@
+//! A barrier: the entry of a call that has nothing else. Defines: WORLD, THREADS, SHOTS.
+//! With SHOTS it tells a kernel beside it that all have entered.
+
+#include <symmpool/companion.cuh>
+
+using namespace symmpool;
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    symmpool_barrier(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
+    begin(comm.early);
+    Session session(comm);
+    if (session.failed) {
+        return;
+    }
+    attend<true>(session, call, Used());
+    fence();
+    if (SHOTS) {
+        __syncthreads();
+        if (threadIdx.x == 0 && *static_cast<volatile u32*>(&comm.local()->failed) == 0) {
+            tell_beside(comm);
+        }
+    }
+}

@@ -1,0 +1,147 @@
+//! Bare vectors: sixteen bytes of any bits, with nothing beside them, which show by themselves that
+//! they have arrived.
+//!
+//! Their inbox holds FRESH in every word that nobody has written, and who reads a vector puts that
+//! back at once: the inbox has two parities, and a peer writes the same one only in the call after the
+//! next (rule S4). A word of data that is FRESH travels as INSTEAD. So a vector with INSTEAD in it may
+//! have held either, and the mark of its line says which words it was: 64 bits for 128 bytes, the call's
+//! number and a bit a word. Marks are written for such lines alone.
+//!
+//! Data that shows its arrival: TensorRT-LLM's "Lamport" all-reduce, which changes data that looks like
+//! what fresh memory holds. All-to-alls may not.
+
+#pragma once
+
+#include <symmpool/handshake.cuh>
+
+namespace symmpool {
+
+// Of no meaning; seldom in data, and even.
+constexpr u32 FRESH = 0xc35a96e8u;
+constexpr u32 INSTEAD = FRESH | 1;
+
+constexpr u32 ITEM = 32;         // vectors that a warp handles at once
+constexpr u32 LINE_VECTORS = 8;  // that a mark is for
+
+__device__ __forceinline__ bool holds(uint4 vector, u32 word) {
+    return vector.x == word || vector.y == word || vector.z == word || vector.w == word;
+}
+
+// Where a sender's vectors lie in a receiver's inbox, and their marks. By whole warps, of which each
+// thread handles a vector of an item, or none if it is not `live`.
+struct Slot {
+    char* vectors;
+    u64* marks;
+
+    // Vectors that a pair of ranks has.
+    static __device__ __forceinline__ u64 length(const Comm& comm) {
+        return comm.bare_bytes / 32 / (WORLD > 1 ? WORLD - 1 : 1) / ITEM * ITEM;
+    }
+
+    __device__ __forceinline__ Slot(const Session& session, u32 owner, u32 sender) {
+        const Comm& comm = session.comm;
+        const u64 before = length(comm) * (sender < owner ? sender : sender - 1);
+        const u64 half = session.parity() * (comm.bare_bytes / 2);
+        vectors = comm.of(owner) + comm.bare + half + 16 * before;
+        marks = reinterpret_cast<u64*>(comm.of(owner) + comm.marks + half / 16) + before / LINE_VECTORS;
+    }
+
+    __device__ __forceinline__ void send(u32 epoch, u32 at, uint4 vector, bool live) const {
+        const uint4 odd = make_uint4(vector.x | 1, vector.y | 1, vector.z | 1, vector.w | 1);
+        const bool marked = live && holds(odd, INSTEAD);
+        if (__any_sync(~0u, marked)) {
+            vector = mark(marks + at / LINE_VECTORS, epoch, vector, marked);
+        }
+        if (live) {
+            store_relaxed(vectors + u64{16} * at, vector);
+        }
+    }
+
+    // Of each of so many items a vector, as far as it is `live`; false if they do not come.
+    template <u32 COUNT>
+    __device__ __forceinline__ bool receive(const Session& session, u32 peer, const u32 (&at)[COUNT],
+                                            const bool (&live)[COUNT], uint4 (&found)[COUNT]) const {
+        Watch watch;
+        bool missing = true, marked = false;
+        while (missing) {
+            missing = false, marked = false;
+#pragma unroll
+            for (u32 i = 0; i < COUNT; ++i) {
+                if (live[i]) {
+                    found[i] = load_relaxed(vectors + u64{16} * at[i]);
+                }
+            }
+#pragma unroll
+            for (u32 i = 0; i < COUNT; ++i) {
+                missing = missing || (live[i] && holds(found[i], FRESH));
+                marked = marked || (live[i] && holds(found[i], INSTEAD));
+            }
+            missing = __any_sync(~0u, missing);
+            if (missing && __any_sync(~0u, watch.expired(session, peer, DATA))) {
+                return false;
+            }
+        }
+#pragma unroll
+        for (u32 i = 0; i < COUNT; ++i) {
+            if (live[i]) {
+                store_plain(vectors + u64{16} * at[i], make_uint4(FRESH, FRESH, FRESH, FRESH));
+            }
+        }
+        if (!__any_sync(~0u, marked)) {
+            return true;
+        }
+#pragma unroll
+        for (u32 i = 0; i < COUNT; ++i) {
+            if (live[i] && holds(found[i], INSTEAD)) {
+                const u32 bits = look(session, peer, marks + at[i] / LINE_VECTORS,
+                                      at[i] % LINE_VECTORS);
+                missing = missing || bits == MISSING;
+                found[i].x = bits & 1 ? FRESH : found[i].x;
+                found[i].y = bits & 2 ? FRESH : found[i].y;
+                found[i].z = bits & 4 ? FRESH : found[i].z;
+                found[i].w = bits & 8 ? FRESH : found[i].w;
+            }
+        }
+        return !__any_sync(~0u, missing);
+    }
+
+private:
+    static __device__ __noinline__ uint4 mark(u64* line, u32 epoch, uint4 vector, bool marked) {
+        const u32 lane = threadIdx.x % 32, nth = lane % LINE_VECTORS;
+        u32 bits = 0;
+        if (marked) {
+            bits = (vector.x == FRESH ? 1 : 0) | (vector.y == FRESH ? 2 : 0) |
+                   (vector.z == FRESH ? 4 : 0) | (vector.w == FRESH ? 8 : 0);
+            vector.x = vector.x == FRESH ? INSTEAD : vector.x;
+            vector.y = vector.y == FRESH ? INSTEAD : vector.y;
+            vector.z = vector.z == FRESH ? INSTEAD : vector.z;
+            vector.w = vector.w == FRESH ? INSTEAD : vector.w;
+        }
+        bits <<= 4 * nth;
+        for (u32 other = 1; other < LINE_VECTORS; other *= 2) {
+            bits |= __shfl_xor_sync(~0u, bits, other);
+        }
+        const u32 all = __ballot_sync(~0u, marked);
+        if (nth == 0 && (all >> lane & 0xff) != 0) {
+            *static_cast<volatile u64*>(line) = static_cast<u64>(epoch) << 32 | bits;
+        }
+        return vector;
+    }
+    // Which of a vector's words are FRESH, by the mark of its line; MISSING if that does not come.
+    static constexpr u32 MISSING = ~0u;
+    static __device__ __noinline__ u32 look(const Session& session, u32 peer, const u64* line,
+                                            u32 nth) {
+        const volatile u64* at = line;
+        Watch watch;
+        u64 mark = *at;
+        while (static_cast<u32>(mark >> 32) != session.epoch) {
+            if (watch.expired(session, peer, DATA)) {
+                return MISSING;
+            }
+            mark = *at;
+        }
+        return static_cast<u32>(mark) >> 4 * nth & 15;
+    }
+};
+
+}  // namespace symmpool

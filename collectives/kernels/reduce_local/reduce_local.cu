@@ -1,0 +1,41 @@
+//! Reduces arrays of one device, element by element, in the order given. Defines: DTYPE, OP.
+//!
+//! `inputs` points to `n` addresses in memory that the device reads; arrays hold `count` elements
+//! and begin at multiples of an element. `out` may be one of them. Any grid and block will do.
+//! With no inputs nothing is written.
+
+#include <symmpool/reduce.cuh>
+
+extern "C" __global__ void symmpool_reduce_local(const void* const* inputs, int n, void* out,
+                                                 long long count) {
+    using Fold = symmpool::Fold<DTYPE, OP>;
+    using Item = Fold::Item;
+    if (n <= 0) {
+        return;
+    }
+    const long long threads = static_cast<long long>(gridDim.x) * blockDim.x;
+    const long long thread = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+
+    unsigned long long addresses = reinterpret_cast<unsigned long long>(out);
+    for (int i = 0; i < n; ++i) {
+        addresses |= reinterpret_cast<unsigned long long>(inputs[i]);
+    }
+    const long long vectors = addresses % 16 == 0 ? count / Fold::LANES : 0;
+    for (long long at = thread; at < vectors; at += threads) {
+        Fold::Vector total = Fold::widen(
+            symmpool::load_plain(static_cast<const uint4*>(inputs[0]) + at));
+#pragma unroll 4
+        for (int i = 1; i < n; ++i) {
+            Fold::fold(total, symmpool::load_plain(static_cast<const uint4*>(inputs[i]) + at));
+        }
+        symmpool::store_plain(static_cast<uint4*>(out) + at, Fold::finish(total, n));
+    }
+
+    for (long long at = vectors * Fold::LANES + thread; at < count; at += threads) {
+        Fold::Acc total = Fold::widen(static_cast<const Item*>(inputs[0])[at]);
+        for (int i = 1; i < n; ++i) {
+            total = Fold::fold(total, Fold::widen(static_cast<const Item*>(inputs[i])[at]));
+        }
+        static_cast<Item*>(out)[at] = Fold::narrow(Fold::settle(total, n));
+    }
+}

@@ -1,0 +1,154 @@
+//! What a reduction does to elements: the same, to the bit, as the host kernels do.
+//!
+//! Elements are widened, folded in rank order, settled (which divides averages) and narrowed
+//! once. Every operation rounds for itself: nothing is fused, flushed to zero or approximated,
+//! whatever the compiler's options. Only a NaN's sign and payload may differ from the host's.
+
+#pragma once
+
+#include <symmpool/types.cuh>
+#include <symmpool/vector.cuh>
+
+namespace symmpool {
+
+// The codes of `ReduceOp` in reduce.rs.
+constexpr int SUM = 1;
+constexpr int PROD = 2;
+constexpr int MIN = 3;
+constexpr int MAX = 4;
+constexpr int AVG = 5;
+
+// --- arithmetic of accumulators; integers wrap
+
+__device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ double add(double a, double b) { return __dadd_rn(a, b); }
+__device__ __forceinline__ int add(int a, int b) {
+    return static_cast<int>(static_cast<unsigned>(a) + static_cast<unsigned>(b));
+}
+__device__ __forceinline__ long long add(long long a, long long b) {
+    return static_cast<long long>(static_cast<unsigned long long>(a) +
+                                  static_cast<unsigned long long>(b));
+}
+__device__ __forceinline__ Int128 add(Int128 a, Int128 b) {
+    unsigned long long low = a.low + b.low;
+    return Int128{low, a.high + b.high + (low < a.low ? 1 : 0)};
+}
+
+__device__ __forceinline__ float multiply(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double multiply(double a, double b) { return __dmul_rn(a, b); }
+__device__ __forceinline__ int multiply(int a, int b) {
+    return static_cast<int>(static_cast<unsigned>(a) * static_cast<unsigned>(b));
+}
+__device__ __forceinline__ long long multiply(long long a, long long b) {
+    return static_cast<long long>(static_cast<unsigned long long>(a) *
+                                  static_cast<unsigned long long>(b));
+}
+
+// The first NaN stays; a NaN in `b` fails the comparison and is taken. Of equal values, which
+// zeros of two signs are, the later one is taken.
+template <typename Acc>
+__device__ __forceinline__ Acc least(Acc a, Acc b) {
+    return a < b || a != a ? a : b;
+}
+template <typename Acc>
+__device__ __forceinline__ Acc greatest(Acc a, Acc b) {
+    return a > b || a != a ? a : b;
+}
+
+// Totals over `world` ranks divided by it; integers toward zero.
+__device__ __forceinline__ float divide(float total, int world) {
+    return __fdiv_rn(total, static_cast<float>(world));
+}
+__device__ __forceinline__ double divide(double total, int world) {
+    return __ddiv_rn(total, static_cast<double>(world));
+}
+__device__ __forceinline__ int divide(int total, int world) { return total / world; }
+__device__ __forceinline__ long long divide(long long total, int world) { return total / world; }
+__device__ __forceinline__ Int128 divide(Int128 total, int world) {
+    // Long division of the magnitude, 32 bits at a time. The quotient is an average of 64-bit
+    // numbers, so its upper 64 bits are those of the sign alone.
+    bool negative = total.high < 0;
+    unsigned long long low = negative ? 0 - total.low : total.low;
+    unsigned long long high = static_cast<unsigned long long>(total.high);
+    high = negative ? ~high + (total.low == 0 ? 1 : 0) : high;
+    unsigned long long by = static_cast<unsigned>(world);
+    unsigned long long rest = high % by;
+    unsigned long long upper = rest << 32 | low >> 32;
+    unsigned long long lower = upper % by << 32 | (low & 0xffffffffu);
+    unsigned long long quotient = upper / by << 32 | lower / by;
+    return Int128{negative ? 0 - quotient : quotient, negative && quotient != 0 ? -1 : 0};
+}
+
+// --- one reduction of one element type
+
+template <int D, int O>
+struct Fold {
+    static_assert(O >= SUM && O <= AVG, "no such operation");
+
+    template <bool AVERAGE, typename T> struct Choose { using Type = typename T::Acc; };
+    template <typename T> struct Choose<true, T> { using Type = typename T::Wide; };
+
+    using Item = typename Type<D>::Item;
+    using Acc = typename Choose<O == AVG, Type<D>>::Type;
+    static constexpr int LANES = symmpool::LANES<D>;
+
+    // Elements of one vector, as they are accumulated.
+    struct Vector {
+        Acc lanes[LANES];
+    };
+
+    static __device__ __forceinline__ Acc widen(Item item) {
+        return symmpool::widen<D, Acc>(item);
+    }
+
+    static __device__ __forceinline__ Acc fold(Acc so_far, Acc next) {
+        if constexpr (O == SUM || O == AVG) {
+            return add(so_far, next);
+        } else if constexpr (O == PROD) {
+            return multiply(so_far, next);
+        } else if constexpr (O == MIN) {
+            return least(so_far, next);
+        } else {
+            return greatest(so_far, next);
+        }
+    }
+
+    static __device__ __forceinline__ Acc settle(Acc total, int world) {
+        if constexpr (O == AVG) {
+            return divide(total, world);
+        } else {
+            return total;
+        }
+    }
+
+    static __device__ __forceinline__ Item narrow(Acc settled) {
+        return symmpool::narrow<D, Acc>(settled);
+    }
+
+    // The same for sixteen bytes.
+
+    static __device__ __forceinline__ Vector widen(uint4 bits) {
+        Vector vector;
+        unpack<D, Acc>(bits, vector.lanes);
+        return vector;
+    }
+
+    static __device__ __forceinline__ void fold(Vector& so_far, uint4 next) {
+        Vector wide = widen(next);
+#pragma unroll
+        for (int i = 0; i < LANES; ++i) {
+            so_far.lanes[i] = fold(so_far.lanes[i], wide.lanes[i]);
+        }
+    }
+
+    // Settles and narrows.
+    static __device__ __forceinline__ uint4 finish(Vector total, int world) {
+#pragma unroll
+        for (int i = 0; i < LANES; ++i) {
+            total.lanes[i] = settle(total.lanes[i], world);
+        }
+        return pack<D, Acc>(total.lanes);
+    }
+};
+
+}  // namespace symmpool

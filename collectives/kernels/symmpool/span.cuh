@@ -1,0 +1,78 @@
+//! The caller's data, as vectors of 16 bytes: of any length and alignment.
+
+#pragma once
+
+#include <symmpool/comm.cuh>
+
+namespace symmpool {
+
+// Slow and rare: vectors that are partial or not aligned, the rest zeros.
+__device__ __noinline__ uint4 gather_bytes(const char* from, u32 bytes) {
+    u32 words[4] = {0, 0, 0, 0};
+    if (bytes == 16) {
+        // Only words of which a byte is wanted.
+        const u32 shift = static_cast<u32>(reinterpret_cast<u64>(from) % 4);
+        const u32* at = reinterpret_cast<const u32*>(from - shift);
+        const u32 last = shift == 0 ? 0 : at[4], bits = 8 * shift;
+        return make_uint4(__funnelshift_r(at[0], at[1], bits), __funnelshift_r(at[1], at[2], bits),
+                          __funnelshift_r(at[2], at[3], bits), __funnelshift_r(at[3], last, bits));
+    }
+#pragma unroll
+    for (u32 i = 0; i < 16; ++i) {
+        if (i < bytes) {
+            words[i / 4] |= static_cast<u32>(static_cast<unsigned char>(from[i])) << (i % 4 * 8);
+        }
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+__device__ __noinline__ void scatter_bytes(char* to, u32 bytes, uint4 vector) {
+    const u32 words[4] = {vector.x, vector.y, vector.z, vector.w};
+    if (bytes == 16 && reinterpret_cast<u64>(to) % 4 == 0) {
+        u32* at = reinterpret_cast<u32*>(to);
+        at[0] = words[0], at[1] = words[1], at[2] = words[2], at[3] = words[3];
+        return;
+    }
+#pragma unroll
+    for (u32 i = 0; i < 16; ++i) {
+        if (i < bytes) {
+            to[i] = static_cast<char>(words[i / 4] >> (i % 4 * 8));
+        }
+    }
+}
+
+// A stretch of memory in vectors; the last may be partial.
+template <typename Byte>
+struct Stretch {
+    Byte* begin;
+    u64 bytes;
+    bool aligned;
+
+    __device__ __forceinline__ Stretch(Byte* at, u64 length)
+        : begin(at), bytes(length), aligned(reinterpret_cast<u64>(at) % 16 == 0) {}
+
+    __device__ __forceinline__ u64 vectors() const { return (bytes + 15) / 16; }
+
+    __device__ __forceinline__ uint4 load(u64 at) const {
+        u64 from = 16 * at;
+        if (aligned && from + 16 <= bytes) {
+            return load_plain(begin + from);
+        }
+        return gather_bytes(begin + from, static_cast<u32>(bytes - from < 16 ? bytes - from : 16));
+    }
+
+    __device__ __forceinline__ void store(u64 at, uint4 vector) const {
+        u64 from = 16 * at;
+        if (aligned && from + 16 <= bytes) {
+            store_plain(begin + from, vector);
+        } else {
+            u64 left = bytes - from;
+            scatter_bytes(begin + from, static_cast<u32>(left < 16 ? left : 16), vector);
+        }
+    }
+};
+
+using Source = Stretch<const char>;
+using Target = Stretch<char>;
+
+}  // namespace symmpool
