@@ -18,7 +18,7 @@ EMULATED_CHECKS := one_shot_packet,one_shot_line,one_shot_sentinel,one_shot_pull
 # 5 GB on disk. Another version is tested with, say, `make test TORCH=torch==2.15.0`.
 TORCH ?= torch==2.11.0
 
-.PHONY: demo test test-rust test-emulated test-loom test-python torch extension wheel lint bench bench-gpu tables clean
+.PHONY: demo test test-rust test-emulated test-loom test-python torch extension wheel lint bench bench-gpu tables docs clean
 
 ## The main job: several rank processes, wrong sums and right ones, timings, a map of the heap.
 demo:
@@ -114,7 +114,7 @@ $(VENV)/ready: Makefile
 		"maturin>=1.10,<2" "expecttest>=0.2" "ml_dtypes>=0.5" "numpy>=1.26" "pytest>=8,<10" "ruff>=0.17,<0.18"
 	touch $@
 
-## Measures on this machine and writes bench/results; `make tables` puts them into the documents.
+## Measures on this machine and writes bench/results; `make tables` puts them into the documents and pictures.
 bench:
 	bench/run
 
@@ -124,6 +124,14 @@ bench-gpu: extension torch
 
 tables:
 	$(PYTHON) bench/tables.py
+
+## The documents and the Python and Rust API as one site in target/site, with every link checked.
+docs: extension $(VENV)/docs-ready
+	$(VENV)/bin/python docs/site/build.py
+
+$(VENV)/docs-ready: docs/site/requirements.txt $(VENV)/ready
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -r docs/site/requirements.txt
+	touch $@
 
 clean:
 	cargo clean

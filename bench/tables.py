@@ -1,13 +1,15 @@
-"""Builds the tables of README.md and docs/performance.md from bench/results.
+"""Builds the tables of docs/performance.md and the pictures of README.md from bench/results.
 
-Between `<!-- table: NAME -->` and `<!-- end -->` there, everything is replaced by the table
-that the function of that name makes of its results, here or, for GPUs, in tables_gpu.py. With --check
-nothing is written, and the exit code says whether both are up to date.
+In the document everything between `<!-- table: NAME -->` and `<!-- end -->` is replaced by the table that
+the function of that name makes from its results: here or, for GPUs, in tables_gpu.py. The pictures are
+the files in docs/pictures, made by charts.py. With --check nothing is written, and the exit code says
+whether all of them are up to date.
 """
 
 import re
 import sys
 
+import charts
 import tables_gpu
 from cells import RESULTS, ROOT, figure, load, size, table
 
@@ -104,8 +106,8 @@ def commit():
 
 MAKERS = {f.__name__: f for f in (all_reduce, all_to_all, all_to_all_v, packing, lane, commit)}
 MAKERS |= tables_gpu.MAKERS
-#: Which have tables.
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs/performance.md")
+#: The documents that have tables.
+DOCUMENTS = (ROOT / "docs/performance.md",)
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -121,20 +123,26 @@ def fill(text, makers=MAKERS):
     return MARKED.sub(made, text)
 
 
+def made():
+    """{file: its text as bench/results has it} of all documents with tables and of all pictures."""
+    texts = {document: fill(document.read_text()) for document in DOCUMENTS}
+    return texts | {charts.FOLDER / name: make() for name, make in charts.PICTURES.items()}
+
+
 def main(arguments):
     if arguments in (["--help"], ["-h"]):
         print(__doc__)
         return 0
     if arguments not in ([], ["--check"]):
         return __doc__
-    texts = {document: document.read_text() for document in DOCUMENTS}
-    filled = {document: fill(text) for document, text in texts.items()}
+    texts = made()
     if arguments:
-        old = [document for document in DOCUMENTS if filled[document] != texts[document]]
-        names = " and ".join(str(document.relative_to(ROOT)) for document in old)
+        old = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
+        names = " and ".join(str(path.relative_to(ROOT)) for path in old)
         return f"not as bench/results has it: {names}; run make tables" if old else 0
-    for document, text in filled.items():
-        document.write_text(text)
+    for path, text in texts.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
     return 0
 
 

@@ -5,12 +5,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import cells
+import charts
 import collect
 import tables
 import tables_gpu
@@ -25,6 +27,7 @@ def test_documents_show_what_was_measured(document):
 
 def test_the_tables_script_names_documents_that_are_old(tmp_path, monkeypatch):
     one, other = tmp_path / "one.md", tmp_path / "other.md"
+    monkeypatch.setattr(charts, "PICTURES", {})
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "DOCUMENTS", (one, other))
     one.write_text("as it was")
@@ -95,7 +98,7 @@ def test_whoever_asks_for_help_gets_no_measurements(argument, status, tmp_path):
 
 def test_the_tables_script_says_what_it_does(capsys):
     assert tables.main(["--help"]) == 0
-    assert capsys.readouterr().out.startswith("Builds the tables of README.md")
+    assert capsys.readouterr().out.startswith("Builds the tables of docs/performance.md")
     assert "Builds" in tables.main(["--chekc"])
 
 
@@ -234,6 +237,48 @@ def test_small_tables_are_there_where_they_are_recorded(recorded):
         "| symmpool | any | 1,000 | 0 | 0 |",
     ):
         assert line in text, line
+
+
+def svg(text):
+    """The picture's elements, by tag; an error where it is no XML."""
+    return [(each.tag.rpartition("}")[2], each) for each in ElementTree.fromstring(text).iter()]
+
+
+def words(text):
+    return [each.text for tag, each in svg(text) if tag == "text"]
+
+
+@pytest.mark.parametrize("name", charts.PICTURES)
+def test_pictures_show_what_was_measured(name):
+    made = (charts.FOLDER / name).read_text()
+    assert made == charts.PICTURES[name](), "it does not match bench/results; run make tables"
+    assert "prefers-color-scheme: dark" in made
+    # A picture is loaded by itself: nothing else may be needed to show it.
+    assert "http" not in made.replace("http://www.w3.org/2000/svg", "")
+    assert f"docs/pictures/{name}" in (charts.ROOT / "README.md").read_text()
+
+
+def test_a_picture_has_a_curve_for_each_contender_and_names_its_machine(recorded):
+    entries = [
+        {"bytes": 1024 << shift, "figures": figures(ours=2.0 + shift, NCCL=8.0 + shift)}
+        for shift in range(11)
+    ]
+    # Who has no time at a size has no point there.
+    del entries[-1]["figures"]["NCCL"]
+    recorded("allreduce", 2, contenders=["ours", "NCCL"], results=entries)
+    text = charts.picture("allreduce", "All-reduce")
+    assert {"All-reduce, 2 x H200", "symmpool", "NCCL", "1 KiB", "4.00"} <= set(words(text))
+    assert "2 x H200, torch 2.11, NCCL 2.28, driver 580, 2026-11-22:" in words(text)
+    assert "in graphs of 100 calls, in which NCCL's small calls take up to twice as long" in words(text)
+    marks = [each.get("class") for _, each in svg(text) if "mark" in each.get("class", "")]
+    # One more of each in the legend.
+    assert marks.count("mark ours") == 12 and marks.count("mark nccl") == 11
+    inside = [each for tag, each in svg(text) if tag == "circle" and float(each.get("cx")) > charts.LEFT + 20]
+    at = [float(each.get("cy")) for each in sorted(inside, key=lambda each: float(each.get("cx")))]
+    assert at == sorted(at, reverse=True), "longer times lie higher"
+    # The second machine has a panel of its own.
+    recorded("allreduce", 4, contenders=["ours", "NCCL"], results=entries)
+    assert "All-reduce, 4 x H200" in words(charts.picture("allreduce", "All-reduce"))
 
 
 def test_the_documents_ask_for_every_table():
