@@ -12,7 +12,7 @@ EMULATOR := $(CURDIR)/target/emulator
 EMULATED := LD_LIBRARY_PATH=$(EMULATOR) SYMMPOOL_CACHE_DIR=$(EMULATOR)/kernels
 CXXFLAGS := -std=c++20 -g -O2 -fPIC -shared -pthread -Wall -Wextra -Werror
 # Ways through every kernel, but for what takes minutes there: repeats and streams.
-EMULATED_CHECKS := one_shot_packet,one_shot_line,one_shot_sentinel,one_shot_pull,two_shot_packet,two_shot_sentinel$(\
+EMULATED_CHECKS := one_shot_ll,one_shot_ll128,one_shot_lamport,one_shot_pull,two_shot_ll,two_shot_lamport$(\
 	),two_shot_pull,two_shot_push,two_shot_copy,all_to_all,spread,rows,one_sided,p2p
 # The tests of what is made for torch run on the CPU, but its Linux package brings CUDA's libraries:
 # 5 GB on disk. Another version is tested with, say, `make test TORCH=torch==2.15.0`.
@@ -56,9 +56,9 @@ test-emulated: $(EMULATOR)/libnvrtc.so.13
 	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
 		check --quick --ranks 2 --algorithms $(EMULATED_CHECKS)
 	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
-		check --quick --ranks 3 --algorithms one_shot_line,two_shot_sentinel,two_shot_copy,one_sided,p2p
+		check --quick --ranks 3 --algorithms one_shot_ll128,two_shot_lamport,two_shot_copy,one_sided,p2p
 	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
-		check --quick --ranks 8 --algorithms one_shot_line,two_shot_push
+		check --quick --ranks 8 --algorithms one_shot_ll128,two_shot_push
 	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
 		check --quick --ranks 3 --concurrent 2,1,5 --algorithms one_shot_pull,two_shot_pull,two_shot_push
 	$(EMULATED) EMULATED_PROCESSORS=16 cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
@@ -68,7 +68,7 @@ test-emulated: $(EMULATOR)/libnvrtc.so.13
 	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
 		soak --ranks 2 --calls 200
 	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
-		faults --ranks 2 --timeout 4 --algorithms one_shot_packet,two_shot_push,p2p,late,outside
+		faults --ranks 2 --timeout 4 --algorithms one_shot_ll,two_shot_push,p2p,late,outside
 else
 test-emulated:
 	@echo "skipped: there is no C++ compiler, which makes the kernels for emulated devices"

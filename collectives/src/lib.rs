@@ -18,6 +18,7 @@ mod communicator;
 mod cuda;
 mod dtype;
 mod float8;
+mod former_names;
 mod host;
 mod jit;
 mod p2p;

@@ -49,7 +49,7 @@ use crate::{site, tensor};
 /// `timeout` is the longest wait for a late rank, in seconds. A rank that does not come closes the
 /// communicator: this call and all later ones raise TimeoutError or PeerLostError, naming it.
 /// Waits are not ended by Ctrl-C, but all of them end. `algorithm` is one of `algorithms()`, and how
-/// all-reduces go about it: the bits of results are the same with each; `all_to_all`, "auto", "packet",
+/// all-reduces go about it: the bits of results are the same with each; `all_to_all`, "auto", "ll",
 /// "direct", "copy" or "ring", is that of all-to-alls, on devices of all-gathers and broadcasts too. `scratch_bytes` is how much
 /// scratch there is, in host memory or on the device. All of it is the same on every rank. `concurrent`,
 /// of which ranks may differ, is how many communicators of this process may have calls under way on the

@@ -1,5 +1,6 @@
 //! Names as Python programs write them: element types, operations, algorithms, devices.
 
+use pyo3::exceptions::PyDeprecationWarning;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
@@ -107,16 +108,31 @@ pub(crate) fn all_to_all_algorithm_names() -> Vec<&'static str> {
 
 /// The way of all-to-alls of a name.
 pub(crate) fn all_to_all_algorithm(py: Python<'_>, name: &str) -> PyResult<AllToAllAlgorithm> {
-    AllToAllAlgorithm::named(name).ok_or_else(|| {
+    let algorithm = AllToAllAlgorithm::named(name).ok_or_else(|| {
         let names = all_to_all_algorithm_names().join(", ");
         invalid(py, format!("all_to_all: {name:?} is none of {names}"))
-    })
+    })?;
+    warn_of_a_former_name(py, name, algorithm.name())?;
+    Ok(algorithm)
 }
 
 /// The algorithm of a name.
 pub(crate) fn algorithm(py: Python<'_>, name: &str) -> PyResult<AllReduceAlgorithm> {
-    let known = AllReduceAlgorithm::ALL.into_iter().find(|algorithm| algorithm.name() == name);
-    known.ok_or_else(|| {
+    let algorithm = AllReduceAlgorithm::named(name).ok_or_else(|| {
         invalid(py, format!("algorithm: {name:?} is none of {}", algorithm_names().join(", ")))
-    })
+    })?;
+    warn_of_a_former_name(py, name, algorithm.name())?;
+    Ok(algorithm)
+}
+
+/// Warns a program that names an algorithm as it was called before: one version accepts both names.
+fn warn_of_a_former_name(py: Python<'_>, given: &str, now: &str) -> PyResult<()> {
+    if given == now {
+        return Ok(());
+    }
+    let text = format!(
+        "the algorithm {given:?} is called {now:?}; its former name will not be accepted by the next version"
+    );
+    let text = std::ffi::CString::new(text)?;
+    PyErr::warn(py, &py.get_type::<PyDeprecationWarning>(), &text, 1)
 }

@@ -369,6 +369,14 @@ def test_algorithms_that_are_none_are_refused():
         symmpool.Communicator(pool, algorithm="fastest")
 
 
+def test_former_names_of_algorithms_are_accepted_with_a_warning():
+    pool = symmpool.Pool(symmpool.Group.in_process(1)[0], "cpu")
+    with pytest.warns(DeprecationWarning, match="'?one_shot_packet'? is called .?one_shot_ll\\b"):
+        assert symmpool.Communicator(pool, algorithm="one_shot_packet").algorithm == "one_shot_ll"
+    with pytest.warns(DeprecationWarning, match="is called .?ll\\b"):
+        symmpool.Communicator(pool, all_to_all="packet")
+
+
 def refused_while_the_others_are_elsewhere(group):
     pool = symmpool.Pool(group, "cpu")
     comm = symmpool.Communicator(pool, timeout=30)

@@ -13,7 +13,7 @@ use crate::Options;
 use crate::cuda::{Clock, Graph, download, driver, stream, upload};
 use crate::oracle::{differs, input, reduce};
 
-/// What options call all-to-alls that choose for themselves; `all_to_all_packet` and others do not.
+/// What options call all-to-alls that choose for themselves; `all_to_all_ll` and others do not.
 const ALL_TO_ALL: &str = "all_to_all";
 /// Messages of one rank to another, and with an answer.
 const P2P: &str = "p2p";

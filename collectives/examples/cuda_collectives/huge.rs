@@ -178,8 +178,8 @@ impl Huge<'_> {
     fn exchanges(&mut self) -> Result<()> {
         let (rank, world) = (self.pool.rank() as usize, self.pool.world() as usize);
         for all_to_all in AllToAllAlgorithm::ALL {
-            // What has no room in packets goes as with the others.
-            if all_to_all == AllToAllAlgorithm::Packet {
+            // What does not fit into inboxes goes the same ways as with the other algorithms.
+            if all_to_all == AllToAllAlgorithm::Ll {
                 continue;
             }
             let comm = CommunicatorOptions { all_to_all, ..Default::default() };

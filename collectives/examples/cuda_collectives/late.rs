@@ -92,7 +92,7 @@ impl Late<'_> {
     fn slow_at_the_last_numbers(&self, meet: &dyn Fn() -> Result<()>) -> Result<u32> {
         let mut wrong = 0;
         for first_epoch in [u32::MAX - 1, u32::MAX] {
-            for algorithm in [AllReduceAlgorithm::OneShotPacket, AllReduceAlgorithm::TwoShotCopy] {
+            for algorithm in [AllReduceAlgorithm::OneShotLl, AllReduceAlgorithm::TwoShotCopy] {
                 let options = CommunicatorOptions { algorithm, first_epoch, ..Default::default() };
                 let comm = Communicator::with_options(self.pool, &options)?;
                 meet()?;

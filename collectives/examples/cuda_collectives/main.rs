@@ -82,7 +82,7 @@ struct Options {
     /// Algorithms to time or to check, by name; all that serve a size without it. `check` knows
     /// first_calls (of two communicators, in another order on every other rank), all_to_all, spread (all-gathers and broadcasts), rows, one_sided, p2p (messages between two ranks), repeats (the same bits in 1,000
     /// calls), streams (several communicators at once), mixed (all-to-alls of long and short parts) and slow
-    /// (consumers) as well, and, only if named, huge (more than 2^31 elements); `bench` all_to_all and all_to_all_packet, for one, p2p and
+    /// (consumers) as well, and, only if named, huge (more than 2^31 elements); `bench` all_to_all and all_to_all_ll, for one, p2p and
     /// p2p_round_trip; `soak` all_reduce
     /// (all of them), all_to_all and graphs; `faults` all_to_all, p2p, late (ranks that come when the others
     /// have given up) and outside (ranks that disagree on what is moved); `killed` all_reduce, two_shot_copy, all_to_all, all_to_all_splits and all_to_all_copy.

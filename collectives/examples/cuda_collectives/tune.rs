@@ -38,12 +38,12 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let algorithms: Vec<_> =
         AllReduceAlgorithm::ALL.into_iter().filter(|algorithm| !open.contains(algorithm)).collect();
     let mut bench = Bench::new(pool, LONG_GRAPHS)?;
-    for (dtype, sentinels) in [(DType::Bf16, true), (DType::I32, false)] {
+    for (dtype, lamport) in [(DType::Bf16, true), (DType::I32, false)] {
         for (blocks, windows) in [(&windows, true), (&other, false)] {
             let times = bench.measure(options, (&blocks.0, &blocks.1), dtype, &algorithms)?;
             let new = fastest(&times).into_iter().map(|(up_to, algorithm)| Row {
                 world,
-                sentinels,
+                lamport,
                 windows,
                 up_to,
                 algorithm,
@@ -107,7 +107,7 @@ fn fastest(times: &Times) -> Vec<(Option<u64>, String)> {
 
 /// Puts a group of rows in the place of the one that was there.
 fn replace(table: &mut Table, new: Vec<Row>) {
-    let group = |row: &Row| (row.world, !row.sentinels, !row.windows);
+    let group = |row: &Row| (row.world, !row.lamport, !row.windows);
     let Some(which) = new.first().map(group) else { return };
     table.rows.retain(|row| group(row) != which);
     table.rows.extend(new);
@@ -156,7 +156,7 @@ mod tests {
         assert_eq!(text(&table), held);
         let row = |world, up_to| Row {
             world,
-            sentinels: true,
+            lamport: true,
             windows: true,
             up_to,
             algorithm: "two_shot_pull".into(),
@@ -166,7 +166,7 @@ mod tests {
         replace(&mut table, vec![row(3, Some(9)), row(3, None)]);
         assert_eq!(table.rows.len(), before + 2);
         assert!(table.rows.windows(2).any(|pair| pair == [row(3, Some(9)), row(3, None)]));
-        let group = |of: &&Row| of.world == 4 && of.sentinels && of.windows;
+        let group = |of: &&Row| of.world == 4 && of.lamport && of.windows;
         let alike = table.rows.iter().filter(group).count();
         replace(&mut table, vec![row(4, None)]);
         assert_eq!(table.rows.len(), before + 2 + 1 - alike);

@@ -56,13 +56,18 @@ mod tests {
 
     #[test]
     fn the_environment_speaks_where_options_do_not() {
-        use AllReduceAlgorithm::{Auto, OneShot, TwoShotPush};
+        use AllReduceAlgorithm::{Auto, OneShot, OneShotLl128, TwoShotPush};
         let with = |option, value: &str| Asked::with(option, Some(OsStr::new(value)));
         let asked = |algorithm, by_environment| Asked { algorithm, by_environment };
         assert_eq!(Asked::with(Auto, None).unwrap(), asked(Auto, false));
         assert_eq!(with(Auto, "").unwrap(), asked(Auto, false));
         assert_eq!(with(Auto, "auto").unwrap(), asked(Auto, true));
         assert_eq!(with(Auto, "two_shot_push").unwrap(), asked(TwoShotPush, true));
+        assert_eq!(
+            with(Auto, "one_shot_line").unwrap(),
+            asked(OneShotLl128, true),
+            "a former name"
+        );
         assert_eq!(with(OneShot, "two_shot_push").unwrap(), asked(OneShot, false));
         assert_eq!(with(OneShot, "nonsense").unwrap(), asked(OneShot, false));
         for wrong in ["nonsense", "Auto", "one_shot ", "0"] {

@@ -21,6 +21,7 @@ use symmpool_allocator::{Error, Result};
 
 pub(crate) use halves::Halves;
 
+use crate::former_names::renamed;
 use crate::host::call::{Call, Operation};
 use crate::host::kernels::ReduceFn;
 use crate::host::{Data, HostEngine, InPlace, Place};
@@ -39,16 +40,17 @@ pub enum AllReduceAlgorithm {
     OneShot = 1,
     /// Every rank reduces a share and hands it out.
     TwoShot = 2,
-    /// On devices: one shot, in packets of which half are flags. Any type; fastest for few KiB.
-    OneShotPacket = 3,
-    /// On devices: one shot, in whole vectors; floats but `f64`.
-    OneShotSentinel = 4,
+    /// On devices: one shot, in the LL protocol, whose vectors of 16 bytes are half flags. Any type; fastest
+    /// for a few KiB.
+    OneShotLl = 3,
+    /// On devices: one shot, in the Lamport protocol, whose receivers poll the data itself; floats but `f64`.
+    OneShotLamport = 4,
     /// On devices: one shot, by loads from every rank's scratch.
     OneShotPull = 5,
-    /// On devices: two shots, in packets.
-    TwoShotPacket = 6,
-    /// On devices: two shots, in whole vectors; floats but `f64`.
-    TwoShotSentinel = 7,
+    /// On devices: two shots, in the LL protocol.
+    TwoShotLl = 6,
+    /// On devices: two shots, in the Lamport protocol; floats but `f64`.
+    TwoShotLamport = 7,
     /// On devices: two shots, shares by loads from inputs, results by stores; between windows.
     TwoShotPull = 8,
     /// On devices: two shots by stores, results straight into outputs that are windows.
@@ -56,10 +58,10 @@ pub enum AllReduceAlgorithm {
     /// In host memory: data over direct links only, between two groups of ranks that are all linked
     /// inside and paired with each other. What `Auto` uses on a hybrid cube mesh.
     CubeMesh = 10,
-    /// On devices that are all linked by NVLink, or are one: one shot, in lines of 128 bytes of which 8 are
-    /// flags. Any type; fastest for some
-    /// ten to hundred KiB of what sentinels do not carry.
-    OneShotLine = 11,
+    /// On devices that are all linked by NVLink, or are one: one shot, in the LL128 protocol, whose lines of
+    /// 128 bytes have 8 bytes of flags. Any type; fastest from some tens to some hundreds of KiB, for types
+    /// that the Lamport protocol does not carry.
+    OneShotLl128 = 11,
     /// On devices: two shots carried by copy engines, with kernels that reduce between them; outputs
     /// that are windows, from 1 MiB. Fastest from some hundred MiB.
     /// What copy engines were told to do cannot be called back: if the call fails, the memory that it
@@ -73,16 +75,25 @@ impl AllReduceAlgorithm {
         Self::Auto,
         Self::OneShot,
         Self::TwoShot,
-        Self::OneShotPacket,
-        Self::OneShotSentinel,
+        Self::OneShotLl,
+        Self::OneShotLamport,
         Self::OneShotPull,
-        Self::TwoShotPacket,
-        Self::TwoShotSentinel,
+        Self::TwoShotLl,
+        Self::TwoShotLamport,
         Self::TwoShotPull,
         Self::TwoShotPush,
         Self::CubeMesh,
-        Self::OneShotLine,
+        Self::OneShotLl128,
         Self::TwoShotCopy,
+    ];
+
+    /// Accepted until the next version.
+    const FORMER_NAMES: &[(&str, Self)] = &[
+        ("one_shot_packet", Self::OneShotLl),
+        ("one_shot_line", Self::OneShotLl128),
+        ("one_shot_sentinel", Self::OneShotLamport),
+        ("two_shot_packet", Self::TwoShotLl),
+        ("two_shot_sentinel", Self::TwoShotLamport),
     ];
 
     /// The name used in options and reports.
@@ -91,22 +102,24 @@ impl AllReduceAlgorithm {
             Self::Auto => "auto",
             Self::OneShot => "one_shot",
             Self::TwoShot => "two_shot",
-            Self::OneShotPacket => "one_shot_packet",
-            Self::OneShotSentinel => "one_shot_sentinel",
+            Self::OneShotLl => "one_shot_ll",
+            Self::OneShotLamport => "one_shot_lamport",
             Self::OneShotPull => "one_shot_pull",
-            Self::TwoShotPacket => "two_shot_packet",
-            Self::TwoShotSentinel => "two_shot_sentinel",
+            Self::TwoShotLl => "two_shot_ll",
+            Self::TwoShotLamport => "two_shot_lamport",
             Self::TwoShotPull => "two_shot_pull",
             Self::TwoShotPush => "two_shot_push",
             Self::CubeMesh => "cube_mesh",
-            Self::OneShotLine => "one_shot_line",
+            Self::OneShotLl128 => "one_shot_ll128",
             Self::TwoShotCopy => "two_shot_copy",
         }
     }
 
-    /// The algorithm of this [`name`](Self::name).
+    /// The algorithm of this [`name`](Self::name). Former names, such as `one_shot_packet`, are accepted,
+    /// with a warning.
     pub fn named(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|algorithm| algorithm.name() == name)
+        let found = Self::ALL.into_iter().find(|algorithm| algorithm.name() == name);
+        found.or_else(|| renamed(name, Self::FORMER_NAMES, Self::name))
     }
 }
 

@@ -5,6 +5,8 @@ use std::ffi::OsStr;
 
 use symmpool_allocator::{Error, Result};
 
+use crate::former_names::renamed;
+
 /// Names an algorithm for every communicator whose options name none.
 const VARIABLE: &str = "SYMMPOOL_ALL_TO_ALL";
 
@@ -15,10 +17,10 @@ pub enum AllToAllAlgorithm {
     /// By what each pair of ranks exchanges, and by kind of memory.
     #[default]
     Auto = 0,
-    /// In host memory through the sender's scratch; on devices into the receiver's inbox, as vectors of
-    /// 16 bytes that show by themselves that they have arrived, in one hop, as far as that has room
-    /// for a pair's data.
-    Packet = 1,
+    /// Low latency: in host memory through the sender's scratch; on devices in one hop into the receiver's
+    /// inbox, in vectors of 16 bytes that show by themselves that they have arrived, as far as the inbox has
+    /// room for a pair's data.
+    Ll = 1,
     /// In host memory out of inputs that are windows; on devices into outputs that are windows, and
     /// through the receiver's scratch into others.
     Direct = 2,
@@ -36,22 +38,26 @@ pub enum AllToAllAlgorithm {
 
 impl AllToAllAlgorithm {
     /// All of them, `Auto` first.
-    pub const ALL: [Self; 5] = [Self::Auto, Self::Packet, Self::Direct, Self::Copy, Self::Ring];
+    pub const ALL: [Self; 5] = [Self::Auto, Self::Ll, Self::Direct, Self::Copy, Self::Ring];
+
+    /// Accepted until the next version.
+    const FORMER_NAMES: &[(&str, Self)] = &[("packet", Self::Ll)];
 
     /// The name used in options and reports.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Auto => "auto",
-            Self::Packet => "packet",
+            Self::Ll => "ll",
             Self::Direct => "direct",
             Self::Copy => "copy",
             Self::Ring => "ring",
         }
     }
 
-    /// The algorithm of this [`name`](Self::name).
+    /// The algorithm of this [`name`](Self::name). The former name `packet` is accepted, with a warning.
     pub fn named(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|algorithm| algorithm.name() == name)
+        let found = Self::ALL.into_iter().find(|algorithm| algorithm.name() == name);
+        found.or_else(|| renamed(name, Self::FORMER_NAMES, Self::name))
     }
 
     /// This one, or what the environment names if it leaves the choice open.
@@ -79,13 +85,14 @@ mod tests {
 
     #[test]
     fn the_environment_speaks_where_options_do_not() {
-        use AllToAllAlgorithm::{Auto, Direct, Packet};
+        use AllToAllAlgorithm::{Auto, Direct, Ll};
         let with = |option: AllToAllAlgorithm, value| option.or_named(Some(OsStr::new(value)));
         assert_eq!(Auto.or_named(None).unwrap(), Auto);
         assert_eq!(with(Auto, "").unwrap(), Auto);
-        assert_eq!(with(Auto, "packet").unwrap(), Packet);
-        assert_eq!(with(Direct, "packet").unwrap(), Direct);
+        assert_eq!(with(Auto, "ll").unwrap(), Ll);
+        assert_eq!(with(Direct, "ll").unwrap(), Direct);
         assert_eq!(with(Direct, "nonsense").unwrap(), Direct);
+        assert_eq!(with(Auto, "packet").unwrap(), Ll, "the former name");
         let error = with(Auto, "nonsense").unwrap_err();
         assert!(error.is_invalid_argument());
         let text = error.to_string();

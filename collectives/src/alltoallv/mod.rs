@@ -4,7 +4,7 @@
 //! every rank shows its row of the traffic matrix on entry (`all_to_all_v`), and every rank checks
 //! the whole matrix. So ranks agree, without further talk, on how each sender's data travels:
 //!
-//! - `packet`: through the sender's scratch, in one piece that is there on entry if it fits, else
+//! - `ll`: through the sender's scratch, in one piece that is there on entry if it fits, else
 //!   in several, one step each;
 //! - `direct`: receivers read the sender's window themselves, and a last step lets it go. Where one
 //!   receives far more than others, these write a part of it into its output (`shares`).
@@ -248,7 +248,7 @@ impl Work {
     fn route(&self, stream: usize, engine: &HostEngine, place: impl Fn() -> u64) -> Route {
         let direct = match engine.all_to_all_way() {
             AllToAllAlgorithm::Auto => is_direct(stream, self.world, engine.scratch_bytes()),
-            AllToAllAlgorithm::Packet => false,
+            AllToAllAlgorithm::Ll => false,
             AllToAllAlgorithm::Direct | AllToAllAlgorithm::Copy | AllToAllAlgorithm::Ring => true,
         };
         match if direct { place() } else { NO_WINDOW } {

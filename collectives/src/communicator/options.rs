@@ -50,8 +50,8 @@ pub struct CommunicatorOptions {
     pub first_epoch: u32,
     /// How the ranks are linked, where it is not as the pool's topology says: for trying out a
     /// machine that is not there. In host memory all-reduces on a hybrid cube mesh move data over direct
-    /// links only ([`AllReduceAlgorithm::CubeMesh`]); on devices lines
-    /// ([`AllReduceAlgorithm::OneShotLine`]) are for ranks that are all linked directly. Other collectives
+    /// links only ([`AllReduceAlgorithm::CubeMesh`]); on devices LL128
+    /// ([`AllReduceAlgorithm::OneShotLl128`]) is for ranks that are all linked directly. Other collectives
     /// do not ask for links. Default: [`Pool::topology`](symmpool_allocator::Pool::topology).
     pub links: Option<Topology>,
 }

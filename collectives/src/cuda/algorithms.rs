@@ -8,7 +8,7 @@ use super::engine::CudaEngine;
 use super::grid::Grid;
 use super::kernels::Loaded;
 use super::params::{CallParams, LINE_PAYLOAD, MOST_TEAMS};
-use super::shape::{Algorithm, Shape, has_sentinels};
+use super::shape::{Algorithm, Shape, fits_lamport};
 use super::specialty::Specialty;
 use crate::allreduce::Asked;
 use crate::host::call::{Call, Operation};
@@ -150,8 +150,8 @@ impl CudaEngine {
         // Threads that have something to do, how many to a block, and the most blocks. Small blocks
         // begin and end sooner.
         let (wanted, threads, most) = match algorithm {
-            Algorithm::OneShotPacket | Algorithm::OneShotSentinel => (vectors, 32, u32::MAX),
-            Algorithm::OneShotLine => (of_lines, 64, u32::MAX),
+            Algorithm::OneShotLl | Algorithm::OneShotLamport => (vectors, 32, u32::MAX),
+            Algorithm::OneShotLl128 => (of_lines, 64, u32::MAX),
             Algorithm::OneShotPull => (vectors, 256, MOST_TEAMS),
             Algorithm::TwoShotPull => (share, THREADS, 256),
             Algorithm::TwoShotPush => {
@@ -162,10 +162,10 @@ impl CudaEngine {
                 // SAFETY: passed on.
                 return unsafe { self.copied(work) };
             }
-            Algorithm::TwoShotPacket | Algorithm::TwoShotSentinel => {
-                let sentinels = algorithm == Algorithm::TwoShotSentinel;
+            Algorithm::TwoShotLl | Algorithm::TwoShotLamport => {
+                let lamport = algorithm == Algorithm::TwoShotLamport;
                 // SAFETY: passed on.
-                return unsafe { self.two_shot(work, BOTH, sentinels) };
+                return unsafe { self.two_shot(work, BOTH, lamport) };
             }
         };
         let specialty =
@@ -186,18 +186,13 @@ impl CudaEngine {
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
-    pub(super) unsafe fn two_shot(
-        &mut self,
-        work: &Work,
-        shots: u8,
-        sentinels: bool,
-    ) -> Result<()> {
+    pub(super) unsafe fn two_shot(&mut self, work: &Work, shots: u8, lamport: bool) -> Result<()> {
         let ranks = u64::from(self.world());
         // Of an all-reduce: shares and results of all ranks. Of a half: parts of all ranks.
         let (shares, most) = if shots == SCATTER | GATHER {
-            (ranks, self.control.two_shot_room(sentinels, self.world()))
+            (ranks, self.control.two_shot_room(lamport, self.world()))
         } else {
-            (1, self.control.inbox_vectors(sentinels) / ranks * 16)
+            (1, self.control.inbox_vectors(lamport) / ranks * 16)
         };
         let threads = match most.min(work.bytes) {
             0..=524_288 => 64,
@@ -207,7 +202,7 @@ impl CudaEngine {
         let reduction = (work.dtype, work.op);
         let bytes = most.min(work.bytes);
         let loaded =
-            self.kernel(Specialty::two_shot(self.world(), reduction, shots, sentinels, bytes))?;
+            self.kernel(Specialty::two_shot(self.world(), reduction, shots, lamport, bytes))?;
         let threads = threads.min(loaded.threads);
         for piece in work.pieces(most, 16 * shares) {
             let each = piece.bytes.div_ceil(16).div_ceil(shares);
@@ -282,7 +277,7 @@ impl CudaEngine {
             return unsafe { self.copy_alone(call, (input, output), count, dtype, stream) };
         }
         // SAFETY: likewise.
-        unsafe { self.scatter(&work, has_sentinels(dtype)) }
+        unsafe { self.scatter(&work, fits_lamport(dtype)) }
     }
 
     /// Through the inbox while that is faster, else through scratch.
@@ -290,18 +285,18 @@ impl CudaEngine {
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
-    unsafe fn scatter(&mut self, work: &Work, sentinels: bool) -> Result<()> {
-        // Packets are twice as long as what they carry; sentinels are not.
-        let inbox = if sentinels { 4 << 20 } else { 64 << 10 };
+    unsafe fn scatter(&mut self, work: &Work, lamport: bool) -> Result<()> {
+        // LL sends twice the bytes that it carries; Lamport does not.
+        let inbox = if lamport { 4 << 20 } else { 64 << 10 };
         let pushed = work.bytes > inbox;
         let (bytes, call) = (work.bytes, work.call);
-        tracing::debug!(bytes, %call, pushed, sentinels, "through scratch or inboxes");
+        tracing::debug!(bytes, %call, pushed, lamport, "through scratch or inboxes");
         if pushed {
             // SAFETY: passed on.
             return unsafe { self.push(work, SCATTER) };
         }
         // SAFETY: passed on.
-        unsafe { self.two_shot(work, SCATTER, sentinels) }
+        unsafe { self.two_shot(work, SCATTER, lamport) }
     }
 
     /// Through scratch and, of an all-reduce, straight into outputs that are windows, in as many calls as

@@ -295,7 +295,7 @@ impl CudaEngine {
         };
         let (all, head) = match self.all_to_all {
             AllToAllAlgorithm::Auto => (each(INBOX_BYTES), each(HEAD_BYTES)),
-            AllToAllAlgorithm::Packet => (most, most),
+            AllToAllAlgorithm::Ll => (most, most),
             AllToAllAlgorithm::Direct | AllToAllAlgorithm::Copy | AllToAllAlgorithm::Ring => (0, 0),
         };
         (all, head as u32)

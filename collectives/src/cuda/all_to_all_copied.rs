@@ -50,9 +50,7 @@ impl CudaEngine {
         let wanted = match self.all_to_all {
             AllToAllAlgorithm::Auto => leaves >= COPY_BYTES && part >= COPY_PART,
             AllToAllAlgorithm::Copy => leaves > 0,
-            AllToAllAlgorithm::Packet | AllToAllAlgorithm::Direct | AllToAllAlgorithm::Ring => {
-                false
-            }
+            AllToAllAlgorithm::Ll | AllToAllAlgorithm::Direct | AllToAllAlgorithm::Ring => false,
         };
         wanted && output.is_window()
     }

@@ -163,7 +163,7 @@ impl Modules {
     }
 
     fn compile(&self, world: u32, specialty: Specialty) -> Result<(Image, String)> {
-        let Specialty { kernel, dtype, op, shots, sentinels, threads, blocks } = specialty;
+        let Specialty { kernel, dtype, op, shots, lamport, threads, blocks } = specialty;
         let numbers = [
             ("WORLD", u64::from(world)),
             ("DTYPE", u64::from(dtype)),
@@ -180,7 +180,7 @@ impl Modules {
         .map(|(name, value)| (name, value.to_string()));
         let mut defines: Vec<(&str, &str)> =
             numbers.iter().map(|(name, value)| (*name, value.as_str())).collect();
-        if sentinels {
+        if lamport {
             defines.push(("SENTINELS", "1"));
         }
         let variant = Variant { kernel: Kernel::named(kernel), defines: &defines };

@@ -209,23 +209,23 @@ impl Control {
         self.scratch + self.scratch_bytes
     }
 
-    /// Vectors that one call may put into the inbox for sentinels, or for packets.
-    pub(super) fn inbox_vectors(&self, sentinels: bool) -> u64 {
-        if sentinels { self.sentinel_vectors() } else { self.packet_vectors() }
+    /// Vectors that one call may put into the Lamport inbox, or into the LL inbox.
+    pub(super) fn inbox_vectors(&self, lamport: bool) -> u64 {
+        if lamport { self.sentinel_vectors() } else { self.packet_vectors() }
     }
 
     /// Bytes of an all-reduce that go in one call through an inbox in two shots: shares and results of all
     /// ranks have room there.
-    pub(super) fn two_shot_room(&self, sentinels: bool, world: u32) -> u64 {
+    pub(super) fn two_shot_room(&self, lamport: bool, world: u32) -> u64 {
         let ranks = u64::from(world);
-        self.inbox_vectors(sentinels) / 2 / ranks * ranks * 16
+        self.inbox_vectors(lamport) / 2 / ranks * ranks * 16
     }
 
     /// What one call of an all-reduce moves at most.
     pub(super) fn two_shot_bytes(&self, algorithm: Algorithm, world: u32) -> u64 {
         match algorithm {
-            Algorithm::TwoShotSentinel => self.two_shot_room(true, world),
-            Algorithm::TwoShotPacket => self.two_shot_room(false, world),
+            Algorithm::TwoShotLamport => self.two_shot_room(true, world),
+            Algorithm::TwoShotLl => self.two_shot_room(false, world),
             _ => u64::MAX,
         }
     }

@@ -19,8 +19,8 @@ pub(crate) struct Table {
 pub(crate) struct Row {
     /// Ranks.
     pub(crate) world: u32,
-    /// For element types that sentinels can carry, or for the others.
-    pub(crate) sentinels: bool,
+    /// For element types that the Lamport protocol can carry, or for the others.
+    pub(crate) lamport: bool,
     /// Where the output is a window, or where it is not.
     pub(crate) windows: bool,
     /// Bytes, and more than those of the row before; none: without end.

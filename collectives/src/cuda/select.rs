@@ -4,7 +4,7 @@
 use symmpool_allocator::{Error, Result};
 
 use super::params::Control;
-use super::shape::{Algorithm, Shape, has_sentinels};
+use super::shape::{Algorithm, Shape, fits_lamport};
 use super::table::Rows;
 use crate::AllReduceAlgorithm;
 use crate::allreduce::{Asked, VARIABLE};
@@ -40,12 +40,12 @@ const PAIR_HOP_BYTES: u64 = 4 << 20;
 const STRAIGHT_BYTES: u64 = 24 << 20;
 /// Above this, copy engines carry more than a device's processors.
 const COPY_BYTES: u64 = 128 << 20;
-/// Up to here packets are as fast as sentinels, and leave no inbox to put back.
+/// Up to here LL is as fast as Lamport, and leaves no inbox to restore.
 const PACKET_BYTES: u64 = 4 << 10;
-/// What all ranks together leave in an inbox of packets before half of the bytes being flags is felt.
-/// From there on lines are faster.
+/// Bytes that all ranks together put into an LL inbox. Up to here it does not matter that half of them are
+/// flags; from here on LL128 is faster.
 const FLAGGED_BYTES: u64 = 128 << 10;
-/// A hop's bytes where lines are the choice, next to ways that begin and end with flags among peers.
+/// A hop's bytes where LL128 is the choice, next to ways that begin and end with flags among peers.
 const LINE_HOP_BYTES: u64 = HOP_BYTES / 4 * 9;
 /// Up to here, of what all pairs of ranks have for each other, a rank reads its part of all inputs faster than
 /// the others bring it: 12 MiB of two ranks, 3 of four.
@@ -66,18 +66,18 @@ impl Shape {
         };
         let hop = spares(HOP_BYTES);
         let flagged = self.bytes.saturating_mul(ranks) <= FLAGGED_BYTES;
-        let order: &[A] = if has_sentinels(self.dtype) {
+        let order: &[A] = if fits_lamport(self.dtype) {
             match self.bytes {
-                bytes if hop && bytes <= PACKET_BYTES => &[A::OneShotPacket],
-                _ if hop => &[A::OneShotSentinel, A::TwoShotSentinel],
-                bytes if bytes <= STRAIGHT_BYTES => &[A::TwoShotSentinel],
-                bytes if bytes <= COPY_BYTES => &[A::TwoShotPush, A::TwoShotSentinel],
-                _ => &[A::TwoShotCopy, A::TwoShotPush, A::TwoShotSentinel],
+                bytes if hop && bytes <= PACKET_BYTES => &[A::OneShotLl],
+                _ if hop => &[A::OneShotLamport, A::TwoShotLamport],
+                bytes if bytes <= STRAIGHT_BYTES => &[A::TwoShotLamport],
+                bytes if bytes <= COPY_BYTES => &[A::TwoShotPush, A::TwoShotLamport],
+                _ => &[A::TwoShotCopy, A::TwoShotPush, A::TwoShotLamport],
             }
         } else {
             match self.bytes {
-                _ if hop && (flagged || !self.direct) => &[A::OneShotPacket],
-                _ if spares(LINE_HOP_BYTES) => &[A::OneShotLine, A::TwoShotPull, A::OneShotPull],
+                _ if hop && (flagged || !self.direct) => &[A::OneShotLl],
+                _ if spares(LINE_HOP_BYTES) => &[A::OneShotLl128, A::TwoShotPull, A::OneShotPull],
                 _ if self.bytes.saturating_mul(ranks * ranks) <= PULL_BYTES => {
                     &[A::TwoShotPull, A::TwoShotPush, A::OneShotPull]
                 }
@@ -86,8 +86,8 @@ impl Shape {
             }
         };
         let fits = |one: &A| self.fits(*one, control) && self.pays(*one, control);
-        let fallback = [A::TwoShotPush, A::TwoShotPacket];
-        order.iter().chain(&fallback).copied().find(fits).unwrap_or(A::TwoShotPacket)
+        let fallback = [A::TwoShotPush, A::TwoShotLl];
+        order.iter().chain(&fallback).copied().find(fits).unwrap_or(A::TwoShotLl)
     }
 
     /// The algorithm that was asked for, or the best that is known.
@@ -118,8 +118,8 @@ impl Shape {
         let one_of = |order: &[Algorithm]| {
             order.iter().copied().find(|algorithm| self.fits(*algorithm, control)).ok_or_else(|| {
                 Error::unsupported(format!(
-                    "the all-reduce algorithm {} for {} bytes of {} from {} to {}: sentinels carry \
-                     floats of up to 32 bits, lines need NVLink between all devices, pull and push need \
+                    "the all-reduce algorithm {} for {} bytes of {} from {} to {}: lamport carries \
+                     floats of up to 32 bits, ll128 needs NVLink between all devices, pull and push need \
                      windows, one shot needs room for all inputs ({} bytes of inbox here)",
                     asked.name(),
                     self.bytes,
@@ -132,16 +132,14 @@ impl Shape {
         };
         match asked {
             AllReduceAlgorithm::OneShot => one_of(&[
-                Algorithm::OneShotSentinel,
-                Algorithm::OneShotLine,
-                Algorithm::OneShotPacket,
+                Algorithm::OneShotLamport,
+                Algorithm::OneShotLl128,
+                Algorithm::OneShotLl,
                 Algorithm::OneShotPull,
             ]),
-            AllReduceAlgorithm::TwoShot => one_of(&[
-                Algorithm::TwoShotSentinel,
-                Algorithm::TwoShotPush,
-                Algorithm::TwoShotPacket,
-            ]),
+            AllReduceAlgorithm::TwoShot => {
+                one_of(&[Algorithm::TwoShotLamport, Algorithm::TwoShotPush, Algorithm::TwoShotLl])
+            }
             AllReduceAlgorithm::CubeMesh => Err(Error::unsupported(
                 "the all-reduce algorithm cube_mesh: it runs in host memory only; devices have \
                  one_shot and two_shot in several forms, which need links between all of them",
@@ -175,24 +173,24 @@ mod tests {
 
     #[test]
     fn the_rule_follows_size_ranks_and_type() {
-        assert_eq!(best(shape(0, 4)), Algorithm::OneShotPacket);
-        assert_eq!(best(shape(4 << 10, 4)), Algorithm::OneShotPacket);
-        assert_eq!(best(shape(256 << 10, 4)), Algorithm::OneShotSentinel);
-        assert_eq!(best(shape(1 << 20, 4)), Algorithm::TwoShotSentinel);
+        assert_eq!(best(shape(0, 4)), Algorithm::OneShotLl);
+        assert_eq!(best(shape(4 << 10, 4)), Algorithm::OneShotLl);
+        assert_eq!(best(shape(256 << 10, 4)), Algorithm::OneShotLamport);
+        assert_eq!(best(shape(1 << 20, 4)), Algorithm::TwoShotLamport);
         assert_eq!(best(shape(64 << 20, 4)), Algorithm::TwoShotPush);
-        assert_eq!(best(shape(4 << 20, 2)), Algorithm::OneShotSentinel);
-        assert_eq!(best(shape(8 << 20, 2)), Algorithm::TwoShotSentinel);
+        assert_eq!(best(shape(4 << 20, 2)), Algorithm::OneShotLamport);
+        assert_eq!(best(shape(8 << 20, 2)), Algorithm::TwoShotLamport);
         assert_eq!(best(shape(256 << 20, 2)), Algorithm::TwoShotCopy);
-        assert_eq!(best(shape(256 << 10, 8)), Algorithm::TwoShotSentinel);
+        assert_eq!(best(shape(256 << 10, 8)), Algorithm::TwoShotLamport);
         assert_eq!(best(shape(1 << 40, 1)), Algorithm::TwoShotPush);
         let ordinary = Shape { input_window: false, output_window: false, ..shape(64 << 20, 4) };
-        assert_eq!(best(ordinary), Algorithm::TwoShotSentinel);
+        assert_eq!(best(ordinary), Algorithm::TwoShotLamport);
         let integers = |bytes| Shape { dtype: DType::I32, ..shape(bytes, 4) };
-        assert_eq!(best(integers(64 << 10)), Algorithm::OneShotLine);
+        assert_eq!(best(integers(64 << 10)), Algorithm::OneShotLl128);
         assert_eq!(best(integers(4 << 20)), Algorithm::TwoShotPush);
-        assert_eq!(best(integers(32 << 10)), Algorithm::OneShotPacket);
+        assert_eq!(best(integers(32 << 10)), Algorithm::OneShotLl);
         let over_a_bus = Shape { direct: false, ..integers(64 << 10) };
-        assert_eq!(best(over_a_bus), Algorithm::OneShotPacket);
+        assert_eq!(best(over_a_bus), Algorithm::OneShotLl);
         let both = Shape { dtype: DType::F64, ..ordinary };
         assert_eq!(best(both), Algorithm::OneShotPull);
     }
@@ -206,7 +204,7 @@ mod tests {
 
     #[derive(serde::Deserialize)]
     struct Group {
-        sentinels: bool,
+        lamport: bool,
         windows: bool,
         times: BTreeMap<u64, BTreeMap<String, f64>>,
     }
@@ -225,9 +223,9 @@ mod tests {
             }
             let tuned: Tuned =
                 serde_json::from_slice(&fs::read(&path).expect("readable")).expect("results");
-            for Group { sentinels, windows, times } in &tuned.groups {
+            for Group { lamport, windows, times } in &tuned.groups {
                 for (&bytes, row) in times {
-                    let dtype = if *sentinels { DType::Bf16 } else { DType::I32 };
+                    let dtype = if *lamport { DType::Bf16 } else { DType::I32 };
                     let window = *windows;
                     let shape = Shape {
                         dtype,
@@ -260,18 +258,18 @@ mod tests {
     fn what_was_asked_for_is_done_or_refused() {
         let control = control(4);
         let integers = Shape { dtype: DType::I64, ..shape(4 << 10, 4) };
-        let refused = integers.serve(AllReduceAlgorithm::OneShotSentinel, &control);
+        let refused = integers.serve(AllReduceAlgorithm::OneShotLamport, &control);
         let text = refused.expect_err("integers have no NaN").to_string();
-        assert!(text.contains("one_shot_sentinel") && text.contains("i64"), "{text}");
+        assert!(text.contains("one_shot_lamport") && text.contains("i64"), "{text}");
         let chosen = shape(4 << 10, 4).serve(AllReduceAlgorithm::TwoShotPull, &control);
         assert_eq!(chosen.expect("windows"), Algorithm::TwoShotPull);
         let ordinary = Shape { output_window: false, ..shape(4 << 10, 4) };
         assert!(ordinary.serve(AllReduceAlgorithm::TwoShotPush, &control).is_err());
         assert!(shape(1 << 30, 4).serve(AllReduceAlgorithm::OneShot, &control).is_err());
         let over_a_bus = Shape { direct: false, ..shape(4 << 10, 4) };
-        let refused = over_a_bus.serve(AllReduceAlgorithm::OneShotLine, &control);
-        let text = refused.expect_err("lines may be torn").to_string();
-        assert!(text.contains("lines need NVLink between all devices"), "{text}");
+        let refused = over_a_bus.serve(AllReduceAlgorithm::OneShotLl128, &control);
+        let text = refused.expect_err("lines of 128 bytes may be torn").to_string();
+        assert!(text.contains("ll128 needs NVLink between all devices"), "{text}");
         let mesh = shape(4 << 10, 8).serve(AllReduceAlgorithm::CubeMesh, &control);
         assert!(mesh.is_err_and(|error| error.is_unsupported()));
     }
@@ -286,9 +284,9 @@ mod tests {
         let shape = shape(20 << 20, 4);
         assert_eq!(chosen(shape, auto, &rows), (Algorithm::TwoShotPush, Why::Table));
         let unknown = Rows::of(&["a device"; 4]);
-        assert_eq!(chosen(shape, auto, &unknown), (Algorithm::TwoShotSentinel, Why::Rule));
+        assert_eq!(chosen(shape, auto, &unknown), (Algorithm::TwoShotLamport, Why::Rule));
         let ordinary = Shape { output_window: false, ..shape };
-        assert_eq!(chosen(ordinary, auto, &rows), (Algorithm::TwoShotSentinel, Why::Table));
+        assert_eq!(chosen(ordinary, auto, &rows), (Algorithm::TwoShotLamport, Why::Table));
         for (by_environment, why) in [(false, Why::Options), (true, Why::Environment)] {
             let asked = asked(AllReduceAlgorithm::TwoShotPull, by_environment);
             assert_eq!(chosen(shape, asked, &rows), (Algorithm::TwoShotPull, why));
@@ -298,13 +296,13 @@ mod tests {
         }
         // Nor what was measured on NVLink, where devices of that name are on another bus.
         let over_a_bus = Shape { dtype: DType::I32, bytes: 256 << 10, direct: false, ..shape };
-        assert_eq!(chosen(over_a_bus, auto, &rows), (Algorithm::OneShotPacket, Why::Rule));
+        assert_eq!(chosen(over_a_bus, auto, &rows), (Algorithm::OneShotLl, Why::Rule));
         // What was measured with more room than there is gives way.
         let little = Control::new(4, 1 << 20, 1 << 20).unwrap();
         let most = Shape { bytes: 256 << 10, ..shape };
         assert_eq!(most.choose(auto, &little, &rows).unwrap().1, Why::Table);
         let small = Shape { dtype: DType::I32, bytes: 32 << 10, ..shape };
-        assert_eq!(small.choose(auto, &little, &rows).unwrap().0, Algorithm::OneShotPacket);
+        assert_eq!(small.choose(auto, &little, &rows).unwrap().0, Algorithm::OneShotLl);
         // Copy engines are for scratch that has room for much at once, or for all of a call.
         let (push, copy) = (Algorithm::TwoShotPush, Algorithm::TwoShotCopy);
         for (bytes, scratch, best) in [

@@ -9,14 +9,14 @@ use crate::{AllReduceAlgorithm, DType};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Algorithm {
-    OneShotPacket = 8,
-    OneShotSentinel = 9,
+    OneShotLl = 8,
+    OneShotLamport = 9,
     OneShotPull = 10,
-    TwoShotPacket = 11,
-    TwoShotSentinel = 12,
+    TwoShotLl = 11,
+    TwoShotLamport = 12,
     TwoShotPull = 13,
     TwoShotPush = 14,
-    OneShotLine = 15,
+    OneShotLl128 = 15,
     TwoShotCopy = 16,
 }
 
@@ -28,12 +28,12 @@ impl Algorithm {
             | AllReduceAlgorithm::OneShot
             | AllReduceAlgorithm::TwoShot
             | AllReduceAlgorithm::CubeMesh => return None,
-            AllReduceAlgorithm::OneShotPacket => Self::OneShotPacket,
-            AllReduceAlgorithm::OneShotSentinel => Self::OneShotSentinel,
-            AllReduceAlgorithm::OneShotLine => Self::OneShotLine,
+            AllReduceAlgorithm::OneShotLl => Self::OneShotLl,
+            AllReduceAlgorithm::OneShotLamport => Self::OneShotLamport,
+            AllReduceAlgorithm::OneShotLl128 => Self::OneShotLl128,
             AllReduceAlgorithm::OneShotPull => Self::OneShotPull,
-            AllReduceAlgorithm::TwoShotPacket => Self::TwoShotPacket,
-            AllReduceAlgorithm::TwoShotSentinel => Self::TwoShotSentinel,
+            AllReduceAlgorithm::TwoShotLl => Self::TwoShotLl,
+            AllReduceAlgorithm::TwoShotLamport => Self::TwoShotLamport,
             AllReduceAlgorithm::TwoShotPull => Self::TwoShotPull,
             AllReduceAlgorithm::TwoShotPush => Self::TwoShotPush,
             AllReduceAlgorithm::TwoShotCopy => Self::TwoShotCopy,
@@ -79,18 +79,18 @@ impl Shape {
 
     pub(super) fn fits(&self, algorithm: Algorithm, control: &Control) -> bool {
         match algorithm {
-            Algorithm::OneShotPacket => self.inbox() <= control.packet_vectors(),
-            Algorithm::OneShotLine => {
+            Algorithm::OneShotLl => self.inbox() <= control.packet_vectors(),
+            Algorithm::OneShotLl128 => {
                 let lines = self.bytes.div_ceil(LINE_PAYLOAD);
                 // A line has one flag for all of it: it must arrive whole, and other buses may tear it.
                 self.direct && u64::from(self.world) * lines <= control.line_count()
             }
-            Algorithm::OneShotSentinel => {
-                has_sentinels(self.dtype) && self.inbox() <= control.sentinel_vectors()
+            Algorithm::OneShotLamport => {
+                fits_lamport(self.dtype) && self.inbox() <= control.sentinel_vectors()
             }
             Algorithm::OneShotPull => self.bytes.next_multiple_of(16) <= control.scratch_bytes,
-            Algorithm::TwoShotPacket => true,
-            Algorithm::TwoShotSentinel => has_sentinels(self.dtype),
+            Algorithm::TwoShotLl => true,
+            Algorithm::TwoShotLamport => fits_lamport(self.dtype),
             Algorithm::TwoShotPull => self.input_window && self.output_window,
             Algorithm::TwoShotPush => self.output_window,
             Algorithm::TwoShotCopy => {
@@ -106,8 +106,9 @@ pub(super) fn directly_linked(links: &Topology) -> bool {
     ranks.clone().all(|a| ranks.clone().all(|b| links.link(a, b).is_direct()))
 }
 
-/// Whether sentinels can carry the type: where another NaN may stand for one.
-pub(super) fn has_sentinels(dtype: DType) -> bool {
+/// Whether the Lamport protocol can carry the type: its reserved bit pattern is a NaN, for which another NaN
+/// can be sent.
+pub(super) fn fits_lamport(dtype: DType) -> bool {
     use DType::{Bf16, F8E4m3, F8E5m2, F16, F32};
     matches!(dtype, F32 | F16 | Bf16 | F8E4m3 | F8E5m2)
 }
@@ -128,12 +129,12 @@ mod tests {
         // Of packets half is data, of lines 120 bytes of 128; rows are bytes that fit just so.
         let control = |world| Control::new(world, 4 << 20, 1 << 20).expect("valid");
         for (algorithm, world, most) in [
-            (Algorithm::OneShotPacket, 2, 2 << 20),
-            (Algorithm::OneShotPacket, 8, 512 << 10),
-            (Algorithm::OneShotLine, 2, 120 << 15),
-            (Algorithm::OneShotLine, 8, 120 << 13),
-            (Algorithm::OneShotSentinel, 2, 2 << 20),
-            (Algorithm::OneShotSentinel, 8, 512 << 10),
+            (Algorithm::OneShotLl, 2, 2 << 20),
+            (Algorithm::OneShotLl, 8, 512 << 10),
+            (Algorithm::OneShotLl128, 2, 120 << 15),
+            (Algorithm::OneShotLl128, 8, 120 << 13),
+            (Algorithm::OneShotLamport, 2, 2 << 20),
+            (Algorithm::OneShotLamport, 8, 512 << 10),
             (Algorithm::OneShotPull, 2, 1 << 20),
             (Algorithm::OneShotPull, 8, 1 << 20),
         ] {
@@ -162,10 +163,10 @@ mod tests {
     fn lines_are_for_ranks_that_are_linked_directly() {
         let control = Control::new(4, 4 << 20, 1 << 20).expect("valid");
         let linked = shape(64 << 10, 4);
-        assert!(linked.fits(Algorithm::OneShotLine, &control));
+        assert!(linked.fits(Algorithm::OneShotLl128, &control));
         let over_a_bus = Shape { direct: false, ..linked };
-        assert!(!over_a_bus.fits(Algorithm::OneShotLine, &control));
-        for other in [Algorithm::OneShotPacket, Algorithm::OneShotSentinel] {
+        assert!(!over_a_bus.fits(Algorithm::OneShotLl128, &control));
+        for other in [Algorithm::OneShotLl, Algorithm::OneShotLamport] {
             assert!(over_a_bus.fits(other, &control), "words show by themselves that they came");
         }
     }

@@ -4,7 +4,7 @@ use symmpool_allocator::{Error, Result};
 
 use super::algorithms::{GATHER, SCATTER, THREADS};
 use super::params::Control;
-use super::shape::{Algorithm, Shape, has_sentinels};
+use super::shape::{Algorithm, Shape, fits_lamport};
 use super::table::Rows;
 use crate::allreduce::Asked;
 use crate::jit::Kernel;
@@ -48,7 +48,7 @@ pub(super) struct Specialty {
     pub(super) op: u8,
     /// Bits of `SHOTS`; 0 where the kernel has none.
     pub(super) shots: u8,
-    pub(super) sentinels: bool,
+    pub(super) lamport: bool,
     pub(super) threads: u32,
     /// Blocks that a processor is to hold, within its registers.
     pub(super) blocks: u32,
@@ -58,7 +58,7 @@ impl Specialty {
     /// For a kernel that moves bytes or nothing.
     pub(super) fn new(kernel: &'static Kernel, threads: u32) -> Self {
         let (dtype, op) = (DType::U8 as u8, ReduceOp::Sum as u8);
-        Self { kernel: kernel.name, dtype, op, shots: 0, sentinels: false, threads, blocks: 1 }
+        Self { kernel: kernel.name, dtype, op, shots: 0, lamport: false, threads, blocks: 1 }
     }
 
     /// The entry of a call alone, which tells a kernel beside it or not.
@@ -88,20 +88,20 @@ impl Specialty {
         world: u32,
         reduction: (DType, ReduceOp),
         shots: u8,
-        sentinels: bool,
+        lamport: bool,
         bytes: u64,
     ) -> Self {
         // Vectors of more ranks take more registers.
         let threads = if world <= 4 { THREADS } else { THREADS / 2 };
         let wide = matches!(reduction.0, DType::F32 | DType::F16 | DType::Bf16);
-        let blocks = if bytes > MUCH && sentinels && wide && world <= 4 { 2 } else { 1 };
+        let blocks = if bytes > MUCH && lamport && wide && world <= 4 { 2 } else { 1 };
         let base = if shots & SCATTER == 0 {
             // Bits are moved as they are.
             Self::new(&TWO_SHOT, threads)
         } else {
             Self::reduces(&TWO_SHOT, reduction)
         };
-        Self { shots, sentinels, threads, blocks, ..base }
+        Self { shots, lamport, threads, blocks, ..base }
     }
 
     /// What does an all-reduce, so many bytes at most at once.
@@ -114,15 +114,15 @@ impl Specialty {
         const BOTH: u8 = SCATTER | GATHER;
         let one = |kernel| Self::reduces(kernel, reduction);
         match algorithm {
-            Algorithm::OneShotPacket => one(&ONE_SHOT),
-            Algorithm::OneShotSentinel => Self { sentinels: true, ..one(&ONE_SHOT) },
-            Algorithm::OneShotLine => one(&ONE_SHOT_LL128),
+            Algorithm::OneShotLl => one(&ONE_SHOT),
+            Algorithm::OneShotLamport => Self { lamport: true, ..one(&ONE_SHOT) },
+            Algorithm::OneShotLl128 => one(&ONE_SHOT_LL128),
             Algorithm::OneShotPull => Self { shots: SCATTER, ..one(&PULL) },
             Algorithm::TwoShotPull => Self { shots: BOTH, ..one(&PULL) },
             Algorithm::TwoShotPush => Self { shots: BOTH, ..one(&TWO_SHOT_PUSH) },
             Algorithm::TwoShotCopy => one(&TWO_SHOT_COPY),
-            Algorithm::TwoShotPacket => Self::two_shot(world, reduction, BOTH, false, bytes),
-            Algorithm::TwoShotSentinel => Self::two_shot(world, reduction, BOTH, true, bytes),
+            Algorithm::TwoShotLl => Self::two_shot(world, reduction, BOTH, false, bytes),
+            Algorithm::TwoShotLamport => Self::two_shot(world, reduction, BOTH, true, bytes),
         }
     }
 
@@ -168,7 +168,7 @@ impl Specialty {
             }
         }
         all.push(Self { shots: SCATTER, ..Self::reduces(&TWO_SHOT_PUSH, reduction) });
-        all.push(Self::two_shot(world, reduction, SCATTER, has_sentinels(dtype), 0));
+        all.push(Self::two_shot(world, reduction, SCATTER, fits_lamport(dtype), 0));
         all
     }
 

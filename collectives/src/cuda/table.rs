@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 
 use super::rows::{Row, Table};
-use super::shape::{Algorithm, Shape, has_sentinels};
+use super::shape::{Algorithm, Shape, fits_lamport};
 use crate::AllReduceAlgorithm;
 
 /// Every file of `collectives/tables`.
@@ -49,7 +49,7 @@ impl Rows {
     /// What is fastest for this shape, if that was measured.
     pub(super) fn find(&self, shape: &Shape) -> Option<Algorithm> {
         let fits = |row: &Row| {
-            row.sentinels == has_sentinels(shape.dtype)
+            row.lamport == fits_lamport(shape.dtype)
                 && row.windows == shape.output_window
                 && row.up_to.is_none_or(|bytes| shape.bytes <= bytes)
         };
@@ -83,7 +83,7 @@ mod tests {
             // Something of every row can be done by what it names.
             let shape = Shape {
                 bytes: row.up_to.unwrap_or(1 << 30),
-                dtype: if row.sentinels { DType::Bf16 } else { DType::I32 },
+                dtype: if row.lamport { DType::Bf16 } else { DType::I32 },
                 world: row.world,
                 input_window: row.windows,
                 output_window: row.windows,
@@ -97,7 +97,7 @@ mod tests {
         for table in tables() {
             let mut last = BTreeMap::new();
             for row in &table.rows {
-                let group = (row.world, row.sentinels, row.windows);
+                let group = (row.world, row.lamport, row.windows);
                 let up_to = row.up_to.unwrap_or(u64::MAX);
                 let before = last.insert(group, up_to);
                 assert!(before.is_none_or(|before| before < up_to), "{row:?}");
@@ -117,14 +117,14 @@ mod tests {
         };
         let rows = Rows::of(&["NVIDIA H200"; 4]);
         let found = |bytes| rows.find(&shape(bytes, DType::Bf16));
-        assert_eq!(found(256 << 10), Some(Algorithm::OneShotSentinel));
-        assert_eq!(found((256 << 10) + 1), Some(Algorithm::TwoShotSentinel));
-        assert_eq!(found(16 << 20), Some(Algorithm::TwoShotSentinel));
+        assert_eq!(found(256 << 10), Some(Algorithm::OneShotLamport));
+        assert_eq!(found((256 << 10) + 1), Some(Algorithm::TwoShotLamport));
+        assert_eq!(found(16 << 20), Some(Algorithm::TwoShotLamport));
         assert_eq!(found((16 << 20) + 1), Some(Algorithm::TwoShotPush));
         let integers = rows.find(&shape(512 << 10, DType::I64));
-        assert_eq!(integers, Some(Algorithm::OneShotLine));
+        assert_eq!(integers, Some(Algorithm::OneShotLl128));
         let ordinary = Shape { output_window: false, ..shape(1 << 30, DType::F64) };
-        assert_eq!(rows.find(&ordinary), Some(Algorithm::TwoShotPacket));
+        assert_eq!(rows.find(&ordinary), Some(Algorithm::TwoShotLl));
         let three = Rows::of(&["NVIDIA H200"; 3]);
         assert!(three.find(&shape(1, DType::Bf16)).is_none(), "not measured");
         let mixed = ["NVIDIA H200", "NVIDIA H200", "NVIDIA H100", "NVIDIA H200"];

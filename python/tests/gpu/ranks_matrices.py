@@ -42,7 +42,7 @@ DTYPES = {
 }
 #: Shapes of rows.
 ROWS = [(), (), (3,), (2, 5), (64,)]
-ALGORITHMS = ["auto", "packet", "direct", "ring"]
+ALGORITHMS = ["auto", "ll", "direct", "ring"]
 
 
 def matrix(kind, world, most, luck):
