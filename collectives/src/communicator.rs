@@ -7,11 +7,11 @@
 //! | `options` | how a communicator behaves |
 //! | `slices` | the same calls on ordinary memory |
 //! | `splits` | all-to-alls whose counts are in memory |
-//! | `rows` | exchanges of rows with a destination each |
+//! | `row_exchange` | exchanges of rows with a destination each |
 //! | `raw` | the same calls on addresses |
-//! | `p2p` | messages between two ranks: `send` and `recv` |
+//! | `p2p` | `send` and `recv` between two ranks |
 //! | `refusal` | calls whose arguments the caller refuses |
-//! | `sided` | copies and signals between two ranks, outside these calls |
+//! | `one_sided` | copies and signals between two ranks |
 //! | `engine` | what runs the calls: the host, or kernels on a device |
 //! | `peers` | the other ranks' processes, and whether they still run |
 
@@ -19,13 +19,13 @@
 
 mod engine;
 mod make;
+mod one_sided;
 mod options;
 mod p2p;
 mod peers;
 mod raw;
 mod refusal;
-mod rows;
-mod sided;
+mod row_exchange;
 mod slices;
 mod splits;
 
@@ -41,7 +41,7 @@ use crate::{Element, Place, ReduceOp};
 use engine::Engine;
 pub use options::CommunicatorOptions;
 use refusal::Held;
-pub use rows::{Received, RowExchange, RowLayout, RowsAt};
+pub use row_exchange::{Received, RowExchange, RowLayout, RowsAt};
 pub use splits::Splits;
 
 /// Collectives between the ranks of a [`Pool`], on its blocks and on ordinary slices.

@@ -8,8 +8,8 @@ use symmpool_collectives::{
 use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
 use crate::{
-    ORDINARY, Options, equal_parts, exchange, first_calls, huge, p2p, repeats, rows, sided,
-    sided_streams, slow, spread, streams,
+    ORDINARY, Options, all_gather_broadcast, all_to_all, equal_parts, first_calls, huge, one_sided,
+    one_sided_streams, p2p, repeats, row_exchange, slow, streams,
 };
 
 /// Room for the longest data and any alignment.
@@ -76,25 +76,25 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     }
     if options.asks("all_to_all") {
         for (some_cases, some_wrong) in
-            [equal_parts::run(pool, options)?, exchange::run(pool, options)?]
+            [equal_parts::run(pool, options)?, all_to_all::run(pool, options)?]
         {
             cases += some_cases;
             wrong += some_wrong;
         }
     }
     if options.asks("spread") {
-        let (some_cases, some_wrong) = spread::run(pool, options)?;
+        let (some_cases, some_wrong) = all_gather_broadcast::run(pool, options)?;
         cases += some_cases;
         wrong += some_wrong;
     }
     if options.asks("rows") {
-        let (row_cases, row_wrong) = rows::run(pool, options)?;
+        let (row_cases, row_wrong) = row_exchange::run(pool, options)?;
         cases += row_cases;
         wrong += row_wrong;
     }
     if options.asks("one_sided") {
         for (some_cases, some_wrong) in
-            [sided::run(pool, options)?, sided_streams::run(pool, options)?]
+            [one_sided::run(pool, options)?, one_sided_streams::run(pool, options)?]
         {
             cases += some_cases;
             wrong += some_wrong;
@@ -108,7 +108,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     // What takes its time, or much memory.
     type Part = fn(&Pool, &Options) -> Result<(u64, u64)>;
     let parts: [(&str, bool, Part); 5] = [
-        ("mixed", true, exchange::mixed),
+        ("mixed", true, all_to_all::mixed),
         ("repeats", true, repeats::run),
         ("streams", true, streams::run),
         ("slow", true, slow::run),

@@ -8,7 +8,7 @@ use symmpool_collectives::{
 };
 
 use crate::cuda::stream;
-use crate::{Options, exchange_faults, expect_error, late, outside, p2p_faults};
+use crate::{Options, all_to_all_faults, expect_error, late, outside, p2p_faults};
 
 pub(crate) fn run(pool: &Pool, asked: &Options) -> Result<bool> {
     let timeout = Duration::try_from_secs_f64(asked.timeout)
@@ -102,7 +102,7 @@ pub(crate) fn run(pool: &Pool, asked: &Options) -> Result<bool> {
         }
     }
     if asked.asks("all_to_all") {
-        wrong += exchange_faults::run(pool, timeout)?;
+        wrong += all_to_all_faults::run(pool, timeout)?;
     }
     if asked.asks("p2p") {
         wrong += p2p_faults::run(pool, timeout)?;

@@ -9,30 +9,30 @@
 //!
 //! Exits with 0 if everything was right, 1 if not, 2 without CUDA.
 
+mod all_gather_broadcast;
+mod all_to_all;
+mod all_to_all_faults;
 mod bench;
 mod check;
 mod cuda;
 mod equal_parts;
-mod exchange;
-mod exchange_faults;
 mod faults;
 mod first_calls;
 mod huge;
 mod killed;
 mod late;
 mod matrix;
+mod one_sided;
+mod one_sided_streams;
 mod oracle;
 mod outside;
 mod p2p;
 mod p2p_faults;
 mod repeats;
+mod row_exchange;
 mod row_model;
-mod rows;
-mod sided;
-mod sided_streams;
 mod slow;
 mod soak;
-mod spread;
 mod streams;
 mod tools;
 mod tune;

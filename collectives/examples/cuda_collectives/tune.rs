@@ -11,10 +11,10 @@ use crate::bench::{Bench, LONG_GRAPHS, Times, show};
 use crate::cuda::driver;
 use crate::{ORDINARY, Options};
 
-#[path = "../../src/cuda/rows.rs"]
-mod rows;
+#[path = "../../src/cuda/table_format.rs"]
+mod table_format;
 
-use rows::{Row, Table};
+use table_format::{Row, Table};
 
 /// An algorithm stays the choice at the next size while no other is faster by more than this part.
 const MARGIN: f64 = 0.02;

@@ -9,9 +9,9 @@
 use symmpool_allocator::{Error, Result, Stream};
 
 use super::engine::CudaEngine;
-use super::grid::Grid;
+use super::kernel_spec::{DEVICE, INBOXES, STRAIGHT, Specialty};
+use super::launch_config::Grid;
 use super::params::{CallParams, ITEM, MOST_RANKS, Traffic, UNKNOWN};
-use super::specialty::{DEVICE, INBOXES, STRAIGHT, Specialty};
 use crate::host::call::{Call, Operation};
 use crate::{AllToAllAlgorithm, DType, Place, SplitRows, SplitsAt};
 

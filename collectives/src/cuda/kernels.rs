@@ -11,10 +11,10 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Result, Stream};
 
 use super::api::{Api, Handle};
+use super::kernel_spec::Specialty;
 use super::modules::Modules;
 use super::params::{CallParams, Comm, Traffic};
-use super::sharing::{Presence, Share};
-use super::specialty::Specialty;
+use super::sm_budget::{Presence, Share};
 use crate::row_exchange::RowWork;
 
 /// Threads that blocks have.

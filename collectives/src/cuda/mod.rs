@@ -2,52 +2,53 @@
 //!
 //! | file | holds |
 //! | --- | --- |
-//! | `engine` | one rank's side of a communicator: its state, and how a call is entered |
-//! | `algorithms`, `grid` | which kernels a collective runs, of how many blocks |
-//! | `sharing` | how much of a device a communicator's kernels take |
-//! | `order` | calls run one after the other, whatever streams they are on |
-//! | `spread` | all-gathers and broadcasts: as packets, or as all-to-alls |
-//! | `all_to_all` | what an all-to-all is given, and its grid |
-//! | `all_to_all_copied`, `slices` | those that copy engines carry |
-//! | `copied` | all-reduces that copy engines carry |
-//! | `row_exchange` | the steps of a row exchange beside its all-to-alls |
-//! | `sided` | copies and signals between two ranks |
-//! | `p2p` | messages between two ranks |
-//! | `lengths` | what calls are given, checked |
-//! | `select` | which algorithm serves a call |
-//! | `shape` | what an all-reduce looks like, and which algorithms can serve it |
-//! | `table`, `rows` | what was measured on known devices |
-//! | `params` | what kernels are given, laid out as in `symmpool/comm.cuh`; where things lie in the control block |
-//! | `specialty` | what kernels are compiled for, and which are ready before a communicator's first call |
+//! | `engine` | one rank's side of a communicator: its state, and what every call does |
+//! | `reductions` | all-reduce and reduce-scatter: which kernels they launch |
+//! | `all_reduce_copy` | all-reduces carried by copy engines |
+//! | `all_gather_broadcast` | all-gathers and broadcasts: in the LL protocol, or as all-to-alls |
+//! | `all_to_all` | all-to-alls: what their kernel is given |
+//! | `all_to_all_copy`, `strided_copy` | all-to-alls and all-gathers carried by copy engines |
+//! | `row_exchange` | the steps of a row exchange before and after its all-to-alls |
+//! | `one_sided` | copies and signals between two ranks |
+//! | `p2p` | send and recv between two ranks |
+//! | `arguments` | checks of what calls are given |
+//! | `select` | which algorithm serves an all-reduce |
+//! | `constraints` | the all-reduce algorithms, and which of them can serve a call |
+//! | `table`, `table_format` | what was measured on known devices |
+//! | `launch_config` | how many blocks of how many threads a kernel gets |
+//! | `sm_budget` | how much of a device a communicator's kernels may occupy |
+//! | `stream_order` | keeps a communicator's calls in order, whatever streams they are on |
+//! | `params` | what kernels are given, laid out as in `symmpool/comm.cuh`; the layout of the control block |
+//! | `kernel_spec` | what a kernel is compiled for; which kernels are ready before a communicator's first call |
 //! | `modules` | compiled kernels, loaded once for all communicators of the process on a device |
 //! | `kernels` | the kernels of one communicator, and their launch |
-//! | `fault` | what a kernel tells the host when a peer is missing or differs |
+//! | `fault` | what a kernel reports to the host when a peer is missing or differs |
 //! | `api` | the functions of the CUDA driver library that this module calls |
 
-mod algorithms;
+mod all_gather_broadcast;
+mod all_reduce_copy;
 mod all_to_all;
-mod all_to_all_copied;
+mod all_to_all_copy;
 mod api;
-mod copied;
+mod arguments;
+mod constraints;
 mod engine;
 mod fault;
-mod grid;
+mod kernel_spec;
 mod kernels;
-mod lengths;
+mod launch_config;
 mod modules;
-mod order;
+mod one_sided;
 mod p2p;
 mod params;
+mod reductions;
 mod row_exchange;
-mod rows;
 mod select;
-mod shape;
-mod sharing;
-mod sided;
-mod slices;
-mod specialty;
-mod spread;
+mod sm_budget;
+mod stream_order;
+mod strided_copy;
 mod table;
+mod table_format;
 
 pub(crate) use engine::{CudaEngine, CudaOptions, Ready};
-pub use sharing::leave_room;
+pub use sm_budget::leave_room;

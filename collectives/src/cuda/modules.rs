@@ -20,9 +20,9 @@ use symmpool_allocator::{Driver, Error, Result};
 
 use super::api::{Api, Handle};
 use super::fault::RECORD_BYTES;
+use super::kernel_spec::Specialty;
 use super::kernels::{Loaded, SIZES};
 use super::params::{CallParams, Comm, Traffic};
-use super::specialty::Specialty;
 use crate::jit::{Arch, Image, Jit, JitOptions, Kernel, Variant};
 use crate::row_exchange::RowWork;
 

@@ -10,10 +10,10 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{HeapLayout, Result, Stream};
 
 use super::engine::CudaEngine;
+use super::kernel_spec::Specialty;
 use super::kernels::Loaded;
 use super::params::{CallParams, Channel};
-use super::sharing::leave_room;
-use super::specialty::Specialty;
+use super::sm_budget::leave_room;
 use crate::jit::sources::P2P;
 use crate::p2p::Length;
 use crate::signal::channel::CHANNELS;

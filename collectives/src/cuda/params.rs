@@ -2,7 +2,7 @@
 
 use symmpool_allocator::{Error, HeapLayout, Result};
 
-use super::shape::Algorithm;
+use super::constraints::Algorithm;
 use crate::host::call::Call;
 use crate::signal::channel::CHANNELS;
 

@@ -5,8 +5,8 @@
 use symmpool_allocator::{Result, Stream};
 
 use super::engine::CudaEngine;
+use super::kernel_spec::Specialty;
 use super::kernels::Loaded;
-use super::specialty::Specialty;
 use crate::jit::sources::ROW_EXCHANGE;
 use crate::row_exchange::{MOST_BLOCKS, RowWork};
 

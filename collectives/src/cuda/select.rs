@@ -3,8 +3,8 @@
 
 use symmpool_allocator::{Error, Result};
 
+use super::constraints::{Algorithm, Shape, fits_lamport};
 use super::params::Control;
-use super::shape::{Algorithm, Shape, fits_lamport};
 use super::table::Rows;
 use crate::AllReduceAlgorithm;
 use crate::allreduce::{Asked, VARIABLE};

@@ -2,8 +2,8 @@
 
 use std::sync::OnceLock;
 
-use super::rows::{Row, Table};
-use super::shape::{Algorithm, Shape, fits_lamport};
+use super::constraints::{Algorithm, Shape, fits_lamport};
+use super::table_format::{Row, Table};
 use crate::AllReduceAlgorithm;
 
 /// Every file of `collectives/tables`.

@@ -2,9 +2,9 @@
 
 use symmpool_allocator::{Error, Result};
 
-use super::algorithms::{GATHER, SCATTER, THREADS};
+use super::constraints::{Algorithm, Shape, fits_lamport};
 use super::params::Control;
-use super::shape::{Algorithm, Shape, fits_lamport};
+use super::reductions::{GATHER, SCATTER, THREADS};
 use super::table::Rows;
 use crate::allreduce::Asked;
 use crate::jit::Kernel;
@@ -138,7 +138,7 @@ impl Specialty {
             all.extend(super::p2p::specialties());
             let bytes = (DType::U8, ReduceOp::Sum);
             all.extend(
-                [GATHER, super::algorithms::BROADCAST]
+                [GATHER, super::reductions::BROADCAST]
                     .map(|shots| Self::two_shot(world, bytes, shots, false, 0)),
             );
         }

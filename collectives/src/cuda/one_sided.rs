@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use symmpool_allocator::{Result, Stream};
 
-use super::algorithms::THREADS;
 use super::engine::CudaEngine;
+use super::kernel_spec::{COPIES, FEW_THREADS, SIGNALS, Specialty, WAITS};
 use super::params::{CallParams, Channel, Comm};
-use super::specialty::{COPIES, FEW_THREADS, SIGNALS, Specialty, WAITS};
+use super::reductions::THREADS;
 use crate::timeout::nanoseconds;
 
 /// What a kernel does.

@@ -16,11 +16,11 @@ use std::ops::Range;
 
 use symmpool_allocator::{Result, Stream};
 
-use super::algorithms::{THREADS, Work};
 use super::engine::CudaEngine;
+use super::kernel_spec::Specialty;
 use super::kernels::Loaded;
 use super::params::CallParams;
-use super::specialty::Specialty;
+use super::reductions::{THREADS, Work};
 use crate::jit::sources::TWO_SHOT_COPY;
 
 /// Bytes of every share, as far as it is that long.

@@ -14,11 +14,11 @@
 
 use symmpool_allocator::{PeerRow, Result, Stream};
 
-use super::algorithms::THREADS;
 use super::engine::CudaEngine;
+use super::kernel_spec::Specialty;
 use super::params::CallParams;
-use super::slices::Slices;
-use super::specialty::Specialty;
+use super::reductions::THREADS;
+use super::strided_copy::Slices;
 use crate::host::call::{Call, Operation};
 use crate::jit::sources::COPY_COMPANION;
 use crate::{AllToAllAlgorithm, DType, Place};

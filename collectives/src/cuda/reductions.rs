@@ -4,12 +4,12 @@
 
 use symmpool_allocator::{Result, Stream};
 
+use super::constraints::{Algorithm, Shape, fits_lamport};
 use super::engine::CudaEngine;
-use super::grid::Grid;
+use super::kernel_spec::Specialty;
 use super::kernels::Loaded;
+use super::launch_config::Grid;
 use super::params::{CallParams, LINE_PAYLOAD, MOST_TEAMS};
-use super::shape::{Algorithm, Shape, fits_lamport};
-use super::specialty::Specialty;
 use crate::allreduce::Asked;
 use crate::host::call::{Call, Operation};
 use crate::jit::sources::TWO_SHOT_PUSH;

@@ -9,10 +9,10 @@
 
 use symmpool_allocator::{Error, Result, Stream};
 
-use super::algorithms::{BROADCAST, GATHER, Work};
 use super::all_to_all::Parts;
-use super::all_to_all_copied::Copied;
+use super::all_to_all_copy::Copied;
 use super::engine::CudaEngine;
+use super::reductions::{BROADCAST, GATHER, Work};
 use crate::host::call::{Call, Operation};
 use crate::{AllToAllAlgorithm, DType, Place, ReduceOp};
 
