@@ -23,6 +23,7 @@ mod rendezvous;
 pub mod store;
 mod sync;
 pub mod topology;
+#[cfg(feature = "testing")]
 pub mod trace;
 mod window;
 

@@ -7,11 +7,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use symmpool_allocator::driver::{
-    Call, DeviceIdentity, Exported, FaultAction, FaultDriver, FaultPlan, HostDriver, HostOptions,
-    MemoryDriver, Physical, Reservation, Step, Transport,
+    Call, DriverWrapper, FaultAction, FaultDriver, FaultPlan, HostDriver, HostOptions,
+    MemoryDriver, Step,
 };
 use symmpool_allocator::lane::LaneConfig;
-use symmpool_allocator::{Block, Deadline, Driver, Error, Group, Pool, Result};
+use symmpool_allocator::{Block, Deadline, Driver, Error, Group, Pool};
 
 const WORLD: u32 = 2;
 const MIB: usize = 1 << 20;
@@ -22,61 +22,13 @@ const SEGMENT: usize = 48 * MIB;
 struct Slow(HostDriver);
 
 // SAFETY: the driver that it wraps does what it does at all, with the same values.
-unsafe impl MemoryDriver for Slow {
-    fn name(&self) -> &'static str {
-        self.0.name()
-    }
-
-    fn device(&self) -> DeviceIdentity {
-        self.0.device()
-    }
-
-    fn granularity(&self) -> u64 {
-        self.0.granularity()
-    }
-
-    fn transport(&self) -> Transport {
-        self.0.transport()
-    }
-
-    fn host_accessible(&self) -> bool {
-        self.0.host_accessible()
-    }
-
-    fn reserve(&self, bytes: u64, align: u64) -> Result<Reservation> {
-        self.0.reserve(bytes, align)
-    }
-
-    fn unreserve(&self, reservation: Reservation) -> Result<()> {
-        self.0.unreserve(reservation)
-    }
-
-    fn create(&self, bytes: u64) -> Result<Physical> {
-        self.0.create(bytes)
-    }
-
-    fn export(&self, physical: &Physical) -> Result<Exported> {
-        self.0.export(physical)
+unsafe impl DriverWrapper for Slow {
+    fn inner(&self) -> &dyn MemoryDriver {
+        &self.0
     }
 
     fn has_slow_handles(&self) -> bool {
         true
-    }
-
-    fn import(&self, exported: Exported, bytes: u64) -> Result<Physical> {
-        self.0.import(exported, bytes)
-    }
-
-    fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()> {
-        self.0.map(reservation, offset, physical)
-    }
-
-    fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {
-        self.0.unmap(reservation, offset, bytes)
-    }
-
-    fn release(&self, physical: Physical) -> Result<()> {
-        self.0.release(physical)
     }
 }
 

@@ -7,8 +7,7 @@ use std::time::{Duration, Instant, SystemTime};
 use serde_json::{Value, json};
 use symmpool_allocator::Result;
 use symmpool_allocator::driver::{
-    CudaDriver, DeviceIdentity, Driver, Event, Exported, MemoryDriver, Physical, Reservation, Step,
-    Stream, Transport,
+    Driver, DriverWrapper, Exported, MemoryDriver, Physical, Reservation, Step,
 };
 
 use crate::figures::{Figures, micros};
@@ -187,37 +186,9 @@ impl Watched {
 }
 
 // SAFETY: the driver that it wraps does what it does at all, with the same values.
-unsafe impl MemoryDriver for Watched {
-    fn name(&self) -> &'static str {
-        self.inner.name()
-    }
-
-    fn device(&self) -> DeviceIdentity {
-        self.inner.device()
-    }
-
-    fn granularity(&self) -> u64 {
-        self.inner.granularity()
-    }
-
-    fn transport(&self) -> Transport {
-        self.inner.transport()
-    }
-
-    fn host_accessible(&self) -> bool {
-        self.inner.host_accessible()
-    }
-
-    fn reserve(&self, bytes: u64, align: u64) -> Result<Reservation> {
-        self.inner.reserve(bytes, align)
-    }
-
-    fn unreserve(&self, reservation: Reservation) -> Result<()> {
-        self.inner.unreserve(reservation)
-    }
-
-    fn check_room(&self, bytes: u64) -> Result<()> {
-        self.inner.check_room(bytes)
+unsafe impl DriverWrapper for Watched {
+    fn inner(&self) -> &dyn MemoryDriver {
+        &*self.inner
     }
 
     fn create(&self, bytes: u64) -> Result<Physical> {
@@ -226,10 +197,6 @@ unsafe impl MemoryDriver for Watched {
 
     fn export(&self, physical: &Physical) -> Result<Exported> {
         self.timed(Call::Export, |inner| inner.export(physical))
-    }
-
-    fn has_slow_handles(&self) -> bool {
-        self.inner.has_slow_handles()
     }
 
     fn import(&self, exported: Exported, bytes: u64) -> Result<Physical> {
@@ -255,34 +222,6 @@ unsafe impl MemoryDriver for Watched {
 
     fn release(&self, physical: Physical) -> Result<()> {
         self.timed(Call::Release, |inner| inner.release(physical))
-    }
-
-    fn record_event(&self, stream: Stream) -> Result<Event> {
-        self.inner.record_event(stream)
-    }
-
-    fn wait_event(&self, stream: Stream, event: &Event) -> Result<()> {
-        self.inner.wait_event(stream, event)
-    }
-
-    fn is_event_done(&self, event: &Event) -> Result<bool> {
-        self.inner.is_event_done(event)
-    }
-
-    fn release_event(&self, event: Event) {
-        self.inner.release_event(event);
-    }
-
-    fn synchronize(&self) -> Result<()> {
-        self.inner.synchronize()
-    }
-
-    fn is_capturing(&self, stream: Stream) -> bool {
-        self.inner.is_capturing(stream)
-    }
-
-    fn as_cuda(&self) -> Option<&CudaDriver> {
-        self.inner.as_cuda()
     }
 
     fn at_step(&self, step: Step) -> Result<()> {

@@ -9,21 +9,31 @@
 //! | --- | --- | --- |
 //! | [`HostDriver`] | memfd, shared between processes | CPU inference, tests, the demo |
 //! | [`CudaDriver`] | CUDA virtual memory management | GPUs |
-//! | [`SimDriver`] | none: addresses only | thousands of ranks in one process |
-//! | [`FaultDriver`] | another driver's | failing, delaying or dying at the nth call |
+//!
+//! With the feature `testing` there are two more:
+//!
+//! | driver | memory | for |
+//! | --- | --- | --- |
+//! | `SimDriver` | none: addresses only | thousands of ranks in one process |
+//! | `FaultDriver` | another driver's | failing, delaying or dying at the nth call |
 
 #[cfg(test)]
 mod child;
-#[cfg(any(test, feature = "conformance"))]
+#[cfg(feature = "testing")]
 #[doc(hidden)]
 pub mod conformance;
 mod cuda;
+#[cfg(feature = "testing")]
 mod fault;
 mod host;
 mod mappings;
 #[cfg(test)]
 mod model_tests;
+#[cfg(feature = "testing")]
 mod sim;
+mod step;
+#[cfg(feature = "testing")]
+mod wrapper;
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -32,9 +42,17 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 pub use cuda::{CudaDriver, CudaFacts, CudaOptions, Fabric};
+#[cfg(feature = "testing")]
 pub use fault::{Call, Counts, FaultAction, FaultDriver, FaultPlan};
 pub use host::{HostDriver, HostOptions};
+#[cfg(feature = "testing")]
 pub use sim::SimDriver;
+#[cfg(not(feature = "testing"))]
+pub(crate) use step::Step;
+#[cfg(feature = "testing")]
+pub use step::Step;
+#[cfg(feature = "testing")]
+pub use wrapper::DriverWrapper;
 
 use crate::{Deadline, Error, Result};
 
@@ -76,8 +94,16 @@ impl Driver {
     }
 
     /// No memory at all, at addresses that depend on `seed`.
+    #[cfg(feature = "testing")]
     pub fn sim(seed: u64) -> Self {
         Self::new(SimDriver::new(seed))
+    }
+
+    /// Without the feature `testing`, no driver acts at a step of rendezvous or commit.
+    #[cfg(not(feature = "testing"))]
+    #[allow(clippy::unused_self, clippy::unnecessary_wraps)] // as `MemoryDriver::at_step`, which may fail
+    pub(crate) fn at_step(&self, _step: Step) -> Result<()> {
+        Ok(())
     }
 }
 
@@ -244,40 +270,6 @@ pub struct DeviceIdentity {
     pub uuid: String,
 }
 
-/// Points of rendezvous and commit at which a [`FaultDriver`] can stop, fail or kill its rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[allow(missing_docs)]
-pub enum Step {
-    HandshakePublish,
-    HandshakeConnect,
-    HandshakeConfirm,
-    CommitPublish,
-    CommitAgree,
-    CommitExport,
-    CommitSend,
-    CommitReceive,
-    CommitMap,
-    CommitConfirm,
-    CommitFinish,
-}
-
-impl Step {
-    /// Every step in the order in which a pool goes through them.
-    pub const ALL: [Self; 11] = [
-        Self::HandshakePublish,
-        Self::HandshakeConnect,
-        Self::HandshakeConfirm,
-        Self::CommitPublish,
-        Self::CommitAgree,
-        Self::CommitExport,
-        Self::CommitSend,
-        Self::CommitReceive,
-        Self::CommitMap,
-        Self::CommitConfirm,
-        Self::CommitFinish,
-    ];
-}
-
 /// An event recorded on a stream, for waits between streams (rule D4).
 #[derive(Debug)]
 pub struct Event {
@@ -388,20 +380,7 @@ pub unsafe trait MemoryDriver: Send + Sync {
         offset: u64,
         physicals: &[Physical],
     ) -> Result<()> {
-        let mut end = offset;
-        for (at, physical) in physicals.iter().enumerate() {
-            if let Err(error) = self.map(reservation, end, physical) {
-                for done in physicals[..at].iter().rev() {
-                    end -= done.bytes();
-                    self.unmap(reservation, end, done.bytes()).map_err(|undo| {
-                        error.clone().context(format!("which could not be undone ({undo})"))
-                    })?;
-                }
-                return Err(error);
-            }
-            end += physical.bytes();
-        }
-        Ok(())
+        map_one_by_one(self, reservation, offset, physicals)
     }
 
     /// Removes the mapping of `bytes` at `offset`; the range stays reserved.
@@ -467,8 +446,32 @@ pub unsafe trait MemoryDriver: Send + Sync {
         None
     }
 
-    /// Called at each step of rendezvous and commit. Real drivers do nothing here.
+    /// Called at each step of rendezvous and commit, so that tests can stop, fail or kill a rank there.
+    #[cfg(feature = "testing")]
     fn at_step(&self, _step: Step) -> Result<()> {
         Ok(())
     }
+}
+
+/// [`MemoryDriver::map_all`] by a call of [`MemoryDriver::map`] for each.
+fn map_one_by_one<D: MemoryDriver + ?Sized>(
+    driver: &D,
+    reservation: &Reservation,
+    offset: u64,
+    physicals: &[Physical],
+) -> Result<()> {
+    let mut end = offset;
+    for (at, physical) in physicals.iter().enumerate() {
+        if let Err(error) = driver.map(reservation, end, physical) {
+            for mapped in physicals[..at].iter().rev() {
+                end -= mapped.bytes();
+                driver.unmap(reservation, end, mapped.bytes()).map_err(|undo| {
+                    error.clone().context(format!("which could not be undone ({undo})"))
+                })?;
+            }
+            return Err(error);
+        }
+        end += physical.bytes();
+    }
+    Ok(())
 }

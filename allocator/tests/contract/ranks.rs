@@ -4,9 +4,9 @@ use std::thread;
 use std::time::Duration;
 
 use symmpool_allocator::driver::{
-    DeviceIdentity, Event, Exported, MemoryDriver, Physical, Reservation, SimDriver, Transport,
+    DeviceIdentity, DriverWrapper, Exported, MemoryDriver, Physical, SimDriver, Transport,
 };
-use symmpool_allocator::{Driver, Error, Group, Result, Stream};
+use symmpool_allocator::{Driver, Error, Group, Result};
 
 /// What ranks give each other where nothing is meant to go wrong.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
@@ -71,7 +71,11 @@ impl Memory {
 struct Bytes(SimDriver);
 
 // SAFETY: the driver that it wraps does what it does at all, with the same values.
-unsafe impl MemoryDriver for Bytes {
+unsafe impl DriverWrapper for Bytes {
+    fn inner(&self) -> &dyn MemoryDriver {
+        &self.0
+    }
+
     fn name(&self) -> &'static str {
         "bytes"
     }
@@ -80,28 +84,8 @@ unsafe impl MemoryDriver for Bytes {
         DeviceIdentity { kind: "bytes".into(), ..self.0.device() }
     }
 
-    fn granularity(&self) -> u64 {
-        self.0.granularity()
-    }
-
     fn transport(&self) -> Transport {
         Transport::Store
-    }
-
-    fn host_accessible(&self) -> bool {
-        false
-    }
-
-    fn reserve(&self, bytes: u64, align: u64) -> Result<Reservation> {
-        self.0.reserve(bytes, align)
-    }
-
-    fn unreserve(&self, reservation: Reservation) -> Result<()> {
-        self.0.unreserve(reservation)
-    }
-
-    fn create(&self, bytes: u64) -> Result<Physical> {
-        self.0.create(bytes)
     }
 
     fn export(&self, physical: &Physical) -> Result<Exported> {
@@ -116,33 +100,5 @@ unsafe impl MemoryDriver for Bytes {
             }
             other => Err(Error::invalid_argument(format!("{other:?} is no handle to {bytes}"))),
         }
-    }
-
-    fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()> {
-        self.0.map(reservation, offset, physical)
-    }
-
-    fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {
-        self.0.unmap(reservation, offset, bytes)
-    }
-
-    fn release(&self, physical: Physical) -> Result<()> {
-        self.0.release(physical)
-    }
-
-    fn record_event(&self, stream: Stream) -> Result<Event> {
-        self.0.record_event(stream)
-    }
-
-    fn wait_event(&self, stream: Stream, event: &Event) -> Result<()> {
-        self.0.wait_event(stream, event)
-    }
-
-    fn release_event(&self, event: Event) {
-        self.0.release_event(event);
-    }
-
-    fn synchronize(&self) -> Result<()> {
-        self.0.synchronize()
     }
 }

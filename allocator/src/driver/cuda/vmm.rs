@@ -17,7 +17,7 @@ use super::calls::{
     reserve_aligned, retain, size, unmap,
 };
 use super::context::Context;
-use crate::driver::mappings::{Mappings, check_size};
+use crate::driver::mappings::{Mappings, check_reserve, check_size};
 use crate::driver::{Exported, Physical, Reservation};
 use crate::sync::lock;
 use crate::{Error, Result};
@@ -46,7 +46,7 @@ impl Memory {
     }
 
     pub(super) fn reserve(&self, cx: &Context, bytes: u64, align: u64) -> Result<Reservation> {
-        Mappings::check_reserve(bytes, align, self.granularity)?;
+        check_reserve(bytes, align, self.granularity)?;
         let _current = cx.enter_for_memory()?;
         let given = reserve_aligned(cx.api, bytes, align)?;
         let base = given.0.next_multiple_of(align);

@@ -16,8 +16,8 @@ use call::{Counters, Point};
 pub use plan::{FaultAction, FaultPlan};
 
 use super::{
-    CudaDriver, DeviceIdentity, Driver, Event, Exported, MemoryDriver, Physical, Reservation, Step,
-    Stream, Transport,
+    Driver, DriverWrapper, Event, Exported, MemoryDriver, Physical, Reservation, Step, Stream,
+    map_one_by_one,
 };
 use crate::{Deadline, Error, Result};
 
@@ -99,25 +99,9 @@ impl fmt::Debug for FaultDriver {
 
 #[allow(unsafe_code)] // passes on another driver's promise
 // SAFETY: what it does at all, the driver that it wraps does, with the same values.
-unsafe impl MemoryDriver for FaultDriver {
-    fn name(&self) -> &'static str {
-        self.inner.name()
-    }
-
-    fn device(&self) -> DeviceIdentity {
-        self.inner.device()
-    }
-
-    fn granularity(&self) -> u64 {
-        self.inner.granularity()
-    }
-
-    fn transport(&self) -> Transport {
-        self.inner.transport()
-    }
-
-    fn host_accessible(&self) -> bool {
-        self.inner.host_accessible()
+unsafe impl DriverWrapper for FaultDriver {
+    fn inner(&self) -> &dyn MemoryDriver {
+        &*self.inner
     }
 
     fn reserve(&self, bytes: u64, align: u64) -> Result<Reservation> {
@@ -128,20 +112,12 @@ unsafe impl MemoryDriver for FaultDriver {
         self.at(Point::Call(Call::Unreserve), |inner| inner.unreserve(reservation))
     }
 
-    fn check_room(&self, bytes: u64) -> Result<()> {
-        self.inner.check_room(bytes)
-    }
-
     fn create(&self, bytes: u64) -> Result<Physical> {
         self.at(Point::Call(Call::Create), |inner| inner.create(bytes))
     }
 
     fn export(&self, physical: &Physical) -> Result<Exported> {
         self.at(Point::Call(Call::Export), |inner| inner.export(physical))
-    }
-
-    fn has_slow_handles(&self) -> bool {
-        self.inner.has_slow_handles()
     }
 
     fn import(&self, exported: Exported, bytes: u64) -> Result<Physical> {
@@ -152,12 +128,18 @@ unsafe impl MemoryDriver for FaultDriver {
         self.at(Point::Call(Call::Map), |inner| inner.map(reservation, offset, physical))
     }
 
-    fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {
-        self.at(Point::Call(Call::Unmap), |inner| inner.unmap(reservation, offset, bytes))
+    /// One by one, so that each mapping can fail and is counted.
+    fn map_all(
+        &self,
+        reservation: &Reservation,
+        offset: u64,
+        physicals: &[Physical],
+    ) -> Result<()> {
+        map_one_by_one(self, reservation, offset, physicals)
     }
 
-    fn hold_mapped(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<Physical> {
-        self.inner.hold_mapped(reservation, offset, bytes)
+    fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {
+        self.at(Point::Call(Call::Unmap), |inner| inner.unmap(reservation, offset, bytes))
     }
 
     fn release(&self, physical: Physical) -> Result<()> {
@@ -170,10 +152,6 @@ unsafe impl MemoryDriver for FaultDriver {
 
     fn wait_event(&self, stream: Stream, event: &Event) -> Result<()> {
         self.at(Point::Call(Call::WaitEvent), |inner| inner.wait_event(stream, event))
-    }
-
-    fn is_event_done(&self, event: &Event) -> Result<bool> {
-        self.inner.is_event_done(event)
     }
 
     fn release_event(&self, event: Event) {
@@ -194,14 +172,6 @@ unsafe impl MemoryDriver for FaultDriver {
         self.inner.synchronize_by(deadline)?;
         self.counters.success(point);
         Ok(())
-    }
-
-    fn is_capturing(&self, stream: Stream) -> bool {
-        self.inner.is_capturing(stream)
-    }
-
-    fn as_cuda(&self) -> Option<&CudaDriver> {
-        self.inner.as_cuda()
     }
 
     fn at_step(&self, step: Step) -> Result<()> {

@@ -1,10 +1,12 @@
 //! Planned faults happen where they were planned, and nowhere else.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use super::super::child;
-use super::*;
+use super::super::{Driver, MemoryDriver, Step, Stream, child};
+use super::call::{Call, Point};
+use super::{FaultAction, FaultDriver, FaultPlan};
 use crate::Error;
 
 fn sim(plan: FaultPlan) -> FaultDriver {

@@ -27,7 +27,7 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 
-use super::mappings::{Mappings, check_size};
+use super::mappings::{Mappings, check_reserve, check_size};
 use super::{DeviceIdentity, Exported, MemoryDriver, Physical, Reservation, Transport};
 use crate::amount::Amount;
 use crate::sync::lock;
@@ -179,7 +179,7 @@ unsafe impl MemoryDriver for HostDriver {
     }
 
     fn reserve(&self, bytes: u64, align: u64) -> Result<Reservation> {
-        Mappings::check_reserve(bytes, align, GRANULARITY)?;
+        check_reserve(bytes, align, GRANULARITY)?;
         let base = space::reserve(bytes, align)?;
         Ok(self.mappings.reserve(base, bytes))
     }

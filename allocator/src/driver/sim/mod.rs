@@ -9,13 +9,16 @@
 
 #![allow(unsafe_code)] // says what its memory is: none
 
+mod runs;
 #[cfg(test)]
 mod tests;
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::mappings::{Mappings, check_size};
+use runs::Runs;
+
+use super::mappings::{Mappings, check_reserve, check_size};
 use super::{DeviceIdentity, Exported, MemoryDriver, Physical, Reservation, Transport};
 use crate::amount::Amount;
 use crate::{Error, Result};
@@ -42,7 +45,7 @@ pub struct SimDriver {
 #[derive(Debug)]
 struct State {
     random: u64,
-    mappings: Mappings,
+    mappings: Mappings<Runs>,
     /// Our own segments that are not yet released, or mapped still.
     segments: BTreeMap<u64, Segment>,
     /// Where our own segments are mapped.
@@ -155,7 +158,7 @@ unsafe impl MemoryDriver for SimDriver {
     }
 
     fn reserve(&self, bytes: u64, align: u64) -> Result<Reservation> {
-        Mappings::check_reserve(bytes, align, self.granularity)?;
+        check_reserve(bytes, align, self.granularity)?;
         let mut state = self.state();
         // Places for the base, counted in alignments.
         let first = LOWEST.div_ceil(align);

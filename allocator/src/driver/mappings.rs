@@ -9,12 +9,8 @@
 
 #![allow(unsafe_code)] // makes reservations of ranges that drivers have just reserved
 
-mod runs;
-
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-
-use runs::Runs;
 
 use super::Reservation;
 use crate::amount::Amount;
@@ -32,15 +28,71 @@ pub(super) fn check_size(what: &str, bytes: u64, granularity: u64) -> Result<()>
     Ok(())
 }
 
+/// Refuses a reservation that could not be made: see
+/// [`MemoryDriver::reserve`](super::MemoryDriver::reserve).
+pub(super) fn check_reserve(bytes: u64, align: u64, granularity: u64) -> Result<()> {
+    check_size("a reservation", bytes, granularity)?;
+    if !align.is_power_of_two() || align < granularity {
+        return Err(Error::invalid_argument(format!(
+            "a reservation aligned to {align} bytes; alignments are powers of two of at least {}",
+            Amount(granularity)
+        )));
+    }
+    Ok(())
+}
+
+/// The mapped ranges of one reservation, none of which overlap.
+pub(super) trait Ranges: Default {
+    /// The number of ranges.
+    fn len(&self) -> u64;
+
+    /// Offset and length of a range that has a byte in `[offset, end)`, if there is one.
+    fn overlapping(&self, offset: u64, end: u64) -> Option<(u64, u64)>;
+
+    /// Whether exactly `[offset, offset + bytes)` is one of the ranges.
+    fn contains(&self, offset: u64, bytes: u64) -> bool;
+
+    /// Adds `[offset, offset + bytes)`, which overlaps no other range. The end must not overflow and
+    /// `bytes` must not be zero.
+    fn insert(&mut self, offset: u64, bytes: u64);
+
+    /// Removes `[offset, offset + bytes)`, which is one of the ranges.
+    fn remove(&mut self, offset: u64, bytes: u64);
+}
+
+/// Lengths by offset.
+impl Ranges for BTreeMap<u64, u64> {
+    fn len(&self) -> u64 {
+        self.len() as u64
+    }
+
+    fn overlapping(&self, offset: u64, end: u64) -> Option<(u64, u64)> {
+        let (&at, &bytes) = self.range(..end).next_back()?;
+        (at + bytes > offset).then_some((at, bytes))
+    }
+
+    fn contains(&self, offset: u64, bytes: u64) -> bool {
+        self.get(&offset) == Some(&bytes)
+    }
+
+    fn insert(&mut self, offset: u64, bytes: u64) {
+        self.insert(offset, bytes);
+    }
+
+    fn remove(&mut self, offset: u64, _bytes: u64) {
+        self.remove(&offset);
+    }
+}
+
 #[derive(Debug)]
-struct Region {
+struct Region<R> {
     bytes: u64,
-    mapped: Runs,
+    mapped: R,
     /// Offset and length of what a thread is mapping or unmapping at the moment.
     changing: Vec<(u64, u64)>,
 }
 
-impl Region {
+impl<R: Ranges> Region<R> {
     /// Offset and length of what lies, or is about to, in a part of `[offset, end)`.
     fn overlapping(&self, offset: u64, end: u64) -> Option<(u64, u64)> {
         let changing = || {
@@ -57,36 +109,23 @@ impl Region {
 }
 
 /// By first address.
-type Regions = BTreeMap<u64, Region>;
+type Regions<R> = BTreeMap<u64, Region<R>>;
 
 /// The reservations of one driver and what is mapped in each.
 #[derive(Debug)]
-pub(super) struct Mappings {
+pub(super) struct Mappings<R = BTreeMap<u64, u64>> {
     granularity: u64,
-    regions: Mutex<Regions>,
+    regions: Mutex<Regions<R>>,
 }
 
-impl Mappings {
+impl<R: Ranges> Mappings<R> {
     /// Nothing is reserved. Offsets and sizes are to be multiples of `granularity`, a power of two.
     pub(super) fn new(granularity: u64) -> Self {
         Self { granularity, regions: Mutex::default() }
     }
 
-    /// Refuses a reservation that could not be made: see
-    /// [`MemoryDriver::reserve`](super::MemoryDriver::reserve).
-    pub(super) fn check_reserve(bytes: u64, align: u64, granularity: u64) -> Result<()> {
-        check_size("a reservation", bytes, granularity)?;
-        if !align.is_power_of_two() || align < granularity {
-            return Err(Error::invalid_argument(format!(
-                "a reservation aligned to {align} bytes; alignments are powers of two of at least \
-                 {}",
-                Amount(granularity)
-            )));
-        }
-        Ok(())
-    }
-
     /// Whether `[base, base + bytes)` overlaps no reservation of this driver.
+    #[cfg(feature = "testing")] // elsewhere the system chooses the addresses
     pub(super) fn is_free(&self, base: u64, bytes: u64) -> bool {
         let regions = lock(&self.regions);
         let before = regions.range(..base.saturating_add(bytes)).next_back();
@@ -95,7 +134,7 @@ impl Mappings {
 
     /// Enters a fresh reservation, which the caller knows to be free.
     pub(super) fn reserve(&self, base: u64, bytes: u64) -> Reservation {
-        let (mapped, changing) = (Runs::default(), Vec::new());
+        let (mapped, changing) = (R::default(), Vec::new());
         lock(&self.regions).insert(base, Region { bytes, mapped, changing });
         // SAFETY: the caller has just reserved the range, and it is entered here once.
         unsafe { Reservation::new(base, bytes) }
@@ -216,7 +255,7 @@ impl Mappings {
     }
 
     /// Takes out every `(base, bytes)` left, mapped or not; for a driver that goes away.
-    pub(super) fn drain(&mut self) -> impl Iterator<Item = (u64, u64)> + use<> {
+    pub(super) fn drain(&mut self) -> impl Iterator<Item = (u64, u64)> + use<R> {
         let regions = self.regions.get_mut().unwrap_or_else(PoisonError::into_inner);
         std::mem::take(regions).into_iter().map(|(base, region)| (base, region.bytes))
     }
@@ -248,10 +287,10 @@ impl Mappings {
 }
 
 /// The region that a reservation is, if it is one of these.
-fn region<'a>(
-    regions: &'a mut MutexGuard<'_, Regions>,
+fn region<'a, R>(
+    regions: &'a mut MutexGuard<'_, Regions<R>>,
     reservation: &Reservation,
-) -> Result<&'a mut Region> {
+) -> Result<&'a mut Region<R>> {
     regions
         .get_mut(&reservation.base())
         .filter(|region| region.bytes == reservation.bytes())
@@ -296,7 +335,7 @@ mod tests {
 
     #[test]
     fn sizes_and_alignments_that_make_no_sense_are_refused() {
-        let check = |bytes, align| Mappings::check_reserve(bytes, align, G);
+        let check = |bytes, align| check_reserve(bytes, align, G);
         refused(check(0, G), "0 bytes");
         refused(check(G + 1, G), "multiples");
         refused(check(G, G / 2), "aligned");

@@ -8,6 +8,8 @@
 
 use std::collections::BTreeMap;
 
+use super::super::mappings::Ranges;
+
 /// Most runs kept; a pattern that needs more goes to the tree.
 const MOST_RUNS: usize = 64;
 
@@ -58,29 +60,24 @@ pub(super) struct Runs {
     count: u64,
 }
 
-impl Runs {
-    /// Number of ranges.
-    pub(super) fn len(&self) -> u64 {
+impl Ranges for Runs {
+    fn len(&self) -> u64 {
         self.count
     }
 
-    /// Offset and length of a range that has a byte in `[offset, end)`, if there is one.
-    pub(super) fn overlapping(&self, offset: u64, end: u64) -> Option<(u64, u64)> {
+    fn overlapping(&self, offset: u64, end: u64) -> Option<(u64, u64)> {
         let before = self.singles.range(..end).next_back().map(|(&at, &bytes)| (at, bytes));
         before.filter(|&(at, bytes)| at + bytes > offset).or_else(|| {
             self.runs.iter().find_map(|run| Some((run.overlapping(offset, end)?, run.bytes)))
         })
     }
 
-    /// Whether exactly `[offset, offset + bytes)` is one of the ranges.
-    pub(super) fn contains(&self, offset: u64, bytes: u64) -> bool {
+    fn contains(&self, offset: u64, bytes: u64) -> bool {
         self.singles.get(&offset) == Some(&bytes)
             || self.runs.iter().any(|run| run.find(offset, bytes).is_some())
     }
 
-    /// Adds `[offset, offset + bytes)`, which is [`overlapping`](Runs::overlapping) nothing. The
-    /// end must not overflow and `bytes` not be zero.
-    pub(super) fn insert(&mut self, offset: u64, bytes: u64) {
+    fn insert(&mut self, offset: u64, bytes: u64) {
         debug_assert_eq!(self.overlapping(offset, offset + bytes), None);
         self.count += 1;
         if let Some(run) = self.runs.iter_mut().find(|r| r.bytes == bytes && r.next() == offset) {
@@ -100,8 +97,7 @@ impl Runs {
         self.last = Some(offset);
     }
 
-    /// Removes exactly `[offset, offset + bytes)`, which the ranges [contain](Runs::contains).
-    pub(super) fn remove(&mut self, offset: u64, bytes: u64) {
+    fn remove(&mut self, offset: u64, bytes: u64) {
         debug_assert!(self.contains(offset, bytes));
         self.count -= 1;
         if self.singles.remove(&offset).is_some() {
@@ -121,7 +117,10 @@ impl Runs {
             self.keep(low);
         }
     }
+}
 
+impl Runs {
+    /// Puts back a part of a run that was split.
     fn keep(&mut self, part: Run) {
         if part.count >= 2 && self.runs.len() < MOST_RUNS {
             self.runs.push(part);

@@ -1,0 +1,70 @@
+//! Drivers that change some calls of another driver and pass on the rest.
+
+#![allow(unsafe_code)] // passes on another driver's promise
+
+use super::{
+    CudaDriver, DeviceIdentity, Event, Exported, MemoryDriver, Physical, Reservation, Step, Stream,
+    Transport,
+};
+use crate::{Deadline, Result};
+
+/// Declares [`DriverWrapper`] from the methods of [`MemoryDriver`]: each is listed once.
+macro_rules! driver_wrapper {
+    ($(fn $method:ident(&self $(, $argument:ident: $kind:ty)*) $(-> $result:ty)?;)*) => {
+        /// A driver made of another one. It writes the methods that it changes; all others call the same
+        /// method of [`inner`](DriverWrapper::inner). Whatever implements this is a [`MemoryDriver`].
+        ///
+        /// # Safety
+        ///
+        /// As for [`MemoryDriver`]. What is not written here keeps the promises of the inner driver.
+        pub unsafe trait DriverWrapper: Send + Sync {
+            /// The driver that does what is not changed.
+            fn inner(&self) -> &dyn MemoryDriver;
+
+            $(
+                #[doc = concat!("See [`MemoryDriver::", stringify!($method), "`].")]
+                fn $method(&self $(, $argument: $kind)*) $(-> $result)? {
+                    self.inner().$method($($argument),*)
+                }
+            )*
+        }
+
+        // SAFETY: whoever implements `DriverWrapper` promises what a driver promises.
+        unsafe impl<W: DriverWrapper> MemoryDriver for W {
+            $(
+                fn $method(&self $(, $argument: $kind)*) $(-> $result)? {
+                    DriverWrapper::$method(self $(, $argument)*)
+                }
+            )*
+        }
+    };
+}
+
+driver_wrapper! {
+    fn name(&self) -> &'static str;
+    fn device(&self) -> DeviceIdentity;
+    fn granularity(&self) -> u64;
+    fn transport(&self) -> Transport;
+    fn host_accessible(&self) -> bool;
+    fn reserve(&self, bytes: u64, align: u64) -> Result<Reservation>;
+    fn unreserve(&self, reservation: Reservation) -> Result<()>;
+    fn check_room(&self, bytes: u64) -> Result<()>;
+    fn create(&self, bytes: u64) -> Result<Physical>;
+    fn export(&self, physical: &Physical) -> Result<Exported>;
+    fn has_slow_handles(&self) -> bool;
+    fn import(&self, exported: Exported, bytes: u64) -> Result<Physical>;
+    fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()>;
+    fn map_all(&self, reservation: &Reservation, offset: u64, physicals: &[Physical]) -> Result<()>;
+    fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()>;
+    fn hold_mapped(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<Physical>;
+    fn release(&self, physical: Physical) -> Result<()>;
+    fn record_event(&self, stream: Stream) -> Result<Event>;
+    fn wait_event(&self, stream: Stream, event: &Event) -> Result<()>;
+    fn is_event_done(&self, event: &Event) -> Result<bool>;
+    fn release_event(&self, event: Event);
+    fn synchronize(&self) -> Result<()>;
+    fn synchronize_by(&self, deadline: Deadline) -> Result<()>;
+    fn is_capturing(&self, stream: Stream) -> bool;
+    fn as_cuda(&self) -> Option<&CudaDriver>;
+    fn at_step(&self, step: Step) -> Result<()>;
+}
