@@ -34,7 +34,7 @@ use std::sync::{Arc, MutexGuard};
 
 use symmpool_allocator::{Block, Error, Pool, Result, Stream, Windows};
 
-use crate::allreduce::Asked;
+use crate::algorithm::Asked;
 use crate::host::HostSided;
 use crate::timeout::Timeout;
 use crate::{Element, Place, ReduceOp};

@@ -9,11 +9,7 @@
 
 #![deny(unsafe_code)]
 
-mod allgather;
-mod allreduce;
-mod alltoallv;
-mod barrier;
-mod broadcast;
+mod algorithm;
 mod communicator;
 mod cuda;
 mod dtype;
@@ -22,22 +18,19 @@ mod former_names;
 mod host;
 mod jit;
 mod p2p;
-mod reduce;
-mod reduce_scatter;
+mod reduce_op;
 mod row_exchange;
 mod signal;
-mod slices;
 mod timeout;
 
-pub use allreduce::AllReduceAlgorithm;
-pub use alltoallv::{AllToAllAlgorithm, SplitRows, SplitsAt};
+pub use algorithm::{AllReduceAlgorithm, AllToAllAlgorithm};
 pub use communicator::{
     Communicator, CommunicatorOptions, Received, RowExchange, RowLayout, RowsAt, Splits,
 };
 pub use cuda::leave_room;
 pub use dtype::{DType, Element};
 pub use float8::{F8E4m3, F8E5m2};
-pub use host::{HostEngine, HostOptions, Place};
+pub use host::{HostEngine, HostOptions, Place, SplitRows, SplitsAt};
 pub use jit::{KernelCompiler, kernel_cache, kernel_compiler};
-pub use reduce::ReduceOp;
+pub use reduce_op::ReduceOp;
 pub use row_exchange::RowShape;

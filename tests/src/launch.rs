@@ -5,7 +5,7 @@
 //! say, and returns when all but the silent ones have ended; these, and whatever is late, are
 //! killed by process id. No process outlives the call, also when it panics.
 //!
-//! [`Seat::from_env`]: crate::seat::Seat::from_env
+//! [`Seat::from_env`]: crate::rank_process::Seat::from_env
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -35,7 +35,7 @@ pub enum Host {
 pub struct Job {
     /// The test function to run in each process, as the test harness names it.
     pub entry: &'static str,
-    /// What the ranks shall do; [`Seat::scenario`](crate::seat::Seat::scenario) there.
+    /// What the ranks shall do; [`Seat::scenario`](crate::rank_process::Seat::scenario) there.
     pub scenario: String,
     /// How many ranks.
     pub world: u32,

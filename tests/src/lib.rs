@@ -3,9 +3,9 @@
 //! | part | is |
 //! | --- | --- |
 //! | [`launch`] | the test's side: starts ranks, hears them, ends those that hang |
-//! | [`seat`] | a rank's side: who it is, how it meets the others, how it reports |
-//! | [`remains`] | what processes leave behind: descriptors, sockets, mappings, children |
+//! | [`rank_process`] | a rank's side: who it is, how it meets the others, how it reports |
+//! | [`leftovers`] | what processes leave behind: descriptors, sockets, mappings, children |
 
 pub mod launch;
-pub mod remains;
-pub mod seat;
+pub mod leftovers;
+pub mod rank_process;

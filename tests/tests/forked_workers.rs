@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use symmpool_allocator::driver::{FaultAction, FaultDriver, FaultPlan, Step};
 use symmpool_allocator::{Deadline, Driver, Error, Pool};
 use symmpool_tests::launch::{Host, Job};
-use symmpool_tests::seat::{PATIENCE, Seat};
+use symmpool_tests::rank_process::{PATIENCE, Seat};
 
 /// What the operations in which a rank is lost are given.
 const LIMIT: Duration = Duration::from_secs(8);

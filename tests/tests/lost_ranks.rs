@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use symmpool_allocator::driver::{FaultDriver, Step};
 use symmpool_allocator::{Block, Deadline, Driver, Error, Pool, Windows};
 use symmpool_tests::launch::{Host, Job, Report};
-use symmpool_tests::remains::Remains;
-use symmpool_tests::seat::{PATIENCE, Seat};
+use symmpool_tests::leftovers::Remains;
+use symmpool_tests::rank_process::{PATIENCE, Seat};
 
 /// What the operations in which a rank is lost are given.
 const LIMIT: Duration = Duration::from_secs(3);

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use symmpool_allocator::{Driver, Pool, Stream};
 use symmpool_collectives::Communicator;
 use symmpool_tests::launch::{Host, Job};
-use symmpool_tests::seat::Seat;
+use symmpool_tests::rank_process::Seat;
 
 const STREAM: &Stream = &Stream::DEFAULT;
 const WORLD: u32 = 3;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use symmpool_allocator::lane::LaneConfig;
 use symmpool_allocator::{Driver, Error, Group, Pool, PoolBuilder};
 use symmpool_tests::launch::Job;
-use symmpool_tests::seat::{PATIENCE, Seat};
+use symmpool_tests::rank_process::{PATIENCE, Seat};
 
 /// How soon all know: far less than what they were ready to wait.
 const SOON: Duration = Duration::from_secs(5);

@@ -6,7 +6,7 @@
 //!
 //! `cargo run --release -p symmpool-collectives --example demo`
 
-mod by_address;
+mod address_ordered;
 mod clutter;
 #[path = "../common/mod.rs"]
 mod common;

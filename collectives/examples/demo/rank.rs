@@ -5,7 +5,7 @@ use std::time::Duration;
 use symmpool_allocator::{Deadline, Driver, Group, Pool, Result};
 use symmpool_collectives::{Communicator, CommunicatorOptions};
 
-use crate::by_address::ByAddress;
+use crate::address_ordered::ByAddress;
 use crate::clutter::Clutter;
 use crate::report::{Order, Report};
 use crate::symmetric::{Symmetric, check_map};
@@ -31,9 +31,9 @@ fn whole(same_holes: bool) -> Result<()> {
     let options = CommunicatorOptions { timeout: TIMEOUT, ..CommunicatorOptions::default() };
     let comm = Communicator::with_options(&pool, &options)?;
 
-    let mut by_address = ByAddress::new(&group, &comm, &mut clutter)?;
-    program::run(&mut by_address, Order::Address, ranks, || clutter.churn())?;
-    drop(by_address);
+    let mut address_ordered = ByAddress::new(&group, &comm, &mut clutter)?;
+    program::run(&mut address_ordered, Order::Address, ranks, || clutter.churn())?;
+    drop(address_ordered);
 
     let mut symmetric = Symmetric { pool: &pool, comm: &comm, numbers: Vec::new() };
     program::run(&mut symmetric, Order::Counter, ranks, || clutter.churn())?;

@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use symmpool_allocator::{Error, Result, Stream};
 
-use crate::allreduce::Asked;
+use crate::algorithm::Asked;
 use crate::cuda::CudaEngine;
+use crate::host::expect_length;
 use crate::row_exchange::{LayoutParts, RowPlaces, RowWork};
-use crate::slices::expect_length;
 use crate::timeout::Timeout;
 use crate::{DType, HostEngine, Place, ReduceOp, RowShape, SplitRows, SplitsAt};
 

@@ -9,7 +9,7 @@ use super::engine::Engine;
 use super::peers::{self, still_there};
 use super::refusal::Held;
 use super::{Communicator, CommunicatorOptions, Inner};
-use crate::allreduce::Asked;
+use crate::algorithm::Asked;
 use crate::cuda::{CudaEngine, CudaOptions, Ready};
 use crate::host::HostSided;
 use crate::host::cores::enough_for;

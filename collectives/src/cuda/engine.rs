@@ -22,7 +22,7 @@ use super::params::{CallParams, Channel, Comm, Control, Traffic};
 use super::stream_order::{Order, fork};
 use super::strided_copy::Slices;
 use super::table::Rows;
-use crate::allreduce::Asked;
+use crate::algorithm::Asked;
 use crate::host::call::{Call, Operation};
 use crate::row_exchange::RowWork;
 use crate::timeout::Timeout;

@@ -6,7 +6,7 @@ use super::constraints::{Algorithm, Shape, fits_lamport};
 use super::params::Control;
 use super::reductions::{GATHER, SCATTER, THREADS};
 use super::table::Rows;
-use crate::allreduce::Asked;
+use crate::algorithm::Asked;
 use crate::jit::Kernel;
 use crate::jit::sources::{
     ALL_TO_ALL, BARRIER, COPY_COMPANION, ONE_SHOT, ONE_SHOT_LL128, ONE_SIDED, PULL, TWO_SHOT,

@@ -10,7 +10,7 @@ use super::kernel_spec::Specialty;
 use super::kernels::Loaded;
 use super::launch_config::Grid;
 use super::params::{CallParams, LINE_PAYLOAD, MOST_TEAMS};
-use crate::allreduce::Asked;
+use crate::algorithm::Asked;
 use crate::host::call::{Call, Operation};
 use crate::jit::sources::TWO_SHOT_PUSH;
 use crate::{DType, Place, ReduceOp};

@@ -95,7 +95,7 @@ mod tests {
     use super::super::engine::CudaOptions;
     use super::super::leave_room;
     use super::*;
-    use crate::allreduce::Asked;
+    use crate::algorithm::Asked;
     use crate::{AllReduceAlgorithm, AllToAllAlgorithm, DType, RowShape};
 
     #[test]

@@ -7,7 +7,7 @@ use super::constraints::{Algorithm, Shape, fits_lamport};
 use super::params::Control;
 use super::table::Rows;
 use crate::AllReduceAlgorithm;
-use crate::allreduce::{Asked, VARIABLE};
+use crate::algorithm::{Asked, VARIABLE};
 
 /// What an algorithm was chosen by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,10 +1,10 @@
 //! One rank's side of a communicator in host memory: what it is made of, and where data and scratch lie.
-//! `meeting` has its two kinds of wait, and its fate; `refusal` has what becomes of a call whose arguments
+//! `handshake` has its two kinds of wait, and its fate; `refusal` has what becomes of a call whose arguments
 //! this rank refuses.
 
 #![allow(unsafe_code)] // builds the view of shared memory, from the caller's promise
 
-mod meeting;
+mod handshake;
 mod refusal;
 
 use std::fmt;
@@ -14,14 +14,14 @@ use std::time::Duration;
 use symmpool_allocator::topology::{Mesh, Topology};
 use symmpool_allocator::{Error, HeapLayout, Maker, Result};
 
+use super::collectives::all_reduce::Halves;
+use super::collectives::all_to_all::Shares;
 use super::control::{Control, peers};
 use super::cores::enough_here;
 use super::kernels::{Isa, ReduceFn, prepare_to_copy, select};
 use super::options::HostOptions;
 use super::place::{Data, InPlace, Place, Resolver, checked, disjoint};
 use super::wait::Patience;
-use crate::allreduce::Halves;
-use crate::alltoallv::Shares;
 use crate::timeout::Timeout;
 use crate::{AllToAllAlgorithm, DType, ReduceOp};
 

@@ -8,8 +8,8 @@
 
 use half::{bf16, f16};
 
+use super::elementwise::{Avg, Fold, Max, Min, Prod, Scalar, Sum};
 use super::environment::Defaults;
-use super::fold::{Avg, Fold, Max, Min, Prod, Scalar, Sum};
 use crate::{DType, F8E4m3, F8E5m2, ReduceOp};
 
 /// Elements that are loaded, folded and stored together: two 64-byte vectors of `f32`.

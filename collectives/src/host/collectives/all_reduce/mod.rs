@@ -9,25 +9,22 @@
 
 #![allow(unsafe_code)] // hands raw buffers to the kernels
 
-mod asked;
 mod cube_mesh;
-mod halves;
 mod one_shot;
+mod paired_groups;
 mod two_shot;
 
 use std::ops::Range;
 
 use symmpool_allocator::{Error, Result};
 
-pub(crate) use halves::Halves;
+pub(crate) use paired_groups::Halves;
 
 use crate::former_names::renamed;
 use crate::host::call::{Call, Operation};
 use crate::host::kernels::ReduceFn;
 use crate::host::{Data, HostEngine, InPlace, Place};
 use crate::{DType, ReduceOp};
-
-pub(crate) use asked::{Asked, VARIABLE};
 
 /// Which algorithm an all-reduce uses. Results have the same bits with each (rule S7).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -19,7 +19,7 @@
 
 use symmpool_allocator::{Error, Result};
 
-use super::halves::Halves;
+use super::paired_groups::Halves;
 use super::{Pieces, Work, share};
 use crate::host::HostEngine;
 use crate::host::kernels::copy;

@@ -13,22 +13,20 @@
 
 #![allow(unsafe_code)] // hands raw buffers to the kernels
 
-mod algorithm;
 mod direct;
-mod matrix;
-mod packet;
-mod shares;
+mod load_balance;
 mod splits;
+mod staged;
+mod traffic_matrix;
 
 use symmpool_allocator::{Error, Result};
 
-use self::matrix::Matrix;
-use crate::DType;
-pub use algorithm::AllToAllAlgorithm;
-pub(crate) use shares::Shares;
+use self::traffic_matrix::Matrix;
+use crate::{AllToAllAlgorithm, DType};
+pub(crate) use load_balance::Shares;
 pub use splits::{SplitRows, SplitsAt};
 
-use crate::allreduce::Pieces;
+use super::all_reduce::Pieces;
 use crate::host::call::{Call, Operation};
 use crate::host::{Data, HostEngine, InPlace, Place};
 
@@ -173,7 +171,7 @@ impl Work {
         let own = self.route(self.matrix.next_stream(engine), engine, || place);
         if let Route::Pieces(pieces) = &own {
             // SAFETY: the input is readable by contract; scratch is free before entry.
-            unsafe { packet::fill(&self, engine, pieces, 0, engine.next_scratch(), true) };
+            unsafe { staged::fill(&self, engine, pieces, 0, engine.next_scratch(), true) };
         }
         if !engine.enter_exchange(call)? {
             self.matrix = Matrix::Rows;
@@ -194,14 +192,14 @@ impl Work {
                     let scratch = engine.scratch(self.rank);
                     // SAFETY: the half that held the piece before the last: every peer has
                     // signalled the last one since it read that.
-                    unsafe { packet::fill(&self, engine, pieces, round, scratch, false) };
+                    unsafe { staged::fill(&self, engine, pieces, round, scratch, false) };
                 }
                 engine.step()?;
             }
             for sender in engine.peers() {
                 if let Route::Pieces(pieces) = self.route_of(engine, sender) {
                     // SAFETY: the sender filled this piece before it signalled.
-                    unsafe { packet::collect(&self, engine, &pieces, round, sender) };
+                    unsafe { staged::collect(&self, engine, &pieces, round, sender) };
                 }
             }
         }

@@ -8,11 +8,9 @@
 //! Here is what both backends share: shapes, where things lie in those blocks, and what a step is
 //! given. `host` has the steps on the CPU; `cuda/row_exchange.rs` runs them as kernels.
 
-mod host;
-
 use symmpool_allocator::{Error, Result};
 
-pub(crate) use host::BadRow;
+pub(crate) use crate::host::BadRow;
 
 use crate::{DType, Place};
 

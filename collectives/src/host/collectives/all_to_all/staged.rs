@@ -1,8 +1,8 @@
 //! Through the sender's scratch. A sender's segments for others form one stream, beginning with
 //! the next rank's; piece `n` of the stream is in scratch in round `n`.
 
+use super::super::all_reduce::Pieces;
 use super::Work;
-use crate::allreduce::Pieces;
 use crate::host::HostEngine;
 use crate::host::kernels::copy;
 

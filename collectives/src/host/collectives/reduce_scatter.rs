@@ -4,7 +4,7 @@
 
 use symmpool_allocator::Result;
 
-use crate::allreduce::Pieces;
+use super::all_reduce::Pieces;
 use crate::host::call::{Call, Operation};
 use crate::host::kernels::{ReduceFn, copy};
 use crate::host::{Data, HostEngine, InPlace, Place};

@@ -256,7 +256,7 @@ fn in_a_child(test: &str, name: &str, body: impl FnOnce()) -> Option<std::proces
 #[test]
 fn an_algorithm_that_ignores_links_is_caught() {
     const SEGV: i32 = 11;
-    let test = "mesh::an_algorithm_that_ignores_links_is_caught";
+    let test = "missing_links::an_algorithm_that_ignores_links_is_caught";
     let links = cube_mesh();
     for (asked, windows) in [
         (AllReduceAlgorithm::OneShot, true),
@@ -291,7 +291,7 @@ fn an_algorithm_that_ignores_links_is_caught() {
 
 #[test]
 fn eight_processes_reduce_over_their_links() {
-    let test = "mesh::eight_processes_reduce_over_their_links";
+    let test = "missing_links::eight_processes_reduce_over_their_links";
     let links = paired_groups(&INTERLEAVED);
     if role().as_deref() == Some("mesh") {
         let (rank, memory) = child();

@@ -5,7 +5,7 @@
 use symmpool_allocator::{Error, Result};
 
 use super::Work;
-use super::matrix::{Matrix, NONSENSE};
+use super::traffic_matrix::{Matrix, NONSENSE};
 use crate::DType;
 use crate::host::call::{Call, Operation};
 use crate::host::{HostEngine, InPlace, Place};

@@ -8,7 +8,7 @@
 
 use std::ptr;
 
-use super::RowWork;
+use crate::row_exchange::RowWork;
 
 /// The first row whose destination is no rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,8 +4,8 @@
 
 use symmpool_allocator::{Error, Result};
 
+use super::all_reduce::Pieces;
 use crate::DType;
-use crate::allreduce::Pieces;
 use crate::host::call::{Call, Operation};
 use crate::host::kernels::copy;
 use crate::host::{HostEngine, Place};

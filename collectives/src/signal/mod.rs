@@ -204,5 +204,4 @@ pub(crate) fn await_word<A: Atomics, P: Pause<A>>(
 }
 
 #[cfg(test)]
-#[path = "signal_tests.rs"]
 mod tests;
