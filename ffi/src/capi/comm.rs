@@ -6,8 +6,8 @@ use std::sync::Arc;
 use symmpool_allocator::{Error, Result, Stream};
 use symmpool_collectives::{Communicator, CommunicatorOptions, DType, ReduceOp};
 
-use super::pool::{POOLS, on, symmpool_pool};
-use super::{Handles, Out, seconds};
+use super::pool::{self, symmpool_pool};
+use super::{Handles, Out, on, seconds};
 use crate::guard::{Status, status};
 
 /// Collectives between the ranks of a pool. 0 is never one.
@@ -127,7 +127,7 @@ pub unsafe extern "C" fn symmpool_comm_create(
     comm: *mut symmpool_comm,
 ) -> Status {
     status(|| {
-        let pool = POOLS.get(pool)?;
+        let pool = pool::find(pool)?;
         let asked = || {
             // SAFETY: the caller's promise.
             let out = unsafe { Out::new(comm, "comm") }?;

@@ -6,15 +6,18 @@
 
 pub mod comm;
 pub mod group;
+pub mod memory;
 pub mod pool;
+pub mod slot;
+pub mod window;
 
 use std::collections::BTreeMap;
-use std::ffi::{CStr, c_char};
+use std::ffi::{CStr, c_char, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use symmpool_allocator::{Error, Result};
+use symmpool_allocator::{Error, Result, Stream};
 
 use crate::guard::{Status, guarded, last, lock};
 
@@ -128,6 +131,14 @@ pub(crate) unsafe fn text<'a>(pointer: *const c_char, name: &str) -> Result<&'a 
     // SAFETY: not NULL, so a C string, which the caller promised.
     let text = unsafe { CStr::from_ptr(pointer) };
     text.to_str().map_err(|_| Error::invalid_argument(format!("{name} is not UTF-8: {text:?}")))
+}
+
+/// # Safety
+///
+/// `stream` is NULL or a stream that lives as [`Stream::from_raw`] says.
+pub(super) unsafe fn on(stream: *mut c_void) -> Stream {
+    // SAFETY: the caller's promise.
+    unsafe { Stream::from_raw(stream as u64) }
 }
 
 /// A time in seconds that somebody may wait.
