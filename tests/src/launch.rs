@@ -1,11 +1,11 @@
-//! Ranks that are processes: the test's program starts itself again once for each.
+//! Runs ranks as processes: the test's program starts itself again once for each rank.
 //!
-//! A test binary has one entry, a test function that returns at once unless [`Seat::from_env`]
-//! finds a seat for it. [`Job::run`] runs that function in one process a rank, hears what they
-//! say, and returns when all but the silent ones have ended; these, and whatever is late, are
-//! killed by process id. No process outlives the call, also when it panics.
+//! A test binary has one test function that ranks run, which returns at once unless [`RankProcess::from_env`] says that
+//! the process is a rank. [`Job::run`] runs that function in one process for each rank, collects what they report, and
+//! returns when all but the silent ones have ended; silent ranks, and those that are late, are killed by process id. No
+//! process outlives the call, even if it panics.
 //!
-//! [`Seat::from_env`]: crate::rank_process::Seat::from_env
+//! [`RankProcess::from_env`]: crate::rank_process::RankProcess::from_env
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -18,57 +18,58 @@ use std::time::{Duration, Instant};
 use symmpool_allocator::store::TcpServer;
 use symmpool_allocator::store::tcp::TcpOptions;
 
-/// Begins each line that a rank says to the test; everything else on its output is ignored.
+/// Begins each line of output that a rank reports to the test; other lines are ignored.
 pub(crate) const MARK: &str = "@rank ";
 
-/// Who serves the store that the ranks meet in.
+/// Which process serves the store of the ranks' group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Host {
-    /// The test itself, which no rank's death touches.
+    /// The test itself, which does not depend on any rank.
     Test,
-    /// Rank 0, as under a launcher: its death takes the store along.
+    /// Rank 0, as under a launcher: when it dies, the store is gone.
     RankZero,
 }
 
-/// Ranks to be run.
+/// The ranks to run.
 #[derive(Clone, Debug)]
 pub struct Job {
     /// The test function to run in each process, as the test harness names it.
     pub entry: &'static str,
-    /// What the ranks shall do; [`Seat::scenario`](crate::rank_process::Seat::scenario) there.
+    /// What the ranks shall do: their [`RankProcess::scenario`](crate::rank_process::RankProcess::scenario).
     pub scenario: String,
     /// How many ranks.
     pub world: u32,
-    /// Who serves the store.
+    /// Which process serves the store.
     pub host: Host,
     /// A fault plan (see `FaultPlan::parse`) for this rank.
     pub fault: Option<(u32, String)>,
     /// Ranks that do not end by themselves.
     pub silent: Vec<u32>,
-    /// When ranks that are not silent must have ended.
+    /// How long ranks that are not silent may take to end.
     pub limit: Duration,
 }
 
-/// What became of one rank.
+/// How one rank ended, and what it reported.
 #[derive(Clone, Debug)]
 pub struct Report {
     /// Its number.
     pub rank: u32,
-    /// How it ended.
+    /// Its exit status.
     pub status: ExitStatus,
-    /// What it said, by key; the last value where a key was said twice.
-    pub said: BTreeMap<String, String>,
+    /// The values that it reported, by key; the last one if a key was reported twice.
+    pub values: BTreeMap<String, String>,
 }
 
 impl Report {
-    /// What the rank said under `key`.
+    /// The value that the rank reported for `key`, if it did.
     pub fn get(&self, key: &str) -> Option<&str> {
-        self.said.get(key).map(String::as_str)
+        self.values.get(key).map(String::as_str)
     }
 
-    /// What the rank said under `key`, which it must have.
-    pub fn said(&self, key: &str) -> &str {
-        self.get(key).unwrap_or_else(|| panic!("rank {} did not say {key:?}: {self:?}", self.rank))
+    /// The value that the rank reported for `key`. Panics if it did not.
+    pub fn value(&self, key: &str) -> &str {
+        self.get(key)
+            .unwrap_or_else(|| panic!("rank {} did not report {key:?}: {self:?}", self.rank))
     }
 
     /// Whether the process was ended by `SIGKILL`.
@@ -77,7 +78,7 @@ impl Report {
     }
 }
 
-/// A process that is killed and reaped when its owner goes, whatever the reason.
+/// A process that is killed and reaped when this is dropped.
 struct Rank {
     child: Child,
     stdin: Option<ChildStdin>,
@@ -86,7 +87,7 @@ struct Rank {
 
 impl Drop for Rank {
     fn drop(&mut self) {
-        // An error means that it has ended, or was reaped before.
+        // An error means that the process has ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
         if let Some(reader) = self.reader.take() {
@@ -95,13 +96,13 @@ impl Drop for Rank {
     }
 }
 
-enum Heard {
-    Said(String, String),
+enum Message {
+    Value(String, String),
     Ended,
 }
 
 impl Job {
-    /// A job of healthy ranks with the store served by the test and a minute to do it in.
+    /// A job of ranks without faults, whose store the test serves, with a limit of a minute.
     pub fn new(entry: &'static str, scenario: impl Into<String>, world: u32) -> Self {
         Self {
             entry,
@@ -114,37 +115,37 @@ impl Job {
         }
     }
 
-    /// Runs the ranks and returns what became of each, in rank order. Panics, after ending all of
-    /// them, when one that is not silent has not ended within the limit.
+    /// Runs the ranks and returns a report of each, in rank order. If a rank that is not silent has not ended within the
+    /// limit, ends all of them and panics.
     pub fn run(&self) -> Vec<Report> {
         let server = (self.host == Host::Test)
             .then(|| TcpServer::bind("127.0.0.1:0", TcpOptions::default()).expect("a free port"));
-        let (sender, heard) = channel();
+        let (sender, messages) = channel();
         let mut ranks: Vec<Rank> =
             (0..self.world).map(|rank| self.start(rank, sender.clone())).collect();
         drop(sender);
         if let Some(server) = &server {
             announce(&mut ranks, &server.local_addr().to_string());
         }
-        let mut said = vec![BTreeMap::new(); self.world as usize];
-        let late = self.hear(&heard, &mut ranks, &mut said);
+        let mut values = vec![BTreeMap::new(); self.world as usize];
+        let late = self.collect(&messages, &mut ranks, &mut values);
         for &rank in &self.silent {
             // A process id cannot be reused before the process is reaped, which is done here.
             let _ = ranks[rank as usize].child.kill();
         }
         if !late.is_empty() {
             drop(ranks);
-            panic!("ranks {late:?} did not end within {:?}: {self:?}; said {said:?}", self.limit);
+            panic!("ranks {late:?} did not end within {:?}: {self:?}; {values:?}", self.limit);
         }
         let mut reports = Vec::new();
-        for ((rank, process), said) in (0..).zip(&mut ranks).zip(said) {
+        for ((rank, process), values) in (0..).zip(&mut ranks).zip(values) {
             let status = process.child.wait().expect("a child of this process");
-            reports.push(Report { rank, status, said });
+            reports.push(Report { rank, status, values });
         }
         reports
     }
 
-    fn start(&self, rank: u32, sender: Sender<(u32, Heard)>) -> Rank {
+    fn start(&self, rank: u32, sender: Sender<(u32, Message)>) -> Rank {
         let mut command = Command::new(std::env::current_exe().expect("the test's program"));
         command
             .args([self.entry, "--exact", "--nocapture", "--test-threads=1"])
@@ -162,39 +163,39 @@ impl Job {
         let stdin = child.stdin.take();
         let stdout = child.stdout.take().expect("its output is a pipe");
         let reader = std::thread::spawn(move || {
-            // The harness may have begun the line.
+            // The test harness may have written the beginning of the line.
             let lines = BufReader::new(stdout).lines().map_while(Result::ok);
-            let said = lines.filter_map(|line| {
+            let values = lines.filter_map(|line| {
                 let (key, value) = line.split_once(MARK)?.1.split_once(' ')?;
-                Some(Heard::Said(key.to_owned(), value.replace("\\n", "\n")))
+                Some(Message::Value(key.to_owned(), value.replace("\\n", "\n")))
             });
-            for heard in said.chain([Heard::Ended]) {
-                // The test may have given up.
-                let _ = sender.send((rank, heard));
+            for message in values.chain([Message::Ended]) {
+                // The test may have stopped listening.
+                let _ = sender.send((rank, message));
             }
         });
         Rank { child, stdin, reader: Some(reader) }
     }
 
-    /// Listens until all ranks that are to end have; returns those that did not in time.
-    fn hear(
+    /// Collects values until all ranks but the silent ones have ended. Returns those that did not end in time.
+    fn collect(
         &self,
-        heard: &Receiver<(u32, Heard)>,
+        messages: &Receiver<(u32, Message)>,
         ranks: &mut [Rank],
-        said: &mut [BTreeMap<String, String>],
+        values: &mut [BTreeMap<String, String>],
     ) -> Vec<u32> {
         let until = Instant::now() + self.limit;
         let mut running: Vec<u32> =
             (0..self.world).filter(|rank| !self.silent.contains(rank)).collect();
         while !running.is_empty() {
-            match heard.recv_timeout(until.saturating_duration_since(Instant::now())) {
-                Ok((rank, Heard::Said(key, value))) => {
+            match messages.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                Ok((rank, Message::Value(key, value))) => {
                     if key == "address" {
                         announce(ranks, &value);
                     }
-                    said[rank as usize].insert(key, value);
+                    values[rank as usize].insert(key, value);
                 }
-                Ok((rank, Heard::Ended)) => running.retain(|&other| other != rank),
+                Ok((rank, Message::Ended)) => running.retain(|&other| other != rank),
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => break,
             }
         }
@@ -202,7 +203,7 @@ impl Job {
     }
 }
 
-/// Tells every rank where the store is. One that is dead already does not hear it.
+/// Sends every rank the address of the store. Writing to a rank that has died fails, which is ignored.
 fn announce(ranks: &mut [Rank], address: &str) {
     for rank in ranks {
         if let Some(mut stdin) = rank.stdin.take() {

@@ -1,11 +1,11 @@
-//! What a pool could leave behind in a process, and processes in a system.
+//! Counts what a pool could leave behind in a process: descriptors, mappings, sockets, threads, children.
 
 use std::fs;
 use std::path::Path;
 
-/// What this process holds that a pool could have left: compare two of them.
+/// The resources of this process that a pool could leak. Take it twice and compare.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Remains {
+pub struct ProcessResources {
     /// Open file descriptors.
     pub descriptors: usize,
     /// Descriptors of memory files.
@@ -16,19 +16,19 @@ pub struct Remains {
     pub sockets: usize,
     /// Threads.
     pub threads: usize,
-    /// Child processes, dead but not reaped ones included.
+    /// Child processes, including dead ones that are not reaped.
     pub children: usize,
-    /// Entries of `/dev/shm` under this project's name, of any process: it never makes one.
+    /// Entries of `/dev/shm` under this project's name, of any process. There should be none.
     pub shared_files: usize,
 }
 
-impl Remains {
-    /// Looks at this process.
+impl ProcessResources {
+    /// Counts the resources of this process now.
     pub fn now() -> Self {
         let links = links_of("self");
         let mappings = fs::read_to_string("/proc/self/maps").unwrap_or_default();
         Self {
-            // Reading the directory takes one itself.
+            // Reading the directory takes one descriptor itself.
             descriptors: links.len() - 1,
             memory_files: links.iter().filter(|link| link.starts_with("/memfd:")).count(),
             mappings: mappings.lines().filter(|line| line.contains("/memfd:")).count(),
@@ -39,8 +39,8 @@ impl Remains {
         }
     }
 
-    /// What there is more of than `before`, in words.
-    pub fn beyond(&self, before: &Self) -> Option<String> {
+    /// A text that says which resources are more than `before`, if any are.
+    pub fn leaks_since(&self, before: &Self) -> Option<String> {
         let all = [
             ("descriptors", self.descriptors, before.descriptors),
             ("memory files", self.memory_files, before.memory_files),
@@ -68,7 +68,7 @@ fn entries(directory: impl AsRef<Path>) -> Vec<String> {
     entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
 }
 
-/// What the descriptors of a process point to.
+/// What the descriptors of a process link to.
 fn links_of(process: &str) -> Vec<String> {
     let directory = format!("/proc/{process}/fd");
     let link = |name: &String| {
@@ -78,7 +78,7 @@ fn links_of(process: &str) -> Vec<String> {
     entries(&directory).iter().map(link).collect()
 }
 
-/// How many of these descriptors are named abstract sockets of this project.
+/// How many of these descriptors are abstract sockets under this project's name.
 fn abstract_sockets_among(links: &[String]) -> usize {
     let table = fs::read_to_string("/proc/net/unix").unwrap_or_default();
     let named = table.lines().filter_map(|line| {
@@ -89,7 +89,7 @@ fn abstract_sockets_among(links: &[String]) -> usize {
     named.filter(|socket| links.contains(socket)).count()
 }
 
-/// Processes whose parent is this one.
+/// The number of processes whose parent is this one.
 fn children() -> usize {
     let own = std::process::id().to_string();
     let is_child = |name: &String| {
@@ -112,23 +112,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_left_is_seen() {
-        let before = Remains::now();
+    fn leaked_resources_are_counted() {
+        let before = ProcessResources::now();
         let flags = rustix::fs::MemfdFlags::CLOEXEC;
-        let file = rustix::fs::memfd_create("symmpool-remains", flags).unwrap();
+        let file = rustix::fs::memfd_create("symmpool-leftovers", flags).unwrap();
         let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
-        let now = Remains::now();
+        let now = ProcessResources::now();
         assert_eq!(now.memory_files, before.memory_files + 1);
         assert_eq!(now.children, before.children + 1);
-        let told = now.beyond(&before).expect("a difference");
-        assert!(told.contains("memory files") && told.contains("children"), "{told}");
+        let leaks = now.leaks_since(&before).expect("a difference");
+        assert!(leaks.contains("memory files") && leaks.contains("children"), "{leaks}");
         drop(file);
         child.kill().unwrap();
         // Dead, but not reaped.
-        assert_eq!(Remains::now().children, before.children + 1);
+        assert_eq!(ProcessResources::now().children, before.children + 1);
         child.wait().unwrap();
         drop(child);
-        let after = Remains::now();
+        let after = ProcessResources::now();
         assert_eq!(after.children, before.children);
         assert_eq!(after.memory_files, before.memory_files);
     }
@@ -137,12 +137,12 @@ mod tests {
     fn abstract_sockets_are_attributed_to_their_holder() {
         use std::os::linux::net::SocketAddrExt;
         use std::os::unix::net::{SocketAddr, UnixListener};
-        let name = format!("symmpool-remains-{}", std::process::id());
+        let name = format!("symmpool-leftovers-{}", std::process::id());
         let address = SocketAddr::from_abstract_name(name.as_bytes()).unwrap();
         let listener = UnixListener::bind_addr(&address).unwrap();
-        let listening = Remains::now().sockets;
+        let listening = ProcessResources::now().sockets;
         assert!(listening >= 1);
         drop(listener);
-        assert_eq!(Remains::now().sockets, listening - 1);
+        assert_eq!(ProcessResources::now().sockets, listening - 1);
     }
 }

@@ -1,10 +1,10 @@
-//! What tests of several ranks share: ranks as processes, and proof that nothing of them is left.
+//! What tests of several ranks share: ranks as processes, and checks that they leak nothing.
 //!
 //! | part | is |
 //! | --- | --- |
-//! | [`launch`] | the test's side: starts ranks, hears them, ends those that hang |
-//! | [`rank_process`] | a rank's side: who it is, how it meets the others, how it reports |
-//! | [`leftovers`] | what processes leave behind: descriptors, sockets, mappings, children |
+//! | [`launch`] | the test's side: starts ranks, collects what they report, ends those that hang |
+//! | [`rank_process`] | a rank's side: what it shall do, how it joins the others, how it reports |
+//! | [`leftovers`] | counts what processes could leave behind: descriptors, sockets, mappings, children |
 
 pub mod launch;
 pub mod leftovers;

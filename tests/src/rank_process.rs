@@ -1,4 +1,4 @@
-//! A rank's side of a [`Job`](crate::launch::Job).
+//! A rank's side of a [`Job`](crate::launch::Job): what it shall do, how it joins the others, how it reports.
 
 use std::env;
 use std::fmt::Display;
@@ -13,34 +13,34 @@ use symmpool_allocator::{Deadline, Group};
 
 use crate::launch::MARK;
 
-/// How long a rank waits for others where nothing is meant to go wrong.
+/// How long a rank waits for others where no fault is expected.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The place of this process in a job.
+/// A process that is a rank of a job.
 #[derive(Debug)]
-pub struct Seat {
-    /// What to do.
+pub struct RankProcess {
+    /// What the rank shall do.
     pub scenario: String,
-    /// Which rank this is.
+    /// The number of this rank.
     pub rank: u32,
-    /// Of how many.
+    /// The number of ranks.
     pub world: u32,
-    /// What shall go wrong on this rank.
+    /// The faults to inject on this rank.
     pub faults: FaultPlan,
     hosted: bool,
 }
 
-/// A group with its store's server, where this process serves it.
+/// The group of a job, and the server of its store if this process runs it.
 #[derive(Debug)]
-pub struct Membership {
+pub struct JoinedGroup {
     /// The group of all ranks of the job.
     pub group: Group,
-    /// Dropped after the group: other ranks may still need it.
+    /// To be dropped after the group, because other ranks may still need it.
     pub server: Option<TcpServer>,
 }
 
-impl Seat {
-    /// The seat of this process; `None` in the test that starts the ranks.
+impl RankProcess {
+    /// This process's rank; `None` in the test that starts the ranks.
     pub fn from_env() -> Option<Self> {
         let scenario = env::var("SYMMPOOL_TEST_SCENARIO").ok()?;
         let number = |name| env::var(name).ok()?.parse().ok();
@@ -57,12 +57,12 @@ impl Seat {
         })
     }
 
-    /// Meets the other ranks, and returns when all are there.
-    pub fn join(&self) -> Membership {
+    /// Joins the other ranks, and returns when all have joined.
+    pub fn join(&self) -> JoinedGroup {
         let server = (self.hosted && self.rank == 0)
             .then(|| TcpServer::bind("127.0.0.1:0", TcpOptions::default()).expect("a free port"));
         if let Some(server) = &server {
-            self.say("address", server.local_addr());
+            self.report("address", server.local_addr());
         }
         let mut address = String::new();
         std::io::stdin().lock().read_line(&mut address).expect("the store's address");
@@ -72,21 +72,21 @@ impl Seat {
         let store = Arc::new(store.expect("the store answers"));
         let group = Group::new(self.rank, self.world, store.clone()).expect("a small group");
         group.all_gather("start", b"", deadline).expect("all ranks start");
-        // Whoever serves the store goes on, perhaps to its death, when the others know of the start.
-        let heard = |rank: u32| format!("heard of the start/{rank}");
+        // The rank that serves the store may be killed next, so it waits until the others have left the gather above.
+        let started = |rank: u32| format!("started/{rank}");
         if server.is_some() {
             for rank in 1..self.world {
-                store.get(&heard(rank), deadline).expect("all have heard of the start");
+                store.get(&started(rank), deadline).expect("all ranks have started");
             }
         } else if self.hosted {
-            // The answer may die with the server, which is no matter any more.
-            let _ = store.set(&heard(self.rank), b"", deadline);
+            // The server may end before it answers, which does not matter any more.
+            let _ = store.set(&started(self.rank), b"", deadline);
         }
-        Membership { group, server }
+        JoinedGroup { group, server }
     }
 
-    /// Tells the test something.
-    pub fn say(&self, key: &str, value: impl Display) {
+    /// Reports a value to the test.
+    pub fn report(&self, key: &str, value: impl Display) {
         let value = value.to_string().replace('\n', "\\n");
         println!("{MARK}{key} {value}");
     }

@@ -1,5 +1,5 @@
-//! Ranks that die or fall silent at every step of making a pool and of committing: the others
-//! are told who is missing, all the same rank, in time; and nothing is left behind.
+//! Ranks that die or fall silent at every step of making a pool and of committing: the errors of all other ranks name the
+//! missing rank, in time, and no resource is leaked.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -7,22 +7,22 @@ use std::time::{Duration, Instant};
 use symmpool_allocator::driver::{FaultDriver, Step};
 use symmpool_allocator::{Block, Deadline, Driver, Error, Pool, Windows};
 use symmpool_tests::launch::{Host, Job, Report};
-use symmpool_tests::leftovers::Remains;
-use symmpool_tests::rank_process::{PATIENCE, Seat};
+use symmpool_tests::leftovers::ProcessResources;
+use symmpool_tests::rank_process::{PATIENCE, RankProcess};
 
-/// What the operations in which a rank is lost are given.
+/// The deadline of the operations in which a rank is lost.
 const LIMIT: Duration = Duration::from_secs(3);
 
-/// How much later than that survivors may come back.
+/// How much later than that survivors may return.
 const LATE: Duration = Duration::from_secs(1);
 
-/// How soon survivors of a commit know of a rank that was killed: its connections are closed.
+/// How soon survivors of a commit must notice that a rank was killed: its connections are closed.
 const SOON: Duration = Duration::from_millis(1500);
 
-/// How soon a pool that lost a peer refuses to commit: without waiting for anybody.
+/// How soon a pool that lost a peer must refuse to commit, which it does without waiting for any rank.
 const AT_ONCE: Duration = Duration::from_millis(500);
 
-/// Jobs of one test that run at a time. Most of them wait.
+/// How many jobs of one test run at a time. Most of their time is waiting.
 const AT_A_TIME: usize = 4;
 
 const WORLD: u32 = 3;
@@ -30,17 +30,20 @@ const WORLD: u32 = 3;
 /// The test function that every rank runs.
 #[test]
 fn rank() {
-    let Some(seat) = Seat::from_env() else { return };
-    let before = Remains::now();
-    live_through(&seat);
-    seat.say("left", Remains::now().beyond(&before).unwrap_or_else(|| "nothing".into()));
+    let Some(process) = RankProcess::from_env() else { return };
+    let before = ProcessResources::now();
+    live_through(&process);
+    process.report(
+        "left",
+        ProcessResources::now().leaks_since(&before).unwrap_or_else(|| "nothing".into()),
+    );
 }
 
-/// Makes a pool, commits and commits again, until something goes wrong; tells what.
-fn live_through(seat: &Seat) {
-    let driver = FaultDriver::new(Driver::host().unwrap(), seat.faults.clone());
+/// Makes a pool, commits and commits again, until an operation fails, and reports the error.
+fn live_through(process: &RankProcess) {
+    let driver = FaultDriver::new(Driver::host().unwrap(), process.faults.clone());
     {
-        let member = seat.join();
+        let member = process.join();
         let started = Instant::now();
         let built = Pool::builder(member.group.clone())
             .driver(Driver::new(driver.clone()))
@@ -49,68 +52,68 @@ fn live_through(seat: &Seat) {
             .build();
         match built {
             Ok(pool) => {
-                seat.say("built", "");
-                commit_until_lost(seat, &pool);
+                process.report("built", "");
+                commit_until_lost(process, &pool);
             }
-            Err(error) => tell(seat, "build", &error, started),
+            Err(error) => report_error(process, "build", &error, started),
         }
     }
-    // What the driver gave was given back, also after an undone commit.
-    seat.say("leaks", driver.counts().leaks().unwrap_or_else(|| "none".into()));
+    // All that the driver handed out was given back, even after an undone commit.
+    process.report("leaks", driver.counts().leaks().unwrap_or_else(|| "none".into()));
 }
 
-fn commit_until_lost(seat: &Seat, pool: &Pool) {
-    // The first commit is a good one; faults come at the second occurrence of a step.
+fn commit_until_lost(process: &RankProcess, pool: &Pool) {
+    // The first commit succeeds; faults are injected at the second occurrence of a step.
     let old = pool.alloc::<u64>(1 << 19).unwrap();
     pool.commit_by(Deadline::after(PATIENCE)).unwrap();
-    old.write(&[u64::from(seat.rank) + 70]).unwrap();
+    old.write(&[u64::from(process.rank) + 70]).unwrap();
     pool.commit_by(Deadline::after(PATIENCE)).unwrap();
     let mut windows = pool.windows();
     let mut kept = Vec::new();
     for round in 0..3 {
-        // More than a segment leaves free, so each is a commit of new memory.
+        // More than what is free in a segment, so each commit has new memory to share.
         kept.push(pool.alloc::<u64>(1 << 21).unwrap());
         let started = Instant::now();
         match pool.commit_by(Deadline::after(LIMIT)) {
             Ok(_) => windows = pool.windows(),
             Err(error) => {
-                tell(seat, &format!("commit {round}"), &error, started);
-                use_what_is_left(seat, pool, &old, &windows);
+                report_error(process, &format!("commit {round}"), &error, started);
+                use_what_is_left(process, pool, &old, &windows);
                 return;
             }
         }
     }
-    seat.say("survived", "");
+    process.report("survived", "");
 }
 
-/// After a loss: later commits say so at once, windows stay, memory can be used and freed.
-fn use_what_is_left(seat: &Seat, pool: &Pool, old: &Block<u64>, windows: &Windows) {
+/// After a rank was lost: later commits fail at once, windows stay as they are, and memory can be used and freed.
+fn use_what_is_left(process: &RankProcess, pool: &Pool, old: &Block<u64>, windows: &Windows) {
     let started = Instant::now();
     let again = pool.commit().unwrap_err();
-    seat.say("again_after", started.elapsed().as_millis());
-    seat.say("again_ranks", format!("{:?}", again.ranks()));
-    seat.say("again_says", &again);
+    process.report("again_after", started.elapsed().as_millis());
+    process.report("again_ranks", format!("{:?}", again.ranks()));
+    process.report("again_says", &again);
     let same = pool.windows().list() == windows.list();
-    seat.say("windows", if same { "unchanged" } else { "changed" });
+    process.report("windows", if same { "unchanged" } else { "changed" });
     let mut read = Vec::new();
-    for peer in 0..seat.world {
+    for peer in 0..process.world {
         let at = pool.peer_ptr(peer, old.address()).unwrap() as *const u64;
         // SAFETY: the block lies in a window, so every peer's copy is mapped here, and stays so
         // when the peer is gone.
         read.push(unsafe { at.read_volatile() });
     }
-    seat.say("read", format!("{read:?}"));
+    process.report("read", format!("{read:?}"));
     let fresh = pool.alloc::<u64>(1 << 20).unwrap();
     fresh.write(&[1, 2, 3]).unwrap();
-    seat.say("reach", format!("{}", pool.is_window(fresh.address(), fresh.bytes())));
+    process.report("reach", format!("{}", pool.is_window(fresh.address(), fresh.bytes())));
 }
 
-fn tell(seat: &Seat, stage: &str, error: &Error, started: Instant) {
-    seat.say("after", started.elapsed().as_millis());
-    seat.say("stage", stage);
-    seat.say("ranks", format!("{:?}", error.ranks()));
-    seat.say("lost", error.is_peer_lost() || error.is_timeout());
-    seat.say("says", error);
+fn report_error(process: &RankProcess, stage: &str, error: &Error, started: Instant) {
+    process.report("after", started.elapsed().as_millis());
+    process.report("stage", stage);
+    process.report("ranks", format!("{:?}", error.ranks()));
+    process.report("lost", error.is_peer_lost() || error.is_timeout());
+    process.report("says", error);
 }
 
 fn is_handshake(step: Step) -> bool {
@@ -118,7 +121,7 @@ fn is_handshake(step: Step) -> bool {
 }
 
 fn job(step: Step, how: &str, lost: u32, host: Host) -> Job {
-    // Steps after agreement are not reached by the second, empty commit; those before are, twice.
+    // The second commit is empty and does not reach the steps after agreement, so those occur once less.
     let nth = match step {
         _ if is_handshake(step) => 1,
         Step::CommitPublish | Step::CommitAgree | Step::CommitFinish => 3,
@@ -141,51 +144,51 @@ fn job(step: Step, how: &str, lost: u32, host: Host) -> Job {
 fn check(step: Step, job: &Job, reports: &[Report]) {
     let (lost, fault) = job.fault.as_ref().expect("a fault");
     for report in reports {
-        let told = || format!("{}, rank {}: {:#?}", job.scenario, report.rank, report.said);
+        let context = || format!("{}, rank {}: {:#?}", job.scenario, report.rank, report.values);
         if report.rank == *lost {
-            assert!(report.was_killed(), "{:?} {}", report.status, told());
-            assert_eq!(report.get("left"), None, "it went on: {}", told());
-            assert_eq!(report.get("built").is_some(), !is_handshake(step), "{}", told());
+            assert!(report.was_killed(), "{:?} {}", report.status, context());
+            assert_eq!(report.get("left"), None, "it went on: {}", context());
+            assert_eq!(report.get("built").is_some(), !is_handshake(step), "{}", context());
             continue;
         }
-        assert!(report.status.success(), "{:?} {}", report.status, told());
-        assert_eq!(report.said("lost"), "true", "{}", told());
-        assert_eq!(report.said("ranks"), format!("[{lost}]"), "{}", told());
-        assert!(report.said("says").contains(&format!("rank {lost}")), "{}", told());
-        let after: u128 = report.said("after").parse().unwrap();
+        assert!(report.status.success(), "{:?} {}", report.status, context());
+        assert_eq!(report.value("lost"), "true", "{}", context());
+        assert_eq!(report.value("ranks"), format!("[{lost}]"), "{}", context());
+        assert!(report.value("says").contains(&format!("rank {lost}")), "{}", context());
+        let after: u128 = report.value("after").parse().unwrap();
         let at_once = fault.starts_with("kill") && !is_handshake(step);
         let most = if at_once { SOON } else { LIMIT + LATE };
-        assert!(after < most.as_millis(), "{}", told());
-        let stage = report.said("stage");
+        assert!(after < most.as_millis(), "{}", context());
+        let stage = report.value("stage");
         match step {
-            _ if is_handshake(step) => assert_eq!(stage, "build", "{}", told()),
-            // All ranks had confirmed, so those that heard it in time have the windows.
+            _ if is_handshake(step) => assert_eq!(stage, "build", "{}", context()),
+            // All ranks had confirmed, so those that received all confirmations in time have the windows.
             Step::CommitFinish => {
-                assert!(["commit 0", "commit 1"].contains(&stage), "{}", told());
+                assert!(["commit 0", "commit 1"].contains(&stage), "{}", context());
             }
-            _ => assert_eq!(stage, "commit 0", "{}", told()),
+            _ => assert_eq!(stage, "commit 0", "{}", context()),
         }
         if !is_handshake(step) {
-            assert_eq!(report.said("windows"), "unchanged", "{}", told());
-            assert_eq!(report.said("read"), "[70, 71, 72]", "{}", told());
-            assert_eq!(report.said("reach"), "false", "{}", told());
-            assert_eq!(report.said("again_ranks"), format!("[{lost}]"), "{}", told());
-            assert!(report.said("again_says").contains("build a new one"), "{}", told());
-            let after: u128 = report.said("again_after").parse().unwrap();
-            assert!(after < AT_ONCE.as_millis(), "{}", told());
+            assert_eq!(report.value("windows"), "unchanged", "{}", context());
+            assert_eq!(report.value("read"), "[70, 71, 72]", "{}", context());
+            assert_eq!(report.value("reach"), "false", "{}", context());
+            assert_eq!(report.value("again_ranks"), format!("[{lost}]"), "{}", context());
+            assert!(report.value("again_says").contains("build a new one"), "{}", context());
+            let after: u128 = report.value("again_after").parse().unwrap();
+            assert!(after < AT_ONCE.as_millis(), "{}", context());
         }
-        assert_eq!(report.said("leaks"), "none", "{}", told());
-        assert_eq!(report.said("left"), "nothing", "{}", told());
+        assert_eq!(report.value("leaks"), "none", "{}", context());
+        assert_eq!(report.value("left"), "nothing", "{}", context());
     }
 }
 
-/// Runs the jobs, some at a time, and proves that this process is then as it was.
+/// Runs the jobs, some at a time, and checks that this process has leaked nothing.
 fn run_all(jobs: &[(Step, Job)]) {
-    if Seat::from_env().is_some() {
+    if RankProcess::from_env().is_some() {
         return;
     }
-    // The harness starts threads of its own meanwhile.
-    let before = Remains { threads: usize::MAX, ..Remains::now() };
+    // The test harness starts threads of its own meanwhile, so threads are not compared.
+    let before = ProcessResources { threads: usize::MAX, ..ProcessResources::now() };
     let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for _ in 0..AT_A_TIME {
@@ -196,16 +199,18 @@ fn run_all(jobs: &[(Step, Job)]) {
             });
         }
     });
-    assert_eq!(Remains::now().beyond(&before), None);
+    assert_eq!(ProcessResources::now().leaks_since(&before), None);
 }
 
-/// Only one test of this file at a time starts processes: each looks at what is left after it.
-fn at_every_step(how: &str, steps: &[Step], seats: &[(u32, Host)]) {
+/// Only one test of this file starts processes at a time, because each checks what is left after it.
+fn at_every_step(how: &str, steps: &[Step], lost_ranks: &[(u32, Host)]) {
     static ONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
     let _one = ONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let jobs: Vec<(Step, Job)> = steps
         .iter()
-        .flat_map(|&step| seats.iter().map(move |&(lost, host)| (step, job(step, how, lost, host))))
+        .flat_map(|&step| {
+            lost_ranks.iter().map(move |&(lost, host)| (step, job(step, how, lost, host)))
+        })
         .collect();
     run_all(&jobs);
 }

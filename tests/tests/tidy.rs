@@ -1,4 +1,4 @@
-//! Keeps promises about the repository that no compiler checks.
+//! Checks rules of the repository that no compiler checks.
 
 use std::fs;
 use std::path::{Path, PathBuf};
