@@ -34,7 +34,7 @@ use std::sync::{Arc, MutexGuard};
 
 use symmpool_allocator::{Block, Error, Pool, Result, Stream, Windows};
 
-use crate::algorithm::Asked;
+use crate::algorithm::RequestedAlgorithm;
 use crate::host::HostSided;
 use crate::timeout::Timeout;
 use crate::{Element, Place, ReduceOp};
@@ -103,7 +103,7 @@ pub use splits::Splits;
 /// ```
 pub struct Communicator {
     pool: Pool,
-    asked: Asked,
+    asked: RequestedAlgorithm,
     timeout: Arc<Timeout>,
     held: Arc<Held>,
     /// One-sided operations in host memory, which need no turn. On a device the engine has them.

@@ -5,10 +5,10 @@ use symmpool_allocator::Error;
 
 use crate::{F8E4m3, F8E5m2};
 
-/// The type of one element, as it is named in calls, digests and messages.
+/// The type of an element.
 ///
-/// [`REDUCED`](Self::REDUCED) have reductions. The others travel bit by bit where nothing is computed,
-/// and are told apart all the same: ranks that name different types are told so (rule S6).
+/// [`REDUCED`](Self::REDUCED) types have reductions. Elements of the other types are only moved, bit by bit. They are
+/// still different types: a call with different types on different ranks is an error on all of them (rule S6).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum DType {
@@ -28,13 +28,13 @@ pub enum DType {
     U8 = 7,
     /// 8-bit signed integer, wrapping.
     I8 = 8,
-    /// 8-bit float of the finite kind, [`F8E4m3`]; reduced in `f32`, rounded once at the end, where
-    /// what is too large becomes the largest number.
+    /// 8-bit float without infinities, [`F8E4m3`]; reduced in `f32`, rounded once at the end, where numbers that are too
+    /// large become the largest number.
     F8E4m3 = 9,
-    /// 8-bit float, [`F8E5m2`]; reduced in `f32`, rounded once at the end, where what is too large
-    /// becomes infinity.
+    /// 8-bit float, [`F8E5m2`]; reduced in `f32`, rounded once at the end, where numbers that are too large become
+    /// infinity.
     F8E5m2 = 10,
-    /// A truth value of one byte; only moved, as all that follow.
+    /// Boolean of one byte. This type and all that follow are only moved.
     Bool = 11,
     /// 16-bit signed integer.
     I16 = 12,
@@ -111,7 +111,7 @@ impl DType {
         Self::REDUCED.into_iter().chain(Self::MOVED)
     }
 
-    /// The type that stands for elements of so many bytes which have none of their own here.
+    /// The type for elements of `size` bytes that have no type of their own here.
     pub const fn of_bytes(size: usize) -> Option<Self> {
         Some(match size {
             1 => Self::Bytes1,
@@ -123,17 +123,17 @@ impl DType {
         })
     }
 
-    /// Whether reductions take it.
+    /// Whether reductions take this type.
     #[inline]
     pub const fn is_reduced(self) -> bool {
         self as u8 <= Self::F8E5m2 as u8
     }
 
-    /// The refusal of a reduction.
+    /// The error for a reduction of this type, which has none.
     #[cold]
     pub(crate) fn only_moved(self, what: &str, rank: u32) -> Error {
         Error::invalid_argument(format!(
-            "{what} of {} on rank {rank}: such elements are moved, not reduced; reductions take {}",
+            "{what} of {} on rank {rank}: such elements can be moved, not reduced; reductions take {}",
             self.name(),
             Self::REDUCED.map(Self::name).join(", ")
         ))
@@ -189,7 +189,7 @@ impl DType {
         }
     }
 
-    /// The type behind a number read from a call descriptor.
+    /// The type of a number in a call description.
     pub(crate) fn from_code(code: u8) -> Option<Self> {
         Self::all().find(|dtype| *dtype as u8 == code)
     }
@@ -199,9 +199,9 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// A Rust type that is an element type of collectives. Sealed: the set is [`DType::REDUCED`].
+/// A Rust type that is an element type of collectives: those of [`DType::REDUCED`]. The trait is sealed.
 ///
-/// Every implementor is plain data: any bit pattern is a value.
+/// All of them are plain data: any bit pattern is a valid value.
 pub trait Element: sealed::Sealed + bytemuck::Pod + Send + Sync {
     /// The matching [`DType`].
     const DTYPE: DType;

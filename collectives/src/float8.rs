@@ -1,24 +1,22 @@
-//! 8-bit floats, as PyTorch has them.
+//! 8-bit floats, as in PyTorch.
 //!
-//! The conversions are free of branches, so that loops over them vectorise, and round to nearest,
-//! ties to even. What they give is what torch's `.to(torch.float8_e4m3fn)` and
-//! `.to(torch.float8_e5m2)` give, bit for bit, NaNs included.
+//! The conversions have no branches, so that loops over them vectorise. They round to nearest, ties to even, and give
+//! the same bits as torch's `.to(torch.float8_e4m3fn)` and `.to(torch.float8_e5m2)`, NaNs included.
 
 use std::fmt;
 
 use bytemuck::{Pod, Zeroable};
 
-/// A float of 4 bits exponent and 3 bits mantissa, of the finite kind: `torch.float8_e4m3fn`.
+/// A float with 4 bits of exponent, 3 bits of mantissa and no infinities: `torch.float8_e4m3fn`.
 ///
-/// It has no infinities: what is too large becomes the largest number, 448, infinities too. One
-/// magnitude is NaN, `0x7f`.
+/// Numbers that are too large, and infinities, become the largest number, 448. NaN has the magnitude `0x7f`.
 #[derive(Clone, Copy, Default, Pod, Zeroable)]
 #[repr(transparent)]
 pub struct F8E4m3(u8);
 
-/// A float of 5 bits exponent and 2 bits mantissa: `torch.float8_e5m2`.
+/// A float with 5 bits of exponent and 2 bits of mantissa: `torch.float8_e5m2`.
 ///
-/// It follows IEEE: what is too large becomes infinity, the largest number is 57344.
+/// As in IEEE 754, numbers that are too large become infinity; the largest number is 57344.
 #[derive(Clone, Copy, Default, Pod, Zeroable)]
 #[repr(transparent)]
 pub struct F8E5m2(u8);
@@ -26,31 +24,31 @@ pub struct F8E5m2(u8);
 macro_rules! float8 {
     ($($name:ident: $widen:ident, $narrow:ident;)+) => {$(
         impl $name {
-            /// The number with this encoding.
+            /// The float with these bits.
             #[inline]
             pub const fn from_bits(bits: u8) -> Self {
                 Self(bits)
             }
 
-            /// Its encoding.
+            /// The bits of this float.
             #[inline]
             pub const fn to_bits(self) -> u8 {
                 self.0
             }
 
-            /// The nearest number, of two the even one.
+            /// Rounds to the nearest number, ties to even.
             #[inline]
             pub const fn from_f32(value: f32) -> Self {
                 Self($narrow(value))
             }
 
-            /// The same number, exactly.
+            /// Converts to `f32`, exactly.
             #[inline]
             pub const fn to_f32(self) -> f32 {
                 $widen(self.0)
             }
 
-            /// Whether it is not a number.
+            /// Whether this is NaN.
             #[inline]
             pub const fn is_nan(self) -> bool {
                 self.to_f32().is_nan()
@@ -94,7 +92,7 @@ float8! {
     F8E5m2: e5m2_to_f32, f32_to_e5m2;
 }
 
-/// Exact; NaNs keep their sign.
+/// E4M3 bits to `f32`: exact; NaNs keep their sign.
 #[inline(always)]
 pub(crate) const fn e4m3_to_f32(bits: u8) -> f32 {
     // A 4-bit exponent with bias 7 becomes 8 bits with bias 127.
@@ -111,7 +109,7 @@ pub(crate) const fn e4m3_to_f32(bits: u8) -> f32 {
     f32::from_bits(sign | if magnitude == 0x7f { 0x7fc0_0000 } else { finite })
 }
 
-/// Too large, infinite too, becomes the largest number. NaNs keep their sign.
+/// `f32` to E4M3 bits. Numbers that are too large, and infinities, become the largest number. NaNs keep their sign.
 #[inline(always)]
 pub(crate) const fn f32_to_e4m3(value: f32) -> u8 {
     const REBIAS: u32 = (127 - 7) << 23;
@@ -130,7 +128,7 @@ pub(crate) const fn f32_to_e4m3(value: f32) -> u8 {
     (sign | if magnitude > 0x7f80_0000 { 0x7f } else { bounded }) as u8
 }
 
-/// Exact; NaNs keep their sign and are made quiet.
+/// E5M2 bits to `f32`: exact; NaNs keep their sign and are made quiet.
 #[inline(always)]
 pub(crate) const fn e5m2_to_f32(bits: u8) -> f32 {
     const REBIAS: u32 = (127 - 15) << 23;
@@ -146,7 +144,7 @@ pub(crate) const fn e5m2_to_f32(bits: u8) -> f32 {
     f32::from_bits(sign | if magnitude >= 0x7c { special } else { finite })
 }
 
-/// Too large becomes infinity. NaNs keep their sign.
+/// `f32` to E5M2 bits. Numbers that are too large become infinity. NaNs keep their sign.
 #[inline(always)]
 pub(crate) const fn f32_to_e5m2(value: f32) -> u8 {
     const REBIAS: u32 = (127 - 15) << 23;
@@ -172,14 +170,14 @@ mod tests {
 
     use super::*;
 
-    /// What a format is by definition, with nothing clever.
+    /// A format as it is defined, for a simple reference implementation.
     #[derive(Clone, Copy)]
     struct Format {
         mantissa_bits: u32,
         bias: i32,
         /// The largest magnitude that is a number.
         largest: u8,
-        /// What a magnitude beyond it becomes.
+        /// What larger magnitudes become.
         beyond: u8,
     }
 
@@ -196,7 +194,7 @@ mod tests {
             f64::from(mantissa) / f64::from(one) * 2f64.powi(exponent - self.bias)
         }
 
-        /// The nearest encoding, found by trying all; of two equally near ones the even one.
+        /// The nearest encoding, found by trying all of them; ties go to the even one.
         fn nearest(self, value: f32) -> u8 {
             let sign = if value.is_sign_negative() { 0x80 } else { 0 };
             if value.is_nan() {
@@ -207,7 +205,7 @@ mod tests {
             let near =
                 |a: &u8, b: &u8| distance(a).total_cmp(&distance(b)).then((a % 2).cmp(&(b % 2)));
             let nearest = if value >= self.value(self.largest + 1) {
-                // Where distances themselves would be rounded.
+                // Distances would be rounded here, so they are not compared.
                 self.largest + 1
             } else {
                 (0..=self.largest + 1).min_by(near).unwrap()
@@ -272,7 +270,7 @@ mod tests {
         #[test]
         fn any_float_rounds_to_the_nearest(bits: u32, exponent in 100_u32..150) {
             rounds_right(f32::from_bits(bits));
-            // Most floats are far out of range: some that are not.
+            // Most floats are far out of range, so here is one that is not.
             rounds_right(f32::from_bits(bits & 0x807f_ffff | exponent << 23));
         }
     }

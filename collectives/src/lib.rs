@@ -1,11 +1,10 @@
-//! Collectives on symmetric memory, between ranks that share it.
+//! Collectives on symmetric memory, between the ranks that share it.
 //!
-//! A [`Communicator`] runs them on the blocks of a pool, and is what programs use.
+//! Programs use a [`Communicator`], which runs collectives on the blocks of a pool.
 //!
-//! [`HostEngine`] is what runs them in host memory: ranks are processes, the heap is shared pages, signals
-//! are atomics in them. Every wait is bounded, every difference between what ranks call is an error
-//! on all of them before data is touched, and results have the same bits on every rank, in every
-//! run and with every algorithm.
+//! [`HostEngine`] runs them in host memory: ranks are processes, the heap is shared pages, and signals are atomics in
+//! them. Every wait is bounded. If ranks make different calls, all of them get an error before data is accessed.
+//! Results have the same bits on every rank, in every run and with every algorithm.
 
 #![deny(unsafe_code)]
 
@@ -14,7 +13,6 @@ mod communicator;
 mod cuda;
 mod dtype;
 mod float8;
-mod former_names;
 mod host;
 mod jit;
 mod p2p;

@@ -1,20 +1,19 @@
-//! Point-to-point messages between two ranks: what is compared, and the error where ranks differ.
+//! Point-to-point messages: the lengths that both ranks compare, and the error where they differ.
 
 use symmpool_allocator::{Error, Result};
 
-/// What a message is: its bytes, and those of one of its elements. A receiver expects both.
+/// The length of a message in bytes, and the bytes of one of its elements. Both must be what the receiver expects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Length {
     bytes: u64,
     element: u8,
 }
 
-/// Bits of a word that hold the bytes of an element; the others hold those of the message.
+/// How many bits of a word hold the bytes of an element. The other bits hold the bytes of the message.
 const ELEMENT_BITS: u32 = 8;
 
 impl Length {
-    /// Of so many elements, each of so many bytes. `what` and the rank are for the error where no
-    /// memory is that long.
+    /// The length of `count` elements of `element` bytes each. `what` and `rank` are used in errors only.
     pub(crate) fn new(what: &str, rank: u32, count: usize, element: usize) -> Result<Self> {
         let bytes = (count as u64).checked_mul(element as u64);
         let bytes = bytes.filter(|bytes| bytes >> (u64::BITS - ELEMENT_BITS) == 0);
@@ -35,7 +34,7 @@ impl Length {
         self.bytes
     }
 
-    /// Both numbers, as they travel with the data.
+    /// Both numbers in one word, as they travel with the data.
     pub(crate) fn word(self) -> u64 {
         self.bytes << ELEMENT_BITS | u64::from(self.element)
     }
@@ -58,7 +57,7 @@ impl std::fmt::Display for Length {
     }
 }
 
-/// The error of `rank` where the two ends of a message differ; the other end's has the same lines.
+/// The error of `rank` where the two ends of a message differ. Both ends get the same text but for the rank.
 pub(crate) fn lengths_differ(
     rank: u32,
     (sender, receiver): (u32, u32),
@@ -82,7 +81,7 @@ mod tests {
             assert_eq!(Length::from_word(length.word()), length);
             assert_eq!(length.bytes(), (count * element) as u64);
         }
-        // What is as long, and other elements, is another message; so is nothing of them.
+        // Messages of equal length but with elements of different sizes differ, and so do empty ones.
         let of = |count, element| Length::new("send", 0, count, element).expect("sound");
         assert_ne!(of(4, 4).word(), of(2, 8).word());
         assert_ne!(of(0, 4).word(), of(0, 8).word());

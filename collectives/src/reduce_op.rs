@@ -1,10 +1,10 @@
 //! Reduction operations and what they mean for each element type.
 
-/// How elements of several ranks become one.
+/// How the elements of all ranks are reduced to one.
 ///
-/// Reductions run in rank order, 0 to world - 1, for every element, whatever the algorithm, so
-/// the bits are the same on every rank and in every run (rule S7). `f16`, `bf16` and the 8-bit
-/// floats accumulate in `f32` and are rounded once; other types accumulate in their own type, integers wrapping.
+/// Every element is reduced in rank order, from 0 to world - 1, whatever the algorithm, so the bits are the same on
+/// every rank and in every run (rule S7). `f16`, `bf16` and the 8-bit floats accumulate in `f32` and are rounded once;
+/// other types accumulate in their own type, where integers wrap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum ReduceOp {
@@ -16,8 +16,8 @@ pub enum ReduceOp {
     Min = 3,
     /// Largest; a NaN on any rank gives NaN.
     Max = 4,
-    /// Sum divided by the number of ranks. Integers are summed in a wider type, without wrapping,
-    /// and divided truncating toward zero.
+    /// Sum divided by the number of ranks. Integers are summed in a wider type, without wrapping, and the quotient is
+    /// truncated toward zero.
     Avg = 5,
 }
 
@@ -36,7 +36,7 @@ impl ReduceOp {
         }
     }
 
-    /// The operation behind a number read from a call descriptor.
+    /// The operation of a number in a call description.
     pub(crate) fn from_code(code: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|op| *op as u8 == code)
     }

@@ -1,12 +1,12 @@
-//! Row exchanges: all-to-alls of rows with a destination each, and the way back.
+//! Row exchanges: all-to-alls of rows of which each has a destination, and the exchange back.
 //!
-//! On the way there every rank puts its rows in order by destination (a stable order, so equal on
-//! every run), and two all-to-alls whose counts are in memory move the rows and their numbers. On
-//! the way back a third one carries them to that order again, and each is put where it was. What
-//! the two ways need lies in blocks that are made before, so that calls allocate nothing (S8).
+//! First, every rank packs its rows in the order of their destinations (a stable order, so it is the same in every run),
+//! and two all-to-alls with splits in memory move the rows and their indices. On the way back, a third all-to-all moves
+//! the rows to that order again, and each is unpacked to its original place. Both ways use blocks that were allocated
+//! before, so that calls allocate nothing (S8).
 //!
-//! Here is what both backends share: shapes, where things lie in those blocks, and what a step is
-//! given. `host` has the steps on the CPU; `cuda/row_exchange.rs` runs them as kernels.
+//! This file has what both engines share: shapes, where things lie in those blocks, and the arguments of a step.
+//! `host/row_exchange.rs` has the steps on the CPU; `cuda/row_exchange.rs` runs them as kernels.
 
 use symmpool_allocator::{Error, Result};
 
@@ -14,20 +14,20 @@ pub(crate) use crate::host::BadRow;
 
 use crate::{DType, Place};
 
-/// What a row exchange moves. The same on every rank.
+/// The shape of the rows that a row exchange moves. It is the same on every rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RowShape {
-    /// The most rows that a rank sends in a call, less than 2^31.
+    /// The most rows that a rank may send in a call; less than 2^31.
     pub rows: usize,
-    /// Elements of a row, 1 or more; at most 2 GiB.
+    /// Elements in a row, 1 or more; a row has at most 2 GiB.
     pub row: usize,
     /// The type of the elements.
     pub dtype: DType,
 }
 
-/// Blocks of a kernel at most: each has tallies.
+/// The most blocks of a kernel; each has counters of its own.
 pub(crate) const MOST_BLOCKS: u32 = 1024;
-/// Parts of a block begin at multiples of this.
+/// Parts of a block of memory begin at multiples of this.
 pub(crate) const ALIGN: u64 = 512;
 
 impl RowShape {
@@ -36,7 +36,7 @@ impl RowShape {
         self.row as u64 * self.dtype.size() as u64
     }
 
-    /// The same shape; or why there is none such.
+    /// Returns this shape, or an error if it is not possible.
     pub(crate) fn checked(self, rank: u32) -> Result<Self> {
         let Self { rows, row, dtype } = self;
         let bytes = (row as u64).checked_mul(dtype.size() as u64);
@@ -44,14 +44,14 @@ impl RowShape {
             return Ok(self);
         }
         Err(Error::invalid_argument(format!(
-            "a row exchange on rank {rank} of up to {rows} rows of {row} {}: less than 2^31 rows are \
-             needed, and rows of 1 byte to 2 GiB",
+            "a row exchange on rank {rank} of up to {rows} rows of {row} {}: pass less than 2^31 rows, \
+             of 1 byte to 2 GiB each",
             dtype.name()
         )))
     }
 }
 
-/// Gives out parts of a block, one after the other.
+/// Divides a block into parts, one after the other.
 struct Parts(u64);
 
 impl Parts {
@@ -76,7 +76,7 @@ pub(crate) struct Scratch {
 }
 
 impl Scratch {
-    /// For ranks that are fewer than 2^16, so nothing overflows.
+    /// The layout for fewer than 2^16 ranks, for which nothing overflows.
     pub(crate) fn new(shape: &RowShape, world: u32) -> Self {
         let (rows, ranks) = (shape.rows as u64, u64::from(world));
         let mut parts = Parts(0);
@@ -111,14 +111,14 @@ impl LayoutParts {
         Self { counts, offsets, state, source_index, position, bytes: parts.0 }
     }
 
-    /// Room for the numbers of all rows that can come. They are small, and so they always fit.
+    /// Room for the indices of all rows that can arrive. They are small, so there is always room for all.
     pub(crate) fn indices(shape: &RowShape, world: u32) -> usize {
         shape.rows * world as usize
     }
 }
 
-/// What the steps are given: addresses of whoever runs them. `RowWork` in `row_exchange/row_exchange.cu`, which
-/// says what each is.
+/// The arguments of the steps; addresses are those of the processor that runs them. This is `RowWork` in
+/// `row_exchange/row_exchange.cu`, which documents the fields.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RowWork {
@@ -136,7 +136,7 @@ pub(crate) struct RowWork {
     pub(crate) offsets: u64,
     pub(crate) position: u64,
     pub(crate) state: u64,
-    /// Rows that have destinations; on the way back, rows of the output.
+    /// The number of rows that have destinations; on the way back, the number of rows of the output.
     pub(crate) given: u64,
     pub(crate) rows: u64,
     pub(crate) row_bytes: u64,
@@ -146,7 +146,7 @@ pub(crate) struct RowWork {
 }
 
 impl RowWork {
-    /// With nothing but the exchange's own memory and a layout's.
+    /// Arguments with the addresses of the exchange's and the layout's memory only.
     pub(crate) fn new(shape: &RowShape, world: u32, scratch_at: u64, layout_at: u64) -> Self {
         let (scratch, layout) = (Scratch::new(shape, world), LayoutParts::new(shape, world));
         Self {
@@ -174,11 +174,11 @@ impl RowWork {
     }
 }
 
-/// Where the all-to-alls of an exchange find their data.
+/// Where the data of an exchange's all-to-alls lies.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RowPlaces {
     pub(crate) packed: Place,
-    /// The caller's: the output on the way there, the input on the way back.
+    /// The caller's rows: the output on the way there, the input on the way back.
     pub(crate) rows: Place,
     pub(crate) order: Place,
     pub(crate) source_index: Place,

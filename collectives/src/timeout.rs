@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// A time that may be changed while a call waits, which keeps the one that it began with.
+/// A timeout that may be changed while a call waits. A call keeps the timeout that it began with.
 #[derive(Debug)]
 pub(crate) struct Timeout(AtomicU64);
 
@@ -20,14 +20,14 @@ impl Timeout {
         Duration::from_nanos(self.nanoseconds())
     }
 
-    /// As kernels are told it.
+    /// The timeout in nanoseconds, as kernels take it.
     #[inline]
     pub(crate) fn nanoseconds(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 }
 
-/// The longest are 584 years.
+/// A duration in nanoseconds, at most 584 years.
 pub(crate) fn nanoseconds(timeout: Duration) -> u64 {
     u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX)
 }

@@ -322,7 +322,7 @@ fn a_closed_communicator_serves_nothing_and_ends_waits() {
                     let waiting = scope.spawn(|| comm.wait(1, 0, LONG, STREAM).unwrap_err());
                     assert!(comm.barrier(STREAM).unwrap_err().is_timeout());
                     let error = waiting.join().unwrap();
-                    assert!(error.to_string().contains("barrier, call 1, entry"), "{error}");
+                    assert!(error.to_string().contains("barrier, call 1, handshake"), "{error}");
                 });
                 assert!(began.elapsed() < LONG / 2, "told, not waited out");
                 assert!(comm.signal(1, 0, STREAM).unwrap_err().is_timeout());

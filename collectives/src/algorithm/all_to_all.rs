@@ -1,46 +1,46 @@
-//! Which way all-to-alls go, and who asked for it.
+//! The algorithms of all-to-alls, by name, and which one is requested.
 
 use std::env;
 use std::ffi::OsStr;
 
-use symmpool_allocator::{Error, Result};
+use symmpool_allocator::Result;
 
-use crate::former_names::renamed;
+use super::names::{by_name, from_environment};
 
-/// Names an algorithm for every communicator whose options name none.
+/// The environment variable that requests an algorithm for every communicator whose options leave it open.
 const VARIABLE: &str = "SYMMPOOL_ALL_TO_ALL";
 
-/// Which algorithm all-to-alls use. Results are the same with each.
+/// The algorithm of all-to-alls. Results are the same with each of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
 pub enum AllToAllAlgorithm {
-    /// By what each pair of ranks exchanges, and by kind of memory.
+    /// Chosen by what each pair of ranks exchanges, and by kind of memory.
     #[default]
     Auto = 0,
-    /// Low latency: in host memory through the sender's scratch; on devices in one hop into the receiver's
-    /// inbox, in vectors of 16 bytes that show by themselves that they have arrived, as far as the inbox has
-    /// room for a pair's data.
+    /// Low latency. In host memory, data goes through the sender's scratch. On devices, it goes in one hop into the
+    /// receiver's inbox, in vectors of 16 bytes that the receiver polls for their arrival, as far as the inbox has room
+    /// for a pair's data.
     Ll = 1,
-    /// In host memory out of inputs that are windows; on devices into outputs that are windows, and
-    /// through the receiver's scratch into others.
+    /// In host memory, receivers read inputs that are windows. On devices, senders write into outputs that are windows,
+    /// and through the receiver's scratch into others.
     Direct = 2,
-    /// On devices by copy engines, where [`all_to_all`] or [`all_gather`] is called, whose parts are
-    /// equal, and outputs are windows, at one offset on all ranks; else as [`Self::Direct`].
+    /// On devices, copy engines move the data of [`all_to_all`] and [`all_gather`], whose parts are equal, if outputs
+    /// are windows at the same offset on all ranks. Everything else is as with [`Self::Direct`].
     ///
     /// [`all_to_all`]: crate::Communicator::all_to_all_into
     /// [`all_gather`]: crate::Communicator::all_gather_into
     Copy = 3,
-    /// A staggered ring: as [`Self::Direct`], but on devices every rank serves one peer after the other,
-    /// in an order in which no two send to one, and in step, whatever the counts. The automatic choice
-    /// and `Direct` do so where all pairs exchange about as much, from 1 MiB a pair on.
+    /// A staggered ring: as [`Self::Direct`], but on devices every rank sends to one peer after the other, in an order
+    /// in which no two ranks send to the same one at a time, whatever the counts. `Auto` and `Direct` do the same where
+    /// all pairs exchange about the same amount, of at least 1 MiB.
     Ring = 4,
 }
 
 impl AllToAllAlgorithm {
-    /// All of them, `Auto` first.
+    /// All algorithms, `Auto` first.
     pub const ALL: [Self; 5] = [Self::Auto, Self::Ll, Self::Direct, Self::Copy, Self::Ring];
 
-    /// Accepted until the next version.
+    /// Former names, which are accepted until the next version.
     const FORMER_NAMES: &[(&str, Self)] = &[("packet", Self::Ll)];
 
     /// The name used in options and reports.
@@ -56,26 +56,18 @@ impl AllToAllAlgorithm {
 
     /// The algorithm of this [`name`](Self::name). The former name `packet` is accepted, with a warning.
     pub fn named(name: &str) -> Option<Self> {
-        let found = Self::ALL.into_iter().find(|algorithm| algorithm.name() == name);
-        found.or_else(|| renamed(name, Self::FORMER_NAMES, Self::name))
+        by_name(name, &Self::ALL, Self::FORMER_NAMES, Self::name)
     }
 
-    /// This one, or what the environment names if it leaves the choice open.
+    /// This algorithm, or the one that the environment requests if this is `Auto`.
     pub(crate) fn or_environment(self) -> Result<Self> {
         self.or_named(env::var_os(VARIABLE).as_deref())
     }
 
     fn or_named(self, value: Option<&OsStr>) -> Result<Self> {
-        let Some(value) = value.filter(|value| self == Self::Auto && !value.is_empty()) else {
-            return Ok(self);
-        };
-        value.to_str().and_then(Self::named).ok_or_else(|| {
-            let names = Self::ALL.map(Self::name).join(", ");
-            Error::invalid_argument(format!(
-                "{VARIABLE}={}: no such algorithm; there are {names}",
-                value.display()
-            ))
-        })
+        let value = value.filter(|_| self == Self::Auto);
+        let requested = from_environment(VARIABLE, value, Self::named, &Self::ALL.map(Self::name))?;
+        Ok(requested.unwrap_or(self))
     }
 }
 
@@ -84,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_environment_speaks_where_options_do_not() {
+    fn the_environment_is_used_where_options_leave_the_choice_open() {
         use AllToAllAlgorithm::{Auto, Direct, Ll};
         let with = |option: AllToAllAlgorithm, value| option.or_named(Some(OsStr::new(value)));
         assert_eq!(Auto.or_named(None).unwrap(), Auto);

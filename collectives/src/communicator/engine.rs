@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use symmpool_allocator::{Error, Result, Stream};
 
-use crate::algorithm::Asked;
+use crate::algorithm::RequestedAlgorithm;
 use crate::cuda::CudaEngine;
 use crate::host::expect_length;
 use crate::row_exchange::{LayoutParts, RowPlaces, RowWork};
@@ -130,7 +130,7 @@ impl Engine {
         count: usize,
         dtype: DType,
         op: ReduceOp,
-        asked: Asked,
+        asked: RequestedAlgorithm,
         stream: &Stream,
     ) -> Result<()> {
         let (input, output) = places;
@@ -320,7 +320,7 @@ impl Engine {
         match self {
             // Also after an error that left the rest as it should be.
             // SAFETY: as above.
-            Self::Host(_) => unsafe { work.spread(world) },
+            Self::Host(_) => unsafe { work.unpack(world) },
             Self::Cuda(cuda) if sent.is_ok() => {
                 // SAFETY: as above.
                 unsafe { cuda.spread_rows(work, *stream) }?;

@@ -9,7 +9,7 @@ use super::engine::Engine;
 use super::peers::{self, still_there};
 use super::refusal::Held;
 use super::{Communicator, CommunicatorOptions, Inner};
-use crate::algorithm::Asked;
+use crate::algorithm::RequestedAlgorithm;
 use crate::cuda::{CudaEngine, CudaOptions, Ready};
 use crate::host::HostSided;
 use crate::host::cores::enough_for;
@@ -28,7 +28,7 @@ impl Communicator {
 
     /// [`Self::new`] with options, the same on every rank.
     pub fn with_options(pool: &Pool, options: &CommunicatorOptions) -> Result<Self> {
-        let asked = Asked::from_env(options.algorithm);
+        let asked = RequestedAlgorithm::from_env(options.algorithm);
         let all_to_all = options.all_to_all.or_environment();
         // A name that is none fails where all ranks hear of it.
         let sound = asked.clone().and_then(|_| all_to_all.clone());
@@ -106,12 +106,12 @@ impl Communicator {
     fn on_device(
         pool: &Pool,
         options: &CommunicatorOptions,
-        asked: Result<Asked>,
+        asked: Result<RequestedAlgorithm>,
     ) -> Result<(Engine, Block<u8>)> {
         // Where that is wrong nothing is made.
         let (auto, by_environment) = (options.algorithm, false);
         let options = CudaOptions {
-            asked: asked.clone().unwrap_or(Asked { algorithm: auto, by_environment }),
+            asked: asked.clone().unwrap_or(RequestedAlgorithm { algorithm: auto, by_environment }),
             timeout: options.timeout,
             inbox: options.device_inbox_bytes,
             scratch: options.device_scratch_bytes,

@@ -102,7 +102,7 @@ impl CudaEngine {
         }
         let shares = shares(count, size, world);
         let begins: Vec<u64> = begins(&shares).map(|before| before * size).collect();
-        let own = place.behind(begins[rank as usize]);
+        let own = place.offset_by(begins[rank as usize]);
         let parts = Parts::from_root((rank, root), &shares, &begins);
         let gathered = Parts::gathered(rank, &shares, size);
         // SAFETY: likewise; shares lie apart.

@@ -22,7 +22,7 @@ use super::params::{CallParams, Channel, Comm, Control, Traffic};
 use super::stream_order::{Order, fork};
 use super::strided_copy::Slices;
 use super::table::Rows;
-use crate::algorithm::Asked;
+use crate::algorithm::RequestedAlgorithm;
 use crate::host::call::{Call, Operation};
 use crate::row_exchange::RowWork;
 use crate::timeout::Timeout;
@@ -40,7 +40,7 @@ pub(crate) struct CudaOptions {
     /// The number of the first call.
     pub(crate) first_epoch: u32,
     /// How all-reduces are to go about it.
-    pub(crate) asked: Asked,
+    pub(crate) asked: RequestedAlgorithm,
     pub(crate) all_to_all: AllToAllAlgorithm,
     /// Communicators whose calls may be under way at once, if that was said. Ranks may differ.
     pub(crate) concurrent: Option<u32>,

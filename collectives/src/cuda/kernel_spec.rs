@@ -6,7 +6,7 @@ use super::constraints::{Algorithm, Shape, fits_lamport};
 use super::params::Control;
 use super::reductions::{GATHER, SCATTER, THREADS};
 use super::table::Rows;
-use crate::algorithm::Asked;
+use crate::algorithm::RequestedAlgorithm;
 use crate::jit::Kernel;
 use crate::jit::sources::{
     ALL_TO_ALL, BARRIER, COPY_COMPANION, ONE_SHOT, ONE_SHOT_LL128, ONE_SIDED, PULL, TWO_SHOT,
@@ -149,7 +149,7 @@ impl Specialty {
     /// communicator was asked for.
     fn of_reduction(
         reduction: (DType, ReduceOp),
-        (usual, asked): (&Shape, Asked),
+        (usual, asked): (&Shape, RequestedAlgorithm),
         control: &Control,
         rows: &Rows,
     ) -> Vec<Self> {
@@ -174,7 +174,7 @@ impl Specialty {
 
     /// What a communicator has ready before its first call, in an order that all ranks share.
     pub(super) fn ready(
-        (usual, asked): (&Shape, Asked),
+        (usual, asked): (&Shape, RequestedAlgorithm),
         control: &Control,
         rows: &Rows,
     ) -> Result<Vec<Self>> {
@@ -221,7 +221,8 @@ mod tests {
     use super::*;
     use crate::AllReduceAlgorithm;
 
-    const AUTO: Asked = Asked { algorithm: AllReduceAlgorithm::Auto, by_environment: false };
+    const AUTO: RequestedAlgorithm =
+        RequestedAlgorithm { algorithm: AllReduceAlgorithm::Auto, by_environment: false };
 
     fn shape(world: u32) -> Shape {
         let (bytes, dtype) = (0, DType::F32);

@@ -10,7 +10,7 @@ use super::kernel_spec::Specialty;
 use super::kernels::Loaded;
 use super::launch_config::Grid;
 use super::params::{CallParams, LINE_PAYLOAD, MOST_TEAMS};
-use crate::algorithm::Asked;
+use crate::algorithm::RequestedAlgorithm;
 use crate::host::call::{Call, Operation};
 use crate::jit::sources::TWO_SHOT_PUSH;
 use crate::{DType, Place, ReduceOp};
@@ -92,7 +92,7 @@ impl CudaEngine {
         (input, output): (Place, Place),
         count: usize,
         (dtype, op): (DType, ReduceOp),
-        asked: Asked,
+        asked: RequestedAlgorithm,
         stream: Stream,
     ) -> Result<()> {
         self.begin(stream)?;
@@ -235,7 +235,7 @@ impl CudaEngine {
     ///
     /// As [`CudaEngine::all_reduce`].
     unsafe fn put_in_teams(&mut self, kernel: Loaded, whole: Grid, work: &Work) -> Result<()> {
-        let work = Work { call: work.call.teams(whole.data_blocks()), ..*work };
+        let work = Work { call: work.call.peer_blocks(whole.data_blocks()), ..*work };
         let params = CallParams { teams: whole.data_blocks(), ..work.params() };
         // SAFETY: passed on.
         unsafe { self.put(kernel, whole.within(&kernel), &params, work.stream) }

@@ -95,7 +95,7 @@ mod tests {
     use super::super::engine::CudaOptions;
     use super::super::leave_room;
     use super::*;
-    use crate::algorithm::Asked;
+    use crate::algorithm::RequestedAlgorithm;
     use crate::{AllReduceAlgorithm, AllToAllAlgorithm, DType, RowShape};
 
     #[test]
@@ -110,7 +110,8 @@ mod tests {
         };
         let group = Group::in_process(1).expect("a group").remove(0);
         let pool = Pool::builder(group).driver(Driver::new(driver)).build().expect("a pool");
-        let asked = Asked { algorithm: AllReduceAlgorithm::Auto, by_environment: false };
+        let asked =
+            RequestedAlgorithm { algorithm: AllReduceAlgorithm::Auto, by_environment: false };
         let options = CudaOptions {
             timeout: Duration::from_secs(60),
             inbox: 1 << 20,

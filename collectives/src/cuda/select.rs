@@ -7,7 +7,7 @@ use super::constraints::{Algorithm, Shape, fits_lamport};
 use super::params::Control;
 use super::table::Rows;
 use crate::AllReduceAlgorithm;
-use crate::algorithm::{Asked, VARIABLE};
+use crate::algorithm::{RequestedAlgorithm, VARIABLE};
 
 /// What an algorithm was chosen by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,7 +93,7 @@ impl Shape {
     /// The algorithm that was asked for, or the best that is known.
     pub(super) fn choose(
         &self,
-        asked: Asked,
+        asked: RequestedAlgorithm,
         control: &Control,
         rows: &Rows,
     ) -> Result<(Algorithm, Why)> {
@@ -278,7 +278,7 @@ mod tests {
     fn options_come_before_the_environment_the_table_and_the_rule() {
         let control = control(4);
         let rows = Rows::of(&["NVIDIA H200"; 4]);
-        let asked = |algorithm, by_environment| Asked { algorithm, by_environment };
+        let asked = |algorithm, by_environment| RequestedAlgorithm { algorithm, by_environment };
         let chosen = |shape: Shape, asked, rows| shape.choose(asked, &control, rows).unwrap();
         let auto = asked(AllReduceAlgorithm::Auto, false);
         let shape = shape(20 << 20, 4);

@@ -1,5 +1,5 @@
-//! What a rank calls, in the four words that travel with its entry signal, and the digest of them
-//! that ranks compare (rule S6).
+//! The call description: what a rank calls, in the four words that travel with its handshake signal, and their
+//! digest, which ranks compare (rule S6).
 
 use std::cmp::Reverse;
 use std::fmt;
@@ -8,20 +8,20 @@ use symmpool_allocator::Error;
 
 pub(crate) use super::operation::Operation;
 use super::place::Place;
-use crate::signal::DETAILS;
+use crate::signal::DESCRIPTION_WORDS;
 use crate::{AllToAllAlgorithm, DType, ReduceOp};
 
 const INPUT_WINDOW: u64 = 1 << 32;
 const OUTPUT_WINDOW: u64 = 1 << 33;
 const IN_PLACE: u64 = 1 << 34;
-/// Above offsets, beside the output's.
-const TEAMS_AT: u32 = 48;
-const OFFSET: u64 = (1 << TEAMS_AT) - 1;
+/// The bit of the output's word at which the number of peer blocks begins. Offsets are smaller.
+const PEER_BLOCKS_SHIFT: u32 = 48;
+const OFFSET: u64 = (1 << PEER_BLOCKS_SHIFT) - 1;
 
-/// Everything that ranks must agree on before data is touched, packed.
+/// Everything that ranks must agree on before data is accessed, packed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Call {
-    words: [u64; DETAILS],
+    words: [u64; DESCRIPTION_WORDS],
 }
 
 impl Call {
@@ -30,7 +30,7 @@ impl Call {
         Self { words: [operation as u64, 0, 0, 0] }
     }
 
-    /// `count` elements of a type: per rank where the operation has a count per rank.
+    /// Describes `count` elements of a type; for operations with one count for each rank, the elements of one rank.
     #[inline]
     pub(crate) fn elements(mut self, dtype: DType, count: usize) -> Self {
         self.words[0] |= (dtype as u64) << 8;
@@ -44,7 +44,7 @@ impl Call {
         self
     }
 
-    /// A forced algorithm, by an operation's own number; 0 is automatic.
+    /// Describes the requested algorithm by its number, which is the operation's own; 0 is the automatic choice.
     #[inline]
     pub(crate) fn algorithm(mut self, code: u8) -> Self {
         self.words[0] |= u64::from(code) << 24;
@@ -57,14 +57,14 @@ impl Call {
         self
     }
 
-    /// Of no elements, which ranks may have in different places: one that is a view of something, and one
-    /// that was made empty.
+    /// Whether the call has no elements. Ranks may then have different places: an empty view of a tensor on one
+    /// rank, and a tensor without memory on another.
     #[inline]
     fn is_empty(&self) -> bool {
         self.words[1] == 0
     }
 
-    /// Where what was said to be `elements` lies; nowhere, if these are none.
+    /// Describes where the input lies, unless there are no elements. To be called after [`Self::elements`].
     #[inline]
     pub(crate) fn input(mut self, place: Place) -> Self {
         if let (Place::Window(offset), false) = (place, self.is_empty()) {
@@ -91,19 +91,20 @@ impl Call {
         self
     }
 
-    /// Divided among so many teams of a device, of which those of one number work together on all ranks.
+    /// Describes among how many peer blocks a device divides the call: blocks of one index on all ranks signal each
+    /// other, so all ranks need the same number.
     #[inline]
-    pub(crate) fn teams(mut self, teams: u32) -> Self {
-        self.words[3] = self.words[3] & OFFSET | u64::from(teams) << TEAMS_AT;
+    pub(crate) fn peer_blocks(mut self, blocks: u32) -> Self {
+        self.words[3] = self.words[3] & OFFSET | u64::from(blocks) << PEER_BLOCKS_SHIFT;
         self
     }
 
     #[inline]
-    pub(crate) fn words(&self) -> &[u64; DETAILS] {
+    pub(crate) fn words(&self) -> &[u64; DESCRIPTION_WORDS] {
         &self.words
     }
 
-    pub(crate) fn from_words(words: [u64; DETAILS]) -> Self {
+    pub(crate) fn from_words(words: [u64; DESCRIPTION_WORDS]) -> Self {
         Self { words }
     }
 
@@ -111,8 +112,8 @@ impl Call {
         Operation::from_code(self.words[0] as u8)
     }
 
-    /// The same but for what rows of the traffic matrix say: an all-to-all of equal parts is one of
-    /// parts of any size.
+    /// The description without what the rows of the traffic matrix say as well. So an all-to-all of equal parts has
+    /// the description of one whose parts have any size.
     pub(crate) fn without_parts(mut self) -> Self {
         if self.operation() == Some(Operation::AllToAll) {
             self.words[0] = self.words[0] & !0xff | Operation::AllToAllV as u64;
@@ -125,19 +126,19 @@ impl Call {
         matches!(self.operation(), Some(Operation::AllToAll | Operation::AllToAllV))
     }
 
-    /// Whether ranks send each other what goes as all-to-alls do, where outputs may lie anywhere.
+    /// Whether the operation runs like an all-to-all, so that outputs may lie at different offsets.
     fn is_exchange(&self) -> bool {
         let more = matches!(self.operation(), Some(Operation::AllGather | Operation::Broadcast));
         more || self.is_all_to_all()
     }
 
-    /// Whether copy engines carry it: the only exchange that says where its output is.
+    /// Whether copy engines carry the data. These are the only exchanges whose description has the output's offset.
     fn is_copied(&self) -> bool {
         self.is_exchange() && self.words[0] & OUTPUT_WINDOW != 0
     }
 
-    /// 32 bits over the call and over what must also be equal for it to work (`salt`). Different
-    /// calls collide once in four billion.
+    /// A 32-bit hash of the description and of what else must be equal on all ranks (`salt`). Two different calls
+    /// have the same digest once in four billion cases.
     #[inline]
     pub(crate) fn digest(&self, salt: u64) -> u32 {
         let mut hash = salt ^ 0x9e37_79b9_7f4a_7c15;
@@ -201,7 +202,8 @@ impl fmt::Display for Call {
     }
 }
 
-/// The error that every rank makes of the same calls: who called what.
+/// The error for ranks that made different calls. It says which ranks made which call; every rank makes the same
+/// error from the same calls.
 pub(crate) fn mismatch(number: u64, calls: &[Call]) -> Error {
     let mut groups: Vec<(Call, Vec<u32>)> = Vec::new();
     for (rank, call) in (0u32..).zip(calls) {
@@ -220,18 +222,18 @@ pub(crate) fn mismatch(number: u64, calls: &[Call]) -> Error {
     }
     let mut message = format!("ranks entered different collectives as call {number}:");
     for (call, ranks) in &groups {
-        message.push_str(&format!("\n  {}: {call}", named(ranks)));
+        message.push_str(&format!("\n  {}: {call}", rank_list(ranks)));
     }
     message.push_str(
         "\nNothing was written and the communicator stays usable; every rank must make the same \
          call with the same arguments.",
     );
-    Error::mismatch(message).naming(at_fault(&groups))
+    Error::mismatch(message).naming(ranks_at_fault(&groups))
 }
 
-/// Those that refused the call, if some did; else those that are not in the largest group, of equally large
-/// ones that of the lowest rank.
-fn at_fault(groups: &[(Call, Vec<u32>)]) -> Vec<u32> {
+/// The ranks to blame: those that refused the call, if there are such, else those that are not in the largest group.
+/// Of equally large groups, the one with the lowest rank counts as the largest.
+fn ranks_at_fault(groups: &[(Call, Vec<u32>)]) -> Vec<u32> {
     let refused = |(call, _): &&(Call, Vec<u32>)| call.operation() == Some(Operation::Declined);
     if let Some((_, ranks)) = groups.iter().find(refused) {
         return ranks.clone();
@@ -244,7 +246,7 @@ fn at_fault(groups: &[(Call, Vec<u32>)]) -> Vec<u32> {
         .collect()
 }
 
-/// The error of a rank on a device, which has compared with one peer only: who called what.
+/// The error of a rank on a device, which has compared its call with that of one peer only.
 pub(crate) fn mismatch_of_two(
     number: u64,
     rank: u32,
@@ -254,14 +256,14 @@ pub(crate) fn mismatch_of_two(
 ) -> Error {
     let mut both = [(rank, ours), (peer, theirs)];
     both.sort_by_key(|(rank, _)| *rank);
-    if ours.teams(0) == theirs.teams(0) {
+    if ours.peer_blocks(0) == theirs.peer_blocks(0) {
         let [(low, mine), (high, other)] =
-            both.map(|(rank, call)| (rank, call.words[3] >> TEAMS_AT));
+            both.map(|(rank, call)| (rank, call.words[3] >> PEER_BLOCKS_SHIFT));
         return Error::mismatch(format!(
             "ranks made the same call ({ours}) as call {number}, but the device of rank {low} divides it \
-             among {mine} blocks and that of rank {high} among {other}: devices have the same number of \
-             processors on all ranks, and as many of them left to the process (MPS), and their \
-             kernels are compiled by the same NVRTC. The communicator is closed."
+             among {mine} blocks and that of rank {high} among {other}. All ranks need devices with the same \
+             number of SMs, the same share of them left to the process (MPS), and kernels compiled by the \
+             same NVRTC. The communicator is closed."
         ))
         .naming([rank, peer]);
     }
@@ -272,8 +274,8 @@ pub(crate) fn mismatch_of_two(
     let alike = ours.without_parts().operation() == theirs.without_parts().operation();
     if alike && (ours.is_copied() || theirs.is_copied()) {
         message.push_str(
-            "\nLarge equal parts go by copy engines into outputs that are windows, which lie at one \
-             offset on all ranks: allocate outputs in the same order on every rank, as with \
+            "\nCopy engines write large equal parts into outputs that are windows, and these must lie at the \
+             same offset on all ranks: allocate outputs in the same order on every rank, as with \
              pool.empty, or choose another algorithm for all-to-alls (all_to_all=\"direct\" of the \
              communicator, or SYMMPOOL_ALL_TO_ALL=direct).",
         );
@@ -284,12 +286,12 @@ pub(crate) fn mismatch_of_two(
     );
     let refused = both.iter().filter(|(_, call)| call.operation() == Some(Operation::Declined));
     let refused: Vec<u32> = refused.map(|(rank, _)| *rank).collect();
-    // What the ranks beyond these two called is not known.
+    // It is not known what the other ranks called.
     Error::mismatch(message).naming(refused).naming([rank, peer])
 }
 
 /// `rank 3`, or `ranks 0-2, 5`.
-pub(crate) fn named(ranks: &[u32]) -> String {
+pub(crate) fn rank_list(ranks: &[u32]) -> String {
     let mut parts: Vec<String> = Vec::new();
     for run in ranks.chunk_by(|a, b| a + 1 == *b) {
         match run {
@@ -319,7 +321,7 @@ mod tests {
             base.input(Place::Window(0)),
             base.output(Place::Window(64)),
             base.in_place(true),
-            base.teams(4),
+            base.peer_blocks(4),
         ];
         for (i, call) in others.iter().enumerate() {
             assert_ne!(call.digest(0), base.digest(0), "field {i}");
@@ -344,7 +346,7 @@ mod tests {
         assert_eq!(
             mismatch(7, &[a, b]).ranks(),
             [1],
-            "of two groups of one the lower rank's is usual"
+            "of two groups of one rank, the one with the lower rank counts as the larger"
         );
         let refused = Call::new(Operation::Declined);
         assert_eq!(mismatch(7, &[refused, refused, a]).ranks(), [0, 1]);
@@ -354,11 +356,11 @@ mod tests {
     }
 
     #[test]
-    fn grids_that_differ_are_told_apart_from_calls() {
+    fn different_grids_give_another_error_than_different_calls() {
         let call = Call::new(Operation::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Sum);
         let call = call.output(Place::Window(0x40));
-        let (few, more) = (call.teams(17), call.teams(133));
-        assert_eq!((few.to_string(), few.teams(0)), (call.to_string(), call));
+        let (few, more) = (call.peer_blocks(17), call.peer_blocks(133));
+        assert_eq!((few.to_string(), few.peer_blocks(0)), (call.to_string(), call));
         let text = mismatch_of_two(7, 3, &few, 1, &more).to_string();
         assert!(
             text.contains("rank 1 divides it among 133 blocks and that of rank 3 among 17"),

@@ -1,10 +1,10 @@
-//! The control block: a range of every rank's heap, at one offset, where ranks signal each other.
+//! The control block: a range of every rank's heap, at the same offset, in which ranks signal each other.
 //!
 //! | part | per | written by | read by |
 //! | --- | --- | --- | --- |
 //! | abort flag | block | any peer, once | owner |
 //! | abort records | source rank | that source, once | owner |
-//! | entry slots | parity, source | that source | owner |
+//! | handshake slots | parity, source | that source | owner |
 //! | step slots | parity, source | that source | owner |
 //! | channel slots | source, channel | that source | owner |
 //! | rows | parity | owner | peers |
@@ -13,8 +13,8 @@
 //! | packets | source rank, turn | that source | owner |
 //! | scratch | parity | owner | peers |
 //!
-//! The block is all zero when the group is built, and nobody clears it: a peer may signal before
-//! the owner has come so far. This file turns (rank, part, index) into addresses and nothing else.
+//! The block is all zero when the communicator is made, and is never cleared, because a peer may signal before the
+//! owner has made its communicator. This file turns (rank, part, index) into addresses and does nothing else.
 
 #![allow(unsafe_code)] // addresses of atomics in shared memory
 
@@ -23,14 +23,14 @@ use std::time::Duration;
 
 use symmpool_allocator::{Error, HeapLayout, Result};
 
-use super::fault::{End, Fault};
+use super::fault::{Fault, WaitFailure};
 use crate::signal::channel::CHANNELS;
 use crate::signal::{Native, Slot};
 use crate::timeout::nanoseconds;
 
-/// Every part begins on such a boundary, and so must the block.
+/// The alignment of every part, and of the block itself.
 pub(super) const ALIGN: u64 = 128;
-/// More ranks than one host has use for; keeps the quadratic row exchange bounded.
+/// More ranks than one host has use for. Bounds the traffic matrix, which grows with the square of the ranks.
 pub(super) const MAX_WORLD: u32 = 1024;
 
 /// Packets of messages between two ranks, each way, that are on their way at most.
@@ -42,12 +42,12 @@ const ALL_PACKETS: u64 = 1 << 20;
 type SlotBytes = Slot<Native>;
 const SLOT: u64 = size_of::<SlotBytes>() as u64;
 
-/// One rank's account of why it gave up.
+/// One rank's report of why it gave up.
 #[repr(C, align(64))]
 pub(super) struct AbortRecord {
     /// Zero, or a packed cause; see [`super::fault`].
     pub(super) cause: AtomicU64,
-    /// The epoch of the call that failed.
+    /// The epoch of the failed call.
     pub(super) epoch: AtomicU64,
     /// The rank's timeout, in nanoseconds.
     pub(super) timeout: AtomicU64,
@@ -62,11 +62,11 @@ pub(super) struct Packet<'a> {
     pub(super) room: usize,
 }
 
-/// Where the parts of the block lie, for one group size and scratch size.
+/// Where the parts of the block lie, for a number of ranks and a size of scratch.
 #[derive(Clone, Copy, Debug)]
-struct Parts {
+struct Layout {
     aborts: u64,
-    entries: u64,
+    handshakes: u64,
     steps: u64,
     channels: u64,
     rows: u64,
@@ -79,7 +79,7 @@ struct Parts {
     end: u64,
 }
 
-impl Parts {
+impl Layout {
     fn new(world: u32, scratch_bytes: u64) -> Result<Self> {
         if world == 0 || world > MAX_WORLD {
             return Err(Error::invalid_argument(format!(
@@ -96,11 +96,11 @@ impl Parts {
             )));
         }
         let aborts = ALIGN;
-        let entries = (aborts + world * size_of::<AbortRecord>() as u64).next_multiple_of(ALIGN);
-        let steps = entries + 2 * world * SLOT;
+        let handshakes = (aborts + world * size_of::<AbortRecord>() as u64).next_multiple_of(ALIGN);
+        let steps = handshakes + 2 * world * SLOT;
         let channels = steps + 2 * world * SLOT;
         let rows = channels + u64::from(CHANNELS) * world * SLOT;
-        // What a rank sends to each, what it expects from each, and where its input and output lie.
+        // A row holds what a rank sends to each rank, what it expects from each, and where its input and output lie.
         let row_bytes = ((2 * world + 2) * 8).next_multiple_of(ALIGN);
         let sent = rows + 2 * row_bytes;
         let taken = sent + world * SLOT;
@@ -113,7 +113,7 @@ impl Parts {
         let end = scratch + 2 * scratch_bytes;
         Ok(Self {
             aborts,
-            entries,
+            handshakes,
             steps,
             channels,
             rows,
@@ -131,17 +131,17 @@ impl Parts {
 /// Address arithmetic over every rank's control block.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Control {
-    /// Address of slot 0's block.
+    /// Address of rank 0's block.
     base: u64,
     stride: u64,
-    parts: Parts,
+    layout: Layout,
     scratch_bytes: u64,
 }
 
 impl Control {
-    /// Bytes a control block needs.
+    /// The bytes that a control block needs.
     pub(super) fn required(world: u32, scratch_bytes: u64) -> Result<u64> {
-        Ok(Parts::new(world, scratch_bytes)?.end)
+        Ok(Layout::new(world, scratch_bytes)?.end)
     }
 
     /// # Safety
@@ -155,7 +155,7 @@ impl Control {
         bytes: u64,
         scratch_bytes: u64,
     ) -> Result<Self> {
-        let parts = Parts::new(layout.world, scratch_bytes)?;
+        let parts = Layout::new(layout.world, scratch_bytes)?;
         if bytes < parts.end {
             return Err(Error::invalid_argument(format!(
                 "a control block of {bytes} bytes; {} ranks with {scratch_bytes} bytes of scratch \
@@ -177,7 +177,7 @@ impl Control {
                 layout.stride
             )));
         }
-        Ok(Self { base, stride: layout.stride, parts, scratch_bytes })
+        Ok(Self { base, stride: layout.stride, layout: parts, scratch_bytes })
     }
 
     #[inline]
@@ -195,56 +195,56 @@ impl Control {
         unsafe { &*at }
     }
 
-    /// Where `source` signals `owner` that it has entered a call.
+    /// Where `source` signals `owner` that it makes a call.
     #[inline]
-    pub(super) fn entry(&self, owner: u32, parity: u64, source: u32) -> &Slot<Native> {
+    pub(super) fn handshake(&self, owner: u32, parity: u64, source: u32) -> &Slot<Native> {
         debug_assert!(parity < 2);
-        self.slot(owner, self.parts.entries, 2 * u64::from(source) + parity)
+        self.slot(owner, self.layout.handshakes, 2 * u64::from(source) + parity)
     }
 
-    /// Where `source` signals `owner` that it has come to a step.
+    /// Where `source` signals `owner` that it has reached a step.
     #[inline]
     pub(super) fn step(&self, owner: u32, parity: u64, source: u32) -> &Slot<Native> {
         debug_assert!(parity < 2);
-        self.slot(owner, self.parts.steps, 2 * u64::from(source) + parity)
+        self.slot(owner, self.layout.steps, 2 * u64::from(source) + parity)
     }
 
-    /// Where `source` signals `owner` on a channel, outside calls.
+    /// Where `source` signals `owner` on a channel, outside of calls.
     #[inline]
     pub(super) fn channel(&self, owner: u32, source: u32, channel: u32) -> &Slot<Native> {
         debug_assert!(channel < CHANNELS);
         let index = u64::from(source) * u64::from(CHANNELS) + u64::from(channel);
-        self.slot(owner, self.parts.channels, index)
+        self.slot(owner, self.layout.channels, index)
     }
 
-    /// Why the rank of `layout` is to give up, if a peer has told it to. Costs a load where none has.
+    /// The fault that a peer has reported to the rank of `layout`, if one has. Costs one load if none has.
     #[inline]
-    pub(super) fn heard(&self, layout: &HeapLayout) -> Option<End> {
-        let told = self.abort_flag(layout.rank).load(Ordering::Acquire) != 0;
-        if told { self.first_account(layout) } else { None }
+    pub(super) fn reported_fault(&self, layout: &HeapLayout) -> Option<WaitFailure> {
+        let is_reported = self.abort_flag(layout.rank).load(Ordering::Acquire) != 0;
+        if is_reported { self.first_report(layout) } else { None }
     }
 
-    /// Tells `owner` to give up. Its record must have been written.
+    /// Raises `owner`'s abort flag. The abort record must have been written before.
     fn raise_abort(&self, owner: u32) {
         self.abort_flag(owner).store(1, Ordering::Release);
     }
 
     fn abort_flag(&self, owner: u32) -> &AtomicU32 {
         let at = self.at(owner, 0) as *mut u32;
-        // SAFETY: the first line of a mapped block, aligned; only ever used as this atomic.
+        // SAFETY: the first word of a mapped block, aligned; only ever used as this atomic.
         unsafe { AtomicU32::from_ptr(at) }
     }
 
-    /// `source`'s account, in `owner`'s block, of why it gave up.
+    /// `source`'s record, in `owner`'s block, of why it gave up.
     fn abort_record(&self, owner: u32, source: u32) -> &AbortRecord {
-        let part = self.parts.aborts + u64::from(source) * size_of::<AbortRecord>() as u64;
+        let part = self.layout.aborts + u64::from(source) * size_of::<AbortRecord>() as u64;
         let at = self.at(owner, part) as *const AbortRecord;
         // SAFETY: as for `slot`: mapped, aligned, within the part, nothing but atomics.
         unsafe { &*at }
     }
 
-    /// Leaves an account of `me` in the block of `peer`, and has it look.
-    pub(super) fn tell(&self, peer: u32, me: u32, fault: &Fault) {
+    /// Writes a fault of rank `me` to the block of `peer`, and raises the peer's abort flag.
+    pub(super) fn report_fault(&self, peer: u32, me: u32, fault: &Fault) {
         let record = self.abort_record(peer, me);
         record.epoch.store(fault.epoch, Ordering::Relaxed);
         record.timeout.store(nanoseconds(fault.timeout), Ordering::Relaxed);
@@ -252,36 +252,38 @@ impl Control {
         self.raise_abort(peer);
     }
 
-    /// The first account that a peer left in the block of `layout`'s rank.
-    fn first_account(&self, layout: &HeapLayout) -> Option<End> {
+    /// The first fault, by the reporting rank, in the block of `layout`'s rank.
+    fn first_report(&self, layout: &HeapLayout) -> Option<WaitFailure> {
         peers(layout).find_map(|reporter| {
             let record = self.abort_record(layout.rank, reporter);
             let cause = record.cause.load(Ordering::Acquire);
             let epoch = record.epoch.load(Ordering::Relaxed);
             let timeout = Duration::from_nanos(record.timeout.load(Ordering::Relaxed));
-            Some(End { fault: Fault::unpack(cause, epoch, timeout)?, reporter: Some(reporter) })
+            Some(WaitFailure {
+                fault: Fault::unpack(cause, epoch, timeout)?,
+                reporter: Some(reporter),
+            })
         })
     }
 
-    /// One of the numbers that `owner` shows its peers during a call: index `0..world` is what it
-    /// sends to each rank, `world..2 * world` what it expects from each.
+    /// One of the numbers that `owner` publishes for a call: at `0..world` what it sends to each rank, at
+    /// `world..2 * world` what it expects from each, then where its input and output lie.
     #[inline]
     pub(super) fn row(&self, owner: u32, parity: u64, index: u32) -> &AtomicU64 {
-        debug_assert!(parity < 2 && u64::from(index) * 8 < self.parts.row_bytes);
-        let part = self.parts.rows + parity * self.parts.row_bytes + u64::from(index) * 8;
+        debug_assert!(parity < 2 && u64::from(index) * 8 < self.layout.row_bytes);
+        let part = self.layout.rows + parity * self.layout.row_bytes + u64::from(index) * 8;
         let at = self.at(owner, part) as *mut u64;
         // SAFETY: as for `slot`: mapped, aligned, within the part, only ever used as this atomic.
         unsafe { AtomicU64::from_ptr(at) }
     }
 
-    /// `owner`'s scratch for calls of this parity. Raw memory: whoever uses it has been given it
-    /// by a signal.
+    /// `owner`'s scratch for calls of this parity. It is raw memory: signals order who may access it.
     #[inline]
     pub(super) fn scratch(&self, owner: u32, parity: u64) -> *mut u8 {
-        self.at(owner, self.parts.scratch + parity * self.scratch_bytes) as *mut u8
+        self.at(owner, self.layout.scratch + parity * self.scratch_bytes) as *mut u8
     }
 
-    /// Bytes of one [`Self::scratch`].
+    /// The bytes of the scratch of one parity.
     #[inline]
     pub(super) fn scratch_bytes(&self) -> usize {
         self.scratch_bytes as usize
@@ -290,36 +292,36 @@ impl Control {
     /// Where `source` counts the packets that it has sent to `owner`.
     #[inline]
     pub(super) fn packets_sent(&self, owner: u32, source: u32) -> &Slot<Native> {
-        self.slot(owner, self.parts.sent, u64::from(source))
+        self.slot(owner, self.layout.sent, u64::from(source))
     }
 
     /// Where `receiver` counts the packets of `owner` that it has taken.
     #[inline]
     pub(super) fn packets_taken(&self, owner: u32, receiver: u32) -> &Slot<Native> {
-        self.slot(owner, self.parts.taken, u64::from(receiver))
+        self.slot(owner, self.layout.taken, u64::from(receiver))
     }
 
     /// The place of a packet that `source` sends to `owner`, which is another rank.
     pub(super) fn packet(&self, owner: u32, source: u32, number: u64) -> Packet<'_> {
         debug_assert!(owner != source);
         let nth = u64::from(if source < owner { source } else { source - 1 });
-        let each = ALIGN + self.parts.packet_bytes;
-        let part = self.parts.packets + (nth * PACKETS + number % PACKETS) * each;
+        let each = ALIGN + self.layout.packet_bytes;
+        let part = self.layout.packets + (nth * PACKETS + number % PACKETS) * each;
         let at = self.at(owner, part) as *mut u64;
         // SAFETY: as for `slot`: mapped, aligned, within the part, only ever used as this atomic.
         let length = unsafe { AtomicU64::from_ptr(at) };
         let data = self.at(owner, part + ALIGN) as *mut u8;
-        Packet { length, data, room: self.parts.packet_bytes as usize }
+        Packet { length, data, room: self.layout.packet_bytes as usize }
     }
 
     /// Whether `offset .. offset + bytes` of a slot touches the control block.
     pub(super) fn overlaps(&self, layout: &HeapLayout, offset: u64, bytes: u64) -> bool {
         let block = self.base - layout.base;
-        bytes > 0 && offset < block + self.parts.end && block < offset + bytes
+        bytes > 0 && offset < block + self.layout.end && block < offset + bytes
     }
 }
 
-/// The other ranks, starting after this one, so that not all turn to the same one at once.
+/// The other ranks, beginning with the one after this rank, so that not all ranks access the same peer at once.
 #[inline]
 pub(super) fn peers(layout: &HeapLayout) -> impl Iterator<Item = u32> + use<> {
     let HeapLayout { rank, world, .. } = *layout;
@@ -333,10 +335,10 @@ mod tests {
     #[test]
     fn parts_do_not_overlap_and_fill_the_stated_size() {
         for world in [1, 2, 3, 5, 64, MAX_WORLD] {
-            let p = Parts::new(world, 4096).unwrap();
+            let p = Layout::new(world, 4096).unwrap();
             let w = u64::from(world);
-            assert!(p.aborts + w * 64 <= p.entries && p.entries.is_multiple_of(ALIGN));
-            assert_eq!(p.entries + 2 * w * SLOT, p.steps);
+            assert!(p.aborts + w * 64 <= p.handshakes && p.handshakes.is_multiple_of(ALIGN));
+            assert_eq!(p.handshakes + 2 * w * SLOT, p.steps);
             assert_eq!(p.steps + 2 * w * SLOT, p.channels);
             assert_eq!(p.channels + 16 * w * SLOT, p.rows);
             assert!(p.rows + 2 * (2 * w + 1) * 8 <= p.sent && p.sent.is_multiple_of(ALIGN));
@@ -346,15 +348,15 @@ mod tests {
             assert!(p.packets.is_multiple_of(ALIGN) && p.packet_bytes.is_multiple_of(ALIGN));
             assert!(p.packet_bytes > 0 && p.packets + 4 * (w - 1) * p.packet_bytes <= p.scratch);
         }
-        assert!(Parts::new(0, 4096).unwrap_err().is_invalid_argument());
-        assert!(Parts::new(MAX_WORLD + 1, 4096).unwrap_err().is_invalid_argument());
+        assert!(Layout::new(0, 4096).unwrap_err().is_invalid_argument());
+        assert!(Layout::new(MAX_WORLD + 1, 4096).unwrap_err().is_invalid_argument());
         for scratch in [0, 100, 384, 4096 + 128, (1 << 40) + 256] {
-            assert!(Parts::new(2, scratch).unwrap_err().is_invalid_argument(), "{scratch}");
+            assert!(Layout::new(2, scratch).unwrap_err().is_invalid_argument(), "{scratch}");
         }
     }
 
     #[test]
-    fn no_two_words_of_a_slot_share_a_place() {
+    fn no_two_parts_of_a_slot_overlap() {
         const WORLD: u32 = 3;
         let bytes = Control::required(WORLD, 256).unwrap();
         let mut memory = vec![0_u64; (u64::from(WORLD) * bytes + ALIGN) as usize / 8];
@@ -384,7 +386,7 @@ mod tests {
             }
             for parity in 0..2 {
                 for source in 0..WORLD {
-                    places.push(slot(control.entry(owner, parity, source)));
+                    places.push(slot(control.handshake(owner, parity, source)));
                     places.push(slot(control.step(owner, parity, source)));
                 }
                 for index in 0..2 * WORLD + 2 {

@@ -1,27 +1,27 @@
-//! Whether every rank can have a core to itself, from where each may run.
+//! Finds out whether every rank can have a core of its own, from the affinity masks of their processes.
 
 use rustix::process::Pid;
 use rustix::thread::{CpuSet, sched_getaffinity};
 
-/// Whether `world` ranks that may all run where this thread may can have a core each.
+/// Whether there is a core for each of `world` ranks, if all have this thread's affinity mask.
 pub(super) fn enough_here(world: u32) -> bool {
     world as usize <= available()
 }
 
-/// Cores for this thread: by its mask, and by the share of the machine that its container has.
+/// The number of cores that this thread may use, by its affinity mask and by the CPU quota of its container.
 fn available() -> usize {
     std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
 
-/// Whether every rank can have a core of its own, by the masks of all of them. `processes` has an
-/// entry a rank: its process, whose first thread speaks for it, or `None` for the calling thread
-/// and for ranks out of sight, which are taken to have this thread's mask.
+/// Whether every rank can have a core of its own, by the affinity masks of all of them. `processes` has an entry for
+/// each rank: its process, of which the first thread's mask is used, or `None` for the calling thread and for ranks
+/// whose process is not visible, which are assumed to have this thread's mask.
 ///
-/// A rank that is bound to one core so still spins if the others are bound to others, and does not
-/// if two ranks share one while cores enough stand idle.
+/// So ranks that are bound to one core each still spin, and ranks do not spin if two of them are bound to the same
+/// core, however many others are idle.
 pub(crate) fn enough_for(processes: &[Option<Pid>]) -> bool {
     let Ok(own) = sched_getaffinity(None) else { return enough_here(processes.len() as u32) };
-    // Fewer than the mask says: a container's share, which is that of all ranks in it.
+    // If it is less than the mask's cores, it is the quota of a container, which its ranks share.
     let share = available();
     if share < own.count() as usize && share < processes.len() {
         return false;
@@ -32,21 +32,25 @@ pub(crate) fn enough_for(processes: &[Option<Pid>]) -> bool {
     one_each(&processes.iter().map(mask).collect::<Vec<_>>())
 }
 
-/// Whether each mask can be given a core that no other has: a matching, found rank by rank, in
-/// which ranks that came before make room where they can.
+/// Whether each mask can be assigned a core that no other has. This is a bipartite matching, extended rank by rank.
 fn one_each(masks: &[CpuSet]) -> bool {
     let mut holders = vec![None; CpuSet::MAX_CPU];
     (0..masks.len()).all(|rank| {
         let mut tried = CpuSet::new();
-        seat(rank, masks, &mut holders, &mut tried)
+        assign_core(rank, masks, &mut holders, &mut tried)
     })
 }
 
-/// Gives `rank` a core, moving others where that helps. No deeper than there are ranks, as every
-/// step tries another core.
-fn seat(rank: usize, masks: &[CpuSet], holders: &mut [Option<usize>], tried: &mut CpuSet) -> bool {
+/// Assigns `rank` a core, reassigning other ranks where that is needed (an augmenting path). The recursion is no
+/// deeper than there are ranks, because every step tries another core.
+fn assign_core(
+    rank: usize,
+    masks: &[CpuSet],
+    holders: &mut [Option<usize>],
+    tried: &mut CpuSet,
+) -> bool {
     let allowed = |core: &usize| masks[rank].is_set(*core);
-    // A free core first: then nobody has to move.
+    // A free core first: then no other rank has to be reassigned.
     if let Some(core) = (0..holders.len()).filter(allowed).find(|core| holders[*core].is_none()) {
         holders[core] = Some(rank);
         return true;
@@ -56,7 +60,7 @@ fn seat(rank: usize, masks: &[CpuSet], holders: &mut [Option<usize>], tried: &mu
             continue;
         }
         tried.set(core);
-        if holders[core].is_none_or(|holder| seat(holder, masks, holders, tried)) {
+        if holders[core].is_none_or(|holder| assign_core(holder, masks, holders, tried)) {
             holders[core] = Some(rank);
             return true;
         }

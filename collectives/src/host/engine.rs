@@ -1,6 +1,5 @@
-//! One rank's side of a communicator in host memory: what it is made of, and where data and scratch lie.
-//! `handshake` has its two kinds of wait, and its fate; `refusal` has what becomes of a call whose arguments
-//! this rank refuses.
+//! One rank's state of a communicator in host memory, and where data and scratch lie. `handshake` has the phases of
+//! a call and what happens when a wait fails; `refusal` has calls whose arguments this rank refuses.
 
 #![allow(unsafe_code)] // builds the view of shared memory, from the caller's promise
 
@@ -14,56 +13,55 @@ use std::time::Duration;
 use symmpool_allocator::topology::{Mesh, Topology};
 use symmpool_allocator::{Error, HeapLayout, Maker, Result};
 
-use super::collectives::all_reduce::Halves;
-use super::collectives::all_to_all::Shares;
+use super::collectives::all_reduce::PairedGroups;
+use super::collectives::all_to_all::LoadBalance;
 use super::control::{Control, peers};
 use super::cores::enough_here;
 use super::kernels::{Isa, ReduceFn, prepare_to_copy, select};
 use super::options::HostOptions;
 use super::place::{Data, InPlace, Place, Resolver, checked, disjoint};
-use super::wait::Patience;
+use super::wait::SpinPolicy;
 use crate::timeout::Timeout;
 use crate::{AllToAllAlgorithm, DType, ReduceOp};
 
 /// One rank's side of a communicator in host memory.
 ///
-/// Every rank makes the same calls in the same order; a rank that calls something else is told so,
-/// as is every other, before data is touched (rule S6). Calls need `&mut self`: one at a time.
-/// After a timeout or a lost peer, all later calls fail with the same cause.
-/// In a forked child all calls are refused: its signals would be its parent's.
+/// Every rank makes the same calls in the same order. If ranks make different calls, every rank gets an error before
+/// data is accessed (rule S6). Calls need `&mut self`, so there is one at a time. After a timeout or a lost peer, all
+/// later calls fail with the same cause. In a forked child all calls are refused, because its signals would be taken
+/// for its parent's.
 pub struct HostEngine {
     pub(super) layout: HeapLayout,
     pub(super) control: Control,
     options: HostOptions,
-    /// What `options` said, until it is changed.
+    /// The timeout of `options`, until it is changed.
     pub(crate) timeout: Arc<Timeout>,
-    pub(super) patience: Patience,
+    pub(super) spin_policy: SpinPolicy,
     isa: Isa,
     salt: u64,
     /// How the links group the ranks, or why they do not.
-    pub(crate) halves: std::result::Result<Halves, String>,
+    pub(crate) paired_groups: std::result::Result<PairedGroups, String>,
     /// Whether the links are known to be a hybrid cube mesh.
     pub(crate) cube_mesh: bool,
-    /// Of the next call. Rule S2: one per call, however it ends.
+    /// The epoch of the next call. Rule S2: every call has one, however it ends.
     epoch: u64,
     /// Steps signalled so far, over all calls.
     steps: u64,
-    /// The value of `steps` when the current call began; for messages.
+    /// The value of `steps` when the current call began; for error messages.
     steps_before: u64,
-    /// Code of the call under way; for messages.
+    /// Code of the current operation; for error messages.
     operation: u8,
-    /// How long the call under way waits for a rank: what `timeout` said when it began.
+    /// How long the current call waits for a rank: the value of `timeout` when the call began.
     call_timeout: Duration,
-    /// Calls that this rank refused, and has not met the others in yet.
+    /// Calls that this rank refused, and which not all other ranks have reached yet.
     refused: Option<refusal::Refused>,
-    /// Shared with whoever signals outside calls.
+    /// Shared with [`HostSided`](super::HostSided), which signals outside of calls.
     pub(super) failed: Arc<OnceLock<Error>>,
     pub(super) maker: Maker,
-    /// Kept to spare calls an allocation.
+    /// These are kept so that calls need not allocate.
     pub(crate) sources: Vec<*const u8>,
     pub(crate) outputs: Vec<*mut u8>,
-    /// Likewise.
-    pub(crate) shares: Shares,
+    pub(crate) load_balance: LoadBalance,
 }
 
 // SAFETY: the raw pointers are scratch lists that are empty between calls; everything else is
@@ -71,16 +69,16 @@ pub struct HostEngine {
 unsafe impl Send for HostEngine {}
 
 impl HostEngine {
-    /// Bytes of control block that a group of `world` ranks needs with these options: a multiple
-    /// of 128, to be allocated at such an offset, the same on every rank. Refuses a group and
+    /// Bytes of the control block that `world` ranks need with these options: a multiple of 128. The block must be
+    /// allocated at an offset that is a multiple of 128 too, and the same on every rank. Refuses a number of ranks and
     /// options with which no engine can be made ([`Error::is_invalid_argument`]).
     pub fn control_bytes(world: u32, options: &HostOptions) -> Result<u64> {
         options.check(world)?;
         Control::required(world, options.scratch_bytes)
     }
 
-    /// A communicator over the heap `layout`, signalling through the control blocks at
-    /// `control_offset` of every slot. Talks to nobody: ranks may build theirs at any time.
+    /// A communicator over the heap `layout`, which signals through the control blocks at `control_offset` of every
+    /// slot. It exchanges nothing with other ranks, so ranks may make theirs at any time.
     ///
     /// # Errors
     ///
@@ -111,16 +109,18 @@ impl HostEngine {
         let control =
             unsafe { Control::new(&layout, control_offset, control_bytes, options.scratch_bytes)? };
         let spin = options.spin.unwrap_or_else(|| enough_here(layout.world));
-        let patience = Patience::new(spin && layout.world > 1);
+        let spin_policy = SpinPolicy::new(spin && layout.world > 1);
         let world = layout.world as usize;
         prepare_to_copy();
         Ok(Self {
             layout,
             control,
-            patience,
+            spin_policy,
             isa: Isa::detect(),
             salt: options.salt(),
-            halves: Halves::find(options.links.as_ref().unwrap_or(&Topology::host(layout.world))),
+            paired_groups: PairedGroups::find(
+                options.links.as_ref().unwrap_or(&Topology::host(layout.world)),
+            ),
             cube_mesh: options.links.as_ref().map(Topology::mesh) == Some(Mesh::HybridCubeMesh),
             epoch: options.first_epoch,
             steps: 0,
@@ -133,7 +133,7 @@ impl HostEngine {
             timeout: Arc::new(Timeout::new(options.timeout)),
             sources: Vec::with_capacity(world),
             outputs: Vec::with_capacity(world),
-            shares: Shares::default(),
+            load_balance: LoadBalance::default(),
             options,
         })
     }
@@ -148,13 +148,13 @@ impl HostEngine {
         self.layout.world
     }
 
-    /// Why all calls fail, if they do.
+    /// The error that all calls return since the communicator was closed, if it was.
     pub fn failure(&self) -> Option<&Error> {
         self.failed.get()
     }
 
-    /// Refuses when an earlier call failed for good, and in a process that was forked from the one
-    /// that made this. Every call begins with this.
+    /// Returns an error after the communicator was closed, and in a process that was forked from the one that made
+    /// it. Every call begins with this.
     #[inline]
     pub(crate) fn ready(&self) -> Result<()> {
         self.maker.check("a communicator")?;
@@ -164,8 +164,8 @@ impl HostEngine {
         }
     }
 
-    /// What a call has found about its arguments, or why it cannot be, which the other ranks are told.
-    /// From here on the call may write to this rank's scratch and rows.
+    /// Goes on with a call if its arguments are valid, else declines it, which the other ranks are notified of.
+    /// After this the call may write to this rank's scratch and row.
     #[inline]
     pub(crate) fn or_decline<T>(&mut self, found: Result<T>) -> Result<T> {
         match found {
@@ -177,8 +177,8 @@ impl HostEngine {
         }
     }
 
-    /// Bytes of `count` elements, of as many for every rank, and where this rank's begin in those; none
-    /// where there cannot be as many.
+    /// The bytes of `count` elements, the bytes of `count` elements for every rank, and where this rank's begin in
+    /// those. `None` stands for a number that is too large.
     #[inline]
     pub(crate) fn part_of_all(
         &self,
@@ -190,8 +190,8 @@ impl HostEngine {
         (part, times(self.world()), times(self.rank()).unwrap_or(0))
     }
 
-    /// This rank's addresses of an input and an output, which lie apart or, if the address of the
-    /// one is as far into the other as `in_place` says, in place.
+    /// This rank's addresses of an input and an output. They must not overlap, unless one lies in the other exactly
+    /// where `in_place` says.
     #[inline]
     pub(crate) fn resolve(
         &self,
@@ -214,79 +214,79 @@ impl HostEngine {
         Ok(Data { input, output, from, to, in_place: same })
     }
 
-    /// This rank's address of the one buffer of a call.
+    /// This rank's address of the buffer of a call that has one only.
     #[inline]
     pub(crate) fn resolve_one(&self, place: Place, bytes: Option<usize>) -> Result<*mut u8> {
         let resolver = Resolver { layout: &self.layout, control: &self.control };
         resolver.address("buffer", place, checked(bytes)?)
     }
 
-    /// The loop that reduces, or why there is none, which the other ranks are told.
+    /// The loop that reduces elements of this type. Declines the call if there is none.
     #[inline]
     pub(crate) fn reduction(&mut self, what: &str, dtype: DType, op: ReduceOp) -> Result<ReduceFn> {
         let found = select(self.isa, dtype, op);
         found.ok_or_else(|| self.decline(dtype.only_moved(what, self.rank())))
     }
 
-    /// The parity of the next call: which scratch is this rank's to fill before it enters.
+    /// The parity of the next call, which says which half of scratch it uses.
     #[inline]
     fn parity(&self) -> u64 {
         self.epoch & 1
     }
 
-    /// A rank's scratch for the next call: what to fill before [`Self::enter`]. Own scratch of
-    /// this parity is free: every peer has entered the call before, so is done with the one before
-    /// that (rule S4). [`Self::catch_up`] has seen to that where this rank refused that call.
+    /// This rank's scratch for the next call, which may be filled before [`Self::handshake`]. Scratch of this parity
+    /// is free: every peer has begun the last call, so it has finished the one before that (rule S4). Where this rank
+    /// refused the last call, [`Self::catch_up`] has waited for that.
     #[inline]
     pub(crate) fn next_scratch(&self) -> *mut u8 {
         self.control.scratch(self.layout.rank, self.parity())
     }
 
-    /// `owner`'s scratch for the call that was last entered.
+    /// `owner`'s scratch for the current call, whose handshake has begun.
     #[inline]
     pub(crate) fn scratch(&self, owner: u32) -> *mut u8 {
         self.control.scratch(owner, self.parity() ^ 1)
     }
 
-    /// How all-to-alls are to go.
+    /// The algorithm that all-to-alls use.
     #[inline]
-    pub(crate) fn all_to_all_way(&self) -> AllToAllAlgorithm {
+    pub(crate) fn all_to_all_algorithm(&self) -> AllToAllAlgorithm {
         self.options.all_to_all
     }
 
-    /// Bytes of scratch a call has.
+    /// The bytes of scratch that a call has.
     #[inline]
     pub(crate) fn scratch_bytes(&self) -> usize {
         self.control.scratch_bytes()
     }
 
-    /// Where this rank writes its row for the next call, before it enters.
+    /// Writes an entry of this rank's row for the next call. To be called before the handshake.
     #[inline]
     pub(crate) fn set_next_row(&self, index: u32, value: u64) {
         let row = self.control.row(self.layout.rank, self.parity(), index);
         row.store(value, std::sync::atomic::Ordering::Relaxed);
     }
 
-    /// What this rank wrote with [`Self::set_next_row`].
+    /// An entry that this rank wrote with [`Self::set_next_row`].
     #[inline]
     pub(crate) fn next_row(&self, index: u32) -> u64 {
         let row = self.control.row(self.layout.rank, self.parity(), index);
         row.load(std::sync::atomic::Ordering::Relaxed)
     }
 
-    /// `owner`'s row of the call that was last entered.
+    /// An entry of `owner`'s row of the current call. To be called after the handshake.
     #[inline]
     pub(crate) fn row(&self, owner: u32, index: u32) -> u64 {
         self.control.row(owner, self.parity() ^ 1, index).load(std::sync::atomic::Ordering::Relaxed)
     }
 
-    /// The same offset in `rank`'s slot.
+    /// This process's address of an offset in `rank`'s slot.
     #[inline]
     pub(crate) fn window(&self, rank: u32, offset: u64) -> *mut u8 {
         (self.layout.base + u64::from(rank) * self.layout.stride + offset) as *mut u8
     }
 
-    /// The other ranks, starting after this one.
+    /// The other ranks, beginning with the one after this rank.
     #[inline]
     pub(crate) fn peers(&self) -> impl Iterator<Item = u32> + use<> {
         peers(&self.layout)

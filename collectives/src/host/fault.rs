@@ -1,4 +1,4 @@
-//! Why a call failed for good, and how ranks tell each other (rule S5).
+//! Why a communicator was closed, and how a rank reports that to the others (rule S5).
 
 use std::fmt;
 use std::time::Duration;
@@ -17,23 +17,23 @@ pub(super) enum Cause {
     PeerLost = 2,
 }
 
-/// The record of a failed wait: {call, phase, peer, epoch, how long}.
+/// The record of a failed wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Fault {
     pub(super) cause: Cause,
-    /// Code of the operation under way.
+    /// Code of the current operation.
     pub(super) operation: u8,
-    /// 0 is the entry; step `n` of the call is `n`.
+    /// 0 is the handshake; step `n` of the call is `n`.
     pub(super) phase: u32,
-    /// Who did not signal.
+    /// The rank that did not signal.
     pub(super) peer: u32,
     pub(super) epoch: u64,
-    /// How long the rank would have waited that says so: ranks may have different timeouts.
+    /// The timeout of the rank that reports the fault. Ranks may have different timeouts.
     pub(super) timeout: Duration,
 }
 
 impl Fault {
-    /// Cause, operation, peer and phase in one word; never zero. The rest travels beside it.
+    /// Cause, operation, peer and phase in one word, which is never zero. The other fields travel separately.
     pub(super) fn pack(&self) -> u64 {
         (self.cause as u64)
             | u64::from(self.operation) << 8
@@ -57,14 +57,14 @@ impl Fault {
         })
     }
 
-    /// The error for the caller; `reporter` is the peer that told us, if one did. `gone` are other peers
-    /// whose processes are gone: one that was waited for may have left because of them.
+    /// The error for the caller. `reporter` is the peer that reported the fault, if one did. `gone` are other peers
+    /// whose processes have ended: the one that was waited for may have ended because of them.
     pub(super) fn to_error(self, rank: u32, reporter: Option<u32>, gone: &[u32]) -> Error {
-        let told = match reporter {
-            Some(reporter) => format!(", as rank {reporter} told rank {rank}"),
+        let source = match reporter {
+            Some(reporter) => format!(", as rank {reporter} reported to rank {rank}"),
             None => format!(" on rank {rank}"),
         };
-        let text = format!("{self}{told}; the communicator is closed and must be rebuilt");
+        let text = format!("{self}{source}; the communicator is closed and must be rebuilt");
         match self.cause {
             Cause::Timeout => Error::timeout(
                 format!("waiting for rank {} in {text}", self.peer),
@@ -73,21 +73,21 @@ impl Fault {
             ),
             Cause::PeerLost if gone.is_empty() => Error::peer_lost(
                 vec![self.peer],
-                format!("its process ended, or let go of its pool, during {text}"),
+                format!("its process ended, or dropped its pool, during {text}"),
             ),
             Cause::PeerLost => {
                 let mut ranks = [gone, &[self.peer]].concat();
                 ranks.sort_unstable();
-                let what = "their processes ended, or let go of their pools, before or during";
+                let what = "their processes ended, or dropped their pools, before or during";
                 Error::peer_lost(ranks, format!("{what} {text}"))
             }
         }
     }
 }
 
-/// How a wait ended without its signal: what is missing, and which peer said so, if one did.
+/// How a wait ended without its signal: the fault, and the peer that reported it, if one did.
 #[derive(Clone, Copy)]
-pub(super) struct End {
+pub(super) struct WaitFailure {
     pub(super) fault: Fault,
     pub(super) reporter: Option<u32>,
 }
@@ -97,12 +97,12 @@ impl fmt::Display for Fault {
         let operation = Operation::from_code(self.operation);
         let name = operation.map_or("an unknown operation", Operation::name);
         if matches!(operation, Some(Operation::Send | Operation::Recv)) {
-            // The number is that of a packet, of which nobody outside knows.
+            // The number counts chunks of messages, which mean nothing to a user.
             return f.write_str(name);
         }
         write!(f, "{name}, call {}, ", self.epoch)?;
         match self.phase {
-            0 => f.write_str("entry"),
+            0 => f.write_str("handshake"),
             step => write!(f, "step {step}"),
         }
     }

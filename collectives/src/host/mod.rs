@@ -1,16 +1,19 @@
-//! The host backend: ranks are processes (or threads), memory is shared pages, signals are
-//! atomics in them.
+//! The engine in host memory: ranks are processes (or threads), memory is shared pages, and signals are atomics
+//! in them.
 //!
-//! - [`engine`](HostEngine) owns a communicator's state on one rank and the two kinds of wait;
-//!   `options` is how it behaves
-//! - `control` says where things lie in the control block, `wait` how a rank passes the time, and
-//!   `cores` whether each rank has a core for that
-//! - `call` is what ranks compare on entry, `operation` what can be called, `fault` what they tell
-//!   each other when one is missing
-//! - `one_sided` is signals and copies outside calls, `p2p` messages between two ranks
-//! - `place` is where data lies, `kernels` are the loops over it
-//! - `collectives` has the algorithms, one file or folder for each collective; `slices` offers them on
-//!   ordinary slices, and `row_exchange` has the steps of row exchanges
+//! | module | holds |
+//! | --- | --- |
+//! | [`engine`](HostEngine) | a rank's state of a communicator, and the phases of a call: handshake and steps |
+//! | `options` | how an engine behaves |
+//! | `control` | where things lie in the control block |
+//! | `wait`, `cores` | how a rank waits, and whether each rank has a core of its own to spin on |
+//! | `call`, `operation` | the call description that ranks compare in the handshake, and the operations |
+//! | `fault` | what a rank reports to the others when it gives up waiting |
+//! | `place` | where the data of a call lies |
+//! | `collectives` | the collectives, one file or folder each |
+//! | `slices`, `row_exchange` | collectives on slices, and the steps of row exchanges |
+//! | `one_sided`, `p2p` | signals and copies outside of calls, and point-to-point messages |
+//! | `kernels` | the loops over memory: reductions and copies |
 
 pub(crate) mod call;
 mod collectives;
@@ -28,7 +31,6 @@ mod row_exchange;
 mod slices;
 mod wait;
 
-pub use collectives::all_reduce::AllReduceAlgorithm;
 pub use collectives::all_to_all::{SplitRows, SplitsAt};
 pub use engine::HostEngine;
 pub(crate) use one_sided::HostSided;

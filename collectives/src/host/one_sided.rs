@@ -1,6 +1,6 @@
-//! Signals and copies between two ranks, outside calls: the host's side of one-sided operations.
+//! One-sided operations in host memory: signals and copies between two ranks, outside of calls.
 //!
-//! Apart from [`HostEngine`], which serves one call at a time: a thread may wait here while another
+//! This is separate from [`HostEngine`], which serves one call at a time: a thread may wait here while another one
 //! signals or makes a call. Nothing here takes part in the epoch protocol.
 
 #![allow(unsafe_code)] // copies between ranks' memory, and a view of the control block
@@ -17,30 +17,30 @@ use super::control::Control;
 use super::fault::Cause;
 use super::kernels::copy;
 use super::p2p::Counts;
-use super::wait::{Lookout, Patience, Waiter, wake_all};
+use super::wait::{SpinPolicy, Waiter, Watchdog, wake_all};
 use crate::signal::channel::{CHANNELS, take};
 use crate::signal::wake_sleepers;
 use crate::timeout::Timeout;
 
-/// Tells whether a rank's process still runs.
+/// Returns whether a rank's process still runs.
 type PeerAlive = Box<dyn Fn(u32) -> bool + Send + Sync>;
 
-/// One rank's side of the channels and messages of a communicator.
+/// One rank's side of the channels and of the point-to-point messages of a communicator.
 pub(crate) struct HostSided {
     pub(super) layout: HeapLayout,
     pub(super) control: Control,
-    pub(super) patience: Patience,
-    /// The engine's: after a failure nothing is served here either.
+    pub(super) spin_policy: SpinPolicy,
+    /// The engine's error: once the communicator is closed, these operations fail too.
     pub(super) failed: Arc<OnceLock<Error>>,
     maker: Maker,
     pub(super) alive: PeerAlive,
-    /// The engine's, for messages. Waits on channels are given theirs.
+    /// The engine's timeout, for messages. A wait on a channel has a timeout of its own.
     pub(super) timeout: Arc<Timeout>,
-    /// Of messages, by peer.
+    /// Counts of messages, by peer.
     pub(super) counts: Vec<Counts>,
-    /// Signals taken, by source and channel.
+    /// Counts of signals taken, by source and channel.
     taken: Vec<AtomicU64>,
-    /// Whose signals are still to be taken by barriers that ran out of time, by channel.
+    /// For each channel, the ranks whose signals barriers that timed out have not taken yet.
     unfinished: [Mutex<Vec<Vec<u32>>>; CHANNELS as usize],
 }
 
@@ -49,13 +49,13 @@ impl HostEngine {
     ///
     /// # Safety
     ///
-    /// What was promised to [`HostEngine::new`] holds until the value is dropped.
+    /// The promises made to [`HostEngine::new`] hold until the value is dropped.
     pub(crate) unsafe fn sided(&self, alive: PeerAlive) -> HostSided {
         let pairs = self.world() as usize * CHANNELS as usize;
         HostSided {
             layout: self.layout,
             control: self.control,
-            patience: self.patience,
+            spin_policy: self.spin_policy,
             failed: Arc::clone(&self.failed),
             maker: self.maker,
             alive,
@@ -68,7 +68,7 @@ impl HostEngine {
 }
 
 impl HostSided {
-    /// Refuses after a failure of the communicator, and in a process forked from its own.
+    /// Returns an error after the communicator was closed, and in a process that was forked from its own.
     pub(crate) fn ready(&self) -> Result<()> {
         self.maker.check("a communicator")?;
         self.failed.get().map_or(Ok(()), |error| Err(error.clone()))
@@ -78,8 +78,8 @@ impl HostSided {
     ///
     /// # Safety
     ///
-    /// `from` is readable and `to` writable for `bytes`; they do not overlap; nobody else writes
-    /// `from` or touches `to` meanwhile.
+    /// `from` is readable and `to` writable for `bytes`; they do not overlap; nobody else writes `from` or accesses
+    /// `to` meanwhile.
     pub(crate) unsafe fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<()> {
         self.ready()?;
         // SAFETY: exactly the caller's promises.
@@ -87,7 +87,7 @@ impl HostSided {
         Ok(())
     }
 
-    /// Signals `peer`, which sees whatever this thread did before. Both are in range.
+    /// Signals `peer`, which sees whatever this thread wrote before. `peer` and `channel` must be in range.
     pub(crate) fn signal(&self, peer: u32, channel: u32) -> Result<()> {
         self.ready()?;
         let slot = self.control.channel(peer, self.layout.rank, channel);
@@ -96,18 +96,18 @@ impl HostSided {
         Ok(())
     }
 
-    /// Waits for the next signal of `peer`. Both are in range.
+    /// Waits for the next signal of `peer`. `peer` and `channel` must be in range.
     pub(crate) fn wait(&self, peer: u32, channel: u32, timeout: Duration) -> Result<()> {
         self.ready()?;
         let slot = self.control.channel(self.layout.rank, peer, channel);
         let taken = &self.taken[peer as usize * CHANNELS as usize + channel as usize];
-        let mut waiter = Waiter::new(self.patience, self.watch(peer, channel, timeout));
+        let mut waiter = Waiter::new(self.spin_policy, self.watch(peer, channel, timeout));
         take(slot, taken, &mut waiter).map(|_| ())
     }
 
-    /// Signals every peer, and waits for a signal of each. Whatever ends it before, the next call on
-    /// the channel goes on with it: this rank's signals are sent, and may be taken, so another round
-    /// of them would let peers pass a barrier that this rank has not come to. The channel is in range.
+    /// Signals every peer, and waits for a signal of each. If it fails, the next barrier on the channel continues it:
+    /// this rank's signals are sent, and peers may have taken them, so another round of signals would let peers pass
+    /// a barrier that this rank has not reached. `channel` must be in range.
     pub(crate) fn barrier(&self, channel: u32, timeout: Duration) -> Result<()> {
         self.ready()?;
         let (me, world) = (self.layout.rank, self.layout.world);
@@ -123,7 +123,8 @@ impl HostSided {
         let deadline = Deadline::after(timeout);
         let (mut late, mut failure) = (Vec::new(), None::<Error>);
         for peer in awaited {
-            // Also once it has failed: the error is to name none that came.
+            // The other peers are checked after a failure too, so that the error names only peers that have not
+            // signalled.
             let left = if failure.is_none() { deadline.remaining() } else { Duration::ZERO };
             if let Err(error) = self.wait(peer, channel, left) {
                 late.push(peer);
@@ -136,7 +137,7 @@ impl HostSided {
         self.unfinished(channel).push(late.clone());
         Err(failure.unwrap_or_else(|| {
             let what = format!("in a barrier on channel {channel}, on rank {me}");
-            Error::timeout(format!("{what}; the next one there goes on with it"), timeout, late)
+            Error::timeout(format!("{what}; the next barrier on it continues it"), timeout, late)
         }))
     }
 
@@ -144,22 +145,22 @@ impl HostSided {
         self.unfinished[channel as usize].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Why a wait may end: the communicator has failed, here or on a peer; the peer's process is
-    /// gone; time is over.
+    /// The check that ends a wait without its signal: if the communicator was closed, here or on a peer, if the peer's
+    /// process has ended, or if the timeout has passed.
     fn watch(&self, peer: u32, channel: u32, timeout: Duration) -> impl FnMut() -> Result<()> {
-        let mut lookout = None;
+        let mut watchdog = None;
         move || {
             let me = self.layout.rank;
             self.ready()?;
-            if let Some(end) = self.control.heard(&self.layout) {
+            if let Some(end) = self.control.reported_fault(&self.layout) {
                 return Err(end.fault.to_error(me, end.reporter, &[]));
             }
-            let lookout = lookout.get_or_insert_with(|| Lookout::new(timeout));
+            let watchdog = watchdog.get_or_insert_with(|| Watchdog::new(timeout));
             let alive = (peer != me).then_some(|| (self.alive)(peer));
-            lookout.look(alive).map_err(|cause| match cause {
+            watchdog.look(alive).map_err(|cause| match cause {
                 Cause::PeerLost => {
                     let what = format!(
-                        "its process ended, or let go of its pool, while rank {me} waited for its \
+                        "its process ended, or dropped its pool, while rank {me} waited for its \
                          signal on channel {channel}"
                     );
                     Error::peer_lost(vec![peer], what)

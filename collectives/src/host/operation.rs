@@ -1,10 +1,10 @@
-//! Operations, by number and by name: collectives, and messages between two ranks.
+//! Operations by number and name: collectives, and point-to-point messages.
 
-/// An operation.
+/// An operation. The numbers are part of call descriptions and fault records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Operation {
-    /// A call that its own rank found impossible; it enters only to tell the others.
+    /// A call whose arguments its own rank refused. It takes part in the handshake only to notify the others.
     Declined = 1,
     Barrier = 2,
     AllReduce = 3,
@@ -13,7 +13,7 @@ pub(crate) enum Operation {
     Broadcast = 6,
     AllToAllV = 7,
     AllToAll = 8,
-    /// Between two ranks, outside the order of collectives, as is the next.
+    /// Point-to-point operations are outside of the order of collectives.
     Send = 9,
     Recv = 10,
 }

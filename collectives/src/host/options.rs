@@ -8,35 +8,34 @@ use symmpool_allocator::{Error, Result};
 
 use crate::AllToAllAlgorithm;
 
-/// The version of what ranks leave for each other in control segments; grows with any change to that.
-/// 2: rows of traffic matrices say where outputs are, and senders write shares of them.
-/// 3: messages between two ranks have a place of their own.
+/// The version of the control block's layout and protocol, which increases with every change of them.
+/// 2: rows of traffic matrices say where outputs are, and senders write a part of them.
+/// 3: point-to-point messages have a part of their own.
 const LAYOUT_VERSION: u64 = 3;
 
-/// Tells whether a rank's process still runs.
+/// Returns whether a rank's process still runs.
 type PeerAlive = Box<dyn Fn(u32) -> bool + Send>;
 
 /// How a [`HostEngine`](super::HostEngine) behaves. Everything but `peer_alive` must be the same on
 /// every rank.
 pub struct HostOptions {
-    /// Longest wait for a peer, from when it is noticed to be late (rule S5). Default 30 s.
+    /// The longest wait for a peer, counted from when a rank begins to wait for it (rule S5). Default: 30 s.
     pub timeout: Duration,
-    /// Bytes of scratch per parity, of which there are two. Calls up to about this size take one
-    /// phase; larger ones from ordinary memory pass through it in pieces. A multiple of 256.
-    /// Default 2 MiB.
+    /// Bytes of scratch for each of the two parities of calls. Calls of up to about this size take one phase; larger
+    /// ones from ordinary memory pass through scratch in pieces. A multiple of 256. Default: 2 MiB.
     pub scratch_bytes: u64,
-    /// The epoch of the first call, 1 or more. Default 1; others serve to test wrapping.
+    /// The epoch of the first call, 1 or more. Default: 1; other values are for tests in which epochs wrap.
     pub first_epoch: u64,
-    /// Spin before giving the core away, which pays if every rank has a core of its own. Default:
-    /// if there are as many cores as ranks where the calling thread may run.
+    /// Whether waits spin before they yield the core, which is worth it if every rank has a core of its own. Default:
+    /// spin if the calling thread may use as many cores as there are ranks.
     pub spin: Option<bool>,
-    /// Asked, while waiting for a late rank, whether its process still runs; so that a lost rank
-    /// is named long before the timeout. Default: unknown, nobody is asked.
+    /// Called while a rank waits for a late peer, to find out whether its process still runs, so that the error names
+    /// a lost rank long before the timeout. Default: processes are not checked.
     pub peer_alive: Option<PeerAlive>,
-    /// How the ranks are linked, for all-reduces by `cube_mesh`, which move data over direct links
-    /// only; a hybrid cube mesh has them by default. Default: all ranks are linked.
+    /// How the ranks are linked. The all-reduce algorithm `cube_mesh` moves data over direct links only; it is the
+    /// automatic choice on a hybrid cube mesh. Default: all ranks are linked.
     pub links: Option<Topology>,
-    /// How all-to-alls go about it. Default: `Auto`.
+    /// The algorithm of all-to-alls. Default: `Auto`.
     pub all_to_all: AllToAllAlgorithm,
 }
 
@@ -59,7 +58,7 @@ impl HostOptions {
     pub(super) fn check(&self, world: u32) -> Result<()> {
         if self.first_epoch == 0 || self.timeout.is_zero() {
             return Err(Error::invalid_argument(
-                "the first epoch must be 1 or more, and the timeout longer than nothing",
+                "the first epoch must be 1 or more, and the timeout longer than 0",
             ));
         }
         if let Some(links) = self.links.as_ref().filter(|links| links.world() != world) {
@@ -71,7 +70,7 @@ impl HostOptions {
         Ok(())
     }
 
-    /// A hash of what must be equal on all ranks for calls to work, the build's layout too.
+    /// A hash of what must be equal on all ranks for calls to work, including the layout version.
     pub(super) fn salt(&self) -> u64 {
         let mut salt = self.scratch_bytes;
         let mut mix = |word: u64| {
@@ -82,7 +81,7 @@ impl HostOptions {
         if self.all_to_all != AllToAllAlgorithm::Auto {
             mix(self.all_to_all as u64);
         }
-        // Ranks that are all linked hash to nothing, so that they need not be asked about.
+        // Fully connected ranks add nothing to the hash, so that they may leave `links` out.
         let all_linked = |links: &&Topology| matches!(links.mesh(), Mesh::FullyConnected { .. });
         if let Some(links) = self.links.as_ref().filter(|links| !all_linked(links)) {
             mix(u64::from(links.mesh() == Mesh::HybridCubeMesh));

@@ -13,11 +13,11 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use symmpool_allocator::{Error, Result};
 
 use super::control::{PACKETS, peers};
-use super::fault::{End, Fault};
+use super::fault::{Fault, WaitFailure};
 use super::kernels::copy;
 use super::one_sided::HostSided;
 use super::operation::Operation;
-use super::wait::{Lookout, Waiter, wake};
+use super::wait::{Waiter, Watchdog, wake};
 use crate::p2p::{Length, lengths_differ};
 use crate::signal::{Native, Slot, await_word, wake_sleepers};
 
@@ -104,7 +104,7 @@ impl HostSided {
         let slot = self.control.packets_taken(me, peer);
         let room = |taken: u64| taken == REFUSED || taken + PACKETS >= number;
         if self.await_count(slot, (Operation::Send, peer, number), room)? == REFUSED {
-            let [sent, expected, ..] = slot.details();
+            let [sent, expected, ..] = slot.description();
             let lengths = (Length::from_word(sent), Length::from_word(expected));
             return Err(self.close(lengths_differ(me, (me, peer), lengths)));
         }
@@ -129,23 +129,23 @@ impl HostSided {
         (operation, peer, number): (Operation, u32, u64),
         accept: impl Fn(u64) -> bool,
     ) -> Result<u64> {
-        let mut lookout = None;
+        let mut watchdog = None;
         let watch = || {
-            if let Some(end) = self.control.heard(&self.layout) {
+            if let Some(end) = self.control.reported_fault(&self.layout) {
                 return Err(end);
             }
-            let lookout = lookout.get_or_insert_with(|| Lookout::new(self.timeout.get()));
-            lookout.look(Some(|| (self.alive)(peer))).map_err(|cause| {
-                let (operation, timeout) = (operation as u8, lookout.timeout());
+            let watchdog = watchdog.get_or_insert_with(|| Watchdog::new(self.timeout.get()));
+            watchdog.look(Some(|| (self.alive)(peer))).map_err(|cause| {
+                let (operation, timeout) = (operation as u8, watchdog.timeout());
                 let fault = Fault { cause, operation, phase: 0, peer, epoch: number, timeout };
-                End { fault, reporter: None }
+                WaitFailure { fault, reporter: None }
             })
         };
-        await_word(slot, accept, &mut Waiter::new(self.patience, watch)).map_err(|end| {
+        await_word(slot, accept, &mut Waiter::new(self.spin_policy, watch)).map_err(|end| {
             let me = self.layout.rank;
             if end.reporter.is_none() {
                 for peer in peers(&self.layout) {
-                    self.control.tell(peer, me, &end.fault);
+                    self.control.report_fault(peer, me, &end.fault);
                 }
             }
             self.close(end.fault.to_error(me, end.reporter, &[]))

@@ -6,8 +6,8 @@ use super::control::Control;
 
 /// Where one rank's input or output of a call begins.
 ///
-/// All ranks must pass the same kind of place: which one decides the path the data takes, and is
-/// part of what ranks compare on entry.
+/// All ranks must pass the same kind of place, because it decides how the data travels. Ranks compare it in the
+/// handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
     /// Memory of this process alone; its data passes through the communicator's scratch.
@@ -24,8 +24,8 @@ impl Place {
         matches!(self, Self::Window(_))
     }
 
-    /// What lies so many bytes behind it.
-    pub(crate) fn behind(self, bytes: u64) -> Self {
+    /// The place that lies `bytes` bytes after this one.
+    pub(crate) fn offset_by(self, bytes: u64) -> Self {
         match self {
             Self::Window(offset) => Self::Window(offset + bytes),
             Self::Plain(pointer) => Self::Plain(pointer.wrapping_add(bytes as usize)),
@@ -33,7 +33,7 @@ impl Place {
     }
 }
 
-/// Resolves places to this rank's addresses, and refuses what cannot be right.
+/// Resolves places to this rank's addresses, and refuses places that cannot be right.
 #[derive(Clone, Copy)]
 pub(super) struct Resolver<'a> {
     pub(super) layout: &'a HeapLayout,
@@ -82,17 +82,17 @@ impl Resolver<'_> {
     }
 }
 
-/// An output that may be in place, and where it then lies.
+/// Whether a call may be in place, and where its output then lies.
 #[derive(Clone, Copy)]
 pub(crate) enum InPlace {
     Never,
-    /// The output begins so many bytes into the input.
+    /// The output begins this many bytes into the input.
     OutputAt(usize),
-    /// The input begins so many bytes into the output.
+    /// The input begins this many bytes into the output.
     InputAt(usize),
 }
 
-/// The input and output of a call, resolved.
+/// The input and output of a call, resolved to addresses.
 #[derive(Clone, Copy)]
 pub(crate) struct Data {
     pub(crate) input: Place,
@@ -114,13 +114,14 @@ pub(super) fn disjoint(
     if input_bytes > 0 && output_bytes > 0 && a < b + output_bytes && b < a + input_bytes {
         return Err(Error::invalid_argument(format!(
             "the input ({input_bytes} bytes at {input:?}) and the output ({output_bytes} bytes at \
-             {output:?}) overlap; they must be apart, or in place exactly as the operation says"
+             {output:?}) overlap; pass buffers that do not, or that are in place exactly as the \
+             operation allows"
         )));
     }
     Ok(())
 }
 
-/// A size in bytes that was computed with `checked_mul`.
+/// The size in bytes that `checked_mul` computed, or an error if it overflowed.
 #[inline]
 pub(super) fn checked(bytes: Option<usize>) -> Result<usize> {
     bytes.filter(|bytes| *bytes <= isize::MAX as usize).ok_or_else(|| {

@@ -1,8 +1,7 @@
 //! The steps of a row exchange on the CPU.
 //!
-//! Destinations, rows and layouts are the caller's memory, which its other threads may write while a
-//! step runs. So there are no references to it, each number is read once where it is used, and none
-//! is an index before it was compared with what it indexes.
+//! Destinations, rows and layouts are the caller's memory, which its other threads may write while a step runs. So this
+//! code holds no references to it, reads each number once where it is used, and checks it before using it as an index.
 
 #![allow(unsafe_code)] // reads and writes memory by address
 
@@ -10,7 +9,7 @@ use std::ptr;
 
 use crate::row_exchange::RowWork;
 
-/// The first row whose destination is no rank.
+/// The first row whose destination is neither a rank nor -1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BadRow {
     pub(crate) row: usize,
@@ -18,12 +17,12 @@ pub(crate) struct BadRow {
 }
 
 impl BadRow {
-    /// Why nothing was sent.
+    /// The text of the error: why nothing was sent.
     pub(crate) fn why(&self, rank: u32, world: u32) -> String {
         let Self { row, destination } = self;
         format!(
             "row exchange on rank {rank}: row {row} has destination {destination}; there are ranks 0 \
-             to {}, and -1 for nowhere. This rank sent nothing, and the communicator goes on",
+             to {}, and -1 for nowhere. This rank sent nothing, and the communicator stays usable",
             world - 1
         )
     }
@@ -33,24 +32,24 @@ impl BadRow {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Unsent {
     NoRank(BadRow),
-    /// Destinations were other ones when rows were placed than when they were counted.
+    /// Destinations changed between counting the rows and packing them.
     Changed,
 }
 
 impl Unsent {
-    /// The same in words.
+    /// The text of the error: why nothing was sent.
     pub(crate) fn why(&self, rank: u32, world: u32) -> String {
         match self {
             Self::NoRank(row) => row.why(rank, world),
             Self::Changed => format!(
                 "row exchange on rank {rank}: destinations were written while they were read. This \
-                 rank sent nothing, and the communicator goes on"
+                 rank sent nothing, and the communicator stays usable"
             ),
         }
     }
 }
 
-/// So many numbers in memory, which others may write meanwhile.
+/// An array of numbers that other threads may write meanwhile.
 #[derive(Clone, Copy)]
 struct Numbers<T> {
     at: *mut T,
@@ -68,7 +67,8 @@ impl<T: Copy> Numbers<T> {
 
     fn get(self, index: usize) -> T {
         assert!(index < self.count);
-        // SAFETY: within the count (`new`). Volatile, so that what was compared is what is used.
+        // SAFETY: within the count (`new`). The read is volatile, so that the value that was checked is the one that is
+        // used.
         unsafe { self.at.wrapping_add(index).read_volatile() }
     }
 
@@ -85,15 +85,14 @@ impl<T: Copy> Numbers<T> {
 
 /// # Safety
 ///
-/// Of all methods: the addresses are as `RowWork` says, of memory that stays mapped. What is the
-/// exchange's own, nobody else touches meanwhile. Parts of blocks lie apart (`Scratch`,
-/// `LayoutParts`).
+/// For all methods: the addresses are as `RowWork` describes them, in memory that stays mapped. Nobody else accesses the
+/// exchange's own memory meanwhile. The parts of its blocks do not overlap (`Scratch`, `LayoutParts`).
 impl RowWork {
-    /// A row's destination, among `given`.
+    /// The destination of a row below `given`.
     ///
     /// # Safety
     ///
-    /// As all.
+    /// As for all methods.
     unsafe fn destination(&self, row: usize) -> i64 {
         let given = self.given as usize;
         if self.wide == 0 {
@@ -105,8 +104,8 @@ impl RowWork {
         }
     }
 
-    /// Puts rows and their numbers in order by destination, and says how many there are for each
-    /// rank. Where destinations make no sense there are -1 for all, and why comes back.
+    /// Packs rows and their indices in the order of their destinations, and counts the rows for each rank. If a
+    /// destination is invalid, all counts become -1 and the reason is returned.
     pub(crate) unsafe fn order(&self, world: usize) -> Option<Unsent> {
         // SAFETY: the caller's promise, so here and below.
         let bad = unsafe { self.count(world) };
@@ -125,7 +124,7 @@ impl RowWork {
         bad
     }
 
-    /// Counts the rows for each rank, and puts down that none has been placed.
+    /// Counts the rows for each rank, and marks all of them as not packed.
     unsafe fn count(&self, world: usize) -> Option<Unsent> {
         // SAFETY: the caller's promise, so here and below.
         let position = unsafe { Numbers::<u32>::new(self.position, self.rows as usize) };
@@ -149,7 +148,7 @@ impl RowWork {
         None
     }
 
-    /// Packs the rows that were counted.
+    /// Packs the rows that were counted, in the order of their destinations.
     unsafe fn pack(&self, world: usize) -> Option<Unsent> {
         let (rows, size) = (self.rows as usize, self.row_bytes as usize);
         // SAFETY: the caller's promise, so here and below.
@@ -160,7 +159,7 @@ impl RowWork {
         let counts = unsafe { Numbers::<i64>::new(self.index_splits, world) };
         // SAFETY: as above.
         let state = unsafe { Numbers::<u64>::new(self.state, world + 1) };
-        // Where each rank's next row goes, and where its last one ends: both free until later steps.
+        // For each rank, where its next row goes and where its last one ends. Both arrays are unused until later steps.
         // SAFETY: as above.
         let next = unsafe { Numbers::<i64>::new(self.splits, world) };
         // SAFETY: as above.
@@ -186,8 +185,8 @@ impl RowWork {
             position.set(row, at as u32 + 1);
             let from = (self.input as *const u8).wrapping_add(row * size);
             let to = (self.packed as *mut u8).wrapping_add(at * size);
-            // SAFETY: the input has `given` rows, and the packed rows are `rows`, of which there are
-            // as many places as were counted. They are the exchange's own, so apart from the input.
+            // SAFETY: the input has `given` rows, and there is room for `rows` packed ones, of which no more are used
+            // than were counted. They are the exchange's own memory, so they do not overlap the input.
             unsafe { ptr::copy_nonoverlapping(from, to, size) };
         }
         if (0..world).any(|rank| next.get(rank) != end.get(rank)) {
@@ -197,8 +196,8 @@ impl RowWork {
         None
     }
 
-    /// Says how many of the rows that came from each rank had room, which go back; and that nothing
-    /// has come back yet.
+    /// Computes how many of the rows from each rank had room, which are those that go back, and marks that no row has
+    /// come back yet.
     pub(crate) unsafe fn fit(&self, world: usize) {
         // SAFETY: the caller's promise, so here and below.
         let counts = unsafe { Numbers::<i64>::new(self.counts, world) };
@@ -218,9 +217,9 @@ impl RowWork {
         returned.fill(-1);
     }
 
-    /// Puts rows that came back where they were, and zeros where none did. Does nothing if there was
-    /// no exchange.
-    pub(crate) unsafe fn spread(&self, world: usize) {
+    /// Copies the rows that came back to their original places, and writes zeros where no row came back. Does nothing if
+    /// there was no exchange.
+    pub(crate) unsafe fn unpack(&self, world: usize) {
         let (rows, size) = (self.rows as usize, self.row_bytes as usize);
         // SAFETY: the caller's promise, so here and below.
         let returned = unsafe { Numbers::<i64>::new(self.returned, world) };
@@ -236,7 +235,7 @@ impl RowWork {
             match found {
                 Some(at) => {
                     let from = (self.packed as *const u8).wrapping_add(at * size);
-                    // SAFETY: both have as many rows, and the packed ones are the exchange's own.
+                    // SAFETY: both have this row, and the packed ones are the exchange's own memory.
                     unsafe { ptr::copy_nonoverlapping(from, to, size) }
                 }
                 // SAFETY: the output has `given` rows.
@@ -245,7 +244,7 @@ impl RowWork {
         }
     }
 
-    /// Which of the packed rows came back for the one that was packed at `place - 1`.
+    /// The index among the packed rows of the row that came back for the one that was packed at `place - 1`.
     unsafe fn returned_row(&self, place: u32, world: usize) -> Option<usize> {
         let place = u64::from(place.checked_sub(1)?);
         // SAFETY: the caller's promise, so here and below.
@@ -267,12 +266,12 @@ mod tests {
     use crate::row_exchange::{LayoutParts, Scratch};
     use crate::{DType, RowShape};
 
-    /// Rows of three bytes, whose places alone are looked at.
+    /// Orders rows of three bytes, each of which holds its own bytes' positions.
     fn ordered(world: usize, destinations: &[i32]) -> (Option<Unsent>, Vec<i64>, Vec<u8>) {
         let shape = RowShape { rows: 6, row: 3, dtype: DType::U8 };
         let (scratch, layout) =
             (Scratch::new(&shape, world as u32), LayoutParts::new(&shape, world as u32));
-        // Eight bytes each, as numbers in it are to be aligned.
+        // Elements of eight bytes, so that the numbers in them are aligned.
         let mut scratch = vec![0_u64; scratch.bytes as usize / 8];
         let mut layout = vec![0_u64; layout.bytes as usize / 8];
         let (scratch_at, layout_at) = (scratch.as_mut_ptr() as u64, layout.as_mut_ptr() as u64);
@@ -283,7 +282,7 @@ mod tests {
             given: destinations.len() as u64,
             ..RowWork::new(&shape, world as u32, scratch_at, layout_at)
         };
-        // SAFETY: the vectors are as long as the parts, and nobody else has them.
+        // SAFETY: the vectors are as long as the parts, and nobody else accesses them.
         let bad = unsafe { work.order(world) };
         // SAFETY: as above.
         let splits = unsafe { Numbers::<i64>::new(work.splits, world) };
@@ -316,7 +315,7 @@ mod tests {
     fn destinations_that_changed_since_they_were_counted_place_no_row() {
         let shape = RowShape { rows: 3, row: 1, dtype: DType::U8 };
         let bytes = (Scratch::new(&shape, 2).bytes, LayoutParts::new(&shape, 2).bytes);
-        // Too many for rank 0 or rank 1, for a rank that is none, and too few.
+        // Too many rows for rank 0 or rank 1, a row for a rank that does not exist, and too few rows.
         for changed in [[0, 0, 0], [1, 1, 0], [2, 0, 1], [0, -1, 0]] {
             let (mut scratch, mut layout) =
                 (vec![0_u64; bytes.0 as usize / 8], vec![0_u64; bytes.1 as usize / 8]);
@@ -328,7 +327,7 @@ mod tests {
                 given: 3,
                 ..RowWork::new(&shape, 2, scratch_at, layout_at)
             };
-            // SAFETY: the vectors are as long as the parts, and nobody else has them; so below.
+            // SAFETY: the vectors are as long as the parts, and nobody else accesses them; so below.
             assert_eq!(unsafe { work(&counted).count(2) }, None);
             // SAFETY: as above.
             assert_eq!(unsafe { work(&changed).pack(2) }, Some(Unsent::Changed), "{changed:?}");

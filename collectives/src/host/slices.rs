@@ -1,7 +1,7 @@
-//! Collectives on ordinary slices: the safe face of [`HostEngine`].
+//! Collectives on ordinary slices: the safe methods of [`HostEngine`].
 //!
-//! Slices are memory of this process alone, so their data passes through scratch; see
-//! [`Place::Plain`]. Lengths that do not fit each other are refused on every rank.
+//! Slices are memory of this process alone, so their data passes through scratch; see [`Place::Plain`]. Lengths that
+//! do not fit each other are refused, and the other ranks get an error as well.
 
 #![allow(unsafe_code)] // passes on slices as raw buffers, whole
 
@@ -21,8 +21,7 @@ impl HostEngine {
     /// [`Self::all_reduce`] in place.
     pub fn all_reduce_slice<T: Element>(&mut self, data: &mut [T], op: ReduceOp) -> Result<()> {
         let place = output(data);
-        // SAFETY: the slice is borrowed exclusively until the call returns, and peers do not touch
-        // ordinary memory.
+        // SAFETY: the slice is borrowed exclusively until the call returns, and peers do not access ordinary memory.
         unsafe { self.all_reduce(place, place, data.len(), T::DTYPE, op, AllReduceAlgorithm::Auto) }
     }
 
@@ -88,7 +87,7 @@ impl HostEngine {
         unsafe { self.all_to_all_v(input(from), send, output(to), receive, T::DTYPE) }
     }
 
-    /// Refuses a length; the other ranks are told, so that they do not wait.
+    /// Declines the call if a length is wrong, so that the other ranks get an error instead of waiting.
     pub(crate) fn fits(
         &mut self,
         what: &str,
@@ -101,7 +100,7 @@ impl HostEngine {
     }
 }
 
-/// Refuses a length that is not the one it must be; `None` where there can be none such.
+/// Returns an error if a length is not the expected one. `None` stands for an expected length that is too large.
 pub(crate) fn expect_length(
     what: &str,
     rank: u32,

@@ -1,4 +1,4 @@
-//! How a rank waits on the processor: spin, then give the core away, then sleep on a futex.
+//! How a rank waits: it spins, then yields the core, then sleeps on a futex.
 
 #![allow(unsafe_code)] // a futex is an address in shared memory
 
@@ -11,29 +11,29 @@ use symmpool_allocator::Deadline;
 use super::fault::Cause;
 use crate::signal::{Native, Pause, Slot};
 
-/// How long a waiter spins before it gives the core away. Short, as the peer may need this very
-/// core; a yield on an idle machine costs little more than a look.
+/// How long a waiter spins before it yields. It is short, because the peer may need this very core; on an idle
+/// machine a yield costs little more than a load.
 const SPIN: Duration = Duration::from_micros(3);
 /// Yields before a waiter sleeps.
 const YIELDS: u32 = 400;
-/// Longest single sleep: how often a sleeper looks for an abort, a dead peer and its deadline.
+/// The longest single sleep, and so how often a sleeper checks for an abort, a dead peer and its deadline.
 const SLICE: Duration = Duration::from_millis(10);
 
-/// What a waiter may do before it sleeps.
+/// How often a waiter spins and yields before it sleeps.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Patience {
+pub(super) struct SpinPolicy {
     spins: u32,
     yields: u32,
 }
 
-impl Patience {
-    /// Spinning pays only if every rank has a core to itself (see `cores`).
+impl SpinPolicy {
+    /// Spinning is worth it only if every rank has a core of its own (see `cores`).
     pub(super) fn new(spin: bool) -> Self {
         Self { spins: if spin { calibrate() } else { 0 }, yields: YIELDS }
     }
 }
 
-/// Spins that take about [`SPIN`] here: the pause instruction costs 10 times more on some
+/// How many spins take about [`SPIN`] on this processor. The pause instruction takes 10 times longer on some
 /// processors than on others.
 fn calibrate() -> u32 {
     const SAMPLE: u32 = 1000;
@@ -45,18 +45,18 @@ fn calibrate() -> u32 {
     (SPIN.as_nanos() as u64 / each.max(1)).clamp(50, 100_000) as u32
 }
 
-/// Passes the time of one wait. `check` looks for reasons to give up, and is called from the first
-/// yield on, so that a wait that ends while spinning never reads a clock.
+/// Paces one wait. `check` looks for reasons to give up. It is called from the first yield on, so that a wait that
+/// ends while spinning never reads a clock.
 pub(super) struct Waiter<C> {
-    patience: Patience,
+    spin_policy: SpinPolicy,
     looks: u32,
     check: C,
 }
 
 impl<C> Waiter<C> {
     #[inline]
-    pub(super) fn new(patience: Patience, check: C) -> Self {
-        Self { patience, looks: 0, check }
+    pub(super) fn new(spin_policy: SpinPolicy, check: C) -> Self {
+        Self { spin_policy, looks: 0, check }
     }
 
     #[cold]
@@ -64,9 +64,9 @@ impl<C> Waiter<C> {
     where
         C: FnMut() -> Result<(), E>,
     {
-        let yields = self.looks - self.patience.spins;
-        if yields < self.patience.yields {
-            // A clock at every 16th yield is soon enough.
+        let yields = self.looks - self.spin_policy.spins;
+        if yields < self.spin_policy.yields {
+            // Reading a clock at every 16th yield is often enough.
             if yields.is_multiple_of(16) {
                 (self.check)()?;
             }
@@ -87,7 +87,7 @@ where
 
     #[inline]
     fn pause(&mut self) -> Result<bool, E> {
-        if self.looks < self.patience.spins {
+        if self.looks < self.spin_policy.spins {
             self.looks += 1;
             std::hint::spin_loop();
             return Ok(false);
@@ -100,37 +100,37 @@ where
             tv_sec: 0,
             tv_nsec: rustix::thread::Nsecs::from(SLICE.subsec_nanos()),
         };
-        // However the sleep ends - woken, changed before it began, interrupted, slice over - the
-        // waiter looks at the word again.
+        // However the sleep ends (woken, word changed before it began, interrupted, slice over), the waiter loads
+        // the word again.
         let _ = futex::wait(low_half(slot), futex::Flags::empty(), seen, Some(&slice));
     }
 }
 
-/// What one wait looks for beside its signal: the end of its time, and of the peer's process. Made at
-/// the first look, so that a wait that ends while spinning never reads a clock.
-pub(super) struct Lookout {
+/// Ends one wait when its deadline passes or the peer's process ends. It is made at the first check, so that a wait
+/// that ends while spinning never reads a clock.
+pub(super) struct Watchdog {
     deadline: Deadline,
-    /// When it is next asked whether the peer lives.
-    ask_at: Instant,
+    /// When to check next whether the peer's process runs.
+    check_at: Instant,
     dead: bool,
 }
 
-impl Lookout {
+impl Watchdog {
     pub(super) fn new(timeout: Duration) -> Self {
-        // Not asked at once: a peer that is merely late costs no system call.
-        let ask_at = Instant::now() + SLICE;
-        Self { deadline: Deadline::after(timeout), ask_at, dead: false }
+        // Not at once, so that a peer that is only a little late costs no system call.
+        let check_at = Instant::now() + SLICE;
+        Self { deadline: Deadline::after(timeout), check_at, dead: false }
     }
 
-    /// The time that this wait has in all.
+    /// How long this wait may take in all.
     pub(super) fn timeout(&self) -> Duration {
         self.deadline.budget()
     }
 
-    /// Why the wait is to end, if it is. `alive` tells whether the peer's process runs; `None` where
-    /// there is nobody to ask.
+    /// Returns the cause if the wait must end. `alive` returns whether the peer's process runs; `None` if that cannot
+    /// be found out.
     pub(super) fn look(&mut self, alive: Option<impl FnOnce() -> bool>) -> Result<(), Cause> {
-        // The peer may have signalled and then ended: one more look came after `dead` was set.
+        // The peer may have signalled before it ended: the word was loaded once more after `dead` was set.
         if self.dead {
             return Err(Cause::PeerLost);
         }
@@ -139,19 +139,19 @@ impl Lookout {
         }
         if let Some(alive) = alive {
             let now = Instant::now();
-            if now >= self.ask_at {
+            if now >= self.check_at {
                 self.dead = !alive();
-                self.ask_at = now + SLICE;
+                self.check_at = now + SLICE;
             }
         }
         Ok(())
     }
 }
 
-/// Wakes the one who sleeps on `slot`. Shared between processes, so never a private futex.
+/// Wakes the thread that sleeps on `slot`. Processes share the slot, so the futex is never a private one.
 #[cold]
 pub(super) fn wake(slot: &Slot<Native>) {
-    // Waking cannot fail on a mapped address; if it did, the sleeper's slice would end it.
+    // Waking cannot fail on a mapped address; if it did, the sleeper would wake up after its slice.
     let _ = futex::wake(low_half(slot), futex::Flags::empty(), 1);
 }
 
@@ -162,7 +162,7 @@ pub(super) fn wake_all(slot: &Slot<Native>) {
     let _ = futex::wake(low_half(slot), futex::Flags::empty(), i32::MAX as u32);
 }
 
-/// The half of the word that the kernel compares. Only the kernel reads through it.
+/// The half of the word that the operating system compares. Only the operating system reads it through this reference.
 fn low_half(slot: &Slot<Native>) -> &AtomicU32 {
     // SAFETY: the word is eight aligned bytes that live as long as `slot`; its first four are the
     // low half (little endian, asserted in `signal`), and AtomicU32 may be shared and changed.

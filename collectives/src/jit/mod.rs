@@ -143,12 +143,12 @@ pub(crate) struct Jit {
     options: JitOptions,
     nvrtc: OnceLock<Result<Nvrtc>>,
     cache: OnceLock<Option<Cache>>,
-    images: Mutex<BTreeMap<Asked, Arc<Mutex<Option<Image>>>>>,
+    images: Mutex<BTreeMap<RequestedAlgorithm, Arc<Mutex<Option<Image>>>>>,
     compiled: AtomicU64,
 }
 
 /// What was asked for: name, source, defines, device.
-type Asked = (&'static str, &'static str, String, Arch);
+type RequestedAlgorithm = (&'static str, &'static str, String, Arch);
 
 impl Jit {
     /// Touches neither library nor disk yet.
@@ -173,7 +173,7 @@ impl Jit {
     /// there is no NVRTC.
     pub(crate) fn compile(&self, variant: &Variant<'_>, arch: Arch) -> Result<Image> {
         let Kernel { name, source, .. } = *variant.kernel;
-        let asked: Asked = (name, source, defines(variant).concat(), arch);
+        let asked: RequestedAlgorithm = (name, source, defines(variant).concat(), arch);
         let slot = Arc::clone(lock(&self.images).entry(asked).or_default());
         // Held while compiling, so that other threads wait for this one.
         let mut image = lock(&slot);

@@ -1,31 +1,30 @@
-//! Channels: signals from one rank to another outside collectives, which are counted.
+//! Channels: counted signals from one rank to another, outside of collectives.
 //!
-//! The word of a channel's [`Slot`] is the number of signals that were ever sent; only the sending
-//! rank changes it, and it only grows. The waiting rank has a count of its own of those it took. A
-//! wait succeeds once there are more sent than taken, and takes exactly one; so signals may run
-//! ahead of waits, and waits ahead of signals, without bound: 64 bits do not wrap.
+//! The word of a channel's [`Slot`] is the number of signals that were ever sent; only the sending rank changes it, and
+//! it only grows. The waiting rank counts the signals that it took. A wait succeeds once more were sent than taken, and
+//! takes exactly one. So signals may run ahead of waits, and waits ahead of signals, without bound: 64 bits do not wrap.
 //!
-//! Threads of either rank may signal and wait at the same time. Every signal is an addition that
-//! releases, so whoever acquires count `n` sees what came before each of the first `n` signals.
+//! Several threads of either rank may signal and wait at the same time. Every signal is an addition with release, so
+//! whoever acquires count `n` sees what was written before each of the first `n` signals.
 
 use std::sync::atomic::Ordering;
 
 use super::{Atomics, Pause, Slot, Word};
 
-/// Channels between two ranks, each way.
+/// The number of channels between two ranks, in each direction.
 pub(crate) const CHANNELS: u32 = 16;
 
 impl<A: Atomics> Slot<A> {
-    /// One signal more: whoever takes it sees all this thread wrote before (S3).
-    /// [`wake_sleepers`](super::wake_sleepers) must follow, and wake all of them.
+    /// Sends one more signal: whoever takes it sees all that this thread wrote before (S3).
+    /// [`wake_sleepers`](super::wake_sleepers) must follow, and wake all sleepers.
     #[inline]
     pub(crate) fn count_up(&self) {
         self.word.add(1, Ordering::Release);
     }
 }
 
-/// Waits until there is a signal that was not taken, takes it, and gives back which one it is,
-/// counted from 1. Where the pause ends the wait, nothing was taken.
+/// Waits until there is a signal that was not taken, takes it, and returns its number, counted from 1. If the pause
+/// ends the wait, no signal was taken.
 #[inline]
 pub(crate) fn take<A: Atomics, P: Pause<A>>(
     slot: &Slot<A>,
@@ -36,7 +35,7 @@ pub(crate) fn take<A: Atomics, P: Pause<A>>(
         let before = taken.load(Ordering::Relaxed);
         let sent = slot.word.load(Ordering::Acquire);
         if sent > before {
-            // Another thread may have taken it first; then look for the next.
+            // Another thread may have taken this signal first; then wait for the next.
             if taken.replace(before, before + 1) {
                 return Ok(before + 1);
             }
@@ -71,7 +70,7 @@ mod models {
         slot: Slot<Loom>,
         taken: AtomicU64,
         futex: Futex,
-        /// What signals hand over, one after the other.
+        /// The data that the signals hand over, one after the other.
         data: [UnsafeCell<u64>; 2],
     }
 
@@ -111,7 +110,7 @@ mod models {
     /// Rule S3.
     #[test]
     fn loom_a_wait_sees_what_came_before_its_signal() {
-        // Also where the next signal has run ahead.
+        // This holds even if the next signal was sent before the first was taken.
         loom::model(|| {
             let channel = Channel::new();
             let theirs = Arc::clone(&channel);
@@ -145,7 +144,7 @@ mod models {
             for _ in 0..2 {
                 channel.take(&mut Spinner);
             }
-            // Having taken both, whatever came before either is there.
+            // Both were taken, so what was written before either is visible.
             assert_eq!([channel.seen(0), channel.seen(1)], [7, 7]);
             for sender in senders {
                 sender.join().unwrap();

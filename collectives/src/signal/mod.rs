@@ -1,42 +1,39 @@
-//! The epoch protocol: how one rank tells another that it has come so far, and how it waits.
+//! The epoch protocol: how one rank signals another that it has reached a point, and how a rank waits for that.
 //!
-//! A [`Slot`] is written by exactly one rank and waited on by exactly one other. There is one per
-//! source rank and parity for the *entry* of calls, and one per source rank and parity for the
-//! *steps* inside calls. What a word says:
+//! A [`Slot`] is written by exactly one rank and waited on by exactly one other. For each source rank and parity there
+//! is one slot for the *handshake* of calls and one for the *steps* inside of calls. The words mean:
 //!
-//! - entry: the low half is the low 32 bits of the call's epoch, the high half a digest of what is
-//!   called, never zero (rule S6). Every call has an entry, so a slot always holds the entry of
-//!   two calls ago when the next is awaited: comparing 32 bits for equality is enough, also when
-//!   they wrap.
-//! - step: the whole word is a 64-bit count of steps, which never wraps. A step may lie any number
-//!   of calls after the one before it, so 32 bits would not be enough here.
+//! - Handshake: the low half is the low 32 bits of the call's epoch, the high half a digest of the call description,
+//!   never zero (rule S6). Every call has a handshake, so while a rank waits for the next one, the slot holds the word
+//!   of two calls before: it is enough to compare 32 bits for equality, also when they wrap.
+//! - Step: the whole word is a 64-bit count of steps, which never wraps. Any number of calls may lie between two
+//!   steps, so 32 bits would not be enough here.
 //!
-//! Equality, not order: a rank is at most one call, and one step, ahead of any peer (rule S4), for
-//! it cannot pass a wait before every peer has signalled. Two parities therefore suffice for slots
-//! and for whatever buffers a signal hands over: a buffer filled before signal `n` is filled again
-//! only after every peer's signal `n + 1`, which a peer sends when it is done with `n`.
+//! Words are compared for equality, not for order: a rank is at most one call, and one step, ahead of any peer
+//! (rule S4), because it cannot pass a wait before every peer has signalled. Two parities therefore suffice for slots
+//! and for the buffers that a signal hands over: a buffer filled before signal `n` is filled again only after every
+//! peer's signal `n + 1`, which a peer sends when it has finished reading what belongs to `n`.
 //!
-//! Data is ordered by the word alone: stored with release after the data, loaded with acquire
-//! before it (rule S3).
+//! The word alone orders data: it is stored with release after the data, and loaded with acquire before the data
+//! (rule S3).
 //!
-//! A waiter that has waited long enough sleeps. It raises the slot's `sleeping` flag, fences, looks
-//! once more, and parks on the word's low half; the signaller stores the word, fences, and looks at
-//! the flag. Of the two looks at least one sees the other side's store, so no wake-up is lost.
+//! A waiter that has waited long enough sleeps. It raises the slot's `sleeping` flag, fences, loads the word once more,
+//! and parks on the word's low half. The signaller stores the word, fences, and loads the flag. At least one of the two
+//! loads sees the other side's store, so no wake-up is lost.
 //!
-//! The atomics are a parameter so that loom can check all of this; see the tests.
+//! The atomics are a type parameter so that loom can check all of this; see the tests.
 
 pub(crate) mod channel;
 
 use std::sync::atomic::Ordering;
 
-/// One atomic word: the operations the protocols need.
+/// One atomic word, with the operations that the protocols need.
 pub(crate) trait Word<T> {
     fn load(&self, order: Ordering) -> T;
     fn store(&self, value: T, order: Ordering);
-    /// Wraps. Gives back what was there before.
+    /// Adds, wrapping, and returns the former value.
     fn add(&self, value: T, order: Ordering) -> T;
-    /// Puts `new` where `old` is; false, and nothing done, where something else is. Not ordered
-    /// with anything.
+    /// Replaces `old` by `new`. Returns false and changes nothing if the word holds another value. Relaxed.
     fn replace(&self, old: T, new: T) -> bool;
 }
 
@@ -87,44 +84,44 @@ impl Atomics for Native {
     }
 }
 
-/// Words that say what a rank called; they travel with its entry signal.
-pub(crate) const DETAILS: usize = 4;
+/// The number of words of a call description, which travels with the handshake signal.
+pub(crate) const DESCRIPTION_WORDS: usize = 4;
 
-/// One signal from one rank to another, alone on its cache lines. All zero is "never signalled".
+/// One signal from one rank to another, alone on its cache lines. All zero means "never signalled".
 #[repr(C, align(128))]
 pub(crate) struct Slot<A: Atomics> {
-    /// The signal. First, so that its low half is where a futex looks (little endian).
+    /// The signal. It is the first field, so that its low half lies at the address of the slot's futex (little endian).
     pub(crate) word: A::U64,
-    /// Not zero while a waiter is parked, or about to be. On channels, where several may wait, their
+    /// Not zero while a waiter is parked or about to park. On channels, where several threads may wait, it is their
     /// number.
     sleeping: A::U32,
-    /// Written by the signaller before the word, read by the waiter after it.
-    details: [A::U64; DETAILS],
+    /// The call description: written by the signaller before the word, read by the waiter after it.
+    description: [A::U64; DESCRIPTION_WORDS],
 }
 
 #[cfg(not(loom))]
 const _: () = assert!(size_of::<Slot<Native>>() == 128 && cfg!(target_endian = "little"));
 
 impl<A: Atomics> Slot<A> {
-    /// Signals: whoever sees `word` also sees the details and all this thread wrote before (S3).
-    /// [`wake_sleepers`] must follow.
+    /// Signals with a description: whoever sees `word` also sees the description and all that this thread wrote
+    /// before (S3). [`wake_sleepers`] must follow.
     #[inline]
-    pub(crate) fn publish(&self, word: u64, details: &[u64; DETAILS]) {
-        for (place, value) in self.details.iter().zip(details) {
+    pub(crate) fn publish(&self, word: u64, description: &[u64; DESCRIPTION_WORDS]) {
+        for (place, value) in self.description.iter().zip(description) {
             place.store(*value, Ordering::Relaxed);
         }
         self.word.store(word, Ordering::Release);
     }
 
-    /// Signals without details. [`wake_sleepers`] must follow.
+    /// Signals without a description. [`wake_sleepers`] must follow.
     #[inline]
     pub(crate) fn publish_word(&self, word: u64) {
         self.word.store(word, Ordering::Release);
     }
 
-    /// The details of the signal that was last awaited here.
-    pub(crate) fn details(&self) -> [u64; DETAILS] {
-        std::array::from_fn(|i| self.details[i].load(Ordering::Relaxed))
+    /// The description of the signal that was last awaited here.
+    pub(crate) fn description(&self) -> [u64; DESCRIPTION_WORDS] {
+        std::array::from_fn(|i| self.description[i].load(Ordering::Relaxed))
     }
 }
 
@@ -134,43 +131,43 @@ impl Slot<tests::Loom> {
         Self {
             word: loom::sync::atomic::AtomicU64::new(0),
             sleeping: loom::sync::atomic::AtomicU32::new(0),
-            details: std::array::from_fn(|_| loom::sync::atomic::AtomicU64::new(0)),
+            description: std::array::from_fn(|_| loom::sync::atomic::AtomicU64::new(0)),
         }
     }
 }
 
-/// The word of a call's entry.
+/// The handshake word of a call.
 #[inline]
-pub(crate) fn entry_word(epoch: u64, digest: u32) -> u64 {
-    // Zero is "never signalled", so no digest may be zero.
+pub(crate) fn handshake_word(epoch: u64, digest: u32) -> u64 {
+    // Zero means "never signalled", so no digest may be zero.
     (u64::from(digest.max(1)) << 32) | (epoch & 0xffff_ffff)
 }
 
-/// Whether `word` is the entry of the call with this epoch.
+/// Whether `word` is the handshake of the call with this epoch.
 #[inline]
-pub(crate) fn is_entry(word: u64, epoch: u64) -> bool {
+pub(crate) fn is_handshake(word: u64, epoch: u64) -> bool {
     word >> 32 != 0 && word as u32 == epoch as u32
 }
 
-/// How a waiter passes the time.
+/// How a waiter paces its loads of the word.
 pub(crate) trait Pause<A: Atomics> {
     /// Why a wait may end without its signal.
     type Error;
 
-    /// Called after every look that found nothing. Returns whether to park.
+    /// Called after every load that found no signal. Returns whether to park.
     fn pause(&mut self) -> Result<bool, Self::Error>;
 
     /// Sleeps while the low half of the slot's word is `seen`, until woken or for a bounded time.
     fn park(&mut self, slot: &Slot<A>, seen: u32);
 }
 
-/// Wakes whoever sleeps on one of `slots`, which this thread has just signalled.
+/// Wakes the threads that sleep on one of `slots`, which this thread has just signalled.
 #[inline]
 pub(crate) fn wake_sleepers<'a, A: Atomics + 'a>(
     slots: impl Iterator<Item = &'a Slot<A>>,
     mut wake: impl FnMut(&'a Slot<A>),
 ) {
-    // Pairs with the fence in `await_word`: either that waiter sees the word, or we its flag.
+    // Pairs with the fence in `await_word`: either the waiter sees the word, or this thread sees its flag.
     A::fence();
     for slot in slots {
         if slot.sleeping.load(Ordering::Relaxed) != 0 {
@@ -179,7 +176,7 @@ pub(crate) fn wake_sleepers<'a, A: Atomics + 'a>(
     }
 }
 
-/// Waits until `accept` takes the slot's word, and returns that word.
+/// Waits until `accept` returns true for the slot's word, and returns that word.
 #[inline]
 pub(crate) fn await_word<A: Atomics, P: Pause<A>>(
     slot: &Slot<A>,

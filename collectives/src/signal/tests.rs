@@ -2,18 +2,18 @@
 
 #[cfg(not(loom))]
 mod plain {
-    use crate::signal::{entry_word, is_entry};
+    use crate::signal::{handshake_word, is_handshake};
 
     #[test]
-    fn entry_words_tell_neighbouring_epochs_and_emptiness_apart() {
-        // Near the wrap of the low half, and with the digest that would look like emptiness.
+    fn handshake_words_of_neighbouring_epochs_differ_from_each_other_and_from_empty() {
+        // Near the wrap of the low half, and with the digest zero, which would look like an empty slot.
         for epoch in [1, 2, 0xffff_fffe, 0xffff_ffff, 1 << 32, (1 << 32) + 1] {
             for digest in [0, 1, 0xffff_ffff] {
-                let word = entry_word(epoch, digest);
-                assert!(is_entry(word, epoch));
-                assert!(!is_entry(word, epoch + 1));
-                assert!(!is_entry(word, epoch + 2));
-                assert!(!is_entry(0, epoch));
+                let word = handshake_word(epoch, digest);
+                assert!(is_handshake(word, epoch));
+                assert!(!is_handshake(word, epoch + 1));
+                assert!(!is_handshake(word, epoch + 2));
+                assert!(!is_handshake(0, epoch));
             }
         }
     }
@@ -65,8 +65,8 @@ mod models {
         }
     }
 
-    /// A futex as the kernel has it: the comparison and the queueing are one step for wakers.
-    /// It never wakes by itself, so a lost wake-up is a deadlock, which loom reports.
+    /// A model of the operating system's futex: for wakers, comparing and queueing are one step. It never wakes up by
+    /// itself, so a lost wake-up is a deadlock, which loom reports.
     pub(crate) struct Futex {
         bucket: Mutex<()>,
         queue: Condvar,
@@ -82,7 +82,7 @@ mod models {
         }
     }
 
-    /// Parks at once: the sleep and wake path is what is modelled.
+    /// Parks at once, because the models are about sleeping and waking.
     pub(crate) struct Sleeper<'a>(pub(crate) &'a Futex);
     impl Pause<Loom> for Sleeper<'_> {
         type Error = Infallible;
@@ -125,27 +125,27 @@ mod models {
             let shared = Arc::new((Slot::<Loom>::for_model(), Futex::new()));
             let theirs = Arc::clone(&shared);
             let waiter = loom::thread::spawn(move || {
-                wait(&theirs.0, |word| is_entry(word, 1), &mut Sleeper(&theirs.1))
+                wait(&theirs.0, |word| is_handshake(word, 1), &mut Sleeper(&theirs.1))
             });
-            shared.0.publish(entry_word(1, 7), &[0; DETAILS]);
+            shared.0.publish(handshake_word(1, 7), &[0; DESCRIPTION_WORDS]);
             wake_sleepers(std::iter::once(&shared.0), |_| shared.1.wake());
-            assert_eq!(waiter.join().unwrap(), entry_word(1, 7));
+            assert_eq!(waiter.join().unwrap(), handshake_word(1, 7));
         });
     }
 
     /// Rule S6.
     #[test]
-    fn loom_digest_and_details_come_with_their_epoch() {
-        // What a rank called is seen whole by whoever sees its entry.
+    fn loom_digest_and_description_come_with_their_epoch() {
+        // Whoever sees a rank's handshake word sees its whole description.
         loom::model(|| {
             let slot = Arc::new(Slot::<Loom>::for_model());
             let theirs = Arc::clone(&slot);
             let signaller = loom::thread::spawn(move || {
-                theirs.publish(entry_word(1, 11), &[1; DETAILS]);
+                theirs.publish(handshake_word(1, 11), &[1; DESCRIPTION_WORDS]);
             });
-            let word = wait(&slot, |word| is_entry(word, 1), &mut Spinner);
+            let word = wait(&slot, |word| is_handshake(word, 1), &mut Spinner);
             assert_eq!(word >> 32, 11);
-            assert_eq!(slot.details(), [1; DETAILS]);
+            assert_eq!(slot.description(), [1; DESCRIPTION_WORDS]);
             signaller.join().unwrap();
         });
     }
@@ -153,25 +153,25 @@ mod models {
     /// Rule S2.
     #[test]
     fn loom_stale_epochs_are_not_taken() {
-        // The slot still holds the entry of two calls ago, across the wrap of the low half.
+        // The slot still holds the handshake of two calls ago, across the wrap of the low half.
         loom::model(|| {
             let slot = Arc::new(Slot::<Loom>::for_model());
-            slot.publish(entry_word(0xffff_fffe, 3), &[3; DETAILS]);
+            slot.publish(handshake_word(0xffff_fffe, 3), &[3; DESCRIPTION_WORDS]);
             let theirs = Arc::clone(&slot);
             let signaller = loom::thread::spawn(move || {
-                theirs.publish(entry_word(1 << 32, 5), &[5; DETAILS]);
+                theirs.publish(handshake_word(1 << 32, 5), &[5; DESCRIPTION_WORDS]);
             });
-            let word = wait(&slot, |word| is_entry(word, 1 << 32), &mut Spinner);
+            let word = wait(&slot, |word| is_handshake(word, 1 << 32), &mut Spinner);
             assert_eq!(word >> 32, 5);
-            assert_eq!(slot.details(), [5; DETAILS]);
+            assert_eq!(slot.description(), [5; DESCRIPTION_WORDS]);
             signaller.join().unwrap();
         });
     }
 
-    /// One side of two ranks that exchange a value per call through scratch kept twice, by
-    /// parity. Loom's cells report a write that is not ordered after the peer's reads.
+    /// Two ranks that exchange a value in each call through scratch, of which there is one for each parity. Loom's
+    /// cells report a write that is not ordered after the peer's reads.
     struct Exchange {
-        /// By owner and parity: where the peer signals the owner.
+        /// By owner and parity: the slot in which the peer signals the owner.
         slots: [[Slot<Loom>; 2]; 2],
         /// By owner and parity.
         scratch: [[UnsafeCell<u64>; 2]; 2],
@@ -182,8 +182,8 @@ mod models {
             let (peer, parity) = (1 - me, (epoch & 1) as usize);
             // SAFETY: the protocol under test orders this write after the peer's last read.
             self.scratch[me][parity].with_mut(|cell| unsafe { *cell = epoch * 10 + me as u64 });
-            self.slots[peer][parity].publish_word(entry_word(epoch, 1));
-            wait(&self.slots[me][parity], |word| is_entry(word, epoch), &mut Spinner);
+            self.slots[peer][parity].publish_word(handshake_word(epoch, 1));
+            wait(&self.slots[me][parity], |word| is_handshake(word, epoch), &mut Spinner);
             // SAFETY: the signal orders this read after the peer's write.
             let seen = self.scratch[peer][parity].with(|cell| unsafe { *cell });
             assert_eq!(seen, epoch * 10 + peer as u64);
@@ -193,7 +193,7 @@ mod models {
     /// Rule S4.
     #[test]
     fn loom_scratch_changes_hands_by_parity() {
-        // Three calls use one of the two buffers twice.
+        // Three calls use one of the two scratch buffers twice.
         let mut model = loom::model::Builder::new();
         model.preemption_bound = Some(3);
         model.check(|| {
@@ -208,15 +208,14 @@ mod models {
         });
     }
 
-    /// One side of two ranks that show each other how much they send, and push it into the other's
-    /// output once the other's row has come, as all-to-alls on devices do. Who is sent nothing waits
-    /// for nothing.
+    /// Two ranks that publish how much they send, and push it into the other's output once they have received the other's
+    /// row, as all-to-alls on devices do. A rank that is sent nothing waits for no data.
     struct Counts {
-        /// By owner and parity: where the peer shows its row, with the call's number.
+        /// By owner and parity: the slot in which the peer publishes its row, with the call's epoch.
         rows: [[Slot<Loom>; 2]; 2],
-        /// By owner and parity: where the peer tells that all is there.
-        told: [[Slot<Loom>; 2]; 2],
-        /// By owner; one, whatever the parity.
+        /// By owner and parity: the slot in which the peer signals that its data is there.
+        arrivals: [[Slot<Loom>; 2]; 2],
+        /// By owner. There is one for both parities.
         outputs: [UnsafeCell<u64>; 2],
     }
 
@@ -225,24 +224,25 @@ mod models {
             let slots = || std::array::from_fn(|_| std::array::from_fn(|_| Slot::for_model()));
             Self {
                 rows: slots(),
-                told: slots(),
+                arrivals: slots(),
                 outputs: std::array::from_fn(|_| UnsafeCell::new(0)),
             }
         }
 
         fn call(&self, me: usize, epoch: u64, counts: [u64; 2]) {
             let (peer, parity) = (1 - me, (epoch & 1) as usize);
-            self.rows[peer][parity].publish(entry_word(epoch, 1), &[counts[me]; DETAILS]);
-            wait(&self.rows[me][parity], |word| is_entry(word, epoch), &mut Spinner);
-            let theirs = self.rows[me][parity].details()[0];
+            self.rows[peer][parity]
+                .publish(handshake_word(epoch, 1), &[counts[me]; DESCRIPTION_WORDS]);
+            wait(&self.rows[me][parity], |word| is_handshake(word, epoch), &mut Spinner);
+            let theirs = self.rows[me][parity].description()[0];
             assert_eq!(theirs, counts[peer], "a row of another call");
             if counts[me] > 0 {
                 // SAFETY: the protocol under test orders this write after the peer's last read.
                 self.outputs[peer].with_mut(|cell| unsafe { *cell = epoch * 10 + me as u64 });
-                self.told[peer][parity].publish_word(entry_word(epoch, 1));
+                self.arrivals[peer][parity].publish_word(handshake_word(epoch, 1));
             }
             if theirs > 0 {
-                wait(&self.told[me][parity], |word| is_entry(word, epoch), &mut Spinner);
+                wait(&self.arrivals[me][parity], |word| is_handshake(word, epoch), &mut Spinner);
                 // SAFETY: the signal orders this read after the peer's write.
                 let seen = self.outputs[me].with(|cell| unsafe { *cell });
                 assert_eq!(seen, epoch * 10 + peer as u64);
@@ -268,14 +268,13 @@ mod models {
     /// Rules S1 and S2.
     #[test]
     fn loom_zero_counts_keep_ranks_in_step() {
-        // A pair that sends nothing shows its row all the same, and stale words do not match.
+        // A pair that sends nothing still publishes its rows, and stale words do not match.
         exchange(&[[1, 0], [0, 0], [0, 1]]);
     }
 
     #[test]
     fn loom_an_output_changes_hands_with_the_row() {
-        // What the call before left there is read before the next call writes; rows change hands by
-        // parity (S4).
+        // The output of a call is read before the next call writes it; rows alternate by parity (S4).
         exchange(&[[1, 1], [1, 1], [1, 1]]);
     }
 }

@@ -28,7 +28,7 @@ fn a_missing_rank_is_named_and_the_communicator_stays_closed() {
         assert!(errors[0].is_timeout(), "{}", errors[0]);
         assert_eq!(errors[0].ranks(), [2]);
         let text = errors[0].to_string();
-        assert!(text.contains("rank 2 in all_reduce, call 2, entry"), "{text}");
+        assert!(text.contains("rank 2 in all_reduce, call 2, handshake"), "{text}");
         assert!(text.contains("300.0ms"), "not how long rank 0 waited: {text}");
         assert_eq!(errors[1].to_string(), text, "later calls fail with the same cause");
     }
@@ -44,7 +44,10 @@ fn a_late_rank_hears_of_the_abort() {
     let mut data = vec![1.0f32; 5000];
     assert!(first.all_reduce_slice(&mut data, ReduceOp::Sum).unwrap_err().is_timeout());
     let error = late.all_reduce_slice(&mut data, ReduceOp::Sum).unwrap_err();
-    assert!(error.is_timeout() && error.to_string().contains("rank 0 told rank 1"), "{error}");
+    assert!(
+        error.is_timeout() && error.to_string().contains("rank 0 reported to rank 1"),
+        "{error}"
+    );
     assert_eq!(error.ranks(), [1]);
 }
 

@@ -1,23 +1,23 @@
-//! All-gather: every rank ends with every rank's input, in rank order.
+//! All-gather in host memory: every rank ends with every rank's input, in rank order.
 
 #![allow(unsafe_code)] // hands raw buffers to the kernels
 
 use symmpool_allocator::Result;
 
-use super::all_reduce::Pieces;
+use super::pieces::Pieces;
 use crate::DType;
 use crate::host::call::{Call, Operation};
 use crate::host::kernels::{copy, copy_own};
 use crate::host::{Data, HostEngine, InPlace, Place};
 
-/// Up to here windows go through scratch too, in one phase instead of two; bytes a rank. Only as far
-/// as scratch holds them in one piece.
+/// Windows of up to this many bytes for each rank go through scratch too, in one phase instead of two, as far as
+/// scratch holds them in one piece.
 const SCRATCH_BYTES: usize = 32 << 10;
 
 impl HostEngine {
-    /// Copies `count` elements of rank `r`'s `input` to part `r` of every rank's `output` of
-    /// `world * count` elements. In place if the input is this rank's part of the output;
-    /// otherwise they must not overlap.
+    /// Copies the `count` elements of rank `r`'s `input` to part `r` of every rank's `output`, which has
+    /// `world * count` elements. The call is in place if the input is this rank's part of the output; otherwise
+    /// the two must not overlap.
     ///
     /// # Errors
     ///
@@ -26,7 +26,7 @@ impl HostEngine {
     /// # Safety
     ///
     /// `input` is readable for `count` elements of `dtype` and `output` writable for
-    /// `world * count`, and nobody else touches either, in any rank's slot if it is a window,
+    /// `world * count`, and nobody else accesses either, in any rank's slot if it is a window,
     /// until the call returns on every rank.
     pub unsafe fn all_gather(
         &mut self,
@@ -45,11 +45,11 @@ impl HostEngine {
             .output(output)
             .in_place(data.in_place);
         if !data.in_place {
-            // In place the input's offset differs from rank to rank, and follows from the output.
+            // In place, the input's offset differs from rank to rank, and follows from the output's.
             call = call.input(input);
         }
         if count == 0 {
-            return self.enter(&call);
+            return self.handshake(&call);
         }
         let bytes = count * size;
         if output.is_window() && bytes > SCRATCH_BYTES.min(self.scratch_bytes()) {
@@ -69,23 +69,23 @@ impl HostEngine {
 /// As [`HostEngine::all_gather`], for the resolved buffers, the output being a window.
 unsafe fn push(engine: &mut HostEngine, call: &Call, data: &Data, bytes: usize) -> Result<()> {
     let me = engine.rank();
-    engine.enter(call)?;
+    engine.handshake(call)?;
     let part = me as usize * bytes;
     let Place::Window(offset) = data.output else { return engine.step() };
     for rank in engine.peers() {
         let to = engine.window(rank, offset + part as u64);
-        // SAFETY: the peer has entered with this offset, and leaves its output alone until this
-        // rank's step; this part of it only this rank writes. The own input lies in own memory.
+        // SAFETY: the peer has made this call with this offset, and leaves its output alone until this rank's
+        // step; only this rank writes this part of it. The input is this rank's own memory.
         unsafe { copy(data.from, to, bytes) };
     }
     if !data.in_place {
-        // SAFETY: input and output are apart.
+        // SAFETY: input and output do not overlap.
         unsafe { copy_own(data.from, data.to.wrapping_add(part), bytes) };
     }
     engine.step()
 }
 
-/// Through scratch, in pieces.
+/// Gathers through scratch, in pieces.
 ///
 /// # Safety
 ///
@@ -99,30 +99,30 @@ unsafe fn staged(
 ) -> Result<()> {
     let me = engine.rank();
     let pieces = Pieces::new(count, size, engine.scratch_bytes());
-    // SAFETY: the first piece of the input, into scratch that holds a piece and is free (see
-    // `next_scratch`).
+    // SAFETY: the first piece of the input is readable by contract; scratch holds a piece and is free
+    // (see `next_scratch`).
     unsafe { copy(data.from, engine.next_scratch(), pieces.range(0).len() * size) };
-    engine.enter(call)?;
+    engine.handshake(call)?;
     for index in 0..pieces.len() {
         let range = pieces.range(index);
         let (at, bytes) = (range.start * size, range.len() * size);
         if index > 0 {
             let scratch = engine.scratch(me).wrapping_add(pieces.offset(index));
-            // SAFETY: into the half of scratch that held the piece before the last; every peer has
-            // signalled the last one since it read that.
+            // SAFETY: this piece is copied to the half of scratch that held the piece before the last one. Every
+            // peer has signalled the last piece since it read that.
             unsafe { copy(data.from.wrapping_add(at), scratch, bytes) };
             engine.step()?;
         }
         for rank in engine.peers() {
             let from = engine.scratch(rank).wrapping_add(pieces.offset(index));
             let to = data.to.wrapping_add(rank as usize * count * size + at);
-            // SAFETY: the peer wrote its piece before it signalled and leaves it alone until this
-            // rank's next signal; the output is writable by contract, and scratch apart from it.
+            // SAFETY: the peer wrote its piece before it signalled and leaves it alone until this rank's next
+            // signal; the output is writable by contract, and does not overlap scratch.
             unsafe { copy(from, to, bytes) };
         }
         if !data.in_place {
             let to = data.to.wrapping_add(me as usize * count * size + at);
-            // SAFETY: input and output are apart.
+            // SAFETY: input and output do not overlap.
             unsafe { copy_own(data.from.wrapping_add(at), to, bytes) };
         }
     }

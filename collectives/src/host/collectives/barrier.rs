@@ -1,4 +1,4 @@
-//! Barrier: the entry of a call, and nothing after it.
+//! Barrier in host memory: the handshake of a call, and nothing after it.
 
 use symmpool_allocator::Result;
 
@@ -6,15 +6,15 @@ use crate::host::HostEngine;
 use crate::host::call::{Call, Operation};
 
 impl HostEngine {
-    /// Returns once every rank has called it. What ranks wrote before is visible to all after.
+    /// Returns once every rank has called it. What ranks wrote before the call is visible to all ranks after it.
     ///
     /// # Errors
     ///
-    /// `is_diverged`, on every rank, if a rank called something else; `is_timeout` or
-    /// `is_peer_lost` if a rank does not come.
+    /// `is_diverged`, on every rank, if a rank makes another call; `is_timeout` or `is_peer_lost` if a rank makes
+    /// no call.
     pub fn barrier(&mut self) -> Result<()> {
         self.ready()?;
         self.catch_up()?;
-        self.enter(&Call::new(Operation::Barrier))
+        self.handshake(&Call::new(Operation::Barrier))
     }
 }

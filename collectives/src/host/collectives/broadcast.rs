@@ -1,17 +1,17 @@
-//! Broadcast: every rank ends with the root's data.
+//! Broadcast in host memory: every rank ends with the root's data.
 
 #![allow(unsafe_code)] // hands raw buffers to the kernels
 
 use symmpool_allocator::{Error, Result};
 
-use super::all_reduce::Pieces;
+use super::pieces::Pieces;
 use crate::DType;
 use crate::host::call::{Call, Operation};
 use crate::host::kernels::copy;
 use crate::host::{HostEngine, Place};
 
-/// Up to here windows go through scratch too, in one phase instead of two; bytes. Only as far as
-/// scratch holds them in one piece.
+/// Windows of up to this many bytes go through scratch too, in one phase instead of two, as far as scratch holds
+/// them in one piece.
 const SCRATCH_BYTES: usize = 32 << 10;
 
 impl HostEngine {
@@ -19,12 +19,12 @@ impl HostEngine {
     ///
     /// # Errors
     ///
-    /// As [`Self::all_reduce`], and `is_invalid_argument` for a root that is no rank.
+    /// As [`Self::all_reduce`], and `is_invalid_argument` for a root that is not below the number of ranks.
     ///
     /// # Safety
     ///
-    /// `buffer` is readable and writable for `count` elements of `dtype`, and nobody else touches
-    /// it, in any rank's slot if it is a window, until the call returns on every rank.
+    /// `buffer` is readable and writable for `count` elements of `dtype`, and nobody else accesses it, in any
+    /// rank's slot if it is a window, until the call returns on every rank.
     pub unsafe fn broadcast(
         &mut self,
         buffer: Place,
@@ -48,15 +48,15 @@ impl HostEngine {
             .input(buffer)
             .in_place(true);
         if count == 0 {
-            return self.enter(&call);
+            return self.handshake(&call);
         }
         match buffer {
             Place::Window(offset) if count * size > SCRATCH_BYTES.min(self.scratch_bytes()) => {
-                self.enter(&call)?;
+                self.handshake(&call)?;
                 if self.rank() != root {
                     let from = self.window(root, offset);
-                    // SAFETY: the root has entered, and leaves its window alone until this rank's
-                    // step; the same offset of different slots does not overlap.
+                    // SAFETY: the root has made this call, and leaves its window alone until this rank's step.
+                    // The same offset of different slots does not overlap.
                     unsafe { copy(from, address, count * size) };
                 }
                 self.step()
@@ -76,7 +76,7 @@ impl HostEngine {
     }
 }
 
-/// Through the root's scratch, in pieces.
+/// Broadcasts through the root's scratch, in pieces.
 ///
 /// # Safety
 ///
@@ -91,26 +91,26 @@ unsafe fn staged(
 ) -> Result<()> {
     let is_root = engine.rank() == root;
     if is_root {
-        // SAFETY: the first piece of the buffer, into scratch that holds a piece and is free (see
-        // `next_scratch`).
+        // SAFETY: the first piece of the buffer is readable by contract; scratch holds a piece and is free
+        // (see `next_scratch`).
         unsafe { copy(address, engine.next_scratch(), pieces.range(0).len() * size) };
     }
-    engine.enter(call)?;
+    engine.handshake(call)?;
     for index in 0..pieces.len() {
         let range = pieces.range(index);
         let local = address.wrapping_add(range.start * size);
         let scratch = engine.scratch(root).wrapping_add(pieces.offset(index));
         if index > 0 {
             if is_root {
-                // SAFETY: into the half of scratch that held the piece before the last; every peer
-                // has signalled the last one since it read that.
+                // SAFETY: this piece is copied to the half of scratch that held the piece before the last one.
+                // Every peer has signalled the last piece since it read that.
                 unsafe { copy(local, scratch, range.len() * size) };
             }
             engine.step()?;
         }
         if !is_root {
-            // SAFETY: the root filled this before it signalled, and fills it again only after this
-            // rank's next signal.
+            // SAFETY: the root wrote this piece before it signalled, and overwrites it only after this rank's
+            // next signal.
             unsafe { copy(scratch, local, range.len() * size) };
         }
     }

@@ -1,23 +1,23 @@
-//! Reduce-scatter: rank `r` ends with the reduction of everyone's `r`-th part.
+//! Reduce-scatter in host memory: rank `r` ends with the reduction of all ranks' part `r`.
 
 #![allow(unsafe_code)] // hands raw buffers to the kernels
 
 use symmpool_allocator::Result;
 
-use super::all_reduce::Pieces;
+use super::pieces::Pieces;
 use crate::host::call::{Call, Operation};
 use crate::host::kernels::{ReduceFn, copy};
 use crate::host::{Data, HostEngine, InPlace, Place};
 use crate::{DType, ReduceOp};
 
-/// Up to here windows go through scratch too, in one phase instead of two; bytes of all parts. Only
-/// as far as scratch has room for every part in one piece.
+/// Windows of up to this many bytes in all parts go through scratch too, in one phase instead of two, as far as
+/// scratch has room for every part in one piece.
 const SCRATCH_BYTES: usize = 32 << 10;
 
 impl HostEngine {
-    /// Reduces part `r` of every rank's `input`, `count` elements of `world * count`, into rank
-    /// `r`'s `output` of `count` elements. In place if the output is this rank's part of the
-    /// input; otherwise they must not overlap.
+    /// Reduces part `r` of every rank's `input`, which has `world * count` elements, into rank `r`'s `output` of
+    /// `count` elements. The call is in place if the output is this rank's part of the input; otherwise the two
+    /// must not overlap.
     ///
     /// # Errors
     ///
@@ -26,7 +26,7 @@ impl HostEngine {
     /// # Safety
     ///
     /// `input` is readable for `world * count` elements of `dtype` and `output` writable for
-    /// `count`, and nobody else touches either, in any rank's slot if it is a window, until the
+    /// `count`, and nobody else accesses either, in any rank's slot if it is a window, until the
     /// call returns on every rank.
     pub unsafe fn reduce_scatter(
         &mut self,
@@ -48,18 +48,18 @@ impl HostEngine {
             .input(input)
             .in_place(data.in_place);
         if count == 0 {
-            return self.enter(&call);
+            return self.handshake(&call);
         }
         match input {
             Place::Window(offset) if !fits_scratch(count * size, self) => {
-                self.enter(&call)?;
+                self.handshake(&call)?;
                 let at = offset + own as u64;
                 let mut sources = std::mem::take(&mut self.sources);
                 sources.clear();
                 sources.extend((0..self.world()).map(|rank| self.window(rank, at).cast_const()));
-                // SAFETY: all ranks have entered with this offset and leave their inputs alone
-                // until this rank's step; this part of them only this rank reads. The output is
-                // this rank's part of its own input, or apart from it.
+                // SAFETY: all ranks have made this call with this offset and leave their inputs alone until this
+                // rank's step; only this rank reads this part of them. The output is this rank's part of its own
+                // input, or does not overlap it.
                 unsafe { reduce(&sources, &[data.to], count) };
                 self.sources = sources;
                 self.step()
@@ -70,18 +70,18 @@ impl HostEngine {
     }
 }
 
-/// Scratch for one rank's part, lines whole; bytes.
-fn room(engine: &HostEngine) -> usize {
+/// Bytes of scratch that each part has, a multiple of 16.
+fn part_room(engine: &HostEngine) -> usize {
     (engine.scratch_bytes() / engine.world() as usize) & !15
 }
 
 /// Whether windows with parts of `part` bytes go through scratch.
 fn fits_scratch(part: usize, engine: &HostEngine) -> bool {
-    let room = room(engine);
+    let room = part_room(engine);
     room > 0 && part <= room.min(SCRATCH_BYTES / engine.world() as usize)
 }
 
-/// Through scratch: of every part a piece at a time.
+/// Reduces through scratch, one piece of every part at a time.
 ///
 /// # Safety
 ///
@@ -95,8 +95,8 @@ unsafe fn staged(
     reduce: ReduceFn,
 ) -> Result<()> {
     let (me, world) = (engine.rank(), engine.world());
-    // Halves of it alternate. At least one element of the largest type fits, whatever the options.
-    let room = room(engine);
+    // Pieces use the two halves of it alternately. At least one element of the largest type fits into it.
+    let room = part_room(engine);
     if room == 0 {
         return Err(engine.decline(symmpool_allocator::Error::invalid_argument(format!(
             "{} bytes of scratch are too few for a reduce_scatter of {world} ranks; raise \
@@ -111,18 +111,18 @@ unsafe fn staged(
         for part in (0..world as usize).filter(|part| *part != me as usize) {
             let from = data.from.wrapping_add((part * count + range.start) * size);
             let to = scratch.wrapping_add(part * room + pieces.offset(index));
-            // SAFETY: a piece of a part of the input, readable by contract, into that part's room
-            // in own scratch, which is free: see the callers.
+            // SAFETY: a piece of a part of the input, which is readable by contract, is copied to that part's room
+            // in this rank's scratch, which is free where this is called.
             unsafe { copy(from, to, range.len() * size) };
         }
     };
-    // Free: see `next_scratch`.
+    // This scratch is free: see `next_scratch`.
     fill(engine.next_scratch(), 0);
-    engine.enter(call)?;
+    engine.handshake(call)?;
     for index in 0..pieces.len() {
         let range = pieces.range(index);
         if index > 0 {
-            // Free: the half held the piece before the last, and every peer has signalled the last.
+            // This half is free: it held the piece before the last one, and every peer has signalled the last one.
             fill(engine.scratch(me), index);
             engine.step()?;
         }
@@ -134,8 +134,8 @@ unsafe fn staged(
             rank if rank == me => own,
             peer => engine.scratch(peer).wrapping_add(offset).cast_const(),
         }));
-        // SAFETY: each peer wrote its piece before it signalled and leaves it alone until this
-        // rank's next signal; the output is the own source exactly, or apart from it.
+        // SAFETY: each peer wrote its piece before it signalled and leaves it alone until this rank's next
+        // signal; the output is exactly this rank's own source, or does not overlap it.
         unsafe { reduce(&sources, &[data.to.wrapping_add(range.start * size)], range.len()) };
         engine.sources = sources;
     }

@@ -1,101 +1,108 @@
-//! How ranks meet in a call: its entry, its steps, and what becomes of a rank that waits in vain.
+//! The phases of a call, its handshake and its steps, and what happens when a wait fails.
 
 use symmpool_allocator::{Error, Result};
 
 use super::HostEngine;
 use crate::host::call::{Call, mismatch};
-use crate::host::fault::{Cause, End, Fault};
-use crate::host::wait::{Lookout, Waiter, wake};
-use crate::signal::{await_word, entry_word, is_entry, wake_sleepers};
+use crate::host::fault::{Cause, Fault, WaitFailure};
+use crate::host::wait::{Waiter, Watchdog, wake};
+use crate::signal::{await_word, handshake_word, is_handshake, wake_sleepers};
 
 impl HostEngine {
-    /// The first phase of every call: tells every peer what this rank calls, waits until every
-    /// peer has told, and compares. What this rank wrote before is visible to peers after, and the
-    /// reverse.
+    /// The first phase of every call: sends every peer the description of this rank's call, waits for those of all
+    /// peers, and compares them. What a rank wrote before its handshake is visible to all ranks after theirs.
     ///
     /// # Errors
     ///
-    /// `is_diverged`, the same on every rank, when calls differ; `is_timeout` or `is_peer_lost`
-    /// when a peer does not come, which closes the communicator.
+    /// `is_diverged`, the same on every rank, when calls differ; `is_timeout` or `is_peer_lost` when a peer makes no
+    /// call, which closes the communicator.
     #[inline]
-    pub(crate) fn enter(&mut self, call: &Call) -> Result<()> {
+    pub(crate) fn handshake(&mut self, call: &Call) -> Result<()> {
         let (epoch, parity) = (self.epoch, self.parity());
-        if self.meet(call)? { Ok(()) } else { Err(self.disagreement(call, parity, epoch)) }
+        if self.exchange_descriptions(call)? {
+            Ok(())
+        } else {
+            Err(self.disagreement(call, parity, epoch))
+        }
     }
 
-    /// [`Self::enter`] of an all-to-all that shows rows: whether all ranks said the same of it. It is no
-    /// other call where some said that their parts are equal, as rows tell what these are.
+    /// [`Self::handshake`] of an all-to-all whose rows are published. Returns whether all descriptions are equal. It
+    /// is no error if only some ranks describe a call of equal parts, because the rows say what their parts are.
     #[inline]
-    pub(crate) fn enter_exchange(&mut self, call: &Call) -> Result<bool> {
+    pub(crate) fn handshake_all_to_all(&mut self, call: &Call) -> Result<bool> {
         let (epoch, parity) = (self.epoch, self.parity());
-        if self.meet(call)? { Ok(true) } else { self.exchange_alike(call, parity, epoch) }
+        if self.exchange_descriptions(call)? {
+            Ok(true)
+        } else {
+            self.compare_all_to_all(call, parity, epoch)
+        }
     }
 
-    /// What ranks that said different things of an all-to-all come to.
+    /// Compares the descriptions of an all-to-all where they are not all equal.
     #[cold]
-    fn exchange_alike(&mut self, call: &Call, parity: u64, epoch: u64) -> Result<bool> {
+    fn compare_all_to_all(&mut self, call: &Call, parity: u64, epoch: u64) -> Result<bool> {
         for peer in self.peers() {
-            // It is there: the peer has entered, and its next word here is that of the call after the
-            // next, which this rank has to enter first.
-            let word = match self.await_entry(peer, parity, epoch) {
+            // This does not wait: the peer has made this call, and it overwrites this slot only in the call after the
+            // next one, which it cannot reach before this rank has.
+            let word = match self.await_handshake(peer, parity, epoch) {
                 Ok(word) => word,
                 Err(end) => return Err(self.close(end)),
             };
-            let slot = self.control.entry(self.layout.rank, parity, peer);
-            let theirs = Call::from_words(slot.details());
-            // The digest tells options that differ as well.
-            let true_to_word = entry_word(epoch, theirs.digest(self.salt)) == word;
-            if !true_to_word || theirs.without_parts() != call.without_parts() {
+            let slot = self.control.handshake(self.layout.rank, parity, peer);
+            let theirs = Call::from_words(slot.description());
+            // The digest covers the options, which the description does not have.
+            let digest_matches = handshake_word(epoch, theirs.digest(self.salt)) == word;
+            if !digest_matches || theirs.without_parts() != call.without_parts() {
                 return Err(self.disagreement(call, parity, epoch));
             }
         }
         Ok(false)
     }
 
-    /// Tells what this rank calls, waits for what the others call, and says whether it is the same.
+    /// Publishes this rank's call, waits for those of the other ranks, and returns whether all are equal.
     #[inline]
-    fn meet(&mut self, call: &Call) -> Result<bool> {
+    fn exchange_descriptions(&mut self, call: &Call) -> Result<bool> {
         let (epoch, parity) = (self.epoch, self.parity());
-        let word = self.announce(call);
+        let word = self.publish_call(call);
         let mut all_agree = true;
         for peer in self.peers() {
-            match self.await_entry(peer, parity, epoch) {
+            match self.await_handshake(peer, parity, epoch) {
                 Ok(theirs) => all_agree &= theirs == word,
                 Err(end) => return Err(self.close(end)),
             }
         }
-        self.heed_abort()?;
+        self.check_abort()?;
         Ok(all_agree)
     }
 
-    /// Fails if a peer has given up: it waited in vain for this very call, has left its words behind, and
-    /// may use its memory for something else by now. To be asked before that is written.
+    /// Fails if a peer has given up. Such a peer waited for this very call in vain; its signals are still there, but
+    /// it may use its memory for something else by now. To be called before a peer's memory is written.
     #[inline]
-    pub(crate) fn heed_abort(&mut self) -> Result<()> {
-        if let Some(end) = self.control.heard(&self.layout) {
+    pub(crate) fn check_abort(&mut self) -> Result<()> {
+        if let Some(end) = self.control.reported_fault(&self.layout) {
             return Err(self.close(end));
         }
         Ok(())
     }
 
-    /// Tells every peer that this rank makes a call; returns the word that says which.
+    /// Signals every peer that this rank makes a call, with its description. Returns the handshake word.
     #[inline]
-    pub(super) fn announce(&mut self, call: &Call) -> u64 {
+    pub(super) fn publish_call(&mut self, call: &Call) -> u64 {
         let (me, epoch, parity) = (self.layout.rank, self.epoch, self.parity());
-        let word = entry_word(epoch, call.digest(self.salt));
+        let word = handshake_word(epoch, call.digest(self.salt));
         self.operation = call.words()[0] as u8;
         self.call_timeout = self.timeout.get();
         self.steps_before = self.steps;
         // Advanced before anything can fail: the call counts, however it ends (S2).
         self.epoch += 1;
         for peer in self.peers() {
-            self.control.entry(peer, parity, me).publish(word, call.words());
+            self.control.handshake(peer, parity, me).publish(word, call.words());
         }
-        wake_sleepers(self.peers().map(|peer| self.control.entry(peer, parity, me)), wake);
+        wake_sleepers(self.peers().map(|peer| self.control.handshake(peer, parity, me)), wake);
         word
     }
 
-    /// A later phase: signals every peer, and waits for every peer's signal.
+    /// A later phase of a call: signals every peer, and waits for every peer's signal.
     #[inline]
     pub(crate) fn step(&mut self) -> Result<()> {
         let me = self.layout.rank;
@@ -114,18 +121,23 @@ impl HostEngine {
     }
 
     #[inline]
-    pub(super) fn await_entry(&self, peer: u32, parity: u64, epoch: u64) -> Result<u64, End> {
-        let slot = self.control.entry(self.layout.rank, parity, peer);
-        let mut waiter = Waiter::new(self.patience, self.watch(peer, 0, epoch));
-        await_word(slot, |word| is_entry(word, epoch), &mut waiter)
+    pub(super) fn await_handshake(
+        &self,
+        peer: u32,
+        parity: u64,
+        epoch: u64,
+    ) -> Result<u64, WaitFailure> {
+        let slot = self.control.handshake(self.layout.rank, parity, peer);
+        let mut waiter = Waiter::new(self.spin_policy, self.watch(peer, 0, epoch));
+        await_word(slot, |word| is_handshake(word, epoch), &mut waiter)
     }
 
     #[inline]
-    fn await_step(&self, peer: u32, step: u64) -> Result<u64, End> {
+    fn await_step(&self, peer: u32, step: u64) -> Result<u64, WaitFailure> {
         let slot = self.control.step(self.layout.rank, step & 1, peer);
         let phase = (step - self.steps_before) as u32;
-        // The call's own epoch; `self.epoch` is already the next one's.
-        let mut waiter = Waiter::new(self.patience, self.watch(peer, phase, self.epoch - 1));
+        // `self.epoch` is that of the next call already.
+        let mut waiter = Waiter::new(self.spin_policy, self.watch(peer, phase, self.epoch - 1));
         await_word(slot, |word| word == step, &mut waiter)
     }
 
@@ -140,55 +152,54 @@ impl HostEngine {
         });
     }
 
-    /// Every rank sees the same words, so makes the same error of them.
+    /// The error for calls that differ. Every rank has the same descriptions, so all return the same error.
     #[cold]
     fn disagreement(&self, mine: &Call, parity: u64, epoch: u64) -> Error {
         let me = self.layout.rank;
         let calls: Vec<Call> = (0..self.layout.world)
             .map(|rank| match rank {
                 rank if rank == me => *mine,
-                peer => Call::from_words(self.control.entry(me, parity, peer).details()),
+                peer => Call::from_words(self.control.handshake(me, parity, peer).description()),
             })
             .collect();
         mismatch(epoch, &calls)
     }
 
-    /// What a waiter looks for once it has stopped spinning: an abort, the peer's death, the
-    /// deadline.
+    /// The check that a waiter makes once it has stopped spinning: for an abort, the peer's death, and the deadline.
     #[inline]
-    fn watch(&self, peer: u32, phase: u32, epoch: u64) -> impl FnMut() -> Result<(), End> {
-        let mut lookout = None;
+    fn watch(&self, peer: u32, phase: u32, epoch: u64) -> impl FnMut() -> Result<(), WaitFailure> {
+        let mut watchdog = None;
         move || {
-            if let Some(end) = self.control.heard(&self.layout) {
+            if let Some(end) = self.control.reported_fault(&self.layout) {
                 return Err(end);
             }
-            let lookout = lookout.get_or_insert_with(|| Lookout::new(self.call_timeout));
+            let watchdog = watchdog.get_or_insert_with(|| Watchdog::new(self.call_timeout));
             let alive = self.options.peer_alive.as_ref().map(|alive| || alive(peer));
-            lookout.look(alive).map_err(|cause| {
-                let (operation, timeout) = (self.operation, lookout.timeout());
+            watchdog.look(alive).map_err(|cause| {
+                let (operation, timeout) = (self.operation, watchdog.timeout());
                 let fault = Fault { cause, operation, phase, peer, epoch, timeout };
-                End { fault, reporter: None }
+                WaitFailure { fault, reporter: None }
             })
         }
     }
 
-    /// Closes the communicator: tells the peers, unless one told us, and keeps the error for later
-    /// calls.
+    /// Closes the communicator: reports the fault to the peers, unless a peer reported it, and keeps the error for
+    /// later calls.
     #[cold]
-    pub(super) fn close(&mut self, end: End) -> Error {
+    pub(super) fn close(&mut self, end: WaitFailure) -> Error {
         self.close_after(end, None)
     }
 
-    /// The same after a call that this rank refused: later errors keep the reason for that.
+    /// The same after a call that this rank refused; the error then contains the reason for that, too.
     #[cold]
-    pub(super) fn close_after(&mut self, end: End, refused: Option<&Error>) -> Error {
+    pub(super) fn close_after(&mut self, end: WaitFailure, refused: Option<&Error>) -> Error {
         let me = self.layout.rank;
         if end.reporter.is_none() {
             for peer in self.peers() {
-                self.control.tell(peer, me, &end.fault);
+                self.control.report_fault(peer, me, &end.fault);
             }
-            // Pairs with the fence between a rank's entry and its look at the abort flag: a late
-            // peer sees the flag, unless it had entered before.
+            // Pairs with the fence between a rank's handshake signal and its load of the abort flag: a late peer sees
+            // the flag, unless it signalled before.
             std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
         }
         let gone: Vec<u32> = match (&self.options.peer_alive, end.reporter) {

@@ -1,5 +1,5 @@
-//! 16-bit floats to and from `f32`, free of branches so that loops over them vectorise. Rounding
-//! is to nearest, ties to even, in the default floating-point environment (see `environment`).
+//! Conversions of 16-bit floats to and from `f32`. They have no branches, so that loops over them vectorise, and round
+//! to nearest, ties to even, in the default floating-point environment (see `environment`).
 
 /// bfloat16 bits to `f32`: exact.
 #[inline(always)]
@@ -35,7 +35,7 @@ pub(super) fn f16_to_f32(bits: u16) -> f32 {
     f32::from_bits(sign | if magnitude >= 0x7c00 { special } else { finite })
 }
 
-/// `f32` to IEEE half bits. Too large becomes infinity; NaNs stay NaN (made quiet).
+/// `f32` to IEEE half bits. Numbers that are too large become infinity; NaNs stay NaN (made quiet).
 #[inline(always)]
 pub(super) fn f32_to_f16(value: f32) -> u16 {
     const REBIAS: u32 = (127 - 15) << 23;

@@ -1,12 +1,11 @@
-//! Copies: through the caches for what is read again soon, past them for what is not.
+//! Copies: through the caches for data that is read again soon, past them for data that is not.
 //!
-//! Between ranks the C library's `memcpy` is not used for more than a few lines: it may choose string
-//! instructions, which are many times slower on some processors when source and destination lie
-//! at close offsets of their pages - as equal offsets of symmetric memory do. On others they are up to
-//! twice as fast, within one rank's memory, for they need not read what they write. There `own` finds
-//! out which it is.
+//! Between ranks, the C library's `memcpy` is used for a few cache lines at most: it may choose string instructions,
+//! which are many times slower on some processors if source and destination have nearly the same offset within their
+//! pages, as equal offsets of symmetric memory do. On other processors string instructions are up to twice as fast
+//! within one rank's memory, because they need not read what they overwrite. The module `own` measures which holds here.
 
-/// Below this the call itself is what costs, and any copy will do; bytes.
+/// Copies of fewer bytes than this take about as long as the call itself, so any copy will do.
 const SMALL: usize = 512;
 #[cfg(target_arch = "x86_64")]
 const LINE: usize = 64;
@@ -15,8 +14,8 @@ const LINE: usize = 64;
 ///
 /// # Safety
 ///
-/// `from` is readable and `to` writable for `bytes`; they do not overlap; nobody else writes
-/// `from` or touches `to` meanwhile.
+/// `from` is readable and `to` writable for `bytes`; they do not overlap; nobody else writes `from` or accesses `to`
+/// meanwhile.
 #[inline]
 pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
     if bytes < SMALL {
@@ -28,9 +27,9 @@ pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
     }
 }
 
-/// Copies `bytes` bytes with stores that bypass the caches where the processor has them: for
-/// destinations larger than the caches, which then need not be read before they are written.
-/// Complete, as far as other cores see, before it returns.
+/// Copies `bytes` bytes with stores that bypass the caches, where the processor has such. This is for destinations that
+/// are larger than the caches, which then need not be read before they are written. Other cores see the whole copy
+/// before any later store of this thread.
 ///
 /// # Safety
 ///
@@ -45,12 +44,12 @@ pub(crate) unsafe fn copy_streaming(from: *const u8, to: *mut u8, bytes: usize) 
     }
 }
 
-/// Has [`copy_own`] know what it needs to, which takes some 0.1 ms the first time.
+/// Makes the measurement that [`copy_own`] depends on, which takes about 0.1 ms the first time.
 pub(crate) fn prepare_to_copy() {
     own::measured();
 }
 
-/// As [`copy`], from this rank's memory to this rank's, in whichever way is faster here.
+/// As [`copy`], within this rank's memory, in whichever way is faster on this processor.
 ///
 /// # Safety
 ///
@@ -166,8 +165,7 @@ mod x86 {
                     at += $bytes;
                 }
                 if STREAM {
-                    // Streaming stores are not ordered by a later release store; this orders
-                    // them (S3).
+                    // A later release store does not order streaming stores; this fence does (S3).
                     _mm_sfence();
                 }
             }
@@ -185,7 +183,7 @@ mod x86 {
     lines!(lines_avx, "avx", 32, _mm256_loadu_si256, _mm256_store_si256, _mm256_stream_si256);
 }
 
-/// Whether the C library copies faster than vectors do, by measuring it once.
+/// Measures once whether the C library copies faster than the vector loops.
 mod own {
     use std::sync::OnceLock;
     use std::time::{Duration, Instant};
@@ -193,17 +191,18 @@ mod own {
     use super::{copy, small};
 
     const PAGE: usize = 4096;
-    /// What is measured, and from where on it decides: where it fits into a core's caches, and the time is
-    /// no longer that of the call.
+    /// The bytes of the copy that is measured, which fits into a core's caches.
     const MEASURED: usize = 64 << 10;
+    /// The measurement decides for copies of at least this many bytes, which take longer than the call itself.
     const FROM: usize = 16 << 10;
-    /// Offsets within a page that differ by less than this are close.
+    /// Offsets within a page that differ by less than this are close to each other.
     const CLOSE: usize = 512;
     const FAR: usize = PAGE - CLOSE;
     /// How often each way is measured, in turns; the shortest time counts.
     const ROUNDS: u32 = 4;
 
-    /// For destinations whose offset within a page is the source's, and for others that are not close.
+    /// Whether the C library is faster for destinations with the source's offset within a page, and for those whose
+    /// offset is not close to it.
     #[derive(Debug)]
     pub(super) struct Faster {
         same: bool,
@@ -238,7 +237,7 @@ mod own {
         let (from, to) = (source.as_ptr(), target[offset..][..MEASURED].as_mut_ptr());
         let [mut vectors, mut library] = [Duration::MAX; 2];
         for _ in 0..ROUNDS {
-            // SAFETY: both hold as many bytes, and are borrowed apart from each other.
+            // SAFETY: both have room for as many bytes, and are separate borrows.
             vectors = vectors.min(time(|| unsafe { copy(from, to, MEASURED) }));
             // SAFETY: likewise.
             library = library.min(time(|| unsafe { small(from, to, MEASURED) }));
@@ -258,7 +257,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_byte_arrives_at_any_alignment_and_none_beside_it() {
+    fn every_byte_arrives_at_any_alignment_and_no_other_byte_changes() {
         let source: Vec<u8> = (0..5000u32).map(|i| (i * 7 + 3) as u8).collect();
         for (skip, bytes) in [(0, 5000), (1, 4999), (13, 64), (63, 1), (5, 0), (64, 700), (7, 4096)]
         {

@@ -1,4 +1,5 @@
-//! What is done to one element: widen, fold in rank order, finish. No memory is touched here.
+//! The arithmetic of reductions on one element: widen, combine in rank order, finish, narrow. Nothing here accesses
+//! memory.
 
 use std::marker::PhantomData;
 
@@ -10,28 +11,28 @@ use crate::float8::{e4m3_to_f32, e5m2_to_f32, f32_to_e4m3, f32_to_e5m2};
 use crate::{F8E4m3, F8E5m2};
 
 /// One reduction of one element type.
-pub(super) trait Fold {
-    /// As it lies in memory.
+pub(super) trait Reduction {
+    /// The type in memory.
     type Item: Pod + Default;
-    /// As it is accumulated.
+    /// The type of the accumulator.
     type Acc: Pod;
-    /// Items are IEEE halves and accumulate in `f32`, so that instructions for just this serve.
+    /// Whether items are IEEE halves that accumulate in `f32`, for which there are conversion instructions.
     #[cfg(target_arch = "x86_64")]
     const HALF: bool;
 
     fn widen(item: Self::Item) -> Self::Acc;
-    fn fold(so_far: Self::Acc, next: Self::Acc) -> Self::Acc;
-    /// What the total over `world` ranks becomes, before it is narrowed.
-    fn settle(total: Self::Acc, world: usize) -> Self::Acc;
-    fn narrow(settled: Self::Acc) -> Self::Item;
+    fn combine(so_far: Self::Acc, next: Self::Acc) -> Self::Acc;
+    /// Computes the result from the total over `world` ranks, before it is narrowed.
+    fn finish(total: Self::Acc, world: usize) -> Self::Acc;
+    fn narrow(finished: Self::Acc) -> Self::Item;
 }
 
-/// Arithmetic of an accumulator. Floats follow IEEE, integers wrap.
+/// The arithmetic of an accumulator. Floats follow IEEE 754, integers wrap.
 pub(super) trait Arithmetic: Pod {
     fn add(self, other: Self) -> Self;
     fn mul(self, other: Self) -> Self;
-    fn least(self, other: Self) -> Self;
-    fn greatest(self, other: Self) -> Self;
+    fn minimum(self, other: Self) -> Self;
+    fn maximum(self, other: Self) -> Self;
     fn divided(self, by: usize) -> Self;
 }
 
@@ -47,12 +48,12 @@ macro_rules! float_arithmetic {
                 self * other
             }
             #[inline(always)]
-            fn least(self, other: Self) -> Self {
-                // The first NaN stays; a NaN in `other` fails the comparison and is taken.
+            fn minimum(self, other: Self) -> Self {
+                // The first NaN is kept; a NaN in `other` makes the comparison false, so it is taken.
                 if self < other || self.is_nan() { self } else { other }
             }
             #[inline(always)]
-            fn greatest(self, other: Self) -> Self {
+            fn maximum(self, other: Self) -> Self {
                 if self > other || self.is_nan() { self } else { other }
             }
             #[inline(always)]
@@ -76,16 +77,16 @@ macro_rules! integer_arithmetic {
                 self.wrapping_mul(other)
             }
             #[inline(always)]
-            fn least(self, other: Self) -> Self {
+            fn minimum(self, other: Self) -> Self {
                 self.min(other)
             }
             #[inline(always)]
-            fn greatest(self, other: Self) -> Self {
+            fn maximum(self, other: Self) -> Self {
                 self.max(other)
             }
             #[inline(always)]
             fn divided(self, by: usize) -> Self {
-                // Only averages divide, in a type wide enough for `world`; one rank or more.
+                // Only averages divide, in a type that can hold `world`, which is at least 1.
                 self.checked_div(by as $ty).unwrap_or(self)
             }
         }
@@ -107,7 +108,7 @@ pub(super) trait Scalar {
     fn from_wide(wide: Self::Wide) -> Self::Item;
 }
 
-// `acc` and `wide`: the type, the way there from an item, and the way back.
+// `acc` and `wide` give a type, the conversion from an item to it, and the conversion back.
 macro_rules! scalars {
     ($($name:ty {
         item: $item:ty,
@@ -174,10 +175,10 @@ scalars! {
     i8 { item: i8, acc: i8 = (|x| x, |x| x), wide: i32 = (i32::from, |x| x as i8), half: false }
 }
 
-macro_rules! fold {
+macro_rules! reductions {
     ($($name:ident: $method:ident;)+) => {$(
         pub(super) struct $name<S>(PhantomData<S>);
-        impl<S: Scalar> Fold for $name<S> {
+        impl<S: Scalar> Reduction for $name<S> {
             type Item = S::Item;
             type Acc = S::Acc;
             #[cfg(target_arch = "x86_64")]
@@ -187,30 +188,30 @@ macro_rules! fold {
                 S::to_acc(item)
             }
             #[inline(always)]
-            fn fold(so_far: S::Acc, next: S::Acc) -> S::Acc {
+            fn combine(so_far: S::Acc, next: S::Acc) -> S::Acc {
                 so_far.$method(next)
             }
             #[inline(always)]
-            fn settle(total: S::Acc, _world: usize) -> S::Acc {
+            fn finish(total: S::Acc, _world: usize) -> S::Acc {
                 total
             }
             #[inline(always)]
-            fn narrow(settled: S::Acc) -> S::Item {
-                S::from_acc(settled)
+            fn narrow(finished: S::Acc) -> S::Item {
+                S::from_acc(finished)
             }
         }
     )+};
 }
 
-fold! {
+reductions! {
     Sum: add;
     Prod: mul;
-    Min: least;
-    Max: greatest;
+    Min: minimum;
+    Max: maximum;
 }
 
 pub(super) struct Avg<S>(PhantomData<S>);
-impl<S: Scalar> Fold for Avg<S> {
+impl<S: Scalar> Reduction for Avg<S> {
     type Item = S::Item;
     type Acc = S::Wide;
     #[cfg(target_arch = "x86_64")]
@@ -220,15 +221,15 @@ impl<S: Scalar> Fold for Avg<S> {
         S::to_wide(item)
     }
     #[inline(always)]
-    fn fold(so_far: S::Wide, next: S::Wide) -> S::Wide {
+    fn combine(so_far: S::Wide, next: S::Wide) -> S::Wide {
         so_far.add(next)
     }
     #[inline(always)]
-    fn settle(total: S::Wide, world: usize) -> S::Wide {
+    fn finish(total: S::Wide, world: usize) -> S::Wide {
         total.divided(world)
     }
     #[inline(always)]
-    fn narrow(settled: S::Wide) -> S::Item {
-        S::from_wide(settled)
+    fn narrow(finished: S::Wide) -> S::Item {
+        S::from_wide(finished)
     }
 }

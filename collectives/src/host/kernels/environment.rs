@@ -1,18 +1,17 @@
-//! The floating-point environment of the loops: the default one, whatever the caller set.
+//! The floating-point environment of the loops: the default one, whatever the caller has set.
 //!
-//! A rank may run with subnormals flushed to zero, or with another rounding mode; programs set
-//! both, a thread at a time. Ranks that reduce the same elements would then get different bits
-//! (rule S7). So the loops run with the default environment, which is also what the compiler
-//! assumes of all code, and the caller's comes back after them.
+//! A thread may have set subnormals to be flushed to zero, or another rounding mode. Ranks that reduce the same elements
+//! would then get different bits (rule S7). So the loops run in the default environment, which the compiler assumes for
+//! all code anyway, and restore the caller's environment after that.
 
-/// The default environment while this lives; then the one before.
+/// Sets the default environment, and restores the former one when dropped.
 ///
-/// Costs a read of the control register where it holds the default, as it does on most threads.
-pub(super) struct Defaults {
+/// Where the default is set already, as on most threads, this costs a read of the control register only.
+pub(super) struct DefaultEnvironment {
     before: Option<Control>,
 }
 
-impl Defaults {
+impl DefaultEnvironment {
     #[inline]
     pub(super) fn enter() -> Self {
         let before = control();
@@ -24,7 +23,7 @@ impl Defaults {
     }
 }
 
-impl Drop for Defaults {
+impl Drop for DefaultEnvironment {
     #[inline]
     fn drop(&mut self) {
         if let Some(before) = self.before {
@@ -33,8 +32,7 @@ impl Drop for Defaults {
     }
 }
 
-/// Whether the register asks for anything but the defaults. Flags of what has happened do not
-/// count.
+/// Whether the control register differs from the default in more than the flags of past exceptions.
 #[inline]
 fn is_special(control: Control) -> bool {
     control & !FLAGS != DEFAULT
@@ -51,7 +49,7 @@ mod x86_64 {
     pub(in super::super) type Control = u32;
     /// All exceptions masked, rounding to nearest, subnormals kept.
     pub(in super::super) const DEFAULT: Control = 0x1f80;
-    /// Exceptions that have happened.
+    /// The flags of past exceptions.
     pub(in super::super) const FLAGS: Control = 0x3f;
 
     #[inline]
@@ -62,13 +60,13 @@ mod x86_64 {
         value
     }
 
-    /// No operation on floats moves across this in the loops: all of theirs lie between loads and
-    /// stores, and those do not move across what may touch memory.
+    /// No floating-point operation of the loops can be moved across this: all of them lie between loads and stores,
+    /// which are not moved across code that may access memory.
     #[inline]
     pub(in super::super) fn set_control(value: Control) {
-        // SAFETY: loads the register from a local of its size. The value is the default or was
-        // read from the register, so no reserved bit is set, and it is in force either for the
-        // loops, which may assume the default, or for the caller, who had it before.
+        // SAFETY: loads the register from a local of its size. The value is the default or was read from the register,
+        // so no reserved bit is set. It applies either to the loops, which assume the default, or to the caller, who
+        // had it before.
         unsafe { asm!("ldmxcsr [{}]", in(reg) &raw const value, options(nostack)) };
     }
 }
@@ -82,9 +80,9 @@ mod aarch64 {
 
     /// FPCR.
     pub(in super::super) type Control = u64;
-    /// Rounding to nearest, subnormals kept, NaNs passed on, no traps.
+    /// Rounding to nearest, subnormals kept, NaNs propagated, no traps.
     pub(in super::super) const DEFAULT: Control = 0;
-    /// Exceptions that have happened are in another register.
+    /// The flags of past exceptions are in another register.
     pub(in super::super) const FLAGS: Control = 0;
 
     #[inline]
@@ -95,12 +93,11 @@ mod aarch64 {
         value
     }
 
-    /// As on other processors: nothing of the loops moves across this.
+    /// As on x86-64, no floating-point operation of the loops can be moved across this.
     #[inline]
     pub(in super::super) fn set_control(value: Control) {
-        // SAFETY: writes a register that every thread may write, with the default or a value that
-        // was read from it; in force either for the loops, which may assume the default, or for
-        // the caller, who had it before.
+        // SAFETY: writes a register that every thread may write, with the default or a value that was read from it. It
+        // applies either to the loops, which assume the default, or to the caller, who had it before.
         unsafe { asm!("msr fpcr, {}", in(reg) value, options(nostack, preserves_flags)) };
     }
 }
@@ -108,7 +105,7 @@ mod aarch64 {
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 pub(super) use elsewhere::{Control, DEFAULT, FLAGS, control, set_control};
 
-/// Other processors keep what they have.
+/// On other processors the environment is left as it is.
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod elsewhere {
     pub(in super::super) type Control = u32;

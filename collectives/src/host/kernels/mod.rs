@@ -1,7 +1,7 @@
-//! The loops over memory: reduce several sources into several destinations, and copy.
+//! The loops over memory: reductions of several sources into several destinations, and copies.
 //!
-//! All pointers are raw. Shared memory is never turned into a reference here: that peers do not
-//! write what is being read is promised by the signals around a kernel (rule S3), not by types.
+//! All pointers are raw, and shared memory is never turned into a reference here: it is the signals around a loop
+//! (rule S3) that keep peers from writing what it reads, not types.
 
 #![allow(unsafe_code)] // raw loops over memory that other processes share
 

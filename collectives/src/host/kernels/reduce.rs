@@ -1,31 +1,30 @@
-//! Reduce any number of sources to any number of destinations, element by element, in source
-//! order.
+//! Reduces any number of sources to any number of destinations, element by element, in the order of the sources.
 //!
-//! One body serves every element type and operation; it is compiled for several instruction sets
-//! and picked at run time. Fused multiply-add is not enabled anywhere, and the caller's
-//! floating-point environment is set aside, so the bits depend on neither (rule S7). The body loads a block of every source before it stores, so a
-//! destination may be one of the sources.
+//! One generic body serves all element types and operations. It is compiled for several instruction sets, one of which
+//! is selected at run time. Fused multiply-add is not enabled anywhere, and the default floating-point environment is
+//! set, so the bits depend on neither the processor nor the caller's settings (rule S7). The body loads a block of every
+//! source before it stores, so a destination may be one of the sources.
 
 use half::{bf16, f16};
 
-use super::elementwise::{Avg, Fold, Max, Min, Prod, Scalar, Sum};
-use super::environment::Defaults;
+use super::elementwise::{Avg, Max, Min, Prod, Reduction, Scalar, Sum};
+use super::environment::DefaultEnvironment;
 use crate::{DType, F8E4m3, F8E5m2, ReduceOp};
 
-/// Elements that are loaded, folded and stored together: two 64-byte vectors of `f32`.
+/// The number of elements that are loaded, reduced and stored together: two 64-byte vectors of `f32`.
 const BLOCK: usize = 32;
 
 /// Reduces `count` elements of all sources, in order, and stores the result to each destination.
 ///
 /// # Safety
 ///
-/// Every source is readable and every destination writable for `count` elements (no alignment
-/// needed), and nobody else writes the sources or touches the destinations meanwhile. A
-/// destination is either exactly one of the sources or overlaps none, and destinations do not
-/// overlap each other. The instruction set that the function was selected for is available.
+/// Every source is readable and every destination writable for `count` elements (no alignment is needed), and nobody
+/// else writes the sources or accesses the destinations meanwhile. A destination is either exactly one of the sources or
+/// overlaps none, and destinations do not overlap each other. The instruction set that the function was selected for is
+/// available.
 pub(crate) type ReduceFn = unsafe fn(&[*const u8], &[*mut u8], usize);
 
-/// Instruction sets the loops are compiled for.
+/// The instruction sets that the loops are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Isa {
     Portable,
@@ -36,7 +35,7 @@ pub(crate) enum Isa {
 }
 
 impl Isa {
-    /// The best set of this processor.
+    /// The best of these instruction sets that this processor has.
     pub(crate) fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
@@ -56,7 +55,7 @@ impl Isa {
     }
 }
 
-/// The loop for this combination; none for what is only moved.
+/// The loop for this combination, or `None` for an element type that has no reductions.
 pub(crate) fn select(isa: Isa, dtype: DType, op: ReduceOp) -> Option<ReduceFn> {
     Some(match dtype {
         DType::F32 => by_op::<f32>(isa, op),
@@ -83,7 +82,7 @@ fn by_op<S: Scalar>(isa: Isa, op: ReduceOp) -> ReduceFn {
     }
 }
 
-fn by_isa<F: Fold>(isa: Isa) -> ReduceFn {
+fn by_isa<F: Reduction>(isa: Isa) -> ReduceFn {
     match isa {
         Isa::Portable => portable::<F>,
         #[cfg(target_arch = "x86_64")]
@@ -96,8 +95,8 @@ fn by_isa<F: Fold>(isa: Isa) -> ReduceFn {
 /// # Safety
 ///
 /// As [`ReduceFn`].
-unsafe fn portable<F: Fold>(sources: &[*const u8], outputs: &[*mut u8], count: usize) {
-    let _environment = Defaults::enter();
+unsafe fn portable<F: Reduction>(sources: &[*const u8], outputs: &[*mut u8], count: usize) {
+    let _environment = DefaultEnvironment::enter();
     // SAFETY: the caller keeps the same promises.
     unsafe { body::<F, false>(sources, outputs, count) }
 }
@@ -107,8 +106,8 @@ unsafe fn portable<F: Fold>(sources: &[*const u8], outputs: &[*mut u8], count: u
 /// As [`ReduceFn`], and the processor has AVX2 and F16C.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
-unsafe fn avx2<F: Fold>(sources: &[*const u8], outputs: &[*mut u8], count: usize) {
-    let _environment = Defaults::enter();
+unsafe fn avx2<F: Reduction>(sources: &[*const u8], outputs: &[*mut u8], count: usize) {
+    let _environment = DefaultEnvironment::enter();
     // SAFETY: the caller keeps the same promises.
     unsafe { body::<F, true>(sources, outputs, count) }
 }
@@ -118,8 +117,8 @@ unsafe fn avx2<F: Fold>(sources: &[*const u8], outputs: &[*mut u8], count: usize
 /// As [`ReduceFn`], and the processor has these AVX-512 sets and F16C.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,f16c")]
-unsafe fn avx512<F: Fold>(sources: &[*const u8], outputs: &[*mut u8], count: usize) {
-    let _environment = Defaults::enter();
+unsafe fn avx512<F: Reduction>(sources: &[*const u8], outputs: &[*mut u8], count: usize) {
+    let _environment = DefaultEnvironment::enter();
     // SAFETY: the caller keeps the same promises.
     unsafe { body::<F, true>(sources, outputs, count) }
 }
@@ -128,7 +127,7 @@ unsafe fn avx512<F: Fold>(sources: &[*const u8], outputs: &[*mut u8], count: usi
 ///
 /// As [`ReduceFn`]; `F16C` only in functions that enable those instructions.
 #[inline(always)]
-unsafe fn body<F: Fold, const F16C: bool>(
+unsafe fn body<F: Reduction, const F16C: bool>(
     sources: &[*const u8],
     outputs: &[*mut u8],
     count: usize,
@@ -145,7 +144,7 @@ unsafe fn body<F: Fold, const F16C: bool>(
         for source in rest {
             // SAFETY: as above, for this source.
             let block = unsafe { load_block::<F::Item>(source.wrapping_add(at)) };
-            fold_block::<F, F16C>(&mut total, &block);
+            combine_block::<F, F16C>(&mut total, &block);
         }
         let block = finish_block::<F, F16C>(&total, sources.len());
         for output in outputs {
@@ -168,13 +167,13 @@ unsafe fn body<F: Fold, const F16C: bool>(
     for source in rest {
         // SAFETY: as above, for this source.
         unsafe { load_part(source.wrapping_add(at), &mut padded, left) };
-        fold_block::<F, F16C>(&mut total, &padded);
+        combine_block::<F, F16C>(&mut total, &padded);
     }
     let block = finish_block::<F, F16C>(&total, sources.len());
     for output in outputs {
         let to = output.wrapping_add(at).cast::<F::Item>();
-        // SAFETY: elements `done..count` of a destination are writable; `block` is a local array
-        // of more than `left` elements. Byte-wise, so no alignment is needed.
+        // SAFETY: elements `done..count` of a destination are writable; `block` is a local array of more than `left`
+        // elements. The copy is by bytes, so no alignment is needed.
         unsafe {
             std::ptr::copy_nonoverlapping(block.as_ptr().cast::<u8>(), to.cast(), left * size);
         };
@@ -182,7 +181,7 @@ unsafe fn body<F: Fold, const F16C: bool>(
 }
 
 #[inline(always)]
-fn widen<F: Fold, const F16C: bool>(block: [F::Item; BLOCK]) -> [F::Acc; BLOCK] {
+fn widen<F: Reduction, const F16C: bool>(block: [F::Item; BLOCK]) -> [F::Acc; BLOCK] {
     #[cfg(target_arch = "x86_64")]
     if F16C && F::HALF {
         // SAFETY: `F16C` says that the enclosing function enables these instructions.
@@ -195,34 +194,37 @@ fn widen<F: Fold, const F16C: bool>(block: [F::Item; BLOCK]) -> [F::Acc; BLOCK] 
 }
 
 #[inline(always)]
-fn fold_block<F: Fold, const F16C: bool>(total: &mut [F::Acc; BLOCK], block: &[F::Item; BLOCK]) {
+fn combine_block<F: Reduction, const F16C: bool>(
+    total: &mut [F::Acc; BLOCK],
+    block: &[F::Item; BLOCK],
+) {
     let block = widen::<F, F16C>(*block);
     for (so_far, item) in total.iter_mut().zip(block) {
-        *so_far = F::fold(*so_far, item);
+        *so_far = F::combine(*so_far, item);
     }
 }
 
 #[inline(always)]
-fn finish_block<F: Fold, const F16C: bool>(
+fn finish_block<F: Reduction, const F16C: bool>(
     total: &[F::Acc; BLOCK],
     world: usize,
 ) -> [F::Item; BLOCK] {
-    let settled = total.map(
+    let finished = total.map(
         #[inline(always)]
-        |total| F::settle(total, world),
+        |total| F::finish(total, world),
     );
     #[cfg(target_arch = "x86_64")]
     if F16C && F::HALF {
         // SAFETY: `F16C` says that the enclosing function enables these instructions.
-        return bytemuck::cast(unsafe { f16c::narrow(bytemuck::cast(settled)) });
+        return bytemuck::cast(unsafe { f16c::narrow(bytemuck::cast(finished)) });
     }
-    settled.map(
+    finished.map(
         #[inline(always)]
-        |settled| F::narrow(settled),
+        |finished| F::narrow(finished),
     )
 }
 
-/// Halves to `f32` and back with the instructions for it: the same bits as `convert` gives.
+/// Converts halves to `f32` and back with the F16C instructions, which give the same bits as `convert`.
 #[cfg(target_arch = "x86_64")]
 mod f16c {
     use std::arch::x86_64::{
@@ -278,8 +280,8 @@ unsafe fn store_block<T: Copy>(to: *mut u8, block: &[T; BLOCK]) {
 /// `from` is readable for `count` elements of `T`, and `count <= BLOCK`.
 #[inline(always)]
 unsafe fn load_part<T: Copy>(from: *const u8, block: &mut [T; BLOCK], count: usize) {
-    // SAFETY: `count` elements are readable by contract and fit the local block; byte-wise, so no
-    // alignment is needed.
+    // SAFETY: `count` elements are readable by contract and fit the local block. The copy is by bytes, so no alignment
+    // is needed.
     unsafe {
         std::ptr::copy_nonoverlapping(
             from,
@@ -312,7 +314,7 @@ mod tests {
     /// Rule S7.
     #[test]
     fn instruction_sets_agree_to_the_bit() {
-        // Wherever a rank runs, whichever position an element has.
+        // The bits depend neither on the processor nor on the position of an element.
         let sources: Vec<Vec<f32>> = (0..3)
             .map(|r| (0..101).map(|i| ((i * 37 + r * 11) % 97) as f32 * 0.37 - 9.1).collect())
             .collect();
@@ -320,7 +322,7 @@ mod tests {
             .iter()
             .map(|s| s.iter().map(|x| f16::from_f32(*x).to_bits()).collect())
             .collect();
-        // Every encoding meets others, NaNs and infinities too.
+        // Every encoding is reduced with others, including NaNs and infinities.
         let bytes: Vec<Vec<u8>> =
             (0..3).map(|r| (0..=u8::MAX).map(|i| i.wrapping_mul(2 * r + 1)).collect()).collect();
         for op in ReduceOp::ALL {
@@ -353,15 +355,15 @@ mod tests {
 
     #[test]
     fn small_floats_are_rounded_once_at_the_end() {
-        // 16 + 0.75 + 0.75 + 0.75 is 18.25, nearest to 18; rounded after each step it were 16.
+        // 16 + 0.75 + 0.75 + 0.75 is 18.25, which is rounded to 18; rounded after each step, it would be 16.
         let bits = |value| F8E4m3::from_f32(value).to_bits();
         let sources = [16.0, 0.75, 0.75, 0.75].map(|value| vec![bits(value)]);
         let out = run(Isa::detect(), DType::F8E4m3, ReduceOp::Sum, &sources);
         assert_eq!(F8E4m3::from_bits(out[0]).to_f32(), 18.0);
         let sources = [400.0, 400.0].map(|value| vec![bits(value)]);
         let out = run(Isa::detect(), DType::F8E4m3, ReduceOp::Sum, &sources);
-        assert_eq!(F8E4m3::from_bits(out[0]).to_f32(), 448.0, "the largest there is");
-        // Too large on the way, but not in the end.
+        assert_eq!(F8E4m3::from_bits(out[0]).to_f32(), 448.0, "the largest number");
+        // The sum is too large, but its average is not.
         let out = run(Isa::detect(), DType::F8E4m3, ReduceOp::Avg, &sources);
         assert_eq!(F8E4m3::from_bits(out[0]).to_f32(), F8E4m3::from_f32(400.0).to_f32());
         let sources = [50000.0, 50000.0].map(|value| vec![F8E5m2::from_f32(value).to_bits()]);

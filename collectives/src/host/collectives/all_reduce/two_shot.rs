@@ -1,4 +1,4 @@
-//! Two-shot: every rank reduces its share of the elements and hands the result to all.
+//! Two-shot all-reduce: every rank reduces its share of the elements, and all ranks collect the results.
 
 use symmpool_allocator::Result;
 
@@ -6,13 +6,13 @@ use super::{Pieces, Work, share};
 use crate::host::HostEngine;
 use crate::host::kernels::{copy, copy_streaming};
 
-/// From here on an output leaves the caches anyway; bytes of the whole reduction.
+/// From this size in bytes on, outputs do not stay in the caches anyway, so they are written past them.
 const STREAMING_BYTES: usize = 16 << 20;
-/// What is reduced before it is streamed out; bytes.
+/// How many bytes are reduced before they are written past the caches.
 const TILE: usize = 4096;
 
-/// Between windows: each rank reads its share from every rank's input and writes it to every
-/// rank's output. No copies besides; one entry, one step.
+/// Runs the algorithm where input and output are windows: each rank reads its share of every rank's input and
+/// writes the result to every rank's output. Nothing else is copied; there is a handshake and one step.
 ///
 /// # Safety
 ///
@@ -23,7 +23,7 @@ pub(super) unsafe fn direct(
     from: u64,
     to: u64,
 ) -> Result<()> {
-    engine.enter(&work.call)?;
+    engine.handshake(&work.call)?;
     let mine = share(work.count, work.size, engine.rank(), engine.world());
     let at = (mine.start * work.size) as u64;
     if !mine.is_empty() {
@@ -35,21 +35,21 @@ pub(super) unsafe fn direct(
         sources.extend(ranks.clone().map(|rank| engine.window(rank, from + at).cast_const()));
         outputs.extend(ranks.map(|rank| engine.window(rank, to + at)));
         let streaming = !work.data.in_place && work.bytes() >= STREAMING_BYTES;
-        // SAFETY: all ranks have entered with these very offsets, so their windows are theirs no
-        // more until they have seen this rank's step. No other rank touches this share: of the
-        // inputs each reads its own, of the outputs each writes its own. Offsets are equal on all
-        // ranks and input and output are one range or apart, so outputs meet sources exactly or
-        // not at all; they are apart when streaming.
+        // SAFETY: all ranks have made this call with these offsets, and leave their windows alone until they
+        // have seen this rank's step. No other rank accesses this share: each rank reads its own share of the
+        // inputs and writes its own share of the outputs. Offsets are equal on all ranks, and input and output
+        // are the same range or do not overlap, so each output is exactly a source or overlaps none; they
+        // do not overlap when streaming.
         unsafe { reduce(work, &mut sources, &mut outputs, mine.len(), streaming) };
         engine.sources = sources;
         engine.outputs = outputs;
     }
-    // Every rank is done with this rank's windows when all have come here.
+    // When all ranks have reached this step, none accesses this rank's windows any more.
     engine.step()
 }
 
-/// Reduces `count` elements; when streaming, by way of a tile that stays in the nearest cache, so
-/// that outputs can be written past the caches, without being read first.
+/// Reduces `count` elements. When streaming, it reduces into a tile that stays in the L1 cache, and copies that
+/// to the outputs past the caches, so that they need not be read before they are written.
 ///
 /// # Safety
 ///
@@ -72,10 +72,10 @@ unsafe fn reduce(
     let mut left = count;
     while left > 0 {
         let (now, bytes) = (left.min(each), left.min(each) * work.size);
-        // SAFETY: the next elements of every source; the tile is local and holds them.
+        // SAFETY: the next `now` elements of every source are readable; the local tile has room for them.
         unsafe { (work.reduce)(sources, &[local], now) };
         for output in outputs.iter_mut() {
-            // SAFETY: the same elements of this output, writable, apart from the local tile.
+            // SAFETY: the same elements of this output are writable, and do not overlap the local tile.
             unsafe { copy_streaming(local, *output, bytes) };
             *output = output.wrapping_add(bytes);
         }
@@ -86,8 +86,8 @@ unsafe fn reduce(
     }
 }
 
-/// Through scratch, in pieces: copy in, step, reduce the own share onto its place in own scratch,
-/// step, collect the other shares.
+/// Runs the algorithm through scratch, in pieces: copies a piece to scratch, makes a step, reduces the own share
+/// in place in own scratch, makes another step, and collects the other shares.
 ///
 /// # Safety
 ///
@@ -96,17 +96,17 @@ pub(super) unsafe fn staged(engine: &mut HostEngine, work: &Work) -> Result<()> 
     let (from, to, size) = (work.data.from, work.data.to, work.size);
     let pieces = Pieces::new(work.count, size, engine.scratch_bytes());
     let (me, world) = (engine.rank(), engine.world());
-    // SAFETY: the first piece of the input, readable by contract, into scratch that holds a piece
-    // and is free (see `next_scratch`).
+    // SAFETY: the first piece of the input is readable by contract; scratch holds a piece and is free
+    // (see `next_scratch`).
     unsafe { copy(from, engine.next_scratch(), pieces.range(0).len() * size) };
-    engine.enter(&work.call)?;
+    engine.handshake(&work.call)?;
     for index in 0..pieces.len() {
         let range = pieces.range(index);
         let (at, offset) = (range.start * size, pieces.offset(index));
         let own = engine.scratch(me).wrapping_add(offset);
         if index > 0 {
-            // SAFETY: this piece of the input, into the half of scratch that held the piece before
-            // the last; every peer has signalled the last one's first step since it collected.
+            // SAFETY: this piece of the input is copied to the half of scratch that held the piece before the
+            // last one. Every peer has signalled the last piece's first step since it collected that.
             unsafe { copy(from.wrapping_add(at), own, range.len() * size) };
             engine.step()?;
         }
@@ -116,8 +116,8 @@ pub(super) unsafe fn staged(engine: &mut HostEngine, work: &Work) -> Result<()> 
         sources.extend((0..world).map(|rank| {
             engine.scratch(rank).wrapping_add(offset + mine.start * size).cast_const()
         }));
-        // SAFETY: every rank has staged this piece and signalled; of it, this share is read by
-        // this rank alone. The output is exactly this rank's own source, in its own scratch.
+        // SAFETY: every rank has copied this piece to its scratch and signalled; only this rank reads this share
+        // of it. The output is exactly this rank's own source, in its own scratch.
         unsafe { (work.reduce)(&sources, &[own.wrapping_add(mine.start * size)], mine.len()) };
         engine.sources = sources;
         engine.step()?;
@@ -125,9 +125,8 @@ pub(super) unsafe fn staged(engine: &mut HostEngine, work: &Work) -> Result<()> 
             let theirs = share(range.len(), size, rank, world);
             let result = engine.scratch(rank).wrapping_add(offset + theirs.start * size);
             let target = to.wrapping_add(at + theirs.start * size);
-            // SAFETY: `rank` reduced its share there before it signalled, and refills it only
-            // after this rank's next signal; the output is writable by contract, and scratch is
-            // apart from it.
+            // SAFETY: `rank` reduced its share there before it signalled, and refills it only after this rank's
+            // next signal; the output is writable by contract, and does not overlap scratch.
             unsafe { copy(result, target, theirs.len() * size) };
         }
     }

@@ -1,15 +1,15 @@
-//! All-to-all: every rank sends a segment to every rank, of equal or of given sizes.
+//! All-to-all in host memory: every rank sends a segment to every rank, of equal or of given sizes.
 //!
-//! Who sends how much is known to all before data moves: either it is one count (`all_to_all`), or
-//! every rank shows its row of the traffic matrix on entry (`all_to_all_v`), and every rank checks
-//! the whole matrix. So ranks agree, without further talk, on how each sender's data travels:
+//! All ranks know who sends how much before data moves: either it is one count (`all_to_all`), or every rank
+//! publishes its row of the traffic matrix before the handshake (`all_to_all_v`), and every rank checks the whole
+//! matrix. So ranks agree, without further messages, on how each sender's data travels:
 //!
-//! - `ll`: through the sender's scratch, in one piece that is there on entry if it fits, else
-//!   in several, one step each;
-//! - `direct`: receivers read the sender's window themselves, and a last step lets it go. Where one
-//!   receives far more than others, these write a part of it into its output (`shares`).
+//! - `staged` (requested as `ll`): through the sender's scratch, in one piece that is there before the handshake if it
+//!   fits, else in several pieces, one step each.
+//! - `direct`: receivers read the sender's window themselves, and a last step ends their access. Where one rank
+//!   receives far more than others, senders write a part of it into its output (`load_balance`).
 //!
-//! Inputs and outputs lie where each rank wants them: in the rows, ranks show where these are.
+//! Inputs and outputs may lie at different places on each rank, which the rows of the matrix say.
 
 #![allow(unsafe_code)] // hands raw buffers to the kernels
 
@@ -21,21 +21,21 @@ mod traffic_matrix;
 
 use symmpool_allocator::{Error, Result};
 
-use self::traffic_matrix::Matrix;
+use self::traffic_matrix::TrafficMatrix;
 use crate::{AllToAllAlgorithm, DType};
-pub(crate) use load_balance::Shares;
+pub(crate) use load_balance::LoadBalance;
 pub use splits::{SplitRows, SplitsAt};
 
-use super::all_reduce::Pieces;
+use super::pieces::Pieces;
 use crate::host::call::{Call, Operation};
 use crate::host::{Data, HostEngine, InPlace, Place};
 
-/// What a row says of an input that is no window.
+/// Stands in a row for the offset of an input or output that is not a window.
 const NO_WINDOW: u64 = u64::MAX;
 
-/// Windows that send more than this to other ranks are read directly; bytes, for the square of the
-/// number of ranks, for more ranks make the second phase dearer. Only as far as scratch holds it in
-/// one piece: every further one would be a phase more.
+/// A window that sends more than this many bytes, times the square of the number of ranks, to other ranks is read
+/// directly: more ranks make the second phase more expensive. So is one that does not fit into scratch in one
+/// piece, as every further piece would cost another phase.
 const DIRECT_BYTES: usize = 1 << 10;
 
 impl HostEngine {
@@ -49,7 +49,7 @@ impl HostEngine {
     /// # Safety
     ///
     /// `input` is readable and `output` writable for `world * count` elements of `dtype`, and
-    /// nobody else touches either, in any rank's slot if it is a window, until the call returns on
+    /// nobody else accesses either, in any rank's slot if it is a window, until the call returns on
     /// every rank.
     pub unsafe fn all_to_all(
         &mut self,
@@ -64,14 +64,13 @@ impl HostEngine {
         let data = self.or_decline(data)?;
         let bytes = count * dtype.size();
         let call = Call::new(Operation::AllToAll).elements(dtype, count);
-        let (matrix, counts) = (Matrix::Even { bytes }, |_| (bytes as u64, bytes as u64));
+        let (matrix, counts) = (TrafficMatrix::Even { bytes }, |_| (bytes as u64, bytes as u64));
         // SAFETY: the caller's promises about input and output, which `data` resolves.
         unsafe { self.exchange((data, dtype), &call, matrix, counts) }
     }
 
-    /// Sends `send[r]` elements to rank `r` and receives `receive[r]` from it; segments lie in
-    /// rank order, without gaps, in `input` and `output`, which must not overlap. Any count may be
-    /// zero.
+    /// Sends `send[r]` elements to rank `r` and receives `receive[r]` from it. Segments lie in rank order, without
+    /// gaps, in `input` and `output`, which must not overlap. Any count may be zero.
     ///
     /// # Errors
     ///
@@ -81,7 +80,7 @@ impl HostEngine {
     /// # Safety
     ///
     /// `input` is readable for the sum of `send` elements of `dtype` and `output` writable for the
-    /// sum of `receive`, and nobody else touches either, in any rank's slot if it is a window,
+    /// sum of `receive`, and nobody else accesses either, in any rank's slot if it is a window,
     /// until the call returns on every rank.
     pub unsafe fn all_to_all_v(
         &mut self,
@@ -111,10 +110,10 @@ impl HostEngine {
         let bytes = |peer: usize| ((send[peer] * size) as u64, (receive[peer] * size) as u64);
         let call = Call::new(Operation::AllToAllV).elements(dtype, 0);
         // SAFETY: the caller's promises about input and output, which `data` resolves.
-        unsafe { self.exchange((data, dtype), &call, Matrix::Rows, bytes) }
+        unsafe { self.exchange((data, dtype), &call, TrafficMatrix::Rows, bytes) }
     }
 
-    /// Sends and receives as many bytes as `counts` says of each rank.
+    /// Sends to and receives from each rank the numbers of bytes that `counts` gives for it.
     ///
     /// # Safety
     ///
@@ -123,7 +122,7 @@ impl HostEngine {
         &mut self,
         (data, dtype): (Data, DType),
         call: &Call,
-        matrix: Matrix,
+        matrix: TrafficMatrix,
         counts: impl Fn(usize) -> (u64, u64),
     ) -> Result<()> {
         let (rank, world) = (self.rank(), self.world());
@@ -138,10 +137,10 @@ impl HostEngine {
     }
 }
 
-/// One all-to-all, checked and resolved. Sizes are in bytes from here on.
+/// An all-to-all whose arguments were checked and resolved. Sizes are in bytes from here on.
 struct Work {
     data: Data,
-    matrix: Matrix,
+    matrix: TrafficMatrix,
     /// Bytes of an element.
     size: usize,
     rank: u32,
@@ -150,15 +149,16 @@ struct Work {
 
 /// How a sender's data travels.
 enum Route {
-    /// Out of the sender's window at this offset.
+    /// Receivers read the sender's window at this offset.
     Direct(u64),
-    Pieces(Pieces),
+    /// It goes through the sender's scratch in these pieces.
+    Staged(Pieces),
 }
 
 impl Work {
     /// # Safety
     ///
-    /// As [`HostEngine::all_to_all_v`], for the resolved buffers; this rank's rows are shown.
+    /// As [`HostEngine::all_to_all_v`], for the resolved buffers; this rank's row is published.
     unsafe fn run(mut self, engine: &mut HostEngine, call: &Call) -> Result<()> {
         let offset = |place| match place {
             Place::Window(offset) => offset,
@@ -167,14 +167,14 @@ impl Work {
         let place = offset(self.data.input);
         engine.set_next_row(2 * self.world, place);
         engine.set_next_row(2 * self.world + 1, offset(self.data.output));
-        // What this rank sends it knows; the rest it reads once all have entered.
-        let own = self.route(self.matrix.next_stream(engine), engine, || place);
-        if let Route::Pieces(pieces) = &own {
-            // SAFETY: the input is readable by contract; scratch is free before entry.
+        // This rank knows what it sends itself, and reads the other rows after the handshake.
+        let own = self.route(self.matrix.next_outgoing(engine), engine, || place);
+        if let Route::Staged(pieces) = &own {
+            // SAFETY: the input is readable by contract; scratch is free before the handshake.
             unsafe { staged::fill(&self, engine, pieces, 0, engine.next_scratch(), true) };
         }
-        if !engine.enter_exchange(call)? {
-            self.matrix = Matrix::Rows;
+        if !engine.handshake_all_to_all(call)? {
+            self.matrix = TrafficMatrix::Rows;
         }
         self.matrix.check(engine, self.size)?;
         let mut rounds = 0;
@@ -182,49 +182,50 @@ impl Work {
         for sender in 0..self.world {
             match self.route_of(engine, sender) {
                 Route::Direct(_) => any_direct = true,
-                Route::Pieces(pieces) => rounds = rounds.max(pieces.len()),
+                Route::Staged(pieces) => rounds = rounds.max(pieces.len()),
             }
         }
         tracing::trace!(rounds, any_direct, "all_to_all");
         for round in 0..rounds {
             if round > 0 {
-                if let Route::Pieces(pieces) = &own {
+                if let Route::Staged(pieces) = &own {
                     let scratch = engine.scratch(self.rank);
-                    // SAFETY: the half that held the piece before the last: every peer has
-                    // signalled the last one since it read that.
+                    // SAFETY: this half of scratch held the piece before the last one, and every peer has
+                    // signalled the last piece since it read that.
                     unsafe { staged::fill(&self, engine, pieces, round, scratch, false) };
                 }
                 engine.step()?;
             }
             for sender in engine.peers() {
-                if let Route::Pieces(pieces) = self.route_of(engine, sender) {
+                if let Route::Staged(pieces) = self.route_of(engine, sender) {
                     // SAFETY: the sender filled this piece before it signalled.
                     unsafe { staged::collect(&self, engine, &pieces, round, sender) };
                 }
             }
         }
-        // Equal parts are equal loads.
-        let uneven = any_direct && !matches!(self.matrix, Matrix::Even { .. });
-        let shares = uneven.then(|| self.share(engine));
-        // SAFETY: the caller's promises; all ranks have entered and the matrix is agreed.
-        unsafe { direct::pull(&self, engine, shares.as_ref()) };
-        if let Some(shares) = shares {
-            // Since the entry, where this was looked for last, this rank may have been stopped.
-            if shares.writes() {
-                engine.heed_abort()?;
+        // Equal parts are equal loads, which need no balancing.
+        let uneven = any_direct && !matches!(self.matrix, TrafficMatrix::Even { .. });
+        let balance = uneven.then(|| self.balance(engine));
+        // SAFETY: the caller's promises; all ranks have passed the handshake and agree on the matrix.
+        unsafe { direct::pull(&self, engine, balance.as_ref()) };
+        if let Some(balance) = balance {
+            // This was checked last in the handshake. This rank may have been stopped since, for so long that a
+            // peer has given up.
+            if balance.writes() {
+                engine.check_abort()?;
             }
             // SAFETY: likewise.
-            unsafe { direct::push(&self, engine, &shares) };
-            engine.shares = shares;
+            unsafe { direct::push(&self, engine, &balance) };
+            engine.load_balance = balance;
         }
         if any_direct { engine.step() } else { Ok(()) }
     }
 
-    /// Who copies how much of what travels directly.
-    fn share(&self, engine: &mut HostEngine) -> Shares {
-        let mut shares = std::mem::take(&mut engine.shares);
+    /// Computes which rank copies how much of what travels directly.
+    fn balance(&self, engine: &mut HostEngine) -> LoadBalance {
+        let mut balance = std::mem::take(&mut engine.load_balance);
         let engine = &*engine;
-        shares.plan(
+        balance.plan(
             (self.rank, self.world),
             |receiver| self.matrix.received(engine, receiver).map(|(_, fitting)| fitting),
             |sender, receiver| {
@@ -232,33 +233,33 @@ impl Work {
                     && matches!(self.route_of(engine, sender), Route::Direct(_))
             },
         );
-        shares
+        balance
     }
 
-    /// How a sender's data travels, once all have entered; the same on every rank.
+    /// How a sender's data travels; the same on every rank. To be called after the handshake.
     fn route_of(&self, engine: &HostEngine, sender: u32) -> Route {
-        let stream = self.matrix.stream(engine, sender);
-        self.route(stream, engine, || engine.row(sender, 2 * self.world))
+        let outgoing = self.matrix.outgoing(engine, sender);
+        self.route(outgoing, engine, || engine.row(sender, 2 * self.world))
     }
 
-    /// How `stream` bytes to others travel out of an input at `place`, which is asked only where it
-    /// matters.
-    fn route(&self, stream: usize, engine: &HostEngine, place: impl Fn() -> u64) -> Route {
-        let direct = match engine.all_to_all_way() {
-            AllToAllAlgorithm::Auto => is_direct(stream, self.world, engine.scratch_bytes()),
+    /// How `outgoing` bytes to other ranks travel from an input whose offset `place` gives; it is called only
+    /// where that matters.
+    fn route(&self, outgoing: usize, engine: &HostEngine, place: impl Fn() -> u64) -> Route {
+        let direct = match engine.all_to_all_algorithm() {
+            AllToAllAlgorithm::Auto => is_direct(outgoing, self.world, engine.scratch_bytes()),
             AllToAllAlgorithm::Ll => false,
             AllToAllAlgorithm::Direct | AllToAllAlgorithm::Copy | AllToAllAlgorithm::Ring => true,
         };
         match if direct { place() } else { NO_WINDOW } {
-            NO_WINDOW => Route::Pieces(Pieces::new(stream, 1, engine.scratch_bytes())),
+            NO_WINDOW => Route::Staged(Pieces::new(outgoing, 1, engine.scratch_bytes())),
             offset => Route::Direct(offset),
         }
     }
 }
 
-/// Whether a window's `stream` bytes are read where they are.
-fn is_direct(stream: usize, world: u32, scratch: usize) -> bool {
-    stream > (DIRECT_BYTES * (world as usize).pow(2)).min(scratch)
+/// Whether the `outgoing` bytes of a window are read where they lie.
+fn is_direct(outgoing: usize, world: u32, scratch: usize) -> bool {
+    outgoing > (DIRECT_BYTES * (world as usize).pow(2)).min(scratch)
 }
 
 #[cfg(test)]
@@ -270,11 +271,11 @@ mod tests {
         for scratch in [256, 4096, 2 << 20] {
             for world in [1, 2, 8, 44, 45, 46, 1024] {
                 let square = DIRECT_BYTES * (world as usize).pow(2);
-                for stream in [0, 1, scratch - 1, scratch, scratch + 1, square, square + 1] {
-                    let direct = is_direct(stream, world, scratch);
-                    let pieces = Pieces::new(stream, 1, scratch).len();
-                    assert!(direct || pieces <= 1, "{stream} bytes of {world} ranks");
-                    assert_eq!(direct, stream > scratch || stream > square);
+                for outgoing in [0, 1, scratch - 1, scratch, scratch + 1, square, square + 1] {
+                    let direct = is_direct(outgoing, world, scratch);
+                    let pieces = Pieces::new(outgoing, 1, scratch).len();
+                    assert!(direct || pieces <= 1, "{outgoing} bytes of {world} ranks");
+                    assert_eq!(direct, outgoing > scratch || outgoing > square);
                 }
             }
         }

@@ -1,47 +1,48 @@
-//! All-to-alls whose counts are in memory, and are read when the call runs.
+//! All-to-alls whose counts lie in memory, and are read when the call runs.
 
 #![allow(unsafe_code)] // reads and writes counts through the caller's pointers
 
 use symmpool_allocator::{Error, Result};
 
 use super::Work;
-use super::traffic_matrix::{Matrix, NONSENSE};
+use super::traffic_matrix::{BAD_SPLITS, TrafficMatrix};
 use crate::DType;
 use crate::host::call::{Call, Operation};
 use crate::host::{HostEngine, InPlace, Place};
 
-/// What an all-to-all with splits in memory moves: rows of `row` elements of `dtype`, the same on
-/// every rank.
+/// The data of an all-to-all with splits in memory: rows of `row` elements of `dtype`. `dtype` and `row` are the
+/// same on every rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SplitRows {
     /// The type of the elements.
     pub dtype: DType,
-    /// Elements of a row, 1 or more.
+    /// Elements in a row, 1 or more.
     pub row: usize,
-    /// Rows that the input has. Splits that sum to more are refused.
+    /// Rows in the input. Splits that sum to more are refused.
     pub length: usize,
-    /// Rows that the output holds. What ranks send beyond that is not written.
+    /// Rows that the output has room for. Rows beyond that are not written.
     pub capacity: usize,
 }
 
-/// Where the counts of an all-to-all are: one for each rank, in memory of whoever runs the call
-/// (the CPU in host memory, else the device). They overlap neither each other nor input and output.
+/// Where the counts of an all-to-all lie: arrays with one count for each rank, in memory that the CPU or, on
+/// devices, the device can access. They overlap neither each other nor input and output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SplitsAt {
-    /// Rows that each rank is sent.
+    /// How many rows each rank is sent.
     pub input: *const u8,
-    /// Where to write how many rows each rank sent, those that had no room included; unless null.
+    /// Where the call writes how many rows each rank sent, including those that had no room; null if that is not
+    /// wanted.
     pub output: *mut u8,
-    /// Where to write at which row of the output each rank's begin; unless null.
+    /// Where the call writes at which row of the output the rows of each rank begin; null if that is not wanted.
     pub offsets: *mut u8,
-    /// The counts' own type: `I32` or `I64`. Outputs of 2^31 rows and more need `I64`, where counts
-    /// or offsets are written.
+    /// The type of the counts: `I32` or `I64`. Where counts or offsets are written, outputs of 2^31 rows and more
+    /// need `I64`.
     pub dtype: DType,
 }
 
 impl SplitsAt {
-    /// Bytes of the counts for `world` ranks, of which this one's output holds `capacity` rows; why
-    /// they cannot be.
+    /// Bytes of an array of counts for `world` ranks, where this rank's output has room for `capacity` rows. Refuses
+    /// arrays that cannot be right.
     pub(crate) fn bytes(&self, rank: u32, world: u32, capacity: usize) -> Result<u64> {
         let refuse = |why: &str| {
             Err(Error::invalid_argument(format!(
@@ -53,23 +54,25 @@ impl SplitsAt {
             )))
         };
         if !matches!(self.dtype, DType::I32 | DType::I64) {
-            return refuse("they are to be i32 or i64");
+            return refuse("their type must be i32 or i64");
         }
         let misaligned = |address: usize| !address.is_multiple_of(self.dtype.size());
         let places = [self.input as usize, self.output as usize, self.offsets as usize];
         if self.input.is_null() || places.into_iter().any(misaligned) {
-            return refuse("they must be there, and aligned to their type");
+            return refuse(
+                "the input splits must not be null, and all must be aligned to their type",
+            );
         }
-        let told = !self.output.is_null() || !self.offsets.is_null();
-        if told && self.dtype == DType::I32 && capacity > i32::MAX as usize {
+        let is_written = !self.output.is_null() || !self.offsets.is_null();
+        if is_written && self.dtype == DType::I32 && capacity > i32::MAX as usize {
             return refuse(&format!(
-                "they cannot say where rows of an output of {capacity} begin; use i64"
+                "32 bits cannot hold the offsets of an output of {capacity} rows; use i64"
             ));
         }
         Ok(self.dtype.size() as u64 * u64::from(world))
     }
 
-    /// Another thread may write the count meanwhile, so the compiler must not look a second time.
+    /// Reads a count. Another thread may write it meanwhile, so the compiler must not read it a second time.
     ///
     /// # Safety
     ///
@@ -84,7 +87,8 @@ impl SplitsAt {
         }
     }
 
-    /// What 32 bits do not hold becomes the most that they do: rows that had no room count, too.
+    /// Writes a count unless `to` is null. A count that does not fit into 32 bits becomes the largest that does;
+    /// there can be such, because rows that had no room are counted too.
     ///
     /// # Safety
     ///
@@ -103,20 +107,20 @@ impl SplitsAt {
 }
 
 impl HostEngine {
-    /// Sends as many rows to each rank as `splits` say; rows lie in rank order, without gaps, in
-    /// `input` and `output`, which must not overlap. Nobody need know what it receives: the output
-    /// holds `rows.capacity` rows, and what ranks send beyond that is not written.
+    /// Sends to each rank the number of rows that `splits` gives for it. Rows lie in rank order, without gaps, in
+    /// `input` and `output`, which must not overlap. A rank need not know how much it receives: the output has room
+    /// for `rows.capacity` rows, and rows beyond that are not written.
     ///
     /// # Errors
     ///
-    /// As [`Self::all_to_all_v`]; and, on every rank, once all data is where it should be:
-    /// `is_overflow` if a rank was sent more than it had room for, `is_invalid_argument` if a rank's
-    /// splits are negative or more than its input, which then sent nothing.
+    /// As [`Self::all_to_all_v`]; and, on every rank, after all data that has room has arrived: `is_overflow` if a
+    /// rank was sent more than it had room for, `is_invalid_argument` if a rank's splits are negative or more than
+    /// its input, in which case that rank sent nothing.
     ///
     /// # Safety
     ///
-    /// As [`Self::all_to_all_v`], of input and output for `rows.length` and `rows.capacity` rows,
-    /// and of the splits for a count a rank.
+    /// As [`Self::all_to_all_v`], where input and output have `rows.length` and `rows.capacity` rows, and the arrays
+    /// of `splits` have a count for each rank.
     pub unsafe fn all_to_all_splits(
         &mut self,
         input: Place,
@@ -135,11 +139,11 @@ impl HostEngine {
         });
         let (data, size) = self.or_decline(data)?;
         // SAFETY: the caller's promise.
-        let sound = unsafe { self.show_splits(splits, length, size) };
-        let nonsense = if sound { 0 } else { NONSENSE };
+        let sound = unsafe { self.publish_splits(splits, length, size) };
+        let nonsense = if sound { 0 } else { BAD_SPLITS };
         self.set_next_row(world, (capacity * size) as u64 | nonsense);
         let call = Call::new(Operation::AllToAllV).elements(dtype, row);
-        let work = Work { data, matrix: Matrix::Splits, size, rank, world };
+        let work = Work { data, matrix: TrafficMatrix::Splits, size, rank, world };
         // SAFETY: the caller's promises about input and output, which `data` resolves.
         unsafe { work.run(self, &call) }?;
         let mut offset = 0;
@@ -151,17 +155,17 @@ impl HostEngine {
             unsafe { splits.write(splits.offsets, peer as usize, offset) };
             offset += count;
         }
-        Matrix::Splits.amiss(self, size)
+        TrafficMatrix::Splits.outcome(self, size)
     }
 
-    /// Puts the counts into this rank's row, in bytes; zeros if they are negative or more than
-    /// `length`, and then false. Each is read once: peers trust the row, so what it holds is what was
-    /// checked, whoever writes the counts meanwhile.
+    /// Publishes the counts in this rank's row, in bytes. If they are negative or more than `length`, it publishes
+    /// zeros and returns false. Each count is read once, because peers trust the row: it holds exactly what was
+    /// checked, even if another thread writes the counts meanwhile.
     ///
     /// # Safety
     ///
-    /// There is a readable count for every rank.
-    unsafe fn show_splits(&self, splits: &SplitsAt, length: usize, size: usize) -> bool {
+    /// `splits.input` is readable for one count for each rank.
+    unsafe fn publish_splits(&self, splits: &SplitsAt, length: usize, size: usize) -> bool {
         let mut left = length;
         for peer in 0..self.world() {
             // SAFETY: the caller's promise.

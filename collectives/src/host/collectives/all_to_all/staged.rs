@@ -1,17 +1,17 @@
-//! Through the sender's scratch. A sender's segments for others form one stream, beginning with
-//! the next rank's; piece `n` of the stream is in scratch in round `n`.
+//! Copies through the sender's scratch. A sender's segments for other ranks form one byte stream, which begins with
+//! the next rank's segment; piece `n` of the byte stream is in scratch in round `n`.
 
-use super::super::all_reduce::Pieces;
+use super::super::pieces::Pieces;
 use super::Work;
 use crate::host::HostEngine;
 use crate::host::kernels::copy;
 
-/// Copies piece `round` of this rank's stream to its place in `scratch`; `next` says that the call
-/// has not been entered yet.
+/// Copies piece `round` of this rank's byte stream to its place in `scratch`. `next` says that the handshake of the
+/// call is still to come.
 ///
 /// # Safety
 ///
-/// The input is readable, and the piece's place in own scratch is free.
+/// The input is readable, and the piece's place in this rank's scratch is free.
 pub(super) unsafe fn fill(
     work: &Work,
     engine: &HostEngine,
@@ -41,7 +41,7 @@ pub(super) unsafe fn fill(
         if start < end {
             let from = work.data.from.wrapping_add(in_input + start - in_stream);
             let to = scratch.wrapping_add(pieces.offset(round) + start - piece.start);
-            // SAFETY: a part of this rank's segment for `peer`, into its part of the piece.
+            // SAFETY: a part of this rank's segment for `peer` is copied to its part of the piece.
             unsafe { copy(from, to, end - start) };
         }
         in_stream += segment;
@@ -49,7 +49,7 @@ pub(super) unsafe fn fill(
     }
 }
 
-/// Copies what piece `round` of `sender`'s stream holds for this rank to the output.
+/// Copies what piece `round` of `sender`'s byte stream holds for this rank to the output.
 ///
 /// # Safety
 ///
@@ -75,8 +75,8 @@ pub(super) unsafe fn collect(
         let scratch = engine.scratch(sender).wrapping_add(pieces.offset(round));
         let from = scratch.wrapping_add(start - piece.start);
         let to = work.data.to.wrapping_add(in_output + start - in_stream);
-        // SAFETY: this part of the piece is for this rank; the sender leaves it alone until this
-        // rank's next signal. The output holds it, as its size is what was agreed.
+        // SAFETY: this part of the piece is for this rank; the sender leaves it alone until this rank's next
+        // signal. The output has room for it, as its size was agreed.
         unsafe { copy(from, to, end - start) };
     }
 }

@@ -1,4 +1,4 @@
-//! Who sends how many bytes to whom.
+//! The traffic matrix of an all-to-all: who sends how many bytes to whom.
 
 use symmpool_allocator::{Error, Result};
 
@@ -6,23 +6,23 @@ use crate::host::HostEngine;
 
 /// The traffic matrix of one call, in bytes.
 #[derive(Clone, Copy)]
-pub(super) enum Matrix {
-    /// Everyone sends the same to everyone, which entries have told: nobody's row is read.
+pub(super) enum TrafficMatrix {
+    /// Every rank sends the same number of bytes to every rank, as their call descriptions say. No row is read.
     Even { bytes: usize },
-    /// In the rows that ranks show each other for the call, with what each expects.
+    /// The rows that ranks publish for the call, with what each rank expects.
     Rows,
-    /// In such rows too, with how much each output holds.
+    /// Such rows too, with how much each output holds.
     Splits,
 }
 
-/// Beside the capacity in a row: the rank's splits made no sense, and it sends nothing.
-pub(super) const NONSENSE: u64 = 1 << 63;
+/// A bit of the capacity in a row: the rank's splits were invalid, and it sends nothing.
+pub(super) const BAD_SPLITS: u64 = 1 << 63;
 
-/// Disagreements a message lists before it stops.
+/// How many differences an error message lists at most.
 const LISTED: usize = 4;
 
-impl Matrix {
-    /// What `sender` sends to `receiver`, once all have entered.
+impl TrafficMatrix {
+    /// The bytes that `sender` sends to `receiver`. To be called after the handshake.
     #[inline]
     pub(super) fn bytes(self, engine: &HostEngine, sender: u32, receiver: u32) -> usize {
         match self {
@@ -31,7 +31,7 @@ impl Matrix {
         }
     }
 
-    /// What this rank sends to `receiver`, before it has entered.
+    /// The bytes that this rank sends to `receiver`. To be called before the handshake.
     #[inline]
     pub(super) fn next_bytes(self, engine: &HostEngine, receiver: u32) -> usize {
         match self {
@@ -40,24 +40,24 @@ impl Matrix {
         }
     }
 
-    /// What `sender` sends to all others, once all have entered.
-    pub(super) fn stream(self, engine: &HostEngine, sender: u32) -> usize {
+    /// The bytes that `sender` sends to all other ranks. To be called after the handshake.
+    pub(super) fn outgoing(self, engine: &HostEngine, sender: u32) -> usize {
         let others = (0..engine.world()).filter(|rank| *rank != sender);
         others.map(|rank| self.bytes(engine, sender, rank)).sum()
     }
 
-    /// What this rank sends to all others, before it has entered.
-    pub(super) fn next_stream(self, engine: &HostEngine) -> usize {
+    /// The bytes that this rank sends to all other ranks. To be called before the handshake.
+    pub(super) fn next_outgoing(self, engine: &HostEngine) -> usize {
         engine.peers().map(|rank| self.next_bytes(engine, rank)).sum()
     }
 
-    /// Where in the receiver's output a sender's segment begins, and how much of it that holds.
+    /// Where in the receiver's output a sender's segment begins, and how many bytes of it have room there.
     pub(super) fn place(self, engine: &HostEngine, sender: u32, receiver: u32) -> (usize, usize) {
         let begin = (0..sender).map(|rank| self.bytes(engine, rank, receiver)).sum();
         (begin, self.fitting(engine, begin, sender, receiver))
     }
 
-    /// The same of all senders, in their order.
+    /// The same for all senders, in rank order.
     pub(super) fn received(
         self,
         engine: &HostEngine,
@@ -79,21 +79,21 @@ impl Matrix {
         }
     }
 
-    /// What a rank's output holds, of a call with splits.
+    /// The bytes that a rank's output holds in a call with splits.
     fn capacity(self, engine: &HostEngine, rank: u32) -> usize {
-        (engine.row(rank, engine.world()) & !NONSENSE) as usize
+        (engine.row(rank, engine.world()) & !BAD_SPLITS) as usize
     }
 
-    /// What did not go as wished, though all data is where it should be: the first rank's, on every
-    /// rank alike.
-    pub(super) fn amiss(self, engine: &HostEngine, size: usize) -> Result<()> {
+    /// The error of a call with splits whose data has arrived, where a rank's splits were invalid or a rank had
+    /// too little room. Every rank returns the error of the same, lowest rank.
+    pub(super) fn outcome(self, engine: &HostEngine, size: usize) -> Result<()> {
         let (me, world) = (engine.rank(), engine.world());
         for rank in 0..world {
-            if engine.row(rank, world) & NONSENSE != 0 {
+            if engine.row(rank, world) & BAD_SPLITS != 0 {
                 return Err(Error::invalid_argument(format!(
                     "all_to_all_v, seen on rank {me}: the input splits of rank {rank} are \
                      negative, or more than its input has, or it has a row whose destination is no \
-                     rank or changed meanwhile. It sent nothing, and the communicator goes on"
+                     rank or changed meanwhile. It sent nothing, and the communicator stays usable"
                 ))
                 .naming([rank]));
             }
@@ -102,8 +102,8 @@ impl Matrix {
             if sent > capacity {
                 return Err(Error::overflow(format!(
                     "all_to_all_v, seen on rank {me}: rank {rank} was sent {} rows, and its output \
-                     holds {}. The {} beyond were not written, and the communicator goes on. Pass a \
-                     longer output, or send less",
+                     holds {}. The last {} were not written, and the communicator stays usable. Pass \
+                     a longer output, or send less",
                     sent / size,
                     capacity / size,
                     (sent - capacity) / size
@@ -114,8 +114,8 @@ impl Matrix {
         Ok(())
     }
 
-    /// Whether everyone expects what is sent. Every rank reads the same rows, so makes the same
-    /// error of them.
+    /// Checks that every rank expects what it is sent. Every rank reads the same rows, so all return the same
+    /// error.
     pub(super) fn check(self, engine: &HostEngine, size: usize) -> Result<()> {
         if !matches!(self, Self::Rows) {
             return Ok(());
