@@ -14,32 +14,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Source input(call.input, call.bytes);
     const Target output(call.output, call.bytes);
     const u64 vectors = input.vectors();
-    u64 at = data_thread();
+    u64 at = worker_thread();
     uint4 own = make_uint4(0, 0, 0, 0);
-    if (!attends() && at < vectors) {
+    if (!is_leader_block() && at < vectors) {
         own = input.load(at);  // on its way while the state is read
     }
     Session session(comm);
     if (session.failed) {
         return;
     }
-    const Inbox inbox(session, PLACES * vectors);
-    if (attends()) {
-        attend<false>(session, call, inbox.used());
+    const Inbox inbox(session, INBOX_SLOTS * vectors);
+    if (is_leader_block()) {
+        run_leader_block<false>(session, call, inbox.used());
         return;
     }
-    for (bool first = true; first || at < vectors; at += data_threads()) {
+    for (bool first = true; first || at < vectors; at += worker_threads()) {
         if (at < vectors) {
             own = Inbox::prepare(first ? own : input.load(at));
 #pragma unroll
             for (u32 distance = 1; distance < WORLD; ++distance) {
-                inbox.send(comm, comm.after(distance), place_there(comm, distance) * vectors + at,
+                inbox.send(comm, comm.after(distance), slot_at_peer(comm, distance) * vectors + at,
                            own);
             }
         }
         if (first) {
             session.advance();
-            inbox.refresh(session);
+            inbox.reset_stale(session);
             first = false;
         }
         uint4 all[WORLD];

@@ -11,26 +11,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_one_shot_ll128(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
     begin(comm.early);
     const u64 lines = lines_of(call.bytes);
-    const u32 part = threadIdx.x % PARTS;
-    const u64 step = data_threads() / PARTS;
-    u64 line = attends() ? 0 : data_thread() / PARTS;
+    const u32 part = threadIdx.x % LINE_THREADS;
+    const u64 step = worker_threads() / LINE_THREADS;
+    u64 line = is_leader_block() ? 0 : worker_thread() / LINE_THREADS;
     auto load = [&](u64 at) {
-        return load_piece(call.input + at * PAYLOAD + part * 16,
+        return load_piece(call.input + at * LINE_PAYLOAD + part * 16,
                           piece_bytes(call.bytes, at, part));
     };
     uint4 own = make_uint4(0, 0, 0, 0);
-    if (!attends() && line < lines) {
+    if (!is_leader_block() && line < lines) {
         own = load(line);  // on its way while the state is read
     }
     const Session session(comm);
     if (session.failed) {
         return;
     }
-    const u64 inbox = comm.lines + session.parity() * (comm.lines_bytes / 2);
-    if (attends()) {
-        Used used;
-        used.lines = WORLD * lines * LINE;
-        attend<false>(session, call, used);
+    const u64 inbox = comm.ll128 + session.parity() * (comm.ll128_bytes / 2);
+    if (is_leader_block()) {
+        UsedBytes used;
+        used.ll128 = WORLD * lines * LINE_BYTES;
+        run_leader_block<false>(session, call, used);
         return;
     }
     // Warps stay together: lines past the end are waited for by nobody.
@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
             for (u32 distance = 1; distance < WORLD; ++distance) {
                 char* to = comm.of(comm.after(distance)) + inbox;
-                store_line(to + (comm.rank * lines + line) * LINE + part * 16, vector);
+                store_line(to + (comm.rank * lines + line) * LINE_BYTES + part * 16, vector);
             }
         }
         if (round == 0) {
@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
                 for (u32 rank = 0; rank < WORLD; ++rank) {
                     all[rank] = load_line(comm.own() + inbox +
-                                          (rank * lines + line) * LINE + part * 16);
+                                          (rank * lines + line) * LINE_BYTES + part * 16);
                 }
 #pragma unroll
                 for (u32 rank = 0; rank < WORLD; ++rank) {
@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
         }
         if (live) {
-            store_piece(call.output + line * PAYLOAD + part * 16,
+            store_piece(call.output + line * LINE_PAYLOAD + part * 16,
                         piece_bytes(call.bytes, line, part), reduce_all(all));
         }
     }

@@ -44,51 +44,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (session.failed) {
         return;
     }
-    if (attends()) {
-        attend<true>(session, call, used_flags(call.teams));
+    if (is_leader_block()) {
+        run_leader_block<true>(session, call, used_flags(call.peer_blocks));
         return;
     }
     session.advance();
 
-    const Teams teams(call.teams);
+    const PeerBlocks peer_blocks(call.peer_blocks);
     if (SHOTS == 1) {
         const Source input(call.input, call.bytes);
         const Target output(call.output, call.bytes);
         const u64 scratch = comm.scratch;
-        const Division division(input.vectors(), call.teams);
+        const Division division(input.vectors(), call.peer_blocks);
 #pragma unroll 1
-        for (u32 team = teams.first; team < teams.end; ++team) {
-            const Range range = division[team];
+        for (u32 block = peer_blocks.first; block < peer_blocks.end; ++block) {
+            const Range range = division[block];
             for (u64 at = range.from + threadIdx.x; at < range.to; at += blockDim.x) {
                 store_plain(comm.own() + scratch + 16 * at, input.load(at));
             }
         }
-        raise(session, teams, ARRIVED, 1);
-        if (!await_flags(session, teams, ARRIVED, 1, DATA)) {
+        raise_flags(session, peer_blocks, ARRIVED, 1);
+        if (!await_flags(session, peer_blocks, ARRIVED, 1, DATA)) {
             return;
         }
 #pragma unroll 1
-        for (u32 team = teams.first; team < teams.end; ++team) {
-            const Range range = division[team];
+        for (u32 block = peer_blocks.first; block < peer_blocks.end; ++block) {
+            const Range range = division[block];
             pull(range, [&](u64 index, u32 rank) {
                 return load_plain(comm.of(rank) + scratch + 16 * index);
             }, [&](u64 index, uint4 result) { output.store(index, result); });
         }
         // The next call may be one that writes into peers' scratch.
-        raise(session, teams, FINISHED, 1);
-        await_flags(session, teams, FINISHED, 1, EXIT);
+        raise_flags(session, peer_blocks, FINISHED, 1);
+        await_flags(session, peer_blocks, FINISHED, 1, EXIT);
         return;
     }
 
-    if (!all_entered<true>(session, call)) {
+    if (!await_handshakes<true>(session, call)) {
         return;
     }
     const Parts<true> parts(call);
     const u64 end = parts.of(call.input, comm.rank).vectors();
-    const Division division(parts.vectors(), call.teams);
+    const Division division(parts.vectors(), call.peer_blocks);
 #pragma unroll 1
-    for (u32 team = teams.first; team < teams.end; ++team) {
-        const Range range = division[team];
+    for (u32 block = peer_blocks.first; block < peer_blocks.end; ++block) {
+        const Range range = division[block];
         pull({range.from, end < range.to ? end : range.to}, [&](u64 index, u32 rank) {
             return parts.of(comm.at_peer(call.input, rank), comm.rank).load(index);
         }, [&](u64 index, uint4 result) {
@@ -99,6 +99,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
         });
     }
-    raise(session, teams, FINISHED, 1);
-    await_flags(session, teams, FINISHED, 1, RESULT);
+    raise_flags(session, peer_blocks, FINISHED, 1);
+    await_flags(session, peer_blocks, FINISHED, 1, RESULT);
 }

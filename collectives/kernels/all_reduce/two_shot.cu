@@ -23,14 +23,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const Parts<(SHOTS == (SCATTER | GATHER))> parts(call);
     const u64 vectors = parts.vectors();
     // Shares of the input first, then results.
-    const u64 results = (SHOTS & SCATTER) ? PLACES * vectors : 0;
+    const u64 results = (SHOTS & SCATTER) ? INBOX_SLOTS * vectors : 0;
     Session session(comm);
     if (session.failed) {
         return;
     }
-    const Inbox inbox(session, results + ((SHOTS & (GATHER | BROADCAST)) ? PLACES * vectors : 0));
-    if (attends()) {
-        attend<false>(session, call, inbox.used());
+    const Inbox inbox(session, results + ((SHOTS & (GATHER | BROADCAST)) ? INBOX_SLOTS * vectors : 0));
+    if (is_leader_block()) {
+        run_leader_block<false>(session, call, inbox.used());
         return;
     }
 
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         for (u32 distance = 1; distance < WORLD; ++distance) {
             u32 peer = comm.after(distance);
             if (at < parts.of(call.input, peer).vectors()) {
-                inbox.send(comm, peer, place_there(comm, distance) * vectors + at,
+                inbox.send(comm, peer, slot_at_peer(comm, distance) * vectors + at,
                            Inbox::prepare(out[distance - 1]));
             }
         }
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         if (SHOTS & (GATHER | BROADCAST)) {
 #pragma unroll
             for (u32 distance = 1; distance < WORLD; ++distance) {
-                const u64 there = results + place_there(comm, distance) * vectors + at;
+                const u64 there = results + slot_at_peer(comm, distance) * vectors + at;
                 inbox.send(comm, comm.after(distance), there, own);
             }
         }
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             const u64 end = (SHOTS & SCATTER) ? parts.bytes - 16 * at : ~0ull;
             auto has = [&](u32 rank) { return rank * parts.stride < end || !(SHOTS & SCATTER); };
             uint4 all[WORLD];
-            if (!await_those(session, inbox, results + at, vectors, all, has)) {
+            if (!await_some(session, inbox, results + at, vectors, all, has)) {
                 return false;
             }
 #pragma unroll
@@ -109,8 +109,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                                                         : parts.of(call.output, peer);
                 if (at < part.vectors() && (!(SHOTS & BROADCAST) || peer == call.root)) {
                     uint4 result;
-                    const u64 from = results + place(comm, WORLD - distance) * vectors + at;
-                    if (!await(session, inbox, peer, from, result)) {
+                    const u64 from = results + slot_of(comm, WORLD - distance) * vectors + at;
+                    if (!await_vector(session, inbox, peer, from, result)) {
                         return false;
                     }
                     part.store(at, result);
@@ -123,8 +123,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     // Of much, two rounds are on their way before anything is put back; the second of little is sent
     // behind that. Then every round is sent before the one ahead of it is reduced.
     constexpr bool MUCH = BLOCKS > 1;
-    const u64 step = data_threads();
-    u64 at = data_thread();
+    const u64 step = worker_threads();
+    u64 at = worker_thread();
     if (SHOTS & SCATTER) {
         scatter(at);
     }
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if ((SHOTS & SCATTER) && MUCH) {
         scatter(at + step);
     }
-    inbox.refresh(session);
+    inbox.reset_stale(session);
     for (; at < vectors; at += step) {
         if ((SHOTS & SCATTER) && !MUCH) {
             scatter(at + step);

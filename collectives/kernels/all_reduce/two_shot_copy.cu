@@ -12,35 +12,35 @@
 using namespace symmpool;
 
 // Behind the channels' counts: of each peer's meetings, which it writes itself, and this rank's.
-struct Meetings {
-    u64 of[WORLD];
-    u64 done;
+struct CopyBarrier {
+    u64 arrived[WORLD];
+    u64 passed;
     u64 blocks;  // of the running kernel that have read `done`
 };
 
-__device__ __forceinline__ Meetings* meetings(const Comm& comm, u32 rank) {
-    return reinterpret_cast<Meetings*>(comm.of(rank) + comm.channels + CHANNELS_BYTES);
+__device__ __forceinline__ CopyBarrier* copy_barrier(const Comm& comm, u32 rank) {
+    return reinterpret_cast<CopyBarrier*>(comm.of(rank) + comm.channels + CHANNELS_BYTES);
 }
 
 // By all threads of a block; false on all of them if a peer does not come.
-__device__ __forceinline__ bool meet(const Session& session) {
+__device__ __forceinline__ bool pass_copy_barrier(const Session& session) {
     const Comm& comm = session.comm;
-    Meetings* own = meetings(comm, comm.rank);
-    const u64 number = *static_cast<volatile u64*>(&own->done) + 1;
+    CopyBarrier* own = copy_barrier(comm, comm.rank);
+    const u64 number = *static_cast<volatile u64*>(&own->passed) + 1;
     __syncthreads();
     if (threadIdx.x == blockDim.x - 1 && atomicAdd(&own->blocks, 1ull) == gridDim.x - 1) {
         own->blocks = 0;
-        own->done = number;
+        own->passed = number;
     }
     bool bad = false;
     if (threadIdx.x < WORLD && threadIdx.x != comm.rank) {
         const u32 peer = threadIdx.x;
         if (blockIdx.x == 0) {
             fence();
-            store_release(&meetings(comm, peer)->of[comm.rank], number);
+            store_release(&copy_barrier(comm, peer)->arrived[comm.rank], number);
         }
         Watch watch;
-        while (!bad && load_acquire(&own->of[peer]) < number) {
+        while (!bad && load_acquire(&own->arrived[peer]) < number) {
             bad = watch.expired(session, peer, DATA);
         }
     }
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_two_shot_copy(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
     // Its epoch is told in errors alone.
     const Session session(comm);
-    if (session.failed || !meet(session)) {
+    if (session.failed || !pass_copy_barrier(session)) {
         return;
     }
     const Source input(call.input, call.bytes);

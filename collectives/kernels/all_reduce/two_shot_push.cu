@@ -52,12 +52,12 @@ struct Push {
     const Comm& comm;
     const Call& call;
     const Parts<((SHOTS & (SCATTER | GATHER)) == (SCATTER | GATHER))> parts;
-    const Teams teams;
+    const PeerBlocks peer_blocks;
     const Division division;
 
     __device__ __forceinline__ Push(const Session& s, const Call& c)
-        : session(s), comm(s.comm), call(c), parts(c), teams(c.teams),
-          division(parts.vectors(), c.teams) {}
+        : session(s), comm(s.comm), call(c), parts(c), peer_blocks(c.peer_blocks),
+          division(parts.vectors(), c.peer_blocks) {}
 
     // Where a rank's results go: into this rank's memory, or a peer's.
     __device__ __forceinline__ Target output(u32 distance) const {
@@ -89,8 +89,8 @@ struct Push {
     template <typename Do>
     __device__ __forceinline__ void each(u32 first, u32 last, Do act) const {
 #pragma unroll 1
-        for (u32 team = teams.first; team < teams.end; ++team) {
-            const Range range = division[team];
+        for (u32 block = peer_blocks.first; block < peer_blocks.end; ++block) {
+            const Range range = division[block];
             // Whole lines of 128 bytes stay together.
             const u64 lines = (range.to - range.from) / 8;
             const u64 from = range.from + lines * first / 16 * 8;
@@ -105,7 +105,7 @@ struct Push {
         for (u32 piece = 0; piece < 2; ++piece) {
             each(piece == 0 ? 0 : ANNOUNCED, piece == 0 ? ANNOUNCED : 16, act);
             if (piece == 0) {
-                announce_step(session, teams, step);
+                announce_step(session, peer_blocks, step);
             }
         }
     }
@@ -117,7 +117,7 @@ struct Push {
 #pragma unroll 1
         for (u32 distance = 1; distance + 1 < WORLD; ++distance) {
             leg(++step, [&](u64 from, u64 to) { scatter(distance, from, to); });
-            keep_step(session, teams, step);
+            keep_step(session, peer_blocks, step);
         }
         // The last leg of the scatter is in halves, so that the first can be reduced while the flags of the
         // second travel. Who raises those waits for all that is under way, and other warps go on meanwhile.
@@ -125,35 +125,35 @@ struct Push {
         for (u32 half = 0; half < 2; ++half) {
             each(8 * half, 8 * half + 8, [&](u64 from, u64 to) { scatter(WORLD - 1, from, to); });
             if (half == 0 || !ONWARDS) {
-                raise(session, teams, ARRIVED, half + 1);
+                raise_flags(session, peer_blocks, ARRIVED, half + 1);
             }
         }
         // Looked at while those flags are on their way.
-        if (ONWARDS && !all_entered<false>(session, call)) {
+        if (ONWARDS && !await_handshakes<false>(session, call)) {
             return false;
         }
-        if (!await_flags<ONWARDS>(session, teams, ARRIVED, 1, DATA)) {
+        if (!await_flags<ONWARDS>(session, peer_blocks, ARRIVED, 1, DATA)) {
             return false;
         }
         if (ONWARDS) {
-            raise(session, teams, ARRIVED, 2);
+            raise_flags(session, peer_blocks, ARRIVED, 2);
         }
         ++step;
 #pragma unroll 1
         for (u32 piece = 0; piece < 3; ++piece) {
-            if (piece == 1 && !await_flags<ONWARDS>(session, teams, ARRIVED, 2, DATA)) {
+            if (piece == 1 && !await_flags<ONWARDS>(session, peer_blocks, ARRIVED, 2, DATA)) {
                 return false;
             }
             constexpr u32 BOUNDS = 0x10'00'08'00 | ANNOUNCED << 16;
             each(BOUNDS >> 8 * piece & 255, BOUNDS >> (8 * piece + 8) & 255,
                  [&](u64 from, u64 to) { reduce<ONWARDS>(from, to); });
             if (ONWARDS && piece == 1) {
-                announce_step(session, teams, step);
+                announce_step(session, peer_blocks, step);
             }
         }
 #pragma unroll 1
         for (u32 distance = 2; ONWARDS && distance < WORLD; ++distance) {
-            keep_step(session, teams, step);
+            keep_step(session, peer_blocks, step);
             const Source results(output(0).begin, output(0).bytes);
             const Target peer = output(distance);
             leg(++step, [&](u64 from, u64 to) {
@@ -161,7 +161,7 @@ struct Push {
                      [&](u64 at, uint4 vector) { peer.store(at, vector); });
             });
         }
-        raise(session, teams, FINISHED, 1);
+        raise_flags(session, peer_blocks, FINISHED, 1);
         return true;
     }
 };
@@ -173,13 +173,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (session.failed) {
         return;
     }
-    if (attends()) {
-        attend<true>(session, call, used_flags(call.teams));
+    if (is_leader_block()) {
+        run_leader_block<true>(session, call, used_flags(call.peer_blocks));
         return;
     }
     session.advance();
     const Push push(session, call);
     if (push.run()) {
-        await_flags(session, push.teams, FINISHED, 1, RESULT);
+        await_flags(session, push.peer_blocks, FINISHED, 1, RESULT);
     }
 }

@@ -13,19 +13,19 @@ using namespace symmpool;
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_copy_companion(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
     const u32 block = blockIdx.x, blocks = gridDim.x;
-    if (!await_entered(comm)) {
+    if (!await_notification(comm)) {
         return;
     }
-    hear_entered(comm);
-    const u64 apart = call.root ? 0 : call.stride;
+    consume_notification(comm);
+    const u64 chunk_stride = call.root ? 0 : call.stride;
 #pragma unroll 1
     for (u32 distance = 1; distance < WORLD; ++distance) {
         const u32 peer = comm.after(distance);
-        const char* from = call.input + peer * apart;
-        share(Route{from, comm.at_peer(call.output, peer), call.bytes}, block, blocks);
+        const char* from = call.input + peer * chunk_stride;
+        share(Transfer{from, comm.at_peer(call.output, peer), call.bytes}, block, blocks);
     }
-    const char* own = call.input + comm.rank * apart;
+    const char* own = call.input + comm.rank * chunk_stride;
     if (own != call.output) {
-        share(Route{own, call.output, call.stride}, block, blocks);
+        share(Transfer{own, call.output, call.stride}, block, blocks);
     }
 }

@@ -16,12 +16,12 @@ __device__ __noinline__ void store_across(char* to, u32 shift, uint4 vector) {
     before.w = __shfl_up_sync(~0u, vector.w, 1);
     const u32 lane = threadIdx.x % 32;
     if (lane == 0) {
-        scatter_bytes(to, 16 - shift, vector);
+        store_partial(to, 16 - shift, vector);
     } else {
         store_plain(to - shift, from_pair(before, vector, 16 - shift));
     }
     if (lane == 31) {
-        scatter_bytes(to + 16 - shift, shift, from_pair(vector, vector, 16 - shift));
+        store_partial(to + 16 - shift, shift, from_pair(vector, vector, 16 - shift));
     }
 }
 
@@ -35,18 +35,18 @@ __device__ __forceinline__ void store_item(const Target& target, u32 at, bool li
         store_across(to, static_cast<u32>(reinterpret_cast<u64>(to) % 16), vector);
     } else if (live && u64{16} * at < target.bytes) {
         const u64 left = target.bytes - u64{16} * at;
-        scatter_bytes(to, static_cast<u32>(left < 16 ? left : 16), vector);
+        store_partial(to, static_cast<u32>(left < 16 ? left : 16), vector);
     }
 }
 
 // A warp's items of a round, to one peer.
 template <u32 COUNT>
-__device__ __forceinline__ void send_items(const Slot& slot, u32 epoch, const Source& part,
-                                           const Lot& lot, u32 round) {
+__device__ __forceinline__ void send_items(const EscapedSlot& slot, u32 epoch, const Source& part,
+                                           const WorkAssignment& assignment, u32 round) {
     u32 at[COUNT];
     bool live[COUNT];
     uint4 vectors[COUNT];
-    lot.find(round, at, live);
+    assignment.find(round, at, live);
 #pragma unroll
     for (u32 i = 0; i < COUNT; ++i) {
         if (live[i]) {
@@ -62,20 +62,20 @@ __device__ __forceinline__ void send_items(const Slot& slot, u32 epoch, const So
 // What a warp puts into peers' inboxes.
 struct Outgoing {
     const Exchange& exchange;
-    const Lot& lot;
+    const WorkAssignment& assignment;
     u32 done = 0;
 
-    __device__ __forceinline__ Outgoing(const Exchange& e, const Lot& l) : exchange(e), lot(l) {}
+    __device__ __forceinline__ Outgoing(const Exchange& e, const WorkAssignment& l) : exchange(e), assignment(l) {}
 
     __device__ __forceinline__ void send_next() {
-        if (done < lot.rounds.number && lot.peer != WORLD) {
+        if (done < assignment.rounds.number && assignment.peer != WORLD) {
             const Session& session = exchange.session;
-            const Slot slot(session, lot.peer, session.comm.rank);
-            const Source part(exchange.call.input + lot.place, lot.bytes);
-            if (lot.few(AT_ONCE)) {
-                send_items<1>(slot, session.epoch, part, lot, done);
+            const EscapedSlot slot(session, assignment.peer, session.comm.rank);
+            const Source part(exchange.call.input + assignment.place, assignment.bytes);
+            if (assignment.one_item_a_round(ITEMS_AT_ONCE)) {
+                send_items<1>(slot, session.epoch, part, assignment, done);
             } else {
-                send_items<AT_ONCE>(slot, session.epoch, part, lot, done);
+                send_items<ITEMS_AT_ONCE>(slot, session.epoch, part, assignment, done);
             }
         }
         ++done;
@@ -83,7 +83,7 @@ struct Outgoing {
     // The rounds below this one.
     __device__ __forceinline__ void send_until(u32 round) {
 #pragma unroll 1
-        while (done < round && done < lot.rounds.number) {
+        while (done < round && done < assignment.rounds.number) {
             send_next();
         }
     }
@@ -91,15 +91,15 @@ struct Outgoing {
 
 // What a warp takes from this rank's inboxes. What the output has no room for is taken all the same.
 template <u32 COUNT>
-__device__ __forceinline__ bool take(const Exchange& exchange, const Lot& lot, u32 round) {
+__device__ __forceinline__ bool receive_items(const Exchange& exchange, const WorkAssignment& assignment, u32 round) {
     const Session& session = exchange.session;
-    const Slot slot(session, session.comm.rank, lot.peer);
-    const Target target(exchange.call.output + lot.place, lot.fits);
+    const EscapedSlot slot(session, session.comm.rank, assignment.peer);
+    const Target target(exchange.call.output + assignment.place, assignment.fits);
     u32 at[COUNT];
     bool live[COUNT];
     uint4 vectors[COUNT];
-    lot.find(round, at, live);
-    if (!slot.receive(session, lot.peer, at, live, vectors)) {
+    assignment.find(round, at, live);
+    if (!slot.receive(session, assignment.peer, at, live, vectors)) {
         return false;
     }
 #pragma unroll
@@ -110,13 +110,13 @@ __device__ __forceinline__ bool take(const Exchange& exchange, const Lot& lot, u
 }
 
 // The same of this rank's own part.
-__device__ __forceinline__ void take_own(const Exchange& exchange, const Lot& lot, u32 round) {
-    const Source own(exchange.input(lot.peer), lot.bytes);
-    const Target target(exchange.call.output + lot.place, lot.fits);
+__device__ __forceinline__ void copy_own_items(const Exchange& exchange, const WorkAssignment& assignment, u32 round) {
+    const Source own(exchange.input(assignment.peer), assignment.bytes);
+    const Target target(exchange.call.output + assignment.place, assignment.fits);
 #pragma unroll 1
-    for (u32 item = lot.begin(round); item < lot.end(round); item += lot.warps) {
+    for (u32 item = assignment.begin(round); item < assignment.end(round); item += assignment.warps) {
         const u32 at = item * ITEM + threadIdx.x % 32;
-        const bool live = 16 * at < lot.bytes;
+        const bool live = 16 * at < assignment.bytes;
         store_item(target, at, live, live ? own.load(at) : make_uint4(0, 0, 0, 0));
     }
 }
@@ -125,25 +125,25 @@ __device__ __forceinline__ void take_own(const Exchange& exchange, const Lot& lo
 // is waited for, more than that fraction has been sent of what goes: so of warps that wait for each other
 // one can always go on.
 template <typename Work>
-__device__ __forceinline__ bool pass(Outgoing& outgoing, const Lot& incoming, Work work) {
+__device__ __forceinline__ bool run_inbox_pipeline(Outgoing& outgoing, const WorkAssignment& incoming, Work work) {
     const Exchange& exchange = outgoing.exchange;
     // Counts are read again in each turn: registers are few.
-    const u32 sends = outgoing.lot.rounds.number, takes = incoming.rounds.number;
+    const u32 sends = outgoing.assignment.rounds.number, takes = incoming.rounds.number;
     const u32 turns = sends > takes ? sends : takes;
     u32 taken = 0;
 #pragma unroll 1
     for (u32 turn = 0; turn < turns; ++turn) {
-        outgoing.send_until(static_cast<u32>(part(outgoing.lot.rounds.number, turn + 1, turns)) + 1);
+        outgoing.send_until(static_cast<u32>(part(outgoing.assignment.rounds.number, turn + 1, turns)) + 1);
         work(turn, turns);
         const u32 end = static_cast<u32>(part(incoming.rounds.number, turn + 1, turns));
 #pragma unroll 1
         for (; taken < end && incoming.peer != WORLD; ++taken) {
-            if ((SHOTS & DEVICE) && incoming.peer == exchange.rank()) {
-                take_own(exchange, incoming, taken);
+            if ((SHOTS & DEVICE_COUNTS) && incoming.peer == exchange.rank()) {
+                copy_own_items(exchange, incoming, taken);
                 continue;
             }
-            const bool there = incoming.few(AT_ONCE) ? take<1>(exchange, incoming, taken)
-                                                     : take<AT_ONCE>(exchange, incoming, taken);
+            const bool there = incoming.one_item_a_round(ITEMS_AT_ONCE) ? receive_items<1>(exchange, incoming, taken)
+                                                     : receive_items<ITEMS_AT_ONCE>(exchange, incoming, taken);
             if (!there) {
                 return false;
             }

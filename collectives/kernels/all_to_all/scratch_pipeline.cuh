@@ -12,27 +12,27 @@ constexpr u32 STAGES = 128;
 // Bytes that one of them moves at once: a quarter of what it has, so that one side stores while the other
 // takes. On two H200s, an all-gather of 256 MiB takes 481 us in 256 KiB, 495 in half of that, and a broadcast
 // of 64 MiB 200 us in 128 KiB, 221 in twice that.
-constexpr u64 LEAST_CHUNK = 128 << 10;
-constexpr u64 MOST_CHUNK = 256 << 10;
+constexpr u64 MIN_CHUNK = 128 << 10;
+constexpr u64 MAX_CHUNK = 256 << 10;
 
 // One stage's share of what a pair sends through scratch.
-struct Stage {
+struct PipelineStage {
     u64 from;
     u64 to;
     u64 chunk;
     u32 rounds;
 
-    __device__ __forceinline__ Stage(const Exchange& exchange, u32 sender, u32 receiver, u32 stage) {
+    __device__ __forceinline__ PipelineStage(const Exchange& exchange, u32 sender, u32 receiver, u32 stage) {
         const Comm& comm = exchange.session.comm;
         const u64 length =
-            exchange.staged(sender, receiver) ? exchange.behind_inbox(sender, receiver) : 0;
+            exchange.uses_scratch(sender, receiver) ? exchange.behind_inbox(sender, receiver) : 0;
         const u64 each = ((length + STAGES - 1) / STAGES + 127) / 128 * 128;
         const u64 first = stage * each < length ? stage * each : length;
         from = exchange.traffic.head + first;
         to = from + (each < length - first ? each : length - first);
         const u64 room = 16 * (half(comm) / STAGES / 8 * 8);
         const u64 quarter = each / 512 * 128;
-        chunk = quarter < LEAST_CHUNK ? LEAST_CHUNK : quarter < MOST_CHUNK ? quarter : MOST_CHUNK;
+        chunk = quarter < MIN_CHUNK ? MIN_CHUNK : quarter < MAX_CHUNK ? quarter : MAX_CHUNK;
         chunk = chunk < room ? chunk : room;
         rounds = static_cast<u32>((to - from + chunk - 1) / chunk);
     }
@@ -53,7 +53,7 @@ struct Stage {
 
 // Tells the peers after what the block has stored and read.
 template <typename Which>
-__device__ __forceinline__ void tell(const Session& session, u32 kind, u32 stage, u32 count,
+__device__ __forceinline__ void raise_stage_flags(const Session& session, u32 kind, u32 stage, u32 count,
                                      Which which) {
     __syncthreads();
     if (threadIdx.x < WORLD && which(threadIdx.x)) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ void tell(const Session& session, u32 kind, u32 stage
 }
 
 // One turn of so many of a stage's share of this rank's own part, which needs no link.
-__device__ __forceinline__ void copy_own(const Route& own, u32 stage, u32 turn, u32 turns) {
+__device__ __forceinline__ void copy_own(const Transfer& own, u32 stage, u32 turn, u32 turns) {
     share(own, stage * turns + turn, STAGES * turns);
 }
 
@@ -77,54 +77,54 @@ __device__ __forceinline__ bool run_stage(const Exchange& exchange, u32 stage) {
     u32 rounds = 0;
     for (u32 distance = 1; distance < WORLD; ++distance) {
         const u32 peer = comm.after(distance);
-        const u32 out = Stage(exchange, rank, peer, stage).rounds;
-        const u32 in = Stage(exchange, peer, rank, stage).rounds;
+        const u32 out = PipelineStage(exchange, rank, peer, stage).rounds;
+        const u32 in = PipelineStage(exchange, peer, rank, stage).rounds;
         rounds = out > rounds ? out : rounds;
         rounds = in > rounds ? in : rounds;
     }
     if (rounds == 0) {
-        copy_own(exchange.routes[0], stage, 0, 1);
+        copy_own(exchange.transfers[0], stage, 0, 1);
     }
     for (u32 round = 0; round < rounds; ++round) {
         for (u32 distance = 1; distance < WORLD; ++distance) {
             const u32 peer = comm.after(distance);
-            const Stage out(exchange, rank, peer, stage);
+            const PipelineStage out(exchange, rank, peer, stage);
             if (round < out.rounds) {
                 // Its half of the scratch held the round before the last.
                 if (round >= 2 &&
-                    !await_flag(session, FINISHED, peer, stage, round - 1, DATA)) {
+                    !block_await_flag(session, FINISHED, peer, stage, round - 1, DATA)) {
                     return false;
                 }
-                const Copy copy(Route{exchange.input(peer) + out.begin(round),
+                const Copy copy(Transfer{exchange.input(peer) + out.begin(round),
                                       out.scratch(comm, peer, rank, stage, round),
                                       out.length(round)});
                 copy.run(0, copy.units());
             }
         }
-        tell(session, ARRIVED, stage, round + 1,
-             [&](u32 peer) { return round < Stage(exchange, rank, peer, stage).rounds; });
-        copy_own(exchange.routes[0], stage, round, rounds);
+        raise_stage_flags(session, ARRIVED, stage, round + 1,
+             [&](u32 peer) { return round < PipelineStage(exchange, rank, peer, stage).rounds; });
+        copy_own(exchange.transfers[0], stage, round, rounds);
         for (u32 distance = 1; distance < WORLD; ++distance) {
             const u32 peer = comm.after(distance);
-            const Stage in(exchange, peer, rank, stage);
+            const PipelineStage in(exchange, peer, rank, stage);
             if (round < in.rounds) {
-                if (!await_flag(session, ARRIVED, peer, stage, round + 1, DATA)) {
+                if (!block_await_flag(session, ARRIVED, peer, stage, round + 1, DATA)) {
                     return false;
                 }
-                const Copy copy(Route{in.scratch(comm, rank, peer, stage, round),
+                const Copy copy(Transfer{in.scratch(comm, rank, peer, stage, round),
                                       exchange.output(peer).begin + in.begin(round),
                                       in.length(round)});
                 copy.run(0, copy.units());
             }
         }
-        tell(session, FINISHED, stage, round + 1,
-             [&](u32 peer) { return round < Stage(exchange, peer, rank, stage).rounds; });
+        raise_stage_flags(session, FINISHED, stage, round + 1,
+             [&](u32 peer) { return round < PipelineStage(exchange, peer, rank, stage).rounds; });
     }
     // Later calls use the scratch too.
     for (u32 distance = 1; distance < WORLD; ++distance) {
         const u32 peer = comm.after(distance);
-        const u32 sent = Stage(exchange, rank, peer, stage).rounds;
-        if (sent > 0 && !await_flag(session, FINISHED, peer, stage, sent, DATA)) {
+        const u32 sent = PipelineStage(exchange, rank, peer, stage).rounds;
+        if (sent > 0 && !block_await_flag(session, FINISHED, peer, stage, sent, DATA)) {
             return false;
         }
     }

@@ -8,15 +8,15 @@
 
 namespace symmpool {
 
-constexpr u32 MOST_RANKS = 8;
+constexpr u32 MAX_RANKS = 8;
 constexpr u64 UNKNOWN = ~0ull;
 
 // What a call exchanges; counts are elements. `Traffic` in cuda/params.rs.
 struct Traffic {
-    u64 send[MOST_RANKS];     // splits that the host knows,
-    u64 receive[MOST_RANKS];
-    u64 send_begin[MOST_RANKS];     // and where they begin, in bytes,
-    u64 receive_begin[MOST_RANKS];
+    u64 send[MAX_RANKS];     // splits that the host knows,
+    u64 receive[MAX_RANKS];
+    u64 send_begin[MAX_RANKS];     // and where they begin, in bytes,
+    u64 receive_begin[MAX_RANKS];
     const void* splits;       // or where the device has them
     void* received;           // where it writes what came from each rank, if anywhere,
     void* offsets;            // and where in the output that begins
@@ -34,29 +34,29 @@ static_assert(sizeof(Traffic) == TRAFFIC_BYTES, "layouts differ");
 
 // Words of a row: counts sent to each rank, counts expected of each rank, which are all that inboxes
 // need, and where and how more may come.
-constexpr u32 EXPECTS = WORLD;
-constexpr u32 COUNTED = 2 * WORLD;
-constexpr u32 PLACE = COUNTED;
-constexpr u32 ROOM = PLACE + 1;
-constexpr u32 GRID = PLACE + 2;  // data blocks of the rank's grid and, in the upper half, bytes of an element
-static_assert(GRID + 1 == ROW_WORDS, "rows have as many words as they have room");
+constexpr u32 EXPECTED_WORDS = WORLD;
+constexpr u32 COUNT_WORDS = 2 * WORLD;
+constexpr u32 PLACE_WORD = COUNT_WORDS;
+constexpr u32 CAPACITY_WORD = PLACE_WORD + 1;
+constexpr u32 GRID_WORD = PLACE_WORD + 2;  // data blocks of the rank's grid and, in the upper half, bytes of an element
+static_assert(GRID_WORD + 1 == TRAFFIC_ROW_WORDS, "rows have as many words as they have room");
 // Expected by a rank whose splits made no sense, and which sends nothing.
-constexpr u64 NONSENSE = UNKNOWN - 1;
+constexpr u64 INVALID_SPLITS = UNKNOWN - 1;
 
 // Notices.
 constexpr u32 OVERFLOW = 1;
 constexpr u32 SPLITS = 2;
 
 // The most that an offset of 32 bits can say.
-constexpr u32 NARROWEST = 0x7fffffff;
+constexpr u32 MAX_NARROW_OFFSET = 0x7fffffff;
 
-__device__ __forceinline__ char* row_packet(const Session& session, u32 owner, u32 from, u32 word) {
-    return row_slot(session.comm, session.epoch, owner, from) + 16 * word;
+__device__ __forceinline__ char* traffic_word_slot(const Session& session, u32 owner, u32 from, u32 word) {
+    return traffic_row_slot(session.comm, session.epoch, owner, from) + 16 * word;
 }
 
 // What this rank sends and expects, as a warp's threads know it: each of one rank.
 struct Splits {
-    static_assert(WORLD <= MOST_RANKS && MOST_RANKS < 32, "a thread each, and one more");
+    static_assert(WORLD <= MAX_RANKS && MAX_RANKS < 32, "a thread each, and one more");
     u64 count = 0;
     u64 expected = UNKNOWN;
 
@@ -79,7 +79,7 @@ struct Splits {
             const u64 sum = up_to_here(much ? 0 : splits.count);
             const bool bad = __any_sync(~0u, much || sum > traffic.length);
             splits.count = bad ? 0 : splits.count;
-            splits.expected = bad ? NONSENSE : UNKNOWN;
+            splits.expected = bad ? INVALID_SPLITS : UNKNOWN;
         }
         return splits;
     }
@@ -102,12 +102,12 @@ private:
 };
 
 // All rows, in shared memory.
-struct Table {
-    u64 words[WORLD][ROW_WORDS];
+struct TrafficMatrix {
+    u64 words[WORLD][TRAFFIC_ROW_WORDS];
 
     __device__ __forceinline__ u64 sent(u32 from, u32 to) const { return words[from][to]; }
     __device__ __forceinline__ u64 expected(u32 from, u32 to) const {
-        return words[to][EXPECTS + from];
+        return words[to][EXPECTED_WORDS + from];
     }
     // Where in the receiver's output a sender's part begins, and how much of it that holds.
     __device__ __forceinline__ u64 offset(u32 from, u32 to) const {
@@ -119,14 +119,14 @@ struct Table {
         return before;
     }
     __device__ __forceinline__ u64 fitting(u32 from, u32 to) const {
-        const u64 room = words[to][ROOM], before = offset(from, to), count = sent(from, to);
+        const u64 room = words[to][CAPACITY_WORD], before = offset(from, to), count = sent(from, to);
         const u64 left = before < room ? room - before : 0;
         return count < left ? count : left;
     }
     __device__ __forceinline__ u64 total(u32 to) const { return offset(WORLD, to); }
 
     static __device__ __forceinline__ u64 grid(const Traffic& traffic) {
-        return static_cast<u64>(traffic.size) << 32 | data_blocks();
+        return static_cast<u64>(traffic.size) << 32 | worker_blocks();
     }
 
     // This rank's own. By the first warp; the others of a block see it behind a barrier.
@@ -136,26 +136,26 @@ struct Table {
         const u32 at = threadIdx.x;
         if (at < WORLD) {
             row[at] = splits.count;
-            row[EXPECTS + at] = splits.expected;
+            row[EXPECTED_WORDS + at] = splits.expected;
         } else if (at == WORLD) {
-            row[PLACE] = traffic.window;
-            row[ROOM] = traffic.capacity;
-            row[GRID] = grid(traffic);
+            row[PLACE_WORD] = traffic.window;
+            row[CAPACITY_WORD] = traffic.capacity;
+            row[GRID_WORD] = grid(traffic);
         }
         __syncwarp();
     }
 
     // Where this rank's output is, and how much it holds: by a warp, which need not wait for the row.
-    __device__ __forceinline__ void show_place(const Session& session, const Traffic& traffic) const {
-        constexpr u32 EACH = ROW_WORDS - PLACE;
+    __device__ __forceinline__ void send_place(const Session& session, const Traffic& traffic) const {
+        constexpr u32 EACH = TRAFFIC_ROW_WORDS - PLACE_WORD;
         const u32 rank = session.comm.rank;
         for (u32 i = threadIdx.x % 32; i < WORLD * EACH; i += 32) {
-            const u32 peer = i / EACH, word = PLACE + i % EACH;
+            const u32 peer = i / EACH, word = PLACE_WORD + i % EACH;
             if (peer != rank) {
-                const u64 data = word == PLACE  ? traffic.window
-                                 : word == ROOM ? traffic.capacity
+                const u64 data = word == PLACE_WORD  ? traffic.window
+                                 : word == CAPACITY_WORD ? traffic.capacity
                                                 : grid(traffic);
-                store_relaxed(row_packet(session, peer, rank, word),
+                store_relaxed(traffic_word_slot(session, peer, rank, word),
                               make_uint4(static_cast<u32>(data), session.epoch,
                                          static_cast<u32>(data >> 32), session.epoch));
             }
@@ -163,13 +163,13 @@ struct Table {
     }
 
     // The counts of the own row. By the warp that filled it.
-    __device__ __forceinline__ void show_counts(const Session& session) const {
+    __device__ __forceinline__ void send_counts(const Session& session) const {
         const u32 rank = session.comm.rank;
-        for (u32 i = threadIdx.x; i < WORLD * COUNTED; i += 32) {
-            const u32 peer = i / COUNTED, word = i % COUNTED;
+        for (u32 i = threadIdx.x; i < WORLD * COUNT_WORDS; i += 32) {
+            const u32 peer = i / COUNT_WORDS, word = i % COUNT_WORDS;
             if (peer != rank) {
                 const u64 data = words[rank][word];
-                store_relaxed(row_packet(session, peer, rank, word),
+                store_relaxed(traffic_word_slot(session, peer, rank, word),
                               make_uint4(static_cast<u32>(data), session.epoch,
                                          static_cast<u32>(data >> 32), session.epoch));
             }
@@ -181,7 +181,7 @@ struct Table {
     // what they have ended is past: their outputs may be written. By all threads of a block; false on
     // all of them if a rank does not come.
     template <u32 FIRST, u32 LAST, bool ENTRIES, bool ACQUIRE>
-    __device__ __forceinline__ bool await(const Session& session, const Call& call) {
+    __device__ __forceinline__ bool await_rows(const Session& session, const Call& call) {
         constexpr u32 ENTERED = ENTRIES ? 4 * WORLD : 0, EACH = LAST - FIRST;
         bool bad = false;
         for (u32 i = threadIdx.x; i < ENTERED + WORLD * EACH && !bad; i += blockDim.x) {
@@ -195,12 +195,12 @@ struct Table {
             if (peer == session.comm.rank) {
                 continue;
             }
-            const char* slot = entry ? entered(session, peer, word)
-                                     : row_packet(session, session.comm.rank, peer, word);
+            const char* slot = entry ? handshake_word(session, peer, word)
+                                     : traffic_word_slot(session, session.comm.rank, peer, word);
             uint4 packet;
             bad = !await_packet<ACQUIRE>(session, peer, slot, packet);
             if (!bad && entry) {
-                compare_word(session, call, peer, word, packet);
+                compare_handshake_word(session, call, peer, word, packet);
             } else if (!entry) {
                 words[peer][word] = static_cast<u64>(packet.z) << 32 | packet.x;
             }
@@ -210,7 +210,7 @@ struct Table {
 
     __device__ __forceinline__ bool differs(u32 from, u32 to) const {
         const u64 wanted = expected(from, to);
-        return wanted < NONSENSE && wanted != sent(from, to);
+        return wanted < INVALID_SPLITS && wanted != sent(from, to);
     }
 
     // Whether every rank is sent what it expects: the same answer on all ranks, as all read the
@@ -219,9 +219,9 @@ struct Table {
 
     // Whether elements are as long on all ranks, so that counts mean the same bytes: the same answer on all
     // ranks, and in all threads of a block. A function of its own, as its caller has no register to spare.
-    __device__ __noinline__ bool one_size(const Traffic& traffic) const {
+    __device__ __noinline__ bool equal_element_sizes(const Traffic& traffic) const {
         const u32 rank = threadIdx.x;
-        return !__syncthreads_or(rank < WORLD && words[rank][GRID] >> 32 != traffic.size);
+        return !__syncthreads_or(rank < WORLD && words[rank][GRID_WORD] >> 32 != traffic.size);
     }
 
     // As far as this thread looks.
@@ -235,44 +235,44 @@ struct Table {
 
     // Whether something is not as a rank wished, of the rank that this thread looks at. Not only
     // where counts are on the device: another rank's may be.
-    __device__ __forceinline__ bool amiss() const {
+    __device__ __forceinline__ bool has_notice() const {
         const u32 rank = threadIdx.x;
         return rank < WORLD &&
-               (total(rank) > words[rank][ROOM] || words[rank][EXPECTS] == NONSENSE);
+               (total(rank) > words[rank][CAPACITY_WORD] || words[rank][EXPECTED_WORDS] == INVALID_SPLITS);
     }
 };
 
 // Of the first pair that differs, as on every rank. By one thread.
-__device__ __noinline__ void report_counts(const Session& session, const Table& table) {
+__device__ __noinline__ void report_counts(const Session& session, const TrafficMatrix& matrix) {
     const Comm& comm = session.comm;
     if (atomicExch(&comm.local()->failed, 1) != 0) {
         return;
     }
     u32 pair = WORLD * WORLD - 1;
     for (u32 other = pair; other != ~0u; --other) {
-        pair = table.differs(other / WORLD, other % WORLD) ? other : pair;
+        pair = matrix.differs(other / WORLD, other % WORLD) ? other : pair;
     }
     const u32 from = pair / WORLD, to = pair % WORLD;
     Fault* fault = comm.fault;
     fault->kind = COUNTS;
     fault->epoch = session.epoch;
     fault->peer = from == comm.rank ? to : from;
-    fault->phase = ENTRY;
+    fault->phase = HANDSHAKE;
     fault->ours[0] = from;
     fault->ours[1] = to;
-    fault->ours[2] = table.sent(from, to);
-    fault->ours[3] = table.expected(from, to);
+    fault->ours[2] = matrix.sent(from, to);
+    fault->ours[3] = matrix.expected(from, to);
     fence();
     *static_cast<volatile u32*>(&fault->complete) = 1;
 }
 
 // Tells the host of the first rank for which something did not go as wished, on every rank alike.
 // By one thread.
-__device__ __noinline__ void notice(const Session& session, const Table& table) {
+__device__ __noinline__ void notice(const Session& session, const TrafficMatrix& matrix) {
     volatile Notice* at = &session.comm.fault->notice;
     for (u32 rank = 0; rank < WORLD; ++rank) {
-        const u64 needed = table.total(rank), room = table.words[rank][ROOM];
-        const bool nonsense = table.words[rank][EXPECTS] == NONSENSE;
+        const u64 needed = matrix.total(rank), room = matrix.words[rank][CAPACITY_WORD];
+        const bool nonsense = matrix.words[rank][EXPECTED_WORDS] == INVALID_SPLITS;
         if (needed <= room && !nonsense) {
             continue;
         }

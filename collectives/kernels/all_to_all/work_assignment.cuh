@@ -33,7 +33,7 @@ struct Divisor {
 // What a warp does of all that goes through inboxes one way. Warps are given out to pairs in
 // proportion to what these exchange, and all pairs advance together: every round moves the same fraction
 // of every pair's. So what is sent early is waited for early, however much goes to whom.
-struct Lot {
+struct WorkAssignment {
     u64 place;   // where the pair's part lies in this rank's input or output, in bytes
     u32 fits;    // so many of its bytes does the output hold
     u32 peer;    // WORLD: none
@@ -42,18 +42,18 @@ struct Lot {
     u32 bytes;   // of the pair
     Divisor rounds;  // the same of all warps
 
-    Lot() = default;
+    WorkAssignment() = default;
     // `bytes_of` the pair with the peer that `peer_at` a distance, of which the last is this rank; so many
     // items of a warp in a round. Blocks below `apart` have none. By whole warps, of which each thread looks at
     // another pair.
     template <typename Peer, typename Bytes>
-    __device__ __forceinline__ Lot(u32 at_once, u32 apart, Peer peer_at, Bytes bytes_of)
+    __device__ __forceinline__ WorkAssignment(u32 at_once, u32 direct_blocks, Peer peer_at, Bytes bytes_of)
         : place(0), fits(0), peer(WORLD), nth(0), warps(0), bytes(0) {
         const u32 lane = threadIdx.x % 32, other = peer_at(lane < WORLD ? lane + 1 : WORLD);
         const u32 known = bytes_of(other), own_bytes = lane < WORLD ? known : 0;
         const u32 own_items = items_of(own_bytes), all = __reduce_add_sync(~0u, own_items);
         // One for every pair, and the rest in proportion.
-        const u32 before = apart * (blockDim.x / 32), most = data_threads() / 32 - before;
+        const u32 before = direct_blocks * (blockDim.x / 32), most = worker_threads() / 32 - before;
         const u32 rest = most - WORLD;
         u32 serve = own_items, needed = 1;
         if (all > most && own_items > 0) {
@@ -68,7 +68,7 @@ struct Lot {
             end += lane >= step ? others : 0;
         }
         // Beyond all, in a block apart.
-        const u32 warp = data_thread() / 32 - before;
+        const u32 warp = worker_thread() / 32 - before;
         const u32 found = __ballot_sync(~0u, end - serve <= warp && warp < end);
         if (found != 0) {
             const u32 from = __ffs(found) - 1;
@@ -80,7 +80,7 @@ struct Lot {
     }
 
     // Whether a warp has one item a round at most.
-    __device__ __forceinline__ bool few(u32 at_once) const {
+    __device__ __forceinline__ bool one_item_a_round(u32 at_once) const {
         return at_once == 1 || warps >= items();
     }
     __device__ __forceinline__ u32 items() const { return items_of(bytes); }

@@ -12,12 +12,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (session.failed) {
         return;
     }
-    attend<true>(session, call, Used());
+    run_leader_block<true>(session, call, UsedBytes());
     fence();
     if (SHOTS) {
         __syncthreads();
         if (threadIdx.x == 0 && *static_cast<volatile u32*>(&comm.local()->failed) == 0) {
-            tell_beside(comm);
+            notify_companion(comm);
         }
     }
 }

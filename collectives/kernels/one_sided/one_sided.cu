@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (failed(comm)) {
         return;
     }
-    const u32 peer = call.root, channel = static_cast<u32>(call.details[1]);
+    const u32 peer = call.root, channel = static_cast<u32>(call.description[1]);
     if (SHOTS & COPY) {
         copy(call);
     }

@@ -41,18 +41,18 @@ constexpr u32 LENGTHS = 5;
 constexpr u64 REFUSED = 1ull << 63;
 
 // One lane of a message, as its block sees it on either rank.
-struct Message {
+struct Lane {
     const Comm& comm;
     const Call& call;
     u32 peer;
     u32 lane;
 
-    __device__ __forceinline__ Message(const Comm& c, const Call& m)
+    __device__ __forceinline__ Lane(const Comm& c, const Call& m)
         : comm(c), call(m), peer(m.root), lane(blockIdx.x) {}
 
     // The words of this file on a rank: flags, acknowledgements, what a refusal tells, and counts.
     __device__ __forceinline__ char* words(u32 owner) const {
-        return comm.of(owner) + call.details[1];
+        return comm.of(owner) + call.description[1];
     }
     // Where the flag of a packet comes to.
     __device__ __forceinline__ char* flag(u32 owner, u32 source, u64 number) const {
@@ -78,21 +78,21 @@ struct Message {
     __device__ __forceinline__ char* slot(u32 owner, u32 source, u64 number) const {
         const u32 nth = source < owner ? source : source - 1;
         const u64 slot = (nth * ALL_LANES + lane) * SLOTS + static_cast<u32>(number) % SLOTS;
-        return comm.of(owner) + call.stride + slot * call.details[2];
+        return comm.of(owner) + call.stride + slot * call.description[2];
     }
 
     // This lane's part of the message.
     __device__ __forceinline__ u64 begin() const {
-        const u64 at = lane * call.details[3];
+        const u64 at = lane * call.description[3];
         return at < call.bytes ? at : call.bytes;
     }
     __device__ __forceinline__ u64 end() const {
-        const u64 at = (lane + 1) * call.details[3];
+        const u64 at = (lane + 1) * call.description[3];
         return at < call.bytes ? at : call.bytes;
     }
     // Of the packet that begins there.
     __device__ __forceinline__ u64 length(u64 at) const {
-        return call.teams < end() - at ? call.teams : end() - at;
+        return call.peer_blocks < end() - at ? call.peer_blocks : end() - at;
     }
 };
 
@@ -135,34 +135,34 @@ __device__ __noinline__ void report_lengths(const Comm& comm, u32 sender, u32 re
 
 // Has the sender know that its message is not the one that is expected: all lanes of it, as each may
 // wait for room. By one thread.
-__device__ __noinline__ void refuse(const Message& message, u64 sent) {
+__device__ __noinline__ void refuse(const Lane& message, u64 sent) {
     const u32 rank = message.comm.rank;
-    u64* told = message.refusal(message.peer, rank);
-    told[0] = sent;
-    told[1] = message.call.details[0];
+    u64* reported = message.refusal(message.peer, rank);
+    reported[0] = sent;
+    reported[1] = message.call.description[0];
     fence();
 #pragma unroll 1
     for (u32 lane = 0; lane < ALL_LANES; ++lane) {
         store_release(message.taken_by(message.peer, rank, lane), REFUSED);
     }
-    report_lengths(message.comm, message.peer, rank, sent, message.call.details[0]);
+    report_lengths(message.comm, message.peer, rank, sent, message.call.description[0]);
 }
 
 // A message of this rank was refused. By one thread.
-__device__ __noinline__ void heed_refusal(const Message& message, u32 receiver) {
-    const u64* told = message.refusal(message.comm.rank, receiver);
-    report_lengths(message.comm, message.comm.rank, receiver, told[0], told[1]);
+__device__ __noinline__ void report_refusal(const Lane& message, u32 receiver) {
+    const u64* reported = message.refusal(message.comm.rank, receiver);
+    report_lengths(message.comm, message.comm.rank, receiver, reported[0], reported[1]);
 }
 
 // Until there is room for a packet. By one thread; false if that takes too long, or never will be.
-__device__ __forceinline__ bool await_room(const Message& message, u64 number, u64& taken) {
+__device__ __forceinline__ bool await_room(const Lane& message, u64 number, u64& taken) {
     const u64* word = message.taken_by(message.comm.rank, message.peer, message.lane);
     u64 since = 0;
     // What was seen last is enough as a rule: a look takes as long as a packet's first bytes.
     for (u32 looks = 1; taken + SLOTS < number; ++looks) {
         taken = load_acquire(word);
         if (taken & REFUSED) {
-            heed_refusal(message, message.peer);
+            report_refusal(message, message.peer);
             return false;
         }
         if (taken + SLOTS < number && (looks & 255) == 0) {
@@ -177,7 +177,7 @@ __device__ __forceinline__ bool await_room(const Message& message, u64 number, u
 
 // Until a packet is there, which is then compared. By one thread; false if that takes too long, or its
 // message is another one.
-__device__ __forceinline__ bool await_packet(const Message& message, u64 number) {
+__device__ __forceinline__ bool await_chunk(const Lane& message, u64 number) {
     const char* flag = message.flag(message.comm.rank, message.peer, number);
     const u32 wanted = static_cast<u32>(number);
     u64 since = 0;
@@ -192,7 +192,7 @@ __device__ __forceinline__ bool await_packet(const Message& message, u64 number)
         packet = load_acquired(flag);
     }
     const u64 sent = static_cast<u64>(packet.z) << 32 | packet.x;
-    if (sent != message.call.details[0]) {
+    if (sent != message.call.description[0]) {
         refuse(message, sent);
         return false;
     }
@@ -200,8 +200,8 @@ __device__ __forceinline__ bool await_packet(const Message& message, u64 number)
 }
 
 // After what the block has stored into its slot (rule S3). By one thread, behind a barrier.
-__device__ __forceinline__ void raise(const Message& message, u64 number) {
-    const u64 length = message.call.details[0];
+__device__ __forceinline__ void raise_flag(const Lane& message, u64 number) {
+    const u64 length = message.call.description[0];
     const u32 half = static_cast<u32>(number);
     fence();
     store_relaxed(message.flag(message.peer, message.comm.rank, number),
@@ -209,7 +209,7 @@ __device__ __forceinline__ void raise(const Message& message, u64 number) {
 }
 
 // After what the block has read from its slot. By one thread, behind a barrier.
-__device__ __forceinline__ void acknowledge(const Message& message, u64 number) {
+__device__ __forceinline__ void acknowledge(const Lane& message, u64 number) {
     fence();
     store_release(message.taken_by(message.peer, message.comm.rank, message.lane), number);
 }
@@ -217,39 +217,39 @@ __device__ __forceinline__ void acknowledge(const Message& message, u64 number) 
 // A lane's packets, one after the other. The thread that raises their flags waits for all that is under
 // way, and the other warps go on with the next packet meanwhile.
 template <bool SENDS>
-__device__ __forceinline__ void run(const Message& message) {
+__device__ __forceinline__ void run(const Lane& message) {
     const u32 rank = message.comm.rank, peer = message.peer;
     u64* count = SENDS ? message.sent() : message.received();
     u64 number = *count, at = message.begin(), taken = 0;
     const u64 end = message.end();
-    const bool tells = threadIdx.x == blockDim.x - 1;
+    const bool signals = threadIdx.x == blockDim.x - 1;
     bool first = true;
-    auto tell = [&] { SENDS ? raise(message, number) : acknowledge(message, number); };
+    auto signal = [&] { SENDS ? raise_flag(message, number) : acknowledge(message, number); };
     // Also of nothing there is one packet, which is the message.
     do {
         bool bad = false;
         if (threadIdx.x == 0) {
             bad = !(SENDS ? await_room(message, number + 1, taken)
-                          : await_packet(message, number + 1));
+                          : await_chunk(message, number + 1));
         }
         // Behind it the packet before is done with, by all threads.
         if (__syncthreads_or(bad)) {
             return;
         }
-        if (tells && !first) {
-            tell();
+        if (signals && !first) {
+            signal();
         }
         first = false;
         number += 1;
         const u64 length = message.length(at);
-        const Copy copy(SENDS ? Route{message.call.input + at, message.slot(peer, rank, number), length}
-                              : Route{message.slot(rank, peer, number), message.call.output + at, length});
+        const Copy copy(SENDS ? Transfer{message.call.input + at, message.slot(peer, rank, number), length}
+                              : Transfer{message.slot(rank, peer, number), message.call.output + at, length});
         copy.run(0, copy.units());
         at += length;
     } while (at < end);
     __syncthreads();
-    if (tells) {
-        tell();
+    if (signals) {
+        signal();
         *count = number;
     }
 }
@@ -262,12 +262,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (failed(comm)) {
         return;
     }
-    const Message message(comm, call);
+    const Lane message(comm, call);
     // What another rank refused is told by the first message after that, whomever it is for.
     const u32 other = threadIdx.x - 32;
     if (blockIdx.x == 0 && other < WORLD && other != comm.rank &&
         (load_acquire(message.taken_by(comm.rank, other, 0)) & REFUSED)) {
-        heed_refusal(message, other);
+        report_refusal(message, other);
     }
     if (SHOTS & SEND) {
         run<true>(message);

@@ -15,22 +15,22 @@
 
 namespace symmpool {
 
-struct Packets {
+struct LlInbox {
     u64 offset;  // in the control block
     u32 epoch;
     u64 vectors;
 
     // Room for `count` vectors from all ranks together.
-    __device__ __forceinline__ Packets(Session& session, u64 count)
-        : offset(session.comm.packets + session.parity() * (session.comm.packets_bytes / 2)),
+    __device__ __forceinline__ LlInbox(Session& session, u64 count)
+        : offset(session.comm.ll + session.parity() * (session.comm.ll_bytes / 2)),
           epoch(session.epoch), vectors(count) {}
 
-    __device__ __forceinline__ Used used() const {
-        Used used;
-        used.packets = 32 * vectors;
+    __device__ __forceinline__ UsedBytes used() const {
+        UsedBytes used;
+        used.ll = 32 * vectors;
         return used;
     }
-    __device__ __forceinline__ void refresh(const Session&) const {}
+    __device__ __forceinline__ void reset_stale(const Session&) const {}
     static __device__ __forceinline__ uint4 prepare(uint4 vector) { return vector; }
 
     __device__ __forceinline__ void send(const Comm& comm, u32 peer, u64 at, uint4 vector) const {
@@ -48,41 +48,41 @@ struct Packets {
     }
 };
 
-struct Sentinels {
-    static constexpr u32 SENTINEL = 0xffffffffu;
+struct LamportInbox {
+    static constexpr u32 EMPTY = 0xffffffffu;
     // A NaN as well, in every type that travels so.
-    static constexpr u32 INSTEAD = DTYPE == F8E4M3 ? 0xffffff7fu : 0xfffffffeu;
+    static constexpr u32 SUBSTITUTE = DTYPE == F8E4M3 ? 0xffffff7fu : 0xfffffffeu;
 
     u64 offset;
     uint4* stale;
     u32 stale_used;
 
     // Moves the turn on, for the call after.
-    __device__ __forceinline__ Sentinels(Session& session, u64 count) {
+    __device__ __forceinline__ LamportInbox(Session& session, u64 count) {
         const Comm& comm = session.comm;
-        u64 part = comm.sentinel_bytes / 3;
-        u32 turn = session.sentinel_turn, before = turn == 0 ? 2 : turn - 1;
-        offset = comm.sentinel + turn * part;
-        stale = reinterpret_cast<uint4*>(comm.own() + comm.sentinel + before * part);
-        stale_used = session.sentinel_used;
-        session.sentinel_turn = turn == 2 ? 0 : turn + 1;
-        session.sentinel_used = static_cast<u32>(count);
+        u64 part = comm.lamport_bytes / 3;
+        u32 turn = session.lamport_turn, before = turn == 0 ? 2 : turn - 1;
+        offset = comm.lamport + turn * part;
+        stale = reinterpret_cast<uint4*>(comm.own() + comm.lamport + before * part);
+        stale_used = session.lamport_used;
+        session.lamport_turn = turn == 2 ? 0 : turn + 1;
+        session.lamport_used = static_cast<u32>(count);
     }
 
-    __device__ __forceinline__ Used used() const { return Used(); }
+    __device__ __forceinline__ UsedBytes used() const { return UsedBytes(); }
 
     // By all data blocks: the part that the call before used is fresh again for the one after.
-    __device__ __forceinline__ void refresh(const Session&) const {
-        for (u32 at = data_thread(); at < stale_used; at += data_threads()) {
-            store_plain(stale + at, make_uint4(SENTINEL, SENTINEL, SENTINEL, SENTINEL));
+    __device__ __forceinline__ void reset_stale(const Session&) const {
+        for (u32 at = worker_thread(); at < stale_used; at += worker_threads()) {
+            store_plain(stale + at, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
         }
     }
 
     static __device__ __forceinline__ uint4 prepare(uint4 vector) {
-        vector.x = vector.x == SENTINEL ? INSTEAD : vector.x;
-        vector.y = vector.y == SENTINEL ? INSTEAD : vector.y;
-        vector.z = vector.z == SENTINEL ? INSTEAD : vector.z;
-        vector.w = vector.w == SENTINEL ? INSTEAD : vector.w;
+        vector.x = vector.x == EMPTY ? SUBSTITUTE : vector.x;
+        vector.y = vector.y == EMPTY ? SUBSTITUTE : vector.y;
+        vector.z = vector.z == EMPTY ? SUBSTITUTE : vector.z;
+        vector.w = vector.w == EMPTY ? SUBSTITUTE : vector.w;
         return vector;
     }
 
@@ -92,19 +92,19 @@ struct Sentinels {
 
     __device__ __forceinline__ bool receive(const Comm& comm, u64 at, uint4& vector) const {
         vector = load_relaxed(comm.own() + offset + 16 * at);
-        return vector.x != SENTINEL && vector.y != SENTINEL && vector.z != SENTINEL &&
-               vector.w != SENTINEL;
+        return vector.x != EMPTY && vector.y != EMPTY && vector.z != EMPTY &&
+               vector.w != EMPTY;
     }
 };
 
 #if defined(SENTINELS)
-using Inbox = Sentinels;
+using Inbox = LamportInbox;
 #else
-using Inbox = Packets;
+using Inbox = LlInbox;
 #endif
 
 // A vector from one peer, waited for; false if it does not come.
-__device__ __forceinline__ bool await(const Session& session, const Inbox& inbox, u32 peer, u64 at,
+__device__ __forceinline__ bool await_vector(const Session& session, const Inbox& inbox, u32 peer, u64 at,
                                       uint4& vector) {
     Watch watch;
     while (!inbox.receive(session.comm, at, vector)) {
@@ -122,13 +122,13 @@ constexpr bool COMPACT = true;
 #else
 constexpr bool COMPACT = false;
 #endif
-constexpr u64 PLACES = COMPACT ? WORLD - 1 : WORLD;
+constexpr u64 INBOX_SLOTS = COMPACT ? WORLD - 1 : WORLD;
 
 // The place of a peer at a distance, and this rank's own there.
-__device__ __forceinline__ u32 place(const Comm& comm, u32 distance) {
+__device__ __forceinline__ u32 slot_of(const Comm& comm, u32 distance) {
     return COMPACT ? distance - 1 : comm.after(distance);
 }
-__device__ __forceinline__ u32 place_there(const Comm& comm, u32 distance) {
+__device__ __forceinline__ u32 slot_at_peer(const Comm& comm, u32 distance) {
     return COMPACT ? WORLD - 1 - distance : comm.rank;
 }
 
@@ -162,7 +162,7 @@ __device__ __forceinline__ bool await_all(const Session& session, const Inbox& i
 
 // The same of those peers that `has` says send one; nothing in this rank's own place.
 template <typename Has>
-__device__ __forceinline__ bool await_those(const Session& session, const Inbox& inbox, u64 at,
+__device__ __forceinline__ bool await_some(const Session& session, const Inbox& inbox, u64 at,
                                             u64 each, uint4 (&vectors)[WORLD], Has has) {
     static_assert(!COMPACT || sizeof(Has) == 0, "this rank's own place is read too");
     const Comm& comm = session.comm;

@@ -17,11 +17,11 @@
 namespace symmpool {
 
 // Of no meaning; seldom in data, and even.
-constexpr u32 FRESH = 0xc35a96e8u;
-constexpr u32 INSTEAD = FRESH | 1;
+constexpr u32 EMPTY = 0xc35a96e8u;
+constexpr u32 ESCAPED = EMPTY | 1;
 
 constexpr u32 ITEM = 32;         // vectors that a warp handles at once
-constexpr u32 LINE_VECTORS = 8;  // that a mark is for
+constexpr u32 MARK_VECTORS = 8;  // that a mark is for
 
 __device__ __forceinline__ bool holds(uint4 vector, u32 word) {
     return vector.x == word || vector.y == word || vector.z == word || vector.w == word;
@@ -29,28 +29,28 @@ __device__ __forceinline__ bool holds(uint4 vector, u32 word) {
 
 // Where a sender's vectors lie in a receiver's inbox, and their marks. By whole warps, of which each
 // thread handles a vector of an item, or none if it is not `live`.
-struct Slot {
+struct EscapedSlot {
     char* vectors;
-    u64* marks;
+    u64* escape_marks;
 
     // Vectors that a pair of ranks has.
     static __device__ __forceinline__ u64 length(const Comm& comm) {
-        return comm.bare_bytes / 32 / (WORLD > 1 ? WORLD - 1 : 1) / ITEM * ITEM;
+        return comm.escaped_bytes / 32 / (WORLD > 1 ? WORLD - 1 : 1) / ITEM * ITEM;
     }
 
-    __device__ __forceinline__ Slot(const Session& session, u32 owner, u32 sender) {
+    __device__ __forceinline__ EscapedSlot(const Session& session, u32 owner, u32 sender) {
         const Comm& comm = session.comm;
         const u64 before = length(comm) * (sender < owner ? sender : sender - 1);
-        const u64 half = session.parity() * (comm.bare_bytes / 2);
-        vectors = comm.of(owner) + comm.bare + half + 16 * before;
-        marks = reinterpret_cast<u64*>(comm.of(owner) + comm.marks + half / 16) + before / LINE_VECTORS;
+        const u64 half = session.parity() * (comm.escaped_bytes / 2);
+        vectors = comm.of(owner) + comm.escaped + half + 16 * before;
+        escape_marks = reinterpret_cast<u64*>(comm.of(owner) + comm.escape_marks + half / 16) + before / MARK_VECTORS;
     }
 
     __device__ __forceinline__ void send(u32 epoch, u32 at, uint4 vector, bool live) const {
         const uint4 odd = make_uint4(vector.x | 1, vector.y | 1, vector.z | 1, vector.w | 1);
-        const bool marked = live && holds(odd, INSTEAD);
+        const bool marked = live && holds(odd, ESCAPED);
         if (__any_sync(~0u, marked)) {
-            vector = mark(marks + at / LINE_VECTORS, epoch, vector, marked);
+            vector = escape(escape_marks + at / MARK_VECTORS, epoch, vector, marked);
         }
         if (live) {
             store_relaxed(vectors + u64{16} * at, vector);
@@ -73,8 +73,8 @@ struct Slot {
             }
 #pragma unroll
             for (u32 i = 0; i < COUNT; ++i) {
-                missing = missing || (live[i] && holds(found[i], FRESH));
-                marked = marked || (live[i] && holds(found[i], INSTEAD));
+                missing = missing || (live[i] && holds(found[i], EMPTY));
+                marked = marked || (live[i] && holds(found[i], ESCAPED));
             }
             missing = __any_sync(~0u, missing);
             if (missing && __any_sync(~0u, watch.expired(session, peer, DATA))) {
@@ -84,7 +84,7 @@ struct Slot {
 #pragma unroll
         for (u32 i = 0; i < COUNT; ++i) {
             if (live[i]) {
-                store_plain(vectors + u64{16} * at[i], make_uint4(FRESH, FRESH, FRESH, FRESH));
+                store_plain(vectors + u64{16} * at[i], make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
             }
         }
         if (!__any_sync(~0u, marked)) {
@@ -92,33 +92,33 @@ struct Slot {
         }
 #pragma unroll
         for (u32 i = 0; i < COUNT; ++i) {
-            if (live[i] && holds(found[i], INSTEAD)) {
-                const u32 bits = look(session, peer, marks + at[i] / LINE_VECTORS,
-                                      at[i] % LINE_VECTORS);
+            if (live[i] && holds(found[i], ESCAPED)) {
+                const u32 bits = read_escape_mark(session, peer, escape_marks + at[i] / MARK_VECTORS,
+                                      at[i] % MARK_VECTORS);
                 missing = missing || bits == MISSING;
-                found[i].x = bits & 1 ? FRESH : found[i].x;
-                found[i].y = bits & 2 ? FRESH : found[i].y;
-                found[i].z = bits & 4 ? FRESH : found[i].z;
-                found[i].w = bits & 8 ? FRESH : found[i].w;
+                found[i].x = bits & 1 ? EMPTY : found[i].x;
+                found[i].y = bits & 2 ? EMPTY : found[i].y;
+                found[i].z = bits & 4 ? EMPTY : found[i].z;
+                found[i].w = bits & 8 ? EMPTY : found[i].w;
             }
         }
         return !__any_sync(~0u, missing);
     }
 
 private:
-    static __device__ __noinline__ uint4 mark(u64* line, u32 epoch, uint4 vector, bool marked) {
-        const u32 lane = threadIdx.x % 32, nth = lane % LINE_VECTORS;
+    static __device__ __noinline__ uint4 escape(u64* line, u32 epoch, uint4 vector, bool marked) {
+        const u32 lane = threadIdx.x % 32, nth = lane % MARK_VECTORS;
         u32 bits = 0;
         if (marked) {
-            bits = (vector.x == FRESH ? 1 : 0) | (vector.y == FRESH ? 2 : 0) |
-                   (vector.z == FRESH ? 4 : 0) | (vector.w == FRESH ? 8 : 0);
-            vector.x = vector.x == FRESH ? INSTEAD : vector.x;
-            vector.y = vector.y == FRESH ? INSTEAD : vector.y;
-            vector.z = vector.z == FRESH ? INSTEAD : vector.z;
-            vector.w = vector.w == FRESH ? INSTEAD : vector.w;
+            bits = (vector.x == EMPTY ? 1 : 0) | (vector.y == EMPTY ? 2 : 0) |
+                   (vector.z == EMPTY ? 4 : 0) | (vector.w == EMPTY ? 8 : 0);
+            vector.x = vector.x == EMPTY ? ESCAPED : vector.x;
+            vector.y = vector.y == EMPTY ? ESCAPED : vector.y;
+            vector.z = vector.z == EMPTY ? ESCAPED : vector.z;
+            vector.w = vector.w == EMPTY ? ESCAPED : vector.w;
         }
         bits <<= 4 * nth;
-        for (u32 other = 1; other < LINE_VECTORS; other *= 2) {
+        for (u32 other = 1; other < MARK_VECTORS; other *= 2) {
             bits |= __shfl_xor_sync(~0u, bits, other);
         }
         const u32 all = __ballot_sync(~0u, marked);
@@ -129,7 +129,7 @@ private:
     }
     // Which of a vector's words are FRESH, by the mark of its line; MISSING if that does not come.
     static constexpr u32 MISSING = ~0u;
-    static __device__ __noinline__ u32 look(const Session& session, u32 peer, const u64* line,
+    static __device__ __noinline__ u32 read_escape_mark(const Session& session, u32 peer, const u64* line,
                                             u32 nth) {
         const volatile u64* at = line;
         Watch watch;

@@ -10,24 +10,24 @@
 
 namespace symmpool {
 
-constexpr u32 LINE = 128;
-constexpr u32 PAYLOAD = 120;
-constexpr u32 PARTS = 8;  // threads of a line
+constexpr u32 LINE_BYTES = 128;
+constexpr u32 LINE_PAYLOAD = 120;
+constexpr u32 LINE_THREADS = 8;  // threads of a line
 
-__device__ __forceinline__ u64 lines_of(u64 bytes) { return (bytes + PAYLOAD - 1) / PAYLOAD; }
+__device__ __forceinline__ u64 lines_of(u64 bytes) { return (bytes + LINE_PAYLOAD - 1) / LINE_PAYLOAD; }
 
 // How many of `bytes` a thread has in a line: sixteen, in the last thread eight; fewer at the end.
 __device__ __forceinline__ u32 piece_bytes(u64 bytes, u64 line, u32 part) {
-    const u64 from = line * PAYLOAD + part * 16;
+    const u64 from = line * LINE_PAYLOAD + part * 16;
     const u64 left = from < bytes ? bytes - from : 0;
-    const u32 most = part == PARTS - 1 ? 8 : 16;
+    const u32 most = part == LINE_THREADS - 1 ? 8 : 16;
     return static_cast<u32>(left < most ? left : most);
 }
 
 // Up to sixteen bytes, as two halves: what data of lines is aligned to if its beginning is.
 __device__ __forceinline__ uint4 load_piece(const char* at, u32 count) {
     if (reinterpret_cast<u64>(at) % 8 != 0 || count % 8 != 0) {
-        return gather_bytes(at, count);
+        return load_partial(at, count);
     }
     const uint2* halves = reinterpret_cast<const uint2*>(at);
     uint2 low = make_uint2(0, 0), high = make_uint2(0, 0);
@@ -42,7 +42,7 @@ __device__ __forceinline__ uint4 load_piece(const char* at, u32 count) {
 
 __device__ __forceinline__ void store_piece(char* at, u32 count, uint4 vector) {
     if (reinterpret_cast<u64>(at) % 8 != 0 || count % 8 != 0) {
-        scatter_bytes(at, count, vector);
+        store_partial(at, count, vector);
         return;
     }
     uint2* halves = reinterpret_cast<uint2*>(at);
@@ -56,14 +56,14 @@ __device__ __forceinline__ void store_piece(char* at, u32 count, uint4 vector) {
 
 // What a thread stores into a line, and whether a line has come, which its last thread sees.
 __device__ __forceinline__ uint4 with_flags(uint4 piece, u32 part, u32 epoch) {
-    if (part == PARTS - 1) {
+    if (part == LINE_THREADS - 1) {
         piece.z = epoch, piece.w = epoch;
     }
     return piece;
 }
 
 __device__ __forceinline__ bool has_flags(uint4 piece, u32 part, u32 epoch) {
-    return part != PARTS - 1 || (piece.z == epoch && piece.w == epoch);
+    return part != LINE_THREADS - 1 || (piece.z == epoch && piece.w == epoch);
 }
 
 }  // namespace symmpool

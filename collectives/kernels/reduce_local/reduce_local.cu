@@ -8,8 +8,8 @@
 
 extern "C" __global__ void symmpool_reduce_local(const void* const* inputs, int n, void* out,
                                                  long long count) {
-    using Fold = symmpool::Fold<DTYPE, OP>;
-    using Item = Fold::Item;
+    using Reduce = symmpool::Reduce<DTYPE, OP>;
+    using Item = Reduce::Item;
     if (n <= 0) {
         return;
     }
@@ -20,22 +20,22 @@ extern "C" __global__ void symmpool_reduce_local(const void* const* inputs, int 
     for (int i = 0; i < n; ++i) {
         addresses |= reinterpret_cast<unsigned long long>(inputs[i]);
     }
-    const long long vectors = addresses % 16 == 0 ? count / Fold::LANES : 0;
+    const long long vectors = addresses % 16 == 0 ? count / Reduce::LANES : 0;
     for (long long at = thread; at < vectors; at += threads) {
-        Fold::Vector total = Fold::widen(
+        Reduce::Vector total = Reduce::widen(
             symmpool::load_plain(static_cast<const uint4*>(inputs[0]) + at));
 #pragma unroll 4
         for (int i = 1; i < n; ++i) {
-            Fold::fold(total, symmpool::load_plain(static_cast<const uint4*>(inputs[i]) + at));
+            Reduce::accumulate(total, symmpool::load_plain(static_cast<const uint4*>(inputs[i]) + at));
         }
-        symmpool::store_plain(static_cast<uint4*>(out) + at, Fold::finish(total, n));
+        symmpool::store_plain(static_cast<uint4*>(out) + at, Reduce::finish(total, n));
     }
 
-    for (long long at = vectors * Fold::LANES + thread; at < count; at += threads) {
-        Fold::Acc total = Fold::widen(static_cast<const Item*>(inputs[0])[at]);
+    for (long long at = vectors * Reduce::LANES + thread; at < count; at += threads) {
+        Reduce::Acc total = Reduce::widen(static_cast<const Item*>(inputs[0])[at]);
         for (int i = 1; i < n; ++i) {
-            total = Fold::fold(total, Fold::widen(static_cast<const Item*>(inputs[i])[at]));
+            total = Reduce::accumulate(total, Reduce::widen(static_cast<const Item*>(inputs[i])[at]));
         }
-        static_cast<Item*>(out)[at] = Fold::narrow(Fold::settle(total, n));
+        static_cast<Item*>(out)[at] = Reduce::narrow(Reduce::finalize(total, n));
     }
 }

@@ -8,9 +8,9 @@
 #include <symmpool/comm.cuh>
 
 #define COUNT 1
-#define PLACE 2
+#define PACK 2
 #define FIT 4
-#define SPREAD 8
+#define UNPACK 8
 
 using namespace symmpool;
 
@@ -54,7 +54,7 @@ __device__ __forceinline__ long long destination(const RowWork& work, u64 row) {
 }
 
 // A rank, NOWHERE or NO_RANK.
-__device__ __forceinline__ u32 bucket(const RowWork& work, u64 row) {
+__device__ __forceinline__ u32 destination_rank(const RowWork& work, u64 row) {
     if (row >= work.given) {
         return NOWHERE;
     }
@@ -92,7 +92,7 @@ __device__ __forceinline__ void count(const RowWork& work) {
     u32 bad = NONE;
     const u64 end = stretch(work.rows, blockIdx.x + 1);
     for (u64 row = stretch(work.rows, blockIdx.x) + threadIdx.x; row < end; row += THREADS) {
-        const u32 to = bucket(work, row);
+        const u32 to = destination_rank(work, row);
 #pragma unroll
         for (u32 rank = 0; rank < WORLD; ++rank) {
             own[rank] += to == rank;
@@ -170,7 +170,7 @@ __device__ __forceinline__ void move_aligned(const RowWork& work, u64 first, u32
     }
 }
 
-__device__ __forceinline__ void place(const Comm& comm, const RowWork& work) {
+__device__ __forceinline__ void pack(const Comm& comm, const RowWork& work) {
     __shared__ u32 all[WORLD], next[WORLD], bad;
     __shared__ u32 warps[WARPS][WORLD];
     __shared__ u32 places[THREADS];
@@ -219,7 +219,7 @@ __device__ __forceinline__ void place(const Comm& comm, const RowWork& work) {
     const u64 end = stretch(work.rows, blockIdx.x + 1);
     for (u64 tile = stretch(work.rows, blockIdx.x); tile < end; tile += THREADS) {
         const u64 row = tile + threadIdx.x;
-        const u32 to = row < end && !refused ? bucket(work, row) : NOWHERE;
+        const u32 to = row < end && !refused ? destination_rank(work, row) : NOWHERE;
         u32 within = 0;
 #pragma unroll
         for (u32 rank = 0; rank < WORLD; ++rank) {
@@ -257,7 +257,7 @@ __device__ __forceinline__ void place(const Comm& comm, const RowWork& work) {
 }
 
 // How many of the rows that came from each rank had room: those go back.
-__device__ __forceinline__ void fit(const RowWork& work) {
+__device__ __forceinline__ void fit_splits(const RowWork& work) {
     if (threadIdx.x < WORLD) {
         const long long room = static_cast<long long>(work.state[WORLD]);
         const long long before = work.offsets[threadIdx.x], count = work.counts[threadIdx.x];
@@ -267,7 +267,7 @@ __device__ __forceinline__ void fit(const RowWork& work) {
 }
 
 // Rows that came back to where they were; zeros for those that went nowhere.
-__device__ __forceinline__ void spread(const RowWork& work) {
+__device__ __forceinline__ void unpack(const RowWork& work) {
     __shared__ u64 begins[WORLD], came[WORLD], came_at[WORLD];
     __shared__ u32 places[THREADS];
     if (threadIdx.x < WORLD) {
@@ -306,13 +306,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (SHOTS & COUNT) {
         count(work);
     }
-    if (SHOTS & PLACE) {
-        place(comm, work);
+    if (SHOTS & PACK) {
+        pack(comm, work);
     }
     if (SHOTS & FIT) {
-        fit(work);
+        fit_splits(work);
     }
-    if (SHOTS & SPREAD) {
-        spread(work);
+    if (SHOTS & UNPACK) {
+        unpack(work);
     }
 }

@@ -47,11 +47,11 @@ constexpr u32 MISMATCH = 2;
 constexpr u32 COUNTS = 3;  // of a pair of ranks: `ours` has them, what is sent, what is expected
 constexpr u32 GAVE_UP = 4;  // the peer did, on this call
 
-constexpr u32 ENTRY = 0;
+constexpr u32 HANDSHAKE = 0;
 constexpr u32 DATA = 1;
 constexpr u32 RESULT = 2;
 constexpr u32 EXIT = 3;
-constexpr u32 BESIDE = 4;  // of the call's own kernels for each other
+constexpr u32 COMPANION = 4;  // of the call's own kernels for each other
 constexpr u32 CHANNEL = 16;  // and the channel's number, of waits outside calls
 
 // Between two ranks, each way.
@@ -62,12 +62,12 @@ constexpr u64 CHANNELS_BYTES = 4 * 8ull * WORLD * CHANNELS;  // of four counts e
 struct Local {
     u32 epoch;          // calls completed
     u32 failed;         // a wait expired or ranks differed: nothing runs any more
-    u32 sentinel_turn;  // which third of the sentinel inbox is next
-    u32 sentinel_used;  // vectors of the third before it that its call used
-    u32 arrived;        // blocks of the running call that have read the above
-    u32 hearing;        // and `symmpool/companion.cuh` has these
-    u64 told;
-    u64 heard;
+    u32 lamport_turn;  // which third of the sentinel inbox is next
+    u32 lamport_used;  // vectors of the third before it that its call used
+    u32 blocks_arrived; // blocks of the running call that have read the above
+    u32 companion_blocks; // and `symmpool/companion.cuh` has these
+    u64 handshakes_reported;
+    u64 handshakes_consumed;
 };
 
 struct Comm {
@@ -75,18 +75,18 @@ struct Comm {
     u64 stride;    // from slot to slot
     u64 control;   // offset of the control block in every slot
     // Offsets in the control block, and lengths of all parities together, in bytes.
-    u64 entry;
+    u64 handshake;
     u64 flags;
     u64 flags_bytes;
-    u64 packets;
-    u64 packets_bytes;
-    u64 lines;
-    u64 lines_bytes;
-    u64 sentinel;
-    u64 sentinel_bytes;
-    u64 marks;
-    u64 bare;
-    u64 bare_bytes;
+    u64 ll;
+    u64 ll_bytes;
+    u64 ll128;
+    u64 ll128_bytes;
+    u64 lamport;
+    u64 lamport_bytes;
+    u64 escape_marks;
+    u64 escaped;
+    u64 escaped_bytes;
     u64 scratch;
     u64 scratch_bytes;
     u64 channels;
@@ -126,13 +126,13 @@ struct Comm {
 
 // What a call is: ranks compare the details, all of them (rule S6).
 struct Call {
-    u64 details[4];
+    u64 description[4];
     const char* input;
     char* output;
     u64 bytes;   // of the whole, or of a rank's part
     u64 stride;  // from part to part
     u32 root;
-    u32 teams;   // that work together, of kernels that have them (`symmpool/peer_blocks.cuh`)
+    u32 peer_blocks;   // that work together, of kernels that have them (`symmpool/peer_blocks.cuh`)
 };
 
 // As the host has them.
@@ -144,15 +144,15 @@ struct Session {
     const Comm& comm;
     u32 epoch;
     u32 failed;
-    u32 sentinel_turn;
-    u32 sentinel_used;
+    u32 lamport_turn;
+    u32 lamport_used;
 
     __device__ __forceinline__ explicit Session(const Comm& c) : comm(c) {
         uint4 state = load_relaxed(c.local());
         epoch = following(state.x);
         failed = state.y;
-        sentinel_turn = state.z;
-        sentinel_used = state.w;
+        lamport_turn = state.z;
+        lamport_used = state.w;
     }
 
     // Never 0, which fresh memory holds. After the largest comes 2, so that parities alternate.
@@ -170,27 +170,27 @@ struct Session {
             return;
         }
         Local* local = comm.local();
-        if (atomicAdd(&local->arrived, 1) == gridDim.x - 1) {
-            local->arrived = 0;
-            local->sentinel_turn = sentinel_turn;
-            local->sentinel_used = sentinel_used;
+        if (atomicAdd(&local->blocks_arrived, 1) == gridDim.x - 1) {
+            local->blocks_arrived = 0;
+            local->lamport_turn = lamport_turn;
+            local->lamport_used = lamport_used;
             local->epoch = epoch;
         }
     }
 };
 
 // Where a peer's details arrive: four packets of 16 bytes.
-__device__ __forceinline__ char* entry_slot(const Comm& comm, u32 epoch, u32 owner, u32 from) {
-    return comm.of(owner) + comm.entry + (epoch & 1) * (64ull * WORLD) + 64ull * from;
+__device__ __forceinline__ char* handshake_slot(const Comm& comm, u32 epoch, u32 owner, u32 from) {
+    return comm.of(owner) + comm.handshake + (epoch & 1) * (64ull * WORLD) + 64ull * from;
 }
 
 // Behind the entry slots: rows of what ranks send each other, of two parities (`all_to_all/traffic.cuh`).
-constexpr u64 ROW_WORDS = 2 * WORLD + 3;
-constexpr u64 ROWS_BYTES = 2 * WORLD * 16 * ROW_WORDS;
-__device__ __forceinline__ u64 rows(const Comm& comm) { return comm.entry + 2 * 64ull * WORLD; }
+constexpr u64 TRAFFIC_ROW_WORDS = 2 * WORLD + 3;
+constexpr u64 TRAFFIC_ROWS_BYTES = 2 * WORLD * 16 * TRAFFIC_ROW_WORDS;
+__device__ __forceinline__ u64 traffic_rows(const Comm& comm) { return comm.handshake + 2 * 64ull * WORLD; }
 
-__device__ __forceinline__ char* row_slot(const Comm& comm, u32 epoch, u32 owner, u32 from) {
-    return comm.of(owner) + rows(comm) + (epoch & 1) * (ROWS_BYTES / 2) + 16 * ROW_WORDS * from;
+__device__ __forceinline__ char* traffic_row_slot(const Comm& comm, u32 epoch, u32 owner, u32 from) {
+    return comm.of(owner) + traffic_rows(comm) + (epoch & 1) * (TRAFFIC_ROWS_BYTES / 2) + 16 * TRAFFIC_ROW_WORDS * from;
 }
 
 // A rank that gives up takes back what it told of a call: its memory may be something else from now on,
@@ -210,12 +210,12 @@ __device__ __noinline__ void withdraw(const Comm& comm) {
     const u32 epoch = fault->epoch;
     const u64 missing = fault->kind == GAVE_UP ? fault->theirs[0] >> 32 : fault->peer;
     const u64 half = static_cast<u64>(withdrawal(epoch)) << 32 | missing;
-    char* entry = entry_slot(comm, epoch, 0, comm.rank) + 8;
-    const u32 to_row = static_cast<u32>(row_slot(comm, epoch, 0, comm.rank) + 8 - entry) - 64;
+    char* entry = handshake_slot(comm, epoch, 0, comm.rank) + 8;
+    const u32 to_row = static_cast<u32>(traffic_row_slot(comm, epoch, 0, comm.rank) + 8 - entry) - 64;
 #pragma unroll 1
     for (u32 peer = 0; peer < WORLD; ++peer, entry += comm.stride) {
 #pragma unroll 1
-        for (u32 word = 0; word < 16 * (4 + ROW_WORDS) && peer != comm.rank; word += 16) {
+        for (u32 word = 0; word < 16 * (4 + TRAFFIC_ROW_WORDS) && peer != comm.rank; word += 16) {
             *reinterpret_cast<volatile u64*>(entry + (word < 64 ? word : word + to_row)) = half;
         }
     }
@@ -233,9 +233,9 @@ __device__ __noinline__ void report(const Comm& comm, u32 epoch, u32 kind, u32 p
     fault->peer = peer;
     fault->phase = phase;
     for (u32 word = 0; word < 4; ++word) {
-        uint4 packet = load_relaxed(entry_slot(comm, epoch, comm.rank, peer) + 16 * word);
+        uint4 packet = load_relaxed(handshake_slot(comm, epoch, comm.rank, peer) + 16 * word);
         fault->theirs[word] = static_cast<u64>(packet.z) << 32 | packet.x;
-        fault->ours[word] = call ? call->details[word] : 0;
+        fault->ours[word] = call ? call->description[word] : 0;
     }
     // Where ranks differ, each finds that itself; signals on channels belong to no call.
     if (kind != MISMATCH && phase < CHANNEL) {
@@ -254,7 +254,7 @@ __device__ __noinline__ u64 still_waiting(const Comm& comm, u32 epoch, u64 since
     }
     u64 now = nanoseconds();
     since = since == 0 ? now : since;
-    const bool left = withdrawn(entry_slot(comm, epoch, comm.rank, peer), epoch);
+    const bool left = withdrawn(handshake_slot(comm, epoch, comm.rank, peer), epoch);
     if (!left && now - since < comm.timeout) {
         return since;
     }

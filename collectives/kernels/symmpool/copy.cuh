@@ -29,7 +29,7 @@ __device__ __forceinline__ uint4 load_shifted(const char* aligned, u32 shift) {
 }
 
 // A copy of so many bytes.
-struct Route {
+struct Transfer {
     const char* from;
     char* to;
     u64 bytes;
@@ -46,7 +46,7 @@ struct Copy {
     u32 head;
     u64 vectors;
 
-    __device__ __forceinline__ explicit Copy(const Route& route)
+    __device__ __forceinline__ explicit Copy(const Transfer& route)
         : from(route.from), to(route.to), bytes(route.bytes) {
         // Stores that straddle lines take the links for longer.
         const u32 before = (128 - static_cast<u32>(reinterpret_cast<u64>(to)) % 128) % 128;
@@ -59,7 +59,7 @@ struct Copy {
     // Units `[first, last)`, by one block.
     __device__ __forceinline__ void run(u64 first, u64 last) const;
 
-    __device__ __forceinline__ void run_here(u64 first, u64 last) const {
+    __device__ __forceinline__ void run_inline(u64 first, u64 last) const {
         const u32 shift = static_cast<u32>(reinterpret_cast<u64>(from + head) % 16);
         const u64 end = last < vectors ? last : vectors;
         shift == 0 ? move<false>(first, end, 0) : move<true>(first, end, shift);
@@ -100,7 +100,7 @@ struct Copy {
 // One place in the image serves all peers and ways: what is longer than the instruction cache begins
 // slowly. All it needs is passed in registers.
 __device__ __noinline__ void copy_units(const char* from, char* to, u64 bytes, u64 first, u64 last) {
-    Copy(Route{from, to, bytes}).run_here(first, last);
+    Copy(Transfer{from, to, bytes}).run_inline(first, last);
 }
 
 __device__ __forceinline__ void Copy::run(u64 first, u64 last) const {
@@ -110,7 +110,7 @@ __device__ __forceinline__ void Copy::run(u64 first, u64 last) const {
 }
 
 // Shares of a copy that is cut into so many, from the `first` one to before the `last`.
-__device__ __forceinline__ void shares(const Route& route, u32 first, u32 last, u32 all) {
+__device__ __forceinline__ void shares(const Transfer& route, u32 first, u32 last, u32 all) {
     const Copy copy(route);
     const u64 units = copy.units();
     auto bound = [&](u32 nth) {
@@ -121,7 +121,7 @@ __device__ __forceinline__ void shares(const Route& route, u32 first, u32 last, 
 }
 
 // A block's share of a copy that so many blocks make, the `nth` of them.
-__device__ __forceinline__ void share(const Route& route, u32 nth, u32 blocks) {
+__device__ __forceinline__ void share(const Transfer& route, u32 nth, u32 blocks) {
     shares(route, nth, nth + 1, blocks);
 }
 

@@ -32,13 +32,13 @@ struct Parts {
     __device__ __forceinline__ u64 vectors() const { return ((SHARES ? stride : bytes) + 15) / 16; }
 
     template <typename Byte>
-    __device__ __forceinline__ Stretch<Byte> of(Byte* begin, u32 rank) const {
+    __device__ __forceinline__ Span<Byte> of(Byte* begin, u32 rank) const {
         u64 from = rank * stride, length = bytes;
         if (SHARES) {
             u64 left = from < bytes ? bytes - from : 0;
             length = left < stride ? left : stride;
         }
-        return Stretch<Byte>(begin + from, length);
+        return Span<Byte>(begin + from, length);
     }
 };
 

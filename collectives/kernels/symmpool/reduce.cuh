@@ -82,7 +82,7 @@ __device__ __forceinline__ Int128 divide(Int128 total, int world) {
 // --- one reduction of one element type
 
 template <int D, int O>
-struct Fold {
+struct Reduce {
     static_assert(O >= SUM && O <= AVG, "no such operation");
 
     template <bool AVERAGE, typename T> struct Choose { using Type = typename T::Acc; };
@@ -101,7 +101,7 @@ struct Fold {
         return symmpool::widen<D, Acc>(item);
     }
 
-    static __device__ __forceinline__ Acc fold(Acc so_far, Acc next) {
+    static __device__ __forceinline__ Acc accumulate(Acc so_far, Acc next) {
         if constexpr (O == SUM || O == AVG) {
             return add(so_far, next);
         } else if constexpr (O == PROD) {
@@ -113,7 +113,7 @@ struct Fold {
         }
     }
 
-    static __device__ __forceinline__ Acc settle(Acc total, int world) {
+    static __device__ __forceinline__ Acc finalize(Acc total, int world) {
         if constexpr (O == AVG) {
             return divide(total, world);
         } else {
@@ -121,8 +121,8 @@ struct Fold {
         }
     }
 
-    static __device__ __forceinline__ Item narrow(Acc settled) {
-        return symmpool::narrow<D, Acc>(settled);
+    static __device__ __forceinline__ Item narrow(Acc total) {
+        return symmpool::narrow<D, Acc>(total);
     }
 
     // The same for sixteen bytes.
@@ -133,11 +133,11 @@ struct Fold {
         return vector;
     }
 
-    static __device__ __forceinline__ void fold(Vector& so_far, uint4 next) {
+    static __device__ __forceinline__ void accumulate(Vector& so_far, uint4 next) {
         Vector wide = widen(next);
 #pragma unroll
         for (int i = 0; i < LANES; ++i) {
-            so_far.lanes[i] = fold(so_far.lanes[i], wide.lanes[i]);
+            so_far.lanes[i] = accumulate(so_far.lanes[i], wide.lanes[i]);
         }
     }
 
@@ -145,7 +145,7 @@ struct Fold {
     static __device__ __forceinline__ uint4 finish(Vector total, int world) {
 #pragma unroll
         for (int i = 0; i < LANES; ++i) {
-            total.lanes[i] = settle(total.lanes[i], world);
+            total.lanes[i] = finalize(total.lanes[i], world);
         }
         return pack<D, Acc>(total.lanes);
     }

@@ -9,11 +9,11 @@ namespace symmpool {
 
 // In rank order, on every rank (rule S7).
 __device__ __forceinline__ uint4 reduce_all(const uint4 (&vectors)[WORLD]) {
-    using Reduction = Fold<DTYPE, OP>;
+    using Reduction = Reduce<DTYPE, OP>;
     typename Reduction::Vector total = Reduction::widen(vectors[0]);
 #pragma unroll
     for (u32 rank = 1; rank < WORLD; ++rank) {
-        Reduction::fold(total, vectors[rank]);
+        Reduction::accumulate(total, vectors[rank]);
     }
     return Reduction::finish(total, WORLD);
 }

@@ -7,7 +7,7 @@
 namespace symmpool {
 
 // Slow and rare: vectors that are partial or not aligned, the rest zeros.
-__device__ __noinline__ uint4 gather_bytes(const char* from, u32 bytes) {
+__device__ __noinline__ uint4 load_partial(const char* from, u32 bytes) {
     u32 words[4] = {0, 0, 0, 0};
     if (bytes == 16) {
         // Only words of which a byte is wanted.
@@ -26,7 +26,7 @@ __device__ __noinline__ uint4 gather_bytes(const char* from, u32 bytes) {
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-__device__ __noinline__ void scatter_bytes(char* to, u32 bytes, uint4 vector) {
+__device__ __noinline__ void store_partial(char* to, u32 bytes, uint4 vector) {
     const u32 words[4] = {vector.x, vector.y, vector.z, vector.w};
     if (bytes == 16 && reinterpret_cast<u64>(to) % 4 == 0) {
         u32* at = reinterpret_cast<u32*>(to);
@@ -43,12 +43,12 @@ __device__ __noinline__ void scatter_bytes(char* to, u32 bytes, uint4 vector) {
 
 // A stretch of memory in vectors; the last may be partial.
 template <typename Byte>
-struct Stretch {
+struct Span {
     Byte* begin;
     u64 bytes;
     bool aligned;
 
-    __device__ __forceinline__ Stretch(Byte* at, u64 length)
+    __device__ __forceinline__ Span(Byte* at, u64 length)
         : begin(at), bytes(length), aligned(reinterpret_cast<u64>(at) % 16 == 0) {}
 
     __device__ __forceinline__ u64 vectors() const { return (bytes + 15) / 16; }
@@ -58,7 +58,7 @@ struct Stretch {
         if (aligned && from + 16 <= bytes) {
             return load_plain(begin + from);
         }
-        return gather_bytes(begin + from, static_cast<u32>(bytes - from < 16 ? bytes - from : 16));
+        return load_partial(begin + from, static_cast<u32>(bytes - from < 16 ? bytes - from : 16));
     }
 
     __device__ __forceinline__ void store(u64 at, uint4 vector) const {
@@ -67,12 +67,12 @@ struct Stretch {
             store_plain(begin + from, vector);
         } else {
             u64 left = bytes - from;
-            scatter_bytes(begin + from, static_cast<u32>(left < 16 ? left : 16), vector);
+            store_partial(begin + from, static_cast<u32>(left < 16 ? left : 16), vector);
         }
     }
 };
 
-using Source = Stretch<const char>;
-using Target = Stretch<char>;
+using Source = Span<const char>;
+using Target = Span<char>;
 
 }  // namespace symmpool
