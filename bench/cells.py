@@ -1,4 +1,4 @@
-"""What tables are made of."""
+"""The results, and how numbers are written in tables."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def size(count):
 
 
 def figure(value):
-    """Three significant digits, and no more than are there."""
+    """Three significant digits, or a dash where nothing was measured."""
     if value is None:
         return "-"
     if value >= 100:

@@ -1,4 +1,4 @@
-"""What `bench/record_gpu` measures: how each is called, and how long it may take."""
+"""What `bench/record_gpu` measures: the command of each measurement, and how long it may take."""
 
 import socket
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ def in_bytes(sizes):
 
 
 class Words:
-    """What commands are made of. `pick` says which of two is meant: usual, or quick."""
+    """The parts of commands. `pick` returns the usual value, or the one for a quick run."""
 
     def __init__(self, options, programs):
         self.ranks, self.quick, self.programs = options.ranks, options.quick, programs
@@ -52,42 +52,42 @@ class Words:
 class Measurement:
     name: str
     what: str
-    #: Seconds: how long it takes, about, and after which it is ended.
+    #: Seconds: about how long it takes, and when it is ended.
     about: float
     deadline: float
     #: The command without `--json FILE`, made of `Words`.
     command: object
-    #: "json": it writes a report. "bare": likewise, but without what it was measured on. "log": what
-    #: it prints last is kept.
+    #: "json": it writes a report. "results": the same, but without the facts of the machine. "log": the
+    #: last lines that it prints are kept.
     kind: str = "json"
-    #: Of cargo; nothing for what is Python.
+    #: The example that cargo builds for it; empty for a Python program.
     program: str = ""
-    #: Ranks: at least so many; one in any case where it says so.
+    #: It needs at least so many ranks; `alone` means that it always runs as one.
     least: int = 2
     alone: bool = False
-    #: The end of the file's name, if that is another; {ranks} is their number.
+    #: The end of the report's file name, if it is not `name`; {ranks} stands for their number.
     file: str = ""
 
 
 def measurements():
-    """All of them: first what is quoted most, last what takes longest."""
+    """All measurements: first those that are quoted most, last those that take longest."""
 
     def it(*of, **more):
         return Measurement(*of, **more)
 
     return [
-        it("allreduce", "all-reduces beside NCCL and torch's symmetric memory", 60, 300,
+        it("allreduce", "all-reduces, compared with NCCL and torch's symmetric memory", 60, 300,
            lambda w: w.bench("allreduce", "--eager", "--sizes", w.pick(SIZES, "4K,1M,16M"))),
-        it("alltoallv", "all-to-alls of traffic matrices beside NCCL and vdev", 100, 400,
+        it("alltoallv", "all-to-alls of traffic matrices, compared with NCCL and vdev", 100, 400,
            lambda w: w.bench("alltoallv", "--eager", "--sizes",
                              w.pick("4K,64K,1M,16M,64M,256M", "4K,16M"))),
-        it("device_splits", "what splits on the device cost beside splits of the host", 25, 120,
+        it("device_splits", "what splits on the device cost, compared with splits on the host", 25, 120,
            lambda w: w.bench("alltoallv", "--matrices", "even", "--peers", "none", "--rounds", "5",
                              "--sizes", w.pick("4K,64K,1M,4M,16M,64M,256M", "4K,16M"))),
-        it("collectives", "every collective beside NCCL, on windows and on memory of torch's", 60, 240,
+        it("collectives", "every collective, compared with NCCL, on windows and on torch's memory", 60, 240,
            lambda w: w.bench("collectives", "--eager", "--sizes",
                              w.pick("64K,1M,4M,16M,64M,256M", "64K,16M"))),
-        it("overlap", "collectives beside matrix products, on memory of torch's", 60, 240,
+        it("overlap", "collectives during matrix products, on torch's memory", 60, 240,
            lambda w: w.bench("overlap", "--sizes", w.pick("4M,32M,128M", "4M"))),
         it("overlap_windows", "the same in windows", 60, 240,
            lambda w: w.bench("overlap", "--windows", "--sizes", w.pick("4M,32M,128M", "4M"))),
@@ -102,24 +102,24 @@ def measurements():
         it("commit", "commits of new memory, and their phases", 25, 150,
            lambda w: w.program("bench_commit", "--driver", "cuda", "--ranks", str(w.ranks),
                                "--repeats", w.pick("21", "15")), program="bench_commit"),
-        it("windows", "new windows beside torch's symmetric memory and NCCL", 25, 120,
+        it("windows", "new windows, compared with torch's symmetric memory and NCCL", 25, 120,
            lambda w: w.launch("python/tests/gpu/measure_windows.py", "--rounds", w.pick("15", "3"))),
-        it("tensor_parallel", "a transformer spread over the ranks, with NCCL and with symmpool", 50, 240,
+        it("tensor_parallel", "a tensor-parallel transformer, with NCCL and with symmpool", 50, 240,
            lambda w: w.launch("examples/tensor_parallel.py", "--rounds", w.pick("3", "1"),
                               "--steps", w.pick("60", "5"))),
         it("selftest", "one device's life cycle and misuse", 8, 90,
-           lambda w: w.program("cuda_check", "--self-test"), "bare", "cuda_check", 1),
+           lambda w: w.program("cuda_check", "--self-test"), "results", "cuda_check", 1),
         it("ranks", "handles between ranks", 10, 90,
-           lambda w: w.program("cuda_check", "--ranks", str(w.ranks)), "bare", "cuda_check",
+           lambda w: w.program("cuda_check", "--ranks", str(w.ranks)), "results", "cuda_check",
            file="ranks{ranks}"),
         it("pool", "pools between ranks: commits, and errors that all get", 15, 120,
-           lambda w: w.program("cuda_check", "--pool", "--ranks", str(w.ranks)), "bare", "cuda_check",
+           lambda w: w.program("cuda_check", "--pool", "--ranks", str(w.ranks)), "results", "cuda_check",
            file="pool{ranks}"),
         it("killed", "a rank killed in the middle of a call", 20, 90,
            lambda w: w.collectives("killed"), "log", "cuda_collectives"),
         it("faults", "ranks that differ or stay away, with every algorithm", 75, 150,
            lambda w: w.collectives("faults"), "log", "cuda_collectives"),
-        it("matrices", "random traffic matrices beside NCCL", 30, 180,
+        it("matrices", "random traffic matrices, compared with NCCL", 30, 180,
            lambda w: w.launch("python/tests/gpu/ranks_matrices.py", *w.pick([], ["--count", "500"])),
            "log"),
         it("programs", "random programs of calls on the backend", 50, 150,
@@ -127,7 +127,7 @@ def measurements():
                               w.pick("40", "5")), "log"),
         it("on_a_stream", "a stream of a Rust program's own, eager and in a graph", 5, 60,
            lambda w: w.launch("--no-python", str(w.programs / "on_a_stream")), "log", "on_a_stream"),
-        it("torch", "everything with torch's signatures beside NCCL", 60, 240,
+        it("torch", "everything with torch's signatures, compared with NCCL", 60, 240,
            lambda w: w.launch("python/tests/gpu/ranks_torch.py"), "log"),
         it("engines", "what serving engines call of the adapters", 20, 100,
            lambda w: w.launch("python/tests/gpu/ranks_engines.py"), "log"),
@@ -144,7 +144,7 @@ def measurements():
            lambda w: w.collectives("check", "--algorithms", "huge"), "log", "cuda_collectives"),
         it("check", "every collective, bit by bit", 200, 480,
            lambda w: w.collectives("check", *w.pick([], ["--quick"])), "log", "cuda_collectives"),
-        it("install", "symmpool.install() beside torch's allocator, on one GPU", 140, 300,
+        it("install", "symmpool.install(), compared with torch's allocator, on one GPU", 140, 300,
            lambda w: w.alone("python/tests/gpu/measure_install.py", "--turns", w.pick("12", "1"), "--lengths",
                              w.pick("60", "4")), least=1, alone=True),
     ]  # fmt: skip

@@ -15,7 +15,7 @@ from cells import RESULTS, ROOT, figure, load, size, table
 
 
 def host_table(operation):
-    """Our time and the peers' for one operation, a row for each group size and message size."""
+    """Our time and the peers' times of one operation, a row for each number of ranks and each size."""
     entries = [entry for entry in load("host") if entry["op"] == operation]
     peers = sorted({peer for entry in entries for peer in entry["peers"]})
     head = ["ranks", "bytes", "symmpool us", *[f"{peer} us" for peer in peers], "memcpy us"]
@@ -44,8 +44,7 @@ def all_to_all():
 
 
 def all_to_all_v():
-    """Ours and the best peer's time for each matrix, a column for each size; nothing where that was not
-    measured."""
+    """Our time and the best peer's for each matrix, a column for each size; empty if it was not measured."""
     if not (RESULTS / "host_matrices.json").exists():
         return ""
     entries = load("host_matrices")
@@ -93,7 +92,7 @@ def commit():
         [entry["name"], f"{entry['commit_ms']:.2f} ms", f"{entry['alloc_ms']:.2f} ms"]
         for entry in report["scenarios"]
     ]
-    rows.append(["nothing, asked for", f"{report['empty_commit_ms']:.3f} ms", "-"])
+    rows.append(["nothing, requested", f"{report['empty_commit_ms']:.3f} ms", "-"])
     rows.append(["check that none is due", f"{report['due_check_ns']:.1f} ns", "-"])
     for entry in load("commit_simulated")["results"]["simulated"]:
         sent = entry["bytes_sent_total"] + entry["bytes_received_total"]

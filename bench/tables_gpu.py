@@ -1,8 +1,8 @@
-"""Tables of what was measured on GPUs: of 4 of them where that is recorded, else of 2.
+"""Tables of what was measured on GPUs: on 4 of them where that is recorded, else on 2.
 
-Made of bench/results/gpu, which `bench/record_gpu` writes. A bar is what was set as a goal beforehand.
-In brackets behind a time stands the form in which it was measured, which was that contender's best: calls a
-graph, or eager.
+They are made from bench/results/gpu, which `bench/record_gpu` writes. A bar is a goal that was set
+beforehand. In brackets behind a time stands the form in which it was measured, the best one of that
+contender: calls a graph, or eager.
 """
 
 import json
@@ -11,16 +11,16 @@ from statistics import median
 import cells
 from cells import exact, figure, size, table
 
-#: Which GPUs and how many; the first that were measured count.
+#: Kinds and numbers of GPUs; of several, the first one that was measured counts.
 ONE, TWO = (("h100", 1), ("h200", 1)), (("h100", 2), ("h200", 2))
 ANY = (("h200", 4), *TWO)
-#: What stands above tables of times that had no other form.
+#: The note above tables whose times were measured in one form only.
 ONE_FORM = """\
 Measured in graphs of 100 calls alone, in which NCCL takes up to twice as long for small calls as in shorter
 ones; to be measured anew in every form."""
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-#: Microseconds of a call at most, by number of GPUs and bytes.
+#: Goals: at most so many microseconds a call, by number of GPUs and bytes.
 ALL_REDUCE_BARS = {
     4: {
         4 * KIB: 2.5,
@@ -39,7 +39,7 @@ ALL_REDUCE_BARS = {
 }
 #: The same for even all-to-alls.
 ALL_TO_ALL_BARS = {4: {4 * KIB: 3.5, 64 * KIB: 4.2, MIB: 7.0, 16 * MIB: 40, 64 * MIB: 143, 256 * MIB: 535}}
-#: Microseconds that splits of the device may cost more, up to so many bytes.
+#: Microseconds that splits on the device may cost more than on the host, up to so many bytes.
 SPLITS_BAR, SPLITS_BAR_UP_TO = 1.5, 16 * MIB
 #: Microseconds of the host's time.
 HOST_BARS = {"Communicator.all_reduce": 5, "symmpool.all_reduce": 5}
@@ -52,7 +52,7 @@ WINDOW_BARS = {
 
 
 def recorded(name, places=ANY):
-    """(which GPUs, report) of the first of `places` that has it; (None, None) if none has."""
+    """((device, number), report) of the first of `places` where it was recorded; (None, None) if nowhere."""
     for device, world in places:
         path = cells.RESULTS / f"gpu/{device}x{world}_{name}.json"
         if path.exists():
@@ -61,7 +61,7 @@ def recorded(name, places=ANY):
 
 
 def measured_on(place, report):
-    """What stands above a table."""
+    """The devices, versions and date, as they stand above a table."""
     device, world = place
     words = [f"{world} x {device.upper()}"]
     words += [f"{what} {report[key]}" for key, what in
@@ -80,7 +80,7 @@ def peers_of(report):
 
 
 def note(report):
-    """What has to be said of a report beside peers whose calls had one form; nothing of others."""
+    """A note if peers in the report were measured in one form only, else an empty text."""
     figures = [each for entry in report["results"] for each in entry["figures"].values()]
     return "" if any("form" in each for each in figures) or not peers_of(report) else ONE_FORM
 
@@ -110,7 +110,7 @@ def ratio(theirs, ours):
 
 
 def all_reduce(places):
-    """Ours and the peers of `python -m symmpool bench allreduce`, a row for each size."""
+    """Our times and those of the peers in `python -m symmpool bench allreduce`, a row for each size."""
     place, report = recorded("allreduce", places)
     if report is None:
         return not_measured("allreduce", places)
@@ -135,7 +135,7 @@ def all_reduce(places):
 
 
 def all_to_all(places):
-    """Ours and the peers of `python -m symmpool bench alltoallv`, a row for each matrix and size."""
+    """Our times and the peers' in `python -m symmpool bench alltoallv`, a row for each matrix and size."""
     place, report = recorded("alltoallv", places)
     if report is None:
         return not_measured("alltoallv", places)
@@ -161,8 +161,8 @@ def all_to_all(places):
 
 
 def collectives(places):
-    """Ours and NCCL of `python -m symmpool bench collectives`, a row for each operation and size. In windows
-    the better of NCCL's times counts; on torch's memory what NCCL takes there."""
+    """Our times and NCCL's in `python -m symmpool bench collectives`, a row for each operation and size. Our
+    time in windows is compared with the better of NCCL's times, and ours on torch's memory with NCCL's."""
     place, report = recorded("collectives", places)
     if report is None:
         return not_measured("collectives", places)
@@ -178,7 +178,7 @@ def collectives(places):
     return f"{heading(place, report)}\n\n{table(head, rows)}"
 
 
-def beside_rust():
+def python_and_rust():
     place, rust = recorded("allreduce_rust")
     _, report = recorded("allreduce", (place,) if place else ())
     if rust is None or report is None:
@@ -243,7 +243,7 @@ def overlap():
             rows.append([entry["operation"], size(entry["bytes"]), memory, exact(least), *map(exact, costs)])
     head = ["operation", "bytes", "memory", "products us"]
     head += [f"{name.replace('ours', 'symmpool')} us more" for name in names]
-    title = "Collectives beside matrix products, what they add to a step (`symmpool 2`: told of one other)"
+    title = "What collectives add to a step of matrix products (`symmpool 2`: with room for another one)"
     return title, place, report, head, rows
 
 
@@ -285,7 +285,7 @@ def commit():
         [entry["name"], exact(entry["commit_ms"]), figure(entry.get("bar_ms")), exact(entry["alloc_ms"])]
         for entry in results["scenarios"]
     ]
-    rows.append(["nothing, asked for", exact(results["empty_commit_ms"]), "-", "-"])
+    rows.append(["nothing, requested", exact(results["empty_commit_ms"]), "-", "-"])
     return "Commits from Rust", place, report, ["commit of", "ms", "bar ms", "allocating it, ms"], rows
 
 
@@ -332,7 +332,7 @@ def wrong_sums():
 
 
 def in_short(places):
-    """All-reduces and even all-to-alls beside the best peer of each, at the sizes that tell most."""
+    """All-reduces and even all-to-alls, compared with the best peer of each, at a few sizes."""
     place, sums = recorded("allreduce", places)
     if sums is None:
         return not_measured("allreduce,alltoallv", places)
@@ -349,9 +349,9 @@ def in_short(places):
 
 
 def more():
-    """All that is recorded beside the two large tables, each with a line that says what it is."""
+    """Everything else that is recorded, each table with a line that says what it is."""
     makers = (
-        beside_rust,
+        python_and_rust,
         with_scratch,
         device_splits,
         overlap,

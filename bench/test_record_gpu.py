@@ -1,4 +1,4 @@
-"""`bench/record_gpu` with programs that only print what real ones do, on a machine without a GPU."""
+"""Tests of `bench/record_gpu` without a GPU, with programs that only print what real ones print."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ def no_folder_remains(monkeypatch, tmp_path):
     monkeypatch.setattr(record_gpu.tempfile, "tempdir", str(tmp_path))
 
 
-#: What stands for every program, Python included: writes a report where it is told to, and says so.
+#: Takes the place of every program, of Python too: it writes a report where `--json` says, and prints a line.
 FAKE = """#!{python}
 import json, os, subprocess, sys, time
 arguments = sys.argv[1:]
@@ -35,7 +35,7 @@ for word, action in json.loads({actions!r}).items():
     if word in said:
         print("about to", action, flush=True)
         if action == "hang":
-            # As launchers do: a child in a session of its own, deaf to what it is asked.
+            # As launchers do: a child in a session of its own, which ignores requests to end.
             deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
             child = subprocess.Popen([{python!r}, "-c", deaf], start_new_session=True)
             with open({calls!r} + ".pid", "w") as file:
@@ -100,7 +100,7 @@ def test_one_command_records_everything(machine, capsys):
     report = json.loads((machine.results / "h200x2_allreduce.json").read_text())
     assert report["devices"] == ["NVIDIA H200"] * 2 and report["driver"] == "580.1"
     assert report["measured_at"][:2] == "20" and report["took_s"] >= 0
-    # What a program tells itself is kept.
+    # What a program reports by itself is kept.
     assert report["results"] == ["python9"]
     assert "--eager --sizes 1K,4K" in report["command"] and report["command"].startswith("python -m torch")
     assert json.loads((machine.results / "h200x1_install.json").read_text())["devices"] == ["NVIDIA H200"]
@@ -224,7 +224,7 @@ def test_commands_exist_in_the_repository():
     options = record_gpu.parse(["--ranks", "2"])[0]
     words = record_gpu.Words(options, Path("programs"))
     for it in record_gpu.measurements():
-        assert it.deadline > it.about and it.kind in ("json", "bare", "log")
+        assert it.deadline > it.about and it.kind in ("json", "results", "log")
         for word in it.command(words):
             if word.endswith(".py"):
                 assert (record_gpu.ROOT / word).exists(), word

@@ -1,17 +1,17 @@
-"""A transformer whose layers are spread over the ranks, trained with NCCL and with symmpool.
+"""A transformer whose layers are split over the ranks, trained with NCCL and with symmpool.
 
     torchrun --nproc-per-node 4 examples/tensor_parallel.py [--json FILE]
     torchrun --nproc-per-node 2 examples/tensor_parallel.py --device cpu
 
-Of every layer each rank has some attention heads and a part of the hidden units. So an output is the
-sum of all ranks' parts: one all-reduce after attention and one after the hidden units, forward, and
-one before each, backward. Weights are random, data too. The same training runs with both, eager and,
-on GPUs, captured as a whole (forward, backward and update) in a CUDA graph. Printed are tokens a
-second and the losses, which must agree: all of them on two ranks; of the first steps on more, where sums
-are rounded differently, which training amplifies from step to step.
+Each rank has some attention heads and a part of the hidden units of every layer, so a layer's output is the
+sum of all ranks' parts. That takes one all-reduce after attention and one after the hidden units in the
+forward pass, and one before each in the backward pass. Weights and data are random. The same training
+runs with both libraries, eagerly and, on GPUs, captured as a whole (forward, backward and update) in a CUDA
+graph. The program prints tokens a second and the losses. On two ranks all losses must be equal; on more
+ranks sums are rounded differently, which training amplifies, so only the first steps are compared.
 
-With symmpool, what is summed lies in a pool, so that peers read it where it is: that is all that
-differs, see `Symmpool`.
+With symmpool the tensors that are summed lie in a pool, so that peers read them where they are. Nothing else
+differs; see `Symmpool`.
 """
 
 import argparse
@@ -28,8 +28,8 @@ import torch.nn.functional as F
 import symmpool
 from symmpool.bench import session
 
-#: Other threads, NCCL's watchdog among them, may look at events during a capture.
-OTHERS_MAY = "thread_local"
+#: Other threads, such as NCCL's watchdog, may query events during a capture.
+CAPTURE_ERROR_MODE = "thread_local"
 
 
 class Distributed:
@@ -38,12 +38,12 @@ class Distributed:
     def __init__(self, device):
         self.name = "NCCL" if device.type == "cuda" else "gloo"
 
-    # Memory that is summed is any memory.
+    # Any memory can be summed.
     scope = staticmethod(contextlib.nullcontext)
     reduce = staticmethod(dist.all_reduce)
 
     def graph(self, graph, stream):
-        return torch.cuda.graph(graph, stream=stream, capture_error_mode=OTHERS_MAY)
+        return torch.cuda.graph(graph, stream=stream, capture_error_mode=CAPTURE_ERROR_MODE)
 
 
 class Symmpool:
@@ -54,16 +54,16 @@ class Symmpool:
         self.pool = symmpool.Pool(device=device)
 
     def scope(self):
-        # torch lets nobody choose where tensors on the CPU lie.
+        # On the CPU torch has no hook that places tensors.
         return contextlib.nullcontext() if self.pool.device == "cpu" else self.pool
 
     def graph(self, graph, stream):
-        return symmpool.graph(graph, stream=stream, capture_error_mode=OTHERS_MAY)
+        return symmpool.graph(graph, stream=stream, capture_error_mode=CAPTURE_ERROR_MODE)
 
 
 class ColumnParallel(torch.autograd.Function):
-    """`x @ weight.T`, where each rank has some rows of the weight. Every rank has all of `x`, so what
-    its gradient is made of is summed."""
+    """`x @ weight.T`, where each rank has some rows of the weight. Every rank has all of `x`, so the
+    gradient of `x` is the sum over the ranks."""
 
     @staticmethod
     def forward(ctx, x, weight, ranks):
@@ -81,8 +81,8 @@ class ColumnParallel(torch.autograd.Function):
 
 
 class RowParallel(torch.autograd.Function):
-    """`x @ weight.T`, where each rank has some columns of the weight, and of `x`: the sum of all
-    ranks' products."""
+    """`x @ weight.T`, where each rank has some columns of the weight and of `x`. The result is the sum of
+    all ranks' products."""
 
     @staticmethod
     def forward(ctx, x, weight, ranks):
@@ -103,7 +103,7 @@ class Layer(torch.nn.Module):
         super().__init__()
         width, self.heads = options.width, options.heads // dist.get_world_size()
         self.size = width // options.heads
-        # Queries, keys and values of this rank's heads; its part of the hidden units.
+        # Queries, keys and values of this rank's heads, then its part of the hidden units.
         self.qkv = make.rows(3 * width, width)
         self.out = make.columns(width, width)
         self.up = make.rows(4 * width, width)
@@ -112,7 +112,7 @@ class Layer(torch.nn.Module):
     def forward(self, x, batch, ranks):
         mixed = ColumnParallel.apply(F.layer_norm(x, x.shape[-1:]), self.qkv, ranks)
         q, k, v = mixed.view(batch, -1, self.heads, 3, self.size).permute(3, 0, 2, 1, 4)
-        # Written out: fused kernels add up gradients in an order that changes from run to run.
+        # Attention is written out: fused kernels add gradients up in an order that changes between runs.
         scores = q @ k.transpose(-1, -2) / self.size**0.5
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
         seen = scores.masked_fill(later, float("-inf")).softmax(-1) @ v
@@ -162,7 +162,7 @@ class Model(torch.nn.Module):
 
 
 def train(ranks, options, device, dtype, captured):
-    """Losses of all steps, and tokens a second of those that are timed."""
+    """Trains, and returns the losses of all steps and the tokens a second."""
     model = Model(options, device, dtype)
     parameters = list(model.parameters())
     drawn = torch.Generator().manual_seed(1)
@@ -179,7 +179,7 @@ def train(ranks, options, device, dtype, captured):
         return loss.detach()
 
     on_cuda = device.type == "cuda"
-    # A graph is captured on the stream it was tried on, where torch has memory for it by then.
+    # The graph is captured on the stream of the first steps, for which torch has memory by then.
     stream = torch.cuda.Stream() if on_cuda else None
     if on_cuda:
         stream.wait_stream(torch.cuda.current_stream())
@@ -218,9 +218,9 @@ def train(ranks, options, device, dtype, captured):
 
 
 def tolerance(world, dtype):
-    """By how much losses of the steps that are compared may differ, relatively. Two numbers have one sum,
-    whoever adds them. Of more, the order changes the rounding: by a few units in the last place of sums,
-    over which a loss is a mean, and which updates carry on."""
+    """The largest relative difference that the losses of the compared steps may have. Two numbers have one
+    sum, in whichever order. With more ranks the order changes the rounding of sums by a few units in the last
+    place; a loss is a mean over such sums, and updates pass the difference on to the next steps."""
     if world == 2:
         return 0.0
     return 2e-2 if dtype == torch.bfloat16 else 1e-4
@@ -228,7 +228,7 @@ def tolerance(world, dtype):
 
 def main():
     parser = argparse.ArgumentParser()
-    # On a GPU, and on the CPU, where this takes seconds then and not hours.
+    # Defaults on a GPU, and on the CPU, where the training takes seconds with them and not hours.
     defaults = {
         "layers": (8, 2), "width": (2048, 256), "heads": (16, 8), "vocabulary": (8192, 1024),
         "batch": (4, 2), "length": (512, 64), "steps": (60, 20), "compared": (20, 20), "rounds": (3, 1),
@@ -258,10 +258,10 @@ def main():
 
     found = {}
     for number in range(options.rounds):
-        # Another goes first in each round.
+        # The libraries take turns in going first.
         for make in (Distributed, Symmpool)[:: -1 if number % 2 else 1]:
-            # One for both runs: nothing is made in the pool after the capture, whose memory replays
-            # use.
+            # The eager and the captured run share one pool. Nothing is made in it after the capture, since
+            # replays use its memory.
             ranks = make(device)
             for captured in (False, True) if device.type == "cuda" else (False,):
                 losses, rate = train(ranks, options, device, dtype, captured)
@@ -279,9 +279,9 @@ def main():
             for each, _ in rounds
             for a, b in zip(each[:compared], other[:compared], strict=True)
         )
-        told = [None] * world
-        dist.all_gather_object(told, losses)
-        right &= apart <= allowed and all(each == losses for each in told) and losses[-1] < losses[0]
+        everyone = [None] * world
+        dist.all_gather_object(everyone, losses)
+        right &= apart <= allowed and all(each == losses for each in everyone) and losses[-1] < losses[0]
         rates = sorted(rate for _, rate in rounds)
         rows.append((name, mode, rates[len(rates) // 2], losses[0], losses[-1], apart))
     if rank == 0:

@@ -1,16 +1,16 @@
-"""An all-reduce in Triton, on a pool's memory.
+"""An all-reduce in Triton on the memory of a pool.
 
     python -m torch.distributed.run --nproc-per-node 4 examples/triton_all_reduce.py
 
-`symmpool.rendezvous` gives a kernel every rank's address of a tensor, and of a signal pad: words
-that are zero at first. Each program of the grid sums one part of all ranks' tensors. Before it reads
-it tells the programs of its number on the other ranks that this rank's part is there, and waits until
-they have told it the same; after it has read it does so again, so that nobody overwrites what another
-still reads. A word goes from 0 to 1 when it is signalled and back to 0 when that is taken, so the
-same pad serves every launch. Waits are bounded: a rank that does not come makes a wrong sum, which
-the program reports, and no hang.
+`symmpool.rendezvous` gives a kernel every rank's address of a tensor and of a signal pad, whose words are
+zero at first. Each program of the grid sums one part of all ranks' tensors. Before it reads, it signals the
+programs of equal number on the other ranks that this rank's part is ready, and waits for their
+signals. After it has read it does so again, so that no rank overwrites what another still reads. A word
+goes from 0 to 1 when it is signalled and back to 0 when the signal is taken, so the same pad serves every
+launch. Waits are bounded: if a rank does not come, the sum is wrong, which the program reports; it does not
+hang.
 
-Prints the time of a call beside symmpool's own all-reduce.
+It prints the time of a call next to that of symmpool's own all-reduce.
 """
 
 import os
@@ -24,15 +24,15 @@ import triton.language as tl
 import symmpool
 
 BLOCK = 2048
-#: Programs of the grid, all of which have to run at once.
+#: Programs of the grid. All of them have to run at the same time.
 PROGRAMS = 64
-#: How often a wait looks at a word before it gives up; some seconds.
+#: How often a wait reads a word before it gives up, after some seconds.
 TRIES = 1 << 22
 
 
 @triton.jit
 def meet(pads, base, rank, WORLD: tl.constexpr, TRIES: tl.constexpr):
-    """This program and those of its number on other ranks come to this point."""
+    """A barrier of this program and those of equal number on the other ranks."""
     number = tl.program_id(0)
     for peer in tl.static_range(WORLD):
         # The word of (phase, program, rank) in the peer's pad.
@@ -85,13 +85,13 @@ def sum_of_all(
 
 
 class TritonAllReduce:
-    """Sums of one tensor of a pool, into another."""
+    """Sums a tensor of a pool over the ranks, into another tensor."""
 
     def __init__(self, x):
         words = 2 * PROGRAMS * dist.get_world_size()
         self.handle = symmpool.rendezvous(x, signal_pad_size=4 * words)
         assert self.handle.offset == 0
-        # Addresses as a tensor, for Triton to see that they are 64 bits each.
+        # The addresses are in a tensor, so that Triton sees that each has 64 bits.
         device = x.device
         self.buffers = torch.tensor(self.handle.buffer_ptrs, dtype=torch.int64, device=device)
         self.pads = torch.tensor(self.handle.signal_pad_ptrs, dtype=torch.int64, device=device)
@@ -112,7 +112,7 @@ class TritonAllReduce:
 
 
 def microseconds(call, calls=50):
-    """Of one call in a graph of many: the median of some replays."""
+    """The time of one call in a graph of many: the median of some replays."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         call()

@@ -1,18 +1,18 @@
-"""Wrong sums without an error, and right ones: NCCL's symmetric windows under torch's allocator.
+"""Wrong sums without an error, and right sums: NCCL's symmetric windows under torch's allocator.
 
     torchrun --nproc-per-node 4 examples/wrong_sums.py [--rounds 4] [--programs 1000] [--json FILE]
 
-A program after pytorch#178138. Tensors are made in a torch.cuda.MemPool whose segments are registered
-with NCCL as symmetric windows, filled, and summed by `torch.distributed.all_reduce`. It runs twice:
+This is the program of pytorch#178138. Tensors are made in a torch.cuda.MemPool whose segments are registered
+with NCCL as symmetric windows, then filled, and summed by `torch.distributed.all_reduce`. It runs twice:
 
-- over an allocator that gets each segment from ncclMemAlloc, where the driver finds room, and
-  registers it at once. torch takes the lowest address among free blocks of one size. Where ranks have
-  other holes in their address spaces, that is another window on each of them;
-- over a pool of symmpool, whose segments lie at equal offsets of one range.
+- with an allocator that gets each segment from ncclMemAlloc, wherever the driver finds room, and
+  registers it at once. Among free blocks of one size torch takes the one with the lowest address. If ranks
+  have different holes in their address spaces, that is a different window on each rank;
+- with a pool of symmpool, whose segments lie at equal offsets of one range.
 
-`--programs N` runs N random programs of allocations, sizes, streams and frees as well, all in the same
-processes: what takes long, starting them and registering windows, is done once, as torch keeps the
-segments. `--seconds S` ends them after that time, and what is printed says how many it were.
+`--programs N` also runs N random programs of allocations, sizes, streams and frees. All run in the same
+processes, because starting processes and registering windows takes long, and torch keeps the segments.
+`--seconds S` ends them after that time; the output says how many programs ran.
 """
 
 import argparse
@@ -34,7 +34,7 @@ MIB = 1 << 20
 
 
 class Naive:
-    """ncclMemAlloc and ncclCommWindowRegister at every segment."""
+    """Calls ncclMemAlloc and ncclCommWindowRegister for every segment."""
 
     name = "ncclMemAlloc, registered at allocation"
 
@@ -43,7 +43,7 @@ class Naive:
         self.comm = ctypes.c_void_p(communicator(None, str(device)))
         alloc = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
         free = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
-        # torch keeps their addresses only.
+        # torch keeps only their addresses, so the objects are kept here.
         self.functions = alloc(self.alloc), free(lambda *_: None)
         self.windows = 0
         addresses = [ctypes.cast(f, ctypes.c_void_p).value for f in self.functions]
@@ -69,7 +69,7 @@ class Naive:
 
 
 class Ours:
-    """The same on symmpool: the allocator is the pool."""
+    """The same with symmpool: the allocator is the pool."""
 
     name = "symmpool"
 
@@ -87,7 +87,7 @@ class Ours:
 
 
 def make_holes(rank, nccl):
-    """Address space that is taken, and holes in it, in places of this rank's own."""
+    """Takes address space and leaves holes in it, at different places on each rank."""
     blocks = []
     for _ in range(64):
         pointer = ctypes.c_void_p()
@@ -98,14 +98,14 @@ def make_holes(rank, nccl):
 
 
 def wrong(tensors, rank, world, salt):
-    """Fills the tensors, sums them over the ranks, and counts those that are wrong here."""
+    """Fills the tensors, sums them over the ranks, and returns how many are wrong on this rank."""
     for number, tensor in enumerate(tensors):
         tensor.fill_((rank + 1) * (number + 1 + salt))
     torch.cuda.synchronize()
     dist.barrier()
     for tensor in tensors:
         dist.all_reduce(tensor)
-    # Counted on the device: the host waits once, not for every tensor.
+    # They are counted on the device, so that the host waits once and not for every tensor.
     found = torch.zeros((), dtype=torch.int64, device="cuda")
     for number, tensor in enumerate(tensors):
         expected = world * (world + 1) // 2 * (number + 1 + salt)
@@ -114,13 +114,13 @@ def wrong(tensors, rank, world, salt):
 
 
 def rounds(allocator, rank, world, count):
-    """The plain program: ten tensors of one size a round. Returns the wrong ones of each round."""
+    """The plain program: ten tensors of one size a round. Returns how many were wrong in each round."""
     found = []
     for number in range(count):
         with allocator.scope():
             tensors = [torch.empty(3 * MIB, device="cuda") for _ in range(10)]
         found.append(wrong(tensors, rank, world, number))
-        # They go in an order of each rank's own; the cache is the same afterwards but for addresses.
+        # Each rank frees them in its own order; afterwards the caches are equal except for addresses.
         random.Random(rank + number).shuffle(tensors)
         while tensors:
             tensors.pop()
@@ -128,11 +128,11 @@ def rounds(allocator, rank, world, count):
 
 
 def program(allocator, rank, world, seed, any_size, side):
-    """A random program; returns how many sums were wrong.
+    """Runs a random program, and returns how many sums were wrong.
 
-    Tensors of any size are cut out of segments, and where ranks cut differently one of them asks for
-    a segment that the others do not need: an allocator that registers it at once, which is
-    collective, then waits for ever. Otherwise each has a segment of its own.
+    With `any_size` torch cuts tensors out of segments. Where ranks cut differently, one of them needs a
+    segment that the others do not need; an allocator that registers it at once, which is collective,
+    would wait forever. Otherwise every tensor is large enough to get a segment of its own.
     """
     same, own = random.Random(seed), random.Random(seed * 1000 + rank)
     streams = [torch.cuda.current_stream(), side]
@@ -158,21 +158,21 @@ def program(allocator, rank, world, seed, any_size, side):
 
 
 def totals(*values):
-    """The sums over the ranks, in memory that is nobody's window."""
-    told = torch.tensor(values, dtype=torch.int64, device="cuda")
-    dist.all_reduce(told)
-    return told.tolist()
+    """The sums over the ranks, computed in memory that is no window."""
+    sums = torch.tensor(values, dtype=torch.int64, device="cuda")
+    dist.all_reduce(sums)
+    return sums.tolist()
 
 
 def programs(allocator, rank, world, count, seconds, any_size):
-    """Random programs, `count` or as many as rank 0 begins within `seconds`; what came of them."""
+    """Runs `count` random programs, or as many as rank 0 begins within `seconds`, and returns a report."""
     side = torch.cuda.Stream()
     began = last = time.perf_counter()
     ran = wrong_programs = wrong_sums = 0
     for seed in range(count):
         found = program(allocator, rank, world, seed, any_size, side)
         now = time.perf_counter()
-        # All go on or none: whoever is alone in a sum waits for ever.
+        # All ranks go on or none does: a rank that is alone in a sum would wait forever.
         late = rank == 0 and seconds is not None and now - began > seconds
         found, late = totals(found, late)
         ran, wrong_sums, wrong_programs = ran + 1, wrong_sums + found, wrong_programs + (found > 0)
@@ -249,7 +249,7 @@ def main():
         }
         with open(options.json, "w") as file:
             file.write(json.dumps(report, indent=1) + "\n")
-    # Its segments go through functions of Python, which must be there.
+    # The segments are freed by functions of Python, which must still exist then.
     naive.pool = None
     ours.pool.unregister_nccl()
     dist.barrier()
