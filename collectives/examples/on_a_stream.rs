@@ -1,4 +1,5 @@
-//! All-reduces on a stream of a program's own, made with cudarc: eager, and in a graph. One process a GPU:
+//! All-reduces on a stream that the program makes itself with cudarc, eagerly and in a graph. One process for each
+//! GPU:
 //!
 //! ```text
 //! cargo build --release -p symmpool-collectives --example on_a_stream
@@ -31,21 +32,21 @@ fn main() -> Result<(), Box<dyn Error>> {
     let x = pool.alloc::<f32>(COUNT)?;
     let comm = Communicator::new(&pool)?;
 
-    // The device's primary context, as the pool's.
+    // The device's primary context, which the pool uses too.
     let context = CudaContext::new(device as usize)?;
     let stream = context.new_stream()?;
     // SAFETY: the stream lives as long as the communicator and the pool, which this function ends with.
     let on_stream = unsafe { Stream::from_raw(stream.cu_stream() as u64) };
 
-    // Kernels of one's own take the address, `x.address()`; a slice of cudarc's, as here, must not free it.
-    // SAFETY: the block holds as many floats, and lives longer than the slice.
+    // The program's own kernels use the address `x.address()`. A slice of cudarc, as here, must not free the memory.
+    // SAFETY: the block has as many floats, and lives longer than the slice.
     let mut data = unsafe { stream.upgrade_device_ptr::<f32>(x.address(), COUNT) };
     stream.memcpy_htod(&vec![rank as f32 + 1.0; COUNT], &mut data)?;
 
-    // Behind what is on the stream already; the host does not wait.
+    // The call runs after what is on the stream already; the host does not wait.
     comm.all_reduce(&x, ReduceOp::Sum, &on_stream)?;
 
-    // A graph of calls is one of kernels alone: it can be replayed at once, and again.
+    // A graph of calls consists of kernels alone: it can be replayed at once, and as often as needed.
     stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
     let captured = comm.all_reduce(&x, ReduceOp::Avg, &on_stream);
     let graph = stream.end_capture(
@@ -57,7 +58,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         graph.launch()?;
     }
 
-    // Waits, and tells what went wrong on the device: a rank that did not come, or did something else.
+    // Waits, and returns what went wrong on the device: a rank that did not come, or made another call.
     comm.synchronize(&on_stream)?;
     let mut found = vec![0.0; COUNT];
     stream.memcpy_dtoh(&data, &mut found)?;

@@ -10,7 +10,7 @@
 //! | `row_exchange` | exchanges of rows with a destination each |
 //! | `raw` | the same calls on addresses |
 //! | `p2p` | `send` and `recv` between two ranks |
-//! | `refusal` | calls whose arguments the caller refuses |
+//! | `refusal` | calls whose arguments the caller finds wrong |
 //! | `one_sided` | copies and signals between two ranks |
 //! | `engine` | what runs the calls: the host, or kernels on a device |
 //! | `peers` | the other ranks' processes, and whether they still run |
@@ -40,7 +40,7 @@ use crate::timeout::Timeout;
 use crate::{Element, Place, ReduceOp};
 use engine::Engine;
 pub use options::CommunicatorOptions;
-use refusal::Held;
+use refusal::Shared;
 pub use row_exchange::{Received, RowExchange, RowLayout, RowsAt};
 pub use splits::Splits;
 
@@ -50,31 +50,30 @@ pub use splits::Splits;
 /// that are not shared, are ordinary memory; their data passes through scratch that the
 /// communicator has. All ranks use the same kind in one call.
 ///
-/// Every rank makes the same calls in the same order; a rank that calls something else is told so,
-/// as is every other ([`Error::is_diverged`]), in host memory before data is touched. A rank that
+/// Every rank makes the same calls in the same order. If a rank calls something else, all ranks get an
+/// error ([`Error::is_diverged`]), in host memory before data is touched. A rank that
 /// does not come closes the communicator: this call and all later ones fail with
-/// [`Error::is_timeout`] or [`Error::is_peer_lost`], naming it. Make a new one among ranks that are
-/// well. After that a peer that was in the call, and was late or stopped, may go on writing into this
-/// rank's output until it has left the call itself, in host memory too: use outputs for something else
-/// when that peer is known to be past it, or gone.
+/// [`Error::is_timeout`] or [`Error::is_peer_lost`], which name it. Make a new communicator among the ranks that
+/// are left. A peer that was in the failed call, and was late or stopped, may still write into this
+/// rank's output until it has left the call itself, in host memory too: use the output for something else only
+/// when that peer is known to have left the call, or to be gone.
 ///
-/// On devices data does not wait for the comparison: after a call that failed, what it names as output
-/// is undefined on every rank. A rank that comes after another gave up leaves that one's memory alone,
-/// but for large calls, which copy engines carry: these cannot be called back. What such a call names
-/// as output may be written to until every rank has had its error or has ended, also on ranks that
-/// never made the call; and graphs with calls of a communicator that failed are to be launched no more.
+/// On devices data does not wait until calls have been compared: after a call that failed, its output
+/// is undefined on every rank. A rank that comes after another one gave up does not write to that rank's memory,
+/// except in large calls, which copy engines carry: copies cannot be cancelled. The output of such a call
+/// may be written to until every rank has got its error or has ended, also on ranks that
+/// never made the call. Do not launch graphs with calls of a communicator that failed.
 ///
-/// Beside these calls there are messages between two ranks, [`Communicator::send`] and
-/// [`Communicator::recv`], and copies and signals: [`Communicator::put`], [`Communicator::get`],
-/// [`Communicator::signal`] and [`Communicator::wait`].
+/// There are also point-to-point operations, [`Communicator::send`] and [`Communicator::recv`], and one-sided
+/// copies and signals: [`Communicator::put`], [`Communicator::get`], [`Communicator::signal`] and
+/// [`Communicator::wait`].
 ///
-/// Calls block until this rank's part is done. Threads take turns; threads that are to
-/// communicate at the same time have a communicator each, of which a pool can have many. A
-/// communicator keeps its pool alive, and dropping it needs no agreement between ranks.
+/// In host memory calls block until this rank's part is done; on devices they put kernels on a stream and return.
+/// Threads take turns. Threads that need to communicate at the same time need a communicator each; a pool can have
+/// many. A communicator keeps its pool alive, and dropping it needs no agreement between ranks.
 ///
 /// A call commits the pool first if a commit is due, so that blocks are windows when they are
-/// used. Only one thread can commit at a time: call [`Pool::commit`] before threads go their own
-/// ways.
+/// used. Only one thread can commit at a time: call [`Pool::commit`] before several threads make calls.
 ///
 /// ```
 /// use std::thread;
@@ -91,7 +90,7 @@ pub use splits::Splits;
 ///     x.read()
 /// }
 ///
-/// // Ranks are processes as a rule; threads of one do as well.
+/// // Ranks are usually processes; here they are threads of one process.
 /// let ranks: Vec<_> = Group::in_process(2)?
 ///     .into_iter()
 ///     .map(|group| thread::spawn(move || rank(group)))
@@ -103,17 +102,18 @@ pub use splits::Splits;
 /// ```
 pub struct Communicator {
     pool: Pool,
-    asked: RequestedAlgorithm,
+    requested: RequestedAlgorithm,
     timeout: Arc<Timeout>,
-    held: Arc<Held>,
-    /// One-sided operations in host memory, which need no turn. On a device the engine has them.
-    sided: Option<HostSided>,
+    shared: Arc<Shared>,
+    /// One-sided operations in host memory, which do not wait for a call under way. On a device they are the
+    /// engine's.
+    one_sided: Option<HostSided>,
 }
 
-/// What one call at a time may use.
+/// What only one call at a time may use.
 struct Inner {
     engine: Engine,
-    /// Windows as of some commit; see [`Communicator::place`].
+    /// The windows of some earlier commit; see [`Communicator::place`].
     windows: Arc<Windows>,
 }
 
@@ -164,7 +164,7 @@ impl Communicator {
         // touches them meanwhile, here or on a peer, does so through raw pointers as well: there
         // are no references into blocks.
         unsafe {
-            inner.engine.all_reduce((from, to), input.len(), T::DTYPE, op, self.asked, stream)
+            inner.engine.all_reduce((from, to), input.len(), T::DTYPE, op, self.requested, stream)
         }
     }
 
@@ -266,10 +266,9 @@ impl Communicator {
         self.lock().engine.synchronize(stream)
     }
 
-    /// Lets go of a stream that is about to be destroyed: it is not touched any more unless a call names it
-    /// again, and what was put on it keeps its place in the order of calls. To be called while the stream
-    /// lives; ranks need not do so alike. The pool's lanes remember streams too: see
-    /// [`Pool::forget_stream`].
+    /// To be called before a stream that had calls is destroyed: the communicator does not touch it any more unless
+    /// a call names it again. What was put on it keeps its place in the order of calls. Ranks need not do so
+    /// alike. The pool's lanes remember streams too: see [`Pool::forget_stream`].
     ///
     /// # Errors
     ///
@@ -279,19 +278,19 @@ impl Communicator {
         self.lock().engine.forget_stream(stream)
     }
 
-    /// The beginning of every call: the turn, and the commit that is due.
+    /// Begins a call: waits for other threads' calls, and commits if a commit is due.
     ///
     /// In host memory a stream has no work that could be pending; it is only named in traces.
     fn begin(&self, stream: &Stream) -> Result<MutexGuard<'_, Inner>> {
         tracing::trace!(rank = self.rank(), stream = stream.raw(), "collective");
-        self.held.begin(&self.pool, stream)
+        self.shared.begin(&self.pool, stream)
     }
 
     /// Where a block lies, for the engine.
     ///
-    /// The windows looked at may be older than the pool's. That is right all the same: what ever
-    /// was in a window is in a symmetric lane's range, and of such a lane every live block lies in
-    /// windows when no commit is due, which `begin` has seen to.
+    /// The windows that are searched first may be older than the pool's. They are still valid: what was ever in a
+    /// window is in a symmetric lane's range, and all live blocks of such a lane lie in windows when no commit is
+    /// due, which `begin` has made sure of.
     fn place<T: Element>(
         &self,
         inner: &mut Inner,
@@ -321,12 +320,12 @@ impl Communicator {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.held.lock()
+        self.shared.lock()
     }
 }
 
 impl Inner {
-    /// Refuses a block that is shorter than its parts; the other ranks are told.
+    /// Declines the call if a block is shorter than its parts.
     fn holds(&mut self, what: &str, length: usize, parts: &[usize], stream: &Stream) -> Result<()> {
         self.engine.ready()?;
         let sum = parts.iter().try_fold(0_usize, |sum, count| sum.checked_add(*count));
@@ -347,7 +346,7 @@ impl fmt::Debug for Communicator {
         f.debug_struct("Communicator")
             .field("rank", &self.rank())
             .field("world", &self.world())
-            .field("algorithm", &self.asked.algorithm)
+            .field("algorithm", &self.requested.algorithm)
             .finish_non_exhaustive()
     }
 }

@@ -25,7 +25,9 @@ pub use algorithm::{AllReduceAlgorithm, AllToAllAlgorithm};
 pub use communicator::{
     Communicator, CommunicatorOptions, Received, RowExchange, RowLayout, RowsAt, Splits,
 };
+#[allow(deprecated)]
 pub use cuda::leave_room;
+pub use cuda::share_sms;
 pub use dtype::{DType, Element};
 pub use float8::{F8E4m3, F8E5m2};
 pub use host::{HostEngine, HostOptions, Place, SplitRows, SplitsAt};

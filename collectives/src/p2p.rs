@@ -2,6 +2,23 @@
 
 use symmpool_allocator::{Error, Result};
 
+/// Which end of a message a rank is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Direction {
+    Send,
+    Receive,
+}
+
+impl Direction {
+    /// The name of the call.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Send => "send",
+            Self::Receive => "recv",
+        }
+    }
+}
+
 /// The length of a message in bytes, and the bytes of one of its elements. Both must be what the receiver expects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Length {

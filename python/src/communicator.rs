@@ -323,14 +323,7 @@ impl Communicator {
         peer: Number<u32>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
-        let peer = peer.or_raise(py, "peer")?;
-        let stream = tensor::stream(py, self.calls.device, stream)?;
-        let tensor = self.calls.read("tensor", tensor, false).map_err(|why| why.raise(py))?;
-        let Tensor { count, dtype, .. } = tensor;
-        // SAFETY: as in `all_reduce`.
-        self.calls.run(py, || unsafe {
-            self.calls.comm.send_at(tensor.from(), count, dtype, peer, &stream)
-        })
+        self.send_or_recv(py, false, tensor, peer, stream)
     }
 
     /// Receives `peer`'s next message for this rank into `tensor`, which it fills: see `send`. On the CPU
@@ -344,14 +337,7 @@ impl Communicator {
         peer: Number<u32>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
-        let peer = peer.or_raise(py, "peer")?;
-        let stream = tensor::stream(py, self.calls.device, stream)?;
-        let tensor = self.calls.read("tensor", tensor, true).map_err(|why| why.raise(py))?;
-        let Tensor { count, dtype, .. } = tensor;
-        // SAFETY: as in `all_reduce`.
-        self.calls.run(py, || unsafe {
-            self.calls.comm.recv_at(tensor.to(), count, dtype, peer, &stream)
-        })
+        self.send_or_recv(py, true, tensor, peer, stream)
     }
 
     /// Signals `peer` on a channel from 0 to 15. What this thread, or `stream`, did before is visible
@@ -489,5 +475,32 @@ impl Communicator {
     fn __repr__(&self) -> String {
         let (rank, world, algorithm) = (self.rank(), self.world(), self.algorithm);
         format!("symmpool.Communicator(rank={rank}, world={world}, algorithm={algorithm:?})")
+    }
+}
+
+impl Communicator {
+    /// `recv` if `receives`, else `send`.
+    fn send_or_recv(
+        &self,
+        py: Python<'_>,
+        receives: bool,
+        tensor: Argument<'_, '_>,
+        peer: Number<u32>,
+        stream: Option<Argument<'_, '_>>,
+    ) -> PyResult<()> {
+        let peer = peer.or_raise(py, "peer")?;
+        let stream = tensor::stream(py, self.calls.device, stream)?;
+        let tensor = self.calls.read("tensor", tensor, receives).map_err(|why| why.raise(py))?;
+        let Tensor { count, dtype, .. } = tensor;
+        let comm = &self.calls.comm;
+        self.calls.run(py, || {
+            if receives {
+                // SAFETY: as in `all_reduce`.
+                unsafe { comm.recv_at(tensor.to(), count, dtype, peer, &stream) }
+            } else {
+                // SAFETY: as in `all_reduce`.
+                unsafe { comm.send_at(tensor.from(), count, dtype, peer, &stream) }
+            }
+        })
     }
 }

@@ -103,7 +103,7 @@ mod _symmpool {
     /// a graph has captured stays as it was. Touches no device.
     #[pyo3::pyfunction]
     fn leave_room(py: pyo3::Python<'_>, device: Number<u32>) -> pyo3::PyResult<()> {
-        symmpool_collectives::leave_room(device.or_raise(py, "device")?);
+        symmpool_collectives::share_sms(device.or_raise(py, "device")?);
         Ok(())
     }
 

@@ -1,4 +1,4 @@
-//! What the example programs share: processes that are ranks, data that anybody can compute.
+//! What the example programs share: processes that are ranks, and data that every rank can compute.
 
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
 
-/// Prints a line. Nobody reading it is no reason to panic.
+/// Prints a line. Does not panic if the reader is gone.
 macro_rules! say {
     ($($text:tt)*) => {{
         use std::io::Write as _;
@@ -18,7 +18,7 @@ macro_rules! say {
 }
 pub(crate) use say;
 
-/// Processes that write lines; stopped and waited for when dropped, however that comes about.
+/// Processes that write lines. They are stopped and waited for when this is dropped.
 pub(crate) struct Processes {
     children: Vec<Child>,
     lines: Receiver<(usize, String)>,
@@ -31,21 +31,21 @@ pub(crate) struct Processes {
 pub(crate) enum End {
     /// All processes ended well.
     Done,
-    /// This one did not.
+    /// This process failed.
     Failed(usize, ExitStatus),
-    /// Time is up.
+    /// The time limit is over.
     Late,
 }
 
 impl Processes {
-    /// None yet; all that will be are stopped after `limit`.
+    /// No processes yet. All that are started are stopped after `limit`.
     pub(crate) fn new(limit: Duration) -> Self {
         let (sender, lines) = channel();
         let deadline = Instant::now() + limit;
         Self { children: Vec::new(), lines, sender: Some(sender), deadline }
     }
 
-    /// Starts one process whose output lines are numbered with its place.
+    /// Starts one process. Its output lines come with its index.
     pub(crate) fn start(&mut self, command: &mut Command) -> std::io::Result<()> {
         let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
         let (index, output) = (self.children.len(), child.stdout.take());
@@ -82,9 +82,9 @@ impl Processes {
         Ok(())
     }
 
-    /// The next line of any process, and which one's it is.
+    /// The next line of any process, and the index of the process.
     pub(crate) fn next_line(&mut self) -> Result<(usize, String), End> {
-        // With the last process gone, so are all senders.
+        // When the last process has ended, there are no senders any more.
         self.sender = None;
         loop {
             let slice = Duration::from_millis(50);
@@ -94,7 +94,7 @@ impl Processes {
                 Err(RecvTimeoutError::Timeout) => {}
             }
             if let Some(failed) = self.failed() {
-                // What it still said comes first.
+                // Lines that it wrote before come first.
                 return self.lines.recv_timeout(slice).map_err(|_| failed);
             }
             if Instant::now() >= self.deadline {
@@ -103,7 +103,7 @@ impl Processes {
         }
     }
 
-    /// How processes end that have closed their output.
+    /// Waits for processes that have closed their output.
     fn ends(&mut self) -> End {
         loop {
             if let Some(failed) = self.failed() {
@@ -130,7 +130,7 @@ impl Processes {
 impl Drop for Processes {
     fn drop(&mut self) {
         let running = |child: &mut Child| matches!(child.try_wait(), Ok(None));
-        // Politely first: a launcher passes this on to what it started.
+        // SIGTERM first, which a launcher passes on to the processes it started.
         for child in self.children.iter_mut().filter_map(|child| running(child).then_some(child)) {
             if let Some(pid) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
                 let _ = kill_process(pid, Signal::TERM);
@@ -147,12 +147,12 @@ impl Drop for Processes {
     }
 }
 
-/// For ranks: ends this process when the one that started it ends.
+/// To be called by ranks: ends this process when the one that started it ends.
 pub(crate) fn end_with_parent() {
     let _ = set_parent_process_death_signal(Some(Signal::TERM));
 }
 
-/// A port that was free a moment ago.
+/// A port that is probably free.
 fn free_port() -> std::io::Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }

@@ -1,4 +1,4 @@
-//! All-gathers and broadcasts: every way that data goes, any alignment, kinds of memory that differ from
+//! Checks all-gathers and broadcasts: every algorithm, any alignment, kinds of memory that differ from
 //! rank to rank, in place, eager and in graphs.
 
 use symmpool_allocator::{Block, Pool, Result, Stream};
@@ -10,16 +10,16 @@ use crate::oracle::random;
 use crate::{ORDINARY, Options};
 
 const POISON: u8 = 0x5a;
-/// Bytes watched behind the output.
+/// Bytes behind the output that must not change.
 const AROUND: usize = 64;
-/// Elements that a rank sends each other.
+/// Elements that a rank sends to each other rank.
 const COUNTS: [usize; 7] = [0, 1, 1000, 65_539, 300_000, (1 << 20) + 1, 3 << 20];
 const QUICK: [usize; 2] = [1000, 300_000];
 const DTYPES: [DType; 3] = [DType::U8, DType::Bf16, DType::I64];
-/// Room for the longest of one rank.
+/// Room for the longest data of one rank.
 const ROOM: usize = 24 << 20;
 
-struct Spread<'a> {
+struct Check<'a> {
     pool: &'a Pool,
     stream: Stream,
     seed: u64,
@@ -27,17 +27,17 @@ struct Spread<'a> {
     cases: u64,
 }
 
-/// Cases, and those that were wrong.
+/// Runs the checks. Returns how many cases there were, and how many of them were wrong.
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let ordinary = pool.lane(ORDINARY)?;
     let room = (pool.world() as usize) * ROOM + 2 * AROUND;
-    // By whether it is a window.
+    // Indexed by whether it is a window.
     let pair = || Ok([ordinary.alloc::<u8>(room)?, pool.alloc::<u8>(room)?]);
     let (inputs, outputs): ([Block<u8>; 2], [Block<u8>; 2]) = (pair()?, pair()?);
     pool.commit()?;
-    let mut spread = Spread { pool, stream: stream(pool)?, seed: options.seed, wrong: 0, cases: 0 };
+    let mut check = Check { pool, stream: stream(pool)?, seed: options.seed, wrong: 0, cases: 0 };
     for all_to_all in AllToAllAlgorithm::ALL {
-        // Little scratch, so that what passes through it does so in many rounds; and what is usual.
+        // Little scratch, so that data passes through it in many rounds; and the usual scratch.
         for scratch in [1 << 20, CommunicatorOptions::default().device_scratch_bytes] {
             let communicator = CommunicatorOptions {
                 all_to_all,
@@ -53,7 +53,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                         continue;
                     }
                     let number = random(0x5b ^ ((all_to_all as u64) << 32), nth);
-                    // Copy engines need windows at one place; else ranks have what they like.
+                    // Copy engines need windows at one offset; otherwise each rank has another kind of memory.
                     let alike = all_to_all == AllToAllAlgorithm::Copy || count == 3 << 20;
                     let own = if alike { number } else { random(number, u64::from(pool.rank())) };
                     let shift = |by: u32| (own >> by) as usize % 4 * dtype.size();
@@ -61,20 +61,20 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                     let to = outputs[own as usize >> 1 & 1].address() + shift(16) as u64;
                     let in_place = number >> 24 & 1 == 1;
                     let what = format!("{} of {count} {}", all_to_all.name(), dtype.name());
-                    spread.all_gather(&comm, (from, to), (count, dtype), in_place, &what)?;
+                    check.all_gather(&comm, (from, to), (count, dtype), in_place, &what)?;
                     let root = (number >> 32) as u32 % pool.world();
-                    spread.broadcast(&comm, to, (count, dtype), root, &what)?;
+                    check.broadcast(&comm, to, (count, dtype), root, &what)?;
                 }
             }
         }
     }
     if pool.rank() == 0 {
-        println!("all_gather and broadcast: {} cases, {} wrong", spread.cases, spread.wrong);
+        println!("all_gather and broadcast: {} cases, {} wrong", check.cases, check.wrong);
     }
-    Ok((spread.cases, spread.wrong))
+    Ok((check.cases, check.wrong))
 }
 
-impl Spread<'_> {
+impl Check<'_> {
     fn all_gather(
         &mut self,
         comm: &Communicator,
@@ -92,7 +92,7 @@ impl Spread<'_> {
             to,
             part * world as usize,
             |stream| {
-                // SAFETY: both stretches lie in blocks with room for them, which nothing else uses.
+                // SAFETY: both ranges lie in blocks with room for them, which nothing else uses.
                 unsafe {
                     comm.all_gather_at(to as *mut u8, from as *const u8, count, dtype, stream)
                 }
@@ -134,8 +134,8 @@ impl Spread<'_> {
         )
     }
 
-    /// A call, eager and then twice in a graph, each with other data: `prepare` puts it where it is read,
-    /// and says what is to come of it.
+    /// Makes a call, eagerly and then twice in a graph, with other data each time. `prepare` writes the input and
+    /// returns the expected output.
     fn twice(
         &mut self,
         comm: &Communicator,

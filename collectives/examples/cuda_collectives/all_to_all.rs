@@ -1,4 +1,4 @@
-//! All-to-alls: random matrices with counts of the host and of the device, any alignment and kind of
+//! Checks all-to-alls: random traffic matrices with counts on the host and on the device, any alignment and kind of
 //! memory; graphs that replay with new splits, between all-reduces.
 
 mod traps;
@@ -14,13 +14,13 @@ use crate::matrix::{Matrix, bytes};
 use crate::oracle::random;
 use crate::{ORDINARY, Options};
 
-/// Bytes of the longest data, so that some parts go through inboxes and others not; of what random matrices
-/// have; and room for shifts and what is watched around it.
+/// Bytes of the longest data, of which some parts go through inboxes and others do not; bytes of random matrices;
+/// and room for shifts and for bytes around the data that must not change.
 const MOST: usize = 32 << 20;
 const SOME: usize = 6 << 20;
 const AROUND: usize = 64;
 const POISON: u8 = 0xa5;
-/// Matrices for each algorithm and way to tell counts.
+/// How many matrices are tried for each algorithm, with counts on the host and on the device.
 const MATRICES: u64 = 400;
 /// Bytes of rows.
 const ROWS: [(DType, usize); 6] = [
@@ -36,12 +36,12 @@ struct Exchange<'a> {
     pool: &'a Pool,
     comm: Communicator,
     stream: Stream,
-    /// By whether it is a window.
+    /// Indexed by whether it is a window.
     inputs: [Block<u8>; 2],
     outputs: [Block<u8>; 2],
-    /// Splits, what comes of them, and offsets.
+    /// Input splits, output splits and output offsets.
     splits: [Block<u8>; 3],
-    /// What all ranks have in their inputs.
+    /// The inputs of all ranks.
     data: Vec<Vec<u8>>,
     options: &'a Options,
     seed: u64,
@@ -49,11 +49,11 @@ struct Exchange<'a> {
     wrong: u64,
 }
 
-/// Cases, and those that were wrong.
+/// Runs the checks. Returns how many cases there were, and how many of them were wrong.
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let mut exchange = Exchange::new(pool, options)?;
     for all_to_all in AllToAllAlgorithm::ALL {
-        // Little room, so that much goes in several rounds.
+        // Little scratch, so that calls take several rounds.
         let matrices = options.few(MATRICES, 12);
         let options = CommunicatorOptions {
             all_to_all,
@@ -65,7 +65,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         for nth in 0..matrices {
             exchange.matrix(nth, all_to_all)?;
         }
-        // Numbers that run out of bits, and those at which old flags are overwritten.
+        // Call numbers that overflow, and those at which old flags are overwritten.
         for first_epoch in [(1 << 30) - 4, u32::MAX - 5] {
             let options = CommunicatorOptions { first_epoch, ..options.clone() };
             exchange.comm = Communicator::with_options(pool, &options)?;
@@ -96,11 +96,11 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     Ok((exchange.cases, exchange.wrong))
 }
 
-/// Parts that are too long for inboxes, beside others that are not; the same.
+/// Checks matrices in which some parts are too long for inboxes and others are not.
 pub(crate) fn mixed(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let mut exchange = Exchange::new(pool, options)?;
     let world = pool.world();
-    // What goes through inboxes is 24 MiB that a rank has for its peers, if all get as much.
+    // Up to 24 MiB that a rank sends go through inboxes, if all peers get as much.
     let long = (24 << 20) / (world as usize - 1).max(1);
     for nth in 0..options.few(40, 4) {
         let seed = random(options.seed ^ 0x407, nth);
@@ -162,14 +162,14 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// One random matrix.
+    /// Checks one random matrix.
     fn matrix(&mut self, nth: u64, algorithm: AllToAllAlgorithm) -> Result<()> {
         let seed = random(self.seed ^ ((algorithm as u64) << 56), nth);
         let world = self.pool.world();
         self.exchange(nth, seed, algorithm, |size| Matrix::random(seed, world, SOME / size))
     }
 
-    /// One matrix, for rows of so many bytes, by counts of the host and by counts of the device.
+    /// Checks one matrix, for rows of so many bytes, with counts on the host and with counts on the device.
     fn exchange(
         &mut self,
         nth: u64,
@@ -182,7 +182,7 @@ impl<'a> Exchange<'a> {
         let (dtype, row) = ROWS[(number(0) % ROWS.len() as u64) as usize];
         let size = row * dtype.size();
         let matrix = matrix(size);
-        // Each rank for itself.
+        // Each rank decides for itself.
         let own = |which: u64| random(seed, 60 + 10 * u64::from(rank) + which);
         let shift = |number: u64| if number & 3 == 0 { 0 } else { (number >> 2) as usize % 32 };
         let (from_window, to_window) = (own(0) & 1, own(1) & 1);
@@ -242,7 +242,7 @@ impl<'a> Exchange<'a> {
         let room = received.max(capacity) * size + AROUND + before;
         upload(self.pool, output, &vec![POISON; room])?;
         let splits = self.splits_at(counts, number(3) & 1 == 0);
-        // SAFETY: both stretches lie in blocks with room for them, which nothing else uses.
+        // SAFETY: both ranges lie in blocks with room for them, which nothing else uses.
         unsafe {
             self.comm.all_to_all_v_splits_at(
                 to as *mut u8,
@@ -252,14 +252,14 @@ impl<'a> Exchange<'a> {
                 &self.stream,
             )
         }?;
-        let told = self.comm.synchronize(&self.stream);
+        let result = self.comm.synchronize(&self.stream);
         let what = format!("{}, capacities {capacities:?}", what("splits of the device"));
-        let overflow = told.as_ref().is_err_and(Error::is_overflow);
-        if overflow != matrix.overflows(&capacities) || (told.is_err() && !overflow) {
+        let overflow = result.as_ref().is_err_and(Error::is_overflow);
+        if overflow != matrix.overflows(&capacities) || (result.is_err() && !overflow) {
             self.wrong += 1;
-            println!("rank {rank}: {what}: synchronize gave {told:?}");
+            println!("rank {rank}: {what}: synchronize gave {result:?}");
             if self.comm.failure().is_some() {
-                told?;
+                result?;
             }
         }
         let mut wanted = vec![POISON; before];
@@ -285,7 +285,7 @@ impl<'a> Exchange<'a> {
         dtype: DType,
     ) -> Result<()> {
         let (to, from) = (to as *mut u8, from as *const u8);
-        // SAFETY: both stretches lie in blocks with room for them, which nothing else uses.
+        // SAFETY: both ranges lie in blocks with room for them, which nothing else uses.
         unsafe { self.comm.all_to_all_v_at(to, from, receive, send, dtype, &self.stream) }
     }
 
@@ -315,8 +315,8 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Splits on one rank's device that are negative, or more than there is: told to all, and the
-    /// communicator goes on.
+    /// Splits on one rank's device that are negative, or larger than its input: all ranks get an error, and the
+    /// communicator stays open.
     fn nonsense(&mut self) -> Result<()> {
         let (rank, world) = (self.pool.rank(), self.pool.world());
         let (from, to) = (self.inputs[1].address(), self.outputs[1].address());
@@ -331,11 +331,11 @@ impl<'a> Exchange<'a> {
                 let (to, from) = (to as *mut u8, from as *const u8);
                 self.comm.all_to_all_v_splits_at(to, from, &rows, &splits, &self.stream)
             }?;
-            let told = self.comm.synchronize(&self.stream);
+            let result = self.comm.synchronize(&self.stream);
             if bad == 10 {
-                told?;
+                result?;
             } else {
-                let error = expect_error(told, "a call with splits that make no sense")?;
+                let error = expect_error(result, "a call with splits that make no sense")?;
                 self.cases += 1;
                 if !error.is_invalid_argument() {
                     self.wrong += 1;
@@ -355,8 +355,8 @@ impl<'a> Exchange<'a> {
     }
 }
 
-/// Data that holds here and there what inboxes hold before anything has come, and what travels instead:
-/// `FRESH` and `INSTEAD` in `protocol/lamport_escaped.cuh`. From all addresses on, as parts begin anywhere.
+/// Data in which some words are the patterns that stand for an empty inbox and for data that equals it: `FRESH` and
+/// `INSTEAD` in `protocol/lamport_escaped.cuh`. From all addresses on, as parts begin anywhere.
 fn with_fresh_words(seed: u64, mut data: Vec<u8>) -> Vec<u8> {
     const WORDS: [u32; 2] = [0xc35a_96e8, 0xc35a_96e9];
     let mut at = 0;

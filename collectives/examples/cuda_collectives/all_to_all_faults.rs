@@ -1,4 +1,4 @@
-//! All-to-alls that cannot be: counts that disagree, ranks that stay away.
+//! Checks all-to-alls that must fail: counts that disagree, and ranks that make no call.
 
 use std::time::{Duration, Instant};
 
@@ -11,12 +11,12 @@ use crate::cuda::{download, stream, upload};
 use crate::expect_error;
 
 const POISON: u8 = 0xa5;
-/// Elements of a pair: one size for each way that data goes.
+/// Elements of a pair of ranks: one size for each way that data travels.
 const COUNTS: [usize; 2] = [100, 300_000];
-/// Bytes of a part that copy engines carry: all of it, and behind a beginning that goes as stores.
+/// Bytes of a part that copy engines carry, whole and after a beginning that the companion kernel sends.
 const PARTS: [usize; 2] = [1 << 20, 20 << 20];
 
-/// How many went otherwise than they should.
+/// Runs the checks. Returns how many of them were wrong.
 pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
     let (rank, world) = (pool.rank(), pool.world());
     let odd = world - 1;
@@ -30,14 +30,14 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
     for all_to_all in AllToAllAlgorithm::ALL {
         let options = CommunicatorOptions { all_to_all, timeout, ..Default::default() };
         for count in COUNTS {
-            // Kernels that are to be compiled take longer than what is timed.
+            // Compiles kernels before anything is timed.
             let patient = CommunicatorOptions { timeout: 20 * timeout, ..options.clone() };
             let comm = Communicator::with_options(pool, &patient)?;
             let even = vec![count; world as usize];
             // SAFETY: both blocks are longer.
             unsafe { comm.all_to_all_v_at(to, from, &even, &even, DType::U8, &stream) }?;
             comm.synchronize(&stream)?;
-            // Counts that disagree: more or less than is expected, also where nothing is.
+            // Counts that disagree: a rank sends more or less than is expected, also where nothing is expected.
             for (sent, expected) in [(count, count + 7), (count + 7, count), (0, count), (count, 0)]
             {
                 let comm = Communicator::with_options(pool, &options)?;
@@ -79,7 +79,7 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
                     println!("{error}");
                 }
             }
-            // One rank makes no call; counts of the host, then of the device.
+            // One rank makes no call; first with counts on the host, then on the device.
             for on_device in [false, true] {
                 let comm = Communicator::with_options(pool, &options)?;
                 let counts = vec![count; world as usize];
@@ -106,7 +106,7 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
                         }
                     }
                 };
-                // With all first, as above.
+                // All ranks make a call first, as above.
                 comm.set_timeout(20 * timeout)?;
                 call()?;
                 comm.synchronize(&stream)?;
@@ -135,7 +135,7 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
     Ok(wrong + copied(pool, timeout)?)
 }
 
-/// Equal parts by copy engines: a rank that calls with others, and one that stays away.
+/// Equal parts by copy engines: a rank that calls with other parts, and one that makes no call.
 fn copied(pool: &Pool, timeout: Duration) -> Result<u32> {
     let (rank, world) = (pool.rank(), pool.world());
     let odd = world - 1;

@@ -1,4 +1,5 @@
-//! Times graphs of calls: the median of replays, the slowest rank, in the length of graph that suits best.
+//! Times graphs of calls: the median of replays on the slowest rank, with the number of calls in a graph that is
+//! fastest.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -13,37 +14,38 @@ use crate::Options;
 use crate::cuda::{Clock, Graph, download, driver, stream, upload};
 use crate::oracle::{differs, input, reduce};
 
-/// What options call all-to-alls that choose for themselves; `all_to_all_ll` and others do not.
+/// The name of all-to-alls with the automatic choice of an algorithm. Others have the algorithm in their name, such
+/// as `all_to_all_ll`.
 const ALL_TO_ALL: &str = "all_to_all";
-/// Messages of one rank to another, and with an answer.
+/// Sends from one rank to another, and sends with an answer.
 const P2P: &str = "p2p";
 const P2P_ROUND_TRIP: &str = "p2p_round_trip";
 
-/// Replays of a graph, one behind the other. The first is where ranks meet, and is not counted.
+/// How many replays of a graph follow each other. The first one, in which ranks wait for each other, is not counted.
 const REPLAYS: usize = 10;
-/// About as many bytes the calls between two events move, as in `python -m symmpool bench`, so that both
-/// tell the same.
+/// About how many bytes the calls between two events move; as in `python -m symmpool bench`, so that both give the
+/// same times.
 const SPAN_BYTES: u64 = 256 << 20;
-/// Calls in a graph, each of which is tried, as there; fewer of large calls.
+/// The numbers of calls in a graph that are tried, as in `python -m symmpool bench`; fewer for large calls.
 const GRAPHS: &[u64] = &[1, 10, 20, 100];
-/// Calls in a graph where algorithms of ours are compared with each other alone.
+/// The number of calls in a graph where our algorithms are compared only with each other.
 pub(crate) const LONG_GRAPHS: &[u64] = &[100];
-/// Times of a size, of which the median counts.
+/// How often a size is timed. The median counts.
 const ROUNDS: usize = 3;
 
 /// Microseconds of each algorithm, by bytes.
 pub(crate) type Times = BTreeMap<u64, Vec<(String, f64)>>;
 
-/// What all-reduces are timed on.
+/// Times all-reduces and other calls.
 pub(crate) struct Bench<'a> {
     pub(crate) pool: &'a Pool,
     stream: Stream,
     clock: Clock,
-    /// Calls in a graph that are tried.
+    /// The numbers of calls in a graph that are tried.
     graphs: &'static [u64],
-    /// Calls in the graph that was the best, by bytes and by name.
+    /// The number of calls in the fastest graph, by bytes and by name.
     calls: BTreeMap<u64, BTreeMap<String, u64>>,
-    /// Of names in the store, which are used once.
+    /// The number of the next name in the store; names are used once.
     number: u32,
     /// Whether every result was right.
     pub(crate) right: bool,
@@ -55,8 +57,8 @@ impl<'a> Bench<'a> {
         Ok(Self { pool, stream, clock, graphs, calls: BTreeMap::new(), number: 0, right: true })
     }
 
-    /// Times algorithms on the sizes of the options, between blocks of the largest, or one alone in
-    /// place; the slowest rank's times. What an algorithm cannot do is left out.
+    /// Times algorithms with the sizes of the options, from one block to another or in place: the slowest rank's
+    /// times. Sizes that an algorithm does not support are left out.
     pub(crate) fn measure(
         &mut self,
         options: &Options,
@@ -67,7 +69,7 @@ impl<'a> Bench<'a> {
         let pool = self.pool;
         let (most, sizes) = (options.largest(), options.sizes());
         let in_place = from.address() == to.address();
-        // Checked up to here; the rest repeats.
+        // Results are checked up to this element; longer data repeats.
         let checked = most.min(4 << 20);
         let count = checked / dtype.size();
         let all: Vec<Vec<u8>> =
@@ -102,7 +104,7 @@ impl<'a> Bench<'a> {
                     self.calls.entry(bytes).or_default().insert(name.clone(), calls);
                     times.entry(bytes).or_default().push((name, slowest));
                     if in_place {
-                        // What was timed is the sum of many sums by now.
+                        // The timed calls may have summed up sums in place, so the data is written again.
                         fill(bytes as usize)?;
                         self.meet()?;
                         call(&self.stream)?;
@@ -123,7 +125,7 @@ impl<'a> Bench<'a> {
         Ok(times)
     }
 
-    /// Times all-to-alls of equal parts, `bytes` of them together, where options name them.
+    /// Times all-to-alls of equal parts of `bytes` bytes together, if options name them.
     fn all_to_alls(
         &mut self,
         options: &Options,
@@ -158,8 +160,7 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// Times messages of rank 0 to rank 1, and such with an answer of the same length, where options name
-    /// them.
+    /// Times sends from rank 0 to rank 1, without and with an answer of the same length, if options name them.
     fn messages(
         &mut self,
         options: &Options,
@@ -199,8 +200,8 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// Microseconds of a call on the slowest rank, and the calls in the graph that it took so long in; none
-    /// if the communicator cannot make it.
+    /// Microseconds of a call on the slowest rank, and the number of calls in the graph with that time; `None`
+    /// if the communicator does not support the call.
     fn time(
         &mut self,
         comm: &Communicator,
@@ -223,7 +224,7 @@ impl<'a> Bench<'a> {
         }
         let mut best = (f64::INFINITY, 0);
         if graphs.len() > 1 {
-            // Every rank has the same times here, so all choose the same.
+            // Every rank has the same times here, so all choose the same number.
             for (at, (graph, calls)) in graphs.iter().enumerate() {
                 let us = self.replay(comm, graph, *calls, most)?;
                 best = if us < best.0 { (us, at) } else { best };
@@ -267,7 +268,7 @@ fn median(mut times: Vec<f64>) -> f64 {
     times[times.len() / 2]
 }
 
-/// The command as it may be published: of paths the last part.
+/// The command as it may be published: paths are shortened to their last part.
 fn command() -> String {
     let names = std::env::args().map(|argument| {
         let name = std::path::Path::new(&argument).file_name();
@@ -290,7 +291,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let mut rows = bench.measure(options, (&from, into), DType::Bf16, &algorithms)?;
     bench.all_to_alls(options, (&from, &to), &mut rows)?;
     bench.messages(options, (&from, &to), &mut rows)?;
-    // As in programs that use the device: its context is current.
+    // The device's context is current, as in programs that use the device.
     let stream = stream(pool)?;
     let host_us =
         driver(pool).with_context(|| eager(pool, stream, (to.address(), from.address())))?;
@@ -345,16 +346,16 @@ fn eager(pool: &Pool, stream: Stream, (to, from): (u64, u64)) -> Result<f64> {
     Ok(median(times))
 }
 
-/// Every size, the fastest first.
+/// Prints the times of every size, the fastest first.
 pub(crate) fn show(rows: &Times, world: u32) {
     for (bytes, row) in rows {
         let mut row = row.clone();
         row.sort_by(|a, b| a.1.total_cmp(&b.1));
         let best = row[0].1;
-        // Of the bytes, what crosses a rank's links each way: once for all-to-alls.
+        // How often the bytes cross a rank's links in each direction.
         let ways = if row[0].0.starts_with(ALL_TO_ALL) { 1.0 } else { 2.0 };
         let part = f64::from(world - 1) / f64::from(world);
-        // A message crosses the links of two ranks whole.
+        // A message crosses the links of both ranks once.
         let times = if row[0].0.starts_with(P2P) { 1.0 } else { ways * part };
         let moved = *bytes as f64 * times;
         print!("{:>9} KiB {:>7.1} GB/s ", bytes >> 10, moved / best / 1000.0);

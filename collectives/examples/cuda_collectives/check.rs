@@ -1,4 +1,4 @@
-//! Every collective against the oracle, bit for bit.
+//! Compares every collective with the oracle, bit for bit.
 
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
@@ -33,8 +33,8 @@ struct Check<'a> {
 
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let (mut cases, mut wrong) = (0, 0);
-    // Before anything else has been called.
-    if options.asks("first_calls") {
+    // Runs before any other call.
+    if options.wants("first_calls") {
         (cases, wrong) = first_calls::run(pool, options)?;
     }
     let ordinary = pool.lane(ORDINARY)?;
@@ -44,7 +44,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     ];
     pool.commit()?;
     for algorithm in AllReduceAlgorithm::ALL {
-        if !options.asks(algorithm.name()) {
+        if !options.wants(algorithm.name()) {
             continue;
         }
         // Little room, so that large calls go in several rounds.
@@ -74,7 +74,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             println!("{}: {} cases, {} wrong", algorithm.name(), check.cases, check.wrong);
         }
     }
-    if options.asks("all_to_all") {
+    if options.wants("all_to_all") {
         for (some_cases, some_wrong) in
             [equal_parts::run(pool, options)?, all_to_all::run(pool, options)?]
         {
@@ -82,17 +82,17 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             wrong += some_wrong;
         }
     }
-    if options.asks("spread") {
+    if options.wants("all_gather_broadcast") {
         let (some_cases, some_wrong) = all_gather_broadcast::run(pool, options)?;
         cases += some_cases;
         wrong += some_wrong;
     }
-    if options.asks("rows") {
+    if options.wants("row_exchange") {
         let (row_cases, row_wrong) = row_exchange::run(pool, options)?;
         cases += row_cases;
         wrong += row_wrong;
     }
-    if options.asks("one_sided") {
+    if options.wants("one_sided") {
         for (some_cases, some_wrong) in
             [one_sided::run(pool, options)?, one_sided_streams::run(pool, options)?]
         {
@@ -100,12 +100,12 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             wrong += some_wrong;
         }
     }
-    if options.asks("p2p") {
+    if options.wants("p2p") {
         let (message_cases, message_wrong) = p2p::run(pool, options)?;
         cases += message_cases;
         wrong += message_wrong;
     }
-    // What takes its time, or much memory.
+    // Checks that take long, or much memory.
     type Part = fn(&Pool, &Options) -> Result<(u64, u64)>;
     let parts: [(&str, bool, Part); 5] = [
         ("mixed", true, all_to_all::mixed),
@@ -115,8 +115,8 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         ("huge", false, huge::run),
     ];
     for (name, usual, part) in parts {
-        let named = !options.algorithms.is_empty() && options.asks(name);
-        if named || (usual && !options.quick && options.asks(name)) {
+        let named = !options.algorithms.is_empty() && options.wants(name);
+        if named || (usual && !options.quick && options.wants(name)) {
             let (part_cases, part_wrong) = part(pool, options)?;
             cases += part_cases;
             wrong += part_wrong;
@@ -129,7 +129,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
 const COUNTS: [usize; 13] =
     [0, 1, 3, 8, 127, 1000, 2049, 4096, 16_411, 65_536, 131_099, 262_144, 1_000_003];
 
-/// What is enough to go every way: one hop and several rounds, each width of elements.
+/// Enough for every branch of every kernel: one hop and several rounds, and each width of elements.
 const QUICK: [(DType, ReduceOp); 3] =
     [(DType::Bf16, ReduceOp::Sum), (DType::F32, ReduceOp::Avg), (DType::U8, ReduceOp::Max)];
 const QUICK_COUNTS: [usize; 2] = [1000, 1_000_003];
@@ -145,7 +145,7 @@ impl Check<'_> {
             for (which, op) in ReduceOp::ALL.into_iter().enumerate() {
                 for (nth, count) in COUNTS.into_iter().enumerate() {
                     let bytes = count * dtype.size();
-                    // All types and operations on some sizes, all sizes on some of both.
+                    // All types and operations with some sizes, and all sizes with some types and operations.
                     let some = match self.options.quick {
                         true => QUICK.contains(&(dtype, op)) && QUICK_COUNTS.contains(&count),
                         false => {
@@ -165,7 +165,7 @@ impl Check<'_> {
                     let case = Case { dtype, op, count, in_place, from: shift(8), to: shift(16) };
                     match self.all_reduce(memory, case, number) {
                         Err(error) if error.is_unsupported() => {
-                            // What an algorithm cannot do is refused by all ranks alike.
+                            // A call that an algorithm does not support is refused by all ranks alike.
                             if algorithm == AllReduceAlgorithm::Auto {
                                 return Err(error);
                             }
@@ -186,10 +186,11 @@ impl Check<'_> {
         let from = memory.input.address() + case.from as u64;
         let to = if in_place { from } else { memory.output.address() + case.to as u64 };
         let bytes = count * dtype.size();
-        // Before the data, so that in place the data stays; a byte beyond either end is watched.
+        // The output is poisoned before the input is written, so that in-place data stays. Bytes beyond both ends
+        // are checked, too.
         upload(self.pool, to, &vec![0xa5; bytes + 16])?;
         upload(self.pool, from, inputs[self.pool.rank() as usize])?;
-        // SAFETY: both stretches lie in blocks with room for them, which nothing else uses.
+        // SAFETY: both ranges lie in blocks with room for them, which nothing else uses.
         unsafe {
             self.comm.all_reduce_at(
                 to as *mut u8,
@@ -276,7 +277,7 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// Calls whose numbers run out of bits, and those at which old flags are overwritten.
+    /// Calls whose numbers overflow, and those at which old flags are overwritten.
     fn numbers(&mut self, memory: &Memory, options: &CommunicatorOptions, seed: u64) -> Result<()> {
         for first_epoch in [(1 << 30) - 4, u32::MAX - 5] {
             let options = CommunicatorOptions { first_epoch, ..options.clone() };
@@ -296,7 +297,7 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// S2, S8: calls captured into graphs, replayed in turn, with eager calls in between.
+    /// S2, S8: calls are captured into graphs, which are replayed in turn with eager calls in between.
     fn graphs(&mut self, memory: &Memory, seed: u64) -> Result<()> {
         let counts = [4096, 100_000, 1 << 20];
         let (from, to) = (memory.input.address(), memory.output.address());
@@ -319,7 +320,7 @@ impl Check<'_> {
                 )
             }
         };
-        // A communicator that has made no call yet: the first is captured.
+        // The communicator has made no call yet: its first call is captured.
         let comm = Communicator::with_options(self.pool, &self.options.communicator())?;
         let graphs: Vec<Graph> = counts
             .iter()
@@ -351,7 +352,7 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// `got` has 16 bytes more, which must be as they were.
+    /// Compares a result. `got` has 16 bytes more, which must not have changed.
     fn judge(&mut self, memory: &Memory, what: &str, got: &[u8], wanted: &[u8], dtype: DType) {
         let (result, beyond) = got.split_at(wanted.len());
         if beyond.iter().any(|byte| *byte != 0xa5) {
@@ -392,7 +393,7 @@ struct Case {
     op: ReduceOp,
     count: usize,
     in_place: bool,
-    /// Bytes from the beginning of an aligned block.
+    /// How many bytes behind an aligned address the data begins.
     from: usize,
     to: usize,
 }

@@ -35,16 +35,16 @@ pub(crate) fn stream(pool: &Pool) -> Result<Stream> {
     driver(pool).with_context(
         || call!("cuStreamCreate"(&raw mut handle => *mut Handle, non_blocking => c_uint)),
     )?;
-    // SAFETY: the stream was just made; `destroy` is called when nothing names it any more.
+    // SAFETY: the stream was just made; `destroy` is called when nothing uses it any more.
     Ok(unsafe { Stream::from_raw(handle as u64) })
 }
 
-/// Gives a stream back, which nothing names any more. What is on it goes on.
+/// Destroys a stream that nothing uses any more. Work on it still runs to its end.
 pub(crate) fn destroy(pool: &Pool, stream: Stream) -> Result<()> {
     driver(pool).with_context(|| call!("cuStreamDestroy_v2"(stream.raw() as Handle => Handle)))
 }
 
-/// What a closure puts on a stream, as a graph.
+/// The work that a closure puts on a stream, as a graph.
 pub(crate) struct Graph(Handle);
 
 impl Graph {
@@ -83,7 +83,7 @@ impl Graph {
     }
 }
 
-/// Events around what is put on a stream.
+/// Events for timing work on a stream.
 pub(crate) struct Clock(Vec<Handle>);
 
 impl Clock {
@@ -108,7 +108,7 @@ impl Clock {
         Ok(self.laps(pool, stream, 1, work)?[0])
     }
 
-    /// Microseconds of each of so many rounds of `work`, one behind the other without a pause.
+    /// Microseconds of each of so many rounds of `work`, which follow each other without a pause.
     pub(crate) fn laps(
         &self,
         pool: &Pool,

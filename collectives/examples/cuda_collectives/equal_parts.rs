@@ -1,5 +1,5 @@
-//! All-to-alls of equal parts: every algorithm, any alignment and kind of memory, eager and in graphs,
-//! and outputs at different places where copy engines need them at one.
+//! Checks all-to-alls of equal parts: every algorithm, any alignment and kind of memory, eager and in graphs,
+//! and outputs at different offsets where copy engines need them at the same offset.
 
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{AllToAllAlgorithm, Communicator, CommunicatorOptions, DType};
@@ -10,7 +10,7 @@ use crate::oracle::random;
 use crate::{ORDINARY, Options, expect_error};
 
 const POISON: u8 = 0x5a;
-/// Bytes watched behind the output.
+/// Bytes behind the output that must not change.
 const AROUND: usize = 64;
 /// Elements of a part.
 const COUNTS: [usize; 7] = [0, 1, 7, 1000, 65_539, 300_000, 1 << 20];
@@ -25,11 +25,11 @@ struct Parts<'a> {
     cases: u64,
 }
 
-/// Cases, and those that were wrong.
+/// Runs the checks. Returns how many cases there were, and how many of them were wrong.
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let ordinary = pool.lane(ORDINARY)?;
     let room = (pool.world() as usize) * (8 << 20) + 2 * AROUND;
-    // By whether it is a window.
+    // Indexed by whether it is a window.
     let pair = || Ok([ordinary.alloc::<u8>(room)?, pool.alloc::<u8>(room)?]);
     let (inputs, outputs): ([Block<u8>; 2], [Block<u8>; 2]) = (pair()?, pair()?);
     pool.commit()?;
@@ -45,7 +45,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                     if options.quick && (dtype != DType::U8 || !QUICK.contains(&count)) {
                         continue;
                     }
-                    // The same place on every rank, aligned to elements and no more.
+                    // The same offset on every rank, aligned to elements only.
                     let shift = random(options_seed(all_to_all), nth) as usize % 4 * dtype.size();
                     let from = inputs[kinds & 1].address() + shift as u64;
                     let to = outputs[kinds >> 1].address() + shift as u64;
@@ -66,7 +66,7 @@ fn options_seed(algorithm: AllToAllAlgorithm) -> u64 {
 }
 
 impl Parts<'_> {
-    /// One size, eager and then by a graph of two calls, each with other data.
+    /// Checks one size, eagerly and then in a graph of two calls, with other data each time.
     fn case(
         &mut self,
         comm: &Communicator,
@@ -80,7 +80,7 @@ impl Parts<'_> {
         let part = count * dtype.size();
         let whole = part * world as usize;
         let call = || {
-            // SAFETY: both stretches lie in blocks with room for them, which nothing else uses.
+            // SAFETY: both ranges lie in blocks with room for them, which nothing else uses.
             unsafe { comm.all_to_all_at(to as *mut u8, from as *const u8, count, dtype, &stream) }
         };
         let graph = Graph::capture(pool, stream, || {
@@ -122,8 +122,8 @@ impl Parts<'_> {
         graph.destroy(pool)
     }
 
-    /// Copy engines write to where this rank's own output lies: all ranks are told where one has its
-    /// elsewhere.
+    /// Copy engines write to the offset of this rank's own output: all ranks get an error if one has its output at
+    /// another offset.
     fn other_places(
         &mut self,
         options: &Options,
@@ -139,8 +139,8 @@ impl Parts<'_> {
         let called = unsafe {
             comm.all_to_all_at(to as *mut u8, from as *const u8, 1 << 10, DType::U8, &self.stream)
         };
-        let told = called.and_then(|()| comm.synchronize(&self.stream));
-        let error = expect_error(told, "an all-to-all with outputs at different places")?;
+        let result = called.and_then(|()| comm.synchronize(&self.stream));
+        let error = expect_error(result, "an all-to-all with outputs at different places")?;
         self.cases += 1;
         if !error.is_diverged() {
             self.wrong += 1;

@@ -1,4 +1,4 @@
-//! Ranks that differ, and ranks that stay away: the same typed error, in bounded time (S5, S6).
+//! Checks ranks that call differently, or not at all: all get the same typed error, in bounded time (S5, S6).
 
 use std::time::{Duration, Instant};
 
@@ -10,9 +10,9 @@ use symmpool_collectives::{
 use crate::cuda::stream;
 use crate::{Options, all_to_all_faults, expect_error, late, outside, p2p_faults};
 
-pub(crate) fn run(pool: &Pool, asked: &Options) -> Result<bool> {
-    let timeout = Duration::try_from_secs_f64(asked.timeout)
-        .map_err(|why| Error::invalid_argument(format!("--timeout {}: {why}", asked.timeout)))?;
+pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
+    let timeout = Duration::try_from_secs_f64(options.timeout)
+        .map_err(|why| Error::invalid_argument(format!("--timeout {}: {why}", options.timeout)))?;
     let block = pool.alloc::<u8>(4 << 20)?;
     let other = pool.alloc::<u8>(4 << 20)?;
     pool.commit()?;
@@ -21,16 +21,16 @@ pub(crate) fn run(pool: &Pool, asked: &Options) -> Result<bool> {
     let odd = rank == pool.world() - 1;
     let stream = stream(pool)?;
     let mut wrong = 0;
-    // Of those that devices have.
+    // All algorithms of devices.
     for algorithm in AllReduceAlgorithm::ALL {
-        if algorithm == AllReduceAlgorithm::CubeMesh || !asked.asks(algorithm.name()) {
+        if algorithm == AllReduceAlgorithm::CubeMesh || !options.wants(algorithm.name()) {
             continue;
         }
         let options = CommunicatorOptions { algorithm, timeout, ..Default::default() };
         let patient = CommunicatorOptions { timeout: 20 * timeout, ..options.clone() };
-        // Copy engines have nothing to do below 1 MiB.
+        // Copy engines serve no calls below 1 MiB.
         let usual = if algorithm == AllReduceAlgorithm::TwoShotCopy { 600_000 } else { 10_000 };
-        // What one rank does otherwise: count, type, operation, place.
+        // What differs on one rank: count, type, operation, or offset.
         for difference in 0..4 {
             let call = |comm: &Communicator, differs: bool| {
                 let is = |which| differs && difference == which;
@@ -43,7 +43,7 @@ pub(crate) fn run(pool: &Pool, asked: &Options) -> Result<bool> {
                     comm.all_reduce_at(to as *mut u8, at as *const u8, count, dtype, op, &stream)
                 }
             };
-            // Kernels that are to be compiled take longer than what is timed.
+            // Compiles kernels before anything is timed.
             let first = Communicator::with_options(pool, &patient)?;
             call(&first, true)?;
             first.synchronize(&stream)?;
@@ -56,7 +56,7 @@ pub(crate) fn run(pool: &Pool, asked: &Options) -> Result<bool> {
             let error = expect_error(result, "a call that differs")?;
             let took = began.elapsed();
             let good = error.is_diverged() && took < timeout + Duration::from_secs(1);
-            // And nothing runs after it.
+            // No call succeeds after it.
             let again = expect_error(call(&comm, false), "a call after a failure")?;
             if !good || !again.is_diverged() {
                 wrong += 1;
@@ -68,7 +68,7 @@ pub(crate) fn run(pool: &Pool, asked: &Options) -> Result<bool> {
                 println!("{error}");
             }
         }
-        // One rank makes no call; the others have another timeout than the communicator began with.
+        // One rank makes no call; the others have another timeout than the communicator was made with.
         let comm = Communicator::with_options(pool, &patient)?;
         if !odd {
             comm.set_timeout(timeout)?;
@@ -84,7 +84,7 @@ pub(crate) fn run(pool: &Pool, asked: &Options) -> Result<bool> {
                     &stream,
                 )
             };
-            // For calls to come: the error says how long this one waited.
+            // This timeout is for later calls: the error names the timeout of this call.
             comm.set_timeout(20 * timeout)?;
             let result = called.and_then(|()| comm.synchronize(&stream));
             let error = expect_error(result, "a call without a peer")?;
@@ -101,16 +101,16 @@ pub(crate) fn run(pool: &Pool, asked: &Options) -> Result<bool> {
             std::thread::sleep(timeout + Duration::from_millis(500));
         }
     }
-    if asked.asks("all_to_all") {
+    if options.wants("all_to_all") {
         wrong += all_to_all_faults::run(pool, timeout)?;
     }
-    if asked.asks("p2p") {
+    if options.wants("p2p") {
         wrong += p2p_faults::run(pool, timeout)?;
     }
-    if asked.asks("late") {
+    if options.wants("late") {
         wrong += late::run(pool, timeout)?;
     }
-    if asked.asks("outside") {
+    if options.wants("outside") {
         wrong += outside::run(pool, timeout)?;
     }
     declined(pool)?;
@@ -119,7 +119,7 @@ pub(crate) fn run(pool: &Pool, asked: &Options) -> Result<bool> {
     Ok(wrong == 0)
 }
 
-/// A rank whose process ends: the others' error says that it is gone, not only late.
+/// A rank's process ends: the others' error says that it is gone, and not that it is late.
 fn lost(pool: &Pool, timeout: Duration) -> Result<u32> {
     let block = pool.alloc::<u8>(1 << 20)?;
     let stream = stream(pool)?;
@@ -134,7 +134,7 @@ fn lost(pool: &Pool, timeout: Duration) -> Result<u32> {
     let called = unsafe {
         comm.all_reduce_at(at as *mut u8, at as *const u8, 1000, DType::F32, ReduceOp::Sum, &stream)
     };
-    // Its end takes a moment.
+    // The process takes a moment to end.
     std::thread::sleep(timeout);
     let result = called.and_then(|()| comm.synchronize(&stream));
     let error = expect_error(result, "a call without a process")?;
@@ -145,7 +145,7 @@ fn lost(pool: &Pool, timeout: Duration) -> Result<u32> {
     Ok(1)
 }
 
-/// Arguments that are nonsense on every rank: each is told, and the communicator goes on.
+/// Arguments that are invalid on every rank: all get an error, and the communicator stays open.
 fn declined(pool: &Pool) -> Result<()> {
     let stream = stream(pool)?;
     let comm = Communicator::new(pool)?;

@@ -1,6 +1,6 @@
-//! First calls: two communicators, each on a stream, whose calls come in another order on every other rank, of
-//! kernels that this process has not used yet. Code that is loaded between two such calls may have to wait
-//! for the first to end, which waits for a rank that may be waiting so itself.
+//! Checks first calls: two communicators, each on a stream, make calls in another order on every other rank, with
+//! kernels that this process has not used yet. If code were loaded between two such calls, that might wait for the
+//! first call to end, which waits for another rank that waits in the same way.
 
 use std::time::Duration;
 
@@ -12,14 +12,14 @@ use symmpool_collectives::{
 use crate::Options;
 use crate::cuda::{download, stream, upload};
 
-/// Waits would show as this.
+/// The timeout of communicators: ranks that wait for each other fail after it.
 const TIMEOUT: Duration = Duration::from_secs(20);
 /// Bytes of a buffer.
 const ROOM: usize = 4 << 20;
-/// What all buffers hold: bits of a small number, as any of these types.
+/// The bytes of all buffers: a small number in any of these types.
 const FILL: u8 = 0x21;
 
-/// Pairs of calls with kernels of their own.
+/// Pairs of calls that use other kernels than all others.
 const PAIRS: [[Call; 2]; 5] = [
     [Call::Reduce(DType::Bf16, 1 << 10), Call::ToAll(1 << 10)],
     [Call::Scatter(DType::F16, 1 << 10), Call::Gather(1 << 10)],
@@ -28,7 +28,7 @@ const PAIRS: [[Call; 2]; 5] = [
     [Call::Reduce(DType::F16, 8 << 10), Call::Gather(512 << 10)],
 ];
 
-/// A call, of so many bytes on every rank.
+/// A call with so many bytes on every rank.
 #[derive(Clone, Copy, Debug)]
 enum Call {
     Reduce(DType, usize),
@@ -48,7 +48,7 @@ struct Lane {
     splits: Block<i64>,
 }
 
-/// Cases, and those that were wrong. To be run before anything else.
+/// Runs the checks. Returns how many cases there were, and how many of them were wrong. To be run before anything else.
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let usual =
         CommunicatorOptions { timeout: TIMEOUT, concurrent: None, ..options.communicator() };

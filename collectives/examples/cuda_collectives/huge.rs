@@ -1,7 +1,7 @@
-//! Calls of more than 2^31 elements: every byte, compared on the device.
+//! Checks calls of more than 2^31 elements: every byte is compared on the device.
 //!
-//! A rank's data repeats after a number of bytes that has nothing to do with powers of two, so what lands
-//! where it would with too few bits is wrong there.
+//! A rank's data repeats after a number of bytes that is no power of two. So data that is written to a place computed
+//! with too few bits is wrong there.
 
 use std::time::Instant;
 
@@ -17,9 +17,9 @@ use crate::matrix::bytes;
 use crate::oracle::reduce;
 use crate::tools::Tools;
 
-/// Elements of a call, or of a part: bytes, and none of few bits.
+/// Elements of a call, or of a part, which are bytes. The number has many bits set.
 const COUNT: usize = (2 << 30) + (200 << 20) + 13;
-/// After which data repeats.
+/// The bytes after which data repeats.
 const PERIOD: usize = (8 << 20) + 3 * 4096 + 16;
 const POISON: u8 = 0xa5;
 const DTYPE: DType = DType::U8;
@@ -38,10 +38,10 @@ struct Huge<'a> {
     wrong: u64,
 }
 
-/// What one rank sends to another.
+/// What one rank sends to another one.
 type Count<'a> = &'a dyn Fn(usize, usize) -> usize;
 
-/// Cases, and those that were wrong.
+/// Runs the checks. Returns how many cases there were, and how many of them were wrong.
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let world = pool.world() as usize;
     let (free, _) = driver(pool).memory_info()?;
@@ -86,8 +86,8 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
 }
 
 impl Huge<'_> {
-    /// Makes a call, and compares what it wrote: stretches of the output, one after the other, each a
-    /// part of a pattern that begins at some byte of the whole.
+    /// Makes a call, and compares the output: ranges that follow each other, each a part of a pattern that begins at
+    /// some byte of the data.
     fn case(
         &mut self,
         what: &str,
@@ -174,7 +174,7 @@ impl Huge<'_> {
         })
     }
 
-    /// Each pair as much; and all of rank 0's data to the last.
+    /// All-to-alls in which every pair has as much, and one in which all of rank 0's data goes to the last rank.
     fn exchanges(&mut self) -> Result<()> {
         let (rank, world) = (self.pool.rank() as usize, self.pool.world() as usize);
         for all_to_all in AllToAllAlgorithm::ALL {

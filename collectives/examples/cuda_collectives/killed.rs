@@ -1,4 +1,4 @@
-//! A rank whose process is killed in the middle of an exchange: the others have a typed error within the
+//! Kills the process of a rank in the middle of a call: the others get a typed error within the
 //! deadline, and end.
 
 use std::time::{Duration, Instant};
@@ -13,19 +13,19 @@ use symmpool_collectives::{
 use crate::cuda::{stream, upload};
 use crate::{Options, expect_error};
 
-/// What is under way then.
+/// The calls that are under way then.
 pub(crate) const KINDS: [&str; 5] =
     ["all_reduce", "two_shot_copy", "all_to_all", "all_to_all_splits", "all_to_all_copy"];
 
 const TIMEOUT: Duration = Duration::from_millis(1500);
-/// Beyond the timeout: until the rank is killed, and for what is slow about an end.
+/// How much longer than the timeout ranks may take: until the rank is killed, and until processes end.
 const SLACK: Duration = Duration::from_millis(1500);
 /// Bytes that a rank sends in a call.
 const BYTES: usize = 64 << 20;
-/// More than the devices have done when the rank is killed.
+/// More calls than the devices finish before the rank is killed.
 const CALLS: u64 = 2000;
 
-/// Makes calls until the last rank's process is killed, by itself; does not return there.
+/// Makes calls until the last rank kills its own process; does not return on that rank.
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let kind = options.kind.as_deref().unwrap_or(KINDS[0]);
     let (rank, world) = (pool.rank(), pool.world() as usize);
@@ -89,7 +89,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let again = expect_error(call(), "a call after a failure")?;
     let last = [world as u32 - 1];
     let named = error.is_peer_lost() && error.ranks() == last;
-    // Of several, one may wait for another that waits for the last.
+    // With more than two ranks, one may wait for another one that waits for the last rank.
     let typed = named || world > 2 && error.is_timeout() && !error.ranks().is_empty();
     let right = typed && took < TIMEOUT + SLACK && again.ranks() == error.ranks();
     println!(

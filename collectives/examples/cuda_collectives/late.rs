@@ -1,5 +1,5 @@
-//! A rank that comes to a call after the others have given up on it: it is told so, at once, and writes
-//! nothing into their memory, which is something else by then (S5).
+//! Checks a rank that comes to a call after the others have given up: it gets an error at once, and writes
+//! nothing into their memory, which may be used for something else by then (S5).
 
 use std::time::{Duration, Instant};
 
@@ -11,15 +11,15 @@ use symmpool_collectives::{
 use crate::cuda::{download, stream, upload};
 use crate::expect_error;
 
-/// What each rank's memory holds after it gave up, and a whole call's elements and bytes.
+/// The bytes of each rank's memory after it gave up, and the elements and bytes of a whole call.
 const OTHER: u8 = 0x77;
 const COUNT: usize = 1 << 20;
 const BYTES: usize = 2 * COUNT;
 const DTYPE: DType = DType::Bf16;
-/// What a slow rank takes.
+/// How long a slow rank takes.
 const SLOW: Duration = Duration::from_millis(500);
 
-/// Whatever kernels write straight into peers' outputs. Copy engines cannot be called back.
+/// All calls whose kernels write into peers' outputs directly. Copies of copy engines cannot be cancelled.
 const WAYS: [(&str, AllReduceAlgorithm); 5] = [
     ("two_shot_pull", AllReduceAlgorithm::TwoShotPull),
     ("two_shot_push", AllReduceAlgorithm::TwoShotPush),
@@ -35,12 +35,12 @@ struct Late<'a> {
     to: Block<u8>,
 }
 
-/// How many went otherwise than they should.
+/// Runs the checks. Returns how many of them were wrong.
 pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
     let (from, to) = (pool.alloc::<u8>(BYTES)?, pool.alloc::<u8>(BYTES)?);
     pool.commit()?;
     let late = Late { pool, stream: stream(pool)?, from, to };
-    // Where ranks wait for each other between the steps.
+    // The communicator with which ranks wait for each other between the steps.
     let meeting = Communicator::new(pool)?;
     let meet = || meeting.barrier(&late.stream).and_then(|()| meeting.synchronize(&late.stream));
     let odd = pool.world() - 1;
@@ -49,7 +49,7 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
         let all_to_all = AllToAllAlgorithm::Direct;
         let options = CommunicatorOptions { algorithm, all_to_all, timeout, ..Default::default() };
         let comm = Communicator::with_options(pool, &options)?;
-        // Kernels that are to be compiled take longer than what is timed.
+        // Compiles kernels before anything is timed.
         comm.set_timeout(20 * timeout)?;
         late.call(&comm, way)?;
         comm.synchronize(&late.stream)?;
@@ -66,10 +66,10 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
         if pool.rank() == odd {
             let began = Instant::now();
             let called = late.call(&comm, way);
-            let told = called.and_then(|()| comm.synchronize(&late.stream));
-            let error = expect_error(told, "a call that the others gave up")?;
+            let result = called.and_then(|()| comm.synchronize(&late.stream));
+            let error = expect_error(result, "a call that the others gave up")?;
             let took = began.elapsed();
-            let at_once = error.to_string().contains("told rank") && took < timeout / 2;
+            let at_once = error.to_string().contains("reported to rank") && took < timeout / 2;
             if !at_once || !error.is_timeout() || error.ranks() != [odd] {
                 wrong += 1;
                 println!("rank {odd}: late for {way}, after {took:?}: {error}");
@@ -87,7 +87,7 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
 }
 
 impl Late<'_> {
-    /// A rank that is slow, but comes, is waited for at the last of the numbers that calls have, too, whatever
+    /// A rank that is slow, but comes, is waited for, also in calls with the largest call numbers, whatever
     /// fresh memory holds.
     fn slow_at_the_last_numbers(&self, meet: &dyn Fn() -> Result<()>) -> Result<u32> {
         let mut wrong = 0;

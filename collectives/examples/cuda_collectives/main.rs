@@ -1,11 +1,14 @@
 //! Checks and times collectives on the devices of this machine.
 //!
-//! `cuda_collectives check` goes through element types, operations, sizes, alignments, kinds of
-//! memory and algorithms, and copies and signals between two ranks, and compares every bit with what
-//! the CPU computes. `faults` has ranks differ and stay away, and expects the same typed error in
-//! bounded time; in `killed` a rank's process is killed in the middle of an exchange. `soak` makes many calls of random sizes and algorithms back to back, all-to-alls with
-//! new splits and replays of graphs among them. `bench` times graphs of calls, and `tune` writes which algorithm was the fastest up to which size, as a table of
-//! `collectives/tables`. One process a rank, rank r on device r modulo the number of devices.
+//! - `check` compares every bit of every collective, and of operations between two ranks, with what the CPU
+//!   computes, for many element types, operations, sizes, alignments, kinds of memory and algorithms.
+//! - `faults` makes ranks call differently, or not at all, and expects the same typed error in bounded time.
+//! - `killed` kills the process of a rank in the middle of a call.
+//! - `soak` makes many calls of random sizes and algorithms back to back, and replays graphs of calls.
+//! - `bench` times graphs of calls.
+//! - `tune` writes which all-reduce was the fastest up to which size, as a table of `collectives/tables`.
+//!
+//! Each rank is a process, rank r on device r modulo the number of devices.
 //!
 //! Exits with 0 if everything was right, 1 if not, 2 without CUDA.
 
@@ -49,9 +52,9 @@ use symmpool_allocator::topology::Topology;
 use symmpool_allocator::{Deadline, Driver, Error, Group, Pool, Result};
 use symmpool_collectives::CommunicatorOptions;
 
-/// Longest wait for a rank that something slows down.
+/// The timeout of calls with `--quick`, where tools make kernels slow.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// The lane of blocks that are no windows.
+/// The lane whose blocks are no windows.
 const ORDINARY: &str = "ordinary";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -76,16 +79,19 @@ struct Options {
     /// Where to write results as JSON (bench).
     #[arg(long)]
     json: Option<String>,
-    /// The table to write into (tune). Rows of other numbers of ranks stay.
+    /// The table to write into (tune). Its rows for other numbers of ranks are kept.
     #[arg(long)]
     out: Option<PathBuf>,
-    /// Algorithms to time or to check, by name; all that serve a size without it. `check` knows
-    /// first_calls (of two communicators, in another order on every other rank), all_to_all, spread (all-gathers and broadcasts), rows, one_sided, p2p (messages between two ranks), repeats (the same bits in 1,000
-    /// calls), streams (several communicators at once), mixed (all-to-alls of long and short parts) and slow
-    /// (consumers) as well, and, only if named, huge (more than 2^31 elements); `bench` all_to_all and all_to_all_ll, for one, p2p and
-    /// p2p_round_trip; `soak` all_reduce
-    /// (all of them), all_to_all and graphs; `faults` all_to_all, p2p, late (ranks that come when the others
-    /// have given up) and outside (ranks that disagree on what is moved); `killed` all_reduce, two_shot_copy, all_to_all, all_to_all_splits and all_to_all_copy.
+    /// Algorithms to time, or checks to run, by name; all of them without it.
+    ///
+    /// Besides all-reduce algorithms, `check` has: first_calls (of two communicators, in another order on every other
+    /// rank), all_to_all, all_gather_broadcast, row_exchange, one_sided, p2p, repeats (the same bits in
+    /// 1,000 calls), streams (several communicators at once), mixed (all-to-alls of long and short parts), slow
+    /// (consumers that read late), and, only if named, huge (more than 2^31 elements). `bench` has all_to_all, one name
+    /// for each of its algorithms, such as all_to_all_ll, and p2p and p2p_round_trip. `soak` has all_reduce
+    /// (all algorithms), all_to_all and graphs. `faults` has all_to_all, p2p, late (ranks that come when the others
+    /// have given up) and outside (ranks that disagree on what is moved). `killed` has all_reduce, two_shot_copy,
+    /// all_to_all, all_to_all_splits and all_to_all_copy.
     #[arg(long, value_delimiter = ',')]
     algorithms: Vec<String>,
     /// Sizes to time, in bytes (bench, tune); without them from --min to --max, doubling.
@@ -101,39 +107,39 @@ struct Options {
     /// Bytes of scratch for two_shot_copy (bench, tune); the default of the library without it.
     #[arg(long)]
     copy_scratch: Option<u64>,
-    /// Calls (soak).
+    /// How many calls to make (soak).
     #[arg(long, default_value_t = 100_000)]
     calls: u64,
-    /// One call of so many is checked, every byte of it, on the device (soak).
+    /// In one of so many calls, every byte is checked on the device (soak).
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..))]
     every: u64,
-    /// Few calls, but of every kernel and of every way through it, and long waits: for tools that look
-    /// at every access (check).
+    /// Fewer calls, but of every kernel with all its branches, and long timeouts: for tools that check
+    /// every memory access (check).
     #[arg(long)]
     quick: bool,
-    /// How many communicators are said to be at work at once, of ranks in turn: what a rank's kernels take
-    /// of its device follows from it (check, soak, bench).
+    /// The option `concurrent` of communicators, for each rank in turn: it sets the SM budget of the rank's kernels
+    /// (check, soak, bench).
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
     concurrent: Vec<u32>,
     /// How long calls wait for a peer that does not come, in seconds (faults).
     #[arg(long, default_value_t = 1.5)]
     timeout: f64,
-    /// Ranks that share a device are there at once, as under MPS, which must run, each with its part of the
-    /// processors (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE): nothing is done less often for taking turns.
+    /// Ranks that share a device run there at the same time, each with a part of the processors
+    /// (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE). MPS must run. No check is shortened as it is where ranks take turns.
     #[arg(long)]
     at_once: bool,
     /// Whether ranks share a device.
     #[arg(skip)]
     shared: bool,
-    /// Whether devices are emulated: what joins them tears nothing.
+    /// Whether devices are emulated. Their links do not tear lines of 128 bytes.
     #[arg(skip)]
     emulated: bool,
     #[arg(skip)]
     rank: u32,
-    /// What is under way when a rank is killed (set by killed, for its ranks).
+    /// The calls that are under way when a rank is killed (set by killed, for its ranks).
     #[arg(long, hide = true)]
     kind: Option<String>,
-    /// The seed of whatever is random.
+    /// The seed of all random numbers.
     #[arg(long, default_value_t = 1)]
     seed: u64,
 }
@@ -148,33 +154,33 @@ impl Options {
         doubling.take_while(|bytes| *bytes <= self.max).collect()
     }
 
-    /// The largest of them.
+    /// The largest size to time.
     fn largest(&self) -> usize {
         self.sizes().into_iter().max().unwrap_or(self.max) as usize
     }
 
-    /// How often something is done: as a rule, or with --quick.
+    /// How often something is done: usually, or with --quick.
     fn few(&self, usual: u64, few: u64) -> u64 {
         if self.quick { few } else { usual }
     }
 
-    /// How often something is done that takes long where ranks take turns on a device.
+    /// How often something is done: usually, or where it takes long as ranks take turns on a device.
     fn seldom(&self, usual: u64, seldom: u64) -> u64 {
         if self.shared && !self.at_once { seldom } else { self.few(usual, seldom) }
     }
 
-    /// How communicators are made where nothing is meant to go wrong.
+    /// The options of communicators, in checks without failures.
     fn communicator(&self) -> CommunicatorOptions {
-        let told = self.concurrent.iter().cycle().nth(self.rank as usize);
-        // There may be several here, but their calls come one after the other.
-        let concurrent = Some(told.copied().unwrap_or(1));
+        let configured = self.concurrent.iter().cycle().nth(self.rank as usize);
+        // There may be several communicators, but their calls run one after the other.
+        let concurrent = Some(configured.copied().unwrap_or(1));
         let links = self.emulated.then(|| Topology::host(self.ranks));
         let usual = CommunicatorOptions { concurrent, links, ..Default::default() };
         if self.quick { CommunicatorOptions { timeout: PATIENCE, ..usual } } else { usual }
     }
 
-    /// Whether a part of the work is asked for: everything is, without names.
-    fn asks(&self, name: &str) -> bool {
+    /// Whether a part of the work was requested by name. Without names, everything is.
+    fn wants(&self, name: &str) -> bool {
         self.algorithms.is_empty() || self.algorithms.iter().any(|other| other == name)
     }
 }
@@ -192,7 +198,7 @@ fn main() -> ExitCode {
         };
     }
     if let Some(path) = &options.json {
-        // After the measurements would be late to hear that it cannot be.
+        // An error is better reported before the measurements than after them.
         if let Err(error) = std::fs::OpenOptions::new().append(true).create(true).open(path) {
             eprintln!("--json {path}: {error}");
             return ExitCode::from(2);
@@ -202,8 +208,8 @@ fn main() -> ExitCode {
         Ok(devices) => {
             let right = match options.mode {
                 Mode::Killed => {
-                    let kinds = killed::KINDS.into_iter().filter(|kind| options.asks(kind));
-                    // All of them, whatever comes of the first.
+                    let kinds = killed::KINDS.into_iter().filter(|kind| options.wants(kind));
+                    // Runs all of them, even if the first one fails.
                     let wrong = kinds.filter(|kind| !launch(&options, devices, &["--kind", kind]));
                     wrong.count() == 0
                 }
@@ -219,7 +225,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Starts a process a rank, with more arguments, and waits for them, for a bounded time. Whether each
+/// Starts a process for each rank, with more arguments, and waits for them for a bounded time. Says whether each
 /// ended as it should.
 fn launch(options: &Options, devices: u32, more: &[&str]) -> bool {
     let port = TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
@@ -283,7 +289,7 @@ fn run(options: &mut Options) -> Result<bool> {
     }
 }
 
-/// The error that there must be.
+/// The error of a call that must fail.
 pub(crate) fn expect_error<T>(result: Result<T>, what: &str) -> Result<Error> {
     match result {
         Ok(_) => Err(Error::invalid_state(format!("{what} succeeded"))),

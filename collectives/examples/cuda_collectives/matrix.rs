@@ -1,4 +1,4 @@
-//! Traffic matrices, and what must come of them.
+//! Traffic matrices, and the expected results of all-to-alls with them.
 
 use crate::oracle::random;
 
@@ -10,7 +10,7 @@ pub(crate) struct Matrix {
     counts: Vec<usize>,
 }
 
-/// Kinds of matrices that are made.
+/// The kinds of matrices that are made.
 const KINDS: u64 = 9;
 
 impl Matrix {
@@ -20,10 +20,10 @@ impl Matrix {
         Self { name, world, counts }
     }
 
-    /// A matrix that follows from the seed, of which no rank sends or receives more than `most`.
+    /// A random matrix, the same for the same seed, in which no rank sends or receives more than `most`.
     pub(crate) fn random(seed: u64, world: u32, most: usize) -> Self {
         let ranks = world as usize;
-        // Sizes of every magnitude.
+        // Sizes of all magnitudes.
         let pair = (most / ranks).max(1) >> (random(seed, 1) % 18).min(17);
         let number = |from: usize, to: usize| random(seed, (100 + from * ranks + to) as u64);
         let any = |from: usize, to: usize| number(from, to) as usize % (pair + 1);
@@ -65,7 +65,7 @@ impl Matrix {
         }
     }
 
-    /// Every pair something, about as much as every other.
+    /// Every pair exchanges about as much.
     pub(crate) fn new_even(seed: u64, world: u32, most: usize) -> Self {
         let ranks = world as usize;
         let pair = most / ranks;
@@ -74,8 +74,7 @@ impl Matrix {
         })
     }
 
-    /// One rank gets more of every other than `long`, which all others get less of each other; and what is
-    /// less differs.
+    /// One rank receives more than `long` from every other rank; all other pairs exchange different smaller amounts.
     pub(crate) fn hot(seed: u64, world: u32, hot: u32, long: usize) -> Self {
         let ranks = world as usize;
         let number = |from: usize, to: usize| random(seed, (from * ranks + to) as u64) as usize;
@@ -113,7 +112,7 @@ impl Matrix {
         self.ranks().map(before).collect()
     }
 
-    /// What a rank's output holds in the end, if there is room for `capacity` rows of `row` bytes.
+    /// The expected output of a rank, if it has room for `capacity` rows of `row` bytes.
     pub(crate) fn output(
         &self,
         inputs: &[Vec<u8>],
@@ -131,15 +130,15 @@ impl Matrix {
         output
     }
 
-    /// Of the first rank that is sent more than its share of `capacities`.
+    /// The first rank that is sent more than its capacity.
     pub(crate) fn overflows(&self, capacities: &[usize]) -> bool {
         self.ranks()
             .any(|rank| self.receives(rank).iter().sum::<usize>() > capacities[rank as usize])
     }
 }
 
-/// What a rank has in its input: each byte follows from its place, so that data of another place
-/// or rank is found out.
+/// The input of a rank. Each byte depends on the rank and on its place, so that data from another place
+/// or rank is noticed.
 pub(crate) fn bytes(seed: u64, rank: u32, count: usize) -> Vec<u8> {
     let words = 0..count.div_ceil(8) as u64;
     let mut all: Vec<u8> =

@@ -1,4 +1,4 @@
-//! Copies and signals between two ranks: rings of puts and gets, graphs of them that are replayed,
+//! Checks copies and signals between two ranks: rings of puts and gets, graphs of them that are replayed,
 //! signals from several streams, and waits that run out.
 
 use std::time::{Duration, Instant};
@@ -11,14 +11,14 @@ use crate::expect_error;
 use crate::oracle::{input, random};
 use crate::{ORDINARY, Options};
 
-/// For waits that are not to succeed.
+/// The timeout of waits that must not succeed.
 const SHORT: Duration = Duration::from_millis(1500);
 const LENGTHS: [usize; 7] = [1, 16, 1000, 4096, 65_539, 1 << 20, (3 << 20) + 5];
-/// The longest, and room for shifts and what is watched beyond the end.
+/// The longest data, and room for shifts and for bytes behind the end that must not change.
 const ROOM: usize = 4 << 20;
 const BEYOND: usize = 16;
 
-// What signals on the channels say.
+// The channels, by what a signal on each means.
 const HERE: u32 = 0;
 const READY: u32 = 1;
 const DONE: u32 = 15;
@@ -32,7 +32,7 @@ struct Sided<'a> {
     before: u32,
     inbox: Block<u8>,
     mine: Block<u8>,
-    /// No windows.
+    /// Memory outside windows.
     source: Block<u8>,
     got: Block<u8>,
     seed: u64,
@@ -40,7 +40,7 @@ struct Sided<'a> {
     wrong: u64,
 }
 
-/// Cases, and those that were wrong.
+/// Runs the checks. Returns how many cases there were, and how many of them were wrong.
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let (rank, world) = (pool.rank(), pool.world());
     let ordinary = pool.lane(ORDINARY)?;
@@ -73,7 +73,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
 }
 
 impl Sided<'_> {
-    /// For waits that are to succeed.
+    /// The timeout of waits that must succeed.
     fn long(&self) -> Duration {
         self.options.communicator().timeout
     }
@@ -120,12 +120,12 @@ impl Sided<'_> {
             upload(self.pool, from, &data)?;
             upload(self.pool, source, &data)?;
             let comm = &self.comm;
-            // Inbox and data are ready; so are the next rank's.
+            // This rank's inbox and data are ready, and so are the next rank's.
             comm.signal(before, READY, &stream)?;
             comm.wait(next, READY, self.long(), &stream)?;
             let (to, source) = (into as *mut u8, source as *const u8);
             if fused {
-                // SAFETY: all stretches lie in blocks with room for them, which nothing else uses
+                // SAFETY: all ranges lie in blocks with room for them, which nothing else uses
                 // between these signals; so do those below.
                 unsafe { comm.put_signal_at(to, source, bytes, next, HERE, &stream) }?;
             } else {
@@ -137,7 +137,7 @@ impl Sided<'_> {
             let got = self.got.as_ptr();
             // SAFETY: as above; the rank before had its data ready before it signalled.
             unsafe { comm.get_at(got, from as *const u8, bytes, before, &stream) }?;
-            // What the rank before and the next have may change again.
+            // From now on the data of the previous and of the next rank may change again.
             for peer in [next, before] {
                 comm.signal(peer, DONE, &stream)?;
             }
@@ -164,7 +164,7 @@ impl Sided<'_> {
             let which = if call % 2 == 0 { &self.stream } else { &other };
             self.comm.signal(next, 2, which)?;
         }
-        // Waits first, on one stream; what they wait for comes from the other.
+        // The waits are made first, on one stream; the signals they wait for depend on the other stream.
         for _ in 0..40 {
             self.comm.wait(before, 2, self.long(), &self.stream)?;
         }
@@ -176,12 +176,12 @@ impl Sided<'_> {
         Ok(())
     }
 
-    /// S2, S8: a ring captured into a graph and replayed, with calls of the ring in between.
+    /// S2, S8: a ring is captured into a graph and replayed, with eager rings in between.
     fn graphs(&mut self) -> Result<()> {
         let (next, before, stream) = (self.next, self.before, self.stream);
         let bytes = 200_000;
         let (into, from) = (self.inbox.address(), self.mine.address());
-        // A communicator that has done nothing yet: the first signal is captured.
+        // The communicator has done nothing yet: its first signal is captured.
         let comm = Communicator::with_options(self.pool, &self.options.communicator())?;
         let long = self.long();
         let around = || {
@@ -208,7 +208,7 @@ impl Sided<'_> {
             self.judge(&format!("replay {round} of a ring"), &arrived, &wanted);
         }
         let replays = self.options.few(500, 10);
-        // Many at once: the counts of all ranks stay in step.
+        // Many replays at once: the counts of all ranks stay equal.
         for _ in 0..replays {
             graph.launch(self.pool, stream)?;
         }
@@ -225,7 +225,7 @@ impl Sided<'_> {
         let (stream, before) = (self.stream, self.before);
         for (timeout, channel) in [(SHORT, 5), (Duration::ZERO, 9)] {
             let comm = Communicator::new(self.pool)?;
-            // One signal that does come is no reason to fail.
+            // A wait whose signal comes does not fail.
             comm.signal(self.next, channel, &stream)?;
             comm.wait(before, channel, self.long(), &stream)?;
             comm.synchronize(&stream)?;
@@ -237,19 +237,19 @@ impl Sided<'_> {
             let text = error.to_string();
             let named = error.ranks() == [before]
                 && text.contains(&format!("rank {before} on channel {channel}"));
-            // Devices count time in steps of their own.
+            // Devices measure time with a coarser clock.
             let step = Duration::from_millis(10);
             let in_time = took + step >= timeout && took < timeout + Duration::from_secs(1);
             let what = format!("a late signal: after {took:?}: {error}");
             self.expect(&what, error.is_timeout() && named && in_time);
-            // And nothing runs after it.
+            // No call succeeds after it.
             let again = expect_error(comm.signal(self.next, channel, &stream), "a later signal")?;
             self.expect(&format!("after a failure: {again}"), again.is_timeout());
             if self.pool.rank() == 0 && !timeout.is_zero() {
                 println!("{error}");
             }
         }
-        // What nobody can do is refused, and harms nothing.
+        // Invalid arguments are refused, and do not close the communicator.
         let refused = [
             self.comm.signal(self.pool.world(), 0, &stream),
             self.comm.wait(before, Communicator::CHANNELS, self.long(), &stream),

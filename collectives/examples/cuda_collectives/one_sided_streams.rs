@@ -1,5 +1,5 @@
-//! Operations of one communicator on several streams: none waits for more of another stream than for the
-//! operation that it comes behind.
+//! Checks operations of one communicator on several streams: each waits for the operation that it must follow, and
+//! for nothing that comes later on that operation's stream.
 
 use std::time::Duration;
 
@@ -10,12 +10,13 @@ use crate::Options;
 use crate::cuda::{Graph, destroy, stream};
 use crate::tools::Tools;
 
-/// How long an operation waits that waits for itself. First uses of kernels take a second on emulated devices.
+/// The timeout after which operations that wait for each other fail. The first use of a kernel takes a second on
+/// emulated devices.
 const PATIENCE: Duration = Duration::from_secs(8);
-/// What holds a stream up.
+/// How long a stream is held up.
 const PAUSE: Duration = Duration::from_millis(300);
 
-// What signals on the channels say.
+// The channels, by what a signal on each means.
 const ASK: u32 = 6;
 const ANSWER: u32 = 7;
 
@@ -24,13 +25,13 @@ struct Sided<'a> {
     options: &'a Options,
     next: u32,
     before: u32,
-    /// This rank's own way through a case is on two of them; what it answers is on the third.
+    /// This rank's own operations of a case are on two of them; its answers to the peer are on the third.
     streams: [Stream; 3],
     cases: u64,
     wrong: u64,
 }
 
-/// Cases, and those that were wrong.
+/// Runs the checks. Returns how many cases there were, and how many of them were wrong.
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let (rank, world) = (pool.rank(), pool.world());
     let mut sided = Sided {
@@ -54,14 +55,14 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
 }
 
 impl Sided<'_> {
-    /// One that waits too long fails alone.
+    /// A communicator of its own for each case, so that only that case fails if it waits too long.
     fn communicator(&self) -> Result<Communicator> {
         Communicator::with_options(self.pool, &self.options.communicator())
     }
 
     fn judge(&mut self, what: &str, comm: &Communicator) -> Result<()> {
         self.cases += 1;
-        // All streams come to their end, with or without an error.
+        // All streams finish, with or without an error.
         let outcomes = self.streams.map(|stream| comm.synchronize(&stream));
         if let Err(error) = outcomes.into_iter().collect::<Result<Vec<()>>>() {
             self.wrong += 1;
@@ -70,8 +71,8 @@ impl Sided<'_> {
         Ok(())
     }
 
-    /// A channel's second signal, on another stream, does not come behind a wait that follows the first one
-    /// on its stream: the peer answers that when it has both.
+    /// A channel's second signal, on another stream, does not wait for a wait that follows the first signal
+    /// on its stream: the peer answers that wait when it has both signals.
     fn signals(&mut self) -> Result<()> {
         let (next, before, [one, two, answers]) = (self.next, self.before, self.streams);
         let comm = self.communicator()?;
@@ -84,7 +85,8 @@ impl Sided<'_> {
         self.judge("signals on two streams with a wait between them", &comm)
     }
 
-    /// Nor does a channel's second wait, which the peer's signal for the other one depends on.
+    /// A channel's second wait, on another stream, does not wait for a later wait on the first one's stream either,
+    /// whose signal depends on it.
     fn waits(&mut self) -> Result<()> {
         let (next, before, [one, two, answers]) = (self.next, self.before, self.streams);
         let comm = self.communicator()?;
@@ -99,22 +101,22 @@ impl Sided<'_> {
         self.judge("waits on two streams with a third wait between them", &comm)
     }
 
-    /// Nor does a call of all ranks come behind a wait that follows the one before it on its stream.
+    /// A call of all ranks, on another stream, does not wait for a wait that follows the call before on its stream.
     fn calls(&mut self) -> Result<()> {
         let (next, before, [one, two, answers]) = (self.next, self.before, self.streams);
         let comm = self.communicator()?;
         comm.barrier(&one)?;
         comm.wait(before, ANSWER, PATIENCE, &one)?;
         comm.barrier(&two)?;
-        // Behind the second call.
+        // The peer signals after the second call.
         comm.signal(next, ANSWER, &two)?;
         comm.wait(before, ASK, PATIENCE, &answers)?;
         comm.signal(next, ASK, &two)?;
         self.judge("calls on two streams with a wait between them", &comm)
     }
 
-    /// S8: what is captured waits for nothing that was put on other streams, done or not, and leaves the
-    /// order of what is not captured as it was.
+    /// S8: captured operations wait for nothing that was put on other streams, whether it is done or not, and do not
+    /// change the order of operations outside the capture.
     fn captures(&mut self) -> Result<()> {
         let (next, before, [one, two, answers]) = (self.next, self.before, self.streams);
         let tools = Tools::new(self.pool)?;
@@ -122,7 +124,7 @@ impl Sided<'_> {
         tools.pause(PAUSE, &one)?;
         comm.signal(next, ASK, &one)?;
         comm.barrier(&one)?;
-        // Not done yet.
+        // The calls are not done yet.
         let graph = Graph::capture(self.pool, two, || {
             comm.signal(next, ASK, &two)?;
             comm.wait(before, ASK, PATIENCE, &two)?;
@@ -130,12 +132,12 @@ impl Sided<'_> {
         });
         comm.wait(before, ASK, PATIENCE, &answers)?;
         comm.barrier(&answers)?;
-        self.judge("a capture beside calls that are under way", &comm)?;
+        self.judge("a capture while calls are under way", &comm)?;
         let graph = graph?;
         graph.launch(self.pool, two)?;
-        self.judge("a graph that was captured beside calls", &comm)?;
+        self.judge("a graph that was captured while calls were under way", &comm)?;
         graph.destroy(self.pool)?;
-        // Done.
+        // The calls are done.
         let graph = Graph::capture(self.pool, two, || {
             comm.signal(next, ASK, &two)?;
             comm.wait(before, ASK, PATIENCE, &two)?;
@@ -146,8 +148,8 @@ impl Sided<'_> {
         graph.destroy(self.pool)
     }
 
-    /// Streams that are forgotten and destroyed with work on them: what follows comes behind that, and neither
-    /// the communicator nor the pool asks for them again, though there are more than a lane can know.
+    /// Streams are forgotten and destroyed with work on them: what follows still waits for that work, and neither
+    /// the communicator nor the pool uses them again, though there are more streams than a lane can have.
     fn gone(&mut self) -> Result<()> {
         let (next, before, [one, ..]) = (self.next, self.before, self.streams);
         let tools = Tools::new(self.pool)?;
@@ -173,7 +175,7 @@ impl Sided<'_> {
         comm.wait(before, ASK, PATIENCE, &one)?;
         comm.barrier(&one)?;
         self.judge("streams that are gone", &comm)?;
-        // What has a communicator's last call is not let go of while it is captured.
+        // A stream with a communicator's last call cannot be forgotten while it is captured.
         let two = self.streams[1];
         comm.barrier(&two)?;
         let mut refused = Ok(());

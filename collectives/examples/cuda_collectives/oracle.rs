@@ -1,4 +1,4 @@
-//! What a collective must give, computed by the CPU from what every rank has, element by element.
+//! The expected results of collectives, computed by the CPU from the data of every rank, element by element.
 
 use half::{bf16, f16};
 use symmpool_collectives::{DType, F8E4m3, F8E5m2, ReduceOp};
@@ -11,8 +11,8 @@ pub(crate) fn random(seed: u64, index: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Elements of a rank: integers of any value, floats of both signs near one, and now and then
-/// every bit set, which is a NaN or minus one.
+/// Elements of a rank: integers of any value, floats of both signs near one, and sometimes
+/// elements with all bits set, which is a NaN or minus one.
 pub(crate) fn input(seed: u64, rank: u32, dtype: DType, count: usize) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(count * dtype.size());
     for index in 0..count as u64 {
@@ -32,12 +32,12 @@ pub(crate) fn input(seed: u64, rank: u32, dtype: DType, count: usize) -> Vec<u8>
     bytes
 }
 
-/// As [`input`], without NaNs: of those, more than one would be right.
+/// As [`input`], without NaNs, for which several results are right.
 pub(crate) fn finite(seed: u64, rank: u32, dtype: DType, count: usize) -> Vec<u8> {
     let mut data = input(seed, rank, dtype, count);
     for element in data.chunks_mut(dtype.size()) {
         if element.iter().all(|byte| *byte == 0xff) {
-            // Small numbers in every type.
+            // The number is small in every type.
             element.fill(0x3c);
         }
     }
@@ -149,7 +149,7 @@ pub(crate) fn reduce(inputs: &[&[u8]], dtype: DType, op: ReduceOp) -> Vec<u8> {
     out
 }
 
-/// Where the bits differ, but for the payload of NaNs.
+/// Where the bits differ; NaNs may differ in their payload.
 pub(crate) fn differs(got: &[u8], wanted: &[u8], dtype: DType) -> Option<usize> {
     let size = dtype.size();
     let nan = |bytes: &[u8]| match dtype {

@@ -1,5 +1,5 @@
-//! Calls in which ranks disagree on what is moved: nothing is written outside what a rank named as its
-//! output (S6). Of the ways in which kernels write straight into peers' outputs.
+//! Checks calls in which ranks disagree on what is moved: nothing is written outside the memory that a rank named as
+//! its output (S6). It tries all algorithms whose kernels write into peers' outputs directly.
 
 use std::time::Duration;
 
@@ -13,9 +13,9 @@ use crate::cuda::{download, stream, upload};
 use crate::expect_error;
 
 const POISON: u8 = 0xa5;
-/// Elements of a part: of one byte or of four.
+/// Elements of a part, of one byte or of four.
 const COUNT: usize = 3000;
-/// Elements of an all-reduce, or half as many.
+/// Elements of an all-reduce; one rank may have half as many.
 const WHOLE: usize = 40_000;
 const WAYS: [Way; 6] = [Way::ToAll, Way::Splits, Way::Gather, Way::Broadcast, Way::Push, Way::Pull];
 
@@ -29,13 +29,13 @@ enum Way {
     Pull,
 }
 
-/// What one rank does otherwise than the others.
+/// What differs on one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Odd {
-    /// Elements are longer, or there are more.
+    /// Its elements are longer, or there are more.
     Longer,
     Shorter,
-    /// The output is elsewhere, which matters where ranks take it to be at one place on all.
+    /// Its output is at another offset, which matters where ranks assume the same offset on all.
     Elsewhere,
 }
 
@@ -48,7 +48,7 @@ struct Outside<'a> {
     splits: Block<i64>,
 }
 
-/// How many went otherwise than they should.
+/// Runs the checks. Returns how many of them were wrong.
 pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
     let room = 8 * (WHOLE + COUNT * pool.world() as usize);
     let outside = Outside {
@@ -76,7 +76,7 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
                 upload(pool, block.address(), &vec![POISON; room])?;
             }
             let comm = Communicator::with_options(pool, &way.options(timeout))?;
-            // Kernels that are to be compiled take longer than what is timed.
+            // Compiles kernels before anything is timed.
             comm.set_timeout(20 * timeout)?;
             meet()?;
             let result =
@@ -160,7 +160,7 @@ impl Outside<'_> {
             // SAFETY: as above.
             Way::Gather => unsafe { comm.all_gather_at(to, from, COUNT, dtype, stream) },
             Way::Broadcast => {
-                // From the rank that differs.
+                // The root is the rank that differs.
                 let root = self.pool.world() - 1;
                 // SAFETY: as above.
                 unsafe { comm.broadcast_at(to, COUNT, dtype, root, stream) }

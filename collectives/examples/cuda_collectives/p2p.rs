@@ -1,5 +1,5 @@
-//! Messages between two ranks: of all sizes and alignments, all at once, ahead of their receivers, in
-//! graphs that are replayed, from several streams, and beside collectives.
+//! Checks send and recv between two ranks: all sizes and alignments, all pairs at once, sends ahead of their receives,
+//! graphs that are replayed, several streams, and collectives at the same time.
 
 use std::time::Duration;
 
@@ -12,22 +12,22 @@ use crate::{ORDINARY, Options};
 
 const LENGTHS: [usize; 12] =
     [0, 1, 15, 17, 100, 4096, 16_385, 33_000, 65_539, 300_001, 1 << 20, (3 << 20) + 5];
-/// The longest, and room for shifts and what is watched at both ends.
+/// The longest message, and room for shifts and for bytes at both ends that must not change.
 const ROOM: usize = 4 << 20;
 const AROUND: usize = 32;
-/// What is there before a message comes.
+/// The bytes of the output before a message is received.
 const BEFORE: u8 = 0xa5;
-/// Messages of one direction that there is room for, whatever their receiver does.
+/// How many messages a rank can send to another one without waiting for its receives.
 const AHEAD: u64 = 8;
 
 struct Messages<'a> {
     pool: &'a Pool,
     options: &'a Options,
     comm: Communicator,
-    /// For what is sent, and for what is received.
+    /// The streams for sends and for receives.
     sends: Stream,
     receives: Stream,
-    /// For every rank, of its messages.
+    /// The buffers for each rank's messages.
     from: Vec<Block<u8>>,
     to: Vec<Block<u8>>,
     seed: u64,
@@ -35,10 +35,10 @@ struct Messages<'a> {
     wrong: u64,
 }
 
-/// Cases, and those that were wrong.
+/// Runs the checks. Returns how many cases there were, and how many of them were wrong.
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let (mut cases, mut wrong) = (0, 0);
-    // Little room first, where messages go in many packets.
+    // Little scratch first, so that messages take many packets.
     for scratch in [1 << 20, CommunicatorOptions::default().device_scratch_bytes] {
         let communicator = CommunicatorOptions {
             device_scratch_bytes: scratch,
@@ -74,7 +74,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     Ok((cases, wrong))
 }
 
-/// A message of one rank to another: how long it is, and where both ends lie.
+/// A message of one rank to another: its length, and where it lies on both ranks.
 #[derive(Clone, Copy, Debug)]
 struct Message {
     number: u64,
@@ -89,7 +89,7 @@ impl Messages<'_> {
         (1..world).map(move |step| (rank + step) % world)
     }
 
-    /// In the order in which their messages come: who sends to the next first is heard first by the next.
+    /// The ranks in the order in which their messages arrive: every rank sends to the next rank first.
     fn sources(&self) -> impl Iterator<Item = u32> + use<> {
         let (rank, world) = (self.pool.rank(), self.pool.world());
         (1..world).map(move |step| (rank + world - step) % world)
@@ -107,7 +107,7 @@ impl Messages<'_> {
     fn message(&self, round: u64, source: u32, target: u32) -> Message {
         let number = random(self.seed, round << 8 | u64::from(source << 4 | target));
         let length = LENGTHS[(number >> 16) as usize % LENGTHS.len()];
-        // The first rounds have one of each; others are as long as it comes.
+        // The first rounds have one of each size; others have random sizes.
         let bytes = if round < LENGTHS.len() as u64 {
             LENGTHS[(round as usize + source as usize) % LENGTHS.len()]
         } else {
@@ -125,7 +125,7 @@ impl Messages<'_> {
         data
     }
 
-    /// Has what a message needs ready, at both of this rank's ends.
+    /// Prepares the buffers of a message that this rank sends, and of one that it receives.
     fn lay_out(&self, peer: u32, sent: &Message, received: &Message) -> Result<()> {
         let from = self.from[peer as usize].address();
         upload(self.pool, from + sent.from, &self.data(sent))?;
@@ -206,19 +206,19 @@ impl Messages<'_> {
         Ok(())
     }
 
-    /// A short message, which is one packet with the least scratch, and whose data differ from round to round.
+    /// A short message, which is one packet even with the least scratch. Its data differ from round to round.
     fn short(&self, round: u64, source: u32) -> Message {
         let number = random(self.seed ^ 7, round << 8 | u64::from(source));
         Message { number, bytes: 1 + number as usize % 1000, from: 0, to: AROUND as u64 }
     }
 
-    /// Messages that are sent before the first is received: as many as there is room for on the stream
-    /// on which they are received later, and more on another one.
+    /// Messages that are sent before the first one is received: as many as there are slots for on the stream
+    /// on which messages are received later, and more on another stream.
     fn ahead(&mut self) -> Result<()> {
         let (next, before, me) = (self.next(), self.before(), self.pool.rank());
         for (count, one_stream) in [(AHEAD, true), (5 * AHEAD, false)] {
             let receives = if one_stream { self.sends } else { self.receives };
-            // One behind the other in the blocks.
+            // Messages lie one behind the other in the blocks.
             let place = |nth: u64| nth * 2048;
             for nth in 0..count {
                 let message = self.short(nth, me);
@@ -262,7 +262,7 @@ impl Messages<'_> {
         }
     }
 
-    /// Messages of one direction keep the order of the calls, from whatever stream.
+    /// Messages in one direction keep the order of the calls, whatever streams they are on.
     fn streams(&mut self) -> Result<()> {
         let (next, before, me) = (self.next(), self.before(), self.pool.rank());
         let other = stream(self.pool)?;
@@ -272,8 +272,8 @@ impl Messages<'_> {
             let data = self.data(&self.short(100 + nth, me));
             upload(self.pool, self.from[next as usize].address() + place(nth), &data)?;
         }
-        // Who waits behind a receive on one stream sends on another: each call waits for the one before
-        // it in its direction, and for nothing else that is on its stream.
+        // While a receive waits on one stream, the rank sends on another one: each call waits for the call before
+        // it in its direction, and for nothing else on that call's stream.
         for nth in 0..count {
             let (sent, received) = (self.short(100 + nth, me), self.short(100 + nth, before));
             let (one, two) = if nth % 2 == 0 { (self.sends, other) } else { (other, self.sends) };
@@ -291,10 +291,10 @@ impl Messages<'_> {
         Ok(())
     }
 
-    /// S2, S8: captured messages are messages more in every replay, among eager ones.
+    /// S2, S8: each replay of a graph sends its captured messages again, among eager ones.
     fn graphs(&mut self) -> Result<()> {
         let (next, before, me) = (self.next(), self.before(), self.pool.rank());
-        // A communicator that has done nothing yet: its first message is captured.
+        // The communicator has done nothing yet: its first message is captured.
         let options = CommunicatorOptions { concurrent: None, ..self.options.communicator() };
         let fresh = Communicator::with_options(self.pool, &options)?;
         let usual = std::mem::replace(&mut self.comm, fresh);
@@ -315,7 +315,7 @@ impl Messages<'_> {
             let (sent, received) = (of(round, me), of(round, before));
             upload(self.pool, self.from[next as usize].address() + sent.from, &self.data(&sent))?;
             self.clear(before, &received)?;
-            // Each end for itself.
+            // Sends and receives are captured in graphs of their own.
             if random(self.seed ^ u64::from(me), round).is_multiple_of(3) {
                 self.send(next, &sent, &self.sends)?;
             } else {
@@ -329,7 +329,7 @@ impl Messages<'_> {
             self.synchronize()?;
             self.judge(&format!("replay {round}"), before, &received)?;
         }
-        // Many in a row, which run ahead as far as there is room.
+        // Many in a row: sends run ahead as far as there are slots.
         for _ in 0..self.options.few(200, 10) {
             sends.launch(self.pool, self.sends)?;
             receives.launch(self.pool, self.receives)?;
@@ -343,8 +343,8 @@ impl Messages<'_> {
         Ok(())
     }
 
-    /// A receive comes between two collectives on one rank, whose second is on another stream, and the
-    /// message behind both on the other: the second waits for the first, and not for the message.
+    /// One rank receives between two collectives, the second of which is on another stream; the other rank sends
+    /// after both. The second collective waits for the first one, and not for the receive.
     fn before_collectives(&mut self) -> Result<()> {
         let rank = self.pool.rank();
         let timeout = Duration::from_secs(20);
@@ -378,10 +378,10 @@ impl Messages<'_> {
         Ok(())
     }
 
-    /// A receive waits while a collective runs, which its message depends on.
+    /// A receive waits while a collective runs that its message depends on.
     fn beside_collectives(&mut self) -> Result<()> {
         let me = self.pool.rank();
-        // Of a type whose kernels are ready: code that is loaded now may have to wait for the receives.
+        // The type is one whose kernels are ready: loading code now might wait for the receives.
         const COUNT: usize = 1 << 18;
         let reduced = self.pool.lane(ORDINARY)?.alloc::<f32>(COUNT)?;
         for round in 0..self.options.few(20, 3) {
@@ -405,11 +405,11 @@ impl Messages<'_> {
             }
             self.synchronize()?;
             for peer in self.peers() {
-                self.judge("beside a collective", peer, &self.message(round, peer, me))?;
+                self.judge("during a collective", peer, &self.message(round, peer, me))?;
             }
             let sums = download(self.pool, reduced.address(), 4 * COUNT)?;
             let right = (self.pool.world() as f32).to_le_bytes().repeat(COUNT) == sums;
-            self.expect("a collective beside messages", right);
+            self.expect("a collective during messages", right);
         }
         Ok(())
     }

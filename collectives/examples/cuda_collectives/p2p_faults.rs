@@ -1,4 +1,4 @@
-//! Messages whose ends differ, whose peer is late, and whose peer does not come (S5).
+//! Checks messages whose sender and receiver differ, whose peer is late, and whose peer does not come (S5).
 
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -23,8 +23,8 @@ struct Faults<'a> {
 pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
     let stream = stream(pool)?;
     let mut faults = Faults { pool, timeout, stream, block: pool.alloc(BYTES)?, wrong: 0 };
-    // What is sent, and what is expected: elements of some bytes. The first is short enough to be sent
-    // before it is looked at; the last is as long, and of another kind.
+    // What is sent, and what is expected: elements and bytes of an element. The first message is short enough to be
+    // sent before the receiver compares it; the last is as long as expected, with other elements.
     for (sent, expected) in [
         ((1000, DType::U8), (1004, DType::U8)),
         ((0, DType::F32), (1, DType::F32)),
@@ -80,7 +80,7 @@ impl Faults<'_> {
         upload(self.pool, self.block.address(), &vec![BEFORE; BYTES])?;
         let began = Instant::now();
         let error = if rank == 0 {
-            // A short message is gone before it is looked at: a later one tells.
+            // A short message is sent before the receiver compares it, so a later send has the error.
             let deadline = began + self.timeout;
             let mut result = self.send(&comm, sent, 1);
             loop {
@@ -109,7 +109,7 @@ impl Faults<'_> {
             let kept = download(self.pool, self.block.address(), BYTES)?;
             self.expect("a refused message was written", kept.iter().all(|byte| *byte == BEFORE));
         }
-        // And nothing runs after it.
+        // No call succeeds after it.
         let again = expect_error(self.send(&comm, sent, 1 - rank), "a message after a failure")?;
         self.expect(&format!("after a failure: {again}"), again.is_diverged());
         Ok(())
@@ -136,7 +136,7 @@ impl Faults<'_> {
         Ok(())
     }
 
-    /// A peer that does not come: for its message, and to make room for this rank's.
+    /// A peer that does not come, neither to send nor to receive.
     fn absent(&mut self) -> Result<()> {
         for sends in [false, true] {
             let comm = self.comm()?;
@@ -148,7 +148,7 @@ impl Faults<'_> {
             let began = Instant::now();
             let message = (BYTES, DType::U8);
             let result = if sends {
-                // There is room for some.
+                // The first ones have free slots.
                 (0..8).try_for_each(|_| self.send(&comm, message, 1))
             } else {
                 self.receive(&comm, message, 1)
@@ -171,7 +171,7 @@ impl Faults<'_> {
         self.refused()
     }
 
-    /// What nobody can do is refused, and harms nothing.
+    /// Invalid arguments are refused, and do not close the communicator.
     fn refused(&mut self) -> Result<()> {
         let comm = self.comm()?;
         let (rank, world) = (self.pool.rank(), self.pool.world());

@@ -1,4 +1,4 @@
-//! The same bits from every algorithm, on every rank, in every one of a thousand calls (rule S7).
+//! Checks that every algorithm gives the same bits, on every rank, in every one of a thousand calls (rule S7).
 
 use symmpool_allocator::{Deadline, Pool, Result};
 use symmpool_collectives::{
@@ -10,13 +10,13 @@ use crate::cuda::{download, stream, upload};
 use crate::oracle::{finite, reduce};
 use crate::tools::Tools;
 
-/// Of ranks that have a device each.
+/// How many calls are made where each rank has a device of its own.
 const REPEATS: u64 = 1000;
-/// Elements: some KiB; what copy engines carry too.
+/// Elements of a call: some KiB, and enough for copy engines.
 const COUNTS: [usize; 2] = [5003, 300_007];
 const POISON: u8 = 0xa5;
 
-/// Cases, and those that were wrong.
+/// Runs the checks. Returns how many cases there were, and how many of them were wrong.
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let most = 4 * COUNTS[1];
     let (from, to) = (pool.alloc::<u8>(most)?, pool.alloc::<u8>(most)?);
@@ -42,7 +42,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                     unsafe { comm.all_reduce_at(to, from, count, dtype, ReduceOp::Sum, &stream) }
                 };
                 match call() {
-                    // What an algorithm cannot do is refused by all ranks alike.
+                    // A call that an algorithm does not support is refused by all ranks alike.
                     Err(error) if error.is_unsupported() => continue,
                     other => other?,
                 }
@@ -55,9 +55,8 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                 let (differ, repeat) = tools.take()?;
                 let mine = blake3::hash(&download(pool, to.address(), bytes)?);
                 let name = format!("repeats/{nth}/{count}/{}", algorithm.name());
-                let told =
-                    pool.group().all_gather(&name, mine.as_bytes(), Deadline::seconds(60))?;
-                let alike = told.parts().all(|part| part == mine.as_bytes());
+                let all = pool.group().all_gather(&name, mine.as_bytes(), Deadline::seconds(60))?;
+                let alike = all.parts().all(|part| part == mine.as_bytes());
                 cases += repeats;
                 if differ > 0 || !alike {
                     wrong += 1;

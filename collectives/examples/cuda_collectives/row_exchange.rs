@@ -1,6 +1,6 @@
-//! Row exchanges: rows there and back against a model that moves one at a time, with any row, alignment
-//! and kind of memory; outputs that are too short, destinations that are none, graphs whose
-//! destinations change between replays, and how long a usual one takes.
+//! Checks row exchanges, there and back, against a model that moves one row at a time: any row, alignment
+//! and kind of memory; outputs that are too short, destinations that are no ranks, and graphs whose
+//! destinations change between replays. Prints how long a usual one takes.
 
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
@@ -14,13 +14,14 @@ use crate::oracle::random;
 use crate::row_model::{Call, Kind, back, there};
 use crate::{ORDINARY, Options, expect_error};
 
-/// Bytes that a rank sends at most, and room for shifts and what is watched around data.
+/// Most bytes that a rank sends, and room for shifts and for bytes around the data that must not change.
 const MOST: usize = 1 << 20;
 const AROUND: usize = 64;
 const POISON: u8 = 0xa5;
-/// Calls of each shape and algorithm.
+/// How many calls are made with each shape and algorithm.
 const CALLS: u64 = 12;
-/// Rows of one byte, of a few, of vectors and of none; so many that blocks have several tiles.
+/// Shapes with rows of one byte, of a few bytes, and with and without whole vectors; with so many rows that blocks
+/// handle several tiles.
 const SHAPES: [(usize, usize, DType); 9] = [
     (150_000, 1, DType::U8),
     (30_000, 7, DType::U8),
@@ -36,19 +37,19 @@ const SHAPES: [(usize, usize, DType); 9] = [
 struct Rows<'a> {
     pool: &'a Pool,
     stream: Stream,
-    /// By whether it is a window.
+    /// Indexed by whether it is a window.
     inputs: [Block<u8>; 2],
     outputs: [Block<u8>; 2],
     back: Block<u8>,
     destinations: Block<u8>,
-    /// What all ranks have in their inputs.
+    /// The inputs of all ranks.
     data: Vec<Vec<u8>>,
     seed: u64,
     cases: u64,
     wrong: u64,
 }
 
-/// Cases, and those that were wrong.
+/// Runs the checks. Returns how many cases there were, and how many of them were wrong.
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let ordinary = pool.lane(ORDINARY)?;
     let (one, all) = (MOST + 2 * AROUND, MOST * pool.world() as usize + 2 * AROUND);
@@ -67,7 +68,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     };
     pool.commit()?;
     for all_to_all in AllToAllAlgorithm::ALL {
-        // Little room, so that much goes in several rounds.
+        // Little scratch, so that calls take several rounds.
         let communicator = CommunicatorOptions {
             all_to_all,
             device_scratch_bytes: 1 << 20,
@@ -123,7 +124,7 @@ impl Rows<'_> {
         }
     }
 
-    /// What all ranks send in a call that follows from the seed.
+    /// A random call, the same on all ranks for the same seed.
     fn call(&self, exchange: &Exchange<'_>, seed: u64) -> Call {
         Call::random(seed, self.pool.world(), exchange.shape().rows)
     }
@@ -138,7 +139,7 @@ impl Rows<'_> {
         Ok((self.destinations.as_ptr() as *const u8, to.len(), dtype))
     }
 
-    /// A layout that nothing was sent with brings back zeros.
+    /// With a layout that nothing was sent with, rows that are sent back are zeros.
     fn nothing_was_sent(&mut self, exchange: &Exchange<'_>, layout: &RowLayout) -> Result<()> {
         let RowShape { rows, row, dtype } = exchange.shape();
         let bytes = rows * row * dtype.size();
@@ -160,7 +161,7 @@ impl Rows<'_> {
         Ok(())
     }
 
-    /// Two sends with two layouts, and both back, the first after the second.
+    /// Makes two sends with two layouts, and sends both back, the first one after the second.
     fn there_and_back(
         &mut self,
         exchange: &Exchange<'_>,
@@ -184,7 +185,7 @@ impl Rows<'_> {
         let (rank, world) = (self.pool.rank() as usize, self.pool.world() as usize);
         let RowShape { rows: most, row, dtype } = exchange.shape();
         let size = row * dtype.size();
-        // Each rank for itself.
+        // Each rank decides for itself.
         let own = |which: u64| random(seed, 60 + 10 * rank as u64 + which);
         let (from_window, to_window) = ((own(0) & 1) as usize, (own(1) & 1) as usize);
         let (from_shift, to_shift) = (shift(own(2)), AROUND / 2 + shift(own(3)));
@@ -211,34 +212,35 @@ impl Rows<'_> {
         };
         // SAFETY: as above.
         unsafe { exchange.send_at(layout_at(layout), &rows, destinations, &self.stream) }?;
-        let told = exchange.communicator().synchronize(&self.stream);
-        self.told(&what, call, told)?;
-        let comes = call.comes(rank);
+        let result = exchange.communicator().synchronize(&self.stream);
+        self.check_result(&what, call, result)?;
+        let received = call.received(rank);
         let mut wanted = vec![POISON; to_shift];
-        wanted.extend(there(&self.data, &comes[..comes.len().min(capacity)], size));
+        wanted.extend(there(&self.data, &received[..received.len().min(capacity)], size));
         wanted.resize(to_shift + capacity * size + AROUND, POISON);
         let got = download(self.pool, output, wanted.len())?;
         self.judge(&what, &got, &wanted);
 
         let counts = longs(&download(self.pool, layout.counts() as u64, 8 * world)?);
         let offsets = longs(&download(self.pool, layout.offsets() as u64, 8 * world)?);
-        let indices = download(self.pool, layout.source_index() as u64, 4 * comes.len())?;
-        let of = |rank: usize| comes.iter().filter(|(source, _)| *source == rank).count() as i64;
+        let indices = download(self.pool, layout.source_index() as u64, 4 * received.len())?;
+        let of = |rank: usize| received.iter().filter(|(source, _)| *source == rank).count() as i64;
         let wanted: Vec<i64> = (0..world).map(of).collect();
         let begins: Vec<i64> = (0..world).map(|rank| wanted[..rank].iter().sum()).collect();
-        let rows: Vec<u8> = comes.iter().flat_map(|(_, row)| (*row as i32).to_le_bytes()).collect();
+        let rows: Vec<u8> =
+            received.iter().flat_map(|(_, row)| (*row as i32).to_le_bytes()).collect();
         self.judge(&format!("counts, {what}"), &counts, &wanted);
         self.judge(&format!("offsets, {what}"), &offsets, &begins);
         self.judge(&format!("source_index, {what}"), &indices, &rows);
         Ok(())
     }
 
-    /// What `synchronize` gave of a call, which the first rank for which something was amiss decides.
-    fn told(&mut self, what: &str, call: &Call, told: Result<()>) -> Result<()> {
+    /// Checks what `synchronize` returned. It names the first rank with an error.
+    fn check_result(&mut self, what: &str, call: &Call, result: Result<()>) -> Result<()> {
         let rank = self.pool.rank() as usize;
         self.cases += 1;
-        let good = match (call.amiss(), &told) {
-            (None, told) => told.is_ok(),
+        let good = match (call.first_error(), &result) {
+            (None, result) => result.is_ok(),
             (Some((of, Some(row))), Err(error)) => {
                 let named = if of == rank {
                     format!("row {row} has dest")
@@ -252,10 +254,10 @@ impl Rows<'_> {
         };
         if !good {
             self.wrong += 1;
-            println!("rank {rank}: {what}: synchronize gave {told:?}");
+            println!("rank {rank}: {what}: synchronize gave {result:?}");
         }
-        // What closes the communicator ends the check.
-        told.or_else(|error| match error {
+        // Errors that close the communicator end the check.
+        result.or_else(|error| match error {
             error if error.is_overflow() || error.is_invalid_argument() => Ok(()),
             error => Err(error),
         })
@@ -276,12 +278,12 @@ impl Rows<'_> {
         let (from_shift, to_shift) = (shift(own(2)), shift(own(3)));
         let from = self.outputs[from_window].address() + from_shift as u64;
         let to = self.back.address() + to_shift as u64;
-        let mut fitting = call.comes(rank);
+        let mut fitting = call.received(rank);
         fitting.truncate(call.capacities[rank]);
         let mut rows = there(&self.data, &fitting, size);
         rows.iter_mut().for_each(|byte| *byte = !*byte);
         upload(self.pool, from, &rows)?;
-        // As many rows as were sent, or more, or fewer.
+        // The output has as many rows as were sent, or more, or fewer.
         let sent = call.destinations[rank].len();
         let capacity = match own(4) % 4 {
             0 => most,
@@ -311,12 +313,12 @@ impl Rows<'_> {
         Ok(())
     }
 
-    /// S2, S8: captured once, there and back, replays with whatever destinations are in memory.
+    /// S2, S8: an exchange, there and back, is captured once, and replayed with other destinations in memory.
     fn graphs(&mut self, options: &Options) -> Result<()> {
         let (rank, world) = (self.pool.rank() as usize, self.pool.world() as usize);
         let (count, row, size) = (500, 100, 200);
         let shape = RowShape { rows: count, row, dtype: DType::Bf16 };
-        // A communicator that has made no call yet: the first is captured.
+        // The communicator has made no call yet: its first call is captured.
         let comm = Communicator::with_options(self.pool, &options.communicator())?;
         let exchange = RowExchange::new(&comm, shape)?;
         let layout = exchange.layout()?;
@@ -347,16 +349,16 @@ impl Rows<'_> {
             upload(self.pool, to, &vec![POISON; capacity * size + AROUND])?;
             upload(self.pool, back_to, &vec![POISON; count * size + AROUND])?;
             graph.launch(self.pool, self.stream)?;
-            let told = comm.synchronize(&self.stream);
+            let result = comm.synchronize(&self.stream);
             let what = format!("replay {round} ({}), seed {seed}", call.name());
-            self.told(&what, &call, told)?;
-            let comes = call.comes(rank);
-            let mut wanted = there(&self.data, &comes[..comes.len().min(capacity)], size);
+            self.check_result(&what, &call, result)?;
+            let received = call.received(rank);
+            let mut wanted = there(&self.data, &received[..received.len().min(capacity)], size);
             wanted.resize(capacity * size + AROUND, POISON);
             let got = download(self.pool, to, wanted.len())?;
             self.judge(&format!("there, {what}"), &got, &wanted);
             let mut wanted = back(&self.data, &call, rank, size, count);
-            // Sent back as it came.
+            // Rows are sent back unchanged.
             let arrived = call.all_arrived(rank);
             for (row, bytes) in wanted.chunks_mut(size).enumerate() {
                 if arrived[row] {
@@ -371,7 +373,7 @@ impl Rows<'_> {
         self.short_input(&comm)
     }
 
-    /// A rank has fewer rows to send back than came to it: told to all, and others' rows come back.
+    /// A rank has fewer rows to send back than it received: all ranks get an error, and other ranks' rows come back.
     fn short_input(&mut self, comm: &Communicator) -> Result<()> {
         let (rank, world) = (self.pool.rank() as usize, self.pool.world() as usize);
         let exchange = RowExchange::new(comm, RowShape { rows: 64, row: 5, dtype: DType::U8 })?;
@@ -379,10 +381,10 @@ impl Rows<'_> {
         let mut call = Call::of(Kind::Even, 1, world as u32, 64);
         call.capacities = vec![64 * world; world];
         self.send(&exchange, &layout, &call, 3)?;
-        let comes = call.comes(rank).len();
+        let received = call.received(rank).len();
         let rows = RowsAt {
             input: self.outputs[1].as_ptr(),
-            length: if rank == world - 1 { comes - 1 } else { comes },
+            length: if rank == world - 1 { received - 1 } else { received },
             output: self.back.as_ptr(),
             capacity: 64,
         };
@@ -454,12 +456,12 @@ fn time(pool: &Pool, stream: Stream) -> Result<()> {
     Ok(())
 }
 
-/// Mostly aligned.
+/// How many bytes data begins behind an aligned address: mostly none.
 fn shift(number: u64) -> usize {
     if number & 3 == 0 { (number >> 2) as usize % 32 } else { 0 }
 }
 
-/// Where a layout begins.
+/// The byte of a block at which a layout begins.
 fn layout_at(layout: &RowLayout) -> *mut u8 {
     layout.counts() as *mut u8
 }

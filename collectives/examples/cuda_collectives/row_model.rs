@@ -1,8 +1,8 @@
-//! What must come of row exchanges: a model that moves one row at a time.
+//! A model of row exchanges that moves one row at a time, for the expected results.
 
 use crate::oracle::random;
 
-/// How rows are spread.
+/// How rows are distributed among the ranks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Kind {
     Even,
@@ -14,7 +14,7 @@ pub(crate) enum Kind {
     Bad,
 }
 
-/// A call: where each rank's rows go, and what each rank's output holds.
+/// A call: the destinations of each rank's rows, and how many rows each rank's output has room for.
 #[derive(Clone, Debug)]
 pub(crate) struct Call {
     kind: Kind,
@@ -23,7 +23,7 @@ pub(crate) struct Call {
 }
 
 impl Call {
-    /// One that follows from the seed, of up to `most` rows a rank.
+    /// A random call, the same for the same seed, of up to `most` rows a rank.
     pub(crate) fn random(seed: u64, world: u32, most: usize) -> Self {
         use Kind::{Bad, Even, NoRows, Nowhere, OneHot, Random, Skewed};
         let kinds = [Even, Random, Random, Random, Skewed, Skewed, OneHot, Nowhere, NoRows, Bad];
@@ -38,7 +38,7 @@ impl Call {
             match (kind, number & 3) {
                 (Kind::NoRows, _) if rank == special || number & 4 == 0 => 0,
                 (Kind::Even, _) | (_, 0) => most,
-                // Sizes of every magnitude.
+                // Sizes of all magnitudes.
                 _ => (most >> (number >> 8 & 15)) * (number >> 20 & 7) as usize / 7,
             }
         };
@@ -68,7 +68,7 @@ impl Call {
         }
         let mut call = Self { kind, destinations, capacities: vec![0; ranks] };
         let capacities = (0..ranks).map(|rank| {
-            let exact = call.comes(rank).len();
+            let exact = call.received(rank).len();
             match random(seed, 200 + rank as u64) % 5 {
                 0 => exact,
                 1 if random(seed, 4) & 3 == 0 => exact - exact / 3,
@@ -83,14 +83,14 @@ impl Call {
         format!("{:?}", self.kind)
     }
 
-    /// A rank's first row whose destination is none.
+    /// A rank's first row whose destination is no rank.
     fn bad(&self, rank: usize) -> Option<usize> {
         let ranks = -1..self.destinations.len() as i64;
         self.destinations[rank].iter().position(|to| !ranks.contains(to))
     }
 
-    /// Rows that come to a rank, as (source, row of it), those without room too.
-    pub(crate) fn comes(&self, rank: usize) -> Vec<(usize, usize)> {
+    /// The rows that are sent to a rank, as (source, row of the source), including those that it has no room for.
+    pub(crate) fn received(&self, rank: usize) -> Vec<(usize, usize)> {
         let mut all = Vec::new();
         for (source, destinations) in self.destinations.iter().enumerate() {
             if self.bad(source).is_none() {
@@ -103,20 +103,20 @@ impl Call {
         all
     }
 
-    /// The first rank for which something is amiss: a bad row of its own, or none, where it is too
-    /// little room.
-    pub(crate) fn amiss(&self) -> Option<(usize, Option<usize>)> {
+    /// The first rank with an error: with the bad row that it has, or with none if it has too little room.
+    pub(crate) fn first_error(&self) -> Option<(usize, Option<usize>)> {
         (0..self.destinations.len()).find_map(|rank| {
             let bad = self.bad(rank);
-            (bad.is_some() || self.comes(rank).len() > self.capacities[rank]).then_some((rank, bad))
+            (bad.is_some() || self.received(rank).len() > self.capacities[rank])
+                .then_some((rank, bad))
         })
     }
 
-    /// Which of a rank's rows are where they were sent.
+    /// Which of a rank's rows were received.
     pub(crate) fn all_arrived(&self, source: usize) -> Vec<bool> {
         let mut arrived = vec![false; self.destinations[source].len()];
         for (rank, capacity) in self.capacities.iter().enumerate() {
-            for (from, row) in self.comes(rank).into_iter().take(*capacity) {
+            for (from, row) in self.received(rank).into_iter().take(*capacity) {
                 if from == source {
                     arrived[row] = true;
                 }
@@ -131,7 +131,7 @@ pub(crate) fn there(data: &[Vec<u8>], rows: &[(usize, usize)], size: usize) -> V
     rows.iter().flat_map(|(source, row)| &data[*source][row * size..][..size]).copied().collect()
 }
 
-/// What comes back to a rank, whose bits were turned where they were: so many rows.
+/// The rows that are sent back to a rank, of which there are so many; their receivers inverted their bits.
 pub(crate) fn back(
     data: &[Vec<u8>],
     call: &Call,

@@ -1,5 +1,5 @@
-//! A consumer that takes its time: one rank's stream reads what a call brought long after the others have
-//! made the next, which writes to the same place. It must find what it was sent.
+//! Checks a slow consumer: one rank's stream reads the output of a call long after the others have
+//! made the next call, which writes to the same place. It must read the data of the first call.
 
 use std::time::Duration;
 
@@ -15,14 +15,14 @@ use crate::matrix::{Matrix, bytes};
 use crate::oracle::{finite, random, reduce};
 use crate::tools::Tools;
 
-/// Of automatic choices, and of all others.
+/// How long it waits before it reads, with the automatic choice of an algorithm, and with all others.
 const LONG: Duration = Duration::from_millis(1200);
 const SHORT: Duration = Duration::from_millis(200);
-/// Elements a rank sends: in one hop, straight into outputs, and by copy engines too.
+/// Elements that a rank sends: in one hop, into outputs directly, and by copy engines.
 const COUNTS: [usize; 2] = [3000, 700_000];
 /// Bytes of each buffer.
 const ROOM: usize = 8 << 20;
-/// Elements of an equal part of which the beginning goes beside copy engines, on any number of ranks.
+/// Elements of an equal part whose beginning a companion kernel sends, on any number of ranks.
 const LARGE: usize = 8 << 20;
 const POISON: u8 = 0xa5;
 
@@ -30,7 +30,7 @@ struct Slow<'a> {
     pool: &'a Pool,
     tools: Tools<'a>,
     stream: Stream,
-    /// Of two calls.
+    /// The inputs of two calls.
     from: [Block<u8>; 2],
     to: Block<u8>,
     wanted: [Block<u8>; 2],
@@ -40,7 +40,7 @@ struct Slow<'a> {
     wrong: u64,
 }
 
-/// Cases, and those that were wrong.
+/// Runs the checks. Returns how many cases there were, and how many of them were wrong.
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let world = pool.world() as usize;
     let mut slow = Slow::new(pool, ROOM)?;
@@ -84,7 +84,7 @@ impl<'a> Slow<'a> {
         Ok(slow)
     }
 
-    /// Two calls into one output, of which one rank reads what the first wrote after `pause` only.
+    /// Makes two calls into one output; one rank reads what the first call wrote only after `pause`.
     fn consume(
         &mut self,
         what: &str,
@@ -97,7 +97,7 @@ impl<'a> Slow<'a> {
             upload(self.pool, block.address(), wanted)?;
         }
         self.tools.fill(self.to.address(), POISON, self.room, &self.stream)?;
-        // Code that is not loaded yet may have to wait for what runs.
+        // Loads all kernels first, as loading may wait for running kernels.
         match call(self, 1) {
             Err(error) if error.is_unsupported() => return Ok(()),
             other => other?,
@@ -126,7 +126,7 @@ impl<'a> Slow<'a> {
         Ok(())
     }
 
-    /// What each rank sends in two calls; this one's is uploaded.
+    /// The data that each rank sends in two calls; this rank's data is uploaded.
     fn inputs(&self, count: usize, seed: u64) -> Result<[Vec<Vec<u8>>; 2]> {
         let ranks = 0..self.pool.world();
         let both = [1, 2].map(|nth| {
@@ -165,7 +165,7 @@ impl<'a> Slow<'a> {
         Ok(())
     }
 
-    /// `count` is a part's.
+    /// Calls with parts of `count` elements.
     fn halves(&mut self, count: usize, seed: u64) -> Result<()> {
         let comm = Communicator::new(self.pool)?;
         let (rank, part) = (self.pool.rank() as usize, 2 * count);
@@ -210,9 +210,9 @@ impl<'a> Slow<'a> {
             let comm = Communicator::with_options(self.pool, &comm)?;
             let pause = if all_to_all == AllToAllAlgorithm::Auto { LONG } else { SHORT };
             for by_device in [false, true] {
-                let whose = if by_device { "device" } else { "host" };
+                let splits = if by_device { "device" } else { "host" };
                 let what = format!(
-                    "all_to_all {} of {most} bytes, splits of the {whose}",
+                    "all_to_all {} of {most} bytes, splits of the {splits}",
                     all_to_all.name()
                 );
                 self.consume(
@@ -258,7 +258,7 @@ impl<'a> Slow<'a> {
         Ok(())
     }
 
-    /// `count` is a part's; copy engines know nothing of a consumer unless they are told.
+    /// Calls with parts of `count` elements, which copy engines carry: copies must wait until the consumer has read.
     fn equal(&mut self, count: usize, in_graphs: bool, seed: u64) -> Result<()> {
         let (rank, part) = (self.pool.rank() as usize, 2 * count);
         let inputs = self.inputs(count * self.pool.world() as usize, seed)?;

@@ -1,9 +1,9 @@
-//! Many calls back to back: all-reduces of random sizes and algorithms, all-to-alls with other splits in
+//! Makes many calls back to back: all-reduces of random sizes and algorithms, all-to-alls with other splits in
 //! every call, which lie in the device's memory, and replays of graphs of both.
 //!
-//! The host waits for the device once in a while only. Of one call in so many every byte is compared, on
-//! the device, before the next call writes there. Inputs begin elsewhere in every all-reduce, so what an
-//! earlier call left is not taken for a result.
+//! The host waits for the device only now and then. In one of so many calls, every byte is compared, on
+//! the device, before the next call writes there. Inputs begin at another place in every all-reduce, so the result
+//! of an earlier call is never right.
 
 mod equal;
 
@@ -24,19 +24,19 @@ use equal::Equal;
 
 /// Elements of the longest call.
 const MOST: usize = 300_000;
-/// More of them in calls that copy engines carry, which take nothing below 1 MiB.
+/// Additional elements of calls that copy engines carry, which are at least 1 MiB long.
 const COPIED: usize = 600_000;
-/// Elements by which inputs begin later at most.
+/// Most elements by which the beginning of an input is shifted.
 const SHIFTS: usize = 1024;
 const DTYPE: DType = DType::Bf16;
-/// Graphs, and pairs of an all-reduce and an all-to-all in each.
+/// How many graphs there are, and how many pairs of an all-reduce and an all-to-all each has.
 const GRAPHS: u64 = 12;
 const PAIRS: u64 = 6;
-/// What goes wrong inside the first graph has this name: it is none of a call.
+/// Errors inside the first graph have this number, which is no call's.
 const GRAPH: u64 = 1 << 40;
-/// Calls between two looks at what the device has found.
+/// How many calls are made between two synchronizations.
 const BETWEEN: u64 = 1 << 16;
-/// One call of so many is a long all-to-all of equal parts.
+/// One of so many calls is a long all-to-all of equal parts.
 const EQUAL: u64 = 256;
 
 struct Soak<'a> {
@@ -64,7 +64,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     let all: Vec<&[u8]> = all.iter().map(Vec::as_slice).collect();
     upload(pool, from.address(), all[pool.rank() as usize])?;
     upload(pool, wanted.address(), &reduce(&all, DTYPE, ReduceOp::Sum))?;
-    let (exchanges, equal) = match options.asks("all_to_all") {
+    let (exchanges, equal) = match options.wants("all_to_all") {
         true => (Some(Exchanges::new(pool, options.seed)?), Some(Equal::new(pool, options.seed)?)),
         false => (None, None),
     };
@@ -86,14 +86,14 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     soak.run()
 }
 
-/// One for every algorithm that devices have and that is asked for.
+/// A communicator for every requested algorithm of devices.
 fn communicators(
     pool: &Pool,
     options: &Options,
 ) -> Result<Vec<(AllReduceAlgorithm, Communicator)>> {
     let named = |algorithm: &AllReduceAlgorithm| {
         *algorithm != AllReduceAlgorithm::CubeMesh
-            && (options.asks("all_reduce") || options.asks(algorithm.name()))
+            && (options.wants("all_reduce") || options.wants(algorithm.name()))
     };
     let mut algorithms: Vec<_> = AllReduceAlgorithm::ALL.into_iter().filter(named).collect();
     if algorithms.is_empty() {
@@ -113,12 +113,12 @@ fn communicators(
 
 impl Soak<'_> {
     fn run(mut self) -> Result<bool> {
-        let graphs = if self.options.asks("graphs") { self.graphs()? } else { Vec::new() };
+        let graphs = if self.options.wants("graphs") { self.graphs()? } else { Vec::new() };
         let began = Instant::now();
         let (mut call, mut looked, mut said) = (0, 0, began);
         while call < self.options.calls {
             let number = random(self.options.seed, call);
-            // Runs of calls on one communicator, and changes between them.
+            // Several calls on one communicator, then a change to another one.
             let which = (random(self.options.seed, call / 50) >> 3) as usize % self.comms.len();
             let check = number.is_multiple_of(self.options.every);
             if !graphs.is_empty() && (number >> 16).is_multiple_of(64) {
@@ -171,13 +171,13 @@ impl Soak<'_> {
         self.comms.iter().try_for_each(|(_, comm)| comm.synchronize(&self.stream))
     }
 
-    /// An all-reduce whose size and place follow from `number`; `check` has it compared.
+    /// An all-reduce whose size and shift depend on `number`; `check` says whether it is compared.
     fn all_reduce(&mut self, which: usize, call: u64, number: u64, check: bool) -> Result<()> {
         let (algorithm, comm) = &self.comms[which];
-        // Mostly small.
+        // Most calls are small.
         let count = 1 + (number >> 8) as usize % (MOST >> (number >> 60));
         let count = count + if *algorithm == AllReduceAlgorithm::TwoShotCopy { COPIED } else { 0 };
-        // Mostly aligned.
+        // Most inputs are aligned.
         let odd = (number >> 34).is_multiple_of(8);
         let shift = ((number >> 40) as usize % SHIFTS) & if odd { !0 } else { !7 };
         let (to, from) = (self.to.address(), self.from.address() + 2 * shift as u64);
@@ -195,7 +195,7 @@ impl Soak<'_> {
         Ok(())
     }
 
-    /// An all-to-all by another matrix than the last one's, in the host's memory or the device's.
+    /// An all-to-all with another matrix than the last one's, whose splits are on the host or on the device.
     fn exchange(&mut self, which: usize, call: u64, number: u64, check: bool) -> Result<()> {
         let Some(exchanges) = &mut self.exchanges else { return Ok(()) };
         let nth = exchanges.next(number);
@@ -224,8 +224,8 @@ impl Soak<'_> {
         Ok(())
     }
 
-    /// Graphs of all-reduces, every one of them compared inside, and of all-to-alls, whose splits are
-    /// whatever lies in one place.
+    /// Captures graphs of all-reduces, each compared inside the graph, and of all-to-alls, whose splits are
+    /// read from one place.
     fn graphs(&mut self) -> Result<Vec<Graph>> {
         let seed = random(self.options.seed, 1 << 50);
         let make = |nth: u64| {
@@ -247,12 +247,12 @@ impl Soak<'_> {
             })
         };
         let graphs: Result<Vec<Graph>> = (0..GRAPHS).map(make).collect();
-        // Captured, not made.
+        // The calls were captured and not made.
         (self.calls, self.checked) = ([0; 3], 0);
         graphs
     }
 
-    /// Launches a graph, and compares what its last all-to-all brought; how many calls it made.
+    /// Launches a graph, and compares the output of its last all-to-all. Returns how many calls it made.
     fn replay(&mut self, graphs: &[Graph], call: u64, number: u64) -> Result<u64> {
         let (pool, stream) = (self.pool, self.stream);
         let nth = (number >> 24) % GRAPHS;
@@ -278,12 +278,12 @@ impl Soak<'_> {
     }
 }
 
-/// Few graphs have one of equal parts: it takes longer than all that is before it.
+/// How many graphs have an all-to-all of equal parts, which takes longer than all their other calls.
 fn has_equal(graph: u64) -> bool {
     graph.is_multiple_of(6)
 }
 
-/// Matrices that splits are taken from, and bytes that a rank sends at most.
+/// How many matrices splits are taken from, and most bytes that a rank sends.
 const MATRICES: usize = 64;
 const SENT: usize = 1 << 20;
 
@@ -291,17 +291,17 @@ const SENT: usize = 1 << 20;
 struct Exchanges {
     matrices: Vec<Matrix>,
     rank: u32,
-    /// Those of all matrices, and a place for those of graphs.
+    /// The splits of all matrices, and a place for the splits of graphs.
     splits: Block<i64>,
     input: Block<u8>,
     output: Block<u8>,
-    /// What this rank's output must hold, by matrix.
+    /// This rank's expected output for each matrix.
     wanted: Block<u8>,
     last: usize,
 }
 
 impl Exchanges {
-    /// To be committed by the caller.
+    /// Allocates memory; the caller commits the pool.
     fn new(pool: &Pool, seed: u64) -> Result<Self> {
         let (rank, world) = (pool.rank(), pool.world());
         let matrices: Vec<Matrix> = (0..MATRICES as u64)
@@ -335,7 +335,7 @@ impl Exchanges {
         self.splits.address() + (8 * nth * self.matrices[0].sends(self.rank).len()) as u64
     }
 
-    /// Where graphs read their splits.
+    /// The place where graphs read their splits.
     fn current(&self) -> u64 {
         self.splits_of(MATRICES)
     }

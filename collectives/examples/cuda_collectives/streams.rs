@@ -1,5 +1,5 @@
-//! Several communicators at once, each on its own stream or going from one to the next: calls of all under
-//! way together, begun in another order on other ranks; graphs of each that interleave; and one graph of all.
+//! Checks several communicators at once, each on its own stream or changing from one to the next: their calls are under
+//! way together, in another order on other ranks; graphs of each one interleave; and one graph has calls of all.
 
 use std::time::Duration;
 
@@ -15,31 +15,31 @@ use crate::oracle::{finite, random, reduce};
 use crate::tools::Tools;
 
 const DTYPE: DType = DType::Bf16;
-/// Rounds, and elements of a call at most. The largest take every processor of a device.
+/// How many rounds there are, and most elements of a call. The largest calls use every processor of a device.
 const SIZES: [(u64, usize); 3] = [(400, 20_000), (200, 400_000), (30, 8 << 20)];
 /// Communicators.
 const LANES: usize = 3;
 const GRAPHS: usize = 4;
 const LAUNCHES: u64 = 200;
-/// Elements by which inputs begin later at most.
+/// Most elements by which the beginning of an input is shifted.
 const SHIFTS: usize = 512;
-/// Kernels that each wait for another's end would show as this.
+/// The timeout of communicators: kernels that wait for each other fail after it.
 const TIMEOUT: Duration = Duration::from_secs(8);
 
-/// Rounds in which a communicator changes its stream, with a graph captured meanwhile.
+/// How many rounds there are in which a communicator changes its stream while a graph is captured.
 const TURNS: u64 = 12;
-/// What holds one rank's stream up there.
+/// How long one rank's stream is held up in these rounds.
 const PAUSE: Duration = Duration::from_millis(3);
-/// Bits of a call's number, which say what it is.
+/// Bits of a call's number that say what kind of call it is.
 const REDUCES: u64 = 2 << 50;
 const EXCHANGES: u64 = 0;
 
-/// How the calls of a round are begun.
+/// How the calls of a round are made.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum How {
     OneByOne,
     AtOnce,
-    /// At once, and each communicator on another stream than in the round before.
+    /// All at once, and each communicator on another stream than in the round before.
     Moving,
 }
 
@@ -47,14 +47,14 @@ enum How {
 struct Lane {
     comm: Communicator,
     stream: Stream,
-    /// Behind what compares its last call's result.
+    /// The stream on which its last call's result is compared.
     compared: Option<Event>,
     from: Block<u8>,
     to: Block<u8>,
     exchanged: Block<u8>,
     /// The sums of all ranks' inputs.
     wanted: Block<u8>,
-    /// For every rank the same number of elements.
+    /// The number of elements for each rank, which is the same for all.
     splits: Block<i64>,
 }
 
@@ -62,7 +62,7 @@ struct Streams<'a> {
     pool: &'a Pool,
     tools: Tools<'a>,
     lanes: Vec<Lane>,
-    /// What every rank sends to each in all-to-alls, bytes.
+    /// Bytes that every rank sends to each rank in all-to-alls.
     part: usize,
     cases: u64,
 }
@@ -71,10 +71,10 @@ struct Streams<'a> {
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let (mut cases, mut wrong) = (0, 0);
     for (rounds, most) in SIZES {
-        // Others would have to wait for a failure to be over.
+        // After a failure, the other sizes would only wait for timeouts.
         let result = Streams::new(pool, options.seed, most).and_then(|mut streams| {
             let rounds = options.seldom(rounds, rounds / 10);
-            // Code that is not loaded yet may have to wait for what runs: one by one first.
+            // Loads all kernels first, one by one, as loading may wait for running kernels.
             streams.calls(options.seed, rounds, most, How::OneByOne)?;
             streams.calls(options.seed, rounds, most, How::AtOnce)?;
             streams.calls(options.seed, rounds, most, How::Moving)?;
@@ -110,10 +110,10 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
 }
 
 impl Lane {
-    /// To be committed by the caller.
+    /// Allocates memory; the caller commits the pool.
     fn new(pool: &Pool, most: usize, concurrent: Option<u32>) -> Result<Self> {
         let bytes = 2 * (most + SHIFTS);
-        // Of equal parts; others do not go by copy engines.
+        // All-to-alls of equal parts, which copy engines carry.
         let all_to_all = AllToAllAlgorithm::Copy;
         let options =
             CommunicatorOptions { all_to_all, timeout: TIMEOUT, concurrent, ..Default::default() };
@@ -133,14 +133,15 @@ impl Lane {
 impl<'a> Streams<'a> {
     fn new(pool: &'a Pool, seed: u64, most: usize) -> Result<Self> {
         let (rank, world) = (pool.rank(), pool.world());
-        // Ranks may give the same communicator different shares of their devices.
-        let told = |lane| (lane == 0).then_some(LANES as u32 + rank % 3);
-        let lanes: Vec<Lane> =
-            (0..LANES).map(|lane| Lane::new(pool, most, told(lane))).collect::<Result<_>>()?;
+        // Ranks may give the same communicator different SM budgets.
+        let concurrent = |lane| (lane == 0).then_some(LANES as u32 + rank % 3);
+        let lanes: Vec<Lane> = (0..LANES)
+            .map(|lane| Lane::new(pool, most, concurrent(lane)))
+            .collect::<Result<_>>()?;
         pool.commit()?;
         let part = most / world as usize / 16 * 16;
         for (nth, lane) in (0_u64..).zip(&lanes) {
-            // The rest repeats.
+            // Longer data repeats.
             let count = (most + SHIFTS).min(1 << 20);
             let all: Vec<Vec<u8>> =
                 (0..world).map(|rank| finite(random(seed, nth), rank, DTYPE, count)).collect();
@@ -157,7 +158,7 @@ impl<'a> Streams<'a> {
         Ok(Self { pool, tools: Tools::new(pool)?, lanes, part, cases: 0 })
     }
 
-    /// An all-reduce of a size and place that follow from `number`, or an all-to-all.
+    /// An all-reduce whose size and shift depend on `number`, or an all-to-all.
     fn call(&mut self, lane: usize, name: u64, number: u64, most: usize) -> Result<()> {
         self.cases += 1;
         let Lane { comm, stream, from, to, exchanged, wanted, splits, .. } = &self.lanes[lane];
@@ -193,7 +194,7 @@ impl<'a> Streams<'a> {
         self.tools.compare(to, wanted.address() + 2 * shift as u64, 2 * count, name, stream)
     }
 
-    /// What this rank sent to itself; peers' inputs are not here to compare with.
+    /// Compares what this rank sent to itself; it does not have the inputs of peers.
     fn compare_own(&self, lane: usize, name: u64) -> Result<()> {
         let Lane { stream, from, exchanged, .. } = &self.lanes[lane];
         let own = (self.pool.rank() as usize * self.part) as u64;
@@ -205,7 +206,7 @@ impl<'a> Streams<'a> {
         self.lanes.iter().try_for_each(|lane| lane.comm.synchronize(&lane.stream))
     }
 
-    /// Whose calls come first in a round: others' on other ranks.
+    /// The communicators in the order in which they make their calls in a round, which differs from rank to rank.
     fn order(&self, number: u64) -> [usize; LANES] {
         let mut order = std::array::from_fn(|lane| lane);
         order.sort_by_key(|lane| random(number ^ u64::from(self.pool.rank()), *lane as u64));
@@ -225,7 +226,7 @@ impl<'a> Streams<'a> {
             for lane in if how == How::OneByOne { usual } else { self.order(number) } {
                 let number = random(number, lane as u64);
                 self.follow(lane)?;
-                // Now and then two in a row.
+                // Sometimes two calls in a row.
                 for call in 0..1 + (number & 1) {
                     self.call(lane, round, random(number, 5 + call), most)?;
                     if how == How::OneByOne {
@@ -242,7 +243,7 @@ impl<'a> Streams<'a> {
         self.synchronize()
     }
 
-    /// Results are written where they are compared no more, whatever the stream.
+    /// Results are written only where no comparison is under way, whatever stream the call is on.
     fn follow(&mut self, lane: usize) -> Result<()> {
         let (driver, lane) = (self.pool.driver(), &mut self.lanes[lane]);
         let Some(compared) = lane.compared.take() else { return Ok(()) };
@@ -251,8 +252,8 @@ impl<'a> Streams<'a> {
         waits
     }
 
-    /// A call comes behind the one before it on another stream, which one rank holds up, though one on a
-    /// third stream was captured between them.
+    /// A call waits for the communicator's last call on another stream, which one rank holds up, although a call on a
+    /// third stream was captured between the two.
     fn turns(&mut self, seed: u64, most: usize) -> Result<()> {
         let [held, captured, next] = [0, 1, 2].map(|lane: usize| self.lanes[lane].stream);
         for turn in 0..TURNS {
@@ -266,7 +267,7 @@ impl<'a> Streams<'a> {
             let graph = Graph::capture(self.pool, captured, || {
                 self.call(0, 4000 + turn, number | REDUCES, most)
             });
-            // To another output than that which is compared on the other stream.
+            // The output is another one than that compared on the other stream.
             self.lanes[0].stream = next;
             self.call(0, 5000 + turn, number | EXCHANGES, most)?;
             self.synchronize()?;
@@ -276,7 +277,7 @@ impl<'a> Streams<'a> {
         Ok(())
     }
 
-    /// S2, S8: graphs of each communicator and of all, launched without a pause on all streams.
+    /// S2, S8: graphs of each communicator, and one of all, are launched without a pause on all streams.
     fn graphs(&mut self, seed: u64, launches: u64, most: usize) -> Result<()> {
         let pool = self.pool;
         let mut captured: [Vec<Graph>; LANES] = std::array::from_fn(|_| Vec::new());
@@ -291,7 +292,7 @@ impl<'a> Streams<'a> {
                 })?);
             }
         }
-        // All on one stream, in turn.
+        // Calls of all communicators in turn, on one stream.
         let usual: Vec<Stream> = self.lanes.iter().map(|lane| lane.stream).collect();
         let first = usual[0];
         self.lanes.iter_mut().for_each(|lane| lane.stream = first);
@@ -310,7 +311,7 @@ impl<'a> Streams<'a> {
                 self.cases += 3;
             }
             if launch % 16 == 15 {
-                // A graph of all comes behind what all have under way.
+                // A graph with calls of all communicators waits for what each has under way.
                 self.synchronize()?;
                 of_all.launch(pool, self.lanes[0].stream)?;
                 self.synchronize()?;

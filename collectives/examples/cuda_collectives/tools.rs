@@ -1,4 +1,4 @@
-//! What checks put on a stream so that the host need not wait: a count of bytes that differ, a pause,
+//! Operations that checks put on a stream so that the host need not wait: counting bytes that differ, pauses,
 //! copies and fills.
 //!
 //! The two kernels are in PTX, which the driver itself compiles.
@@ -83,7 +83,7 @@ const THREADS: c_uint = 512;
 const MOST_BLOCKS: u64 = 264;
 /// `CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT`
 const CARVEOUT: c_int = 9;
-/// Nothing differed yet.
+/// The second word while nothing has differed.
 const NONE: u64 = u64::MAX;
 
 /// The kernels, loaded on a rank's device, and what they have found.
@@ -95,7 +95,7 @@ pub(crate) struct Tools<'a> {
 }
 
 impl<'a> Tools<'a> {
-    /// Loads the kernels and runs each once: code that is loaded later would wait for what runs.
+    /// Loads the kernels and runs each once, as loading code later might wait for running kernels.
     pub(crate) fn new(pool: &'a Pool) -> Result<Self> {
         let (mut module, mut differences, mut pause): (Handle, Handle, Handle) = (0, 0, 0);
         driver(pool).with_context(|| {
@@ -105,14 +105,14 @@ impl<'a> Tools<'a> {
                 let name = name.as_ptr();
                 call!("cuModuleGetFunction"(
                     &raw mut *function => *mut Handle, module => Handle, name => *const c_char))?;
-                // As the library's kernels divide a processor, so that none keeps another away.
+                // The library's kernels have the same preference, so that none keeps another one from starting.
                 let (function, all_cache) = (*function, 0);
                 call!("cuFuncSetAttribute"(
                     function => Handle, CARVEOUT => c_int, all_cache => c_int))?;
             }
             Ok(())
         })?;
-        // And two words that differ.
+        // Two words that differ, to run the kernel with.
         let found = pool.lane(ORDINARY)?.alloc::<u64>(4)?;
         let tools = Self { pool, differences, pause, found };
         let stream = crate::cuda::stream(pool)?;
@@ -159,7 +159,7 @@ impl<'a> Tools<'a> {
         Ok((word(0), Some(word(8)).filter(|name| *name != NONE)))
     }
 
-    /// As [`Self::found`], and begins anew.
+    /// As [`Self::found`], and resets the count.
     pub(crate) fn take(&self) -> Result<(u64, Option<u64>)> {
         let found = self.found()?;
         self.forget()?;

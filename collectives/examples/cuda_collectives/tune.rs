@@ -1,5 +1,5 @@
-//! Times every algorithm on this device and number of ranks, and writes which was the fastest up to
-//! which size, into a table of `collectives/tables`.
+//! Times every all-reduce algorithm on this device and number of ranks, and writes which was the fastest up to
+//! which size into a table of `collectives/tables`.
 
 use std::path::Path;
 use std::{fs, io};
@@ -16,9 +16,9 @@ mod table_format;
 
 use table_format::{Row, Table};
 
-/// An algorithm stays the choice at the next size while no other is faster by more than this part.
+/// The best algorithm of a size is kept for the next size unless another one is faster by more than this fraction.
 const MARGIN: f64 = 0.02;
-/// Where so many bytes were timed, the last row is for all above.
+/// If so many bytes or more were timed, the last row is for all larger sizes, too.
 const ENDLESS: u64 = 16 << 20;
 
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
@@ -26,14 +26,14 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         return Err(Error::invalid_argument("tune: --out FILE is needed, the table to write into"));
     };
     let (name, world) = (driver(pool).facts().name.clone(), pool.world());
-    // Before anything is timed; the same answer on every rank.
+    // Read before anything is timed; every rank reads the same.
     let mut table = read(path, &name)?;
     let most = options.largest();
     let ordinary = pool.lane(ORDINARY)?;
     let windows: (Block<u8>, Block<u8>) = (pool.alloc(most)?, pool.alloc(most)?);
     let other: (Block<u8>, Block<u8>) = (ordinary.alloc(most)?, ordinary.alloc(most)?);
     pool.commit()?;
-    // Those that leave nothing open.
+    // The algorithms that leave nothing open.
     let open = [AllReduceAlgorithm::Auto, AllReduceAlgorithm::OneShot, AllReduceAlgorithm::TwoShot];
     let algorithms: Vec<_> =
         AllReduceAlgorithm::ALL.into_iter().filter(|algorithm| !open.contains(algorithm)).collect();
@@ -66,7 +66,7 @@ fn failed(path: &Path, error: &dyn std::fmt::Display) -> Error {
     Error::system(format!("the table {}", path.display()), error)
 }
 
-/// The table that is there, or a new one.
+/// The table of the file, or a new one if there is no file.
 fn read(path: &Path, device: &str) -> Result<Table> {
     let table: Table = match fs::read_to_string(path) {
         Ok(text) => serde_json::from_str(&text).map_err(|error| failed(path, &error))?,
@@ -85,7 +85,7 @@ fn read(path: &Path, device: &str) -> Result<Table> {
     )))
 }
 
-/// Up to which size which algorithm is the fastest.
+/// The fastest algorithms, each with the largest size that it is the fastest for.
 fn fastest(times: &Times) -> Vec<(Option<u64>, String)> {
     let mut rows: Vec<(Option<u64>, String)> = Vec::new();
     for (bytes, row) in times {
@@ -105,7 +105,7 @@ fn fastest(times: &Times) -> Vec<(Option<u64>, String)> {
     rows
 }
 
-/// Puts a group of rows in the place of the one that was there.
+/// Replaces a group of rows, or adds it.
 fn replace(table: &mut Table, new: Vec<Row>) {
     let group = |row: &Row| (row.world, !row.lamport, !row.windows);
     let Some(which) = new.first().map(group) else { return };
@@ -114,7 +114,7 @@ fn replace(table: &mut Table, new: Vec<Row>) {
     table.rows.sort_by_key(|row| (group(row), row.up_to.unwrap_or(u64::MAX)));
 }
 
-/// A row a line.
+/// The text of the file, with one line for each row.
 fn text(table: &Table) -> String {
     let plain = |value: serde_json::Result<String>| value.expect("plain data");
     let rows: Vec<String> =
@@ -162,7 +162,7 @@ mod tests {
             algorithm: "two_shot_pull".into(),
         };
         let before = table.rows.len();
-        // A group that is not there yet, and one that may be.
+        // A group that is not in the table yet, and one that may be.
         replace(&mut table, vec![row(3, Some(9)), row(3, None)]);
         assert_eq!(table.rows.len(), before + 2);
         assert!(table.rows.windows(2).any(|pair| pair == [row(3, Some(9)), row(3, None)]));

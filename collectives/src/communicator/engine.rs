@@ -13,13 +13,13 @@ use crate::row_exchange::{LayoutParts, RowPlaces, RowWork};
 use crate::timeout::Timeout;
 use crate::{DType, HostEngine, Place, ReduceOp, RowShape, SplitRows, SplitsAt};
 
-/// One of two, with one face. Both are boxed: they are long, and differ in length.
+/// The engine of host memory or of a device. Both are boxed, as they are large and differ in size.
 pub(super) enum Engine {
     Host(Box<HostEngine>),
     Cuda(Box<CudaEngine>),
 }
 
-/// Input and output, type and operation: what goes together through the calls below.
+/// Where the input and the output of a call lie.
 pub(super) type Places = (Place, Place);
 
 /// # Safety
@@ -65,7 +65,7 @@ impl Engine {
 
     pub(super) fn forget_stream(&mut self, stream: &Stream) -> Result<()> {
         match self {
-            // Nothing is ever pending on a stream there.
+            // In host memory nothing is pending on a stream.
             Self::Host(_) => Ok(()),
             Self::Cuda(cuda) => cuda.forget_stream(*stream),
         }
@@ -78,7 +78,7 @@ impl Engine {
         }
     }
 
-    /// Tells the other ranks that this one cannot make the call; gives back why.
+    /// Declines the call, so that the other ranks get an error too. Returns why.
     pub(super) fn decline(&mut self, why: Error, stream: &Stream) -> Error {
         match self {
             Self::Host(host) => host.decline(why),
@@ -86,16 +86,16 @@ impl Engine {
         }
     }
 
-    /// The same of a rank that cannot make any call any more, which waits for nobody.
+    /// Declines the call on a rank that cannot make any further call. Waits for no other rank.
     pub(super) fn give_up(&mut self, why: Error, stream: &Stream) -> Error {
         match self {
             Self::Host(host) => host.give_up(why),
-            // A kernel waits, not the host; what it finds closes the communicator.
+            // A kernel waits and not the host. If it finds an error, that closes the communicator.
             Self::Cuda(cuda) => cuda.decline(why, *stream),
         }
     }
 
-    /// Refuses a length; the other ranks are told, so that they do not wait.
+    /// Declines the call if a length is not the expected one.
     pub(super) fn fits(
         &mut self,
         what: &str,
@@ -107,7 +107,7 @@ impl Engine {
         expect_length(what, self.rank(), length, expected).map_err(|why| self.decline(why, stream))
     }
 
-    /// The engine in host memory, for what only it does.
+    /// The engine of host memory, for calls that only it has.
     pub(super) fn host(&mut self, what: &str, stream: &Stream) -> Result<&mut HostEngine> {
         if matches!(self, Self::Cuda(_)) {
             self.ready()?;
@@ -130,21 +130,21 @@ impl Engine {
         count: usize,
         dtype: DType,
         op: ReduceOp,
-        asked: RequestedAlgorithm,
+        requested: RequestedAlgorithm,
         stream: &Stream,
     ) -> Result<()> {
         let (input, output) = places;
         match self {
             Self::Host(host) => {
-                let algorithm = asked.algorithm;
+                let algorithm = requested.algorithm;
                 // SAFETY: the caller's promises, as in all that follow.
                 let reduced =
                     unsafe { host.all_reduce(input, output, count, dtype, op, algorithm) };
-                reduced.map_err(|error| asked.blame(error))
+                reduced.map_err(|error| requested.blame(error))
             }
             // SAFETY: as above.
             Self::Cuda(cuda) => unsafe {
-                cuda.all_reduce(places, count, (dtype, op), asked, *stream)
+                cuda.all_reduce(places, count, (dtype, op), requested, *stream)
             },
         }
     }
@@ -246,7 +246,7 @@ impl Engine {
         }
     }
 
-    /// Has what row exchanges need on a device ready.
+    /// Loads the kernels that row exchanges need on a device.
     pub(super) fn load_rows(&mut self) -> Result<()> {
         match self {
             Self::Host(_) => Ok(()),
@@ -254,8 +254,8 @@ impl Engine {
         }
     }
 
-    /// The way there of a row exchange: order, and then the rows' numbers, which always fit, so that
-    /// what is told of the rows themselves ends the call on every rank.
+    /// Sends the rows of a row exchange. They are packed; then their indices are sent, which always fit, and then
+    /// the rows themselves, so that errors about rows end the call in the same place on every rank.
     pub(super) unsafe fn send_rows(
         &mut self,
         shape: &RowShape,
@@ -270,16 +270,16 @@ impl Engine {
             Self::Host(_) => unsafe { work.order(world as usize) },
             Self::Cuda(cuda) => {
                 // SAFETY: as above.
-                unsafe { cuda.order_rows(work, *stream) }?;
+                unsafe { cuda.pack_rows(work, *stream) }?;
                 None
             }
         };
         let (length, capacity) = (shape.rows, LayoutParts::indices(shape, world));
         let rows = SplitRows { dtype: DType::I32, row: 1, length, capacity };
         let splits = splits_at(work.index_splits, 0, 0);
-        let numbers = (places.order, places.source_index);
+        let indices = (places.order, places.source_index);
         // SAFETY: as above.
-        unsafe { self.all_to_all_splits(numbers, &rows, &splits, stream) }?;
+        unsafe { self.all_to_all_splits(indices, &rows, &splits, stream) }?;
         let RowShape { row, dtype, .. } = *shape;
         let rows = SplitRows { dtype, row, length, capacity: work.capacity as usize };
         let splits = splits_at(work.splits, work.counts, work.offsets);
@@ -294,7 +294,7 @@ impl Engine {
         })
     }
 
-    /// The way back of a row exchange, of as many rows as `length` says at most.
+    /// Sends the rows of a row exchange back; there are at most `length` of them.
     pub(super) unsafe fn send_rows_back(
         &mut self,
         shape: &RowShape,
@@ -309,7 +309,7 @@ impl Engine {
             // SAFETY: the caller's promises, as in all that follow.
             Self::Host(_) => unsafe { work.fit(world) },
             // SAFETY: as above.
-            Self::Cuda(cuda) => unsafe { cuda.fit_rows(work, *stream) }?,
+            Self::Cuda(cuda) => unsafe { cuda.count_fitting_rows(work, *stream) }?,
         }
         let RowShape { rows: capacity, row, dtype } = *shape;
         let rows = SplitRows { dtype, row, length, capacity };
@@ -318,19 +318,19 @@ impl Engine {
         let sent =
             unsafe { self.all_to_all_splits((places.rows, places.packed), &rows, &splits, stream) };
         match self {
-            // Also after an error that left the rest as it should be.
+            // Also after an error, as rows without an error are still written.
             // SAFETY: as above.
             Self::Host(_) => unsafe { work.unpack(world) },
             Self::Cuda(cuda) if sent.is_ok() => {
                 // SAFETY: as above.
-                unsafe { cuda.spread_rows(work, *stream) }?;
+                unsafe { cuda.unpack_rows(work, *stream) }?;
             }
             Self::Cuda(_) => {}
         }
         sent
     }
 
-    /// The engine on a device, for what the host does without one.
+    /// The engine of a device, for calls that need no engine in host memory.
     pub(super) fn cuda(&mut self) -> Result<&mut CudaEngine> {
         match self {
             Self::Cuda(cuda) => Ok(cuda),
@@ -345,7 +345,7 @@ impl Engine {
         }
     }
 
-    /// Waits for what was put on the stream, and says what went wrong there.
+    /// Waits until the stream has done what was put on it, and returns what went wrong there.
     pub(super) fn synchronize(&mut self, stream: &Stream) -> Result<()> {
         match self {
             Self::Host(host) => host.ready(),
@@ -354,7 +354,7 @@ impl Engine {
     }
 }
 
-/// Counts of 64 bits at these addresses; none where that is 0.
+/// Splits of 64 bits at these addresses; 0 stands for no address.
 fn splits_at(input: u64, output: u64, offsets: u64) -> SplitsAt {
     SplitsAt {
         input: input as *const u8,

@@ -7,7 +7,7 @@ use symmpool_allocator::{Block, CONTROL_LANE, Error, Pool, Result, Stream};
 
 use super::engine::Engine;
 use super::peers::{self, still_there};
-use super::refusal::Held;
+use super::refusal::Shared;
 use super::{Communicator, CommunicatorOptions, Inner};
 use crate::algorithm::RequestedAlgorithm;
 use crate::cuda::{CudaEngine, CudaOptions, Ready};
@@ -28,35 +28,35 @@ impl Communicator {
 
     /// [`Self::new`] with options, the same on every rank.
     pub fn with_options(pool: &Pool, options: &CommunicatorOptions) -> Result<Self> {
-        let asked = RequestedAlgorithm::from_env(options.algorithm);
+        let requested = RequestedAlgorithm::from_env(options.algorithm);
         let all_to_all = options.all_to_all.or_environment();
-        // A name that is none fails where all ranks hear of it.
-        let sound = asked.clone().and_then(|_| all_to_all.clone());
-        let sound = sound.and_then(|_| options.check(pool.world()));
+        // An unknown name fails in the commit below, so that all ranks get an error.
+        let valid = requested.clone().and_then(|_| all_to_all.clone());
+        let valid = valid.and_then(|_| options.check(pool.world()));
         let all_to_all = all_to_all.unwrap_or_default();
         let options = &CommunicatorOptions { all_to_all, ..options.clone() };
-        let (engine, control, sided) = if pool.driver().as_cuda().is_some() {
-            let (engine, control) = Self::on_device(pool, options, sound.and(asked.clone()))?;
+        let (engine, control, one_sided) = if pool.driver().as_cuda().is_some() {
+            let (engine, control) = Self::on_device(pool, options, valid.and(requested.clone()))?;
             (engine, control, None)
         } else {
-            Self::in_host_memory(pool, options, sound)?
+            Self::in_host_memory(pool, options, valid)?
         };
         Ok(Self {
             pool: pool.clone(),
-            asked: asked?,
+            requested: requested?,
             timeout: Arc::clone(engine.timeout()),
-            held: Arc::new(Held::new(Inner { engine, windows: pool.windows() }, control)),
-            sided,
+            shared: Arc::new(Shared::new(Inner { engine, windows: pool.windows() }, control)),
+            one_sided,
         })
     }
 
-    /// Stands in for making one where the caller has found its own options wrong: the other ranks hear of
-    /// it in the commit that makes theirs. Returns what to report, which is `why`.
+    /// To be called instead of making a communicator where the caller has found its own options wrong: the other
+    /// ranks get an error from the commit that makes theirs. Returns `why`.
     #[cold]
     pub fn refuse(pool: &Pool, why: Error) -> Error {
         if let Ok(lane) = pool.lane(CONTROL_LANE) {
             lane.note_failure(&why);
-            // What else is amiss is less than what this rank does wrong.
+            // The caller reports its own error, whatever the commit returns.
             let _ = pool.commit();
         }
         why
@@ -65,7 +65,7 @@ impl Communicator {
     fn in_host_memory(
         pool: &Pool,
         options: &CommunicatorOptions,
-        sound: Result<()>,
+        valid: Result<()>,
     ) -> Result<(Engine, Block<u8>, Option<HostSided>)> {
         let driver = pool.driver();
         if !driver.host_accessible() {
@@ -86,32 +86,34 @@ impl Communicator {
             peer_alive: Some(Box::new(alive.clone())),
             all_to_all: options.all_to_all,
         };
-        let bytes = sound.and_then(|()| HostEngine::control_bytes(pool.world(), &engine_options));
+        let bytes = valid.and_then(|()| HostEngine::control_bytes(pool.world(), &engine_options));
         let zero = |block: &Block<u8>| block.write(&vec![0; block.bytes() as usize]);
-        let mut sided = None;
-        let (engine, control) = Self::share(pool, bytes, zero, |control| {
+        let mut one_sided = None;
+        let (engine, control) = Self::on_control_block(pool, bytes, zero, |control| {
             let (offset, bytes) = (control.offset(), control.bytes());
             // SAFETY: the control block is a window, so mapped in every slot; each rank zeroed its
             // own before the commit, which all have passed; its place is given to nobody else
             // before every rank has let go of it (an unordered free, see `drop`). Places passed as
             // windows are covered by windows (`place`).
             let engine = unsafe { HostEngine::new(pool.layout(), offset, bytes, engine_options) }?;
-            // SAFETY: as the engine, it is used by nobody once the communicator is dropped.
-            sided = Some(unsafe { engine.sided(Box::new(alive)) });
+            // SAFETY: like the engine, it is not used once the communicator is dropped.
+            one_sided = Some(unsafe { engine.sided(Box::new(alive)) });
             Ok(Engine::Host(Box::new(engine)))
         })?;
-        Ok((engine, control, sided))
+        Ok((engine, control, one_sided))
     }
 
     fn on_device(
         pool: &Pool,
         options: &CommunicatorOptions,
-        asked: Result<RequestedAlgorithm>,
+        requested: Result<RequestedAlgorithm>,
     ) -> Result<(Engine, Block<u8>)> {
-        // Where that is wrong nothing is made.
+        // If `requested` is an error, no engine is made with these options.
         let (auto, by_environment) = (options.algorithm, false);
         let options = CudaOptions {
-            asked: asked.clone().unwrap_or(RequestedAlgorithm { algorithm: auto, by_environment }),
+            requested: requested
+                .clone()
+                .unwrap_or(RequestedAlgorithm { algorithm: auto, by_environment }),
             timeout: options.timeout,
             inbox: options.device_inbox_bytes,
             scratch: options.device_scratch_bytes,
@@ -120,22 +122,22 @@ impl Communicator {
             concurrent: options.concurrent,
             links: options.links.as_ref().unwrap_or(pool.topology()).clone(),
         };
-        let bytes = asked.and_then(|_| CudaEngine::control_bytes(pool.world(), &options));
+        let bytes = requested.and_then(|_| CudaEngine::control_bytes(pool.world(), &options));
         let ready: Cell<Option<Ready>> = Cell::new(None);
         let prepare = |block: &Block<u8>| {
             ready.set(Some(CudaEngine::prepare(pool, block, &options)?));
             Ok(())
         };
         let alive = Box::new(still_there(pool));
-        Self::share(pool, bytes, prepare, |control| {
+        Self::on_control_block(pool, bytes, prepare, |control| {
             let ready = ready.take().ok_or_else(|| Error::invalid_state("nothing was prepared"))?;
             let engine = CudaEngine::new(pool, control.offset(), &options, ready, alive)?;
             Ok(Engine::Cuda(Box::new(engine)))
         })
     }
 
-    /// Makes a prepared control block of so many bytes a window, and the engine on it.
-    fn share(
+    /// Allocates and prepares a control block of so many bytes, commits it, and builds the engine on it.
+    fn on_control_block(
         pool: &Pool,
         bytes: Result<u64>,
         prepare: impl FnOnce(&Block<u8>) -> Result<()>,
@@ -152,14 +154,14 @@ impl Communicator {
         if let Err(error) = &control {
             lane.note_failure(error);
         }
-        // Also when this rank has no block: the others are in this commit, and hear of it there.
+        // A rank without a block commits too: the other ranks wait in this commit, and get an error there.
         let committed = pool.commit();
         let control = control?;
         committed?;
         match build(&control) {
             Ok(engine) => Ok((engine, control)),
             Err(error) => {
-                // Without order, as other ranks may keep theirs.
+                // An unordered free, as other ranks may keep their blocks.
                 control.free_unordered()?;
                 Err(error)
             }

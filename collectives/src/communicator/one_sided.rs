@@ -1,9 +1,8 @@
-//! One-sided operations: copies and signals between two ranks, outside the order of collectives.
+//! One-sided operations: copies and signals between two ranks, which are in no order with collectives.
 //!
-//! They are no calls of the communicator as collectives are: ranks need not make the same ones,
-//! they have no epoch, and nothing is compared on entry (rules S1, S2 and S6 are about collectives).
-//! They commit nothing either, as that takes all ranks. What is wrong with their arguments is told
-//! to the caller alone.
+//! They are not collective: ranks need not make the same ones, they have no epoch, and there is no
+//! handshake (rules S1, S2 and S6 are about collectives). They commit nothing either, as that takes all
+//! ranks. Wrong arguments are reported to the caller alone.
 
 #![allow(unsafe_code)] // copies between raw memory of ranks
 
@@ -45,7 +44,7 @@ impl Communicator {
         peer: u32,
         stream: &Stream,
     ) -> Result<()> {
-        self.own("put", src, peer)?;
+        self.check_block("put", src, peer)?;
         let to = self.element("put", dst, at, src.len(), peer)?;
         // SAFETY: both blocks are borrowed, so live and mapped, for this length. Whoever else
         // touches them meanwhile does so through raw pointers as well: there are no references into
@@ -69,7 +68,7 @@ impl Communicator {
         peer: u32,
         stream: &Stream,
     ) -> Result<()> {
-        self.own("get", dst, peer)?;
+        self.check_block("get", dst, peer)?;
         let from = self.element("get", src, at, dst.len(), peer)?;
         // SAFETY: as in `put`.
         unsafe { self.get_at(dst.as_ptr().cast(), from, dst.bytes() as usize, peer, stream) }
@@ -85,7 +84,7 @@ impl Communicator {
         channel: u32,
         stream: &Stream,
     ) -> Result<()> {
-        self.own("put_signal", src, peer)?;
+        self.check_block("put_signal", src, peer)?;
         let to = self.element("put_signal", dst, at, src.len(), peer)?;
         let bytes = src.bytes() as usize;
         // SAFETY: as in `put`.
@@ -150,7 +149,7 @@ impl Communicator {
         channel: u32,
         stream: &Stream,
     ) -> Result<()> {
-        self.paired("put_signal", peer, channel)?;
+        self.check_channel("put_signal", peer, channel)?;
         let to = self.remote("put_signal", dst as u64, bytes as u64, peer)?;
         let copy = self.copy("put_signal", (src as u64, to), bytes as u64, peer)?;
         // SAFETY: the caller's promise about this rank's memory; the peer's is a window.
@@ -162,18 +161,18 @@ impl Communicator {
     /// [`Self::wait`] has taken the signal: copies into its memory as well as this rank's own.
     ///
     /// Signals are counted, in 64 bits, and may run ahead of the waits without bound. `peer` may be
-    /// this rank. On a device the count is kept in device memory, so a captured signal is one signal
-    /// more in every replay of its graph; signals to one peer on one channel run in the order of
-    /// the calls, also from several streams. What is captured is ordered by whoever launches the
-    /// graphs: two that signal one peer on one channel, or wait there, are not to run at once.
+    /// this rank. On a device the count is kept in device memory, so each replay of a graph sends its
+    /// captured signals again. Signals to one peer on one channel run in the order of
+    /// the calls, also from several streams. Captured ones are ordered by whoever launches the
+    /// graphs: two graphs that signal one peer on one channel, or wait there, must not run at once.
     ///
     /// # Errors
     ///
     /// `is_invalid_argument` for a peer or a channel that there is not; why the communicator is
     /// closed, if it is.
     pub fn signal(&self, peer: u32, channel: u32, stream: &Stream) -> Result<()> {
-        self.paired("signal", peer, channel)?;
-        match &self.sided {
+        self.check_channel("signal", peer, channel)?;
+        match &self.one_sided {
             Some(host) => host.signal(peer, channel),
             None => self.lock().engine.cuda()?.signal(peer, channel, *stream),
         }
@@ -181,8 +180,8 @@ impl Communicator {
 
     /// Waits for the next signal of `peer` on a channel: the nth wait takes the nth signal, whether
     /// it came before or comes later. In host memory this blocks the calling thread and no other;
-    /// on a device `stream` waits, in a kernel of one small block. That takes its place on the device
-    /// meanwhile, so a signal is not to depend on a collective that this rank runs on another stream
+    /// on a device `stream` waits, in a kernel of one small block. The block stays resident on the device
+    /// meanwhile, so the signal must not depend on a collective that this rank runs on another stream
     /// at the same time: a large one needs the whole device.
     ///
     /// # Errors
@@ -192,11 +191,11 @@ impl Communicator {
     /// - in host memory from this call. No signal is taken then, and the communicator can be used
     ///   on; `is_peer_lost` if the peer's process is gone.
     /// - on a device from [`Self::synchronize`] or the next call; the time begins when `stream`
-    ///   comes to the wait. What follows on the stream was to use what the signal stands for, so the
-    ///   communicator is closed on this rank: nothing more of it runs but copies of large calls.
+    ///   comes to the wait. The communicator is closed on this rank, as what follows on the stream relies on the
+    ///   signal: none of its operations run any more, except copies of large calls.
     pub fn wait(&self, peer: u32, channel: u32, timeout: Duration, stream: &Stream) -> Result<()> {
-        self.paired("wait", peer, channel)?;
-        match &self.sided {
+        self.check_channel("wait", peer, channel)?;
+        match &self.one_sided {
             Some(host) => host.wait(peer, channel, timeout),
             None => self.lock().engine.cuda()?.wait((peer, channel), timeout, *stream),
         }
@@ -204,8 +203,8 @@ impl Communicator {
 
     /// Waits for every other rank to come to the same barrier: a [`Self::signal`] to each on a channel,
     /// and a [`Self::wait`] for one of each. What a rank did before is visible to all after it. No
-    /// collective: barriers on a channel are in an order of their own, which signals and waits that a
-    /// program makes there itself would disturb.
+    /// collective: barriers count signals on a channel, so do not use [`Self::signal`] and [`Self::wait`] on the same
+    /// channel.
     ///
     /// # Errors
     ///
@@ -216,8 +215,8 @@ impl Communicator {
     ///   the nth success on each rank is of the same barrier.
     /// - on a device `timeout` is for each peer, and the communicator is closed when it runs out.
     pub fn barrier_on(&self, channel: u32, timeout: Duration, stream: &Stream) -> Result<()> {
-        self.paired("a barrier", self.rank(), channel)?;
-        if let Some(host) = &self.sided {
+        self.check_channel("a barrier", self.rank(), channel)?;
+        if let Some(host) = &self.one_sided {
             return host.barrier(channel, timeout);
         }
         let (rank, world) = (self.rank(), self.world());
@@ -239,7 +238,7 @@ impl Communicator {
     ) -> Result<()> {
         let Copy { from, to, bytes } = *copy;
         tracing::trace!(rank = self.rank(), peer, bytes, ?channel, "one-sided copy");
-        match &self.sided {
+        match &self.one_sided {
             Some(host) => {
                 // SAFETY: the caller's promise; the ends do not overlap (see `copy`).
                 unsafe { host.copy(from, to, bytes as usize) }?;
@@ -253,8 +252,13 @@ impl Communicator {
         }
     }
 
-    /// Refuses a block of another pool, which whoever makes the copy may not reach.
-    pub(super) fn own<T: Pod>(&self, what: &str, block: &Block<T>, peer: u32) -> Result<()> {
+    /// Refuses a block of another pool, which the device or process that copies may not reach.
+    pub(super) fn check_block<T: Pod>(
+        &self,
+        what: &str,
+        block: &Block<T>,
+        peer: u32,
+    ) -> Result<()> {
         if self.pool.layout().locate(block.address()) == Some((self.rank(), block.offset())) {
             return Ok(());
         }
@@ -265,7 +269,7 @@ impl Communicator {
         )))
     }
 
-    /// This rank's address of element `at` of a block, of which there are `count` more.
+    /// This rank's address of element `at` of a block, from which on there must be `count` elements.
     fn element<T: Pod>(
         &self,
         what: &str,
@@ -287,7 +291,7 @@ impl Communicator {
 
     /// Where `peer` has what this rank has in `bytes` bytes of windows from `address` on.
     fn remote(&self, what: &str, address: u64, bytes: u64, peer: u32) -> Result<u64> {
-        self.paired(what, peer, 0)?;
+        self.check_channel(what, peer, 0)?;
         if bytes == 0 {
             return Ok(address);
         }
@@ -308,7 +312,7 @@ impl Communicator {
         if !self.pool.windows().covers(address, bytes) {
             return refuse("they are not all in windows; commit the pool after allocating");
         }
-        let own = self.held.control();
+        let own = self.shared.control();
         if let Some((begin, length)) = own
             && offset < begin + length
             && begin < offset.saturating_add(bytes)
@@ -338,8 +342,8 @@ impl Communicator {
         )))
     }
 
-    /// Refuses peers and channels that there are not.
-    fn paired(&self, what: &str, peer: u32, channel: u32) -> Result<()> {
+    /// Refuses peers and channels that do not exist.
+    fn check_channel(&self, what: &str, peer: u32, channel: u32) -> Result<()> {
         if peer >= self.world() {
             return Err(Error::invalid_argument(format!(
                 "{what} on rank {} with rank {peer}: there are {} ranks",

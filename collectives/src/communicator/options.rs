@@ -8,51 +8,50 @@ use symmpool_allocator::{Error, Result};
 use super::Communicator;
 use crate::{AllReduceAlgorithm, AllToAllAlgorithm, HostOptions};
 
-/// How a [`Communicator`] behaves. The same on every rank, but for what says otherwise.
+/// How a [`Communicator`] behaves. The same on every rank, except where an option says otherwise.
 #[derive(Clone, Debug)]
 pub struct CommunicatorOptions {
     /// Longest wait for a late rank (rule S5). Default 30 s. A rank of this machine whose process
-    /// is gone is noticed sooner.
+    /// is gone is found sooner.
     pub timeout: Duration,
-    /// How all-reduces go about it. Results have the same bits with each. Default: `Auto`, which is
-    /// by links, size and kind of memory, on devices by what was measured on such; or what the
-    /// environment names in `SYMMPOOL_ALL_REDUCE`, on every rank, where it is not empty.
+    /// The algorithm of all-reduces. Results have the same bits with each. Default: what the environment variable
+    /// `SYMMPOOL_ALL_REDUCE` names, the same on every rank; or, where it is not set or empty, `Auto`, which
+    /// selects by links, size and kind of memory, and on known devices by what was measured.
     pub algorithm: AllReduceAlgorithm,
-    /// How all-to-alls go about it, on devices all-gathers and broadcasts as well. Results are the same
-    /// with each. Default: `Auto`, or what the environment names in `SYMMPOOL_ALL_TO_ALL`, on every rank,
-    /// where it is not empty.
+    /// The algorithm of all-to-alls, and on devices of all-gathers and broadcasts. Results are the same
+    /// with each. Default: what the environment variable `SYMMPOOL_ALL_TO_ALL` names, the same on every rank; or
+    /// `Auto`, where it is not set or empty.
     pub all_to_all: AllToAllAlgorithm,
     /// Bytes of scratch per parity, of which there are two; see [`HostOptions::scratch_bytes`].
     /// Default 2 MiB. In host memory.
     pub scratch_bytes: u64,
-    /// On a device: bytes of each of the three parts of an inbox, which hold what ranks send each
-    /// other in one call of up to some MiB, twice the size of an all-reduce as a rule. A multiple
-    /// of 4096, at least 1 MiB. Larger calls go in pieces. Default 32 MiB.
+    /// On a device: bytes of each of the three parts of an inbox, which holds what ranks send each
+    /// other in one call of up to some MiB: usually twice the bytes of an all-reduce. A multiple
+    /// of 4096, at least 1 MiB. Larger calls take several launches. Default 32 MiB.
     pub device_inbox_bytes: u64,
-    /// On a device: bytes of scratch, where shares of large calls wait to be reduced: all but a
-    /// rank's own. A multiple of 4096, at least 1 MiB. Larger calls go in rounds, which cost some
-    /// microseconds each. Default 192 MiB, which holds those of 256 MiB from 4 ranks. A
-    /// communicator takes as much, three times the inbox, and 117 MiB, of which 16 MiB are for messages
-    /// between two ranks; with less scratch than 64 MiB a quarter of that is.
+    /// On a device: bytes of scratch, where the shares that peers send in large calls wait to be
+    /// reduced. A multiple of 4096, at least 1 MiB. Larger calls take rounds, which cost some
+    /// microseconds each. Default 192 MiB, which is enough for 256 MiB on 4 ranks. The memory of a
+    /// communicator is the scratch, three times the inbox, and 117 MiB, of which 16 MiB are for send and recv;
+    /// with less than 64 MiB of scratch, a quarter of the scratch is for send and recv.
     pub device_scratch_bytes: u64,
-    /// On a device: communicators whose calls may be under way there at once, on several streams; 1 to 16.
-    /// A kernel keeps its place on the device while it waits for a peer. If one takes all of it, another
-    /// communicator's waits outside, and ranks that began with different ones wait for each other until
-    /// time is over. So each takes its share of two thirds of the processors, which large calls pay for.
-    /// `None`, the default: as many as there are streams that communicators of this process have their calls
-    /// on there, and one more for each that has made none yet, has changed its stream, or has calls in graphs,
-    /// as its next may be anywhere. If that is one, it takes everything, unless
-    /// [`leave_room`](crate::leave_room) says otherwise. A graph keeps what held when it captured a call: before
-    /// capturing have all communicators made, or say how many there will be. Ranks may differ.
+    /// On a device: how many communicators may have calls under way there at once, on several streams; 1 to 16.
+    /// A kernel stays resident on the device while it waits for a peer. If it occupies the whole device, another
+    /// communicator's kernel cannot start, and ranks that began with different communicators wait for each other
+    /// until the timeout. So each communicator has an SM budget, its share of two thirds of the processors, which
+    /// makes large calls slower. `None`, the default: as many as there are streams that communicators of this
+    /// process have their calls on there, and one more for each communicator that has made no call yet, has
+    /// changed its stream, or has calls in graphs, as its next call may be on any stream. If that is one, it uses
+    /// the whole device, unless [`share_sms`](crate::share_sms) was called. A graph keeps the budget that its
+    /// calls were captured with: make all communicators before capturing, or set this. Ranks may differ.
     pub concurrent: Option<u32>,
-    /// The number of the first call, 1 or more. Default 1; others serve to test what happens when
-    /// numbers have used up their bits.
+    /// The number of the first call, 1 or more. Default 1; larger ones serve to test what happens when
+    /// numbers overflow.
     pub first_epoch: u32,
-    /// How the ranks are linked, where it is not as the pool's topology says: for trying out a
-    /// machine that is not there. In host memory all-reduces on a hybrid cube mesh move data over direct
-    /// links only ([`AllReduceAlgorithm::CubeMesh`]); on devices LL128
+    /// How the ranks are linked, to try out another topology than the pool's. In host memory all-reduces on a
+    /// hybrid cube mesh move data over direct links only ([`AllReduceAlgorithm::CubeMesh`]); on devices LL128
     /// ([`AllReduceAlgorithm::OneShotLl128`]) is for ranks that are all linked directly. Other collectives
-    /// do not ask for links. Default: [`Pool::topology`](symmpool_allocator::Pool::topology).
+    /// do not depend on links. Default: [`Pool::topology`](symmpool_allocator::Pool::topology).
     pub links: Option<Topology>,
 }
 
@@ -74,20 +73,20 @@ impl Default for CommunicatorOptions {
 }
 
 /// The most communicators whose calls may be under way at once.
-const MOST_CONCURRENT: u32 = 16;
+const MAX_CONCURRENT: u32 = 16;
 
 impl CommunicatorOptions {
-    /// Refuses what makes no sense, whatever the memory, so that it is found on any machine.
+    /// Refuses invalid options, also those for another kind of memory, so that they are found on any machine.
     pub(super) fn check(&self, world: u32) -> Result<()> {
         let refuse = |why: String| Err(Error::invalid_argument(why));
         check_timeout(self.timeout)?;
         if self.first_epoch == 0 {
             return refuse("first epoch 0: calls count from 1".to_owned());
         }
-        if let Some(told) = self.concurrent.filter(|told| !(1..=MOST_CONCURRENT).contains(told)) {
+        if let Some(wrong) = self.concurrent.filter(|count| !(1..=MAX_CONCURRENT).contains(count)) {
             return refuse(format!(
-                "concurrent {told}: communicators whose calls are under way at once, 1 to \
-                 {MOST_CONCURRENT}"
+                "concurrent {wrong}: how many communicators may have calls under way at once, 1 to \
+                 {MAX_CONCURRENT}"
             ));
         }
         match &self.links {
@@ -106,12 +105,12 @@ impl Communicator {
         self.timeout.get()
     }
 
-    /// Changes how long this rank's calls wait for a late rank. Talks to nobody: ranks whose times differ
-    /// give up at different times. A call under way keeps its time, and so does what is on a stream
-    /// already, or captured in a graph. Needs no turn: a call under way in another thread holds it up no
-    /// more than it is held up. Commits wait as long as the group's timeout says.
+    /// Changes how long this rank's calls wait for a late rank. It is not collective: ranks with different
+    /// timeouts give up at different times. A call under way keeps its timeout, and so do calls that are on a stream
+    /// already, or captured in a graph. Does not wait for a call under way in another thread. Commits
+    /// wait as long as the group's timeout says.
     ///
-    /// Fails with [`Error::is_invalid_argument`] for a time of nothing.
+    /// Fails with [`Error::is_invalid_argument`] for a timeout of zero.
     pub fn set_timeout(&self, timeout: Duration) -> Result<()> {
         check_timeout(timeout)?;
         self.timeout.set(timeout);
@@ -121,7 +120,7 @@ impl Communicator {
 
 fn check_timeout(timeout: Duration) -> Result<()> {
     if timeout.is_zero() {
-        let why = "timeout: calls wait longer than nothing; pass a time above zero";
+        let why = "timeout: zero; pass a time above zero";
         return Err(Error::invalid_argument(why));
     }
     Ok(())

@@ -1,55 +1,51 @@
-//! Messages between two ranks: `send` and `recv`, outside the order of collectives.
+//! Send and recv between two ranks, which are in no order with collectives.
 //!
-//! As one-sided operations they have no epoch, commit nothing, and tell what is wrong with their
-//! arguments to the caller alone; but who receives compares what came with what was expected.
+//! As one-sided operations they have no epoch, commit nothing, and report wrong arguments to the caller alone. But
+//! the receiver compares the message's length with the one it expects.
 
-#![allow(unsafe_code)] // messages from and into raw memory
+#![allow(unsafe_code)] // sends from and receives into raw memory
 
 use bytemuck::Pod;
 use symmpool_allocator::{Block, Error, Result, Stream};
 
 use super::Communicator;
 use crate::DType;
-use crate::p2p::Length;
+use crate::p2p::{Direction, Length};
 
 impl Communicator {
-    /// Sends `input` to `peer`, whose next [`Self::recv`] from this rank takes it: as many elements, of
-    /// the same size. Any memory of the pool will do, and nothing is committed.
+    /// Sends `input` to `peer`, whose next [`Self::recv`] from this rank receives it. That must expect as many
+    /// elements, of the same size. `input` is any memory of the pool, and nothing is committed.
     ///
     /// Messages from one rank to another are received in the order in which they are sent, whatever
-    /// streams or threads send them. Messages of other ranks, those of the other direction, and
-    /// collectives are in no order with them.
+    /// streams or threads send them. They are in no order with messages of other ranks, messages in the other
+    /// direction, and collectives.
     ///
     /// A send is complete when `input` may be written again: in host memory when it returns, on a device
-    /// when `stream` is past it. It does not wait for the receiver as long as there is room: between two
-    /// ranks on devices for eight messages of up to 16 KiB, and of longer ones for 1 MiB in each of up to
-    /// 16 lanes; for four of up to 64 KiB in host memory. With more ranks or little scratch
-    /// ([`CommunicatorOptions`](super::CommunicatorOptions)) there is less. Beyond that it waits, as a
-    /// receive does; so ranks that are to exchange long messages do so on two streams, or two threads.
+    /// when `stream` is past it. It does not wait for the receiver as long as the receiver has free slots: between
+    /// two ranks on devices, for eight messages of up to 16 KiB, or for 1 MiB in each of up to 16 lanes of longer
+    /// messages; in host memory, for four messages of up to 64 KiB. With more ranks or little scratch
+    /// ([`CommunicatorOptions`](super::CommunicatorOptions)) there are fewer. Beyond that it waits, as a
+    /// receive does; so ranks that exchange long messages need two streams, or two threads, for it.
     ///
-    /// On a device it is a kernel of 16 blocks at most. Two of those for each peer, one each way, are
-    /// not to keep out a collective that others wait for: from the first message on, the device's
-    /// communicators leave a third of it free, as after [`leave_room`](crate::leave_room). Call that
-    /// before the first collective that may be under way beside a message. Counts are kept in device
-    /// memory, so captured messages are messages more in every replay of their graph; whoever launches
-    /// graphs sees that no two with messages of one direction between two ranks run at once.
+    /// On a device it is a kernel of at most 16 blocks. Up to two such kernels for each peer, one in each direction,
+    /// must not keep out a collective that other ranks wait for. So from the first send or recv on, the device's
+    /// communicators leave a third of its SMs free, as after [`share_sms`](crate::share_sms). Call that
+    /// before the first collective that may be under way at the same time as a send or recv. Counts of messages are
+    /// kept in device memory, so each replay of a graph sends or receives its captured messages again. Do not run
+    /// two graphs at once that have messages in the same direction between the same two ranks.
     ///
     /// # Errors
     ///
-    /// `is_invalid_argument` for a peer that is no rank or is this one, for elements of more than 255
-    /// bytes, and for memory of others; why the communicator is closed, if it is. What closes it, in
-    /// host memory from this call, on a device from [`Self::synchronize`] or a later call:
-    /// - `is_diverged` where the receiver expects something else. Both ranks name both lengths, and
-    ///   nothing is written to the receiver's output. The sender, whose input may be gone by then, hears
-    ///   of it in its next message to or from anybody.
-    /// - `is_timeout`, or `is_peer_lost` where its process is gone, where the peer does not receive what
-    ///   there is no room for within the communicator's timeout.
+    /// `is_invalid_argument` for a peer that is no rank or is this rank, for elements of more than 255
+    /// bytes, and for memory of other ranks; why the communicator is closed, if it is. These close it; they are
+    /// returned by this call in host memory, and by [`Self::synchronize`] or a later call on a device:
+    /// - `is_diverged` where the receiver expects something else. Both ranks' errors name both lengths, and
+    ///   nothing is written to the receiver's output. The sender's call may have returned by then; its next send or
+    ///   recv with any peer returns the error.
+    /// - `is_timeout`, or `is_peer_lost` if the peer's process is gone, where the peer does not receive
+    ///   messages that fill all its slots within the communicator's timeout.
     pub fn send<T: Pod>(&self, input: &Block<T>, peer: u32, stream: &Stream) -> Result<()> {
-        self.mine("send", input, peer)?;
-        let length = self.length("send", peer, input.len(), size_of::<T>())?;
-        // SAFETY: the block is borrowed, so live and mapped, for this length. Whoever writes it
-        // meanwhile does so through raw pointers as well: there are no references into blocks.
-        unsafe { self.send_message(input.as_ptr().cast(), length, peer, stream) }
+        self.block_send_or_recv(Direction::Send, input, peer, stream)
     }
 
     /// Receives `peer`'s next message for this rank into `output`, which it fills. See [`Self::send`].
@@ -60,10 +56,7 @@ impl Communicator {
     ///
     /// As [`Self::send`]; `is_timeout` and `is_peer_lost` where no message comes.
     pub fn recv<T: Pod>(&self, output: &Block<T>, peer: u32, stream: &Stream) -> Result<()> {
-        self.mine("recv", output, peer)?;
-        let length = self.length("recv", peer, output.len(), size_of::<T>())?;
-        // SAFETY: as in `send`.
-        unsafe { self.receive_message(output.as_ptr().cast(), length, peer, stream) }
+        self.block_send_or_recv(Direction::Receive, output, peer, stream)
     }
 
     /// Sends `count` elements from `input` on, which is any memory. Otherwise as [`Self::send`].
@@ -80,10 +73,9 @@ impl Communicator {
         peer: u32,
         stream: &Stream,
     ) -> Result<()> {
-        let length = self.length("send", peer, count, dtype.size())?;
-        self.reachable("send", input as u64, length, peer)?;
-        // SAFETY: the caller's promise.
-        unsafe { self.send_message(input, length, peer, stream) }
+        let end = (Direction::Send, input.cast_mut());
+        // SAFETY: the caller's promise; a send does not write to the memory.
+        unsafe { self.send_or_recv_at(end, count, dtype, peer, stream) }
     }
 
     /// Receives `count` elements to `output`, which is any memory. Otherwise as [`Self::recv`].
@@ -100,70 +92,70 @@ impl Communicator {
         peer: u32,
         stream: &Stream,
     ) -> Result<()> {
-        let length = self.length("recv", peer, count, dtype.size())?;
-        self.reachable("recv", output as u64, length, peer)?;
         // SAFETY: the caller's promise.
-        unsafe { self.receive_message(output, length, peer, stream) }
+        unsafe { self.send_or_recv_at((Direction::Receive, output), count, dtype, peer, stream) }
+    }
+
+    fn block_send_or_recv<T: Pod>(
+        &self,
+        direction: Direction,
+        block: &Block<T>,
+        peer: u32,
+        stream: &Stream,
+    ) -> Result<()> {
+        let what = direction.name();
+        self.check_other_rank(what, peer)?;
+        self.check_block(what, block, peer)?;
+        let length = Length::new(what, self.rank(), block.len(), size_of::<T>())?;
+        // SAFETY: the block is borrowed, so live and mapped, for this length. Whoever else touches it meanwhile
+        // does so through raw pointers as well: there are no references into blocks.
+        unsafe { self.send_or_recv((direction, block.as_ptr().cast()), length, peer, stream) }
     }
 
     /// # Safety
     ///
-    /// As [`Self::send_at`], of the length's bytes; the peer is another rank.
-    unsafe fn send_message(
+    /// As [`Self::send_at`] or [`Self::recv_at`].
+    unsafe fn send_or_recv_at(
         &self,
-        input: *const u8,
-        length: Length,
+        (direction, memory): (Direction, *mut u8),
+        count: usize,
+        dtype: DType,
         peer: u32,
         stream: &Stream,
     ) -> Result<()> {
-        tracing::trace!(rank = self.rank(), peer, %length, "send");
-        match &self.sided {
-            // SAFETY: the caller's promise, here and below.
-            Some(host) => unsafe { host.send(input, length, peer) },
-            None => {
-                let mut inner = self.lock();
-                // SAFETY: as above.
-                unsafe { inner.engine.cuda()?.send(input as u64, length, peer, *stream) }
-            }
-        }
+        let what = direction.name();
+        self.check_other_rank(what, peer)?;
+        let length = Length::new(what, self.rank(), count, dtype.size())?;
+        self.check_own_memory(what, memory as u64, length, peer)?;
+        // SAFETY: the caller's promise.
+        unsafe { self.send_or_recv((direction, memory), length, peer, stream) }
     }
 
     /// # Safety
     ///
-    /// As [`Self::recv_at`], of the length's bytes; the peer is another rank.
-    unsafe fn receive_message(
+    /// As [`Self::send_at`] or [`Self::recv_at`], for the length's bytes; the peer is another rank.
+    unsafe fn send_or_recv(
         &self,
-        output: *mut u8,
+        (direction, memory): (Direction, *mut u8),
         length: Length,
         peer: u32,
         stream: &Stream,
     ) -> Result<()> {
-        tracing::trace!(rank = self.rank(), peer, %length, "recv");
-        match &self.sided {
-            // SAFETY: the caller's promise, here and below.
-            Some(host) => unsafe { host.receive(output, length, peer) },
+        tracing::trace!(rank = self.rank(), peer, %length, "{}", direction.name());
+        match &self.one_sided {
+            // SAFETY: the caller's promise.
+            Some(host) => unsafe { host.send_or_recv((direction, memory), length, peer) },
             None => {
                 let mut inner = self.lock();
-                // SAFETY: as above.
-                unsafe { inner.engine.cuda()?.receive(output as u64, length, peer, *stream) }
+                let cuda = inner.engine.cuda()?;
+                // SAFETY: the caller's promise.
+                unsafe { cuda.send_or_recv((direction, memory as u64), length, peer, *stream) }
             }
         }
-    }
-
-    /// Refuses a peer that is no other rank, and a block of another pool.
-    fn mine<T: Pod>(&self, what: &str, block: &Block<T>, peer: u32) -> Result<()> {
-        self.other(what, peer)?;
-        self.own(what, block, peer)
-    }
-
-    /// What a message with a peer is, which is another rank.
-    fn length(&self, what: &str, peer: u32, count: usize, element: usize) -> Result<Length> {
-        self.other(what, peer)?;
-        Length::new(what, self.rank(), count, element)
     }
 
     /// Refuses a peer that is no rank, or this one: a message to oneself is a copy.
-    fn other(&self, what: &str, peer: u32) -> Result<()> {
+    fn check_other_rank(&self, what: &str, peer: u32) -> Result<()> {
         let (rank, world) = (self.rank(), self.world());
         if peer == rank || peer >= world {
             let why = if peer == rank {
@@ -178,8 +170,8 @@ impl Communicator {
         Ok(())
     }
 
-    /// Refuses what is no memory of this rank.
-    fn reachable(&self, what: &str, address: u64, length: Length, peer: u32) -> Result<()> {
+    /// Refuses memory of another rank, and null.
+    fn check_own_memory(&self, what: &str, address: u64, length: Length, peer: u32) -> Result<()> {
         let (rank, bytes) = (self.rank(), length.bytes());
         let elsewhere =
             |address| self.pool.layout().locate(address).is_some_and(|(slot, _)| slot != rank);

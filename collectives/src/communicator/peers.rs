@@ -21,22 +21,22 @@ fn number(pid: u32) -> Option<Pid> {
 /// The processes of a pool's ranks, as far as this one can see them.
 struct Processes(Vec<Process>);
 
-/// Tells whether a rank can still take part in calls: its process runs and has the pool. A few system
-/// calls, for those who have waited for a while.
+/// Says whether a rank can still take part in calls: its process runs and has the pool. That takes a few system
+/// calls, so it is asked only after waiting for a while.
 pub(super) fn still_there(pool: &Pool) -> impl Fn(u32) -> bool + Clone + Send + Sync + 'static {
     let (processes, pool) = (Arc::new(Processes::of(pool)), pool.clone());
-    // A rank that runs on without its pool has no communicator either, which would keep that.
+    // A rank that dropped its pool has no communicator either, as a communicator keeps its pool.
     move |rank| processes.alive(rank) && !pool.has_left(rank)
 }
 
 enum Process {
-    /// Out of sight, or this process itself.
+    /// Not visible to this process, or this process itself.
     Unknown,
-    /// Readable once the process has ended, also before anybody has waited for it.
+    /// Readable once the process has ended, even before its parent has waited for it.
     Handle(OwnedFd),
-    /// Where the kernel gives no handles. A number may come to mean another process.
+    /// Used where the kernel has no process handles. The number may be given to another process later.
     Number(Pid),
-    /// Ended before it was looked for.
+    /// Ended before its handle was opened.
     Gone,
 }
 
@@ -50,7 +50,7 @@ impl Processes {
         Self((0..pool.world()).map(open).collect())
     }
 
-    /// Whether `rank`'s process runs; true also where that cannot be seen.
+    /// Whether `rank`'s process runs; also true where that is not known.
     fn alive(&self, rank: u32) -> bool {
         match self.0.get(rank as usize) {
             Some(Process::Gone) => false,
@@ -89,7 +89,7 @@ mod tests {
         let number = Pid::from_raw(pid as i32).unwrap();
         let processes = Processes(vec![Process::open(pid), Process::Number(number)]);
         assert!(processes.alive(0) && processes.alive(1));
-        assert!(processes.alive(7), "who is not known is not called dead");
+        assert!(processes.alive(7), "an unknown rank is not reported as dead");
         drop(child.stdin.take());
         child.wait().unwrap();
         assert!(!processes.alive(0) && !processes.alive(1));

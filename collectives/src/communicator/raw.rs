@@ -1,7 +1,7 @@
-//! The same calls on addresses: for callers whose memory is not a block's own type, such as tensors
-//! of another language.
+//! The same calls on addresses, for callers whose memory is no [`Block`](symmpool_allocator::Block), such as
+//! tensors of another language.
 //!
-//! An address inside a window is used where it lies; other memory is staged, as slices are. Which of
+//! Memory inside a window is used where it lies; other memory is staged through scratch, as slices are. Which of
 //! the two it is follows from the address alone.
 
 #![allow(unsafe_code)] // callers hand over raw memory, and promise what it is
@@ -34,7 +34,7 @@ impl Communicator {
         let from = self.place_at(&mut inner, input.cast_mut(), bytes, stream)?;
         let to = self.place_at(&mut inner, output, bytes, stream)?;
         // SAFETY: the caller's promise, for this count; windows are covered (`place_at`).
-        unsafe { inner.engine.all_reduce((from, to), count, dtype, op, self.asked, stream) }
+        unsafe { inner.engine.all_reduce((from, to), count, dtype, op, self.requested, stream) }
     }
 
     /// Reduces part `r` of every rank's `input` into rank `r`'s `output` of `count` elements; the
@@ -151,7 +151,7 @@ impl Communicator {
         unsafe { inner.engine.all_to_all_v((from, to), sizes, dtype, stream) }
     }
 
-    /// Where memory lies, for the engine; as [`Self::place`] for what may be no block of the pool.
+    /// Where memory lies, for the engine: as [`Self::place`], for memory that may be no block of the pool.
     pub(super) fn place_at(
         &self,
         inner: &mut Inner,
@@ -183,8 +183,8 @@ impl Communicator {
         Ok(Place::Window(offset))
     }
 
-    /// Refuses what begins in this rank's slot and is in no windows, nor can be memory of a lane that
-    /// is not shared: what begins in a window and leaves them, or leaves the lane that it begins in.
+    /// Refuses memory that begins in this rank's slot but is neither covered by windows nor memory of a lane that
+    /// is not shared: it begins in a window and ends outside, or ends outside the lane that it begins in.
     fn may_be_plain(&self, windows: &Windows, address: u64, bytes: u64) -> Result<()> {
         let layout = self.pool.layout();
         let Some((slot, offset)) = layout.locate(address).filter(|_| bytes > 0) else {
@@ -196,7 +196,7 @@ impl Communicator {
                 .checked_sub(base)
                 .is_some_and(|from| from.checked_add(bytes).is_some_and(|end| end <= range))
         });
-        // While a graph is captured a block may lie in windows with its beginning alone.
+        // While a graph is captured, no commit can be made, so only the beginning of a block may be in a window.
         let leaves = windows.find(address).is_some() && !self.pool.is_commit_due();
         if in_lane && !leaves {
             return Ok(());
@@ -207,7 +207,7 @@ impl Communicator {
         )))
     }
 
-    /// `world` times as many bytes. More than there can be stays more than there can be.
+    /// `world` times as many bytes; saturates, and no memory is that long then.
     fn all_parts(&self, bytes: usize) -> usize {
         bytes.saturating_mul(self.world() as usize)
     }

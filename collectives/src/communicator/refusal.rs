@@ -1,8 +1,8 @@
-//! What a communicator's calls share, and calls whose arguments the caller refuses.
+//! What a communicator's calls share, and calls that a rank declines because its arguments are wrong.
 //!
-//! Who refuses a call has its reason at once, wherever the other ranks are. They are told by the call's
-//! entry, which waits for nobody. Where a commit comes before the call, which the other ranks wait in, a
-//! thread makes it, and then tells them.
+//! A rank that declines a call returns its error at once, wherever the other ranks are. They are notified by
+//! the call's handshake, which does not wait for them. If a commit is due before the call, in which the other ranks
+//! wait, a background thread makes the commit and then notifies them.
 
 use std::sync::mpsc;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,23 +13,24 @@ use symmpool_allocator::{Block, Error, Pool, Result, Stream};
 
 use super::{Communicator, Inner};
 
-/// How long a rank that refuses a call waits for the commit before it. Ranks that are there come in less,
-/// and then everything is as after any other call.
+/// How long a rank that declines a call waits for the commit before it. It takes less if the other ranks are in
+/// the commit too, and then everything is as after any other call.
 const GRACE: Duration = Duration::from_millis(100);
 
-/// What one call at a time may use, and the memory that it needs: there until the last call has ended,
-/// also one that a thread makes.
-pub(super) struct Held {
+/// What one call at a time may use, and the memory that it needs. It lives until the last call has ended, also one
+/// that a background thread makes.
+pub(super) struct Shared {
     inner: Mutex<Inner>,
-    /// While a thread tells of a refused call: how many were refused since, which it is to tell of, too.
-    telling: Mutex<Option<u64>>,
+    /// While a background thread declines a call: how many more calls were declined since, which it must decline
+    /// as well.
+    pending: Mutex<Option<u64>>,
     /// The engine's memory. `None` only while dropping.
     control: Option<Block<u8>>,
 }
 
-impl Held {
+impl Shared {
     pub(super) fn new(inner: Inner, control: Block<u8>) -> Self {
-        Self { inner: Mutex::new(inner), telling: Mutex::new(None), control: Some(control) }
+        Self { inner: Mutex::new(inner), pending: Mutex::new(None), control: Some(control) }
     }
 
     /// Where in a rank's slot the engine's memory begins, and how many bytes it has.
@@ -37,7 +38,7 @@ impl Held {
         self.control.as_ref().map(|control| (control.offset(), control.bytes()))
     }
 
-    /// A call that panicked may have left the engine inside a call: no other can follow it.
+    /// A panic may have left the engine inside a call; then no other call can follow.
     pub(super) fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(|poisoned| {
             let mut inner = poisoned.into_inner();
@@ -46,42 +47,43 @@ impl Held {
         })
     }
 
-    /// The beginning of every call: the turn, and the commit that is due.
+    /// Begins a call: waits for other threads' calls, and commits if a commit is due.
     pub(super) fn begin(&self, pool: &Pool, stream: &Stream) -> Result<MutexGuard<'_, Inner>> {
         let mut inner = self.lock();
         inner.commit(pool, stream)?;
         Ok(inner)
     }
 
-    /// Tells the other ranks, which may wait in a commit for this one. Returns what to report.
-    fn tell(&self, pool: &Pool, why: Error, stream: &Stream) -> Error {
+    /// Declines the calls that are pending, after the commit that the other ranks may wait in. Returns what to
+    /// report.
+    fn decline_pending(&self, pool: &Pool, why: Error, stream: &Stream) -> Error {
         let mut inner = self.lock();
-        let mut told = inner.refuse(pool, why, stream);
+        let mut reported = inner.decline(pool, why, stream);
         loop {
-            let mut telling = self.telling();
-            match &mut *telling {
+            let mut pending = self.pending();
+            match &mut *pending {
                 Some(more) if *more > 0 => *more -= 1,
                 _ => {
-                    *telling = None;
-                    return told;
+                    *pending = None;
+                    return reported;
                 }
             }
-            drop(telling);
-            told = inner.refuse(pool, told, stream);
+            drop(pending);
+            reported = inner.decline(pool, reported, stream);
         }
     }
 
-    fn telling(&self) -> MutexGuard<'_, Option<u64>> {
-        // A number is whole whoever panicked.
-        self.telling.lock().unwrap_or_else(PoisonError::into_inner)
+    fn pending(&self) -> MutexGuard<'_, Option<u64>> {
+        // The number is valid even if a thread panicked.
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Inner {
     /// Makes the commit that is due, if one is.
     fn commit(&mut self, pool: &Pool, stream: &Stream) -> Result<()> {
-        // While a graph is captured no commit can be, and none is needed: the memory's place is
-        // known. It comes after the capture, before the graph runs.
+        // While a graph is captured no commit can be made, and none is needed yet: the memory's place is
+        // known. The commit must come after the capture, before the graph runs.
         if pool.is_commit_due() && pool.driver().is_capturing(*stream) {
             return Ok(());
         }
@@ -91,15 +93,16 @@ impl Inner {
                 self.windows = pool.windows();
                 Ok(())
             }
-            // When it failed on all ranks alike, all decline; else the others hear of it.
+            // A commit that failed failed on all ranks alike, and all decline the call. If no commit is possible any
+            // more, the other ranks are notified that this one gave up.
             Err(error) if pool.can_commit() => Err(self.engine.decline(error, stream)),
             Err(error) => Err(self.engine.give_up(error, stream)),
         }
     }
 
-    /// Tells the other ranks that this one refuses a call. Gives back why; or why the communicator is
-    /// closed, if it is.
-    fn refuse(&mut self, pool: &Pool, why: Error, stream: &Stream) -> Error {
+    /// Declines a call, so that the other ranks get an error too. Returns why it was declined, or why the
+    /// communicator is closed, if it is.
+    fn decline(&mut self, pool: &Pool, why: Error, stream: &Stream) -> Error {
         match self.commit(pool, stream) {
             Ok(()) => self.engine.decline(why, stream),
             Err(_) if pool.can_commit() && self.engine.failure().is_none() => why,
@@ -109,49 +112,49 @@ impl Inner {
 }
 
 impl Communicator {
-    /// Stands in for the next call where the caller has found its own arguments wrong: the other
-    /// ranks get an error at once instead of a wait, and all stay in step. Returns what to report:
-    /// `why`, or why the communicator is closed. Does not wait for ranks that are elsewhere; the next
+    /// To be called instead of a call whose arguments the caller has found wrong: the other
+    /// ranks get an error at once instead of waiting, and all ranks have made as many calls. Returns what to report:
+    /// `why`, or why the communicator is closed. Does not wait for ranks that have not come to the call; the next
     /// call does.
     #[cold]
     pub fn decline(&self, why: Error, stream: &Stream) -> Error {
-        let mut telling = self.held.telling();
-        if let Some(more) = &mut *telling {
+        let mut pending = self.shared.pending();
+        if let Some(more) = &mut *pending {
             *more += 1;
             return why;
         }
         if !self.pool.is_commit_due() || self.pool.driver().is_capturing(*stream) {
-            drop(telling);
-            return self.lock().refuse(&self.pool, why, stream);
+            drop(pending);
+            return self.lock().decline(&self.pool, why, stream);
         }
-        *telling = Some(0);
-        drop(telling);
-        self.tell_behind(why, stream)
+        *pending = Some(0);
+        drop(pending);
+        self.decline_in_background(why, stream)
     }
 
-    /// Has a thread tell the other ranks: it may have to wait for them first.
-    fn tell_behind(&self, why: Error, stream: &Stream) -> Error {
-        let (held, pool, reason, stream) =
-            (Arc::clone(&self.held), self.pool.clone(), why.clone(), *stream);
-        let (done, told) = mpsc::channel();
-        let tell = move || {
-            let error = held.tell(&pool, reason, &stream);
-            // Nobody listens any more where it took long.
+    /// Lets a background thread decline the call, as it may have to wait for the other ranks first.
+    fn decline_in_background(&self, why: Error, stream: &Stream) -> Error {
+        let (shared, pool, reason, stream) =
+            (Arc::clone(&self.shared), self.pool.clone(), why.clone(), *stream);
+        let (done, reported) = mpsc::channel();
+        let decline = move || {
+            let error = shared.decline_pending(&pool, reason, &stream);
+            // After `GRACE` the receiver is gone.
             let _ = done.send(error);
         };
-        match thread::Builder::new().name("symmpool refusal".to_owned()).spawn(tell) {
-            Ok(_) => told.recv_timeout(GRACE).unwrap_or(why),
+        match thread::Builder::new().name("symmpool refusal".to_owned()).spawn(decline) {
+            Ok(_) => reported.recv_timeout(GRACE).unwrap_or(why),
             Err(error) => {
-                tracing::debug!(%error, "a refused call is told of by this thread, for want of another");
-                self.held.tell(&self.pool, why, &stream)
+                tracing::debug!(%error, "no thread could be started; this thread declines the call itself");
+                self.shared.decline_pending(&self.pool, why, &stream)
             }
         }
     }
 }
 
-impl Drop for Held {
-    /// Without order: the block's place is used again only when every rank has dropped its
-    /// communicator (rule D5), so no late signal meets a successor.
+impl Drop for Shared {
+    /// An unordered free: the block's place is used again only when every rank has dropped its
+    /// communicator (rule D5), so no late signal reaches a later communicator.
     fn drop(&mut self) {
         let Some(control) = self.control.take() else { return };
         if let Err(error) = control.free_unordered() {

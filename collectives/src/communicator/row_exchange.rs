@@ -1,4 +1,4 @@
-//! Exchanges of rows with a destination each, and the way back.
+//! Row exchanges: each row is sent to the rank that it names, and can be sent back.
 
 #![allow(unsafe_code)] // passes on blocks as raw memory that the pool keeps mapped
 
@@ -15,13 +15,13 @@ use crate::{DType, Element, RowShape};
 use layout::Memory;
 pub use layout::{Received, RowLayout};
 
-/// An all-to-all of rows with a destination each, and the way back: what a mixture of experts does
-/// with its tokens. Made ahead of calls, with all memory that they need.
+/// An all-to-all of rows that each have a destination, and the way back: what a mixture of experts does
+/// with its tokens. It is made ahead of calls, and has all memory that they need.
 ///
-/// [`Self::send`] takes rows to the ranks that `destinations` name. What comes lies by source rank,
-/// and of one source in that one's order; a [`RowLayout`] has how many came from each rank, where
-/// these begin, and which row of its source each was. [`Self::send_back`] takes as many rows, in
-/// that place, to where they came from.
+/// [`Self::send`] sends rows to the ranks that `destinations` name. Received rows are ordered by source rank,
+/// and rows of one source are in that rank's order. A [`RowLayout`] holds how many rows came from each rank, where
+/// these begin, and which row of its source each row was. [`Self::send_back`] sends as many rows, in the
+/// same order, back to where they came from.
 ///
 /// An exchange has one call under way at a time, as its communicator has. Several layouts may be
 /// kept, and sent back in any order that is the same on every rank.
@@ -71,24 +71,23 @@ pub struct RowExchange<C: Deref<Target = Communicator>> {
 pub struct RowsAt {
     /// Rows to be sent, or to be sent back.
     pub input: *const u8,
-    /// How many there are.
+    /// How many rows the input has.
     pub length: usize,
     /// Where rows are written.
     pub output: *mut u8,
-    /// How many it holds.
+    /// How many rows the output has room for.
     pub capacity: usize,
 }
 
 impl<C: Deref<Target = Communicator>> RowExchange<C> {
-    /// An exchange of such rows. It allocates memory of the pool: every rank makes its exchanges,
-    /// of the same shapes, in the same place of its sequence of allocations, and none while a
-    /// graph is captured; commit the pool before one is. On a device it waits for what runs there,
-    /// and so does dropping it; drop it after graphs that use it.
+    /// An exchange of rows of that shape. It allocates memory of the pool: every rank makes its exchanges,
+    /// with the same shapes, at the same place of its sequence of allocations, and none while a
+    /// graph is captured. Commit the pool before a capture. On a device it waits for running kernels,
+    /// and so does dropping it; drop it after the graphs that use it.
     ///
     /// # Errors
     ///
-    /// `is_invalid_argument` for a shape that makes no sense; those of allocating, and of compiling
-    /// kernels.
+    /// `is_invalid_argument` for an invalid shape; the errors of allocating, and of compiling kernels.
     pub fn new(comm: C, shape: RowShape) -> Result<Self> {
         let shape = shape.checked(comm.rank())?;
         comm.lock().engine.load_rows()?;
@@ -97,7 +96,7 @@ impl<C: Deref<Target = Communicator>> RowExchange<C> {
         Ok(Self { comm, shape, scratch })
     }
 
-    /// What it moves.
+    /// The shape of the rows.
     pub fn shape(&self) -> RowShape {
         self.shape
     }
@@ -107,31 +106,31 @@ impl<C: Deref<Target = Communicator>> RowExchange<C> {
         &self.comm
     }
 
-    /// A layout that says that nothing came. It allocates, and waits, as [`Self::new`] does.
+    /// A layout of no received rows. It allocates, and waits, as [`Self::new`] does.
     pub fn layout(&self) -> Result<RowLayout> {
         let parts = LayoutParts::new(&self.shape, self.comm.world());
         let lane = self.comm.pool().default_lane().name().to_owned();
         let memory = Memory::new(self.comm.pool(), &lane, parts.bytes)?;
-        // SAFETY: the block is as long, and new.
+        // SAFETY: the block has as many bytes, and is new.
         unsafe { self.clear_layout_at(memory.block().as_ptr()) }?;
         Ok(RowLayout { shape: self.shape, parts, memory })
     }
 
-    /// Sends row `i` of `input` to rank `destinations[i]`; nowhere where that is -1. Destinations are
-    /// `i32` or `i64`, in memory of the device on devices, and are read when the call runs: a
-    /// captured graph replays with what is there then. There are at most as many as
-    /// [`RowShape::rows`] says, and rows of `input` behind the last one's are not looked at.
+    /// Sends row `i` of `input` to rank `destinations[i]`, or nowhere if that is -1. Destinations are
+    /// `i32` or `i64`, on devices in memory of the device. They are read when the call runs, so each replay of
+    /// a captured graph uses the destinations of that moment. There are at most [`RowShape::rows`]
+    /// of them; rows of `input` that have no destination are not read.
     ///
-    /// `out` holds what its length says, which may differ from rank to rank; it may be `input`. The
-    /// rows that come, and `layout`, are as [`RowExchange`] says.
+    /// The length of `out` may differ from rank to rank; `out` may be `input`. Received
+    /// rows, and `layout`, are as [`RowExchange`] says.
     ///
     /// # Errors
     ///
-    /// Besides those of every call, on every rank: `is_overflow` if more rows came to a rank than its
-    /// `out` holds, where the last ones were not written, and `is_invalid_argument` if a rank has a
-    /// destination that is no rank, in which case that rank sent nothing. All other rows are where
-    /// they should be, and the communicator goes on. In host memory the call itself says so, on a
-    /// device [`Communicator::synchronize`].
+    /// Besides those of every call, on every rank: `is_overflow` if a rank received more rows than its
+    /// `out` has room for; the last ones were not written. `is_invalid_argument` if a rank has a
+    /// destination that is no rank; that rank sent nothing. All other rows are where
+    /// they should be, and the communicator stays open. In host memory the call itself returns the error, on a
+    /// device [`Communicator::synchronize`] does.
     pub fn send<T: Element, D: Element>(
         &self,
         layout: &RowLayout,
@@ -140,7 +139,7 @@ impl<C: Deref<Target = Communicator>> RowExchange<C> {
         destinations: &Block<D>,
         stream: &Stream,
     ) -> Result<()> {
-        self.fitting::<T>(layout, &[out, input], stream)?;
+        self.check::<T>(layout, &[out, input], stream)?;
         let rows = self.rows(out, input);
         let at = destinations.as_ptr().cast::<u8>();
         let destinations = (at.cast_const(), destinations.len(), D::DTYPE);
@@ -150,15 +149,15 @@ impl<C: Deref<Target = Communicator>> RowExchange<C> {
     }
 
     /// Sends the first rows of `input`, as many as [`Self::send`] wrote with `layout`, back to the
-    /// ranks they came from; each comes to where it was in that rank's input. Rows of `out` of which
-    /// none comes are zeros: those that went nowhere, that had no room, and whatever is behind those
-    /// that were sent. `out` has at most as many rows as [`RowShape::rows`] says; it may be
-    /// `input`. All ranks name the layout of the same send.
+    /// ranks they came from, to the place that each had in that rank's input. All other rows of `out` become zeros:
+    /// those of rows that were sent nowhere, that the receiver had no room for, or that had no
+    /// destination. `out` has at most [`RowShape::rows`] rows; it may be
+    /// `input`. All ranks pass the layout of the same send.
     ///
     /// # Errors
     ///
     /// As [`Self::send`]; `is_invalid_argument`, on every rank, if a rank's `input` is shorter than
-    /// what came to it: that rank sent nothing, and zeros stand for its rows.
+    /// what it received: that rank sent nothing back, and zeros are in the place of its rows.
     pub fn send_back<T: Element>(
         &self,
         layout: &RowLayout,
@@ -166,7 +165,7 @@ impl<C: Deref<Target = Communicator>> RowExchange<C> {
         input: &Block<T>,
         stream: &Stream,
     ) -> Result<()> {
-        self.fitting::<T>(layout, &[out, input], stream)?;
+        self.check::<T>(layout, &[out, input], stream)?;
         let rows = self.rows(out, input);
         // SAFETY: as in `send`.
         unsafe { self.send_back_at(layout.memory.block().as_ptr(), &rows, stream) }
@@ -177,14 +176,14 @@ impl<C: Deref<Target = Communicator>> RowExchange<C> {
         LayoutParts::new(&self.shape, self.comm.world()).bytes as usize
     }
 
-    /// Where in a layout counts, offsets and source indices begin, in bytes: `i64` for each rank the
-    /// first two, and as many `i32` as all ranks may send the last.
+    /// The bytes at which counts, offsets and source indices begin in a layout. Counts and offsets are an `i64` for
+    /// each rank; source indices are as many `i32` as there are rows that all ranks together may send.
     pub fn layout_parts(&self) -> [usize; 3] {
         let parts = LayoutParts::new(&self.shape, self.comm.world());
         [parts.counts, parts.offsets, parts.source_index].map(|at| at as usize)
     }
 
-    /// Makes a layout of memory that says that nothing came. On a device it waits for what runs.
+    /// Makes a layout of no received rows of this memory. On a device it waits for running kernels.
     ///
     /// # Safety
     ///
@@ -298,8 +297,8 @@ impl<C: Deref<Target = Communicator>> RowExchange<C> {
         }
     }
 
-    /// Refuses elements, blocks and layouts that are not this exchange's; the others are told.
-    fn fitting<T: Element>(
+    /// Declines the call if elements, blocks or the layout do not belong to this exchange.
+    fn check<T: Element>(
         &self,
         layout: &RowLayout,
         blocks: &[&Block<T>],
@@ -326,22 +325,23 @@ impl<C: Deref<Target = Communicator>> RowExchange<C> {
         self.comm.decline(why, stream)
     }
 
-    /// What every step is given, once it is clear that lengths are.
+    /// What every step of a call is given; declines the call if lengths are too large.
     fn work(&self, layout: *mut u8, rows: &RowsAt, stream: &Stream) -> Result<RowWork> {
         let size = self.shape.row_bytes();
         let most = self.comm.pool().layout().stride;
         let too_long =
             |count: usize| (count as u64).checked_mul(size).is_none_or(|bytes| bytes > most);
         if layout.is_null() || [rows.length, rows.capacity].into_iter().any(too_long) {
-            let why =
-                format!("{rows:?} of {size} bytes with a layout at {layout:?}: no memory is so");
+            let why = format!(
+                "{rows:?} of {size} bytes with a layout at {layout:?}: there is no such memory"
+            );
             return Err(self.decline(&why, stream));
         }
         let scratch = self.scratch.block().address();
         Ok(RowWork::new(&self.shape, self.comm.world(), scratch, layout as u64))
     }
 
-    /// Where the all-to-alls find what they move; `rows` are the caller's.
+    /// Where the buffers of the all-to-alls lie; `rows` is the caller's buffer.
     fn places(
         &self,
         inner: &mut super::Inner,

@@ -1,4 +1,4 @@
-//! The same calls on ordinary memory, which passes through the communicator's scratch.
+//! The same calls on slices of ordinary memory, which pass through the communicator's scratch.
 
 use symmpool_allocator::{Result, Stream};
 
@@ -18,8 +18,8 @@ impl Communicator {
         let place = Place::Plain(data.as_mut_ptr().cast());
         // SAFETY: the slice is borrowed exclusively until the call returns, and peers do not touch
         // ordinary memory.
-        unsafe { host.all_reduce(place, place, data.len(), T::DTYPE, op, self.asked.algorithm) }
-            .map_err(|error| self.asked.blame(error))
+        unsafe { host.all_reduce(place, place, data.len(), T::DTYPE, op, self.requested.algorithm) }
+            .map_err(|error| self.requested.blame(error))
     }
 
     /// Reduces part `r` of every rank's `input` into rank `r`'s `out`, which has a part's length.

@@ -1,5 +1,5 @@
-//! All-to-alls whose counts are in memory, and are read when the call runs: on a device when the
-//! stream comes to it, so a captured graph replays with whatever counts are there then.
+//! All-to-alls whose counts are in memory and are read when the call runs: on a device when the
+//! stream comes to the call, so that each replay of a captured graph uses the counts of that moment.
 
 #![allow(unsafe_code)] // passes on blocks as raw memory that the pool keeps mapped
 
@@ -13,27 +13,27 @@ use crate::{Element, SplitRows, SplitsAt};
 pub struct Splits<'a, S: Element> {
     /// Rows that each rank is sent.
     pub input: &'a Block<S>,
-    /// Where to write how many rows each rank sent, those that had no room included.
+    /// Where to write how many rows each rank sent, including those that the output had no room for.
     pub output: Option<&'a Block<S>>,
-    /// Where to write at which row of the output each rank's begin.
+    /// Where to write at which row of the output each rank's rows begin.
     pub offsets: Option<&'a Block<S>>,
     /// Elements of a row, 1 or more. The same on every rank.
     pub row: usize,
 }
 
 impl Communicator {
-    /// Sends `splits.input[r]` rows to rank `r`, which are read when the call runs; no host waits for
-    /// them, and nobody need know what it receives. Parts lie in rank order, without gaps, in `input`
-    /// and in `out`, whose length is what it holds: what ranks send beyond that is not written.
+    /// Sends `splits.input[r]` rows to rank `r`. The splits are read when the call runs; the host does not wait for
+    /// them, and no rank needs to know what it will receive. Parts lie in rank order, without gaps, in `input`
+    /// and in `out`. Rows that do not fit into `out` are not written.
     ///
     /// # Errors
     ///
     /// Besides those of every call: `is_overflow`, on every rank, if a rank was sent more than its
     /// output holds, and `is_invalid_argument`, on every rank, if a rank's splits were negative or
     /// more than its input has, in which case that rank sent nothing. All other data is where it
-    /// should be, and the communicator goes on. In host memory the call itself says so, on a
-    /// device [`Self::synchronize`], once, of all calls since it was asked last: later calls do not
-    /// fail for it, or ranks would no longer make the same ones.
+    /// should be, and the communicator stays open. In host memory the call itself returns the error; on a
+    /// device [`Self::synchronize`] returns it once, for all calls since the last time. Later calls do not
+    /// fail because of it, as ranks would then no longer make the same calls.
     pub fn all_to_all_v<T: Element, S: Element>(
         &self,
         out: &Block<T>,

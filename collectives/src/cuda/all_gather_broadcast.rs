@@ -1,27 +1,29 @@
-//! All-gather and broadcast: every peer is sent the same.
+//! All-gather and broadcast on a device: every peer is sent the same data.
 //!
-//! Little goes through inboxes as packets. More goes as in all-to-alls, with one place of the input for
-//! all peers: through inboxes in one hop, by copy engines or kernels into outputs that are windows, and
-//! through scratch into others. Much of a broadcast goes in two such steps, as the links of its root are
-//! all that one step uses: a share to each rank, and every rank's to all.
+//! Small calls go through inboxes in the LL protocol. Larger ones are all-to-alls in which all peers get the same
+//! part of the input: through Lamport inboxes in one hop, by copy engines or kernels into outputs that are
+//! windows, and through scratch into other outputs. A large broadcast takes two such steps, as one step would use
+//! the links of its root alone: the root sends a share to each rank, and each rank sends its share to all.
 
 #![allow(unsafe_code)] // passes on the caller's promises about raw buffers
 
 use symmpool_allocator::{Error, Result, Stream};
 
 use super::all_to_all::Parts;
-use super::all_to_all_copy::Copied;
+use super::all_to_all_copy::EqualParts;
 use super::engine::CudaEngine;
 use super::reductions::{BROADCAST, GATHER, Work};
 use crate::host::call::{Call, Operation};
 use crate::{AllToAllAlgorithm, DType, Place, ReduceOp};
 
-/// What a rank sends to its peers together as packets, which are twice as long as what they carry. On two
-/// H200s, an all-gather's parts of 8 KiB take 2.7 us so and 3.5 as bare vectors, of 512 KiB 6.3 and 4.3.
-const PACKET_BYTES: u64 = 128 << 10;
-/// From here on a broadcast of more than two ranks goes in two steps, which cost about 4 us.
-const STEPS_BYTES: u64 = 2 << 20;
-/// Shares of such a one begin at whole lines of the links.
+/// Most bytes that a rank sends to all its peers together in the LL protocol, which sends twice as many as it
+/// carries. On two H200s, an all-gather of 8 KiB parts takes 2.7 us in LL and 3.5 us in escaped Lamport; of
+/// 512 KiB parts 6.3 us and 4.3 us.
+const LL_BYTES: u64 = 128 << 10;
+/// Broadcasts of so many bytes or more take two steps where there are more than two ranks. The second step costs
+/// about 4 us.
+const TWO_STEP_BYTES: u64 = 2 << 20;
+/// Shares of a broadcast in two steps begin at multiples of so many bytes, which links carry at once.
 const LINE: u64 = 128;
 
 impl CudaEngine {
@@ -38,23 +40,23 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         self.begin(stream)?;
-        let part = self.bytes("all_gather", count, dtype, stream)?;
-        let whole = self.parts("all_gather", part, stream)?;
+        let part = self.byte_count("all_gather", count, dtype, stream)?;
+        let whole = self.bytes_of_parts("all_gather", part, stream)?;
         let (from, to) = (self.address(input), self.address(output));
         if from != to + u64::from(self.rank()) * part {
-            self.apart("all_gather", (from, part), (to, whole), stream)?;
+            self.check_disjoint("all_gather", (from, part), (to, whole), stream)?;
         }
         let call = Call::new(Operation::AllGather).elements(dtype, count);
-        if self.goes_as_packets(part) {
+        if self.uses_ll(part) {
             let work = Work { stride: part, ..moved(call, (from, to), part, dtype, stream) };
             // SAFETY: the caller's promises, which are passed on.
-            return unsafe { self.as_packets(&work, GATHER) };
+            return unsafe { self.send_in_ll(&work, GATHER) };
         }
         if self.copies_parts(output, part) {
             let call = call.output(output).algorithm(AllToAllAlgorithm::Copy as u8);
-            let copied = Copied { from, to, part, apart: 0 };
+            let parts = EqualParts { from, to, part, input_stride: 0 };
             // SAFETY: likewise.
-            return unsafe { self.copy_parts(call, copied, stream) };
+            return unsafe { self.copy_parts(call, parts, stream) };
         }
         let parts = Parts::gathered(
             self.rank(),
@@ -79,7 +81,7 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         self.begin(stream)?;
-        let bytes = self.bytes("broadcast", count, dtype, stream)?;
+        let bytes = self.byte_count("broadcast", count, dtype, stream)?;
         let (rank, world) = (self.rank(), self.world());
         if root >= world {
             let why = Error::invalid_argument(format!(
@@ -88,14 +90,14 @@ impl CudaEngine {
             return Err(self.decline(why, stream));
         }
         let call = Call::new(Operation::Broadcast).elements(dtype, count).root(root);
-        if self.goes_as_packets(bytes) {
+        if self.uses_ll(bytes) {
             let at = self.address(place);
             let work = Work { root, ..moved(call, (at, at), bytes, dtype, stream) };
             // SAFETY: the caller's promises, which are passed on.
-            return unsafe { self.as_packets(&work, BROADCAST) };
+            return unsafe { self.send_in_ll(&work, BROADCAST) };
         }
         let (size, count) = (dtype.size() as u64, count as u64);
-        if world <= 2 || bytes < STEPS_BYTES {
+        if world <= 2 || bytes < TWO_STEP_BYTES {
             let parts = Parts::from_root((rank, root), &vec![count; world as usize], &[]);
             // SAFETY: likewise.
             return unsafe { self.exchange(call, (place, place), &parts, dtype, stream) };
@@ -105,13 +107,13 @@ impl CudaEngine {
         let own = place.offset_by(begins[rank as usize]);
         let parts = Parts::from_root((rank, root), &shares, &begins);
         let gathered = Parts::gathered(rank, &shares, size);
-        // SAFETY: likewise; shares lie apart.
+        // SAFETY: likewise; shares do not overlap.
         unsafe { self.exchange(call, (place, own), &parts, dtype, stream) }?;
         // SAFETY: likewise.
         unsafe { self.exchange(call, (own, place), &gathered, dtype, stream) }
     }
 
-    /// What a call of a single rank comes to.
+    /// A reduction of a single rank, which is a copy.
     ///
     /// # Safety
     ///
@@ -129,25 +131,27 @@ impl CudaEngine {
         unsafe { self.exchange(call, places, &parts, dtype, stream) }
     }
 
-    fn goes_as_packets(&self, bytes: u64) -> bool {
-        let leaves = bytes.saturating_mul(u64::from(self.world()) - 1);
+    fn uses_ll(&self, bytes: u64) -> bool {
+        let sent = bytes.saturating_mul(u64::from(self.world()) - 1);
         let auto = self.all_to_all == AllToAllAlgorithm::Auto;
-        bytes == 0 || self.world() > 1 && auto && leaves <= PACKET_BYTES
+        bytes == 0 || self.world() > 1 && auto && sent <= LL_BYTES
     }
 
+    /// One shot of the LL protocol.
+    ///
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
-    unsafe fn as_packets(&mut self, work: &Work, shots: u8) -> Result<()> {
+    unsafe fn send_in_ll(&mut self, work: &Work, shots: u8) -> Result<()> {
         if work.bytes == 0 {
-            return self.enter_only(work.call, work.stream);
+            return self.handshake_only(work.call, work.stream);
         }
         // SAFETY: passed on.
         unsafe { self.two_shot(work, shots, false) }
     }
 }
 
-/// What is moved as it is, and not reduced.
+/// A call that moves data without reducing it.
 fn moved(
     call: Call,
     (input, output): (u64, u64),
@@ -159,7 +163,7 @@ fn moved(
     Work { call, input, output, bytes, stride: 0, dtype, op, root: 0, stream }
 }
 
-/// Elements of each rank's share of so many.
+/// How many of `count` elements each rank's share has.
 fn shares(count: u64, size: u64, world: u32) -> Vec<u64> {
     let line = (LINE / size).max(1);
     let each = count.div_ceil(u64::from(world)).next_multiple_of(line);
@@ -167,7 +171,7 @@ fn shares(count: u64, size: u64, world: u32) -> Vec<u64> {
     begins.map(|begin| each.min(count - begin)).collect()
 }
 
-/// Where they begin.
+/// The element at which each share begins.
 fn begins(shares: &[u64]) -> impl Iterator<Item = u64> {
     shares.iter().scan(0, |before, share| {
         *before += share;
@@ -180,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_follow_each_other_and_are_all_there_is() {
+    fn shares_follow_each_other_and_cover_everything() {
         for world in 1..=8 {
             for size in [1, 2, 4, 8, 16] {
                 for count in [1, 7, 128, 1 << 20, (1 << 20) + 3] {

@@ -1,33 +1,33 @@
-//! All-reduces that copy engines carry: `two_shot_copy`.
+//! All-reduces carried by copy engines: `two_shot_copy`.
 //!
-//! A copy engine reaches 389 GB/s on the links of an H200, where stores of kernels end at 361, but only
-//! with one copy under way at a time, and each costs 4 us more. So a stream of its own has nothing but
-//! copies, as few as can be, while kernels on the caller's stream reduce what came. As much of every
-//! share as the scratch holds goes in one round, to each peer in one copy, to the last of them in two:
-//! when the first half of the share has come from all, it is reduced while the second is on the links,
-//! and that while the first goes to a peer. All other results go when there is nothing else to send.
+//! A copy engine reaches 389 GB/s on the links of an H200, where stores of kernels reach 361, but only with one
+//! copy under way at a time, and each copy costs 4 us more. So one stream has nothing but copies, as few as
+//! possible, while kernels on the caller's stream reduce what has arrived. A call takes as many rounds as the
+//! scratch requires. In a round, each peer gets its data in one copy, and the last peer in two: when the first half
+//! of a rank's share has arrived from all, it is reduced while the second half is on the links; the second half is
+//! reduced while the first half's results are sent to one peer. All other results are sent after the last round.
 //!
-//! Ranks copy to peers in rotated order. One that is ahead would come to a peer that still receives from
-//! another, and delay that one, which would be later still: so they meet before every further round.
+//! Ranks copy to peers in rotated order. A rank that is ahead would copy to a peer that still receives from
+//! another rank, and delay that rank further. So the ranks synchronize before every round but the first.
 
 #![allow(unsafe_code)] // copies by address, and passes on the caller's promises
 
 use std::ops::Range;
 
-use symmpool_allocator::{Result, Stream};
+use symmpool_allocator::Result;
 
 use super::engine::CudaEngine;
-use super::kernel_spec::Specialty;
-use super::kernels::Loaded;
+use super::kernel_spec::KernelSpec;
+use super::kernels::LoadedKernel;
 use super::params::CallParams;
 use super::reductions::{THREADS, Work};
 use crate::jit::sources::TWO_SHOT_COPY;
 
-/// Bytes of every share, as far as it is that long.
+/// A range of bytes of every share. Shares may end before or inside it.
 type Stretch = Range<u64>;
 
-/// The rounds of shares of so many bytes, about equal, of at most `room` bytes each, and in halves. All
-/// that there is but the end of the last is on cache lines, as `room` is.
+/// The rounds of shares of `share` bytes, each in two halves. Rounds have about equal lengths of at most `room`
+/// bytes, a multiple of a cache line; so are all bounds but the end of the last round.
 fn rounds(share: u64, room: u64) -> impl Iterator<Item = [Stretch; 2]> {
     let each = share.div_ceil(share.div_ceil(room)).next_multiple_of(128);
     let beginnings = (0..share.div_ceil(each)).map(move |nth| nth * each);
@@ -38,119 +38,96 @@ fn rounds(share: u64, room: u64) -> impl Iterator<Item = [Stretch; 2]> {
     })
 }
 
-/// Where a stretch of a share begins, that `begin`s somewhere and is so long, and its length there.
+/// Where a range of a share begins, and its length, for a share that begins at `begin` and has `length` bytes.
 fn within((begin, length): (u64, u64), stretch: Stretch) -> (u64, u64) {
     let (from, end) = (stretch.start.min(length), stretch.end.min(length));
     (begin + from, end - from)
 }
 
 impl CudaEngine {
-    /// One call of the protocol, and one without data at its end: what a rank copied to its peers has
-    /// arrived when it has entered that, and what they copied to it has been reduced.
+    /// Runs an all-reduce as one call with the data, and one handshake at its end: when a rank has taken part in
+    /// that, what it copied to its peers has arrived, and what they copied to it has been reduced.
     ///
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
-    pub(super) unsafe fn copied(&mut self, work: &Work) -> Result<()> {
-        let others: Vec<u32> = self.others().collect();
-        let Some((&last, before)) = others.split_last() else {
-            return self.enter_only(work.call, work.stream);
+    pub(super) unsafe fn two_shot_copy(&mut self, work: &Work) -> Result<()> {
+        let peers: Vec<u32> = self.peers_in_rotated_order().collect();
+        let Some((&last, all_but_last)) = peers.split_last() else {
+            return self.handshake_only(work.call, work.stream);
         };
-        let reduction = Specialty::reduces(&TWO_SHOT_COPY, (work.dtype, work.op));
+        let reduction = KernelSpec::reduces(&TWO_SHOT_COPY, (work.dtype, work.op));
         let reduce = self.kernel(reduction)?.after_copies();
         let share = work.share(0, self.world()).1;
-        let (kernels, copies) = (work.stream, self.aside);
-        self.turn_to(kernels)?;
+        let (kernels, copies) = (work.stream, self.copy_stream);
+        self.switch_to(kernels)?;
         self.fork(kernels, copies)?;
-        self.enter_only(work.call, kernels)?;
+        self.handshake_only(work.call, kernels)?;
         let mut sent = 0;
         for [first, second] in rounds(share, self.control.scratch_room(self.world())) {
             if first.start > 0 {
-                // When all have met, nobody reads what is in the scratch any more.
+                // When all ranks have run this, no rank reads what is in the scratch any more.
                 self.fork(copies, kernels)?;
                 self.reduce_copied(reduce, work, 0..0, 0)?;
                 self.fork(kernels, copies)?;
             }
-            for peer in before {
+            for peer in all_but_last {
                 self.copy_input(work, *peer, first.start..second.end, 0)?;
             }
             self.copy_input(work, last, first.clone(), 0)?;
             self.fork(copies, kernels)?;
             self.reduce_copied(reduce, work, first.clone(), 0)?;
-            let behind = second.start - first.start;
-            self.copy_input(work, last, second.clone(), behind)?;
+            let offset = second.start - first.start;
+            self.copy_input(work, last, second.clone(), offset)?;
             self.fork(copies, kernels)?;
-            // For the results of the first half, so before the second is reduced.
+            // The results of the first half are sent while the second half is reduced.
             self.fork(kernels, copies)?;
-            self.reduce_copied(reduce, work, second, behind)?;
-            self.copy_result(work, others[0], sent..first.end)?;
+            self.reduce_copied(reduce, work, second, offset)?;
+            self.copy_result(work, peers[0], sent..first.end)?;
             sent = first.end;
         }
         self.fork(kernels, copies)?;
-        for peer in &others {
-            let from = if *peer == others[0] { sent } else { 0 };
+        for peer in &peers {
+            let from = if *peer == peers[0] { sent } else { 0 };
             self.copy_result(work, *peer, from..share)?;
         }
         self.fork(copies, kernels)?;
-        self.enter_after_copies(work.call, kernels)
+        self.handshake_after_copies(work.call, kernels)
     }
 
-    /// Puts a stretch of this rank's part of a peer's share into that peer's scratch, `behind` where
-    /// this rank's place there begins.
-    fn copy_input(&mut self, work: &Work, peer: u32, stretch: Stretch, behind: u64) -> Result<()> {
+    /// Copies a range of a peer's share of this rank's input into that peer's scratch, `offset` bytes into
+    /// this rank's slot there.
+    fn copy_input(&mut self, work: &Work, peer: u32, stretch: Stretch, offset: u64) -> Result<()> {
         let (rank, room) = (self.rank(), self.control.scratch_room(self.world()));
         let slot = if rank < peer { rank } else { rank - 1 };
-        let to = self.scratch_of(peer) + u64::from(slot) * room + behind;
+        let to = self.scratch_of(peer) + u64::from(slot) * room + offset;
         let (from, bytes) = within(work.share(peer, self.world()), stretch);
-        self.copy_by_engine(to, work.input + from, bytes, self.aside)
+        self.copy_by_engine(to, work.input + from, bytes, self.copy_stream)
     }
 
-    /// Reduces a stretch of this rank's share, when what peers copied is there, on the call's stream.
+    /// Reduces a range of this rank's share when what peers copied has arrived, on the call's stream.
     fn reduce_copied(
         &self,
-        kernel: Loaded,
+        kernel: LoadedKernel,
         work: &Work,
         stretch: Stretch,
-        behind: u64,
+        offset: u64,
     ) -> Result<()> {
         let (from, bytes) = within(work.share(self.rank(), self.world()), stretch);
         let (input, output) = (work.input + from, work.output + from);
-        let params = CallParams { input, output, bytes, stride: behind, ..work.params() };
-        let grid = (kernel.resident(THREADS).min(kernel.share.most_blocks), THREADS);
-        // SAFETY: a stretch of what the caller of `copied` promised, of which nothing is copied until
+        let params = CallParams { input, output, bytes, stride: offset, ..work.params() };
+        let grid = (kernel.resident(THREADS).min(kernel.budget.most_blocks), THREADS);
+        // SAFETY: a range of what the caller of `two_shot_copy` promised, from which nothing is copied until
         // the kernel has run.
-        unsafe { self.launch_apart(kernel, grid, &self.comm, &params, None, work.stream) }
+        unsafe { self.launch_unordered(kernel, grid, &self.comm, &params, None, work.stream) }
     }
 
-    /// Puts a stretch of this rank's results into a peer's output, whose old contents the peer needs no
-    /// more: it had sent them before the kernel reduced.
+    /// Copies a range of this rank's results into a peer's output. If the call is in place, the peer no longer
+    /// needs what it had there: it was sent before the kernel reduced.
     fn copy_result(&mut self, work: &Work, peer: u32, stretch: Stretch) -> Result<()> {
         let (from, bytes) = within(work.share(self.rank(), self.world()), stretch);
         let to = self.at_peer(work.output, peer) + from;
-        self.copy_by_engine(to, work.output + from, bytes, self.aside)
-    }
-
-    /// The others in an order that differs from rank to rank, so that no two copy to one.
-    pub(super) fn others(&self) -> impl Iterator<Item = u32> + use<> {
-        let (rank, world) = (self.rank(), self.world());
-        (1..world).map(move |distance| (rank + distance) % world)
-    }
-
-    /// One copy, by a copy engine. The other ranks are told where that is refused.
-    pub(super) fn copy_by_engine(
-        &mut self,
-        to: u64,
-        from: u64,
-        bytes: u64,
-        stream: Stream,
-    ) -> Result<()> {
-        if bytes == 0 {
-            return Ok(());
-        }
-        // SAFETY: callers copy from this rank's buffers, which their caller promised, to peers'
-        // scratch or outputs, which are windows at the same place.
-        unsafe { self.copy_apart(to, from, bytes, stream) }
-            .map_err(|error| self.decline(error, stream))
+        self.copy_by_engine(to, work.output + from, bytes, self.copy_stream)
     }
 }
 
@@ -181,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn stretches_end_where_shares_do() {
+    fn ranges_end_where_shares_do() {
         let share = (1000, 100);
         assert_eq!(within(share, 0..128), (1000, 100));
         assert_eq!(within(share, 64..128), (1064, 36));

@@ -1,33 +1,34 @@
-//! All-to-alls on a device: what their kernel is given, and its grid.
+//! All-to-alls on a device: what their kernel is given, and its launch configuration.
 //!
-//! One kernel serves counts that the host knows and counts in the device's memory. Which way a
-//! pair's data goes follows from its count, on both ranks alike; so ranks need not launch the same
-//! grid, nor the same variant of the kernel.
+//! One kernel serves counts that the host knows and counts in the device's memory. How the data of a pair of
+//! ranks travels follows from its count, on both ranks alike; so ranks need not launch the same grid, nor the
+//! same variant of the kernel.
 
 #![allow(unsafe_code)] // launches kernels on the caller's promises about raw memory
 
 use symmpool_allocator::{Error, Result, Stream};
 
 use super::engine::CudaEngine;
-use super::kernel_spec::{DEVICE, INBOXES, STRAIGHT, Specialty};
-use super::launch_config::Grid;
-use super::params::{CallParams, ITEM, MOST_RANKS, Traffic, UNKNOWN};
+use super::kernel_spec::{DEVICE_COUNTS, DIRECT, INBOXES, KernelSpec};
+use super::launch_config::LaunchConfig;
+use super::params::{CallParams, ITEM, MAX_RANKS, Traffic, UNKNOWN};
 use crate::host::call::{Call, Operation};
 use crate::{AllToAllAlgorithm, DType, Place, SplitRows, SplitsAt};
 
-/// What a rank sends to all others through their inboxes, if all get as much. From there on it saves more
-/// to write data once than to wait for nothing else.
+/// Bytes that a rank sends to all others together through their inboxes, if all get as much. With more, it is
+/// faster to write data once, into outputs, although that must wait for the handshake.
 const INBOX_BYTES: u64 = 24 << 20;
-/// What it sends so of longer parts: as much as the links carry while rows are on their way.
+/// Bytes that it sends through inboxes at the beginning of longer parts: as much as the links carry while the
+/// rows of the traffic matrix are exchanged.
 const HEAD_BYTES: u64 = 2 << 20;
-/// Blocks that keep all links busy.
-const MOST_BLOCKS: u32 = 132;
+/// How many blocks keep all links busy.
+const MAX_BLOCKS: u32 = 132;
 
 /// A number for each rank.
-type PerRank = [u64; MOST_RANKS as usize];
+type PerRank = [u64; MAX_RANKS as usize];
 
-/// What a rank sends to and receives from each, as the host knows it: elements, and where they begin in its
-/// input and output, in bytes. As ranks tell each other counts alone, parts follow each other in outputs.
+/// What a rank sends to and receives from each rank, if the host knows it: elements, and where they begin in its
+/// input and output, in bytes. Ranks exchange counts alone, so parts follow each other in outputs.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Parts {
     send: PerRank,
@@ -37,20 +38,20 @@ pub(super) struct Parts {
 }
 
 impl Parts {
-    /// One behind the other on both sides.
-    fn apart(send: PerRank, receive: PerRank, size: u64) -> Self {
+    /// Parts that lie one behind the other in the input and in the output.
+    fn contiguous(send: PerRank, receive: PerRank, size: u64) -> Self {
         let (send_begin, receive_begin) = (begins(&send, size), begins(&receive, size));
         Self { send, receive, send_begin, receive_begin }
     }
 
-    /// All that a rank has to every rank, of so many elements each.
+    /// All that a rank has, sent to every rank; rank `r` has `counts[r]` elements.
     pub(super) fn gathered(rank: u32, counts: &[u64], size: u64) -> Self {
         let receive = per_rank(counts.iter().copied());
         let send = per_rank(counts.iter().map(|_| counts[rank as usize]));
-        Self { send_begin: PerRank::default(), ..Self::apart(send, receive, size) }
+        Self { send_begin: PerRank::default(), ..Parts::contiguous(send, receive, size) }
     }
 
-    /// From one rank as much as `counts` says to each other one, of its input from `begins` on.
+    /// From the root `counts[r]` elements to each other rank `r`, which begin at byte `begins[r]` of its input.
     pub(super) fn from_root((rank, root): (u32, u32), counts: &[u64], begins: &[u64]) -> Self {
         let others = (0..).zip(counts).map(|(peer, count)| if peer == root { 0 } else { *count });
         let mut parts = Self::default();
@@ -87,9 +88,9 @@ impl CudaEngine {
     ) -> Result<()> {
         if self.copies_parts(places.1, (count as u64).saturating_mul(dtype.size() as u64)) {
             // SAFETY: the caller's promises, which are passed on.
-            return unsafe { self.all_to_all_copied(places, count, dtype, stream) };
+            return unsafe { self.all_to_all_copy(places, count, dtype, stream) };
         }
-        let counts = [count; MOST_RANKS as usize];
+        let counts = [count; MAX_RANKS as usize];
         let counts = &counts[..self.world() as usize];
         // SAFETY: the caller's promises, which are passed on.
         unsafe { self.all_to_all_v(places, (counts, counts), dtype, stream) }
@@ -134,16 +135,22 @@ impl CudaEngine {
             ));
             return Err(self.decline(why, stream));
         }
-        self.apart(
+        self.check_disjoint(
             "all_to_all_v",
             (self.address(input), length),
             (self.address(output), capacity),
             stream,
         )?;
-        let call = self.call_of(dtype, 1);
+        let call = self.describe(dtype, 1);
         // SAFETY: the caller's promises, which are passed on; no sum is longer.
         unsafe {
-            self.exchange(call, (input, output), &Parts::apart(sent, received, size), dtype, stream)
+            self.exchange(
+                call,
+                (input, output),
+                &Parts::contiguous(sent, received, size),
+                dtype,
+                stream,
+            )
         }
     }
 
@@ -161,14 +168,14 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         let (rank, size) = (self.rank() as usize, dtype.size() as u64);
-        let (inbox_bytes, head) = self.in_inboxes();
+        let (inbox_bytes, head) = self.inbox_limits();
         let others =
             |counts: PerRank| counts.into_iter().enumerate().filter(move |(peer, _)| *peer != rank);
         let longest =
             others(parts.send).chain(others(parts.receive)).map(|(_, count)| count * size);
         let longest = longest.max().unwrap_or(0);
-        // Of whole items, as warps take them.
-        let through = |counts| {
+        // Bytes that inboxes take, in whole items, as warps handle them.
+        let through_inboxes = |counts| {
             let items = others(counts).map(|(_, count)| (count * size).next_multiple_of(ITEM));
             items.sum::<u64>()
         };
@@ -192,9 +199,9 @@ impl CudaEngine {
         };
         let work = if longest <= inbox_bytes {
             let own = parts.send[rank] * size;
-            (INBOXES, through(parts.send).max(through(parts.receive)).max(own))
+            (INBOXES, through_inboxes(parts.send).max(through_inboxes(parts.receive)).max(own))
         } else {
-            (INBOXES | STRAIGHT, length.max(capacity) * size)
+            (INBOXES | DIRECT, length.max(capacity) * size)
         };
         // SAFETY: the caller's promises, which are passed on.
         unsafe { self.launch_exchange(work, &call, places, &traffic, stream) }
@@ -247,10 +254,10 @@ impl CudaEngine {
             let others = written[..nth].iter().map(|(_, address, bytes)| (*address, *bytes));
             for other in read.into_iter().chain(others) {
                 let what = format!("all_to_all_v with its {name}");
-                self.apart(&what, other, (address, bytes), stream)?;
+                self.check_disjoint(&what, other, (address, bytes), stream)?;
             }
         }
-        let (inbox_bytes, head) = self.in_inboxes();
+        let (inbox_bytes, head) = self.inbox_limits();
         let traffic = Traffic {
             send: PerRank::default(),
             receive: PerRank::default(),
@@ -268,15 +275,15 @@ impl CudaEngine {
             wide: u32::from(splits.dtype == DType::I64),
             ring: self.keeps_ring(),
         };
-        let work = (INBOXES | STRAIGHT | DEVICE, input_bytes);
-        let (call, places) = (self.call_of(dtype, row), (input, output));
+        let work = (INBOXES | DIRECT | DEVICE_COUNTS, input_bytes);
+        let (call, places) = (self.describe(dtype, row), (input, output));
         // SAFETY: the caller's promises, which are passed on; the kernel reads no more of the input
         // than its length, whatever the counts, and writes no more than the capacity.
         unsafe { self.launch_exchange(work, &call, places, &traffic, stream) }
     }
 
-    /// What ranks agree on: not places, which rows tell, nor counts, which rows compare.
-    fn call_of(&self, dtype: DType, row: usize) -> Call {
+    /// The call description. It has neither places nor counts: those are in the rows of the traffic matrix.
+    fn describe(&self, dtype: DType, row: usize) -> Call {
         let algorithm = self.all_to_all as u8;
         Call::new(Operation::AllToAllV).elements(dtype, row).algorithm(algorithm)
     }
@@ -285,12 +292,13 @@ impl CudaEngine {
         u32::from(self.all_to_all == AllToAllAlgorithm::Ring)
     }
 
-    /// Parts of how many bytes go through inboxes, and how much of longer ones: the same on every rank.
-    fn in_inboxes(&self) -> (u64, u32) {
-        let most = self.control.bare_slot(self.world());
+    /// The most bytes of a part that goes through inboxes whole, and how many bytes of longer parts go through
+    /// inboxes. The same on every rank.
+    fn inbox_limits(&self) -> (u64, u32) {
+        let most = self.control.escaped_slot(self.world());
         let each = |bytes: u64| {
             let each = bytes / u64::from(self.world().max(2) - 1);
-            // What is behind is aligned as the part is.
+            // A multiple of an item, so that the rest of a part is aligned as its beginning is.
             most.min(each.next_multiple_of(ITEM))
         };
         let (all, head) = match self.all_to_all {
@@ -312,38 +320,38 @@ impl CudaEngine {
         traffic: &Traffic,
         stream: Stream,
     ) -> Result<()> {
-        let most = if self.world() <= 4 { MOST_BLOCKS } else { 2 * MOST_BLOCKS };
-        let loaded = self.kernel(Specialty::all_to_all(self.world(), shots))?;
+        let most = if self.world() <= 4 { MAX_BLOCKS } else { 2 * MAX_BLOCKS };
+        let loaded = self.kernel(KernelSpec::all_to_all(self.world(), shots))?;
         let bound = loaded.threads;
-        // So many that every pair has warps of its own.
-        let vectors = bytes.div_ceil(16).max(2 * u64::from(MOST_RANKS) * ITEM / 16);
-        // Small blocks begin and end sooner.
+        // At least so many that every pair of ranks has warps of its own.
+        let vectors = bytes.div_ceil(16).max(2 * u64::from(MAX_RANKS) * ITEM / 16);
+        // Small blocks start and end sooner.
         let threads = match vectors {
             0..=4096 => 64,
             4097..=32_768 => 256,
             _ => bound,
         };
-        let mut grid = Grid::new(&loaded, vectors, threads, most);
-        // And where blocks are few.
-        if grid.data_blocks() * grid.threads / 32 < self.world() {
-            grid = Grid::new(&loaded, vectors, bound, most);
+        let mut grid = LaunchConfig::new(&loaded, vectors, threads, most);
+        // Every pair needs warps of its own where blocks are few, too.
+        if grid.worker_blocks() * grid.threads / 32 < self.world() {
+            grid = LaunchConfig::new(&loaded, vectors, bound, most);
         }
         let params = CallParams {
             input: self.address(input),
             output: self.address(output),
             ..CallParams::of(call)
         };
-        let whose = if shots & DEVICE != 0 { "device" } else { "host" };
-        let straight = shots & STRAIGHT != 0;
-        let (blocks, threads, asked) = (grid.blocks, grid.threads, self.all_to_all.name());
-        tracing::debug!(bytes, straight, splits = whose, asked, blocks, threads, "all_to_all_v");
+        let splits = if shots & DEVICE_COUNTS != 0 { "device" } else { "host" };
+        let direct = shots & DIRECT != 0;
+        let (blocks, threads, requested) = (grid.blocks, grid.threads, self.all_to_all.name());
+        tracing::debug!(bytes, direct, splits, requested, blocks, threads, "all_to_all_v");
         let grid = (grid.blocks, grid.threads);
         // SAFETY: passed on.
         unsafe { self.launch(loaded, grid, &params, Some(traffic), stream) }
     }
 }
 
-/// Where parts of so many elements begin, in bytes.
+/// The byte at which each part begins, for parts of so many elements that lie one behind the other.
 fn begins(counts: &PerRank, size: u64) -> PerRank {
     let mut before = 0;
     counts.map(|count| {
@@ -352,6 +360,7 @@ fn begins(counts: &PerRank, size: u64) -> PerRank {
     })
 }
 
+/// The offset of a window, for the kernel.
 fn window(place: Place) -> u64 {
     match place {
         Place::Window(offset) => offset,

@@ -1,66 +1,70 @@
-//! All-to-alls of equal parts, and all-gathers, that copy engines carry: `copy`.
+//! All-to-alls of equal parts, and all-gathers, carried by copy engines: the algorithm `copy`.
 //!
-//! An H200's copy engine reaches 388 GB/s on its links, where stores of kernels end at 366, but each
-//! copy begins with some microseconds of nothing, and only one is to be under way at a time. So a
-//! rank's parts leave one after the other, in an order in which no two ranks copy to one. The host has
-//! to know where parts go: so counts are equal, and outputs are windows at one offset on all ranks,
-//! which the call compares.
+//! An H200's copy engine reaches 388 GB/s on its links, where stores of kernels reach 366, but each copy takes some
+//! microseconds to start, and only one should be under way at a time. So a rank's parts leave one after the other,
+//! in an order in which no two ranks copy to the same one. The host must know where parts go, so counts are
+//! equal, and outputs are windows at one offset on all ranks, which the handshake compares.
 //!
-//! Beside the copies a kernel sends the beginning of every part, until the engine is under way, and
-//! copies the rank's own. It is on its device before all have entered, and is told: launched behind the
-//! entry, as the copies are, it would delay them by 5 us, as two streams then wait for one kernel.
+//! While the copy engine starts, a companion kernel on another stream sends the beginning of every part; it also
+//! copies the rank's own part. It is resident before the handshake is over, and is notified then. If it were
+//! launched behind the handshake, as the copies are, it would delay them by 5 us, as two streams would wait for one
+//! kernel.
 
 #![allow(unsafe_code)] // copies by address, and passes on the caller's promises
 
 use symmpool_allocator::{PeerRow, Result, Stream};
 
 use super::engine::CudaEngine;
-use super::kernel_spec::Specialty;
+use super::kernel_spec::KernelSpec;
 use super::params::CallParams;
 use super::reductions::THREADS;
-use super::strided_copy::Slices;
+use super::strided_copy::StridedCopy;
 use crate::host::call::{Call, Operation};
 use crate::jit::sources::COPY_COMPANION;
 use crate::{AllToAllAlgorithm, DType, Place};
 
-/// From so many bytes on that leave a rank, and of each part, it takes less time than kernels' stores.
-const COPY_BYTES: u64 = 48 << 20;
-const COPY_PART: u64 = 16 << 20;
-/// What goes as stores until the copy engine has begun, of all parts together: 2 MiB of 32 take 4 us
-/// more on two H200s, 8 MiB of 128 nearly 1 us.
+/// Copy engines are faster than kernels' stores where a rank sends at least so many bytes,
+const MIN_SENT_BYTES: u64 = 48 << 20;
+/// in parts of at least so many.
+const MIN_PART_BYTES: u64 = 16 << 20;
+/// Bytes of all parts together that the companion kernel sends while the copy engine starts. With 2 MiB, 32 MiB
+/// take 4 us more on two H200s; with 8 MiB, 128 MiB take nearly 1 us more.
 const HEAD_BYTES: u64 = 4 << 20;
-/// Blocks beside copies: enough for that.
+/// Blocks of the companion kernel: enough for so many bytes.
 const BLOCKS: u32 = 32;
 
-/// Equal parts that go by copy engines, as addresses and bytes: of the input they begin so far `apart`,
-/// which is nothing where all peers get the same.
+/// Equal parts that copy engines carry.
 #[derive(Clone, Copy)]
-pub(super) struct Copied {
+pub(super) struct EqualParts {
+    /// The address of the input.
     pub(super) from: u64,
+    /// The address of the output.
     pub(super) to: u64,
+    /// Bytes of a part.
     pub(super) part: u64,
-    pub(super) apart: u64,
+    /// Bytes from part to part of the input; 0 where all peers get the same part.
+    pub(super) input_stride: u64,
 }
 
 impl CudaEngine {
-    /// Whether equal parts of so many bytes go by copy engines: the same on every rank if outputs are
-    /// windows on all or on none.
+    /// Whether copy engines carry equal parts of so many bytes. The same on every rank if outputs are
+    /// windows on all ranks or on none.
     pub(super) fn copies_parts(&self, output: Place, part: u64) -> bool {
-        let leaves = part.saturating_mul(u64::from(self.world()) - 1);
+        let sent = part.saturating_mul(u64::from(self.world()) - 1);
         let wanted = match self.all_to_all {
-            AllToAllAlgorithm::Auto => leaves >= COPY_BYTES && part >= COPY_PART,
-            AllToAllAlgorithm::Copy => leaves > 0,
+            AllToAllAlgorithm::Auto => sent >= MIN_SENT_BYTES && part >= MIN_PART_BYTES,
+            AllToAllAlgorithm::Copy => sent > 0,
             AllToAllAlgorithm::Ll | AllToAllAlgorithm::Direct | AllToAllAlgorithm::Ring => false,
         };
         wanted && output.is_window()
     }
 
-    /// Part `r` of `input` to rank `r`, `count` elements each.
+    /// Sends part `r` of `input` to rank `r`; parts have `count` elements each.
     ///
     /// # Safety
     ///
     /// As [`CudaEngine::all_to_all_v`].
-    pub(super) unsafe fn all_to_all_copied(
+    pub(super) unsafe fn all_to_all_copy(
         &mut self,
         (input, output): (Place, Place),
         count: usize,
@@ -68,17 +72,17 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         self.begin(stream)?;
-        let part = self.bytes("all_to_all", count, dtype, stream)?;
-        let whole = self.parts("all_to_all", part, stream)?;
+        let part = self.byte_count("all_to_all", count, dtype, stream)?;
+        let whole = self.bytes_of_parts("all_to_all", part, stream)?;
         let call = Call::new(Operation::AllToAll).elements(dtype, count).output(output);
         let call = call.algorithm(AllToAllAlgorithm::Copy as u8);
         let (from, to) = (self.address(input), self.address(output));
-        self.apart("all_to_all", (from, whole), (to, whole), stream)?;
+        self.check_disjoint("all_to_all", (from, whole), (to, whole), stream)?;
         // SAFETY: the caller's promises, which are passed on.
-        unsafe { self.copy_parts(call, Copied { from, to, part, apart: part }, stream) }
+        unsafe { self.copy_parts(call, EqualParts { from, to, part, input_stride: part }, stream) }
     }
 
-    /// A part to every peer, at this rank's place there.
+    /// Sends a part to every peer, to this rank's place in its output.
     ///
     /// # Safety
     ///
@@ -86,70 +90,70 @@ impl CudaEngine {
     pub(super) unsafe fn copy_parts(
         &mut self,
         call: Call,
-        copied: Copied,
+        parts: EqualParts,
         stream: Stream,
     ) -> Result<()> {
-        let Copied { from, to, part, apart } = copied;
+        let EqualParts { from, to, part, input_stride } = parts;
         let whole = part * u64::from(self.world());
         let head = self.head_of(part);
-        let kernel = self.kernel(Specialty::new(&COPY_COMPANION, THREADS))?.after_copies();
-        let row = if self.world() > 2 { self.peers_in_a_row(to, whole) } else { None };
-        let (in_a_row, asked) = (row.is_some(), self.all_to_all.name());
-        tracing::debug!(part, head, in_a_row, algorithm = "copy", asked, %call);
-        let (copies, beside) = (self.aside, self.beside);
-        self.turn_to(stream)?;
-        self.fork(stream, beside)?;
-        // Peers' streams are past what they did with their outputs when they have entered.
-        self.enter_and_tell(call, stream)?;
+        let kernel = self.kernel(KernelSpec::new(&COPY_COMPANION, THREADS))?.after_copies();
+        let view = if self.world() > 2 { self.contiguous_peers(to, whole) } else { None };
+        let (contiguous, requested) = (view.is_some(), self.all_to_all.name());
+        tracing::debug!(part, head, contiguous, algorithm = "copy", requested, %call);
+        let (copies, companion) = (self.copy_stream, self.companion_stream);
+        self.switch_to(stream)?;
+        self.fork(stream, companion)?;
+        // When peers have made the call, their streams are past whatever used their outputs before.
+        self.handshake_with_companion(call, stream)?;
         let params = CallParams {
             input: from,
             output: to + u64::from(self.rank()) * part,
             bytes: head,
             stride: part,
-            root: u32::from(apart == 0),
+            root: u32::from(input_stride == 0),
             ..CallParams::of(&call)
         };
-        // They wait for the entry, which must find a place beside them.
-        let beside_entry = kernel.resident(THREADS).saturating_sub(1).max(1);
-        let grid = (BLOCKS.min(kernel.share.most_blocks).min(beside_entry), THREADS);
+        // These blocks wait for the handshake, whose block must be resident at the same time.
+        let most = kernel.resident(THREADS).saturating_sub(1).max(1);
+        let grid = (BLOCKS.min(kernel.budget.most_blocks).min(most), THREADS);
         // SAFETY: parts of what the caller promised, and what no copy writes.
-        unsafe { self.launch_apart(kernel, grid, &self.comm, &params, None, beside) }
+        unsafe { self.launch_unordered(kernel, grid, &self.comm, &params, None, companion) }
             .map_err(|error| self.decline(error, stream))?;
         self.fork(stream, copies)?;
-        self.copy_behind(head, copied, row, copies)?;
+        self.copy_behind_heads(head, parts, view, copies)?;
         self.fork(copies, stream)?;
-        self.fork(beside, stream)?;
-        // What a rank copied to its peers has arrived when they have entered this one.
-        self.enter_after_copies(call, stream)
+        self.fork(companion, stream)?;
+        // What a rank copied to its peers has arrived when it takes part in this handshake.
+        self.handshake_after_copies(call, stream)
     }
 
-    /// Puts what is behind the heads of all parts but this rank's own on a stream: those to ranks above
-    /// it in one copy and those to ranks below in one, where it can be so, else each by itself.
-    fn copy_behind(
+    /// Copies what follows the heads of all parts but this rank's own: parts for ranks above it in one copy and
+    /// parts for ranks below it in another, where peers' memory has a contiguous view; else each part by itself.
+    fn copy_behind_heads(
         &mut self,
         head: u64,
-        Copied { from, to, part, apart }: Copied,
-        row: Option<PeerRow>,
+        EqualParts { from, to, part, input_stride }: EqualParts,
+        view: Option<PeerRow>,
         stream: Stream,
     ) -> Result<()> {
         let (rank, world) = (self.rank(), self.world());
-        // What this rank sends to anyone, in all outputs.
+        // Where this rank's data lies in every output.
         let place = u64::from(rank) * part + head;
         for peers in [rank + 1..world, 0..rank] {
             let count = u64::from(peers.end - peers.start);
             let first = peers.start;
-            let in_one = row.filter(|_| count > 1).is_some_and(|row| {
+            let in_one = view.filter(|_| count > 1).is_some_and(|view| {
                 let nth = if first < rank { first } else { first - 1 };
-                let slices = Slices {
-                    from: from + u64::from(first) * apart + head,
-                    from_distance: apart,
-                    to: row.first + u64::from(nth) * row.distance + place,
-                    to_distance: row.distance,
+                let copy = StridedCopy {
+                    from: from + u64::from(first) * input_stride + head,
+                    from_distance: input_stride,
+                    to: view.first + u64::from(nth) * view.distance + place,
+                    to_distance: view.distance,
                     bytes: part - head,
                     count,
                 };
-                // SAFETY: as of copies one by one, to the same memory; rows have no gaps.
-                unsafe { self.copy_slices(&slices, stream) }
+                // SAFETY: as with copies one by one, to the same memory; contiguous views have no gaps.
+                unsafe { self.copy_strided(&copy, stream) }
             });
             if in_one {
                 continue;
@@ -158,7 +162,7 @@ impl CudaEngine {
                 let to = self.at_peer(to, peer) + place;
                 self.copy_by_engine(
                     to,
-                    from + u64::from(peer) * apart + head,
+                    from + u64::from(peer) * input_stride + head,
                     part - head,
                     stream,
                 )?;
@@ -167,7 +171,7 @@ impl CudaEngine {
         Ok(())
     }
 
-    /// How much of a part goes as stores, before the copy engine begins.
+    /// Bytes at the beginning of a part that the companion kernel sends.
     fn head_of(&self, part: u64) -> u64 {
         let head = HEAD_BYTES / u64::from(self.world().max(2) - 1) / 4096 * 4096;
         if part >= 4 * head { head } else { 0 }

@@ -1,5 +1,5 @@
-//! What calls are given on a device, checked: types, lengths, and buffers that must not overlap. A
-//! rank that cannot make a call tells the others so.
+//! Checks of what calls are given on a device: element types, lengths, and buffers that must not overlap.
+//! A rank that cannot make a call declines it, so that all ranks get an error.
 
 use symmpool_allocator::{Error, Result, Stream};
 
@@ -7,8 +7,13 @@ use super::engine::CudaEngine;
 use crate::DType;
 
 impl CudaEngine {
-    /// Refuses elements that are only moved: no kernel knows what they mean.
-    pub(super) fn reduces(&mut self, what: &str, dtype: DType, stream: Stream) -> Result<()> {
+    /// Refuses element types that kernels can only move, and not reduce.
+    pub(super) fn check_reducible(
+        &mut self,
+        what: &str,
+        dtype: DType,
+        stream: Stream,
+    ) -> Result<()> {
         if dtype.is_reduced() {
             return Ok(());
         }
@@ -16,8 +21,8 @@ impl CudaEngine {
         Err(self.decline(why, stream))
     }
 
-    /// The length of `count` elements; the others are told where that is no length.
-    pub(super) fn bytes(
+    /// Bytes of `count` elements. Declines the call if no memory is that long.
+    pub(super) fn byte_count(
         &mut self,
         what: &str,
         count: usize,
@@ -38,8 +43,8 @@ impl CudaEngine {
         }
     }
 
-    /// The length of a part for every rank.
-    pub(super) fn parts(&mut self, what: &str, part: u64, stream: Stream) -> Result<u64> {
+    /// Bytes of a part for every rank together. Declines the call if no memory is that long.
+    pub(super) fn bytes_of_parts(&mut self, what: &str, part: u64, stream: Stream) -> Result<u64> {
         match part.checked_mul(u64::from(self.world())) {
             Some(whole) if whole <= self.pool_stride() => Ok(whole),
             _ => {
@@ -52,8 +57,8 @@ impl CudaEngine {
         }
     }
 
-    /// Refuses buffers that share some bytes.
-    pub(super) fn apart(
+    /// Declines the call if the buffers overlap.
+    pub(super) fn check_disjoint(
         &mut self,
         what: &str,
         (a, a_bytes): (u64, u64),

@@ -1,11 +1,11 @@
-//! What an all-reduce on a device looks like, the ways there are to do it, and which of them can.
+//! The all-reduce algorithms of devices, and which of them can serve a call.
 
 use symmpool_allocator::topology::Topology;
 
-use super::params::{Control, LINE_PAYLOAD};
+use super::params::{Control, LL128_PAYLOAD};
 use crate::{AllReduceAlgorithm, DType};
 
-/// How data travels on a device.
+/// An all-reduce algorithm on a device. The numbers are part of the call description that ranks compare.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Algorithm {
@@ -21,9 +21,9 @@ pub(crate) enum Algorithm {
 }
 
 impl Algorithm {
-    /// The one of this name; none of those that leave something open.
-    pub(super) fn of(asked: AllReduceAlgorithm) -> Option<Self> {
-        Some(match asked {
+    /// The one that a requested algorithm names; `None` if it leaves something open.
+    pub(super) fn of(requested: AllReduceAlgorithm) -> Option<Self> {
+        Some(match requested {
             AllReduceAlgorithm::Auto
             | AllReduceAlgorithm::OneShot
             | AllReduceAlgorithm::TwoShot
@@ -41,52 +41,52 @@ impl Algorithm {
     }
 }
 
-/// Below this, copy engines have nothing to gain, and shares may have nothing for them.
-pub(super) const LEAST_COPIED: u64 = 1 << 20;
+/// Calls of fewer bytes gain nothing from copy engines, and some of their shares may be empty.
+pub(super) const MIN_COPY_BYTES: u64 = 1 << 20;
 
-/// What scratch is to hold of a longer call at once, of all ranks' shares together, for copy engines to
-/// be worth their beginnings in every round. From `cuda_collectives bench` on 4 H200s.
-const COPIED_AT_ONCE: u64 = 256 << 20;
+/// Bytes of a longer call, of all ranks' shares together, that scratch must hold at once for copy engines to
+/// be worth their start-up time in every round. From `cuda_collectives bench` on 4 H200s.
+const COPY_ROUND_BYTES: u64 = 256 << 20;
 
-/// What an all-reduce is chosen by: the same on every rank.
+/// What the algorithm of an all-reduce is chosen by. It is the same on every rank.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Shape {
+pub(super) struct AllReduceShape {
     pub(super) bytes: u64,
     pub(super) dtype: DType,
     pub(super) world: u32,
     pub(super) input_window: bool,
     pub(super) output_window: bool,
-    /// Whether all ranks' devices are linked by NVLink, or are one.
+    /// Whether all ranks' devices are linked by NVLink, or are one device.
     pub(super) direct: bool,
 }
 
-impl Shape {
+impl AllReduceShape {
     pub(super) fn vectors(&self) -> u64 {
         self.bytes.div_ceil(16)
     }
 
-    /// Vectors that one shot leaves in an inbox.
-    fn inbox(&self) -> u64 {
+    /// Vectors that all ranks together put into an inbox in one shot.
+    fn one_shot_vectors(&self) -> u64 {
         u64::from(self.world) * self.vectors()
     }
 
-    /// Whether what was measured with room for it holds with the room there is: it does where the call
-    /// goes in one round, as it went when it was measured, or in long ones.
+    /// Whether an algorithm is as fast with the scratch there is as it was when it was measured: it is if the call
+    /// goes in one round, or in long ones.
     pub(super) fn pays(&self, algorithm: Algorithm, control: &Control) -> bool {
         let at_once = control.scratch_room(self.world) * u64::from(self.world);
-        algorithm != Algorithm::TwoShotCopy || at_once >= self.bytes.min(COPIED_AT_ONCE)
+        algorithm != Algorithm::TwoShotCopy || at_once >= self.bytes.min(COPY_ROUND_BYTES)
     }
 
     pub(super) fn fits(&self, algorithm: Algorithm, control: &Control) -> bool {
         match algorithm {
-            Algorithm::OneShotLl => self.inbox() <= control.packet_vectors(),
+            Algorithm::OneShotLl => self.one_shot_vectors() <= control.ll_vectors(),
             Algorithm::OneShotLl128 => {
-                let lines = self.bytes.div_ceil(LINE_PAYLOAD);
-                // A line has one flag for all of it: it must arrive whole, and other buses may tear it.
-                self.direct && u64::from(self.world) * lines <= control.line_count()
+                let lines = self.bytes.div_ceil(LL128_PAYLOAD);
+                // A line of 128 bytes has one flag, so it must arrive whole; buses other than NVLink may tear it.
+                self.direct && u64::from(self.world) * lines <= control.ll128_lines()
             }
             Algorithm::OneShotLamport => {
-                fits_lamport(self.dtype) && self.inbox() <= control.sentinel_vectors()
+                fits_lamport(self.dtype) && self.one_shot_vectors() <= control.lamport_vectors()
             }
             Algorithm::OneShotPull => self.bytes.next_multiple_of(16) <= control.scratch_bytes,
             Algorithm::TwoShotLl => true,
@@ -94,13 +94,13 @@ impl Shape {
             Algorithm::TwoShotPull => self.input_window && self.output_window,
             Algorithm::TwoShotPush => self.output_window,
             Algorithm::TwoShotCopy => {
-                self.output_window && self.world > 1 && self.bytes >= LEAST_COPIED
+                self.output_window && self.world > 1 && self.bytes >= MIN_COPY_BYTES
             }
         }
     }
 }
 
-/// Whether no bus lies between any two ranks' devices.
+/// Whether all pairs of ranks have devices linked by NVLink, or one device.
 pub(super) fn directly_linked(links: &Topology) -> bool {
     let ranks = 0..links.world();
     ranks.clone().all(|a| ranks.clone().all(|b| links.link(a, b).is_direct()))
@@ -119,14 +119,14 @@ mod tests {
 
     use super::*;
 
-    fn shape(bytes: u64, world: u32) -> Shape {
+    fn shape(bytes: u64, world: u32) -> AllReduceShape {
         let (dtype, input_window, output_window) = (DType::F32, true, true);
-        Shape { bytes, dtype, world, input_window, output_window, direct: true }
+        AllReduceShape { bytes, dtype, world, input_window, output_window, direct: true }
     }
 
     #[test]
     fn one_shot_is_for_what_the_inboxes_have_room_for_from_all_ranks() {
-        // Of packets half is data, of lines 120 bytes of 128; rows are bytes that fit just so.
+        // Half of LL is data, and 120 of 128 bytes of LL128. Each row has the most bytes that fit.
         let control = |world| Control::new(world, 4 << 20, 1 << 20).expect("valid");
         for (algorithm, world, most) in [
             (Algorithm::OneShotLl, 2, 2 << 20),
@@ -164,21 +164,21 @@ mod tests {
         let control = Control::new(4, 4 << 20, 1 << 20).expect("valid");
         let linked = shape(64 << 10, 4);
         assert!(linked.fits(Algorithm::OneShotLl128, &control));
-        let over_a_bus = Shape { direct: false, ..linked };
+        let over_a_bus = AllReduceShape { direct: false, ..linked };
         assert!(!over_a_bus.fits(Algorithm::OneShotLl128, &control));
         for other in [Algorithm::OneShotLl, Algorithm::OneShotLamport] {
-            assert!(over_a_bus.fits(other, &control), "words show by themselves that they came");
+            assert!(over_a_bus.fits(other, &control), "their flags travel with each word");
         }
     }
 
     #[test]
     fn copy_engines_are_for_long_outputs_that_peers_reach() {
         let control = Control::new(2, 1 << 20, 1 << 20).expect("valid");
-        let fits = |shape: Shape| shape.fits(Algorithm::TwoShotCopy, &control);
-        let least = shape(LEAST_COPIED, 2);
+        let fits = |shape: AllReduceShape| shape.fits(Algorithm::TwoShotCopy, &control);
+        let least = shape(MIN_COPY_BYTES, 2);
         assert!(fits(least));
-        assert!(!fits(Shape { bytes: LEAST_COPIED - 1, ..least }));
-        assert!(!fits(Shape { output_window: false, ..least }));
-        assert!(!fits(Shape { world: 1, ..least }));
+        assert!(!fits(AllReduceShape { bytes: MIN_COPY_BYTES - 1, ..least }));
+        assert!(!fits(AllReduceShape { output_window: false, ..least }));
+        assert!(!fits(AllReduceShape { world: 1, ..least }));
     }
 }

@@ -1,4 +1,4 @@
-//! What a kernel tells the host when a peer is missing or differs (rules S5, S6).
+//! What a kernel reports to the host when a peer is missing or called something else (rules S5, S6).
 
 #![allow(unsafe_code)] // pinned memory that the device writes
 
@@ -29,18 +29,18 @@ pub(super) struct Record {
     notice: Notice,
 }
 
-/// The row of this rank whose destination was no rank, as a row exchange left it; with the number
-/// of the call that told of it.
+/// A row of this rank whose destination was no rank, as a row exchange found it, and the number of the call that
+/// reported it.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Bad {
     epoch: u32,
     row: u32,
-    /// As far as it has 32 bits.
+    /// The destination's lower 32 bits.
     destination: i32,
 }
 
-/// `Notice` in `symmpool/comm.cuh`: what a call wants the host to know that goes on all the same.
+/// `Notice` in `symmpool/comm.cuh`: what a call reports to the host without failing.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Notice {
@@ -56,36 +56,36 @@ struct Notice {
 const OVERFLOW: u32 = 1;
 
 impl Notice {
-    /// An error of `rank` of `world`, after `calls` such calls.
+    /// The notice as an error of `rank` of `world`, after `calls` calls with notices.
     fn error(&self, (rank, world): (u32, u32), calls: u64, bad: Bad) -> Error {
-        let Self { kind, epoch, rank: whose, needed, room, .. } = *self;
+        let Self { kind, epoch, rank: culprit, needed, room, .. } = *self;
         let more = match calls {
             1 => String::new(),
             calls => format!(" The last of {calls} such calls."),
         };
         if kind == OVERFLOW {
             return Error::overflow(format!(
-                "all_to_all_v, collective {epoch} on the device, seen on rank {rank}: rank {whose} \
+                "all_to_all_v, collective {epoch} on the device, seen on rank {rank}: rank {culprit} \
                  was sent {needed} elements, and its output holds {room}. The {} beyond were not \
                  written, and the communicator goes on.{more} Pass a longer output, or send less.",
                 needed.saturating_sub(room)
             ))
-            .naming([whose]);
+            .naming([culprit]);
         }
-        if whose == rank && bad.epoch == epoch {
+        if culprit == rank && bad.epoch == epoch {
             let bad_row = BadRow { row: bad.row as usize, destination: bad.destination.into() };
             let why = bad_row.why(rank, world);
             return Error::invalid_argument(format!(
                 "{why} (collective {epoch} on the device){more}"
             ))
-            .naming([whose]);
+            .naming([culprit]);
         }
         Error::invalid_argument(format!(
             "all_to_all_v, collective {epoch} on the device, seen on rank {rank}: the input splits \
-             of rank {whose} are negative, or more than its input has, or it has a row whose \
+             of rank {culprit} are negative, or more than its input has, or it has a row whose \
              destination is no rank. It sent nothing, and the communicator goes on.{more}"
         ))
-        .naming([whose])
+        .naming([culprit])
     }
 }
 
@@ -93,21 +93,23 @@ const TIMEOUT: u32 = 1;
 const MISMATCH: u32 = 2;
 const COUNTS: u32 = 3;
 const GAVE_UP: u32 = 4;
-/// Of a message, whose two ends differ: `LENGTHS` in `p2p/p2p.cu`.
+/// The two ends of a send and recv have different lengths: `LENGTHS` in `p2p/p2p.cu`.
 const LENGTHS: u32 = 5;
-/// Between the kernels of one call: `BESIDE` in `symmpool/comm.cuh`.
-const BESIDE: u32 = 4;
+/// The phase in which a companion kernel and its call's other kernels wait for each other: `COMPANION` in
+/// `symmpool/comm.cuh`.
+const COMPANION: u32 = 4;
 /// Phases from here on are waits on channels: `CHANNEL` in `symmpool/comm.cuh`.
 const CHANNEL: u32 = 16;
-/// Behind those, the phases of messages: a sender's wait for room, and a receiver's for data. `p2p/p2p.cu` has both.
+/// Behind those are the phases of point-to-point operations: a sender's wait for a free slot, and a receiver's
+/// wait for data. `p2p/p2p.cu` has both.
 const SENDING: u32 = CHANNEL + CHANNELS;
 const RECEIVING: u32 = SENDING + 1;
 
-/// What the host knows besides.
+/// What the host knows besides the record.
 pub(super) struct Seen<'a> {
     pub(super) rank: u32,
     pub(super) world: u32,
-    /// Of collectives.
+    /// The timeout of collectives.
     pub(super) timeout: Duration,
     /// Whether a rank's process still runs.
     pub(super) alive: &'a dyn Fn(u32) -> bool,
@@ -121,13 +123,13 @@ impl Record {
             if alive(missing) {
                 Error::timeout(what, after, vec![missing])
             } else {
-                // One that was waited for may have left because of others that are gone.
+                // A peer that is missing may have left because other ranks are gone, which are named too.
                 let others = (0..world).filter(|other| *other != rank && !alive(*other));
                 Error::peer_lost(others.collect(), what)
             }
         };
         match kind {
-            TIMEOUT if phase == BESIDE => Error::timeout(
+            TIMEOUT if phase == COMPANION => Error::timeout(
                 format!(
                     "collective {epoch} on the device, on rank {rank}: two of its kernels did not \
                      run at once, as large all-to-alls by copy engines need; allow more of them \
@@ -138,19 +140,19 @@ impl Record {
                 vec![rank],
             ),
             GAVE_UP => {
-                // The second half of a packet: `withdraw` in `symmpool/comm.cuh`.
+                // The upper half of the word, as `withdraw` in `symmpool/comm.cuh` writes it.
                 let missing = (theirs[0] >> 32) as u32;
                 let what = format!(
-                    "rank {missing} in collective {epoch} on the device, as rank {peer} told rank \
-                     {rank}, which came to it after that"
+                    "rank {missing} in collective {epoch} on the device, as rank {peer} reported to rank \
+                     {rank}, which came to the call after that"
                 );
                 absent(missing, what, timeout)
             }
             TIMEOUT => {
                 let (what, after) = if phase == SENDING {
                     let what = format!(
-                        "waiting for rank {peer} to receive what rank {rank} sends it, on the device: the \
-                         messages before fill all room; the communicator is closed"
+                        "waiting for rank {peer} to receive what rank {rank} sends it, on the device: earlier \
+                         sends fill all slots; the communicator is closed"
                     );
                     (what, timeout)
                 } else if phase == RECEIVING {
@@ -160,7 +162,7 @@ impl Record {
                     );
                     (what, timeout)
                 } else if phase >= CHANNEL {
-                    // The details of such a wait: see `CudaEngine::wait`.
+                    // The timeout of such a wait is in its call description: see `CudaEngine::wait`.
                     let what = format!(
                         "waiting for a signal of rank {peer} on channel {} on the device, on rank \
                          {rank} (the number of the signal ends in {epoch}); the communicator is \
@@ -210,10 +212,10 @@ impl Record {
 /// A record in pinned host memory, one for each communicator.
 pub(super) struct Fault {
     record: NonNull<Record>,
-    /// How many notices were told.
-    told: u64,
-    /// Which communicator it is, as all ranks call it: its errors come in calls made later.
-    whose: String,
+    /// How many notices were returned.
+    returned: u64,
+    /// The name of the communicator, the same on all ranks. Errors need it as they are found in later calls.
+    communicator: String,
 }
 
 // SAFETY: the memory belongs to this value alone on the host's side, and is read as if another
@@ -235,8 +237,9 @@ impl Fault {
         })?;
         // SAFETY: the memory is this long, aligned to pages, and nobody else has it yet.
         unsafe { record.write_bytes(0, 1) };
-        let whose = format!("pool {:?}, communicator at offset {offset:#x}", pool.group().name());
-        Ok(Self { record, told: 0, whose })
+        let communicator =
+            format!("pool {:?}, communicator at offset {offset:#x}", pool.group().name());
+        Ok(Self { record, returned: 0, communicator })
     }
 
     /// The address, which is the same for the host and, with unified addressing, the device.
@@ -259,27 +262,27 @@ impl Fault {
         std::sync::atomic::fence(std::sync::atomic::Ordering::Acquire);
         // SAFETY: complete, so the device writes it no more.
         let record = unsafe { self.record.as_ptr().read_volatile() };
-        record.error(seen).context(&self.whose)
+        record.error(seen).context(&self.communicator)
     }
 
-    /// What calls that went on wanted this rank to know since it was asked last. Nothing of the
-    /// communicator runs meanwhile, as a rule; else what is read may be mixed of two calls.
-    pub(super) fn notice(&mut self, rank: u32, world: u32) -> Option<Error> {
+    /// What calls reported without failing since the last time this was asked. While kernels of the communicator
+    /// run, what is read may be mixed from two calls.
+    pub(super) fn take_notice(&mut self, rank: u32, world: u32) -> Option<Error> {
         std::sync::atomic::fence(std::sync::atomic::Ordering::Acquire);
         // SAFETY: the record is mapped while `self` lives; only the part's address is taken.
         let part = unsafe { addr_of!((*self.record.as_ptr()).notice) };
         // SAFETY: as above; a volatile read allows for the device's writes.
         let notice = unsafe { part.read_volatile() };
-        let calls = notice.calls.wrapping_sub(self.told);
-        self.told = notice.calls;
+        let calls = notice.calls.wrapping_sub(self.returned);
+        self.returned = notice.calls;
         // SAFETY: as above, so here and below.
         let part = unsafe { addr_of!((*self.record.as_ptr()).bad) };
         // SAFETY: as above.
         let bad = unsafe { part.read_volatile() };
-        (calls > 0).then(|| notice.error((rank, world), calls, bad).context(&self.whose))
+        (calls > 0).then(|| notice.error((rank, world), calls, bad).context(&self.communicator))
     }
 
-    /// Gives the memory back; nothing may run that knows of it. The context must be current.
+    /// Frees the memory. No kernel that uses it may run, and the context must be current.
     pub(super) fn free(self, api: &Api) {
         // SAFETY: made by `host_alloc`, and given up here.
         let code = unsafe { (api.host_free)(self.record.as_ptr().cast()) };
@@ -322,27 +325,28 @@ mod tests {
         let nonsense = Notice { kind: 2, ..notice }.error((0, 4), 5, Bad::default());
         assert!(nonsense.is_invalid_argument() && nonsense.ranks() == [3], "{nonsense}");
         assert!(nonsense.to_string().contains("The last of 5 such calls"), "{nonsense}");
-        // The rank itself knows which row it was, if it was this call's.
+        // The rank itself knows which row it was, if that was found in this call.
         let notice = Notice { kind: 2, epoch: 9, ..notice };
-        for (rank, epoch, told) in [(3, 9, true), (3, 8, false), (0, 9, false)] {
+        for (rank, epoch, known) in [(3, 9, true), (3, 8, false), (0, 9, false)] {
             let bad = Bad { epoch, row: 17, destination: 4 };
             let error = notice.error((rank, 4), 1, bad);
             assert!(error.is_invalid_argument(), "{error}");
-            assert_eq!(error.to_string().contains("row 17 has destination 4"), told, "{error}");
+            assert_eq!(error.to_string().contains("row 17 has destination 4"), known, "{error}");
         }
     }
 
     #[test]
-    fn what_is_found_later_names_its_communicator() {
+    fn errors_found_later_name_their_communicator() {
         let mut found = record(TIMEOUT, 0);
         found.notice = Notice { kind: OVERFLOW, calls: 1, ..Notice::default() };
         let record = NonNull::from(&mut found);
-        let mut fault = Fault { record, told: 0, whose: "pool \"a\", communicator".into() };
+        let mut fault =
+            Fault { record, returned: 0, communicator: "pool \"a\", communicator".into() };
         assert!(fault.is_set());
         let seen = Seen { rank: 1, world: 3, timeout: Duration::from_secs(3), alive: &|_| true };
-        let (late, notice) = (fault.error(&seen), fault.notice(1, 4).expect("one"));
+        let (late, notice) = (fault.error(&seen), fault.take_notice(1, 4).expect("one"));
         assert!(late.is_timeout() && late.ranks() == [2], "{late}");
-        assert!(notice.is_overflow() && fault.notice(1, 4).is_none(), "{notice}");
+        assert!(notice.is_overflow() && fault.take_notice(1, 4).is_none(), "{notice}");
         for error in [late, notice] {
             assert!(
                 error.to_string().starts_with("symmpool: pool \"a\", communicator: "),
@@ -377,16 +381,16 @@ mod tests {
             assert!(lost.is_peer_lost() && lost.ranks() == [2], "{lost}");
         }
         for missing in [1, 2] {
-            let told =
+            let gave_up =
                 || Record { theirs: [missing << 32, 0, 0, 0], peer: 0, ..record(GAVE_UP, 0) };
-            let late = told().error(&there);
+            let late = gave_up().error(&there);
             assert!(late.is_timeout() && late.ranks() == [missing as u32], "{late}");
-            assert!(late.to_string().contains("as rank 0 told rank 1"), "{late}");
-            assert_eq!(told().error(&gone).is_peer_lost(), missing == 2);
+            assert!(late.to_string().contains("as rank 0 reported to rank 1"), "{late}");
+            assert_eq!(gave_up().error(&gone).is_peer_lost(), missing == 2);
         }
-        let beside = Record { peer: 1, ..record(TIMEOUT, BESIDE) }.error(&there);
-        assert!(beside.is_timeout() && beside.ranks() == [1], "{beside}");
-        assert!(beside.to_string().contains("CUDA_DEVICE_MAX_CONNECTIONS"), "{beside}");
+        let companion = Record { peer: 1, ..record(TIMEOUT, COMPANION) }.error(&there);
+        assert!(companion.is_timeout() && companion.ranks() == [1], "{companion}");
+        assert!(companion.to_string().contains("CUDA_DEVICE_MAX_CONNECTIONS"), "{companion}");
         let differs = record(MISMATCH, 0).error(&gone);
         assert!(differs.is_diverged() && differs.ranks() == [1, 2], "{differs}");
         assert!(differs.to_string().contains("rank 1: barrier"), "{differs}");

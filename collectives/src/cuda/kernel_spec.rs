@@ -1,11 +1,11 @@
-//! What kernels are compiled for, and which of them a communicator has ready before its first call.
+//! What a kernel is compiled for, and which kernels a communicator has ready before its first call.
 
 use symmpool_allocator::{Error, Result};
 
-use super::constraints::{Algorithm, Shape, fits_lamport};
+use super::constraints::{Algorithm, AllReduceShape, fits_lamport};
 use super::params::Control;
 use super::reductions::{GATHER, SCATTER, THREADS};
-use super::table::Rows;
+use super::table::MeasuredTable;
 use crate::algorithm::RequestedAlgorithm;
 use crate::jit::Kernel;
 use crate::jit::sources::{
@@ -14,65 +14,67 @@ use crate::jit::sources::{
 };
 use crate::{DType, ReduceOp};
 
-/// Threads of the kernel that has nothing but an entry.
+/// Threads of a block of the kernel that runs a handshake alone.
 pub(super) const BARRIER_THREADS: u32 = 128;
-/// Of a kernel that only signals or waits.
+/// Threads of a block of kernels that only signal or wait.
 pub(super) const FEW_THREADS: u32 = 32;
 
-/// `SHOTS` of all-to-alls: through inboxes alone, what goes straight too, counts on the device too.
+/// `SHOTS` of all-to-alls: parts that go through inboxes, parts that are written into outputs directly, and
+/// counts in device memory.
 pub(super) const INBOXES: u8 = 1;
-pub(super) const STRAIGHT: u8 = 2;
-pub(super) const DEVICE: u8 = 4;
+pub(super) const DIRECT: u8 = 2;
+pub(super) const DEVICE_COUNTS: u8 = 4;
 
 /// `SHOTS` of one-sided operations: a copy, a signal, a wait.
 pub(super) const COPIES: u8 = 1;
 pub(super) const SIGNALS: u8 = 2;
 pub(super) const WAITS: u8 = 4;
 
-/// Two shots of more are moved by twice as many threads, if registers suffice.
-const MUCH: u64 = 4 << 20;
+/// Two-shot calls of more bytes get twice as many resident blocks, where registers suffice.
+const MANY_BYTES: u64 = 4 << 20;
 
-/// The environment's list of reductions.
+/// The environment variable that lists the reductions whose kernels are to be ready.
 const VARIABLE: &str = "SYMMPOOL_READY";
-/// What it is if there are none.
+/// Its value where no reduction is to be ready.
 const NONE: &str = "none";
-/// What it is where it is not set, or empty: what training and serving are made of.
+/// The reductions that are ready where it is not set, or empty: those that training and serving use most.
 const USUAL: [(DType, ReduceOp); 3] =
     [(DType::F32, ReduceOp::Sum), (DType::F16, ReduceOp::Sum), (DType::Bf16, ReduceOp::Sum)];
 
 /// What a kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Specialty {
+pub(super) struct KernelSpec {
     pub(super) kernel: &'static str,
     pub(super) dtype: u8,
     pub(super) op: u8,
-    /// Bits of `SHOTS`; 0 where the kernel has none.
+    /// Bits of `SHOTS`; 0 for kernels without that parameter.
     pub(super) shots: u8,
+    /// Whether inboxes are used in the Lamport protocol, and not in LL.
     pub(super) lamport: bool,
     pub(super) threads: u32,
-    /// Blocks that a processor is to hold, within its registers.
+    /// Blocks that a processor must have registers for at the same time.
     pub(super) blocks: u32,
 }
 
-impl Specialty {
-    /// For a kernel that moves bytes or nothing.
+impl KernelSpec {
+    /// For a kernel that moves bytes, or no data at all.
     pub(super) fn new(kernel: &'static Kernel, threads: u32) -> Self {
         let (dtype, op) = (DType::U8 as u8, ReduceOp::Sum as u8);
         Self { kernel: kernel.name, dtype, op, shots: 0, lamport: false, threads, blocks: 1 }
     }
 
-    /// The entry of a call alone, which tells a kernel beside it or not.
-    pub(super) fn barrier(tells: bool) -> Self {
-        Self { shots: tells.into(), ..Self::new(&BARRIER, BARRIER_THREADS) }
+    /// A handshake alone; `notifies` says whether it notifies a companion kernel.
+    pub(super) fn barrier(notifies: bool) -> Self {
+        Self { shots: notifies.into(), ..Self::new(&BARRIER, BARRIER_THREADS) }
     }
 
-    /// An all-to-all. Vectors of more ranks take more registers.
+    /// An all-to-all. Vectors of more ranks take more registers, so blocks are smaller then.
     pub(super) fn all_to_all(world: u32, shots: u8) -> Self {
         let threads = if world <= 4 { THREADS } else { THREADS / 2 };
         Self { shots, ..Self::new(&ALL_TO_ALL, threads) }
     }
 
-    /// A copy or a signal between two ranks, or both.
+    /// A copy, a signal, a wait, or a copy and then a signal, between two ranks.
     pub(super) fn one_sided(shots: u8) -> Self {
         let threads = if shots & COPIES != 0 { THREADS } else { FEW_THREADS };
         Self { shots, ..Self::new(&ONE_SIDED, threads) }
@@ -83,7 +85,7 @@ impl Specialty {
         Self { dtype: dtype as u8, op: op as u8, ..Self::new(kernel, THREADS) }
     }
 
-    /// Through inboxes in two shots, or in one of them, so many bytes at most at once.
+    /// Both shots of a two-shot algorithm through inboxes, or one of them, for at most `bytes` bytes a launch.
     pub(super) fn two_shot(
         world: u32,
         reduction: (DType, ReduceOp),
@@ -94,9 +96,9 @@ impl Specialty {
         // Vectors of more ranks take more registers.
         let threads = if world <= 4 { THREADS } else { THREADS / 2 };
         let wide = matches!(reduction.0, DType::F32 | DType::F16 | DType::Bf16);
-        let blocks = if bytes > MUCH && lamport && wide && world <= 4 { 2 } else { 1 };
+        let blocks = if bytes > MANY_BYTES && lamport && wide && world <= 4 { 2 } else { 1 };
         let base = if shots & SCATTER == 0 {
-            // Bits are moved as they are.
+            // Nothing is reduced, so one kernel serves all element types.
             Self::new(&TWO_SHOT, threads)
         } else {
             Self::reduces(&TWO_SHOT, reduction)
@@ -104,7 +106,7 @@ impl Specialty {
         Self { shots, lamport, threads, blocks, ..base }
     }
 
-    /// What does an all-reduce, so many bytes at most at once.
+    /// The kernel of an all-reduce algorithm, for at most `bytes` bytes a launch.
     pub(super) fn all_reduce(
         algorithm: Algorithm,
         world: u32,
@@ -126,16 +128,16 @@ impl Specialty {
         }
     }
 
-    /// What calls of any communicator need that reduce nothing.
-    fn of_moves(world: u32) -> Vec<Self> {
+    /// The kernels of all calls that reduce nothing.
+    fn for_moves(world: u32) -> Vec<Self> {
         let mut all = vec![Self::barrier(false), Self::barrier(true)];
-        let exchanges = [INBOXES, INBOXES | STRAIGHT, INBOXES | STRAIGHT | DEVICE];
+        let exchanges = [INBOXES, INBOXES | DIRECT, INBOXES | DIRECT | DEVICE_COUNTS];
         all.extend(exchanges.map(|shots| Self::all_to_all(world, shots)));
         let sided = [COPIES, COPIES | SIGNALS, SIGNALS, WAITS];
         all.extend(sided.map(Self::one_sided));
         if world > 1 {
             all.push(Self::new(&COPY_COMPANION, THREADS));
-            all.extend(super::p2p::specialties());
+            all.extend(super::p2p::kernel_specs());
             let bytes = (DType::U8, ReduceOp::Sum);
             all.extend(
                 [GATHER, super::reductions::BROADCAST]
@@ -145,24 +147,26 @@ impl Specialty {
         all
     }
 
-    /// What all-reduces and reduce-scatters of a kind need, of whatever size, with the algorithm that the
-    /// communicator was asked for.
-    fn of_reduction(
+    /// The kernels that all-reduces and reduce-scatters of one type and operation need, for all sizes, with the
+    /// algorithm that was requested of the communicator.
+    fn for_reduction(
         reduction: (DType, ReduceOp),
-        (usual, asked): (&Shape, RequestedAlgorithm),
+        (usual, requested): (&AllReduceShape, RequestedAlgorithm),
         control: &Control,
-        rows: &Rows,
+        measured: &MeasuredTable,
     ) -> Vec<Self> {
         let (world, dtype) = (usual.world, reduction.0);
         let mut all = Vec::new();
-        // Of each power of two, and between: choices change at few sizes.
+        // Each power of two, and sizes between: the selected algorithm changes at few sizes.
         let sizes = (4..34).flat_map(|power| [1 << power, (1 << power) + 16, 3 << (power - 1)]);
         for bytes in sizes {
             for window in [true, false] {
                 let (input_window, output_window) = (window, window);
-                let shape = Shape { bytes, dtype, input_window, output_window, ..*usual };
-                // What was asked for may be for some sizes only.
-                let Ok((algorithm, _)) = shape.choose(asked, control, rows) else { continue };
+                let shape = AllReduceShape { bytes, dtype, input_window, output_window, ..*usual };
+                // A requested algorithm may serve some sizes only.
+                let Ok((algorithm, _)) = shape.choose(requested, control, measured) else {
+                    continue;
+                };
                 let bytes = bytes.min(control.two_shot_bytes(algorithm, world));
                 all.push(Self::all_reduce(algorithm, world, reduction, bytes));
             }
@@ -172,16 +176,21 @@ impl Specialty {
         all
     }
 
-    /// What a communicator has ready before its first call, in an order that all ranks share.
+    /// The kernels that a communicator has ready before its first call, in the same order on all ranks.
     pub(super) fn ready(
-        (usual, asked): (&Shape, RequestedAlgorithm),
+        (usual, requested): (&AllReduceShape, RequestedAlgorithm),
         control: &Control,
-        rows: &Rows,
+        measured: &MeasuredTable,
     ) -> Result<Vec<Self>> {
-        let mut all = Self::of_moves(usual.world);
+        let mut all = Self::for_moves(usual.world);
         if usual.world > 1 {
             for reduction in reductions(std::env::var(VARIABLE).ok().as_deref())? {
-                all.append(&mut Self::of_reduction(reduction, (usual, asked), control, rows));
+                all.append(&mut Self::for_reduction(
+                    reduction,
+                    (usual, requested),
+                    control,
+                    measured,
+                ));
             }
         }
         all.sort();
@@ -190,7 +199,7 @@ impl Specialty {
     }
 }
 
-/// The reductions that a list names: types, each with an operation behind a colon unless that is the sum.
+/// The reductions that a list names: element types, each with a colon and an operation unless that is the sum.
 fn reductions(list: Option<&str>) -> Result<Vec<(DType, ReduceOp)>> {
     let list = list.map(str::trim).filter(|list| !list.is_empty());
     let Some(list) = list else { return Ok(USUAL.to_vec()) };
@@ -224,9 +233,16 @@ mod tests {
     const AUTO: RequestedAlgorithm =
         RequestedAlgorithm { algorithm: AllReduceAlgorithm::Auto, by_environment: false };
 
-    fn shape(world: u32) -> Shape {
+    fn shape(world: u32) -> AllReduceShape {
         let (bytes, dtype) = (0, DType::F32);
-        Shape { bytes, dtype, world, input_window: true, output_window: true, direct: true }
+        AllReduceShape {
+            bytes,
+            dtype,
+            world,
+            input_window: true,
+            output_window: true,
+            direct: true,
+        }
     }
 
     #[test]
@@ -253,7 +269,7 @@ mod tests {
         for world in 2..=8 {
             let control = Control::new(world, 32 << 20, 192 << 20).expect("valid");
             for name in ["NVIDIA H200", "a device"] {
-                let rows = Rows::of(&vec![name; world as usize]);
+                let measured = MeasuredTable::of(&vec![name; world as usize]);
                 let usual = shape(world);
                 for reduction in [
                     (DType::Bf16, ReduceOp::Sum),
@@ -261,20 +277,21 @@ mod tests {
                     (DType::F64, ReduceOp::Avg),
                 ] {
                     let both = (&usual, AUTO);
-                    let ready = Specialty::of_reduction(reduction, both, &control, &rows);
-                    // Sizes that are not those which were looked at.
+                    let ready = KernelSpec::for_reduction(reduction, both, &control, &measured);
+                    // Other sizes than those that `for_reduction` looks at.
                     for bytes in (1..4000_u64).map(|nth| nth * nth * 509 + 2 * nth) {
                         for window in [true, false] {
-                            let shape = Shape {
+                            let shape = AllReduceShape {
                                 bytes,
                                 dtype: reduction.0,
                                 input_window: window,
                                 output_window: window,
                                 ..usual
                             };
-                            let chosen = shape.choose(AUTO, &control, &rows).expect("something");
+                            let chosen =
+                                shape.choose(AUTO, &control, &measured).expect("something");
                             let most = bytes.min(control.two_shot_bytes(chosen.0, world));
-                            let needed = Specialty::all_reduce(chosen.0, world, reduction, most);
+                            let needed = KernelSpec::all_reduce(chosen.0, world, reduction, most);
                             assert!(ready.contains(&needed), "{world} {bytes} {needed:?}");
                         }
                     }
@@ -288,9 +305,10 @@ mod tests {
         for (world, most) in [(1, 9), (2, 45), (4, 45), (8, 45)] {
             let control = Control::new(world, 32 << 20, 192 << 20).expect("valid");
             for name in ["NVIDIA H200", "a device"] {
-                let rows = Rows::of(&vec![name; world as usize]);
+                let measured = MeasuredTable::of(&vec![name; world as usize]);
                 let usual = shape(world);
-                let ready = Specialty::ready((&usual, AUTO), &control, &rows).expect("no nonsense");
+                let ready =
+                    KernelSpec::ready((&usual, AUTO), &control, &measured).expect("no nonsense");
                 println!("{world} ranks on {name}: {} kernels", ready.len());
                 assert!(ready.len() <= most, "{world} ranks: {}", ready.len());
             }

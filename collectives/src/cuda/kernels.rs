@@ -1,4 +1,4 @@
-//! The kernels of one communicator: what of a device they may take, and how they are launched.
+//! The kernels of one communicator: how much of a device they may occupy, and how they are launched.
 
 #![allow(unsafe_code)] // FFI: launching kernels
 
@@ -11,54 +11,55 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Result, Stream};
 
 use super::api::{Api, Handle};
-use super::kernel_spec::Specialty;
+use super::kernel_spec::KernelSpec;
 use super::modules::Modules;
 use super::params::{CallParams, Comm, Traffic};
-use super::sm_budget::{Presence, Share};
+use super::sm_budget::{BudgetMember, SmBudget};
 use crate::row_exchange::RowWork;
 
-/// Threads that blocks have.
+/// The numbers of threads that blocks may have.
 pub(super) const SIZES: [u32; 5] = [32, 64, 128, 256, 512];
 
 /// A loaded kernel.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Loaded {
+pub(super) struct LoadedKernel {
     function: Handle,
-    /// Blocks that the device runs at once, of each of `SIZES`, as far as the kernel has them.
+    /// How many blocks of each of `SIZES` the device runs at once, for sizes that the kernel is compiled for.
     resident: [u32; SIZES.len()],
     /// Most threads of a block.
     pub(super) threads: u32,
-    /// Of the device.
+    /// Processors of the device.
     pub(super) processors: u32,
-    /// What its communicator may take.
-    pub(super) share: Share,
+    /// What its communicator may occupy.
+    pub(super) budget: SmBudget,
 }
 
-impl Loaded {
+impl LoadedKernel {
     pub(super) fn new(
         function: Handle,
         resident: [u32; SIZES.len()],
         threads: u32,
         processors: u32,
     ) -> Self {
-        Self { function, resident, threads, processors, share: Share::ALL }
+        Self { function, resident, threads, processors, budget: SmBudget::ALL }
     }
 
-    /// Blocks of so many threads that the device runs at once, as it says itself: it counts registers,
-    /// shared memory and threads, and has places for blocks, of which devices have 16 to 32 a processor.
+    /// How many blocks of so many threads the device runs at once, as the driver says: it takes registers, shared
+    /// memory, threads and the device's limit of 16 to 32 blocks a processor into account.
     pub(super) fn resident(&self, threads: u32) -> u32 {
         let at = SIZES.iter().position(|size| *size >= threads).unwrap_or(SIZES.len() - 1);
         self.resident[at].max(1)
     }
 
-    /// As if its communicator were alone on the device.
+    /// The kernel with the budget that its communicator has when it is alone on the device.
     pub(super) fn alone(self) -> Self {
-        Self { share: Share::ALL, ..self }
+        Self { budget: SmBudget::ALL, ..self }
     }
 
-    /// To be launched behind copies, whose end its blocks cannot wait for by themselves.
+    /// The kernel as it must be launched behind copies: its blocks cannot wait for the end of a copy by
+    /// themselves, so it must not start early.
     pub(super) fn after_copies(self) -> Self {
-        Self { share: Share { early: false, ..self.share }, ..self }
+        Self { budget: SmBudget { early: false, ..self.budget }, ..self }
     }
 }
 
@@ -66,16 +67,16 @@ impl Loaded {
 pub(super) struct Kernels {
     api: &'static Api,
     modules: Arc<Modules>,
-    presence: Presence,
-    /// What the call under way may take.
-    share: Share,
+    member: BudgetMember,
+    /// The budget of the call under way.
+    budget: SmBudget,
     world: u32,
-    /// Those that were asked for already.
-    known: BTreeMap<Specialty, Loaded>,
+    /// The kernels that calls have used already.
+    known: BTreeMap<KernelSpec, LoadedKernel>,
 }
 
 impl Kernels {
-    /// Of a communicator of so many ranks, one of so many that may be at work at once if that was said.
+    /// The kernels of a communicator of `world` ranks; `concurrent` is as in the communicator's options.
     pub(super) fn new(
         api: &'static Api,
         modules: Arc<Modules>,
@@ -84,35 +85,35 @@ impl Kernels {
         concurrent: Option<u32>,
     ) -> Self {
         let (ordinal, processors) = (driver.facts().ordinal, modules.processors());
-        let presence = Presence::new(ordinal, processors, world, concurrent);
-        let (share, known) = (Share::ALL, BTreeMap::new());
-        Self { api, modules, presence, share, world, known }
+        let member = BudgetMember::new(ordinal, processors, world, concurrent);
+        let (budget, known) = (SmBudget::ALL, BTreeMap::new());
+        Self { api, modules, member, budget, world, known }
     }
 
-    /// A call begins, on that stream. What it may take.
-    pub(super) fn begin(&mut self, stream: Stream, is_captured: impl FnOnce() -> bool) -> Share {
-        self.share = self.presence.share(stream, is_captured);
-        self.share
+    /// Begins a call on that stream. Returns its budget.
+    pub(super) fn begin(&mut self, stream: Stream, is_captured: impl FnOnce() -> bool) -> SmBudget {
+        self.budget = self.member.budget_in_call(stream, is_captured);
+        self.budget
     }
 
-    /// An operation that is no call of all ranks begins. What it may take.
-    pub(super) fn begin_apart(&mut self) -> Share {
-        self.share = self.presence.apart();
-        self.share
+    /// Begins an operation that is no call of all ranks. Returns its budget.
+    pub(super) fn begin_outside_calls(&mut self) -> SmBudget {
+        self.budget = self.member.budget_outside_calls();
+        self.budget
     }
 
-    /// The kernel, compiled and loaded if it is not yet, with what it may take.
-    pub(super) fn get(&mut self, specialty: Specialty) -> Result<Loaded> {
-        let share = self.share;
-        if let Some(loaded) = self.known.get(&specialty) {
-            return Ok(Loaded { share, ..*loaded });
+    /// The kernel with its budget. Compiles and loads it if need be.
+    pub(super) fn get(&mut self, spec: KernelSpec) -> Result<LoadedKernel> {
+        let budget = self.budget;
+        if let Some(loaded) = self.known.get(&spec) {
+            return Ok(LoadedKernel { budget, ..*loaded });
         }
-        let loaded = self.modules.get(self.world, specialty)?;
-        self.known.insert(specialty, loaded);
-        Ok(Loaded { share, ..loaded })
+        let loaded = self.modules.get(self.world, spec)?;
+        self.known.insert(spec, loaded);
+        Ok(LoadedKernel { budget, ..loaded })
     }
 
-    /// Keeps what is loaded for as long as the process runs: something of it may be running for ever.
+    /// Keeps loaded kernels for as long as the process runs, as one of them may never end.
     pub(super) fn keep(&self) {
         std::mem::forget(Arc::clone(&self.modules));
     }
@@ -126,21 +127,21 @@ impl Kernels {
     /// their traffic.
     pub(super) unsafe fn launch(
         &self,
-        kernel: Loaded,
+        kernel: LoadedKernel,
         grid: (u32, u32),
         stream: Stream,
         comm: &Comm,
         call: &CallParams,
         traffic: Option<&Traffic>,
     ) -> Result<()> {
-        // As many of them are read as the kernel has parameters.
+        // The driver reads as many of these as the kernel has parameters.
         let traffic = traffic.map_or(std::ptr::null_mut(), |traffic| {
             (&raw const *traffic).cast_mut().cast::<c_void>()
         });
         let mut arguments: [*mut c_void; 3] =
             [(&raw const *comm).cast_mut().cast(), (&raw const *call).cast_mut().cast(), traffic];
         // SAFETY: the caller's promises; the caller passes traffic to kernels that have it.
-        unsafe { self.put(kernel, grid, stream, &mut arguments) }
+        unsafe { self.launch_with(kernel, grid, stream, &mut arguments) }
     }
 
     /// Puts a kernel of a row exchange on a stream. The device's context must be current.
@@ -150,7 +151,7 @@ impl Kernels {
     /// As [`Kernels::launch`]; the kernel is one of `row_exchange/row_exchange.cu`.
     pub(super) unsafe fn launch_rows(
         &self,
-        kernel: Loaded,
+        kernel: LoadedKernel,
         grid: (u32, u32),
         stream: Stream,
         comm: &Comm,
@@ -159,22 +160,22 @@ impl Kernels {
         let mut arguments: [*mut c_void; 2] =
             [(&raw const *comm).cast_mut().cast(), (&raw const *work).cast_mut().cast()];
         // SAFETY: the caller's promises.
-        unsafe { self.put(kernel, grid, stream, &mut arguments) }
+        unsafe { self.launch_with(kernel, grid, stream, &mut arguments) }
     }
 
     /// # Safety
     ///
     /// The arguments point to as many values as the kernel has parameters, of their types, and what
     /// these point to is as [`Kernels::launch`] says.
-    unsafe fn put(
+    unsafe fn launch_with(
         &self,
-        kernel: Loaded,
+        kernel: LoadedKernel,
         (blocks, threads): (u32, u32),
         stream: Stream,
         arguments: &mut [*mut c_void],
     ) -> Result<()> {
-        // Its blocks may take their places before the stream's kernel before it has ended; they
-        // wait for that end themselves (`begin` in `symmpool/ptx.cuh`).
+        // The kernel may start before the one before it on the stream has ended; its blocks wait for that end
+        // themselves (`begin` in `symmpool/ptx.cuh`).
         let mut overlap = sys::CUlaunchAttribute {
             id:
                 sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
@@ -191,7 +192,7 @@ impl Kernels {
             sharedMemBytes: 0,
             hStream: stream.raw() as usize as sys::CUstream,
             attrs: &raw mut overlap,
-            numAttrs: kernel.share.early.into(),
+            numAttrs: kernel.budget.early.into(),
         };
         // SAFETY: the configuration and the arguments, which have the kernel's parameter types
         // (checked by size when it was compiled), live until the call returns; the driver copies

@@ -51,4 +51,6 @@ mod table;
 mod table_format;
 
 pub(crate) use engine::{CudaEngine, CudaOptions, Ready};
+#[allow(deprecated)]
 pub use sm_budget::leave_room;
+pub use sm_budget::share_sms;

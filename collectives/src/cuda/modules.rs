@@ -1,9 +1,9 @@
 //! Compiled kernels, loaded into a device's context once for all communicators of the process there.
 //!
-//! Loading code may have to wait for what runs in the context, as CUDA's documentation of lazy loading
-//! says. A kernel of ours waits on the device for other ranks: were code loaded meanwhile, by a rank that
-//! comes to another communicator first, ranks could wait for each other. So what calls need as a rule is
-//! loaded when a communicator is made, in one order on all ranks, before any of its calls can wait.
+//! Loading code may wait for kernels that run in the context, as CUDA's documentation of lazy loading says. Our
+//! kernels wait on the device for other ranks. If a rank loaded code meanwhile, because it comes to another
+//! communicator first, ranks could wait for each other for ever. So the kernels that calls usually need are loaded
+//! when a communicator is made, in the same order on all ranks, before any of its calls can wait.
 
 #![allow(unsafe_code)] // FFI: loading modules
 
@@ -20,33 +20,33 @@ use symmpool_allocator::{Driver, Error, Result};
 
 use super::api::{Api, Handle};
 use super::fault::RECORD_BYTES;
-use super::kernel_spec::Specialty;
-use super::kernels::{Loaded, SIZES};
+use super::kernel_spec::KernelSpec;
+use super::kernels::{LoadedKernel, SIZES};
 use super::params::{CallParams, Comm, Traffic};
 use crate::jit::{Arch, Image, Jit, JitOptions, Kernel, Variant};
 use crate::row_exchange::RowWork;
 
-/// What takes longer has waited for something.
+/// Compiling and loading a kernel that takes longer has waited for something, and is logged.
 const LONG: Duration = Duration::from_secs(1);
-/// Threads of a rank that compile at once.
-const COMPILING: usize = 4;
+/// How many threads of a rank compile at once.
+const COMPILER_THREADS: usize = 4;
 
-/// What is loaded, of communicators of so many ranks.
-type Key = (u32, Specialty);
+/// The number of ranks of a communicator, and what the kernel is compiled for.
+type Key = (u32, KernelSpec);
 
 /// The kernels in one device's context.
 pub(super) struct Modules {
     api: &'static Api,
-    /// Keeps the context.
+    /// Keeps the context alive.
     driver: Driver,
     arch: Arch,
     processors: u32,
-    loaded: Mutex<BTreeMap<Key, (Loaded, Handle)>>,
-    /// Held while something is loaded, which may take its time: what is there already is found meanwhile.
+    loaded: Mutex<BTreeMap<Key, (LoadedKernel, Handle)>>,
+    /// Held while a kernel is loaded, which may take long. Kernels that are loaded already are found meanwhile.
     loading: Mutex<()>,
 }
 
-/// One compiler for the process, made when first needed; images are shared between devices.
+/// The compiler of the process, made when first needed. Compiled images are shared between devices.
 fn jit(driver: &CudaDriver) -> &'static Jit {
     static JIT: OnceLock<Jit> = OnceLock::new();
     JIT.get_or_init(|| {
@@ -70,7 +70,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Modules {
-    /// Those of the driver's device, which all of the process's communicators on it share.
+    /// The modules of the driver's device, which all of the process's communicators on it share.
     pub(super) fn of(driver: &Driver) -> Result<Arc<Self>> {
         static DEVICES: Mutex<BTreeMap<u32, Weak<Modules>>> = Mutex::new(BTreeMap::new());
         let ordinal = cuda(driver)?.facts().ordinal;
@@ -107,8 +107,8 @@ impl Modules {
     }
 
     /// The kernel, for communicators of so many ranks: compiled and loaded if it is not yet.
-    pub(super) fn get(&self, world: u32, specialty: Specialty) -> Result<Loaded> {
-        let key = (world, specialty);
+    pub(super) fn get(&self, world: u32, spec: KernelSpec) -> Result<LoadedKernel> {
+        let key = (world, spec);
         let find = || lock(&self.loaded).get(&key).map(|(kernel, _)| *kernel);
         if let Some(kernel) = find() {
             return Ok(kernel);
@@ -118,20 +118,19 @@ impl Modules {
             return Ok(kernel);
         }
         let began = Instant::now();
-        let made = cuda(&self.driver)?.with_context_unordered(|| self.load(world, specialty))?;
+        let made = cuda(&self.driver)?.with_context_unordered(|| self.load(world, spec))?;
         let took = began.elapsed();
         if took > LONG {
-            tracing::debug!(?specialty, ?took, "compiling and loading a kernel took long");
+            tracing::debug!(?spec, ?took, "compiling and loading a kernel took long");
         }
         lock(&self.loaded).insert(key, made);
         Ok(made.0)
     }
 
-    /// Has kernels compiled and loaded, before calls can wait. What compiles is given out among threads and
-    /// ranks, as those of a machine share what they have compiled; what is loaded comes in the order of the
-    /// list.
-    pub(super) fn make_ready(&self, (rank, world): (u32, u32), list: &[Specialty]) -> Result<()> {
-        let missing: Vec<Specialty> = {
+    /// Compiles and loads kernels before calls can wait. Threads and ranks divide the compilation, as the ranks of
+    /// a machine share compiled kernels on disk. Kernels are loaded in the order of the list.
+    pub(super) fn make_ready(&self, (rank, world): (u32, u32), list: &[KernelSpec]) -> Result<()> {
+        let missing: Vec<KernelSpec> = {
             let loaded = lock(&self.loaded);
             list.iter().copied().filter(|each| !loaded.contains_key(&(world, *each))).collect()
         };
@@ -139,7 +138,8 @@ impl Modules {
         if count > 1 {
             let (first, next) =
                 (count * rank as usize / world.max(1) as usize, AtomicUsize::new(0));
-            let threads = thread::available_parallelism().map_or(1, usize::from).min(COMPILING);
+            let threads =
+                thread::available_parallelism().map_or(1, usize::from).min(COMPILER_THREADS);
             thread::scope(|scope| {
                 for _ in 0..threads.min(count) {
                     scope.spawn(|| {
@@ -148,7 +148,7 @@ impl Modules {
                             if nth >= count {
                                 return;
                             }
-                            // What is amiss shows again when it is loaded, in the same order on all ranks.
+                            // An error occurs again below, in the same order on all ranks.
                             let _ = self.compile(world, missing[(first + nth) % count]);
                         }
                     });
@@ -162,8 +162,8 @@ impl Modules {
         Ok(())
     }
 
-    fn compile(&self, world: u32, specialty: Specialty) -> Result<(Image, String)> {
-        let Specialty { kernel, dtype, op, shots, lamport, threads, blocks } = specialty;
+    fn compile(&self, world: u32, spec: KernelSpec) -> Result<(Image, String)> {
+        let KernelSpec { kernel, dtype, op, shots, lamport, threads, blocks } = spec;
         let numbers = [
             ("WORLD", u64::from(world)),
             ("DTYPE", u64::from(dtype)),
@@ -191,35 +191,35 @@ impl Modules {
     }
 
     /// The context must be current.
-    fn load(&self, world: u32, specialty: Specialty) -> Result<(Loaded, Handle)> {
-        let (image, variant) = self.compile(world, specialty)?;
+    fn load(&self, world: u32, spec: KernelSpec) -> Result<(LoadedKernel, Handle)> {
+        let (image, variant) = self.compile(world, spec)?;
         let mut module: Handle = 0;
         // SAFETY: the image is what the compiler made for this device, whole (PTX with its NUL);
         // the driver copies it.
         let code = unsafe { (self.api.module_load)(&raw mut module, image.bytes.as_ptr().cast()) };
         CudaDriver::check(code, || format!("loading the kernel {variant}"))?;
-        self.look(module, specialty, &variant).map(|loaded| (loaded, module)).inspect_err(|_| {
+        self.inspect(module, spec, &variant).map(|loaded| (loaded, module)).inspect_err(|_| {
             self.unload(module);
         })
     }
 
-    /// What a module that was just loaded has.
-    fn look(&self, module: Handle, specialty: Specialty, variant: &str) -> Result<Loaded> {
-        let entry = CString::new(Kernel::named(specialty.kernel).entry)
+    /// The kernel of a module that was just loaded, and how many of its blocks run at once.
+    fn inspect(&self, module: Handle, spec: KernelSpec, variant: &str) -> Result<LoadedKernel> {
+        let entry = CString::new(Kernel::named(spec.kernel).entry)
             .map_err(|_| Error::system("loading a kernel", "a name with a NUL"))?;
         let mut function: Handle = 0;
         // SAFETY: the module is loaded; writes one handle through a valid pointer.
         let code = unsafe { (self.api.module_function)(&raw mut function, module, entry.as_ptr()) };
         CudaDriver::check(code, || format!("finding {entry:?} in its module"))?;
-        // A processor divides its memory into cache and shared memory by the kernel that comes to it
-        // when it is idle, and takes no block of one that wants another division until it is idle
-        // again. Kernels that wait must not keep away those that they wait for.
+        // An idle processor divides its memory into cache and shared memory as the next kernel prefers, and
+        // runs no block of a kernel with another preference until it is idle again. So all our kernels have the
+        // same preference: kernels that wait must not keep away those that they wait for.
         let (which, all_cache) =
             (sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 0);
         // SAFETY: the function is of a loaded module; the attribute is a number.
         let code = unsafe { (self.api.function_set)(function, which as c_int, all_cache) };
         CudaDriver::check(code, || format!("dividing a processor's memory for {variant}"))?;
-        let most = specialty.threads;
+        let most = spec.threads;
         let mut resident = [0; SIZES.len()];
         for (blocks, threads) in resident.iter_mut().zip(SIZES) {
             if threads > most {
@@ -232,7 +232,7 @@ impl Modules {
             CudaDriver::check(code, || format!("asking how many blocks of {variant} fit"))?;
             *blocks = u32::try_from(found).unwrap_or(0).max(1) * self.processors;
         }
-        Ok(Loaded::new(function, resident, most, self.processors))
+        Ok(LoadedKernel::new(function, resident, most, self.processors))
     }
 
     /// The context must be current, and nothing of the module may run.
@@ -246,7 +246,7 @@ impl Modules {
 }
 
 impl Drop for Modules {
-    /// The device's last communicator is gone, which has waited for its kernels.
+    /// The device's last communicator is gone, and has waited for its kernels before.
     fn drop(&mut self) {
         let loaded = self.loaded.get_mut().unwrap_or_else(PoisonError::into_inner);
         let loaded = std::mem::take(loaded);

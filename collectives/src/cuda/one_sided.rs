@@ -7,21 +7,21 @@ use std::time::Duration;
 use symmpool_allocator::{Result, Stream};
 
 use super::engine::CudaEngine;
-use super::kernel_spec::{COPIES, FEW_THREADS, SIGNALS, Specialty, WAITS};
+use super::kernel_spec::{COPIES, FEW_THREADS, KernelSpec, SIGNALS, WAITS};
 use super::params::{CallParams, Channel, Comm};
 use super::reductions::THREADS;
 use crate::timeout::nanoseconds;
 
-/// What a kernel does.
+/// What a one-sided kernel does.
 #[derive(Clone, Copy, Debug)]
-enum Does {
+enum Action {
     Copy,
     CopyAndSignal,
     Signal,
     Wait,
 }
 
-impl Does {
+impl Action {
     /// The bits of `SHOTS` in the kernel.
     fn shots(self) -> u8 {
         match self {
@@ -40,12 +40,12 @@ impl Does {
     }
 }
 
-/// Most blocks that copy: what keeps a link busy, and leaves room beside.
+/// Most blocks that copy: enough to keep a link busy, with processors left for other kernels.
 const COPY_BLOCKS: u64 = 64;
 
 impl CudaEngine {
-    /// Copies `bytes` bytes between addresses that this rank has mapped, and then, if there is a
-    /// channel, signals the peer.
+    /// Copies `bytes` bytes between addresses that this rank has mapped. Then it signals the peer, if a
+    /// channel is given.
     ///
     /// # Safety
     ///
@@ -65,25 +65,32 @@ impl CudaEngine {
             };
         }
         let blocks = bytes.div_ceil(16 * u64::from(THREADS)).min(COPY_BLOCKS) as u32;
-        let details = [0, u64::from(channel.unwrap_or(0)), 0, 0];
-        let params =
-            CallParams { details, input: from, output: to, bytes, stride: 0, root: peer, teams: 0 };
+        let description = [0, u64::from(channel.unwrap_or(0)), 0, 0];
+        let params = CallParams {
+            description,
+            input: from,
+            output: to,
+            bytes,
+            stride: 0,
+            root: peer,
+            peer_blocks: 0,
+        };
         let signals = channel.map(|number| Channel { sends: true, peer, number });
-        let does = if signals.is_some() { Does::CopyAndSignal } else { Does::Copy };
+        let action = if signals.is_some() { Action::CopyAndSignal } else { Action::Copy };
         let comm = self.comm;
         // SAFETY: the caller's promise.
-        unsafe { self.put_sided((does, blocks), &comm, &params, signals, stream) }
+        unsafe { self.launch_one_sided((action, blocks), &comm, &params, signals, stream) }
     }
 
-    /// Signals the peer, after what is on the stream.
+    /// Signals the peer once the stream has done what was put on it before.
     pub(crate) fn signal(&mut self, peer: u32, channel: u32, stream: Stream) -> Result<()> {
-        let (params, comm) = (nothing(peer, channel, 0), self.comm);
+        let (params, comm) = (without_data(peer, channel, 0), self.comm);
         let end = Channel { sends: true, peer, number: channel };
         // SAFETY: nothing is pointed to but the control block, which the communicator keeps.
-        unsafe { self.put_sided((Does::Signal, 1), &comm, &params, Some(end), stream) }
+        unsafe { self.launch_one_sided((Action::Signal, 1), &comm, &params, Some(end), stream) }
     }
 
-    /// Has the stream wait for the peer's next signal.
+    /// Makes the stream wait for the peer's next signal.
     pub(crate) fn wait(
         &mut self,
         (peer, channel): (u32, u32),
@@ -91,51 +98,51 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         let nanoseconds = nanoseconds(timeout);
-        let params = nothing(peer, channel, nanoseconds);
+        let params = without_data(peer, channel, nanoseconds);
         let comm = Comm { timeout: nanoseconds, ..self.comm };
         let end = Channel { sends: false, peer, number: channel };
         // SAFETY: as in `signal`.
-        unsafe { self.put_sided((Does::Wait, 1), &comm, &params, Some(end), stream) }
+        unsafe { self.launch_one_sided((Action::Wait, 1), &comm, &params, Some(end), stream) }
     }
 
     /// # Safety
     ///
     /// As `Kernels::launch`.
-    unsafe fn put_sided(
+    unsafe fn launch_one_sided(
         &mut self,
-        (does, blocks): (Does, u32),
+        (action, blocks): (Action, u32),
         comm: &Comm,
         params: &CallParams,
         end: Option<Channel>,
         stream: Stream,
     ) -> Result<()> {
         self.ready()?;
-        self.expects(stream)?;
-        let comm = Comm { early: self.begin_apart().into(), ..*comm };
-        let kernel = self.kernel(Specialty::one_sided(does.shots()))?;
-        // Only what counts on one end of a channel has an order of its own.
+        self.check_stream(stream)?;
+        let comm = Comm { early: self.begin_outside_calls().into(), ..*comm };
+        let kernel = self.kernel(KernelSpec::one_sided(action.shots()))?;
+        // Signals and waits on one end of a channel are counted, so they keep the order of the calls.
         if let Some(end) = end {
-            self.turn_channel_to(end, stream)?;
+            self.switch_channel_to(end, stream)?;
         }
-        if matches!(does, Does::Wait) {
-            self.before_a_wait(stream)?;
+        if matches!(action, Action::Wait) {
+            self.before_wait(stream)?;
         }
-        let grid = (blocks, does.threads());
+        let grid = (blocks, action.threads());
         // SAFETY: as the caller promised.
-        unsafe { self.launch_apart(kernel, grid, &comm, params, None, stream) }?;
-        end.map_or(Ok(()), |end| self.operated(end, stream))
+        unsafe { self.launch_unordered(kernel, grid, &comm, params, None, stream) }?;
+        end.map_or(Ok(()), |end| self.after_operation(end, stream))
     }
 }
 
-/// Parameters of a kernel that copies nothing.
-fn nothing(peer: u32, channel: u32, timeout: u64) -> CallParams {
+/// Parameters of a kernel that only signals or waits.
+fn without_data(peer: u32, channel: u32, timeout: u64) -> CallParams {
     CallParams {
-        details: [timeout, u64::from(channel), 0, 0],
+        description: [timeout, u64::from(channel), 0, 0],
         input: 0,
         output: 0,
         bytes: 0,
         stride: 0,
         root: peer,
-        teams: 0,
+        peer_blocks: 0,
     }
 }

@@ -1,4 +1,4 @@
-//! What kernels are given, laid out as in `symmpool/comm.cuh`, and where things lie in the control block.
+//! The parameters of kernels, laid out as in `symmpool/comm.cuh`, and the layout of the control block.
 
 use symmpool_allocator::{Error, HeapLayout, Result};
 
@@ -6,25 +6,26 @@ use super::constraints::Algorithm;
 use crate::host::call::Call;
 use crate::signal::channel::CHANNELS;
 
-/// Teams, or blocks, that may raise flags; more are not launched. Twice what an H200 runs at 512 threads.
-pub(super) const MOST_TEAMS: u32 = 1056;
+/// Most peer blocks: the control block has flags for so many. Twice as many as an H200 runs at 512 threads.
+pub(super) const MAX_PEER_BLOCKS: u32 = 1056;
 /// Ranks whose vectors a kernel holds in registers at once; more would spill.
-pub(super) const MOST_RANKS: u32 = 8;
-/// Room of one parity for packets, whose data is half of it: whatever is above some hundred KiB
-/// has better ways.
-const PACKETS: u64 = 8 << 20;
-/// Room of one parity for lines of 128 bytes, of which 120 are data.
-const LINES: u64 = 8 << 20;
-pub(super) const LINE_PAYLOAD: u64 = 120;
-/// Room of one parity for bare vectors, whose marks take a sixteenth of it: for what all peers send at
-/// most before it pays to send straight, and twice that for traffic that is uneven.
-const BARE: u64 = 32 << 20;
-/// Bytes that a warp handles at once there: `ITEM` vectors in `protocol/lamport_escaped.cuh`.
+pub(super) const MAX_RANKS: u32 = 8;
+/// Bytes of the LL inbox in each parity, of which half are data. Calls of more than some hundred KiB have
+/// faster algorithms.
+const LL: u64 = 8 << 20;
+/// Bytes of the LL128 inbox in each parity, whose lines of 128 bytes have 120 bytes of data.
+const LL128: u64 = 8 << 20;
+pub(super) const LL128_PAYLOAD: u64 = 120;
+/// Bytes of the escaped Lamport inbox in each parity; its escape marks take a sixteenth more. That is what
+/// all peers send at most before it is faster to write into outputs directly, and as much again for uneven
+/// traffic.
+const ESCAPED: u64 = 32 << 20;
+/// Bytes of that inbox that a warp handles at once: `ITEM` vectors in `protocol/lamport_escaped.cuh`.
 pub(super) const ITEM: u64 = 512;
-/// `Local` in `symmpool/comm.cuh`, on cache lines of its own.
+/// Bytes of `Local` in `symmpool/comm.cuh`, rounded up to whole cache lines.
 const LOCAL: u64 = 256;
 
-/// Counts that a channel has: `received`, `sent`, `taken` and `arrived` in `one_sided/one_sided.cu`.
+/// How many counts a channel has: `received`, `sent`, `taken` and `arrived` in `one_sided/one_sided.cu`.
 const CHANNEL_COUNTS: u64 = 4;
 
 /// `Comm` in `symmpool/comm.cuh`.
@@ -38,7 +39,7 @@ pub(super) struct Comm {
     pub(super) timeout: u64,
     pub(super) fault: u64,
     pub(super) rank: u32,
-    /// Whether the stream's next kernel may take its places early.
+    /// Whether the stream's next kernel may start while this one runs (programmatic dependent launch).
     pub(super) early: u32,
 }
 
@@ -46,54 +47,65 @@ pub(super) struct Comm {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CallParams {
-    pub(super) details: [u64; 4],
+    pub(super) description: [u64; 4],
     pub(super) input: u64,
     pub(super) output: u64,
     pub(super) bytes: u64,
     pub(super) stride: u64,
     pub(super) root: u32,
-    pub(super) teams: u32,
+    pub(super) peer_blocks: u32,
 }
 
 impl CallParams {
     /// A call without data.
     pub(super) fn of(call: &Call) -> Self {
-        Self { details: *call.words(), input: 0, output: 0, bytes: 0, stride: 0, root: 0, teams: 0 }
+        Self {
+            description: *call.words(),
+            input: 0,
+            output: 0,
+            bytes: 0,
+            stride: 0,
+            root: 0,
+            peer_blocks: 0,
+        }
     }
 }
 
-/// A place that is none, and a count that nobody knows: `UNKNOWN` in `all_to_all/traffic.cuh`.
+/// Stands for memory that is no window, and for a count that is not known: `UNKNOWN` in `all_to_all/traffic.cuh`.
 pub(super) const UNKNOWN: u64 = u64::MAX;
 
 /// What an all-to-all exchanges: `Traffic` in `all_to_all/traffic.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Traffic {
-    /// Elements for each rank, where the host knows them.
-    pub(super) send: [u64; MOST_RANKS as usize],
-    pub(super) receive: [u64; MOST_RANKS as usize],
-    /// Where these begin, in bytes.
-    pub(super) send_begin: [u64; MOST_RANKS as usize],
-    pub(super) receive_begin: [u64; MOST_RANKS as usize],
-    /// Addresses on the device: counts, and where to write those that came and their places.
+    /// Elements for and from each rank, where the host knows them.
+    pub(super) send: [u64; MAX_RANKS as usize],
+    pub(super) receive: [u64; MAX_RANKS as usize],
+    /// Where these begin in the input and the output, in bytes.
+    pub(super) send_begin: [u64; MAX_RANKS as usize],
+    pub(super) receive_begin: [u64; MAX_RANKS as usize],
+    /// Addresses on the device: the input splits, and where to write the output splits and output offsets.
     pub(super) splits: u64,
     pub(super) received: u64,
     pub(super) offsets: u64,
-    /// Elements of the input, and those that the output holds.
+    /// Elements of the input, and of the output.
     pub(super) length: u64,
     pub(super) capacity: u64,
-    /// Where the output is in the slot.
+    /// The offset of the output in the slot, or `UNKNOWN`.
     pub(super) window: u64,
-    /// Parts of no more go through inboxes,
+    /// Parts of at most so many bytes go through inboxes.
     pub(super) inbox_bytes: u64,
-    /// and so much of longer ones, from their beginning on.
+    /// So many bytes at the beginning of longer parts go through inboxes.
     pub(super) head: u32,
+    /// Bytes of an element.
     pub(super) size: u32,
+    /// Whether splits have 64 bits.
     pub(super) wide: u32,
+    /// Whether every rank serves its peers one after the other.
     pub(super) ring: u32,
 }
 
-/// One end of a channel of this rank: operations on one of these run in the order of the calls.
+/// This rank's end of a channel. Operations on one end run in the order of the calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Channel {
     pub(super) sends: bool,
@@ -101,34 +113,34 @@ pub(super) struct Channel {
     pub(super) number: u32,
 }
 
-/// Where things lie in the control block: offsets and lengths in the order of `Comm` in `symmpool/comm.cuh`.
+/// The layout of the control block: offsets and lengths in the order of `Comm` in `symmpool/comm.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Control {
-    pub(super) entry: u64,
+    pub(super) handshake: u64,
     pub(super) flags: u64,
     pub(super) flags_bytes: u64,
-    pub(super) packets: u64,
-    pub(super) packets_bytes: u64,
-    pub(super) lines: u64,
-    pub(super) lines_bytes: u64,
-    pub(super) sentinel: u64,
-    pub(super) sentinel_bytes: u64,
-    pub(super) marks: u64,
-    pub(super) bare: u64,
-    pub(super) bare_bytes: u64,
+    pub(super) ll: u64,
+    pub(super) ll_bytes: u64,
+    pub(super) ll128: u64,
+    pub(super) ll128_bytes: u64,
+    pub(super) lamport: u64,
+    pub(super) lamport_bytes: u64,
+    pub(super) escape_marks: u64,
+    pub(super) escaped: u64,
+    pub(super) escaped_bytes: u64,
     pub(super) scratch: u64,
     pub(super) scratch_bytes: u64,
     pub(super) channels: u64,
 }
 
 impl Control {
-    /// For `world` ranks, with room for `inbox` bytes in each of the three parts of the sentinel
+    /// For `world` ranks, with room for `inbox` bytes in each of the three parts of the Lamport
     /// inbox, and for `scratch` bytes.
     pub(super) fn new(world: u32, inbox: u64, scratch: u64) -> Result<Self> {
-        if !(1..=MOST_RANKS).contains(&world) {
+        if !(1..=MAX_RANKS).contains(&world) {
             return Err(Error::unsupported(format!(
-                "a communicator of {world} ranks on devices: kernels serve up to {MOST_RANKS}"
+                "a communicator of {world} ranks on devices: kernels serve up to {MAX_RANKS}"
             )));
         }
         for (what, bytes) in [("an inbox", inbox), ("scratch", scratch)] {
@@ -147,38 +159,38 @@ impl Control {
             here
         };
         place(LOCAL);
-        // The details of a call, and behind them rows of a traffic matrix, as packets.
+        // Call descriptions, and behind them rows of a traffic matrix; all travel in the LL protocol.
         let row = 16 * (2 * ranks + 3);
-        let entry = place(2 * 64 * ranks + 2 * row * ranks);
-        // And behind them counts of meetings, of every rank and two more: `all_reduce/two_shot_copy.cu`.
+        let handshake = place(2 * 64 * ranks + 2 * row * ranks);
+        // Behind them are the counts of `all_reduce/two_shot_copy.cu`: one for each rank, and two more.
         let channels = place(8 * (CHANNEL_COUNTS * ranks * u64::from(CHANNELS) + ranks + 2));
-        // `KINDS` flags of eight bytes a team and rank, two parities.
-        let flags_bytes = 2 * 4 * 8 * ranks * u64::from(MOST_TEAMS);
+        // `KINDS` flags of eight bytes for each peer block and rank, in two parities.
+        let flags_bytes = 2 * 4 * 8 * ranks * u64::from(MAX_PEER_BLOCKS);
         let flags = place(flags_bytes);
-        let packets_bytes = 2 * PACKETS;
-        let packets = place(packets_bytes);
-        let lines_bytes = 2 * LINES;
-        let lines = place(lines_bytes);
-        let bare_bytes = 2 * BARE;
-        let marks = place(bare_bytes / 16);
-        let bare = place(bare_bytes);
-        let sentinel_bytes = 3 * inbox;
-        let sentinel = place(sentinel_bytes);
+        let ll_bytes = 2 * LL;
+        let ll = place(ll_bytes);
+        let ll128_bytes = 2 * LL128;
+        let ll128 = place(ll128_bytes);
+        let escaped_bytes = 2 * ESCAPED;
+        let escape_marks = place(escaped_bytes / 16);
+        let escaped = place(escaped_bytes);
+        let lamport_bytes = 3 * inbox;
+        let lamport = place(lamport_bytes);
         let scratch_bytes = scratch;
         let scratch = place(scratch_bytes);
         Ok(Self {
-            entry,
+            handshake,
             flags,
             flags_bytes,
-            packets,
-            packets_bytes,
-            lines,
-            lines_bytes,
-            sentinel,
-            sentinel_bytes,
-            marks,
-            bare,
-            bare_bytes,
+            ll,
+            ll_bytes,
+            ll128,
+            ll128_bytes,
+            lamport,
+            lamport_bytes,
+            escape_marks,
+            escaped,
+            escaped_bytes,
             scratch,
             scratch_bytes,
             channels,
@@ -198,30 +210,30 @@ impl Control {
         }
     }
 
-    /// Bytes that a sender may leave in a rank's scratch, whole cache lines: `scratch_vectors` in
+    /// Bytes that a sender may leave in a rank's scratch, in whole cache lines: `scratch_vectors` in
     /// `symmpool/comm.cuh`.
     pub(super) fn scratch_room(&self, world: u32) -> u64 {
         self.scratch_bytes / u64::from(world.max(2) - 1) / 128 * 128
     }
 
-    /// How long the block is: the scratch is last, and whole pages like all before it.
+    /// Bytes of the control block. The scratch is last, and has whole pages like all before it.
     pub(super) fn bytes(&self) -> u64 {
         self.scratch + self.scratch_bytes
     }
 
     /// Vectors that one call may put into the Lamport inbox, or into the LL inbox.
     pub(super) fn inbox_vectors(&self, lamport: bool) -> u64 {
-        if lamport { self.sentinel_vectors() } else { self.packet_vectors() }
+        if lamport { self.lamport_vectors() } else { self.ll_vectors() }
     }
 
-    /// Bytes of an all-reduce that go in one call through an inbox in two shots: shares and results of all
-    /// ranks have room there.
+    /// Bytes of a two-shot all-reduce that one launch can take through an inbox, which must hold the inputs
+    /// and the results of all ranks' shares.
     pub(super) fn two_shot_room(&self, lamport: bool, world: u32) -> u64 {
         let ranks = u64::from(world);
         self.inbox_vectors(lamport) / 2 / ranks * ranks * 16
     }
 
-    /// What one call of an all-reduce moves at most.
+    /// Most bytes that one launch of a two-shot algorithm reduces.
     pub(super) fn two_shot_bytes(&self, algorithm: Algorithm, world: u32) -> u64 {
         match algorithm {
             Algorithm::TwoShotLamport => self.two_shot_room(true, world),
@@ -230,24 +242,24 @@ impl Control {
         }
     }
 
-    /// Vectors of 16 bytes that one call may put into the packet inbox.
-    pub(super) fn packet_vectors(&self) -> u64 {
-        self.packets_bytes / 2 / 32
+    /// Vectors of 16 bytes of data that one call may put into the LL inbox.
+    pub(super) fn ll_vectors(&self) -> u64 {
+        self.ll_bytes / 2 / 32
     }
 
-    /// Lines that one call may put into their inbox.
-    pub(super) fn line_count(&self) -> u64 {
-        self.lines_bytes / 2 / 128
+    /// Lines that one call may put into the LL128 inbox.
+    pub(super) fn ll128_lines(&self) -> u64 {
+        self.ll128_bytes / 2 / 128
     }
 
-    /// Bytes of bare vectors that a pair of ranks has room for: `Slot::length` in `protocol/lamport_escaped.cuh`.
-    pub(super) fn bare_slot(&self, world: u32) -> u64 {
-        self.bare_bytes / 2 / u64::from(world.max(2) - 1) / ITEM * ITEM
+    /// Bytes that a sender may put into a rank's escaped Lamport inbox: `Slot::length` in `protocol/lamport_escaped.cuh`.
+    pub(super) fn escaped_slot(&self, world: u32) -> u64 {
+        self.escaped_bytes / 2 / u64::from(world.max(2) - 1) / ITEM * ITEM
     }
 
-    /// Vectors that one call may put into the sentinel inbox.
-    pub(super) fn sentinel_vectors(&self) -> u64 {
-        self.sentinel_bytes / 3 / 16
+    /// Vectors that one call may put into the Lamport inbox.
+    pub(super) fn lamport_vectors(&self) -> u64 {
+        self.lamport_bytes / 3 / 16
     }
 }
 
@@ -268,7 +280,7 @@ mod tests {
         let row = crate::jit::sources::ALL_TO_ALL.variants[0];
         let traffic = row.iter().find(|(axis, _)| *axis == "TRAFFIC_BYTES").expect("the axis");
         assert_eq!(traffic.1[0].parse(), Ok(size_of::<Traffic>()));
-        // All before it are words, in the order of `symmpool/comm.cuh`.
+        // All fields before it are words, in the order of `symmpool/comm.cuh`.
         assert_eq!(std::mem::offset_of!(Comm, places.channels), 17 * 8);
         assert_eq!(std::mem::offset_of!(Comm, timeout), 18 * 8);
     }
@@ -280,33 +292,33 @@ mod tests {
             let ranks = u64::from(world);
             let parts = [
                 (0, LOCAL),
-                (control.entry, 2 * ranks * (64 + 16 * (2 * ranks + 3))),
+                (control.handshake, 2 * ranks * (64 + 16 * (2 * ranks + 3))),
                 (control.channels, 8 * (4 * ranks * 16 + ranks + 2)),
                 (control.flags, 2 * 4 * 8 * ranks * 1056),
-                (control.packets, control.packets_bytes),
-                (control.lines, control.lines_bytes),
-                (control.marks, control.bare_bytes / 16),
-                (control.bare, control.bare_bytes),
-                (control.sentinel, control.sentinel_bytes),
+                (control.ll, control.ll_bytes),
+                (control.ll128, control.ll128_bytes),
+                (control.escape_marks, control.escaped_bytes / 16),
+                (control.escaped, control.escaped_bytes),
+                (control.lamport, control.lamport_bytes),
                 (control.scratch, control.scratch_bytes),
             ];
             for pair in parts.windows(2) {
                 assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{pair:?}");
             }
-            assert_eq!(control.flags_bytes, parts[3].1, "all of them are cleared");
+            assert_eq!(control.flags_bytes, parts[3].1, "all flags are cleared");
             assert!(control.scratch + control.scratch_bytes <= control.bytes());
-            assert!(control.sentinel_bytes.is_multiple_of(48));
-            assert!(control.packets.is_multiple_of(4096));
-            // The second parity begins on a line, too.
-            for both in [control.packets_bytes, control.lines_bytes, control.bare_bytes] {
+            assert!(control.lamport_bytes.is_multiple_of(48));
+            assert!(control.ll.is_multiple_of(4096));
+            // The second parity begins on a whole line as well.
+            for both in [control.ll_bytes, control.ll128_bytes, control.escaped_bytes] {
                 assert!(both.is_multiple_of(2 * 128));
             }
-            // What is below the bare vectors begins as zeros (`CudaEngine::prepare`).
-            assert!(control.channels < control.bare && control.bare < control.sentinel);
-            // As long as that of `protocol/lamport_escaped.cuh`, which divides all there is.
-            let (slot, peers) = (control.bare_slot(world), u64::from(world.max(2) - 1));
-            assert!(slot.is_multiple_of(ITEM) && slot * peers <= BARE);
-            assert!((slot + ITEM) * peers > BARE);
+            // All that lies below the escaped inbox is filled with zeros (`CudaEngine::prepare`).
+            assert!(control.channels < control.escaped && control.escaped < control.lamport);
+            // As long as that of `protocol/lamport_escaped.cuh`, which divides the inbox among the peers.
+            let (slot, peers) = (control.escaped_slot(world), u64::from(world.max(2) - 1));
+            assert!(slot.is_multiple_of(ITEM) && slot * peers <= ESCAPED);
+            assert!((slot + ITEM) * peers > ESCAPED);
         }
         assert!(Control::new(0, 32 << 20, 192 << 20).expect_err("no ranks").is_unsupported());
         assert!(Control::new(9, 32 << 20, 192 << 20).expect_err("too many").is_unsupported());

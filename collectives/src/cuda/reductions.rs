@@ -1,40 +1,40 @@
-//! Which kernels a collective runs.
+//! All-reduce and reduce-scatter on a device: which kernels they launch.
 
 #![allow(unsafe_code)] // passes on the caller's promises about raw buffers
 
 use symmpool_allocator::{Result, Stream};
 
-use super::constraints::{Algorithm, Shape, fits_lamport};
+use super::constraints::{Algorithm, AllReduceShape, fits_lamport};
 use super::engine::CudaEngine;
-use super::kernel_spec::Specialty;
-use super::kernels::Loaded;
-use super::launch_config::Grid;
-use super::params::{CallParams, LINE_PAYLOAD, MOST_TEAMS};
+use super::kernel_spec::KernelSpec;
+use super::kernels::LoadedKernel;
+use super::launch_config::LaunchConfig;
+use super::params::{CallParams, LL128_PAYLOAD, MAX_PEER_BLOCKS};
 use crate::algorithm::RequestedAlgorithm;
 use crate::host::call::{Call, Operation};
 use crate::jit::sources::TWO_SHOT_PUSH;
 use crate::{DType, Place, ReduceOp};
 
-/// Bits of `SHOTS` in the kernels.
+/// Bits of `SHOTS` of kernels with two shots: the first one, the second one, and the second one of a broadcast.
 pub(super) const SCATTER: u8 = 1;
 pub(super) const GATHER: u8 = 2;
 pub(super) const BROADCAST: u8 = 4;
 
-/// Most threads of a block, which kernels are compiled for.
+/// Most threads of a block; kernels are compiled for so many.
 pub(super) const THREADS: u32 = 512;
-/// Most teams that push shares: of so many, all of one length, 64 and 128 MiB take four H200s 1.0 and
-/// 1.5% less than of the 131 there is room for (`cuda_collectives bench`).
-const PUSHING: u32 = 128;
+/// Most peer blocks of `two_shot_push`. With so many, which all get the same length, 64 and 128 MiB take four
+/// H200s 1.0% and 1.5% less time than with the 131 that fit (`cuda_collectives bench`).
+const MAX_PUSH_BLOCKS: u32 = 128;
 
-/// What a call works on, checked.
+/// A call of a reduction, or of the LL protocol, with checked arguments.
 #[derive(Clone, Copy)]
 pub(super) struct Work {
     pub(super) call: Call,
     pub(super) input: u64,
     pub(super) output: u64,
-    /// Of the whole, or of a rank's part.
+    /// Bytes of the whole data, or of a rank's part.
     pub(super) bytes: u64,
-    /// From part to part.
+    /// Bytes from part to part.
     pub(super) stride: u64,
     pub(super) dtype: DType,
     pub(super) op: ReduceOp,
@@ -45,36 +45,36 @@ pub(super) struct Work {
 impl Work {
     pub(super) fn params(&self) -> CallParams {
         CallParams {
-            details: *self.call.words(),
+            description: *self.call.words(),
             input: self.input,
             output: self.output,
             bytes: self.bytes,
             stride: self.stride,
             root: self.root,
-            teams: 0,
+            peer_blocks: 0,
         }
     }
 
-    /// Pieces of at most `most` bytes, about equal, all but the last a multiple of `unit`, which
-    /// `most` is.
+    /// The call as pieces of at most `most` bytes and of about equal length. All but the last are a multiple of
+    /// `unit`; so must `most` be.
     pub(super) fn pieces(self, most: u64, unit: u64) -> impl Iterator<Item = Self> {
         let count = self.bytes.div_ceil(most).max(1);
         let each = self.bytes.div_ceil(count).div_ceil(unit).saturating_mul(unit).clamp(1, most);
         (0..count)
             .map(move |nth| nth * each)
             .take_while(move |from| *from < self.bytes)
-            .map(move |from| self.stretch(from, each.min(self.bytes - from)))
+            .map(move |from| self.piece(from, each.min(self.bytes - from)))
     }
 
-    /// Where a rank's share of the whole begins, and its length, as `Parts` in `symmpool/partition.cuh` has them.
+    /// Where a rank's share of the data begins, and its length, as `Parts` in `symmpool/partition.cuh` computes them.
     pub(super) fn share(&self, rank: u32, world: u32) -> (u64, u64) {
         let share = self.bytes.div_ceil(16).div_ceil(u64::from(world)) * 16;
         let from = (u64::from(rank) * share).min(self.bytes);
         (from, share.min(self.bytes - from))
     }
 
-    /// The stretch `[from, from + bytes)` of both buffers.
-    fn stretch(&self, from: u64, bytes: u64) -> Self {
+    /// The range `[from, from + bytes)` of both buffers.
+    fn piece(&self, from: u64, bytes: u64) -> Self {
         Self { input: self.input + from, output: self.output + from, bytes, ..*self }
     }
 }
@@ -92,17 +92,17 @@ impl CudaEngine {
         (input, output): (Place, Place),
         count: usize,
         (dtype, op): (DType, ReduceOp),
-        asked: RequestedAlgorithm,
+        requested: RequestedAlgorithm,
         stream: Stream,
     ) -> Result<()> {
         self.begin(stream)?;
-        self.reduces("all_reduce", dtype, stream)?;
-        let bytes = self.bytes("all_reduce", count, dtype, stream)?;
+        self.check_reducible("all_reduce", dtype, stream)?;
+        let bytes = self.byte_count("all_reduce", count, dtype, stream)?;
         if bytes == 0 {
             let call = Call::new(Operation::AllReduce).elements(dtype, count).reduce(op);
-            return self.enter_only(call, stream);
+            return self.handshake_only(call, stream);
         }
-        let shape = Shape {
+        let shape = AllReduceShape {
             bytes,
             dtype,
             world: self.world(),
@@ -110,13 +110,13 @@ impl CudaEngine {
             output_window: output.is_window(),
             direct: self.direct,
         };
-        let (chosen, why) = match shape.choose(asked, &self.control, &self.rows) {
+        let (chosen, why) = match shape.choose(requested, &self.control, &self.measured) {
             Ok(chosen) => chosen,
             Err(error) => return Err(self.decline(error, stream)),
         };
         let (from, to) = (self.address(input), self.address(output));
         if from != to {
-            self.apart("all_reduce", (from, bytes), (to, bytes), stream)?;
+            self.check_disjoint("all_reduce", (from, bytes), (to, bytes), stream)?;
         }
         let call = Call::new(Operation::AllReduce)
             .elements(dtype, count)
@@ -145,14 +145,14 @@ impl CudaEngine {
         const BOTH: u8 = SCATTER | GATHER;
         let vectors = work.bytes.div_ceil(16);
         let share = vectors.div_ceil(u64::from(self.world()));
-        // Eight threads a line.
-        let of_lines = work.bytes.div_ceil(LINE_PAYLOAD) * 8;
-        // Threads that have something to do, how many to a block, and the most blocks. Small blocks
-        // begin and end sooner.
+        // Eight threads handle a line of LL128.
+        let line_threads = work.bytes.div_ceil(LL128_PAYLOAD) * 8;
+        // How many threads have work, how many of them form a block, and the most blocks. Small blocks start
+        // and end sooner.
         let (wanted, threads, most) = match algorithm {
             Algorithm::OneShotLl | Algorithm::OneShotLamport => (vectors, 32, u32::MAX),
-            Algorithm::OneShotLl128 => (of_lines, 64, u32::MAX),
-            Algorithm::OneShotPull => (vectors, 256, MOST_TEAMS),
+            Algorithm::OneShotLl128 => (line_threads, 64, u32::MAX),
+            Algorithm::OneShotPull => (vectors, 256, MAX_PEER_BLOCKS),
             Algorithm::TwoShotPull => (share, THREADS, 256),
             Algorithm::TwoShotPush => {
                 // SAFETY: passed on.
@@ -160,7 +160,7 @@ impl CudaEngine {
             }
             Algorithm::TwoShotCopy => {
                 // SAFETY: passed on.
-                return unsafe { self.copied(work) };
+                return unsafe { self.two_shot_copy(work) };
             }
             Algorithm::TwoShotLl | Algorithm::TwoShotLamport => {
                 let lamport = algorithm == Algorithm::TwoShotLamport;
@@ -168,27 +168,27 @@ impl CudaEngine {
                 return unsafe { self.two_shot(work, BOTH, lamport) };
             }
         };
-        let specialty =
-            Specialty::all_reduce(algorithm, self.world(), (work.dtype, work.op), work.bytes);
-        let loaded = self.kernel(specialty)?;
+        let spec =
+            KernelSpec::all_reduce(algorithm, self.world(), (work.dtype, work.op), work.bytes);
+        let loaded = self.kernel(spec)?;
         if matches!(algorithm, Algorithm::OneShotPull | Algorithm::TwoShotPull) {
-            let teams = Grid::new(&loaded.alone(), wanted, threads, most);
+            let config = LaunchConfig::new(&loaded.alone(), wanted, threads, most);
             // SAFETY: passed on.
-            return unsafe { self.put_in_teams(loaded, teams, work) };
+            return unsafe { self.launch_peer_blocks(loaded, config, work) };
         }
-        let grid = Grid::new(&loaded, wanted, threads, most);
+        let config = LaunchConfig::new(&loaded, wanted, threads, most);
         // SAFETY: passed on.
-        unsafe { self.put(loaded, grid, &work.params(), work.stream) }
+        unsafe { self.launch_in(loaded, config, &work.params(), work.stream) }
     }
 
-    /// Through inboxes, in as many calls as their room asks for.
+    /// Runs both shots, or one of them, through inboxes, in as many launches as the inboxes' size requires.
     ///
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
     pub(super) unsafe fn two_shot(&mut self, work: &Work, shots: u8, lamport: bool) -> Result<()> {
         let ranks = u64::from(self.world());
-        // Of an all-reduce: shares and results of all ranks. Of a half: parts of all ranks.
+        // An all-reduce needs room for the inputs and the results of all shares; one shot, for a part of each rank.
         let (shares, most) = if shots == SCATTER | GATHER {
             (ranks, self.control.two_shot_room(lamport, self.world()))
         } else {
@@ -202,43 +202,51 @@ impl CudaEngine {
         let reduction = (work.dtype, work.op);
         let bytes = most.min(work.bytes);
         let loaded =
-            self.kernel(Specialty::two_shot(self.world(), reduction, shots, lamport, bytes))?;
+            self.kernel(KernelSpec::two_shot(self.world(), reduction, shots, lamport, bytes))?;
         let threads = threads.min(loaded.threads);
         for piece in work.pieces(most, 16 * shares) {
             let each = piece.bytes.div_ceil(16).div_ceil(shares);
-            let grid = Grid::new(&loaded, each, threads, 264);
-            // SAFETY: a stretch of what the caller promised.
-            unsafe { self.put(loaded, grid, &piece.params(), piece.stream) }?;
+            let config = LaunchConfig::new(&loaded, each, threads, 264);
+            // SAFETY: a piece of what the caller promised.
+            unsafe { self.launch_in(loaded, config, &piece.params(), piece.stream) }?;
         }
         Ok(())
     }
 
+    /// Launches a kernel in that configuration.
+    ///
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
-    pub(super) unsafe fn put(
+    unsafe fn launch_in(
         &mut self,
-        kernel: Loaded,
-        grid: Grid,
+        kernel: LoadedKernel,
+        config: LaunchConfig,
         params: &CallParams,
         stream: Stream,
     ) -> Result<()> {
         // SAFETY: passed on.
-        unsafe { self.launch(kernel, (grid.blocks, grid.threads), params, None, stream) }
+        unsafe { self.launch(kernel, (config.blocks, config.threads), params, None, stream) }
     }
 
-    /// As `put`, of kernels whose teams of one number work together on all ranks, which compare how many
-    /// there are. A team for every block of data that the device would hold: one that holds fewer, as its
-    /// communicators share it, has blocks that stand for several.
+    /// Launches a kernel whose blocks of equal index work together on all ranks, as peer blocks. Ranks compare
+    /// how many peer blocks there are, so that is as many as the worker blocks of a communicator that has the
+    /// device for itself. Where communicators share a device, fewer blocks run, and each does the work of
+    /// several peer blocks.
     ///
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
-    unsafe fn put_in_teams(&mut self, kernel: Loaded, whole: Grid, work: &Work) -> Result<()> {
-        let work = Work { call: work.call.peer_blocks(whole.data_blocks()), ..*work };
-        let params = CallParams { teams: whole.data_blocks(), ..work.params() };
+    unsafe fn launch_peer_blocks(
+        &mut self,
+        kernel: LoadedKernel,
+        whole: LaunchConfig,
+        work: &Work,
+    ) -> Result<()> {
+        let work = Work { call: work.call.peer_blocks(whole.worker_blocks()), ..*work };
+        let params = CallParams { peer_blocks: whole.worker_blocks(), ..work.params() };
         // SAFETY: passed on.
-        unsafe { self.put(kernel, whole.within(&kernel), &params, work.stream) }
+        unsafe { self.launch_in(kernel, whole.within_budget(&kernel), &params, work.stream) }
     }
 
     /// Reduces part `r` of every rank's `input` into rank `r`'s `output`; `count` elements a part.
@@ -254,12 +262,12 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         self.begin(stream)?;
-        self.reduces("reduce_scatter", dtype, stream)?;
-        let part = self.bytes("reduce_scatter", count, dtype, stream)?;
-        let whole = self.parts("reduce_scatter", part, stream)?;
+        self.check_reducible("reduce_scatter", dtype, stream)?;
+        let part = self.byte_count("reduce_scatter", count, dtype, stream)?;
+        let whole = self.bytes_of_parts("reduce_scatter", part, stream)?;
         let (from, to) = (self.address(input), self.address(output));
         if to != from + u64::from(self.rank()) * part {
-            self.apart("reduce_scatter", (from, whole), (to, part), stream)?;
+            self.check_disjoint("reduce_scatter", (from, whole), (to, part), stream)?;
         }
         let call = Call::new(Operation::ReduceScatter)
             .elements(dtype, count)
@@ -270,7 +278,7 @@ impl CudaEngine {
         let work =
             Work { call, input: from, output: to, bytes, stride, dtype, op, root: 0, stream };
         if part == 0 {
-            return self.enter_only(call, stream);
+            return self.handshake_only(call, stream);
         }
         if self.world() == 1 {
             // SAFETY: the caller's promises, which are passed on.
@@ -280,7 +288,7 @@ impl CudaEngine {
         unsafe { self.scatter(&work, fits_lamport(dtype)) }
     }
 
-    /// Through the inbox while that is faster, else through scratch.
+    /// Reduces and scatters through inboxes while that is faster, else through scratch.
     ///
     /// # Safety
     ///
@@ -299,24 +307,26 @@ impl CudaEngine {
         unsafe { self.two_shot(work, SCATTER, lamport) }
     }
 
-    /// Through scratch and, of an all-reduce, straight into outputs that are windows, in as many calls as
-    /// the scratch asks for. Each begins with all teams of all ranks in step.
+    /// Pushes inputs through scratch and, in an all-reduce, results into outputs that are windows, in as many
+    /// launches as the scratch's size requires. Each begins when the peer blocks of all ranks are in step.
     ///
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
     unsafe fn push(&mut self, work: &Work, shots: u8) -> Result<()> {
         let ranks = u64::from(self.world());
-        let base = Specialty::reduces(&TWO_SHOT_PUSH, (work.dtype, work.op));
-        let loaded = self.kernel(Specialty { shots, ..base })?;
-        // Of what a team's range is of: a share, or a part.
+        let base = KernelSpec::reduces(&TWO_SHOT_PUSH, (work.dtype, work.op));
+        let loaded = self.kernel(KernelSpec { shots, ..base })?;
+        // Peer blocks divide a share of an all-reduce, and a part of a reduce-scatter.
         let shares = if shots == SCATTER | GATHER { ranks } else { 1 };
         let most = self.control.scratch_room(self.world()) * shares;
         for piece in work.pieces(most, 128 * shares) {
             let wanted = piece.bytes.div_ceil(16).div_ceil(shares);
-            let teams = Grid::new(&loaded.alone(), wanted, THREADS, PUSHING);
-            // SAFETY: a stretch of what the caller promised.
-            unsafe { self.put_in_teams(loaded, teams.and_one(&loaded, wanted), &piece) }?;
+            let config = LaunchConfig::new(&loaded.alone(), wanted, THREADS, MAX_PUSH_BLOCKS);
+            // SAFETY: a piece of what the caller promised.
+            unsafe {
+                self.launch_peer_blocks(loaded, config.with_leader_place(&loaded, wanted), &piece)
+            }?;
         }
         Ok(())
     }

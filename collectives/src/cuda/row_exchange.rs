@@ -1,47 +1,47 @@
-//! The steps of a row exchange on a device: kernels before and after its all-to-alls.
+//! The steps of a row exchange on a device: kernels that run before and after its all-to-alls.
 
 #![allow(unsafe_code)] // launches kernels on the caller's promises about raw memory
 
 use symmpool_allocator::{Result, Stream};
 
 use super::engine::CudaEngine;
-use super::kernel_spec::Specialty;
-use super::kernels::Loaded;
+use super::kernel_spec::KernelSpec;
+use super::kernels::LoadedKernel;
 use crate::jit::sources::ROW_EXCHANGE;
 use crate::row_exchange::{MOST_BLOCKS, RowWork};
 
-/// `SHOTS` of the kernel.
+/// `SHOTS` of the kernel: one for each step.
 const COUNT: u8 = 1;
 const PLACE: u8 = 2;
 const FIT: u8 = 4;
-const SPREAD: u8 = 8;
+const UNPACK: u8 = 8;
 
 const THREADS: u32 = 256;
-/// What a block moves at least, and looks at, for its beginning to be worth it.
+/// A block is worth its start-up time if it moves at least so many bytes, or handles so many rows.
 const BLOCK_BYTES: u64 = 64 << 10;
 const BLOCK_ROWS: u64 = 1024;
-/// Blocks of a processor that keep its memory busy.
+/// How many blocks a processor needs to keep its memory busy.
 const BLOCKS: u32 = 4;
 
 impl CudaEngine {
-    /// Loads the kernels, so that no call has to.
+    /// Loads the kernels ahead of calls.
     pub(crate) fn load_rows(&mut self) -> Result<()> {
-        [COUNT, PLACE, FIT, SPREAD].into_iter().try_for_each(|step| self.rows(step).map(|_| ()))
+        [COUNT, PLACE, FIT, UNPACK].into_iter().try_for_each(|step| self.rows(step).map(|_| ()))
     }
 
-    fn rows(&mut self, shots: u8) -> Result<Loaded> {
-        self.kernel(Specialty { shots, ..Specialty::new(&ROW_EXCHANGE, THREADS) })
+    fn rows(&mut self, shots: u8) -> Result<LoadedKernel> {
+        self.kernel(KernelSpec { shots, ..KernelSpec::new(&ROW_EXCHANGE, THREADS) })
     }
 
-    /// Puts rows and their numbers in order by destination, and says how many there are for each
-    /// rank; -1 for all if a destination is none.
+    /// Packs rows and their indices in the order of their destinations, and counts the rows for each rank. All
+    /// counts are -1 if a destination is no rank.
     ///
     /// # Safety
     ///
     /// The addresses are as `RowWork` says, of memory of the device that nobody else touches until
     /// the stream is past it.
-    pub(crate) unsafe fn order_rows(&mut self, work: &RowWork, stream: Stream) -> Result<()> {
-        // What runs beside these steps now is not what ran beside the call before.
+    pub(crate) unsafe fn pack_rows(&mut self, work: &RowWork, stream: Stream) -> Result<()> {
+        // The SM budget may have changed since the last call.
         self.begin(stream)?;
         let (count, place) = (self.rows(COUNT)?, self.rows(PLACE)?);
         let blocks = blocks(&count, work.rows, work.row_bytes);
@@ -51,34 +51,39 @@ impl CudaEngine {
         unsafe { self.launch_rows(place, (blocks, THREADS), work, stream) }
     }
 
-    /// Says how many of the rows that came from each rank had room, which go back.
+    /// Counts the rows from each rank that the output had room for: those are sent back.
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::order_rows`].
-    pub(crate) unsafe fn fit_rows(&mut self, work: &RowWork, stream: Stream) -> Result<()> {
+    /// As [`CudaEngine::pack_rows`].
+    pub(crate) unsafe fn count_fitting_rows(
+        &mut self,
+        work: &RowWork,
+        stream: Stream,
+    ) -> Result<()> {
         self.begin(stream)?;
         let kernel = self.rows(FIT)?;
         // SAFETY: the caller's promise.
         unsafe { self.launch_rows(kernel, (1, 32), work, stream) }
     }
 
-    /// Puts rows that came back where they were, and zeros where none did.
+    /// Writes rows that were sent back to where they came from, and zeros in place of all others.
     ///
     /// # Safety
     ///
-    /// As [`CudaEngine::order_rows`].
-    pub(crate) unsafe fn spread_rows(&mut self, work: &RowWork, stream: Stream) -> Result<()> {
+    /// As [`CudaEngine::pack_rows`].
+    pub(crate) unsafe fn unpack_rows(&mut self, work: &RowWork, stream: Stream) -> Result<()> {
         self.begin(stream)?;
-        let kernel = self.rows(SPREAD)?;
+        let kernel = self.rows(UNPACK)?;
         let blocks = blocks(&kernel, work.given, work.row_bytes);
         // SAFETY: the caller's promise.
         unsafe { self.launch_rows(kernel, (blocks, THREADS), work, stream) }
     }
 }
 
-/// Blocks for so many rows: whole waves at most, and one at least, which says that there are none.
-fn blocks(kernel: &Loaded, rows: u64, row_bytes: u64) -> u32 {
+/// How many blocks so many rows get: at most as many as run at once, and at least one, which writes the counts
+/// even if there are no rows.
+fn blocks(kernel: &LoadedKernel, rows: u64, row_bytes: u64) -> u32 {
     let most = (kernel.processors * BLOCKS).min(MOST_BLOCKS);
     let worth = (rows * row_bytes).div_ceil(BLOCK_BYTES).max(rows.div_ceil(BLOCK_ROWS));
     u32::try_from(worth.min(rows)).unwrap_or(most).clamp(1, most)
@@ -93,13 +98,13 @@ mod tests {
     use symmpool_allocator::{CONTROL_LANE, Driver, Group, Pool};
 
     use super::super::engine::CudaOptions;
-    use super::super::leave_room;
+    use super::super::share_sms;
     use super::*;
     use crate::algorithm::RequestedAlgorithm;
     use crate::{AllReduceAlgorithm, AllToAllAlgorithm, DType, RowShape};
 
     #[test]
-    fn steps_take_what_may_be_taken_now_and_not_at_the_call_before() {
+    fn steps_have_the_budget_of_now_and_not_of_the_last_call() {
         let driver = match CudaDriver::new(0) {
             Ok(driver) => driver,
             Err(error) => {
@@ -110,14 +115,14 @@ mod tests {
         };
         let group = Group::in_process(1).expect("a group").remove(0);
         let pool = Pool::builder(group).driver(Driver::new(driver)).build().expect("a pool");
-        let asked =
+        let requested =
             RequestedAlgorithm { algorithm: AllReduceAlgorithm::Auto, by_environment: false };
         let options = CudaOptions {
             timeout: Duration::from_secs(60),
             inbox: 1 << 20,
             scratch: 1 << 20,
             first_epoch: 1,
-            asked,
+            requested,
             all_to_all: AllToAllAlgorithm::Auto,
             concurrent: None,
             links: Topology::host(1),
@@ -133,13 +138,13 @@ mod tests {
             CudaEngine::new(&pool, control.offset(), &options, ready, alive).expect("an engine");
         engine.barrier(Stream::DEFAULT).expect("a call");
         assert_eq!(engine.comm.early, 1, "it was alone");
-        leave_room(0);
+        share_sms(0);
         let shape = RowShape { rows: 1, row: 4, dtype: DType::U8 };
         let at = memory.address();
         let work = RowWork::new(&shape, 1, at, at + (1 << 19));
         // SAFETY: the memory is longer than what a single row needs, and nothing else uses it.
-        unsafe { engine.fit_rows(&work, Stream::DEFAULT) }.expect("a step");
-        assert_eq!(engine.comm.early, 0, "others' kernels may wait beside it now");
+        unsafe { engine.count_fitting_rows(&work, Stream::DEFAULT) }.expect("a step");
+        assert_eq!(engine.comm.early, 0, "other libraries' kernels may wait at the same time now");
         engine.synchronize(Stream::DEFAULT).expect("it ends");
     }
 }

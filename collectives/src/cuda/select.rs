@@ -1,27 +1,27 @@
-//! Which algorithm serves an all-reduce on a device: what was asked for, else what was measured on
-//! devices of this kind (`table`), else a rule that is safe on all.
+//! Which algorithm serves an all-reduce on a device: the requested one, else the one that was measured to be
+//! fastest on devices of this kind (`table`), else the one of a rule that works well on any device.
 
 use symmpool_allocator::{Error, Result};
 
-use super::constraints::{Algorithm, Shape, fits_lamport};
+use super::constraints::{Algorithm, AllReduceShape, fits_lamport};
 use super::params::Control;
-use super::table::Rows;
+use super::table::MeasuredTable;
 use crate::AllReduceAlgorithm;
 use crate::algorithm::{RequestedAlgorithm, VARIABLE};
 
-/// What an algorithm was chosen by.
+/// By what an algorithm was chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Why {
+pub(super) enum ChosenBy {
     Options,
     Environment,
     Table,
     Rule,
 }
 
-impl Why {
+impl ChosenBy {
     pub(super) fn name(self) -> &'static str {
         match self {
-            Self::Options => "asked for by the options",
+            Self::Options => "requested by the options",
             Self::Environment => VARIABLE,
             Self::Table => "measured on such devices",
             Self::Rule => "rule",
@@ -29,55 +29,58 @@ impl Why {
     }
 }
 
-/// Bytes that an H200 sends to its peers in the time that a further hop takes: about 2 us at
-/// 350 GB/s. Two shots save bytes, one shot saves a hop.
+/// Bytes that an H200 sends to its peers in the time that one more hop takes: about 2 us at 350 GB/s.
+/// Two shots send fewer bytes; one shot needs one hop less.
 const HOP_BYTES: u64 = 700 << 10;
-/// Between two ranks both ways send the same bytes. Up to here one shot spares a hop; above, what two
-/// shots spare in reductions and in the memory of inboxes is more.
+/// Between two ranks one shot and two shots send the same bytes. Up to so many, one shot is faster as it needs
+/// one hop less; above, two shots are, as they reduce less and use less memory of inboxes.
 const PAIR_HOP_BYTES: u64 = 4 << 20;
-/// Above this, results go straight into outputs: what inboxes need beyond the link's bytes, in
-/// writes to the device's own memory, no longer fits its cache.
-const STRAIGHT_BYTES: u64 = 24 << 20;
-/// Above this, copy engines carry more than a device's processors.
+/// Above so many bytes, results are written into outputs directly: inboxes cause more writes to the device's own
+/// memory, which no longer fit its cache.
+const DIRECT_BYTES: u64 = 24 << 20;
+/// Above so many bytes, copy engines are faster than a device's processors.
 const COPY_BYTES: u64 = 128 << 20;
-/// Up to here LL is as fast as Lamport, and leaves no inbox to restore.
-const PACKET_BYTES: u64 = 4 << 10;
-/// Bytes that all ranks together put into an LL inbox. Up to here it does not matter that half of them are
-/// flags; from here on LL128 is faster.
-const FLAGGED_BYTES: u64 = 128 << 10;
-/// A hop's bytes where LL128 is the choice, next to ways that begin and end with flags among peers.
-const LINE_HOP_BYTES: u64 = HOP_BYTES / 4 * 9;
-/// Up to here, of what all pairs of ranks have for each other, a rank reads its part of all inputs faster than
-/// the others bring it: 12 MiB of two ranks, 3 of four.
+/// Up to so many bytes, LL is as fast as Lamport, and leaves no inbox to restore.
+const LL_BYTES: u64 = 4 << 10;
+/// Bytes of all ranks together that an LL inbox takes before it matters that half of what is sent are flags.
+/// Above, LL128 is faster.
+const LL_ALL_RANKS_BYTES: u64 = 128 << 10;
+/// The bytes of a hop where the choice is between LL128 and algorithms that begin and end with flags among peer
+/// blocks, which cost more hops.
+const LL128_HOP_BYTES: u64 = HOP_BYTES / 4 * 9;
+/// Up to so many bytes between all pairs of ranks, a rank reads its share of all inputs faster than the others
+/// write it: 12 MiB for two ranks, 3 MiB for four.
 const PULL_BYTES: u64 = 48 << 20;
 
-impl Shape {
-    /// What should be best on any device: the ways to go in the order in which they are tried.
+impl AllReduceShape {
+    /// The algorithm that should be best on any device: the first of an order that can serve the call.
     fn rule(&self, control: &Control) -> Algorithm {
         use Algorithm as A;
         let ranks = u64::from(self.world);
-        let spares = |hop_bytes: u64| {
+        let one_shot_is_faster = |hop_bytes: u64| {
             if ranks > 2 {
-                // What two shots spare a rank, of what one shot sends.
+                // Bytes that two shots save a rank, compared with one shot.
                 self.bytes.saturating_mul((ranks - 1) * (ranks - 2)) / ranks <= hop_bytes
             } else {
                 self.bytes <= PAIR_HOP_BYTES
             }
         };
-        let hop = spares(HOP_BYTES);
-        let flagged = self.bytes.saturating_mul(ranks) <= FLAGGED_BYTES;
+        let hop = one_shot_is_faster(HOP_BYTES);
+        let few = self.bytes.saturating_mul(ranks) <= LL_ALL_RANKS_BYTES;
         let order: &[A] = if fits_lamport(self.dtype) {
             match self.bytes {
-                bytes if hop && bytes <= PACKET_BYTES => &[A::OneShotLl],
+                bytes if hop && bytes <= LL_BYTES => &[A::OneShotLl],
                 _ if hop => &[A::OneShotLamport, A::TwoShotLamport],
-                bytes if bytes <= STRAIGHT_BYTES => &[A::TwoShotLamport],
+                bytes if bytes <= DIRECT_BYTES => &[A::TwoShotLamport],
                 bytes if bytes <= COPY_BYTES => &[A::TwoShotPush, A::TwoShotLamport],
                 _ => &[A::TwoShotCopy, A::TwoShotPush, A::TwoShotLamport],
             }
         } else {
             match self.bytes {
-                _ if hop && (flagged || !self.direct) => &[A::OneShotLl],
-                _ if spares(LINE_HOP_BYTES) => &[A::OneShotLl128, A::TwoShotPull, A::OneShotPull],
+                _ if hop && (few || !self.direct) => &[A::OneShotLl],
+                _ if one_shot_is_faster(LL128_HOP_BYTES) => {
+                    &[A::OneShotLl128, A::TwoShotPull, A::OneShotPull]
+                }
                 _ if self.bytes.saturating_mul(ranks * ranks) <= PULL_BYTES => {
                     &[A::TwoShotPull, A::TwoShotPush, A::OneShotPull]
                 }
@@ -90,47 +93,47 @@ impl Shape {
         order.iter().chain(&fallback).copied().find(fits).unwrap_or(A::TwoShotLl)
     }
 
-    /// The algorithm that was asked for, or the best that is known.
+    /// The requested algorithm, or the best that is known.
     pub(super) fn choose(
         &self,
-        asked: RequestedAlgorithm,
+        requested: RequestedAlgorithm,
         control: &Control,
-        rows: &Rows,
-    ) -> Result<(Algorithm, Why)> {
-        if asked.algorithm == AllReduceAlgorithm::Auto {
-            let measured = rows
+        measured: &MeasuredTable,
+    ) -> Result<(Algorithm, ChosenBy)> {
+        if requested.algorithm == AllReduceAlgorithm::Auto {
+            let algorithm = measured
                 .find(self)
                 .map(|best| if self.pays(best, control) { best } else { Algorithm::TwoShotPush })
                 .filter(|algorithm| self.fits(*algorithm, control));
-            return Ok(match measured {
-                Some(algorithm) => (algorithm, Why::Table),
-                None => (self.rule(control), Why::Rule),
+            return Ok(match algorithm {
+                Some(algorithm) => (algorithm, ChosenBy::Table),
+                None => (self.rule(control), ChosenBy::Rule),
             });
         }
-        let why = if asked.by_environment { Why::Environment } else { Why::Options };
-        match self.serve(asked.algorithm, control) {
+        let why = if requested.by_environment { ChosenBy::Environment } else { ChosenBy::Options };
+        match self.serve(requested.algorithm, control) {
             Ok(algorithm) => Ok((algorithm, why)),
-            Err(error) => Err(asked.blame(error)),
+            Err(error) => Err(requested.blame(error)),
         }
     }
 
-    fn serve(&self, asked: AllReduceAlgorithm, control: &Control) -> Result<Algorithm> {
+    fn serve(&self, requested: AllReduceAlgorithm, control: &Control) -> Result<Algorithm> {
         let one_of = |order: &[Algorithm]| {
             order.iter().copied().find(|algorithm| self.fits(*algorithm, control)).ok_or_else(|| {
                 Error::unsupported(format!(
                     "the all-reduce algorithm {} for {} bytes of {} from {} to {}: lamport carries \
                      floats of up to 32 bits, ll128 needs NVLink between all devices, pull and push need \
                      windows, one shot needs room for all inputs ({} bytes of inbox here)",
-                    asked.name(),
+                    requested.name(),
                     self.bytes,
                     self.dtype.name(),
                     if self.input_window { "a window" } else { "ordinary memory" },
                     if self.output_window { "a window" } else { "ordinary memory" },
-                    control.sentinel_bytes / 3,
+                    control.lamport_bytes / 3,
                 ))
             })
         };
-        match asked {
+        match requested {
             AllReduceAlgorithm::OneShot => one_of(&[
                 Algorithm::OneShotLamport,
                 Algorithm::OneShotLl128,
@@ -158,16 +161,16 @@ mod tests {
     use super::*;
     use crate::DType;
 
-    fn shape(bytes: u64, world: u32) -> Shape {
+    fn shape(bytes: u64, world: u32) -> AllReduceShape {
         let (dtype, input_window, output_window) = (DType::Bf16, true, true);
-        Shape { bytes, dtype, world, input_window, output_window, direct: true }
+        AllReduceShape { bytes, dtype, world, input_window, output_window, direct: true }
     }
 
     fn control(world: u32) -> Control {
         Control::new(world, 32 << 20, 192 << 20).expect("valid")
     }
 
-    fn best(shape: Shape) -> Algorithm {
+    fn best(shape: AllReduceShape) -> Algorithm {
         shape.rule(&control(shape.world))
     }
 
@@ -183,19 +186,20 @@ mod tests {
         assert_eq!(best(shape(256 << 20, 2)), Algorithm::TwoShotCopy);
         assert_eq!(best(shape(256 << 10, 8)), Algorithm::TwoShotLamport);
         assert_eq!(best(shape(1 << 40, 1)), Algorithm::TwoShotPush);
-        let ordinary = Shape { input_window: false, output_window: false, ..shape(64 << 20, 4) };
+        let ordinary =
+            AllReduceShape { input_window: false, output_window: false, ..shape(64 << 20, 4) };
         assert_eq!(best(ordinary), Algorithm::TwoShotLamport);
-        let integers = |bytes| Shape { dtype: DType::I32, ..shape(bytes, 4) };
+        let integers = |bytes| AllReduceShape { dtype: DType::I32, ..shape(bytes, 4) };
         assert_eq!(best(integers(64 << 10)), Algorithm::OneShotLl128);
         assert_eq!(best(integers(4 << 20)), Algorithm::TwoShotPush);
         assert_eq!(best(integers(32 << 10)), Algorithm::OneShotLl);
-        let over_a_bus = Shape { direct: false, ..integers(64 << 10) };
+        let over_a_bus = AllReduceShape { direct: false, ..integers(64 << 10) };
         assert_eq!(best(over_a_bus), Algorithm::OneShotLl);
-        let both = Shape { dtype: DType::F64, ..ordinary };
+        let both = AllReduceShape { dtype: DType::F64, ..ordinary };
         assert_eq!(best(both), Algorithm::OneShotPull);
     }
 
-    /// What `cuda_collectives tune` printed: microseconds of every algorithm, by size.
+    /// The output of `cuda_collectives tune`: microseconds of every algorithm, by size.
     #[derive(serde::Deserialize)]
     struct Tuned {
         world: u32,
@@ -209,7 +213,7 @@ mod tests {
         times: BTreeMap<u64, BTreeMap<String, f64>>,
     }
 
-    /// How much longer than the best algorithm the rule's may take, on a device that it does not know.
+    /// How many times as long as the best algorithm the rule's may take, as if the device were unknown.
     const BEHIND: f64 = 1.05;
 
     #[test]
@@ -227,7 +231,7 @@ mod tests {
                 for (&bytes, row) in times {
                     let dtype = if *lamport { DType::Bf16 } else { DType::I32 };
                     let window = *windows;
-                    let shape = Shape {
+                    let shape = AllReduceShape {
                         dtype,
                         input_window: window,
                         output_window: window,
@@ -255,18 +259,18 @@ mod tests {
     }
 
     #[test]
-    fn what_was_asked_for_is_done_or_refused() {
+    fn requested_algorithms_are_used_or_refused() {
         let control = control(4);
-        let integers = Shape { dtype: DType::I64, ..shape(4 << 10, 4) };
+        let integers = AllReduceShape { dtype: DType::I64, ..shape(4 << 10, 4) };
         let refused = integers.serve(AllReduceAlgorithm::OneShotLamport, &control);
         let text = refused.expect_err("integers have no NaN").to_string();
         assert!(text.contains("one_shot_lamport") && text.contains("i64"), "{text}");
         let chosen = shape(4 << 10, 4).serve(AllReduceAlgorithm::TwoShotPull, &control);
         assert_eq!(chosen.expect("windows"), Algorithm::TwoShotPull);
-        let ordinary = Shape { output_window: false, ..shape(4 << 10, 4) };
+        let ordinary = AllReduceShape { output_window: false, ..shape(4 << 10, 4) };
         assert!(ordinary.serve(AllReduceAlgorithm::TwoShotPush, &control).is_err());
         assert!(shape(1 << 30, 4).serve(AllReduceAlgorithm::OneShot, &control).is_err());
-        let over_a_bus = Shape { direct: false, ..shape(4 << 10, 4) };
+        let over_a_bus = AllReduceShape { direct: false, ..shape(4 << 10, 4) };
         let refused = over_a_bus.serve(AllReduceAlgorithm::OneShotLl128, &control);
         let text = refused.expect_err("lines of 128 bytes may be torn").to_string();
         assert!(text.contains("ll128 needs NVLink between all devices"), "{text}");
@@ -277,33 +281,37 @@ mod tests {
     #[test]
     fn options_come_before_the_environment_the_table_and_the_rule() {
         let control = control(4);
-        let rows = Rows::of(&["NVIDIA H200"; 4]);
-        let asked = |algorithm, by_environment| RequestedAlgorithm { algorithm, by_environment };
-        let chosen = |shape: Shape, asked, rows| shape.choose(asked, &control, rows).unwrap();
-        let auto = asked(AllReduceAlgorithm::Auto, false);
+        let measured = MeasuredTable::of(&["NVIDIA H200"; 4]);
+        let requested =
+            |algorithm, by_environment| RequestedAlgorithm { algorithm, by_environment };
+        let chosen = |shape: AllReduceShape, requested, measured| {
+            shape.choose(requested, &control, measured).unwrap()
+        };
+        let auto = requested(AllReduceAlgorithm::Auto, false);
         let shape = shape(20 << 20, 4);
-        assert_eq!(chosen(shape, auto, &rows), (Algorithm::TwoShotPush, Why::Table));
-        let unknown = Rows::of(&["a device"; 4]);
-        assert_eq!(chosen(shape, auto, &unknown), (Algorithm::TwoShotLamport, Why::Rule));
-        let ordinary = Shape { output_window: false, ..shape };
-        assert_eq!(chosen(ordinary, auto, &rows), (Algorithm::TwoShotLamport, Why::Table));
-        for (by_environment, why) in [(false, Why::Options), (true, Why::Environment)] {
-            let asked = asked(AllReduceAlgorithm::TwoShotPull, by_environment);
-            assert_eq!(chosen(shape, asked, &rows), (Algorithm::TwoShotPull, why));
-            let error = ordinary.choose(asked, &control, &rows).unwrap_err();
+        assert_eq!(chosen(shape, auto, &measured), (Algorithm::TwoShotPush, ChosenBy::Table));
+        let unknown = MeasuredTable::of(&["a device"; 4]);
+        assert_eq!(chosen(shape, auto, &unknown), (Algorithm::TwoShotLamport, ChosenBy::Rule));
+        let ordinary = AllReduceShape { output_window: false, ..shape };
+        assert_eq!(chosen(ordinary, auto, &measured), (Algorithm::TwoShotLamport, ChosenBy::Table));
+        for (by_environment, why) in [(false, ChosenBy::Options), (true, ChosenBy::Environment)] {
+            let requested = requested(AllReduceAlgorithm::TwoShotPull, by_environment);
+            assert_eq!(chosen(shape, requested, &measured), (Algorithm::TwoShotPull, why));
+            let error = ordinary.choose(requested, &control, &measured).unwrap_err();
             assert!(error.is_unsupported());
             assert_eq!(error.to_string().contains(VARIABLE), by_environment);
         }
-        // Nor what was measured on NVLink, where devices of that name are on another bus.
-        let over_a_bus = Shape { dtype: DType::I32, bytes: 256 << 10, direct: false, ..shape };
-        assert_eq!(chosen(over_a_bus, auto, &rows), (Algorithm::OneShotLl, Why::Rule));
-        // What was measured with more room than there is gives way.
+        // What was measured over NVLink does not hold where devices of that name are on another bus.
+        let over_a_bus =
+            AllReduceShape { dtype: DType::I32, bytes: 256 << 10, direct: false, ..shape };
+        assert_eq!(chosen(over_a_bus, auto, &measured), (Algorithm::OneShotLl, ChosenBy::Rule));
+        // What was measured with larger inboxes is not used where it does not fit.
         let little = Control::new(4, 1 << 20, 1 << 20).unwrap();
-        let most = Shape { bytes: 256 << 10, ..shape };
-        assert_eq!(most.choose(auto, &little, &rows).unwrap().1, Why::Table);
-        let small = Shape { dtype: DType::I32, bytes: 32 << 10, ..shape };
-        assert_eq!(small.choose(auto, &little, &rows).unwrap().0, Algorithm::OneShotLl);
-        // Copy engines are for scratch that has room for much at once, or for all of a call.
+        let most = AllReduceShape { bytes: 256 << 10, ..shape };
+        assert_eq!(most.choose(auto, &little, &measured).unwrap().1, ChosenBy::Table);
+        let small = AllReduceShape { dtype: DType::I32, bytes: 32 << 10, ..shape };
+        assert_eq!(small.choose(auto, &little, &measured).unwrap().0, Algorithm::OneShotLl);
+        // Copy engines are used where scratch holds a whole call, or much of it at once.
         let (push, copy) = (Algorithm::TwoShotPush, Algorithm::TwoShotCopy);
         for (bytes, scratch, best) in [
             (1 << 30, 64, push),
@@ -313,10 +321,10 @@ mod tests {
             (160 << 20, 119, push),
             (160 << 20, 121, copy),
         ] {
-            let large = Shape { bytes, ..shape };
+            let large = AllReduceShape { bytes, ..shape };
             let control = Control::new(4, 32 << 20, scratch << 20).unwrap();
-            let chosen = large.choose(auto, &control, &rows).unwrap();
-            assert_eq!(chosen, (best, Why::Table), "{bytes} with {scratch} MiB");
+            let chosen = large.choose(auto, &control, &measured).unwrap();
+            assert_eq!(chosen, (best, ChosenBy::Table), "{bytes} with {scratch} MiB");
         }
     }
 }

@@ -1,16 +1,16 @@
 //! The order of a communicator's calls, which run one after the other whatever streams they are on.
 //!
-//! A call comes behind the call before it, and behind nothing else on that one's stream: what follows there
-//! may wait for a peer that waits for this call. So an event, the mark, is recorded behind a call as soon as
-//! something that waits for a peer may follow: behind every operation on a channel; behind a call of all
-//! ranks when other communicators' calls may be under way beside it, or before a channel's wait goes on its
-//! stream, or when the program says that the stream is about to be gone. Recording takes the host 0.4 us, and
-//! keeps the stream's next kernel from taking its places early; calls on one stream do without. If a call on
-//! another stream comes first, it waits for all that is on the last one's stream, which lives, as whoever made
-//! it of a raw handle promised.
+//! A call on another stream waits for the communicator's last call, and for nothing that follows it on its stream:
+//! that may wait for a peer, which waits for this call. So an event is recorded behind a call as soon as something
+//! that waits for a peer may follow it: behind every operation on a channel; and behind a call of all ranks when
+//! other communicators' calls may be under way at the same time, before a wait on a channel is put on its stream,
+//! and when the program says that the stream is about to be destroyed. Recording costs the host 0.4 us, and keeps
+//! the stream's next kernel from starting early, so calls that stay on one stream do without. If a call on another
+//! stream comes before an event was recorded, it waits for all that is on the last call's stream. That stream
+//! still lives, as whoever made the `Stream` of a raw handle promised.
 //!
-//! What is captured waits for nothing that was not captured: CUDA has no place for that in a graph, done or
-//! not. Whoever launches the graph orders it. And it leaves the order of calls outside graphs as it was.
+//! Captured calls wait for nothing outside the capture, which a CUDA graph cannot express. Whoever launches the
+//! graph orders it. A capture does not change the order of calls outside graphs.
 
 #![allow(unsafe_code)] // FFI: an event by its handle
 
@@ -27,41 +27,47 @@ pub(super) fn fork(driver: &dyn MemoryDriver, from: Stream, to: Stream) -> Resul
     waited
 }
 
-/// Where the last call outside graphs is. What is captured is ordered by whoever launches the graph.
+/// The last call outside graphs. Graphs are ordered by whoever launches them.
 #[derive(Debug, Default)]
-pub(super) struct Order {
-    /// Its stream, unless that was forgotten.
+pub(super) struct StreamOrder {
+    /// The stream of the last call, unless that was forgotten.
     last: Option<Stream>,
-    /// An event, once there was need for one,
-    mark: Option<Handle>,
-    /// and whether it is behind the last call. If not, the next one on another stream waits for all that is
-    /// on the last one's.
-    marked: bool,
-    /// Whether graphs have calls, as far as it shows: they are behind the last one's stream if on it.
+    /// An event, made when one is first needed.
+    event: Option<Handle>,
+    /// Whether the event was recorded behind the last call. If not, the next call on another stream waits for all
+    /// that is on the last call's stream.
+    is_recorded: bool,
+    /// Whether calls were captured, as far as is known. A graph that runs on the last call's stream is waited for
+    /// with all that is on that stream.
     in_graphs: bool,
 }
 
-impl Order {
-    /// What is put on `stream` from now on is behind the last call.
+impl StreamOrder {
+    /// Puts all that comes on `stream` from now on behind the last call.
     #[inline]
-    pub(super) fn turn_to(&mut self, api: &Api, driver: &CudaDriver, stream: Stream) -> Result<()> {
+    pub(super) fn switch_to(
+        &mut self,
+        api: &Api,
+        driver: &CudaDriver,
+        stream: Stream,
+    ) -> Result<()> {
         if self.last == Some(stream) {
             return Ok(());
         }
-        self.turn(api, driver, stream)
+        self.follow_on(api, driver, stream)
     }
 
-    fn turn(&mut self, api: &Api, driver: &CudaDriver, stream: Stream) -> Result<()> {
+    fn follow_on(&mut self, api: &Api, driver: &CudaDriver, stream: Stream) -> Result<()> {
         let handle = driver.stream_handle(stream)?;
         if driver.is_capturing(stream) {
             self.in_graphs = true;
             return Ok(());
         }
-        match (self.last, self.mark) {
-            (_, Some(mark)) if self.marked => {
+        match (self.last, self.event) {
+            (_, Some(event)) if self.is_recorded => {
                 // SAFETY: the event is this value's, until `end`; the stream is live, as whoever made it of
                 // a raw handle promised.
-                let wait = || unsafe { (api.stream_wait)(handle, mark, 0) };
+                let wait = || unsafe { (api.stream_wait)(handle, event, 0) };
                 let text = || "making a stream wait for a communicator's last call".to_owned();
                 driver.with_context(|| CudaDriver::check(wait(), text))?;
             }
@@ -71,49 +77,56 @@ impl Order {
             (Some(last), _) => fork(driver, last, stream)?,
             (None, _) => {}
         }
-        (self.last, self.marked) = (Some(stream), false);
+        (self.last, self.is_recorded) = (Some(stream), false);
         Ok(())
     }
 
-    /// A kernel of a call was put on `stream`. If others' calls may be under way beside it, what comes behind
-    /// it there is nothing that the next call may wait for: on other ranks that may wait for this call.
+    /// To be called when a kernel of a call was put on `stream`. If other communicators' calls may be under way at
+    /// the same time, the next call must not wait for what comes behind this one on `stream`: on other ranks, that
+    /// may wait for the next call.
     #[inline]
-    pub(super) fn called(&mut self, api: &Api, driver: &CudaDriver, stream: Stream, beside: bool) {
-        if self.last != Some(stream) || (self.marked && self.is_in_graph(driver, stream)) {
+    pub(super) fn after_call(
+        &mut self,
+        api: &Api,
+        driver: &CudaDriver,
+        stream: Stream,
+        concurrent: bool,
+    ) {
+        if self.last != Some(stream) || (self.is_recorded && self.is_in_graph(driver, stream)) {
             return;
         }
-        self.marked = false;
-        if beside && !self.in_graphs && !self.is_in_graph(driver, stream) {
-            self.mark_behind(api, driver, stream);
+        self.is_recorded = false;
+        if concurrent && !self.in_graphs && !self.is_in_graph(driver, stream) {
+            self.record_behind(api, driver, stream);
         }
     }
 
-    /// A kernel of an operation on a channel was put on `stream`: a wait may follow, on any channel.
-    pub(super) fn operated(&mut self, api: &Api, driver: &CudaDriver, stream: Stream) {
+    /// To be called when an operation on a channel was put on `stream`: a wait on any channel may follow.
+    pub(super) fn after_operation(&mut self, api: &Api, driver: &CudaDriver, stream: Stream) {
         if self.last == Some(stream) && !self.is_in_graph(driver, stream) {
-            self.mark_behind(api, driver, stream);
+            self.record_behind(api, driver, stream);
         }
     }
 
-    /// What comes next on `stream` waits for a peer, which may wait for the call behind the last one.
-    pub(super) fn before_a_wait(&mut self, api: &Api, driver: &CudaDriver, stream: Stream) {
-        if self.last == Some(stream) && !self.marked && !self.is_in_graph(driver, stream) {
-            self.mark_behind(api, driver, stream);
+    /// To be called before a wait for a peer is put on `stream`: the peer may wait for this communicator's next call.
+    pub(super) fn before_wait(&mut self, api: &Api, driver: &CudaDriver, stream: Stream) {
+        if self.last == Some(stream) && !self.is_recorded && !self.is_in_graph(driver, stream) {
+            self.record_behind(api, driver, stream);
         }
     }
 
-    /// Never touches `stream` again, which lives still, unless a call names it.
+    /// Does not touch `stream` again unless a call names it. The stream still lives.
     pub(super) fn forget(&mut self, api: &Api, driver: &CudaDriver, stream: Stream) -> Result<()> {
         if self.last != Some(stream) {
             return Ok(());
         }
-        if !self.marked {
+        if !self.is_recorded {
             if driver.is_capturing(stream) {
                 return Err(captured(stream, "forget it"));
             }
             driver.with_context(|| self.record(api, driver, stream))?;
         }
-        (self.last, self.marked) = (None, true);
+        (self.last, self.is_recorded) = (None, true);
         Ok(())
     }
 
@@ -123,31 +136,31 @@ impl Order {
         captured
     }
 
-    fn mark_behind(&mut self, api: &Api, driver: &CudaDriver, stream: Stream) {
-        let marked = driver.with_context(|| self.record(api, driver, stream));
-        self.marked = marked.is_ok();
-        if let Err(error) = marked {
-            tracing::debug!(%error, "the next call waits for all that is on this one's stream");
+    fn record_behind(&mut self, api: &Api, driver: &CudaDriver, stream: Stream) {
+        let recorded = driver.with_context(|| self.record(api, driver, stream));
+        self.is_recorded = recorded.is_ok();
+        if let Err(error) = recorded {
+            tracing::debug!(%error, "the next call on another stream waits for all that is on this one's");
         }
     }
 
     fn record(&mut self, api: &Api, driver: &CudaDriver, stream: Stream) -> Result<()> {
         let handle = driver.stream_handle(stream)?;
-        let mark = match self.mark {
-            Some(mark) => mark,
-            None => *self.mark.insert(api.event()?),
+        let event = match self.event {
+            Some(event) => event,
+            None => *self.event.insert(api.event()?),
         };
         // SAFETY: the event is this value's, and the stream is live, as whoever made it of a raw handle
         // promised.
-        let code = unsafe { (api.event_record)(mark, handle) };
+        let code = unsafe { (api.event_record)(event, handle) };
         CudaDriver::check(code, || "recording an event behind a call".to_owned())
     }
 
-    /// Gives back what it has. The device's context must be current, and no call can follow.
+    /// Destroys the event. The device's context must be current, and no call can follow.
     pub(super) fn end(&mut self, api: &Api) {
-        if let Some(mark) = self.mark.take() {
+        if let Some(event) = self.event.take() {
             // SAFETY: the event is this value's, and given up here.
-            let code = unsafe { (api.event_destroy)(mark) };
+            let code = unsafe { (api.event_destroy)(event) };
             if let Err(error) = CudaDriver::check(code, || "giving back an event".to_owned()) {
                 tracing::debug!(%error, "at the end of a communicator");
             }
@@ -155,7 +168,8 @@ impl Order {
     }
 }
 
-/// The last call's end cannot be waited for: an event that is recorded there is a part of the graph now.
+/// The error where the last call's end cannot be waited for: an event recorded on a stream that is being captured
+/// would belong to the graph.
 #[cold]
 fn captured(stream: Stream, what: &str) -> Error {
     Error::invalid_state(format!(

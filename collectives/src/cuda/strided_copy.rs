@@ -1,18 +1,18 @@
-//! Several stretches at equal distances, which one copy by a copy engine moves.
+//! Several pieces at equal distances, moved by one copy of a copy engine.
 //!
-//! Copies one after the other leave 4.3 us between them in which an H200's links are idle; within one
-//! there is nothing between (three of 16 MiB: 141 and 133 us).
+//! Between two copies an H200's links are idle for 4.3 us; within one copy they never are (three pieces of
+//! 16 MiB take 141 us as three copies, and 133 us as one).
 
 use cudarc::driver::sys;
 
-/// Rows are no wider than need be, and engines are slow with those that are narrower: 133 us are 141
-/// with 128 bytes, and 1,068 with 16.
+/// Bytes of a row of the copy. Wider rows gain nothing; narrow ones are slow: what takes 133 us takes 141 us
+/// with rows of 128 bytes, and 1,068 us with rows of 16.
 const WIDEST: u64 = 1 << 20;
 const NARROWEST: u64 = 512;
 
-/// What is copied: `count` times `bytes`.
+/// `count` pieces of `bytes` bytes each, and their distances in the source and the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Slices {
+pub(super) struct StridedCopy {
     pub(super) from: u64,
     pub(super) from_distance: u64,
     pub(super) to: u64,
@@ -21,9 +21,9 @@ pub(super) struct Slices {
     pub(super) count: u64,
 }
 
-impl Slices {
-    /// As the driver takes it: boxes of rows that lie one behind the other. `None` if their lengths have
-    /// too little in common, or stretches overlap.
+impl StridedCopy {
+    /// The copy as the driver takes it: each piece is a box of rows that lie one behind the other. `None` if no
+    /// width of rows divides all lengths, or if pieces overlap.
     pub(super) fn shape(&self) -> Option<sys::CUDA_MEMCPY3D> {
         let Self { from, from_distance, to, to_distance, bytes, count } = *self;
         let width = 1 << (from_distance | to_distance | bytes | WIDEST).trailing_zeros();
@@ -66,34 +66,34 @@ impl Slices {
 mod tests {
     use super::*;
 
-    fn slices(from_distance: u64, to_distance: u64, bytes: u64) -> Slices {
-        Slices { from: 3, from_distance, to: 5, to_distance, bytes, count: 2 }
+    fn copy(from_distance: u64, to_distance: u64, bytes: u64) -> StridedCopy {
+        StridedCopy { from: 3, from_distance, to: 5, to_distance, bytes, count: 2 }
     }
 
     #[test]
-    fn boxes_are_what_was_asked_for() {
+    fn boxes_have_the_requested_lengths() {
         let many = [
-            slices(1 << 24, 1 << 30, 1 << 24),
-            slices(1 << 24, 96 << 20, (1 << 24) - (3 << 18)),
-            slices(5 << 11, 2 << 20, 3 << 10),
-            slices(48 << 30, 64 << 30, 48 << 30),
+            copy(1 << 24, 1 << 30, 1 << 24),
+            copy(1 << 24, 96 << 20, (1 << 24) - (3 << 18)),
+            copy(5 << 11, 2 << 20, 3 << 10),
+            copy(48 << 30, 64 << 30, 48 << 30),
         ];
-        for slices in many {
-            let shape = slices.shape().expect("they have enough in common");
+        for each in many {
+            let shape = each.shape().expect("they have enough in common");
             let size = |rows: usize| shape.WidthInBytes as u64 * rows as u64;
             assert_eq!((shape.srcPitch, shape.dstPitch), (shape.WidthInBytes, shape.WidthInBytes));
-            assert_eq!(size(shape.srcHeight), slices.from_distance);
-            assert_eq!(size(shape.dstHeight), slices.to_distance);
-            assert_eq!((size(shape.Height), shape.Depth), (slices.bytes, 2));
+            assert_eq!(size(shape.srcHeight), each.from_distance);
+            assert_eq!(size(shape.dstHeight), each.to_distance);
+            assert_eq!((size(shape.Height), shape.Depth), (each.bytes, 2));
             assert_eq!((shape.srcDevice, shape.dstDevice), (3, 5));
         }
     }
 
     #[test]
-    fn what_engines_are_slow_with_is_refused() {
-        assert!(slices((1 << 24) + 256, 1 << 30, 1 << 24).shape().is_none());
-        assert!(slices(1 << 24, 1 << 30, (1 << 24) - 16).shape().is_none());
-        assert!(slices(1 << 24, 1 << 23, 1 << 24).shape().is_none(), "they overlap");
-        assert!(slices(1 << 24, 1 << 30, 0).shape().is_none());
+    fn narrow_rows_are_refused() {
+        assert!(copy((1 << 24) + 256, 1 << 30, 1 << 24).shape().is_none());
+        assert!(copy(1 << 24, 1 << 30, (1 << 24) - 16).shape().is_none());
+        assert!(copy(1 << 24, 1 << 23, 1 << 24).shape().is_none(), "they overlap");
+        assert!(copy(1 << 24, 1 << 30, 0).shape().is_none());
     }
 }

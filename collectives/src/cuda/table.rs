@@ -1,12 +1,12 @@
-//! What was measured on known devices: which algorithm is fastest up to which size.
+//! Which all-reduce algorithm was measured to be the fastest, up to which size, on known devices.
 
 use std::sync::OnceLock;
 
-use super::constraints::{Algorithm, Shape, fits_lamport};
+use super::constraints::{Algorithm, AllReduceShape, fits_lamport};
 use super::table_format::{Row, Table};
 use crate::AllReduceAlgorithm;
 
-/// Every file of `collectives/tables`.
+/// All files of `collectives/tables`.
 const FILES: &[&str] =
     &[include_str!("../../tables/h100.json"), include_str!("../../tables/h200.json")];
 
@@ -23,11 +23,11 @@ fn tables() -> &'static [Table] {
 
 /// The rows for the devices and the number of ranks of a communicator.
 #[derive(Debug, Default)]
-pub(super) struct Rows(Vec<(Row, Algorithm)>);
+pub(super) struct MeasuredTable(Vec<(Row, Algorithm)>);
 
-impl Rows {
-    /// For ranks on devices of these names: none unless all are of one kind that was measured with
-    /// as many ranks. So every rank has the same rows.
+impl MeasuredTable {
+    /// The rows for ranks on devices of these names. There are none unless all devices are of one kind that
+    /// was measured with as many ranks. So every rank has the same rows.
     pub(super) fn of(devices: &[&str]) -> Self {
         Self::among(tables(), devices)
     }
@@ -46,8 +46,8 @@ impl Rows {
         Self(rows.filter_map(named).collect())
     }
 
-    /// What is fastest for this shape, if that was measured.
-    pub(super) fn find(&self, shape: &Shape) -> Option<Algorithm> {
+    /// The fastest algorithm for this shape, if that was measured.
+    pub(super) fn find(&self, shape: &AllReduceShape) -> Option<Algorithm> {
         let fits = |row: &Row| {
             row.lamport == fits_lamport(shape.dtype)
                 && row.windows == shape.output_window
@@ -80,8 +80,8 @@ mod tests {
         for row in tables().iter().flat_map(|table| &table.rows) {
             let named = AllReduceAlgorithm::named(&row.algorithm).and_then(Algorithm::of);
             let algorithm = named.unwrap_or_else(|| panic!("no algorithm: {row:?}"));
-            // Something of every row can be done by what it names.
-            let shape = Shape {
+            // The algorithm can serve the largest size of the row.
+            let shape = AllReduceShape {
                 bytes: row.up_to.unwrap_or(1 << 30),
                 dtype: if row.lamport { DType::Bf16 } else { DType::I32 },
                 world: row.world,
@@ -107,7 +107,7 @@ mod tests {
 
     #[test]
     fn rows_are_those_of_the_device_and_the_number_of_ranks() {
-        let shape = |bytes, dtype| Shape {
+        let shape = |bytes, dtype| AllReduceShape {
             bytes,
             dtype,
             world: 4,
@@ -115,20 +115,20 @@ mod tests {
             output_window: true,
             direct: true,
         };
-        let rows = Rows::of(&["NVIDIA H200"; 4]);
-        let found = |bytes| rows.find(&shape(bytes, DType::Bf16));
+        let measured = MeasuredTable::of(&["NVIDIA H200"; 4]);
+        let found = |bytes| measured.find(&shape(bytes, DType::Bf16));
         assert_eq!(found(256 << 10), Some(Algorithm::OneShotLamport));
         assert_eq!(found((256 << 10) + 1), Some(Algorithm::TwoShotLamport));
         assert_eq!(found(16 << 20), Some(Algorithm::TwoShotLamport));
         assert_eq!(found((16 << 20) + 1), Some(Algorithm::TwoShotPush));
-        let integers = rows.find(&shape(512 << 10, DType::I64));
+        let integers = measured.find(&shape(512 << 10, DType::I64));
         assert_eq!(integers, Some(Algorithm::OneShotLl128));
-        let ordinary = Shape { output_window: false, ..shape(1 << 30, DType::F64) };
-        assert_eq!(rows.find(&ordinary), Some(Algorithm::TwoShotLl));
-        let three = Rows::of(&["NVIDIA H200"; 3]);
+        let ordinary = AllReduceShape { output_window: false, ..shape(1 << 30, DType::F64) };
+        assert_eq!(measured.find(&ordinary), Some(Algorithm::TwoShotLl));
+        let three = MeasuredTable::of(&["NVIDIA H200"; 3]);
         assert!(three.find(&shape(1, DType::Bf16)).is_none(), "not measured");
         let mixed = ["NVIDIA H200", "NVIDIA H200", "NVIDIA H100", "NVIDIA H200"];
-        assert!(Rows::of(&mixed).find(&shape(1, DType::Bf16)).is_none());
-        assert!(Rows::of(&["NVIDIA H200 NVL"; 4]).find(&shape(1, DType::Bf16)).is_none());
+        assert!(MeasuredTable::of(&mixed).find(&shape(1, DType::Bf16)).is_none());
+        assert!(MeasuredTable::of(&["NVIDIA H200 NVL"; 4]).find(&shape(1, DType::Bf16)).is_none());
     }
 }

@@ -1,30 +1,30 @@
-//! The format of `collectives/tables`: what was measured on a kind of device. The program
-//! `cuda_collectives`, which writes such files, uses this file too.
+//! The format of the files in `collectives/tables`: which all-reduce was fastest on a kind of device. The
+//! example `cuda_collectives`, which writes such files, includes this source file too.
 
 use serde::{Deserialize, Serialize};
 
-/// A file.
+/// The contents of a file.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Table {
-    /// Names of the devices it is for, as the driver gives them.
+    /// The names of the devices that the table is for, as the driver gives them.
     pub(crate) devices: Vec<String>,
-    /// Those of one group in order of size.
+    /// Rows of one group are in order of size.
     pub(crate) rows: Vec<Row>,
 }
 
-/// Which algorithm is fastest up to some size. Rows that are alike but for size are a group.
+/// Which algorithm is fastest up to some size. Rows that differ only in size form a group.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Row {
-    /// Ranks.
+    /// The number of ranks.
     pub(crate) world: u32,
-    /// For element types that the Lamport protocol can carry, or for the others.
+    /// For element types that the Lamport protocol can carry, or for all other types.
     pub(crate) lamport: bool,
-    /// Where the output is a window, or where it is not.
+    /// For outputs that are windows, or for other outputs.
     pub(crate) windows: bool,
-    /// Bytes, and more than those of the row before; none: without end.
+    /// The most bytes that the row is for, more than those of the row before; `None` where there is no limit.
     pub(crate) up_to: Option<u64>,
-    /// By its name.
+    /// The algorithm's name.
     pub(crate) algorithm: String,
 }

@@ -1,9 +1,9 @@
-//! Messages between two ranks in host memory: `send` and `recv` through slots in the receiver's control
-//! block. As one-sided operations they are outside calls, and need no turn.
+//! Send and recv between two ranks in host memory, through slots in the receiver's control block. They are no
+//! calls of all ranks, and wait for no turn of the communicator, as one-sided operations.
 //!
-//! A message is cut into packets of a slot's length. The sender counts packets up at the receiver, who
-//! compares the length that lies beside each before it writes, and counts up at the sender what it has
-//! taken. Of nothing there is one packet, too.
+//! A message is divided into packets of a slot's length. The sender counts in the receiver's control block how
+//! many it has sent. The receiver compares the length that comes with each packet before it writes, and counts in
+//! the sender's control block how many it has taken. An empty message is one packet.
 
 #![allow(unsafe_code)] // copies between callers' memory and the control block
 
@@ -18,13 +18,13 @@ use super::kernels::copy;
 use super::one_sided::HostSided;
 use super::operation::Operation;
 use super::wait::{Waiter, Watchdog, wake};
-use crate::p2p::{Length, lengths_differ};
+use crate::p2p::{Direction, Length, lengths_differ};
 use crate::signal::{Native, Slot, await_word, wake_sleepers};
 
-/// Of the count of packets taken: the receiver expects something else.
+/// The count of packets taken if the receiver expects something else.
 const REFUSED: u64 = u64::MAX;
 
-/// Packets of messages with one peer so far. Whoever holds one is in the middle of a message.
+/// How many packets went to and came from one peer so far. A thread holds a lock while it is in a message.
 #[derive(Debug, Default)]
 pub(super) struct Counts {
     sent: Mutex<u64>,
@@ -32,30 +32,58 @@ pub(super) struct Counts {
 }
 
 impl HostSided {
-    /// Sends a message to a peer, which is another rank.
+    /// Sends data at `memory` to a peer, which is another rank, or receives the peer's data there.
     ///
     /// # Safety
     ///
-    /// `from` is readable for the message's bytes, and nobody writes it meanwhile.
-    pub(crate) unsafe fn send(&self, from: *const u8, length: Length, peer: u32) -> Result<()> {
+    /// The memory is readable, or, to receive, writable, for the length's bytes. Nobody else writes it meanwhile,
+    /// or, to receive, touches it.
+    pub(crate) unsafe fn send_or_recv(
+        &self,
+        (direction, memory): (Direction, *mut u8),
+        length: Length,
+        peer: u32,
+    ) -> Result<()> {
         self.ready()?;
         let (me, bytes) = (self.layout.rank, length.bytes() as usize);
-        let mut sent = lock(&self.counts[peer as usize].sent);
-        // The one before it may have failed.
+        let counts = &self.counts[peer as usize];
+        let (mut count, sender, receiver) = match direction {
+            Direction::Send => (lock(&counts.sent), me, peer),
+            Direction::Receive => (lock(&counts.received), peer, me),
+        };
+        // The message before this one may have failed while this thread waited for its turn.
         self.ready()?;
-        let slot = self.control.packets_sent(peer, me);
         let mut at = 0;
         loop {
-            let number = *sent + 1;
-            self.await_room(peer, number)?;
-            let packet = self.control.packet(peer, me, number);
+            let number = *count + 1;
+            match direction {
+                Direction::Send => self.await_free_slot(peer, number)?,
+                Direction::Receive => self.await_packet(peer, number)?,
+            }
+            let packet = self.control.packet(receiver, sender, number);
             let part = (bytes - at).min(packet.room);
-            // SAFETY: the caller's promise; the packet is this rank's until it is counted, and has room.
-            unsafe { copy(from.wrapping_add(at), packet.data, part) };
-            packet.length.store(length.word(), Ordering::Relaxed);
-            *sent = number;
-            slot.publish_word(number);
-            wake_sleepers(std::iter::once(slot), wake);
+            let here = memory.wrapping_add(at);
+            let counter = match direction {
+                Direction::Send => {
+                    // SAFETY: the caller's promise; the packet is the sender's until it is counted, and has room.
+                    unsafe { copy(here, packet.data, part) };
+                    packet.length.store(length.word(), Ordering::Relaxed);
+                    self.control.packets_sent(receiver, sender)
+                }
+                Direction::Receive => {
+                    let sent = packet.length.load(Ordering::Relaxed);
+                    if sent != length.word() {
+                        return Err(self.refuse(peer, Length::from_word(sent), length));
+                    }
+                    // SAFETY: the caller's promise; the packet is the receiver's until it is counted as taken, and
+                    // is as long as both ranks say.
+                    unsafe { copy(packet.data, here, part) };
+                    self.control.packets_taken(sender, receiver)
+                }
+            };
+            *count = number;
+            counter.publish_word(number);
+            wake_sleepers(std::iter::once(counter), wake);
             at += part;
             if at >= bytes {
                 return Ok(());
@@ -63,43 +91,14 @@ impl HostSided {
         }
     }
 
-    /// Receives a message of a peer, which is another rank.
-    ///
-    /// # Safety
-    ///
-    /// `to` is writable for the message's bytes, and nobody else touches it meanwhile.
-    pub(crate) unsafe fn receive(&self, to: *mut u8, length: Length, peer: u32) -> Result<()> {
-        self.ready()?;
-        let (me, bytes) = (self.layout.rank, length.bytes() as usize);
-        let mut received = lock(&self.counts[peer as usize].received);
-        self.ready()?;
-        let slot = self.control.packets_sent(me, peer);
-        let mut at = 0;
-        loop {
-            let number = *received + 1;
-            self.await_count(slot, (Operation::Recv, peer, number), |count| count >= number)?;
-            let packet = self.control.packet(me, peer, number);
-            let sent = packet.length.load(Ordering::Relaxed);
-            if sent != length.word() {
-                return Err(self.refuse(peer, Length::from_word(sent), length));
-            }
-            let part = (bytes - at).min(packet.room);
-            // SAFETY: the caller's promise; the packet is the sender's no more until it is counted as
-            // taken, and is as long as both ranks say.
-            unsafe { copy(packet.data, to.wrapping_add(at), part) };
-            *received = number;
-            let taken = self.control.packets_taken(peer, me);
-            taken.publish_word(number);
-            wake_sleepers(std::iter::once(taken), wake);
-            at += part;
-            if at >= bytes {
-                return Ok(());
-            }
-        }
+    /// Waits until the packet of that number has arrived.
+    fn await_packet(&self, peer: u32, number: u64) -> Result<()> {
+        let slot = self.control.packets_sent(self.layout.rank, peer);
+        self.await_count(slot, (Operation::Recv, peer, number), |count| count >= number).map(drop)
     }
 
-    /// Until a packet has a place at the peer.
-    fn await_room(&self, peer: u32, number: u64) -> Result<()> {
+    /// Waits until the peer has a free slot for the packet of that number.
+    fn await_free_slot(&self, peer: u32, number: u64) -> Result<()> {
         let me = self.layout.rank;
         let slot = self.control.packets_taken(me, peer);
         let room = |taken: u64| taken == REFUSED || taken + PACKETS >= number;
@@ -111,7 +110,7 @@ impl HostSided {
         Ok(())
     }
 
-    /// Has the sender know that its message is not the one that is expected, and closes the communicator.
+    /// Reports to the sender that its message is not the expected one, and closes the communicator.
     #[cold]
     fn refuse(&self, peer: u32, sent: Length, expected: Length) -> Error {
         let me = self.layout.rank;
@@ -121,8 +120,8 @@ impl HostSided {
         self.close(lengths_differ(me, (peer, me), (sent, expected)))
     }
 
-    /// Until a count is as it should be. What ends the wait before closes the communicator, as what came
-    /// of a message cannot be taken back; peers hear of it (rule S5).
+    /// Waits until a count is accepted. If the wait ends before, the communicator is closed, as the part of a
+    /// message that was transferred cannot be undone; peers are notified (rule S5).
     fn await_count(
         &self,
         slot: &Slot<Native>,
@@ -160,7 +159,7 @@ impl HostSided {
     }
 }
 
-/// A message that panicked has changed no count.
+/// A count is valid even if a thread panicked in a message.
 fn lock(count: &Mutex<u64>) -> MutexGuard<'_, u64> {
     count.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,4 +1,4 @@
-//! The traps that other exchanges fell into, each by its name.
+//! Cases in which implementations of all-to-all with splits on the device have failed before.
 
 use std::time::Duration;
 
@@ -11,8 +11,8 @@ use crate::matrix::Matrix;
 use crate::oracle::random;
 
 impl Exchange<'_> {
-    /// Captured once, a call replays with whatever splits lie in the device's memory; between
-    /// all-reduces of another graph and of none.
+    /// A call is captured once, and replayed with other splits in the device's memory, between
+    /// eager all-reduces and all-reduces of another graph.
     pub(super) fn new_splits_ask_no_host(&mut self) -> Result<()> {
         let (rank, world) = (self.pool.rank(), self.pool.world());
         let (from, to) = (self.inputs[1].address(), self.outputs[1].address());
@@ -24,7 +24,7 @@ impl Exchange<'_> {
         self.pool.commit()?;
         let zeros = vec![0; 1 << 16];
         upload(self.pool, sums.address(), &zeros)?;
-        // A communicator that has made no call yet: the first is captured.
+        // The communicator has made no call yet: its first call is captured.
         let comm = Communicator::with_options(self.pool, &self.options.communicator())?;
         let stream = self.stream;
         let reduce = |count: usize| {
@@ -78,7 +78,7 @@ impl Exchange<'_> {
         Ok(())
     }
 
-    /// Ranks and pairs with nothing to say come and go from call to call, with no pause between.
+    /// Which ranks and pairs of ranks send nothing changes from call to call, with no pause between.
     pub(super) fn zero_counts_keep_ranks_in_step(&mut self) -> Result<()> {
         let (rank, world) = (self.pool.rank(), self.pool.world());
         let (from, to) = (self.inputs[1].address(), self.outputs[1].address());
@@ -108,7 +108,7 @@ impl Exchange<'_> {
         Ok(())
     }
 
-    /// The lists of splits are overwritten as soon as a call returns, long before it runs.
+    /// The lists of splits are overwritten as soon as a call returns, long before it runs on the device.
     pub(super) fn splits_of_the_host_are_reused_at_once(&mut self) -> Result<()> {
         let (rank, world) = (self.pool.rank(), self.pool.world());
         let (from, output) = (self.inputs[1].address(), self.outputs[1].address());
@@ -138,13 +138,13 @@ impl Exchange<'_> {
         Ok(())
     }
 
-    /// A rank's stream reads the output of one call for long after the others have made the next.
+    /// A rank's stream still reads the output of one call long after the others have made the next.
     pub(super) fn a_slow_consumer_reads_what_it_was_sent(&mut self) -> Result<()> {
         const CHANNEL: u32 = 5;
         let (rank, world) = (self.pool.rank(), self.pool.world());
         let (from, to) = (self.inputs[1].address(), self.outputs[1].address());
         let taken = self.outputs[0].address();
-        // Code that is not loaded yet may have to wait for what runs.
+        // Loads all kernels first, as loading may wait for running kernels.
         if rank == world - 1 {
             self.comm.signal(0, CHANNEL + 1, &self.stream)?;
         } else if rank == 0 {
@@ -162,7 +162,7 @@ impl Exchange<'_> {
             call(&matrices[0])?;
             let wanted = matrices[0].output(&self.data, rank, 1, MOST);
             if rank == 0 {
-                // The copy is held up until the last rank says so, long after its own next call.
+                // The copy waits until the last rank signals, which is long after that rank's own next call.
                 self.comm.wait(world - 1, CHANNEL, Duration::from_secs(20), &self.stream)?;
                 // SAFETY: blocks of this rank, as long.
                 unsafe {

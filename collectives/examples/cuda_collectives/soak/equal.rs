@@ -1,5 +1,5 @@
-//! All-to-alls of equal parts among the calls of a soak: by copy engines, where communicators let them,
-//! and so long that kernels beside these send the beginnings.
+//! All-to-alls of equal parts among the calls of a soak: by copy engines, where the communicator's algorithm allows
+//! it, and so long that companion kernels send the beginnings.
 
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{Communicator, DType};
@@ -10,21 +10,21 @@ use crate::tools::Tools;
 
 /// Bytes of a part.
 const PART: usize = 16 << 20;
-/// Bytes by which inputs begin later at most.
+/// Most bytes by which the beginning of an input is shifted.
 const SHIFTS: usize = 4096;
-/// After so many bytes, in step with nothing, a rank's data repeats.
+/// A rank's data repeats after so many bytes, a number that divides no other length.
 const PERIOD: usize = (1 << 20) - 13;
 
 pub(super) struct Equal {
     from: Block<u8>,
     to: Block<u8>,
-    /// This rank's part of every rank's data, and what shifts reach behind it.
+    /// This rank's part of every rank's data, and the bytes behind it that shifts reach.
     wanted: Block<u8>,
     world: usize,
 }
 
 impl Equal {
-    /// To be committed by the caller.
+    /// Allocates memory; the caller commits the pool.
     pub(super) fn new(pool: &Pool, seed: u64) -> Result<Self> {
         let (rank, world) = (pool.rank() as usize, pool.world() as usize);
         let from = pool.alloc::<u8>(world * PART + SHIFTS)?;
@@ -54,7 +54,7 @@ impl Equal {
         unsafe { comm.all_to_all_at(self.to.as_ptr().cast(), from, PART, DType::U8, stream) }
     }
 
-    /// What a call of that number brought.
+    /// Compares the output of the call of that number.
     pub(super) fn compare(
         &self,
         number: u64,

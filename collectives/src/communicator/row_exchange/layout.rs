@@ -1,4 +1,4 @@
-//! What a row exchange leaves for whoever reads its rows, and for the way back; memory of exchanges.
+//! The layout of the rows that a row exchange received, and the memory of exchanges and layouts.
 
 use std::fmt;
 
@@ -8,24 +8,25 @@ use symmpool_allocator::{Block, Error, Pool, Result, Stream};
 use crate::RowShape;
 use crate::row_exchange::{ALIGN, LayoutParts};
 
-/// How the rows of a [`RowExchange::send`](super::RowExchange::send) lie, for whoever reads them and
-/// for the way back.
+/// How the rows that a [`RowExchange::send`](super::RowExchange::send) received are ordered. It is needed to read
+/// them, and to send them back.
 ///
-/// It belongs to exchanges of one shape. A send overwrites what it holds.
+/// It belongs to exchanges of one shape. A send overwrites its contents.
 pub struct RowLayout {
     pub(super) shape: RowShape,
     pub(super) parts: LayoutParts,
     pub(super) memory: Memory,
 }
 
-/// What a [`RowLayout`] holds, read in host memory.
+/// The contents of a [`RowLayout`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Received {
-    /// Rows that each rank sent, those that had no room included.
+    /// How many rows each rank sent, including those that the output had no room for.
     pub counts: Vec<i64>,
-    /// The row of the output at which each rank's begin.
+    /// The row of the output at which each rank's rows begin.
     pub offsets: Vec<i64>,
-    /// Which row of its source each received row was; of all that were sent, had they room or not.
+    /// Which row of its source each row was, for all rows that were sent, including those that the output had no
+    /// room for.
     pub source_index: Vec<i32>,
 }
 
@@ -45,7 +46,7 @@ impl Memory {
         })?;
         let block = pool.lane(lane)?.alloc_bytes(bytes, ALIGN, Stream::DEFAULT)?;
         let memory = Self { pool: pool.clone(), block: Some(block) };
-        // Whatever used the place before on another stream than will is past then.
+        // Waits for kernels on any stream that may still use the place.
         pool.driver().synchronize_by(pool.group().deadline())?;
         Ok(memory)
     }
@@ -56,11 +57,11 @@ impl Memory {
 }
 
 impl Drop for Memory {
-    /// Without order, as garbage collectors drop exchanges (rule D5).
+    /// An unordered free, as garbage collectors may drop exchanges at any time (rule D5).
     fn drop(&mut self) {
         let Some(block) = self.block.take() else { return };
         if let Err(error) = self.pool.driver().synchronize_by(self.pool.group().deadline()) {
-            // What may still run keeps what it knows.
+            // Kernels may still run, so the memory that they use is leaked.
             tracing::warn!(%error, "the memory of a row exchange is not given back");
             block.into_address();
             return;
@@ -72,19 +73,19 @@ impl Drop for Memory {
 }
 
 impl RowLayout {
-    /// The address of the counts of rows that came from each rank, `i64`; those that had no room
-    /// are counted. On a device only the device can follow it, once it is past the call.
+    /// The address of the number of rows that each rank sent, `i64`, including those that the output had no room
+    /// for. On a device only the device can read it, once the stream is past the call.
     pub fn counts(&self) -> *const i64 {
         self.at(self.parts.counts).cast()
     }
 
-    /// The address of the rows at which each rank's begin, `i64`.
+    /// The address of the row at which each rank's rows begin, `i64`.
     pub fn offsets(&self) -> *const i64 {
         self.at(self.parts.offsets).cast()
     }
 
-    /// The address of the row of its source that each row was, `i32`, with room for all that can
-    /// come.
+    /// The address of the row of its source that each row was, `i32`, with room for all rows that can
+    /// be received.
     pub fn source_index(&self) -> *const i32 {
         self.at(self.parts.source_index).cast()
     }
@@ -93,7 +94,7 @@ impl RowLayout {
         (self.memory.block().address() + offset) as *const u8
     }
 
-    /// What it holds.
+    /// Its contents.
     ///
     /// # Errors
     ///

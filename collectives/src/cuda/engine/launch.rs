@@ -1,0 +1,160 @@
+//! How an engine puts kernels and copies on streams.
+
+#![allow(unsafe_code)] // launches kernels, and copies by address
+
+use symmpool_allocator::driver::CudaDriver;
+use symmpool_allocator::{Result, Stream};
+
+use super::super::api::Handle;
+use super::super::kernel_spec::{BARRIER_THREADS, KernelSpec};
+use super::super::kernels::LoadedKernel;
+use super::super::params::{CallParams, Comm, Traffic};
+use super::super::strided_copy::StridedCopy;
+use super::{CudaEngine, cuda};
+use crate::host::call::Call;
+use crate::row_exchange::RowWork;
+
+impl CudaEngine {
+    pub(in super::super) fn kernel(&mut self, spec: KernelSpec) -> Result<LoadedKernel> {
+        self.kernels.get(spec)
+    }
+
+    /// A call without data: the handshake alone.
+    pub(crate) fn handshake_only(&mut self, call: Call, stream: Stream) -> Result<()> {
+        self.begin(stream)?;
+        let kernel = self.kernel(KernelSpec::barrier(false))?;
+        self.launch_handshake(kernel, call, stream)
+    }
+
+    /// A call without data that notifies a companion kernel, which is launched after it, when all ranks have
+    /// made the call.
+    pub(in super::super) fn handshake_with_companion(
+        &mut self,
+        call: Call,
+        stream: Stream,
+    ) -> Result<()> {
+        let kernel = self.kernel(KernelSpec::barrier(true))?;
+        self.launch_handshake(kernel, call, stream)
+    }
+
+    /// A call without data behind copies on the stream. It begins when they have ended.
+    pub(in super::super) fn handshake_after_copies(
+        &mut self,
+        call: Call,
+        stream: Stream,
+    ) -> Result<()> {
+        let kernel = self.kernel(KernelSpec::barrier(false))?;
+        self.launch_handshake(kernel.after_copies(), call, stream)
+    }
+
+    fn launch_handshake(&mut self, kernel: LoadedKernel, call: Call, stream: Stream) -> Result<()> {
+        // SAFETY: the parameters point to nothing but the control block, which the communicator keeps.
+        unsafe { self.launch(kernel, (1, BARRIER_THREADS), &CallParams::of(&call), None, stream) }
+    }
+
+    /// Puts a kernel of so many blocks and threads on the stream, behind what this communicator put on
+    /// another one before. Kernels of all-to-alls are given `traffic` too.
+    ///
+    /// # Safety
+    ///
+    /// As [`Kernels::launch`](super::super::kernels::Kernels::launch).
+    pub(in super::super) unsafe fn launch(
+        &mut self,
+        kernel: LoadedKernel,
+        grid: (u32, u32),
+        params: &CallParams,
+        traffic: Option<&Traffic>,
+        stream: Stream,
+    ) -> Result<()> {
+        self.switch_to(stream)?;
+        // SAFETY: as the caller promised.
+        unsafe { self.launch_unordered(kernel, grid, &self.comm, params, traffic, stream) }?;
+        self.after_call(kernel, stream)
+    }
+
+    /// Puts a kernel on the stream without regard to what this communicator put on other streams.
+    ///
+    /// # Safety
+    ///
+    /// As [`Kernels::launch`](super::super::kernels::Kernels::launch).
+    pub(in super::super) unsafe fn launch_unordered(
+        &self,
+        kernel: LoadedKernel,
+        grid: (u32, u32),
+        comm: &Comm,
+        params: &CallParams,
+        traffic: Option<&Traffic>,
+        stream: Stream,
+    ) -> Result<()> {
+        cuda(&self.pool)?.with_context(|| {
+            // SAFETY: as the caller promised.
+            unsafe { self.kernels.launch(kernel, grid, stream, comm, params, traffic) }
+        })
+    }
+
+    /// Puts a kernel of a row exchange on the stream, behind what this communicator put on another
+    /// one before.
+    ///
+    /// # Safety
+    ///
+    /// As [`Kernels::launch_rows`](super::super::kernels::Kernels::launch_rows).
+    pub(in super::super) unsafe fn launch_rows(
+        &mut self,
+        kernel: LoadedKernel,
+        grid: (u32, u32),
+        work: &RowWork,
+        stream: Stream,
+    ) -> Result<()> {
+        self.switch_to(stream)?;
+        cuda(&self.pool)?.with_context(|| {
+            // SAFETY: as the caller promised.
+            unsafe { self.kernels.launch_rows(kernel, grid, stream, &self.comm, work) }
+        })?;
+        self.after_call(kernel, stream)
+    }
+
+    /// Puts one copy on the stream, by a copy engine. Where that is refused, the other ranks get an error too.
+    pub(in super::super) fn copy_by_engine(
+        &mut self,
+        to: u64,
+        from: u64,
+        bytes: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        let api = self.api;
+        let copied = cuda(&self.pool).and_then(|driver| {
+            driver.with_context(|| {
+                // SAFETY: callers copy from this rank's buffers, which their caller promised, to peers'
+                // scratch or outputs, which are windows at the same place; the stream is live.
+                let code = unsafe { (api.copy)(to, from, bytes as usize, stream.raw() as Handle) };
+                CudaDriver::check(code, || format!("copying {bytes} bytes to {to:#x}"))
+            })
+        });
+        copied.map_err(|error| self.decline(error, stream))
+    }
+
+    /// Puts a strided copy on the stream if the driver takes it as one copy; says whether it did.
+    ///
+    /// # Safety
+    ///
+    /// All pieces are mapped until the stream has done the copy, and so is what lies between those that are
+    /// written. Nothing else touches what it writes, or writes what it reads, meanwhile.
+    pub(in super::super) unsafe fn copy_strided(&self, copy: &StridedCopy, stream: Stream) -> bool {
+        let Some(shape) = copy.shape() else { return false };
+        let api = self.api;
+        let copied = cuda(&self.pool).and_then(|driver| {
+            driver.with_context(|| {
+                // SAFETY: as the caller promised; the driver copies the shape; the stream is live.
+                let code = unsafe { (api.copy_3d)(&raw const shape, stream.raw() as Handle) };
+                CudaDriver::check(code, || format!("copying {copy:?}"))
+            })
+        });
+        if let Err(error) = &copied {
+            tracing::debug!(%error, "pieces are copied one by one instead");
+        }
+        copied.is_ok()
+    }
+}

@@ -1,0 +1,129 @@
+//! How an engine on a device is made: its control block's contents, its kernels, its streams.
+
+#![allow(unsafe_code)] // prepares device memory by address
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use symmpool_allocator::driver::CudaDriver;
+use symmpool_allocator::{Block, Error, HeapLayout, Maker, Pool, Result};
+
+use super::super::api::Api;
+use super::super::constraints::{AllReduceShape, directly_linked};
+use super::super::fault::Fault;
+use super::super::kernel_spec::KernelSpec;
+use super::super::kernels::Kernels;
+use super::super::modules::Modules;
+use super::super::p2p::{self, P2p, P2pLayout};
+use super::super::params::Control;
+use super::super::stream_order::StreamOrder;
+use super::super::table::MeasuredTable;
+use super::{Alive, CudaEngine, CudaOptions, Ready, cuda};
+use crate::DType;
+use crate::timeout::Timeout;
+
+/// What Lamport inboxes are filled with at first: the pattern that data never has, `SENTINEL` in `protocol/inbox.cuh`.
+const LAMPORT_PATTERN: u32 = 0xffff_ffff;
+/// What escaped Lamport inboxes are filled with at first: `FRESH` in `protocol/lamport_escaped.cuh`.
+const ESCAPED_PATTERN: u32 = 0xc35a_96e8;
+
+impl CudaEngine {
+    /// Bytes of control block that a group of `world` ranks needs with these options. Options that are the
+    /// communicator's own were checked before.
+    pub(crate) fn control_bytes(world: u32, options: &CudaOptions) -> Result<u64> {
+        let control = Control::new(world, options.inbox, options.scratch)?;
+        Ok(P2pLayout::new(world, control.bytes(), options.scratch).end(world))
+    }
+
+    /// Fills a control block as kernels expect it, before peers can see it, and loads the kernels that calls
+    /// need. The ranks commit when all have done so; so no rank has to load anything while another's
+    /// call waits for it.
+    pub(crate) fn prepare(pool: &Pool, block: &Block<u8>, options: &CudaOptions) -> Result<Ready> {
+        let driver = cuda(pool)?;
+        let control = Control::new(pool.world(), options.inbox, options.scratch)?;
+        let Some(last_epoch) = options.first_epoch.checked_sub(1) else {
+            return Err(Error::invalid_argument("first epoch 0: calls count from 1"));
+        };
+        fill(driver, block.address(), 0, control.escaped)?;
+        fill(driver, block.address(), last_epoch, 4)?;
+        fill(driver, block.address() + control.escaped, ESCAPED_PATTERN, control.escaped_bytes)?;
+        fill(driver, block.address() + control.lamport, LAMPORT_PATTERN, control.lamport_bytes)?;
+        fill(driver, block.address() + control.scratch, 0, control.scratch_bytes)?;
+        if pool.world() > 1 {
+            let layout = P2pLayout::new(pool.world(), control.bytes(), options.scratch);
+            let (words, words_bytes) = layout.zeroed();
+            fill(driver, block.address() + words, 0, words_bytes)?;
+            p2p::prepare(driver, block.address(), layout)?;
+        }
+        let modules = Modules::of(pool.driver())?;
+        let usual = AllReduceShape {
+            bytes: 0,
+            dtype: DType::U8,
+            world: pool.world(),
+            input_window: true,
+            output_window: true,
+            direct: directly_linked(&options.links),
+        };
+        let list =
+            KernelSpec::ready((&usual, options.requested), &control, &measured_table(pool)?)?;
+        modules.make_ready((pool.rank(), pool.world()), &list)?;
+        Ok(Ready(modules))
+    }
+
+    /// A communicator whose control blocks lie at one offset of every slot. Every rank has prepared and
+    /// committed its own.
+    pub(crate) fn new(
+        pool: &Pool,
+        control_offset: u64,
+        options: &CudaOptions,
+        Ready(modules): Ready,
+        alive: Alive,
+    ) -> Result<Self> {
+        let driver = cuda(pool)?;
+        let api = Api::get()?;
+        let layout: HeapLayout = pool.layout();
+        let control = Control::new(layout.world, options.inbox, options.scratch)?;
+        let kernels = Kernels::new(api, modules, driver, layout.world, options.concurrent);
+        let fault = driver.with_context_unordered(|| Fault::new(api, pool, control_offset))?;
+        let (copy_stream, companion_stream) =
+            driver.with_context_unordered(|| Ok((api.stream()?, api.stream()?)))?;
+        let p2p_layout = P2pLayout::new(layout.world, control.bytes(), options.scratch);
+        let p2p = P2p::new(driver, &layout, control_offset, p2p_layout)?;
+        let timeout = Arc::new(Timeout::new(options.timeout));
+        let comm = control.comm(&layout, control_offset, timeout.nanoseconds(), fault.address());
+        Ok(Self {
+            pool: pool.clone(),
+            maker: Maker::here(),
+            api,
+            measured: measured_table(pool)?,
+            direct: directly_linked(&options.links),
+            control,
+            comm,
+            all_to_all: options.all_to_all,
+            kernels,
+            fault: Some(fault),
+            timeout,
+            alive,
+            order: StreamOrder::default(),
+            copy_stream,
+            companion_stream,
+            channels: BTreeMap::new(),
+            p2p,
+            failed: None,
+        })
+    }
+}
+
+/// What was measured on the ranks' devices.
+fn measured_table(pool: &Pool) -> Result<MeasuredTable> {
+    let name = |rank| Ok(pool.device(rank)?.name.as_str());
+    let devices: Result<Vec<&str>> = (0..pool.world()).map(name).collect();
+    Ok(MeasuredTable::of(&devices?))
+}
+
+/// Fills device memory with a word.
+fn fill(driver: &CudaDriver, address: u64, word: u32, bytes: u64) -> Result<()> {
+    // SAFETY: the caller passes a part of a block it holds, whose parts begin and end at multiples
+    // of 4096; no other rank knows of it before the commit.
+    unsafe { driver.fill(address, word, bytes / 4) }
+}

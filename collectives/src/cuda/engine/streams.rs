@@ -1,0 +1,64 @@
+//! How an engine keeps its calls in order when they change streams.
+
+use symmpool_allocator::{Result, Stream};
+
+use super::super::kernels::LoadedKernel;
+use super::super::params::Channel;
+use super::super::stream_order::fork;
+use super::{CudaEngine, cuda};
+
+impl CudaEngine {
+    /// Puts all that comes on the stream from now on behind this communicator's last call on another one.
+    pub(in super::super) fn switch_to(&mut self, stream: Stream) -> Result<()> {
+        self.order.switch_to(self.api, cuda(&self.pool)?, stream)
+    }
+
+    /// Puts all that comes on the stream from now on behind the last operation on this end of a channel.
+    pub(in super::super) fn switch_channel_to(
+        &mut self,
+        end: Channel,
+        stream: Stream,
+    ) -> Result<()> {
+        self.channels.entry(end).or_default().switch_to(self.api, cuda(&self.pool)?, stream)
+    }
+
+    /// To be called when a call's last kernel so far was put on the stream.
+    pub(super) fn after_call(&mut self, kernel: LoadedKernel, stream: Stream) -> Result<()> {
+        let concurrent = kernel.budget.concurrent;
+        self.order.after_call(self.api, cuda(&self.pool)?, stream, concurrent);
+        Ok(())
+    }
+
+    /// To be called when an operation on one end of a channel was put on the stream.
+    pub(in super::super) fn after_operation(&mut self, end: Channel, stream: Stream) -> Result<()> {
+        let order = self.channels.entry(end).or_default();
+        order.after_operation(self.api, cuda(&self.pool)?, stream);
+        Ok(())
+    }
+
+    /// To be called before a wait for a peer, outside calls, is put on the stream.
+    pub(in super::super) fn before_wait(&mut self, stream: Stream) -> Result<()> {
+        self.order.before_wait(self.api, cuda(&self.pool)?, stream);
+        Ok(())
+    }
+
+    /// Does not touch the stream again unless a call names it. The stream still lives, and what was put on it
+    /// keeps its place in the order.
+    pub(crate) fn forget_stream(&mut self, stream: Stream) -> Result<()> {
+        self.maker.check("a communicator")?;
+        let driver = cuda(&self.pool)?;
+        driver.stream_handle(stream)?;
+        let mut orders = std::iter::once(&mut self.order).chain(self.channels.values_mut());
+        orders.try_for_each(|order| order.forget(self.api, driver, stream))
+    }
+
+    /// Refuses a stream that is none of a device.
+    pub(in super::super) fn check_stream(&self, stream: Stream) -> Result<()> {
+        cuda(&self.pool)?.stream_handle(stream).map(drop)
+    }
+
+    /// Makes a stream wait for what another one has been given, in graphs too.
+    pub(in super::super) fn fork(&self, from: Stream, to: Stream) -> Result<()> {
+        fork(&**self.pool.driver(), from, to)
+    }
+}
