@@ -1,9 +1,10 @@
-//! What a lane costs: cached pairs of alloc and free, beside the `offset-allocator` crate, and a
-//! real trace.
+//! Times of a lane's calls: pairs of alloc and free, compared with the `offset-allocator` crate, and real
+//! traces.
 //!
-//! `steady` keeps 10,000 live blocks of 512 B to 1 MiB and in each iteration frees one of them
-//! and allocates another; `same` allocates and frees one size over and over. Both allocators are
-//! behind a mutex of their own, as in a pool; with two threads each has its own (rule D7).
+//! `steady` keeps 10,000 live blocks of 512 B to 1 MiB; each iteration frees one of them and allocates
+//! another. `by address` does the same for a lane whose blocks are freed by their addresses. `same` allocates
+//! and frees one size repeatedly. Every allocator is behind a mutex, as in a pool; with two threads each
+//! thread has an allocator of its own (rule D7).
 
 use std::hint::black_box;
 use std::sync::{Barrier, Mutex};
@@ -19,7 +20,7 @@ use symmpool_allocator::trace::{Op, Trace};
 const LIVE: usize = 10_000;
 const RANGE: u64 = 1 << 40;
 
-/// Marsaglia's xorshift: the same blocks in every run.
+/// Marsaglia's xorshift generator, so that every run has the same blocks.
 struct Random(u64);
 
 impl Random {
@@ -35,7 +36,7 @@ impl Random {
     }
 }
 
-/// What is compared.
+/// The allocators that are compared.
 trait Placing: Send {
     type Block: Copy + Send;
 
@@ -58,6 +59,27 @@ impl Placing for LaneState {
 
     fn free(&mut self, block: BlockKey) {
         LaneState::free(self, block, None, &mut NoBacking).expect("a live block");
+    }
+}
+
+/// A lane whose blocks are named by their offsets, as by a caller that keeps addresses.
+struct ByAddress(LaneState);
+
+impl Placing for ByAddress {
+    type Block = u64;
+
+    fn new() -> Self {
+        Self(<LaneState as Placing>::new())
+    }
+
+    fn alloc(&mut self, bytes: u64) -> u64 {
+        let request = Request { bytes, align: 512, stream: Stream::DEFAULT, site: None };
+        self.0.alloc(request, &mut NoBacking).expect("room for the block").offset
+    }
+
+    fn free(&mut self, block: u64) {
+        let key = self.0.block_at(block).expect("a live block");
+        self.0.free(key, None, &mut NoBacking).expect("a live block");
     }
 }
 
@@ -112,8 +134,8 @@ impl<P: Placing> Filled<P> {
     }
 }
 
-/// `each`, `iterations` times on each of two threads with an allocator of its own; the time until
-/// both are done.
+/// Makes `iterations` replacements on each of two threads, which have an allocator each. Returns the time
+/// until both are done.
 fn two_threads<P: Placing>(filled: &mut [Filled<P>; 2], iterations: u64) -> Duration {
     let start = Barrier::new(3);
     thread::scope(|scope| {
@@ -149,7 +171,7 @@ fn pairs<P: Placing>(criterion: &mut Criterion, name: &str) {
     group.finish();
 }
 
-/// All events of a trace, on a fresh lane; throughput is in events.
+/// Replays traces on new lanes. Throughput is in events.
 fn replay(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("replay");
     for name in ["train_gpt_small", "serve_kv"] {
@@ -186,6 +208,7 @@ fn events(trace: &Trace) -> LaneState {
 
 fn lanes(criterion: &mut Criterion) {
     pairs::<LaneState>(criterion, "lane");
+    pairs::<ByAddress>(criterion, "by address");
     pairs::<Allocator>(criterion, "offset-allocator");
 }
 

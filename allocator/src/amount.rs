@@ -1,9 +1,9 @@
-//! Amounts of memory as people read them.
+//! Amounts of memory in readable form.
 
 use std::fmt;
 
-/// A number of bytes; shown as `2 MiB`, `1.50 GiB` or, below one KiB, as `512 bytes`. With `{:#}`
-/// a number that is not a whole number of its unit is followed by the exact one.
+/// A number of bytes, shown as `2 MiB`, `1.50 GiB` or, below one KiB, as `512 bytes`. With `{:#}` a number
+/// that is not a multiple of its unit is followed by the exact number of bytes.
 pub(crate) struct Amount(pub(crate) u64);
 
 impl fmt::Display for Amount {

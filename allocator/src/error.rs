@@ -1,7 +1,7 @@
 //! The one error type of the allocator.
 //!
 //! [`Error`] is opaque: callers act on its predicates and show its message. Each predicate stands
-//! for one thing a caller can do about it.
+//! for one reaction of a caller.
 
 use std::fmt;
 use std::time::Duration;
@@ -15,8 +15,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// What went wrong, on which rank, what was expected and what to do.
 ///
-/// The message is complete in itself; [`Error::context`] frames, outermost first, say what was
-/// being done. An error that was agreed on by all ranks of a group (see
+/// The message is complete in itself. The frames of [`Error::context`], shown in front of it with the
+/// outermost first, say what was being done. An error on which all ranks of a group agreed (see
 /// [`Pool::commit`](crate::Pool::commit)) reads the same on each of them.
 #[derive(Clone)]
 pub struct Error(Box<Inner>);
@@ -25,11 +25,11 @@ pub struct Error(Box<Inner>);
 struct Inner {
     kind: ErrorKind,
     context: Vec<String>,
-    /// Who is to blame, where the kind does not say so.
+    /// The ranks at fault, if the kind does not hold them.
     ranks: Vec<u32>,
 }
 
-/// The causes behind [`Error`]; serializable, because ranks tell each other about them.
+/// The causes behind [`Error`]. Serializable, because ranks send them to each other.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, thiserror::Error)]
 pub(crate) enum ErrorKind {
     #[error("{0}")]
@@ -61,7 +61,7 @@ fn plural(ranks: &[u32]) -> &'static str {
     if ranks.len() == 1 { "" } else { "s" }
 }
 
-/// Ranks as people write them: `0, 2-5, 7`.
+/// Lists ranks in short form: `0, 2-5, 7`.
 pub(crate) fn list(ranks: &[u32]) -> String {
     let mut sorted = ranks.to_vec();
     sorted.sort_unstable();
@@ -98,7 +98,7 @@ impl Error {
         Self(Box::new(Inner { kind, context: Vec::new(), ranks: Vec::new() }))
     }
 
-    /// An argument that cannot be served: says which value, and what would be right.
+    /// An invalid argument. The message names the value and what is accepted.
     pub fn invalid_argument(message: impl Into<String>) -> Self {
         Self::from_kind(ErrorKind::InvalidArgument(message.into()))
     }
@@ -113,38 +113,39 @@ impl Error {
         Self::from_kind(ErrorKind::Mismatch { message: message.into(), ranks: Vec::new() })
     }
 
-    /// A wait that ran out: `waiting_for` completes "timed out after 3 s …", `missing` names ranks.
+    /// A wait whose time is up: `waiting_for` completes "timed out after 3 s …", `missing` are the ranks
+    /// that did not answer.
     pub fn timeout(waiting_for: impl Into<String>, after: Duration, missing: Vec<u32>) -> Self {
         Self::from_kind(ErrorKind::Timeout { waiting_for: waiting_for.into(), after, missing })
     }
 
-    /// Peers that are gone, and how that was seen.
+    /// Peers that are gone, and how this was noticed.
     pub fn peer_lost(ranks: Vec<u32>, what: impl Into<String>) -> Self {
         Self::from_kind(ErrorKind::PeerLost { ranks, what: what.into() })
     }
 
-    /// Something this machine, library or build cannot do; names what was tried.
+    /// Something that this machine, library or build cannot do. The message names what was tried.
     pub fn unsupported(message: impl Into<String>) -> Self {
         Self::from_kind(ErrorKind::Unsupported(message.into()))
     }
 
-    /// Another party refused us, or we refused it (wrong secret, version, user).
+    /// A connection that either side refused (wrong secret, version, user).
     pub fn refused(message: impl Into<String>) -> Self {
         Self::from_kind(ErrorKind::Refused(message.into()))
     }
 
-    /// Data that was longer than what was to hold it.
+    /// Data that was longer than the buffer for it.
     pub fn overflow(message: impl Into<String>) -> Self {
         Self::from_kind(ErrorKind::Overflow(message.into()))
     }
 
-    /// A call that is right in itself but not now (a commit inside a commit, a broken pool).
+    /// A call that is not possible in the present state (a commit inside a commit, a broken pool).
     pub fn invalid_state(message: impl Into<String>) -> Self {
         Self::from_kind(ErrorKind::InvalidState(message.into()))
     }
 
-    /// A wait that was told to stop: `waiting` completes "interrupted …", `missing` are the ranks that
-    /// had not answered by then.
+    /// A wait that was interrupted: `waiting` completes "interrupted …", `missing` are the ranks that had
+    /// not answered by then.
     pub(crate) fn interrupted(waiting: &str, missing: &[u32]) -> Self {
         Self::invalid_state(format!("interrupted {waiting}{}", missing_ranks(missing)))
     }
@@ -165,7 +166,7 @@ impl Error {
         self
     }
 
-    /// The same timeout as one of a wait of `total`, of which this ended a part.
+    /// The same timeout, reported with the duration `total` of the whole wait, of which this was a part.
     pub(crate) fn waited_for(mut self, total: Duration) -> Self {
         if let ErrorKind::Timeout { after, .. } = &mut self.0.kind {
             *after = total;
@@ -173,8 +174,8 @@ impl Error {
         self
     }
 
-    /// Says which ranks are to blame ([`Error::ranks`]), where the error does not yet: those that its
-    /// message names for something that they did or lack.
+    /// Sets the ranks at fault ([`Error::ranks`]), unless the error has some: those that its message
+    /// names for something that they did or lack.
     #[must_use]
     pub fn naming(mut self, ranks: impl IntoIterator<Item = u32>) -> Self {
         if self.ranks().is_empty() {
@@ -182,7 +183,7 @@ impl Error {
             named.sort_unstable();
             named.dedup();
             match &mut self.0.kind {
-                // Ranks tell each other about these, and whom they name.
+                // Part of the kind, because ranks send kinds to each other.
                 ErrorKind::Mismatch { ranks, .. } => *ranks = named,
                 _ => self.0.ranks = named,
             }
@@ -199,13 +200,13 @@ impl Error {
         matches!(self.0.kind, ErrorKind::OutOfMemory(_))
     }
 
-    /// Ranks did different things, or were configured differently. The program must be mended;
-    /// [`Error::divergence`] says where, when it was found in a lane's events.
+    /// Ranks did different things, or were configured differently: an error in the program.
+    /// [`Error::divergence`] says where, if a lane's events differ.
     pub fn is_diverged(&self) -> bool {
         matches!(self.0.kind, ErrorKind::Diverged(_) | ErrorKind::Mismatch { .. })
     }
 
-    /// A deadline passed. [`Error::ranks`] names who did not answer.
+    /// A deadline passed. [`Error::ranks`] are the ranks that did not answer.
     pub fn is_timeout(&self) -> bool {
         matches!(self.0.kind, ErrorKind::Timeout { .. })
     }
@@ -220,12 +221,12 @@ impl Error {
         matches!(self.0.kind, ErrorKind::Unsupported(_))
     }
 
-    /// An argument makes no sense; nothing was changed.
+    /// An argument is invalid; nothing was changed.
     pub fn is_invalid_argument(&self) -> bool {
         matches!(self.0.kind, ErrorKind::InvalidArgument(_))
     }
 
-    /// An output was too short for what ranks sent; what was beyond its end was not written.
+    /// An output was too short for what ranks sent. Data beyond its end was not written.
     pub fn is_overflow(&self) -> bool {
         matches!(self.0.kind, ErrorKind::Overflow(_))
     }
@@ -240,7 +241,7 @@ impl Error {
         matches!(self.0.kind, ErrorKind::InvalidState(_))
     }
 
-    /// The ranks that are missing, lost, different or at fault; empty where none are to blame.
+    /// The ranks that are missing, lost, different or at fault; empty if there are none.
     pub fn ranks(&self) -> &[u32] {
         match &self.0.kind {
             ErrorKind::Timeout { missing, .. } => missing,
@@ -251,7 +252,7 @@ impl Error {
         }
     }
 
-    /// Where ranks diverged, when they diverged in a lane's events.
+    /// Where ranks diverged, if a lane's events differ.
     pub fn divergence(&self) -> Option<&Divergence> {
         match &self.0.kind {
             ErrorKind::Diverged(divergence) => Some(divergence),
@@ -283,7 +284,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rank_lists_read_like_a_person_wrote_them() {
+    fn rank_lists_are_short() {
         assert_eq!(list(&[3]), "3");
         assert_eq!(list(&[2, 1]), "1, 2");
         assert_eq!(list(&[7, 0, 2, 3, 4, 5, 5]), "0, 2-5, 7");
@@ -304,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_is_named_first_is_to_blame() {
+    fn ranks_that_are_named_first_stay() {
         for error in [Error::mismatch("x"), Error::overflow("x"), Error::invalid_argument("x")] {
             assert_eq!(error.ranks(), [0_u32; 0]);
             assert_eq!(error.naming([3, 1, 3]).naming([2]).ranks(), [1, 3]);
@@ -314,10 +315,10 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_differ_are_named_wherever_the_error_is_told() {
+    fn ranks_of_a_mismatch_travel_with_its_kind() {
         let error = Error::mismatch("x").naming([4]);
-        let told = postcard::to_stdvec(error.kind()).unwrap();
-        let heard = Error::from_kind(postcard::from_bytes(&told).unwrap());
-        assert_eq!(heard.ranks(), [4]);
+        let sent = postcard::to_stdvec(error.kind()).unwrap();
+        let received = Error::from_kind(postcard::from_bytes(&sent).unwrap());
+        assert_eq!(received.ranks(), [4]);
     }
 }

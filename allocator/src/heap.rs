@@ -11,7 +11,7 @@ use crate::fork::Maker;
 use crate::sync::lock;
 use crate::{Deadline, Error, Result};
 
-/// Where every rank's memory lies in this process: plain arithmetic, no table.
+/// Where every rank's memory lies in this process. Addresses are found by arithmetic, without a table.
 ///
 /// For any address `p` of rank `a`, rank `b`'s copy is `p + (b - a) * stride`. Kernels get these
 /// four numbers by value and nothing else.
@@ -28,7 +28,7 @@ pub struct HeapLayout {
 }
 
 impl HeapLayout {
-    /// The address of `offset` in `rank`'s slot. The caller keeps `rank < world` and
+    /// The address of `offset` in `rank`'s slot. The caller ensures that `rank < world` and
     /// `offset < stride`.
     #[inline]
     pub fn address(&self, rank: u32, offset: u64) -> u64 {
@@ -44,7 +44,7 @@ impl HeapLayout {
         (rank < u64::from(self.world)).then(|| (rank as u32, from_base % self.stride))
     }
 
-    /// `rank`'s copy of `address`, which may lie in any slot.
+    /// The address of `rank`'s copy of `address`, which may lie in any slot.
     pub fn peer(&self, rank: u32, address: u64) -> Result<u64> {
         let (_, offset) = self.locate(address).ok_or_else(|| {
             Error::invalid_argument(format!(
@@ -64,10 +64,10 @@ impl HeapLayout {
     }
 }
 
-/// How long a heap that is dropped waits for its device.
-const LONGEST_WAIT: Duration = Duration::from_secs(300);
+/// How long dropping a heap waits for its device.
+const DROP_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// The reservation behind a heap and what is mapped in it. Gives everything back when dropped,
+/// The address range of a heap and what is mapped in it. Dropping it unmaps and gives back everything,
 /// except in a forked child.
 #[derive(Debug)]
 pub(crate) struct Heap {
@@ -75,12 +75,12 @@ pub(crate) struct Heap {
     layout: HeapLayout,
     reservation: Option<Reservation>,
     mapped: Mutex<Mapped>,
-    rows: Mutex<Vec<peer_view::Row>>,
+    peer_views: Mutex<Vec<peer_view::PeerView>>,
     maker: Maker,
 }
 
-/// Mappings by offset, with their length. Peers map the same segments, so one list serves them
-/// all.
+/// Mappings by offset, with their length in bytes. One list serves all peers, because the same segments
+/// are mapped in each of their slots.
 #[derive(Debug, Default)]
 struct Mapped {
     own: BTreeMap<u64, u64>,
@@ -88,7 +88,7 @@ struct Mapped {
 }
 
 impl Heap {
-    /// Reserves `world x stride` bytes.
+    /// Reserves `world x stride` bytes of address space.
     pub(crate) fn reserve(driver: Driver, rank: u32, world: u32, stride: u64) -> Result<Self> {
         let granularity = driver.granularity();
         if stride == 0 || !stride.is_multiple_of(granularity) {
@@ -109,7 +109,7 @@ impl Heap {
             layout,
             reservation: Some(reservation),
             mapped: Mutex::default(),
-            rows: Mutex::default(),
+            peer_views: Mutex::default(),
             maker: Maker::here(),
         })
     }
@@ -132,7 +132,8 @@ impl Heap {
         self.map_all(rank, offset, std::slice::from_ref(physical))
     }
 
-    /// Maps `physicals` one after the other from `offset` of `rank`'s slot on: all, or none.
+    /// Maps `physicals` one behind the other, from `offset` of `rank`'s slot: all of them, or none on an
+    /// error.
     pub(crate) fn map_all(&self, rank: u32, offset: u64, physicals: &[Physical]) -> Result<()> {
         let sizes = physicals.iter().map(Physical::bytes);
         let end = sizes.clone().try_fold(offset, u64::checked_add);
@@ -169,10 +170,10 @@ impl Heap {
         lock(&self.mapped).peers.insert(offset, bytes);
     }
 
-    /// Unmaps every peer's segment at `offset`, if they are mapped.
+    /// Unmaps every peer's segment at `offset`, if peers' segments are mapped there.
     pub(crate) fn unmap_peers(&self, offset: u64) -> Result<()> {
         let Some(bytes) = lock(&self.mapped).peers.remove(&offset) else { return Ok(()) };
-        self.drop_rows(|row| row.holds(offset))?;
+        self.drop_peer_views(|view| view.holds(offset))?;
         for rank in self.peers() {
             self.driver.unmap(self.reservation(), self.position(rank, offset), bytes)?;
         }
@@ -198,28 +199,28 @@ impl Drop for Heap {
     fn drop(&mut self) {
         let Some(reservation) = self.reservation.take() else { return };
         if !self.is_here() {
-            // A forked child has a copy of the driver, whose locks another thread of its parent may
-            // have had at the fork. It leaves the mappings, and the driver, as they are.
+            // A forked child has a copy of the driver, whose locks another thread of the parent may have
+            // held at the fork. The child leaves the mappings and the driver as they are.
             std::mem::forget(self.driver.clone());
             return;
         }
-        // Kernels that were given this memory may still run.
-        match self.driver.synchronize_by(Deadline::after(LONGEST_WAIT)) {
+        // Kernels that use this memory may still run.
+        match self.driver.synchronize_by(Deadline::after(DROP_TIMEOUT)) {
             Ok(()) => {}
             Err(error) if error.is_timeout() => {
-                // What still runs keeps the memory it knows, until the process ends.
-                tracing::error!(%error, "a heap's memory is not given back");
+                // Work that still runs keeps its memory until the process ends.
+                tracing::error!(%error, "a heap's memory is not given back, because its device is still at work");
                 return;
             }
             Err(error) => {
                 tracing::warn!(%error, "waiting for the device before dropping a heap");
             }
         }
-        if let Err(error) = self.drop_rows(|_| true) {
-            tracing::warn!(%error, "unmapping rows of peers' memory while dropping a heap");
+        if let Err(error) = self.drop_peer_views(|_| true) {
+            tracing::warn!(%error, "unmapping contiguous peer views while dropping a heap");
         }
         let Mapped { own, peers } = std::mem::take(&mut *lock(&self.mapped));
-        let slots = |rank, list: &BTreeMap<u64, u64>| {
+        let unmap_slot = |rank, list: &BTreeMap<u64, u64>| {
             for (&offset, &bytes) in list {
                 if let Err(error) =
                     self.driver.unmap(&reservation, self.position(rank, offset), bytes)
@@ -229,9 +230,9 @@ impl Drop for Heap {
             }
         };
         for rank in self.peers() {
-            slots(rank, &peers);
+            unmap_slot(rank, &peers);
         }
-        slots(self.layout.rank, &own);
+        unmap_slot(self.layout.rank, &own);
         if let Err(error) = self.driver.unreserve(reservation) {
             tracing::warn!(%error, "giving a heap's address range back");
         }

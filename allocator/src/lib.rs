@@ -33,5 +33,7 @@ pub use error::{Error, Result};
 pub use fork::Maker;
 pub use group::Group;
 pub use heap::HeapLayout;
-pub use pool::{Block, CONTROL_LANE, CommitReport, Lane, PeerRow, Pool, PoolBuilder, PoolStats};
+pub use pool::{
+    Block, CONTROL_LANE, CommitReport, ContiguousPeerView, Lane, Pool, PoolBuilder, PoolStats,
+};
 pub use window::{Window, Windows};

@@ -1,13 +1,13 @@
-//! Windows registered with NCCL, through the NCCL that the process has loaded.
+//! Bindings to the NCCL that the process has loaded, as far as registering windows needs them.
 //!
-//! A communicator works only with the copy of NCCL that made it, so the library is looked for among
-//! those that are loaded and never loaded here; every function is optional. Registration is
-//! collective inside NCCL and has no timeout, so all ranks agree that they can before any begins, and
-//! register the same windows in the same order: by lane, then by counter.
+//! A communicator works only with the copy of NCCL that made it. The library is therefore looked for
+//! among those that are loaded, and never loaded here. Every function is optional. Registration is
+//! collective inside NCCL and has no timeout. All ranks therefore agree that they can register before any
+//! of them begins, and register the same windows in the same order: by lane, then by counter.
 //!
-//! A window of NCCL before 2.30.3 lies in one physical handle, and an operation's buffer in one
-//! window. So only lanes whose blocks do not cross segments are registered
-//! (`WindowPolicy::PerSegment`), a window for each segment.
+//! A window of NCCL before 2.30.3 lies in one physical handle, and an operation's buffer lies in one
+//! window. Only lanes whose blocks do not cross segments are registered (`WindowPolicy::PerSegment`), with
+//! one window for each segment.
 #![allow(unsafe_code)] // FFI: the calls of NCCL.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -20,10 +20,10 @@ use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use crate::{Deadline, Error, Result};
 
-/// `RTLD_NOLOAD` of Linux: only what is loaded already.
+/// Linux's `RTLD_NOLOAD`: opens a library only if it is loaded already.
 const NOLOAD: c_int = 4;
 
-/// Where NCCL is in a process that has it: a library of its own, or within torch's.
+/// The libraries that may hold NCCL: its own, or torch's, which may have it linked in.
 const LIBRARIES: [&str; 3] = ["libnccl.so.2", "libnccl.so", "libtorch_cuda.so"];
 
 /// The first version with windows.
@@ -43,7 +43,7 @@ type Deregister = unsafe extern "C" fn(*mut c_void, *mut c_void) -> c_int;
 type ErrorText = unsafe extern "C" fn(c_int) -> *const c_char;
 type LastError = unsafe extern "C" fn(*mut c_void) -> *const c_char;
 
-/// The functions, as far as they are there.
+/// NCCL's functions, as far as this version has them.
 struct Functions {
     name: String,
     get_version: Option<GetVersion>,
@@ -54,7 +54,7 @@ struct Functions {
     deregister: Option<Deregister>,
     error_text: Option<ErrorText>,
     last_error: Option<LastError>,
-    /// Keeps the library, and so the functions.
+    /// Keeps the library, and so the functions, loaded.
     _library: Library,
 }
 
@@ -62,7 +62,7 @@ struct Functions {
 #[derive(Clone, Copy)]
 pub(crate) struct Nccl(&'static Functions);
 
-/// A communicator of NCCL that somebody else made.
+/// A communicator of NCCL, made by the program or by torch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Comm(usize);
 
@@ -73,8 +73,8 @@ pub(crate) struct NcclWindow(usize);
 impl Comm {
     /// # Safety
     ///
-    /// `raw` is an `ncclComm_t` of the NCCL that is loaded, and lives until it is given back with
-    /// `Pool::unregister_nccl` or the pool is gone.
+    /// `raw` is an `ncclComm_t` of the NCCL that is loaded, and lives until `Pool::unregister_nccl` is
+    /// called with it or the pool is dropped.
     pub(crate) unsafe fn new(raw: usize) -> Result<Self> {
         if raw == 0 {
             return Err(Error::invalid_argument(
@@ -94,7 +94,7 @@ impl Comm {
     }
 }
 
-/// A function of the library, or none.
+/// A function of the library, if it has it.
 fn function<T: Copy>(library: &Library, name: &str) -> Option<T> {
     // SAFETY: the types above are those of nccl.h since 2.27.
     let found = unsafe { library.get::<T>(name.as_bytes()) };
@@ -102,7 +102,7 @@ fn function<T: Copy>(library: &Library, name: &str) -> Option<T> {
 }
 
 impl Nccl {
-    /// The one that is loaded; [`Error::is_unsupported`] without.
+    /// The NCCL that is loaded; [`Error::is_unsupported`] if there is none.
     pub(crate) fn loaded() -> Result<Self> {
         static FOUND: OnceLock<Functions> = OnceLock::new();
         if let Some(functions) = FOUND.get() {
@@ -131,13 +131,13 @@ impl Nccl {
             return Ok(Self(FOUND.get_or_init(|| functions)));
         }
         Err(Error::unsupported(format!(
-            "no NCCL is loaded in this process (looked for {}); it is the one that made the \
-             communicator which is needed",
+            "no NCCL is loaded in this process (looked for {}); the copy that made the communicator \
+             is needed",
             LIBRARIES.join(", ")
         )))
     }
 
-    /// The version as NCCL writes it, such as 22809, where it has windows.
+    /// The version as NCCL encodes it, such as 22809; [`Error::is_unsupported`] if that has no windows.
     pub(crate) fn version(self) -> Result<c_int> {
         let mut version = 0;
         if let Some(get_version) = self.0.get_version {
@@ -148,7 +148,7 @@ impl Nccl {
         let missing = self.0.register.is_none() || self.0.deregister.is_none();
         if version < OLDEST || missing {
             return Err(Error::unsupported(format!(
-                "NCCL {} ({}) has no windows; 2.27 and newer have",
+                "NCCL {} ({}) has no windows; use 2.27 or newer",
                 readable(version),
                 self.0.name
             )));
@@ -171,7 +171,7 @@ impl Nccl {
         Ok((ask(self.0.user_rank, "its rank")?, ask(self.0.count, "its number of ranks")?))
     }
 
-    /// Makes a window of this rank's `bytes` at `address`. Collective in NCCL.
+    /// Makes a window of `bytes` of this rank at `address`. Collective in NCCL.
     pub(crate) fn register(
         self,
         comm: Comm,
@@ -192,16 +192,16 @@ impl Nccl {
         self.finished(code, comm, deadline, doing)?;
         if window.is_null() {
             return Err(Error::unsupported(format!(
-                "NCCL {} made no window of {bytes} bytes at {address:#x}, and no error: it has no \
-                 symmetric memory between these ranks (are all of them linked, and is \
-                 NCCL_WIN_ENABLE or NCCL_CUMEM_ENABLE off?)",
+                "NCCL {} returned success but no window of {bytes} bytes at {address:#x}: it has \
+                 no symmetric memory between these ranks (check that all of them are linked, and \
+                 that NCCL_WIN_ENABLE and NCCL_CUMEM_ENABLE are not 0)",
                 readable(self.version()?)
             )));
         }
         Ok(NcclWindow(window as usize))
     }
 
-    /// Takes a window back.
+    /// Deregisters a window.
     pub(crate) fn deregister(
         self,
         comm: Comm,
@@ -211,13 +211,13 @@ impl Nccl {
         let deregister = self.0.deregister.ok_or_else(|| {
             Error::unsupported(format!("{} has no ncclCommWindowDeregister", self.0.name))
         })?;
-        // SAFETY: both are live: windows are taken back once, before their communicator goes
+        // SAFETY: both are live: a window is deregistered once, before its communicator is destroyed
         // (`Comm::new`).
         let code = unsafe { deregister(comm.raw(), window.0 as *mut c_void) };
         self.finished(code, comm, deadline, || "ncclCommWindowDeregister".to_owned())
     }
 
-    /// Waits for what a communicator that does not block has begun.
+    /// Waits for a call to complete that a non-blocking communicator has begun.
     fn finished(
         self,
         mut code: c_int,
@@ -238,6 +238,7 @@ impl Nccl {
         self.check(code, Some(comm), doing)
     }
 
+    /// Turns a result code other than success into an error with NCCL's own texts.
     fn check(self, code: c_int, comm: Option<Comm>, doing: impl FnOnce() -> String) -> Result<()> {
         if code == 0 {
             return Ok(());
@@ -256,7 +257,7 @@ impl Nccl {
     }
 }
 
-/// NCCL's text as ours.
+/// Copies a C string of NCCL.
 fn text(pointer: *const c_char) -> String {
     if pointer.is_null() {
         return String::new();
@@ -265,7 +266,7 @@ fn text(pointer: *const c_char) -> String {
     unsafe { CStr::from_ptr(pointer) }.to_string_lossy().into_owned()
 }
 
-/// 22809 as people write it.
+/// A version such as 22809 as `2.28.9`.
 fn readable(version: c_int) -> String {
     format!("{}.{}.{}", version / 10000, version / 100 % 100, version % 100)
 }
@@ -275,13 +276,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_read_as_people_write_them() {
+    fn versions_are_readable() {
         assert_eq!((readable(22809), readable(23003)), ("2.28.9".into(), "2.30.3".into()));
     }
 
     #[test]
-    fn a_process_without_nccl_is_told_what_was_looked_for() {
-        let Err(error) = Nccl::loaded() else { panic!("a test without NCCL has none") };
+    fn the_error_without_nccl_names_the_libraries() {
+        let Err(error) = Nccl::loaded() else { panic!("no NCCL is loaded in this test") };
         assert!(error.is_unsupported() && error.to_string().contains("libnccl.so.2"), "{error}");
         // SAFETY: refused.
         assert!(unsafe { Comm::new(0) }.unwrap_err().is_invalid_argument());

@@ -40,8 +40,8 @@ impl Windows {
         self.at(offset)
     }
 
-    /// Whether all `bytes` from `address` lie in windows, of which there may be several one after
-    /// the other, and within one rank's slot.
+    /// Whether all `bytes` from `address` lie in one rank's slot and in windows, which may be several that
+    /// follow each other.
     pub fn covers(&self, address: u64, bytes: u64) -> bool {
         let Some((_, offset)) = self.layout.locate(address) else { return false };
         let Some(end) = offset.checked_add(bytes.max(1)) else { return false };
@@ -55,7 +55,8 @@ impl Windows {
         end <= self.layout.stride
     }
 
-    /// Where the first of the windows begins that `bytes` from `address` on lie in, and how long they are.
+    /// The windows in which `bytes` from `address` lie: the offset of the first, and the lengths of all of
+    /// them. `None` unless they cover all of it.
     pub(crate) fn around(&self, address: u64, bytes: u64) -> Option<(u64, Vec<u64>)> {
         if !self.covers(address, bytes) {
             return None;
@@ -68,19 +69,20 @@ impl Windows {
         Some((first, lengths.map(|window| window.bytes).collect()))
     }
 
-    /// `rank`'s copy of an address inside a window. Refuses addresses that are in none, because
-    /// the peer's copy of those cannot be reached.
+    /// The address of `rank`'s copy of an address inside a window. Any other address is refused with
+    /// [`Error::is_invalid_argument`], because the peer's copy of it is not mapped.
     pub fn peer(&self, rank: u32, address: u64) -> Result<u64> {
         if self.find(address).is_none() {
             return Err(Error::invalid_argument(format!(
-                "address {address:#x} is in no window of rank {}; commit the pool first if it is \
-                 the pool's",
+                "address {address:#x} is in no window of rank {}; if it is memory of the pool, commit \
+                 the pool first",
                 self.layout.rank
             )));
         }
         self.layout.peer(rank, address)
     }
 
+    /// The window that holds an offset.
     fn at(&self, offset: u64) -> Option<&Window> {
         let after = self.list.partition_point(|window| window.offset <= offset);
         let window = self.list[..after].last()?;

@@ -1,5 +1,5 @@
-//! Waits for what may never come end when their deadline says so: a device that does not finish, and a
-//! name that does not resolve.
+//! Waits that may never be satisfied end at their deadline: for a device that does not finish, and for a name
+//! that does not resolve.
 
 #![allow(unsafe_code)] // takes the place of a function of the C library
 
@@ -16,11 +16,10 @@ use symmpool_allocator::{Deadline, Driver, Error, Group, Pool};
 /// How long ranks wait for each other, and for their devices.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Far more than anything here takes, and less than for ever.
+/// Far longer than anything here takes.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// The name of every machine, in this program: the system never finds out about any. All that is
-/// resolved here asks this function, which the C library would answer otherwise.
+/// Replaces the C library's function in this program, so that resolving any name never returns.
 #[unsafe(no_mangle)]
 extern "C" fn getaddrinfo(
     _: *const c_char,
@@ -33,15 +32,15 @@ extern "C" fn getaddrinfo(
     }
 }
 
-/// What `body` returns, on a thread that is left behind if it never does.
+/// Runs `body` on a thread and returns its result. The thread is left behind if it takes too long.
 fn in_time<T: Send + 'static>(what: &str, body: impl FnOnce() -> T + Send + 'static) -> T {
-    let (done, told) = mpsc::channel();
+    let (done, outcome) = mpsc::channel();
     thread::spawn(move || done.send(body()));
-    let told = told.recv_timeout(PATIENCE);
-    told.unwrap_or_else(|_| panic!("{what}: not over after {PATIENCE:?}, or it panicked"))
+    let outcome = outcome.recv_timeout(PATIENCE);
+    outcome.unwrap_or_else(|_| panic!("{what}: not over after {PATIENCE:?}, or it panicked"))
 }
 
-/// Runs `body` as both ranks of a group; the device of rank 0 goes wrong as planned.
+/// Runs `body` as both ranks of a group; the device of rank 0 follows `plan`.
 fn two_ranks(
     what: &str,
     plan: &'static str,
@@ -51,7 +50,7 @@ fn two_ranks(
     let ranks: Vec<_> = groups
         .into_iter()
         .map(|group| {
-            let (done, told) = mpsc::channel();
+            let (done, outcome) = mpsc::channel();
             thread::spawn(move || {
                 let rank = group.rank();
                 let plan = if rank == 0 { plan } else { "delay-1us@synchronize:*" };
@@ -60,19 +59,19 @@ fn two_ranks(
                 let group = group.with_timeout(TIMEOUT);
                 let pool = Pool::builder(group).driver(Driver::new(driver)).build().expect("built");
                 let outcome = body(&pool);
-                // Whatever was waited for is not waited for any more by those that hold a lane's lock.
+                // No abandoned wait holds a lane's lock any more.
                 let again = pool.alloc::<u8>(64);
                 drop(again.expect("the lane is free"));
-                done.send(outcome).expect("somebody listens");
-                // The plan is for what was asked so far, not for taking the pool apart.
+                done.send(outcome).expect("the test waits");
+                // The plan does not cover dropping the pool.
                 std::mem::forget(pool);
             });
-            told
+            outcome
         })
         .collect();
-    let ranks = ranks.into_iter().map(|told| told.recv_timeout(PATIENCE));
+    let ranks = ranks.into_iter().map(|outcome| outcome.recv_timeout(PATIENCE));
     ranks
-        .map(|told| told.unwrap_or_else(|_| panic!("{what}: not over after {PATIENCE:?}")))
+        .map(|outcome| outcome.unwrap_or_else(|_| panic!("{what}: not over after {PATIENCE:?}")))
         .collect()
 }
 
@@ -101,7 +100,7 @@ fn a_commit_waits_for_a_device_until_its_deadline() {
     let [stuck, other] = &outcomes[..] else { panic!("{outcomes:?}") };
     let error = stuck.as_ref().expect_err("the device of rank 0 never finished");
     assert!(error.is_timeout() && error.to_string().contains("for the device"), "{error}");
-    // All ranks had confirmed by then, so that the others went on.
+    // All ranks had confirmed by then, so the other rank completed the commit.
     assert!(other.is_ok(), "{other:?}");
     assert!(started.elapsed() < 3 * TIMEOUT, "{:?}", started.elapsed());
 }

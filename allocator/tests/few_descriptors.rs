@@ -1,5 +1,5 @@
-//! A store's server in a process that may open few files. Every server has a process of its own, whose
-//! limits it changes.
+//! A store's server in a process that may open only a few files. Every server runs in a process of its own,
+//! because it changes the limits of its process.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -17,17 +17,17 @@ fn ample() -> Deadline {
     Deadline::seconds(60)
 }
 
-/// Lets this process open as many more files as that.
+/// Limits this process to opening `more` files than it has open.
 fn limit_files(more: u64) {
     let used = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
     let few = Rlimit { current: Some(used + more), maximum: Some(used + more) };
     setrlimit(Resource::Nofile, few).unwrap();
 }
 
-/// A process that serves, and what it says.
+/// A server process, and its output.
 struct Serving(Child, BufReader<ChildStdout>);
 
-/// The test of this name in another process, which serves: that, and the address.
+/// Runs the test of this name in another process, as a server; returns that and its address.
 fn server(test: &str) -> (Serving, SocketAddr) {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", test, "--nocapture"])
@@ -36,17 +36,17 @@ fn server(test: &str) -> (Serving, SocketAddr) {
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
-    let mut said = BufReader::new(child.stdout.take().unwrap());
+    let mut output = BufReader::new(child.stdout.take().unwrap());
     let mut line = String::new();
     while !line.starts_with("at ") {
         line.clear();
-        assert_ne!(said.read_line(&mut line).unwrap(), 0, "it ended");
+        assert_ne!(output.read_line(&mut line).unwrap(), 0, "it ended");
     }
     let address = line["at ".len()..].trim_end().parse().unwrap();
-    (Serving(child, said), address)
+    (Serving(child, output), address)
 }
 
-/// In the other process: says where the server is, and serves until the input ends.
+/// In the server process: prints the server's address, and serves until the input ends.
 fn serve(server: &TcpServer) {
     println!("\nat {}", server.local_addr());
     std::io::stdout().flush().unwrap();
@@ -54,11 +54,11 @@ fn serve(server: &TcpServer) {
 }
 
 fn end(serving: Serving) {
-    let Serving(mut child, mut said) = serving;
+    let Serving(mut child, mut output) = serving;
     drop(child.stdin.take());
-    // To its end, so that it may go on to say things.
+    // Read to its end, so that the process can write.
     let mut rest = String::new();
-    said.read_to_string(&mut rest).unwrap();
+    output.read_to_string(&mut rest).unwrap();
     assert!(child.wait().unwrap().success(), "{rest}");
 }
 

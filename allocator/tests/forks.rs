@@ -1,4 +1,4 @@
-//! Forked children: what they do with copies of their parent's objects does nothing to the parent.
+//! Forked children: what they do with copies of their parent's objects does not affect the parent.
 
 #![allow(unsafe_code)] // forks
 
@@ -21,9 +21,9 @@ unsafe extern "C" {
     fn _exit(status: c_int) -> !;
 }
 
-/// Whether `body`, in a forked child, comes to its end and says yes.
+/// Whether `body` returns true in a forked child, within 20 seconds.
 fn in_child(body: impl FnOnce() -> bool) -> bool {
-    // SAFETY: the child runs `body`, whose locks no other thread of the parent holds, and ends.
+    // SAFETY: the child runs `body`, which needs no lock that another thread of the parent holds, and ends.
     let pid = unsafe { fork() };
     if pid == 0 {
         let good = catch_unwind(AssertUnwindSafe(body)).unwrap_or(false);
@@ -94,19 +94,19 @@ fn a_child_is_given_none_of_its_parents_memory() {
     pool.alloc::<u8>(100).unwrap();
 }
 
-/// Where a thread stops: it says when it is there, and is told when to go on.
+/// A place where a thread stops: it signals its arrival, and waits until it may continue.
 type Stop = (mpsc::Receiver<()>, mpsc::Sender<()>);
 
-/// A pool of one rank whose driver stops a thread at a step of a commit, and in the call that makes
-/// memory for the local lane (which the first one needs for the other). Both say so and wait.
+/// A pool of one rank. Its driver stops one thread at a step of a commit, and another in the third call that
+/// makes memory. Both signal their arrival and wait.
 fn a_pool_that_stops() -> (Pool, [Stop; 2]) {
     let stop = || {
-        let (said, arrived) = mpsc::channel();
+        let (arrive, arrived) = mpsc::channel();
         let (leave, left) = mpsc::channel::<()>();
         let left = Mutex::new(left);
         let stop = move || {
-            said.send(()).unwrap();
-            // Until the test lets it go on, or has ended.
+            arrive.send(()).unwrap();
+            // Waits until the test lets it continue, or has ended.
             let _ = left.lock().unwrap().recv();
         };
         (FaultAction::Notify(Arc::new(stop)), (arrived, leave))
@@ -132,7 +132,7 @@ fn refused<T>(outcome: Result<T>) -> bool {
     outcome.err().is_some_and(says)
 }
 
-/// Everything that takes a lane's lock, and how a forked child must fare with it.
+/// All calls that take a lane's lock; whether each returns in a forked child as it must.
 fn a_child_is_answered(pool: &Pool, name: &str, blocks: &mut Vec<Block<u8>>) -> bool {
     let lane = pool.lane(name).unwrap();
     let address = blocks[0].address();
@@ -159,13 +159,13 @@ fn a_child_is_answered(pool: &Pool, name: &str, blocks: &mut Vec<Block<u8>>) -> 
         !pool.has_left(0),
         pool.windows().list().is_empty(),
     ];
-    lane.note_failure(&Error::invalid_state("nothing that anybody hears"));
+    lane.note_failure(&Error::invalid_state("not reported to anybody"));
     blocks.clear();
     calls.into_iter().all(|good| good)
 }
 
 #[test]
-fn a_child_waits_for_no_lock_that_another_thread_had() {
+fn a_child_waits_for_no_lock_that_another_thread_held() {
     let (pool, [commit, growth]) = a_pool_that_stops();
     let blocks_of = |name: &str| -> Vec<Block<u8>> {
         let lane = pool.lane(name).unwrap();
@@ -199,7 +199,7 @@ fn a_child_waits_for_no_lock_that_another_thread_had() {
 }
 
 #[test]
-fn a_child_lets_go_of_a_pool_whose_driver_another_thread_was_in() {
+fn a_child_drops_a_pool_whose_driver_another_thread_was_using() {
     let driver = Driver::host().unwrap();
     let group = Group::in_process(1).unwrap().remove(0);
     let pool = Pool::builder(group).driver(driver.clone()).stride(1 << 30).build().unwrap();
@@ -208,7 +208,7 @@ fn a_child_lets_go_of_a_pool_whose_driver_another_thread_was_in() {
     let (mut pool, mut block) = (Some(pool), Some(block));
     let busy = AtomicBool::new(true);
     let children = thread::scope(|scope| {
-        // The driver's lock is taken nearly all of the time.
+        // The driver's lock is held nearly all of the time.
         for _ in 0..2 {
             scope.spawn(|| {
                 while busy.load(Ordering::Relaxed) {

@@ -1,11 +1,11 @@
-//! Groups that are made anew on the same port, one after another.
+//! Groups that are made one after another on the same port.
 
 use std::net::TcpListener;
 use std::time::Duration;
 
 use symmpool_allocator::{Deadline, Driver, Group, Pool};
 
-/// A port of a loopback address that no other test uses, so that nobody takes it between.
+/// A port of a loopback address that no other test uses, so that nobody else takes the port meanwhile.
 fn address(host: &str) -> String {
     TcpListener::bind((host, 0)).unwrap().local_addr().unwrap().to_string()
 }
@@ -31,7 +31,7 @@ fn ranks_that_are_fast_wait_for_the_server_of_the_next_group() {
             let all = group.all_gather("round", &[round], ample()).unwrap();
             assert!(all.parts().all(|part| part == [round]));
             if rank == 0 {
-                // The others come to the next group meanwhile.
+                // Meanwhile the others connect for the next group.
                 std::thread::sleep(Duration::from_millis(50));
             }
         }
@@ -61,13 +61,13 @@ fn a_group_whose_rank_failed_is_made_anew() {
             let group = Group::over_tcp(rank, 3, &address, None, ample()).unwrap();
             group.all_gather("begin", b"", ample()).unwrap();
             if rank == 1 && round < 3 {
-                // It gives up alone, and comes again at once.
+                // This rank fails alone, and immediately makes the next group.
                 continue;
             }
             let end = group.all_gather("end", b"", ample());
             if round < 3 {
                 let error = end.unwrap_err();
-                // Rank 0 may hear of it first, and leave with the store.
+                // Rank 0 may notice it first, and leave with the store.
                 assert!(error.is_peer_lost() && matches!(error.ranks(), [0 | 1]), "{error}");
             } else {
                 end.unwrap();
@@ -77,7 +77,7 @@ fn a_group_whose_rank_failed_is_made_anew() {
 }
 
 #[test]
-fn what_was_answered_is_sent_before_the_server_goes() {
+fn replies_are_sent_before_the_server_ends() {
     let address = address("127.0.0.24");
     let value = vec![7; 12 << 20];
     on_threads(3, |rank| {
@@ -89,7 +89,7 @@ fn what_was_answered_is_sent_before_the_server_goes() {
 }
 
 #[test]
-fn a_rank_that_comes_again_in_vain_is_told_why() {
+fn a_rank_that_cannot_join_again_learns_why() {
     let address = address("127.0.0.25");
     let zero = Group::over_tcp(0, 2, &address, None, ample()).unwrap();
     let one = Group::over_tcp(1, 2, &address, None, ample()).unwrap();

@@ -1,5 +1,6 @@
-//! Handles that take long to make and to close: made with segments, kept until peers have confirmed,
-//! closed by a thread, and none left over. Alone in its process, so that descriptors can be counted.
+//! Early handles, for drivers whose handles are slow: made together with segments, kept until peers have
+//! confirmed, closed by a thread, and none left over. These tests have a process of their own, so that
+//! descriptors can be counted.
 
 use std::fs;
 use std::sync::{Arc, Barrier, Mutex, PoisonError};
@@ -15,13 +16,13 @@ use symmpool_allocator::{Block, Deadline, Driver, Error, Group, Pool};
 
 const WORLD: u32 = 2;
 const MIB: usize = 1 << 20;
-/// What a lane grows by once it has some: each block of this size is a segment.
+/// The growth of a lane that has some memory: each block of this size is a segment.
 const SEGMENT: usize = 48 * MIB;
 
-/// The host's memory, with handles that are said to be slow.
+/// The host driver, which reports its handles as slow.
 struct Slow(HostDriver);
 
-// SAFETY: the driver that it wraps does what it does at all, with the same values.
+// SAFETY: every call is forwarded to the wrapped driver, with the same values.
 unsafe impl DriverWrapper for Slow {
     fn inner(&self) -> &dyn MemoryDriver {
         &self.0
@@ -32,7 +33,7 @@ unsafe impl DriverWrapper for Slow {
     }
 }
 
-/// One rank's pool, and what is seen of it.
+/// One rank's pool, and the means to observe it.
 struct Rank {
     rank: u32,
     pool: Pool,
@@ -49,18 +50,18 @@ impl Rank {
         self.pool.commit().unwrap().windows_added
     }
 
-    /// How often a handle was asked for.
+    /// How often the driver was called for a handle.
     fn exports(&self) -> u64 {
         self.driver.counts().made(Call::Export)
     }
 
-    /// Memory files that the process has open while both ranks are here: one for each segment of
-    /// either, and one for each handle.
+    /// How many memory files the process has open while both ranks are here: one for each segment of both
+    /// ranks, and one for each handle.
     fn open(&self) -> usize {
         open_together(&self.together)
     }
 
-    /// Waits for the threads that close: until there are `expected`, and no fewer.
+    /// Waits for the closing threads, until exactly `expected` memory files are open.
     fn wait_for_open(&self, expected: usize) {
         self.together.wait();
         let began = Instant::now();
@@ -85,7 +86,7 @@ fn open() -> usize {
     links.filter(|link| link.to_string_lossy().starts_with("/memfd:symmpool")).count()
 }
 
-/// Runs `body` as two ranks whose drivers do as `plan` says, and looks for what they left.
+/// Runs `body` as two ranks whose drivers follow `plan`, and asserts that nothing is left open.
 fn ranks(slow: bool, plan: impl Fn(u32, &Arc<Barrier>) -> FaultPlan + Sync, body: fn(&Rank)) {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
@@ -108,7 +109,7 @@ fn ranks(slow: bool, plan: impl Fn(u32, &Arc<Barrier>) -> FaultPlan + Sync, body
                     .unwrap();
                 let rank = Rank { rank, pool, driver, together };
                 body(&rank);
-                // Pools are dropped with whatever the test has left in them.
+                // The pool is dropped with all that the test has left in it.
                 let Rank { pool, driver, together, .. } = rank;
                 drop(pool);
                 assert_eq!(open_together(&together), 0, "the last is closed with the pool");
@@ -126,7 +127,7 @@ fn failure() -> FaultAction {
     FaultAction::Fail(Error::out_of_memory("none left, as planned"))
 }
 
-/// Asserts that each rank has a segment and its handle when all peers have mapped it.
+/// Asserts that each rank still has a segment and its handle open when all peers have mapped it.
 fn open_at_confirmation(_: u32, together: &Arc<Barrier>) -> FaultPlan {
     let together = together.clone();
     let look = move || assert_eq!(open_together(&together), 4, "kept for peers");
@@ -141,7 +142,7 @@ fn slow_handles_are_made_with_segments_and_closed_after_the_confirmation() {
         assert_eq!((rank.commit(), rank.exports()), (1, 1));
         assert!(rank.pool.is_window(block.address(), block.bytes()));
         rank.wait_for_open(2);
-        // Memory that is given back is free on return: nothing of it is open then.
+        // Memory that a commit gives back is free on return: none of its descriptors is open then.
         let other = rank.alloc(2);
         rank.commit();
         drop((block, other));
@@ -162,13 +163,13 @@ fn quick_handles_are_made_and_closed_in_the_commit() {
 }
 
 #[test]
-fn so_many_are_made_ahead_and_the_others_in_the_commit() {
+fn handles_beyond_the_limit_are_made_in_the_commit() {
     ranks(true, no_faults, |rank| {
         let mut blocks: Vec<_> = (0..70).map(|_| rank.alloc(1)).collect();
         assert_eq!(rank.exports(), 64);
         assert_eq!(rank.open(), 2 * (70 + 64));
         assert_eq!((rank.commit(), rank.exports()), (70, 70));
-        // There is room again.
+        // After the commit there may be early handles again.
         blocks.push(rank.alloc(1));
         assert_eq!(rank.exports(), 71);
         assert_eq!((rank.commit(), rank.exports()), (1, 71));
@@ -176,7 +177,7 @@ fn so_many_are_made_ahead_and_the_others_in_the_commit() {
 }
 
 #[test]
-fn a_handle_that_cannot_be_made_ahead_is_left_to_the_commit() {
+fn a_handle_that_cannot_be_made_early_is_left_to_the_commit() {
     let plan = |rank, _: &Arc<Barrier>| match rank {
         1 => FaultPlan::new().at_call(Call::Export, 1, failure()),
         _ => FaultPlan::new(),
@@ -192,7 +193,7 @@ fn a_handle_that_cannot_be_made_ahead_is_left_to_the_commit() {
 
 #[test]
 fn a_commit_that_failed_leaves_handles_to_the_next() {
-    // The first handle of rank 1 is made in the commit, and closed when that fails.
+    // The first handle of rank 1 is made in the commit, and closed when the commit fails.
     let plan = |rank, _: &Arc<Barrier>| match rank {
         1 => {
             FaultPlan::new().at_call(Call::Export, 1, failure()).at_call(Call::Import, 2, failure())
@@ -229,7 +230,7 @@ fn handles_of_segments_that_go_before_their_commit_are_closed() {
         drop(block);
         assert_eq!(rank.pool.default_lane().trim().unwrap(), SEGMENT as u64);
         assert_eq!((rank.commit(), rank.exports()), (1, 2));
-        // Closed too, by what gives memory back.
+        // The commit that gives the memory back closes the handle too.
         let block = rank.alloc(1);
         drop(block);
         rank.pool.default_lane().trim().unwrap();
@@ -246,14 +247,14 @@ fn handles_move_with_their_segments() {
         drop(first);
         let large = rank.alloc(2);
         assert_eq!(lane.stats().unwrap().segments_moved, 1, "{:?}", lane.stats().unwrap());
-        // Two that were made, one of which moved with its handle, and one more.
+        // Two segments were made, of which one moved with its handle, and then one more.
         assert_eq!((rank.exports(), rank.open()), (3, 12));
         assert_eq!((rank.commit(), rank.exports()), (3, 3));
-        // Segments that a commit has shared are shared anew where they move.
+        // A segment that a commit has shared is shared again after it has moved.
         drop(second);
         let _larger = rank.alloc(3);
         assert_eq!(lane.stats().unwrap().segments_moved, 2, "{:?}", lane.stats().unwrap());
-        assert_eq!(rank.exports(), 6, "of that, and of two for the rest");
+        assert_eq!(rank.exports(), 6, "one for the moved segment, and two for the rest");
         assert_eq!((rank.commit(), rank.exports()), (3, 6));
         assert!(rank.pool.is_window(large.address(), large.bytes()));
     });

@@ -1,4 +1,4 @@
-//! Calls for allocator hooks: they wait for no commit, and what fails is told at the next.
+//! Calls for allocator hooks: they wait for no commit, and the next commit reports their failures.
 
 use std::sync::{Arc, Barrier, Mutex, OnceLock};
 use std::thread;
@@ -28,7 +28,7 @@ fn pair(drivers: [Driver; 2], lanes: &[LaneConfig]) -> [Pool; 2] {
 }
 
 #[test]
-fn an_allocation_beside_a_commit_is_refused_and_does_not_wait() {
+fn an_allocation_during_a_commit_is_refused_and_does_not_wait() {
     let [a, b] = pair(
         [Driver::sim(1), Driver::sim(2)],
         &[LaneConfig::symmetric("x"), LaneConfig::local("y")],
@@ -37,7 +37,7 @@ fn an_allocation_beside_a_commit_is_refused_and_does_not_wait() {
     b.alloc::<u8>(1).unwrap();
     thread::scope(|scope| {
         let commit = scope.spawn(|| a.commit());
-        // Rank 1 does not come, so rank 0's commit goes on for as long as this takes.
+        // Rank 1 does not commit yet, so rank 0's commit stays under way.
         let refused = loop {
             match a.default_lane().try_alloc_bytes(8, 512, Stream::DEFAULT) {
                 // An ordered free would wait for the commit, which waits for this thread.
@@ -46,18 +46,18 @@ fn an_allocation_beside_a_commit_is_refused_and_does_not_wait() {
             }
         };
         assert!(refused.is_invalid_state() && refused.to_string().contains("commit"), "{refused}");
-        // A local lane has no part in commits.
+        // A local lane takes no part in commits.
         let local = a.lane("y").unwrap();
         let block = local.try_alloc_bytes(8, 512, Stream::DEFAULT).unwrap();
         local.record_stream_address(block.address(), Stream::numbered(5)).unwrap();
         drop(block);
-        // It ends, one way or another, once rank 1 comes.
+        // The commit ends, with success or not, once rank 1 commits.
         let _ = (b.commit(), commit.join().unwrap());
     });
 }
 
 #[test]
-fn what_one_rank_could_not_do_is_told_to_all_even_if_the_caller_does_not_stop() {
+fn a_failure_of_one_rank_is_reported_to_all_even_if_the_caller_goes_on() {
     let [a, b] = pair([Driver::sim(1), Driver::sim(2)], &[]);
     let from_hook = |pool: &Pool, bytes| {
         pool.default_lane().try_alloc_bytes(bytes, 512, Stream::DEFAULT).map(Block::into_address)
@@ -76,7 +76,7 @@ fn what_one_rank_could_not_do_is_told_to_all_even_if_the_caller_does_not_stop() 
 }
 
 #[test]
-fn what_no_rank_could_do_is_no_difference() {
+fn a_failure_on_every_rank_is_no_divergence() {
     let [a, b] = pair([Driver::sim(1), Driver::sim(2)], &[]);
     for pool in [&a, &b] {
         pool.default_lane().try_alloc_bytes(1 << 60, 512, Stream::DEFAULT).unwrap_err();
@@ -89,7 +89,7 @@ fn what_no_rank_could_do_is_no_difference() {
 }
 
 #[test]
-fn a_failure_that_is_noted_is_told_where_others_went_on() {
+fn a_noted_failure_is_reported_if_others_went_on() {
     let [a, b] = pair([Driver::sim(1), Driver::sim(2)], &[]);
     let commits = || {
         thread::scope(|scope| {
@@ -101,7 +101,7 @@ fn a_failure_that_is_noted_is_told_where_others_went_on() {
         pool.default_lane().note_failure(&failure);
     }
     assert!(a.is_commit_due() && b.is_commit_due());
-    // Neither went on: nothing differs.
+    // Neither rank went on, so they do not differ.
     for commit in commits() {
         commit.unwrap();
     }
@@ -136,23 +136,23 @@ fn threads_that_share_a_lane_wait_for_each_other_only() {
     assert_eq!(pool.default_lane().stats().unwrap().live_blocks, 0);
 }
 
-/// A pool of one rank, which calls `beside` in the middle of its first commit.
-fn alone(beside: impl Fn() + Send + Sync + 'static) -> Pool {
+/// A pool of one rank, which calls `meanwhile` in the middle of its first commit.
+fn alone(meanwhile: impl Fn() + Send + Sync + 'static) -> Pool {
     let plan = FaultPlan::new();
-    let plan = plan.at_step(Step::CommitPublish, 1, FaultAction::Notify(Arc::new(beside)));
+    let plan = plan.at_step(Step::CommitPublish, 1, FaultAction::Notify(Arc::new(meanwhile)));
     let driver = Driver::new(FaultDriver::new(Driver::sim(1), plan));
     let group = Group::in_process(1).unwrap().remove(0);
     Pool::builder(group).driver(driver).stride(1 << 32).build().unwrap()
 }
 
 #[test]
-fn a_free_beside_a_commit_is_of_the_block_that_was_there() {
+fn a_free_during_a_commit_frees_the_block_that_was_there() {
     // D5
     let meant: Arc<OnceLock<(Lane, u64)>> = Arc::default();
     let seen = Arc::clone(&meant);
     let pool = alone(move || {
         let (lane, address) = seen.get().unwrap();
-        // Once, once too often, and where no block is.
+        // The block, the same block again, and an address without a block.
         for address in [*address, *address, address + 1536] {
             lane.free_address_unordered(address).unwrap();
         }
@@ -167,13 +167,17 @@ fn a_free_beside_a_commit_is_of_the_block_that_was_there() {
     assert_eq!(pool.commit().unwrap().blocks_returned, 1);
     let new = lane.alloc::<u8>(1000).unwrap();
     assert_eq!(new.address(), address);
-    assert_eq!(pool.commit().unwrap().blocks_returned, 0, "it is somebody else's by now");
+    assert_eq!(
+        pool.commit().unwrap().blocks_returned,
+        0,
+        "the address belongs to a new block by now"
+    );
     new.free().unwrap();
     assert_eq!(lane.stats().unwrap().live_blocks, 0);
 }
 
 #[test]
-fn what_a_block_holds_is_not_freed_by_its_address() {
+fn memory_that_a_block_owns_is_not_freed_by_its_address() {
     let meant: Arc<OnceLock<(Lane, u64)>> = Arc::default();
     let seen = Arc::clone(&meant);
     let pool = alone(move || {
@@ -183,7 +187,7 @@ fn what_a_block_holds_is_not_freed_by_its_address() {
     let lane = pool.default_lane();
     let held = lane.alloc::<u64>(1000).unwrap();
     let _ = meant.set((lane.clone(), held.address()));
-    // Beside a commit nobody can look; what is done then is the same.
+    // During a commit the free is queued, and refused later.
     pool.commit().unwrap();
     let events = lane.counter().unwrap();
     for refused in [
@@ -199,7 +203,7 @@ fn what_a_block_holds_is_not_freed_by_its_address() {
     assert_eq!((lane.stats().unwrap().live_blocks, lane.stats().unwrap().unordered_frees), (1, 0));
     let address = held.into_address();
     lane.free_address(address).unwrap();
-    // What comes to the same place is another's.
+    // The next block at the same place has another owner.
     let next = lane.alloc::<u64>(1000).unwrap();
     assert_eq!(next.address(), address);
     assert!(lane.free_address(address).unwrap_err().is_invalid_argument());
@@ -207,7 +211,7 @@ fn what_a_block_holds_is_not_freed_by_its_address() {
 }
 
 #[test]
-fn a_block_is_given_up_beside_a_commit_without_waiting() {
+fn into_address_does_not_wait_for_a_commit() {
     let given: Arc<Mutex<Option<Block<u8>>>> = Arc::default();
     let (lane_of, seen) = (Arc::new(OnceLock::<Lane>::new()), Arc::clone(&given));
     let lane_seen = Arc::clone(&lane_of);

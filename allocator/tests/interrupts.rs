@@ -1,4 +1,4 @@
-//! Ranks that are told to stop while they meet, and say for whom they waited.
+//! Ranks that are interrupted while they wait for others, and report for which ranks they waited.
 
 use std::net::TcpListener;
 use std::sync::Arc;
@@ -12,11 +12,11 @@ fn long() -> Deadline {
     Deadline::seconds(300)
 }
 
-fn at_once() -> bool {
+fn interrupted() -> bool {
     true
 }
 
-/// A port of a loopback address that no other test uses, so that nobody takes it between.
+/// A port of a loopback address that no other test uses, so that nobody else takes the port meanwhile.
 fn address(host: &str) -> String {
     TcpListener::bind((host, 0)).unwrap().local_addr().unwrap().to_string()
 }
@@ -24,7 +24,7 @@ fn address(host: &str) -> String {
 #[test]
 fn a_rank_that_waits_for_the_server_can_be_interrupted() {
     let begun = Instant::now();
-    // Nobody is there; somebody is, and says nothing.
+    // An address where nobody listens, and one where the listener does not answer.
     let silent = TcpListener::bind("127.0.0.26:0").unwrap();
     for address in [address("127.0.0.27"), silent.local_addr().unwrap().to_string()] {
         let asked = AtomicBool::new(false);
@@ -55,7 +55,7 @@ fn a_rank_that_waits_in_the_tcp_store_can_be_interrupted() {
         scope.spawn(|| {
             let soon = Deadline::after(Duration::from_secs(5));
             let error = others[0].all_gather("all", b"", soon).unwrap_err();
-            // Its part has been taken back, so that nobody goes on without it.
+            // The interrupted rank withdraws its part, so that no rank goes on without it.
             assert!(error.is_timeout() && error.ranks() == [2], "{error}");
         });
         std::thread::sleep(Duration::from_millis(500));
@@ -66,11 +66,11 @@ fn a_rank_that_waits_in_the_tcp_store_can_be_interrupted() {
         assert!(text.contains("no answer from rank 2"), "{text}");
         assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
     });
-    // It has lost nothing: its connection serves the next call.
+    // The interrupted rank's connection serves the next call.
     ask.store(false, Ordering::Relaxed);
     std::thread::scope(|scope| {
         for group in others.iter().chain([&zero]) {
-            // Of a child's own count, as one rank did not come to the first gather.
+            // A child group counts its own gathers, because one rank did not take part in the first.
             let child = group.child("more");
             scope.spawn(move || child.all_gather("all", b"", long()).unwrap());
         }
@@ -81,7 +81,7 @@ fn a_rank_that_waits_in_the_tcp_store_can_be_interrupted() {
 fn a_rank_that_waits_in_a_directory_can_be_interrupted() {
     let directory = tempfile::tempdir().unwrap();
     let store = Arc::new(FileStore::open(directory.path()).unwrap());
-    let group = Group::new(1, 3, store).unwrap().with_interrupt(at_once);
+    let group = Group::new(1, 3, store).unwrap().with_interrupt(interrupted);
     let begun = Instant::now();
     for _ in 0..2 {
         let error = group.all_gather("all", b"", long()).unwrap_err();

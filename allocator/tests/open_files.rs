@@ -1,4 +1,5 @@
-//! The soft limit of open files is no limit. Alone in its process, whose limits it changes.
+//! The soft limit of open files does not limit a commit. This test changes the limits of its process, so it is
+//! alone in it.
 
 use std::thread;
 use std::time::Duration;
@@ -9,7 +10,7 @@ use symmpool_allocator::{Block, Driver, Group, Pool, PoolBuilder};
 
 const LANES: usize = 20;
 
-/// A pool with as many lanes, of a segment each.
+/// A pool with [`LANES`] lanes of one segment each.
 fn pool(group: Group) -> (Pool, Vec<Block<u8>>) {
     let lane = |n| LaneConfig::symmetric(format!("lane {n}")).limit(2 << 20);
     let builder = Pool::builder(group.with_timeout(Duration::from_secs(20)))
@@ -21,7 +22,7 @@ fn pool(group: Group) -> (Pool, Vec<Block<u8>>) {
     (pool, blocks)
 }
 
-/// Every value, made or used on a thread of its own.
+/// Calls `body` for each value, on a thread of its own.
 fn each<T: Send, R: Send>(values: Vec<T>, body: impl Fn(T) -> R + Sync) -> Vec<R> {
     let body = &body;
     thread::scope(|scope| {
@@ -35,7 +36,8 @@ fn each<T: Send, R: Send>(values: Vec<T>, body: impl Fn(T) -> R + Sync) -> Vec<R
 fn a_commit_receives_handles_up_to_the_hard_limit() {
     let pools = each(Group::in_process(2).unwrap(), pool);
     let used = std::fs::read_dir("/proc/self/fd").unwrap().count();
-    // Room for what ranks hand over, which both have open before any receives, and not for that.
+    // Enough for the handles that ranks send, which both have open before any is received, but not for those
+    // that they receive.
     let soft = (used + 2 * LANES + LANES / 2) as u64;
     let limit = Rlimit { current: Some(soft), ..getrlimit(Resource::Nofile) };
     setrlimit(Resource::Nofile, limit).unwrap();

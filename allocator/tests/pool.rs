@@ -9,7 +9,7 @@ use symmpool_allocator::driver::{Call, FaultAction, FaultDriver, FaultPlan, Step
 use symmpool_allocator::lane::LaneConfig;
 use symmpool_allocator::{Block, Driver, Error, Group, Pool, PoolBuilder, Result, Stream};
 
-/// Runs `body` as every rank of a group of `world`, and returns what each said.
+/// Runs `body` as every rank of a group of `world`; returns their results in rank order.
 fn ranks<R: Send>(world: u32, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
     let groups = Group::in_process(world).expect("a small group");
     thread::scope(|scope| {
@@ -26,7 +26,7 @@ fn pool(group: Group, driver: Driver) -> Result<Pool> {
     Pool::builder(group).driver(driver).build()
 }
 
-/// Of simulated memory; its lanes are called "a" and "b".
+/// A pool of simulated memory with the lanes "a" and "b".
 fn pool_of_two_lanes(group: Group) -> Pool {
     let driver = Driver::sim(u64::from(group.rank()));
     let builder = Pool::builder(group).driver(driver);
@@ -65,7 +65,7 @@ fn memory_written_by_one_rank_is_read_by_the_others() {
 }
 
 #[test]
-fn what_is_reserved_on_a_stream_is_there_for_that_stream() {
+fn reserved_memory_belongs_to_its_stream() {
     // D3
     let groups = Group::in_process(1).unwrap();
     let pool = pool(groups[0].clone(), Driver::sim(1)).unwrap();
@@ -76,21 +76,21 @@ fn what_is_reserved_on_a_stream_is_there_for_that_stream() {
     let there = lane.alloc_on::<u8>(40 << 20, stream).unwrap();
     assert_eq!(lane.stats().unwrap().segments_made, made);
     let other = lane.alloc::<u8>(40 << 20).unwrap();
-    assert!(lane.stats().unwrap().segments_made > made, "another stream's is another's");
+    assert!(lane.stats().unwrap().segments_made > made, "another stream has its own memory");
     assert_ne!(there.offset(), other.offset());
     lane.reserve(1 << 20).unwrap();
     assert!(lane.reserve_on(u64::MAX, stream).unwrap_err().is_out_of_memory());
 }
 
 #[test]
-fn streams_that_are_forgotten_make_room_for_others() {
-    // D3, D5: also where blocks go back by commits, and outlive their stream.
+fn forgotten_streams_make_room_for_others() {
+    // D3, D5: also if blocks return by commits, or outlive their stream.
     ranks(2, |group| {
         let rank = u64::from(group.rank());
         let pool = pool(group, Driver::sim(rank)).unwrap();
         let mut kept = Vec::new();
         for n in 0..200 {
-            // Handles are each rank's own.
+            // Handles differ from rank to rank.
             let stream = Stream::numbered(1 + 1000 * rank + n);
             let block = pool.default_lane().alloc_on::<u8>(1 << 20, stream).unwrap();
             if n % 50 == 0 {
@@ -111,8 +111,8 @@ fn streams_that_are_forgotten_make_room_for_others() {
 }
 
 #[test]
-fn a_stream_that_one_rank_alone_forgets_is_a_difference_and_resync_ends_it() {
-    // D3: ordinals follow from what was forgotten.
+fn a_stream_that_only_one_rank_forgets_is_a_divergence_which_resync_ends() {
+    // D3: ordinals depend on which streams were forgotten.
     ranks(2, |group| {
         let rank = u64::from(group.rank());
         let pool = pool(group, Driver::sim(rank)).unwrap();
@@ -135,7 +135,7 @@ fn a_stream_that_one_rank_alone_forgets_is_a_difference_and_resync_ends_it() {
 }
 
 #[test]
-fn diverged_ranks_are_told_where() {
+fn diverged_ranks_learn_where() {
     let errors = ranks(4, |group| {
         let rank = group.rank();
         let pool = pool(group, Driver::sim(u64::from(rank))).unwrap();
@@ -163,7 +163,7 @@ fn ranks_that_diverged_go_on_after_a_resync() {
         kept.write(&vec![rank; 5000]).unwrap();
         let half = pool.alloc::<u32>(5000).unwrap();
         pool.commit().unwrap();
-        // Rank 1 goes its own way: another size, a growth of its own, a free that others lack.
+        // Rank 1 diverges: another size, a growth of its own, and a free that others lack.
         let stray = pool.alloc::<u8>(if rank == 1 { 40 << 20 } else { 100 }).unwrap();
         let half = if rank == 1 { half.free().map(|()| None).unwrap() } else { Some(half) };
         assert!(pool.commit().unwrap_err().is_diverged());
@@ -176,20 +176,20 @@ fn ranks_that_diverged_go_on_after_a_resync() {
         pool.commit().unwrap();
         assert_eq!(kept.read().unwrap(), vec![rank; 5000]);
         assert_eq!(
-            lane.stats().unwrap().set_aside > 0,
+            lane.stats().unwrap().deferred > 0,
             rank == 1,
             "others still hold what rank 1 freed"
         );
-        // D5: it comes back once all have freed it.
+        // D5: the block returns once all ranks have freed it.
         drop(half);
         assert_eq!(pool.commit().unwrap().blocks_returned, 1);
         let again = pool.alloc::<u8>(50 << 20).unwrap();
         pool.commit().unwrap();
         assert!(pool.is_window(again.address(), again.bytes()));
         let places = (again.offset(), kept.offset());
-        // What all of them hold is freed as ever: in order.
+        // A block that all ranks hold is freed in order, as usual.
         kept.free().unwrap();
-        assert_eq!(lane.stats().unwrap().set_aside, 0);
+        assert_eq!(lane.stats().unwrap().deferred, 0);
         (lane.digest().unwrap(), places)
     });
     assert!(digests.iter().all(|digest| *digest == digests[0]), "{digests:?}");
@@ -247,8 +247,8 @@ fn frees_without_order_do_not_wait_for_a_commit() {
 }
 
 #[test]
-fn blocks_that_one_rank_never_frees_hold_up_no_others() {
-    // D5: more of them, and older, than one commit carries.
+fn blocks_that_one_rank_never_frees_do_not_delay_others() {
+    // D5: more blocks than one commit can report, and older ones.
     const KEPT: usize = 1 << 16;
     let returned = ranks(2, |group| {
         let rank = group.rank();
@@ -304,7 +304,7 @@ fn a_block_used_on_another_stream_is_waited_for_on_the_device() {
         assert_eq!(block.offset(), 0);
         block.record_stream(Stream::numbered(7)).unwrap();
         block.free().unwrap();
-        // Each reuse waited for the use before it; only the latest event is kept.
+        // Each reuse has waited for the use before it; only the latest event is kept.
         let counts = driver.counts();
         assert_eq!(calls.map(|call| counts.succeeded(call)), [reuses + 1, reuses, reuses]);
     }
@@ -313,34 +313,34 @@ fn a_block_used_on_another_stream_is_waited_for_on_the_device() {
 }
 
 #[test]
-fn what_is_dropped_in_every_step_comes_back_and_the_lane_grows_no_more() {
-    // D5: commits are due at the same places, whoever frees when.
+fn blocks_dropped_in_every_step_return_and_the_lane_stops_growing() {
+    // D5: commits are due at the same places on all ranks, whenever each of them frees.
     const STEPS: usize = 1000;
-    let told = ranks(2, |group| {
+    let outcomes = ranks(2, |group| {
         let kept = 3 * group.rank() as usize;
         let driver = Driver::sim(u64::from(group.rank()));
         let pool = pool(group, driver).unwrap();
         let mut blocks = VecDeque::new();
-        let mut said = Vec::new();
+        let mut due = Vec::new();
         for _ in 0..STEPS {
             blocks.push_back(pool.alloc::<u8>(4 << 20).unwrap());
-            said.push(pool.is_commit_due());
+            due.push(pool.is_commit_due());
             pool.commit_if_due().unwrap();
             while blocks.len() > kept {
                 blocks.pop_front().unwrap().free_unordered().unwrap();
             }
         }
-        (said, pool.default_lane().stats().unwrap().reserved)
+        (due, pool.default_lane().stats().unwrap().reserved)
     });
-    assert_eq!(told[0], told[1]);
-    let (said, reserved) = &told[0];
+    assert_eq!(outcomes[0], outcomes[1]);
+    let (due, reserved) = &outcomes[0];
     assert!(*reserved <= 256 << 20, "{reserved} bytes for a few blocks of 4 MiB");
-    let commits = said.iter().filter(|due| **due).count();
+    let commits = due.iter().filter(|due| **due).count();
     assert!(commits < STEPS / 16, "{commits} commits in {STEPS} steps");
 }
 
 #[test]
-fn a_rank_that_fails_where_a_commit_is_due_comes_to_it_too() {
+fn a_commit_is_due_on_a_rank_whose_allocation_fails_there() {
     let failure = FaultAction::Fail(Error::refused("planned"));
     let plan = FaultPlan::new().at_call(Call::WaitEvent, 1, failure);
     let driver = Driver::new(FaultDriver::new(Driver::sim(1), plan));
@@ -349,17 +349,17 @@ fn a_rank_that_fails_where_a_commit_is_due_comes_to_it_too() {
     block.record_stream(Stream::numbered(7)).unwrap();
     block.free_unordered().unwrap();
     assert_eq!(pool.commit().unwrap().blocks_returned, 1);
-    // As much as came back. Its place has to be waited for.
+    // As many bytes as have returned make a commit due. The reuse has to wait, and that fails.
     assert!(pool.alloc::<u8>(256 << 20).unwrap_err().to_string().contains("planned"));
     assert!(pool.is_commit_due());
-    // All ranks failed alike.
+    // The only rank has failed, so ranks do not differ.
     pool.commit().unwrap();
     assert!(!pool.is_commit_due());
 }
 
 #[test]
-fn memory_is_unmapped_when_the_device_has_done_what_was_queued() {
-    // Kernels that were given it may still run.
+fn memory_is_unmapped_after_waiting_for_the_device() {
+    // Kernels that use it may still run.
     let calls = Arc::new(Mutex::new(Vec::new()));
     let plan = [Call::Synchronize, Call::Unmap].into_iter().fold(FaultPlan::new(), |plan, call| {
         let calls = Arc::clone(&calls);
@@ -386,7 +386,7 @@ fn memory_is_unmapped_when_the_device_has_done_what_was_queued() {
 }
 
 #[test]
-fn what_no_commit_has_shared_is_no_window_that_goes() {
+fn only_shared_segments_count_as_removed_windows() {
     ranks(2, |group| {
         let rank = group.rank();
         let pool = pool(group, Driver::sim(u64::from(rank))).unwrap();
@@ -409,7 +409,7 @@ fn what_no_commit_has_shared_is_no_window_that_goes() {
 }
 
 #[test]
-fn numbers_are_those_of_their_lane_and_together_those_of_the_pool() {
+fn statistics_of_lanes_add_up_to_those_of_the_pool() {
     let group = Group::in_process(1).unwrap().remove(0);
     let pool = pool_of_two_lanes(group);
     let [a, b] = ["a", "b"].map(|name| pool.lane(name).unwrap());
@@ -433,7 +433,7 @@ fn numbers_are_those_of_their_lane_and_together_those_of_the_pool() {
 }
 
 #[test]
-fn peers_copies_are_found_one_behind_the_other() {
+fn a_contiguous_peer_view_has_peers_copies_at_equal_distance() {
     ranks(3, |group| {
         let rank = group.rank();
         let pool = pool_of_two_lanes(group);
@@ -443,21 +443,21 @@ fn peers_copies_are_found_one_behind_the_other() {
         let window = pool.window_of(second.address()).unwrap();
         assert_eq!((window.lane.as_str(), window.offset), ("b", first.offset()));
         assert_eq!(pool.window_of(pool.layout().base - 1), None);
-        let row = pool.peers_in_a_row(first.address(), 4096).unwrap();
-        assert_eq!(row.distance, window.bytes);
-        let behind = pool.peers_in_a_row(second.address() + 5, 100).unwrap();
-        assert_eq!(behind.first - row.first, second.offset() + 5 - first.offset());
-        assert_eq!(behind.distance, row.distance);
-        // Of other slots, and of what is no window, there is none.
+        let view = pool.contiguous_peer_view(first.address(), 4096).unwrap();
+        assert_eq!(view.stride, window.bytes);
+        let behind = pool.contiguous_peer_view(second.address() + 5, 100).unwrap();
+        assert_eq!(behind.base - view.base, second.offset() + 5 - first.offset());
+        assert_eq!(behind.stride, view.stride);
+        // There is none of other slots, nor of memory that is no window.
         let peer = second.peer_ptr((rank + 1) % 3).unwrap() as u64;
         for (address, bytes) in [(peer, 1), (first.address(), window.bytes + 1)] {
-            assert!(pool.peers_in_a_row(address, bytes).unwrap_err().is_invalid_argument());
+            assert!(pool.contiguous_peer_view(address, bytes).unwrap_err().is_invalid_argument());
         }
     });
 }
 
 #[test]
-fn a_rank_that_let_go_of_its_pool_is_seen_by_the_others() {
+fn other_ranks_notice_that_a_rank_has_dropped_its_pool() {
     let (made, left, seen) = (Barrier::new(3), Barrier::new(3), Barrier::new(3));
     ranks(3, |group| {
         let rank = group.rank();
@@ -483,7 +483,7 @@ fn d7_another_lane_allocates_and_grows_while_a_commit_maps() {
         let together = Arc::new(Barrier::new(2));
         let (until, stop) = (together.clone(), together.clone());
         let stops = FaultAction::Notify(Arc::new(move || {
-            // It has come here; and may go on.
+            // The first wait reports that the commit is here, the second lets it continue.
             stop.wait();
             stop.wait();
         }));
@@ -509,7 +509,7 @@ fn d7_another_lane_allocates_and_grows_while_a_commit_maps() {
                 assert!(own.stats().unwrap().segments_made > made, "it grew");
                 drop(kept);
                 own.trim().unwrap();
-                assert!(!commit.is_finished(), "the commit stands where it was");
+                assert!(!commit.is_finished(), "the commit is still stopped");
                 until.wait();
             }
             commit.join().unwrap().unwrap();

@@ -117,7 +117,7 @@ mod tests {
         // D5: not before the next commit.
         assert_ne!(call(n, 1 << 20), a);
         pool.commit().unwrap();
-        assert_eq!(stats(&pool).set_aside, 0);
+        assert_eq!(stats(&pool).deferred, 0);
         assert_eq!(call(n, 1 << 20), a);
         assert!(slot.failure().is_none());
     }

@@ -342,7 +342,9 @@ impl Pool {
                 ("peak_allocated", lane.peak_allocated),
                 ("reserved", lane.reserved),
                 ("peak_reserved", lane.peak_reserved),
-                ("set_aside", lane.set_aside),
+                ("deferred", lane.deferred),
+                // The former name of `deferred`, kept for one version.
+                ("set_aside", lane.deferred),
                 ("live_blocks", lane.live_blocks),
                 ("segments", lane.segments),
                 ("events", lane.events),

@@ -26,7 +26,8 @@ class LaneStats(TypedDict):
     peak_allocated: int
     reserved: int
     peak_reserved: int
-    set_aside: int
+    deferred: int
+    set_aside: int  # the former name of `deferred`
     live_blocks: int
     segments: int
     events: int

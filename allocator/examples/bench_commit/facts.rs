@@ -1,4 +1,4 @@
-//! What the numbers were measured on.
+//! The machine and the command with which the numbers were measured.
 
 use std::fs;
 
@@ -25,7 +25,7 @@ pub(crate) fn facts() -> Value {
     })
 }
 
-/// What was called, without the folders of this machine.
+/// The command line, without the folders of this machine.
 fn command() -> String {
     let names = std::env::args().map(|argument| {
         let path = std::path::Path::new(&argument);

@@ -1,10 +1,10 @@
-//! Many times in a few numbers.
+//! Summaries of many durations.
 
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
-/// The middle, the least and the most of some times in microseconds.
+/// Median, minimum and maximum of durations, in microseconds.
 pub(crate) struct Figures {
     pub(crate) median: f64,
     pub(crate) least: f64,
@@ -12,11 +12,11 @@ pub(crate) struct Figures {
 }
 
 impl Figures {
-    /// Of no times at all: no numbers.
+    /// All NaN if there are no durations.
     pub(crate) fn of(times: &[f64]) -> Self {
         let mut times = times.to_vec();
         times.sort_by(f64::total_cmp);
-        // The middle one; of an even number, the higher of the two.
+        // The median of an even number of durations is the higher of the two in the middle.
         let at = |place: usize| times.get(place).copied().unwrap_or(f64::NAN);
         Self { median: at(times.len() / 2), least: at(0), most: at(times.len().wrapping_sub(1)) }
     }

@@ -1,4 +1,4 @@
-//! The process that starts the ranks, serves their store, and makes sense of what they measured.
+//! The process that starts the ranks, serves their store, and summarises what they measured.
 
 use std::io::Read;
 use std::process::{Child, Command, Stdio};
@@ -14,13 +14,13 @@ use crate::figures::median;
 use crate::rank::Scenario;
 use crate::summary::{by_rank, slowest};
 
-/// Rank processes that are gone, one way or the other, when this is dropped.
+/// Rank processes. Dropping this ends them.
 struct Ranks(Vec<Child>);
 
 impl Drop for Ranks {
     fn drop(&mut self) {
         for child in &mut self.0 {
-            // Fails for those that have ended, as all have in the normal course.
+            // Fails for processes that have ended, which is the normal case.
             let _ = child.kill();
             let _ = child.wait();
         }
@@ -59,7 +59,7 @@ pub(crate) fn run(options: &Options, deadline: Deadline) -> Result<Value, String
             "policy": format!("{:?}", scenario.policy),
             "populated": scenario.populate,
             "commit_ms": median(&commit) / 1e3,
-            "beside_a_window": scenario.beside,
+            "beside_a_window": scenario.keep_window,
             "us_of_each_rank": by_rank,
             "bar_ms": bar,
             "met": met,
@@ -71,7 +71,7 @@ pub(crate) fn run(options: &Options, deadline: Deadline) -> Result<Value, String
     }
     let empty = slowest(reports.iter().map(|report| &report["empty_commit_us"]));
     let check = reports.iter().filter_map(|report| report["check_ns"].as_f64()).fold(0.0, f64::max);
-    println!("{:<28} {:>9.3} ms", "commit of nothing, asked for", median(&empty) / 1e3);
+    println!("{:<28} {:>9.3} ms", "commit without new memory", median(&empty) / 1e3);
     println!("{:<28} {check:>9.1} ns", "check that none is due");
     Ok(json!({
         "ranks": options.ranks,
@@ -84,7 +84,7 @@ pub(crate) fn run(options: &Options, deadline: Deadline) -> Result<Value, String
     }))
 }
 
-/// Starts the ranks and waits for what they report, in rank order.
+/// Starts the ranks and waits for their reports; returns them in rank order.
 fn collect(options: &Options, address: &str, deadline: Deadline) -> Result<Vec<Value>, String> {
     let program = std::env::current_exe().map_err(|error| error.to_string())?;
     let (sender, receiver) = mpsc::channel();
@@ -103,11 +103,11 @@ fn collect(options: &Options, address: &str, deadline: Deadline) -> Result<Vec<V
         let output = child.stdout.take();
         ranks.0.push(child);
         let sender = sender.clone();
-        // Ends when the process does, which the drop of `ranks` makes sure of.
+        // The thread ends with the process, which dropping `ranks` ends.
         std::thread::spawn(move || {
             let mut text = String::new();
             let read = output.map_or(Ok(0), |mut output| output.read_to_string(&mut text));
-            // Nobody listens any more when another rank failed first.
+            // Nobody receives any more if another rank has failed.
             let _ = sender.send((rank, read.map(|_| text)));
         });
     }

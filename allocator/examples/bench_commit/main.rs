@@ -1,5 +1,5 @@
-//! What a commit costs, and where its time goes: rank processes with memory of the host or of
-//! devices that meet over TCP on loopback, and thousands of simulated ranks in one process.
+//! Measures the time of commits and of their phases: with rank processes on host memory or devices, which
+//! connect over TCP on loopback, or with thousands of simulated ranks in one process.
 //!
 //! ```text
 //! cargo run --release -p symmpool-allocator --example bench_commit -- --json commit.json
@@ -7,8 +7,8 @@
 //! cargo run --release -p symmpool-allocator --example bench_commit -- --sim-ranks 4096
 //! ```
 //!
-//! Exit codes: 0 measured; 1 something failed, or the number of round trips is not constant; 2 the
-//! arguments make no sense.
+//! Exit codes: 0 if everything was measured; 1 if something failed, or the number of round trips is not
+//! constant; 2 for invalid arguments.
 
 mod facts;
 mod figures;
@@ -29,14 +29,14 @@ bench_commit [--ranks N] [--driver host|cuda] [--repeats N]
               [--sim-ranks N] [--timeout SECONDS] [--json FILE]
 
   --ranks N          rank processes (4)
-  --driver NAME      host memory, or that of CUDA devices: rank r has device r, counted around (host)
-  --repeats N        commits of each kind, of which the median counts (21, at least 15)
+  --driver NAME      host memory, or that of CUDA devices: rank r has device r modulo their number (host)
+  --repeats N        commits of each kind; their median is reported (21, at least 15)
   --sim-ranks N      instead: the protocol alone, on N simulated ranks in this process
-  --timeout SECONDS  bound of everything together (300)
-  --json FILE        write the results, and what they were measured on, as JSON
+  --timeout SECONDS  limit for the whole run (300)
+  --json FILE        write the results and facts about the machine as JSON
 ";
 
-/// What the program was asked to do.
+/// The command line's options.
 pub(crate) struct Options {
     ranks: u32,
     cuda: bool,
@@ -121,7 +121,7 @@ fn run(options: &Options) -> Result<(), String> {
         return Ok(());
     }
     if let Some(path) = &options.json {
-        // Hours later would be late to hear that it cannot be.
+        // Fail now, not after the measurement, if the file cannot be written.
         let file = std::fs::OpenOptions::new().append(true).create(true).open(path);
         file.map_err(|error| format!("--json {path}: {error}"))?;
     }

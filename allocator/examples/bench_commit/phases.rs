@@ -1,5 +1,5 @@
-//! Where a commit's time goes: a driver that passes everything on, and notes when the pool comes to
-//! each step and how long each call takes.
+//! Times of a commit's phases: a driver that forwards every call, and records when the pool reaches each step
+//! and how long each call takes.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
@@ -12,18 +12,18 @@ use symmpool_allocator::driver::{
 
 use crate::figures::{Figures, micros};
 
-/// What a commit consists of, one after the other: together they are all of it.
+/// The phases of a commit, in order. Together they are the whole commit.
 pub(crate) const PHASES: [&str; 6] = [
     "publish and agree",
     "export",
     "send, wait for a handle",
     "import and map",
-    // Descriptors are closed after it, or given to a thread that does.
-    "confirm, let handles go",
+    // Includes closing descriptors, or starting the thread that closes them.
+    "confirm, close handles",
     "finish",
 ];
 
-/// What the ranks do between two beginnings.
+/// The part of a round that is under way.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Part {
     Allocate,
@@ -31,7 +31,7 @@ pub(crate) enum Part {
     GiveBack,
 }
 
-/// Calls whose time is told. `Map` gives access too.
+/// Calls that are timed. `Map` includes enabling access.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Call {
     Create,
@@ -51,15 +51,15 @@ struct Noted {
     took: Duration,
 }
 
-/// What was seen since `began`, and the figures of all commits so far.
+/// Steps of the part that began at `began`, and the measurements of all commits so far.
 struct Notes {
     part: Part,
     began: Instant,
     steps: Vec<(Step, Instant)>,
     calls: Vec<Noted>,
-    /// When commits began, in nanoseconds of the clock that all processes have.
+    /// When commits began, in nanoseconds of the system clock, which all processes share.
     begins: Vec<u64>,
-    /// Of each commit, as [`PHASES`] names them.
+    /// Durations of the [`PHASES`], for each commit.
     phases: [Vec<f64>; PHASES.len()],
 }
 
@@ -75,9 +75,9 @@ impl Notes {
         }
     }
 
-    /// Takes the figures of the commit that has ended now.
+    /// Adds the durations of the commit that ended at `end`.
     fn take_commit(&mut self, end: Instant) {
-        // A step that was left out took no time.
+        // A step that was skipped took no time.
         let at = |step, or| {
             self.steps.iter().find(|(found, _)| *found == step).map_or(or, |(_, at)| *at)
         };
@@ -94,7 +94,7 @@ impl Notes {
     }
 }
 
-/// Notes what a [`Watched`] driver sees. Clones are the same notebook.
+/// Collects what a [`Watched`] driver records. Clones share their contents.
 #[derive(Clone)]
 pub(crate) struct Notebook(Arc<Mutex<Notes>>);
 
@@ -108,7 +108,7 @@ impl Notebook {
         self.with(|notes| *notes = Notes::new());
     }
 
-    /// `part` begins now.
+    /// Notes that `part` begins now.
     pub(crate) fn begin(&self, part: Part) {
         self.with(|notes| {
             notes.part = part;
@@ -121,13 +121,13 @@ impl Notebook {
         });
     }
 
-    /// The commit has ended.
+    /// Notes that the commit has ended.
     pub(crate) fn end_commit(&self) {
         let end = Instant::now();
         self.with(|notes| notes.take_commit(end));
     }
 
-    /// The figures of all commits.
+    /// The measurements of all commits.
     pub(crate) fn report(&self) -> Value {
         self.with(|notes| {
             let phases: Vec<Value> =
@@ -145,7 +145,7 @@ impl Notebook {
     }
 }
 
-/// Each kind of call in each part: how many a commit, and how long one takes.
+/// For each kind of call in each part: how many calls per commit, and how long they take.
 fn calls(notes: &Notes) -> Vec<Value> {
     let mut all = Vec::new();
     for (part, before) in
@@ -166,7 +166,7 @@ fn calls(notes: &Notes) -> Vec<Value> {
     all
 }
 
-/// A driver whose steps and calls are noted.
+/// A driver whose steps and calls are recorded.
 pub(crate) struct Watched {
     pub(crate) inner: Driver,
     pub(crate) notes: Notebook,
@@ -185,7 +185,7 @@ impl Watched {
     }
 }
 
-// SAFETY: the driver that it wraps does what it does at all, with the same values.
+// SAFETY: every call is forwarded to the wrapped driver, with the same values.
 unsafe impl DriverWrapper for Watched {
     fn inner(&self) -> &dyn MemoryDriver {
         &*self.inner

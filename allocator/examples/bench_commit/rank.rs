@@ -1,4 +1,4 @@
-//! One rank process: measures, and says what it measured.
+//! One rank process, which measures and reports the results.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -17,32 +17,32 @@ use crate::phases::{Notebook, Part, Watched};
 
 const MIB: u64 = 1 << 20;
 
-/// How often the check whether a commit is due is repeated.
+/// How often the check whether a commit is due is called.
 const CHECKS: u32 = 1_000_000;
 
-/// Commits of one kind.
+/// One kind of commit to measure.
 pub(crate) struct Scenario {
     pub(crate) name: &'static str,
     pub(crate) policy: WindowPolicy,
     pub(crate) lanes: usize,
-    /// Blocks that each lane gets before a commit, each of which makes the lane grow.
+    /// How many blocks each lane allocates before a commit. Each of them makes the lane grow.
     blocks: usize,
     block_mib: u64,
-    /// Windows that one commit makes of them.
+    /// How many windows one commit makes of them.
     pub(crate) segments: u64,
-    /// Whether the pages exist. Sharing a segment does not touch them: 1,000 segments of what a
-    /// lane grows by (48 MiB) need not fit into memory to be shared.
+    /// Whether pages are allocated. Sharing a segment does not access them, so 1,000 segments of 48 MiB can
+    /// be shared even if they do not fit in memory.
     pub(crate) populate: bool,
-    /// Whether a window stays while others come and go. Without one, peers' devices are connected
-    /// anew for every commit, which takes longer than all the rest.
-    pub(crate) beside: bool,
-    /// The most that the median of a commit may take, in milliseconds, of the host's memory and of
-    /// devices'. `None` where it is not measured.
+    /// Whether another window stays throughout. Without one, peers' devices are connected anew for every
+    /// commit, which takes longer than all the rest.
+    pub(crate) keep_window: bool,
+    /// Upper bounds for the median time of a commit, in milliseconds: for host memory, and for devices.
+    /// `None` if it is not measured.
     pub(crate) bar_ms: [Option<f64>; 2],
 }
 
 impl Scenario {
-    /// Those for the host's memory, or for devices'.
+    /// The scenarios for host memory or for devices, each with its bound in milliseconds.
     pub(crate) fn all(cuda: bool) -> impl Iterator<Item = (&'static Self, f64)> {
         SCENARIOS.iter().filter_map(move |each| Some((each, each.bar_ms[usize::from(cuda)]?)))
     }
@@ -57,7 +57,7 @@ const SCENARIOS: [Scenario; 5] = [
         block_mib: 64,
         segments: 1,
         populate: true,
-        beside: true,
+        keep_window: true,
         bar_ms: [Some(3.0), Some(2.0)],
     },
     Scenario {
@@ -68,7 +68,7 @@ const SCENARIOS: [Scenario; 5] = [
         block_mib: 64,
         segments: 1,
         populate: true,
-        beside: true,
+        keep_window: true,
         bar_ms: [Some(3.0), Some(2.0)],
     },
     Scenario {
@@ -77,10 +77,10 @@ const SCENARIOS: [Scenario; 5] = [
         lanes: 1,
         blocks: 64,
         block_mib: 8,
-        // Of 16 to 48 MiB, as the lane grows.
+        // Segments of 16 to 48 MiB, because the growth increases with the lane.
         segments: 14,
         populate: false,
-        beside: true,
+        keep_window: true,
         bar_ms: [Some(20.0), Some(20.0)],
     },
     Scenario {
@@ -91,10 +91,10 @@ const SCENARIOS: [Scenario; 5] = [
         block_mib: 64,
         segments: 1,
         populate: true,
-        beside: false,
+        keep_window: false,
         bar_ms: [None, Some(60.0)],
     },
-    // 125 times 48 MiB stay below the size from which lanes grow by more at a time.
+    // A lane of 125 segments of 48 MiB is still too small to grow by more at a time.
     Scenario {
         name: "1000 segments of 48 MiB",
         policy: WindowPolicy::Contiguous,
@@ -103,7 +103,7 @@ const SCENARIOS: [Scenario; 5] = [
         block_mib: 48,
         segments: 1000,
         populate: false,
-        beside: false,
+        keep_window: false,
         bar_ms: [Some(250.0), None],
     },
 ];
@@ -124,12 +124,12 @@ pub(crate) fn run(
         scenarios.push(measure(&group, scenario, options, &notes)?);
     }
     let (check_ns, empty) = nothing_due(&group, options)?;
-    // Whoever leaves first would be missed by the others.
+    // No rank may leave before the others have finished.
     group.all_gather("end", b"", deadline)?;
     Ok(json!({ "scenarios": scenarios, "check_ns": check_ns, "empty_commit_us": empty }))
 }
 
-/// This rank's memory: of the host, or of a device.
+/// The driver of this rank: for host memory, or for a device.
 fn driver(group: &Group, options: &Options, populate: bool) -> Result<Driver> {
     if options.cuda {
         return Driver::cuda(group.rank() % CudaDriver::device_count()?.max(1));
@@ -151,15 +151,15 @@ fn measure(
     let builder = Pool::builder(group.clone())
         .driver(Driver::new(watched))
         .allow_shared_device()
-        .lane(LaneConfig::symmetric("beside"));
+        .lane(LaneConfig::symmetric("kept"));
     let pool = lanes.fold(builder, PoolBuilder::lane).build()?;
     let lanes: Vec<Lane> = pool.lanes().skip(1).take(scenario.lanes).collect();
-    let _beside = if scenario.beside { Some(pool.alloc::<u8>(1)?) } else { None };
+    let _kept = if scenario.keep_window { Some(pool.alloc::<u8>(1)?) } else { None };
     pool.commit()?;
     let start = group.child("start");
     let (mut allocs, mut commits, mut releases) = (Vec::new(), Vec::new(), Vec::new());
     let mut traffic = json!(null);
-    // The first round is not counted: page tables and socket buffers are made in it.
+    // The first round is not counted, because page tables and socket buffers are made in it.
     for round in 0..=options.repeats {
         if round <= 1 {
             notes.forget();
@@ -178,7 +178,7 @@ fn measure(
         let after = pool.stats()?.store;
         if report.windows_added != scenario.segments {
             return Err(Error::invalid_state(format!(
-                "{}: {} windows were made, {} were to be measured",
+                "{}: {} windows were made, expected {}",
                 scenario.name, report.windows_added, scenario.segments
             )));
         }
@@ -211,8 +211,8 @@ fn fill(lanes: &[Lane], scenario: &Scenario) -> Result<Vec<Block<u8>>> {
     lanes.iter().flat_map(each).collect()
 }
 
-/// The check on leaving a pool scope in which nothing grew, in nanoseconds, and a commit that was
-/// asked for although nothing grew, in microseconds.
+/// Times of the check whether a commit is due when none is, in nanoseconds, and of commits without new memory,
+/// in microseconds.
 fn nothing_due(group: &Group, options: &Options) -> Result<(f64, Vec<f64>)> {
     let driver = driver(group, options, true)?;
     let pool = Pool::builder(group.clone()).driver(driver).allow_shared_device().build()?;

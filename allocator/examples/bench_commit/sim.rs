@@ -1,4 +1,4 @@
-//! The commit's protocol on thousands of ranks: threads with addresses and no memory.
+//! The protocol of a commit on thousands of ranks, which are threads with simulated memory.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -8,17 +8,17 @@ use symmpool_allocator::lane::{LaneConfig, WindowPolicy};
 use symmpool_allocator::store::Traffic;
 use symmpool_allocator::{Deadline, Driver, Error, Group, Pool, Result};
 
-/// Deep enough for the handshake, small enough for thousands.
+/// Stack size of a rank's thread: enough for the handshake, and small enough for thousands of threads.
 const STACK: usize = 256 << 10;
 
-/// What one rank saw of one commit.
+/// Measurements of one rank in one commit.
 struct Seen {
     traffic: Traffic,
     time: Duration,
 }
 
-/// Commits one segment and several, on few ranks and on `ranks`. The number of round trips must be
-/// the same throughout.
+/// Commits one segment and several, on few ranks and on `ranks`. The number of round trips must be the same in
+/// all cases.
 pub(crate) fn run(ranks: u32, deadline: Deadline) -> Result<Value, String> {
     let mut results = Vec::new();
     let mut expected = None;
@@ -38,9 +38,9 @@ pub(crate) fn run(ranks: u32, deadline: Deadline) -> Result<Value, String> {
         let sum = |of: fn(&Traffic) -> u64| seen.iter().map(|seen| of(&seen.traffic)).sum::<u64>();
         let (sent, received) = (sum(|t| t.bytes_sent), sum(|t| t.bytes_received));
         println!(
-            "{world:>5} ranks, {segments} segments: {trips} store round trips a rank, {sent} bytes \
-             sent and {received} received in all, commit {:.1} ms (a rank's own part {:.1} ms at \
-             the most), {:.1} s with building the pools",
+            "{world:>5} ranks, {segments} segments: {trips} store round trips per rank, {sent} bytes \
+             sent and {received} received in total, commit {:.1} ms (slowest rank {:.1} ms), \
+             {:.1} s including building the pools",
             total.as_secs_f64() * 1e3,
             seen.iter().map(|seen| seen.time).max().unwrap_or_default().as_secs_f64() * 1e3,
             all.as_secs_f64(),
@@ -58,7 +58,7 @@ pub(crate) fn run(ranks: u32, deadline: Deadline) -> Result<Value, String> {
     Ok(json!({ "simulated": results }))
 }
 
-/// What each rank saw, and the time from the first that began to commit to the last that was done.
+/// The measurements of each rank, and the time from the first rank's begin of the commit to the last one's end.
 fn world_of(world: u32, segments: u64, deadline: Deadline) -> Result<(Vec<Seen>, Duration)> {
     let groups = Group::in_process(world)?;
     let outcomes: Vec<Result<(Seen, Instant, Instant)>> = thread::scope(|scope| {
@@ -68,7 +68,7 @@ fn world_of(world: u32, segments: u64, deadline: Deadline) -> Result<(Vec<Seen>,
             let spawned = thread::Builder::new()
                 .stack_size(STACK)
                 .spawn_scoped(scope, move || rank(&group, segments, deadline));
-            // The ranks that did start end at the deadline.
+            // If a rank cannot be started, the others end at the deadline.
             threads.push(spawned.map_err(|error| Error::system("starting a rank", error)));
         }
         let join = |thread: Result<thread::ScopedJoinHandle<'_, _>>| {
@@ -89,7 +89,7 @@ fn rank(group: &Group, segments: u64, deadline: Deadline) -> Result<(Seen, Insta
     let lane = LaneConfig::symmetric("default").window_policy(WindowPolicy::PerSegment);
     let pool = Pool::builder(group.clone()).driver(driver).lane(lane).build()?;
     let lane = pool.default_lane();
-    // Each as large as the largest segment: one segment each.
+    // Each block is as large as the largest segment, so it is one segment.
     let blocks = (0..segments).map(|_| lane.alloc::<u8>(1 << 30)).collect::<Result<Vec<_>>>()?;
     group.all_gather("start", b"", deadline)?;
     let before = group.store().traffic();
@@ -99,7 +99,7 @@ fn rank(group: &Group, segments: u64, deadline: Deadline) -> Result<(Seen, Insta
     let after = group.store().traffic();
     if report.windows_added != segments {
         return Err(Error::invalid_state(format!(
-            "{} windows were made, {segments} were to be measured",
+            "{} windows were made, expected {segments}",
             report.windows_added
         )));
     }

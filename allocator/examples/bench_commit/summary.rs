@@ -1,12 +1,11 @@
-//! What all ranks measured, in a table with a column for each.
+//! A table of what all ranks measured, with a column for each rank.
 
 use serde_json::{Map, Value, json};
 
 use crate::figures::Figures;
 use crate::phases::PHASES;
 
-/// Prints where each rank's time went in one kind of commit, and returns it: `ranks` are their
-/// reports.
+/// Prints and returns the durations of each rank's phases in one kind of commit. `ranks` are their reports.
 pub(crate) fn by_rank(ranks: &[&Value]) -> Value {
     let begins = begins(ranks);
     let mut all: Vec<Map<String, Value>> = vec![Map::new(); ranks.len()];
@@ -15,7 +14,7 @@ pub(crate) fn by_rank(ranks: &[&Value]) -> Value {
         columns += &format!(" {:>23}", format!("rank {rank}"));
     }
     println!("    {:<26}{columns}", "us: median (least-most)");
-    let mut told = |kind: &str, name: &str, values: Vec<Value>| {
+    let mut add = |kind: &str, name: &str, values: Vec<Value>| {
         row(name, values.iter().map(span));
         for (rank, value) in all.iter_mut().zip(values) {
             if kind.is_empty() {
@@ -25,11 +24,11 @@ pub(crate) fn by_rank(ranks: &[&Value]) -> Value {
             }
         }
     };
-    told("", "begins after the first", begins);
+    add("", "begins after the first", begins);
     let commit = |rank: &&Value| Figures::of(&numbers(&rank["commit_us"])).json();
-    told("", "commit", ranks.iter().map(commit).collect());
+    add("", "commit", ranks.iter().map(commit).collect());
     for (at, name) in PHASES.iter().enumerate() {
-        told("phases", name, ranks.iter().map(|rank| rank["phases"][at].clone()).collect());
+        add("phases", name, ranks.iter().map(|rank| rank["phases"][at].clone()).collect());
     }
     println!("    {:<26}{columns}", "calls: n x median (most)");
     let calls = ranks[0]["calls"].as_array().map_or(0, Vec::len);
@@ -58,7 +57,7 @@ fn call(entry: &Value) -> String {
     format!("{:.0} x {:.1} ({:.1})", number("per_commit"), number("median"), number("most"))
 }
 
-/// How long after the first rank each began its commits.
+/// How long after the first rank each rank began its commits.
 fn begins(ranks: &[&Value]) -> Vec<Value> {
     let all: Vec<Vec<u64>> = ranks
         .iter()
@@ -74,7 +73,7 @@ fn begins(ranks: &[&Value]) -> Vec<Value> {
     all.iter().map(after).collect()
 }
 
-/// For each repeat, the time of the rank that took longest.
+/// For each repetition, the time of the slowest rank.
 pub(crate) fn slowest<'a>(ranks: impl Iterator<Item = &'a Value>) -> Vec<f64> {
     let mut slowest: Vec<f64> = Vec::new();
     for times in ranks {

@@ -1,4 +1,4 @@
-//! What every driver must do, on this machine's device.
+//! The conformance suite of drivers, on this machine's device.
 
 use serde_json::{Value, json};
 use symmpool_allocator::Driver;
@@ -6,8 +6,8 @@ use symmpool_allocator::driver::conformance::conformance;
 
 use super::{Kind, Options};
 
-/// Runs the suite that all drivers share. It panics, with a message on standard error, at the
-/// first rule that is broken.
+/// Runs the suite that all drivers must pass. It panics, with a message on standard error, at the first rule
+/// that is broken.
 pub(crate) fn run(options: &Options) -> Value {
     let make = || match options.driver {
         Kind::Cuda => Driver::cuda(0),

@@ -1,4 +1,4 @@
-//! The process that starts the ranks, passes their handles on, and collects what they report.
+//! The process that starts the ranks, forwards their handles, and collects their reports.
 
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
@@ -15,7 +15,7 @@ use super::Options;
 use super::rank::{BARRIERS, SEGMENTS};
 use super::wire::{self, Kind, Message};
 
-/// Runs the whole exchange and gives its report.
+/// Runs the whole exchange and returns its report.
 pub(crate) fn run(options: &Options, device_count: u32, deadline: Deadline) -> Value {
     println!("{} rank(s) on {device_count} device(s)", options.ranks);
     let mut children = Vec::new();
@@ -86,7 +86,7 @@ fn exchange(
         children.push(child);
     }
     let mut ranks = gather(&listener, options.ranks, deadline)?;
-    pass_segments_on(&mut ranks, deadline)?;
+    forward_segments(&mut ranks, deadline)?;
     for barrier in 0..BARRIERS {
         for (rank, socket) in ranks.iter_mut().enumerate() {
             let message = from_rank(socket, rank, Kind::Barrier, deadline)?;
@@ -135,9 +135,9 @@ fn gather(
     Ok(ranks.into_iter().flatten().collect())
 }
 
-/// Takes every rank's segments and gives each rank those of all others. The descriptors held here
-/// are closed on return; the ranks keep their own until all have mapped.
-fn pass_segments_on(ranks: &mut [UnixStream], deadline: Deadline) -> Result<(), String> {
+/// Receives every rank's segments and sends each rank those of all others. The descriptors received here are
+/// closed on return; the ranks keep theirs until all have mapped.
+fn forward_segments(ranks: &mut [UnixStream], deadline: Deadline) -> Result<(), String> {
     let mut segments = Vec::new();
     for (rank, socket) in ranks.iter_mut().enumerate() {
         for _ in 0..SEGMENTS {
@@ -163,7 +163,7 @@ fn from_rank(
         .map_err(|error| format!("rank {rank}, waiting for its {kind:?}: {error}"))
 }
 
-/// Waits for the processes to end, and ends those that do not.
+/// Waits until the processes have ended, and kills those that do not end in time.
 pub(super) fn reap(children: Vec<Child>, deadline: Deadline) -> Result<(), String> {
     let mut wrong = Vec::new();
     for (rank, mut child) in children.into_iter().enumerate() {
@@ -171,7 +171,7 @@ pub(super) fn reap(children: Vec<Child>, deadline: Deadline) -> Result<(), Strin
             match child.try_wait() {
                 Ok(Some(status)) => break status.to_string(),
                 Ok(None) if deadline.expired() => {
-                    // Killing a child that has just ended is no error worth telling of.
+                    // Killing a child that has just ended is no error worth reporting.
                     let _ = child.kill();
                     let _ = child.wait();
                     break "did not end".to_owned();

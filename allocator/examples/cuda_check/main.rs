@@ -1,14 +1,14 @@
 //! Checks the CUDA driver and the links on the machine it runs on.
 //!
 //! `cuda_check [--ranks N] [--json FILE]` starts N processes, rank r on device r modulo the number
-//! of devices. Each makes segments, hands them to all others, maps theirs in their slots, writes a
-//! distinct pattern through every slot, and reads all back. `cuda_check --self-test` goes through
-//! one device's life cycle and misuse, and `cuda_check --conformance` through what every driver must
-//! do. `cuda_check --pool [--ranks N]` does the exchange with pools: busy allocation, commits, and
-//! the errors that all ranks must get alike. The last two take `--driver host` too.
+//! of devices. Each makes segments, sends their handles to all others, maps the others' segments in their
+//! slots, writes a distinct pattern through every slot, and reads all back. `cuda_check --self-test` tests
+//! one device's life cycle and misuse, and `cuda_check --conformance` runs the suite that every driver must
+//! pass. `cuda_check --pool [--ranks N]` does the exchange with pools: many allocations, commits, and
+//! errors that must be the same on all ranks. The last two take `--driver host` too.
 //!
-//! Exits with 0 if everything was right, 1 if not, 2 without CUDA (0 with `--allow-missing`), and
-//! 64 for arguments it does not know. Every wait ends: `--timeout SECONDS`, 60 by default.
+//! Exits with 0 if all checks passed, 1 if not, 2 without CUDA (0 with `--allow-missing`), and 64 for
+//! unknown arguments. Every wait is bounded by `--timeout SECONDS`, 60 by default.
 
 mod conformance;
 mod hub;
@@ -29,7 +29,7 @@ const USAGE: &str =
        [--json FILE] [--timeout SECONDS] [--segment-mib N] [--stride-gib N] [--prefer-fabric]
        [--allow-missing]";
 
-/// What is checked.
+/// Which checks are run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mode {
     Exchange,
@@ -38,7 +38,7 @@ enum Mode {
     Pool,
 }
 
-/// Whose memory is checked.
+/// Which driver is checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Cuda,
@@ -54,7 +54,7 @@ impl Kind {
     }
 }
 
-/// What was asked for on the command line.
+/// The command line's options.
 #[derive(Clone, Debug)]
 pub(crate) struct Options {
     pub(crate) ranks: u32,
@@ -166,8 +166,7 @@ fn main() -> ExitCode {
     finish(&options, &report)
 }
 
-/// Ends this process when time is up: a call into CUDA that never returns cannot be ended
-/// otherwise.
+/// Ends this process when its time is up. A call into CUDA that never returns cannot be ended otherwise.
 fn watch(timeout: Duration) {
     std::thread::spawn(move || {
         std::thread::sleep(timeout + Duration::from_secs(2));

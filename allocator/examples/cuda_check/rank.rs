@@ -1,5 +1,4 @@
-//! One rank: its own segments, its peers' mapped beside them, patterns written and read through
-//! both.
+//! One rank: makes segments, maps its peers' segments too, and writes and reads patterns through all of them.
 
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixStream};
@@ -15,16 +14,16 @@ use symmpool_allocator::{Deadline, HeapLayout};
 use super::wire::{self, Kind, Message};
 use super::{Options, text};
 
-/// Segments a rank makes: one granule, and one of the size asked for.
+/// How many segments a rank makes: one of the driver's granularity, and one of the requested size.
 pub(crate) const SEGMENTS: u32 = 2;
 
-/// Points at which all ranks wait for each other.
+/// How many times all ranks wait for each other.
 pub(crate) const BARRIERS: u32 = 5;
 
-/// What own memory holds before anyone writes.
+/// The contents of this rank's memory before anyone writes.
 const POISON: u32 = 0xdead_beef;
 
-/// Runs rank `rank` and tells the hub how it went.
+/// Runs rank `rank` and reports to the hub.
 pub(crate) fn run(rank: u32, hub: &str, options: &Options, deadline: Deadline) -> ExitCode {
     let connected = SocketAddr::from_abstract_name(hub)
         .and_then(|address| UnixStream::connect_addr(&address))
@@ -103,10 +102,10 @@ impl<'a> Rank<'a> {
 
     fn exchange(mut self) -> Result<Value, String> {
         let own = self.make_own()?;
-        let exported = self.hand_out(&own)?;
+        let exported = self.send_handles(&own)?;
         let peers = self.map_peers()?;
         self.barrier("all have mapped")?;
-        // Only now may the exporter let go of what it handed out.
+        // Only now may the exporter close its handles.
         drop(exported);
         self.write_patterns()?;
         self.barrier("all have written")?;
@@ -139,8 +138,8 @@ impl<'a> Rank<'a> {
         Ok(own)
     }
 
-    /// Sends the handles; what comes back is to be kept until all peers have imported them.
-    fn hand_out(&mut self, own: &[Physical]) -> Result<Vec<Message>, String> {
+    /// Sends the handles. The caller keeps the returned messages until all peers have imported them.
+    fn send_handles(&mut self, own: &[Physical]) -> Result<Vec<Message>, String> {
         let mut sent = Vec::new();
         for (index, physical) in own.iter().enumerate() {
             let exported = timed(&mut self.steps, "export", || self.driver.export(physical))?;
@@ -149,7 +148,9 @@ impl<'a> Rank<'a> {
             match exported {
                 Exported::Fd(fd) => message.fd = Some(fd),
                 Exported::Bytes(bytes) => message.payload = bytes,
-                Exported::Derived => return Err("CUDA memory that is derived".to_owned()),
+                Exported::Derived => {
+                    return Err("the CUDA driver exported a derived handle".to_owned());
+                }
             }
             wire::send(self.socket, &message, self.deadline)?;
             sent.push(message);
@@ -166,7 +167,7 @@ impl<'a> Rank<'a> {
                 .segments
                 .get(index as usize)
                 .filter(|&&(_, bytes)| bytes == message.bytes && peer < self.layout.world)
-                .ok_or(format!("segment {index} of rank {peer} is not like ours"))?;
+                .ok_or(format!("segment {index} of rank {peer} has another size than ours"))?;
             let exported = match message.fd {
                 Some(fd) => Exported::Fd(fd),
                 None => Exported::Bytes(message.payload),
@@ -220,7 +221,7 @@ impl<'a> Rank<'a> {
         Ok(())
     }
 
-    /// The words that belong to nobody's region still hold the poison.
+    /// Checks that words outside of all regions still hold the poison.
     fn check_tail(&self, owner: u32, segment: u32) -> Result<(), String> {
         let (offset, bytes) = self.segments[segment as usize];
         let (_, words) = self.region(0, owner, segment);
@@ -237,7 +238,7 @@ impl<'a> Rank<'a> {
             .map_err(|error| format!("tail of segment {segment} of slot {owner}: {error}"))
     }
 
-    /// As the patterns, but written by the device and after the handles were released.
+    /// Fills this rank's regions by the device, after the handles were released.
     fn fill_regions(&mut self) -> Result<(), String> {
         for owner in 0..self.layout.world {
             for segment in 0..SEGMENTS {
@@ -318,7 +319,7 @@ impl<'a> Rank<'a> {
     }
 }
 
-/// A word that tells writer, owner, segment and place apart.
+/// A word that differs for every writer, owner, segment and position.
 fn word(writer: u32, owner: u32, segment: u32, at: u64) -> u32 {
     let mut x = u64::from(writer) << 48 | u64::from(owner) << 32 | u64::from(segment) << 30;
     x = (x ^ at).wrapping_mul(0x9e37_79b9_7f4a_7c15);

@@ -1,4 +1,4 @@
-//! One device's life cycle and misuse, in one process.
+//! Tests of one device's life cycle and misuse, in one process.
 
 use std::os::fd::OwnedFd;
 use std::time::Instant;
@@ -32,7 +32,7 @@ const CHECKS: [(&str, Check); 13] = [
     ("a graph is captured around the driver's calls", capture),
 ];
 
-/// Runs all checks on device 0 and gives the report.
+/// Runs all checks on device 0 and returns the report.
 pub(crate) fn run(options: &Options) -> Value {
     let with = CudaOptions { prefer_fabric: options.prefer_fabric, ..CudaOptions::default() };
     let driver = match CudaDriver::with_options(0, with) {
@@ -54,7 +54,7 @@ pub(crate) fn run(options: &Options) -> Value {
         ok &= outcome.is_ok();
         rows.push(json!({ "name": name, "ms": millis, "error": outcome.err() }));
     }
-    // Other processes may use the device too, so this is shown rather than judged.
+    // Only printed, because other processes may use the device too.
     let free = [before, driver.memory_info()].map(|info| info.map(|(free, _)| free).ok());
     println!("free bytes before and after: {free:?}");
     json!({
@@ -135,7 +135,7 @@ fn many_segments(driver: &CudaDriver) -> Outcome {
         unsafe { driver.fill(range.base() + i * granule, 1000 + i as u32, granule / 4) }
             .map_err(text)?;
     }
-    // Copies cross from one segment to the next: to the device they are one range.
+    // Copies across segments work, because to the device they are one range.
     let written: Vec<u8> = (0..granule).map(|i| (i % 253) as u8).collect();
     let across = range.base() + 64 * granule + granule / 2;
     write(driver, across, &written)?;
@@ -222,9 +222,9 @@ fn without_handles(driver: &CudaDriver) -> Outcome {
     driver.unreserve(range).map_err(text)
 }
 
-/// A handle that no driver has given.
+/// A handle that no driver has made.
 fn forged(raw: u64, bytes: u64) -> Physical {
-    // SAFETY: it is only passed where it is refused.
+    // SAFETY: it is only passed to calls that refuse it.
     unsafe { Physical::new(raw, bytes) }
 }
 
@@ -246,7 +246,7 @@ fn misuse(driver: &CudaDriver) -> Outcome {
     invalid(driver.unmap(&range, 0, granule), "nothing is mapped")?;
     invalid(driver.export(&forged(7, granule)), "no live allocation")?;
     invalid(driver.release(forged(physical.raw(), granule)), "no live allocation")?;
-    // SAFETY: these are only passed where they are refused.
+    // SAFETY: these are only passed to calls that refuse them.
     let stranger = |base, bytes| unsafe { Reservation::new(base, bytes) };
     match driver.unreserve(stranger(range.base(), range.bytes())) {
         Err(early) if early.is_invalid_state() => {}
@@ -293,14 +293,14 @@ fn events(driver: &CudaDriver) -> Outcome {
     driver.wait_event(Stream::DEFAULT, &event).map_err(text)?;
     driver.synchronize().map_err(text)?;
     require(!driver.is_capturing(Stream::DEFAULT), || "nothing is being captured".to_owned())?;
-    // SAFETY: it is only passed where it is refused, as the event has been given up.
+    // SAFETY: it is only passed to a call that refuses it, because the event is released.
     let again = unsafe { Event::from_raw(event.raw()) };
     driver.release_event(event);
     invalid(driver.wait_event(Stream::DEFAULT, &again), "no live event")
 }
 
-/// During a capture in the strictest mode: memory can be made and mapped, waiting is refused, and
-/// the capture ends well.
+/// Checks that during a capture in the strictest mode memory can be made and mapped, that synchronizing is
+/// refused, and that the capture succeeds.
 fn capture(driver: &CudaDriver) -> Outcome {
     let ordinal = i32::try_from(driver.facts().ordinal).map_err(|error| error.to_string())?;
     let mut context = std::ptr::null_mut();
@@ -311,10 +311,10 @@ fn capture(driver: &CudaDriver) -> Outcome {
     let code = unsafe { sys::cuCtxSetCurrent(context) };
     cuda(code, "cuCtxSetCurrent")?;
     let outcome = captured(driver);
-    // SAFETY: no context current is always allowed.
+    // SAFETY: having no current context is always allowed.
     let code = unsafe { sys::cuCtxSetCurrent(std::ptr::null_mut()) };
     cuda(code, "cuCtxSetCurrent")?;
-    // SAFETY: gives back what was retained above.
+    // SAFETY: releases the context that was retained above.
     let code = unsafe { sys::cuDevicePrimaryCtxRelease_v2(ordinal) };
     cuda(code, "cuDevicePrimaryCtxRelease")?;
     outcome
@@ -326,7 +326,7 @@ fn captured(driver: &CudaDriver) -> Outcome {
     // SAFETY: writes one handle through a valid pointer; flags 0 make a blocking stream.
     let code = unsafe { sys::cuStreamCreate(&raw mut raw, 0) };
     cuda(code, "cuStreamCreate")?;
-    // SAFETY: the stream was just made, and is destroyed when nothing names it any more.
+    // SAFETY: the stream was just made, and is destroyed after its last use.
     let stream = unsafe { Stream::from_raw(raw as u64) };
     require(!driver.is_capturing(stream), || "capturing before the start".to_owned())?;
     let before = driver.record_event(stream).map_err(text)?;
@@ -336,8 +336,8 @@ fn captured(driver: &CudaDriver) -> Outcome {
     let code = unsafe { sys::cuStreamBeginCapture_v2(raw, mode) };
     cuda(code, "cuStreamBeginCapture")?;
     let during = (|| {
-        require(driver.is_capturing(stream), || "the capture goes unseen".to_owned())?;
-        let error = driver.synchronize().err().ok_or("synchronize went through")?;
+        require(driver.is_capturing(stream), || "the capture is not noticed".to_owned())?;
+        let error = driver.synchronize().err().ok_or("synchronize succeeded")?;
         require(error.is_invalid_state(), || error.to_string())?;
         let range = driver.reserve(granule, granule).map_err(text)?;
         let physical = driver.create(granule).map_err(text)?;
@@ -345,8 +345,8 @@ fn captured(driver: &CudaDriver) -> Outcome {
         let exported = driver.export(&physical).map_err(text)?;
         let import = driver.import(exported, granule).map_err(text)?;
         driver.release(import).map_err(text)?;
-        // What is done need not be waited for, which a capture could not do; nor may it be asked of
-        // an event in the graph whether it is done.
+        // An event from before the capture is complete, so the driver does not wait for it, which a
+        // capture could not do. An event in the graph may not be queried for completion.
         driver.wait_event(stream, &before).map_err(text)?;
         require(driver.is_event_done(&before).map_err(text)?, || "not done".to_owned())?;
         let event = driver.record_event(stream).map_err(text)?;
@@ -361,7 +361,7 @@ fn captured(driver: &CudaDriver) -> Outcome {
     // SAFETY: the stream is live; writes one handle through a valid pointer.
     let ended = unsafe { sys::cuStreamEndCapture(raw, &raw mut graph) };
     if !graph.is_null() {
-        // SAFETY: the graph was just made, and is used no further.
+        // SAFETY: the graph was just made, and is not used after this.
         let code = unsafe { sys::cuGraphDestroy(graph) };
         cuda(code, "cuGraphDestroy")?;
     }
@@ -372,10 +372,10 @@ fn captured(driver: &CudaDriver) -> Outcome {
         require(!done.map_err(text)?, || "done behind the capture".to_owned())
     });
     driver.release_event(before);
-    // SAFETY: the stream is live, and is used no further.
+    // SAFETY: the stream is live, and is not used after this.
     let code = unsafe { sys::cuStreamDestroy_v2(raw) };
     after?;
-    cuda(ended, "cuStreamEndCapture: the capture was spoilt")?;
+    cuda(ended, "cuStreamEndCapture: the capture was invalidated")?;
     cuda(code, "cuStreamDestroy")?;
     driver.synchronize().map_err(text)
 }
@@ -398,7 +398,7 @@ fn require(holds: bool, otherwise: impl FnOnce() -> String) -> Outcome {
 
 fn invalid<T>(result: symmpool_allocator::Result<T>, why: &str) -> Outcome {
     match result {
-        Ok(_) => Err(format!("accepted, where {why:?} was to be refused")),
+        Ok(_) => Err(format!("accepted, but expected to be refused with {why:?}")),
         Err(error) => {
             require(error.is_invalid_argument() && error.to_string().contains(why), || {
                 format!("{error}, where an invalid argument ({why:?}) was expected")

@@ -1,4 +1,4 @@
-//! Messages between the hub and its ranks: a fixed header, a few bytes, perhaps a descriptor.
+//! Messages between the hub and its ranks: a fixed header, a payload, and a descriptor in some.
 
 use std::io::{IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -12,25 +12,25 @@ use rustix::net::{
 };
 use symmpool_allocator::Deadline;
 
-/// What a message is about.
+/// The kind of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// A rank is there.
+    /// A rank has connected.
     Hello,
     /// A segment's handle, as a descriptor or as the message's bytes.
     Segment,
-    /// A rank has come to a barrier, or (from the hub) all have.
+    /// A rank has reached a barrier or, from the hub, all ranks have.
     Barrier,
-    /// A rank is done; the bytes are its report.
+    /// A rank is done; the payload is its report.
     Report,
-    /// A rank has failed; the bytes say how.
+    /// A rank has failed; the payload is its error.
     Failed,
 }
 
 const KINDS: [Kind; 5] = [Kind::Hello, Kind::Segment, Kind::Barrier, Kind::Report, Kind::Failed];
 
-/// The longest payload: a report of a rank.
-const LONGEST: u64 = 1 << 20;
+/// The longest payload that is accepted.
+const MAX_PAYLOAD: u64 = 1 << 20;
 
 const HEADER: usize = 32;
 
@@ -39,7 +39,7 @@ const HEADER: usize = 32;
 pub(crate) struct Message {
     pub(crate) kind: Kind,
     pub(crate) rank: u32,
-    /// Which segment, or which barrier.
+    /// Index of the segment or of the barrier.
     pub(crate) index: u32,
     /// The size of a segment.
     pub(crate) bytes: u64,
@@ -58,7 +58,7 @@ impl Message {
     }
 }
 
-/// Sends a message; `fd` travels with the header.
+/// Sends a message, with its descriptor attached to the header.
 pub(crate) fn send(
     socket: &mut UnixStream,
     message: &Message,
@@ -116,7 +116,7 @@ pub(crate) fn receive(socket: &mut UnixStream, deadline: Deadline) -> Result<Mes
         return Err(format!("a {kind:?} message and its descriptor do not go together"));
     }
     let length = long(24);
-    if length > LONGEST {
+    if length > MAX_PAYLOAD {
         return Err(format!("a {kind:?} message of {length} bytes"));
     }
     let mut payload = vec![0; length as usize];
@@ -125,7 +125,7 @@ pub(crate) fn receive(socket: &mut UnixStream, deadline: Deadline) -> Result<Mes
     Ok(Message { kind, rank: word(4), index: word(8), bytes: long(16), payload, fd })
 }
 
-/// Receives a message that must be of `kind`; a peer's failure becomes this side's.
+/// Receives a message that must be of `kind`. If the other side reports a failure, that is the error.
 pub(crate) fn expect(
     socket: &mut UnixStream,
     kind: Kind,

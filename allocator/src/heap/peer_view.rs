@@ -1,8 +1,8 @@
-//! Rows: peers' copies of some segments a second time, one rank's behind the other's.
+//! Contiguous peer views: peers' copies of some segments, mapped a second time, one rank's behind the other's.
 //!
-//! One copy by a copy engine may have many targets at equal distance, but CUDA refuses it where the
-//! memory from the first to the last is not all mapped (seen with driver 580), and slots of the heap lie
-//! far apart with nothing between them.
+//! One copy of a copy engine can have many targets at equal distance, but CUDA refuses it unless all memory
+//! from the first to the last is mapped (seen with driver 580). Slots of the heap lie far apart, with unmapped
+//! addresses between them.
 
 use crate::driver::{Driver, Reservation};
 use crate::sync::lock;
@@ -10,27 +10,31 @@ use crate::{Error, Result};
 
 use super::Heap;
 
-/// So many at once: each holds its mappings until a segment in it goes.
-const MOST: usize = 256;
+/// How many views a heap makes at most. Each keeps its mappings until one of its segments is unmapped.
+const MAX_VIEWS: usize = 256;
 
-/// Segments one behind the other in every slot, and where peers' copies of all of them are once more.
+/// One contiguous peer view, of segments that follow each other in every slot.
 #[derive(Debug)]
-pub(super) struct Row {
+pub(super) struct PeerView {
+    /// Where the first segment begins in a slot.
     offset: u64,
+    /// Lengths of the segments.
     segments: Vec<u64>,
+    /// Holds the peers' copies, in rank order.
     reservation: Reservation,
 }
 
-impl Row {
+impl PeerView {
     fn length(&self) -> u64 {
         self.segments.iter().sum()
     }
 
+    /// Whether the byte at `offset` of a slot is in the view.
     pub(super) fn holds(&self, offset: u64) -> bool {
         (self.offset..self.offset + self.length()).contains(&offset)
     }
 
-    /// Unmaps the copies of `ranks` ranks, and gives the addresses back.
+    /// Unmaps the copies of the first `ranks` peers, and gives the addresses back.
     fn give_back(self, driver: &Driver, ranks: u64) -> Result<()> {
         let mut at = 0;
         for _ in 0..ranks {
@@ -44,48 +48,55 @@ impl Row {
 }
 
 impl Heap {
-    /// Where peers' copies of windows of these lengths, which follow each other from `offset` on, lie
-    /// one behind the other, by rank, without this one. Made when first asked for; stays until one of
-    /// the windows goes. `is_unsupported` where the driver cannot.
-    pub(crate) fn row(&self, offset: u64, segments: &[u64]) -> Result<u64> {
-        let mut rows = lock(&self.rows);
-        let same = |row: &&Row| row.offset == offset && row.segments == segments;
-        if let Some(row) = rows.iter().find(same) {
-            return Ok(row.reservation.base());
+    /// The address of a contiguous peer view of the windows with lengths `segments`, which follow each
+    /// other from `offset` of a slot: the copies of all peers, in rank order, without this rank's. It is made
+    /// by the first call and stays until one of the windows is unmapped. [`Error::is_unsupported`] if the
+    /// driver cannot map memory twice, or if there are too many views.
+    pub(crate) fn peer_view(&self, offset: u64, segments: &[u64]) -> Result<u64> {
+        let mut views = lock(&self.peer_views);
+        let same = |view: &&PeerView| view.offset == offset && view.segments == segments;
+        if let Some(view) = views.iter().find(same) {
+            return Ok(view.reservation.base());
         }
-        if rows.len() == MOST {
-            return Err(Error::unsupported(format!("more than {MOST} rows of peers' memory")));
+        if views.len() == MAX_VIEWS {
+            return Err(Error::unsupported(format!(
+                "more than {MAX_VIEWS} contiguous views of peers' memory"
+            )));
         }
-        let row = self.make_row(offset, segments)?;
-        let base = row.reservation.base();
-        rows.push(row);
+        let view = self.make_peer_view(offset, segments)?;
+        let base = view.reservation.base();
+        views.push(view);
         Ok(base)
     }
 
-    fn make_row(&self, offset: u64, segments: &[u64]) -> Result<Row> {
+    fn make_peer_view(&self, offset: u64, segments: &[u64]) -> Result<PeerView> {
         let length = segments.iter().sum::<u64>();
         let peers = self.peer_count();
         let bytes = length.checked_mul(peers).filter(|bytes| *bytes > 0).ok_or_else(|| {
-            Error::invalid_argument(format!("a row of {length} bytes of each of {peers} peers"))
+            Error::invalid_argument(format!(
+                "a contiguous view of {length} bytes of each of {peers} peers"
+            ))
         })?;
         let reservation = self.driver.reserve(bytes, self.driver.granularity())?;
-        let row = Row { offset, segments: segments.to_vec(), reservation };
+        let view = PeerView { offset, segments: segments.to_vec(), reservation };
         for (nth, peer) in (0..).zip(self.peers()) {
-            if let Err(error) = self.map_into(&row, nth * length, peer) {
-                return Err(match row.give_back(&self.driver, nth) {
+            if let Err(error) = self.map_into(&view, nth * length, peer) {
+                return Err(match view.give_back(&self.driver, nth) {
                     Ok(()) => error,
-                    Err(undo) => error.context(format!("which could not be undone ({undo})")),
+                    Err(undo) => {
+                        error.context(format!("undoing a failed mapping failed, too ({undo})"))
+                    }
                 });
             }
         }
-        Ok(row)
+        Ok(view)
     }
 
-    /// Maps a peer's segments, all or none.
-    fn map_into(&self, row: &Row, place: u64, peer: u32) -> Result<()> {
-        let mut at = row.offset;
+    /// Maps a peer's segments at offset `place` of the view: all of them, or none on an error.
+    fn map_into(&self, view: &PeerView, place: u64, peer: u32) -> Result<()> {
+        let mut at = view.offset;
         let mut held = Vec::new();
-        let mut mapped = row.segments.iter().try_for_each(|&bytes| {
+        let mut mapped = view.segments.iter().try_for_each(|&bytes| {
             held.push(self.driver.hold_mapped(
                 self.reservation(),
                 self.position(peer, at),
@@ -94,20 +105,20 @@ impl Heap {
             at += bytes;
             Ok(())
         });
-        mapped = mapped.and_then(|()| self.driver.map_all(&row.reservation, place, &held));
-        // Mappings keep the memory.
+        mapped = mapped.and_then(|()| self.driver.map_all(&view.reservation, place, &held));
+        // The mappings keep the memory alive without the handles.
         for physical in held {
             mapped = mapped.and(self.driver.release(physical));
         }
         mapped
     }
 
-    /// Gives back the rows that are `gone`.
-    pub(super) fn drop_rows(&self, gone: impl Fn(&Row) -> bool) -> Result<()> {
-        let mut rows = lock(&self.rows);
+    /// Unmaps and gives back the views for which `gone` is true.
+    pub(super) fn drop_peer_views(&self, gone: impl Fn(&PeerView) -> bool) -> Result<()> {
+        let mut views = lock(&self.peer_views);
         let mut outcome = Ok(());
-        for row in rows.extract_if(.., |row| gone(row)) {
-            outcome = outcome.and(row.give_back(&self.driver, self.peer_count()));
+        for view in views.extract_if(.., |view| gone(view)) {
+            outcome = outcome.and(view.give_back(&self.driver, self.peer_count()));
         }
         outcome
     }
@@ -146,36 +157,36 @@ mod tests {
     }
 
     #[test]
-    fn a_row_is_made_once_and_goes_with_the_first_of_its_segments() {
+    fn a_view_is_made_once_and_goes_with_the_first_of_its_segments() {
         let heap = heap(&[UNIT, 2 * UNIT, UNIT]);
-        let both = heap.row(UNIT, &[UNIT, 2 * UNIT]).expect("a row");
-        assert_eq!(heap.row(UNIT, &[UNIT, 2 * UNIT]).expect("it is there"), both);
-        assert_ne!(heap.row(UNIT, &[UNIT]).expect("a shorter one"), both);
-        let one = heap.row(2 * UNIT, &[2 * UNIT]).expect("another row");
-        let last = heap.row(4 * UNIT, &[UNIT]).expect("a third");
+        let both = heap.peer_view(UNIT, &[UNIT, 2 * UNIT]).expect("a view");
+        assert_eq!(heap.peer_view(UNIT, &[UNIT, 2 * UNIT]).expect("it is there"), both);
+        assert_ne!(heap.peer_view(UNIT, &[UNIT]).expect("a shorter one"), both);
+        let one = heap.peer_view(2 * UNIT, &[2 * UNIT]).expect("another view");
+        let last = heap.peer_view(4 * UNIT, &[UNIT]).expect("a third");
         assert!(both != one && one != last && both != last);
         heap.unmap_peers(UNIT).expect("the first segment goes");
-        assert_eq!(heap.row(4 * UNIT, &[UNIT]).expect("others stay"), last);
-        assert_eq!(heap.row(2 * UNIT, &[2 * UNIT]).expect("others stay"), one);
-        assert!(heap.row(UNIT, &[UNIT, 2 * UNIT]).expect_err("gone").is_invalid_argument());
+        assert_eq!(heap.peer_view(4 * UNIT, &[UNIT]).expect("others stay"), last);
+        assert_eq!(heap.peer_view(2 * UNIT, &[2 * UNIT]).expect("others stay"), one);
+        assert!(heap.peer_view(UNIT, &[UNIT, 2 * UNIT]).expect_err("gone").is_invalid_argument());
     }
 
     #[test]
-    fn a_row_goes_with_any_of_its_segments_and_no_other() {
+    fn a_view_goes_with_any_of_its_segments_and_no_other() {
         let heap = heap(&[UNIT, 2 * UNIT, UNIT]);
-        let row = heap.row(UNIT, &[UNIT, 2 * UNIT]).expect("a row");
+        let view = heap.peer_view(UNIT, &[UNIT, 2 * UNIT]).expect("a view");
         heap.unmap_peers(4 * UNIT).expect("what lies behind it goes");
-        assert_eq!(heap.row(UNIT, &[UNIT, 2 * UNIT]).expect("it is there"), row);
+        assert_eq!(heap.peer_view(UNIT, &[UNIT, 2 * UNIT]).expect("it is there"), view);
         heap.unmap_peers(2 * UNIT).expect("its second segment goes");
-        assert!(crate::sync::lock(&heap.rows).is_empty());
+        assert!(crate::sync::lock(&heap.peer_views).is_empty());
     }
 
     #[test]
-    fn rows_give_their_mappings_and_addresses_back() {
+    fn views_give_their_mappings_and_addresses_back() {
         let driver = FaultDriver::new(Driver::sim(1), FaultPlan::new());
         let heap = heap_on(&Driver::new(driver.clone()), &[UNIT, UNIT]);
-        heap.row(UNIT, &[UNIT, UNIT]).expect("a row");
-        heap.row(2 * UNIT, &[UNIT]).expect("another");
+        heap.peer_view(UNIT, &[UNIT, UNIT]).expect("a view");
+        heap.peer_view(2 * UNIT, &[UNIT]).expect("another");
         heap.unmap_peers(UNIT).expect("the first goes");
         drop(heap);
         let n = |call| driver.counts().succeeded(call);
@@ -186,11 +197,13 @@ mod tests {
     #[test]
     fn what_cannot_be_mapped_leaves_nothing_behind() {
         let heap = heap(&[UNIT, UNIT]);
-        assert!(heap.row(UNIT, &[UNIT, UNIT, UNIT]).expect_err("two").is_invalid_argument());
-        assert!(heap.row(UNIT, &[]).expect_err("nothing").is_invalid_argument());
-        assert!(heap.row(UNIT, &[2 * UNIT]).expect_err("no such segment").is_invalid_argument());
-        assert!(crate::sync::lock(&heap.rows).is_empty());
-        // Dropped with mappings or handles of rows, the simulated driver would say so.
+        assert!(heap.peer_view(UNIT, &[UNIT, UNIT, UNIT]).expect_err("two").is_invalid_argument());
+        assert!(heap.peer_view(UNIT, &[]).expect_err("nothing").is_invalid_argument());
+        assert!(
+            heap.peer_view(UNIT, &[2 * UNIT]).expect_err("no such segment").is_invalid_argument()
+        );
+        assert!(crate::sync::lock(&heap.peer_views).is_empty());
+        // The simulated driver reports mappings and handles that are left when it is dropped.
         let driver = heap.driver().clone();
         drop(heap);
         drop(driver);

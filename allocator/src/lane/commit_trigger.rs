@@ -1,75 +1,78 @@
-//! When blocks that were freed without order are worth a commit, by which they come back (rule D5).
+//! When deferred frees make a commit due, by which their blocks return to the lane (rule D5).
 //!
-//! Growth alone does not do: a program that makes and drops a tensor in every step would come to the end of
-//! what there is again and again, with nearly all of it set aside, and grow each time. When ranks free is
-//! their own affair, so what they have set aside decides nothing. What the last commit returned is the same
-//! on all of them, though, and so is what was allocated before it and since: by their ratio a lane reckons
-//! how much waits.
+//! Growth alone is not enough of a trigger. A program that makes and drops a tensor in every step would
+//! reach the end of its memory again and again, with nearly all of it in deferred frees, and grow each
+//! time. The amount of deferred frees itself cannot decide, because ranks free at different times. What the
+//! last commit returned is the same on all ranks, and so is what was allocated before that commit and since.
+//! A lane estimates from their ratio how much waits to return.
 
-/// Bytes that are to wait at least, beside half of the lane's memory: smaller lanes would commit all the time.
-const LEAST_BYTES: u64 = 128 << 20;
-/// As many blocks do, however small: one commit returns twice as many at most.
-const ENOUGH_BLOCKS: u64 = 1 << 15;
+/// A commit is due when half of the lane's memory waits to return, but at least this many bytes: smaller
+/// lanes would otherwise commit all the time.
+const MIN_BYTES: u64 = 128 << 20;
+/// A commit is also due when this many blocks wait, however small: one commit returns at most twice as
+/// many.
+const MAX_BLOCKS: u64 = 1 << 15;
 
-/// What a lane allocates from commit to commit, and what comes back.
+/// Decides from a lane's allocations, and from what commits return, when the next commit is due.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Turnover {
+pub(super) struct CommitTrigger {
     bytes: Flow,
     blocks: Flow,
 }
 
-impl Turnover {
-    /// Notes an allocation in a lane that has so much memory; whether a commit is due from here on.
-    pub(super) fn allocates(&mut self, bytes: u64, reserved: u64) -> bool {
-        self.bytes.goes(bytes);
-        self.blocks.goes(1);
-        self.bytes.waits((reserved / 2).max(LEAST_BYTES)) || self.blocks.waits(ENOUGH_BLOCKS)
+impl CommitTrigger {
+    /// Counts an allocation in a lane that has `reserved` bytes of memory. Returns whether a commit is due.
+    pub(super) fn note_alloc(&mut self, bytes: u64, reserved: u64) -> bool {
+        self.bytes.note_alloc(bytes);
+        self.blocks.note_alloc(1);
+        self.bytes.waiting_reaches((reserved / 2).max(MIN_BYTES))
+            || self.blocks.waiting_reaches(MAX_BLOCKS)
     }
 
-    /// Notes a block that all ranks have freed.
-    pub(super) fn returns(&mut self, bytes: u64) {
-        self.bytes.comes(bytes);
-        self.blocks.comes(1);
+    /// Counts a block that all ranks have freed, while a commit finishes.
+    pub(super) fn note_return(&mut self, bytes: u64) {
+        self.bytes.note_return(bytes);
+        self.blocks.note_return(1);
     }
 
-    /// All ranks agree on everything so far.
-    pub(super) fn settle(&mut self) {
-        self.bytes.settle();
-        self.blocks.settle();
+    /// A commit has succeeded: counts anew from here.
+    pub(super) fn note_commit(&mut self) {
+        self.bytes.note_commit();
+        self.blocks.note_commit();
     }
 }
 
 #[derive(Clone, Debug, Default)]
 struct Flow {
-    /// Since the last commit.
-    gone: u64,
-    /// By the commit that is being finished.
-    back: u64,
-    /// What came back by the last commit, of what had gone before: no more than that.
+    /// Allocated since the last commit.
+    allocated: u64,
+    /// Returned by the commit that is being finished.
+    returned: u64,
+    /// What the last commit returned, and what was allocated before it; the former is at most the latter.
     last: (u64, u64),
 }
 
 impl Flow {
-    fn goes(&mut self, more: u64) {
-        self.gone = self.gone.saturating_add(more);
+    fn note_alloc(&mut self, more: u64) {
+        self.allocated = self.allocated.saturating_add(more);
     }
 
-    fn comes(&mut self, more: u64) {
-        self.back = self.back.saturating_add(more);
+    fn note_return(&mut self, more: u64) {
+        self.returned = self.returned.saturating_add(more);
     }
 
-    /// Whether so much waits to come back, if as much of it does as the last time.
-    fn waits(&self, worth: u64) -> bool {
-        let (back, of) = self.last;
+    /// Whether at least `amount` waits to return, if the same share of it returns as the last time.
+    fn waiting_reaches(&self, amount: u64) -> bool {
+        let (returned, of) = self.last;
         let product = |a, b| u128::from(a) * u128::from(b);
-        back > 0 && product(self.gone, back) >= product(worth, of)
+        returned > 0 && product(self.allocated, returned) >= product(amount, of)
     }
 
-    fn settle(&mut self) {
-        if self.gone > 0 {
-            self.last = (self.back.min(self.gone), self.gone);
+    fn note_commit(&mut self) {
+        if self.allocated > 0 {
+            self.last = (self.returned.min(self.allocated), self.allocated);
         }
-        (self.gone, self.back) = (0, 0);
+        (self.allocated, self.returned) = (0, 0);
     }
 }
 
@@ -80,69 +83,69 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     /// Allocations of a MiB until a commit is due, `None` where 10 GiB make none.
-    fn until_due(turnover: &mut Turnover, reserved: u64) -> Option<u64> {
-        (1..=10 << 10).find(|_| turnover.allocates(MIB, reserved))
+    fn until_due(trigger: &mut CommitTrigger, reserved: u64) -> Option<u64> {
+        (1..=10 << 10).find(|_| trigger.note_alloc(MIB, reserved))
     }
 
     #[test]
-    fn what_nothing_comes_back_from_is_never_due() {
-        let mut turnover = Turnover::default();
+    fn a_lane_to_which_nothing_returns_is_never_due() {
+        let mut trigger = CommitTrigger::default();
         for _ in 0..3 {
-            assert_eq!(until_due(&mut turnover, 0), None);
-            turnover.settle();
+            assert_eq!(until_due(&mut trigger, 0), None);
+            trigger.note_commit();
         }
     }
 
     #[test]
-    fn half_of_the_memory_is_waited_for_by_what_came_back_last() {
-        let mut turnover = Turnover::default();
-        turnover.allocates(100 * MIB, 0);
-        turnover.returns(100 * MIB);
-        turnover.settle();
-        assert_eq!(until_due(&mut turnover.clone(), 0), Some(128));
-        assert_eq!(until_due(&mut turnover.clone(), 1 << 30), Some(512));
-        // A quarter of it comes back.
-        until_due(&mut turnover, 1 << 30);
-        turnover.returns(128 * MIB);
-        turnover.settle();
-        assert_eq!(until_due(&mut turnover.clone(), 1 << 30), Some(2048));
-        // A commit with nothing before it says nothing new.
-        turnover.returns(900 * MIB);
-        turnover.settle();
-        assert_eq!(until_due(&mut turnover.clone(), 1 << 30), Some(2048));
-        // More than was allocated has come back, from long ago.
-        turnover.allocates(MIB, 1 << 30);
-        turnover.returns(900 * MIB);
-        turnover.settle();
-        assert_eq!(until_due(&mut turnover.clone(), 1 << 30), Some(512));
-        // Nothing did.
-        turnover.allocates(MIB, 1 << 30);
-        turnover.settle();
-        assert_eq!(until_due(&mut turnover, 1 << 30), None);
+    fn half_of_the_memory_is_estimated_from_the_last_return() {
+        let mut trigger = CommitTrigger::default();
+        trigger.note_alloc(100 * MIB, 0);
+        trigger.note_return(100 * MIB);
+        trigger.note_commit();
+        assert_eq!(until_due(&mut trigger.clone(), 0), Some(128));
+        assert_eq!(until_due(&mut trigger.clone(), 1 << 30), Some(512));
+        // A quarter of it returns.
+        until_due(&mut trigger, 1 << 30);
+        trigger.note_return(128 * MIB);
+        trigger.note_commit();
+        assert_eq!(until_due(&mut trigger.clone(), 1 << 30), Some(2048));
+        // A commit with no allocation before it changes no estimate.
+        trigger.note_return(900 * MIB);
+        trigger.note_commit();
+        assert_eq!(until_due(&mut trigger.clone(), 1 << 30), Some(2048));
+        // More returns than was allocated: blocks from before the last commit.
+        trigger.note_alloc(MIB, 1 << 30);
+        trigger.note_return(900 * MIB);
+        trigger.note_commit();
+        assert_eq!(until_due(&mut trigger.clone(), 1 << 30), Some(512));
+        // Nothing returns.
+        trigger.note_alloc(MIB, 1 << 30);
+        trigger.note_commit();
+        assert_eq!(until_due(&mut trigger, 1 << 30), None);
     }
 
     #[test]
-    fn numbers_have_no_end() {
-        let mut turnover = Turnover::default();
+    fn counts_saturate() {
+        let mut trigger = CommitTrigger::default();
         for _ in 0..3 {
-            turnover.allocates(u64::MAX, u64::MAX);
-            turnover.returns(u64::MAX);
-            turnover.returns(1);
-            turnover.settle();
+            trigger.note_alloc(u64::MAX, u64::MAX);
+            trigger.note_return(u64::MAX);
+            trigger.note_return(1);
+            trigger.note_commit();
         }
-        assert!(turnover.allocates(u64::MAX, u64::MAX));
+        assert!(trigger.note_alloc(u64::MAX, u64::MAX));
     }
 
     #[test]
     fn many_small_blocks_are_worth_a_commit_too() {
-        let mut turnover = Turnover::default();
+        let mut trigger = CommitTrigger::default();
         for round in 0..3 {
-            let due = (1..=1 << 20).find(|_| turnover.allocates(512, 1 << 40));
-            assert_eq!(due, (round > 0).then_some(ENOUGH_BLOCKS));
+            let due = (1..=1 << 20).find(|_| trigger.note_alloc(512, 1 << 40));
+            assert_eq!(due, (round > 0).then_some(MAX_BLOCKS));
             for _ in 0..due.unwrap_or(1 << 20) {
-                turnover.returns(512);
+                trigger.note_return(512);
             }
-            turnover.settle();
+            trigger.note_commit();
         }
     }
 }

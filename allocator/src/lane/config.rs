@@ -11,19 +11,19 @@ pub const MAX_LANE_BYTES: u64 = UNIT << 31;
 /// Whether a lane's memory is shared with peers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LaneKind {
-    /// The same sequence of calls on every rank: checked at commit, mapped by every peer.
+    /// Every rank makes the same sequence of calls, which commits check, and every peer maps its memory.
     Symmetric,
-    /// This rank's own: freed in any order, reused at once, never shared.
+    /// Only this rank uses it: freed in any order, reused immediately, never shared.
     Local,
 }
 
 /// How blocks relate to segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WindowPolicy {
-    /// Blocks may cross segment boundaries: the whole range is just memory. The tightest packing.
+    /// Blocks may cross segment boundaries. Packs tightest.
     Contiguous,
-    /// A block lies in one segment, so that one window, and one physical handle, covers it:
-    /// what NCCL before 2.30.3 needs. Segments grow geometrically, 16 MiB to 1 GiB.
+    /// A block lies in one segment, so that one window and one physical handle cover it, as NCCL
+    /// before 2.30.3 needs. Segments grow geometrically, from 16 MiB to 1 GiB.
     PerSegment,
 }
 
@@ -71,23 +71,23 @@ impl LaneConfig {
         self
     }
 
-    /// Most bytes of physical memory this lane may hold. The same on every rank, so that running
-    /// into it is too.
+    /// Limits the bytes of physical memory that this lane may hold. The limit is the same on every rank, so
+    /// all ranks reach it at the same allocation.
     #[must_use]
     pub fn limit(mut self, bytes: u64) -> Self {
         self.limit = Some(bytes);
         self
     }
 
-    /// How many events are kept in full, so that a divergence can be shown as it was: which call,
-    /// which size, from which line. Older ones are only bracketed. At least 16.
+    /// How many events are kept in full, so that an error can name the first call that differs: its
+    /// size, and the line it comes from. For an older divergence it names a range of events. At least 16.
     #[must_use]
     pub fn history(mut self, events: usize) -> Self {
         self.history = events.max(16);
         self
     }
 
-    /// What must be equal on every rank, as a line a person can read (rule D8).
+    /// The settings that must be equal on every rank, as a readable line (rule D8).
     pub(crate) fn describe(&self, range: u64) -> String {
         let kind = match self.kind {
             LaneKind::Symmetric => "symmetric",
@@ -104,8 +104,9 @@ impl LaneConfig {
     pub(crate) fn validate(&self) -> Result<()> {
         if self.name.is_empty() || self.name.len() > 64 {
             return Err(Error::invalid_argument(format!(
-                "lane name {:?}: 1 to 64 bytes",
-                self.name
+                "lane name {:?} has {} bytes; 1 to 64 are allowed",
+                self.name,
+                self.name.len()
             )));
         }
         if let Some(range) = self.range

@@ -1,90 +1,97 @@
-//! Blocks that were freed without order, and how they come back (rule D5).
+//! Deferred frees: blocks that were freed without order, and how they return to the lane (rule D5).
 //!
-//! A block comes back at the commit by which every rank has told that it freed it. A commit
-//! carries a bounded number of blocks a rank, and ranks free different blocks at different times;
-//! so what each tells must not depend on what others did not free, or blocks that one rank keeps
-//! for ever would stand in the way of all later ones.
+//! A block returns at the commit by which every rank has reported that it freed it. A commit carries a
+//! bounded number of reports per rank, and ranks free different blocks at different times. What a rank
+//! reports must therefore not depend on what other ranks have not freed: otherwise blocks that one rank
+//! keeps for ever would delay all later ones.
 //!
-//! Therefore every rank tells each block once, those first that it freed first. All ranks hear the
-//! same, and remember of each block how many ranks have told it; it comes back when all have. That
-//! is the same commit everywhere, since it follows from what all heard alone. No block waits for
-//! another for longer than the own queue lasts, nothing is told twice, and what is remembered is
-//! at most a number for each block that some rank still holds.
+//! Every rank reports each block once, in the order in which it freed them. All ranks receive the same
+//! reports and count, for each block, how many ranks have reported it; the block returns when all have.
+//! That is the same commit on every rank, because it follows from the reports alone. A block waits for
+//! others only as long as it takes this rank's own queue to drain, and the counts take one number for each
+//! block that some rank still holds.
 //!
-//! What a commit told counts only if the commit succeeds, which it does on all ranks or on none;
-//! a failed one is told again. A resync begins anew: every rank tells all it has set aside.
+//! Reports count only if their commit succeeds, which it does on all ranks or on none; after a failed
+//! commit they are sent again. A resync starts over: every rank reports all its deferred frees anew.
 
 use std::collections::{BTreeMap, VecDeque};
 
-/// The blocks of one lane that are set aside.
+/// The deferred frees of one lane.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Aside {
+pub(super) struct DeferredFrees {
     /// By counter of the allocation.
     blocks: BTreeMap<u64, Entry>,
-    /// Counters of those that no commit has told, in the order in which they were freed.
-    untold: VecDeque<u64>,
-    /// How many ranks have told a block, for those that some have and others have not.
-    tellers: BTreeMap<u64, u32>,
+    /// Counters of the blocks that no successful commit has reported, in the order in which they were
+    /// freed.
+    unreported: VecDeque<u64>,
+    /// How many ranks have reported a block, for blocks that some ranks have reported and others have not.
+    report_counts: BTreeMap<u64, u32>,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     /// In the block table.
     id: u32,
-    told: bool,
+    reported: bool,
 }
 
-impl Aside {
-    /// Sets a block aside.
+impl DeferredFrees {
+    /// Adds a block that this rank has freed.
     pub(super) fn insert(&mut self, counter: u64, id: u32) {
-        self.blocks.insert(counter, Entry { id, told: false });
-        self.untold.push_back(counter);
+        self.blocks.insert(counter, Entry { id, reported: false });
+        self.unreported.push_back(counter);
     }
 
-    /// The block's id in the table, if it is set aside.
+    /// The block's id in the table, if its free is deferred.
     pub(super) fn id(&self, counter: u64) -> Option<u32> {
         self.blocks.get(&counter).map(|entry| entry.id)
     }
 
-    /// Takes a block out; returns its id.
+    /// Removes a block; returns its id.
     pub(super) fn remove(&mut self, counter: u64) -> Option<u32> {
-        let Entry { id, told } = self.blocks.remove(&counter)?;
-        if !told {
-            self.untold.retain(|other| *other != counter);
+        let Entry { id, reported } = self.blocks.remove(&counter)?;
+        if !reported {
+            self.unreported.retain(|other| *other != counter);
         }
-        self.tellers.remove(&counter);
+        self.report_counts.remove(&counter);
         Some(id)
     }
 
-    /// Counters of all blocks set aside, ascending.
+    /// Counters of all blocks, ascending.
     pub(super) fn counters(&self) -> impl Iterator<Item = u64> + '_ {
         self.blocks.keys().copied()
     }
 
-    /// What to tell at the next commit: at most `most` blocks, ascending, so that ranks that freed
-    /// the same in another order say the same.
-    pub(super) fn to_tell(&self, most: usize) -> Vec<u64> {
-        let mut counters: Vec<u64> = self.untold.iter().copied().take(most).collect();
+    /// What to report at the next commit: at most `most` blocks. They ascend, so that ranks that freed the
+    /// same blocks in another order send the same report.
+    pub(super) fn to_report(&self, most: usize) -> Vec<u64> {
+        let mut counters: Vec<u64> = self.unreported.iter().copied().take(most).collect();
         counters.sort_unstable();
         counters
     }
 
-    /// Notes what a commit told, and by how many of `world` ranks: this one told what
-    /// [`to_tell`](Self::to_tell) said for the same `most`. Returns the blocks that all ranks have
-    /// told by now, ascending; they remain until they are removed.
-    pub(super) fn told(&mut self, most: usize, heard: &[(u64, u32)], world: u32) -> Vec<u64> {
-        for counter in self.untold.drain(..most.min(self.untold.len())) {
+    /// Takes over the reports of a commit that succeeded: blocks with the number of ranks, out of `world`,
+    /// that reported them. This rank reported what [`to_report`](Self::to_report) returned for the same
+    /// `most`. Returns the blocks that all ranks have reported by now, ascending; they stay here until they
+    /// are removed.
+    pub(super) fn apply_reports(
+        &mut self,
+        most: usize,
+        reports: &[(u64, u32)],
+        world: u32,
+    ) -> Vec<u64> {
+        for counter in self.unreported.drain(..most.min(self.unreported.len())) {
             if let Some(entry) = self.blocks.get_mut(&counter) {
-                entry.told = true;
+                entry.reported = true;
             }
         }
         let mut by_all = Vec::new();
-        for &(counter, ranks) in heard {
-            let ranks = ranks + self.tellers.remove(&counter).unwrap_or(0);
+        for &(counter, ranks) in reports {
+            let ranks = ranks + self.report_counts.remove(&counter).unwrap_or(0);
             if ranks >= world {
                 by_all.push(counter);
             } else {
-                self.tellers.insert(counter, ranks);
+                self.report_counts.insert(counter, ranks);
             }
         }
         by_all
@@ -108,20 +115,21 @@ mod tests {
     /// still holds.
     type Frees = Vec<usize>;
 
-    /// The same, with nothing clever: who has freed what, and who has said so.
+    /// The obvious implementation: what each rank has freed, and what it has reported.
     struct Naive {
         freed: Vec<Vec<u64>>,
-        said: Vec<BTreeSet<u64>>,
+        reported: Vec<BTreeSet<u64>>,
         back: BTreeSet<u64>,
     }
 
     impl Naive {
         fn commit(&mut self, most: usize) -> Vec<u64> {
-            for (freed, said) in self.freed.iter().zip(&mut self.said) {
-                let new: Vec<u64> = freed.iter().copied().filter(|c| !said.contains(c)).collect();
-                said.extend(new.into_iter().take(most));
+            for (freed, reported) in self.freed.iter().zip(&mut self.reported) {
+                let new: Vec<u64> =
+                    freed.iter().copied().filter(|c| !reported.contains(c)).collect();
+                reported.extend(new.into_iter().take(most));
             }
-            let by_all = self.said.iter().skip(1).fold(self.said[0].clone(), |a, b| &a & b);
+            let by_all = self.reported.iter().skip(1).fold(self.reported[0].clone(), |a, b| &a & b);
             let new: Vec<u64> = by_all.difference(&self.back).copied().collect();
             self.back.extend(&new);
             new
@@ -129,7 +137,7 @@ mod tests {
     }
 
     struct Ranks {
-        aside: Vec<Aside>,
+        deferred: Vec<DeferredFrees>,
         naive: Naive,
         held: Vec<Vec<u64>>,
         most: usize,
@@ -139,11 +147,11 @@ mod tests {
         fn new(world: usize, blocks: u64, most: usize) -> Self {
             let naive = Naive {
                 freed: vec![Vec::new(); world],
-                said: vec![BTreeSet::new(); world],
+                reported: vec![BTreeSet::new(); world],
                 back: BTreeSet::new(),
             };
             let held = vec![(0..blocks).collect(); world];
-            Self { aside: vec![Aside::default(); world], naive, held, most }
+            Self { deferred: vec![DeferredFrees::default(); world], naive, held, most }
         }
 
         fn free(&mut self, rank: usize, nth: usize) {
@@ -152,39 +160,39 @@ mod tests {
             }
             let nth = nth % self.held[rank].len();
             let counter = self.held[rank].remove(nth);
-            self.aside[rank].insert(counter, counter as u32 + 7);
+            self.deferred[rank].insert(counter, counter as u32 + 7);
             self.naive.freed[rank].push(counter);
         }
 
-        /// A commit of all ranks, which may fail after they have heard each other.
+        /// A commit of all ranks, which may fail after they have exchanged their reports.
         fn commit(&mut self, fails: bool) -> Vec<u64> {
-            let mut heard = BTreeMap::<u64, u32>::new();
-            for aside in &self.aside {
-                let told = aside.to_tell(self.most);
-                assert!(told.len() <= self.most && told.is_sorted_by(|a, b| a < b));
-                told.into_iter().for_each(|counter| *heard.entry(counter).or_default() += 1);
+            let mut reports = BTreeMap::<u64, u32>::new();
+            for deferred in &self.deferred {
+                let report = deferred.to_report(self.most);
+                assert!(report.len() <= self.most && report.is_sorted_by(|a, b| a < b));
+                report.into_iter().for_each(|counter| *reports.entry(counter).or_default() += 1);
             }
             if fails {
                 return Vec::new();
             }
-            let heard: Vec<(u64, u32)> = heard.into_iter().collect();
+            let reports: Vec<(u64, u32)> = reports.into_iter().collect();
             let expected = self.naive.commit(self.most);
-            let world = self.aside.len() as u32;
-            for aside in &mut self.aside {
-                let back = aside.told(self.most, &heard, world);
+            let world = self.deferred.len() as u32;
+            for deferred in &mut self.deferred {
+                let back = deferred.apply_reports(self.most, &reports, world);
                 assert_eq!(back, expected, "the same blocks, at the same commit");
                 for counter in back {
-                    assert_eq!(aside.id(counter), Some(counter as u32 + 7));
-                    assert_eq!(aside.remove(counter), Some(counter as u32 + 7));
+                    assert_eq!(deferred.id(counter), Some(counter as u32 + 7));
+                    assert_eq!(deferred.remove(counter), Some(counter as u32 + 7));
                 }
-                assert!(aside.tellers.keys().all(|c| !self.naive.back.contains(c)));
+                assert!(deferred.report_counts.keys().all(|c| !self.naive.back.contains(c)));
             }
             expected
         }
     }
 
     proptest! {
-        // D5: a block comes back once every rank has told it, at the same commit on all of them,
+        // D5: a block comes back once every rank has reported it, at the same commit on all of them,
         // however few a commit carries and whatever a rank keeps.
         #[test]
         fn blocks_come_back_as_in_the_naive_model(
@@ -219,19 +227,19 @@ mod tests {
             }
             let kept = if keeper.is_some_and(|rank| rank < world) { BLOCKS / 3 } else { 0 };
             prop_assert_eq!(ranks.naive.back.len() as u64, BLOCKS - kept);
-            prop_assert!(ranks.aside.iter().all(|aside| aside.untold.is_empty()));
+            prop_assert!(ranks.deferred.iter().all(|deferred| deferred.unreported.is_empty()));
         }
     }
 
     #[test]
-    fn a_block_that_comes_back_untold_is_not_told() {
-        let mut aside = Aside::default();
-        (0..5).for_each(|counter| aside.insert(10 - counter, counter as u32));
-        assert_eq!(aside.to_tell(3), [8, 9, 10]);
-        assert_eq!(aside.remove(9), Some(1));
-        assert_eq!(aside.to_tell(3), [7, 8, 10]);
-        assert_eq!(aside.told(2, &[(8, 1), (10, 2)], 2), [10]);
-        assert_eq!((aside.to_tell(3), aside.remove(9)), (vec![6, 7], None));
-        assert_eq!(aside.counters().collect::<Vec<_>>(), [6, 7, 8, 10]);
+    fn a_block_that_returns_unreported_is_not_reported() {
+        let mut deferred = DeferredFrees::default();
+        (0..5).for_each(|counter| deferred.insert(10 - counter, counter as u32));
+        assert_eq!(deferred.to_report(3), [8, 9, 10]);
+        assert_eq!(deferred.remove(9), Some(1));
+        assert_eq!(deferred.to_report(3), [7, 8, 10]);
+        assert_eq!(deferred.apply_reports(2, &[(8, 1), (10, 2)], 2), [10]);
+        assert_eq!((deferred.to_report(3), deferred.remove(9)), (vec![6, 7], None));
+        assert_eq!(deferred.counters().collect::<Vec<_>>(), [6, 7, 8, 10]);
     }
 }

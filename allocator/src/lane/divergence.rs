@@ -1,4 +1,4 @@
-//! What is said when ranks did different things.
+//! The report of the first event at which ranks differ.
 
 use std::fmt;
 
@@ -9,13 +9,13 @@ use serde::{Deserialize, Serialize};
 pub struct Divergence {
     /// The lane.
     pub lane: String,
-    /// The number of the first differing event. When the history did not reach back far enough,
-    /// the number of an event that is certainly not after it.
+    /// The number of the first differing event or, if the history does not reach back far enough, of an
+    /// event that is not after it.
     pub counter: u64,
-    /// `Some(last)` when the first differing event is only known to lie in `counter..=last`.
+    /// `Some(last)` if the first differing event is only known to lie in `counter..=last`.
     pub until: Option<u64>,
-    /// What the ranks did there, equal ones together, the largest group first (of equally large
-    /// ones, that of the lowest rank).
+    /// What the ranks did there: one entry for each group of ranks that did the same, the largest group
+    /// first, and of equally large ones that of the lowest rank.
     pub sides: Vec<Side>,
 }
 
@@ -26,7 +26,7 @@ pub struct Side {
     pub ranks: Vec<u32>,
     /// What they did.
     pub did: String,
-    /// From which line of the program, as the lowest of the ranks saw it.
+    /// The line of the program that did it, on the lowest of these ranks.
     pub site: Option<String>,
 }
 
@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_like_the_design_says() {
+    fn the_message_names_every_group_of_ranks() {
         let divergence = Divergence {
             lane: "default".into(),
             counter: 1734,

@@ -1,12 +1,12 @@
 //! The free blocks of one stream, in heap order (rule D2).
 //!
-//! Allocation takes the lowest-lying block that fits. That is first fit; on real traces it packs
-//! tighter than best fit once free segments may move (docs/decisions.md has the figures). To find
-//! that block quickly the list is cut into chunks of up to [`CHUNK`] blocks, and for every chunk
-//! the size of its largest block is kept in one flat array: a search scans that array, then one
-//! chunk, both with vector instructions. Shrinking or growing a block in place touches one chunk.
+//! An allocation takes the lowest-lying block that fits. This is first fit; on real traces it packs
+//! tighter than best fit once free segments may move (docs/decisions.md has the figures). To find the
+//! block quickly, the list is cut into chunks of up to [`CHUNK`] blocks, and the size of each chunk's
+//! largest block is kept in one flat array. A search scans that array, then one chunk, both with vector
+//! instructions. Shrinking or growing a block in place touches one chunk.
 
-/// Blocks to a chunk. Chunks split in half when full, so most hold 32 to 64.
+/// Blocks in a chunk. A full chunk is split in half, so most hold 32 to 64.
 const CHUNK: usize = 64;
 
 /// A free block: where it begins, its length (both in units), and its id in the block table.
@@ -17,8 +17,8 @@ pub(super) struct Free {
     pub(super) id: u32,
 }
 
-/// Sizes and offsets are kept as signed numbers, which the oldest of vector instructions compare.
-/// Offsets stay below 2^31; sizes may reach 2^31, so one less than the size is kept.
+/// Sizes and offsets are kept as signed numbers, because the oldest vector instructions compare only
+/// those. Offsets stay below 2^31; sizes may reach 2^31, so one less than the size is kept (`last`).
 #[derive(Clone, Debug)]
 struct Chunk {
     len: usize,
@@ -27,7 +27,7 @@ struct Chunk {
     ids: [u32; CHUNK],
 }
 
-/// In unused entries: a size of nothing, and no offset is above it.
+/// What unused entries hold: a size of 0, and an offset that no other exceeds.
 const UNUSED: Free = Free { offset: i32::MAX as u32, size: 0, id: 0 };
 
 /// A size as it is kept.
@@ -41,12 +41,12 @@ impl Chunk {
         Box::new(Self { len: 0, offsets: [offset; CHUNK], last: [last; CHUNK], ids: [0; CHUNK] })
     }
 
-    /// The largest size, as sizes are kept; the whole array is folded.
+    /// The largest size, in the form in which sizes are kept. Scans the whole array, unused entries too.
     fn max(&self) -> i32 {
         self.last.iter().fold(last_of(UNUSED.size), |max, &last| max.max(last))
     }
 
-    /// How many blocks begin below `offset`.
+    /// How many blocks begin below `offset`: also the index of the block that begins there.
     fn rank(&self, offset: u32) -> usize {
         let offset = offset as i32;
         self.offsets.iter().map(|&at| i32::from(at < offset)).sum::<i32>() as usize
@@ -94,11 +94,11 @@ impl Chunk {
 /// Free blocks of one stream.
 #[derive(Clone, Debug, Default)]
 pub(super) struct FreeList {
-    /// The offset at which each chunk begins to be responsible; ascending, the first is 0.
+    /// The lowest offset that belongs into each chunk; ascending, the first is 0.
     first: Vec<u32>,
-    /// The largest block of each chunk, as sizes are kept there.
+    /// The size of each chunk's largest block, in the form in which sizes are kept.
     max: Vec<i32>,
-    /// Boxed, so that adding a chunk moves pointers and not the chunks behind it.
+    /// Boxed, so that inserting a chunk moves pointers, not the chunks behind it.
     #[allow(clippy::vec_box)]
     chunks: Vec<Box<Chunk>>,
 }
@@ -110,12 +110,12 @@ pub(super) struct Place {
     at: usize,
 }
 
-/// A guess at the chunk that is responsible for an offset: where it was when the block was taken.
+/// A guess at the chunk to which an offset belongs: its index when the block was taken.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Near(u16);
 
 impl Place {
-    /// A guess for whoever comes back to this place later.
+    /// The guess to keep with a block that is taken from here.
     pub(super) fn near(self) -> Near {
         Near(u16::try_from(self.chunk).unwrap_or(0))
     }
@@ -172,8 +172,8 @@ impl FreeList {
         Place { chunk, at }
     }
 
-    /// The place of the block after the one at `place`. The caller knows there is one; removing
-    /// it leaves `place` valid.
+    /// The place of the block after the one at `place`. The caller knows that there is one. Removing it
+    /// leaves `place` valid.
     pub(super) fn after(&self, place: Place) -> Place {
         let Place { chunk, at } = place;
         if at + 1 < self.chunks[chunk].len {
@@ -198,14 +198,14 @@ impl FreeList {
         }
     }
 
-    /// Gives the block at `place` another extent. Its order among the others must not change.
+    /// Changes offset and size of the block at `place`. Its order among the others must not change.
     pub(super) fn resize(&mut self, place: Place, offset: u32, size: u32) {
         let Place { chunk, at } = place;
         if offset < self.first[chunk] {
-            // It grew downwards past the border of its chunk; nothing else begins in between.
+            // The block grew downwards past the border of its chunk. Nothing else begins in between.
             self.first[chunk] = offset;
         } else if self.first.get(chunk + 1).is_some_and(|&next| next <= offset) {
-            // It had swallowed blocks of the next chunk, and now begins past that border.
+            // The block had merged with blocks of the next chunk, and now begins past that border.
             self.first[chunk + 1] = self.chunks[chunk + 1].offsets[0] as u32;
         }
         let blocks = &mut self.chunks[chunk];
@@ -232,8 +232,8 @@ impl FreeList {
         if begins && ends { near } else { self.search(offset) }
     }
 
-    /// Halving stops early: counting in a short stretch takes less time than the last steps, each
-    /// of which waits for the one before.
+    /// Halving stops early, because counting in a short stretch takes less time than the last steps of a
+    /// binary search, each of which waits for the one before.
     fn search(&self, offset: u32) -> usize {
         let (mut low, mut len) = (0, self.first.len());
         while len > 128 {
@@ -246,9 +246,9 @@ impl FreeList {
     }
 }
 
-/// The first index from `from` on whose value is at least `wanted`. Eight at a time, because
-/// that is what the compiler turns into vector comparisons; and the place within the eight
-/// without a branch, because no branch could be foreseen.
+/// The first index from `from` on whose value is at least `wanted`. Compares eight values at a time,
+/// which the compiler turns into vector comparisons. The index within the eight is found without a branch,
+/// because it could not be predicted.
 #[inline]
 fn position_at_least(values: &[i32], from: usize, wanted: i32) -> Option<usize> {
     let mut base = from;

@@ -1,16 +1,16 @@
-//! How a lane gets memory, moves it, and gives it back.
+//! How a lane gets memory, moves it, and releases it.
 
 use super::free::{Free, FreeList, Near};
 use super::segments::{Growing, Growth, Move};
 use super::state::{Backing, LaneState};
 use super::streams::bit;
-use super::table::{Block, BlockState, NIL};
+use super::table::{BlockEntry, BlockState, NIL};
 use super::{EventKind, LaneKind, Segment, Site, UNIT, WindowPolicy};
 use crate::amount::Amount;
 use crate::{Error, Result};
 
 impl LaneState {
-    /// Makes sure that `bytes` more can be allocated on `stream` without growing, as one block.
+    /// Makes sure that one more block of `bytes` can be allocated on `stream` without growing.
     pub fn reserve(
         &mut self,
         bytes: u64,
@@ -39,8 +39,8 @@ impl LaneState {
         Ok(())
     }
 
-    /// As [`grow`](LaneState::grow), for a stream that may be new to the lane: when growing fails
-    /// it stays new, because ordinals follow from events alone (rule D3).
+    /// As [`grow`](LaneState::grow), for a stream that may be new to the lane. If growing fails, the
+    /// stream stays new, because ordinals follow from events alone (rule D3).
     pub(super) fn grow_on(
         &mut self,
         stream: crate::Stream,
@@ -58,8 +58,9 @@ impl LaneState {
         grown
     }
 
-    /// Makes room for `size` units at `align` on stream `stream`; returns the bytes of segments
-    /// made and moved. What can fail comes first, so that an error leaves the lane as it was.
+    /// Makes room for a block of `size` units at a multiple of `align` units, on the stream with ordinal
+    /// `stream`; returns the bytes of segments made and moved. What can fail comes first, so that an error
+    /// leaves the lane as it was.
     pub(super) fn grow(
         &mut self,
         size: u32,
@@ -88,8 +89,8 @@ impl LaneState {
         Ok(growth.bytes())
     }
 
-    /// Makes `stream` wait for all that may still run on memory it is about to get: on segments
-    /// that move, and on the free blocks that the grown range joins (rule D4).
+    /// Makes `stream` wait for all work that may still use the memory it is about to get: the segments
+    /// that move, and the free blocks that the new range will merge with (rule D4).
     fn wait_for(
         &mut self,
         at: u64,
@@ -128,7 +129,7 @@ impl LaneState {
         holder.expect("the segment lies in a free block")
     }
 
-    /// Where new segments go, and how many bytes of them are needed at least.
+    /// Where new segments go, and how many bytes of them are needed at least: both in bytes.
     fn missing(&self, size: u32, align: u32, stream: u16) -> Result<(u64, u64)> {
         let bytes = u64::from(size) * UNIT;
         let end = u64::from(self.table.end()) * UNIT;
@@ -145,7 +146,7 @@ impl LaneState {
         if end + need <= self.range {
             return Ok((end, need));
         }
-        // The end of the range is reached: the lowest hole that is large enough.
+        // The lane's range is used up: take the lowest hole that is large enough.
         let need = bytes.next_multiple_of(self.granularity);
         let hole = self
             .table
@@ -155,7 +156,7 @@ impl LaneState {
         match hole {
             Some(hole) => Ok((u64::from(hole.offset) * UNIT, need)),
             None => Err(Error::out_of_memory(format!(
-                "lane {:?}: {} more do not fit its address range of {}; build the pool with a \
+                "lane {:?}: {} more do not fit in its address range of {}; build the pool with a \
                  longer range, or trim and commit so that released ranges can be used again",
                 self.config.name,
                 Amount(need),
@@ -164,6 +165,8 @@ impl LaneState {
         }
     }
 
+    /// Decides which segments are moved to `at` and which are made behind them, to have `need` bytes
+    /// there. Changes nothing.
     fn plan(&self, at: u64, need: u64, stream: u16) -> Result<Growth> {
         let room = self.room_at(at);
         let mut growth = Growth::default();
@@ -178,7 +181,7 @@ impl LaneState {
         if self.policy() == WindowPolicy::Contiguous && move_first {
             let mut candidates = self.movable(stream);
             while missing > 0 && !candidates.is_empty() {
-                // The smallest that suffices, else the largest.
+                // The smallest segment that suffices, or else the largest.
                 let fit = candidates.partition_point(|segment| segment.bytes < missing);
                 let Segment { counter: from, offset, bytes, .. } =
                     candidates.remove(fit.min(candidates.len() - 1));
@@ -200,7 +203,7 @@ impl LaneState {
             if over(new) {
                 return Err(Error::out_of_memory(format!(
                     "lane {:?}: {} more would exceed its limit of {}; {} are held, {} of them in \
-                     use. Free something, trim and commit, or raise the limit",
+                     use. Free blocks, then trim and commit, or raise the limit",
                     self.config.name,
                     Amount(new),
                     Amount(limit),
@@ -213,17 +216,17 @@ impl LaneState {
         Ok(growth)
     }
 
-    /// Bytes of address range from `at` to the end of its hole or of the lane.
+    /// Bytes of address space from `at` to the end of the hole that begins there, or of the lane.
     fn room_at(&self, at: u64) -> u64 {
         if at == u64::from(self.table.end()) * UNIT {
             return self.range - at;
         }
         let hole = self.table.ids().map(|id| self.table.get(id));
-        hole.filter(|block| u64::from(block.offset) * UNIT == at).map(Block::bytes).sum()
+        hole.filter(|block| u64::from(block.offset) * UNIT == at).map(BlockEntry::bytes).sum()
     }
 
-    /// Segments all of whose bytes are free, by size, then offset; those at the end of the lane
-    /// that already serve `stream` left out.
+    /// Segments that are wholly free, by size, then offset. Those in a free block of `stream` at the end
+    /// of the lane are left out: the new memory joins them anyway.
     fn movable(&self, stream: u16) -> Vec<Segment> {
         let tail = self.table.last().map(|last| self.table.get(last));
         let tail = tail.filter(|last| last.state == BlockState::Free && last.stream == stream);
@@ -234,7 +237,7 @@ impl LaneState {
         found
     }
 
-    /// Segments all of whose bytes lie in one free block, by stream, then offset.
+    /// Segments that lie wholly in one free block, by stream, then offset.
     fn free_segments(&self) -> Vec<Segment> {
         let segments = self.segments.live();
         let mut found = Vec::new();
@@ -247,7 +250,7 @@ impl LaneState {
         found
     }
 
-    /// Cuts `[offset, offset + bytes)` out of the free block that holds it and gives it `state`.
+    /// Cuts `[offset, offset + bytes)` out of the free block that holds it, and gives it `state`.
     fn vacate(&mut self, offset: u64, bytes: u64, state: BlockState) {
         let (start, size) = ((offset / UNIT) as u32, (bytes / UNIT) as u32);
         let Free { id, .. } = self.holder(offset, bytes);
@@ -256,26 +259,26 @@ impl LaneState {
         list.remove(list.place_of(block.offset, Near::default()));
         let next = block.next;
         self.table.remove(id);
-        let piece = |from: u32, to: u32, state, wall| Block {
+        let piece = |from: u32, to: u32, state, at_boundary| BlockEntry {
             offset: from,
             size: to - from,
             prev: NIL,
             next: NIL,
             counter: 0,
-            wall,
+            at_boundary,
             state,
             ..block.clone()
         };
         if block.offset < start {
-            let low = piece(block.offset, start, BlockState::Free, block.wall);
+            let low = piece(block.offset, start, BlockState::Free, block.at_boundary);
             let low = self.table.insert_before(next, low);
             list.insert(
                 Free { offset: block.offset, size: start - block.offset, id: low },
                 Near::default(),
             );
         }
-        let wall = block.wall && block.offset == start;
-        self.table.insert_before(next, piece(start, start + size, state, wall));
+        let at_boundary = block.at_boundary && block.offset == start;
+        self.table.insert_before(next, piece(start, start + size, state, at_boundary));
         let end = start + size;
         if end < block.end() {
             let high = piece(end, block.end(), BlockState::Free, false);
@@ -284,7 +287,7 @@ impl LaneState {
         }
     }
 
-    /// Adds fresh memory at the end of the lane, or inside the hole that begins there.
+    /// Adds new memory at `at`: the end of the lane, or the beginning of a hole.
     fn add_range(&mut self, at: u64, bytes: u64, stream: u16) {
         let (offset, size) = ((at / UNIT) as u32, (bytes / UNIT) as u32);
         let mut next = NIL;
@@ -301,7 +304,7 @@ impl LaneState {
                 next = hole;
             }
         }
-        let fresh = Block {
+        let fresh = BlockEntry {
             offset,
             size,
             prev: NIL,
@@ -310,18 +313,18 @@ impl LaneState {
             waits: 0,
             stream,
             state: BlockState::Free,
-            wall: self.policy() == WindowPolicy::PerSegment,
+            at_boundary: self.policy() == WindowPolicy::PerSegment,
             near: Near::default(),
             partial: false,
-            by_address: false,
+            free_by_address: false,
         };
         let id = self.table.insert_before(next, fresh);
         self.set_free(id);
     }
 
-    /// Releases every segment that is wholly free; returns their bytes. The memory itself goes at
-    /// the next commit, when every rank has released it too; in a local lane, as soon as the
-    /// caller has unmapped what [`take_retired`](LaneState::take_retired) returns.
+    /// Releases every segment that is wholly free; returns their bytes. The memory itself is given back
+    /// by the next commit, when every rank has released it; in a local lane, when the caller unmaps what
+    /// [`take_retired`](LaneState::take_retired) returns.
     pub fn trim(&mut self, site: Site) -> u64 {
         let free = self.free_segments();
         for segment in &free {
@@ -341,13 +344,13 @@ impl LaneState {
         self.segments.retired()
     }
 
-    /// Whether segments were made, moved or released that peers do not know of yet.
+    /// Whether segments were released or moved away since the last commit.
     pub fn has_retired(&self) -> bool {
         self.segments.retired().next().is_some()
     }
 
-    /// Opens the ranges of retired segments to new ones, and returns those segments. The caller
-    /// has unmapped them, on this rank and (for a symmetric lane) on every other.
+    /// Returns the retired segments, and lets new segments use their ranges. The caller unmaps them: on
+    /// this rank and, for a symmetric lane, on every other.
     pub fn take_retired(&mut self) -> Vec<Segment> {
         let retired = self.segments.clear_retired();
         let mut at = self.table.ids().next();
@@ -367,7 +370,7 @@ impl LaneState {
                 self.table.remove(id);
             }
         }
-        // A hole at the very end is just unused range.
+        // A hole at the very end is unused range, and not kept.
         if let Some(last) = self.table.last()
             && self.table.get(last).state == BlockState::Hole
         {

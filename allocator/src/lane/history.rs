@@ -1,20 +1,21 @@
-//! A lane's event log, as far back as it is kept: its rolling digest, the last events in full,
-//! and digests of older prefixes at growing distances.
+//! A lane's event log: its rolling digest, the last events in full (the ring), and digests of older
+//! prefixes at growing distances (the checkpoints).
 //!
-//! When digests differ at a commit, ranks compare digests of prefixes to find the first event
-//! that differs. Inside the ring every prefix is known; before it only checkpoints are, so an old
-//! divergence is bracketed between two of them.
+//! When digests differ at a commit, ranks compare digests of prefixes to find the first event that
+//! differs. The digest of every prefix that ends inside the ring is known. Before the ring only the
+//! checkpoints are, so an old divergence is known to lie between two of them.
 
 use super::lane_event::Packed;
-use super::{Event, EventKind, Site};
+use super::{EventKind, LaneEvent, Site};
 
 /// Rolling hash over a lane's events. Equal digests at equal counters mean equal sequences.
 pub type Digest = u64;
 
-/// Checkpoints are thinned to every second one when there would be more than this.
-const MOST_CHECKPOINTS: usize = 256;
+/// Every second checkpoint is dropped when there would be more than this.
+const MAX_CHECKPOINTS: usize = 256;
 
-/// Half a cache line: the ring is written once an event and should not push out what is read.
+/// Half a cache line, because the ring is written once for each event and should not evict data that is
+/// read.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     kind: Packed,
@@ -23,35 +24,36 @@ struct Entry {
     after: Digest,
 }
 
-/// The digest after one more event: each word is added and multiplied into 128 bits, whose halves
-/// are folded together, so that every bit of it and of all before reaches the whole digest.
-/// It finds mistakes between ranks that trust each other; it does not resist a forger. The counter
-/// is part of it through the chaining.
+/// The digest after one more event. Each word is combined with the digest and multiplied to 128 bits,
+/// whose halves are then combined, so that every bit of the event and of all events before reaches the
+/// whole digest. It finds mistakes between ranks that trust each other; it does not resist a forger. The
+/// counter is part of it through the chaining.
 fn chain(digest: Digest, event: Packed) -> Digest {
-    let fold = |value: u64, by: u64| {
+    let mix = |value: u64, by: u64| {
         let product = u128::from(value) * u128::from(by);
         product as u64 ^ (product >> 64) as u64
     };
     // Fractional bits of pi; odd.
-    let first = fold(digest ^ event[0] ^ 0x2437_6a88_85a3_08d3, 0x1319_8a2e_0370_7345);
-    fold(first ^ event[1] ^ 0xa409_3822_299f_31d1, 0x082e_fa98_ec4e_6c89)
+    let first = mix(digest ^ event[0] ^ 0x2437_6a88_85a3_08d3, 0x1319_8a2e_0370_7345);
+    mix(first ^ event[1] ^ 0xa409_3822_299f_31d1, 0x082e_fa98_ec4e_6c89)
 }
 
 #[derive(Debug)]
 pub(super) struct History {
-    /// Counter of the agreed state that the history begins with.
+    /// Counter of the last state on which all ranks agreed.
     base: u64,
     counter: u64,
     digest: Digest,
     capacity: usize,
-    /// Filled up to `capacity`, then written over in turn.
+    /// Filled up to `capacity`; after that the oldest entry is overwritten.
     ring: Vec<Entry>,
-    /// Where the oldest entry of a full ring is, and the next one will be.
+    /// Index of the oldest entry of a full ring, which the next event overwrites.
     head: usize,
     /// Digest of the prefix that ends where the ring begins.
     floor: Digest,
     /// Digests of prefixes that end before the ring: `(counter, digest)`, ascending.
     checkpoints: Vec<(u64, Digest)>,
+    /// Checkpoints are at multiples of this counter, a power of two.
     spacing: u64,
 }
 
@@ -93,16 +95,16 @@ impl History {
         } else {
             self.floor = std::mem::replace(&mut self.ring[self.head], entry).after;
             self.head = if self.head + 1 < self.capacity { self.head + 1 } else { 0 };
-            let gone = self.counter + 1 - self.capacity as u64;
+            let oldest = self.counter + 1 - self.capacity as u64;
             // The spacing is a power of two.
-            if gone & (self.spacing - 1) == 0 {
-                self.checkpoint(gone, self.floor);
+            if oldest & (self.spacing - 1) == 0 {
+                self.checkpoint(oldest, self.floor);
             }
         }
         self.counter += 1;
     }
 
-    /// The entry that many after the oldest.
+    /// The entry that comes `after_oldest` entries after the oldest.
     fn entry(&self, after_oldest: u64) -> Option<&Entry> {
         let at = usize::try_from(after_oldest).ok().filter(|&at| at < self.ring.len())?;
         let at = self.head + at;
@@ -112,14 +114,14 @@ impl History {
     #[cold]
     fn checkpoint(&mut self, counter: u64, digest: Digest) {
         self.checkpoints.push((counter, digest));
-        if self.checkpoints.len() > MOST_CHECKPOINTS {
+        if self.checkpoints.len() > MAX_CHECKPOINTS {
             self.spacing *= 2;
             let spacing = self.spacing;
             self.checkpoints.retain(|(counter, _)| counter.is_multiple_of(spacing));
         }
     }
 
-    /// Starts over from an agreed state: earlier events are forgotten, numbering goes on.
+    /// Starts over from an agreed state: earlier events are forgotten, and numbers continue from `counter`.
     pub(super) fn restart(&mut self, counter: u64, digest: Digest) {
         self.base = counter;
         self.counter = counter;
@@ -130,7 +132,7 @@ impl History {
         self.checkpoints = vec![(counter, digest)];
     }
 
-    /// All ranks agree on everything so far: a divergence is looked for from here on.
+    /// All ranks agree on everything so far, so the next divergence can only come after this.
     pub(super) fn mark_agreed(&mut self) {
         self.base = self.counter;
     }
@@ -141,13 +143,13 @@ impl History {
     }
 
     /// The event with this number, if it is kept.
-    pub(super) fn event(&self, counter: u64) -> Option<Event> {
+    pub(super) fn event(&self, counter: u64) -> Option<LaneEvent> {
         let at = counter.checked_sub(self.oldest())?;
         let entry = self.entry(at)?;
-        Some(Event { counter, kind: EventKind::unpack(entry.kind), site: entry.site })
+        Some(LaneEvent { counter, kind: EventKind::unpack(entry.kind), site: entry.site })
     }
 
-    /// Which prefixes have a known digest.
+    /// The digests of prefixes that are known.
     pub(super) fn checkpoints(&self) -> Checkpoints<'_> {
         Checkpoints(self)
     }
@@ -174,17 +176,18 @@ impl Checkpoints<'_> {
         Some(history.checkpoints[at].1)
     }
 
-    /// Counter of the agreed state that this history begins with.
+    /// Counter of the last state on which all ranks agreed.
     pub(crate) fn base(&self) -> u64 {
         self.0.base
     }
 
-    /// From here on the digest of every prefix is known.
+    /// From this counter on, the digest of every prefix is known.
     pub(crate) fn oldest(&self) -> u64 {
         self.0.oldest()
     }
 
-    /// Before that, those of prefixes whose counter is a multiple of this, a power of two.
+    /// Before [`oldest`](Self::oldest), the digests of prefixes whose counter is a multiple of this power of
+    /// two are known.
     pub(crate) fn spacing(&self) -> u64 {
         self.0.spacing
     }
@@ -213,7 +216,7 @@ mod tests {
         assert_eq!(a.digest(), c.digest(), "how much is remembered does not matter");
     }
 
-    // One bit of an event changes about half of the digest, at once and after more events.
+    // One bit of an event changes about half of the digest, immediately and after more events.
     #[test]
     fn every_bit_of_an_event_reaches_the_whole_digest() {
         for start in [0, 1, u64::MAX, 0x0123_4567_89ab_cdef] {
@@ -232,7 +235,7 @@ mod tests {
 
     #[test]
     fn prefixes_are_found_near_and_far() {
-        // The ring ends elsewhere than its buffer.
+        // A capacity at which the ring's oldest entry is not at the start of its buffer.
         let mut history = History::new(96);
         let mut digests = vec![history.digest()];
         for n in 0..10_000_u64 {
@@ -256,9 +259,9 @@ mod tests {
         for n in 0..2_000_000_u64 {
             history.push(free(n), None);
         }
-        assert!(history.checkpoints.len() <= MOST_CHECKPOINTS);
+        assert!(history.checkpoints.len() <= MAX_CHECKPOINTS);
         let spacing = history.checkpoints().spacing();
         assert!(history.checkpoints().digest(1_000_000 / spacing * spacing).is_some());
-        assert!(spacing < 2_000_000 / 64, "old divergences are still bracketed");
+        assert!(spacing < 2_000_000 / 64, "old divergences are still narrowed down");
     }
 }

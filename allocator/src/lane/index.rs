@@ -4,7 +4,7 @@
 //! depends on it. Its order is never looked at and its multiplier is a constant (rule D1). Entries are eight bytes, offset and id
 //! together, so that ten thousand live blocks take 128 KiB and a lookup touches one cache line.
 
-use super::table::{BlockState, Table};
+use super::table::{BlockState, BlockTable};
 
 /// No block. Ids stay below `u32::MAX`.
 const EMPTY: u64 = u64::MAX;
@@ -12,19 +12,19 @@ const EMPTY: u64 = u64::MAX;
 const LEAST: usize = 64;
 
 #[derive(Clone, Debug, Default)]
-pub(super) struct Index {
+pub(super) struct OffsetIndex {
     /// Offset above, id below; a power of two of them, or none.
     slots: Vec<u64>,
     used: usize,
 }
 
-impl Index {
+impl OffsetIndex {
     /// Of all blocks that are handed out.
-    pub(super) fn of(table: &Table) -> Self {
+    pub(super) fn of(table: &BlockTable) -> Self {
         let mut index = Self::default();
         for id in table.ids() {
             let block = table.get(id);
-            if matches!(block.state, BlockState::Live | BlockState::SetAside) {
+            if matches!(block.state, BlockState::Live | BlockState::Deferred) {
                 index.insert(block.offset, id);
             }
         }
@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn finds_what_was_put_in_and_nothing_else() {
-        let mut index = Index::default();
+        let mut index = OffsetIndex::default();
         index.remove(3);
         for offset in [0, 1, 511, 512, 1 << 20, (1 << 31) - 1] {
             assert_eq!(index.get(offset), None);
@@ -144,7 +144,7 @@ mod tests {
         fn agrees_with_a_map(
             ops in prop::collection::vec((any::<bool>(), 0_u32..200, 0_u32..31), 1..2000),
         ) {
-            let (mut index, mut map) = (Index::default(), BTreeMap::new());
+            let (mut index, mut map) = (OffsetIndex::default(), BTreeMap::new());
             for (id, (insert, low, shift)) in (0..).zip(ops) {
                 // Strides of all sizes, as offsets have.
                 let offset = (low << shift) & (u32::MAX >> 1);

@@ -1,11 +1,11 @@
-//! What must be true of a lane after every call; used by tests.
+//! What must hold for a lane after every call. Used by tests.
 
 use super::free::{Free, Near};
 use super::table::{BlockState, NIL};
 use super::{LaneState, UNIT, WindowPolicy};
 
 impl LaneState {
-    /// Panics, saying what is wrong, unless the lane's structures agree with each other.
+    /// Panics with the reason unless the lane's structures agree with each other.
     pub(super) fn assert_sound(&self) {
         let mut at = 0;
         let mut prev: Option<u32> = None;
@@ -20,20 +20,23 @@ impl LaneState {
                 let unmerged = before.state == BlockState::Free
                     && block.state == BlockState::Free
                     && before.stream == block.stream
-                    && !block.wall;
+                    && !block.at_boundary;
                 assert!(!unmerged, "free neighbours of a stream are one block");
             }
             if !matches!(block.state, BlockState::Retired | BlockState::Hole) {
                 let begins = self.segments.live().iter().any(|s| s.offset == u64::from(at) * UNIT);
-                let wall = begins && self.policy() == WindowPolicy::PerSegment;
-                assert_eq!(block.wall, wall, "blocks are kept apart where they may not cross");
+                let at_boundary = begins && self.policy() == WindowPolicy::PerSegment;
+                assert_eq!(
+                    block.at_boundary, at_boundary,
+                    "blocks are kept apart where they may not cross"
+                );
             }
             match block.state {
                 BlockState::Free => {
                     let free = Free { offset: block.offset, size: block.size, id };
                     listed[usize::from(block.stream)].push(free);
                 }
-                BlockState::Live | BlockState::SetAside => {
+                BlockState::Live | BlockState::Deferred => {
                     allocated += block.bytes();
                     let index = self.index.get();
                     assert!(index.is_none_or(|index| index.get(block.offset) == Some(id)));

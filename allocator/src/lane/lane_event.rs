@@ -1,4 +1,4 @@
-//! What happens to a lane, one event a counter.
+//! The events of a lane's sequence. Each has a number, the lane's counter.
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ use crate::amount::Amount;
 
 /// One event of a lane's sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Event {
+pub struct LaneEvent {
     /// Its number: the lane's counter when it happened.
     pub counter: u64,
     /// What happened.
@@ -60,12 +60,12 @@ pub enum EventKind {
     },
     /// A commit returned blocks that every rank had freed without order (rule D5).
     Reclaim {
-        /// How many.
+        /// How many blocks.
         blocks: u64,
         /// Digest of their counters.
         digest: u64,
     },
-    /// A stream was forgotten, whose ordinal is the next new one's.
+    /// A stream was forgotten. The next new stream takes its ordinal.
     Forget {
         /// Its ordinal.
         stream: u16,
@@ -79,9 +79,9 @@ pub enum EventKind {
 
 /// An event as two words: what its digest is made of, and how the history keeps it.
 ///
-/// From the low bits of the first: 3 bits kind, 6 bits stream, 6 bits logarithm of the alignment,
-/// the rest bytes (at most 2^40) or a number of blocks. The second: a counter, a digest, or, for
-/// an allocation, its offset and the growth in units, 32 bits each.
+/// The first word holds, from its low bits: 3 bits of kind, 6 bits of stream, 6 bits of the alignment's
+/// logarithm, and then bytes (at most 2^40) or a number of blocks. The second holds a counter, a digest
+/// or, for an allocation, its offset and its growth in units, 32 bits each.
 pub(super) type Packed = [u64; 2];
 
 impl EventKind {

@@ -1,25 +1,34 @@
 //! Lanes: sequences of allocations whose placement is a pure function of the sequence.
 //!
 //! Everything in this folder is arithmetic on offsets. No address, handle, clock, thread or hash
-//! seed is visible here (rule D1), nothing is unsafe, and nothing waits; the pool lends a
-//! [`Backing`] for the moments when physical memory or a stream is needed.
+//! seed is visible here (rule D1), nothing is unsafe, and nothing waits. When physical memory or a
+//! stream is needed, the pool lends a [`Backing`]. A lane does not know other ranks; what it learns
+//! of them at a commit is how many have reported each deferred free (`deferred`), and at a resync
+//! the state to return to (`rollback`).
+//!
+//! Start with `state`. The hardest files are `growth`, where memory is made and moved, `streams`
+//! and `rollback`.
 //!
 //! | file | holds |
 //! | --- | --- |
-//! | `state` | the lane itself: alloc, free, record, trim, reclaim, resync |
-//! | `split_merge` | cutting ranges out of free blocks, and merging them back |
+//! | `state` | the lane itself: alloc, free, record, reclaim |
+//! | `config` | what a lane is built with |
+//! | `growth` | how a lane gets memory from its backing, moves it and releases it (trim) |
+//! | `segments` | physical segments: how large, where, which may move |
 //! | `table` | the blocks: a slab, chained in address order |
 //! | `free` | the free blocks of one stream, first fit |
-//! | `deferred` | blocks freed without order, and how they come back |
-//! | `commit_trigger` | when they are worth a commit |
+//! | `split_merge` | splitting free blocks, and merging freed ones with their neighbours |
 //! | `index` | from an offset to the block that begins there |
-//! | `lookup` | the same for callers; who may free a block by its address |
-//! | `segments` | physical segments: how large, where, which may move |
-//! | `rollback` | going back to a state all ranks share |
+//! | `lookup` | the same for callers; which blocks may be freed by their address |
 //! | `streams` | stream ordinals and waits between streams |
-//! | `history` | the event log's digest and its recent past |
+//! | `deferred` | blocks freed without order, and how they return |
+//! | `commit_trigger` | when deferred frees make a commit due |
+//! | `lane_event` | the events of a lane's sequence |
+//! | `history` | the event log: its digest and its most recent events |
+//! | `divergence` | the report of the first event at which ranks differ |
+//! | `rollback` | returning to a state that all ranks share |
 //! | `site` | which line of a program an event comes from |
-//! | `divergence` | what is said when ranks differ |
+//! | `stats` | a lane's counts and sizes |
 #![forbid(unsafe_code)]
 
 mod commit_trigger;
@@ -48,7 +57,7 @@ mod table;
 pub use config::{LaneConfig, LaneKind, MAX_LANE_BYTES, UNIT, WindowPolicy};
 pub use divergence::{Divergence, Side};
 pub use history::Digest;
-pub use lane_event::{Event, EventKind};
+pub use lane_event::{EventKind, LaneEvent};
 pub use segments::{Growth, Move, NewSegment, Segment};
 pub use site::{Line, Origin, Site, at_site};
 pub use state::{Backing, BlockKey, LaneState, NoBacking, Placed, Request};
@@ -56,5 +65,5 @@ pub use stats::{ClassStats, LaneStats};
 pub use table::{BlockState, BlockView};
 
 pub(crate) use history::Checkpoints;
-pub(crate) use rollback::{Agreed, Survivor};
+pub(crate) use rollback::{AgreedState, Survivor};
 pub(crate) use site::here;

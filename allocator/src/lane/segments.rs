@@ -7,36 +7,36 @@
 use super::table::BlockState;
 use super::{LaneConfig, LaneKind, WindowPolicy};
 
-/// A contiguous lane that is shared grows by at least half of what it has, between these. Sharing takes
-/// a device's driver 0.08 ms a segment and peer, one at a time over all processes of a machine, so commits
-/// should have few: blocks of 512 MiB, made one after the other, are 14 segments, not the 64 of growing
-/// by 8 MiB each time. More at a time leaves more unused in lanes of less than 1 GiB.
+/// A symmetric contiguous lane grows by at least half of what it has, within these two limits. Sharing a
+/// segment takes a device's driver 0.08 ms for each peer, one segment at a time over all processes of a
+/// machine, so commits should have few: 512 MiB, reached in small blocks, are 14 segments instead of the 64
+/// of growing by 8 MiB each time. Growing by more at a time leaves more unused in lanes of less than 1 GiB.
 const LEAST_GROWTH: u64 = 16 << 20;
 const STEADY_GROWTH: u64 = 48 << 20;
-/// Its growth is cut into segments of at most this: small enough that whole segments fall free and can
-/// move, large enough that there are few hundred, and that a block of 64 MiB is one.
+/// Its growth is cut into segments of at most this: small enough that whole segments become free and can
+/// move, large enough that a lane has at most a few hundred, and that a block of 64 MiB is one segment.
 const LARGEST_PIECE: u64 = 64 << 20;
-/// The same of a local lane, whose segments nobody is to map.
+/// The same for a local lane, whose segments no peer maps.
 const LOCAL_GROWTH: u64 = 8 << 20;
 const LARGEST_LOCAL_PIECE: u64 = 32 << 20;
-/// What a large lane grows by, and the segments it is cut into, are at least 1/128 of the lane.
+/// The growth of a large lane, and each of its segments, is at least this fraction (1/128) of the lane.
 const FRACTION: u64 = 128;
 
-/// Segments of [`WindowPolicy::PerSegment`] are 1/8 of what the lane has, between these: they grow
-/// geometrically, so that there are a few dozen in a large lane.
-/// Doubling each time makes fewer, and leaves more of the last one unused.
+/// A segment of [`WindowPolicy::PerSegment`] is 1/8 of what the lane has, within these two limits. Segments
+/// so grow geometrically, and a large lane has a few dozen. Doubling the lane each time would make fewer, and
+/// leave more of the last one unused.
 const WINDOW_FRACTION: u64 = 8;
 const FIRST_WINDOW: u64 = 16 << 20;
 const LARGEST_WINDOW: u64 = 1 << 30;
 
-/// By what rule a lane grows.
+/// The rule by which a lane grows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Growing {
-    /// As a lane with [`WindowPolicy::Contiguous`] whose segments peers map.
+    /// For [`WindowPolicy::Contiguous`] in a symmetric lane, whose segments peers map.
     Shared,
-    /// As a contiguous one that no peer maps.
+    /// For [`WindowPolicy::Contiguous`] in a local lane.
     Local,
-    /// As one with [`WindowPolicy::PerSegment`], of either kind.
+    /// For [`WindowPolicy::PerSegment`] in lanes of either kind.
     Windows,
 }
 
@@ -50,7 +50,7 @@ impl Growing {
     }
 }
 
-/// One physical allocation, mapped whole. Offsets are bytes from the start of the lane.
+/// One physical allocation, which is mapped as a whole. Offsets are bytes from the start of the lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// Serial number in the lane; a moved segment gets a new one.
@@ -71,7 +71,7 @@ impl Segment {
     }
 }
 
-/// A segment to be made.
+/// A segment that is to be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NewSegment {
     /// Its serial number.
@@ -94,7 +94,7 @@ pub struct Move {
     pub to: NewSegment,
 }
 
-/// What one event needs from the driver. All of it happens, or none.
+/// The segments that one event needs from the driver. All of them are made and moved, or none.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Growth {
     /// Segments that move, in order.
@@ -115,9 +115,9 @@ impl Growth {
 
 #[derive(Debug, Default)]
 pub(super) struct Segments {
-    /// In use, by offset.
+    /// Segments in use, by offset.
     live: Vec<Segment>,
-    /// Released or moved away; unmapped at the next commit.
+    /// Segments that were released or moved away; unmapped at the next commit.
     retired: Vec<Retired>,
     next_counter: u64,
     pub(super) reserved: u64,
@@ -128,13 +128,13 @@ pub(super) struct Segments {
     moved_bytes: u64,
 }
 
-/// A segment that is out of use and still mapped.
+/// A segment that is no longer used and still mapped.
 #[derive(Clone, Copy, Debug)]
 struct Retired {
     segment: Segment,
     /// The event that released or moved it.
     at: u64,
-    /// Whether its memory lives on elsewhere.
+    /// Whether its memory was moved to another segment.
     moved: bool,
 }
 
@@ -159,7 +159,7 @@ impl Segments {
         self.next_counter
     }
 
-    /// How much to grow when `need` bytes are missing.
+    /// By how many bytes to grow when `need` bytes are missing.
     pub(super) fn step(&self, growing: Growing, need: u64, granularity: u64) -> u64 {
         let part = self.reserved / FRACTION;
         let least = match growing {
@@ -190,7 +190,7 @@ impl Segments {
         let largest = usual.max(part).max(granularity);
         let mut pieces = Vec::new();
         while bytes > 0 {
-            // A small rest joins the last piece.
+            // A rest of less than half a piece joins the last piece.
             let piece = if bytes < largest.saturating_add(largest / 2) { bytes } else { largest };
             pieces.push(NewSegment { counter, offset, bytes: piece });
             counter += 1;
@@ -200,9 +200,9 @@ impl Segments {
         pieces
     }
 
-    /// Whether free segments should move before new ones are made: when growing would take the
-    /// lane clearly past the most it ever had in use, and not so often that moving, which costs
-    /// mappings, outweighs what was ever made. The second bound ends any back and forth.
+    /// Whether free segments should be moved before new ones are made. They are when growing would take
+    /// the lane clearly past the most it ever had in use. Moving costs mappings, so no more bytes are ever
+    /// moved than were made; this also ends any moving back and forth.
     pub(super) fn may_move(&self, growth: u64, peak_allocated: u64) -> bool {
         self.reserved + growth > peak_allocated + peak_allocated / 50
             && self.moved_bytes <= self.made_bytes
@@ -243,12 +243,12 @@ impl Segments {
         }
     }
 
-    /// Forgets the retired segments: they are unmapped everywhere.
+    /// Removes the retired segments and returns them.
     pub(super) fn clear_retired(&mut self) -> Vec<Segment> {
         self.retired.drain(..).map(|retired| retired.segment).collect()
     }
 
-    /// Segments in use and retired ones, by offset, with what their ranges are.
+    /// Segments in use and retired ones, by offset, each with the state of its range.
     pub(super) fn extents(&self) -> Vec<(Segment, BlockState)> {
         let live = self.live.iter().map(|&segment| (segment, BlockState::Free));
         let retired = self.retired.iter().map(|retired| (retired.segment, BlockState::Retired));
@@ -257,10 +257,9 @@ impl Segments {
         all
     }
 
-    /// Goes back to the segments as they were before `event`: ones retired since come back, and
-    /// ones made since are returned, youngest first. Counters go on from `next_counter`. What was
-    /// counted for [`may_move`](Segments::may_move) starts over, since it took part in decisions
-    /// that may have been different elsewhere.
+    /// Returns to the segments as they were before `event`: segments retired since are in use again, and
+    /// segments made since are returned, youngest first. Counters continue from `next_counter`. The counts
+    /// for [`may_move`](Segments::may_move) start over, because ranks may differ in them.
     pub(super) fn revert(&mut self, event: u64, next_counter: u64) -> Vec<Segment> {
         let mut dropped = Vec::new();
         let mut live = Vec::new();

@@ -1,4 +1,4 @@
-//! Where in a program events come from.
+//! The lines of the program that events come from.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -8,20 +8,20 @@ use std::sync::{LazyLock, Mutex};
 
 use crate::sync::lock;
 
-/// Where in the caller's program an event came from, where that is known. Shown in messages, never
+/// The line of the caller's program that an event comes from, if known. It is shown in messages and never
 /// compared.
 pub type Site = Option<Origin>;
 
 /// A line of a program, in Rust or another language. Shown as `file:line`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// What `#[track_caller]` finds.
+    /// A line of Rust code, from `#[track_caller]`.
     Rust(&'static Location<'static>),
-    /// What a binding found.
+    /// A line of another language, given by a binding.
     Other(&'static Line),
 }
 
-/// A line of a program that is not Rust's.
+/// A line of a program that is not in Rust.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Line {
     file: String,
@@ -29,7 +29,7 @@ pub struct Line {
 }
 
 impl Origin {
-    /// The line `number`, from 1, of `file`. Each is kept once, for as long as the process lives.
+    /// The line `number`, counted from 1, of `file`. Each line is stored once, until the process ends.
     pub fn line(file: &str, number: u32) -> Self {
         static LINES: LazyLock<Mutex<BTreeMap<u32, Vec<&'static Line>>>> =
             LazyLock::new(Mutex::default);
@@ -57,8 +57,8 @@ thread_local! {
     static WITHIN: Cell<Option<Site>> = const { Cell::new(None) };
 }
 
-/// Does `work`, whose events on this thread are told as from `site`: for bindings, whose callers are
-/// in another language, or for callers that nobody would look for.
+/// Calls `work`, and attributes its events on this thread to `site` instead of the Rust caller: for
+/// bindings, whose callers are in another language.
 ///
 /// ```
 /// use symmpool_allocator::lane::{Origin, at_site};
@@ -78,7 +78,7 @@ pub fn at_site<T>(site: Site, work: impl FnOnce() -> T) -> T {
     work()
 }
 
-/// The site of what is asked for here: what [`at_site`] says, else the caller.
+/// The site of the present call: the one given to [`at_site`], else the Rust caller.
 #[track_caller]
 pub(crate) fn here() -> Site {
     let caller = Location::caller();
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_holds_within_and_on_this_thread_only() {
+    fn a_site_holds_within_its_call_and_on_this_thread_only() {
         let outside = here();
         assert!(outside.unwrap().to_string().starts_with("allocator/src/lane/site.rs:"));
         let (outer, inner) = (Some(Origin::line("outer.py", 1)), Some(Origin::line("inner.py", 2)));

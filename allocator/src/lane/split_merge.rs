@@ -1,12 +1,12 @@
-//! How a range changes hands: cut out of a free block, and merged back with its neighbours.
+//! Splitting free blocks for allocations, and merging freed blocks with their free neighbours.
 
 use super::free::Free;
 use super::state::LaneState;
-use super::table::{Block, BlockState, NIL, Table};
+use super::table::{BlockEntry, BlockState, BlockTable, NIL};
 
 impl LaneState {
-    /// Takes `[start, start + size)` out of a free block that nothing need wait for any more, and
-    /// makes it live; returns its id.
+    /// Takes `[start, start + size)`, in units, out of a free block whose waits are done, and makes it
+    /// live; returns its id.
     pub(super) fn take(
         &mut self,
         stream: u16,
@@ -19,7 +19,7 @@ impl LaneState {
         let list = &mut self.free[usize::from(stream)];
         let before = start - free.offset;
         let after = free.size - before - size;
-        let piece = |offset, size, state| Block {
+        let piece = |offset, size, state| BlockEntry {
             offset,
             size,
             prev: NIL,
@@ -29,9 +29,9 @@ impl LaneState {
             stream,
             near: place.near(),
             state,
-            wall: false,
+            at_boundary: false,
             partial: false,
-            by_address: false,
+            free_by_address: false,
         };
         match (before, after) {
             (0, 0) => {
@@ -40,22 +40,22 @@ impl LaneState {
                 block.state = BlockState::Live;
                 block.counter = counter;
                 block.near = place.near();
-                block.by_address = false;
+                block.free_by_address = false;
                 free.id
             }
             (0, _) => {
-                // The free block keeps its entry and its high part.
+                // The free block keeps its entry, with its high part.
                 list.resize(place, start + size, after);
                 let rest = self.table.get_mut(free.id);
                 rest.offset = start + size;
                 rest.size = after;
-                let wall = std::mem::take(&mut rest.wall);
+                let at_boundary = std::mem::take(&mut rest.at_boundary);
                 let mut block = piece(start, size, BlockState::Live);
-                block.wall = wall;
+                block.at_boundary = at_boundary;
                 self.table.insert_before(free.id, block)
             }
             _ => {
-                // Alignment left a gap in front: it stays free in the old entry.
+                // Alignment leaves a gap in front, which stays free under the old entry.
                 list.resize(place, free.offset, before);
                 self.table.get_mut(free.id).size = before;
                 let next = self.table.get(free.id).next;
@@ -71,8 +71,8 @@ impl LaneState {
         }
     }
 
-    /// Makes a live or set-aside block free, and merges it with free neighbours of its stream.
-    /// Events are recorded already on the streams that a reuse must wait for.
+    /// Frees a live block or one whose free was deferred, and merges it with free neighbours of its
+    /// stream. The caller has recorded events on the streams that a reuse must wait for.
     pub(super) fn give_back(&mut self, id: u32) {
         let (offset, size) = (self.table.get(id).offset, self.table.get(id).size);
         if let Some(index) = self.index.get_mut() {
@@ -82,20 +82,20 @@ impl LaneState {
         self.set_free(id);
     }
 
-    /// Makes a range free that is in no list, merging it with its neighbours.
+    /// Puts a range that is in no free list into its stream's, merging it with its free neighbours.
     pub(super) fn set_free(&mut self, id: u32) {
         let block = self.table.get_mut(id);
         block.state = BlockState::Free;
-        let Block { offset, size, prev, next, stream, near, waits, wall, .. } = *block;
+        let BlockEntry { offset, size, prev, next, stream, near, waits, at_boundary, .. } = *block;
         let list = &mut self.free[usize::from(stream)];
-        let mergeable = |table: &Table, at: u32| {
+        let mergeable = |table: &BlockTable, at: u32| {
             at != NIL && {
                 let other = table.get(at);
                 other.state == BlockState::Free && other.stream == stream
             }
         };
-        let below = !wall && mergeable(&self.table, prev);
-        let above = mergeable(&self.table, next) && !self.table.get(next).wall;
+        let below = !at_boundary && mergeable(&self.table, prev);
+        let above = mergeable(&self.table, next) && !self.table.get(next).at_boundary;
         match (below, above) {
             (false, false) => list.insert(Free { offset, size, id }, near),
             (true, false) => {
@@ -112,11 +112,11 @@ impl LaneState {
                 high.offset = offset;
                 high.size += size;
                 high.waits |= waits;
-                high.wall = wall;
+                high.at_boundary = at_boundary;
                 list.resize(place, high.offset, high.size);
             }
             (true, true) => {
-                let Block { size: high_size, waits: high_waits, .. } = *self.table.get(next);
+                let BlockEntry { size: high_size, waits: high_waits, .. } = *self.table.get(next);
                 self.table.remove(next);
                 self.table.remove(id);
                 let low = self.table.get_mut(prev);

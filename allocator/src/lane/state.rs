@@ -2,37 +2,38 @@
 
 use std::sync::OnceLock;
 
-use super::commit_trigger::Turnover;
-use super::deferred::Aside;
+use super::commit_trigger::CommitTrigger;
+use super::deferred::DeferredFrees;
 use super::free::FreeList;
 use super::history::{Checkpoints, Digest, History};
-use super::index::Index;
+use super::index::OffsetIndex;
 use super::segments::{Growth, Segments};
 use super::stats::{Counts, LaneStats};
 use super::streams::{Streams, bit};
-use super::table::{Block, BlockState, BlockView, Table};
-use super::{Event, EventKind, LaneConfig, LaneKind, Segment, Site, UNIT, WindowPolicy};
+use super::table::{BlockEntry, BlockState, BlockTable, BlockView};
+use super::{EventKind, LaneConfig, LaneEvent, LaneKind, Segment, Site, UNIT, WindowPolicy};
 use crate::amount::Amount;
-use crate::driver::{Event as StreamEvent, Stream};
+use crate::driver::{Event, Stream};
 use crate::error::ErrorKind;
 use crate::{Error, Result};
 
-/// What a lane asks of the world: physical memory and stream events. Never a decision.
+/// What a lane needs from outside: physical memory and stream events. A backing never decides where
+/// something is placed.
 pub trait Backing {
-    /// The sequence has come to where a commit is due: a growth, or enough to be taken back. Called before
-    /// anything can fail, so on every rank alike.
+    /// Called when a commit has become due: the lane is about to grow, or enough deferred frees wait. It is
+    /// called before anything that can fail, so at the same event on every rank.
     fn due(&mut self) {}
-    /// Makes and moves segments: all of `growth` or nothing.
+    /// Makes and moves segments: all of `growth`, or none on an error.
     fn grow(&mut self, growth: &Growth) -> Result<()>;
     /// Records an event on `stream`.
-    fn record(&mut self, stream: Stream) -> Result<StreamEvent>;
+    fn record(&mut self, stream: Stream) -> Result<Event>;
     /// Makes `stream` wait for `event`, on the device.
-    fn wait(&mut self, stream: Stream, event: &StreamEvent) -> Result<()>;
-    /// Lets go of an event.
-    fn release(&mut self, event: StreamEvent);
+    fn wait(&mut self, stream: Stream, event: &Event) -> Result<()>;
+    /// Destroys an event.
+    fn release(&mut self, event: Event);
 }
 
-/// Memory that is not there: for planning and for tests of the arithmetic.
+/// A backing without memory: for planning, and for tests of the arithmetic.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NoBacking;
 
@@ -41,31 +42,31 @@ impl Backing for NoBacking {
         Ok(())
     }
 
-    fn record(&mut self, _stream: Stream) -> Result<StreamEvent> {
-        Ok(StreamEvent::numbered(0))
+    fn record(&mut self, _stream: Stream) -> Result<Event> {
+        Ok(Event::numbered(0))
     }
 
-    fn wait(&mut self, _stream: Stream, _event: &StreamEvent) -> Result<()> {
+    fn wait(&mut self, _stream: Stream, _event: &Event) -> Result<()> {
         Ok(())
     }
 
-    fn release(&mut self, _event: StreamEvent) {}
+    fn release(&mut self, _event: Event) {}
 }
 
 /// An allocation request.
 #[derive(Clone, Copy, Debug)]
 pub struct Request {
-    /// Bytes; 0 gets a place of its own like 1.
+    /// Bytes. A request of 0 bytes gets an address of its own, like one of 1 byte.
     pub bytes: u64,
     /// A power of two up to the driver's granularity; less than 512 means 512.
     pub align: u64,
     /// The stream on which the block is used first.
     pub stream: Stream,
-    /// Who asks.
+    /// From which line of the program it comes.
     pub site: Site,
 }
 
-/// Names a block: its slab entry and, against reuse of that entry, its counter.
+/// Identifies a block: its entry in the block table, and its counter, because entries are reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct BlockKey {
     pub(super) id: u32,
@@ -76,7 +77,7 @@ pub struct BlockKey {
 /// Where a request was placed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Placed {
-    /// The block's name.
+    /// The block's key.
     pub key: BlockKey,
     /// First byte, from the start of the lane.
     pub offset: u64,
@@ -84,25 +85,24 @@ pub struct Placed {
     pub bytes: u64,
 }
 
-/// The lane. Not synchronised: its owner locks it.
+/// The state of a lane. It has no lock of its own: the owner locks it.
 #[derive(Debug)]
 pub struct LaneState {
     pub(super) config: LaneConfig,
     pub(super) range: u64,
     pub(super) granularity: u64,
-    pub(super) table: Table,
-    /// Made by the first question for an address; lanes used through keys alone do without.
-    pub(super) index: OnceLock<Index>,
+    pub(super) table: BlockTable,
+    /// Made by the first lookup of an address; lanes that are used by keys alone have none.
+    pub(super) index: OnceLock<OffsetIndex>,
     /// By stream ordinal.
     pub(super) free: Vec<FreeList>,
     pub(super) segments: Segments,
     pub(super) streams: Streams,
     pub(super) history: History,
     pub(super) counts: Counts,
-    /// Blocks freed without order.
-    pub(super) aside: Aside,
-    pub(super) turnover: Turnover,
-    /// A local failure since the last agreement, with the counter at which it happened.
+    pub(super) deferred: DeferredFrees,
+    pub(super) trigger: CommitTrigger,
+    /// The first failure on this rank since the last commit, with the counter at which it happened.
     pub(super) failure: Option<(u64, ErrorKind)>,
 }
 
@@ -127,21 +127,21 @@ impl LaneState {
             config,
             range,
             granularity,
-            table: Table::new(),
+            table: BlockTable::new(),
             index: OnceLock::new(),
             free: Vec::new(),
             segments: Segments::default(),
             streams: Streams::default(),
             history,
             counts: Counts::new(),
-            aside: Aside::default(),
-            turnover: Turnover::default(),
+            deferred: DeferredFrees::default(),
+            trigger: CommitTrigger::default(),
             failure: None,
         })
     }
 
     /// Places a block. On any error the lane is as it was, except that a failure of the driver is
-    /// remembered for the next commit, where every rank learns of it. So it is with every call.
+    /// remembered for the next commit, which reports it to every rank. This holds for every call of a lane.
     pub fn alloc(&mut self, request: Request, backing: &mut dyn Backing) -> Result<Placed> {
         let (size, align) = self.check(request.bytes, request.align)?;
         let stream = self.streams.ordinal(request.stream)?;
@@ -154,11 +154,11 @@ impl LaneState {
                 (fit.expect("growth made room for the request"), grown)
             }
         };
-        // After growth there is nothing left to do here that could fail.
+        // After a growth nothing here can fail any more: `grow_on` has made the stream known.
         let entered = self.streams.enter(stream, request.stream, self.history.counter(), backing);
         entered.map_err(|error| self.failed(error))?;
         let bytes = u64::from(size) * UNIT;
-        if self.turnover.allocates(bytes, self.reserved()) {
+        if self.trigger.note_alloc(bytes, self.reserved()) {
             backing.due();
         }
         let (place, free, start) = fit;
@@ -167,11 +167,11 @@ impl LaneState {
             // After growth this repeats what `grow` waited for, and so cannot fail.
             let waited = self.streams.wait(stream, waits, backing);
             if let Err(error) = waited {
-                // A stream that was new stays new.
+                // A stream that was new to the lane stays new.
                 self.streams.forget_since(self.history.counter(), backing);
                 return Err(self.failed(error));
             }
-            // The whole block has been waited for; what is left of it need not wait again.
+            // The stream has waited for the whole free block, so the rest of it needs no wait.
             self.table.get_mut(free.id).waits = 0;
         }
         let counter = self.history.counter();
@@ -189,7 +189,7 @@ impl LaneState {
 
     /// Frees a block in order: its place may be used again by the next call.
     pub fn free(&mut self, key: BlockKey, site: Site, backing: &mut dyn Backing) -> Result<()> {
-        let Block { waits: used_on, partial, .. } = *self.check_live(key)?;
+        let BlockEntry { waits: used_on, partial, .. } = *self.check_live(key)?;
         if partial {
             return self.free_unordered(key, site, backing);
         }
@@ -203,8 +203,8 @@ impl LaneState {
         Ok(())
     }
 
-    /// Frees a block without order (rule D5). In a local lane that is an ordinary free; in a
-    /// symmetric one the block is set aside and comes back at a commit, once every rank freed it.
+    /// Frees a block without order (rule D5). In a local lane that is an ordinary free. In a symmetric
+    /// one the free is deferred: the block returns at the commit by which every rank has freed it.
     pub fn free_unordered(
         &mut self,
         key: BlockKey,
@@ -216,15 +216,15 @@ impl LaneState {
         }
         let bytes = self.check_live(key)?.bytes();
         let block = self.table.get_mut(key.id);
-        block.state = BlockState::SetAside;
+        block.state = BlockState::Deferred;
         block.partial = false;
-        self.aside.insert(key.counter, key.id);
+        self.deferred.insert(key.counter, key.id);
         self.counts.unordered_frees += 1;
-        self.counts.set_aside += bytes;
+        self.counts.deferred += bytes;
         Ok(())
     }
 
-    /// Notes that a block is used on another stream: it will be reused only behind that use
+    /// Notes that a block is used on another stream, so that its memory is reused only after that use
     /// (rule D4).
     pub fn record_stream(&mut self, key: BlockKey, stream: Stream, site: Site) -> Result<()> {
         if self.check_live(key)?.partial {
@@ -249,9 +249,9 @@ impl LaneState {
         self.streams.find(stream).is_some()
     }
 
-    /// Forgets a stream that is about to be destroyed: nothing here touches it from now on. The next stream
-    /// that is new to the lane takes its ordinal and its memory, behind its work. Nothing happens if the lane
-    /// does not know it.
+    /// Forgets a stream that is about to be destroyed: the lane does not use it from now on. The next stream
+    /// that is new to the lane takes over its ordinal and its memory, after waiting for its work. Does nothing
+    /// if the lane does not know the stream.
     pub fn forget_stream(
         &mut self,
         stream: Stream,
@@ -265,24 +265,24 @@ impl LaneState {
         Ok(())
     }
 
-    /// Returns blocks to the lane that every rank has freed without order: the last step of a
-    /// commit. `counters` ascend; unknown ones are ignored, because the caller made the list from
-    /// what this lane published.
+    /// Returns blocks to the lane that every rank has freed without order: the last step of a commit.
+    /// `counters` ascend. Unknown ones are ignored; there are none, because the caller has the list from
+    /// [`apply_reports`](Self::apply_reports).
     pub fn reclaim(&mut self, counters: &[u64], backing: &mut dyn Backing) -> Result<()> {
         if counters.is_empty() {
             return Ok(());
         }
-        let aside = counters.iter().filter_map(|counter| self.aside.id(*counter));
-        let used_on = aside.fold(0, |mask, id| mask | self.table.get(id).waits);
+        let deferred = counters.iter().filter_map(|counter| self.deferred.id(*counter));
+        let used_on = deferred.fold(0, |mask, id| mask | self.table.get(id).waits);
         let recorded = self.streams.record(used_on, backing);
         recorded.map_err(|error| self.failed(error))?;
         let mut digest = 0;
         for counter in counters {
             digest = xxhash_rust::xxh3::xxh3_64_with_seed(&counter.to_le_bytes(), digest);
-            if let Some(id) = self.aside.remove(*counter) {
+            if let Some(id) = self.deferred.remove(*counter) {
                 let bytes = self.table.get(id).bytes();
-                self.counts.set_aside -= bytes;
-                self.turnover.returns(bytes);
+                self.counts.deferred -= bytes;
+                self.trigger.note_return(bytes);
                 self.give_back(id);
             }
         }
@@ -291,22 +291,27 @@ impl LaneState {
         Ok(())
     }
 
-    /// Counters of the blocks set aside, ascending, at most `most` of them.
-    pub fn set_aside(&self, most: usize) -> Vec<u64> {
-        self.aside.counters().take(most).collect()
+    /// Counters of the deferred frees, ascending, at most `most` of them.
+    pub fn deferred_frees(&self, most: usize) -> Vec<u64> {
+        self.deferred.counters().take(most).collect()
     }
 
-    /// Counters of the blocks set aside that the next commit tells the other ranks, ascending, at
-    /// most `most`. No successful commit has told them before.
-    pub(crate) fn to_tell(&self, most: usize) -> Vec<u64> {
-        self.aside.to_tell(most)
+    /// Counters of the deferred frees that the next commit reports to the other ranks, ascending, at
+    /// most `most`. No successful commit has reported them before.
+    pub(crate) fn to_report(&self, most: usize) -> Vec<u64> {
+        self.deferred.to_report(most)
     }
 
-    /// Notes what a commit told of this lane (for the same `most` as [`to_tell`](Self::to_tell)),
-    /// and by how many of `world` ranks. Returns the blocks that all ranks have told by now, to be
-    /// reclaimed.
-    pub(crate) fn told(&mut self, most: usize, heard: &[(u64, u32)], world: u32) -> Vec<u64> {
-        self.aside.told(most, heard, world)
+    /// Takes over the reports of a commit that succeeded: blocks of this lane with the number of ranks,
+    /// out of `world`, that reported them, for the same `most` as [`to_report`](Self::to_report). Returns
+    /// the blocks that all ranks have reported by now, which the caller reclaims.
+    pub(crate) fn apply_reports(
+        &mut self,
+        most: usize,
+        reports: &[(u64, u32)],
+        world: u32,
+    ) -> Vec<u64> {
+        self.deferred.apply_reports(most, reports, world)
     }
 
     /// The number of events so far.
@@ -320,7 +325,7 @@ impl LaneState {
     }
 
     /// The event with this number, if it is still kept.
-    pub fn event(&self, counter: u64) -> Option<Event> {
+    pub fn event(&self, counter: u64) -> Option<LaneEvent> {
         self.history.event(counter)
     }
 
@@ -337,14 +342,14 @@ impl LaneState {
         self.failure.as_ref()
     }
 
-    /// All ranks agree on everything so far.
+    /// A commit or resync has succeeded: all ranks agree on everything so far.
     pub(crate) fn mark_agreed(&mut self) {
         self.failure = None;
         self.history.mark_agreed();
-        self.turnover.settle();
+        self.trigger.note_commit();
     }
 
-    /// Lets go of the events that it keeps, and forgets their streams: the lane ends.
+    /// Destroys the stream events that the lane keeps, and forgets their streams, because the lane ends.
     pub(crate) fn release_events(&mut self, backing: &mut dyn Backing) {
         self.streams.forget_since(0, backing);
     }
@@ -354,7 +359,7 @@ impl LaneState {
         self.segments.live()
     }
 
-    /// The streams used so far, by ordinal, but for those that were forgotten.
+    /// The streams used so far, by ordinal, without those that were forgotten.
     pub fn streams(&self) -> impl Iterator<Item = Stream> + '_ {
         self.streams.handles()
     }
@@ -386,7 +391,7 @@ impl LaneState {
             peak_allocated: self.counts.peak_allocated,
             reserved: self.segments.reserved,
             peak_reserved: self.segments.peak_reserved,
-            set_aside: self.counts.set_aside,
+            deferred: self.counts.deferred,
             live_blocks: self.counts.live_blocks,
             free_blocks: self.free.iter().map(|free| free.iter().count() as u64).sum(),
             segments: self.segments.live().len() as u64,
@@ -419,8 +424,8 @@ impl LaneState {
     fn check(&self, bytes: u64, align: u64) -> Result<(u32, u32)> {
         if !align.is_power_of_two() || align > self.granularity {
             return Err(Error::invalid_argument(format!(
-                "lane {:?}: alignment {align}; a power of two of at most {} can be served: this is the \
-                 driver's granularity, and heaps are aligned no further",
+                "lane {:?}: alignment {align}; it must be a power of two of at most {}, the driver's \
+                 granularity, to which heaps are aligned",
                 self.config.name,
                 Amount(self.granularity)
             )));
@@ -438,14 +443,14 @@ impl LaneState {
         Ok((size, (align / UNIT).max(1) as u32))
     }
 
-    pub(super) fn check_live(&self, key: BlockKey) -> Result<&Block> {
+    pub(super) fn check_live(&self, key: BlockKey) -> Result<&BlockEntry> {
         let lane = &self.config.name;
         let BlockKey { id, counter } = key;
         match self.table.try_get(id) {
             Some(block) if block.counter == counter && block.state == BlockState::Live => Ok(block),
             _ if counter >= self.history.counter() => Err(Error::invalid_argument(format!(
-                "lane {lane:?} has no block {counter}: it is at event {}; the block is another \
-                 lane's",
+                "lane {lane:?} has no block of event {counter}: it is at event {}, so the block belongs to \
+                 another lane",
                 self.history.counter()
             ))),
             _ => Err(Error::invalid_argument(format!(
@@ -455,14 +460,14 @@ impl LaneState {
         }
     }
 
-    /// Notes that this rank cannot do what comes next in the sequence, for a reason outside the
-    /// lane: where the others went on, the next commit gives all ranks `why` as the error.
+    /// Notes that this rank cannot do what comes next in the sequence, for a reason outside the lane. If
+    /// other ranks went on, the next commit returns `why` as the error on all ranks.
     pub fn note_failure(&mut self, why: &Error) {
         self.failed(why.clone());
     }
 
-    /// Remembers a failure of the driver for the next commit: the first one, where the lane left
-    /// the common path.
+    /// Remembers a failure for the next commit. The first one counts, because there this rank's sequence
+    /// left that of the others.
     pub(super) fn failed(&mut self, error: Error) -> Error {
         let failure = (self.history.counter(), error.kind().clone());
         self.failure.get_or_insert(failure);

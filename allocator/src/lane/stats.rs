@@ -1,21 +1,21 @@
-//! What a lane counts.
+//! A lane's counts and sizes.
 
 use super::UNIT;
 
 /// Numbers of one lane at one moment. Sizes are in bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LaneStats {
-    /// In blocks handed out, rounded up to 512-byte units; set-aside blocks included.
+    /// Bytes in blocks handed out, rounded up to units of 512 bytes. Blocks whose free is deferred count.
     pub allocated: u64,
     /// The highest `allocated` so far.
     pub peak_allocated: u64,
-    /// In physical segments.
+    /// Bytes in physical segments.
     pub reserved: u64,
     /// The highest `reserved` so far.
     pub peak_reserved: u64,
-    /// In blocks freed without order that wait for the other ranks (rule D5).
-    pub set_aside: u64,
-    /// Blocks handed out and not freed.
+    /// Bytes in deferred frees: blocks freed without order that other ranks have not freed (rule D5).
+    pub deferred: u64,
+    /// Blocks handed out, including those whose free is deferred.
     pub live_blocks: u64,
     /// Free pieces of memory.
     pub free_blocks: u64,
@@ -33,8 +33,8 @@ pub struct LaneStats {
     pub frees: u64,
     /// Unordered frees so far.
     pub unordered_frees: u64,
-    /// Blocks by size: entry `n` holds blocks of more than 2^(n-1) and at most 2^n units of 512
-    /// bytes. Entries after the last used one are left out.
+    /// Blocks by size: entry `n` counts blocks of more than 2^(n-1) and at most 2^n units of 512 bytes.
+    /// Entries after the last used one are left out.
     pub classes: Vec<ClassStats>,
 }
 
@@ -52,7 +52,7 @@ pub struct ClassStats {
 }
 
 impl LaneStats {
-    /// Reserved but not handed out.
+    /// Bytes that are reserved but not handed out.
     pub fn cached(&self) -> u64 {
         self.reserved - self.allocated
     }
@@ -63,7 +63,7 @@ impl LaneStats {
 pub(super) struct Counts {
     pub(super) allocated: u64,
     pub(super) peak_allocated: u64,
-    pub(super) set_aside: u64,
+    pub(super) deferred: u64,
     pub(super) live_blocks: u64,
     pub(super) allocs: u64,
     pub(super) frees: u64,
@@ -80,7 +80,7 @@ impl Counts {
         Self {
             allocated: 0,
             peak_allocated: 0,
-            set_aside: 0,
+            deferred: 0,
             live_blocks: 0,
             allocs: 0,
             frees: 0,
@@ -89,14 +89,14 @@ impl Counts {
         }
     }
 
-    /// A block of `units` was handed out.
+    /// Counts a block of `units` that is handed out.
     pub(super) fn add(&mut self, units: u32) {
         self.allocs += 1;
         self.classes[class_of(units)].allocs += 1;
         self.add_live(units);
     }
 
-    /// A block of `units` is there.
+    /// Counts a live block of `units`, which is not a new allocation.
     pub(super) fn add_live(&mut self, units: u32) {
         let bytes = u64::from(units) * UNIT;
         self.live_blocks += 1;
@@ -107,12 +107,12 @@ impl Counts {
         class.bytes += bytes;
     }
 
-    /// Nothing is there; what happened so far stays counted. The peak starts over, because
-    /// decisions depend on it.
+    /// Starts over with no live block. Allocations and frees so far stay counted. The peak starts over,
+    /// because placement depends on it.
     pub(super) fn clear_live(&mut self) {
         self.allocated = 0;
         self.peak_allocated = 0;
-        self.set_aside = 0;
+        self.deferred = 0;
         self.live_blocks = 0;
         for class in &mut self.classes {
             class.live = 0;
@@ -120,7 +120,7 @@ impl Counts {
         }
     }
 
-    /// A block of `units` came back.
+    /// Counts a block of `units` that became free.
     pub(super) fn remove(&mut self, units: u32) {
         let bytes = u64::from(units) * UNIT;
         self.live_blocks -= 1;

@@ -1,39 +1,40 @@
 //! Stream ordinals, and waits between streams.
 //!
 //! A stream is known by the ordinal of its first use (rule D3). A block that was used on other
-//! streams carries a mask of their ordinals; whoever reuses it first makes its own stream wait on
-//! those streams' events, on the device (rule D4). Only the latest event of each stream is kept:
-//! waiting on a later one is waiting on all before it.
+//! streams carries a mask of their ordinals. Before it is reused, the stream that reuses it waits on the
+//! device for those streams' events (rule D4). Only the latest event of each stream is kept: waiting for it
+//! includes waiting for all earlier ones.
 //!
-//! A stream that its program is about to destroy is forgotten: nothing touches it any more. Its ordinal
-//! goes to the next stream that is new to the lane, and with it the memory that is there; that stream first
-//! waits for the event which stands for the forgotten one's work. So a program that makes and destroys
-//! streams goes on in the same memory, and with the same few ordinals. Forgetting is an event of the
-//! lane's sequence, as ordinals follow from it.
+//! A stream that its program is about to destroy is forgotten: the lane does not use it any more. The next
+//! stream that is new to the lane takes over its ordinal, and with it the memory there, and first waits for
+//! an event recorded behind the forgotten stream's work. A program that makes and destroys streams so stays
+//! in the same memory, with the same few ordinals. Forgetting is an event of the lane's sequence, because
+//! ordinals follow from it.
 
 use super::Backing;
 use crate::driver::{Event, Stream};
 use crate::{Error, Result};
 
 /// Ordinals are bits of a 64-bit mask.
-const MOST_STREAMS: usize = 64;
+const MAX_STREAMS: usize = 64;
 
 /// A set of streams by ordinal.
 pub(super) type StreamMask = u64;
 
 #[derive(Debug)]
 struct Known {
-    /// `None` once it was forgotten, until the next stream that is new to the lane takes its place.
+    /// The stream that has the ordinal; `None` from when it is forgotten until a new stream takes over.
     stream: Option<Stream>,
-    /// The event by which the ordinal became known,
+    /// Number of the lane's event by which the ordinal was first used.
     born: u64,
-    /// and that by which this stream had it first.
+    /// Number of the lane's event by which the present stream got the ordinal.
     since: u64,
-    /// The latest event recorded on this stream or the one before it, and its serial number.
+    /// The latest device event recorded on this stream, or on its predecessor with the same ordinal, and
+    /// its serial number.
     latest: Option<(u64, Event)>,
-    /// That is of the one before it, and this one is not behind it yet.
-    owes: bool,
-    /// For each other stream, the serial number of the last of its events waited on.
+    /// Whether this stream has yet to wait for `latest`, which is its predecessor's.
+    must_wait: bool,
+    /// For each other stream, the serial number of its last event that this stream waits for.
     waited: Vec<u64>,
 }
 
@@ -44,23 +45,22 @@ pub(super) struct Streams {
 }
 
 impl Streams {
-    /// The ordinal of `stream`: its own, else that of a forgotten one, else the next;
-    /// [`Streams::learn`] makes it known.
+    /// The ordinal of `stream`: its own if it has one, else that of a forgotten stream, else the next free
+    /// one. [`Streams::learn`] makes it known.
     pub(super) fn ordinal(&self, stream: Stream) -> Result<u16> {
         let known = |wanted: Option<Stream>| self.known.iter().position(|k| k.stream == wanted);
         let at = known(Some(stream)).or_else(|| known(None)).unwrap_or(self.known.len());
-        if at >= MOST_STREAMS {
+        if at >= MAX_STREAMS {
             return Err(Error::invalid_argument(format!(
-                "stream {:#x} would be number {at} of this lane, which can serve {MOST_STREAMS}; \
-                 have streams forgotten before they are destroyed (forget_stream), or use another \
-                 lane for it",
+                "stream {:#x} would be number {at} of this lane, which can serve {MAX_STREAMS} at a time; \
+                 call forget_stream before a stream is destroyed, or use another lane for this one",
                 stream.raw()
             )));
         }
         Ok(at as u16)
     }
 
-    /// Makes the stream of this ordinal known, by the event with number `event`.
+    /// Makes a stream known under its ordinal, by the lane's event with number `event`.
     pub(super) fn learn(&mut self, ordinal: u16, stream: Stream, event: u64) {
         match self.known.get_mut(usize::from(ordinal)) {
             None => self.known.push(Known {
@@ -68,20 +68,20 @@ impl Streams {
                 born: event,
                 since: event,
                 latest: None,
-                owes: false,
+                must_wait: false,
                 waited: Vec::new(),
             }),
             Some(known) if known.stream.is_none() => {
                 known.stream = Some(stream);
                 known.since = event;
-                known.owes = known.latest.is_some();
+                known.must_wait = known.latest.is_some();
             }
             Some(_) => {}
         }
     }
 
-    /// Makes `stream` known if it is not, and behind the work of the stream whose ordinal it took. On an
-    /// error it is as new as before.
+    /// Makes `stream` known if it is new, and makes it wait for the work of the stream whose ordinal it
+    /// takes over. On an error it stays new.
     #[inline]
     pub(super) fn enter(
         &mut self,
@@ -91,13 +91,13 @@ impl Streams {
         backing: &mut dyn Backing,
     ) -> Result<()> {
         match self.known.get(usize::from(ordinal)) {
-            Some(known) if known.stream == Some(stream) && !known.owes => Ok(()),
-            _ => self.come(ordinal, stream, event, backing),
+            Some(known) if known.stream == Some(stream) && !known.must_wait => Ok(()),
+            _ => self.enter_new(ordinal, stream, event, backing),
         }
     }
 
     #[cold]
-    fn come(
+    fn enter_new(
         &mut self,
         ordinal: u16,
         stream: Stream,
@@ -105,22 +105,22 @@ impl Streams {
         backing: &mut dyn Backing,
     ) -> Result<()> {
         self.learn(ordinal, stream, event);
-        let settled = self.settle(usize::from(ordinal), backing);
-        if settled.is_err() {
+        let waited = self.wait_for_predecessor(usize::from(ordinal), backing);
+        if waited.is_err() {
             self.forget_since(event, backing);
         }
-        settled
+        waited
     }
 
-    /// Makes a stream wait for the one whose ordinal it took, unless it did.
-    fn settle(&mut self, ordinal: usize, backing: &mut dyn Backing) -> Result<()> {
-        let Some(known) = self.known.get_mut(ordinal).filter(|known| known.owes) else {
+    /// Makes a stream wait for the one whose ordinal it took over, unless it has done so.
+    fn wait_for_predecessor(&mut self, ordinal: usize, backing: &mut dyn Backing) -> Result<()> {
+        let Some(known) = self.known.get_mut(ordinal).filter(|known| known.must_wait) else {
             return Ok(());
         };
         if let (Some(stream), Some((_, event))) = (known.stream, &known.latest) {
             backing.wait(stream, event)?;
         }
-        known.owes = false;
+        known.must_wait = false;
         Ok(())
     }
 
@@ -129,16 +129,16 @@ impl Streams {
         self.known.iter().position(|known| known.stream == Some(stream)).map(|at| at as u16)
     }
 
-    /// Never names the stream of this ordinal again, which lives still: an event behind its work stands
-    /// for it, and the next new stream takes its ordinal, with what memory is there.
+    /// Forgets the stream of this ordinal, which still exists: records an event behind its work, and leaves
+    /// the ordinal and the memory there to the next new stream.
     pub(super) fn forget(&mut self, ordinal: u16, backing: &mut dyn Backing) -> Result<()> {
         self.record(bit(ordinal), backing)?;
         self.known[usize::from(ordinal)].stream = None;
         Ok(())
     }
 
-    /// Those that were forgotten when the lane had seen `first` events and had not been taken since, and
-    /// those that were forgotten since.
+    /// The ordinals, out of those in use when the lane had seen `first` events, whose stream was forgotten
+    /// then or has been forgotten since.
     pub(super) fn forgotten_since(&self, first: u64) -> StreamMask {
         let known = self.known.iter().enumerate().filter(|(_, known)| known.born < first);
         known
@@ -146,12 +146,12 @@ impl Streams {
             .fold(0, |mask, (at, _)| mask | 1 << at)
     }
 
-    /// Forgets the streams of a mask, whose work is done.
+    /// Forgets the streams of a mask, whose work is complete, so that nobody has to wait for it.
     pub(super) fn forget_idle(&mut self, mask: StreamMask, backing: &mut dyn Backing) {
         for ordinal in bits(mask) {
             let Some(known) = self.known.get_mut(ordinal) else { continue };
             known.stream = None;
-            known.owes = false;
+            known.must_wait = false;
             if let Some((_, event)) = known.latest.take() {
                 backing.release(event);
             }
@@ -166,10 +166,10 @@ impl Streams {
         self.known.len()
     }
 
-    /// Records an event on each stream of the mask. Of one that was forgotten there is one.
+    /// Records an event on each stream of the mask. A forgotten stream has its event already.
     pub(super) fn record(&mut self, mask: StreamMask, backing: &mut dyn Backing) -> Result<()> {
         for ordinal in bits(mask) {
-            self.settle(ordinal, backing)?;
+            self.wait_for_predecessor(ordinal, backing)?;
             let Some(known) = self.known.get_mut(ordinal) else { continue };
             let Some(stream) = known.stream else { continue };
             let event = backing.record(stream)?;
@@ -181,8 +181,8 @@ impl Streams {
         Ok(())
     }
 
-    /// Makes `waiter` wait, on the device, for the latest event of each stream of the mask,
-    /// unless it did so already.
+    /// Makes the stream with ordinal `waiter` wait, on the device, for the latest event of each stream of
+    /// the mask, unless it has done so already.
     pub(super) fn wait(
         &mut self,
         waiter: u16,
@@ -190,7 +190,7 @@ impl Streams {
         backing: &mut dyn Backing,
     ) -> Result<()> {
         let waiter = usize::from(waiter);
-        self.settle(waiter, backing)?;
+        self.wait_for_predecessor(waiter, backing)?;
         for ordinal in bits(mask).filter(|&ordinal| ordinal != waiter) {
             let Some((serial, event)) =
                 self.known.get(ordinal).and_then(|known| known.latest.as_ref())
@@ -213,7 +213,8 @@ impl Streams {
         Ok(())
     }
 
-    /// Undoes that streams became known by event `first` or later; the events of new ordinals are released.
+    /// Undoes that streams became known by the lane's event `first` or later, and destroys the device
+    /// events of ordinals that were new since.
     pub(super) fn forget_since(&mut self, first: u64, backing: &mut dyn Backing) {
         let keep = self.known.partition_point(|known| known.born < first);
         for known in self.known.drain(keep..) {
@@ -233,5 +234,5 @@ pub(super) fn bit(ordinal: u16) -> StreamMask {
 }
 
 fn bits(mask: StreamMask) -> impl Iterator<Item = usize> {
-    (0..MOST_STREAMS).filter(move |at| mask >> at & 1 == 1)
+    (0..MAX_STREAMS).filter(move |at| mask >> at & 1 == 1)
 }

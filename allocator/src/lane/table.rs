@@ -18,11 +18,11 @@ pub enum BlockState {
     Free,
     /// Handed to a caller.
     Live,
-    /// Freed without order; waits until every rank has freed it (rule D5).
-    SetAside,
+    /// Freed without order; returns to the lane once every rank has freed it (rule D5).
+    Deferred,
     /// Its segment was released or moved away; used again only after a commit (rule D6).
     Retired,
-    /// Address range with nothing behind it, open to new segments.
+    /// Address range without memory, where new segments may go.
     Hole,
 }
 
@@ -41,30 +41,32 @@ pub struct BlockView {
     pub counter: u64,
 }
 
-/// One range. Offsets and sizes in units.
+/// One range of the lane. Offsets and sizes are in units.
 #[derive(Clone, Debug)]
-pub(super) struct Block {
+pub(super) struct BlockEntry {
     pub(super) offset: u32,
     pub(super) size: u32,
     pub(super) prev: u32,
     pub(super) next: u32,
     pub(super) counter: u64,
-    /// Streams whose events a reuse must wait for; while live, streams it was used on.
+    /// Streams whose latest events a reuse must wait for. While the block is live: the other streams on
+    /// which it was used.
     pub(super) waits: StreamMask,
     pub(super) stream: u16,
-    /// Where it was taken from its stream's free list.
+    /// Where in its stream's free list it was, as a hint for putting it back.
     pub(super) near: Near,
     pub(super) state: BlockState,
-    /// Never merged with its predecessor: a segment begins here that blocks may not cross.
-    pub(super) wall: bool,
-    /// Other ranks have freed it already, before a resync: freeing it here is no event.
+    /// Whether it begins at a segment boundary that blocks may not cross. It is then never merged with
+    /// its predecessor.
+    pub(super) at_boundary: bool,
+    /// Whether other ranks had freed it already when a resync kept it here. Freeing it is then no event.
     pub(super) partial: bool,
-    /// Live without an owner that frees it: whoever knows its address may. Not the same on every
-    /// rank, so no event and no part of a digest.
-    pub(super) by_address: bool,
+    /// Whether it may be freed by its address, because its owner has given up its key. Ranks may differ
+    /// in this, so it is no event and no part of a digest.
+    pub(super) free_by_address: bool,
 }
 
-impl Block {
+impl BlockEntry {
     pub(super) fn end(&self) -> u32 {
         self.offset + self.size
     }
@@ -76,26 +78,26 @@ impl Block {
 
 /// All ranges of a lane, without gaps, in a chain from offset 0 to the lane's end.
 #[derive(Debug)]
-pub(super) struct Table {
-    blocks: Slab<Block>,
+pub(super) struct BlockTable {
+    blocks: Slab<BlockEntry>,
     first: u32,
     last: u32,
 }
 
-impl Table {
+impl BlockTable {
     pub(super) fn new() -> Self {
         Self { blocks: Slab::new(), first: NIL, last: NIL }
     }
 
-    pub(super) fn get(&self, id: u32) -> &Block {
+    pub(super) fn get(&self, id: u32) -> &BlockEntry {
         &self.blocks[id as usize]
     }
 
-    pub(super) fn get_mut(&mut self, id: u32) -> &mut Block {
+    pub(super) fn get_mut(&mut self, id: u32) -> &mut BlockEntry {
         &mut self.blocks[id as usize]
     }
 
-    pub(super) fn try_get(&self, id: u32) -> Option<&Block> {
+    pub(super) fn try_get(&self, id: u32) -> Option<&BlockEntry> {
         self.blocks.get(id as usize)
     }
 
@@ -108,8 +110,8 @@ impl Table {
         self.last().map_or(0, |last| self.get(last).end())
     }
 
-    /// Puts a range into the chain in front of `next`, or at its end for [`NIL`].
-    pub(super) fn insert_before(&mut self, next: u32, mut block: Block) -> u32 {
+    /// Puts a range into the chain in front of `next`, or at the end of the chain if `next` is [`NIL`].
+    pub(super) fn insert_before(&mut self, next: u32, mut block: BlockEntry) -> u32 {
         let prev = if next == NIL { self.last } else { self.get(next).prev };
         block.prev = prev;
         block.next = next;
@@ -128,7 +130,7 @@ impl Table {
     }
 
     pub(super) fn remove(&mut self, id: u32) {
-        let Block { prev, next, .. } = self.blocks.remove(id as usize);
+        let BlockEntry { prev, next, .. } = self.blocks.remove(id as usize);
         if prev == NIL {
             self.first = next;
         } else {
@@ -141,7 +143,7 @@ impl Table {
         }
     }
 
-    /// Empties the chain and forgets all ranges but the live ones, which [`append`](Table::append)
+    /// Empties the chain and forgets all ranges but the live ones, which [`append`](BlockTable::append)
     /// puts back; returns their ids by counter.
     pub(super) fn keep_live(&mut self) -> BTreeMap<u64, u32> {
         self.blocks.retain(|_, block| block.state == BlockState::Live);
@@ -150,7 +152,7 @@ impl Table {
         self.blocks.iter().map(|(id, block)| (block.counter, id as u32)).collect()
     }
 
-    /// Puts a range that is in no chain at the end of it.
+    /// Puts a range that is not in the chain at its end.
     pub(super) fn append(&mut self, id: u32) {
         let prev = std::mem::replace(&mut self.last, id);
         let block = self.get_mut(id);

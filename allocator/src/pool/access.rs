@@ -1,17 +1,17 @@
 //! Copies between blocks and ordinary memory.
 //!
-//! The only place above the drivers that touches pool memory. Another thread or process may touch
-//! the same bytes at the same time, so there is never a reference to them: they are read and
-//! written as relaxed atomics, word by word, and what is read may be any mixture, which every
-//! [`Pod`] type accepts.
+//! This is the only place above the drivers that accesses pool memory. Another thread or process may
+//! access the same bytes at the same time, so there is never a reference to them. They are read and
+//! written as relaxed atomics, word by word; what is read may be any mixture, which every [`Pod`] type
+//! accepts.
 #![allow(unsafe_code)]
 
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use bytemuck::Pod;
 
-/// Copies `values` to `to`. The caller has checked that a block of at least that many elements,
-/// reachable by the CPU, lives there.
+/// Copies `values` to `to`. The caller has checked that a live block of at least that many elements, which
+/// the CPU can access, begins there.
 pub(super) fn write<T: Pod>(to: *mut T, values: &[T]) {
     let (words, rest) = bytemuck::cast_slice::<T, u8>(values).as_chunks::<8>();
     let to = to.cast::<u8>();

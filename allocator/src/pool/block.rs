@@ -1,4 +1,4 @@
-//! A range of a lane in its owner's hands.
+//! An allocated range of a lane, owned by the caller.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -11,15 +11,15 @@ use crate::driver::Stream;
 use crate::lane::{BlockKey, here};
 use crate::{Error, Result};
 
-/// `len` elements of symmetric memory. Dropping it frees it, in order; in a forked child, which has a
-/// copy of the handle and not of the block, dropping it does nothing.
+/// `len` elements of symmetric memory. Dropping a block frees it, in order. In a forked child, which has a
+/// copy of the handle but does not own the memory, dropping it does nothing.
 ///
-/// A block never hands out references to its memory: peers write to it, and memory that another
-/// party writes is only ever raw pointers here. A block keeps its heap alive, also past its pool.
+/// A block never gives out references to its memory, only raw pointers, because peers write to it. It keeps
+/// the heap alive, even after its pool is dropped.
 pub struct Block<T: Pod> {
     lane: Arc<SharedLane>,
     key: BlockKey,
-    /// From the start of a slot.
+    /// In bytes, from the start of a slot.
     offset: u64,
     len: usize,
     freed: bool,
@@ -36,7 +36,7 @@ impl<T: Pod> Block<T> {
         self.len
     }
 
-    /// Whether it has no elements. It has an address of its own even so.
+    /// Whether it has no elements. Even then it has an address that no other block has.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -46,7 +46,7 @@ impl<T: Pod> Block<T> {
         (self.len * size_of::<T>()) as u64
     }
 
-    /// Offset from the start of a slot: the same on every rank.
+    /// Offset in bytes from the start of a slot: the same on every rank.
     pub fn offset(&self) -> u64 {
         self.offset
     }
@@ -62,22 +62,22 @@ impl<T: Pod> Block<T> {
         layout.address(layout.rank, self.offset)
     }
 
-    /// The first element. Valid for [`len`](Block::len) elements while the block lives; on a
-    /// device only the device can follow it.
+    /// A pointer to the first element, valid for [`len`](Block::len) elements while the block lives. Device
+    /// memory can be accessed only by the device.
     pub fn as_ptr(&self) -> *mut T {
         self.address() as *mut T
     }
 
-    /// `rank`'s copy of the first element. It can be followed once the memory is a window: see
-    /// [`Pool::is_window`](crate::Pool::is_window).
+    /// A pointer to `rank`'s copy of the first element. It can be dereferenced once the memory is a window:
+    /// see [`Pool::is_window`](crate::Pool::is_window).
     pub fn peer_ptr(&self, rank: u32) -> Result<*mut T> {
         Ok(self.lane.heap().layout().peer(rank, self.address())? as *mut T)
     }
 
     /// Copies `values` to the start of the block.
     ///
-    /// Only on memory that the CPU reaches. The copy is not atomic: a peer that reads or writes
-    /// the same elements meanwhile may see, or leave, a mixture.
+    /// Only for memory that the CPU can access; else [`Error::is_unsupported`]. The copy is not atomic: a peer
+    /// that reads or writes the same elements at the same time may see, or leave, a mixture.
     pub fn write(&self, values: &[T]) -> Result<()> {
         self.check_access(values.len())?;
         super::access::write(self.as_ptr(), values);
@@ -94,28 +94,28 @@ impl<T: Pod> Block<T> {
         let driver = self.lane.heap().driver();
         if !driver.host_accessible() {
             return Err(Error::unsupported(format!(
-                "the CPU cannot reach memory of the {} driver; copy with the device",
+                "the CPU cannot access memory of the {} driver; copy with the device",
                 driver.name()
             )));
         }
         if count > self.len {
             return Err(Error::invalid_argument(format!(
-                "{count} elements do not fit a block of {}",
+                "{count} elements do not fit in a block of {}",
                 self.len
             )));
         }
         Ok(())
     }
 
-    /// Notes that the block is used on `stream` too: after it is freed, its place is reused only
-    /// behind that stream's work so far, by a wait on the device (rule D4).
+    /// Notes that the block is used on `stream` too. After it is freed, whoever reuses its memory first waits,
+    /// on the device, for that stream's work up to the free (rule D4).
     #[track_caller]
     pub fn record_stream(&self, stream: Stream) -> Result<()> {
         let site = here();
         self.lane.lock()?.state.record_stream(self.key, stream, site)
     }
 
-    /// Frees the block in order, saying from where. Dropping it does the same anonymously.
+    /// Frees the block in order, and records the caller's line. Dropping it does the same without the line.
     #[track_caller]
     pub fn free(mut self) -> Result<()> {
         let freed = self.lane.free(self.key, here());
@@ -123,9 +123,8 @@ impl<T: Pod> Block<T> {
         freed
     }
 
-    /// Frees the block without order: for garbage collectors and other threads, whose order is
-    /// not the same on every rank. It comes back to the lane at the commit by which every rank has
-    /// freed it (rule D5).
+    /// Frees the block without order: for garbage collectors and other threads, whose order is not the same
+    /// on every rank. The block returns to the lane at the commit by which every rank has freed it (rule D5).
     #[track_caller]
     pub fn free_unordered(mut self) -> Result<()> {
         let freed = self.lane.free_unordered(self.key, here());
@@ -133,12 +132,12 @@ impl<T: Pod> Block<T> {
         freed
     }
 
-    /// Gives up the handle but not the memory: free it with
-    /// [`Lane::free_address`](super::Lane::free_address), which refuses the blocks of handles. Waits
-    /// for no commit under way.
+    /// Gives up the handle and keeps the memory, which is then freed with
+    /// [`Lane::free_address`](super::Lane::free_address). (Memory that a `Block` owns cannot be freed so.)
+    /// Does not wait for a commit under way.
     pub fn into_address(mut self) -> u64 {
         self.freed = true;
-        self.lane.give_up(self.key);
+        self.lane.allow_free_by_address(self.key);
         self.address()
     }
 }
@@ -148,12 +147,12 @@ impl<T: Pod> Drop for Block<T> {
         if self.freed {
             return;
         }
-        // A forked child has let go of its copy of the handle; the block is its parent's.
+        // A forked child drops its copy of the handle; the memory is its parent's.
         if !self.lane.is_here() {
             return;
         }
         if let Err(error) = self.lane.free(self.key, None) {
-            tracing::error!(%error, "freeing a dropped block");
+            tracing::error!(%error, "a dropped block could not be freed");
         }
     }
 }

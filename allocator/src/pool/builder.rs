@@ -1,4 +1,4 @@
-//! What a pool is made of, and the rendezvous that makes it.
+//! The configuration of a pool, and the rendezvous that makes it.
 
 use std::env;
 use std::ffi::OsStr;
@@ -6,10 +6,11 @@ use std::fmt::Write as _;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
-use super::commit_due::Due;
-use super::early_handles::Handles;
+use super::commit_due::CommitDue;
+use super::committer::Committer;
+use super::early_handles::EarlyHandles;
 use super::lane::SharedLane;
-use super::{CONTROL_LANE, Committer, Inner, Pool};
+use super::{CONTROL_LANE, Inner, Pool};
 use crate::driver::Driver;
 use crate::fork::Maker;
 use crate::heap::Heap;
@@ -18,18 +19,18 @@ use crate::rendezvous::handshake::{HandshakeOptions, Terms, handshake};
 use crate::window::Windows;
 use crate::{Deadline, Error, Group, Result};
 
-/// Bytes of address space from one rank's slot to the next, unless set. Several times the memory
-/// of any device: reserving addresses is nearly free, running out of them is not.
+/// Bytes of address space from one rank's slot to the next, unless set: several times the memory of any
+/// device, because reserving addresses costs next to nothing and running out of them is an error.
 const DEFAULT_STRIDE: u64 = 1 << 40;
 
 /// Address space for communicators' control memory.
 const CONTROL_RANGE: u64 = 16 << 30;
 
-/// Lets the ranks of every pool use one device, for programs that are tried where there are fewer.
+/// Environment variable that lets the ranks of every pool use one device, to try programs on fewer devices.
 const SHARED_DEVICE: &str = "SYMMPOOL_SHARED_DEVICE";
 
-/// The description of a pool. Everything here must be the same on every rank, and is compared
-/// when the pool is built (rule D8), except the driver's device and the deadline.
+/// The configuration of a pool. Everything except the driver's device and the deadline must be the same on
+/// every rank, and is compared when the pool is built (rule D8).
 #[derive(Debug)]
 pub struct PoolBuilder {
     group: Group,
@@ -52,16 +53,16 @@ impl PoolBuilder {
         }
     }
 
-    /// Where memory comes from; [`Driver::best`] unless set.
+    /// The driver that makes the memory; [`Driver::best`] unless set.
     #[must_use]
     pub fn driver(self, driver: Driver) -> Self {
         self.driver_or_failure(Ok(driver))
     }
 
-    /// [`driver`](Self::driver) where making one may have failed: [`build`](Self::build) then tells
-    /// the other ranks why, and fails on all. A rank that returned without building would be waited
-    /// for, and count the pools of its group differently from then on. So whatever keeps a rank from
-    /// building may be passed here as a failure.
+    /// As [`driver`](Self::driver), for a driver whose construction may have failed: [`build`](Self::build)
+    /// then reports the reason to the other ranks, and fails on all. If this rank returned without calling
+    /// `build`, the others would wait for it, and it would count the pools of its group differently from then
+    /// on. Whatever keeps a rank from building a pool may be passed here as a failure.
     ///
     /// ```
     /// use symmpool_allocator::{Driver, Group, Pool};
@@ -85,24 +86,24 @@ impl PoolBuilder {
         self
     }
 
-    /// Bytes of address space for each rank; 1 TiB unless set. A multiple of the driver's
-    /// granularity (2 MiB as a rule).
+    /// Bytes of address space for each rank; 1 TiB unless set. Must be a multiple of the driver's
+    /// granularity (usually 2 MiB).
     #[must_use]
     pub fn stride(mut self, bytes: u64) -> Self {
         self.stride = bytes;
         self
     }
 
-    /// Adds a lane. Without any, the pool has one symmetric lane called `default`.
+    /// Adds a lane. If none is added, the pool has one symmetric lane named `default`.
     #[must_use]
     pub fn lane(mut self, lane: LaneConfig) -> Self {
         self.lanes.push(lane);
         self
     }
 
-    /// Lets several ranks use one device. Refused otherwise, because it is a mistake as a rule, unless
-    /// every rank's environment says `SYMMPOOL_SHARED_DEVICE=1`. Results are right, and calls take
-    /// milliseconds: ranks that wait for each other there do so by turns.
+    /// Lets several ranks use one device. Otherwise it is refused, because it is usually a mistake, unless
+    /// every rank's environment has `SYMMPOOL_SHARED_DEVICE=1`. Results are correct, but calls take
+    /// milliseconds, because ranks that wait for each other take turns on the device.
     #[must_use]
     pub fn allow_shared_device(mut self) -> Self {
         self.allow_shared_device = true;
@@ -116,18 +117,18 @@ impl PoolBuilder {
         self
     }
 
-    /// Meets the other ranks and makes the pool. Collective.
+    /// Connects to the other ranks and makes the pool. Collective.
     ///
     /// Errors that concern all ranks are the same on each: different configurations
     /// ([`Error::is_diverged`]), one device used twice ([`Error::is_invalid_argument`]), ranks on
-    /// hosts between which memory cannot travel ([`Error::is_unsupported`]), missing ranks
-    /// ([`Error::is_timeout`], [`Error::is_peer_lost`]). So is what one rank cannot do or was told
-    /// to do in vain: it stays to tell the others, and they do not wait for it. Every call counts as
-    /// one of the group's pools, made or not, so later ones meet.
+    /// hosts that cannot share memory ([`Error::is_unsupported`]), missing ranks
+    /// ([`Error::is_timeout`], [`Error::is_peer_lost`]). A failure of one rank, such as an invalid argument,
+    /// is also reported to the others, so that they do not wait for it. Every call counts as one of the
+    /// group's pools, whether it succeeds or not, so that later calls match on all ranks.
     pub fn build(self) -> Result<Pool> {
         let deadline = self.deadline.unwrap_or_else(|| self.group.deadline());
         let group = self.group.child("pool");
-        // A rank that fails here says so in the handshake, so that none waits for it.
+        // A rank that fails here reports it in the handshake, so that no other waits for it.
         let ready = Ready::new(self, &group);
         let terms = ready.as_ref().map_err(Clone::clone).map(|ready| Terms {
             driver: ready.heap.driver(),
@@ -139,12 +140,12 @@ impl PoolBuilder {
         let Ready { heap, lanes, .. } = ready?;
         let granularity = heap.driver().granularity();
         let heap = Arc::new(heap);
-        let due = Arc::new(Due::new());
-        let handles = Handles::new(heap.driver(), group.world());
+        let due = Arc::new(CommitDue::new());
+        let handles = EarlyHandles::new(heap.driver(), group.world());
         let committing = Arc::new(AtomicBool::new(false));
         let mut shared = Vec::with_capacity(lanes.len());
-        for Placement { config, base, range } in lanes {
-            // Ranks have agreed on everything in this, so it fails on all of them or on none.
+        for LanePlacement { config, base, range } in lanes {
+            // Ranks have agreed on all arguments, so this fails on all of them or on none.
             let state = LaneState::new(config, range, granularity)?;
             let heap = heap.clone();
             shared.push(SharedLane::new(state, base, range, heap, &due, &handles, &committing));
@@ -159,13 +160,7 @@ impl PoolBuilder {
             lanes: shared,
             due,
             handles,
-            committer: Mutex::new(Committer {
-                peers,
-                commits: 0,
-                broken: None,
-                unfinished: None,
-                nccl: Vec::new(),
-            }),
+            committer: Mutex::new(Committer::new(peers)),
             committing,
             windows: Mutex::new(Arc::new(windows)),
             topology,
@@ -176,11 +171,11 @@ impl PoolBuilder {
     }
 }
 
-/// What a rank can do alone before it meets the others.
+/// What a rank prepares alone before the handshake.
 struct Ready {
     heap: Heap,
-    lanes: Vec<Placement>,
-    /// Everything that changes placement (rule D8).
+    lanes: Vec<LanePlacement>,
+    /// All settings that change placement (rule D8).
     text: String,
     allow_shared_device: bool,
 }
@@ -198,28 +193,32 @@ impl Ready {
     }
 }
 
-/// What the environment's variable says. Not set, it says no.
-fn shares_device(said: Option<&OsStr>) -> Result<bool> {
-    match said.and_then(OsStr::to_str) {
+/// Reads the value of the environment variable. If it is not set, devices are not shared.
+fn shares_device(value: Option<&OsStr>) -> Result<bool> {
+    match value.and_then(OsStr::to_str) {
         Some("1") => Ok(true),
         Some("0" | "") => Ok(false),
-        None if said.is_none() => Ok(false),
+        None if value.is_none() => Ok(false),
         _ => Err(Error::invalid_argument(format!(
-            "environment variable {SHARED_DEVICE}={}: expected 1, where ranks may use one device, or 0",
-            said.unwrap_or_default().display()
+            "environment variable {SHARED_DEVICE}={}: expected 1 (ranks may use one device) or 0",
+            value.unwrap_or_default().display()
         ))),
     }
 }
 
-/// A lane and its part of every slot.
-struct Placement {
+/// A lane, and its range in every slot.
+struct LanePlacement {
     config: LaneConfig,
     base: u64,
     range: u64,
 }
 
-/// Gives every lane its range: as asked, else an equal share of what is left.
-fn lay_out(mut lanes: Vec<LaneConfig>, stride: u64, granularity: u64) -> Result<Vec<Placement>> {
+/// Gives every lane the range that was requested, or else an equal share of what is left.
+fn lay_out(
+    mut lanes: Vec<LaneConfig>,
+    stride: u64,
+    granularity: u64,
+) -> Result<Vec<LanePlacement>> {
     if lanes.is_empty() {
         lanes.push(LaneConfig::symmetric("default"));
     }
@@ -232,20 +231,20 @@ fn lay_out(mut lanes: Vec<LaneConfig>, stride: u64, granularity: u64) -> Result<
         }
     }
     let round = |bytes: u64| bytes / granularity * granularity;
-    let asked = lanes.iter().filter_map(|lane| lane.range).try_fold(0_u64, |sum, range| {
+    let requested = lanes.iter().filter_map(|lane| lane.range).try_fold(0_u64, |sum, range| {
         sum.checked_add(range.checked_next_multiple_of(granularity)?)
     });
-    let left = asked.and_then(|asked| stride.checked_sub(asked)).ok_or_else(|| {
+    let left = requested.and_then(|requested| stride.checked_sub(requested)).ok_or_else(|| {
         Error::invalid_argument(format!(
-            "the lanes' ranges do not fit a stride of {stride} bytes; raise the stride"
+            "the lanes' ranges do not fit in a stride of {stride} bytes; raise the stride"
         ))
     })?;
     let sharing = lanes.iter().filter(|lane| lane.range.is_none()).count().max(1) as u64;
     let share = round(left / sharing).min(MAX_LANE_BYTES);
     if share == 0 && lanes.iter().any(|lane| lane.range.is_none()) {
         return Err(Error::invalid_argument(format!(
-            "a stride of {stride} bytes leaves no room for all lanes; raise it (the driver's \
-             granularity is {granularity})"
+            "a stride of {stride} bytes leaves no range for some lanes; raise it (the driver's \
+             granularity is {granularity} bytes)"
         )));
     }
     let mut base = 0;
@@ -253,17 +252,17 @@ fn lay_out(mut lanes: Vec<LaneConfig>, stride: u64, granularity: u64) -> Result<
         .into_iter()
         .map(|config| {
             let range = config.range.map_or(share, |range| range.next_multiple_of(granularity));
-            let placement = Placement { config, base, range };
+            let placement = LanePlacement { config, base, range };
             base += range;
             placement
         })
         .collect())
 }
 
-/// Everything that changes placement, one setting a line (rule D8).
-fn describe(stride: u64, lanes: &[Placement]) -> String {
+/// All settings that change placement, one on each line (rule D8).
+fn describe(stride: u64, lanes: &[LanePlacement]) -> String {
     let mut text = format!("stride {stride}, units of {UNIT}, growth scheme 2\n");
-    for Placement { config, base, range } in lanes {
+    for LanePlacement { config, base, range } in lanes {
         // Writing to a string cannot fail.
         let _ = writeln!(text, "{}, at {base}", config.describe(*range));
     }
@@ -285,7 +284,7 @@ impl WindowPolicy {
             "contiguous" => Ok(Self::Contiguous),
             "per-segment" => Ok(Self::PerSegment),
             other => Err(Error::invalid_argument(format!(
-                "window policy {other:?}; known are contiguous and per-segment"
+                "window policy {other:?}; expected contiguous or per-segment"
             ))),
         }
     }
@@ -313,13 +312,13 @@ mod tests {
 
     #[test]
     fn the_environment_may_let_ranks_share_a_device() {
-        let said = |value: &str| shares_device(Some(OsStr::new(value)));
-        assert!(said("1").unwrap());
+        let shares = |value: &str| shares_device(Some(OsStr::new(value)));
+        assert!(shares("1").unwrap());
         for value in [None, Some(""), Some("0")] {
             assert!(!shares_device(value.map(OsStr::new)).unwrap(), "{value:?}");
         }
         for value in ["yes", "2", " 1"] {
-            let error = said(value).unwrap_err();
+            let error = shares(value).unwrap_err();
             assert!(error.is_invalid_argument());
             assert!(error.to_string().contains(&format!("{SHARED_DEVICE}={value}")), "{error}");
         }

@@ -1,11 +1,11 @@
-//! Blocks by their addresses: for callers that keep no [`Block`](super::Block).
+//! Calls that name blocks by their addresses, for callers that keep no [`Block`](super::Block).
 
 use crate::driver::Stream;
 use crate::lane::{BlockKey, LaneState, here};
 use crate::{Error, Result};
 
 use super::Lane;
-use super::free_queue::Late;
+use super::free_queue::QueuedCall;
 use super::lane_memory::LaneInner;
 
 const NOT_A_BLOCK: &str = "no live block begins there (freed before?)";
@@ -14,7 +14,7 @@ const HELD: &str =
 
 impl Lane {
     /// Notes that the block that begins at `address` is used on `stream` too; see
-    /// [`Block::record_stream`](super::Block::record_stream). Waits for no commit, as
+    /// [`Block::record_stream`](super::Block::record_stream). Does not wait for a commit under way, like
     /// [`try_alloc_bytes`](Self::try_alloc_bytes).
     #[track_caller]
     pub fn record_stream_address(&self, address: u64, stream: Stream) -> Result<()> {
@@ -26,49 +26,50 @@ impl Lane {
         inner.state.record_stream(key, stream, site)
     }
 
-    /// Frees the block that begins at `address`, in order. For callers that keep addresses, not
-    /// blocks (see [`Block::into_address`](super::Block::into_address)). A foreign or freed address,
-    /// and that of what a [`Block`](super::Block) still holds, is [`Error::is_invalid_argument`].
+    /// Frees the block that begins at `address`, in order. For callers that keep addresses, not blocks
+    /// (see [`Block::into_address`](super::Block::into_address)). [`Error::is_invalid_argument`] for an
+    /// address at which no block of the lane begins, and for memory that a [`Block`](super::Block) still owns.
     #[track_caller]
     pub fn free_address(&self, address: u64) -> Result<()> {
         self.free_address_sized(address).map(drop)
     }
 
-    /// [`free_address`](Self::free_address), saying how many bytes that were, in whole units.
+    /// As [`free_address`](Self::free_address); returns the bytes freed, in whole units of 512.
     #[track_caller]
     pub fn free_address_sized(&self, address: u64) -> Result<u64> {
         let site = here();
         let offset = self.offset_of(address)?;
         let LaneInner { state, memory } = &mut *self.0.lock()?;
-        let key = self.given_up(state, address, offset)?;
+        let key = self.block_to_free(state, address, offset)?;
         let before = state.allocated();
         state.free(key, site, memory)?;
         Ok(before - state.allocated())
     }
 
-    /// Frees the block that begins at `address`, without order (rule D5). Never waits for a commit
-    /// under way: beside another thread's call an address that is to be refused is logged instead.
+    /// Frees the block that begins at `address`, without order (rule D5). Never waits for a commit under way:
+    /// while another thread has the lane's lock the free is queued, and an address that is refused later is
+    /// only logged.
     #[track_caller]
     pub fn free_address_unordered(&self, address: u64) -> Result<()> {
         let site = here();
         let offset = self.offset_of(address)?;
-        match self.0.unlocked()? {
+        match self.0.try_lock()? {
             Some(mut inner) => {
                 let LaneInner { state, memory } = &mut *inner;
-                let key = self.given_up(state, address, offset)?;
+                let key = self.block_to_free(state, address, offset)?;
                 state.free_unordered(key, site, memory)
             }
             None => {
-                self.0.late.push(Late::At(offset));
+                self.0.free_queue.push(QueuedCall::FreeAt(offset));
                 Ok(())
             }
         }
     }
 
-    /// The block at an offset that may be freed by its address.
-    fn given_up(&self, state: &LaneState, address: u64, offset: u64) -> Result<BlockKey> {
+    /// The block that begins at an offset, if it may be freed by its address.
+    fn block_to_free(&self, state: &LaneState, address: u64, offset: u64) -> Result<BlockKey> {
         let key = state.block_at(offset).ok_or_else(|| self.not_live(address, NOT_A_BLOCK))?;
-        if state.is_given_up(key) { Ok(key) } else { Err(self.refused(address, HELD)) }
+        if state.may_free_by_address(key) { Ok(key) } else { Err(self.refused(address, HELD)) }
     }
 
     /// The offset in the lane of an address of this rank.

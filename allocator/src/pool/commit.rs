@@ -2,24 +2,25 @@
 //!
 //! | step | gathers |
 //! | --- | --- |
-//! | 1 publish counters, digests, freed blocks, failures; 2 judge them, alike on all ranks | 1 |
-//! | 3 hand over handles: descriptors in an exchange, or bytes in a gather | 0 or 1 |
+//! | 1 publish counters, digests, deferred frees, failures; 2 judge them, with the same result on all ranks | 1 |
+//! | 3 send handles to peers: descriptors in an exchange, or bytes in a gather | 0 or 1 |
 //! | 4 map peers' segments, confirm; if any rank failed, all undo | 1 |
-//! | 5 finish: new windows, retired segments unmapped, freed blocks returned | 0 |
-//! | 6 new windows are registered with NCCL, where communicators of it were given | 0 or 2 |
+//! | 5 finish: new windows, retired segments unmapped, deferred frees returned | 0 |
+//! | 6 register new windows with NCCL, if communicators of it are attached | 0 or 2 |
 //!
-//! Ranks that are connected by sockets gather over these, others through the store. Over sockets a
-//! peer that is gone is seen at once; through the store, when time is up.
+//! Ranks that are connected by sockets gather over these, others through the store. Over sockets, a peer that
+//! is gone is noticed immediately; through the store, when the deadline passes.
 //!
-//! Nothing is mapped before all digests agree. A commit in which nothing grew ends after step 2.
-//! The lanes stay locked throughout, because a commit is part of their sequence.
+//! Nothing is mapped before all digests agree. A commit without new segments skips steps 3 and 4. The lanes
+//! stay locked throughout, because a commit is part of their sequence.
 
 use std::sync::atomic::Ordering;
 
-use super::commit_guard::{Held, Turn, all_sound};
+use super::Pool;
+use super::commit_guard::{CommitGuard, LockedLane, all_sound};
+use super::committer::{Committer, incomplete_commit, own_failure_or};
 use super::lane_memory::LaneInner;
 use super::share::{Fresh, GRACE, fresh_segments};
-use super::{Committer, Pool, half_way, untold};
 use crate::driver::{Step, Stream};
 use crate::rendezvous::agreement::{Heard, LaneProposal, Proposal, Propose, Verdict, judge};
 use crate::rendezvous::search::first_difference;
@@ -28,21 +29,21 @@ use crate::sync::lock;
 use crate::window::{Window, Windows};
 use crate::{Deadline, Error, Result};
 
-/// Unordered frees of one lane that a rank tells in one commit; more of them wait for the next.
-const MOST_FREED: usize = 1 << 16;
-/// The same over all lanes: well within what one message holds.
-const MOST_FREED_TOGETHER: usize = 1 << 20;
+/// How many deferred frees of one lane a rank reports in one commit. More of them wait for the next.
+const MAX_REPORTS: usize = 1 << 16;
+/// The same over all lanes, so that a message stays well below its maximal length.
+const MAX_REPORTS_TOGETHER: usize = 1 << 20;
 
 /// What a commit did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CommitReport {
     /// Its number, from 1.
     pub number: u64,
-    /// Windows that are new.
+    /// Number of new windows.
     pub windows_added: u64,
-    /// Windows that are gone, because their segments were released or moved.
+    /// Number of windows removed, because their segments were released or moved.
     pub windows_removed: u64,
-    /// Blocks freed without order that came back, over all lanes.
+    /// Number of blocks freed without order that returned to their lanes, over all lanes.
     pub blocks_returned: u64,
 }
 
@@ -50,41 +51,43 @@ impl Pool {
     /// Checks that all ranks did the same, and makes windows of new memory, until `deadline`.
     /// Collective: every rank must call it, in the same place of its program.
     ///
-    /// Errors leave the pool as it was, the same on every rank wherever ranks can still talk:
-    /// - [`Error::is_diverged`]: the ranks' sequences differ; says where, and what each did. Free
-    ///   what was allocated since and [`resync`](Pool::resync).
-    /// - [`Error::is_out_of_memory`] and others: one rank could not do what the others did.
-    /// - [`Error::is_timeout`], [`Error::is_peer_lost`]: names the ranks. No further commit of this
-    ///   pool can succeed, and each says so at once; what is mapped stays usable. Where ranks hand
-    ///   over file descriptors they are connected, and a peer that exits is seen at once; a failure
-    ///   of the connection itself, such as too many open files, ends commits, too.
-    /// - [`Error::is_invalid_state`]: another thread is committing, a stream is being captured, this
-    ///   process was forked from the one that made the pool, or a rank is no longer like the others: a
-    ///   call panicked inside one of its lanes, or an earlier commit went half-way there.
+    /// # Errors
     ///
-    /// New windows that NCCL refuses (see [`register_nccl`](Pool::register_nccl)) are an error on
-    /// every rank too; the commit itself holds.
+    /// They leave the pool as it was, and are the same on every rank as long as ranks can communicate:
+    /// - [`Error::is_diverged`]: the ranks' sequences differ. The message says where, and what each rank did.
+    ///   Free what was allocated since and call [`resync`](Pool::resync).
+    /// - [`Error::is_out_of_memory`] and others: one rank could not do what the others did.
+    /// - [`Error::is_timeout`], [`Error::is_peer_lost`]: the message names the ranks. No further commit of this
+    ///   pool can succeed, and each fails immediately; what is mapped stays usable. If ranks exchange file
+    ///   descriptors they are connected, and a peer that exits is noticed immediately. A failure of the
+    ///   connection itself, such as too many open files, ends commits too.
+    /// - [`Error::is_invalid_state`]: another thread is committing; a stream is being captured; this process was
+    ///   forked from the one that made the pool; or a rank's state is no longer that of the others, because a
+    ///   call panicked inside one of its lanes or an earlier commit stopped half-way there.
+    ///
+    /// If NCCL refuses new windows (see [`register_nccl`](Pool::register_nccl)), that is an error on every rank
+    /// too, but the commit itself has succeeded.
     pub fn commit_by(&self, deadline: Deadline) -> Result<CommitReport> {
         let mut committer = self.committer()?;
-        let mut held = self.hold();
-        let outcome = self.commit_held(&mut committer, &mut held, deadline);
+        let mut locked = self.lock_lanes();
+        let outcome = self.commit_locked(&mut committer, &mut locked, deadline);
         outcome.map_err(|error| {
-            committer.give_up_if_apart(&error);
+            committer.stop_commits_after(&error);
             let number = committer.commits + 1;
             error.context(format!("rank {}, commit {number}", self.rank()))
         })
     }
 
-    /// The right to commit, unless this is another process, somebody else has it or no commit can
-    /// succeed any more.
+    /// Takes the right to commit. An error if this is another process, if another thread has the right, or if
+    /// no commit can succeed any more.
     ///
-    /// None of it is told to the other ranks, for want of words: this rank is in the commit that the
-    /// other thread runs, and ranks that lost each other are not in the same exchange any more.
-    pub(super) fn committer(&self) -> Result<Turn<'_>> {
-        // A child would speak in its parent's name, or wait for a thread that only its parent has.
+    /// These errors are not reported to the other ranks: the exchange with them belongs to the other thread's
+    /// commit, and ranks that lost each other have no common exchange.
+    pub(super) fn committer(&self) -> Result<CommitGuard<'_>> {
+        // A child would communicate in its parent's name, or wait for a thread that only its parent has.
         self.check_process()?;
-        // A flag of its own: who only looks at the committer must not make a commit fail, which
-        // would set this rank apart from the others.
+        // A flag besides the mutex, because a thread that only reads from the committer must not make a
+        // commit fail on this rank alone.
         if self.0.committing.swap(true, Ordering::Acquire) {
             return Err(Error::invalid_state(format!(
                 "rank {}: another thread is in a commit of this pool; commits are collective and \
@@ -92,7 +95,8 @@ impl Pool {
                 self.rank()
             )));
         }
-        let committer = Turn { committer: lock(&self.0.committer), committing: &self.0.committing };
+        let committer =
+            CommitGuard { committer: lock(&self.0.committer), committing: &self.0.committing };
         match &committer.broken {
             Some(cause) => {
                 Err(cause.clone().context("this pool cannot commit any more; build a new one"))
@@ -101,69 +105,69 @@ impl Pool {
         }
     }
 
-    /// Locks the symmetric lanes, in order.
-    pub(super) fn hold(&self) -> Vec<Held<'_>> {
+    /// Locks the symmetric lanes, in the order of the configuration.
+    pub(super) fn lock_lanes(&self) -> Vec<LockedLane<'_>> {
         let symmetric = self.0.lanes.iter().filter(|lane| lane.is_symmetric());
-        let held = symmetric.map(|lane| {
+        let locked = symmetric.map(|lane| {
             let (inner, sound) = lane.lock_for_commit();
-            Held { lane, inner, sound }
+            LockedLane { lane, inner, sound }
         });
-        held.collect()
+        locked.collect()
     }
 
-    fn commit_held(
+    fn commit_locked(
         &self,
         committer: &mut Committer,
-        held: &mut [Held<'_>],
+        locked: &mut [LockedLane<'_>],
         deadline: Deadline,
     ) -> Result<CommitReport> {
-        let heard = self.agree(committer, held, deadline)?;
+        let reports = self.agree(committer, locked, deadline)?;
         let mut ready = self.driver().at_step(Step::CommitAgree);
-        let fresh = fresh_segments(held);
-        if held.iter().any(Held::is_due) {
-            self.share(committer, held, &fresh, ready, deadline)?;
+        let fresh = fresh_segments(locked);
+        if locked.iter().any(LockedLane::is_due) {
+            self.share(committer, locked, &fresh, ready, deadline)?;
             ready = Ok(());
         }
         let finished = ready
-            .and_then(|()| self.deregister_retired(committer, held, deadline))
+            .and_then(|()| self.deregister_retired(committer, locked, deadline))
             .and_then(|()| self.driver().at_step(Step::CommitFinish))
-            .and_then(|()| self.finish(held, &fresh, &heard, deadline));
+            .and_then(|()| self.finish(locked, &fresh, &reports, deadline));
         let registered = if fresh.is_empty() {
             Ok(())
         } else {
             let ready = finished.as_ref().map(drop).map_err(Clone::clone);
             self.register_new(committer, ready, deadline)
         };
-        // The others went on: a rank that failed is no longer like them.
-        let mut report = finished.inspect_err(|error| committer.leave_unfinished(error))?;
+        // Other ranks completed the commit: if this rank failed, it is no longer like them.
+        let mut report = finished.inspect_err(|error| committer.mark_incomplete(error))?;
         committer.commits += 1;
         report.number = committer.commits;
         tracing::debug!(rank = self.rank(), ?report, "committed");
         registered.map(|()| report)
     }
 
-    /// Steps 1 and 2. Returns, for each held lane, the blocks that ranks told as freed.
+    /// Steps 1 and 2. Returns, for each locked lane, the deferred frees that ranks have reported.
     fn agree(
         &self,
         committer: &mut Committer,
-        held: &[Held<'_>],
+        locked: &[LockedLane<'_>],
         deadline: Deadline,
     ) -> Result<Vec<Heard>> {
-        let proposal = self.propose(committer, held);
+        let proposal = self.propose(committer, locked);
         let own = proposal.as_ref().err().cloned();
         let group = &self.0.group;
         let proposal = encode_status(Propose, proposal.map_err(|error| error.kind().clone()))?;
         let peers = &mut committer.peers;
         let gathered = peers.all_gather(group, "propose", &proposal, deadline);
-        let gathered = gathered.map_err(|error| untold(own, error))?;
+        let gathered = gathered.map_err(|error| own_failure_or(own, error))?;
         match judge(&gathered)? {
-            Verdict::Agreed(heard) => Ok(heard),
+            Verdict::Agreed(reports) => Ok(reports),
             Verdict::Differs { lane, failures } => {
-                let Held { lane: shared, inner, .. } = &held[lane];
+                let LockedLane { lane: shared, inner, .. } = &locked[lane];
                 let mut gather =
                     |what: &str, value: &[u8]| peers.all_gather(group, what, value, deadline);
                 let found = first_difference(&shared.name, &inner.state, &mut gather)?;
-                // A rank that could not do what the others did explains the difference best.
+                // If a rank could not do what the others did, its failure explains the difference best.
                 let failed: Vec<_> = failures
                     .into_iter()
                     .filter(|(_, (counter, _))| *counter == found.counter)
@@ -178,13 +182,13 @@ impl Pool {
         }
     }
 
-    fn propose(&self, committer: &Committer, held: &[Held<'_>]) -> Result<Proposal> {
-        if let Some(cause) = &committer.unfinished {
-            return Err(half_way(cause));
+    fn propose(&self, committer: &Committer, locked: &[LockedLane<'_>]) -> Result<Proposal> {
+        if let Some(cause) = &committer.incomplete {
+            return Err(incomplete_commit(cause));
         }
-        all_sound(held)?;
+        all_sound(locked)?;
         self.driver().at_step(Step::CommitPublish)?;
-        let used = held.iter().flat_map(|held| held.inner.state.streams());
+        let used = locked.iter().flat_map(|locked| locked.inner.state.streams());
         for stream in std::iter::once(Stream::DEFAULT).chain(used) {
             if self.driver().is_capturing(stream) {
                 return Err(Error::invalid_state(format!(
@@ -193,66 +197,66 @@ impl Pool {
                 )));
             }
         }
-        let most = most_freed(held.len());
-        let lanes = held.iter().map(|held| {
-            let state = &held.inner.state;
+        let most = max_reports(locked.len());
+        let lanes = locked.iter().map(|locked| {
+            let state = &locked.inner.state;
             LaneProposal {
                 counter: state.counter(),
                 digest: state.digest(),
-                freed: state.to_tell(most),
+                freed: state.to_report(most),
                 failure: state.failure().cloned(),
             }
         });
         Ok(Proposal { round: committer.commits, lanes: lanes.collect() })
     }
 
-    /// Step 5. Local, and after all ranks confirmed.
+    /// Step 5, which is local and comes after all ranks have confirmed.
     fn finish(
         &self,
-        held: &mut [Held<'_>],
+        locked: &mut [LockedLane<'_>],
         fresh: &[Fresh],
-        heard: &[Heard],
+        reports: &[Heard],
         deadline: Deadline,
     ) -> Result<CommitReport> {
         let mut report = CommitReport { windows_added: fresh.len() as u64, ..Default::default() };
-        if held.iter().any(|held| held.inner.state.has_retired()) {
-            // Kernels that were given this memory may still run. A device that has nothing to do is not
-            // late, however long the other ranks took.
+        if locked.iter().any(|locked| locked.inner.state.has_retired()) {
+            // Kernels that use this memory may still run. The grace is for the case that the other ranks
+            // have used up the time: a device without work must not fail then.
             let deadline = Deadline::after(deadline.remaining().max(GRACE));
             self.driver().synchronize_by(deadline)?;
         }
         let mut outcome = Ok(());
-        let most = most_freed(held.len());
-        for (held, heard) in held.iter_mut().zip(heard) {
-            let LaneInner { state, memory } = &mut *held.inner;
+        let most = max_reports(locked.len());
+        for (locked, reports) in locked.iter_mut().zip(reports) {
+            let LaneInner { state, memory } = &mut *locked.inner;
             for segment in state.retired().collect::<Vec<_>>() {
                 report.windows_removed += u64::from(segment.counter < memory.shared_below);
-                let gone = self.0.heap.unmap_peers(held.lane.base + segment.offset);
+                let gone = self.0.heap.unmap_peers(locked.lane.base + segment.offset);
                 outcome = outcome.and(gone).and(memory.drop_segment(&segment));
             }
             state.take_retired();
             memory.shared_below = state.next_segment();
-            let freed = state.told(most, heard, self.world());
+            let freed = state.apply_reports(most, reports, self.world());
             outcome = outcome.and(state.reclaim(&freed, memory));
             report.blocks_returned += freed.len() as u64;
             state.mark_agreed();
         }
-        self.0.due.settle(false);
+        self.0.due.set(false);
         if report.windows_added + report.windows_removed > 0 {
-            self.publish_windows(held);
+            self.publish_windows(locked);
         }
         outcome.map(|()| report)
     }
 
-    /// Makes the list of windows from the segments in use.
-    pub(super) fn publish_windows(&self, held: &[Held<'_>]) {
-        let windows = held.iter().flat_map(|held| {
-            let shared = held.inner.memory.shared_below;
-            let segments = held.inner.state.segments().iter();
+    /// Replaces the list of windows by one made from the segments in use.
+    pub(super) fn publish_windows(&self, locked: &[LockedLane<'_>]) {
+        let windows = locked.iter().flat_map(|locked| {
+            let shared = locked.inner.memory.shared_below;
+            let segments = locked.inner.state.segments().iter();
             segments.filter(move |segment| segment.counter < shared).map(|segment| Window {
-                lane: held.lane.name.clone(),
+                lane: locked.lane.name.clone(),
                 counter: segment.counter,
-                offset: held.lane.base + segment.offset,
+                offset: locked.lane.base + segment.offset,
                 bytes: segment.bytes,
             })
         });
@@ -261,7 +265,7 @@ impl Pool {
     }
 }
 
-/// How many unordered frees of each of so many lanes a rank tells in one commit.
-fn most_freed(lanes: usize) -> usize {
-    MOST_FREED.min(MOST_FREED_TOGETHER / lanes.max(1)).max(1)
+/// How many deferred frees of each lane a rank reports in one commit, if there are `lanes` lanes.
+fn max_reports(lanes: usize) -> usize {
+    MAX_REPORTS.min(MAX_REPORTS_TOGETHER / lanes.max(1)).max(1)
 }

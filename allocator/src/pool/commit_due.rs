@@ -1,27 +1,27 @@
-//! Whether a commit is due: the one word that lanes, commits and scopes share without a lock.
+//! Whether a commit is due: a flag that lanes and commits share without a lock of its own.
 //!
-//! A lane raises it while it holds its own lock, a commit lowers it while it holds the locks of
-//! all symmetric lanes. So it can never be lowered past a growth that the commit did not see.
+//! A lane raises it while it holds its own lock; a commit lowers it while it holds the locks of all
+//! symmetric lanes. A commit therefore never lowers it after a growth that it has not seen.
 
 use crate::sync::{AtomicBool, Ordering};
 
-/// Raised when a symmetric lane has grown, or enough waits to be taken back.
+/// Raised when a symmetric lane has grown, or has enough deferred frees.
 #[derive(Debug)]
-pub(crate) struct Due(AtomicBool);
+pub(crate) struct CommitDue(AtomicBool);
 
-impl Due {
+impl CommitDue {
     pub(crate) fn new() -> Self {
         Self(AtomicBool::new(false))
     }
 
-    /// A commit is due for a lane. The caller holds that lane's lock.
+    /// Makes a commit due. The caller holds the lock of the lane that needs it.
     pub(crate) fn raise(&self) {
         self.0.store(true, Ordering::Release);
     }
 
-    /// Everything has been shared, or `still` not. The caller holds the locks of all lanes.
-    pub(crate) fn settle(&self, still: bool) {
-        self.0.store(still, Ordering::Release);
+    /// Sets whether a commit is still due. The caller holds the locks of all symmetric lanes.
+    pub(crate) fn set(&self, due: bool) {
+        self.0.store(due, Ordering::Release);
     }
 
     pub(crate) fn is_raised(&self) -> bool {
@@ -34,9 +34,9 @@ mod loom_tests {
     use loom::sync::{Arc, Mutex};
     use loom::thread;
 
-    use super::Due;
+    use super::CommitDue;
 
-    /// Segments made and segments shared, as a lane's lock guards them.
+    /// A lane's counts of segments made and shared, guarded by its lock.
     #[derive(Default)]
     struct Lane {
         made: u32,
@@ -46,7 +46,7 @@ mod loom_tests {
     #[test]
     fn loom_no_growth_is_forgotten() {
         loom::model(|| {
-            let due = Arc::new(Due::new());
+            let due = Arc::new(CommitDue::new());
             let lanes = Arc::new([Mutex::new(Lane::default()), Mutex::new(Lane::default())]);
             let growers: Vec<_> = (0..2)
                 .map(|at| {
@@ -64,7 +64,7 @@ mod loom_tests {
                 for lane in &mut held {
                     lane.shared = lane.made;
                 }
-                due.settle(false);
+                due.set(false);
             }
             for grower in growers {
                 grower.join().unwrap();

@@ -1,29 +1,29 @@
-//! What a commit or resync holds while it runs: the turn to do so, and the symmetric lanes.
+//! What a commit or resync holds while it runs: the right to commit, and the locked symmetric lanes.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::Committer;
+use super::committer::Committer;
 use super::lane::SharedLane;
 use super::lane_memory::LaneInner;
 use crate::Result;
 
-/// A symmetric lane, locked for the length of the commit.
-pub(super) struct Held<'a> {
+/// A symmetric lane, locked for the duration of a commit.
+pub(super) struct LockedLane<'a> {
     pub(super) lane: &'a SharedLane,
     pub(super) inner: MutexGuard<'a, LaneInner>,
-    /// An error once a call panicked inside the lane: then no commit may rely on what it holds.
+    /// An error if a call has panicked inside the lane: no commit may rely on its state then.
     pub(super) sound: Result<()>,
 }
 
-/// Whether a commit can rely on all of these lanes.
-pub(super) fn all_sound(held: &[Held<'_>]) -> Result<()> {
-    held.iter().try_for_each(|held| held.sound.clone())
+/// Succeeds if a commit can rely on the state of all of these lanes.
+pub(super) fn all_sound(locked: &[LockedLane<'_>]) -> Result<()> {
+    locked.iter().try_for_each(|locked| locked.sound.clone())
 }
 
-impl Held<'_> {
-    /// Whether the lane has something to share, or to take back, that no commit has.
+impl LockedLane<'_> {
+    /// Whether the lane has segments that were made or retired since the last commit.
     pub(super) fn is_due(&self) -> bool {
         let shared = self.inner.memory.shared_below;
         self.inner.state.has_retired()
@@ -31,13 +31,13 @@ impl Held<'_> {
     }
 }
 
-/// The right to commit, and what commits need.
-pub(super) struct Turn<'a> {
+/// The right to commit, and the state that commits need.
+pub(super) struct CommitGuard<'a> {
     pub(super) committer: MutexGuard<'a, Committer>,
     pub(super) committing: &'a AtomicBool,
 }
 
-impl Deref for Turn<'_> {
+impl Deref for CommitGuard<'_> {
     type Target = Committer;
 
     fn deref(&self) -> &Committer {
@@ -45,13 +45,13 @@ impl Deref for Turn<'_> {
     }
 }
 
-impl DerefMut for Turn<'_> {
+impl DerefMut for CommitGuard<'_> {
     fn deref_mut(&mut self) -> &mut Committer {
         &mut self.committer
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for CommitGuard<'_> {
     fn drop(&mut self) {
         self.committing.store(false, Ordering::Release);
     }

@@ -1,9 +1,11 @@
-//! Descriptors of segments where making and closing them takes long (see
-//! [`has_slow_handles`](crate::driver::MemoryDriver::has_slow_handles)): made with the segments,
-//! ahead of the commit that hands them over, and closed beside what follows it.
+//! Handles of segments that are made before the commit that sends them to peers.
 //!
-//! A forked child has copies of them until it ends or becomes another program, and leaves them as
-//! they are.
+//! Making and closing the descriptor of a segment takes long with some drivers (see
+//! [`has_slow_handles`](crate::driver::MemoryDriver::has_slow_handles)). There it is made together with the
+//! segment, and closed by a thread after the commit.
+//!
+//! A forked child has copies of the descriptors until it ends or executes another program, and does not
+//! close them.
 
 use std::mem;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -14,44 +16,48 @@ use std::thread::{self, JoinHandle};
 use crate::driver::{Driver, Exported, Physical, Transport};
 use crate::sync::lock;
 
-/// Descriptors that a pool makes ahead at most: a process may have 1,024 as a rule, for everything.
-const MOST_AHEAD: usize = 64;
+/// How many descriptors a pool makes early at most: a process may usually have 1,024 for everything.
+const MAX_EARLY: usize = 64;
 
-/// What the symmetric lanes of a pool and its commits share.
-pub(super) struct Handles {
-    /// Whether the driver asks for all this. Otherwise commits make and close handles themselves.
+/// Makes and closes the early handles of a pool. Shared by its symmetric lanes and its commits.
+pub(super) struct EarlyHandles {
+    /// Whether the driver's handles are slow. Otherwise commits make and close handles themselves.
     slow: bool,
-    /// Handles that exist ahead of their commit.
-    ahead: AtomicUsize,
-    /// The thread that closes what the last commit handed over, until somebody waits for it.
+    /// How many early handles exist.
+    existing: AtomicUsize,
+    /// The thread that closes the handles which the last commit has sent, until somebody joins it.
     closer: Mutex<Option<JoinHandle<()>>>,
-    /// The process that all this is in.
+    /// The process that made the pool.
     pid: u32,
 }
 
-impl Handles {
+impl EarlyHandles {
     pub(super) fn new(driver: &Driver, world: u32) -> Arc<Self> {
         let travel = world > 1 && driver.transport() == Transport::UnixSocket;
         Arc::new(Self {
             slow: travel && driver.has_slow_handles(),
-            ahead: AtomicUsize::new(0),
+            existing: AtomicUsize::new(0),
             closer: Mutex::new(None),
             pid: std::process::id(),
         })
     }
 
-    /// A handle of a new segment, unless the commit is to make it: because that is quick, because
-    /// there are many handles, or because it failed now and is an error only there.
-    pub(super) fn make(self: &Arc<Self>, driver: &Driver, physical: &Physical) -> Option<Ahead> {
+    /// Makes the handle of a new segment. `None` if the commit is to make it: because handles are quick, or
+    /// because there are too many early ones, or because making it failed, which is an error only there.
+    pub(super) fn make(
+        self: &Arc<Self>,
+        driver: &Driver,
+        physical: &Physical,
+    ) -> Option<EarlyHandle> {
         if !self.slow {
             return None;
         }
-        // Relaxed: a counter orders nothing but itself.
-        let more = |made| (made < MOST_AHEAD).then_some(made + 1);
-        self.ahead.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok()?;
-        let place = Place(self.clone());
+        // Relaxed, because nothing else is ordered by this counter.
+        let more = |made| (made < MAX_EARLY).then_some(made + 1);
+        self.existing.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok()?;
+        let permit = Permit(self.clone());
         match driver.export(physical) {
-            Ok(Exported::Fd(fd)) => Some(Ahead { fd, place }),
+            Ok(Exported::Fd(fd)) => Some(EarlyHandle { fd, permit }),
             Ok(Exported::Bytes(_) | Exported::Derived) => None,
             Err(error) => {
                 tracing::debug!(%error, "a segment's handle is left to the commit");
@@ -60,8 +66,8 @@ impl Handles {
         }
     }
 
-    /// Closes what a commit handed over. Slow ones by a thread that then ends: one at a time, so
-    /// that commits in quick succession cannot heap descriptors up.
+    /// Closes the handles that a commit has sent. Slow ones are closed by a thread that then ends. There is
+    /// one such thread at a time, so that commits in quick succession do not accumulate descriptors.
     pub(super) fn close(&self, handles: Vec<OwnedFd>) {
         if !self.slow || handles.is_empty() {
             return;
@@ -69,21 +75,21 @@ impl Handles {
         let mut closer = lock(&self.closer);
         join(closer.take());
         let thread = thread::Builder::new().name("symmpool-close".into());
-        // Where no thread can be started, what it was to drop is dropped here.
+        // If no thread can be started, `spawn` drops the closure, and with it the handles.
         *closer = thread.spawn(move || drop(handles)).ok();
     }
 
-    /// Waits until all is closed that was to be. A descriptor keeps its memory: called before memory
-    /// is given back, so that it is free when it is said to be.
-    pub(super) fn settle(&self) {
-        // A forked child lacks the thread, and maybe the thread that has the lock.
+    /// Waits until the closing thread has ended. Called before memory is released, because an open
+    /// descriptor keeps its memory allocated.
+    pub(super) fn wait_until_closed(&self) {
+        // A forked child has no such thread, and the lock may have been held at the fork.
         if self.slow && self.pid == std::process::id() {
             join(lock(&self.closer).take());
         }
     }
 }
 
-impl Drop for Handles {
+impl Drop for EarlyHandles {
     fn drop(&mut self) {
         let closer = self.closer.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if self.pid == std::process::id() {
@@ -95,37 +101,37 @@ impl Drop for Handles {
 }
 
 fn join(closer: Option<JoinHandle<()>>) {
-    // Closing cannot panic, and nothing depends on it if it did.
+    // The thread only closes descriptors, which cannot panic.
     let _ = closer.map(JoinHandle::join);
 }
 
-/// A handle made ahead of the commit that hands it over.
-pub(super) struct Ahead {
+/// A handle that was made before its commit.
+pub(super) struct EarlyHandle {
     fd: OwnedFd,
-    place: Place,
+    permit: Permit,
 }
 
-impl Ahead {
-    /// The descriptor, which is no longer ahead of a commit.
+impl EarlyHandle {
+    /// The descriptor, which does not count as early any more.
     pub(super) fn into_fd(self) -> OwnedFd {
-        let Self { fd, place } = self;
-        drop(place);
+        let Self { fd, permit } = self;
+        drop(permit);
         fd
     }
 }
 
-impl AsFd for Ahead {
+impl AsFd for EarlyHandle {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 }
 
-/// One of the [`MOST_AHEAD`].
-struct Place(Arc<Handles>);
+/// Counts as one of at most [`MAX_EARLY`] handles while it exists.
+struct Permit(Arc<EarlyHandles>);
 
-impl Drop for Place {
+impl Drop for Permit {
     fn drop(&mut self) {
-        self.0.ahead.fetch_sub(1, Ordering::Relaxed);
+        self.0.existing.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -136,13 +142,13 @@ mod tests {
 
     use super::*;
 
-    fn handles(pid: u32) -> Handles {
-        let (ahead, closer) = (AtomicUsize::new(0), Mutex::new(None));
-        Handles { slow: true, ahead, closer, pid }
+    fn handles(pid: u32) -> EarlyHandles {
+        let (existing, closer) = (AtomicUsize::new(0), Mutex::new(None));
+        EarlyHandles { slow: true, existing, closer, pid }
     }
 
     #[test]
-    fn what_is_closed_beside_is_closed_once_it_is_waited_for() {
+    fn handles_are_closed_when_the_wait_returns() {
         let handles = handles(std::process::id());
         let (mut reader, writer) = io::pipe().unwrap();
         let (mut other, second) = io::pipe().unwrap();
@@ -150,22 +156,22 @@ mod tests {
         handles.close(vec![second.into()]);
         // The pipe ends when its last writer is closed; one at a time, so the first already is.
         assert_eq!(reader.read(&mut [0]).unwrap(), 0);
-        handles.settle();
+        handles.wait_until_closed();
         assert!(lock(&handles.closer).is_none());
         assert_eq!(other.read(&mut [0]).unwrap(), 0);
-        handles.settle();
+        handles.wait_until_closed();
     }
 
     #[test]
     fn a_forked_child_waits_for_no_thread_of_its_parent() {
-        // As in a child: the process is another, and the thread that closes goes on for ever.
+        // As in a child: the process is another one, and the closing thread never ends.
         let handles = handles(std::process::id() + 1);
         let (end, held) = mpsc::channel::<()>();
         let closer = thread::spawn(move || held.recv().unwrap_or_default());
         *lock(&handles.closer) = Some(closer);
-        handles.settle();
+        handles.wait_until_closed();
         let locked = lock(&handles.closer);
-        handles.settle();
+        handles.wait_until_closed();
         drop(locked);
         drop(handles);
         drop(end);

@@ -1,9 +1,9 @@
-//! What is done to a lane without waiting for its lock, while another thread has it.
+//! Frees that are queued because another thread has the lane's lock.
 //!
-//! Whoever frees without order may be a garbage collector and must not wait for a commit under way. So
-//! it leaves word here, and whoever next has the lane's lock does it before anything else. Until then
-//! none of the blocks meant goes to anybody else, and what comes later cannot be taken for what was
-//! meant. Setting a block aside is no event, so when it happens is nobody's concern (rule D5).
+//! Whoever frees without order may be a garbage collector and must not wait for a commit under way. Such a
+//! free is queued here, and whoever next gets the lane's lock applies the queue before anything else. Until
+//! then the blocks stay live, so a queued free cannot hit a later block at the same place. Deferring a free
+//! is no event of the lane, so it does not matter when it happens (rule D5).
 
 use std::mem;
 use std::sync::Mutex;
@@ -14,64 +14,66 @@ use crate::lane::BlockKey;
 use crate::sync::lock;
 use crate::{Error, Result};
 
-/// What waits for its lane.
-pub(super) enum Late {
-    /// A block is given up to its address.
-    GiveUp(BlockKey),
-    /// A free without order.
-    Block(BlockKey),
-    /// The same of the block that begins at this offset of the lane.
-    At(u64),
+/// A call that is queued.
+pub(super) enum QueuedCall {
+    /// Lets a block be freed by its address.
+    AllowFreeByAddress(BlockKey),
+    /// Frees a block without order.
+    Free(BlockKey),
+    /// Frees the block that begins at this offset of the lane, without order.
+    FreeAt(u64),
 }
 
-/// What waits for a lane's lock, in the order in which it came.
+/// The calls that wait for a lane's lock, in the order in which they came.
 #[derive(Default)]
-pub(super) struct LateFrees {
-    /// Whether there is any: all that it costs those who find none.
-    some: AtomicBool,
-    queue: Mutex<Vec<Late>>,
+pub(super) struct FreeQueue {
+    /// Whether the queue may be non-empty, so that checking an empty queue costs one load.
+    pending: AtomicBool,
+    queue: Mutex<Vec<QueuedCall>>,
 }
 
-impl LateFrees {
-    pub(super) fn push(&self, late: Late) {
+impl FreeQueue {
+    pub(super) fn push(&self, call: QueuedCall) {
         let mut queue = lock(&self.queue);
-        queue.push(late);
-        self.some.store(true, Ordering::Release);
+        queue.push(call);
+        self.pending.store(true, Ordering::Release);
     }
 
-    /// Does what waits, in a lane that the caller has locked.
+    /// Applies the queue to a lane that the caller has locked.
     #[inline]
-    pub(super) fn take(&self, lane: &str, inner: &mut LaneInner) {
-        if self.some.load(Ordering::Acquire) {
-            self.take_all(lane, inner);
+    pub(super) fn apply(&self, lane: &str, inner: &mut LaneInner) {
+        if self.pending.load(Ordering::Acquire) {
+            self.apply_all(lane, inner);
         }
     }
 
     #[cold]
-    fn take_all(&self, lane: &str, inner: &mut LaneInner) {
-        let late = {
+    fn apply_all(&self, lane: &str, inner: &mut LaneInner) {
+        let queued = {
             let mut queue = lock(&self.queue);
-            self.some.store(false, Ordering::Relaxed);
+            self.pending.store(false, Ordering::Relaxed);
             mem::take(&mut *queue)
         };
-        for free in late {
-            // Its caller was told that all was well, for want of a look.
-            if let Err(error) = free.apply(inner) {
-                tracing::error!(%error, lane, "a free that came beside another call");
+        for call in queued {
+            // The call has returned success, because it could not look at the lane.
+            if let Err(error) = call.apply(inner) {
+                tracing::error!(%error, lane, "a queued free was refused");
             }
         }
     }
 }
 
-impl Late {
+impl QueuedCall {
     fn apply(self, LaneInner { state, memory }: &mut LaneInner) -> Result<()> {
         match self {
-            Self::GiveUp(key) => state.give_up(key),
-            Self::Block(key) => state.free_unordered(key, None, memory),
-            Self::At(offset) => match state.block_at(offset) {
-                Some(key) if state.is_given_up(key) => state.free_unordered(key, None, memory),
+            Self::AllowFreeByAddress(key) => state.allow_free_by_address(key),
+            Self::Free(key) => state.free_unordered(key, None, memory),
+            Self::FreeAt(offset) => match state.block_at(offset) {
+                Some(key) if state.may_free_by_address(key) => {
+                    state.free_unordered(key, None, memory)
+                }
                 Some(_) => Err(Error::invalid_argument(format!(
-                    "a Block holds what begins at byte {offset} of the lane"
+                    "a Block owns the memory at byte {offset} of the lane"
                 ))),
                 None => Err(Error::invalid_argument(format!(
                     "no live block begins at byte {offset} of the lane (freed before?)"

@@ -1,18 +1,18 @@
-//! The physical side of a lane: the memory of its segments, and how it grows.
+//! The physical memory of a lane's segments, and how it grows.
 
 use std::collections::BTreeMap;
 use std::mem;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use super::commit_due::Due;
-use super::early_handles::{Ahead, Handles};
+use super::commit_due::CommitDue;
+use super::early_handles::{EarlyHandle, EarlyHandles};
 use crate::driver::{Event, Physical, Stream};
 use crate::heap::Heap;
 use crate::lane::{Backing, Growth, LaneState, Segment};
 use crate::{Error, Result};
 
-/// What a lane's lock guards: its blocks, and the memory that they are in.
+/// What a lane's lock guards: its state, and its physical memory.
 pub(crate) struct LaneInner {
     pub(crate) state: LaneState,
     pub(crate) memory: LaneMemory,
@@ -20,42 +20,43 @@ pub(crate) struct LaneInner {
 
 impl Drop for LaneInner {
     fn drop(&mut self) {
-        // The driver outlives its lanes, and would keep what they recorded. In a forked child it is as
-        // the parent's other threads left it, and may be locked for ever.
+        // The driver outlives its lanes, and would keep the events that they recorded. In a forked child
+        // the driver's lock may be held for ever.
         if self.memory.heap.is_here() {
             self.state.release_events(&mut self.memory);
         }
     }
 }
 
-/// The physical side of a lane.
+/// The physical memory of a lane.
 pub(crate) struct LaneMemory {
     heap: Arc<Heap>,
+    /// Where the lane begins in a slot.
     base: u64,
-    /// By segment counter.
+    /// The allocations of segments in use, by segment counter.
     physical: BTreeMap<u64, Physical>,
-    /// Handles of segments that no commit has shared, as far as there are any. By counter.
-    ahead: BTreeMap<u64, Ahead>,
+    /// EarlyHandles of segments that no commit has shared, as far as there are any. By counter.
+    early: BTreeMap<u64, EarlyHandle>,
     /// `None` in a local lane, whose segments need no handles.
-    handles: Option<Arc<Handles>>,
+    handles: Option<Arc<EarlyHandles>>,
     /// Segments below this counter were shared by a commit.
     pub(crate) shared_below: u64,
-    /// Raised when a symmetric lane is to grow, even if that fails on this rank: the others then
-    /// wait in a commit for this one. Or when enough waits to be taken back. The pool settles it at a
-    /// commit.
-    due: Option<Arc<Due>>,
+    /// Raised when a symmetric lane is about to grow, even if the growth then fails on this rank, because the
+    /// other ranks will wait for this one in a commit; and when enough frees are deferred. `None` in a local
+    /// lane.
+    due: Option<Arc<CommitDue>>,
 }
 
 impl LaneMemory {
-    /// That of a lane that begins at `base` of a slot and has no segments yet.
+    /// The memory of a lane that begins at `base` of a slot and has no segments yet.
     pub(super) fn new(
         heap: Arc<Heap>,
         base: u64,
-        due: Option<Arc<Due>>,
-        handles: Option<Arc<Handles>>,
+        due: Option<Arc<CommitDue>>,
+        handles: Option<Arc<EarlyHandles>>,
     ) -> Self {
-        let (physical, ahead) = (BTreeMap::new(), BTreeMap::new());
-        Self { heap, base, physical, ahead, handles, shared_below: 0, due }
+        let (physical, early) = (BTreeMap::new(), BTreeMap::new());
+        Self { heap, base, physical, early, handles, shared_below: 0, due }
     }
 
     /// The allocation behind a segment in use.
@@ -63,57 +64,57 @@ impl LaneMemory {
         self.physical.get(&counter)
     }
 
-    /// The handle of a segment that no commit has shared, if it was made ahead.
-    pub(super) fn handle(&self, counter: u64) -> Option<&Ahead> {
-        self.ahead.get(&counter)
+    /// The early handle of a segment that no commit has shared, if it has one.
+    pub(super) fn handle(&self, counter: u64) -> Option<&EarlyHandle> {
+        self.early.get(&counter)
     }
 
-    /// Takes that handle, because a commit has shared the segment.
+    /// Takes the early handle of a segment, because a commit has shared the segment.
     pub(super) fn take_handle(&mut self, counter: u64) -> Option<OwnedFd> {
-        self.ahead.remove(&counter).map(Ahead::into_fd)
+        self.early.remove(&counter).map(EarlyHandle::into_fd)
     }
 
-    /// Unmaps a segment of this rank that nobody uses any more, and lets go of its memory unless
-    /// it moved elsewhere.
+    /// Unmaps a segment of this rank that is no longer used, and releases its memory unless that was moved
+    /// to another segment.
     pub(crate) fn drop_segment(&mut self, segment: &Segment) -> Result<()> {
         let rank = self.heap.layout().rank;
         self.heap.unmap(rank, self.base + segment.offset, segment.bytes)?;
         let Some(physical) = self.physical.remove(&segment.counter) else { return Ok(()) };
-        // Closed in line, if it was never handed over: the memory is free on return.
-        self.ahead.remove(&segment.counter);
-        self.settle();
+        // A handle that was never sent is closed here, so that the memory is free on return.
+        self.early.remove(&segment.counter);
+        self.wait_for_closed_handles();
         self.heap.driver().release(physical)
     }
 
-    /// Puts a moved segment's memory under the counter it has now, or had before.
+    /// Gives the memory of a moved segment the counter `to`, and its handle too.
     pub(crate) fn rename(&mut self, from: u64, to: u64) {
         if let Some(physical) = self.physical.remove(&from) {
             self.physical.insert(to, physical);
         }
-        // What goes back to where a commit has shared it needs no handle any more.
-        if let Some(handle) = self.ahead.remove(&from)
+        // A segment that returns to where a commit has shared it needs no handle.
+        if let Some(handle) = self.early.remove(&from)
             && to >= self.shared_below
         {
-            self.ahead.insert(to, handle);
+            self.early.insert(to, handle);
         }
     }
 
-    /// Makes the handle of a segment that the next commit shares. That commit tries again what
-    /// fails here.
+    /// Makes the early handle of a segment that the next commit shares. If this fails, the commit tries
+    /// again.
     fn make_handle(&mut self, counter: u64) {
         if let Some(handles) = &self.handles
             && let Some(physical) = self.physical.get(&counter)
-            && !self.ahead.contains_key(&counter)
+            && !self.early.contains_key(&counter)
             && let Some(handle) = handles.make(self.heap.driver(), physical)
         {
-            self.ahead.insert(counter, handle);
+            self.early.insert(counter, handle);
         }
     }
 
-    /// Waits until descriptors of memory that is given back are closed.
-    fn settle(&self) {
+    /// Waits until the handles that commits have sent are closed.
+    fn wait_for_closed_handles(&self) {
         if let Some(handles) = &self.handles {
-            handles.settle();
+            handles.wait_until_closed();
         }
     }
 
@@ -148,7 +149,7 @@ impl LaneMemory {
                     .and_then(|()| self.heap.driver().release(physical)),
             };
             if let Err(error) = undone {
-                tracing::error!(%error, "undoing a growth that failed");
+                tracing::error!(%error, "a failed growth could not be undone");
             }
         }
     }
@@ -156,9 +157,9 @@ impl LaneMemory {
 
 /// A step of a growth that may have to be undone.
 enum Done {
-    /// Offset and length of the second mapping.
+    /// Offset and length of the second mapping of a moved segment.
     Moved(u64, u64),
-    /// The allocation, and where it is mapped, if it is.
+    /// A new allocation, and the offset at which it is mapped, if it is.
     Made(Physical, Option<u64>),
 }
 
@@ -209,15 +210,15 @@ impl Backing for LaneMemory {
 impl Drop for LaneMemory {
     fn drop(&mut self) {
         if !self.heap.is_here() {
-            // A forked child leaves what its parent made as it is.
-            mem::forget(mem::take(&mut self.ahead));
+            // A forked child does not close its parent's descriptors.
+            mem::forget(mem::take(&mut self.early));
             return;
         }
-        self.ahead.clear();
-        self.settle();
+        self.early.clear();
+        self.wait_for_closed_handles();
         while let Some((_, physical)) = self.physical.pop_first() {
             if let Err(error) = self.heap.driver().release(physical) {
-                tracing::warn!(%error, "releasing a lane's memory");
+                tracing::warn!(%error, "a lane's memory could not be released");
             }
         }
     }

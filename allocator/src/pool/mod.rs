@@ -1,20 +1,25 @@
-//! The public face: a pool of symmetric memory, its lanes, blocks and commits.
+//! The public interface: a pool of symmetric memory, its lanes, blocks and commits.
+//!
+//! Start with `lane` and `commit`. The hardest files are `share`, where all ranks map new memory or none
+//! does, and `resync`.
 //!
 //! | file | holds |
 //! | --- | --- |
-//! | `builder` | configuration, and the rendezvous that makes a pool |
-//! | `lane` | a lane's lock and its physical memory |
-//! | `by_address` | the same for callers that keep addresses |
-//! | `free_queue` | frees that find the lane locked |
-//! | `block` | a range in its owner's hands |
+//! | `builder` | a pool's configuration, and the rendezvous that makes it |
+//! | `lane` | a lane with its lock: allocation, frees, trim |
+//! | `lane_memory` | the physical memory of a lane, and how it grows |
+//! | `by_address` | a lane's calls for callers that keep addresses instead of blocks |
+//! | `free_queue` | frees that are queued because another thread has the lane's lock |
+//! | `block` | an allocated range, owned by the caller |
 //! | `access` | copies between blocks and ordinary memory |
-//! | `commit` | the collective step that makes windows |
-//! | `early_handles` | descriptors of segments, where making and closing them takes long |
-//! | `commit_guard` | what a commit holds while it runs |
+//! | `commit` | the collective step that compares ranks and makes windows |
+//! | `share` | mapping new segments on all ranks or none: part of a commit |
+//! | `committer` | the state of commits: connections, and whether ranks are still alike |
+//! | `commit_guard` | what a commit locks while it runs |
 //! | `commit_due` | whether a commit is due |
-//! | `share` | making windows of new segments, on all ranks or none |
-//! | `nccl_windows` | windows that are NCCL's too |
-//! | `resync` | agreeing on a state again after a divergence |
+//! | `early_handles` | segments' descriptors that are made before their commit, if that takes long |
+//! | `nccl_windows` | registering windows with NCCL |
+//! | `resync` | returning to a common state after a divergence |
 
 mod access;
 mod block;
@@ -23,6 +28,7 @@ mod by_address;
 mod commit;
 mod commit_due;
 mod commit_guard;
+mod committer;
 mod early_handles;
 mod free_queue;
 mod lane;
@@ -47,14 +53,15 @@ use crate::fork::Maker;
 use crate::heap::{Heap, HeapLayout};
 use crate::lane::LaneStats;
 use crate::rendezvous::mesh::Mesh;
-use crate::rendezvous::peers::{Peers, PerRank};
+use crate::rendezvous::peers::PerRank;
 use crate::store::Traffic;
 use crate::sync::lock;
 use crate::topology::Topology;
 use crate::window::{Window, Windows};
 use crate::{Error, Group, Result};
-use commit_due::Due;
-use early_handles::Handles;
+use commit_due::CommitDue;
+use committer::Committer;
+use early_handles::EarlyHandles;
 use lane::SharedLane;
 
 /// The lane that communicators take their control memory from.
@@ -74,9 +81,9 @@ struct Inner {
     heap: Arc<Heap>,
     /// In the order of the configuration; the control lane is last.
     lanes: Vec<Arc<SharedLane>>,
-    /// Raised when a symmetric lane grows; a commit lowers it.
-    due: Arc<Due>,
-    handles: Arc<Handles>,
+    /// Raised when a symmetric lane makes a commit due; a commit lowers it.
+    due: Arc<CommitDue>,
+    handles: Arc<EarlyHandles>,
     committer: Mutex<Committer>,
     /// Whether a commit (or resync) is under way.
     committing: Arc<AtomicBool>,
@@ -87,69 +94,14 @@ struct Inner {
     maker: Maker,
 }
 
-/// What commits need, and what only one of them may use at a time.
-struct Committer {
-    peers: Peers,
-    commits: u64,
-    /// Why no further commit can work: a peer is gone, or ranks may have come apart.
-    broken: Option<Error>,
-    /// Why this rank did not get to the end of a commit that others may have finished. Told to
-    /// them at the next.
-    unfinished: Option<String>,
-    /// Communicators of NCCL that get every window.
-    nccl: Vec<nccl_windows::Attached>,
-}
-
-impl Committer {
-    /// After an error by which ranks lost each other, no commit can work any more, as they cannot know
-    /// what the others will do: connected peers are told, and need not wait to learn it.
-    ///
-    /// After one by which this rank alone did not hear the others, they may have finished what it did
-    /// not. They are told at the next commit; if that is in vain, there is nobody left to tell.
-    fn give_up_if_apart(&mut self, error: &Error) {
-        let missed = self.peers.take_missed();
-        let in_vain = |why: &Error| is_apart(why) || self.unfinished.is_some();
-        if is_apart(error) || missed.as_ref().is_some_and(in_vain) {
-            self.peers.give_up(error);
-            self.broken = Some(error.clone());
-        } else if let Some(why) = missed {
-            self.leave_unfinished(&why);
-        }
-    }
-
-    /// This rank did not get to the end of what others may have finished.
-    fn leave_unfinished(&mut self, cause: &Error) {
-        self.peers.give_up(&half_way(&cause.to_string()));
-        self.unfinished = Some(cause.to_string());
-    }
-}
-
-/// Whether ranks lost each other, and cannot know what the others will do.
-fn is_apart(error: &Error) -> bool {
-    error.is_timeout() || error.is_peer_lost()
-}
-
-/// The error of a gather that failed, in which this rank had a failure of its own to tell: that is
-/// why the others came no more, if they did not.
-fn untold(own: Option<Error>, gather: Error) -> Error {
-    own.filter(|_| is_apart(&gather)).unwrap_or(gather)
-}
-
-/// What a rank says that is no longer like the others.
-fn half_way(cause: &str) -> Error {
-    Error::invalid_state(format!(
-        "an earlier commit or resync went half-way on this rank ({cause}); build a new pool"
-    ))
-}
-
-/// Peers' copies of a stretch of windows, by rank, this rank's left out: see
-/// [`Pool::peers_in_a_row`].
+/// Peers' copies of a range of windows, mapped one behind the other in rank order, without this rank's: see
+/// [`Pool::contiguous_peer_view`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PeerRow {
-    /// Where the first peer's begins.
-    pub first: u64,
-    /// Bytes from there to the next peer's.
-    pub distance: u64,
+pub struct ContiguousPeerView {
+    /// Address of the first peer's copy.
+    pub base: u64,
+    /// Bytes from one peer's copy to the next.
+    pub stride: u64,
 }
 
 /// Numbers of a pool at one moment.
@@ -159,9 +111,9 @@ pub struct PoolStats {
     pub lanes: Vec<(String, LaneStats)>,
     /// Successful commits.
     pub commits: u64,
-    /// Windows now.
+    /// Number of windows.
     pub windows: u64,
-    /// What this rank exchanged with the store, all groups on it together.
+    /// What this rank has exchanged with the store, over all groups that use it.
     pub store: Traffic,
 }
 
@@ -216,16 +168,15 @@ impl Pool {
         self.commit_by(self.0.group.deadline())
     }
 
-    /// Commits when a commit is due, which all ranks see alike. Costs nanoseconds otherwise. As for
-    /// every commit, no other thread may be in the middle of a symmetric lane's sequence (see
-    /// [`Lane`]).
+    /// Commits if a commit is due, which is so on all ranks or on none. Otherwise it takes nanoseconds. As
+    /// for every commit, no other thread may be in the middle of a symmetric lane's sequence (see [`Lane`]).
     pub fn commit_if_due(&self) -> Result<Option<CommitReport>> {
         if self.is_commit_due() { self.commit().map(Some) } else { Ok(None) }
     }
 
-    /// Forgets a stream that is about to be destroyed, in all lanes: see [`Lane::forget_stream`]. Part of the
-    /// sequence of every symmetric lane that knows it, so every rank does so at the same place. Communicators
-    /// remember streams too, and forget them by themselves.
+    /// Forgets a stream that is about to be destroyed, in all lanes: see [`Lane::forget_stream`]. This is part
+    /// of the sequence of every symmetric lane that knows the stream, so every rank must do it at the same
+    /// place of its program. Communicators remember streams too, and forget them by themselves.
     #[track_caller]
     pub fn forget_stream(&self, stream: Stream) -> Result<()> {
         for lane in self.lanes() {
@@ -234,16 +185,17 @@ impl Pool {
         Ok(())
     }
 
-    /// Whether a symmetric lane has grown since the last commit, or has allocated so much that, by what the
-    /// last one returned, half of its memory (128 MiB at least) or 32,768 blocks wait to be taken back
-    /// after unordered frees. Follows from the sequence of calls, so it is the same on every rank.
+    /// Whether a commit is due: a symmetric lane has grown since the last one, or many of its unordered frees
+    /// are deferred. The latter is estimated from what the lane has allocated since and what the last commit
+    /// returned, and holds from half of the lane's memory (at least 128 MiB) or 32,768 blocks. Both follow from
+    /// the sequence of calls, so the answer is the same on every rank.
     pub fn is_commit_due(&self) -> bool {
         self.0.due.is_raised()
     }
 
-    /// The windows as of the last commit. None in a forked child, which may not use its parent's, and
-    /// in which a thread that it lacks may have been replacing the list.
+    /// The windows as of the last commit. Empty in a forked child, which may not use its parent's windows.
     pub fn windows(&self) -> Arc<Windows> {
+        // A thread of the parent may have held the list's lock at the fork.
         if self.check_process().is_err() {
             return Arc::new(Windows::new(self.layout(), Vec::new()));
         }
@@ -260,17 +212,19 @@ impl Pool {
         self.windows().find(address).cloned()
     }
 
-    /// `rank`'s copy of an address inside a window.
+    /// The address of `rank`'s copy of an address inside a window.
     pub fn peer_ptr(&self, rank: u32, address: u64) -> Result<u64> {
         self.windows().peer(rank, address)
     }
 
-    /// Where peers' copies of `[address, address + bytes)`, which lies in windows of this rank's slot,
-    /// are once more, one behind the other: what one copy by a copy engine can write. Made when first
-    /// asked for, while a graph is captured too, and there until one of the windows goes.
+    /// Peers' copies of `[address, address + bytes)`, which must lie in windows of this rank's slot, mapped a
+    /// second time at equal distances, so that one copy of a copy engine can write all of them. The mapping is
+    /// made by the first call, which may come during graph capture, and stays until one of the windows is
+    /// unmapped.
     ///
-    /// `is_unsupported` where the driver cannot, or there are too many of them.
-    pub fn peers_in_a_row(&self, address: u64, bytes: u64) -> Result<PeerRow> {
+    /// [`Error::is_invalid_argument`] for other addresses; [`Error::is_unsupported`] if the driver cannot map
+    /// memory twice, or if there are too many such views.
+    pub fn contiguous_peer_view(&self, address: u64, bytes: u64) -> Result<ContiguousPeerView> {
         let layout = self.layout();
         let around = self.windows().around(address, bytes);
         let (Some((first, lengths)), Some((rank, offset))) = (around, layout.locate(address))
@@ -286,8 +240,8 @@ impl Pool {
                 self.rank()
             )));
         }
-        let base = self.0.heap.row(first, &lengths)?;
-        Ok(PeerRow { first: base + (offset - first), distance: lengths.iter().sum() })
+        let base = self.0.heap.peer_view(first, &lengths)?;
+        Ok(ContiguousPeerView { base: base + (offset - first), stride: lengths.iter().sum() })
     }
 
     /// Where every rank's memory lies in this process.
@@ -331,33 +285,33 @@ impl Pool {
         Ok(self.0.devices.get(rank))
     }
 
-    /// Refuses in a process that was forked from the one that made the pool: [`Error::is_invalid_state`].
-    /// What a child wrote to the pool's memory, or told the other ranks, would be its parent's.
+    /// [`Error::is_invalid_state`] in a process that was forked from the one that made the pool: what a child
+    /// wrote to the pool's memory or sent to other ranks would be in its parent's name.
     pub fn check_process(&self) -> Result<()> {
         self.0.maker.check("a pool")
     }
 
-    /// Whether a commit can work, as far as this rank knows: none can once ranks have lost each other,
-    /// nor in a forked child. Waits for a commit that is under way.
+    /// Whether a commit can succeed, as far as this rank knows: none can once ranks have lost each other, nor
+    /// in a forked child. Waits for a commit that is under way.
     pub fn can_commit(&self) -> bool {
         if self.check_process().is_err() {
             return false;
         }
         let committer = lock(&self.0.committer);
-        committer.broken.is_none() && committer.unfinished.is_none() && committer.peers.can_talk()
+        committer.broken.is_none() && committer.incomplete.is_none() && committer.peers.can_talk()
     }
 
-    /// Peers whose processes are gone, as far as this rank can see without waiting: on one
-    /// machine, those that closed their sockets. Empty while a commit is under way.
+    /// Peers whose processes are gone, as far as this rank can tell without waiting: on one machine, those
+    /// that closed their sockets. Empty while a commit is under way.
     pub fn lost_peers(&self) -> Vec<u32> {
         let Ok(committer) = self.0.committer.try_lock() else { return Vec::new() };
         committer.peers.mesh().map(Mesh::lost_peers).unwrap_or_default()
     }
 
-    /// Whether `rank` is known to use this pool's memory no more: it hung up without saying that it gave
-    /// up, as a process does that ends or lets go of the pool. Does not wait: false also while a commit
-    /// is under way, after one in which ranks lost each other, where ranks have no sockets, and in a
-    /// forked child, which would read what was sent to its parent.
+    /// Whether `rank` is known not to use this pool's memory any more: it closed its socket without reporting
+    /// a failure, as a process does that ends or drops the pool. Does not wait. False also while a commit is
+    /// under way, after a commit in which ranks lost each other, if ranks have no sockets, and in a forked
+    /// child, which would read what was sent to its parent.
     pub fn has_left(&self, rank: u32) -> bool {
         if self.check_process().is_err() {
             return false;
@@ -366,8 +320,7 @@ impl Pool {
         committer.peers.mesh_mut().is_some_and(|mesh| mesh.has_left(rank))
     }
 
-    /// The process id of `rank` where this process can see it: on the same machine and in the
-    /// same pid namespace.
+    /// The process id of `rank`, if it is on the same machine and in the same pid namespace.
     pub fn peer_pid(&self, rank: u32) -> Option<u32> {
         self.0.pids.get(rank as usize).copied().flatten()
     }

@@ -1,9 +1,10 @@
-//! Windows of a pool that are windows of NCCL's too.
+//! Registering a pool's windows with NCCL.
 
 use serde::{Deserialize, Serialize};
 
-use super::commit_guard::Held;
-use super::{Committer, Pool};
+use super::Pool;
+use super::commit_guard::LockedLane;
+use super::committer::Committer;
 use crate::driver::MemoryDriver;
 use crate::lane::WindowPolicy;
 use crate::nccl::{Comm, Nccl, NcclWindow};
@@ -11,14 +12,14 @@ use crate::rendezvous::message::{Message, decode_all};
 use crate::rendezvous::status::{Status, all_ok, encode_status};
 use crate::{CONTROL_LANE, Deadline, Error, Result};
 
-/// A communicator that gets every window.
+/// A communicator of NCCL with which windows are registered.
 pub(super) struct Attached {
     nccl: Nccl,
     comm: Comm,
     /// In the order in which they were registered.
     windows: Vec<Registered>,
-    /// Whether it gets the windows of later commits: until one of them could not be registered. Those
-    /// that it has stay NCCL's until their memory goes, or they are taken back.
+    /// Whether windows of later commits are registered with it. They are until a registration fails. Windows
+    /// that it has stay registered until their memory is unmapped or the communicator is unregistered.
     gets_more: bool,
 }
 
@@ -28,16 +29,16 @@ struct Registered {
     window: NcclWindow,
 }
 
-/// How a step with NCCL went on one rank, and the version of its library.
+/// The outcome of a step with NCCL on one rank: the version of its library, or an error.
 #[derive(Debug, Serialize, Deserialize)]
-struct Said(Status<i32>);
+struct NcclStatus(Status<i32>);
 
-impl Message for Said {
+impl Message for NcclStatus {
     const KIND: u16 = 11;
     const NAME: &'static str = "NCCL";
 }
 
-/// NCCL looks at the current device.
+/// Calls `work` with the driver's device as the current one, as NCCL requires.
 fn on_device<T>(driver: &dyn MemoryDriver, work: impl FnOnce() -> Result<T>) -> Result<T> {
     match driver.as_cuda() {
         Some(cuda) => cuda.with_context(work),
@@ -46,29 +47,27 @@ fn on_device<T>(driver: &dyn MemoryDriver, work: impl FnOnce() -> Result<T>) -> 
 }
 
 impl Pool {
-    /// Registers every window with a communicator of NCCL, those of later commits too: as symmetric
-    /// windows, in the same order on every rank. Returns how many there are now. Collective.
+    /// Registers all windows with a communicator of NCCL, as symmetric windows and in the same order on every
+    /// rank, and those of later commits too. Returns the number of windows registered now. Collective.
     ///
-    /// Once windows of a later commit could not be registered, the communicator gets no more, and keeps
-    /// what it has: [`unregister_nccl`](Self::unregister_nccl) it, and register it again.
+    /// If windows of a later commit cannot be registered, the communicator keeps the windows it has and gets no
+    /// more: call [`unregister_nccl`](Self::unregister_nccl), and register it again.
     ///
-    /// The pool's lanes must be built with [`WindowPolicy::PerSegment`], so that a block lies in one
-    /// window; the communicator must have the ranks of the pool's group, in its order. `comm` is an
-    /// `ncclComm_t`. NCCL waits for its peers without a deadline, so all ranks agree that they can
-    /// before any begins.
+    /// The pool's lanes must be built with [`WindowPolicy::PerSegment`], so that a block lies in one window. The
+    /// communicator must have the ranks of the pool's group, in the same order. `comm` is an `ncclComm_t`. NCCL
+    /// waits for its peers without a deadline, so all ranks agree that they can register before any begins.
     ///
     /// # Errors
     ///
-    /// The same on every rank: [`Error::is_unsupported`] where no NCCL is loaded, where it is older
-    /// than 2.27, or where it makes no symmetric windows between these ranks;
-    /// [`Error::is_invalid_argument`] for lanes or a communicator that do not fit;
-    /// [`Error::is_diverged`] for different versions; [`Error::is_timeout`] and
+    /// The same on every rank: [`Error::is_unsupported`] if no NCCL is loaded, if it is older than 2.27, or if it
+    /// makes no symmetric windows between these ranks; [`Error::is_invalid_argument`] for lanes or a
+    /// communicator that do not fit; [`Error::is_diverged`] for different versions; [`Error::is_timeout`] and
     /// [`Error::is_peer_lost`].
     ///
     /// # Safety
     ///
     /// `comm` is a communicator of the NCCL that this process has loaded. It lives until
-    /// [`unregister_nccl`](Self::unregister_nccl), or until the pool makes no commits any more.
+    /// [`unregister_nccl`](Self::unregister_nccl), or until the pool makes no more commits.
     #[allow(unsafe_code)] // passes on the caller's promise
     pub unsafe fn register_nccl(&self, comm: usize) -> Result<u64> {
         let mut committer = self.committer()?;
@@ -80,13 +79,13 @@ impl Pool {
                 return Err(Error::invalid_argument(if attached.gets_more {
                     "this communicator has the pool's windows already"
                 } else {
-                    "this communicator has windows of the pool already, from before a commit whose \
-                     windows it did not get; unregister it first"
+                    "this communicator has windows of the pool already, but those of a later commit \
+                     could not be registered with it; unregister it first"
                 }));
             }
             let nccl = Nccl::loaded()?;
             let version = nccl.version()?;
-            self.fits(nccl, comm)?;
+            self.check_fit(nccl, comm)?;
             Ok((Attached { nccl, comm, windows: Vec::new(), gets_more: true }, version))
         });
         let version = ready.as_ref().map(|(_, version)| *version).map_err(Clone::clone);
@@ -112,8 +111,8 @@ impl Pool {
         Ok(count)
     }
 
-    /// Takes all windows back from a communicator, in the order in which they were registered.
-    /// Collective; before the communicator is destroyed, if the pool commits afterwards.
+    /// Deregisters all windows from a communicator, in the order in which they were registered. Collective. Must
+    /// be called before the communicator is destroyed, if the pool commits afterwards.
     pub fn unregister_nccl(&self, comm: usize) -> Result<()> {
         let mut committer = self.committer()?;
         let deadline = self.group().deadline();
@@ -123,7 +122,7 @@ impl Pool {
         });
         self.agree_on_nccl(
             &mut committer,
-            ("nccl-unregister", "taking windows back from NCCL"),
+            ("nccl-unregister", "deregistering windows from NCCL"),
             ready.clone().map(|_| 0),
             deadline,
         )?;
@@ -131,8 +130,8 @@ impl Pool {
         self.deregister(&mut attached, |_| true, deadline)
     }
 
-    /// Whether a communicator has these ranks, and the pool windows that NCCL can serve.
-    fn fits(&self, nccl: Nccl, comm: Comm) -> Result<()> {
+    /// Checks that a communicator has the pool's ranks, and that the pool's lanes suit NCCL.
+    fn check_fit(&self, nccl: Nccl, comm: Comm) -> Result<()> {
         let crossing: Vec<String> = self
             .0
             .lanes
@@ -143,15 +142,15 @@ impl Pool {
             .collect();
         if !crossing.is_empty() {
             return Err(Error::invalid_argument(format!(
-                "blocks of the lanes {crossing:?} may cross segments, and a window of NCCL is one \
+                "blocks of the lanes {crossing:?} may cross segments, but a window of NCCL is one \
                  segment; build the pool with the window policy per-segment"
             )));
         }
         let (rank, world) = nccl.place(comm)?;
         if (rank, world) != (self.rank(), self.world()) {
             return Err(Error::invalid_argument(format!(
-                "a communicator in which this is rank {rank} of {world}, for a pool in which it is \
-                 rank {} of {}",
+                "this process is rank {rank} of {world} in the communicator, but rank {} of {} in the \
+                 pool",
                 self.rank(),
                 self.world()
             )));
@@ -159,8 +158,8 @@ impl Pool {
         Ok(())
     }
 
-    /// Every rank hears how all fared, and reports the same. Ranks that do not hear each other cannot
-    /// know what the others will do: then the pool makes no commits any more.
+    /// Exchanges the outcomes of a step, so that every rank returns the same. Ranks that miss each other's
+    /// outcome cannot know what the others will do: the pool then makes no more commits.
     fn agree_on_nccl(
         &self,
         committer: &mut Committer,
@@ -168,11 +167,11 @@ impl Pool {
         own: Result<i32>,
         deadline: Deadline,
     ) -> Result<()> {
-        let status = encode_status(Said, own.map_err(|error| error.kind().clone()))?;
+        let status = encode_status(NcclStatus, own.map_err(|error| error.kind().clone()))?;
         let gathered = committer.peers.all_gather(self.group(), name, &status, deadline);
-        let gathered = gathered.inspect_err(|error| committer.give_up_if_apart(error))?;
-        let said: Vec<Said> = decode_all(&gathered)?;
-        let versions = all_ok(step, said.into_iter().map(|Said(status)| status))?;
+        let gathered = gathered.inspect_err(|error| committer.stop_commits_after(error))?;
+        let statuses: Vec<NcclStatus> = decode_all(&gathered)?;
+        let versions = all_ok(step, statuses.into_iter().map(|NcclStatus(status)| status))?;
         match versions.iter().position(|version| *version != versions[0]) {
             None => Ok(()),
             Some(rank) => Err(Error::mismatch(format!(
@@ -183,7 +182,7 @@ impl Pool {
         }
     }
 
-    /// Registers the windows that a communicator does not have.
+    /// Registers the windows that a communicator does not have yet.
     fn register_missing(&self, attached: &mut Attached, deadline: Deadline) -> Result<()> {
         let windows = self.windows();
         let layout = self.layout();
@@ -210,7 +209,7 @@ impl Pool {
         Ok(())
     }
 
-    /// Takes back those windows that are `gone`, in order. Goes on after an error.
+    /// Deregisters the windows for which `gone` is true, in order. Continues after an error.
     fn deregister(
         &self,
         attached: &mut Attached,
@@ -227,16 +226,16 @@ impl Pool {
         outcome
     }
 
-    /// Before a commit unmaps segments: NCCL lets go of their windows.
+    /// Deregisters the windows of segments that the commit is about to unmap.
     pub(super) fn deregister_retired(
         &self,
         committer: &mut Committer,
-        held: &[Held<'_>],
+        locked: &[LockedLane<'_>],
         deadline: Deadline,
     ) -> Result<()> {
         let retired = |window: &Registered| {
-            held.iter().filter(|held| held.lane.name == window.lane).any(|held| {
-                held.inner.state.retired().any(|segment| segment.counter == window.counter)
+            locked.iter().filter(|locked| locked.lane.name == window.lane).any(|locked| {
+                locked.inner.state.retired().any(|segment| segment.counter == window.counter)
             })
         };
         committer
@@ -245,10 +244,9 @@ impl Pool {
             .try_for_each(|attached| self.deregister(attached, retired, deadline))
     }
 
-    /// After a commit made windows: NCCL gets them too. Where that fails, on all ranks, no
-    /// communicator gets any more, and those that it has stay known: NCCL lets go of them before
-    /// their memory is unmapped. `ready` is how this rank finished the commit: NCCL would wait for one
-    /// that did not.
+    /// Registers the new windows of a commit. If that fails, it does so on all ranks: then no communicator gets
+    /// more windows, but those that it has stay known, and are deregistered before their memory is unmapped.
+    /// `ready` is an error if this rank did not complete the commit, because NCCL would wait for such a rank.
     pub(super) fn register_new(
         &self,
         committer: &mut Committer,
@@ -270,32 +268,32 @@ impl Pool {
                 self.agree_on_nccl(committer, registered, done.map(|()| 0), deadline)
             });
         if done.is_err() {
-            // Ranks that lost each other do not wait for each other in NCCL, and unmap nothing more.
-            let together = committer.broken.is_none() && committer.unfinished.is_none();
+            // Ranks that lost each other must not wait for each other in NCCL, and unmap nothing more.
+            let together = committer.broken.is_none() && committer.incomplete.is_none();
             for (attached, had) in attached.iter_mut().zip(had) {
                 attached.gets_more = false;
                 if together {
-                    self.take_back_from(attached, had, deadline);
+                    self.deregister_from(attached, had, deadline);
                 }
             }
         }
         committer.nccl = attached;
         done.map_err(|error| {
             error.context(
-                "the memory is committed, but NCCL has no windows of it, nor of what comes",
+                "the memory is committed, but NCCL has no windows of it, nor of later memory",
             )
         })
     }
 
-    /// Takes back what was registered in a commit in which not all ranks could.
-    fn take_back_from(&self, attached: &mut Attached, had: usize, deadline: Deadline) {
+    /// Deregisters the windows after the first `had`, because not all ranks could register theirs.
+    fn deregister_from(&self, attached: &mut Attached, had: usize, deadline: Deadline) {
         let new: Vec<_> = attached.windows[had..]
             .iter()
             .map(|window| (window.lane.clone(), window.counter))
             .collect();
         let is_new = |window: &Registered| new.contains(&(window.lane.clone(), window.counter));
         if let Err(error) = self.deregister(attached, is_new, deadline) {
-            tracing::error!(%error, "taking back windows that NCCL did not get on all ranks");
+            tracing::error!(%error, "windows that were not registered on all ranks could not be deregistered");
         }
     }
 }

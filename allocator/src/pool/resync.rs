@@ -1,20 +1,21 @@
-//! Agreeing on a state again after a divergence.
+//! Returning all ranks to a common state after a divergence.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::commit_guard::{Held, all_sound};
+use super::Pool;
+use super::commit_guard::{LockedLane, all_sound};
+use super::committer::{Committer, incomplete_commit, own_failure_or};
 use super::lane_memory::LaneInner;
-use super::{Committer, Pool, half_way, untold};
-use crate::lane::{Agreed, Survivor};
+use crate::lane::{AgreedState, Survivor};
 use crate::rendezvous::message::{Message, decode_all};
 use crate::rendezvous::peers::Peers;
 use crate::rendezvous::search::first_difference;
 use crate::rendezvous::status::{Status, all_ok, encode_status};
 use crate::{Deadline, Error, Result};
 
-/// Where each symmetric lane of a rank stands (counter and digest), or why it cannot resync.
+/// Counter and digest of each symmetric lane of a rank, or why the rank cannot resync.
 #[derive(Debug, Serialize, Deserialize)]
 struct Standing(Status<Vec<(u64, u64)>>);
 
@@ -23,17 +24,22 @@ impl Message for Standing {
     const NAME: &'static str = "standing";
 }
 
-/// What a rank holds of a lane that differs.
+/// What a rank holds of a lane in which ranks differ.
 #[derive(Debug, Serialize, Deserialize)]
 struct Holdings {
+    /// The lane's counter.
     counter: u64,
+    /// Counter of its next segment.
     next_segment: u64,
+    /// How many live blocks were allocated since the ranks diverged.
     strays: u64,
+    /// Ordinals of forgotten streams, as a mask.
     forgotten: u64,
+    /// Live blocks that were allocated before.
     survivors: Vec<Survivor>,
 }
 
-/// The same, or why a rank cannot tell: more blocks than a message holds.
+/// The same as a message, or why it cannot be sent: there are more blocks than a message can hold.
 #[derive(Debug, Serialize, Deserialize)]
 struct Holds(Status<Holdings>);
 
@@ -43,75 +49,74 @@ impl Message for Holds {
 }
 
 impl Pool {
-    /// Makes the ranks alike again after a divergence or a failed allocation, until the group's
+    /// Returns all ranks to a common state after a divergence or a failed allocation, within the group's
     /// timeout. Collective. Returns whether anything differed.
     ///
-    /// Every lane that differs goes back to just before its first differing event. Blocks that
-    /// were allocated since have no counterpart elsewhere, so all of them must have been freed:
-    /// otherwise every rank gets the same [`Error::is_invalid_state`] that says how many each
-    /// still holds, and nothing has changed. Older blocks stay as they are; ones that some ranks
-    /// freed meanwhile and others did not count as freed without order (rule D5), and so will the
-    /// frees of the others, however they free them.
+    /// Every lane that differs returns to the state before its first differing event. Blocks that were
+    /// allocated since have no counterpart on other ranks, so all of them must have been freed. Otherwise every
+    /// rank gets the same [`Error::is_invalid_state`], which says how many blocks each rank still holds, and
+    /// nothing has changed. Older blocks stay as they are. If some ranks have freed such a block since and
+    /// others have not, it counts as freed without order on all of them (rule D5), however the others free it.
     ///
-    /// Waits for the device, also no longer than that. Streams that were first used since are forgotten, and
-    /// so are those that any rank has forgotten.
+    /// Waits for the device, within the same timeout. Streams that were first used since are forgotten, and so
+    /// are streams that any rank has forgotten.
     pub fn resync(&self) -> Result<bool> {
         let deadline = self.group().deadline();
         let mut committer = self.committer()?;
-        let mut held = self.hold();
-        let outcome = self.resync_held(&mut committer, &mut held, deadline);
+        let mut locked = self.lock_lanes();
+        let outcome = self.resync_locked(&mut committer, &mut locked, deadline);
         outcome.map_err(|error| {
-            committer.give_up_if_apart(&error);
+            committer.stop_commits_after(&error);
             error.context(format!("rank {}, resync", self.rank()))
         })
     }
 
-    fn resync_held(
+    fn resync_locked(
         &self,
         committer: &mut Committer,
-        held: &mut [Held<'_>],
+        locked: &mut [LockedLane<'_>],
         deadline: Deadline,
     ) -> Result<bool> {
-        let ready = match &committer.unfinished {
-            // What this rank holds is no longer what it says it holds.
-            Some(cause) => Err(half_way(cause)),
-            // All ranks wait for their devices here: nobody's kernels write to memory that is
-            // given to somebody else below. A rank whose device is late still has to tell the others.
-            None => all_sound(held).and_then(|()| {
+        let ready = match &committer.incomplete {
+            // The recorded state of this rank no longer matches its memory.
+            Some(cause) => Err(incomplete_commit(cause)),
+            // All ranks wait for their devices here, because below memory changes owners that kernels
+            // may still write to. The wait leaves time to report to the others that a device is late.
+            None => all_sound(locked).and_then(|()| {
                 let share = deadline.remaining().mul_f64(0.8);
                 self.driver().synchronize_by(Deadline::after(share))
             }),
         };
-        let differing = self.differing(&mut committer.peers, ready, held, deadline)?;
-        // All lanes are judged before any is changed.
+        let differing = self.differing(&mut committer.peers, ready, locked, deadline)?;
+        // Ranks agree on all lanes before any lane is changed.
         let mut agreements = Vec::new();
         for &lane in &differing {
             agreements
-                .push((lane, self.common_state(&mut committer.peers, &held[lane], deadline)?));
+                .push((lane, self.common_state(&mut committer.peers, &locked[lane], deadline)?));
         }
         for (lane, agreed) in &agreements {
-            // The others go on: a rank that fails here is no longer like them.
-            go_back(&mut held[*lane], agreed)
-                .inspect_err(|error| committer.leave_unfinished(error))?;
+            // Other ranks complete the resync: if this rank fails here, it is no longer like them.
+            roll_back(&mut locked[*lane], agreed)
+                .inspect_err(|error| committer.mark_incomplete(error))?;
         }
-        for held in held.iter_mut() {
-            held.inner.state.mark_agreed();
+        for locked in locked.iter_mut() {
+            locked.inner.state.mark_agreed();
         }
-        let due = held.iter().any(Held::is_due);
-        self.0.due.settle(due);
+        let due = locked.iter().any(LockedLane::is_due);
+        self.0.due.set(due);
         Ok(!differing.is_empty())
     }
 
-    /// The lanes, of those held, in which any two ranks differ: the same list on every rank.
+    /// Indices of the locked lanes in which any two ranks differ: the same list on every rank.
     fn differing(
         &self,
         peers: &mut Peers,
         ready: Result<()>,
-        held: &[Held<'_>],
+        locked: &[LockedLane<'_>],
         deadline: Deadline,
     ) -> Result<Vec<usize>> {
-        let standing = held.iter().map(|held| {
-            let state = &held.inner.state;
+        let standing = locked.iter().map(|locked| {
+            let state = &locked.inner.state;
             (state.counter(), state.digest())
         });
         let own: Vec<(u64, u64)> = standing.collect();
@@ -119,22 +124,22 @@ impl Pool {
         let status = ready.map(|()| own.clone()).map_err(|error| error.kind().clone());
         let status = encode_status(Standing, status)?;
         let gathered = peers.all_gather(self.group(), "standing", &status, deadline);
-        let gathered = gathered.map_err(|error| untold(failed, error))?;
-        let said: Vec<Standing> = decode_all(&gathered)?;
-        let all = all_ok("resync", said.into_iter().map(|Standing(status)| status))?;
+        let gathered = gathered.map_err(|error| own_failure_or(failed, error))?;
+        let statuses: Vec<Standing> = decode_all(&gathered)?;
+        let all = all_ok("resync", statuses.into_iter().map(|Standing(status)| status))?;
         let differs = |lane: &usize| all.iter().any(|other| other.get(*lane) != own.get(*lane));
         Ok((0..own.len()).filter(differs).collect())
     }
 
-    /// Finds the state that all ranks can go back to in a lane that differs.
+    /// Finds the state that all ranks can return to, in a lane in which they differ.
     fn common_state(
         &self,
         peers: &mut Peers,
-        held: &Held<'_>,
+        locked: &LockedLane<'_>,
         deadline: Deadline,
-    ) -> Result<Agreed> {
-        let state = &held.inner.state;
-        let name = &held.lane.name;
+    ) -> Result<AgreedState> {
+        let state = &locked.inner.state;
+        let name = &locked.lane.name;
         let mut gather =
             |what: &str, value: &[u8]| peers.all_gather(self.group(), what, value, deadline);
         let first = first_difference(name, state, &mut gather)?.counter;
@@ -146,8 +151,8 @@ impl Pool {
             survivors: state.survivors(first),
         };
         let gathered = gather("holdings", &encode_status(Holds, Ok(own))?)?;
-        let said: Vec<Holds> = decode_all(&gathered)?;
-        let all = all_ok("resync", said.into_iter().map(|Holds(status)| status))?;
+        let statuses: Vec<Holds> = decode_all(&gathered)?;
+        let all = all_ok("resync", statuses.into_iter().map(|Holds(status)| status))?;
         let holding: Vec<String> = (0..)
             .zip(&all)
             .filter(|(_, holdings)| holdings.strays > 0)
@@ -170,7 +175,7 @@ impl Pool {
             digest.update(part);
         }
         let [a, b, c, d, e, f, g, h, ..] = *digest.finalize().as_bytes();
-        Ok(Agreed {
+        Ok(AgreedState {
             first,
             counter: all.iter().map(|holdings| holdings.counter).max().unwrap_or(0),
             next_segment: all.iter().map(|holdings| holdings.next_segment).max().unwrap_or(0),
@@ -184,12 +189,12 @@ impl Pool {
     }
 }
 
-/// Takes a lane back to what the ranks agreed on, and drops segments that are not part of it.
-fn go_back(held: &mut Held<'_>, agreed: &Agreed) -> Result<()> {
-    let LaneInner { state, memory } = &mut *held.inner;
-    for segment in state.resync(agreed, memory)? {
+/// Returns a lane to the agreed state, and drops the segments that are not part of it.
+fn roll_back(locked: &mut LockedLane<'_>, agreed: &AgreedState) -> Result<()> {
+    let LaneInner { state, memory } = &mut *locked.inner;
+    for segment in state.roll_back(agreed, memory)? {
         if let Some(from) = segment.moved_from {
-            // The memory is the old segment's again: dropping this one only unmaps it here.
+            // The memory belongs to the old segment again; dropping the new one only unmaps it here.
             memory.rename(segment.counter, from);
         }
         memory.drop_segment(&segment)?;

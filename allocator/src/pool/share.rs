@@ -1,12 +1,13 @@
-//! Steps 3 and 4 of a commit: segments become memory that every rank has mapped.
+//! Steps 3 and 4 of a commit: new segments are mapped by every rank, or by none.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::commit_guard::Held;
-use super::{Committer, Pool};
+use super::Pool;
+use super::commit_guard::LockedLane;
+use super::committer::Committer;
 use crate::driver::{Exported, Physical, Step, Transport};
 use crate::error::list;
 use crate::heap::Heap;
@@ -17,11 +18,11 @@ use crate::rendezvous::peers::Peers;
 use crate::rendezvous::status::{Status, all_ok, encode_status};
 use crate::{Deadline, Error, Result};
 
-/// A rank that failed still hears out the others for at least this long, so that all of them
-/// agree on the error.
+/// A rank that failed still waits for the others for at least this long, so that all of them agree on the
+/// error.
 pub(super) const GRACE: Duration = Duration::from_millis(500);
 
-/// How mapping went on one rank.
+/// Whether one rank has mapped its peers' segments, or why not.
 #[derive(Debug, Serialize, Deserialize)]
 struct Mapped(Status<()>);
 
@@ -30,98 +31,98 @@ impl Message for Mapped {
     const NAME: &'static str = "mapping";
 }
 
-/// One rank's handles, in segment order.
+/// The handles of one rank's segments, in segment order, or why there are none.
 #[derive(Debug, Serialize, Deserialize)]
-struct Handles(Status<Vec<Vec<u8>>>);
+struct HandlesMessage(Status<Vec<Vec<u8>>>);
 
-impl Message for Handles {
+impl Message for HandlesMessage {
     const KIND: u16 = 8;
     const NAME: &'static str = "handles";
 }
 
-/// A segment to be shared.
+/// A segment that is to be shared.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Fresh {
-    /// Index among the held lanes.
+    /// Index of its lane among the locked lanes.
     lane: usize,
     segment: Segment,
-    /// Offset in the slot.
+    /// Offset from the start of a slot.
     offset: u64,
 }
 
 impl Pool {
-    /// Steps 3 and 4: afterwards every peer's fresh segments are mapped on every rank, or none on
-    /// any.
+    /// Steps 3 and 4. Afterwards every rank has mapped the fresh segments of all peers, or no rank has mapped
+    /// any. `ready` is an error if this rank has failed already.
     pub(super) fn share(
         &self,
         committer: &mut Committer,
-        held: &mut [Held<'_>],
+        locked: &mut [LockedLane<'_>],
         fresh: &[Fresh],
         ready: Result<()>,
         deadline: Deadline,
     ) -> Result<()> {
         let peers = &mut committer.peers;
         let budget = deadline.remaining();
-        // The confirmation needs its share, or a slow peer would look like a lost one.
+        // Leaves time for the confirmation: without it, a slow peer would look like a lost one.
         let exchange_by = Deadline::after(budget.mul_f64(0.8));
-        let exported = ready.and_then(|()| self.export(peers.transport(), held, fresh));
+        let exported = ready.and_then(|()| self.export(peers.transport(), locked, fresh));
         let (own, ready) = match exported {
             Ok(handles) => (handles, Ok(())),
             Err(error) => (Vec::new(), Err(error)),
         };
         let mut mapping = Mapping { heap: &self.0.heap, done: Vec::new() };
         let outcome = self
-            .hand_over(peers, &own, ready, fresh, &mut mapping, exchange_by)
-            .and_then(|withheld| self.driver().at_step(Step::CommitConfirm).map(|()| withheld));
-        // Where the exchange broke the connections, peers know why, and nothing can be confirmed.
+            .exchange_handles(peers, &own, ready, fresh, &mut mapping, exchange_by)
+            .and_then(|silent| self.driver().at_step(Step::CommitConfirm).map(|()| silent));
+        // If the exchange broke the connections, peers know the reason, and nothing can be confirmed.
         let confirmed =
             if peers.can_talk() { self.confirm(peers, &outcome, deadline) } else { Ok(()) };
         let shared = match (confirmed, outcome) {
-            (Ok(()), Ok(withheld)) if withheld.is_empty() => {
+            (Ok(()), Ok(silent)) if silent.is_empty() => {
                 mapping.keep(fresh);
                 Ok(())
             }
-            (Ok(()), Ok(withheld)) => Err(Error::mismatch(format!(
+            (Ok(()), Ok(silent)) => Err(Error::mismatch(format!(
                 "rank{} {} shared nothing and gave no reason",
-                if withheld.len() == 1 { "" } else { "s" },
-                list(&withheld)
+                if silent.len() == 1 { "" } else { "s" },
+                list(&silent)
             ))
-            .naming(withheld)),
-            // A rank that saw who went missing knows more than one that only waited.
+            .naming(silent)),
+            // This rank noticed which peer is gone, which says more than that others timed out.
             (Err(later), Err(own)) if later.is_timeout() && !own.is_timeout() => Err(own),
             (Err(error), _) | (Ok(()), Err(error)) => Err(error),
         };
-        // Peers have what they were sent, or never will.
-        let mut done_with: Vec<_> = own.into_iter().filter_map(Handle::made).collect();
-        // A commit that failed leaves the others where they are, to the next.
+        // The handles have arrived by now, or never will.
+        let mut to_close: Vec<_> = own.into_iter().filter_map(SegmentHandle::made).collect();
+        // After a failure, early handles stay for the next commit.
         if shared.is_ok() {
-            done_with.extend(fresh.iter().filter_map(|fresh| {
-                held[fresh.lane].inner.memory.take_handle(fresh.segment.counter)
+            to_close.extend(fresh.iter().filter_map(|fresh| {
+                locked[fresh.lane].inner.memory.take_handle(fresh.segment.counter)
             }));
         }
-        self.0.handles.close(done_with);
+        self.0.handles.close(to_close);
         shared
     }
 
-    /// Step 4: whether every rank has mapped its peers' segments; fails alike on all if one has not.
+    /// Step 4: succeeds if every rank has mapped its peers' segments; else the same error on all ranks.
     fn confirm<T>(&self, peers: &mut Peers, outcome: &Result<T>, deadline: Deadline) -> Result<()> {
         let deadline = Deadline::after(deadline.remaining().max(GRACE));
         let status = outcome.as_ref().map(drop).map_err(|error| error.kind().clone());
         let status = encode_status(Mapped, status)?;
         let gathered = peers.all_gather(&self.0.group, "mapped", &status, deadline)?;
-        let said: Vec<Mapped> = decode_all(&gathered)?;
-        all_ok("mapping peers' memory", said.into_iter().map(|Mapped(status)| status)).map(drop)
+        let statuses: Vec<Mapped> = decode_all(&gathered)?;
+        all_ok("mapping peers' memory", statuses.into_iter().map(|Mapped(status)| status)).map(drop)
     }
 
-    /// Gives `own` to every peer and maps what they give. Returns the peers that gave nothing,
-    /// because they failed.
+    /// Step 3: sends `own` to every peer and maps the segments that peers send. Returns the peers that sent
+    /// nothing, because they failed.
     ///
-    /// A rank that is not `ready` goes through the same exchanges with nothing to give: nobody waits
-    /// for it in vain, and the confirmation tells why.
-    fn hand_over(
+    /// A rank that is not `ready` takes part in the same exchanges with nothing to send, so that nobody waits
+    /// for it in vain; the confirmation reports its failure.
+    fn exchange_handles(
         &self,
         peers: &mut Peers,
-        own: &[Handle<'_>],
+        own: &[SegmentHandle<'_>],
         ready: Result<()>,
         fresh: &[Fresh],
         mapping: &mut Mapping<'_>,
@@ -132,40 +133,40 @@ impl Pool {
             (Transport::UnixSocket, Some(mesh)) => {
                 self.exchange_descriptors(mesh, own, ready, fresh, mapping, deadline)
             }
-            // Does not happen: ranks of this kind are connected, even one alone.
+            // Does not happen: ranks with this transport are connected, even if there is only one.
             (Transport::UnixSocket, None) => ready.map(|()| Vec::new()),
             (Transport::Store, _) => self.gather_bytes(own, ready, fresh, mapping, deadline),
         }
     }
 
-    /// Maps what follows from its place: no handle travels.
+    /// Maps segments whose handles follow from their place, so that none are exchanged.
     fn map_derived(&self, fresh: &[Fresh], mapping: &mut Mapping<'_>) -> Result<Vec<u32>> {
-        self.pass_receive_and_map()?;
+        self.at_receive_and_map()?;
         for peer in self.0.heap.peers() {
             mapping.map(peer, fresh, fresh.iter().map(|_| Exported::Derived))?;
         }
         Ok(Vec::new())
     }
 
-    /// Sends descriptors over the sockets and maps each packet of them as it comes.
+    /// Sends descriptors over the sockets, and maps each packet of descriptors when it arrives.
     fn exchange_descriptors(
         &self,
         mesh: &mut Mesh,
-        own: &[Handle<'_>],
+        own: &[SegmentHandle<'_>],
         mut ready: Result<()>,
         fresh: &[Fresh],
         mapping: &mut Mapping<'_>,
         deadline: Deadline,
     ) -> Result<Vec<u32>> {
-        let descriptors: Vec<_> = own.iter().filter_map(Handle::descriptor).collect();
+        let descriptors: Vec<_> = own.iter().filter_map(SegmentHandle::descriptor).collect();
         let mut begun = false;
         let mut receive = |peer: u32, at: usize, fds: Vec<OwnedFd>| {
             if !std::mem::replace(&mut begun, true) {
-                self.pass_receive_and_map()?;
+                self.at_receive_and_map()?;
             }
             mapping.map(peer, &fresh[at..], fds.into_iter().map(Exported::Fd))
         };
-        // An unusable handle must not break the exchange with the other peers.
+        // A handle that cannot be mapped must not break the exchange with the other peers.
         let mut on_receive = |peer, at, fds| {
             if ready.is_ok() {
                 ready = receive(peer, at, fds);
@@ -173,31 +174,31 @@ impl Pool {
             Ok(())
         };
         let exchanged = mesh.exchange(&descriptors, fresh.len(), &mut on_receive, deadline);
-        // What failed here explains what failed after it.
+        // The earlier failure explains the later one.
         ready.and(exchanged)
     }
 
-    /// Gathers the bytes of all ranks' handles and maps what they stand for.
+    /// Gathers all ranks' handles as bytes, and maps their segments.
     fn gather_bytes(
         &self,
-        own: &[Handle<'_>],
+        own: &[SegmentHandle<'_>],
         ready: Result<()>,
         fresh: &[Fresh],
         mapping: &mut Mapping<'_>,
         deadline: Deadline,
     ) -> Result<Vec<u32>> {
         let bytes = || own.iter().map(|handle| handle.bytes().to_vec()).collect();
-        let (frame, ready) = match ready.and_then(|()| encode(&Handles(Ok(bytes())))) {
+        let (frame, ready) = match ready.and_then(|()| encode(&HandlesMessage(Ok(bytes())))) {
             Ok(frame) => (frame, Ok(())),
-            Err(error) => (encode_status(Handles, Err(error.kind().clone()))?, Err(error)),
+            Err(error) => (encode_status(HandlesMessage, Err(error.kind().clone()))?, Err(error)),
         };
         let gathered = self.0.group.all_gather("handles", &frame, deadline)?;
         ready?;
-        self.pass_receive_and_map()?;
-        let mut withheld = Vec::new();
+        self.at_receive_and_map()?;
+        let mut silent = Vec::new();
         for peer in self.0.heap.peers() {
-            let Handles(Ok(handles)) = decode(peer, gathered.part(peer))? else {
-                withheld.push(peer);
+            let HandlesMessage(Ok(handles)) = decode(peer, gathered.part(peer))? else {
+                silent.push(peer);
                 continue;
             };
             if handles.len() != fresh.len() {
@@ -210,36 +211,36 @@ impl Pool {
             }
             mapping.map(peer, fresh, handles.into_iter().map(Exported::Bytes))?;
         }
-        Ok(withheld)
+        Ok(silent)
     }
 
-    /// Passes the steps between the first handle of a peer and its mapping.
-    fn pass_receive_and_map(&self) -> Result<()> {
+    /// Runs the test hooks between receiving a peer's first handle and mapping it.
+    fn at_receive_and_map(&self) -> Result<()> {
         self.driver().at_step(Step::CommitReceive)?;
         self.driver().at_step(Step::CommitMap)
     }
 
-    /// The handles that peers import, where handles travel at all. Makes those that are not there.
+    /// The handles that peers import, if handles are exchanged at all. Makes those that were not made early.
     fn export<'a>(
         &self,
         transport: Transport,
-        held: &'a [Held<'_>],
+        locked: &'a [LockedLane<'_>],
         fresh: &[Fresh],
-    ) -> Result<Vec<Handle<'a>>> {
+    ) -> Result<Vec<SegmentHandle<'a>>> {
         self.driver().at_step(Step::CommitExport)?;
         let mut exported = Vec::new();
         if transport != Transport::Derived && self.world() > 1 {
             for fresh in fresh {
                 let counter = fresh.segment.counter;
-                let memory = &held[fresh.lane].inner.memory;
+                let memory = &locked[fresh.lane].inner.memory;
                 if let Some(handle) = memory.handle(counter) {
-                    exported.push(Handle::Ahead(handle.as_fd()));
+                    exported.push(SegmentHandle::Early(handle.as_fd()));
                     continue;
                 }
                 let physical = memory.physical(counter).ok_or_else(|| {
                     Error::invalid_state(format!("segment {counter} has no memory to share"))
                 })?;
-                exported.push(Handle::Made(self.driver().export(physical)?));
+                exported.push(SegmentHandle::Made(self.driver().export(physical)?));
             }
         }
         self.driver().at_step(Step::CommitSend)?;
@@ -247,58 +248,58 @@ impl Pool {
     }
 }
 
-/// A handle for peers.
-enum Handle<'a> {
-    /// Made with its segment, which keeps it until a commit has shared it.
-    Ahead(BorrowedFd<'a>),
+/// The handle of a segment, for peers.
+enum SegmentHandle<'a> {
+    /// Made before the commit; the lane keeps it until a commit has shared the segment.
+    Early(BorrowedFd<'a>),
     /// Made in this commit.
     Made(Exported),
 }
 
-impl Handle<'_> {
+impl SegmentHandle<'_> {
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         match self {
-            Self::Ahead(fd) => Some(*fd),
+            Self::Early(fd) => Some(*fd),
             Self::Made(Exported::Fd(fd)) => Some(fd.as_fd()),
             Self::Made(_) => None,
         }
     }
 
-    /// What the store carries of it; nothing where descriptors travel.
+    /// The bytes to send through the store; empty if descriptors are sent.
     fn bytes(&self) -> &[u8] {
         match self {
             Self::Made(Exported::Bytes(bytes)) => bytes,
-            Self::Made(_) | Self::Ahead(_) => &[],
+            Self::Made(_) | Self::Early(_) => &[],
         }
     }
 
-    /// The descriptor that this commit made.
+    /// The descriptor, if this commit made it.
     fn made(self) -> Option<OwnedFd> {
         match self {
             Self::Made(Exported::Fd(fd)) => Some(fd),
-            Self::Made(_) | Self::Ahead(_) => None,
+            Self::Made(_) | Self::Early(_) => None,
         }
     }
 }
 
-/// The segments that no commit has shared, lane by lane, in counter order.
-pub(super) fn fresh_segments(held: &[Held<'_>]) -> Vec<Fresh> {
+/// The segments that no commit has shared, by lane, then counter.
+pub(super) fn fresh_segments(locked: &[LockedLane<'_>]) -> Vec<Fresh> {
     let mut all = Vec::new();
-    for (lane, held) in held.iter().enumerate() {
-        let shared = held.inner.memory.shared_below;
-        let new = held.inner.state.segments().iter().filter(|new| new.counter >= shared);
+    for (lane, locked) in locked.iter().enumerate() {
+        let shared = locked.inner.memory.shared_below;
+        let new = locked.inner.state.segments().iter().filter(|new| new.counter >= shared);
         let from = all.len();
         all.extend(new.map(|&segment| Fresh {
             lane,
             segment,
-            offset: held.lane.base + segment.offset,
+            offset: locked.lane.base + segment.offset,
         }));
         all[from..].sort_by_key(|fresh: &Fresh| fresh.segment.counter);
     }
     all
 }
 
-/// Mappings of peers' segments that are undone unless they are kept.
+/// Mappings of peers' segments. They are undone on drop, unless [`keep`](Mapping::keep) is called.
 struct Mapping<'a> {
     heap: &'a Heap,
     /// Rank, offset in the slot, length.
@@ -306,7 +307,7 @@ struct Mapping<'a> {
 }
 
 impl Mapping<'_> {
-    /// Maps what `handles` stand for at the places of the first of `fresh`.
+    /// Maps the segments behind `handles` at the offsets of the first segments of `fresh`.
     fn map(
         &mut self,
         peer: u32,
@@ -332,7 +333,7 @@ impl Mapping<'_> {
         if outcome.is_ok() {
             outcome = self.map_runs(peer, fresh, &physicals, doing);
         }
-        // The mappings keep the memory; the handles have done their work.
+        // The mappings keep the memory alive without the handles.
         for (fresh, physical) in fresh.iter().zip(physicals) {
             let released = driver.release(physical).map_err(|error| doing(fresh, error));
             outcome = outcome.and(released);
@@ -340,7 +341,7 @@ impl Mapping<'_> {
         outcome
     }
 
-    /// Segments that follow each other are mapped together.
+    /// Maps segments, those that follow each other in one call.
     fn map_runs(
         &mut self,
         peer: u32,
@@ -359,6 +360,7 @@ impl Mapping<'_> {
         Ok(())
     }
 
+    /// Keeps the mappings, because every rank has confirmed.
     fn keep(mut self, fresh: &[Fresh]) {
         self.done.clear();
         for fresh in fresh {
@@ -371,7 +373,7 @@ impl Drop for Mapping<'_> {
     fn drop(&mut self) {
         for (peer, offset, bytes) in self.done.drain(..).rev() {
             if let Err(error) = self.heap.unmap(peer, offset, bytes) {
-                tracing::error!(%error, peer, offset, "undoing a commit that failed");
+                tracing::error!(%error, peer, offset, "a mapping of a failed commit could not be undone");
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Random traces, and traces written down.
+//! Making random traces, and writing traces.
 
 use std::io::Write;
 
@@ -6,7 +6,7 @@ use super::random::Random;
 use super::{Op, Trace};
 use crate::{Error, Result};
 
-/// How many blocks a random trace keeps alive, about.
+/// About how many blocks a random trace keeps alive.
 const LIVE: usize = 2048;
 
 /// Sizes of random traces are below two to this power.
@@ -16,9 +16,9 @@ const LARGEST: u64 = 26;
 const STREAMS: u64 = 4;
 
 impl Trace {
-    /// A random trace of `events` operations that follows from `seed` alone: all operations, four
-    /// streams, sizes from 1 byte to 64 MiB that are equally frequent in every power of two, a
-    /// commit every 1,000 events or so, and about 2,000 blocks in use.
+    /// A random trace of `events` operations that follows from `seed` alone. It has all kinds of operations,
+    /// four streams, sizes from 1 byte to 64 MiB (each power of two equally often), a commit about every 1,000
+    /// events, and about 2,000 blocks in use.
     pub fn synthetic(events: usize, seed: u64) -> Self {
         let mut random = Random::new(seed, 0);
         let mut trace = Self::default();
@@ -79,7 +79,7 @@ impl Trace {
         Self { ops, slots: self.slots, peak_live }
     }
 
-    /// Writes the trace as CSV. Blocks are named by the number of their allocation.
+    /// Writes the trace as CSV. The name of a block is the number of its allocation.
     pub fn write(&self, out: impl Write) -> Result<()> {
         self.write_lines(out).map_err(|error| Error::system("writing the trace", error))
     }

@@ -1,4 +1,4 @@
-//! Allocation traces: one text format that is a test, a benchmark and a bug report at once.
+//! Allocation traces: one text format for tests, benchmarks and bug reports.
 //!
 //! A trace is CSV, plain or gzip, with the header `op,id,bytes,stream`:
 //!
@@ -10,15 +10,15 @@
 //! | `commit`, `trim` | - | - | - |
 //!
 //! Columns marked `-` may hold anything or be empty; recorded traces repeat sizes there.
-
+//!
 //! | file | holds |
 //! | --- | --- |
-//! | `parse` | reading |
-//! | `generate` | making random ones, and writing |
-//! | `replay` | a replay on ranks that are threads, and what came of it |
+//! | `parse` | reading traces |
+//! | `generate` | making random traces, and writing traces |
+//! | `replay` | a replay on ranks that are threads, and its outcome |
 //! | `rank` | one rank's part of a replay |
-//! | `options` | what a replay is made with |
-//! | `random` | random numbers that are the same everywhere |
+//! | `options` | the options of a replay |
+//! | `random` | random numbers that are the same on every machine |
 
 mod generate;
 mod options;
@@ -31,4 +31,4 @@ mod replay_tests;
 
 pub use options::{ReplayDriver, ReplayOptions, Unordered};
 pub use parse::{Op, Trace};
-pub use replay::{Failure, Outcome, Told, replay, replay_with};
+pub use replay::{Failure, Outcome, RankGroup, replay, replay_with};

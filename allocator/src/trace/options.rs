@@ -1,4 +1,4 @@
-//! What a replay is made with.
+//! The options of a replay.
 
 use std::time::Duration;
 
@@ -10,13 +10,13 @@ use crate::{Error, Result};
 /// Name of the lane that a trace is replayed in.
 pub(super) const LANE: &str = "replay";
 
-/// Where a replay's memory comes from.
+/// The driver of a replay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReplayDriver {
-    /// Addresses without memory.
+    /// Simulated: addresses without memory.
     Sim,
-    /// Memory files of this machine, mapped by all ranks. A replay never touches their pages, so
-    /// none are committed: it costs addresses and system calls, not memory.
+    /// Memory files of this machine, mapped by all ranks. A replay never accesses their pages, so none are
+    /// allocated: it costs addresses and system calls, but no memory.
     Host,
 }
 
@@ -27,7 +27,7 @@ impl ReplayDriver {
             "sim" => Ok(Self::Sim),
             "host" => Ok(Self::Host),
             other => Err(Error::invalid_argument(format!(
-                "driver {other:?}; a trace can be replayed with sim and host"
+                "driver {other:?}; a trace can be replayed with sim or host"
             ))),
         }
     }
@@ -39,17 +39,17 @@ pub enum Unordered {
     /// Where the trace says so, on every rank alike.
     #[default]
     AsTraced,
-    /// Later, before the next commit, at times and in an order that differ from rank to rank.
-    /// Nothing else changes: placement is that of [`Unordered::AsTraced`].
+    /// Later, but before the next commit, at times and in an order that differ from rank to rank. Placement
+    /// is that of [`Unordered::AsTraced`].
     Shuffled {
-        /// Another seed, other orders.
+        /// Determines the orders.
         seed: u64,
     },
-    /// Likewise, but a rank may also hold a block past commits, as a garbage collector does. It
-    /// comes back when the last rank has freed it, so placement depends on the seed, and still is
-    /// the same on every rank.
+    /// Likewise, but a rank may also keep a block past commits, as a garbage collector does. The block
+    /// returns when the last rank has freed it, so placement depends on the seed, and is still the same on
+    /// every rank.
     Delayed {
-        /// Another seed, other orders.
+        /// Determines the orders.
         seed: u64,
     },
 }
@@ -57,30 +57,30 @@ pub enum Unordered {
 /// How to replay a trace.
 #[derive(Clone, Debug)]
 pub struct ReplayOptions {
-    /// Ranks, each a thread with a pool of its own. At least 1.
+    /// Number of ranks, at least 1. Each is a thread with its own pool.
     pub ranks: u32,
-    /// Where memory comes from.
+    /// The driver of every rank's memory.
     pub driver: ReplayDriver,
     /// How blocks relate to segments.
     pub policy: WindowPolicy,
-    /// Most bytes of physical memory a rank may use; unlimited if `None`.
+    /// Limit on the bytes of physical memory that a rank may use; unlimited if `None`.
     pub limit: Option<u64>,
-    /// Gives every rank other addresses, which follow from this seed and the rank. Placement must
-    /// not notice (rule D1). Without it simulated ranks all have the same addresses.
+    /// Gives every rank different addresses, which follow from this seed and the rank. Placement must not
+    /// depend on them (rule D1). Without a seed all simulated ranks have the same addresses.
     pub address_seed: Option<u64>,
-    /// `(rank, event)`: this rank leaves out the operation with this number, counted from 0 over
-    /// the lines of the trace, and whatever later concerns a block that it never made.
+    /// `(rank, event)`: this rank leaves out the operation with this number, counted from 0 over the lines of
+    /// the trace, and all later operations on a block that it so never made.
     pub diverge: Option<(u32, u64)>,
-    /// When unordered frees happen.
+    /// When ranks do the trace's unordered frees.
     pub unordered: Unordered,
-    /// Events that the lane keeps in full, so that a divergence is told exactly.
+    /// How many events the lane keeps in full, so that a divergence is located exactly.
     pub history: usize,
-    /// How long a commit waits for other ranks. Bounds the whole replay's waits.
+    /// How long each wait for other ranks may take.
     pub timeout: Duration,
 }
 
 impl ReplayOptions {
-    /// `ranks` simulated ranks, a contiguous lane without limit, and the trace as it is.
+    /// `ranks` simulated ranks and a contiguous lane without limit, which replay the trace as it is.
     pub fn new(ranks: u32) -> Self {
         Self {
             ranks,
@@ -103,7 +103,7 @@ impl ReplayOptions {
         }
     }
 
-    /// The driver of one rank, and a range that moves its heap elsewhere while it is reserved.
+    /// The driver of one rank, and a reservation that moves its heap to other addresses while it exists.
     pub(super) fn driver_of(&self, rank: u32) -> Result<(Driver, Option<Reservation>)> {
         let random = self.address_seed.map(|seed| Random::new(seed, u64::from(rank)));
         match (self.driver, random) {
@@ -113,7 +113,7 @@ impl ReplayOptions {
                 let options =
                     HostOptions { check_available: false, huge_pages: false, populate: false };
                 let driver = Driver::new(HostDriver::with_options(options)?);
-                // The kernel chooses addresses; it goes around what is taken.
+                // The kernel chooses addresses, and avoids the reserved range.
                 let taken = random.map(|mut random| {
                     let unit = driver.granularity();
                     driver.reserve((1 + random.below(1 << 16)) * unit, unit)

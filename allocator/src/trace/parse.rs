@@ -9,11 +9,11 @@ use flate2::read::MultiGzDecoder;
 
 use crate::{Error, Result};
 
-/// One line of a trace. Names are replaced by slots `0..Trace::slots()`, so that a replay needs
-/// no lookup.
+/// One line of a trace. Block names are replaced by slots in `0..Trace::slots()`, so that a replay needs no
+/// lookup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
-    /// Allocate `bytes` on the stream with ordinal `stream`, known as `slot` from now on.
+    /// Allocate `bytes` on the stream with ordinal `stream`, and keep the block in `slot`.
     Alloc {
         /// Where the replay keeps the block.
         slot: u32,
@@ -53,11 +53,11 @@ pub struct Trace {
     pub(super) peak_live: u64,
 }
 
-/// The longest line that is read; a longer one is refused instead of filling memory.
+/// The longest line that is accepted, so that input without line ends does not fill memory.
 const MAX_LINE: u64 = 4096;
 
 impl Trace {
-    /// Reads a trace from a file, plain or gzip (told by its content).
+    /// Reads a trace from a file, plain or gzip, which is recognised by its content.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let file = File::open(path)
@@ -65,7 +65,7 @@ impl Trace {
         Self::read(file).map_err(|error| error.context(format!("trace {}", path.display())))
     }
 
-    /// Reads a trace, plain or gzip. A line that makes no sense is refused with its number.
+    /// Reads a trace, plain or gzip. The error for an invalid line names its number.
     pub fn read(input: impl Read) -> Result<Self> {
         let mut input = BufReader::with_capacity(1 << 16, input);
         let start = input.fill_buf().map_err(|error| Error::system("reading the trace", error))?;
@@ -81,12 +81,12 @@ impl Trace {
         &self.ops
     }
 
-    /// How many blocks exist at once at most: the size of a replay's table.
+    /// The largest number of blocks that exist at the same time: the size of a replay's table.
     pub fn slots(&self) -> u32 {
         self.slots
     }
 
-    /// The most bytes that are in use at one time, as the trace gives sizes.
+    /// The most bytes in use at one time, by the sizes in the trace.
     pub fn peak_live(&self) -> u64 {
         self.peak_live
     }
@@ -157,7 +157,7 @@ impl Parser {
             "trim" => Op::Trim,
             other => {
                 return Err(format!(
-                    "unknown op {other:?}; known are alloc, free, free_unordered, record, commit, \
+                    "unknown op {other:?}; expected alloc, free, free_unordered, record, commit or \
                      trim"
                 ));
             }

@@ -1,4 +1,4 @@
-//! One rank's part of a replay.
+//! One rank of a replay.
 
 use std::time::{Duration, Instant};
 
@@ -10,27 +10,27 @@ use crate::lane::{Digest, UNIT};
 use crate::pool::{Block, Lane};
 use crate::{Error, Group, Pool, Result};
 
-/// Rank 0 reports its progress whenever this many events have passed.
+/// Rank 0 reports its progress after every so many events.
 const REPORT_EVERY: u64 = 4096;
 
-/// What one rank came to.
+/// The result of one rank.
 #[derive(Debug, Default)]
 pub(super) struct Report {
-    /// What went wrong, and the number of the operation at which it was told; that of the commit
-    /// at the end is the length of the trace.
+    /// The error, if any, and the number of the operation that returned it. The commit at the end has the
+    /// number after the last operation's.
     pub(super) error: Option<(u64, Error)>,
-    /// Operations passed.
+    /// Operations done.
     pub(super) events: u64,
     /// The lane's counter and digest at the end.
     pub(super) state: (u64, Digest),
-    /// Time for all operations, the commit at the end left out.
+    /// Time for all operations, without the commit at the end.
     pub(super) elapsed: Duration,
     pub(super) peak_reserved: u64,
     pub(super) peak_segments: u64,
     pub(super) windows: u64,
 }
 
-/// Replays `trace` as the rank that `group` says. Every other rank has to be doing the same.
+/// Replays `trace` as this rank of `group`. All other ranks must do the same at the same time.
 pub(super) fn run(
     group: Group,
     trace: &Trace,
@@ -60,7 +60,7 @@ pub(super) fn run(
     if let Some(taken) = taken
         && let Err(error) = driver.unreserve(taken)
     {
-        tracing::warn!(%error, rank, "giving back the range that moved the heap");
+        tracing::warn!(%error, rank, "the reservation that moved the heap could not be given back");
     }
     report
 }
@@ -71,16 +71,16 @@ struct Player<'a> {
     ops: &'a [Op],
     /// The operation that this rank leaves out.
     skip: Option<u64>,
-    /// By the ordinals of the trace. Handles differ from rank to rank and are in no order, as
+    /// Stream handles by the ordinals of the trace. They differ from rank to rank and are in no order, like
     /// real ones (rule D3).
     streams: Vec<Stream>,
-    /// By slot; empty where the block was never made.
+    /// By slot; `None` if there is no block, or if this rank has not made it.
     blocks: Vec<Option<Block<u8>>>,
     unordered: Unordered,
-    /// Blocks that the trace has freed without order and this rank has not.
+    /// Blocks that the trace has freed without order, and that this rank will free later.
     pending: Vec<Block<u8>>,
     random: Random,
-    /// Number of the operation under way.
+    /// Number of the current operation.
     event: u64,
     peak_segments: u64,
 }
@@ -123,7 +123,7 @@ impl<'a> Player<'a> {
         Ok(())
     }
 
-    /// Frees what is still pending, and compares everything once more.
+    /// Frees all pending blocks, and commits once more to compare all ranks.
     fn finish(&mut self) -> Result<()> {
         self.free_pending(1, 1)?;
         self.pool.commit().map(drop)
@@ -134,10 +134,10 @@ impl<'a> Player<'a> {
             Op::Alloc { slot, bytes, stream } => {
                 let block = match self.alloc(bytes, stream) {
                     Ok(block) => block,
-                    Err(error) => return Err(self.give_up(error)),
+                    Err(error) => return Err(self.report_failure(error)),
                 };
                 if let Some(old) = self.blocks[slot as usize].replace(block) {
-                    // This rank left out its free. Dropping it would be that free after all.
+                    // This rank has left out its free, so dropping it must not free it either.
                     old.into_address();
                 }
             }
@@ -188,12 +188,12 @@ impl<'a> Player<'a> {
         self.lane.alloc_bytes(bytes, UNIT, self.streams[usize::from(stream)])
     }
 
-    /// An allocation failed. The commit tells the other ranks, unless it failed on all alike.
-    fn give_up(&self, own: Error) -> Error {
+    /// Commits after a failed allocation, so that the other ranks get its error, unless it failed on all.
+    fn report_failure(&self, own: Error) -> Error {
         self.pool.commit().err().unwrap_or(own)
     }
 
-    /// Frees pending blocks in random order, each with a chance of `take` in `of`.
+    /// Frees pending blocks in random order, each with a probability of `take` in `of`.
     fn free_pending(&mut self, take: u64, of: u64) -> Result<()> {
         let mut blocks = std::mem::take(&mut self.pending);
         self.random.shuffle(&mut blocks);
@@ -207,14 +207,14 @@ impl<'a> Player<'a> {
         Ok(())
     }
 
-    /// The number of segments falls only in a trim, so it is at its highest before one or at the
-    /// end.
+    /// Updates the peak number of segments. It falls only in a trim, so it is enough to look before each
+    /// trim and at the end.
     fn note_segments(&mut self) -> Result<()> {
         self.peak_segments = self.peak_segments.max(self.lane.stats()?.segments);
         Ok(())
     }
 
-    /// Fills in what the lane and the pool came to.
+    /// Adds the final state of lane and pool to the report.
     fn describe(&mut self, pool: &Pool, report: &mut Report) -> Result<()> {
         self.note_segments()?;
         report.state = (self.lane.counter()?, self.lane.digest()?);

@@ -1,4 +1,4 @@
-//! Replaying a trace on several ranks, each a thread of this process, and what comes of it.
+//! Replaying a trace on several ranks, each a thread of this process, and the outcome.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{PoisonError, RwLock};
@@ -9,85 +9,85 @@ use super::{ReplayOptions, Trace};
 use crate::lane::{Digest, Side};
 use crate::{Error, Group, Result};
 
-/// Stack of a rank's thread: the deepest it goes is the handshake.
+/// Stack size of a rank's thread. The handshake needs the most.
 const STACK: usize = 1 << 20;
 
-/// What came of a replay.
+/// The outcome of a replay.
 #[derive(Clone, Debug)]
 pub struct Outcome {
     /// Number of ranks.
     pub ranks: u32,
-    /// Operations of the trace that were replayed: all of them unless there is an `error`.
+    /// Number of operations that were replayed: all of the trace, unless there is an `error`.
     pub events: u64,
     /// Whether all ranks ended at the same counter with the same digest: every block was placed
     /// alike on every rank.
     pub digests_equal: bool,
     /// Digest of rank 0's lane.
     pub digest: Digest,
-    /// Time per operation of the slowest rank in nanoseconds. Commits in the trace count, reading
-    /// the trace and building pools do not.
+    /// Time per operation of the slowest rank, in nanoseconds. Commits in the trace count; reading the trace
+    /// and building pools do not.
     pub ns_per_event: f64,
-    /// The most bytes in use at one time, as the trace gives sizes.
+    /// The most bytes in use at one time, by the sizes in the trace.
     pub peak_live_bytes: u64,
     /// The most bytes of physical memory that a rank held for the lane.
     pub peak_reserved_bytes: u64,
     /// The most segments that the lane had at one time.
     pub segments: u64,
-    /// Windows at the end.
+    /// Number of windows at the end.
     pub windows: u64,
-    /// Why the replay ended early, or did not end well.
+    /// Why the replay failed, if it did.
     pub error: Option<Failure>,
 }
 
-/// Why a replay failed, as its ranks were told.
+/// Why a replay failed.
 #[derive(Clone, Debug)]
 pub struct Failure {
-    /// The error of the first rank that has one, without what is true of that rank only.
+    /// The error of the first rank that has one, without the context of that rank.
     pub error: Error,
     /// The same as text.
     pub message: String,
-    /// Number of the operation at which that rank was told: as a rule a commit after the event in
+    /// Number of the operation that returned the error on that rank: usually a commit after the event in
     /// question. The commit at the end has the number after the last operation's.
     pub event: u64,
-    /// The lane, when its events differ.
+    /// The lane, if its events differ.
     pub lane: Option<String>,
     /// Number of the lane's first event that differs.
     pub counter: Option<u64>,
-    /// The latest event that may be the first to differ, when that is not known exactly.
+    /// The latest event that may be the first to differ, if that is not known exactly.
     pub until: Option<u64>,
     /// What the ranks did there.
     pub sides: Vec<Side>,
-    /// Who was told what. More than one entry is a fault of this library, or a rank that left out
-    /// a commit for which the others then waited.
-    pub told: Vec<Told>,
+    /// The ranks, grouped by their errors. There is more than one group if a rank has left out a commit for
+    /// which the others then waited; otherwise that is a bug of this library.
+    pub groups: Vec<RankGroup>,
 }
 
-/// Ranks that were told the same.
+/// Ranks with the same error.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Told {
+pub struct RankGroup {
     /// The ranks, ascending.
     pub ranks: Vec<u32>,
-    /// What they were told; `None` if nothing was wrong as far as they know.
+    /// Their error; `None` if they have none.
     pub message: Option<String>,
 }
 
 impl Failure {
-    /// Whether every rank was told the same.
+    /// Whether every rank has the same error.
     pub fn is_same_everywhere(&self) -> bool {
-        self.told.len() == 1
+        self.groups.len() == 1
     }
 }
 
 /// Replays `trace` on `options.ranks` ranks, all threads of this process.
 ///
-/// That ranks diverge, or run out of memory, is an [`Outcome`]. An error means that there was no
-/// replay: options that make no sense ([`Error::is_invalid_argument`]), or no threads to be had.
+/// If ranks diverge or run out of memory, that is an [`Outcome`]. An error means that there was no replay,
+/// because the options are invalid ([`Error::is_invalid_argument`]) or threads could not be started.
 pub fn replay(trace: &Trace, options: &ReplayOptions) -> Result<Outcome> {
     replay_with(trace, options, &|_| ())
 }
 
-/// The same, telling `progress` how many operations rank 0 has done, from time to time and from
-/// that rank's thread.
+/// As [`replay`]; from time to time, rank 0's thread calls `progress` with the number of operations that it
+/// has done.
 pub fn replay_with(
     trace: &Trace,
     options: &ReplayOptions,
@@ -112,14 +112,13 @@ pub fn replay_with(
     })
 }
 
-/// Runs every rank on a thread; reports in rank order.
+/// Runs every rank on a thread; returns their reports in rank order.
 fn on_threads(
     trace: &Trace,
     options: &ReplayOptions,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<Vec<Report>> {
-    // Ranks start when all threads exist: those that were spawned must not wait for one that
-    // could not be.
+    // Ranks start when all threads exist, so that none waits for a rank whose thread could not be started.
     let gate = RwLock::new(());
     let cancelled = AtomicBool::new(false);
     let pass = || {
@@ -173,13 +172,14 @@ fn failure(reports: &[Report]) -> Option<Failure> {
             None => groups.push((own, vec![rank])),
         }
     }
-    // What comes before the kind says which rank and which commit: true of one rank only.
-    let bare = |error: &Error| Error::from_kind(error.kind().clone());
-    let told = groups
-        .into_iter()
-        .map(|(error, ranks)| Told { ranks, message: error.map(|error| bare(error).to_string()) });
-    let told = told.collect();
-    let error = bare(&error);
+    // The context of an error names a rank and a commit, which are true of one rank only.
+    let without_context = |error: &Error| Error::from_kind(error.kind().clone());
+    let groups = groups.into_iter().map(|(error, ranks)| {
+        let message = error.map(|error| without_context(error).to_string());
+        RankGroup { ranks, message }
+    });
+    let groups = groups.collect();
+    let error = without_context(&error);
     let divergence = error.divergence();
     Some(Failure {
         message: error.to_string(),
@@ -188,7 +188,7 @@ fn failure(reports: &[Report]) -> Option<Failure> {
         counter: divergence.map(|divergence| divergence.counter),
         until: divergence.and_then(|divergence| divergence.until),
         sides: divergence.map(|divergence| divergence.sides.clone()).unwrap_or_default(),
-        told,
+        groups,
         error,
     })
 }

@@ -1,11 +1,11 @@
-//! Replays: equal placements whatever differs between ranks, and divergences told exactly.
+//! Replays: equal placements whatever differs between ranks, and divergences located exactly.
 
 use std::time::{Duration, Instant};
 
 use super::random::Random;
 use super::*;
 use crate::driver::Stream;
-use crate::lane::{BlockKey, Event, LaneState, NoBacking, Request, WindowPolicy};
+use crate::lane::{BlockKey, LaneEvent, LaneState, NoBacking, Request, WindowPolicy};
 
 fn open(name: &str) -> Trace {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/traces");
@@ -74,7 +74,7 @@ fn the_order_of_unordered_frees_changes_nothing() {
         assert_eq!(shuffled.digest, expected, "seed {seed}");
         delayed.push(play_well(&trace, &with(Unordered::Delayed { seed })).digest);
     }
-    // Blocks that come back at other commits are placed otherwise, but alike on all ranks.
+    // If blocks return at other commits, later placements change, but alike on all ranks.
     assert!(delayed.iter().any(|digest| *digest != expected));
 }
 
@@ -84,8 +84,8 @@ fn hundreds_of_ranks() {
     play_well(&trace, &ReplayOptions { address_seed: Some(3), ..ReplayOptions::new(300) });
 }
 
-/// The same replay on bare lanes, one with the operation left out and one without, to find where
-/// they part independently of pools, commits and searches.
+/// The same replay on two lanes alone, of which one leaves out an operation. It finds where they diverge
+/// independently of pools, commits and searches.
 struct Oracle {
     lane: LaneState,
     blocks: Vec<Option<BlockKey>>,
@@ -135,7 +135,7 @@ impl Oracle {
     }
 
     fn kind(&self, counter: u64) -> Option<crate::lane::EventKind> {
-        self.lane.event(counter).map(|Event { kind, .. }| kind)
+        self.lane.event(counter).map(|LaneEvent { kind, .. }| kind)
     }
 }
 
@@ -152,8 +152,8 @@ fn expected_counter(trace: &Trace, skip: usize) -> Option<u64> {
                 let end = all.lane.counter().max(less.lane.counter());
                 return (0..end).find(|&counter| all.kind(counter) != less.kind(counter));
             }
-            let freed = less.lane.set_aside(usize::MAX);
-            let mut common = all.lane.set_aside(usize::MAX);
+            let freed = less.lane.deferred_frees(usize::MAX);
+            let mut common = all.lane.deferred_frees(usize::MAX);
             common.retain(|counter| freed.contains(counter));
             all.commit(&common);
             less.commit(&common);
@@ -163,10 +163,10 @@ fn expected_counter(trace: &Trace, skip: usize) -> Option<u64> {
 }
 
 #[test]
-fn every_rank_is_told_where_one_of_them_diverged() {
+fn every_rank_learns_where_one_of_them_diverged() {
     let trace = Trace::synthetic(4_000, 33);
     let mut random = Random::new(1, 2);
-    let mut told = 0;
+    let mut located = 0;
     for round in 0..60 {
         let skip = random.below(trace.ops().len() as u64);
         if trace.ops()[skip as usize] == Op::Commit {
@@ -186,19 +186,19 @@ fn every_rank_is_told_where_one_of_them_diverged() {
         let failure = outcome.error.expect("a divergence");
         assert!(!outcome.digests_equal);
         assert!(failure.error.is_diverged());
-        assert!(failure.is_same_everywhere(), "{:?}", failure.told);
-        assert_eq!(failure.told[0].ranks, [0, 1, 2, 3]);
+        assert!(failure.is_same_everywhere(), "{:?}", failure.groups);
+        assert_eq!(failure.groups[0].ranks, [0, 1, 2, 3]);
         assert_eq!(failure.lane.as_deref(), Some("replay"));
         assert_eq!((failure.counter, failure.until), (Some(counter), None), "{op:?} at {skip}");
         assert_eq!(failure.error.ranks(), [rank]);
         assert!(failure.event >= skip);
-        told += 1;
+        located += 1;
     }
-    assert!(told >= 40, "{told}");
+    assert!(located >= 40, "{located}");
 }
 
 #[test]
-fn a_divergence_older_than_the_history_is_bracketed() {
+fn a_divergence_older_than_the_history_is_located_roughly() {
     let trace = Trace::synthetic(3_000, 4);
     let ops = trace.ops().iter().copied().filter(|op| *op != Op::Commit).collect();
     let trace = Trace { ops, ..trace };
@@ -213,7 +213,7 @@ fn a_divergence_older_than_the_history_is_bracketed() {
 }
 
 #[test]
-fn a_divergence_within_a_full_history_is_told_exactly() {
+fn a_divergence_within_a_full_history_is_located_exactly() {
     let trace = Trace::synthetic(4_000, 4);
     let skip = trace.ops().iter().rposition(|op| matches!(op, Op::Alloc { .. })).unwrap_or(0);
     let expected = expected_counter(&trace, skip).expect("an allocation leaves a trace");
@@ -231,10 +231,10 @@ fn a_missing_commit_ends_in_bounded_time() {
     let started = Instant::now();
     let failure = play(&trace, &options).error.expect("two ranks wait for the third's commit");
     assert!(failure.error.is_timeout() || failure.error.is_peer_lost(), "{}", failure.message);
-    // Who gives up first takes its part back, so the other may miss two.
+    // The rank that gives up first withdraws from the gather, so the other may miss two ranks.
     assert!(failure.error.ranks().contains(&2), "{}", failure.message);
-    let untold = Told { ranks: vec![2], message: None };
-    assert!(!failure.is_same_everywhere() && failure.told.contains(&untold));
+    let without_error = RankGroup { ranks: vec![2], message: None };
+    assert!(!failure.is_same_everywhere() && failure.groups.contains(&without_error));
     assert!(started.elapsed() < Duration::from_secs(30));
 }
 
@@ -245,7 +245,7 @@ fn a_limit_is_the_same_error_on_every_rank() {
     let outcome = play(&trace, &options);
     let failure = outcome.error.expect("more than 256 MiB are needed");
     assert!(failure.error.is_out_of_memory(), "{}", failure.message);
-    assert!(failure.is_same_everywhere(), "{:?}", failure.told);
+    assert!(failure.is_same_everywhere(), "{:?}", failure.groups);
     assert!(outcome.digests_equal, "up to the limit all ranks did the same");
     assert!(outcome.peak_reserved_bytes <= 256 << 20);
     let op = trace.ops()[failure.event as usize];

@@ -1,6 +1,5 @@
-//! Programs that break symmetry, one way each: every rank gets the same error, which says in
-//! which lane, at which event, and what each rank did there. Rules D1 to D6 are what the
-//! sequences are compared by.
+//! Programs that break symmetry, each in one way: every rank gets the same error, which names the lane, the
+//! event, and what each rank did there. Rules D1 to D6 say what must be equal.
 
 use symmpool_allocator::lane::{Divergence, LaneConfig};
 use symmpool_allocator::{Driver, Error, Group, Pool, PoolBuilder, Stream};
@@ -9,7 +8,7 @@ use crate::ranks::{ranks, same_error};
 
 const WORLD: u32 = 4;
 
-/// The rank that does something else.
+/// The rank that does something different.
 const ODD: u32 = 2;
 
 const MIB: usize = 1 << 20;
@@ -19,8 +18,8 @@ fn pool(group: Group) -> Pool {
     Pool::builder(group).driver(driver).stride(1 << 36).build().unwrap()
 }
 
-/// Runs `body` on every rank after ten equal allocations and a commit, commits, and checks that
-/// everybody is told of an event of the default lane.
+/// Runs `body` on every rank after ten equal allocations and a commit, commits again, and asserts that every
+/// rank gets an error that names an event of the default lane.
 fn diverges(body: impl Fn(&Pool, bool) + Sync) -> Divergence {
     let errors = ranks(WORLD, |group| {
         let odd = group.rank() == ODD;
@@ -28,7 +27,7 @@ fn diverges(body: impl Fn(&Pool, bool) + Sync) -> Divergence {
         let blocks: Vec<_> = (0..10).map(|_| pool.alloc::<u8>(MIB).unwrap()).collect();
         pool.commit().unwrap();
         for block in blocks {
-            // Kept by address; the body frees some.
+            // Blocks are kept by address, because the body frees some of them.
             let _ = block.into_address();
         }
         let windows = pool.windows();
@@ -48,12 +47,12 @@ fn diverges(body: impl Fn(&Pool, bool) + Sync) -> Divergence {
     found
 }
 
-/// What most did, and what the odd rank did.
+/// What most ranks did, and what the odd rank did.
 fn sides(found: &Divergence) -> (&str, &str) {
     (&found.sides[0].did, &found.sides[1].did)
 }
 
-/// The address of the block of this event.
+/// The address of the block that was allocated by this event.
 fn address(pool: &Pool, counter: u64) -> u64 {
     let (_, blocks) = pool.default_lane().map().unwrap();
     let base = pool.default_lane().range().0;
@@ -102,7 +101,7 @@ fn another_size() {
 
 #[test]
 fn another_size_in_the_same_place() {
-    // Sizes are compared as asked for, also where they are rounded to the same one.
+    // Requested sizes are compared, even if they are rounded to the same size.
     let found = diverges(|pool, odd| {
         pool.alloc::<u8>(if odd { 511 } else { 512 }).unwrap().into_address();
     });
@@ -123,7 +122,7 @@ fn another_size_that_reads_the_same_when_rounded() {
 
 #[test]
 fn another_stream() {
-    // D3: handles differ from rank to rank, ordinals must not.
+    // D3: handles may differ from rank to rank, but ordinals must not.
     let found = diverges(|pool, odd| {
         let handle = |n: u64| Stream::numbered(n * 1000 + u64::from(pool.rank()));
         let lane = pool.default_lane();
@@ -169,7 +168,7 @@ fn a_free_that_only_one_did_not_do() {
 
 #[test]
 fn frees_in_another_order() {
-    // D5: what is freed in another order on each rank has to be freed without order.
+    // D5: blocks that each rank frees in another order must be freed without order.
     let found = diverges(|pool, odd| {
         let lane = pool.default_lane();
         for counter in if odd { [5, 4] } else { [4, 5] } {
@@ -181,7 +180,7 @@ fn frees_in_another_order() {
 
 #[test]
 fn a_trim_that_is_missing() {
-    // D6: memory is released by the sequence alone.
+    // D6: releasing memory is part of the sequence.
     let found = diverges(|pool, odd| {
         let lane = pool.default_lane();
         for counter in 0..10 {
@@ -197,7 +196,7 @@ fn a_trim_that_is_missing() {
 
 #[test]
 fn a_recorded_stream_that_is_missing() {
-    // D4: which work a reuse waits for is part of the sequence.
+    // D4: what a reuse waits for is part of the sequence.
     let found = diverges(|pool, odd| {
         let block = pool.alloc::<u8>(100).unwrap();
         if !odd {
@@ -229,7 +228,7 @@ fn of_several_lanes_the_first_is_named() {
         let builder = Pool::builder(group).driver(driver).stride(1 << 36);
         let pool = lanes.into_iter().fold(builder, PoolBuilder::lane);
         let pool = pool.build().unwrap();
-        // In time, lane c goes wrong first; lanes have no order between them (D7).
+        // Lane c diverges first in time, but lanes have no order between them (D7).
         for name in ["c", "b", "a"] {
             let lane = pool.lane(name).unwrap();
             let common = lane.alloc::<u8>(600).unwrap();
@@ -244,12 +243,11 @@ fn of_several_lanes_the_first_is_named() {
     assert_eq!((found.lane.as_str(), found.counter, found.ranks()), ("b", 1, &[ODD][..]));
 }
 
-/// Event `odd` differs on one rank, is older than the lane's history when the ranks commit at event
-/// `last`, and younger than `agreed`, where they committed before. Returns the range of events that
-/// is named.
+/// Event `odd` differs on one rank. It comes after event `agreed`, at which the ranks commit, and is older than
+/// the lane's history when they commit again at event `last`. Returns the range of events that the error names.
 fn bracket(agreed: u64, odd: u64, last: u64) -> (u64, u64) {
     let outcomes = ranks(WORLD, |group| {
-        let strays = group.rank() == ODD;
+        let is_odd = group.rank() == ODD;
         let driver = Driver::sim(u64::from(group.rank()));
         let lane = LaneConfig::symmetric("short").history(16);
         let pool = Pool::builder(group).driver(driver).stride(1 << 36).lane(lane).build().unwrap();
@@ -257,7 +255,7 @@ fn bracket(agreed: u64, odd: u64, last: u64) -> (u64, u64) {
             if event == agreed {
                 pool.commit().unwrap();
             }
-            let bytes = if event == odd && strays { 900 } else { 1000 };
+            let bytes = if event == odd && is_odd { 900 } else { 1000 };
             pool.alloc::<u8>(bytes).unwrap().into_address();
         }
         let before = pool.stats().unwrap().store;
@@ -265,8 +263,8 @@ fn bracket(agreed: u64, odd: u64, last: u64) -> (u64, u64) {
         (error, pool.stats().unwrap().store.round_trips - before.round_trips)
     });
     let rounds = outcomes.iter().map(|(_, rounds)| *rounds).max().unwrap();
-    // All ranks use one store, and count together here: proposal, reach, event, and digests of
-    // 64 prefixes at a time.
+    // All ranks use one store, which counts their round trips together: for the proposal, the extent of the
+    // histories, the event, and the digests of 64 prefixes at a time.
     assert!(rounds <= 8 * u64::from(WORLD), "{rounds} round trips");
     let error = same_error(outcomes.into_iter().map(|(error, _)| error).collect::<Vec<Error>>());
     let found = error.divergence().expect("a place");
@@ -276,8 +274,8 @@ fn bracket(agreed: u64, odd: u64, last: u64) -> (u64, u64) {
 }
 
 #[test]
-fn what_is_older_than_the_history_is_bracketed_in_few_rounds() {
-    // Between checkpoints, of which there is one in 1024 events here, or the last commit.
+fn a_divergence_older_than_the_history_is_located_roughly_in_few_rounds() {
+    // It lies between two checkpoints, here 1024 events apart, or after the last commit.
     assert_eq!(bracket(0, 100, 5101), (0, 1023));
     assert_eq!(bracket(2500, 6100, 9 * 1024 + 19), (5 * 1024, 6 * 1024 - 1));
     assert_eq!(bracket(2500, 2600, 5000), (2500, 3071));

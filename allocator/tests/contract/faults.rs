@@ -1,5 +1,5 @@
-//! A rank that cannot do what the others do: all get its error, nothing stays half done, and the
-//! pool goes on once the cause is gone.
+//! A rank that cannot do what the others do: all ranks get its error, nothing stays half done, and the pool
+//! works again once the cause is gone.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -16,17 +16,17 @@ const FAILING: u32 = 1;
 
 const MIB: usize = 1 << 20;
 
-/// What does not fit beside the first MiB in what a lane grows by at first.
+/// More than is left of a lane's first growth after an allocation of 1 MiB.
 const MORE: usize = 16 * MIB;
 
-/// Something to go wrong: a step or call, and its occurrence.
+/// The step or call that fails, and its occurrence.
 #[derive(Clone, Copy, Debug)]
 enum At {
     Step(Step, u64),
     Call(Call, u64),
 }
 
-/// The driver of a rank; on the failing one it runs out of memory as planned.
+/// The driver of a rank. On the failing rank it runs out of memory as planned.
 fn driver(memory: Memory, rank: u32, at: At) -> FaultDriver {
     let inner = memory.driver(u64::from(rank));
     let failure = FaultAction::Fail(Error::out_of_memory("none left, as planned"));
@@ -42,12 +42,12 @@ fn build(group: &Group, driver: &FaultDriver) -> Result<Pool> {
     Pool::builder(group.clone()).driver(Driver::new(driver.clone())).stride(1 << 30).build()
 }
 
-/// Mappings there are now.
+/// Number of present mappings.
 fn mappings(counts: &Counts) -> u64 {
     counts.succeeded(Call::Map) - counts.succeeded(Call::Unmap)
 }
 
-/// A failure in the second commit, which is then tried again.
+/// A failure in the second commit, which is then repeated.
 fn fails_in_the_second_commit(memory: Memory, at: At) {
     let errors = ranks(WORLD, |group| {
         let rank = group.rank();
@@ -59,7 +59,7 @@ fn fails_in_the_second_commit(memory: Memory, at: At) {
         let second = pool.alloc::<u8>(MORE).unwrap();
         let mapped = mappings(&driver.counts());
         let error = pool.commit().expect_err("one rank failed");
-        // Nothing changed, on any rank, and the memory made before is still a window.
+        // Nothing has changed on any rank, and older memory is still a window.
         assert_eq!(mappings(&driver.counts()), mapped, "{memory:?} {at:?} rank {rank}");
         assert_eq!(pool.windows().list(), windows.list());
         assert!(pool.is_window(first.address(), first.bytes()));
@@ -93,21 +93,21 @@ fn a_failed_step_of_a_commit_is_everyones_error_and_is_undone() {
 
 #[test]
 fn a_failed_call_of_a_commit_is_everyones_error_and_is_undone() {
-    // A rank maps its own segment when it grows, and one of each peer in a commit: the second
-    // commit's are the fifth and sixth mapping, the third and fourth import.
+    // A rank maps its own segment when it grows, and one segment of each peer in a commit. Those of the
+    // second commit are the fifth and sixth mapping, and the third and fourth import.
     let calls = [At::Call(Call::Import, 3), At::Call(Call::Import, 4)];
     for at in calls.into_iter().chain([At::Call(Call::Map, 5), At::Call(Call::Map, 6)]) {
         each(Memory::ALL, |memory| fails_in_the_second_commit(memory, at));
     }
-    // Handles that do not travel are not made.
+    // The simulated driver makes no handles.
     for memory in [Memory::Host, Memory::Bytes] {
         fails_in_the_second_commit(memory, At::Call(Call::Export, 2));
     }
 }
 
 #[test]
-fn a_rank_that_cannot_finish_a_commit_tells_the_others_at_the_next() {
-    // Without growth, agreement is all there is: from then on a failure is the rank's own.
+fn a_rank_that_cannot_finish_a_commit_reports_it_at_the_next() {
+    // Without growth the commit ends with the agreement: a later failure concerns only this rank.
     for (step, grows) in [(Step::CommitFinish, true), (Step::CommitAgree, false)] {
         let errors = ranks(WORLD, |group| {
             let driver = driver(Memory::Host, group.rank(), At::Step(step, 2));
@@ -123,7 +123,7 @@ fn a_rank_that_cannot_finish_a_commit_tells_the_others_at_the_next() {
             assert!(!pool.can_commit());
             [third, again]
         });
-        // They hear it at once, and go on to say so.
+        // The others get the report immediately, and every later commit repeats it.
         for error in errors.into_iter().flatten() {
             assert!(error.is_invalid_state(), "{error}");
             let text = error.to_string();
@@ -158,8 +158,8 @@ fn a_failed_step_of_the_handshake_is_everyones_error_and_the_next_pool_is_made()
 }
 
 #[test]
-fn an_allocation_that_fails_on_one_rank_is_told_to_all_and_can_be_repeated() {
-    // D6: what one rank could not do is not part of any rank's sequence after a resync.
+fn an_allocation_that_fails_on_one_rank_is_reported_to_all_and_can_be_repeated() {
+    // D6: a growth that fails is not part of the rank's sequence.
     for at in [At::Call(Call::Create, 2), At::Call(Call::Map, 4)] {
         each(Memory::ALL, |memory| {
             let errors = ranks(WORLD, |group| {
@@ -175,7 +175,7 @@ fn an_allocation_that_fails_on_one_rank_is_told_to_all_and_can_be_repeated() {
                     assert_eq!(mappings(&driver.counts()), mapped, "undone");
                 }
                 let error = pool.commit().expect_err("one rank failed");
-                // The rank catches up, and all are alike.
+                // The rank repeats the allocation, and all ranks are alike.
                 let second = if failing { pool.alloc::<u8>(MORE) } else { attempt }.unwrap();
                 assert_eq!(pool.commit().unwrap().windows_added, 1);
                 assert!(pool.is_window(second.address(), second.bytes()));
@@ -196,7 +196,7 @@ fn an_allocation_that_fails_on_one_rank_is_told_to_all_and_can_be_repeated() {
 fn a_growth_that_fails_half_way_is_undone_wherever_the_lane_lies() {
     let group = Group::in_process(1).unwrap().remove(0);
     let failure = || FaultAction::Fail(Error::out_of_memory("none left, as planned"));
-    // The third segment moves the first beside it; the sixth is the second of a block's.
+    // Making the third segment also moves the first; the sixth is the second segment of its block.
     let plan = FaultPlan::new().at_call(Call::Create, 3, failure());
     let plan = plan.at_call(Call::Create, 6, failure());
     let driver = FaultDriver::new(Driver::sim(1), plan);
@@ -241,9 +241,9 @@ fn looking_at_a_pool_does_not_disturb_its_commits() {
     });
 }
 
-/// A lane grows by many segments for a large block. What all of them need is asked for first.
+/// A large block takes many segments. The driver is asked first whether there is memory for all of them.
 #[test]
-fn more_than_there_is_is_refused_before_any_of_it_is_taken() {
+fn a_block_that_does_not_fit_is_refused_before_memory_is_made() {
     let group = Group::in_process(1).unwrap().remove(0);
     let driver = FaultDriver::new(Driver::host().unwrap(), FaultPlan::new());
     let pool = Pool::builder(group).driver(Driver::new(driver.clone())).build().unwrap();

@@ -1,5 +1,5 @@
-//! A rank that did not get to the end of what the others finished: from then on all are told so, and
-//! by which rank, instead of what follows from it.
+//! A rank that did not complete what the others completed: from then on every rank gets an error that names
+//! that rank and its reason, instead of errors that follow from it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,16 +17,16 @@ const MIB: usize = 1 << 20;
 /// When a rank's store fails in a gather.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum When {
-    /// The others have not heard from it.
+    /// Before the others have received its value.
     Before,
-    /// The others have heard from it, and it has not heard from them.
+    /// After the others have received its value, and before it has received theirs.
     After,
 }
 
-/// A store that fails its rank in one gather.
+/// A store that returns an error to its rank in one gather.
 struct Failing {
     inner: MemoryStore,
-    /// What is gathered then.
+    /// Name of the gather that fails, and when.
     next: Mutex<Option<(&'static str, When)>>,
 }
 
@@ -75,7 +75,7 @@ impl Store for Failing {
     }
 }
 
-/// Two ranks, of which rank 1's store can be told to fail.
+/// Runs `body` as two ranks, with stores that can be made to fail.
 fn two_ranks<R: Send>(timeout: Duration, body: impl Fn(&Failing, Group) -> R + Sync) -> Vec<R> {
     let store = MemoryStore::new();
     each(0..2, |rank| {
@@ -110,7 +110,7 @@ fn a_store_that_fails_one_rank_after_the_others_agreed_is_named_by_all_from_then
                 } else {
                     assert_eq!(pool.commit().unwrap().number, 2);
                 }
-                assert!(pool.is_window(blocks[0].address(), 1), "what was, stays");
+                assert!(pool.is_window(blocks[0].address(), 1), "earlier windows stay");
                 let errors =
                     [pool.commit().map(drop), pool.resync().map(drop), pool.commit().map(drop)];
                 errors.map(Result::unwrap_err)
@@ -128,7 +128,7 @@ fn a_store_that_fails_one_rank_after_the_others_agreed_is_named_by_all_from_then
 }
 
 #[test]
-fn a_store_that_fails_one_rank_while_handles_are_handed_over_is_an_error_of_all_and_passes() {
+fn a_store_that_fails_one_rank_while_handles_are_exchanged_is_an_error_of_all_and_passes() {
     let errors = two_ranks(PATIENCE, |store, group| {
         let rank = group.rank();
         let pool = build(group, Memory::Bytes);
@@ -138,7 +138,7 @@ fn a_store_that_fails_one_rank_while_handles_are_handed_over_is_an_error_of_all_
         }
         let error = pool.commit().unwrap_err();
         assert!(!pool.is_window(block.address(), 1));
-        // The confirmation told all, so nobody went on.
+        // All ranks learned of it in the confirmation, so none completed the commit.
         assert_eq!(pool.commit().unwrap().number, 1);
         assert!(pool.is_window(block.address(), 1));
         error
@@ -152,7 +152,7 @@ fn a_store_that_fails_one_rank_while_handles_are_handed_over_is_an_error_of_all_
 #[test]
 fn a_store_that_fails_one_rank_in_a_resync_is_named_by_all_from_then_on() {
     for what in ["standing", "holdings"] {
-        // Standing is compared first; what differs is looked at after it, and holdings are last.
+        // The gather of standings comes first; that of holdings is last, and only if ranks differ.
         let differs = what == "holdings";
         let errors = two_ranks(PATIENCE, |store, group| {
             let rank = group.rank();
@@ -180,7 +180,7 @@ fn a_store_that_fails_one_rank_in_a_resync_is_named_by_all_from_then_on() {
 }
 
 #[test]
-fn a_rank_whose_store_failed_before_the_others_heard_it_blames_nobody_else() {
+fn a_rank_whose_store_failed_before_the_others_received_its_value_names_nobody_else() {
     let short = Duration::from_millis(400);
     let errors = two_ranks(short, |store, group| {
         let rank = group.rank();
@@ -192,13 +192,13 @@ fn a_rank_whose_store_failed_before_the_others_heard_it_blames_nobody_else() {
         let first = pool.commit().unwrap_err();
         let began = Instant::now();
         let second = pool.commit().unwrap_err();
-        // By then both know that no commit can succeed.
+        // After the second commit both ranks know that no commit can succeed.
         let began_third = Instant::now();
         let third = pool.commit().unwrap_err();
         assert!(began_third.elapsed() < short / 2, "rank {rank}: {:?}", began.elapsed());
         [first, second, third]
     });
-    // Rank 0 waited for rank 1, and can only say that.
+    // Rank 0 only knows that it waited for rank 1.
     assert!(errors[0].iter().all(|error| error.is_timeout() && error.ranks() == [1]), "{errors:?}");
     for error in &errors[1] {
         assert!(error.to_string().contains("too many open files"), "{error}");
@@ -206,12 +206,13 @@ fn a_rank_whose_store_failed_before_the_others_heard_it_blames_nobody_else() {
     }
 }
 
-/// A panic that the driver has when a lane is in the middle of something.
+/// A panic inside the driver, while a lane is in the middle of a call.
 fn panics() -> FaultAction {
     FaultAction::Notify(Arc::new(|| panic!("as planned")))
 }
 
-/// No message of the panics that are planned. One test at a time has the process's hook.
+/// Runs `body` without printing the messages of planned panics. One test at a time replaces the process's
+/// panic hook.
 fn quietly<R>(body: impl FnOnce() -> R) -> R {
     static HOOK: Mutex<()> = Mutex::new(());
     let _turn = HOOK.lock().unwrap_or_else(PoisonError::into_inner);
@@ -227,7 +228,7 @@ fn panicked<R>(body: impl FnOnce() -> R) -> bool {
 }
 
 #[test]
-fn a_lane_in_which_a_call_panicked_refuses_from_then_on_and_all_ranks_hear_of_it() {
+fn a_lane_in_which_a_call_panicked_refuses_all_calls_and_every_rank_learns_of_it() {
     for memory in Memory::ALL {
         let errors = quietly(|| {
             crate::ranks::ranks(2, |group| {
@@ -245,7 +246,7 @@ fn a_lane_in_which_a_call_panicked_refuses_from_then_on_and_all_ranks_hear_of_it
                 if rank == 1 {
                     assert!(panicked(|| pool.alloc::<u8>(64 * MIB)));
                     refuses(&pool, blocks);
-                    // Another lane was in the middle of nothing.
+                    // Other lanes are not affected.
                     let control = pool.lane(symmpool_allocator::CONTROL_LANE).unwrap();
                     control.stats().unwrap();
                 } else {
@@ -268,7 +269,7 @@ fn a_lane_in_which_a_call_panicked_refuses_from_then_on_and_all_ranks_hear_of_it
     }
 }
 
-/// Every call of the first lane says that it is half changed.
+/// Asserts that every call of the first lane reports that the lane is half changed.
 fn refuses(pool: &Pool, mut blocks: Vec<symmpool_allocator::Block<u8>>) {
     let lane = pool.default_lane();
     let address = blocks[0].address();

@@ -1,13 +1,13 @@
-//! What pools promise, held against ranks that are threads of one process.
+//! Tests of the contract of pools, with ranks that are threads of one process.
 //!
-//! | part | holds |
+//! | file | tests |
 //! | --- | --- |
-//! | `faults` | a failure of one rank is the same error on all, undone, and survived |
-//! | `half_way` | a rank that did not finish what the others did is named by all from then on |
-//! | `misuse` | bad arguments, wrong owners, wrong times: typed errors that say what to do |
-//! | `settings` | ranks that do not fit together, and stores that cannot be met in |
-//! | `divergence` | programs that break symmetry are told where |
-//! | `properties` | random programs: same places everywhere, and memory that is what was written |
+//! | `faults` | a failure of one rank is the same error on all ranks, and is undone |
+//! | `half_way` | a rank that did not complete what the others did is named by all ranks from then on |
+//! | `misuse` | bad arguments, wrong owners and calls at the wrong time give typed errors that say what to do |
+//! | `settings` | ranks with different settings, and stores that cannot be used |
+//! | `divergence` | programs that break symmetry learn where |
+//! | `properties` | random programs: the same placement on every rank, and memory that holds what was written |
 
 mod divergence;
 mod faults;

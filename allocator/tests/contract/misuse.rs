@@ -1,5 +1,5 @@
-//! Bad arguments, wrong owners and wrong times: each a typed error that names rank and value and
-//! says what to do, and leaves the pool as it was.
+//! Bad arguments, wrong owners and calls at the wrong time: each gives a typed error that names rank and value
+//! and says what to do, and leaves the pool as it was.
 
 use std::sync::Mutex;
 use std::sync::mpsc::channel;
@@ -23,7 +23,7 @@ fn alone() -> Pool {
         .unwrap()
 }
 
-/// Asserts that `error` says all of `words`.
+/// Asserts that the message of `error` contains all of `words`.
 fn says(error: &Error, words: &[&str]) {
     let text = error.to_string();
     for word in words {
@@ -137,7 +137,7 @@ fn addresses_and_ranks_that_windows_do_not_have() {
 /// Rule D3.
 #[test]
 fn too_many_streams() {
-    // Streams are counted, and a lane knows 64.
+    // A lane can know 64 streams.
     let pool = alone();
     let lane = pool.default_lane();
     let streams = || (0..).map(|n| Stream::numbered(0x1000 + n));
@@ -153,7 +153,7 @@ fn too_many_streams() {
         says(&error, &["0x1040", "64", "another lane"]);
     }
     assert_eq!(lane.counter().unwrap(), events);
-    // Another lane counts anew.
+    // Another lane has its own count.
     pool.lane("scratch").unwrap().alloc_on::<u8>(8, one_more).unwrap();
 }
 
@@ -168,7 +168,7 @@ fn values_that_do_not_fit_their_block() {
     says(&error, &["5 elements", "block of 4"]);
     block.write(&[9, 8]).unwrap();
     assert_eq!(block.read().unwrap(), [9, 8, 0, 0]);
-    // Memory that the CPU does not reach is not followed.
+    // Memory that the CPU cannot access is refused.
     let sim = alone();
     let block = sim.alloc::<u32>(4).unwrap();
     assert!(block.write(&[1]).unwrap_err().is_unsupported());
@@ -177,8 +177,8 @@ fn values_that_do_not_fit_their_block() {
 
 /// Rules D6 and D8.
 #[test]
-fn the_lanes_limit_is_the_same_wall_on_every_rank() {
-    // The limit is part of the configuration, so that running into it is not a divergence.
+fn a_lanes_limit_is_reached_on_every_rank_alike() {
+    // The limit is part of the configuration, so reaching it is not a divergence.
     ranks(3, |group| {
         let lane = LaneConfig::symmetric("small").limit(8 << 20);
         let driver = Driver::sim(u64::from(group.rank()));
@@ -199,7 +199,7 @@ fn the_lanes_limit_is_the_same_wall_on_every_rank() {
 #[test]
 fn more_memory_than_there_is() {
     let errors = ranks(2, |group| {
-        // Rank 1's device is smaller than what the program needs.
+        // Rank 1's device has less memory than the program needs.
         let limit = if group.rank() == 1 { 16 << 20 } else { 1 << 30 };
         let driver = Driver::new(SimDriver::with_limit(5, limit));
         let pool = Pool::builder(group).driver(driver).stride(1 << 36).build().unwrap();
@@ -210,7 +210,7 @@ fn more_memory_than_there_is() {
     let error = same_error(errors);
     assert!(error.is_out_of_memory(), "{error}");
     says(&error, &["rank 1 failed in event 1"]);
-    // Host memory refuses rather than wakes the out-of-memory killer.
+    // The host driver refuses before the system's out-of-memory killer would act.
     let group = Group::in_process(1).unwrap().remove(0);
     let pool =
         Pool::builder(group).driver(Driver::host().unwrap()).stride(1 << 44).build().unwrap();
@@ -226,7 +226,7 @@ fn a_commit_while_another_is_under_way() {
     let (inside, entered) = channel();
     let inside = Mutex::new(inside);
     let notify = FaultAction::Notify(std::sync::Arc::new(move || {
-        // The test may have heard enough.
+        // The test may have stopped receiving.
         let _ = inside.lock().unwrap().send(());
     }));
     let plan = FaultPlan::new().at_step(Step::CommitPublish, 1, notify);
@@ -262,14 +262,14 @@ fn a_commit_that_one_rank_does_not_call() {
         let started = Instant::now();
         let error = pool.commit_by(Deadline::after(limit)).unwrap_err();
         assert!(started.elapsed() >= limit, "{error}");
-        // Whoever waits in vain cannot know what the others go on with.
+        // A rank whose wait failed cannot know what the others do next.
         let started = Instant::now();
         let again = pool.commit().unwrap_err();
         assert!(started.elapsed() < limit, "at once");
         assert!(!pool.can_commit());
         assert_eq!((again.is_timeout(), again.ranks()), (true, &[1][..]), "{again}");
         says(&again, &["cannot commit any more", "build a new one", "rank 1"]);
-        assert!(pool.alloc::<u8>(1 << 24).is_ok(), "its own memory goes on");
+        assert!(pool.alloc::<u8>(1 << 24).is_ok(), "allocation still works");
         Some(error)
     });
     for error in errors.into_iter().flatten() {
@@ -281,7 +281,8 @@ fn a_commit_that_one_rank_does_not_call() {
 
 #[test]
 fn ranks_at_different_places_of_the_program() {
-    // One rank resynchronises where the others commit: they do not meet, and are told who is where.
+    // One rank calls resync where the others commit. Their gathers do not match, and each error names the
+    // ranks that are missing.
     let limit = Duration::from_millis(600);
     let errors = ranks(3, |group| {
         let odd = group.rank() == 2;
@@ -311,13 +312,13 @@ fn blocks_outlive_their_pool() {
         block.write(&[rank + 5]).unwrap();
         group.all_gather("written", b"", group.deadline()).unwrap();
         drop(pool);
-        // The peer's copy is still mapped, also when the peer's pool is gone.
+        // The peer's copy is still mapped, although the peer has dropped its pool.
         group.all_gather("dropped", b"", group.deadline()).unwrap();
         let peer = block.peer_ptr(1 - group.rank()).unwrap() as *const u64;
         // SAFETY: the block was made a window, and keeps its heap with all mappings alive.
         assert_eq!(unsafe { peer.read_volatile() }, 6 - rank);
         assert_eq!(block.read().unwrap()[0], rank + 5);
-        assert!(driver.counts().leaks().is_some(), "a live block holds the heap");
+        assert!(driver.counts().leaks().is_some(), "a live block keeps the heap");
         block.free().unwrap();
         driver
     });

@@ -1,6 +1,6 @@
-//! Random programs on several ranks: the same places and windows everywhere, whatever the
-//! addresses are and in whatever order garbage collectors free; and memory that peers read as it
-//! was written, through growth, reuse, trims and moves.
+//! Random programs on several ranks. Placement and windows are the same on every rank, whatever the addresses
+//! are and in whatever order garbage collectors free. Peers read memory as it was written, through growth,
+//! reuse, trims and moves.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -16,7 +16,7 @@ enum Op {
     Alloc(usize, usize, u64),
     /// Frees the nth live block, in order.
     Free(usize),
-    /// Frees the nth live block without order: every rank does it when it likes.
+    /// Frees the nth live block without order: every rank does it at a time of its own.
     Forget(usize),
     /// Uses the nth live block on this stream too.
     Record(usize, u64),
@@ -40,7 +40,7 @@ fn op(largest: usize) -> impl Strategy<Value = Op> {
     ]
 }
 
-/// What has to be equal on all ranks.
+/// What must be equal on all ranks.
 #[derive(Debug, Default, PartialEq)]
 struct Trace {
     /// Counter and offset of each allocation.
@@ -57,15 +57,15 @@ struct Runner {
     /// Whether blocks are filled and compared.
     checked: bool,
     live: Vec<Block<u64>>,
-    /// Blocks that this rank will free without order, sooner or later.
+    /// Blocks that this rank will free without order, at some time.
     forgotten: Vec<Block<u64>>,
-    /// Decides when; different on every rank.
+    /// State of the random numbers that decide when. It differs from rank to rank.
     random: u64,
     trace: Trace,
 }
 
-/// Most live blocks of a program; more are freed in order.
-const MOST_LIVE: usize = 24;
+/// How many live blocks a program has at most. Beyond that the oldest is freed in order.
+const MAX_LIVE: usize = 24;
 
 impl Runner {
     fn new(group: Group, driver: Driver, seed: u64, checked: bool) -> Self {
@@ -89,17 +89,17 @@ impl Runner {
     fn run(mut self, program: &[Op]) -> Trace {
         for &op in program {
             self.step(op);
-            // A collector wakes up.
+            // Sometimes the garbage collector runs.
             if self.random(3) == 0 {
                 self.collect(2);
             }
         }
         self.step(Op::Commit);
-        // Now all ranks free everything that was forgotten, each in its own order (D5).
+        // Now all ranks free all forgotten blocks, each in its own order (D5).
         self.collect(usize::MAX);
         self.step(Op::Commit);
         assert_eq!(
-            self.pool.stats().unwrap().lanes.iter().map(|(_, lane)| lane.set_aside).sum::<u64>(),
+            self.pool.stats().unwrap().lanes.iter().map(|(_, lane)| lane.deferred).sum::<u64>(),
             0
         );
         for block in self.live.drain(..) {
@@ -112,7 +112,7 @@ impl Runner {
         assert_eq!(self.pool.stats().unwrap().allocated(), 0);
         assert_eq!(self.pool.stats().unwrap().reserved(), 0, "everything was trimmed");
         assert_eq!(self.pool.windows().list(), []);
-        // What was given back is taken again.
+        // Memory that was given back can be allocated again.
         self.step(Op::Alloc(1000, 0, 0));
         self.step(Op::Commit);
         self.trace
@@ -128,7 +128,7 @@ impl Runner {
                     block.write(&pattern(self.pool.rank(), &block)).unwrap();
                 }
                 self.live.push(block);
-                if self.live.len() > MOST_LIVE {
+                if self.live.len() > MAX_LIVE {
                     self.live.remove(0).free().unwrap();
                 }
             }
@@ -162,7 +162,7 @@ impl Runner {
         (!self.live.is_empty()).then(|| self.live.remove(nth % self.live.len()))
     }
 
-    /// Frees up to so many forgotten blocks, in an order of this rank's own.
+    /// Frees at most `most` forgotten blocks, in an order that differs from rank to rank.
     fn collect(&mut self, most: usize) {
         for _ in 0..most.min(self.forgotten.len()) {
             let at = self.random(self.forgotten.len());
@@ -180,7 +180,7 @@ impl Runner {
         }
     }
 
-    /// Live blocks lie in windows and apart from each other.
+    /// Asserts that live blocks lie in windows and do not overlap.
     fn check_places(&self) {
         let blocks = self.live.iter().chain(&self.forgotten);
         let mut places: Vec<(u64, u64)> =
@@ -194,14 +194,14 @@ impl Runner {
         }
     }
 
-    /// Every rank's copy of every live block holds what that rank wrote.
+    /// Asserts that every rank's copy of every live block holds what that rank wrote.
     fn check_memory(&self) {
         for block in self.live.iter().chain(&self.forgotten) {
             assert_eq!(block.read().unwrap(), pattern(self.pool.rank(), block));
             if block.is_empty() {
                 continue;
             }
-            // A forgotten block may have come back on this rank's peers only if this one freed it.
+            // Peers may have freed a forgotten block, but it is not reused before this rank has freed it too.
             for peer in 0..self.pool.world() {
                 let expected = pattern(peer, block);
                 let copy = block.peer_ptr(peer).unwrap() as *const u64;
@@ -215,13 +215,13 @@ impl Runner {
                 }
             }
         }
-        // Nobody writes on before all have read.
+        // No rank writes again before all have read.
         let group = self.pool.group();
         group.all_gather("read", b"", group.deadline()).unwrap();
     }
 }
 
-/// What `rank` writes to a block; the counter tells one use of a place from the next.
+/// What `rank` writes to a block. The counter makes two uses of the same memory differ.
 fn pattern(rank: u32, block: &Block<u64>) -> Vec<u64> {
     let seed = (u64::from(rank) << 56) | (block.counter() << 24) | (block.offset() >> 40 << 20);
     (0..block.len() as u64).map(|at| seed + at).collect()
@@ -272,7 +272,7 @@ proptest! {
 
 #[test]
 fn a_released_range_holds_new_memory_when_it_is_used_again() {
-    // D6: a range comes back only through a commit, and never with a peer's old memory in it.
+    // D6: a range is used again only after a commit, and never with a peer's old memory in it.
     ranks(3, |group| {
         let lane = LaneConfig::symmetric("tight").range(16 << 20);
         let rank = u64::from(group.rank());
@@ -281,7 +281,7 @@ fn a_released_range_holds_new_memory_when_it_is_used_again() {
         let count = 12 << 17;
         for round in 0..4u64 {
             let block = pool.alloc::<u64>(count).unwrap();
-            // Fresh memory is zero; nothing of the round before shines through.
+            // New memory is zero, so nothing of the previous round is left.
             assert!(block.read().unwrap().iter().all(|&value| value == 0), "round {round}");
             block.write(&vec![rank * 100 + round + 1; count]).unwrap();
             let report = pool.commit().unwrap();

@@ -1,4 +1,4 @@
-//! Running ranks, and the kinds of memory they run on.
+//! Running ranks, and the kinds of memory that they use.
 
 use std::thread;
 use std::time::Duration;
@@ -8,17 +8,17 @@ use symmpool_allocator::driver::{
 };
 use symmpool_allocator::{Driver, Error, Group, Result};
 
-/// What ranks give each other where nothing is meant to go wrong.
+/// The timeout of ranks in tests where none should be reached.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Runs `body` as every rank of a group of `world`, and returns what each said, in rank order.
+/// Runs `body` as every rank of a group of `world`; returns their results in rank order.
 pub(crate) fn ranks<R: Send>(world: u32, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
     let groups = Group::in_process(world).expect("a small group");
     let groups = groups.into_iter().map(|group| group.with_timeout(PATIENCE));
     each(groups, body)
 }
 
-/// Runs `body` on a thread for each of `items`, and returns what each said, in their order.
+/// Runs `body` for each of `items`, on a thread each; returns the results in order.
 pub(crate) fn each<T: Send, R: Send>(
     items: impl IntoIterator<Item = T>,
     body: impl Fn(T) -> R + Sync,
@@ -31,7 +31,7 @@ pub(crate) fn each<T: Send, R: Send>(
     })
 }
 
-/// Asserts that all ranks got the same error but for who and where they are; returns the first.
+/// Asserts that all errors are the same, except for the rank and commit that they name; returns the first.
 pub(crate) fn same_error(errors: Vec<Error>) -> Error {
     let essence = |error: &Error| {
         let text = error.to_string();
@@ -44,14 +44,14 @@ pub(crate) fn same_error(errors: Vec<Error>) -> Error {
     errors.into_iter().next().expect("at least one rank")
 }
 
-/// The three ways in which handles travel.
+/// The three ways in which handles get to peers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Memory {
-    /// Memory files, over Unix sockets.
+    /// Memory files, whose descriptors are sent over Unix sockets.
     Host,
-    /// Addresses only; handles are bytes and go through the store.
+    /// Addresses without memory; handles are bytes that go through the store.
     Bytes,
-    /// Addresses only; handles do not travel.
+    /// Addresses without memory; there are no handles.
     Sim,
 }
 
@@ -67,10 +67,10 @@ impl Memory {
     }
 }
 
-/// Simulated memory whose handles are bytes, as those of devices with a fabric are.
+/// Simulated memory whose handles are bytes, like fabric handles.
 struct Bytes(SimDriver);
 
-// SAFETY: the driver that it wraps does what it does at all, with the same values.
+// SAFETY: every call is forwarded to the wrapped driver, with the same values.
 unsafe impl DriverWrapper for Bytes {
     fn inner(&self) -> &dyn MemoryDriver {
         &self.0

@@ -1,4 +1,4 @@
-//! Ranks that do not fit together, and stores that cannot be met in.
+//! Ranks with different settings, and stores that cannot be used.
 
 use std::net::TcpListener;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use symmpool_allocator::{Deadline, Driver, Error, Group, Pool};
 
 use crate::ranks::{Memory, PATIENCE, each, ranks, same_error};
 
-/// Builds pools of which rank 1's differ; returns the error that all ranks get.
+/// Builds a pool whose settings differ on rank 1; returns the error that all ranks get.
 fn rank_1_differs(
     build: impl Fn(symmpool_allocator::PoolBuilder, bool) -> symmpool_allocator::PoolBuilder + Sync,
 ) -> Error {
@@ -74,7 +74,7 @@ fn settings_that_change_placement_are_compared() {
 }
 
 #[test]
-fn settings_that_make_no_sense_on_one_rank_are_told_to_all() {
+fn invalid_settings_of_one_rank_are_reported_to_all() {
     let started = Instant::now();
     let twice = rank_1_differs(|b, odd| {
         let b = b.lane(LaneConfig::symmetric("weights"));
@@ -103,9 +103,9 @@ fn kinds_of_memory_are_compared() {
 }
 
 #[test]
-fn settings_that_make_no_sense_are_refused() {
+fn invalid_settings_are_refused() {
     let build = |change: fn(symmpool_allocator::PoolBuilder) -> symmpool_allocator::PoolBuilder| {
-        // The other rank never comes: what is wrong here is known all the same, in the end.
+        // The other rank never joins; the error is that of this rank all the same.
         let group = Group::in_process(2).unwrap().remove(0);
         let builder = Pool::builder(group).driver(Driver::sim(1)).stride(1 << 32);
         change(builder.deadline(Deadline::after(Duration::from_millis(50)))).build().unwrap_err()
@@ -155,7 +155,7 @@ fn two_ranks_with_one_number() {
         assert!(error.is_diverged(), "{error}");
         assert!(error.to_string().contains("two ranks with number 1"), "{error}");
     }
-    // A server knows it before anything is gathered.
+    // A TCP server notices it before anything is gathered.
     let server = TcpServer::bind("127.0.0.1:0", TcpOptions::default()).unwrap();
     let connect = || {
         let options = TcpOptions::default();

@@ -1,4 +1,4 @@
-//! Windows registered with NCCL, or rather with a stand-in that writes down what it is asked for.
+//! Registering windows with NCCL, here a fake library that records its calls.
 
 use std::ffi::c_int;
 use std::path::{Path, PathBuf};
@@ -29,7 +29,7 @@ struct Call {
     bytes: usize,
 }
 
-/// The library, loaded as a program would have loaded NCCL before.
+/// The fake library, loaded as a program would have loaded NCCL.
 struct Fake {
     _folder: tempfile::TempDir,
     library: Library,
@@ -47,7 +47,7 @@ impl Fake {
             .output()
             .expect("a C compiler");
         assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
-        // SAFETY: our own library, whose loading runs no code.
+        // SAFETY: loading the fake library runs no code.
         let library = unsafe { Library::open(Some(path), RTLD_NOW) }.expect("the library");
         Self { _folder: folder, library }
     }
@@ -59,7 +59,7 @@ impl Fake {
         set(version, mode, rank);
     }
 
-    /// What a rank asked for, in order: '+' or '-', the offset in its slot, and the length.
+    /// The calls of a rank, in order: '+' (register) or '-' (deregister), the offset in its slot, and the length.
     fn calls(&self, pools: &[Pool], rank: u32) -> Vec<(char, u64, usize)> {
         // SAFETY: the function has this type.
         let calls: Symbol<extern "C" fn(*mut Call, c_int) -> c_int> =
@@ -107,7 +107,7 @@ fn pools_that_wait(policy: WindowPolicy, timeout: Duration) -> Vec<Pool> {
     })
 }
 
-/// Does the same on every rank.
+/// Calls `body` for every rank's pool, on a thread each.
 fn each<R: Send>(pools: &[Pool], body: impl Fn(&Pool, u32) -> R + Sync) -> Vec<R> {
     thread::scope(|scope| {
         let body = &body;
@@ -119,7 +119,7 @@ fn each<R: Send>(pools: &[Pool], body: impl Fn(&Pool, u32) -> R + Sync) -> Vec<R
 
 fn register(pools: &[Pool], comms: &[Comm]) -> Vec<Result<u64>> {
     let addresses: Vec<usize> = comms.iter().map(|c| std::ptr::from_ref(c) as usize).collect();
-    // SAFETY: communicators of the stand-in, which outlive the call; pools are used while they live.
+    // SAFETY: communicators of the fake library, which outlive the call and the use of the pools.
     each(pools, |pool, rank| unsafe { pool.register_nccl(addresses[rank as usize]) })
 }
 
@@ -130,19 +130,19 @@ fn unregister(pools: &[Pool], comms: &[Comm]) -> Vec<Result<()>> {
 
 fn all_failed<T>(outcomes: Vec<Result<T>>, is: fn(&Error) -> bool, what: &str) {
     for outcome in outcomes {
-        let Err(error) = outcome else { panic!("it was done; {what} was expected") };
+        let Err(error) = outcome else { panic!("it succeeded; {what:?} was expected") };
         assert!(is(&error) && error.to_string().contains(what), "{error}");
     }
 }
 
-// One test: the stand-in is the process's.
+// A single test, because the process has one fake library.
 #[test]
-fn windows_are_nccls_too() {
+fn windows_are_registered_with_nccl() {
     let fake = Fake::load();
     let per_segment = || pools(WindowPolicy::PerSegment);
     fake.set(22809, 0, -1);
 
-    // What does not fit is refused by all, before NCCL is asked for anything.
+    // Pools and communicators that do not fit are refused on all ranks, before NCCL is called.
     let crossing = pools(WindowPolicy::Contiguous);
     all_failed(register(&crossing, &comms()), Error::is_invalid_argument, "per-segment");
     let ready = per_segment();
@@ -158,7 +158,7 @@ fn windows_are_nccls_too() {
     all_failed(none, Error::is_invalid_argument, "no NCCL communicator");
     assert_eq!(fake.calls(&ready, 0), []);
 
-    // Present windows, future ones, and those that go, in one order on all ranks.
+    // Present windows, later ones, and removed ones: in the same order on all ranks.
     let comms = comms();
     let first = each(&ready, |pool, _| {
         let block = pool.alloc::<u8>(40 * MIB).unwrap();
@@ -179,7 +179,7 @@ fn windows_are_nccls_too() {
     each(&ready, |pool, _| {
         pool.alloc::<u8>(100 * MIB).unwrap().into_address();
         pool.commit().unwrap();
-        // Nothing new: nothing is said.
+        // A commit without new windows calls nothing.
         pool.commit().unwrap();
     });
     let grown = fake.calls(&ready, 0);
@@ -204,22 +204,22 @@ fn windows_are_nccls_too() {
     });
     assert_eq!(fake.calls(&ready, 0).len(), ended.len(), "no communicator, no windows");
 
-    // Success without a window is none.
+    // Success without a window is an error.
     fake.set(22809, 1, -1);
     all_failed(register(&ready, &comms), Error::is_unsupported, "no window");
 
-    // One rank's failure is everybody's, and what the others registered goes.
+    // A failure of one rank is an error on all, and the others' windows are deregistered.
     fake.set(22809, 2, 1);
     all_failed(register(&ready, &comms), |error| !error.is_timeout(), "told to fail");
     let calls = fake.calls(&ready, 0);
     let added = calls.iter().filter(|(what, ..)| *what == '+').count();
     assert!(added > 0 && calls.len() == 2 * added, "{calls:?}");
 
-    // Communicators that do not block.
+    // Non-blocking communicators.
     fake.set(23003, 3, -1);
     register(&ready, &comms).into_iter().for_each(|done| assert!(done.unwrap() > 0));
 
-    // A failure at a commit: it holds, and NCCL gets nothing more.
+    // A failure in a commit: the commit holds, and NCCL gets no more windows.
     fake.set(23003, 2, 0);
     let grow = |pool: &Pool, _: u32| {
         pool.alloc::<u8>(600 * MIB).unwrap().into_address();
@@ -236,7 +236,7 @@ fn windows_are_nccls_too() {
 
     a_failure_at_a_commit_forgets_no_window(&fake);
 
-    // A rank that does not come: who waited for it cannot know what it will do, and says so from then on.
+    // A rank that does not call: the rank that waited cannot know what it will do, so no later commit succeeds.
     let apart = pools_that_wait(WindowPolicy::PerSegment, Duration::from_millis(300));
     let address = std::ptr::from_ref(&comms[0]) as usize;
     // SAFETY: as in `register`.
@@ -246,7 +246,8 @@ fn windows_are_nccls_too() {
     assert!(after.is_timeout() && after.to_string().contains("build a new one"), "{after}");
 }
 
-/// Windows that NCCL had before stay known: they are taken back before their memory is unmapped.
+/// Windows that were registered before the failure stay known, and are deregistered before their memory is
+/// unmapped.
 fn a_failure_at_a_commit_forgets_no_window(fake: &Fake) {
     let (pools, comms) = (pools(WindowPolicy::PerSegment), comms());
     fake.set(22809, 0, -1);
@@ -259,7 +260,7 @@ fn a_failure_at_a_commit_forgets_no_window(fake: &Fake) {
     let registered = fake.calls(&pools, 1);
     assert_eq!((old, registered.len()), (1, 1));
 
-    // Rank 0 fails; what rank 1 registered in the same commit goes at once, and nothing else does.
+    // Rank 0 fails. Rank 1 deregisters immediately what it registered in the same commit, and nothing else.
     fake.set(22809, 2, 0);
     let grown = each(&pools, |pool, _| {
         let block = pool.alloc::<u8>(600 * MIB).unwrap();
@@ -274,7 +275,7 @@ fn a_failure_at_a_commit_forgets_no_window(fake: &Fake) {
     assert!(!added.is_empty() && added.len() == gone.len(), "{calls:?}");
     assert!(calls.iter().all(|(_, offset, _)| *offset != registered[0].1), "{calls:?}");
 
-    // The memory of both goes: the window that NCCL has had since before is taken back first.
+    // The memory of both blocks is released. The window from before is deregistered first.
     fake.set(22809, 0, -1);
     drop((first, grown));
     each(&pools, |pool, _| {
@@ -285,7 +286,7 @@ fn a_failure_at_a_commit_forgets_no_window(fake: &Fake) {
         assert_eq!(fake.calls(&pools, rank), [('-', registered[0].1, 0)], "rank {rank}");
     }
 
-    // Until the communicator is given back, it gets none of what comes; then all there is.
+    // The communicator gets no new windows until it is unregistered; registered again, it gets all.
     fake.set(22809, 0, -1);
     each(&pools, |pool, _| {
         pool.alloc::<u8>(MIB).unwrap().into_address();

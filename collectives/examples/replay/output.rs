@@ -2,7 +2,7 @@
 
 use comfy_table::{CellAlignment, Table, presets};
 use serde_json::{Value, json};
-use symmpool_allocator::trace::{Failure, Outcome};
+use symmpool_allocator::trace::{Failure, Outcome, RankGroup};
 
 /// One object on one line; the digest is 16 hexadecimal digits, sizes are bytes.
 pub(crate) fn json(outcome: &Outcome) -> String {
@@ -21,11 +21,10 @@ pub(crate) fn json(outcome: &Outcome) -> String {
     .to_string()
 }
 
-/// `event` is the operation at which the ranks were told, `counter` the lane's event that differs.
+/// `event` is the operation that returned the error, `counter` the lane's event that differs.
 fn failure(failure: &Failure) -> Value {
     let sides = failure.sides.iter().map(|side| json!({ "ranks": side.ranks, "did": side.did }));
-    let told =
-        failure.told.iter().map(|told| json!({ "ranks": told.ranks, "message": told.message }));
+    let group = |group: &RankGroup| json!({ "ranks": group.ranks, "message": group.message });
     json!({
         "message": failure.message,
         "lane": failure.lane,
@@ -34,7 +33,7 @@ fn failure(failure: &Failure) -> Value {
         "sides": sides.collect::<Vec<_>>(),
         "event": failure.event,
         "same_on_every_rank": failure.is_same_everywhere(),
-        "told": told.collect::<Vec<_>>(),
+        "groups": failure.groups.iter().map(group).collect::<Vec<_>>(),
     })
 }
 
@@ -65,10 +64,10 @@ pub(crate) fn table(outcome: &Outcome) -> String {
     let Some(failure) = &outcome.error else { return text };
     text.push_str(&format!("\nat operation {}: {}", failure.event, failure.message));
     if !failure.is_same_everywhere() {
-        text.push_str("\nRanks were not all told the same:");
-        for told in &failure.told {
-            let message = told.message.as_deref().unwrap_or("nothing");
-            text.push_str(&format!("\n  ranks {:?}: {message}", told.ranks));
+        text.push_str("\nRanks have different errors:");
+        for group in &failure.groups {
+            let message = group.message.as_deref().unwrap_or("none");
+            text.push_str(&format!("\n  ranks {:?}: {message}", group.ranks));
         }
     }
     text

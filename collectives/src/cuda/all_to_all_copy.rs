@@ -12,7 +12,7 @@
 
 #![allow(unsafe_code)] // copies by address, and passes on the caller's promises
 
-use symmpool_allocator::{PeerRow, Result, Stream};
+use symmpool_allocator::{ContiguousPeerView, Result, Stream};
 
 use super::engine::CudaEngine;
 use super::kernel_spec::KernelSpec;
@@ -133,7 +133,7 @@ impl CudaEngine {
         &mut self,
         head: u64,
         EqualParts { from, to, part, input_stride }: EqualParts,
-        view: Option<PeerRow>,
+        view: Option<ContiguousPeerView>,
         stream: Stream,
     ) -> Result<()> {
         let (rank, world) = (self.rank(), self.world());
@@ -147,8 +147,8 @@ impl CudaEngine {
                 let copy = StridedCopy {
                     from: from + u64::from(first) * input_stride + head,
                     from_distance: input_stride,
-                    to: view.first + u64::from(nth) * view.distance + place,
-                    to_distance: view.distance,
+                    to: view.base + u64::from(nth) * view.stride + place,
+                    to_distance: view.stride,
                     bytes: part - head,
                     count,
                 };

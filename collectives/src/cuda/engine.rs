@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::topology::Topology;
-use symmpool_allocator::{Error, Maker, PeerRow, Pool, Result, Stream};
+use symmpool_allocator::{ContiguousPeerView, Error, Maker, Pool, Result, Stream};
 
 use super::api::{Api, Handle};
 use super::fault::{Fault, Seen};
@@ -205,8 +205,8 @@ impl CudaEngine {
     }
 
     /// Where peers' copies of this rank's output are mapped one behind the other, if they can be.
-    pub(super) fn contiguous_peers(&self, address: u64, bytes: u64) -> Option<PeerRow> {
-        let view = self.pool.peers_in_a_row(address, bytes);
+    pub(super) fn contiguous_peers(&self, address: u64, bytes: u64) -> Option<ContiguousPeerView> {
+        let view = self.pool.contiguous_peer_view(address, bytes);
         if let Err(error) = &view {
             tracing::debug!(%error, "peers' memory has no contiguous view");
         }

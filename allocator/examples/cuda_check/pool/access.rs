@@ -1,19 +1,19 @@
-//! Reading and writing a pool's memory, by the CPU or through CUDA's copies.
+//! Reading and writing a pool's memory, by the CPU or by CUDA copies.
 
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Driver, Result};
 
 use crate::Kind;
 
-/// How this process reaches the memory of its driver.
+/// How this process accesses the memory of its driver.
 pub(super) enum Access {
     Host,
-    /// A second driver of the same device: copies need only the device, not who mapped.
+    /// A second driver of the same device. Copies need the device, not the driver that mapped the memory.
     Cuda(Box<CudaDriver>),
 }
 
 impl Access {
-    /// The driver of `rank`, and how to reach its memory.
+    /// The driver of `rank`, and how to access its memory.
     pub(super) fn open(kind: Kind, rank: u32) -> Result<(Driver, Self)> {
         match kind {
             Kind::Host => Ok((Driver::host()?, Self::Host)),

@@ -1,4 +1,4 @@
-//! A busy sequence of allocations, the same on every rank, and patterns through all windows.
+//! A long sequence of allocations, the same on every rank, and patterns written through all windows.
 
 use symmpool_allocator::{Block, Pool};
 
@@ -10,10 +10,10 @@ type Outcome = Result<(), String>;
 const SIZES: [usize; 8] =
     [1, 512, 3000, 64 << 10, (1 << 20) + 512, 2 << 20, (7 << 20) + 4096, 64 << 20];
 
-/// Blocks that are alive at most; the largest size only once.
-const MOST: usize = 40;
+/// How many blocks are live at most. Only one of them has the largest size.
+const MAX_LIVE: usize = 40;
 
-/// Numbers that look random and are the same on every rank.
+/// Pseudo-random numbers that are the same on every rank.
 pub(super) struct Numbers(pub(super) u64);
 
 impl Numbers {
@@ -24,7 +24,7 @@ impl Numbers {
     }
 }
 
-/// `steps` allocations and frees in no order that a stack or a queue would have.
+/// Makes `steps` allocations and frees, in random order.
 pub(super) fn churn(
     pool: &Pool,
     live: &mut Vec<Block<u8>>,
@@ -32,7 +32,7 @@ pub(super) fn churn(
     steps: usize,
 ) -> Outcome {
     for _ in 0..steps {
-        let free = !live.is_empty() && (live.len() >= MOST || numbers.below(5) < 2);
+        let free = !live.is_empty() && (live.len() >= MAX_LIVE || numbers.below(5) < 2);
         if free {
             live.swap_remove(numbers.below(live.len())).free().map_err(text)?;
         } else {
@@ -51,8 +51,8 @@ pub(super) fn write(pool: &Pool, access: &Access, live: &[Block<u8>], round: u64
             let address = pool.peer_ptr(owner, block.address()).map_err(text)?;
             let (from, count) = part(block, pool.rank(), pool.world());
             let bytes = pattern(seed(block, pool.rank(), owner, round), count);
-            // SAFETY: the block is in windows, and this part of it only this rank writes; nobody
-            // reads before the commit that follows.
+            // SAFETY: the block is in windows, and only this rank writes this part of it; nobody reads
+            // before the commit that follows.
             unsafe { access.write(address + from, &bytes) }.map_err(text)?;
         }
     }
@@ -65,7 +65,7 @@ pub(super) fn check(pool: &Pool, access: &Access, live: &[Block<u8>], round: u64
         let own = match access {
             Access::Host => block.read(),
             Access::Cuda(_) => {
-                // SAFETY: the block is mapped, and all writers have come to a commit since.
+                // SAFETY: the block is mapped, and all writers have committed since.
                 unsafe { access.read(block.address(), block.bytes()) }
             }
         }
@@ -86,7 +86,7 @@ pub(super) fn check(pool: &Pool, access: &Access, live: &[Block<u8>], round: u64
     Ok(())
 }
 
-/// Start and length of `writer`'s part of a block; the last takes the rest.
+/// Start and length of `writer`'s part of a block. The last rank also has the rest.
 fn part(block: &Block<u8>, writer: u32, world: u32) -> (u64, u64) {
     let share = block.bytes() / u64::from(world);
     let from = u64::from(writer) * share;

@@ -1,5 +1,5 @@
-//! The same exchange through the whole allocator: processes that make pools, commit, write through
-//! each other's windows, and get the same errors when one of them does something else.
+//! The same exchange through the whole allocator: processes that make pools, commit, write through each
+//! other's windows, and get the same errors when one of them diverges.
 //!
 //! The parent serves the store on a loopback address, starts the ranks, and reads their reports
 //! from it.
@@ -25,7 +25,7 @@ fn report_key(rank: u32) -> String {
     format!("cuda_check/report/{rank}")
 }
 
-/// Runs all ranks and gives the report of the whole.
+/// Runs all ranks and returns the combined report.
 pub(crate) fn run(options: &Options, deadline: Deadline) -> Value {
     println!("pools of {} rank(s), {} memory", options.ranks, options.driver.name());
     let mut report = json!({
@@ -43,14 +43,14 @@ pub(crate) fn run(options: &Options, deadline: Deadline) -> Value {
     report
 }
 
-/// Every rank's report. No process is left behind, however this ends.
+/// Every rank's report. No process is left running, also after an error.
 fn collect(options: &Options, deadline: Deadline) -> Result<Vec<Value>, String> {
     let server =
         TcpServer::bind("127.0.0.1:0", TcpOptions::default()).map_err(|error| error.to_string())?;
     let address = server.local_addr().to_string();
     let mut children = Vec::new();
     let started = start(options, &address, &mut children);
-    // Ranks that time out need a little longer, to say so.
+    // Ranks that time out need a little longer to report it.
     let late = Deadline::after(deadline.remaining() + Duration::from_secs(4));
     let exits = hub::reap(children, if started.is_ok() { late } else { Deadline::seconds(0) });
     started?;
@@ -93,7 +93,7 @@ fn start(options: &Options, address: &str, children: &mut Vec<Child>) -> Result<
     Ok(())
 }
 
-/// What only all reports together can tell: whether errors agree, and how long the slowest took.
+/// Checks that the ranks' errors agree, and adds the times of the slowest rank to the report.
 fn judge(ranks: &[Value], report: &mut Value) -> Result<(), String> {
     for what in ["diverged", "out_of_memory"] {
         let first = &ranks[0][what];
@@ -117,7 +117,7 @@ fn judge(ranks: &[Value], report: &mut Value) -> Result<(), String> {
     Ok(())
 }
 
-/// Of each repetition the time of the slowest rank, in order of time.
+/// The slowest rank's time of each repetition, sorted.
 fn slowest(ranks: &[Value], what: &str) -> Option<Vec<f64>> {
     let mut slowest: Vec<f64> = Vec::new();
     for rank in ranks {

@@ -1,4 +1,4 @@
-//! One rank: pools that work, and pools on which one rank does something else.
+//! One rank: pools that work, and pools on which one rank diverges.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -19,10 +19,10 @@ use crate::{Options, text};
 /// How often a commit is timed.
 const TIMES: usize = 15;
 
-/// More than any device has.
+/// More bytes than any device has.
 const TOO_MUCH: usize = 1 << 39;
 
-/// Runs rank `rank` against the store at `address`, and leaves its report there.
+/// Runs rank `rank` with the store at `address`, and stores its report there.
 pub(crate) fn run(rank: u32, address: &str, options: &Options, deadline: Deadline) -> ExitCode {
     let with = TcpOptions::default();
     let store: Arc<dyn Store> = match TcpStore::connect_as(address, with, rank, deadline) {
@@ -40,7 +40,7 @@ pub(crate) fn run(rank: u32, address: &str, options: &Options, deadline: Deadlin
             (json!({ "rank": rank, "error": error }), ExitCode::FAILURE)
         }
     };
-    // In the grace after the deadline, which the report of what timed out needs.
+    // After a timeout, this is within the time that the parent grants for reports.
     match store.set(&report_key(rank), report.to_string().as_bytes(), Deadline::seconds(2)) {
         Ok(()) => code,
         Err(error) => {
@@ -55,7 +55,7 @@ struct Rank {
     driver: Driver,
     access: Access,
     deadline: Deadline,
-    /// Memory and addresses that no other rank has, so that nothing lies where it does elsewhere.
+    /// Memory and addresses that differ from rank to rank, so that ranks have different addresses.
     _holes: Vec<(Reservation, Physical)>,
 }
 
@@ -79,7 +79,7 @@ impl Rank {
             if numbers.below(3) > 0 {
                 holes.push((range, physical));
             } else {
-                // Released but mapped: a hole in the physical memory only.
+                // Released but still mapped: only the handle is gone.
                 driver.release(physical).map_err(text)?;
             }
         }
@@ -112,7 +112,7 @@ impl Rank {
     }
 
     fn pool(&self, lanes: Vec<LaneConfig>) -> Result<Pool, String> {
-        // Where ranks have a device each, permission to share one changes nothing.
+        // If every rank has its own device, permission to share one changes nothing.
         let builder = Pool::builder(self.group.clone())
             .driver(self.driver.clone())
             .deadline(self.deadline)
@@ -126,7 +126,7 @@ impl Rank {
         Ok(start.elapsed().as_secs_f64() * 1e6)
     }
 
-    /// Allocates, commits, writes through every window and checks, several times over.
+    /// Several rounds of allocating, committing, writing through every window, and checking.
     fn work(&self, pool: &Pool) -> Result<(u64, u64), String> {
         const ROUNDS: u64 = 4;
         let mut numbers = Numbers(2026);
@@ -139,7 +139,7 @@ impl Rank {
                 return Err(format!("{outside:?} is in no window after a commit"));
             }
             blocks::write(pool, &self.access, &live, round)?;
-            // All have written once all have come to this commit, and read once at the next.
+            // At this commit all ranks have written; at the next all have read.
             self.commit(pool)?;
             blocks::check(pool, &self.access, &live, round)?;
             self.commit(pool)?;
@@ -151,7 +151,7 @@ impl Rank {
         Ok((ROUNDS, bytes))
     }
 
-    /// Commits of one new block of 64 MiB, of 64 of 8 MiB, and of nothing.
+    /// Times of commits with one new block of 64 MiB, with 64 blocks of 8 MiB, and without new memory.
     fn times(&self, pool: &Pool) -> Result<Value, String> {
         let lane = pool.default_lane();
         let give_back = |blocks| -> Result<(), String> {
@@ -170,9 +170,9 @@ impl Rank {
                 let blocks = (0..64).map(|_| lane.alloc::<u8>(8 << 20)).collect::<Result<_, _>>();
                 many.push(self.together(pool)?);
                 let made = pool.windows().list().len() - count;
-                // Segments of a small lane take several such blocks.
+                // A segment of a small lane holds several such blocks.
                 if !(1..=20).contains(&made) {
-                    return Err(format!("{made} new windows, where few were to be timed"));
+                    return Err(format!("{made} new windows, expected 1 to 20"));
                 }
                 give_back(blocks.map_err(text)?)?;
             }
@@ -186,7 +186,7 @@ impl Rank {
         self.commit(pool)
     }
 
-    /// The last rank allocates another size: the error that all ranks must get alike.
+    /// The last rank allocates another size. Returns the error, which must be the same on all ranks.
     fn diverge(&self) -> Result<String, String> {
         let pool = self.pool(Vec::new())?;
         let _same = pool.alloc::<u8>(3 << 20).map_err(text)?;
@@ -196,18 +196,18 @@ impl Rank {
         self.refusal(&pool, Error::is_diverged)
     }
 
-    /// The last rank runs out of memory: the error that all ranks must get alike.
+    /// The last rank runs out of memory. Returns the error, which must be the same on all ranks.
     fn run_out(&self) -> Result<String, String> {
-        // One segment a block, so that the device is asked for all of it at once.
+        // One segment for each block, so that the device is asked for all of it in one call.
         let lane = LaneConfig::symmetric("large").window_policy(WindowPolicy::PerSegment);
         let pool = self.pool(vec![lane])?;
         let _same = pool.alloc::<u8>(3 << 20).map_err(text)?;
-        // The others get what they ask for, and so are an event ahead of the one that does not.
+        // The other ranks get their memory, and so are one event ahead of the last rank.
         let wanted = if self.is_last() { TOO_MUCH } else { 48 << 20 };
         let _held = match pool.alloc::<u8>(wanted) {
             Ok(block) if !self.is_last() => Some(block),
             Err(error) if self.is_last() && error.is_out_of_memory() => None,
-            other => return Err(format!("{wanted} bytes asked for: {other:?}")),
+            other => return Err(format!("{wanted} bytes requested: {other:?}")),
         };
         self.refusal(&pool, Error::is_out_of_memory)
     }
@@ -216,10 +216,12 @@ impl Rank {
         self.group.rank() + 1 == self.group.world()
     }
 
-    /// A commit's error, which must be of the right kind, without what names this rank.
+    /// The error of a commit, which must be of the right kind, without the name of this rank.
     fn refusal(&self, pool: &Pool, kind: fn(&Error) -> bool) -> Result<String, String> {
         match pool.commit_by(self.deadline) {
-            Ok(report) => Err(format!("committed ({report:?}), where all ranks were to refuse")),
+            Ok(report) => {
+                Err(format!("committed ({report:?}), but expected an error on all ranks"))
+            }
             Err(error) if kind(&error) => {
                 let error = error.to_string();
                 let own = format!("symmpool: rank {}, ", self.group.rank());

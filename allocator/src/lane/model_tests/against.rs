@@ -1,4 +1,4 @@
-//! Lane and model side by side: every rule after every call.
+//! A lane and the model make the same calls; every rule is checked after every call.
 
 use std::collections::BTreeMap;
 
@@ -11,10 +11,10 @@ use crate::driver::Stream;
 use crate::lane::{BlockKey, BlockState, LaneConfig, LaneState, Request, UNIT};
 use crate::{Error, Result};
 
-/// Memory at `[from, to)` may be used on other streams only behind work on `stream` that was
-/// submitted by call `since` of the log.
+/// Memory at `[from, to)` may be used on other streams only after the work on `stream` that was
+/// submitted before call `since` of the log.
 #[derive(Clone, Copy, Debug)]
-struct Debt {
+struct RequiredWait {
     from: u64,
     to: u64,
     stream: u64,
@@ -26,14 +26,14 @@ struct Run {
     naive: Naive,
     log: Log,
     live: Vec<BlockKey>,
-    /// Streams a block was used on, by its counter.
+    /// Uses of blocks on other streams: the block's counter, and the stream.
     used: Vec<(u64, u64)>,
-    debts: Vec<Debt>,
-    /// Handles in order of first use, but for those that were forgotten.
+    required: Vec<RequiredWait>,
+    /// Stream handles by ordinal; `None` for streams that were forgotten.
     streams: Vec<Option<u64>>,
-    /// What a forgotten handle's last work was submitted before, in calls of the log.
+    /// For each forgotten stream, the index in the log of the event behind its last work.
     forgotten: BTreeMap<u64, usize>,
-    /// How often each stream of a script was forgotten: it has another handle then.
+    /// How often each stream of the script was forgotten. Each time it gets another handle.
     lives: [u64; STREAMS as usize],
     /// The model's ranges and the length of the log when the present call began.
     before: Vec<Range>,
@@ -52,7 +52,7 @@ impl Run {
             log: Log::default(),
             live: Vec::new(),
             used: Vec::new(),
-            debts: Vec::new(),
+            required: Vec::new(),
             streams: Vec::new(),
             forgotten: BTreeMap::new(),
             lives: [0; STREAMS as usize],
@@ -67,7 +67,7 @@ impl Run {
         stream + STREAMS * self.lives[stream as usize]
     }
 
-    /// D3: the ordinal a stream has or would get: the first of those that are forgotten, or the next.
+    /// D3: the ordinal that a stream has or would get: that of a forgotten stream, or else the next.
     fn ordinal(&self, stream: u64) -> u16 {
         let place = |wanted| self.streams.iter().position(|&known| known == wanted);
         place(Some(stream)).or_else(|| place(None)).unwrap_or(self.streams.len()) as u16
@@ -81,7 +81,7 @@ impl Run {
         self.streams[at] = Some(stream);
     }
 
-    /// Whatever has memory of the stream's next is behind its work.
+    /// Forgets a stream. Whoever uses its memory next must wait for its work.
     fn forget(&mut self, stream: u64) -> Result<()> {
         let handle = self.handle(stream);
         let known = self.streams.contains(&Some(handle));
@@ -101,12 +101,12 @@ impl Run {
                 && !matches!(range.state, BlockState::Hole | BlockState::Retired)
         }) {
             let (from, to) = (range.offset, range.end());
-            self.debts.push(Debt { from, to, stream: handle, since });
+            self.required.push(RequiredWait { from, to, stream: handle, since });
         }
         Ok(())
     }
 
-    /// Everything of the lane that a failed call must leave alone.
+    /// All state of the lane that a failed call must not change.
     fn snapshot(&self) -> impl PartialEq + std::fmt::Debug + use<> {
         let lane = &self.lane;
         let blocks: Vec<_> = lane.blocks().collect();
@@ -119,11 +119,12 @@ impl Run {
             lane.digest(),
             lane.counter(),
             lane.stats(),
-            lane.set_aside(999),
+            lane.deferred_frees(999),
         )
     }
 
-    /// One call, with the `fail_after`th device call in it failing, and then without.
+    /// Makes one call, in which the device call number `fail_after` fails, and then once more without a
+    /// failure.
     fn step(&mut self, op: Op, fail_after: Option<usize>) {
         let before = self.snapshot();
         self.log.fail_after = fail_after;
@@ -164,7 +165,7 @@ impl Run {
                     self.freed(key.counter, BlockState::Live);
                 } else {
                     let range = self.range_of(key.counter, BlockState::Live);
-                    let (was, now) = (BlockState::Live, BlockState::SetAside);
+                    let (was, now) = (BlockState::Live, BlockState::Deferred);
                     self.naive.set(range.offset, range.end(), was, now);
                 }
             }
@@ -183,12 +184,12 @@ impl Run {
                 assert!(bytes == 0 || self.naive.lowest_fit(bytes, 1, ordinal).is_some());
             }
             Op::Reclaim { keep } => {
-                let aside = self.lane.set_aside(usize::MAX);
-                assert!(aside.is_sorted());
-                let back: Vec<u64> = aside.into_iter().step_by(keep + 1).collect();
+                let deferred = self.lane.deferred_frees(usize::MAX);
+                assert!(deferred.is_sorted());
+                let back: Vec<u64> = deferred.into_iter().step_by(keep + 1).collect();
                 self.lane.reclaim(&back, &mut self.log)?;
                 for counter in back {
-                    self.freed(counter, BlockState::SetAside);
+                    self.freed(counter, BlockState::Deferred);
                 }
             }
             Op::Trim => {
@@ -234,16 +235,16 @@ impl Run {
         assert_eq!(self.lane.block_at(placed.offset), Some(placed.key));
         assert_eq!(self.lane.block_at(placed.offset + 1), None);
         self.live.push(placed.key);
-        for debt in self.debts.iter().filter(|d| d.from < end && placed.offset < d.to) {
+        for wait in self.required.iter().filter(|d| d.from < end && placed.offset < d.to) {
             assert!(
-                debt.stream == stream || self.log.waits(stream, debt.stream, debt.since),
-                "D4: {debt:?} is not waited for by stream {stream}"
+                wait.stream == stream || self.log.waits(stream, wait.stream, wait.since),
+                "D4: {wait:?} is not waited for by stream {stream}"
             );
         }
         Ok(())
     }
 
-    /// An allocation may fail only where there is no memory to be had.
+    /// Asserts that an allocation failed only because there was no memory.
     fn assert_reason(&self, error: &Error, fit: Option<u64>, bytes: u64, align: u64) {
         if self.lane.failure().is_some() {
             return;
@@ -259,7 +260,7 @@ impl Run {
         assert!(self.limit.is_some() || end + bytes > self.range, "{error}");
     }
 
-    /// Takes over the lane's new and moved segments, and what is owed for memory that moved.
+    /// Takes over the lane's new and moved segments, and adds the waits that moved memory requires.
     fn follow(&mut self, ordinal: u16, stream: u64) {
         let old = self.naive.segments.clone();
         let came = self.naive.follow(&self.lane, ordinal);
@@ -271,38 +272,38 @@ impl Run {
             _ => None,
         });
         let growth = grow.expect("segments come from the backing");
-        let told = growth.moves.iter().map(|step| step.to).chain(growth.new.iter().copied());
-        let told: Vec<_> = told.map(|new| (new.counter, new.offset, new.bytes)).collect();
+        let made = growth.moves.iter().map(|step| step.to).chain(growth.new.iter().copied());
+        let made: Vec<_> = made.map(|new| (new.counter, new.offset, new.bytes)).collect();
         let came: Vec<_> = came.iter().map(|new| (new.counter, new.offset, new.bytes)).collect();
-        assert_eq!(told, came, "the backing made what the lane uses");
+        assert_eq!(made, came, "the backing made what the lane uses");
         let mut moved = Vec::new();
         for step in &growth.moves {
             let from = old.iter().find(|segment| segment.counter == step.from).unwrap();
             assert_eq!((from.offset, from.bytes), (step.from_offset, step.to.bytes));
-            for debt in &self.debts {
-                let low = debt.from.max(from.offset);
-                let high = debt.to.min(from.offset + from.bytes);
+            for wait in &self.required {
+                let low = wait.from.max(from.offset);
+                let high = wait.to.min(from.offset + from.bytes);
                 if low < high {
                     let to = |at| at - from.offset + step.to.offset;
-                    moved.push(Debt { from: to(low), to: to(high), ..*debt });
+                    moved.push(RequiredWait { from: to(low), to: to(high), ..*wait });
                 }
             }
         }
-        for &(_, offset, bytes) in &told {
-            // What was behind this range before is gone.
-            self.debts.retain(|debt| debt.to <= offset || offset + bytes <= debt.from);
+        for &(_, offset, bytes) in &made {
+            // Other memory was mapped at this range before.
+            self.required.retain(|wait| wait.to <= offset || offset + bytes <= wait.from);
         }
-        self.debts.extend(moved);
+        self.required.extend(moved);
         for step in growth.moves {
             let from = step.from_offset;
             let owner = self.before.iter().find(|r| r.offset <= from && from < r.end()).unwrap();
-            // What was forgotten is owed since then.
+            // Waits for a forgotten owner were added when it was forgotten.
             let Some(owner) = self.streams[usize::from(owner.stream)] else { continue };
             if owner != stream {
                 let since = self.recorded_in_this_call(owner);
                 let since = since.expect("D4: an event where the memory came from");
                 let (from, to) = (step.to.offset, step.to.offset + step.to.bytes);
-                self.debts.push(Debt { from, to, stream: owner, since });
+                self.required.push(RequiredWait { from, to, stream: owner, since });
             }
         }
     }
@@ -317,7 +318,7 @@ impl Run {
         *ranges.find(|range| range.counter == counter && range.state == state).unwrap()
     }
 
-    /// The block of this counter became free.
+    /// Notes that the block with this counter became free.
     fn freed(&mut self, counter: u64, was: BlockState) {
         let range = self.range_of(counter, was);
         let (from, to) = (range.offset, range.end());
@@ -327,7 +328,7 @@ impl Run {
             let forgotten = self.forgotten.get(&stream).copied();
             let since = forgotten.or_else(|| self.recorded_in_this_call(stream));
             let since = since.expect("D4: an event at the free");
-            self.debts.push(Debt { from, to, stream, since });
+            self.required.push(RequiredWait { from, to, stream, since });
         }
         self.used.retain(|&(block, _)| block != counter);
         self.naive.set(from, to, was, BlockState::Free);
@@ -341,7 +342,7 @@ impl Run {
         assert!(stats.reserved <= stats.peak_reserved);
         assert_eq!(
             stats.live_blocks as usize,
-            self.live.len() + self.lane.set_aside(usize::MAX).len()
+            self.live.len() + self.lane.deferred_frees(usize::MAX).len()
         );
     }
 }
@@ -349,9 +350,9 @@ impl Run {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    // D2, D3, D4, D5, D6: placement, waits, set-aside blocks and segments, call by call.
+    // D2, D3, D4, D5, D6: placement, waits, deferred frees and segments, call by call.
     #[test]
-    fn a_lane_is_the_obvious_thing_made_fast(lane in lane(), ops in ops(150)) {
+    fn a_lane_does_the_same_as_the_model(lane in lane(), ops in ops(150)) {
         let mut run = Run::new(lane);
         for op in ops {
             run.step(op, None);

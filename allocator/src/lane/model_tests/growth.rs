@@ -8,7 +8,7 @@ use crate::lane::{LaneConfig, LaneState, NoBacking, Request, UNIT, WindowPolicy}
 
 const GIB: u64 = 1 << 30;
 
-/// Sizes of the segments of a contiguous lane in which these blocks were made and kept.
+/// Sizes of the segments of a lane in which blocks of these sizes are allocated and kept.
 fn segments(config: LaneConfig, blocks: &[u64], granularity: u64) -> Vec<u64> {
     let mut lane = LaneState::new(config, 1 << 40, granularity).unwrap();
     for &bytes in blocks {
@@ -28,9 +28,9 @@ fn in_mib(config: LaneConfig, blocks: &[u64]) -> Vec<u64> {
     segments(config, &blocks, 2 * MIB).into_iter().map(|bytes| bytes / MIB).collect()
 }
 
-/// The same as told: half of the lane, 16 to 48 MiB, or a 128th of it; pieces of 64 MiB, or a
-/// 128th, of which the last takes what is less than half of one.
-fn as_told(blocks: &[u64], granularity: u64) -> Vec<u64> {
+/// The same by the documented rule: a lane grows by half of its size within 16 and 48 MiB, or by a 128th of
+/// it, in pieces of 64 MiB or a 128th; a rest of less than half a piece joins the last piece.
+fn by_the_rule(blocks: &[u64], granularity: u64) -> Vec<u64> {
     let up = |bytes: u64| bytes.div_ceil(granularity) * granularity;
     let (mut made, mut used, mut reserved) = (Vec::new(), 0, 0_u64);
     for &bytes in blocks {
@@ -73,11 +73,11 @@ fn bytes() -> impl Strategy<Value = u64> {
 proptest! {
     // D6: sizes follow from the sequence alone, by this rule.
     #[test]
-    fn segments_are_as_large_as_told(
+    fn segments_are_as_large_as_documented(
         blocks in prop::collection::vec(bytes(), 1..120),
         granularity in prop_oneof![Just(64 * KIB), Just(2 * MIB), Just(128 * MIB)],
     ) {
-        prop_assert_eq!(segments(shared(), &blocks, granularity), as_told(&blocks, granularity));
+        prop_assert_eq!(segments(shared(), &blocks, granularity), by_the_rule(&blocks, granularity));
     }
 }
 
@@ -86,7 +86,7 @@ fn blocks_made_one_after_the_other_are_few_segments() {
     let mut expected = vec![16, 16, 16, 24, 36];
     expected.resize(14, 48);
     assert_eq!(in_mib(shared(), &[8; 64]), expected);
-    // One each, where they are what the lane grows by, or larger.
+    // Each block is one segment if it is at least as large as the lane's growth.
     assert_eq!(in_mib(shared(), &[48; 100]), [48; 100]);
     assert_eq!(in_mib(shared(), &[64; 100]), [64; 100]);
 }
@@ -107,12 +107,12 @@ fn a_block_of_64_mib_is_one_segment() {
 }
 
 #[test]
-fn a_lane_that_nobody_maps_grows_by_little() {
+fn a_local_lane_grows_by_little() {
     let local = || LaneConfig::local("test");
     assert_eq!(in_mib(local(), &[8; 64]), [8; 64]);
     assert_eq!(in_mib(local(), &[1; 20]), [8; 3]);
     assert_eq!(in_mib(local(), &[64]), [32, 32]);
-    // By a 128th of what there is.
+    // A large lane grows by a 128th of its size.
     assert_eq!(in_mib(local(), &[2048, 1, 16]).split_off(64), [16, 18]);
 }
 

@@ -1,4 +1,4 @@
-//! Bad arguments, stale names, failures, and bugs that were.
+//! Bad arguments, stale keys, failures, and regressions.
 
 use super::log::{Call, Log};
 use super::script::{KIB, MIB};
@@ -53,7 +53,7 @@ fn a_lane_is_built_of_sensible_numbers() {
     let too_long = symmetric().range(MAX_LANE_BYTES + 1);
     assert_refused(LaneState::new(too_long, 64 * MIB, 2 * MIB), "can be served");
     LaneState::new(symmetric().range(MAX_LANE_BYTES), 64 * MIB, 2 * MIB).unwrap();
-    // More range than offsets can name is simply not used.
+    // Range beyond what offsets can express is not used.
     let mut longest = lane(symmetric(), u64::MAX);
     assert_full(longest.alloc(request((1 << 40) + 1, 1, 0), &mut NoBacking), "larger than");
     let whole = longest.alloc(request(1 << 40, 1, 0), &mut NoBacking).unwrap();
@@ -83,7 +83,7 @@ fn impossible_requests_are_refused_and_change_nothing() {
 }
 
 #[test]
-fn the_sixty_fifth_stream_is_refused() {
+fn a_65th_stream_is_refused() {
     let mut lane = lane(symmetric(), 1 << 32);
     for stream in 0..64 {
         alloc(&mut lane, KIB, stream, &mut Log::default());
@@ -95,7 +95,7 @@ fn the_sixty_fifth_stream_is_refused() {
 }
 
 #[test]
-fn any_number_of_streams_is_served_that_are_forgotten() {
+fn any_number_of_streams_is_served_if_they_are_forgotten() {
     let log = &mut Log::default();
     let mut lane = lane(symmetric(), 1 << 32);
     let first = alloc(&mut lane, MIB, 0, log);
@@ -113,7 +113,7 @@ fn any_number_of_streams_is_served_that_are_forgotten() {
         places.iter().all(|place| *place == places[0]),
         "each has the memory of the one before"
     );
-    // A stream is not named after it was forgotten, and the next one waits for its work.
+    // A stream is not used after it was forgotten, and the next one waits for its work.
     for (at, call) in log.calls.iter().enumerate() {
         let (Call::Record { stream, .. } | Call::Wait { stream, .. }) = *call else { continue };
         let later = |call: &Call| match *call {
@@ -130,7 +130,7 @@ fn any_number_of_streams_is_served_that_are_forgotten() {
 }
 
 #[test]
-fn a_stream_that_is_not_known_is_forgotten_without_a_trace() {
+fn forgetting_an_unknown_stream_does_nothing() {
     let log = &mut Log::default();
     let mut lane = lane(symmetric(), 64 * MIB);
     alloc(&mut lane, KIB, 1, log);
@@ -146,7 +146,7 @@ fn a_stream_that_is_not_known_is_forgotten_without_a_trace() {
 }
 
 #[test]
-fn names_of_blocks_that_are_gone_are_refused() {
+fn keys_of_freed_blocks_are_refused() {
     let log = &mut Log::default();
     let mut lane = lane(symmetric(), 64 * MIB);
     let a = alloc(&mut lane, KIB, 0, log);
@@ -159,9 +159,9 @@ fn names_of_blocks_that_are_gone_are_refused() {
     lane.free_unordered(b.key, None, log).unwrap();
     assert_refused(lane.free(b.key, None, log), "double free");
     assert_refused(lane.free_unordered(b.key, None, log), "double free");
-    assert_eq!(lane.block_at(b.offset), None, "a block set aside is nobody's");
+    assert_eq!(lane.block_at(b.offset), None, "a deferred free leaves nothing to look up");
     assert_eq!((lane.counter(), lane.digest()), events, "refused calls are no events");
-    // The entry of `a` is used again, by a block of another counter.
+    // The table entry of `a` is used again, by a block with another counter.
     let c = alloc(&mut lane, KIB, 0, log);
     assert_eq!(c.offset, a.offset);
     assert_refused(lane.free(a.key, None, log), "double free");
@@ -176,7 +176,7 @@ fn names_of_blocks_that_are_gone_are_refused() {
 
 // D3: a stream whose first call failed gets its ordinal by a call that succeeds.
 #[test]
-fn a_failed_call_teaches_no_stream() {
+fn a_failed_call_makes_no_stream_known() {
     let mut lane = lane(symmetric().limit(2 * MIB), 64 * MIB);
     assert_full(lane.alloc(request(4 * MIB, 1, 7), &mut NoBacking), "limit");
     assert_full(lane.reserve(4 * MIB, Stream::numbered(8), None, &mut NoBacking), "limit");
@@ -218,7 +218,7 @@ fn the_rest_of_a_block_is_not_waited_for_twice() {
     let began = log.calls.len();
     let small = alloc(&mut lane, KIB, 0, &mut log);
     assert!(matches!(log.calls[began..], [Call::Wait { stream: 0, .. }]));
-    // Stream 1 moves on, for the sake of another block; the rest owes nothing to that.
+    // A later event on stream 1 concerns another block, so the rest need not wait for it.
     lane.record_stream(small.key, Stream::numbered(1), None).unwrap();
     let other = alloc(&mut lane, KIB, 0, &mut log);
     lane.free(small.key, None, &mut log).unwrap();
@@ -229,7 +229,7 @@ fn the_rest_of_a_block_is_not_waited_for_twice() {
     lane.assert_sound();
 }
 
-// D5: blocks set aside come back all together or, when an event cannot be recorded, not at all.
+// D5: deferred frees return all together or, if an event cannot be recorded, not at all.
 #[test]
 fn a_reclaim_that_fails_keeps_every_block() {
     let mut lane = lane(symmetric(), 64 * MIB);
@@ -239,15 +239,15 @@ fn a_reclaim_that_fails_keeps_every_block() {
         lane.record_stream(block.key, Stream::numbered(stream), None).unwrap();
         lane.free_unordered(block.key, None, &mut log).unwrap();
     }
-    let (aside, digest) = (lane.set_aside(9), lane.digest());
+    let (deferred, digest) = (lane.deferred_frees(9), lane.digest());
     log.fail_after = Some(1);
-    lane.reclaim(&aside, &mut log).unwrap_err();
-    assert_eq!((lane.set_aside(9), lane.digest()), (aside.clone(), digest));
-    assert_eq!(lane.stats().set_aside, 6 * KIB);
-    assert_eq!(lane.set_aside(2), aside[..2]);
+    lane.reclaim(&deferred, &mut log).unwrap_err();
+    assert_eq!((lane.deferred_frees(9), lane.digest()), (deferred.clone(), digest));
+    assert_eq!(lane.stats().deferred, 6 * KIB);
+    assert_eq!(lane.deferred_frees(2), deferred[..2]);
     lane.assert_sound();
-    lane.reclaim(&aside, &mut log).unwrap();
-    assert_eq!((lane.stats().set_aside, lane.stats().live_blocks), (0, 0));
+    lane.reclaim(&deferred, &mut log).unwrap();
+    assert_eq!((lane.stats().deferred, lane.stats().live_blocks), (0, 0));
     lane.assert_sound();
 }
 
@@ -265,7 +265,7 @@ fn released_memory_counts_against_the_limit_until_it_is_unmapped() {
     lane.assert_sound();
 }
 
-// D4: memory that moves between streams waits for the stream that had it, and for nothing more.
+// D4: a stream that takes over moved memory waits for the stream that had it, and for no other work.
 #[test]
 fn moved_segments_bring_their_waits() {
     let mut lane = lane(symmetric().limit(48 * MIB), 1 << 30);
@@ -287,7 +287,7 @@ fn moved_segments_bring_their_waits() {
     lane.assert_sound();
 }
 
-// D6: what was released is used again only after a commit; then its holes are found.
+// D6: released ranges are used again only after a commit, which turns them into holes.
 #[test]
 fn holes_are_used_once_the_range_is_used_up() {
     for policy in [WindowPolicy::Contiguous, WindowPolicy::PerSegment] {
@@ -307,7 +307,7 @@ fn holes_are_used_once_the_range_is_used_up() {
     }
 }
 
-// Growing while the driver refuses, then once it agrees again.
+// A growth that the driver refuses, and a later one that succeeds.
 #[test]
 fn a_driver_that_refuses_is_remembered_until_ranks_have_agreed() {
     let mut log = Log { fail_after: Some(0), ..Log::default() };

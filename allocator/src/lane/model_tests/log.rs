@@ -1,4 +1,4 @@
-//! A backing that writes down every call, and fails on request.
+//! A backing that records every call, and fails on request.
 
 use crate::driver::{Event, Stream};
 use crate::lane::{Backing, Growth};
@@ -13,12 +13,11 @@ pub(super) enum Call {
     Release { event: u64 },
 }
 
-/// The log. There is nothing here that a lane could ask about an event: it can only order waits
-/// (D4).
+/// The log. A lane cannot query events through it: it can only order waits (D4).
 #[derive(Debug, Default)]
 pub(super) struct Log {
     pub(super) calls: Vec<Call>,
-    /// The call that fails, counted from now in calls that can.
+    /// How many calls succeed before one fails. Releasing an event cannot fail and does not count.
     pub(super) fail_after: Option<usize>,
 }
 
@@ -45,8 +44,8 @@ impl Log {
         found.expect("only recorded events are used")
     }
 
-    /// Whether `waiter` waits for something that was recorded on `on` at `since` or later,
-    /// itself or through another stream that did.
+    /// Whether `waiter` waits for an event that was recorded on `on` at `since` or later, itself or
+    /// through another stream that waits for it.
     pub(super) fn waits(&self, waiter: u64, on: u64, since: usize) -> bool {
         self.waits_by(self.calls.len(), waiter, on, since)
     }

@@ -1,4 +1,4 @@
-//! When free segments move, which, and where grown memory may lie.
+//! When free segments move, which ones, and where new memory may lie.
 
 use super::log::{Call, Log};
 use super::script::MIB;
@@ -39,7 +39,7 @@ fn the_smallest_that_suffices_moves_else_the_largest() {
         free(&mut lane, block, &mut log);
     }
     alloc(&mut lane, 20, 0, &mut log);
-    assert_eq!(last_growth(&log), (vec![20], vec![]), "and nothing is made beside it");
+    assert_eq!(last_growth(&log), (vec![20], vec![]), "and nothing is made in addition");
     alloc(&mut lane, 50, 0, &mut log);
     assert_eq!(last_growth(&log), (vec![40, 16], vec![]));
 }
@@ -57,10 +57,10 @@ fn nothing_moves_within_2_percent_of_the_highest_use() {
     assert_eq!(last_growth(&log), (vec![], vec![34]), "102 MiB, and 100 were in use");
 }
 
-// Two streams that take turns get a segment each once moving has cost as much as making.
+// Two streams that take turns get a segment each, once as many bytes were moved as made.
 #[test]
-fn no_more_moves_than_was_ever_made() {
-    // The second move ends where the range does.
+fn no_more_bytes_move_than_were_made() {
+    // The second move ends exactly at the end of the range.
     let (mut lane, mut log) = (lane(48 * MIB), Log::default());
     let mut growths = Vec::new();
     for stream in [0, 1, 0, 1] {
@@ -89,7 +89,7 @@ fn growth_ends_where_its_range_does() {
     assert_eq!(last_growth(&log), (vec![], vec![6]), "and then no more than is missing");
 }
 
-// D4, and all or nothing: memory that fills a hole joins the free block above it.
+// D4, and all or nothing: memory that fills a hole merges with the free block above it.
 #[test]
 fn waits_of_the_block_above_a_hole_come_before_growth() {
     let (mut lane, mut log) = (lane(128 * MIB), Log::default());

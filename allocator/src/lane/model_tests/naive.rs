@@ -1,4 +1,4 @@
-//! The model: ranges in a sorted vector, nothing clever.
+//! The model: ranges in a sorted vector.
 
 use crate::lane::{BlockState, BlockView, LaneState, Segment, UNIT, WindowPolicy};
 
@@ -9,7 +9,7 @@ pub(super) struct Range {
     pub(super) bytes: u64,
     pub(super) state: BlockState,
     pub(super) stream: u16,
-    /// Of handed-out blocks.
+    /// Counter of the allocation, for blocks that are handed out; else 0.
     pub(super) counter: u64,
 }
 
@@ -19,7 +19,7 @@ impl Range {
     }
 }
 
-/// What a lane should look like, given which segments it chose to make and move.
+/// What a lane should look like, given the segments that it made and moved.
 #[derive(Clone, Debug)]
 pub(super) struct Naive {
     pub(super) policy: WindowPolicy,
@@ -41,7 +41,7 @@ impl Naive {
             .map(|(start, _)| start)
     }
 
-    /// Gives `[offset, end)` another state. It lies in one range, which was in state `was`.
+    /// Changes the state of `[offset, end)`, which lies in one range in state `was`.
     pub(super) fn set(&mut self, offset: u64, end: u64, was: BlockState, now: BlockState) {
         let holder = self.ranges.iter().position(|r| r.offset <= offset && end <= r.end());
         let holder = self.ranges.remove(holder.expect("the range lies in one range"));
@@ -56,8 +56,8 @@ impl Naive {
         self.tidy();
     }
 
-    /// Follows the lane's segments: what left was free, what came overlaps nothing (D6).
-    /// Returns what came.
+    /// Takes over the lane's segments, after checking that those which are gone were free and that new
+    /// ones overlap nothing (D6). Returns the new ones.
     pub(super) fn follow(&mut self, lane: &LaneState, stream: u16) -> Vec<Segment> {
         let old = std::mem::replace(&mut self.segments, lane.segments().to_vec());
         let gone = |old: &&Segment| !self.segments.contains(old);
@@ -91,16 +91,16 @@ impl Naive {
         self.segments.iter().filter(covered).copied().collect()
     }
 
-    /// Sorts, and merges free neighbours of a stream, within a segment where that counts.
+    /// Sorts the ranges and merges free neighbours of one stream, as far as the policy allows.
     pub(super) fn tidy(&mut self) {
         self.ranges = merged(std::mem::take(&mut self.ranges), self.policy, &self.segments);
     }
 
-    /// The lane's own ranges, in the model's form.
+    /// The lane's ranges in the form of the model.
     pub(super) fn of(lane: &LaneState) -> Vec<Range> {
         let ranges = lane.blocks().filter(|block| block.state != BlockState::Hole);
         let ranges = ranges.map(|BlockView { offset, bytes, state, stream, counter }| {
-            let live = matches!(state, BlockState::Live | BlockState::SetAside);
+            let live = matches!(state, BlockState::Live | BlockState::Deferred);
             Range { offset, bytes, state, stream, counter: if live { counter } else { 0 } }
         });
         // Free neighbours must be merged already: that is for `assert_sound` and the comparison.
@@ -112,17 +112,17 @@ impl Naive {
 
 fn merged(mut ranges: Vec<Range>, policy: WindowPolicy, segments: &[Segment]) -> Vec<Range> {
     for range in &mut ranges {
-        if !matches!(range.state, BlockState::Live | BlockState::SetAside) {
+        if !matches!(range.state, BlockState::Live | BlockState::Deferred) {
             range.counter = 0;
         }
     }
     merge_where(ranges, |low, high| {
-        let wall = policy == WindowPolicy::PerSegment
+        let at_boundary = policy == WindowPolicy::PerSegment
             && segments.iter().any(|segment| segment.offset == high.offset);
         match low.state {
             BlockState::Retired => high.state == BlockState::Retired,
             BlockState::Free => {
-                high.state == BlockState::Free && low.stream == high.stream && !wall
+                high.state == BlockState::Free && low.stream == high.stream && !at_boundary
             }
             _ => false,
         }

@@ -1,4 +1,4 @@
-//! The same calls on many ranks, and one rank that strays.
+//! The same calls on many ranks, and one rank that diverges.
 
 use std::thread;
 
@@ -30,13 +30,13 @@ impl Rank {
         Self { lane, live: Vec::new(), seed }
     }
 
-    /// A handle that is this rank's own, in another order on every rank (D3).
+    /// This rank's handle for a stream. Handles are in another order on every rank (D3).
     fn stream(&self, stream: u64) -> Stream {
         let mixed = (stream ^ (self.seed % STREAMS)) + 1;
         Stream::numbered(mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(self.seed as u32))
     }
 
-    /// The streams known to the lane, by ordinal, as the program calls them.
+    /// The streams known to the lane, by ordinal, as the script numbers them.
     pub(super) fn streams(&self) -> Vec<u64> {
         let number = |handle| (0..STREAMS).find(|&stream| self.stream(stream) == handle).unwrap();
         self.lane.streams().map(number).collect()
@@ -71,8 +71,8 @@ impl Rank {
                 let _ = self.lane.reserve(bytes, stream, None, backing);
             }
             Op::Reclaim { keep } => {
-                let aside = lane.set_aside(usize::MAX);
-                let back: Vec<u64> = aside.into_iter().step_by(keep + 1).collect();
+                let deferred = lane.deferred_frees(usize::MAX);
+                let back: Vec<u64> = deferred.into_iter().step_by(keep + 1).collect();
                 lane.reclaim(&back, backing).unwrap();
             }
             Op::Trim => drop(lane.trim(None)),
@@ -88,13 +88,14 @@ impl Rank {
     }
 }
 
-fn shifted_yields(seed: u64, step: usize) -> bool {
+/// Whether a rank's thread yields before a step, so that threads run in different orders.
+fn yields(seed: u64, step: usize) -> bool {
     (seed.wrapping_mul(0x2545_f491_4f6c_dd1d) >> (step % 61)) & 3 == 0
 }
 
-/// How one rank strays from the others.
+/// How one rank diverges from the others.
 #[derive(Clone, Copy, Debug)]
-enum Stray {
+enum Difference {
     Skips,
     OtherSize,
     OtherStream,
@@ -116,7 +117,7 @@ proptest! {
             let run = |seed: u64| move || {
                 let mut rank = Rank::new(seed, lane.clone());
                 let calls = ops.iter().enumerate().map(|(step, &op)| {
-                    if shifted_yields(seed, step) {
+                    if yields(seed, step) {
                         thread::yield_now();
                     }
                     rank.call(op)
@@ -131,39 +132,39 @@ proptest! {
         }
     }
 
-    // A rank that does one thing differently is known by its digest from then on.
+    // The digest of a rank that does one thing differently differs from then on.
     #[test]
-    fn a_rank_that_strays_is_known(
+    fn a_rank_that_diverges_has_another_digest(
         before in ops(60),
         after in prop::collection::vec(op(), 0..60),
         bytes in 1_u64..8 * MIB,
-        stray in prop_oneof![
-            Just(Stray::Skips),
-            Just(Stray::OtherSize),
-            Just(Stray::OtherStream),
-            Just(Stray::FreesOneMore),
+        difference in prop_oneof![
+            Just(Difference::Skips),
+            Just(Difference::OtherSize),
+            Just(Difference::OtherStream),
+            Just(Difference::FreesOneMore),
         ],
     ) {
         let config = || (LaneConfig::symmetric("test"), 16 << 30, 2 * MIB);
         let (mut good, mut bad) = (Rank::new(1, config()), Rank::new(2, config()));
-        // Each stream is known, so that another one has another ordinal.
+        // Make every stream known first, so that another stream has another ordinal.
         let streams = (0..STREAMS).map(|stream| Op::Alloc { bytes: KIB, align: 1, stream });
         for op in streams.chain(before) {
             prop_assert_eq!(good.call(op), bad.call(op));
         }
         let op = Op::Alloc { bytes, align: 1, stream: 0 };
         good.call(op);
-        match stray {
-            Stray::Skips => {}
-            Stray::OtherSize => drop(bad.call(Op::Alloc { bytes: bytes + 1, align: 1, stream: 0 })),
-            Stray::OtherStream => drop(bad.call(Op::Alloc { bytes, align: 1, stream: 1 })),
-            Stray::FreesOneMore => {
+        match difference {
+            Difference::Skips => {}
+            Difference::OtherSize => drop(bad.call(Op::Alloc { bytes: bytes + 1, align: 1, stream: 0 })),
+            Difference::OtherStream => drop(bad.call(Op::Alloc { bytes, align: 1, stream: 1 })),
+            Difference::FreesOneMore => {
                 bad.call(op);
                 bad.call(Op::Free { nth: 0 });
             }
         }
         prop_assert_ne!(good.lane.digest(), bad.lane.digest());
-        // Something both do, so that the others cannot catch up by doing the same a call later.
+        // A call that both make, so that the good rank cannot catch up by doing the same a call later.
         let both = Op::Alloc { bytes: KIB, align: 1, stream: 0 };
         prop_assert_ne!(good.call(both).digest, bad.call(both).digest);
         for op in after {

@@ -1,4 +1,4 @@
-//! Ranks that come apart, and are made alike again.
+//! Ranks that diverge, and return to a common state.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::ranks::Rank;
 use super::script::{Op, lane, op, ops};
-use crate::lane::{Agreed, BlockState, BlockView, LaneConfig, LaneKind, NoBacking, Survivor};
+use crate::lane::{AgreedState, BlockState, BlockView, LaneConfig, LaneKind, NoBacking, Survivor};
 
 /// The first event that is not the same on all ranks.
 fn first_difference(ranks: &[Rank]) -> u64 {
@@ -19,15 +19,15 @@ fn first_difference(ranks: &[Rank]) -> u64 {
     (0..).find(|counter| !same(counter)).expect("sequences end")
 }
 
-/// What the ranks go back to: as a pool finds it.
-fn agreed(ranks: &[Rank]) -> Agreed {
+/// The state that the ranks return to, found as a pool does.
+fn agreed(ranks: &[Rank]) -> AgreedState {
     let first = first_difference(ranks);
     let mut survivors = BTreeMap::<Survivor, usize>::new();
     for survivor in ranks.iter().flat_map(|rank| rank.lane.survivors(first)) {
         *survivors.entry(survivor).or_default() += 1;
     }
     let most = |of: fn(&Rank) -> u64| ranks.iter().map(of).max().unwrap();
-    Agreed {
+    AgreedState {
         first,
         counter: most(|rank| rank.lane.counter()),
         next_segment: most(|rank| rank.lane.next_segment()),
@@ -37,13 +37,13 @@ fn agreed(ranks: &[Rank]) -> Agreed {
     }
 }
 
-/// One rank's way back, and what holds on it whatever the others did.
-fn go_back(rank: &mut Rank, agreed: &Agreed) {
+/// Rolls one rank back, and checks what must hold on it whatever the others did.
+fn roll_back(rank: &mut Rank, agreed: &AgreedState) {
     let strays = rank.live.extract_if(.., |key| key.counter >= agreed.first).collect::<Vec<_>>();
     assert_eq!(rank.lane.strays(agreed.first), strays.len() as u64);
     if !strays.is_empty() {
         let before: Vec<_> = rank.lane.blocks().collect();
-        let refused = rank.lane.resync(agreed, &mut NoBacking).unwrap_err();
+        let refused = rank.lane.roll_back(agreed, &mut NoBacking).unwrap_err();
         assert!(refused.is_invalid_state(), "{refused}");
         assert_eq!(rank.lane.blocks().collect::<Vec<_>>(), before, "nothing has changed");
     }
@@ -58,7 +58,7 @@ fn go_back(rank: &mut Rank, agreed: &Agreed) {
         live.chain(rank.lane.retired()).collect::<Vec<_>>()
     };
     let (held, was_mapped) = (live(rank), mapped(rank));
-    let dropped = rank.lane.resync(agreed, &mut NoBacking).unwrap();
+    let dropped = rank.lane.roll_back(agreed, &mut NoBacking).unwrap();
     rank.lane.assert_sound();
     assert_eq!(live(rank), held, "blocks that are held stay where they are");
     // D6: every segment is kept or dropped, and the youngest are dropped first.
@@ -71,18 +71,18 @@ fn go_back(rank: &mut Rank, agreed: &Agreed) {
     assert_eq!(now, then);
 }
 
-/// Asserts that ranks are alike, but for who holds a block and who has freed it.
+/// Asserts that ranks are alike, except in who holds a block and who has freed it.
 fn assert_alike(ranks: &[Rank]) {
     let of = |rank: &Rank| {
         let mut blocks: Vec<_> = rank.lane.blocks().collect();
         for block in &mut blocks {
-            if block.state == BlockState::SetAside {
+            if block.state == BlockState::Deferred {
                 block.state = BlockState::Live;
             }
         }
         let mut stats = rank.lane.stats();
-        // What was done on the way is each rank's own; so is what it alone has freed.
-        (stats.allocs, stats.frees, stats.unordered_frees, stats.set_aside) = (0, 0, 0, 0);
+        // How a rank came to this state may differ, and so may what it alone has freed.
+        (stats.allocs, stats.frees, stats.unordered_frees, stats.deferred) = (0, 0, 0, 0);
         (stats.segments_made, stats.segments_moved, stats.peak_reserved) = (0, 0, 0);
         stats.classes.iter_mut().for_each(|class| class.allocs = 0);
         stats.classes.retain(|class| class.live > 0);
@@ -94,17 +94,17 @@ fn assert_alike(ranks: &[Rank]) {
     }
 }
 
-/// What a commit does to lanes; returns how many blocks came back.
+/// What a commit does to lanes. Returns how many blocks returned.
 fn commit(ranks: &mut [Rank], most: usize) -> usize {
-    let mut heard = BTreeMap::<u64, u32>::new();
-    for counter in ranks.iter().flat_map(|rank| rank.lane.to_tell(most)) {
-        *heard.entry(counter).or_default() += 1;
+    let mut reports = BTreeMap::<u64, u32>::new();
+    for counter in ranks.iter().flat_map(|rank| rank.lane.to_report(most)) {
+        *reports.entry(counter).or_default() += 1;
     }
-    let heard: Vec<_> = heard.into_iter().collect();
+    let reports: Vec<_> = reports.into_iter().collect();
     let world = ranks.len() as u32;
     let mut returned = 0;
     for rank in ranks {
-        let back = rank.lane.told(most, &heard, world);
+        let back = rank.lane.apply_reports(most, &reports, world);
         rank.lane.take_retired();
         rank.lane.reclaim(&back, &mut NoBacking).unwrap();
         rank.lane.assert_sound();
@@ -113,24 +113,24 @@ fn commit(ranks: &mut [Rank], most: usize) -> usize {
     returned
 }
 
-/// What ranks do between commits.
-fn own(op: &Op) -> bool {
+/// Whether ranks do this between commits, each on its own.
+fn between_commits(op: &Op) -> bool {
     !matches!(op, Op::Reclaim { .. } | Op::TakeRetired)
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
 
-    // D1, D5, D6: after a resync all ranks place alike, whatever each of them did before.
+    // D1, D5, D6: after a rollback all ranks place alike, whatever each of them did before.
     #[test]
-    fn ranks_that_came_apart_are_made_alike(
+    fn ranks_that_diverged_return_to_a_common_state(
         (config, range, granularity) in lane(),
         before in ops(60),
         apart in prop::collection::vec(prop::collection::vec(op(), 0..25), 2..4),
         after in ops(40),
         most in 1_usize..20,
     ) {
-        // Local lanes are nobody else's, and in no resync.
+        // Local lanes take no part in a resync.
         let config = LaneConfig { kind: LaneKind::Symmetric, ..config.history(4096) };
         let mut ranks: Vec<Rank> = (1..)
             .zip(&apart)
@@ -141,13 +141,13 @@ proptest! {
             rank.lane.mark_agreed();
         }
         for (rank, apart) in ranks.iter_mut().zip(&apart) {
-            apart.iter().filter(|op| own(op)).for_each(|op| drop(rank.call(*op)));
+            apart.iter().filter(|op| between_commits(op)).for_each(|op| drop(rank.call(*op)));
         }
         let agreed = agreed(&ranks);
-        ranks.iter_mut().for_each(|rank| go_back(rank, &agreed));
+        ranks.iter_mut().for_each(|rank| roll_back(rank, &agreed));
         assert_alike(&ranks);
 
-        // D5: what some hold that others have freed comes back once all have freed it.
+        // D5: blocks that some ranks hold and others have freed return once all have freed them.
         let by_all: Vec<_> =
             agreed.survivors.iter().filter(|(_, all)| *all).map(|(s, _)| s.counter).collect();
         for rank in &mut ranks {
@@ -161,10 +161,10 @@ proptest! {
         prop_assert_eq!(returned, partial);
         assert_alike(&ranks);
 
-        // Ranks whose events are the same may mean other streams by them (D3): what they have in
-        // common is ordinals, and calls that name streams are then not the same.
+        // Ranks with the same events may mean different streams by the same ordinal (D3). Calls that
+        // name streams are then not the same on all ranks.
         prop_assume!(ranks.iter().all(|rank| rank.streams() == ranks[0].streams()));
-        for op in after.iter().filter(|op| own(op)) {
+        for op in after.iter().filter(|op| between_commits(op)) {
             let seen: Vec<_> = ranks.iter_mut().map(|rank| rank.call(*op)).collect();
             prop_assert!(seen.iter().all(|other| *other == seen[0]), "{:?}: {:?}", op, seen);
             ranks.iter().for_each(|rank| rank.lane.assert_sound());

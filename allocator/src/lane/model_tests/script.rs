@@ -7,7 +7,7 @@ use crate::lane::{LaneConfig, WindowPolicy};
 pub(super) const KIB: u64 = 1 << 10;
 pub(super) const MIB: u64 = 1 << 20;
 
-/// One call. Blocks are named by their place among the live ones, modulo how many there are.
+/// One call. `nth` selects one of the live blocks, modulo their number.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Op {
     Alloc {
@@ -29,7 +29,7 @@ pub(super) enum Op {
         bytes: u64,
         stream: u64,
     },
-    /// Returns every `keep + 1`st block that is set aside.
+    /// Reclaims one of every `keep + 1` deferred frees.
     Reclaim {
         keep: usize,
     },
@@ -76,8 +76,8 @@ pub(super) fn ops(most: usize) -> impl Strategy<Value = Vec<Op>> {
     prop::collection::vec(op(), 1..most)
 }
 
-/// What a lane is built with: configuration, range, granularity. Ranges are short, so that their
-/// end and the holes in them are reached.
+/// What a lane is built with: configuration, range, granularity. Ranges are short, so that lanes reach
+/// their end and use holes.
 pub(super) fn lane() -> impl Strategy<Value = (LaneConfig, u64, u64)> {
     let policy = prop_oneof![Just(WindowPolicy::Contiguous), Just(WindowPolicy::PerSegment)];
     let limit = prop_oneof![2 => Just(None), 1 => (16_u64..200).prop_map(|n| Some(n * MIB))];

@@ -1,4 +1,4 @@
-//! How tight real programs are packed.
+//! How tightly real programs are packed.
 
 use crate::driver::Stream;
 use crate::lane::{LaneConfig, LaneState, LaneStats, NoBacking, Request, WindowPolicy};
@@ -32,7 +32,7 @@ fn replay(trace: &Trace, policy: WindowPolicy) -> LaneStats {
     lane.stats()
 }
 
-/// Most reserved over most live bytes, for each trace.
+/// Peak reserved bytes divided by peak live bytes, for each trace.
 fn overheads(policy: WindowPolicy, most_segments: u64) -> Vec<f64> {
     let overhead = |name: &str| {
         let file = format!("{}/../tests/traces/{name}.csv.gz", env!("CARGO_MANIFEST_DIR"));
