@@ -238,9 +238,9 @@ def test_reductions_that_can_be_ready_are_those_that_devices_have():
     sources = pathlib.Path(__file__).parents[2] / "collectives/src"
     names = {
         file: set(re.findall(r'Self::\w+ => "(\w+)"', (sources / file).read_text()))
-        for file in ("dtype.rs", "reduce.rs")
+        for file in ("dtype.rs", "reduce_op.rs")
     }
-    assert set(facts.REDUCED) <= names["dtype.rs"] and set(facts.OPERATIONS) == names["reduce.rs"]
+    assert set(facts.REDUCED) <= names["dtype.rs"] and set(facts.OPERATIONS) == names["reduce_op.rs"]
     assert len(facts.REDUCED) == 10
 
 
