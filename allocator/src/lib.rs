@@ -19,9 +19,12 @@ mod heap;
 pub mod lane;
 mod nccl;
 mod pool;
+mod random;
 mod rendezvous;
 pub mod store;
 mod sync;
+#[cfg(feature = "testing")]
+mod testing;
 pub mod topology;
 #[cfg(feature = "testing")]
 pub mod trace;

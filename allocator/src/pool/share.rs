@@ -12,9 +12,9 @@ use crate::driver::{Exported, Physical, Step, Transport};
 use crate::error::list;
 use crate::heap::Heap;
 use crate::lane::Segment;
-use crate::rendezvous::mesh::Mesh;
 use crate::rendezvous::message::{Message, decode, decode_all, encode};
 use crate::rendezvous::peers::Peers;
+use crate::rendezvous::sockets::Mesh;
 use crate::rendezvous::status::{Status, all_ok, encode_status};
 use crate::{Deadline, Error, Result};
 

@@ -2,7 +2,7 @@
 //!
 //! 1. Every rank publishes a [`Hello`], or why it cannot take part. All ranks check all hellos
 //!    and come to the same result without talking again.
-//! 2. Where handles are file descriptors, ranks connect to each other ([`super::mesh`]). Then
+//! 2. Where handles are file descriptors, ranks connect to each other ([`super::sockets`]). Then
 //!    every rank says how that went, and which topology it sees; a failure of one is the error of
 //!    all.
 
@@ -11,9 +11,9 @@ use serde::{Deserialize, Serialize};
 use super::checks;
 use super::hello::Hello;
 use super::identity::HostIdentity;
-use super::mesh::{Listener, Mesh};
 use super::message::{self, Message};
 use super::peers::{Peers, PerRank};
+use super::sockets::{Listener, Mesh};
 use super::status::{Status, agreed, all_ok, encode_status};
 use crate::driver::{DeviceIdentity, Driver, Step, Transport};
 use crate::store::Gathered;

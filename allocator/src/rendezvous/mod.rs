@@ -11,17 +11,17 @@
 //! | [`peers`] | what the handshake found out |
 //! | [`agreement`] | what ranks propose to commit, and what follows |
 //! | [`search`] | the first event at which ranks differ |
-//! | [`mesh`] | Unix sockets between ranks of one machine: gathers, and file descriptors that travel |
+//! | [`sockets`] | Unix sockets between ranks of one machine: gathers, and file descriptors that travel |
 
 pub(crate) mod agreement;
 mod checks;
 pub(crate) mod handshake;
 mod hello;
 pub(crate) mod identity;
-pub(crate) mod mesh;
 pub(crate) mod message;
 pub(crate) mod peers;
 pub(crate) mod search;
+pub(crate) mod sockets;
 pub(crate) mod status;
 #[cfg(test)]
 pub(crate) mod testing;

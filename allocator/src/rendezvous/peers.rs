@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::identity::HostIdentity;
-use super::mesh::Mesh;
+use super::sockets::Mesh;
 use crate::driver::{DeviceIdentity, Transport};
 use crate::store::Gathered;
 use crate::topology::Topology;
@@ -135,7 +135,7 @@ impl Peers {
         self.mesh.as_ref().is_none_or(|mesh| !mesh.is_broken())
     }
 
-    /// See [`mesh`](Peers::mesh).
+    /// See [`sockets`](Peers::mesh).
     pub(crate) fn mesh_mut(&mut self) -> Option<&mut Mesh> {
         self.mesh.as_mut()
     }

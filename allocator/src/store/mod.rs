@@ -20,7 +20,6 @@ mod file;
 mod gathered;
 mod gathering;
 mod memory;
-mod random;
 pub mod tcp;
 mod traffic;
 

@@ -1,17 +1,17 @@
 //! How the devices of a group are linked, as algorithms want to know it.
 //!
-//! [`Topology::detect`] reads links (NVML, `nvml.rs`), [`classify`] names their shape (`mesh.rs`,
+//! [`Topology::detect`] reads links (NVML, `nvml.rs`), [`classify`] names their shape (`links.rs`,
 //! pure). Ranks compare topologies at rendezvous: an algorithm chosen by one must be chosen by
 //! all, so a topology holds nothing that may differ between ranks that see the same machine.
 
-mod mesh;
+mod links;
 mod nvml;
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-pub use mesh::{Link, LinkMatrix, Mesh, classify};
+pub use links::{Link, LinkMatrix, Mesh, classify};
 
 use crate::driver::DeviceIdentity;
 use crate::{Error, Result};

@@ -6,7 +6,7 @@ use std::ffi::{c_uint, c_void};
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 
-use super::mesh::{Link, LinkMatrix};
+use super::links::{Link, LinkMatrix};
 
 /// More links than any device has; asking stops at the first that NVML refuses to know.
 const LINKS: u32 = 64;

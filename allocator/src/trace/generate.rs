@@ -2,8 +2,8 @@
 
 use std::io::Write;
 
-use super::random::Random;
 use super::{Op, Trace};
+use crate::testing::Random;
 use crate::{Error, Result};
 
 /// About how many blocks a random trace keeps alive.

@@ -18,12 +18,10 @@
 //! | `replay` | a replay on ranks that are threads, and its outcome |
 //! | `rank` | one rank's part of a replay |
 //! | `options` | the options of a replay |
-//! | `random` | random numbers that are the same on every machine |
 
 mod generate;
 mod options;
 mod parse;
-mod random;
 mod rank;
 mod replay;
 #[cfg(test)]

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use super::random::Random;
 use crate::driver::{Driver, HostDriver, HostOptions, Reservation};
 use crate::lane::{LaneConfig, WindowPolicy};
+use crate::testing::Random;
 use crate::{Error, Result};
 
 /// Name of the lane that a trace is replayed in.

@@ -3,11 +3,11 @@
 use std::time::{Duration, Instant};
 
 use super::options::LANE;
-use super::random::Random;
 use super::{Op, ReplayOptions, Trace, Unordered};
 use crate::driver::Stream;
 use crate::lane::{Digest, UNIT};
 use crate::pool::{Block, Lane};
+use crate::testing::Random;
 use crate::{Error, Group, Pool, Result};
 
 /// Rank 0 reports its progress after every so many events.

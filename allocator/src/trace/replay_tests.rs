@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use super::random::Random;
 use super::*;
 use crate::driver::Stream;
 use crate::lane::{BlockKey, LaneEvent, LaneState, NoBacking, Request, WindowPolicy};
+use crate::testing::Random;
 
 fn open(name: &str) -> Trace {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/traces");

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use rustix::fs::{FlockOperation, flock};
 
-use crate::store::random::random;
+use crate::random::random;
 use crate::{Deadline, Error, Result};
 
 /// A directory that stores share.

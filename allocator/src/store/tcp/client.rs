@@ -8,13 +8,13 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::link::{Fault, Link};
-use super::patience::Patience;
+use super::client_connection::{Fault, Link};
+use super::wait_limit::Patience;
 use super::wire::{Identity, Request, ToClient};
 use super::{ServerAddress, TcpOptions};
 use crate::fork::Maker;
+use crate::random::random;
 use crate::store::gathered::expand_runs;
-use crate::store::random::random;
 use crate::store::traffic::Counters;
 use crate::store::{Gathered, Stop, Store, Traffic, check_gather, check_limits};
 use crate::{Deadline, Error, Result};

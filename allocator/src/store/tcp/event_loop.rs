@@ -13,15 +13,15 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use super::auth::{Handshake, Side};
-use super::conn::{Incoming, Input, Outgoing};
+use super::frame_io::{Incoming, Input, Outgoing};
 use super::meter::{Meter, Payload};
 use super::poller::{self, FIRST_CLIENT, Poller, Ready};
-use super::state::{Admission, Client, Frame, State};
+use super::server_state::{Admission, Client, Frame, State};
 use super::wire::{self, Caps, Hello, Request, ToClient, ToServer};
 use super::{TcpLimits, TcpOptions, tune};
 use crate::descriptors;
 use crate::fork::NotInherited;
-use crate::store::random::random;
+use crate::random::random;
 use crate::{Error, Result};
 
 /// How long a dropped client may take to read why.

@@ -8,13 +8,13 @@
 //! | `wire` | frames and messages, their limits |
 //! | `auth` | the shared secret and its proofs |
 //! | `meter` | how much memory clients make the server hold |
-//! | `state` | the content, who waits for what, which ranks are lost: no I/O, no clock |
-//! | `conn` | one connection of the server: half-read frames, unsent replies |
+//! | `server_state` | the content, who waits for what, which ranks are lost: no I/O, no clock |
+//! | `frame_io` | one connection of the server: half-read frames, unsent replies |
 //! | `poller` | the epoll set |
 //! | `event_loop` | the server's thread: sockets, timers, phases of a connection |
 //! | `server` | the server as its owner sees it |
-//! | `patience` | a client's waits: how long, and whether it is told to stop |
-//! | `link` | one connection of a client: handshake, request, reply |
+//! | `wait_limit` | a client's waits: how long, and whether it is told to stop |
+//! | `client_connection` | one connection of a client: handshake, request, reply |
 //! | `client` | the [`Store`](super::Store) over links |
 //! | `address` | where the server is: names, resolved until a deadline |
 //!
@@ -36,14 +36,14 @@
 mod address;
 mod auth;
 mod client;
-mod conn;
+mod client_connection;
 mod event_loop;
-mod link;
+mod frame_io;
 mod meter;
-mod patience;
 mod poller;
 mod server;
-mod state;
+mod server_state;
+mod wait_limit;
 mod wire;
 
 use std::net::TcpStream;

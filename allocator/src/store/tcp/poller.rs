@@ -9,7 +9,7 @@ use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::net::{SocketFlags, accept_with};
 
-use super::state::Client;
+use super::server_state::Client;
 use crate::Result;
 use crate::descriptors::{self, within_hard_limit};
 use crate::fork::NotInherited;

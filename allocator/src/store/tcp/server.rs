@@ -14,7 +14,7 @@ use super::poller::Poller;
 use super::{ServerAddress, TcpOptions};
 use crate::descriptors::{self, within_hard_limit};
 use crate::fork::Maker;
-use crate::store::random::random;
+use crate::random::random;
 use crate::{Deadline, Error, Result};
 
 /// A store's server, on a thread of its own. Dropping it closes every connection and joins the

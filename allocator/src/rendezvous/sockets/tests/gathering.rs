@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use super::super::wire::{BYTES_PER_PACKET, Part};
+use super::super::packet::{BYTES_PER_PACKET, Part};
 use super::*;
 use crate::Group;
 use crate::store::MAX_VALUE;
@@ -133,7 +133,7 @@ fn pieces_that_do_not_continue_a_value_are_refused() {
             if rank == 0 {
                 let frame = message::encode(part).unwrap();
                 let socket = mesh.links[1].as_ref().unwrap();
-                assert_eq!(wire::send(socket, &frame, &[]).unwrap(), Sent::Yes);
+                assert_eq!(packet::send(socket, &frame, &[]).unwrap(), Sent::Yes);
                 // What follows is this rank's true part, or not read any more.
             }
             let first = mesh.all_gather("value", b"12345", soon());
@@ -198,7 +198,7 @@ fn a_peer_that_is_gone_after_it_has_said_all_is_not_waited_for_long() {
             let part = Part { round: 1, what: "value".into(), first: 0, total: 0, bytes: vec![] };
             let socket = mesh.links[1].as_ref().unwrap();
             assert_eq!(
-                wire::send(socket, &message::encode(&part).unwrap(), &[]).unwrap(),
+                packet::send(socket, &message::encode(&part).unwrap(), &[]).unwrap(),
                 Sent::Yes
             );
             return;
@@ -221,7 +221,7 @@ fn a_peer_that_gives_up_without_hearing_all_says_why() {
             let part = Part { round: 1, what: "value".into(), first: 0, total: 0, bytes: vec![] };
             let socket = mesh.links[1].as_ref().unwrap();
             let frame = message::encode(&part).unwrap();
-            assert_eq!(wire::send(socket, &frame, &[]).unwrap(), Sent::Yes);
+            assert_eq!(packet::send(socket, &frame, &[]).unwrap(), Sent::Yes);
             // The other's part is there and left unread, of which the kernel tells it first.
             let mut there = [PollFd::new(socket, PollFlags::IN)];
             assert_eq!(poll_for(&mut there, Duration::from_secs(20)).unwrap(), 1);

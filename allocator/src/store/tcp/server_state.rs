@@ -478,5 +478,5 @@ impl Gather {
 }
 
 #[cfg(test)]
-#[path = "state_tests.rs"]
+#[path = "server_state_tests.rs"]
 mod tests;

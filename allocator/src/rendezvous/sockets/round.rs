@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::wire::{self, Farewell, Inbox, Received, Sent};
+use super::packet::{self, Farewell, Inbox, Received, Sent};
 use super::{CLOSED, Mesh, at_most, is_closed, links, poll_for};
 use crate::group::Interrupt;
 use crate::rendezvous::message::{self, Message};
@@ -174,7 +174,7 @@ impl<'a> Leg<'a> {
         self.send_later = false;
         while !self.all_sent {
             let (frame, fds) = talk.next(self.peer)?;
-            match wire::send(self.socket, frame, fds)? {
+            match packet::send(self.socket, frame, fds)? {
                 Sent::Yes => self.all_sent = talk.sent(self.peer),
                 Sent::WouldBlock => break,
                 Sent::TryLater => {
@@ -266,7 +266,7 @@ mod tests {
         };
         assert_eq!(ready(false, true), Some(1), "to be sent to");
         assert_eq!(ready(true, false), Some(0), "nothing came");
-        assert_eq!(wire::send(&other, b"something", &[]).unwrap(), Sent::Yes);
+        assert_eq!(packet::send(&other, b"something", &[]).unwrap(), Sent::Yes);
         assert_eq!(ready(true, false), Some(1));
         assert_eq!(ready(true, true), Some(0), "what comes is for the next talk");
     }

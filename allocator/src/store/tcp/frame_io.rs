@@ -7,7 +7,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
 
 use super::meter::{Charge, Meter, Payload};
-use super::state::Frame;
+use super::server_state::Frame;
 use super::wire::{Caps, HEADER, Lengths, decode_header};
 use crate::{Error, Result};
 

@@ -17,10 +17,10 @@
 mod connect;
 mod exchange;
 mod gather;
-mod talk;
+mod packet;
+mod round;
 #[cfg(test)]
 mod tests;
-mod wire;
 
 use std::os::fd::OwnedFd;
 use std::time::Duration;
@@ -30,8 +30,8 @@ use rustix::io::Errno;
 use rustix::net::Shutdown;
 use rustix::process::Pid;
 
-use self::talk::Fault;
-use self::wire::{Farewell, Inbox, Received};
+use self::packet::{Farewell, Inbox, Received};
+use self::round::Fault;
 use crate::fork::Own;
 use crate::group::Interrupt;
 use crate::{Deadline, Error, Result};
@@ -212,7 +212,7 @@ fn say_farewell<'a>(to: impl IntoIterator<Item = &'a OwnedFd>, why: &Farewell) {
     for socket in to {
         // What the peer has not read yet may fill the socket.
         let _ = rustix::net::sockopt::set_socket_send_buffer_size(socket, FAREWELL_BUFFER);
-        let _ = wire::send(socket, &frame, &[]);
+        let _ = packet::send(socket, &frame, &[]);
     }
 }
 

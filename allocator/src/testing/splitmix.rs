@@ -2,16 +2,16 @@
 
 /// SplitMix64: small, fast, and nearby seeds give unrelated sequences.
 #[derive(Clone, Debug)]
-pub(super) struct Random(u64);
+pub(crate) struct Random(u64);
 
 impl Random {
     /// The sequence of `seed` for participant `which`.
-    pub(super) fn new(seed: u64, which: u64) -> Self {
+    pub(crate) fn new(seed: u64, which: u64) -> Self {
         // Turned, so that seed and participant are not interchangeable.
         Self(Self(seed).next().rotate_left(23) ^ Self(which).next())
     }
 
-    pub(super) fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -19,12 +19,12 @@ impl Random {
     }
 
     /// A number below `end`, which is not 0. As even as 64 bits make it.
-    pub(super) fn below(&mut self, end: u64) -> u64 {
+    pub(crate) fn below(&mut self, end: u64) -> u64 {
         ((u128::from(self.next()) * u128::from(end)) >> 64) as u64
     }
 
     /// Swaps every element with a random earlier one: a random order.
-    pub(super) fn shuffle<T>(&mut self, items: &mut [T]) {
+    pub(crate) fn shuffle<T>(&mut self, items: &mut [T]) {
         for at in (1..items.len()).rev() {
             items.swap(at, self.below(at as u64 + 1) as usize);
         }

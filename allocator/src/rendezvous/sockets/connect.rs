@@ -11,7 +11,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use super::wire::{self, Farewell, Inbox, Introduction, Received, Sent};
+use super::packet::{self, Farewell, Inbox, Introduction, Received, Sent};
 use super::{LastWords, Mesh, Socket, at_most, closed, last_words, poll_for, say_farewell};
 use crate::rendezvous::message;
 use crate::{Deadline, Error, Result};
@@ -189,7 +189,7 @@ impl<'a> Assembly<'a> {
                     "the socket that rank {peer} announced belongs to another user"
                 )));
             }
-            match wire::send(&socket, &self.introduction(peer)?, &[])? {
+            match packet::send(&socket, &self.introduction(peer)?, &[])? {
                 Sent::Yes => self.links[peer as usize] = Link::Dialled(socket),
                 Sent::WouldBlock | Sent::TryLater => {}
                 Sent::Closed => return Err(lost(peer)),
@@ -237,7 +237,7 @@ impl<'a> Assembly<'a> {
                 continue;
             };
             // A caller that left at once may still have said why: that is read from the link.
-            let _ = wire::send(&guest, &self.introduction(from)?, &[])?;
+            let _ = packet::send(&guest, &self.introduction(from)?, &[])?;
             self.links[from as usize] = Link::Up(guest);
         }
         Ok(())
@@ -327,7 +327,7 @@ impl<'a> Assembly<'a> {
                     if let (Ok(Dial::Connected(socket)), Ok(introduction)) =
                         (dial(self.names[peer as usize]), self.introduction(peer))
                     {
-                        let _ = wire::send(&socket, &introduction, &[]);
+                        let _ = packet::send(&socket, &introduction, &[]);
                         say_farewell([&*socket], &why);
                     }
                 }

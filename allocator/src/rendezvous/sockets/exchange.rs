@@ -3,8 +3,8 @@
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use super::Mesh;
-use super::talk::Talk;
-use super::wire::{Descriptors, FDS_PER_PACKET};
+use super::packet::{Descriptors, FDS_PER_PACKET};
+use super::round::Talk;
 use crate::descriptors::make_room;
 use crate::rendezvous::message;
 use crate::{Deadline, Error, Result};

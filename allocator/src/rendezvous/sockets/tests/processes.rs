@@ -8,12 +8,12 @@ use std::sync::Barrier;
 use rustix::process::{Resource, Rlimit};
 
 use super::{SECRET, borrowed, exchange_tagged, keep_nothing, soon, tagged, with_meshes};
-use crate::rendezvous::mesh::{Listener, Mesh};
+use crate::rendezvous::sockets::{Listener, Mesh};
 use crate::rendezvous::testing::{role, this_test_as};
 
 #[test]
 fn nothing_stays_open() {
-    const NAME: &str = "rendezvous::mesh::tests::processes::nothing_stays_open";
+    const NAME: &str = "rendezvous::sockets::tests::processes::nothing_stays_open";
     if role().is_none() {
         // Other tests of this process open files too, so this one counts in a process of its own.
         let status = this_test_as(NAME, "count").stdout(Stdio::null()).status().unwrap();
@@ -38,7 +38,8 @@ fn nothing_stays_open() {
 
 #[test]
 fn at_the_limit_of_open_files_it_says_so() {
-    const NAME: &str = "rendezvous::mesh::tests::processes::at_the_limit_of_open_files_it_says_so";
+    const NAME: &str =
+        "rendezvous::sockets::tests::processes::at_the_limit_of_open_files_it_says_so";
     if role().is_none() {
         let status = this_test_as(NAME, "limited").stdout(Stdio::null()).status().unwrap();
         assert!(status.success());
@@ -105,7 +106,7 @@ fn line_with(child: &mut BufReader<std::process::ChildStdout>, word: &str) -> St
 #[test]
 fn a_process_killed_in_an_exchange_is_named_by_all() {
     const NAME: &str =
-        "rendezvous::mesh::tests::processes::a_process_killed_in_an_exchange_is_named_by_all";
+        "rendezvous::sockets::tests::processes::a_process_killed_in_an_exchange_is_named_by_all";
     if role().is_some() {
         rank_to_be_killed();
         return;

@@ -5,14 +5,14 @@ use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
 use super::auth::{Handshake, Secret, Side};
-use super::patience::Patience;
 use super::tune;
+use super::wait_limit::Patience;
 use super::wire::{
     self, Caps, HEADER, Hello, Identity, Request, ToClient, ToServer, decode_header,
 };
 use crate::Error;
 use crate::fork::{Maker, NotInherited};
-use crate::store::random::random;
+use crate::random::random;
 
 /// How long the server may take to say that a request is cancelled.
 const CANCELLED_IN: Duration = Duration::from_millis(500);

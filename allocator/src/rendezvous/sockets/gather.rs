@@ -3,8 +3,8 @@
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use super::Mesh;
-use super::talk::{Fault, Talk};
-use super::wire::{BYTES_PER_PACKET, Part};
+use super::packet::{BYTES_PER_PACKET, Part};
+use super::round::{Fault, Talk};
 use crate::rendezvous::message;
 use crate::store::{Gathered, MAX_VALUE};
 use crate::{Deadline, Error, Result};

@@ -14,7 +14,7 @@ use std::sync::Barrier;
 use rustix::fs::MemfdFlags;
 use rustix::process::{Resource, Rlimit};
 
-use super::wire::{Descriptors, Sent};
+use super::packet::{Descriptors, Sent};
 use super::*;
 use crate::rendezvous::message;
 
@@ -204,7 +204,7 @@ fn a_rank_that_says_why_it_hangs_up_has_not_left() {
         if rank == 0 {
             // What rank 2 does not read is reported to us before what it says.
             let socket = mesh.links[2].as_ref().unwrap();
-            assert_eq!(wire::send(socket, b"unread", &[]).unwrap(), Sent::Yes);
+            assert_eq!(packet::send(socket, b"unread", &[]).unwrap(), Sent::Yes);
         }
         all.wait();
         match rank {
@@ -338,7 +338,7 @@ fn descriptors_beyond_what_was_announced_are_an_error() {
                 let frame = message::encode(&header).unwrap();
                 let socket = mesh.links[1].as_ref().unwrap();
                 let fds = vec![fd.as_fd(); sent];
-                assert_eq!(wire::send(socket, &frame, &fds).unwrap(), Sent::Yes);
+                assert_eq!(packet::send(socket, &frame, &fds).unwrap(), Sent::Yes);
                 let first = mesh.exchange(&[], 2, &mut keep_nothing, soon());
                 let next = first.and_then(|_| mesh.exchange(&[], 0, &mut keep_nothing, soon()));
                 let error = next.unwrap_err();

@@ -13,9 +13,9 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use super::{SECRET, exchange_tagged, keep_nothing, short, soon, with_listeners};
 use crate::Deadline;
 use crate::Error;
-use crate::rendezvous::mesh::wire::{self, Introduction};
-use crate::rendezvous::mesh::{Listener, Mesh};
 use crate::rendezvous::message;
+use crate::rendezvous::sockets::packet::{self, Introduction};
+use crate::rendezvous::sockets::{Listener, Mesh};
 
 #[test]
 fn a_rank_that_leaves_before_it_connects_is_named() {
@@ -106,7 +106,7 @@ fn intruders_are_turned_away_and_disturb_nobody() {
                 intruders.push(stranger(name));
                 drop(stranger(name));
                 let garbage = stranger(name);
-                wire::send(&garbage, b"let me in", &[garbage.as_fd()]).unwrap();
+                packet::send(&garbage, b"let me in", &[garbage.as_fd()]).unwrap();
                 intruders.push(garbage);
                 let to = names.iter().position(|n| n == name).unwrap() as u32;
                 for claim in [
@@ -116,7 +116,7 @@ fn intruders_are_turned_away_and_disturb_nobody() {
                     Introduction::new(&SECRET, u32::MAX, to),
                 ] {
                     let liar = stranger(name);
-                    wire::send(&liar, &message::encode(&claim).unwrap(), &[]).unwrap();
+                    packet::send(&liar, &message::encode(&claim).unwrap(), &[]).unwrap();
                     intruders.push(liar);
                 }
             }
@@ -153,7 +153,7 @@ fn another_user_who_knows_the_secret_is_turned_away() {
         scope.spawn(dial).join().unwrap()
     });
     let claim = message::encode(&Introduction::new(&SECRET, 1, 0)).unwrap();
-    wire::send(&guest, &claim, &[]).unwrap();
+    packet::send(&guest, &claim, &[]).unwrap();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     let deadline = Deadline::after(Duration::from_millis(300));
     let error = Mesh::connect(listener, 0, &names, &SECRET, deadline).unwrap_err();
@@ -193,7 +193,7 @@ fn stranger_that_answers_wrongly() -> Error {
         scope.spawn(|| {
             let guest = rustix::net::accept(&fake).unwrap();
             let answer = message::encode(&Introduction::new(&[9; 32], 0, 1)).unwrap();
-            wire::send(&guest, &answer, &[]).unwrap();
+            packet::send(&guest, &answer, &[]).unwrap();
             // Until the other side hangs up.
             let _ = File::from(guest).read(&mut [0; 4096]);
         });

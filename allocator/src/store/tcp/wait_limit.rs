@@ -8,7 +8,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with, 
 
 use std::net::{SocketAddr, TcpStream};
 
-use super::link::Fault;
+use super::client_connection::Fault;
 use crate::descriptors::{self, within_hard_limit};
 use crate::store::{ASK_EVERY, Stop};
 

@@ -1,0 +1,5 @@
+//! What tests and benchmarks share.
+
+mod splitmix;
+
+pub(crate) use splitmix::Random;
