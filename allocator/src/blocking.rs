@@ -1,8 +1,8 @@
-//! Calls that may block without end, and that nothing can interrupt.
+//! Calls that may block for any time and that nothing can interrupt.
 //!
-//! Some of what symmpool asks the system knows no deadline: CUDA waits for a device until that is done,
-//! and the C library resolves a name for as long as its resolver takes. Such a call is made on a thread
-//! of its own, and the caller waits for that until its deadline.
+//! Some calls of the system take no deadline: CUDA waits until a device is idle, and the C library resolves
+//! a name for as long as its resolver takes. Such a call is made on a thread of its own, and the caller
+//! waits for that thread until its deadline.
 
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::thread;
@@ -10,19 +10,19 @@ use std::time::Duration;
 
 use crate::{Error, Result};
 
-/// What `work` returns, if it does so within `limit`; `None` otherwise. The thread it runs on then goes
-/// on until the work ends, and what it returns is dropped there.
+/// The result of `work`, if there is one within `limit`; `None` otherwise. Its thread then runs until the
+/// work ends, and drops the result.
 pub(crate) fn within<T: Send + 'static>(
     limit: Duration,
     what: &str,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<Option<T>> {
-    let (done, told) = sync_channel(1);
-    // Fails where the caller is gone, who then wants nothing any more.
+    let (done, result) = sync_channel(1);
+    // Fails if the caller no longer waits.
     let work = move || drop(done.send(work()));
     let thread = thread::Builder::new().name("symmpool-wait".into()).spawn(work);
     thread.map_err(|error| Error::system(format!("starting a thread for {what}"), error))?;
-    match told.recv_timeout(limit) {
+    match result.recv_timeout(limit) {
         Ok(result) => Ok(Some(result)),
         Err(RecvTimeoutError::Timeout) => Ok(None),
         Err(RecvTimeoutError::Disconnected) => Err(Error::system(what, "it panicked")),
@@ -45,11 +45,11 @@ mod tests {
     #[test]
     fn what_does_not_end_is_left_to_its_thread() {
         let (end, held) = mpsc::channel::<()>();
-        let (told, ended) = mpsc::channel();
+        let (ending, ended) = mpsc::channel();
         let started = Instant::now();
         let late = within(Duration::from_millis(20), "a wait", move || {
             let _ = held.recv();
-            told.send(()).expect("somebody listens");
+            ending.send(()).expect("the test waits");
         });
         assert_eq!(late.expect("a thread"), None);
         assert!(started.elapsed() < Duration::from_secs(10));

@@ -2,13 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-/// A deadline together with the budget it was made from, so that messages can say how long was
+/// A deadline together with the budget it was made from, so that messages can say how long a rank has
 /// waited.
 ///
-/// Every wait in symmpool takes one, but for those that a caller asks for by name and that end when a
-/// device does ([`MemoryDriver::synchronize`](crate::driver::MemoryDriver::synchronize), copies to and
-/// from the host). A deadline is a fixed point in time: passing the same value to several steps makes
-/// them share one budget.
+/// Every wait in symmpool takes one, except for calls whose purpose is to wait for a device
+/// ([`MemoryDriver::synchronize`](crate::driver::MemoryDriver::synchronize), copies to and from the host).
+/// A deadline is a fixed point in time: steps that are passed the same value share one budget.
 #[derive(Clone, Copy, Debug)]
 pub struct Deadline {
     at: Instant,

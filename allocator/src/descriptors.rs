@@ -1,7 +1,15 @@
-//! File descriptors where the limits of open files are in the way.
+//! File descriptors: the limits of open files, and descriptors that travel over Unix sockets.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
 use rustix::process::{Resource, Rlimit};
 
 use crate::Error;
@@ -52,8 +60,9 @@ pub(crate) fn within_hard_limit<T>(mut make: impl FnMut() -> Result<T, Errno>) -
     }
 }
 
-/// Sees to it that `count` more descriptors can be had, if the hard limit allows it: for calls that
-/// lose what they have no room for. If they cannot, such a call says so.
+/// Raises the soft limit, if need be, so that `count` more descriptors can be opened, as far as the hard
+/// limit allows it. Called before calls that drop the descriptors for which there is no room, and that
+/// then report it.
 pub(crate) fn make_room(count: usize) {
     if count == 0 {
         return;
@@ -65,4 +74,57 @@ pub(crate) fn make_room(count: usize) {
             (1..count).map(|_| fcntl_dupfd_cloexec(&first, 0)).collect();
         more.map(drop)
     });
+}
+
+/// The most descriptors in one message; the kernel takes up to 253.
+pub(crate) const MOST_PER_MESSAGE: usize = 128;
+
+/// Sends `bytes`, and `fds` with them, over a Unix socket by one call; returns how many bytes were sent.
+/// Fails with [`Errno::INVAL`] for more than [`MOST_PER_MESSAGE`] descriptors.
+#[cfg_attr(not(feature = "testing"), allow(unreachable_pub))]
+pub fn send_with_descriptors(
+    socket: impl AsFd,
+    bytes: &[u8],
+    fds: &[BorrowedFd<'_>],
+    flags: SendFlags,
+) -> Result<usize, Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_PER_MESSAGE))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(Errno::INVAL);
+    }
+    rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags)
+}
+
+/// What one call of [`receive_with_descriptors`] has received.
+#[derive(Debug)]
+#[cfg_attr(not(feature = "testing"), allow(unreachable_pub))]
+pub struct ReceivedMessage {
+    /// How many bytes of the buffer are filled; 0 at the end of the connection.
+    pub bytes: usize,
+    /// The descriptors that came with them, close-on-exec.
+    pub fds: Vec<OwnedFd>,
+    /// Whether bytes or descriptors were dropped for lack of room.
+    pub flags: ReturnFlags,
+}
+
+/// Receives into `buffer` from a Unix socket by one call, with at most [`MOST_PER_MESSAGE`] descriptors.
+#[cfg_attr(not(feature = "testing"), allow(unreachable_pub))]
+pub fn receive_with_descriptors(
+    socket: impl AsFd,
+    buffer: &mut [u8],
+    flags: RecvFlags,
+) -> Result<ReceivedMessage, Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_PER_MESSAGE))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = flags | RecvFlags::CMSG_CLOEXEC;
+    let message =
+        rustix::net::recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags)?;
+    let mut fds = Vec::new();
+    for part in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(received) = part {
+            fds.extend(received);
+        }
+    }
+    Ok(ReceivedMessage { bytes: message.bytes, fds, flags: message.flags })
 }

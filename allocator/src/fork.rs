@@ -1,16 +1,18 @@
-//! What belongs to the process that made it.
+//! Forked children: objects that belong to the process that made them.
 //!
-//! A forked child has a copy of every object, but one set of shared memory, signals and connections
-//! with its parent: what it did with them would be done in the parent's name, to all ranks. And it has
-//! none of its parent's other threads. So it is refused what its parent made.
+//! A forked child has a copy of every object, but shares memory, signals and connections with its parent:
+//! whatever it did with them would look to all ranks as if the parent had done it. It also has none of
+//! its parent's other threads. So in a child, objects of the parent are refused.
 //!
-//! Nor does it keep its parent's sockets: peers see that a process is gone because its connections are
-//! closed, and those would stay open as long as a child (a worker that loads data, say) has them, too.
+//! A child does not keep its parent's sockets either. Peers see that a process is gone because its
+//! connections are closed, and with copies in a child (a worker that loads data, say) they would stay
+//! open.
 //!
-//! The C library tells of a fork, so that asking costs one load; asking the system who we are would
-//! cost half of a small call. A child made past the C library (`clone` by hand) is not seen.
+//! A handler that the C library runs in every forked child counts forks, so that a check costs one load;
+//! asking the system for the process id would cost half of a small call. A child that is not made through
+//! the C library (by `clone`) is not counted.
 
-#![allow(unsafe_code)] // hears of forks
+#![allow(unsafe_code)] // registers a handler for forks, and replaces descriptors in it
 
 use std::ffi::c_int;
 use std::mem::ManuallyDrop;
@@ -25,9 +27,9 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use crate::{Error, Result};
 
-/// How many forks lie between this process and the one that first asked.
+/// How many forks lie between this process and the one that registered the handler.
 static FORKS: AtomicU32 = AtomicU32::new(0);
-static LISTENING: Once = Once::new();
+static REGISTERED: Once = Once::new();
 
 type Handler = Option<unsafe extern "C" fn()>;
 
@@ -35,26 +37,29 @@ unsafe extern "C" {
     fn pthread_atfork(prepare: Handler, parent: Handler, child: Handler) -> c_int;
 }
 
-/// Called in every forked child, in which only a few things may be done: this is one of them.
-extern "C" fn forked() {
+/// Runs in every forked child. A signal handler may do as much: atomic accesses and system calls.
+extern "C" fn after_fork() {
     FORKS.fetch_add(1, Ordering::Relaxed);
-    leave_to_the_parent();
+    replace_descriptors();
 }
 
-/// Asks the C library, once, to tell of forks.
-fn listen() {
-    LISTENING.call_once(|| {
+/// Registers the handler, once.
+fn register() {
+    REGISTERED.call_once(|| {
         // SAFETY: the C library's function by its own signature; the handler is a function of this
         // library, which the C library forgets when it unloads that, and makes only atomic accesses
         // and system calls.
-        let told = unsafe { pthread_atfork(None, None, Some(forked)) };
-        if told != 0 {
-            tracing::warn!(told, "no memory to be told of forks; children are not refused");
+        let code = unsafe { pthread_atfork(None, None, Some(after_fork)) };
+        if code != 0 {
+            tracing::warn!(
+                code,
+                "no handler for forks could be registered; forked children are not refused"
+            );
         }
     });
 }
 
-/// The process that made something.
+/// The process that made an object.
 #[derive(Clone, Copy, Debug)]
 pub struct Maker {
     forks: u32,
@@ -64,24 +69,30 @@ pub struct Maker {
 impl Maker {
     /// This process.
     pub fn here() -> Self {
-        listen();
+        register();
         Self { forks: FORKS.load(Ordering::Relaxed), pid: std::process::id() }
     }
 
-    /// Whether that is this process, not one that it was forked from.
+    /// Whether that is this process, and not one that it was forked from.
     #[inline]
     pub fn is_here(&self) -> bool {
         self.forks == FORKS.load(Ordering::Relaxed)
     }
 
+    /// As [`is_here`](Maker::is_here), by a system call that also tells children apart which were not made
+    /// through the C library.
+    pub fn is_this_process(&self) -> bool {
+        self.pid == std::process::id()
+    }
+
     /// Refuses the use of `what` in a child of the process that made it: [`Error::is_invalid_state`].
     #[inline]
     pub fn check(&self, what: &str) -> Result<()> {
-        if self.is_here() { Ok(()) } else { Err(self.elsewhere(what)) }
+        if self.is_here() { Ok(()) } else { Err(self.refusal(what)) }
     }
 
     #[cold]
-    fn elsewhere(&self, what: &str) -> Error {
+    fn refusal(&self, what: &str) -> Error {
         Error::invalid_state(format!(
             "{what} of process {} is used in process {}, forked from it; make a group, and what is \
              needed on it, after the fork",
@@ -91,9 +102,9 @@ impl Maker {
     }
 }
 
-/// Descriptors that belong to this process alone, a number or [`FREE`] each. There are more where these
-/// are taken: a list that only grows, and that a forked child can walk whatever its parent's other
-/// threads were doing.
+/// Descriptors that forked children do not inherit: the number of one, or [`FREE`], in each place. When all
+/// places are taken, the list grows by another block; it never shrinks, so a forked child can walk it
+/// whatever its parent's other threads were doing.
 struct Places {
     numbers: [AtomicI32; 64],
     more: AtomicPtr<Places>,
@@ -110,13 +121,13 @@ impl Places {
         }
     }
 
-    /// Those after these, if there are any.
+    /// The next block, if there is one.
     fn more(&self) -> Option<&'static Self> {
         // SAFETY: null, or made by `grow` from a box that nobody takes back.
         unsafe { self.more.load(Ordering::Acquire).as_ref() }
     }
 
-    /// Those after these, made if there are none.
+    /// The next block, which is made if there is none.
     fn grow(&self) -> &'static Self {
         if let Some(more) = self.more() {
             return more;
@@ -136,11 +147,10 @@ impl Places {
     }
 }
 
-/// Puts a socket that is connected to nobody in the place of each descriptor that belongs to the parent.
-/// Called in a forked child before anything else runs there: makes atomic accesses and system calls and
-/// nothing else.
-fn leave_to_the_parent() {
-    let mut nobodys: Option<OwnedFd> = None;
+/// Replaces each of the parent's descriptors by a socket that is connected to nothing. Called in a forked
+/// child before anything else runs there: makes atomic accesses and system calls and nothing else.
+fn replace_descriptors() {
+    let mut unconnected: Option<OwnedFd> = None;
     let mut places = Some(&PLACES);
     while let Some(here) = places {
         for number in &here.numbers {
@@ -148,31 +158,31 @@ fn leave_to_the_parent() {
             if number == FREE {
                 continue;
             }
-            if nobodys.is_none() {
+            if unconnected.is_none() {
                 let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
-                nobodys = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None).ok();
+                unconnected = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None).ok();
             }
-            // Where no descriptor is left the child keeps its copies. Nobody could be told.
-            let Some(nobodys) = &nobodys else { return };
-            // SAFETY: open, as a number is taken out of its place before it is closed; whoever owns it
-            // in this process closes what it stands for from now on.
+            // With no descriptor left the child keeps its copies. There is nowhere to report it.
+            let Some(unconnected) = &unconnected else { return };
+            // SAFETY: open, as a number is taken out of its place before it is closed; its owner in this
+            // process closes whatever it stands for from now on.
             let mut own = ManuallyDrop::new(unsafe { OwnedFd::from_raw_fd(number) });
             // Fails for no open descriptor.
-            let _ = rustix::io::dup3(nobodys, &mut own, DupFlags::CLOEXEC);
+            let _ = rustix::io::dup3(unconnected, &mut own, DupFlags::CLOEXEC);
         }
         places = here.more();
     }
 }
 
-/// Keeps a descriptor from forked children: in them the same number stands for a socket that is
-/// connected to nobody. To be dropped before the descriptor is closed, so that no later one of that number
-/// is meant.
+/// Keeps a descriptor from forked children: in them the same number stands for a socket that is connected
+/// to nothing. Dropped before the descriptor is closed, so that it never applies to a later descriptor of
+/// that number.
 #[derive(Debug)]
 pub(crate) struct NotInherited(&'static AtomicI32);
 
 impl NotInherited {
     pub(crate) fn new(descriptor: &impl AsFd) -> Self {
-        listen();
+        register();
         let number = descriptor.as_fd().as_raw_fd();
         let mut places = &PLACES;
         loop {
@@ -193,7 +203,7 @@ impl Drop for NotInherited {
     }
 }
 
-/// Something with a descriptor that forked children do not have.
+/// Something with a descriptor that forked children do not inherit.
 #[derive(Debug)]
 pub(crate) struct Own<T: AsFd> {
     /// First, so that it is dropped before the descriptor is closed.
@@ -218,6 +228,15 @@ impl<T: AsFd> Deref for Own<T> {
 impl<T: AsFd> AsFd for Own<T> {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.held.as_fd()
+    }
+}
+
+#[cfg(test)]
+impl Maker {
+    /// As if another process had made it.
+    pub(crate) fn elsewhere() -> Self {
+        let here = Self::here();
+        Self { forks: here.forks + 1, pid: here.pid + 1 }
     }
 }
 

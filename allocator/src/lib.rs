@@ -14,6 +14,7 @@ mod descriptors;
 pub mod driver;
 mod error;
 mod fork;
+mod framing;
 mod group;
 mod heap;
 pub mod lane;
@@ -24,7 +25,8 @@ mod rendezvous;
 pub mod store;
 mod sync;
 #[cfg(feature = "testing")]
-mod testing;
+#[doc(hidden)]
+pub mod testing;
 pub mod topology;
 #[cfg(feature = "testing")]
 pub mod trace;
@@ -39,4 +41,5 @@ pub use heap::HeapLayout;
 pub use pool::{
     Block, CONTROL_LANE, CommitReport, ContiguousPeerView, Lane, Pool, PoolBuilder, PoolStats,
 };
+pub use random::random_bytes;
 pub use window::{Window, Windows};

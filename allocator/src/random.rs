@@ -1,11 +1,11 @@
-//! Random bytes, for names and nonces. They take no part in any placement decision (rule D1).
+//! Random bytes, for names and secrets. They take no part in any placement decision (rule D1).
 
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use crate::{Error, Result};
 
-/// `N` bytes from the system's random source.
-pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
+/// `N` bytes from the system's random source, which nobody can guess.
+pub fn random_bytes<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     let mut filled = 0;
     while filled < N {
@@ -22,6 +22,6 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
 mod tests {
     #[test]
     fn random_bytes_differ() {
-        assert_ne!(super::random::<32>().unwrap(), super::random::<32>().unwrap());
+        assert_ne!(super::random_bytes::<32>().unwrap(), super::random_bytes::<32>().unwrap());
     }
 }

@@ -1,47 +1,16 @@
 //! Forked children: what they do with copies of their parent's objects does not affect the parent.
 
-#![allow(unsafe_code)] // forks
-
-use std::os::raw::c_int;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use symmpool_allocator::driver::{Call, FaultAction, FaultDriver, FaultPlan, Step};
 use symmpool_allocator::lane::LaneConfig;
 use symmpool_allocator::store::tcp::TcpOptions;
 use symmpool_allocator::store::{Store, TcpServer, TcpStore};
+use symmpool_allocator::testing::in_child;
 use symmpool_allocator::{Block, Deadline, Driver, Error, Group, Pool, Result, Stream};
-
-unsafe extern "C" {
-    fn fork() -> c_int;
-    fn _exit(status: c_int) -> !;
-}
-
-/// Whether `body` returns true in a forked child, within 20 seconds.
-fn in_child(body: impl FnOnce() -> bool) -> bool {
-    // SAFETY: the child runs `body`, which needs no lock that another thread of the parent holds, and ends.
-    let pid = unsafe { fork() };
-    if pid == 0 {
-        let good = catch_unwind(AssertUnwindSafe(body)).unwrap_or(false);
-        // SAFETY: ends the process at once, as a child of a program with threads must.
-        unsafe { _exit(c_int::from(!good)) };
-    }
-    let pid = Pid::from_raw(pid).expect("a child");
-    let started = Instant::now();
-    while started.elapsed() < Duration::from_secs(20) {
-        match waitpid(Some(pid), WaitOptions::NOHANG).unwrap() {
-            Some((_, status)) => return status.exit_status() == Some(0),
-            None => thread::sleep(Duration::from_millis(5)),
-        }
-    }
-    kill_process(pid, Signal::KILL).unwrap();
-    waitpid(Some(pid), WaitOptions::empty()).unwrap();
-    false
-}
 
 #[test]
 fn a_child_leaves_its_parents_store_alone() {

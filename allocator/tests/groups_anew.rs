@@ -3,6 +3,7 @@
 use std::net::TcpListener;
 use std::time::Duration;
 
+use symmpool_allocator::testing::on_each;
 use symmpool_allocator::{Deadline, Driver, Group, Pool};
 
 /// A port of a loopback address that no other test uses, so that nobody else takes the port meanwhile.
@@ -14,18 +15,10 @@ fn ample() -> Deadline {
     Deadline::seconds(60)
 }
 
-/// Runs `rank` for every rank of a world, each on a thread of its own.
-fn on_threads(world: u32, rank: impl Fn(u32) + Sync) {
-    std::thread::scope(|scope| {
-        let rank = &rank;
-        (0..world).for_each(|number| drop(scope.spawn(move || rank(number))));
-    });
-}
-
 #[test]
 fn ranks_that_are_fast_wait_for_the_server_of_the_next_group() {
     let address = address("127.0.0.21");
-    on_threads(3, |rank| {
+    on_each(0..3, |rank| {
         for round in 0..5u8 {
             let group = Group::over_tcp(rank, 3, &address, None, ample()).unwrap();
             let all = group.all_gather("round", &[round], ample()).unwrap();
@@ -41,7 +34,7 @@ fn ranks_that_are_fast_wait_for_the_server_of_the_next_group() {
 #[test]
 fn pools_of_groups_made_anew_at_once_find_all_ranks() {
     let address = address("127.0.0.22");
-    on_threads(4, |rank| {
+    on_each(0..4, |rank| {
         for round in 0..40 {
             let make = || {
                 let group = Group::over_tcp(rank, 4, &address, None, ample())?;
@@ -56,7 +49,7 @@ fn pools_of_groups_made_anew_at_once_find_all_ranks() {
 #[test]
 fn a_group_whose_rank_failed_is_made_anew() {
     let address = address("127.0.0.23");
-    on_threads(3, |rank| {
+    on_each(0..3, |rank| {
         for round in 0..4 {
             let group = Group::over_tcp(rank, 3, &address, None, ample()).unwrap();
             group.all_gather("begin", b"", ample()).unwrap();
@@ -80,7 +73,7 @@ fn a_group_whose_rank_failed_is_made_anew() {
 fn replies_are_sent_before_the_server_ends() {
     let address = address("127.0.0.24");
     let value = vec![7; 12 << 20];
-    on_threads(3, |rank| {
+    on_each(0..3, |rank| {
         let group = Group::over_tcp(rank, 3, &address, None, ample()).unwrap();
         let mine = [&value[..], &[rank as u8]].concat();
         let all = group.all_gather("much", &mine, ample()).unwrap();

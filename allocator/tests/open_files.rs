@@ -1,11 +1,11 @@
 //! The soft limit of open files does not limit a commit. This test changes the limits of its process, so it is
 //! alone in it.
 
-use std::thread;
 use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use symmpool_allocator::lane::LaneConfig;
+use symmpool_allocator::testing::{on_each, on_ranks};
 use symmpool_allocator::{Block, Driver, Group, Pool, PoolBuilder};
 
 const LANES: usize = 20;
@@ -22,26 +22,16 @@ fn pool(group: Group) -> (Pool, Vec<Block<u8>>) {
     (pool, blocks)
 }
 
-/// Calls `body` for each value, on a thread of its own.
-fn each<T: Send, R: Send>(values: Vec<T>, body: impl Fn(T) -> R + Sync) -> Vec<R> {
-    let body = &body;
-    thread::scope(|scope| {
-        let threads: Vec<_> =
-            values.into_iter().map(|value| scope.spawn(move || body(value))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
-}
-
 #[test]
 fn a_commit_receives_handles_up_to_the_hard_limit() {
-    let pools = each(Group::in_process(2).unwrap(), pool);
+    let pools = on_ranks(2, pool);
     let used = std::fs::read_dir("/proc/self/fd").unwrap().count();
     // Enough for the handles that ranks send, which both have open before any is received, but not for those
     // that they receive.
     let soft = (used + 2 * LANES + LANES / 2) as u64;
     let limit = Rlimit { current: Some(soft), ..getrlimit(Resource::Nofile) };
     setrlimit(Resource::Nofile, limit).unwrap();
-    let reports = each(pools.iter().collect(), |(pool, _)| pool.commit());
+    let reports = on_each(&pools, |(pool, _)| pool.commit());
     for report in reports {
         assert_eq!(report.unwrap().windows_added, LANES as u64);
     }

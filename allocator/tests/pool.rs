@@ -7,19 +7,12 @@ use std::time::Duration;
 
 use symmpool_allocator::driver::{Call, FaultAction, FaultDriver, FaultPlan, Step};
 use symmpool_allocator::lane::LaneConfig;
+use symmpool_allocator::testing::on_ranks;
 use symmpool_allocator::{Block, Driver, Error, Group, Pool, PoolBuilder, Result, Stream};
 
 /// Runs `body` as every rank of a group of `world`; returns their results in rank order.
 fn ranks<R: Send>(world: u32, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
-    let groups = Group::in_process(world).expect("a small group");
-    thread::scope(|scope| {
-        let threads: Vec<_> = groups
-            .into_iter()
-            .map(|group| group.with_timeout(Duration::from_secs(20)))
-            .map(|group| scope.spawn(|| body(group)))
-            .collect();
-        threads.into_iter().map(|thread| thread.join().expect("a rank panicked")).collect()
-    })
+    on_ranks(world, |group| body(group.with_timeout(Duration::from_secs(20))))
 }
 
 fn pool(group: Group, driver: Driver) -> Result<Pool> {

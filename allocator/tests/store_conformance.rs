@@ -1,4 +1,4 @@
-//! One suite for every store: whoever meets through one must not be able to tell which it is.
+//! One suite for all stores: ranks that meet through a store must not depend on which one it is.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -9,9 +9,10 @@ use symmpool_allocator::store::tcp::TcpOptions;
 use symmpool_allocator::store::{
     FileStore, Gathered, MAX_KEY, MAX_VALUE, MAX_WORLD, MemoryStore, Store, TcpServer, TcpStore,
 };
+use symmpool_allocator::testing::on_each;
 use symmpool_allocator::{Deadline, Result};
 
-/// Long enough for a loaded machine; nothing waits this long unless it is broken.
+/// Long enough for a loaded machine; only a broken test waits this long.
 fn ample() -> Deadline {
     Deadline::seconds(60)
 }
@@ -50,22 +51,13 @@ impl Meeting for Server {
     }
 }
 
-/// Runs `run` once a rank, each on a thread with a handle of its own; results in rank order.
+/// Runs `run` for each rank, on a thread and with a handle of its own; returns the results in rank order.
 fn ranks<T: Send>(
     meeting: &dyn Meeting,
     numbers: &[u32],
     run: impl Fn(u32, &dyn Store) -> T + Sync,
 ) -> Vec<T> {
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = numbers
-            .iter()
-            .map(|&rank| {
-                let run = &run;
-                scope.spawn(move || run(rank, &*meeting.handle()))
-            })
-            .collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
+    on_each(numbers, |&rank| run(rank, &*meeting.handle()))
 }
 
 fn world(size: u32) -> Vec<u32> {
@@ -119,7 +111,7 @@ fn a_get_ends_at_its_deadline(meeting: &dyn Meeting) {
     assert!(error.to_string().contains("150"), "{error}");
     assert!(begun.elapsed() >= Duration::from_millis(150));
     assert!(begun.elapsed() < Duration::from_secs(30));
-    // A deadline that has passed still asks once.
+    // After its deadline a call still looks once.
     store.set("there", b"x", ample()).unwrap();
     assert_eq!(store.get("there", Deadline::after(Duration::ZERO)).unwrap(), b"x");
 }
@@ -265,7 +257,7 @@ fn a_gather_names_the_missing_and_can_be_tried_again(meeting: &dyn Meeting) {
     });
     for error in &errors {
         assert!(error.is_timeout(), "{error}");
-        // The two may have been early or late enough to miss each other.
+        // The two calls may have missed each other.
         let missing: BTreeSet<u32> = error.ranks().iter().copied().collect();
         assert!(missing.is_superset(&[0, 2, 3, 5].into()), "{error}");
         assert!(error.to_string().contains("all_gather \"g\""), "{error}");
@@ -276,7 +268,7 @@ fn a_gather_names_the_missing_and_can_be_tried_again(meeting: &dyn Meeting) {
     assert_eq!(again[0].part(4), [4]);
 }
 
-/// Everyone in a gather that cannot succeed gets the same typed error, at once.
+/// All ranks of a gather that cannot succeed get the same typed error at once.
 fn all_fail(results: Vec<Result<Gathered>>, with: &str) {
     for result in results {
         let error = result.unwrap_err();
@@ -365,8 +357,8 @@ all_stores!([
     traffic_is_counted_by_handle,
 ]);
 
-/// A gather costs a rank one round trip and, when all publish the same, the same bytes however
-/// many take part.
+/// A gather costs each rank one round trip. If all ranks publish the same, its bytes do not depend on their
+/// number.
 #[test]
 fn a_uniform_gather_costs_the_same_in_any_world() {
     let meetings: [Box<dyn Meeting>; 2] = [
@@ -387,7 +379,7 @@ fn a_uniform_gather_costs_the_same_in_any_world() {
     }
 }
 
-/// A store that has nothing but values, as one over somebody else's key-value service would.
+/// A store with values only, such as one on another key-value service.
 struct ValuesOnly(MemoryStore);
 
 impl Store for ValuesOnly {

@@ -83,8 +83,7 @@ fn a_client_with_a_secret_does_not_trust_a_server_without() {
 
 #[test]
 fn connecting_waits_for_the_server_to_come_up() {
-    // The port is free again once this is dropped. No other test uses this address, so none
-    // takes it meanwhile.
+    // The port is free again once this is dropped. No other test uses this address, so none takes the port.
     let addr = TcpListener::bind("127.0.0.7:0").unwrap().local_addr().unwrap();
     std::thread::scope(|scope| {
         let client = scope.spawn(|| TcpStore::connect(addr, TcpOptions::default(), ample()));
@@ -171,7 +170,7 @@ fn a_killed_process_is_a_lost_rank() {
     if let Ok(addr) = std::env::var(ADDR) {
         let store = TcpStore::connect_as(addr, hosted_by_0(), 1, ample()).unwrap();
         store.all_gather("first", 1, 2, b"child", ample()).unwrap();
-        // Says that it is through, then waits to be killed.
+        // Reports that it is ready, then waits to be killed.
         println!("gathered");
         let _ = store.get("never", Deadline::seconds(300));
         return;
@@ -209,7 +208,7 @@ fn a_part_outlives_the_connection_it_came_on() {
         assert_eq!(zero.all_gather("g", 0, 2, b"zero", ample()).unwrap().part(1), b"one");
         one.join().unwrap();
     });
-    // Rank 1 is gone now, which is nothing to a client that declared no rank.
+    // Rank 1 is gone now, which does not concern a client that declared no rank.
     undeclared.all_gather("solo", 0, 1, b"", ample()).unwrap();
     let error = zero.all_gather("h", 0, 2, b"", ample()).unwrap_err();
     assert_eq!(error.ranks(), [1]);

@@ -1,11 +1,11 @@
 //! Collectives on addresses: inside blocks, in ordinary memory, and where a rank may not pass them.
 
 use std::sync::Barrier;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use symmpool_allocator::lane::LaneConfig;
-use symmpool_allocator::{Block, Driver, Error, Group, Pool, Stream};
+use symmpool_allocator::testing::on_ranks;
+use symmpool_allocator::{Block, Driver, Error, Pool, Stream};
 use symmpool_collectives::{
     AllReduceAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp,
 };
@@ -16,14 +16,9 @@ const COUNT: usize = 60;
 const SHIFT: usize = 7;
 
 fn ranks(world: u32, body: impl Fn(&Pool) + Sync) {
-    thread::scope(|scope| {
-        for group in Group::in_process(world).expect("a small group") {
-            let body = &body;
-            scope.spawn(move || {
-                let group = group.with_timeout(Duration::from_secs(20));
-                body(&Pool::builder(group).driver(Driver::host().unwrap()).build().unwrap());
-            });
-        }
+    on_ranks(world, |group| {
+        let group = group.with_timeout(Duration::from_secs(20));
+        body(&Pool::builder(group).driver(Driver::host().unwrap()).build().unwrap());
     });
 }
 

@@ -4,6 +4,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use symmpool_allocator::lane::LaneConfig;
+use symmpool_allocator::testing::on_ranks;
 use symmpool_allocator::topology::{Link, LinkMatrix, Mesh, Topology};
 use symmpool_allocator::{Block, Driver, Group, Pool, Stream};
 use symmpool_collectives::{
@@ -14,20 +15,15 @@ const STREAM: &Stream = &Stream::DEFAULT;
 
 /// Runs `body` as every rank of a pool of host memory.
 fn ranks(world: u32, body: impl Fn(&Pool) + Sync) {
-    thread::scope(|scope| {
-        for group in Group::in_process(world).expect("a small group") {
-            let body = &body;
-            scope.spawn(move || {
-                let group = group.with_timeout(Duration::from_secs(20));
-                let pool = Pool::builder(group)
-                    .driver(Driver::host().unwrap())
-                    .lane(LaneConfig::symmetric("default"))
-                    .lane(LaneConfig::local("own"))
-                    .build()
-                    .unwrap();
-                body(&pool);
-            });
-        }
+    on_ranks(world, |group| {
+        let group = group.with_timeout(Duration::from_secs(20));
+        let pool = Pool::builder(group)
+            .driver(Driver::host().unwrap())
+            .lane(LaneConfig::symmetric("default"))
+            .lane(LaneConfig::local("own"))
+            .build()
+            .unwrap();
+        body(&pool);
     });
 }
 

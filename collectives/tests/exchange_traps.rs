@@ -4,7 +4,8 @@
 use std::thread;
 use std::time::Duration;
 
-use symmpool_allocator::{Driver, Group, Pool, Stream};
+use symmpool_allocator::testing::on_ranks;
+use symmpool_allocator::{Driver, Pool, Stream};
 use symmpool_collectives::{
     AllToAllAlgorithm, Communicator, CommunicatorOptions, ReduceOp, Splits,
 };
@@ -14,17 +15,12 @@ const WORLD: usize = 3;
 
 /// Runs `body` as every rank, with every algorithm.
 fn ranks(body: impl Fn(&Pool, &Communicator) + Sync) {
-    thread::scope(|scope| {
-        for group in Group::in_process(WORLD as u32).expect("a small group") {
-            let body = &body;
-            scope.spawn(move || {
-                let group = group.with_timeout(Duration::from_secs(20));
-                let pool = Pool::builder(group).driver(Driver::host().unwrap()).build().unwrap();
-                for all_to_all in AllToAllAlgorithm::ALL {
-                    let options = CommunicatorOptions { all_to_all, ..Default::default() };
-                    body(&pool, &Communicator::with_options(&pool, &options).unwrap());
-                }
-            });
+    on_ranks(WORLD as u32, |group| {
+        let group = group.with_timeout(Duration::from_secs(20));
+        let pool = Pool::builder(group).driver(Driver::host().unwrap()).build().unwrap();
+        for all_to_all in AllToAllAlgorithm::ALL {
+            let options = CommunicatorOptions { all_to_all, ..Default::default() };
+            body(&pool, &Communicator::with_options(&pool, &options).unwrap());
         }
     });
 }

@@ -1,44 +1,13 @@
 //! A forked child makes no calls in its parent's name.
 
-#![allow(unsafe_code)] // forks
-
-use std::os::raw::c_int;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
+use symmpool_allocator::testing::in_child;
 use symmpool_allocator::{Driver, Group, Pool, Result, Stream};
 use symmpool_collectives::{Communicator, ReduceOp};
 
 const STREAM: &Stream = &Stream::DEFAULT;
-
-unsafe extern "C" {
-    fn fork() -> c_int;
-    fn _exit(status: c_int) -> !;
-}
-
-/// Whether `body`, in a forked child, comes to its end and says yes.
-fn in_child(body: impl FnOnce() -> bool) -> bool {
-    // SAFETY: the child runs `body`, whose locks no other thread of the parent holds, and ends.
-    let pid = unsafe { fork() };
-    if pid == 0 {
-        let good = catch_unwind(AssertUnwindSafe(body)).unwrap_or(false);
-        // SAFETY: ends the process at once, as a child of a program with threads must.
-        unsafe { _exit(c_int::from(!good)) };
-    }
-    let pid = Pid::from_raw(pid).expect("a child");
-    let started = Instant::now();
-    while started.elapsed() < Duration::from_secs(10) {
-        match waitpid(Some(pid), WaitOptions::NOHANG).unwrap() {
-            Some((_, status)) => return status.exit_status() == Some(0),
-            None => thread::sleep(Duration::from_millis(5)),
-        }
-    }
-    kill_process(pid, Signal::KILL).unwrap();
-    waitpid(Some(pid), WaitOptions::empty()).unwrap();
-    false
-}
 
 #[test]
 fn calls_are_refused_in_a_child() {

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use symmpool_allocator::lane::LaneConfig;
+use symmpool_allocator::testing::on_ranks;
 use symmpool_allocator::{Block, CONTROL_LANE, Driver, Group, Pool, Stream};
 use symmpool_collectives::{Communicator, CommunicatorOptions, ReduceOp};
 
@@ -27,15 +28,10 @@ fn pool(group: Group) -> Pool {
 }
 
 fn ranks(world: u32, body: impl Fn(&Pool, &Communicator) + Sync) {
-    thread::scope(|scope| {
-        for group in Group::in_process(world).expect("a small group") {
-            let body = &body;
-            scope.spawn(move || {
-                let pool = pool(group);
-                let comm = Communicator::new(&pool).unwrap();
-                body(&pool, &comm);
-            });
-        }
+    on_ranks(world, |group| {
+        let pool = pool(group);
+        let comm = Communicator::new(&pool).unwrap();
+        body(&pool, &comm);
     });
 }
 

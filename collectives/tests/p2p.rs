@@ -5,7 +5,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use symmpool_allocator::lane::LaneConfig;
-use symmpool_allocator::{Driver, Group, Pool, Stream};
+use symmpool_allocator::testing::on_ranks;
+use symmpool_allocator::{Driver, Pool, Stream};
 use symmpool_collectives::{Communicator, CommunicatorOptions, DType, ReduceOp};
 
 const STREAM: &Stream = &Stream::DEFAULT;
@@ -13,20 +14,15 @@ const LONG: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_millis(100);
 
 fn ranks(world: u32, options: &CommunicatorOptions, body: impl Fn(&Pool, &Communicator) + Sync) {
-    thread::scope(|scope| {
-        for group in Group::in_process(world).expect("a small group") {
-            let body = &body;
-            scope.spawn(move || {
-                let pool = Pool::builder(group.with_timeout(LONG))
-                    .driver(Driver::host().unwrap())
-                    .lane(LaneConfig::symmetric("default"))
-                    .lane(LaneConfig::local("own"))
-                    .build()
-                    .unwrap();
-                let comm = Communicator::with_options(&pool, options).unwrap();
-                body(&pool, &comm);
-            });
-        }
+    on_ranks(world, |group| {
+        let pool = Pool::builder(group.with_timeout(LONG))
+            .driver(Driver::host().unwrap())
+            .lane(LaneConfig::symmetric("default"))
+            .lane(LaneConfig::local("own"))
+            .build()
+            .unwrap();
+        let comm = Communicator::with_options(&pool, options).unwrap();
+        body(&pool, &comm);
     });
 }
 

@@ -70,8 +70,6 @@ mod _symmpool {
     #[pymodule_export]
     use crate::mark::Mark;
     #[pymodule_export]
-    use crate::own::forked;
-    #[pymodule_export]
     use crate::pool::Pool;
     #[pymodule_export]
     use crate::process::{

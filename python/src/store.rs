@@ -62,13 +62,14 @@ impl Store for PythonStore {
         })
     }
 
-    fn all_gather(
+    fn all_gather_until(
         &self,
         key: &str,
         rank: u32,
         world: u32,
         value: &[u8],
         deadline: Deadline,
+        _stop: Option<&dyn Fn() -> bool>,
     ) -> Result<Gathered> {
         let what = format!("in all_gather {key:?}");
         self.with(&what, deadline, |store, seconds| {

@@ -19,11 +19,9 @@ torch and numpy are used where the program has them; importing symmpool imports 
 `python -m symmpool bench --help` measures.
 """
 
-import os as _os
 import sys as _sys
 import typing as _typing
 
-from symmpool import _symmpool
 from symmpool._symmpool import (
     Block,
     Communicator,
@@ -75,9 +73,6 @@ if _typing.TYPE_CHECKING:
     from symmpool import ops as ops
 
 __version__ = version()
-
-# A forked child shares memory and connections with its parent: what the parent made refuses there.
-_os.register_at_fork(after_in_child=_symmpool.forked)
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -1,16 +1,13 @@
 //! Messages between the hub and its ranks: a fixed header, a payload, and a descriptor in some.
 
-use std::io::{IoSlice, IoSliceMut, Read, Write};
-use std::mem::MaybeUninit;
+use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
-};
+use rustix::net::{RecvFlags, SendFlags};
 use symmpool_allocator::Deadline;
+use symmpool_allocator::testing::{receive_with_descriptors, send_with_descriptors};
 
 /// The kind of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,13 +71,8 @@ pub(crate) fn send(
     header[12..16].copy_from_slice(&u32::from(message.fd.is_some()).to_le_bytes());
     header[16..24].copy_from_slice(&message.bytes.to_le_bytes());
     header[24..32].copy_from_slice(&(message.payload.len() as u64).to_le_bytes());
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
     let fds: Vec<_> = message.fd.iter().map(AsFd::as_fd).collect();
-    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&fds)) {
-        return Err("no room for a descriptor".to_owned());
-    }
-    let sent = sendmsg(&*socket, &[IoSlice::new(&header)], &mut control, SendFlags::NOSIGNAL)
+    let sent = send_with_descriptors(&*socket, &header, &fds, SendFlags::NOSIGNAL)
         .map_err(|error| text(error.into()))?;
     socket.write_all(&header[sent..]).map_err(text)?;
     socket.write_all(&message.payload).map_err(text)
@@ -94,20 +86,13 @@ pub(crate) fn receive(socket: &mut UnixStream, deadline: Deadline) -> Result<Mes
     let mut fd = None;
     while filled < HEADER {
         socket.set_read_timeout(Some(left(deadline)?)).map_err(text)?;
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let mut rest = [IoSliceMut::new(&mut header[filled..])];
-        let got = recvmsg(&*socket, &mut rest, &mut control, RecvFlags::CMSG_CLOEXEC)
+        let got = receive_with_descriptors(&*socket, &mut header[filled..], RecvFlags::empty())
             .map_err(|error| text(error.into()))?;
         if got.bytes == 0 {
             return Err("the other side is gone".to_owned());
         }
         filled += got.bytes;
-        for part in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(fds) = part {
-                fd = fds.last().or(fd);
-            }
-        }
+        fd = got.fds.into_iter().last().or(fd);
     }
     let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| header[at + i]));
     let long = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| header[at + i]));

@@ -1,34 +1,27 @@
-//! Tests that need a second process run themselves again in one.
+//! Tests of drivers with a second process, in which the same test runs again.
 //!
-//! [`start`] runs the named test in a child that has a socket to its parent; there [`parent`] says
-//! so, and the test takes the other side.
+//! [`start`] runs the named test in a child process that has a socket to its parent. In the child,
+//! [`parent`] returns that socket, and the test plays the other side.
 
-use std::io::{Read, Write};
-use std::mem::MaybeUninit;
+use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::time::Duration;
-use std::{env, io};
 
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags,
-};
+use rustix::net::{RecvFlags, SendFlags};
 
-const ROLE: &str = "SYMMPOOL_TEST_CHILD";
+use crate::testing::{receive_with_descriptors, role, send_with_descriptors, this_test_as};
 
 /// A socket between parent and child; waits on it end with an error after a minute.
 pub(super) struct Socket(UnixStream);
 
-/// Runs `test`, named from this module's parent on, in a child process.
+/// Runs `test`, whose name begins after this module's parent, in a child process.
 pub(super) fn start(test: &str) -> (Child, Socket) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let (root, _) = module_path!().rsplit_once("::").unwrap();
     let (_crate_name, module) = root.split_once("::").unwrap();
-    let child = Command::new(env::current_exe().unwrap())
-        .args([&format!("{module}::{test}"), "--exact", "--nocapture", "--test-threads=1"])
-        .env(ROLE, test)
+    let child = this_test_as(&format!("{module}::{test}"), test)
         .stdin(Stdio::from(OwnedFd::from(theirs)))
         .spawn()
         .unwrap();
@@ -47,7 +40,7 @@ pub(super) fn run(test: &str) {
 
 /// The socket to the parent, in a child.
 pub(super) fn parent() -> Option<Socket> {
-    env::var_os(ROLE)?;
+    role()?;
     let stdin = io::stdin().as_fd().try_clone_to_owned().unwrap();
     let mut socket = Socket::new(stdin.into());
     socket.signal();
@@ -71,26 +64,13 @@ impl Socket {
     }
 
     pub(super) fn send(&self, fd: &OwnedFd) {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        let fds = [fd.as_fd()];
-        assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
-        let data = [io::IoSlice::new(&[2])];
-        assert_eq!(rustix::net::sendmsg(&self.0, &data, &mut control, SendFlags::empty()), Ok(1));
+        let sent = send_with_descriptors(&self.0, &[2], &[fd.as_fd()], SendFlags::empty());
+        assert_eq!(sent, Ok(1));
     }
 
     pub(super) fn receive(&self) -> OwnedFd {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let mut byte = [0];
-        let mut data = [io::IoSliceMut::new(&mut byte)];
-        let flags = RecvFlags::CMSG_CLOEXEC;
-        let received = rustix::net::recvmsg(&self.0, &mut data, &mut control, flags).unwrap();
+        let received = receive_with_descriptors(&self.0, &mut [0], RecvFlags::empty()).unwrap();
         assert_eq!(received.bytes, 1);
-        let fd = control.drain().find_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
-            _ => None,
-        });
-        fd.expect("a descriptor")
+        received.fds.into_iter().next().expect("a descriptor")
     }
 }

@@ -1,11 +1,11 @@
 //! What a driver has reserved and mapped, and the checks every driver makes before it acts.
 //!
-//! These are the one thing between a wrong offset and memory that belongs to somebody else: the
-//! host's system would map over anything, and CUDA's answers are hard to tell apart. They know
-//! only numbers. A driver says what it wants and passes the system call along: it is made only when
-//! the wish makes sense, and noted only when it worked. While it is made the range is *changing*, which
-//! keeps other threads from it, and nothing is locked: a call may take long, and the growth of one lane
-//! must not wait for what a commit maps for another (rule D7).
+//! The checks protect memory that belongs to others from a wrong offset: the host's kernel would map over
+//! anything, and CUDA's error codes are hard to tell apart. They know only numbers. A driver passes the
+//! system call as a closure, which is called only if the request makes sense, and recorded only if it
+//! succeeds. During the call the range is marked as *changing*, which keeps other threads away from it, and
+//! nothing is locked: a call may take long, and the growth of one lane must not wait for what a commit maps
+//! for another (rule D7).
 
 #![allow(unsafe_code)] // makes reservations of ranges that drivers have just reserved
 
@@ -88,12 +88,12 @@ impl Ranges for BTreeMap<u64, u64> {
 struct Region<R> {
     bytes: u64,
     mapped: R,
-    /// Offset and length of what a thread is mapping or unmapping at the moment.
+    /// Offset and length of ranges that a thread is mapping or unmapping at the moment.
     changing: Vec<(u64, u64)>,
 }
 
 impl<R: Ranges> Region<R> {
-    /// Offset and length of what lies, or is about to, in a part of `[offset, end)`.
+    /// Offset and length of a range, mapped or changing, that has a byte in `[offset, end)`.
     fn overlapping(&self, offset: u64, end: u64) -> Option<(u64, u64)> {
         let changing = || {
             let mut all = self.changing.iter().copied();
@@ -102,8 +102,8 @@ impl<R: Ranges> Region<R> {
         self.mapped.overlapping(offset, end).or_else(changing)
     }
 
-    /// The change at `offset` is over.
-    fn settle(&mut self, offset: u64) {
+    /// Ends the change of the range at `offset`.
+    fn end_change(&mut self, offset: u64) {
         self.changing.retain(|&(at, _)| at != offset);
     }
 }
@@ -132,15 +132,15 @@ impl<R: Ranges> Mappings<R> {
         before.is_none_or(|(&other, region)| other + region.bytes <= base)
     }
 
-    /// Enters a fresh reservation, which the caller knows to be free.
+    /// Records a new reservation.
     pub(super) fn reserve(&self, base: u64, bytes: u64) -> Reservation {
         let (mapped, changing) = (R::default(), Vec::new());
         lock(&self.regions).insert(base, Region { bytes, mapped, changing });
-        // SAFETY: the caller has just reserved the range, and it is entered here once.
+        // SAFETY: the caller has just reserved the range, and it is recorded here once.
         unsafe { Reservation::new(base, bytes) }
     }
 
-    /// Takes out a reservation in which nothing is mapped, and has `act` give it back.
+    /// Removes a reservation in which nothing is mapped, and has `act` give it back to the system.
     pub(super) fn unreserve(
         &self,
         reservation: &Reservation,
@@ -156,7 +156,7 @@ impl<R: Ranges> Mappings<R> {
                 reservation.base()
             )));
         }
-        // Out before it is given back: from then on another may be given the same addresses.
+        // Removed before it is given back: after that, another reservation may have the same addresses.
         let region = regions.remove(&reservation.base());
         drop(regions);
         act().inspect_err(|_| {
@@ -166,7 +166,7 @@ impl<R: Ranges> Mappings<R> {
         })
     }
 
-    /// Enters a mapping that `act` makes, or says why it cannot be.
+    /// Has `act` make a mapping and records it, or says why it is refused.
     pub(super) fn map(
         &self,
         reservation: &Reservation,
@@ -191,7 +191,7 @@ impl<R: Ranges> Mappings<R> {
         let done = act();
         let mut regions = lock(&self.regions);
         let place = region(&mut regions, reservation)?;
-        place.settle(offset);
+        place.end_change(offset);
         if done.is_ok() {
             place.mapped.insert(offset, bytes);
         }
@@ -216,7 +216,7 @@ impl<R: Ranges> Mappings<R> {
         )))
     }
 
-    /// Takes out a mapping, which `act` removes, or says why it cannot be.
+    /// Has `act` remove a mapping and forgets it, or says why it is refused.
     pub(super) fn unmap(
         &self,
         reservation: &Reservation,
@@ -234,7 +234,7 @@ impl<R: Ranges> Mappings<R> {
             let done = act();
             let mut regions = lock(&self.regions);
             let place = region(&mut regions, reservation)?;
-            place.settle(offset);
+            place.end_change(offset);
             if done.is_err() {
                 place.mapped.insert(offset, bytes);
             }
@@ -254,7 +254,7 @@ impl<R: Ranges> Mappings<R> {
         )))
     }
 
-    /// Takes out every `(base, bytes)` left, mapped or not; for a driver that goes away.
+    /// Removes every reservation that is left, mapped or not, as `(base, bytes)`; for a driver that is dropped.
     pub(super) fn drain(&mut self) -> impl Iterator<Item = (u64, u64)> + use<R> {
         let regions = self.regions.get_mut().unwrap_or_else(PoisonError::into_inner);
         std::mem::take(regions).into_iter().map(|(base, region)| (base, region.bytes))

@@ -1,9 +1,9 @@
-//! What gives memory and addresses.
+//! Drivers: what memory and addresses come from.
 //!
 //! A driver reserves address ranges, makes physical memory, maps the one into the other, and
-//! hands memory to other ranks. It decides nothing: placement belongs to
-//! [`lane`](crate::lane), agreement to the rendezvous. So every driver can be
-//! small, and everything above it is tested without a GPU.
+//! hands memory to other ranks. It decides nothing: [`lane`](crate::lane) decides about placement, and
+//! ranks agree in the rendezvous. So every driver can be small, and everything above it is tested without
+//! a GPU.
 //!
 //! | driver | memory | for |
 //! | --- | --- | --- |
@@ -69,9 +69,9 @@ impl Driver {
     /// The device of this process if there is one (see [`CudaDriver::from_env`]), else host
     /// memory.
     ///
-    /// Only the lack of a CUDA driver, of a device, or of the means to share its memory leads to
-    /// host memory. Anything else that keeps a device from being used is an error: ranks that fell
-    /// back on their own would have different drivers.
+    /// Host memory is used only where there is no CUDA driver, no device, or no way to share its memory.
+    /// Anything else that prevents the use of a device is an error: if single ranks fell back to host
+    /// memory, ranks would have different drivers.
     pub fn best() -> Result<Self> {
         match CudaDriver::from_env() {
             Ok(cuda) => Ok(Self::new(cuda)),
@@ -126,7 +126,7 @@ impl fmt::Debug for Driver {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Stream {
     raw: u64,
-    /// It is of no device, and its number no handle.
+    /// Whether `raw` is a number of the caller's choice and not a device's handle.
     numbered: bool,
 }
 
@@ -141,7 +141,7 @@ impl Stream {
     /// 0, or the handle of a stream of the device that it is used with. CUDA follows the handle and cannot
     /// be asked whether its stream is live, so the stream must live as long as something may name it: as
     /// this value and its copies are passed to anything, and until every lane and communicator that was
-    /// given one of them has gone, or has forgotten it (`forget_stream` of
+    /// given one of them has been dropped, or has forgotten it (`forget_stream` of
     /// [`Lane`](crate::Lane::forget_stream) and [`Pool`](crate::Pool::forget_stream), and of a
     /// communicator). After that nothing touches the stream, and it may be destroyed.
     #[allow(unsafe_code)] // what the handle is, only the caller knows
@@ -149,10 +149,10 @@ impl Stream {
         Self { raw, numbered: false }
     }
 
-    /// A stream of drivers that have none, by a number of the caller's choice: on the host and in
-    /// simulations work is done when its call returns, and a lane keeps apart what belongs to different
-    /// streams. Drivers of devices refuse it with [`Error::is_invalid_argument`], but for 0, which is the
-    /// default stream.
+    /// A stream for drivers that have no streams, with a number of the caller's choice: on the host and in
+    /// simulations work is done when its call returns, but a lane still treats the streams as different.
+    /// Drivers of devices refuse it with [`Error::is_invalid_argument`], except for 0, which is the default
+    /// stream.
     pub const fn numbered(number: u64) -> Self {
         Self { raw: number, numbered: number != 0 }
     }
@@ -162,7 +162,7 @@ impl Stream {
         self.raw
     }
 
-    /// Whether it is of no device.
+    /// Whether it was made by [`numbered`](Self::numbered), and so belongs to no device.
     pub const fn is_numbered(self) -> bool {
         self.numbered
     }
@@ -249,8 +249,8 @@ pub enum Exported {
 /// How a driver's handles travel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Transport {
-    /// As file descriptors over Unix sockets: all ranks on one host, in one pid and network
-    /// namespace or with abstract sockets otherwise shared.
+    /// As file descriptors over abstract Unix sockets: all ranks run on one host, in one network namespace
+    /// and as one user. Pid and mount namespaces may differ.
     UnixSocket,
     /// As bytes through the store.
     Store,
@@ -258,15 +258,15 @@ pub enum Transport {
     Derived,
 }
 
-/// Which device a driver gives memory of.
+/// The device that a driver's memory belongs to.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct DeviceIdentity {
     /// `host`, `cuda`, `sim`.
     pub kind: String,
     /// For people: a model name.
     pub name: String,
-    /// A device's UUID where two ranks must not share it by accident; empty where sharing is
-    /// normal (host memory).
+    /// The device's UUID, if two ranks must not share it by accident; empty where sharing is normal (host
+    /// memory).
     pub uuid: String,
 }
 
@@ -274,7 +274,7 @@ pub struct DeviceIdentity {
 #[derive(Debug)]
 pub struct Event {
     raw: u64,
-    /// It is of no device, and its number no handle.
+    /// Whether `raw` is a number of the caller's choice and not a device's handle.
     numbered: bool,
 }
 
@@ -290,7 +290,8 @@ impl Event {
         Self { raw, numbered: false }
     }
 
-    /// An event of drivers that have none, by a number of the caller's choice. Drivers of devices refuse it.
+    /// An event for drivers that have no events, with a number of the caller's choice. Drivers of devices
+    /// refuse it.
     pub const fn numbered(number: u64) -> Self {
         Self { raw: number, numbered: true }
     }
@@ -300,7 +301,7 @@ impl Event {
         self.raw
     }
 
-    /// Whether it is of no device.
+    /// Whether it was made by [`numbered`](Self::numbered), and so belongs to no device.
     pub const fn is_numbered(&self) -> bool {
         self.numbered
     }
@@ -316,7 +317,7 @@ impl Event {
 /// # Safety
 ///
 /// Pools hand out what a driver has mapped as memory that safe code reads and writes. So whoever writes a
-/// driver promises, beside what the methods say: a reservation overlaps nothing else that is in use; what
+/// driver promises, in addition to what the methods say: a reservation overlaps nothing else that is in use; what
 /// [`map`](MemoryDriver::map) has mapped stays there, and is the memory of its `physical` alone, until it is
 /// unmapped through the same reservation; and where [`host_accessible`](MemoryDriver::host_accessible) is
 /// true, this process can read and write it.
@@ -346,8 +347,8 @@ pub unsafe trait MemoryDriver: Send + Sync {
     /// reserved.
     fn unreserve(&self, reservation: Reservation) -> Result<()>;
 
-    /// Refuses what several calls of [`create`](MemoryDriver::create) together cannot make, before
-    /// the first takes memory that others then lack. Passes where that is not known.
+    /// Refuses `bytes` that several calls of [`create`](MemoryDriver::create) could not make together, before
+    /// the first of them takes memory. Passes if the driver does not know.
     fn check_room(&self, _bytes: u64) -> Result<()> {
         Ok(())
     }
@@ -359,21 +360,21 @@ pub unsafe trait MemoryDriver: Send + Sync {
     /// Makes a handle of `physical` that peers can import.
     fn export(&self, physical: &Physical) -> Result<Exported>;
 
-    /// Whether making a handle that is a descriptor, and closing the last of a segment's, takes
-    /// about as long as everything else in a commit. A pool then makes handles when it makes
-    /// segments, keeps a number of them until the commit, and has them closed by another thread.
+    /// Whether making a descriptor of a segment, and closing its last descriptor, takes about as long as the
+    /// rest of a commit. A pool then makes descriptors together with segments, keeps a number of them until
+    /// the commit, and has them closed by another thread.
     fn has_slow_handles(&self) -> bool {
         false
     }
 
-    /// Takes a peer's handle to `bytes` of memory. The size is checked where the system can tell.
+    /// Takes a peer's handle to `bytes` of memory. The size is checked if the system knows it.
     fn import(&self, exported: Exported, bytes: u64) -> Result<Physical>;
 
     /// Maps all of `physical` at `offset` of the reservation, readable and writable.
     fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()>;
 
-    /// Maps several, one after the other from `offset` on: all of them, or none. Each can be
-    /// unmapped by itself. Written by drivers to which this is cheaper than one by one.
+    /// Maps several allocations, one behind the other from `offset` on: all of them, or none. Each can be
+    /// unmapped by itself. Implemented by drivers for which this is cheaper than single calls.
     fn map_all(
         &self,
         reservation: &Reservation,
@@ -386,8 +387,8 @@ pub unsafe trait MemoryDriver: Send + Sync {
     /// Removes the mapping of `bytes` at `offset`; the range stays reserved.
     fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()>;
 
-    /// The memory of a mapping once more, to be mapped in another place too: for peers' memory, whose
-    /// handles are not kept. Only drivers on which that is of use can do it.
+    /// The physical memory of an existing mapping, so that it can be mapped at a second place: for peers'
+    /// memory, whose handles are not kept. Optional.
     fn hold_mapped(
         &self,
         _reservation: &Reservation,
@@ -397,31 +398,33 @@ pub unsafe trait MemoryDriver: Send + Sync {
         Err(Error::unsupported(format!("mapping memory of the {} driver twice", self.name())))
     }
 
-    /// Lets go of a physical allocation. Its memory goes with the last mapping of it anywhere.
+    /// Gives a physical allocation back. Its memory is freed with its last mapping in any process.
     fn release(&self, physical: Physical) -> Result<()>;
 
-    /// Records an event on `stream` (rule D4). This and the six methods that follow need be
-    /// written only by drivers that have streams: elsewhere work is done when its call returns,
-    /// and there is nothing to wait for.
+    /// Records an event on `stream` (rule D4). This and the six methods that follow are implemented only by
+    /// drivers that have streams: elsewhere work is done when its call returns, and there is nothing to wait
+    /// for.
     fn record_event(&self, _stream: Stream) -> Result<Event> {
         Ok(Event::numbered(0))
     }
 
-    /// Makes later work of `stream` wait for `event`, on the device; the host does not wait. Where
-    /// `stream` is being captured, an event from outside the capture must be done already, else it is
-    /// `is_invalid_state` and the capture goes on; one that is part of another graph is left to
-    /// whoever launches the graphs, and so is one of a graph where `stream` is not being captured.
+    /// Makes later work of `stream` wait for `event`, on the device; the host does not wait.
+    ///
+    /// While `stream` is being captured, an event from outside the capture must be complete: otherwise this
+    /// fails with `is_invalid_state` and the capture goes on. An event that is part of another graph is
+    /// ignored, as the order of graphs is that of their launches; so is an event of a graph while `stream`
+    /// is not being captured.
     fn wait_event(&self, _stream: Stream, _event: &Event) -> Result<()> {
         Ok(())
     }
 
-    /// Whether what was on the stream when `event` was recorded is done. Does not wait. An event
+    /// Whether the work that was on the stream when `event` was recorded is done. Does not wait. An event
     /// that was recorded in a capture is never done.
     fn is_event_done(&self, _event: &Event) -> Result<bool> {
         Ok(true)
     }
 
-    /// Lets go of an event.
+    /// Gives an event back.
     fn release_event(&self, _event: Event) {}
 
     /// Waits until the device has done all work submitted so far.
@@ -429,9 +432,9 @@ pub unsafe trait MemoryDriver: Send + Sync {
         Ok(())
     }
 
-    /// The same until `deadline`, when it is [`Error::is_timeout`](crate::Error::is_timeout) and the
-    /// device may work on. A driver whose [`synchronize`](MemoryDriver::synchronize) may wait has to
-    /// write this as well: pools call it while other threads wait for their lanes.
+    /// The same, with a deadline: then it fails with [`Error::is_timeout`](crate::Error::is_timeout), and
+    /// the device goes on. A driver whose [`synchronize`](MemoryDriver::synchronize) may wait has to
+    /// implement this as well: pools call it while other threads wait for their lanes.
     fn synchronize_by(&self, _deadline: Deadline) -> Result<()> {
         self.synchronize()
     }

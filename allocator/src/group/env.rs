@@ -68,7 +68,7 @@ impl EnvConfig {
         let options = TcpOptions { secret, hosted_by: Some(0), ..TcpOptions::default() };
         let at = (self.address.as_str(), self.port);
         let server = if self.rank == 0 {
-            let server = TcpServer::bind_for_one_meeting(at, options.clone(), deadline);
+            let server = TcpServer::bind_for_one_group(at, options.clone(), deadline);
             let server = server.map_err(|error| {
                 if error.is_invalid_state() {
                     let what = "two processes say that they are rank 0, or a program that is none of the \
@@ -85,8 +85,8 @@ impl EnvConfig {
         } else {
             None
         };
-        let asked = || interrupt.is_some_and(Interrupt::asked);
-        let stop: Option<&dyn Fn() -> bool> = interrupt.is_some().then_some(&asked);
+        let requested = || interrupt.is_some_and(Interrupt::is_requested);
+        let stop: Option<&dyn Fn() -> bool> = interrupt.is_some().then_some(&requested);
         let store = match &server {
             Some(server) => {
                 TcpStore::connect_as_until(server.local_addr(), options, 0, deadline, stop)

@@ -22,7 +22,9 @@ use super::committer::{Committer, incomplete_commit, own_failure_or};
 use super::lane_memory::LaneInner;
 use super::share::{Fresh, GRACE, fresh_segments};
 use crate::driver::{Step, Stream};
-use crate::rendezvous::agreement::{Heard, LaneProposal, Proposal, Propose, Verdict, judge};
+use crate::rendezvous::agreement::{
+    LaneProposal, Proposal, Propose, ReportedFrees, Verdict, judge,
+};
 use crate::rendezvous::search::first_difference;
 use crate::rendezvous::status::{agreed, encode_status};
 use crate::sync::lock;
@@ -152,7 +154,7 @@ impl Pool {
         committer: &mut Committer,
         locked: &[LockedLane<'_>],
         deadline: Deadline,
-    ) -> Result<Vec<Heard>> {
+    ) -> Result<Vec<ReportedFrees>> {
         let proposal = self.propose(committer, locked);
         let own = proposal.as_ref().err().cloned();
         let group = &self.0.group;
@@ -215,7 +217,7 @@ impl Pool {
         &self,
         locked: &mut [LockedLane<'_>],
         fresh: &[Fresh],
-        reports: &[Heard],
+        reports: &[ReportedFrees],
         deadline: Deadline,
     ) -> Result<CommitReport> {
         let mut report = CommitReport { windows_added: fresh.len() as u64, ..Default::default() };

@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
 use crate::driver::{Driver, Exported, Physical, Transport};
+use crate::fork::Maker;
 use crate::sync::lock;
 
 /// How many descriptors a pool makes early at most: a process may usually have 1,024 for everything.
@@ -28,7 +29,7 @@ pub(super) struct EarlyHandles {
     /// The thread that closes the handles which the last commit has sent, until somebody joins it.
     closer: Mutex<Option<JoinHandle<()>>>,
     /// The process that made the pool.
-    pid: u32,
+    maker: Maker,
 }
 
 impl EarlyHandles {
@@ -38,7 +39,7 @@ impl EarlyHandles {
             slow: travel && driver.has_slow_handles(),
             existing: AtomicUsize::new(0),
             closer: Mutex::new(None),
-            pid: std::process::id(),
+            maker: Maker::here(),
         })
     }
 
@@ -83,7 +84,7 @@ impl EarlyHandles {
     /// descriptor keeps its memory allocated.
     pub(super) fn wait_until_closed(&self) {
         // A forked child has no such thread, and the lock may have been held at the fork.
-        if self.slow && self.pid == std::process::id() {
+        if self.slow && self.maker.is_here() {
             join(lock(&self.closer).take());
         }
     }
@@ -92,7 +93,7 @@ impl EarlyHandles {
 impl Drop for EarlyHandles {
     fn drop(&mut self) {
         let closer = self.closer.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        if self.pid == std::process::id() {
+        if self.maker.is_here() {
             join(closer);
         } else {
             mem::forget(closer);
@@ -142,14 +143,14 @@ mod tests {
 
     use super::*;
 
-    fn handles(pid: u32) -> EarlyHandles {
+    fn handles(maker: Maker) -> EarlyHandles {
         let (existing, closer) = (AtomicUsize::new(0), Mutex::new(None));
-        EarlyHandles { slow: true, existing, closer, pid }
+        EarlyHandles { slow: true, existing, closer, maker }
     }
 
     #[test]
     fn handles_are_closed_when_the_wait_returns() {
-        let handles = handles(std::process::id());
+        let handles = handles(Maker::here());
         let (mut reader, writer) = io::pipe().unwrap();
         let (mut other, second) = io::pipe().unwrap();
         handles.close(vec![writer.into()]);
@@ -165,7 +166,7 @@ mod tests {
     #[test]
     fn a_forked_child_waits_for_no_thread_of_its_parent() {
         // As in a child: the process is another one, and the closing thread never ends.
-        let handles = handles(std::process::id() + 1);
+        let handles = handles(Maker::elsewhere());
         let (end, held) = mpsc::channel::<()>();
         let closer = thread::spawn(move || held.recv().unwrap_or_default());
         *lock(&handles.closer) = Some(closer);

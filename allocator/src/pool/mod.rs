@@ -53,7 +53,7 @@ use crate::fork::Maker;
 use crate::heap::{Heap, HeapLayout};
 use crate::lane::LaneStats;
 use crate::rendezvous::peers::PerRank;
-use crate::rendezvous::sockets::Mesh;
+use crate::rendezvous::sockets::PeerSockets;
 use crate::store::Traffic;
 use crate::sync::lock;
 use crate::topology::Topology;
@@ -305,7 +305,7 @@ impl Pool {
     /// that closed their sockets. Empty while a commit is under way.
     pub fn lost_peers(&self) -> Vec<u32> {
         let Ok(committer) = self.0.committer.try_lock() else { return Vec::new() };
-        committer.peers.mesh().map(Mesh::lost_peers).unwrap_or_default()
+        committer.peers.sockets().map(PeerSockets::lost_peers).unwrap_or_default()
     }
 
     /// Whether `rank` is known not to use this pool's memory any more: it closed its socket without reporting
@@ -317,7 +317,7 @@ impl Pool {
             return false;
         }
         let Ok(mut committer) = self.0.committer.try_lock() else { return false };
-        committer.peers.mesh_mut().is_some_and(|mesh| mesh.has_left(rank))
+        committer.peers.sockets_mut().is_some_and(|sockets| sockets.has_left(rank))
     }
 
     /// The process id of `rank`, if it is on the same machine and in the same pid namespace.

@@ -14,7 +14,7 @@ use crate::heap::Heap;
 use crate::lane::Segment;
 use crate::rendezvous::message::{Message, decode, decode_all, encode};
 use crate::rendezvous::peers::Peers;
-use crate::rendezvous::sockets::Mesh;
+use crate::rendezvous::sockets::PeerSockets;
 use crate::rendezvous::status::{Status, all_ok, encode_status};
 use crate::{Deadline, Error, Result};
 
@@ -128,10 +128,10 @@ impl Pool {
         mapping: &mut Mapping<'_>,
         deadline: Deadline,
     ) -> Result<Vec<u32>> {
-        match (peers.transport(), peers.mesh_mut()) {
+        match (peers.transport(), peers.sockets_mut()) {
             (Transport::Derived, _) => ready.and_then(|()| self.map_derived(fresh, mapping)),
-            (Transport::UnixSocket, Some(mesh)) => {
-                self.exchange_descriptors(mesh, own, ready, fresh, mapping, deadline)
+            (Transport::UnixSocket, Some(sockets)) => {
+                self.exchange_descriptors(sockets, own, ready, fresh, mapping, deadline)
             }
             // Does not happen: ranks with this transport are connected, even if there is only one.
             (Transport::UnixSocket, None) => ready.map(|()| Vec::new()),
@@ -151,7 +151,7 @@ impl Pool {
     /// Sends descriptors over the sockets, and maps each packet of descriptors when it arrives.
     fn exchange_descriptors(
         &self,
-        mesh: &mut Mesh,
+        sockets: &mut PeerSockets,
         own: &[SegmentHandle<'_>],
         mut ready: Result<()>,
         fresh: &[Fresh],
@@ -173,7 +173,7 @@ impl Pool {
             }
             Ok(())
         };
-        let exchanged = mesh.exchange(&descriptors, fresh.len(), &mut on_receive, deadline);
+        let exchanged = sockets.exchange(&descriptors, fresh.len(), &mut on_receive, deadline);
         // The earlier failure explains the later one.
         ready.and(exchanged)
     }

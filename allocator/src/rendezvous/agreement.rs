@@ -1,9 +1,9 @@
 //! The first step of a commit: what each rank proposes, and what follows from all proposals.
 //!
-//! In the normal course all proposals are equal, byte for byte, because they hold digests and
-//! counters only; segments need not be listed, their places follow from the digest. So a commit's
-//! traffic does not grow with the number of segments, and a store that sends equal parts once
-//! answers in a size that does not grow with the world either.
+//! As a rule all proposals are equal, byte for byte, because they hold only digests and counters. Segments
+//! are not listed, as their places follow from the sequence that the digest stands for. So a commit's
+//! traffic does not grow with the number of segments, and the answer of a store that sends equal parts once
+//! does not grow with the world either.
 
 use std::collections::BTreeMap;
 
@@ -21,9 +21,9 @@ use crate::{Error, Result};
 pub(crate) struct LaneProposal {
     pub(crate) counter: u64,
     pub(crate) digest: Digest,
-    /// Counters of blocks freed without order that no commit has told before, ascending.
+    /// Counters of unordered frees that this rank has not reported in an earlier commit, ascending.
     pub(crate) freed: Vec<u64>,
-    /// What failed on this rank only, and at which counter.
+    /// A failure of this rank, and at which counter.
     pub(crate) failure: Option<(u64, ErrorKind)>,
 }
 
@@ -45,20 +45,19 @@ impl Message for Propose {
     const NAME: &'static str = "proposal";
 }
 
-/// Counters of blocks with the number of ranks that told each.
-pub(crate) type Heard = Vec<(u64, u32)>;
+/// Counters of freed blocks, ascending, with the number of ranks that reported each.
+pub(crate) type ReportedFrees = Vec<(u64, u32)>;
 
 /// What follows from the proposals of all ranks.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Verdict {
-    /// All lanes agree. For each, the blocks that were told as freed, ascending, and by how many
-    /// ranks.
-    Agreed(Vec<Heard>),
+    /// All lanes agree. For each, the unordered frees that were reported.
+    Agreed(Vec<ReportedFrees>),
     /// A lane went different ways.
     Differs {
         /// Its index.
         lane: usize,
-        /// What failed on single ranks, and at which counter: it may be why.
+        /// The failures of single ranks, and at which counter: they may be the reason.
         failures: Vec<(u32, (u64, ErrorKind))>,
     },
 }
@@ -111,8 +110,8 @@ pub(crate) fn judge(gathered: &Gathered) -> Result<Verdict> {
     }
     let mut ranks = vec![0; distinct.len()];
     gathered.which().iter().for_each(|&at| ranks[at as usize] += 1);
-    let heard = (0..first.lanes.len()).map(|lane| heard(&proposals, &ranks, lane));
-    Ok(Verdict::Agreed(heard.collect::<Result<_>>()?))
+    let reported = (0..first.lanes.len()).map(|lane| reported_frees(&proposals, &ranks, lane));
+    Ok(Verdict::Agreed(reported.collect::<Result<_>>()?))
 }
 
 /// The lowest rank that contributed this part.
@@ -120,22 +119,26 @@ fn first_rank(gathered: &Gathered, part: usize) -> u32 {
     gathered.which().iter().position(|&at| at as usize == part).unwrap_or(0) as u32
 }
 
-/// The blocks of a lane that were told, and by how many ranks (rule D5). Each of `proposals` was
-/// made by as many ranks as `ranks` says.
-fn heard(proposals: &[(u32, &Proposal)], ranks: &[u32], lane: usize) -> Result<Heard> {
-    let mut heard = BTreeMap::<u64, u32>::new();
+/// The unordered frees of a lane that were reported, and by how many ranks (rule D5). `ranks` holds how many
+/// ranks made each of `proposals`.
+fn reported_frees(
+    proposals: &[(u32, &Proposal)],
+    ranks: &[u32],
+    lane: usize,
+) -> Result<ReportedFrees> {
+    let mut reported = BTreeMap::<u64, u32>::new();
     for ((rank, proposal), ranks) in proposals.iter().zip(ranks) {
         let freed = &proposal.lanes[lane].freed;
-        // Else one rank could speak for others.
+        // A counter that comes twice would count as the report of another rank.
         if !freed.is_sorted_by(|a, b| a < b) {
             return Err(Error::mismatch(format!(
-                "rank {rank} told freed blocks of lane {lane} out of order or twice"
+                "rank {rank} reported freed blocks of lane {lane} out of order or twice"
             ))
             .naming([*rank]));
         }
-        freed.iter().for_each(|counter| *heard.entry(*counter).or_default() += ranks);
+        freed.iter().for_each(|counter| *reported.entry(*counter).or_default() += ranks);
     }
-    Ok(heard.into_iter().collect())
+    Ok(reported.into_iter().collect())
 }
 
 #[cfg(test)]
@@ -156,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn every_block_is_heard_with_the_number_of_ranks_that_freed_it() {
+    fn every_freed_block_is_reported_with_the_number_of_ranks_that_freed_it() {
         // D5
         let verdict = judge(&gather(vec![
             propose(vec![lane(9, 1, &[1, 4, 6]), lane(0, 0, &[])]),
@@ -164,12 +167,12 @@ mod tests {
             propose(vec![lane(9, 1, &[1, 4, 6]), lane(0, 0, &[])]),
             propose(vec![lane(9, 1, &[2, 4]), lane(0, 0, &[])]),
         ]));
-        let heard = vec![(1, 2), (2, 1), (4, 4), (6, 3), (8, 1)];
-        assert_eq!(verdict.unwrap(), Verdict::Agreed(vec![heard, vec![]]));
+        let reported = vec![(1, 2), (2, 1), (4, 4), (6, 3), (8, 1)];
+        assert_eq!(verdict.unwrap(), Verdict::Agreed(vec![reported, vec![]]));
     }
 
     #[test]
-    fn no_rank_speaks_twice() {
+    fn no_rank_reports_a_block_twice() {
         for freed in [[4, 4], [6, 4]] {
             let twice = vec![propose(vec![lane(9, 1, &[4, 6])]), propose(vec![lane(9, 1, &freed)])];
             let error = judge(&gather(twice)).unwrap_err();
@@ -194,7 +197,7 @@ mod tests {
         let lanes = vec![propose(vec![lane(9, 1, &[])]), propose(vec![failed.clone()])];
         let failures = vec![(1, (8, kind.clone()))];
         assert_eq!(judge(&gather(lanes)).unwrap(), Verdict::Differs { lane: 0, failures });
-        // All of them hit the same wall: nothing differs.
+        // All ranks failed alike: nothing differs.
         let lanes = vec![propose(vec![failed.clone()]), propose(vec![failed])];
         assert_eq!(judge(&gather(lanes)).unwrap(), Verdict::Agreed(vec![vec![]]));
         let error = judge(&gather(vec![propose(vec![]), Err(kind)])).unwrap_err();
@@ -202,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_at_different_commits_are_told() {
+    fn ranks_at_different_commits_are_named() {
         let late = Ok(Proposal { round: 8, lanes: vec![] });
         let error = judge(&gather(vec![propose(vec![]), propose(vec![]), late])).unwrap_err();
         assert!(error.is_diverged());

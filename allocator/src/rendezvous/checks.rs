@@ -25,10 +25,10 @@ pub(super) fn versions(gathered: &Gathered) -> Result<()> {
         "ranks speak different versions of the rendezvous protocol ({described}); run the same \
          symmpool on every rank"
     ))
-    .naming(apart(&versions)))
+    .naming(outside_the_largest(&versions)))
 }
 
-/// All checks of what ranks say about themselves, one entry of `hellos` a rank.
+/// All checks of the ranks' descriptions, `hellos`, in rank order.
 pub(super) fn agree(hellos: &[&Hello]) -> Result<()> {
     configurations(hellos)?;
     equal(hellos, "kinds of memory", "use the same driver on every rank", |hello| {
@@ -67,11 +67,11 @@ fn configurations(hellos: &[&Hello]) -> Result<()> {
         }
     }
     message.push_str(". Build the pool with the same settings on every rank");
-    Err(Error::mismatch(message).naming(apart(&hashes)))
+    Err(Error::mismatch(message).naming(outside_the_largest(&hashes)))
 }
 
-/// Lines that are in one text only, each with its counterpart: the line of the other text that
-/// begins with the same word, or what there is in its place.
+/// Lines that are in one text only, each with its counterpart: the line of the other text that begins with
+/// the same word, or "nothing".
 fn differing_lines<'a>(theirs: &'a str, ours: &'a str) -> Vec<(&'a str, &'a str)> {
     const NOTHING: &str = "nothing";
     let only = |of: &'a str, not_in: &'a str| -> Vec<&'a str> {
@@ -99,7 +99,7 @@ fn equal(hellos: &[&Hello], what: &str, advice: &str, of: impl Fn(&Hello) -> Str
         "ranks have different {what} ({}); {advice}",
         describe(&values, String::clone)
     ))
-    .naming(apart(&values)))
+    .naming(outside_the_largest(&values)))
 }
 
 fn devices(hellos: &[&Hello]) -> Result<()> {
@@ -154,8 +154,9 @@ fn group_by<K: Ord>(ranked: impl Iterator<Item = (u32, K)>) -> BTreeMap<K, Vec<u
     groups
 }
 
-/// The ranks that are not in the largest group; of equally large ones that of the lowest rank is taken.
-fn apart<K>(groups: &BTreeMap<K, Vec<u32>>) -> Vec<u32> {
+/// The ranks that are not in the largest group. Among equally large groups, the one with the lowest rank
+/// counts as the largest.
+fn outside_the_largest<K>(groups: &BTreeMap<K, Vec<u32>>) -> Vec<u32> {
     let usual = groups.values().max_by_key(|ranks| (ranks.len(), std::cmp::Reverse(ranks[0])));
     groups.values().filter(|ranks| Some(*ranks) != usual).flatten().copied().collect()
 }

@@ -1,10 +1,9 @@
-//! The two rounds through the store by which the ranks of a pool meet.
+//! The rendezvous handshake: two rounds through the store by which the ranks of a pool find each other.
 //!
-//! 1. Every rank publishes a [`Hello`], or why it cannot take part. All ranks check all hellos
-//!    and come to the same result without talking again.
-//! 2. Where handles are file descriptors, ranks connect to each other ([`super::sockets`]). Then
-//!    every rank says how that went, and which topology it sees; a failure of one is the error of
-//!    all.
+//! 1. Every rank publishes a [`Hello`], or the reason why it cannot take part. All ranks check all hellos
+//!    and come to the same result without further messages.
+//! 2. Where handles are file descriptors, ranks connect to each other ([`super::sockets`]). Then every rank
+//!    reports whether that succeeded, and which topology it sees; a failure of one is the error of all.
 
 use serde::{Deserialize, Serialize};
 
@@ -13,9 +12,10 @@ use super::hello::Hello;
 use super::identity::HostIdentity;
 use super::message::{self, Message};
 use super::peers::{Peers, PerRank};
-use super::sockets::{Listener, Mesh};
+use super::sockets::{Listener, PeerSockets};
 use super::status::{Status, agreed, all_ok, encode_status};
 use crate::driver::{DeviceIdentity, Driver, Step, Transport};
+use crate::random::random_bytes;
 use crate::store::Gathered;
 use crate::topology::Topology;
 use crate::{Deadline, Error, Group, Result};
@@ -23,13 +23,13 @@ use crate::{Deadline, Error, Group, Result};
 /// The longest description of a configuration that travels, in bytes.
 const MAX_CONFIG_TEXT: usize = 4096;
 
-/// How long a rank that lost a peer waits to hear what the others say about it, at most.
-const HEAR_OTHERS_FOR: std::time::Duration = std::time::Duration::from_secs(5);
+/// How long a rank that lost a peer waits at most for the confirmations of the others.
+const WAIT_AFTER_LOSS: std::time::Duration = std::time::Duration::from_secs(5);
 
-/// Choices of one rank about whom it meets.
+/// What a rank accepts of others.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct HandshakeOptions {
-    /// Whether another rank may use the same device. All that share one have to allow it.
+    /// Whether another rank may use the same device. All ranks that share a device have to allow it.
     pub(crate) allow_shared_device: bool,
 }
 
@@ -42,7 +42,7 @@ impl Message for Publish {
     const NAME: &'static str = "hello";
 }
 
-/// The second round: how connecting went, and the digest of the topology as this rank sees it.
+/// The second round: whether connecting succeeded, and the digest of the topology as this rank sees it.
 #[derive(Debug, Serialize, Deserialize)]
 struct Confirm(Status<[u8; 32]>);
 
@@ -57,15 +57,15 @@ pub(crate) struct Terms<'a> {
     pub(crate) driver: &'a Driver,
     /// Stands for everything that changes placement (rule D8).
     pub(crate) config_hash: [u8; 32],
-    /// Describes it for people, one setting a line.
+    /// Describes it for people, one setting per line.
     pub(crate) config_text: &'a str,
     pub(crate) options: HandshakeOptions,
 }
 
-/// Meets the other ranks of `group` in order to make a pool. Collective; costs two gathers.
+/// Finds the other ranks of `group` in order to make a pool. Collective; costs two gathers.
 ///
-/// `terms` is the outcome of this rank's own preparation: when that failed, the other ranks learn
-/// why instead of waiting. An error that concerns all ranks is the same on all of them: different
+/// `terms` is the result of this rank's own preparation: if that failed, the other ranks get the reason
+/// instead of waiting. An error that concerns all ranks is the same on all of them: different
 /// protocol versions ([`Error::is_refused`]), configurations or drivers ([`Error::is_diverged`]),
 /// one device twice ([`Error::is_invalid_argument`]), ranks that file descriptors cannot reach
 /// ([`Error::is_unsupported`]), and whatever made a single rank fail.
@@ -82,11 +82,11 @@ pub(crate) fn handshake(
     };
     let hello = encode_status(Publish, hello)?;
     let gathered = group.all_gather("hello", &hello, deadline).map_err(|error| {
-        // This rank stayed to tell the others; what it had to tell is the error here.
+        // This rank took part only to report its own failure, which is the error here.
         doing(ready.as_ref().err().cloned().unwrap_or(error))
     })?;
     let distinct = read_hellos(&gathered).map_err(doing)?;
-    // A rank that was not ready has said so, and all have returned above.
+    // If a rank was not ready, it has published that, and all ranks have returned above.
     let (driver, listener) = ready?;
     let hellos: Vec<&Hello> = gathered.which().iter().map(|&at| &distinct[at as usize]).collect();
     checks::agree(&hellos).map_err(doing)?;
@@ -94,25 +94,25 @@ pub(crate) fn handshake(
 
     let connected = connect(group.rank(), driver, &hellos, &secret, listener, deadline);
     let devices = PerRank::new(hellos.iter().map(|hello| &hello.device));
-    let confirmed = connected.and_then(|mesh| {
+    let confirmed = connected.and_then(|sockets| {
         driver.at_step(Step::HandshakeConfirm)?;
         let devices: Vec<DeviceIdentity> = devices.iter().cloned().collect();
-        let mesh = mesh.map(|mesh| mesh.with_interrupt(group.interrupt()));
-        Ok(Linked { mesh, topology: Topology::detect(&devices)? })
+        let sockets = sockets.map(|sockets| sockets.with_interrupt(group.interrupt()));
+        Ok(Linked { sockets, topology: Topology::detect(&devices)? })
     });
-    let Linked { mesh, topology } = confirm(group, confirmed, deadline).map_err(doing)?;
+    let Linked { sockets, topology } = confirm(group, confirmed, deadline).map_err(doing)?;
     Ok(Peers {
         rank: group.rank(),
         hosts: PerRank::new(hellos.iter().map(|hello| &hello.host)),
         devices,
         transport: hellos[0].transport,
         topology,
-        mesh,
+        sockets,
         missed: None,
     })
 }
 
-/// Everything this rank needs before it can meet others.
+/// Makes everything that this rank needs for the first round.
 fn prepare(terms: &Terms<'_>) -> Result<(Hello, Option<Listener>)> {
     let Terms { driver, config_hash, config_text, options } = *terms;
     driver.at_step(Step::HandshakePublish)?;
@@ -122,7 +122,7 @@ fn prepare(terms: &Terms<'_>) -> Result<(Hello, Option<Listener>)> {
         Transport::Store | Transport::Derived => None,
     };
     let nonce = match transport {
-        Transport::UnixSocket | Transport::Store => super::random()?,
+        Transport::UnixSocket | Transport::Store => random_bytes()?,
         Transport::Derived => [0; 16],
     };
     let end = config_text.floor_char_boundary(MAX_CONFIG_TEXT);
@@ -140,7 +140,7 @@ fn prepare(terms: &Terms<'_>) -> Result<(Hello, Option<Listener>)> {
     Ok((hello, listener))
 }
 
-/// The distinct hellos, or the error of the first ranks that could not send one.
+/// The distinct hellos, or the error on which ranks agree if some could not send one.
 fn read_hellos(gathered: &Gathered) -> Result<Vec<Hello>> {
     checks::versions(gathered)?;
     let mut hellos = Vec::with_capacity(gathered.distinct().len());
@@ -160,7 +160,7 @@ fn read_hellos(gathered: &Gathered) -> Result<Vec<Hello>> {
     agreed("the handshake", &failures).map_or(Ok(hellos), Err)
 }
 
-/// The group's secret: only those know it who know everything that was published.
+/// The group's secret: it is known only to those who know everything that was published.
 fn secret_of(gathered: &Gathered) -> [u8; 32] {
     let mut hasher = blake3::Hasher::new_derive_key("symmpool 2026 group secret");
     hasher.update(&gathered.world().to_le_bytes());
@@ -174,8 +174,8 @@ fn secret_of(gathered: &Gathered) -> [u8; 32] {
     hasher.finalize().into()
 }
 
-/// Connects to the other ranks where that is needed. Takes three quarters of the time there is,
-/// so that a failure can still be told.
+/// Connects to the other ranks, if handles are file descriptors. Takes at most three quarters of the time
+/// that is left, so that a failure can still be reported.
 fn connect(
     rank: u32,
     driver: &Driver,
@@ -183,55 +183,55 @@ fn connect(
     secret: &[u8; 32],
     listener: Option<Listener>,
     deadline: Deadline,
-) -> Result<Option<Mesh>> {
+) -> Result<Option<PeerSockets>> {
     let ready = driver.at_step(Step::HandshakeConnect);
     let Some(listener) = listener else { return ready.map(|()| None) };
     let names: Option<Vec<&str>> = hellos.iter().map(|hello| hello.listener.as_deref()).collect();
     let names = names.ok_or_else(|| Error::mismatch("a rank announced no socket to connect to"))?;
     if let Err(error) = ready {
-        Mesh::decline(listener, rank, &names, secret, &error);
+        PeerSockets::decline(listener, rank, &names, secret, &error);
         return Err(error);
     }
     let deadline = Deadline::after(deadline.remaining() / 4 * 3);
-    Mesh::connect(listener, rank, &names, secret, deadline).map(Some)
+    PeerSockets::connect(listener, rank, &names, secret, deadline).map(Some)
 }
 
 /// What a rank brings to the second round.
 #[derive(Debug)]
 struct Linked {
-    mesh: Option<Mesh>,
+    sockets: Option<PeerSockets>,
     topology: Topology,
 }
 
-/// Tells the others how connecting went, and hears from them.
+/// Reports to the others whether connecting succeeded, and receives their reports.
 ///
-/// Where ranks see different topologies (containers that show each only its own device), nothing
-/// is wrong with their memory; but algorithms are chosen by topology and have to be the same, so
-/// all ranks then go by none.
+/// If ranks see different topologies (as in containers that show each rank only its own device), nothing is
+/// wrong with their memory. But algorithms are chosen by topology and have to be the same on all ranks, so
+/// then all ranks use an unknown topology.
 fn confirm(group: &Group, ours: Result<Linked>, deadline: Deadline) -> Result<Linked> {
     let (status, wait_until) = match &ours {
         Ok(linked) => (digest_of(&linked.topology).map_err(|e| e.kind().clone()), deadline),
-        // A lost peer will not answer: hear what the others have to say, and leave.
+        // A lost peer will not answer: wait shortly for what the others report, and leave.
         Err(error) if error.is_peer_lost() => {
-            let soon = deadline.remaining().min(HEAR_OTHERS_FOR);
+            let soon = deadline.remaining().min(WAIT_AFTER_LOSS);
             (Err(error.kind().clone()), Deadline::after(soon))
         }
         Err(error) => (Err(error.kind().clone()), deadline),
     };
     let confirmation = encode_status(Confirm, status)?;
     let gone = || match &ours {
-        Ok(Linked { mesh: Some(mesh), .. }) => mesh.lost_peers(),
-        Ok(Linked { mesh: None, .. }) => Vec::new(),
+        Ok(Linked { sockets: Some(sockets), .. }) => sockets.lost_peers(),
+        Ok(Linked { sockets: None, .. }) => Vec::new(),
         Err(error) if error.is_peer_lost() => error.ranks().to_vec(),
         Err(_) => Vec::new(),
     };
     let gathered = group.all_gather_from_living("confirm", &confirmation, wait_until, gone);
     let gathered = match gathered {
         Ok(gathered) => gathered,
-        Err(error) => return Err(without_all(error, ours)),
+        Err(error) => return Err(missing_confirmations(error, ours)),
     };
-    let said: Vec<Confirm> = message::decode_all(&gathered)?;
-    let digests = all_ok("the handshake", said.into_iter().map(|Confirm(status)| status))?;
+    let confirmations: Vec<Confirm> = message::decode_all(&gathered)?;
+    let digests = all_ok("the handshake", confirmations.into_iter().map(|Confirm(status)| status))?;
     let Some(other) = digests.iter().position(|digest| *digest != digests[0]) else { return ours };
     tracing::warn!(
         rank = group.rank(),
@@ -248,15 +248,15 @@ fn digest_of(topology: &Topology) -> Result<[u8; 32]> {
     Ok(blake3::hash(&bytes).into())
 }
 
-/// What it means that the confirmations did not all come.
+/// The error of a rank that did not receive all confirmations.
 ///
-/// The store names all ranks that are not waiting any more, also those that gave up waiting a
-/// moment before this one; closed connections tell which of them are gone.
-fn without_all(error: Error, ours: Result<Linked>) -> Error {
+/// The store names all ranks that no longer wait, including those that stopped waiting a moment before this
+/// one. Closed connections show which of them are gone.
+fn missing_confirmations(error: Error, ours: Result<Linked>) -> Error {
     let gone = match &ours {
         Err(ours) if !ours.is_peer_lost() => return ours.clone(),
         Err(ours) => ours.ranks().to_vec(),
-        Ok(linked) => linked.mesh.as_ref().map(Mesh::lost_peers).unwrap_or_default(),
+        Ok(linked) => linked.sockets.as_ref().map(PeerSockets::lost_peers).unwrap_or_default(),
     };
     if !error.is_timeout() {
         return error;
@@ -265,7 +265,8 @@ fn without_all(error: Error, ours: Result<Linked>) -> Error {
     let lost: Vec<u32> = gone.into_iter().filter(|rank| missing.contains(rank)).collect();
     match ours {
         _ if !lost.is_empty() => Error::peer_lost(lost, "gone before the pool was made"),
-        // Those that seemed lost did answer: the loss was a consequence, and these are its cause.
+        // The ranks that seemed lost did answer: their loss was a consequence, and the missing ranks are the
+        // cause.
         Err(_) if !missing.is_empty() => {
             Error::peer_lost(missing.to_vec(), "gone before the pool was made")
         }

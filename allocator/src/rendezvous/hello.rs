@@ -1,11 +1,11 @@
-//! What a rank says about itself in the first round of the handshake.
+//! How a rank describes itself in the first round of the handshake.
 
 use serde::{Deserialize, Serialize};
 
 use super::identity::HostIdentity;
 use crate::driver::{DeviceIdentity, Transport};
 
-/// What a rank says about itself.
+/// The description of a rank.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Hello {
     pub(super) config_hash: [u8; 32],
@@ -17,7 +17,7 @@ pub(super) struct Hello {
     pub(super) granularity: u64,
     /// The abstract socket this rank listens on, with [`Transport::UnixSocket`].
     pub(super) listener: Option<String>,
-    /// Random; zero with [`Transport::Derived`], where nothing is to be kept from anybody and
-    /// thousands of ranks profit from equal hellos.
+    /// Random; zero with [`Transport::Derived`], where there is no secret, and equal hellos of thousands of
+    /// ranks are sent once.
     pub(super) nonce: [u8; 16],
 }

@@ -9,15 +9,14 @@ use crate::{Error, Result};
 
 /// A process and the machine and namespaces it runs in.
 ///
-/// Ranks publish this at rendezvous. It says who can be reached over an abstract Unix socket and
-/// names hosts and processes in messages. A namespace that cannot be read (no `/proc/self/ns`) is
-/// 0; two unknown namespaces count as the same one, because nothing is gained by refusing what the
-/// system call itself will refuse.
+/// Ranks publish this at rendezvous. It decides which ranks can be reached over an abstract Unix socket, and
+/// names hosts and processes in messages. A namespace that cannot be read (no `/proc/self/ns`) is 0, and two
+/// unknown namespaces count as the same one: if they are not, the system call will fail.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(crate) struct HostIdentity {
     /// Random id of this boot of the kernel; shared by all containers of a machine.
     pub(crate) boot_id: String,
-    /// The name people know the machine (or container) by.
+    /// The name of the machine or container.
     pub(crate) hostname: String,
     /// Inode of the pid namespace.
     pub(crate) pid_namespace: u64,
@@ -67,9 +66,8 @@ impl HostIdentity {
             && self.start_time == other.start_time
     }
 
-    /// Why file descriptors cannot travel between the two over an abstract Unix socket; `None`
-    /// when they can. Different pid or mount namespaces are no obstacle: neither the sockets nor
-    /// the descriptors belong to them.
+    /// Why file descriptors cannot be sent between the two over an abstract Unix socket; `None` if they can.
+    /// Different pid or mount namespaces are no obstacle: neither sockets nor descriptors belong to them.
     pub(crate) fn obstacle(&self, other: &Self) -> Option<String> {
         if !self.same_host(other) {
             return Some(format!(

@@ -1,36 +1,25 @@
-//! The frame around everything ranks tell each other at rendezvous and commit.
-//!
-//! ```text
-//! bytes  0..4    magic "SYMM"
-//!        4..6    protocol version, little endian
-//!        6..8    kind of message
-//!        8..12   length of the payload
-//!        12..16  low half of the payload's XXH3
-//!        16..    payload: the message in postcard's encoding
-//! ```
-//!
-//! The first six bytes stay as they are in every version, so that two builds can always tell each
-//! other that they differ.
+//! The frame around every message of rendezvous and commit: a [`Header`] with the magic "SYMM", whose two
+//! numbers are the length of the payload and the low half of its XXH3, and the payload.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::framing::{self, HEADER, Header};
 use crate::store::{Gathered, MAX_VALUE};
 use crate::{Error, Result};
 
-/// The version of all messages together; grows with any change to one of them.
+/// The version of all messages together, raised with any change to one of them.
 pub(crate) const PROTOCOL_VERSION: u16 = 3;
 
 /// The longest payload of a message, in bytes.
 pub(crate) const MAX_PAYLOAD: usize = MAX_VALUE - HEADER;
 
 const MAGIC: [u8; 4] = *b"SYMM";
-const HEADER: usize = 16;
 
-/// Something ranks send each other.
+/// A message of one rank to others.
 pub(crate) trait Message: Serialize + DeserializeOwned {
-    /// Tells kinds of messages apart; unique among all implementors.
+    /// The kind of message; unique among all implementors.
     const KIND: u16;
     /// For error messages.
     const NAME: &'static str;
@@ -39,7 +28,7 @@ pub(crate) trait Message: Serialize + DeserializeOwned {
 /// Frames `message`. Fails with [`Error::is_invalid_argument`] when it is longer than
 /// [`MAX_PAYLOAD`].
 pub(crate) fn encode<M: Message>(message: &M) -> Result<Vec<u8>> {
-    let frame = postcard::to_extend(message, vec![0; HEADER])
+    let frame = framing::encode(message)
         .map_err(|error| Error::system(format!("encoding a {} message", M::NAME), error))?;
     let payload = frame.len() - HEADER;
     if payload > MAX_PAYLOAD {
@@ -54,33 +43,31 @@ pub(crate) fn encode<M: Message>(message: &M) -> Result<Vec<u8>> {
 fn with_header(kind: u16, mut frame: Vec<u8>) -> Vec<u8> {
     let length = (frame.len() - HEADER) as u32;
     let check = xxh3_64(&frame[HEADER..]) as u32;
-    frame[0..4].copy_from_slice(&MAGIC);
-    frame[4..6].copy_from_slice(&PROTOCOL_VERSION.to_le_bytes());
-    frame[6..8].copy_from_slice(&kind.to_le_bytes());
-    frame[8..12].copy_from_slice(&length.to_le_bytes());
-    frame[12..16].copy_from_slice(&check.to_le_bytes());
+    let (magic, version) = (MAGIC, PROTOCOL_VERSION);
+    Header { magic, version, kind, numbers: [length, check] }.write(&mut frame);
     frame
+}
+
+/// The header of a frame with our magic; `None` for anything else. A frame of another version may be shorter
+/// than a header, but has its first six bytes.
+fn header_of(bytes: &[u8]) -> Option<Header> {
+    let mut header = [0; HEADER];
+    let length = bytes.len().min(HEADER);
+    header[..length].copy_from_slice(&bytes[..length]);
+    Some(Header::read(&header)).filter(|header| length >= 6 && header.magic == MAGIC)
 }
 
 /// The protocol version of a frame; `None` when it is not one of ours.
 pub(crate) fn version_of(bytes: &[u8]) -> Option<u16> {
-    let magic = bytes.get(0..4)?;
-    let version = bytes.get(4..6)?;
-    (magic == MAGIC).then(|| u16::from_le_bytes([version[0], version[1]]))
+    header_of(bytes).map(|header| header.version)
 }
 
-/// The kind of a frame of this protocol version; `None` for anything else.
-pub(crate) fn kind_of(bytes: &[u8]) -> Option<u16> {
-    let kind = bytes.get(6..8)?;
-    (version_of(bytes)? == PROTOCOL_VERSION).then(|| u16::from_le_bytes([kind[0], kind[1]]))
-}
-
-/// Reads what every rank sent, in rank order; fails as [`decode`] does, at the first that does.
+/// Decodes the messages of all ranks, in rank order; fails as [`decode`] does, at the first that does.
 pub(crate) fn decode_all<M: Message>(gathered: &Gathered) -> Result<Vec<M>> {
     gathered.parts().zip(0..).map(|(part, rank)| decode(rank, part)).collect()
 }
 
-/// Reads what `rank` sent. A frame of another program or version is
+/// Decodes a message of `rank`. A frame of another program or version is
 /// [`Error::is_refused`]; one of another kind, cut short or damaged is a mismatch.
 pub(crate) fn decode<M: Message>(rank: u32, bytes: &[u8]) -> Result<M> {
     let name = M::NAME;
@@ -90,11 +77,11 @@ pub(crate) fn decode<M: Message>(rank: u32, bytes: &[u8]) -> Result<M> {
     if bytes.len() < HEADER {
         return Err(mismatch(format!("of {} bytes, shorter than its header", bytes.len())));
     }
-    match version_of(bytes) {
-        Some(PROTOCOL_VERSION) => {}
-        Some(theirs) => {
+    let header = match header_of(bytes) {
+        Some(header) if header.version == PROTOCOL_VERSION => header,
+        Some(Header { version, .. }) => {
             return Err(Error::refused(format!(
-                "rank {rank} speaks version {theirs} of the rendezvous protocol, this rank \
+                "rank {rank} speaks version {version} of the rendezvous protocol, this rank \
                  version {PROTOCOL_VERSION}; run the same symmpool on every rank"
             ))
             .naming([rank]));
@@ -107,28 +94,23 @@ pub(crate) fn decode<M: Message>(rank: u32, bytes: &[u8]) -> Result<M> {
             ))
             .naming([rank]));
         }
-    }
-    if kind_of(bytes) != Some(M::KIND) {
+    };
+    if header.kind != M::KIND {
         return Err(mismatch(format!(
             "expected (kind {}), but kind {} came: ranks are at different steps",
             M::KIND,
-            u16::from_le_bytes([bytes[6], bytes[7]])
+            header.kind
         )));
     }
     let payload = &bytes[HEADER..];
-    let length = u32::from_le_bytes([bytes[8], bytes[9], bytes[10], bytes[11]]) as usize;
-    if length != payload.len() || length > MAX_PAYLOAD {
+    let [length, check] = header.numbers;
+    if length as usize != payload.len() || payload.len() > MAX_PAYLOAD {
         return Err(mismatch(format!("announces {length} bytes and has {}", payload.len())));
     }
-    let check = u32::from_le_bytes([bytes[12], bytes[13], bytes[14], bytes[15]]);
     if check != xxh3_64(payload) as u32 {
         return Err(mismatch("is damaged: its check does not match".into()));
     }
-    match postcard::take_from_bytes::<M>(payload) {
-        Ok((message, [])) => Ok(message),
-        Ok((_, rest)) => Err(mismatch(format!("has {} bytes too many", rest.len()))),
-        Err(error) => Err(mismatch(format!("cannot be read: {error}"))),
-    }
+    framing::decode(payload).map_err(mismatch)
 }
 
 #[cfg(test)]
@@ -193,7 +175,7 @@ mod tests {
 
     #[test]
     fn a_payload_with_bytes_left_over_is_a_mismatch() {
-        let mut frame = postcard::to_extend(&sample(), vec![0; HEADER]).unwrap();
+        let mut frame = framing::encode(&sample()).unwrap();
         frame.push(0);
         let error = decode::<Sample>(3, &with_header(Sample::KIND, frame)).unwrap_err();
         assert!(error.is_diverged() && error.to_string().contains("too many"));

@@ -1,15 +1,15 @@
-//! What the handshake found out about a pool's ranks.
+//! The result of the handshake: a pool's ranks, and how to reach them.
 
 use std::collections::BTreeMap;
 
 use super::identity::HostIdentity;
-use super::sockets::Mesh;
+use super::sockets::PeerSockets;
 use crate::driver::{DeviceIdentity, Transport};
 use crate::store::Gathered;
 use crate::topology::Topology;
 use crate::{Deadline, Error, Group, Result};
 
-/// One value a rank, equal ones held once: a thousand simulated ranks of one process are one
+/// A value for each rank, equal ones stored once: the thousands of simulated ranks of one process have one
 /// identity.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PerRank<T> {
@@ -55,7 +55,7 @@ pub(crate) struct Peers {
     pub(super) devices: PerRank<DeviceIdentity>,
     pub(super) transport: Transport,
     pub(super) topology: Topology,
-    pub(super) mesh: Option<Mesh>,
+    pub(super) sockets: Option<PeerSockets>,
     /// See [`take_missed`](Peers::take_missed).
     pub(super) missed: Option<Error>,
 }
@@ -92,13 +92,13 @@ impl Peers {
     }
 
     /// The connections to the other ranks, where handles are file descriptors.
-    pub(crate) fn mesh(&self) -> Option<&Mesh> {
-        self.mesh.as_ref()
+    pub(crate) fn sockets(&self) -> Option<&PeerSockets> {
+        self.sockets.as_ref()
     }
 
     /// Every rank's `value`: over the connections to the other ranks, where there are some, else
-    /// through the group's store. Collective; see [`Mesh::all_gather`] and [`Group::all_gather`].
-    /// A failure of the store on this rank alone is remembered for [`take_missed`](Peers::take_missed).
+    /// through the group's store. Collective; see [`PeerSockets::all_gather`] and [`Group::all_gather`].
+    /// A failure of the store on this rank alone is kept for [`take_missed`](Peers::take_missed).
     pub(crate) fn all_gather(
         &mut self,
         group: &Group,
@@ -106,43 +106,43 @@ impl Peers {
         value: &[u8],
         deadline: Deadline,
     ) -> Result<Gathered> {
-        match &mut self.mesh {
-            Some(mesh) => mesh.all_gather(what, value, deadline),
+        match &mut self.sockets {
+            Some(sockets) => sockets.all_gather(what, value, deadline),
             None => group.all_gather(what, value, deadline).inspect_err(|error| {
-                if !is_everybodys(error) {
+                if !concerns_all_ranks(error) {
                     self.missed.get_or_insert_with(|| error.clone());
                 }
             }),
         }
     }
 
-    /// Why this rank did not hear the others in a gather through the store, unless none did: they may
-    /// have heard each other and gone on. Asked once. A mesh that fails is closed on both sides, so
-    /// there is nothing to remember.
+    /// Why this rank alone did not receive the others' parts in a gather through the store: the others may
+    /// have received each other's and gone on. Returned once. Connections that fail are closed on both
+    /// sides, so there is nothing to remember about them.
     pub(crate) fn take_missed(&mut self) -> Option<Error> {
         self.missed.take()
     }
 
-    /// Tells the connected peers that this rank will take part in nothing more.
+    /// Sends the connected peers the reason why this rank takes part in nothing more.
     pub(crate) fn give_up(&mut self, error: &Error) {
-        if let Some(mesh) = &mut self.mesh {
-            mesh.give_up(error);
+        if let Some(sockets) = &mut self.sockets {
+            sockets.give_up(error);
         }
     }
 
     /// Whether ranks can still talk, as far as this one knows.
     pub(crate) fn can_talk(&self) -> bool {
-        self.mesh.as_ref().is_none_or(|mesh| !mesh.is_broken())
+        self.sockets.as_ref().is_none_or(|sockets| !sockets.is_broken())
     }
 
-    /// See [`sockets`](Peers::mesh).
-    pub(crate) fn mesh_mut(&mut self) -> Option<&mut Mesh> {
-        self.mesh.as_mut()
+    /// See [`sockets`](Peers::sockets).
+    pub(crate) fn sockets_mut(&mut self) -> Option<&mut PeerSockets> {
+        self.sockets.as_mut()
     }
 }
 
-/// Whether a store gives this error to every rank of a gather alike: that ranks do not fit together, or
-/// that what they say is too much.
-fn is_everybodys(error: &Error) -> bool {
+/// Whether a store gives this error to all ranks of a gather alike: that ranks do not fit together, or that
+/// their values are too long.
+fn concerns_all_ranks(error: &Error) -> bool {
     error.is_diverged() || error.is_out_of_memory()
 }

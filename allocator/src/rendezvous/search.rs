@@ -31,7 +31,7 @@ impl Message for Reach {
     const NAME: &'static str = "history";
 }
 
-/// Digests of the prefixes asked for.
+/// Digests of the compared prefixes.
 #[derive(Debug, Serialize, Deserialize)]
 struct Digests(Vec<Option<Digest>>);
 
@@ -52,8 +52,8 @@ impl Message for Did {
     const NAME: &'static str = "event";
 }
 
-/// Finds and describes the first difference. Collective; called by all ranks once a verdict said
-/// that `lane` differs.
+/// Finds and describes the first difference. Collective: all ranks call it after the verdict that `lane`
+/// differs.
 pub(crate) fn first_difference(
     name: &str,
     lane: &LaneState,
@@ -85,8 +85,8 @@ pub(crate) fn first_difference(
     Ok(Divergence { lane: name.to_owned(), counter, until, sides })
 }
 
-/// The largest number in `[low, high]` such that prefixes of `low x unit ..= it x unit` events
-/// are equal everywhere. The one at `low` is known to be.
+/// The largest number `n` in `[low, high]` such that the prefixes of `low * unit` to `n * unit` events are
+/// equal on all ranks. The prefix at `low` is known to be equal.
 fn narrow(
     known: &Checkpoints<'_>,
     mut low: u64,
@@ -95,7 +95,7 @@ fn narrow(
     gather: &mut Gather<'_>,
 ) -> Result<u64> {
     while low < high {
-        let points = spread(low, high);
+        let points = probes(low, high);
         let counters: Vec<u64> = points.iter().map(|point| point * unit).collect();
         match first_unequal(known, &counters, gather)? {
             Some(0) => high = points[0] - 1,
@@ -106,8 +106,8 @@ fn narrow(
     Ok(low)
 }
 
-/// At most [`WIDTH`] numbers in `(low, high]`, evenly spread, with `high`.
-fn spread(low: u64, high: u64) -> Vec<u64> {
+/// At most [`WIDTH`] numbers in `(low, high]` at equal distances; the last is `high`.
+fn probes(low: u64, high: u64) -> Vec<u64> {
     let span = high - low;
     let count = span.min(WIDTH);
     (1..=count)
@@ -160,8 +160,8 @@ fn describe(
     Ok(sides)
 }
 
-/// Publishes `own` and returns every rank's, in rank order. All that is told here is short, so
-/// framing it does not fail, and what was gathered is read alike on every rank.
+/// Publishes `own` and returns every rank's, in rank order. The messages are short, so encoding does not
+/// fail, and every rank decodes the same bytes.
 fn exchange<M: Message>(what: &str, own: &M, gather: &mut Gather<'_>) -> Result<Vec<M>> {
     decode_all(&gather(what, &encode(own)?)?)
 }
@@ -172,10 +172,10 @@ mod tests {
 
     #[test]
     fn probes_are_few_ascending_and_end_at_the_end() {
-        assert_eq!(spread(3, 5), [4, 5]);
-        let wide = spread(10, 1_000_000);
+        assert_eq!(probes(3, 5), [4, 5]);
+        let wide = probes(10, 1_000_000);
         assert_eq!((wide.len() as u64, *wide.last().unwrap()), (WIDTH, 1_000_000));
         assert!(wide.is_sorted() && wide[0] > 10);
-        assert_eq!(spread(u64::MAX - 1, u64::MAX), [u64::MAX]);
+        assert_eq!(probes(u64::MAX - 1, u64::MAX), [u64::MAX]);
     }
 }

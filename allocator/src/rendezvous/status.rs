@@ -1,14 +1,14 @@
-//! One error out of many: what all ranks report when some of them failed.
+//! The error that all ranks report when some of them failed.
 
 use super::message::{Message, encode};
 use crate::error::{ErrorKind, list};
 use crate::{Error, Result};
 
-/// How a rank fared, in a form it can tell the others.
+/// The result of a rank's part in a step, in a form that can be sent to the others.
 pub(crate) type Status<T> = std::result::Result<T, ErrorKind>;
 
-/// Frames what this rank has to say in a step. What cannot be framed, because it is too long, is
-/// told as this rank's failure: a rank that said nothing would be waited for.
+/// Encodes this rank's status in a step. If it is too long, that is encoded as this rank's failure: the
+/// others would wait for a rank that sends nothing.
 pub(crate) fn encode_status<T, M: Message>(
     message: fn(Status<T>) -> M,
     status: Status<T>,
@@ -19,8 +19,8 @@ pub(crate) fn encode_status<T, M: Message>(
 /// The error that every rank reports for the `failures` of one step, which all ranks know: the
 /// same on each of them. `None` when there are none.
 ///
-/// Failures that follow from others come last: a lost peer is often one that failed and left, and
-/// a timeout often means that somebody else was lost. Among equals the lowest rank speaks.
+/// Failures that are often consequences of others come last: a lost peer may be one that failed and left,
+/// and a timeout may be due to a lost peer. Among failures of one kind, that of the lowest rank is taken.
 pub(crate) fn agreed(step: &str, failures: &[(u32, ErrorKind)]) -> Option<Error> {
     let consequence = |kind: &ErrorKind| match kind {
         ErrorKind::PeerLost { .. } => 1,
@@ -35,17 +35,17 @@ pub(crate) fn agreed(step: &str, failures: &[(u32, ErrorKind)]) -> Option<Error>
     if !also.is_empty() {
         context.push_str(&format!(" (and so did {})", list(&also)));
     }
-    // Those whose failures are causes as well, if this one is.
+    // All ranks whose failures are of the same level as this one.
     let level = consequence(&kind);
     let failed = failures.iter().filter(|(_, kind)| consequence(kind) == level);
     let error = Error::from_kind(kind).naming(failed.map(|(rank, _)| *rank));
     Some(error.context(context))
 }
 
-/// What every rank said in one step, in rank order, if none of them failed; else [`agreed`].
-pub(crate) fn all_ok<T>(step: &str, said: impl IntoIterator<Item = Status<T>>) -> Result<Vec<T>> {
+/// The values of all ranks in one step, in rank order, if none of them failed; otherwise [`agreed`].
+pub(crate) fn all_ok<T>(step: &str, all: impl IntoIterator<Item = Status<T>>) -> Result<Vec<T>> {
     let (mut values, mut failures) = (Vec::new(), Vec::new());
-    for (rank, status) in (0..).zip(said) {
+    for (rank, status) in (0..).zip(all) {
         match status {
             Ok(value) => values.push(value),
             Err(kind) => failures.push((rank, kind)),
@@ -72,20 +72,20 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_long_to_tell_is_told_as_a_failure() {
+    fn a_status_that_is_too_long_becomes_a_failure() {
         for long in [Ok("x".repeat(MAX_PAYLOAD)), Err(ErrorKind::Refused("x".repeat(MAX_PAYLOAD)))]
         {
-            let Say(told) = decode(0, &encode_status(Say, long).unwrap()).unwrap();
-            let kind = told.unwrap_err();
+            let Say(status) = decode(0, &encode_status(Say, long).unwrap()).unwrap();
+            let kind = status.unwrap_err();
             assert!(matches!(&kind, ErrorKind::InvalidArgument(_)));
             assert!(kind.to_string().contains("a say message of "), "{kind}");
         }
-        let Say(told) = decode(0, &encode_status(Say, Ok("short".into())).unwrap()).unwrap();
-        assert_eq!(told.unwrap(), "short");
+        let Say(status) = decode(0, &encode_status(Say, Ok("short".into())).unwrap()).unwrap();
+        assert_eq!(status.unwrap(), "short");
     }
 
     #[test]
-    fn causes_speak_before_consequences() {
+    fn causes_come_before_consequences() {
         let lost = Error::peer_lost(vec![2], "gone").kind().clone();
         let late = Error::timeout("for it", Duration::from_secs(1), vec![1]).kind().clone();
         let cause = Error::out_of_memory("no memory").kind().clone();
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn all_are_heard_or_the_failures_are() {
+    fn all_values_are_returned_or_the_failures() {
         let full = Error::out_of_memory("no memory").kind().clone();
         assert_eq!(all_ok("commit", [Ok(3), Ok(5)]).unwrap(), [3, 5]);
         let error = all_ok("commit", [Ok(3), Err(full)]).unwrap_err();

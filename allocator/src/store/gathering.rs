@@ -1,4 +1,4 @@
-//! An all-gather under way: who has come, with what, and whether it can still succeed.
+//! A gather in progress: which ranks have come, with which parts, and whether it can still succeed.
 //!
 //! Pure bookkeeping, shared by the in-process store and the TCP server; each of them does its
 //! own waiting.
@@ -25,8 +25,8 @@ pub(crate) struct Gathering<B> {
     next_id: u32,
     /// Bytes of all distinct parts.
     bytes: usize,
-    /// Calls counted so far; once the gather has failed, `world` calls mean nobody is owed
-    /// the failure any more.
+    /// Calls counted so far. Once the gather has failed and `world` calls were made, every rank has received
+    /// the failure.
     calls: u32,
     failure: Option<ErrorKind>,
 }
@@ -46,8 +46,8 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
         }
     }
 
-    /// Takes `rank`'s part; true when it was the last one needed. An error is everyone's: the
-    /// gather has failed, and the caller tells those who wait.
+    /// Takes `rank`'s part; true if it was the last. An error concerns all ranks: the gather has failed, and
+    /// the caller passes the error to those that wait.
     pub(crate) fn arrive(&mut self, key: &str, rank: u32, world: u32, part: B) -> Result<bool> {
         self.calls = self.calls.saturating_add(1);
         if let Some(failure) = &self.failure {
@@ -130,7 +130,7 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
         error.clone()
     }
 
-    /// Marks the gather failed because ranks are gone, who will not come to hear of it.
+    /// Marks the gather failed because ranks are gone. They count as having received the failure.
     pub(crate) fn lose(&mut self, error: &Error) {
         let gone = u32::try_from(error.ranks().len()).unwrap_or(u32::MAX);
         self.calls = self.calls.saturating_add(gone);
@@ -142,7 +142,7 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
         matches!(&self.failure, Some(ErrorKind::PeerLost { ranks, .. }) if ranks.contains(&rank))
     }
 
-    /// Whether nothing depends on this entry: no part is held and no failure owed.
+    /// Whether this entry is of no further use: it holds no part, and no rank has yet to receive a failure.
     pub(crate) fn is_spent(&self) -> bool {
         match self.failure {
             Some(_) => self.calls >= self.world,
@@ -158,11 +158,11 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
         self.failure.is_some()
     }
 
-    /// The ranks for which the others wait: those that never came. Ranks that came and stopped
-    /// waiting did so because of these, and are named only where there are no such ranks.
+    /// The ranks that are missing: those that never came. Ranks that came and stopped waiting did so because
+    /// of these, and are named only if there are no others.
     pub(crate) fn missing(&self) -> Vec<u32> {
-        // One walk along those that are there, which lie in order: with a look-up for every rank, a
-        // large world would spend its time here.
+        // One pass over the parts, which are in rank order: a look-up for every rank would be slow in a large
+        // world.
         let mut absent = Vec::new();
         let mut next = 0;
         for &rank in self.parts.keys() {
@@ -175,8 +175,8 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
         if never.is_empty() { left } else { never }
     }
 
-    /// Those of `ranks` that are [`missing`](Gathering::missing), at the price of asking for these alone:
-    /// it is asked at every arrival.
+    /// Those of `ranks` that are [`missing`](Gathering::missing). Its cost depends on `ranks` alone, as it is
+    /// called at every arrival.
     pub(crate) fn missing_of(&self, ranks: impl Iterator<Item = u32>) -> Vec<u32> {
         let all_came = self.parts.len() + self.withdrawn.len() >= self.world as usize;
         ranks

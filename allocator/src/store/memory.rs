@@ -1,16 +1,15 @@
 //! The store of ranks that are threads of one process.
 //!
 //! One mutex over maps. Every getter of a key and every gather has its own condition variable,
-//! so that thousands of waiting threads are woken only when what they wait for has happened. A
-//! gather's result is built once, by the last rank to come, and shared by all of them; it lives
-//! as long as somebody holds it.
+//! so that thousands of waiting threads are woken only when what they wait for has happened. The last
+//! rank to come builds the result of a gather, and all share it.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::gathering::Gathering;
 use super::traffic::Counters;
-use super::{Gathered, Store, Traffic, check_gather, check_limits, counter_sum};
+use super::{Gathered, Stop, Store, Traffic, check_gather, check_limits, counter_sum};
 use crate::{Deadline, Error, Result};
 
 /// A store inside the process. Clones are handles to the same content, each counting its own
@@ -25,7 +24,7 @@ pub struct MemoryStore {
 struct Shared {
     values: BTreeMap<String, Arc<[u8]>>,
     getters: BTreeMap<String, Getters>,
-    gathers: BTreeMap<String, Meeting>,
+    gathers: BTreeMap<String, OpenGather>,
 }
 
 /// Threads that wait for one key.
@@ -36,12 +35,12 @@ struct Getters {
 }
 
 #[derive(Debug)]
-struct Meeting {
+struct OpenGather {
     gathering: Gathering<Arc<[u8]>>,
     outcome: Arc<Outcome>,
 }
 
-/// What those who wait in a gather hold; outlives the entry in the map.
+/// What waiting ranks hold of a gather; outlives the entry in the map.
 #[derive(Debug, Default)]
 struct Outcome {
     decided: Condvar,
@@ -61,7 +60,7 @@ impl MemoryStore {
         Self::default()
     }
 
-    /// The maps. Nothing is left half changed by a panic under the lock, so poison is ignored.
+    /// Locks the maps. A panic under the lock leaves nothing half changed, so poison is ignored.
     fn lock(&self) -> MutexGuard<'_, Shared> {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -158,28 +157,30 @@ impl Store for MemoryStore {
         Ok(self.lock().values.remove(key).is_some())
     }
 
-    fn all_gather(
+    /// Does not call `stop`.
+    fn all_gather_until(
         &self,
         key: &str,
         rank: u32,
         world: u32,
         value: &[u8],
         deadline: Deadline,
+        _stop: Option<Stop<'_>>,
     ) -> Result<Gathered> {
         check_gather(key, rank, world, value)?;
         self.counters.asked(key.len() + value.len());
         let mut guard = self.lock();
         let shared = &mut *guard;
-        let meeting = shared.gathers.entry(key.to_owned()).or_insert_with(|| Meeting {
+        let open = shared.gathers.entry(key.to_owned()).or_insert_with(|| OpenGather {
             gathering: Gathering::new(world),
             outcome: Arc::default(),
         });
-        let outcome = meeting.outcome.clone();
-        match meeting.gathering.arrive(key, rank, world, value.into()) {
+        let outcome = open.outcome.clone();
+        match open.gathering.arrive(key, rank, world, value.into()) {
             Ok(false) => {}
             Ok(true) => {
-                if let Some(meeting) = shared.gathers.remove(key) {
-                    let (distinct, which) = meeting.gathering.finish();
+                if let Some(open) = shared.gathers.remove(key) {
+                    let (distinct, which) = open.gathering.finish();
                     let gathered = Gathered::from_distinct(distinct, which)
                         .expect("a finished gather has a part for every rank");
                     let bytes = gathered.payload_bytes();
@@ -188,7 +189,7 @@ impl Store for MemoryStore {
                 }
             }
             Err(error) => {
-                if meeting.gathering.is_spent() {
+                if open.gathering.is_spent() {
                     shared.gathers.remove(key);
                 }
                 outcome.result.get_or_init(|| Err(error));
@@ -197,11 +198,11 @@ impl Store for MemoryStore {
         }
         while outcome.result.get().is_none() {
             if deadline.expired() {
-                // Nobody decided, so the entry is still there, and still this gather's.
-                let Some(meeting) = guard.gathers.get_mut(key) else { break };
-                let missing = meeting.gathering.missing();
-                meeting.gathering.withdraw(rank);
-                if meeting.gathering.is_spent() {
+                // There is no outcome yet, so the entry is still that of this gather.
+                let Some(open) = guard.gathers.get_mut(key) else { break };
+                let missing = open.gathering.missing();
+                open.gathering.withdraw(rank);
+                if open.gathering.is_spent() {
                     guard.gathers.remove(key);
                 }
                 return Err(Error::timeout(

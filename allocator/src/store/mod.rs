@@ -1,9 +1,8 @@
-//! Meeting points: a small key-value service through which ranks find each other.
+//! Stores: a small key-value service through which ranks find each other.
 //!
 //! A [`Store`] is needed only at rendezvous and commit, never on the path of an allocation or a
 //! collective. [`MemoryStore`] serves ranks that are threads of one process, [`FileStore`] ranks
 //! that share a filesystem, [`TcpStore`] everyone else.
-
 //!
 //! | store | a value lives in | a gather costs a rank |
 //! | --- | --- | --- |
@@ -11,10 +10,9 @@
 //! | file | a file of the directory, until deleted | one file written, `world` files read |
 //! | tcp | the server's memory, until the server is dropped | one round trip |
 //!
-//! Equal rules everywhere: a rank whose wait in [`Store::all_gather`] times out takes its part
-//! back, so that the ranks that come later are told who is missing instead of going on without
-//! it; two ranks that use one number, or disagree about the world, make the gather an error for
-//! everyone in it.
+//! All stores keep these rules: a rank whose wait in [`Store::all_gather`] times out takes its part
+//! back, so that ranks that come later get an error that names it instead of going on without it; two
+//! ranks with the same number, or with different world sizes, make the gather an error for all its ranks.
 
 mod file;
 mod gathered;
@@ -33,10 +31,10 @@ use std::time::Duration;
 
 use crate::{Deadline, Error, Result};
 
-/// Says whether a rank that waits is to stop.
+/// Says whether a waiting rank is to stop.
 pub(crate) type Stop<'a> = &'a dyn Fn() -> bool;
 
-/// How often a rank that waits asks whether it is to stop.
+/// How often a waiting rank asks whether it is to stop.
 pub(crate) const ASK_EVERY: Duration = Duration::from_secs(1);
 
 /// The longest key a store takes, in bytes.
@@ -52,8 +50,8 @@ pub const MAX_WORLD: u32 = 65_536;
 /// The most bytes the distinct parts of one gather may have together.
 pub const MAX_GATHERED: usize = 256 << 20;
 
-/// A key-value meeting point. Implementations are thread safe; calls may block until their
-/// deadline and return [`Error::is_timeout`] errors that name missing ranks where ranks are
+/// A key-value store. Implementations are thread safe; calls may block until their deadline and
+/// return [`Error::is_timeout`] errors that name missing ranks where ranks are
 /// known.
 ///
 /// Keys are at most [`MAX_KEY`] bytes of UTF-8, values at most [`MAX_VALUE`] bytes; more is
@@ -81,9 +79,8 @@ pub trait Store: Send + Sync {
     /// every rank of the gather ([`Error::is_diverged`]). Ranks are below `world`, worlds at most
     /// [`MAX_WORLD`], and the distinct parts at most [`MAX_GATHERED`] bytes together.
     ///
-    /// This default is made of [`set`](Store::set) and [`get`](Store::get): it costs `world`
-    /// round trips, leaves its keys behind and does not notice two ranks with one number. Stores
-    /// that can do better should.
+    /// Stores implement [`all_gather_until`](Store::all_gather_until), of which this is the form that
+    /// nothing stops.
     fn all_gather(
         &self,
         key: &str,
@@ -92,6 +89,27 @@ pub trait Store: Send + Sync {
         value: &[u8],
         deadline: Deadline,
     ) -> Result<Gathered> {
+        self.all_gather_until(key, rank, world, value, deadline, None)
+    }
+
+    /// [`all_gather`](Store::all_gather) for a rank that may be interrupted: once `stop`, which the
+    /// thread that waits calls about once a second, returns true, the rank's part is taken back as after
+    /// a timeout, and the error is [`Error::is_invalid_state`] and names the ranks that are missing. If
+    /// the gather is complete by then, it succeeds.
+    ///
+    /// This default is made of [`set`](Store::set) and [`get`](Store::get): it costs `world` round trips,
+    /// leaves its keys behind, does not notice two ranks with one number and does not call `stop`. Stores
+    /// that can do better should.
+    fn all_gather_until(
+        &self,
+        key: &str,
+        rank: u32,
+        world: u32,
+        value: &[u8],
+        deadline: Deadline,
+        stop: Option<&dyn Fn() -> bool>,
+    ) -> Result<Gathered> {
+        let _ = stop;
         check_gather(key, rank, world, value)?;
         let own = format!("{key}/{rank}");
         self.set(&own, value, deadline)?;
@@ -107,30 +125,11 @@ pub trait Store: Send + Sync {
         if missing.is_empty() {
             Ok(Gathered::from_parts(parts))
         } else {
-            // Else a second try would hand this part to those who come before the new one. The
-            // deadline is over, and this is worth a moment more.
+            // Otherwise a second attempt would leave this part to ranks that come before the new one is
+            // there. It is worth a moment beyond the deadline.
             let _ = self.delete(&own, Deadline::seconds(1));
             Err(Error::timeout(format!("in all_gather {key:?}"), deadline.budget(), missing))
         }
-    }
-
-    /// [`all_gather`](Store::all_gather) for a rank that may be told to stop: once `stop`, which the
-    /// thread that waits asks about once a second, returns true, the rank's part is taken back as after
-    /// a timeout, and the error is [`Error::is_invalid_state`] and names the ranks that are missing. If
-    /// the gather was over by then, it has succeeded.
-    ///
-    /// This default does not ask.
-    fn all_gather_until(
-        &self,
-        key: &str,
-        rank: u32,
-        world: u32,
-        value: &[u8],
-        deadline: Deadline,
-        stop: &dyn Fn() -> bool,
-    ) -> Result<Gathered> {
-        let _ = stop;
-        self.all_gather(key, rank, world, value, deadline)
     }
 
     /// How this store was used, for those that count.
@@ -156,7 +155,7 @@ pub(crate) fn check_limits(key: &str, value: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Refuses gathers that cannot be: no ranks, too many, or a rank outside the world.
+/// Refuses gathers that make no sense: no ranks, too many, or a rank outside the world.
 pub(crate) fn check_gather(key: &str, rank: u32, world: u32, value: &[u8]) -> Result<()> {
     check_limits(key, value)?;
     if world == 0 || world > MAX_WORLD {

@@ -1,5 +1,5 @@
-//! The shape of a set of links, and nothing of where it was read. No clock, device or rank number
-//! takes part: consistent relabelling of ranks does not change the class.
+//! The links between ranks, and the class of shape that they form, however they were read. Consistent
+//! renumbering of the ranks does not change the class.
 
 use std::fmt;
 
@@ -14,9 +14,9 @@ pub enum Link {
     NvLink(u32),
     /// NVSwitches, to which each of the two devices has at least this many links.
     NvSwitch(u32),
-    /// No NVLink: PCI Express, or whatever joins the sockets.
+    /// No NVLink: PCI Express, or the link between CPU sockets.
     Pci,
-    /// Could not be found out.
+    /// It could not be determined.
     Unknown,
 }
 
@@ -93,13 +93,13 @@ impl LinkMatrix {
     }
 }
 
-/// The classes of shape that algorithms choose by.
+/// The classes of shape by which algorithms are chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Mesh {
     /// Every rank reaches every other without passing through a third.
     FullyConnected {
-        /// The fewest links between any two; 0 where no pair has a wire between (one rank, one
-        /// device, host memory).
+        /// The fewest links between any two; 0 if no pair is connected by a wire (one rank, one device, host
+        /// memory).
         links: u32,
     },
     /// Eight devices in two fully connected quads, each device linked to its counterpart in the
@@ -107,7 +107,7 @@ pub enum Mesh {
     HybridCubeMesh,
     /// Some ranks reach each other only by PCI Express or through a third.
     Other,
-    /// The links could not be found out.
+    /// The links could not be determined.
     Unknown,
 }
 

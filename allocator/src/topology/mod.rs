@@ -1,4 +1,4 @@
-//! How the devices of a group are linked, as algorithms want to know it.
+//! How the devices of a group are linked, for the choice of algorithms.
 //!
 //! [`Topology::detect`] reads links (NVML, `nvml.rs`), [`classify`] names their shape (`links.rs`,
 //! pure). Ranks compare topologies at rendezvous: an algorithm chosen by one must be chosen by
@@ -37,20 +37,20 @@ impl Topology {
         Self { world, links: Links::Local }
     }
 
-    /// Ranks of whose links nothing is known.
+    /// Ranks whose links are not known.
     pub fn unknown(world: u32) -> Self {
         Self { world, links: Links::Unknown }
     }
 
-    /// Links read elsewhere.
+    /// Links that the caller gives.
     pub fn from_matrix(matrix: LinkMatrix) -> Self {
         Self { world: matrix.world(), links: Links::Matrix(matrix) }
     }
 
     /// Finds out how `devices`, in rank order, are linked.
     ///
-    /// Without NVML, and where a device is not of this host, the topology is unknown; that is no
-    /// error. So is that of drivers which are not symmpool's own.
+    /// Without NVML, and if a device does not belong to this host, the topology is unknown, which is no error.
+    /// It is also unknown for drivers that are not symmpool's own.
     ///
     /// # Errors
     ///
@@ -117,7 +117,7 @@ impl Topology {
     }
 }
 
-/// A matrix as people read it, ranks down and across, and its class.
+/// The matrix as a table, with ranks as rows and columns, and its class.
 impl fmt::Display for Topology {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Links::Matrix(matrix) = &self.links {

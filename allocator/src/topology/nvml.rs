@@ -8,7 +8,7 @@ use nvml_wrapper::error::NvmlError;
 
 use super::links::{Link, LinkMatrix};
 
-/// More links than any device has; asking stops at the first that NVML refuses to know.
+/// More links than any device has; reading stops at the first that NVML does not know.
 const LINKS: u32 = 64;
 
 /// The library that [`Nvml::init`] opens on Linux.
@@ -31,8 +31,8 @@ struct Ends {
     ends: Vec<End>,
 }
 
-/// The links between the devices with these UUIDs, in rank order. The error says what NVML, or its
-/// absence, stood in the way.
+/// The links between the devices with these UUIDs, in rank order. The error names what failed in NVML, or
+/// that it is missing.
 pub(super) fn read(uuids: &[&str]) -> Result<LinkMatrix, String> {
     let nvml = Nvml::init().map_err(|error| format!("NVML ({LIBRARY}): {error}"))?;
     let kinds = RemoteKind::load();
@@ -47,7 +47,7 @@ pub(super) fn read(uuids: &[&str]) -> Result<LinkMatrix, String> {
     Ok(LinkMatrix::from_fn(world, |a, b| join(&devices[a as usize], &devices[b as usize])))
 }
 
-/// What lies between two devices. Where one sees fewer links than the other, the fewer count.
+/// The link between two devices. If they see different numbers of links, the smaller number counts.
 fn join(a: &Ends, b: &Ends) -> Link {
     if a.address == b.address {
         return Link::Local;
@@ -87,7 +87,8 @@ fn ends(
     Ok(Ends { address: (pci.domain, pci.bus, pci.device), ends })
 }
 
-/// The far end of a link: from what NVML calls it, else from whether its address is a device's.
+/// The far end of a link: by the type that NVML reports, otherwise by whether its address is that of a
+/// device.
 fn end(kind: Option<c_uint>, remote: Option<PciAddress>, known: &[PciAddress]) -> Option<End> {
     match (kind, remote) {
         (Some(RemoteKind::SWITCH), _) => Some(End::Switch),
@@ -96,7 +97,7 @@ fn end(kind: Option<c_uint>, remote: Option<PciAddress>, known: &[PciAddress]) -
             Some(End::Device(remote))
         }
         (None | Some(RemoteKind::UNKNOWN), Some(_)) => Some(End::Switch),
-        // A link to something else (a CPU), or to nobody knows what.
+        // A link to something else (a CPU), or to something unknown.
         _ => None,
     }
 }

@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use super::{Op, Trace};
-use crate::testing::Random;
+use crate::testing::SplitMix64;
 use crate::{Error, Result};
 
 /// About how many blocks a random trace keeps alive.
@@ -20,7 +20,7 @@ impl Trace {
     /// four streams, sizes from 1 byte to 64 MiB (each power of two equally often), a commit about every 1,000
     /// events, and about 2,000 blocks in use.
     pub fn synthetic(events: usize, seed: u64) -> Self {
-        let mut random = Random::new(seed, 0);
+        let mut random = SplitMix64::for_participant(seed, 0);
         let mut trace = Self::default();
         trace.ops.reserve(events);
         let mut live: Vec<(u32, u64)> = Vec::new();

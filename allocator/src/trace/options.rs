@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::driver::{Driver, HostDriver, HostOptions, Reservation};
 use crate::lane::{LaneConfig, WindowPolicy};
-use crate::testing::Random;
+use crate::testing::SplitMix64;
 use crate::{Error, Result};
 
 /// Name of the lane that a trace is replayed in.
@@ -105,7 +105,8 @@ impl ReplayOptions {
 
     /// The driver of one rank, and a reservation that moves its heap to other addresses while it exists.
     pub(super) fn driver_of(&self, rank: u32) -> Result<(Driver, Option<Reservation>)> {
-        let random = self.address_seed.map(|seed| Random::new(seed, u64::from(rank)));
+        let random =
+            self.address_seed.map(|seed| SplitMix64::for_participant(seed, u64::from(rank)));
         match (self.driver, random) {
             (ReplayDriver::Sim, None) => Ok((Driver::sim(0), None)),
             (ReplayDriver::Sim, Some(mut random)) => Ok((Driver::sim(random.next()), None)),

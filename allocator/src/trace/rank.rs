@@ -7,7 +7,7 @@ use super::{Op, ReplayOptions, Trace, Unordered};
 use crate::driver::Stream;
 use crate::lane::{Digest, UNIT};
 use crate::pool::{Block, Lane};
-use crate::testing::Random;
+use crate::testing::SplitMix64;
 use crate::{Error, Group, Pool, Result};
 
 /// Rank 0 reports its progress after every so many events.
@@ -79,7 +79,7 @@ struct Player<'a> {
     unordered: Unordered,
     /// Blocks that the trace has freed without order, and that this rank will free later.
     pending: Vec<Block<u8>>,
-    random: Random,
+    random: SplitMix64,
     /// Number of the current operation.
     event: u64,
     peak_segments: u64,
@@ -88,7 +88,7 @@ struct Player<'a> {
 impl<'a> Player<'a> {
     fn new(pool: &'a Pool, lane: Lane, trace: &'a Trace, options: &ReplayOptions) -> Self {
         let rank = u64::from(pool.rank());
-        let mut handles = Random::new(options.address_seed.unwrap_or(0), rank);
+        let mut handles = SplitMix64::for_participant(options.address_seed.unwrap_or(0), rank);
         let streams = (0..64).map(|ordinal| Stream::numbered(handles.next() & !63 | ordinal));
         let seed = match options.unordered {
             Unordered::AsTraced => 0,
@@ -103,7 +103,7 @@ impl<'a> Player<'a> {
             blocks: (0..trace.slots()).map(|_| None).collect(),
             unordered: options.unordered,
             pending: Vec::new(),
-            random: Random::new(seed, rank),
+            random: SplitMix64::for_participant(seed, rank),
             event: 0,
             peak_segments: 0,
         }

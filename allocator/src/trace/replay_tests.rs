@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::driver::Stream;
 use crate::lane::{BlockKey, LaneEvent, LaneState, NoBacking, Request, WindowPolicy};
-use crate::testing::Random;
+use crate::testing::SplitMix64;
 
 fn open(name: &str) -> Trace {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/traces");
@@ -165,7 +165,7 @@ fn expected_counter(trace: &Trace, skip: usize) -> Option<u64> {
 #[test]
 fn every_rank_learns_where_one_of_them_diverged() {
     let trace = Trace::synthetic(4_000, 33);
-    let mut random = Random::new(1, 2);
+    let mut random = SplitMix64::for_participant(1, 2);
     let mut located = 0;
     for round in 0..60 {
         let skip = random.below(trace.ops().len() as u64);

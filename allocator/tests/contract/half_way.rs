@@ -53,13 +53,14 @@ impl Store for Failing {
         self.inner.delete(key, deadline)
     }
 
-    fn all_gather(
+    fn all_gather_until(
         &self,
         key: &str,
         rank: u32,
         world: u32,
         value: &[u8],
         deadline: Deadline,
+        _stop: Option<&dyn Fn() -> bool>,
     ) -> Result<Gathered> {
         let when = {
             let mut next = self.next.lock().unwrap();

@@ -1,11 +1,12 @@
 //! Running ranks, and the kinds of memory that they use.
 
-use std::thread;
 use std::time::Duration;
 
 use symmpool_allocator::driver::{
     DeviceIdentity, DriverWrapper, Exported, MemoryDriver, Physical, SimDriver, Transport,
 };
+pub(crate) use symmpool_allocator::testing::on_each as each;
+use symmpool_allocator::testing::on_ranks;
 use symmpool_allocator::{Driver, Error, Group, Result};
 
 /// The timeout of ranks in tests where none should be reached.
@@ -13,22 +14,7 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Runs `body` as every rank of a group of `world`; returns their results in rank order.
 pub(crate) fn ranks<R: Send>(world: u32, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
-    let groups = Group::in_process(world).expect("a small group");
-    let groups = groups.into_iter().map(|group| group.with_timeout(PATIENCE));
-    each(groups, body)
-}
-
-/// Runs `body` for each of `items`, on a thread each; returns the results in order.
-pub(crate) fn each<T: Send, R: Send>(
-    items: impl IntoIterator<Item = T>,
-    body: impl Fn(T) -> R + Sync,
-) -> Vec<R> {
-    let body = &body;
-    thread::scope(|scope| {
-        let threads: Vec<_> =
-            items.into_iter().map(|item| scope.spawn(move || body(item))).collect();
-        threads.into_iter().map(|thread| thread.join().expect("a rank panicked")).collect()
-    })
+    on_ranks(world, |group| body(group.with_timeout(PATIENCE)))
 }
 
 /// Asserts that all errors are the same, except for the rank and commit that they name; returns the first.

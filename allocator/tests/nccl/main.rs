@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use libloading::os::unix::{Library, RTLD_NOW, Symbol};
 use symmpool_allocator::lane::{LaneConfig, WindowPolicy};
+use symmpool_allocator::testing::on_each;
 use symmpool_allocator::{Driver, Error, Group, Pool, Result};
 
 const WORLD: u32 = 2;
@@ -109,12 +110,7 @@ fn pools_that_wait(policy: WindowPolicy, timeout: Duration) -> Vec<Pool> {
 
 /// Calls `body` for every rank's pool, on a thread each.
 fn each<R: Send>(pools: &[Pool], body: impl Fn(&Pool, u32) -> R + Sync) -> Vec<R> {
-    thread::scope(|scope| {
-        let body = &body;
-        let ranks: Vec<_> =
-            pools.iter().map(|pool| scope.spawn(move || body(pool, pool.rank()))).collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-    })
+    on_each(pools, |pool| body(pool, pool.rank()))
 }
 
 fn register(pools: &[Pool], comms: &[Comm]) -> Vec<Result<u64>> {

@@ -1,6 +1,7 @@
 //! Who sends how much to whom, for all-to-alls of uneven parts: the same on every rank.
 
 use clap::ValueEnum;
+use symmpool_allocator::testing::SplitMix64;
 
 /// Experts a rank, to how many of which a token goes, and tokens a rank, in `Moe`.
 const EXPERTS: usize = 8;
@@ -59,14 +60,15 @@ fn moe(world: usize) -> Vec<Vec<f64>> {
     let experts = world * EXPERTS;
     // Popular ones anywhere.
     let mut order: Vec<usize> = (0..experts).collect();
-    order.sort_by_key(|expert| random(1, *expert as u64));
+    order.sort_by_key(|expert| SplitMix64::at(1 << 40, *expert as u64));
     let row = |from: usize| {
         let mut row = vec![0.0; world];
         for token in 0..TOKENS {
             // The largest of random numbers, each to the power of one by its weight: several drawn
             // without putting back.
             let key = |expert: usize| {
-                let number = random(2 + from as u64, token * experts as u64 + expert as u64);
+                let number =
+                    SplitMix64::at((2 + from as u64) << 40, token * experts as u64 + expert as u64);
                 let uniform = (number >> 11) as f64 / (1_u64 << 53) as f64;
                 uniform.powf((order[expert] + 1) as f64)
             };
@@ -83,12 +85,4 @@ fn moe(world: usize) -> Vec<Vec<f64>> {
         row
     };
     (0..world).map(row).collect()
-}
-
-/// A stateless generator.
-fn random(seed: u64, index: u64) -> u64 {
-    let mut z = (seed << 40).wrapping_add(index.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }

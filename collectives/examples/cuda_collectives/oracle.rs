@@ -1,14 +1,12 @@
 //! The expected results of collectives, computed by the CPU from the data of every rank, element by element.
 
 use half::{bf16, f16};
+use symmpool_allocator::testing::SplitMix64;
 use symmpool_collectives::{DType, F8E4m3, F8E5m2, ReduceOp};
 
 /// A stateless generator: the same numbers on every rank.
 pub(crate) fn random(seed: u64, index: u64) -> u64 {
-    let mut z = seed.wrapping_add(index.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
+    SplitMix64::at(seed, index)
 }
 
 /// Elements of a rank: integers of any value, floats of both signs near one, and sometimes

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, OFlags, Stat};
 use rustix::io::Errno;
-use rustix::rand::GetRandomFlags;
+use symmpool_allocator::random_bytes;
 
 const MAGIC: &[u8; 8] = b"symmjit1";
 const HASH: usize = blake3::OUT_LEN;
@@ -139,9 +139,7 @@ impl Cache {
     }
 
     fn store(&self, key: Key, entry: &Entry) -> Result<(), String> {
-        let mut random = [0; 8];
-        rustix::rand::getrandom(&mut random, GetRandomFlags::empty())
-            .map_err(|error| error.to_string())?;
+        let random = random_bytes().map_err(|error| error.to_string())?;
         let name = file_name(key);
         let temporary = format!("{name}.{:016x}", u64::from_le_bytes(random));
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;

@@ -8,6 +8,7 @@ use half::{bf16, f16};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mprotect, munmap};
 use symmpool_allocator::HeapLayout;
+use symmpool_allocator::testing::SplitMix64;
 use symmpool_allocator::topology::Topology;
 use symmpool_collectives::{Element, F8E4m3, F8E5m2, HostEngine, HostOptions, Place, ReduceOp};
 
@@ -196,10 +197,7 @@ impl Buffer {
 
 /// Numbers that look random and are the same for everyone who asks.
 pub(crate) fn noise(seed: u64, index: u64) -> u64 {
-    let mut x = (seed << 32) ^ index ^ 0x9e37_79b9_7f4a_7c15;
-    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
+    SplitMix64::at(seed << 32, index)
 }
 
 /// What reductions must give, computed one element at a time, in rank order.

@@ -3,13 +3,13 @@
 
 mod contract;
 
-use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
-use symmpool_allocator::{Block, Driver, Group, Pool, Stream};
+use symmpool_allocator::testing::on_ranks;
+use symmpool_allocator::{Block, Driver, Pool, Stream};
 use symmpool_collectives::{
     Communicator, DType, Element, RowExchange, RowLayout, RowShape, RowsAt,
 };
@@ -18,23 +18,10 @@ const STREAM: &Stream = &Stream::DEFAULT;
 
 /// Runs `body` as every rank; a panic of one is that of the test.
 fn ranks(world: usize, body: impl Fn(&Pool, &Communicator) + Sync) {
-    thread::scope(|scope| {
-        let all: Vec<_> = Group::in_process(world as u32)
-            .expect("a small group")
-            .into_iter()
-            .map(|group| {
-                let body = &body;
-                scope.spawn(move || {
-                    let group = group.with_timeout(Duration::from_secs(20));
-                    let pool = Pool::builder(group).driver(Driver::host().unwrap());
-                    let pool = pool.build().unwrap();
-                    body(&pool, &Communicator::new(&pool).unwrap());
-                })
-            })
-            .collect();
-        for rank in all {
-            rank.join().unwrap_or_else(|panic| resume_unwind(panic));
-        }
+    on_ranks(world as u32, |group| {
+        let group = group.with_timeout(Duration::from_secs(20));
+        let pool = Pool::builder(group).driver(Driver::host().unwrap()).build().unwrap();
+        body(&pool, &Communicator::new(&pool).unwrap());
     });
 }
 

@@ -7,7 +7,7 @@ use super::{Driver, create, reserve};
 use crate::driver::{Exported, Reservation};
 use crate::{Error, Result};
 
-/// Fails unless the call was refused as nonsense.
+/// Panics unless the call was refused with `is_invalid_argument`.
 fn refused<T>(what: &str, result: Result<T>) {
     match result {
         Ok(_) => panic!("{what}: accepted"),
@@ -15,10 +15,10 @@ fn refused<T>(what: &str, result: Result<T>) {
     }
 }
 
-/// As [`refused`], for sizes so large that a driver may also call them too much.
+/// As [`refused`], for sizes so large that a driver may also report that it is out of memory.
 fn refused_or_too_much<T>(what: &str, result: Result<T>) {
-    let told = |e: &Error| e.is_invalid_argument() || e.is_out_of_memory();
-    assert!(result.as_ref().is_err_and(told), "{what}: {:?}", result.err());
+    let expected = |e: &Error| e.is_invalid_argument() || e.is_out_of_memory();
+    assert!(result.as_ref().is_err_and(expected), "{what}: {:?}", result.err());
 }
 
 pub(super) fn sizes(driver: &Driver) {
@@ -67,7 +67,7 @@ pub(super) fn ranges(driver: &Driver) {
         refused("unmap what was not mapped so", driver.unmap(&range, offset, bytes));
     }
     check_contents(driver, range.base() + at, bytes, 9);
-    // Right beside it there is room.
+    // There is room right next to it.
     driver.map(&range, at - bytes, &physical).expect("room before");
     driver.map(&range, at + bytes, &physical).expect("room after");
     for offset in [at - bytes, at, at + bytes] {
@@ -79,7 +79,7 @@ pub(super) fn ranges(driver: &Driver) {
     driver.unreserve(range).expect("nothing is mapped");
 }
 
-/// Reservations and handles that the driver never gave.
+/// Reservations and handles that the driver has not made.
 pub(super) fn strangers(driver: &Driver) {
     let unit = driver.granularity();
     let range = reserve(driver, 4);
@@ -110,7 +110,7 @@ pub(super) fn strangers(driver: &Driver) {
     driver.unreserve(range).expect("nothing is mapped");
 }
 
-/// A reservation with something in it cannot be given back, and nothing happens to it.
+/// A reservation in which something is mapped cannot be given back, and stays as it is.
 pub(super) fn giving_back_too_early(driver: &Driver) {
     let unit = driver.granularity();
     let range = reserve(driver, 4);

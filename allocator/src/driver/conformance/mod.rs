@@ -1,10 +1,8 @@
 //! What every driver must do, as one test suite.
 //!
-//! Run [`conformance`] against a driver and it holds what the rest of symmpool builds on. Drivers
-//! whose memory the CPU can reach are also checked for what is in that memory. The suite gives
-//! everything back that it takes, so the driver's own leak checks can follow it.
-//!
-//! It panics at the first broken rule, as tests do.
+//! A driver that passes [`conformance`] does what the rest of symmpool relies on. For drivers whose memory
+//! the CPU can reach, the contents of memory are checked as well. The suite gives everything back that it
+//! takes, so a driver's own leak checks can follow it. It panics at the first broken rule.
 
 pub(super) mod memory;
 mod misuse;
@@ -213,7 +211,7 @@ fn sharing(owner: &Driver, peer: &Driver) {
     peer.unreserve(theirs).expect("nothing is mapped");
 }
 
-/// Any thread may call; here each works in a part of one reservation.
+/// Any thread may call; here each uses a part of one reservation.
 fn several_threads(driver: &Driver) {
     let unit = driver.granularity();
     let range = reserve(driver, 4);

@@ -1,5 +1,5 @@
-//! The calls about memory, one CUDA call a function: sizes and errors in our terms, and nothing
-//! remembered.
+//! The calls that manage memory, one CUDA call in each function: they convert sizes and errors, and keep no
+//! state.
 #![allow(unsafe_code)] // FFI: the calls that manage memory.
 
 use std::ffi::{CStr, c_int, c_uint, c_void};
@@ -52,7 +52,7 @@ pub(super) fn create(api: &Api, bytes: u64, prop: &AllocationProp) -> Result<u64
         Some((free, total)) => format!("{free} of {total} bytes are free"),
         None => "how much is free is unknown".to_owned(),
     };
-    // More than the device has is out of memory, whatever a driver calls it.
+    // A request larger than the device's memory is out of memory, whatever the error code is.
     let too_large = info.is_some_and(|(_, total)| bytes > total);
     if code.is_out_of_memory() || too_large {
         return Err(Error::out_of_memory(format!(
@@ -132,8 +132,8 @@ fn imported(api: &Api, code: Code, handle: u64, bytes: u64) -> Result<u64> {
     Ok(handle)
 }
 
-/// Reserves a range in which `bytes` bytes begin at a multiple of `align`: as large as asked where
-/// CUDA aligns it, larger by `align` where it does not (large alignments).
+/// Reserves a range in which `bytes` bytes begin at a multiple of `align`; returns its base and length. If
+/// CUDA does not align it (large alignments), it is larger by `align`.
 pub(super) fn reserve_aligned(api: &Api, bytes: u64, align: u64) -> Result<(u64, u64)> {
     let first = address_reserve(api, bytes, align);
     if let Ok(base) = first {
@@ -156,8 +156,7 @@ fn address_reserve(api: &Api, bytes: u64, align: u64) -> Result<u64> {
     let (length, alignment) = (size(bytes)?, size(align)?);
     // SAFETY: writes one address through a valid pointer; address 0 lets CUDA choose.
     let code = unsafe { (api.address_reserve)(&raw mut base, length, alignment, 0, 0) };
-    // Sizes and alignments that make no sense were refused before: what CUDA calls invalid here
-    // is too large for it.
+    // Invalid sizes and alignments were refused before, so what CUDA calls invalid here is too large for it.
     if code.is_out_of_memory() || code.is_invalid_value() {
         return Err(no_addresses(bytes, align, &api.describe(code)));
     }
@@ -195,7 +194,7 @@ pub(super) fn unmap(api: &Api, address: u64, bytes: u64) -> Result<()> {
     api.check(code, || format!("unmapping {bytes} bytes at {address:#x}"))
 }
 
-/// A handle to what is mapped at an address, held once more.
+/// Another reference to the allocation that is mapped at an address.
 pub(super) fn retain(api: &Api, address: u64) -> Result<u64> {
     let mut handle = 0;
     // SAFETY: something is mapped there, which `Mappings` has checked; writes one handle through a valid

@@ -43,9 +43,9 @@ impl Context {
         Ok(Entered { api: self.api, pushed: true, on_this_thread: PhantomData })
     }
 
-    /// As [`enter`](Context::enter), for calls that manage memory: they also work while this
-    /// thread captures a graph. They have no place in the order of any stream, so the capture
-    /// loses nothing; in the default capture mode CUDA would refuse them and spoil the capture.
+    /// As [`enter`](Context::enter), for calls that manage memory: they also work while this thread captures
+    /// a graph. They are not part of any stream, so nothing is missing in the capture; in the default capture
+    /// mode CUDA would refuse them and invalidate the capture.
     pub(super) fn enter_for_memory(&self) -> Result<(Relaxed, Entered<'_>)> {
         let entered = self.enter()?;
         let relaxed = Relaxed::start(self.api)?;

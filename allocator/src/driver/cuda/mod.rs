@@ -78,9 +78,9 @@ pub struct CudaDriver {
     prop: AllocationProp,
     transport: Transport,
     memory: Memory,
-    /// Events not given back yet, and which capture each is part of.
+    /// Events that are not given back yet, and the capture that each is part of.
     events: Mutex<BTreeMap<u64, CaptureId>>,
-    /// Last, so that it outlives what is made in it. A thread that waits for the device has it, too.
+    /// Last, so that it outlives what is made in it. Shared with threads that wait for the device.
     context: Arc<Context>,
 }
 
@@ -95,14 +95,14 @@ impl CudaDriver {
         Self::with_options(ordinal, CudaOptions::default())
     }
 
-    /// The device whose ordinal is in `LOCAL_RANK`, or device 0 where that is not set. Where each
-    /// process is shown one device only (`CUDA_VISIBLE_DEVICES`), use `new(0)` in its place.
+    /// The device whose ordinal is in `LOCAL_RANK`, or device 0 if that is not set. If each process sees only
+    /// one device (`CUDA_VISIBLE_DEVICES`), use `new(0)` instead.
     ///
     /// # Errors
     ///
     /// As for [`new`](Self::new); `is_invalid_argument` also when `LOCAL_RANK` is no number.
     pub fn from_env() -> Result<Self> {
-        // Whether there is CUDA at all comes first: on a machine without, nobody reads LOCAL_RANK.
+        // Without CUDA this is `is_unsupported`, whatever LOCAL_RANK holds.
         Api::get()?;
         let set = std::env::var_os(LOCAL_RANK);
         Self::new(ordinal_from(set.as_deref().map(|set| set.to_string_lossy()).as_deref())?)
@@ -132,7 +132,7 @@ impl CudaDriver {
         probe::device_count(Api::get()?)
     }
 
-    /// What was found out about the device.
+    /// The properties of the device.
     pub fn facts(&self) -> &CudaFacts {
         &self.facts
     }
@@ -144,15 +144,15 @@ impl CudaDriver {
         work()
     }
 
-    /// As [`with_context`](Self::with_context), for calls that have no place in the order of any
-    /// stream (loading code, making memory): they also work while this thread captures a graph.
+    /// As [`with_context`](Self::with_context), for calls that are not part of any stream (loading code,
+    /// making memory): they also work while this thread captures a graph.
     pub fn with_context_unordered<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let _current = self.context.enter_for_memory()?;
         work()
     }
 
-    /// The address of a function of the CUDA driver library, for functions that this crate does
-    /// not call. `is_unsupported` without a library, or where it lacks the function.
+    /// The address of a function of the CUDA driver library, for functions that this crate does not call.
+    /// `is_unsupported` without a library, or if the library lacks the function.
     pub fn function(name: &str) -> Result<NonNull<c_void>> {
         Api::get()?;
         api::function(name)
@@ -324,8 +324,8 @@ unsafe impl MemoryDriver for CudaDriver {
     }
 
     fn wait_event(&self, stream: Stream, event: &Event) -> Result<()> {
-        // Not under the lock: the call may block until the device makes room, and another thread
-        // may have to record an event for that. The borrow keeps this event from being released.
+        // Not under the lock: the call may block until the device's queue has room, and another thread may
+        // have to record an event for that. The borrow keeps this event from being released.
         let capture = self.check_event(event)?;
         stream::wait(&self.context, stream, event.raw(), capture)
     }
@@ -361,8 +361,7 @@ impl Drop for CudaDriver {
         for event in events.into_keys() {
             stream::release(&self.context, event);
         }
-        // What is still mapped may be in use by kernels and by peers: it stays until the process
-        // ends, which is safe, rather than be pulled away.
+        // Kernels and peers may still use what is mapped, so it stays mapped until the process ends.
         let (reservations, mappings, handles) = self.memory.held();
         if reservations + mappings + handles > 0 {
             tracing::warn!(

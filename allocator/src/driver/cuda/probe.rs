@@ -1,5 +1,5 @@
-//! What a device and its driver can really do. Attributes promise more than they keep (FABRIC is
-//! advertised where creation is refused), so what matters is tried once, when a driver is made.
+//! What a device and its driver can really do. Attributes are not reliable (FABRIC is advertised where
+//! creation is refused), so what matters is tried once, when a driver is made.
 #![allow(unsafe_code)] // FFI: the queries.
 
 use std::ffi::{c_int, c_uint};
@@ -17,7 +17,7 @@ use crate::{Error, Result};
 /// Segments are at least this large: the page size that NVIDIA GPUs translate best.
 const LEAST_GRANULARITY: u64 = 2 << 20;
 
-/// What was found out about a device when its driver was made.
+/// Properties of a device, found when its driver was made.
 #[derive(Clone, Debug)]
 pub struct CudaFacts {
     /// The newest CUDA version that the installed driver serves, as CUDA writes it: 13.0 is 13000.
@@ -40,12 +40,12 @@ pub struct CudaFacts {
     pub gpu_direct_rdma: bool,
 }
 
-/// What came of trying FABRIC handles.
+/// The result of trying FABRIC handles.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fabric {
     /// The device does not claim to support them; nothing was tried.
     NotAdvertised,
-    /// The device claims to support them, but a trial failed; says how.
+    /// The device claims to support them, but a trial failed for this reason.
     Refused(String),
     /// A trial allocation was made and exported.
     Works,
@@ -144,8 +144,8 @@ struct Kind {
     rdma: bool,
 }
 
-/// The kinds that a device claims to make and other processes can map, the richest first: FABRIC
-/// before plain descriptors, and each of them with network access before without.
+/// The kinds that a device claims to make and other processes can map, in the order in which they are tried:
+/// FABRIC before plain descriptors, and each of them first with network access, then without.
 fn kinds(posix_fd: bool, fabric: bool, rdma: bool) -> Vec<Kind> {
     let plain = if posix_fd { POSIX_FD } else { 0 };
     let mut kinds = Vec::new();
@@ -179,7 +179,7 @@ fn first_granted(context: &Context, kinds: &[Kind], ordinal: u32, name: &str) ->
                 let fabric = if with_fabric { Fabric::Works } else { fabric };
                 return Ok(Found { prop, granularity, fabric, rdma });
             }
-            // A full device says nothing about what it can do.
+            // A device without free memory shows nothing about what it can do.
             Err(error) if error.is_out_of_memory() => {
                 return Err(error.context(format!("probing CUDA device {ordinal}")));
             }

@@ -16,8 +16,8 @@ use crate::{Deadline, Error, Result, blocking};
 /// `CU_STREAM_LEGACY`: the default stream by its explicit name.
 const LEGACY: Handle = 1;
 
-/// The handle of a stream, which is live, as whoever made the `Stream` of a raw handle promised. Others are
-/// refused.
+/// The handle of a stream. It is live: whoever made the `Stream` from a raw handle has promised that.
+/// Streams that were made from a number are refused.
 pub(super) fn handle(stream: Stream) -> Result<Handle> {
     if stream.is_numbered() {
         return Err(Error::invalid_argument(format!(
@@ -30,8 +30,8 @@ pub(super) fn handle(stream: Stream) -> Result<Handle> {
     Ok(stream.raw() as Handle)
 }
 
-/// How long an event from outside a capture may take to be done when a stream in the capture is to
-/// wait for it.
+/// How long an event from outside a capture may take to complete when a stream in the capture is to wait
+/// for it.
 const DONE_WITHIN: Duration = Duration::from_millis(5);
 
 /// The number of a capture, by which the driver tells captures apart. 0 stands for none.
@@ -73,10 +73,10 @@ pub(super) fn record(cx: &Context, stream: Stream) -> Result<(Event, CaptureId)>
 
 /// Makes `stream` wait for an event that the driver knows to be live, which is part of `capture`.
 ///
-/// CUDA lets nothing in a capture wait for what is outside of it, and ends a capture where that is
-/// tried. So nothing is tried: what is done need not be waited for, what is not done is an error, and
-/// the order of two graphs is that of their launches. An event that was recorded just now takes the
-/// device some microseconds, so it has [`DONE_WITHIN`].
+/// In a capture, CUDA does not allow waiting for an event from outside, and ends the capture if that is
+/// tried. So it is not tried: a complete event need not be waited for, an incomplete one is an error, and
+/// the order of two graphs is that of their launches. An event that was just recorded takes the device some
+/// microseconds, so it is given [`DONE_WITHIN`].
 pub(super) fn wait(cx: &Context, stream: Stream, event: u64, capture: CaptureId) -> Result<()> {
     let stream = handle(stream)?;
     let _current = cx.enter()?;
@@ -93,8 +93,8 @@ pub(super) fn wait(cx: &Context, stream: Stream, event: u64, capture: CaptureId)
     }
     // SAFETY: the event is live, which the driver's table says; the stream is, as `handle` says.
     let code = unsafe { (cx.api.stream_wait_event)(stream, event as Handle, 0) };
-    // What CUDA says of an event whose capture has ended: it marks a place in the graph, and there
-    // is nothing outside of that to wait for.
+    // CUDA's error for an event whose capture has ended: the event marks a place in the graph, so outside of
+    // the graph there is nothing to wait for.
     let ended = code.0 == sys::cudaError_enum::CUDA_ERROR_INVALID_VALUE as c_uint;
     if capture != 0 && waiting == 0 && ended {
         return Ok(());
@@ -111,8 +111,8 @@ fn not_done() -> Error {
     )
 }
 
-/// Whether an event that the driver knows to be live has completed. Other streams may be captured.
-/// One that is part of a capture never has: it marks a place in the graph, which may run many times.
+/// Whether an event that the driver knows to be live has completed; works while other streams are captured.
+/// An event that is part of a capture never completes: it marks a place in the graph, which may run often.
 pub(super) fn is_done(cx: &Context, event: u64, capture: CaptureId) -> Result<bool> {
     if capture != 0 {
         return Ok(false);
@@ -146,8 +146,8 @@ fn destroy(cx: &Context, event: Handle) {
 /// Waits for all work of the device's context; refused while a stream of it is being captured.
 pub(super) fn synchronize(cx: &Context) -> Result<()> {
     let _current = cx.enter()?;
-    // Where a blocking stream is being captured this question finds out and harms nothing,
-    // whereas synchronizing would fail and spoil the capture.
+    // This query finds out whether a blocking stream is being captured, without side effects; synchronizing
+    // would fail and end the capture.
     if capturing(cx, LEGACY) {
         return Err(Error::invalid_state(
             "waiting for the device while a stream is being captured; do this before or after the \
@@ -161,8 +161,8 @@ pub(super) fn synchronize(cx: &Context) -> Result<()> {
 
 /// As [`synchronize`], until `deadline`.
 ///
-/// CUDA has no question about all streams of a context that could be asked again and again, and waits
-/// for them without end: a thread waits for the device, and this one for the thread.
+/// CUDA has no query for all streams of a context that could be polled, and its wait has no deadline. So
+/// another thread waits for the device, and this one waits for that thread.
 pub(super) fn synchronize_by(cx: &Arc<Context>, deadline: Deadline) -> Result<()> {
     let waiting = cx.clone();
     let waited = blocking::within(deadline.remaining(), "a wait for the device", move || {
@@ -176,7 +176,7 @@ pub(super) fn synchronize_by(cx: &Arc<Context>, deadline: Deadline) -> Result<()
 
 /// Whether `stream` is being captured.
 pub(super) fn is_capturing(cx: &Context, stream: Stream) -> bool {
-    // What is no stream of a device is not captured.
+    // A numbered stream belongs to no device and is not captured.
     let Ok(stream) = handle(stream) else { return false };
     match cx.enter() {
         Ok(_current) => capturing(cx, stream),
@@ -192,8 +192,8 @@ fn capturing(cx: &Context, stream: Handle) -> bool {
     // SAFETY: writes one enumerator through a valid pointer; the stream is live, as `handle` says.
     let code = unsafe { (cx.api.stream_is_capturing)(stream, &raw mut status) };
     if code.0 != 0 {
-        // The default stream cannot be asked while another is captured, and says so. A broken
-        // context is not a capture: the call that follows will tell what is wrong.
+        // While another stream is captured, the query of the default stream fails with an error about the
+        // capture. Other errors come from a broken context, and the call that follows reports them.
         return code.is_capture();
     }
     status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_uint

@@ -1,5 +1,4 @@
-//! What can be said without a GPU, and what is said with one. Tests that need a device print why
-//! they did nothing where there is none.
+//! Tests without a GPU, and tests with one, which print why they are skipped where there is none.
 
 use std::ffi::c_int;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -13,7 +12,7 @@ use super::*;
 
 const MIB: u64 = 1 << 20;
 
-/// The first device, or the printed reason for doing without.
+/// The first device; without one, prints that the test is skipped.
 fn device() -> Option<CudaDriver> {
     match CudaDriver::new(0) {
         Ok(driver) => Some(driver),
@@ -174,7 +173,7 @@ fn events_order_streams_without_the_host() {
     driver.release_event(event);
 }
 
-/// Calls that an emulated device makes take long, at a test's wish.
+/// Makes calls on an emulated device stop until a test lets them go on.
 struct Emulated {
     stop: unsafe extern "C" fn(c_int, c_int) -> c_int,
     stopped: unsafe extern "C" fn(c_int) -> c_int,
@@ -237,7 +236,7 @@ fn d7_memory_is_made_and_mapped_while_another_thread_maps() {
     thread::scope(|scope| {
         let mapping = scope.spawn(|| driver.map(&range, 0, &slow));
         emulated.await_stopped(MAP);
-        let (done, told) = mpsc::channel();
+        let (done, reported) = mpsc::channel();
         let (driver, range) = (&driver, &range);
         scope.spawn(move || {
             let own = driver.create(granule).unwrap();
@@ -248,7 +247,7 @@ fn d7_memory_is_made_and_mapped_while_another_thread_maps() {
             driver.release(own).unwrap();
             done.send(()).unwrap();
         });
-        let apart = told.recv_timeout(Duration::from_secs(10));
+        let apart = reported.recv_timeout(Duration::from_secs(10));
         emulated.let_go(MAP);
         mapping.join().unwrap().unwrap();
         apart.expect("a thread waited for another's mapping");

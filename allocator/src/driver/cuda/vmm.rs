@@ -1,7 +1,7 @@
 //! Virtual memory management: reservations, allocations, mappings and handles that travel.
 //!
-//! [`Memory`] puts the calls together: it refuses misuse before CUDA sees it, and undoes what it did
-//! when a later step fails.
+//! [`Memory`] combines the calls: it refuses misuse before CUDA is called, and undoes earlier steps when a
+//! later one fails.
 #![allow(unsafe_code)] // FFI: the calls that manage memory.
 
 use std::collections::BTreeMap;
@@ -22,8 +22,8 @@ use crate::driver::{Exported, Physical, Reservation};
 use crate::sync::lock;
 use crate::{Error, Result};
 
-/// What one driver holds. Nothing is locked while CUDA is called: threads wait for each other only where
-/// CUDA makes them (rule D7).
+/// What one driver holds. Nothing is locked during CUDA calls: threads wait for each other only inside CUDA
+/// (rule D7).
 pub(super) struct Memory {
     granularity: u64,
     mappings: Mappings,
@@ -58,7 +58,7 @@ impl Memory {
         let base = reservation.base();
         self.mappings.unreserve(reservation, || {
             let _current = cx.enter_for_memory()?;
-            // Out before it is given back: from then on another may be given the same addresses.
+            // Removed before it is given back: after that, another reservation may have the same addresses.
             let given = lock(&self.ranges).remove(&base).unwrap_or((base, reservation.bytes()));
             address_free(cx.api, given.0, given.1).inspect_err(|_| {
                 lock(&self.ranges).insert(base, given);
@@ -119,7 +119,7 @@ impl Memory {
         }
     }
 
-    /// Maps, then gives access to the whole range in one call: that call costs more than mapping.
+    /// Maps all, then gives access to the whole range in one call, because that call costs more than mapping.
     pub(super) fn map_all(
         &self,
         cx: &Context,
@@ -151,7 +151,7 @@ impl Memory {
                 let undone =
                     self.mappings.unmap(reservation, at, bytes, || unmap(cx.api, base + at, bytes));
                 if let Err(undo) = undone {
-                    // CUDA goes on refusing these addresses, so nothing worse follows.
+                    // CUDA goes on refusing these addresses, so nothing else is affected.
                     return error.context(format!(
                         "mapping {bytes} bytes at {:#x}, which could not be undone ({undo})",
                         base + at
@@ -191,8 +191,8 @@ impl Memory {
 
     pub(super) fn release(&self, cx: &Context, physical: &Physical) -> Result<()> {
         let _current = cx.enter_for_memory()?;
-        // Out before it is given back: from then on CUDA may give the same handle to another.
-        self.let_go(physical)?;
+        // Removed before it is given back: after that, CUDA may give the same handle to another allocation.
+        self.drop_reference(physical)?;
         release(cx.api, physical.raw()).inspect_err(|_| {
             self.hold(physical.raw(), physical.bytes());
         })
@@ -212,8 +212,8 @@ impl Memory {
         unsafe { Physical::new(handle, bytes) }
     }
 
-    /// Holds an allocation once less.
-    fn let_go(&self, physical: &Physical) -> Result<()> {
+    /// Removes one reference to an allocation.
+    fn drop_reference(&self, physical: &Physical) -> Result<()> {
         let mut handles = lock(&self.handles);
         check_held(&handles, physical)?;
         if let Some((_, count)) = handles.get_mut(&physical.raw()) {
@@ -241,8 +241,8 @@ fn check_held(handles: &BTreeMap<u64, (u64, u32)>, physical: &Physical) -> Resul
     }
 }
 
-/// Lets the device of `cx` read and write a mapping. Says which two devices cannot reach each
-/// other, where that is why it failed.
+/// Lets the device of `cx` read and write a mapping. If that fails because two devices cannot reach each
+/// other, the error names both.
 fn allow_access(cx: &Context, address: u64, bytes: u64, handle: u64) -> Result<()> {
     let desc = AccessDesc::read_write(cx.device);
     // SAFETY: the range is mapped; reads one descriptor through a valid pointer.

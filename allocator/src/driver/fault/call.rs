@@ -135,7 +135,7 @@ impl Counts {
         self.made[Point::Step(step).index()]
     }
 
-    /// What was taken and not given back, in words; `None` if everything was.
+    /// Describes what was taken and not given back; `None` if everything was.
     pub fn leaks(&self) -> Option<String> {
         let n = |call| self.succeeded(call);
         let taken_and_returned = [

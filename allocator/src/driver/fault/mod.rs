@@ -1,7 +1,8 @@
-//! Another driver, with things going wrong as planned.
+//! Planned faults: a driver that wraps another one and fails, delays or kills its rank where a plan says.
 //!
-//! Because every rank's fate passes through its driver, wrapping it is enough to test what the
-//! others see when a rank is out of memory, slow, stuck or dead at any step.
+//! All that a rank does to memory passes through its driver, and so does every step of rendezvous and
+//! commit. Wrapping the driver is therefore enough to test what other ranks see when a rank is out of
+//! memory, slow, stuck or dead at any point.
 
 mod call;
 mod plan;
@@ -21,7 +22,7 @@ use super::{
 };
 use crate::{Deadline, Error, Result};
 
-/// Passes calls on to another driver, after what its [`FaultPlan`] has for them, and counts them.
+/// Passes calls on to another driver after the faults that its [`FaultPlan`] has for them, and counts them.
 ///
 /// Clones share the counters: keep one to look at [`counts`](FaultDriver::counts) when the other
 /// has become a [`Driver`].
@@ -43,7 +44,7 @@ impl FaultDriver {
         self.counters.snapshot()
     }
 
-    /// Does what is planned, calls, and counts success.
+    /// Applies the planned faults, calls the inner driver, and counts success.
     fn at<T>(&self, point: Point, call: impl FnOnce(&Driver) -> Result<T>) -> Result<T> {
         self.before(point, None)?;
         let done = call(&self.inner)?;
@@ -51,10 +52,10 @@ impl FaultDriver {
         Ok(done)
     }
 
-    /// Counts a call and does what is planned for it. A call that has a deadline is late when it has
-    /// passed, and neither delayed nor hung for longer.
+    /// Counts a call and applies the faults that are planned for it. A call with a deadline times out at the
+    /// deadline instead of being delayed or stopped for longer.
     fn before(&self, point: Point, deadline: Option<Deadline>) -> Result<()> {
-        let late = |deadline: Deadline| {
+        let time_out = |deadline: Deadline| {
             std::thread::sleep(deadline.remaining());
             let what = format!("for the device, by a planned fault at {point}");
             Err(Error::timeout(what, deadline.budget(), Vec::new()))
@@ -65,7 +66,7 @@ impl FaultDriver {
             match action {
                 FaultAction::Fail(error) => return Err(error.clone()),
                 FaultAction::Delay(by) => match deadline {
-                    Some(deadline) if *by >= deadline.remaining() => return late(deadline),
+                    Some(deadline) if *by >= deadline.remaining() => return time_out(deadline),
                     _ => std::thread::sleep(*by),
                 },
                 FaultAction::Kill => {
@@ -75,7 +76,7 @@ impl FaultDriver {
                     hang();
                 }
                 FaultAction::Hang => match deadline {
-                    Some(deadline) => return late(deadline),
+                    Some(deadline) => return time_out(deadline),
                     None => hang(),
                 },
                 FaultAction::Notify(notify) => notify(),
@@ -98,7 +99,7 @@ impl fmt::Debug for FaultDriver {
 }
 
 #[allow(unsafe_code)] // passes on another driver's promise
-// SAFETY: what it does at all, the driver that it wraps does, with the same values.
+// SAFETY: all that it does to memory, the inner driver does, with the same values.
 unsafe impl DriverWrapper for FaultDriver {
     fn inner(&self) -> &dyn MemoryDriver {
         &*self.inner

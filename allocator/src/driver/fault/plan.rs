@@ -1,4 +1,4 @@
-//! What goes wrong, where, and at which occurrence.
+//! A plan of faults: what happens, where, and at which occurrence.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,13 +14,13 @@ use crate::{Error, Result};
 pub enum FaultAction {
     /// The call returns this error; the inner driver is not called.
     Fail(Error),
-    /// The call takes this much longer; a call with a deadline is late if that is too long.
+    /// The call takes this much longer; a call with a deadline times out if that is too long.
     Delay(Duration),
     /// The process dies by `SIGKILL`, as by the out-of-memory killer: nothing is cleaned up.
     Kill,
-    /// The thread stops for ever; in a call with a deadline, until that.
+    /// The thread stops for ever; a call with a deadline times out then.
     Hang,
-    /// Something of the caller's runs, on the calling thread: a handshake with a test, usually.
+    /// A closure of the test runs on the calling thread.
     Notify(Arc<dyn Fn() + Send + Sync>),
 }
 

@@ -1,7 +1,7 @@
-//! How much memory this process may still take, so that a request too large is an error here and
-//! not a visit of the system's out-of-memory killer.
+//! How much memory this process may still take, so that a request that is too large becomes an error and
+//! does not wake the system's out-of-memory killer.
 //!
-//! An estimate, as memory is shared with everybody: the smallest of what the system says is
+//! This is an estimate, as other processes take memory as well: the smallest of what the system reports as
 //! available and what is left in each control group above this process, version 1 or 2.
 
 use std::fs;
@@ -10,7 +10,7 @@ use std::path::{Component, Path, PathBuf};
 use crate::amount::Amount;
 use crate::{Error, Result};
 
-/// Where the kernel tells about itself.
+/// The files in which the kernel reports memory and control groups.
 #[derive(Debug)]
 pub(super) struct Sources<'a> {
     pub(super) proc: &'a Path,
@@ -23,17 +23,17 @@ impl Sources<'static> {
     }
 }
 
-/// Bytes available, and who says so.
+/// Bytes available, and where that number comes from.
 #[derive(Debug, PartialEq)]
 pub(super) struct Available {
     pub(super) bytes: u64,
     pub(super) source: String,
 }
 
-/// Refuses `bytes` of memory that are not available. Passes where the system does not tell.
+/// Refuses `bytes` of memory that are not available. Passes if the system does not report it.
 pub(super) fn check(bytes: u64) -> Result<()> {
     let Some(available) = available(&Sources::system()) else { return Ok(()) };
-    // Two mappings' worth of page tables come on top of the pages themselves.
+    // The page tables of two mappings are needed in addition to the pages.
     if bytes.saturating_add(bytes / 256) <= available.bytes {
         return Ok(());
     }
@@ -93,8 +93,8 @@ fn group(line: &str, root: &Path) -> Option<Available> {
     } else {
         return None;
     };
-    // In a container the path may be the host's, with only the top visible: then the levels that
-    // do not exist are passed over.
+    // In a container the path may be the host's, of which only the top is visible. Levels that do not exist
+    // are skipped.
     roots
         .iter()
         .flat_map(|root| below.ancestors().map(move |level| root.join(level)))

@@ -1,8 +1,8 @@
 //! Segments as sealed memory files.
 //!
-//! The seals are what makes sharing safe: nobody, not even the maker, can shrink the file under a
-//! rank that has it mapped (which would be `SIGBUS` on the next access), and nobody can take the
-//! seals off. A file without them is refused on import.
+//! The seals make sharing safe: nobody, not even the maker, can shrink a file that another rank has mapped
+//! (whose next access would be a `SIGBUS`), and nobody can remove the seals. A file without them is refused
+//! on import.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -17,12 +17,12 @@ use crate::{Error, Result};
 
 pub(super) const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
-/// Memory is committed in steps of this size; before each the system is asked again, as other
+/// Memory is committed in steps of this size. Available memory is checked again before each step, as other
 /// ranks of the machine commit theirs at the same time.
 const STEP: u64 = 1 << 30;
 
-/// Makes a sealed file of `bytes`, committed as the options say, and the mapping through which it
-/// was, if it was. `bytes` is a multiple of a page.
+/// Makes a sealed file of `bytes`, committed as the options say; also returns the mapping through which it
+/// was committed, if it was. `bytes` is a multiple of a page.
 pub(super) fn create(
     bytes: u64,
     options: &HostOptions,
@@ -95,7 +95,7 @@ pub(super) fn duplicate(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
     with_free_descriptor(|| rustix::io::fcntl_dupfd_cloexec(fd, 0))
 }
 
-/// Accepts a peer's file only if it is what a peer's driver makes: `bytes` long and sealed.
+/// Accepts a peer's file only if it is as drivers make it: `bytes` long and sealed.
 pub(super) fn import(fd: OwnedFd, bytes: u64) -> Result<OwnedFd> {
     let seals = rustix::fs::fcntl_get_seals(&fd).map_err(|cause| {
         Error::refused(format!(

@@ -1,15 +1,15 @@
 //! Host memory that the processes of one machine share.
 //!
-//! Who owns what: a [`Physical`] names a memory file whose descriptor this driver holds until
-//! [`release`](MemoryDriver::release). A mapping keeps the pages alive by itself, so descriptors
-//! may go first, and so may the process that made them. Address ranges belong to the driver until
-//! [`unreserve`](MemoryDriver::unreserve), at the latest until it is dropped; after that no
-//! address of it may be used.
+//! Ownership: a [`Physical`] names a memory file whose descriptor this driver holds until
+//! [`release`](MemoryDriver::release). A mapping keeps the pages alive by itself, so descriptors may be
+//! closed before, and the process that made them may end. Address ranges belong to the driver until
+//! [`unreserve`](MemoryDriver::unreserve), or until the driver is dropped; after that no address of it may
+//! be used.
 //!
-//! Memory is committed when a segment is made (its pages exist, in the node of the thread that
-//! made it): running out is an error of [`create`](MemoryDriver::create) and never a signal later.
-//! The first mapping of a segment by its maker comes with its page tables filled, so touching
-//! fresh memory costs no faults; peers' first touches do, which keeps commits short.
+//! Memory is committed when a segment is made (its pages exist, on the NUMA node of the thread that made
+//! it): running out of memory is an error of [`create`](MemoryDriver::create) and never a signal later. The
+//! first mapping of a segment by its maker has its page tables filled, so its first accesses cause no
+//! faults; those of peers do, which keeps commits short.
 
 // The driver calls `space`, whose contracts it upholds through `Mappings`.
 #![allow(unsafe_code)]
@@ -39,9 +39,9 @@ const GRANULARITY: u64 = 2 << 20;
 /// How a [`HostDriver`] commits memory. The default turns everything on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostOptions {
-    /// Compare a request with the memory that the system and the control groups have left, and
-    /// refuse it rather than wake the out-of-memory killer. Turn it off where those numbers mean
-    /// little, as in virtual machines whose memory grows with use.
+    /// Compare a request with the memory that the system and the control groups have left, and refuse it
+    /// rather than wake the out-of-memory killer. Turn it off where those numbers are unreliable, as in
+    /// virtual machines whose memory grows with use.
     pub check_available: bool,
     /// Ask for huge pages (where `/sys/kernel/mm/transparent_hugepage/shmem_enabled` grants them).
     pub huge_pages: bool,
@@ -61,7 +61,7 @@ impl Default for HostOptions {
 pub struct HostDriver {
     options: HostOptions,
     mappings: Mappings,
-    /// Not locked while the system maps, which may take long (rule D7).
+    /// Not locked during a system call that maps, which may take long (rule D7).
     segments: Mutex<BTreeMap<u64, Segment>>,
 }
 
@@ -71,13 +71,13 @@ struct Segment {
     bytes: u64,
     /// Made by this driver, not by a peer's.
     own: bool,
-    /// The mapping through which a segment of our own was committed, until its first real mapping
-    /// takes over the page tables: filling those is a third of the price of fresh memory.
+    /// The mapping through which a segment of our own was committed, until the first mapping in a reservation
+    /// takes over its page tables: filling those is a third of the cost of new memory.
     committed: Option<scratch::Mapping>,
 }
 
 impl Segment {
-    /// Takes what its next mapping needs.
+    /// Returns what its next mapping needs.
     fn mappable(&mut self) -> Mappable {
         let Self { fd, bytes, own, committed } = self;
         Mappable { fd: fd.clone(), bytes: *bytes, own: *own, committed: committed.take() }
@@ -227,7 +227,7 @@ unsafe impl MemoryDriver for HostDriver {
             unsafe { mappable.map_at(address, &self.options) }
         });
         if let Some(unused) = mappable.committed {
-            // The range was refused: the next one gets it.
+            // The range was refused: the next mapping takes it.
             if let Ok(segment) = find(&mut lock(&self.segments), physical) {
                 segment.committed = Some(unused);
             }

@@ -1,5 +1,5 @@
-//! A mapping of one segment at an address of the system's choosing, from when it is populated until
-//! it moves to its place in a reservation.
+//! The mapping of a new segment at an address that the kernel chooses. It exists from the population of the
+//! segment until it is moved into a reservation.
 
 // Upholds the contracts of `space`.
 #![allow(unsafe_code)]
@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use super::{GRANULARITY, space};
 use crate::Result;
 
-/// Owns its address range; gone when dropped.
+/// Owns its address range, which is unmapped when this is dropped.
 #[derive(Debug)]
 pub(super) struct Mapping {
     base: u64,

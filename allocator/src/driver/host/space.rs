@@ -1,8 +1,8 @@
 //! Address ranges and what lies in them: the only place where the host driver changes mappings.
 //!
-//! A reservation is an inaccessible private mapping, so nobody else is given its addresses;
-//! segments are mapped over parts of it and replaced by inaccessible memory again. Which range
-//! belongs to whom is the business of `Mappings`: the functions here do what they are told.
+//! A reservation is an inaccessible private mapping, so its addresses are given to nobody else. Segments are
+//! mapped over parts of it and replaced by inaccessible memory again. The functions here do not check
+//! anything: `Mappings` knows which range is used for what.
 
 // mmap and its relatives are unsafe by nature: they make and destroy memory by address.
 #![allow(unsafe_code)]
@@ -46,13 +46,13 @@ pub(super) fn reserve(bytes: u64, align: u64) -> Result<u64> {
     Ok(base as u64)
 }
 
-/// Gives back what over-mapping for alignment took too much.
+/// Gives back addresses that were mapped only to reach the alignment.
 fn trim(start: usize, bytes: usize) {
     if bytes > 0 {
         // SAFETY: the range is part of what `reserve` mapped a moment ago and nobody else knows.
         let unmapped = unsafe { rustix::mm::munmap(start as *mut c_void, bytes) };
         if let Err(error) = unmapped {
-            // Costs addresses, nothing else.
+            // Only addresses are lost.
             tracing::debug!(%error, bytes, "keeping surplus addresses");
         }
     }
@@ -108,8 +108,8 @@ pub(super) unsafe fn relocate(from: u64, to: u64, bytes: u64) -> Result<()> {
     }
 }
 
-/// After a failed change of `[at, at + length)`, part of a reservation: should the kernel have
-/// taken the old pages away already, closes the gap before somebody is given those addresses.
+/// Called after a failed change of `[at, at + length)`, part of a reservation: if the kernel has already
+/// removed the old pages, closes the gap before those addresses are given to somebody else.
 fn close_gap(at: *mut c_void, length: usize) {
     let close = INACCESSIBLE | MapFlags::FIXED_NOREPLACE;
     // SAFETY: MAP_FIXED_NOREPLACE never replaces a mapping.
@@ -131,8 +131,7 @@ pub(super) unsafe fn unmap(address: u64, bytes: u64) -> Result<()> {
     Ok(())
 }
 
-/// Asks for huge pages where the kernel has them for shared memory; a wish, so errors are passed
-/// over.
+/// Asks for huge pages where the kernel has them for shared memory. It works without, so errors are ignored.
 ///
 /// # Safety
 ///
@@ -143,8 +142,8 @@ pub(super) unsafe fn prefer_huge_pages(address: u64, bytes: u64) {
     let _ = unsafe { rustix::mm::madvise(at, bytes as usize, Advice::LinuxHugepage) };
 }
 
-/// Fills the page tables of memory that exists already, sixteen pages a step where touching it
-/// would be a fault a page; a wish, so errors are passed over.
+/// Fills the page tables of memory that exists already, sixteen pages at a time, where touching it would
+/// cause a fault for each page. It works without, so errors are ignored.
 ///
 /// # Safety
 ///

@@ -4,8 +4,8 @@
 //! randomisation gives every rank different ones: code that leaks an address into a decision
 //! (rule D1) then differs from rank to rank in simulation too.
 //!
-//! Misuse is refused as by the real drivers. That costs little: mappings one stride apart are
-//! kept as one entry and a peer's segment is a counter while it is held.
+//! Misuse is refused as by the real drivers. The bookkeeping is small: mappings at equal distances are kept
+//! as one entry (`runs`), and held segments of peers are only counted.
 
 #![allow(unsafe_code)] // says what its memory is: none
 
@@ -21,10 +21,11 @@ use runs::Runs;
 use super::mappings::{Mappings, check_reserve, check_size};
 use super::{DeviceIdentity, Exported, MemoryDriver, Physical, Reservation, Transport};
 use crate::amount::Amount;
+use crate::testing::SplitMix64;
 use crate::{Error, Result};
 
-/// Simulated addresses lie in `[LOWEST, HIGHEST)`: never zero or small, and room for 4096 slots of
-/// several TiB, which no real process has.
+/// Simulated addresses lie in `[LOWEST, HIGHEST)`: they are never small, and there is room for 4096 slots
+/// of several TiB, which no real process has.
 const LOWEST: u64 = 1 << 40;
 const HIGHEST: u64 = 1 << 56;
 
@@ -44,7 +45,7 @@ pub struct SimDriver {
 
 #[derive(Debug)]
 struct State {
-    random: u64,
+    random: SplitMix64,
     mappings: Mappings<Runs>,
     /// Our own segments that are not yet released, or mapped still.
     segments: BTreeMap<u64, Segment>,
@@ -87,7 +88,7 @@ impl SimDriver {
 
     fn build(seed: u64, limit: u64, granularity: u64) -> Self {
         let state = State {
-            random: seed,
+            random: SplitMix64::new(seed),
             mappings: Mappings::new(granularity),
             segments: BTreeMap::new(),
             places: BTreeMap::new(),
@@ -105,14 +106,6 @@ impl SimDriver {
 }
 
 impl State {
-    /// SplitMix64: equally distributed, and nearby seeds give unrelated sequences.
-    fn next_random(&mut self) -> u64 {
-        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.random ^ (self.random >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
     fn own(&mut self, physical: &Physical) -> Result<&mut Segment> {
         let (raw, bytes) = (physical.raw(), physical.bytes());
         self.segments
@@ -123,8 +116,8 @@ impl State {
             })
     }
 
-    /// Forgets a segment that nothing holds any more.
-    fn settle(&mut self, raw: u64) {
+    /// Forgets a segment that is released and not mapped.
+    fn forget_unused(&mut self, raw: u64) {
         if let Some(segment) = self.segments.get(&raw)
             && segment.released
             && segment.mappings == 0
@@ -165,7 +158,7 @@ unsafe impl MemoryDriver for SimDriver {
         let places =
             HIGHEST.checked_sub(bytes).map_or(0, |last| (last / align + 1).saturating_sub(first));
         for _ in 0..if places > 0 { 64 } else { 0 } {
-            let base = (first + state.next_random() % places) * align;
+            let base = (first + state.random.next() % places) * align;
             if state.mappings.is_free(base, bytes) {
                 return Ok(state.mappings.reserve(base, bytes));
             }
@@ -240,7 +233,7 @@ unsafe impl MemoryDriver for SimDriver {
             if let Some(segment) = state.segments.get_mut(&raw) {
                 segment.mappings -= 1;
             }
-            state.settle(raw);
+            state.forget_unused(raw);
         }
         Ok(())
     }
@@ -265,7 +258,7 @@ unsafe impl MemoryDriver for SimDriver {
             return Ok(());
         }
         state.own(&physical)?.released = true;
-        state.settle(physical.raw());
+        state.forget_unused(physical.raw());
         Ok(())
     }
 }

@@ -1,10 +1,9 @@
 //! Which ranges of a reservation are mapped, in little memory.
 //!
-//! A rank of a large group maps one segment a peer, all of one size and one stride apart: kept one
-//! by one, the 16.7 million mappings of a simulated group of 4096 ranks would take half a
-//! gigabyte. So equally spaced mappings are kept as one *run*, whatever their number. Mappings
-//! that fit no run are kept one by one in a tree; there is a bound on the number of runs, so a
-//! call takes `O(log n)` whatever the pattern.
+//! A rank of a large group maps one segment for each peer, all of one size and one stride apart. The 16.7
+//! million mappings of a simulated group of 4096 ranks would take half a gigabyte if each were kept by
+//! itself. So equally spaced mappings are kept as one *run*, whatever their number. Mappings that fit no
+//! run are kept in a tree. The number of runs is bounded, so a call takes `O(log n)` for any pattern.
 
 use std::collections::BTreeMap;
 

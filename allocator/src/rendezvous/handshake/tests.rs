@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::*;
 use crate::driver::{FaultAction, FaultDriver, FaultPlan};
-use crate::rendezvous::testing::on_ranks;
+use crate::testing::on_ranks;
 
 const OPTIONS: HandshakeOptions = HandshakeOptions { allow_shared_device: false };
 
@@ -42,8 +42,8 @@ fn ranks_meet_and_can_hand_over_descriptors() {
             };
             let sent: OwnedFd = std::fs::File::open("/dev/null").unwrap().into();
             let fds = [std::os::fd::AsFd::as_fd(&sent)];
-            let mesh = peers.mesh_mut().unwrap();
-            mesh.exchange(&fds, 1, &mut keep, Deadline::seconds(60)).unwrap();
+            let sockets = peers.sockets_mut().unwrap();
+            sockets.exchange(&fds, 1, &mut keep, Deadline::seconds(60)).unwrap();
             received.sort_unstable();
             let others: Vec<u32> = (0..world).filter(|&rank| rank != group.rank()).collect();
             assert_eq!(received, others);
@@ -65,7 +65,7 @@ fn a_handshake_costs_two_gathers() {
 fn simulated_ranks_need_no_sockets() {
     on_ranks(16, |group| {
         let peers = meet(&group, &Driver::sim(group.rank().into())).unwrap();
-        assert!(peers.mesh().is_none());
+        assert!(peers.sockets().is_none());
         assert_eq!(peers.world(), 16);
     });
 }
@@ -232,7 +232,7 @@ fn long_descriptions_are_cut_at_a_character() {
 fn ranks_that_see_different_links_all_go_by_none() {
     let found = on_ranks(3, |group| {
         let topology = if group.rank() == 1 { Topology::unknown(3) } else { Topology::host(3) };
-        let linked = Linked { mesh: None, topology };
+        let linked = Linked { sockets: None, topology };
         confirm(&group, Ok(linked), Deadline::seconds(60)).unwrap().topology
     });
     assert_eq!(found, vec![Topology::unknown(3); 3]);
@@ -241,7 +241,7 @@ fn ranks_that_see_different_links_all_go_by_none() {
 #[test]
 fn ranks_that_see_the_same_links_go_by_them() {
     let found = on_ranks(3, |group| {
-        let linked = Linked { mesh: None, topology: Topology::host(3) };
+        let linked = Linked { sockets: None, topology: Topology::host(3) };
         confirm(&group, Ok(linked), Deadline::seconds(60)).unwrap().topology
     });
     assert_eq!(found, vec![Topology::host(3); 3]);

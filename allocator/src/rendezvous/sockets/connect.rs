@@ -1,8 +1,8 @@
-//! Making the mesh: every rank dials all lower ranks and is dialled by all higher ones.
+//! Making the connections: every rank dials all lower ranks and is dialled by all higher ones.
 //!
-//! One loop does everything a rank has to do, dialling, accepting and answering, so ranks cannot
-//! wait for each other in a circle. A rank that fails dials the lower ranks all the same, to tell
-//! them; a higher rank that vanished before it dialled is noticed because its listener is gone.
+//! One loop dials, accepts and answers, so ranks cannot wait for each other in a circle. A rank that
+//! fails still dials the lower ranks, to send them the reason; a higher rank that disappeared before it
+//! dialled is noticed because its listener is gone.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -11,19 +11,22 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use super::packet::{self, Farewell, Inbox, Introduction, Received, Sent};
-use super::{LastWords, Mesh, Socket, at_most, closed, last_words, poll_for, say_farewell};
+use super::packet::{self, Farewell, Introduction, PacketBuffer, Received, Sent};
+use super::{Ending, PeerSockets, Socket, at_most, closed, poll_for, read_ending, send_farewell};
+use crate::descriptors;
+use crate::fork::Maker;
+use crate::random::random_bytes;
 use crate::rendezvous::message;
 use crate::{Deadline, Error, Result};
 
-/// How often it is checked that ranks which have yet to dial us still exist.
+/// How often a rank checks that the higher ranks which have not dialled it yet still exist.
 const PROBE_EVERY: Duration = Duration::from_millis(200);
 
-/// How soon a rank with too many callers is dialled again.
+/// How soon a rank whose listener was full is dialled again.
 const REDIAL_AFTER: Duration = Duration::from_millis(2);
 
-/// Callers that may be waiting for their turn to prove themselves, beyond one a rank.
-const SPARE_GUESTS: usize = 64;
+/// How many callers may be kept that have not proven who they are, in addition to one for each rank.
+const SPARE_CALLERS: usize = 64;
 
 /// A socket that peers connect to, under a random name.
 #[derive(Debug)]
@@ -35,7 +38,7 @@ pub(crate) struct Listener {
 impl Listener {
     /// Listens under a new name in this network namespace's abstract names.
     pub(crate) fn bind() -> Result<Self> {
-        let name = format!("symmpool-{}", hex(&crate::rendezvous::random()?));
+        let name = format!("symmpool-{}", hex(&random_bytes::<16>()?));
         let what = "listening for other ranks on an abstract Unix socket";
         let socket = new_socket()?;
         rustix::net::bind(&socket, &address(&name)?).map_err(|error| Error::system(what, error))?;
@@ -44,7 +47,7 @@ impl Listener {
         Ok(Self { socket, name })
     }
 
-    /// What peers need to know in order to connect.
+    /// The name by which peers connect.
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
@@ -54,10 +57,12 @@ impl Listener {
         loop {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             return match rustix::net::accept_with(&self.socket, flags) {
-                Ok(guest) => Ok(Some(Socket::new(guest))),
+                Ok(caller) => Ok(Some(Socket::new(caller))),
                 Err(Errno::INTR | Errno::CONNABORTED) => continue,
                 Err(Errno::AGAIN) => Ok(None),
-                Err(error) => Err(socket_error("accepting a connection of another rank", error)),
+                Err(error) => {
+                    Err(descriptors::error("accepting a connection of another rank", error))
+                }
             };
         }
     }
@@ -65,20 +70,20 @@ impl Listener {
 
 /// One connection in the making.
 #[derive(Debug)]
-enum Link {
+enum Connection {
     /// This rank itself.
     Own,
     /// A lower rank that has yet to be dialled.
     ToDial,
-    /// A lower rank that we introduced ourselves to, and that has yet to do the same.
+    /// A lower rank that this rank has introduced itself to, and that has yet to answer.
     Dialled(Socket),
-    /// A higher rank, which dials us; and how many probes in a row found nobody there.
+    /// A higher rank, which dials this one; `refusals` probes in a row found no listener there.
     Expected { refusals: u32 },
-    /// Both sides have proven who they are.
+    /// Connected, and both sides have proven who they are.
     Up(Socket),
 }
 
-impl Mesh {
+impl PeerSockets {
     /// Connects to all other ranks, which announced `names` (in rank order) and do the same.
     ///
     /// Collective. Fails with [`Error::is_peer_lost`] when a rank is gone and
@@ -91,17 +96,17 @@ impl Mesh {
         secret: &[u8; 32],
         deadline: Deadline,
     ) -> Result<Self> {
-        let mut assembly = Assembly::new(listener, rank, names, secret);
-        match assembly.run(deadline) {
-            Ok(()) => Ok(assembly.into_mesh()),
+        let mut connecting = Connecting::new(listener, rank, names, secret);
+        match connecting.run(deadline) {
+            Ok(()) => Ok(connecting.into_sockets()),
             Err(error) => {
-                assembly.give_up(&error);
+                connecting.give_up(&error);
                 Err(error)
             }
         }
     }
 
-    /// Takes no part in connecting because of `error`, and tells the others.
+    /// Does not connect because of `error`, and sends the other ranks the reason.
     pub(crate) fn decline(
         listener: Listener,
         rank: u32,
@@ -109,39 +114,40 @@ impl Mesh {
         secret: &[u8; 32],
         error: &Error,
     ) {
-        Assembly::new(listener, rank, names, secret).give_up(error);
+        Connecting::new(listener, rank, names, secret).give_up(error);
     }
 }
 
-/// A mesh in the making.
-struct Assembly<'a> {
+/// The state of one rank while ranks connect.
+struct Connecting<'a> {
     rank: u32,
     names: &'a [&'a str],
     secret: &'a [u8; 32],
     listener: Listener,
-    links: Vec<Link>,
-    /// Callers that have yet to say who they are, oldest first.
-    guests: VecDeque<Socket>,
-    inbox: Inbox,
+    /// By rank.
+    connections: Vec<Connection>,
+    /// Accepted connections that have yet to say who they are, oldest first.
+    callers: VecDeque<Socket>,
+    buffer: PacketBuffer,
 }
 
-impl<'a> Assembly<'a> {
+impl<'a> Connecting<'a> {
     fn new(listener: Listener, rank: u32, names: &'a [&'a str], secret: &'a [u8; 32]) -> Self {
-        let link = |other: u32| match other.cmp(&rank) {
-            std::cmp::Ordering::Less => Link::ToDial,
-            std::cmp::Ordering::Equal => Link::Own,
-            std::cmp::Ordering::Greater => Link::Expected { refusals: 0 },
+        let first = |other: u32| match other.cmp(&rank) {
+            std::cmp::Ordering::Less => Connection::ToDial,
+            std::cmp::Ordering::Equal => Connection::Own,
+            std::cmp::Ordering::Greater => Connection::Expected { refusals: 0 },
         };
-        let links = (0..names.len() as u32).map(link).collect();
-        let guests = VecDeque::new();
-        Self { rank, names, secret, listener, links, guests, inbox: Inbox::new() }
+        let connections = (0..names.len() as u32).map(first).collect();
+        let callers = VecDeque::new();
+        Self { rank, names, secret, listener, connections, callers, buffer: PacketBuffer::new() }
     }
 
     fn run(&mut self, deadline: Deadline) -> Result<()> {
         loop {
             self.dial()?;
-            self.hear_callers()?;
-            self.hear_links()?;
+            self.accept_callers()?;
+            self.read_answers()?;
             let missing = self.missing();
             if missing.is_empty() {
                 return Ok(());
@@ -158,25 +164,37 @@ impl<'a> Assembly<'a> {
     }
 
     fn missing(&self) -> Vec<u32> {
-        let there = |link: &Link| matches!(link, Link::Own | Link::Up(_));
-        (0..).zip(&self.links).filter(|(_, link)| !there(link)).map(|(rank, _)| rank).collect()
+        let done =
+            |connection: &Connection| matches!(connection, Connection::Own | Connection::Up(_));
+        (0..)
+            .zip(&self.connections)
+            .filter(|(_, connection)| !done(connection))
+            .map(|(rank, _)| rank)
+            .collect()
     }
 
-    fn into_mesh(self) -> Mesh {
-        let process = rustix::process::getpid();
-        let up = |link| match link {
-            Link::Up(socket) => Some(socket),
+    fn into_sockets(self) -> PeerSockets {
+        let up = |connection| match connection {
+            Connection::Up(socket) => Some(socket),
             _ => None,
         };
-        let links = self.links.into_iter().map(up).collect();
-        let Self { rank, inbox, .. } = self;
-        Mesh { rank, links, inbox, process, rounds: 0, interrupt: None, broken: None }
+        let sockets = self.connections.into_iter().map(up).collect();
+        let Self { rank, buffer, .. } = self;
+        PeerSockets {
+            rank,
+            sockets,
+            buffer,
+            maker: Maker::here(),
+            rounds: 0,
+            interrupt: None,
+            broken: None,
+        }
     }
 
     /// Dials the lower ranks that have yet to be dialled.
     fn dial(&mut self) -> Result<()> {
         for peer in 0..self.rank {
-            if !matches!(self.links[peer as usize], Link::ToDial) {
+            if !matches!(self.connections[peer as usize], Connection::ToDial) {
                 continue;
             }
             let socket = match dial(self.names[peer as usize])? {
@@ -190,7 +208,7 @@ impl<'a> Assembly<'a> {
                 )));
             }
             match packet::send(&socket, &self.introduction(peer)?, &[])? {
-                Sent::Yes => self.links[peer as usize] = Link::Dialled(socket),
+                Sent::Yes => self.connections[peer as usize] = Connection::Dialled(socket),
                 Sent::WouldBlock | Sent::TryLater => {}
                 Sent::Closed => return Err(lost(peer)),
             }
@@ -203,32 +221,33 @@ impl<'a> Assembly<'a> {
     }
 
     /// Accepts callers and lets those in that prove to be an expected rank.
-    fn hear_callers(&mut self) -> Result<()> {
-        let most = self.links.len() + SPARE_GUESTS;
-        // No more at a time: callers may come as fast as they are accepted, and the deadline goes on.
+    fn accept_callers(&mut self) -> Result<()> {
+        let most = self.connections.len() + SPARE_CALLERS;
+        // A bounded number at a time: callers may arrive as fast as they are accepted, and then nothing
+        // would check the deadline.
         for _ in 0..most {
-            let Some(guest) = self.listener.accept()? else { break };
-            if !same_user(&guest)? {
+            let Some(caller) = self.listener.accept()? else { break };
+            if !same_user(&caller)? {
                 tracing::warn!(rank = self.rank, "turned away a connection of another user");
                 continue;
             }
-            if self.guests.len() >= most {
-                // A true peer speaks at once, so the oldest silent caller is none.
-                self.guests.pop_front();
+            if self.callers.len() >= most {
+                // A peer introduces itself at once, so the oldest silent caller is none.
+                self.callers.pop_front();
             }
-            self.guests.push_back(guest);
+            self.callers.push_back(caller);
         }
-        for _ in 0..self.guests.len() {
-            let Some(guest) = self.guests.pop_front() else { break };
-            let from = match self.inbox.receive(self.rank, &guest) {
+        for _ in 0..self.callers.len() {
+            let Some(caller) = self.callers.pop_front() else { break };
+            let from = match self.buffer.receive(self.rank, &caller) {
                 Ok(Received::WouldBlock) => {
-                    self.guests.push_back(guest);
+                    self.callers.push_back(caller);
                     continue;
                 }
                 Ok(Received::Packet { frame, .. }) => {
-                    known_caller(frame, self.rank, &self.links, self.secret)
+                    known_caller(frame, self.rank, &self.connections, self.secret)
                 }
-                // A probe, or one that left.
+                // A probe, or a caller that left.
                 Ok(Received::Closed) => continue,
                 Err(_) => None,
             };
@@ -236,18 +255,18 @@ impl<'a> Assembly<'a> {
                 tracing::warn!(rank = self.rank, "turned away a caller that is not of this group");
                 continue;
             };
-            // A caller that left at once may still have said why: that is read from the link.
-            let _ = packet::send(&guest, &self.introduction(from)?, &[])?;
-            self.links[from as usize] = Link::Up(guest);
+            // A caller that has left at once may have sent a farewell, which is read later.
+            let _ = packet::send(&caller, &self.introduction(from)?, &[])?;
+            self.connections[from as usize] = Connection::Up(caller);
         }
         Ok(())
     }
 
-    /// Reads what dialled ranks answer, and notices ranks that were there and left.
-    fn hear_links(&mut self) -> Result<()> {
+    /// Reads the answers of dialled ranks, and notices connected ranks that have left.
+    fn read_answers(&mut self) -> Result<()> {
         for peer in 0..self.rank {
-            let Link::Dialled(socket) = &self.links[peer as usize] else { continue };
-            let frame = match self.inbox.receive(peer, socket)? {
+            let Connection::Dialled(socket) = &self.connections[peer as usize] else { continue };
+            let frame = match self.buffer.receive(peer, socket)? {
                 Received::WouldBlock => continue,
                 Received::Closed => return Err(lost(peer)),
                 Received::Packet { frame, .. } => frame,
@@ -258,39 +277,41 @@ impl<'a> Assembly<'a> {
                     "whoever listens where rank {peer} should does not know this group's secret"
                 )));
             }
-            let dialled = std::mem::replace(&mut self.links[peer as usize], Link::ToDial);
-            if let Link::Dialled(socket) = dialled {
-                self.links[peer as usize] = Link::Up(socket);
+            let dialled =
+                std::mem::replace(&mut self.connections[peer as usize], Connection::ToDial);
+            if let Connection::Dialled(socket) = dialled {
+                self.connections[peer as usize] = Connection::Up(socket);
             }
         }
-        // What a connected rank says is left alone while it is there: it may be done connecting,
-        // and have begun to exchange handles. A farewell is followed by closing.
-        let up = (0u32..).zip(&self.links).filter_map(|(peer, link)| match link {
-            Link::Up(socket) => Some((peer, &**socket)),
-            _ => None,
-        });
+        // Packets of a connected rank are not read while its connection is open: it may have finished
+        // connecting and begun to exchange handles. After a farewell a rank closes the connection.
+        let up =
+            (0u32..).zip(&self.connections).filter_map(|(peer, connection)| match connection {
+                Connection::Up(socket) => Some((peer, &**socket)),
+                _ => None,
+            });
         for peer in closed(up) {
-            let Link::Up(socket) = &self.links[peer as usize] else { continue };
-            return Err(match last_words(&mut self.inbox, peer, socket) {
-                LastWords::Farewell(farewell) => farewell.into_loss(),
-                LastWords::Nothing | LastWords::StillThere => lost(peer),
+            let Connection::Up(socket) = &self.connections[peer as usize] else { continue };
+            return Err(match read_ending(&mut self.buffer, peer, socket) {
+                Ending::Farewell(farewell) => farewell.into_loss(),
+                Ending::Silent | Ending::NotEnded => lost(peer),
             });
         }
         Ok(())
     }
 
-    /// Waits for something to happen. Where nothing does, checks that those still exist who would
-    /// have to make it happen.
+    /// Waits until a socket is ready. If none becomes ready, checks that the ranks which have yet to dial
+    /// this one still exist.
     fn wait(&mut self, deadline: Deadline) -> Result<()> {
         let mut polled = vec![PollFd::new(&self.listener.socket, PollFlags::IN)];
-        polled.extend(self.guests.iter().map(|guest| PollFd::new(guest, PollFlags::IN)));
+        polled.extend(self.callers.iter().map(|caller| PollFd::new(caller, PollFlags::IN)));
         let mut redial = false;
-        for link in &self.links {
-            match link {
-                Link::Dialled(socket) => polled.push(PollFd::new(socket, PollFlags::IN)),
-                Link::Up(socket) => polled.push(PollFd::new(socket, PollFlags::empty())),
-                Link::ToDial => redial = true,
-                Link::Own | Link::Expected { .. } => {}
+        for connection in &self.connections {
+            match connection {
+                Connection::Dialled(socket) => polled.push(PollFd::new(socket, PollFlags::IN)),
+                Connection::Up(socket) => polled.push(PollFd::new(socket, PollFlags::empty())),
+                Connection::ToDial => redial = true,
+                Connection::Own | Connection::Expected { .. } => {}
             }
         }
         let limit = if redial { REDIAL_AFTER } else { PROBE_EVERY };
@@ -298,16 +319,16 @@ impl<'a> Assembly<'a> {
         if ready == 0 && !redial { self.probe() } else { Ok(()) }
     }
 
-    /// Checks that ranks which have yet to dial us still listen: one that does not has failed,
-    /// because it stops on success only after we have answered it.
+    /// Checks that ranks which have yet to dial this one still listen. One that does not has failed: on
+    /// success a rank closes its listener only after this rank has answered it.
     fn probe(&mut self) -> Result<()> {
-        for (peer, link) in (0u32..).zip(&mut self.links) {
-            let Link::Expected { refusals } = link else { continue };
+        for (peer, connection) in (0u32..).zip(&mut self.connections) {
+            let Connection::Expected { refusals } = connection else { continue };
             match dial(self.names[peer as usize])? {
                 Dial::Connected(_) | Dial::Busy => *refusals = 0,
                 Dial::Gone => *refusals += 1,
             }
-            // The second time, so that a farewell sent just before is read first.
+            // Only the second time, so that a farewell sent just before is read first.
             if *refusals == 2 {
                 return Err(Error::peer_lost(vec![peer], "it left before it connected"));
             }
@@ -315,38 +336,46 @@ impl<'a> Assembly<'a> {
         Ok(())
     }
 
-    /// Tells everybody who can be reached why this rank gives up.
+    /// Sends every rank that can be reached the reason why this rank gives up.
     fn give_up(mut self, error: &Error) {
-        // Those that called meanwhile become links, if they are of the group.
-        let _ = self.hear_callers();
+        // Ranks of the group that have called meanwhile are sent it as well.
+        let _ = self.accept_callers();
         let why = Farewell { by: self.rank, cause: error.kind().clone() };
-        for peer in 0..self.links.len() as u32 {
-            match &self.links[peer as usize] {
-                Link::Dialled(socket) | Link::Up(socket) => say_farewell([&**socket], &why),
-                Link::ToDial => {
+        for peer in 0..self.connections.len() as u32 {
+            match &self.connections[peer as usize] {
+                Connection::Dialled(socket) | Connection::Up(socket) => {
+                    send_farewell([&**socket], &why);
+                }
+                Connection::ToDial => {
                     if let (Ok(Dial::Connected(socket)), Ok(introduction)) =
                         (dial(self.names[peer as usize]), self.introduction(peer))
                     {
                         let _ = packet::send(&socket, &introduction, &[]);
-                        say_farewell([&*socket], &why);
+                        send_farewell([&*socket], &why);
                     }
                 }
-                Link::Own | Link::Expected { .. } => {}
+                Connection::Own | Connection::Expected { .. } => {}
             }
         }
     }
 }
 
 /// The rank that `frame` introduces to `rank`, if it is one that is expected and proves itself.
-fn known_caller(frame: &[u8], rank: u32, links: &[Link], secret: &[u8; 32]) -> Option<u32> {
+fn known_caller(
+    frame: &[u8],
+    rank: u32,
+    connections: &[Connection],
+    secret: &[u8; 32],
+) -> Option<u32> {
     let caller: Introduction = message::decode(rank, frame).ok()?;
-    let expected = matches!(links.get(caller.from as usize), Some(Link::Expected { .. }));
+    let expected =
+        matches!(connections.get(caller.from as usize), Some(Connection::Expected { .. }));
     (caller.to == rank && expected && caller.proven(secret)).then_some(caller.from)
 }
 
 enum Dial {
     Connected(Socket),
-    /// Too many callers wait there already.
+    /// Its listener is full.
     Busy,
     /// Nobody listens under that name.
     Gone,
@@ -370,7 +399,7 @@ fn new_socket() -> Result<Socket> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
         .map(Socket::new)
-        .map_err(|error| socket_error("opening a Unix socket", error))
+        .map_err(|error| descriptors::error("opening a Unix socket", error))
 }
 
 fn address(name: &str) -> Result<SocketAddrUnix> {
@@ -378,17 +407,7 @@ fn address(name: &str) -> Result<SocketAddrUnix> {
         .map_err(|error| Error::system(format!("the abstract socket name {name:?}"), error))
 }
 
-fn socket_error(what: &str, error: Errno) -> Error {
-    match error {
-        Errno::MFILE | Errno::NFILE => Error::out_of_memory(format!(
-            "{what}: this process (or machine) is at its limit of open files; raise RLIMIT_NOFILE"
-        )),
-        error => Error::system(what, error),
-    }
-}
-
-/// Whether the process at the other end runs as this process's user. Root is no exception in
-/// either direction.
+/// Whether the process at the other end runs as this process's user. Root is not an exception.
 fn same_user(socket: &Socket) -> Result<bool> {
     let peer = rustix::net::sockopt::socket_peercred(socket)
         .map_err(|error| Error::system("asking who is at the other end of a socket", error))?;

@@ -1,10 +1,10 @@
-//! Handing descriptors over: every rank to every other.
+//! Exchanges: every rank's file descriptors go to every other rank.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use super::Mesh;
+use super::PeerSockets;
 use super::packet::{Descriptors, FDS_PER_PACKET};
-use super::round::Talk;
+use super::round::Round;
 use crate::descriptors::make_room;
 use crate::rendezvous::message;
 use crate::{Deadline, Error, Result};
@@ -20,35 +20,35 @@ struct Exchange<'a, 'b> {
     send: &'a [BorrowedFd<'a>],
     expect: usize,
     on_receive: &'a mut OnReceive<'b>,
-    legs: Vec<Leg>,
+    peers: Vec<PeerProgress>,
     frame: Vec<u8>,
 }
 
 /// How far the exchange with one peer has come.
 #[derive(Clone, Debug, Default)]
-struct Leg {
+struct PeerProgress {
     sent: usize,
     received: usize,
-    /// The peer takes part with nothing to give, because it failed before.
-    withheld: bool,
+    /// The peer takes part with no descriptors, because it failed before.
+    sent_nothing: bool,
 }
 
-impl Mesh {
+impl PeerSockets {
     /// Sends all of `send` to every peer and receives `expect` descriptors from each, which
     /// `on_receive` takes in each sender's order. Collective.
     ///
     /// The sent descriptors stay with the caller, who keeps the memory behind them alive until
     /// peers have confirmed.
     ///
-    /// A rank that has failed before takes part all the same, with nothing to send, so that the
-    /// others do not wait for it. Returns the ranks that did so while something was expected of
-    /// them; all ranks have to agree afterwards that the exchange is void.
+    /// A rank that has failed before still takes part, with nothing to send, so that the others do not
+    /// wait for it. Returns the ranks that did so although descriptors were expected of them; all ranks
+    /// have to agree afterwards that the exchange is void.
     ///
-    /// Any failure breaks the mesh, an error of `on_receive` too. A caller that wants to survive
-    /// a descriptor it cannot use notes that, returns `Ok` and agrees with the others afterwards.
-    /// Errors: [`Error::is_peer_lost`], [`Error::is_timeout`] (naming ranks that have not finished
-    /// with this one), a mismatch where ranks are in different rounds or numbers of descriptors
-    /// differ, and what another rank gave up with.
+    /// Any failure breaks the connections, an error of `on_receive` too. A caller that can go on without
+    /// a descriptor returns `Ok` from `on_receive` and agrees with the others afterwards. Errors:
+    /// [`Error::is_peer_lost`], [`Error::is_timeout`] (naming ranks that have not finished with this
+    /// one), a mismatch where ranks are in different rounds or numbers of descriptors differ, and the
+    /// error of another rank that gave up.
     pub(crate) fn exchange(
         &mut self,
         send: &[BorrowedFd<'_>],
@@ -57,24 +57,24 @@ impl Mesh {
         deadline: Deadline,
     ) -> Result<Vec<u32>> {
         let round = self.next_round()?;
-        let legs = vec![Leg::default(); self.links.len()];
+        let peers = vec![PeerProgress::default(); self.sockets.len()];
         let (rank, frame) = (self.rank, Vec::new());
-        // Descriptors that come without room for them are lost.
+        // The kernel drops descriptors that arrive when the process is at its limit.
         make_room(expect.min(FDS_PER_PACKET));
-        let mut exchange = Exchange { rank, round, send, expect, on_receive, legs, frame };
-        self.talk(&mut exchange, || format!("exchanging handles (round {round})"), deadline)?;
-        let withheld = (0..).zip(&exchange.legs).filter(|(_, leg)| leg.withheld);
-        Ok(withheld.map(|(peer, _)| peer).collect())
+        let mut exchange = Exchange { rank, round, send, expect, on_receive, peers, frame };
+        self.run_round(&mut exchange, || format!("exchanging handles (round {round})"), deadline)?;
+        let failed = (0..).zip(&exchange.peers).filter(|(_, progress)| progress.sent_nothing);
+        Ok(failed.map(|(peer, _)| peer).collect())
     }
 }
 
-impl Talk for Exchange<'_, '_> {
-    type Heard = Descriptors;
+impl Round for Exchange<'_, '_> {
+    type Packet = Descriptors;
 
     fn next(&mut self, peer: u32) -> Result<(&[u8], &[BorrowedFd<'_>])> {
         self.frame = message::encode(&Descriptors {
             round: self.round,
-            first: number(self.legs[peer as usize].sent)?,
+            first: number(self.peers[peer as usize].sent)?,
             count: number(self.batch(peer).len())?,
             total: number(self.send.len())?,
         })?;
@@ -82,23 +82,23 @@ impl Talk for Exchange<'_, '_> {
     }
 
     fn sent(&mut self, peer: u32) -> bool {
-        self.legs[peer as usize].sent += self.batch(peer).len();
-        self.legs[peer as usize].sent == self.send.len()
+        self.peers[peer as usize].sent += self.batch(peer).len();
+        self.peers[peer as usize].sent == self.send.len()
     }
 
     fn take(&mut self, peer: u32, announced: Descriptors, fds: Vec<OwnedFd>) -> Result<bool> {
         self.check(peer, &announced, fds.len()).map_err(|error| error.naming([peer]))?;
-        let leg = &mut self.legs[peer as usize];
+        let progress = &mut self.peers[peer as usize];
         if announced.total == 0 && self.expect > 0 {
-            leg.withheld = true;
+            progress.sent_nothing = true;
             return Ok(true);
         }
-        let first = leg.received;
-        leg.received += fds.len();
-        let last = leg.received == self.expect;
+        let first = progress.received;
+        progress.received += fds.len();
+        let last = progress.received == self.expect;
         if !fds.is_empty() {
             (self.on_receive)(peer, first, fds)?;
-            // Those may be kept, so that there is less room for what comes next.
+            // These may be kept open, so the limit may be reached before the next ones arrive.
             make_room(self.expect.min(FDS_PER_PACKET));
         }
         Ok(last)
@@ -110,16 +110,16 @@ impl Talk for Exchange<'_, '_> {
 }
 
 impl Exchange<'_, '_> {
-    /// What goes to `peer` next.
+    /// The descriptors that `peer` is sent next.
     fn batch(&self, peer: u32) -> &[BorrowedFd<'_>] {
-        let rest = &self.send[self.legs[peer as usize].sent..];
+        let rest = &self.send[self.peers[peer as usize].sent..];
         &rest[..rest.len().min(FDS_PER_PACKET)]
     }
 
     /// Refuses a packet that does not continue this exchange; its descriptors are then closed.
     fn check(&self, peer: u32, announced: &Descriptors, came: usize) -> Result<()> {
-        let Self { rank, round, expect, legs, .. } = self;
-        let received = legs[peer as usize].received;
+        let Self { rank, round, expect, peers, .. } = self;
+        let received = peers[peer as usize].received;
         if announced.round != *round {
             return Err(Error::mismatch(format!(
                 "rank {peer} is in round {} and exchanges handles, rank {rank} in round {round}: they \
@@ -127,7 +127,7 @@ impl Exchange<'_, '_> {
                 announced.round
             )));
         }
-        // Nothing at all is what a rank sends that has failed.
+        // A rank that has failed before announces a total of 0.
         if announced.total as usize != *expect && announced.total != 0 {
             return Err(Error::mismatch(format!(
                 "rank {peer} sends {} handles in round {round}, rank {rank} expects {expect}",

@@ -1,10 +1,10 @@
-//! Telling everybody something: every rank's bytes to every other.
+//! Gathers: every rank's bytes go to every other rank.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use super::Mesh;
+use super::PeerSockets;
 use super::packet::{BYTES_PER_PACKET, Part};
-use super::round::{Fault, Talk};
+use super::round::{Fault, Round};
 use crate::rendezvous::message;
 use crate::store::{Gathered, MAX_VALUE};
 use crate::{Deadline, Error, Result};
@@ -16,23 +16,23 @@ struct Gather<'a> {
     what: &'a str,
     waiting_for: String,
     value: &'a [u8],
-    /// Bytes sent to each rank, and what came from each.
+    /// How many bytes were sent to each rank, and the bytes received from each.
     sent: Vec<usize>,
     received: Vec<Vec<u8>>,
-    /// The last piece that was framed, by where it begins: the same for every peer.
+    /// The first byte of the piece that `frame` holds. Every peer is sent the same pieces.
     framed: Option<usize>,
     frame: Vec<u8>,
 }
 
-impl Mesh {
+impl PeerSockets {
     /// Every rank's `value`, in rank order. Collective; `what` says in messages what is gathered, and
     /// has to be the same on all ranks.
     ///
-    /// Costs each rank a packet to and from each peer where values fit into one. Any failure breaks
-    /// the mesh: [`Error::is_peer_lost`] at once, [`Error::is_timeout`] naming ranks that did not
-    /// come, a mismatch where ranks gather different things, what another rank gave up with, and
-    /// [`Error::is_invalid_state`] after an interrupt. Which ranks were told before is not known
-    /// then. A value longer than [`MAX_VALUE`] is refused here, and the others are told.
+    /// Each rank sends one packet to each peer if its value fits into one. Any failure breaks the
+    /// connections: [`Error::is_peer_lost`] at once, [`Error::is_timeout`] naming ranks that did not
+    /// come, a mismatch where ranks gather different things, the error of another rank that gave up, and
+    /// [`Error::is_invalid_state`] after an interrupt. Some ranks may have received this rank's value by
+    /// then. A value longer than [`MAX_VALUE`] is refused here, and the others receive that error.
     pub(crate) fn all_gather(
         &mut self,
         what: &str,
@@ -46,7 +46,7 @@ impl Mesh {
             let error = Fault::Failed(Error::invalid_argument(message));
             return Err(self.break_with(error).context(doing()));
         }
-        let ranks = self.links.len();
+        let ranks = self.sockets.len();
         let mut gather = Gather {
             rank: self.rank,
             round,
@@ -58,7 +58,7 @@ impl Mesh {
             framed: None,
             frame: Vec::new(),
         };
-        self.talk(&mut gather, doing, deadline)?;
+        self.run_round(&mut gather, doing, deadline)?;
         let parts = (0..).zip(&gather.received);
         let parts =
             parts.map(|(peer, part)| if peer == gather.rank { value } else { part.as_slice() });
@@ -66,8 +66,8 @@ impl Mesh {
     }
 }
 
-impl Talk for Gather<'_> {
-    type Heard = Part;
+impl Round for Gather<'_> {
+    type Packet = Part;
 
     fn next(&mut self, peer: u32) -> Result<(&[u8], &[BorrowedFd<'_>])> {
         let first = self.sent[peer as usize];
@@ -102,7 +102,7 @@ impl Talk for Gather<'_> {
 }
 
 impl Gather<'_> {
-    /// What `peer` is sent next.
+    /// The bytes that `peer` is sent next.
     fn piece(&self, peer: u32) -> &[u8] {
         let rest = &self.value[self.sent[peer as usize]..];
         &rest[..rest.len().min(BYTES_PER_PACKET)]

@@ -1,18 +1,25 @@
-//! Unix sockets between all ranks of one machine, over which file descriptors travel, and what
-//! ranks tell each other once they are connected.
+//! Unix sockets between all ranks of one machine: gathers, and the exchange of file descriptors.
 //!
-//! A [`Listener`] is made before ranks meet, so that its random abstract name can be announced;
-//! [`Mesh::connect`] turns the names into one connection a pair. A mesh belongs to one pool and
-//! lasts as long: the sockets are also how a rank sees that a peer is gone, without waiting for a
-//! deadline. Nothing here starts a thread or leaves a file behind; every wait is one `poll` with a
-//! deadline.
+//! A [`Listener`] is made before the ranks meet, so that its random abstract name can be announced;
+//! [`PeerSockets::connect`] turns the names into one connection for each pair of ranks. The connections
+//! belong to one pool and last as long as it does: a rank also sees by them that a peer is gone, without
+//! waiting for a deadline. Nothing here starts a thread or leaves a file behind; every wait is one `poll`
+//! with a deadline.
 //!
-//! Who may connect: a process of the same user (the kernel vouches for it) that knows the group's
-//! secret. Others are turned away and disturb nobody.
+//! Only a process of the same user (the kernel vouches for it) that knows the group's secret may connect.
+//! Others are turned away and disturb nobody.
 //!
-//! A rank whose part fails tells its peers why before it hangs up (a *farewell*), so that a crash
-//! and a failure can be told apart, and the first cause be named rather than the last. A mesh that
-//! failed once is *broken*: its sockets are closed and every later call fails at once.
+//! | file | holds |
+//! | --- | --- |
+//! | `packet` | what one packet holds, and sending and receiving it |
+//! | `connect` | making the connections |
+//! | `round` | the loop in which every rank sends to all others and receives from all |
+//! | `gather` | a round in which every rank's bytes go to every other |
+//! | `exchange` | a round in which descriptors do |
+//!
+//! A rank whose part fails sends its peers the reason before it closes the connections (a *farewell*), so
+//! that they can tell a failure from a crash and name the first cause rather than the last. After one
+//! failure the connections are *broken*: they are closed, and every later call fails at once.
 
 mod connect;
 mod exchange;
@@ -28,32 +35,31 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::net::Shutdown;
-use rustix::process::Pid;
 
-use self::packet::{Farewell, Inbox, Received};
+use self::packet::{Farewell, PacketBuffer, Received};
 use self::round::Fault;
-use crate::fork::Own;
+use crate::fork::{Maker, Own};
 use crate::group::Interrupt;
 use crate::{Deadline, Error, Result};
 
 pub(crate) use connect::Listener;
 
-/// A connection, or what becomes one, which forked children do not have: peers would not see that this
-/// process is gone.
+/// A connection, or what becomes one. Forked children do not inherit it: with a copy in a child, peers
+/// would not see that this process is gone.
 type Socket = Own<OwnedFd>;
 
 /// The connections of one rank to all others of its group.
 #[derive(Debug)]
-pub(crate) struct Mesh {
+pub(crate) struct PeerSockets {
     rank: u32,
-    /// One a rank; `None` for this rank itself, and for all when broken.
-    links: Vec<Option<Socket>>,
-    inbox: Inbox,
-    /// Whose connections these are.
-    process: Pid,
-    /// Exchanges and gathers begun.
+    /// One for each rank; `None` for this rank itself, and for all when broken.
+    sockets: Vec<Option<Socket>>,
+    buffer: PacketBuffer,
+    /// The process that connected.
+    maker: Maker,
+    /// The number of exchanges and gathers begun.
     rounds: u64,
-    /// Whether a rank that waits is to stop.
+    /// Asked by a rank that waits whether it is to stop.
     interrupt: Option<Interrupt>,
     broken: Option<Broken>,
 }
@@ -65,27 +71,30 @@ struct Broken {
     lost: Vec<u32>,
 }
 
-impl Mesh {
-    /// The peers whose connection is closed: they exited, or gave up (on purpose or not) the pool
-    /// this mesh belongs to. Does not wait. Of a broken mesh, those that were gone when it broke.
+impl PeerSockets {
+    /// The peers whose connection is closed: they exited, or gave up (on purpose or not) the pool that
+    /// the connections belong to. Does not wait. After a failure, the peers that were gone when it
+    /// happened.
     pub(crate) fn lost_peers(&self) -> Vec<u32> {
         if let Some(broken) = &self.broken {
             return broken.lost.clone();
         }
-        closed(links(&self.links))
+        closed(connected(&self.sockets))
     }
 
-    /// Whether `rank` hung up without a word: its process ended, or it let go of the pool. A rank that
-    /// gave up says so, and may still use what is mapped. Does not wait; false of a broken mesh, whose
-    /// peers were told to hang up.
+    /// Whether `rank` closed its connection without a farewell: its process ended, or it dropped the pool.
+    /// A rank that gave up sends a farewell, and may still use what is mapped. Does not wait. False after
+    /// a failure, when all connections are closed.
     pub(crate) fn has_left(&mut self, rank: u32) -> bool {
-        let Self { links: all, inbox, .. } = self;
-        let Some(socket) = all.get(rank as usize).and_then(Option::as_deref) else { return false };
+        let Self { sockets, buffer, .. } = self;
+        let Some(socket) = sockets.get(rank as usize).and_then(Option::as_deref) else {
+            return false;
+        };
         let left = !closed(std::iter::once((rank, socket))).is_empty();
-        left && inbox.farewell(rank, socket).is_none()
+        left && buffer.farewell(rank, socket).is_none()
     }
 
-    /// The same mesh, whose waits end when `interrupt` says so.
+    /// The same connections, whose waits end when `interrupt` says so.
     pub(crate) fn with_interrupt(mut self, interrupt: Option<Interrupt>) -> Self {
         self.interrupt = interrupt;
         self
@@ -96,7 +105,7 @@ impl Mesh {
         self.broken.is_some()
     }
 
-    /// The number of the next exchange or gather. Fails when this mesh can no longer be used.
+    /// The number of the next exchange or gather. Fails after an earlier failure.
     fn next_round(&mut self) -> Result<u64> {
         if let Some(broken) = &self.broken {
             let error = broken.why.clone().into_error();
@@ -106,7 +115,7 @@ impl Mesh {
         Ok(self.rounds)
     }
 
-    /// Tells the peers why, closes all connections and returns the error that it is.
+    /// Sends the peers the reason, closes all connections and returns the fault as an error.
     fn break_with(&mut self, fault: Fault) -> Error {
         let (error, why) = match fault {
             Fault::GaveUp(why) => (why.clone().into_error(), why),
@@ -114,8 +123,8 @@ impl Mesh {
             Fault::Failed(error) => self.own(error),
         };
         let lost = self.lost_peers();
-        say_farewell(links(&self.links).map(|(_, socket)| socket), &why);
-        self.hang_up();
+        send_farewell(connected(&self.sockets).map(|(_, socket)| socket), &why);
+        self.close();
         self.broken = Some(Broken { why, lost });
         error
     }
@@ -127,13 +136,13 @@ impl Mesh {
         }
     }
 
-    /// Closes all connections: for peers, too, where a child made past the C library has copies. A child
-    /// that lets go of its own leaves them to its parent.
-    fn hang_up(&mut self) {
-        for link in self.links.iter_mut().filter_map(Option::take) {
-            if self.process == rustix::process::getpid() {
-                // Fails where the peer was first.
-                let _ = rustix::net::shutdown(&link, Shutdown::Both);
+    /// Closes all connections. Shutting them down makes peers see it also where a child that was not made
+    /// through the C library has copies. A child that drops its copies leaves the connections to its parent.
+    fn close(&mut self) {
+        for socket in self.sockets.iter_mut().filter_map(Option::take) {
+            if self.maker.is_this_process() {
+                // Fails where the peer has closed it before.
+                let _ = rustix::net::shutdown(&socket, Shutdown::Both);
             }
         }
     }
@@ -144,18 +153,18 @@ impl Mesh {
         (error, why)
     }
 
-    /// What the closed connection to `first` means: who is really gone, or who gave up and why.
-    /// Discards everything that was still to be received; the mesh has to be broken afterwards.
+    /// What the closed connection to `first` means: which ranks are gone, or which gave up and why.
+    /// Discards everything that was still to be received, so the connections cannot be used afterwards.
     fn diagnose(&mut self, first: u32) -> Fault {
         let mut lost = Vec::new();
         let mut gave_up = None;
-        for (rank, socket) in links(&self.links) {
-            match last_words(&mut self.inbox, rank, socket) {
-                LastWords::Farewell(farewell) => {
+        for (rank, socket) in connected(&self.sockets) {
+            match read_ending(&mut self.buffer, rank, socket) {
+                Ending::Farewell(farewell) => {
                     gave_up.get_or_insert(farewell);
                 }
-                LastWords::Nothing => lost.push(rank),
-                LastWords::StillThere => {}
+                Ending::Silent => lost.push(rank),
+                Ending::NotEnded => {}
             }
         }
         match gave_up {
@@ -166,60 +175,61 @@ impl Mesh {
     }
 }
 
-impl Drop for Mesh {
+impl Drop for PeerSockets {
     fn drop(&mut self) {
-        self.hang_up();
+        self.close();
     }
 }
 
 const CLOSED: &str = "the connection was closed without a word (the process exited, was killed, or dropped its pool)";
 
 /// How a connection ended.
-enum LastWords {
+enum Ending {
     Farewell(Farewell),
     /// Closed without a farewell.
-    Nothing,
-    StillThere,
+    Silent,
+    /// It is still open.
+    NotEnded,
 }
 
-/// Reads all there is from `rank`, discarding everything but a farewell.
-fn last_words(inbox: &mut Inbox, rank: u32, socket: &OwnedFd) -> LastWords {
+/// How the connection to `rank` ended. Reads everything that was sent, and discards all but a farewell.
+fn read_ending(buffer: &mut PacketBuffer, rank: u32, socket: &OwnedFd) -> Ending {
     loop {
-        match inbox.receive(rank, socket) {
+        match buffer.receive(rank, socket) {
             Ok(Received::Packet { frame, .. }) => {
                 if let Some(farewell) = Farewell::read(rank, frame) {
-                    return LastWords::Farewell(farewell);
+                    return Ending::Farewell(farewell);
                 }
             }
-            Ok(Received::WouldBlock) => return LastWords::StillThere,
-            Ok(Received::Closed) | Err(_) => return LastWords::Nothing,
+            Ok(Received::WouldBlock) => return Ending::NotEnded,
+            Ok(Received::Closed) | Err(_) => return Ending::Silent,
         }
     }
 }
 
-/// The connections there are, with their ranks.
-fn links(all: &[Option<Socket>]) -> impl Iterator<Item = (u32, &OwnedFd)> {
-    (0u32..).zip(all).filter_map(|(rank, link)| Some((rank, link.as_deref()?)))
+/// The open connections, with their ranks.
+fn connected(all: &[Option<Socket>]) -> impl Iterator<Item = (u32, &OwnedFd)> {
+    (0u32..).zip(all).filter_map(|(rank, socket)| Some((rank, socket.as_deref()?)))
 }
 
-/// The room for packets of a rank that gives up, in bytes. The kernel cuts it to twice its
-/// net.core.wmem_max: as it comes, twice what a socket has to begin with.
+/// The send buffer of a rank that gives up, in bytes. The kernel limits it to twice net.core.wmem_max,
+/// which by default is twice what a new socket has.
 const FAREWELL_BUFFER: usize = 1 << 20;
 
-/// Tells peers why this rank gives up. What cannot be sent at once is not sent.
-fn say_farewell<'a>(to: impl IntoIterator<Item = &'a OwnedFd>, why: &Farewell) {
+/// Sends peers the reason why this rank gives up. What cannot be sent at once is not sent.
+fn send_farewell<'a>(to: impl IntoIterator<Item = &'a OwnedFd>, why: &Farewell) {
     let Ok(frame) = why.frame() else { return };
     for socket in to {
-        // What the peer has not read yet may fill the socket.
+        // Packets that the peer has not read yet may fill the socket's buffer.
         let _ = rustix::net::sockopt::set_socket_send_buffer_size(socket, FAREWELL_BUFFER);
         let _ = packet::send(socket, &frame, &[]);
     }
 }
 
-/// Those of `links` whose other end is closed, whether or not there is more to read. Does not wait.
-fn closed<'a>(links: impl Iterator<Item = (u32, &'a OwnedFd)>) -> Vec<u32> {
+/// The ranks whose end of the connection is closed, whether or not there is more to read. Does not wait.
+fn closed<'a>(sockets: impl Iterator<Item = (u32, &'a OwnedFd)>) -> Vec<u32> {
     let (ranks, mut polled): (Vec<u32>, Vec<PollFd<'_>>) =
-        links.map(|(rank, socket)| (rank, PollFd::new(socket, PollFlags::empty()))).unzip();
+        sockets.map(|(rank, socket)| (rank, PollFd::new(socket, PollFlags::empty()))).unzip();
     // A poll that fails shows nothing; the next use of the sockets will say why.
     let _ = poll_for(&mut polled, Duration::ZERO);
     let closed = ranks.into_iter().zip(&polled).filter(|(_, poll)| is_closed(poll));

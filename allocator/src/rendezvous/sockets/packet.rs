@@ -4,31 +4,28 @@
 //! entirely or not at all, and its descriptors come with it.
 
 use std::fmt;
-use std::io::{IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 
 use rustix::io::Errno;
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags,
-};
+use rustix::net::{RecvFlags, ReturnFlags, SendFlags};
 use serde::{Deserialize, Serialize};
 
+use crate::descriptors::{self, ReceivedMessage, receive_with_descriptors, send_with_descriptors};
 use crate::error::ErrorKind;
 use crate::rendezvous::message::{self, Message};
 use crate::{Error, Result};
 
-/// The most descriptors in one packet; the kernel takes up to 253.
-pub(super) const FDS_PER_PACKET: usize = 128;
+/// The most descriptors in one packet.
+pub(super) const FDS_PER_PACKET: usize = descriptors::MOST_PER_MESSAGE;
 
 /// The longest frame in a packet, in bytes: well below a socket's default send buffer.
 const MAX_FRAME: usize = 32 << 10;
 
-/// The most bytes of a value in one packet: what a frame leaves beside the words around them.
+/// The most bytes of a value in one packet: a frame less the header and numbers around them.
 pub(super) const BYTES_PER_PACKET: usize = MAX_FRAME - 512;
 
-/// The first packet in each direction: who speaks, to whom, and that they know the group's secret.
+/// The first packet in each direction: sender, receiver, and the proof that the sender knows the group's
+/// secret.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Introduction {
     pub(super) from: u32,
@@ -48,7 +45,7 @@ impl Introduction {
         Self { from, to, proof: proof(secret, from, to).into() }
     }
 
-    /// Whether this was made by one who knows `secret`.
+    /// Whether the sender knows `secret`.
     pub(super) fn proven(&self, secret: &[u8; 32]) -> bool {
         // Comparing blake3::Hash takes the same time whatever the bytes are.
         proof(secret, self.from, self.to) == blake3::Hash::from_bytes(self.proof)
@@ -63,10 +60,10 @@ fn proof(secret: &[u8; 32], from: u32, to: u32) -> blake3::Hash {
     hasher.finalize()
 }
 
-/// Announces the descriptors in the same packet.
+/// Describes the descriptors in the same packet.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Descriptors {
-    /// Which exchange they belong to.
+    /// The number of the round they belong to.
     pub(super) round: u64,
     /// Index of the first one among all of this exchange.
     pub(super) first: u32,
@@ -81,16 +78,16 @@ impl Message for Descriptors {
     const NAME: &'static str = "descriptors";
 }
 
-/// A piece of what a rank tells the others in a gather.
+/// A piece of a rank's value in a gather.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Part {
-    /// Which talk it belongs to.
+    /// The number of the round it belongs to.
     pub(super) round: u64,
     /// What is gathered.
     pub(super) what: String,
-    /// How many bytes came before.
+    /// How many bytes of the value come before.
     pub(super) first: u64,
-    /// How many there are in all.
+    /// The length of the value in bytes.
     pub(super) total: u64,
     pub(super) bytes: Vec<u8>,
 }
@@ -103,7 +100,7 @@ impl Message for Part {
 /// The last packet of a rank that gives up, so that its peers can tell this from a crash.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Farewell {
-    /// Who began: a rank that gives up because of another passes on what that one said.
+    /// The rank that failed first: a rank that gives up because of another passes on its farewell.
     pub(super) by: u32,
     pub(super) cause: ErrorKind,
 }
@@ -119,7 +116,7 @@ impl Farewell {
         message::decode(rank, frame).ok()
     }
 
-    /// The frame that tells it, or less of it where it is too long for a packet.
+    /// The frame of it; a shorter reason stands in for one that is too long for a packet.
     pub(super) fn frame(&self) -> Result<Vec<u8>> {
         let frame = message::encode(self)?;
         if frame.len() <= MAX_FRAME {
@@ -129,13 +126,13 @@ impl Farewell {
         message::encode(&Self { by: self.by, cause: short })
     }
 
-    /// What it is to those that hear it, where nothing more is said about it.
+    /// The error of a rank that receives it, where ranks do not go on to agree on an error.
     pub(super) fn into_error(self) -> Error {
         Error::from_kind(self.cause).context(format!("rank {} gave up", self.by))
     }
 
-    /// What it is where ranks go on to agree on the failure: the loss of that rank, unless it names
-    /// others who are to blame.
+    /// The error of a rank that receives it, where ranks go on to agree on one: that rank is lost, unless
+    /// the farewell names others that caused the failure.
     pub(super) fn into_loss(self) -> Error {
         match self.cause {
             cause @ (ErrorKind::PeerLost { .. } | ErrorKind::Timeout { .. }) => {
@@ -149,24 +146,19 @@ impl Farewell {
 /// What became of a packet to be sent.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Sent {
-    /// It is on its way.
     Yes,
     /// The socket's buffer is full; poll for it.
     WouldBlock,
-    /// Too many descriptors of this user are on their way (or kernel memory is short): receive
-    /// some, and try again a little later. Polling does not show when.
+    /// Too many descriptors of this user are in flight, or kernel memory is short: receive some, and try
+    /// again a little later. Polling does not show when.
     TryLater,
-    /// Nobody is there to receive it.
+    /// The peer has closed the connection.
     Closed,
 }
 
 /// Sends one packet, without waiting.
 pub(super) fn send(socket: &OwnedFd, frame: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Sent> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_PER_PACKET))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    let fits = fds.len() <= FDS_PER_PACKET
-        && (fds.is_empty() || control.push(SendAncillaryMessage::ScmRights(fds)));
-    if !fits {
+    if fds.len() > FDS_PER_PACKET {
         return Err(Error::invalid_argument(format!(
             "{} descriptors in one packet; it takes {FDS_PER_PACKET}",
             fds.len()
@@ -174,7 +166,7 @@ pub(super) fn send(socket: &OwnedFd, frame: &[u8], fds: &[BorrowedFd<'_>]) -> Re
     }
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
     loop {
-        return match rustix::net::sendmsg(socket, &[IoSlice::new(frame)], &mut control, flags) {
+        return match send_with_descriptors(socket, frame, fds, flags) {
             Ok(_) => Ok(Sent::Yes),
             Err(Errno::INTR) => continue,
             Err(Errno::AGAIN) => Ok(Sent::WouldBlock),
@@ -185,7 +177,7 @@ pub(super) fn send(socket: &OwnedFd, frame: &[u8], fds: &[BorrowedFd<'_>]) -> Re
     }
 }
 
-/// What was there to be received.
+/// What receiving came to.
 #[derive(Debug)]
 pub(super) enum Received<'a> {
     Packet {
@@ -198,21 +190,21 @@ pub(super) enum Received<'a> {
     Closed,
 }
 
-/// Where packets are received.
-pub(super) struct Inbox(Vec<u8>);
+/// Receives packets, one at a time.
+pub(super) struct PacketBuffer(Vec<u8>);
 
-impl fmt::Debug for Inbox {
+impl fmt::Debug for PacketBuffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Inbox(..)")
+        f.write_str("PacketBuffer(..)")
     }
 }
 
-impl Inbox {
+impl PacketBuffer {
     pub(super) fn new() -> Self {
         Self(vec![0; MAX_FRAME])
     }
 
-    /// The farewell of `rank`, where that is what comes next. Takes nothing.
+    /// The farewell of `rank`, if that is its next packet, which is not taken out of the socket.
     pub(super) fn farewell(&mut self, rank: u32, socket: &OwnedFd) -> Option<Farewell> {
         let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
         let mut resets = 0;
@@ -220,7 +212,7 @@ impl Inbox {
             match rustix::net::recv(socket, &mut self.0[..], flags) {
                 Ok((_, bytes)) => break bytes,
                 Err(Errno::INTR) => {}
-                // As in `receive`: what the peer had not read is reported before what it said.
+                // As in `receive`: reported once, before what the peer had sent is read.
                 Err(Errno::CONNRESET) if resets == 0 => resets = 1,
                 Err(_) => return None,
             }
@@ -230,13 +222,9 @@ impl Inbox {
 
     /// Receives one packet of `rank`, without waiting. Descriptors are close-on-exec.
     pub(super) fn receive(&mut self, rank: u32, socket: &OwnedFd) -> Result<Received<'_>> {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_PER_PACKET))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
         let mut resets = 0;
-        let message = loop {
-            let mut parts = [IoSliceMut::new(&mut self.0)];
-            match rustix::net::recvmsg(socket.as_fd(), &mut parts, &mut control, flags) {
+        let ReceivedMessage { bytes, fds, flags } = loop {
+            match receive_with_descriptors(socket, &mut self.0, RecvFlags::DONTWAIT) {
                 Ok(message) => break message,
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return Ok(Received::WouldBlock),
@@ -249,34 +237,30 @@ impl Inbox {
                 }
             }
         };
-        let mut fds = Vec::new();
-        for part in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(received) = part {
-                fds.extend(received);
-            }
-        }
-        if message.flags.contains(ReturnFlags::CTRUNC) {
+        if flags.contains(ReturnFlags::CTRUNC) {
             return Err(Error::out_of_memory(format!(
                 "the kernel could not give this process all file descriptors that rank {rank} \
                  sent ({} of them came): it is at its hard limit of open files; raise RLIMIT_NOFILE",
                 fds.len()
             )));
         }
-        if message.flags.contains(ReturnFlags::TRUNC) {
+        if flags.contains(ReturnFlags::TRUNC) {
             return Err(Error::mismatch(format!(
                 "rank {rank} sent a packet longer than {MAX_FRAME} bytes"
             ))
             .naming([rank]));
         }
-        if message.bytes == 0 {
+        if bytes == 0 {
             return Ok(Received::Closed);
         }
-        Ok(Received::Packet { frame: &self.0[..message.bytes], fds })
+        Ok(Received::Packet { frame: &self.0[..bytes], fds })
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
+
     use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
     use super::*;
@@ -302,17 +286,17 @@ mod tests {
     #[test]
     fn what_was_sent_before_closing_is_received() {
         let (a, b) = pair();
-        let mut inbox = Inbox::new();
-        assert!(matches!(inbox.receive(0, &a).unwrap(), Received::WouldBlock));
+        let mut buffer = PacketBuffer::new();
+        assert!(matches!(buffer.receive(0, &a).unwrap(), Received::WouldBlock));
         // Unread data at `b` makes the kernel report a reset to `a` before `b`'s own packet.
         assert_eq!(send(&a, b"unread", &[]).unwrap(), Sent::Yes);
         assert_eq!(send(&b, b"last", &[a.as_fd()]).unwrap(), Sent::Yes);
         drop(b);
-        match inbox.receive(0, &a).unwrap() {
+        match buffer.receive(0, &a).unwrap() {
             Received::Packet { frame, fds } => assert_eq!((frame, fds.len()), (&b"last"[..], 1)),
             other => panic!("{other:?}"),
         }
-        assert!(matches!(inbox.receive(0, &a).unwrap(), Received::Closed));
+        assert!(matches!(buffer.receive(0, &a).unwrap(), Received::Closed));
         assert_eq!(send(&a, b"more", &[]).unwrap(), Sent::Closed);
     }
 
@@ -320,7 +304,7 @@ mod tests {
     fn packets_and_farewells_have_limits() {
         let (a, b) = pair();
         assert_eq!(send(&a, &vec![0; MAX_FRAME + 1], &[]).unwrap(), Sent::Yes);
-        assert!(Inbox::new().receive(7, &b).unwrap_err().to_string().contains("rank 7"));
+        assert!(PacketBuffer::new().receive(7, &b).unwrap_err().to_string().contains("rank 7"));
         let many = vec![a.as_fd(); FDS_PER_PACKET + 1];
         assert!(send(&a, b"x", &many).unwrap_err().is_invalid_argument());
         let cause = ErrorKind::InvalidState("x".repeat(MAX_FRAME));

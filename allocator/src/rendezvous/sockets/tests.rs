@@ -1,5 +1,5 @@
-//! Exchanges, with threads in place of ranks; [`connecting`] before them, [`gathering`] beside them, and
-//! [`processes`] where a rank has to be killed or open files are counted.
+//! Exchanges, with threads as ranks. [`connecting`] tests making the connections, [`gathering`] gathers, and
+//! [`processes`] what needs processes: ranks that are killed, and counts of open files.
 
 mod connecting;
 mod gathering;
@@ -46,13 +46,13 @@ fn with_listeners<T: Send>(
     })
 }
 
-/// Runs `body` as each of `world` ranks of one mesh, once all are connected.
-fn with_meshes<T: Send>(world: u32, body: impl Fn(u32, Mesh) -> T + Sync) -> Vec<T> {
+/// Runs `body` as each of `world` ranks, once all are connected.
+fn with_sockets<T: Send>(world: u32, body: impl Fn(u32, PeerSockets) -> T + Sync) -> Vec<T> {
     let connected = Barrier::new(world as usize);
     with_listeners(world, |rank, listener, names| {
-        let mesh = Mesh::connect(listener, rank, names, &SECRET, soon());
+        let peers = PeerSockets::connect(listener, rank, names, &SECRET, soon());
         connected.wait();
-        body(rank, mesh.unwrap())
+        body(rank, peers.unwrap())
     })
 }
 
@@ -92,10 +92,10 @@ fn keep_nothing(_: u32, _: usize, _: Vec<OwnedFd>) -> Result<()> {
 }
 
 /// One exchange of `count` tagged descriptors, all of them checked.
-fn exchange_tagged(mesh: &mut Mesh, rank: u32, world: u32, count: usize) {
+fn exchange_tagged(peers: &mut PeerSockets, rank: u32, world: u32, count: usize) {
     let mine: Vec<OwnedFd> = (0..count).map(|index| tagged(rank, index)).collect();
     let mut next = vec![0; world as usize];
-    let withheld = mesh.exchange(
+    let withheld = peers.exchange(
         &borrowed(&mine),
         count,
         &mut |from, first, fds| {
@@ -118,13 +118,13 @@ fn exchange_tagged(mesh: &mut Mesh, rank: u32, world: u32, count: usize) {
 fn every_rank_gets_every_descriptor_of_every_other() {
     raise_descriptor_limit();
     for (world, count) in [(1, 5), (2, 0), (2, 1000), (3, 1), (3, 1000), (8, 0), (8, 1), (8, 200)] {
-        with_meshes(world, |rank, mut mesh| {
+        with_sockets(world, |rank, mut peers| {
             for _ in 1..=2 {
-                exchange_tagged(&mut mesh, rank, world, count);
+                exchange_tagged(&mut peers, rank, world, count);
             }
-            assert_eq!(mesh.lost_peers(), [0; 0]);
+            assert_eq!(peers.lost_peers(), [0; 0]);
             // Nobody leaves before all have looked.
-            exchange_tagged(&mut mesh, rank, world, 0);
+            exchange_tagged(&mut peers, rank, world, 0);
         });
     }
 }
@@ -134,23 +134,23 @@ fn eight_ranks_exchange_a_thousand_descriptors_each() {
     raise_descriptor_limit();
     // Whoever is connected begins, while others are still connecting.
     with_listeners(8, |rank, listener, names| {
-        let mut mesh = Mesh::connect(listener, rank, names, &SECRET, soon()).unwrap();
-        exchange_tagged(&mut mesh, rank, 8, 1000);
+        let mut peers = PeerSockets::connect(listener, rank, names, &SECRET, soon()).unwrap();
+        exchange_tagged(&mut peers, rank, 8, 1000);
     });
 }
 
 #[test]
 fn no_descriptor_outlives_an_exec() {
-    with_meshes(2, |rank, mut mesh| {
+    with_sockets(2, |rank, mut peers| {
         let mine = [tagged(rank, 0)];
         let mut check = |_, _, fds: Vec<OwnedFd>| {
             let flags = rustix::io::fcntl_getfd(&fds[0]).unwrap();
             assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
             Ok(())
         };
-        mesh.exchange(&borrowed(&mine), 1, &mut check, soon()).unwrap();
+        peers.exchange(&borrowed(&mine), 1, &mut check, soon()).unwrap();
         // Nor do the connections: rank 1 has dialled, and rank 0 accepted.
-        for (_, socket) in links(&mesh.links) {
+        for (_, socket) in connected(&peers.sockets) {
             let flags = rustix::io::fcntl_getfd(socket).unwrap();
             assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
         }
@@ -159,17 +159,17 @@ fn no_descriptor_outlives_an_exec() {
 
 #[test]
 fn a_rank_that_leaves_during_an_exchange_is_named_by_all() {
-    let seen = with_meshes(3, |rank, mut mesh| {
+    let seen = with_sockets(3, |rank, mut peers| {
         if rank == 1 {
-            drop(mesh);
+            drop(peers);
             return None;
         }
         let mine = [tagged(rank, 0)];
-        let error = mesh.exchange(&borrowed(&mine), 1, &mut keep_nothing, soon()).unwrap_err();
+        let error = peers.exchange(&borrowed(&mine), 1, &mut keep_nothing, soon()).unwrap_err();
         // From then on it fails at once, with the same error, and still knows who was lost.
-        let again = mesh.exchange(&[], 0, &mut keep_nothing, soon()).unwrap_err();
+        let again = peers.exchange(&[], 0, &mut keep_nothing, soon()).unwrap_err();
         assert!(again.is_peer_lost() && again.to_string().contains("earlier failure"), "{again}");
-        assert!(mesh.lost_peers().contains(&1));
+        assert!(peers.lost_peers().contains(&1));
         Some(error)
     });
     for error in seen.into_iter().flatten() {
@@ -181,16 +181,16 @@ fn a_rank_that_leaves_during_an_exchange_is_named_by_all() {
 #[test]
 fn all_that_left_without_a_word_are_named_before_one_that_gave_up() {
     let gone = Barrier::new(4);
-    with_meshes(4, |rank, mut mesh| {
+    with_sockets(4, |rank, mut peers| {
         match rank {
             0 => {
                 gone.wait();
-                let error = mesh.exchange(&[], 0, &mut keep_nothing, soon()).unwrap_err();
+                let error = peers.exchange(&[], 0, &mut keep_nothing, soon()).unwrap_err();
                 assert!(error.is_peer_lost() && error.ranks() == [2, 3], "{error}");
                 return;
             }
-            1 => mesh.give_up(&Error::invalid_state("enough")),
-            _ => drop(mesh),
+            1 => peers.give_up(&Error::invalid_state("enough")),
+            _ => drop(peers),
         }
         gone.wait();
     });
@@ -199,21 +199,21 @@ fn all_that_left_without_a_word_are_named_before_one_that_gave_up() {
 #[test]
 fn a_rank_that_says_why_it_hangs_up_has_not_left() {
     let (all, hung_up) = (Barrier::new(3), Barrier::new(3));
-    with_meshes(3, |rank, mut mesh| {
-        assert!(!(0..4).any(|peer| mesh.has_left(peer)));
+    with_sockets(3, |rank, mut peers| {
+        assert!(!(0..4).any(|peer| peers.has_left(peer)));
         if rank == 0 {
             // What rank 2 does not read is reported to us before what it says.
-            let socket = mesh.links[2].as_ref().unwrap();
+            let socket = peers.sockets[2].as_ref().unwrap();
             assert_eq!(packet::send(socket, b"unread", &[]).unwrap(), Sent::Yes);
         }
         all.wait();
         match rank {
-            1 => drop(mesh),
-            2 => mesh.give_up(&Error::invalid_state("enough")),
+            1 => drop(peers),
+            2 => peers.give_up(&Error::invalid_state("enough")),
             _ => {
                 hung_up.wait();
-                assert_eq!(mesh.lost_peers(), [1, 2]);
-                assert_eq!([0, 1, 2].map(|peer| mesh.has_left(peer)), [false, true, false]);
+                assert_eq!(peers.lost_peers(), [1, 2]);
+                assert_eq!([0, 1, 2].map(|peer| peers.has_left(peer)), [false, true, false]);
                 return;
             }
         }
@@ -224,15 +224,15 @@ fn a_rank_that_says_why_it_hangs_up_has_not_left() {
 #[test]
 fn lost_peers_are_seen_without_an_exchange() {
     let left = Barrier::new(3);
-    with_meshes(3, |rank, mesh| {
-        assert_eq!(mesh.lost_peers(), [0; 0]);
+    with_sockets(3, |rank, peers| {
+        assert_eq!(peers.lost_peers(), [0; 0]);
         left.wait();
         if rank == 1 {
-            drop(mesh);
+            drop(peers);
             left.wait();
         } else {
             left.wait();
-            assert_eq!(mesh.lost_peers(), [1]);
+            assert_eq!(peers.lost_peers(), [1]);
         }
         // Nobody leaves before all have looked.
         left.wait();
@@ -241,7 +241,7 @@ fn lost_peers_are_seen_without_an_exchange() {
 
 #[test]
 fn a_rank_with_nothing_to_give_holds_up_nobody() {
-    with_meshes(3, |rank, mut mesh| {
+    with_sockets(3, |rank, mut peers| {
         for round in [1, 2] {
             let mine = [tagged(rank, 0), tagged(rank, 1)];
             // In the first round rank 1 has failed before, in the second all is well again.
@@ -252,7 +252,7 @@ fn a_rank_with_nothing_to_give_holds_up_nobody() {
                 came.extend((first..first + fds.len()).map(|index| (peer, index)));
                 Ok(())
             };
-            let withheld = mesh.exchange(&send, 2, &mut keep, soon()).unwrap();
+            let withheld = peers.exchange(&send, 2, &mut keep, soon()).unwrap();
             let from = |peer| peer != rank && (peer, round) != (1, 1);
             let expected: Vec<_> =
                 (0..3).filter(|&peer| from(peer)).flat_map(|peer| [(peer, 0), (peer, 1)]).collect();
@@ -265,17 +265,17 @@ fn a_rank_with_nothing_to_give_holds_up_nobody() {
 
 #[test]
 fn a_rank_that_fails_gives_its_reason_to_all() {
-    let errors = with_meshes(3, |rank, mut mesh| {
+    let errors = with_sockets(3, |rank, mut peers| {
         let mine = [tagged(rank, 0)];
         let mut refuse = |_, _, _| {
             if rank == 2 { Err(Error::out_of_memory("cannot map it")) } else { Ok(()) }
         };
-        let first = mesh.exchange(&borrowed(&mine), 1, &mut refuse, soon());
+        let first = peers.exchange(&borrowed(&mine), 1, &mut refuse, soon());
         // Ranks that had finished the first exchange hear of it in the next.
-        first.and_then(|_| mesh.exchange(&[], 0, &mut refuse, soon())).unwrap_err()
+        first.and_then(|_| peers.exchange(&[], 0, &mut refuse, soon())).unwrap_err()
     });
     assert!(errors[2].is_out_of_memory(), "{}", errors[2]);
-    // Whoever heard it from the other knows all the same whose failure it was.
+    // A rank that received the farewell from another one still knows whose failure it was.
     for error in &errors[..2] {
         assert!(error.is_out_of_memory(), "{error}");
         assert!(error.to_string().contains("rank 2 gave up: cannot map it"), "{error}");
@@ -285,8 +285,8 @@ fn a_rank_that_fails_gives_its_reason_to_all() {
 #[test]
 fn a_rank_that_stays_away_is_named_when_time_is_up() {
     let done = Barrier::new(3);
-    let errors = with_meshes(3, |rank, mut mesh| {
-        let outcome = (rank != 2).then(|| mesh.exchange(&[], 0, &mut keep_nothing, short()));
+    let errors = with_sockets(3, |rank, mut peers| {
+        let outcome = (rank != 2).then(|| peers.exchange(&[], 0, &mut keep_nothing, short()));
         done.wait();
         outcome.map(Result::unwrap_err)
     });
@@ -300,9 +300,9 @@ fn a_rank_that_stays_away_is_named_when_time_is_up() {
 
 #[test]
 fn ranks_in_different_rounds_are_told_apart() {
-    let errors = with_meshes(2, |rank, mut mesh| {
-        mesh.rounds = 4 + u64::from(rank);
-        mesh.exchange(&[], 0, &mut keep_nothing, soon()).unwrap_err()
+    let errors = with_sockets(2, |rank, mut peers| {
+        peers.rounds = 4 + u64::from(rank);
+        peers.exchange(&[], 0, &mut keep_nothing, soon()).unwrap_err()
     });
     // The second to notice may hear of it before it does.
     assert!(errors.iter().any(Error::is_diverged));
@@ -315,11 +315,11 @@ fn ranks_in_different_rounds_are_told_apart() {
 fn more_or_fewer_descriptors_than_expected_are_an_error() {
     // None at all is what a rank sends that has failed: see the test above.
     for (sent_by_0, expected_by_1) in [(3, 2), (2, 3), (1, 0)] {
-        let errors = with_meshes(2, |rank, mut mesh| {
+        let errors = with_sockets(2, |rank, mut peers| {
             let (count, expect) = if rank == 0 { (sent_by_0, 0) } else { (0, expected_by_1) };
             let mine: Vec<OwnedFd> = (0..count).map(|index| tagged(rank, index)).collect();
-            let first = mesh.exchange(&borrowed(&mine), expect, &mut keep_nothing, soon());
-            first.and_then(|_| mesh.exchange(&[], 0, &mut keep_nothing, soon())).unwrap_err()
+            let first = peers.exchange(&borrowed(&mine), expect, &mut keep_nothing, soon());
+            first.and_then(|_| peers.exchange(&[], 0, &mut keep_nothing, soon())).unwrap_err()
         });
         for error in errors {
             assert!(error.is_diverged(), "{error}");
@@ -331,21 +331,21 @@ fn more_or_fewer_descriptors_than_expected_are_an_error() {
 #[test]
 fn descriptors_beyond_what_was_announced_are_an_error() {
     for (announced, sent) in [(1, 2), (2, 1), (1, 0), (0, 0), (3, 3)] {
-        with_meshes(2, |rank, mut mesh| {
+        with_sockets(2, |rank, mut peers| {
             let fd = tagged(rank, 0);
             if rank == 0 {
                 let header = Descriptors { round: 1, first: 0, count: announced, total: 2 };
                 let frame = message::encode(&header).unwrap();
-                let socket = mesh.links[1].as_ref().unwrap();
+                let socket = peers.sockets[1].as_ref().unwrap();
                 let fds = vec![fd.as_fd(); sent];
                 assert_eq!(packet::send(socket, &frame, &fds).unwrap(), Sent::Yes);
-                let first = mesh.exchange(&[], 2, &mut keep_nothing, soon());
-                let next = first.and_then(|_| mesh.exchange(&[], 0, &mut keep_nothing, soon()));
+                let first = peers.exchange(&[], 2, &mut keep_nothing, soon());
+                let next = first.and_then(|_| peers.exchange(&[], 0, &mut keep_nothing, soon()));
                 let error = next.unwrap_err();
                 assert!(error.to_string().contains("rank 1 gave up"), "{error}");
             } else {
                 let two = [fd.as_fd(), fd.as_fd()];
-                let error = mesh.exchange(&two, 2, &mut keep_nothing, soon()).unwrap_err();
+                let error = peers.exchange(&two, 2, &mut keep_nothing, soon()).unwrap_err();
                 assert!(error.is_diverged() && error.to_string().contains("announces"), "{error}");
             }
         });

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use rustix::fs::{FlockOperation, flock};
 
-use crate::random::random;
+use crate::random::random_bytes;
 use crate::{Deadline, Error, Result};
 
 /// A directory that stores share.
@@ -93,7 +93,7 @@ impl Directory {
             .map_err(|error| io_error("cannot create", path, &error))?;
         // Later changes of the working directory must not move the store.
         let path = fs::canonicalize(path).map_err(|error| io_error("cannot open", path, &error))?;
-        let instance = format!("{:032x}", u128::from_le_bytes(random()?));
+        let instance = format!("{:032x}", u128::from_le_bytes(random_bytes()?));
         Ok(Self { path, instance, next: AtomicU64::new(0) })
     }
 

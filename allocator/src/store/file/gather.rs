@@ -59,12 +59,14 @@ impl<'a> Gather<'a> {
         ))
     }
 
-    /// Leaves word of `error` for the others; the first such word is everyone's.
+    /// Leaves `error` for the others; the first error that is left is everyone's.
     fn fail(&self, error: Error) -> Error {
         let Ok(bytes) = postcard::to_stdvec(error.kind()) else { return error };
         match self.directory.create(&self.dir.join("failed"), &[&bytes]) {
             Ok(_) => error,
-            Err(other) => error.context(format!("and the others could not be told ({other})")),
+            Err(other) => {
+                error.context(format!("which could not be left for the other ranks ({other})"))
+            }
         }
     }
 
@@ -74,7 +76,7 @@ impl<'a> Gather<'a> {
         &self,
         rank: u32,
         deadline: Deadline,
-        stop: Stop<'_>,
+        stop: Option<Stop<'_>>,
     ) -> Result<Gathered> {
         let mut asked = Instant::now();
         let mut gathering = Gathering::<Arc<[u8]>>::new(self.world);
@@ -96,7 +98,7 @@ impl<'a> Gather<'a> {
             }
             let stopped = asked.elapsed() >= ASK_EVERY && {
                 asked = Instant::now();
-                stop()
+                stop.is_some_and(|stop| stop())
             };
             if stopped {
                 let _ = fs::remove_file(self.part_path(rank));
@@ -104,7 +106,7 @@ impl<'a> Gather<'a> {
                 return Err(Error::interrupted("while waiting for other ranks", &missing));
             }
             if deadline.expired() {
-                // Take the part back, so that the next try is not a second rank.
+                // The part is taken back, so that another attempt does not look like a second rank.
                 let _ = fs::remove_file(self.part_path(rank));
                 return Err(Error::timeout(
                     format!("in all_gather {:?}", self.key),

@@ -15,11 +15,11 @@
 //! hard-linked (parts). A link fails when the name exists, which is how a second rank with the
 //! same number is noticed. Waiting is polling with a growing pause.
 //!
-//! The last reader of a gather removes it. That is safe because a rank counts itself, under the
-//! lock, only after it has read every part: when the count reaches the world nobody needs the
-//! files, and the directory is renamed away before it is emptied, so that nobody sees half of
-//! it. A gather that some rank never finished stays until the directory is removed by whoever
-//! made it, as do the temporary files of killed processes.
+//! The last reader of a gather removes it. That is safe because a rank counts itself, under the lock, only
+//! after it has read every part: when the count reaches the world size, no rank needs the files any more.
+//! The directory is renamed before it is emptied, so that nobody sees half of it. A gather that some rank
+//! never finished stays until whoever made the store's directory removes that, as do the temporary files
+//! of killed processes.
 //!
 //! The filesystem must have hard links and `flock` that works between its users (local
 //! filesystems, NFS 3 and later, Lustre with `-o flock`). On NFS another host's files may be
@@ -37,7 +37,7 @@ use directory::{Backoff, Directory, file_name, io_error, read_at_most};
 use gather::Gather;
 
 use super::traffic::Counters;
-use super::{Gathered, MAX_VALUE, Store, Traffic, check_gather, check_limits, counter_sum};
+use super::{Gathered, MAX_VALUE, Stop, Store, Traffic, check_gather, check_limits, counter_sum};
 use crate::{Deadline, Error, Result};
 
 /// A store in a directory. Clones, other instances and other processes that open the same
@@ -127,17 +127,6 @@ impl Store for FileStore {
         }
     }
 
-    fn all_gather(
-        &self,
-        key: &str,
-        rank: u32,
-        world: u32,
-        value: &[u8],
-        deadline: Deadline,
-    ) -> Result<Gathered> {
-        self.all_gather_until(key, rank, world, value, deadline, &|| false)
-    }
-
     fn all_gather_until(
         &self,
         key: &str,
@@ -145,7 +134,7 @@ impl Store for FileStore {
         world: u32,
         value: &[u8],
         deadline: Deadline,
-        stop: &dyn Fn() -> bool,
+        stop: Option<Stop<'_>>,
     ) -> Result<Gathered> {
         check_gather(key, rank, world, value)?;
         let gather = Gather::new(&self.directory, &self.counters, key, world);

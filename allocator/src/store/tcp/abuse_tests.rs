@@ -29,14 +29,14 @@ fn impatient() -> TcpLimits {
     }
 }
 
-/// The server serves someone who keeps the rules.
+/// The server serves a client that keeps the rules.
 fn still_serves(server: &TcpServer) {
     let store = TcpStore::connect(server.local_addr(), TcpOptions::default(), ample()).unwrap();
     let sum = store.add("served", 1, ample()).unwrap();
     assert_eq!(store.get("served", ample()).unwrap(), sum.to_string().as_bytes());
 }
 
-/// A socket that says what the test wants it to.
+/// A connection on which a test sends any bytes.
 struct Raw(TcpStream);
 
 impl Raw {
@@ -282,7 +282,7 @@ fn lies_about_ranks_and_worlds_are_answered_and_change_nothing() {
         let Some((ToClient::Failed(kind), _)) = raw.read() else { panic!("no error reply") };
         assert!(Error::from_kind(kind).is_invalid_argument());
     }
-    // The same connection goes on, and the longest wait there is does no harm.
+    // The same connection can still be used, and the longest possible wait overflows nothing.
     let gather = Request::AllGather { key: "g".into(), rank: 0, world: 2, wait_ms: u64::MAX };
     raw.write(&request(gather, b"x"));
     let store = TcpStore::connect(server.local_addr(), TcpOptions::default(), ample()).unwrap();
@@ -292,7 +292,7 @@ fn lies_about_ranks_and_worlds_are_answered_and_change_nothing() {
 
 #[test]
 fn a_client_that_does_not_read_holds_nothing_up_and_is_dropped() {
-    // Room for two values, so replies that were copied a client would not fit.
+    // There is room for two values, so a copy of the reply for each client would not fit.
     let limits = TcpLimits { max_memory: 2 * MAX_VALUE, ..impatient() };
     let server = server(limits);
     let store = TcpStore::connect(server.local_addr(), TcpOptions::default(), ample()).unwrap();
@@ -306,13 +306,13 @@ fn a_client_that_does_not_read_holds_nothing_up_and_is_dropped() {
     assert_eq!(store.get("k", ample()).unwrap().len(), MAX_VALUE);
     still_serves(&server);
     for raw in deaf {
-        // Not read from to the end: that would be reading the reply.
+        // Reading to the end would read the reply.
         let mut hung_up = [PollFd::new(&raw.0, PollFlags::RDHUP)];
-        let patience = Timespec { tv_sec: 60, tv_nsec: 0 };
-        assert_eq!(poll(&mut hung_up, Some(&patience)).unwrap(), 1, "still connected");
+        let limit = Timespec { tv_sec: 60, tv_nsec: 0 };
+        assert_eq!(poll(&mut hung_up, Some(&limit)).unwrap(), 1, "still connected");
     }
     store.delete("k", ample()).unwrap();
-    // Their replies are let go of with them.
+    // Their replies are freed with their connections.
     store.set("k", &vec![2; MAX_VALUE], ample()).unwrap();
     still_serves(&server);
 }
@@ -332,7 +332,7 @@ fn announced_lengths_take_no_memory() {
 
 #[test]
 fn a_server_that_stops_answering_holds_nobody_past_the_deadline() {
-    // A server that shakes hands and then says no more.
+    // A server that completes the handshake and sends nothing after it.
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let addr = listener.local_addr().unwrap();
     let mute = std::thread::spawn(move || {
@@ -341,7 +341,7 @@ fn a_server_that_stops_answering_holds_nobody_past_the_deadline() {
             ToClient::Challenge { instance: [0; 16], nonce: [0; 32], secret_needed: false };
         stream.write_all(&wire::encode(&challenge, 0)).unwrap();
         stream.write_all(&wire::encode(&ToClient::Welcome { proof: None }, 0)).unwrap();
-        // Open until the client hangs up.
+        // Open until the client closes the connection.
         let _ = stream.read_to_end(&mut Vec::new());
     });
     let options = TcpOptions { hosted_by: Some(4), ..TcpOptions::default() };
@@ -354,7 +354,7 @@ fn a_server_that_stops_answering_holds_nobody_past_the_deadline() {
     mute.join().unwrap();
 }
 
-/// Frames as clients send them, to be spoilt.
+/// Frames as clients send them, which a test then damages.
 fn frames() -> impl Strategy<Value = Vec<u8>> {
     let one = prop_oneof![
         Just(hello()),

@@ -1,4 +1,4 @@
-//! Where a store's server is, and what that means at the moment: names are resolved until a deadline.
+//! The address of a store's server, and resolving its name within a deadline.
 
 use std::fmt;
 use std::io;
@@ -16,7 +16,7 @@ pub struct ServerAddress(Kind);
 #[derive(Clone, Debug)]
 enum Kind {
     Known(Vec<SocketAddr>),
-    /// A host and a port, with a colon between.
+    /// A host and a port, separated by a colon.
     Text(String),
     Host(String, u16),
 }
@@ -24,7 +24,7 @@ enum Kind {
 /// Why a name has no addresses.
 #[derive(Debug)]
 pub(super) enum Unresolved {
-    /// Nobody has answered yet.
+    /// There was no answer in time.
     Late(Duration),
     /// The system's answer.
     Failed(io::Error),
@@ -33,12 +33,12 @@ pub(super) enum Unresolved {
 }
 
 impl ServerAddress {
-    /// What the name resolves to now, as the system says within `limit`. The C library cannot be told
-    /// how long it may take, so that it is asked on a thread of its own.
+    /// The addresses that the name has now, if the system answers within `limit`. The C library's resolver
+    /// takes no deadline, so it runs on a thread of its own.
     pub(super) fn resolve(&self, limit: Duration) -> Result<Vec<SocketAddr>, Unresolved> {
         let asked = match self.0.clone() {
             Kind::Known(addrs) => return Ok(addrs),
-            // Addresses in writing are not asked about.
+            // A literal address needs no resolver.
             Kind::Text(text) => match text.parse() {
                 Ok(addr) => return Ok(vec![addr]),
                 Err(_) => blocking::within(limit, "resolving a name", move || all(text.as_str())),

@@ -1,8 +1,8 @@
-//! The shared secret: proving that one has it without sending it.
+//! The shared secret: both sides prove that they know it without sending it.
 //!
 //! Each side draws a nonce and shows a keyed hash over both nonces, the server's instance and what
 //! the client claims to be. A proof is good for one connection in one direction only. Nothing is
-//! encrypted: who can read the network can read the values, and who can alter it can alter them.
+//! encrypted: whoever can read or alter the network's traffic can read or alter the values.
 
 use std::fmt;
 
@@ -20,7 +20,7 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// Which side a proof speaks for, so that no side's proof can be sent back to it as its own.
+/// The side that a proof is made by, so that a proof cannot be sent back to its maker as the other side's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Side {
     Client,

@@ -8,22 +8,22 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::client_connection::{Fault, Link};
-use super::wait_limit::Patience;
+use super::client_connection::{ClientConnection, Fault};
+use super::wait_limit::WaitLimit;
 use super::wire::{Identity, Request, ToClient};
 use super::{ServerAddress, TcpOptions};
 use crate::fork::Maker;
-use crate::random::random;
+use crate::random::random_bytes;
 use crate::store::gathered::expand_runs;
 use crate::store::traffic::Counters;
 use crate::store::{Gathered, Stop, Store, Traffic, check_gather, check_limits};
 use crate::{Deadline, Error, Result};
 
-/// How long after its deadline a call still waits for the server to say so. The server knows who
-/// is missing; a server that is dead or stuck must not hold a call for longer than this.
+/// How long after its deadline a call still waits for the server's answer, which names the ranks that are
+/// missing. A server that is dead or stuck must not hold a call for longer than this.
 const GRACE: Duration = Duration::from_millis(500);
 
-/// Completes "interrupted …".
+/// Completes "interrupted ...".
 const WAITING: &str = "while waiting for other ranks";
 
 /// The longest pause between attempts to connect.
@@ -39,17 +39,17 @@ pub struct TcpStore {
     addr: SocketAddr,
     options: TcpOptions,
     identity: Option<Identity>,
-    /// The server's own number: another one at this address is another server.
+    /// The server's instance number: a server with another one has taken its place at this address.
     instance: [u8; 16],
-    pool: Mutex<Pool>,
+    connections: Mutex<Connections>,
     counters: Counters,
     /// The process whose connections these are.
     maker: Maker,
 }
 
 #[derive(Debug, Default)]
-struct Pool {
-    idle: Vec<Link>,
+struct Connections {
+    idle: Vec<ClientConnection>,
     gone: Option<Error>,
 }
 
@@ -90,7 +90,7 @@ impl TcpStore {
         deadline: Deadline,
         stop: Option<Stop<'_>>,
     ) -> Result<Self> {
-        let identity = Identity { rank, session: random()? };
+        let identity = Identity { rank, session: random_bytes()? };
         Self::open(&addr.into(), options, Some(identity), deadline, stop)
     }
 
@@ -106,18 +106,27 @@ impl TcpStore {
         deadline: Deadline,
         stop: Option<Stop<'_>>,
     ) -> Result<Self> {
-        let patience = Patience { until: deadline.at(), stop };
+        let limit = WaitLimit { until: deadline.at(), stop };
         let mut pause = Duration::from_millis(10);
         let mut known = None;
         loop {
-            let why = match connect_any(addr, &options, identity, patience)? {
-                Attempt::Connected(addr, link, instance) => {
-                    let pool = Mutex::new(Pool { idle: vec![link], gone: None });
+            let why = match connect_any(addr, &options, identity, limit)? {
+                Attempt::Connected(addr, connection, instance) => {
+                    let connections =
+                        Mutex::new(Connections { idle: vec![connection], gone: None });
                     let counters = Counters::default();
                     let maker = Maker::here();
-                    return Ok(Self { addr, options, identity, instance, pool, counters, maker });
+                    return Ok(Self {
+                        addr,
+                        options,
+                        identity,
+                        instance,
+                        connections,
+                        counters,
+                        maker,
+                    });
                 }
-                // With no time left nobody answers, which is not why the time went by.
+                // With no time left nobody can answer, so an earlier reason says more.
                 Attempt::NoAnswer(silent) => known.take().unwrap_or(silent),
                 Attempt::NotYet(why) => why,
                 Attempt::Stopped => {
@@ -140,8 +149,8 @@ impl TcpStore {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Pool> {
-        self.pool.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Connections> {
+        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// One request and its reply.
@@ -163,21 +172,21 @@ impl TcpStore {
         stop: Option<Stop<'_>>,
     ) -> Result<(ToClient, Vec<u8>)> {
         self.maker.check("a store's client")?;
-        let patience = Patience { until: deadline.at() + GRACE, stop };
-        let exchanged = self.checkout(patience).and_then(|mut link| {
-            let reply = link.ask(request, tail, patience)?;
-            self.lock().idle.push(link);
+        let limit = WaitLimit { until: deadline.at() + GRACE, stop };
+        let exchanged = self.checkout(limit).and_then(|mut connection| {
+            let reply = connection.ask(request, tail, limit)?;
+            self.lock().idle.push(connection);
             Ok(reply)
         });
         match exchanged {
             Ok((ToClient::Failed(kind), _)) => Err(match Error::from_kind(kind) {
-                // The server knows the budget only less the time the request took to it.
+                // The server was sent what was left of the budget.
                 error if error.is_timeout() => error.waited_for(deadline.budget()),
                 error => error,
             }),
             Ok((ToClient::Cancelled { missing }, _)) => Err(Error::interrupted(WAITING, &missing)),
             Ok(reply) => Ok(reply),
-            Err(Fault::Said(error)) => Err(error),
+            Err(Fault::Refused(error)) => Err(error),
             Err(Fault::Stopped) => Err(Error::interrupted(WAITING, &[])),
             Err(Fault::Late) => Err(Error::timeout(
                 format!("for the store's server at {} to answer", self.addr),
@@ -185,51 +194,28 @@ impl TcpStore {
                 self.options.hosted_by.into_iter().collect(),
             )),
             Err(Fault::Gone(cause) | Fault::Later(cause)) => {
-                let mut pool = self.lock();
-                pool.idle.clear();
-                Err(pool.gone.get_or_insert_with(|| self.gone(&cause)).clone())
+                let mut connections = self.lock();
+                connections.idle.clear();
+                Err(connections.gone.get_or_insert_with(|| self.gone(&cause)).clone())
             }
         }
     }
 
     /// An idle connection, or a new one.
-    fn checkout(&self, patience: Patience<'_>) -> Result<Link, Fault> {
-        let mut pool = self.lock();
-        if let Some(error) = &pool.gone {
-            return Err(Fault::Said(error.clone()));
+    fn checkout(&self, limit: WaitLimit<'_>) -> Result<ClientConnection, Fault> {
+        let mut connections = self.lock();
+        if let Some(error) = &connections.gone {
+            return Err(Fault::Refused(error.clone()));
         }
-        if let Some(link) = pool.idle.pop() {
-            return Ok(link);
+        if let Some(connection) = connections.idle.pop() {
+            return Ok(connection);
         }
-        drop(pool);
-        let (link, instance) = connect_once(self.addr, &self.options, self.identity, patience)?;
+        drop(connections);
+        let (connection, instance) = connect_once(self.addr, &self.options, self.identity, limit)?;
         if instance != self.instance {
             return Err(Fault::Gone("another server has taken its place".to_owned()));
         }
-        Ok(link)
-    }
-
-    fn gather(
-        &self,
-        key: &str,
-        rank: u32,
-        world: u32,
-        value: &[u8],
-        deadline: Deadline,
-        stop: Option<Stop<'_>>,
-    ) -> Result<Gathered> {
-        check_gather(key, rank, world, value)?;
-        self.counters.asked(key.len() + value.len());
-        let request =
-            Request::AllGather { key: key.to_owned(), rank, world, wait_ms: wait_ms(deadline) };
-        let (ToClient::Gathered { lengths, runs }, tail) =
-            self.call_until(request, value, deadline, stop)?
-        else {
-            return Err(confused());
-        };
-        let gathered = unpack(&lengths, &runs, &tail, world).ok_or_else(confused)?;
-        self.counters.answered(gathered.payload_bytes());
-        Ok(gathered)
+        Ok(connection)
     }
 
     fn gone(&self, cause: &str) -> Error {
@@ -249,38 +235,40 @@ impl TcpStore {
 
 /// What came of trying a server's addresses.
 enum Attempt {
-    /// Where, the link, and the server's instance number.
-    Connected(SocketAddr, Link, [u8; 16]),
-    /// Why there is nobody, which may pass.
+    /// The address, the connection and the server's instance number.
+    Connected(SocketAddr, ClientConnection, [u8; 16]),
+    /// There is no server yet, and why.
     NotYet(String),
-    /// The same, where there is somebody, who said nothing in time.
+    /// There is a server, which did not answer in time.
     NoAnswer(String),
-    /// This client was told to stop.
+    /// `stop` said so.
     Stopped,
 }
 
-/// Tries each address that `addr` has now. A server that says no is an error: it will not change
-/// its mind.
+/// Tries each address that `addr` has now. A server's refusal is an error, as trying again changes
+/// nothing.
 fn connect_any(
     addr: &ServerAddress,
     options: &TcpOptions,
     identity: Option<Identity>,
-    patience: Patience<'_>,
+    limit: WaitLimit<'_>,
 ) -> Result<Attempt> {
-    if patience.asked().is_err() {
+    if limit.check_stop().is_err() {
         return Ok(Attempt::Stopped);
     }
     // Names are resolved every time: a job's name service may come up after the job.
-    let left = patience.until.saturating_duration_since(Instant::now());
+    let left = limit.until.saturating_duration_since(Instant::now());
     let addrs = match addr.resolve(left) {
         Ok(addrs) => addrs,
         Err(why) => return Ok(Attempt::NotYet(format!("its address is {addr}, and {why}"))),
     };
     let mut outcome = Attempt::NotYet("its name has no address".to_owned());
     for addr in addrs {
-        match connect_once(addr, options, identity, patience) {
-            Ok((link, instance)) => return Ok(Attempt::Connected(addr, link, instance)),
-            Err(Fault::Said(error)) => {
+        match connect_once(addr, options, identity, limit) {
+            Ok((connection, instance)) => {
+                return Ok(Attempt::Connected(addr, connection, instance));
+            }
+            Err(Fault::Refused(error)) => {
                 return Err(error.context(format!("connecting to the store at {addr}")));
             }
             Err(Fault::Stopped) => return Ok(Attempt::Stopped),
@@ -293,20 +281,20 @@ fn connect_any(
     Ok(outcome)
 }
 
-/// Connects and shakes hands once.
+/// Connects and completes the handshake, in one attempt.
 fn connect_once(
     addr: SocketAddr,
     options: &TcpOptions,
     identity: Option<Identity>,
-    patience: Patience<'_>,
-) -> Result<(Link, [u8; 16]), Fault> {
-    let stream = patience.connect(addr)?;
+    limit: WaitLimit<'_>,
+) -> Result<(ClientConnection, [u8; 16]), Fault> {
+    let stream = limit.connect(addr)?;
     // On the machine itself, a port that nobody listens on may be given to this very socket,
     // which is then connected to itself.
     if stream.local_addr().ok() == Some(addr) {
         return Err(Fault::Gone("connection refused".to_owned()));
     }
-    Link::greet(stream, options.secret.as_ref(), identity, patience)
+    ClientConnection::handshake(stream, options.secret.as_ref(), identity, limit)
 }
 
 /// What is left of the deadline in milliseconds, rounded up.
@@ -314,8 +302,8 @@ fn wait_ms(deadline: Deadline) -> u64 {
     u64::try_from(deadline.remaining().as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
 }
 
-/// The server answered something that does not answer the request.
-fn confused() -> Error {
+/// The server's reply does not belong to the request.
+fn wrong_reply() -> Error {
     Error::invalid_state("the store's server gave a reply that does not fit the request")
 }
 
@@ -341,7 +329,7 @@ impl Store for TcpStore {
         self.counters.asked(key.len() + value.len());
         match self.call(Request::Set { key: key.to_owned() }, value, deadline)? {
             (ToClient::Done, _) => Ok(()),
-            _ => Err(confused()),
+            _ => Err(wrong_reply()),
         }
     }
 
@@ -354,7 +342,7 @@ impl Store for TcpStore {
                 self.counters.answered(value.len());
                 Ok(value)
             }
-            _ => Err(confused()),
+            _ => Err(wrong_reply()),
         }
     }
 
@@ -366,7 +354,7 @@ impl Store for TcpStore {
                 self.counters.answered(size_of::<i64>());
                 Ok(sum)
             }
-            _ => Err(confused()),
+            _ => Err(wrong_reply()),
         }
     }
 
@@ -375,19 +363,8 @@ impl Store for TcpStore {
         self.counters.asked(key.len());
         match self.call(Request::Delete { key: key.to_owned() }, &[], deadline)? {
             (ToClient::Deleted(was_there), _) => Ok(was_there),
-            _ => Err(confused()),
+            _ => Err(wrong_reply()),
         }
-    }
-
-    fn all_gather(
-        &self,
-        key: &str,
-        rank: u32,
-        world: u32,
-        value: &[u8],
-        deadline: Deadline,
-    ) -> Result<Gathered> {
-        self.gather(key, rank, world, value, deadline, None)
     }
 
     fn all_gather_until(
@@ -397,9 +374,20 @@ impl Store for TcpStore {
         world: u32,
         value: &[u8],
         deadline: Deadline,
-        stop: &dyn Fn() -> bool,
+        stop: Option<Stop<'_>>,
     ) -> Result<Gathered> {
-        self.gather(key, rank, world, value, deadline, Some(stop))
+        check_gather(key, rank, world, value)?;
+        self.counters.asked(key.len() + value.len());
+        let request =
+            Request::AllGather { key: key.to_owned(), rank, world, wait_ms: wait_ms(deadline) };
+        let (ToClient::Gathered { lengths, runs }, tail) =
+            self.call_until(request, value, deadline, stop)?
+        else {
+            return Err(wrong_reply());
+        };
+        let gathered = unpack(&lengths, &runs, &tail, world).ok_or_else(wrong_reply)?;
+        self.counters.answered(gathered.payload_bytes());
+        Ok(gathered)
     }
 
     fn traffic(&self) -> Traffic {

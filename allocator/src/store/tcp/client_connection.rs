@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 
 use super::auth::{Handshake, Secret, Side};
 use super::tune;
-use super::wait_limit::Patience;
+use super::wait_limit::WaitLimit;
 use super::wire::{
     self, Caps, HEADER, Hello, Identity, Request, ToClient, ToServer, decode_header,
 };
 use crate::Error;
 use crate::fork::{Maker, NotInherited};
-use crate::random::random;
+use crate::random::random_bytes;
 
 /// How long the server may take to say that a request is cancelled.
 const CANCELLED_IN: Duration = Duration::from_millis(500);
@@ -20,36 +20,37 @@ const CANCELLED_IN: Duration = Duration::from_millis(500);
 /// Why a connection is of no more use.
 #[derive(Debug)]
 pub(super) enum Fault {
-    /// This client was told to stop; what it asked is not known to have been done or not.
+    /// This client was interrupted; whether its request was served is not known.
     Stopped,
-    /// Nothing came in time. An answer may still come, so the connection is out of step.
+    /// Nothing came in time. An answer may still come, which the next request would take for its own.
     Late,
-    /// The other end is gone, and how that showed.
+    /// The other end is gone; how that was seen.
     Gone(String),
-    /// The server does not admit this client yet, and why. Another connection may be tried.
+    /// The server does not admit this client yet; why. Another connection may be tried.
     Later(String),
-    /// One side has said no; trying again changes nothing.
-    Said(Error),
+    /// One side has refused; trying again changes nothing.
+    Refused(Error),
 }
 
 impl From<Error> for Fault {
     fn from(error: Error) -> Self {
-        Self::Said(error)
+        Self::Refused(error)
     }
 }
 
 /// An open connection on which no request is under way.
 #[derive(Debug)]
-pub(super) struct Link {
-    /// A server that counts on it sees that this process is gone. Dropped before the stream.
+pub(super) struct ClientConnection {
+    /// With a copy in a forked child, the server would not see that this process is gone. Dropped before the
+    /// stream.
     _own: NotInherited,
     stream: TcpStream,
     maker: Maker,
 }
 
-impl Drop for Link {
-    /// The server is to hear of it also where a forked child has a copy of the connection. What a child
-    /// lets go of, its parent goes on with.
+impl Drop for ClientConnection {
+    /// Shuts the connection down, so that the server sees its end also where a forked child has a copy. A
+    /// child that drops its copy leaves the connection to its parent.
     fn drop(&mut self) {
         if self.maker.is_here() {
             let _ = self.stream.shutdown(Shutdown::Both);
@@ -57,51 +58,52 @@ impl Drop for Link {
     }
 }
 
-impl Link {
-    /// Shakes hands with the server; returns its instance number too.
-    pub(super) fn greet(
+impl ClientConnection {
+    /// Completes the handshake with the server; returns its instance number too.
+    pub(super) fn handshake(
         stream: TcpStream,
         secret: Option<&Secret>,
         identity: Option<Identity>,
-        patience: Patience<'_>,
+        limit: WaitLimit<'_>,
     ) -> Result<(Self, [u8; 16]), Fault> {
         tune(&stream);
         let (own, maker) = (NotInherited::new(&stream), Maker::here());
-        let mut link = Self { _own: own, stream, maker };
+        let mut connection = Self { _own: own, stream, maker };
         let (instance, server_nonce, secret_needed) =
-            match link.receive(Caps::HANDSHAKE, patience)? {
+            match connection.receive(Caps::HANDSHAKE, limit)? {
                 (ToClient::Challenge { instance, nonce, secret_needed }, _) => {
                     (instance, nonce, secret_needed)
                 }
                 (ToClient::Later { why }, _) => return Err(Fault::Later(why)),
-                (ToClient::Failed(kind), _) => return Err(Fault::Said(Error::from_kind(kind))),
-                _ => return Err(Fault::Said(Error::refused("the peer is no symmpool store"))),
+                (ToClient::Failed(kind), _) => return Err(Fault::Refused(Error::from_kind(kind))),
+                _ => return Err(Fault::Refused(Error::refused("the peer is no symmpool store"))),
             };
         match (secret, secret_needed) {
             (None, true) => {
-                return Err(Fault::Said(Error::refused(
+                return Err(Fault::Refused(Error::refused(
                     "the store needs a secret and this client has none",
                 )));
             }
             (Some(_), false) => {
-                return Err(Fault::Said(Error::refused(
+                return Err(Fault::Refused(Error::refused(
                     "this client has a secret and the store has none",
                 )));
             }
             _ => {}
         }
-        let handshake = Handshake { instance, server_nonce, client_nonce: random()?, identity };
+        let handshake =
+            Handshake { instance, server_nonce, client_nonce: random_bytes()?, identity };
         let hello = Hello {
             identity,
             nonce: handshake.client_nonce,
             proof: secret.map(|secret| secret.prove(Side::Client, &handshake)),
         };
-        link.send(&wire::encode(&ToServer::Hello(hello), 0), patience)?;
-        let proof = match link.receive(Caps::HANDSHAKE, patience)? {
+        connection.send(&wire::encode(&ToServer::Hello(hello), 0), limit)?;
+        let proof = match connection.receive(Caps::HANDSHAKE, limit)? {
             (ToClient::Welcome { proof }, _) => proof,
             (ToClient::Later { why }, _) => return Err(Fault::Later(why)),
-            (ToClient::Failed(kind), _) => return Err(Fault::Said(Error::from_kind(kind))),
-            _ => return Err(Fault::Said(Error::refused("the peer is no symmpool store"))),
+            (ToClient::Failed(kind), _) => return Err(Fault::Refused(Error::from_kind(kind))),
+            _ => return Err(Fault::Refused(Error::refused("the peer is no symmpool store"))),
         };
         let proven = match (secret, proof) {
             (None, _) => true,
@@ -109,120 +111,115 @@ impl Link {
             (Some(_), None) => false,
         };
         if !proven {
-            return Err(Fault::Said(Error::refused("the store's secret is not this client's")));
+            return Err(Fault::Refused(Error::refused("the store's secret is not this client's")));
         }
-        Ok((link, instance))
+        Ok((connection, instance))
     }
 
-    /// Sends `request` with its value and waits for the reply. After an error the link must be
+    /// Sends `request` with its value and waits for the reply. After an error the connection must be
     /// dropped.
     pub(super) fn ask(
         &mut self,
         request: Request,
         tail: &[u8],
-        patience: Patience<'_>,
+        limit: WaitLimit<'_>,
     ) -> Result<(ToClient, Vec<u8>), Fault> {
         /// Values up to this size go out in one write with their head.
         const SMALL: usize = 64 << 10;
         let mut frame = wire::encode(&ToServer::Request(request), tail.len());
         if tail.len() <= SMALL {
             frame.extend_from_slice(tail);
-            self.send(&frame, patience)?;
+            self.send(&frame, limit)?;
         } else {
-            self.send(&frame, patience)?;
-            self.send(tail, patience)?;
+            self.send(&frame, limit)?;
+            self.send(tail, limit)?;
         }
-        if patience.stop.is_some() {
-            match self.begins(patience) {
-                Err(Fault::Stopped) => return self.cancel(patience),
+        if limit.stop.is_some() {
+            match self.wait_for_reply(limit) {
+                Err(Fault::Stopped) => return self.cancel(limit),
                 begun => begun?,
             }
         }
-        self.receive(Caps::REPLY, patience)
+        self.receive(Caps::REPLY, limit)
     }
 
-    /// Waits for the reply to begin.
-    fn begins(&mut self, patience: Patience<'_>) -> Result<(), Fault> {
+    /// Waits for the first byte of the reply.
+    fn wait_for_reply(&mut self, limit: WaitLimit<'_>) -> Result<(), Fault> {
         loop {
-            let slice = patience.slice()?;
+            let slice = limit.slice()?;
             self.stream
                 .set_read_timeout(Some(slice))
                 .map_err(|error| Fault::Gone(error.to_string()))?;
             match self.stream.peek(&mut [0]) {
-                // The end of the connection, too, is for the one that reads.
+                // Also at the end of the connection, which reading then reports.
                 Ok(_) => return Ok(()),
                 Err(error) => {
-                    passing(&error)?;
-                    patience.asked()?;
+                    retry(&error)?;
+                    limit.check_stop()?;
                 }
             }
         }
     }
 
-    /// Takes back what was asked. The server may have answered before it hears of that: then it is as if
-    /// nobody had stopped.
-    fn cancel(&mut self, patience: Patience<'_>) -> Result<(ToClient, Vec<u8>), Fault> {
+    /// Takes the request back. If the server answers it before it reads the cancellation, that answer counts.
+    fn cancel(&mut self, limit: WaitLimit<'_>) -> Result<(ToClient, Vec<u8>), Fault> {
         let soon = Instant::now() + CANCELLED_IN;
-        let soon = Patience::until(soon.min(patience.until));
+        let soon = WaitLimit::until(soon.min(limit.until));
         self.send(&wire::encode(&ToServer::Cancel, 0), soon)?;
         match self.receive(Caps::REPLY, soon) {
             Err(Fault::Late) => Err(Fault::Stopped),
-            heard => heard,
+            answered => answered,
         }
     }
 
-    fn send(&mut self, mut bytes: &[u8], patience: Patience<'_>) -> Result<(), Fault> {
+    fn send(&mut self, mut bytes: &[u8], limit: WaitLimit<'_>) -> Result<(), Fault> {
         while !bytes.is_empty() {
-            let slice = patience.slice()?;
+            let slice = limit.slice()?;
             let written =
                 self.stream.set_write_timeout(Some(slice)).and_then(|()| self.stream.write(bytes));
             match written {
                 Ok(count) => bytes = &bytes[count..],
                 Err(error) => {
-                    passing(&error)?;
-                    patience.asked()?;
+                    retry(&error)?;
+                    limit.check_stop()?;
                 }
             }
         }
         Ok(())
     }
 
-    fn receive(
-        &mut self,
-        caps: Caps,
-        patience: Patience<'_>,
-    ) -> Result<(ToClient, Vec<u8>), Fault> {
+    fn receive(&mut self, caps: Caps, limit: WaitLimit<'_>) -> Result<(ToClient, Vec<u8>), Fault> {
         let mut header = [0; HEADER];
-        self.fill(&mut header, patience)?;
+        self.fill(&mut header, limit)?;
         let lengths = decode_header(&header, caps)?;
-        let head = self.take(lengths.head, patience)?;
-        let tail = self.take(lengths.tail, patience)?;
+        let head = self.take(lengths.head, limit)?;
+        let tail = self.take(lengths.tail, limit)?;
         Ok((wire::decode(&head)?, tail))
     }
 
     /// Reads `length` bytes; memory grows with what arrives.
-    fn take(&mut self, length: usize, patience: Patience<'_>) -> Result<Vec<u8>, Fault> {
+    fn take(&mut self, length: usize, limit: WaitLimit<'_>) -> Result<Vec<u8>, Fault> {
         const STEP: usize = 1 << 20;
         let mut bytes = Vec::new();
         while bytes.len() < length {
             let have = bytes.len();
             bytes.resize(length.min(have + have.max(STEP)), 0);
-            self.fill(&mut bytes[have..], patience)?;
+            self.fill(&mut bytes[have..], limit)?;
         }
         Ok(bytes)
     }
 
-    fn fill(&mut self, mut bytes: &mut [u8], patience: Patience<'_>) -> Result<(), Fault> {
+    fn fill(&mut self, mut bytes: &mut [u8], limit: WaitLimit<'_>) -> Result<(), Fault> {
         while !bytes.is_empty() {
-            let slice = patience.slice()?;
+            let slice = limit.slice()?;
             let read =
                 self.stream.set_read_timeout(Some(slice)).and_then(|()| self.stream.read(bytes));
             match read {
                 Ok(0) => return Err(Fault::Gone("connection closed".to_owned())),
                 Ok(count) => bytes = &mut bytes[count..],
                 Err(error) => {
-                    passing(&error)?;
-                    patience.asked()?;
+                    retry(&error)?;
+                    limit.check_stop()?;
                 }
             }
         }
@@ -230,8 +227,8 @@ impl Link {
     }
 }
 
-/// Lets errors pass after which one tries again.
-fn passing(error: &std::io::Error) -> Result<(), Fault> {
+/// Passes errors after which the caller tries again.
+fn retry(error: &std::io::Error) -> Result<(), Fault> {
     match error.kind() {
         ErrorKind::Interrupted | ErrorKind::WouldBlock | ErrorKind::TimedOut => Ok(()),
         _ => Err(Fault::Gone(error.to_string())),

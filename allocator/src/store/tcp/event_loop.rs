@@ -1,7 +1,15 @@
 //! The server's thread: no lock, no blocking call but the wait for events.
 //!
-//! A connection is always in one [`Phase`], which decides what it is polled for and which timer
-//! runs for it; [`EventLoop::settle`] is where the poller is told.
+//! A connection is always in one [`Phase`], which decides what it is polled for
+//! ([`EventLoop::update_polling`]) and which timer runs for it.
+//!
+//! | file | holds |
+//! | --- | --- |
+//! | `admission` | new connections: accepting, turning away, the handshake |
+//! | `replies` | what a connection is sent, and how it ends |
+
+mod admission;
+mod replies;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{ErrorKind, Read};
@@ -9,60 +17,51 @@ use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll::EventFlags;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
 
-use super::auth::{Handshake, Side};
 use super::frame_io::{Incoming, Input, Outgoing};
 use super::meter::{Meter, Payload};
-use super::poller::{self, FIRST_CLIENT, Poller, Ready};
-use super::server_state::{Admission, Client, Frame, State};
-use super::wire::{self, Caps, Hello, Request, ToClient, ToServer};
-use super::{TcpLimits, TcpOptions, tune};
+use super::poller::{FIRST_CLIENT, Poller, Ready};
+use super::server_state::{Client, State};
+use super::wire::{self, Caps, Request, ToServer};
+use super::{TcpLimits, TcpOptions};
 use crate::descriptors;
 use crate::fork::NotInherited;
-use crate::random::random;
 use crate::{Error, Result};
 
-/// How long a dropped client may take to read why.
+/// How long a dropped client may take to read the reason.
 const LINGER: Duration = Duration::from_secs(2);
 
-/// How long no connection is accepted after the process ran out of memory.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-
-/// Connections taken before those that are there get their turn.
-const ACCEPT_TURN: usize = 64;
-
-/// What a connection is about.
+/// What a connection is doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     /// It has been challenged and has not answered.
     Handshake { nonce: [u8; 32] },
     /// It may send a request.
     Ready,
-    /// The state has its request, which it may cancel.
+    /// Its request waits in the state; the client may cancel it.
     Waiting,
     /// It has a reply to read before it may send the next request.
     Replying,
-    /// It has an error to read; what it sends is thrown away, so that closing does not reset the
-    /// connection under the error.
+    /// It has an error to read. What it sends is discarded, because closing with unread data would reset the
+    /// connection before the error is read.
     Ending,
 }
 
 #[derive(Debug)]
-struct Conn {
-    /// Clients see that this process is gone. Dropped before the stream.
+struct Connection {
+    /// With a copy in a forked child, the client would not see that this process is gone. Dropped before the
+    /// stream.
     _own: NotInherited,
     stream: TcpStream,
     incoming: Incoming,
     outgoing: Outgoing,
     phase: Phase,
-    /// What epoll was last told.
+    /// The events that epoll watches it for.
     polled: EventFlags,
     timer: Option<Instant>,
 }
 
-impl Conn {
+impl Connection {
     fn is_challenged(&self) -> bool {
         matches!(self.phase, Phase::Handshake { .. })
     }
@@ -76,14 +75,14 @@ pub(super) struct EventLoop {
     instance: [u8; 16],
     meter: Meter,
     state: State,
-    conns: BTreeMap<Client, Conn>,
+    connections: BTreeMap<Client, Connection>,
     timers: BTreeSet<(Instant, Client)>,
     next: Client,
     accept_again: Option<Instant>,
-    /// Clients that may be dropped for others: those that have not proven themselves, and those that
-    /// have their last word. Numbers grow, so the first is the oldest.
+    /// Clients that may be dropped for others: those that have not completed the handshake, and those that
+    /// are ending. Numbers grow, so the first is the oldest.
     unproven: BTreeSet<Client>,
-    /// How many there may be of them.
+    /// The most there may be of them.
     most_unproven: usize,
 }
 
@@ -92,19 +91,19 @@ impl EventLoop {
         poller: Poller,
         options: TcpOptions,
         instance: [u8; 16],
-        one_meeting: bool,
+        one_group: bool,
     ) -> Self {
         let meter = Meter::new(options.limits.max_memory);
-        // The process that serves the store needs descriptors for itself, too.
+        // The process that serves the store needs descriptors for itself as well.
         let most_unproven = (descriptors::hard_limit() / 4).max(1);
         let state = State::new(meter.clone());
         Self {
             poller,
             options,
             instance,
-            state: if one_meeting { state.for_one_meeting() } else { state },
+            state: if one_group { state.for_one_group() } else { state },
             meter,
-            conns: BTreeMap::new(),
+            connections: BTreeMap::new(),
             timers: BTreeSet::new(),
             next: FIRST_CLIENT,
             accept_again: None,
@@ -117,39 +116,17 @@ impl EventLoop {
         &self.options.limits
     }
 
-    /// Serves until told to stop.
+    /// Serves until the order to stop.
     pub(super) fn run(&mut self) -> rustix::io::Result<()> {
         let stopped = self.serve_all();
-        self.send_the_rest();
+        self.send_pending_replies();
         // Forked children may have copies of these sockets, which must not keep the port taken or
         // make clients wait for a server that is gone.
         let _ = rustix::net::shutdown(&self.poller.listener, rustix::net::Shutdown::Both);
-        for conn in self.conns.values() {
-            let _ = conn.stream.shutdown(Shutdown::Both);
+        for connection in self.connections.values() {
+            let _ = connection.stream.shutdown(Shutdown::Both);
         }
         stopped
-    }
-
-    /// Sends what is answered already: the rank that serves the store leaves when it has its own
-    /// answer, and the others are owed theirs. Who does not read is not waited for long.
-    fn send_the_rest(&mut self) {
-        self.deliver();
-        let until = Instant::now() + LINGER;
-        loop {
-            let unsent = self.conns.iter().filter(|(_, conn)| !conn.outgoing.is_empty());
-            let (clients, mut polled): (Vec<Client>, Vec<PollFd<'_>>) = unsent
-                .map(|(client, conn)| (*client, PollFd::new(&conn.stream, PollFlags::OUT)))
-                .unzip();
-            let left = until.saturating_duration_since(Instant::now());
-            if clients.is_empty() || left.is_zero() {
-                return;
-            }
-            // An error is as good as an answer: flushing says the same of those that are to be closed.
-            let _ = poll(&mut polled, Timespec::try_from(left).ok().as_ref());
-            for client in clients {
-                self.flush(client);
-            }
-        }
     }
 
     fn serve_all(&mut self) -> rustix::io::Result<()> {
@@ -159,7 +136,7 @@ impl EventLoop {
                 match ready {
                     Ready::Stop => return Ok(()),
                     Ready::Listener => self.accept()?,
-                    Ready::Client(client, flags) => self.ready(client, flags),
+                    Ready::Client(client, flags) => self.handle_events(client, flags),
                 }
                 self.deliver();
             }
@@ -178,9 +155,9 @@ impl EventLoop {
             && at <= now
         {
             self.timers.remove(&(at, client));
-            let Some(conn) = self.conns.get_mut(&client) else { continue };
-            conn.timer = None;
-            match conn.phase {
+            let Some(connection) = self.connections.get_mut(&client) else { continue };
+            connection.timer = None;
+            match connection.phase {
                 Phase::Waiting => self.state.expire(client),
                 Phase::Handshake { .. } => {
                     let limit = self.limits().handshake;
@@ -200,145 +177,20 @@ impl EventLoop {
         Ok(())
     }
 
-    /// Takes waiting connections, a turn of them; the rest is reported again.
-    fn accept(&mut self) -> rustix::io::Result<()> {
-        for _ in 0..ACCEPT_TURN {
-            let mut dropped = false;
-            let stream = match self.poller.accept() {
-                Err(error) if descriptors::are_used_up(error) => {
-                    dropped = self.drop_unproven();
-                    if dropped { self.poller.accept() } else { self.accept_to_say_no() }
-                }
-                first => first,
-            };
-            match stream {
-                Ok(stream) => {
-                    let limit = self.limits().max_connections;
-                    if self.conns.len() >= limit || self.unproven.len() >= self.most_unproven {
-                        dropped |= self.drop_unproven();
-                    }
-                    if let Err(error) = self.admit(stream) {
-                        tracing::debug!(%error, "a connection to the store was not taken");
-                    }
-                }
-                Err(Errno::WOULDBLOCK) => return Ok(()),
-                Err(Errno::INTR | Errno::CONNABORTED) => {}
-                Err(error) => {
-                    // The listener stays readable, so polling it meanwhile would spin.
-                    tracing::warn!(%error, "the store's server cannot accept");
-                    self.accept_again = Some(Instant::now() + ACCEPT_PAUSE);
-                    return self.poller.listen(false);
-                }
-            }
-            if dropped {
-                // Who was taken in another's place may answer before it is the oldest itself.
-                return Ok(());
-            }
-        }
-        Ok(())
-    }
-
-    /// Drops the client that has had the longest time to prove itself, for one that waits. Whether
-    /// there was one.
-    fn drop_unproven(&mut self) -> bool {
-        while let Some(&oldest) = self.unproven.first() {
-            // It may have answered in the meantime.
-            if self.conns.get(&oldest).is_some_and(Conn::is_challenged) {
-                self.read(oldest);
-            }
-            if !self.unproven.contains(&oldest) && self.conns.contains_key(&oldest) {
-                continue;
-            }
-            if let Some(conn) = self.conns.get_mut(&oldest)
-                && conn.is_challenged()
-            {
-                let why = "it had not answered when its place was needed for another".to_owned();
-                conn.outgoing.push(self.state.frame(&ToClient::Later { why }, None));
-                // Who does not read it sees the connection close.
-                let _ = conn.outgoing.flush(&mut conn.stream);
-            }
-            self.close(oldest);
-            return true;
-        }
-        false
-    }
-
-    /// Takes a connection for which there is no descriptor, in place of the spare one, tells it so and
-    /// closes it. What is returned is why there is none to admit.
-    fn accept_to_say_no(&mut self) -> rustix::io::Result<TcpStream> {
-        if self.poller.spare.take().is_none() {
-            self.poller.spare = poller::spare().ok();
-            return Err(Errno::MFILE);
-        }
-        let told = self.poller.accept().map(|stream| {
-            let why = descriptors::shortage();
-            tracing::warn!(why, "the store's server cannot take a connection");
-            self.say_no(stream, &ToClient::Later { why })
-        });
-        self.poller.spare = poller::spare().ok();
-        // Interrupted, as it were: there may be more of them.
-        told.and_then(|_| Err(Errno::INTR))
-    }
-
-    /// The last word to a connection that is not taken. It fits in an empty socket, and nothing has been
-    /// read that closing could answer with a reset.
-    fn say_no(&self, mut stream: TcpStream, last: &ToClient) -> std::io::Result<bool> {
-        let mut outgoing = Outgoing::default();
-        outgoing.push(self.state.frame(last, None));
-        outgoing.flush(&mut stream)
-    }
-
-    fn admit(&mut self, stream: TcpStream) -> Result<()> {
-        tune(&stream);
-        let limit = self.limits().max_connections;
-        if self.conns.len() >= limit {
-            let error = Error::refused(format!("the store already has {limit} connections"));
-            self.say_no(stream, &ToClient::Failed(error.kind().clone()))
-                .map_err(|error| Error::system("store connection", error))?;
-            return Err(error);
-        }
-        let nonce = random()?;
-        let client = self.next;
-        self.next += 1;
-        let challenge = ToClient::Challenge {
-            instance: self.instance,
-            nonce,
-            secret_needed: self.options.secret.is_some(),
-        };
-        let mut outgoing = Outgoing::default();
-        outgoing.push(self.state.frame(&challenge, None));
-        let polled = EventFlags::IN | EventFlags::RDHUP;
-        self.poller.add(client, &stream, polled).map_err(|error| Error::system("epoll", error))?;
-        let conn = Conn {
-            _own: NotInherited::new(&stream),
-            stream,
-            incoming: Incoming::default(),
-            outgoing,
-            phase: Phase::Handshake { nonce },
-            polled,
-            timer: None,
-        };
-        self.conns.insert(client, conn);
-        self.unproven.insert(client);
-        let handshake = self.limits().handshake;
-        self.set_timer(client, Some(handshake));
-        self.flush(client);
-        Ok(())
-    }
-
-    /// Acts on what epoll said of `client`.
-    fn ready(&mut self, client: Client, flags: EventFlags) {
-        let Some(conn) = self.conns.get(&client) else { return };
+    /// Acts on the events that epoll reported for `client`.
+    fn handle_events(&mut self, client: Client, flags: EventFlags) {
+        let Some(connection) = self.connections.get(&client) else { return };
         if flags.contains(EventFlags::ERR) {
             return self.close(client);
         }
-        let reads = matches!(conn.phase, Phase::Handshake { .. } | Phase::Ready);
+        let may_send = matches!(connection.phase, Phase::Handshake { .. } | Phase::Ready);
         let hung_up = flags.intersects(EventFlags::RDHUP | EventFlags::HUP);
-        let speaks = flags.contains(EventFlags::IN);
-        if reads && (speaks || hung_up) || conn.phase == Phase::Waiting && speaks && !hung_up {
+        let readable = flags.contains(EventFlags::IN);
+        let cancels = connection.phase == Phase::Waiting && readable && !hung_up;
+        if may_send && (readable || hung_up) || cancels {
             self.read(client);
-        } else if conn.phase == Phase::Ending {
-            if speaks || hung_up {
+        } else if connection.phase == Phase::Ending {
+            if readable || hung_up {
                 self.discard(client);
             }
         } else if hung_up {
@@ -351,14 +203,14 @@ impl EventLoop {
     }
 
     fn read(&mut self, client: Client) {
-        let Some(conn) = self.conns.get_mut(&client) else { return };
-        let caps = match conn.phase {
+        let Some(connection) = self.connections.get_mut(&client) else { return };
+        let caps = match connection.phase {
             Phase::Handshake { .. } => Caps::HANDSHAKE,
             _ => Caps::REQUEST,
         };
-        match conn.incoming.read(&mut conn.stream, &self.meter, caps) {
+        match connection.incoming.read(&mut connection.stream, &self.meter, caps) {
             Input::Frame(head, tail) => {
-                let phase = conn.phase;
+                let phase = connection.phase;
                 let handled = wire::decode(&head).and_then(|message| match (phase, message) {
                     (Phase::Handshake { nonce }, ToServer::Hello(hello)) => {
                         self.greet(client, nonce, &hello)
@@ -371,7 +223,7 @@ impl EventLoop {
                         self.state.cancel(client);
                         Ok(())
                     }
-                    // It crossed the answer on the way.
+                    // The cancellation crossed the reply on the way.
                     (Phase::Ready, ToServer::Cancel) => Ok(()),
                     _ => Err(Error::invalid_argument("a store message out of turn")),
                 });
@@ -380,8 +232,8 @@ impl EventLoop {
                 }
             }
             Input::Partial(begun) => {
-                // The whole request has one budget: a trickle does not renew it.
-                if conn.phase == Phase::Ready && begun && conn.timer.is_none() {
+                // One budget for the whole request: a client that sends slowly does not renew it.
+                if connection.phase == Phase::Ready && begun && connection.timer.is_none() {
                     let stall = self.limits().stall;
                     self.set_timer(client, Some(stall));
                 }
@@ -391,39 +243,6 @@ impl EventLoop {
         }
     }
 
-    /// Checks a client's answer to the challenge and lets it in.
-    fn greet(&mut self, client: Client, nonce: [u8; 32], hello: &Hello) -> Result<()> {
-        let handshake = Handshake {
-            instance: self.instance,
-            server_nonce: nonce,
-            client_nonce: hello.nonce,
-            identity: hello.identity,
-        };
-        let proof = match (&self.options.secret, &hello.proof) {
-            (None, None) => None,
-            (None, Some(_)) => {
-                return Err(Error::refused("the client has a secret and the store has none"));
-            }
-            (Some(_), None) => {
-                return Err(Error::refused("the store needs a secret and the client has none"));
-            }
-            (Some(secret), Some(proof)) => {
-                if !secret.verify(Side::Client, &handshake, proof) {
-                    return Err(Error::refused("the client's secret is not the store's"));
-                }
-                Some(secret.prove(Side::Server, &handshake))
-            }
-        };
-        match self.state.connect(client, hello.identity)? {
-            Admission::Granted => {
-                let frame = self.state.frame(&ToClient::Welcome { proof }, None);
-                self.reply(client, frame);
-            }
-            Admission::Later(why) => self.end_with(client, &ToClient::Later { why }),
-        }
-        Ok(())
-    }
-
     fn serve(&mut self, client: Client, request: Request, tail: Result<Payload>) {
         let wait = match &request {
             Request::Get { wait_ms, .. } | Request::AllGather { wait_ms, .. } => *wait_ms,
@@ -431,81 +250,19 @@ impl EventLoop {
         };
         self.state.request(client, request, tail);
         if self.state.is_waiting(client) {
-            // Beyond a month nobody waits, and far beyond the clock would overflow.
+            // Nobody waits for more than a month, and much larger numbers would overflow the clock.
             let wait = Duration::from_millis(wait).min(Duration::from_secs(30 * 24 * 3600));
             self.set_phase(client, Phase::Waiting);
             self.set_timer(client, Some(wait));
         }
     }
 
-    /// Sends out what the state has answered.
-    fn deliver(&mut self) {
-        loop {
-            let replies = self.state.take_replies();
-            if replies.is_empty() {
-                return;
-            }
-            for (client, frame) in replies {
-                self.reply(client, frame);
-            }
-        }
-    }
-
-    fn reply(&mut self, client: Client, frame: Frame) {
-        let stall = self.limits().stall;
-        let Some(conn) = self.conns.get_mut(&client) else { return };
-        conn.outgoing.push(frame);
-        self.set_phase(client, Phase::Replying);
-        self.set_timer(client, Some(stall));
-        self.flush(client);
-    }
-
-    /// Sends what can be sent.
-    fn flush(&mut self, client: Client) {
-        let stall = self.limits().stall;
-        let Some(conn) = self.conns.get_mut(&client) else { return };
-        let Ok(progress) = conn.outgoing.flush(&mut conn.stream) else {
-            return self.close(client);
-        };
-        let empty = conn.outgoing.is_empty();
-        match conn.phase {
-            Phase::Replying if empty => {
-                self.set_phase(client, Phase::Ready);
-                self.set_timer(client, None);
-            }
-            Phase::Replying if progress => self.set_timer(client, Some(stall)),
-            Phase::Ending if empty => {
-                let _ = conn.stream.shutdown(Shutdown::Write);
-            }
-            _ => {}
-        }
-        self.settle(client);
-    }
-
-    /// Drops a client that did wrong, after telling it why.
-    fn end(&mut self, client: Client, error: &Error) {
-        tracing::debug!(%error, client, "the store drops a client");
-        self.end_with(client, &ToClient::Failed(error.kind().clone()));
-    }
-
-    /// Says a last word to a client.
-    fn end_with(&mut self, client: Client, last: &ToClient) {
-        let frame = self.state.frame(last, None);
-        self.state.disconnect(client);
-        let Some(conn) = self.conns.get_mut(&client) else { return };
-        conn.incoming = Incoming::default();
-        conn.outgoing.push(frame);
-        self.set_phase(client, Phase::Ending);
-        self.set_timer(client, Some(LINGER));
-        self.flush(client);
-    }
-
-    /// Throws away what an ending client still sends, a turn at a time.
+    /// Discards what an ending client still sends, a bounded amount at a time.
     fn discard(&mut self, client: Client) {
-        let Some(conn) = self.conns.get_mut(&client) else { return };
+        let Some(connection) = self.connections.get_mut(&client) else { return };
         let mut buffer = [0u8; 16 << 10];
         for _ in 0..16 {
-            match conn.stream.read(&mut buffer) {
+            match connection.stream.read(&mut buffer) {
                 Ok(0) => return self.close(client),
                 Ok(_) => {}
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
@@ -518,53 +275,53 @@ impl EventLoop {
     fn close(&mut self, client: Client) {
         self.set_timer(client, None);
         // Closing the socket takes it out of the epoll set.
-        self.conns.remove(&client);
+        self.connections.remove(&client);
         self.unproven.remove(&client);
         self.state.disconnect(client);
     }
 
     fn set_phase(&mut self, client: Client, phase: Phase) {
-        if let Some(conn) = self.conns.get_mut(&client) {
-            conn.phase = phase;
+        if let Some(connection) = self.connections.get_mut(&client) {
+            connection.phase = phase;
             if phase == Phase::Ending {
                 self.unproven.insert(client);
             } else {
                 self.unproven.remove(&client);
             }
         }
-        self.settle(client);
+        self.update_polling(client);
     }
 
-    /// Polls for what the connection's phase calls for.
-    fn settle(&mut self, client: Client) {
-        let Some(conn) = self.conns.get_mut(&client) else { return };
-        let mut polled = match conn.phase {
+    /// Has epoll watch the connection for the events of its phase.
+    fn update_polling(&mut self, client: Client) {
+        let Some(connection) = self.connections.get_mut(&client) else { return };
+        let mut polled = match connection.phase {
             Phase::Handshake { .. } | Phase::Ready | Phase::Waiting => {
                 EventFlags::IN | EventFlags::RDHUP
             }
             Phase::Replying => EventFlags::RDHUP,
             Phase::Ending => EventFlags::IN,
         };
-        if !conn.outgoing.is_empty() {
+        if !connection.outgoing.is_empty() {
             polled |= EventFlags::OUT;
         }
-        if polled == conn.polled {
+        if polled == connection.polled {
             return;
         }
-        conn.polled = polled;
-        if self.poller.change(client, &conn.stream, polled).is_err() {
+        connection.polled = polled;
+        if self.poller.change(client, &connection.stream, polled).is_err() {
             self.close(client);
         }
     }
 
     /// Replaces the connection's timer.
     fn set_timer(&mut self, client: Client, after: Option<Duration>) {
-        let Some(conn) = self.conns.get_mut(&client) else { return };
-        if let Some(at) = conn.timer.take() {
+        let Some(connection) = self.connections.get_mut(&client) else { return };
+        if let Some(at) = connection.timer.take() {
             self.timers.remove(&(at, client));
         }
         if let Some(at) = after.and_then(|after| Instant::now().checked_add(after)) {
-            conn.timer = Some(at);
+            connection.timer = Some(at);
             self.timers.insert((at, client));
         }
     }

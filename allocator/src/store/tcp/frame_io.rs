@@ -1,6 +1,6 @@
-//! One connection of the server: what has half arrived, what is not yet sent.
+//! Frames of one connection of the server: those that have arrived in part, and those not yet sent.
 //!
-//! Nothing here blocks. Memory follows what has arrived, never what a header announces.
+//! Nothing here blocks. Memory grows with what has arrived, not with what a header announces.
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
@@ -11,19 +11,19 @@ use super::server_state::Frame;
 use super::wire::{Caps, HEADER, Lengths, decode_header};
 use crate::{Error, Result};
 
-/// Bytes read from one connection before the others get their turn.
+/// The most bytes read from one connection before others are read.
 const TURN: usize = 256 << 10;
 
 /// What reading came to.
 #[derive(Debug)]
 pub(super) enum Input {
-    /// A frame: its head, and its tail or why there was no room for it.
+    /// A frame: its head, and its tail or the error that there was no room for it.
     Frame(Vec<u8>, Result<Payload>),
     /// No complete frame yet; true when one has begun.
     Partial(bool),
     /// The peer closed, or the connection broke.
     Closed,
-    /// The peer sent what no client sends. It can be told, but not read from again.
+    /// The peer broke the protocol. It can be sent the error, but not read from again.
     Broken(Error),
 }
 
@@ -40,7 +40,7 @@ struct Body {
     lengths: Lengths,
     head: Vec<u8>,
     tail: Vec<u8>,
-    /// Room for what `tail` holds; an error once there was none, and the rest is read past.
+    /// Room for what `tail` holds; an error once there was none, after which the rest is discarded.
     room: Result<Charge>,
     tail_seen: usize,
 }
@@ -59,7 +59,7 @@ impl Incoming {
             if turn == 0 {
                 return Input::Partial(true);
             }
-            // Never past the frame's end: what follows belongs to the next request.
+            // Not beyond the end of the frame: what follows belongs to the next request.
             let limit = self.wanted().min(buffer.len()).min(turn);
             match stream.read(&mut buffer[..limit]) {
                 Ok(0) => return Input::Closed,
@@ -76,7 +76,7 @@ impl Incoming {
         }
     }
 
-    /// Moves on when a piece is complete.
+    /// Begins the body after a complete header, and returns a complete frame.
     fn step(&mut self, meter: &Meter, caps: Caps) -> Result<Option<(Vec<u8>, Result<Payload>)>> {
         if self.header_filled == HEADER && self.body.is_none() {
             let lengths = decode_header(&self.header, caps)?;

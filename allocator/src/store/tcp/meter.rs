@@ -1,4 +1,4 @@
-//! One number for all the memory clients can make the server hold.
+//! A limit for all the memory that clients can make the server hold.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -27,7 +27,7 @@ impl Meter {
         Ok(charge)
     }
 
-    /// Counts `bytes` past the limit if need be: for replies, which free as much as they take.
+    /// Counts `bytes` even beyond the limit: for replies, after which as much is freed.
     pub(super) fn charge_reply(&self, bytes: usize) -> Charge {
         self.0.held.set(self.0.held.get().saturating_add(bytes));
         Charge { meter: self.clone(), bytes }

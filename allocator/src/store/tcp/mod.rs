@@ -9,13 +9,13 @@
 //! | `auth` | the shared secret and its proofs |
 //! | `meter` | how much memory clients make the server hold |
 //! | `server_state` | the content, who waits for what, which ranks are lost: no I/O, no clock |
-//! | `frame_io` | one connection of the server: half-read frames, unsent replies |
+//! | `frame_io` | frames of one connection of the server: half-read ones, unsent replies |
 //! | `poller` | the epoll set |
 //! | `event_loop` | the server's thread: sockets, timers, phases of a connection |
 //! | `server` | the server as its owner sees it |
-//! | `wait_limit` | a client's waits: how long, and whether it is told to stop |
+//! | `wait_limit` | how long a client waits, and what can stop it before |
 //! | `client_connection` | one connection of a client: handshake, request, reply |
-//! | `client` | the [`Store`](super::Store) over links |
+//! | `client` | the [`Store`](super::Store) over such connections |
 //! | `address` | where the server is: names, resolved until a deadline |
 //!
 //! **Trust.** Without a secret the server listens on loopback addresses only, and every process
@@ -23,8 +23,8 @@
 //! is said; the secret itself never travels. Traffic is not encrypted.
 //!
 //! **Misuse.** A client that sends half a frame, nothing, nonsense or too much, or does not read
-//! its replies, is dropped, with an error reply where it can still be told; nobody else notices. Nor
-//! do those that prove nothing keep anybody out: they make room for others, the oldest first.
+//! its replies, is dropped, with an error reply where it can still be sent one; nobody else notices.
+//! Clients that have not proven themselves keep nobody out: they are dropped for others, the oldest first.
 //!
 //! **Loss.** A client that declares its rank ([`TcpStore::connect_as`]) is missed when its
 //! process ends: gathers that still need it fail at once with [`Error::is_peer_lost`], instead of
@@ -74,9 +74,9 @@ pub struct TcpOptions {
 /// What the clients of a server may use up, all together unless said otherwise.
 #[derive(Clone, Copy, Debug)]
 pub struct TcpLimits {
-    /// Connections open at a time. For one more the oldest that has not shaken hands yet is dropped, and
-    /// tries again; where all have, it is refused. Those that have not are also never more than a quarter
-    /// of the files that the server's process may open.
+    /// Connections open at a time. For one more, the oldest that has not completed its handshake is dropped,
+    /// and tries again; if all have, the new one is refused. Connections without a completed handshake are
+    /// also never more than a quarter of the files that the server's process may open.
     pub max_connections: usize,
     /// Bytes of keys, values, parts and half-read requests. Requests that would exceed it fail
     /// with [`Error::is_out_of_memory`](crate::Error::is_out_of_memory) and change nothing.
@@ -102,7 +102,7 @@ impl Default for TcpLimits {
 }
 
 /// Sends small frames at once, and notices within about a minute that the other machine is gone.
-/// A socket that cannot be told so still works.
+/// A socket that does not take an option still works.
 fn tune(stream: &TcpStream) {
     let _ = stream.set_nodelay(true);
     let _ = sockopt::set_socket_keepalive(stream, true);

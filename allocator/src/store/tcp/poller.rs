@@ -31,16 +31,17 @@ pub(super) enum Ready {
 #[derive(Debug)]
 pub(super) struct Poller {
     epoll: OwnedFd,
-    /// Nobody connects to a server that is gone, and its port is free. Dropped before the listener.
+    /// With a copy in a forked child, the port of a server that is gone would stay taken. Dropped before the
+    /// listener.
     _own: NotInherited,
     pub(super) listener: TcpListener,
     /// Readable once the loop is to end. Kept open as long as the epoll set refers to it.
     _stop: Arc<OwnedFd>,
-    /// Gives its place to a client that there is no descriptor for, while that is told so.
+    /// Closed to make room for a connection for which there is no descriptor, while that is sent the reason.
     pub(super) spare: Option<OwnedFd>,
 }
 
-/// A descriptor that is of no use but to be closed.
+/// A descriptor that only reserves a place.
 pub(super) fn spare() -> rustix::io::Result<OwnedFd> {
     within_hard_limit(|| eventfd(0, EventfdFlags::CLOEXEC))
 }
@@ -63,10 +64,10 @@ impl Poller {
     /// Waits until something is ready or `until` has passed.
     pub(super) fn wait(&self, until: Option<Instant>) -> rustix::io::Result<Vec<Ready>> {
         let wait = until.and_then(|until| {
-            // Older kernels take milliseconds in an int; waking once an hour costs nothing.
+            // Older kernels take milliseconds in an int; waking up once an hour costs nothing.
             let wait =
                 until.saturating_duration_since(Instant::now()).min(Duration::from_secs(3600));
-            // One more millisecond, so that the timer has run out on waking.
+            // One more millisecond, so that the timer has expired after the wait.
             Timespec::try_from(wait + Duration::from_millis(1)).ok()
         });
         let mut events = Vec::with_capacity(256);
@@ -95,7 +96,7 @@ impl Poller {
         epoll::add(&self.epoll, stream, EventData::new_u64(client), flags)
     }
 
-    /// Watches a client for something else.
+    /// Watches a client for other events.
     pub(super) fn change(
         &self,
         client: Client,
@@ -105,13 +106,13 @@ impl Poller {
         epoll::modify(&self.epoll, stream, EventData::new_u64(client), flags)
     }
 
-    /// A connection that waits to be taken, if there is one. It does not block.
+    /// Accepts a waiting connection, if there is one; its socket does not block.
     pub(super) fn accept(&self) -> rustix::io::Result<TcpStream> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         within_hard_limit(|| accept_with(&self.listener, flags)).map(TcpStream::from)
     }
 
-    /// Says whether waiting connections are reported.
+    /// Turns reporting of waiting connections on or off.
     pub(super) fn listen(&self, listen: bool) -> rustix::io::Result<()> {
         let flags = if listen { EventFlags::IN } else { EventFlags::empty() };
         epoll::modify(&self.epoll, &self.listener, EventData::new_u64(LISTENER), flags)

@@ -14,7 +14,7 @@ use super::poller::Poller;
 use super::{ServerAddress, TcpOptions};
 use crate::descriptors::{self, within_hard_limit};
 use crate::fork::Maker;
-use crate::random::random;
+use crate::random::random_bytes;
 use crate::{Deadline, Error, Result};
 
 /// A store's server, on a thread of its own. Dropping it closes every connection and joins the
@@ -31,11 +31,11 @@ pub struct TcpServer {
 impl TcpServer {
     /// Serves on `addr`; port 0 takes a free one, see [`local_addr`](TcpServer::local_addr).
     ///
-    /// One that another socket has is [`Error::is_invalid_state`].
+    /// An address that another socket has is [`Error::is_invalid_state`].
     ///
     /// An address other than loopback without [`TcpOptions::secret`] is refused with
-    /// [`Error::is_invalid_argument`]. A name is resolved first, for as long as the system takes:
-    /// [`bind_by`](TcpServer::bind_by) waits no longer than it is told.
+    /// [`Error::is_invalid_argument`]. A name is resolved first, for as long as the system takes;
+    /// [`bind_by`](TcpServer::bind_by) limits that time.
     pub fn bind(addr: impl ToSocketAddrs, options: TcpOptions) -> Result<Self> {
         let addrs: Vec<SocketAddr> = addr
             .to_socket_addrs()
@@ -53,9 +53,9 @@ impl TcpServer {
         Self::start(&addr.into(), options, deadline, false)
     }
 
-    /// Serves one meeting of a group's ranks: those that have left, once ranks have met, come to the
-    /// server after this one.
-    pub(crate) fn bind_for_one_meeting(
+    /// Serves the ranks of one group: a rank that has left after the ranks met does not come back to this
+    /// server, but to the one of the next group.
+    pub(crate) fn bind_for_one_group(
         addr: impl Into<ServerAddress>,
         options: TcpOptions,
         deadline: Deadline,
@@ -67,10 +67,10 @@ impl TcpServer {
         addr: &ServerAddress,
         options: TcpOptions,
         deadline: Deadline,
-        one_meeting: bool,
+        one_group: bool,
     ) -> Result<Self> {
         match addr.resolve(deadline.remaining()) {
-            Ok(addrs) => Self::serve(&addrs, options, one_meeting),
+            Ok(addrs) => Self::serve(&addrs, options, one_group),
             Err(Unresolved::Late(_)) => Err(Error::timeout(
                 format!("for the system to resolve the store's address, {addr}"),
                 deadline.budget(),
@@ -83,7 +83,7 @@ impl TcpServer {
         }
     }
 
-    fn serve(addrs: &[SocketAddr], options: TcpOptions, one_meeting: bool) -> Result<Self> {
+    fn serve(addrs: &[SocketAddr], options: TcpOptions, one_group: bool) -> Result<Self> {
         let open = addrs.iter().find(|addr| !addr.ip().to_canonical().is_loopback());
         if let (Some(open), None) = (open, &options.secret) {
             return Err(Error::invalid_argument(format!(
@@ -109,12 +109,12 @@ impl TcpServer {
             .map_err(|error| descriptors::error("eventfd", error))?;
         let stop = Arc::new(stop);
         let poller = Poller::new(listener, stop.clone())?;
-        let instance = random()?;
+        let instance = random_bytes()?;
         let thread = std::thread::Builder::new()
             .name("symmpool-store".into())
             .spawn(move || {
-                // Made here, because the state counts its memory without atomics.
-                if let Err(error) = EventLoop::new(poller, options, instance, one_meeting).run() {
+                // Made on this thread, because the state counts its memory without atomics.
+                if let Err(error) = EventLoop::new(poller, options, instance, one_group).run() {
                     tracing::error!(%error, %addr, "the store's server stopped");
                 }
             })
@@ -131,7 +131,7 @@ impl TcpServer {
 impl Drop for TcpServer {
     fn drop(&mut self) {
         if !self.maker.is_here() {
-            // The order to stop would reach the parent's thread, and this process has none to join.
+            // The order to stop would reach the parent's thread, and this process has no thread to join.
             std::mem::forget(self.thread.take());
             return;
         }

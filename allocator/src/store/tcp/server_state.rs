@@ -1,17 +1,17 @@
 //! What the server knows and decides, without any I/O or clock.
 //!
-//! The event loop tells it what clients ask ([`State::request`]), whose time is up
-//! ([`State::expire`]) and who is gone ([`State::disconnect`]), and sends the replies that pile
-//! up in its outbox. A client has at most one request under way.
+//! The event loop passes it requests ([`State::request`]), timeouts ([`State::expire`]) and closed
+//! connections ([`State::disconnect`]), and sends the replies that collect in its outbox. A client has at
+//! most one request at a time.
 //!
-//! Who is lost: a client may declare its rank. When the last connection of a declared rank
-//! closes, every gather in which a declared client takes part and which still needs that rank
-//! fails at once, and so does every later one until the rank is declared again. Gathers among
-//! clients that declared nothing number their ranks as they like and are left alone.
+//! Lost ranks: a client may declare its rank. When the last connection of a declared rank closes, every
+//! gather in which a declared client takes part and which still needs that rank fails at once, and so does
+//! every later one until the rank is declared again. Gathers of clients that declared no rank are not
+//! affected, as they may number their ranks differently.
 //!
-//! A store that serves one meeting, of one group, ends in step with it: once a gather was answered, a
-//! rank that has left does not come back to this store. Who declares it anew belongs to the next
-//! meeting, whose server has yet to take this one's place, and is told to try again.
+//! A store that serves one group ends together with it: after the first gather that was answered, a rank
+//! that has left does not come back to this store. A client that declares it again belongs to the next
+//! group, whose server has not replaced this one yet, and gets the reply to try again.
 
 use std::collections::{BTreeMap, BTreeSet, btree_map};
 use std::time::Duration;
@@ -26,14 +26,14 @@ use crate::{Error, Result};
 /// A connection, as the event loop numbers them.
 pub(super) type Client = u64;
 
-/// What an entry costs beside its key and value.
+/// What an entry costs in addition to its key and value, in bytes.
 const ENTRY: usize = 256;
 
 /// Whether a client may take part.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Admission {
     Granted,
-    /// Not now, and why; it may try again.
+    /// Not yet; why. The client may try again.
     Later(String),
 }
 
@@ -57,9 +57,9 @@ pub(super) struct State {
     live: BTreeMap<u32, ([u8; 16], usize)>,
     /// Declared ranks whose connections have all closed, and the session that each had.
     lost: BTreeMap<u32, [u8; 16]>,
-    /// Whether there is one meeting here and no other.
-    one_meeting: bool,
-    /// Whether that has come to something: a gather among declared ranks was answered.
+    /// Whether the store serves one group only.
+    one_group: bool,
+    /// Whether ranks of that group have met: a gather of declared ranks was answered.
     met: bool,
     outbox: Vec<(Client, Frame)>,
 }
@@ -102,15 +102,15 @@ impl State {
             clients: BTreeMap::new(),
             live: BTreeMap::new(),
             lost: BTreeMap::new(),
-            one_meeting: false,
+            one_group: false,
             met: false,
             outbox: Vec::new(),
         }
     }
 
-    /// The same store, for one meeting.
-    pub(super) fn for_one_meeting(mut self) -> Self {
-        self.one_meeting = true;
+    /// The same store, for one group.
+    pub(super) fn for_one_group(mut self) -> Self {
+        self.one_group = true;
         self
     }
 
@@ -126,8 +126,7 @@ impl State {
                     "rank {rank} declared to the store; ranks are below {MAX_WORLD}"
                 )));
             }
-            if self.one_meeting && self.met && self.lost.get(&rank).is_some_and(|of| *of != session)
-            {
+            if self.one_group && self.met && self.lost.get(&rank).is_some_and(|of| *of != session) {
                 return Ok(Admission::Later(format!(
                     "rank {rank} has left the group that is served there, and the server of the \
                      next has not taken its place yet"
@@ -142,7 +141,7 @@ impl State {
             }
             *connections += 1;
             if self.lost.remove(&rank).is_some() {
-                // Its successor starts anew: what failed for want of the rank may be tried again.
+                // Gathers that failed because the rank was missing may be tried again.
                 self.gathers.retain(|_, gather| !gather.gathering.failed_without(rank));
             }
         }
@@ -174,7 +173,7 @@ impl State {
         }
     }
 
-    /// Ends `client`'s wait: its time is up. A part it had in a gather is taken back.
+    /// Ends `client`'s wait with a timeout. A part it had in a gather is taken back.
     pub(super) fn expire(&mut self, client: Client) {
         let Some((wait, missing)) = self.end_wait(client) else { return };
         let error = match wait {
@@ -188,15 +187,14 @@ impl State {
         self.reply_error(client, &error);
     }
 
-    /// Ends `client`'s wait, if it still waits, because it does not want to go on. A part it had in a
-    /// gather is taken back.
+    /// Ends `client`'s wait at its own request, if it still waits. A part it had in a gather is taken back.
     pub(super) fn cancel(&mut self, client: Client) {
         if let Some((_, missing)) = self.end_wait(client) {
             self.reply(client, &ToClient::Cancelled { missing }, None);
         }
     }
 
-    /// What `client` waited for, and the ranks that are missing there.
+    /// Ends a wait; returns what `client` waited for, and the ranks that are missing there.
     fn end_wait(&mut self, client: Client) -> Option<(Wait, Vec<u32>)> {
         let wait = self.clients.get_mut(&client)?.wait.take()?;
         let mut missing = Vec::new();
@@ -218,7 +216,7 @@ impl State {
         Some((wait, missing))
     }
 
-    /// Forgets a client whose connection closed. What it contributed stays.
+    /// Forgets a client whose connection closed. Its part in a gather stays.
     pub(super) fn disconnect(&mut self, client: Client) {
         let Some(member) = self.clients.remove(&client) else { return };
         match member.wait {
@@ -260,7 +258,7 @@ impl State {
         std::mem::take(&mut self.outbox)
     }
 
-    /// A reply that needs no state, for the event loop's own use.
+    /// The frame of a message, also for replies of the event loop itself.
     pub(super) fn frame(&self, message: &ToClient, tail: Option<Payload>) -> Frame {
         let bytes = wire::encode(message, tail.as_ref().map_or(0, |tail| tail.as_ref().len()));
         let charge = self.meter.charge_reply(bytes.len());
@@ -360,7 +358,7 @@ impl State {
         let complete = match arrived {
             Ok(complete) => complete,
             Err(error) => {
-                self.tell_failure(key, &error);
+                self.answer_failure(key, &error);
                 return Err(error);
             }
         };
@@ -374,7 +372,7 @@ impl State {
         Ok(())
     }
 
-    /// Answers everyone in a gather that has all its parts, with one frame, and forgets it.
+    /// Answers all clients of a gather that has all its parts, with one frame, and forgets the gather.
     fn complete(&mut self, key: &str) {
         let Some(gather) = self.gathers.remove(key) else { return };
         self.met |= gather.declared;
@@ -406,15 +404,15 @@ impl State {
             lost,
             format!("disconnected from the store without a part in all_gather {key:?}"),
         );
-        // The failure stays for ranks that still come: those that were told it leave too, and
-        // would seem to be lost as well.
+        // The failure is kept for ranks that still come: ranks that received it leave as well, and would
+        // then look like the lost ones.
         gather.gathering.lose(&error);
-        self.tell_failure(key, &error);
+        self.answer_failure(key, &error);
     }
 
-    /// Tells everyone who waits in a gather that it has failed, and forgets it once no rank is owed
-    /// the failure any more.
-    fn tell_failure(&mut self, key: &str, error: &Error) {
+    /// Answers all clients that wait in a gather with its failure, and forgets the gather once every rank
+    /// has received it.
+    fn answer_failure(&mut self, key: &str, error: &Error) {
         let Some(gather) = self.gathers.get_mut(key) else { return };
         self.met |= gather.declared;
         let waiting = std::mem::take(&mut gather.waiting);
@@ -448,7 +446,7 @@ impl State {
 }
 
 impl Member {
-    /// Whoever has declared a rank gathers as that one only: by it others know who is lost.
+    /// A client that has declared a rank gathers as that rank only, because its loss is reported by it.
     fn may_gather_as(&self, rank: u32, key: &str) -> Result<()> {
         match self.rank {
             Some(declared) if declared != rank => Err(Error::invalid_argument(format!(
@@ -472,7 +470,7 @@ impl Gather {
         if !self.declared || self.gathering.failed() {
             return Vec::new();
         }
-        // Of ranks that stopped waiting it is no news that they are gone.
+        // Ranks that stopped waiting may leave.
         self.gathering.missing_of(lost.keys().copied())
     }
 }

@@ -81,7 +81,7 @@ fn a_set_answers_those_who_wait_for_the_key() {
 
 #[test]
 fn a_set_answers_nobody_who_has_stopped_waiting() {
-    // To the next request of a client it would be the answer.
+    // It would be taken for the answer to the client's next request.
     let mut bench = Bench::new(3);
     for client in [0, 1] {
         assert_eq!(bench.ask(client, Request::Get { key: "k".into(), wait_ms: 9 }, b""), []);
@@ -169,13 +169,13 @@ fn a_rank_that_is_back_fails_nothing_more_and_what_is_under_way_goes_on() {
     for client in 7..9 {
         bench.state.connect(client, None).unwrap();
     }
-    // Clients that declared nothing, and need no rank.
+    // Clients that declared no rank are not affected.
     let other = |rank| Request::AllGather { key: "other".into(), rank, world: 2, wait_ms: 9 };
     assert_eq!(bench.ask(7, other(0), b""), []);
     assert_eq!(bench.gather(0, 0, 3), []);
     bench.state.disconnect(2);
     assert_eq!(error(&bench.replies()[0]).ranks(), [2]);
-    // Rank 1 was not told, and need not be any more.
+    // Rank 1 has not received the failure, and need not any more.
     bench.declare(12, 2, 7).unwrap();
     assert_eq!(bench.gather(1, 1, 3), []);
     assert_eq!(bench.gather(0, 0, 3), []);
@@ -272,24 +272,24 @@ fn counters_count_and_refuse_what_is_no_number() {
 }
 
 #[test]
-fn a_rank_that_has_left_a_meeting_does_not_come_back_to_its_store() {
+fn a_rank_that_has_left_a_group_does_not_come_back_to_its_store() {
     let mut bench = Bench::new(0);
-    bench.state = State::new(bench.meter.clone()).for_one_meeting();
+    bench.state = State::new(bench.meter.clone()).for_one_group();
     (0..2).for_each(|rank| bench.declare(u64::from(rank), rank, 0).unwrap());
-    // Before ranks have met, another may take the place of one that left.
+    // Before ranks have met, another client may take the place of one that left.
     bench.state.disconnect(1);
     bench.declare(11, 1, 1).unwrap();
     bench.gather(0, 0, 2);
     assert_eq!(bench.gather(11, 1, 2).len(), 2);
-    // One that lost its connection is still the same.
+    // A client that lost its connection may come back.
     bench.state.disconnect(11);
     bench.declare(12, 1, 1).unwrap();
     bench.state.disconnect(12);
     let Admission::Later(why) = bench.connect(13, 1, 2).unwrap() else { panic!("admitted") };
     assert!(why.contains("rank 1 has left the group"), "{why}");
-    // Nor does it do any harm to who is still there.
+    // It does not affect clients that are still connected.
     assert_eq!(error(&bench.gather(0, 0, 2)[0]).ranks(), [1]);
-    // A rank that has not been here yet has nothing to leave.
+    // A rank that has not connected before may still come.
     bench.declare(14, 2, 0).unwrap();
 }
 
@@ -300,7 +300,7 @@ fn a_cancelled_wait_names_who_is_missing_and_takes_its_part_back() {
     assert_eq!(bench.gather(1, 1, 3), []);
     bench.state.cancel(0);
     assert_eq!(bench.replies(), [(0, ToClient::Cancelled { missing: vec![2] })]);
-    // There is nothing to cancel any more, and nobody is told anything.
+    // There is nothing to cancel any more, and nobody gets a reply.
     bench.state.cancel(0);
     assert_eq!(bench.gather(2, 2, 3), [], "rank 0 is not in it");
     assert_eq!(bench.gather(0, 0, 3).len(), 3);
@@ -312,7 +312,7 @@ fn a_cancelled_wait_names_who_is_missing_and_takes_its_part_back() {
     assert_eq!(bench.meter.held(), 0);
 }
 
-/// The shortest of some times that `run` takes.
+/// The shortest time of several runs of `run`.
 fn shortest(run: impl Fn() -> std::time::Duration) -> std::time::Duration {
     (0..5).map(|_| run()).min().unwrap()
 }
@@ -348,8 +348,8 @@ fn a_rank_costs_a_gather_as_much_in_a_large_world_as_in_a_small_one() {
     println!("256 ranks gather in {few:?}, 4096 in {many:?}");
     let (few_left, many_left) = (gives_up(256), gives_up(4096));
     println!("255 ranks give up in {few_left:?}, 4095 in {many_left:?}");
-    // Sixteen times as many ranks: 16 times the work, and a little for what is sorted; not 256 times.
+    // Sixteen times as many ranks take 16 times as long, and a little more for sorting; not 256 times.
     assert!(many < few * 64, "{few:?} and {many:?}");
-    // Each of those that give up looks for who is missing, which is a look at all others.
+    // Each rank that gives up looks for the missing ones, which is one pass over all others.
     assert!(many_left < std::time::Duration::from_secs(1), "{few_left:?} and {many_left:?}");
 }

@@ -1,4 +1,4 @@
-//! How long a client waits: until a point in time, or until it is told to stop.
+//! How long a client waits: until a point in time, or until it is interrupted.
 
 use std::time::{Duration, Instant};
 
@@ -12,21 +12,21 @@ use super::client_connection::Fault;
 use crate::descriptors::{self, within_hard_limit};
 use crate::store::{ASK_EVERY, Stop};
 
-/// What a client's waits have in common.
+/// When a client's wait ends.
 #[derive(Clone, Copy)]
-pub(super) struct Patience<'a> {
+pub(super) struct WaitLimit<'a> {
     pub(super) until: Instant,
     pub(super) stop: Option<Stop<'a>>,
 }
 
-impl<'a> Patience<'a> {
-    /// Waits that nobody ends but time.
+impl<'a> WaitLimit<'a> {
+    /// Waits that nothing ends before `until`.
     pub(super) fn until(until: Instant) -> Self {
         Self { until, stop: None }
     }
 
-    /// How long the system may wait before [`asked`](Patience::asked) is called: never zero, which would
-    /// mean for ever.
+    /// How long one system call may wait before [`check_stop`](WaitLimit::check_stop) is called: never zero,
+    /// which would mean for ever.
     pub(super) fn slice(&self) -> Result<Duration, Fault> {
         let left = self.until.saturating_duration_since(Instant::now());
         if left.is_zero() {
@@ -36,24 +36,25 @@ impl<'a> Patience<'a> {
         Ok(left.min(most).max(Duration::from_millis(1)))
     }
 
-    /// To be called whenever the system has waited in vain, or was interrupted by a signal.
-    pub(super) fn asked(&self) -> Result<(), Fault> {
+    /// Called whenever a wait of the system has ended without a result, or was interrupted by a signal.
+    pub(super) fn check_stop(&self) -> Result<(), Fault> {
         if self.stop.is_some_and(|stop| stop()) { Err(Fault::Stopped) } else { Ok(()) }
     }
 
-    /// A connection to `addr`, which blocks.
+    /// A connection to `addr`, in blocking mode.
     pub(super) fn connect(&self, addr: SocketAddr) -> Result<TcpStream, Fault> {
         let gone = |errno: Errno| Fault::Gone(errno.to_string());
         let family = if addr.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = within_hard_limit(|| socket_with(family, SocketType::STREAM, flags, None));
-        let socket = socket.map_err(|errno| Fault::Said(descriptors::error("a socket", errno)))?;
+        let socket =
+            socket.map_err(|errno| Fault::Refused(descriptors::error("a socket", errno)))?;
         match connect(&socket, &addr) {
             Ok(()) => {}
             Err(Errno::INPROGRESS | Errno::INTR) => loop {
                 let slice = Timespec::try_from(self.slice()?).ok();
                 match poll(&mut [PollFd::new(&socket, PollFlags::OUT)], slice.as_ref()) {
-                    Ok(0) | Err(Errno::INTR) => self.asked()?,
+                    Ok(0) | Err(Errno::INTR) => self.check_stop()?,
                     Ok(_) => {
                         sockopt::socket_error(&socket).map_err(gone)?.map_err(gone)?;
                         break;

@@ -1,22 +1,14 @@
 //! Frames and messages: what travels between a client and the server.
 //!
-//! A frame is a header of 16 bytes, a *head* and a *tail*:
-//!
-//! | bytes | meaning |
-//! | --- | --- |
-//! | 4 | magic, `b"symS"` |
-//! | 2 | protocol version, little endian |
-//! | 2 | zero |
-//! | 4 | length of the head, little endian |
-//! | 4 | length of the tail, little endian |
-//!
-//! The head is a message in postcard's encoding, the tail the value that belongs to it, as it is:
-//! values are neither copied nor looked into on their way. Both lengths have caps, which depend on
-//! what the sender may say at that point, and are checked before anything is stored.
+//! A frame is a [`Header`] with the magic "symS", a *head* and a *tail*; the header's two numbers are their
+//! lengths. The head is a message in postcard's encoding. The tail is the value that belongs to it, as it
+//! is: values are neither copied nor interpreted on their way. Both lengths are limited, depending on what
+//! the sender may send at that point, and are checked before anything is stored.
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::ErrorKind;
+use crate::framing::{self, Header};
 use crate::store::{MAX_GATHERED, MAX_KEY, MAX_VALUE, MAX_WORLD};
 use crate::{Error, Result};
 
@@ -25,9 +17,9 @@ pub(super) const MAGIC: [u8; 4] = *b"symS";
 /// Changes whenever a frame would be read differently.
 pub(super) const VERSION: u16 = 2;
 
-pub(super) const HEADER: usize = 16;
+pub(super) const HEADER: usize = framing::HEADER;
 
-/// The longest head and tail a reader accepts.
+/// The longest head and tail that a reader accepts.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Caps {
     pub(super) head: usize,
@@ -48,8 +40,8 @@ impl Caps {
 pub(super) enum ToServer {
     Hello(Hello),
     Request(Request),
-    /// The client waits no longer for what it asked last, which is answered at once, unless the answer
-    /// is on its way already.
+    /// The client no longer waits for its last request, which is answered at once unless the reply has been
+    /// sent already.
     Cancel,
 }
 
@@ -81,7 +73,7 @@ pub(super) enum Request {
 /// What the server says.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum ToClient {
-    /// The first word on a connection.
+    /// The first message on a connection.
     Challenge {
         /// Tells one server from its successor at the same address.
         instance: [u8; 16],
@@ -104,10 +96,10 @@ pub(super) enum ToClient {
     Failed(ErrorKind),
     /// The request was cancelled, and a part that it brought is taken back.
     Cancelled {
-        /// The ranks that the others wait for, in a gather.
+        /// The ranks that are missing, in a gather.
         missing: Vec<u32>,
     },
-    /// The client cannot be admitted now, which will pass: it is to try again.
+    /// The client cannot be admitted yet and should try again.
     Later {
         why: String,
     },
@@ -122,34 +114,28 @@ pub(super) struct Lengths {
 
 /// A frame up to its tail, which is to follow and has `tail` bytes.
 pub(super) fn encode(message: &impl Serialize, tail: usize) -> Vec<u8> {
-    let mut frame = vec![0; HEADER];
-    frame = postcard::to_extend(message, frame)
+    let mut frame = framing::encode(message)
         .expect("messages are sequences, strings and integers, and memory grows");
     let head = u32::try_from(frame.len() - HEADER).expect("heads are capped far below 4 GiB");
     let tail = u32::try_from(tail).expect("tails are capped far below 4 GiB");
-    frame[..4].copy_from_slice(&MAGIC);
-    frame[4..6].copy_from_slice(&VERSION.to_le_bytes());
-    frame[8..12].copy_from_slice(&head.to_le_bytes());
-    frame[12..16].copy_from_slice(&tail.to_le_bytes());
+    Header { magic: MAGIC, version: VERSION, kind: 0, numbers: [head, tail] }.write(&mut frame);
     frame
 }
 
 /// Reads a header. The error says what is wrong with it; whoever sent it is not to be read from
 /// again, since where its next frame begins is not known.
 pub(super) fn decode_header(header: &[u8; HEADER], caps: Caps) -> Result<Lengths> {
-    let [m0, m1, m2, m3, v0, v1, _, _, h0, h1, h2, h3, t0, t1, t2, t3] = *header;
-    if [m0, m1, m2, m3] != MAGIC {
+    let Header { magic, version, numbers, .. } = Header::read(header);
+    if magic != MAGIC {
         return Err(Error::refused("the peer does not speak the symmpool store protocol"));
     }
-    let version = u16::from_le_bytes([v0, v1]);
     if version != VERSION {
         return Err(Error::refused(format!(
             "the peer speaks version {version} of the store protocol, this side speaks version \
              {VERSION}; use one release of symmpool in a job"
         )));
     }
-    let head = u32::from_le_bytes([h0, h1, h2, h3]) as usize;
-    let tail = u32::from_le_bytes([t0, t1, t2, t3]) as usize;
+    let [head, tail] = numbers.map(|length| length as usize);
     if head > caps.head || tail > caps.tail {
         return Err(Error::invalid_argument(format!(
             "a frame of {head} + {tail} bytes, where at most {} + {} are allowed",
@@ -161,14 +147,8 @@ pub(super) fn decode_header(header: &[u8; HEADER], caps: Caps) -> Result<Lengths
 
 /// Reads a head, which must be one message and nothing more.
 pub(super) fn decode<'a, M: Deserialize<'a>>(head: &'a [u8]) -> Result<M> {
-    match postcard::take_from_bytes(head) {
-        Ok((message, [])) => Ok(message),
-        Ok((_, rest)) => Err(Error::invalid_argument(format!(
-            "{} bytes too many after a store message",
-            rest.len()
-        ))),
-        Err(error) => Err(Error::invalid_argument(format!("not a store message: {error}"))),
-    }
+    framing::decode(head)
+        .map_err(|why| Error::invalid_argument(format!("a message of the store {why}")))
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use crate::Deadline;
 use crate::Error;
 use crate::rendezvous::message;
 use crate::rendezvous::sockets::packet::{self, Introduction};
-use crate::rendezvous::sockets::{Listener, Mesh};
+use crate::rendezvous::sockets::{Listener, PeerSockets};
 
 #[test]
 fn a_rank_that_leaves_before_it_connects_is_named() {
@@ -25,7 +25,7 @@ fn a_rank_that_leaves_before_it_connects_is_named() {
                 drop(listener);
                 return None;
             }
-            Some(Mesh::connect(listener, rank, names, &SECRET, soon()).unwrap_err())
+            Some(PeerSockets::connect(listener, rank, names, &SECRET, soon()).unwrap_err())
         });
         for error in errors.into_iter().flatten() {
             assert!(error.is_peer_lost(), "{error}");
@@ -39,25 +39,25 @@ fn a_rank_that_declines_says_why_and_everybody_hears_it() {
     for declines in 0..3u32 {
         let errors = with_listeners(3, |rank, listener, names| {
             if rank == declines {
-                let why = Error::out_of_memory("no room for a mesh");
-                Mesh::decline(listener, rank, names, &SECRET, &why);
+                let why = Error::out_of_memory("no room for sockets");
+                PeerSockets::decline(listener, rank, names, &SECRET, &why);
                 return None;
             }
-            // A rank may have been let in, and be told after that.
-            let mut mesh = match Mesh::connect(listener, rank, names, &SECRET, soon()) {
-                Ok(mesh) => mesh,
+            // A rank may have connected before it receives the farewell.
+            let mut peers = match PeerSockets::connect(listener, rank, names, &SECRET, soon()) {
+                Ok(peers) => peers,
                 Err(error) => return Some(error),
             };
-            Some(mesh.exchange(&[], 0, &mut keep_nothing, soon()).unwrap_err())
+            Some(peers.exchange(&[], 0, &mut keep_nothing, soon()).unwrap_err())
         });
         for (rank, error) in errors.into_iter().enumerate() {
             let Some(error) = error else { continue };
-            // Heard in the exchange it is what happened there, before that the loss of a rank.
+            // In an exchange the farewell is the error itself; while connecting it is the loss of a rank.
             assert!(error.is_peer_lost() || error.is_out_of_memory(), "rank {rank}: {error}");
-            // Who dials may find the other's socket closed before it could be told, be it that of
-            // the first to give up or of one that heard of it; rank 0 dials nobody.
-            let told = error.to_string().contains("gave up: no room for a mesh");
-            assert!(told || rank > 0, "rank {rank}: {error}");
+            // A rank that dials may find the other's socket closed before it received a farewell, whether that
+            // is the first rank that gave up or a later one. Rank 0 dials nobody.
+            let received = error.to_string().contains("gave up: no room for sockets");
+            assert!(received || rank > 0, "rank {rank}: {error}");
         }
     }
     assert!(started.elapsed() < Duration::from_secs(30), "nobody waited for a deadline");
@@ -73,7 +73,7 @@ fn a_rank_that_does_not_come_is_named_when_time_is_up() {
             drop(listener);
             return;
         }
-        let error = Mesh::connect(listener, rank, names, &SECRET, short()).unwrap_err();
+        let error = PeerSockets::connect(listener, rank, names, &SECRET, short()).unwrap_err();
         barrier.wait();
         assert!(error.is_timeout(), "{error}");
         assert!(error.ranks().contains(&2), "{error}");
@@ -122,8 +122,8 @@ fn intruders_are_turned_away_and_disturb_nobody() {
             }
         }
         intruded.wait();
-        let mut mesh = Mesh::connect(listener, rank, names, &SECRET, soon()).unwrap();
-        exchange_tagged(&mut mesh, rank, 3, 10);
+        let mut peers = PeerSockets::connect(listener, rank, names, &SECRET, soon()).unwrap();
+        exchange_tagged(&mut peers, rank, 3, 10);
         for intruder in intruders {
             // Turned away: nothing was said, and the connection is closed (or reset).
             let mut said = [0; 64];
@@ -143,7 +143,7 @@ fn another_user_who_knows_the_secret_is_turned_away() {
     }
     let (listener, absent) = (Listener::bind().unwrap(), Listener::bind().unwrap());
     let names = [listener.name().to_owned(), absent.name().to_owned()];
-    let guest = std::thread::scope(|scope| {
+    let caller = std::thread::scope(|scope| {
         let dial = || {
             let nobody = rustix::process::Uid::from_raw(65534);
             // Of this thread alone.
@@ -153,10 +153,10 @@ fn another_user_who_knows_the_secret_is_turned_away() {
         scope.spawn(dial).join().unwrap()
     });
     let claim = message::encode(&Introduction::new(&SECRET, 1, 0)).unwrap();
-    packet::send(&guest, &claim, &[]).unwrap();
+    packet::send(&caller, &claim, &[]).unwrap();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     let deadline = Deadline::after(Duration::from_millis(300));
-    let error = Mesh::connect(listener, 0, &names, &SECRET, deadline).unwrap_err();
+    let error = PeerSockets::connect(listener, 0, &names, &SECRET, deadline).unwrap_err();
     assert!(error.is_timeout() && error.ranks() == [1], "{error}");
 }
 
@@ -169,10 +169,10 @@ fn an_impostor_in_a_peers_place_is_refused() {
         scope.spawn(|| {
             let names: Vec<&str> = names.iter().map(String::as_str).collect();
             // It turns us away, as we do it, and hangs up when its time is out.
-            Mesh::connect(impostor, 0, &names, &[9; 32], short()).unwrap_err();
+            PeerSockets::connect(impostor, 0, &names, &[9; 32], short()).unwrap_err();
         });
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
-        let error = Mesh::connect(listener, 1, &names, &SECRET, soon()).unwrap_err();
+        let error = PeerSockets::connect(listener, 1, &names, &SECRET, soon()).unwrap_err();
         assert!(error.is_peer_lost() && error.ranks() == [0], "{error}");
     });
     let socket = stranger_that_answers_wrongly();
@@ -191,16 +191,16 @@ fn stranger_that_answers_wrongly() -> Error {
     rustix::net::listen(&fake, 1).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            let guest = rustix::net::accept(&fake).unwrap();
+            let caller = rustix::net::accept(&fake).unwrap();
             let answer = message::encode(&Introduction::new(&[9; 32], 0, 1)).unwrap();
-            packet::send(&guest, &answer, &[]).unwrap();
+            packet::send(&caller, &answer, &[]).unwrap();
             // Until the other side hangs up.
-            let _ = File::from(guest).read(&mut [0; 4096]);
+            let _ = File::from(caller).read(&mut [0; 4096]);
         });
         let names = [name.as_str(), listener.name()];
         let names: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
-        Mesh::connect(listener, 1, &names, &SECRET, soon()).unwrap_err()
+        PeerSockets::connect(listener, 1, &names, &SECRET, soon()).unwrap_err()
     })
 }
 
@@ -226,7 +226,7 @@ fn callers_without_end_do_not_hold_up_the_deadline() {
         let names = [name.as_str(), other.name()];
         let begin = Instant::now();
         let deadline = Deadline::after(Duration::from_millis(500));
-        let outcome = Mesh::connect(listener, 0, &names, &SECRET, deadline);
+        let outcome = PeerSockets::connect(listener, 0, &names, &SECRET, deadline);
         let took = begin.elapsed();
         done.store(true, Ordering::Relaxed);
         let error = outcome.unwrap_err();

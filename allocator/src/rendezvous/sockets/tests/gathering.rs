@@ -19,19 +19,19 @@ fn every_rank_gets_every_value() {
     let one = BYTES_PER_PACKET;
     for (world, bytes) in [(1, 9), (2, 0), (2, one), (3, one + 1), (3, 50 * one), (8, 0), (8, 100)]
     {
-        with_meshes(world, |rank, mut mesh| {
+        with_sockets(world, |rank, mut peers| {
             // Values of different lengths, and an exchange between gathers.
             let bytes_of = |rank: u32, round: usize| bytes * (1 + (rank as usize + round) % 2);
             for round in 0..5 {
                 let mine = value(rank, bytes_of(rank, round));
-                let all = mesh.all_gather("value", &mine, soon()).unwrap();
+                let all = peers.all_gather("value", &mine, soon()).unwrap();
                 assert_eq!(all.world(), world);
                 for (peer, part) in (0..).zip(all.parts()) {
                     assert!(part == value(peer, bytes_of(peer, round)), "rank {peer}");
                 }
-                exchange_tagged(&mut mesh, rank, world, 1);
+                exchange_tagged(&mut peers, rank, world, 1);
             }
-            assert!(mesh.all_gather("same", b"same", soon()).unwrap().is_uniform());
+            assert!(peers.all_gather("same", b"same", soon()).unwrap().is_uniform());
         });
     }
 }
@@ -39,12 +39,12 @@ fn every_rank_gets_every_value() {
 #[test]
 fn the_longest_value_is_gathered_and_a_longer_one_is_everyones_error() {
     let longest = value(3, MAX_VALUE + 1);
-    with_meshes(2, |rank, mut mesh| {
+    with_sockets(2, |rank, mut peers| {
         let mine = &longest[..if rank == 0 { MAX_VALUE } else { 0 }];
-        let all = mesh.all_gather("much", mine, soon()).unwrap();
+        let all = peers.all_gather("much", mine, soon()).unwrap();
         assert!(all.part(0) == &longest[..MAX_VALUE] && all.part(1).is_empty());
         let mine = &longest[..if rank == 0 { MAX_VALUE + 1 } else { 0 }];
-        let error = mesh.all_gather("more", mine, soon()).unwrap_err();
+        let error = peers.all_gather("more", mine, soon()).unwrap_err();
         assert!(error.is_invalid_argument(), "{error}");
         assert!(error.to_string().contains("the limit is 16777216"), "{error}");
         assert_eq!(rank == 1, error.to_string().contains("rank 0 gave up"), "{error}");
@@ -54,12 +54,12 @@ fn the_longest_value_is_gathered_and_a_longer_one_is_everyones_error() {
 #[test]
 fn ranks_that_make_different_calls_are_told_both() {
     for exchange in [false, true] {
-        let errors = with_meshes(3, |rank, mut mesh| match rank {
+        let errors = with_sockets(3, |rank, mut peers| match rank {
             1 if exchange => {
-                mesh.exchange(&[], 0, &mut keep_nothing, soon()).map(drop).unwrap_err()
+                peers.exchange(&[], 0, &mut keep_nothing, soon()).map(drop).unwrap_err()
             }
-            1 => mesh.all_gather("standing", b"", soon()).unwrap_err(),
-            _ => mesh.all_gather("propose", b"", soon()).unwrap_err(),
+            1 => peers.all_gather("standing", b"", soon()).unwrap_err(),
+            _ => peers.all_gather("propose", b"", soon()).unwrap_err(),
         });
         for error in errors {
             assert!(error.is_diverged(), "{error}");
@@ -73,16 +73,16 @@ fn ranks_that_make_different_calls_are_told_both() {
 
 #[test]
 fn a_rank_that_is_gone_is_named_at_once() {
-    let errors = with_meshes(3, |rank, mut mesh| {
+    let errors = with_sockets(3, |rank, mut peers| {
         if rank == 1 {
             return None;
         }
         let begin = Instant::now();
-        let error = mesh.all_gather("value", b"", soon()).unwrap_err();
+        let error = peers.all_gather("value", b"", soon()).unwrap_err();
         assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
-        let again = mesh.all_gather("value", b"", soon()).unwrap_err();
+        let again = peers.all_gather("value", b"", soon()).unwrap_err();
         assert!(again.is_peer_lost() && again.to_string().contains("earlier failure"), "{again}");
-        assert!(mesh.is_broken());
+        assert!(peers.is_broken());
         Some(error)
     });
     for error in errors.into_iter().flatten() {
@@ -93,12 +93,12 @@ fn a_rank_that_is_gone_is_named_at_once() {
 #[test]
 fn a_rank_that_comes_too_late_hears_whom_the_others_missed() {
     let gave_up = Barrier::new(3);
-    let errors = with_meshes(3, |rank, mut mesh| {
+    let errors = with_sockets(3, |rank, mut peers| {
         if rank == 2 {
             gave_up.wait();
         }
         let deadline = if rank == 2 { soon() } else { short() };
-        let error = mesh.all_gather("value", b"x", deadline).unwrap_err();
+        let error = peers.all_gather("value", b"x", deadline).unwrap_err();
         if rank != 2 {
             gave_up.wait();
         }
@@ -129,22 +129,22 @@ fn pieces_that_do_not_continue_a_value_are_refused() {
         Part { what: "other".into(), ..part(0, 5, 5) },
     ];
     for part in &wrong {
-        let errors = with_meshes(2, |rank, mut mesh| {
+        let errors = with_sockets(2, |rank, mut peers| {
             if rank == 0 {
                 let frame = message::encode(part).unwrap();
-                let socket = mesh.links[1].as_ref().unwrap();
+                let socket = peers.sockets[1].as_ref().unwrap();
                 assert_eq!(packet::send(socket, &frame, &[]).unwrap(), Sent::Yes);
                 // What follows is this rank's true part, or not read any more.
             }
-            let first = mesh.all_gather("value", b"12345", soon());
-            first.and_then(|_| mesh.all_gather("value", b"", soon())).unwrap_err()
+            let first = peers.all_gather("value", b"12345", soon());
+            first.and_then(|_| peers.all_gather("value", b"", soon())).unwrap_err()
         });
         assert!(errors[1].is_diverged(), "{part:?}: {}", errors[1]);
         let Part { first, total, .. } = part;
         let piece = format!("bytes {first} to {} of {total}", first + part.bytes.len() as u64);
         let of_this = (part.round, part.what.as_str()) == (1, "value");
-        let told = if of_this { &piece } else { "different collective calls" };
-        assert!(errors[1].to_string().contains(told), "{part:?}: {}", errors[1]);
+        let expected = if of_this { &piece } else { "different collective calls" };
+        assert!(errors[1].to_string().contains(expected), "{part:?}: {}", errors[1]);
         assert!(errors[0].to_string().contains("rank 1 gave up"), "{part:?}: {}", errors[0]);
     }
 }
@@ -152,16 +152,16 @@ fn pieces_that_do_not_continue_a_value_are_refused() {
 #[test]
 fn a_rank_that_waits_can_be_interrupted() {
     let done = Barrier::new(2);
-    with_meshes(2, |rank, mut mesh| {
+    with_sockets(2, |rank, mut peers| {
         if rank == 0 {
             let asked = Arc::new(AtomicBool::new(false));
             let interrupt = asked.clone();
             let group = Group::in_process(1).unwrap().remove(0);
             let group =
                 group.with_interrupt(move || interrupt.swap(true, Ordering::Relaxed)).child("pool");
-            mesh = mesh.with_interrupt(group.interrupt());
+            peers = peers.with_interrupt(group.interrupt());
             let begin = Instant::now();
-            let error = mesh.all_gather("value", b"", soon()).unwrap_err();
+            let error = peers.all_gather("value", b"", soon()).unwrap_err();
             assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
             assert!(asked.load(Ordering::Relaxed));
             assert!(error.is_invalid_state(), "{error}");
@@ -169,7 +169,7 @@ fn a_rank_that_waits_can_be_interrupted() {
         }
         done.wait();
         if rank == 1 {
-            let error = mesh.all_gather("value", b"", soon()).unwrap_err();
+            let error = peers.all_gather("value", b"", soon()).unwrap_err();
             assert!(error.to_string().contains("rank 0 gave up: interrupted"), "{error}");
         }
     });
@@ -178,11 +178,11 @@ fn a_rank_that_waits_can_be_interrupted() {
 #[test]
 fn a_peer_that_gives_up_after_it_has_said_all_is_heard_at_once() {
     let done = Barrier::new(3);
-    with_meshes(3, |rank, mut mesh| {
+    with_sockets(3, |rank, mut peers| {
         if rank < 2 {
             let begin = Instant::now();
             let deadline = if rank == 0 { short() } else { soon() };
-            let error = mesh.all_gather("value", b"x", deadline).unwrap_err();
+            let error = peers.all_gather("value", b"x", deadline).unwrap_err();
             assert!(begin.elapsed() < Duration::from_secs(20), "{rank}: {:?}", begin.elapsed());
             assert!(error.is_timeout() && error.ranks() == [2], "{error}");
         }
@@ -193,10 +193,10 @@ fn a_peer_that_gives_up_after_it_has_said_all_is_heard_at_once() {
 #[test]
 fn a_peer_that_is_gone_after_it_has_said_all_is_not_waited_for_long() {
     let done = Barrier::new(2);
-    with_meshes(3, |rank, mut mesh| {
+    with_sockets(3, |rank, mut peers| {
         if rank == 0 {
             let part = Part { round: 1, what: "value".into(), first: 0, total: 0, bytes: vec![] };
-            let socket = mesh.links[1].as_ref().unwrap();
+            let socket = peers.sockets[1].as_ref().unwrap();
             assert_eq!(
                 packet::send(socket, &message::encode(&part).unwrap(), &[]).unwrap(),
                 Sent::Yes
@@ -205,7 +205,7 @@ fn a_peer_that_is_gone_after_it_has_said_all_is_not_waited_for_long() {
         }
         if rank == 1 {
             let begin = Instant::now();
-            let error = mesh.all_gather("value", b"x", soon()).unwrap_err();
+            let error = peers.all_gather("value", b"x", soon()).unwrap_err();
             assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
             assert!(error.is_peer_lost() && error.ranks() == [0], "{error}");
         }
@@ -216,10 +216,10 @@ fn a_peer_that_is_gone_after_it_has_said_all_is_not_waited_for_long() {
 #[test]
 fn a_peer_that_gives_up_without_hearing_all_says_why() {
     let done = Barrier::new(2);
-    with_meshes(3, |rank, mut mesh| {
+    with_sockets(3, |rank, mut peers| {
         if rank == 0 {
             let part = Part { round: 1, what: "value".into(), first: 0, total: 0, bytes: vec![] };
-            let socket = mesh.links[1].as_ref().unwrap();
+            let socket = peers.sockets[1].as_ref().unwrap();
             let frame = message::encode(&part).unwrap();
             assert_eq!(packet::send(socket, &frame, &[]).unwrap(), Sent::Yes);
             // The other's part is there and left unread, of which the kernel tells it first.
@@ -227,13 +227,13 @@ fn a_peer_that_gives_up_without_hearing_all_says_why() {
             assert_eq!(poll_for(&mut there, Duration::from_secs(20)).unwrap(), 1);
             // Time to read what this rank said, and to wait for rank 2.
             std::thread::sleep(Duration::from_millis(100));
-            mesh.give_up(&Error::invalid_state("no room for what came"));
+            peers.give_up(&Error::invalid_state("no room for what came"));
             return;
         }
         let begin = Instant::now();
-        let heard = (rank == 1).then(|| mesh.all_gather("value", b"x", soon()).unwrap_err());
+        let outcome = (rank == 1).then(|| peers.all_gather("value", b"x", soon()).unwrap_err());
         done.wait();
-        if let Some(error) = heard {
+        if let Some(error) = outcome {
             assert!(begin.elapsed() < Duration::from_secs(20), "{:?}", begin.elapsed());
             assert!(error.to_string().contains("rank 0 gave up: no room"), "{error}");
         }
@@ -244,14 +244,14 @@ fn a_peer_that_gives_up_without_hearing_all_says_why() {
 fn a_farewell_is_heard_behind_more_than_a_socket_holds() {
     let gave_up = Barrier::new(2);
     let much = value(0, 4 << 20);
-    with_meshes(2, |rank, mut mesh| {
+    with_sockets(2, |rank, mut peers| {
         if rank == 1 {
-            let error = mesh.all_gather("value", &much, short()).unwrap_err();
+            let error = peers.all_gather("value", &much, short()).unwrap_err();
             assert!(error.is_timeout() && error.ranks() == [0], "{error}");
         }
         gave_up.wait();
         if rank == 0 {
-            let error = mesh.all_gather("value", b"", soon()).unwrap_err();
+            let error = peers.all_gather("value", b"", soon()).unwrap_err();
             assert!(error.is_timeout() && error.ranks() == [0], "{error}");
         }
     });
@@ -260,17 +260,17 @@ fn a_farewell_is_heard_behind_more_than_a_socket_holds() {
 #[test]
 fn copies_of_a_connection_do_not_hide_that_a_rank_left() {
     let left = Barrier::new(2);
-    with_meshes(2, |rank, mut mesh| {
+    with_sockets(2, |rank, mut peers| {
         // As a child has them that was forked.
         let copies: Vec<_> =
-            mesh.links.iter().flatten().map(|link| rustix::io::dup(link).unwrap()).collect();
+            peers.sockets.iter().flatten().map(|socket| rustix::io::dup(socket).unwrap()).collect();
         if rank == 0 {
-            drop(mesh);
+            drop(peers);
             left.wait();
         } else {
             left.wait();
-            assert_eq!(mesh.lost_peers(), [0]);
-            let error = mesh.all_gather("value", b"", soon()).unwrap_err();
+            assert_eq!(peers.lost_peers(), [0]);
+            let error = peers.all_gather("value", b"", soon()).unwrap_err();
             assert!(error.is_peer_lost() && error.ranks() == [0], "{error}");
         }
         left.wait();
@@ -280,12 +280,12 @@ fn copies_of_a_connection_do_not_hide_that_a_rank_left() {
 
 #[test]
 fn who_gives_up_between_talks_is_heard_in_the_next() {
-    let errors = with_meshes(3, |rank, mut mesh| {
+    let errors = with_sockets(3, |rank, mut peers| {
         if rank == 1 {
-            mesh.give_up(&Error::invalid_state("went half-way"));
-            mesh.give_up(&Error::out_of_memory("not the first reason"));
+            peers.give_up(&Error::invalid_state("went half-way"));
+            peers.give_up(&Error::out_of_memory("not the first reason"));
         }
-        mesh.all_gather("value", b"", soon()).unwrap_err()
+        peers.all_gather("value", b"", soon()).unwrap_err()
     });
     for error in errors {
         assert!(error.is_invalid_state(), "{error}");

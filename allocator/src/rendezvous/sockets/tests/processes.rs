@@ -7,9 +7,9 @@ use std::sync::Barrier;
 
 use rustix::process::{Resource, Rlimit};
 
-use super::{SECRET, borrowed, exchange_tagged, keep_nothing, soon, tagged, with_meshes};
-use crate::rendezvous::sockets::{Listener, Mesh};
-use crate::rendezvous::testing::{role, this_test_as};
+use super::{SECRET, borrowed, exchange_tagged, keep_nothing, soon, tagged, with_sockets};
+use crate::rendezvous::sockets::{Listener, PeerSockets};
+use crate::testing::{role, this_test_as};
 
 #[test]
 fn nothing_stays_open() {
@@ -23,15 +23,15 @@ fn nothing_stays_open() {
     let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     let before = open();
     let done = Barrier::new(3);
-    with_meshes(3, |rank, mut mesh| {
-        exchange_tagged(&mut mesh, rank, 3, 300);
+    with_sockets(3, |rank, mut peers| {
+        exchange_tagged(&mut peers, rank, 3, 300);
         done.wait();
         if rank == 0 {
             return;
         }
         // Descriptors on their way to a rank that gave up are closed as well.
         let mine: Vec<OwnedFd> = (0..300).map(|index| tagged(rank, index)).collect();
-        mesh.exchange(&borrowed(&mine), 300, &mut keep_nothing, soon()).unwrap_err();
+        peers.exchange(&borrowed(&mine), 300, &mut keep_nothing, soon()).unwrap_err();
     });
     assert_eq!(open(), before);
 }
@@ -45,31 +45,31 @@ fn at_the_limit_of_open_files_it_says_so() {
         assert!(status.success());
         return;
     }
-    with_meshes(2, |rank, mut mesh| {
+    with_sockets(2, |rank, mut peers| {
         let mine: Vec<OwnedFd> = (0..20).map(|index| tagged(rank, index)).collect();
-        exchange_tagged(&mut mesh, rank, 2, 0);
+        exchange_tagged(&mut peers, rank, 2, 0);
         if rank == 1 {
             let used = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
             let few = Rlimit { current: Some(used + 5), maximum: Some(used + 5) };
             rustix::process::setrlimit(Resource::Nofile, few).unwrap();
         }
-        exchange_tagged(&mut mesh, rank, 2, 0);
+        exchange_tagged(&mut peers, rank, 2, 0);
         let mut kept = Vec::new();
         let mut keep = |_, _, fds| {
             kept.push(fds);
             Ok(())
         };
-        let first = mesh.exchange(&borrowed(&mine), 20, &mut keep, soon());
+        let first = peers.exchange(&borrowed(&mine), 20, &mut keep, soon());
         // Both ranks are this process; whichever is first runs out, the other hears of it, if
         // only in the next exchange.
-        let next = first.and_then(|_| mesh.exchange(&[], 0, &mut keep, soon()));
+        let next = first.and_then(|_| peers.exchange(&[], 0, &mut keep, soon()));
         let error = next.unwrap_err();
         assert!(error.is_out_of_memory() || error.is_peer_lost(), "{error}");
         assert!(error.to_string().contains("RLIMIT_NOFILE"), "{error}");
     });
 }
 
-/// A rank in a process of its own: it takes part in a mesh, says so and exchanges without end.
+/// A rank in a process of its own: it connects, says so, and exchanges descriptors without end.
 fn rank_to_be_killed() {
     let read_line = || {
         let mut line = String::new();
@@ -80,10 +80,10 @@ fn rank_to_be_killed() {
     println!("\nlistening {}", listener.name());
     let names = read_line();
     let names: Vec<&str> = names.split(' ').collect();
-    let mut mesh = Mesh::connect(listener, 1, &names, &SECRET, soon()).unwrap();
+    let mut peers = PeerSockets::connect(listener, 1, &names, &SECRET, soon()).unwrap();
     let mine: Vec<OwnedFd> = (0..300).map(|index| tagged(1, index)).collect();
     for round in 1.. {
-        let done = mesh.exchange(&borrowed(&mine), 300, &mut keep_nothing, soon());
+        let done = peers.exchange(&borrowed(&mine), 300, &mut keep_nothing, soon());
         if done.is_err() {
             return;
         }
@@ -120,10 +120,10 @@ fn a_process_killed_in_an_exchange_is_named_by_all() {
     writeln!(child.stdin.as_ref().unwrap(), "{}", names.join(" ")).unwrap();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     let run = |rank: u32, listener: Listener| {
-        let mut mesh = Mesh::connect(listener, rank, &names, &SECRET, soon()).unwrap();
+        let mut peers = PeerSockets::connect(listener, rank, &names, &SECRET, soon()).unwrap();
         let mine: Vec<OwnedFd> = (0..300).map(|index| tagged(rank, index)).collect();
         let until_lost = std::iter::repeat_with(|| {
-            mesh.exchange(&borrowed(&mine), 300, &mut keep_nothing, soon()).err()
+            peers.exchange(&borrowed(&mine), 300, &mut keep_nothing, soon()).err()
         });
         until_lost.flatten().next().unwrap()
     };
