@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 import symmpool
 from symmpool.bench import session
-from symmpool.nccl import communicator
+from symmpool.memory.nccl import communicator
 
 MIB = 1 << 20
 

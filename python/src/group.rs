@@ -132,7 +132,8 @@ impl Group {
     ) -> PyResult<Self> {
         let (rank, world) = (rank.or_raise(py, "rank")?, world.or_raise(py, "world")?);
         let timeout = timeout.seconds(py, "timeout")?;
-        let adapter = py.import("symmpool.store")?.getattr("StoreAdapter")?.call1((store,))?;
+        let adapter =
+            py.import("symmpool.groups.store")?.getattr("StoreAdapter")?.call1((store,))?;
         let store = Arc::new(PythonStore::new(adapter.unbind()));
         let group = symmpool_allocator::Group::new(rank, world, store).or_raise(py)?;
         Ok(Self::of(group.with_name(name).with_timeout(timeout)))
@@ -166,7 +167,7 @@ impl Group {
     /// group is there.
     #[getter]
     fn group_name<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py().import("symmpool.named")?.call_method1("name_of", (slf,))
+        slf.py().import("symmpool.groups.names")?.call_method1("name_of", (slf,))
     }
 
     fn __repr__(&self) -> String {
@@ -189,6 +190,7 @@ pub(crate) fn group_of(
     if let Some(group) = argument.and_then(|argument| argument.cast::<Group>().ok()) {
         return of(group);
     }
-    let resolved = py.import("symmpool.groups")?.call_method1("resolve", (argument, timeout))?;
+    let resolved =
+        py.import("symmpool.groups.resolution")?.call_method1("resolve", (argument, timeout))?;
     of(resolved.cast::<Group>()?)
 }

@@ -49,7 +49,7 @@ use crate::{site, tensor};
 pub(crate) struct Pool {
     pub(crate) pool: Own<symmpool_allocator::Pool>,
     pub(crate) device: Device,
-    /// The `symmpool.scope.Scope`, once there was a `with`. It holds nothing of this object.
+    /// The `symmpool.memory.scope.Scope`, once there was a `with`. It holds nothing of this object.
     scope: PyOnceLock<Py<PyAny>>,
 }
 
@@ -107,7 +107,8 @@ impl Pool {
         };
         let made = Bound::new(py, py.detach(build).or_raise(py)?)?;
         // Collectives of the package look for the pools of a group.
-        py.import("symmpool.groups")?.call_method1("made", (&made, group, known))?;
+        py.import("symmpool.groups.pool_registry")?
+            .call_method1("register", (&made, group, known))?;
         Ok(made)
     }
 
@@ -250,7 +251,9 @@ impl Pool {
         let py = slf.py();
         let scope = &slf.get().scope;
         let made = scope.get_or_try_init(py, || {
-            PyResult::Ok(py.import("symmpool.scope")?.getattr("Scope")?.call1((slf,))?.unbind())
+            PyResult::Ok(
+                py.import("symmpool.memory.scope")?.getattr("Scope")?.call1((slf,))?.unbind(),
+            )
         });
         Ok(made?.bind(py).clone())
     }
@@ -444,7 +447,7 @@ impl Pool {
     /// pool is there.
     #[getter]
     fn group_name<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py().import("symmpool.named")?.call_method1("name_of", (slf,))
+        slf.py().import("symmpool.groups.names")?.call_method1("name_of", (slf,))
     }
 
     fn __repr__(&self) -> String {
@@ -484,7 +487,7 @@ impl Pool {
 
     /// The NCCL communicator of a process group.
     fn communicator(&self, py: Python<'_>, group: Option<&Bound<'_, PyAny>>) -> PyResult<usize> {
-        let find = py.import("symmpool.nccl")?.getattr("communicator")?;
+        let find = py.import("symmpool.memory.nccl")?.getattr("communicator")?;
         find.call1((group, self.device.name()))?.extract()
     }
 }

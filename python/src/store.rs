@@ -1,6 +1,6 @@
 //! A store that Python code is: how ranks meet over a `torch.distributed.Store`.
 //!
-//! The work is `symmpool/store.py`'s; here its answers become the allocator's. Its methods may
+//! The work is `symmpool/groups/store.py`'s; here its answers become the allocator's. Its methods may
 //! wait, with the interpreter's lock released by the store's own code.
 
 use std::time::Duration;
@@ -11,7 +11,7 @@ use pyo3::types::PyBytes;
 use symmpool_allocator::store::{Gathered, Store};
 use symmpool_allocator::{Deadline, Error, Result};
 
-/// An object of `symmpool.store.StoreAdapter`.
+/// An object of `symmpool.groups.store.StoreAdapter`.
 pub(crate) struct PythonStore(Py<PyAny>);
 
 impl PythonStore {

@@ -34,7 +34,7 @@ from symmpool._symmpool import (
     leave_room,
     version,
 )
-from symmpool.distributed import (
+from symmpool.collectives.functions import (
     all_gather_into_tensor,
     all_reduce,
     all_to_all_single,
@@ -56,15 +56,15 @@ from symmpool.errors import (
     TimeoutError,
     UnsupportedError,
 )
-from symmpool.handle import SymmetricMemory, rendezvous
-from symmpool.process import (
+from symmpool.memory.handle import SymmetricMemory, rendezvous
+from symmpool.memory.install import (
     install,
     is_installed,
     memory_stats,
     memory_summary,
     reset_peak_memory_stats,
 )
-from symmpool.scope import commit_postponed, graph, use_pool
+from symmpool.memory.scope import commit_postponed, graph, use_pool
 
 if _typing.TYPE_CHECKING:
     from symmpool import backend as backend

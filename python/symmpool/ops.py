@@ -33,10 +33,11 @@ from typing import Any
 
 import torch
 
-from symmpool import groups, seats, work
 from symmpool._symmpool import Group, Pool
+from symmpool.communicators import cache, work
 from symmpool.errors import InvalidArgumentError
-from symmpool.named import decline, group_of, name_of, resolved, root_of
+from symmpool.groups import process_groups, resolution
+from symmpool.groups.names import decline, group_of, name_of, resolved, root_of
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "name_of", "reduce_scatter"]
 
@@ -64,10 +65,10 @@ def world_of(group: Any) -> int:
     group = resolved(group)
     if isinstance(group, (Group, Pool)):
         return group.world
-    dist = groups.distributed()
+    dist = process_groups.distributed()
     if dist is not None and (group is not None or dist.is_initialized()):
         return dist.get_world_size(group)
-    return groups.key_of(group).world
+    return resolution.key_of(group).world
 
 
 def _text_of(group: Any) -> str:
@@ -92,9 +93,9 @@ def _parts(x: torch.Tensor, world: int, what: str) -> Any:
 
 def _call(method: str, group: str, *arguments: Any) -> None:
     """Makes a call of the communicator that serves a group on the first argument's device."""
-    seat = seats.find(arguments[0], group_of(group))
+    seat = cache.find(arguments[0], group_of(group))
     if seat is not None:
-        seats.run(seat, getattr(seat.comm, method), arguments, [], False)
+        cache.run(seat, getattr(seat.comm, method), arguments, [], False)
 
 
 def _shape_of(fake: Any, method: str, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -102,7 +103,7 @@ def _shape_of(fake: Any, method: str, x: torch.Tensor, *arguments: Any) -> torch
     try:
         return fake(x, *arguments)
     except InvalidArgumentError:
-        seat = seats.find(x, group_of(arguments[-1]))
+        seat = cache.find(x, group_of(arguments[-1]))
         if seat is not None:
             # Of a length that fits no input.
             wrong = x.new_empty((x.numel() + 1,))
@@ -162,19 +163,19 @@ def _broadcast_(x: torch.Tensor, src: int, group: str) -> None:
 
 
 def _broadcast_from_(x: torch.Tensor, src: int, group: str) -> None:
-    seat = seats.find(x, group_of(group))
+    seat = cache.find(x, group_of(group))
     if seat is not None:
         root, wrong = root_of(group, src, None)
         if wrong is not None:
             decline(seat, seat.comm.broadcast, x, root)
             raise wrong
-        seats.run(seat, seat.comm.broadcast, (x, root), [], False)
+        cache.run(seat, seat.comm.broadcast, (x, root), [], False)
 
 
 def _barrier_(x: torch.Tensor, group: str) -> None:
-    seat = seats.find(x, group_of(group))
+    seat = cache.find(x, group_of(group))
     if seat is not None:
-        seats.run(seat, seat.comm.barrier, (), [], False)
+        cache.run(seat, seat.comm.barrier, (), [], False)
 
 
 # What comes out of them, without doing it.

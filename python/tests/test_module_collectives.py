@@ -10,7 +10,7 @@ import pytest
 from ranks import values
 
 import symmpool
-from symmpool import seats, work
+from symmpool.communicators import cache, work
 
 
 def every_call(group):
@@ -97,7 +97,7 @@ def two_pools(group):
     symmpool.all_reduce(x, "sum", second)  # a pool says which group and which pool
     elsewhere = np.full(3, 1, np.int32)
     symmpool.all_reduce(elsewhere, "sum", group)
-    served = [pool for pool in (first, second) if pool in seats._of_pool]
+    served = [pool for pool in (first, second) if pool in cache._of_pool]
     return x.numpy().tolist(), elsewhere.tolist(), served == [first, second]
 
 

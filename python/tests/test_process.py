@@ -7,7 +7,7 @@ import types
 import pytest
 
 import symmpool
-from symmpool import process
+from symmpool.memory import install
 
 
 def test_numbers_before_any_use():
@@ -39,8 +39,8 @@ def test_every_hook_is_exported():
     import ctypes
 
     library = ctypes.CDLL(symmpool._symmpool.__file__)
-    for name in ("symmpool_process_alloc", "symmpool_process_free", *process._HOOKS.values()):
-        assert process._address(library, name)
+    for name in ("symmpool_process_alloc", "symmpool_process_free", *install._HOOKS.values()):
+        assert install._address(library, name)
 
 
 def test_the_real_torch_takes_it_where_it_was_built_with_cuda():

@@ -15,7 +15,8 @@ import pytest
 from ranks import run, values
 
 import symmpool
-from symmpool import _symmpool, scope
+from symmpool import _symmpool
+from symmpool.memory import scope
 
 MIB = 1 << 20
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 import symmpool
-from symmpool import sharing
+from symmpool.communicators import sm_budget
 
 
 class Pool:
@@ -20,14 +20,14 @@ ON_CUDA = Pool("cuda:0")
 
 def test_the_environment_says_how_many(monkeypatch):
     monkeypatch.setenv("SYMMPOOL_CONCURRENT", "3")
-    assert sharing.concurrent(ON_CUDA) == 3
-    assert sharing.concurrent(Pool("cpu")) is None
+    assert sm_budget.concurrent(ON_CUDA) == 3
+    assert sm_budget.concurrent(Pool("cpu")) is None
     for nonsense in ("0", "17", "-1", "2.0", " 2", "two", "²"):
         monkeypatch.setenv("SYMMPOOL_CONCURRENT", nonsense)
         with pytest.raises(symmpool.InvalidArgumentError, match="SYMMPOOL_CONCURRENT="):
-            sharing.concurrent(ON_CUDA)
+            sm_budget.concurrent(ON_CUDA)
     monkeypatch.setenv("SYMMPOOL_CONCURRENT", "")
-    assert sharing.concurrent(ON_CUDA) is None
+    assert sm_budget.concurrent(ON_CUDA) is None
 
 
 def test_room_is_left_on_devices_that_there_may_be():
@@ -46,11 +46,11 @@ def test_several_groups_of_nccl_are_left_room(monkeypatch):
         """Which devices communicators are told of, where these groups are."""
         devices = []
         dist = SimpleNamespace(distributed_c10d=SimpleNamespace(_world=SimpleNamespace(pg_map=made)))
-        monkeypatch.setattr(sharing.groups, "distributed", lambda: dist)
-        monkeypatch.setattr(sharing.groups, "backends_of", lambda group: group.backends)
-        monkeypatch.setattr(sharing, "leave_room", devices.append)
+        monkeypatch.setattr(sm_budget.process_groups, "distributed", lambda: dist)
+        monkeypatch.setattr(sm_budget.process_groups, "backends_of", lambda group: group.backends)
+        monkeypatch.setattr(sm_budget, "leave_room", devices.append)
         for device in (3, -1):
-            sharing.leave_others_room(device)
+            sm_budget.leave_others_room(device)
         return devices
 
     nccl, ours, gloo = {"cpu": "gloo", "cuda": "nccl"}, {"cuda": "symmpool"}, {"cpu": "gloo", "cuda": "gloo"}
@@ -58,5 +58,5 @@ def test_several_groups_of_nccl_are_left_room(monkeypatch):
     assert told(Group(nccl), Group({"cuda": "nccl"}), Group(ours)) == [3]
     assert told(Group(nccl), Group(nccl, size=1)) == []
     assert told(Group(nccl), Group(ours), Group(gloo), Group({})) == []
-    monkeypatch.setattr(sharing.groups, "distributed", lambda: None)
-    sharing.leave_others_room(0)
+    monkeypatch.setattr(sm_budget.process_groups, "distributed", lambda: None)
+    sm_budget.leave_others_room(0)

@@ -8,9 +8,9 @@ import weakref
 import pytest
 
 import symmpool
-from symmpool import groups
-from symmpool import store as store_module
-from symmpool.store import StoreAdapter
+from symmpool.groups import pool_registry
+from symmpool.groups import store as store_module
+from symmpool.groups.store import StoreAdapter
 
 
 class Store:
@@ -149,11 +149,11 @@ def test_a_group_of_a_store_has_a_name():
 def test_pools_of_a_group_are_known_while_they_live():
     (group,) = symmpool.Group.in_process(1)
     first, second = symmpool.Pool(group, "cpu"), symmpool.Pool(group, "cpu")
-    assert groups.pools_of(group) == [first, second]
+    assert pool_registry.pools_of(group) == [first, second]
     gone = weakref.ref(first)
     del first
     gc.collect()
-    assert gone() is None and groups.pools_of(group) == [second]
+    assert gone() is None and pool_registry.pools_of(group) == [second]
 
 
 class Late(Store):

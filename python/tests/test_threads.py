@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import symmpool
-from symmpool import groups, seats
+from symmpool.communicators import cache
+from symmpool.groups import pool_registry
 
 
 def on_threads(world, body, timeout=20):
@@ -104,7 +105,7 @@ def test_ranks_that_are_threads_find_their_communicators():
 
 @pytest.mark.parametrize("met", [False, True])
 def test_ranks_with_tensors_of_different_pools_are_told_so(met, monkeypatch):
-    monkeypatch.setattr(groups, "DEFAULT_TIMEOUT", 1.0)
+    monkeypatch.setattr(pool_registry, "DEFAULT_TIMEOUT", 1.0)
     both = threading.Barrier(2)
 
     def body(group):
@@ -133,7 +134,7 @@ def test_threads_that_come_at_once_get_one_communicator(monkeypatch):
         time.sleep(0.2)
         return symmpool.Communicator(pool, **options)
 
-    monkeypatch.setattr(seats, "Communicator", slow)
+    monkeypatch.setattr(cache, "Communicator", slow)
     (group,) = symmpool.Group.in_process(1)
     begin, found = threading.Barrier(8), []
 
@@ -147,7 +148,7 @@ def test_threads_that_come_at_once_get_one_communicator(monkeypatch):
     for thread in threads:
         thread.join(20)
     assert len(found) == 8 and all(each is found[0] for each in found)
-    assert len(made) == 1 and groups.pools_of(group) == made
+    assert len(made) == 1 and pool_registry.pools_of(group) == made
 
 
 def test_what_could_not_be_made_is_made_by_the_next_call(monkeypatch):
@@ -157,9 +158,9 @@ def test_what_could_not_be_made_is_made_by_the_next_call(monkeypatch):
     (group,) = symmpool.Group.in_process(1)
     x = np.ones(3, np.float32)
     with monkeypatch.context() as patched, pytest.raises(symmpool.UnsupportedError) as raised:
-        patched.setattr(seats, "Communicator", refuse)
+        patched.setattr(cache, "Communicator", refuse)
         symmpool.all_reduce(x, group=group)
     # Also while the error keeps alive what there was when it was raised.
-    assert raised.value.__traceback__ is not None and groups.pools_of(group) == []
+    assert raised.value.__traceback__ is not None and pool_registry.pools_of(group) == []
     symmpool.all_reduce(x, group=group)
-    assert len(groups.pools_of(group)) == 1
+    assert len(pool_registry.pools_of(group)) == 1

@@ -14,6 +14,7 @@ from test_torch_distributed import begin
 
 import symmpool
 from symmpool import backend
+from symmpool.torch_backend import process_group
 
 
 def ours(group, folder):
@@ -261,10 +262,10 @@ def cannot(group, folder):
         def refuse(*_):
             raise symmpool.UnsupportedError("not on this machine")
 
-        backend.seats.communicator = refuse
+        process_group.cache.communicator = refuse
     else:
         # The others are not to wait for it in vain.
-        backend.seats.communicator = lambda *_: None
+        process_group.cache.communicator = lambda *_: None
     x = torch.ones(3)
     dist.all_reduce(x)
     last = backend.last_backend()
@@ -283,7 +284,7 @@ def cannot_while_others_wait(group, folder):
         def refuse(*_):
             raise symmpool.UnsupportedError("not on this machine")
 
-        backend.seats.communicator = refuse
+        process_group.cache.communicator = refuse
     elif me == 2:
         # The last to come has as long as the others, who were here before.
         time.sleep(1)

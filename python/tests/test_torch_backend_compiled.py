@@ -10,14 +10,18 @@ from ranks import values
 from test_torch_distributed import begin
 
 import symmpool  # noqa: F401
-from symmpool import backend, groups, placing, seats, torch_work, work
+from symmpool import backend
+from symmpool.communicators import work
+from symmpool.torch_backend import process_group
+from symmpool.torch_backend import work as torch_work
 
 
 def traced():
     """The functions under the backend that the compiler has taken for a program."""
     entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
     found = []
-    for module in (backend, groups, placing, seats, torch_work, work):
+    ours = (cache, layout, names, pool_registry, process_group, process_groups, resolution, torch_work, work)
+    for module in ours:
         owners = [each for each in vars(module).values() if isinstance(each, type)]
         for owner in (module, *owners):
             for name, value in vars(owner).items():

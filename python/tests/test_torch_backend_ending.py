@@ -16,7 +16,7 @@ from test_errors import free_port
 from test_torch_distributed import begin
 
 import symmpool
-from symmpool import leaving
+from symmpool.torch_backend import teardown
 
 
 def mappings():
@@ -119,7 +119,7 @@ def stays(group, port):
 
 def test_a_server_that_stays_is_not_waited_for():
     # As long as one that might go, and no longer.
-    assert max(values(2, stays, free_port())) < leaving.LONGEST_WAIT + 2
+    assert max(values(2, stays, free_port())) < teardown.LONGEST_WAIT + 2
 
 
 def test_a_server_is_waited_for_where_connections_to_an_earlier_one_are_held():
@@ -133,7 +133,7 @@ def test_a_server_is_waited_for_where_connections_to_an_earlier_one_are_held():
     del server
     began = time.monotonic()
     threading.Timer(seconds, servers.clear).start()
-    leaving.await_server(held[1])
+    teardown.await_server(held[1])
     assert seconds * 0.9 < time.monotonic() - began < 20 and not servers
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks import run, values
 
 import symmpool
-from symmpool import seats
+from symmpool.communicators import cache
 
 
 def begin(group, folder, backend="gloo", timeout=datetime.timedelta(seconds=30)):
@@ -246,13 +246,13 @@ def test_so_do_first_calls(backend, of, tmp_path):
 def timeouts(group, folder):
     """What communicators are told, on groups with timeouts of their own."""
     told = []
-    made = seats.Communicator
+    made = cache.Communicator
 
     def note(pool, timeout, **options):
         told.append(timeout)
         return made(pool, timeout=timeout, **options)
 
-    seats.Communicator = note
+    cache.Communicator = note
     begin(group, folder, "gloo", datetime.timedelta(seconds=11))
     other = dist.new_group([0], timeout=datetime.timedelta(seconds=12))
     endless = dist.new_group([0], timeout=datetime.timedelta(days=90_000))
@@ -321,10 +321,10 @@ def look_up_and_leave(group, folder):
     begin(group, folder)
     for _ in range(2):
         symmpool.all_reduce(torch.ones(4))
-    known = list(seats.looked_up[-1]) == [id(dist.group.WORLD)]
+    known = list(cache.looked_up[-1]) == [id(dist.group.WORLD)]
     dist.destroy_process_group()
     gc.collect()
-    return known, seats.looked_up[-1], seats._watching
+    return known, cache.looked_up[-1], cache._watching
 
 
 def test_what_was_looked_up_goes_with_its_group(tmp_path):

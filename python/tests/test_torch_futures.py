@@ -12,7 +12,7 @@ from ranks import values
 from test_torch_distributed import begin
 
 import symmpool
-from symmpool import work
+from symmpool.communicators import work
 
 
 def nested(group, folder):
@@ -189,7 +189,7 @@ def test_what_goes_wrong_in_a_call_of_a_callback_is_told():
 ENDS = """
 import threading, time
 import torch
-from symmpool import work
+from symmpool.communicators import work
 
 class Owner: pass
 owner = Owner()

@@ -285,7 +285,7 @@ def test_tensors_outlive_their_pool_and_their_group(world, tmp_path):
 ENDS = """
 import sys, threading, time
 import torch
-from symmpool import work
+from symmpool.communicators import work
 
 class Late:
     def __del__(self):

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from ranks import values
 from test_errors import free_port
 
-from symmpool import beside, p2p
 from symmpool.errors import InvalidStateError, TimeoutError, UnsupportedError
-from symmpool.messages import Messages
-from symmpool.store import own_connection
-from symmpool.torch_work import DoneWork
+from symmpool.groups.store import own_connection
+from symmpool.torch_backend import fallback, p2p
+from symmpool.torch_backend.nccl_p2p import Messages
+from symmpool.torch_backend.work import DoneWork
 
 CPU = torch.device("cpu")
 
@@ -127,7 +127,7 @@ def test_one_that_comes_when_the_other_has_given_up_waits_no_longer_than_that(tm
 ENDS = """
 import datetime, sys, time
 import torch, torch.distributed as dist
-from symmpool.messages import Messages
+from symmpool.torch_backend.nccl_p2p import Messages
 
 class Late:
     def __del__(self):
@@ -316,7 +316,7 @@ def test_batches_are_one_at_a_time_and_their_work_tells_the_tensors():
 @pytest.mark.parametrize("given, found", [((-1, -1), (6, -1)), ((4, 2), (4, 2)), ((32, 16), (6, 6))])
 def test_messages_that_wait_leave_room_on_the_device(given, found):
     # With 7 others 14 channels, each waiting in blocks of its own.
-    there = object.__new__(beside.Beside)
+    there = object.__new__(fallback.Beside)
     there._place = (0, 8)
     config = types.SimpleNamespace(max_ctas=given[0], min_ctas=given[1])
     there._bound(config)
@@ -324,7 +324,7 @@ def test_messages_that_wait_leave_room_on_the_device(given, found):
 
 
 def test_messages_of_cuda_tensors_are_refused_where_gloo_would_send_them():
-    there = object.__new__(beside.Beside)
+    there = object.__new__(fallback.Beside)
     there._place, there.names = (0, 2), {"cpu": "gloo", "cuda": "gloo"}
     with pytest.raises(UnsupportedError, match="SYMMPOOL_SHARED_DEVICE=1 ranks may share one"):
         there.begin((0, 1), torch.ones(1))

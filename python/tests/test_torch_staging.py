@@ -7,7 +7,8 @@ from ranks import values
 from test_torch_distributed import begin
 
 import symmpool
-from symmpool import seats, staging
+from symmpool.communicators import cache
+from symmpool.torch_backend import allocation
 
 CPU = torch.device("cpu")
 
@@ -22,7 +23,7 @@ def asked(group, folder):
     found = {"before": backend.supports_tensor_alloc(CPU)}
     # The group's first call, which makes its pool.
     out = backend.allocate_tensor(1000 * world, dtype=torch.bfloat16, device=CPU)
-    pool = seats.pool_of(None, "cpu")
+    pool = cache.pool_of(None, "cpu")
     found["shape"] = (tuple(out.shape), out.dtype, pool.holds(out))
     dist.all_gather_into_tensor(out, torch.full((1000,), me + 1.0, dtype=torch.bfloat16))
     found["sums"] = [part.float().mean().item() for part in out.chunk(world)]
@@ -63,7 +64,7 @@ def test_a_backends_tensors_are_windows_at_one_place(tmp_path):
 def elsewhere(group, folder):
     begin(group, folder, "cuda:symmpool,cpu:gloo")
     backend = dist.group.WORLD._get_backend(CPU)
-    found = [backend.supports_tensor_alloc(CPU), staging.has_windows(dist.group.WORLD, CPU)]
+    found = [backend.supports_tensor_alloc(CPU), allocation.has_windows(dist.group.WORLD, CPU)]
     x = backend.allocate_tensor(10, dtype=torch.int32, device=CPU)
     dist.all_reduce(x.fill_(1))
     dist.destroy_process_group()

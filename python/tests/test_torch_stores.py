@@ -10,8 +10,8 @@ from ranks import values
 from test_errors import free_port
 
 import symmpool
-from symmpool import store as store_module
-from symmpool.store import StoreAdapter
+from symmpool.groups import store as store_module
+from symmpool.groups.store import StoreAdapter
 
 
 def counted():

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from ranks import values
 from test_torch_distributed import begin
 
-from symmpool import backend, staging
+from symmpool import backend
+from symmpool.torch_backend import allocation
 
 WIDTH = 16
 
@@ -186,8 +187,8 @@ WAYS = {
 def run(group, folder, name):
     me, world = begin(group, folder, name)
     found, given = {}, []
-    make = staging.window
-    staging.window = lambda *arguments: given.append(make(*arguments)) or given[-1]
+    make = allocation.window
+    allocation.window = lambda *arguments: given.append(make(*arguments)) or given[-1]
     for way in WAYS[world]:
         backend.backend_counts(reset=True)
         losses = way(me, world, *([folder] if way is saved_and_loaded else []))

@@ -138,7 +138,7 @@ def torch_facts() -> dict[str, Any]:
 
 def allocator_facts(torch: Any) -> dict[str, Any]:
     """What torch offers to whoever allocates in its place."""
-    from symmpool import process
+    from symmpool.memory import install
 
     cuda = torch.cuda
     found = {
@@ -153,7 +153,7 @@ def allocator_facts(torch: Any) -> dict[str, Any]:
     except Exception as error:  # a torch without CUDA raises what it likes
         found["install_error"] = f"{type(error).__name__}: {error}"
     try:
-        process._throw(torch)
+        install._throw(torch)
     except Exception as error:
         found["install_error"] = str(error)
     return found
@@ -240,7 +240,8 @@ def launcher_facts() -> dict[str, Any]:
 def variable_facts() -> dict[str, Any]:
     """Variables that are set and make no sense, and why; and those with our prefix that nobody reads. A
     secret is not shown."""
-    from symmpool import _symmpool, sharing
+    from symmpool import _symmpool
+    from symmpool.communicators import sm_budget
 
     algorithms, all_to_all = _symmpool.algorithms(), _symmpool.all_to_all_algorithms()
     expected = {
@@ -249,7 +250,7 @@ def variable_facts() -> dict[str, Any]:
         "SYMMPOOL_NVRTC": (lambda path: not path or os.path.isfile(path), "an NVRTC library"),
         "SYMMPOOL_CACHE_DIR": (lambda path: os.path.isdir(path) or not os.path.exists(path), "a folder"),
         "SYMMPOOL_PORT": (_number(1, 65535), "a port from 1 to 65535"),
-        "SYMMPOOL_CONCURRENT": (lambda said: not said or sharing.is_count(said), "1 to 16"),
+        "SYMMPOOL_CONCURRENT": (lambda said: not said or sm_budget.is_count(said), "1 to 16"),
         "SYMMPOOL_READY": (_are_reductions, "none, or types, each with a colon and an operation or without"),
         "SYMMPOOL_SHARED_DEVICE": (_one_of(("0", "1")), "1, or 0"),
         "MASTER_ADDR": (lambda host: bool(host.strip()), "the machine of rank 0"),

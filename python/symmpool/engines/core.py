@@ -10,8 +10,8 @@ import types
 from typing import Any
 
 import symmpool
-from symmpool import groups
 from symmpool.errors import InvalidStateError, UnsupportedError
+from symmpool.groups import process_groups
 
 
 class RawCommunicator:
@@ -62,7 +62,7 @@ def _meeting(group: Any) -> Any:
         raise InvalidStateError(
             "the communicator was made without a group, so its ranks have no place to meet"
         )
-    dist = groups.distributed()
+    dist = process_groups.distributed()
     if dist is not None and isinstance(group, dist.ProcessGroup):
         if group in dist.distributed_c10d._world.pg_map:
             return group

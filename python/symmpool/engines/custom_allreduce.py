@@ -7,10 +7,10 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from symmpool import groups
 from symmpool._symmpool import Communicator, Pool
 from symmpool.engines import core
 from symmpool.errors import Error
+from symmpool.groups import agreement, resolution
 
 logger = logging.getLogger("symmpool.engines")
 
@@ -59,7 +59,7 @@ class CustomAllreduce:
         name = f"cuda:{device}" if isinstance(device, int) else str(device)
         why = None
         try:
-            own = groups.resolve(group, timeout)
+            own = resolution.resolve(group, timeout)
             self.rank, self.world_size = own.rank, own.world
             pool = Pool(group, name, timeout=timeout)
             self.device = pool.device
@@ -68,7 +68,7 @@ class CustomAllreduce:
             why = str(error)
         # Where one failed at once the others come from waiting for it.
         making = "the making of a CustomAllreduce"
-        refusals = groups.agree(group, "custom_allreduce", why, 2 * timeout, making)
+        refusals = agreement.agree(group, "custom_allreduce", why, 2 * timeout, making)
         if refusals:
             self._comm = None
             if refusals.get(0) is not None or why is not None:

@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 
 import symmpool
-from symmpool import backend, ops, seats, staging
+from symmpool import backend, ops
+from symmpool.communicators import cache
+from symmpool.torch_backend import allocation
 
 found = {}
 
@@ -272,11 +274,11 @@ def near(some, others):
 def sharded_by_ours(device, rank, world, right):
     """FSDP over the backend, with buffers of torch's and in windows."""
     check("FSDP, as with NCCL", near(sharded(device, rank, world), right))
-    given, make = [], staging.window
-    staging.window = lambda *arguments: given.append(make(*arguments)) or given[-1]
+    given, make = [], allocation.window
+    allocation.window = lambda *arguments: given.append(make(*arguments)) or given[-1]
     losses = sharded(device, rank, world, in_windows=True)
-    staging.window = make
-    reserved = seats.pool_of(None, str(device)).stats()["reserved"] >> 20
+    allocation.window = make
+    reserved = cache.pool_of(None, str(device)).stats()["reserved"] >> 20
     check("FSDP in windows", near(losses, right) and given and None not in given, f"{reserved} MiB")
 
 

@@ -12,9 +12,9 @@ import threading
 import weakref
 from typing import Any
 
-from symmpool import groups
 from symmpool._symmpool import Group, Pool
 from symmpool.errors import InvalidArgumentError
+from symmpool.groups import process_groups
 
 __all__ = ["decline", "group_of", "name_of", "resolved", "root_of", "sizes_or_none"]
 
@@ -58,7 +58,7 @@ def group_of(name: Any) -> Any:
         if found is None:
             raise InvalidArgumentError(f"group: there is none of the name {name!r} any more")
         return found
-    dist = groups.distributed()
+    dist = process_groups.distributed()
     try:
         if dist is not None:
             return dist.distributed_c10d._resolve_process_group(name)
@@ -95,7 +95,7 @@ def _rank_of(group: Any, src: Any, group_src: Any) -> int:
         raise InvalidArgumentError(f"broadcast: {name}: {given!r} is no rank")
     if src is None or group is None or isinstance(group, (Group, Pool)):
         return rank
-    dist = groups.distributed()
+    dist = process_groups.distributed()
     try:
         return dist.get_group_rank(group, rank) if dist is not None else rank
     except ValueError as error:

@@ -26,10 +26,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from symmpool import seats
+from symmpool.communicators import cache
+from symmpool.communicators.cache import communicator, forget, looked_up
 from symmpool.errors import InvalidArgumentError, TimeoutError
-from symmpool.named import decline, root_of, sizes_or_none
-from symmpool.seats import communicator, forget, looked_up
+from symmpool.groups.names import decline, root_of, sizes_or_none
 
 __all__ = [
     "all_gather_into_tensor",
@@ -52,21 +52,21 @@ def all_reduce(
 
     Tensors are contiguous, of torch, numpy or this package; see `Communicator` for their types and
     for errors."""
-    if seats.compiling() or (seats.modes._is_in_torch_dispatch_mode and seats.is_seen(tensor, group)):
+    if cache.compiling() or (cache.modes._is_in_torch_dispatch_mode and cache.is_seen(tensor, group)):
         from symmpool import ops
 
         return ops.traced_all_reduce(tensor, op, group, async_op, out)
     try:
-        # As `seats.is_traced` and `seats.find_to_write` do: this call is made the most, and a frame more
+        # As `cache.is_traced` and `cache.find_to_write` do: this call is made the most, and a frame more
         # would be felt.
-        at = id(seats.torch_world._default_pg if group is None else group)
+        at = id(cache.torch_world._default_pg if group is None else group)
         seat = looked_up[tensor.get_device()][at]
         if group is not None and seat.registered is not None and group not in seat.registered:
             raise KeyError(at)
         if (tensor if out is None else out).requires_grad:
-            seats.watch(tensor if out is None else out)
+            cache.watch(tensor if out is None else out)
     except (AttributeError, KeyError):
-        seat = seats.find_to_write(tensor, group, out, ("all_reduce", (tensor, op, out), None))
+        seat = cache.find_to_write(tensor, group, out, ("all_reduce", (tensor, op, out), None))
         if seat is None:
             return None
     if async_op:
@@ -76,7 +76,7 @@ def all_reduce(
     try:
         return seat.comm.all_reduce(tensor, op, out)
     except TimeoutError as error:
-        seats.explain(seat, error)
+        cache.explain(seat, error)
         raise
 
 
@@ -84,15 +84,15 @@ def reduce_scatter_tensor(
     output: Any, input: Any, op: Any = "sum", group: Any = None, async_op: bool = False
 ) -> Any:
     """Reduces part r of every rank's `input` into rank r's `output`. Otherwise as `all_reduce`."""
-    if seats.is_traced(output, group):
+    if cache.is_traced(output, group):
         from symmpool import ops
 
         return ops.traced_reduce_scatter(output, input, op, group, async_op)
     arguments = (output, input, op)
-    seat = seats.find_to_write(output, group, None, ("reduce_scatter", arguments, None))
+    seat = cache.find_to_write(output, group, None, ("reduce_scatter", arguments, None))
     if seat is None:
         return None
-    return seats.run(seat, seat.comm.reduce_scatter, arguments, [output], async_op)
+    return cache.run(seat, seat.comm.reduce_scatter, arguments, [output], async_op)
 
 
 def all_gather_into_tensor(
@@ -101,15 +101,15 @@ def all_gather_into_tensor(
     """Copies rank r's `input_tensor` to part r of every rank's `output_tensor`. Where parts are as large
     as is said of `all_to_all_single`, outputs in a pool's memory lie at one offset on all ranks. Otherwise
     as `all_reduce`, but elements may be of any type that `Communicator` moves."""
-    if seats.is_traced(output_tensor, group):
+    if cache.is_traced(output_tensor, group):
         from symmpool import ops
 
         return ops.traced_all_gather(output_tensor, input_tensor, group, async_op)
     arguments = (output_tensor, input_tensor)
-    seat = seats.find_to_write(output_tensor, group, None, ("all_gather", arguments, None))
+    seat = cache.find_to_write(output_tensor, group, None, ("all_gather", arguments, None))
     if seat is None:
         return None
-    return seats.run(seat, seat.comm.all_gather, arguments, [output_tensor], async_op)
+    return cache.run(seat, seat.comm.all_gather, arguments, [output_tensor], async_op)
 
 
 def all_to_all_single(
@@ -125,16 +125,16 @@ def all_to_all_single(
     in all, leave a rank, outputs in a pool's memory lie at one offset on all ranks: they are allocated
     in the same order everywhere, or SYMMPOOL_ALL_TO_ALL=direct is set. Otherwise as `all_reduce`, but
     elements may be of any type that `Communicator` moves."""
-    if seats.is_traced(output, group):
+    if cache.is_traced(output, group):
         from symmpool import ops
 
         sizes = (output_split_sizes, input_split_sizes)
         return ops.traced_all_to_all(output, input, sizes, group, async_op)
     arguments = (output, input, sizes_or_none(output_split_sizes), sizes_or_none(input_split_sizes))
-    seat = seats.find_to_write(output, group, None, ("all_to_all_single", arguments, None))
+    seat = cache.find_to_write(output, group, None, ("all_to_all_single", arguments, None))
     if seat is None:
         return None
-    return seats.run(seat, seat.comm.all_to_all_single, arguments, [output], async_op)
+    return cache.run(seat, seat.comm.all_to_all_single, arguments, [output], async_op)
 
 
 def broadcast(
@@ -148,18 +148,18 @@ def broadcast(
     """Copies rank `src`'s `tensor` into every other rank's. On a process group of torch `src` is a
     rank of the default group, as in torch, and `group_src` one of `group`; elsewhere they are the
     same. Otherwise as `all_gather_into_tensor`."""
-    if seats.is_traced(tensor, group):
+    if cache.is_traced(tensor, group):
         from symmpool import ops
 
         return ops.traced_broadcast(tensor, src, group, group_src, async_op)
     root, wrong = root_of(group, src, group_src)
-    seat = seats.find_to_write(tensor, group, None, ("broadcast", (tensor, root), wrong))
+    seat = cache.find_to_write(tensor, group, None, ("broadcast", (tensor, root), wrong))
     if seat is None:
         return None
     if wrong is not None:
         decline(seat, seat.comm.broadcast, tensor, root)
         raise wrong
-    return seats.run(seat, seat.comm.broadcast, (tensor, root), [tensor], async_op)
+    return cache.run(seat, seat.comm.broadcast, (tensor, root), [tensor], async_op)
 
 
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, *, device: Any = None) -> Any:
@@ -167,7 +167,7 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, *
     every rank's has come to it. `device` says where, or `device_ids`, torch's list of one CUDA device's
     number; without both, where the group's first pool is, or on the CPU if there is none. It ends a
     compiled graph, so there is none under `fullgraph=True`."""
-    if seats.compiling():
+    if cache.compiling():
         from symmpool import ops
 
         return ops.traced_barrier()
@@ -175,18 +175,18 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, *
         device = _device_of(device_ids)
     if device is None:
         try:
-            device = seats.first_device(group)
+            device = cache.first_device(group)
         except TypeError:
             device = "cpu"  # of what can be no group, as is said below
-    number = seats.number_of(str(device))
-    if seats.modes._is_in_torch_dispatch_mode and seats.is_seen(None, group):
+    number = cache.number_of(str(device))
+    if cache.modes._is_in_torch_dispatch_mode and cache.is_seen(None, group):
         from symmpool import ops
 
         return ops.dispatched_barrier(number, group, async_op)
-    seat = seats.search(None, group, number)
+    seat = cache.search(None, group, number)
     if seat is None:
         return None
-    return seats.run(seat, seat.comm.barrier, (), [], async_op)
+    return cache.run(seat, seat.comm.barrier, (), [], async_op)
 
 
 def _device_of(device_ids: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from symmpool import placing
+from symmpool.collectives import layout
 from symmpool.errors import InvalidArgumentError
 
 __all__ = ["check", "exchanged", "gathered", "scattered"]
@@ -49,7 +49,7 @@ def scattered(output: torch.Tensor, inputs: list[torch.Tensor], rank: int, op: s
     """A reduce-scatter of a tensor for each rank's output."""
     sizes, whole = [each.numel() for each in inputs], _joined(inputs)
     if len(set(sizes)) == 1:
-        place, finish = placing.place(output)
+        place, finish = layout.place(output)
         return "reduce_scatter", (place, whole, op), finish
     if output.numel() != sizes[rank]:
         raise InvalidArgumentError(
@@ -57,7 +57,7 @@ def scattered(output: torch.Tensor, inputs: list[torch.Tensor], rank: int, op: s
             f"tensor {rank} has {sizes[rank]}"
         )
     part = whole.split(sizes)[rank].view(output.shape)
-    return "all_reduce", (whole, op), placing.copies([(output, part)])
+    return "all_reduce", (whole, op), layout.copies([(output, part)])
 
 
 def exchanged(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Planned:
@@ -69,7 +69,7 @@ def exchanged(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Planne
 
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:
-    return placing.plain(tensor.detach()).reshape(-1)
+    return layout.plain(tensor.detach()).reshape(-1)
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -82,4 +82,4 @@ def _split(outputs: list[torch.Tensor], sizes: list[int]) -> tuple[torch.Tensor,
     first = outputs[0]
     flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
     parts = zip(outputs, flat.split(sizes), strict=True)
-    return flat, placing.copies([(to, part.view(to.shape)) for to, part in parts])
+    return flat, layout.copies([(to, part.view(to.shape)) for to, part in parts])

@@ -14,7 +14,7 @@ import select
 import socket
 from typing import Any
 
-from symmpool.store import tcp_below
+from symmpool.groups.store import tcp_below
 
 # How long a server is waited for, in seconds: it may be none of rank 0's, and one that stays.
 # Rank 0 first ends what it has itself, which takes NCCL parts of a second.

@@ -19,8 +19,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from symmpool import groups, refusal, sharing, work
 from symmpool._symmpool import Communicator, Pool, check_call
+from symmpool.communicators import first_call, sm_budget, work
 from symmpool.errors import (
     Error,
     InvalidArgumentError,
@@ -28,7 +28,8 @@ from symmpool.errors import (
     TimeoutError,
     UnsupportedError,
 )
-from symmpool.named import decline, group_of, resolved
+from symmpool.groups import pool_registry, process_groups, resolution
+from symmpool.groups.names import decline, group_of, resolved
 
 __all__ = ["Seat", "communicator", "explain", "find", "first_device", "forget", "run", "search"]
 
@@ -45,9 +46,9 @@ class Seat:
 
     def __init__(self, pool: Pool):
         self.device = number_of(pool.device)
-        concurrent = sharing.concurrent(pool)
-        sharing.leave_others_room(self.device)
-        self.comm = Communicator(pool, timeout=groups.timeout_of(pool), concurrent=concurrent)
+        concurrent = sm_budget.concurrent(pool)
+        sm_budget.leave_others_room(self.device)
+        self.comm = Communicator(pool, timeout=pool_registry.timeout_of(pool), concurrent=concurrent)
         # The turn of the last call that was made with async_op, until something has waited for it.
         self.tail: Any = None
         # What such calls run on: a stream, or a thread.
@@ -171,7 +172,7 @@ def _look_for_torch() -> None:
     compiling = getattr(getattr(torch, "compiler", None), "is_dynamo_compiling", _compiling_yet)
     found = sys.modules.get("torch.utils._python_dispatch")
     modes = found if hasattr(found, "_is_in_torch_dispatch_mode") else _Modes()
-    dist = groups.distributed() if torch is not None else None
+    dist = process_groups.distributed() if torch is not None else None
     world = getattr(getattr(dist, "distributed_c10d", None), "_world", None)
     _torch_is_known = world is not None
     torch_world = world if "_default_pg" in getattr(world, "__dict__", ()) else _World(world)
@@ -184,7 +185,7 @@ def forget_lookups() -> None:
         _watching.clear()
 
 
-groups.when_made(forget_lookups)
+pool_registry.on_change(forget_lookups)
 
 
 def _forget_lookup(device: int, group: int) -> None:
@@ -209,13 +210,13 @@ def end(key: Any, wait: bool) -> None:
     """Lets go of what serves a process group of torch that is shut down, and of its pools. What the
     program holds itself stays. With `wait`, what was begun comes to its end before."""
     with _lock:
-        pools = groups.pools_of(key)
+        pools = pool_registry.pools_of(key)
         found = [_of_pool[pool] for pool in pools if pool in _of_pool]
     if wait:
         for seat in found:
             seat.finish()
     with _lock:
-        groups.end(key)
+        pool_registry.end(key)
         forget_lookups()
         _defaults.pop(key, None)
         for pool in pools:
@@ -235,7 +236,7 @@ def pool_of(group: Any, device: str) -> Pool:
     """The pool whose communicator serves a group on a device; made if need be, which is collective."""
     number = number_of(device)
     search(None, group, number)
-    found = _found(groups.key_of(group), number)
+    found = _found(resolution.key_of(group), number)
     assert found is not None
     return found[0]
 
@@ -243,8 +244,8 @@ def pool_of(group: Any, device: str) -> Pool:
 def set_timeout(group: Any, seconds: float) -> None:
     """Has calls on a process group wait so long for a late rank from now on, those of its communicators
     and of such as are made later. Talks to nobody."""
-    pools = groups.pools_of(groups.key_of(group))
-    groups.set_timeout(pools, seconds)
+    pools = pool_registry.pools_of(resolution.key_of(group))
+    pool_registry.set_timeout(pools, seconds)
     with _lock:
         found = [_of_pool[pool] for pool in pools if pool in _of_pool]
     for seat in found:
@@ -314,7 +315,7 @@ def _device_of(tensor: Any) -> int:
         return number_of(str(getattr(tensor, "device", "cpu")))
 
 
-def find(tensor: Any, group: Any, call: refusal.Call | None = None) -> Seat | None:
+def find(tensor: Any, group: Any, call: first_call.Call | None = None) -> Seat | None:
     """Where a call on a tensor goes; made if need be. None where this process has no part in it. With
     `call`, the call itself, wrong arguments are refused before anything is made, which waits for others."""
     try:
@@ -328,7 +329,9 @@ def find(tensor: Any, group: Any, call: refusal.Call | None = None) -> Seat | No
     return search(tensor, group, _device_of(tensor), call)
 
 
-def find_to_write(tensor: Any, group: Any, out: Any = None, call: refusal.Call | None = None) -> Seat | None:
+def find_to_write(
+    tensor: Any, group: Any, out: Any = None, call: first_call.Call | None = None
+) -> Seat | None:
     """As `find`, for a call that writes to the tensor, or to `out`."""
     seat = find(tensor, group, call)
     written = tensor if out is None else out
@@ -339,9 +342,9 @@ def find_to_write(tensor: Any, group: Any, out: Any = None, call: refusal.Call |
 
 def _key_of(group: Any, tensor: Any) -> Any:
     try:
-        return groups.key_of(group)
+        return resolution.key_of(group)
     except InvalidArgumentError as error:
-        if group is not None or tensor is None or not groups.holding(tensor):
+        if group is not None or tensor is None or not pool_registry.holding(tensor):
             raise
         raise InvalidArgumentError(
             "symmpool: there is no default group, and the tensor is of a pool on another; name either: "
@@ -349,7 +352,7 @@ def _key_of(group: Any, tensor: Any) -> Any:
         ) from error
 
 
-def search(tensor: Any, group: Any, device: int, call: refusal.Call | None = None) -> Seat | None:
+def search(tensor: Any, group: Any, device: int, call: first_call.Call | None = None) -> Seat | None:
     """As `find`, for calls whose place is not known yet, or that have no tensor."""
     if isinstance(group, (str, tuple)):
         named = group_of(group)
@@ -364,7 +367,7 @@ def search(tensor: Any, group: Any, device: int, call: refusal.Call | None = Non
         return _first_seat_of(group, device, call)
     key = _key_of(group, tensor)
     try:
-        members = groups.resolve(key)  # refuses what is no group, and what is over
+        members = resolution.resolve(key)  # refuses what is no group, and what is over
     except InvalidStateError:
         # As `shutdown` of our own backend does, with which torch's other backends do not come here.
         end(key, False)
@@ -374,16 +377,16 @@ def search(tensor: Any, group: Any, device: int, call: refusal.Call | None = Non
         holding = next((pool for pool in pools if pool.holds(tensor)), None)
         if holding is not None:
             return _first_seat_of(holding, device, call)
-    refusal.await_telling(key)
+    first_call.await_telling(key)
     found = _found(key, device)
     if found is None:
         if call is not None:
             make = functools.partial(_make_default_in_turn, key, device)
-            refusal.check_first(key, device, (members.rank, members.world), call, make)
+            first_call.check_first(key, device, (members.rank, members.world), call, make)
         seat = _make_default_in_turn(key, device)
     else:
         seat = found[1]
-    seat.registered = groups.registered(key)
+    seat.registered = process_groups.registered(key)
     with _lock:
         if len(_pools_on(key, device)) < 2:
             at = id(key)
@@ -398,7 +401,7 @@ def _name_of(device: int) -> str:
 
 def _pools_on(key: Any, device: int) -> list[Pool]:
     name = _name_of(device)
-    return [pool for pool in groups.pools_of(key) if pool.device == name]
+    return [pool for pool in pool_registry.pools_of(key) if pool.device == name]
 
 
 def _turn(owner: Any, what: Any = None) -> threading.RLock:
@@ -424,7 +427,7 @@ def _make_default(key: Any, device: int) -> tuple[Pool, Seat]:
         try:
             found = (pool, _seat_of(pool))
         except BaseException:
-            groups.withdraw(pool, key)
+            pool_registry.withdraw(pool, key)
             raise
     with _lock:
         _defaults.setdefault(key, {})[device] = found
@@ -436,12 +439,12 @@ def _make_default_in_turn(key: Any, device: int) -> Seat:
         return (_found(key, device) or _make_default(key, device))[1]
 
 
-def _first_seat_of(pool: Pool, device: int, call: refusal.Call | None) -> Seat:
+def _first_seat_of(pool: Pool, device: int, call: first_call.Call | None) -> Seat:
     """As `_seat_of`, for a call that may be the first there."""
-    refusal.await_telling(pool)
+    first_call.await_telling(pool)
     if call is not None and _of_pool.get(pool) is None:
         make = functools.partial(_seat_of, pool)
-        refusal.check_first(pool, device, (pool.rank, pool.world), call, make)
+        first_call.check_first(pool, device, (pool.rank, pool.world), call, make)
     return _seat_of(pool)
 
 
@@ -469,7 +472,7 @@ def explain(seat: Seat, error: TimeoutError) -> None:
 
 
 def _name_pool(pool: Pool, error: TimeoutError) -> None:
-    place = groups.place_of(pool)
+    place = pool_registry.place_of(pool)
     if place and place not in str(error):
         error.args = (f"{error}; the call went to {place}",)
 
@@ -487,7 +490,7 @@ def explainer(seat: Seat) -> Callable[[Exception], None]:
 
 
 def _is_outside(group: Any) -> bool:
-    dist = groups.distributed()
+    dist = process_groups.distributed()
     return dist is not None and group is dist.GroupMember.NON_GROUP_MEMBER
 
 
@@ -525,7 +528,7 @@ def first_device(group: Any) -> str:
         return group.device
     if _is_outside(group):
         return "cpu"
-    pools = groups.pools_of(groups.key_of(group))
+    pools = pool_registry.pools_of(resolution.key_of(group))
     return pools[0].device if pools else "cpu"
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from symmpool import groups
 from symmpool._symmpool import leave_room
 from symmpool.errors import InvalidArgumentError
+from symmpool.groups import process_groups
 
 __all__ = ["concurrent", "leave_others_room", "shares_device"]
 
@@ -52,7 +52,7 @@ def concurrent(pool: Any) -> int | None:
 def leave_others_room(device: int) -> None:
     """Has communicators leave room on the device of that number (-1: the CPU) if several groups of torch
     have a backend there whose kernels may wait for other ranks while ours do."""
-    dist = groups.distributed()
+    dist = process_groups.distributed()
     if device < 0 or dist is None:
         return
     made = list(dist.distributed_c10d._world.pg_map)
@@ -63,4 +63,4 @@ def leave_others_room(device: int) -> None:
 
 def _has_kernels(group: Any) -> bool:
     """Ours know of each other, and gloo has none."""
-    return groups.backends_of(group).get("cuda", "gloo") not in ("gloo", "symmpool")
+    return process_groups.backends_of(group).get("cuda", "gloo") not in ("gloo", "symmpool")

@@ -15,10 +15,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from symmpool import store
 from symmpool._symmpool import check_call
 from symmpool.errors import Error, InvalidArgumentError
-from symmpool.named import decline
+from symmpool.groups import store
+from symmpool.groups.names import decline
 
 # A communicator's method, its arguments, and what is known to be wrong with them.
 Call = tuple[str, tuple[Any, ...], Exception | None]

@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 
 from symmpool.errors import InvalidStateError, TimeoutError
-from symmpool.groups import seconds_of
-from symmpool.torch_work import TorchWork, opaque
+from symmpool.groups.process_groups import seconds_of
+from symmpool.torch_backend.work import TorchWork, opaque
 
 __all__ = ["Messages"]
 

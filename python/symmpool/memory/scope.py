@@ -14,8 +14,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from symmpool import _symmpool, process
+from symmpool import _symmpool
 from symmpool.errors import Error, InvalidArgumentError, InvalidStateError, UnsupportedError
+from symmpool.memory import install
 
 # torch keeps a bare pointer to the allocator of a segment for as long as a tensor lives in it,
 # which may be longer than the MemPool does. So an allocator, once made, is for ever; there is one a
@@ -76,7 +77,7 @@ class Scope:
         self._device = int(device.partition(":")[2] or 0)
         self._slot = _symmpool.Slot(pool)
         self._mempool = self._use = None
-        if process.is_installed():
+        if install.is_installed():
             # No MemPool: every allocation comes to us, and goes to the pool by itself.
             return
         self._use = _steps_of(torch.cuda.use_mem_pool)

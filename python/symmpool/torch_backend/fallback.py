@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from symmpool import sharing, staging
+from symmpool.communicators import sm_budget
 from symmpool.errors import InvalidStateError, UnsupportedError
-from symmpool.groups import DEFAULT_TIMEOUT, seconds_of
-from symmpool.messages import Messages
-from symmpool.store import own_connection
+from symmpool.groups.process_groups import DEFAULT_TIMEOUT, seconds_of
+from symmpool.groups.store import own_connection
+from symmpool.torch_backend import allocation
+from symmpool.torch_backend.nccl_p2p import Messages
 
 __all__ = ["Beside"]
 
@@ -38,13 +39,13 @@ def _in_group(kind: type) -> type:
 
     def supports_tensor_alloc(self: Any, device: Any) -> bool:
         group = self.group()
-        if group is not None and staging.has_windows(group, device):
+        if group is not None and allocation.has_windows(group, device):
             return True
         return super(found, self).supports_tensor_alloc(device)
 
     def allocate_tensor(self: Any, size: int, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
         group = self.group()
-        tensor = staging.window(group, size, dtype, device) if group is not None else None
+        tensor = allocation.window(group, size, dtype, device) if group is not None else None
         if tensor is not None:
             return tensor
         if super(found, self).supports_tensor_alloc(device):
@@ -102,7 +103,7 @@ class Beside:
                 found.append(("cpu", kinds.GLOO, gloo))
             if not torch.cuda.is_available():
                 pass
-            elif sharing.shares_device():
+            elif sm_budget.shares_device():
                 found += [("cuda", kind, backend) for _, kind, backend in found]
             elif _Nccl is not None:
                 found.append(("cuda", kinds.NCCL, self._nccl(timeout)))

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from symmpool import placing, work
+from symmpool.collectives import layout
+from symmpool.communicators import work
 from symmpool.errors import Error, InvalidArgumentError, InvalidStateError
-from symmpool.torch_work import TorchWork, opaque
+from symmpool.torch_backend.work import TorchWork, opaque
 
 __all__ = ["PointToPoint"]
 
@@ -78,9 +79,9 @@ class PointToPoint:
             if side is None:
                 side = self._sides[peer, sends] = work.Side(torch, number, self._explain)
         if sends:
-            place, finish, call = placing.plain(tensor), None, comm.send
+            place, finish, call = layout.plain(tensor), None, comm.send
         else:
-            (place, finish), call = placing.place(tensor), comm.recv
+            (place, finish), call = layout.place(tensor), comm.recv
         return TorchWork(side.submit(comm, call, (place, peer), [tensor], finish)), True
 
     def decide(self, ask: Callable[[str], list[str]], comm: Any, device: int, explain: Any) -> None:

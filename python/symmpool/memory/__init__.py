@@ -1,0 +1,1 @@
+"""Symmetric memory as programs of torch use it: scopes of pools, `install`, handles, and NCCL's windows."""

@@ -1,0 +1,343 @@
+"""The handle of torch's symmetric memory, on this package's memory: for those who write kernels.
+
+`rendezvous(tensor)` gives, for a tensor of a pool, where every rank has its copy, and words that ranks
+signal each other with. Names and meaning are those of torch's `_SymmetricMemory`.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import reprlib
+import struct
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from symmpool._symmpool import Block, Communicator, Group, Pool
+from symmpool.communicators import cache
+from symmpool.errors import DivergedError, Error, InvalidArgumentError
+from symmpool.groups import names, pool_registry, process_groups, resolution
+
+__all__ = ["SIGNAL_PAD_SIZE", "SymmetricMemory", "rendezvous"]
+
+#: Bytes of a rank's signal pad unless others are asked for; torch's number.
+SIGNAL_PAD_SIZE = 2048
+#: How long a wait lasts where nobody says, in seconds: waits without an end there are none.
+DEFAULT_WAIT = 30.0
+#: Channels between two ranks.
+CHANNELS = 16
+# What a rank says of its tensor, before its pad: where its buffer is, the buffer's bytes, where in it
+# the tensor is, the tensor's bytes, and the type of elements; or REFUSED bytes, and why. Pads that differ
+# the commit finds.
+RECORD = struct.Struct("<4q224s")
+REFUSED = -1
+
+
+def _sizes_of(sizes: Any) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(size) for size in sizes)
+    except TypeError:
+        raise InvalidArgumentError(f"sizes: {sizes!r} are no sequence of lengths") from None
+
+
+def rendezvous(tensor: Any, group: Any = None, *, signal_pad_size: int = SIGNAL_PAD_SIZE) -> SymmetricMemory:
+    """A handle to every rank's copy of a torch tensor in a pool's memory. Collective: all ranks call
+    it in the same place of their program with their copies; it commits the pool.
+
+    `group` is what the pool was made on, its name in torch, or the pool; without it all pools are
+    looked through. `signal_pad_size` is a multiple of 4, the same on every rank. Unlike torch's, a
+    handle is made by every call, so that none depends on what other ranks still remember.
+
+    Raises InvalidArgumentError for a tensor that is not in a pool, DivergedError on every rank where
+    tensors lie at different offsets or have different sizes or types, and what `Pool.commit` raises. A
+    rank that refuses its own arguments takes part all the same, and the others raise DivergedError at
+    once; but where several pools could be meant it cannot tell which, and they wait: name the pool."""
+    candidates = _candidates(group)
+    try:
+        size = _pad_size(signal_pad_size)
+        pool = _holding(tensor, group, candidates)
+    except InvalidArgumentError as refusal:
+        if len(candidates) == 1:
+            _refuse(candidates[0], signal_pad_size, refusal)
+        raise
+    return SymmetricMemory(pool, tensor, size)
+
+
+def _pad_size(size: Any) -> int:
+    if not isinstance(size, int) or isinstance(size, bool) or not 4 <= size < 1 << 40 or size % 4:
+        raise InvalidArgumentError(f"signal_pad_size: {size!r} is no multiple of 4 from 4 to 2**40")
+    return size
+
+
+def _refuse(pool: Pool, signal_pad_size: Any, refusal: InvalidArgumentError) -> None:
+    """Stands in for a rendezvous, so that the other ranks hear why this one has none."""
+    import torch
+
+    try:
+        size = _pad_size(signal_pad_size)
+    except InvalidArgumentError:
+        size = SIGNAL_PAD_SIZE  # what they have, most likely
+    try:
+        _share(torch, pool, size, lambda _: (0, REFUSED, 0, 0, str(refusal).encode()))
+    except Error as error:
+        raise refusal from error
+
+
+def _share(torch: Any, pool: Pool, pad: int, say: Callable[[Block], tuple[Any, ...]]) -> tuple[Any, Block]:
+    """Memory for what this rank says and a pad of zeros, and its Block, once every rank has it."""
+    try:
+        block = pool.block(RECORD.size + pad, "uint8")
+    except Error:
+        # The others are in this commit, and hear of it there.
+        pool.commit()
+        raise
+    memory = torch.from_dlpack(block)
+    memory[RECORD.size :].zero_()
+    record = bytearray(RECORD.pack(*say(block)))
+    memory[: RECORD.size].copy_(torch.frombuffer(record, dtype=torch.uint8))
+    if memory.is_cuda:
+        # Peers may signal as soon as they leave the commit.
+        torch.cuda.current_stream(memory.device).synchronize()
+    # Also where no commit is due: this is where ranks wait for each other.
+    pool.commit()
+    return memory, block
+
+
+def _holding(tensor: Any, group: Any, candidates: list[Pool]) -> Pool:
+    """The pool that a tensor lies in."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        hint = "; torch.from_dlpack makes one of it" if hasattr(tensor, "__dlpack__") else ""
+        raise InvalidArgumentError(
+            f"rendezvous: tensor: {reprlib.repr(tensor)} ({type(tensor).__name__}) is no tensor of "
+            f"torch{hint}"
+        )
+    try:
+        address = tensor.untyped_storage().data_ptr()
+    except RuntimeError as error:  # sparse, fake and the like
+        raise InvalidArgumentError(f"rendezvous: tensor: it has no memory ({error})") from None
+    for pool in candidates:
+        if pool.owns(address):
+            return pool
+    where = "this process's" if group is None else f"group {group!r}'s"
+    raise InvalidArgumentError(
+        f"rendezvous: the tensor at {address:#x} is in no pool of {where}; make it with "
+        "pool.empty(), or inside of `with pool:`"
+    )
+
+
+def _candidates(group: Any) -> list[Pool]:
+    """The pools that a group means."""
+    group = names.resolved(group)
+    if group is None:
+        return pool_registry.all_pools()
+    if isinstance(group, Pool):
+        return [group]
+    dist = process_groups.distributed()
+    if not isinstance(group, Group) and not (dist is not None and isinstance(group, dist.ProcessGroup)):
+        resolution.resolve(group)  # refuses it
+    return pool_registry.pools_of(group)
+
+
+class SymmetricMemory:
+    """Where every rank has its copy of a tensor, and what ranks signal each other with.
+
+    The buffer is the tensor's whole storage; `storage_offset`s count elements from its beginning.
+    The handle keeps the tensor's memory and the pool. Channels are 0 to 15."""
+
+    def __init__(self, pool: Pool, tensor: Any, signal_pad_size: int):
+        import torch
+
+        self._torch, self._pool, self._tensor = torch, pool, tensor
+        storage = tensor.untyped_storage()
+        self._base, self._bytes = storage.data_ptr(), storage.nbytes()
+        # An empty tensor has no address.
+        self._offset = tensor.storage_offset() * tensor.itemsize
+        taken, dtype = tensor.numel() * tensor.itemsize, str(tensor.dtype).encode()
+
+        def say(block: Block) -> tuple[Any, ...]:
+            place = self._base - block.data_ptr + block.offset
+            return place, self._bytes, self._offset, taken, dtype
+
+        memory, block = _share(torch, pool, signal_pad_size, say)
+        self._pad = memory[RECORD.size :]
+        ranks = range(pool.world)
+        self._check_same(memory, block)
+        address, size = self._pad.data_ptr(), signal_pad_size
+        self._buffers = [pool.peer_ptr(rank, self._base, self._bytes) for rank in ranks]
+        self._pads = [pool.peer_ptr(rank, address, size) for rank in ranks]
+        device = self._pad.device
+        self._buffers_there = torch.tensor(self._buffers, dtype=torch.int64, device=device)
+        self._pads_there = torch.tensor(self._pads, dtype=torch.int64, device=device)
+        if self._pad.is_cuda:
+            # Whatever stream a kernel runs on, the addresses are there.
+            torch.cuda.current_stream(device).synchronize()
+        self._comm: Communicator = cache.communicator(pool, pool.device)
+
+    def _check_same(self, memory: Any, block: Any) -> None:
+        """Compares what ranks said of their tensors. Every rank does, with the same outcome; the
+        memory is not used again before all have."""
+        pool, size = self._pool, RECORD.size
+        read = self._torch.utils.dlpack.from_dlpack
+        parts = [read(pool.peer_bytes(rank, block.data_ptr, size, memory)) for rank in range(pool.world)]
+        found = [RECORD.unpack(bytes(row)) for row in self._torch.stack(parts).tolist()]
+        if len(set(found)) == 1:
+            return
+        texts = [said.rstrip(b"\0").decode(errors="replace") for *_, said in found]
+        refusing = [rank for rank, (_, length, *_) in enumerate(found) if length == REFUSED]
+        if refusing:
+            told = [f"rank {rank} refuses its arguments ({texts[rank]})" for rank in refusing]
+            error = DivergedError(f"rendezvous: {'; '.join(told)}")
+            error.ranks = tuple(refusing)
+            raise error
+        (usual, _), *_ = Counter(found).most_common(1)
+        told = []
+        for rank, (offset, length, start, taken, _) in enumerate(found):
+            told.append(
+                f"rank {rank}: {taken} bytes of {texts[rank]}, {start} bytes into a buffer of {length} at "
+                f"offset {offset:#x}"
+            )
+        error = DivergedError(
+            "rendezvous: ranks bring different tensors; each brings its copy of the same one, at the "
+            "same offset of the pool: " + "; ".join(told)
+        )
+        error.ranks = tuple(rank for rank, each in enumerate(found) if each != usual)
+        raise error
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._pool.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._pool.world
+
+    @property
+    def device(self) -> Any:
+        """The memory's device."""
+        return self._pad.device
+
+    @property
+    def buffer_ptrs(self) -> list[int]:
+        """Where this process has each rank's buffer."""
+        return list(self._buffers)
+
+    @property
+    def buffer_ptrs_dev(self) -> int:
+        """Where these addresses are for kernels: 64 bits each, in rank order, on the device."""
+        return self._buffers_there.data_ptr()
+
+    @property
+    def signal_pad_ptrs(self) -> list[int]:
+        """Where this process has each rank's signal pad. Pads are zero at first, and nobody's but
+        the caller's: `barrier`, `put_signal` and `wait_signal` use other memory."""
+        return list(self._pads)
+
+    @property
+    def signal_pad_ptrs_dev(self) -> int:
+        """Where these addresses are for kernels."""
+        return self._pads_there.data_ptr()
+
+    @property
+    def multicast_ptr(self) -> int:
+        """0: there is no multicast address."""
+        return 0
+
+    @property
+    def buffer_size(self) -> int:
+        """Bytes of a rank's buffer."""
+        return self._bytes
+
+    @property
+    def signal_pad_size(self) -> int:
+        """Bytes of a rank's signal pad."""
+        return self._pad.numel()
+
+    @property
+    def offset(self) -> int:
+        """Bytes from the beginning of the buffer to the tensor's first element."""
+        return self._offset
+
+    def get_buffer(self, rank: int, sizes: Any, dtype: Any, storage_offset: int = 0) -> Any:
+        """A tensor over `rank`'s buffer, of these sizes, from element `storage_offset` on."""
+        return self._view(rank, self._base, self._bytes, sizes, dtype, storage_offset, self._tensor)
+
+    def get_remote_tensor(self, peer: int, sizes: Any, dtype: Any) -> Any:
+        """`peer`'s copy of the tensor that the handle was made of, or as much as sizes say."""
+        base, length = self._base + self._offset, self._bytes - self._offset
+        return self._view(peer, base, length, sizes, dtype, 0, self._tensor)
+
+    def get_signal_pad(self, rank: int, sizes: Any = (), dtype: Any = None, storage_offset: int = 0) -> Any:
+        """A tensor over `rank`'s signal pad; all of it, as uint32, unless told otherwise."""
+        dtype = self._torch.uint32 if dtype is None else dtype
+        sizes = _sizes_of(sizes)
+        if not sizes and isinstance(dtype, self._torch.dtype):
+            sizes = (self.signal_pad_size // dtype.itemsize - storage_offset,)
+        base, length = self._pad.data_ptr(), self.signal_pad_size
+        return self._view(rank, base, length, sizes, dtype, storage_offset, self._pad)
+
+    def _view(self, rank: int, base: int, length: int, sizes: Any, dtype: Any, start: int, owner: Any) -> Any:
+        self._check_rank(rank)
+        if not isinstance(dtype, self._torch.dtype):
+            raise InvalidArgumentError(f"dtype: {dtype!r} is no torch.dtype")
+        sizes = _sizes_of(sizes)
+        count = math.prod(sizes)
+        begin, bytes = (start or 0) * dtype.itemsize, count * dtype.itemsize
+        if any(size < 0 for size in sizes) or begin < 0 or begin + bytes > length:
+            raise InvalidArgumentError(
+                f"sizes {sizes} of {dtype} from element {start} on do not fit {length} bytes"
+            )
+        if (base + begin) % dtype.itemsize:
+            raise InvalidArgumentError(f"{dtype} does not begin at {base + begin:#x}")
+        if count == 0:
+            return self._torch.empty(sizes, dtype=dtype, device=self.device)
+        capsule = self._pool.peer_bytes(rank, base + begin, bytes, owner)
+        return self._torch.utils.dlpack.from_dlpack(capsule).view(dtype).view(sizes)
+
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
+        """Every rank waits for every other: on CUDA the current stream, on the CPU this thread.
+        Channel 0 without a timeout is a collective, in order with others of the pool; other
+        channels, and a timeout, are signals between all pairs, in an order of their own. On the CPU
+        one that ran out of time is not over: the next barrier on the channel goes on with it."""
+        if channel == 0 and timeout_ms == 0:
+            self._comm.barrier()
+            return
+        self._check_wait(timeout_ms)
+        if not isinstance(channel, numbers.Integral) or not 0 <= channel < CHANNELS:
+            raise InvalidArgumentError(f"channel: {channel!r} is none of 0 to {CHANNELS - 1}")
+        self._comm.barrier_on(channel, timeout_ms / 1e3 if timeout_ms else DEFAULT_WAIT)
+
+    def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        """Signals a rank. What came before on the current stream, or in this thread, is visible to
+        it after its `wait_signal`. Signals are counted, so this never waits, whatever `timeout_ms`
+        says."""
+        self._check_rank(dst_rank)
+        self._check_wait(timeout_ms)
+        self._comm.signal(dst_rank, channel)
+
+    def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        """Waits for a rank's next signal: on CUDA the current stream does. At most `timeout_ms`
+        milliseconds, or 30 s where that is 0; then TimeoutError, on CUDA from a later call."""
+        self._check_rank(src_rank)
+        self._check_wait(timeout_ms)
+        self._comm.wait(src_rank, channel, timeout_ms / 1e3 if timeout_ms else DEFAULT_WAIT)
+
+    def _check_rank(self, rank: int) -> None:
+        if not isinstance(rank, numbers.Integral) or not 0 <= rank < self.world_size:
+            raise InvalidArgumentError(f"rank {rank!r} of {self.world_size} ranks")
+
+    @staticmethod
+    def _check_wait(timeout_ms: int) -> None:
+        if not isinstance(timeout_ms, numbers.Real) or not timeout_ms >= 0:
+            raise InvalidArgumentError(f"timeout_ms: {timeout_ms!r} is no time from 0 on")
+
+    def __repr__(self) -> str:
+        return (
+            f"symmpool.SymmetricMemory(rank={self.rank}, world_size={self.world_size}, "
+            f"buffer_size={self.buffer_size})"
+        )
