@@ -96,14 +96,20 @@ pub(crate) fn check_call(
     let (second, third, fourth) = (given(1), given(2), given(3));
     let checked = match (call, &second) {
         ("all_reduce", op) => terms.of_all_reduce(&first, op.as_ref(), third.as_ref()).map(drop),
-        ("reduce_scatter", Some(input)) => {
+        ("reduce_scatter_tensor", Some(input)) => {
             terms.of_reduce_scatter(&first, input, third.as_ref()).map(drop)
         }
-        ("all_gather", Some(input)) => terms.of_all_gather(&first, input).map(drop),
+        ("all_gather_into_tensor", Some(input)) => terms.of_all_gather(&first, input).map(drop),
         ("broadcast", Some(src)) => terms.of_broadcast(&first, src.extract()?).map(drop),
         ("all_to_all_single", Some(input)) => {
             terms.parts_of(&first, input, third.as_ref(), fourth.as_ref()).map(drop)
         }
+        ("all_to_all_v", Some(input)) => match &third {
+            Some(splits) => terms
+                .rows_by_splits(&first, input, splits, fourth.as_ref(), given(4).as_ref())
+                .map(drop),
+            None => Ok(()),
+        },
         _ => Ok(()),
     };
     checked.map_err(|refusal| refusal.raise(py))

@@ -2,8 +2,10 @@
 
 #![allow(unsafe_code)] // passes on addresses that tensors gave
 
+use std::ffi::CString;
 use std::sync::Arc;
 
+use pyo3::exceptions::PyDeprecationWarning;
 use pyo3::prelude::*;
 use symmpool_collectives::CommunicatorOptions;
 
@@ -14,10 +16,17 @@ use crate::mark::Mark;
 use crate::number::Number;
 use crate::own::Own;
 use crate::pool::Pool;
-use crate::reading::Tensor;
+use crate::reading::{Refusal, Tensor};
 use crate::row_exchange::RowExchange;
 use crate::splits::{Divided, Parts, RowsBySplits};
 use crate::{site, tensor};
+
+/// Warns of a name or a form that goes with the next version.
+#[cold]
+fn deprecated(py: Python<'_>, old: &str, new: &str) -> PyResult<()> {
+    let text = CString::new(format!("symmpool: {old} is deprecated; use {new}"))?;
+    PyErr::warn(py, &py.get_type::<PyDeprecationWarning>(), &text, 1)
+}
 
 /// Collectives between the ranks of a pool. Making one is collective: all ranks make theirs in the
 /// same order; it commits the pool. Where one rank's options are wrong the others hear of it; what
@@ -28,7 +37,7 @@ use crate::{site, tensor};
 /// InvalidArgumentError or TypeError, and the others DivergedError, without waiting in vain.
 ///
 /// Tensors are contiguous and on the pool's device: torch's, numpy's, or a Block. all_reduce and
-/// reduce_scatter take elements of float32, float64, float16, bfloat16, float8_e4m3fn, float8_e5m2,
+/// reduce_scatter_tensor take elements of float32, float64, float16, bfloat16, float8_e4m3fn, float8_e5m2,
 /// int32, int64, uint8, int8. What only moves data takes any type whose elements have 1, 2, 4, 8 or
 /// 16 bytes, such as bool, uint16 or complex64, and moves them bit by bit; ranks name the same type
 /// all the same (types that torch and numpy do not share are told apart by their size alone). Memory
@@ -56,7 +65,7 @@ use crate::{site, tensor};
 /// device at once, on several streams, 1 to 16: with more than one, each takes only so much of the device
 /// that none waits outside for a peer that waits for it. Without it that is as many as there are streams
 /// on which they made their last calls, and one more for each that has made none yet or is in graphs;
-/// if that is one, it takes everything, unless `leave_room` says otherwise. A graph keeps what held when
+/// if that is one, it takes everything, unless `share_sms` says otherwise. A graph keeps what held when
 /// it was captured.
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Communicator {
@@ -143,13 +152,48 @@ impl Communicator {
         })
     }
 
+    /// As `all_reduce` on the current stream, where it takes these arguments. Returns False otherwise,
+    /// without a word to the other ranks: the caller may bring them into another form.
+    fn _try_all_reduce(
+        &self,
+        py: Python<'_>,
+        tensor: Argument<'_, '_>,
+        op: Option<Argument<'_, '_>>,
+        out: Option<Argument<'_, '_>>,
+    ) -> PyResult<bool> {
+        let stream = self.calls.stream(py, None)?;
+        let Ok((input, output, op)) = self.calls.of_all_reduce(tensor, op, out) else {
+            return Ok(false);
+        };
+        let Tensor { count, dtype, .. } = input;
+        // SAFETY: as in `all_reduce`.
+        self.calls.run(py, || unsafe {
+            self.calls.comm.all_reduce_at(output.to(), input.from(), count, dtype, op, &stream)
+        })?;
+        Ok(true)
+    }
+
+    /// Takes part in a call whose arguments the caller refuses for the reason `why`: the other ranks raise
+    /// DivergedError with that reason. Raises InvalidArgumentError with it, or why the communicator is
+    /// closed.
+    #[pyo3(signature = (why, stream = None))]
+    fn _refuse(
+        &self,
+        py: Python<'_>,
+        why: String,
+        stream: Option<Argument<'_, '_>>,
+    ) -> PyResult<()> {
+        let stream = self.calls.stream(py, stream)?;
+        Err(self.calls.decline(py, stream, Refusal::Invalid(why)))
+    }
+
     /// Reduces part r of every rank's `input` into rank r's `output`. `input` has as many elements
     /// as all outputs together. `op` as in all_reduce.
     #[pyo3(
         signature = (output, input, op = None, stream = None),
         text_signature = "($self, output, input, op='sum', stream=None)"
     )]
-    fn reduce_scatter(
+    fn reduce_scatter_tensor(
         &self,
         py: Python<'_>,
         output: Argument<'_, '_>,
@@ -167,18 +211,35 @@ impl Communicator {
         })
     }
 
-    /// Copies rank r's `input` to part r of every rank's `output`, which has as many elements as
-    /// all inputs together.
-    #[pyo3(signature = (output, input, stream = None))]
-    fn all_gather(
+    /// An earlier name of `reduce_scatter_tensor`.
+    #[pyo3(
+        signature = (output, input, op = None, stream = None),
+        text_signature = "($self, output, input, op='sum', stream=None)"
+    )]
+    fn reduce_scatter(
         &self,
         py: Python<'_>,
         output: Argument<'_, '_>,
         input: Argument<'_, '_>,
+        op: Option<Argument<'_, '_>>,
+        stream: Option<Argument<'_, '_>>,
+    ) -> PyResult<()> {
+        deprecated(py, "Communicator.reduce_scatter", "Communicator.reduce_scatter_tensor")?;
+        self.reduce_scatter_tensor(py, output, input, op, stream)
+    }
+
+    /// Copies rank r's `input_tensor` to part r of every rank's `output_tensor`, which has as many elements
+    /// as all inputs together.
+    #[pyo3(signature = (output_tensor, input_tensor, stream = None))]
+    fn all_gather_into_tensor(
+        &self,
+        py: Python<'_>,
+        output_tensor: Argument<'_, '_>,
+        input_tensor: Argument<'_, '_>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
-        let found = self.calls.of_all_gather(output, input);
+        let found = self.calls.of_all_gather(output_tensor, input_tensor);
         let (input, output) = self.calls.or_decline(py, stream, found)?;
         let Tensor { count, dtype, .. } = input;
         // SAFETY: as in `all_reduce`; the output has `world` times the input's length.
@@ -187,18 +248,36 @@ impl Communicator {
         })
     }
 
-    /// Copies rank `src`'s `tensor` into every other rank's.
-    #[pyo3(
-        signature = (tensor, src = Number::of(0), stream = None),
-        text_signature = "($self, tensor, src=0, stream=None)"
-    )]
+    /// An earlier name of `all_gather_into_tensor`.
+    #[pyo3(signature = (output, input, stream = None))]
+    fn all_gather(
+        &self,
+        py: Python<'_>,
+        output: Argument<'_, '_>,
+        input: Argument<'_, '_>,
+        stream: Option<Argument<'_, '_>>,
+    ) -> PyResult<()> {
+        deprecated(py, "Communicator.all_gather", "Communicator.all_gather_into_tensor")?;
+        self.all_gather_into_tensor(py, output, input, stream)
+    }
+
+    /// Copies rank `src`'s `tensor` into every other rank's. Without `src` that is rank 0, which is
+    /// deprecated.
+    #[pyo3(signature = (tensor, src = None, stream = None))]
     fn broadcast(
         &self,
         py: Python<'_>,
         tensor: Argument<'_, '_>,
-        src: Number<u32>,
+        src: Option<Number<u32>>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
+        let src = match src {
+            Some(src) => src,
+            None => {
+                deprecated(py, "Communicator.broadcast without src", "src=0")?;
+                Number::of(0)
+            }
+        };
         let stream = self.calls.stream(py, stream)?;
         let found = self.calls.of_broadcast(tensor, src);
         let (tensor, src) = self.calls.or_decline(py, stream, found)?;

@@ -95,12 +95,12 @@ mod _symmpool {
         convert::all_to_all_algorithm_names()
     }
 
-    /// Has this process's communicators on the CUDA device with that number leave it a third of its
-    /// processors from now on, though there may be one alone: for kernels of others that wait for other
-    /// ranks, as NCCL's do. One that was made with `concurrent` does as that says. Ranks may differ; what
-    /// a graph has captured stays as it was. Touches no device.
+    /// Has this process's communicators on the CUDA device of that number leave a third of its
+    /// multiprocessors to others from now on: to kernels that wait for other ranks while ours do, as NCCL's
+    /// may. A communicator that was made with `concurrent` does what that says. Ranks may differ, and what a
+    /// graph has captured stays as it was. Touches no device.
     #[pyo3::pyfunction]
-    fn leave_room(py: pyo3::Python<'_>, device: Number<u32>) -> pyo3::PyResult<()> {
+    fn share_sms(py: pyo3::Python<'_>, device: Number<u32>) -> pyo3::PyResult<()> {
         symmpool_collectives::share_sms(device.or_raise(py, "device")?);
         Ok(())
     }

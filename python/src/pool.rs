@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
-use pyo3::exceptions::PyImportError;
+use pyo3::IntoPyObjectExt;
+use pyo3::exceptions::{PyImportError, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyByteArray, PyBytes, PyDict, PyString};
+use pyo3::types::{PyBool, PyByteArray, PyBytes, PyDict, PyInt, PyString, PyTuple};
 use symmpool_allocator::lane::{LaneConfig, WindowPolicy};
 use symmpool_allocator::{Deadline, Result};
 use symmpool_collectives::DType;
@@ -114,7 +115,8 @@ impl Pool {
 
     /// Uninitialised symmetric memory as a tensor, without a copy.
     ///
-    /// `shape` is an int or a sequence of them. The kind of `dtype` decides what comes back: a
+    /// `size` is a sequence of ints, or several, as in torch: `empty((3, 4))` and `empty(3, 4)` are the
+    /// same. `dtype` may follow a sequence or one int without its name. Its kind decides what comes back: a
     /// torch.dtype, a name ("bfloat16", "bf16", ...) or None (torch's default) gives a
     /// torch.Tensor on the pool's device; a type of numpy or ml_dtypes gives a numpy.ndarray, on
     /// the CPU. What needs neither package is `block`.
@@ -127,46 +129,15 @@ impl Pool {
     ///
     /// Raises OutOfMemoryError, InvalidArgumentError, and ImportError where the package that the
     /// tensor is to be of is not installed.
-    #[pyo3(signature = (shape, dtype = None))]
+    #[pyo3(signature = (*size, dtype = None, shape = None))]
     fn empty<'py>(
         slf: &Bound<'py, Self>,
-        shape: &Bound<'py, PyAny>,
-        dtype: Option<&Bound<'py, PyAny>>,
+        size: &Bound<'py, PyTuple>,
+        dtype: Option<Bound<'py, PyAny>>,
+        shape: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let py = slf.py();
-        let of_torch = match dtype {
-            None => true,
-            Some(dtype) => {
-                dtype.is_instance_of::<PyString>()
-                    || tensor::torch(py).is_some_and(|torch| torch.is_dtype(dtype))
-            }
-        };
-        if !of_torch {
-            let dtype = dtype.expect("numpy's: given");
-            let block = Self::block(slf, shape, dtype, None)?;
-            return Block::numpy(&block, Some(dtype));
-        }
-        let torch = py.import("torch").map_err(|error| {
-            let missing = PyImportError::new_err(
-                "empty: a torch.Tensor needs torch, which cannot be imported; pass a dtype of \
-                 numpy, or use block()",
-            );
-            missing.set_cause(py, Some(error));
-            missing
-        })?;
-        let dtype = match dtype {
-            Some(dtype) => dtype.clone(),
-            None => torch.call_method0("get_default_dtype")?,
-        };
-        let element = convert::dtype(&dtype)?;
-        if is_foreign(element) {
-            // Not every torch takes these by DLPack; bytes every one does.
-            let block = Self::block(slf, shape, intern!(py, "uint8").as_any(), None)?;
-            let bytes = torch.call_method1("from_dlpack", (block,))?;
-            return bytes.call_method1("view", (torch.getattr(convert::long_name(element))?,));
-        }
-        let block = Self::block(slf, shape, &dtype, None)?;
-        torch.call_method1("from_dlpack", (block,))
+        let (shape, dtype) = shape_and_dtype("empty", size, dtype, shape)?;
+        Self::tensor(slf, &shape, dtype.as_ref())
     }
 
     /// Uninitialised symmetric memory as a Block, which DLPack consumers take: torch.from_dlpack,
@@ -196,14 +167,16 @@ impl Pool {
     }
 
     /// As `empty`, filled with zeros.
-    #[pyo3(signature = (shape, dtype = None))]
+    #[pyo3(signature = (*size, dtype = None, shape = None))]
     fn zeros<'py>(
         slf: &Bound<'py, Self>,
-        shape: &Bound<'py, PyAny>,
-        dtype: Option<&Bound<'py, PyAny>>,
+        size: &Bound<'py, PyTuple>,
+        dtype: Option<Bound<'py, PyAny>>,
+        shape: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
-        let tensor = Self::empty(slf, shape, dtype)?;
+        let (shape, dtype) = shape_and_dtype("zeros", size, dtype, shape)?;
+        let tensor = Self::tensor(slf, &shape, dtype.as_ref())?;
         // torch's returns the tensor, numpy's nothing.
         let of_torch = tensor.hasattr("fill_")?;
         let fill = if of_torch { "fill_" } else { "fill" };
@@ -216,6 +189,28 @@ impl Pool {
         } else {
             tensor.call_method1(fill, (0,))?;
         }
+        Ok(tensor)
+    }
+
+    /// As `empty`, filled with `fill_value`: `full((3, 4), 0.5)`. Without a `dtype` the tensor is of the
+    /// type that torch.full chooses for the value: bool, int64, or torch's default.
+    #[pyo3(signature = (size, fill_value, dtype = None))]
+    fn full<'py>(
+        slf: &Bound<'py, Self>,
+        size: &Bound<'py, PyAny>,
+        fill_value: &Bound<'py, PyAny>,
+        dtype: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = slf.py();
+        let dtype = match dtype {
+            Some(dtype) => Some(dtype),
+            None if fill_value.is_instance_of::<PyBool>() => Some("bool".into_bound_py_any(py)?),
+            None if fill_value.is_instance_of::<PyInt>() => Some("int64".into_bound_py_any(py)?),
+            None => None,
+        };
+        let tensor = Self::tensor(slf, size, dtype.as_ref())?;
+        let fill = if tensor.hasattr("fill_")? { "fill_" } else { "fill" };
+        tensor.call_method1(fill, (fill_value,))?;
         Ok(tensor)
     }
 
@@ -492,10 +487,91 @@ impl Pool {
     }
 }
 
+impl Pool {
+    /// A tensor as `empty` makes it.
+    fn tensor<'py>(
+        slf: &Bound<'py, Self>,
+        shape: &Bound<'py, PyAny>,
+        dtype: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = slf.py();
+        let of_torch = match dtype {
+            None => true,
+            Some(dtype) => {
+                dtype.is_instance_of::<PyString>()
+                    || tensor::torch(py).is_some_and(|torch| torch.is_dtype(dtype))
+            }
+        };
+        if !of_torch {
+            let dtype = dtype.expect("numpy's: given");
+            let block = Self::block(slf, shape, dtype, None)?;
+            return Block::numpy(&block, Some(dtype));
+        }
+        let torch = py.import("torch").map_err(|error| {
+            let missing = PyImportError::new_err(
+                "empty: a torch.Tensor needs torch, which cannot be imported; pass a dtype of \
+                 numpy, or use block()",
+            );
+            missing.set_cause(py, Some(error));
+            missing
+        })?;
+        let dtype = match dtype {
+            Some(dtype) => dtype.clone(),
+            None => torch.call_method0("get_default_dtype")?,
+        };
+        let element = convert::dtype(&dtype)?;
+        if is_foreign(element) {
+            // Not every torch takes these by DLPack; bytes every one does.
+            let block = Self::block(slf, shape, intern!(py, "uint8").as_any(), None)?;
+            let bytes = torch.call_method1("from_dlpack", (block,))?;
+            return bytes.call_method1("view", (torch.getattr(convert::long_name(element))?,));
+        }
+        let block = Self::block(slf, shape, &dtype, None)?;
+        torch.call_method1("from_dlpack", (block,))
+    }
+}
+
 /// Whether elements are floats of less than 16 bits: not every package that has them can do much with
 /// them.
 fn is_foreign(dtype: DType) -> bool {
     dtype.size() == 1 && !matches!(dtype, DType::U8 | DType::I8 | DType::Bool)
+}
+
+/// What `empty` and `zeros` are given: sizes as one sequence or as several numbers, and a type that may
+/// come behind them without its name. `shape` is an earlier name of the sequence.
+fn shape_and_dtype<'py>(
+    name: &str,
+    size: &Bound<'py, PyTuple>,
+    dtype: Option<Bound<'py, PyAny>>,
+    shape: Option<Bound<'py, PyAny>>,
+) -> PyResult<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)> {
+    let py = size.py();
+    let mut given: Vec<_> = size.iter().collect();
+    if shape.is_some() && (given.len() > 1 || (!given.is_empty() && dtype.is_some())) {
+        return Err(invalid(py, format!("{name}: sizes are given twice: {size:?} and shape")));
+    }
+    let at_least = usize::from(shape.is_none());
+    let dtype = match dtype {
+        None if given.len() > at_least && !is_length(&given[given.len() - 1]) => {
+            given.pop().filter(|last| !last.is_none())
+        }
+        other => other,
+    };
+    if let Some(shape) = shape {
+        return Ok((shape, dtype));
+    }
+    match given.len() {
+        0 => Err(PyTypeError::new_err(format!(
+            "{name}: sizes are needed, as a sequence or one by one"
+        ))),
+        1 => Ok((given.remove(0), dtype)),
+        _ => Ok((PyTuple::new(py, given)?.into_any(), dtype)),
+    }
+}
+
+/// Whether this is one length of several, also where it is one of numpy's numbers.
+fn is_length(object: &Bound<'_, PyAny>) -> bool {
+    !object.is_none() && object.extract::<i64>().is_ok()
 }
 
 /// The most dimensions of a tensor: as many as torch and numpy work with.

@@ -31,19 +31,31 @@ from symmpool._symmpool import (
     RowLayout,
     Slot,
     algorithms,
-    leave_room,
+    all_to_all_algorithms,
+    share_sms,
     version,
 )
 from symmpool.collectives.functions import (
+    all_gather,
     all_gather_into_tensor,
     all_reduce,
+    all_to_all,
     all_to_all_single,
+    all_to_all_v,
     barrier,
     broadcast,
     communicator,
     forget,
+    gather,
+    recv,
+    reduce,
+    reduce_scatter,
     reduce_scatter_tensor,
+    scatter,
+    send,
 )
+from symmpool.collectives.reduce_op import ReduceOp
+from symmpool.communicators.work import Work
 from symmpool.errors import (
     DivergedError,
     Error,
@@ -75,9 +87,20 @@ if _typing.TYPE_CHECKING:
 __version__ = version()
 
 
+# Modules that a program need not import: they are imported where they are first named. Some need torch.
+_LAZY = ("backend", "doctor", "engines", "ops")
+# Earlier names, accepted for one version.
+_EARLIER = {"leave_room": "share_sms"}
+
+
 def __getattr__(name: str) -> _typing.Any:
-    """Modules that a program need not import are imported where they are first named; some need torch."""
-    if name not in ("backend", "doctor", "engines", "ops"):
+    if name in _EARLIER:
+        import warnings
+
+        new = _EARLIER[name]
+        warnings.warn(f"symmpool.{name} is deprecated; use symmpool.{new}", DeprecationWarning, stacklevel=2)
+        return globals()[new]
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
@@ -85,6 +108,10 @@ def __getattr__(name: str) -> _typing.Any:
         return importlib.import_module(f"symmpool.{name}")
     except ModuleNotFoundError as error:
         raise AttributeError(f"symmpool.{name} needs torch ({error})") from error
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_LAZY, "__version__", "errors", "handle"])
 
 
 __all__ = [
@@ -99,6 +126,7 @@ __all__ = [
     "OverflowError",
     "PeerLostError",
     "Pool",
+    "ReduceOp",
     "RefusedError",
     "RowExchange",
     "RowLayout",
@@ -106,24 +134,35 @@ __all__ = [
     "SymmetricMemory",
     "TimeoutError",
     "UnsupportedError",
+    "Work",
     "algorithms",
+    "all_gather",
     "all_gather_into_tensor",
     "all_reduce",
+    "all_to_all",
+    "all_to_all_algorithms",
     "all_to_all_single",
+    "all_to_all_v",
     "barrier",
     "broadcast",
     "commit_postponed",
     "communicator",
     "forget",
+    "gather",
     "graph",
     "install",
     "is_installed",
-    "leave_room",
     "memory_stats",
     "memory_summary",
+    "recv",
+    "reduce",
+    "reduce_scatter",
     "reduce_scatter_tensor",
     "rendezvous",
     "reset_peak_memory_stats",
+    "scatter",
+    "send",
+    "share_sms",
     "use_pool",
 ]
 

@@ -34,10 +34,14 @@ from typing import Any
 import torch
 
 from symmpool._symmpool import Group, Pool
-from symmpool.communicators import cache, work
+from symmpool.collectives import plans
+from symmpool.collectives.calls import Direct, make, needs_plan, op_name, reduction_needs_plan
+from symmpool.collectives.layout import plain
+from symmpool.communicators.cache import communicator_for
+from symmpool.communicators.work import DoneWork
 from symmpool.errors import InvalidArgumentError
 from symmpool.groups import process_groups, resolution
-from symmpool.groups.names import decline, group_of, name_of, resolved, root_of
+from symmpool.groups.names import group_of, name_of, rank_in, resolved
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "name_of", "reduce_scatter"]
 
@@ -91,34 +95,41 @@ def _parts(x: torch.Tensor, world: int, what: str) -> Any:
 # What they do.
 
 
-def _call(method: str, group: str, *arguments: Any) -> None:
-    """Makes a call of the communicator that serves a group on the first argument's device."""
-    seat = cache.find(arguments[0], group_of(group))
-    if seat is not None:
-        cache.run(seat, getattr(seat.comm, method), arguments, [], False)
+def _make(x: torch.Tensor, group: str, plan: Any) -> None:
+    """Makes a call on the communicator that serves a group on the tensor's device."""
+    make(x, group_of(group), plan, False)
 
 
-def _shape_of(fake: Any, method: str, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """What `fake` gives for a call. What it refuses, the other ranks hear of."""
+def _shape_of(fake: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """What `fake` gives for a call. What it refuses is reported to the other ranks."""
     try:
         return fake(x, *arguments)
-    except InvalidArgumentError:
-        seat = cache.find(x, group_of(arguments[-1]))
-        if seat is not None:
-            # Of a length that fits no input.
-            wrong = x.new_empty((x.numel() + 1,))
-            decline(seat, getattr(seat.comm, method), wrong, x.contiguous())
+    except InvalidArgumentError as why:
+        entry = communicator_for(x, group_of(arguments[-1]))
+        if entry is not None:
+            entry.refuse(str(why))
         raise
 
 
 def _all_reduce_(x: torch.Tensor, op: str, group: str) -> None:
-    _call("all_reduce", group, x, op)
+    def plan(rank: int, world: int) -> Any:
+        if needs_plan(x) or reduction_needs_plan(op, x):
+            return plans.all_reduce(x, op_name(op), world)
+        return Direct("all_reduce", (x, op), None, [])
+
+    _make(x, group, plan)
 
 
 def _all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
-    x = x.contiguous()
+    x = plain(x)
     out = torch.empty_like(x)
-    _call("all_reduce", group, x, op, out)
+
+    def plan(rank: int, world: int) -> Any:
+        if reduction_needs_plan(op, x):
+            return plans.all_reduce(x, op_name(op), world, out)
+        return Direct("all_reduce", (x, op, out), None, [])
+
+    _make(x, group, plan)
     return out
 
 
@@ -129,24 +140,29 @@ def _all_gather(x: torch.Tensor, world: int, group: str) -> torch.Tensor:
 
 
 def _all_gather_into_(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
-    _call("all_gather", group, out, x.contiguous())
+    _make(out, group, lambda rank, world: plans.all_gather_into_tensor(out, x))
 
 
 def _reduce_scatter(x: torch.Tensor, op: str, world: int, group: str) -> torch.Tensor:
-    out = _shape_of(_reduce_scatter_fake, "reduce_scatter", x, op, world, group)
+    out = _shape_of(_reduce_scatter_fake, x, op, world, group)
     _reduce_scatter_into_(out, x, op, group)
     return out
 
 
 def _reduce_scatter_into_(out: torch.Tensor, x: torch.Tensor, op: str, group: str) -> None:
-    _call("reduce_scatter", group, out, x.contiguous(), op)
+    def plan(rank: int, world: int) -> Any:
+        if needs_plan(out) or reduction_needs_plan(op, x):
+            return plans.reduce_scatter_tensor(out, x, op_name(op), world)
+        return Direct("reduce_scatter_tensor", (out, plain(x), op), None, [])
+
+    _make(out, group, plan)
 
 
 def _all_to_all(
     x: torch.Tensor, output_splits: Any, input_splits: Any, world: int, group: str
 ) -> torch.Tensor:
     splits = (output_splits, input_splits)
-    out = _shape_of(_all_to_all_fake, "all_to_all_single", x, *splits, world, group)
+    out = _shape_of(_all_to_all_fake, x, *splits, world, group)
     _all_to_all_into_(out, x, output_splits, input_splits, group)
     return out
 
@@ -155,27 +171,22 @@ def _all_to_all_into_(
     out: torch.Tensor, x: torch.Tensor, output_splits: Any, input_splits: Any, group: str
 ) -> None:
     sizes = (list(output_splits) or None, list(input_splits) or None)
-    _call("all_to_all_single", group, out, x.contiguous(), *sizes)
+    _make(out, group, lambda rank, world: plans.all_to_all_single(out, x, *sizes))
 
 
 def _broadcast_(x: torch.Tensor, src: int, group: str) -> None:
-    _call("broadcast", group, x, src)
+    _make(x, group, lambda rank, world: plans.broadcast(x, src, rank))
 
 
 def _broadcast_from_(x: torch.Tensor, src: int, group: str) -> None:
-    seat = cache.find(x, group_of(group))
-    if seat is not None:
-        root, wrong = root_of(group, src, None)
-        if wrong is not None:
-            decline(seat, seat.comm.broadcast, x, root)
-            raise wrong
-        cache.run(seat, seat.comm.broadcast, (x, root), [], False)
+    def plan(rank: int, world: int) -> Any:
+        return plans.broadcast(x, rank_in(group, "broadcast", src=src, group_src=None), rank)
+
+    _make(x, group, plan)
 
 
 def _barrier_(x: torch.Tensor, group: str) -> None:
-    seat = cache.find(x, group_of(group))
-    if seat is not None:
-        cache.run(seat, seat.comm.barrier, (), [], False)
+    _make(x, group, lambda rank, world: Direct("barrier", (), None, []))
 
 
 # What comes out of them, without doing it.
@@ -366,7 +377,7 @@ def _not_async(async_op: bool) -> None:
 
 def _done(async_op: bool, *results: torch.Tensor) -> Any:
     """What a call returns that was made as an operator, and is done."""
-    return work.DoneWork(list(results)) if async_op else None
+    return DoneWork(list(results)) if async_op else None
 
 
 def traced_all_reduce(tensor: Any, op: Any, group: Any, async_op: bool, out: Any) -> Any:
@@ -416,8 +427,11 @@ def dispatched_barrier(device: int, group: Any, async_op: bool) -> Any:
     return _done(async_op)
 
 
-def traced_barrier() -> None:
+def end_graph(call: str) -> None:
+    """Ends a compiled graph before a call that is no operator for compilers."""
+    why = "it is no operator"
+    if call == "barrier":
+        why = "a compiled graph writes to memory that it was given at its end, after any barrier within"
     torch._dynamo.graph_break(
-        msg="symmpool.barrier has no place in a compiled graph, which writes to memory that it was given "
-        "at its end, after any barrier within; call it between compiled functions"
+        msg=f"symmpool.{call} has no place in a compiled graph: {why}; call it between compiled functions"
     )

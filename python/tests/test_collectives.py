@@ -87,7 +87,7 @@ def every_reduction(group, counts):
                     comm.all_reduce(x, op)
                     if not same(x, expected, op):
                         wrong.append(("all_reduce", name, count, op, kind))
-                    comm.reduce_scatter(out, memory(pool, kind, wide[me]), op)
+                    comm.reduce_scatter_tensor(out, memory(pool, kind, wide[me]), op)
                     if not same(out, scattered, op):
                         wrong.append(("reduce_scatter", name, count, op, kind))
     return wrong
@@ -117,7 +117,7 @@ def every_copy(group):
                 case = (name, rows, kind)
                 x = memory(pool, kind, parts[me])
                 out = memory(pool, kind, np.zeros((world, *shape), dtype))
-                comm.all_gather(out, x)
+                comm.all_gather_into_tensor(out, x)
                 check(("all_gather", case), out, np.stack(parts))
                 out = memory(pool, kind, np.zeros(shape, dtype))
                 comm.all_to_all_single(out, x)
@@ -228,8 +228,8 @@ def empty_calls(group):
     comm = symmpool.Communicator(pool)
     x, out = pool.empty((0, 4), np.float32), pool.empty((6, 4), np.float32)
     comm.all_reduce(x)
-    comm.all_gather(x, x)
-    comm.broadcast(x)
+    comm.all_gather_into_tensor(x, x)
+    comm.broadcast(x, 0)
     # Rank 0 has nothing to send, rank 1 sends it all: the same kind of memory all the same.
     rows = pool.empty((6, 4), np.float32)
     rows[...] = pool.rank

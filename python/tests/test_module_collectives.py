@@ -10,7 +10,8 @@ import pytest
 from ranks import values
 
 import symmpool
-from symmpool.communicators import cache, work
+from symmpool.communicators import cache
+from symmpool.communicators.stream_work import SideStream
 
 
 def every_call(group):
@@ -97,7 +98,7 @@ def two_pools(group):
     symmpool.all_reduce(x, "sum", second)  # a pool says which group and which pool
     elsewhere = np.full(3, 1, np.int32)
     symmpool.all_reduce(elsewhere, "sum", group)
-    served = [pool for pool in (first, second) if pool in cache._of_pool]
+    served = [pool for pool in (first, second) if cache.cache.of_pool(pool)]
     return x.numpy().tolist(), elsewhere.tolist(), served == [first, second]
 
 
@@ -293,7 +294,7 @@ def test_calls_on_a_stream_of_their_own_come_in_between_and_keep_their_tensors()
             self.recorded = stream
 
     torch = Streams()
-    side = work.Side(torch, 0)
+    side = SideStream(torch, 0)
     tensors = [Tensor([n]) for n in range(3)]
     gone = [weakref.ref(tensor) for tensor in tensors]
     found = [side.submit(torch, torch.call, (tensor,), []) for tensor in tensors]

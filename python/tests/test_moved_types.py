@@ -50,7 +50,7 @@ def every_move(group, counts):
             for kind in ("window", "plain"):
                 mine = memory(pool, kind, parts[me])
                 out = memory(pool, kind, np.zeros(world * world * count, dtype))
-                comm.all_gather(out, mine)
+                comm.all_gather_into_tensor(out, mine)
                 compare(("all_gather", count, kind), out, np.concatenate(parts))
                 out = memory(pool, kind, np.zeros(world * count, dtype))
                 comm.all_to_all_single(out, mine)
@@ -113,8 +113,8 @@ def of_two_types(group):
         x = np.zeros(8, numpy_dtype(second if pool.rank else first))
         out = np.zeros(16, x.dtype)
         for call in (
-            lambda x=x: comm.broadcast(x),
-            lambda x=x, out=out: comm.all_gather(out, x),
+            lambda x=x: comm.broadcast(x, 0),
+            lambda x=x, out=out: comm.all_gather_into_tensor(out, x),
             lambda x=x: comm.all_to_all_single(x.copy(), x),
             lambda x=x: comm.all_to_all_single(x.copy(), x, [4, 4], [4, 4]),
         ):
@@ -145,7 +145,7 @@ def test_reductions_name_what_they_refuse_and_what_they_take(pool):
     comm = symmpool.Communicator(pool)
     for name in [*NAMED, "int4", "datetime64[s]", "S4"]:
         x = np.zeros(4, numpy_dtype(name))
-        for call in (lambda x=x: comm.all_reduce(x), lambda x=x: comm.reduce_scatter(x.copy(), x)):
+        for call in (lambda x=x: comm.all_reduce(x), lambda x=x: comm.reduce_scatter_tensor(x.copy(), x)):
             with pytest.raises(symmpool.InvalidArgumentError) as error:
                 call()
             assert str(x.dtype) in str(error.value) and "not reduced" in str(error.value)
@@ -165,7 +165,7 @@ def test_what_cannot_travel_says_why(pool):
         (np.zeros(2, ">u2"), "byte order"),
     ]:
         with pytest.raises(symmpool.InvalidArgumentError, match=why):
-            comm.broadcast(array)
+            comm.broadcast(array, 0)
 
 
 @pytest.mark.parametrize("name", [*NAMED, "bfloat16", "float8_e4m3fn"])

@@ -64,6 +64,9 @@ def parameters_of(stub, without_self):
     named = [(each, kind.POSITIONAL_OR_KEYWORD) for each in arguments.args]
     named = [(each, kind.POSITIONAL_ONLY) for each in arguments.posonlyargs] + named
     defaults = [None] * (len(named) - len(arguments.defaults)) + arguments.defaults
+    if arguments.vararg is not None:
+        named.append((arguments.vararg, kind.VAR_POSITIONAL))
+        defaults.append(None)
     named += [(each, kind.KEYWORD_ONLY) for each in arguments.kwonlyargs]
     defaults += arguments.kw_defaults
     found = [

@@ -64,7 +64,7 @@ PROGRAM = """
         assert out.memory[99] == 1.0
         assert not pool.is_window(x)
     refused(lambda: comm.all_reduce(torch.Tensor(4, torch.bool)), "tensor", "bool", "float32")
-    refused(lambda: comm.broadcast(torch.Tensor(4, torch.other)), "tensor", "other", "3 bytes")
+    refused(lambda: comm.broadcast(torch.Tensor(4, torch.other), 0), "tensor", "other", "3 bytes")
     refused(lambda: comm.all_reduce(torch.Tensor(4, contiguous=False)), "tensor", "contiguous()")
     refused(lambda: comm.all_reduce(x, out=torch.Tensor(3)), "out", "100")
     refused(lambda: comm.all_reduce(x, out=torch.Tensor(100, torch.int32)), "out", "int32")

@@ -31,10 +31,10 @@ def test_the_environment_says_how_many(monkeypatch):
 
 
 def test_room_is_left_on_devices_that_there_may_be():
-    symmpool.leave_room(0)
+    symmpool.share_sms(0)
     for nonsense in (-1, 2**32, 0.5, "cuda"):
         with pytest.raises((symmpool.InvalidArgumentError, TypeError), match="device|integer"):
-            symmpool.leave_room(nonsense)
+            symmpool.share_sms(nonsense)
 
 
 def test_several_groups_of_nccl_are_left_room(monkeypatch):
@@ -48,9 +48,9 @@ def test_several_groups_of_nccl_are_left_room(monkeypatch):
         dist = SimpleNamespace(distributed_c10d=SimpleNamespace(_world=SimpleNamespace(pg_map=made)))
         monkeypatch.setattr(sm_budget.process_groups, "distributed", lambda: dist)
         monkeypatch.setattr(sm_budget.process_groups, "backends_of", lambda group: group.backends)
-        monkeypatch.setattr(sm_budget, "leave_room", devices.append)
+        monkeypatch.setattr(sm_budget, "share_sms", devices.append)
         for device in (3, -1):
-            sm_budget.leave_others_room(device)
+            sm_budget.share_with_other_groups(device)
         return devices
 
     nccl, ours, gloo = {"cpu": "gloo", "cuda": "nccl"}, {"cuda": "symmpool"}, {"cpu": "gloo", "cuda": "gloo"}
@@ -59,4 +59,4 @@ def test_several_groups_of_nccl_are_left_room(monkeypatch):
     assert told(Group(nccl), Group(nccl, size=1)) == []
     assert told(Group(nccl), Group(ours), Group(gloo), Group({})) == []
     monkeypatch.setattr(sm_budget.process_groups, "distributed", lambda: None)
-    sm_budget.leave_others_room(0)
+    sm_budget.share_with_other_groups(0)

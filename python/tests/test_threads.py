@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import symmpool
-from symmpool.communicators import cache
+from symmpool.communicators import entry
 from symmpool.groups import pool_registry
 
 
@@ -134,7 +134,7 @@ def test_threads_that_come_at_once_get_one_communicator(monkeypatch):
         time.sleep(0.2)
         return symmpool.Communicator(pool, **options)
 
-    monkeypatch.setattr(cache, "Communicator", slow)
+    monkeypatch.setattr(entry, "Communicator", slow)
     (group,) = symmpool.Group.in_process(1)
     begin, found = threading.Barrier(8), []
 
@@ -158,7 +158,7 @@ def test_what_could_not_be_made_is_made_by_the_next_call(monkeypatch):
     (group,) = symmpool.Group.in_process(1)
     x = np.ones(3, np.float32)
     with monkeypatch.context() as patched, pytest.raises(symmpool.UnsupportedError) as raised:
-        patched.setattr(cache, "Communicator", refuse)
+        patched.setattr(entry, "Communicator", refuse)
         symmpool.all_reduce(x, group=group)
     # Also while the error keeps alive what there was when it was raised.
     assert raised.value.__traceback__ is not None and pool_registry.pools_of(group) == []

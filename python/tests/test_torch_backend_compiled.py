@@ -11,8 +11,10 @@ from test_torch_distributed import begin
 
 import symmpool  # noqa: F401
 from symmpool import backend
-from symmpool.communicators import work
-from symmpool.torch_backend import process_group
+from symmpool.collectives import layout, plans, reductions
+from symmpool.communicators import cache, entry, host_work, torch_state, work
+from symmpool.groups import names, pool_registry, process_groups, resolution
+from symmpool.torch_backend import counts, process_group, served_devices
 from symmpool.torch_backend import work as torch_work
 
 
@@ -20,7 +22,8 @@ def traced():
     """The functions under the backend that the compiler has taken for a program."""
     entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
     found = []
-    ours = (cache, layout, names, pool_registry, process_group, process_groups, resolution, torch_work, work)
+    ours = (cache, counts, entry, host_work, layout, names, plans, pool_registry, process_group)
+    ours += (process_groups, reductions, resolution, served_devices, torch_state, torch_work, work)
     for module in ours:
         owners = [each for each in vars(module).values() if isinstance(each, type)]
         for owner in (module, *owners):

@@ -12,7 +12,7 @@ from ranks import values
 from test_torch_distributed import begin
 
 import symmpool
-from symmpool.communicators import work
+from symmpool.communicators import host_work
 
 
 def nested(group, folder):
@@ -137,7 +137,7 @@ class Owner:
 
 def test_a_callback_waits_for_what_was_begun_before():
     owner = Owner()
-    worker = work.Worker(owner)
+    worker = host_work.Worker(owner)
     go, made = threading.Event(), []
     first = worker.submit(go.wait, (), [])
     second = worker.submit(made.append, (2,), ["second"])
@@ -154,14 +154,14 @@ def test_a_callback_waits_for_what_was_begun_before():
     fourth = worker.submit(made.append, (4,), [])
     go.set()
     # What follows calls comes after the callbacks, too.
-    fourth.turn.precede()
+    fourth.order.join()
     assert made == ["told", 2, "second is done", "at once", 3, 4]
     assert followed.done() and followed.wait() == ["third"]
 
 
 def test_a_future_asked_for_while_the_call_ends_is_told_once():
     owner = Owner()
-    worker = work.Worker(owner)
+    worker = host_work.Worker(owner)
     for _ in range(2000):
         assert worker.submit(int, (), []).get_future().wait() == []
     ran = threading.Event()
@@ -170,7 +170,7 @@ def test_a_future_asked_for_while_the_call_ends_is_told_once():
 
 def test_what_goes_wrong_in_a_call_of_a_callback_is_told():
     owner = Owner()
-    worker = work.Worker(owner)
+    worker = host_work.Worker(owner)
     go = threading.Event()
     first = worker.submit(go.wait, (), [])
 
@@ -189,11 +189,11 @@ def test_what_goes_wrong_in_a_call_of_a_callback_is_told():
 ENDS = """
 import threading, time
 import torch
-from symmpool.communicators import work
+from symmpool.communicators import host_work
 
 class Owner: pass
 owner = Owner()
-worker = work.Worker(owner)
+worker = host_work.Worker(owner)
 go, begun = threading.Event(), threading.Event()
 first = worker.submit(go.wait, (), [])
 def told(_):

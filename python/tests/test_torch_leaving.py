@@ -62,7 +62,7 @@ def interrupted_all(group):
     pool = symmpool.Pool(group, "cpu")
     comm = symmpool.Communicator(pool, timeout=60)
     numbers = torch.empty(group.world, dtype=torch.int64)
-    comm.all_gather(numbers, torch.tensor([os.getpid()]))
+    comm.all_gather_into_tensor(numbers, torch.tensor([os.getpid()]))
     if group.rank == 0:
         # As a terminal does, once the others wait; this one comes last.
         time.sleep(0.5)
@@ -285,7 +285,7 @@ def test_tensors_outlive_their_pool_and_their_group(world, tmp_path):
 ENDS = """
 import sys, threading, time
 import torch
-from symmpool.communicators import work
+from symmpool.communicators import host_work
 
 class Late:
     def __del__(self):
@@ -297,7 +297,7 @@ sys.late = Late()
 go, begun = threading.Event(), threading.Event()
 class Owner: pass
 owner = Owner()
-under_way = work.Worker(owner).submit(go.wait, (), [torch.ones(1)])
+under_way = host_work.Worker(owner).submit(go.wait, (), [torch.ones(1)])
 
 def told(future):
     begun.set()

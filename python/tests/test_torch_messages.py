@@ -20,7 +20,7 @@ from test_errors import free_port
 from symmpool.errors import InvalidStateError, TimeoutError, UnsupportedError
 from symmpool.groups.store import own_connection
 from symmpool.torch_backend import fallback, p2p
-from symmpool.torch_backend.nccl_p2p import Messages
+from symmpool.torch_backend.nccl_p2p import NcclChannels
 from symmpool.torch_backend.work import DoneWork
 
 CPU = torch.device("cpu")
@@ -43,13 +43,13 @@ class Rank:
             two._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
             return two
 
-        self.messages = Messages(connect)
+        self.channels = NcclChannels(connect)
 
     def send(self, tensor, to):
-        return self.messages.begin(self.rank, to, [tensor], lambda two, sent: two.send(sent, 1, 0))
+        return self.channels.begin(self.rank, to, [tensor], lambda two, sent: two.send(sent, 1, 0))
 
     def receive(self, tensor, source):
-        return self.messages.begin(source, self.rank, [tensor], lambda two, to: two.recv(to, 0, 0))
+        return self.channels.begin(source, self.rank, [tensor], lambda two, to: two.recv(to, 0, 0))
 
 
 def all_send_first(group, folder):
@@ -67,9 +67,9 @@ def all_send_first(group, folder):
             work.wait()
         wrong += [(p, turn, n) for (p, n), tensor in came.items() if tensor.tolist() != [p, turn, n]]
         assert all(work.is_completed() for work in works)
-    threads = [each.name for each in threading.enumerate() if each.name.startswith("message")]
-    me.messages.shutdown(30)
-    return wrong, threads, len(me.messages.groups())
+    threads = [each.name for each in threading.enumerate() if each.name.startswith("sends")]
+    me.channels.shutdown(30)
+    return wrong, threads, len(me.channels.groups())
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -127,7 +127,7 @@ def test_one_that_comes_when_the_other_has_given_up_waits_no_longer_than_that(tm
 ENDS = """
 import datetime, sys, time
 import torch, torch.distributed as dist
-from symmpool.torch_backend.nccl_p2p import Messages
+from symmpool.torch_backend.nccl_p2p import NcclChannels
 
 class Late:
     def __del__(self):
@@ -150,8 +150,8 @@ class Slow:
     delete_key = set
 
 sys.late = Late()
-sys.messages = Messages(lambda source, target, meet: meet(Slow(), 0, 60))
-sys.work = sys.messages.begin(0, 1, [torch.ones(1)], None)
+sys.channels = NcclChannels(lambda source, target, meet: meet(Slow(), 0, 60))
+sys.work = sys.channels.begin(0, 1, [torch.ones(1)], None)
 time.sleep(0.2)
 """
 
@@ -195,7 +195,7 @@ def first_is_waited_for(group, folder):
         return came.item()
     work = me.send(torch.tensor([5.0]), 1)
     assert not work.is_completed() and not work.is_success()
-    with pytest.raises(TimeoutError, match="message from rank 0 to rank 1: the other rank"):
+    with pytest.raises(TimeoutError, match="sends from rank 0 to rank 1: the other rank"):
         work.wait(datetime.timedelta(seconds=0.1))
     done.touch()
     assert work.wait() and work.is_completed() and work.exception() is None
@@ -217,9 +217,9 @@ def nobody_comes(group, folder):
             work.wait()
         assert work.is_completed() and not work.is_success() and work.exception() is not None
     assert time.monotonic() - began < 20
-    with pytest.raises(InvalidStateError, match="message from rank 0 to rank 1"):
+    with pytest.raises(InvalidStateError, match="sends from rank 0 to rank 1"):
         me.send(torch.zeros(1), 1)
-    me.messages.shutdown(5)
+    me.channels.shutdown(5)
     return "told"
 
 
@@ -237,7 +237,7 @@ def own_fault(group, folder):
     def fault(two, sent):
         raise ValueError("no such message")
 
-    wrong = me.messages.begin(0, 1, [torch.zeros(1)], fault)
+    wrong = me.channels.begin(0, 1, [torch.zeros(1)], fault)
     right = me.send(torch.tensor([7.0]), 1)
     with pytest.raises(ValueError, match="no such message"):
         wrong.wait()
@@ -252,7 +252,7 @@ def test_a_message_at_fault_leaves_the_others(tmp_path):
 def ended(group, folder):
     me = Rank(group, folder, seconds=2)
     work = me.send(torch.zeros(1), 1) if me.rank == 0 else None
-    me.messages.abort()
+    me.channels.abort()
     if work is not None:
         with pytest.raises(InvalidStateError, match="has ended"):
             work.wait()
@@ -292,7 +292,7 @@ class Batches:
 
 def test_batches_are_one_at_a_time_and_their_work_tells_the_tensors():
     group = Batches()
-    messages = Messages(lambda source, target, meet: group)
+    messages = NcclChannels(lambda source, target, meet: group)
     works, x, before = [], torch.ones(2), threading.active_count()
 
     def begin():
@@ -316,7 +316,7 @@ def test_batches_are_one_at_a_time_and_their_work_tells_the_tensors():
 @pytest.mark.parametrize("given, found", [((-1, -1), (6, -1)), ((4, 2), (4, 2)), ((32, 16), (6, 6))])
 def test_messages_that_wait_leave_room_on_the_device(given, found):
     # With 7 others 14 channels, each waiting in blocks of its own.
-    there = object.__new__(fallback.Beside)
+    there = object.__new__(fallback.FallbackBackends)
     there._place = (0, 8)
     config = types.SimpleNamespace(max_ctas=given[0], min_ctas=given[1])
     there._bound(config)
@@ -324,7 +324,7 @@ def test_messages_that_wait_leave_room_on_the_device(given, found):
 
 
 def test_messages_of_cuda_tensors_are_refused_where_gloo_would_send_them():
-    there = object.__new__(fallback.Beside)
+    there = object.__new__(fallback.FallbackBackends)
     there._place, there.names = (0, 2), {"cpu": "gloo", "cuda": "gloo"}
     with pytest.raises(UnsupportedError, match="SYMMPOOL_SHARED_DEVICE=1 ranks may share one"):
         there.begin((0, 1), torch.ones(1))
@@ -373,7 +373,7 @@ def on_device(*arguments):
 
 def test_messages_go_by_the_communicator_once_all_ranks_have_one(monkeypatch):
     elsewhere, comm, x = [], Comm(), on_device(3)
-    monkeypatch.setattr(p2p.work, "Side", Side)
+    monkeypatch.setattr(p2p, "SideStream", Side)
     messages = p2p.PointToPoint(0, 3, lambda channel, tensor: elsewhere.append(channel))
     messages.begin(x, 1, True)
     told = []
@@ -383,7 +383,7 @@ def test_messages_go_by_the_communicator_once_all_ranks_have_one(monkeypatch):
         # Rank 2 has begun to receive from rank 0 by NCCL, and rank 1 knows of nothing.
         return [here, "0>2 1>2"]
 
-    messages.decide(ask, comm, 0, None)
+    messages.use_communicator(ask, comm, 0, None)
     assert told == ["0>1"]
     for peer in (1, 2):
         messages.begin(x, peer, True)
@@ -405,7 +405,7 @@ def test_which_messages_are_carried_depends_on_what_both_ranks_know():
 
 
 def test_a_channel_that_nothing_carries_is_ours_later(monkeypatch):
-    monkeypatch.setattr(p2p.work, "Side", Side)
+    monkeypatch.setattr(p2p, "SideStream", Side)
 
     def refuse(channel, tensor):
         raise UnsupportedError("nothing")
@@ -413,6 +413,6 @@ def test_a_channel_that_nothing_carries_is_ours_later(monkeypatch):
     messages, comm, x = p2p.PointToPoint(0, 2, refuse), Comm(), on_device(3)
     with pytest.raises(UnsupportedError):
         messages.begin(x, 1, True)
-    messages.decide(lambda here: [here], comm, 0, None)
+    messages.use_communicator(lambda here: [here], comm, 0, None)
     messages.begin(x, 1, True)
     assert comm.carried == [("send", 1)]

@@ -139,7 +139,7 @@ def test_reductions_name_what_they_refuse(pool):
             continue  # which torch's DLPack shows as bytes, as which it has sums
         x = data(dtype, 0, 4)
         name = str(dtype).removeprefix("torch.")
-        for call in (lambda x=x: comm.all_reduce(x), lambda x=x: comm.reduce_scatter(x.clone(), x)):
+        for call in (lambda x=x: comm.all_reduce(x), lambda x=x: comm.reduce_scatter_tensor(x.clone(), x)):
             why = f"{name} are moved, not reduced.*float32"
             with pytest.raises(symmpool.InvalidArgumentError, match=why):
                 call()
@@ -154,8 +154,8 @@ def test_memory_that_is_not_what_it_shows_is_refused(pool):
         (torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), r"int_repr\(\)"),
     ]:
         with pytest.raises(symmpool.InvalidArgumentError, match=why):
-            comm.broadcast(wrong)
-    comm.broadcast(z.conj().resolve_conj())
+            comm.broadcast(wrong, 0)
+    comm.broadcast(z.conj().resolve_conj(), 0)
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,8 @@ class Ours(Side):
         comm = self.comm
         return {
             "all_reduce": lambda out, x: comm.all_reduce(x),
-            "all_gather": comm.all_gather,
-            "reduce_scatter": comm.reduce_scatter,
+            "all_gather": comm.all_gather_into_tensor,
+            "reduce_scatter": comm.reduce_scatter_tensor,
             "broadcast": lambda out, x: comm.broadcast(x, 0),
             "all_to_all": comm.all_to_all_single,
         }

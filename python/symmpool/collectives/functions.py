@@ -1,18 +1,25 @@
-"""Collectives on tensors with torch.distributed's signatures and meaning.
+"""Collectives on tensors with torch.distributed's names, signatures and meaning.
 
-Which communicator serves a call follows from the group that it names: see `symmpool.seats`. A process
-group of torch may also be given by its name.
+Which communicator serves a call follows from the group that it names: see `symmpool.communicators.cache`. A
+process group of torch may also be given by its name.
+
+Tensors are torch's, numpy's or this package's, on one device. Calls that only move data take elements of 1,
+2, 4, 8 or 16 bytes; reductions take floats, integers and bool, sums and products complex numbers as well, and
+bits of integers and bool can be combined (BAND, BOR, BXOR). Tensors of torch need not be contiguous. What a
+communicator does not reduce by itself, lists of tensors, `reduce`, `gather` and `scatter` go by way of copies
+that torch makes, so they need torch.
 
 No gradient flows through these calls: `symmpool.ops` has those with gradients. Where one writes to a
 tensor that requires grad, and a gradient comes back by way of that, torch warns, as it does after a call of
-torch.distributed. Modes of torch see calls on its tensors as operators of `torch.ops.symmpool`, so
-`make_fx` records them; under `torch.compile` they become operators too, but for `barrier`, which ends a
-graph.
+torch.distributed. Modes of torch see `all_reduce`, `all_gather_into_tensor`, `reduce_scatter_tensor`,
+`all_to_all_single`, `broadcast` and `barrier` on its tensors as operators of `torch.ops.symmpool`, so
+`make_fx` records them; under `torch.compile` they become operators too, but for `barrier`. That and all other
+calls end a compiled graph.
 
-A rank whose own arguments are wrong hears so at once, wherever the others are. They hear of it when they
-come to the call; where that is the group's first one, which all ranks meet in, a thread tells them.
+A rank whose own arguments are wrong raises that at once, wherever the others are. They raise DivergedError
+when they come to the call; where that is the group's first one, which all ranks meet in, a thread reports it.
 
-With `async_op=True` a call returns a `symmpool.work.Work` at once: on CUDA it runs on a stream of its own,
+With `async_op=True` a call returns a `symmpool.Work` at once: on CUDA it runs on a stream of its own,
 on the CPU in a thread of its own. Calls keep their order all the same: one that follows waits for
 those before, as collectives of one group must run in the same order on every rank.
 
@@ -26,73 +33,102 @@ from __future__ import annotations
 
 from typing import Any
 
-from symmpool.communicators import cache
+from symmpool.collectives.calls import Direct, make, needs_plan, op_name, reduction_needs_plan
+from symmpool.collectives.reduce_op import ReduceOp
+from symmpool.communicators import cache, devices, torch_state
 from symmpool.communicators.cache import communicator, forget, looked_up
-from symmpool.errors import InvalidArgumentError, TimeoutError
-from symmpool.groups.names import decline, root_of, sizes_or_none
+from symmpool.communicators.gradients import watch
+from symmpool.errors import InvalidArgumentError, InvalidStateError, TimeoutError, UnsupportedError
+from symmpool.groups.names import rank_in, sizes_or_none
 
 __all__ = [
+    "all_gather",
     "all_gather_into_tensor",
     "all_reduce",
+    "all_to_all",
     "all_to_all_single",
+    "all_to_all_v",
     "barrier",
     "broadcast",
     "communicator",
     "forget",
+    "gather",
+    "recv",
+    "reduce",
+    "reduce_scatter",
     "reduce_scatter_tensor",
+    "scatter",
+    "send",
 ]
 
 
 def all_reduce(
-    tensor: Any, op: Any = "sum", group: Any = None, async_op: bool = False, *, out: Any = None
+    tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, *, out: Any = None
 ) -> Any:
     """Reduces every rank's `tensor` in place; or into every rank's `out`, of the same length and
-    type. `op` is a name ("sum", "prod", "min", "max", "avg") or a constant of
-    torch.distributed.ReduceOp. Returns a Work with `async_op`, else None.
+    type. `op` is one of `ReduceOp`, its name ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor") or a
+    constant of torch.distributed.ReduceOp. Returns a Work with `async_op`, else None.
 
-    Tensors are contiguous, of torch, numpy or this package; see `Communicator` for their types and
-    for errors."""
-    if cache.compiling() or (cache.modes._is_in_torch_dispatch_mode and cache.is_seen(tensor, group)):
+    Raises InvalidArgumentError or TypeError for arguments that make no sense, and then DivergedError on the
+    other ranks; DivergedError where ranks make different calls; TimeoutError and PeerLostError where a rank
+    does not come."""
+    if torch_state.compiling() or (
+        torch_state.modes._is_in_torch_dispatch_mode and torch_state.is_seen(tensor, group)
+    ):
         from symmpool import ops
 
         return ops.traced_all_reduce(tensor, op, group, async_op, out)
+    entry = None
     try:
-        # As `cache.is_traced` and `cache.find_to_write` do: this call is made the most, and a frame more
-        # would be felt.
-        at = id(cache.torch_world._default_pg if group is None else group)
-        seat = looked_up[tensor.get_device()][at]
-        if group is not None and seat.registered is not None and group not in seat.registered:
-            raise KeyError(at)
-        if (tensor if out is None else out).requires_grad:
-            cache.watch(tensor if out is None else out)
+        # As `torch_state.is_traced` and `cache.communicator_to_write` do: this call is made the most, and
+        # another frame would take a tenth of its time.
+        at = id(torch_state.torch_world._default_pg if group is None else group)
+        entry = looked_up[tensor.get_device()][at]
+        if group is not None and entry.registered is not None and group not in entry.registered:
+            entry = None
+        elif (tensor if out is None else out).requires_grad:
+            watch(tensor if out is None else out)
     except (AttributeError, KeyError):
-        seat = cache.find_to_write(tensor, group, out, ("all_reduce", (tensor, op, out), None))
-        if seat is None:
-            return None
-    if async_op:
-        return seat.begin(seat.comm.all_reduce, (tensor, op, out), [tensor if out is None else out])
-    if seat.tail is not None:
-        seat.settle_for(seat.comm.all_reduce, (tensor, op, out))
-    try:
-        return seat.comm.all_reduce(tensor, op, out)
-    except TimeoutError as error:
-        cache.explain(seat, error)
-        raise
+        entry = None
+    if entry is not None and not async_op and entry.pending is None:
+        try:
+            if entry.comm._try_all_reduce(tensor, op, out):
+                return None
+        except TimeoutError as error:
+            entry.explain(error)
+            raise
+
+    def plan(rank: int, world: int) -> Any:
+        if needs_plan(tensor, out) or reduction_needs_plan(op, tensor):
+            from symmpool.collectives import layout, plans
+
+            x = layout.as_torch("tensor", tensor)
+            into = None if out is None else layout.as_torch("out", out)
+            made = plans.all_reduce(x, op_name(op), world, into)
+            return made._replace(results=[tensor if out is None else out])
+        return Direct("all_reduce", (tensor, op, out), None, [tensor if out is None else out])
+
+    return make(tensor, group, plan, async_op, [tensor if out is None else out])
 
 
 def reduce_scatter_tensor(
-    output: Any, input: Any, op: Any = "sum", group: Any = None, async_op: bool = False
+    output: Any, input: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Any:
     """Reduces part r of every rank's `input` into rank r's `output`. Otherwise as `all_reduce`."""
-    if cache.is_traced(output, group):
+    if torch_state.is_traced(output, group):
         from symmpool import ops
 
         return ops.traced_reduce_scatter(output, input, op, group, async_op)
-    arguments = (output, input, op)
-    seat = cache.find_to_write(output, group, None, ("reduce_scatter", arguments, None))
-    if seat is None:
-        return None
-    return cache.run(seat, seat.comm.reduce_scatter, arguments, [output], async_op)
+
+    def plan(rank: int, world: int) -> Any:
+        if needs_plan(output, input) or reduction_needs_plan(op, input):
+            from symmpool.collectives import layout, plans
+
+            tensors = layout.as_torch("output", output), layout.as_torch("input", input)
+            return plans.reduce_scatter_tensor(*tensors, op_name(op), world)._replace(results=[output])
+        return Direct("reduce_scatter_tensor", (output, input, op), None, [output])
+
+    return make(output, group, plan, async_op, [output])
 
 
 def all_gather_into_tensor(
@@ -101,15 +137,21 @@ def all_gather_into_tensor(
     """Copies rank r's `input_tensor` to part r of every rank's `output_tensor`. Where parts are as large
     as is said of `all_to_all_single`, outputs in a pool's memory lie at one offset on all ranks. Otherwise
     as `all_reduce`, but elements may be of any type that `Communicator` moves."""
-    if cache.is_traced(output_tensor, group):
+    if torch_state.is_traced(output_tensor, group):
         from symmpool import ops
 
         return ops.traced_all_gather(output_tensor, input_tensor, group, async_op)
-    arguments = (output_tensor, input_tensor)
-    seat = cache.find_to_write(output_tensor, group, None, ("all_gather", arguments, None))
-    if seat is None:
-        return None
-    return cache.run(seat, seat.comm.all_gather, arguments, [output_tensor], async_op)
+
+    def plan(rank: int, world: int) -> Any:
+        if needs_plan(output_tensor, input_tensor):
+            from symmpool.collectives import layout, plans
+
+            return plans.all_gather_into_tensor(
+                layout.as_torch("output_tensor", output_tensor), layout.as_torch("input_tensor", input_tensor)
+            )
+        return Direct("all_gather_into_tensor", (output_tensor, input_tensor), None, [output_tensor])
+
+    return make(output_tensor, group, plan, async_op, [output_tensor])
 
 
 def all_to_all_single(
@@ -125,16 +167,42 @@ def all_to_all_single(
     in all, leave a rank, outputs in a pool's memory lie at one offset on all ranks: they are allocated
     in the same order everywhere, or SYMMPOOL_ALL_TO_ALL=direct is set. Otherwise as `all_reduce`, but
     elements may be of any type that `Communicator` moves."""
-    if cache.is_traced(output, group):
+    if torch_state.is_traced(output, group):
         from symmpool import ops
 
         sizes = (output_split_sizes, input_split_sizes)
         return ops.traced_all_to_all(output, input, sizes, group, async_op)
-    arguments = (output, input, sizes_or_none(output_split_sizes), sizes_or_none(input_split_sizes))
-    seat = cache.find_to_write(output, group, None, ("all_to_all_single", arguments, None))
-    if seat is None:
-        return None
-    return cache.run(seat, seat.comm.all_to_all_single, arguments, [output], async_op)
+    sizes = (sizes_or_none(output_split_sizes), sizes_or_none(input_split_sizes))
+
+    def plan(rank: int, world: int) -> Any:
+        if needs_plan(output, input):
+            from symmpool.collectives import layout, plans
+
+            tensors = layout.as_torch("output", output), layout.as_torch("input", input)
+            return plans.all_to_all_single(*tensors, *sizes)
+        return Direct("all_to_all_single", (output, input, *sizes), None, [output])
+
+    return make(output, group, plan, async_op, [output])
+
+
+def all_to_all_v(
+    output: Any,
+    input: Any,
+    input_splits: Any,
+    output_splits: Any = None,
+    output_offsets: Any = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """As `all_to_all_single` with sizes in tensors, which are read when the call runs: on CUDA no host waits
+    for them. torch.distributed has no such call; see `Communicator.all_to_all_v`. Tensors are contiguous."""
+    _end_graph("all_to_all_v", output, group)
+    arguments = (output, input, input_splits, output_splits, output_offsets)
+
+    def plan(rank: int, world: int) -> Any:
+        return Direct("all_to_all_v", arguments, None, [output])
+
+    return make(output, group, plan, async_op, [output, output_splits, output_offsets])
 
 
 def broadcast(
@@ -142,24 +210,189 @@ def broadcast(
     src: int | None = None,
     group: Any = None,
     async_op: bool = False,
-    *,
     group_src: int | None = None,
 ) -> Any:
     """Copies rank `src`'s `tensor` into every other rank's. On a process group of torch `src` is a
     rank of the default group, as in torch, and `group_src` one of `group`; elsewhere they are the
     same. Otherwise as `all_gather_into_tensor`."""
-    if cache.is_traced(tensor, group):
+    if torch_state.is_traced(tensor, group):
         from symmpool import ops
 
         return ops.traced_broadcast(tensor, src, group, group_src, async_op)
-    root, wrong = root_of(group, src, group_src)
-    seat = cache.find_to_write(tensor, group, None, ("broadcast", (tensor, root), wrong))
-    if seat is None:
-        return None
-    if wrong is not None:
-        decline(seat, seat.comm.broadcast, tensor, root)
-        raise wrong
-    return cache.run(seat, seat.comm.broadcast, (tensor, root), [tensor], async_op)
+
+    def plan(rank: int, world: int) -> Any:
+        root = rank_in(group, "broadcast", src=src, group_src=group_src)
+        if needs_plan(tensor):
+            from symmpool.collectives import layout, plans
+
+            return plans.broadcast(layout.as_torch("tensor", tensor), root, rank)
+        return Direct("broadcast", (tensor, root), None, [tensor])
+
+    return make(tensor, group, plan, async_op, [tensor])
+
+
+def reduce(
+    tensor: Any,
+    dst: int | None = None,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Any:
+    """Reduces every rank's `tensor` into rank `dst`'s; the others keep theirs. `dst` and `group_dst` are as
+    `broadcast`'s sources. Otherwise as `all_reduce`, of which it is made."""
+    _end_graph("reduce", tensor, group)
+
+    def plan(rank: int, world: int) -> Any:
+        from symmpool.collectives import layout, plans
+
+        root = rank_in(group, "reduce", dst=dst, group_dst=group_dst)
+        _check_rank("reduce", "dst", root, world)
+        x = layout.as_torch("tensor", tensor)
+        return plans.reduce(x, op_name(op), root, rank, world)._replace(results=[tensor])
+
+    return make(tensor, group, plan, async_op, [tensor])
+
+
+def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+    """Copies rank r's `tensor` into tensor r of every rank's `tensor_list`. Ranks may have tensors of
+    different sizes; each list says all of them. Otherwise as `all_gather_into_tensor`, which makes fewer
+    copies."""
+    _end_graph("all_gather", tensor, group)
+
+    def plan(rank: int, world: int) -> Any:
+        from symmpool.collectives import layout, plans
+
+        outputs = _listed("tensor_list", tensor_list)
+        return plans.all_gather(outputs, layout.as_torch("tensor", tensor), world)
+
+    return make(tensor, group, plan, async_op, _each(tensor_list))
+
+
+def reduce_scatter(
+    output: Any, input_list: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Any:
+    """Reduces tensor r of every rank's `input_list` into rank r's `output`. Tensors of one list may be of
+    different sizes, the same on every rank. Otherwise as `reduce_scatter_tensor`, which makes fewer
+    copies."""
+    _end_graph("reduce_scatter", output, group)
+
+    def plan(rank: int, world: int) -> Any:
+        from symmpool.collectives import layout, plans
+
+        inputs, x = _listed("input_list", input_list), layout.as_torch("output", output)
+        return plans.reduce_scatter(x, inputs, op_name(op), rank, world)._replace(results=[output])
+
+    return make(output, group, plan, async_op, [output])
+
+
+def all_to_all(
+    output_tensor_list: Any, input_tensor_list: Any, group: Any = None, async_op: bool = False
+) -> Any:
+    """Sends tensor r of `input_tensor_list` to rank r, where it becomes tensor `rank` of
+    `output_tensor_list`. Tensors may be of different sizes. Otherwise as `all_to_all_single`, which makes
+    fewer copies."""
+    tensor = next(iter(_each(output_tensor_list)), None)
+    _end_graph("all_to_all", tensor, group)
+
+    def plan(rank: int, world: int) -> Any:
+        from symmpool.collectives import plans
+
+        outputs = _listed("output_tensor_list", output_tensor_list)
+        return plans.all_to_all(outputs, _listed("input_tensor_list", input_tensor_list), world)
+
+    return make(tensor, group, plan, async_op, _each(output_tensor_list))
+
+
+def gather(
+    tensor: Any,
+    gather_list: Any = None,
+    dst: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Any:
+    """Copies rank r's `tensor` into tensor r of rank `dst`'s `gather_list`; all are of one size. The others
+    pass no list. `dst` and `group_dst` are as `broadcast`'s sources; without both it is rank 0. Otherwise as
+    `all_gather`."""
+    _end_graph("gather", tensor, group)
+
+    def plan(rank: int, world: int) -> Any:
+        from symmpool.collectives import layout, plans
+
+        root = rank_in(group, "gather", dst=dst, group_dst=group_dst, default=0)
+        _check_rank("gather", "dst", root, world)
+        parts = _listed("gather_list", gather_list) if gather_list else None
+        return plans.gather(layout.as_torch("tensor", tensor), parts, root, rank, world)
+
+    return make(tensor, group, plan, async_op, _each(gather_list))
+
+
+def scatter(
+    tensor: Any,
+    scatter_list: Any = None,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Any:
+    """Copies tensor r of rank `src`'s `scatter_list` into rank r's `tensor`; all are of one size. The others
+    pass no list. `src` and `group_src` are as `broadcast`'s; without both it is rank 0. Otherwise as
+    `all_gather`."""
+    _end_graph("scatter", tensor, group)
+
+    def plan(rank: int, world: int) -> Any:
+        from symmpool.collectives import layout, plans
+
+        root = rank_in(group, "scatter", src=src, group_src=group_src, default=0)
+        _check_rank("scatter", "src", root, world)
+        parts = _listed("scatter_list", scatter_list) if scatter_list else None
+        return plans.scatter(layout.as_torch("tensor", tensor), parts, root, rank, world)
+
+    return make(tensor, group, plan, async_op, [tensor])
+
+
+def send(
+    tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
+) -> None:
+    """Sends `tensor` to rank `dst`, whose `recv` from this rank takes it: see `Communicator.send`. `dst` and
+    `group_dst` are as `broadcast`'s sources. Only two ranks take part, so the group's communicator must be
+    there already, by any collective before; else InvalidStateError. Tags make no difference, as with NCCL:
+    what one rank sends to another comes in the order in which it was sent."""
+    _end_graph("send", tensor, group)
+    _point_to_point("send", tensor, group, dst=dst, group_dst=group_dst)
+
+
+def recv(
+    tensor: Any, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
+) -> int:
+    """Receives into `tensor` what rank `src` sends: see `send`. Returns the sender's rank, as it was given. A
+    sender must be named."""
+    _end_graph("recv", tensor, group)
+    _point_to_point("recv", tensor, group, src=src, group_src=group_src)
+    return src if src is not None else group_src  # type: ignore[return-value]
+
+
+def _point_to_point(call: str, tensor: Any, group: Any, **peers: Any) -> None:
+    entry = None
+    if not cache.is_outside(group):
+        peer = rank_in(group, call, **peers)
+        if not cache.is_ready(tensor, group):
+            raise InvalidStateError(
+                f"symmpool.{call}: the group has no communicator yet, and all ranks take part where one is "
+                "made: begin with a collective on it, such as symmpool.barrier"
+            )
+    entry = cache.communicator_for(tensor, group)
+    if entry is None:
+        return
+    finish, place = None, tensor
+    if needs_plan(tensor):
+        from symmpool.collectives import layout
+
+        place, finish = (layout.plain(tensor), None) if call == "send" else layout.destination(tensor)
+    if call == "recv" and getattr(tensor, "requires_grad", False):
+        watch(tensor)
+    entry.run(getattr(entry.comm, call), (place, peer), [tensor], False, finish)
 
 
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, *, device: Any = None) -> Any:
@@ -167,10 +400,10 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, *
     every rank's has come to it. `device` says where, or `device_ids`, torch's list of one CUDA device's
     number; without both, where the group's first pool is, or on the CPU if there is none. It ends a
     compiled graph, so there is none under `fullgraph=True`."""
-    if cache.compiling():
+    if torch_state.compiling():
         from symmpool import ops
 
-        return ops.traced_barrier()
+        return ops.end_graph("barrier")
     if device is None and device_ids is not None:
         device = _device_of(device_ids)
     if device is None:
@@ -178,15 +411,13 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, *
             device = cache.first_device(group)
         except TypeError:
             device = "cpu"  # of what can be no group, as is said below
-    number = cache.number_of(str(device))
-    if cache.modes._is_in_torch_dispatch_mode and cache.is_seen(None, group):
+    number = devices.number_of(str(device))
+    if torch_state.modes._is_in_torch_dispatch_mode and torch_state.is_seen(None, group):
         from symmpool import ops
 
         return ops.dispatched_barrier(number, group, async_op)
-    seat = cache.search(None, group, number)
-    if seat is None:
-        return None
-    return cache.run(seat, seat.comm.barrier, (), [], async_op)
+    entry = cache.look_up(None, group, number)
+    return None if entry is None else entry.run(entry.comm.barrier, (), [], async_op)
 
 
 def _device_of(device_ids: Any) -> str:
@@ -196,3 +427,40 @@ def _device_of(device_ids: Any) -> str:
             f"device_ids: {device_ids!r} is no list of one number; a rank has one device"
         )
     return f"cuda:{numbers[0]}"
+
+
+def _end_graph(call: str, tensor: Any, group: Any) -> None:
+    """For calls that are no operators: they end a compiled graph, and modes of torch cannot see them."""
+    if torch_state.compiling():
+        from symmpool import ops
+
+        ops.end_graph(call)
+    if torch_state.modes._is_in_torch_dispatch_mode and tensor is not None and _is_fake(tensor):
+        raise UnsupportedError(
+            f"symmpool.{call}: it is no operator of torch, so a fake tensor has no result of it; all_reduce, "
+            "all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single and broadcast are"
+        )
+
+
+def _is_fake(tensor: Any) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def _check_rank(call: str, name: str, root: int, world: int) -> None:
+    if root >= world:
+        raise InvalidArgumentError(f"{call}: {name}: root {root} of a group of {world} ranks")
+
+
+def _each(tensors: Any) -> list[Any]:
+    return list(tensors) if isinstance(tensors, (list, tuple)) else []
+
+
+def _listed(name: str, tensors: Any) -> list[Any]:
+    """The tensors of a list, as torch's."""
+    from symmpool.collectives import layout
+
+    if not isinstance(tensors, (list, tuple)):
+        raise TypeError(f"{name}: a list of tensors is needed, one for each rank, not {type(tensors)}")
+    return [layout.as_torch(f"{name}[{at}]", each) for at, each in enumerate(tensors)]

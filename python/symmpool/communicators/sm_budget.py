@@ -1,10 +1,11 @@
-"""How communicators that module-level calls and the backend make share a device with others.
+"""How many multiprocessors the communicators of module-level calls and of the backend leave to others.
 
-A kernel that waits for a peer keeps its place on the device. With calls of several groups under way, on
-streams of their own, one that takes all of it keeps others outside, ours and NCCL's, and ranks that began
-with different ones wait for each other until time is over. Communicators know of each other, and leave each
-other room (`leave_room` tells them of others); of NCCL the backend tells them, before it has anything to do.
-Where groups of torch have NCCL itself nobody sees what it does: it is left room if there are several of them.
+A kernel that waits for a peer keeps its multiprocessors. With calls of several groups under way on streams of
+their own, one that takes all of them keeps the others from starting, ours and NCCL's, and ranks that began
+with different ones wait for each other until their time is over. Communicators of one process know of each
+other and divide the device. Of NCCL's kernels they know what `share_sms` says: the backend calls it before
+NCCL has anything to do. Where groups of torch use NCCL by themselves nobody sees their calls, so the device
+is shared as soon as there are several such groups.
 """
 
 from __future__ import annotations
@@ -12,26 +13,27 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from symmpool._symmpool import leave_room
+from symmpool._symmpool import share_sms
 from symmpool.errors import InvalidArgumentError
 from symmpool.groups import process_groups
 
-__all__ = ["concurrent", "leave_others_room", "shares_device"]
+__all__ = ["concurrent", "share_with_other_groups", "shares_device"]
 
 VARIABLE = "SYMMPOOL_CONCURRENT"
-# Says that several ranks may use one device; pools refuse what makes no sense.
+# Says that several ranks may use one device; pools refuse values that make no sense.
 _SHARED_DEVICE = "SYMMPOOL_SHARED_DEVICE"
-# As many as the option takes.
+# The most that `concurrent` of a communicator takes.
 _MOST = 16
 
 
 def shares_device() -> bool:
-    """Whether ranks may use one GPU, as the environment says: to try programs where there are fewer."""
+    """Whether the environment says that several ranks may use one GPU, to try programs where there are fewer
+    GPUs than ranks."""
     return os.environ.get(_SHARED_DEVICE) == "1"
 
 
 def is_count(said: str) -> bool:
-    """Whether that is a number of communicators."""
+    """Whether a text is a number of communicators that the option takes."""
     return said.isascii() and said.isdigit() and 1 <= int(said) <= _MOST
 
 
@@ -49,18 +51,19 @@ def concurrent(pool: Any) -> int | None:
     return int(said)
 
 
-def leave_others_room(device: int) -> None:
-    """Has communicators leave room on the device of that number (-1: the CPU) if several groups of torch
-    have a backend there whose kernels may wait for other ranks while ours do."""
+def share_with_other_groups(device: int) -> None:
+    """Has communicators share the multiprocessors of the device of that number (-1: the CPU) if several
+    groups of torch have a backend there whose kernels may wait for other ranks while ours do."""
     dist = process_groups.distributed()
     if device < 0 or dist is None:
         return
     made = list(dist.distributed_c10d._world.pg_map)
     theirs = [group for group in made if group.size() > 1 and _has_kernels(group)]
     if len(theirs) > 1:
-        leave_room(device)
+        share_sms(device)
 
 
 def _has_kernels(group: Any) -> bool:
-    """Ours know of each other, and gloo has none."""
+    """Whether a group's backend has kernels of which our communicators do not know: gloo has none, and ours
+    know of each other."""
     return process_groups.backends_of(group).get("cuda", "gloo") not in ("gloo", "symmpool")

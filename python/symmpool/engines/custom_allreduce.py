@@ -130,7 +130,7 @@ class CustomAllreduce:
         if not self.should_custom_all_gather(inp):
             return None
         out = inp.new_empty((inp.shape[0] * self.world_size, *inp.shape[1:]))
-        self._comm.all_gather(out, inp)
+        self._comm.all_gather_into_tensor(out, inp)
         return out
 
     def should_custom_reduce_scatter(self, inp: Any) -> bool:
@@ -151,7 +151,7 @@ class CustomAllreduce:
         if not self.should_custom_reduce_scatter(inp):
             return None
         out = inp.new_empty((inp.shape[0] // self.world_size, *inp.shape[1:]))
-        self._comm.reduce_scatter(out, inp, "sum")
+        self._comm.reduce_scatter_tensor(out, inp, "sum")
         return out
 
     def _fits(self, inp: Any, limit: int) -> bool:

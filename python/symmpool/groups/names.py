@@ -1,11 +1,10 @@
-"""Groups and ranks by what callers write for them, and calls that are refused here.
+"""Groups and ranks by what callers write for them.
 
 Needs no torch: names of its process groups are looked up where the program has imported it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import operator
 import threading
@@ -16,7 +15,7 @@ from symmpool._symmpool import Group, Pool
 from symmpool.errors import InvalidArgumentError
 from symmpool.groups import process_groups
 
-__all__ = ["decline", "group_of", "name_of", "resolved", "root_of", "sizes_or_none"]
+__all__ = ["group_of", "name_of", "rank_in", "resolved", "sizes_or_none"]
 
 # Groups that are none of torch's, by the names that they were given.
 _named: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -72,49 +71,34 @@ def resolved(group: Any) -> Any:
     return group_of(group) if isinstance(group, (str, tuple)) else group
 
 
-def root_of(group: Any, src: Any, group_src: Any) -> tuple[int, InvalidArgumentError | None]:
-    """The root of a broadcast; or -1, and what is wrong with it, which the other ranks are to hear of."""
-    try:
-        return _rank_of(group, src, group_src), None
-    except InvalidArgumentError as error:
-        return -1, error
-
-
-def _rank_of(group: Any, src: Any, group_src: Any) -> int:
-    """The rank of `group` that a call names as `src`, a rank of torch's default group if `group` is
-    one of torch's, or as `group_src`, one of `group`."""
+def rank_in(group: Any, call: str, default: int | None = None, **given: Any) -> int:
+    """The rank of `group` that a call names. `given` are two arguments by their names, of which one is needed
+    unless there is a default: a rank of torch's default group, where `group` is one of torch's ("src"), and a
+    rank of `group` ("group_src"). Raises InvalidArgumentError for what is no rank."""
     group = resolved(group)
-    if (src is None) == (group_src is None):
-        raise InvalidArgumentError("broadcast: one of src and group_src is needed")
-    name, given = ("group_src", group_src) if src is None else ("src", src)
+    (of_default, rank), (of_group, group_rank) = given.items()
+    if rank is None and group_rank is None and default is not None:
+        rank = default
+    if (rank is None) == (group_rank is None):
+        raise InvalidArgumentError(f"{call}: one of {of_default} and {of_group} is needed")
+    name, value = (of_group, group_rank) if rank is None else (of_default, rank)
     try:
-        rank = operator.index(given)
+        found = operator.index(value)
     except TypeError:
-        rank = -1
-    if not 0 <= rank < 1 << 32:
-        raise InvalidArgumentError(f"broadcast: {name}: {given!r} is no rank")
-    if src is None or group is None or isinstance(group, (Group, Pool)):
-        return rank
+        found = -1
+    if not 0 <= found < 1 << 32:
+        raise InvalidArgumentError(f"{call}: {name}: {value!r} is no rank")
+    if rank is None or group is None or isinstance(group, (Group, Pool)):
+        return found
     dist = process_groups.distributed()
     try:
-        return dist.get_group_rank(group, rank) if dist is not None else rank
+        return dist.get_group_rank(group, found) if dist is not None else found
     except ValueError as error:
         raise InvalidArgumentError(
-            f"broadcast: src: {rank}, of the default group, is no rank of the call's group ({error})"
+            f"{call}: {name}: {found}, of the default group, is no rank of the call's group ({error})"
         ) from None
 
 
 def sizes_or_none(sizes: Any) -> Any:
     """Split sizes; None where there are none, which torch also writes as an empty list."""
     return None if sizes is None or (isinstance(sizes, (list, tuple)) and not sizes) else sizes
-
-
-def decline(seat: Any, call: Any, *arguments: Any) -> None:
-    """Makes a call with arguments that the communicator refuses, so that the other ranks hear that
-    this one has no part in it and all stay in step. Waits neither for them nor for what was begun
-    before. Raises only what else there is to say, such as why the communicator is closed."""
-    with contextlib.suppress(InvalidArgumentError, TypeError):
-        if seat.tail is None:
-            call(*arguments)
-        else:
-            seat.begin(call, arguments, [])

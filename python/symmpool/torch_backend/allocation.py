@@ -1,4 +1,4 @@
-"""Tensors in a group's windows, for those who ask its backend for memory: `Backend.allocate_tensor`.
+"""Tensors in a group's windows, for code that asks its backend for memory: `Backend.allocate_tensor`.
 
 FSDP does, for what it gathers and scatters, after `set_allocate_memory_from_process_group_for_comm(True)`.
 Collectives on windows take one hop, and copy engines carry the largest, which leaves processors to the

@@ -1,5 +1,6 @@
-"""The backends of torch that a group of ours has beside it: gloo for the CPU, NCCL for CUDA. NCCL takes one
-rank a GPU, so that gloo, which goes by way of the host, is for both where ranks may share one."""
+"""The fallback backends of a group of ours, which are torch's: gloo for the CPU, NCCL for CUDA. NCCL takes
+one rank a GPU, so where ranks may share one, gloo is the fallback for both; its data goes by way of the
+host."""
 
 from __future__ import annotations
 
@@ -16,20 +17,21 @@ from symmpool.errors import InvalidStateError, UnsupportedError
 from symmpool.groups.process_groups import DEFAULT_TIMEOUT, seconds_of
 from symmpool.groups.store import own_connection
 from symmpool.torch_backend import allocation
-from symmpool.torch_backend.nccl_p2p import Messages
+from symmpool.torch_backend.nccl_p2p import NcclChannels
 
-__all__ = ["Beside"]
+__all__ = ["FallbackBackends"]
 
-# What messages that wait may take of a device together, in multiprocessors, of which an A100 has 108: fewer
-# than all, as those that they wait for must run. NCCL gives each of its blocks one.
+# How many multiprocessors waiting point-to-point kernels may take together. An A100 has 108: some are left,
+# as the kernels that they wait for must run. NCCL gives each of its blocks one.
 _MULTIPROCESSORS = 96
-# More are none the faster: as many as NCCL has channels at most.
+# More blocks are no faster: this is the most channels that NCCL has.
 _MOST_BLOCKS = 32
 
 
 def _in_group(kind: type) -> type:
-    """A backend of torch's in a group of ours, which `group` refers to, for what torch asks a group's
-    backends alone: it tells the group of a new timeout, and has memory in windows."""
+    """A class of backend of torch's that is one of a group of ours, to which its `group` refers. It does what
+    torch asks of a group's backends alone: it passes a new timeout on to the group, and has memory in
+    windows."""
 
     def _set_default_timeout(self: Any, timeout: Any) -> None:
         super(found, self)._set_default_timeout(timeout)
@@ -72,25 +74,26 @@ def _registered(group: dist.ProcessGroup, found: list[tuple[str, Any, Any]]) -> 
     return group
 
 
-def _there(method: Any) -> Any:
+def _alive(method: Any) -> Any:
     if method is None:
         raise InvalidStateError("symmpool: the group is gone")
     return method
 
 
-class Beside:
-    """The backends of one group of ours, which meet in stores of their own within the group's.
+class FallbackBackends:
+    """The fallback backends of one group of ours, which meet in stores of their own within the group's.
 
-    `names` says by kind of device which they are; calls of `rest` do not come back to our class.
-    `messages` are what NCCL sends from one rank to another."""
+    `names` are the backends' names by kind of device. `group` is a process group of torch's own class on the
+    same backends: its calls do not come back to our class. `channels` are the ways of NCCL from one rank to
+    another."""
 
     def __init__(self, group: Any, store: Any, timeout: Any, options: Any):
         """`options` are NCCL's."""
         self._store, self._place, self._options = store, (group.rank(), group.size()), options
         self._timeout = timeout
-        # Weakly: a group that is let go of is to go at once, with its store.
+        # A weak reference: a group that the program lets go of is to go at once, with its store.
         connected = weakref.WeakMethod(self._connected)
-        self.messages = Messages(lambda *which: _there(connected())(*which))
+        self.channels = NcclChannels(lambda *which: _alive(connected())(*which))
         # Each rank counts its groups in a store: one that outlives them, as a launcher's does, still has
         # the addresses of the last one's backends.
         count = f"symmpool/backend/{group.rank()}"
@@ -108,16 +111,16 @@ class Beside:
             elif _Nccl is not None:
                 found.append(("cuda", kinds.NCCL, self._nccl(timeout)))
         except BaseException:
-            # So that a second try meets those who have not been here yet.
+            # So that a second try meets the ranks that have not been here yet.
             with contextlib.suppress(Exception):
                 store.add(count, -1)
             raise
-        # Kept, or torch would find plain ones of its own in their place.
+        # Kept, or torch would find plain backends of its own in their place.
         self._backends = [backend for *_, backend in found]
         for backend in self._backends:
             backend.group = weakref.ref(group)
         self.names = {device: kind.name.lower() for device, kind, _ in found}
-        self.rest = _registered(dist.ProcessGroup(store, *self._place), found)
+        self.group = _registered(dist.ProcessGroup(store, *self._place), found)
         _registered(group, found)
 
     def _meeting(self, name: str, store: Any) -> Any:
@@ -129,20 +132,21 @@ class Beside:
         return _Nccl(self._meeting("nccl", self._store), *self._place, options)
 
     def begin(self, channel: tuple[int, int], tensor: torch.Tensor) -> Any:
-        """Begins a message of a CUDA tensor by NCCL, on the channel from one rank to another: its Work."""
+        """Begins to send or to receive a CUDA tensor by NCCL, on the channel from one rank to another.
+        Returns its Work."""
         if self.names.get("cuda") != "nccl":
             raise UnsupportedError(
-                "symmpool: before a group's first collective of CUDA tensors its messages of such are "
-                "NCCL's, which takes one rank a GPU, and with SYMMPOOL_SHARED_DEVICE=1 ranks may share one; "
-                "begin with a collective on the group, or send copies on the CPU"
+                "symmpool: before a group's first collective of CUDA tensors NCCL sends and receives them. "
+                "NCCL takes one rank a GPU, and with SYMMPOOL_SHARED_DEVICE=1 ranks may share one; begin "
+                "with a collective on the group, or send copies on the CPU"
             )
         source, target = channel
         if self._place[0] == source:
-            return self.messages.begin(*channel, [tensor], lambda two, sent: two.send(sent, 1, 0))
-        return self.messages.begin(*channel, [tensor], lambda two, to: two.recv(to, 0, 0))
+            return self.channels.begin(*channel, [tensor], lambda two, sent: two.send(sent, 1, 0))
+        return self.channels.begin(*channel, [tensor], lambda two, to: two.recv(to, 0, 0))
 
     def _connected(self, source: int, target: int, meet: Callable[..., None]) -> Any:
-        """A group of two ranks."""
+        """The group of two ranks that carries a channel, made once both are there."""
         number = 0 if self._place[0] == source else 1
         store = self._meeting(f"nccl/{source}-{target}", own_connection(self._store))
         meet(store, number, seconds_of(self._timeout) or DEFAULT_TIMEOUT)
@@ -157,22 +161,23 @@ class Beside:
         return _registered(dist.ProcessGroup(store, number, 2), [("cuda", kind, nccl)])
 
     def _bound(self, config: Any) -> None:
-        """Has messages of all channels fit on a device side by side: each may wait for its other rank."""
+        """Limits blocks so that the kernels of all channels fit on a device side by side: each may wait for
+        its other rank."""
         blocks = max(1, min(_MOST_BLOCKS, _MULTIPROCESSORS // (2 * (self._place[1] - 1))))
-        # Below 0 where nobody said so.
+        # Below 0 where nobody has set it.
         config.max_ctas = min(config.max_ctas, blocks) if config.max_ctas > 0 else blocks
         config.min_ctas = min(config.min_ctas, blocks)
 
     def timeout_is(self, timeout: Any) -> None:
-        """What the backends that torch tells of a new timeout tell the others."""
+        """Passes a new timeout on to the backends that torch does not know of."""
         self._timeout = timeout
-        for group in self.messages.groups():
+        for group in self.channels.groups():
             group._get_backend(torch.device("cuda"))._set_default_timeout(timeout)
 
     def shutdown(self) -> None:
-        """As the group's own, for what that does not know."""
-        self.messages.shutdown(seconds_of(self._timeout) or DEFAULT_TIMEOUT)
+        """As the group's own, for the backends that torch does not know of."""
+        self.channels.shutdown(seconds_of(self._timeout) or DEFAULT_TIMEOUT)
 
     def abort(self) -> None:
         """As `shutdown`."""
-        self.messages.abort()
+        self.channels.abort()

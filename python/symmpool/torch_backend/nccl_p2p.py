@@ -1,10 +1,10 @@
-"""Messages between two ranks that NCCL carries: a channel of two ranks for each direction.
+"""Point-to-point calls that NCCL carries: a channel of two ranks for each direction.
 
 On CUDA torch puts what two ranks send each other on one stream, where a send waits for its receive, and
-meets the other rank in the first call. A batch of both goes at once (`batch_isend_irecv`), but only in
-groups of torch's own class. In ours, ranks that all send first would wait for ever, for NCCL to meet and
-then on the device. So each direction has a stream of its own, and a channel is met in a thread: messages
-that come before wait in line, and the program goes on to what the other rank may be waiting for.
+connects to the other rank in the first call. A batch of both goes at once (`batch_isend_irecv`), but only in
+groups of torch's own class. In ours, ranks that all send first would wait for ever, first for NCCL to
+connect, then on the device. So each direction has a stream of its own, and a thread connects a channel: calls
+that come before that wait in a queue, and the program goes on to what the other rank may be waiting for.
 
 The thread asks a store whether the other rank is here before it calls NCCL, which would wait without a
 bound, and in C++: what comes back from there when the program has ended ends the process.
@@ -32,17 +32,17 @@ from symmpool.errors import InvalidStateError, TimeoutError
 from symmpool.groups.process_groups import seconds_of
 from symmpool.torch_backend.work import TorchWork, opaque
 
-__all__ = ["Messages"]
+__all__ = ["NcclChannels"]
 
-# What sends or receives, in a group of the two ranks: of numbers 0, which sends, and 1.
+# Sends or receives in the group of the two ranks: rank 0 of it sends, rank 1 receives.
 Call = Callable[[Any, list[torch.Tensor]], Any]
 # How long a rank pauses before it asks again whether the other is here, in seconds.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1e-4, 50e-3
 
 
 def _alone(group: Any, tensors: list[torch.Tensor], call: Call) -> Any:
-    """Makes a call as a batch of its own where there are batches: NCCL has another communicator for what
-    comes in none, and warns."""
+    """Makes a call as a batch of its own, where the backend has batches: outside of one, NCCL uses another
+    communicator and warns."""
     device = tensors[0].device
     if not group._get_backend(device).supports_coalescing:
         return call(group, tensors)
@@ -56,8 +56,8 @@ def _alone(group: Any, tensors: list[torch.Tensor], call: Call) -> Any:
 
 @opaque
 class _BatchWork(TorchWork):
-    """Work of a batch of one message. NCCL's of a batch has no results: asked for them, it reads where
-    nothing is."""
+    """Work of a batch of one call. NCCL's Work of a batch has no results, and reads invalid memory where it
+    is asked for them."""
 
     def __init__(self, work: Any, tensors: list[torch.Tensor]):
         super().__init__(work)
@@ -77,14 +77,14 @@ class _BatchWork(TorchWork):
 
 @opaque
 class _FirstWork(dist.Work):
-    """Work of a message that waits for its channel. Questions of its result wait until it is begun."""
+    """Work of a call that waits for its channel. `result` and `get_future` wait until it is begun."""
 
     def __init__(self, name: str, begun: concurrent.futures.Future[Any]):
         super().__init__()
         self._name, self._begun = name, begun
 
     def wait(self, timeout: Any = None) -> bool:
-        # What went wrong may be a timeout as well: that is no answer of the future's own.
+        # The call's own error may be a timeout too, so the future's TimeoutError would not tell them apart.
         if seconds_of(timeout) is not None:
             done, _ = concurrent.futures.wait([self._begun], seconds_of(timeout))
             if not done:
@@ -105,7 +105,7 @@ class _FirstWork(dist.Work):
         return begun and self._begun.result().is_success()
 
     def exception(self) -> Any:
-        # Of one that is begun torch can tell none to Python.
+        # torch shows Python no exception of a call that has begun.
         return self._begun.exception()
 
     def result(self) -> list[torch.Tensor]:
@@ -115,8 +115,8 @@ class _FirstWork(dist.Work):
         return self._begun.result().get_future()
 
 
-class _Message:
-    """A message in line."""
+class _QueuedCall:
+    """A call that waits for its channel."""
 
     def __init__(self, tensors: list[torch.Tensor], call: Call):
         self.tensors, self.call = tensors, call
@@ -126,13 +126,13 @@ class _Message:
         self._ready = torch.cuda.current_stream(device).record_event() if cuda else None
 
     def begin(self, group: Any) -> Any:
-        """Begins it behind what its program had put on the stream."""
+        """Begins the call behind what its program had put on the stream."""
         device = self.tensors[0].device
         with contextlib.ExitStack() as stack:
             if self._ready is not None:
                 stack.enter_context(torch.cuda.device(device))
-                # torch has 32 streams of each priority and gives them out in turn: this is to be none of
-                # those that channels have, behind whose messages it would come.
+                # torch has 32 streams of each priority and gives them out in turn. One of high priority is no
+                # stream of a channel, behind whose calls it would come.
                 stream = torch.cuda.Stream(device, priority=-1)
                 stack.enter_context(torch.cuda.stream(stream))
                 stream.wait_event(self._ready)
@@ -140,14 +140,14 @@ class _Message:
 
 
 class _Channel:
-    """What carries messages from one rank to another, in the order in which they are begun."""
+    """Carries calls from one rank to another, in the order in which they are begun."""
 
     def __init__(self, name: str, connect: Callable[[Callable[..., None]], Any]):
         self._name, self._connect = name, connect
         self._lock = threading.Lock()
-        # Held where a message is begun: a batch is nothing for two threads.
+        # Held where a call is begun: two threads cannot make batches at once.
         self._turn = threading.Lock()
-        self._line: collections.deque[_Message] = collections.deque()
+        self._waiting: collections.deque[_QueuedCall] = collections.deque()
         self._thread: threading.Thread | None = None
         self._group: Any = None
         self._open = False
@@ -166,59 +166,59 @@ class _Channel:
     def _queue(self, tensors: list[torch.Tensor], call: Call) -> Any:
         if tensors[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise InvalidStateError(
-                f"symmpool: {self._name}: the first message between two ranks cannot be captured in a "
-                f"graph; send one before, and wait for it"
+                f"symmpool: {self._name}: the first send or receive between two ranks cannot be captured in "
+                "a graph; make one before, and wait for it"
             )
-        message = _Message(tensors, call)
+        queued = _QueuedCall(tensors, call)
         if self._thread is None:
             _end_all_at_exit()
             thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            # Where there can be no more threads, nothing is in line.
+            # Where there can be no more threads, nothing is queued.
             thread.start()
             self._thread = thread
             _opening.add(self)
-        self._line.append(message)
-        return _FirstWork(self._name, message.begun)
+        self._waiting.append(queued)
+        return _FirstWork(self._name, queued.begun)
 
     def _serve(self) -> None:
-        """Meets the other rank, and begins what is in line. What comes later needs no thread."""
+        """Connects to the other rank, and begins the calls that wait. Later calls need no thread."""
         while True:
             with self._lock:
-                if self._failed is not None or not self._line:
+                if self._failed is not None or not self._waiting:
                     self._open, self._thread = self._failed is None, None
                     _opening.discard(self)
                     return
-                message = self._line[0]
-            begun, error = self._begun(message)
+                queued = self._waiting[0]
+            begun, error = self._begun(queued)
             with self._lock:
-                if not self._line:
-                    # Ended meanwhile, and all in line were told.
+                if not self._waiting:
+                    # The channel has ended meanwhile, and all queued calls have failed.
                     continue
-                self._line.popleft()
+                self._waiting.popleft()
             if error is None:
-                message.begun.set_result(begun)
+                queued.begun.set_result(begun)
                 continue
-            # It is kept, and would keep the group where it came through.
+            # The error is kept; its frames would keep the group.
             traceback.clear_frames(error.__traceback__)
-            message.begun.set_exception(error)
-            # Another message may be all right where this one was at fault.
+            queued.begun.set_exception(error)
+            # Where this call alone was at fault, another may succeed.
             if self._group is None or isinstance(error, dist.DistError):
                 self.fail(error)
 
-    def _begun(self, message: _Message) -> tuple[Any, BaseException | None]:
+    def _begun(self, queued: _QueuedCall) -> tuple[Any, BaseException | None]:
         try:
             if self._group is None:
                 group = self._connect(self._meet)
                 if self._failed is not None:
                     raise self._failed
                 self._group = group
-            return message.begin(self._group), None
+            return queued.begin(self._group), None
         except BaseException as error:
             return None, error
 
     def _meet(self, store: Any, rank: int, seconds: float) -> None:
-        """Waits until the other of the two ranks is here, too. By questions: a rank that waits in the store
-        itself keeps a connection from all that others have to say."""
+        """Waits until the other of the two ranks is here, too. It asks the store again and again, as a rank
+        that waits in the store itself keeps its connection from all other uses."""
         own, other = f"here/{rank}", f"here/{1 - rank}"
         store.set(own, "")
         end, pause = time.monotonic() + seconds, _FIRST_PAUSE
@@ -227,8 +227,7 @@ class _Channel:
             if not ended and time.monotonic() < end:
                 pause = min(1.5 * pause, _LONGEST_PAUSE)
                 continue
-            # So that one that comes later waits for another try. One that has seen it goes on, and was
-            # here before.
+            # A rank that comes later then waits for another try. One that has seen the key is here already.
             store.delete_key(own)
             if ended:
                 raise InvalidStateError(f"symmpool: {self._name}: the group has ended")
@@ -239,12 +238,12 @@ class _Channel:
             store.set(own, "")
 
     def fail(self, error: BaseException) -> None:
-        """What is in line and what comes later fails so."""
+        """Queued and later calls fail with this error."""
         with self._lock:
             self._failed = self._failed or error
-            left, self._line = self._line, collections.deque()
-        for message in left:
-            message.begun.set_exception(error)
+            left, self._waiting = self._waiting, collections.deque()
+        for queued in left:
+            queued.begun.set_exception(error)
 
     def end(self) -> None:
         """As `fail`, at the end of the group: nobody waits for the other rank any more."""
@@ -252,30 +251,30 @@ class _Channel:
         self._ended.set()
 
     def settle(self, seconds: float) -> None:
-        """Waits until what is in line was begun, or failed."""
+        """Waits until the queued calls were begun, or failed."""
         thread = self._thread
         if thread is not None:
             thread.join(seconds)
 
     def group(self) -> Any:
-        """What carries the messages, once the other rank was met."""
+        """The group of the two ranks, once they are connected."""
         return self._group
 
 
-# Those that have a thread. A forked child has none of them, and perhaps a lock that one held.
+# Channels that have a thread. A forked child has none of the threads, but may have a lock that one held.
 _opening: weakref.WeakSet[_Channel] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_opening.clear)
 
 
 @functools.cache
 def _end_all_at_exit() -> None:
-    """With the first thread: what is registered last runs first."""
+    """Called with the first thread: functions that are registered last run first."""
     atexit.register(_end_all)
 
 
 def _end_all() -> None:
-    """Threads that come back to a finished interpreter are ended where they stand, in the middle of torch's
-    code, which ends the process."""
+    """A thread that comes back to a finished interpreter is ended where it is, in the middle of torch's code,
+    which aborts the process."""
     channels, end = list(_opening), time.monotonic() + 2
     for channel in channels:
         channel.end()
@@ -283,12 +282,12 @@ def _end_all() -> None:
         channel.settle(max(0.0, end - time.monotonic()))
 
 
-class Messages:
+class NcclChannels:
     """The channels of one group, which open as they are needed.
 
-    `connect` is called with a sender and a receiver, and with what waits for the other of the two in a store,
-    which takes the store, the number of this rank (0 sends, 1 receives) and a number of seconds. It gives
-    the group of these two."""
+    `connect(sender, receiver, meet)` returns the group of these two ranks. `meet(store, number, seconds)`
+    waits for the other of the two in a store; `number` is 0 on the rank that sends, 1 on the one that
+    receives."""
 
     def __init__(self, connect: Callable[[int, int, Callable[..., None]], Any]):
         self._connect = connect
@@ -296,23 +295,23 @@ class Messages:
         self._channels: dict[tuple[int, int], _Channel] = {}
 
     def begin(self, source: int, target: int, tensors: list[torch.Tensor], call: Call) -> Any:
-        """Begins a message. Work that waits as that of NCCL does; where a channel opens, also on the
-        host, until the other rank comes to it."""
+        """Begins a call. Returns Work whose `wait` does as that of NCCL's; while the channel is being
+        connected, it also blocks the host until the other rank comes to it."""
         with self._lock:
             channel = self._channels.get((source, target))
             if channel is None:
-                name = f"message from rank {source} to rank {target}"
+                name = f"sends from rank {source} to rank {target}"
                 channel = _Channel(name, functools.partial(self._connect, source, target))
                 self._channels[source, target] = channel
         return channel.begin(tensors, call)
 
     def _in_order(self) -> list[_Channel]:
-        """One order for all ranks: ends of channels may wait for each other."""
+        """The channels in one order for all ranks: the ends of channels may wait for each other."""
         with self._lock:
             return [self._channels[key] for key in sorted(self._channels)]
 
     def groups(self) -> list[Any]:
-        """What carries messages now."""
+        """The groups of the channels that are connected."""
         groups = [channel.group() for channel in self._in_order()]
         return [group for group in groups if group is not None]
 

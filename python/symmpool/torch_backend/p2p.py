@@ -1,15 +1,14 @@
-"""Point-to-point messages of CUDA tensors, for the backend: which way carries one.
+"""Point-to-point calls of CUDA tensors, for the backend: what carries each.
 
-Once a group has a communicator of ours, its messages go through that one's memory (`Communicator.send`,
-`Communicator.recv`): nothing has to be connected, loaded or allocated for them, so none waits for kernels
-that are under way, and no host for another rank. What a rank begins before the group's first collective
-goes by NCCL (`symmpool.messages`), which has two ranks meet where only two come; such a channel stays
-NCCL's. The first collective tells every rank which channels those are, so that both ends of one go the same
-way.
+Once a group has a communicator of ours, its sends and receives go through the communicator's memory
+(`Communicator.send`, `Communicator.recv`): nothing has to be connected, loaded or allocated for them, so none
+waits for kernels that are under way, and no host waits for another rank. What a rank begins before the
+group's first collective goes by NCCL (`symmpool.torch_backend.nccl_p2p`), as making a communicator takes all
+ranks and only two are there; such a channel stays NCCL's. At the first collective all ranks exchange which
+channels those are, so that both ends of a channel use the same.
 
-Each direction to each peer has a stream of its own, on which messages follow each other: ranks that all send
-first do not wait for ever, nor do those that all receive first.
-"""
+Each direction to each peer has a stream of its own, on which calls follow each other: ranks that all send
+first do not wait for ever, nor do those that all receive first."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from symmpool.collectives import layout
-from symmpool.communicators import work
+from symmpool.communicators.stream_work import SideStream
 from symmpool.errors import Error, InvalidArgumentError, InvalidStateError
 from symmpool.torch_backend.work import TorchWork, opaque
 
@@ -35,26 +34,26 @@ Channel = tuple[int, int]
 
 @opaque
 class PointToPoint:
-    """The messages of one group. `fallback` begins one where ours does not: it takes the channel and the
-    tensor, and gives torch's Work, or raises where nothing carries messages."""
+    """The point-to-point calls of one group. `fallback(channel, tensor)` begins a call that ours does not
+    carry: it returns torch's Work, or raises where nothing carries it."""
 
     def __init__(self, rank: int, size: int, fallback: Any):
         self._rank, self._size, self._fallback = rank, size, fallback
-        # Held while it is decided which way a channel goes, and so while the ranks agree on that.
+        # Held while it is decided what carries a channel, and so while the ranks agree on that.
         self._lock = threading.RLock()
-        # Channels that are NCCL's, here or at another rank.
-        self._elsewhere: set[Channel] = set()
+        # Channels that NCCL carries, here or at another rank.
+        self._nccl_channels: set[Channel] = set()
         # The communicator that carries all others, and its device's number.
         self._comm: Any = None
         self._device = -1
-        # Has its errors say more of a call.
+        # Adds to an error what is known of a call.
         self._explain: Any = None
-        self._sides: dict[tuple[int, bool], work.Side] = {}
-        self._to_self = _ToSelf()
+        self._streams: dict[tuple[int, bool], SideStream] = {}
+        self._to_self = _SelfChannel()
 
     def carries(self, tensors: list[torch.Tensor], peer: int) -> bool:
-        """Whether messages of such tensors are for `begin`, which both ranks answer alike. What nothing
-        would take the group's other backends refuse."""
+        """Whether such tensors are for `begin`; both ranks answer alike. Others go to the fallback backends,
+        which refuse those that nobody takes."""
         return (
             len(tensors) == 1
             and tensors[0].device.type == "cuda"
@@ -64,35 +63,37 @@ class PointToPoint:
         )
 
     def begin(self, tensor: torch.Tensor, peer: int, sends: bool) -> tuple[Any, bool]:
-        """Begins a message: its Work, and whether ours carries it. Returns at once."""
+        """Begins to send or to receive a tensor. Returns its Work, and whether ours carries it, at once."""
         if peer == self._rank:
             return self._to_self.begin(tensor, sends), True
         channel = (self._rank, peer) if sends else (peer, self._rank)
         number = tensor.device.index
         with self._lock:
-            comm = self._comm if number == self._device and channel not in self._elsewhere else None
+            comm = self._comm if number == self._device and channel not in self._nccl_channels else None
             if comm is None:
                 begun = self._fallback(channel, tensor)
-                self._elsewhere.add(channel)
+                self._nccl_channels.add(channel)
                 return begun, False
-            side = self._sides.get((peer, sends))
-            if side is None:
-                side = self._sides[peer, sends] = work.Side(torch, number, self._explain)
+            stream = self._streams.get((peer, sends))
+            if stream is None:
+                stream = self._streams[peer, sends] = SideStream(torch, number, self._explain)
         if sends:
             place, finish, call = layout.plain(tensor), None, comm.send
         else:
-            (place, finish), call = layout.place(tensor), comm.recv
-        return TorchWork(side.submit(comm, call, (place, peer), [tensor], finish)), True
+            (place, finish), call = layout.destination(tensor), comm.recv
+        return TorchWork(stream.submit(comm, call, (place, peer), [tensor], finish)), True
 
-    def decide(self, ask: Callable[[str], list[str]], comm: Any, device: int, explain: Any) -> None:
-        """A communicator carries messages from now on, but on channels that are NCCL's at any rank: `ask`
-        tells the others which are so here ("0>1 2>0"), and gives what all told. Meanwhile no message is
-        begun here."""
+    def use_communicator(
+        self, exchange: Callable[[str], list[str]], comm: Any, device: int, explain: Any
+    ) -> None:
+        """A communicator carries calls from now on, but on channels that are NCCL's at any rank. `exchange`
+        sends the other ranks which are so here ("0>1 2>0"), and returns what all ranks sent. Meanwhile no
+        call is begun here."""
         with self._lock:
-            here = " ".join(f"{source}>{target}" for source, target in sorted(self._elsewhere))
-            for channel in " ".join(ask(here)).split():
+            here = " ".join(f"{source}>{target}" for source, target in sorted(self._nccl_channels))
+            for channel in " ".join(exchange(here)).split():
                 source, _, target = channel.partition(">")
-                self._elsewhere.add((int(source), int(target)))
+                self._nccl_channels.add((int(source), int(target)))
             if self._comm is None:
                 self._comm, self._device, self._explain = comm, device, explain
 
@@ -100,19 +101,19 @@ class PointToPoint:
         """Lets go of the communicator. With `wait`, what was begun comes to its end before, by an error
         if its other rank does not come."""
         with self._lock:
-            comm, sides = self._comm, list(self._sides.values())
+            comm, streams = self._comm, list(self._streams.values())
             self._comm, self._device = None, -1
-            self._sides.clear()
+            self._streams.clear()
         if wait and comm is not None:
-            for side in sides:
-                # What went wrong was told to those who made the calls.
+            for stream in streams:
+                # Errors of the calls were raised to those who made them.
                 with contextlib.suppress(Error):
-                    comm.synchronize(side.handle)
+                    comm.synchronize(stream.handle)
 
 
 @opaque
-class _ToSelf:
-    """Messages of a rank to itself: a send meets a receive in the order in which they were begun."""
+class _SelfChannel:
+    """What a rank sends to itself: sends and receives are paired in the order in which they were begun."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -131,8 +132,8 @@ class _ToSelf:
             source, target = (tensor, partner) if sends else (partner, tensor)
             if source.numel() != target.numel() or source.dtype != target.dtype:
                 raise InvalidArgumentError(
-                    f"symmpool: a message to oneself of {source.numel()} elements of {source.dtype} meets a "
-                    f"receive of {target.numel()} of {target.dtype}; both ends are to name the same"
+                    f"symmpool: this rank sends itself {source.numel()} elements of {source.dtype} and "
+                    f"receives {target.numel()} of {target.dtype}; both must be the same"
                 )
             self._waiting.popleft()
         stream = torch.cuda.Stream(tensor.device)
@@ -150,7 +151,7 @@ class _ToSelf:
 
 @opaque
 class _SelfWork(dist.Work):
-    """Work of one end of a message to oneself."""
+    """Work of a send or a receive between a rank and itself."""
 
     def __init__(self, tensor: torch.Tensor):
         super().__init__()
@@ -158,14 +159,14 @@ class _SelfWork(dist.Work):
         self._done: Any = None
 
     def meet(self, done: Any) -> None:
-        """The other end was begun, and the message is there behind this event."""
+        """The other end was begun, and the data is there behind this event."""
         self._done = done
 
     def wait(self, timeout: Any = None) -> bool:
         if self._done is None:
             raise InvalidStateError(
-                "symmpool: a message to oneself is waited for before its other end was begun, which would "
-                "take for ever; begin both, then wait"
+                "symmpool: a rank waits for what it sends to itself, or receives from itself, before it has "
+                "begun both; the wait would never end. Begin both, then wait"
             )
         torch.cuda.current_stream(self._tensor.device).wait_event(self._done)
         return True

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["DoneWork", "Noting", "TorchWork", "joined", "opaque"]
+__all__ = ["DoneWork", "Recording", "TorchWork", "joined", "opaque"]
 
 
 def opaque(owner: Any) -> Any:
@@ -127,8 +127,8 @@ def joined(works: list[Any]) -> Any:
     return works[0] if len(works) == 1 else JoinedWork(works)
 
 
-class Noting:
-    """A group whose calls also put their work in a list."""
+class Recording:
+    """A group whose calls also append their Work to a list."""
 
     def __init__(self, group: Any, works: list[Any]):
         self._group, self._works = group, works

@@ -139,7 +139,7 @@ def moved_types(device, rank, world):
         comm = symmpool.Communicator(pool, timeout=20)
         dtype = second if rank else first
         try:
-            comm.broadcast(torch.zeros(100, dtype=dtype, device=device))
+            comm.broadcast(torch.zeros(100, dtype=dtype, device=device), 0)
             comm.synchronize()
         except symmpool.DivergedError as error:
             told.append(str(error))

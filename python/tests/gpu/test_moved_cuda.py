@@ -49,7 +49,7 @@ def every_move(group):
 
                 mine = like(parts[me].view(torch.uint8))
                 every, out = like(torch.zeros_like(whole)), like(torch.zeros_like(swapped))
-                comm.all_gather(every, mine)
+                comm.all_gather_into_tensor(every, mine)
                 comm.all_to_all_single(out, mine)
                 right = [same(every, whole), same(out, swapped)]
                 there = like(torch.zeros_like(swapped))
@@ -88,7 +88,7 @@ def refused(group):
         dtype = getattr(torch, second if group.rank else first)
         x = torch.zeros(100, dtype=dtype, device="cuda")
         try:
-            comm.broadcast(x)
+            comm.broadcast(x, 0)
             comm.synchronize()
         except symmpool.DivergedError as error:
             told.append(str(error))

@@ -1,0 +1,93 @@
+"""How module-level calls are made: straight, or by a plan where tensors or reductions need one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from symmpool.collectives.reduce_op import NATIVE, ReduceOp, op_name
+from symmpool.communicators import devices
+from symmpool.communicators.cache import communicator_for, first_device, look_up
+from symmpool.communicators.gradients import watch
+from symmpool.errors import InvalidArgumentError
+
+__all__ = ["Direct", "make", "needs_plan"]
+
+# Element types that communicators reduce, as torch, numpy and this package write them.
+_REDUCED = frozenset(
+    "float32 float64 float16 bfloat16 int32 int64 uint8 int8 float8_e4m3fn float8_e5m2".split()
+)
+# Those that `symmpool.collectives.reductions` knows a way for.
+_ENCODED = frozenset("bool int16 uint16 uint32 uint64 complex32 complex64 complex128".split())
+
+
+class Direct(NamedTuple):
+    """A call of a communicator whose arguments are the caller's. `symmpool.collectives.plans.Plan` has the
+    same fields."""
+
+    call: str
+    arguments: tuple[Any, ...]
+    finish: Callable[[], None] | None
+    results: list[Any]
+
+
+# Makes a call's plan on this rank of a number of ranks.
+Planner = Callable[[int, int], Any]
+
+
+def needs_plan(*tensors: Any) -> bool:
+    """Whether one of these is a tensor of torch whose elements do not lie row by row."""
+    for tensor in tensors:
+        is_contiguous = getattr(tensor, "is_contiguous", None)
+        if is_contiguous is None:
+            continue
+        try:
+            if not is_contiguous() or tensor.is_neg() or tensor.is_conj():
+                return True
+        except (AttributeError, RuntimeError, TypeError):
+            continue  # of a layout without strides, which the communicator refuses
+    return False
+
+
+def reduction_needs_plan(op: Any, tensor: Any) -> bool:
+    """Whether a communicator does not reduce such elements so, and there may be another way. What makes no
+    sense needs none: the communicator refuses it."""
+    dtype = str(getattr(tensor, "dtype", "")).removeprefix("torch.")
+    if dtype in _ENCODED:
+        return True
+    try:
+        return dtype in _REDUCED and op_name(op) not in NATIVE
+    except InvalidArgumentError:
+        return False
+
+
+def make(tensor: Any, group: Any, plan: Planner, async_op: bool, writes: Any = ()) -> Any:
+    """Makes a call on the communicator that serves a group on a tensor's device (without a tensor, where the
+    group's first pool is): Work with `async_op`, else None. The call writes to the tensors of `writes`.
+
+    What the plan refuses is raised here at once, and reported to the other ranks."""
+
+    def first(rank: int, world: int) -> tuple[str, tuple[Any, ...]]:
+        made = plan(rank, world)
+        return made.call, made.arguments
+
+    if tensor is None:
+        entry = look_up(None, group, devices.number_of(first_device(group)), first)
+    else:
+        entry = communicator_for(tensor, group, first)
+    if entry is None:
+        return None
+    try:
+        made = plan(entry.comm.rank, entry.comm.world)
+    except (InvalidArgumentError, TypeError) as why:
+        entry.refuse(str(why))
+        raise
+    for each in writes:
+        if getattr(each, "requires_grad", False):
+            watch(each)
+    return entry.run(getattr(entry.comm, made.call), made.arguments, made.results, async_op, made.finish)
+
+
+def native_or_encoded(op: Any) -> Any:
+    """An operation as plans take it: a name."""
+    return op.value if isinstance(op, ReduceOp) else op_name(op)

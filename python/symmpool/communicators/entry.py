@@ -1,0 +1,150 @@
+"""A communicator of the cache, and the order of the calls that are made on it."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from symmpool._symmpool import Communicator, Pool, check_call
+from symmpool.communicators import sm_budget
+from symmpool.communicators.devices import number_of
+from symmpool.errors import Error, InvalidArgumentError, TimeoutError
+from symmpool.groups import pool_registry
+
+__all__ = ["CommunicatorEntry", "name_pool"]
+
+
+class CommunicatorEntry:
+    """A pool's communicator, and what is under way on it."""
+
+    __slots__ = ("comm", "device", "pending", "runner", "registered", "_pool", "__weakref__")
+
+    def __init__(self, pool: Pool):
+        self.device = number_of(pool.device)
+        concurrent = sm_budget.concurrent(pool)
+        sm_budget.share_with_other_groups(self.device)
+        self.comm = Communicator(pool, timeout=pool_registry.timeout_of(pool), concurrent=concurrent)
+        self._pool = weakref.ref(pool)
+        # What has `join`, for the calls with async_op that nothing has waited for yet.
+        self.pending: Any = None
+        # What makes such calls: a stream, or a thread.
+        self.runner: Any = None
+        # Where torch has the process group that the pool is on, for as long as it is not destroyed.
+        self.registered: Any = None
+
+    def join_pending(self) -> None:
+        """What follows comes after all that was begun."""
+        pending = self.pending
+        if pending is None or (self.device < 0 and pending.is_here()):
+            # In a callback, which waits for nothing: calls of other threads still come after what was begun.
+            return
+        if self.device >= 0:
+            # Where a capture cannot wait for it that is an error, and later calls still come after it.
+            pending.join()
+            self.pending = None
+            return
+        self.pending = None
+        pending.join()
+
+    def check_and_join_pending(self, call: Any, arguments: tuple[Any, ...]) -> None:
+        """As `join_pending`, before such a call. Wrong arguments are refused first: what was begun may wait
+        for ranks that are elsewhere."""
+        try:
+            check_call(self.device, self.comm.rank, self.comm.world, call.__name__, arguments)
+        except (InvalidArgumentError, TypeError):
+            self.decline(call, *arguments)
+            raise
+        self.join_pending()
+
+    def decline(self, call: Any, *arguments: Any) -> None:
+        """Makes a call with arguments that the communicator refuses, so that the other ranks raise an error
+        with the reason and all ranks stay in step. Waits neither for them nor for what was begun before.
+        Raises only what else there is to say, such as why the communicator is closed."""
+        with contextlib.suppress(InvalidArgumentError, TypeError):
+            if self.pending is None:
+                call(*arguments)
+            else:
+                self.begin(call, arguments, [])
+
+    def refuse(self, why: str) -> None:
+        """As `decline`, for a call that this rank refuses for a reason of its own."""
+        self.decline(self.comm._refuse, why.removeprefix("symmpool: "))
+
+    def finish(self) -> None:
+        """Waits for all that was begun, which ends by itself: by an error if a rank does not come."""
+        if self.device < 0 and self.runner is not None and not self.runner.is_alive():
+            return  # in a forked child, which has no such thread
+        self.join_pending()
+        if self.device >= 0:
+            # Errors of the calls were raised to those who made them.
+            with contextlib.suppress(Error):
+                self.comm.synchronize()
+
+    def run(
+        self,
+        call: Any,
+        arguments: tuple[Any, ...],
+        results: list[Any],
+        async_op: bool,
+        finish: Callable[[], None] | None = None,
+    ) -> Any:
+        """Makes a call after those that were begun, and `finish` behind it: Work with `async_op`, else
+        None."""
+        if async_op:
+            return self.begin(call, arguments, results, finish)
+        if self.pending is not None:
+            self.check_and_join_pending(call, arguments)
+        try:
+            call(*arguments)
+        except TimeoutError as error:
+            self.explain(error)
+            raise
+        if finish is not None:
+            finish()
+        return None
+
+    def begin(self, call: Any, arguments: tuple[Any, ...], results: list[Any], finish: Any = None) -> Any:
+        """Makes a call without waiting for it, and `finish` behind it, wherever the call is made."""
+        if self.device < 0:
+            if self.runner is None:
+                from symmpool.communicators.host_work import Worker
+
+                self.runner = Worker(self, explainer(self))
+            begun = self.runner.submit(call, arguments, results, finish)
+        else:
+            if self.runner is None:
+                import torch
+
+                from symmpool.communicators.stream_work import SideStream
+
+                self.runner = SideStream(torch, self.device, explainer(self))
+            begun = self.runner.submit(self.comm, call, arguments, results, finish)
+        self.pending = begun.order
+        return begun
+
+    def explain(self, error: TimeoutError) -> None:
+        """Has an error of a call say which pool it went to, if there are several."""
+        pool = self._pool()
+        if pool is not None:
+            name_pool(pool, error)
+
+
+def name_pool(pool: Pool, error: TimeoutError) -> None:
+    """Adds to an error which pool a call went to, where that is in doubt."""
+    place = pool_registry.place_of(pool)
+    if place and place not in str(error):
+        error.args = (f"{error}; the call went to {place}",)
+
+
+def explainer(entry: CommunicatorEntry) -> Callable[[Exception], None]:
+    """`explain`, for what must not keep the entry."""
+    found = weakref.ref(entry)
+
+    def explain(error: Exception) -> None:
+        entry = found()
+        if entry is not None and isinstance(error, TimeoutError):
+            entry.explain(error)
+
+    return explain

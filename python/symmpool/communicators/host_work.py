@@ -1,0 +1,303 @@
+"""Calls with `async_op=True` on the CPU, which a thread makes.
+
+A thread makes such calls one after the other, and is the one that runs the callbacks of
+their futures, so these may make calls themselves. A callback's calls come right behind the call that it
+follows, before any that was begun since: they are made as they are begun. Where a future is done
+already, torch runs a callback at once, in the thread that adds it, and its calls come behind all that
+was begun. The two are one order on every rank if the program adds a callback that makes calls before it
+begins the next call on that communicator. A callback may also wait for a call that was begun before,
+by its Work or by its Work's own future (not by what `then` made of it): those up to it are made
+first. It must not wait for another thread of the program that waits for a later call, nor for a call on
+another communicator whose callbacks wait for this one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import queue
+import threading
+import time
+import weakref
+from typing import Any
+
+from symmpool.communicators.work import Explain, Finish, Work, leave_as_it_is, seconds_or_none
+from symmpool.errors import InvalidStateError, TimeoutError
+
+__all__ = ["HostWork", "Worker"]
+
+
+class _Done:
+    """That a call is done, for any number of threads that wait for it. It is made of one lock, as an Event
+    takes a third longer from one thread to another and back."""
+
+    __slots__ = ("_held", "_is_set", "callbacks_done")
+
+    def __init__(self) -> None:
+        self._held = threading.Lock()
+        self._held.acquire()
+        self._is_set = False
+        # That callbacks have run too, in the thread that made the call. None where nobody asked for a future
+        # before the call was done.
+        self.callbacks_done: threading.Event | None = None
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        """Called once, by the thread that has made the call."""
+        self._is_set = True
+        self._held.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until it is set, `timeout` seconds at most. Returns whether it is."""
+        if self._is_set:
+            return True
+        if self._held.acquire(timeout=-1 if timeout is None else timeout):
+            # Other threads may wait for it as well.
+            self._held.release()
+        return self._is_set
+
+    def wait_for_callbacks(self) -> None:
+        self.wait()
+        if self.callbacks_done is not None:
+            self.callbacks_done.wait()
+
+
+class HostWork(Work):
+    """A call that a thread makes."""
+
+    __slots__ = ("_queue", "_done", "_error", "_lock")
+
+    def __init__(self, results: list[Any], calls: _CallQueue):
+        super().__init__(results)
+        self._queue = calls
+        self._done = _Done()
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+
+    def run(
+        self,
+        call: Any,
+        arguments: tuple[Any, ...],
+        finish: Finish | None,
+        explain: Explain,
+    ) -> None:
+        try:
+            self._queue.make(call, arguments)
+            if finish is not None:
+                finish()
+        except Exception as error:
+            explain(error)
+            self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        """Releases those who wait, and completes the future, if somebody has it."""
+        with self._lock:
+            self._done.set()
+            # A future that is asked for from now on is completed where it is made.
+            callbacks_done = self._done.callbacks_done
+        if callbacks_done is not None:
+            try:
+                self._complete_future()
+            finally:
+                callbacks_done.set()
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._queue.advance(self._done)
+        if not self._done.wait(seconds_or_none(timeout)):
+            raise TimeoutError(f"symmpool: a collective is not done after {timeout}")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def exception(self) -> Exception | None:
+        return self._error
+
+    def join(self) -> None:
+        self._queue.advance(self._done)
+        self._done.wait()
+
+    @property
+    def order(self) -> _CallQueue:
+        # Not the work: its error keeps the frames that it came through, and what is in them, often the group.
+        # And not this call alone: calls of a callback do not come behind what was begun before.
+        return self._queue
+
+    def get_future(self) -> Any:
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._future = _future_class()(self._queue, self._done)
+            if not self._done.is_set():
+                # The thread that makes the call completes it.
+                self._done.callbacks_done = threading.Event()
+                return self._future
+        self._complete_future()
+        return self._future
+
+    def _complete_future(self) -> None:
+        if self._error is not None:
+            self._future.set_exception(self._error)
+        else:
+            self._future.set_result(self._results)
+
+
+@functools.cache
+def _future_class() -> Any:
+    import torch
+
+    class Future(torch.futures.Future):
+        """A future that a callback can wait for: the callback's thread makes the call first."""
+
+        def __init__(self, calls: _CallQueue, done: _Done):
+            super().__init__()
+            self._queue, self._done = calls, done
+
+        def wait(self) -> Any:
+            self._queue.advance(self._done)
+            return super().wait()
+
+    return Future
+
+
+class _CallQueue:
+    """Calls that wait for the thread that makes them, and whether one is being made. Only that may last: a
+    call may wait for a rank that does not come."""
+
+    def __init__(self, explain: Explain) -> None:
+        self.waiting: queue.SimpleQueue = queue.SimpleQueue()
+        self.explain = explain
+        # The thread that makes the calls, and the last one begun by another.
+        self.thread = 0
+        self.last: _Done | None = None
+        self._lock = threading.Lock()
+        self._calling = self._given_up = False
+
+    def is_here(self) -> bool:
+        """Whether this is the thread that makes the calls: it is in a callback, then."""
+        return threading.get_ident() == self.thread
+
+    def make(self, call: Any, arguments: tuple[Any, ...]) -> None:
+        """Makes a call. Never comes back from one that was given up."""
+        with self._lock:
+            self._calling = True
+        try:
+            call(*arguments)
+        finally:
+            with self._lock:
+                self._calling = False
+                given_up = self._given_up
+            if given_up:
+                # The program is ending and no longer waits for this thread.
+                threading.Event().wait()
+
+    def make_next(self) -> bool:
+        """Waits for a call and makes it. Returns False once there will be no more."""
+        item = self.waiting.get()
+        if item is None:
+            return False
+        work, call, arguments, finish = item
+        work.run(call, arguments, finish, self.explain)
+        return True
+
+    def advance(self, done: _Done) -> None:
+        """Where this is a callback, which keeps the thread from its calls: makes the calls up to the one
+        that is waited for."""
+        if done.is_set() or not self.is_here():
+            return
+        ends = False
+        while not done.is_set():
+            ends |= not self.make_next()
+        if ends:
+            # `_work`, which this callback was called from, ends by it.
+            self.waiting.put(None)
+
+    def join(self) -> None:
+        """Whatever this thread does next comes after all that was begun, and after the callbacks; in a
+        callback, after the call that it follows, as it does already."""
+        last = self.last
+        if last is not None and not self.is_here():
+            last.wait_for_callbacks()
+
+    def give_up(self) -> bool:
+        """Has the thread stop after the call that it is making. Returns whether it is making one."""
+        with self._lock:
+            self._given_up = self._calling
+            return self._given_up
+
+
+class Worker:
+    """A thread that makes calls one after the other. It ends when its owner is gone."""
+
+    def __init__(self, owner: Any, explain: Explain = leave_as_it_is):
+        self._queue = calls = _CallQueue(explain)
+        name = "symmpool collectives"
+        self._thread = threading.Thread(target=_work, args=(calls,), name=name, daemon=True)
+        self._thread.start()
+        calls.thread = self._thread.ident or 0
+        _end_all_at_exit()
+        _running[self._thread] = calls
+        weakref.finalize(owner, calls.waiting.put, None)
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def submit(
+        self,
+        call: Any,
+        arguments: tuple[Any, ...],
+        results: list[Any],
+        finish: Finish | None = None,
+    ) -> HostWork:
+        if not self.is_alive():
+            raise InvalidStateError(
+                "a communicator of another process is used in one forked from it; make a group, and "
+                "what is needed on it, after the fork"
+            )
+        calls = self._queue
+        work = HostWork(results, calls)
+        if calls.is_here():
+            # A callback may wait for its calls, so they are made at once: it keeps the thread until it
+            # returns.
+            work.run(call, arguments, finish, calls.explain)
+        else:
+            calls.last = work._done
+            calls.waiting.put((work, call, arguments, finish))
+        return work
+
+
+# Threads that may be making calls, and their queues, by which they are ended.
+_running: weakref.WeakKeyDictionary[threading.Thread, _CallQueue]
+_running = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def _end_all_at_exit() -> None:
+    """Called with the first thread, not before: functions that are registered last run first, and those that
+    torch has registered until then may take away what a call still uses."""
+    atexit.register(_end_all)
+
+
+def _end_all() -> None:
+    """A thread that comes back to a finished interpreter is ended where it is, in the middle of torch's code,
+    which aborts the process. So threads end before that, after the callbacks that they are in. One that waits
+    for a rank that does not come is given up: it never returns from that call."""
+    running = list(_running.items())
+    for _, calls in running:
+        calls.waiting.put(None)
+    end = time.monotonic() + 2
+    for thread, calls in running:
+        thread.join(max(end - time.monotonic(), 0))
+        while thread.is_alive() and not calls.give_up():
+            thread.join(0.01)
+
+
+def _work(calls: _CallQueue) -> None:
+    # By a function, whose locals would keep a call's tensors until the next call.
+    while calls.make_next():
+        pass

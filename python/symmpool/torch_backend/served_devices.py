@@ -1,0 +1,109 @@
+"""On which devices a group's collectives are ours, which all ranks agree on at the first call on each."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from symmpool.communicators import cache
+from symmpool.communicators.entry import explainer
+from symmpool.errors import Error, TimeoutError
+from symmpool.groups import agreement, process_groups, resolution
+
+__all__ = ["NAME", "ServedDevices", "number_of"]
+
+logger = logging.getLogger("symmpool.backend")
+
+NAME = "symmpool"
+
+# How far apart ranks may be that began to wait at one time, in seconds, when they have waited.
+_LATENESS = 2.0
+
+
+def number_of(device: torch.device) -> int:
+    """As `symmpool.communicators.devices.number_of`, which takes a device's name."""
+    if device.type == "cpu":
+        return -1
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+class ServedDevices:
+    """Whether communicators of ours serve a process group, by device. Methods take the group, which this does
+    not keep: a group that the program lets go of is to go at once, with its store."""
+
+    def __init__(self, seconds: float, p2p: Any):
+        """`seconds` is the group's timeout; `p2p` takes the communicator on CUDA once there is one."""
+        self._p2p = p2p
+        self.seconds = seconds
+        # By the device's number; unknown before the first call, and at the end.
+        self.known: dict[int, bool] = {}
+        self.ended = False
+
+    def end(self) -> None:
+        """From now on calls are refused."""
+        self.ended = True
+        self.known.clear()
+
+    def refuse_at_end(self, group: Any) -> None:
+        """Raises InvalidStateError once the group has ended."""
+        if self.ended:
+            raise resolution.ended(group)
+
+    def may_serve(self, group: Any, device: torch.device) -> bool:
+        """Whether `serves` may be True, as far as is known here. Talks to nobody."""
+        known = self.known.get(number_of(device), not self.ended)
+        return known and _is_named(group, device.type)
+
+    def serves(self, group: Any, device: torch.device) -> bool:
+        """Whether every rank has a communicator of ours there. The first call is collective."""
+        number = number_of(device)
+        found = self.known.get(number)
+        if found is None:
+            self.refuse_at_end(group)
+            found = _is_named(group, device.type) and self._agree(group, number)
+            self.known[number] = found
+        return found
+
+    def _agree(self, group: Any, number: int) -> bool:
+        name = "cpu" if number < 0 else f"cuda:{number}"
+        # Without the device's number: ranks use different ones.
+        kind = "cpu" if number < 0 else "cuda"
+        first = f"the first call on {kind}"
+        # Every rank comes here first, also one that cannot make a communicator: a rank that is missing now is
+        # absent, and nobody waits for it again.
+        agreement.agree(group, f"backend/{kind}/here", None, self.seconds, first)
+        why, left = None, self.seconds + _LATENESS
+        try:
+            cache.communicator(group, name)
+        except TimeoutError as error:
+            # The ranks that were waited for have given their reason before, or never will; the other ranks
+            # have waited as long as this one.
+            why, left = str(error), _LATENESS
+        except Error as error:
+            why = str(error)
+        # A rank that has no communicator is here up to a whole timeout before those that wait for it in vain.
+        refusals = agreement.agree(group, f"backend/{kind}", why, left, first)
+        if refusals and group.rank() == 0:
+            logger.warning("symmpool serves no collective on %s: %s", name, refusals)
+        if kind == "cuda" and not refusals:
+            self._choose_channels(group, number, first)
+        return not refusals
+
+    def _choose_channels(self, group: Any, number: int, first: str) -> None:
+        """All ranks have a communicator, which carries point-to-point calls from now on, but on channels that
+        one of the ranks has begun to use before."""
+        entry = cache.look_up(None, group, number)
+        assert entry is not None
+
+        def exchange(here: str) -> list[str]:
+            answers = agreement.agree(group, "backend/channels", here or None, self.seconds, first)
+            return list(answers.values())
+
+        self._p2p.use_communicator(exchange, entry.comm, number, explainer(entry))
+
+
+def _is_named(group: Any, kind: str) -> bool:
+    """Whether `init_process_group` named ours for such devices: it may name several backends."""
+    return process_groups.backends_of(group).get(kind, NAME) == NAME
