@@ -55,10 +55,10 @@ impl Terms {
         output: Argument<'_, '_>,
         input: Argument<'_, '_>,
     ) -> Result<(Tensor, Tensor), Refusal> {
-        let input = self.read("input", input, false)?;
-        let output = self.output("output", output, &input, None)?;
+        let input = self.read("input_tensor", input, false)?;
+        let output = self.output("output_tensor", output, &input, None)?;
         let parts = self.parts(input.count);
-        self.fits("output", output.count, parts, "one part for every rank")?;
+        self.fits("output_tensor", output.count, parts, "one part for every rank")?;
         Ok((input, output))
     }
 
