@@ -394,6 +394,7 @@ def test_calls_that_are_no_operators_end_a_compiled_graph():
 
     torch._dynamo.reset()
     assert torch.compile(step, backend="eager")(torch.ones(3)).tolist() == [3.0] * 3
+    torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="symmpool.all_gather has no place"):
         torch.compile(step, backend="eager", fullgraph=True)(torch.ones(3))
     with torch._subclasses.FakeTensorMode(), pytest.raises(symmpool.UnsupportedError, match="no operator"):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from symmpool.collectives.reduce_op import NATIVE, ReduceOp, op_name
-from symmpool.communicators import devices
+from symmpool.communicators import devices, torch_state
 from symmpool.communicators.cache import communicator_for, first_device, look_up
 from symmpool.communicators.gradients import watch
 from symmpool.errors import InvalidArgumentError
@@ -36,16 +36,18 @@ Planner = Callable[[int, int], Any]
 
 
 def needs_plan(*tensors: Any) -> bool:
-    """Whether one of these is a tensor of torch whose elements do not lie row by row."""
+    """Whether one of these is a tensor of torch that has strides, and whose elements do not lie row by
+    row."""
     for tensor in tensors:
         is_contiguous = getattr(tensor, "is_contiguous", None)
-        if is_contiguous is None:
+        # Tensors of other layouts are refused by the communicator.
+        if is_contiguous is None or str(getattr(tensor, "layout", "")) != "torch.strided":
             continue
         try:
             if not is_contiguous() or tensor.is_neg() or tensor.is_conj():
                 return True
         except (AttributeError, RuntimeError, TypeError):
-            continue  # of a layout without strides, which the communicator refuses
+            continue  # a nested tensor, for one
     return False
 
 
@@ -61,6 +63,7 @@ def reduction_needs_plan(op: Any, tensor: Any) -> bool:
         return False
 
 
+@torch_state.opaque
 def make(tensor: Any, group: Any, plan: Planner, async_op: bool, writes: Any = ()) -> Any:
     """Makes a call on the communicator that serves a group on a tensor's device (without a tensor, where the
     group's first pool is): Work with `async_op`, else None. The call writes to the tensors of `writes`.

@@ -373,6 +373,7 @@ def recv(
     return src if src is not None else group_src  # type: ignore[return-value]
 
 
+@torch_state.opaque
 def _point_to_point(call: str, tensor: Any, group: Any, **peers: Any) -> None:
     entry = None
     if not cache.is_outside(group):

@@ -19,6 +19,11 @@ __all__ = ["as_torch", "copy_back", "destination", "first_tensor", "plain", "row
 def as_torch(name: str, tensor: Any) -> torch.Tensor:
     """A tensor of torch on the memory of one of torch, numpy or this package. `name` is the argument's."""
     if isinstance(tensor, torch.Tensor):
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+            raise InvalidArgumentError(
+                f"{name}: a tensor of layout {tensor.layout}, of {tensor.dtype}; its elements must lie in "
+                "memory as they are: pass tensor.to_dense(), tensor.int_repr() or tensor.values()"
+            )
         return tensor
     if isinstance(tensor, Block):
         return torch.from_dlpack(tensor)

@@ -11,7 +11,10 @@ from typing import Any
 
 from symmpool.groups import process_groups
 
-__all__ = ["is_seen", "is_traced", "look_for_torch"]
+__all__ = ["is_seen", "is_traced", "look_for_torch", "opaque"]
+
+# Functions that the compiler is to call as they are, once torch is known.
+_opaque: list[Any] = []
 
 
 def _compiling_yet() -> bool:
@@ -71,6 +74,32 @@ def look_for_torch() -> None:
     world = getattr(getattr(dist, "distributed_c10d", None), "_world", None)
     _torch_is_known = world is not None
     torch_world = world if "_default_pg" in getattr(world, "__dict__", ()) else _World(world)
+    if torch is not None:
+        while _opaque:
+            skip(_opaque.pop())
+
+
+def opaque(function: Any) -> Any:
+    """A function that the compiler calls as it is, as it does torch's own process groups, which are C++. It
+    is marked as `torch._dynamo.disable` marks its wrapper, without one: calls cost nothing more."""
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = "a collective is no part of a graph; see functional collectives"
+    if _torch_is_known:
+        skip(function)
+    else:
+        _opaque.append(function)
+    return function
+
+
+def skip(function: Any) -> None:
+    """Has the compiler take no frame of a function for a program to trace, nor those that it calls."""
+    frames = getattr(sys.modules["torch"]._C._dynamo, "eval_frame", None)
+    if hasattr(frames, "set_code_exec_strategy"):
+        action = frames._FrameAction.SKIP
+        # The frame, and those that it calls.
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(action, action))
+    elif hasattr(frames, "skip_code"):
+        frames.skip_code(function.__code__)
 
 
 def is_seen(tensor: Any, group: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Work of torch's class, for callers that are C++, and what the compiler is told of it."""
+"""Work of torch's class, for callers that are C++, which the compiler does not trace."""
 
 from __future__ import annotations
 
@@ -7,23 +7,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from symmpool.communicators import torch_state
+
 __all__ = ["DoneWork", "Recording", "TorchWork", "joined", "opaque"]
 
 
 def opaque(owner: Any) -> Any:
-    """A class whose methods the compiler calls as they are, as it does torch's own process groups, which
-    are C++. Marked as `torch._dynamo.disable` marks its wrapper, without one: calls cost nothing more.
-    Also around what is not compiled itself the compiler takes each frame for a program to trace."""
-    frames = getattr(torch._C._dynamo, "eval_frame", None)
+    """A class whose methods the compiler calls as they are: see `torch_state.opaque`. The compiler would take
+    their frames for programs to trace, even where a program calls them that is not compiled itself."""
     for method in [each for each in vars(owner).values() if hasattr(each, "__code__")]:
-        method._torchdynamo_disable = True
-        method._torchdynamo_disable_msg = "a collective is no part of a graph; see functional collectives"
-        if hasattr(frames, "set_code_exec_strategy"):
-            skip = frames._FrameAction.SKIP
-            # The frame, and those that it calls.
-            frames.set_code_exec_strategy(method.__code__, frames._FrameExecStrategy(skip, skip))
-        elif hasattr(frames, "skip_code"):
-            frames.skip_code(method.__code__)
+        torch_state.opaque(method)
     return owner
 
 
