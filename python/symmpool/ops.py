@@ -35,7 +35,7 @@ import torch
 
 from symmpool._symmpool import Group, Pool
 from symmpool.collectives import plans
-from symmpool.collectives.calls import Direct, make, needs_plan, op_name, reduction_needs_plan
+from symmpool.collectives.calls import make, needs_plan, op_name, reduction_needs_plan
 from symmpool.collectives.layout import plain
 from symmpool.communicators.cache import communicator_for
 from symmpool.communicators.work import DoneWork
@@ -115,7 +115,7 @@ def _all_reduce_(x: torch.Tensor, op: str, group: str) -> None:
     def plan(rank: int, world: int) -> Any:
         if needs_plan(x) or reduction_needs_plan(op, x):
             return plans.all_reduce(x, op_name(op), world)
-        return Direct("all_reduce", (x, op), None, [])
+        return ("all_reduce", (x, op), None, [])
 
     _make(x, group, plan)
 
@@ -127,7 +127,7 @@ def _all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
     def plan(rank: int, world: int) -> Any:
         if reduction_needs_plan(op, x):
             return plans.all_reduce(x, op_name(op), world, out)
-        return Direct("all_reduce", (x, op, out), None, [])
+        return ("all_reduce", (x, op, out), None, [])
 
     _make(x, group, plan)
     return out
@@ -153,7 +153,7 @@ def _reduce_scatter_into_(out: torch.Tensor, x: torch.Tensor, op: str, group: st
     def plan(rank: int, world: int) -> Any:
         if needs_plan(out) or reduction_needs_plan(op, x):
             return plans.reduce_scatter_tensor(out, x, op_name(op), world)
-        return Direct("reduce_scatter_tensor", (out, plain(x), op), None, [])
+        return ("reduce_scatter_tensor", (out, plain(x), op), None, [])
 
     _make(out, group, plan)
 
@@ -186,7 +186,7 @@ def _broadcast_from_(x: torch.Tensor, src: int, group: str) -> None:
 
 
 def _barrier_(x: torch.Tensor, group: str) -> None:
-    _make(x, group, lambda rank, world: Direct("barrier", (), None, []))
+    _make(x, group, lambda rank, world: ("barrier", (), None, []))
 
 
 # What comes out of them, without doing it.

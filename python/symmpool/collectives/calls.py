@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from symmpool.collectives.reduce_op import NATIVE, ReduceOp, op_name
+from symmpool.collectives.reduce_op import NATIVE, op_name
 from symmpool.communicators import devices, torch_state
 from symmpool.communicators.cache import communicator_for, first_device, look_up
 from symmpool.communicators.gradients import watch
 from symmpool.errors import InvalidArgumentError
 
-__all__ = ["Direct", "make", "needs_plan"]
+__all__ = ["make", "needs_plan", "reduction_needs_plan", "with_results"]
 
 # Element types that communicators reduce, as torch, numpy and this package write them.
 _REDUCED = frozenset(
@@ -21,17 +21,7 @@ _REDUCED = frozenset(
 _ENCODED = frozenset("bool int16 uint16 uint32 uint64 complex32 complex64 complex128".split())
 
 
-class Direct(NamedTuple):
-    """A call of a communicator whose arguments are the caller's. `symmpool.collectives.plans.Plan` has the
-    same fields."""
-
-    call: str
-    arguments: tuple[Any, ...]
-    finish: Callable[[], None] | None
-    results: list[Any]
-
-
-# Makes a call's plan on this rank of a number of ranks.
+# Makes a call's plan, as those of `symmpool.collectives.plans`, on this rank of a number of ranks.
 Planner = Callable[[int, int], Any]
 
 
@@ -71,8 +61,7 @@ def make(tensor: Any, group: Any, plan: Planner, async_op: bool, writes: Any = (
     What the plan refuses is raised here at once, and reported to the other ranks."""
 
     def first(rank: int, world: int) -> tuple[str, tuple[Any, ...]]:
-        made = plan(rank, world)
-        return made.call, made.arguments
+        return plan(rank, world)[:2]
 
     if tensor is None:
         entry = look_up(None, group, devices.number_of(first_device(group)), first)
@@ -81,16 +70,17 @@ def make(tensor: Any, group: Any, plan: Planner, async_op: bool, writes: Any = (
     if entry is None:
         return None
     try:
-        made = plan(entry.comm.rank, entry.comm.world)
+        call, arguments, finish, results = plan(entry.comm.rank, entry.comm.world)
     except (InvalidArgumentError, TypeError) as why:
         entry.refuse(str(why))
         raise
     for each in writes:
         if getattr(each, "requires_grad", False):
             watch(each)
-    return entry.run(getattr(entry.comm, made.call), made.arguments, made.results, async_op, made.finish)
+    return entry.run(getattr(entry.comm, call), arguments, results, async_op, finish)
 
 
-def native_or_encoded(op: Any) -> Any:
-    """An operation as plans take it: a name."""
-    return op.value if isinstance(op, ReduceOp) else op_name(op)
+def with_results(plan: Any, results: list[Any]) -> Any:
+    """A plan whose Work has these tensors as its results: the caller's, where the plan's are others on the
+    same memory."""
+    return (*plan[:3], results)

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from symmpool.collectives.calls import Direct, make, needs_plan, op_name, reduction_needs_plan
+from symmpool.collectives.calls import make, needs_plan, op_name, reduction_needs_plan, with_results
 from symmpool.collectives.reduce_op import ReduceOp
 from symmpool.communicators import cache, devices, torch_state
 from symmpool.communicators.cache import communicator, forget, looked_up
@@ -105,8 +105,8 @@ def all_reduce(
             x = layout.as_torch("tensor", tensor)
             into = None if out is None else layout.as_torch("out", out)
             made = plans.all_reduce(x, op_name(op), world, into)
-            return made._replace(results=[tensor if out is None else out])
-        return Direct("all_reduce", (tensor, op, out), None, [tensor if out is None else out])
+            return with_results(made, [tensor if out is None else out])
+        return ("all_reduce", (tensor, op, out), None, [tensor if out is None else out])
 
     return make(tensor, group, plan, async_op, [tensor if out is None else out])
 
@@ -125,8 +125,8 @@ def reduce_scatter_tensor(
             from symmpool.collectives import layout, plans
 
             tensors = layout.as_torch("output", output), layout.as_torch("input", input)
-            return plans.reduce_scatter_tensor(*tensors, op_name(op), world)._replace(results=[output])
-        return Direct("reduce_scatter_tensor", (output, input, op), None, [output])
+            return with_results(plans.reduce_scatter_tensor(*tensors, op_name(op), world), [output])
+        return ("reduce_scatter_tensor", (output, input, op), None, [output])
 
     return make(output, group, plan, async_op, [output])
 
@@ -149,7 +149,7 @@ def all_gather_into_tensor(
             return plans.all_gather_into_tensor(
                 layout.as_torch("output_tensor", output_tensor), layout.as_torch("input_tensor", input_tensor)
             )
-        return Direct("all_gather_into_tensor", (output_tensor, input_tensor), None, [output_tensor])
+        return ("all_gather_into_tensor", (output_tensor, input_tensor), None, [output_tensor])
 
     return make(output_tensor, group, plan, async_op, [output_tensor])
 
@@ -180,7 +180,7 @@ def all_to_all_single(
 
             tensors = layout.as_torch("output", output), layout.as_torch("input", input)
             return plans.all_to_all_single(*tensors, *sizes)
-        return Direct("all_to_all_single", (output, input, *sizes), None, [output])
+        return ("all_to_all_single", (output, input, *sizes), None, [output])
 
     return make(output, group, plan, async_op, [output])
 
@@ -200,7 +200,7 @@ def all_to_all_v(
     arguments = (output, input, input_splits, output_splits, output_offsets)
 
     def plan(rank: int, world: int) -> Any:
-        return Direct("all_to_all_v", arguments, None, [output])
+        return ("all_to_all_v", arguments, None, [output])
 
     return make(output, group, plan, async_op, [output, output_splits, output_offsets])
 
@@ -226,7 +226,7 @@ def broadcast(
             from symmpool.collectives import layout, plans
 
             return plans.broadcast(layout.as_torch("tensor", tensor), root, rank)
-        return Direct("broadcast", (tensor, root), None, [tensor])
+        return ("broadcast", (tensor, root), None, [tensor])
 
     return make(tensor, group, plan, async_op, [tensor])
 
@@ -249,7 +249,7 @@ def reduce(
         root = rank_in(group, "reduce", dst=dst, group_dst=group_dst)
         _check_rank("reduce", "dst", root, world)
         x = layout.as_torch("tensor", tensor)
-        return plans.reduce(x, op_name(op), root, rank, world)._replace(results=[tensor])
+        return with_results(plans.reduce(x, op_name(op), root, rank, world), [tensor])
 
     return make(tensor, group, plan, async_op, [tensor])
 
@@ -281,7 +281,7 @@ def reduce_scatter(
         from symmpool.collectives import layout, plans
 
         inputs, x = _listed("input_list", input_list), layout.as_torch("output", output)
-        return plans.reduce_scatter(x, inputs, op_name(op), rank, world)._replace(results=[output])
+        return with_results(plans.reduce_scatter(x, inputs, op_name(op), rank, world), [output])
 
     return make(output, group, plan, async_op, [output])
 

@@ -12,27 +12,22 @@ sizes. All ranks allocate the same amounts in the same order, as they may be in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from symmpool.collectives.layout import check_destination, copy_back, destination, plain, row
-from symmpool.collectives.reductions import Reduction, reduction
+from symmpool.collectives.reduce_op import NATIVE
+from symmpool.collectives.reductions import REDUCED, Reduction, reduction
 from symmpool.errors import InvalidArgumentError
 
 __all__ = ["Plan", "check_lists"]
 
 
-class Plan(NamedTuple):
-    """A call of a communicator."""
-
-    #: The name of the communicator's method, and its arguments.
-    call: str
-    arguments: tuple[Any, ...]
-    #: Copies results to where they belong, behind the call.
-    finish: Callable[[], None] | None
-    #: The tensors that hold results then.
-    results: list[Any]
+# The name of the communicator's method, its arguments, what copies results to where they belong behind the
+# call, and the tensors that hold results then. A plain tuple: small calls take about as long as making an
+# object.
+Plan = tuple[str, tuple[Any, ...], Callable[[], None] | None, list[Any]]
 
 
 def all_reduce(tensor: torch.Tensor, op: str, world: int, out: torch.Tensor | None = None) -> Plan:
@@ -43,13 +38,14 @@ def all_reduce(tensor: torch.Tensor, op: str, world: int, out: torch.Tensor | No
             f"out: {out.numel()} elements of {out.dtype} where the input has {tensor.numel()} of "
             f"{tensor.dtype}"
         )
-    made = reduction(op, tensor.dtype)
+    # Asked here, too: a call less is felt by small calls of the backend.
+    made = None if op in NATIVE and tensor.dtype in REDUCED else reduction(op, tensor.dtype)
     if made is not None:
         return _encoded(tensor, made, world, target, True)
     place, finish = destination(target)
     if out is None:
-        return Plan("all_reduce", (place, op), finish, [target])
-    return Plan("all_reduce", (plain(tensor), op, place), finish, [target])
+        return ("all_reduce", (place, op), finish, [target])
+    return ("all_reduce", (plain(tensor), op, place), finish, [target])
 
 
 def _encoded(tensor: torch.Tensor, made: Reduction, world: int, target: torch.Tensor, keeps: bool) -> Plan:
@@ -58,10 +54,10 @@ def _encoded(tensor: torch.Tensor, made: Reduction, world: int, target: torch.Te
     if made.combine is None:
         total = torch.empty_like(source)
         finish = _decoded(target, made, lambda: total) if keeps else None
-        return Plan("all_reduce", (source, made.op, total), finish, [target])
+        return ("all_reduce", (source, made.op, total), finish, [target])
     parts = source.new_empty(world, source.numel())
     finish = _decoded(target, made, lambda: made.combine(parts)) if keeps else None
-    return Plan("all_gather_into_tensor", (parts, source), finish, [target])
+    return ("all_gather_into_tensor", (parts, source), finish, [target])
 
 
 def _decoded(target: torch.Tensor, made: Reduction, total: Callable[[], torch.Tensor]) -> Callable[[], None]:
@@ -84,20 +80,20 @@ def reduce(tensor: torch.Tensor, op: str, root: int, rank: int, world: int) -> P
     source = plain(tensor)
     total = torch.empty_like(source)
     finish = copy_back([(tensor, total)]) if rank == root else None
-    return Plan("all_reduce", (source, op, total), finish, [tensor])
+    return ("all_reduce", (source, op, total), finish, [tensor])
 
 
 def broadcast(tensor: torch.Tensor, root: int, rank: int) -> Plan:
     """The root's `tensor` copied into every other rank's."""
     # The root's is only read.
     place, finish = (plain(tensor), None) if rank == root else destination(tensor)
-    return Plan("broadcast", (place, root), finish, [tensor])
+    return ("broadcast", (place, root), finish, [tensor])
 
 
 def all_gather_into_tensor(output: torch.Tensor, input: torch.Tensor) -> Plan:
     """Every rank's `input`, one behind the other in `output`."""
     place, finish = destination(output)
-    return Plan("all_gather_into_tensor", (place, plain(input)), finish, [output])
+    return ("all_gather_into_tensor", (place, plain(input)), finish, [output])
 
 
 def reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, op: str, world: int) -> Plan:
@@ -105,7 +101,7 @@ def reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, op: str, wo
     made = reduction(op, input.dtype)
     if made is None:
         place, finish = destination(output)
-        return Plan("reduce_scatter_tensor", (place, plain(input), op), finish, [output])
+        return ("reduce_scatter_tensor", (place, plain(input), op), finish, [output])
     if output.dtype != input.dtype or input.numel() != output.numel() * world:
         raise InvalidArgumentError(
             f"input: {input.numel()} elements of {input.dtype} where {output.numel() * world} of "
@@ -115,10 +111,10 @@ def reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, op: str, wo
     if made.combine is None:
         total = source.new_empty(source.numel() // world)
         finish = _decoded(output, made, lambda: total)
-        return Plan("reduce_scatter_tensor", (total, source, made.op), finish, [output])
+        return ("reduce_scatter_tensor", (total, source, made.op), finish, [output])
     parts = torch.empty_like(source)
     finish = _decoded(output, made, lambda: made.combine(parts.view(world, -1)))
-    return Plan("all_to_all_single", (parts, source), finish, [output])
+    return ("all_to_all_single", (parts, source), finish, [output])
 
 
 def all_to_all_single(
@@ -127,7 +123,7 @@ def all_to_all_single(
     """Part r of every rank's `input`, sent to rank r."""
     place, finish = destination(output)
     arguments = (place, plain(input), output_sizes, input_sizes)
-    return Plan("all_to_all_single", arguments, finish, [output])
+    return ("all_to_all_single", arguments, finish, [output])
 
 
 def all_gather(outputs: list[torch.Tensor], input: torch.Tensor, world: int) -> Plan:
@@ -136,10 +132,10 @@ def all_gather(outputs: list[torch.Tensor], input: torch.Tensor, world: int) -> 
     sizes, sent = [each.numel() for each in outputs], row(input)
     flat, finish = _split(outputs, sizes)
     if len(set(sizes)) == 1:
-        return Plan("all_gather_into_tensor", (flat, sent), finish, outputs)
+        return ("all_gather_into_tensor", (flat, sent), finish, outputs)
     # Every rank sends all it has to every rank.
     counts = [sent.numel()] * world
-    return Plan("all_to_all_single", (flat, sent.repeat(world), sizes, counts), finish, outputs)
+    return ("all_to_all_single", (flat, sent.repeat(world), sizes, counts), finish, outputs)
 
 
 def reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], op: str, rank: int, world: int) -> Plan:
@@ -154,14 +150,15 @@ def reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], op: str, ra
             f"tensor {rank} has {sizes[rank]}"
         )
     part = whole.split(sizes)[rank].view(output.shape)
-    reduced, copied = all_reduce(whole, op, world), copy_back([(output, part)])
+    call, arguments, decode, _ = all_reduce(whole, op, world)
+    copy = copy_back([(output, part)])
 
     def finish() -> None:
-        if reduced.finish is not None:
-            reduced.finish()
-        copied()
+        if decode is not None:
+            decode()
+        copy()
 
-    return reduced._replace(finish=finish, results=[output])
+    return (call, arguments, finish, [output])
 
 
 def all_to_all(outputs: list[torch.Tensor], inputs: list[torch.Tensor], world: int) -> Plan:
@@ -170,7 +167,7 @@ def all_to_all(outputs: list[torch.Tensor], inputs: list[torch.Tensor], world: i
     sizes = [each.numel() for each in outputs]
     flat, finish = _split(outputs, sizes)
     counts = [each.numel() for each in inputs]
-    return Plan("all_to_all_single", (flat, _joined(inputs), sizes, counts), finish, outputs)
+    return ("all_to_all_single", (flat, _joined(inputs), sizes, counts), finish, outputs)
 
 
 def gather(tensor: torch.Tensor, parts: list[torch.Tensor] | None, root: int, rank: int, world: int) -> Plan:
@@ -180,11 +177,11 @@ def gather(tensor: torch.Tensor, parts: list[torch.Tensor] | None, root: int, ra
     flat = tensor.new_empty(world * count)
     sent = [count if peer == root else 0 for peer in range(world)]
     if rank != root:
-        return Plan("all_to_all_single", (flat[:0], row(tensor), [0] * world, sent), None, [])
+        return ("all_to_all_single", (flat[:0], row(tensor), [0] * world, sent), None, [])
     assert parts is not None
     pairs = zip(parts, flat.split(count) if count else [flat] * world, strict=True)
     finish = copy_back([(to, part.view(to.shape)) for to, part in pairs])
-    return Plan("all_to_all_single", (flat, row(tensor), [count] * world, sent), finish, parts)
+    return ("all_to_all_single", (flat, row(tensor), [count] * world, sent), finish, parts)
 
 
 def scatter(tensor: torch.Tensor, parts: list[torch.Tensor] | None, root: int, rank: int, world: int) -> Plan:
@@ -198,7 +195,7 @@ def scatter(tensor: torch.Tensor, parts: list[torch.Tensor] | None, root: int, r
         flat, sent = _joined(parts), [count] * world
     else:
         flat, sent = tensor.new_empty(world * count)[:0], [0] * world
-    return Plan("all_to_all_single", (place.view(-1), flat, received, sent), finish, [tensor])
+    return ("all_to_all_single", (place.view(-1), flat, received, sent), finish, [tensor])
 
 
 def check_lists(operation: str, world: int, *, single: torch.Tensor | None = None, **lists: Any) -> None:

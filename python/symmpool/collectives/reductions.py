@@ -18,7 +18,7 @@ from symmpool.collectives.layout import plain, row
 from symmpool.collectives.reduce_op import BITWISE, NATIVE
 from symmpool.errors import InvalidArgumentError
 
-__all__ = ["Reduction", "named", "reduction"]
+__all__ = ["REDUCED", "Reduction", "named", "reduction"]
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -34,7 +34,7 @@ _OPS = {
     )
 }
 # What communicators reduce. They move other types, too.
-_REDUCED = {
+REDUCED = {
     getattr(torch, name)
     for name in ("float32 float64 float16 bfloat16 int32 int64 uint8 int8 float8_e4m3fn float8_e5m2".split())
 }
@@ -44,7 +44,7 @@ def named(op: Any, tensors: Iterable[torch.Tensor]) -> str | None:
     """The name of torch's operation where communicators reduce such tensors by it; else None."""
     # Small calls take about as long as this, and a generator as long as all the rest.
     for tensor in tensors:
-        if tensor.dtype not in _REDUCED:
+        if tensor.dtype not in REDUCED:
             return None
     return _OPS.get(int(getattr(op, "op", op))) or _sum_of_inputs(op)
 
@@ -71,7 +71,7 @@ class Reduction(NamedTuple):
 def reduction(op: str, dtype: torch.dtype) -> Reduction | None:
     """How elements of a type are reduced by the operation of that name. None where a communicator does so
     itself. Raises InvalidArgumentError where nobody does."""
-    if dtype in _REDUCED and op in NATIVE:
+    if dtype in REDUCED and op in NATIVE:
         return None
     made = _bitwise(op, dtype) if op in BITWISE else _arithmetic(op, dtype)
     if made is None:
