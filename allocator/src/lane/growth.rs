@@ -1,8 +1,9 @@
 //! How a lane gets memory, moves it, and releases it.
 
+use super::backing::Backing;
 use super::free::{Free, FreeList, Near};
 use super::segments::{Growing, Growth, Move};
-use super::state::{Backing, LaneState};
+use super::state::LaneState;
 use super::streams::bit;
 use super::table::{BlockEntry, BlockState, NIL};
 use super::{EventKind, LaneKind, Segment, Site, UNIT, WindowPolicy};

@@ -13,6 +13,7 @@
 //! | --- | --- |
 //! | `state` | the lane itself: alloc, free, record, reclaim |
 //! | `config` | what a lane is built with |
+//! | `backing` | what a lane needs from outside: memory and stream events |
 //! | `growth` | how a lane gets memory from its backing, moves it and releases it (trim) |
 //! | `segments` | physical segments: how large, where, which may move |
 //! | `table` | the blocks: a slab, chained in address order |
@@ -31,6 +32,7 @@
 //! | `stats` | a lane's counts and sizes |
 #![forbid(unsafe_code)]
 
+mod backing;
 mod commit_trigger;
 mod config;
 mod deferred;
@@ -54,13 +56,14 @@ mod stats;
 mod streams;
 mod table;
 
+pub use backing::{Backing, NoBacking};
 pub use config::{LaneConfig, LaneKind, MAX_LANE_BYTES, UNIT, WindowPolicy};
 pub use divergence::{Divergence, Side};
 pub use history::Digest;
 pub use lane_event::{EventKind, LaneEvent};
 pub use segments::{Growth, Move, NewSegment, Segment};
 pub use site::{Line, Origin, Site, at_site};
-pub use state::{Backing, BlockKey, LaneState, NoBacking, Placed, Request};
+pub use state::{BlockKey, LaneState, Placed, Request};
 pub use stats::{ClassStats, LaneStats};
 pub use table::{BlockState, BlockView};
 

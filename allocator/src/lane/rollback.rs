@@ -5,9 +5,10 @@ use std::sync::OnceLock;
 
 use serde::{Deserialize, Serialize};
 
+use super::backing::Backing;
 use super::commit_trigger::CommitTrigger;
 use super::free::{Free, FreeList, Near};
-use super::state::{Backing, LaneState};
+use super::state::LaneState;
 use super::table::{BlockEntry, BlockState, NIL};
 use super::{EventKind, Segment, UNIT, WindowPolicy};
 use crate::{Error, Result};

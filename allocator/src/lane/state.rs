@@ -2,56 +2,21 @@
 
 use std::sync::OnceLock;
 
+use super::backing::Backing;
 use super::commit_trigger::CommitTrigger;
 use super::deferred::DeferredFrees;
 use super::free::FreeList;
 use super::history::{Checkpoints, Digest, History};
 use super::index::OffsetIndex;
-use super::segments::{Growth, Segments};
+use super::segments::Segments;
 use super::stats::{Counts, LaneStats};
 use super::streams::{Streams, bit};
 use super::table::{BlockEntry, BlockState, BlockTable, BlockView};
 use super::{EventKind, LaneConfig, LaneEvent, LaneKind, Segment, Site, UNIT, WindowPolicy};
 use crate::amount::Amount;
-use crate::driver::{Event, Stream};
+use crate::driver::Stream;
 use crate::error::ErrorKind;
 use crate::{Error, Result};
-
-/// What a lane needs from outside: physical memory and stream events. A backing never decides where
-/// something is placed.
-pub trait Backing {
-    /// Called when a commit has become due: the lane is about to grow, or enough deferred frees wait. It is
-    /// called before anything that can fail, so at the same event on every rank.
-    fn due(&mut self) {}
-    /// Makes and moves segments: all of `growth`, or none on an error.
-    fn grow(&mut self, growth: &Growth) -> Result<()>;
-    /// Records an event on `stream`.
-    fn record(&mut self, stream: Stream) -> Result<Event>;
-    /// Makes `stream` wait for `event`, on the device.
-    fn wait(&mut self, stream: Stream, event: &Event) -> Result<()>;
-    /// Destroys an event.
-    fn release(&mut self, event: Event);
-}
-
-/// A backing without memory: for planning, and for tests of the arithmetic.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct NoBacking;
-
-impl Backing for NoBacking {
-    fn grow(&mut self, _growth: &Growth) -> Result<()> {
-        Ok(())
-    }
-
-    fn record(&mut self, _stream: Stream) -> Result<Event> {
-        Ok(Event::numbered(0))
-    }
-
-    fn wait(&mut self, _stream: Stream, _event: &Event) -> Result<()> {
-        Ok(())
-    }
-
-    fn release(&mut self, _event: Event) {}
-}
 
 /// An allocation request.
 #[derive(Clone, Copy, Debug)]

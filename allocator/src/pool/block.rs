@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use bytemuck::Pod;
 
-use super::lane::SharedLane;
+use super::shared_lane::SharedLane;
 use crate::driver::Stream;
 use crate::lane::{BlockKey, here};
 use crate::{Error, Result};

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use super::commit_due::CommitDue;
 use super::committer::Committer;
 use super::early_handles::EarlyHandles;
-use super::lane::SharedLane;
+use super::shared_lane::SharedLane;
 use super::{CONTROL_LANE, Inner, Pool};
 use crate::driver::Driver;
 use crate::fork::Maker;

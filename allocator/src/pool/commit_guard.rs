@@ -5,8 +5,8 @@ use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::committer::Committer;
-use super::lane::SharedLane;
 use super::lane_memory::LaneInner;
+use super::shared_lane::SharedLane;
 use crate::Result;
 
 /// A symmetric lane, locked for the duration of a commit.

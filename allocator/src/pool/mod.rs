@@ -6,7 +6,8 @@
 //! | file | holds |
 //! | --- | --- |
 //! | `builder` | a pool's configuration, and the rendezvous that makes it |
-//! | `lane` | a lane with its lock: allocation, frees, trim |
+//! | `lane` | the public interface of a lane: allocation, trim, numbers |
+//! | `shared_lane` | a lane with its lock, its memory, and its place in the heap |
 //! | `lane_memory` | the physical memory of a lane, and how it grows |
 //! | `by_address` | a lane's calls for callers that keep addresses instead of blocks |
 //! | `free_queue` | frees that are queued because another thread has the lane's lock |
@@ -36,6 +37,7 @@ mod lane_memory;
 mod nccl_windows;
 mod resync;
 mod share;
+mod shared_lane;
 
 use std::fmt;
 use std::sync::atomic::AtomicBool;
@@ -62,7 +64,7 @@ use crate::{Error, Group, Result};
 use commit_due::CommitDue;
 use committer::Committer;
 use early_handles::EarlyHandles;
-use lane::SharedLane;
+use shared_lane::SharedLane;
 
 /// The lane that communicators take their control memory from.
 pub const CONTROL_LANE: &str = "symmpool.control";

@@ -1,0 +1,201 @@
+//! A lane with its lock, its memory, and its place in the heap.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, LockResult, Mutex, MutexGuard, PoisonError, TryLockError};
+
+use super::commit_due::CommitDue;
+use super::early_handles::EarlyHandles;
+use super::free_queue::{FreeQueue, QueuedCall};
+use super::lane_memory::{LaneInner, LaneMemory};
+use crate::fork::Maker;
+use crate::heap::Heap;
+use crate::lane::{BlockKey, LaneState, Site, WindowPolicy};
+use crate::{Error, Result};
+
+/// The lane itself, shared by the [`Lane`](super::Lane)s that name it and by its blocks.
+pub(crate) struct SharedLane {
+    pub(crate) name: String,
+    /// Where the lane begins in a slot.
+    pub(crate) base: u64,
+    pub(super) range: u64,
+    local: bool,
+    policy: WindowPolicy,
+    maker: Maker,
+    heap: Arc<Heap>,
+    /// Whether a commit (or resync) is under way, which holds the locks of all symmetric lanes.
+    committing: Arc<AtomicBool>,
+    /// Raised once a call has panicked inside the lane, so that a commit reports it to the other ranks.
+    /// `None` in a local lane, which takes no part in commits.
+    due: Option<Arc<CommitDue>>,
+    inner: Mutex<LaneInner>,
+    /// Frees without order that came while another thread, perhaps a commit, had the lock.
+    pub(super) free_queue: FreeQueue,
+}
+
+impl SharedLane {
+    pub(super) fn new(
+        state: LaneState,
+        base: u64,
+        range: u64,
+        heap: Arc<Heap>,
+        due: &Arc<CommitDue>,
+        handles: &Arc<EarlyHandles>,
+        committing: &Arc<AtomicBool>,
+    ) -> Arc<Self> {
+        let due = state.is_symmetric().then(|| due.clone());
+        let handles = state.is_symmetric().then(|| handles.clone());
+        let name = state.config().name.clone();
+        let (local, policy) = (state.is_local(), state.config().policy);
+        let memory = LaneMemory::new(heap.clone(), base, due.clone(), handles);
+        let inner = Mutex::new(LaneInner { state, memory });
+        let (committing, free_queue) = (committing.clone(), FreeQueue::default());
+        Arc::new(Self {
+            name,
+            base,
+            range,
+            local,
+            policy,
+            maker: Maker::here(),
+            heap,
+            committing,
+            due,
+            inner,
+            free_queue,
+        })
+    }
+
+    /// Locks the lane. An error in a forked child, whose copy of the lane would give out memory that its
+    /// parent gives out too. This is checked before locking, because another thread of the parent may have held
+    /// the lock at the fork. An error also once a call has panicked inside the lane.
+    #[inline]
+    pub(crate) fn lock(&self) -> Result<MutexGuard<'_, LaneInner>> {
+        self.check_process()?;
+        self.with_queue_applied(self.inner.lock())
+    }
+
+    /// Locks the lane for a commit. If a call has panicked inside it, the lane comes with the error that the
+    /// commit reports to all ranks. The caller is in the process that made the pool.
+    pub(super) fn lock_for_commit(&self) -> (MutexGuard<'_, LaneInner>, Result<()>) {
+        match self.inner.lock() {
+            Ok(mut inner) => {
+                self.free_queue.apply(&self.name, &mut inner);
+                (inner, Ok(()))
+            }
+            Err(poisoned) => (poisoned.into_inner(), Err(self.half_changed())),
+        }
+    }
+
+    /// Applies the queued frees to the locked lane.
+    #[inline]
+    fn with_queue_applied<'a>(
+        &self,
+        locked: LockResult<MutexGuard<'a, LaneInner>>,
+    ) -> Result<MutexGuard<'a, LaneInner>> {
+        let mut inner = locked.map_err(|_: PoisonError<_>| self.half_changed())?;
+        self.free_queue.apply(&self.name, &mut inner);
+        Ok(inner)
+    }
+
+    #[cold]
+    fn half_changed(&self) -> Error {
+        if let Some(due) = &self.due {
+            // The lane's lock is not needed here, because no commit succeeds and lowers it any more.
+            due.raise();
+        }
+        Error::invalid_state(format!(
+            "lane {:?} of rank {}: an earlier call panicked inside it and left it half changed, so \
+             its state cannot be relied on; build a new pool",
+            self.name,
+            self.heap.layout().rank
+        ))
+    }
+
+    pub(super) fn heap(&self) -> &Heap {
+        &self.heap
+    }
+
+    /// Whether commits share its segments.
+    pub(super) fn is_symmetric(&self) -> bool {
+        !self.local
+    }
+
+    pub(super) fn policy(&self) -> WindowPolicy {
+        self.policy
+    }
+
+    /// Whether this is the process that made the lane.
+    pub(super) fn is_here(&self) -> bool {
+        self.maker.is_here()
+    }
+
+    pub(super) fn free(&self, key: BlockKey, site: Site) -> Result<()> {
+        let LaneInner { state, memory } = &mut *self.lock()?;
+        state.free(key, site, memory)
+    }
+
+    pub(super) fn free_unordered(&self, key: BlockKey, site: Site) -> Result<()> {
+        match self.try_lock()? {
+            Some(mut inner) => {
+                let LaneInner { state, memory } = &mut *inner;
+                state.free_unordered(key, site, memory)
+            }
+            None => {
+                self.free_queue.push(QueuedCall::Free(key));
+                Ok(())
+            }
+        }
+    }
+
+    /// Lets a live block be freed by its address.
+    pub(super) fn allow_free_by_address(&self, key: BlockKey) {
+        match self.try_lock() {
+            // Cannot fail, because the caller owns the block.
+            Ok(Some(mut inner)) => drop(inner.state.allow_free_by_address(key)),
+            Ok(None) => self.free_queue.push(QueuedCall::AllowFreeByAddress(key)),
+            // Freeing it by its address will be refused for the same reason.
+            Err(_) => {}
+        }
+    }
+
+    /// An error in a process that was forked from the one that made the pool.
+    #[inline]
+    fn check_process(&self) -> Result<()> {
+        self.maker.check("a pool")
+    }
+
+    /// Locks the lane without waiting for a commit; `None` while another thread has the lock. A local lane
+    /// takes no part in commits, so its lock is simply taken. Errors as for [`lock`](Self::lock).
+    pub(super) fn try_lock(&self) -> Result<Option<MutexGuard<'_, LaneInner>>> {
+        if self.local {
+            return self.lock().map(Some);
+        }
+        self.check_process()?;
+        match self.inner.try_lock() {
+            Ok(inner) => self.with_queue_applied(Ok(inner)).map(Some),
+            Err(TryLockError::Poisoned(poisoned)) => {
+                self.with_queue_applied(Err(poisoned)).map(Some)
+            }
+            Err(TryLockError::WouldBlock) => Ok(None),
+        }
+    }
+
+    /// Locks the lane, waiting for other threads' calls but never for a commit under way, which may take as
+    /// long as the slowest rank.
+    pub(super) fn lock_unless_committing(&self) -> Result<MutexGuard<'_, LaneInner>> {
+        loop {
+            match self.try_lock()? {
+                Some(inner) => return Ok(inner),
+                // The flag is raised before a commit locks the lanes and lowered after it unlocks them.
+                // While it is down, the lock is held by a short call.
+                None if self.committing.load(Ordering::Acquire) => {
+                    return Err(Error::invalid_state(format!(
+                        "lane {:?}: a commit is under way in another thread; calls that change the \
+                         lane must come before or after it",
+                        self.name
+                    )));
+                }
+                None => std::thread::yield_now(),
+            }
+        }
+    }
+}
