@@ -6,9 +6,19 @@ VENV := .venv
 # Kernels are compiled with the oldest version of CUDA that is supported and with one of the next.
 NVRTC_PACKAGES := nvidia-cuda-nvrtc-cu12==12.4.127 nvidia-cuda-nvrtc==13.0.88
 NVRTC := $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu*/lib/libnvrtc.so.1[23]
-LOOM_FLAGS := --cfg loom
+TARGET := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
+CARGO_TEST := cargo test --workspace --all-features
+# The programs of collectives and of the allocator, as `$(CARGO_TEST)` builds them.
+PROGRAMS := $(TARGET)/debug/examples
+COLLECTIVES := $(PROGRAMS)/cuda_collectives
+# A file a suite: when its last run began in which everything passed.
+PASSED := $(TARGET)/passed
+begin = @mkdir -p $(PASSED) && touch $(PASSED)/.$(1)
+passed = @mv $(PASSED)/.$(1) $(PASSED)/$(1)
+# What the suites read, but for what they are made of themselves.
+files = $(shell find $(1) -type f -not -path '*/__pycache__*' -not -name '*.so')
 # Libraries in place of CUDA's driver and compiler, for devices that this machine's processors play.
-EMULATOR := $(CURDIR)/target/emulator
+EMULATOR := $(TARGET)/emulator
 EMULATED := LD_LIBRARY_PATH=$(EMULATOR) SYMMPOOL_CACHE_DIR=$(EMULATOR)/kernels
 CXXFLAGS := -std=c++20 -g -O2 -fPIC -shared -pthread -Wall -Wextra -Werror
 # Ways through every kernel, but for what takes minutes there: repeats and streams.
@@ -17,15 +27,27 @@ EMULATED_CHECKS := one_shot_ll,one_shot_ll128,one_shot_lamport,one_shot_pull,two
 # The tests of what is made for torch run on the CPU, but its Linux package brings CUDA's libraries:
 # 5 GB on disk. Another version is tested with, say, `make test TORCH=torch==2.15.0`.
 TORCH ?= torch==2.11.0
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
-.PHONY: demo test test-rust test-emulated test-loom test-python torch extension wheel lint bench bench-gpu tables docs clean
+.PHONY: demo test check test-tidy lint-and-build build test-rust test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu tables docs clean
 
 ## The main job: several rank processes, wrong sums and right ones, timings, a map of the heap.
 demo:
 	cargo run --release -p symmpool-collectives --example demo
 
-## Every test there is.
-test: lint test-rust test-emulated test-loom test-python
+## Every test there is. What needs no other's results is made at once, then run at once: much of it waits.
+test:
+	@+$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint-and-build torch
+	@+$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-rust test-emulated test-python
+
+## The same in a tree that ran them before, but for those of whose sources nothing changed since they passed.
+check:
+	@+$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint-and-build torch
+	@+$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-tidy $(PASSED)/rust $(PASSED)/emulated $(PASSED)/python
+
+lint-and-build: $(VENV)/ready
+	@+$(MAKE) --no-print-directory lint
+	@+$(MAKE) --no-print-directory build
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check . bench/record_gpu
@@ -34,41 +56,49 @@ lint: $(VENV)/ready
 	cargo clippy --workspace --all-targets --all-features -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --document-private-items
 
+# Tests and the programs that they start are built once: with one set of features, in one profile.
+build: $(EMULATOR)/libnvrtc.so.13
+	$(CARGO_TEST) --no-run
+	@+$(MAKE) --no-print-directory test-extension
+
 # Tests that need a device say "skipped: ..." where there is none; --nocapture lets it be seen.
 # What kernels take of a device is printed.
 test-rust: export SYMMPOOL_TEST_NVRTC = $(shell ls $(NVRTC) | paste -sd:)
 test-rust: $(VENV)/ready
-	cargo test --workspace --all-features --all-targets --exclude symmpool-tests
-	cargo test --workspace --all-features --doc
-	cargo test -p symmpool-tests
-	cargo test -p symmpool-collectives --all-features --lib jit::tests -- --nocapture
-	cargo test -p symmpool-collectives --test devices -- --nocapture
+	$(call begin,rust)
+	$(CARGO_TEST)
+	$(CARGO_TEST) --lib jit::tests -- --nocapture
+	$(CARGO_TEST) --test devices -- --nocapture
+	$(call passed,rust)
+
+# What documents and sources promise, whichever of them changed.
+test-tidy:
+	$(CARGO_TEST) --test tidy
+
+# Every interleaving of what processes and threads share. `make test-rust` has these tests too.
+test-loom:
+	$(CARGO_TEST) --lib loom
 
 # The CUDA driver's calls and every kernel, with no device: see tests/emulator.
 ifneq ($(shell command -v c++),)
 test-emulated: $(EMULATOR)/libnvrtc.so.13
-	$(EMULATED) cargo test -p symmpool-allocator --all-features --lib driver::cuda -- --nocapture
-	$(EMULATED) cargo run -q -p symmpool-allocator --all-features --example cuda_check -- --ranks 3
-	$(EMULATED) cargo test -p symmpool-collectives --all-features --lib cuda::
-	cargo build -q -p symmpool-collectives --all-features --example cuda_collectives
-	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
-		check --quick --ranks 2 --algorithms first_calls
-	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
-		check --quick --ranks 2 --algorithms $(EMULATED_CHECKS)
-	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
-		check --quick --ranks 3 --algorithms one_shot_ll128,two_shot_lamport,two_shot_copy,one_sided,p2p
-	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
-		check --quick --ranks 8 --algorithms one_shot_ll128,two_shot_push
-	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
-		check --quick --ranks 3 --concurrent 2,1,5 --algorithms one_shot_pull,two_shot_pull,two_shot_push
-	$(EMULATED) EMULATED_PROCESSORS=16 cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
-		check --quick --ranks 3 --algorithms mixed
-	$(EMULATED) EMULATED_PROCESSORS=96 cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
-		check --quick --ranks 2 --algorithms p2p
-	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
-		soak --ranks 2 --calls 200
-	$(EMULATED) cargo run -q -p symmpool-collectives --all-features --example cuda_collectives -- \
-		faults --ranks 2 --timeout 4 --algorithms one_shot_ll,two_shot_push,p2p,late,outside
+	$(call begin,emulated)
+	$(CARGO_TEST) --no-run
+	$(EMULATED) $(CARGO_TEST) --lib cuda:: -- --nocapture
+	$(EMULATED) $(PROGRAMS)/cuda_check --ranks 3
+	$(EMULATED) $(COLLECTIVES) check --quick --ranks 2 --algorithms first_calls
+	$(EMULATED) $(COLLECTIVES) check --quick --ranks 2 --algorithms $(EMULATED_CHECKS)
+	$(EMULATED) $(COLLECTIVES) check --quick --ranks 3 \
+		--algorithms one_shot_ll128,two_shot_lamport,two_shot_copy,one_sided,p2p
+	$(EMULATED) $(COLLECTIVES) check --quick --ranks 8 --algorithms one_shot_ll128,two_shot_push
+	$(EMULATED) $(COLLECTIVES) check --quick --ranks 3 --concurrent 2,1,5 \
+		--algorithms one_shot_pull,two_shot_pull,two_shot_push
+	$(EMULATED) EMULATED_PROCESSORS=16 $(COLLECTIVES) check --quick --ranks 3 --algorithms mixed
+	$(EMULATED) EMULATED_PROCESSORS=96 $(COLLECTIVES) check --quick --ranks 2 --algorithms p2p
+	$(EMULATED) $(COLLECTIVES) soak --ranks 2 --calls 200
+	$(EMULATED) $(COLLECTIVES) faults --ranks 2 --timeout 4 \
+		--algorithms one_shot_ll,two_shot_push,p2p,late,outside
+	$(call passed,emulated)
 else
 test-emulated:
 	@echo "skipped: there is no C++ compiler, which makes the kernels for emulated devices"
@@ -86,13 +116,13 @@ $(EMULATOR)/libnvrtc.so.13: $(EMULATOR)/libcuda.so.1
 	c++ $(CXXFLAGS) -DEMULATOR_FOLDER='"$(CURDIR)/tests/emulator"' -DEMULATOR_DRIVER='"$<"' -o $@ \
 		tests/emulator/compiler.cpp
 
-# Every interleaving of what processes and threads share.
-test-loom:
-	RUSTFLAGS="$(LOOM_FLAGS)" cargo test --release --target-dir target/loom \
-		-p symmpool-allocator -p symmpool-collectives --lib loom
-
-test-python: extension torch
-	$(VENV)/bin/python -m pytest -q bench python/tests
+# Workers are more than there are processors, as ranks wait for each other most of the time. What torch
+# compiles is kept from run to run.
+test-python: test-extension torch
+	$(call begin,python)
+	TORCHINDUCTOR_CACHE_DIR=$(TARGET)/inductor $(VENV)/bin/python -m pytest -q \
+		--numprocesses $(WORKERS) --dist loadgroup bench python/tests
+	$(call passed,python)
 
 # Where torch cannot be had the rest is tested still, and says what is left out.
 torch: $(VENV)/ready
@@ -100,9 +130,21 @@ torch: $(VENV)/ready
 		|| $(VENV)/bin/python -m pip install -q --disable-pip-version-check "$(TORCH)" \
 		|| echo "$(TORCH) could not be installed"
 
+ENGINE := Cargo.toml Cargo.lock Makefile allocator collectives tests/emulator
+$(PASSED)/emulated: $(call files,$(ENGINE))
+	@+$(MAKE) --no-print-directory test-emulated
+$(PASSED)/rust: $(call files,$(ENGINE) ffi python/src tests)
+	@+$(MAKE) --no-print-directory test-rust
+$(PASSED)/python: $(call files,$(ENGINE) ffi python bench docs examples README.md)
+	@+$(MAKE) --no-print-directory test-python
+
 # The Python package, in place: python/symmpool in the virtual environment.
 extension: $(VENV)/ready
 	VIRTUAL_ENV=$(abspath $(VENV)) $(VENV)/bin/maturin develop -q -m python/Cargo.toml
+
+# The same as tests have it: quick to build, and arithmetic that overflows is an error.
+test-extension: $(VENV)/ready
+	VIRTUAL_ENV=$(abspath $(VENV)) $(VENV)/bin/maturin develop -q --profile dev --features testing -m python/Cargo.toml
 
 # The Python package as a wheel in dist, for Python 3.10 and newer.
 wheel: $(VENV)/ready
@@ -111,7 +153,7 @@ wheel: $(VENV)/ready
 $(VENV)/ready: Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check $(NVRTC_PACKAGES) \
-		"maturin>=1.10,<2" "expecttest>=0.2" "ml_dtypes>=0.5" "numpy>=1.26" "pytest>=8,<10" "ruff>=0.17,<0.18"
+		"maturin>=1.10,<2" "expecttest>=0.2" "ml_dtypes>=0.5" "numpy>=1.26" "pytest>=8,<10" "pytest-xdist>=3.6,<4" "ruff>=0.17,<0.18"
 	touch $@
 
 ## Measures on this machine and writes bench/results; `make tables` puts them into the documents and pictures.

@@ -26,6 +26,11 @@ os.environ["TMPDIR"] = TEMPORARY.name
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
+def pytest_collection_modifyitems(items):
+    """The longest test begins first, so that nobody waits for it alone in the end."""
+    items.sort(key=lambda item: item.path.name != "test_torch_suite.py")
+
+
 def pytest_terminal_summary(terminalreporter):
     """Says what was left out, which `.ci/run` takes for a failure."""
     if not TORCH:

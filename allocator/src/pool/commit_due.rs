@@ -3,15 +3,39 @@
 //! A lane raises it while it holds its own lock; a commit lowers it while it holds the locks of all
 //! symmetric lanes. A commit therefore never lowers it after a growth that it has not seen.
 
-use crate::sync::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// An atomic `bool`: std's, or loom's in a model.
+pub(crate) trait Flag {
+    fn lowered() -> Self;
+    fn store(&self, value: bool, order: Ordering);
+    fn load(&self, order: Ordering) -> bool;
+}
+
+macro_rules! flag {
+    ($atomic:ty) => {
+        impl Flag for $atomic {
+            fn lowered() -> Self {
+                Self::new(false)
+            }
+            fn store(&self, value: bool, order: Ordering) {
+                Self::store(self, value, order);
+            }
+            fn load(&self, order: Ordering) -> bool {
+                Self::load(self, order)
+            }
+        }
+    };
+}
+flag!(AtomicBool);
 
 /// Raised when a symmetric lane has grown, or has enough deferred frees.
 #[derive(Debug)]
-pub(crate) struct CommitDue(AtomicBool);
+pub(crate) struct CommitDue<F = AtomicBool>(F);
 
-impl CommitDue {
+impl<F: Flag> CommitDue<F> {
     pub(crate) fn new() -> Self {
-        Self(AtomicBool::new(false))
+        Self(F::lowered())
     }
 
     /// Makes a commit due. The caller holds the lock of the lane that needs it.
@@ -29,12 +53,15 @@ impl CommitDue {
     }
 }
 
-#[cfg(all(test, loom))]
+#[cfg(test)]
 mod loom_tests {
     use loom::sync::{Arc, Mutex};
     use loom::thread;
+    use std::sync::atomic::Ordering;
 
-    use super::CommitDue;
+    use super::{CommitDue, Flag};
+
+    flag!(loom::sync::atomic::AtomicBool);
 
     /// A lane's counts of segments made and shared, guarded by its lock.
     #[derive(Default)]
@@ -46,7 +73,7 @@ mod loom_tests {
     #[test]
     fn loom_no_growth_is_forgotten() {
         loom::model(|| {
-            let due = Arc::new(CommitDue::new());
+            let due = Arc::new(CommitDue::<loom::sync::atomic::AtomicBool>::new());
             let lanes = Arc::new([Mutex::new(Lane::default()), Mutex::new(Lane::default())]);
             let growers: Vec<_> = (0..2)
                 .map(|at| {

@@ -53,7 +53,7 @@ pub(crate) fn take<A: Atomics, P: Pause<A>>(
     }
 }
 
-#[cfg(all(test, loom))]
+#[cfg(test)]
 #[allow(unsafe_code)] // the cells that loom watches are read and written through raw pointers
 mod models {
     use std::sync::atomic::Ordering;

@@ -99,7 +99,6 @@ pub(crate) struct Slot<A: Atomics> {
     description: [A::U64; DESCRIPTION_WORDS],
 }
 
-#[cfg(not(loom))]
 const _: () = assert!(size_of::<Slot<Native>>() == 128 && cfg!(target_endian = "little"));
 
 impl<A: Atomics> Slot<A> {
@@ -125,7 +124,7 @@ impl<A: Atomics> Slot<A> {
     }
 }
 
-#[cfg(all(test, loom))]
+#[cfg(test)]
 impl Slot<tests::Loom> {
     fn for_model() -> Self {
         Self {

@@ -1,6 +1,5 @@
 //! Models of the epoch protocol, each small enough for loom to try every interleaving.
 
-#[cfg(not(loom))]
 mod plain {
     use crate::signal::{handshake_word, is_handshake};
 
@@ -19,10 +18,8 @@ mod plain {
     }
 }
 
-#[cfg(loom)]
 pub(super) use models::{Futex, Loom, Sleeper, Spinner};
 
-#[cfg(loom)]
 #[allow(unsafe_code)] // the cells that loom watches are read and written through raw pointers
 mod models {
     use std::convert::Infallible;

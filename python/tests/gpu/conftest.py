@@ -26,5 +26,7 @@ def pytest_collection_modifyitems(items):
     why = missing() if here else None
     for item in here:
         item.add_marker(pytest.mark.gpu)
+        # One worker runs them, as they share the devices.
+        item.add_marker(pytest.mark.xdist_group("gpu"))
         if why:
             item.add_marker(pytest.mark.skip(reason=f"skipped: {why}"))
