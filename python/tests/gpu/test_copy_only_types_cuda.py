@@ -1,6 +1,6 @@
 """What only moves data takes elements that no reduction would, on one GPU.
 
-python -m pytest python/tests/gpu/test_moved_cuda.py -q
+python -m pytest python/tests/gpu/test_copy_only_types_cuda.py -q
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Programs of several ranks, which share a GPU here (SYMMPOOL_SHARED_DEVICE) beside gloo.
 
-    python -m pytest python/tests/gpu/test_ranks_sharing.py -q
+    python -m pytest python/tests/gpu/test_ranks_on_one_gpu.py -q
 
 Right or wrong is what is tested: ranks on one GPU take turns. On a GPU each they run beside NCCL, by
 torch.distributed.run.
