@@ -7,9 +7,9 @@
 
 // Symmetric memory for several ranks, and collectives on it.
 //
-// Made from ffi/src/capi; do not edit. Functions may be called from any thread, and return what
-// came of them; symmpool_last_error says why. Handles are numbers that are never used twice: one that
-// was destroyed is an INVALID_ARGUMENT.
+// Generated from ffi/src/capi; do not edit. Functions may be called from any thread. They return a status,
+// and symmpool_last_error returns the text of the last error. Handles are numbers that are never used twice:
+// using one that was destroyed is an INVALID_ARGUMENT.
 //
 // For allocators that take plain functions there are also, for N from 0 to 63 (see
 // symmpool_slot_bind):
@@ -21,38 +21,38 @@
 // A flag of symmpool_pool_create: several ranks may use one GPU.
 #define SYMMPOOL_SHARED_DEVICE 1
 
-// A flag of symmpool_pool_create: every block lies in one physical allocation, as NCCL before
-// 2.30.3 needs of its windows. Packs less tightly.
+// A flag of symmpool_pool_create: every block lies in one physical allocation, which NCCL before
+// 2.30.3 needs for its windows. Packs blocks less tightly.
 #define SYMMPOOL_PER_SEGMENT 2
 
-// What a call came to. Each error stands for one thing a caller can do about it.
+// The result of a call. There is one value for each kind of error that callers may handle differently.
 typedef enum {
-  // It was done.
+  // Success.
   SYMMPOOL_STATUS_OK = 0,
-  // An argument makes no sense, NULL among them; nothing was changed.
+  // An argument is invalid, such as NULL; nothing was changed.
   SYMMPOOL_STATUS_INVALID_ARGUMENT = 1,
-  // Memory, address range or a limit is used up.
+  // Memory, address range or a limit is exhausted.
   SYMMPOOL_STATUS_OUT_OF_MEMORY = 2,
-  // Ranks did different things, or were configured differently.
+  // Ranks made different calls, or were configured differently.
   SYMMPOOL_STATUS_DIVERGED = 3,
-  // A deadline passed before other ranks came.
+  // A deadline passed before the other ranks arrived.
   SYMMPOOL_STATUS_TIMEOUT = 4,
-  // A peer's process is gone.
+  // A peer's process has ended.
   SYMMPOOL_STATUS_PEER_LOST = 5,
   // This machine, library or build cannot do it.
   SYMMPOOL_STATUS_UNSUPPORTED = 6,
-  // Wrong secret, wrong protocol version, wrong user.
+  // Wrong secret, protocol version or user.
   SYMMPOOL_STATUS_REFUSED = 7,
-  // The call does not fit the current state, such as a commit within a commit.
+  // The call is not possible in the current state, such as a commit within a commit.
   SYMMPOOL_STATUS_INVALID_STATE = 8,
   // The operating system or a device library failed.
   SYMMPOOL_STATUS_SYSTEM = 9,
-  // A defect of this library; the message says where.
+  // A bug of this library; the error's text says where.
   SYMMPOOL_STATUS_INTERNAL = 10,
 } symmpool_status;
 
-// Element types, for the `dtype` of collectives. The first ten can be reduced; the others are only
-// moved, the last five in the place of any other element of so many bytes.
+// Element types, for the `dtype` of collectives. The first ten can be reduced; the others are only moved.
+// The last five stand for any other element of that many bytes.
 typedef enum {
   SYMMPOOL_DTYPE_F32 = 0,
   SYMMPOOL_DTYPE_F64 = 1,
@@ -83,7 +83,7 @@ typedef enum {
   SYMMPOOL_DTYPE_BYTES16 = 26,
 } symmpool_dtype;
 
-// Reductions, for the `op` of collectives. Results have the same bits on every rank.
+// Reduction operations, for the `op` of collectives. Results have the same bits on every rank.
 typedef enum {
   SYMMPOOL_OP_SUM = 0,
   SYMMPOOL_OP_PROD = 1,
@@ -92,31 +92,44 @@ typedef enum {
   SYMMPOOL_OP_AVG = 4,
 } symmpool_op;
 
-// Symmetric memory of one rank, and windows on its peers'. 0 is never one.
+// A handle of a pool: symmetric memory of this rank, and windows of its peers' memory. 0 is never a valid
+// handle.
 typedef uint64_t symmpool_pool;
 
-// Collectives between the ranks of a pool. 0 is never one.
+// A handle of a communicator: collectives between the ranks of a pool. 0 is never a valid handle.
 typedef uint64_t symmpool_comm;
 
-// An ordered set of ranks, seen from one of them. 0 is never one.
+// A handle of a group: an ordered set of ranks, of which this process is one. 0 is never a valid handle.
 typedef uint64_t symmpool_group;
 
 // What a commit did.
 typedef struct {
-  // Its number, from 1.
+  // The number of the commit, counted from 1.
   uint64_t number;
-  // Windows that are new.
+  // How many windows it added.
   uint64_t windows_added;
-  // Windows that are gone.
+  // How many windows it removed.
   uint64_t windows_removed;
-  // Blocks freed without order that came back.
+  // How many blocks that every rank had freed without order can be reused now.
   uint64_t blocks_returned;
 } symmpool_commit_report;
 
-// Where every rank's memory lies in this process: rank b's copy of an address p of rank a is
-// p + (b - a) * stride.
+// Statistics of a pool, over all lanes.
 typedef struct {
-  // First address of slot 0.
+  // Bytes that are allocated.
+  uint64_t allocated;
+  // Bytes of physical memory.
+  uint64_t reserved;
+  // The number of successful commits.
+  uint64_t commits;
+  // The number of windows.
+  uint64_t windows;
+} symmpool_pool_stats;
+
+// Where every rank's memory lies in this process. If p is an address of rank a's memory, the
+// corresponding address of rank b's is p + (b - a) * stride.
+typedef struct {
+  // The first address of rank 0's slot.
   uint64_t base;
   // Bytes from one rank's slot to the next.
   uint64_t stride;
@@ -132,21 +145,9 @@ typedef struct {
   uint64_t offset;
   // Length in bytes.
   uint64_t bytes;
-  // Serial number of the segment in its lane.
+  // The serial number of the segment in its lane.
   uint64_t counter;
 } symmpool_window;
-
-// A pool's numbers, in bytes and counts, over all lanes.
-typedef struct {
-  // Bytes handed out.
-  uint64_t allocated;
-  // Bytes of physical memory.
-  uint64_t reserved;
-  // Successful commits.
-  uint64_t commits;
-  // Windows now.
-  uint64_t windows;
-} symmpool_pool_stats;
 
 #ifdef __cplusplus
 extern "C" {
@@ -155,17 +156,17 @@ extern "C" {
 // The library's version, such as "0.1.0".
 const char *symmpool_version(void);
 
-// What this thread's latest failed call came to, and, if `text` is not NULL, why. The text is
-// valid until the thread's next call fails.
+// The status of this thread's latest failed call and, if `text` is not NULL, the error's text, which is valid until
+// the thread's next call fails.
 //
 // # Safety
 //
 // `text` is NULL or can be written to.
 symmpool_status symmpool_last_error(const char **text);
 
-// A communicator of all ranks of `pool`. Collective: every rank makes its communicators in the
-// same order. `timeout` is how long its calls wait for a late rank, in seconds, or 0 for 30. What one
-// rank asks for in vain is the error of all; the pool can be used after symmpool_resync.
+// Creates a communicator of all ranks of `pool`. Collective: every rank creates its communicators in the
+// same order. `timeout` is how long its calls wait for a late rank, in seconds, or 0 for 30. If one rank's
+// arguments are refused, all ranks get an error, and the pool can be used again after symmpool_resync.
 //
 // # Safety
 //
@@ -174,27 +175,27 @@ symmpool_status symmpool_comm_create(symmpool_pool pool,
                                      double timeout,
                                      symmpool_comm *comm);
 
-// Changes how long this rank's calls wait for a late rank, in seconds. Talks to nobody; a call under way
-// keeps its time, and on CUDA so does what is on a stream already, or captured in a graph. Another thread
-// may be in a call.
+// Changes how long this rank's calls wait for a late rank, in seconds. The call does not communicate with
+// other ranks. Calls that are running keep their timeout, and so does work that is on a CUDA stream already, or
+// captured in a graph. Another thread may be in a call.
 symmpool_status symmpool_comm_set_timeout(symmpool_comm comm,
                                           double timeout);
 
-// Lets go of a communicator. Needs no agreement between ranks.
+// Destroys a communicator. Ranks may do so at any time, without agreement.
 symmpool_status symmpool_comm_destroy(symmpool_comm comm);
 
 // Reduces `count` elements of every rank's `input` into every rank's `output`, which may be the
-// same address. As all collectives: every rank calls it with the same arguments but addresses, in
-// the same order; memory in windows is used where it lies, other memory is copied; on CUDA the
-// work is done on `stream` when the call has returned, and errors show in later calls or in
-// symmpool_comm_synchronize. Errors: DIVERGED for other arguments elsewhere, TIMEOUT, PEER_LOST; after
-// these two a peer that is still in the call may go on writing into `output` until it has left it.
+// same address. The following holds for all collectives. Every rank calls them in the same order, with the same
+// arguments except for addresses. Memory in windows is used in place, other memory is copied. On CUDA the call
+// only enqueues work on `stream`, and errors of that work show in later calls or in symmpool_comm_synchronize.
+// Errors: DIVERGED if ranks have different arguments, TIMEOUT, PEER_LOST; after the last two, a peer that is
+// still in the call may continue to write into `output` until it has left the call.
 //
 // # Safety
 //
-// `input` can be read and `output` written for `count` elements by the CPU or, on CUDA, the
-// device, and nobody else touches them until the work is done. `stream` is NULL or a stream that lives
-// until symmpool_comm_forget_stream, or as long as the communicator.
+// `input` can be read and `output` written for `count` elements by the CPU or, on CUDA, the device, and nobody
+// else accesses them until the work is done. `stream` is NULL or a stream that exists until
+// symmpool_comm_forget_stream, or as long as the communicator.
 symmpool_status symmpool_all_reduce(symmpool_comm comm,
                                     void *output,
                                     const void *input,
@@ -269,25 +270,26 @@ symmpool_status symmpool_all_to_all_v(symmpool_comm comm,
                                       uint32_t dtype,
                                       void *stream);
 
-// Returns, or on CUDA lets `stream` go on, once every rank has called it. Errors as for
+// Returns, or on CUDA lets the work behind it on `stream` run, once every rank has called it. Errors as for
 // symmpool_all_reduce.
 //
 // # Safety
 //
 // `stream` is NULL or a live stream.
-symmpool_status symmpool_barrier(symmpool_comm comm, void *stream);
+symmpool_status symmpool_barrier(symmpool_comm comm,
+                                 void *stream);
 
-// Waits until this rank's calls on `stream` are done, and says what went wrong in them.
+// Waits until this rank's calls on `stream` are done, and returns their error if they failed.
 //
 // # Safety
 //
 // `stream` is NULL or a live stream.
 symmpool_status symmpool_comm_synchronize(symmpool_comm comm, void *stream);
 
-// Lets go of a stream that is about to be destroyed: the communicator touches it no more unless a call names
-// it again, and what was put on it keeps its place in the order of calls. Ranks need not do so alike. The
-// pool remembers streams too: see symmpool_forget_stream. INVALID_STATE while the stream, if it has the
-// communicator's last call, is being captured, and in a forked child.
+// Makes the communicator forget a stream that is about to be destroyed: it does not use the stream any more unless a
+// call names it again. Work that is on the stream keeps its place in the order of calls. Ranks may call this at
+// different times. The pool remembers streams too: see symmpool_forget_stream. INVALID_STATE in a forked child, and
+// while the stream is being captured if the communicator's last call is on it.
 //
 // # Safety
 //
@@ -296,18 +298,19 @@ symmpool_status symmpool_comm_forget_stream(symmpool_comm comm,
                                             void *stream);
 
 // The group that a launcher describes in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-// MASTER_PORT (and SYMMPOOL_PORT, SYMMPOOL_SECRET where they are set). `timeout` is how long its
-// collective calls wait for other ranks, in seconds. Errors: INVALID_ARGUMENT for variables that
-// are missing or wrong, TIMEOUT, REFUSED when a secret differs.
+// MASTER_PORT (and SYMMPOOL_PORT, SYMMPOOL_SECRET where they are set). `timeout` is how long collective
+// operations of the group wait for other ranks, in seconds. Errors: INVALID_ARGUMENT for variables that
+// are missing or wrong, TIMEOUT, REFUSED if ranks have different secrets.
 //
 // # Safety
 //
 // `group` is NULL (an error) or can be written to.
-symmpool_status symmpool_group_from_env(double timeout, symmpool_group *group);
+symmpool_status symmpool_group_from_env(double timeout,
+                                        symmpool_group *group);
 
-// A group that meets over TCP at `address`, "HOST:PORT", which rank 0 serves. `secret` may be NULL
-// on a loopback address; otherwise it is the same on every rank. `timeout` and errors as for
-// symmpool_group_from_env.
+// A group whose ranks connect over TCP to `address`, "HOST:PORT", which rank 0 serves. `secret` must be
+// the same on every rank; it may be NULL if the address is a loopback address. `timeout` and errors as
+// for symmpool_group_from_env.
 //
 // # Safety
 //
@@ -319,8 +322,8 @@ symmpool_status symmpool_group_over_tcp(uint32_t rank,
                                         double timeout,
                                         symmpool_group *group);
 
-// A group that meets in files of `directory`, which all ranks see and nobody else uses. `timeout`
-// as for symmpool_group_from_env.
+// A group whose ranks exchange files in `directory`, which all ranks see and nothing else uses.
+// `timeout` as for symmpool_group_from_env.
 //
 // # Safety
 //
@@ -338,15 +341,71 @@ symmpool_status symmpool_group_in_directory(uint32_t rank,
 // `rank` and `world` are NULL or can be written to.
 symmpool_status symmpool_group_size(symmpool_group group, uint32_t *rank, uint32_t *world);
 
-// Lets go of a group. Pools made of it keep what they need.
+// Destroys a group. Pools that were made with it keep what they need.
 symmpool_status symmpool_group_destroy(symmpool_group group);
 
-// Makes a pool together with the other ranks of `group`, which call this with the same settings.
+// Allocates `bytes` at a multiple of `align` (a power of two up to 2 MiB; 0 for 512) for use on
+// `stream`, a CUstream, NULL for the default one and in host memory. The call does not communicate with
+// other ranks; every rank makes the same calls in the same order. Errors: OUT_OF_MEMORY, INVALID_ARGUMENT,
+// INVALID_STATE in a child that was forked from the pool's process.
+//
+// # Safety
+//
+// `stream` is NULL or a stream of the pool's device that exists until symmpool_forget_stream, or as long as
+// the pool; `pointer` is NULL (an error) or can be written to.
+symmpool_status symmpool_alloc(symmpool_pool pool,
+                               size_t bytes,
+                               uint64_t align,
+                               void *stream,
+                               void **pointer);
+
+// Frees a block as part of the sequence of calls: every rank frees it at the same point of the sequence,
+// and the next call may reuse its memory. INVALID_ARGUMENT for anything that is not a live block.
+symmpool_status symmpool_free(symmpool_pool pool,
+                              void *pointer);
+
+// Frees a block at a time that may differ between ranks. Its memory can be reused after the commit by
+// which every rank has freed it. INVALID_ARGUMENT for anything that is not a live block.
+symmpool_status symmpool_free_unordered(symmpool_pool pool,
+                                        void *pointer);
+
+// Records that a block is used on `stream` too: its memory is reused only after the work that is on that
+// stream when the block is freed. INVALID_ARGUMENT for anything that is not a live block.
+//
+// # Safety
+//
+// As for symmpool_alloc.
+symmpool_status symmpool_record_stream(symmpool_pool pool,
+                                       void *pointer,
+                                       void *stream);
+
+// Makes sure that a block of `bytes` can be allocated on `stream` without growing. Every rank calls it
+// at the same point of the sequence of calls. Errors as for symmpool_alloc.
+//
+// # Safety
+//
+// As for symmpool_alloc.
+symmpool_status symmpool_reserve(symmpool_pool pool,
+                                 uint64_t bytes,
+                                 void *stream);
+
+// Makes the pool forget a stream that is about to be destroyed. A pool remembers up to 64 streams that it was
+// given, and uses them until they are forgotten; the free blocks of a forgotten stream go to the next stream that
+// is new to the pool. Every rank calls it at the same point of the sequence of calls. Does nothing for a stream that
+// the pool does not know. Errors: INVALID_STATE while the stream is being captured, and in a forked child.
+//
+// # Safety
+//
+// `stream` is NULL or a live stream of the pool's device.
+symmpool_status symmpool_forget_stream(symmpool_pool pool,
+                                       void *stream);
+
+// Creates a pool together with the other ranks of `group`, which call this with the same settings.
 // `device` is "cpu", "cuda:N", "cuda" (device LOCAL_RANK), or NULL: a CUDA device if there is one,
 // else the CPU. `stride` is the address space of a rank in bytes, a multiple of 2 MiB, or 0 for
-// 1 TiB. `flags` are SYMMPOOL_SHARED_DEVICE and SYMMPOOL_PER_SEGMENT. Errors: DIVERGED for other
-// settings elsewhere, UNSUPPORTED where memory cannot travel, TIMEOUT and PEER_LOST. What one rank
-// cannot do, or was asked in vain, is the error of all.
+// 1 TiB. `flags` are SYMMPOOL_SHARED_DEVICE and SYMMPOOL_PER_SEGMENT. Errors: DIVERGED if ranks have
+// different settings, UNSUPPORTED where memory cannot be shared, TIMEOUT and PEER_LOST. If one rank
+// fails or refuses its arguments, all ranks get that error.
 //
 // # Safety
 //
@@ -357,72 +416,22 @@ symmpool_status symmpool_pool_create(symmpool_group group,
                                      uint32_t flags,
                                      symmpool_pool *pool);
 
-// Lets go of a pool. Its memory goes too, once no communicator, slot or call uses the pool.
+// Destroys a pool. Its memory is freed once no communicator, slot or call uses the pool.
 symmpool_status symmpool_pool_destroy(symmpool_pool pool);
 
-// Allocates `bytes` at a multiple of `align` (a power of two up to 2 MiB; 0 for 512) for use on
-// `stream`, a CUstream, NULL for the default one and in host memory. Talks to no other rank; every
-// rank makes the same calls in the same order. Errors: OUT_OF_MEMORY, INVALID_ARGUMENT, INVALID_STATE in
-// a child that was forked from the pool's process.
-//
-// # Safety
-//
-// `stream` is NULL or a stream of the pool's device that lives until symmpool_forget_stream, or as long as
-// the pool; `pointer` is NULL (an error) or can be
-// written to.
-symmpool_status symmpool_alloc(symmpool_pool pool,
-                               size_t bytes,
-                               uint64_t align,
-                               void *stream,
-                               void **pointer);
-
-// Frees a block as part of the sequence: every rank does so at the same place, and its memory may
-// be used again by the next call. INVALID_ARGUMENT for anything that is no live block.
-symmpool_status symmpool_free(symmpool_pool pool, void *pointer);
-
-// Frees a block at a time that differs between ranks. Its memory is used again after the commit by
-// which every rank has freed it. INVALID_ARGUMENT for anything that is no live block.
-symmpool_status symmpool_free_unordered(symmpool_pool pool, void *pointer);
-
-// Notes that a block is used on `stream` too: its memory is used again only behind that work.
-// INVALID_ARGUMENT for anything that is no live block.
-//
-// # Safety
-//
-// As for symmpool_alloc.
-symmpool_status symmpool_record_stream(symmpool_pool pool, void *pointer, void *stream);
-
-// Makes sure that `bytes` more fit on `stream`, as one block, without growing. Every rank calls it
-// at the same place. Errors as for symmpool_alloc.
-//
-// # Safety
-//
-// As for symmpool_alloc.
-symmpool_status symmpool_reserve(symmpool_pool pool, uint64_t bytes, void *stream);
-
-// Lets go of a stream that is about to be destroyed. A pool remembers the streams that it was given, up to
-// 64, and touches them until then; what was theirs goes to the next stream that is new to the pool. Every
-// rank calls it at the same place. Nothing happens for a stream that the pool does not know. Errors:
-// INVALID_STATE while the stream is being captured, and in a forked child.
-//
-// # Safety
-//
-// `stream` is NULL or a live stream of the pool's device.
-symmpool_status symmpool_forget_stream(symmpool_pool pool,
-                                       void *stream);
-
 // Checks that all ranks did the same, and makes windows of new memory. Collective. `report` may be
-// NULL. Errors: DIVERGED, saying where ranks differ, TIMEOUT, PEER_LOST, INVALID_STATE while a
-// stream is being captured or another thread commits, and what another rank could not do, or asked
-// for in vain; then nothing is shared, and the pool can be used after symmpool_resync.
+// NULL. Errors: DIVERGED, whose text says where ranks differ, TIMEOUT, PEER_LOST, INVALID_STATE while a
+// stream is being captured or another thread commits, and errors of another rank. After an error nothing
+// is shared, and the pool can be used again after symmpool_resync.
 //
 // # Safety
 //
 // `report` is NULL or can be written to.
-symmpool_status symmpool_commit(symmpool_pool pool, symmpool_commit_report *report);
+symmpool_status symmpool_commit(symmpool_pool pool,
+                                symmpool_commit_report *report);
 
-// Whether the pool has grown since the last commit, or much that was freed waits to be taken back; the same on
-// every rank.
+// Whether a commit is due: the pool has grown since the last one, or many freed blocks wait for one before they can
+// be reused. The result is the same on every rank.
 //
 // # Safety
 //
@@ -430,9 +439,31 @@ symmpool_status symmpool_commit(symmpool_pool pool, symmpool_commit_report *repo
 symmpool_status symmpool_is_commit_due(symmpool_pool pool,
                                        bool *due);
 
-// Agrees on a state again after DIVERGED. Collective. What was allocated since must have been
-// freed.
+// Brings all ranks to the same state again after DIVERGED. Collective. Blocks that were allocated since
+// the last commit must have been freed.
 symmpool_status symmpool_resync(symmpool_pool pool);
+
+// The statistics of a pool.
+//
+// # Safety
+//
+// `stats` is NULL (an error) or can be written to.
+symmpool_status symmpool_stats(symmpool_pool pool, symmpool_pool_stats *stats);
+
+// Binds the pool to a free slot N and writes N to `slot`. The functions symmpool_alloc_N and
+// symmpool_free_N then allocate from the pool, for allocators that take plain functions, such as torch's
+// CUDAPluggableAllocator. Their frees are unordered, as with symmpool_free_unordered. INVALID_STATE if all
+// 64 slots are in use.
+//
+// # Safety
+//
+// `slot` is NULL (an error) or can be written to.
+symmpool_status symmpool_slot_bind(symmpool_pool pool,
+                                   uint32_t *slot);
+
+// Closes a slot to allocations. It keeps its pool until all blocks that it allocated are freed.
+// INVALID_ARGUMENT for a slot that is not bound.
+symmpool_status symmpool_slot_release(uint32_t slot);
 
 // Where every rank's memory lies in this process.
 //
@@ -451,7 +482,8 @@ symmpool_status symmpool_is_window(symmpool_pool pool,
                                    uint64_t bytes,
                                    bool *is);
 
-// `rank`'s copy of an address inside a window. INVALID_ARGUMENT for an address in none.
+// The address of `rank`'s memory that corresponds to `pointer`, which lies in a window. INVALID_ARGUMENT
+// for an address in no window.
 //
 // # Safety
 //
@@ -461,8 +493,8 @@ symmpool_status symmpool_peer_pointer(symmpool_pool pool,
                                       const void *pointer,
                                       void **peer);
 
-// The windows by offset: writes at most `capacity` of them to `windows`, and how many there are
-// to `count`. With a capacity of 0, `windows` may be NULL.
+// The windows in the order of their offsets: writes at most `capacity` of them to `windows`, and the
+// number of all windows to `count`. With a capacity of 0, `windows` may be NULL.
 //
 // # Safety
 //
@@ -473,41 +505,23 @@ symmpool_status symmpool_windows(symmpool_pool pool,
                                  size_t capacity,
                                  size_t *count);
 
-// The pool's numbers.
-//
-// # Safety
-//
-// `stats` is NULL (an error) or can be written to.
-symmpool_status symmpool_stats(symmpool_pool pool, symmpool_pool_stats *stats);
-
-// Registers every window, those of later commits too, with a communicator of NCCL, an `ncclComm_t`
-// whose ranks are those of the pool. `count`, which may be NULL, is how many windows there are now.
-// Collective. The pool needs SYMMPOOL_PER_SEGMENT. UNSUPPORTED where no NCCL is loaded, where it is
-// older than 2.27, or where it makes no symmetric windows.
+// Registers every window, and those of later commits, with a communicator of NCCL, an `ncclComm_t`
+// whose ranks are those of the pool. Writes the number of windows to `count`, which may be NULL.
+// Collective. The pool needs SYMMPOOL_PER_SEGMENT. UNSUPPORTED if no NCCL is loaded, if it is older than
+// 2.27, or if it cannot make symmetric windows.
 //
 // # Safety
 //
 // `comm` is NULL (an error) or a communicator of the NCCL that this process has loaded, and lives
 // until symmpool_unregister_nccl; `count` is NULL or can be written to.
-symmpool_status symmpool_register_nccl(symmpool_pool pool, void *comm, uint64_t *count);
+symmpool_status symmpool_register_nccl(symmpool_pool pool,
+                                       void *comm,
+                                       uint64_t *count);
 
-// Takes the windows back from a communicator of NCCL. Collective; before it is destroyed. Errors as for
-// symmpool_register_nccl.
+// Deregisters the windows from a communicator of NCCL. Collective; to be called before the communicator is
+// destroyed. Errors as for symmpool_register_nccl.
 symmpool_status symmpool_unregister_nccl(symmpool_pool pool,
                                          void *comm);
-
-// Puts the pool behind a slot: symmpool_alloc_N and symmpool_free_N, N being `slot`, then serve its
-// memory to allocators that take plain functions, such as torch's CUDAPluggableAllocator. Their
-// frees are without order. INVALID_STATE when all 64 slots are in use.
-//
-// # Safety
-//
-// `slot` is NULL (an error) or can be written to.
-symmpool_status symmpool_slot_bind(symmpool_pool pool, uint32_t *slot);
-
-// Closes a slot to allocations. It keeps its pool until all that it handed out is freed.
-// INVALID_ARGUMENT for a slot that is not bound.
-symmpool_status symmpool_slot_release(uint32_t slot);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -1,8 +1,7 @@
 //! The exported pairs of functions, one for each slot.
 //!
-//! torch takes plain function pointers for an allocator, so which pool a call is for can only be
-//! told by which function it is. Names are fixed (`symmpool_alloc_7`), so that
-//! `torch.cuda.memory.CUDAPluggableAllocator` finds them in the library.
+//! torch takes plain function pointers for an allocator, so the function itself must imply which pool a call is for.
+//! Names are fixed (`symmpool_alloc_7`), so that `torch.cuda.memory.CUDAPluggableAllocator` finds them in the library.
 
 use std::ffi::{c_int, c_void};
 
@@ -24,7 +23,7 @@ fn free(slot: usize, pointer: *mut c_void) {
 }
 
 impl Slot {
-    /// Addresses of the two functions.
+    /// The addresses of the slot's two functions.
     pub fn functions(&self) -> (usize, usize) {
         let (alloc, free) = FUNCTIONS[self.index()];
         (alloc as usize, free as usize)
@@ -76,7 +75,7 @@ mod tests {
     use crate::guard::lock;
     use crate::slots::{SLOTS, bind, owner};
 
-    /// The table is the process's: one test at a time.
+    /// The process has one table of slots, so tests run one at a time.
     static TURN: Mutex<()> = Mutex::new(());
 
     fn pool() -> Pool {
@@ -105,7 +104,7 @@ mod tests {
         let (a, b) = (call(n, 1 << 20), call(n, 1));
         assert_eq!(b as u64 - a as u64, 1 << 20);
         assert!(pool.is_commit_due());
-        // From another thread, in another order.
+        // Frees come from another thread, in another order.
         let freed = (a as usize, b as usize);
         thread::spawn(move || {
             give(n, freed.1 as *mut c_void);
@@ -114,7 +113,7 @@ mod tests {
         .join()
         .unwrap();
         assert_eq!(slot.live(), 0);
-        // D5: not before the next commit.
+        // D5: the memory is not reused before the next commit.
         assert_ne!(call(n, 1 << 20), a);
         pool.commit().unwrap();
         assert_eq!(stats(&pool).deferred, 0);
@@ -123,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_told_and_changes_nothing() {
+    fn invalid_calls_are_errors_and_change_nothing() {
         let _turn = lock(&TURN);
         let pool = pool();
         let slot = bind(&pool, &pool.default_lane()).unwrap();
@@ -134,7 +133,7 @@ mod tests {
         assert!(slot.failure().unwrap().is_out_of_memory());
         let block = call(n, 100);
         give(n, std::ptr::null_mut());
-        assert!(slot.take_failure().unwrap().is_out_of_memory(), "NULL is nothing");
+        assert!(slot.take_failure().unwrap().is_out_of_memory(), "freeing NULL is no error");
         give(n, (block as usize + 512) as *mut c_void);
         assert!(slot.take_failure().unwrap().is_invalid_argument());
         give(n, block);
@@ -154,7 +153,7 @@ mod tests {
         drop(slot);
         drop(pool);
         assert!(call(n, 1).is_null(), "closed to allocations");
-        // SAFETY: the block has this length, and nobody else knows of it.
+        // SAFETY: the block has this length, and nothing else accesses it.
         unsafe { block.write_bytes(7, 4096) };
         // SAFETY: as above.
         assert_eq!(unsafe { block.wrapping_add(4095).read() }, 7);
@@ -183,22 +182,22 @@ mod tests {
     }
 
     #[test]
-    fn memory_whose_use_could_not_be_noted_is_not_used_again() {
+    fn memory_whose_use_could_not_be_recorded_is_not_reused() {
         let _turn = lock(&TURN);
         let pool = pool();
         let slot = bind(&pool, &pool.default_lane()).unwrap();
         let n = slot.index();
         let block = call(n, 4096);
-        // A lane knows 64 streams; the block's own is the first.
-        let noted = |stream| slots::record_stream(n, block as u64, stream);
-        assert!((1..64).all(|stream| noted(stream).is_ok()));
-        assert!(noted(64).unwrap_err().is_invalid_argument());
+        // A lane remembers 64 streams, of which the block's own is the first.
+        let record = |stream| slots::record_stream(n, block as u64, stream);
+        assert!((1..64).all(|stream| record(stream).is_ok()));
+        assert!(record(64).unwrap_err().is_invalid_argument());
         give(n, block);
         assert!(slot.take_failure().unwrap().is_invalid_state());
         assert_eq!((slot.live(), pool.commit().unwrap().blocks_returned), (0, 0));
         assert_ne!(call(n, 4096), block);
         assert!(slots::record_stream(n, 8, 1).unwrap_err().is_invalid_argument());
-        assert!(slots::is_on(n, 0) && slots::is_on(n, 5), "host memory is no device's");
+        assert!(slots::is_on(n, 0) && slots::is_on(n, 5), "host memory serves any device");
     }
 
     #[test]

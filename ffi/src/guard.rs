@@ -1,4 +1,4 @@
-//! The border to C: no panic crosses it, and what was wrong is remembered where C can ask.
+//! The boundary to C: no panic crosses it, and errors are kept so that C code can query them.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -8,31 +8,31 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use symmpool_allocator::{Error, Result};
 
-/// What a call came to. Each error stands for one thing a caller can do about it.
+/// The result of a call. There is one value for each kind of error that callers may handle differently.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Status {
-    /// It was done.
+    /// Success.
     Ok = 0,
-    /// An argument makes no sense, NULL among them; nothing was changed.
+    /// An argument is invalid, such as NULL; nothing was changed.
     InvalidArgument = 1,
-    /// Memory, address range or a limit is used up.
+    /// Memory, address range or a limit is exhausted.
     OutOfMemory = 2,
-    /// Ranks did different things, or were configured differently.
+    /// Ranks made different calls, or were configured differently.
     Diverged = 3,
-    /// A deadline passed before other ranks came.
+    /// A deadline passed before the other ranks arrived.
     Timeout = 4,
-    /// A peer's process is gone.
+    /// A peer's process has ended.
     PeerLost = 5,
     /// This machine, library or build cannot do it.
     Unsupported = 6,
-    /// Wrong secret, wrong protocol version, wrong user.
+    /// Wrong secret, protocol version or user.
     Refused = 7,
-    /// The call does not fit the current state, such as a commit within a commit.
+    /// The call is not possible in the current state, such as a commit within a commit.
     InvalidState = 8,
     /// The operating system or a device library failed.
     System = 9,
-    /// A defect of this library; the message says where.
+    /// A bug of this library; the error's text says where.
     Internal = 10,
 }
 
@@ -58,14 +58,14 @@ thread_local! {
 }
 
 fn remember(status: Status, text: &str) {
-    // C text ends at a NUL; messages have none, and one that did would only be cut short.
+    // A C string ends at a NUL. Error texts have none; one that did would be cut there.
     let text = text.split('\0').next().unwrap_or_default();
     let text = CString::new(text).unwrap_or_default();
-    // At a thread's end there is nobody left to ask.
+    // This fails only while the thread ends, when nothing can query the error any more.
     let _ = LAST.try_with(|last| *last.borrow_mut() = (status, text));
 }
 
-/// Remembers an error as this thread's last.
+/// Keeps an error as this thread's last one.
 pub(crate) fn note(error: &Error) -> Status {
     let status = Status::of(error);
     remember(status, &error.to_string());
@@ -87,27 +87,27 @@ fn panicked(panic: &(dyn Any + Send)) -> String {
     format!("symmpool: a defect of the library: {}", text.unwrap_or("a panic without a message"))
 }
 
-/// Runs what C asked for; `failed` stands for the result where there is none.
+/// Runs the work of an exported function. After an error or a panic, the result is what `failed` returns.
 pub(crate) fn guarded<R>(work: impl FnOnce() -> Result<R>, failed: impl FnOnce(Status) -> R) -> R {
-    // Everything shared is behind locks that survive a panic (`lock`), or made anew.
+    // Shared state is behind locks that can be taken after a panic (`lock`).
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(Ok(value)) => value,
         Ok(Err(error)) => failed(note(&error)),
         Err(panic) => {
             remember(Status::Internal, &panicked(&*panic));
-            // A payload may panic as it is dropped; nobody wants it.
+            // The payload is leaked, because dropping it might panic.
             std::mem::forget(panic);
             failed(Status::Internal)
         }
     }
 }
 
-/// [`guarded`], for calls whose result is their status.
+/// [`guarded`] for functions that return a status.
 pub(crate) fn status(work: impl FnOnce() -> Result<()>) -> Status {
     guarded(|| work().map(|()| Status::Ok), |status| status)
 }
 
-/// Locks `mutex`, also after another thread panicked while it held it.
+/// Locks `mutex`, even if another thread panicked while it held it.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

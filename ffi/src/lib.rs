@@ -2,13 +2,14 @@
 //!
 //! | file | holds |
 //! | --- | --- |
-//! | `slots` | pools behind pairs of exported functions that carry no user data |
+//! | `capi` | the C API |
+//! | `slots` | pools behind pairs of exported functions that take no pool |
 //! | `exports` | those functions: `symmpool_alloc_0`, `symmpool_free_0`, ... |
-//! | `process` | an allocator for all of a process's device memory, and the hooks torch asks for |
-//! | `guard` | no panic crosses into C, and what was wrong is remembered |
+//! | `process` | an allocator for all of a process's device memory, and the hooks that torch calls |
+//! | `guard` | keeps panics from crossing into C, and keeps errors for C code to query |
 //!
-//! Everything here may be called under the lock of torch's allocator. So it does local work only:
-//! it calls neither Python nor torch, and waits for no other rank.
+//! Functions of `slots`, `exports` and `process` may be called under the lock of torch's allocator. So they do local
+//! work only: they call neither Python nor torch, and wait for no other rank.
 
 #![allow(unsafe_code)] // exported functions, and what C hands over
 
@@ -21,9 +22,9 @@ pub mod slots;
 pub use guard::Status;
 use symmpool_allocator::Stream;
 
-/// A stream by the handle that an allocator's caller named.
+/// The stream of a handle that an allocator's caller passed.
 fn named(stream: u64) -> Stream {
-    // SAFETY: torch, and whoever else calls the exported functions, names live streams. Torch's live as long
-    // as the process; of others callers of these functions promise as much.
+    // SAFETY: torch and other callers of the exported functions pass live streams. Torch's streams live as long as the
+    // process, and other callers promise the same of theirs.
     unsafe { Stream::from_raw(stream) }
 }

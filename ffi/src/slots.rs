@@ -1,10 +1,9 @@
 //! Slots: pools behind pairs of exported functions.
 //!
-//! [`bind`] puts a lane of a pool behind the lowest vacant slot. Its functions then allocate in
-//! that lane, and free *without order* (rule D5), because torch returns memory when garbage is
-//! collected or its cache is emptied, at different times on different ranks. A slot keeps its pool
-//! until its [`Slot`] is dropped and every block that it handed out is freed: tensors may outlive
-//! both.
+//! [`bind`] puts a lane of a pool behind the lowest vacant slot. The slot's functions then allocate in that lane, and
+//! their frees are *unordered* (rule D5), because torch frees memory when garbage is collected or its cache is emptied,
+//! at different times on different ranks. A slot keeps its pool until its [`Slot`] is dropped and every block that it
+//! allocated is freed, because tensors may outlive both the slot and the pool.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -16,7 +15,7 @@ use symmpool_allocator::{Error, Lane, Maker, Pool, Result};
 use crate::guard::lock;
 use crate::named;
 
-/// How many slots there are.
+/// The number of slots.
 pub const SLOTS: usize = 64;
 
 /// Blocks start at multiples of this, as CUDA's do.
@@ -25,25 +24,25 @@ const ALIGN: u64 = 512;
 struct Bound {
     pool: Pool,
     lane: Lane,
-    /// The device that callers must name; any in host memory.
+    /// The device that callers must pass; in host memory they may pass any.
     device: Option<u32>,
-    /// The process that bound it. A forked child has a copy of this table, but of no memory.
+    /// The process that bound the slot. A forked child has a copy of this table, but not of the memory.
     maker: Maker,
-    /// Addresses handed out and not freed.
+    /// Addresses that are allocated.
     live: BTreeSet<u64>,
-    /// Those whose use on another stream could not be noted: nobody gets their memory any more.
+    /// Addresses whose use on another stream could not be recorded. Their memory is never reused.
     stuck: BTreeSet<u64>,
-    /// Whether its [`Slot`] is gone.
+    /// Whether the [`Slot`] was dropped.
     retired: bool,
     failure: Option<Error>,
 }
 
 static TABLE: [Mutex<Option<Bound>>; SLOTS] = [const { Mutex::new(None) }; SLOTS];
 
-/// A lane's hold on a slot. Dropping it closes the slot to allocations; frees go on.
+/// A bound slot. Dropping it closes the slot to allocations; its blocks can still be freed.
 pub struct Slot(usize);
 
-/// Puts `lane`, one of `pool`'s, behind a vacant slot. Without one it is
+/// Binds `lane`, a lane of `pool`, to a vacant slot. If there is none, the error is
 /// [`Error::is_invalid_state`].
 pub fn bind(pool: &Pool, lane: &Lane) -> Result<Slot> {
     let device = pool.driver().as_cuda().map(|cuda| cuda.facts().ordinal);
@@ -64,28 +63,28 @@ pub fn bind(pool: &Pool, lane: &Lane) -> Result<Slot> {
         }
     }
     Err(Error::invalid_state(format!(
-        "all {SLOTS} slots serve pools, or memory of pools that are gone; let go of a pool and of \
-         its tensors"
+        "all {SLOTS} slots serve pools, or memory of pools that were dropped; drop a pool and its \
+         tensors"
     )))
 }
 
 impl Slot {
-    /// Its number; the functions are called `symmpool_alloc_N` and `symmpool_free_N`.
+    /// The number N of the slot; its functions are `symmpool_alloc_N` and `symmpool_free_N`.
     pub fn index(&self) -> usize {
         self.0
     }
 
-    /// Blocks handed out and not freed.
+    /// The number of blocks that are allocated through the slot.
     pub fn live(&self) -> usize {
         lock(&TABLE[self.0]).as_ref().map_or(0, |bound| bound.live.len())
     }
 
-    /// Why the latest call that failed did so.
+    /// The error of the latest call that failed.
     pub fn failure(&self) -> Option<Error> {
         lock(&TABLE[self.0]).as_ref().and_then(|bound| bound.failure.clone())
     }
 
-    /// [`failure`](Self::failure), which is then forgotten.
+    /// Returns [`failure`](Self::failure) and clears it.
     pub fn take_failure(&self) -> Option<Error> {
         lock(&TABLE[self.0]).as_mut().and_then(|bound| bound.failure.take())
     }
@@ -96,10 +95,10 @@ impl Drop for Slot {
         let mut slot = lock(&TABLE[self.0]);
         let Some(bound) = slot.as_mut() else { return };
         bound.retired = true;
-        let gone = if bound.live.is_empty() { slot.take() } else { None };
+        let unused = if bound.live.is_empty() { slot.take() } else { None };
         drop(slot);
-        // The last hold on a pool, perhaps: not under the lock.
-        drop(gone);
+        // This may drop the pool, which must not happen under the lock.
+        drop(unused);
     }
 }
 
@@ -109,10 +108,10 @@ impl fmt::Debug for Slot {
     }
 }
 
-/// Allocates through a slot. What fails is remembered there too.
+/// Allocates through a slot. An error is kept in the slot too.
 pub(crate) fn alloc(index: usize, size: isize, device: i32, stream: u64) -> Result<u64> {
     let mut slot = lock(&TABLE[index]);
-    let Some(bound) = slot.as_mut() else { return Err(nobody(index)) };
+    let Some(bound) = slot.as_mut() else { return Err(not_bound(index)) };
     let placed = bound.alloc(index, size, device, stream);
     match placed {
         Ok(address) => {
@@ -126,23 +125,24 @@ pub(crate) fn alloc(index: usize, size: isize, device: i32, stream: u64) -> Resu
     }
 }
 
-/// Frees what a slot allocated, without order. NULL is nothing.
+/// Frees what a slot allocated, unordered. Does nothing for NULL.
 pub(crate) fn free(index: usize, address: u64) -> Result<()> {
     if address == 0 {
         return Ok(());
     }
     let mut slot = lock(&TABLE[index]);
     let Some(bound) = slot.as_mut() else {
-        return Err(told(nobody(index)));
+        return Err(logged(not_bound(index)));
     };
     let freed = bound.free(index, address);
     if let Err(error) = &freed {
         bound.failure = Some(error.clone());
     }
-    let gone = if bound.retired && bound.live.is_empty() { slot.take() } else { None };
+    let unused = if bound.retired && bound.live.is_empty() { slot.take() } else { None };
     drop(slot);
-    drop(gone);
-    freed.map_err(told)
+    // This may drop the pool, which must not happen under the lock.
+    drop(unused);
+    freed.map_err(logged)
 }
 
 impl Bound {
@@ -150,7 +150,7 @@ impl Bound {
         self.own_process(index)?;
         if self.retired {
             return Err(Error::invalid_state(format!(
-                "symmpool_alloc_{index}: its pool was let go of; only what it handed out is freed"
+                "symmpool_alloc_{index}: the slot was released; it only frees what it allocated before"
             )));
         }
         let bytes = usize::try_from(size).map_err(|_| {
@@ -164,9 +164,9 @@ impl Bound {
                  device {own}; make a pool for each device"
             )));
         }
-        // Whoever asks torch for memory is not to be seen from here.
-        let place = || self.lane.try_alloc_bytes(bytes, ALIGN, named(stream));
-        let block = at_site(None, place)?;
+        // The code that asked torch for memory is not known here, so no call site is recorded.
+        let alloc = || self.lane.try_alloc_bytes(bytes, ALIGN, named(stream));
+        let block = at_site(None, alloc)?;
         Ok(block.into_address())
     }
 
@@ -175,46 +175,45 @@ impl Bound {
         if !self.live.remove(&address) {
             return Err(Error::invalid_argument(format!(
                 "symmpool_free_{index}: {address:#x} is no block that symmpool_alloc_{index} \
-                 handed out, or was freed before"
+                 allocated, or was freed before"
             )));
         }
         if self.stuck.remove(&address) {
             return Err(Error::invalid_state(format!(
-                "symmpool_free_{index}: {address:#x} was used on a stream that could not be noted; \
-                 its memory is not used again"
+                "symmpool_free_{index}: {address:#x} was used on a stream that could not be recorded; \
+                 its memory is not reused"
             )));
         }
         self.lane.free_address_unordered(address)
     }
 
-    /// A forked child shares the parent's host memory and cannot use its CUDA; changing the lane
-    /// there would set it apart from the other ranks for nothing.
+    /// Refuses calls in a forked child. It shares the parent's host memory and cannot use the parent's CUDA context, and
+    /// changing its copy of the lane would only make it differ from the other ranks.
     fn own_process(&self, index: usize) -> Result<()> {
         self.maker.check("a pool").map_err(|error| error.context(format!("slot {index}")))
     }
 }
 
-/// The pool behind slot `index`, if there is one: for what the functions cannot say.
+/// The pool behind slot `index`, if there is one.
 pub fn pool(index: usize) -> Option<Pool> {
     let slot = TABLE.get(index)?;
     lock(slot).as_ref().map(|bound| bound.pool.clone())
 }
 
-/// The slot that handed out `address`, if one did and it was not freed.
+/// The slot through which the live block at `address` was allocated, if there is one.
 pub(crate) fn owner(address: u64) -> Option<usize> {
     TABLE
         .iter()
         .position(|slot| lock(slot).as_ref().is_some_and(|bound| bound.live.contains(&address)))
 }
 
-/// Notes that a block is used on another stream (rule D4). Where that cannot be, the block's memory
-/// is not used again.
+/// Records that a block is used on another stream (rule D4). If that fails, the block's memory is never reused.
 pub(crate) fn record_stream(index: usize, address: u64, stream: u64) -> Result<()> {
     let mut slot = lock(&TABLE[index]);
-    let Some(bound) = slot.as_mut() else { return Err(nobody(index)) };
+    let Some(bound) = slot.as_mut() else { return Err(not_bound(index)) };
     bound.own_process(index)?;
-    let noted = bound.lane.record_stream_address(address, named(stream));
-    noted.inspect_err(|error| {
+    let recorded = bound.lane.record_stream_address(address, named(stream));
+    recorded.inspect_err(|error| {
         if bound.live.contains(&address) {
             bound.stuck.insert(address);
         }
@@ -229,12 +228,12 @@ pub(crate) fn is_on(index: usize, device: i32) -> bool {
         .is_some_and(|bound| bound.device.is_none_or(|own| i64::from(own) == i64::from(device)))
 }
 
-fn nobody(index: usize) -> Error {
+fn not_bound(index: usize) -> Error {
     Error::invalid_state(format!("slot {index} serves no pool; bind one before it is used"))
 }
 
-/// Frees have nobody to return an error to.
-fn told(error: Error) -> Error {
-    tracing::error!(%error, "a free");
+/// Logs an error of a free, because the exported function cannot return it.
+fn logged(error: Error) -> Error {
+    tracing::error!(%error, "a free failed");
     error
 }

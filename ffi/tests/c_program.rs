@@ -1,5 +1,5 @@
-//! Programs against the library: in C, with the header, as rank processes, and one in C++ through which it
-//! throws.
+//! Programs that link against the library: C programs that run as ranks, and a C++ program through which an exception
+//! is thrown.
 
 mod common;
 
@@ -7,7 +7,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-/// Compiles a program of this folder, and runs it as so many ranks: how each ended, and what it said.
+/// Compiles a program of this folder, runs it as `world` ranks, and returns the exit status and output of each.
 fn ranks(source: &str, world: usize) -> Vec<Output> {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     let library = common::library();
@@ -44,14 +44,14 @@ fn ranks(source: &str, world: usize) -> Vec<Output> {
 }
 
 fn was_right(rank: usize, output: &Output) {
-    let (told, wrong) =
+    let (stdout, stderr) =
         (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "rank {rank}: {}: {told}{wrong}", output.status);
-    assert!(told.contains("everything was right"), "rank {rank}: {told}{wrong}");
+    assert!(output.status.success(), "rank {rank}: {}: {stdout}{stderr}", output.status);
+    assert!(stdout.contains("everything was right"), "rank {rank}: {stdout}{stderr}");
 }
 
 #[test]
-fn a_c_program_does_all_of_it_on_two_ranks() {
+fn a_c_program_uses_every_function_on_two_ranks() {
     for (rank, output) in ranks("program.c", 2).iter().enumerate() {
         was_right(rank, output);
     }
@@ -59,7 +59,7 @@ fn a_c_program_does_all_of_it_on_two_ranks() {
 
 #[test]
 fn a_dead_rank_ends_no_other_by_a_signal() {
-    // Rust's programs and Python ignore SIGPIPE; others end by it.
+    // Rust programs and Python ignore SIGPIPE; other programs are ended by it.
     let ended = ranks("lost.c", 3);
     assert_eq!(ended[2].status.signal(), Some(9));
     for (rank, output) in ended[..2].iter().enumerate() {
@@ -77,7 +77,7 @@ fn the_header_is_plain_c_and_plain_cpp() {
         for standard in standards {
             let compiled = Command::new(&compiler)
                 .args(["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only"])
-                // A header alone: the main file of this compilation.
+                // The header itself is the main file of this compilation.
                 .args([&format!("-std={standard}"), "-x", language])
                 .arg(&header)
                 .output();
@@ -113,7 +113,7 @@ fn what_fails_under_torch_is_thrown_through_the_library() {
     };
     assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
     let output = Command::new(&program).output().expect("the program");
-    let told = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "{}: {told}", output.status);
-    assert!(told.contains("everything was right"), "{told}");
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{}: {stdout}", output.status);
+    assert!(stdout.contains("everything was right"), "{stdout}");
 }

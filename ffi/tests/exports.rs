@@ -1,4 +1,4 @@
-//! What the library exports: its own names and no others.
+//! The library exports its own names and no others.
 
 mod common;
 
@@ -38,7 +38,7 @@ fn only_our_own_names_are_visible_and_all_of_them_are() {
     let program = include_str!("program.c");
     for name in &declared {
         assert!(visible.contains(*name), "{name} is declared and not exported");
-        // As the README says.
+        // README.md says that this program uses every function.
         assert!(program.contains(&format!("{name}(")), "program.c does not use {name}");
     }
     for name in &visible {

@@ -1,4 +1,4 @@
-//! The C header is what the exported functions are.
+//! The C header matches the exported functions.
 
 use std::path::Path;
 

@@ -1,5 +1,5 @@
-// A rank of a test of the C API: `lost RANK WORLD DIRECTORY`. The last rank dies; the others are told, and go on
-// to their ends, whatever their process does on signals.
+// A rank of a test of the C API: `lost RANK WORLD DIRECTORY`. The last rank is killed. The others get errors, and no
+// signal ends them, although they do not ignore SIGPIPE.
 
 #include <signal.h>
 #include <stdio.h>
@@ -27,7 +27,7 @@ int main(int argc, char **argv) {
   symmpool_group group = 0;
   symmpool_pool pool = 0;
   symmpool_comm comm = 0;
-  // As in a program that asks for nothing else; a launcher may have it ignored.
+  // The default, which a launcher may have changed.
   signal(SIGPIPE, SIG_DFL);
   OK(symmpool_group_in_directory(rank, world, argv[3], 30, &group));
   OK(symmpool_pool_create(group, "cpu", (uint64_t)1 << 36, 0, &pool));
@@ -35,7 +35,7 @@ int main(int argc, char **argv) {
   OK(symmpool_barrier(comm, NULL));
   if (rank == world - 1) raise(SIGKILL);
   LOST(symmpool_barrier(comm, NULL));
-  // Connections to it are closed by now.
+  // Connections to the killed rank are closed by now.
   for (int again = 0; again < 2; ++again) LOST(symmpool_commit(pool, NULL));
   OK(symmpool_comm_destroy(comm));
   OK(symmpool_pool_destroy(pool));

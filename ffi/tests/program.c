@@ -1,4 +1,4 @@
-// A rank of the C API's test: `program RANK WORLD DIRECTORY`. Ends with 0 when all was right.
+// A rank of a test of the C API: `program RANK WORLD DIRECTORY`. Exits with 0 if everything was right.
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -81,7 +81,7 @@ static void collectives(symmpool_pool pool, symmpool_comm comm, uint32_t rank, u
   for (uint32_t r = 0; r < world; r++) counts[r] = N;
   OK(symmpool_all_to_all_v(comm, y, plain, counts, counts, SYMMPOOL_DTYPE_F32, NULL));
   HOLDS(memcmp(y, got, world * N * sizeof *y) == 0);
-  // Some types are only moved.
+  // Some types can be moved, but not reduced.
   OK(symmpool_broadcast(comm, plain, N / 4, SYMMPOOL_DTYPE_COMPLEX128, 0, NULL));
   for (int i = 0; i < N; i++) HOLDS(plain[i] == 0.0f);
   OK(symmpool_all_gather(comm, got, plain, N, SYMMPOOL_DTYPE_BYTES4, NULL));
@@ -93,7 +93,7 @@ static void collectives(symmpool_pool pool, symmpool_comm comm, uint32_t rank, u
   OK(symmpool_comm_set_timeout(comm, 20));
   OK(symmpool_barrier(comm, NULL));
   OK(symmpool_comm_synchronize(comm, NULL));
-  // What one rank gets wrong is an error on all of them, and the next call is right again.
+  // An invalid argument on one rank is an error on all ranks, and the next call works again.
   uint32_t dtype = rank == 0 ? 99 : SYMMPOOL_DTYPE_F32;
   symmpool_status status = symmpool_all_reduce(comm, x, x, N, dtype, SYMMPOOL_OP_SUM, NULL);
   HOLDS(status == (rank == 0 ? SYMMPOOL_STATUS_INVALID_ARGUMENT : SYMMPOOL_STATUS_DIVERGED));
@@ -142,7 +142,7 @@ int main(int argc, char **argv) {
   OK(symmpool_group_in_directory(rank, world, argv[3], 30, &group));
   OK(symmpool_group_size(group, &found, NULL));
   HOLDS(found == rank);
-  // What one rank is asked in vain is told to all, and none is counted a pool behind.
+  // An invalid argument on one rank is an error on all ranks, and all of them count this pool.
   IS(INVALID_ARGUMENT, symmpool_pool_create(group, rank == 0 ? "tpu" : "cpu", 0, 0, &pool));
   symmpool_last_error(&why);
   HOLDS(strstr(why, "rank 0 failed in the handshake") != NULL && strstr(why, "tpu") != NULL);
@@ -156,7 +156,7 @@ int main(int argc, char **argv) {
   refuses_nonsense(pool);
   IS(INVALID_ARGUMENT, symmpool_register_nccl(pool, NULL, NULL));
   HOLDS(symmpool_unregister_nccl(pool, NULL) != SYMMPOOL_STATUS_OK);
-  // A report that has no place is refused before anything is shared, on all ranks.
+  // An invalid pointer for the report is an error on all ranks, before anything is shared.
   _Alignas(8) char bytes[sizeof(symmpool_commit_report) + 1];
   symmpool_commit_report *misaligned = (void *)(bytes + 1);
   symmpool_pool_stats before, after;
@@ -168,7 +168,7 @@ int main(int argc, char **argv) {
   HOLDS(after.commits == before.commits);
   OK(symmpool_resync(pool));
   IS(INVALID_ARGUMENT, symmpool_register_nccl(pool, NULL, rank == 1 ? (void *)(bytes + 1) : NULL));
-  // Nor does anybody wait for a rank that asks for a communicator in vain.
+  // No rank waits for one that cannot create its communicator.
   HOLDS(symmpool_comm_create(pool, rank == 1 ? -1 : 30, &comm) != SYMMPOOL_STATUS_OK);
   symmpool_last_error(&why);
   HOLDS(strstr(why, "timeout") != NULL);

@@ -1,5 +1,5 @@
-// An allocation that fails throws through the library, by a function that the caller gave, and the
-// library works afterwards.
+// An allocation that fails throws an exception through the library, with a function that the caller sets. The library
+// works after that.
 
 #include <cstddef>
 #include <cstdint>
@@ -24,7 +24,7 @@ struct Guard {
 
 int main() {
   int unwound = 0;
-  // Before it is told how, it returns NULL.
+  // Before the function is set, failed allocations return NULL.
   if (symmpool_process_alloc(1, 1000, nullptr) != nullptr) return 1;
   if (symmpool_process_throw_by(nullptr) == 0) return 2;
   if (symmpool_process_throw_by(reinterpret_cast<void *>(&thrower)) != 0) return 3;
@@ -40,7 +40,7 @@ int main() {
       }
     }
   }
-  // Frees have nobody to tell.
+  // Frees return no errors.
   symmpool_process_free(nullptr, 0, 0, nullptr);
   symmpool_process_free(&unwound, 0, 0, nullptr);
   std::puts("everything was right");

@@ -1,4 +1,4 @@
-//! Communicators, in C.
+//! Communicators and collectives, in the C API.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -10,14 +10,14 @@ use super::pool::{self, symmpool_pool};
 use super::{Handles, Out, on, seconds};
 use crate::guard::{Status, status};
 
-/// Collectives between the ranks of a pool. 0 is never one.
+/// A handle of a communicator: collectives between the ranks of a pool. 0 is never a valid handle.
 #[allow(non_camel_case_types)] // as in C
 pub type symmpool_comm = u64;
 
 static COMMS: Handles<Communicator> = Handles::new("communicator");
 
-/// Element types, for the `dtype` of collectives. The first ten can be reduced; the others are only
-/// moved, the last five in the place of any other element of so many bytes.
+/// Element types, for the `dtype` of collectives. The first ten can be reduced; the others are only moved.
+/// The last five stand for any other element of that many bytes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
@@ -51,7 +51,7 @@ pub enum ElementType {
     Bytes16 = 26,
 }
 
-/// Reductions, for the `op` of collectives. Results have the same bits on every rank.
+/// Reduction operations, for the `op` of collectives. Results have the same bits on every rank.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
@@ -70,7 +70,7 @@ fn find(comm: symmpool_comm) -> Result<Arc<Communicator>> {
     COMMS.get(comm)
 }
 
-/// Runs a collective; arguments that were refused are told to the other ranks, which do not wait.
+/// Runs a collective. If this rank's arguments are refused, the other ranks get an error instead of waiting.
 fn call<A>(
     comm: symmpool_comm,
     stream: *mut c_void,
@@ -79,7 +79,7 @@ fn call<A>(
 ) -> Status {
     status(|| {
         let comm = find(comm)?;
-        // SAFETY: what every collective has its caller promise.
+        // SAFETY: the caller of every collective promises this.
         let stream = unsafe { on(stream) };
         match arguments() {
             Ok(arguments) => run(&comm, arguments, &stream),
@@ -98,7 +98,7 @@ fn op(value: u32) -> Result<ReduceOp> {
     known.ok_or_else(|| Error::invalid_argument(format!("op: {value} is no reduction")))
 }
 
-/// Refuses NULL where there are elements.
+/// Refuses a NULL pointer to more than 0 elements.
 fn filled(pointer: *const c_void, count: usize, name: &str) -> Result<()> {
     if pointer.is_null() && count > 0 {
         return Err(Error::invalid_argument(format!("{name} is NULL")));
@@ -106,16 +106,16 @@ fn filled(pointer: *const c_void, count: usize, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// Where a collective writes and what it reads, both of `count` elements a part.
+/// The output and input of a collective, whose parts have `count` elements.
 fn ends(output: *mut c_void, input: *const c_void, count: usize) -> Result<(*mut u8, *const u8)> {
     filled(output, count, "output")?;
     filled(input, count, "input")?;
     Ok((output.cast(), input.cast()))
 }
 
-/// A communicator of all ranks of `pool`. Collective: every rank makes its communicators in the
-/// same order. `timeout` is how long its calls wait for a late rank, in seconds, or 0 for 30. What one
-/// rank asks for in vain is the error of all; the pool can be used after symmpool_resync.
+/// Creates a communicator of all ranks of `pool`. Collective: every rank creates its communicators in the
+/// same order. `timeout` is how long its calls wait for a late rank, in seconds, or 0 for 30. If one rank's
+/// arguments are refused, all ranks get an error, and the pool can be used again after symmpool_resync.
 ///
 /// # Safety
 ///
@@ -128,7 +128,7 @@ pub unsafe extern "C" fn symmpool_comm_create(
 ) -> Status {
     status(|| {
         let pool = pool::find(pool)?;
-        let asked = || {
+        let arguments = || {
             // SAFETY: the caller's promise.
             let out = unsafe { Out::new(comm, "comm") }?;
             let mut options = CommunicatorOptions::default();
@@ -137,38 +137,38 @@ pub unsafe extern "C" fn symmpool_comm_create(
             }
             Ok((out, options))
         };
-        let (out, options) = asked().map_err(|why| Communicator::refuse(&pool, why))?;
+        let (out, options) = arguments().map_err(|why| Communicator::refuse(&pool, why))?;
         out.put(COMMS.insert(Communicator::with_options(&pool, &options)?));
         Ok(())
     })
 }
 
-/// Changes how long this rank's calls wait for a late rank, in seconds. Talks to nobody; a call under way
-/// keeps its time, and on CUDA so does what is on a stream already, or captured in a graph. Another thread
-/// may be in a call.
+/// Changes how long this rank's calls wait for a late rank, in seconds. The call does not communicate with
+/// other ranks. Calls that are running keep their timeout, and so does work that is on a CUDA stream already, or
+/// captured in a graph. Another thread may be in a call.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmpool_comm_set_timeout(comm: symmpool_comm, timeout: f64) -> Status {
     status(|| find(comm)?.set_timeout(seconds(timeout, "timeout")?))
 }
 
-/// Lets go of a communicator. Needs no agreement between ranks.
+/// Destroys a communicator. Ranks may do so at any time, without agreement.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmpool_comm_destroy(comm: symmpool_comm) -> Status {
     status(|| COMMS.remove(comm))
 }
 
 /// Reduces `count` elements of every rank's `input` into every rank's `output`, which may be the
-/// same address. As all collectives: every rank calls it with the same arguments but addresses, in
-/// the same order; memory in windows is used where it lies, other memory is copied; on CUDA the
-/// work is done on `stream` when the call has returned, and errors show in later calls or in
-/// symmpool_comm_synchronize. Errors: DIVERGED for other arguments elsewhere, TIMEOUT, PEER_LOST; after
-/// these two a peer that is still in the call may go on writing into `output` until it has left it.
+/// same address. The following holds for all collectives. Every rank calls them in the same order, with the same
+/// arguments except for addresses. Memory in windows is used in place, other memory is copied. On CUDA the call
+/// only enqueues work on `stream`, and errors of that work show in later calls or in symmpool_comm_synchronize.
+/// Errors: DIVERGED if ranks have different arguments, TIMEOUT, PEER_LOST; after the last two, a peer that is
+/// still in the call may continue to write into `output` until it has left the call.
 ///
 /// # Safety
 ///
-/// `input` can be read and `output` written for `count` elements by the CPU or, on CUDA, the
-/// device, and nobody else touches them until the work is done. `stream` is NULL or a stream that lives
-/// until symmpool_comm_forget_stream, or as long as the communicator.
+/// `input` can be read and `output` written for `count` elements by the CPU or, on CUDA, the device, and nobody
+/// else accesses them until the work is done. `stream` is NULL or a stream that exists until
+/// symmpool_comm_forget_stream, or as long as the communicator.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmpool_all_reduce(
     comm: symmpool_comm,
@@ -315,7 +315,7 @@ pub unsafe extern "C" fn symmpool_all_to_all_v(
     })
 }
 
-/// Returns, or on CUDA lets `stream` go on, once every rank has called it. Errors as for
+/// Returns, or on CUDA lets the work behind it on `stream` run, once every rank has called it. Errors as for
 /// symmpool_all_reduce.
 ///
 /// # Safety
@@ -326,7 +326,7 @@ pub unsafe extern "C" fn symmpool_barrier(comm: symmpool_comm, stream: *mut c_vo
     call(comm, stream, || Ok(()), |comm, (), stream| comm.barrier(stream))
 }
 
-/// Waits until this rank's calls on `stream` are done, and says what went wrong in them.
+/// Waits until this rank's calls on `stream` are done, and returns their error if they failed.
 ///
 /// # Safety
 ///
@@ -341,10 +341,10 @@ pub unsafe extern "C" fn symmpool_comm_synchronize(
     status(|| find(comm)?.synchronize(&stream))
 }
 
-/// Lets go of a stream that is about to be destroyed: the communicator touches it no more unless a call names
-/// it again, and what was put on it keeps its place in the order of calls. Ranks need not do so alike. The
-/// pool remembers streams too: see symmpool_forget_stream. INVALID_STATE while the stream, if it has the
-/// communicator's last call, is being captured, and in a forked child.
+/// Makes the communicator forget a stream that is about to be destroyed: it does not use the stream any more unless a
+/// call names it again. Work that is on the stream keeps its place in the order of calls. Ranks may call this at
+/// different times. The pool remembers streams too: see symmpool_forget_stream. INVALID_STATE in a forked child, and
+/// while the stream is being captured if the communicator's last call is on it.
 ///
 /// # Safety
 ///

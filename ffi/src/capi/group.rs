@@ -1,4 +1,4 @@
-//! Groups, in C.
+//! Groups of ranks, in the C API.
 
 use std::ffi::c_char;
 use std::sync::Arc;
@@ -9,16 +9,16 @@ use symmpool_allocator::{Deadline, Group};
 use super::{Handles, Out, seconds, text};
 use crate::guard::{Status, status};
 
-/// An ordered set of ranks, seen from one of them. 0 is never one.
+/// A handle of a group: an ordered set of ranks, of which this process is one. 0 is never a valid handle.
 #[allow(non_camel_case_types)] // as in C
 pub type symmpool_group = u64;
 
 pub(super) static GROUPS: Handles<Group> = Handles::new("group");
 
 /// The group that a launcher describes in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-/// MASTER_PORT (and SYMMPOOL_PORT, SYMMPOOL_SECRET where they are set). `timeout` is how long its
-/// collective calls wait for other ranks, in seconds. Errors: INVALID_ARGUMENT for variables that
-/// are missing or wrong, TIMEOUT, REFUSED when a secret differs.
+/// MASTER_PORT (and SYMMPOOL_PORT, SYMMPOOL_SECRET where they are set). `timeout` is how long collective
+/// operations of the group wait for other ranks, in seconds. Errors: INVALID_ARGUMENT for variables that
+/// are missing or wrong, TIMEOUT, REFUSED if ranks have different secrets.
 ///
 /// # Safety
 ///
@@ -38,9 +38,9 @@ pub unsafe extern "C" fn symmpool_group_from_env(
     })
 }
 
-/// A group that meets over TCP at `address`, "HOST:PORT", which rank 0 serves. `secret` may be NULL
-/// on a loopback address; otherwise it is the same on every rank. `timeout` and errors as for
-/// symmpool_group_from_env.
+/// A group whose ranks connect over TCP to `address`, "HOST:PORT", which rank 0 serves. `secret` must be
+/// the same on every rank; it may be NULL if the address is a loopback address. `timeout` and errors as
+/// for symmpool_group_from_env.
 ///
 /// # Safety
 ///
@@ -72,8 +72,8 @@ pub unsafe extern "C" fn symmpool_group_over_tcp(
     })
 }
 
-/// A group that meets in files of `directory`, which all ranks see and nobody else uses. `timeout`
-/// as for symmpool_group_from_env.
+/// A group whose ranks exchange files in `directory`, which all ranks see and nothing else uses.
+/// `timeout` as for symmpool_group_from_env.
 ///
 /// # Safety
 ///
@@ -121,7 +121,7 @@ pub unsafe extern "C" fn symmpool_group_size(
     })
 }
 
-/// Lets go of a group. Pools made of it keep what they need.
+/// Destroys a group. Pools that were made with it keep what they need.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmpool_group_destroy(group: symmpool_group) -> Status {
     status(|| GROUPS.remove(group))

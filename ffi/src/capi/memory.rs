@@ -1,4 +1,4 @@
-//! A pool's memory, in C: blocks, and the streams that use them.
+//! A pool's memory, in the C API: blocks, and the streams that use them.
 
 use std::ffi::c_void;
 
@@ -9,15 +9,14 @@ use super::{Out, on};
 use crate::guard::{Status, status};
 
 /// Allocates `bytes` at a multiple of `align` (a power of two up to 2 MiB; 0 for 512) for use on
-/// `stream`, a CUstream, NULL for the default one and in host memory. Talks to no other rank; every
-/// rank makes the same calls in the same order. Errors: OUT_OF_MEMORY, INVALID_ARGUMENT, INVALID_STATE in
-/// a child that was forked from the pool's process.
+/// `stream`, a CUstream, NULL for the default one and in host memory. The call does not communicate with
+/// other ranks; every rank makes the same calls in the same order. Errors: OUT_OF_MEMORY, INVALID_ARGUMENT,
+/// INVALID_STATE in a child that was forked from the pool's process.
 ///
 /// # Safety
 ///
-/// `stream` is NULL or a stream of the pool's device that lives until symmpool_forget_stream, or as long as
-/// the pool; `pointer` is NULL (an error) or can be
-/// written to.
+/// `stream` is NULL or a stream of the pool's device that exists until symmpool_forget_stream, or as long as
+/// the pool; `pointer` is NULL (an error) or can be written to.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmpool_alloc(
     pool: symmpool_pool,
@@ -38,22 +37,22 @@ pub unsafe extern "C" fn symmpool_alloc(
     })
 }
 
-/// Frees a block as part of the sequence: every rank does so at the same place, and its memory may
-/// be used again by the next call. INVALID_ARGUMENT for anything that is no live block.
+/// Frees a block as part of the sequence of calls: every rank frees it at the same point of the sequence,
+/// and the next call may reuse its memory. INVALID_ARGUMENT for anything that is not a live block.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmpool_free(pool: symmpool_pool, pointer: *mut c_void) -> Status {
     status(|| find(pool)?.default_lane().free_address(pointer as u64))
 }
 
-/// Frees a block at a time that differs between ranks. Its memory is used again after the commit by
-/// which every rank has freed it. INVALID_ARGUMENT for anything that is no live block.
+/// Frees a block at a time that may differ between ranks. Its memory can be reused after the commit by
+/// which every rank has freed it. INVALID_ARGUMENT for anything that is not a live block.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmpool_free_unordered(pool: symmpool_pool, pointer: *mut c_void) -> Status {
     status(|| find(pool)?.default_lane().free_address_unordered(pointer as u64))
 }
 
-/// Notes that a block is used on `stream` too: its memory is used again only behind that work.
-/// INVALID_ARGUMENT for anything that is no live block.
+/// Records that a block is used on `stream` too: its memory is reused only after the work that is on that
+/// stream when the block is freed. INVALID_ARGUMENT for anything that is not a live block.
 ///
 /// # Safety
 ///
@@ -69,8 +68,8 @@ pub unsafe extern "C" fn symmpool_record_stream(
     status(|| find(pool)?.default_lane().record_stream_address(pointer as u64, stream))
 }
 
-/// Makes sure that `bytes` more fit on `stream`, as one block, without growing. Every rank calls it
-/// at the same place. Errors as for symmpool_alloc.
+/// Makes sure that a block of `bytes` can be allocated on `stream` without growing. Every rank calls it
+/// at the same point of the sequence of calls. Errors as for symmpool_alloc.
 ///
 /// # Safety
 ///
@@ -86,10 +85,10 @@ pub unsafe extern "C" fn symmpool_reserve(
     status(|| at_site(None, || find(pool)?.default_lane().reserve_on(bytes, stream)))
 }
 
-/// Lets go of a stream that is about to be destroyed. A pool remembers the streams that it was given, up to
-/// 64, and touches them until then; what was theirs goes to the next stream that is new to the pool. Every
-/// rank calls it at the same place. Nothing happens for a stream that the pool does not know. Errors:
-/// INVALID_STATE while the stream is being captured, and in a forked child.
+/// Makes the pool forget a stream that is about to be destroyed. A pool remembers up to 64 streams that it was
+/// given, and uses them until they are forgotten; the free blocks of a forgotten stream go to the next stream that
+/// is new to the pool. Every rank calls it at the same point of the sequence of calls. Does nothing for a stream that
+/// the pool does not know. Errors: INVALID_STATE while the stream is being captured, and in a forked child.
 ///
 /// # Safety
 ///

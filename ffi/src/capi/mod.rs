@@ -1,8 +1,16 @@
-//! The C API; `ffi/include/symmpool.h` is made from this folder.
+//! The C API; `ffi/include/symmpool.h` is generated from this folder.
 //!
-//! Handles are numbers that are never used twice: one that was destroyed, or never was, is an
-//! error and not a crash. Functions may be called from any thread. Each says in its result what
-//! came of it; what was wrong is kept for the thread that called.
+//! | file | holds |
+//! | --- | --- |
+//! | `group` | groups of ranks |
+//! | `pool` | pools: creation, commits, statistics |
+//! | `memory` | a pool's blocks and streams |
+//! | `window` | a pool's windows, peers' addresses, windows of NCCL |
+//! | `slot` | pools behind functions that take no pool |
+//! | `comm` | communicators and collectives |
+//!
+//! Handles are numbers that are never used twice: a handle that was destroyed, or never existed, is an error and not a
+//! crash. Functions may be called from any thread. Each returns a status; the error's text is kept for the calling thread.
 
 pub mod comm;
 pub mod group;
@@ -28,8 +36,8 @@ pub extern "C" fn symmpool_version() -> *const c_char {
     VERSION.as_ptr().cast()
 }
 
-/// What this thread's latest failed call came to, and, if `text` is not NULL, why. The text is
-/// valid until the thread's next call fails.
+/// The status of this thread's latest failed call and, if `text` is not NULL, the error's text, which is valid until
+/// the thread's next call fails.
 ///
 /// # Safety
 ///
@@ -48,13 +56,13 @@ pub unsafe extern "C" fn symmpool_last_error(text: *mut *const c_char) -> Status
     guarded(work, |status| status)
 }
 
-/// Things that C holds by number.
+/// The objects of one kind that C code refers to by handle.
 pub(crate) struct Handles<T> {
     what: &'static str,
     held: Mutex<BTreeMap<u64, Arc<T>>>,
 }
 
-/// One count for all kinds, so that a handle of one is none of another.
+/// The next handle. All kinds share it, so that a handle of one kind is never a handle of another.
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
 impl<T> Handles<T> {
@@ -72,18 +80,18 @@ impl<T> Handles<T> {
         lock(&self.held).get(&handle).cloned().ok_or_else(|| self.unknown(handle))
     }
 
-    /// Calls under way in other threads keep the value until they end.
+    /// Calls in other threads keep the object until they return.
     pub(crate) fn remove(&self, handle: u64) -> Result<()> {
         let gone = lock(&self.held).remove(&handle);
         gone.map(drop).ok_or_else(|| self.unknown(handle))
     }
 
     fn unknown(&self, handle: u64) -> Error {
-        Error::invalid_argument(format!("{handle} is no {} (destroyed before?)", self.what))
+        Error::invalid_argument(format!("{handle} is no {} (was it destroyed?)", self.what))
     }
 }
 
-/// Where a result goes.
+/// A pointer that a function writes its result to.
 pub(crate) struct Out<T>(*mut T);
 
 impl<T> Out<T> {
@@ -100,7 +108,7 @@ impl<T> Out<T> {
         Ok(Self(pointer))
     }
 
-    /// The same of a result that is not wanted where `pointer` is NULL.
+    /// The same for an optional result: `None` if `pointer` is NULL.
     ///
     /// # Safety
     ///
@@ -114,7 +122,7 @@ impl<T> Out<T> {
     }
 
     pub(crate) fn put(self, value: T) {
-        // SAFETY: `new` was promised that it can be written to.
+        // SAFETY: the caller of `new` promised that it can be written to.
         unsafe { self.0.write(value) };
     }
 }
@@ -141,11 +149,11 @@ pub(super) unsafe fn on(stream: *mut c_void) -> Stream {
     unsafe { Stream::from_raw(stream as u64) }
 }
 
-/// A time in seconds that somebody may wait.
+/// A timeout in seconds.
 pub(crate) fn seconds(value: f64, name: &str) -> Result<Duration> {
     if value > 0.0 && value <= 1e9 {
         let time = Duration::from_secs_f64(value);
-        // What is less than half a nanosecond would be no time.
+        // Less than half a nanosecond is rounded to zero.
         if !time.is_zero() {
             return Ok(time);
         }
@@ -158,13 +166,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_that_are_none_are_refused() {
+    fn timeouts_out_of_range_are_refused() {
         for (value, time) in [(1e-9, Duration::from_nanos(1)), (1e9, Duration::from_secs(1 << 30))]
         {
             assert!(seconds(value, "timeout").is_ok_and(|seconds| seconds <= time));
         }
         for value in [0.0, -1.0, 1e-300, 1e-10, 1.1e9, f64::NAN, f64::INFINITY] {
-            let error = seconds(value, "timeout").expect_err("no time to wait");
+            let error = seconds(value, "timeout").expect_err("not a timeout");
             assert!(
                 error.is_invalid_argument() && error.to_string().contains("timeout="),
                 "{error}"

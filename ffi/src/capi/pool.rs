@@ -1,4 +1,4 @@
-//! Pools, in C: making and ending them, commits, numbers.
+//! Pools, in the C API: creation, commits, statistics.
 
 use std::ffi::c_char;
 use std::sync::Arc;
@@ -12,45 +12,46 @@ use super::group::{GROUPS, symmpool_group};
 use super::{Handles, Out, text};
 use crate::guard::{Status, status};
 
-/// Symmetric memory of one rank, and windows on its peers'. 0 is never one.
+/// A handle of a pool: symmetric memory of this rank, and windows of its peers' memory. 0 is never a valid
+/// handle.
 #[allow(non_camel_case_types)] // as in C
 pub type symmpool_pool = u64;
 
 /// A flag of symmpool_pool_create: several ranks may use one GPU.
 pub const SYMMPOOL_SHARED_DEVICE: u32 = 1;
-/// A flag of symmpool_pool_create: every block lies in one physical allocation, as NCCL before
-/// 2.30.3 needs of its windows. Packs less tightly.
+/// A flag of symmpool_pool_create: every block lies in one physical allocation, which NCCL before
+/// 2.30.3 needs for its windows. Packs blocks less tightly.
 pub const SYMMPOOL_PER_SEGMENT: u32 = 2;
 
 /// What a commit did.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CommitReport {
-    /// Its number, from 1.
+    /// The number of the commit, counted from 1.
     pub number: u64,
-    /// Windows that are new.
+    /// How many windows it added.
     pub windows_added: u64,
-    /// Windows that are gone.
+    /// How many windows it removed.
     pub windows_removed: u64,
-    /// Blocks freed without order that came back.
+    /// How many blocks that every rank had freed without order can be reused now.
     pub blocks_returned: u64,
 }
 
-/// A pool's numbers, in bytes and counts, over all lanes.
+/// Statistics of a pool, over all lanes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct PoolStats {
-    /// Bytes handed out.
+    /// Bytes that are allocated.
     pub allocated: u64,
     /// Bytes of physical memory.
     pub reserved: u64,
-    /// Successful commits.
+    /// The number of successful commits.
     pub commits: u64,
-    /// Windows now.
+    /// The number of windows.
     pub windows: u64,
 }
 
-pub(super) static POOLS: Handles<Pool> = Handles::new("pool");
+static POOLS: Handles<Pool> = Handles::new("pool");
 
 fn driver(name: Option<&str>) -> Result<Driver> {
     match name {
@@ -70,12 +71,12 @@ pub(super) fn find(pool: symmpool_pool) -> Result<Arc<Pool>> {
     POOLS.get(pool)
 }
 
-/// Makes a pool together with the other ranks of `group`, which call this with the same settings.
+/// Creates a pool together with the other ranks of `group`, which call this with the same settings.
 /// `device` is "cpu", "cuda:N", "cuda" (device LOCAL_RANK), or NULL: a CUDA device if there is one,
 /// else the CPU. `stride` is the address space of a rank in bytes, a multiple of 2 MiB, or 0 for
-/// 1 TiB. `flags` are SYMMPOOL_SHARED_DEVICE and SYMMPOOL_PER_SEGMENT. Errors: DIVERGED for other
-/// settings elsewhere, UNSUPPORTED where memory cannot travel, TIMEOUT and PEER_LOST. What one rank
-/// cannot do, or was asked in vain, is the error of all.
+/// 1 TiB. `flags` are SYMMPOOL_SHARED_DEVICE and SYMMPOOL_PER_SEGMENT. Errors: DIVERGED if ranks have
+/// different settings, UNSUPPORTED where memory cannot be shared, TIMEOUT and PEER_LOST. If one rank
+/// fails or refuses its arguments, all ranks get that error.
 ///
 /// # Safety
 ///
@@ -98,11 +99,11 @@ pub unsafe extern "C" fn symmpool_pool_create(
             // SAFETY: the caller's promise.
             unsafe { text(device, "device") }.map(Some)
         };
-        // What is refused here the other ranks hear of.
+        // The builder reports an error of this rank to the other ranks, so nothing returns before it.
         let driver = match &out {
             Err(error) => Err(error.clone()),
             Ok(_) if flags & !(SYMMPOOL_SHARED_DEVICE | SYMMPOOL_PER_SEGMENT) != 0 => {
-                Err(Error::invalid_argument(format!("flags: {flags:#x} has unknown ones")))
+                Err(Error::invalid_argument(format!("flags: {flags:#x} has unknown flags")))
             }
             Ok(_) => name.and_then(driver),
         };
@@ -123,14 +124,14 @@ pub unsafe extern "C" fn symmpool_pool_create(
     })
 }
 
-/// Lets go of a pool. Its memory goes too, once no communicator, slot or call uses the pool.
+/// Destroys a pool. Its memory is freed once no communicator, slot or call uses the pool.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmpool_pool_destroy(pool: symmpool_pool) -> Status {
     status(|| POOLS.remove(pool))
 }
 
-/// Stands in for a commit that this rank was asked for in vain: the other ranks hear of it in theirs.
-/// They do where sequences differ, so this rank's has an event that theirs have not.
+/// Takes the place of a commit whose arguments this rank refuses, so that the other ranks get an error in theirs
+/// instead of waiting. For that it adds an event to this rank's sequence that theirs do not have.
 fn refuse_commit(pool: &Pool, why: Error) -> Error {
     if let Ok(lane) = pool.lane(CONTROL_LANE) {
         lane.note_failure(&why);
@@ -140,9 +141,9 @@ fn refuse_commit(pool: &Pool, why: Error) -> Error {
 }
 
 /// Checks that all ranks did the same, and makes windows of new memory. Collective. `report` may be
-/// NULL. Errors: DIVERGED, saying where ranks differ, TIMEOUT, PEER_LOST, INVALID_STATE while a
-/// stream is being captured or another thread commits, and what another rank could not do, or asked
-/// for in vain; then nothing is shared, and the pool can be used after symmpool_resync.
+/// NULL. Errors: DIVERGED, whose text says where ranks differ, TIMEOUT, PEER_LOST, INVALID_STATE while a
+/// stream is being captured or another thread commits, and errors of another rank. After an error nothing
+/// is shared, and the pool can be used again after symmpool_resync.
 ///
 /// # Safety
 ///
@@ -167,8 +168,8 @@ pub unsafe extern "C" fn symmpool_commit(pool: symmpool_pool, report: *mut Commi
     })
 }
 
-/// Whether the pool has grown since the last commit, or much that was freed waits to be taken back; the same on
-/// every rank.
+/// Whether a commit is due: the pool has grown since the last one, or many freed blocks wait for one before they can
+/// be reused. The result is the same on every rank.
 ///
 /// # Safety
 ///
@@ -183,14 +184,14 @@ pub unsafe extern "C" fn symmpool_is_commit_due(pool: symmpool_pool, due: *mut b
     })
 }
 
-/// Agrees on a state again after DIVERGED. Collective. What was allocated since must have been
-/// freed.
+/// Brings all ranks to the same state again after DIVERGED. Collective. Blocks that were allocated since
+/// the last commit must have been freed.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmpool_resync(pool: symmpool_pool) -> Status {
     status(|| find(pool)?.resync().map(drop))
 }
 
-/// The pool's numbers.
+/// The statistics of a pool.
 ///
 /// # Safety
 ///

@@ -1,4 +1,4 @@
-//! Pools behind slots, in C: functions that carry no user data, for allocators that take such.
+//! Slots, in the C API: pools behind functions that take no pool, for allocators that take plain function pointers.
 
 use std::sync::Mutex;
 
@@ -11,9 +11,10 @@ use crate::slots::{self, Slot};
 
 static BOUND: Mutex<Vec<Slot>> = Mutex::new(Vec::new());
 
-/// Puts the pool behind a slot: symmpool_alloc_N and symmpool_free_N, N being `slot`, then serve its
-/// memory to allocators that take plain functions, such as torch's CUDAPluggableAllocator. Their
-/// frees are without order. INVALID_STATE when all 64 slots are in use.
+/// Binds the pool to a free slot N and writes N to `slot`. The functions symmpool_alloc_N and
+/// symmpool_free_N then allocate from the pool, for allocators that take plain functions, such as torch's
+/// CUDAPluggableAllocator. Their frees are unordered, as with symmpool_free_unordered. INVALID_STATE if all
+/// 64 slots are in use.
 ///
 /// # Safety
 ///
@@ -31,7 +32,7 @@ pub unsafe extern "C" fn symmpool_slot_bind(pool: symmpool_pool, slot: *mut u32)
     })
 }
 
-/// Closes a slot to allocations. It keeps its pool until all that it handed out is freed.
+/// Closes a slot to allocations. It keeps its pool until all blocks that it allocated are freed.
 /// INVALID_ARGUMENT for a slot that is not bound.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmpool_slot_release(slot: u32) -> Status {
@@ -41,9 +42,10 @@ pub extern "C" fn symmpool_slot_release(slot: u32) -> Status {
         let at = at.ok_or_else(|| {
             Error::invalid_argument(format!("slot {slot} was not bound by symmpool_slot_bind"))
         })?;
-        let gone = bound.swap_remove(at);
+        let released = bound.swap_remove(at);
+        // Dropping a slot may drop a pool, which must not happen under the lock.
         drop(bound);
-        drop(gone);
+        drop(released);
         Ok(())
     })
 }

@@ -1,4 +1,4 @@
-//! A pool's windows, in C: peers' addresses, and windows that are NCCL's too.
+//! A pool's windows, in the C API: addresses of peers' memory, and windows that are registered with NCCL.
 
 use std::ffi::c_void;
 
@@ -6,12 +6,12 @@ use super::Out;
 use super::pool::{find, symmpool_pool};
 use crate::guard::{Status, status};
 
-/// Where every rank's memory lies in this process: rank b's copy of an address p of rank a is
-/// p + (b - a) * stride.
+/// Where every rank's memory lies in this process. If p is an address of rank a's memory, the
+/// corresponding address of rank b's is p + (b - a) * stride.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Layout {
-    /// First address of slot 0.
+    /// The first address of rank 0's slot.
     pub base: u64,
     /// Bytes from one rank's slot to the next.
     pub stride: u64,
@@ -29,7 +29,7 @@ pub struct Window {
     pub offset: u64,
     /// Length in bytes.
     pub bytes: u64,
-    /// Serial number of the segment in its lane.
+    /// The serial number of the segment in its lane.
     pub counter: u64,
 }
 
@@ -70,7 +70,8 @@ pub unsafe extern "C" fn symmpool_is_window(
     })
 }
 
-/// `rank`'s copy of an address inside a window. INVALID_ARGUMENT for an address in none.
+/// The address of `rank`'s memory that corresponds to `pointer`, which lies in a window. INVALID_ARGUMENT
+/// for an address in no window.
 ///
 /// # Safety
 ///
@@ -90,8 +91,8 @@ pub unsafe extern "C" fn symmpool_peer_pointer(
     })
 }
 
-/// The windows by offset: writes at most `capacity` of them to `windows`, and how many there are
-/// to `count`. With a capacity of 0, `windows` may be NULL.
+/// The windows in the order of their offsets: writes at most `capacity` of them to `windows`, and the
+/// number of all windows to `count`. With a capacity of 0, `windows` may be NULL.
 ///
 /// # Safety
 ///
@@ -110,7 +111,7 @@ pub unsafe extern "C" fn symmpool_windows(
         let found = find(pool)?.windows();
         for (at, window) in found.list().iter().take(capacity).enumerate() {
             let entry = windows.wrapping_add(at);
-            // SAFETY: below the capacity, within which the caller promised that it can be written.
+            // SAFETY: the index is below the capacity, and the caller promised that so many entries can be written.
             let entry = unsafe { Out::new(entry, "windows") }?;
             let (offset, bytes) = (window.offset, window.bytes);
             entry.put(Window { offset, bytes, counter: window.counter });
@@ -120,10 +121,10 @@ pub unsafe extern "C" fn symmpool_windows(
     })
 }
 
-/// Registers every window, those of later commits too, with a communicator of NCCL, an `ncclComm_t`
-/// whose ranks are those of the pool. `count`, which may be NULL, is how many windows there are now.
-/// Collective. The pool needs SYMMPOOL_PER_SEGMENT. UNSUPPORTED where no NCCL is loaded, where it is
-/// older than 2.27, or where it makes no symmetric windows.
+/// Registers every window, and those of later commits, with a communicator of NCCL, an `ncclComm_t`
+/// whose ranks are those of the pool. Writes the number of windows to `count`, which may be NULL.
+/// Collective. The pool needs SYMMPOOL_PER_SEGMENT. UNSUPPORTED if no NCCL is loaded, if it is older than
+/// 2.27, or if it cannot make symmetric windows.
 ///
 /// # Safety
 ///
@@ -139,7 +140,7 @@ pub unsafe extern "C" fn symmpool_register_nccl(
         let pool = find(pool)?;
         // SAFETY: the caller's promise.
         let out = unsafe { Out::if_wanted(count, "count") };
-        // Where there is no place for the answer it asks for no communicator, which the others hear of.
+        // If `count` is invalid, it registers no communicator (0), which is an error on all ranks.
         let comm = if out.is_ok() { comm as usize } else { 0 };
         // SAFETY: the caller's promise; 0 is refused.
         let registered = unsafe { pool.register_nccl(comm) };
@@ -152,8 +153,8 @@ pub unsafe extern "C" fn symmpool_register_nccl(
     })
 }
 
-/// Takes the windows back from a communicator of NCCL. Collective; before it is destroyed. Errors as for
-/// symmpool_register_nccl.
+/// Deregisters the windows from a communicator of NCCL. Collective; to be called before the communicator is
+/// destroyed. Errors as for symmpool_register_nccl.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmpool_unregister_nccl(pool: symmpool_pool, comm: *mut c_void) -> Status {
     status(|| find(pool)?.unregister_nccl(comm as usize))

@@ -1,4 +1,4 @@
-//! One device's memory: a lane for what is ordinary, and lanes for graphs.
+//! One device's memory: a lane for ordinary memory, and lanes for CUDA graphs.
 
 mod captures;
 #[cfg(test)]
@@ -14,37 +14,37 @@ use symmpool_allocator::{Driver, Error, Group, Lane, Pool, Result, Stream};
 use self::captures::Captures;
 use crate::guard::lock;
 
-/// How many graphs (or groups of graphs that share memory) can have memory at a time.
+/// How many graphs (or groups of graphs that share memory) can have memory at the same time.
 const GRAPHS: usize = 31;
 
 /// Blocks start at multiples of this, as CUDA's do.
 const ALIGN: u64 = 512;
 
-/// How torch names the memory of a graph.
+/// torch's identifier of a graph's memory.
 pub type MempoolId = (u64, u64);
 
-/// A device's numbers at one moment.
+/// The statistics of a device.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ProcessStats {
-    /// Bytes handed out.
+    /// Bytes that are allocated.
     pub allocated: u64,
-    /// The most there were.
+    /// The maximum of `allocated`.
     pub peak_allocated: u64,
     /// Bytes of physical memory.
     pub reserved: u64,
-    /// The most there were.
+    /// The maximum of `reserved`.
     pub peak_reserved: u64,
-    /// Allocations so far.
+    /// The number of allocations so far.
     pub allocs: u64,
-    /// Frees so far.
+    /// The number of frees so far.
     pub frees: u64,
-    /// Allocations that could not be served.
+    /// The number of allocations that failed.
     pub ooms: u64,
-    /// Allocations that were served after free segments were given back.
+    /// The number of allocations that succeeded only after free segments were released.
     pub retries: u64,
-    /// Graphs that have memory.
+    /// The number of graphs that have memory.
     pub graphs: u64,
-    /// Physical segments.
+    /// The number of physical segments.
     pub segments: u64,
 }
 
@@ -52,10 +52,10 @@ pub struct ProcessStats {
 #[derive(Debug)]
 pub struct Device {
     pool: Pool,
-    /// Ordinary memory, then the graphs'.
+    /// The lane of ordinary memory, then the lanes of graphs.
     lanes: Vec<Lane>,
     total: u64,
-    /// Most bytes to hand out.
+    /// The most bytes that may be allocated.
     limit: AtomicU64,
     allocated: AtomicU64,
     peak_allocated: AtomicU64,
@@ -64,18 +64,16 @@ pub struct Device {
     frees: AtomicU64,
     ooms: AtomicU64,
     retries: AtomicU64,
-    /// Captures that are open: none, as a rule.
+    /// The number of captures that are running, which is usually 0.
     open: AtomicUsize,
     captures: Mutex<Captures>,
-    /// Blocks whose use on another stream could not be noted: their memory is not used again. None,
-    /// as a rule.
+    /// Blocks whose use on another stream could not be recorded, which is rare. Their memory is never reused.
     stuck: Mutex<BTreeSet<u64>>,
     any_stuck: AtomicBool,
 }
 
 impl Device {
-    /// The allocator of a driver's memory. `total` is the size of the memory; the device's own
-    /// unless given.
+    /// The allocator of a driver's memory. `total` is the size of the memory; by default it is that of the device.
     pub fn new(driver: Driver, total: Option<u64>) -> Result<Self> {
         let total = match (total, driver.as_cuda()) {
             (Some(total), _) => total,
@@ -83,13 +81,13 @@ impl Device {
             (None, None) => 64 << 30,
         };
         let group = Group::in_process(1)?.pop();
-        let group = group.ok_or_else(|| Error::invalid_state("a group of one has one"))?;
-        // Address space costs nothing; segments that move use it up until the next trim.
+        let group = group.ok_or_else(|| Error::invalid_state("a group of one rank has no rank"))?;
+        // Address space costs nothing, but segments that move use it up until the next trim, so there is plenty.
         let range = total.next_power_of_two().clamp(1 << 30, 1 << 39);
-        // Twice as much for ordinary memory, and something for the pool's own.
+        // Twice as much for ordinary memory, and some for the pool's own lane.
         let stride = range * (GRAPHS as u64 + 2) + (32 << 30);
         let mut builder = Pool::builder(group).driver(driver).stride(stride);
-        // What happened is not compared with other ranks, so little of it is kept.
+        // The history of events is not compared with other ranks, so little of it is kept.
         let local = |name: String| LaneConfig::local(name).history(16);
         builder = builder.lane(local("ordinary".to_owned()).range(2 * range));
         for graph in 0..GRAPHS {
@@ -151,15 +149,15 @@ impl Device {
         Ok(block.into_address())
     }
 
-    /// Frees what [`alloc`](Self::alloc) gave; it is reused at once on its stream. Not so while a
-    /// graph is captured: then when the capture has ended.
+    /// Frees what [`alloc`](Self::alloc) returned. The memory can be reused at once on its stream; ordinary memory that
+    /// is freed while a graph is captured can be reused when the capture has ended.
     pub fn free(&self, address: u64) -> Result<()> {
         self.own_process()?;
         let lane = self.lane_of(address)?;
         if self.any_stuck.load(Ordering::Acquire) && lock(&self.stuck).remove(&address) {
             return Err(Error::invalid_state(format!(
-                "{address:#x} was used on a stream that could not be noted; its memory is not used \
-                 again"
+                "{address:#x} was used on a stream that could not be recorded; its memory is not \
+                 reused"
             )));
         }
         if lane == 0 && self.open.load(Ordering::Acquire) > 0 {
@@ -183,8 +181,8 @@ impl Device {
         Ok(())
     }
 
-    /// Notes that a block is used on `stream` too (rule D4). Where that cannot be, because the lane
-    /// knows too many streams, the block's memory is not used again.
+    /// Records that a block is used on `stream` too (rule D4). If that fails, because the lane has too many streams, the
+    /// block's memory is never reused.
     pub fn record_stream(&self, address: u64, stream: Stream) -> Result<()> {
         self.own_process()?;
         let lane = self.lane_of(address)?;
@@ -194,7 +192,7 @@ impl Device {
         })
     }
 
-    /// The segment that holds `address`: its first address and its length.
+    /// The segment that contains `address`: its first address and its length.
     pub fn segment(&self, address: u64) -> Result<(u64, u64)> {
         let lane = &self.lanes[self.lane_of(address)?];
         let layout = self.pool.layout();
@@ -209,26 +207,30 @@ impl Device {
         })
     }
 
-    /// Hands out at most this part of the device's memory from now on.
+    /// Limits allocations to this fraction of the device's memory.
     pub fn set_fraction(&self, fraction: f64) -> Result<()> {
         if !(0.0..=1.0).contains(&fraction) {
-            return Err(Error::invalid_argument(format!("a fraction of {fraction}: 0 to 1")));
+            return Err(Error::invalid_argument(format!(
+                "a fraction of {fraction}: 0 to 1 are possible"
+            )));
         }
         self.limit.store((self.total as f64 * fraction) as u64, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Gives wholly free segments back; returns their bytes. A graph's stay as long as the graph:
-    /// its replays use them, though no tensor does. While a graph is captured it is
-    /// [`Error::is_invalid_state`], as it must wait for the device.
+    /// Releases segments that are wholly free, and returns how many bytes that were. A graph's segments stay as long as
+    /// the graph, because its replays use them even if no tensor does. While a graph is captured, the error is
+    /// [`Error::is_invalid_state`], because releasing memory has to wait for the device.
     pub fn trim(&self) -> Result<u64> {
         self.own_process()?;
-        // Held to the end, so that no capture begins and no graph takes a lane meanwhile.
+        // The lock is held to the end, so that no capture begins and no graph takes a lane meanwhile.
         let captures = lock(&self.captures);
         if !captures.open.is_empty() {
-            return Err(Error::invalid_state("memory is given back after the capture of a graph"));
+            return Err(Error::invalid_state(
+                "memory cannot be released while a graph is captured; do so after the capture",
+            ));
         }
-        self.note_peak()?;
+        self.update_peak()?;
         let taken = std::iter::once(false).chain(captures.taken);
         let mut lanes = self.lanes.iter().zip(taken).filter(|(_, taken)| !taken);
         lanes.try_fold(0, |bytes, (lane, _)| {
@@ -236,8 +238,7 @@ impl Device {
         })
     }
 
-    /// Refuses in a forked child, in which another thread of the parent may have had any of the locks
-    /// at the fork.
+    /// Refuses calls in a forked child, where any of the locks may be held by a thread that exists in the parent only.
     fn own_process(&self) -> Result<()> {
         self.pool.check_process()
     }
@@ -255,17 +256,17 @@ impl Device {
         })
     }
 
-    fn note_peak(&self) -> Result<u64> {
+    fn update_peak(&self) -> Result<u64> {
         let reserved = self.lanes.iter().map(Lane::reserved).sum::<Result<_>>()?;
         self.peak_reserved.fetch_max(reserved, Ordering::Relaxed);
         Ok(reserved)
     }
 
-    /// The numbers now. [`Error::is_invalid_state`] in a forked child.
+    /// The statistics now. [`Error::is_invalid_state`] in a forked child.
     pub fn stats(&self) -> Result<ProcessStats> {
-        let reserved = self.note_peak()?;
+        let reserved = self.update_peak()?;
         let segments = self.lanes.iter().map(|lane| Ok(lane.stats()?.segments));
-        // Lanes only shrink in `trim`, which notes the peak first.
+        // Lanes shrink only in `trim`, which updates the peak first.
         Ok(ProcessStats {
             allocated: self.allocated.load(Ordering::Relaxed),
             peak_allocated: self.peak_allocated.load(Ordering::Relaxed),
@@ -280,11 +281,11 @@ impl Device {
         })
     }
 
-    /// Forgets the peaks so far. [`Error::is_invalid_state`] in a forked child.
+    /// Resets the peaks to the current values. [`Error::is_invalid_state`] in a forked child.
     pub fn reset_peaks(&self) -> Result<()> {
         self.own_process()?;
         self.peak_allocated.store(self.allocated.load(Ordering::Relaxed), Ordering::Relaxed);
         self.peak_reserved.store(0, Ordering::Relaxed);
-        self.note_peak().map(drop)
+        self.update_peak().map(drop)
     }
 }

@@ -1,7 +1,7 @@
 //! The functions that torch's pluggable allocator calls.
 //!
-//! Their types are those of C++ functions: a `std::pair` of two numbers comes in two registers, and
-//! a `std::function` as a pointer to the caller's.
+//! Their types are those of C++ functions: a `std::pair` of two numbers is passed in two registers, and a
+//! `std::function` as a pointer to the caller's object.
 
 use std::cell::RefCell;
 use std::ffi::{CString, c_char, c_int, c_void};
@@ -12,15 +12,15 @@ use symmpool_allocator::{Error, Result};
 use super::{device, owner, used};
 use crate::guard::{Status, guarded, last, status};
 
-/// How torch throws: with the function, file, line and message.
+/// The type of torch's function that throws, which takes function, file, line and message.
 type Throw = extern "C-unwind" fn(*const c_char, *const c_char, u32, *const c_char) -> !;
 
 static THROW: OnceLock<Throw> = OnceLock::new();
 
-/// Gives the address of torch's `c10::detail::torchCheckFail`, which throws.
+/// Sets the address of torch's `c10::detail::torchCheckFail`, which throws.
 ///
-/// torch takes a NULL of the process's allocator for memory: the error must come as an exception
-/// of C++, which passes through here.
+/// torch would use a NULL that the process's allocator returned as memory, so errors must be C++ exceptions, which
+/// unwind through this library.
 ///
 /// # Safety
 ///
@@ -29,7 +29,7 @@ static THROW: OnceLock<Throw> = OnceLock::new();
 unsafe extern "C" fn symmpool_process_throw_by(address: *mut c_void) -> Status {
     status(|| {
         if address.is_null() {
-            return Err(Error::invalid_argument("no function that throws"));
+            return Err(Error::invalid_argument("the address of the function that throws is NULL"));
         }
         // SAFETY: not NULL; the caller promised that it is this function.
         let throw = unsafe { std::mem::transmute::<*mut c_void, Throw>(address) };
@@ -38,13 +38,13 @@ unsafe extern "C" fn symmpool_process_throw_by(address: *mut c_void) -> Status {
     })
 }
 
-/// torch's name of a graph's memory, a `std::pair`.
+/// torch's identifier of a graph's memory, a `std::pair`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 struct Id(u64, u64);
 
-/// Allocates on a device. Where it cannot, it throws as torch does, or returns NULL if it was not
-/// told how (`symmpool_process_throw_by`).
+/// Allocates on a device. On failure it throws as torch does, or returns NULL if `symmpool_process_throw_by` was not
+/// called.
 #[unsafe(no_mangle)]
 extern "C-unwind" fn symmpool_process_alloc(
     size: isize,
@@ -56,13 +56,13 @@ extern "C-unwind" fn symmpool_process_alloc(
     if pointer.is_null()
         && let Some(throw) = THROW.get()
     {
-        // In memory that stays: nothing of this frame is dropped when it is thrown through. torch
-        // copies the message.
+        // The message lies in memory that stays, because nothing in this frame is dropped by the exception. torch copies
+        // the message.
         thread_local! {
             static MESSAGE: RefCell<CString> = RefCell::new(CString::default());
         }
         let text = last(|status, text| {
-            // As torch's own begins.
+            // torch's own message begins like this.
             let out = status == Status::OutOfMemory;
             format!("{}{}", if out { "CUDA out of memory. " } else { "" }, text.to_string_lossy())
         });
@@ -76,7 +76,7 @@ extern "C-unwind" fn symmpool_process_alloc(
     pointer
 }
 
-/// Frees what symmpool_process_alloc gave, on whatever device.
+/// Frees what symmpool_process_alloc returned, on any device.
 #[unsafe(no_mangle)]
 extern "C" fn symmpool_process_free(
     pointer: *mut c_void,
@@ -84,29 +84,29 @@ extern "C" fn symmpool_process_free(
     _device: c_int,
     _stream: *mut c_void,
 ) {
-    told("a free", || super::free(pointer as u64));
+    log_errors("a free", || super::free(pointer as u64));
 }
 
-/// Notes that memory is used on another stream.
+/// Records that memory is used on another stream.
 #[unsafe(no_mangle)]
 extern "C" fn symmpool_process_record_stream(pointer: *mut c_void, stream: *mut c_void) {
-    told("record_stream", || super::record_stream(pointer as u64, stream as u64));
+    log_errors("record_stream", || super::record_stream(pointer as u64, stream as u64));
 }
 
-/// torch empties its cache.
+/// Called when torch empties its cache.
 #[unsafe(no_mangle)]
 extern "C" fn symmpool_process_reset() {
-    told("empty_cache", || match super::trim() {
-        // torch's own does nothing then, too.
+    log_errors("empty_cache", || match super::trim() {
+        // A graph is being captured. torch's own allocator does nothing then, too.
         Err(error) if error.is_invalid_state() => Ok(()),
         outcome => outcome.map(drop),
     });
 }
 
-/// torch limits itself to a part of a device's memory.
+/// Called when torch limits itself to a part of a device's memory.
 #[unsafe(no_mangle)]
 extern "C" fn symmpool_process_memory_fraction(fraction: f64, ordinal: c_int) {
-    told("set_per_process_memory_fraction", || device(ordinal)?.set_fraction(fraction));
+    log_errors("set_per_process_memory_fraction", || device(ordinal)?.set_fraction(fraction));
 }
 
 /// The physical segment that holds an address, and its length.
@@ -133,27 +133,27 @@ unsafe extern "C" fn symmpool_process_base_alloc(
     start as *mut c_void
 }
 
-/// A capture begins. The filter, which says of a stream whether it is part of it, is not kept: see
+/// Called when a capture begins. The filter, which says whether a stream is part of the capture, is not needed: see
 /// `Device::begin`.
 #[unsafe(no_mangle)]
 extern "C" fn symmpool_process_begin(ordinal: c_int, id: Id, _filter: *const c_void) {
-    told("beginning a capture", || device(ordinal)?.begin((id.0, id.1)));
+    log_errors("beginning a capture", || device(ordinal)?.begin((id.0, id.1)));
 }
 
-/// A capture ends.
+/// Called when a capture ends.
 #[unsafe(no_mangle)]
 extern "C" fn symmpool_process_end(ordinal: c_int, id: Id) {
-    told("ending a capture", || device(ordinal)?.end((id.0, id.1)));
+    log_errors("ending a capture", || device(ordinal)?.end((id.0, id.1)));
 }
 
-/// A graph is gone.
+/// Called when a graph is destroyed.
 #[unsafe(no_mangle)]
 extern "C" fn symmpool_process_release(ordinal: c_int, id: Id) {
-    told("letting go of a graph", || device(ordinal)?.release((id.0, id.1)));
+    log_errors("releasing a graph's memory", || device(ordinal)?.release((id.0, id.1)));
 }
 
-/// These have nobody to return an error to.
-fn told(doing: &str, work: impl FnOnce() -> Result<()>) {
+/// Logs errors of functions that cannot return them.
+fn log_errors(doing: &str, work: impl FnOnce() -> Result<()>) {
     let work =
         || work().inspect_err(|error| tracing::error!(%error, devices = used().count(), "{doing}"));
     guarded(work, |_| ());

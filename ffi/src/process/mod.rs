@@ -1,16 +1,15 @@
-//! An allocator for all of a process's device memory, under every allocation of torch.
+//! An allocator for all of a process's device memory, which serves every allocation of torch.
 //!
 //! | file | holds |
 //! | --- | --- |
-//! | here | the devices, and which of them an address belongs to |
-//! | `device` | one device's lanes: ordinary memory, and that of graphs |
+//! | `mod` | the devices, and which of them an address belongs to |
+//! | `device` | one device's lanes: ordinary memory, and the memory of CUDA graphs |
 //! | `device/captures` | which graph has which lane |
-//! | `hooks` | the exported functions that torch's pluggable allocator asks for |
+//! | `hooks` | the exported functions that torch's pluggable allocator calls |
 //!
-//! A device's ordinary memory is one *local* lane: a contiguous range, reused at once in any order,
-//! with a list of free blocks for each stream. What is allocated while a graph is captured comes
-//! from a lane of the graph's own, because every replay uses it again. Inside `with pool:` memory
-//! comes from the pool.
+//! A device's ordinary memory is one *local* lane: a contiguous range, whose memory is reused at once in any order, with
+//! a list of free blocks for each stream. Memory that is allocated while a graph is captured comes from a lane of the
+//! graph's own, because every replay uses it again. Inside `with pool:` memory comes from the pool.
 
 mod device;
 mod hooks;
@@ -25,60 +24,60 @@ pub use device::{Device, MempoolId, ProcessStats};
 use crate::named;
 use crate::slots::{self, Slot};
 
-/// The most devices of one process.
+/// The number of devices that one process can use.
 const DEVICES: usize = 64;
 
 static TABLE: [OnceLock<Result<Device>>; DEVICES] = [const { OnceLock::new() }; DEVICES];
 
 thread_local! {
-    /// The slot, plus one, that this thread's allocations go to.
+    /// The index, plus one, of the slot that this thread's allocations are redirected to; 0 if they are not.
     static SCOPE: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The device's allocator, made at the first use.
+/// The allocator of a device, which is made at its first use.
 fn device(ordinal: i32) -> Result<&'static Device> {
     let slot = usize::try_from(ordinal).ok().and_then(|ordinal| TABLE.get(ordinal));
     let slot = slot.ok_or_else(|| {
-        Error::invalid_argument(format!("device {ordinal}: 0 to {} can be served", DEVICES - 1))
+        Error::invalid_argument(format!("device {ordinal}: 0 to {} are possible", DEVICES - 1))
     })?;
     let made = slot.get_or_init(|| Device::new(Driver::cuda(ordinal as u32)?, None));
     made.as_ref().map_err(Clone::clone)
 }
 
-/// The devices that were used.
+/// The allocators of all devices that were used.
 fn used() -> impl Iterator<Item = (usize, &'static Device)> {
     let devices = TABLE.iter().enumerate();
     devices.filter_map(|(ordinal, slot)| Some((ordinal, slot.get()?.as_ref().ok()?)))
 }
 
-/// The device whose ordinary memory `address` is.
+/// The device whose own memory, not a pool's, contains `address`.
 fn owner(address: u64) -> Option<&'static Device> {
     used().map(|(_, device)| device).find(|device| device.owns(address))
 }
 
-/// Numbers of a device, if anything was allocated there.
+/// The statistics of a device, or `None` if it was not used.
 pub fn stats(ordinal: usize) -> Result<Option<ProcessStats>> {
     used().find(|(found, _)| *found == ordinal).map(|(_, device)| device.stats()).transpose()
 }
 
-/// Forgets the peaks so far.
+/// Resets the peak statistics of a device.
 pub fn reset_peaks(ordinal: usize) -> Result<()> {
     used().find(|(found, _)| *found == ordinal).map_or(Ok(()), |(_, device)| device.reset_peaks())
 }
 
-/// Gives segments that are wholly free back to their devices; returns their bytes.
+/// Releases segments that are wholly free to their devices, and returns how many bytes that were.
 pub fn trim() -> Result<u64> {
     used().try_fold(0, |bytes, (_, device)| Ok(bytes + device.trim()?))
 }
 
-/// Sends what this thread allocates to a slot's pool, or with `None` where it goes by itself.
-/// Returns where it went before.
+/// Redirects this thread's allocations to a slot's pool, or with `None` back to the devices' own memory. Returns where
+/// they went before.
 pub fn redirect(slot: Option<&Slot>) -> Redirected {
     let now = slot.map_or(0, |slot| slot.index() + 1);
     Redirected(SCOPE.with(|scope| scope.replace(now)))
 }
 
-/// Where a thread's allocations went before.
+/// Where a thread's allocations went before a [`redirect`].
 #[derive(Clone, Copy, Debug)]
 pub struct Redirected(usize);
 
@@ -89,7 +88,7 @@ pub fn redirect_back(before: Redirected) {
 
 fn alloc(bytes: isize, ordinal: i32, stream: u64) -> Result<u64> {
     match SCOPE.try_with(Cell::get).unwrap_or(0).checked_sub(1) {
-        // Other devices' memory is ordinary in a pool's scope, as with a MemPool.
+        // In a pool's scope, allocations on other devices are ordinary ones, as with torch's MemPool.
         Some(slot) if slots::is_on(slot, ordinal) => slots::alloc(slot, bytes, ordinal, stream),
         _ => {
             let bytes = usize::try_from(bytes)
@@ -122,7 +121,7 @@ fn record_stream(address: u64, stream: u64) -> Result<()> {
 fn slot_of(address: u64) -> Result<usize> {
     slots::owner(address).ok_or_else(|| {
         Error::invalid_argument(format!(
-            "{address:#x} is no memory that is handed out (freed before?)"
+            "{address:#x} is no memory that is allocated (was it freed before?)"
         ))
     })
 }

@@ -1,4 +1,4 @@
-//! Where the library under test is.
+//! Finds the library under test.
 
 use std::path::PathBuf;
 

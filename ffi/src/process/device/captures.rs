@@ -1,4 +1,4 @@
-//! Graphs that are being captured, or that have memory: which lane is whose.
+//! Graphs that are being captured or have memory, and which lane each of them has.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
@@ -10,19 +10,19 @@ use crate::guard::lock;
 
 #[derive(Debug, Default)]
 pub(super) struct Captures {
-    /// The latest last.
+    /// The running captures; the last one began last.
     pub(super) open: Vec<Open>,
     pub(super) graphs: BTreeMap<MempoolId, Graph>,
-    /// For each graph's lane, whether it has an owner, or memory in use that had one.
+    /// For each lane of graphs, whether a graph has it, or blocks of a former graph are still in use.
     pub(super) taken: [bool; GRAPHS],
-    /// Ordinary blocks freed meanwhile: events cannot be recorded while streams are captured.
+    /// Ordinary blocks that were freed during captures: events cannot be recorded while streams are captured.
     pub(super) deferred: Vec<u64>,
 }
 
 #[derive(Debug)]
 pub(super) struct Open {
     id: MempoolId,
-    /// The thread that began.
+    /// The thread that began the capture.
     thread: usize,
 }
 
@@ -41,8 +41,8 @@ fn thread() -> usize {
 }
 
 impl Device {
-    /// What this thread, and whoever uses streams that are captured, allocates is memory of the
-    /// graph `id` from now on.
+    /// Begins a capture: from now on, allocations of this thread, and allocations of other threads on streams that are
+    /// being captured, are memory of the graph `id`.
     pub fn begin(&self, id: MempoolId) -> Result<()> {
         self.own_process()?;
         let mut captures = lock(&self.captures);
@@ -51,8 +51,8 @@ impl Device {
         } else {
             let free = captures.taken.iter().position(|taken| !taken).ok_or_else(|| {
                 Error::invalid_state(format!(
-                    "{GRAPHS} graphs have memory of their own; let graphs share it (`pool=`), or \
-                     let go of some"
+                    "{GRAPHS} graphs have memory of their own; let graphs share memory (`pool=`), or \
+                     delete some"
                 ))
             })?;
             captures.taken[free] = true;
@@ -63,7 +63,7 @@ impl Device {
         Ok(())
     }
 
-    /// Ends the latest [`begin`](Self::begin) of `id`.
+    /// Ends the capture of the latest [`begin`](Self::begin) of `id`.
     pub fn end(&self, id: MempoolId) -> Result<()> {
         self.own_process()?;
         let mut captures = lock(&self.captures);
@@ -80,7 +80,7 @@ impl Device {
         deferred.into_iter().try_for_each(|address| self.give_back(0, address))
     }
 
-    /// One graph less uses the memory of `id`.
+    /// Notes that one of the graphs that use the memory of `id` was destroyed.
     pub fn release(&self, id: MempoolId) -> Result<()> {
         self.own_process()?;
         let mut captures = lock(&self.captures);
@@ -96,21 +96,21 @@ impl Device {
         Ok(())
     }
 
-    /// A graph's lane whose graph is gone is free for another once its last block is.
+    /// Makes a lane free for another graph if its graph was destroyed and its last block is freed.
     pub(super) fn reclaim(&self, captures: &mut Captures, lane: usize) {
         let owned = captures.graphs.values().any(|graph| graph.lane == lane);
         if !owned && captures.taken[lane - 1] && self.is_empty(lane) {
             captures.taken[lane - 1] = false;
-            // Its memory stays for the next graph, or goes at the next trim.
+            // The next graph uses its memory, or the next trim releases it.
         }
     }
 
-    /// Whether a lane has no block. One that refuses to say is not given to another graph.
+    /// Whether a lane has no live block. If that cannot be found out, it is not given to another graph.
     fn is_empty(&self, lane: usize) -> bool {
         self.lanes[lane].live_blocks().is_ok_and(|live| live == 0)
     }
 
-    /// Where an allocation on `stream` goes.
+    /// The lane for an allocation on `stream`.
     pub(super) fn lane_for(&self, stream: Stream) -> Result<usize> {
         if self.open.load(Ordering::Acquire) == 0 {
             return Ok(0);
@@ -120,7 +120,7 @@ impl Device {
         let by_thread = captures.open.iter().rev().find(|open| open.thread == here);
         let found = match by_thread {
             Some(open) => Some(open),
-            // Another thread's part of a capture, such as autograd's.
+            // Another thread takes part in the capture, such as one of autograd.
             None if self.pool.driver().is_capturing(stream) => captures.open.last(),
             None => None,
         };

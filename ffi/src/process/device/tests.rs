@@ -1,4 +1,4 @@
-//! On the sim driver: what a device's allocator promises torch.
+//! Tests of what a device's allocator promises torch, on the simulated driver.
 
 use super::*;
 
@@ -33,7 +33,7 @@ fn a_graphs_memory_is_its_own_until_the_graph_is_gone() {
     let before = device.alloc(4096, Stream::DEFAULT).unwrap();
     device.begin((0, 1)).unwrap();
     let inside = device.alloc(4096, Stream::DEFAULT).unwrap();
-    // Freed inside it is reused inside; what was ordinary waits.
+    // The graph's block can be reused at once; the ordinary block waits for the end of the capture.
     device.free(inside).unwrap();
     assert_eq!(device.alloc(4096, Stream::DEFAULT).unwrap(), inside);
     device.free(inside).unwrap();
@@ -44,7 +44,7 @@ fn a_graphs_memory_is_its_own_until_the_graph_is_gone() {
     assert_eq!(device.stats().unwrap().frees, 3);
     assert_eq!(device.alloc(4096, Stream::DEFAULT).unwrap(), before);
     assert_ne!(device.alloc(4096, Stream::DEFAULT).unwrap(), inside);
-    // Another graph on the same memory, and one with memory of its own.
+    // Then another graph on the same memory, and one with memory of its own.
     device.begin((0, 1)).unwrap();
     assert_eq!(device.alloc(4096, Stream::DEFAULT).unwrap(), inside);
     device.end((0, 1)).unwrap();
@@ -55,7 +55,7 @@ fn a_graphs_memory_is_its_own_until_the_graph_is_gone() {
     device.release((0, 1)).unwrap();
     device.release((0, 1)).unwrap();
     assert!(device.release((0, 1)).is_err() && device.end((0, 1)).is_err());
-    // A tensor of the first graph is alive: its lane is taken still.
+    // A block of the first graph is alive, so its lane is still taken.
     device.begin((0, 3)).unwrap();
     let third = device.alloc(4096, Stream::DEFAULT).unwrap();
     assert!(third != inside && third != other);
@@ -67,7 +67,7 @@ fn a_graphs_memory_is_its_own_until_the_graph_is_gone() {
 }
 
 #[test]
-fn emptying_the_cache_leaves_graphs_what_replays_use() {
+fn emptying_the_cache_leaves_graphs_the_memory_that_replays_use() {
     let device = device();
     let ordinary = device.alloc(4096, Stream::DEFAULT).unwrap();
     device.free(ordinary).unwrap();
@@ -123,7 +123,7 @@ fn graphs_run_out_with_an_error_and_come_back() {
 }
 
 #[test]
-fn memory_whose_use_could_not_be_noted_is_not_used_again() {
+fn memory_whose_use_could_not_be_recorded_is_not_reused() {
     let device = device();
     let a = device.alloc(4096, Stream::numbered(0)).unwrap();
     assert!((1..64).all(|stream| device.record_stream(a, Stream::numbered(stream)).is_ok()));
@@ -133,7 +133,7 @@ fn memory_whose_use_could_not_be_noted_is_not_used_again() {
 }
 
 #[test]
-fn a_fraction_bounds_what_is_handed_out() {
+fn a_fraction_bounds_allocations() {
     let device = device();
     assert!(device.set_fraction(1.5).is_err() && device.set_fraction(f64::NAN).is_err());
     device.set_fraction(0.25).unwrap();
