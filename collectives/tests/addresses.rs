@@ -1,28 +1,24 @@
-//! Collectives on addresses: inside blocks, in ordinary memory, and where a rank may not pass them.
+//! Collectives on addresses: inside of blocks, in ordinary memory, and addresses that are refused.
+
+mod pool_ranks;
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
+use pool_ranks::ranks;
 use symmpool_allocator::lane::LaneConfig;
-use symmpool_allocator::testing::on_ranks;
 use symmpool_allocator::{Block, Driver, Error, Pool, Stream};
 use symmpool_collectives::{
     AllReduceAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp,
 };
 
 const STREAM: &Stream = &Stream::DEFAULT;
-/// Elements of every buffer, and how far into its block it begins.
+/// The number of elements of every buffer.
 const COUNT: usize = 60;
+/// At which element of its block a buffer begins.
 const SHIFT: usize = 7;
 
-fn ranks(world: u32, body: impl Fn(&Pool) + Sync) {
-    on_ranks(world, |group| {
-        let group = group.with_timeout(Duration::from_secs(20));
-        body(&Pool::builder(group).driver(Driver::host().unwrap()).build().unwrap());
-    });
-}
-
-/// A buffer of the test, in a block or not.
+/// A buffer of the test, in a block or in ordinary memory.
 enum Memory {
     Window(Block<i32>),
     Plain(Vec<i32>),
@@ -53,8 +49,8 @@ impl Memory {
     }
 }
 
-#[allow(clippy::multiple_unsafe_ops_per_block)] // one of them runs
-/// What every collective leaves in its output (its only buffer, in place), from `i * 10 + rank`.
+/// The output of every collective (or its buffer, in place) for the input `i * 10 + rank`.
+#[allow(clippy::multiple_unsafe_ops_per_block)] // only one of them runs
 fn results(pool: &Pool, comm: &Communicator, window: bool) -> Vec<Vec<i32>> {
     let me = comm.rank();
     let values: Vec<i32> = (0..COUNT as i32).map(|i| i * 10 + me as i32).collect();
@@ -64,7 +60,7 @@ fn results(pool: &Pool, comm: &Communicator, window: bool) -> Vec<Vec<i32>> {
         let mut input = Memory::new(pool, window, &values);
         let mut output = Memory::new(pool, window, &[0; COUNT]);
         let (from, to) = (input.address(), output.address());
-        // SAFETY: there are COUNT elements from both addresses on, which only this call touches.
+        // SAFETY: there are COUNT elements from both addresses on, which only this call accesses.
         let outcome = unsafe {
             match number {
                 0 => comm.all_reduce_at(to, from, COUNT, dtype, op, STREAM),
@@ -111,7 +107,7 @@ fn addresses_give_what_blocks_and_slices_give() {
 }
 
 #[test]
-fn a_peers_memory_is_refused_and_the_others_are_told() {
+fn a_peers_memory_is_refused_and_the_others_get_an_error() {
     ranks(2, |pool| {
         let comm = Communicator::new(pool).unwrap();
         let block = pool.alloc::<u8>(64).unwrap();
@@ -134,7 +130,7 @@ fn lengths_beyond_any_memory_are_refused() {
         let block = pool.alloc::<u8>(64).unwrap();
         for count in [usize::MAX, usize::MAX / 2, isize::MAX as usize] {
             let at = block.as_ptr();
-            // SAFETY: refused before memory is touched; that it is, is what is tested.
+            // SAFETY: refused before memory is accessed, which is what is tested.
             let outcome = unsafe { comm.all_gather_at(at, at, count, DType::F64, STREAM) };
             assert!(outcome.unwrap_err().is_invalid_argument());
         }
@@ -150,7 +146,7 @@ fn lengths_beyond_the_pools_memory_are_refused() {
         let stride = pool.layout().stride as usize;
         for count in [stride / 2, stride, 1 << 62] {
             let at = block.as_ptr();
-            // SAFETY: refused before memory is touched; that it is, is what is tested.
+            // SAFETY: refused before memory is accessed, which is what is tested.
             let outcome =
                 unsafe { comm.all_reduce_at(at, at, count, DType::U8, ReduceOp::Max, STREAM) };
             let error = outcome.unwrap_err();
@@ -171,7 +167,7 @@ fn parts_that_together_reach_beyond_the_pools_memory_are_refused() {
         let count = pool.layout().stride as usize / 8;
         let mut plain = [0_u8; 8];
         let (at, plain, dtype) = (block.as_ptr(), plain.as_mut_ptr(), DType::U8);
-        // SAFETY: refused before memory is touched; that it is, is what is tested.
+        // SAFETY: refused before memory is accessed, which is what is tested.
         let gathered = unsafe { comm.all_gather_at(at, plain, count, dtype, STREAM) };
         let max = ReduceOp::Max;
         // SAFETY: as above.
@@ -200,14 +196,14 @@ fn memory_of_a_lane_that_is_not_shared_passes_through_scratch() {
         let block = pool.lane("own").unwrap().alloc::<i32>(COUNT).unwrap();
         block.write(&[1; COUNT]).unwrap();
         let (at, sum) = (block.as_ptr().cast::<u8>(), ReduceOp::Sum);
-        // SAFETY: the block has as many elements, which only this call touches.
+        // SAFETY: the block has as many elements, which only this call accesses.
         unsafe { comm.all_reduce_at(at, at, COUNT, DType::I32, sum, STREAM) }.unwrap();
         assert_eq!(block.read().unwrap(), [2; COUNT]);
     });
 }
 
 #[test]
-fn a_caller_that_declines_spares_the_others_the_wait() {
+fn a_caller_that_declines_keeps_the_others_from_waiting() {
     // S6
     ranks(2, |pool| {
         let comm = Communicator::new(pool).unwrap();
@@ -222,7 +218,7 @@ fn a_caller_that_declines_spares_the_others_the_wait() {
 }
 
 #[test]
-fn a_caller_that_declines_ahead_of_a_commit_waits_for_nobody_either() {
+fn a_caller_that_declines_before_a_due_commit_does_not_wait_either() {
     // S6
     let declined = Barrier::new(2);
     ranks(2, |pool| {
@@ -250,10 +246,10 @@ fn a_caller_that_declines_ahead_of_a_commit_waits_for_nobody_either() {
     });
 }
 
-#[allow(clippy::multiple_unsafe_ops_per_block)] // of each nothing is read or written
+#[allow(clippy::multiple_unsafe_ops_per_block)] // none of them reads or writes anything
 #[test]
-fn nothing_may_lie_in_a_different_place_on_every_rank() {
-    // A view of a tensor that has no element is somewhere, and an empty tensor nowhere.
+fn empty_buffers_may_lie_at_different_places_on_every_rank() {
+    // An empty view of a tensor has an address, and an empty tensor has none.
     ranks(3, |pool| {
         let block = pool.alloc::<i32>(COUNT).unwrap();
         let mut plain = vec![0_i32; COUNT];
@@ -276,7 +272,7 @@ fn nothing_may_lie_in_a_different_place_on_every_rank() {
             }
             let mut one = [1_i32];
             let at = one.as_mut_ptr().cast();
-            // SAFETY: there is one element at this address, which only this call touches.
+            // SAFETY: there is one element at this address, which only this call accesses.
             unsafe { comm.all_reduce_at(at, at, 1, dtype, op, STREAM).unwrap() };
             assert_eq!(one, [3]);
         }

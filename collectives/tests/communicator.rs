@@ -1,10 +1,11 @@
-//! Communicators over pools whose ranks are threads.
+//! Communicators over pools in host memory; ranks are threads.
+
+mod pool_ranks;
 
 use std::thread;
 use std::time::{Duration, Instant};
 
-use symmpool_allocator::lane::LaneConfig;
-use symmpool_allocator::testing::on_ranks;
+use pool_ranks::ranks;
 use symmpool_allocator::topology::{Link, LinkMatrix, Mesh, Topology};
 use symmpool_allocator::{Block, Driver, Group, Pool, Stream};
 use symmpool_collectives::{
@@ -13,20 +14,6 @@ use symmpool_collectives::{
 
 const STREAM: &Stream = &Stream::DEFAULT;
 
-/// Runs `body` as every rank of a pool of host memory.
-fn ranks(world: u32, body: impl Fn(&Pool) + Sync) {
-    on_ranks(world, |group| {
-        let group = group.with_timeout(Duration::from_secs(20));
-        let pool = Pool::builder(group)
-            .driver(Driver::host().unwrap())
-            .lane(LaneConfig::symmetric("default"))
-            .lane(LaneConfig::local("own"))
-            .build()
-            .unwrap();
-        body(&pool);
-    });
-}
-
 fn filled<T: symmpool_collectives::Element>(pool: &Pool, values: &[T]) -> Block<T> {
     let block = pool.alloc(values.len()).unwrap();
     block.write(values).unwrap();
@@ -34,7 +21,7 @@ fn filled<T: symmpool_collectives::Element>(pool: &Pool, values: &[T]) -> Block<
 }
 
 #[test]
-fn blocks_and_slices_give_the_same() {
+fn blocks_and_slices_give_the_same_results() {
     ranks(3, |pool| {
         let comm = Communicator::new(pool).unwrap();
         let (me, world) = (i64::from(comm.rank()), 3);
@@ -127,7 +114,7 @@ fn a_due_commit_happens_in_the_call_and_only_then() {
         let second = filled(pool, &[1_i32; 100]);
         comm.all_reduce(&second, ReduceOp::Sum, STREAM).unwrap();
         assert_eq!(pool.stats().unwrap().commits, commits + 1, "the second block needed no growth");
-        // A commit by the caller, behind the communicator's back.
+        // A commit by the caller, which the communicator does not take part in.
         let large = filled(pool, &vec![1_i32; 8 << 20]);
         pool.commit().unwrap();
         comm.all_reduce(&large, ReduceOp::Sum, STREAM).unwrap();
@@ -140,7 +127,7 @@ fn blocks_of_unshared_lanes_pass_through_scratch() {
     ranks(2, |pool| {
         let comm = Communicator::new(pool).unwrap();
         let lane = pool.lane("own").unwrap();
-        // Local lanes differ between ranks: so do their offsets.
+        // Local lanes may differ between ranks, so the blocks lie at different offsets.
         let _shift = lane.alloc::<u8>(pool.rank() as usize * 100_000 + 1).unwrap();
         let block = lane.alloc::<f64>(300_000).unwrap();
         block.write(&vec![1.5; 300_000]).unwrap();
@@ -150,7 +137,7 @@ fn blocks_of_unshared_lanes_pass_through_scratch() {
 }
 
 #[test]
-fn refusals_are_told_to_all_and_leave_the_communicator_usable() {
+fn refusals_are_an_error_on_all_and_leave_the_communicator_usable() {
     // S6
     ranks(2, |pool| {
         let comm = Communicator::new(pool).unwrap();
@@ -168,7 +155,7 @@ fn refusals_are_told_to_all_and_leave_the_communicator_usable() {
 }
 
 #[test]
-fn splits_that_are_not_one_for_each_rank_are_refused_and_told() {
+fn wrong_numbers_of_splits_on_one_rank_are_an_error_on_all() {
     ranks(2, |pool| {
         let comm = Communicator::new(pool).unwrap();
         let (x, out) = (filled(pool, &[1_i32; 8]), filled(pool, &[0_i32; 8]));
@@ -184,20 +171,20 @@ fn splits_that_are_not_one_for_each_rank_are_refused_and_told() {
             assert_eq!(error.is_invalid_argument(), bad, "{error}");
             assert_eq!(error.is_diverged(), !bad, "{error}");
         }
-        // Parts may fill their blocks.
+        // Parts may fill their blocks exactly.
         comm.all_to_all_v_into(&out, &x, &[4, 4], &[4, 4], STREAM).unwrap();
         assert_eq!(out.read().unwrap(), [1; 8]);
     });
 }
 
 #[test]
-fn options_that_one_rank_cannot_use_are_told_to_all_at_once() {
+fn invalid_options_on_one_rank_are_an_error_on_all_at_once() {
     let wrong = [
         CommunicatorOptions { scratch_bytes: 100, ..CommunicatorOptions::default() },
         CommunicatorOptions { timeout: Duration::ZERO, ..CommunicatorOptions::default() },
     ];
     ranks(3, |pool| {
-        for (options, why) in wrong.iter().zip(["scratch of 100 bytes", "longer than nothing"]) {
+        for (options, why) in wrong.iter().zip(["scratch of 100 bytes", "pass a time above zero"]) {
             let right = CommunicatorOptions::default();
             let options = if pool.rank() == 1 { options } else { &right };
             let started = Instant::now();
@@ -209,7 +196,7 @@ fn options_that_one_rank_cannot_use_are_told_to_all_at_once() {
             }
             pool.resync().unwrap();
         }
-        // Ranks that all are wrong alike stay alike.
+        // If all ranks have the same invalid options, they need no resync.
         assert!(Communicator::with_options(pool, &wrong[0]).unwrap_err().is_invalid_argument());
         Communicator::new(pool).unwrap().barrier(STREAM).unwrap();
     });
@@ -253,7 +240,7 @@ fn communicators_of_one_pool_work_at_the_same_time() {
 
 #[test]
 fn communicators_may_be_dropped_in_any_order() {
-    // D5: their control memory comes back once every rank has let go of it.
+    // D5: their control memory can be reused once every rank has dropped them.
     ranks(2, |pool| {
         for round in 0..5 {
             let mut comms =
@@ -271,7 +258,7 @@ fn communicators_may_be_dropped_in_any_order() {
         let lane = pool.lane(symmpool_allocator::CONTROL_LANE).unwrap();
         assert!(
             lane.stats().unwrap().reserved < 64 << 20,
-            "places were used again: {:?}",
+            "memory was reused: {:?}",
             lane.stats().unwrap()
         );
     });
@@ -291,13 +278,13 @@ fn a_rank_that_does_not_come_closes_the_communicator() {
             assert!(comm.failure().is_some());
         }
         pool.commit().unwrap();
-        // Both make a new one, which works.
+        // Both make a new communicator, which works.
         Communicator::new(pool).unwrap().barrier(STREAM).unwrap();
     });
 }
 
 #[test]
-fn a_timeout_is_changed_for_calls_to_come() {
+fn a_timeout_is_changed_for_later_calls() {
     // S5
     ranks(2, |pool| {
         let timeout = Duration::from_millis(700);
@@ -305,16 +292,16 @@ fn a_timeout_is_changed_for_calls_to_come() {
         let [first, second] = [(); 2].map(|()| Communicator::with_options(pool, &options).unwrap());
         if first.rank() == 0 {
             thread::scope(|scope| {
-                let under_way = scope.spawn(|| first.barrier(STREAM).unwrap_err().to_string());
+                let running = scope.spawn(|| first.barrier(STREAM).unwrap_err().to_string());
                 thread::sleep(Duration::from_millis(100));
                 first.set_timeout(Duration::from_secs(60)).unwrap();
-                assert!(!under_way.is_finished(), "it waited for the call");
-                let text = under_way.join().unwrap();
-                assert!(text.contains("700.0ms"), "the call has another timeout now: {text}");
+                assert!(!running.is_finished(), "set_timeout waited for the call");
+                let text = running.join().unwrap();
+                assert!(text.contains("700.0ms"), "the running call has another timeout: {text}");
             });
             let error = second.set_timeout(Duration::ZERO).unwrap_err();
             assert!(error.is_invalid_argument(), "{error}");
-            assert_eq!(second.timeout(), timeout, "the refused one took effect");
+            assert_eq!(second.timeout(), timeout, "the refused timeout took effect");
             second.set_timeout(Duration::from_millis(200)).unwrap();
             assert_eq!(second.timeout(), Duration::from_millis(200));
             let error = second.barrier(STREAM).unwrap_err();
@@ -325,8 +312,8 @@ fn a_timeout_is_changed_for_calls_to_come() {
 }
 
 #[test]
-fn a_call_under_way_keeps_its_timeout_in_all_its_waits() {
-    // S5: rank 0 waits for rank 1, and then for rank 2, which comes later than its new timeout allows.
+fn a_running_call_keeps_its_timeout_in_all_its_waits() {
+    // S5: rank 0 waits for rank 1, and then for rank 2, which comes later than the new timeout allows.
     ranks(3, |pool| {
         let comm = Communicator::new(pool).unwrap();
         thread::scope(|scope| {
@@ -354,8 +341,8 @@ fn memory_that_the_cpu_cannot_reach_is_refused() {
 }
 
 #[test]
-fn the_environment_names_an_algorithm_for_those_that_name_none() {
-    // In processes of their own, as the environment is everybody's.
+fn the_environment_requests_an_algorithm_where_options_leave_it_open() {
+    // This runs in processes of its own, because all threads share the environment.
     let role = "SYMMPOOL_TEST_FORCED";
     if let Ok(outcome) = std::env::var(role) {
         ranks(2, |pool| {
@@ -363,7 +350,7 @@ fn the_environment_names_an_algorithm_for_those_that_name_none() {
             if outcome == "refused" {
                 let error = made.unwrap_err();
                 assert!(error.is_invalid_argument(), "{error}");
-                assert!(error.to_string().contains("two_shot_push"), "names those there are");
+                assert!(error.to_string().contains("two_shot_push"), "lists the names");
                 pool.resync().unwrap();
             } else {
                 let block = filled(pool, &[1_i32; 100]);
@@ -376,7 +363,7 @@ fn the_environment_names_an_algorithm_for_those_that_name_none() {
                     }
                 }
             }
-            // What options name is not the environment's business.
+            // The environment does not change an algorithm that the options request.
             let options = CommunicatorOptions {
                 algorithm: AllReduceAlgorithm::TwoShot,
                 ..CommunicatorOptions::default()
@@ -390,7 +377,7 @@ fn the_environment_names_an_algorithm_for_those_that_name_none() {
     }
     let values = [("nonsense", "refused"), ("one_shot", "done"), ("", "done")];
     for (value, outcome) in values.into_iter().chain([("two_shot_pull", "unsupported")]) {
-        let test = "the_environment_names_an_algorithm_for_those_that_name_none";
+        let test = "the_environment_requests_an_algorithm_where_options_leave_it_open";
         let mut command = std::process::Command::new(std::env::current_exe().unwrap());
         command.args([test, "--exact"]).env(role, outcome).env("SYMMPOOL_ALL_REDUCE", value);
         let output = command.output().unwrap();
@@ -399,7 +386,7 @@ fn the_environment_names_an_algorithm_for_those_that_name_none() {
     }
 }
 
-/// Two groups of half the ranks, the even and the odd, and every rank linked to its neighbour.
+/// Links of two groups, the even and the odd ranks, and of every rank to its neighbour.
 fn even_and_odd(world: u32) -> Topology {
     let link =
         |a: u32, b: u32| if a % 2 == b % 2 || a / 2 == b / 2 { Link::NvLink(1) } else { Link::Pci };
@@ -407,7 +394,7 @@ fn even_and_odd(world: u32) -> Topology {
 }
 
 #[test]
-fn links_that_are_given_decide_and_change_no_bits() {
+fn given_links_choose_the_algorithm_and_change_no_bits() {
     // S7
     assert_eq!(even_and_odd(8).mesh(), Mesh::HybridCubeMesh);
     ranks(8, |pool| {
@@ -436,7 +423,7 @@ fn links_that_are_given_decide_and_change_no_bits() {
 }
 
 #[test]
-fn links_without_a_schedule_refuse_the_call_and_those_of_others_the_communicator() {
+fn unsuitable_links_fail_the_call_and_links_of_other_ranks_the_communicator() {
     ranks(3, |pool| {
         let line =
             LinkMatrix::from_fn(3, |a, b| if b - a == 1 { Link::NvLink(1) } else { Link::Pci });
@@ -459,8 +446,8 @@ fn links_without_a_schedule_refuse_the_call_and_those_of_others_the_communicator
 }
 
 #[test]
-fn a_rank_that_let_go_of_its_pool_is_lost_soon() {
-    // S5: it runs on, but what it had of the pool is gone.
+fn a_rank_that_dropped_its_pool_is_lost_soon() {
+    // S5: its process runs on, but it has dropped the pool.
     ranks(2, |pool| {
         let comm = Communicator::new(pool).unwrap();
         comm.barrier(STREAM).unwrap();
@@ -476,7 +463,7 @@ fn a_rank_that_let_go_of_its_pool_is_lost_soon() {
 }
 
 #[test]
-fn options_for_devices_are_looked_at_in_host_memory_too() {
+fn options_for_devices_are_checked_in_host_memory_too() {
     ranks(2, |pool| {
         for concurrent in [Some(0), Some(17)] {
             let options = CommunicatorOptions { concurrent, ..Default::default() };

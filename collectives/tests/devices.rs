@@ -1,12 +1,12 @@
-//! Collectives on the devices of this machine, by the program that checks them: every bit against
-//! the CPU's (S7), graphs (S2, S8), and ranks that differ or stay away (S5, S6).
+//! Runs the program that checks collectives on the devices of this machine: results against the CPU's, bit by bit (S7),
+//! graphs (S2, S8), and ranks that make different calls or none (S5, S6).
 
 use std::path::PathBuf;
 use std::process::Command;
 
 use symmpool_allocator::driver::CudaDriver;
 
-/// Ranks for which there are devices; two share one where there is no more.
+/// The number of ranks: one for each device, but at least two, which share a device if there is only one.
 fn ranks() -> Option<u32> {
     match CudaDriver::device_count() {
         Ok(devices) => Some(devices.clamp(2, 4)),
@@ -36,20 +36,20 @@ fn run(mode: &str, more: &[&str]) {
     assert!(text.contains("everything was right"), "{text}");
 }
 
-/// Rules S2 and S8, among others: calls are captured into graphs, which are replayed between calls that are
-/// not (see `examples/cuda_collectives/check.rs`).
+/// Rules S2 and S8, among others: calls are captured into graphs, which are replayed between calls that are not captured
+/// (see `examples/cuda_collectives/check.rs`).
 #[test]
 fn every_bit_is_as_the_cpu_computes_it() {
     run("check", &[]);
 }
 
 #[test]
-fn ranks_that_differ_or_stay_away_are_named_in_time() {
+fn ranks_that_make_different_calls_or_none_are_named_in_time() {
     run("faults", &[]);
 }
 
 #[test]
-fn a_rank_that_is_killed_in_mid_exchange_is_named_in_time() {
+fn a_rank_that_is_killed_during_an_all_to_all_is_named_in_time() {
     run("killed", &[]);
 }
 

@@ -1,11 +1,12 @@
-//! What all-to-alls are known to do wrong elsewhere, each by its name. Ranks are threads; the same on
-//! devices is part of `cuda_collectives check`.
+//! Mistakes that other implementations of all-to-alls are known for, one in each test. Ranks are threads;
+//! `cuda_collectives check` has the same tests for devices.
+
+mod pool_ranks;
 
 use std::thread;
 use std::time::Duration;
 
-use symmpool_allocator::testing::on_ranks;
-use symmpool_allocator::{Driver, Pool, Stream};
+use symmpool_allocator::{Pool, Stream};
 use symmpool_collectives::{
     AllToAllAlgorithm, Communicator, CommunicatorOptions, ReduceOp, Splits,
 };
@@ -15,17 +16,15 @@ const WORLD: usize = 3;
 
 /// Runs `body` as every rank, with every algorithm.
 fn ranks(body: impl Fn(&Pool, &Communicator) + Sync) {
-    on_ranks(WORLD as u32, |group| {
-        let group = group.with_timeout(Duration::from_secs(20));
-        let pool = Pool::builder(group).driver(Driver::host().unwrap()).build().unwrap();
+    pool_ranks::ranks(WORLD as u32, |pool| {
         for all_to_all in AllToAllAlgorithm::ALL {
             let options = CommunicatorOptions { all_to_all, ..Default::default() };
-            body(&pool, &Communicator::with_options(&pool, &options).unwrap());
+            body(pool, &Communicator::with_options(pool, &options).unwrap());
         }
     });
 }
 
-/// What rank `from` sends to rank `to` in a call: nothing, little or much.
+/// How many elements rank `from` sends to rank `to` in a call: none, few or many.
 fn count(call: usize, from: usize, to: usize) -> usize {
     match (call * 7 + from * 3 + to * 5 + call * from) % 4 {
         0 | 1 => 0,
@@ -54,7 +53,7 @@ fn comes(call: usize, me: usize) -> Vec<i64> {
 
 #[test]
 fn new_splits_need_no_exchange_of_sizes_before() {
-    // No rank knows what it receives: splits lie in memory, others in every call.
+    // Splits lie in memory and change with every call, and no rank knows how much it receives.
     ranks(|pool, comm| {
         let me = pool.rank() as usize;
         let (input, out) = (pool.alloc::<i64>(10_000).unwrap(), pool.alloc::<i64>(10_000).unwrap());
@@ -64,8 +63,8 @@ fn new_splits_need_no_exchange_of_sizes_before() {
             data.resize(10_000, -1);
             input.write(&data).unwrap();
             counts[0].write(&[0, 1, 2].map(|to| send[to] as i32)).unwrap();
-            let (given, came) = (&counts[0], Some(&counts[1]));
-            let splits = Splits { input: given, output: came, offsets: None, row: 1 };
+            let (sent, received) = (&counts[0], Some(&counts[1]));
+            let splits = Splits { input: sent, output: received, offsets: None, row: 1 };
             comm.all_to_all_v(&out, &input, &splits, STREAM).unwrap();
             let wanted = comes(call, me);
             assert_eq!(out.read().unwrap()[..wanted.len()], wanted, "call {call}");
@@ -118,7 +117,7 @@ fn splits_of_the_host_are_reused_at_once() {
 
 #[test]
 fn a_slow_consumer_reads_what_it_was_sent() {
-    // The others are in their next call long before a rank has looked at what the last one gave.
+    // The other ranks are in their next call long before a rank reads what it received in the last one.
     ranks(|pool, comm| {
         let me = pool.rank() as usize;
         let (input, out) = (pool.alloc::<i64>(10_000).unwrap(), pool.alloc::<i64>(10_000).unwrap());
@@ -137,14 +136,14 @@ fn a_slow_consumer_reads_what_it_was_sent() {
 }
 
 #[test]
-fn an_output_that_is_too_short_is_told_and_not_overrun() {
+fn an_output_that_is_too_short_is_an_error_and_not_overrun() {
     ranks(|pool, comm| {
         let me = pool.rank() as usize;
         let (input, out) = (pool.alloc::<i64>(300).unwrap(), pool.alloc::<i64>(100).unwrap());
         let counts = pool.alloc::<i64>(WORLD).unwrap();
         input.write(&(0..300).map(|i| i + 1000 * me as i64).collect::<Vec<_>>()).unwrap();
         let splits = Splits { input: &counts, output: None, offsets: None, row: 10 };
-        // Five, two and one rows to everybody, into ten: all fits, but where rank 1 gets six more.
+        // Ranks send five, two and one rows to each rank, into outputs of ten: all rows fit, unless rank 1 gets six more.
         for (extra, fits) in [(0, true), (6, false), (0, true)] {
             let mine = [5, 2, 1][me];
             let all = (0..WORLD).map(|to| mine + if me == 0 && to == 1 { extra } else { 0 });
@@ -178,7 +177,7 @@ fn an_output_that_is_too_short_is_told_and_not_overrun() {
 }
 
 #[test]
-fn a_rank_that_sends_nothing_or_has_other_memory_is_no_other_call() {
+fn ranks_that_send_nothing_or_have_another_kind_of_memory_make_the_same_call() {
     ranks(|pool, comm| {
         let me = pool.rank() as usize;
         let room = 2 * 3100 * WORLD;

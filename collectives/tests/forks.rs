@@ -1,4 +1,4 @@
-//! A forked child makes no calls in its parent's name.
+//! Calls are refused in a forked child, whose signals would be taken for its parent's.
 
 use std::thread;
 use std::time::Duration;

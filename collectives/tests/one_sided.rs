@@ -1,5 +1,7 @@
 //! Copies and signals between two ranks of a pool in host memory; ranks are threads.
 
+mod pool_ranks;
+
 use std::collections::BTreeMap;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,31 +10,17 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
-use symmpool_allocator::lane::LaneConfig;
-use symmpool_allocator::testing::on_ranks;
 use symmpool_allocator::{Block, CONTROL_LANE, Driver, Group, Pool, Stream};
 use symmpool_collectives::{Communicator, CommunicatorOptions, ReduceOp};
 
 const STREAM: &Stream = &Stream::DEFAULT;
-/// For waits that are to succeed, and for those that are not.
+/// The timeout of waits that should succeed.
 const LONG: Duration = Duration::from_secs(20);
+/// The timeout of waits that should fail.
 const SHORT: Duration = Duration::from_millis(50);
 
-fn pool(group: Group) -> Pool {
-    Pool::builder(group.with_timeout(LONG))
-        .driver(Driver::host().unwrap())
-        .lane(LaneConfig::symmetric("default"))
-        .lane(LaneConfig::local("own"))
-        .build()
-        .unwrap()
-}
-
 fn ranks(world: u32, body: impl Fn(&Pool, &Communicator) + Sync) {
-    on_ranks(world, |group| {
-        let pool = pool(group);
-        let comm = Communicator::new(&pool).unwrap();
-        body(&pool, &comm);
-    });
+    pool_ranks::ranks(world, |pool| body(pool, &Communicator::new(pool).unwrap()));
 }
 
 fn windows(pool: &Pool, values: &[u64]) -> Block<u64> {
@@ -44,7 +32,7 @@ fn windows(pool: &Pool, values: &[u64]) -> Block<u64> {
 
 #[test]
 fn a_ring_of_puts_hands_data_on() {
-    // S3, without barriers: what comes with a signal is there, round after round.
+    // S3, without barriers: in every round, the data is there when its signal has arrived.
     ranks(3, |pool, comm| {
         let (me, world) = (comm.rank(), comm.world());
         let (next, before) = ((me + 1) % world, (me + world - 1) % world);
@@ -52,7 +40,7 @@ fn a_ring_of_puts_hands_data_on() {
             let inbox = windows(pool, &vec![0; 2 * count]);
             let mine = windows(pool, &vec![u64::from(me); count]);
             for round in 0..6 {
-                // The halves take turns; the second channel gives them back.
+                // The halves are used alternately; a signal on the second channel says that a half is free again.
                 let half = round % 2 * count;
                 if round >= 2 {
                     comm.wait(next, 1, LONG, STREAM).unwrap();
@@ -70,7 +58,7 @@ fn a_ring_of_puts_hands_data_on() {
                 mine.write(&vec![expected; count]).unwrap();
                 comm.signal(before, 1, STREAM).unwrap();
             }
-            // The rest of what was given back, so that the next size begins afresh.
+            // Takes the remaining signals of that channel, so that the next size begins with none.
             for _ in 0..2 {
                 comm.wait(next, 1, LONG, STREAM).unwrap();
             }
@@ -79,12 +67,12 @@ fn a_ring_of_puts_hands_data_on() {
 }
 
 #[test]
-fn what_a_peer_has_can_be_got_once_it_says_so() {
+fn a_peers_data_can_be_got_after_its_signal() {
     ranks(3, |pool, comm| {
         let me = u64::from(comm.rank());
         let values: Vec<u64> = (0..500).map(|i| i * 10 + me).collect();
         let shared = windows(pool, &values);
-        // Into memory that is no window, and into one.
+        // The destination is ordinary memory, and then a window.
         let plain = pool.lane("own").unwrap().alloc::<u64>(100).unwrap();
         let window = windows(pool, &[0; 100]);
         for peer in 0..3 {
@@ -103,7 +91,7 @@ fn what_a_peer_has_can_be_got_once_it_says_so() {
 }
 
 #[test]
-fn a_signal_is_taken_once_and_a_wait_that_runs_out_takes_none() {
+fn a_signal_is_taken_once_and_a_wait_that_times_out_takes_none() {
     // S5
     ranks(2, |_, comm| {
         let peer = 1 - comm.rank();
@@ -121,7 +109,7 @@ fn a_signal_is_taken_once_and_a_wait_that_runs_out_takes_none() {
             assert!(error.to_string().contains(&format!("rank {peer} on channel 3")), "{error}");
         }
         assert!(began.elapsed() >= SHORT && began.elapsed() < Duration::from_secs(5));
-        // Other channels, and this one, go on.
+        // This and other channels still work.
         comm.barrier(STREAM).unwrap();
         assert!(comm.failure().is_none());
         comm.signal(peer, 3, STREAM).unwrap();
@@ -131,17 +119,17 @@ fn a_signal_is_taken_once_and_a_wait_that_runs_out_takes_none() {
 }
 
 #[test]
-fn a_barrier_that_ran_out_of_time_goes_on() {
+fn a_barrier_that_timed_out_is_continued_by_the_next_one() {
     // S5
     ranks(3, |_, comm| {
-        // Rank 2 comes when both others have given up once.
+        // Rank 2 comes after both others have timed out once.
         if comm.rank() == 2 {
             for peer in 0..2 {
                 comm.wait(peer, 1, LONG, STREAM).unwrap();
             }
             assert!(comm.wait(0, 0, Duration::ZERO, STREAM).is_ok(), "a signal of the barrier");
             assert!(comm.wait(0, 0, Duration::ZERO, STREAM).unwrap_err().is_timeout(), "one");
-            // As if it had not been looked at.
+            // A timed-out barrier on channel 4 has the same effect on this rank as none.
             comm.barrier_on(4, LONG, STREAM).unwrap();
         } else {
             for timeout in [Duration::ZERO, SHORT, SHORT] {
@@ -158,7 +146,10 @@ fn a_barrier_that_ran_out_of_time_goes_on() {
         comm.barrier(STREAM).unwrap();
         for peer in (0..3).filter(|peer| *peer != comm.rank()) {
             let more = comm.wait(peer, 4, Duration::ZERO, STREAM).unwrap_err();
-            assert!(more.is_timeout(), "one signal a barrier, however often it was called: {more}");
+            assert!(
+                more.is_timeout(),
+                "one signal for each barrier, however often it was called: {more}"
+            );
         }
         let error = comm.barrier_on(16, SHORT, STREAM).unwrap_err();
         assert!(error.is_invalid_argument() && error.to_string().contains("0 to 15"), "{error}");
@@ -166,7 +157,7 @@ fn a_barrier_that_ran_out_of_time_goes_on() {
 }
 
 #[test]
-fn nobody_passes_a_barrier_before_all_have_come_however_often_time_runs_out() {
+fn no_rank_passes_a_barrier_before_all_have_reached_it_however_often_it_times_out() {
     // S5
     const ROUNDS: u64 = 400;
     for world in [1, 2, 4] {
@@ -195,12 +186,12 @@ fn nobody_passes_a_barrier_before_all_have_come_however_often_time_runs_out() {
                 }
             }
         });
-        assert!(world == 1 || late.into_inner() > 0, "time did run out");
+        assert!(world == 1 || late.into_inner() > 0, "some barriers did time out");
     }
 }
 
 #[test]
-fn threads_wait_beside_calls_and_each_other() {
+fn threads_wait_while_other_threads_wait_and_make_calls() {
     ranks(2, |pool, comm| {
         let peer = 1 - comm.rank();
         let block = pool.alloc::<i64>(1000).unwrap();
@@ -218,7 +209,7 @@ fn threads_wait_beside_calls_and_each_other() {
                     }
                 });
             }
-            // Two threads make them.
+            // Two threads send them.
             for _ in 0..2 {
                 scope.spawn(move || (0..EACH).for_each(|_| comm.signal(peer, 7, STREAM).unwrap()));
             }
@@ -234,7 +225,7 @@ fn threads_wait_beside_calls_and_each_other() {
 }
 
 #[test]
-fn nonsense_is_refused_and_named_and_concerns_nobody_else() {
+fn invalid_arguments_are_refused_with_their_values_and_do_not_affect_other_ranks() {
     ranks(2, |pool, comm| {
         let (me, peer) = (comm.rank(), 1 - comm.rank());
         let block = windows(pool, &[5; 64]);
@@ -247,7 +238,7 @@ fn nonsense_is_refused_and_named_and_concerns_nobody_else() {
         let foreign = windows(&other, &[7; 8]);
         let at = block.as_ptr().cast::<u8>();
         let theirs = block.peer_ptr(peer).unwrap().cast::<u8>();
-        // Of both slots.
+        // This range crosses the boundary of the two slots.
         let across = (pool.layout().address(1, 0) - 8) as *const u8;
         let all = pool.windows();
         let control = all.list().iter().find(|window| window.lane == CONTROL_LANE);
@@ -267,7 +258,7 @@ fn nonsense_is_refused_and_named_and_concerns_nobody_else() {
             (comm.signal(9, 0, STREAM), "rank 9: there are 2"),
             (comm.wait(peer, u32::MAX, LONG, STREAM), "channels are 0 to 15"),
             (comm.wait(2, 0, LONG, STREAM), "there are 2 ranks"),
-            // SAFETY: refused before memory is touched; that it is, is what is tested. So below.
+            // SAFETY: refused before memory is accessed, which is what is tested. So below.
             (unsafe { comm.put_at(theirs, at, 8, peer, STREAM) }, "another rank's slot"),
             // SAFETY: as above.
             (unsafe { comm.put_at(at, theirs, 8, peer, STREAM) }, "another rank's slot"),
@@ -289,7 +280,7 @@ fn nonsense_is_refused_and_named_and_concerns_nobody_else() {
             assert!(error.is_invalid_argument() && error.to_string().contains(why), "{error}");
             assert!(error.to_string().contains(&format!("rank {me}")), "{error}");
         }
-        // Nothing at all is something: at any place.
+        // A put of no elements is valid at any place.
         let none = pool.alloc::<u64>(0).unwrap();
         comm.put(&block, 64, &none, peer, STREAM).unwrap();
         // Ends that touch do not overlap.
@@ -320,21 +311,21 @@ fn a_closed_communicator_serves_nothing_and_ends_waits() {
                     let error = waiting.join().unwrap();
                     assert!(error.to_string().contains("barrier, call 1, handshake"), "{error}");
                 });
-                assert!(began.elapsed() < LONG / 2, "told, not waited out");
+                assert!(began.elapsed() < LONG / 2, "the wait ended before its timeout");
                 assert!(comm.signal(1, 0, STREAM).unwrap_err().is_timeout());
             }
             1 => {
                 let began = Instant::now();
                 let error = comm.wait(0, 0, LONG, STREAM).unwrap_err();
                 assert!(error.is_timeout(), "{error}");
-                assert!(began.elapsed() < LONG / 2, "told, not waited out");
+                assert!(began.elapsed() < LONG / 2, "the wait ended before its timeout");
             }
             _ => {}
         }
     });
 }
 
-/// What a sequence of signals and looks does, by two counts a channel.
+/// One signal or one wait of a random sequence.
 #[derive(Clone, Copy, Debug)]
 struct Act {
     from: u32,
@@ -357,14 +348,14 @@ proptest! {
 
     #[test]
     fn counts_are_those_of_the_model(acts in proptest::collection::vec(act(), 1..60)) {
-        // Both communicators in one thread, once they are made.
+        // Both communicators are used by one thread after they are made.
         let (sender, made) = channel();
         let together = Barrier::new(2);
         thread::scope(|scope| {
             for group in Group::in_process(2).expect("a small group") {
                 let (sender, together) = (sender.clone(), &together);
                 scope.spawn(move || {
-                    let comm = Communicator::new(&pool(group)).unwrap();
+                    let comm = Communicator::new(&pool_ranks::pool(group)).unwrap();
                     together.wait();
                     sender.send((comm.rank(), comm)).unwrap();
                 });

@@ -1,12 +1,12 @@
-//! Messages between two ranks of a pool in host memory; ranks are threads.
+//! Point-to-point messages between the ranks of a pool in host memory; ranks are threads.
+
+mod pool_ranks;
 
 use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use symmpool_allocator::lane::LaneConfig;
-use symmpool_allocator::testing::on_ranks;
-use symmpool_allocator::{Driver, Pool, Stream};
+use symmpool_allocator::{Pool, Stream};
 use symmpool_collectives::{Communicator, CommunicatorOptions, DType, ReduceOp};
 
 const STREAM: &Stream = &Stream::DEFAULT;
@@ -14,24 +14,17 @@ const LONG: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_millis(100);
 
 fn ranks(world: u32, options: &CommunicatorOptions, body: impl Fn(&Pool, &Communicator) + Sync) {
-    on_ranks(world, |group| {
-        let pool = Pool::builder(group.with_timeout(LONG))
-            .driver(Driver::host().unwrap())
-            .lane(LaneConfig::symmetric("default"))
-            .lane(LaneConfig::local("own"))
-            .build()
-            .unwrap();
-        let comm = Communicator::with_options(&pool, options).unwrap();
-        body(&pool, &comm);
+    pool_ranks::ranks(world, |pool| {
+        body(pool, &Communicator::with_options(pool, options).unwrap());
     });
 }
 
-/// Little room, so that long messages go in many packets.
+/// Options with little scratch, so that long messages are divided into many chunks.
 fn small() -> CommunicatorOptions {
     CommunicatorOptions { timeout: LONG, scratch_bytes: 4096, ..Default::default() }
 }
 
-/// What a rank sends another in a round.
+/// The data that rank `source` sends to rank `target` in a round.
 fn data(source: u32, target: u32, round: usize, count: usize) -> Vec<u8> {
     (0..count)
         .map(|at| (at * 7 + at / 251 + round + 16 * source as usize + target as usize) as u8)
@@ -39,7 +32,7 @@ fn data(source: u32, target: u32, round: usize, count: usize) -> Vec<u8> {
 }
 
 #[test]
-fn messages_of_all_lengths_and_places_come_whole() {
+fn messages_of_all_lengths_and_places_arrive_whole() {
     const LENGTHS: [usize; 9] = [0, 1, 15, 128, 1000, 4097, 65_536, 65_537, 1_000_003];
     for options in [small(), CommunicatorOptions { timeout: LONG, ..Default::default() }] {
         ranks(3, &options, |_, comm| {
@@ -50,7 +43,7 @@ fn messages_of_all_lengths_and_places_come_whole() {
                         for peer in (1..world).map(|step| (me + step) % world) {
                             let shift = round % 5;
                             let sent = [vec![0; shift], data(me, peer, round, length)].concat();
-                            // SAFETY: as long as is said, and nobody writes it.
+                            // SAFETY: the memory has this length, and nobody writes it.
                             let at = unsafe { sent.as_ptr().add(shift) };
                             // SAFETY: as above.
                             unsafe { comm.send_at(at, length, DType::U8, peer, STREAM) }.unwrap();
@@ -61,7 +54,7 @@ fn messages_of_all_lengths_and_places_come_whole() {
                     for peer in (1..world).map(|step| (me + world - step) % world) {
                         let mut there = vec![0xa5; length + 32];
                         let at = there[16 + round % 3..].as_mut_ptr();
-                        // SAFETY: as long as is said, and this thread's alone.
+                        // SAFETY: the memory has this length, and only this thread uses it.
                         unsafe { comm.recv_at(at, length, DType::U8, peer, STREAM) }.unwrap();
                         let begin = 16 + round % 3;
                         let wanted = data(peer, me, round, length);
@@ -80,13 +73,13 @@ fn messages_of_all_lengths_and_places_come_whole() {
 }
 
 #[test]
-fn blocks_are_sent_ahead_of_their_receiver_beside_collectives() {
+fn blocks_are_sent_ahead_of_their_receiver_and_between_collectives() {
     ranks(2, &small(), |pool, comm| {
         let (me, peer) = (comm.rank(), 1 - comm.rank());
         let mine = pool.lane("own").unwrap().alloc::<i32>(100).unwrap();
         let there = pool.alloc::<i32>(100).unwrap();
         for round in 0..20 {
-            // As many as there is room for, in order; a collective comes between.
+            // As many messages as there is room for; a collective comes between sends and receives.
             for nth in 0..4 {
                 mine.write(&[round * 8 + nth * 2 + me as i32; 100]).unwrap();
                 comm.send(&mine, peer, STREAM).unwrap();
@@ -102,7 +95,7 @@ fn blocks_are_sent_ahead_of_their_receiver_beside_collectives() {
 
 #[test]
 fn threads_send_whole_messages() {
-    // Whoever comes second waits for the whole of the first.
+    // A thread that sends waits until the message of another thread is sent completely.
     ranks(2, &small(), |_, comm| {
         const EACH: usize = 50;
         if comm.rank() == 0 {
@@ -111,7 +104,7 @@ fn threads_send_whole_messages() {
                     scope.spawn(move || {
                         let sent = vec![thread; 3000];
                         for _ in 0..EACH {
-                            // SAFETY: as long as is said, and nobody writes it.
+                            // SAFETY: the memory has this length, and nobody writes it.
                             unsafe { comm.send_at(sent.as_ptr(), 3000, DType::U8, 1, STREAM) }
                                 .unwrap();
                         }
@@ -122,7 +115,7 @@ fn threads_send_whole_messages() {
             let mut seen = [0; 3];
             for _ in 0..3 * EACH {
                 let mut there = vec![9; 3000];
-                // SAFETY: as long as is said, and this thread's alone.
+                // SAFETY: the memory has this length, and only this thread uses it.
                 unsafe { comm.recv_at(there.as_mut_ptr(), 3000, DType::U8, 0, STREAM) }.unwrap();
                 assert!(there.iter().all(|byte| *byte == there[0]), "mixed");
                 seen[there[0] as usize] += 1;
@@ -134,7 +127,7 @@ fn threads_send_whole_messages() {
 
 #[test]
 fn lengths_that_differ_are_an_error_on_both_ranks_and_nothing_is_written() {
-    // S6: short enough to be gone before it is looked at; too long for that; other elements.
+    // S6: a message that is sent before its receiver compares lengths, one that is too long for that, other elements.
     for ((sent, as_sent), (expected, as_expected)) in [
         ((10, DType::U8), (11, DType::U8)),
         ((0, DType::U8), (1, DType::U8)),
@@ -145,7 +138,7 @@ fn lengths_that_differ_are_an_error_on_both_ranks_and_nothing_is_written() {
             let mut bytes = vec![7_u8; 1 << 20];
             let error = if comm.rank() == 0 {
                 loop {
-                    // SAFETY: the memory is longer, and this thread's alone; so it is below.
+                    // SAFETY: the memory is longer, and only this thread uses it; so below.
                     let call = unsafe { comm.send_at(bytes.as_ptr(), sent, as_sent, 1, STREAM) };
                     if let Err(error) = call {
                         break error;
@@ -177,7 +170,7 @@ fn a_peer_that_does_not_come_is_named_in_time() {
         ranks(2, &options, |_, comm| {
             if comm.rank() == 1 {
                 done.wait();
-                // It is told, and waits for nobody.
+                // Rank 0's fault was reported to it, so it does not wait.
                 let began = Instant::now();
                 let error = comm.barrier(STREAM).unwrap_err();
                 assert!(error.is_timeout() && began.elapsed() < LONG / 2, "{error}");
@@ -186,7 +179,7 @@ fn a_peer_that_does_not_come_is_named_in_time() {
             let mut bytes = vec![0_u8; 1 << 20];
             let began = Instant::now();
             let call = if sends {
-                // SAFETY: the memory is as long, and this thread's alone; so it is below.
+                // SAFETY: the memory has this length, and only this thread uses it; so below.
                 unsafe { comm.send_at(bytes.as_ptr(), 1 << 20, DType::U8, 1, STREAM) }
             } else {
                 // SAFETY: as above.
@@ -205,7 +198,7 @@ fn a_peer_that_does_not_come_is_named_in_time() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_by_value_and_harms_nothing() {
+fn invalid_arguments_are_refused_with_their_values_and_harm_nothing() {
     ranks(2, &small(), |pool, comm| {
         let (me, peer) = (comm.rank(), 1 - comm.rank());
         let block = pool.alloc::<u8>(64).unwrap();
@@ -217,7 +210,7 @@ fn what_cannot_be_is_refused_by_value_and_harms_nothing() {
             (comm.recv(&block, me, STREAM), "a rank sends itself nothing"),
             (comm.send(&block, 2, STREAM), "rank 2: there are 2 ranks"),
             (comm.recv(&long, peer, STREAM), "elements of 256 bytes"),
-            // SAFETY: refused before anything is touched; so are those below.
+            // SAFETY: refused before memory is accessed; so are those below.
             (unsafe { comm.send_at(theirs, 8, DType::U8, peer, STREAM) }, "another rank's slot"),
             (
                 // SAFETY: as above.

@@ -1,4 +1,4 @@
-//! What is measured: operations, sizes, and the figures that come back.
+//! What is measured: operations and sizes, and the results.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,13 +7,13 @@ use clap::ValueEnum;
 
 use crate::matrix::Kind;
 
-/// An operation that all libraries have.
+/// An operation that all libraries offer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 #[value(rename_all = "snake_case")]
 pub(crate) enum Op {
     AllReduce,
     AllToAll,
-    /// With parts of any size, by a matrix.
+    /// Parts have the sizes of a traffic matrix.
     AllToAllV,
 }
 
@@ -27,8 +27,8 @@ impl Op {
     }
 }
 
-/// One operation at one size: the message for all-reduce, all that a rank sends, to itself too,
-/// for all-to-all, on average where a matrix says how much.
+/// One operation with one size. For all-reduce, the size is that of the input; for all-to-all, all that a rank sends,
+/// including to itself; with a traffic matrix, the average of that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Case {
     pub(crate) op: Op,
@@ -37,7 +37,7 @@ pub(crate) struct Case {
 }
 
 impl Case {
-    /// The operation, with its matrix where it has one.
+    /// The name of the operation, and of its matrix if it has one.
     pub(crate) fn name(&self) -> String {
         match self.matrix {
             Some(kind) => format!("{}/{}", self.op.name(), kind.name()),
@@ -45,7 +45,7 @@ impl Case {
         }
     }
 
-    /// As peers read it: with what each of so many ranks sends to each, row by row.
+    /// The text that peers' programs read, which includes what each of `ranks` ranks sends to each, row by row.
     pub(crate) fn with_counts(&self, ranks: u32) -> String {
         let Some(kind) = self.matrix else { return self.to_string() };
         let counts = kind.counts(ranks as usize, self.bytes / size_of::<f32>());
@@ -71,14 +71,16 @@ impl FromStr for Case {
         };
         let op = Op::from_str(op, false)?;
         if (op == Op::AllToAllV) != matrix.is_some() {
-            return Err(format!("{text:?}: all_to_all_v has a matrix, and nothing else has"));
+            return Err(format!(
+                "{text:?}: all_to_all_v needs a matrix, and no other operation has one"
+            ));
         }
         let bytes = bytes.parse().map_err(|error| format!("{bytes:?}: {error}"))?;
         Ok(Self { op, matrix, bytes })
     }
 }
 
-/// One measurement, as `result <op> <bytes> <microseconds> <wrong elements>`.
+/// One result, written as `result <op> <bytes> <microseconds> <wrong elements>`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Figure {
     pub(crate) case: Case,
@@ -87,7 +89,7 @@ pub(crate) struct Figure {
 }
 
 impl Figure {
-    /// Reads a line; `None` for lines that say something else.
+    /// Parses a line; `None` for other lines.
     pub(crate) fn parse(line: &str) -> Option<Self> {
         let mut words = line.strip_prefix("result ")?.split(' ');
         let case = format!("{}:{}", words.next()?, words.next()?).parse().ok()?;

@@ -1,4 +1,4 @@
-//! Who is measured: this library and whatever peers the machine has.
+//! The libraries that are measured: this one, and the peers that the machine has.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,22 +11,22 @@ use crate::common::{End, Processes};
 const MPI_SOURCE: &str = include_str!("peers/mpi.c");
 const GLOO_SOURCE: &str = include_str!("peers/gloo.py");
 
-/// A library, or one way to run it. Several may go by one name: the best counts.
+/// A library, or one way to run it. Of several ways with the same name, the best time counts.
 pub(crate) struct Contender {
     pub(crate) name: &'static str,
     how: How,
 }
 
 enum How {
-    /// This program itself, in the named role.
+    /// This program itself, in this role.
     Own(&'static str),
-    /// A program, started by a launcher with these arguments.
+    /// A program that a launcher starts with these arguments.
     Mpi { launcher: PathBuf, arguments: Vec<&'static str>, program: PathBuf },
-    /// A script, one process a rank.
+    /// A script, with one process for each rank.
     Script { python: PathBuf, script: PathBuf },
 }
 
-/// Files that peers need; removed when dropped.
+/// A folder of files that peers need, which is removed when this is dropped.
 pub(crate) struct Workshop(PathBuf);
 
 impl Workshop {
@@ -52,14 +52,14 @@ impl Drop for Workshop {
 pub(crate) const OURS: &str = "symmpool";
 pub(crate) const MEMCPY: &str = "memcpy";
 
-/// Everyone who can be measured here, ours first, and why others cannot.
+/// The contenders that can be measured here, ours first, and why others cannot.
 pub(crate) fn find(workshop: &Workshop) -> (Vec<Contender>, Vec<String>) {
     let mut found = vec![
         Contender { name: OURS, how: How::Own("collectives") },
         Contender { name: MEMCPY, how: How::Own("memcpy") },
     ];
     let mut missing = Vec::new();
-    // Its launcher binds two ranks to cores and more to sockets, which does not suit every machine.
+    // OpenMPI's launcher binds two ranks to cores and more ranks to sockets, which does not suit every machine.
     let openmpi: &[&[&str]] = &[
         &["--allow-run-as-root", "--oversubscribe"],
         &["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"],
@@ -118,18 +118,18 @@ fn on_path(name: &str) -> Result<PathBuf, String> {
     found.ok_or_else(|| format!("{name} is not installed"))
 }
 
-/// How a round is run.
+/// How a round is measured.
 #[derive(Clone, Copy)]
 pub(crate) struct Effort {
-    /// How long one case is repeated, about.
+    /// About how long the calls of one case are repeated.
     pub(crate) target: Duration,
     /// Whether every rank gets a core of its own.
     pub(crate) bind: bool,
 }
 
 impl Contender {
-    /// Whether this way of running it makes sense for so many ranks: giving the core away is for
-    /// ranks that share cores, and not binding for those that are not to be bound.
+    /// Whether this way of running makes sense for this number of ranks: yielding the core is for ranks that share cores,
+    /// and running without binding is for runs in which ranks are not bound.
     pub(crate) fn suits(&self, ranks: u32, bind: bool) -> bool {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         match &self.how {
@@ -141,7 +141,7 @@ impl Contender {
         }
     }
 
-    /// One round: all cases, in processes of their own.
+    /// Measures one round: all cases, in processes of their own.
     pub(crate) fn measure(
         &self,
         ranks: u32,
@@ -177,7 +177,7 @@ impl Contender {
                 let mut command = Command::new(launcher);
                 command.args(arguments);
                 if bind {
-                    // Both launchers know it by this name.
+                    // Both launchers have this option.
                     command.args(["-bind-to", "core"]);
                 }
                 command.args(["-n", &ranks.to_string()]).arg(program);

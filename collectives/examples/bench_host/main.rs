@@ -1,10 +1,11 @@
-//! Measures collectives in host memory beside MPI and gloo, in the same run.
+//! Measures collectives in host memory, and those of MPI and gloo in the same run.
 //!
-//! Ours works on blocks of a pool, which peers have mapped, so nothing is copied on the way: that
-//! is what the library is for. Peers get ordinary, touched memory, which is what they are for.
-//! Every contender runs all sizes in processes of its own, `--rounds` times, in turns; a time is
-//! the median over rounds of the slowest rank's mean. Nobody is bound to cores; OpenMPI runs
-//! as its launcher binds unasked and unbound, and the better counts. `--bind` binds everyone's ranks where cores suffice. Results are checked element by element.
+//! Ours works on blocks of a pool, which all ranks have mapped, so no intermediate copies are made: that is what the library
+//! is for. Peers work on ordinary memory that was written before, which is what they are made for. Every contender runs all
+//! sizes in processes of its own, `--rounds` times, in turns. A time is the median over rounds of the slowest rank's mean.
+//! Ranks are not bound to cores; OpenMPI runs both with its launcher's default binding and without, and the better time
+//! counts. `--bind` binds the ranks of all contenders to cores, if there are enough. Every element of the results is
+//! checked.
 //!
 //! `cargo run --release -p symmpool-collectives --example bench_host -- --quick`
 
@@ -30,7 +31,7 @@ use contender::{Contender, Effort, Workshop};
 use matrix::Kind;
 use table::Rounds;
 
-/// All-reduce and all-to-all in host memory, beside the peers that this machine has.
+/// All-reduce and all-to-all in host memory, compared with the peers that this machine has.
 #[derive(Parser)]
 struct Options {
     /// Numbers of ranks.
@@ -45,25 +46,25 @@ struct Options {
     /// Matrices of all_to_all_v.
     #[arg(long, value_delimiter = ',', default_values = ["even", "zipf", "one-hot", "half-empty", "moe"])]
     matrix: Vec<Kind>,
-    /// How often everyone is measured.
+    /// How often each contender is measured.
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// Two rounds of a fifth of the time.
+    /// Measure two rounds, each in a fifth of the time.
     #[arg(long)]
     quick: bool,
-    /// Where the figures go as JSON; `-` is standard output, in place of tables.
+    /// Write the results to this file as JSON; `-` is standard output, instead of tables.
     #[arg(long)]
     json: Option<String>,
-    /// Milliseconds that one size is repeated.
+    /// For how many milliseconds the calls of one size are repeated.
     #[arg(long, default_value_t = 100)]
     target_ms: u64,
-    /// Give every rank of everyone a core of its own, where there are enough.
+    /// Bind every rank of every contender to a core of its own, if there are enough.
     #[arg(long)]
     bind: bool,
-    /// This process is a rank; the environment says which.
+    /// This process is a rank, which the environment describes.
     #[arg(long, hide = true)]
     role: Option<ours::Role>,
-    /// What the rank measures.
+    /// The cases that the rank measures.
     #[arg(long, hide = true, value_delimiter = ',')]
     cases: Vec<Case>,
 }
@@ -135,7 +136,7 @@ fn compare(options: &Options) -> Result<(), String> {
     }
 }
 
-/// Refuses a file that cannot be, before an hour is spent on what is to be in it.
+/// Refuses a file that cannot be written, before an hour is spent on its content.
 fn check_place(file: &Path) -> Result<(), String> {
     let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
     if folder.is_some_and(|folder| !folder.is_dir()) {
@@ -147,8 +148,8 @@ fn check_place(file: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// All rounds of everyone, in turns. A peer that fails is left out from then on, aloud; ours must
-/// not.
+/// Measures all rounds of all contenders, in turns. A peer that fails is left out from then on, with a message; if ours
+/// fails, that is an error.
 fn measure(options: &Options, contenders: &[Contender]) -> Result<Rounds, String> {
     let cases: Vec<Case> = options
         .op
@@ -171,7 +172,7 @@ fn measure(options: &Options, contenders: &[Contender]) -> Result<Rounds, String
     for round in 0..options.rounds {
         for &ranks in &options.ranks {
             for turn in 0..contenders.len() {
-                // Nobody is always first.
+                // Each round begins with another contender.
                 let who = (turn + round) % contenders.len();
                 let contender = &contenders[who];
                 if out[who] || !contender.suits(ranks, options.bind) {
@@ -214,7 +215,7 @@ fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
 
-/// What a reader has to know about the run.
+/// What a reader has to know about how the results were measured.
 fn facts(options: &Options, contenders: &[Contender], missing: &[String]) -> Vec<String> {
     let cores = cores();
     let cpu = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
@@ -250,7 +251,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_go_to_places_that_can_be() {
+    fn files_that_cannot_be_written_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         for wrong in [folder.path().to_owned(), folder.path().join("absent/x.json")] {
             assert!(check_place(&wrong).unwrap_err().contains("folder"));

@@ -1,26 +1,28 @@
-//! Who sends how much to whom, for all-to-alls of uneven parts: the same on every rank.
+//! Traffic matrices of all-to-alls with parts of different sizes. They are the same on every rank.
 
 use clap::ValueEnum;
 use symmpool_allocator::testing::SplitMix64;
 
-/// Experts a rank, to how many of which a token goes, and tokens a rank, in `Moe`.
+/// In `Moe`: the number of experts of each rank.
 const EXPERTS: usize = 8;
+/// In `Moe`: how many experts each token goes to.
 const CHOSEN: usize = 8;
+/// In `Moe`: the number of tokens of each rank.
 const TOKENS: u64 = 4096;
 
 /// A kind of traffic matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 #[value(rename_all = "kebab-case")]
 pub(crate) enum Kind {
-    /// Everyone the same to everyone.
+    /// Every rank sends the same to every rank.
     Even,
-    /// Every rank sends most to rank 0, half as much to the next, a third, ...
+    /// Every rank sends most to rank 0, half of that to rank 1, a third to rank 2, and so on.
     Zipf,
-    /// All to rank 0.
+    /// Every rank sends to rank 0 only.
     OneHot,
-    /// Every other pair has nothing to say.
+    /// Every other pair of ranks exchanges nothing.
     HalfEmpty,
-    /// Tokens of a mixture of experts, of which some are more popular than others.
+    /// The tokens of a mixture of experts, of which some are more popular than others.
     Moe,
 }
 
@@ -35,7 +37,7 @@ impl Kind {
         }
     }
 
-    /// Elements that each rank sends to each, a row a sender: `count` a rank on average.
+    /// The elements that each rank sends to each, with a row for each sender. A rank sends `count` elements on average.
     pub(crate) fn counts(self, world: usize, count: usize) -> Vec<Vec<usize>> {
         let weights: Vec<Vec<f64>> = match self {
             Self::Even => vec![vec![1.0; world]; world],
@@ -54,18 +56,18 @@ impl Kind {
     }
 }
 
-/// Each token goes to `CHOSEN` different experts, by their popularity, and once to a rank, however
-/// many of its experts want it.
+/// Each token goes to `CHOSEN` different experts, which are drawn by their popularity, and to each rank at most once,
+/// however many of its experts were drawn.
 fn moe(world: usize) -> Vec<Vec<f64>> {
     let experts = world * EXPERTS;
-    // Popular ones anywhere.
+    // Experts of any popularity are on any rank.
     let mut order: Vec<usize> = (0..experts).collect();
     order.sort_by_key(|expert| SplitMix64::at(1 << 40, *expert as u64));
     let row = |from: usize| {
         let mut row = vec![0.0; world];
         for token in 0..TOKENS {
-            // The largest of random numbers, each to the power of one by its weight: several drawn
-            // without putting back.
+            // Weighted sampling without replacement: the experts with the largest keys, where a key is a random number to
+            // the power of one divided by the weight.
             let key = |expert: usize| {
                 let number =
                     SplitMix64::at((2 + from as u64) << 40, token * experts as u64 + expert as u64);

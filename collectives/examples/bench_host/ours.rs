@@ -1,4 +1,4 @@
-//! A rank of ours: collectives over blocks of a pool. And of plain copies, the limit.
+//! A rank that measures this library's collectives over blocks of a pool, or plain copies, which are the limit.
 
 use std::time::{Duration, Instant};
 
@@ -13,12 +13,12 @@ use crate::matrix::Kind;
 const STREAM: &Stream = &Stream::DEFAULT;
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What a rank process of this program runs.
+/// What a rank process of this program measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Role {
     /// The collectives.
     Collectives,
-    /// Every rank copies as many bytes as a message has within its own memory.
+    /// Every rank copies as many bytes within its own memory as a case has.
     Memcpy,
 }
 
@@ -32,7 +32,7 @@ pub(crate) fn bind() {
     }
 }
 
-/// Runs a rank; the environment says which. Rank 0 prints the figures.
+/// Runs a rank, which the environment describes. Rank 0 prints the results.
 pub(crate) fn run(role: Role, cases: &[Case], target: Duration) -> Result<()> {
     let group = Group::from_env(Deadline::after(TIMEOUT))?.with_timeout(TIMEOUT);
     let pool = Pool::builder(group).driver(Driver::host()?).build()?;
@@ -73,7 +73,7 @@ impl Rank {
         Ok((us, result.iter().enumerate().filter(wrong).count()))
     }
 
-    /// By the call with split sizes.
+    /// Measures the call with a count for each rank.
     fn all_to_all(&self, bytes: usize, kind: Kind) -> Result<(f64, usize)> {
         let (comm, pool) = (&self.comm, self.comm.pool());
         let (seed, me) = (bytes as u32, comm.rank() as usize);
@@ -107,7 +107,7 @@ impl Rank {
         Ok((us, to.iter().filter(|byte| **byte != 1).count()))
     }
 
-    /// Microseconds a call on the slowest rank: a warm-up, then as many calls as fill the target.
+    /// The microseconds of a call on the slowest rank: after a warm-up, makes as many calls as fill the target time.
     fn time(&self, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
         call()?;
         let each = self.repeat(3, &mut call)?;

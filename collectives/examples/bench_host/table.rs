@@ -1,4 +1,4 @@
-//! What was measured, as a table and as JSON.
+//! The results, as tables and as JSON.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use crate::common::{say, size_name};
 use crate::contender::{MEMCPY, OURS};
 use crate::matrix::Kind;
 
-/// One line of the comparison. Times are microseconds.
+/// One line of the comparison. Times are in microseconds.
 #[derive(Debug, Serialize)]
 pub(crate) struct Row {
     op: &'static str,
@@ -21,26 +21,26 @@ pub(crate) struct Row {
     bytes: usize,
     ours_us: f64,
     peers: BTreeMap<&'static str, f64>,
-    /// Ours divided by the best peer's: below 1 is faster. `None` without peers.
+    /// Our time divided by the best peer's; less than 1 is faster. `None` without peers.
     ratio_to_best_peer: Option<f64>,
-    /// Every rank copying so many bytes within its own memory, at the same time.
+    /// The time in which every rank copies as many bytes within its own memory, all at the same time.
     memcpy_us: Option<f64>,
 }
 
 impl Row {
-    /// What has a table of its own.
+    /// The operation, matrix and number of ranks, each of which has a table of its own.
     fn kind(&self) -> (&'static str, Option<&'static str>, u32) {
         (self.op, self.matrix, self.ranks)
     }
 }
 
-/// One contender's times, a round each; who it is by place and by name.
+/// One contender's index, its name, and its time in each round.
 pub(crate) type Times = (usize, &'static str, Vec<f64>);
 
-/// Rounds of every contender for one number of ranks and one case.
+/// The times of every contender, by number of ranks and case.
 pub(crate) type Rounds = BTreeMap<(u32, Case), Vec<Times>>;
 
-/// The median over rounds; of several ways to run one library, the better.
+/// The medians over rounds; of several ways to run one library, the best.
 pub(crate) fn rows(rounds: &Rounds) -> Vec<Row> {
     let row = |(&(ranks, case), times): (&(u32, Case), &Vec<Times>)| {
         let mut best: BTreeMap<&'static str, f64> = BTreeMap::new();
@@ -76,7 +76,7 @@ fn median(times: &[f64]) -> f64 {
     }
 }
 
-/// One table an operation and number of ranks.
+/// Prints one table for each operation and number of ranks.
 pub(crate) fn print(rows: &[Row]) {
     let kinds: std::collections::BTreeSet<_> = rows.iter().map(Row::kind).collect();
     for kind in kinds {

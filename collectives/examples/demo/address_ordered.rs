@@ -1,9 +1,8 @@
-//! The counter-example: shared windows, and a caching allocator that knows its free blocks by
-//! size and **address**, as most do.
+//! The counter-example: shared windows, and a caching allocator that orders its free blocks by size and **address**, as
+//! most do.
 //!
-//! Nothing in it is wrong by itself. Every rank has the same windows and makes the same calls; only
-//! where the windows lie in each address space differs, and with it which of two equally good free
-//! blocks comes first.
+//! Nothing in it is wrong by itself. Every rank has the same windows and makes the same calls. Only the addresses of the
+//! windows differ between ranks, and so does the order of free blocks of equal size.
 #![allow(unsafe_code)] // maps windows
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,32 +19,32 @@ use crate::clutter::Clutter;
 use crate::program::Memory;
 use crate::report::{Map, Placed};
 
-/// Windows of each rank.
+/// The number of windows of each rank.
 const WINDOWS: usize = 8;
-/// Bytes of each.
+/// The bytes of a window.
 const WINDOW: usize = 4 << 20;
 
-/// One rank's windows and what is free in them.
-pub(crate) struct ByAddress<'a> {
-    /// Every rank's windows by index; the same memory on all ranks.
+/// One rank's windows and their free blocks.
+pub(crate) struct AddressOrdered<'a> {
+    /// Every rank's windows, by rank and index. They are the same memory in all processes.
     windows: Vec<Vec<File>>,
-    /// Where this rank's windows begin in its address space, and their index.
+    /// The addresses at which this rank's windows begin, with their indices.
     starts: BTreeMap<usize, usize>,
-    /// Free blocks: length, then address.
+    /// Free blocks, ordered by length, then address.
     free: BTreeSet<(usize, usize)>,
     live: BTreeMap<usize, (u32, usize)>,
     rank: usize,
     comm: &'a Communicator,
 }
 
-/// A tensor: its address, and how many elements.
+/// A tensor: its address and its number of elements.
 pub(crate) struct Tensor {
     address: usize,
     count: usize,
 }
 
-impl<'a> ByAddress<'a> {
-    /// Makes and shares the windows; other things happen in the address space meanwhile.
+impl<'a> AddressOrdered<'a> {
+    /// Makes and shares the windows, while other regions of the address space come and go.
     pub(crate) fn new(
         group: &Group,
         comm: &'a Communicator,
@@ -58,26 +57,26 @@ impl<'a> ByAddress<'a> {
             ftruncate(&file, WINDOW as u64).map_err(failed)?;
             clutter.churn()?;
             let access = ProtFlags::READ | ProtFlags::WRITE;
-            // SAFETY: a new mapping at an address of the kernel's choosing; only its address is
-            // used, the data goes through the descriptor, which is the same memory.
+            // SAFETY: a new mapping at an address of the kernel's choosing. Only its address is used; data is accessed
+            // through the descriptor, which is the same memory.
             let start =
                 unsafe { mmap(std::ptr::null_mut(), WINDOW, access, MapFlags::SHARED, &file, 0) };
             starts.insert(start.map_err(failed)? as usize, index);
             own.push(File::from(file));
         }
         let descriptors: Vec<i32> = own.iter().map(AsRawFd::as_raw_fd).collect();
-        let told = serde_json::to_vec(&(std::process::id(), descriptors))
+        let description = serde_json::to_vec(&(std::process::id(), descriptors))
             .map_err(|error| Error::system("describing windows", error))?;
-        let all = group.all_gather("windows", &told, group.deadline())?;
+        let all = group.all_gather("windows", &description, group.deadline())?;
         let windows = all.parts().map(open).collect::<Result<_>>()?;
-        // All have opened all before anybody can end.
+        // No process may end before all ranks have opened its windows.
         comm.barrier(&Stream::DEFAULT)?;
         let free = starts.keys().map(|start| (WINDOW, *start)).collect();
         let rank = comm.rank() as usize;
         Ok(Self { windows, starts, free, live: BTreeMap::new(), rank, comm })
     }
 
-    /// Which window an address of this rank is in, and where in it.
+    /// The window that contains an address of this rank, and the offset in it.
     fn locate(&self, address: usize) -> (usize, u64) {
         let (start, index) = self.starts.range(..=address).next_back().expect("in a window");
         (*index, (address - start) as u64)
@@ -85,16 +84,16 @@ impl<'a> ByAddress<'a> {
 }
 
 /// Opens another rank's windows through its descriptors.
-fn open(told: &[u8]) -> Result<Vec<File>> {
+fn open(description: &[u8]) -> Result<Vec<File>> {
     let failed = |error: &dyn std::fmt::Display| Error::system("opening a peer's windows", error);
     let (pid, descriptors): (u32, Vec<i32>) =
-        serde_json::from_slice(told).map_err(|error| failed(&error))?;
+        serde_json::from_slice(description).map_err(|error| failed(&error))?;
     let path = |fd| format!("/proc/{pid}/fd/{fd}");
     let open = |fd| OpenOptions::new().read(true).write(true).open(path(fd));
     descriptors.into_iter().map(|fd| open(fd).map_err(|error| failed(&error))).collect()
 }
 
-impl Memory for ByAddress<'_> {
+impl Memory for AddressOrdered<'_> {
     type Tensor = Tensor;
 
     fn alloc(&mut self, number: u32, count: usize) -> Result<Tensor> {
@@ -114,11 +113,12 @@ impl Memory for ByAddress<'_> {
         let (mut start, mut end) =
             (tensor.address, tensor.address + tensor.count * size_of::<f32>());
         self.live.remove(&tensor.address);
-        // Neighbours merge, within the window.
+        // Free neighbours merge if they are in the same window.
         let (window, _) = self.locate(start);
-        let near = |block: &(usize, usize)| self.locate(block.1).0 == window;
-        let before = self.free.iter().find(|block| block.0 + block.1 == start && near(block));
-        let after = self.free.iter().find(|block| block.1 == end && near(block));
+        let same_window = |block: &(usize, usize)| self.locate(block.1).0 == window;
+        let before =
+            self.free.iter().find(|block| block.0 + block.1 == start && same_window(block));
+        let after = self.free.iter().find(|block| block.1 == end && same_window(block));
         for (length, address) in [before, after].map(Option::<&_>::copied).into_iter().flatten() {
             self.free.remove(&(length, address));
             (start, end) = (start.min(address), end.max(address + length));
@@ -138,8 +138,8 @@ impl Memory for ByAddress<'_> {
         self.read_of(self.rank, tensor)
     }
 
-    /// As with registered windows: a rank's tensor is known by its window and offset there, and
-    /// what lies at that place on the other ranks is taken for the same tensor.
+    /// As with registered windows, a rank's tensor is identified by its window and its offset in it, and whatever lies at
+    /// that place on the other ranks is taken for the same tensor.
     fn all_reduce(&mut self, tensor: &Tensor) -> Result<()> {
         self.comm.barrier(&Stream::DEFAULT)?;
         let mut total = vec![0.0; tensor.count];
@@ -163,8 +163,8 @@ impl Memory for ByAddress<'_> {
     }
 }
 
-impl ByAddress<'_> {
-    /// What `rank` has where this rank has `tensor`.
+impl AddressOrdered<'_> {
+    /// Reads from `rank`'s memory at the place where this rank has `tensor`.
     fn read_of(&self, rank: usize, tensor: &Tensor) -> Result<Vec<f32>> {
         let (window, offset) = self.locate(tensor.address);
         let mut bytes = vec![0; tensor.count * size_of::<f32>()];

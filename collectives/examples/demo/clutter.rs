@@ -1,4 +1,4 @@
-//! What else a process has in its address space: regions that come and go, unlike on other ranks.
+//! What else a process has in its address space: regions that come and go, differently on each rank.
 #![allow(unsafe_code)] // maps and unmaps
 
 use std::ptr::NonNull;
@@ -8,33 +8,33 @@ use symmpool_allocator::{Error, Result};
 
 use crate::program::hash;
 
-/// Regions of random sizes, kept until their hole is wanted. Nothing ever looks at them.
+/// Regions of random sizes, which are unmapped to leave holes. Nothing ever accesses them.
 pub(crate) struct Clutter {
     regions: Vec<(NonNull<std::ffi::c_void>, usize)>,
     state: u64,
 }
 
 impl Clutter {
-    /// As after a while of running: some 40 regions, of sizes that depend on `rank`.
+    /// About 40 regions, as after some time of running, with sizes that depend on `rank`.
     pub(crate) fn new(rank: u32) -> Result<Self> {
         let mut clutter = Self { regions: Vec::new(), state: u64::from(rank) + 1 };
         (0..40).try_for_each(|_| clutter.grow())?;
         Ok(clutter)
     }
 
-    /// One region goes, another one comes.
+    /// Unmaps one region and maps another one.
     pub(crate) fn churn(&mut self) -> Result<()> {
         if !self.regions.is_empty() {
             let index = self.random() as usize % self.regions.len();
             drop_region(self.regions.swap_remove(index));
         }
-        // The new one is as a rule larger than a segment, so that the hole stays open.
+        // The new region is usually larger than a segment, so that the hole stays open.
         self.grow()
     }
 
     fn grow(&mut self) -> Result<()> {
         let bytes = (self.random() as usize % 8 + 5) << 20;
-        // SAFETY: a new mapping at an address of the kernel's choosing, which nothing touches.
+        // SAFETY: a new mapping at an address of the kernel's choosing, which nothing accesses.
         let start = unsafe {
             mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::empty(), MapFlags::PRIVATE)
         };
@@ -50,7 +50,7 @@ impl Clutter {
 }
 
 fn drop_region((start, bytes): (NonNull<std::ffi::c_void>, usize)) {
-    // SAFETY: a whole mapping of `grow`, unmapped once, to which nothing points.
+    // SAFETY: a whole mapping made by `grow`, which is unmapped once and which nothing accesses.
     let _ = unsafe { munmap(start.as_ptr(), bytes) };
 }
 

@@ -1,8 +1,8 @@
-//! Shows what symmpool is for, on four processes of this machine.
+//! Shows what symmpool is for, with four processes on this machine.
 //!
-//! The same tensor program runs over memory whose free blocks are ordered by address, as most
-//! caching allocators do it, and over a symmpool pool. The first silently adds up the wrong
-//! tensors. Then all-reduce and alltoallv are timed and checked, and memory is drawn.
+//! The same tensor program runs over memory whose free blocks are ordered by address, as in most caching allocators, and
+//! over a symmpool pool. The former silently adds up the wrong tensors. Then all-reduce and all-to-all are timed and
+//! checked, and memory is drawn.
 //!
 //! `cargo run --release -p symmpool-collectives --example demo`
 
@@ -35,14 +35,14 @@ struct Options {
     /// Rank processes to run.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(2..=16))]
     ranks: u32,
-    /// Seconds after which everything is stopped.
+    /// Seconds after which the demo is stopped.
     #[arg(long, default_value_t = 120)]
     limit: u64,
-    /// Let the same things happen in every rank's address space. Order by address is then the
-    /// same everywhere, and nothing goes wrong: proof that nothing else is at fault.
+    /// Use the same regions in every rank's address space. The order by address is then the same on all ranks, and no
+    /// tensor is wrong, which shows that the order is the only cause.
     #[arg(long)]
     same_holes: bool,
-    /// This process is a rank; the environment says which.
+    /// This process is a rank, which the environment describes.
     #[arg(long, hide = true)]
     rank: bool,
 }
@@ -58,8 +58,8 @@ fn main() -> ExitCode {
     say!("symmpool demo: {} ranks in processes of their own, {cores} cores", options.ranks);
     if let Ok(devices @ 2..) = CudaDriver::device_count() {
         say!(
-            "{devices} CUDA devices are here; collectives on them are not in this version, so \
-             this runs in host memory."
+            "There are {devices} CUDA devices, but this demo runs in host memory; see \
+             examples/wrong_sums.py for GPUs."
         );
     }
     let results = match collect(&options) {
@@ -84,7 +84,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs the ranks and gathers what they report. They are stopped however this ends.
+/// Runs the ranks and collects what they report. All of them are stopped however this ends.
 fn collect(options: &Options) -> Result<Results, String> {
     let program = std::env::current_exe().map_err(|error| format!("finding myself: {error}"))?;
     let mut processes = Processes::new(Duration::from_secs(options.limit));
@@ -98,7 +98,7 @@ fn collect(options: &Options) -> Result<Results, String> {
     };
     let started = processes.start_ranks(options.ranks, command);
     started.map_err(|error| format!("starting ranks: {error}"))?;
-    // Drawn on stderr, and not at all where that is no terminal.
+    // The bar is drawn on stderr, if that is a terminal.
     let bar = ProgressBar::new(Results::expected(options.ranks));
     if let Ok(style) = ProgressStyle::with_template("{msg:32} {bar:40} {pos}/{len}") {
         bar.set_style(style);

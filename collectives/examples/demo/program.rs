@@ -1,31 +1,31 @@
-//! The tensor program: what both kinds of memory are asked to do, call for call the same.
+//! The tensor program, which makes the same calls with both kinds of memory.
 
 use symmpool_allocator::Result;
 
 use crate::common::{data, sum};
 use crate::report::{Map, Order, Report};
 
-/// Rounds of the program.
+/// The number of rounds of the program.
 pub(crate) const ROUNDS: u32 = 5;
-/// Tensors that are new in each round.
+/// The number of new tensors in each round.
 pub(crate) const TENSORS: u32 = 10;
 
 /// Memory that tensors live in, with an all-reduce over it.
 pub(crate) trait Memory {
     type Tensor;
-    /// Room for `count` elements; `number` serves to draw it.
+    /// Allocates a tensor of `count` elements. `number` is its letter in drawings.
     fn alloc(&mut self, number: u32, count: usize) -> Result<Self::Tensor>;
     fn free(&mut self, tensor: Self::Tensor) -> Result<()>;
     fn write(&mut self, tensor: &Self::Tensor, values: &[f32]) -> Result<()>;
     fn read(&mut self, tensor: &Self::Tensor) -> Result<Vec<f32>>;
-    /// Adds up what all ranks have in "the same" tensor.
+    /// Adds up the elements of all ranks at the place of this rank's tensor.
     fn all_reduce(&mut self, tensor: &Self::Tensor) -> Result<()>;
     fn map(&self) -> Result<Map>;
 }
 
-/// Runs the program: each round frees some tensors, makes new ones of varying sizes, all-reduces
-/// each of them and compares every element. Sizes, and which are freed, follow from round and
-/// tensor alone, so every rank makes the same calls. `between` runs between rounds.
+/// Runs the program: each round frees some tensors, allocates new ones of varying sizes, all-reduces each of them and
+/// checks every element. The sizes, and which tensors are freed, depend on round and tensor only, so every rank makes the
+/// same calls. `between` runs between rounds.
 pub(crate) fn run<M: Memory>(
     memory: &mut M,
     order: Order,
@@ -66,7 +66,7 @@ pub(crate) fn run<M: Memory>(
     live.into_iter().try_for_each(|tensor| memory.free(tensor))
 }
 
-/// Numbers that look random and are the same for everyone.
+/// A pseudo-random number, which is the same on every rank.
 pub(crate) fn hash(x: u64) -> u64 {
     let x = (x ^ 0x9e37_79b9_7f4a_7c15).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

@@ -1,11 +1,11 @@
-//! One rank: both runs of the tensor program, then the timings.
+//! One rank: it runs the tensor program with both kinds of memory, then the timings.
 
 use std::time::Duration;
 
 use symmpool_allocator::{Deadline, Driver, Group, Pool, Result};
 use symmpool_collectives::{Communicator, CommunicatorOptions};
 
-use crate::address_ordered::ByAddress;
+use crate::address_ordered::AddressOrdered;
 use crate::clutter::Clutter;
 use crate::report::{Order, Report};
 use crate::symmetric::{Symmetric, check_map};
@@ -13,16 +13,16 @@ use crate::{program, timing};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Runs a rank; the environment says which.
+/// Runs a rank, which the environment describes.
 pub(crate) fn run(same_holes: bool) -> bool {
-    let outcome = whole(same_holes);
+    let outcome = run_all(same_holes);
     if let Err(error) = &outcome {
         Report::Failed(error.to_string()).send();
     }
     outcome.is_ok()
 }
 
-fn whole(same_holes: bool) -> Result<()> {
+fn run_all(same_holes: bool) -> Result<()> {
     let group = Group::from_env(Deadline::after(TIMEOUT))?.with_timeout(TIMEOUT);
     let ranks = (group.rank(), group.world());
     let mut clutter = Clutter::new(if same_holes { 0 } else { group.rank() })?;
@@ -31,7 +31,7 @@ fn whole(same_holes: bool) -> Result<()> {
     let options = CommunicatorOptions { timeout: TIMEOUT, ..CommunicatorOptions::default() };
     let comm = Communicator::with_options(&pool, &options)?;
 
-    let mut address_ordered = ByAddress::new(&group, &comm, &mut clutter)?;
+    let mut address_ordered = AddressOrdered::new(&group, &comm, &mut clutter)?;
     program::run(&mut address_ordered, Order::Address, ranks, || clutter.churn())?;
     drop(address_ordered);
 
@@ -40,6 +40,6 @@ fn whole(same_holes: bool) -> Result<()> {
     check_map(&pool)?;
 
     timing::run(&pool, &comm)?;
-    // Rank 0 serves the store: it stays until all are done.
+    // Rank 0 serves the store, so it must not end before the others.
     comm.barrier(&symmpool_allocator::Stream::DEFAULT)
 }

@@ -1,19 +1,19 @@
-//! What ranks tell the process that started them, one JSON line each.
+//! What ranks report to the process that started them, as lines of JSON.
 
 use serde::{Deserialize, Serialize};
 
 use crate::common::say;
 
-/// How the memory of a run of the tensor program places blocks.
+/// How the memory of a run of the tensor program orders free blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Order {
-    /// Best fit, ties by address: the counter-example.
+    /// The counter-example: best fit, ties by address.
     Address,
-    /// symmpool.
+    /// symmpool: by place in the lane.
     Counter,
 }
 
-/// A live block: which tensor, where, how long. Where is an offset in the row of all windows.
+/// A live block: its tensor, where it lies, and its length. The offset counts through all windows, end to end.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Placed {
     pub(crate) tensor: u32,
@@ -28,14 +28,14 @@ pub(crate) struct Map {
     pub(crate) live: Vec<Placed>,
 }
 
-/// One line.
+/// One line of a rank's report.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Report {
     /// A round of the tensor program: how many of its tensors were wrong after the all-reduce.
     Round { order: Order, round: u32, tensors: u32, wrong: u32 },
-    /// Memory at the end of the tensor program.
+    /// The memory at the end of the tensor program.
     Map { order: Order, map: Map },
-    /// One timed size: mean microseconds a call, and elements that differ from the reference.
+    /// One timed size: mean microseconds for each call, and the number of elements that differ from the reference.
     Timed { op: String, bytes: usize, us: f64, wrong: usize },
     /// Why the rank stops.
     Failed(String),

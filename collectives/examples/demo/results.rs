@@ -1,4 +1,4 @@
-//! What all ranks reported, and whether the demo showed what it is to show.
+//! The reports of all ranks, and whether the demo shows what it should show.
 
 use crate::common::sizes;
 use crate::program::{ROUNDS, TENSORS};
@@ -15,7 +15,7 @@ impl Results {
         Self { world, reports: Vec::new() }
     }
 
-    /// How many reports a whole run has.
+    /// The number of reports of a complete run.
     pub(crate) fn expected(world: u32) -> u64 {
         u64::from(world) * (u64::from(2 * ROUNDS + 2) + 2 * sizes().len() as u64)
     }
@@ -24,7 +24,7 @@ impl Results {
         self.reports.push((rank, report));
     }
 
-    /// Tensors that were wrong in a round, over all ranks.
+    /// The number of wrong tensors in a round, on all ranks.
     pub(crate) fn wrong_in(&self, order: Order, round: u32) -> u32 {
         let wrong = self.reports.iter().map(|(_, report)| match report {
             Report::Round { order: o, round: r, wrong, .. } if (*o, *r) == (order, round) => *wrong,
@@ -37,7 +37,7 @@ impl Results {
         (0..ROUNDS).map(|round| self.wrong_in(order, round)).sum()
     }
 
-    /// The slowest rank's time, and all ranks' wrong elements.
+    /// The time of the slowest rank, and the number of wrong elements of all ranks.
     pub(crate) fn timed(&self, op: &str, bytes: usize) -> (f64, usize) {
         self.reports.iter().fold((0.0, 0), |(slowest, all), (_, report)| match report {
             Report::Timed { op: o, bytes: b, us, wrong } if o == op && *b == bytes => {
@@ -47,7 +47,7 @@ impl Results {
         })
     }
 
-    /// Every rank's memory, by rank.
+    /// The memory of every rank, by rank.
     pub(crate) fn maps(&self, order: Order) -> Vec<&Map> {
         let mut maps: Vec<_> = self
             .reports
@@ -61,7 +61,7 @@ impl Results {
         maps.into_iter().map(|(_, map)| map).collect()
     }
 
-    /// What the run shows, or what it failed to show.
+    /// A summary of the run, or the reason why it does not show what it should.
     pub(crate) fn verdict(&self) -> Result<String, String> {
         if self.reports.len() as u64 != Self::expected(self.world) {
             return Err(format!("{} reports are missing", {

@@ -8,7 +8,7 @@ use crate::program::{ROUNDS, TENSORS};
 use crate::report::{Map, Order};
 use crate::results::Results;
 
-/// Columns that a rank's memory is drawn in.
+/// The number of columns in which a rank's memory is drawn.
 const COLUMNS: u64 = 64;
 
 fn table<const N: usize>(header: [String; N]) -> Table {
@@ -22,7 +22,7 @@ fn table<const N: usize>(header: [String; N]) -> Table {
     table
 }
 
-/// Wrong tensors by round, all ranks together.
+/// Prints the number of wrong tensors by round, of all ranks together.
 pub(crate) fn rounds(results: &Results) {
     let all = TENSORS * results.world;
     say!("\nTensors that are wrong after their all-reduce, of {all} a round:\n");
@@ -38,7 +38,7 @@ pub(crate) fn rounds(results: &Results) {
     say!("{table}");
 }
 
-/// Times and verdicts by size.
+/// Prints times and wrong elements by size.
 pub(crate) fn timings(results: &Results) {
     say!(
         "\n{} ranks over blocks of the pool, f32, microseconds a call (slowest rank), every \
@@ -67,7 +67,7 @@ pub(crate) fn timings(results: &Results) {
     say!("{table}");
 }
 
-/// All ranks' memory, side by side.
+/// Draws the memory of all ranks, one below the other.
 pub(crate) fn maps(results: &Results) {
     say!(
         "\nWhere the last round's tensors lie (a letter begins one, the same letter the same \
@@ -83,7 +83,7 @@ pub(crate) fn maps(results: &Results) {
     }
 }
 
-/// One line for one rank. A cell stands for what most of it holds.
+/// The drawing of one rank's memory, a line. A cell shows a tensor that begins in it, else what most of it holds.
 fn draw(map: &Map) -> String {
     let total: u64 = map.windows.iter().sum();
     let cell = total.div_ceil(COLUMNS).max(1);
@@ -112,7 +112,7 @@ fn draw(map: &Map) -> String {
     line
 }
 
-/// A tensor's name in maps: one character.
+/// The letter of a tensor in drawings.
 fn letter(tensor: u32) -> char {
     const LETTERS: &[u8] = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ";
     char::from(LETTERS[tensor as usize % LETTERS.len()])

@@ -1,4 +1,4 @@
-//! The tensor program's memory by symmpool: a pool's blocks and a communicator.
+//! The tensor program's memory with symmpool: blocks of a pool, and a communicator.
 
 use symmpool_allocator::lane::BlockState;
 use symmpool_allocator::{Block, Error, Pool, Result, Stream};
@@ -7,11 +7,11 @@ use symmpool_collectives::{Communicator, ReduceOp};
 use crate::program::Memory;
 use crate::report::{Map, Placed};
 
-/// The pool's first lane.
+/// The first lane of a pool, with a communicator.
 pub(crate) struct Symmetric<'a> {
     pub(crate) pool: &'a Pool,
     pub(crate) comm: &'a Communicator,
-    /// Which tensor a block is, by the counter of its allocation.
+    /// The counter of each block's allocation, and the number of its tensor.
     pub(crate) numbers: Vec<(u64, u32)>,
 }
 
@@ -55,7 +55,7 @@ impl Memory for Symmetric<'_> {
     }
 }
 
-/// Whether the lane was used as [`Memory::map`] assumes: segments without gaps.
+/// Checks what [`Memory::map`] assumes: that the lane's segments have no gaps between them.
 pub(crate) fn check_map(pool: &Pool) -> Result<()> {
     let (segments, _) = pool.default_lane().map()?;
     let mut end = 0;

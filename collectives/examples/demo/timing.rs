@@ -1,4 +1,4 @@
-//! Times all-reduce and alltoallv over the pool's blocks, and checks every element.
+//! Times all-reduce and all-to-all over the pool's blocks, and checks every element.
 
 use std::time::{Duration, Instant};
 
@@ -8,11 +8,11 @@ use symmpool_collectives::{Communicator, ReduceOp};
 use crate::common::{data, sizes, sum, value};
 use crate::report::Report;
 
-/// How long a size is repeated, about.
+/// About how long the calls of one size are repeated.
 const TARGET: Duration = Duration::from_millis(120);
 const STREAM: &Stream = &Stream::DEFAULT;
 
-/// All sizes of both operations.
+/// Times both operations with all sizes.
 pub(crate) fn run(pool: &Pool, comm: &Communicator) -> Result<()> {
     for bytes in sizes() {
         all_reduce(pool, comm, bytes)?;
@@ -35,7 +35,7 @@ fn all_reduce(pool: &Pool, comm: &Communicator, bytes: usize) -> Result<()> {
     Ok(())
 }
 
-/// Uneven: a rank sends one part to one rank, two to the next, and so on.
+/// Times an uneven all-to-all: a rank sends one part to one rank, two to the next, and so on.
 fn all_to_all_v(pool: &Pool, comm: &Communicator, bytes: usize) -> Result<()> {
     let (me, world) = (comm.rank(), comm.world());
     let unit = bytes / size_of::<f32>() / (world * (world + 1) / 2) as usize;
@@ -59,7 +59,7 @@ fn all_to_all_v(pool: &Pool, comm: &Communicator, bytes: usize) -> Result<()> {
     Ok(())
 }
 
-/// Mean microseconds of a call on this rank, over as many calls as the slowest rank finds fit.
+/// The mean microseconds of a call on this rank. The slowest rank determines the number of calls.
 fn time(comm: &Communicator, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
     call()?;
     comm.barrier(STREAM)?;

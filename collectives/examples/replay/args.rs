@@ -1,4 +1,4 @@
-//! What can be asked for.
+//! The command line.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -8,13 +8,13 @@ use symmpool_allocator::lane::WindowPolicy;
 use symmpool_allocator::trace::{ReplayDriver, ReplayOptions, Unordered};
 use symmpool_allocator::{Error, Result};
 
-/// Replays an allocation trace on several ranks, threads of this process that have a pool each,
-/// and compares where they placed every block.
+/// Replays an allocation trace on several ranks, which are threads of this process with a pool each, and compares where
+/// they placed every block.
 #[derive(Debug, Parser)]
 #[command(
     name = "replay",
-    after_help = "Exit codes: 0 every rank ended alike; 1 ranks diverged or the replay failed; \
-                  2 the arguments or the trace make no sense (a bad line is named by its number)."
+    after_help = "Exit codes: 0 all ranks placed every block alike; 1 ranks diverged or the replay \
+                  failed; 2 the arguments or the trace are invalid (a bad line is named by its number)."
 )]
 pub(crate) struct Args {
     /// The trace: CSV, plain or gzip, with the header op,id,bytes,stream
@@ -23,7 +23,7 @@ pub(crate) struct Args {
     /// Number of ranks
     #[arg(long, value_name = "N", default_value_t = 2)]
     ranks: u32,
-    /// Memory: sim (addresses only) or host (memory files, mapped by all ranks, never touched)
+    /// Memory: sim (addresses only) or host (memory files, which all ranks map and never access)
     #[arg(long, value_name = "NAME", default_value = "sim")]
     driver: String,
     /// How blocks relate to segments: contiguous or per-segment
@@ -32,28 +32,28 @@ pub(crate) struct Args {
     /// Most bytes of physical memory a rank may use
     #[arg(long, value_name = "BYTES")]
     limit: Option<u64>,
-    /// Give every rank other addresses
+    /// Give every rank different addresses
     #[arg(long, value_name = "SEED")]
     permute_addresses: Option<u64>,
-    /// Let unordered frees happen in another order on every rank
+    /// Make unordered frees in a different order on every rank
     #[arg(long, value_name = "SEED")]
     shuffle_unordered: Option<u64>,
-    /// Let a rank leave out one operation; both are counted from 0
+    /// Make a rank leave out one operation; both are counted from 0
     #[arg(long, value_name = "RANK:EVENT")]
     diverge: Option<String>,
-    /// Events kept in full, so that a divergence can be told exactly
+    /// How many events are kept in full, so that a divergence can be reported exactly
     #[arg(long, value_name = "EVENTS", default_value_t = 16384)]
     history: usize,
     /// How long a commit waits for other ranks
     #[arg(long, value_name = "SECONDS", default_value_t = 120)]
     timeout: u64,
-    /// Print a JSON object in place of a table
+    /// Print a JSON object instead of a table
     #[arg(long)]
     pub(crate) json: bool,
-    /// Write a random trace in place of replaying one
+    /// Write a random trace instead of replaying one
     #[arg(long, value_name = "EVENTS:SEED", conflicts_with_all = ["trace", "diverge"])]
     generate: Option<String>,
-    /// Where to write it; standard output unless given
+    /// Where to write the random trace; by default standard output
     #[arg(long, value_name = "FILE", requires = "generate")]
     pub(crate) out: Option<PathBuf>,
 }
@@ -65,7 +65,7 @@ pub(crate) enum Task<'a> {
 }
 
 impl Args {
-    /// What the arguments ask for.
+    /// The task that the arguments describe.
     pub(crate) fn task(&self) -> Result<Task<'_>> {
         if let Some(generate) = &self.generate {
             let (events, seed) = pair("--generate", "EVENTS:SEED", generate)?;

@@ -1,11 +1,11 @@
-//! Replays an allocation trace on several ranks in this process, and says whether all of them
-//! placed every block alike.
+//! Replays an allocation trace on several ranks in this process, and reports whether all of them placed every block
+//! alike.
 //!
 //! ```text
 //! cargo run --release -p symmpool-collectives --example replay -- --trace T.csv.gz --ranks 8
 //! ```
 //!
-//! The work is done by `symmpool_allocator::trace`; here are arguments, progress and output.
+//! `symmpool_allocator::trace` does the work; this program has arguments, progress and output.
 
 mod args;
 mod output;
@@ -25,18 +25,18 @@ use symmpool_allocator::{Error, Result};
 use args::{Args, Task};
 use progress::Progress;
 
-/// Every rank ended alike.
+/// All ranks placed every block alike.
 const FINE: u8 = 0;
 /// Ranks diverged, or the replay failed otherwise.
 const FAILED: u8 = 1;
-/// The arguments or the trace make no sense, or the trace cannot be read.
+/// The arguments or the trace are invalid, or the trace cannot be read.
 const USAGE: u8 = 2;
 
 fn main() -> ExitCode {
     let args = match Args::try_parse() {
         Ok(args) => args,
         Err(error) => {
-            // Also how --help and --version end, which are no errors.
+            // --help and --version end here too, and are no errors.
             let _ = error.print();
             return ExitCode::from(if error.use_stderr() { USAGE } else { FINE });
         }
@@ -48,8 +48,8 @@ fn main() -> ExitCode {
     ExitCode::from(code)
 }
 
-/// Does what the arguments ask for; output goes to `out`. An error is the user's: the arguments
-/// or the trace make no sense.
+/// Runs the task of the arguments and writes its output to `out`. An error means that the arguments or the trace are
+/// invalid.
 fn run(args: &Args, out: &mut dyn Write) -> Result<u8> {
     match args.task()? {
         Task::Generate { events, seed } => {

@@ -1,10 +1,10 @@
-//! An outcome as a table for people, and as JSON for programs.
+//! Formats an outcome as a table or as JSON.
 
 use comfy_table::{CellAlignment, Table, presets};
 use serde_json::{Value, json};
 use symmpool_allocator::trace::{Failure, Outcome, RankGroup};
 
-/// One object on one line; the digest is 16 hexadecimal digits, sizes are bytes.
+/// An object on one line. The digest has 16 hexadecimal digits; sizes are in bytes.
 pub(crate) fn json(outcome: &Outcome) -> String {
     json!({
         "ranks": outcome.ranks,
@@ -37,7 +37,7 @@ fn failure(failure: &Failure) -> Value {
     })
 }
 
-/// Several lines, without a newline at the end.
+/// A table of several lines, without a newline at the end.
 pub(crate) fn table(outcome: &Outcome) -> String {
     let reserved = outcome.peak_reserved_bytes as f64 / outcome.peak_live_bytes.max(1) as f64;
     let mut table = Table::new();

@@ -1,4 +1,4 @@
-//! A bar on standard error while a replay runs, where that is a terminal.
+//! A progress bar on standard error while a replay runs, if that is a terminal.
 
 use std::io::{self, IsTerminal};
 
@@ -16,7 +16,8 @@ impl Progress {
         Self(ProgressBar::with_draw_target(Some(events), target))
     }
 
-    /// From any thread; drawn a few times a second however often it is called.
+    /// Sets the number of events that are done. May be called from any thread, as often as wanted: the bar is drawn a few
+    /// times a second.
     pub(crate) fn set(&self, done: u64) {
         self.0.set_position(done);
     }

@@ -1,4 +1,4 @@
-//! The program as its users see it: arguments in, text and exit code out.
+//! Tests of the whole program: from arguments to text and exit code.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::*;
 
-/// Runs the program on a trace file of its own; gives exit code and output.
+/// Runs the program with a trace file of its own, and returns exit code and output.
 fn program(trace: &str, arguments: &[&str]) -> Result<(u8, String)> {
     let thread = std::thread::current();
     let test = thread.name().unwrap_or("test").replace(':', "-");
@@ -79,7 +79,7 @@ fn other_addresses_and_drivers_give_the_same_digest() {
 }
 
 #[test]
-fn a_divergence_is_told_with_its_place() {
+fn a_divergence_is_reported_with_its_place() {
     let trace = "op,id,bytes,stream\nalloc,1,100,0\nalloc,2,9000,0\nfree,1,,\ncommit\n";
     let (code, text) = program(trace, &["--ranks", "4", "--diverge", "2:1", "--json"]).unwrap();
     assert_eq!(code, FAILED);
@@ -118,7 +118,7 @@ fn a_bad_line_is_refused_with_its_number() {
 }
 
 #[test]
-fn arguments_that_make_no_sense_are_refused() {
+fn invalid_arguments_are_refused() {
     let trace = random_trace(10);
     for arguments in [
         &["--driver", "cuda"][..],

@@ -33,10 +33,11 @@ pub(super) const ALIGN: u64 = 128;
 /// More ranks than one host has use for. Bounds the traffic matrix, which grows with the square of the ranks.
 pub(super) const MAX_WORLD: u32 = 1024;
 
-/// Packets of messages between two ranks, each way, that are on their way at most.
+/// How many packets of point-to-point messages a rank has room for, for each peer that sends to it.
 pub(super) const PACKETS: u64 = 4;
-/// Bytes of a packet at most, and of all that a rank has room for.
+/// The most bytes of a packet.
 const PACKET_BYTES: u64 = 64 << 10;
+/// The most bytes of all packets that a rank has room for.
 const ALL_PACKETS: u64 = 1 << 20;
 
 type SlotBytes = Slot<Native>;
@@ -53,12 +54,12 @@ pub(super) struct AbortRecord {
     pub(super) timeout: AtomicU64,
 }
 
-/// A packet of a message between two ranks. Raw memory: whoever uses it has been given it by a count.
+/// A packet of a point-to-point message. Its data is raw memory: counts order who may access it.
 pub(super) struct Packet<'a> {
-    /// What the whole message is.
+    /// The length of the whole message.
     pub(super) length: &'a AtomicU64,
     pub(super) data: *mut u8,
-    /// Bytes of data at most.
+    /// The most bytes of data.
     pub(super) room: usize,
 }
 
@@ -105,7 +106,7 @@ impl Layout {
         let sent = rows + 2 * row_bytes;
         let taken = sent + world * SLOT;
         let packets = taken + world * SLOT;
-        // Of each peer as many; their lengths have lines of their own.
+        // Every peer has the same number of packets. The length of a packet has a cache line of its own.
         let peers = world - 1;
         let room = (scratch_bytes / 2).min(ALL_PACKETS) / peers.max(1) / PACKETS / ALIGN * ALIGN;
         let packet_bytes = room.clamp(ALIGN, PACKET_BYTES);

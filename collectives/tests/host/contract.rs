@@ -1,7 +1,8 @@
-//! What ranks may rely on when something is wrong: differences are the same error everywhere
-//! before data is touched, and whatever failed is told.
+//! What ranks may rely on when a call is wrong: different calls are the same error on every rank before data is
+//! accessed, and a rank that refuses its arguments is reported to all.
 
-use crate::common::{Buffer, Heap, input, small_scratch};
+use crate::flat_heap::{Buffer, Heap, small_scratch};
+use crate::oracle::input;
 use symmpool_allocator::Result;
 use symmpool_collectives::{
     AllReduceAlgorithm, DType, Element, HostEngine, HostOptions, Place, ReduceOp,
@@ -9,8 +10,8 @@ use symmpool_collectives::{
 
 const AUTO: AllReduceAlgorithm = AllReduceAlgorithm::Auto;
 
-/// Every rank makes its own call; all must get the same mismatch, nothing may be written, and the
-/// next call must work. Returns the message.
+/// Makes a different call on some ranks. All ranks must get the same mismatch, nothing may be written, and the next call
+/// must work. Returns the error's text.
 fn mismatch(
     world: u32,
     call: impl Fn(&mut HostEngine, &Buffer, &Buffer) -> Result<()> + Sync,
@@ -47,7 +48,7 @@ fn reduce(engine: &mut HostEngine, place: Place, count: usize, dtype: DType) -> 
 
 #[test]
 fn each_difference_is_the_same_error_on_every_rank() {
-    // S6. The large counts take other paths than the small ones; entry comes first on all.
+    // S6. The large counts take other paths than the small ones; the handshake comes first on all of them.
     for count in [8, 12_000] {
         let text = mismatch(3, |engine, window, _| {
             let odd = usize::from(engine.rank() == 1);
@@ -105,7 +106,7 @@ fn each_difference_is_the_same_error_on_every_rank() {
 
         mismatch(2, |engine, _, plain| {
             let rank = engine.rank() as usize;
-            // In place on one rank, not on the other.
+            // The call is in place on one rank, and not on the other.
             let to = plain.part(50_000 * rank * usize::from(count == 8));
             if rank == 0 || count == 8 {
                 // SAFETY: the buffer holds 64 KiB: 50,000 bytes and 8 elements, or 48,000 bytes.
@@ -121,7 +122,7 @@ fn each_difference_is_the_same_error_on_every_rank() {
 
 #[test]
 fn counts_that_disagree_name_sender_and_receiver() {
-    // S6, for what differs between ranks by design.
+    // S6, for arguments that differ between ranks by design.
     let text = mismatch(3, |engine, window, _| {
         let mut receive = [4, 4, 4];
         if engine.rank() == 2 {
@@ -135,7 +136,7 @@ fn counts_that_disagree_name_sender_and_receiver() {
 }
 
 #[test]
-fn a_refused_argument_on_one_rank_is_told_to_all() {
+fn a_refused_argument_on_one_rank_is_reported_to_all() {
     let heap = Heap::new(3, 1, 4096, &small_scratch());
     let errors = heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
@@ -145,8 +146,8 @@ fn a_refused_argument_on_one_rank_is_told_to_all() {
         let first = unsafe {
             engine.all_reduce(buffer.place, overlapping, 64, DType::F32, ReduceOp::Sum, AUTO)
         };
-        // A window past the end of the slot, one over the control block, a root that is no rank.
-        // SAFETY: each is refused before memory is touched.
+        // A window past the end of the slot, one that overlaps the control block, and an invalid root.
+        // SAFETY: each is refused before memory is accessed.
         let beyond = unsafe { engine.broadcast(Place::Window(1 << 40), 8, DType::U8, 0) };
         assert!(beyond.unwrap_err().is_invalid_argument());
         // SAFETY: as above.
@@ -182,7 +183,7 @@ fn what_does_not_fit_is_refused_when_built() {
     let heap = Heap::new(2, 1, 0, &small_scratch());
     let layout = heap.layout(0);
     let try_new = |layout, offset, bytes, options| {
-        // SAFETY: each is refused before memory is touched.
+        // SAFETY: each is refused before memory is accessed.
         unsafe { HostEngine::new(layout, offset, bytes, options) }.unwrap_err()
     };
     let fits = HostEngine::control_bytes(2, &small_scratch()).unwrap();
@@ -203,8 +204,8 @@ fn what_does_not_fit_is_refused_when_built() {
 }
 
 #[test]
-fn elements_may_lie_anywhere_an_element_may() {
-    // Covered for every type in `exact`; here: a slice of one element at the end of a page.
+fn elements_may_lie_at_the_end_of_a_page() {
+    // `exact` covers other places for every type.
     let heap = Heap::new(2, 1, 4096, &small_scratch());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());

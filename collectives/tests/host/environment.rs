@@ -1,18 +1,19 @@
-//! Ranks whose threads have different floating-point environments still get the same bits.
+//! Ranks whose threads have different floating-point environments get the same bits.
 
 use half::{bf16, f16};
 use symmpool_collectives::{AllReduceAlgorithm, Element, F8E4m3, F8E5m2, ReduceOp};
 
-use crate::common::{Buffer, Heap, bits, small_scratch};
+use crate::flat_heap::{Buffer, Heap, small_scratch};
+use crate::oracle::bits;
 
-/// The register that holds rounding mode and treatment of subnormals.
+/// The control register with the rounding mode and the treatment of subnormals.
 #[cfg(target_arch = "x86_64")]
 mod control {
     use std::arch::asm;
 
-    /// Flush results to zero, read inputs as zero, round up; exceptions stay masked.
+    /// Flushes subnormal results to zero, reads subnormal inputs as zero, rounds up; exceptions stay masked.
     pub(super) const UNUSUAL: u64 = 0x1f80 | 1 << 15 | 1 << 6 | 0b10 << 13;
-    /// Without the flags of what has happened.
+    /// All bits but the flags of past exceptions.
     pub(super) const SETTINGS: u64 = !0x3f;
 
     pub(super) fn get() -> u64 {
@@ -24,8 +25,8 @@ mod control {
 
     pub(super) fn set(value: u64) {
         let value = value as u32;
-        // SAFETY: loads the register from a local of its size, with no exception unmasked. What
-        // this thread computes under it is the business of what is tested.
+        // SAFETY: loads the register from a local of its size, with no exception unmasked. The tested code has to cope
+        // with this environment.
         unsafe { asm!("ldmxcsr [{}]", in(reg) &raw const value, options(nostack)) };
     }
 }
@@ -34,7 +35,7 @@ mod control {
 mod control {
     use std::arch::asm;
 
-    /// Flush subnormals to zero, halves too, round up; nothing traps.
+    /// Flushes subnormals to zero, also of halves, and rounds up; nothing traps.
     pub(super) const UNUSUAL: u64 = 1 << 24 | 1 << 19 | 0b01 << 22;
     pub(super) const SETTINGS: u64 = !0;
 
@@ -46,13 +47,12 @@ mod control {
     }
 
     pub(super) fn set(value: u64) {
-        // SAFETY: writes a register that every thread may write. What this thread computes under
-        // it is the business of what is tested.
+        // SAFETY: writes a register that every thread may write. The tested code has to cope with this environment.
         unsafe { asm!("msr fpcr, {}", in(reg) value, options(nostack)) };
     }
 }
 
-/// Runs `body` on a thread of rank 1 that treats floats unusually, and as usual on the others.
+/// Runs `body` as every rank, where the thread of rank 1 has an unusual floating-point environment.
 fn with_one_unusual_rank<T: Send>(world: u32, body: impl Fn(u32, &Heap) -> T + Sync) -> Vec<T> {
     let heap = Heap::new(world, 1, 1 << 20, &small_scratch());
     heap.ranks(|rank| {
@@ -65,17 +65,17 @@ fn with_one_unusual_rank<T: Send>(world: u32, body: impl Fn(u32, &Heap) -> T + S
         let after = control::get();
         control::set(before);
         let (after, expected) = (after & control::SETTINGS, control::UNUSUAL & control::SETTINGS);
-        assert_eq!(after, expected, "the caller's settings came back");
+        assert_eq!(after, expected, "the caller's settings are restored");
         result
     })
 }
 
-/// Inputs whose sums, products and averages are subnormal, or have to be rounded.
+/// Checks inputs whose sums, products and averages are subnormal, or have to be rounded.
 fn check<T: Element + PartialEq>(value: impl Fn(u32, usize) -> T) {
     const COUNT: usize = 777;
     const WORLD: u32 = 3;
     let algorithms = [AllReduceAlgorithm::OneShot, AllReduceAlgorithm::TwoShot];
-    // Made here, where everything is as usual.
+    // Inputs are computed here, in the default environment.
     let inputs: Vec<Vec<T>> =
         (0..WORLD).map(|rank| (0..COUNT).map(|at| value(rank, at)).collect()).collect();
     let run = |rank: u32, heap: &Heap| {
@@ -124,7 +124,7 @@ fn a_rank_that_flushes_subnormals_and_rounds_up_gets_the_same_bits() {
     check(|rank, at| f16::from_bits(odd(rank, at) as u16 % 0x400));
     check(|rank, at| F8E4m3::from_bits(odd(rank, at) as u8 % 0x08));
     check(|rank, at| F8E5m2::from_bits(odd(rank, at) as u8 % 0x04));
-    // Sums that do not fit the mantissa, where the rounding mode shows.
+    // Sums that do not fit the mantissa, so that they depend on the rounding mode.
     check(|rank, at| 1.0 + (rank as f32 + 0.3) * 1e-7 * at as f32);
     check(|rank, at| 1.0 + (f64::from(rank) + 0.3) * 1e-16 * at as f64);
 }

@@ -1,7 +1,8 @@
-//! Results against an oracle that computes element by element: every type, operation, size, kind
-//! of memory and algorithm, to the bit (rule S7).
+//! Compares results, bit by bit, with an oracle that computes one element at a time: every type, operation, size, kind of
+//! memory and algorithm (rule S7).
 
-use crate::common::{Buffer, Heap, Oracle, bits, input, reduced, small_scratch};
+use crate::flat_heap::{Buffer, Heap, small_scratch};
+use crate::oracle::{Oracle, bits, input, reduced};
 use half::{bf16, f16};
 use symmpool_collectives::{
     AllReduceAlgorithm, DType, Element, F8E4m3, F8E5m2, HostEngine, HostOptions, ReduceOp,
@@ -17,14 +18,14 @@ const ALGORITHMS: [AllReduceAlgorithm; 4] = [
 /// Bytes of each of the two windows of a test.
 const ROOM: u64 = 1 << 20;
 
-/// An input and an output of one kind; the output is the input where that is asked for.
+/// An input and an output, both in windows or both in ordinary memory.
 fn buffers<T: Oracle>(
     heap: &Heap,
     rank: u32,
     window: bool,
     lengths: (usize, usize),
 ) -> (Buffer, Buffer) {
-    // Aligned to an element and no better.
+    // They are aligned to an element and no better.
     let size = size_of::<T>();
     let (a, b) = (lengths.0 * size, lengths.1 * size);
     if window {
@@ -144,7 +145,7 @@ fn all_reduce_with_default_scratch_crosses_every_automatic_threshold() {
 
 #[test]
 fn a_large_sum_into_other_windows_takes_the_streaming_path() {
-    // Two shots by way of a tile, of which the last is not full.
+    // The reduction goes through tiles, of which the last one is not full.
     const COUNT: usize = (2 << 20) + 5;
     let heap = Heap::new(2, 1, 36 << 20, &HostOptions::default());
     heap.ranks(|rank| {
@@ -213,8 +214,8 @@ fn all_gather<T: Oracle>(heap: &Heap, engine: &mut HostEngine, world: u32) {
                 if in_place {
                     let mut filled = to.read::<T>(all);
                     filled[rank as usize * count..][..count].copy_from_slice(&mine);
-                    // A peer may already be writing other parts only after it entered, and this
-                    // rank has not: the buffer is still this rank's own.
+                    // Peers write other parts of the buffer only after the handshake, which this rank has not begun, so
+                    // the buffer is still this rank's own.
                     to.write(&filled);
                 } else {
                     from.write(&mine);
@@ -271,7 +272,7 @@ fn all_to_all<T: Oracle>(heap: &Heap, engine: &mut HostEngine, world: u32) {
 
 #[test]
 fn windows_of_more_ranks_than_scratch_has_room_for() {
-    // 256 bytes are less than one line of 16 bytes for each of 17 ranks.
+    // 256 bytes are less than 16 bytes for each of 17 ranks.
     let options = || HostOptions { scratch_bytes: 256, ..HostOptions::default() };
     const WORLD: u32 = 17;
     const COUNT: usize = 5;
@@ -297,7 +298,7 @@ fn windows_of_more_ranks_than_scratch_has_room_for() {
             .flat_map(|peer| input::<i64>(3, peer, all)[own..own + COUNT].to_vec())
             .collect();
         assert_eq!(to.read::<i64>(all), expected);
-        // Ordinary memory has no other way, and says what it takes.
+        // Ordinary memory has to go through scratch, and the error says how much is needed.
         let mut part = [0_i64; COUNT];
         let error = engine.reduce_scatter_slices(&vec![1_i64; all], &mut part, ReduceOp::Sum);
         assert!(error.unwrap_err().to_string().contains("raise scratch_bytes to 512 or more"));
@@ -305,7 +306,7 @@ fn windows_of_more_ranks_than_scratch_has_room_for() {
 }
 
 #[test]
-fn elements_that_only_travel_are_moved_and_not_reduced() {
+fn elements_without_reductions_are_moved_and_not_reduced() {
     const WORLD: u32 = 3;
     const COUNT: usize = 700;
     let heap = Heap::new(WORLD, 1, 2 * ROOM, &small_scratch());
@@ -322,7 +323,7 @@ fn elements_that_only_travel_are_moved_and_not_reduced() {
                 // SAFETY: the source holds `COUNT` elements, the output `all`, both this rank's.
                 unsafe { engine.all_gather(from.place, to.place, COUNT, dtype) }.unwrap();
                 assert_eq!(to.read::<u8>(all * dtype.size()), everyone, "{dtype:?}, {window}");
-                // One rank reduces such, which is refused, and the others are told.
+                // One rank reduces such elements, which is refused, and the others get an error too.
                 let named = if rank == 1 { dtype } else { DType::U8 };
                 let auto = AllReduceAlgorithm::Auto;
                 // SAFETY: the buffer holds `COUNT` elements and is this rank's.

@@ -1,16 +1,16 @@
-//! Ranks that come late, are stopped, or never come: every wait ends, and memory of who gave up is left
-//! alone.
+//! Ranks that come late, are stopped, or never come: every wait ends, and nobody writes to the memory of a rank that has
+//! given up.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::common::{Buffer, Heap, small_scratch};
+use crate::flat_heap::{Buffer, Heap, small_scratch};
 use symmpool_allocator::Error;
 use symmpool_collectives::{AllReduceAlgorithm, Element, HostEngine, HostOptions, ReduceOp};
 
 #[test]
 fn a_missing_rank_is_named_and_the_communicator_stays_closed() {
-    // S5: rank 2 never comes; rank 0 gives up first and tells rank 1.
+    // S5: rank 2 never comes; rank 0 gives up first and reports that to rank 1.
     let heap = Heap::new(3, 1, 0, &small_scratch());
     let began = Instant::now();
     let errors = heap.ranks(|rank| -> Option<[Error; 2]> {
@@ -23,7 +23,7 @@ fn a_missing_rank_is_named_and_the_communicator_stays_closed() {
         let first = engine.all_reduce_slice(&mut [1.0f32], ReduceOp::Sum).unwrap_err();
         Some([first, engine.barrier().unwrap_err()])
     });
-    assert!(began.elapsed() < Duration::from_secs(30), "rank 1 was not told");
+    assert!(began.elapsed() < Duration::from_secs(30), "nothing was reported to rank 1");
     for errors in errors.into_iter().flatten() {
         assert!(errors[0].is_timeout(), "{}", errors[0]);
         assert_eq!(errors[0].ranks(), [2]);
@@ -35,8 +35,8 @@ fn a_missing_rank_is_named_and_the_communicator_stays_closed() {
 }
 
 #[test]
-fn a_late_rank_hears_of_the_abort() {
-    // S5: rank 1 comes after rank 0 has given up, and finds rank 0's entry but never its own step.
+fn a_late_rank_notices_the_abort() {
+    // S5: rank 1 comes after rank 0 has given up, and finds rank 0's handshake, but rank 0 never makes a step.
     let heap = Heap::new(2, 1, 0, &small_scratch());
     let mut late = heap.engine(1, 0, small_scratch());
     let timeout = Duration::from_millis(100);
@@ -53,7 +53,7 @@ fn a_late_rank_hears_of_the_abort() {
 
 #[test]
 fn a_late_rank_writes_no_share_of_what_one_that_gave_up_receives() {
-    // S5: rank 1 would write nearly all that it sends to rank 0, which both know from their rows.
+    // S5: by load balancing, rank 1 would write nearly all that it sends to rank 0.
     let count = 100_000;
     let heap = Heap::new(2, 1, 16 * count as u64, &small_scratch());
     let mut late = heap.engine(1, 0, small_scratch());
@@ -79,8 +79,8 @@ fn a_late_rank_writes_no_share_of_what_one_that_gave_up_receives() {
 
 #[test]
 fn a_rank_stopped_amid_a_call_writes_no_share_of_what_one_that_gave_up_receives() {
-    // S5: rank 1 is stopped past its entry, as it waits for rank 0's step, until rank 0, which waits for a
-    // step of rank 1 then, has given up and uses its output for something else.
+    // S5: rank 1 is stopped after the handshake, while it waits for rank 0's step, until rank 0, which waits for a step of
+    // rank 1 then, has given up and uses its output for something else.
     static ENTERED: AtomicBool = AtomicBool::new(false);
     static STOPPED: AtomicBool = AtomicBool::new(false);
     static GIVEN_UP: AtomicBool = AtomicBool::new(false);
@@ -91,13 +91,13 @@ fn a_rank_stopped_amid_a_call_writes_no_share_of_what_one_that_gave_up_receives(
             std::thread::sleep(Duration::from_millis(1));
         }
     }
-    // Through scratch in three pieces; and far above the mean, which rank 1 writes. With more pieces rank 1
-    // would meet another step that rank 0 does not come to.
+    // Rank 2's data goes through scratch in three pieces. Rank 1's is far above the mean load, so rank 1 writes it itself.
+    // With more pieces, rank 1 would wait in another step, which rank 0 does not reach.
     let (pieces, count) = (1200, 100_000);
     let sends = [[0, 0, 0], [count, 0, 0], [pieces, 0, 0]];
     let heap = Heap::new(3, 1, 16 * count as u64, &small_scratch());
     heap.ranks(|rank| {
-        // Whoever is asked waits for that peer.
+        // This is called while a rank waits for that peer.
         let peer_alive = move |peer: u32| {
             match (rank, peer) {
                 (0, 2) => {
@@ -142,8 +142,8 @@ fn a_rank_stopped_amid_a_call_writes_no_share_of_what_one_that_gave_up_receives(
 
 #[test]
 fn a_late_rank_leaves_the_windows_of_one_that_gave_up_alone() {
-    // S5: rank 0's entry is there, and matches; but rank 0 has given up on that call, and may use
-    // its memory for something else.
+    // S5: rank 0's handshake is there, and matches; but rank 0 has given up on that call, and may use its memory for
+    // something else.
     for algorithm in [AllReduceAlgorithm::OneShot, AllReduceAlgorithm::TwoShot] {
         let count = 500;
         let heap = Heap::new(2, 1, 1 << 16, &small_scratch());

@@ -1,13 +1,14 @@
-//! The host backend, seen from outside: ranks as threads over one allocation, and as processes.
+//! Tests of the engine in host memory through its public API: ranks are threads over one allocation, or processes.
 
-mod common;
 mod contract;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod environment;
 mod exact;
+mod flat_heap;
 mod late;
 mod missing_links;
 mod mixed;
+mod oracle;
 mod process;
 mod random_matrices;
 mod refused;

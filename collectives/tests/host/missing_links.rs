@@ -1,5 +1,5 @@
-//! Ranks that are not all linked. What no link leads to is mapped without access: a rank that
-//! touched it would end the process, as one test shows.
+//! Ranks that are not all linked. Memory that a rank has no link to is mapped without access, so a rank that accessed it
+//! would end the process, as one test shows.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Stdio};
@@ -12,12 +12,13 @@ use symmpool_collectives::{
     AllReduceAlgorithm, DType, Element, F8E4m3, F8E5m2, HostEngine, HostOptions, ReduceOp,
 };
 
-use crate::common::{Buffer, Heap, Oracle, bits, input, memory, noise, reduced, small_scratch};
+use crate::flat_heap::{Buffer, Heap, memory, small_scratch};
+use crate::oracle::{Oracle, bits, input, noise, reduced};
 use crate::process::{Children, child, role};
 
 /// Bytes of each of the two windows of a test.
 const ROOM: u64 = 128 << 10;
-/// Bytes behind a buffer that stay as they are.
+/// Bytes behind a buffer that must not change.
 const BEHIND: usize = 256;
 const UNTOUCHED: u8 = 0xee;
 const AUTO: AllReduceAlgorithm = AllReduceAlgorithm::Auto;
@@ -28,7 +29,8 @@ fn links(world: u32, linked: impl Fn(u32, u32) -> bool) -> Topology {
     Topology::from_matrix(LinkMatrix::from_fn(world, link))
 }
 
-/// Two groups of `order.len() / 2`, all linked inside, and paired; rank `r` has place `order[r]`.
+/// Links of two groups of `order.len() / 2` ranks that are all linked inside and linked in pairs; rank `r` has place
+/// `order[r]`.
 fn paired_groups(order: &[u32]) -> Topology {
     let half = order.len() as u32 / 2;
     links(order.len() as u32, |a, b| {
@@ -37,12 +39,12 @@ fn paired_groups(order: &[u32]) -> Topology {
     })
 }
 
-/// A DGX-1's: ranks 0 to 3 and 4 to 7.
+/// The links of a DGX-1: its groups are ranks 0 to 3 and 4 to 7.
 fn cube_mesh() -> Topology {
     paired_groups(&[0, 1, 2, 3, 4, 5, 6, 7])
 }
 
-/// Rank 0's group is 0, 2, 5, 7: neither group comes before the other.
+/// An order in which rank 0's group is 0, 2, 5, 7, so that the groups are interleaved.
 const INTERLEAVED: [u32; 8] = [0, 4, 1, 6, 5, 2, 7, 3];
 
 fn with_links(links: &Topology, scratch_bytes: u64) -> HostOptions {
@@ -61,7 +63,12 @@ struct Case {
     seed: u64,
 }
 
-fn run<T: Oracle>(heap: &Heap, engine: &mut HostEngine, case: &Case, asked: AllReduceAlgorithm) {
+fn run<T: Oracle>(
+    heap: &Heap,
+    engine: &mut HostEngine,
+    case: &Case,
+    algorithm: AllReduceAlgorithm,
+) {
     let (rank, size) = (engine.rank(), size_of::<T>());
     let &Case { op, count, seed, .. } = case;
     let bytes = count * size;
@@ -80,15 +87,16 @@ fn run<T: Oracle>(heap: &Heap, engine: &mut HostEngine, case: &Case, asked: AllR
     from.write(&data);
     let target = if case.in_place { &from } else { &to };
     // SAFETY: both buffers hold `count` elements and belong to this rank.
-    unsafe { engine.all_reduce(from.place, target.place, count, T::DTYPE, op, asked) }.unwrap();
+    unsafe { engine.all_reduce(from.place, target.place, count, T::DTYPE, op, algorithm) }.unwrap();
     let expected = reduced::<T>(seed, engine.world(), count, op);
-    assert!(bits(&target.read::<T>(count)) == bits(&expected), "rank {rank}: {case:?}, {asked:?}");
+    let got = target.read::<T>(count);
+    assert!(bits(&got) == bits(&expected), "rank {rank}: {case:?}, {algorithm:?}");
     assert!(case.in_place || bits(&from.read::<T>(count)) == bits(&data), "the input is as it was");
     let behind = &target.read::<u8>(bytes + BEHIND)[bytes..];
-    assert_eq!(behind, [UNTOUCHED; BEHIND], "rank {rank}: {case:?}, {asked:?}");
+    assert_eq!(behind, [UNTOUCHED; BEHIND], "rank {rank}: {case:?}, {algorithm:?}");
 }
 
-fn run_any(heap: &Heap, engine: &mut HostEngine, case: &Case, asked: AllReduceAlgorithm) {
+fn run_any(heap: &Heap, engine: &mut HostEngine, case: &Case, algorithm: AllReduceAlgorithm) {
     let run = match case.dtype {
         DType::F32 => run::<f32>,
         DType::F64 => run::<f64>,
@@ -102,7 +110,7 @@ fn run_any(heap: &Heap, engine: &mut HostEngine, case: &Case, asked: AllReduceAl
         DType::F8E5m2 => run::<F8E5m2>,
         moved => unreachable!("{moved:?} has no reduction"),
     };
-    run(heap, engine, case, asked);
+    run(heap, engine, case, algorithm);
 }
 
 fn check(links: &Topology, scratch: u64, cases: &[Case]) {
@@ -113,7 +121,7 @@ fn check(links: &Topology, scratch: u64, cases: &[Case]) {
         let mut engine = heap.engine(rank, 0, options());
         for case in cases {
             run_any(&heap, &mut engine, case, CUBE_MESH);
-            // Automatic only where that is known to keep to links.
+            // The automatic choice keeps to links only where they are known to be a cube mesh.
             if links.mesh() == Mesh::HybridCubeMesh {
                 run_any(&heap, &mut engine, case, AUTO);
             }
@@ -143,11 +151,11 @@ fn any_order(world: u32) -> impl Strategy<Value = Vec<u32>> {
     Just((0..world).collect::<Vec<u32>>()).prop_shuffle()
 }
 
-/// Links of every kind that there is a schedule for; mostly a cube mesh.
+/// Links of every kind that the algorithm supports, mostly a cube mesh.
 fn any_links() -> impl Strategy<Value = Topology> {
     prop_oneof![
         6 => any_order(8).prop_map(|order| paired_groups(&order)),
-        // With further links across.
+        // A cube mesh with further links between the groups.
         2 => (any_order(8), any::<u64>()).prop_map(|(order, more)| {
             let fewest = paired_groups(&order);
             links(8, |a, b| fewest.link(a, b).is_direct() || more >> (8 * a + b) & 1 != 0)
@@ -190,7 +198,7 @@ fn every_type_and_operation_over_a_cube_mesh() {
 
 #[test]
 fn every_algorithm_gives_the_same_bits_whatever_is_reduced() {
-    // S7: with values of all magnitudes and infinities, where any other order shows.
+    // S7: with values of all magnitudes and infinities, whose sums depend on the order.
     const COUNT: usize = 5000;
     fn wild<T: Element>(rank: u32, repair: impl Fn(u64) -> T) -> Vec<T> {
         (0..COUNT as u64).map(|i| repair(noise(900 + u64::from(rank), i))).collect()
@@ -227,14 +235,13 @@ fn every_algorithm_gives_the_same_bits_whatever_is_reduced() {
             }
         });
     }
-    // No NaN goes in, so that only one kind comes out.
+    // Inputs have no NaNs, so that there is only one kind of NaN in the results.
     compare(|noise| Some(f32::from_bits(noise as u32)).filter(|x| !x.is_nan()).unwrap_or(0.5));
     compare(|noise| Some(f16::from_bits(noise as u16)).filter(|x| !x.is_nan()).unwrap_or(f16::ONE));
     compare(|noise| Some(f64::from_bits(noise)).filter(|x| !x.is_nan()).unwrap_or(0.5));
 }
 
-/// Runs `body` as the child of `test` when this is it, else starts that child and returns how it
-/// ended.
+/// Runs `body` if this process is the child of `test`, else starts that child and returns its exit status.
 fn in_a_child(test: &str, name: &str, body: impl FnOnce()) -> Option<std::process::ExitStatus> {
     const CHILD: &str = "SYMMPOOL_TEST_CHILD";
     match std::env::var(CHILD) {
@@ -258,7 +265,7 @@ fn an_algorithm_that_ignores_links_is_caught() {
     const SEGV: i32 = 11;
     let test = "missing_links::an_algorithm_that_ignores_links_is_caught";
     let links = cube_mesh();
-    for (asked, windows) in [
+    for (algorithm, windows) in [
         (AllReduceAlgorithm::OneShot, true),
         (AllReduceAlgorithm::OneShot, false),
         (AllReduceAlgorithm::TwoShot, true),
@@ -266,7 +273,7 @@ fn an_algorithm_that_ignores_links_is_caught() {
         (CUBE_MESH, true),
         (CUBE_MESH, false),
     ] {
-        let name = format!("{} {windows}", asked.name());
+        let name = format!("{} {windows}", algorithm.name());
         let ended = in_a_child(test, &name, || {
             let options = || with_links(&links, 4096);
             let heap = Heap::linked(&links, 0..8, 2 * ROOM + 64, &options(), &memory());
@@ -278,10 +285,12 @@ fn an_algorithm_that_ignores_links_is_caught() {
                 in_place: true,
                 seed: 1,
             };
-            heap.ranks(|rank| run_any(&heap, &mut heap.engine(rank, 0, options()), &case, asked));
+            heap.ranks(|rank| {
+                run_any(&heap, &mut heap.engine(rank, 0, options()), &case, algorithm);
+            });
         });
         let Some(ended) = ended else { continue };
-        if asked == CUBE_MESH {
+        if algorithm == CUBE_MESH {
             assert!(ended.success(), "{name}: {ended}");
         } else {
             assert_eq!(ended.signal(), Some(SEGV), "{name}: {ended}");
@@ -310,7 +319,7 @@ fn eight_processes_reduce_over_their_links() {
         println!("\nwhole");
         return;
     }
-    // More than the heap, which the children size alike.
+    // The file is larger than the heap, so the children need not resize it.
     let mut children = Children::start(test, "mesh", 8, 8 << 20);
     for rank in 0..8 {
         children.expect(rank, "whole");
@@ -318,8 +327,8 @@ fn eight_processes_reduce_over_their_links() {
     }
 }
 
-/// What eight ranks get of two small sums, with the options and the count that each has: the first
-/// rank's two errors, then the next one's.
+/// Runs two small sums on eight ranks, with options and a count for each rank. Returns the two errors of the first rank,
+/// then those of the next one, and so on.
 fn sums(
     options: impl Fn(u32) -> HostOptions + Sync,
     count: impl Fn(u32) -> usize + Sync,
@@ -345,7 +354,7 @@ fn sums(
                 error.unwrap_err()
             })
             .collect();
-        // All are told, so all are still in step; nothing is wrong with a barrier.
+        // All ranks got errors, so all are still in step, and a barrier works.
         let same = (0..8).all(|rank| options(rank).links == options(0).links);
         assert!(engine.failure().is_none());
         assert_eq!(engine.barrier().is_ok(), same);
@@ -369,7 +378,7 @@ fn links_that_do_not_fit_are_refused_and_named() {
 }
 
 #[test]
-fn ranks_that_differ_in_links_or_calls_are_told() {
+fn ranks_that_differ_in_links_or_calls_get_errors() {
     // S6
     let cube = cube_mesh();
     let count = |rank| if rank == 5 { 101 } else { 100 };

@@ -1,11 +1,12 @@
-//! Any call after any other, of ranks at their own speed.
+//! Random sequences of calls, by ranks that run at their own speed.
 
-use crate::common::{Buffer, Heap, Oracle, bits, input, noise, reduced, small_scratch};
+use crate::flat_heap::{Buffer, Heap, small_scratch};
+use crate::oracle::{Oracle, bits, input, noise, reduced};
 use symmpool_collectives::{AllReduceAlgorithm, DType, HostEngine, HostOptions, ReduceOp};
 
 #[test]
 fn epochs_wrap_unnoticed() {
-    // S2: the low half of the entry word passes zero; steps are far from the epoch's value.
+    // S2: the low half of the handshake word passes zero; the number of steps is far from the epoch's value.
     for first_epoch in [(1 << 32) - 3, (1 << 32) - 2, u64::MAX >> 1] {
         let options = || HostOptions { first_epoch, ..small_scratch() };
         let heap = Heap::new(3, 1, 1 << 16, &options());
@@ -22,7 +23,7 @@ fn epochs_wrap_unnoticed() {
     }
 }
 
-/// One call of a random kind, checked.
+/// Makes and checks one call of a random kind.
 fn any_call(heap: &Heap, engine: &mut HostEngine, windows: (u64, u64), seed: u64) {
     let (rank, world) = (engine.rank(), engine.world());
     let pick = noise(77, seed);

@@ -1,5 +1,4 @@
-//! Ranks as processes: the test binary runs itself again, over a memfd that the children open
-//! through `/proc`.
+//! Ranks that are processes: the test binary starts itself again, over a memfd that the children open through `/proc`.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -11,14 +10,14 @@ use std::time::{Duration, Instant};
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 use symmpool_allocator::HeapLayout;
 
-use crate::common::memory;
+use crate::flat_heap::memory;
 use symmpool_collectives::{HostEngine, HostOptions, ReduceOp};
 
 const WORLD: u32 = 3;
 const STRIDE: u64 = 8 << 20;
 const BYTES: u64 = STRIDE * WORLD as u64;
 
-/// The role of a child, and what it needs to play it.
+/// Environment variables of a child: its role, its rank, and the memory that it shares with the others.
 const ROLE: &str = "SYMMPOOL_TEST_ROLE";
 const RANK: &str = "SYMMPOOL_TEST_RANK";
 const MEMORY: &str = "SYMMPOOL_TEST_MEMORY";
@@ -36,8 +35,8 @@ impl Drop for Children {
 }
 
 impl Children {
-    /// `world` processes, one a rank, each running `test` of this binary in `role`, with so many
-    /// bytes of zeroed memory between them.
+    /// Starts `world` processes, one for each rank, each running `test` of this binary in `role`, which share `bytes`
+    /// bytes of zeroed memory.
     pub(crate) fn start(test: &str, role: &str, world: u32, bytes: u64) -> Self {
         let memory = memory();
         memory.set_len(bytes).unwrap();
@@ -50,7 +49,7 @@ impl Children {
             command.stdout(Stdio::piped());
             children.0.push(command.spawn().unwrap());
         }
-        // Children have opened the memory once they say anything; all must, before it closes.
+        // A child says "ready" after it has opened the memory. All must have, before it is closed here.
         for rank in 0..world {
             children.expect(rank, "ready");
         }
@@ -65,7 +64,7 @@ impl Children {
     /// Reads a rank's output up to the line that ends with `text`, and returns that line.
     pub(crate) fn expect(&mut self, rank: u32, text: &str) -> String {
         let stdout = self.0[rank as usize].stdout.as_mut().unwrap();
-        // One line at a time, so nothing behind the line is lost with the reader.
+        // The reader has no buffer, so that nothing behind the line is lost with it.
         let mut reader = BufReader::with_capacity(1, stdout);
         loop {
             let mut line = String::new();
@@ -77,16 +76,15 @@ impl Children {
     }
 }
 
-/// Where, at the end of its slot, a child leaves its process id before it says "ready".
+/// Where a child writes its process id before it says "ready": at the end of its slot.
 fn pid(layout: &HeapLayout, rank: u32) -> &'static AtomicU64 {
     let at = layout.address(rank, STRIDE - 64) as *mut u64;
-    // SAFETY: in a mapping that is never unmapped, aligned, past the control block, and only ever
-    // used as this atomic.
+    // SAFETY: it lies in a mapping that is never unmapped, is aligned, past the control block, and only ever used as this
+    // atomic.
     unsafe { AtomicU64::from_ptr(at) }
 }
 
-/// A child's engine, over the shared memory it was told of; `watchful` if it looks after peers'
-/// processes.
+/// A child's engine, over the shared memory. If `watchful`, it checks whether peers' processes run.
 fn engine(watchful: bool) -> HostEngine {
     let (rank, memory) = child();
     let (access, shared) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
@@ -115,7 +113,7 @@ pub(crate) fn child() -> (u32, File) {
     (rank, File::options().read(true).write(true).open(path).unwrap())
 }
 
-/// What this process is to do, if it is a child.
+/// The role of this process, if it is a child.
 pub(crate) fn role() -> Option<String> {
     std::env::var(ROLE).ok()
 }
@@ -143,8 +141,8 @@ fn processes_reduce_together() {
 
 #[test]
 fn a_killed_process_is_named_by_the_others() {
-    // S5: rank 1 is killed amid its calls. Rank 0 sees that its process is gone; rank 2 cannot
-    // see processes, and is told.
+    // S5: rank 1 is killed during its calls. Rank 0 checks its process and notices that it has ended; rank 2 does not check
+    // processes, and gets rank 0's report.
     if role().as_deref() == Some("killed") {
         let watchful = std::env::var(RANK).unwrap() == "0";
         let mut engine = engine(watchful);

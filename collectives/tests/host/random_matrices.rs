@@ -1,9 +1,9 @@
-//! Random traffic matrices for the all-to-all, against a reference that moves one element at a
-//! time.
+//! Random traffic matrices, compared with a reference that moves one element at a time.
 
 use std::time::Duration;
 
-use crate::common::{Buffer, Heap, input, small_scratch};
+use crate::flat_heap::{Buffer, Heap, small_scratch};
+use crate::oracle::input;
 use proptest::prelude::*;
 use symmpool_collectives::{Element, HostOptions};
 
@@ -33,7 +33,7 @@ fn check(matrix: &[Vec<usize>], windows: u16, options: fn() -> HostOptions) {
         let send = &matrix[me];
         let receive: Vec<usize> = matrix.iter().map(|row| row[me]).collect();
         let (sent, received): (usize, usize) = (send.iter().sum(), receive.iter().sum());
-        // Where windows lie is each rank's own affair, too.
+        // Windows may lie at different offsets on each rank.
         let own = 4 * u64::from(rank);
         let from = match windows >> me & 1 {
             1 => Buffer::window(&heap, rank, own, room),
@@ -51,7 +51,7 @@ fn check(matrix: &[Vec<usize>], windows: u16, options: fn() -> HostOptions) {
             })
             .collect();
         from.write(&input::<i32>(5, rank, sent));
-        // Both parities, and again over the same memory.
+        // Three calls, for both parities and again over the same memory.
         for _ in 0..3 {
             to.write(&vec![-1i32; received]);
             // SAFETY: the buffers hold what is sent and received, and are this rank's.
@@ -77,9 +77,9 @@ proptest! {
 }
 
 #[test]
-fn what_all_send_to_one_arrives_whole_whoever_writes_it() {
-    // Senders write nearly all of it where rank 0's output is a window, and none where it is not; past the
-    // caches where it is long.
+fn what_all_send_to_one_arrives_whole_whichever_rank_writes_it() {
+    // Senders write nearly all of it if rank 0's output is a window, and nothing if it is not. Long outputs are written
+    // past the caches.
     for count in [15_001, 400_000] {
         let matrix: Vec<Vec<usize>> = (0..4).map(|rank| vec![count + rank, 3, 0, rank]).collect();
         for windows in [0xff, 0xef, 0xfb] {
@@ -90,8 +90,8 @@ fn what_all_send_to_one_arrives_whole_whoever_writes_it() {
 
 #[test]
 fn a_slow_consumer_reads_what_it_was_sent() {
-    // S1: ranks 1 and 2 send each other nothing, and all send nothing in every third call. S4: they are in
-    // the next call while rank 0 still reads what they wrote into its output.
+    // S1: ranks 1 and 2 send each other nothing, and in every third call nobody sends anything. S4: they are in the next
+    // call while rank 0 still reads what they wrote into its output.
     let count = 50_000;
     let heap = Heap::new(3, 1, 16 * count as u64, &small_scratch());
     heap.ranks(|rank| {
@@ -116,7 +116,7 @@ fn a_slow_consumer_reads_what_it_was_sent() {
 }
 
 #[test]
-fn counts_that_disagree_are_told_before_a_sender_writes() {
+fn counts_that_disagree_are_an_error_before_a_sender_writes() {
     // S6
     let count = 50_000;
     let heap = Heap::new(2, 1, 16 * count as u64, &small_scratch());
@@ -164,7 +164,7 @@ fn a_large_direct_exchange_takes_the_streaming_path() {
 }
 
 #[test]
-fn a_rank_whose_parts_are_equal_may_say_so_to_ranks_whose_are_not() {
+fn all_to_all_on_one_rank_may_meet_all_to_all_v_on_others() {
     const MATRIX: [[usize; 3]; 3] = [[3, 1, 2], [1, 1, 1], [2, 1, 3]];
     let heap = Heap::new(3, 1, 1 << 16, &small_scratch());
     heap.ranks(|rank| {
@@ -189,7 +189,7 @@ fn a_rank_whose_parts_are_equal_may_say_so_to_ranks_whose_are_not() {
             wanted.resize(6, -1);
             assert_eq!(to.read::<i32>(6), wanted);
         }
-        // Where they do not agree it is the counts that are told.
+        // If the counts do not agree, the error names the counts, not the calls.
         // SAFETY: as above.
         let done = unsafe { engine.all_to_all(from.place, to.place, 1 + me / 2, i32::DTYPE) };
         let error = done.unwrap_err();
@@ -200,7 +200,7 @@ fn a_rank_whose_parts_are_equal_may_say_so_to_ranks_whose_are_not() {
 }
 
 #[test]
-fn of_many_counts_that_disagree_the_first_are_told_and_how_many_more() {
+fn an_error_lists_the_first_counts_that_disagree_and_how_many_more_there_are() {
     // S6
     for world in [2, 3] {
         let heap = Heap::new(world, 1, 1 << 16, &small_scratch());

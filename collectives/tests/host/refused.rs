@@ -1,14 +1,13 @@
-//! Calls that cannot be: what a rank itself refuses, and all-to-alls that differ in more than their
-//! parts.
+//! Calls that are refused: by a rank itself, and all-to-alls that differ between ranks in more than their parts.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use crate::common::{Buffer, Heap, small_scratch};
+use crate::flat_heap::{Buffer, Heap, small_scratch};
 use symmpool_collectives::{AllToAllAlgorithm, DType, Element, HostOptions, Place, ReduceOp};
 
 #[test]
-fn a_rank_without_a_count_for_each_is_refused_and_the_others_are_told() {
+fn wrong_numbers_of_counts_on_one_rank_are_an_error_on_all() {
     let heap = Heap::new(3, 1, 1 << 16, &small_scratch());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
@@ -33,8 +32,8 @@ fn a_rank_without_a_count_for_each_is_refused_and_the_others_are_told() {
 }
 
 #[test]
-fn a_rank_that_refuses_a_call_hears_why_at_once_and_later_of_a_rank_that_does_not_come() {
-    // S5: its peers are told of the refusal as of any call.
+fn a_rank_that_refuses_a_call_returns_at_once_and_the_next_call_names_a_missing_rank() {
+    // S5: its peers learn of the refusal as of any call.
     let heap = Heap::new(2, 1, 0, &small_scratch());
     let timeout = Duration::from_millis(300);
     let mut engine = heap.engine(0, 0, HostOptions { timeout, ..small_scratch() });
@@ -51,7 +50,7 @@ fn a_rank_that_refuses_a_call_hears_why_at_once_and_later_of_a_rank_that_does_no
 }
 
 #[test]
-fn calls_that_were_refused_while_nobody_was_there_are_told_one_by_one() {
+fn calls_that_were_refused_ahead_of_the_other_ranks_are_reported_one_by_one() {
     // S4, S6
     let heap = Heap::new(3, 1, 1 << 16, &small_scratch());
     let refused = Barrier::new(3);
@@ -59,7 +58,7 @@ fn calls_that_were_refused_while_nobody_was_there_are_told_one_by_one() {
         let mut engine = heap.engine(rank, 0, small_scratch());
         let mut data = [rank as i32; 8];
         for round in 0..4 {
-            // What goes through scratch lies where the call before the last had it.
+            // This uses the scratch that the call before the last one used.
             engine.all_reduce_slice(&mut data, ReduceOp::Max).unwrap();
             if rank == round % 3 {
                 for _ in 0..3 {
@@ -82,7 +81,7 @@ fn calls_that_were_refused_while_nobody_was_there_are_told_one_by_one() {
 }
 
 #[test]
-fn all_to_alls_that_differ_in_more_than_their_parts_are_told() {
+fn all_to_alls_that_differ_in_more_than_their_parts_are_errors() {
     // S6: the rows agree to the byte.
     let heap = Heap::new(3, 1, 1 << 16, &small_scratch());
     heap.ranks(|rank| {
@@ -114,7 +113,7 @@ fn all_to_alls_that_differ_in_more_than_their_parts_are_told() {
 }
 
 #[test]
-fn all_to_alls_by_ranks_with_other_options_are_told() {
+fn all_to_alls_of_ranks_with_different_options_are_errors() {
     // S6
     let heap = Heap::new(2, 1, 1 << 16, &small_scratch());
     heap.ranks(|rank| {
@@ -130,8 +129,8 @@ fn all_to_alls_by_ranks_with_other_options_are_told() {
 }
 
 #[test]
-fn gathers_and_scatters_at_different_places_are_told() {
-    // S6, of few elements and of many, which go other ways.
+fn gathers_and_scatters_at_different_offsets_are_errors() {
+    // S6, for few elements and for many, which take different paths.
     let heap = Heap::new(2, 1, 1 << 17, &small_scratch());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
@@ -162,7 +161,7 @@ fn gathers_and_scatters_at_different_places_are_told() {
 }
 
 #[test]
-fn what_is_no_memory_is_refused_and_nothing_may_be_anywhere() {
+fn invalid_addresses_are_refused_unless_there_are_no_elements() {
     let heap = Heap::new(2, 1, 0, &small_scratch());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
@@ -171,13 +170,13 @@ fn what_is_no_memory_is_refused_and_nothing_may_be_anywhere() {
         let null = Place::Plain(std::ptr::null_mut());
         let last = Place::Plain(std::ptr::without_provenance_mut(usize::MAX - 3));
         for place in [null, last] {
-            // SAFETY: refused before memory is touched; that it is, is what is tested.
+            // SAFETY: refused before memory is accessed, which is what is tested.
             let error = unsafe { engine.broadcast(place, 4, DType::I32, 0) }.unwrap_err();
             assert!(error.to_string().contains("is not memory"), "{error}");
         }
         // SAFETY: no element is touched.
         unsafe { engine.broadcast(null, 0, DType::I32, 0) }.unwrap();
-        // Rank 0 receives nothing, and rank 1 sends nothing: from and to where the other lies.
+        // Rank 0 receives nothing and rank 1 sends nothing, so their empty buffers may overlap the other one.
         let (from, to) = (buffer.place, buffer.part(4));
         let (send, receive) = if rank == 0 { ([0, 4], [0, 0]) } else { ([0, 0], [4, 0]) };
         let (from, to) = if rank == 0 { (from, to) } else { (to, from) };

@@ -1,20 +1,21 @@
-//! Ten thousand small traffic matrices, against a reference that moves one byte at a time: empty rows
-//! and columns, all to one, nothing at all, places that are aligned to nothing.
+//! Ten thousand small traffic matrices, compared with a reference that moves one byte at a time: empty rows and columns,
+//! all to one, nothing at all, unaligned places.
 
-use crate::common::{Buffer, Heap, noise, small_scratch};
+use crate::flat_heap::{Buffer, Heap, small_scratch};
+use crate::oracle::noise;
 use symmpool_collectives::{Element, HostEngine, Place};
 
 const MATRICES: u64 = 10_000;
-/// Room for all of a rank's input or output, and for bytes around it that stay.
+/// Room for all of a rank's input or output, and for bytes around it that must not change.
 const ROOM: usize = 4 * 2000 + 64;
 const UNTOUCHED: u8 = 0xee;
 
-/// Below `below`, the same for everyone who asks for the same matrix.
+/// A pseudo-random number less than `below`, the same on every rank for the same matrix.
 fn draw(nth: u64, what: u64, below: u64) -> usize {
     (noise(nth, what) % below) as usize
 }
 
-/// Bytes that each rank sends to each: mostly a few, in some matrices more than go in one piece.
+/// The bytes that each rank sends to each: usually a few, in some matrices more than fit in one piece.
 fn matrix(nth: u64, world: usize) -> Vec<Vec<usize>> {
     let pick = |what: u64| draw(nth, 1000 + what, world as u64);
     let most = if nth.is_multiple_of(16) { 2000 } else { 40 };
@@ -22,13 +23,13 @@ fn matrix(nth: u64, world: usize) -> Vec<Vec<usize>> {
         let any = draw(nth, (from * world + to) as u64, most);
         match nth % 8 {
             0 | 1 => any,
-            // A row, a column, most of all, all but one, all.
+            // Zero: a row, a column, most counts, all counts but one, all counts.
             2 if from == pick(0) => 0,
             3 if to == pick(0) => 0,
             4 if !any.is_multiple_of(3) => 0,
             5 if (from, to) != (pick(0), pick(1)) => 0,
             6 => 0,
-            // One rank has even parts.
+            // One rank sends and receives equal parts.
             7 if from == pick(0) || to == pick(0) => pick(1),
             _ => any,
         }
@@ -36,12 +37,12 @@ fn matrix(nth: u64, world: usize) -> Vec<Vec<usize>> {
     (0..world).map(|from| (0..world).map(|to| count(from, to)).collect()).collect()
 }
 
-/// What a rank sends.
+/// The bytes that a rank sends.
 fn data(nth: u64, rank: usize, bytes: usize) -> Vec<u8> {
     (0..bytes as u64).map(|at| noise(nth * 8 + rank as u64, at) as u8).collect()
 }
 
-/// What every rank gets, one byte after the other.
+/// The expected output of every rank, computed one byte at a time.
 fn reference(nth: u64, matrix: &[Vec<usize>]) -> Vec<Vec<u8>> {
     let mut outputs = vec![Vec::new(); matrix.len()];
     for (from, row) in matrix.iter().enumerate() {
@@ -55,7 +56,7 @@ fn reference(nth: u64, matrix: &[Vec<usize>]) -> Vec<Vec<u8>> {
     outputs
 }
 
-/// A rank's memory: input and output, as windows and not.
+/// A rank's engine and its inputs and outputs: one of each in a window, one in ordinary memory.
 struct Rank {
     engine: HostEngine,
     me: usize,
@@ -74,7 +75,7 @@ impl Rank {
         }
     }
 
-    /// The places of a matrix, each some bytes into its buffer.
+    /// Runs and checks the call of a matrix, with places that are some bytes into their buffers.
     fn check(&mut self, nth: u64, matrix: &[Vec<usize>]) {
         let me = self.me;
         let of_rank = |what: u64, below| draw(nth, 2000 + 10 * me as u64 + what, below);

@@ -1,19 +1,20 @@
-//! All-to-alls with splits in memory, against a reference that moves one row at a time.
+//! All-to-alls with splits in memory, compared with a reference that moves one row at a time.
 
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::common::{Buffer, Heap, input, noise, small_scratch};
+use crate::flat_heap::{Buffer, Heap, small_scratch};
+use crate::oracle::{input, noise};
 use proptest::prelude::*;
 use symmpool_allocator::Error;
 use symmpool_collectives::{AllToAllAlgorithm, DType, Element, HostOptions, SplitRows, SplitsAt};
 
-/// Counts of which many are zero, most small and some large enough for every way that data goes.
+/// Counts of which many are zero, most are small, and some are large enough for every path that data can take.
 fn count() -> impl Strategy<Value = usize> {
     prop_oneof![3 => Just(0usize), 4 => 1usize..40, 2 => 500usize..3000]
 }
 
-/// Matrices of 1 to 5 ranks, and how much more or less than what comes each has room for.
+/// Matrices of 1 to 5 ranks, and how many rows more or less than it receives each rank has room for.
 fn case() -> impl Strategy<Value = (Vec<Vec<usize>>, Vec<isize>)> {
     (1usize..=5).prop_flat_map(|world| {
         let matrix = proptest::collection::vec(proptest::collection::vec(count(), world), world);
@@ -32,14 +33,14 @@ fn check(
     let options = || HostOptions { all_to_all, ..small_scratch() };
     let room = 5 * 3100 * 4 * row;
     let heap = Heap::new(world as u32, 1, 2 * room as u64 + 4096, &options());
-    let comes = |rank: usize| matrix.iter().map(|sends| sends[rank]).sum::<usize>();
-    let capacity = |rank: usize| comes(rank).saturating_add_signed(more[rank]);
-    let overflows = (0..world).any(|rank| comes(rank) > capacity(rank));
+    let received = |rank: usize| matrix.iter().map(|sends| sends[rank]).sum::<usize>();
+    let capacity = |rank: usize| received(rank).saturating_add_signed(more[rank]);
+    let overflows = (0..world).any(|rank| received(rank) > capacity(rank));
     heap.ranks(|rank| {
         let me = rank as usize;
         let mut engine = heap.engine(rank, 0, options());
         let sent: usize = matrix[me].iter().sum();
-        // Where windows lie is each rank's own affair, too.
+        // Windows may lie at different offsets on each rank.
         let own = 4 * u64::from(rank);
         let from = match windows >> me & 1 {
             1 => Buffer::window(&heap, rank, own, room),
@@ -60,7 +61,7 @@ fn check(
         expected.resize(room / 4, -1);
         from.write(&input::<i32>(5, rank, sent * row));
         let rows = SplitRows { dtype: i32::DTYPE, row, length: sent, capacity: capacity(me) };
-        // As many numbers as 64-bit counts take, whatever their type.
+        // Room for 64-bit counts, which 32-bit counts use half of.
         let mut numbers = [[0_u64; 8]; 3];
         for (peer, count) in matrix[me].iter().enumerate() {
             if wide {
@@ -78,8 +79,8 @@ fn check(
                 offsets: if call > 1 { offsets.as_mut_ptr().cast() } else { std::ptr::null_mut() },
                 dtype: if wide { DType::I64 } else { DType::I32 },
             };
-            // SAFETY: the buffers hold what is sent and what there is room for, and are this
-            // rank's; so are the counts.
+            // SAFETY: the buffers hold what is sent and what there is room for. They are this rank's, and so are the
+            // counts.
             let done = unsafe { engine.all_to_all_splits(from.place, to.place, &rows, &splits) };
             assert_eq!(done.as_ref().is_err_and(Error::is_overflow), overflows, "{done:?}");
             assert_eq!(done.is_err(), overflows);
@@ -103,15 +104,16 @@ proptest! {
 
     #[test]
     fn any_splits_arrive_as_far_as_there_is_room(
-        case in case(), windows: u16, row in 1usize..4, wide: bool, way in 0usize..3,
+        case in case(), windows: u16, row in 1usize..4, wide: bool, algorithm in 0usize..3,
     ) {
-        check(&case, (windows, row, wide), AllToAllAlgorithm::ALL[way]);
+        check(&case, (windows, row, wide), AllToAllAlgorithm::ALL[algorithm]);
     }
 }
 
 #[test]
-fn what_has_no_room_is_written_by_no_sender_either() {
-    // Senders write most of what rank 0 receives, as far as there is room: of rank 2 a part, or nothing.
+fn rows_without_room_are_not_written_by_senders_either() {
+    // By load balancing, senders write most of what rank 0 receives, as far as there is room: a part of rank 2's rows, or
+    // none.
     let matrix = vec![vec![3, 0, 1], vec![5000, 7, 0], vec![5000, 0, 2]];
     for short in [0, 2000, 5000, 5001, 7000] {
         for windows in [0x3f, 0x3d, 0x37] {
@@ -122,7 +124,7 @@ fn what_has_no_room_is_written_by_no_sender_either() {
 }
 
 #[test]
-fn nonsense_is_told_to_all_and_the_communicator_goes_on() {
+fn invalid_splits_are_an_error_on_all_and_the_communicator_stays_usable() {
     const WORLD: usize = 3;
     let heap = Heap::new(WORLD as u32, 1, 1 << 16, &small_scratch());
     heap.ranks(|rank| {
@@ -146,7 +148,7 @@ fn nonsense_is_told_to_all_and_the_communicator_goes_on() {
                 assert!(error.to_string().contains("splits of rank 1 are negative"), "{error}");
             }
         }
-        // What a rank itself can see is wrong is told to the others as a call that it declined.
+        // If a rank can see itself that its arguments are wrong, it declines the call, which the others learn of.
         let (counts, output) = ([0_i64; WORLD], std::ptr::null_mut());
         let input = counts.as_ptr().cast();
         let splits = SplitsAt { input, output, offsets: output, dtype: DType::I64 };
@@ -174,7 +176,7 @@ fn nonsense_is_told_to_all_and_the_communicator_goes_on() {
 }
 
 #[test]
-fn splits_of_memory_meet_splits_of_arguments_as_another_call() {
+fn splits_in_memory_on_one_rank_and_counts_as_arguments_on_another_are_different_calls() {
     let heap = Heap::new(2, 1, 1 << 16, &small_scratch());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
@@ -218,10 +220,10 @@ fn counts_that_change_meanwhile_are_read_once() {
             let (from, to) = (Buffer::plain(400, 0), Buffer::plain(1600, 0));
             from.write(&vec![rank as i32; 100]);
             let rows = SplitRows { dtype: i32::DTYPE, row: 1, length: 100, capacity: 400 };
-            let mut came = [0_i64; WORLD];
-            let (mut went, end) = (0, Instant::now() + Duration::from_millis(1500));
+            let mut received = [0_i64; WORLD];
+            let (mut succeeded, end) = (0, Instant::now() + Duration::from_millis(1500));
             for call in 0.. {
-                // Rank 0 says when time is up.
+                // Rank 0 decides when the test ends.
                 let flag = Buffer::plain(4, 0);
                 flag.write(&[i32::from(Instant::now() > end)]);
                 // SAFETY: one element of the flag, this rank's.
@@ -231,7 +233,7 @@ fn counts_that_change_meanwhile_are_read_once() {
                 }
                 let splits = SplitsAt {
                     input: counts.as_ptr().cast(),
-                    output: came.as_mut_ptr().cast(),
+                    output: received.as_mut_ptr().cast(),
                     offsets: std::ptr::null_mut(),
                     dtype: DType::I64,
                 };
@@ -239,17 +241,18 @@ fn counts_that_change_meanwhile_are_read_once() {
                 let sent =
                     unsafe { engine.all_to_all_splits(from.place, to.place, &rows, &splits) };
                 match sent {
-                    Ok(()) => went += 1,
+                    Ok(()) => succeeded += 1,
                     Err(error) => assert!(error.is_invalid_argument(), "call {call}: {error}"),
                 }
-                let all: i64 = came.iter().sum();
-                assert!(came.iter().all(|count| (0..=100).contains(count)), "{came:?}");
-                let wanted = (0..).zip(came).flat_map(|(peer, count)| vec![peer; count as usize]);
+                let all: i64 = received.iter().sum();
+                assert!(received.iter().all(|count| (0..=100).contains(count)), "{received:?}");
+                let wanted =
+                    (0..).zip(received).flat_map(|(peer, count)| vec![peer; count as usize]);
                 assert_eq!(to.read::<i32>(all as usize), wanted.collect::<Vec<_>>());
             }
-            went
+            succeeded
         });
         ended.store(true, Ordering::Relaxed);
-        assert!(outcomes.iter().all(|went| *went == outcomes[0]), "{outcomes:?}");
+        assert!(outcomes.iter().all(|succeeded| *succeeded == outcomes[0]), "{outcomes:?}");
     });
 }

@@ -1,11 +1,11 @@
-//! What layouts are, and what is refused.
+//! What layouts hold, and which arguments are refused.
 
 use crate::{Case, Rank, STREAM, element, ranks};
 use symmpool_allocator::Error;
 use symmpool_collectives::{DType, RowExchange, RowShape, RowsAt};
 
 #[test]
-fn a_layout_that_nothing_was_sent_with_brings_back_zeros() {
+fn sending_back_with_an_unused_layout_gives_zeros() {
     ranks(2, |pool, comm| {
         let rank = Rank::new(pool, comm, 5, 2);
         let layout = rank.exchange.layout().unwrap();
@@ -16,7 +16,7 @@ fn a_layout_that_nothing_was_sent_with_brings_back_zeros() {
 }
 
 #[test]
-fn too_little_to_send_back_is_told_to_all_and_the_communicator_goes_on() {
+fn too_few_rows_to_send_back_are_an_error_on_all_and_the_communicator_stays_usable() {
     ranks(3, |pool, comm| {
         let rank = Rank::new(pool, comm, 6, 2);
         let layout = rank.exchange.layout().unwrap();
@@ -29,11 +29,11 @@ fn too_little_to_send_back_is_told_to_all_and_the_communicator_goes_on() {
             capacity: 6,
         };
         let layout_at = layout.counts().cast::<u8>().cast_mut();
-        // SAFETY: the blocks are as long; the layout's counts are where it begins.
+        // SAFETY: the blocks have these lengths; the layout begins with its counts.
         let error = unsafe { rank.exchange.send_back_at(layout_at, &rows, STREAM) }.unwrap_err();
         assert!(error.is_invalid_argument(), "{error}");
         assert!(error.to_string().contains("splits of rank 1"), "{error}");
-        // Rows of the others came back.
+        // The rows of the other ranks came back.
         let wanted: Vec<i32> = (0..6)
             .flat_map(|index| (0..2).map(move |at| (index, at)))
             .map(|(index, at)| if index % 3 == 1 { 0 } else { element(rank.me, index, at) })
@@ -45,7 +45,7 @@ fn too_little_to_send_back_is_told_to_all_and_the_communicator_goes_on() {
 }
 
 #[test]
-fn nonsense_is_refused_and_told_to_the_others() {
+fn invalid_arguments_are_refused_and_an_error_on_the_others() {
     ranks(2, |pool, comm| {
         let me = pool.rank();
         for shape in [
@@ -74,8 +74,8 @@ fn nonsense_is_refused_and_told_to_the_others() {
         let at = layout.counts().cast::<u8>().cast_mut();
         let given = four.as_ptr().cast::<u8>().cast_const();
         let none = std::ptr::null_mut::<u8>();
-        // SAFETY: of what is not refused, which is what is tested, the blocks are longer, and the layout's
-        // counts are where it begins.
+        // SAFETY: where the arguments are not refused, which is what is tested, the blocks are longer, and the layout
+        // begins with its counts.
         let send_at = |at, rows, given| unsafe { exchange.send_at(at, &rows, given, STREAM) };
         type Wrong<'a> = (&'a str, &'a (dyn Fn() -> Result<(), Error> + 'a));
         let wrong: [Wrong<'_>; 11] = [
@@ -107,14 +107,14 @@ fn nonsense_is_refused_and_told_to_the_others() {
             rank.send(&case, &layout, true);
             rank.send_back(&case, &layout);
         }
-        // On the way back nothing is written either.
+        // A refused call on the way back writes nothing either.
         let back = pool.alloc::<i32>(8).unwrap();
         back.write(&[7; 8]).unwrap();
         let out = if me == 1 { output } else { &back };
         let error = exchange.send_back(&layout, out, output, STREAM).unwrap_err();
         assert_eq!((error.is_diverged(), error.is_invalid_argument()), (me == 0, me == 1));
         assert_eq!(back.read().unwrap(), [7; 8]);
-        // Nothing may be anywhere.
+        // An empty array of destinations may have any address.
         send_at(at, rows(4, 8), (none, 0, DType::I32)).unwrap();
         assert_eq!(layout.read().unwrap().counts, [0, 0]);
     });
@@ -127,7 +127,7 @@ fn a_layout_may_be_memory_of_the_caller() {
         let exchange = &rank.exchange;
         let memory = pool.alloc::<u8>(exchange.layout_bytes()).unwrap();
         memory.write(&vec![0xff; memory.len()]).unwrap();
-        // SAFETY: the block is as long, and this rank's own.
+        // SAFETY: the block has this length, and only this rank uses it.
         unsafe { exchange.clear_layout_at(memory.as_ptr()) }.unwrap();
         rank.input.write(&[10, 11, 12, 13]).unwrap();
         rank.narrow.write(&[1, 0, 1, -1]).unwrap();
@@ -138,9 +138,9 @@ fn a_layout_may_be_memory_of_the_caller() {
             output: rank.back.as_ptr().cast(),
             capacity: 4,
         };
-        // SAFETY: the blocks are as long, and the layout was cleared; so below.
+        // SAFETY: the blocks have these lengths, and the layout was cleared; so below.
         unsafe { exchange.send_back_at(memory.as_ptr(), &back, STREAM) }.unwrap();
-        assert_eq!(rank.back.read().unwrap(), [0; 4], "nothing came");
+        assert_eq!(rank.back.read().unwrap(), [0; 4], "no rows were exchanged");
         let rows = RowsAt {
             input: rank.input.as_ptr().cast::<u8>().cast_const(),
             length: 4,
@@ -158,9 +158,10 @@ fn a_layout_may_be_memory_of_the_caller() {
         let count = of_each.len() as i64;
         assert_eq!([word(counts), word(counts + 8)], [count; 2]);
         assert_eq!([word(offsets), word(offsets + 8)], [0, count]);
-        let came: Vec<i32> = (0..2 * of_each.len()).map(|row| index(indices + 4 * row)).collect();
-        assert_eq!(came, [of_each, of_each].concat());
-        // A layout of its own has them in the same places.
+        let sources: Vec<i32> =
+            (0..2 * of_each.len()).map(|row| index(indices + 4 * row)).collect();
+        assert_eq!(sources, [of_each, of_each].concat());
+        // A layout that the exchange allocates has its parts at the same places.
         let layout = exchange.layout().unwrap();
         let begin = layout.counts() as usize - counts;
         assert_eq!(layout.offsets() as usize, begin + offsets);
@@ -169,7 +170,7 @@ fn a_layout_may_be_memory_of_the_caller() {
 }
 
 #[test]
-fn exchanges_and_layouts_give_their_memory_back() {
+fn exchanges_and_layouts_free_their_memory() {
     ranks(2, |pool, comm| {
         let mut places = Vec::new();
         for _ in 0..20 {

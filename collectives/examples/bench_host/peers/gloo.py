@@ -1,7 +1,7 @@
-"""Times torch.distributed's gloo all_reduce and all_to_all_single; the counterpart of `ours.rs`.
+"""Times all_reduce and all_to_all_single of torch.distributed's gloo; the counterpart of `ours.rs`.
 
-Arguments: target milliseconds a case, then cases like all_reduce:1024, all_to_all_v with what each
-rank sends to each, row by row: all_to_all_v/one-hot:1024:256,0,256,0.
+Arguments: target milliseconds for each case, then cases like all_reduce:1024. Those of all_to_all_v
+have what each rank sends to each, row by row: all_to_all_v/one-hot:1024:256,0,256,0.
 Rank 0 prints "result <op> <bytes> <microseconds> <wrong elements>".
 """
 
@@ -51,7 +51,7 @@ def main():
         part = count // world
         given = values(int(size), rank, 0, count)
         if op == "all_reduce":
-            # In place is all that it offers; checked after the first call, before values change.
+            # gloo's all_reduce is always in place. It is checked after the first call, as later calls change the values.
             out = given.clone()
             call = partial(dist.all_reduce, out)
             expected = sum(values(int(size), r, 0, count) for r in range(world))
@@ -70,7 +70,7 @@ def main():
             expected = torch.cat([values(int(size), r, rank * part, part) for r in range(world)])
         call()
         wrong = int((out[: len(expected)] != expected).sum())
-        # What is not zero grows at every call; sums that overflow take other paths in some CPUs.
+        # Values other than zero would grow with every call, and some CPUs are slower where sums overflow.
         out.zero_()
         each = repeat(call, 3)
         us = repeat(call, max(3, min(20000, int(target / each)))) * 1e6

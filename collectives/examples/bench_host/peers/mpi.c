@@ -1,6 +1,6 @@
 /* Times MPI_Allreduce, MPI_Alltoall and MPI_Alltoallv on float; the counterpart of `ours.rs`.
- * Arguments: target milliseconds a case, then cases like all_reduce:1024, all_to_all_v with what each
- * rank sends to each, row by row: all_to_all_v/one-hot:1024:256,0,256,0.
+ * Arguments: target milliseconds for each case, then cases like all_reduce:1024. Those of all_to_all_v
+ * have what each rank sends to each, row by row: all_to_all_v/one-hot:1024:256,0,256,0.
  * Rank 0 prints "result <op> <bytes> <microseconds> <wrong elements>". */
 #include <mpi.h>
 #include <stdint.h>
@@ -32,7 +32,7 @@ static void call(void) {
         MPI_Alltoall(input, part, MPI_FLOAT, output, part, MPI_FLOAT, MPI_COMM_WORLD);
 }
 
-/* Reads the counts behind the second colon; returns how much this rank sends and receives at most. */
+/* Reads the counts after the second colon. Returns what this rank sends or receives, whichever is more. */
 static int read_counts(const char *text, int rank, int world) {
     int sent = 0, received = 0;
     for (int from = 0; from < world; from++) {
