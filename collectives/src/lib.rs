@@ -15,6 +15,7 @@ mod dtype;
 mod float8;
 mod host;
 mod jit;
+mod matching;
 mod p2p;
 mod reduce_op;
 mod row_exchange;

@@ -3,6 +3,8 @@
 use rustix::process::Pid;
 use rustix::thread::{CpuSet, sched_getaffinity};
 
+use crate::matching::assign;
+
 /// Whether there is a core for each of `world` ranks, if all have this thread's affinity mask.
 pub(super) fn enough_here(world: u32) -> bool {
     world as usize <= available()
@@ -32,40 +34,10 @@ pub(crate) fn enough_for(processes: &[Option<Pid>]) -> bool {
     one_each(&processes.iter().map(mask).collect::<Vec<_>>())
 }
 
-/// Whether each mask can be assigned a core that no other has. This is a bipartite matching, extended rank by rank.
+/// Whether each mask can be assigned a core that no other has.
 fn one_each(masks: &[CpuSet]) -> bool {
-    let mut holders = vec![None; CpuSet::MAX_CPU];
-    (0..masks.len()).all(|rank| {
-        let mut tried = CpuSet::new();
-        assign_core(rank, masks, &mut holders, &mut tried)
-    })
-}
-
-/// Assigns `rank` a core, reassigning other ranks where that is needed (an augmenting path). The recursion is no
-/// deeper than there are ranks, because every step tries another core.
-fn assign_core(
-    rank: usize,
-    masks: &[CpuSet],
-    holders: &mut [Option<usize>],
-    tried: &mut CpuSet,
-) -> bool {
-    let allowed = |core: &usize| masks[rank].is_set(*core);
-    // A free core first: then no other rank has to be reassigned.
-    if let Some(core) = (0..holders.len()).filter(allowed).find(|core| holders[*core].is_none()) {
-        holders[core] = Some(rank);
-        return true;
-    }
-    for core in (0..holders.len()).filter(allowed) {
-        if tried.is_set(core) {
-            continue;
-        }
-        tried.set(core);
-        if holders[core].is_none_or(|holder| assign_core(holder, masks, holders, tried)) {
-            holders[core] = Some(rank);
-            return true;
-        }
-    }
-    false
+    let assigned = assign(0..masks.len(), CpuSet::MAX_CPU, |rank, core| masks[rank].is_set(core));
+    assigned.iter().flatten().count() == masks.len()
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 use symmpool_allocator::topology::{Mesh, Topology};
 
 use crate::host::call::rank_list;
+use crate::matching::assign;
 
 /// More ranks than such machines have. The search tries every split of the ranks, so the limit keeps it short.
 const MAX_RANKS: u32 = 16;
@@ -159,52 +160,22 @@ impl Graph {
     /// Pairs as many ranks of the first group as possible with ranks of the second that they are linked to.
     /// The ranks left over are paired in order and returned as missing links.
     fn pair(&self, first: RankSet, second: RankSet) -> ([u8; MAX_RANKS as usize], Vec<(u32, u32)>) {
-        let mut holders = [None; MAX_RANKS as usize];
-        for rank in members(first) {
-            self.assign_partner(rank, second, &mut holders, &mut 0);
-        }
+        let is_candidate = |a: usize, b: usize| (second & self.neighbors[a]) >> b & 1 != 0;
+        let assigned =
+            assign(members(first).map(|rank| rank as usize), MAX_RANKS as usize, is_candidate);
         let mut partners = [0; MAX_RANKS as usize];
         let mut left = first;
         let mut free = Vec::new();
         for b in members(second) {
-            match holders[b as usize] {
+            match assigned[b as usize] {
                 Some(a) => {
-                    (partners[a as usize], partners[b as usize]) = (b as u8, a as u8);
+                    (partners[a], partners[b as usize]) = (b as u8, a as u8);
                     left &= !(1 << a);
                 }
                 None => free.push(b),
             }
         }
         (partners, members(left).zip(free).collect())
-    }
-
-    /// Finds `rank` a partner in `second`, reassigning other ranks where that is needed (an augmenting path of
-    /// a bipartite matching). `tried` are the ranks of `second` that were tried for this rank already.
-    fn assign_partner(
-        &self,
-        rank: u32,
-        second: RankSet,
-        holders: &mut [Option<u32>; MAX_RANKS as usize],
-        tried: &mut RankSet,
-    ) -> bool {
-        let candidates = second & self.neighbors[rank as usize];
-        // A free rank first: then no other rank has to be reassigned.
-        if let Some(b) = members(candidates).find(|b| holders[*b as usize].is_none()) {
-            holders[b as usize] = Some(rank);
-            return true;
-        }
-        for b in members(candidates) {
-            if *tried >> b & 1 != 0 {
-                continue;
-            }
-            *tried |= 1 << b;
-            let holder = holders[b as usize];
-            if holder.is_none_or(|holder| self.assign_partner(holder, second, holders, tried)) {
-                holders[b as usize] = Some(rank);
-                return true;
-            }
-        }
-        false
     }
 }
 
