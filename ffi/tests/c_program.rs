@@ -4,18 +4,24 @@
 mod common;
 
 use std::os::unix::process::ExitStatusExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-/// Compiles a program of this folder, runs it as `world` ranks, and returns the exit status and output of each.
-fn ranks(source: &str, world: usize) -> Vec<Output> {
+/// Compiles a program of this folder against the library, with the compiler that the environment variable or, without
+/// it, `usual` names. `None` if there is no such compiler.
+fn compile(
+    source: &str,
+    (variable, usual): (&str, &str),
+    options: &[&str],
+    folder: &Path,
+) -> Option<PathBuf> {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     let library = common::library();
-    let folder = tempfile::tempdir().expect("a folder");
-    let program = folder.path().join("program");
     let libraries = library.parent().expect("a folder");
-    let compiled = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()))
-        .args(["-std=c11", "-D_POSIX_C_SOURCE=200809L", "-Wall", "-Wextra", "-Werror", "-O1", "-o"])
+    let program = folder.join("program");
+    let compiled = Command::new(std::env::var_os(variable).unwrap_or_else(|| usual.into()))
+        .args(options)
+        .args(["-Wall", "-Wextra", "-Werror", "-O1", "-o"])
         .arg(&program)
         .arg(here.join("tests").join(source))
         .arg("-I")
@@ -25,8 +31,16 @@ fn ranks(source: &str, world: usize) -> Vec<Output> {
         .args(["-lsymmpool", "-Wl,-rpath"])
         .arg(libraries)
         .output()
-        .expect("a C compiler");
+        .ok()?;
     assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+    Some(program)
+}
+
+/// Compiles a program of this folder, runs it as `world` ranks, and returns the exit status and output of each.
+fn ranks(source: &str, world: usize) -> Vec<Output> {
+    let folder = tempfile::tempdir().expect("a folder");
+    let options = ["-std=c11", "-D_POSIX_C_SOURCE=200809L"];
+    let program = compile(source, ("CC", "cc"), &options, folder.path()).expect("a C compiler");
     let store = folder.path().join("store");
     std::fs::create_dir(&store).expect("a folder");
     let ranks: Vec<_> = (0..world)
@@ -93,25 +107,12 @@ fn the_header_is_plain_c_and_plain_cpp() {
 
 #[test]
 fn what_fails_under_torch_is_thrown_through_the_library() {
-    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let library = common::library();
     let folder = tempfile::tempdir().expect("a folder");
-    let program = folder.path().join("throws");
-    let libraries = library.parent().expect("a folder");
-    let compiled = Command::new(std::env::var_os("CXX").unwrap_or_else(|| "c++".into()))
-        .args(["-std=c++17", "-Wall", "-Wextra", "-Werror", "-O1", "-o"])
-        .arg(&program)
-        .arg(here.join("tests/throws.cpp"))
-        .arg("-L")
-        .arg(libraries)
-        .args(["-lsymmpool", "-Wl,-rpath"])
-        .arg(libraries)
-        .output();
-    let Ok(compiled) = compiled else {
+    let compiler = ("CXX", "c++");
+    let Some(program) = compile("throws.cpp", compiler, &["-std=c++17"], folder.path()) else {
         eprintln!("skipped: there is no C++ compiler");
         return;
     };
-    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
     let output = Command::new(&program).output().expect("the program");
     let stdout = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{}: {stdout}", output.status);
