@@ -28,8 +28,8 @@ pub enum DType {
     U8 = 7,
     /// 8-bit signed integer, wrapping.
     I8 = 8,
-    /// 8-bit float without infinities, [`F8E4m3`]; reduced in `f32`, rounded once at the end, where numbers that are too
-    /// large become the largest number.
+    /// 8-bit float without infinities, [`F8E4m3`]; reduced in `f32`, rounded once at the end, where numbers that are
+    /// too large become the largest number.
     F8E4m3 = 9,
     /// 8-bit float, [`F8E5m2`]; reduced in `f32`, rounded once at the end, where numbers that are too large become
     /// infinity.

@@ -1,9 +1,9 @@
 //! Row exchanges: all-to-alls of rows of which each has a destination, and the exchange back.
 //!
-//! First, every rank packs its rows in the order of their destinations (a stable order, so it is the same in every run),
-//! and two all-to-alls with splits in memory move the rows and their indices. On the way back, a third all-to-all moves
-//! the rows to that order again, and each is unpacked to its original place. Both ways use blocks that were allocated
-//! before, so that calls allocate nothing (S8).
+//! First, every rank packs its rows in the order of their destinations (a stable order, so it is the same in every
+//! run), and two all-to-alls with splits in memory move the rows and their indices. On the way back, a third
+//! all-to-all moves the rows to that order again, and each is unpacked to its original place. Both ways use blocks
+//! that were allocated before, so that calls allocate nothing (S8).
 //!
 //! This file has what both engines share: shapes, where things lie in those blocks, and the arguments of a step.
 //! `host/row_exchange.rs` has the steps on the CPU; `cuda/row_exchange.rs` runs them as kernels.

@@ -36,8 +36,8 @@ fn run(mode: &str, more: &[&str]) {
     assert!(text.contains("everything was right"), "{text}");
 }
 
-/// Rules S2 and S8, among others: calls are captured into graphs, which are replayed between calls that are not captured
-/// (see `examples/cuda_collectives/check.rs`).
+/// Rules S2 and S8, among others: calls are captured into graphs, which are replayed between calls that are not
+/// captured (see `examples/cuda_collectives/check.rs`).
 #[test]
 fn every_bit_is_as_the_cpu_computes_it() {
     run("check", &[]);

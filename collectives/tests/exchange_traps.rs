@@ -143,7 +143,8 @@ fn an_output_that_is_too_short_is_an_error_and_not_overrun() {
         let counts = pool.alloc::<i64>(WORLD).unwrap();
         input.write(&(0..300).map(|i| i + 1000 * me as i64).collect::<Vec<_>>()).unwrap();
         let splits = Splits { input: &counts, output: None, offsets: None, row: 10 };
-        // Ranks send five, two and one rows to each rank, into outputs of ten: all rows fit, unless rank 1 gets six more.
+        // Ranks send five, two and one rows to each rank, into outputs of ten: all rows fit, unless rank 1 gets six
+        // more.
         for (extra, fits) in [(0, true), (6, false), (0, true)] {
             let mine = [5, 2, 1][me];
             let all = (0..WORLD).map(|to| mine + if me == 0 && to == 1 { extra } else { 0 });

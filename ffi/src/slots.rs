@@ -187,8 +187,8 @@ impl Bound {
         self.lane.free_address_unordered(address)
     }
 
-    /// Refuses calls in a forked child. It shares the parent's host memory and cannot use the parent's CUDA context, and
-    /// changing its copy of the lane would only make it differ from the other ranks.
+    /// Refuses calls in a forked child. It shares the parent's host memory and cannot use the parent's CUDA context,
+    /// and changing its copy of the lane would only make it differ from the other ranks.
     fn own_process(&self, index: usize) -> Result<()> {
         self.maker.check("a pool").map_err(|error| error.context(format!("slot {index}")))
     }

@@ -115,8 +115,8 @@ impl Job {
         }
     }
 
-    /// Runs the ranks and returns a report of each, in rank order. If a rank that is not silent has not ended within the
-    /// limit, ends all of them and panics.
+    /// Runs the ranks and returns a report of each, in rank order. If a rank that is not silent has not ended within
+    /// the limit, ends all of them and panics.
     pub fn run(&self) -> Vec<Report> {
         let server = (self.host == Host::Test)
             .then(|| TcpServer::bind("127.0.0.1:0", TcpOptions::default()).expect("a free port"));

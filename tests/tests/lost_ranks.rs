@@ -1,5 +1,5 @@
-//! Ranks that die or fall silent at every step of making a pool and of committing: the errors of all other ranks name the
-//! missing rank, in time, and no resource is leaked.
+//! Ranks that die or fall silent at every step of making a pool and of committing: the errors of all other ranks name
+//! the missing rank, in time, and no resource is leaked.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};

@@ -1,5 +1,5 @@
-//! Copies and signals between ranks that are processes: data is there when its signal has arrived, sleepers wake up, and
-//! a process that ends is named instead of waited for.
+//! Copies and signals between ranks that are processes: data is there when its signal has arrived, sleepers wake up,
+//! and a process that ends is named instead of waited for.
 
 use std::time::{Duration, Instant};
 

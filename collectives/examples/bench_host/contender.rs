@@ -128,8 +128,8 @@ pub(crate) struct Effort {
 }
 
 impl Contender {
-    /// Whether this way of running makes sense for this number of ranks: yielding the core is for ranks that share cores,
-    /// and running without binding is for runs in which ranks are not bound.
+    /// Whether this way of running makes sense for this number of ranks: yielding the core is for ranks that share
+    /// cores, and running without binding is for runs in which ranks are not bound.
     pub(crate) fn suits(&self, ranks: u32, bind: bool) -> bool {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         match &self.how {

@@ -1,11 +1,11 @@
 //! Measures collectives in host memory, and those of MPI and gloo in the same run.
 //!
-//! Ours works on blocks of a pool, which all ranks have mapped, so no intermediate copies are made: that is what the library
-//! is for. Peers work on ordinary memory that was written before, which is what they are made for. Every contender runs all
-//! sizes in processes of its own, `--rounds` times, in turns. A time is the median over rounds of the slowest rank's mean.
-//! Ranks are not bound to cores; OpenMPI runs both with its launcher's default binding and without, and the better time
-//! counts. `--bind` binds the ranks of all contenders to cores, if there are enough. Every element of the results is
-//! checked.
+//! Ours works on blocks of a pool, which all ranks have mapped, so no intermediate copies are made: that is what the
+//! library is for. Peers work on ordinary memory that was written before, which is what they are made for. Every
+//! contender runs all sizes in processes of its own, `--rounds` times, in turns. A time is the median over rounds of
+//! the slowest rank's mean. Ranks are not bound to cores; OpenMPI runs both with its launcher's default binding and
+//! without, and the better time counts. `--bind` binds the ranks of all contenders to cores, if there are enough.
+//! Every element of the results is checked.
 //!
 //! `cargo run --release -p symmpool-collectives --example bench_host -- --quick`
 

@@ -66,8 +66,8 @@ fn moe(world: usize) -> Vec<Vec<f64>> {
     let row = |from: usize| {
         let mut row = vec![0.0; world];
         for token in 0..TOKENS {
-            // Weighted sampling without replacement: the experts with the largest keys, where a key is a random number to
-            // the power of one divided by the weight.
+            // Weighted sampling without replacement: the experts with the largest keys, where a key is a random
+            // number to the power of one divided by the weight.
             let key = |expert: usize| {
                 let number =
                     SplitMix64::at((2 + from as u64) << 40, token * experts as u64 + expert as u64);

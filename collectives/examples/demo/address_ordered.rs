@@ -1,8 +1,8 @@
 //! The counter-example: shared windows, and a caching allocator that orders its free blocks by size and **address**, as
 //! most do.
 //!
-//! Nothing in it is wrong by itself. Every rank has the same windows and makes the same calls. Only the addresses of the
-//! windows differ between ranks, and so does the order of free blocks of equal size.
+//! Nothing in it is wrong by itself. Every rank has the same windows and makes the same calls. Only the addresses of
+//! the windows differ between ranks, and so does the order of free blocks of equal size.
 #![allow(unsafe_code)] // maps windows
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -138,8 +138,8 @@ impl Memory for AddressOrdered<'_> {
         self.read_of(self.rank, tensor)
     }
 
-    /// As with registered windows, a rank's tensor is identified by its window and its offset in it, and whatever lies at
-    /// that place on the other ranks is taken for the same tensor.
+    /// As with registered windows, a rank's tensor is identified by its window and its offset in it, and whatever
+    /// lies at that place on the other ranks is taken for the same tensor.
     fn all_reduce(&mut self, tensor: &Tensor) -> Result<()> {
         self.comm.barrier(&Stream::DEFAULT)?;
         let mut total = vec![0.0; tensor.count];

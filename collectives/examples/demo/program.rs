@@ -24,8 +24,8 @@ pub(crate) trait Memory {
 }
 
 /// Runs the program: each round frees some tensors, allocates new ones of varying sizes, all-reduces each of them and
-/// checks every element. The sizes, and which tensors are freed, depend on round and tensor only, so every rank makes the
-/// same calls. `between` runs between rounds.
+/// checks every element. The sizes, and which tensors are freed, depend on round and tensor only, so every rank makes
+/// the same calls. `between` runs between rounds.
 pub(crate) fn run<M: Memory>(
     memory: &mut M,
     order: Order,

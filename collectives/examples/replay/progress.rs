@@ -16,8 +16,8 @@ impl Progress {
         Self(ProgressBar::with_draw_target(Some(events), target))
     }
 
-    /// Sets the number of events that are done. May be called from any thread, as often as wanted: the bar is drawn a few
-    /// times a second.
+    /// Sets the number of events that are done. May be called from any thread, as often as wanted: the bar is drawn a
+    /// few times a second.
     pub(crate) fn set(&self, done: u64) {
         self.0.set_position(done);
     }

@@ -36,8 +36,9 @@ pub enum AllReduceAlgorithm {
     /// that the Lamport protocol does not carry.
     OneShotLl128 = 11,
     /// On devices: two shots by copy engines, with kernels that reduce between them, into outputs that are windows,
-    /// from 1 MiB. Fastest from some hundreds of MiB. Copies that were submitted to copy engines cannot be cancelled: if
-    /// the call fails, the content of its output is undefined on every rank, also on ranks that did not make the call.
+    /// from 1 MiB. Fastest from some hundreds of MiB. Copies that were submitted to copy engines cannot be cancelled:
+    /// if the call fails, the content of its output is undefined on every rank, also on ranks that did not make the
+    /// call.
     TwoShotCopy = 12,
 }
 

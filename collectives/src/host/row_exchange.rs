@@ -85,8 +85,8 @@ impl<T: Copy> Numbers<T> {
 
 /// # Safety
 ///
-/// For all methods: the addresses are as `RowWork` describes them, in memory that stays mapped. Nobody else accesses the
-/// exchange's own memory meanwhile. The parts of its blocks do not overlap (`Scratch`, `LayoutParts`).
+/// For all methods: the addresses are as `RowWork` describes them, in memory that stays mapped. Nobody else accesses
+/// the exchange's own memory meanwhile. The parts of its blocks do not overlap (`Scratch`, `LayoutParts`).
 impl RowWork {
     /// The destination of a row below `given`.
     ///
@@ -217,8 +217,8 @@ impl RowWork {
         returned.fill(-1);
     }
 
-    /// Copies the rows that came back to their original places, and writes zeros where no row came back. Does nothing if
-    /// there was no exchange.
+    /// Copies the rows that came back to their original places, and writes zeros where no row came back. Does nothing
+    /// if there was no exchange.
     pub(crate) unsafe fn unpack(&self, world: usize) {
         let (rows, size) = (self.rows as usize, self.row_bytes as usize);
         // SAFETY: the caller's promise, so here and below.

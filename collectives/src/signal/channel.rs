@@ -1,8 +1,9 @@
 //! Channels: counted signals from one rank to another, outside of collectives.
 //!
-//! The word of a channel's [`Slot`] is the number of signals that were ever sent; only the sending rank changes it, and
-//! it only grows. The waiting rank counts the signals that it took. A wait succeeds once more were sent than taken, and
-//! takes exactly one. So signals may run ahead of waits, and waits ahead of signals, without bound: 64 bits do not wrap.
+//! The word of a channel's [`Slot`] is the number of signals that were ever sent; only the sending rank changes it,
+//! and it only grows. The waiting rank counts the signals that it took. A wait succeeds once more were sent than
+//! taken, and takes exactly one. So signals may run ahead of waits, and waits ahead of signals, without bound: 64
+//! bits do not wrap.
 //!
 //! Several threads of either rank may signal and wait at the same time. Every signal is an addition with release, so
 //! whoever acquires count `n` sees what was written before each of the first `n` signals.

@@ -205,8 +205,8 @@ mod models {
         });
     }
 
-    /// Two ranks that publish how much they send, and push it into the other's output once they have received the other's
-    /// row, as all-to-alls on devices do. A rank that is sent nothing waits for no data.
+    /// Two ranks that publish how much they send, and push it into the other's output once they have received the
+    /// other's row, as all-to-alls on devices do. A rank that is sent nothing waits for no data.
     struct Counts {
         /// By owner and parity: the slot in which the peer publishes its row, with the call's epoch.
         rows: [[Slot<Loom>; 2]; 2],

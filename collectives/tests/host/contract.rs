@@ -10,8 +10,8 @@ use symmpool_collectives::{
 
 const AUTO: AllReduceAlgorithm = AllReduceAlgorithm::Auto;
 
-/// Makes a different call on some ranks. All ranks must get the same mismatch, nothing may be written, and the next call
-/// must work. Returns the error's text.
+/// Makes a different call on some ranks. All ranks must get the same mismatch, nothing may be written, and the next
+/// call must work. Returns the error's text.
 fn mismatch(
     world: u32,
     call: impl Fn(&mut HostEngine, &Buffer, &Buffer) -> Result<()> + Sync,

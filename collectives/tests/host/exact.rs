@@ -1,5 +1,5 @@
-//! Compares results, bit by bit, with an oracle that computes one element at a time: every type, operation, size, kind of
-//! memory and algorithm (rule S7).
+//! Compares results, bit by bit, with an oracle that computes one element at a time: every type, operation, size,
+//! kind of memory and algorithm (rule S7).
 
 use crate::flat_heap::{Buffer, Heap, small_scratch};
 use crate::oracle::{Oracle, bits, input, reduced};

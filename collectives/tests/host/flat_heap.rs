@@ -47,9 +47,9 @@ impl Heap {
         Self { bases, memory: Memory::Allocated(layout), world, stride, control: 0, windows }
     }
 
-    /// A heap with one control block for each slot, in which each of `ranks` has its own mapping of `memory`, which may
-    /// be new. In its mapping, a rank can access its own slot and those of ranks that it is linked to. Of all other slots
-    /// it can access the signals only: an access to their scratch and windows is a fault.
+    /// A heap with one control block for each slot, in which each of `ranks` has its own mapping of `memory`, which
+    /// may be new. In its mapping, a rank can access its own slot and those of ranks that it is linked to. Of all
+    /// other slots it can access the signals only: an access to their scratch and windows is a fault.
     pub(crate) fn linked(
         links: &Topology,
         ranks: Range<u32>,

@@ -1,5 +1,5 @@
-//! Ranks that come late, are stopped, or never come: every wait ends, and nobody writes to the memory of a rank that has
-//! given up.
+//! Ranks that come late, are stopped, or never come: every wait ends, and nobody writes to the memory of a rank that
+//! has given up.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -79,8 +79,8 @@ fn a_late_rank_writes_no_share_of_what_one_that_gave_up_receives() {
 
 #[test]
 fn a_rank_stopped_amid_a_call_writes_no_share_of_what_one_that_gave_up_receives() {
-    // S5: rank 1 is stopped after the handshake, while it waits for rank 0's step, until rank 0, which waits for a step of
-    // rank 1 then, has given up and uses its output for something else.
+    // S5: rank 1 is stopped after the handshake, while it waits for rank 0's step, until rank 0, which waits for a
+    // step of rank 1 then, has given up and uses its output for something else.
     static ENTERED: AtomicBool = AtomicBool::new(false);
     static STOPPED: AtomicBool = AtomicBool::new(false);
     static GIVEN_UP: AtomicBool = AtomicBool::new(false);
@@ -91,8 +91,8 @@ fn a_rank_stopped_amid_a_call_writes_no_share_of_what_one_that_gave_up_receives(
             std::thread::sleep(Duration::from_millis(1));
         }
     }
-    // Rank 2's data goes through scratch in three pieces. Rank 1's is far above the mean load, so rank 1 writes it itself.
-    // With more pieces, rank 1 would wait in another step, which rank 0 does not reach.
+    // Rank 2's data goes through scratch in three pieces. Rank 1's is far above the mean load, so rank 1 writes it
+    // itself. With more pieces, rank 1 would wait in another step, which rank 0 does not reach.
     let (pieces, count) = (1200, 100_000);
     let sends = [[0, 0, 0], [count, 0, 0], [pieces, 0, 0]];
     let heap = Heap::new(3, 1, 16 * count as u64, &small_scratch());

@@ -1,5 +1,5 @@
-//! Ranks that are not all linked. Memory that a rank has no link to is mapped without access, so a rank that accessed it
-//! would end the process, as one test shows.
+//! Ranks that are not all linked. Memory that a rank has no link to is mapped without access, so a rank that accessed
+//! it would end the process, as one test shows.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Stdio};
@@ -327,8 +327,8 @@ fn eight_processes_reduce_over_their_links() {
     }
 }
 
-/// Runs two small sums on eight ranks, with options and a count for each rank. Returns the two errors of the first rank,
-/// then those of the next one, and so on.
+/// Runs two small sums on eight ranks, with options and a count for each rank. Returns the two errors of the first
+/// rank, then those of the next one, and so on.
 fn sums(
     options: impl Fn(u32) -> HostOptions + Sync,
     count: impl Fn(u32) -> usize + Sync,

@@ -79,8 +79,8 @@ impl Children {
 /// Where a child writes its process id before it says "ready": at the end of its slot.
 fn pid(layout: &HeapLayout, rank: u32) -> &'static AtomicU64 {
     let at = layout.address(rank, STRIDE - 64) as *mut u64;
-    // SAFETY: it lies in a mapping that is never unmapped, is aligned, past the control block, and only ever used as this
-    // atomic.
+    // SAFETY: it lies in a mapping that is never unmapped, is aligned, past the control block, and only ever used as
+    // this atomic.
     unsafe { AtomicU64::from_ptr(at) }
 }
 
@@ -141,8 +141,8 @@ fn processes_reduce_together() {
 
 #[test]
 fn a_killed_process_is_named_by_the_others() {
-    // S5: rank 1 is killed during its calls. Rank 0 checks its process and notices that it has ended; rank 2 does not check
-    // processes, and gets rank 0's report.
+    // S5: rank 1 is killed during its calls. Rank 0 checks its process and notices that it has ended; rank 2 does not
+    // check processes, and gets rank 0's report.
     if role().as_deref() == Some("killed") {
         let watchful = std::env::var(RANK).unwrap() == "0";
         let mut engine = engine(watchful);

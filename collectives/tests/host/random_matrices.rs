@@ -90,8 +90,8 @@ fn what_all_send_to_one_arrives_whole_whichever_rank_writes_it() {
 
 #[test]
 fn a_slow_consumer_reads_what_it_was_sent() {
-    // S1: ranks 1 and 2 send each other nothing, and in every third call nobody sends anything. S4: they are in the next
-    // call while rank 0 still reads what they wrote into its output.
+    // S1: ranks 1 and 2 send each other nothing, and in every third call nobody sends anything. S4: they are in the
+    // next call while rank 0 still reads what they wrote into its output.
     let count = 50_000;
     let heap = Heap::new(3, 1, 16 * count as u64, &small_scratch());
     heap.ranks(|rank| {

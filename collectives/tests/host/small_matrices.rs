@@ -1,5 +1,5 @@
-//! Ten thousand small traffic matrices, compared with a reference that moves one byte at a time: empty rows and columns,
-//! all to one, nothing at all, unaligned places.
+//! Ten thousand small traffic matrices, compared with a reference that moves one byte at a time: empty rows and
+//! columns, all to one, nothing at all, unaligned places.
 
 use crate::flat_heap::{Buffer, Heap, small_scratch};
 use crate::oracle::noise;

@@ -1,5 +1,5 @@
-//! Row exchanges, compared with a model that moves one row at a time. Ranks are threads; `cuda_collectives check` has the
-//! same tests for devices.
+//! Row exchanges, compared with a model that moves one row at a time. Ranks are threads; `cuda_collectives check` has
+//! the same tests for devices.
 
 mod contract;
 #[path = "../pool_ranks/mod.rs"]

@@ -9,8 +9,9 @@
 //! | `slot` | pools behind functions that take no pool |
 //! | `comm` | communicators and collectives |
 //!
-//! Handles are numbers that are never used twice: a handle that was destroyed, or never existed, is an error and not a
-//! crash. Functions may be called from any thread. Each returns a status; the error's text is kept for the calling thread.
+//! Handles are numbers that are never used twice: a handle that was destroyed, or never existed, is an error and not
+//! a crash. Functions may be called from any thread. Each returns a status; the error's text is kept for the calling
+//! thread.
 
 pub mod comm;
 pub mod group;

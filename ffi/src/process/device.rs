@@ -181,8 +181,8 @@ impl Device {
         Ok(())
     }
 
-    /// Records that a block is used on `stream` too (rule D4). If that fails, because the lane has too many streams, the
-    /// block's memory is never reused.
+    /// Records that a block is used on `stream` too (rule D4). If that fails, because the lane has too many streams,
+    /// the block's memory is never reused.
     pub fn record_stream(&self, address: u64, stream: Stream) -> Result<()> {
         self.own_process()?;
         let lane = self.lane_of(address)?;

@@ -56,8 +56,8 @@ extern "C-unwind" fn symmpool_process_alloc(
     if pointer.is_null()
         && let Some(throw) = THROW.get()
     {
-        // The message lies in memory that stays, because nothing in this frame is dropped by the exception. torch copies
-        // the message.
+        // The message lies in memory that stays, because nothing in this frame is dropped by the exception. torch
+        // copies the message.
         thread_local! {
             static MESSAGE: RefCell<CString> = RefCell::new(CString::default());
         }

@@ -7,9 +7,9 @@
 //! | `device/captures` | which graph has which lane |
 //! | `hooks` | the exported functions that torch's pluggable allocator calls |
 //!
-//! A device's ordinary memory is one *local* lane: a contiguous range, whose memory is reused at once in any order, with
-//! a list of free blocks for each stream. Memory that is allocated while a graph is captured comes from a lane of the
-//! graph's own, because every replay uses it again. Inside `with pool:` memory comes from the pool.
+//! A device's ordinary memory is one *local* lane: a contiguous range, whose memory is reused at once in any order,
+//! with a list of free blocks for each stream. Memory that is allocated while a graph is captured comes from a lane
+//! of the graph's own, because every replay uses it again. Inside `with pool:` memory comes from the pool.
 
 mod device;
 mod hooks;

@@ -3,7 +3,8 @@
 //! Between ranks, the C library's `memcpy` is used for a few cache lines at most: it may choose string instructions,
 //! which are many times slower on some processors if source and destination have nearly the same offset within their
 //! pages, as equal offsets of symmetric memory do. On other processors string instructions are up to twice as fast
-//! within one rank's memory, because they need not read what they overwrite. The module `own` measures which holds here.
+//! within one rank's memory, because they need not read what they overwrite. The module `own` measures which holds
+//! here.
 
 /// Copies of fewer bytes than this take about as long as the call itself, so any copy will do.
 const SMALL: usize = 512;

@@ -1,8 +1,8 @@
 //! The floating-point environment of the loops: the default one, whatever the caller has set.
 //!
-//! A thread may have set subnormals to be flushed to zero, or another rounding mode. Ranks that reduce the same elements
-//! would then get different bits (rule S7). So the loops run in the default environment, which the compiler assumes for
-//! all code anyway, and restore the caller's environment after that.
+//! A thread may have set subnormals to be flushed to zero, or another rounding mode. Ranks that reduce the same
+//! elements would then get different bits (rule S7). So the loops run in the default environment, which the compiler
+//! assumes for all code anyway, and restore the caller's environment after that.
 
 /// Sets the default environment, and restores the former one when dropped.
 ///

@@ -1,9 +1,9 @@
 //! Reduces any number of sources to any number of destinations, element by element, in the order of the sources.
 //!
-//! One generic body serves all element types and operations. It is compiled for several instruction sets, one of which
-//! is selected at run time. Fused multiply-add is not enabled anywhere, and the default floating-point environment is
-//! set, so the bits depend on neither the processor nor the caller's settings (rule S7). The body loads a block of every
-//! source before it stores, so a destination may be one of the sources.
+//! One generic body serves all element types and operations. It is compiled for several instruction sets, one of
+//! which is selected at run time. Fused multiply-add is not enabled anywhere, and the default floating-point
+//! environment is set, so the bits depend on neither the processor nor the caller's settings (rule S7). The body
+//! loads a block of every source before it stores, so a destination may be one of the sources.
 
 use half::{bf16, f16};
 
@@ -19,9 +19,9 @@ const BLOCK: usize = 32;
 /// # Safety
 ///
 /// Every source is readable and every destination writable for `count` elements (no alignment is needed), and nobody
-/// else writes the sources or accesses the destinations meanwhile. A destination is either exactly one of the sources or
-/// overlaps none, and destinations do not overlap each other. The instruction set that the function was selected for is
-/// available.
+/// else writes the sources or accesses the destinations meanwhile. A destination is either exactly one of the sources
+/// or overlaps none, and destinations do not overlap each other. The instruction set that the function was selected
+/// for is available.
 pub(crate) type ReduceFn = unsafe fn(&[*const u8], &[*mut u8], usize);
 
 /// The instruction sets that the loops are compiled for.
