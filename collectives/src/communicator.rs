@@ -35,7 +35,7 @@ use std::sync::{Arc, MutexGuard};
 use symmpool_allocator::{Block, Error, Pool, Result, Stream, Windows};
 
 use crate::algorithm::RequestedAlgorithm;
-use crate::host::HostSided;
+use crate::host::HostOneSided;
 use crate::timeout::Timeout;
 use crate::{Element, Place, ReduceOp};
 use engine::Engine;
@@ -107,7 +107,7 @@ pub struct Communicator {
     shared: Arc<Shared>,
     /// One-sided operations in host memory, which do not wait for a call under way. On a device they are the
     /// engine's.
-    one_sided: Option<HostSided>,
+    one_sided: Option<HostOneSided>,
 }
 
 /// What only one call at a time may use.

@@ -11,7 +11,7 @@ use super::refusal::Shared;
 use super::{Communicator, CommunicatorOptions, Inner};
 use crate::algorithm::RequestedAlgorithm;
 use crate::cuda::{CudaEngine, CudaOptions, Ready};
-use crate::host::HostSided;
+use crate::host::HostOneSided;
 use crate::host::cores::enough_for;
 use crate::{HostEngine, HostOptions};
 
@@ -66,7 +66,7 @@ impl Communicator {
         pool: &Pool,
         options: &CommunicatorOptions,
         valid: Result<()>,
-    ) -> Result<(Engine, Block<u8>, Option<HostSided>)> {
+    ) -> Result<(Engine, Block<u8>, Option<HostOneSided>)> {
         let driver = pool.driver();
         if !driver.host_accessible() {
             return Err(Error::unsupported(format!(
@@ -97,7 +97,7 @@ impl Communicator {
             // windows are covered by windows (`place`).
             let engine = unsafe { HostEngine::new(pool.layout(), offset, bytes, engine_options) }?;
             // SAFETY: like the engine, it is not used once the communicator is dropped.
-            one_sided = Some(unsafe { engine.sided(Box::new(alive)) });
+            one_sided = Some(unsafe { engine.one_sided(Box::new(alive)) });
             Ok(Engine::Host(Box::new(engine)))
         })?;
         Ok((engine, control, one_sided))

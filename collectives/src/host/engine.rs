@@ -55,7 +55,7 @@ pub struct HostEngine {
     call_timeout: Duration,
     /// Calls that this rank refused, and which not all other ranks have reached yet.
     refused: Option<refusal::Refused>,
-    /// Shared with [`HostSided`](super::HostSided), which signals outside of calls.
+    /// Shared with [`HostOneSided`](super::HostOneSided), which signals outside of calls.
     pub(super) failed: Arc<OnceLock<Error>>,
     pub(super) maker: Maker,
     /// These are kept so that calls need not allocate.

@@ -33,7 +33,7 @@ mod wait;
 
 pub use collectives::all_to_all::{SplitRows, SplitsAt};
 pub use engine::HostEngine;
-pub(crate) use one_sided::HostSided;
+pub(crate) use one_sided::HostOneSided;
 pub use options::HostOptions;
 pub use place::Place;
 pub(crate) use place::{Data, InPlace};

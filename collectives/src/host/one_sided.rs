@@ -26,7 +26,7 @@ use crate::timeout::Timeout;
 type PeerAlive = Box<dyn Fn(u32) -> bool + Send + Sync>;
 
 /// One rank's side of the channels and of the point-to-point messages of a communicator.
-pub(crate) struct HostSided {
+pub(crate) struct HostOneSided {
     pub(super) layout: HeapLayout,
     pub(super) control: Control,
     pub(super) spin_policy: SpinPolicy,
@@ -50,9 +50,9 @@ impl HostEngine {
     /// # Safety
     ///
     /// The promises made to [`HostEngine::new`] hold until the value is dropped.
-    pub(crate) unsafe fn sided(&self, alive: PeerAlive) -> HostSided {
+    pub(crate) unsafe fn one_sided(&self, alive: PeerAlive) -> HostOneSided {
         let pairs = self.world() as usize * CHANNELS as usize;
-        HostSided {
+        HostOneSided {
             layout: self.layout,
             control: self.control,
             spin_policy: self.spin_policy,
@@ -67,7 +67,7 @@ impl HostEngine {
     }
 }
 
-impl HostSided {
+impl HostOneSided {
     /// Returns an error after the communicator was closed, and in a process that was forked from its own.
     pub(crate) fn ready(&self) -> Result<()> {
         self.maker.check("a communicator")?;
@@ -152,8 +152,8 @@ impl HostSided {
         move || {
             let me = self.layout.rank;
             self.ready()?;
-            if let Some(end) = self.control.reported_fault(&self.layout) {
-                return Err(end.fault.to_error(me, end.reporter, &[]));
+            if let Some(failure) = self.control.reported_fault(&self.layout) {
+                return Err(failure.fault.to_error(me, failure.reporter, &[]));
             }
             let watchdog = watchdog.get_or_insert_with(|| Watchdog::new(timeout));
             let alive = (peer != me).then_some(|| (self.alive)(peer));
@@ -174,8 +174,8 @@ impl HostSided {
     }
 }
 
-impl fmt::Debug for HostSided {
+impl fmt::Debug for HostOneSided {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostSided").field("layout", &self.layout).finish_non_exhaustive()
+        f.debug_struct("HostOneSided").field("layout", &self.layout).finish_non_exhaustive()
     }
 }

@@ -15,7 +15,7 @@ use symmpool_allocator::{Error, Result};
 use super::control::{PACKETS, peers};
 use super::fault::{Fault, WaitFailure};
 use super::kernels::copy;
-use super::one_sided::HostSided;
+use super::one_sided::HostOneSided;
 use super::operation::Operation;
 use super::wait::{Waiter, Watchdog, wake};
 use crate::p2p::{Direction, Length, lengths_differ};
@@ -31,7 +31,7 @@ pub(super) struct Counts {
     received: Mutex<u64>,
 }
 
-impl HostSided {
+impl HostOneSided {
     /// Sends data at `memory` to a peer, which is another rank, or receives the peer's data there.
     ///
     /// # Safety

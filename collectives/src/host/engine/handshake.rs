@@ -46,7 +46,7 @@ impl HostEngine {
             // next one, which it cannot reach before this rank has.
             let word = match self.await_handshake(peer, parity, epoch) {
                 Ok(word) => word,
-                Err(end) => return Err(self.close(end)),
+                Err(failure) => return Err(self.close(failure)),
             };
             let slot = self.control.handshake(self.layout.rank, parity, peer);
             let theirs = Call::from_words(slot.description());
@@ -68,7 +68,7 @@ impl HostEngine {
         for peer in self.peers() {
             match self.await_handshake(peer, parity, epoch) {
                 Ok(theirs) => all_agree &= theirs == word,
-                Err(end) => return Err(self.close(end)),
+                Err(failure) => return Err(self.close(failure)),
             }
         }
         self.check_abort()?;
@@ -79,8 +79,8 @@ impl HostEngine {
     /// it may use its memory for something else by now. To be called before a peer's memory is written.
     #[inline]
     pub(crate) fn check_abort(&mut self) -> Result<()> {
-        if let Some(end) = self.control.reported_fault(&self.layout) {
-            return Err(self.close(end));
+        if let Some(failure) = self.control.reported_fault(&self.layout) {
+            return Err(self.close(failure));
         }
         Ok(())
     }
@@ -113,8 +113,8 @@ impl HostEngine {
         }
         wake_sleepers(self.peers().map(|peer| self.control.step(peer, parity, me)), wake);
         for peer in self.peers() {
-            if let Err(end) = self.await_step(peer, step) {
-                return Err(self.close(end));
+            if let Err(failure) = self.await_step(peer, step) {
+                return Err(self.close(failure));
             }
         }
         Ok(())
@@ -170,8 +170,8 @@ impl HostEngine {
     fn watch(&self, peer: u32, phase: u32, epoch: u64) -> impl FnMut() -> Result<(), WaitFailure> {
         let mut watchdog = None;
         move || {
-            if let Some(end) = self.control.reported_fault(&self.layout) {
-                return Err(end);
+            if let Some(failure) = self.control.reported_fault(&self.layout) {
+                return Err(failure);
             }
             let watchdog = watchdog.get_or_insert_with(|| Watchdog::new(self.call_timeout));
             let alive = self.options.peer_alive.as_ref().map(|alive| || alive(peer));
@@ -186,36 +186,36 @@ impl HostEngine {
     /// Closes the communicator: reports the fault to the peers, unless a peer reported it, and keeps the error for
     /// later calls.
     #[cold]
-    pub(super) fn close(&mut self, end: WaitFailure) -> Error {
-        self.close_after(end, None)
+    pub(super) fn close(&mut self, failure: WaitFailure) -> Error {
+        self.close_after(failure, None)
     }
 
     /// The same after a call that this rank refused; the error then contains the reason for that, too.
     #[cold]
-    pub(super) fn close_after(&mut self, end: WaitFailure, refused: Option<&Error>) -> Error {
+    pub(super) fn close_after(&mut self, failure: WaitFailure, refused: Option<&Error>) -> Error {
         let me = self.layout.rank;
-        if end.reporter.is_none() {
+        if failure.reporter.is_none() {
             for peer in self.peers() {
-                self.control.report_fault(peer, me, &end.fault);
+                self.control.report_fault(peer, me, &failure.fault);
             }
             // Pairs with the fence between a rank's handshake signal and its load of the abort flag: a late peer sees
             // the flag, unless it signalled before.
             std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
         }
-        let gone: Vec<u32> = match (&self.options.peer_alive, end.reporter) {
-            (Some(alive), None) if end.fault.cause == Cause::PeerLost => {
-                self.peers().filter(|peer| *peer != end.fault.peer && !alive(*peer)).collect()
+        let gone: Vec<u32> = match (&self.options.peer_alive, failure.reporter) {
+            (Some(alive), None) if failure.fault.cause == Cause::PeerLost => {
+                self.peers().filter(|peer| *peer != failure.fault.peer && !alive(*peer)).collect()
             }
             _ => Vec::new(),
         };
-        let mut error = end.fault.to_error(me, end.reporter, &gone);
+        let mut error = failure.fault.to_error(me, failure.reporter, &gone);
         if let Some(why) = refused {
             let why = why.to_string();
             let why = why.trim_start_matches("symmpool: ");
             error =
                 error.context(format!("rank {me} had refused its own arguments before ({why})"));
         }
-        tracing::error!(rank = me, epoch = end.fault.epoch, %error, "communicator closed");
+        tracing::error!(rank = me, epoch = failure.fault.epoch, %error, "communicator closed");
         self.failed.get_or_init(|| error).clone()
     }
 }

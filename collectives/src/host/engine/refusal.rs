@@ -56,8 +56,8 @@ impl HostEngine {
         while let Some(refused) = &self.refused {
             let (why, epoch) = (refused.why.clone(), self.refused_epoch());
             for peer in self.peers() {
-                if let Err(end) = self.await_handshake(peer, epoch & 1, epoch) {
-                    return Err(self.close_after(end, Some(&why)));
+                if let Err(failure) = self.await_handshake(peer, epoch & 1, epoch) {
+                    return Err(self.close_after(failure, Some(&why)));
                 }
             }
             self.finish_first_refused()?;
