@@ -7,7 +7,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize().expect("the repository")
 }
 
-/// Our own source files, below the folders that hold them.
+/// All source files of the project.
 fn sources() -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut folders: Vec<PathBuf> =
@@ -58,7 +58,7 @@ fn every_source_file_says_what_it_is() {
 
 #[test]
 fn nothing_is_left_unfinished() {
-    // In two halves, so that this file does not hold them.
+    // The marks are written in two halves, so that this file does not contain them.
     let marks = [("TO", "DO"), ("FIX", "ME"), ("#[ig", "nore"), ("allow(dead_", "code")];
     for path in sources() {
         let text = read(&path);
@@ -109,7 +109,7 @@ fn unsafe_code_is_where_the_architecture_says() {
 
 #[test]
 fn the_parts_of_the_cuda_driver_do_not_import_each_other_in_circles() {
-    // A file and those of its folder that it names. `mod.rs` may use all of them.
+    // For each file, the files of the folder that it imports. `mod.rs` may import all of them.
     let folder = root().join("allocator/src/driver/cuda");
     let parts: Vec<String> = sources()
         .iter()
@@ -139,7 +139,7 @@ fn the_parts_of_the_cuda_driver_do_not_import_each_other_in_circles() {
     }
 }
 
-/// For each test function of a text, what it says of itself: the comment before it and its name.
+/// For each test function of a source text, the comment before it and its name.
 fn tests_of(text: &str) -> Vec<String> {
     let lines: Vec<&str> = text.lines().map(str::trim).collect();
     let test = |line: &&str| *line == "#[test]";
@@ -154,7 +154,7 @@ fn tests_of(text: &str) -> Vec<String> {
     found.collect()
 }
 
-/// Whether a test says that it holds a rule: in words (`D7`), or in its name (`d7_`).
+/// Whether a test cites a rule, in its comment (`D7`) or in its name (`d7_`).
 fn cites(test: &str, rule: &str) -> bool {
     let part = |c: char| !c.is_ascii_alphanumeric();
     test.split(part).any(|word| word == rule || word == rule.to_ascii_lowercase())
@@ -167,7 +167,7 @@ fn every_rule_is_held_by_a_test() {
         .filter(|path| !path.ends_with("tidy.rs"))
         .flat_map(|path| tests_of(&read(path)))
         .collect();
-    // S9 is about staging by the host, which nothing does.
+    // S9 is about staging by the host, which is not implemented.
     let rules = (1..=8).map(|n| format!("D{n}")).chain((1..=8).map(|n| format!("S{n}")));
     let missing: Vec<String> =
         rules.filter(|rule| !tests.iter().any(|test| cites(test, rule))).collect();
@@ -229,7 +229,7 @@ fn the_documents_name_files_that_exist() {
 
 #[test]
 fn links_between_documents_lead_somewhere() {
-    // As hosts of repositories make a heading's anchor.
+    // The anchor of a heading, as repository hosts make it.
     let anchor = |heading: &str| -> String {
         let kept = heading.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
         kept.map(|c| if c == ' ' { '-' } else { c.to_ascii_lowercase() }).collect()
