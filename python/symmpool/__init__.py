@@ -82,13 +82,14 @@ if _typing.TYPE_CHECKING:
     from symmpool import backend as backend
     from symmpool import doctor as doctor
     from symmpool import engines as engines
+    from symmpool import handle as handle
     from symmpool import ops as ops
 
 __version__ = version()
 
 
 # Modules that a program need not import: they are imported where they are first named. Some need torch.
-_LAZY = ("backend", "doctor", "engines", "ops")
+_LAZY = ("backend", "doctor", "engines", "handle", "ops")
 # Earlier names, accepted for one version.
 _EARLIER = {"leave_room": "share_sms"}
 
@@ -111,7 +112,7 @@ def __getattr__(name: str) -> _typing.Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_LAZY, "__version__", "errors", "handle"])
+    return sorted([*__all__, *_LAZY, "__version__", "errors"])
 
 
 __all__ = [

@@ -23,12 +23,12 @@ given at their end, wherever the program did. Whatever stood for a barrier withi
 writes that peers are to see after it. So `symmpool.barrier` ends a compiled graph, as
 `torch.distributed.barrier` does.
 
-The functions of this module take the group itself, and are what compiled calls of
-`symmpool.all_reduce` and its like become.
-"""
+The functions of this module take the group itself. They give new tensors, as torch's functional collectives,
+whose names and arguments they have."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -37,13 +37,14 @@ from symmpool._symmpool import Group, Pool
 from symmpool.collectives import plans
 from symmpool.collectives.calls import make, needs_plan, op_name, reduction_needs_plan
 from symmpool.collectives.layout import plain
+from symmpool.collectives.reduce_op import ReduceOp
 from symmpool.communicators.cache import communicator_for
 from symmpool.communicators.work import DoneWork
 from symmpool.errors import InvalidArgumentError
 from symmpool.groups import process_groups, resolution
 from symmpool.groups.names import group_of, name_of, rank_in, resolved
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "name_of", "reduce_scatter"]
+__all__ = ["all_gather_tensor", "all_reduce", "all_to_all_single", "name_of", "reduce_scatter_tensor"]
 
 _library = torch.library.Library("symmpool", "DEF")
 
@@ -316,21 +317,32 @@ _library.impl("barrier_", torch.library.fallthrough_kernel, "Autograd")
 
 def all_reduce(x: torch.Tensor, op: str = "sum", group: Any = None) -> torch.Tensor:
     """Every rank's `x` reduced, as a new tensor; with a gradient for "sum" and "avg"."""
-    return _ops.all_reduce(x, op, _text_of(group))
+    return _ops.all_reduce(x, _op_name(op), _text_of(group))
 
 
-def all_gather(x: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Every rank's `x`, one after the other along the first dimension; with a gradient."""
-    return _ops.all_gather(x, world_of(group), _text_of(group))
+def all_gather_tensor(x: torch.Tensor, gather_dim: int = 0, group: Any = None) -> torch.Tensor:
+    """Every rank's `x`, one after the other along a dimension; with a gradient."""
+    world = world_of(group)
+    found = _ops.all_gather(x, world, _text_of(group))
+    return found if gather_dim == 0 else torch.cat(found.chunk(world), dim=gather_dim)
 
 
-def reduce_scatter(x: torch.Tensor, op: str = "sum", group: Any = None) -> torch.Tensor:
-    """This rank's part of every rank's `x` reduced, in equal parts along the first dimension; with
-    a gradient for "sum" and "avg"."""
-    return _ops.reduce_scatter(x, op, world_of(group), _text_of(group))
+def reduce_scatter_tensor(
+    x: torch.Tensor, op: str = "sum", scatter_dim: int = 0, group: Any = None
+) -> torch.Tensor:
+    """This rank's part of every rank's `x` reduced, in equal parts along a dimension; with a gradient for
+    "sum" and "avg"."""
+    world = world_of(group)
+    if scatter_dim != 0:
+        if x.shape[scatter_dim] % world:
+            raise InvalidArgumentError(
+                f"reduce_scatter_tensor: dimension {scatter_dim} of {tuple(x.shape)} is not for {world} ranks"
+            )
+        x = torch.cat(x.chunk(world, dim=scatter_dim))
+    return _ops.reduce_scatter(x, _op_name(op), world, _text_of(group))
 
 
-def all_to_all(
+def all_to_all_single(
     x: torch.Tensor,
     output_split_sizes: Any = None,
     input_split_sizes: Any = None,
@@ -343,10 +355,41 @@ def all_to_all(
     return _ops.all_to_all(x, received, sent, world_of(group), _text_of(group))
 
 
+def _warn_of_earlier(name: str, new: str) -> None:
+    warnings.warn(
+        f"symmpool.ops.{name} is deprecated; use symmpool.ops.{new}", DeprecationWarning, stacklevel=3
+    )
+
+
+def all_gather(x: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """An earlier name of `all_gather_tensor`."""
+    _warn_of_earlier("all_gather", "all_gather_tensor")
+    return all_gather_tensor(x, 0, group)
+
+
+def reduce_scatter(x: torch.Tensor, op: str = "sum", group: Any = None) -> torch.Tensor:
+    """An earlier name of `reduce_scatter_tensor`."""
+    _warn_of_earlier("reduce_scatter", "reduce_scatter_tensor")
+    return reduce_scatter_tensor(x, op, 0, group)
+
+
+def all_to_all(
+    x: torch.Tensor,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    group: Any = None,
+) -> torch.Tensor:
+    """An earlier name of `all_to_all_single`."""
+    _warn_of_earlier("all_to_all", "all_to_all_single")
+    return all_to_all_single(x, output_split_sizes, input_split_sizes, group)
+
+
 # What compiled calls become, and what modes of torch see. The compiler reads these, so they are plain.
 
 
 def _op_name(op: Any) -> str:
+    if isinstance(op, ReduceOp):
+        return op.value
     if isinstance(op, str):
         return op
     import torch.distributed as dist
@@ -357,6 +400,9 @@ def _op_name(op: Any) -> str:
         (dist.ReduceOp.MIN, "min"),
         (dist.ReduceOp.MAX, "max"),
         (dist.ReduceOp.AVG, "avg"),
+        (dist.ReduceOp.BAND, "band"),
+        (dist.ReduceOp.BOR, "bor"),
+        (dist.ReduceOp.BXOR, "bxor"),
     )
     # The compiler of torch 2.11 knows them by identity alone; a `ReduceOp` made of one is equal.
     for constant, name in constants:
@@ -367,7 +413,7 @@ def _op_name(op: Any) -> str:
         for constant, name in constants:
             if op == constant:
                 return name
-    raise InvalidArgumentError(f"op: {op} is none of sum, prod, min, max, avg")
+    raise InvalidArgumentError(f"op: {op} is none of {', '.join(name for _, name in constants)}")
 
 
 def _not_async(async_op: bool) -> None:

@@ -95,8 +95,8 @@ def as_operators(group, folder):
     me, world = begin(group, folder)
 
     def step(flags, numbers):
-        gathered = ops.all_gather(flags)
-        swapped = ops.all_to_all(numbers.repeat(world))
+        gathered = ops.all_gather_tensor(flags)
+        swapped = ops.all_to_all_single(numbers.repeat(world))
         symmpool.broadcast(numbers, world - 1)
         return gathered.sum(), swapped, numbers * 2
 
@@ -113,9 +113,9 @@ def as_operators(group, folder):
         torch.manual_seed(me)
         x = torch.randn(3, 2, requires_grad=True)
         if complex_numbers:
-            y = torch.view_as_real(ops.all_gather(torch.view_as_complex(x)))
+            y = torch.view_as_real(ops.all_gather_tensor(torch.view_as_complex(x)))
         else:
-            y = ops.all_gather(x)
+            y = ops.all_gather_tensor(x)
         (y * (me + 1) * torch.arange(6.0 * world).reshape(-1, 2)).square().sum().backward()
         grads.append(x.grad)
     right.append(torch.allclose(*grads))

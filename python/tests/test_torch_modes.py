@@ -106,8 +106,8 @@ def test_groups_and_pools_are_named_in_compiled_code(backend):
 
         def step(x, group):
             found = ops.all_reduce(every_call(x, group), "sum", group)
-            found = ops.reduce_scatter(ops.all_gather(found, group), "avg", group)
-            return ops.all_to_all(found, group=group)
+            found = ops.reduce_scatter_tensor(ops.all_gather_tensor(found, group=group), "avg", group=group)
+            return ops.all_to_all_single(found, group=group)
 
         x = torch.arange(4.0)
         found = torch.compile(step, backend=backend, fullgraph=True)(x, named)

@@ -408,3 +408,85 @@ def test_a_gradient_that_comes_back_by_way_of_a_list_warns():
     symmpool.all_gather(out, torch.ones(2), group)
     with pytest.warns(UserWarning, match="symmpool.ops"):
         out[0].sum().backward()
+
+
+def test_earlier_names_are_accepted_with_a_warning():
+    (group,) = symmpool.Group.in_process(1)
+    pool = symmpool.Pool(group, "cpu")
+    comm, x = symmpool.Communicator(pool), torch.arange(3.0)
+    out = torch.zeros(3)
+    for earlier, new in (
+        (lambda: comm.all_gather(out, x), "all_gather_into_tensor"),
+        (lambda: comm.reduce_scatter(out, x, "max"), "reduce_scatter_tensor"),
+        (lambda: comm.broadcast(x), "src=0"),
+        (lambda: out.copy_(symmpool.ops.all_gather(x, pool)), "all_gather_tensor"),
+        (lambda: out.copy_(symmpool.ops.reduce_scatter(x, "sum", pool)), "reduce_scatter_tensor"),
+        (lambda: out.copy_(symmpool.ops.all_to_all(x, group=pool)), "all_to_all_single"),
+        (lambda: symmpool.leave_room, "share_sms"),
+    ):
+        out.zero_()
+        with pytest.warns(DeprecationWarning, match=f"deprecated; use .*{new}"):
+            earlier()
+        assert out.tolist() == ([0.0] * 3 if new in ("src=0", "share_sms") else x.tolist())
+
+
+def along_dimensions(group):
+    me, world = group.rank, group.world
+    x = torch.full((2, 3), me + 1.0, requires_grad=True)
+    wide = symmpool.ops.all_gather_tensor(x, 1, group)
+    part = symmpool.ops.reduce_scatter_tensor(wide * (me + 1), "sum", 1, group)
+    part.sum().backward()
+    with pytest.raises(symmpool.InvalidArgumentError, match="dimension 1"):
+        symmpool.ops.reduce_scatter_tensor(torch.ones(1, 2 * world + 1), "sum", 1, group)
+    return wide[1].tolist(), part.tolist(), x.grad.tolist()
+
+
+def test_functional_collectives_go_along_any_dimension():
+    for me, (wide, part, gradient) in enumerate(values(2, along_dimensions)):
+        assert wide == [1.0] * 3 + [2.0] * 3 and part == [[3.0 * (me + 1)] * 3] * 2
+        # What becomes of it is scattered to one rank, times 1 here and 2 there.
+        assert gradient == [[3.0] * 3] * 2
+
+
+def test_pools_make_tensors_as_torch_does():
+    (group,) = symmpool.Group.in_process(1)
+    pool = symmpool.Pool(group, "cpu")
+    for made in (pool.empty(2, 3), pool.empty((2, 3)), pool.zeros(2, 3), pool.empty(np.int64(2), 3)):
+        assert made.shape == (2, 3) and made.dtype == torch.float32
+    for made in (
+        pool.zeros(2, 3, dtype=torch.int16),
+        pool.zeros((2, 3), torch.int16),
+        pool.zeros(2, 3, torch.int16),
+        pool.zeros([2, 3], "int16"),
+        pool.zeros(shape=(2, 3), dtype="int16"),
+        pool.full((2, 3), 0, dtype=torch.int16),
+    ):
+        assert made.tolist() == [[0] * 3] * 2 and made.dtype == torch.int16
+    assert pool.empty(3).shape == (3,) and pool.empty(()).shape == () and pool.empty(3, None).shape == (3,)
+    filled = (pool.full(2, 7), pool.full((2,), True), pool.full(2, 0.5), pool.full(2, 1, torch.float16))
+    for made, theirs in zip(filled, (7, True, 0.5, 1), strict=True):
+        assert made.tolist() == [theirs] * 2
+    assert [made.dtype for made in filled] == [torch.int64, torch.bool, torch.float32, torch.float16]
+    assert pool.full((2, 2), 3, np.int32).tolist() == [[3, 3]] * 2
+    wrong = (
+        lambda: pool.empty(),
+        lambda: pool.empty(2, -1),
+        lambda: pool.empty(2, "3"),
+        lambda: pool.empty((2, 3), 4),
+        lambda: pool.empty((2, 3), shape=(2, 3)),
+        lambda: pool.empty(2, 3, "float33"),
+        lambda: pool.zeros(1.5),
+        lambda: pool.full(2, "text"),
+    )
+    for call in wrong:
+        with pytest.raises((symmpool.InvalidArgumentError, TypeError)):
+            call()
+
+
+def test_what_is_public_is_shown_and_nothing_else():
+    shown = dir(symmpool)
+    assert {"all_reduce", "Pool", "ReduceOp", "Work", "backend", "ops", "__version__"} <= set(shown)
+    assert not [name for name in shown if name.startswith("_") and name != "__version__"]
+    assert not {"groups", "communicators", "collectives", "memory", "torch_backend"} & set(shown)
+    for name in shown:
+        assert getattr(symmpool, name, None) is not None

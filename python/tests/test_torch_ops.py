@@ -54,9 +54,9 @@ def gradients(group, folder):
 
     def loss(x):
         a = ops.all_reduce(x, "avg")
-        b = ops.all_gather(a * x)
-        c = ops.reduce_scatter(b * (me + 1))
-        d = ops.all_to_all(c.repeat(world * (me + 1), 1), *splits)
+        b = ops.all_gather_tensor(a * x)
+        c = ops.reduce_scatter_tensor(b * (me + 1))
+        d = ops.all_to_all_single(c.repeat(world * (me + 1), 1), *splits)
         return (d * d).sum()
 
     found = []
@@ -117,7 +117,7 @@ def test_operators_refuse_nonsense():
     with pytest.raises(symmpool.InvalidArgumentError, match="3 ranks|not for"):
         torch.ops.symmpool.reduce_scatter(torch.ones(4), "sum", 3, ops.name_of(group))
     with pytest.raises(symmpool.InvalidArgumentError, match="both"):
-        ops.all_to_all(x, [1], None, group)
+        ops.all_to_all_single(x, [1], None, group)
     with pytest.raises(symmpool.InvalidArgumentError, match="gradient"):
         y = x.clone().requires_grad_()
         ops.all_reduce(y, "max", group).sum().backward()
@@ -134,10 +134,10 @@ def refused_here_told_there(group, folder):
         ("src", lambda wrong: symmpool.broadcast(x, -1 if wrong else 0)),
         ("root 3", lambda wrong: symmpool.broadcast(x, world if wrong else 0)),
         ("one of", lambda wrong: symmpool.broadcast(x, None if wrong else 0)),
-        ("not for", lambda wrong: ops.reduce_scatter(torch.ones(7 if wrong else 9))),
-        ("not for", lambda wrong: ops.reduce_scatter(torch.ones((4, 3) if wrong else (12,)))),
-        ("not for", lambda wrong: ops.all_to_all(torch.ones(7 if wrong else 9))),
-        ("both", lambda wrong: ops.all_to_all(torch.ones(3), None if wrong else [1] * 3, [1] * 3)),
+        ("not for", lambda wrong: ops.reduce_scatter_tensor(torch.ones(7 if wrong else 9))),
+        ("not for", lambda wrong: ops.reduce_scatter_tensor(torch.ones((4, 3) if wrong else (12,)))),
+        ("not for", lambda wrong: ops.all_to_all_single(torch.ones(7 if wrong else 9))),
+        ("both", lambda wrong: ops.all_to_all_single(torch.ones(3), None if wrong else [1] * 3, [1] * 3)),
     ]
     if me > 0:
         calls.append(("no rank of", lambda wrong: symmpool.broadcast(x, 0 if wrong else 1, pair)))

@@ -220,8 +220,8 @@ def handle(pool, device, rank, world):
 def operators(device, rank, world):
     def loss(x):
         a = ops.all_reduce(x, "avg")
-        b = ops.all_gather(a * x)
-        return (ops.reduce_scatter(b * (rank + 1)) ** 2).sum()
+        b = ops.all_gather_tensor(a * x)
+        return (ops.reduce_scatter_tensor(b * (rank + 1)) ** 2).sum()
 
     grads = []
     for run in (loss, torch.compile(loss, fullgraph=True)):
