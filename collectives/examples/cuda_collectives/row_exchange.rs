@@ -88,7 +88,10 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         }
         if pool.rank() == 0 {
             let (cases, wrong) = (rows.cases - before.0, rows.wrong - before.1);
-            println!("rows, all_to_all {}: {cases} cases, {wrong} wrong", all_to_all.name());
+            println!(
+                "row_exchange, all_to_all {}: {cases} cases, {wrong} wrong",
+                all_to_all.name()
+            );
         }
     }
     rows.graphs(options)?;
@@ -96,7 +99,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         time(pool, rows.stream)?;
     }
     if pool.rank() == 0 {
-        println!("rows: {} cases, {} wrong", rows.cases, rows.wrong);
+        println!("row_exchange: {} cases, {} wrong", rows.cases, rows.wrong);
     }
     Ok((rows.cases, rows.wrong))
 }
@@ -449,7 +452,7 @@ fn time(pool: &Pool, stream: Stream) -> Result<()> {
         if pool.rank() == 0 {
             let [there, back] = took;
             println!(
-                "rows: {count} of 7168 bf16 a rank, evenly: {there:.1} us there, {back:.1} us back"
+                "row_exchange: {count} of 7168 bf16 a rank, evenly: {there:.1} us there, {back:.1} us back"
             );
         }
     }

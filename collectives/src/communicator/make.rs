@@ -10,7 +10,7 @@ use super::peers::{self, still_there};
 use super::refusal::Shared;
 use super::{Communicator, CommunicatorOptions, Inner};
 use crate::algorithm::RequestedAlgorithm;
-use crate::cuda::{CudaEngine, CudaOptions, Ready};
+use crate::cuda::{CudaEngine, CudaOptions, ReadyKernels};
 use crate::host::HostOneSided;
 use crate::host::cores::enough_for;
 use crate::{HostEngine, HostOptions};
@@ -123,7 +123,7 @@ impl Communicator {
             links: options.links.as_ref().unwrap_or(pool.topology()).clone(),
         };
         let bytes = requested.and_then(|_| CudaEngine::control_bytes(pool.world(), &options));
-        let ready: Cell<Option<Ready>> = Cell::new(None);
+        let ready: Cell<Option<ReadyKernels>> = Cell::new(None);
         let prepare = |block: &Block<u8>| {
             ready.set(Some(CudaEngine::prepare(pool, block, &options)?));
             Ok(())

@@ -24,11 +24,11 @@ use super::reductions::{THREADS, Work};
 use crate::jit::sources::TWO_SHOT_COPY;
 
 /// A range of bytes of every share. Shares may end before or inside it.
-type Stretch = Range<u64>;
+type ByteRange = Range<u64>;
 
 /// The rounds of shares of `share` bytes, each in two halves. Rounds have about equal lengths of at most `room`
 /// bytes, a multiple of a cache line; so are all bounds but the end of the last round.
-fn rounds(share: u64, room: u64) -> impl Iterator<Item = [Stretch; 2]> {
+fn rounds(share: u64, room: u64) -> impl Iterator<Item = [ByteRange; 2]> {
     let each = share.div_ceil(share.div_ceil(room)).next_multiple_of(128);
     let beginnings = (0..share.div_ceil(each)).map(move |nth| nth * each);
     beginnings.map(move |from| {
@@ -39,8 +39,8 @@ fn rounds(share: u64, room: u64) -> impl Iterator<Item = [Stretch; 2]> {
 }
 
 /// Where a range of a share begins, and its length, for a share that begins at `begin` and has `length` bytes.
-fn within((begin, length): (u64, u64), stretch: Stretch) -> (u64, u64) {
-    let (from, end) = (stretch.start.min(length), stretch.end.min(length));
+fn within((begin, length): (u64, u64), range: ByteRange) -> (u64, u64) {
+    let (from, end) = (range.start.min(length), range.end.min(length));
     (begin + from, end - from)
 }
 
@@ -97,11 +97,11 @@ impl CudaEngine {
 
     /// Copies a range of a peer's share of this rank's input into that peer's scratch, `offset` bytes into
     /// this rank's slot there.
-    fn copy_input(&mut self, work: &Work, peer: u32, stretch: Stretch, offset: u64) -> Result<()> {
+    fn copy_input(&mut self, work: &Work, peer: u32, range: ByteRange, offset: u64) -> Result<()> {
         let (rank, room) = (self.rank(), self.control.scratch_room(self.world()));
         let slot = if rank < peer { rank } else { rank - 1 };
         let to = self.scratch_of(peer) + u64::from(slot) * room + offset;
-        let (from, bytes) = within(work.share(peer, self.world()), stretch);
+        let (from, bytes) = within(work.share(peer, self.world()), range);
         self.copy_by_engine(to, work.input + from, bytes, self.copy_stream)
     }
 
@@ -110,10 +110,10 @@ impl CudaEngine {
         &self,
         kernel: LoadedKernel,
         work: &Work,
-        stretch: Stretch,
+        range: ByteRange,
         offset: u64,
     ) -> Result<()> {
-        let (from, bytes) = within(work.share(self.rank(), self.world()), stretch);
+        let (from, bytes) = within(work.share(self.rank(), self.world()), range);
         let (input, output) = (work.input + from, work.output + from);
         let params = CallParams { input, output, bytes, stride: offset, ..work.params() };
         let grid = (kernel.resident(THREADS).min(kernel.budget.most_blocks), THREADS);
@@ -124,8 +124,8 @@ impl CudaEngine {
 
     /// Copies a range of this rank's results into a peer's output. If the call is in place, the peer no longer
     /// needs what it had there: it was sent before the kernel reduced.
-    fn copy_result(&mut self, work: &Work, peer: u32, stretch: Stretch) -> Result<()> {
-        let (from, bytes) = within(work.share(self.rank(), self.world()), stretch);
+    fn copy_result(&mut self, work: &Work, peer: u32, range: ByteRange) -> Result<()> {
+        let (from, bytes) = within(work.share(self.rank(), self.world()), range);
         let to = self.at_peer(work.output, peer) + from;
         self.copy_by_engine(to, work.output + from, bytes, self.copy_stream)
     }

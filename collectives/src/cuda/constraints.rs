@@ -72,12 +72,12 @@ impl AllReduceShape {
 
     /// Whether an algorithm is as fast with the scratch there is as it was when it was measured: it is if the call
     /// goes in one round, or in long ones.
-    pub(super) fn pays(&self, algorithm: Algorithm, control: &Control) -> bool {
+    pub(super) fn pays_off(&self, algorithm: Algorithm, control: &Control) -> bool {
         let at_once = control.scratch_room(self.world) * u64::from(self.world);
         algorithm != Algorithm::TwoShotCopy || at_once >= self.bytes.min(COPY_ROUND_BYTES)
     }
 
-    pub(super) fn fits(&self, algorithm: Algorithm, control: &Control) -> bool {
+    pub(super) fn can_serve(&self, algorithm: Algorithm, control: &Control) -> bool {
         match algorithm {
             Algorithm::OneShotLl => self.one_shot_vectors() <= control.ll_vectors(),
             Algorithm::OneShotLl128 => {
@@ -138,7 +138,7 @@ mod tests {
             (Algorithm::OneShotPull, 2, 1 << 20),
             (Algorithm::OneShotPull, 8, 1 << 20),
         ] {
-            let fits = |bytes| shape(bytes, world).fits(algorithm, &control(world));
+            let fits = |bytes| shape(bytes, world).can_serve(algorithm, &control(world));
             assert!(fits(0) && fits(most), "{algorithm:?} of {world} ranks");
             assert!(!fits(most + 1), "{algorithm:?} of {world} ranks");
         }
@@ -163,18 +163,18 @@ mod tests {
     fn lines_are_for_ranks_that_are_linked_directly() {
         let control = Control::new(4, 4 << 20, 1 << 20).expect("valid");
         let linked = shape(64 << 10, 4);
-        assert!(linked.fits(Algorithm::OneShotLl128, &control));
+        assert!(linked.can_serve(Algorithm::OneShotLl128, &control));
         let over_a_bus = AllReduceShape { direct: false, ..linked };
-        assert!(!over_a_bus.fits(Algorithm::OneShotLl128, &control));
+        assert!(!over_a_bus.can_serve(Algorithm::OneShotLl128, &control));
         for other in [Algorithm::OneShotLl, Algorithm::OneShotLamport] {
-            assert!(over_a_bus.fits(other, &control), "their flags travel with each word");
+            assert!(over_a_bus.can_serve(other, &control), "their flags travel with each word");
         }
     }
 
     #[test]
     fn copy_engines_are_for_long_outputs_that_peers_reach() {
         let control = Control::new(2, 1 << 20, 1 << 20).expect("valid");
-        let fits = |shape: AllReduceShape| shape.fits(Algorithm::TwoShotCopy, &control);
+        let fits = |shape: AllReduceShape| shape.can_serve(Algorithm::TwoShotCopy, &control);
         let least = shape(MIN_COPY_BYTES, 2);
         assert!(fits(least));
         assert!(!fits(AllReduceShape { bytes: MIN_COPY_BYTES - 1, ..least }));

@@ -19,11 +19,11 @@ use symmpool_allocator::topology::Topology;
 use symmpool_allocator::{ContiguousPeerView, Error, Maker, Pool, Result, Stream};
 
 use super::api::{Api, Handle};
-use super::fault::{Fault, Seen};
+use super::fault::{Fault, HostView};
 use super::kernels::Kernels;
 use super::modules::{self, Modules};
 use super::p2p::P2p;
-use super::params::{Channel, Comm, Control};
+use super::params::{ChannelEnd, Comm, Control};
 use super::stream_order::StreamOrder;
 use super::table::MeasuredTable;
 use crate::algorithm::RequestedAlgorithm;
@@ -52,7 +52,7 @@ pub(crate) struct CudaOptions {
 }
 
 /// The kernels that calls may need. They are loaded before any call, as loading may wait for what runs.
-pub(crate) struct Ready(Arc<Modules>);
+pub(crate) struct ReadyKernels(Arc<Modules>);
 
 /// Says whether a rank's process still runs.
 pub(crate) type Alive = Box<dyn Fn(u32) -> bool + Send>;
@@ -84,7 +84,7 @@ pub(crate) struct CudaEngine {
     /// A stream of the engine's own, for the companion kernel of such copies.
     pub(super) companion_stream: Stream,
     /// The order of signals, waits, sends and receives, which each end of a channel has for itself.
-    channels: BTreeMap<Channel, StreamOrder>,
+    channels: BTreeMap<ChannelEnd, StreamOrder>,
     pub(super) p2p: P2p,
     failed: Option<Error>,
 }
@@ -115,8 +115,8 @@ impl CudaEngine {
             let alive = &*self.alive;
             // The timeout that the latest kernels were launched with; it may have been changed since.
             let timeout = Duration::from_nanos(self.comm.timeout);
-            let seen = Seen { rank: self.comm.rank, world: self.pool.world(), timeout, alive };
-            self.failed = Some(fault.error(&seen));
+            let view = HostView { rank: self.comm.rank, world: self.pool.world(), timeout, alive };
+            self.failed = Some(fault.error(&view));
         }
         self.failed.as_ref()
     }

@@ -23,7 +23,7 @@ pub(super) struct Record {
     epoch: u32,
     peer: u32,
     phase: u32,
-    bad: Bad,
+    bad: BadRowRecord,
     ours: [u64; 4],
     theirs: [u64; 4],
     notice: Notice,
@@ -33,7 +33,7 @@ pub(super) struct Record {
 /// reported it.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-struct Bad {
+struct BadRowRecord {
     epoch: u32,
     row: u32,
     /// The destination's lower 32 bits.
@@ -57,7 +57,7 @@ const OVERFLOW: u32 = 1;
 
 impl Notice {
     /// The notice as an error of `rank` of `world`, after `calls` calls with notices.
-    fn error(&self, (rank, world): (u32, u32), calls: u64, bad: Bad) -> Error {
+    fn error(&self, (rank, world): (u32, u32), calls: u64, bad: BadRowRecord) -> Error {
         let Self { kind, epoch, rank: culprit, needed, room, .. } = *self;
         let more = match calls {
             1 => String::new(),
@@ -106,7 +106,7 @@ const SENDING: u32 = CHANNEL + CHANNELS;
 const RECEIVING: u32 = SENDING + 1;
 
 /// What the host knows besides the record.
-pub(super) struct Seen<'a> {
+pub(super) struct HostView<'a> {
     pub(super) rank: u32,
     pub(super) world: u32,
     /// The timeout of collectives.
@@ -116,9 +116,9 @@ pub(super) struct Seen<'a> {
 }
 
 impl Record {
-    fn error(&self, seen: &Seen<'_>) -> Error {
+    fn error(&self, view: &HostView<'_>) -> Error {
         let Self { kind, epoch, peer, phase, ours, theirs, .. } = *self;
-        let Seen { rank, world, timeout, alive } = *seen;
+        let HostView { rank, world, timeout, alive } = *view;
         let absent = |missing: u32, what: String, after: Duration| {
             if alive(missing) {
                 Error::timeout(what, after, vec![missing])
@@ -258,11 +258,11 @@ impl Fault {
     }
 
     /// What went wrong, as an error of this rank.
-    pub(super) fn error(&self, seen: &Seen<'_>) -> Error {
+    pub(super) fn error(&self, view: &HostView<'_>) -> Error {
         std::sync::atomic::fence(std::sync::atomic::Ordering::Acquire);
         // SAFETY: complete, so the device writes it no more.
         let record = unsafe { self.record.as_ptr().read_volatile() };
-        record.error(seen).context(&self.communicator)
+        record.error(view).context(&self.communicator)
     }
 
     /// What calls reported without failing since the last time this was asked. While kernels of the communicator
@@ -307,7 +307,7 @@ mod tests {
             epoch: 7,
             peer: 2,
             phase,
-            bad: Bad::default(),
+            bad: BadRowRecord::default(),
             ours: *ours.words(),
             theirs: *theirs.words(),
             notice: Notice::default(),
@@ -317,18 +317,18 @@ mod tests {
     #[test]
     fn notices_name_the_rank_and_what_did_not_fit() {
         let notice = Notice { kind: OVERFLOW, rank: 3, needed: 12, room: 10, ..Notice::default() };
-        let error = notice.error((0, 4), 1, Bad::default());
+        let error = notice.error((0, 4), 1, BadRowRecord::default());
         assert!(error.is_overflow() && error.ranks() == [3], "{error}");
         let text = error.to_string();
         assert!(text.contains("rank 3 was sent 12 elements, and its output holds 10"), "{text}");
         assert!(!text.contains("such calls"), "{text}");
-        let nonsense = Notice { kind: 2, ..notice }.error((0, 4), 5, Bad::default());
+        let nonsense = Notice { kind: 2, ..notice }.error((0, 4), 5, BadRowRecord::default());
         assert!(nonsense.is_invalid_argument() && nonsense.ranks() == [3], "{nonsense}");
         assert!(nonsense.to_string().contains("The last of 5 such calls"), "{nonsense}");
         // The rank itself knows which row it was, if that was found in this call.
         let notice = Notice { kind: 2, epoch: 9, ..notice };
         for (rank, epoch, known) in [(3, 9, true), (3, 8, false), (0, 9, false)] {
-            let bad = Bad { epoch, row: 17, destination: 4 };
+            let bad = BadRowRecord { epoch, row: 17, destination: 4 };
             let error = notice.error((rank, 4), 1, bad);
             assert!(error.is_invalid_argument(), "{error}");
             assert_eq!(error.to_string().contains("row 17 has destination 4"), known, "{error}");
@@ -343,8 +343,9 @@ mod tests {
         let mut fault =
             Fault { record, returned: 0, communicator: "pool \"a\", communicator".into() };
         assert!(fault.is_set());
-        let seen = Seen { rank: 1, world: 3, timeout: Duration::from_secs(3), alive: &|_| true };
-        let (late, notice) = (fault.error(&seen), fault.take_notice(1, 4).expect("one"));
+        let view =
+            HostView { rank: 1, world: 3, timeout: Duration::from_secs(3), alive: &|_| true };
+        let (late, notice) = (fault.error(&view), fault.take_notice(1, 4).expect("one"));
         assert!(late.is_timeout() && late.ranks() == [2], "{late}");
         assert!(notice.is_overflow() && fault.take_notice(1, 4).is_none(), "{notice}");
         for error in [late, notice] {
@@ -362,8 +363,8 @@ mod tests {
     #[test]
     fn records_become_the_errors_that_the_host_has_too() {
         let timeout = Duration::from_secs(3);
-        let there = Seen { rank: 1, world: 3, timeout, alive: &|_| true };
-        let gone = Seen { rank: 1, world: 3, timeout, alive: &|rank| rank != 2 };
+        let there = HostView { rank: 1, world: 3, timeout, alive: &|_| true };
+        let gone = HostView { rank: 1, world: 3, timeout, alive: &|rank| rank != 2 };
         for (phase, what) in [
             (0, "to enter the call"),
             (1, "for its data"),

@@ -50,7 +50,7 @@ mod strided_copy;
 mod table;
 mod table_format;
 
-pub(crate) use engine::{CudaEngine, CudaOptions, Ready};
+pub(crate) use engine::{CudaEngine, CudaOptions, ReadyKernels};
 #[allow(deprecated)]
 pub use sm_budget::leave_room;
 pub use sm_budget::share_sms;

@@ -8,7 +8,7 @@ use symmpool_allocator::{Result, Stream};
 
 use super::engine::CudaEngine;
 use super::kernel_spec::{COPIES, FEW_THREADS, KernelSpec, SIGNALS, WAITS};
-use super::params::{CallParams, Channel, Comm};
+use super::params::{CallParams, ChannelEnd, Comm};
 use super::reductions::THREADS;
 use crate::timeout::nanoseconds;
 
@@ -75,7 +75,7 @@ impl CudaEngine {
             root: peer,
             peer_blocks: 0,
         };
-        let signals = channel.map(|number| Channel { sends: true, peer, number });
+        let signals = channel.map(|number| ChannelEnd { sends: true, peer, number });
         let action = if signals.is_some() { Action::CopyAndSignal } else { Action::Copy };
         let comm = self.comm;
         // SAFETY: the caller's promise.
@@ -85,7 +85,7 @@ impl CudaEngine {
     /// Signals the peer once the stream has done what was put on it before.
     pub(crate) fn signal(&mut self, peer: u32, channel: u32, stream: Stream) -> Result<()> {
         let (params, comm) = (without_data(peer, channel, 0), self.comm);
-        let end = Channel { sends: true, peer, number: channel };
+        let end = ChannelEnd { sends: true, peer, number: channel };
         // SAFETY: nothing is pointed to but the control block, which the communicator keeps.
         unsafe { self.launch_one_sided((Action::Signal, 1), &comm, &params, Some(end), stream) }
     }
@@ -100,7 +100,7 @@ impl CudaEngine {
         let nanoseconds = nanoseconds(timeout);
         let params = without_data(peer, channel, nanoseconds);
         let comm = Comm { timeout: nanoseconds, ..self.comm };
-        let end = Channel { sends: false, peer, number: channel };
+        let end = ChannelEnd { sends: false, peer, number: channel };
         // SAFETY: as in `signal`.
         unsafe { self.launch_one_sided((Action::Wait, 1), &comm, &params, Some(end), stream) }
     }
@@ -113,7 +113,7 @@ impl CudaEngine {
         (action, blocks): (Action, u32),
         comm: &Comm,
         params: &CallParams,
-        end: Option<Channel>,
+        end: Option<ChannelEnd>,
         stream: Stream,
     ) -> Result<()> {
         self.ready()?;

@@ -12,7 +12,7 @@ use symmpool_allocator::{HeapLayout, Result, Stream};
 use super::engine::CudaEngine;
 use super::kernel_spec::KernelSpec;
 use super::kernels::LoadedKernel;
-use super::params::{CallParams, Channel};
+use super::params::{CallParams, ChannelEnd};
 use super::sm_budget::share_sms;
 use crate::jit::sources::P2P;
 use crate::p2p::{Direction, Length};
@@ -193,7 +193,7 @@ impl CudaEngine {
         };
         // Sends to one peer run in the order of the calls, and so do receives; they are independent of everything
         // else. So the next one on another stream waits for this one alone, not for what follows it here.
-        let end = Channel { sends, peer, number: CHANNELS };
+        let end = ChannelEnd { sends, peer, number: CHANNELS };
         self.switch_channel_to(end, stream)?;
         // A collective on another stream waits for the last collective here, and not for this operation.
         self.before_wait(stream)?;

@@ -107,7 +107,7 @@ pub(super) struct Traffic {
 
 /// This rank's end of a channel. Operations on one end run in the order of the calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Channel {
+pub(super) struct ChannelEnd {
     pub(super) sends: bool,
     pub(super) peer: u32,
     pub(super) number: u32,
@@ -252,7 +252,8 @@ impl Control {
         self.ll128_bytes / 2 / 128
     }
 
-    /// Bytes that a sender may put into a rank's escaped Lamport inbox: `Slot::length` in `protocol/lamport_escaped.cuh`.
+    /// Bytes that a sender may put into a rank's escaped Lamport inbox: `Slot::length` in
+    /// `protocol/lamport_escaped.cuh`.
     pub(super) fn escaped_slot(&self, world: u32) -> u64 {
         self.escaped_bytes / 2 / u64::from(world.max(2) - 1) / ITEM * ITEM
     }

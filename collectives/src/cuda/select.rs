@@ -88,7 +88,7 @@ impl AllReduceShape {
                 _ => &[A::TwoShotCopy, A::TwoShotPush],
             }
         };
-        let fits = |one: &A| self.fits(*one, control) && self.pays(*one, control);
+        let fits = |one: &A| self.can_serve(*one, control) && self.pays_off(*one, control);
         let fallback = [A::TwoShotPush, A::TwoShotLl];
         order.iter().chain(&fallback).copied().find(fits).unwrap_or(A::TwoShotLl)
     }
@@ -103,23 +103,25 @@ impl AllReduceShape {
         if requested.algorithm == AllReduceAlgorithm::Auto {
             let algorithm = measured
                 .find(self)
-                .map(|best| if self.pays(best, control) { best } else { Algorithm::TwoShotPush })
-                .filter(|algorithm| self.fits(*algorithm, control));
+                .map(
+                    |best| if self.pays_off(best, control) { best } else { Algorithm::TwoShotPush },
+                )
+                .filter(|algorithm| self.can_serve(*algorithm, control));
             return Ok(match algorithm {
                 Some(algorithm) => (algorithm, ChosenBy::Table),
                 None => (self.rule(control), ChosenBy::Rule),
             });
         }
         let why = if requested.by_environment { ChosenBy::Environment } else { ChosenBy::Options };
-        match self.serve(requested.algorithm, control) {
+        match self.resolve(requested.algorithm, control) {
             Ok(algorithm) => Ok((algorithm, why)),
             Err(error) => Err(requested.blame(error)),
         }
     }
 
-    fn serve(&self, requested: AllReduceAlgorithm, control: &Control) -> Result<Algorithm> {
+    fn resolve(&self, requested: AllReduceAlgorithm, control: &Control) -> Result<Algorithm> {
         let one_of = |order: &[Algorithm]| {
-            order.iter().copied().find(|algorithm| self.fits(*algorithm, control)).ok_or_else(|| {
+            order.iter().copied().find(|algorithm| self.can_serve(*algorithm, control)).ok_or_else(|| {
                 Error::unsupported(format!(
                     "the all-reduce algorithm {} for {} bytes of {} from {} to {}: lamport carries \
                      floats of up to 32 bits, ll128 needs NVLink between all devices, pull and push need \
@@ -262,19 +264,19 @@ mod tests {
     fn requested_algorithms_are_used_or_refused() {
         let control = control(4);
         let integers = AllReduceShape { dtype: DType::I64, ..shape(4 << 10, 4) };
-        let refused = integers.serve(AllReduceAlgorithm::OneShotLamport, &control);
+        let refused = integers.resolve(AllReduceAlgorithm::OneShotLamport, &control);
         let text = refused.expect_err("integers have no NaN").to_string();
         assert!(text.contains("one_shot_lamport") && text.contains("i64"), "{text}");
-        let chosen = shape(4 << 10, 4).serve(AllReduceAlgorithm::TwoShotPull, &control);
+        let chosen = shape(4 << 10, 4).resolve(AllReduceAlgorithm::TwoShotPull, &control);
         assert_eq!(chosen.expect("windows"), Algorithm::TwoShotPull);
         let ordinary = AllReduceShape { output_window: false, ..shape(4 << 10, 4) };
-        assert!(ordinary.serve(AllReduceAlgorithm::TwoShotPush, &control).is_err());
-        assert!(shape(1 << 30, 4).serve(AllReduceAlgorithm::OneShot, &control).is_err());
+        assert!(ordinary.resolve(AllReduceAlgorithm::TwoShotPush, &control).is_err());
+        assert!(shape(1 << 30, 4).resolve(AllReduceAlgorithm::OneShot, &control).is_err());
         let over_a_bus = AllReduceShape { direct: false, ..shape(4 << 10, 4) };
-        let refused = over_a_bus.serve(AllReduceAlgorithm::OneShotLl128, &control);
+        let refused = over_a_bus.resolve(AllReduceAlgorithm::OneShotLl128, &control);
         let text = refused.expect_err("lines of 128 bytes may be torn").to_string();
         assert!(text.contains("ll128 needs NVLink between all devices"), "{text}");
-        let mesh = shape(4 << 10, 8).serve(AllReduceAlgorithm::CubeMesh, &control);
+        let mesh = shape(4 << 10, 8).resolve(AllReduceAlgorithm::CubeMesh, &control);
         assert!(mesh.is_err_and(|error| error.is_unsupported()));
     }
 

@@ -91,7 +91,7 @@ mod tests {
             };
             let control =
                 Control::new(row.world, 32 << 20, 192 << 20).expect("a world that is served");
-            assert!(shape.fits(algorithm, &control), "{row:?}");
+            assert!(shape.can_serve(algorithm, &control), "{row:?}");
         }
         // Groups are in order, and nothing follows a row without end.
         for table in tables() {

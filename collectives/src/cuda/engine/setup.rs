@@ -18,7 +18,7 @@ use super::super::p2p::{self, P2p, P2pLayout};
 use super::super::params::Control;
 use super::super::stream_order::StreamOrder;
 use super::super::table::MeasuredTable;
-use super::{Alive, CudaEngine, CudaOptions, Ready, cuda};
+use super::{Alive, CudaEngine, CudaOptions, ReadyKernels, cuda};
 use crate::DType;
 use crate::timeout::Timeout;
 
@@ -38,7 +38,11 @@ impl CudaEngine {
     /// Fills a control block as kernels expect it, before peers can see it, and loads the kernels that calls
     /// need. The ranks commit when all have done so; so no rank has to load anything while another's
     /// call waits for it.
-    pub(crate) fn prepare(pool: &Pool, block: &Block<u8>, options: &CudaOptions) -> Result<Ready> {
+    pub(crate) fn prepare(
+        pool: &Pool,
+        block: &Block<u8>,
+        options: &CudaOptions,
+    ) -> Result<ReadyKernels> {
         let driver = cuda(pool)?;
         let control = Control::new(pool.world(), options.inbox, options.scratch)?;
         let Some(last_epoch) = options.first_epoch.checked_sub(1) else {
@@ -67,7 +71,7 @@ impl CudaEngine {
         let list =
             KernelSpec::ready((&usual, options.requested), &control, &measured_table(pool)?)?;
         modules.make_ready((pool.rank(), pool.world()), &list)?;
-        Ok(Ready(modules))
+        Ok(ReadyKernels(modules))
     }
 
     /// A communicator whose control blocks lie at one offset of every slot. Every rank has prepared and
@@ -76,7 +80,7 @@ impl CudaEngine {
         pool: &Pool,
         control_offset: u64,
         options: &CudaOptions,
-        Ready(modules): Ready,
+        ReadyKernels(modules): ReadyKernels,
         alive: Alive,
     ) -> Result<Self> {
         let driver = cuda(pool)?;

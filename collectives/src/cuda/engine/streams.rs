@@ -3,7 +3,7 @@
 use symmpool_allocator::{Result, Stream};
 
 use super::super::kernels::LoadedKernel;
-use super::super::params::Channel;
+use super::super::params::ChannelEnd;
 use super::super::stream_order::fork;
 use super::{CudaEngine, cuda};
 
@@ -16,7 +16,7 @@ impl CudaEngine {
     /// Puts all that comes on the stream from now on behind the last operation on this end of a channel.
     pub(in super::super) fn switch_channel_to(
         &mut self,
-        end: Channel,
+        end: ChannelEnd,
         stream: Stream,
     ) -> Result<()> {
         self.channels.entry(end).or_default().switch_to(self.api, cuda(&self.pool)?, stream)
@@ -30,7 +30,11 @@ impl CudaEngine {
     }
 
     /// To be called when an operation on one end of a channel was put on the stream.
-    pub(in super::super) fn after_operation(&mut self, end: Channel, stream: Stream) -> Result<()> {
+    pub(in super::super) fn after_operation(
+        &mut self,
+        end: ChannelEnd,
+        stream: Stream,
+    ) -> Result<()> {
         let order = self.channels.entry(end).or_default();
         order.after_operation(self.api, cuda(&self.pool)?, stream);
         Ok(())
