@@ -1,10 +1,10 @@
 //! Tests of the engine in host memory through its public API: ranks are threads over one allocation, or processes.
 
 mod contract;
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-mod environment;
 mod exact;
 mod flat_heap;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod float_environment;
 mod late;
 mod missing_links;
 mod mixed;

@@ -1,5 +1,5 @@
 //! Conversions of 16-bit floats to and from `f32`. They have no branches, so that loops over them vectorise, and round
-//! to nearest, ties to even, in the default floating-point environment (see `environment`).
+//! to nearest, ties to even, in the default floating-point environment (see `float_environment`).
 
 /// bfloat16 bits to `f32`: exact.
 #[inline(always)]

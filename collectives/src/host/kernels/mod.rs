@@ -8,7 +8,7 @@
 mod convert;
 mod copy;
 mod elementwise;
-mod environment;
+mod float_environment;
 mod reduce;
 
 pub(crate) use copy::{copy, copy_own, copy_streaming, prepare_to_copy};

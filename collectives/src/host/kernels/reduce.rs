@@ -8,7 +8,7 @@
 use half::{bf16, f16};
 
 use super::elementwise::{Avg, Max, Min, Prod, Reduction, Scalar, Sum};
-use super::environment::DefaultEnvironment;
+use super::float_environment::DefaultEnvironment;
 use crate::{DType, F8E4m3, F8E5m2, ReduceOp};
 
 /// The number of elements that are loaded, reduced and stored together: two 64-byte vectors of `f32`.
