@@ -19,7 +19,7 @@ const REFUSALS: [(&str, &str); 5] = [
     ("other failure", "nothing is configured here"),
     ("stride", "stride"),
     ("lanes", "two lanes are called \"twice\""),
-    ("ranges", "do not fit a stride"),
+    ("ranges", "do not fit in a stride"),
 ];
 
 /// The test function that every rank runs.

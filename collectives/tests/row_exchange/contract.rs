@@ -92,8 +92,10 @@ fn invalid_arguments_are_refused_and_an_error_on_the_others() {
             }),
             ("4 destinations of i64 at 0x0", &|| send_at(at, rows(4, 8), (none, 4, DType::I64))),
             ("a layout at 0x0", &|| send_at(none, rows(4, 8), (given, 4, DType::I64))),
-            ("no memory is so", &|| send_at(at, rows(usize::MAX, 8), (given, 4, DType::I64))),
-            ("no memory is so", &|| send_at(at, rows(4, 1 << 50), (given, 4, DType::I64))),
+            ("there is no such memory", &|| {
+                send_at(at, rows(usize::MAX, 8), (given, 4, DType::I64))
+            }),
+            ("there is no such memory", &|| send_at(at, rows(4, 1 << 50), (given, 4, DType::I64))),
         ];
         for (what, call) in wrong {
             let error = if me == 1 {
