@@ -1,5 +1,5 @@
-//! What calls of a communicator are given, read and checked; who refuses it tells the other ranks.
-//! `checks` has what each call asks of its arguments.
+//! The arguments of a communicator's calls, read and checked. A rank that refuses them reports that
+//! to the other ranks. `checks` has what each call asks of its arguments.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -44,7 +44,7 @@ impl Deref for Calls {
     }
 }
 
-/// What arguments have to fit.
+/// What the arguments of a call must fit: the communicator's device, rank and world.
 #[derive(Clone, Copy)]
 pub(crate) struct Terms {
     pub(crate) device: Device,
@@ -75,13 +75,14 @@ impl Calls {
         py: Python<'_>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<Stream> {
-        // Before a refusal of arguments is told to other ranks.
+        // First, as a refusal of arguments is reported to the other ranks, which a forked child must not do.
         self.comm.check("a communicator").or_raise(py)?;
         let found = tensor::stream(py, self.device, stream);
         self.or_decline(py, Stream::DEFAULT, found.map_err(Refusal::Raised))
     }
 
-    /// Arguments; or an exception, once the other ranks are told that this one refuses the call.
+    /// The arguments; or an exception, once it was reported to the other ranks that this one
+    /// refuses the call.
     #[inline]
     pub(crate) fn or_decline<T>(
         &self,

@@ -11,7 +11,7 @@ use symmpool_collectives::CommunicatorOptions;
 
 use crate::arguments::{Argument, Calls, Terms};
 use crate::convert::{self, Device};
-use crate::errors::{OrRaise, exception, told};
+use crate::errors::{OrRaise, exception, reason};
 use crate::mark::Mark;
 use crate::number::Number;
 use crate::own::Own;
@@ -29,18 +29,18 @@ fn deprecated(py: Python<'_>, old: &str, new: &str) -> PyResult<()> {
 }
 
 /// Collectives between the ranks of a pool. Making one is collective: all ranks make theirs in the
-/// same order; it commits the pool. Where one rank's options are wrong the others hear of it; what
-/// they were given goes back by `Pool.resync`.
+/// same order; it commits the pool. Where one rank's options are wrong, making it fails on all ranks, and
+/// `Pool.resync` takes back what they had allocated for it.
 ///
-/// Every rank makes the same calls, in the same order. A rank that calls something else is told,
-/// as is every other (DivergedError). A rank whose own arguments are wrong raises
+/// Every rank makes the same calls, in the same order. Where a rank calls something else, all ranks raise
+/// DivergedError. A rank whose own arguments are wrong raises
 /// InvalidArgumentError or TypeError, and the others DivergedError, without waiting in vain.
 ///
 /// Tensors are contiguous and on the pool's device: torch's, numpy's, or a Block. all_reduce and
 /// reduce_scatter_tensor take elements of float32, float64, float16, bfloat16, float8_e4m3fn, float8_e5m2,
 /// int32, int64, uint8, int8. What only moves data takes any type whose elements have 1, 2, 4, 8 or
 /// 16 bytes, such as bool, uint16 or complex64, and moves them bit by bit; ranks name the same type
-/// all the same (types that torch and numpy do not share are told apart by their size alone). Memory
+/// all the same (types that torch and numpy do not share differ by their size alone). Memory
 /// of the pool is used where it lies, other memory is staged; in one call all ranks pass the same
 /// kind. Arguments must not overlap, except where a call works in place. Shapes play no part, only
 /// numbers of elements, but for `all_to_all_single`'s split sizes.
@@ -59,14 +59,14 @@ fn deprecated(py: Python<'_>, old: &str, new: &str) -> PyResult<()> {
 /// communicator: this call and all later ones raise TimeoutError or PeerLostError, naming it.
 /// Waits are not ended by Ctrl-C, but all of them end. `algorithm` is one of `algorithms()`, and how
 /// all-reduces go about it: the bits of results are the same with each; `all_to_all`, "auto", "ll",
-/// "direct", "copy" or "ring", is that of all-to-alls, on devices of all-gathers and broadcasts too. `scratch_bytes` is how much
-/// scratch there is, in host memory or on the device. All of it is the same on every rank. `concurrent`,
-/// of which ranks may differ, is how many communicators of this process may have calls under way on the
-/// device at once, on several streams, 1 to 16: with more than one, each takes only so much of the device
-/// that none waits outside for a peer that waits for it. Without it that is as many as there are streams
-/// on which they made their last calls, and one more for each that has made none yet or is in graphs;
-/// if that is one, it takes everything, unless `share_sms` says otherwise. A graph keeps what held when
-/// it was captured.
+/// "direct", "copy" or "ring", is that of all-to-alls, on devices of all-gathers and broadcasts
+/// too. `scratch_bytes` is how much scratch there is, in host memory or on the device. All of it is
+/// the same on every rank. `concurrent`, of which ranks may differ, is how many communicators of
+/// this process may have calls under way on the device at once, on several streams, 1 to 16: with
+/// more than one, each takes only so much of the device that none waits outside for a peer that
+/// waits for it. Without it that is as many as there are streams on which they made their last
+/// calls, and one more for each that has made none yet or is in graphs; if that is one, it takes
+/// everything, unless `share_sms` says otherwise. A graph keeps what held when it was captured.
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Communicator {
     calls: Arc<Calls>,
@@ -99,12 +99,13 @@ impl Communicator {
         let read = || {
             let bytes =
                 scratch_bytes.map(|bytes| bytes.or_raise(py, "scratch_bytes")).transpose()?;
-            let told = concurrent.map(|told| told.or_raise(py, "concurrent")).transpose()?;
+            let concurrent =
+                concurrent.map(|number| number.or_raise(py, "concurrent")).transpose()?;
             let mut options = CommunicatorOptions {
                 timeout: timeout.seconds(py, "timeout")?,
                 algorithm: convert::algorithm(py, algorithm)?,
                 all_to_all: convert::all_to_all_algorithm(py, all_to_all)?,
-                concurrent: told,
+                concurrent,
                 ..CommunicatorOptions::default()
             };
             match (pool.device, bytes) {
@@ -115,7 +116,7 @@ impl Communicator {
             PyResult::Ok(options)
         };
         let options = read().inspect_err(|error| {
-            let why = told(py, error);
+            let why = reason(py, error);
             py.detach(|| symmpool_collectives::Communicator::refuse(on, why));
         })?;
         let algorithm = options.algorithm;

@@ -5,7 +5,7 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Driver, Error, Result};
 
 use crate::convert::Device;
-use crate::errors::told;
+use crate::errors::reason;
 
 /// The driver for a device's name.
 pub(crate) fn driver(name: Option<&str>) -> Result<(Driver, Device)> {
@@ -36,10 +36,10 @@ pub(crate) fn driver(name: Option<&str>) -> Result<(Driver, Device)> {
     }
 }
 
-/// Makes no pool on this rank, because of `why`, which the group's other ranks are told.
+/// Makes no pool on this rank, because of `why`, which is reported to the group's other ranks.
 pub(crate) fn decline(py: Python<'_>, group: symmpool_allocator::Group, why: PyErr) -> PyErr {
-    let failure = Err(told(py, &why));
+    let failure = Err(reason(py, &why));
     let builder = symmpool_allocator::Pool::builder(group).driver_or_failure(failure);
-    py.detach(|| drop(builder.build())); // fails with this, or as others did not come to hear it
+    py.detach(|| drop(builder.build())); // fails with this, or because other ranks did not come
     why
 }

@@ -175,7 +175,7 @@ fn data_type(dtype: DType) -> DlDataType {
 fn contiguous(shape: &[i64]) -> Vec<i64> {
     let mut strides = vec![1_i64; shape.len()];
     for at in (1..shape.len()).rev() {
-        // Lengths beside one of zero may have any product.
+        // Where one length is zero, the product of the others may be anything.
         strides[at - 1] = strides[at].saturating_mul(shape[at].max(1));
     }
     strides

@@ -43,12 +43,12 @@ pub(crate) fn exception(py: Python<'_>, error: &Error) -> PyErr {
 /// handlers run after the call, and do not end it.
 #[allow(unsafe_code)] // asks the interpreter
 pub(crate) fn is_interrupted() -> bool {
-    // Python hears signals on its main thread. No other may wait for the interpreter here: it would
-    // be ended where it stands when the interpreter is.
+    // Python handles signals on its main thread. No other thread may wait for the interpreter here: it would
+    // be ended where it is when the interpreter ends.
     if rustix::thread::gettid() != rustix::process::getpid() {
         return false;
     }
-    // Of the module in C: nothing here may run code of Python, which would hear signals.
+    // The module in C is asked: Python code must not run here, as it would handle the signals.
     let ends_calls = |py: Python<'_>| -> PyResult<bool> {
         let signal = py.import("_signal")?;
         let handler = signal.getattr("getsignal")?.call1((signal.getattr("SIGINT")?,))?;
@@ -67,19 +67,19 @@ pub(crate) fn is_interrupted() -> bool {
     Python::try_attach(asked).unwrap_or(false)
 }
 
-/// What a call raises. Ctrl-C during the call comes before what went wrong in it: often the other
-/// ranks were interrupted too, and who catches the package's errors means to go on. What went wrong is
-/// then its cause: it says for whom the call waited.
+/// What a call raises. Ctrl-C during the call comes before the call's own error: often the other ranks were
+/// interrupted too, and a program that catches the package's errors would go on. The call's error becomes the
+/// cause: it says for which rank the call waited.
 #[cold]
 pub(crate) fn raised(py: Python<'_>, error: &Error) -> PyErr {
     match py.check_signals() {
         Ok(()) => exception(py, error),
-        Err(heard) => {
+        Err(signal) => {
             // A handler's own exception may have a cause of its own.
-            if heard.cause(py).is_none() {
-                heard.set_cause(py, Some(exception(py, error)));
+            if signal.cause(py).is_none() {
+                signal.set_cause(py, Some(exception(py, error)));
             }
-            heard
+            signal
         }
     }
 }
@@ -90,9 +90,9 @@ pub(crate) fn invalid(py: Python<'_>, message: impl Into<String>) -> PyErr {
     exception(py, &Error::invalid_argument(message))
 }
 
-/// What other ranks are told of an exception that keeps this one from taking part.
+/// The reason that is reported to other ranks, of an exception that keeps this one from taking part.
 #[cold]
-pub(crate) fn told(py: Python<'_>, why: &PyErr) -> Error {
+pub(crate) fn reason(py: Python<'_>, why: &PyErr) -> Error {
     let text = why.value(py).to_string();
     Error::invalid_argument(text.trim_start_matches("symmpool: "))
 }

@@ -100,7 +100,7 @@ impl Exchange {
     }
 }
 
-/// Drops the exception that a function of the table left: attributes tell what is wrong.
+/// Drops the exception that a function of the table left: the tensor's attributes are asked what is wrong.
 #[cold]
 fn forget(_py: Python<'_>) {
     // SAFETY: the interpreter's lock is held.

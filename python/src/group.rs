@@ -22,7 +22,8 @@ use crate::store::PythonStore;
 /// `timeout` is how long collective calls of the group wait for other ranks, in seconds: making
 /// pools, and commits. Ctrl-C ends the waits for the store and for other ranks, within about a second;
 /// KeyboardInterrupt then has as its cause the error that says who was missing, and a pool that
-/// waited commits no more. Other waits it does not end, but all of them end, and then it is heard.
+/// waited commits no more. It does not end other waits, but all of them end by themselves, and then
+/// it is raised.
 ///
 /// Raises InvalidArgumentError, TimeoutError when the store cannot be reached in time, and
 /// RefusedError when a secret differs.

@@ -51,7 +51,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // An error means that the block is no longer the lane's; a destructor has nobody to tell.
+        // An error means that the block is no longer the lane's; a destructor cannot raise it.
         if let Some(block) = self.block.take().and_then(Own::into_here) {
             let _ = block.free_unordered();
         }

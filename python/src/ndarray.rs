@@ -64,9 +64,9 @@ pub(crate) fn read(
         return Err(Refusal::Invalid(format!("{name}: an array interface of an unknown version")));
     }
     if found.flags == 0 && found.typekind == b'V' {
-        // Of fields numpy tells much, but not this.
+        // numpy describes the fields of records, but not so that another library could read them.
         return Err(Refusal::Invalid(format!(
-            "{name}: numpy does not tell how records lie; pass array.view(\"V{}\")",
+            "{name}: numpy does not say how records lie; pass array.view(\"V{}\")",
             found.itemsize
         )));
     }

@@ -12,7 +12,7 @@ use crate::ndarray;
 use crate::reading::Refusal;
 
 /// A number as an argument. Extracting one never fails: whoever knows the argument's name refuses what
-/// is none, and tells the other ranks where they wait.
+/// is none, and reports that to the other ranks where they wait.
 pub(crate) struct Number<T>(Result<T, Wrong>);
 
 enum Wrong {

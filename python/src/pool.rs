@@ -72,7 +72,7 @@ impl Pool {
     ) -> PyResult<Bound<'py, Self>> {
         let limit = timeout.map(|timeout| timeout.seconds(py, "timeout")).transpose();
         let known = limit.as_ref().ok().copied().flatten().map(|limit| limit.as_secs_f64());
-        // The group comes first: whatever else is refused, its other ranks are told.
+        // The group comes first: whatever else is refused is reported to its other ranks.
         let of = group_of(py, group, known)?;
         let asked = || {
             // A torch.device reads as its name.

@@ -72,7 +72,7 @@ impl RowExchange {
         Ok(Self { exchange, calls: Arc::clone(calls), row_shape: lengths, of_torch })
     }
 
-    /// Reads the rows of a call, and the layout; the other ranks are told what is wrong.
+    /// Reads the rows of a call, and the layout. A refusal is reported to the other ranks by the caller.
     fn rows(
         &self,
         output: Argument<'_, '_>,

@@ -1,4 +1,4 @@
-//! Which line of a Python program a call comes from, for messages about ranks that differ.
+//! Which line of a Python program makes a call, for messages about ranks that differ.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -6,10 +6,10 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::PyString;
 use symmpool_allocator::lane::{Origin, Site, at_site};
 
-/// Does `work` without the interpreter; events of lanes in it are told as from the line of Python that
-/// called: the nearest that is not this package's.
+/// Does `work` without the interpreter's lock. Lane events in it are recorded with the line of
+/// Python that made the call: the nearest frame that is not this package's.
 pub(crate) fn detach<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> T {
-    // Messages do without it where it cannot be found.
+    // Messages name no line where none can be found.
     let site = caller(py).unwrap_or(None);
     py.detach(|| at_site(site, work))
 }

@@ -122,8 +122,8 @@ pub(crate) fn read(
     Err(Refusal::Raised(PyTypeError::new_err(message)))
 }
 
-/// A tensor that can be taken as it is; `None` where attributes must tell more, if only what is
-/// wrong.
+/// A tensor that can be taken as it is; `None` where its attributes must be asked, if only for what is wrong
+/// with it.
 #[inline]
 fn of_exchange(object: &Bound<'_, PyAny>, exchange: &Exchange, device: Device) -> Option<Tensor> {
     let found = exchange.read(object)?;
@@ -139,8 +139,8 @@ fn of_exchange(object: &Bound<'_, PyAny>, exchange: &Exchange, device: Device) -
     if !here || address == 0 || count == 0 || found.dtype.code == COMPLEX {
         return None;
     }
-    // What is to be negated when it is read: no word here tells, nor what is to be conjugated, which
-    // only complex numbers are.
+    // DLPack does not say whether elements are to be negated when they are read, nor whether
+    // complex numbers are to be conjugated.
     (!is_negative(object).ok()?).then_some(Tensor { address, count, dtype })
 }
 
@@ -148,7 +148,7 @@ fn is_negative(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
     tensor.call_method0(intern!(tensor.py(), "is_neg"))?.is_truthy()
 }
 
-/// What torch calls doing at last what a tensor's memory does not show yet, if there is such.
+/// The name of torch's method that brings a tensor's memory up to what it shows, where they differ.
 fn is_lazy(tensor: &Bound<'_, PyAny>) -> PyResult<Option<&'static str>> {
     let py = tensor.py();
     if is_negative(tensor)? {
@@ -210,8 +210,7 @@ fn of_torch(
     Ok(Tensor { address, count, dtype })
 }
 
-/// Refuses a tensor whose elements lie in another way than one row after the other, which its strides
-/// would not tell.
+/// Refuses a tensor whose elements do not lie row by row in a way that its strides do not show.
 fn in_rows(name: &str, tensor: &Bound<'_, PyAny>, torch: &Torch) -> Result<(), Refusal> {
     let py = tensor.py();
     if tensor.getattr(intern!(py, "is_nested"))?.is_truthy()? {
@@ -306,9 +305,9 @@ pub(crate) fn stream(
 
 /// The stream that a program names by its handle.
 pub(crate) fn named(raw: u64) -> Stream {
-    // SAFETY: of the program, which was told so (`Pool.forget_stream`): a stream lives until what it was
-    // named to is gone or has forgotten it. Python has no other word for that; torch's streams live as long
-    // as the process.
+    // SAFETY: the program's duty, documented at `Pool.forget_stream`: a stream lives until every
+    // object that it was given to is gone or has forgotten it. Python has no `unsafe` to say so
+    // with. torch's streams live as long as the process.
     unsafe { Stream::from_raw(raw) }
 }
 

@@ -1,8 +1,8 @@
 """Makes the backend of torch.distributed known when torch is imported.
 
-torch calls `register` at the end of its own import, by the entry point of the installed package. This stands
-beside `symmpool`, and not in it, as importing that loads a compiled library: a program that never names
-the backend is spared it, and whatever may be wrong with it.
+torch calls `register` at the end of its own import, by the entry point of the installed package. It is a
+package of its own, as importing `symmpool` loads a compiled library: a program that never names the backend
+does not load it, and is safe from whatever may be wrong with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def register() -> None:
             return
         dist.Backend.register_backend("symmpool", _create, extended_api=True, devices=["cpu", "cuda"])
     except Exception:
-        # Who names the backend hears of it from torch.
+        # A program that names the backend gets torch's error about it.
         return
 
 

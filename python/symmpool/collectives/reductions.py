@@ -50,7 +50,7 @@ def named(op: Any, tensors: Iterable[torch.Tensor]) -> str | None:
 
 
 def _sum_of_inputs(op: Any) -> str | None:
-    """The sum's name, where an operation sums inputs times 1. FSDP2 asks for that where it is told to divide
+    """The sum's name, where an operation sums inputs times 1. FSDP2 asks for that where it has to divide
     gradients by 1, as torchtitan does."""
     state = op.__getstate__() if isinstance(op, dist.ReduceOp) else (None, None)
     by_one = state[0] == dist.ReduceOp.PREMUL_SUM and isinstance(state[1], float) and state[1] == 1

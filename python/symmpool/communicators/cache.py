@@ -180,7 +180,7 @@ def communicator_for(
     """What serves a call on a tensor; made if need be. None where this process has no part in it. With
     `call`, the call itself, wrong arguments are refused before anything is made, which waits for others."""
     try:
-        # A tensor of torch; `look_up` is told the device of others.
+        # Tensors of torch have this method; for others the device is found below.
         device = tensor.get_device()
         entry = looked_up[device][id(torch_state.torch_world._default_pg if group is None else group)]
         if group is None or entry.registered is None or group in entry.registered:

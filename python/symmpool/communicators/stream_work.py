@@ -118,7 +118,7 @@ class SideStream:
         mark = comm.mark(handle)
         # The memory of a tensor that the program lets go of is not reused before the call is done.
         if capturing:
-            # An event of a captured call cannot be queried, so torch is told of the stream.
+            # An event of a captured call cannot be queried, so torch's allocator is to wait for the stream.
             for tensor in arguments:
                 if isinstance(tensor, self._torch.Tensor):
                     tensor.record_stream(self._stream)

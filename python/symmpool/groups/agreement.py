@@ -1,4 +1,4 @@
-"""What the ranks of a process group agree on, in the store that they met in."""
+"""Agreements between the ranks of a process group of torch, made in the store that they met in."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _agreements: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def agree(group: Any, what: str, why: str | None, seconds: float, to: str) -> dict[int, str]:
-    """Tells the other ranks of a process group why this one cannot do something, or None where it
-    can. Returns what each of those said that cannot: the same on every rank. Collective. `to` says,
-    for errors, what the ranks come to: "the first call"."""
+    """Exchanges why ranks of a process group cannot do something: `why` of this one, or None where it can.
+    Returns the reasons of those that cannot, by rank: the same on every rank. Collective. `to` says, for
+    errors, what the ranks come to: "the first call"."""
     dist = distributed()
     group = group if group is not None else dist.group.WORLD
     rank, world, store = member_of(dist, group)
@@ -26,7 +26,7 @@ def agree(group: Any, what: str, why: str | None, seconds: float, to: str) -> di
     try:
         answers = StoreAdapter(store).all_gather(key, rank, world, said, seconds)
     except TimeoutError as error:
-        # So that a second try meets those who have not been here yet.
+        # So that a second try meets the ranks that have not been here yet.
         _agreements[store] -= 1
         if not error.ranks:
             raise
@@ -37,7 +37,7 @@ def agree(group: Any, what: str, why: str | None, seconds: float, to: str) -> di
 def _absent(group: Any, ranks: tuple[int, ...], here: str, seconds: float, to: str) -> TimeoutError:
     """Who did not come to an agreement, as an error."""
     who = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-    # A rank whose time is up takes back what it said, so that others may miss it, too.
+    # A rank whose time is up takes back its answer, so that others may miss it, too.
     left = ", or gave up waiting there" if len(ranks) > 1 else ""
     error = TimeoutError(
         f"symmpool: {who} did not come to {to} of {description_of(group)}{left}: {here} waited for "

@@ -120,7 +120,7 @@ def end(group: Any) -> None:
 
 
 def ended(group: Any) -> InvalidStateError:
-    """What calls on a process group are told that was shut down."""
+    """The error of calls on a process group that was shut down."""
     return InvalidStateError(
         f"symmpool: {description_of(group)} was shut down on rank {group.rank()}, as destroy_process_group "
         "does; what comes after needs another group"

@@ -1,8 +1,8 @@
-"""Meeting in a store of torch.distributed, or one of its kind, as the allocator wants it.
+"""A store of torch.distributed, or one with its methods, as the allocator's rendezvous uses it.
 
 Keys lie under `symmpool/RUN/`, where RUN counts the groups that a rank has made on the store, so
 that what an earlier one left is not taken for a part of a later one. (Two ranks that use one number
-have different runs, so they never meet: each hears that the other ranks are missing.) A gather costs two
+have different runs, so they never meet: each finds that the other ranks are missing.) A gather costs two
 round trips with a TCPStore, as setting waits for no answer: the number of waiting ranks changes nothing.
 A part is removed two gathers later, when every rank must have read it, and while parts of others are on
 their way.
@@ -19,7 +19,7 @@ from typing import Any
 
 from symmpool.errors import DivergedError, Error, PeerLostError, TimeoutError
 
-# How long a blocking call of a store may last, in seconds: between two Ctrl-C is heard.
+# How long a blocking call of a store may last, in seconds: Python handles Ctrl-C between two of them.
 SLICE = 1.0
 # A rank that does not wait in the store itself asks again after these, in seconds.
 FIRST_PAUSE, LONGEST_PAUSE = 20e-6, 5e-3
@@ -127,7 +127,7 @@ class StoreAdapter:
             self._wait(store, keys, end - time.monotonic(), LATE_PAUSE)
 
     def _wait(self, store: Any, keys: list[str], seconds: float, longest: float = LONGEST_PAUSE) -> None:
-        """Asks whether keys are there, until they are. Sleeps between, where Ctrl-C is heard."""
+        """Asks whether keys are there, until they are. Sleeps between, where Python handles Ctrl-C."""
         end = time.monotonic() + seconds
         pause = FIRST_PAUSE
         while not self._call(store.check, keys):

@@ -1,4 +1,4 @@
-"""The handle of torch's symmetric memory, on this package's memory: for those who write kernels.
+"""The handle of torch's symmetric memory, on this package's memory: for authors of kernels.
 
 `rendezvous(tensor)` gives, for a tensor of a pool, where every rank has its copy, and words that ranks
 signal each other with. Names and meaning are those of torch's `_SymmetricMemory`.
@@ -24,13 +24,13 @@ __all__ = ["SIGNAL_PAD_SIZE", "SymmetricMemory", "rendezvous"]
 
 #: Bytes of a rank's signal pad unless others are asked for; torch's number.
 SIGNAL_PAD_SIZE = 2048
-#: How long a wait lasts where nobody says, in seconds: waits without an end there are none.
+#: How long a wait lasts unless a timeout is given, in seconds: no wait is without an end.
 DEFAULT_WAIT = 30.0
 #: Channels between two ranks.
 CHANNELS = 16
-# What a rank says of its tensor, before its pad: where its buffer is, the buffer's bytes, where in it
-# the tensor is, the tensor's bytes, and the type of elements; or REFUSED bytes, and why. Pads that differ
-# the commit finds.
+# What a rank writes about its tensor, in front of its pad: where its buffer is, the buffer's bytes, where in
+# it the tensor is, the tensor's bytes, and the type of elements; or REFUSED for the bytes, and the reason.
+# The commit finds pads of different sizes.
 RECORD = struct.Struct("<4q224s")
 REFUSED = -1
 
@@ -72,7 +72,7 @@ def _pad_size(size: Any) -> int:
 
 
 def _refuse(pool: Pool, signal_pad_size: Any, refusal: InvalidArgumentError) -> None:
-    """Stands in for a rendezvous, so that the other ranks hear why this one has none."""
+    """Takes part in a rendezvous that this rank refuses, so that the other ranks raise its reason."""
     import torch
 
     try:
@@ -90,7 +90,7 @@ def _share(torch: Any, pool: Pool, pad: int, say: Callable[[Block], tuple[Any, .
     try:
         block = pool.block(RECORD.size + pad, "uint8")
     except Error:
-        # The others are in this commit, and hear of it there.
+        # The other ranks are in this commit, which reports the failure to them.
         pool.commit()
         raise
     memory = torch.from_dlpack(block)
@@ -189,20 +189,20 @@ class SymmetricMemory:
         texts = [said.rstrip(b"\0").decode(errors="replace") for *_, said in found]
         refusing = [rank for rank, (_, length, *_) in enumerate(found) if length == REFUSED]
         if refusing:
-            told = [f"rank {rank} refuses its arguments ({texts[rank]})" for rank in refusing]
-            error = DivergedError(f"rendezvous: {'; '.join(told)}")
+            reasons = [f"rank {rank} refuses its arguments ({texts[rank]})" for rank in refusing]
+            error = DivergedError(f"rendezvous: {'; '.join(reasons)}")
             error.ranks = tuple(refusing)
             raise error
         (usual, _), *_ = Counter(found).most_common(1)
-        told = []
+        descriptions = []
         for rank, (offset, length, start, taken, _) in enumerate(found):
-            told.append(
+            descriptions.append(
                 f"rank {rank}: {taken} bytes of {texts[rank]}, {start} bytes into a buffer of {length} at "
                 f"offset {offset:#x}"
             )
         error = DivergedError(
             "rendezvous: ranks bring different tensors; each brings its copy of the same one, at the "
-            "same offset of the pool: " + "; ".join(told)
+            "same offset of the pool: " + "; ".join(descriptions)
         )
         error.ranks = tuple(rank for rank, each in enumerate(found) if each != usual)
         raise error
@@ -273,7 +273,8 @@ class SymmetricMemory:
         return self._view(peer, base, length, sizes, dtype, 0, self._tensor)
 
     def get_signal_pad(self, rank: int, sizes: Any = (), dtype: Any = None, storage_offset: int = 0) -> Any:
-        """A tensor over `rank`'s signal pad; all of it, as uint32, unless told otherwise."""
+        """A tensor over `rank`'s signal pad; all of it, as uint32, unless `sizes` and `dtype` say
+        otherwise."""
         dtype = self._torch.uint32 if dtype is None else dtype
         sizes = _sizes_of(sizes)
         if not sizes and isinstance(dtype, self._torch.dtype):

@@ -29,7 +29,7 @@ _HOOKS = {
 
 
 def is_installed() -> bool:
-    """Whether `install` has been called."""
+    """Whether `install` has put symmpool under torch's CUDA allocations."""
     return _installed is not None
 
 
@@ -50,7 +50,7 @@ def _throw(torch: Any) -> int:
     except (OSError, AttributeError) as error:
         raise UnsupportedError(
             f"install: torch {torch.__version__} has no {name} in {folder}/libc10.so, by which "
-            "running out of memory is told"
+            "running out of memory is raised"
         ) from error
 
 
@@ -60,8 +60,8 @@ def install() -> None:
     Call it once, before torch first uses CUDA; later it raises InvalidStateError. It cannot be
     undone. torch's own statistics fail then, as they do with every allocator that is not torch's:
     use `symmpool.memory_stats` and `symmpool.memory_summary`. Running out of memory is a
-    RuntimeError that begins with "CUDA out of memory", not torch.OutOfMemoryError, which torch lets
-    nobody else raise.
+    RuntimeError that begins with "CUDA out of memory", not torch.OutOfMemoryError, which only torch's own
+    allocator can raise.
 
     Meant for one device a process, as launchers set it up: a device's memory is not mapped for the
     process's other devices, so copy tensors between them by way of the CPU."""

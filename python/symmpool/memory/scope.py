@@ -18,8 +18,8 @@ from symmpool import _symmpool
 from symmpool.errors import Error, InvalidArgumentError, InvalidStateError, UnsupportedError
 from symmpool.memory import install
 
-# torch keeps a bare pointer to the allocator of a segment for as long as a tensor lives in it,
-# which may be longer than the MemPool does. So an allocator, once made, is for ever; there is one a
+# torch keeps a pointer to the allocator of a segment, without owning it, for as long as a tensor lives in the
+# segment, which may be longer than the MemPool lives. So an allocator is never freed; there is one for each
 # slot.
 _allocators: dict[int, Any] = {}
 
@@ -157,8 +157,8 @@ class Scope:
         reason = self._slot.take_failure()
         if reason is not None:
             _add_note(value, str(reason))
-        # Who is to stop at once waits for nobody: the other ranks see that this one is gone.
-        # Otherwise a due commit is where they are now, or will be; they hear there what failed.
+        # A rank that is to stop at once (KeyboardInterrupt, SystemExit) waits for no other: they see that it
+        # is gone. Otherwise the others are in the due commit, or will be, and learn there what failed.
         if issubclass(kind, Exception) and pool.is_commit_due:
             if self._torch.cuda.is_current_stream_capturing():
                 _postponed.append(pool)
@@ -193,7 +193,7 @@ def commit_postponed() -> None:
                     _add_note(first, f"and the commit of {pool!r}: {error}")
             pools.pop(0)
     finally:
-        # What Ctrl-C came before is for the next time.
+        # Pools that Ctrl-C has kept from their commit are for the next time.
         _postponed[:0] = pools
     if first is not None:
         raise first

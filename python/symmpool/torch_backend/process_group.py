@@ -17,8 +17,8 @@ communicator once the group has had a collective on CUDA. Each direction between
 own: the calls of a batch may be begun in any order, no host waits for another rank, and graphs may capture
 them (`symmpool.torch_backend.p2p`). Before that collective, and from then on between two ranks that began
 before it, NCCL carries them. The first one, and those that follow before the other rank comes to it, wait in
-a queue beside the program; the first cannot be captured in a graph. To connect two ranks, NCCL needs the
-device for itself. So a program that has calls of other groups under way at its first point-to-point call
+a queue while the program goes on; the first cannot be captured in a graph. To connect two ranks, NCCL needs
+the device for itself. So a program that has calls of other groups under way at its first point-to-point call
 should begin with a collective of CUDA tensors on the group. What a rank sends to itself is copied.
 
 A group's first call on a kind of device meets the other ranks before it returns, with `async_op=True` too:
@@ -34,7 +34,7 @@ gloo is the fallback on CUDA then, and point-to-point calls of CUDA tensors need
 before.
 
 Memory that torch asks the group for lies in windows (`symmpool.torch_backend.allocation`): FSDP's buffers do,
-once it is told `set_allocate_memory_from_process_group_for_comm(True)`.
+once the program has called `set_allocate_memory_from_process_group_for_comm(True)`.
 """
 
 from __future__ import annotations
