@@ -53,7 +53,7 @@ def leaves_nothing(group, port):
     meet(group, port)
     dist.all_reduce(torch.ones(3))
     there = dist.group.WORLD
-    parts = [there, there._beside, *there._beside._backends, there._beside.messages]
+    parts = [there, there._fallbacks, *there._fallbacks._backends, there._fallbacks.channels]
     left = [(type(part).__name__, weakref.ref(part)) for part in parts]
     del there, parts
     dist.destroy_process_group()
