@@ -7,11 +7,16 @@ from typing import Any
 
 from symmpool.collectives.reduce_op import NATIVE, op_name
 from symmpool.communicators import devices, torch_state
-from symmpool.communicators.cache import communicator_for, first_device, look_up
+from symmpool.communicators.cache import (
+    communicator_for,
+    communicator_to_write,
+    first_device,
+    look_up,
+)
 from symmpool.communicators.gradients import watch
 from symmpool.errors import InvalidArgumentError
 
-__all__ = ["make", "needs_plan", "reduction_needs_plan", "with_results"]
+__all__ = ["make", "make_direct", "needs_plan", "reduction_needs_plan", "with_results"]
 
 # Element types that communicators reduce, as torch, numpy and this package write them.
 _REDUCED = frozenset(
@@ -30,11 +35,14 @@ def needs_plan(*tensors: Any) -> bool:
     row."""
     for tensor in tensors:
         is_contiguous = getattr(tensor, "is_contiguous", None)
-        # Tensors of other layouts are refused by the communicator.
-        if is_contiguous is None or str(getattr(tensor, "layout", "")) != "torch.strided":
+        if is_contiguous is None:
             continue
         try:
-            if not is_contiguous() or tensor.is_neg() or tensor.is_conj():
+            if is_contiguous():
+                if tensor.is_neg() or tensor.is_conj():
+                    return True
+            # Tensors of other layouts are refused by the communicator.
+            elif str(tensor.layout) == "torch.strided":
                 return True
         except (AttributeError, RuntimeError, TypeError):
             continue  # a nested tensor, for one
@@ -51,6 +59,17 @@ def reduction_needs_plan(op: Any, tensor: Any) -> bool:
         return dtype in _REDUCED and op_name(op) not in NATIVE
     except InvalidArgumentError:
         return False
+
+
+def make_direct(
+    tensor: Any, group: Any, call: str, arguments: tuple[Any, ...], results: list[Any], async_op: bool
+) -> Any:
+    """As `make`, for a call that needs no plan: of a communicator's method, with the caller's arguments. It
+    writes to the tensor, by which the communicator is found."""
+    entry = communicator_to_write(tensor, group, None, (call, arguments))
+    if entry is None:
+        return None
+    return entry.run(getattr(entry.comm, call), arguments, results, async_op)
 
 
 @torch_state.opaque

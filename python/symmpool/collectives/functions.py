@@ -33,7 +33,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from symmpool.collectives.calls import make, needs_plan, op_name, reduction_needs_plan, with_results
+from symmpool.collectives.calls import (
+    make,
+    make_direct,
+    needs_plan,
+    op_name,
+    reduction_needs_plan,
+    with_results,
+)
 from symmpool.collectives.reduce_op import ReduceOp
 from symmpool.communicators import cache, devices, torch_state
 from symmpool.communicators.cache import communicator, forget, looked_up
@@ -119,14 +126,14 @@ def reduce_scatter_tensor(
         from symmpool import ops
 
         return ops.traced_reduce_scatter(output, input, op, group, async_op)
+    if not needs_plan(output, input) and not reduction_needs_plan(op, input):
+        return make_direct(output, group, "reduce_scatter_tensor", (output, input, op), [output], async_op)
 
     def plan(rank: int, world: int) -> Any:
-        if needs_plan(output, input) or reduction_needs_plan(op, input):
-            from symmpool.collectives import layout, plans
+        from symmpool.collectives import layout, plans
 
-            tensors = layout.as_torch("output", output), layout.as_torch("input", input)
-            return with_results(plans.reduce_scatter_tensor(*tensors, op_name(op), world), [output])
-        return ("reduce_scatter_tensor", (output, input, op), None, [output])
+        tensors = layout.as_torch("output", output), layout.as_torch("input", input)
+        return with_results(plans.reduce_scatter_tensor(*tensors, op_name(op), world), [output])
 
     return make(output, group, plan, async_op, [output])
 
@@ -141,15 +148,17 @@ def all_gather_into_tensor(
         from symmpool import ops
 
         return ops.traced_all_gather(output_tensor, input_tensor, group, async_op)
+    if not needs_plan(output_tensor, input_tensor):
+        arguments = (output_tensor, input_tensor)
+        results = [output_tensor]
+        return make_direct(output_tensor, group, "all_gather_into_tensor", arguments, results, async_op)
 
     def plan(rank: int, world: int) -> Any:
-        if needs_plan(output_tensor, input_tensor):
-            from symmpool.collectives import layout, plans
+        from symmpool.collectives import layout, plans
 
-            return plans.all_gather_into_tensor(
-                layout.as_torch("output_tensor", output_tensor), layout.as_torch("input_tensor", input_tensor)
-            )
-        return ("all_gather_into_tensor", (output_tensor, input_tensor), None, [output_tensor])
+        output = layout.as_torch("output_tensor", output_tensor)
+        made = plans.all_gather_into_tensor(output, layout.as_torch("input_tensor", input_tensor))
+        return with_results(made, [output_tensor])
 
     return make(output_tensor, group, plan, async_op, [output_tensor])
 
@@ -173,14 +182,15 @@ def all_to_all_single(
         sizes = (output_split_sizes, input_split_sizes)
         return ops.traced_all_to_all(output, input, sizes, group, async_op)
     sizes = (sizes_or_none(output_split_sizes), sizes_or_none(input_split_sizes))
+    if not needs_plan(output, input):
+        arguments = (output, input, *sizes)
+        return make_direct(output, group, "all_to_all_single", arguments, [output], async_op)
 
     def plan(rank: int, world: int) -> Any:
-        if needs_plan(output, input):
-            from symmpool.collectives import layout, plans
+        from symmpool.collectives import layout, plans
 
-            tensors = layout.as_torch("output", output), layout.as_torch("input", input)
-            return plans.all_to_all_single(*tensors, *sizes)
-        return ("all_to_all_single", (output, input, *sizes), None, [output])
+        tensors = layout.as_torch("output", output), layout.as_torch("input", input)
+        return with_results(plans.all_to_all_single(*tensors, *sizes), [output])
 
     return make(output, group, plan, async_op, [output])
 
@@ -219,14 +229,22 @@ def broadcast(
         from symmpool import ops
 
         return ops.traced_broadcast(tensor, src, group, group_src, async_op)
+    planned = needs_plan(tensor)
+    try:
+        root = rank_in(group, "broadcast", src=src, group_src=group_src)
+    except InvalidArgumentError:
+        root = None  # the plan raises it again, where it can be reported to the other ranks
+    if root is not None and not planned:
+        return make_direct(tensor, group, "broadcast", (tensor, root), [tensor], async_op)
 
     def plan(rank: int, world: int) -> Any:
         root = rank_in(group, "broadcast", src=src, group_src=group_src)
-        if needs_plan(tensor):
-            from symmpool.collectives import layout, plans
+        if not planned:
+            return ("broadcast", (tensor, root), None, [tensor])
+        from symmpool.collectives import layout, plans
 
-            return plans.broadcast(layout.as_torch("tensor", tensor), root, rank)
-        return ("broadcast", (tensor, root), None, [tensor])
+        made = plans.broadcast(layout.as_torch("tensor", tensor), root, rank)
+        return with_results(made, [tensor])
 
     return make(tensor, group, plan, async_op, [tensor])
 

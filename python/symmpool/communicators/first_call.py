@@ -18,9 +18,9 @@ from symmpool._symmpool import check_call
 from symmpool.errors import Error, InvalidArgumentError
 from symmpool.groups import store
 
-# Gives a communicator's method and its arguments for this rank of a number of ranks, or raises what is wrong
-# with the call.
-Call = Callable[[int, int], tuple[str, tuple[Any, ...]]]
+# A communicator's method and its arguments; or what gives them for this rank of a number of ranks, or raises
+# what is wrong with the call.
+Call = tuple[str, tuple[Any, ...]] | Callable[[int, int], tuple[str, tuple[Any, ...]]]
 
 # How long a refused call waits for the others all the same, in seconds: ranks that are there come in less,
 # and everything is then as after any other call.
@@ -45,7 +45,7 @@ def check(key: Any, device: int, member: tuple[int, int], call: Call, make: Call
     """Raises what is wrong with a call on a group that has no communicator yet, and has a thread `make` the
     communicator's entry and report the refusal. `member` is this process's rank, and the number of ranks."""
     try:
-        name, arguments = call(*member)
+        name, arguments = call if isinstance(call, tuple) else call(*member)
         check_call(device, *member, name, arguments)
     except (InvalidArgumentError, TypeError) as why:
         thread = threading.Thread(target=_report, args=(str(why), make), name="symmpool refusal", daemon=True)
