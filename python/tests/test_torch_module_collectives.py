@@ -165,8 +165,10 @@ def lists_in_the_background(group):
     gathered = [torch.zeros(2) for _ in range(world)]
     parts = [torch.zeros(2) for _ in range(world)] if me == 0 else []
     mine, total = torch.zeros(2), torch.full((2,), me + 1.0)
+    first = symmpool.all_gather(gathered, torch.full((2,), float(me)), group, async_op=True)
+    assert first.wait()  # what is scattered is copied when the call is made
     works = [
-        symmpool.all_gather(gathered, torch.full((2,), float(me)), group, async_op=True),
+        first,
         symmpool.gather(torch.full((2,), float(me)), parts, 0, group, async_op=True),
         symmpool.scatter(mine, gathered if me == 1 else [], 1, group, async_op=True),
         symmpool.reduce(total, 0, group=group, async_op=True),
