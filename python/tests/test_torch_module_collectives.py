@@ -196,6 +196,19 @@ def test_so_are_those_that_are_not_waited_for():
     assert values(2, lists_in_the_background) == [[0, 1, 0, 1, 0, 3], [0, 1, 1, 2]]
 
 
+def copied_behind_what_was_begun(group):
+    x = torch.ones(1 << 20)
+    for _ in range(3):
+        work = symmpool.all_reduce(x, group=group, async_op=True)
+    gathered = [torch.zeros(1 << 20) for _ in range(group.world)]
+    symmpool.all_gather(gathered, x, group)
+    return work.is_completed(), [each.min().item() for each in gathered]
+
+
+def test_copies_are_made_behind_what_was_begun():
+    assert values(2, copied_behind_what_was_begun) == [(True, [8.0, 8.0])] * 2
+
+
 def loose(group):
     """Tensors that are not contiguous, to and from."""
     me, world = group.rank, group.world

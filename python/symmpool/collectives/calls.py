@@ -93,6 +93,10 @@ def make(tensor: Any, group: Any, plan: Planner, async_op: bool, writes: Any = (
     except (InvalidArgumentError, TypeError) as why:
         entry.refuse(str(why))
         raise
+    if not async_op and entry.pending is not None:
+        # Copies are made anew behind the calls that were begun, which may write to what is copied.
+        entry.check_and_join_pending(getattr(entry.comm, call), arguments)
+        call, arguments, finish, results = plan(entry.comm.rank, entry.comm.world)
     for each in writes:
         if getattr(each, "requires_grad", False):
             watch(each)

@@ -21,8 +21,9 @@ when they come to the call; where that is the group's first one, which all ranks
 
 With `async_op=True` a call returns a `symmpool.Work` at once: on CUDA it runs on a stream of its own,
 on the CPU in a thread of its own. Calls keep their order all the same: one that follows waits for
-those before, as collectives of one group must run in the same order on every rank. Where a call goes by way of
-copies, they are made when it is called: wait for a call before its results are passed to such a one.
+those before, as collectives of one group must run in the same order on every rank. Where such a call goes by
+way of copies, they are made when it is called: wait for a call before its results are passed to one with
+`async_op=True` that copies.
 
 A call waits for a late rank as long as the timeout of the group that it names, or that the pool is on,
 when its communicator is made; on a pool made of `(store, rank, world)`, as long as the pool's `timeout`
