@@ -3,15 +3,14 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::{Child, ChildStdout, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, Rlimit, setrlimit};
 use symmpool_allocator::Deadline;
 use symmpool_allocator::store::tcp::{TcpLimits, TcpOptions};
 use symmpool_allocator::store::{Store, TcpServer, TcpStore};
-
-const ROLE: &str = "SYMMPOOL_TEST_FEW_DESCRIPTORS";
+use symmpool_allocator::testing::{role, this_test_as};
 
 fn ample() -> Deadline {
     Deadline::seconds(60)
@@ -29,13 +28,8 @@ struct Serving(Child, BufReader<ChildStdout>);
 
 /// Runs the test of this name in another process, as a server; returns that and its address.
 fn server(test: &str) -> (Serving, SocketAddr) {
-    let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", test, "--nocapture"])
-        .env(ROLE, "serve")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let mut child =
+        this_test_as(test, "serve").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let mut output = BufReader::new(child.stdout.take().unwrap());
     let mut line = String::new();
     while !line.starts_with("at ") {
@@ -64,7 +58,7 @@ fn end(serving: Serving) {
 
 #[test]
 fn a_hundred_idle_connections_keep_no_rank_out() {
-    if std::env::var_os(ROLE).is_some() {
+    if role().is_some() {
         limit_files(30);
         return serve(&TcpServer::bind("127.0.0.1:0", TcpOptions::default()).unwrap());
     }
@@ -83,7 +77,7 @@ fn a_hundred_idle_connections_keep_no_rank_out() {
 
 #[test]
 fn a_server_without_descriptors_says_so() {
-    if std::env::var_os(ROLE).is_some() {
+    if role().is_some() {
         limit_files(10);
         let server = TcpServer::bind("127.0.0.1:0", TcpOptions::default()).unwrap();
         let mut open = Vec::new();
@@ -106,7 +100,7 @@ fn a_server_without_descriptors_says_so() {
 
 #[test]
 fn a_client_without_descriptors_says_so() {
-    if std::env::var_os(ROLE).is_some() {
+    if role().is_some() {
         let server = TcpServer::bind("127.0.0.1:0", TcpOptions::default()).unwrap();
         limit_files(4);
         let mut open = Vec::new();

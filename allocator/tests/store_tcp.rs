@@ -2,11 +2,12 @@
 
 use std::io::{BufRead, BufReader};
 use std::net::{SocketAddr, TcpListener};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use symmpool_allocator::store::tcp::{Secret, TcpLimits, TcpOptions};
 use symmpool_allocator::store::{Store, TcpServer, TcpStore};
+use symmpool_allocator::testing::{role, this_test_as};
 use symmpool_allocator::{Deadline, Error};
 
 fn ample() -> Deadline {
@@ -166,8 +167,7 @@ fn a_lost_rank_ends_waits_at_once_and_names_itself() {
 /// The process of this test again, as rank 1 of 2; killed while the others still need it.
 #[test]
 fn a_killed_process_is_a_lost_rank() {
-    const ADDR: &str = "SYMMPOOL_TEST_STORE_ADDR";
-    if let Ok(addr) = std::env::var(ADDR) {
+    if let Some(addr) = role() {
         let store = TcpStore::connect_as(addr, hosted_by_0(), 1, ample()).unwrap();
         store.all_gather("first", 1, 2, b"child", ample()).unwrap();
         // Reports that it is ready, then waits to be killed.
@@ -177,9 +177,8 @@ fn a_killed_process_is_a_lost_rank() {
     }
     let server = server();
     let store = declare(&server, 0).unwrap();
-    let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "a_killed_process_is_a_lost_rank", "--nocapture"])
-        .env(ADDR, server.local_addr().to_string())
+    let addr = server.local_addr().to_string();
+    let mut child = this_test_as("a_killed_process_is_a_lost_rank", &addr)
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();

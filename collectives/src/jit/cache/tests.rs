@@ -2,8 +2,9 @@
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 
+use symmpool_allocator::testing::{role, this_test_as};
 use tempfile::TempDir;
 
 use super::*;
@@ -176,12 +177,10 @@ fn threads_make_an_image_once() {
     assert_eq!(count.into_inner(), 1);
 }
 
-const FOLDER: &str = "SYMMPOOL_TEST_CACHE";
-
 /// What the processes of the tests below do; nothing when run as a test.
 #[test]
 fn a_process_of_another_test() {
-    let Some(folder) = std::env::var_os(FOLDER).map(PathBuf::from) else { return };
+    let Some(folder) = role().map(PathBuf::from) else { return };
     let cache = Cache::open(&folder.join("cache"), LONG).expect("a cache");
     if folder.join("hang").exists() {
         let _held = cache.lock(key());
@@ -198,9 +197,8 @@ fn a_process_of_another_test() {
 }
 
 fn start(folder: &Path) -> Child {
-    Command::new(std::env::current_exe().expect("a program"))
-        .args(["--exact", "jit::cache::tests::a_process_of_another_test"])
-        .env(FOLDER, folder)
+    let folder = folder.to_str().expect("a folder of this test");
+    this_test_as("jit::cache::tests::a_process_of_another_test", folder)
         .stdout(Stdio::null())
         .spawn()
         .expect("a process")
