@@ -101,11 +101,6 @@ impl<R: Ranges> Region<R> {
         };
         self.mapped.overlapping(offset, end).or_else(changing)
     }
-
-    /// Ends the change of the range at `offset`.
-    fn end_change(&mut self, offset: u64) {
-        self.changing.retain(|&(at, _)| at != offset);
-    }
 }
 
 /// By first address.
@@ -189,13 +184,24 @@ impl<R: Ranges> Mappings<R> {
         place.changing.push((offset, bytes));
         drop(regions);
         let done = act();
+        self.end_change(reservation, (offset, bytes), done.is_ok())?;
+        done
+    }
+
+    /// Ends the change of a range, which is or is not mapped afterwards.
+    fn end_change(
+        &self,
+        reservation: &Reservation,
+        (offset, bytes): (u64, u64),
+        mapped: bool,
+    ) -> Result<()> {
         let mut regions = lock(&self.regions);
         let place = region(&mut regions, reservation)?;
-        place.end_change(offset);
-        if done.is_ok() {
+        place.changing.retain(|&(at, _)| at != offset);
+        if mapped {
             place.mapped.insert(offset, bytes);
         }
-        done
+        Ok(())
     }
 
     /// Refuses what is not one whole mapping.
@@ -232,12 +238,7 @@ impl<R: Ranges> Mappings<R> {
             place.changing.push((offset, bytes));
             drop(regions);
             let done = act();
-            let mut regions = lock(&self.regions);
-            let place = region(&mut regions, reservation)?;
-            place.end_change(offset);
-            if done.is_err() {
-                place.mapped.insert(offset, bytes);
-            }
+            self.end_change(reservation, (offset, bytes), done.is_err())?;
             return done;
         }
         let there = match place.overlapping(offset, offset + bytes) {
