@@ -31,7 +31,7 @@ pub(super) fn start(test: &str) -> (Child, Socket) {
     (child, socket)
 }
 
-/// Runs `test` in a child process that must succeed and says nothing meanwhile.
+/// Runs `test` in a child process that must succeed and sends no signals.
 pub(super) fn run(test: &str) {
     let (mut child, _socket) = start(test);
     let status = child.wait().unwrap();
@@ -53,7 +53,7 @@ impl Socket {
         Self(stream)
     }
 
-    /// Says that a point is reached.
+    /// Signals that a point is reached.
     pub(super) fn signal(&mut self) {
         self.0.write_all(&[1]).unwrap();
     }

@@ -83,7 +83,7 @@ fn a_missing_rank_is_named_with_the_group() {
 
 #[test]
 fn groups_from_a_launcher_meet_over_tcp() {
-    // A port that is free now; nobody else asks for this very one meanwhile.
+    // A port that is free now; no other test asks for this one.
     let probe = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = probe.local_addr().unwrap().port();
     drop(probe);

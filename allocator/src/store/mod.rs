@@ -126,7 +126,7 @@ pub trait Store: Send + Sync {
             Ok(Gathered::from_parts(parts))
         } else {
             // Otherwise a second attempt would leave this part to ranks that come before the new one is
-            // there. It is worth a moment beyond the deadline.
+            // there. A moment beyond the deadline is allowed for this.
             let _ = self.delete(&own, Deadline::seconds(1));
             Err(Error::timeout(format!("in all_gather {key:?}"), deadline.budget(), missing))
         }

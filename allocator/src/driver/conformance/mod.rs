@@ -136,7 +136,8 @@ fn many_segments(driver: &Driver) {
     driver.unreserve(range).expect("nothing is mapped");
 }
 
-/// Several at once: one after the other, each a mapping of its own, and none where one cannot be.
+/// Several allocations by one call: one behind the other, each with a mapping of its own; none if one cannot
+/// be mapped.
 fn runs(driver: &Driver) {
     let unit = driver.granularity();
     let range = reserve(driver, 8);

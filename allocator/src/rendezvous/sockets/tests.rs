@@ -123,7 +123,7 @@ fn every_rank_gets_every_descriptor_of_every_other() {
                 exchange_tagged(&mut peers, rank, world, count);
             }
             assert_eq!(peers.lost_peers(), [0; 0]);
-            // Nobody leaves before all have looked.
+            // No rank leaves before all have checked.
             exchange_tagged(&mut peers, rank, world, 0);
         });
     }
@@ -166,7 +166,7 @@ fn a_rank_that_leaves_during_an_exchange_is_named_by_all() {
         }
         let mine = [tagged(rank, 0)];
         let error = peers.exchange(&borrowed(&mine), 1, &mut keep_nothing, soon()).unwrap_err();
-        // From then on it fails at once, with the same error, and still knows who was lost.
+        // Later calls fail at once with the same error, and still name the lost rank.
         let again = peers.exchange(&[], 0, &mut keep_nothing, soon()).unwrap_err();
         assert!(again.is_peer_lost() && again.to_string().contains("earlier failure"), "{again}");
         assert!(peers.lost_peers().contains(&1));
@@ -234,7 +234,7 @@ fn lost_peers_are_seen_without_an_exchange() {
             left.wait();
             assert_eq!(peers.lost_peers(), [1]);
         }
-        // Nobody leaves before all have looked.
+        // No rank leaves before all have checked.
         left.wait();
     });
 }
@@ -271,7 +271,7 @@ fn a_rank_that_fails_gives_its_reason_to_all() {
             if rank == 2 { Err(Error::out_of_memory("cannot map it")) } else { Ok(()) }
         };
         let first = peers.exchange(&borrowed(&mine), 1, &mut refuse, soon());
-        // Ranks that had finished the first exchange hear of it in the next.
+        // Ranks that had finished the first exchange get the farewell in the next.
         first.and_then(|_| peers.exchange(&[], 0, &mut refuse, soon())).unwrap_err()
     });
     assert!(errors[2].is_out_of_memory(), "{}", errors[2]);
@@ -304,7 +304,7 @@ fn ranks_in_different_rounds_are_told_apart() {
         peers.rounds = 4 + u64::from(rank);
         peers.exchange(&[], 0, &mut keep_nothing, soon()).unwrap_err()
     });
-    // The second to notice may hear of it before it does.
+    // The second rank may receive a farewell before it notices the difference itself.
     assert!(errors.iter().any(Error::is_diverged));
     for error in errors {
         assert!(error.to_string().contains("different collective calls"), "{error}");

@@ -126,7 +126,7 @@ impl Directory {
         }
     }
 
-    /// Replaces `path` by a file of `bytes`, at once.
+    /// Replaces `path` by a file of `bytes`, which appears complete.
     pub(super) fn replace(&self, path: &Path, bytes: &[u8]) -> Result<()> {
         let temporary = self.write_temporary(&[bytes])?;
         fs::rename(&temporary, path).map_err(|error| {

@@ -87,7 +87,7 @@ impl<'a> Gather<'a> {
                 if peer >= self.world || gathering.has(peer) {
                     continue;
                 }
-                // Gone again: the peer timed out and took its part back.
+                // Removed again: the peer timed out and took its part back.
                 let Some((world, part)) = self.read_part(peer)? else { continue };
                 let arrived = gathering.arrive(self.key, peer, world, part.into());
                 if arrived.map_err(|error| self.fail(error))? {
@@ -144,7 +144,7 @@ impl<'a> Gather<'a> {
         Ok(ranks)
     }
 
-    /// The world size `peer` has in mind, and its part; `None` when there is no such file.
+    /// The world size that `peer` passed, and its part; `None` when there is no such file.
     fn read_part(&self, peer: u32) -> Result<Option<(u32, Vec<u8>)>> {
         let path = self.part_path(peer);
         let Some(mut bytes) = read_at_most(&path, MAX_VALUE + size_of::<u32>())? else {
@@ -166,9 +166,9 @@ impl<'a> Gather<'a> {
     /// then, so what fails here fails no one: the files stay.
     pub(super) fn count_reader(&self, deadline: Deadline) {
         let removed = || -> Result<()> {
-            // Worth a moment even when the last part came just in time.
-            let patience = Deadline::after(deadline.remaining().max(Duration::from_millis(200)));
-            let lock = self.directory.lock(patience)?;
+            // Waits a moment even if the last part came just before the deadline.
+            let until = Deadline::after(deadline.remaining().max(Duration::from_millis(200)));
+            let lock = self.directory.lock(until)?;
             let path = self.dir.join("readers");
             let readers = read_at_most(&path, 64)?;
             let readers = counter_sum("readers", readers.as_deref(), 1)?;

@@ -194,7 +194,7 @@ fn a_frame_in_single_bytes_is_a_frame() {
         raw.write(&[byte]);
     }
     assert_eq!(raw.read().unwrap().0, ToClient::Done);
-    // Two at once are served in turn.
+    // Two requests sent together are served one after the other.
     raw.write(&[request(get(), b""), request(Request::Delete { key: "k".into() }, b"")].concat());
     assert_eq!(raw.read().unwrap(), (ToClient::Value, b"value".to_vec()));
     assert_eq!(raw.read().unwrap().0, ToClient::Deleted(true));

@@ -289,7 +289,7 @@ fn connect_once(
     limit: WaitLimit<'_>,
 ) -> Result<(ClientConnection, [u8; 16]), Fault> {
     let stream = limit.connect(addr)?;
-    // On the machine itself, a port that nobody listens on may be given to this very socket,
+    // On the server's own machine, a port that nobody listens on may be given to this very socket,
     // which is then connected to itself.
     if stream.local_addr().ok() == Some(addr) {
         return Err(Fault::Gone("connection refused".to_owned()));

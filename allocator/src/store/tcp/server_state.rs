@@ -150,7 +150,7 @@ impl State {
         Ok(Admission::Granted)
     }
 
-    /// Serves a request, at once or when it can be. `tail` is an error when there was no room
+    /// Serves a request, now or as soon as it can be answered. `tail` is an error when there was no room
     /// for the value.
     pub(super) fn request(&mut self, client: Client, request: Request, tail: Result<Payload>) {
         let reply = match request {
@@ -331,7 +331,7 @@ impl State {
     }
 
     /// Takes `client`'s part in a gather, which is answered once all parts are there or cannot come.
-    /// An error is this client's answer at once; if the gather has failed, those who wait have theirs.
+    /// An error is the answer to this client; if the gather has failed, those who wait have been answered.
     fn gather(
         &mut self,
         client: Client,

@@ -216,7 +216,7 @@ fn callers_without_end_do_not_hold_up_the_deadline() {
                 while !done.load(Ordering::Relaxed) {
                     let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
                     let caller = rustix::net::socket_with(family, kind, flags, None).unwrap();
-                    // Too many may wait there, or nobody listens any more.
+                    // The listener may be full, or closed.
                     let _ = rustix::net::connect(&caller, &address);
                 }
             });
