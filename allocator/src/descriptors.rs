@@ -80,7 +80,7 @@ pub(crate) fn make_room(count: usize) {
 pub(crate) const MOST_PER_MESSAGE: usize = 128;
 
 /// Sends `bytes`, and `fds` with them, over a Unix socket by one call; returns how many bytes were sent.
-/// Fails with [`Errno::INVAL`] for more than [`MOST_PER_MESSAGE`] descriptors.
+/// Fails with [`Errno::INVAL`] for more than 128 descriptors.
 #[cfg_attr(not(feature = "testing"), allow(unreachable_pub))]
 pub fn send_with_descriptors(
     socket: impl AsFd,
@@ -108,7 +108,7 @@ pub struct ReceivedMessage {
     pub flags: ReturnFlags,
 }
 
-/// Receives into `buffer` from a Unix socket by one call, with at most [`MOST_PER_MESSAGE`] descriptors.
+/// Receives into `buffer` from a Unix socket by one call, with at most 128 descriptors.
 #[cfg_attr(not(feature = "testing"), allow(unreachable_pub))]
 pub fn receive_with_descriptors(
     socket: impl AsFd,

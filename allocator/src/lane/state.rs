@@ -232,7 +232,7 @@ impl LaneState {
 
     /// Returns blocks to the lane that every rank has freed without order: the last step of a commit.
     /// `counters` ascend. Unknown ones are ignored; there are none, because the caller has the list from
-    /// [`apply_reports`](Self::apply_reports).
+    /// `apply_reports`.
     pub fn reclaim(&mut self, counters: &[u64], backing: &mut dyn Backing) -> Result<()> {
         if counters.is_empty() {
             return Ok(());
