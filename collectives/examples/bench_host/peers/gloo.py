@@ -51,7 +51,8 @@ def main():
         part = count // world
         given = values(int(size), rank, 0, count)
         if op == "all_reduce":
-            # gloo's all_reduce is always in place. It is checked after the first call, as later calls change the values.
+            # gloo's all_reduce is always in place. It is checked after the first call, as later calls
+            # change the values.
             out = given.clone()
             call = partial(dist.all_reduce, out)
             expected = sum(values(int(size), r, 0, count) for r in range(world))
