@@ -8,7 +8,8 @@ NVRTC_PACKAGES := nvidia-cuda-nvrtc-cu12==12.4.127 nvidia-cuda-nvrtc==13.0.88
 NVRTC := $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu*/lib/libnvrtc.so.1[23]
 TARGET := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 CARGO_TEST := cargo test --workspace --all-features
-# The programs of collectives and of the allocator, as `$(CARGO_TEST)` builds them.
+# The example programs, of what `$(CARGO_TEST)` builds: that builds none of those that have tests of their own.
+CARGO_EXAMPLES := cargo build --workspace --all-features --examples
 PROGRAMS := $(TARGET)/debug/examples
 COLLECTIVES := $(PROGRAMS)/cuda_collectives
 # A file a suite: when its last run began in which everything passed.
@@ -59,6 +60,7 @@ lint: $(VENV)/ready
 # Tests and the programs that they start are built once: with one set of features, in one profile.
 build: $(EMULATOR)/libnvrtc.so.13
 	$(CARGO_TEST) --no-run
+	$(CARGO_EXAMPLES)
 	@+$(MAKE) --no-print-directory test-extension
 
 # Tests that need a device say "skipped: ..." where there is none; --nocapture lets it be seen.
@@ -83,7 +85,7 @@ test-loom:
 ifneq ($(shell command -v c++),)
 test-emulated: $(EMULATOR)/libnvrtc.so.13
 	$(call begin,emulated)
-	$(CARGO_TEST) --no-run
+	$(CARGO_EXAMPLES)
 	$(EMULATED) $(CARGO_TEST) --lib cuda:: -- --nocapture
 	$(EMULATED) $(PROGRAMS)/cuda_check --ranks 3
 	$(EMULATED) $(COLLECTIVES) check --quick --ranks 2 --algorithms first_calls
