@@ -1,11 +1,11 @@
-//! In place of `collectives/kernels/symmpool/ptx.cuh`: its functions as a CPU has them, for a device of compute
-//! capability 8.0. A thread that looks at memory that others write lets these go on before.
+//! What kernels have in place of `collectives/kernels/symmpool/ptx.cuh`: the same functions on a CPU, for a device of
+//! compute capability 8.0. A thread lets others run before it reads memory that they may write.
 
 #pragma once
 
 namespace symmpool {
 
-// Half by half, which is what packets need of their eight bytes: others may write between the two.
+// Each half of eight bytes is atomic, which is all that LL words need; others may write between the two halves.
 inline uint4 load_relaxed(const void* from) {
     emulated::emulated_look();
     const unsigned long long* halves = static_cast<const unsigned long long*>(from);
@@ -16,7 +16,7 @@ inline uint4 load_relaxed(const void* from) {
                       static_cast<unsigned>(high), static_cast<unsigned>(high >> 32));
 }
 
-inline uint4 load_acquired(const void* from) {
+inline uint4 load_acquire_vector(const void* from) {
     uint4 value = load_relaxed(from);
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     return value;
@@ -55,8 +55,8 @@ inline unsigned long long nanoseconds() {
     return emulated::emulated_nanoseconds();
 }
 
-inline void follow() {}
-inline void begin(bool = false) {}
+inline void wait_for_stream() {}
+inline void begin_kernel(bool = false) {}
 
 // --- conversions, ties to even
 
@@ -102,7 +102,7 @@ inline unsigned f32_to_f16x2(float low, float high) {
     return f32_to_f16(low) | static_cast<unsigned>(f32_to_f16(high)) << 16;
 }
 
-// Of later devices: never called.
+// Instructions of later devices, which are never called.
 inline unsigned e4m3x2_to_f16x2(unsigned short) { __builtin_trap(); }
 inline unsigned short f32_to_e4m3x2_finite(float, float) { __builtin_trap(); }
 inline unsigned short f32_to_e5m2x2_finite(float, float) { __builtin_trap(); }

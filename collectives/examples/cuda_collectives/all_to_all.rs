@@ -132,7 +132,7 @@ impl<'a> Exchange<'a> {
             inputs: pair()?,
             outputs: pair()?,
             splits: [few()?, few()?, few()?],
-            data: (0..world).map(|rank| with_fresh_words(seed, bytes(seed, rank, MOST))).collect(),
+            data: (0..world).map(|rank| with_empty_words(seed, bytes(seed, rank, MOST))).collect(),
             seed,
             cases: 0,
             wrong: 0,
@@ -355,9 +355,9 @@ impl<'a> Exchange<'a> {
     }
 }
 
-/// Data in which some words are the patterns that stand for an empty inbox and for data that equals it: `FRESH` and
-/// `INSTEAD` in `protocol/lamport_escaped.cuh`. From all addresses on, as parts begin anywhere.
-fn with_fresh_words(seed: u64, mut data: Vec<u8>) -> Vec<u8> {
+/// Data in which some words are the patterns that stand for an empty inbox and for data that equals it: `EMPTY` and
+/// `ESCAPED` in `protocol/lamport_escaped.cuh`. From all addresses on, as parts begin anywhere.
+fn with_empty_words(seed: u64, mut data: Vec<u8>) -> Vec<u8> {
     const WORDS: [u32; 2] = [0xc35a_96e8, 0xc35a_96e9];
     let mut at = 0;
     for nth in 0.. {

@@ -1,7 +1,7 @@
-//! All-reduce in one shot: every rank sends its input to every inbox and reduces everything.
-//! Defines: WORLD, DTYPE, OP, THREADS; SENTINELS for that inbox. One vector a thread is best.
+//! All-reduce in one shot: every rank sends its input to the inboxes of all peers and reduces all inputs.
+//! Defines: WORLD, PROTOCOL (LL or LAMPORT), DTYPE, OP, THREADS, BLOCKS. It is fastest with one vector a thread.
 
-#include <symmpool/reduce_ranks.cuh>
+#include <symmpool/reduce.cuh>
 #include <symmpool/span.cuh>
 
 #include "protocol/inbox.cuh"
@@ -10,14 +10,14 @@ using namespace symmpool;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_one_shot(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
-    begin(comm.early);
+    begin_kernel(comm.early);
     const Source input(call.input, call.bytes);
     const Target output(call.output, call.bytes);
     const u64 vectors = input.vectors();
     u64 at = worker_thread();
     uint4 own = make_uint4(0, 0, 0, 0);
     if (!is_leader_block() && at < vectors) {
-        own = input.load(at);  // on its way while the state is read
+        own = input.load(at);  // under way while the session's state is read
     }
     Session session(comm);
     if (session.failed) {
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (!await_all(session, inbox, at, vectors, own, all)) {
                 return;
             }
-            output.store(at, reduce_all(all));
+            output.store(at, Reduce<DTYPE, OP>::all(all));
         }
     }
 }

@@ -1,7 +1,8 @@
-//! All-reduce in one shot, in lines. Defines: WORLD, DTYPE, OP, THREADS.
+//! All-reduce in one shot in the LL128 protocol: every rank sends its input to all peers and reduces all inputs.
+//! Defines: WORLD, DTYPE, OP, THREADS.
 
 #include <symmpool/handshake.cuh>
-#include <symmpool/reduce_ranks.cuh>
+#include <symmpool/reduce.cuh>
 
 #include "protocol/ll128.cuh"
 
@@ -9,18 +10,18 @@ using namespace symmpool;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_one_shot_ll128(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
-    begin(comm.early);
+    begin_kernel(comm.early);
     const u64 lines = lines_of(call.bytes);
-    const u32 part = threadIdx.x % LINE_THREADS;
+    const u32 thread = threadIdx.x % LINE_THREADS;
     const u64 step = worker_threads() / LINE_THREADS;
     u64 line = is_leader_block() ? 0 : worker_thread() / LINE_THREADS;
     auto load = [&](u64 at) {
-        return load_piece(call.input + at * LINE_PAYLOAD + part * 16,
-                          piece_bytes(call.bytes, at, part));
+        return load_piece(call.input + at * LINE_PAYLOAD + thread * 16,
+                          piece_bytes(call.bytes, at, thread));
     };
     uint4 own = make_uint4(0, 0, 0, 0);
     if (!is_leader_block() && line < lines) {
-        own = load(line);  // on its way while the state is read
+        own = load(line);  // under way while the session's state is read
     }
     const Session session(comm);
     if (session.failed) {
@@ -33,17 +34,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         run_leader_block<false>(session, call, used);
         return;
     }
-    // Warps stay together: lines past the end are waited for by nobody.
+    // All threads of a warp take as many rounds, also those whose lines are past the end.
     const u64 rounds = lines == 0 ? 1 : (lines + step - 1) / step;
     for (u64 round = 0; round < rounds; ++round, line += step) {
         const bool live = line < lines;
         if (live) {
             own = round == 0 ? own : load(line);
-            const uint4 vector = with_flags(own, part, session.epoch);
+            const uint4 vector = with_flags(own, thread, session.epoch);
 #pragma unroll
             for (u32 distance = 1; distance < WORLD; ++distance) {
                 char* to = comm.of(comm.after(distance)) + inbox;
-                store_line(to + (comm.rank * lines + line) * LINE_BYTES + part * 16, vector);
+                store_line(to + (comm.rank * lines + line) * LINE_BYTES + thread * 16, vector);
             }
         }
         if (round == 0) {
@@ -55,17 +56,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         while (waiting) {
             u32 missing = WORLD;
             if (live) {
-                // All loads before the first look; this rank's own place holds nothing.
+                // All loads are made before the first is looked at. This rank's own slot is loaded too, for nothing.
 #pragma unroll
                 for (u32 rank = 0; rank < WORLD; ++rank) {
                     all[rank] = load_line(comm.own() + inbox +
-                                          (rank * lines + line) * LINE_BYTES + part * 16);
+                                          (rank * lines + line) * LINE_BYTES + thread * 16);
                 }
 #pragma unroll
                 for (u32 rank = 0; rank < WORLD; ++rank) {
                     const bool here = rank == comm.rank;
-                    missing = here || has_flags(all[rank], part, session.epoch) ? missing : rank;
-                    all[rank] = either(here, own, all[rank]);
+                    missing = here || has_flags(all[rank], thread, session.epoch) ? missing : rank;
+                    all[rank] = select(here, own, all[rank]);
                 }
             }
             waiting = __any_sync(~0u, missing != WORLD);
@@ -75,8 +76,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
         }
         if (live) {
-            store_piece(call.output + line * LINE_PAYLOAD + part * 16,
-                        piece_bytes(call.bytes, line, part), reduce_all(all));
+            store_piece(call.output + line * LINE_PAYLOAD + thread * 16,
+                        piece_bytes(call.bytes, line, thread), Reduce<DTYPE, OP>::all(all));
         }
     }
 }

@@ -1,28 +1,28 @@
-//! A stretch of this rank's share of an all-reduce that copy engines carry, reduced: `bytes` of `input`
-//! into `output`. What peers copied lies `stride` bytes behind the beginning of their scratch.
+//! Reduces a part of this rank's share of an all-reduce whose data copy engines carry: `bytes` of `input`
+//! into `output`. What the peers copied lies `stride` bytes after the beginning of their parts of the scratch.
 //! Defines: WORLD, DTYPE, OP, THREADS.
 //!
-//! It runs behind this rank's copies into its peers' scratch, within a call that another kernel has
-//! entered. So it tells and waits apart from that call's epoch: ranks count these meetings, in device
-//! memory, and every one shows every peer that this rank's copies have arrived, and that it needs no
-//! more what it reduced before, nor the old contents of where results of this stretch will be.
+//! It runs after this rank's copies into its peers' scratch, within a call whose handshake another kernel has
+//! done. So it has a barrier of its own, whose passages all ranks count in device memory, independently of the
+//! epoch. A rank that arrives there says to every peer that its copies have arrived, that it does not need any more
+//! what it reduced before, and that it does not need the old contents of where this part's results will be.
 
 #include "all_reduce/reduce_share.cuh"
 
 using namespace symmpool;
 
-// Behind the channels' counts: of each peer's meetings, which it writes itself, and this rank's.
+// It lies behind the counts of the channels.
 struct CopyBarrier {
-    u64 arrived[WORLD];
-    u64 passed;
-    u64 blocks;  // of the running kernel that have read `done`
+    u64 arrived[WORLD];  // how often each peer has arrived, written by that peer
+    u64 passed;          // how often this rank has
+    u64 blocks;          // blocks of the running kernel that have read `passed`
 };
 
 __device__ __forceinline__ CopyBarrier* copy_barrier(const Comm& comm, u32 rank) {
     return reinterpret_cast<CopyBarrier*>(comm.of(rank) + comm.channels + CHANNELS_BYTES);
 }
 
-// By all threads of a block; false on all of them if a peer does not come.
+// Called by all threads of a block, which get the same answer: false if a peer does not arrive.
 __device__ __forceinline__ bool pass_copy_barrier(const Session& session) {
     const Comm& comm = session.comm;
     CopyBarrier* own = copy_barrier(comm, comm.rank);
@@ -49,13 +49,13 @@ __device__ __forceinline__ bool pass_copy_barrier(const Session& session) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_two_shot_copy(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
-    // Its epoch is told in errors alone.
+    // Its epoch is used only for the record of a failure.
     const Session session(comm);
     if (session.failed || !pass_copy_barrier(session)) {
         return;
     }
     const Source input(call.input, call.bytes);
     const Target output(call.output, call.bytes);
-    const Range range = Division(input.vectors(), gridDim.x)[blockIdx.x];
-    reduce_share<false>(comm, input, output, output, range.from, range.to, call.stride);
+    const Split split(input.vectors(), gridDim.x);
+    reduce_share<false>(comm, input, output, output, split[blockIdx.x], call.stride);
 }

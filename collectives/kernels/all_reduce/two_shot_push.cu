@@ -1,106 +1,91 @@
-//! Two shots for what no inbox holds: shares are pushed into peers' scratch, and results straight
-//! into peers' output, which is a window. Also the first alone, a reduce-scatter.
-//! Defines: WORLD, DTYPE, OP, THREADS, SHOTS.
+//! All-reduce in two shots for data that no inbox can hold, and reduce-scatter, which is the first shot alone: shares
+//! are pushed into the peers' scratch, and results into the peers' outputs, which are windows.
+//! Defines: WORLD, DTYPE, OP, THREADS, COLLECTIVE (ALL_REDUCE or REDUCE_SCATTER).
 //!
-//! Teams of one number on all ranks work together and wait for each other alone. A team sends all
-//! it has for one peer before it turns to the next, and ranks keep step, so that no two of them send
-//! to one: links carry 361 GB/s on an H200 then, and 347 where blocks send as they come. Before a
-//! team writes into a peer's output it has heard from that peer in this call, so nobody there still
-//! reads what the call before left.
+//! Peer blocks wait for each other alone. A block sends all its data for one peer before it turns to the next, and
+//! ranks keep step, so that no two of them send to one peer: links then carry 361 GB/s on an H200, and 347 where
+//! blocks do not keep step. Before a block writes into a peer's output it has received that peer's flag in this call,
+//! so nobody there still reads what the call before left.
 
+#include <symmpool/copy.cuh>
 #include <symmpool/peer_blocks.cuh>
 
 #include "all_reduce/reduce_share.cuh"
 
-#define SCATTER 1
-#define GATHER 2
-
 using namespace symmpool;
+
+enum class Collective { ALL_REDUCE, REDUCE_SCATTER };
+constexpr bool GATHERS = Collective::COLLECTIVE == Collective::ALL_REDUCE;
 
 constexpr int UNROLL = 4;
 
-// A step is announced when so many sixteenths of the leg before it are done: 6 us ahead for 64 MiB of four
-// H200s, where a word takes 1.2 and what is stored before it.
+// A step is announced when so many sixteenths of the one before are done: 6 us ahead for 64 MiB on four H200s, where a
+// word takes 1.2 us, and the stores before it some time more.
 constexpr u32 ANNOUNCED = 14;
 
-// Copies vectors `[from, to)` of a source to wherever `store` puts them.
+// Copies a range of vectors from `source` to wherever `store` puts them. Called by all threads of a block.
 template <typename Store>
-__device__ __forceinline__ void copy(const Source& source, u64 from, u64 to, Store store) {
-#pragma unroll 1
-    for (u64 at = from + threadIdx.x; at < to; at += blockDim.x * UNROLL) {
-        uint4 vectors[UNROLL];
-#pragma unroll
-        for (int i = 0; i < UNROLL; ++i) {
-            if (at + i * blockDim.x < to) {
-                vectors[i] = source.load(at + i * blockDim.x);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < UNROLL; ++i) {
-            if (at + i * blockDim.x < to) {
-                store(at + i * blockDim.x, vectors[i]);
-            }
-        }
-    }
+__device__ __forceinline__ void copy(const Source& source, Range range, Store store) {
+    copy_unrolled<UNROLL>(range.from + threadIdx.x, range.to, blockDim.x,
+                          [&](u64 at) { return source.load(at); }, store);
 }
 
-__device__ __forceinline__ u64 least(u64 a, u64 b) { return a < b ? a : b; }
+__device__ __forceinline__ Range up_to(Range range, u64 end) {
+    return {range.from, range.to < end ? range.to : end};
+}
 
-// Shares, or parts, through scratch.
 struct Push {
     const Session& session;
     const Comm& comm;
     const Call& call;
-    const Parts<((SHOTS & (SCATTER | GATHER)) == (SCATTER | GATHER))> parts;
+    const RankChunks<GATHERS> chunks;
     const PeerBlocks peer_blocks;
-    const Division division;
+    const Split split;
 
     __device__ __forceinline__ Push(const Session& s, const Call& c)
-        : session(s), comm(s.comm), call(c), parts(c), peer_blocks(c.peer_blocks),
-          division(parts.vectors(), c.peer_blocks) {}
+        : session(s), comm(s.comm), call(c), chunks(c), peer_blocks(c.peer_blocks),
+          split(chunks.vectors(), c.peer_blocks) {}
 
-    // Where a rank's results go: into this rank's memory, or a peer's.
+    // Where this rank's results go: in its own output, or in that of the peer at a distance.
     __device__ __forceinline__ Target output(u32 distance) const {
-        if (SHOTS & GATHER) {
-            return parts.of(comm.at_peer(call.output, comm.after(distance)), comm.rank);
+        if (GATHERS) {
+            return chunks.of(comm.at_peer(call.output, comm.after(distance)), comm.rank);
         }
-        return Target(call.output, parts.bytes);
+        return Target(call.output, chunks.bytes);
     }
 
-    // To one peer.
-    __device__ __forceinline__ void scatter(u32 distance, u64 from, u64 to) const {
+    // Sends a range of the peer's chunk of this rank's input.
+    __device__ __forceinline__ void scatter(u32 distance, Range range) const {
         const u32 peer = comm.after(distance);
-        const Source part = parts.of(call.input, peer);
+        const Source chunk = chunks.of(call.input, peer);
         char* there = comm.scratch_of(peer, comm.rank);
-        copy(part, from, least(part.vectors(), to), [&](u64 at, uint4 vector) {
+        copy(chunk, up_to(range, chunk.vectors()), [&](u64 at, uint4 vector) {
             store_plain(there + 16 * at, vector);
         });
     }
 
-    // Into this rank's output and, with ONWARDS, the next rank's.
-    template <bool ONWARDS>
-    __device__ __forceinline__ void reduce(u64 from, u64 to) const {
-        const Source input = parts.of(call.input, comm.rank);
-        reduce_share<ONWARDS>(comm, input, output(0), output(ONWARDS ? 1 : 0), from,
-                              least(input.vectors(), to));
+    // Reduces a range of this rank's chunk, in an all-reduce also into the output of the next rank.
+    __device__ __forceinline__ void reduce(Range range) const {
+        const Source input = chunks.of(call.input, comm.rank);
+        reduce_share<GATHERS>(comm, input, output(0), output(GATHERS ? 1 : 0), up_to(range, input.vectors()));
     }
 
-    // What every team of this block has, from one sixteenth to another.
-    template <typename Do>
-    __device__ __forceinline__ void each(u32 first, u32 last, Do act) const {
+    // Does `act` for the data of each of this block's indices, from one sixteenth of it to another.
+    template <typename Act>
+    __device__ __forceinline__ void each(u32 first, u32 last, Act act) const {
 #pragma unroll 1
-        for (u32 block = peer_blocks.first; block < peer_blocks.end; ++block) {
-            const Range range = division[block];
+        for (u32 index = peer_blocks.first; index < peer_blocks.end; ++index) {
+            const Range range = split[index];
             // Whole lines of 128 bytes stay together.
             const u64 lines = (range.to - range.from) / 8;
             const u64 from = range.from + lines * first / 16 * 8;
-            act(from, last == 16 ? range.to : range.from + lines * last / 16 * 8);
+            act(Range{from, last == 16 ? range.to : range.from + lines * last / 16 * 8});
         }
     }
 
-    // One leg, which ends with a step.
-    template <typename Do>
-    __device__ __forceinline__ void leg(u32 step, Do act) const {
+    // Does `act` for all of it, and announces a step on the way.
+    template <typename Act>
+    __device__ __forceinline__ void announcing(u32 step, Act act) const {
 #pragma unroll 1
         for (u32 piece = 0; piece < 2; ++piece) {
             each(piece == 0 ? 0 : ANNOUNCED, piece == 0 ? ANNOUNCED : 16, act);
@@ -110,54 +95,56 @@ struct Push {
         }
     }
 
-    // Both shots. False where a peer is missing.
+    // False where a peer is missing.
     __device__ __forceinline__ bool run() const {
-        constexpr bool ONWARDS = (SHOTS & GATHER) != 0;
         u32 step = 0;
 #pragma unroll 1
         for (u32 distance = 1; distance + 1 < WORLD; ++distance) {
-            leg(++step, [&](u64 from, u64 to) { scatter(distance, from, to); });
+            announcing(++step, [&](Range range) { scatter(distance, range); });
             keep_step(session, peer_blocks, step);
         }
-        // The last leg of the scatter is in halves, so that the first can be reduced while the flags of the
-        // second travel. Who raises those waits for all that is under way, and other warps go on meanwhile.
+        // What goes to the last peer is sent in halves, so that the first can be reduced while the flags of the second
+        // travel. The threads that raise flags wait for all their stores, and other warps go on meanwhile.
 #pragma unroll 1
         for (u32 half = 0; half < 2; ++half) {
-            each(8 * half, 8 * half + 8, [&](u64 from, u64 to) { scatter(WORLD - 1, from, to); });
-            if (half == 0 || !ONWARDS) {
+            each(8 * half, 8 * half + 8, [&](Range range) { scatter(WORLD - 1, range); });
+            if (half == 0 || !GATHERS) {
                 raise_flags(session, peer_blocks, ARRIVED, half + 1);
             }
         }
-        // Looked at while those flags are on their way.
-        if (ONWARDS && !await_handshakes<false>(session, call)) {
+        // While those flags travel.
+        if (GATHERS && !await_handshakes<false>(session, call)) {
             return false;
         }
-        if (!await_flags<ONWARDS>(session, peer_blocks, ARRIVED, 1, DATA)) {
+        if (!await_flags<GATHERS>(session, peer_blocks, ARRIVED, 1, DATA)) {
             return false;
         }
-        if (ONWARDS) {
+        if (GATHERS) {
             raise_flags(session, peer_blocks, ARRIVED, 2);
         }
         ++step;
+        // In three pieces: the first half; until the next step is announced; the rest.
 #pragma unroll 1
         for (u32 piece = 0; piece < 3; ++piece) {
-            if (piece == 1 && !await_flags<ONWARDS>(session, peer_blocks, ARRIVED, 2, DATA)) {
+            if (piece == 1 && !await_flags<GATHERS>(session, peer_blocks, ARRIVED, 2, DATA)) {
                 return false;
             }
+            // The bounds of the pieces in sixteenths, a byte each.
             constexpr u32 BOUNDS = 0x10'00'08'00 | ANNOUNCED << 16;
             each(BOUNDS >> 8 * piece & 255, BOUNDS >> (8 * piece + 8) & 255,
-                 [&](u64 from, u64 to) { reduce<ONWARDS>(from, to); });
-            if (ONWARDS && piece == 1) {
+                 [&](Range range) { reduce(range); });
+            if (GATHERS && piece == 1) {
                 announce_step(session, peer_blocks, step);
             }
         }
+        // The next rank has the results already.
 #pragma unroll 1
-        for (u32 distance = 2; ONWARDS && distance < WORLD; ++distance) {
+        for (u32 distance = 2; GATHERS && distance < WORLD; ++distance) {
             keep_step(session, peer_blocks, step);
             const Source results(output(0).begin, output(0).bytes);
             const Target peer = output(distance);
-            leg(++step, [&](u64 from, u64 to) {
-                copy(results, from, least(results.vectors(), to),
+            announcing(++step, [&](Range range) {
+                copy(results, up_to(range, results.vectors()),
                      [&](u64 at, uint4 vector) { peer.store(at, vector); });
             });
         }
@@ -168,7 +155,7 @@ struct Push {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_two_shot_push(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
-    begin(comm.early);
+    begin_kernel(comm.early);
     Session session(comm);
     if (session.failed) {
         return;

@@ -1,28 +1,30 @@
-//! All-to-all with any counts. Defines: WORLD, THREADS, SHOTS.
+//! All-to-all with any counts. Defines: WORLD, THREADS; DIRECT: whether (1) or not (0) data may go another way than
+//! through inboxes; DEVICE_COUNTS: whether counts are on the device.
 //!
-//! How a pair's data travels follows from its count and the receiver's output, which both ranks
-//! know alike: its beginning, or all of it, goes into the receiver's inbox, in one hop; the rest, if any,
-//! goes straight into an output that is a window, once the receiver's row has come, which says where; and
-//! what goes into other outputs passes through the receiver's scratch in rounds.
+//! How the data of a pair travels follows from its count and the receiver's output, about which both ranks know the
+//! same. Its beginning, or all of it, goes into the receiver's inbox. The rest, if any, goes directly into
+//! an output that is a window, after the receiver's row has come, which says where; what is for another
+//! output passes through the receiver's scratch in rounds.
 //!
-//! An output is written from the moment on when its rank's row has come: so that rank's stream is
-//! past whatever read what the call before left there. The kernel ends when all data has come that
-//! rows promised. Flags carry the call's number, so nothing drifts where there is nothing to send.
+//! An output is written only after its rank's row has come: that rank's stream is then past all work that read what the
+//! call before left there. The kernel ends when all data has arrived that rows have announced. Flags carry the epoch, so
+//! no counts can drift apart where there is nothing to send.
 
 #include "all_to_all/inbox_pipeline.cuh"
 #include "all_to_all/scratch_pipeline.cuh"
 
 using namespace symmpool;
 
-// Vectors of a rank's own part take a block so much less time than those that leave the device.
-constexpr u64 LOCAL_SHARE = 4;
+// A vector that leaves the device takes a block so many times as long as one of the rank's own part.
+constexpr u64 PEER_WEIGHT = 4;
 
-// From here on it pays to keep ranks in step: the links gain what that takes.
+// Parts of at least so many bytes are sent in step: what links gain is more than what keeping step takes.
 constexpr u64 STEP_BYTES = 1 << 20;
-// One of so many blocks copies the rank's own part meanwhile, which is as long as a peer's.
+// One of so many blocks copies the rank's own part meanwhile, which is as long as that of a peer.
 constexpr u32 OWN_BLOCKS = WORLD > 1 ? 4 * (WORLD - 1) : 1;
 
-// Whether all pairs exchange about as much, and enough, straight: the same answer on every rank.
+// Whether all pairs exchange about the same amount of data, enough of it, and all of it directly. The answer is the same
+// on every rank.
 __device__ __forceinline__ bool is_even(const Exchange& exchange) {
     const TrafficMatrix& matrix = exchange.matrix;
     const u64 some = matrix.sent(0, WORLD - 1);
@@ -38,12 +40,12 @@ __device__ __forceinline__ bool is_even(const Exchange& exchange) {
     return !__syncthreads_or(other);
 }
 
-// One peer after the other, in an order in which no two ranks send to one, and in step.
+// Sends direct data to one peer after the other, in an order in which no two ranks send to one peer, and in step.
 __device__ __forceinline__ void push_in_step(const Exchange& exchange) {
     const u32 own = (worker_blocks() + OWN_BLOCKS - 1) / OWN_BLOCKS;
     const u32 pushing = worker_blocks() - own, block = worker_block();
     if (block >= pushing) {
-        share(exchange.transfers[0], block - pushing, own);
+        copy_piece(exchange.transfers[0], block - pushing, own);
         return;
     }
     const PeerBlocks peer_blocks(worker_blocks());
@@ -55,8 +57,8 @@ __device__ __forceinline__ void push_in_step(const Exchange& exchange) {
         // The next step is announced when seven eighths are done.
 #pragma unroll 1
         for (u32 from = 0; from < 8; from += 7) {
-            shares(exchange.transfers[distance], 8 * block + from, 8 * block + (from == 0 ? 7 : 8),
-                   8 * pushing);
+            copy_pieces(exchange.transfers[distance], 8 * block + from, 8 * block + (from == 0 ? 7 : 8),
+                        8 * pushing);
             if (from == 0 && distance + 1 < WORLD) {
                 announce_step(exchange.session, peer_blocks, distance + 1);
             }
@@ -64,39 +66,39 @@ __device__ __forceinline__ void push_in_step(const Exchange& exchange) {
     }
 }
 
-// What leaves this rank straight, and its own part, given out to blocks by how long it takes, so
-// that all end together whatever the counts. Each peer is served by other blocks at the same time,
-// in proportion to what it gets, so that no two ranks turn to one peer first: for counts that differ,
-// where steps would be of different length. A block's one of so many turns; stages copy the own part, if there
-// are any.
+// Sends direct data where counts differ, so that steps would be of different length, and copies this rank's own part,
+// unless stages of scratch do. The work is divided among blocks by how long it takes, so that all end together. Peers
+// are served by different blocks at the same time, in proportion to what each gets, so that ranks do not all turn to one
+// peer first. Does one of `turns` turns of the block's work.
 __device__ __forceinline__ void push(const Transfers& transfers, bool uses_scratch, u32 blocks, u32 turn,
                                      u32 turns) {
     u64 total = 0;
 #pragma unroll 1
     for (u32 distance = uses_scratch; distance < WORLD; ++distance) {
-        total += (distance == 0 ? 1 : LOCAL_SHARE) * Copy(transfers[distance]).units();
+        total += (distance == 0 ? 1 : PEER_WEIGHT) * Copy(transfers[distance]).units();
     }
-    const u64 first = part(total, worker_block(), blocks);
-    const u64 length = part(total, worker_block() + 1, blocks) - first;
-    const u64 begin = first + part(length, turn, turns), end = first + part(length, turn + 1, turns);
-    // A unit belongs to the stretch in which it begins; whole lines of 128 bytes stay together.
+    const u64 first = fraction(total, worker_block(), blocks);
+    const u64 length = fraction(total, worker_block() + 1, blocks) - first;
+    const u64 begin = first + fraction(length, turn, turns), end = first + fraction(length, turn + 1, turns);
+    // A unit belongs to the turn in which it begins; whole lines of 128 bytes stay together.
     u64 before = 0;
     // The own part comes last.
 #pragma unroll 1
     for (u32 next = 1; next <= WORLD - uses_scratch; ++next) {
         const u32 distance = next % WORLD;
         const Copy copy(transfers[distance]);
-        const u64 count = copy.units(), share = distance == 0 ? 1 : LOCAL_SHARE;
+        const u64 count = copy.units(), weight = distance == 0 ? 1 : PEER_WEIGHT;
         auto bound = [&](u64 at) {
-            const u64 unit = at <= before ? 0 : ((at - before + share - 1) / share + 7) / 8 * 8;
+            const u64 unit = at <= before ? 0 : ((at - before + weight - 1) / weight + 7) / 8 * 8;
             return unit < count ? unit : count;
         };
         copy.run(bound(begin), bound(end));
-        before += share * count;
+        before += weight * count;
     }
 }
 
-// After the block's stores so far (rule S3), every peer that gets something straight is told.
+// Raises this block's flag on every peer to which this rank sends data directly, after all that the block has stored so
+// far (rule S3).
 __device__ __forceinline__ void raise_direct_flags(const Exchange& exchange) {
     const Session& session = exchange.session;
     const u32 peer = threadIdx.x;
@@ -108,7 +110,7 @@ __device__ __forceinline__ void raise_direct_flags(const Exchange& exchange) {
     }
 }
 
-// By one block: until every block of every rank that sends straight to this one has told.
+// Waits for every block of every rank that sends data directly to this one. Called by all threads of the leader block.
 __device__ __forceinline__ void await_direct_flags(const Exchange& exchange) {
     const u32 rank = exchange.rank();
     for (u32 distance = 1; distance < WORLD; ++distance) {
@@ -124,25 +126,25 @@ __device__ __forceinline__ void await_direct_flags(const Exchange& exchange) {
     }
 }
 
-// What ranks wrote two calls ago in places that this one does not use; see `forget_old`.
+// As `expire_old_flags`, for this kernel, which also uses rows of the traffic matrix and escape marks.
 __device__ __noinline__ void expire_unused(const Session& session, const Call& call,
                                            const Traffic& traffic, TrafficMatrix& matrix, Transfers& transfers) {
     const Exchange exchange{session, call, traffic, matrix, transfers};
     const Comm& comm = session.comm;
-    u64 blocks = SHOTS & DIRECT ? STAGES : 0;
+    u64 blocks = DIRECT ? STAGES : 0;
     for (u32 peer = 0; peer < WORLD; ++peer) {
         if (peer == comm.rank) {
             continue;
         }
         if (exchange.direct(peer, comm.rank)) {
             const u64 theirs = static_cast<u32>(exchange.matrix.words[peer][GRID_WORD]);
-            // Grids are equal where ranks keep step.
+            // Flags of steps need no more: where ranks keep step, grids are equal.
             blocks = theirs > blocks ? theirs : blocks;
         }
         const EscapedSlot slot(session, comm.rank, peer);
         const u64 used = items_of(in_inbox(traffic, exchange.matrix.sent(peer, comm.rank)));
-        const u64 escape_marks = used * (ITEM / MARK_VECTORS), most = EscapedSlot::length(comm) / MARK_VECTORS;
-        expire_bytes(session, reinterpret_cast<char*>(slot.escape_marks + escape_marks), 8 * (most - escape_marks));
+        const u64 marks = used * (ITEM / MARK_VECTORS), most = EscapedSlot::length(comm) / MARK_VECTORS;
+        expire_bytes(session, reinterpret_cast<char*>(slot.escape_marks + marks), 8 * (most - marks));
     }
     UsedBytes used;
     used.flags = blocks * (8 * FLAG_KINDS * WORLD);
@@ -150,10 +152,10 @@ __device__ __noinline__ void expire_unused(const Session& session, const Call& c
     expire_old_flags(session, used);
 }
 
-// Whether the thread is of the first block's last warp, which tells peers where this rank's output is.
+// Whether this thread is in the warp of the leader block that sends the peers where this rank's output is: the last.
 __device__ __forceinline__ bool sends_place() { return threadIdx.x / 32 == blockDim.x / 32 - 1; }
 
-// The whole work of the first block.
+// All that the leader block does.
 __device__ __forceinline__ void run_exchange_leader(const Exchange& exchange) {
     const Session& session = exchange.session;
     const Traffic& traffic = exchange.traffic;
@@ -172,7 +174,7 @@ __device__ __forceinline__ void run_exchange_leader(const Exchange& exchange) {
     if (!matrix.await_rows<0, TRAFFIC_ROW_WORDS, true, false>(session, exchange.call)) {
         return;
     }
-    // Seldom, so both are asked at once.
+    // Both are rare, so one vote serves both.
     if (__syncthreads_or(matrix.disagrees() || matrix.has_notice())) {
         const bool agreed = matrix.agreed();
         if (threadIdx.x == 0) {
@@ -182,7 +184,7 @@ __device__ __forceinline__ void run_exchange_leader(const Exchange& exchange) {
             return;
         }
     }
-    if (SHOTS & DEVICE_COUNTS) {
+    if (DEVICE_COUNTS) {
         if (threadIdx.x < WORLD) {
             const u64 count = matrix.sent(threadIdx.x, session.comm.rank);
             const u64 offset = matrix.offset(threadIdx.x, session.comm.rank);
@@ -190,7 +192,7 @@ __device__ __forceinline__ void run_exchange_leader(const Exchange& exchange) {
                 if (to != nullptr && traffic.wide) {
                     static_cast<u64*>(to)[threadIdx.x] = value;
                 } else if (to != nullptr) {
-                    // Behind the longest output there can be, whose overflow is told.
+                    // More than any output holds, so there is a notice of the overflow.
                     static_cast<u32*>(to)[threadIdx.x] =
                         value < MAX_NARROW_OFFSET ? static_cast<u32>(value) : MAX_NARROW_OFFSET;
                 }
@@ -199,10 +201,10 @@ __device__ __forceinline__ void run_exchange_leader(const Exchange& exchange) {
             put(traffic.offsets, offset);
         }
     }
-    if (SHOTS & DIRECT) {
+    if (DIRECT) {
         await_direct_flags(exchange);
     }
-    if ((session.epoch & 0x3fffffffu) < 2) {
+    if (must_expire_flags(session)) {
         expire_unused(session, exchange.call, traffic, matrix, exchange.transfers);
     }
 }
@@ -212,15 +214,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                         const __grid_constant__ Traffic traffic) {
     __shared__ TrafficMatrix matrix;
     __shared__ Transfers transfers;
-    // Where registers are few, in shared memory.
+    // In shared memory where registers are few.
     __shared__ WorkAssignment shared[2][NEEDS_ROWS ? THREADS / 32 : 1];
     WorkAssignment mine[2];
     WorkAssignment& sends = NEEDS_ROWS ? shared[0][threadIdx.x / 32] : mine[0];
     WorkAssignment& receives = NEEDS_ROWS ? shared[1][threadIdx.x / 32] : mine[1];
     u32 direct_blocks = 0;
-    // While the kernel before this one may still run.
-    if (!(SHOTS & DEVICE_COUNTS)) {
-        if (SHOTS & DIRECT) {
+    // The kernel before this one may still be running.
+    if (!DEVICE_COUNTS) {
+        if (DIRECT) {
             direct_blocks = count_direct_blocks(comm, traffic, [&](u32 pair) {
                 const u32 peer = pair % WORLD;
                 return pair < WORLD ? traffic.send[peer] : pair < 2 * WORLD ? traffic.receive[peer] : 0;
@@ -232,14 +234,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (!NEEDS_ROWS) {
         receives = assign_work<false>(comm, traffic, direct_blocks);
     }
-    begin(comm.early);
+    begin_kernel(comm.early);
     Session session(comm);
-    // Before the answer of that load is looked at: counts on the device are a load as well. And who sees
-    // where this rank's output is may write it; while nothing else is on its way, a fence is short.
+    // A peer that sees where this rank's output is may write it, so this fence comes first; it is short while no stores
+    // are under way. Counts on the device are loaded here too, before the state that the session loads is looked at.
     if (NEEDS_ROWS && is_leader_block() && sends_place()) {
         fence();
     }
-    const Splits splits = Splits::of<(SHOTS & DEVICE_COUNTS) != 0>(traffic);
+    const Splits splits = Splits::of<(DEVICE_COUNTS != 0)>(traffic);
     if ((NEEDS_ROWS || is_leader_block()) && threadIdx.x < 32) {
         matrix.fill(comm, traffic, splits);
     }
@@ -251,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         run_exchange_leader(exchange);
         return;
     }
-    if (SHOTS & DEVICE_COUNTS) {
+    if (DEVICE_COUNTS) {
         direct_blocks = count_direct_blocks(comm, traffic, [&](u32 pair) { return splits.to(pair); });
         sends = assign_work(comm, traffic, splits, direct_blocks);
         __syncwarp();
@@ -264,15 +266,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     const bool more = exchange.has_more();
     bool uneven = false, uses_scratch = false;
-    if ((SHOTS & DIRECT) && more) {
-        // What peers' memory gets is what they expect.
+    if (DIRECT && more) {
+        // Only what peers expect may be written into their memory.
         if (!matrix.agreed() || !matrix.await_rows<COUNT_WORDS, TRAFFIC_ROW_WORDS, false, true>(session, call) ||
             !matrix.equal_element_sizes(traffic)) {
             return;
         }
         exchange.plan_transfers();
         uses_scratch = exchange.has_scratch_stages();
-        // One block copies the own part in a ring.
+        // In a ring, one of the blocks copies the own part.
         uneven = worker_blocks() < 2 || uses_scratch || !(traffic.ring || is_even(exchange));
         if (!uneven) {
             push_in_step(exchange);
@@ -285,19 +287,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         receives = exchange.incoming(direct_blocks, own);
         __syncwarp();
     } else {
-        share(exchange.own(), worker_block(), worker_blocks());
+        copy_piece(exchange.own(), worker_block(), worker_blocks());
     }
-    // What goes straight and what goes through inboxes advance together, in other blocks or in turns: who
-    // waits for much in one way needs the links from the beginning. What was stored straight last is on its way still while the last
-    // round is taken.
+    // Direct data and data through inboxes advance together, in different blocks or in turns: a peer that waits for much
+    // data of either kind needs the links from the beginning. The last direct stores are still under way while the last
+    // round is received.
     const bool passed = run_inbox_pipeline(outgoing, receives, [&](u32 turn, u32 turns) {
         if (uneven && direct_blocks == 0) {
             push(transfers, uses_scratch, worker_blocks(), turn, turns);
         } else if (NEEDS_ROWS && turn == 0 && !more && !own) {
-            share(exchange.own(), worker_block(), worker_blocks());
+            copy_piece(exchange.own(), worker_block(), worker_blocks());
         }
     });
-    if (!passed || !(SHOTS & DIRECT) || !more) {
+    if (!passed || !DIRECT || !more) {
         return;
     }
     raise_direct_flags(exchange);

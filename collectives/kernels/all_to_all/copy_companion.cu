@@ -1,9 +1,9 @@
-//! What processors do while a copy engine carries an all-to-all of equal parts, or an all-gather. Defines: WORLD, THREADS.
+//! What SMs do while a copy engine carries an all-to-all of equal parts, or an all-gather. Defines: WORLD, THREADS.
 //!
-//! From the entry on it takes an engine some microseconds to begin. Meanwhile the links carry the
-//! beginning of every part, as stores. The rank's own part comes behind that. `input` is where its parts
-//! are, `output` where it puts what it sends, in its own slot; a part is `stride` bytes, of which `bytes`
-//! go this way. With `root` all peers get the same part, which may be in its place already.
+//! After the handshake a copy engine needs some microseconds to begin. Meanwhile this companion kernel sends the
+//! beginning of every part by stores, and then copies the rank's own part. `input` is where the rank's parts are, and
+//! `output` the place in its own slot that corresponds to the places it writes on the peers. A part has `stride` bytes,
+//! of which `bytes` go this way. With `root` all peers get the same part, which may be in its place already on this rank.
 
 #include <symmpool/companion.cuh>
 #include <symmpool/copy.cuh>
@@ -17,15 +17,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     consume_notification(comm);
-    const u64 chunk_stride = call.root ? 0 : call.stride;
+    const u64 part_stride = call.root ? 0 : call.stride;
 #pragma unroll 1
     for (u32 distance = 1; distance < WORLD; ++distance) {
         const u32 peer = comm.after(distance);
-        const char* from = call.input + peer * chunk_stride;
-        share(Transfer{from, comm.at_peer(call.output, peer), call.bytes}, block, blocks);
+        const char* from = call.input + peer * part_stride;
+        copy_piece(Transfer{from, comm.at_peer(call.output, peer), call.bytes}, block, blocks);
     }
-    const char* own = call.input + comm.rank * chunk_stride;
+    const char* own = call.input + comm.rank * part_stride;
     if (own != call.output) {
-        share(Transfer{own, call.output, call.stride}, block, blocks);
+        copy_piece(Transfer{own, call.output, call.stride}, block, blocks);
     }
 }

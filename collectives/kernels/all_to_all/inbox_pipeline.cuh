@@ -1,4 +1,4 @@
-//! What goes through inboxes: a warp's part in sending and receiving it.
+//! The pipeline through inboxes: how a warp sends and receives its items, in rounds.
 
 #pragma once
 
@@ -6,8 +6,8 @@
 
 namespace symmpool {
 
-// By a warp: an item into memory that is not aligned, as whole vectors of it, each of bytes of two
-// threads.
+// Stores an item into memory that is not aligned, as whole aligned vectors, each of bytes of two threads. Called by
+// whole warps.
 __device__ __noinline__ void store_across(char* to, u32 shift, uint4 vector) {
     uint4 before;
     before.x = __shfl_up_sync(~0u, vector.x, 1);
@@ -25,7 +25,7 @@ __device__ __noinline__ void store_across(char* to, u32 shift, uint4 vector) {
     }
 }
 
-// By a warp: a vector of an item into a stretch of any alignment, as far as that goes.
+// Stores this thread's vector of an item into a span of any alignment, as far as it reaches. Called by whole warps.
 __device__ __forceinline__ void store_item(const Target& target, u32 at, bool live, uint4 vector) {
     const bool whole = live && u64{16} * at + 16 <= target.bytes;
     char* to = target.begin + u64{16} * at;
@@ -39,9 +39,9 @@ __device__ __forceinline__ void store_item(const Target& target, u32 at, bool li
     }
 }
 
-// A warp's items of a round, to one peer.
+// Sends the warp's items of a round.
 template <u32 COUNT>
-__device__ __forceinline__ void send_items(const EscapedSlot& slot, u32 epoch, const Source& part,
+__device__ __forceinline__ void send_items(const EscapedSlot& slot, u32 epoch, const Source& source,
                                            const WorkAssignment& assignment, u32 round) {
     u32 at[COUNT];
     bool live[COUNT];
@@ -50,7 +50,7 @@ __device__ __forceinline__ void send_items(const EscapedSlot& slot, u32 epoch, c
 #pragma unroll
     for (u32 i = 0; i < COUNT; ++i) {
         if (live[i]) {
-            vectors[i] = part.load(at[i]);
+            vectors[i] = source.load(at[i]);
         }
     }
 #pragma unroll
@@ -59,7 +59,7 @@ __device__ __forceinline__ void send_items(const EscapedSlot& slot, u32 epoch, c
     }
 }
 
-// What a warp puts into peers' inboxes.
+// What a warp sends through inboxes, and how many rounds of it are done.
 struct Outgoing {
     const Exchange& exchange;
     const WorkAssignment& assignment;
@@ -71,16 +71,16 @@ struct Outgoing {
         if (done < assignment.rounds.number && assignment.peer != WORLD) {
             const Session& session = exchange.session;
             const EscapedSlot slot(session, assignment.peer, session.comm.rank);
-            const Source part(exchange.call.input + assignment.place, assignment.bytes);
+            const Source source(exchange.call.input + assignment.place, assignment.bytes);
             if (assignment.one_item_a_round(ITEMS_AT_ONCE)) {
-                send_items<1>(slot, session.epoch, part, assignment, done);
+                send_items<1>(slot, session.epoch, source, assignment, done);
             } else {
-                send_items<ITEMS_AT_ONCE>(slot, session.epoch, part, assignment, done);
+                send_items<ITEMS_AT_ONCE>(slot, session.epoch, source, assignment, done);
             }
         }
         ++done;
     }
-    // The rounds below this one.
+    // Sends the rounds before this one.
     __device__ __forceinline__ void send_until(u32 round) {
 #pragma unroll 1
         while (done < round && done < assignment.rounds.number) {
@@ -89,7 +89,7 @@ struct Outgoing {
     }
 };
 
-// What a warp takes from this rank's inboxes. What the output has no room for is taken all the same.
+// Receives the warp's items of a round. Those that do not fit into the output are received too, and not stored.
 template <u32 COUNT>
 __device__ __forceinline__ bool receive_items(const Exchange& exchange, const WorkAssignment& assignment, u32 round) {
     const Session& session = exchange.session;
@@ -109,7 +109,7 @@ __device__ __forceinline__ bool receive_items(const Exchange& exchange, const Wo
     return true;
 }
 
-// The same of this rank's own part.
+// The same for this rank's own part.
 __device__ __forceinline__ void copy_own_items(const Exchange& exchange, const WorkAssignment& assignment, u32 round) {
     const Source own(exchange.input(assignment.peer), assignment.bytes);
     const Target target(exchange.call.output + assignment.place, assignment.fits);
@@ -121,29 +121,40 @@ __device__ __forceinline__ void copy_own_items(const Exchange& exchange, const W
     }
 }
 
-// All that goes through inboxes, both ways, with `work` in as many turns. Before a fraction of what comes
-// is waited for, more than that fraction has been sent of what goes: so of warps that wait for each other
-// one can always go on.
+// Where the first `nth` of `parts` equal parts of `whole` end.
+__device__ __forceinline__ u64 fraction(u64 whole, u32 nth, u32 parts) {
+    if (whole == parts) {
+        return nth;
+    }
+    // A division of 64 bits takes ten times as long.
+    const u64 product = whole * nth;
+    return product >> 32 == 0 ? static_cast<u32>(product) / parts : product / parts;
+}
+
+// Moves all data that goes through inboxes, in both directions, in turns, and does a turn of `work` in each. Before a
+// fraction of what comes is waited for, more than this fraction of what goes has been sent: so among warps that wait for
+// each other one can always go on.
 template <typename Work>
 __device__ __forceinline__ bool run_inbox_pipeline(Outgoing& outgoing, const WorkAssignment& incoming, Work work) {
     const Exchange& exchange = outgoing.exchange;
-    // Counts are read again in each turn: registers are few.
+    // Counts of rounds are read again in each turn, as registers are few.
     const u32 sends = outgoing.assignment.rounds.number, takes = incoming.rounds.number;
     const u32 turns = sends > takes ? sends : takes;
     u32 taken = 0;
 #pragma unroll 1
     for (u32 turn = 0; turn < turns; ++turn) {
-        outgoing.send_until(static_cast<u32>(part(outgoing.assignment.rounds.number, turn + 1, turns)) + 1);
+        outgoing.send_until(static_cast<u32>(fraction(outgoing.assignment.rounds.number, turn + 1, turns)) + 1);
         work(turn, turns);
-        const u32 end = static_cast<u32>(part(incoming.rounds.number, turn + 1, turns));
+        const u32 end = static_cast<u32>(fraction(incoming.rounds.number, turn + 1, turns));
 #pragma unroll 1
         for (; taken < end && incoming.peer != WORLD; ++taken) {
-            if ((SHOTS & DEVICE_COUNTS) && incoming.peer == exchange.rank()) {
+            if (DEVICE_COUNTS && incoming.peer == exchange.rank()) {
                 copy_own_items(exchange, incoming, taken);
                 continue;
             }
-            const bool there = incoming.one_item_a_round(ITEMS_AT_ONCE) ? receive_items<1>(exchange, incoming, taken)
-                                                     : receive_items<ITEMS_AT_ONCE>(exchange, incoming, taken);
+            const bool there = incoming.one_item_a_round(ITEMS_AT_ONCE)
+                                   ? receive_items<1>(exchange, incoming, taken)
+                                   : receive_items<ITEMS_AT_ONCE>(exchange, incoming, taken);
             if (!there) {
                 return false;
             }

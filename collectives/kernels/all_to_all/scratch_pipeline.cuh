@@ -1,4 +1,4 @@
-//! Data for outputs that are no windows: through the receiver's scratch, in rounds.
+//! The pipeline through scratch: data for an output that is no window passes through the receiver's scratch, in rounds.
 
 #pragma once
 
@@ -6,16 +6,16 @@
 
 namespace symmpool {
 
-// Blocks that a pair's data through scratch is cut for; any number of blocks does their work, in
-// order, on each rank for itself.
+// The data of a pair is cut into so many stages, as if for so many blocks. On every rank, any number of blocks runs the
+// stages in order.
 constexpr u32 STAGES = 128;
-// Bytes that one of them moves at once: a quarter of what it has, so that one side stores while the other
-// takes. On two H200s, an all-gather of 256 MiB takes 481 us in 256 KiB, 495 in half of that, and a broadcast
-// of 64 MiB 200 us in 128 KiB, 221 in twice that.
+// Bytes that a stage moves in a round: a quarter of what it has, so that the sender stores while the receiver
+// copies. On two H200s, an all-gather of 256 MiB takes 481 us with 256 KiB and 495 us with half of that; a broadcast
+// of 64 MiB takes 200 us with 128 KiB and 221 us with twice that.
 constexpr u64 MIN_CHUNK = 128 << 10;
 constexpr u64 MAX_CHUNK = 256 << 10;
 
-// One stage's share of what a pair sends through scratch.
+// What a stage moves of the data of one pair.
 struct PipelineStage {
     u64 from;
     u64 to;
@@ -26,17 +26,16 @@ struct PipelineStage {
         const Comm& comm = exchange.session.comm;
         const u64 length =
             exchange.uses_scratch(sender, receiver) ? exchange.behind_inbox(sender, receiver) : 0;
-        const u64 each = ((length + STAGES - 1) / STAGES + 127) / 128 * 128;
-        const u64 first = stage * each < length ? stage * each : length;
-        from = exchange.traffic.head + first;
-        to = from + (each < length - first ? each : length - first);
-        const u64 room = 16 * (half(comm) / STAGES / 8 * 8);
-        const u64 quarter = each / 512 * 128;
+        const Split split(length, STAGES, 128);
+        from = exchange.traffic.head + split.begin(stage);
+        to = exchange.traffic.head + split.begin(stage + 1);
+        const u64 most = 16 * (half(comm) / STAGES / 8 * 8);
+        const u64 quarter = split.longest() / 512 * 128;
         chunk = quarter < MIN_CHUNK ? MIN_CHUNK : quarter < MAX_CHUNK ? quarter : MAX_CHUNK;
-        chunk = chunk < room ? chunk : room;
+        chunk = chunk < most ? chunk : most;
         rounds = static_cast<u32>((to - from + chunk - 1) / chunk);
     }
-    // Vectors of scratch that a rank has on another for every other round.
+    // Vectors of a sender's part of the scratch that hold one of two rounds.
     static __device__ __forceinline__ u64 half(const Comm& comm) {
         return comm.scratch_vectors() / 2;
     }
@@ -51,10 +50,11 @@ struct PipelineStage {
     }
 };
 
-// Tells the peers after what the block has stored and read.
+// Raises a stage's flags on those peers of which `which(peer)` is true, after all that the block has stored and read.
+// Called by all threads of the block.
 template <typename Which>
 __device__ __forceinline__ void raise_stage_flags(const Session& session, u32 kind, u32 stage, u32 count,
-                                     Which which) {
+                                                  Which which) {
     __syncthreads();
     if (threadIdx.x < WORLD && which(threadIdx.x)) {
         fence();
@@ -63,13 +63,14 @@ __device__ __forceinline__ void raise_stage_flags(const Session& session, u32 ki
     }
 }
 
-// One turn of so many of a stage's share of this rank's own part, which needs no link.
+// Copies what a stage has to copy in one of `turns` turns of this rank's own part, which needs no link.
 __device__ __forceinline__ void copy_own(const Transfer& own, u32 stage, u32 turn, u32 turns) {
-    share(own, stage * turns + turn, STAGES * turns);
+    copy_piece(own, stage * turns + turn, STAGES * turns);
 }
 
-// Through the scratch of receivers whose output is no window. Stages run in order on every rank,
-// so the first that is not done can always go on. The own part is copied while data is on its way.
+// Runs a stage for all pairs of this rank. Stages run in the same order on every rank, so the first one that is not done
+// can always go on. The own part is copied while data is under way. Called by all threads of a block; false if
+// a peer does not come.
 __device__ __forceinline__ bool run_stage(const Exchange& exchange, u32 stage) {
     const Session& session = exchange.session;
     const Comm& comm = session.comm;
@@ -90,7 +91,7 @@ __device__ __forceinline__ bool run_stage(const Exchange& exchange, u32 stage) {
             const u32 peer = comm.after(distance);
             const PipelineStage out(exchange, rank, peer, stage);
             if (round < out.rounds) {
-                // Its half of the scratch held the round before the last.
+                // This half of the scratch held the data of the round before the last.
                 if (round >= 2 &&
                     !block_await_flag(session, FINISHED, peer, stage, round - 1, DATA)) {
                     return false;
@@ -120,7 +121,7 @@ __device__ __forceinline__ bool run_stage(const Exchange& exchange, u32 stage) {
         raise_stage_flags(session, FINISHED, stage, round + 1,
              [&](u32 peer) { return round < PipelineStage(exchange, peer, rank, stage).rounds; });
     }
-    // Later calls use the scratch too.
+    // Later calls use the scratch too, so the peers must have copied all of it.
     for (u32 distance = 1; distance < WORLD; ++distance) {
         const u32 peer = comm.after(distance);
         const u32 sent = PipelineStage(exchange, rank, peer, stage).rounds;

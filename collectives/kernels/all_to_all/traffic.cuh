@@ -1,6 +1,6 @@
-//! Who sends how much to whom: every rank shows every peer its row of the traffic matrix, with
-//! where its output lies and how much that holds. Rows travel as packets in every call, whatever
-//! the counts (rule S1), so what a rank knows of a pair both of its ranks know alike.
+//! The traffic matrix: which rank sends how much to which. Every rank sends every peer its row of the matrix, and with
+//! it where its output lies and how much that holds. Rows travel in the LL protocol in every call, whatever the counts
+//! are (rule S1), so the two ranks of a pair know the same about it.
 
 #pragma once
 
@@ -11,50 +11,54 @@ namespace symmpool {
 constexpr u32 MAX_RANKS = 8;
 constexpr u64 UNKNOWN = ~0ull;
 
-// What a call exchanges; counts are elements. `Traffic` in cuda/params.rs.
+// The arguments of an all-to-all: `Traffic` in `cuda/params.rs`. Counts are elements.
 struct Traffic {
-    u64 send[MAX_RANKS];     // splits that the host knows,
+    // Splits that the host knows, and where the parts of the input and output begin, in bytes.
+    u64 send[MAX_RANKS];
     u64 receive[MAX_RANKS];
-    u64 send_begin[MAX_RANKS];     // and where they begin, in bytes,
+    u64 send_begin[MAX_RANKS];
     u64 receive_begin[MAX_RANKS];
-    const void* splits;       // or where the device has them
-    void* received;           // where it writes what came from each rank, if anywhere,
-    void* offsets;            // and where in the output that begins
-    u64 length;               // of the input
-    u64 capacity;             // of the output
-    u64 window;               // where the output is in the slot; UNKNOWN if it is no window
-    u64 inbox_bytes;          // parts of no more than this go through inboxes,
-    u32 head;                 // and so much of longer ones, from their beginning on
-    u32 size;                 // bytes of an element
-    u32 wide;                 // whether splits on the device have 64 bits
-    u32 ring;                 // whether what goes straight goes to one peer after the other anyway
+    // Device memory: the input splits that the device knows; where to write how much came from each rank and where in
+    // the output that begins, or null.
+    const void* splits;
+    void* received;
+    void* offsets;
+    u64 length;       // of the input
+    u64 capacity;     // of the output
+    u64 window;       // the output's offset in the slot, or UNKNOWN if it is no window
+    u64 inbox_bytes;  // parts of at most so many bytes go through inboxes
+    u32 head;         // so many bytes at the beginning of longer parts do as well
+    u32 size;         // bytes of an element
+    u32 wide;         // whether splits on the device have 64 bits
+    u32 ring;         // whether direct data goes to one peer after the other in any case
 };
 
 static_assert(sizeof(Traffic) == TRAFFIC_BYTES, "layouts differ");
 
-// Words of a row: counts sent to each rank, counts expected of each rank, which are all that inboxes
-// need, and where and how more may come.
+// The words of a row: the counts sent to each rank and those expected from each rank, which are all that inboxes need;
+// behind them what direct data needs.
 constexpr u32 EXPECTED_WORDS = WORLD;
 constexpr u32 COUNT_WORDS = 2 * WORLD;
 constexpr u32 PLACE_WORD = COUNT_WORDS;
 constexpr u32 CAPACITY_WORD = PLACE_WORD + 1;
-constexpr u32 GRID_WORD = PLACE_WORD + 2;  // data blocks of the rank's grid and, in the upper half, bytes of an element
-static_assert(GRID_WORD + 1 == TRAFFIC_ROW_WORDS, "rows have as many words as they have room");
-// Expected by a rank whose splits made no sense, and which sends nothing.
+// The number of worker blocks and, in the upper half, the bytes of an element.
+constexpr u32 GRID_WORD = PLACE_WORD + 2;
+static_assert(GRID_WORD + 1 == TRAFFIC_ROW_WORDS, "the control block has space for so many words");
+// Stands for what a rank expects whose splits are invalid. It sends nothing.
 constexpr u64 INVALID_SPLITS = UNKNOWN - 1;
 
-// Notices.
+// Kinds of notices.
 constexpr u32 OVERFLOW = 1;
 constexpr u32 SPLITS = 2;
 
-// The most that an offset of 32 bits can say.
+// The largest offset that fits 32 bits with a sign.
 constexpr u32 MAX_NARROW_OFFSET = 0x7fffffff;
 
 __device__ __forceinline__ char* traffic_word_slot(const Session& session, u32 owner, u32 from, u32 word) {
     return traffic_row_slot(session.comm, session.epoch, owner, from) + 16 * word;
 }
 
-// What this rank sends and expects, as a warp's threads know it: each of one rank.
+// What this rank sends to and expects from each rank; each thread of a warp has the counts of one rank.
 struct Splits {
     static_assert(WORLD <= MAX_RANKS && MAX_RANKS < 32, "a thread each, and one more");
     u64 count = 0;
@@ -74,7 +78,7 @@ struct Splits {
             splits.count = static_cast<u64>(narrow);
         }
         if (DEVICE) {
-            // Negative ones are larger than any length. Sums of so few cannot overflow.
+            // As unsigned numbers, negative ones are larger than any length. Sums of so few cannot overflow.
             const bool much = splits.count > traffic.length;
             const u64 sum = up_to_here(much ? 0 : splits.count);
             const bool bad = __any_sync(~0u, much || sum > traffic.length);
@@ -84,7 +88,8 @@ struct Splits {
         return splits;
     }
 
-    // For a rank, and for all before it. By whole warps; each thread asks for what it likes.
+    // The count for a rank, and the sum of those for all ranks before it. Called by whole warps, each of whose threads
+    // may ask for another rank.
     __device__ __forceinline__ u64 to(u32 rank) const { return __shfl_sync(~0u, count, rank); }
     __device__ __forceinline__ u64 before(u32 rank) const {
         return __shfl_sync(~0u, up_to_here(count) - count, rank);
@@ -101,7 +106,7 @@ private:
     }
 };
 
-// All rows, in shared memory.
+// All rows of the matrix, in shared memory.
 struct TrafficMatrix {
     u64 words[WORLD][TRAFFIC_ROW_WORDS];
 
@@ -109,7 +114,7 @@ struct TrafficMatrix {
     __device__ __forceinline__ u64 expected(u32 from, u32 to) const {
         return words[to][EXPECTED_WORDS + from];
     }
-    // Where in the receiver's output a sender's part begins, and how much of it that holds.
+    // Where a sender's part begins in the receiver's output, and how much of it the output holds.
     __device__ __forceinline__ u64 offset(u32 from, u32 to) const {
         u64 before = 0;
 #pragma unroll
@@ -129,7 +134,7 @@ struct TrafficMatrix {
         return static_cast<u64>(traffic.size) << 32 | worker_blocks();
     }
 
-    // This rank's own. By the first warp; the others of a block see it behind a barrier.
+    // Fills in this rank's own row. Called by the first warp of a block; its other warps see the row after a barrier.
     __device__ __forceinline__ void fill(const Comm& comm, const Traffic& traffic,
                                          const Splits& splits) {
         u64* row = words[comm.rank];
@@ -145,64 +150,60 @@ struct TrafficMatrix {
         __syncwarp();
     }
 
-    // Where this rank's output is, and how much it holds: by a warp, which need not wait for the row.
+    // Sends the words from PLACE_WORD on. Called by one warp, which need not wait until the row is filled in.
     __device__ __forceinline__ void send_place(const Session& session, const Traffic& traffic) const {
         constexpr u32 EACH = TRAFFIC_ROW_WORDS - PLACE_WORD;
         const u32 rank = session.comm.rank;
         for (u32 i = threadIdx.x % 32; i < WORLD * EACH; i += 32) {
             const u32 peer = i / EACH, word = PLACE_WORD + i % EACH;
             if (peer != rank) {
-                const u64 data = word == PLACE_WORD  ? traffic.window
+                const u64 data = word == PLACE_WORD      ? traffic.window
                                  : word == CAPACITY_WORD ? traffic.capacity
-                                                : grid(traffic);
-                store_relaxed(traffic_word_slot(session, peer, rank, word),
-                              make_uint4(static_cast<u32>(data), session.epoch,
-                                         static_cast<u32>(data >> 32), session.epoch));
+                                                         : grid(traffic);
+                store_relaxed(traffic_word_slot(session, peer, rank, word), ll_pack(data, session.epoch));
             }
         }
     }
 
-    // The counts of the own row. By the warp that filled it.
+    // Sends the counts. Called by the warp that filled the row in.
     __device__ __forceinline__ void send_counts(const Session& session) const {
         const u32 rank = session.comm.rank;
         for (u32 i = threadIdx.x; i < WORLD * COUNT_WORDS; i += 32) {
             const u32 peer = i / COUNT_WORDS, word = i % COUNT_WORDS;
             if (peer != rank) {
-                const u64 data = words[rank][word];
                 store_relaxed(traffic_word_slot(session, peer, rank, word),
-                              make_uint4(static_cast<u32>(data), session.epoch,
-                                         static_cast<u32>(data >> 32), session.epoch));
+                              ll_pack(words[rank][word], session.epoch));
             }
         }
     }
 
-    // Words `[FIRST, LAST)` of the peers' rows and, with ENTRIES, their entries, which are compared.
-    // With ACQUIRE, of words behind the fence, what the peers' streams did before is visible then, and
-    // what they have ended is past: their outputs may be written. By all threads of a block; false on
-    // all of them if a rank does not come.
-    template <u32 FIRST, u32 LAST, bool ENTRIES, bool ACQUIRE>
+    // Waits for the words from FIRST to before LAST of all peers' rows and, with HANDSHAKES, for their handshakes, which
+    // it compares. With ACQUIRE, which is for the words from PLACE_WORD on, what the peers' streams did before is
+    // visible then and has ended, so that their outputs may be written. Called by all threads of a block, which get the
+    // same answer: false if a rank does not come.
+    template <u32 FIRST, u32 LAST, bool HANDSHAKES, bool ACQUIRE>
     __device__ __forceinline__ bool await_rows(const Session& session, const Call& call) {
-        constexpr u32 ENTERED = ENTRIES ? 4 * WORLD : 0, EACH = LAST - FIRST;
+        constexpr u32 HANDSHAKE_WORDS = HANDSHAKES ? 4 * WORLD : 0, EACH = LAST - FIRST;
         bool bad = false;
-        for (u32 i = threadIdx.x; i < ENTERED + WORLD * EACH && !bad; i += blockDim.x) {
+        for (u32 i = threadIdx.x; i < HANDSHAKE_WORDS + WORLD * EACH && !bad; i += blockDim.x) {
             // One look serves both kinds, as threads of a warp look together.
-            bool entry = false;
-            if constexpr (ENTRIES) {
-                entry = i < ENTERED;
+            bool handshake = false;
+            if constexpr (HANDSHAKES) {
+                handshake = i < HANDSHAKE_WORDS;
             }
-            const u32 peer = entry ? i / 4 : (i - ENTERED) / EACH;
-            const u32 word = entry ? i % 4 : FIRST + (i - ENTERED) % EACH;
+            const u32 peer = handshake ? i / 4 : (i - HANDSHAKE_WORDS) / EACH;
+            const u32 word = handshake ? i % 4 : FIRST + (i - HANDSHAKE_WORDS) % EACH;
             if (peer == session.comm.rank) {
                 continue;
             }
-            const char* slot = entry ? handshake_word(session, peer, word)
-                                     : traffic_word_slot(session, session.comm.rank, peer, word);
-            uint4 packet;
-            bad = !await_packet<ACQUIRE>(session, peer, slot, packet);
-            if (!bad && entry) {
-                compare_handshake_word(session, call, peer, word, packet);
-            } else if (!entry) {
-                words[peer][word] = static_cast<u64>(packet.z) << 32 | packet.x;
+            const char* slot = handshake ? handshake_word(session, peer, word)
+                                         : traffic_word_slot(session, session.comm.rank, peer, word);
+            uint4 found;
+            bad = !ll_await<ACQUIRE>(session, peer, slot, found);
+            if (!bad && handshake) {
+                compare_handshake_word(session, call, peer, word, found);
+            } else if (!handshake) {
+                words[peer][word] = ll_data(found);
             }
         }
         return !__syncthreads_or(bad);
@@ -213,18 +214,18 @@ struct TrafficMatrix {
         return wanted < INVALID_SPLITS && wanted != sent(from, to);
     }
 
-    // Whether every rank is sent what it expects: the same answer on all ranks, as all read the
-    // same rows, and in all threads of a block.
+    // Whether every rank is sent what it expects. The answer is the same on all ranks, which read the same rows.
+    // Called by all threads of a block, which get the same answer, like the next function.
     __device__ __forceinline__ bool agreed() const { return !__syncthreads_or(disagrees()); }
 
-    // Whether elements are as long on all ranks, so that counts mean the same bytes: the same answer on all
-    // ranks, and in all threads of a block. A function of its own, as its caller has no register to spare.
+    // Whether elements have the same size on all ranks, so that counts mean the same bytes. It is not inlined because its
+    // caller has no registers to spare.
     __device__ __noinline__ bool equal_element_sizes(const Traffic& traffic) const {
         const u32 rank = threadIdx.x;
         return !__syncthreads_or(rank < WORLD && words[rank][GRID_WORD] >> 32 != traffic.size);
     }
 
-    // As far as this thread looks.
+    // Whether one of the pairs at which this thread looks disagrees.
     __device__ __forceinline__ bool disagrees() const {
         bool bad = false;
         for (u32 pair = threadIdx.x; pair < WORLD * WORLD; pair += blockDim.x) {
@@ -233,8 +234,8 @@ struct TrafficMatrix {
         return bad;
     }
 
-    // Whether something is not as a rank wished, of the rank that this thread looks at. Not only
-    // where counts are on the device: another rank's may be.
+    // Whether there is a notice about the rank at which this thread looks. Also where this rank's counts are known to the
+    // host: those of another rank may not be.
     __device__ __forceinline__ bool has_notice() const {
         const u32 rank = threadIdx.x;
         return rank < WORLD &&
@@ -242,7 +243,7 @@ struct TrafficMatrix {
     }
 };
 
-// Of the first pair that differs, as on every rank. By one thread.
+// Reports the first pair whose counts differ, the same on every rank. Called by one thread.
 __device__ __noinline__ void report_counts(const Session& session, const TrafficMatrix& matrix) {
     const Comm& comm = session.comm;
     if (atomicExch(&comm.local()->failed, 1) != 0) {
@@ -266,17 +267,16 @@ __device__ __noinline__ void report_counts(const Session& session, const Traffic
     *static_cast<volatile u32*>(&fault->complete) = 1;
 }
 
-// Tells the host of the first rank for which something did not go as wished, on every rank alike.
-// By one thread.
+// Writes the notice about the first rank for which there is one, the same on every rank. Called by one thread.
 __device__ __noinline__ void notice(const Session& session, const TrafficMatrix& matrix) {
     volatile Notice* at = &session.comm.fault->notice;
     for (u32 rank = 0; rank < WORLD; ++rank) {
         const u64 needed = matrix.total(rank), room = matrix.words[rank][CAPACITY_WORD];
-        const bool nonsense = matrix.words[rank][EXPECTED_WORDS] == INVALID_SPLITS;
-        if (needed <= room && !nonsense) {
+        const bool invalid = matrix.words[rank][EXPECTED_WORDS] == INVALID_SPLITS;
+        if (needed <= room && !invalid) {
             continue;
         }
-        at->kind = nonsense ? SPLITS : OVERFLOW;
+        at->kind = invalid ? SPLITS : OVERFLOW;
         at->epoch = session.epoch;
         at->rank = rank;
         at->needed = needed;

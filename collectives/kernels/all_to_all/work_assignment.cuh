@@ -1,4 +1,4 @@
-//! Who moves what of all that goes through inboxes: warps, in rounds.
+//! Which warps serve which peer, with what data and in which rounds, of all that goes through inboxes.
 
 #pragma once
 
@@ -12,7 +12,7 @@ __device__ __forceinline__ u32 items_of(u32 bytes) {
     return (bytes + 16 * ITEM - 1) / (16 * ITEM);
 }
 
-// Divides by one number again and again: exact while results are below 2^20, and quicker than `/`.
+// Divides repeatedly by one number, faster than `/`. It is exact while results are below 2^20.
 struct Divisor {
     u32 number;
     float inverse;
@@ -22,7 +22,7 @@ struct Divisor {
         : number(by), inverse(__fdividef(1.0f, static_cast<float>(by))) {}
 
     __device__ __forceinline__ u32 of(u32 whole) const {
-        // One too many or too few at most.
+        // The estimate is off by one at most.
         u32 times = static_cast<u32>(static_cast<float>(whole) * inverse);
         times -= u64{times} * number > whole ? 1 : 0;
         times += u64{times + 1} * number <= whole ? 1 : 0;
@@ -30,29 +30,29 @@ struct Divisor {
     }
 };
 
-// What a warp does of all that goes through inboxes one way. Warps are given out to pairs in
-// proportion to what these exchange, and all pairs advance together: every round moves the same fraction
-// of every pair's. So what is sent early is waited for early, however much goes to whom.
+// What a warp sends to one peer through inboxes, or receives from one. Warps are divided among peers in proportion to
+// the data of each, and all peers are served at the same pace: every round moves the same fraction of the data of
+// each. So what is sent early is waited for early, however much goes to whom.
 struct WorkAssignment {
-    u64 place;   // where the pair's part lies in this rank's input or output, in bytes
-    u32 fits;    // so many of its bytes does the output hold
-    u32 peer;    // WORLD: none
-    u32 nth;     // of the warps that serve it,
-    u32 warps;   // so many
-    u32 bytes;   // of the pair
-    Divisor rounds;  // the same of all warps
+    u64 place;   // where the data of the peer lies in this rank's input or output, in bytes
+    u32 fits;    // how many of its bytes the output holds
+    u32 peer;    // WORLD if the warp has nothing to do
+    u32 nth;     // the warp's number among those that serve this peer
+    u32 warps;   // how many serve it
+    u32 bytes;   // of data, to or from this peer
+    Divisor rounds;  // how many there are, for all warps alike
 
     WorkAssignment() = default;
-    // `bytes_of` the pair with the peer that `peer_at` a distance, of which the last is this rank; so many
-    // items of a warp in a round. Blocks below `apart` have none. By whole warps, of which each thread looks at
-    // another pair.
+    // `peer_at(distance)` is the peer at a distance, of which the last is this rank, and `bytes_of(peer)` its data. A
+    // warp moves `at_once` items in a round. Blocks below `direct_blocks` have nothing to do. Called by whole warps,
+    // each of whose threads looks at another peer.
     template <typename Peer, typename Bytes>
     __device__ __forceinline__ WorkAssignment(u32 at_once, u32 direct_blocks, Peer peer_at, Bytes bytes_of)
         : place(0), fits(0), peer(WORLD), nth(0), warps(0), bytes(0) {
         const u32 lane = threadIdx.x % 32, other = peer_at(lane < WORLD ? lane + 1 : WORLD);
         const u32 known = bytes_of(other), own_bytes = lane < WORLD ? known : 0;
         const u32 own_items = items_of(own_bytes), all = __reduce_add_sync(~0u, own_items);
-        // One for every pair, and the rest in proportion.
+        // Every peer gets one warp, and the other warps are divided in proportion.
         const u32 before = direct_blocks * (blockDim.x / 32), most = worker_threads() / 32 - before;
         const u32 rest = most - WORLD;
         u32 serve = own_items, needed = 1;
@@ -67,7 +67,7 @@ struct WorkAssignment {
             const u32 others = __shfl_up_sync(~0u, end, step);
             end += lane >= step ? others : 0;
         }
-        // Beyond all, in a block apart.
+        // In a block below `direct_blocks` this number is larger than all others.
         const u32 warp = worker_thread() / 32 - before;
         const u32 found = __ballot_sync(~0u, end - serve <= warp && warp < end);
         if (found != 0) {
@@ -79,19 +79,19 @@ struct WorkAssignment {
         }
     }
 
-    // Whether a warp has one item a round at most.
+    // Whether the warp has at most one item in each round.
     __device__ __forceinline__ bool one_item_a_round(u32 at_once) const {
         return at_once == 1 || warps >= items();
     }
     __device__ __forceinline__ u32 items() const { return items_of(bytes); }
-    // The warp's items in a round: from the first on, below the end, each `warps` behind the one before.
+    // The warp's items in a round: the first, and every `warps`th one after it below the end.
     __device__ __forceinline__ u32 begin(u32 round) const {
         return rounds.of(items() * round) + nth;
     }
     __device__ __forceinline__ u32 end(u32 round) const {
         return rounds.of(items() * (round + 1));
     }
-    // This thread's vectors of these items, of which are `live` what the pair has.
+    // This thread's vectors of these items. Those that are not `live` lie behind the end of the round or the data.
     template <u32 COUNT>
     __device__ __forceinline__ void find(u32 round, u32 (&at)[COUNT], bool (&live)[COUNT]) const {
         const u32 first = begin(round), behind = end(round);

@@ -1,30 +1,30 @@
-//! Copies and signals between two ranks, outside calls: no epoch, no entry, nothing compared.
-//! Defines: WORLD, THREADS, SHOTS.
+//! Copies and signals between two ranks, outside of calls: no epoch, no handshake, nothing is compared.
+//! Defines: WORLD, THREADS, OPERATION (COPY, COPY_AND_SIGNAL, SIGNAL or WAIT).
 //!
-//! `input` and `output` are addresses as this rank maps them, one of them in the peer's slot, which
-//! is the call's `root`. Its details are a wait's timeout, for the record of a failure, and the
-//! channel.
+//! `input` and `output` are addresses as this rank maps them, one of them in the slot of the peer, which is the
+//! call's `root`. The first two words of the call's description are the timeout of a wait, for the record of a
+//! failure, and the number of the channel.
 //!
-//! Signals are counted in 64 bits, in device memory, so that a replayed graph counts on. The count
-//! of a peer's signals is written by that peer alone; the others are this rank's own, and those of
-//! one peer and channel are in one kernel's hands at a time, which the host sees to.
+//! Signals are counted in 64 bits, in device memory, so that a replayed graph counts on. The count of a peer's
+//! signals is written by that peer alone, the other counts by this rank alone. The host sees to it that the counts of
+//! one peer and channel are used by one kernel at a time.
 
-#include <symmpool/span.cuh>
-
-#define COPY 1
-#define SIGNAL 2
-#define WAIT 4
+#include <symmpool/copy.cuh>
 
 using namespace symmpool;
 
+enum class Operation { COPY, COPY_AND_SIGNAL, SIGNAL, WAIT };
+constexpr Operation RUN = Operation::OPERATION;
+
 constexpr int UNROLL = 4;
 
+// The counts of a channel.
 constexpr u32 RECEIVED = 0;  // signals from the peer
 constexpr u32 SENT = 1;      // signals to the peer
-constexpr u32 TAKEN = 2;     // signals from the peer that were waited for
-constexpr u32 ARRIVED = 3;   // blocks of the running kernel that are done
+constexpr u32 TAKEN = 2;     // signals from the peer that a wait has taken
+constexpr u32 ARRIVED = 3;   // blocks of the running kernel that have stored all their data
 
-// One of `owner`'s counts for what it has with `peer`.
+// One of `owner`'s counts of a channel with `peer`.
 __device__ __forceinline__ u64* count(const Comm& comm, u32 owner, u32 kind, u32 peer,
                                       u32 channel) {
     u64* counts = reinterpret_cast<u64*>(comm.of(owner) + comm.channels);
@@ -35,32 +35,18 @@ __device__ __forceinline__ bool failed(const Comm& comm) {
     return *static_cast<volatile u32*>(&comm.local()->failed) != 0;
 }
 
-// By all blocks.
+// Called by all threads of all blocks.
 __device__ __forceinline__ void copy(const Call& call) {
     const Source source(call.input, call.bytes);
     const Target target(call.output, call.bytes);
-    const u64 vectors = source.vectors();
     const u64 step = static_cast<u64>(gridDim.x) * blockDim.x;
     const u64 first = static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x;
-    for (u64 at = first; at < vectors; at += UNROLL * step) {
-        uint4 some[UNROLL];
-#pragma unroll
-        for (int i = 0; i < UNROLL; ++i) {
-            if (at + i * step < vectors) {
-                some[i] = source.load(at + i * step);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < UNROLL; ++i) {
-            if (at + i * step < vectors) {
-                target.store(at + i * step, some[i]);
-            }
-        }
-    }
+    copy_unrolled<UNROLL>(first, source.vectors(), step, [&](u64 at) { return source.load(at); },
+                          [&](u64 at, uint4 vector) { target.store(at, vector); });
 }
 
-// By the first thread of every block, after the block's stores; the last of them signals. What the
-// stream did before, and what all blocks stored, is visible to whoever sees the count (rule S3).
+// Called by the first thread of every block, after the block's stores; the last of them signals. What the stream did
+// before, and what all blocks stored, is visible to a rank that sees the count (rule S3).
 __device__ __forceinline__ void signal(const Comm& comm, u32 peer, u32 channel) {
     fence();
     if (gridDim.x > 1) {
@@ -77,7 +63,7 @@ __device__ __forceinline__ void signal(const Comm& comm, u32 peer, u32 channel) 
     store_release(count(comm, peer, RECEIVED, comm.rank, channel), number);
 }
 
-// By one thread. Takes a signal, or gives up and takes none (rule S5).
+// Takes a signal or, when the timeout is over, records a failure and takes none (rule S5). Called by one thread.
 __device__ __forceinline__ void wait(const Comm& comm, const Call& call, u32 peer, u32 channel) {
     const u64* received = count(comm, comm.rank, RECEIVED, peer, channel);
     u64* taken = count(comm, comm.rank, TAKEN, peer, channel);
@@ -103,27 +89,27 @@ __device__ __forceinline__ void wait(const Comm& comm, const Call& call, u32 pee
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     symmpool_one_sided(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
-    if (SHOTS & WAIT) {
-        // Nothing takes places of the device behind a wait: another stream may need them for what
-        // the signal depends on.
-        follow();
+    if (RUN == Operation::WAIT) {
+        // The stream's next kernel must not start while this one waits: another stream may need the SMs for the work
+        // that the signal depends on.
+        wait_for_stream();
     } else {
-        begin(comm.early);
+        begin_kernel(comm.early);
     }
     if (failed(comm)) {
         return;
     }
     const u32 peer = call.root, channel = static_cast<u32>(call.description[1]);
-    if (SHOTS & COPY) {
+    if (RUN == Operation::COPY || RUN == Operation::COPY_AND_SIGNAL) {
         copy(call);
     }
-    if (SHOTS & SIGNAL) {
+    if (RUN == Operation::SIGNAL || RUN == Operation::COPY_AND_SIGNAL) {
         __syncthreads();
         if (threadIdx.x == 0) {
             signal(comm, peer, channel);
         }
     }
-    if (SHOTS & WAIT) {
+    if (RUN == Operation::WAIT) {
         if (threadIdx.x == 0) {
             wait(comm, call, peer, channel);
         }

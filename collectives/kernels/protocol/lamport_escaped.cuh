@@ -1,14 +1,13 @@
-//! Bare vectors: sixteen bytes of any bits, with nothing beside them, which show by themselves that
-//! they have arrived.
+//! An inbox for the Lamport protocol with escapes, in which any bits can travel.
 //!
-//! Their inbox holds FRESH in every word that nobody has written, and who reads a vector puts that
-//! back at once: the inbox has two parities, and a peer writes the same one only in the call after the
-//! next (rule S4). A word of data that is FRESH travels as INSTEAD. So a vector with INSTEAD in it may
-//! have held either, and the mark of its line says which words it was: 64 bits for 128 bytes, the call's
-//! number and a bit a word. Marks are written for such lines alone.
+//! Every word of the inbox is EMPTY until it is written, and the receiver empties a vector as soon as it has read
+//! it: the inbox has two parities, and a peer writes into the same one only in the call after the next (rule S4).
+//! A word of data that is EMPTY travels as ESCAPED. So an ESCAPED word may have been either, and the escape mark of
+//! its line says which: a mark has 64 bits for 128 bytes of data, the epoch and a bit for each word. Marks are
+//! written only for lines with an ESCAPED word, and there are few such.
 //!
-//! Data that shows its arrival: TensorRT-LLM's "Lamport" all-reduce, which changes data that looks like
-//! what fresh memory holds. All-to-alls may not.
+//! TensorRT-LLM's "Lamport" all-reduce changes data that looks like empty memory (`protocol/lamport.cuh`), which an
+//! all-to-all must not do.
 
 #pragma once
 
@@ -16,24 +15,24 @@
 
 namespace symmpool {
 
-// Of no meaning; seldom in data, and even.
+// An arbitrary pattern that is rare in data. It is even, so that ESCAPED differs from it in one bit.
 constexpr u32 EMPTY = 0xc35a96e8u;
 constexpr u32 ESCAPED = EMPTY | 1;
 
-constexpr u32 ITEM = 32;         // vectors that a warp handles at once
-constexpr u32 MARK_VECTORS = 8;  // that a mark is for
+constexpr u32 ITEM = 32;         // vectors that a warp moves at once, one in each thread
+constexpr u32 MARK_VECTORS = 8;  // vectors for which there is one mark
 
 __device__ __forceinline__ bool holds(uint4 vector, u32 word) {
     return vector.x == word || vector.y == word || vector.z == word || vector.w == word;
 }
 
-// Where a sender's vectors lie in a receiver's inbox, and their marks. By whole warps, of which each
-// thread handles a vector of an item, or none if it is not `live`.
+// Where a sender's vectors lie in a receiver's inbox, and their marks. `send` and `receive` are called by whole
+// warps, each of whose threads moves a vector of an item, or none if it is not `live`.
 struct EscapedSlot {
     char* vectors;
     u64* escape_marks;
 
-    // Vectors that a pair of ranks has.
+    // Vectors of an inbox that belong to one sender.
     static __device__ __forceinline__ u64 length(const Comm& comm) {
         return comm.escaped_bytes / 32 / (WORLD > 1 ? WORLD - 1 : 1) / ITEM * ITEM;
     }
@@ -43,7 +42,8 @@ struct EscapedSlot {
         const u64 before = length(comm) * (sender < owner ? sender : sender - 1);
         const u64 half = session.parity() * (comm.escaped_bytes / 2);
         vectors = comm.of(owner) + comm.escaped + half + 16 * before;
-        escape_marks = reinterpret_cast<u64*>(comm.of(owner) + comm.escape_marks + half / 16) + before / MARK_VECTORS;
+        escape_marks =
+            reinterpret_cast<u64*>(comm.of(owner) + comm.escape_marks + half / 16) + before / MARK_VECTORS;
     }
 
     __device__ __forceinline__ void send(u32 epoch, u32 at, uint4 vector, bool live) const {
@@ -57,7 +57,7 @@ struct EscapedSlot {
         }
     }
 
-    // Of each of so many items a vector, as far as it is `live`; false if they do not come.
+    // Waits for this thread's vectors of COUNT items; false if one does not arrive.
     template <u32 COUNT>
     __device__ __forceinline__ bool receive(const Session& session, u32 peer, const u32 (&at)[COUNT],
                                             const bool (&live)[COUNT], uint4 (&found)[COUNT]) const {
@@ -94,7 +94,7 @@ struct EscapedSlot {
         for (u32 i = 0; i < COUNT; ++i) {
             if (live[i] && holds(found[i], ESCAPED)) {
                 const u32 bits = read_escape_mark(session, peer, escape_marks + at[i] / MARK_VECTORS,
-                                      at[i] % MARK_VECTORS);
+                                                  at[i] % MARK_VECTORS);
                 missing = missing || bits == MISSING;
                 found[i].x = bits & 1 ? EMPTY : found[i].x;
                 found[i].y = bits & 2 ? EMPTY : found[i].y;
@@ -106,6 +106,8 @@ struct EscapedSlot {
     }
 
 private:
+    // The vector as it travels. Writes the mark of its line. Called by whole warps; `marked` is whether this thread's
+    // vector has a word that is EMPTY or ESCAPED.
     static __device__ __noinline__ uint4 escape(u64* line, u32 epoch, uint4 vector, bool marked) {
         const u32 lane = threadIdx.x % 32, nth = lane % MARK_VECTORS;
         u32 bits = 0;
@@ -127,10 +129,11 @@ private:
         }
         return vector;
     }
-    // Which of a vector's words are FRESH, by the mark of its line; MISSING if that does not come.
+
+    // Which words of the `nth` vector of a line were EMPTY, a bit for each; MISSING if the mark does not arrive.
     static constexpr u32 MISSING = ~0u;
     static __device__ __noinline__ u32 read_escape_mark(const Session& session, u32 peer, const u64* line,
-                                            u32 nth) {
+                                                     u32 nth) {
         const volatile u64* at = line;
         Watch watch;
         u64 mark = *at;

@@ -1,8 +1,8 @@
-//! Lines: eight threads store 128 bytes at once, of which the last eight are flags. Any bits can
-//! travel, and take little more than their space.
+//! The LL128 protocol: eight threads store a line of 128 bytes at once, of which the last eight are flags. Any
+//! bits can travel, and take little more than their space.
 //!
-//! A line that one warp stores with one instruction arrives whole over NVLink, and one that it loads
-//! with one instruction is seen whole: NCCL's LL128 protocol rests on the same.
+//! A line that a warp stores with one instruction arrives whole over NVLink, and one that it loads with one
+//! instruction is seen whole. NCCL's protocol of this name relies on the same.
 
 #pragma once
 
@@ -12,19 +12,20 @@ namespace symmpool {
 
 constexpr u32 LINE_BYTES = 128;
 constexpr u32 LINE_PAYLOAD = 120;
-constexpr u32 LINE_THREADS = 8;  // threads of a line
+constexpr u32 LINE_THREADS = 8;
 
 __device__ __forceinline__ u64 lines_of(u64 bytes) { return (bytes + LINE_PAYLOAD - 1) / LINE_PAYLOAD; }
 
-// How many of `bytes` a thread has in a line: sixteen, in the last thread eight; fewer at the end.
-__device__ __forceinline__ u32 piece_bytes(u64 bytes, u64 line, u32 part) {
-    const u64 from = line * LINE_PAYLOAD + part * 16;
+// How many of the `bytes` bytes of the data a thread has in a line: sixteen, or eight in the last of its threads;
+// fewer at the end of the data. `thread` is the thread's number in the line.
+__device__ __forceinline__ u32 piece_bytes(u64 bytes, u64 line, u32 thread) {
+    const u64 from = line * LINE_PAYLOAD + thread * 16;
     const u64 left = from < bytes ? bytes - from : 0;
-    const u32 most = part == LINE_THREADS - 1 ? 8 : 16;
+    const u32 most = thread == LINE_THREADS - 1 ? 8 : 16;
     return static_cast<u32>(left < most ? left : most);
 }
 
-// Up to sixteen bytes, as two halves: what data of lines is aligned to if its beginning is.
+// Loads up to sixteen bytes in halves of eight: the payload of lines is no better aligned than that.
 __device__ __forceinline__ uint4 load_piece(const char* at, u32 count) {
     if (reinterpret_cast<u64>(at) % 8 != 0 || count % 8 != 0) {
         return load_partial(at, count);
@@ -54,16 +55,17 @@ __device__ __forceinline__ void store_piece(char* at, u32 count, uint4 vector) {
     }
 }
 
-// What a thread stores into a line, and whether a line has come, which its last thread sees.
-__device__ __forceinline__ uint4 with_flags(uint4 piece, u32 part, u32 epoch) {
-    if (part == LINE_THREADS - 1) {
+// What a thread stores into a line.
+__device__ __forceinline__ uint4 with_flags(uint4 piece, u32 thread, u32 epoch) {
+    if (thread == LINE_THREADS - 1) {
         piece.z = epoch, piece.w = epoch;
     }
     return piece;
 }
 
-__device__ __forceinline__ bool has_flags(uint4 piece, u32 part, u32 epoch) {
-    return part != LINE_THREADS - 1 || (piece.z == epoch && piece.w == epoch);
+// Whether a line has arrived, as far as this thread sees: its last thread has the flags.
+__device__ __forceinline__ bool has_flags(uint4 piece, u32 thread, u32 epoch) {
+    return thread != LINE_THREADS - 1 || (piece.z == epoch && piece.w == epoch);
 }
 
 }  // namespace symmpool

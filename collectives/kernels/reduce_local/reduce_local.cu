@@ -1,8 +1,8 @@
-//! Reduces arrays of one device, element by element, in the order given. Defines: DTYPE, OP.
+//! Reduces arrays of one device, element by element, in the given order. Defines: DTYPE, OP.
 //!
-//! `inputs` points to `n` addresses in memory that the device reads; arrays hold `count` elements
-//! and begin at multiples of an element. `out` may be one of them. Any grid and block will do.
-//! With no inputs nothing is written.
+//! `inputs` points to `n` addresses, in memory that the device can read. Arrays hold `count` elements and are
+//! aligned to their elements. `out` may be one of them. Any grid and any block will do. Without inputs
+//! nothing is written.
 
 #include <symmpool/reduce.cuh>
 

@@ -1,37 +1,36 @@
-//! Rows with a destination each: into the order of an all-to-all, and back to where they were.
-//! Defines: WORLD, THREADS, SHOTS.
+//! The steps of a row exchange on a device, around its all-to-alls: rows with a destination rank each are packed in the
+//! order of ranks, and rows that come back are put where they were.
+//! Defines: WORLD, THREADS, STEP (COUNT, PACK, FIT or UNPACK).
 //!
-//! Blocks have a stretch of rows each, the same in both kernels of the way there: the first counts
-//! the rows for each rank, the second adds up what blocks before have, and moves the rows. So a row's
-//! place follows from the destinations alone (rule S7), and no block waits for another.
+//! Every block has a range of the rows, the same in COUNT and PACK: the first counts the rows for each rank, the
+//! second adds up the counts of the blocks before and moves the rows. So the place of a row follows from the
+//! destinations alone (rule S7), and no block waits for another.
 
-#include <symmpool/comm.cuh>
-
-#define COUNT 1
-#define PACK 2
-#define FIT 4
-#define UNPACK 8
+#include <symmpool/partition.cuh>
 
 using namespace symmpool;
 
-// What these kernels are given. `RowWork` in row_exchange/mod.rs.
+enum class Step { COUNT, PACK, FIT, UNPACK };
+constexpr Step RUN = Step::STEP;
+
+// The arguments of these kernels: `RowWork` in `row_exchange.rs`.
 struct RowWork {
     const void* destinations;
     const char* input;
     char* output;
-    char* packed;              // rows by rank, then by number: on the way there, and on the way back
-    int* order;                // which row of the input each packed one is
-    long long* splits;         // packed rows for each rank, or -1 if a destination is none
-    long long* index_splits;   // the same, or 0
-    const u64* returned;       // rows that each rank sent back,
-    const u64* returned_at;    // and where they begin
-    u32* tallies;              // of each block
-    const long long* counts;   // rows that came from each rank,
-    const long long* offsets;  // and where they begin
-    u32* position;             // of each row of the input: where it is packed, from 1; 0: nowhere
-    u64* state;                // where each rank's packed rows begin; what the receiver has room for
-    u64 given;                 // rows that have destinations; or those of the output
-    u64 rows;                  // the most
+    char* packed;              // rows in the order of ranks, then of their numbers, on both ways
+    int* order;                // the number in the input of each packed row
+    long long* splits;         // how many packed rows each rank gets; all -1 if a destination is no rank
+    long long* index_splits;   // the same; all 0 if a destination is no rank
+    const u64* returned;       // how many rows each rank sent back
+    const u64* returned_at;    // where these begin in `packed`
+    u32* tallies;              // the results of COUNT, TALLIES for each block
+    const long long* counts;   // how many rows came from each rank
+    const long long* offsets;  // where these begin
+    u32* position;             // for each row of the input, its packed row counted from 1, or 0 if it has none
+    u64* state;                // where each rank's packed rows begin; behind them the receiver's capacity
+    u64 given;                 // rows that have destinations; in UNPACK, rows of the output
+    u64 rows;                  // most rows that an input can have
     u64 row_bytes;
     u64 capacity;
     u32 wide;                  // whether destinations have 64 bits
@@ -40,9 +39,9 @@ struct RowWork {
 
 static_assert(sizeof(RowWork) == ROW_WORK_BYTES, "layouts differ");
 
-constexpr u32 NOWHERE = WORLD;
-constexpr u32 NO_RANK = WORLD + 1;
-// A block's rows for each rank, and its first row whose destination is none.
+constexpr u32 NOWHERE = WORLD;      // the destination -1: the row is not sent
+constexpr u32 NO_RANK = WORLD + 1;  // a destination that is wrong
+// The tallies of a block: its rows for each rank, and the first of its rows whose destination is no rank.
 constexpr u32 TALLIES = WORLD + 1;
 constexpr u32 NONE = ~0u;
 constexpr u32 WARPS = THREADS / 32;
@@ -62,11 +61,11 @@ __device__ __forceinline__ u32 destination_rank(const RowWork& work, u64 row) {
     return to >= 0 && to < WORLD ? static_cast<u32>(to) : to == -1 ? NOWHERE : NO_RANK;
 }
 
-// Where a block's stretch of so many rows begins.
-__device__ __forceinline__ u64 stretch(u64 rows, u32 block) { return rows * block / gridDim.x; }
+// This block's range of so many rows.
+__device__ __forceinline__ Range own_rows(u64 rows) { return Split(rows, gridDim.x, 1)[blockIdx.x]; }
 
-// Adds up over the block, and finds the least: whole numbers, so in any order. `sums` and `least`
-// are in shared memory, and hold 0 and NONE before.
+// Adds up the threads' counts of a block, and finds the least of `lowest`, in any order as these are integers. `sums`
+// and `least` are in shared memory, and hold 0 and NONE before. Called by all threads of the block.
 __device__ __forceinline__ void combine(const u32 (&own)[WORLD], u32 lowest, u32* sums,
                                         u32* least) {
 #pragma unroll
@@ -90,8 +89,8 @@ __device__ __forceinline__ void count(const RowWork& work) {
     __syncthreads();
     u32 own[WORLD] = {};
     u32 bad = NONE;
-    const u64 end = stretch(work.rows, blockIdx.x + 1);
-    for (u64 row = stretch(work.rows, blockIdx.x) + threadIdx.x; row < end; row += THREADS) {
+    const Range range = own_rows(work.rows);
+    for (u64 row = range.from + threadIdx.x; row < range.to; row += THREADS) {
         const u32 to = destination_rank(work, row);
 #pragma unroll
         for (u32 rank = 0; rank < WORLD; ++rank) {
@@ -106,8 +105,8 @@ __device__ __forceinline__ void count(const RowWork& work) {
     }
 }
 
-// Tells the host which row it was: the call after the next, which carries the rows, will tell all
-// ranks that there was one.
+// Reports to the host which row has a wrong destination. All ranks learn that there is one in the call after the next,
+// which carries the rows.
 __device__ __noinline__ void note_bad(const Comm& comm, u32 row, long long to) {
     volatile Fault* fault = comm.fault;
     const long long least = -0x80000000ll, most = 0x7fffffffll;
@@ -117,14 +116,15 @@ __device__ __noinline__ void note_bad(const Comm& comm, u32 row, long long to) {
     fence();
 }
 
-// The rows of a tile between their own places, from `first` on, and packed ones; BACK from these,
-// and zeros where there is none. By a block, in units that divide a row and its addresses.
+// Moves the rows of a tile, from number `first` on, to their packed places; with BACK, from these, and rows that have
+// none are filled with zeros. `places` counts packed rows from 1; 0 is none. Called by all threads of a block. `Unit`
+// divides the bytes of a row and all addresses.
 template <typename Unit, bool BACK>
 __device__ __forceinline__ void move(const RowWork& work, u64 first, u32 rows, const u32* places) {
     const u32 units = static_cast<u32>(work.row_bytes / sizeof(Unit));
     const u64 all = static_cast<u64>(rows) * units;
     char* rows_at = BACK ? work.output : const_cast<char*>(work.input);
-    // Rows as long as that are divided among threads one by one, others together.
+    // The rows of a tile are divided among the threads together, so long as 32 bits count their units.
     const u32 together = all <= 0xf0000000u ? rows : 1;
     for (u32 begin = 0; begin < rows; begin += together) {
         const u32 items = together * units;
@@ -216,8 +216,9 @@ __device__ __forceinline__ void pack(const Comm& comm, const RowWork& work) {
     }
     __syncthreads();
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const u64 end = stretch(work.rows, blockIdx.x + 1);
-    for (u64 tile = stretch(work.rows, blockIdx.x); tile < end; tile += THREADS) {
+    const Range range = own_rows(work.rows);
+    const u64 end = range.to;
+    for (u64 tile = range.from; tile < end; tile += THREADS) {
         const u64 row = tile + threadIdx.x;
         const u32 to = row < end && !refused ? destination_rank(work, row) : NOWHERE;
         u32 within = 0;
@@ -256,7 +257,7 @@ __device__ __forceinline__ void pack(const Comm& comm, const RowWork& work) {
     }
 }
 
-// How many of the rows that came from each rank had room: those go back.
+// How many of the rows that came from each rank fit into the output: those go back.
 __device__ __forceinline__ void fit_splits(const RowWork& work) {
     if (threadIdx.x < WORLD) {
         const long long room = static_cast<long long>(work.state[WORLD]);
@@ -266,7 +267,7 @@ __device__ __forceinline__ void fit_splits(const RowWork& work) {
     }
 }
 
-// Rows that came back to where they were; zeros for those that went nowhere.
+// Puts rows that came back where they were, and zeros where a row was not sent.
 __device__ __forceinline__ void unpack(const RowWork& work) {
     __shared__ u64 begins[WORLD], came[WORLD], came_at[WORLD];
     __shared__ u32 places[THREADS];
@@ -276,8 +277,9 @@ __device__ __forceinline__ void unpack(const RowWork& work) {
         came_at[threadIdx.x] = work.returned_at[threadIdx.x];
     }
     __syncthreads();
-    const u64 end = stretch(work.given, blockIdx.x + 1);
-    for (u64 tile = stretch(work.given, blockIdx.x); tile < end; tile += THREADS) {
+    const Range range = own_rows(work.given);
+    const u64 end = range.to;
+    for (u64 tile = range.from; tile < end; tile += THREADS) {
         const u64 row = tile + threadIdx.x;
         const u32 packed = row < end ? work.position[row] : 0;
         u32 found = 0;
@@ -299,20 +301,17 @@ __device__ __forceinline__ void unpack(const RowWork& work) {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     symmpool_row_exchange(const __grid_constant__ Comm comm, const __grid_constant__ RowWork work) {
-    begin(comm.early);
+    begin_kernel(comm.early);
     if (*static_cast<volatile u32*>(&comm.local()->failed) != 0) {
         return;
     }
-    if (SHOTS & COUNT) {
+    if (RUN == Step::COUNT) {
         count(work);
-    }
-    if (SHOTS & PACK) {
+    } else if (RUN == Step::PACK) {
         pack(comm, work);
-    }
-    if (SHOTS & FIT) {
+    } else if (RUN == Step::FIT) {
         fit_splits(work);
-    }
-    if (SHOTS & UNPACK) {
+    } else {
         unpack(work);
     }
 }

@@ -1,4 +1,5 @@
-//! Copies of bytes from anywhere to anywhere, in vectors that are aligned where they are written.
+//! Copies of any number of bytes, from any address to any address, with vectors that are aligned where they are
+//! written.
 
 #pragma once
 
@@ -6,7 +7,29 @@
 
 namespace symmpool {
 
-// Sixteen bytes from `shift` bytes on of two vectors, less than 16.
+// Gives `store` what `load` finds at the indices from `first` to below `end`, `step` apart; UNROLL loads are under
+// way at once. Called by threads with a `first` of their own.
+template <int UNROLL, typename Load, typename Store>
+__device__ __forceinline__ void copy_unrolled(u64 first, u64 end, u64 step, Load load, Store store) {
+#pragma unroll 1
+    for (u64 at = first; at < end; at += UNROLL * step) {
+        decltype(load(at)) values[UNROLL];
+#pragma unroll
+        for (int i = 0; i < UNROLL; ++i) {
+            if (at + i * step < end) {
+                values[i] = load(at + i * step);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < UNROLL; ++i) {
+            if (at + i * step < end) {
+                store(at + i * step, values[i]);
+            }
+        }
+    }
+}
+
+// The sixteen bytes of two vectors that begin `shift` bytes after the first one's begin; `shift` is below 16.
 __device__ __forceinline__ uint4 from_pair(uint4 low, uint4 high, u32 shift) {
     const u32 words = shift / 4, bits = shift % 4 * 8;
     auto pick = [&](u32 a, u32 b, u32 c, u32 d) {
@@ -21,22 +44,22 @@ __device__ __forceinline__ uint4 from_pair(uint4 low, uint4 high, u32 shift) {
                       __funnelshift_r(w2, w3, bits), __funnelshift_r(w3, w4, bits));
 }
 
-// Sixteen bytes from `shift` bytes behind `aligned` on, a multiple of 16. Only vectors of which a
-// byte is wanted are read, so none lies outside the memory's pages.
+// The sixteen bytes that begin `shift` bytes after `aligned`, a multiple of 16. A vector of which no byte is needed
+// is not read, as it may lie in memory that is not mapped.
 __device__ __forceinline__ uint4 load_shifted(const char* aligned, u32 shift) {
     const uint4 low = load_plain(aligned);
     return shift == 0 ? low : from_pair(low, load_plain(aligned + 16), shift);
 }
 
-// A copy of so many bytes.
+// A copy that is to be made.
 struct Transfer {
     const char* from;
     char* to;
     u64 bytes;
 };
 
-// A copy in units that blocks share out among them: vectors, in lines of 128 bytes where they are
-// written, and behind them one for the bytes at both ends that fill no line and no vector.
+// A transfer in units, which can be divided among blocks. All units but the last are vectors; the first begins a
+// line of 128 bytes of the destination. The last unit is the bytes at both ends that fill no line or no vector.
 struct Copy {
     static constexpr int UNROLL = 4;
 
@@ -46,9 +69,9 @@ struct Copy {
     u32 head;
     u64 vectors;
 
-    __device__ __forceinline__ explicit Copy(const Transfer& route)
-        : from(route.from), to(route.to), bytes(route.bytes) {
-        // Stores that straddle lines take the links for longer.
+    __device__ __forceinline__ explicit Copy(const Transfer& transfer)
+        : from(transfer.from), to(transfer.to), bytes(transfer.bytes) {
+        // Stores that straddle lines take links for longer.
         const u32 before = (128 - static_cast<u32>(reinterpret_cast<u64>(to)) % 128) % 128;
         head = before < bytes ? before : static_cast<u32>(bytes);
         vectors = (bytes - head) / 16;
@@ -56,13 +79,13 @@ struct Copy {
 
     __device__ __forceinline__ u64 units() const { return bytes == 0 ? 0 : vectors + 1; }
 
-    // Units `[first, last)`, by one block.
+    // Copies the units from `first` to before `last`. Called by all threads of one block.
     __device__ __forceinline__ void run(u64 first, u64 last) const;
 
     __device__ __forceinline__ void run_inline(u64 first, u64 last) const {
         const u32 shift = static_cast<u32>(reinterpret_cast<u64>(from + head) % 16);
         const u64 end = last < vectors ? last : vectors;
-        shift == 0 ? move<false>(first, end, 0) : move<true>(first, end, shift);
+        shift == 0 ? copy<false>(first, end, 0) : copy<true>(first, end, shift);
         if (last > vectors) {
             const u64 behind = head + 16 * vectors;
             const u32 ends = head + static_cast<u32>(bytes - behind);
@@ -73,32 +96,19 @@ struct Copy {
         }
     }
 
-    // Vectors `[begin, end)`.
+private:
     template <bool SHIFTED>
-    __device__ __forceinline__ void move(u64 begin, u64 end, u32 shift) const {
+    __device__ __forceinline__ void copy(u64 first, u64 end, u32 shift) const {
         const char* source = from + head - shift;
         char* target = to + head;
-        for (u64 at = begin + threadIdx.x; at < end; at += blockDim.x * UNROLL) {
-            uint4 all[UNROLL];
-#pragma unroll
-            for (int i = 0; i < UNROLL; ++i) {
-                if (at + i * blockDim.x < end) {
-                    const char* vector = source + 16 * (at + i * blockDim.x);
-                    all[i] = SHIFTED ? load_shifted(vector, shift) : load_plain(vector);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < UNROLL; ++i) {
-                if (at + i * blockDim.x < end) {
-                    store_plain(target + 16 * (at + i * blockDim.x), all[i]);
-                }
-            }
-        }
+        copy_unrolled<UNROLL>(first + threadIdx.x, end, blockDim.x, [&](u64 at) {
+            return SHIFTED ? load_shifted(source + 16 * at, shift) : load_plain(source + 16 * at);
+        }, [&](u64 at, uint4 vector) { store_plain(target + 16 * at, vector); });
     }
 };
 
-// One place in the image serves all peers and ways: what is longer than the instruction cache begins
-// slowly. All it needs is passed in registers.
+// A function that is not inlined, so that its code is in the image once for all callers: a kernel that is longer
+// than the instruction cache begins slowly. All its arguments are passed in registers.
 __device__ __noinline__ void copy_units(const char* from, char* to, u64 bytes, u64 first, u64 last) {
     Copy(Transfer{from, to, bytes}).run_inline(first, last);
 }
@@ -109,20 +119,17 @@ __device__ __forceinline__ void Copy::run(u64 first, u64 last) const {
     }
 }
 
-// Shares of a copy that is cut into so many, from the `first` one to before the `last`.
-__device__ __forceinline__ void shares(const Transfer& route, u32 first, u32 last, u32 all) {
-    const Copy copy(route);
-    const u64 units = copy.units();
-    auto bound = [&](u32 nth) {
-        const u64 unit = (part(units, nth, all) + 7) / 8 * 8;
-        return unit < units ? unit : units;
-    };
-    copy.run(bound(first), bound(last));
+// Makes the pieces from `first` to before `last` of a transfer that is cut into `pieces`. Called by all threads of
+// one block.
+__device__ __forceinline__ void copy_pieces(const Transfer& transfer, u32 first, u32 last, u32 pieces) {
+    const Copy copy(transfer);
+    const Split split(copy.units(), pieces);
+    copy.run(split.begin(first), split.begin(last));
 }
 
-// A block's share of a copy that so many blocks make, the `nth` of them.
-__device__ __forceinline__ void share(const Transfer& route, u32 nth, u32 blocks) {
-    shares(route, nth, nth + 1, blocks);
+// Makes one piece of it.
+__device__ __forceinline__ void copy_piece(const Transfer& transfer, u32 piece, u32 pieces) {
+    copy_pieces(transfer, piece, piece + 1, pieces);
 }
 
 }  // namespace symmpool

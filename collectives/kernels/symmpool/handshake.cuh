@@ -1,9 +1,9 @@
-//! How ranks meet in a call: every pair tells each other what it calls, and compares (rules S1, S6).
+//! The handshake that opens a call: every pair of ranks exchanges and compares call descriptions (rules S1, S6).
 //!
-//! A rank's details travel in four packets of 16 bytes, half data and half flags, into the peer's
-//! entry slot. The first block of a grid attends to that and to nothing else, so that no data waits
-//! for it; but the kernel ends only when every peer has come, which is what makes two parities
-//! enough (rule S4).
+//! A description has four words, which travel in the LL protocol: 16 bytes, of which half are data and half
+//! are flags. The first block of a grid, the leader block, does the handshake and nothing else, so that no
+//! data waits for it; all other blocks are worker blocks. The kernel ends only when every peer has
+//! entered the call, so two parities of handshake slots are enough (rule S4).
 
 #pragma once
 
@@ -11,38 +11,25 @@
 
 namespace symmpool {
 
-__device__ __forceinline__ bool flagged(uint4 packet, u32 epoch) {
-    return packet.y == epoch && packet.w == epoch;
+// --- the LL protocol, for single words of 64 bits
+
+__device__ __forceinline__ uint4 ll_pack(u64 data, u32 flag) {
+    return make_uint4(static_cast<u32>(data), flag, static_cast<u32>(data >> 32), flag);
 }
 
-// By so many threads, of which this is one. With RELEASE, what this rank's stream did before is visible
-// to whoever sees them.
-template <bool RELEASE>
-__device__ __forceinline__ void send_handshake(const Session& session, const Call& call, u32 thread,
-                                      u32 threads) {
-    const Comm& comm = session.comm;
-    if constexpr (RELEASE) {
-        fence();
-    }
-    for (u32 i = thread; i < 4 * WORLD; i += threads) {
-        u32 peer = i / 4, word = i % 4;
-        if (peer != comm.rank) {
-            u64 data = call.description[word];
-            uint4 packet = make_uint4(static_cast<u32>(data), session.epoch,
-                                      static_cast<u32>(data >> 32), session.epoch);
-            store_relaxed(handshake_slot(comm, session.epoch, peer, comm.rank) + 16 * word, packet);
-        }
-    }
+__device__ __forceinline__ u64 ll_data(uint4 word) { return static_cast<u64>(word.z) << 32 | word.x; }
+
+__device__ __forceinline__ bool ll_arrived(uint4 word, u32 flag) {
+    return word.y == flag && word.w == flag;
 }
 
-// Looks at a peer's packet until it is there; false if that takes too long. With ACQUIRE what the
-// peer's stream did before is visible then.
+// Waits for a word of a peer; false if that takes too long. With ACQUIRE, what the peer's stream did before
+// is visible then.
 template <bool ACQUIRE = false>
-__device__ __forceinline__ bool await_packet(const Session& session, u32 peer, const char* slot,
-                                             uint4& packet) {
+__device__ __forceinline__ bool ll_await(const Session& session, u32 peer, const char* slot, uint4& word) {
     Watch watch;
-    while (packet = ACQUIRE ? load_acquired(slot) : load_relaxed(slot),
-           !flagged(packet, session.epoch)) {
+    while (word = ACQUIRE ? load_acquire_vector(slot) : load_relaxed(slot),
+           !ll_arrived(word, session.epoch)) {
         if (watch.expired(session, peer, HANDSHAKE)) {
             return false;
         }
@@ -50,19 +37,39 @@ __device__ __forceinline__ bool await_packet(const Session& session, u32 peer, c
     return true;
 }
 
-// Where a peer's packet of its entry comes to.
+// --- sending and comparing descriptions
+
+// Called by `threads` threads, of which `thread` is this one's number. With RELEASE, what this rank's stream
+// did before is visible to a peer that acquires the words.
+template <bool RELEASE>
+__device__ __forceinline__ void send_handshake(const Session& session, const Call& call, u32 thread,
+                                               u32 threads) {
+    const Comm& comm = session.comm;
+    if constexpr (RELEASE) {
+        fence();
+    }
+    for (u32 i = thread; i < 4 * WORLD; i += threads) {
+        u32 peer = i / 4, word = i % 4;
+        if (peer != comm.rank) {
+            store_relaxed(handshake_slot(comm, session.epoch, peer, comm.rank) + 16 * word,
+                          ll_pack(call.description[word], session.epoch));
+        }
+    }
+}
+
+// Where a word of a peer's description arrives.
 __device__ __forceinline__ const char* handshake_word(const Session& session, u32 peer, u32 word) {
     return handshake_slot(session.comm, session.epoch, session.comm.rank, peer) + 16 * word;
 }
 
-// A word of a peer's entry, which has come.
+// Compares a word of a peer's description that has arrived.
 __device__ __forceinline__ void compare_handshake_word(const Session& session, const Call& call, u32 peer,
-                                             u32 word, uint4 packet) {
-    if ((static_cast<u64>(packet.z) << 32 | packet.x) != call.description[word]) {
-        // All four are read by the host, and have been sent.
+                                                       u32 word, uint4 found) {
+    if (ll_data(found) != call.description[word]) {
+        // The record of the failure holds the whole description, so the other words must have arrived.
         bool there = true;
         for (u32 other = 0; other < 4; ++other) {
-            there = there && await_packet(session, peer, handshake_word(session, peer, other), packet);
+            there = there && ll_await(session, peer, handshake_word(session, peer, other), found);
         }
         if (there) {
             report(session.comm, session.epoch, MISMATCH, peer, HANDSHAKE, &call);
@@ -70,33 +77,25 @@ __device__ __forceinline__ void compare_handshake_word(const Session& session, c
     }
 }
 
-// By one block.
+// Waits for the descriptions of all peers and compares them. Called by all threads of the leader block.
 __device__ __forceinline__ void compare_handshakes(const Session& session, const Call& call) {
     for (u32 i = threadIdx.x; i < 4 * WORLD; i += blockDim.x) {
         u32 peer = i / 4, word = i % 4;
-        uint4 packet;
+        uint4 found;
         if (peer != session.comm.rank &&
-            await_packet(session, peer, handshake_word(session, peer, word), packet)) {
-            compare_handshake_word(session, call, peer, word, packet);
+            ll_await(session, peer, handshake_word(session, peer, word), found)) {
+            compare_handshake_word(session, call, peer, word, found);
         }
     }
 }
 
-// Puts flags that no call will wait for again in place of what old calls left.
-__device__ __forceinline__ void expire_bytes(const Session& session, char* begin, u64 bytes) {
-    const u32 old = session.epoch - 2;
-    for (u64 at = 16 * threadIdx.x; at < bytes; at += 16 * blockDim.x) {
-        store_plain(begin + at, make_uint4(0, old, old, old));
-    }
-}
+// --- flags of old calls
+//
+// A flag is 32 bits of the epoch. Before epochs repeat, flags that old calls left in places that no call has
+// written since must go, or a later call would take them for its own. So four times while the epochs go round,
+// two calls in a row, one of each parity, overwrite what they do not use with flags for which no call waits.
 
-// In a region of two parities, from `used` bytes on, which are this call's own.
-__device__ __forceinline__ void expire_region(const Session& session, u64 region, u64 bytes, u64 used) {
-    char* begin = session.comm.own() + region + session.parity() * (bytes / 2);
-    expire_bytes(session, begin + used, used < bytes / 2 ? bytes / 2 - used : 0);
-}
-
-// How much of each region a call uses, in bytes from the beginning.
+// How many bytes at the beginning of each region of this parity a call uses.
 struct UsedBytes {
     u64 ll = 0;
     u64 ll128 = 0;
@@ -104,8 +103,23 @@ struct UsedBytes {
     u64 traffic_rows = 0;
 };
 
-// Flags are 32 bits of epoch. Before the numbers come round again, whatever an old call left in
-// places that were not written since is overwritten: four times on the way, in two calls running.
+__device__ __forceinline__ bool must_expire_flags(const Session& session) {
+    return (session.epoch & 0x3fffffffu) < 2;
+}
+
+__device__ __forceinline__ void expire_bytes(const Session& session, char* begin, u64 bytes) {
+    const u32 old = session.epoch - 2;
+    for (u64 at = 16 * threadIdx.x; at < bytes; at += 16 * blockDim.x) {
+        store_plain(begin + at, make_uint4(0, old, old, old));
+    }
+}
+
+// A region of two parities, whose first `used` bytes in this parity belong to the running call.
+__device__ __forceinline__ void expire_region(const Session& session, u64 region, u64 bytes, u64 used) {
+    char* begin = session.comm.own() + region + session.parity() * (bytes / 2);
+    expire_bytes(session, begin + used, used < bytes / 2 ? bytes / 2 - used : 0);
+}
+
 __device__ __noinline__ void expire_old_flags(const Session& session, UsedBytes used) {
     const Comm& comm = session.comm;
     expire_region(session, comm.ll, comm.ll_bytes, used.ll);
@@ -114,35 +128,37 @@ __device__ __noinline__ void expire_old_flags(const Session& session, UsedBytes 
     expire_region(session, traffic_rows(comm), TRAFFIC_ROWS_BYTES, used.traffic_rows);
 }
 
-// The same of marks of bare vectors, by calls that leave none.
+// For calls that write no escape marks (`protocol/lamport_escaped.cuh`).
 __device__ __noinline__ void expire_escape_marks(const Session& session) {
     expire_region(session, session.comm.escape_marks, session.comm.escaped_bytes / 16, 0);
 }
 
-// The whole work of the first block.
-template <bool RELEASE>
-__device__ __forceinline__ void run_leader_block(const Session& session, const Call& call, UsedBytes used) {
-    send_handshake<RELEASE>(session, call, threadIdx.x, blockDim.x);
-    session.advance();
-    compare_handshakes(session, call);
-    if ((session.epoch & 0x3fffffffu) < 2) {
-        expire_old_flags(session, used);
-        expire_escape_marks(session);
-    }
-}
+// --- the leader block and the worker blocks
 
 __device__ __forceinline__ bool is_leader_block() { return blockIdx.x == 0; }
 
-// Data is handled by all blocks but the one that attends.
 __device__ __forceinline__ u32 worker_blocks() { return gridDim.x - 1; }
 __device__ __forceinline__ u32 worker_block() { return blockIdx.x - 1; }
 __device__ __forceinline__ u32 worker_threads() { return worker_blocks() * blockDim.x; }
 __device__ __forceinline__ u32 worker_thread() { return worker_block() * blockDim.x + threadIdx.x; }
 
-// Until every peer has entered this very call: before that nobody writes into a peer's output, which is where
-// this rank takes it to be, and as long, only if the peer called the same. With ACQUIRE what its stream did
-// before is visible then. All threads of the block come here, and leave with the same answer: false if a peer
-// is missing, has given up or called something else, which the block that attends reports.
+// All that the leader block does in most kernels. `used` says what the call's workers use.
+template <bool RELEASE>
+__device__ __forceinline__ void run_leader_block(const Session& session, const Call& call, UsedBytes used) {
+    send_handshake<RELEASE>(session, call, threadIdx.x, blockDim.x);
+    session.advance();
+    compare_handshakes(session, call);
+    if (must_expire_flags(session)) {
+        expire_old_flags(session, used);
+        expire_escape_marks(session);
+    }
+}
+
+// Waits until every peer has entered this call with an equal description. A worker block must not write into a
+// peer's output before, as its address is where this rank takes it to be, and as long, only if the peer called
+// the same. With ACQUIRE, what the peers' streams did before is visible then. Called by all threads of the
+// block, which get the same answer: false if a peer is missing, has given up or called something else, which the
+// leader block reports.
 template <bool ACQUIRE>
 __device__ __forceinline__ bool await_handshakes(const Session& session, const Call& call) {
     bool bad = false;
@@ -150,9 +166,9 @@ __device__ __forceinline__ bool await_handshakes(const Session& session, const C
     for (u32 i = threadIdx.x; i < 4 * WORLD && !bad; i += blockDim.x) {
         const u32 peer = i / 4, word = i % 4;
         if (peer != session.comm.rank) {
-            uint4 packet;
-            bad = !await_packet<ACQUIRE>(session, peer, handshake_word(session, peer, word), packet) ||
-                  (static_cast<u64>(packet.z) << 32 | packet.x) != call.description[word];
+            uint4 found;
+            bad = !ll_await<ACQUIRE>(session, peer, handshake_word(session, peer, word), found) ||
+                  ll_data(found) != call.description[word];
         }
     }
     return !__syncthreads_or(bad);

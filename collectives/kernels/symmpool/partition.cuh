@@ -1,4 +1,4 @@
-//! How data is divided among ranks, and a part among blocks or teams.
+//! How data is divided: a buffer among ranks, and the data of a rank among blocks.
 
 #pragma once
 
@@ -7,34 +7,25 @@
 
 namespace symmpool {
 
-// `nth` of `parts` equal parts of a number ends where the one after begins.
-__device__ __forceinline__ u64 part(u64 whole, u32 nth, u32 parts) {
-    if (whole == parts) {
-        return nth;
-    }
-    // Division of 64 bits takes ten times as long.
-    const u64 product = whole * nth;
-    return product >> 32 == 0 ? static_cast<u32>(product) / parts : product / parts;
-}
-
-// Rank `r`'s part of a buffer. With SHARES it is one buffer, cut into shares of whole vectors;
-// else parts are as the call says.
-template <bool SHARES>
-struct Parts {
+// Each rank's chunk of a buffer. With ONE_BUFFER, the chunks are one buffer of `call.bytes` bytes, cut into chunks of
+// whole vectors of which the last ones may be shorter or empty. Otherwise every chunk has `call.bytes` bytes, and
+// chunks begin `call.stride` bytes apart.
+template <bool ONE_BUFFER>
+struct RankChunks {
     u64 bytes;
     u64 stride;
 
-    __device__ __forceinline__ explicit Parts(const Call& call)
+    __device__ __forceinline__ explicit RankChunks(const Call& call)
         : bytes(call.bytes),
-          stride(SHARES ? ((call.bytes + 15) / 16 + WORLD - 1) / WORLD * 16 : call.stride) {}
+          stride(ONE_BUFFER ? ((call.bytes + 15) / 16 + WORLD - 1) / WORLD * 16 : call.stride) {}
 
-    // Of the longest.
-    __device__ __forceinline__ u64 vectors() const { return ((SHARES ? stride : bytes) + 15) / 16; }
+    // Vectors of the longest chunk.
+    __device__ __forceinline__ u64 vectors() const { return ((ONE_BUFFER ? stride : bytes) + 15) / 16; }
 
     template <typename Byte>
     __device__ __forceinline__ Span<Byte> of(Byte* begin, u32 rank) const {
         u64 from = rank * stride, length = bytes;
-        if (SHARES) {
+        if (ONE_BUFFER) {
             u64 left = from < bytes ? bytes - from : 0;
             length = left < stride ? left : stride;
         }
@@ -47,18 +38,30 @@ struct Range {
     u64 to;
 };
 
-// Vectors that so many blocks or teams divide among them, in whole lines of 128 bytes.
-struct Division {
+// `count` items, usually vectors, divided evenly into pieces for blocks. Pieces begin at multiples of `grain` items,
+// which by default are a line of 128 bytes, and differ by at most one grain.
+struct Split {
     u64 count;
-    u64 each;
+    u64 grains;  // of the shorter pieces
+    u32 longer;  // how many pieces, the first ones, have one grain more
+    u32 grain;
 
-    __device__ __forceinline__ Division(u64 vectors, u32 among)
-        : count(vectors), each(((vectors + among - 1) / among + 7) / 8 * 8) {}
-
-    __device__ __forceinline__ Range operator[](u32 nth) const {
-        const u64 first = nth * each;
-        return {first < count ? first : count, first + each < count ? first + each : count};
+    __device__ __forceinline__ Split(u64 all, u32 pieces, u32 items = 8) : count(all), grain(items) {
+        const u64 whole = (all + items - 1) / items;
+        // A division of 64 bits takes ten times as long.
+        grains = whole >> 32 == 0 ? static_cast<u32>(whole) / pieces : whole / pieces;
+        longer = static_cast<u32>(whole - grains * pieces);
     }
+
+    // Where a piece begins, and the one before it ends.
+    __device__ __forceinline__ u64 begin(u32 piece) const {
+        const u64 first = (piece * grains + (piece < longer ? piece : longer)) * grain;
+        return first < count ? first : count;
+    }
+
+    __device__ __forceinline__ u64 longest() const { return (grains + (longer > 0 ? 1 : 0)) * grain; }
+
+    __device__ __forceinline__ Range operator[](u32 piece) const { return {begin(piece), begin(piece + 1)}; }
 };
 
 }  // namespace symmpool

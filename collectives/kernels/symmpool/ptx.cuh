@@ -1,16 +1,16 @@
-//! What C++ has no words for: instructions of the device, each as a function. All PTX there is.
+//! Instructions of the device that C++ has no expression for, each as a function. No other file has PTX.
 //!
-//! Addresses are of global memory, this device's or a peer's; of vectors, multiples of 16. *Relaxed*
-//! accesses are made exactly as often as written, and are atomic, half by half, for every device and the
-//! host. Conversions round to nearest, ties to even.
+//! Addresses are of global memory, this device's or a peer's, and those of vectors are multiples of 16. *Relaxed*
+//! accesses are made exactly as often as written, and each half of eight bytes is atomic for every device and
+//! the host. Conversions round to nearest, ties to even.
 //!
-//! Whoever runs kernels without a device has another file in this one's place (`tests/emulator`).
+//! The emulator has another file in the place of this one (`tests/emulator/ptx.cuh`).
 
 #pragma once
 
 namespace symmpool {
 
-// --- memory that others touch meanwhile
+// --- memory that other threads, devices or the host access at the same time
 
 __device__ __forceinline__ uint4 load_relaxed(const void* from) {
     uint4 value;
@@ -21,9 +21,9 @@ __device__ __forceinline__ uint4 load_relaxed(const void* from) {
     return value;
 }
 
-// What its writer's stream did before is visible too, if its fence came before the write. Takes less
-// than a fence here, which waits for what this thread has stored.
-__device__ __forceinline__ uint4 load_acquired(const void* from) {
+// What the writer did before a fence before its store is visible after this load. It takes less time than a
+// relaxed load and a fence, which would wait for this thread's own stores.
+__device__ __forceinline__ uint4 load_acquire_vector(const void* from) {
     uint4 value;
     asm volatile("ld.acquire.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
@@ -40,8 +40,8 @@ __device__ __forceinline__ void store_relaxed(void* to, uint4 value) {
                  : "memory");
 }
 
-// A part of a line of 128 bytes, of which eight threads of a warp take one each, by the same instruction: it
-// comes whole, and is seen whole (`protocol/ll128.cuh`).
+// A vector of a line of 128 bytes, of which eight threads of a warp access one vector each by the same
+// instruction: the line arrives whole, and is seen whole (`protocol/ll128.cuh`).
 __device__ __forceinline__ uint4 load_line(const void* from) { return load_relaxed(from); }
 __device__ __forceinline__ void store_line(void* to, uint4 value) { store_relaxed(to, value); }
 
@@ -57,34 +57,34 @@ __device__ __forceinline__ void store_release(unsigned long long* to, unsigned l
                  :: "l"(__cvta_generic_to_global(to)), "l"(value) : "memory");
 }
 
-// All earlier stores of this thread, and those it has learned of, before all later ones.
+// Orders all earlier stores of this thread, and those that it has observed, before all its later ones.
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-// --- the kernel and its time
+// --- time, and the kernels of a stream
 
-// Of the device's clock, which all its processors share.
+// The device's clock, which all its SMs share.
 __device__ __forceinline__ unsigned long long nanoseconds() {
     unsigned long long now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
     return now;
 }
 
-// What the stream did before has ended, and is visible. Without effect where kernels do not overlap.
-__device__ __forceinline__ void follow() {
+// Waits until the stream's earlier work has ended and is visible. It has no effect where kernels do not overlap.
+__device__ __forceinline__ void wait_for_stream() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Programmatic dependent launch: the next kernel's blocks may take their places while this one
-// still runs; they read nothing before it has ended. Without effect where it was not asked for.
-__device__ __forceinline__ void begin(bool early) {
+// How most kernels begin. With `early` (programmatic dependent launch) the blocks of the stream's next kernel
+// may start while this kernel still runs; they access no data before it has ended.
+__device__ __forceinline__ void begin_kernel(bool early) {
 #if __CUDA_ARCH__ >= 900
     if (early) {
         asm volatile("griddepcontrol.launch_dependents;");
     }
 #endif
-    follow();
+    wait_for_stream();
 }
 
 // --- conversions
@@ -119,7 +119,7 @@ __device__ __forceinline__ unsigned f32_to_f16x2(float low, float high) {
     return pair;
 }
 
-// --- 8-bit floats, by devices of compute capability 8.9. What is too large becomes the largest number.
+// --- 8-bit floats, on devices from compute capability 8.9 on. Values that are too large become the largest number.
 
 __device__ __forceinline__ unsigned e4m3x2_to_f16x2(unsigned short pair) {
     unsigned halves;

@@ -1,8 +1,8 @@
-//! What a reduction does to elements: the same, to the bit, as the host kernels do.
+//! Reductions of elements, with the same bits as those of the host kernels.
 //!
-//! Elements are widened, folded in rank order, settled (which divides averages) and narrowed
-//! once. Every operation rounds for itself: nothing is fused, flushed to zero or approximated,
-//! whatever the compiler's options. Only a NaN's sign and payload may differ from the host's.
+//! Elements are widened, accumulated in rank order, finalized (an average is divided) and narrowed
+//! once. Every operation rounds by itself: nothing is fused, flushed to zero or approximated,
+//! whatever the compiler's options are. Only the sign and payload of a NaN may differ from the host's.
 
 #pragma once
 
@@ -11,14 +11,14 @@
 
 namespace symmpool {
 
-// The codes of `ReduceOp` in reduce.rs.
+// The codes of the Rust type `ReduceOp`.
 constexpr int SUM = 1;
 constexpr int PROD = 2;
 constexpr int MIN = 3;
 constexpr int MAX = 4;
 constexpr int AVG = 5;
 
-// --- arithmetic of accumulators; integers wrap
+// --- arithmetic; integers wrap
 
 __device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
 __device__ __forceinline__ double add(double a, double b) { return __dadd_rn(a, b); }
@@ -44,8 +44,8 @@ __device__ __forceinline__ long long multiply(long long a, long long b) {
                                   static_cast<unsigned long long>(b));
 }
 
-// The first NaN stays; a NaN in `b` fails the comparison and is taken. Of equal values, which
-// zeros of two signs are, the later one is taken.
+// If `a` is a NaN it stays; if `b` is one, the comparison fails and `b` is taken. Of equal values, such as zeros
+// of different signs, `b` is taken.
 template <typename Acc>
 __device__ __forceinline__ Acc least(Acc a, Acc b) {
     return a < b || a != a ? a : b;
@@ -55,7 +55,7 @@ __device__ __forceinline__ Acc greatest(Acc a, Acc b) {
     return a > b || a != a ? a : b;
 }
 
-// Totals over `world` ranks divided by it; integers toward zero.
+// Averages of `world` ranks' elements; integers are rounded toward zero.
 __device__ __forceinline__ float divide(float total, int world) {
     return __fdiv_rn(total, static_cast<float>(world));
 }
@@ -65,8 +65,8 @@ __device__ __forceinline__ double divide(double total, int world) {
 __device__ __forceinline__ int divide(int total, int world) { return total / world; }
 __device__ __forceinline__ long long divide(long long total, int world) { return total / world; }
 __device__ __forceinline__ Int128 divide(Int128 total, int world) {
-    // Long division of the magnitude, 32 bits at a time. The quotient is an average of 64-bit
-    // numbers, so its upper 64 bits are those of the sign alone.
+    // Long division of the magnitude, 32 bits at a time. The quotient is an average of 64-bit numbers, so
+    // it fits 64 bits, and its upper half is its sign.
     bool negative = total.high < 0;
     unsigned long long low = negative ? 0 - total.low : total.low;
     unsigned long long high = static_cast<unsigned long long>(total.high);
@@ -79,11 +79,11 @@ __device__ __forceinline__ Int128 divide(Int128 total, int world) {
     return Int128{negative ? 0 - quotient : quotient, negative && quotient != 0 ? -1 : 0};
 }
 
-// --- one reduction of one element type
+// --- the reduction of elements of type `D` by operation `O`
 
 template <int D, int O>
 struct Reduce {
-    static_assert(O >= SUM && O <= AVG, "no such operation");
+    static_assert(O >= SUM && O <= AVG, "OP must be a code of ReduceOp");
 
     template <bool AVERAGE, typename T> struct Choose { using Type = typename T::Acc; };
     template <typename T> struct Choose<true, T> { using Type = typename T::Wide; };
@@ -92,7 +92,7 @@ struct Reduce {
     using Acc = typename Choose<O == AVG, Type<D>>::Type;
     static constexpr int LANES = symmpool::LANES<D>;
 
-    // Elements of one vector, as they are accumulated.
+    // The widened elements of a vector.
     struct Vector {
         Acc lanes[LANES];
     };
@@ -125,7 +125,7 @@ struct Reduce {
         return symmpool::narrow<D, Acc>(total);
     }
 
-    // The same for sixteen bytes.
+    // --- the same for vectors
 
     static __device__ __forceinline__ Vector widen(uint4 bits) {
         Vector vector;
@@ -141,13 +141,24 @@ struct Reduce {
         }
     }
 
-    // Settles and narrows.
+    // Finalizes and narrows.
     static __device__ __forceinline__ uint4 finish(Vector total, int world) {
 #pragma unroll
         for (int i = 0; i < LANES; ++i) {
             total.lanes[i] = finalize(total.lanes[i], world);
         }
         return pack<D, Acc>(total.lanes);
+    }
+
+    // Reduces the vectors of all ranks, in rank order on every rank (rule S7).
+    template <unsigned RANKS>
+    static __device__ __forceinline__ uint4 all(const uint4 (&vectors)[RANKS]) {
+        Vector total = widen(vectors[0]);
+#pragma unroll
+        for (unsigned rank = 1; rank < RANKS; ++rank) {
+            accumulate(total, vectors[rank]);
+        }
+        return finish(total, RANKS);
     }
 };
 

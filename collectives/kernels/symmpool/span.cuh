@@ -1,4 +1,4 @@
-//! The caller's data, as vectors of 16 bytes: of any length and alignment.
+//! The caller's data, of any length and alignment, accessed as vectors of 16 bytes.
 
 #pragma once
 
@@ -6,11 +6,11 @@
 
 namespace symmpool {
 
-// Slow and rare: vectors that are partial or not aligned, the rest zeros.
+// Loads a vector that is partial or not aligned, which is slow. Bytes that are not loaded are zero.
 __device__ __noinline__ uint4 load_partial(const char* from, u32 bytes) {
     u32 words[4] = {0, 0, 0, 0};
     if (bytes == 16) {
-        // Only words of which a byte is wanted.
+        // Reads no word of which no byte is needed.
         const u32 shift = static_cast<u32>(reinterpret_cast<u64>(from) % 4);
         const u32* at = reinterpret_cast<const u32*>(from - shift);
         const u32 last = shift == 0 ? 0 : at[4], bits = 8 * shift;
@@ -26,6 +26,7 @@ __device__ __noinline__ uint4 load_partial(const char* from, u32 bytes) {
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
+// Stores a vector that is partial or not aligned.
 __device__ __noinline__ void store_partial(char* to, u32 bytes, uint4 vector) {
     const u32 words[4] = {vector.x, vector.y, vector.z, vector.w};
     if (bytes == 16 && reinterpret_cast<u64>(to) % 4 == 0) {
@@ -41,7 +42,7 @@ __device__ __noinline__ void store_partial(char* to, u32 bytes, uint4 vector) {
     }
 }
 
-// A stretch of memory in vectors; the last may be partial.
+// A range of memory in vectors, of which the last may be partial.
 template <typename Byte>
 struct Span {
     Byte* begin;

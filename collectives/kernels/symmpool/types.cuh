@@ -1,11 +1,11 @@
-//! Element types: how they lie in memory, what they accumulate in, and the conversions.
+//! Element types: how they lie in memory, the types in which they are reduced, and conversions between these.
 //!
-//! No CUDA header is included, so that kernels compile wherever NVRTC is. Rounding is to nearest,
-//! ties to even. Finite values and infinities convert to the bits that the host kernels give; a
-//! NaN stays a NaN, with whatever sign and payload the device makes. What is too large becomes
-//! infinite, and in E4M3, which has no infinity, the largest number, as in torch.
+//! No CUDA header is included, so that kernels compile wherever NVRTC is installed. Conversions round to nearest,
+//! ties to even. Finite values and infinities convert to the same bits as in the host kernels; a NaN stays a
+//! NaN, with whatever sign and payload the device gives it. Values that are too large become infinite, and in
+//! E4M3, which has no infinity, the largest number, as in torch.
 //!
-//! Pairs hold the element of the lower address in the lower half.
+//! A pair holds the element of the lower address in its lower half.
 
 #pragma once
 
@@ -25,8 +25,8 @@ constexpr int I8 = 8;
 constexpr int F8E4M3 = 9;
 constexpr int F8E5M2 = 10;
 
-// The instructions for 8-bit floats came with compute capability 8.9. SYMMPOOL_PORTABLE_F8 does
-// without them, so that what older devices run can be compared on newer ones.
+// Devices have instructions for 8-bit floats from compute capability 8.9 on. SYMMPOOL_PORTABLE_F8 does without
+// them, so that tests on newer devices can compare the code of older ones.
 #if __CUDA_ARCH__ >= 890 && !defined(SYMMPOOL_PORTABLE_F8)
 constexpr bool F8_INSTRUCTIONS = true;
 #else
@@ -56,7 +56,7 @@ __device__ __forceinline__ float2 e4m3x2_to_f32(unsigned short pair) {
     if constexpr (F8_INSTRUCTIONS) {
         return f16x2_to_f32(e4m3x2_to_f16x2(pair));
     } else {
-        // As halves, whose exponent has the bias 15, magnitudes are 2^8 too small.
+        // Read as a half, whose exponent has the bias 15, a magnitude is too small by a factor of 2^8.
         auto one = [](unsigned byte) {
             unsigned sign = (byte & 0x80u) << 24;
             unsigned magnitude = byte & 0x7fu;
@@ -98,7 +98,7 @@ __device__ __forceinline__ unsigned char f32_to_e4m3(float value) {
     return static_cast<unsigned char>(f32_to_e4m3x2(value, 0.0f));
 }
 
-// --- E5M2: a half without its last eight bits
+// --- E5M2: the upper eight bits of a half
 
 __device__ __forceinline__ float e5m2_to_f32(unsigned char bits) {
     return f16_to_f32(static_cast<unsigned short>(bits << 8));
@@ -111,8 +111,8 @@ __device__ __forceinline__ float2 e5m2x2_to_f32(unsigned short pair) {
 
 __device__ __forceinline__ unsigned short f32_to_e5m2x2(float low, float high) {
     if constexpr (F8_INSTRUCTIONS) {
-        // Half way between 57344 and 65536, rounding up; the instruction stops at 57344 instead,
-        // whose bits are one below infinity's.
+        // Half way between 57344, the largest number, and 65536, from where on values round to infinity. The
+        // instruction gives 57344 instead, whose bits are one below those of infinity.
         constexpr float INFINITE = 61440.0f;
         const unsigned short pair = f32_to_e5m2x2_finite(low, high);
         unsigned add_low = fabsf(low) >= INFINITE ? 0x0001u : 0u;
@@ -141,16 +141,16 @@ __device__ __forceinline__ unsigned char f32_to_e5m2(float value) {
     return static_cast<unsigned char>(f32_to_e5m2x2(value, 0.0f));
 }
 
-// --- one description a type
+// --- a description of each type
 
-// A 128-bit integer, for averages of 64-bit ones.
+// A 128-bit integer, for averages of 64-bit integers.
 struct Int128 {
     unsigned long long low;
     long long high;
 };
 
-// `Item` is what lies in memory, `Acc` what sums, products, minima and maxima are taken in, `Wide`
-// what averages are summed in. Bytes accumulate in 32 bits: their low eight are the wrapped result.
+// `Item` is the element in memory, `Acc` the type for sums, products, minima and maxima, and `Wide` the
+// type for the sum of an average. Bytes are reduced in 32 bits, whose low eight are the wrapped result.
 template <int D>
 struct Type;
 
@@ -172,7 +172,7 @@ template <> struct Type<BF16> : Plain<unsigned short, float, float> {};
 template <> struct Type<F8E4M3> : Plain<unsigned char, float, float> {};
 template <> struct Type<F8E5M2> : Plain<unsigned char, float, float> {};
 
-// An item as `Acc`, which is its type's `Acc` or `Wide`: exact.
+// Converts an item to `Acc`, which is its type's `Acc` or `Wide`, exactly.
 template <int D, typename Acc>
 __device__ __forceinline__ Acc widen(typename Type<D>::Item item) {
     if constexpr (D == F16) {
@@ -190,7 +190,7 @@ __device__ __forceinline__ Acc widen(typename Type<D>::Item item) {
     }
 }
 
-// An accumulator as an item: floats are rounded, integers keep their low bits.
+// Converts a result to an item: floats are rounded, integers keep their low bits.
 template <int D, typename Acc>
 __device__ __forceinline__ typename Type<D>::Item narrow(Acc value) {
     if constexpr (D == F16) {

@@ -1,7 +1,7 @@
-//! Sixteen bytes at a time: loads, stores, and the elements in them.
+//! Vectors of sixteen bytes: loads, stores, and the elements in them.
 //!
 //! Addresses are of global memory, this device's or a peer's, and multiples of 16. *Plain*
-//! accesses are ordered by barriers and signals around them only; others are in `symmpool/ptx.cuh`.
+//! accesses are ordered only by barriers and signals around them; `symmpool/ptx.cuh` has other accesses.
 
 #pragma once
 
@@ -17,16 +17,16 @@ __device__ __forceinline__ void store_plain(void* to, uint4 value) {
     *static_cast<uint4*>(to) = value;
 }
 
-// Word by word, so that arrays of vectors stay in registers whatever the condition is about.
-__device__ __forceinline__ uint4 either(bool first, uint4 a, uint4 b) {
+// Selects `a` or `b` word by word, so that the compiler keeps arrays of vectors in registers.
+__device__ __forceinline__ uint4 select(bool first, uint4 a, uint4 b) {
     return make_uint4(first ? a.x : b.x, first ? a.y : b.y, first ? a.z : b.z, first ? a.w : b.w);
 }
 
-// Elements of a type in sixteen bytes.
+// How many elements of a type are in a vector.
 template <int D>
 constexpr int LANES = 16 / static_cast<int>(sizeof(typename Type<D>::Item));
 
-// The elements of a vector, as `Acc`.
+// The elements of a vector, widened to `Acc`.
 template <int D, typename Acc>
 __device__ __forceinline__ void unpack(uint4 vector, Acc (&out)[LANES<D>]) {
     const unsigned words[4] = {vector.x, vector.y, vector.z, vector.w};
@@ -72,7 +72,7 @@ __device__ __forceinline__ void unpack(uint4 vector, Acc (&out)[LANES<D>]) {
     }
 }
 
-// The vector of these elements, narrowed.
+// The vector of these elements, which are narrowed.
 template <int D, typename Acc>
 __device__ __forceinline__ uint4 pack(const Acc (&in)[LANES<D>]) {
     unsigned words[4];
@@ -117,7 +117,7 @@ __device__ __forceinline__ uint4 pack(const Acc (&in)[LANES<D>]) {
 #pragma unroll
             for (int j = 0; j < PER_WORD; ++j) {
                 unsigned bits = static_cast<unsigned>(narrow<D, Acc>(in[PER_WORD * i + j]));
-                // A negative item has ones above its own bits.
+                // A negative byte has ones in the bits above its own.
                 unsigned own = PER_WORD == 1 ? bits : bits & 0xffu;
                 words[i] |= own << (j * (32 / PER_WORD) % 32);
             }

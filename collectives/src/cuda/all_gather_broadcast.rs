@@ -12,7 +12,8 @@ use symmpool_allocator::{Error, Result, Stream};
 use super::all_to_all::Parts;
 use super::all_to_all_copy::EqualParts;
 use super::engine::CudaEngine;
-use super::reductions::{BROADCAST, GATHER, Work};
+use super::kernel_mode::TwoShotCollective;
+use super::reductions::Work;
 use crate::host::call::{Call, Operation};
 use crate::{AllToAllAlgorithm, DType, Place, ReduceOp};
 
@@ -50,7 +51,7 @@ impl CudaEngine {
         if self.uses_ll(part) {
             let work = Work { stride: part, ..moved(call, (from, to), part, dtype, stream) };
             // SAFETY: the caller's promises, which are passed on.
-            return unsafe { self.send_in_ll(&work, GATHER) };
+            return unsafe { self.send_in_ll(&work, TwoShotCollective::AllGather) };
         }
         if self.copies_parts(output, part) {
             let call = call.output(output).algorithm(AllToAllAlgorithm::Copy as u8);
@@ -94,7 +95,7 @@ impl CudaEngine {
             let at = self.address(place);
             let work = Work { root, ..moved(call, (at, at), bytes, dtype, stream) };
             // SAFETY: the caller's promises, which are passed on.
-            return unsafe { self.send_in_ll(&work, BROADCAST) };
+            return unsafe { self.send_in_ll(&work, TwoShotCollective::Broadcast) };
         }
         let (size, count) = (dtype.size() as u64, count as u64);
         if world <= 2 || bytes < TWO_STEP_BYTES {
@@ -142,12 +143,12 @@ impl CudaEngine {
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
-    unsafe fn send_in_ll(&mut self, work: &Work, shots: u8) -> Result<()> {
+    unsafe fn send_in_ll(&mut self, work: &Work, collective: TwoShotCollective) -> Result<()> {
         if work.bytes == 0 {
             return self.handshake_only(work.call, work.stream);
         }
         // SAFETY: passed on.
-        unsafe { self.two_shot(work, shots, false) }
+        unsafe { self.two_shot(work, collective, false) }
     }
 }
 

@@ -9,7 +9,8 @@
 use symmpool_allocator::{Error, Result, Stream};
 
 use super::engine::CudaEngine;
-use super::kernel_spec::{DEVICE_COUNTS, DIRECT, INBOXES, KernelSpec};
+use super::kernel_mode::AllToAllMode;
+use super::kernel_spec::KernelSpec;
 use super::launch_config::LaunchConfig;
 use super::params::{CallParams, ITEM, MAX_RANKS, Traffic, UNKNOWN};
 use crate::host::call::{Call, Operation};
@@ -199,9 +200,12 @@ impl CudaEngine {
         };
         let work = if longest <= inbox_bytes {
             let own = parts.send[rank] * size;
-            (INBOXES, through_inboxes(parts.send).max(through_inboxes(parts.receive)).max(own))
+            (
+                AllToAllMode::INBOXES,
+                through_inboxes(parts.send).max(through_inboxes(parts.receive)).max(own),
+            )
         } else {
-            (INBOXES | DIRECT, length.max(capacity) * size)
+            (AllToAllMode::DIRECT, length.max(capacity) * size)
         };
         // SAFETY: the caller's promises, which are passed on.
         unsafe { self.launch_exchange(work, &call, places, &traffic, stream) }
@@ -275,7 +279,7 @@ impl CudaEngine {
             wide: u32::from(splits.dtype == DType::I64),
             ring: self.keeps_ring(),
         };
-        let work = (INBOXES | DIRECT | DEVICE_COUNTS, input_bytes);
+        let work = (AllToAllMode::DEVICE_COUNTS, input_bytes);
         let (call, places) = (self.describe(dtype, row), (input, output));
         // SAFETY: the caller's promises, which are passed on; the kernel reads no more of the input
         // than its length, whatever the counts, and writes no more than the capacity.
@@ -314,14 +318,14 @@ impl CudaEngine {
     /// As [`CudaEngine::all_to_all_v`].
     unsafe fn launch_exchange(
         &mut self,
-        (shots, bytes): (u8, u64),
+        (mode, bytes): (AllToAllMode, u64),
         call: &Call,
         (input, output): (Place, Place),
         traffic: &Traffic,
         stream: Stream,
     ) -> Result<()> {
         let most = if self.world() <= 4 { MAX_BLOCKS } else { 2 * MAX_BLOCKS };
-        let loaded = self.kernel(KernelSpec::all_to_all(self.world(), shots))?;
+        let loaded = self.kernel(KernelSpec::all_to_all(self.world(), mode))?;
         let bound = loaded.threads;
         // At least so many that every pair of ranks has warps of its own.
         let vectors = bytes.div_ceil(16).max(2 * u64::from(MAX_RANKS) * ITEM / 16);
@@ -341,8 +345,8 @@ impl CudaEngine {
             output: self.address(output),
             ..CallParams::of(call)
         };
-        let splits = if shots & DEVICE_COUNTS != 0 { "device" } else { "host" };
-        let direct = shots & DIRECT != 0;
+        let splits = if mode.device_counts { "device" } else { "host" };
+        let direct = mode.direct;
         let (blocks, threads, requested) = (grid.blocks, grid.threads, self.all_to_all.name());
         tracing::debug!(bytes, direct, splits, requested, blocks, threads, "all_to_all_v");
         let grid = (grid.blocks, grid.threads);

@@ -3,14 +3,15 @@
 use symmpool_allocator::{Error, Result};
 
 use super::constraints::{Algorithm, AllReduceShape, fits_lamport};
+use super::kernel_mode::{AllToAllMode, KernelMode, OneSidedMode, TwoShotCollective};
 use super::params::Control;
-use super::reductions::{GATHER, SCATTER, THREADS};
+use super::reductions::THREADS;
 use super::table::MeasuredTable;
 use crate::algorithm::RequestedAlgorithm;
 use crate::jit::Kernel;
 use crate::jit::sources::{
-    ALL_TO_ALL, BARRIER, COPY_COMPANION, ONE_SHOT, ONE_SHOT_LL128, ONE_SIDED, PULL, TWO_SHOT,
-    TWO_SHOT_COPY, TWO_SHOT_PUSH,
+    ALL_TO_ALL, BARRIER, COPY_COMPANION, ONE_SHOT, ONE_SHOT_LL128, ONE_SHOT_PULL, ONE_SIDED,
+    TWO_SHOT, TWO_SHOT_COPY, TWO_SHOT_PULL, TWO_SHOT_PUSH,
 };
 use crate::{DType, ReduceOp};
 
@@ -18,17 +19,6 @@ use crate::{DType, ReduceOp};
 pub(super) const BARRIER_THREADS: u32 = 128;
 /// Threads of a block of kernels that only signal or wait.
 pub(super) const FEW_THREADS: u32 = 32;
-
-/// `SHOTS` of all-to-alls: parts that go through inboxes, parts that are written into outputs directly, and
-/// counts in device memory.
-pub(super) const INBOXES: u8 = 1;
-pub(super) const DIRECT: u8 = 2;
-pub(super) const DEVICE_COUNTS: u8 = 4;
-
-/// `SHOTS` of one-sided operations: a copy, a signal, a wait.
-pub(super) const COPIES: u8 = 1;
-pub(super) const SIGNALS: u8 = 2;
-pub(super) const WAITS: u8 = 4;
 
 /// Two-shot calls of more bytes get twice as many resident blocks, where registers suffice.
 const MANY_BYTES: u64 = 4 << 20;
@@ -47,8 +37,7 @@ pub(super) struct KernelSpec {
     pub(super) kernel: &'static str,
     pub(super) dtype: u8,
     pub(super) op: u8,
-    /// Bits of `SHOTS`; 0 for kernels without that parameter.
-    pub(super) shots: u8,
+    pub(super) mode: KernelMode,
     /// Whether inboxes are used in the Lamport protocol, and not in LL.
     pub(super) lamport: bool,
     pub(super) threads: u32,
@@ -60,24 +49,36 @@ impl KernelSpec {
     /// For a kernel that moves bytes, or no data at all.
     pub(super) fn new(kernel: &'static Kernel, threads: u32) -> Self {
         let (dtype, op) = (DType::U8 as u8, ReduceOp::Sum as u8);
-        Self { kernel: kernel.name, dtype, op, shots: 0, lamport: false, threads, blocks: 1 }
+        Self {
+            kernel: kernel.name,
+            dtype,
+            op,
+            mode: KernelMode::Only,
+            lamport: false,
+            threads,
+            blocks: 1,
+        }
     }
 
-    /// A handshake alone; `notifies` says whether it notifies a companion kernel.
-    pub(super) fn barrier(notifies: bool) -> Self {
-        Self { shots: notifies.into(), ..Self::new(&BARRIER, BARRIER_THREADS) }
+    /// A handshake alone, which notifies a companion kernel or not.
+    pub(super) fn barrier(notify_companion: bool) -> Self {
+        let mode = KernelMode::Barrier { notify_companion };
+        Self { mode, ..Self::new(&BARRIER, BARRIER_THREADS) }
     }
 
     /// An all-to-all. Vectors of more ranks take more registers, so blocks are smaller then.
-    pub(super) fn all_to_all(world: u32, shots: u8) -> Self {
+    pub(super) fn all_to_all(world: u32, mode: AllToAllMode) -> Self {
         let threads = if world <= 4 { THREADS } else { THREADS / 2 };
-        Self { shots, ..Self::new(&ALL_TO_ALL, threads) }
+        Self { mode: KernelMode::AllToAll(mode), ..Self::new(&ALL_TO_ALL, threads) }
     }
 
     /// A copy, a signal, a wait, or a copy and then a signal, between two ranks.
-    pub(super) fn one_sided(shots: u8) -> Self {
-        let threads = if shots & COPIES != 0 { THREADS } else { FEW_THREADS };
-        Self { shots, ..Self::new(&ONE_SIDED, threads) }
+    pub(super) fn one_sided(mode: OneSidedMode) -> Self {
+        let threads = match mode {
+            OneSidedMode::Copy | OneSidedMode::CopyAndSignal => THREADS,
+            OneSidedMode::Signal | OneSidedMode::Wait => FEW_THREADS,
+        };
+        Self { mode: KernelMode::OneSided(mode), ..Self::new(&ONE_SIDED, threads) }
     }
 
     /// A kernel that reduces.
@@ -85,11 +86,11 @@ impl KernelSpec {
         Self { dtype: dtype as u8, op: op as u8, ..Self::new(kernel, THREADS) }
     }
 
-    /// Both shots of a two-shot algorithm through inboxes, or one of them, for at most `bytes` bytes a launch.
+    /// A collective of two shots, or of one of them, through inboxes, for at most `bytes` bytes a launch.
     pub(super) fn two_shot(
         world: u32,
         reduction: (DType, ReduceOp),
-        shots: u8,
+        collective: TwoShotCollective,
         lamport: bool,
         bytes: u64,
     ) -> Self {
@@ -97,13 +98,22 @@ impl KernelSpec {
         let threads = if world <= 4 { THREADS } else { THREADS / 2 };
         let wide = matches!(reduction.0, DType::F32 | DType::F16 | DType::Bf16);
         let blocks = if bytes > MANY_BYTES && lamport && wide && world <= 4 { 2 } else { 1 };
-        let base = if shots & SCATTER == 0 {
+        let base = if collective.reduces() {
+            Self::reduces(&TWO_SHOT, reduction)
+        } else {
             // Nothing is reduced, so one kernel serves all element types.
             Self::new(&TWO_SHOT, threads)
-        } else {
-            Self::reduces(&TWO_SHOT, reduction)
         };
-        Self { shots, lamport, threads, blocks, ..base }
+        Self { mode: KernelMode::Collective(collective), lamport, threads, blocks, ..base }
+    }
+
+    /// A collective of two shots, or of the first one, through scratch and into outputs.
+    pub(super) fn two_shot_push(
+        reduction: (DType, ReduceOp),
+        collective: TwoShotCollective,
+    ) -> Self {
+        let mode = KernelMode::Collective(collective);
+        Self { mode, ..Self::reduces(&TWO_SHOT_PUSH, reduction) }
     }
 
     /// The kernel of an all-reduce algorithm, for at most `bytes` bytes a launch.
@@ -113,15 +123,15 @@ impl KernelSpec {
         reduction: (DType, ReduceOp),
         bytes: u64,
     ) -> Self {
-        const BOTH: u8 = SCATTER | GATHER;
+        const BOTH: TwoShotCollective = TwoShotCollective::AllReduce;
         let one = |kernel| Self::reduces(kernel, reduction);
         match algorithm {
             Algorithm::OneShotLl => one(&ONE_SHOT),
             Algorithm::OneShotLamport => Self { lamport: true, ..one(&ONE_SHOT) },
             Algorithm::OneShotLl128 => one(&ONE_SHOT_LL128),
-            Algorithm::OneShotPull => Self { shots: SCATTER, ..one(&PULL) },
-            Algorithm::TwoShotPull => Self { shots: BOTH, ..one(&PULL) },
-            Algorithm::TwoShotPush => Self { shots: BOTH, ..one(&TWO_SHOT_PUSH) },
+            Algorithm::OneShotPull => one(&ONE_SHOT_PULL),
+            Algorithm::TwoShotPull => one(&TWO_SHOT_PULL),
+            Algorithm::TwoShotPush => Self::two_shot_push(reduction, BOTH),
             Algorithm::TwoShotCopy => one(&TWO_SHOT_COPY),
             Algorithm::TwoShotLl => Self::two_shot(world, reduction, BOTH, false, bytes),
             Algorithm::TwoShotLamport => Self::two_shot(world, reduction, BOTH, true, bytes),
@@ -131,17 +141,22 @@ impl KernelSpec {
     /// The kernels of all calls that reduce nothing.
     fn for_moves(world: u32) -> Vec<Self> {
         let mut all = vec![Self::barrier(false), Self::barrier(true)];
-        let exchanges = [INBOXES, INBOXES | DIRECT, INBOXES | DIRECT | DEVICE_COUNTS];
-        all.extend(exchanges.map(|shots| Self::all_to_all(world, shots)));
-        let sided = [COPIES, COPIES | SIGNALS, SIGNALS, WAITS];
-        all.extend(sided.map(Self::one_sided));
+        let exchanges = [AllToAllMode::INBOXES, AllToAllMode::DIRECT, AllToAllMode::DEVICE_COUNTS];
+        all.extend(exchanges.map(|mode| Self::all_to_all(world, mode)));
+        let one_sided = [
+            OneSidedMode::Copy,
+            OneSidedMode::CopyAndSignal,
+            OneSidedMode::Signal,
+            OneSidedMode::Wait,
+        ];
+        all.extend(one_sided.map(Self::one_sided));
         if world > 1 {
             all.push(Self::new(&COPY_COMPANION, THREADS));
             all.extend(super::p2p::kernel_specs());
             let bytes = (DType::U8, ReduceOp::Sum);
             all.extend(
-                [GATHER, super::reductions::BROADCAST]
-                    .map(|shots| Self::two_shot(world, bytes, shots, false, 0)),
+                [TwoShotCollective::AllGather, TwoShotCollective::Broadcast]
+                    .map(|collective| Self::two_shot(world, bytes, collective, false, 0)),
             );
         }
         all
@@ -171,8 +186,9 @@ impl KernelSpec {
                 all.push(Self::all_reduce(algorithm, world, reduction, bytes));
             }
         }
-        all.push(Self { shots: SCATTER, ..Self::reduces(&TWO_SHOT_PUSH, reduction) });
-        all.push(Self::two_shot(world, reduction, SCATTER, fits_lamport(dtype), 0));
+        let scatter = TwoShotCollective::ReduceScatter;
+        all.push(Self::two_shot_push(reduction, scatter));
+        all.push(Self::two_shot(world, reduction, scatter, fits_lamport(dtype), 0));
         all
     }
 

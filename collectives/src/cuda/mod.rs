@@ -19,6 +19,7 @@
 //! | `sm_budget` | how much of a device a communicator's kernels may occupy |
 //! | `stream_order` | keeps a communicator's calls in order, whatever streams they are on |
 //! | `params` | what kernels are given, laid out as in `symmpool/comm.cuh`; the layout of the control block |
+//! | `kernel_mode` | what a kernel is compiled to do, where its file can do several things |
 //! | `kernel_spec` | what a kernel is compiled for; which kernels are ready before a communicator's first call |
 //! | `modules` | compiled kernels, loaded once for all communicators of the process on a device |
 //! | `kernels` | the kernels of one communicator, and their launch |
@@ -34,6 +35,7 @@ mod arguments;
 mod constraints;
 mod engine;
 mod fault;
+mod kernel_mode;
 mod kernel_spec;
 mod kernels;
 mod launch_config;

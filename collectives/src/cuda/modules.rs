@@ -163,12 +163,11 @@ impl Modules {
     }
 
     fn compile(&self, world: u32, spec: KernelSpec) -> Result<(Image, String)> {
-        let KernelSpec { kernel, dtype, op, shots, lamport, threads, blocks } = spec;
+        let KernelSpec { kernel, dtype, op, mode, lamport, threads, blocks } = spec;
         let numbers = [
             ("WORLD", u64::from(world)),
             ("DTYPE", u64::from(dtype)),
             ("OP", u64::from(op)),
-            ("SHOTS", u64::from(shots)),
             ("THREADS", u64::from(threads)),
             ("BLOCKS", u64::from(blocks)),
             ("COMM_BYTES", size_of::<Comm>() as u64),
@@ -180,9 +179,8 @@ impl Modules {
         .map(|(name, value)| (name, value.to_string()));
         let mut defines: Vec<(&str, &str)> =
             numbers.iter().map(|(name, value)| (*name, value.as_str())).collect();
-        if lamport {
-            defines.push(("SENTINELS", "1"));
-        }
+        defines.push(("PROTOCOL", if lamport { "LAMPORT" } else { "LL" }));
+        defines.extend(mode.defines());
         let variant = Variant { kernel: Kernel::named(kernel), defines: &defines };
         let jit = jit(cuda(&self.driver)?);
         let image = jit.compile(&variant, self.arch)?;

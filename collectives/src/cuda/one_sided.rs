@@ -7,38 +7,11 @@ use std::time::Duration;
 use symmpool_allocator::{Result, Stream};
 
 use super::engine::CudaEngine;
-use super::kernel_spec::{COPIES, FEW_THREADS, KernelSpec, SIGNALS, WAITS};
+use super::kernel_mode::OneSidedMode;
+use super::kernel_spec::KernelSpec;
 use super::params::{CallParams, ChannelEnd, Comm};
 use super::reductions::THREADS;
 use crate::timeout::nanoseconds;
-
-/// What a one-sided kernel does.
-#[derive(Clone, Copy, Debug)]
-enum Action {
-    Copy,
-    CopyAndSignal,
-    Signal,
-    Wait,
-}
-
-impl Action {
-    /// The bits of `SHOTS` in the kernel.
-    fn shots(self) -> u8 {
-        match self {
-            Self::Copy => COPIES,
-            Self::CopyAndSignal => COPIES | SIGNALS,
-            Self::Signal => SIGNALS,
-            Self::Wait => WAITS,
-        }
-    }
-
-    fn threads(self) -> u32 {
-        match self {
-            Self::Copy | Self::CopyAndSignal => THREADS,
-            Self::Signal | Self::Wait => FEW_THREADS,
-        }
-    }
-}
 
 /// Most blocks that copy: enough to keep a link busy, with processors left for other kernels.
 const COPY_BLOCKS: u64 = 64;
@@ -76,7 +49,8 @@ impl CudaEngine {
             peer_blocks: 0,
         };
         let signals = channel.map(|number| ChannelEnd { sends: true, peer, number });
-        let action = if signals.is_some() { Action::CopyAndSignal } else { Action::Copy };
+        let action =
+            if signals.is_some() { OneSidedMode::CopyAndSignal } else { OneSidedMode::Copy };
         let comm = self.comm;
         // SAFETY: the caller's promise.
         unsafe { self.launch_one_sided((action, blocks), &comm, &params, signals, stream) }
@@ -87,7 +61,9 @@ impl CudaEngine {
         let (params, comm) = (without_data(peer, channel, 0), self.comm);
         let end = ChannelEnd { sends: true, peer, number: channel };
         // SAFETY: nothing is pointed to but the control block, which the communicator keeps.
-        unsafe { self.launch_one_sided((Action::Signal, 1), &comm, &params, Some(end), stream) }
+        unsafe {
+            self.launch_one_sided((OneSidedMode::Signal, 1), &comm, &params, Some(end), stream)
+        }
     }
 
     /// Makes the stream wait for the peer's next signal.
@@ -102,7 +78,7 @@ impl CudaEngine {
         let comm = Comm { timeout: nanoseconds, ..self.comm };
         let end = ChannelEnd { sends: false, peer, number: channel };
         // SAFETY: as in `signal`.
-        unsafe { self.launch_one_sided((Action::Wait, 1), &comm, &params, Some(end), stream) }
+        unsafe { self.launch_one_sided((OneSidedMode::Wait, 1), &comm, &params, Some(end), stream) }
     }
 
     /// # Safety
@@ -110,7 +86,7 @@ impl CudaEngine {
     /// As `Kernels::launch`.
     unsafe fn launch_one_sided(
         &mut self,
-        (action, blocks): (Action, u32),
+        (mode, blocks): (OneSidedMode, u32),
         comm: &Comm,
         params: &CallParams,
         end: Option<ChannelEnd>,
@@ -119,15 +95,16 @@ impl CudaEngine {
         self.ready()?;
         self.check_stream(stream)?;
         let comm = Comm { early: self.begin_outside_calls().into(), ..*comm };
-        let kernel = self.kernel(KernelSpec::one_sided(action.shots()))?;
+        let spec = KernelSpec::one_sided(mode);
+        let kernel = self.kernel(spec)?;
         // Signals and waits on one end of a channel are counted, so they keep the order of the calls.
         if let Some(end) = end {
             self.switch_channel_to(end, stream)?;
         }
-        if matches!(action, Action::Wait) {
+        if mode == OneSidedMode::Wait {
             self.before_wait(stream)?;
         }
-        let grid = (blocks, action.threads());
+        let grid = (blocks, spec.threads);
         // SAFETY: as the caller promised.
         unsafe { self.launch_unordered(kernel, grid, &comm, params, None, stream) }?;
         end.map_or(Ok(()), |end| self.after_operation(end, stream))

@@ -10,6 +10,7 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{HeapLayout, Result, Stream};
 
 use super::engine::CudaEngine;
+use super::kernel_mode::{KernelMode, P2pMode};
 use super::kernel_spec::KernelSpec;
 use super::kernels::LoadedKernel;
 use super::params::{CallParams, ChannelEnd};
@@ -18,7 +19,7 @@ use crate::jit::sources::P2P;
 use crate::p2p::{Direction, Length};
 use crate::signal::channel::CHANNELS;
 
-/// Most packets of a lane that are on their way: `SLOTS` in `p2p/p2p.cu`.
+/// Most chunks of a lane that are under way: `SLOTS` in `p2p/p2p.cu`.
 const SLOTS: u64 = 8;
 /// Most lanes of a message, and of the messages of all peers: `MOST_LANES` and `SHARED_LANES` in `p2p/p2p.cu`. Kernels
 /// of both directions then have 48 blocks, about a third of a large device.
@@ -34,9 +35,9 @@ const SCRATCH_DIVISOR: u64 = 4;
 const THREADS: u32 = 512;
 /// Bytes that are worth a lane, which is a block, of their own.
 const LANE_BYTES: u64 = 16 << 10;
-/// A lane's data goes in this many packets, so that the receiver handles one while the next arrives,
-const PACKETS: u64 = 4;
-/// unless packets would have fewer bytes than this: sending a flag takes as long as so many bytes.
+/// A lane's data goes in this many chunks, so that the receiver handles one while the next arrives,
+const CHUNKS: u64 = 4;
+/// unless chunks would have fewer bytes than this: sending a flag takes as long as so many bytes.
 const MIN_PACKET: u64 = 32 << 10;
 /// Lanes begin at multiples of so many bytes of the data, which are whole cache lines.
 const LINE: u64 = 128;
@@ -61,8 +62,8 @@ struct Division {
     lanes: u64,
     /// Bytes of each lane but the last one.
     lane_bytes: u64,
-    /// Bytes of a packet.
-    packet: u64,
+    /// Bytes of a chunk.
+    chunk: u64,
 }
 
 impl P2pLayout {
@@ -106,9 +107,9 @@ impl P2pLayout {
         let most = (u64::from(processors) / 6 / self.peers).clamp(1, self.lanes);
         let lanes = bytes.div_ceil(LANE_BYTES).clamp(1, most);
         let lane_bytes = bytes.div_ceil(lanes).next_multiple_of(LINE);
-        let packet =
-            (lane_bytes / PACKETS).next_multiple_of(LINE).max(MIN_PACKET).min(self.slot_bytes);
-        Division { lanes, lane_bytes, packet }
+        let chunk =
+            (lane_bytes / CHUNKS).next_multiple_of(LINE).max(MIN_PACKET).min(self.slot_bytes);
+        Division { lanes, lane_bytes, chunk }
     }
 }
 
@@ -143,13 +144,13 @@ impl P2p {
     }
 }
 
-/// The kernel of a direction. Its `SHOTS` are 1 to send and 2 to receive.
+/// The kernel of a direction.
 fn kernel_spec(direction: Direction) -> KernelSpec {
-    let shots = match direction {
-        Direction::Send => 1,
-        Direction::Receive => 2,
+    let mode = match direction {
+        Direction::Send => P2pMode::Send,
+        Direction::Receive => P2pMode::Receive,
     };
-    KernelSpec { shots, ..KernelSpec::new(&P2P, THREADS) }
+    KernelSpec { mode: KernelMode::PointToPoint(mode), ..KernelSpec::new(&P2P, THREADS) }
 }
 
 /// The kernels of both directions.
@@ -180,7 +181,7 @@ impl CudaEngine {
         }
         self.begin_outside_calls();
         let kernel: LoadedKernel = self.kernel(kernel_spec(direction))?;
-        let Division { lanes, lane_bytes, packet } = layout.divide(length.bytes(), processors);
+        let Division { lanes, lane_bytes, chunk } = layout.divide(length.bytes(), processors);
         let sends = direction == Direction::Send;
         let params = CallParams {
             description: [length.word(), layout.words, layout.slot_bytes, lane_bytes],
@@ -189,7 +190,7 @@ impl CudaEngine {
             bytes: length.bytes(),
             stride: layout.slots,
             root: peer,
-            peer_blocks: packet as u32,
+            peer_blocks: chunk as u32,
         };
         // Sends to one peer run in the order of the calls, and so do receives; they are independent of everything
         // else. So the next one on another stream waits for this one alone, not for what follows it here.
@@ -277,11 +278,11 @@ mod tests {
                         "{bytes}: {division:?}"
                     );
                     assert!(
-                        division.packet > 0 && division.packet <= layout.slot_bytes,
+                        division.chunk > 0 && division.chunk <= layout.slot_bytes,
                         "{bytes}: {division:?}"
                     );
                     assert!(
-                        division.packet.is_multiple_of(LINE)
+                        division.chunk.is_multiple_of(LINE)
                             && division.lane_bytes.is_multiple_of(LINE)
                     );
                 }

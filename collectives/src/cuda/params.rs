@@ -164,7 +164,7 @@ impl Control {
         let handshake = place(2 * 64 * ranks + 2 * row * ranks);
         // Behind them are the counts of `all_reduce/two_shot_copy.cu`: one for each rank, and two more.
         let channels = place(8 * (CHANNEL_COUNTS * ranks * u64::from(CHANNELS) + ranks + 2));
-        // `KINDS` flags of eight bytes for each peer block and rank, in two parities.
+        // `FLAG_KINDS` flags of eight bytes for each peer block and rank, in two parities.
         let flags_bytes = 2 * 4 * 8 * ranks * u64::from(MAX_PEER_BLOCKS);
         let flags = place(flags_bytes);
         let ll_bytes = 2 * LL;
@@ -252,7 +252,7 @@ impl Control {
         self.ll128_bytes / 2 / 128
     }
 
-    /// Bytes that a sender may put into a rank's escaped Lamport inbox: `Slot::length` in
+    /// Bytes that a sender may put into a rank's escaped Lamport inbox: `EscapedSlot::length` in
     /// `protocol/lamport_escaped.cuh`.
     pub(super) fn escaped_slot(&self, world: u32) -> u64 {
         self.escaped_bytes / 2 / u64::from(world.max(2) - 1) / ITEM * ITEM

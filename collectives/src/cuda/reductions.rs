@@ -6,19 +6,14 @@ use symmpool_allocator::{Result, Stream};
 
 use super::constraints::{Algorithm, AllReduceShape, fits_lamport};
 use super::engine::CudaEngine;
+use super::kernel_mode::TwoShotCollective;
 use super::kernel_spec::KernelSpec;
 use super::kernels::LoadedKernel;
 use super::launch_config::LaunchConfig;
 use super::params::{CallParams, LL128_PAYLOAD, MAX_PEER_BLOCKS};
 use crate::algorithm::RequestedAlgorithm;
 use crate::host::call::{Call, Operation};
-use crate::jit::sources::TWO_SHOT_PUSH;
 use crate::{DType, Place, ReduceOp};
-
-/// Bits of `SHOTS` of kernels with two shots: the first one, the second one, and the second one of a broadcast.
-pub(super) const SCATTER: u8 = 1;
-pub(super) const GATHER: u8 = 2;
-pub(super) const BROADCAST: u8 = 4;
 
 /// Most threads of a block; kernels are compiled for so many.
 pub(super) const THREADS: u32 = 512;
@@ -66,7 +61,7 @@ impl Work {
             .map(move |from| self.piece(from, each.min(self.bytes - from)))
     }
 
-    /// Where a rank's share of the data begins, and its length, as `Parts` in `symmpool/partition.cuh` computes them.
+    /// Where a rank's share of the data begins, and its length, as `RankChunks` in `symmpool/partition.cuh` computes them.
     pub(super) fn share(&self, rank: u32, world: u32) -> (u64, u64) {
         let share = self.bytes.div_ceil(16).div_ceil(u64::from(world)) * 16;
         let from = (u64::from(rank) * share).min(self.bytes);
@@ -142,7 +137,6 @@ impl CudaEngine {
     ///
     /// As [`CudaEngine::all_reduce`].
     unsafe fn run(&mut self, work: &Work, algorithm: Algorithm) -> Result<()> {
-        const BOTH: u8 = SCATTER | GATHER;
         let vectors = work.bytes.div_ceil(16);
         let share = vectors.div_ceil(u64::from(self.world()));
         // Eight threads handle a line of LL128.
@@ -156,7 +150,7 @@ impl CudaEngine {
             Algorithm::TwoShotPull => (share, THREADS, 256),
             Algorithm::TwoShotPush => {
                 // SAFETY: passed on.
-                return unsafe { self.push(work, BOTH) };
+                return unsafe { self.push(work, TwoShotCollective::AllReduce) };
             }
             Algorithm::TwoShotCopy => {
                 // SAFETY: passed on.
@@ -165,7 +159,7 @@ impl CudaEngine {
             Algorithm::TwoShotLl | Algorithm::TwoShotLamport => {
                 let lamport = algorithm == Algorithm::TwoShotLamport;
                 // SAFETY: passed on.
-                return unsafe { self.two_shot(work, BOTH, lamport) };
+                return unsafe { self.two_shot(work, TwoShotCollective::AllReduce, lamport) };
             }
         };
         let spec =
@@ -181,15 +175,20 @@ impl CudaEngine {
         unsafe { self.launch_in(loaded, config, &work.params(), work.stream) }
     }
 
-    /// Runs both shots, or one of them, through inboxes, in as many launches as the inboxes' size requires.
+    /// Runs a collective of two shots, or of one of them, through inboxes, in as many launches as the inboxes' size requires.
     ///
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
-    pub(super) unsafe fn two_shot(&mut self, work: &Work, shots: u8, lamport: bool) -> Result<()> {
+    pub(super) unsafe fn two_shot(
+        &mut self,
+        work: &Work,
+        collective: TwoShotCollective,
+        lamport: bool,
+    ) -> Result<()> {
         let ranks = u64::from(self.world());
         // An all-reduce needs room for the inputs and the results of all shares; one shot, for a part of each rank.
-        let (shares, most) = if shots == SCATTER | GATHER {
+        let (shares, most) = if collective == TwoShotCollective::AllReduce {
             (ranks, self.control.two_shot_room(lamport, self.world()))
         } else {
             (1, self.control.inbox_vectors(lamport) / ranks * 16)
@@ -202,7 +201,7 @@ impl CudaEngine {
         let reduction = (work.dtype, work.op);
         let bytes = most.min(work.bytes);
         let loaded =
-            self.kernel(KernelSpec::two_shot(self.world(), reduction, shots, lamport, bytes))?;
+            self.kernel(KernelSpec::two_shot(self.world(), reduction, collective, lamport, bytes))?;
         let threads = threads.min(loaded.threads);
         for piece in work.pieces(most, 16 * shares) {
             let each = piece.bytes.div_ceil(16).div_ceil(shares);
@@ -301,10 +300,10 @@ impl CudaEngine {
         tracing::debug!(bytes, %call, pushed, lamport, "through scratch or inboxes");
         if pushed {
             // SAFETY: passed on.
-            return unsafe { self.push(work, SCATTER) };
+            return unsafe { self.push(work, TwoShotCollective::ReduceScatter) };
         }
         // SAFETY: passed on.
-        unsafe { self.two_shot(work, SCATTER, lamport) }
+        unsafe { self.two_shot(work, TwoShotCollective::ReduceScatter, lamport) }
     }
 
     /// Pushes inputs through scratch and, in an all-reduce, results into outputs that are windows, in as many
@@ -313,12 +312,11 @@ impl CudaEngine {
     /// # Safety
     ///
     /// As [`CudaEngine::all_reduce`].
-    unsafe fn push(&mut self, work: &Work, shots: u8) -> Result<()> {
+    unsafe fn push(&mut self, work: &Work, collective: TwoShotCollective) -> Result<()> {
         let ranks = u64::from(self.world());
-        let base = KernelSpec::reduces(&TWO_SHOT_PUSH, (work.dtype, work.op));
-        let loaded = self.kernel(KernelSpec { shots, ..base })?;
+        let loaded = self.kernel(KernelSpec::two_shot_push((work.dtype, work.op), collective))?;
         // Peer blocks divide a share of an all-reduce, and a part of a reduce-scatter.
-        let shares = if shots == SCATTER | GATHER { ranks } else { 1 };
+        let shares = if collective == TwoShotCollective::AllReduce { ranks } else { 1 };
         let most = self.control.scratch_room(self.world()) * shares;
         for piece in work.pieces(most, 128 * shares) {
             let wanted = piece.bytes.div_ceil(16).div_ceil(shares);

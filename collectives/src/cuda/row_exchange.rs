@@ -5,16 +5,11 @@
 use symmpool_allocator::{Result, Stream};
 
 use super::engine::CudaEngine;
+use super::kernel_mode::{KernelMode, RowStep};
 use super::kernel_spec::KernelSpec;
 use super::kernels::LoadedKernel;
 use crate::jit::sources::ROW_EXCHANGE;
 use crate::row_exchange::{MOST_BLOCKS, RowWork};
-
-/// `SHOTS` of the kernel: one for each step.
-const COUNT: u8 = 1;
-const PLACE: u8 = 2;
-const FIT: u8 = 4;
-const UNPACK: u8 = 8;
 
 const THREADS: u32 = 256;
 /// A block is worth its start-up time if it moves at least so many bytes, or handles so many rows.
@@ -26,11 +21,14 @@ const BLOCKS: u32 = 4;
 impl CudaEngine {
     /// Loads the kernels ahead of calls.
     pub(crate) fn load_rows(&mut self) -> Result<()> {
-        [COUNT, PLACE, FIT, UNPACK].into_iter().try_for_each(|step| self.rows(step).map(|_| ()))
+        [RowStep::Count, RowStep::Pack, RowStep::Fit, RowStep::Unpack]
+            .into_iter()
+            .try_for_each(|step| self.rows(step).map(|_| ()))
     }
 
-    fn rows(&mut self, shots: u8) -> Result<LoadedKernel> {
-        self.kernel(KernelSpec { shots, ..KernelSpec::new(&ROW_EXCHANGE, THREADS) })
+    fn rows(&mut self, step: RowStep) -> Result<LoadedKernel> {
+        let mode = KernelMode::RowExchange(step);
+        self.kernel(KernelSpec { mode, ..KernelSpec::new(&ROW_EXCHANGE, THREADS) })
     }
 
     /// Packs rows and their indices in the order of their destinations, and counts the rows for each rank. All
@@ -43,12 +41,12 @@ impl CudaEngine {
     pub(crate) unsafe fn pack_rows(&mut self, work: &RowWork, stream: Stream) -> Result<()> {
         // The SM budget may have changed since the last call.
         self.begin(stream)?;
-        let (count, place) = (self.rows(COUNT)?, self.rows(PLACE)?);
+        let (count, pack) = (self.rows(RowStep::Count)?, self.rows(RowStep::Pack)?);
         let blocks = blocks(&count, work.rows, work.row_bytes);
         // SAFETY: the caller's promise; both have the same grid, as the second one needs.
         unsafe { self.launch_rows(count, (blocks, THREADS), work, stream) }?;
         // SAFETY: as above.
-        unsafe { self.launch_rows(place, (blocks, THREADS), work, stream) }
+        unsafe { self.launch_rows(pack, (blocks, THREADS), work, stream) }
     }
 
     /// Counts the rows from each rank that the output had room for: those are sent back.
@@ -62,7 +60,7 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         self.begin(stream)?;
-        let kernel = self.rows(FIT)?;
+        let kernel = self.rows(RowStep::Fit)?;
         // SAFETY: the caller's promise.
         unsafe { self.launch_rows(kernel, (1, 32), work, stream) }
     }
@@ -74,7 +72,7 @@ impl CudaEngine {
     /// As [`CudaEngine::pack_rows`].
     pub(crate) unsafe fn unpack_rows(&mut self, work: &RowWork, stream: Stream) -> Result<()> {
         self.begin(stream)?;
-        let kernel = self.rows(UNPACK)?;
+        let kernel = self.rows(RowStep::Unpack)?;
         let blocks = blocks(&kernel, work.given, work.row_bytes);
         // SAFETY: the caller's promise.
         unsafe { self.launch_rows(kernel, (blocks, THREADS), work, stream) }

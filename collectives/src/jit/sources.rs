@@ -1,6 +1,6 @@
-//! The kernels of `collectives/kernels`, held by the program itself.
+//! The files of `collectives/kernels`, which are part of the program.
 
-/// A kernel file, which defines one `extern "C"` entry point.
+/// A file with a kernel, which is its one `extern "C"` entry point.
 #[derive(Debug)]
 pub(crate) struct Kernel {
     /// The file's name without the ending.
@@ -10,13 +10,12 @@ pub(crate) struct Kernel {
     /// The entry point.
     pub(crate) entry: &'static str,
     pub(crate) source: &'static str,
-    /// Variants that are compiled by the tests: for each row, every combination of its defines'
-    /// values.
+    /// The variants that tests compile: for each row, every combination of the values of its macros.
     #[cfg_attr(not(test), expect(dead_code, reason = "tests compile them"))]
     pub(crate) variants: &'static [&'static [Axis]],
 }
 
-/// A define and the values it takes.
+/// A macro and the values that it takes.
 pub(crate) type Axis = (&'static str, &'static [&'static str]);
 
 macro_rules! headers {
@@ -25,8 +24,9 @@ macro_rules! headers {
     };
 }
 
-/// What kernels include, by their paths below `collectives/kernels`, which are the names that kernels use.
+/// The headers that kernels include, by their paths below `collectives/kernels`, which are the names that kernels use.
 pub(crate) const HEADERS: &[(&str, &str)] = headers![
+    "all_reduce/reduce_loads.cuh",
     "all_reduce/reduce_share.cuh",
     "all_to_all/exchange.cuh",
     "all_to_all/inbox_pipeline.cuh",
@@ -34,7 +34,9 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "all_to_all/traffic.cuh",
     "all_to_all/work_assignment.cuh",
     "protocol/inbox.cuh",
+    "protocol/lamport.cuh",
     "protocol/lamport_escaped.cuh",
+    "protocol/ll.cuh",
     "protocol/ll128.cuh",
     "symmpool/comm.cuh",
     "symmpool/companion.cuh",
@@ -44,7 +46,6 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "symmpool/peer_blocks.cuh",
     "symmpool/ptx.cuh",
     "symmpool/reduce.cuh",
-    "symmpool/reduce_ranks.cuh",
     "symmpool/span.cuh",
     "symmpool/types.cuh",
     "symmpool/vector.cuh",
@@ -57,14 +58,15 @@ pub(crate) const KERNELS: &[&Kernel] = &[
     &COPY_COMPANION,
     &ONE_SHOT,
     &ONE_SHOT_LL128,
+    &ONE_SHOT_PULL,
     &ONE_SIDED,
     &P2P,
-    &PULL,
-    &TWO_SHOT_PUSH,
-    &TWO_SHOT_COPY,
     &REDUCE_LOCAL,
     &ROW_EXCHANGE,
     &TWO_SHOT,
+    &TWO_SHOT_COPY,
+    &TWO_SHOT_PULL,
+    &TWO_SHOT_PUSH,
 ];
 
 /// Every code of [`DType::REDUCED`](crate::DType::REDUCED), the 8-bit floats included.
@@ -72,30 +74,49 @@ const DTYPE: Axis = ("DTYPE", &["1", "2", "3", "4", "5", "6", "7", "8", "9", "10
 /// Every code of [`ReduceOp`](crate::ReduceOp).
 const OP: Axis = ("OP", &["1", "2", "3", "4", "5"]);
 
-/// Ranks: those of usual machines, and the most.
+/// Numbers of ranks: those of usual machines, of which 8 is the most.
 const WORLD: Axis = ("WORLD", &["2", "4", "8"]);
-/// One type of each way to widen, fold and narrow, for kernels that differ by more than that.
-const SOME_DTYPES: Axis = ("DTYPE", &["1", "2", "4", "6", "9"]);
-const SUM: Axis = ("OP", &["1"]);
-const WIDE: Axis = ("THREADS", &["512"]);
-/// Blocks of a processor: two where registers suffice.
+/// The same, for kernels that have larger blocks for few ranks.
 const UP_TO_4: Axis = ("WORLD", &["2", "4"]);
 const ABOVE_4: Axis = ("WORLD", &["8"]);
-/// Ranks of machines that are not usual: each kernel with one type.
+/// Numbers of ranks that are not usual, for which each kernel is compiled with one type.
 const ODD: Axis = ("WORLD", &["3", "5", "6", "7"]);
 const ODD_UP_TO_4: Axis = ("WORLD", &["3"]);
 const ODD_ABOVE_4: Axis = ("WORLD", &["5", "6", "7"]);
+/// One type for each way to widen, reduce and narrow, for kernels with more parameters than these.
+const SOME_DTYPES: Axis = ("DTYPE", &["1", "2", "4", "6", "9"]);
+const LAMPORT_DTYPES: Axis = ("DTYPE", &["1", "4", "9"]);
 const BYTES: Axis = ("DTYPE", &["7"]);
 const F32: Axis = ("DTYPE", &["1"]);
+const SUM: Axis = ("OP", &["1"]);
+/// Threads of a block.
+const WIDE: Axis = ("THREADS", &["512"]);
 const NARROW: Axis = ("THREADS", &["256"]);
-const TWO: Axis = ("BLOCKS", &["2"]);
+/// Blocks of an SM: two where registers suffice.
 const ONE: Axis = ("BLOCKS", &["1"]);
-/// The sizes of what kernels are given, which they compare with their own.
+const TWO: Axis = ("BLOCKS", &["2"]);
+/// Protocols of inboxes.
+const LL: Axis = ("PROTOCOL", &["LL"]);
+const LAMPORT: Axis = ("PROTOCOL", &["LAMPORT"]);
+const BOTH: Axis = ("PROTOCOL", &["LL", "LAMPORT"]);
+/// Collectives of kernels with two shots.
+const REDUCTIONS: Axis = ("COLLECTIVE", &["ALL_REDUCE", "REDUCE_SCATTER"]);
+const ALL_REDUCE: Axis = ("COLLECTIVE", &["ALL_REDUCE"]);
+const MOVES: Axis = ("COLLECTIVE", &["ALL_GATHER", "BROADCAST"]);
+/// Ways of an all-to-all.
+const INBOXES: Axis = ("DIRECT", &["0"]);
+const DIRECT: Axis = ("DIRECT", &["1"]);
+const HOST_COUNTS: Axis = ("DEVICE_COUNTS", &["0"]);
+const DEVICE_COUNTS: Axis = ("DEVICE_COUNTS", &["1"]);
+const ANY_COUNTS: Axis = ("DEVICE_COUNTS", &["0", "1"]);
+/// The sizes of kernels' arguments on the host, which kernels compare with their own.
 const COMM_BYTES: Axis = ("COMM_BYTES", &["168"]);
 const CALL_BYTES: Axis = ("CALL_BYTES", &["72"]);
 const FAULT_BYTES: Axis = ("FAULT_BYTES", &["136"]);
+const TRAFFIC_BYTES: Axis = ("TRAFFIC_BYTES", &["328"]);
+const ROW_WORK_BYTES: Axis = ("ROW_WORK_BYTES", &["152"]);
 
-// Every row has the sizes too.
+// A kernel of a communicator. The sizes of arguments that all of these have are added to every row.
 macro_rules! collective {
     ($folder:literal / $name:literal, $([$($axis:expr),+ $(,)?]),+ $(,)?) => {
         Kernel {
@@ -108,137 +129,120 @@ macro_rules! collective {
     };
 }
 
-/// The entry of a call alone.
+/// A handshake alone.
 pub(crate) const BARRIER: Kernel = collective!(
     "barrier" / "barrier",
-    [WORLD, ("THREADS", &["128"]), ("SHOTS", &["0", "1"])],
-    [("WORLD", &["1", "3", "5", "6", "7"]), ("THREADS", &["128"]), ("SHOTS", &["0", "1"])],
+    [WORLD, ("THREADS", &["128"]), ("NOTIFY_COMPANION", &["0", "1"])],
+    [
+        ("WORLD", &["1", "3", "5", "6", "7"]),
+        ("THREADS", &["128"]),
+        ("NOTIFY_COMPANION", &["0", "1"])
+    ],
 );
 
 /// All-to-all with any counts.
 pub(crate) const ALL_TO_ALL: Kernel = collective!(
     "all_to_all" / "all_to_all",
-    [
-        ("WORLD", &["1", "2", "4"]),
-        WIDE,
-        ("DTYPE", &["7"]),
-        ("SHOTS", &["1", "3", "7"]),
-        ("TRAFFIC_BYTES", &["328"])
-    ],
-    [ABOVE_4, NARROW, ("DTYPE", &["7"]), ("SHOTS", &["1", "3", "7"]), ("TRAFFIC_BYTES", &["328"])],
-    [ODD_UP_TO_4, WIDE, BYTES, ("SHOTS", &["7"]), ("TRAFFIC_BYTES", &["328"])],
-    [ODD_ABOVE_4, NARROW, BYTES, ("SHOTS", &["7"]), ("TRAFFIC_BYTES", &["328"])],
+    [("WORLD", &["1", "2", "4"]), WIDE, BYTES, INBOXES, HOST_COUNTS, TRAFFIC_BYTES],
+    [("WORLD", &["1", "2", "4"]), WIDE, BYTES, DIRECT, ANY_COUNTS, TRAFFIC_BYTES],
+    [ABOVE_4, NARROW, BYTES, INBOXES, HOST_COUNTS, TRAFFIC_BYTES],
+    [ABOVE_4, NARROW, BYTES, DIRECT, ANY_COUNTS, TRAFFIC_BYTES],
+    [ODD_UP_TO_4, WIDE, BYTES, DIRECT, DEVICE_COUNTS, TRAFFIC_BYTES],
+    [ODD_ABOVE_4, NARROW, BYTES, DIRECT, DEVICE_COUNTS, TRAFFIC_BYTES],
 );
 
-/// What processors do beside the copies of an all-to-all.
+/// What SMs do while copy engines carry an all-to-all or an all-gather.
 pub(crate) const COPY_COMPANION: Kernel =
     collective!("all_to_all" / "copy_companion", [WORLD, WIDE], [ODD, WIDE],);
 
 /// Copies and signals between two ranks.
 pub(crate) const ONE_SIDED: Kernel = collective!(
     "one_sided" / "one_sided",
-    [("WORLD", &["1", "2", "8"]), ("SHOTS", &["1", "3"]), WIDE],
-    [("WORLD", &["1", "2", "8"]), ("SHOTS", &["2", "4"]), ("THREADS", &["32"])],
-    [ODD, ("SHOTS", &["1"]), WIDE],
-    [ODD, ("SHOTS", &["2"]), ("THREADS", &["32"])],
+    [("WORLD", &["1", "2", "8"]), ("OPERATION", &["COPY", "COPY_AND_SIGNAL"]), WIDE],
+    [("WORLD", &["1", "2", "8"]), ("OPERATION", &["SIGNAL", "WAIT"]), ("THREADS", &["32"])],
+    [ODD, ("OPERATION", &["COPY"]), WIDE],
+    [ODD, ("OPERATION", &["SIGNAL"]), ("THREADS", &["32"])],
 );
 
-/// Messages between two ranks.
+/// Send and recv between two ranks.
 pub(crate) const P2P: Kernel = collective!(
     "p2p" / "p2p",
-    [WORLD, ("SHOTS", &["1", "2"]), WIDE],
-    [ODD, ("SHOTS", &["1", "2"]), WIDE],
+    [WORLD, ("OPERATION", &["SEND", "RECEIVE"]), WIDE],
+    [ODD, ("OPERATION", &["SEND", "RECEIVE"]), WIDE],
 );
 
-/// Rows into the order of an all-to-all, and back.
+/// The steps of a row exchange around its all-to-alls.
 pub(crate) const ROW_EXCHANGE: Kernel = collective!(
     "row_exchange" / "row_exchange",
     [
         ("WORLD", &["1", "2", "4", "8"]),
         NARROW,
-        ("SHOTS", &["1", "2", "4", "8"]),
-        ("ROW_WORK_BYTES", &["152"])
+        ("STEP", &["COUNT", "PACK", "FIT", "UNPACK"]),
+        ROW_WORK_BYTES
     ],
-    [ODD, NARROW, ("SHOTS", &["2", "8"]), ("ROW_WORK_BYTES", &["152"])],
+    [ODD, NARROW, ("STEP", &["PACK", "UNPACK"]), ROW_WORK_BYTES],
 );
 
-/// All-reduce through inboxes, in one shot.
+/// All-reduce in one shot through inboxes.
 pub(crate) const ONE_SHOT: Kernel = collective!(
     "all_reduce" / "one_shot",
-    [WORLD, SOME_DTYPES, SUM, WIDE],
-    [WORLD, ("DTYPE", &["1", "4", "9"]), SUM, WIDE, ("SENTINELS", &["1"])],
-    [ODD, F32, SUM, WIDE, ("SENTINELS", &["0", "1"])],
+    [WORLD, SOME_DTYPES, SUM, WIDE, ONE, LL],
+    [WORLD, LAMPORT_DTYPES, SUM, WIDE, ONE, LAMPORT],
+    [ODD, F32, SUM, WIDE, ONE, BOTH],
     // An average of integers divides.
-    [("WORLD", &["4"]), ("DTYPE", &["6"]), ("OP", &["5"]), WIDE],
+    [("WORLD", &["4"]), ("DTYPE", &["6"]), ("OP", &["5"]), WIDE, ONE, LL],
 );
 
-/// All-reduce through lines, in one shot.
+/// All-reduce in one shot in the LL128 protocol.
 pub(crate) const ONE_SHOT_LL128: Kernel = collective!(
     "all_reduce" / "one_shot_ll128",
     [WORLD, SOME_DTYPES, SUM, WIDE],
     [ODD, F32, SUM, WIDE],
 );
 
-/// All-reduce and its halves through inboxes, in two shots.
+/// All-reduce in one shot by loads from peers.
+pub(crate) const ONE_SHOT_PULL: Kernel = collective!(
+    "all_reduce" / "one_shot_pull",
+    [WORLD, SOME_DTYPES, SUM, WIDE],
+    [ODD, F32, SUM, WIDE],
+);
+
+/// All-reduce in two shots through inboxes; reduce-scatter, all-gather and broadcast, which are one of the shots.
 pub(crate) const TWO_SHOT: Kernel = collective!(
     "all_reduce" / "two_shot",
-    [UP_TO_4, WIDE, ONE, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"])],
-    [UP_TO_4, WIDE, ONE, ("DTYPE", &["7"]), SUM, ("SHOTS", &["2", "4"])],
-    [
-        UP_TO_4,
-        WIDE,
-        ONE,
-        ("DTYPE", &["1", "4", "9"]),
-        SUM,
-        ("SHOTS", &["1", "3"]),
-        ("SENTINELS", &["1"])
-    ],
-    [ODD_UP_TO_4, WIDE, ONE, F32, SUM, ("SHOTS", &["3"]), ("SENTINELS", &["0", "1"])],
-    [ODD_ABOVE_4, NARROW, ONE, F32, SUM, ("SHOTS", &["3"]), ("SENTINELS", &["0", "1"])],
-    [ABOVE_4, NARROW, ONE, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"])],
-    [ABOVE_4, NARROW, ONE, ("DTYPE", &["7"]), SUM, ("SHOTS", &["2", "4"])],
-    [
-        ABOVE_4,
-        NARROW,
-        ONE,
-        ("DTYPE", &["1", "4", "9"]),
-        SUM,
-        ("SHOTS", &["1", "3"]),
-        ("SENTINELS", &["1"])
-    ],
-    [
-        UP_TO_4,
-        WIDE,
-        TWO,
-        ("DTYPE", &["1", "3", "4"]),
-        SUM,
-        ("SHOTS", &["1", "3"]),
-        ("SENTINELS", &["1"])
-    ],
+    [UP_TO_4, WIDE, ONE, SOME_DTYPES, SUM, REDUCTIONS, LL],
+    [UP_TO_4, WIDE, ONE, BYTES, SUM, MOVES, LL],
+    [UP_TO_4, WIDE, ONE, LAMPORT_DTYPES, SUM, REDUCTIONS, LAMPORT],
+    [UP_TO_4, WIDE, TWO, ("DTYPE", &["1", "3", "4"]), SUM, REDUCTIONS, LAMPORT],
+    [ABOVE_4, NARROW, ONE, SOME_DTYPES, SUM, REDUCTIONS, LL],
+    [ABOVE_4, NARROW, ONE, BYTES, SUM, MOVES, LL],
+    [ABOVE_4, NARROW, ONE, LAMPORT_DTYPES, SUM, REDUCTIONS, LAMPORT],
+    [ODD_UP_TO_4, WIDE, ONE, F32, SUM, ALL_REDUCE, BOTH],
+    [ODD_ABOVE_4, NARROW, ONE, F32, SUM, ALL_REDUCE, BOTH],
 );
 
-/// All-reduce through scratch and straight into outputs, and reduce-scatter.
+/// All-reduce in two shots through scratch and into outputs, and reduce-scatter.
 pub(crate) const TWO_SHOT_PUSH: Kernel = collective!(
     "all_reduce" / "two_shot_push",
-    [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"]), WIDE],
-    [ODD, F32, SUM, ("SHOTS", &["3"]), WIDE],
+    [WORLD, SOME_DTYPES, SUM, REDUCTIONS, WIDE],
+    [ODD, F32, SUM, ALL_REDUCE, WIDE],
 );
 
-/// What copy engines carry of an all-reduce, reduced.
+/// Reduces what copy engines carry of an all-reduce.
 pub(crate) const TWO_SHOT_COPY: Kernel = collective!(
     "all_reduce" / "two_shot_copy",
     [WORLD, SOME_DTYPES, SUM, WIDE],
     [ODD, F32, SUM, WIDE],
 );
 
-/// All-reduce by loads from peers.
-pub(crate) const PULL: Kernel = collective!(
-    "all_reduce" / "pull",
-    [WORLD, SOME_DTYPES, SUM, ("SHOTS", &["1", "3"]), WIDE],
-    [ODD, F32, SUM, ("SHOTS", &["3"]), WIDE],
+/// All-reduce in two shots by loads from peers.
+pub(crate) const TWO_SHOT_PULL: Kernel = collective!(
+    "all_reduce" / "two_shot_pull",
+    [WORLD, SOME_DTYPES, SUM, WIDE],
+    [ODD, F32, SUM, WIDE],
 );
 
-/// Reduces arrays of one device, in order.
+/// Reduces arrays of one device, in the given order.
 pub(crate) const REDUCE_LOCAL: Kernel = Kernel {
     name: "reduce_local",
     path: "reduce_local/reduce_local.cu",
@@ -246,13 +250,17 @@ pub(crate) const REDUCE_LOCAL: Kernel = Kernel {
     source: include_str!("../../kernels/reduce_local/reduce_local.cu"),
     variants: &[
         &[DTYPE, OP],
-        // What devices older than 8.9 do with 8-bit floats, for comparison on newer ones.
+        // The code of devices older than 8.9 for 8-bit floats, which tests compare on newer ones.
         &[("DTYPE", &["9", "10"]), ("OP", &["1"]), ("SYMMPOOL_PORTABLE_F8", &["1"])],
     ],
 };
 
 impl Kernel {
-    /// The kernel of this file name, which there is.
+    /// The kernel of this name.
+    ///
+    /// # Panics
+    ///
+    /// If there is none.
     pub(crate) fn named(name: &str) -> &'static Self {
         KERNELS.iter().copied().find(|kernel| kernel.name == name).expect("a kernel of ours")
     }
@@ -260,7 +268,7 @@ impl Kernel {
 
 #[cfg(test)]
 impl Kernel {
-    /// The defines of each variant to test.
+    /// The macros of each variant that tests compile.
     pub(crate) fn test_variants(&self) -> Vec<Vec<(&'static str, &'static str)>> {
         let mut all = Vec::new();
         for row in self.variants {

@@ -22,9 +22,9 @@ use super::{Alive, CudaEngine, CudaOptions, ReadyKernels, cuda};
 use crate::DType;
 use crate::timeout::Timeout;
 
-/// What Lamport inboxes are filled with at first: the pattern that data never has, `SENTINEL` in `protocol/inbox.cuh`.
+/// What Lamport inboxes are filled with at first: the pattern that data never has, `EMPTY` in `protocol/lamport.cuh`.
 const LAMPORT_PATTERN: u32 = 0xffff_ffff;
-/// What escaped Lamport inboxes are filled with at first: `FRESH` in `protocol/lamport_escaped.cuh`.
+/// What escaped Lamport inboxes are filled with at first: `EMPTY` in `protocol/lamport_escaped.cuh`.
 const ESCAPED_PATTERN: u32 = 0xc35a_96e8;
 
 impl CudaEngine {

@@ -1,0 +1,122 @@
+//! What a kernel is compiled to do, where its file can do several things: values of macros that the file names.
+
+/// A kernel's file and what it is compiled to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum KernelMode {
+    /// The file does one thing.
+    Only,
+    /// A handshake alone; whether it notifies a companion kernel.
+    Barrier {
+        notify_companion: bool,
+    },
+    AllToAll(AllToAllMode),
+    /// One of the collectives that `two_shot.cu` and `two_shot_push.cu` run.
+    Collective(TwoShotCollective),
+    OneSided(OneSidedMode),
+    PointToPoint(P2pMode),
+    RowExchange(RowStep),
+}
+
+/// How the data of an all-to-all may travel, and where its counts are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct AllToAllMode {
+    /// Whether data may also be written into outputs directly, or pass through scratch, and not only through inboxes.
+    pub(super) direct: bool,
+    pub(super) device_counts: bool,
+}
+
+impl AllToAllMode {
+    pub(super) const INBOXES: Self = Self { direct: false, device_counts: false };
+    pub(super) const DIRECT: Self = Self { direct: true, device_counts: false };
+    pub(super) const DEVICE_COUNTS: Self = Self { direct: true, device_counts: true };
+}
+
+/// What is made of two shots: of the first one, of the second one, or of both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum TwoShotCollective {
+    AllReduce,
+    ReduceScatter,
+    AllGather,
+    Broadcast,
+}
+
+impl TwoShotCollective {
+    pub(super) fn reduces(self) -> bool {
+        matches!(self, Self::AllReduce | Self::ReduceScatter)
+    }
+}
+
+/// What a one-sided kernel does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum OneSidedMode {
+    Copy,
+    CopyAndSignal,
+    Signal,
+    Wait,
+}
+
+/// Which end of a message a point-to-point kernel serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum P2pMode {
+    Send,
+    Receive,
+}
+
+/// The steps of a row exchange that kernels do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum RowStep {
+    Count,
+    Pack,
+    Fit,
+    Unpack,
+}
+
+impl KernelMode {
+    /// The macros of the kernel's file and their values.
+    pub(super) fn defines(self) -> Vec<(&'static str, &'static str)> {
+        let number = |yes: bool| if yes { "1" } else { "0" };
+        match self {
+            Self::Only => Vec::new(),
+            Self::Barrier { notify_companion } => {
+                vec![("NOTIFY_COMPANION", number(notify_companion))]
+            }
+            Self::AllToAll(AllToAllMode { direct, device_counts }) => {
+                vec![("DIRECT", number(direct)), ("DEVICE_COUNTS", number(device_counts))]
+            }
+            Self::Collective(collective) => {
+                let name = match collective {
+                    TwoShotCollective::AllReduce => "ALL_REDUCE",
+                    TwoShotCollective::ReduceScatter => "REDUCE_SCATTER",
+                    TwoShotCollective::AllGather => "ALL_GATHER",
+                    TwoShotCollective::Broadcast => "BROADCAST",
+                };
+                vec![("COLLECTIVE", name)]
+            }
+            Self::OneSided(mode) => {
+                let name = match mode {
+                    OneSidedMode::Copy => "COPY",
+                    OneSidedMode::CopyAndSignal => "COPY_AND_SIGNAL",
+                    OneSidedMode::Signal => "SIGNAL",
+                    OneSidedMode::Wait => "WAIT",
+                };
+                vec![("OPERATION", name)]
+            }
+            Self::PointToPoint(mode) => {
+                let name = match mode {
+                    P2pMode::Send => "SEND",
+                    P2pMode::Receive => "RECEIVE",
+                };
+                vec![("OPERATION", name)]
+            }
+            Self::RowExchange(step) => {
+                let name = match step {
+                    RowStep::Count => "COUNT",
+                    RowStep::Pack => "PACK",
+                    RowStep::Fit => "FIT",
+                    RowStep::Unpack => "UNPACK",
+                };
+                vec![("STEP", name)]
+            }
+        }
+    }
+}
