@@ -1,10 +1,10 @@
-//! Which machine code a device takes, and which of that a compiler can make.
+//! Which machine code a device runs, and which of it a compiler can make.
 
 use std::fmt;
 
 use symmpool_allocator::{Error, Result};
 
-/// The oldest devices that the kernels' instructions run on.
+/// The compute capability of the oldest devices that have all instructions of the kernels.
 const OLDEST: Arch = Arch { major: 8, minor: 0 };
 
 /// A device's compute capability.
@@ -14,7 +14,7 @@ pub(crate) struct Arch {
     minor: u32,
 }
 
-/// What a compiler is asked for.
+/// What a compiler is to make.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Target {
     /// Machine code of one kind of device: `sm_90a`.
@@ -24,7 +24,7 @@ pub(super) enum Target {
 }
 
 impl Arch {
-    /// The capability `major.minor`, as the driver's attributes have it.
+    /// The capability `major.minor`, as the driver's attributes give it.
     ///
     /// # Errors
     ///
@@ -39,12 +39,12 @@ impl Arch {
         Ok(arch)
     }
 
-    /// The best that a compiler for `supported` (90 stands for 9.0) makes for this device: its own
+    /// The best target for this device of a compiler for the architectures `supported` (90 is 9.0): the device's own
     /// machine code, else the newest intermediate code that the device's driver can translate.
     pub(super) fn target(self, supported: &[u32]) -> Result<Target> {
         let number = self.number();
         if supported.contains(&number) {
-            // 9.0 has instructions beyond what its successors promise to keep.
+            // 9.0 has instructions that its successors need not have.
             let suffix = if number == 90 { "a" } else { "" };
             return Ok(Target::Cubin(format!("sm_{number}{suffix}")));
         }

@@ -1,9 +1,8 @@
-//! Compiled kernels on disk, found by what they were made from.
+//! Compiled kernels on disk, found by a hash of all that they were made from.
 //!
-//! A file is written under another name and renamed, carries its key, length and checksum, and is
-//! compiled anew when these do not hold. Device code runs with the user's rights, so only the
-//! user's own files in the user's own folder are trusted. Nothing here fails for want of a cache:
-//! without one, kernels are compiled.
+//! A file is written under another name and renamed. It holds its key, length and checksum; if these are wrong the
+//! kernel is compiled again. Device code runs with the user's rights, so only files of the user in a folder of the user
+//! are trusted. No call fails because there is no cache: kernels are compiled then.
 
 #[cfg(test)]
 mod tests;
@@ -23,17 +22,17 @@ use symmpool_allocator::random_bytes;
 
 const MAGIC: &[u8; 8] = b"symmjit1";
 const HASH: usize = blake3::OUT_LEN;
-/// Magic, key, kind with padding, length.
+/// Bytes of the head: magic, key, kind with padding, length.
 const HEADER: usize = MAGIC.len() + HASH + 8 + 8;
-/// Larger files are not ours; bytes.
+/// Most bytes of a file; larger ones were not made here.
 const LARGEST: u64 = 1 << 28;
 
-/// What an image is made from, as a hash.
+/// The hash of all that an image is made from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Key(blake3::Hash);
 
 impl Key {
-    /// The key of these parts. Neither order nor boundaries can be mistaken.
+    /// The key of these parts. It depends on their order and on their boundaries.
     pub(super) fn of<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> Self {
         let mut hasher = blake3::Hasher::new();
         for part in parts {
@@ -44,7 +43,7 @@ impl Key {
     }
 }
 
-/// A compiled kernel as the cache sees it.
+/// A compiled kernel in the cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Entry {
     pub(super) kind: u8,
@@ -57,14 +56,14 @@ pub(super) struct Cache {
     path: PathBuf,
     /// The user whose files are trusted.
     owner: u32,
-    /// Longest wait for another process that compiles the same.
+    /// Longest wait for another process that compiles the same kernel.
     wait: Duration,
-    /// Whether a failure to write was told already.
-    told: AtomicBool,
+    /// Whether a failure to write was logged already.
+    reported: AtomicBool,
 }
 
 impl Cache {
-    /// The cache in `path`, which is made if need be. The error says why there can be none.
+    /// Opens the cache in `path`, which is created if it does not exist. The error says why there can be no cache.
     pub(super) fn open(path: &Path, wait: Duration) -> Result<Self, String> {
         Self::open_as(path, wait, rustix::process::geteuid().as_raw())
     }
@@ -77,10 +76,10 @@ impl Cache {
             .map_err(|error| format!("it cannot be opened: {error}"))?;
         let stat = rustix::fs::fstat(&folder).map_err(|error| error.to_string())?;
         trusted(&stat, owner)?;
-        Ok(Self { folder, path: path.to_owned(), owner, wait, told: AtomicBool::new(false) })
+        Ok(Self { folder, path: path.to_owned(), owner, wait, reported: AtomicBool::new(false) })
     }
 
-    /// The image of `key`: from disk, or made here, or made by another process that is at it.
+    /// The image of `key`: from disk, made here, or made by another process that is compiling it.
     pub(super) fn get_or_make<E>(
         &self,
         key: Key,
@@ -89,7 +88,7 @@ impl Cache {
         if let Some(entry) = self.load(key) {
             return Ok(entry);
         }
-        // Without the lock, the worst is work done twice.
+        // If the lock fails, the kernel may be compiled twice, which does no harm.
         let lock = match self.lock(key) {
             Turn::Mine(lock) => Some(lock),
             Turn::Made(entry) => return Ok(entry),
@@ -97,7 +96,7 @@ impl Cache {
         };
         let entry = make()?;
         if let Err(error) = self.store(key, &entry)
-            && !self.told.swap(true, Ordering::Relaxed)
+            && !self.reported.swap(true, Ordering::Relaxed)
         {
             tracing::warn!("compiled kernels are not kept in {}: {error}", self.path.display());
         }
@@ -105,10 +104,10 @@ impl Cache {
         Ok(entry)
     }
 
-    /// What is on disk for this key, if it is whole and the user's own.
+    /// The entry on disk for this key, if it is complete and its file belongs to the user.
     fn load(&self, key: Key) -> Option<Entry> {
         let name = file_name(key);
-        // Not blocking, should it be a pipe.
+        // Non-blocking, in case it is a pipe.
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let file = match rustix::fs::openat(&self.folder, &name, flags, Mode::empty()) {
             Ok(file) => File::from(file),
@@ -153,13 +152,13 @@ impl Cache {
                     .map_err(|error| error.to_string())
             });
         if written.is_err() {
-            // It may not be there; then nothing is left to remove.
+            // It is no error if the file does not exist.
             let _ = rustix::fs::unlinkat(&self.folder, &temporary, AtFlags::empty());
         }
         written
     }
 
-    /// Waits for this process's turn to compile `key`, or for another's result.
+    /// Waits until this process may compile `key`, or another process has done so.
     fn lock(&self, key: Key) -> Turn<'_> {
         let name = format!("{}.lock", key.0.to_hex());
         let until = Instant::now() + self.wait;
@@ -170,7 +169,7 @@ impl Cache {
             let Ok(file) = opened else { return Turn::Unknown };
             match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {
-                    // The holder before may be done, and its lock's name gone or another file's.
+                    // The holder before may have removed the lock's file, and its name may be that of another file.
                     if let Some(entry) = self.load(key) {
                         return Turn::Made(entry);
                     }
@@ -200,16 +199,16 @@ impl Cache {
     }
 }
 
-/// Who compiles.
+/// Who is to compile a kernel.
 enum Turn<'a> {
     Mine(Lock<'a>),
     Made(Entry),
-    /// There are no locks here, or the wait was over.
+    /// This process, without a lock: the file system has no locks, or the wait took too long.
     Unknown,
 }
 
-/// A lock that is held. Its file goes with it, so that none are left; one that was waited for has
-/// no name any more, which the next holder sees.
+/// A lock that is held. Its file is removed with it, so that none are left. A process that waited for it sees that the
+/// file has no name any more.
 struct Lock<'a> {
     folder: &'a OwnedFd,
     name: String,
@@ -221,14 +220,14 @@ impl Drop for Lock<'_> {
         if let Err(error) = rustix::fs::unlinkat(self.folder, &self.name, AtFlags::empty()) {
             tracing::debug!("{}: {error}", self.name);
         }
-        // Not by closing alone: a process forked meanwhile has the file open as well.
+        // Closing it is not enough: a process that was forked meanwhile has the file open as well.
         if let Err(error) = rustix::fs::flock(&self.file, FlockOperation::Unlock) {
             tracing::debug!("{}: {error}", self.name);
         }
     }
 }
 
-/// Whether what is stored there can only be the owner's.
+/// Whether only the owner can have written the file or folder.
 fn trusted(stat: &Stat, owner: u32) -> Result<(), String> {
     if stat.st_uid != owner {
         return Err(format!("it belongs to user {}, not to user {owner}", stat.st_uid));
@@ -255,7 +254,7 @@ fn encode(key: Key, entry: &Entry) -> Vec<u8> {
     bytes
 }
 
-/// The entry in a file's bytes; the error says what is wrong with them.
+/// Reads an entry from a file's bytes. The error says what is wrong with them.
 fn decode(key: Key, bytes: &[u8]) -> Result<Entry, String> {
     let (content, checksum) = bytes
         .split_last_chunk::<HASH>()

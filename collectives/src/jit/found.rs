@@ -1,4 +1,4 @@
-//! What the compiler of kernels would be, for those who ask before they need it.
+//! Which compiler and which cache kernels would use, for programs that report it.
 
 use std::path::PathBuf;
 
@@ -7,24 +7,24 @@ use symmpool_allocator::Result;
 use super::nvrtc::Nvrtc;
 use super::{JitOptions, search};
 
-/// The NVRTC library that kernels would be compiled with.
+/// The NVRTC library with which kernels would be compiled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KernelCompiler {
-    /// The version of CUDA that it is of.
+    /// Its version of CUDA.
     pub version: (u32, u32),
     /// Its file.
     pub place: String,
-    /// Architectures of devices that it compiles for: 90 is 9.0.
+    /// The architectures of devices for which it compiles: 90 is 9.0.
     pub archs: Vec<u32>,
 }
 
-/// Looks for NVRTC as the first collective on a device does. `driver_major` is the major version of
-/// CUDA that the driver serves: later ones are passed over.
+/// Searches for NVRTC as the first collective on a device does. `driver_major` is the major version of CUDA that the
+/// driver supports: later ones are skipped.
 ///
 /// # Errors
 ///
-/// `is_unsupported`, saying what became of each place, if there is none.
+/// `is_unsupported` if there is none, with the reason for each place.
 pub fn kernel_compiler(driver_major: Option<u32>) -> Result<KernelCompiler> {
     let options = JitOptions::from_env();
     let candidates = search::candidates(options.nvrtc.as_deref(), &options.packages, |name| {
@@ -34,7 +34,7 @@ pub fn kernel_compiler(driver_major: Option<u32>) -> Result<KernelCompiler> {
     Ok(KernelCompiler { version, place, archs })
 }
 
-/// The folder in which compiled kernels are kept, unless the environment says nowhere.
+/// The folder in which compiled kernels are kept, or `None` if the environment says that they are not.
 pub fn kernel_cache() -> Option<PathBuf> {
     JitOptions::from_env().cache
 }

@@ -1,16 +1,15 @@
 //! CUDA kernels, compiled where they run.
 //!
-//! The sources are part of the program and NVRTC is loaded when first needed, so that a build needs
-//! no CUDA, and one program serves CUDA 12.4 and newer and every device from compute capability
-//! 8.0 on.
+//! The sources are part of the program, and NVRTC is loaded when it is first needed. So a build needs no CUDA,
+//! and one program serves CUDA 12.4 and newer and every device from compute capability 8.0 on.
 //!
 //! | file | holds |
 //! | --- | --- |
-//! | here | compiling a variant of a kernel, through both caches |
+//! | `mod` | compiling a variant of a kernel, through the caches in memory and on disk |
 //! | `sources` | the kernels and headers |
-//! | `arch` | which code a device takes |
+//! | `arch` | which machine code a device runs |
 //! | `search` | where NVRTC may be |
-//! | `found` | which one that would be |
+//! | `found` | which NVRTC and which cache would be used |
 //! | `nvrtc` | the library's functions |
 //! | `cache` | compiled kernels on disk |
 //! | `usage` | registers, stack and shared memory of compiled kernels, for tests |
@@ -46,18 +45,18 @@ use cache::{Cache, Entry, Key};
 use nvrtc::{Nvrtc, Output, Program};
 use sources::HEADERS;
 
-/// A change of what this module does to sources, which old images must not survive.
+/// Part of every cache key. It changes when this module compiles the same sources differently.
 const FORMAT: &[u8] = b"symmpool jit 1";
 
-/// Options of every compilation. Each operation rounds for itself (rule S7); lines are for
-/// profilers and sanitizers and cost nothing at run time.
+/// Options of every compilation. Each operation rounds by itself (rule S7). Line information is for profilers and
+/// sanitizers, and costs nothing at run time.
 const OPTIONS: [&str; 3] = ["--std=c++17", "--fmad=false", "-lineinfo"];
 
 /// A kernel with its compile-time parameters.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Variant<'a> {
     pub(crate) kernel: &'a Kernel,
-    /// Names and values of macros.
+    /// The names and values of its macros.
     pub(crate) defines: &'a [(&'a str, &'a str)],
 }
 
@@ -71,13 +70,13 @@ impl fmt::Display for Variant<'_> {
     }
 }
 
-/// What an [`Image`] is.
+/// The kind of an [`Image`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum ImageKind {
     /// Machine code of one kind of device.
     Cubin = 1,
-    /// Code that the driver translates, ending with a NUL.
+    /// Intermediate code that the driver translates, ending with a NUL.
     Ptx = 2,
 }
 
@@ -88,29 +87,28 @@ pub(crate) struct Image {
     pub(crate) kind: ImageKind,
 }
 
-/// Where a [`Jit`] finds its compiler and keeps what it made.
+/// Where a [`Jit`] finds its compiler and keeps compiled kernels.
 #[derive(Clone, Debug)]
 pub(crate) struct JitOptions {
     /// The compiler library to use, and no other.
     pub(crate) nvrtc: Option<PathBuf>,
     /// Further folders of Python packages in which it may be.
     pub(crate) packages: Vec<PathBuf>,
-    /// The driver's major version of CUDA: it cannot load what a later one's compiler makes. None:
-    /// not known.
+    /// The driver's major version of CUDA, if it is known. The driver cannot load what the compiler of a later one
+    /// makes.
     pub(crate) driver_major: Option<u32>,
-    /// The folder for compiled kernels; none: they are compiled in every process. Removing it, or
-    /// any file in it, is safe at any time.
+    /// The folder for compiled kernels. Without one they are compiled in every process. It is safe to remove it, or any
+    /// file in it, at any time.
     pub(crate) cache: Option<PathBuf>,
     /// Longest wait for another process that compiles the same kernel.
     pub(crate) wait: Duration,
-    /// Whether the compiler's warnings are errors, rather than told.
+    /// Whether the compiler's warnings are errors, rather than logged.
     pub(crate) strict: bool,
 }
 
 impl JitOptions {
-    /// As the environment says: `SYMMPOOL_NVRTC` is the library. Compiled kernels are kept below
-    /// `SYMMPOOL_CACHE_DIR` (nowhere if it is empty), `$XDG_CACHE_HOME/symmpool` or
-    /// `~/.cache/symmpool`.
+    /// The options that the environment gives: `SYMMPOOL_NVRTC` names the library. Compiled kernels are kept below
+    /// `SYMMPOOL_CACHE_DIR` (not at all if it is empty), else `$XDG_CACHE_HOME/symmpool`, else `~/.cache/symmpool`.
     pub(crate) fn from_env() -> Self {
         Self::from_variables(|name| env::var_os(name))
     }
@@ -130,7 +128,7 @@ impl JitOptions {
             nvrtc: path("SYMMPOOL_NVRTC"),
             packages: Vec::new(),
             driver_major: None,
-            // A folder of its own, made with the rights it needs whatever those above have.
+            // In a folder of its own, which gets the permissions that it needs whatever those of its parents are.
             cache: cache.map(|folder| folder.join("jit")),
             wait: Duration::from_secs(60),
             strict: false,
@@ -138,7 +136,7 @@ impl JitOptions {
     }
 }
 
-/// Compiles kernels, each variant once. Make one a process and share it between threads.
+/// Compiles kernels, each variant once. A process makes one, which its threads share.
 pub(crate) struct Jit {
     options: JitOptions,
     nvrtc: OnceLock<Result<Nvrtc>>,
@@ -147,11 +145,11 @@ pub(crate) struct Jit {
     compiled: AtomicU64,
 }
 
-/// What was asked for: name, source, defines, device.
+/// What images in memory are found by: name, source, macros, device.
 type RequestedAlgorithm = (&'static str, &'static str, String, Arch);
 
 impl Jit {
-    /// Touches neither library nor disk yet.
+    /// Loads no library and accesses no file yet.
     pub(crate) fn new(options: JitOptions) -> Self {
         Self {
             options,
@@ -162,20 +160,19 @@ impl Jit {
         }
     }
 
-    /// The variant, compiled for a device: from memory, else from disk, else by NVRTC. The first
-    /// call for a variant takes up to seconds, and bounded time more where another process is
-    /// compiling the same; later calls a lookup.
+    /// The variant, compiled for a device: from memory, else from disk, else by NVRTC. The first call for a variant
+    /// takes up to some seconds, and a bounded time more while another process compiles the same variant. Later calls
+    /// take a lookup.
     ///
     /// # Errors
     ///
-    /// `is_unsupported` if there is no NVRTC, or none that compiles for this device; otherwise what
-    /// the compiler has against the source, with its log. Errors are not remembered, except that
-    /// there is no NVRTC.
+    /// `is_unsupported` if there is no NVRTC, or none that compiles for this device; otherwise the compiler's error,
+    /// with its log. The next call tries again, unless there is no NVRTC.
     pub(crate) fn compile(&self, variant: &Variant<'_>, arch: Arch) -> Result<Image> {
         let Kernel { name, source, .. } = *variant.kernel;
-        let asked: RequestedAlgorithm = (name, source, defines(variant).concat(), arch);
-        let slot = Arc::clone(lock(&self.images).entry(asked).or_default());
-        // Held while compiling, so that other threads wait for this one.
+        let wanted: RequestedAlgorithm = (name, source, defines(variant).concat(), arch);
+        let slot = Arc::clone(lock(&self.images).entry(wanted).or_default());
+        // This lock is held while compiling, so that other threads wait for this one.
         let mut image = lock(&slot);
         if let Some(image) = &*image {
             return Ok(image.clone());
@@ -277,7 +274,7 @@ fn options(variant: &Variant<'_>, target: &Target) -> Vec<String> {
     options
 }
 
-/// Everything that the image depends on.
+/// The key of a compiled kernel: everything that its image depends on.
 fn key((major, minor): (u32, u32), variant: &Variant<'_>, options: &[String]) -> Key {
     let version = format!("{major}.{minor}");
     let mut parts: Vec<&[u8]> = vec![FORMAT, version.as_bytes()];
@@ -287,7 +284,7 @@ fn key((major, minor): (u32, u32), variant: &Variant<'_>, options: &[String]) ->
     Key::of(parts)
 }
 
-/// A lock whose last holder panicked guards nothing half-done here.
+/// Locks a mutex. A thread that panicked while it held one has left nothing half-done here.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,8 +1,7 @@
 //! NVRTC, the compiler library of CUDA, found at run time.
 //!
-//! Functions are looked up one by one, so that one that is missing is an error that names it, and
-//! results are integers: newer libraries answer with newer codes. A library stays loaded for the
-//! life of the process.
+//! Functions are looked up one by one, so that an error names all that are missing. Results are integers, as newer
+//! libraries may return newer codes. A library stays loaded until the process ends.
 #![allow(unsafe_code)] // FFI: loading, symbol lookup, and the compiler's calls
 
 use std::error::Error as _;
@@ -17,11 +16,11 @@ use symmpool_allocator::{Error, Result};
 
 use super::search::Candidate;
 
-/// `dlopen` returns what is loaded already, and loads nothing. The same number on every Linux that
-/// CUDA runs on.
+/// With this flag `dlopen` returns a library that is loaded already, and loads none. It has the same value on every Linux
+/// for which there is CUDA.
 const RTLD_NOLOAD: c_int = 4;
 
-/// The oldest version that is taken.
+/// The oldest version that is used.
 const OLDEST: (u32, u32) = (12, 4);
 
 /// An `nvrtcResult`.
@@ -29,7 +28,7 @@ const OLDEST: (u32, u32) = (12, 4);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Code(c_int);
 
-/// An `nvrtcProgram`: passed on, never followed.
+/// An `nvrtcProgram`, a pointer that is only passed on.
 type Handle = *mut c_void;
 
 macro_rules! functions {
@@ -40,7 +39,7 @@ macro_rules! functions {
         }
 
         impl Api {
-            /// Looks every function up; the error names all that are missing.
+            /// Looks up all functions. The error names those that are missing.
             ///
             /// # Safety
             ///
@@ -91,41 +90,41 @@ functions! {
 /// The compiler. Threads may use it at the same time.
 pub(super) struct Nvrtc {
     api: Api,
-    /// Major and minor.
+    /// Its version of CUDA: major and minor.
     pub(super) version: (u32, u32),
-    /// Compute capabilities it makes code for; 90 is 9.0.
+    /// The architectures for which it makes code; 90 is 9.0.
     pub(super) archs: Vec<u32>,
-    /// Which of the candidates it is, in words.
+    /// Where it was found, for messages.
     pub(super) place: String,
 }
 
 /// What to compile.
 pub(super) struct Program<'a> {
-    /// As it is to be called in messages.
+    /// The name of the file, for messages.
     pub(super) name: &'a str,
     pub(super) source: &'a str,
-    /// Names and texts.
+    /// Names and texts of headers.
     pub(super) headers: &'a [(&'a str, &'a str)],
     pub(super) options: &'a [String],
-    /// Intermediate code is wanted, not machine code.
+    /// Whether to make intermediate code rather than machine code.
     pub(super) ptx: bool,
 }
 
-/// What came of it.
+/// The result of a compilation.
 pub(super) struct Output {
-    /// Intermediate code ends with a NUL.
+    /// The code. Intermediate code ends with a NUL.
     pub(super) code: Vec<u8>,
-    /// Warnings; as a rule none.
+    /// Warnings; usually there are none.
     pub(super) log: String,
 }
 
 impl Nvrtc {
-    /// The first of the candidates that is there and can be used. One of a later CUDA than
-    /// `newest_major` is passed over unless it was chosen.
+    /// The first of the candidates that exists and can be used. One of a later CUDA than `newest_major` is skipped, unless
+    /// the user has named it.
     ///
     /// # Errors
     ///
-    /// `is_unsupported`, saying what became of each candidate, if there is none.
+    /// `is_unsupported` if there is none, with the reason for each candidate.
     pub(super) fn open(candidates: &[Candidate], newest_major: Option<u32>) -> Result<Self> {
         let mut tried: Vec<String> = Vec::new();
         for candidate in candidates {
@@ -144,7 +143,7 @@ impl Nvrtc {
         )))
     }
 
-    /// `None` where there is nothing.
+    /// Loads a candidate; `None` if it does not exist.
     fn open_one(candidate: &Candidate, newest_major: Option<u32>) -> Result<Option<Self>, String> {
         let flags = RTLD_NOW | RTLD_LOCAL;
         let (name, flags): (&Path, c_int) = match candidate {
@@ -162,12 +161,12 @@ impl Nvrtc {
                 return Ok(None);
             }
             Err(error) => {
-                // The linker's own words are one level down.
+                // The linker's own message is the source of this error.
                 let why = error.source().map(ToString::to_string);
                 return Err(why.unwrap_or_else(|| error.to_string()));
             }
         };
-        // Never unloaded: the compiler keeps state of its own, and torch may use the same copy.
+        // It is never unloaded: the compiler keeps state, and torch may use the same copy.
         let library = mem::ManuallyDrop::new(library);
         // SAFETY: a library called NVRTC, by its maker or by the user; it stays loaded.
         let api = unsafe { Api::load(&library) }
@@ -190,7 +189,7 @@ impl Nvrtc {
         Ok(Some(Self { api, version, archs, place }))
     }
 
-    /// Compiles. The error says what the compiler has against it.
+    /// Compiles a program. The error holds the compiler's log.
     pub(super) fn compile(&self, program: &Program<'_>) -> Result<Output, String> {
         let text = |what: &str| {
             CString::new(what).map_err(|_| format!("a NUL byte in {:?}", what.replace('\0', "\\0")))
@@ -243,15 +242,14 @@ impl Nvrtc {
     }
 }
 
-/// A program that is destroyed when this goes.
+/// A program, which is destroyed when this is dropped.
 struct Open<'a> {
     api: &'a Api,
     handle: Handle,
 }
 
 impl Open<'_> {
-    /// One of the texts or images of the program, through the function that tells its size and the
-    /// one that writes it.
+    /// Reads one of the texts or images of the program by the two functions that return its size and its bytes.
     fn read(
         &self,
         what: &str,
@@ -315,9 +313,8 @@ impl Api {
     }
 }
 
-/// Loads the library of the compiler's own headers from beside it. The compiler asks for it by
-/// name alone, and the dynamic linker need not know the folder; one that is loaded already it
-/// finds.
+/// Loads the library of the compiler's built-in headers from the compiler's folder. The compiler loads it by name alone,
+/// from a folder that the dynamic linker need not know; it finds one that is loaded already.
 fn load_builtins(nvrtc: Option<&Path>, (major, minor): (u32, u32)) {
     let name = format!("libnvrtc-builtins.so.{major}.{minor}");
     let Some(path) = nvrtc.and_then(Path::parent).map(|folder| folder.join(name)) else { return };
@@ -331,7 +328,7 @@ fn load_builtins(nvrtc: Option<&Path>, (major, minor): (u32, u32)) {
     }
 }
 
-/// The file that is mapped at an address of this process.
+/// The file that this process has mapped at an address.
 fn mapped_file(address: usize) -> Option<PathBuf> {
     let maps = fs::read_to_string("/proc/self/maps").ok()?;
     maps.lines().find_map(|line| {

@@ -1,27 +1,27 @@
-//! Where NVRTC may be, in the order it is looked for.
+//! Where NVRTC may be, in the order in which it is searched.
 
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Names by which CUDA 13, CUDA 12 and development packages install it.
+/// The names by which CUDA 13, CUDA 12 and development packages install it.
 pub(super) const NAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
 
-/// One place to look.
+/// A place where NVRTC may be.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Candidate {
-    /// Named by the user: it is this one or none.
+    /// The file that the user has named. No other is tried.
     Chosen(PathBuf),
     /// A library of this name that the process has loaded already, as torch does.
     Loaded(&'static str),
-    /// A name that the dynamic linker resolves.
+    /// A name that the dynamic linker searches.
     Named(&'static str),
-    /// A file, if it exists.
+    /// A file, which need not exist.
     File(PathBuf),
 }
 
-/// All places. `variable` reads the environment; `packages` are further folders that hold Python
-/// packages (`site-packages`).
+/// All places. `variable` reads the environment; `packages` are further folders of Python packages
+/// (`site-packages`).
 pub(super) fn candidates(
     chosen: Option<&Path>,
     packages: &[PathBuf],
@@ -51,7 +51,7 @@ pub(super) fn candidates(
     found
 }
 
-/// The folders of packages in a Python environment, of which there is one as a rule.
+/// The folders of packages in a Python environment, usually one.
 fn site_packages(environment: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(environment.join("lib")) else { return Vec::new() };
     let mut found: Vec<PathBuf> = entries

@@ -1,5 +1,5 @@
-//! Compiles for real, where there is an NVRTC: those named in `SYMMPOOL_TEST_NVRTC` (paths
-//! separated by colons), or the one that programs would find.
+//! Tests with real compilers: those named in `SYMMPOOL_TEST_NVRTC` (paths separated by colons), or the one that
+//! programs would find, if any.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -14,12 +14,11 @@ use super::sources::{KERNELS, REDUCE_LOCAL};
 use super::usage::{Usage, usage};
 use super::*;
 
-/// Bytes of stack that a call of a function takes which is not inlined, as those are that waits
-/// come to when they take long.
+/// Bytes of stack that a call of a function takes that is not inlined. Waits that take long call such functions.
 const CALL_FRAME: u32 = 24;
 
 const ARCHS: [(u32, u32); 3] = [(8, 0), (9, 0), (10, 0)];
-/// What processors have: registers, threads, blocks and bytes of shared memory.
+/// The registers, threads, blocks and bytes of shared memory of an SM, by compute capability.
 const PROCESSORS: [((u32, u32), Processor); 6] = [
     ((8, 0), Processor { registers: 65_536, threads: 2048, blocks: 32, shared: 164 << 10 }),
     ((8, 6), Processor { registers: 65_536, threads: 1536, blocks: 16, shared: 100 << 10 }),
@@ -38,9 +37,9 @@ struct Processor {
 }
 
 impl Processor {
-    /// Blocks of so many threads that it runs at once.
+    /// How many blocks of so many threads it runs at once.
     fn holds(&self, used: &Usage, threads: u32) -> u32 {
-        // Given out to warps by 256, and the system has 1 KiB of each block.
+        // Warps get registers in units of 256, and the system takes 1 KiB of shared memory for each block.
         let warps = threads.div_ceil(32);
         let by_registers = self.registers / ((used.registers * 32).next_multiple_of(256) * warps);
         let by_shared = (self.shared / (used.shared_bytes + 1024)) as u32;
@@ -59,7 +58,7 @@ fn options(nvrtc: Option<PathBuf>, cache: Option<&Path>) -> JitOptions {
     JitOptions { nvrtc, cache, strict: true, ..environment }
 }
 
-/// The compilers to test with. A path that is named must work.
+/// The compilers to test with. Those that the variable names must work.
 fn compilers() -> Vec<Option<PathBuf>> {
     if let Some(paths) = env::var_os("SYMMPOOL_TEST_NVRTC").filter(|paths| !paths.is_empty()) {
         return env::split_paths(&paths).map(Some).collect();
@@ -73,7 +72,7 @@ fn compilers() -> Vec<Option<PathBuf>> {
     }
 }
 
-/// Between runs, so that only what changed is compiled.
+/// The cache that is kept between runs, so that only what has changed is compiled.
 fn kept() -> PathBuf {
     let program = env::current_exe().expect("a program");
     program.parent().expect("a folder").join("compiled-kernels")
@@ -135,7 +134,7 @@ fn every_kernel_compiles_for_every_architecture_and_spills_nothing() {
             .collect();
         assert!(spilled.is_empty(), "registers are spilled in {spilled:?}");
         assert_eq!(rows.values().map(BTreeMap::len).sum::<usize>(), jobs.len());
-        // No compiler of these is older than the first two architectures.
+        // All of these compilers know the first two architectures.
         for of in rows.values() {
             assert!(of[&arch(8, 0)].is_some() && of[&arch(9, 0)].is_some());
         }
@@ -144,7 +143,7 @@ fn every_kernel_compiles_for_every_architecture_and_spills_nothing() {
 
 #[test]
 fn processors_hold_the_blocks_that_kernels_are_bound_to() {
-    // One type and operation of each way through a kernel, of the fewest ranks and the most.
+    // One type and operation for each mode of a kernel, for the fewest ranks and the most.
     let number = |defines: &[(&str, &str)], name: &str| {
         let found = defines.iter().find(|(define, _)| *define == name);
         found.map(|(_, value)| value.parse::<u32>().expect("a number"))
@@ -167,11 +166,11 @@ fn processors_hold_the_blocks_that_kernels_are_bound_to() {
             let wanted = number(&defines, "BLOCKS").unwrap_or(1);
             for ((major, minor), processor) in PROCESSORS {
                 let image = jit.compile(&variant, arch(major, minor)).expect("it compiles");
-                // Of devices that the compiler does not know there is no machine code to look at.
+                // For devices that the compiler does not know there is no machine code.
                 let Some(used) = look(&image, kernel).expect("machine code") else { continue };
                 let held = processor.holds(&used, threads);
                 assert!(held >= wanted, "{variant} on {major}.{minor}: {held} blocks of {used:?}");
-                // NVRTC 13 keeps up to ten words of an all-to-all of few ranks in memory on 12.0.
+                // For 12.0, NVRTC 13 spills up to ten words in all-to-alls of few ranks.
                 let most = if major == 12 { CALL_FRAME + 8 } else { CALL_FRAME };
                 assert!(used.stack_bytes <= most, "{variant} on {major}.{minor}: {used:?}");
             }
@@ -179,7 +178,7 @@ fn processors_hold_the_blocks_that_kernels_are_bound_to() {
     }
 }
 
-/// What the machine code takes; `None` of intermediate code, which the driver will translate.
+/// What the machine code needs; `None` for intermediate code, which the driver translates.
 fn look(image: &Image, kernel: &Kernel) -> Result<Option<Usage>> {
     match image.kind {
         ImageKind::Cubin => usage(&image.bytes, kernel.entry)
@@ -242,7 +241,7 @@ fn memory_and_disk_save_compilations() {
         second.compile(&defines, arch(9, 0)).expect("compiled with other defines");
         assert_eq!(second.compiled(), 2);
 
-        // A file in the folder's place: no cache, and no harm.
+        // A file in the place of the folder: there is no cache, and kernels are compiled all the same.
         let file = folder.path().join("file");
         fs::write(&file, "").expect("written");
         let third = Jit::new(options(nvrtc, Some(&file)));
@@ -341,7 +340,7 @@ fn devices_newer_than_the_compiler_get_code_to_translate() {
 }
 
 #[test]
-fn usage_tells_of_stack_and_shared_memory() {
+fn usage_has_stack_and_shared_memory() {
     const GREEDY: Kernel = Kernel {
         name: "greedy",
         path: "greedy.cu",

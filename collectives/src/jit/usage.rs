@@ -1,29 +1,28 @@
-//! What a compiled kernel takes of a device, read from its machine code.
+//! How many registers and how much memory a compiled kernel needs, read from its machine code.
 
 use object::{Object, ObjectSection, ObjectSymbol, SymbolIndex};
 
-/// What one thread or block of a kernel needs.
+/// What a thread or a block of a kernel needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Usage {
-    /// Registers a thread.
+    /// Registers of a thread.
     pub(super) registers: u32,
-    /// Bytes of stack a thread, in device memory: registers that were spilled, or arrays that are
-    /// indexed by something unknown.
+    /// Bytes of a thread's stack, in device memory, for spilled registers and for arrays with indices that are not known
+    /// at compile time.
     pub(super) stack_bytes: u32,
-    /// Bytes of shared memory a block that are known to the compiler. From compute capability 9.0
-    /// on, if there are any, with the 1 KiB that the system keeps for itself.
+    /// Bytes of a block's static shared memory. From compute capability 9.0 on this includes the 1 KiB that the system
+    /// keeps for itself, if there are any.
     pub(super) shared_bytes: u64,
 }
 
-/// Attributes of `.nv.info`, whose values are pairs of a symbol and a number.
+/// Attributes in `.nv.info` whose values are pairs of a symbol and a number.
 const FRAME_SIZE: u8 = 0x11;
 const REGISTERS: u8 = 0x2f;
-/// The format of such values: a length, then that many bytes. Other formats have no more bytes
-/// than their head.
+/// The format of such values: a length, and so many bytes. Values of other formats have no bytes behind their head.
 const SIZED: u8 = 0x04;
 const HEAD: usize = 4;
 
-/// The usage of the kernel `entry`; the error says what is not as cubins are known to be.
+/// The usage of the kernel `entry`. The error says where the image differs from the known format of cubins.
 pub(super) fn usage(cubin: &[u8], entry: &str) -> Result<Usage, String> {
     let file = object::File::parse(cubin).map_err(|error| error.to_string())?;
     let info = file.section_by_name(".nv.info").ok_or("no section .nv.info")?;
