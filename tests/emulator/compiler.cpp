@@ -1,4 +1,4 @@
-//! The functions of NVRTC, which here compile kernels with this machine's C++ compiler.
+//! NVRTC's functions, which here compile kernels with this machine's C++ compiler.
 
 #include <fcntl.h>
 #include <spawn.h>
@@ -42,7 +42,7 @@ void write(const std::string& path, const std::string& text) {
     std::ofstream(path, std::ios::binary) << text;
 }
 
-// The exit status; what the program says goes to `log`.
+// Runs a program, whose output goes to the file `log`. Returns its exit status.
 int run(const std::vector<std::string>& arguments, const std::string& log) {
     std::vector<char*> given;
     for (const std::string& each : arguments) {
@@ -61,7 +61,7 @@ int run(const std::vector<std::string>& arguments, const std::string& log) {
 }
 
 int compile(Program& program, const std::vector<std::string>& options) {
-    // Beside the libraries: what a process that was killed leaves goes when they are made again.
+    // Next to the libraries: what a process that was killed has left is removed when they are built again.
     std::string folder = EMULATOR_DRIVER "-XXXXXX";
     if (mkdtemp(folder.data()) == nullptr) {
         program.log = "no folder " + folder;
@@ -70,7 +70,7 @@ int compile(Program& program, const std::vector<std::string>& options) {
     const std::string at = folder + "/";
     for (const auto& [name, text] : program.headers) {
         std::filesystem::create_directories(std::filesystem::path(at + name).parent_path());
-        // Instructions of the device.
+        // The emulator has its own instructions of the device.
         write(at + name, name == "symmpool/ptx.cuh" ? text_of(EMULATOR_FOLDER "/ptx.cuh") : text);
     }
     std::string source = "#include \"" EMULATOR_FOLDER "/device.h\"\n#line 1 \"" + program.name + "\"\n";

@@ -1,5 +1,5 @@
-//! What kernels see in place of CUDA's built-in names. Each thread of a block is a fiber of one thread of the
-//! process; `threads.cpp` runs them, in an order that differs from run to run.
+//! What kernels have in place of CUDA's built-in names. The threads of a block are fibers of one thread of the
+//! process; `threads.cpp` runs them in an order that differs from run to run.
 
 #pragma once
 
@@ -13,7 +13,7 @@ inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
-// By what the library finds a kernel.
+// The function through which the driver's library calls a kernel.
 #define EMULATED_KERNEL(name) \
     extern "C" emulated::Call emulated_##name(void** given) { return emulated::call(&name, given); }
 

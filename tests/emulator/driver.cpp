@@ -41,22 +41,22 @@ int from_environment(const char* name, int usual) {
     return number > 0 ? number : usual;
 }
 
-// Devices of the machine; processors of each, and threads that one runs at once.
+// Devices of the machine; the processors of each, and the threads that a processor runs at once.
 const int devices = from_environment("EMULATED_DEVICES", 8);
 const int processors = from_environment("EMULATED_PROCESSORS", 4);
 constexpr int PROCESSOR_THREADS = 512;
-// Blocks that one has places for: as few as the fewest of devices.
+// Most resident blocks of a processor: as few as on the devices that have the fewest.
 const int processor_blocks = from_environment("EMULATED_BLOCKS", 16);
 
 thread_local std::vector<size_t> contexts;
 
-// A device that takes long: the next call of a kind on a device stops there until the test that asked
-// for that lets it go. Other calls pass.
+// A slow device: the next call of a kind on it stops until the test that requested that releases it. Other calls are
+// not stopped.
 enum Kind : int { MAP = 0, SYNCHRONIZE = 1, KINDS = 2 };
 struct Stop {
     std::mutex lock;
     std::condition_variable changed;
-    int device = -1;  // whose next call stops
+    int device = -1;  // the one whose next call stops
     int stopped = 0;
 };
 Stop& stop_of(int kind) {
@@ -123,7 +123,7 @@ struct Copy3D {
     size_t width, height, depth;
 };
 
-// CUlaunchConfig, as far as it is read.
+// The members of CUlaunchConfig that are read.
 struct LaunchConfig {
     unsigned grid[3], block[3], shared;
     void* stream;
@@ -135,7 +135,7 @@ struct Module {
     void* library;  // null for PTX
 };
 
-// Each is opened once, and stays open: modules come and go with communicators.
+// Each library is opened once and stays open, as modules are loaded and unloaded with communicators.
 void* library_of(const std::string& code) {
     static std::mutex lock;
     static std::map<std::string, void*> libraries;
@@ -155,7 +155,7 @@ void* library_of(const std::string& code) {
     }
     char name[64];
     snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
-    // The descriptor stays open: a name that comes again would be taken for this library.
+    // The descriptor stays open: if its number were used again, dlopen would take the new file for this library.
     library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) {
         fprintf(stderr, "emulated device: %s\n", dlerror());
@@ -169,7 +169,7 @@ int put_kernel(void* stream, Packer pack, Shape shape, void** parameters) {
     }
     const Call call = pack(parameters);
     return on(stream, [&](Stream* to) {
-        // A graph's kernel runs again and again, so that its arguments stay.
+        // A graph's kernel runs again and again, so its arguments are kept.
         const bool again = is_capturing(to);
         put(to, [call, shape, again] {
             run_kernel(call, shape, static_cast<unsigned>(processors * PROCESSOR_THREADS),
@@ -185,7 +185,7 @@ int put_kernel(void* stream, Packer pack, Shape shape, void** parameters) {
 
 extern "C" {
 
-// For tests: the next call of a kind on a device stops, until all that stopped are let go (device -1).
+// For tests: makes the next call of a kind on a device stop; with device -1, releases all calls that have stopped.
 // Returns how many had stopped.
 int emulatedStop(int kind, int device) {
     Stop& stop = stop_of(kind);
@@ -293,7 +293,7 @@ int cuMemMap(uint64_t address, size_t bytes, size_t offset, uint64_t handle, uns
     return map(address, bytes, offset, handle);
 }
 int cuMemUnmap(uint64_t address, size_t bytes) {
-    // A device's unmapping waits for what it does.
+    // On a device, unmapping memory waits for the work under way.
     synchronize_all();
     return unmap(address, bytes);
 }
@@ -337,7 +337,7 @@ int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void* stream)
     });
 }
 int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void* stream) {
-    // Memory that is not pinned may be something else when this returns.
+    // Memory that is not pinned may be reused as soon as this returns, so it is copied now.
     const std::string kept(static_cast<const char*>(from), bytes);
     return on(stream, [&](Stream* s) {
         put(s, [=] { memcpy(reinterpret_cast<void*>(to), kept.data(), bytes); });
@@ -353,7 +353,7 @@ int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void* stream) {
 }
 int cuMemcpy3DAsync_v2(const Copy3D* given, void* stream) {
     const Copy3D c = *given;
-    // Between places of the device alone.
+    // Only for copies within device memory.
     if (c.from_kind != 2 || c.to_kind != 2) {
         return NOT_SUPPORTED;
     }
@@ -429,9 +429,9 @@ int cuEventElapsedTime(float* milliseconds, Event* from, Event* to) {
     return elapsed(&found, from, to) ? (*milliseconds = static_cast<float>(found), OK) : NOT_READY;
 }
 
-// What `compiler.cpp` makes: a shared library, behind its length.
+// `compiler.cpp` makes shared libraries, with their length in front.
 int cuModuleLoadData(Module** module, const char* image) {
-    // Loading may wait for whatever runs in the context, and here it does.
+    // Loading may wait for all work in the context, and here it does.
     synchronize_all();
     if (strncmp(image + strspn(image, "\n"), ".version", 8) == 0) {
         return *module = new Module{nullptr}, OK;

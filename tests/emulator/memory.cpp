@@ -1,4 +1,4 @@
-//! Device memory: what is reserved, made and mapped, with the answers of CUDA to what makes no sense.
+//! Device memory: reservations, allocations and mappings, with CUDA's error codes for calls that are wrong.
 
 #include "memory.h"
 
@@ -60,7 +60,7 @@ int add(uint64_t* handle, Handle made) {
     return 0;
 }
 
-// Whether a descriptor is of what `create` makes, in whichever process.
+// Whether a descriptor is of memory that `create` made, in this or another process.
 bool is_memory(int fd) {
     char link[64], name[64] = {};
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
@@ -141,7 +141,7 @@ int map(uint64_t address, size_t bytes, size_t offset, uint64_t handle) {
     if (found == state.handles.end() || !reserved || taken || offset != 0 || bytes != found->second.bytes) {
         return INVALID;
     }
-    // Nobody may touch it before `open_access`.
+    // It cannot be accessed before `open_access`.
     if (mmap(at(address), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, found->second.fd, 0) == MAP_FAILED) {
         return OUT_OF_MEMORY;
     }

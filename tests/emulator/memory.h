@@ -10,7 +10,7 @@ namespace emulated {
 constexpr size_t GRANULARITY = 2 << 20;
 constexpr uint64_t TOTAL = 64ull << 30;
 
-// Each returns a CUresult.
+// Each function returns a CUresult.
 int reserve(uint64_t* base, size_t bytes, size_t align);
 int unreserve(uint64_t base, size_t bytes);
 int create(uint64_t* handle, size_t bytes, int device);

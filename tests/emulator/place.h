@@ -1,4 +1,5 @@
-//! What kernels and those who run them both know: where a thread is, and how one gives way.
+//! What kernels and the code that runs them have in common: a thread's place in its grid, and functions by which a
+//! thread yields.
 
 #pragma once
 
@@ -11,12 +12,12 @@ namespace emulated {
 
 struct Dim { unsigned x, y, z; };
 
-// The part of a fiber that kernels read.
+// The members of a fiber that kernels read.
 struct Place {
     Dim thread, block, block_dim, grid_dim;
 };
 
-// A kernel's arguments, copied, and how to call it with them.
+// A copy of a kernel's arguments, and functions that call it with them and that free them.
 struct Call {
     void (*run)(void*);
     void (*drop)(void*);
@@ -25,16 +26,17 @@ struct Call {
 
 extern "C" {
 extern __thread Place* emulated_place;
-// Lets others go on, which this thread may be waiting for.
+// Called by a thread that polls: lets other threads run, for which it may be waiting.
 void emulated_look();
-// Lets others go on now and then: between two accesses, and before one that others may wait for.
+// Let other threads run now and then: between the two halves of an access, and before a store that others may wait for.
 void emulated_between();
 void emulated_act();
-// Until all threads of the block have come that have not ended; whether one passed something.
+// A barrier of the block's threads that have not ended. Returns whether any passed a predicate that is not 0.
 int emulated_block(int predicate);
-// The same of a warp; what each of its threads passed, of those that have not ended. `kind` tells calls apart.
+// A barrier of a warp. Returns the value of each thread, and sets a bit of `ended` for each that has ended. All threads
+// must call it with the same `kind`.
 const unsigned long long* emulated_warp(unsigned long long value, char kind, unsigned* ended);
-// Sixteen bytes of a line of 128 that eight threads load, or store, with one instruction.
+// Sixteen bytes of a line of 128 bytes that eight threads load, or store, with one instruction.
 void emulated_load_line(const void* from, uint4* value);
 void emulated_store_line(void* to, const uint4* value);
 unsigned long long emulated_nanoseconds();

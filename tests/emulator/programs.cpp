@@ -1,5 +1,5 @@
-//! Kernels that programs have as PTX, which is not read here: the same by name (`tools.rs` of
-//! `cuda_collectives`).
+//! Kernels that programs have as PTX. PTX is not read here: these are the same kernels in C++, found by name
+//! (`tools.rs` of `cuda_collectives`).
 
 #include "programs.h"
 

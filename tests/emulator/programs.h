@@ -1,4 +1,4 @@
-//! Kernels that programs bring with them.
+//! Kernels that programs have as PTX.
 
 #pragma once
 
@@ -6,10 +6,10 @@
 
 namespace emulated {
 
-// Copies a kernel's arguments.
+// Makes a call with a copy of the given arguments.
 using Packer = Call (*)(void** given);
 
-// A kernel of a module that is PTX, or null.
+// The kernel of this name, or null if there is none.
 Packer program_kernel(const char* name);
 
 }  // namespace emulated

@@ -1,4 +1,4 @@
-//! Streams, events and graphs: a stream is a thread, and a captured one a list of what is to run.
+//! Streams, events and graphs: a stream is a thread; while it is captured, a list of what is to run.
 
 #include "streams.h"
 
@@ -42,13 +42,13 @@ struct Graph {
 
 namespace {
 
-// A graph that is being made.
+// A capture that is under way.
 struct Capture {
     std::shared_ptr<Graph> graph = std::make_shared<Graph>();
     Stream* origin;
     std::set<Stream*> streams;
     unsigned long long id;
-    // Something was tried that a capture cannot have, which ends it as CUDA does.
+    // Whether there was a call that a capture cannot have, so that it ends in an error.
     bool is_spoiled = false;
     bool has_ended = false;
 };
@@ -61,7 +61,7 @@ struct Stream {
     std::shared_ptr<Done> last;
     bool ends = false;
     std::shared_ptr<Capture> capture;
-    std::vector<size_t> tails;  // what the next node follows
+    std::vector<size_t> tails;  // the nodes that the next one depends on
     size_t lane = 0;
 };
 
@@ -79,7 +79,7 @@ struct State {
     std::condition_variable changed;
     std::set<Stream*> streams;
     Stream* of_default = nullptr;
-    // Threads of blocks that run, and kernels in the order they came.
+    // Threads of the blocks that are running; kernels in the order of their launches.
     unsigned taken = 0;
     unsigned blocks = 0;
     unsigned long long next_kernel = 0, turn = 0, captures = 0;
@@ -133,7 +133,7 @@ Stream* default_stream(Held& held) {
     return state.of_default;
 }
 
-// What waits where: the default stream and those that wait for it are in one order.
+// The queue in which a stream's work waits. The default stream and those that wait for it have one queue.
 Waits order(Stream* stream) {
     Waits found;
     if (stream == state.of_default) {
@@ -357,7 +357,7 @@ Graph* end_capture(Stream* stream) {
 }
 
 void put(Stream* stream, Graph* graph) {
-    // The graph may be dropped before it has run.
+    // The graph may be destroyed before it has run.
     auto kept = std::make_shared<Graph>(*graph);
     put(stream, [kept] { run_graph(*kept); });
 }
@@ -366,7 +366,7 @@ void drop_graph(Graph* graph) { delete graph; }
 Graph* copy(Graph* graph) { return new Graph(*graph); }
 
 void run_kernel(const Call& call, Shape shape, unsigned room, unsigned places) {
-    // Kernels that nothing orders come to the device in any order.
+    // Kernels without an order between them begin in any order.
     thread_local unsigned long long luck = emulated_nanoseconds();
     luck = luck * 6364136223846793005ull + 1442695040888963407ull;
     if (luck >> 61 == 0) {
@@ -392,7 +392,7 @@ void run_kernel(const Call& call, Shape shape, unsigned room, unsigned places) {
             state.changed.notify_all();
         });
     }
-    // Blocks of the next one find room when all of this one's have.
+    // Blocks of the next kernel begin only after all blocks of this one have.
     state.turn += 1;
     state.changed.notify_all();
     held.unlock();

@@ -1,8 +1,8 @@
 //! The threads of a block as fibers of one thread of the process.
 //!
-//! They take turns in an order that is drawn anew in every round, and give way where a device's threads
-//! could: at accesses to memory that others write, at barriers and at votes. What a device would not let
-//! pass ends the process: threads of a warp at different votes, or a barrier that some never come to.
+//! They take turns in an order that is random in every round, and yield where the threads of a device could be
+//! interrupted: at accesses to memory that others write, at barriers and at votes. What would hang a device or have
+//! undefined results ends the process: threads of a warp at different votes, or a barrier that some never reach.
 
 #include "threads.h"
 
@@ -24,20 +24,20 @@ namespace {
 
 constexpr size_t STACK_BYTES = 128 << 10;
 constexpr unsigned WARP = 32;
-// Votes that one thread of a line may be ahead of another, at most.
+// How many line accesses a thread of a group may be ahead of another.
 constexpr unsigned AHEAD = 64;
-// Rounds in vain before a block naps, and for how long, in nanoseconds.
+// After how many rounds without progress a block sleeps, and for how many nanoseconds.
 constexpr unsigned PATIENCE = 8;
 constexpr long NAP = 50000;
 
 struct Line {
-    unsigned long long nth = 0;  // which of a group's, from 1 on
+    unsigned long long nth = 0;  // the number of this access in its group, from 1 on
     const char* at = nullptr;
     unsigned came = 0;
     uint4 parts[8];
 };
 
-// Eight threads that have lines together.
+// Eight threads that access lines of 128 bytes together.
 struct LineGroup {
     Line loads[AHEAD], stores[AHEAD];
 };
@@ -46,7 +46,7 @@ struct Warp {
     unsigned long long values[2][WARP];
     char kinds[WARP];
     unsigned waiting = 0, live = 0, ended = 0, turn = 0;
-    unsigned without[2];  // who had ended at the vote
+    unsigned without[2];  // the threads that had ended at the time of the vote
 };
 
 enum State { READY, AT_BLOCK, AT_WARP, ENDED };
@@ -69,7 +69,7 @@ struct Block {
     jmp_buf scheduler;
     unsigned live = 0, waiting = 0;
     int predicate = 0, answer = 0;
-    // Whether a thread did more than look, in this round; and rounds in which none did.
+    // Whether a thread made progress in this round, and how many rounds had none.
     bool moved = false;
     unsigned idle = 0;
     unsigned long long luck;
@@ -110,7 +110,7 @@ void give_stack(void* stack) {
     abort();
 }
 
-// xorshift64*: any order will do.
+// xorshift64*. Any order will do.
 unsigned long long drawn(Block& block) {
     block.luck ^= block.luck >> 12, block.luck ^= block.luck << 25, block.luck ^= block.luck >> 27;
     return block.luck * 0x2545f4914f6cdd1dull;
@@ -163,7 +163,7 @@ void ended() {
     warp.ended |= 1u << fiber.place.thread.x % WARP;
     warp.live -= 1;
     block.live -= 1;
-    // Who has ended is not waited for.
+    // Threads that have ended are not waited for.
     if (warp.waiting != 0 && warp.waiting == warp.live) {
         release_warp(block, number);
     }
@@ -248,7 +248,7 @@ void run_block(const Call& call, Shape shape, unsigned number) {
     while (block.live != 0) {
         bool ran = false;
         block.moved = false;
-        // Every thread once, from anywhere, in one of two directions.
+        // Every thread once, beginning with any, in one of two directions.
         const unsigned long long luck = drawn(block);
         const unsigned from = luck % shape.threads;
         const bool back = luck >> 40 & 1;
@@ -263,7 +263,7 @@ void run_block(const Call& call, Shape shape, unsigned number) {
         if (!ran && block.live != 0) {
             refuse("threads are at a barrier or a vote that others never come to");
         }
-        // Who only looks leaves the processor to those that it waits for.
+        // A block that only polls leaves the processor to those that it waits for.
         block.idle = block.moved ? 0 : block.idle + 1;
         if (block.idle > PATIENCE) {
             const timespec pause = {0, NAP};
@@ -293,7 +293,7 @@ __thread Place* emulated_place = nullptr;
 void emulated_look() { back_to_scheduler(); }
 
 void emulated_between() {
-    if (drawn(*block_here) >> 61 == 0) {  // once in eight times
+    if (drawn(*block_here) >> 61 == 0) {  // once in eight calls
         back_to_scheduler();
     }
 }
@@ -338,7 +338,7 @@ void emulated_load_line(const void* from, uint4* value) {
     Line& line = line_of(group.loads, ++fiber_here->loads);
     const char* at = line_at(line, from);
     if (line.came++ == 0) {
-        // Flags, which are last, before what they are of.
+        // The flags, which are last, are read before the data.
         for (int half = 15; half >= 0; --half) {
             copy_half(reinterpret_cast<char*>(line.parts) + 8 * half, at + 8 * half);
         }

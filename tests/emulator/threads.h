@@ -1,4 +1,4 @@
-//! Blocks of a kernel: how their threads run.
+//! Runs the threads of a kernel's blocks.
 
 #pragma once
 
