@@ -12,6 +12,7 @@ from functools import partial
 import symmpool
 from symmpool.bench import alltoallv, check, collectives, overlap, peers, plot, session, table, timing, turns
 from symmpool.bench.arguments import add_measuring, factor, size, size_list
+from symmpool.bench.training import command as training
 
 
 def parser():
@@ -43,6 +44,7 @@ def parser():
     alltoallv.add_options(commands)
     collectives.add_options(commands)
     overlap.add_options(commands)
+    training.add_options(commands)
     return top
 
 
@@ -174,6 +176,8 @@ def main(arguments=None):
             return collectives.run(options, arguments)
         if options.command == "overlap":
             return overlap.run(options, arguments)
+        if options.command == "training":
+            return training.run(options, arguments)
         return run(options, arguments)
     except ValueError as error:
         raise SystemExit(str(error)) from error

@@ -1,0 +1,1 @@
+"""`bench training`: whole training steps and decoding beside NCCL, end to end."""

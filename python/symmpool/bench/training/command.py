@@ -1,0 +1,318 @@
+"""`bench training`: training steps and decoding with each library in turn, in one run.
+
+A turn makes a default process group with one of the backends and a model of the same weights, runs it, and
+destroys both (`symmpool.bench.training.turns` says why). Libraries take turns in going first. What counts is
+the median of a contender's turns, of the slowest rank. Losses and decoded tokens are compared with those of
+the peer's first turn.
+"""
+
+import argparse
+import contextlib
+import gzip
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from symmpool.bench import session, table, timing
+from symmpool.bench.arguments import listed, positive, seconds
+from symmpool.bench.training import rows as results
+from symmpool.bench.training import trace
+from symmpool.bench.training.turns import Meeting
+
+TRAINED, DECODED = ("fsdp", "ddp", "tp"), ("decode", "decode_graph")
+OURS, ORDINARY = results.OURS, "ours ordinary"
+
+#: Sizes: those of Llama 3 8B with 8 layers on a GPU, and such that take seconds on the CPU.
+DEFAULTS = {
+    "layers": (8, 2), "width": (4096, 128), "hidden": (14336, 256), "heads": (32, 8), "shared_heads": (8, 4),
+    "vocabulary": (128256, 512), "batch": (2, 2), "length": (1024, 32), "steps": (20, 4), "warmup": (5, 2),
+    "tokens": (128, 8), "prompt": (64, 8), "decode_batch": (1, 1), "rounds": (3, 2),
+}  # fmt: skip
+#: Steps that are profiled.
+PROFILED = {"training": 3, "decode": 8}
+
+
+def kind_list(text):
+    found = listed(text)
+    unknown = [kind for kind in found if kind not in (*TRAINED, *DECODED)]
+    if unknown or not found:
+        raise argparse.ArgumentTypeError(
+            f"{(unknown or [text])[0]!r} is none of {', '.join((*TRAINED, *DECODED))}"
+        )
+    return found
+
+
+def add_options(commands):
+    it = commands.add_parser(
+        "training", help="FSDP2, DDP, tensor parallelism and decoding of a Llama, beside NCCL or gloo"
+    )
+    it.add_argument("--kinds", type=kind_list, default=[*TRAINED, *DECODED], help="default: all of them")
+    it.add_argument("--model", choices=["auto", "hf", "own"], default="auto",
+                    help="Hugging Face's Llama, or one in plain torch (default: as installed)")  # fmt: skip
+    it.add_argument("--contenders", type=listed, help=f"also: {ORDINARY} (FSDP's buffers in no windows)")
+    it.add_argument("--dtype", choices=["f32", "bf16"], help="default bf16, on the CPU f32")
+    for name, (on_cuda, on_cpu) in DEFAULTS.items():
+        shown = name.replace("_", "-")
+        it.add_argument(f"--{shown}", type=positive, help=f"default {on_cuda}, on the CPU {on_cpu}")
+    it.add_argument("--rate", type=float, default=1e-4, help="of learning (default 1e-4)")
+    it.add_argument("--deterministic", action="store_true", help="only kernels that give the same bits again")
+    it.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
+    it.add_argument("--timeout", type=seconds, default=120, help="longest wait in seconds")
+    it.add_argument("--profile", type=Path, metavar="DIR",
+                    help="write a trace of each contender's last turn, and where time is lost")  # fmt: skip
+    it.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    it.set_defaults(plot=None)
+
+
+def complete(options, on_cuda):
+    """Fills in what was not given; raises ValueError for what does not fit together."""
+    for name, values in DEFAULTS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, values[not on_cuda])
+    options.dtype = options.dtype or ("bf16" if on_cuda else "f32")
+    options.dtype_name = session.DTYPES[options.dtype]
+    if options.width % options.heads or options.heads % options.shared_heads:
+        raise ValueError(
+            f"{options.width} numbers for {options.heads} heads, {options.shared_heads} of keys: each must "
+            "be a multiple of the next"
+        )
+    options.profiled = 0 if options.profile is None else 1
+
+
+def fit(options, world):
+    """Raises ValueError where a rank would not get its part."""
+    divided = {"shared-heads": options.shared_heads, "length": options.length, "hidden": options.hidden}
+    divided["vocabulary"] = options.vocabulary
+    for name, count in divided.items():
+        if count % world:
+            raise ValueError(f"--{name} {count} is no multiple of {world} ranks")
+
+
+def contenders(options, on_cuda):
+    """Backends by the contender's name, the peer first."""
+    peer = "NCCL" if on_cuda else "gloo"
+    ours = "cuda:symmpool,cpu:gloo" if on_cuda else "symmpool"
+    known = {peer: "cuda:nccl,cpu:gloo" if on_cuda else "gloo", OURS: ours, ORDINARY: ours}
+    asked = options.contenders or [peer, OURS]
+    if unknown := [name for name in asked if name not in known]:
+        raise ValueError(f"--contenders {unknown[0]}: there are {', '.join(known)}")
+    return peer, {name: backend for name, backend in known.items() if name in asked}
+
+
+def make(kind, name, meeting, options):
+    """What a turn runs."""
+    if kind in DECODED:
+        from symmpool.bench.training.decode import Decoding
+
+        return Decoding(kind, meeting, options)
+    from symmpool.bench.training.steps import Training
+
+    training = Training(kind, meeting, options)
+    if name == ORDINARY and kind == "fsdp":
+        training.without_windows()
+    return training
+
+
+def turn(kind, name, meeting, options, where):
+    """Runs one program with the default group that is there, and returns what was found. `where` is the file
+    of its trace, if one is to be written."""
+    from symmpool.backend import backend_counts
+
+    backend_counts(reset=True)
+    program = make(kind, name, meeting, options)
+    count = options.steps if kind in TRAINED else options.tokens
+    try:
+        found = [program.step(number) for number in range(options.warmup)]
+        meeting.meet()
+        begin = time.perf_counter()
+        found += [program.step(number) for number in range(options.warmup, options.warmup + count)]
+        meeting.synchronize()
+        took = max(meeting.gather(time.perf_counter() - begin))
+        numbers = meeting.gather(program.numbers(found))
+        cuda = meeting.torch.cuda
+        report = {
+            "tokens_a_second": count * program.tokens_a_step / took,
+            "numbers": numbers,
+            "peak_bytes": cuda.max_memory_allocated() if meeting.on_cuda else None,
+            "reserved_bytes": cuda.max_memory_reserved() if meeting.on_cuda else None,
+            "device_bytes": meeting.device_bytes(),
+            # What became of calls on groups of ours: none are the peer's, unless some fell back to it.
+            "calls": backend_counts(reset=True),
+        }
+        if where is not None:
+            profile(program, kind, meeting, where)
+    finally:
+        program.close()
+    return report
+
+
+def profile(program, kind, meeting, where):
+    """Runs some more steps under torch's profiler, and writes the first rank's trace."""
+    from torch.profiler import ProfilerActivity, schedule
+    from torch.profiler import profile as profiler
+
+    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if meeting.on_cuda else [])
+    count = PROFILED["training" if kind in TRAINED else "decode"]
+
+    def ready(made):
+        if meeting.rank == 0:
+            made.export_chrome_trace(str(where))
+
+    plan = schedule(wait=0, warmup=1, active=count, repeat=1)
+    meeting.meet()
+    with profiler(activities=kinds, schedule=plan, on_trace_ready=ready) as made:
+        for number in range(count + 1):
+            program.step(number)
+            if number == count:
+                # What the last step has queued belongs to it.
+                meeting.synchronize()
+            made.step()
+
+
+def read_trace(path):
+    """The summary of a trace, and None; or None and why there is none."""
+    with gzip.open(path, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    try:
+        return trace.summarize(events), None
+    except ValueError as error:
+        return None, str(error)
+
+
+class Profiles:
+    """Traces of one run, and what they say."""
+
+    def __init__(self, folder):
+        self.folder, self.summaries, self.texts = folder, {}, []
+
+    def path(self, kind, name):
+        return self.folder / f"{kind}_{name.replace(' ', '_')}.json.gz"
+
+    def add(self, kind, names):
+        """Reads the traces of one kind, and writes what is known so far."""
+        found = {}
+        for name in names:
+            path = self.path(kind, name)
+            summary, why = read_trace(path) if path.exists() else (None, "there is no trace")
+            if summary is None:
+                self.texts.append(f"{kind}, {name}: {why}")
+            else:
+                found[name] = summary
+        if found:
+            self.summaries[kind] = found
+            self.texts.append(f"{kind}: microseconds a step on rank 0\n{trace.compare(found)}")
+        (self.folder / "summary.txt").write_text("\n\n".join(self.texts) + "\n")
+        (self.folder / "summary.json").write_text(json.dumps(self.summaries, indent=1) + "\n")
+
+
+def measure(meeting, options, kind, backends, peer, profiles, told):
+    """All turns of one kind."""
+    row = results.Row(kind, peer)
+    if kind in DECODED and options.model == "own":
+        row.missing = dict.fromkeys(backends, "needs transformers")
+    elif kind == "decode_graph" and not meeting.on_cuda:
+        row.missing = dict.fromkeys(backends, "needs a GPU")
+    elif kind != "fsdp" and ORDINARY in backends:
+        row.missing[ORDINARY] = "differs from ours in fsdp alone"
+    for number in range(options.rounds):
+        for name in timing.order([each for each in backends if each not in row.missing], number):
+            last = number == options.rounds - 1
+            where = profiles.path(kind, name) if profiles is not None and last else None
+            with meeting.group(backends[name]):
+                found, why = meeting.attempt(
+                    lambda name=name, where=where: turn(kind, name, meeting, options, where)
+                )
+            if why is not None:
+                row.missing[name] = why
+                row.turns.pop(name, None)
+            else:
+                row.turns.setdefault(name, []).append(found)
+                told(f"{kind}, round {number + 1}: {name} {found['tokens_a_second']:,.0f} tokens/s")
+    return row
+
+
+def connect(options):
+    """The ranks of this run, before any of its process groups."""
+    try:
+        import torch
+        import torch.distributed
+    except ImportError as error:
+        raise SystemExit(f"the benchmark needs torch, which cannot be imported: {error}") from error
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise SystemExit(
+            "the benchmark runs under torchrun: torchrun --nproc-per-node 2 -m symmpool bench training"
+        )
+    on_cuda = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
+    if on_cuda and not torch.cuda.is_available():
+        raise SystemExit("--device cuda: torch sees no CUDA device")
+    complete(options, on_cuda)
+    device = torch.device("cpu")
+    if on_cuda:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    # Known to torch by itself where the package is installed; here it may lie beside the program.
+    import symmpool.backend  # noqa: F401
+
+    return Meeting(torch, device, options.timeout)
+
+
+def run(options, arguments):
+    meeting = connect(options)
+    fit(options, meeting.world)
+    from symmpool.bench.training import models
+
+    if options.model == "auto":
+        options.model = "hf" if models.has_transformers() else "own"
+    elif options.model == "hf" and not models.has_transformers():
+        raise SystemExit("--model hf: there is no transformers here; --model own needs none")
+    peer, backends = contenders(options, meeting.on_cuda)
+    if options.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        meeting.torch.use_deterministic_algorithms(True, warn_only=True)
+    profiles = None
+    if options.profile is not None:
+        options.profile.mkdir(parents=True, exist_ok=True)
+        profiles = Profiles(options.profile)
+    facts = describe(meeting, options, arguments, backends)
+    first, rows = meeting.rank == 0, []
+
+    def told(what):
+        if first:
+            print(f"  {what}", file=sys.stderr, flush=True)
+
+    for kind in options.kinds:
+        rows.append(measure(meeting, options, kind, backends, peer, profiles, told))
+        if first:
+            # After each kind, so that what comes later takes nothing away.
+            session.write(options, facts, rows)
+            if profiles is not None:
+                profiles.add(kind, list(backends))
+    if first:
+        report(facts, options, rows, list(backends), peer)
+    meeting.meet()
+    return 1 if any(OURS in row.missing and row.turns for row in rows) else 0
+
+
+def describe(meeting, options, arguments, backends):
+    """The facts of the run."""
+    command = ["python", "-m", "symmpool", "bench", *map(session.without_folders, arguments)]
+    facts = session.facts(meeting.torch, "training", command, meeting.world, meeting.on_cuda)
+    version = None
+    if options.model == "hf":
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version("transformers")
+    return {**facts, "transformers": version, "contenders": list(backends), "missing": {}}
+
+
+def report(facts, options, rows, names, peer):
+    """Prints the table."""
+    whose = "Hugging Face's Llama" if options.model == "hf" else "a Llama in plain torch"
+    print(f"{whose} of {options.layers} layers, {options.dtype}, {session.where(facts)}")
+    print(f"tokens a second, slowest rank, median of {options.rounds} turns in alternation\n")
+    print(table.lay_out(*results.cells(rows, names, peer)))
+    session.tell_missing(facts, rows, lambda row: f"in {row.kind}")
+    if options.profile is not None:
+        print(f"\n{(options.profile / 'summary.txt').read_text()}")

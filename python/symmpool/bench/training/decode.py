@@ -1,0 +1,89 @@
+"""Decoding with Hugging Face's tensor parallelism: a token at a time, eagerly or in a CUDA graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from symmpool.bench.training import models
+
+__all__ = ["MODES", "Decoding"]
+
+#: The kinds, and whether a step is captured in a graph.
+MODES = {"decode": False, "decode_graph": True}
+
+
+class Decoding:
+    """A model with the tensor parallelism of its own plan, a prompt that it has read, and a static cache."""
+
+    def __init__(self, kind: str, meeting: Any, options: Any):
+        from torch.distributed.device_mesh import init_device_mesh
+        from transformers import LlamaForCausalLM, StaticCache
+        from transformers.distributed import DistributedConfig
+
+        self.meeting, self.options, self.captured = meeting, options, MODES[kind]
+        mesh = init_device_mesh(meeting.device.type, (meeting.world,))
+        model = models.made(options, meeting.device).eval()
+        config = DistributedConfig(tp_size=meeting.world, tp_plan="auto")
+        self.model = LlamaForCausalLM.maybe_distribute_model(model, config, mesh)
+        count = options.prompt + options.warmup + options.tokens * (1 + options.profiled) + 8
+        self.cache = StaticCache(config=self.model.config, max_cache_len=count)
+        drawn = torch.Generator().manual_seed(1)
+        shape = (options.decode_batch, options.prompt)
+        prompt = torch.randint(options.vocabulary, shape, generator=drawn).to(meeting.device)
+        self.graph = None
+        with torch.no_grad():
+            self.token = self._next(prompt)
+            self.found = torch.empty(
+                (options.tokens, options.decode_batch), dtype=torch.int64, device=meeting.device
+            )
+            self.place = torch.zeros(1, dtype=torch.int64, device=meeting.device)
+        self.logits = None
+
+    @property
+    def tokens_a_step(self) -> int:
+        return self.options.decode_batch
+
+    def _next(self, tokens: torch.Tensor) -> torch.Tensor:
+        output = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.logits = output.logits[:, -1]
+        return self.logits.argmax(-1, keepdim=True)
+
+    def _step(self) -> None:
+        with torch.no_grad():
+            self.token.copy_(self._next(self.token))
+            self.found.index_copy_(0, self.place % len(self.found), self.token.view(1, -1))
+            self.place.add_(1)
+
+    def capture(self) -> None:
+        """Captures a step, after some outside of the graph, on the stream of the capture."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._step()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        # Other threads, NCCL's watchdog among them, may look at events meanwhile.
+        with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+            self._step()
+
+    def step(self, number: int) -> None:
+        if self.captured and self.graph is None:
+            self.capture()
+        if self.graph is None:
+            self._step()
+        else:
+            self.graph.replay()
+
+    def numbers(self, _: Any) -> list[float]:
+        """The first sequence's last tokens and its last highest logits, which both libraries should share."""
+        tokens = self.found[:, 0].tolist()
+        return [*map(float, tokens), *self.logits[0].float().topk(4).values.tolist()]
+
+    def close(self) -> None:
+        if self.graph is not None:
+            self.graph.reset()
+            self.graph = None

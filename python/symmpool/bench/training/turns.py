@@ -1,0 +1,96 @@
+"""Turns of one run, each with a process group of its own that is the default group, as in a program.
+
+Groups of both libraries side by side would not be fair: each keeps memory of the device for itself, and ours
+leaves processors to NCCL's kernels where a process has several of NCCL's groups. So every turn makes its
+default group and destroys it, and between turns the ranks talk by the store that they met in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+__all__ = ["Meeting"]
+
+
+class Meeting:
+    """The ranks of a run, for as long as it lasts."""
+
+    def __init__(self, torch: Any, device: Any, timeout: float):
+        from torch.distributed.rendezvous import rendezvous
+
+        self.torch, self.dist, self.device = torch, torch.distributed, device
+        self.timeout = timedelta(seconds=timeout)
+        self.store, self.rank, self.world = next(rendezvous("env://", timeout=self.timeout))
+        self.store.set_timeout(self.timeout)
+        self._gathers = self._groups = 0
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        """Waits for this rank's device."""
+        if self.on_cuda:
+            self.torch.cuda.synchronize()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, by way of JSON. Ranks leave at about one time."""
+        self._gathers += 1
+        key = f"gather/{self._gathers}"
+        self.store.set(f"{key}/{self.rank}", json.dumps(value))
+        return [json.loads(self.store.get(f"{key}/{rank}")) for rank in range(self.world)]
+
+    def meet(self) -> None:
+        """Waits for all ranks and their devices."""
+        self.synchronize()
+        self.gather(None)
+
+    @contextlib.contextmanager
+    def group(self, backend: str) -> Iterator[None]:
+        """A default group on a backend, for one turn. What the turn has made must be gone at its end."""
+        self._groups += 1
+        # A name of its own in the store, which still has what former groups have left there.
+        store = self.dist.PrefixStore(f"group/{self._groups}", self.store)
+        self.dist.init_process_group(
+            backend, store=store, rank=self.rank, world_size=self.world, timeout=self.timeout
+        )
+        try:
+            yield
+        finally:
+            gc.collect()
+            self.synchronize()
+            # All ranks are done with the group before one takes its part of it away.
+            self.gather(None)
+            self.dist.destroy_process_group()
+            self.release()
+
+    def release(self) -> None:
+        """Gives memory that nothing uses back to the device."""
+        gc.collect()
+        if self.on_cuda:
+            self.torch.cuda.empty_cache()
+            self.torch.cuda.reset_peak_memory_stats()
+
+    def attempt(self, action: Callable[[], Any]) -> tuple[Any, str | None]:
+        """What `action` returns, and None; or None and why it failed on some rank, everywhere."""
+        value, why = None, None
+        try:
+            value = action()
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}".strip()
+        failed = [(rank, each) for rank, each in enumerate(self.gather(why)) if each]
+        if not failed:
+            return value, None
+        return None, f"rank {failed[0][0]}: {failed[0][1]}"
+
+    def device_bytes(self) -> int | None:
+        """Memory of the device that is in use, by whomever; None on the CPU."""
+        if not self.on_cuda:
+            return None
+        free, total = self.torch.cuda.mem_get_info()
+        return total - free

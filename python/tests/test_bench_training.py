@@ -1,0 +1,125 @@
+"""`python -m symmpool bench training`, as far as it goes without a GPU."""
+
+import json
+import math
+
+import pytest
+from test_torch import torchrun
+
+from symmpool.bench import cli
+from symmpool.bench.training import command, rows
+
+TINY = ["--device", "cpu", "--model", "own", "--layers", "1", "--width", "32", "--hidden", "48"]
+TINY += ["--heads", "4", "--shared-heads", "2", "--vocabulary", "64", "--length", "8"]
+TINY += ["--steps", "2", "--warmup", "1"]
+
+
+def turn(rate, *ranks, peak=None):
+    return {
+        "tokens_a_second": rate,
+        "numbers": list(ranks),
+        "peak_bytes": peak,
+        "reserved_bytes": None,
+        "device_bytes": None,
+        "calls": {},
+    }
+
+
+def test_a_row_has_medians_ratios_and_how_far_losses_are_apart():
+    row = rows.Row("ddp", "NCCL")
+    row.turns = {
+        "NCCL": [turn(100, [2.0, 1.0], [2.0, 1.5]), turn(90, [2.0, 1.0], [2.0, 1.5])],
+        "ours": [turn(120, [2.0, 1.0], [2.0, 1.5]), turn(125, [2.0, 1.0], [1.6, 1.5], peak=3 << 20)],
+    }
+    found = row.to_json()
+    assert found["kind"] == "ddp" and found["figures"]["NCCL"]["ratio"] == 1
+    ours = found["figures"]["ours"]
+    assert ours["tokens_a_second"] == 122.5 and ours["rounds"] == [120, 125]
+    assert ours["ratio"] == pytest.approx(122.5 / 95) and ours["numbers"] == [2.0, 1.0]
+    assert ours["apart"] == pytest.approx(0.2) and found["figures"]["NCCL"]["apart"] == 0
+    assert ours["peak_bytes"] == 3 << 20 and ours["device_bytes"] is None
+    heading, lines = rows.cells([row], ["NCCL", "ours"], "NCCL")
+    assert heading[4] == "of NCCL"
+    assert lines[0] == ["ddp", "NCCL", "95", "100 90", "1.000", "0", "-", "-", "-"]
+    assert lines[1] == ["ddp", "ours", "122", "120 125", "1.289", "2.0e-01", "3.00", "-", "-"]
+
+
+def test_a_loss_that_is_no_number_is_apart_from_all():
+    assert rows.difference([[1.0, math.nan]], [[1.0, math.nan]]) == math.inf
+    assert rows.difference([[0.0, -1.0]], [[0.0, -1.0]]) == 0
+
+
+def test_a_contender_without_turns_has_no_figures():
+    row = rows.Row("tp", "NCCL")
+    row.turns, row.missing = {"ours": [turn(10, [1.0])]}, {"NCCL": "why"}
+    found = row.to_json()
+    assert found["missing"] == {"NCCL": "why"} and set(found["figures"]) == {"ours"}
+    assert found["figures"]["ours"]["ratio"] is None and found["figures"]["ours"]["apart"] is None
+    assert rows.cells([row], ["NCCL", "ours"], "NCCL")[1][0][2:6] == ["-"] * 4
+
+
+@pytest.mark.parametrize("argument", ["--kinds=pp", "--kinds=,", "--steps=0", "--dtype=i8", "--heads=-1"])
+def test_options_that_make_no_sense_are_refused(argument, capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.parser().parse_args(["training", argument])
+    assert error.value.code == 2 and argument.partition("=")[0] in capsys.readouterr().err
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    options = cli.parser().parse_args(["training", "--heads", "6"])
+    with pytest.raises(ValueError, match="6 heads"):
+        command.complete(options, on_cuda=True)
+    options = cli.parser().parse_args(["training", "--length", "10"])
+    command.complete(options, on_cuda=True)
+    with pytest.raises(ValueError, match="--length 10 is no multiple of 4 ranks"):
+        command.fit(options, 4)
+    with pytest.raises(ValueError, match="there are NCCL, ours"):
+        options.contenders = ["gloo"]
+        command.contenders(options, on_cuda=True)
+
+
+def test_the_peer_comes_first_and_each_has_its_backend():
+    options = cli.parser().parse_args(["training"])
+    peer, backends = command.contenders(options, on_cuda=True)
+    assert peer == "NCCL" and list(backends) == ["NCCL", "ours"]
+    assert backends == {"NCCL": "cuda:nccl,cpu:gloo", "ours": "cuda:symmpool,cpu:gloo"}
+
+
+def test_every_kind_of_training_runs_with_each_library_and_has_the_same_losses(tmp_path):
+    report, traces = tmp_path / "report.json", tmp_path / "traces"
+    more = ["--rounds", "2", "--json", str(report), "--profile", str(traces)]
+    status, output, errors = torchrun(2, *TINY, *more, benchmark="training")
+    assert status == 0, output + errors
+    found = json.loads(report.read_text())
+    assert found["benchmark"] == "training" and found["contenders"] == ["gloo", "ours"]
+    assert found["options"]["layers"] == 1 and found["world"] == 2
+    kinds = {each["kind"]: each for each in found["results"]}
+    assert list(kinds) == ["fsdp", "ddp", "tp", "decode", "decode_graph"]
+    for kind in ("fsdp", "ddp", "tp"):
+        figures = kinds[kind]["figures"]
+        assert kinds[kind]["missing"] == {} and set(figures) == {"gloo", "ours"}
+        for each in figures.values():
+            # Two numbers have one sum, in whichever order.
+            assert each["apart"] == 0 and len(each["rounds"]) == 2 and len(each["numbers"]) == 3
+        # What is compared has been through both libraries.
+        assert figures["gloo"]["calls"] == {}
+        assert {where for calls in figures["ours"]["calls"].values() for where in calls} == {"symmpool"}
+        # Tensor parallelism computes what the others compute, of rank 0's tokens.
+        first = figures["ours"]["numbers"][0]
+        assert first == pytest.approx(kinds["fsdp"]["figures"]["gloo"]["numbers"][0], rel=1e-5)
+        assert first == pytest.approx(math.log(64), rel=0.1)
+    assert kinds["decode"]["missing"]["ours"] == "needs transformers"
+    assert "needs a GPU" in kinds["decode_graph"]["missing"]["ours"] or "needs" in output
+    # Without a device there is nothing to sum up, and the traces are there.
+    assert (traces / "tp_ours.json.gz").exists()
+    assert "nothing that ran on a device" in (traces / "summary.txt").read_text()
+
+
+def test_fsdp_with_buffers_in_torchs_memory_is_a_contender_of_fsdp_alone(tmp_path):
+    report = tmp_path / "report.json"
+    more = ["--rounds", "1", "--kinds", "fsdp,ddp", "--contenders", "gloo,ours ordinary"]
+    status, output, errors = torchrun(2, *TINY, *more, "--json", str(report), benchmark="training")
+    assert status == 0, output + errors
+    found = {each["kind"]: each for each in json.loads(report.read_text())["results"]}
+    assert found["fsdp"]["figures"]["ours ordinary"]["apart"] == 0
+    assert found["ddp"]["missing"] == {"ours ordinary": "differs from ours in fsdp alone"}
