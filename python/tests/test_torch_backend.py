@@ -183,7 +183,7 @@ def the_rest(group, folder):
 def test_what_is_not_served_goes_to_gloo(world, tmp_path):
     for right, others in values(world, the_rest, str(tmp_path)):
         assert all(right), right
-        assert others == ["all_reduce", "gather", "scatter"]
+        assert others == ["all_reduce"]
 
 
 def reduced_to_one(group, folder):
@@ -212,6 +212,36 @@ def test_reduce_is_ours_in_host_memory_and_writes_to_the_root_alone(tmp_path):
     for right, counts in values(3, reduced_to_one, str(tmp_path)):
         assert all(right), right
         assert counts == {"reduce": {"symmpool": 7}}
+
+
+def profiled(group, folder):
+    """What torch's profiler shows of calls of ours, and who served calls by roots and lists."""
+    me, world = begin(group, folder, "symmpool")
+    x = torch.ones(4)
+    dist.all_reduce(x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        dist.all_reduce(x)
+        dist.all_reduce(x, async_op=True).wait()
+    shown = {each.key: each.count for each in found.key_averages() if each.key.startswith("symmpool:")}
+    backend.backend_counts(reset=True)
+    columns = [torch.zeros(3, 2).t() for _ in range(world)] if me == 1 else None
+    dist.gather(torch.full((2, 3), me + 1.0), columns, dst=1)
+    right = columns is None or [each.sum().item() for each in columns] == [
+        6.0 * (r + 1) for r in range(world)
+    ]
+    mine = torch.zeros(2, 2).t()
+    parts = [torch.arange(4.0).view(2, 2) * (r + 1) for r in range(world)] if me == 1 else None
+    dist.scatter(mine, parts, src=1, async_op=True).wait()
+    right &= torch.equal(mine, torch.arange(4.0).view(2, 2) * (me + 1))
+    counts = backend.backend_counts()
+    dist.destroy_process_group()
+    return shown, right, counts
+
+
+def test_the_profiler_shows_calls_and_gathers_and_scatters_are_ours(tmp_path):
+    counts = {"gather": {"symmpool": 1}, "scatter": {"symmpool": 1}}
+    for shown, right, served in values(3, profiled, str(tmp_path)):
+        assert shown == {"symmpool:all_reduce": 2} and right and served == counts
 
 
 def calls_of_python(group, folder):

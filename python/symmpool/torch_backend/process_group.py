@@ -51,6 +51,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from symmpool._symmpool import Group, share_sms
 from symmpool.collectives import layout, plans, reductions
 from symmpool.communicators import cache
+from symmpool.errors import TimeoutError
 from symmpool.groups import process_groups, resolution
 from symmpool.torch_backend import teardown
 from symmpool.torch_backend.counts import note
@@ -60,6 +61,8 @@ from symmpool.torch_backend.served_devices import NAME, ServedDevices, number_of
 from symmpool.torch_backend.work import DoneWork, Recording, TorchWork, joined, opaque
 
 __all__ = ["NAME", "SymmpoolProcessGroup"]
+
+_profiler_enabled = torch.autograd._profiler_enabled
 
 # How many Works of one number a group keeps: more than a forward pass makes.
 _SMALL_KEPT = 256
@@ -156,19 +159,31 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
             share_sms(number_of(device))
         note(operation, name)
 
-    def _run(self, operation: str, plan: plans.Plan, opts: Any) -> dist.Work:
-        """Makes a call of ours. `operation` is its name in torch.distributed."""
+    def _run(self, operation: str, plan: plans.Plan, opts: Any, recorded: bool = False) -> dist.Work:
+        """Makes a call of ours. `operation` is its name in torch.distributed, under which torch's profiler
+        shows it, as "symmpool:all_reduce"."""
+        if not recorded and _profiler_enabled():
+            with torch.profiler.record_function(f"{NAME}:{operation}"):
+                return self._run(operation, plan, opts, True)
         note(operation, NAME)
         call, arguments, finish, results = plan
         entry = cache.communicator_for(arguments[0], self)
         function = getattr(entry.comm, call)
         if getattr(opts, "asyncOp", True):
             work = TorchWork(entry.begin(function, arguments, results, finish))
-            if results[0].numel() == 1:
+            if results and results[0].numel() == 1:
                 self._small.append(work)
             return self._begun(work)
-        entry.run(function, arguments, results, False, finish)
-        return DoneWork(results, results[0].device)
+        if entry.pending is None and finish is None:
+            # As `entry.run` does; a call less is felt by small calls.
+            try:
+                function(*arguments)
+            except TimeoutError as error:
+                entry.explain(error)
+                raise
+        else:
+            entry.run(function, arguments, results, False, finish)
+        return DoneWork(results, arguments[0].device)
 
     def _reduces(self, opts: Any, *tensors: torch.Tensor) -> str | None:
         """The operation's name, where communicators reduce such tensors by it; else None."""
@@ -335,6 +350,22 @@ class SymmpoolProcessGroup(dist.ProcessGroup):
 
     alltoall_base = all_to_all_single
 
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        opts = opts if opts is not None else dist.GatherOptions()
+        if len(inputs) != 1 or not self._moves(*inputs):
+            return self._pass("gather", "gather", outputs, inputs, opts)
+        parts = outputs[0] if outputs else None
+        plan = plans.gather(inputs[0], parts, opts.rootRank, self.rank(), self.size())
+        return self._run("gather", plan, opts)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        opts = opts if opts is not None else dist.ScatterOptions()
+        if len(outputs) != 1 or not self._moves(*outputs):
+            return self._pass("scatter", "scatter", outputs, inputs, opts)
+        parts = inputs[0] if inputs else None
+        plan = plans.scatter(outputs[0], parts, opts.rootRank, self.rank(), self.size())
+        return self._run("scatter", plan, opts)
+
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         opts = opts if opts is not None else dist.AllToAllOptions()
         # NCCL takes lists as they are; gloo takes none.
@@ -388,9 +419,7 @@ def _passes(method: str) -> Any:
 # Methods that classes derived from ProcessGroup may have, in whichever version of torch this is.
 for _method in (
     "allgather_coalesced",
-    "gather",
     "recv_anysource",
-    "scatter",
 ):
     if hasattr(dist.ProcessGroup, _method):
         setattr(SymmpoolProcessGroup, _method, _passes(_method))
