@@ -229,6 +229,60 @@ def device_splits():
     return "Even all-to-alls with splits in device memory", place, report, head, rows
 
 
+#: What `bench training` calls its kinds.
+TRAINED = {
+    "fsdp": "FSDP2",
+    "ddp": "DDP",
+    "tp": "tensor and sequence parallelism",
+    "decode": "decoding, tensor parallel",
+    "decode_graph": "the same in a CUDA graph",
+}
+#: Goals: at least so many times NCCL's tokens a second, on 2 GPUs.
+TRAINING_BARS = {"fsdp": 1.03, "ddp": 1.03, "tp": 1.08, "decode": 1.05, "decode_graph": 1.15}
+
+
+def training():
+    place, report = recorded("training", TWO)
+    if report is None:
+        return None
+
+    def turns(found):
+        return " ".join(f"{each:,.0f}" for each in found["rounds"]) if found else "-"
+
+    def apart(value):
+        return "-" if value is None else f"{value:.1e}" if value else "0"
+
+    rows = []
+    for entry in report["results"]:
+        ours, theirs = (entry["figures"].get(name) for name in ("ours", entry["peer"]))
+        times = ours["ratio"] if ours else None
+        bar, kind = figure(TRAINING_BARS.get(entry["kind"])), TRAINED[entry["kind"]]
+        both = [turns(ours), turns(theirs), exact(times), bar]
+        rows.append([kind, *both, *(apart(each and each["apart"]) for each in (ours, theirs))])
+    head = ["program", "symmpool tokens/s", "NCCL tokens/s", "symmpool / NCCL", "bar"]
+    head += ["losses apart", "NCCL's own"]
+    given = report["options"]
+    whose = "Hugging Face's Llama" if given["model"] == "hf" else "A Llama in plain torch"
+    title = (
+        f"{whose} of {given['layers']} layers, every turn, and how far losses and tokens are from those of"
+    )
+    return f"{title} NCCL's first turn", place, report, head, rows
+
+
+def overlap_backend():
+    place, report = recorded("overlap_backend")
+    if report is None:
+        return None
+    rows = []
+    for entry in report["results"]:
+        times = {name: found["us"] for name, found in entry["figures"].items()}
+        ours, theirs, least = (times.get(name) for name in ("ours", "NCCL", "products"))
+        shown = [exact(least), exact(ours), exact(theirs), ratio(theirs, ours)]
+        rows.append([entry["operation"], size(entry["bytes"]), *shown])
+    head = ["operation", "bytes", "products us", "with symmpool us", "with NCCL us", "NCCL / symmpool"]
+    return "Steps of matrix products beside a collective of the backend", place, report, head, rows
+
+
 def overlap():
     place, report = recorded("overlap")
     if report is None:
@@ -354,6 +408,8 @@ def more():
         python_and_rust,
         with_scratch,
         device_splits,
+        training,
+        overlap_backend,
         overlap,
         host,
         windows,

@@ -205,6 +205,15 @@ def test_small_tables_are_there_where_they_are_recorded(recorded):
     products["figures"] = figures(products=90.0, ours=95.0, NCCL=97.5)
     recorded("overlap", 2, contenders=["ours", "ours 2", "NCCL"], results=[products])
     recorded("overlap_windows", 2, contenders=["ours", "ours 2", "NCCL"], results=[products])
+    recorded("overlap_backend", 2, contenders=["ours", "NCCL"], results=[products])
+    turns = {"rounds": [1100.0, 1150.0], "ratio": 1.125, "apart": 0.0}
+    theirs = {"rounds": [1000.0], "ratio": 1.0, "apart": 1e-5}
+    given = {"layers": 8, "model": "hf"}
+    programs = [
+        {"kind": "fsdp", "peer": "NCCL", "figures": {"ours": turns, "NCCL": theirs}},
+        {"kind": "decode_graph", "peer": "NCCL", "figures": {"NCCL": theirs}},
+    ]
+    recorded("training", 2, options=given, results=programs)
     scopes = {"with pool": 3.5, "torch.cuda.use_mem_pool": 3.0}
     recorded("host", 2, bytes=4096, host_us={"symmpool.all_reduce": 4.0}, scope_us=scopes)
     milliseconds = {"ours: commit of 64 MiB": [3.0, 1.0, 2.0], "other": [7.0]}
@@ -225,6 +234,10 @@ def test_small_tables_are_there_where_they_are_recorded(recorded):
         "| operation | bytes | memory | products us | symmpool us more | symmpool 2 us more | NCCL us more |",
         "| all_gather | 1 MiB | torch's | 90.00 | 5.00 | - | 7.50 |",
         "| all_gather | 1 MiB | windows | 90.00 | 5.00 | - | 7.50 |",
+        "| all_gather | 1 MiB | 90.00 | 95.00 | 97.50 | 1.03 |",
+        "Hugging Face's Llama of 8 layers",
+        "| FSDP2 | 1,100 1,150 | 1,000 | 1.12 | 1.03 | 0 | 1.0e-05 |",
+        "| the same in a CUDA graph | - | 1,000 | - | 1.15 | - | 1.0e-05 |",
         "| `symmpool.all_reduce` | 4.00 | 5 |",
         "| all-reduce from Rust | 2.50 | 3 |",
         "| `with pool`, entered and left | 3.50 | 4.00 |",

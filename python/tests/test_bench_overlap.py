@@ -6,8 +6,10 @@ import sys
 
 import pytest
 import torch
+from ranks import values
+from test_torch_distributed import begin
 
-from symmpool.bench import cli, overlap
+from symmpool.bench import cli, collectives, overlap, peers
 
 
 def row(alone, **rounds):
@@ -27,6 +29,49 @@ def test_a_table_has_what_a_collective_costs_a_step():
     assert lines[0] == ["all_gather", "1 MiB", "30.00", "7.00", "3.00", "12.00", "6.00"]
     assert lines[1][2:] == ["30.00", "-", "-", "12.00", "-"]
     assert lines[2][2:] == ["-", "-", "-", "12.00", "-"]
+
+
+def test_a_step_is_longer_than_beside_the_best_of_others_or_not():
+    rows = [
+        row({}, products=[30], ours=[33], **{"ours 2": [36]}, NCCL=[36], **{"NCCL window": [35, 35, 99]}),
+        row({}, products=[30], ours=[40], NCCL=[]),
+    ]
+    lines = overlap.verdicts(rows, ["ours", "ours 2"], ["NCCL", "NCCL window"])
+    assert lines == [
+        "all_gather of 1 MiB: a step beside ours takes 33.00 us, beside NCCL window 35.00: not longer",
+        "all_gather of 1 MiB: a step beside ours 2 takes 36.00 us, beside NCCL window 35.00: LONGER",
+    ]
+    assert rows[0].to_json()["not_longer"] == {"ours": True, "ours 2": False}
+    assert rows[1].to_json()["not_longer"] == {}
+
+
+def calls_of_a_group(group, folder):
+    """Every operation on a group of the backend, on the CPU."""
+    me, world = begin(group, folder, "gloo")
+    ranks = peers.Ranks(torch, torch.device("cpu"), 60)
+    found = []
+    for in_windows in (False, True):
+        side = overlap.OnBackend("ours", ranks, torch.float32, 64 * world, in_windows)
+        for operation in collectives.OPERATIONS:
+            case = side.case(operation, 64 * world)
+            case.output.fill_(99)
+            case.input.copy_(collectives.data(torch, case.input, me))
+            case.call()
+            right = collectives.expected(torch, operation, me, world, case)
+            found.append(torch.equal(case.output, right) or (operation, in_windows))
+        side.confirm()
+    bits = torch.zeros(1, dtype=torch.bool)
+    torch.distributed.all_reduce(bits, torch.distributed.ReduceOp.BOR, side.group)
+    with pytest.raises(ValueError, match="did not serve: .*gloo"):
+        side.confirm()
+    side.close()
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def test_a_group_of_the_backend_is_a_contender_that_calls_no_other(tmp_path):
+    for found in values(2, calls_of_a_group, str(tmp_path)):
+        assert found == [True] * 10
 
 
 def test_the_report_holds_both_times():

@@ -103,12 +103,16 @@ class Ours(Side):
 
 class Theirs(Side):
     def calls(self):
+        return self.functions()
+
+    def functions(self):
+        """torch.distributed's, which may be given a group."""
         dist = self.dist
         return {
-            "all_reduce": lambda out, x: dist.all_reduce(x),
+            "all_reduce": lambda out, x, **group: dist.all_reduce(x, **group),
             "all_gather": dist.all_gather_into_tensor,
             "reduce_scatter": dist.reduce_scatter_tensor,
-            "broadcast": lambda out, x: dist.broadcast(x, 0),
+            "broadcast": lambda out, x, **group: dist.broadcast(x, 0, **group),
             "all_to_all": dist.all_to_all_single,
         }
 

@@ -3,6 +3,10 @@
 A step is a collective on a stream of its own and products on another, which meet at its end. Products take
 longer than the collective alone, so what a step takes beyond them is what the collective costs a program
 that waits for it nowhere: processors that its kernels have, and memory bandwidth.
+
+With `--backend` ours is a process group of torch.distributed on our backend, called as NCCL's is, which
+chooses its part of the device by itself, as it does for programs. There is no other communicator of ours in
+the process then, as communicators of one process leave each other room.
 """
 
 import argparse
@@ -41,6 +45,11 @@ def add_options(commands):
         help="of ours: shares of the device, a column each (default 1,2)",
     )
     it.add_argument("--windows", action="store_true", help="in windows, NCCL's too, not in memory of torch's")
+    it.add_argument(
+        "--backend",
+        action="store_true",
+        help="ours is a group of the backend, and --concurrent plays no part",
+    )
     it.add_argument("--order", type=positive, default=4096, help="of the square matrices (default 4096)")
     it.add_argument(
         "--times", type=factor, default=2.0, help="products take so many times the slowest collective"
@@ -60,6 +69,44 @@ class Ours(collectives.Ours):
         return Communicator(self.pool, timeout=self.ranks.timeout, concurrent=self.concurrent)
 
 
+class OnBackend(collectives.Theirs):
+    """A process group of our backend."""
+
+    def __init__(self, name, ranks, dtype, count, in_windows):
+        import symmpool.backend  # noqa: F401
+
+        self.in_windows = in_windows
+        self.group = ranks.dist.new_group(backend="cuda:symmpool,cpu:gloo" if ranks.on_cuda else "symmpool")
+        super().__init__(name, ranks, dtype, count)
+
+    def empty(self, count):
+        if not self.in_windows:
+            return super().empty(count)
+        device = self.ranks.device
+        backend = self.group._get_backend(device)
+        return backend.allocate_tensor(count, dtype=self.dtype, device=device)
+
+    def calls(self):
+        def on_group(call):
+            return lambda *arguments: call(*arguments, group=self.group)
+
+        return {name: on_group(call) for name, call in self.functions().items()}
+
+    def confirm(self):
+        # Nothing of it may have gone to NCCL.
+        from symmpool.backend import backend_counts
+
+        others = {
+            operation: counts for operation, counts in backend_counts().items() if set(counts) != {"symmpool"}
+        }
+        if others:
+            raise ValueError(f"calls that ours did not serve: {others}")
+
+    def close(self):
+        super().close()
+        self.group = None
+
+
 class Row(collectives.Row):
     """What was found of one operation at one size."""
 
@@ -77,6 +124,13 @@ class Row(collectives.Row):
         step, least = self.microseconds(name), self.microseconds(PRODUCTS)
         return step - least if step and least else None
 
+    def not_longer(self, ours, others):
+        """By name of ours: whether a step takes no longer than beside the best of the others. Empty where one
+        has no figure."""
+        _, least = self.best(others)
+        times = {name: self.microseconds(name) for name in ours}
+        return {name: time <= least for name, time in times.items() if time and least}
+
     def to_json(self):
         def more(name):
             form = self.alone_forms.get(name)
@@ -84,6 +138,9 @@ class Row(collectives.Row):
 
         figures = self.figures(more)
         whole = {"operation": self.operation, "bytes": self.size, "products": self.products}
+        names = [name for name in self.rounds if name != PRODUCTS]
+        ours = [name for name in names if name.split()[0] == "ours"]
+        whole["not_longer"] = self.not_longer(ours, [name for name in names if name not in ours])
         return {**whole, "figures": figures, "missing": self.missing}
 
 
@@ -160,8 +217,11 @@ def set_up(ranks, options, dtype, count):
     def ours(name, concurrent):
         return Ours(name, ranks, dtype, count, pools.get(ranks), options.windows, concurrent)
 
-    names = {"ours" if each == 1 else f"ours {each}": each for each in options.concurrent}
-    plans = {name: partial(ours, name, concurrent) for name, concurrent in names.items()}
+    if options.backend:
+        plans = {"ours": partial(OnBackend, "ours", ranks, dtype, count, options.windows)}
+    else:
+        names = {"ours" if each == 1 else f"ours {each}": each for each in options.concurrent}
+        plans = {name: partial(ours, name, concurrent) for name, concurrent in names.items()}
     plans["NCCL"] = partial(collectives.Theirs, "NCCL", ranks, dtype, count)
     if options.windows:
         plans["NCCL window"] = partial(collectives.TheirsWindow, "NCCL window", ranks, dtype, count)
@@ -184,6 +244,19 @@ def cells(rows, names):
     return heading, lines
 
 
+def verdicts(rows, ours, others):
+    """A line for each row and each of ours: whether the step takes no longer than beside the best of the
+    others."""
+    lines = []
+    for row in rows:
+        rival, least = row.best(others)
+        for name, right in row.not_longer(ours, others).items():
+            found = f"{row.operation} of {table.show_size(row.size)}: a step beside {name} takes"
+            found += f" {table.figure(row.microseconds(name))} us, beside {rival} {table.figure(least)}"
+            lines.append(f"{found}: {'not longer' if right else 'LONGER'}")
+    return lines
+
+
 def run(options, arguments):
     ranks = session.connect(options)
     dtype = getattr(ranks.torch, session.DTYPES[options.dtype])
@@ -204,6 +277,7 @@ def run(options, arguments):
         forms = session.told_forms(facts).replace("calls", "steps")
         print(f"microseconds, slowest rank, median of rounds; cost: of a step, beyond its products{forms}\n")
         print(table.lay_out(*cells(rows, [*ours, *others])))
+        print("\n" + "\n".join(verdicts(rows, ours, others)))
         session.tell_missing(facts, rows, lambda row: f"{row.operation} of {table.show_size(row.size)}")
         session.write(options, facts, rows)
         if options.plot:
