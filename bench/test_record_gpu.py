@@ -320,7 +320,7 @@ def test_installs_take_turns_while_there_is_time(measure_install, monkeypatch, c
     assert not measure_install.summary(found, 60)[1]
 
 
-def test_a_contender_that_ends_is_told_with_what_it_said(measure_install, monkeypatch):
+def test_a_contender_that_ends_is_reported_with_its_message(measure_install, monkeypatch):
     monkeypatch.setattr(measure_install, "__file__", "/nowhere/measure_install.py")
     contender = measure_install.Contender("torch", 1)
     with pytest.raises(SystemExit, match="torch ended with 2:(.|\n)*nowhere"):

@@ -1,14 +1,13 @@
 """Ranks that are processes, for tests.
 
-`run(2, function, ...)` calls `function(group, ...)` in two processes, which meet in a store of
-files, and returns what became of each. A function is named by its module and name, so it stands at
-the top of a test file; what it is given and what it returns travels pickled.
+`run(2, function, ...)` calls `function(group, ...)` in two processes, whose rendezvous is a file
+store, and returns the outcome of each. A function is found by its module and name, so it must be
+at the top level of a test file; its arguments and its result are pickled.
 
-Ranks of test files that import torch are forked by a process that has done so, once: importing it
-takes seconds. It has used neither torch nor the package, and its children end as processes of
-Python do.
+Importing torch takes seconds. So a fork server imports it once, and ranks of test files that import
+torch are forked from it. The fork server has used neither torch nor the package.
 
-No rank outlives the call, and none is killed but by its own number.
+No rank outlives the call. Ranks are killed only by their own process id.
 """
 
 import functools
@@ -27,7 +26,7 @@ from pathlib import Path
 
 @dataclass
 class Outcome:
-    """What became of a rank: what its function returned, or how it failed."""
+    """The outcome of a rank: what its function returned, or its error."""
 
     rank: int
     status: int
@@ -37,11 +36,11 @@ class Outcome:
 
 def run(world, function, *arguments, limit=60, silent=(), environment=None):
     """Runs the ranks. Ranks in `silent` do not end by themselves: they are killed when the others
-    have ended. Fails, after ending all, if another has not ended after `limit` seconds."""
+    have ended. If another rank has not ended after `limit` seconds, all are killed and this fails."""
     with tempfile.TemporaryDirectory(prefix="symmpool-test-") as folder:
         here = Path(folder)
         (here / "store").mkdir()
-        # Where the function's file lies, for files in folders beside this one's.
+        # The folder of the function's file, which may be another one than this file's.
         folder_of_file = str(Path(function.__code__.co_filename).resolve().parent)
         with (here / "task").open("wb") as task:
             pickle.dump([folder_of_file], task)
@@ -49,11 +48,11 @@ def run(world, function, *arguments, limit=60, silent=(), environment=None):
         processes = []
         try:
             variables = {**os.environ, **(environment or {})}
-            # What a process has loaded has read its environment already.
+            # Libraries in the fork server have already read its environment.
             forked = environment is None and "torch" in function.__globals__
             for rank in range(world):
                 if forked:
-                    processes.append(nursery().rank(folder, rank, variables))
+                    processes.append(fork_server().rank(folder, rank, variables))
                 else:
                     command = [sys.executable, __file__, folder, str(rank)]
                     processes.append(subprocess.Popen(command, env=variables))
@@ -62,17 +61,18 @@ def run(world, function, *arguments, limit=60, silent=(), environment=None):
                     process.wait(limit)
         finally:
             for process in processes:
-                # By its own number, which is not reused before it is waited for.
+                # A process id is not reused before the process is waited for.
                 process.kill()
                 process.wait()
         return [outcome(here, rank, process) for rank, process in enumerate(processes)]
 
 
 def values(world, function, *arguments, **options):
-    """What every rank returned, when all must have."""
+    """What every rank returned. Fails if a rank did not return."""
     outcomes = run(world, function, *arguments, **options)
-    for found in outcomes:
-        assert found.error is None and found.status == 0, f"rank {found.rank}: {found.error}"
+    failed = [found for found in outcomes if found.error is not None or found.status != 0]
+    # All errors are shown, because one rank's error is often the cause of another's.
+    assert not failed, "\n".join(f"rank {found.rank}: {found.error}" for found in failed)
     return [found.value for found in outcomes]
 
 
@@ -89,7 +89,7 @@ def main(folder, rank):
 
     here = Path(folder)
     with (here / "task").open("rb") as task:
-        # First, as what comes after may be made of what is there.
+        # The path comes first, because arguments may need modules in that folder to be unpickled.
         sys.path.extend(pickle.load(task))
         module, name, world, arguments = pickle.load(task)
     value, error = None, None
@@ -105,102 +105,102 @@ def main(folder, rank):
     return 0 if error is None else 1
 
 
-class Nursery:
-    """The process that forks, seen from here. One question at a time: it answers each."""
+class ForkServer:
+    """The client of the fork server. It sends one request at a time, and gets one reply to each."""
 
     def __init__(self):
-        command = [sys.executable, __file__, "nursery"]
+        command = [sys.executable, __file__, "fork server"]
         pipe = subprocess.PIPE
-        # It ends when this process does, which closes its input.
+        # It ends when its input is closed, at the latest when this process ends.
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe)
 
-    def ask(self, *question):
-        pickle.dump(question, self.process.stdin)
+    def request(self, *request):
+        pickle.dump(request, self.process.stdin)
         self.process.stdin.flush()
         return pickle.load(self.process.stdout)
 
     def rank(self, folder, rank, variables):
-        return Forked(self, self.ask("fork", folder, rank, variables))
+        return Forked(self, self.request("fork", folder, rank, variables))
 
 
 class Forked:
-    """As much of a `subprocess.Popen` as is needed here."""
+    """The part of the interface of `subprocess.Popen` that is needed here."""
 
-    def __init__(self, nursery, pid):
-        self.nursery, self.pid, self.returncode = nursery, pid, None
+    def __init__(self, server, pid):
+        self.server, self.pid, self.returncode = server, pid, None
 
     def wait(self, limit=None):
         if self.returncode is None:
-            self.returncode = self.nursery.ask("wait", self.pid, limit)
+            self.returncode = self.server.request("wait", self.pid, limit)
         if self.returncode is None:
             raise subprocess.TimeoutExpired(f"rank, process {self.pid}", limit)
         return self.returncode
 
     def kill(self):
         if self.returncode is None:
-            self.nursery.ask("kill", self.pid)
+            self.server.request("kill", self.pid)
 
 
 @functools.cache
-def nursery():
-    return Nursery()
+def fork_server():
+    return ForkServer()
 
 
-def tend():
-    """The process that forks. A rank's number leaves here, in the rank, with what it is to do."""
+def serve_forks():
+    """The loop of the fork server. In a forked rank it returns that rank's task."""
     import numpy  # noqa: F401
     import pytest  # noqa: F401
     import torch.distributed  # noqa: F401
 
     import symmpool  # noqa: F401
 
-    asked, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    # What ranks print goes elsewhere than the answers.
+    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    # What ranks print goes elsewhere than the replies.
     os.dup2(2, 1)
-    # Until it is waited for, here alone, a process's number is not used again.
-    ended = {}
+    # The exit status by process id; None while the process has not been waited for.
+    statuses = {}
     while True:
         try:
-            kind, *question = pickle.load(asked)
+            kind, *arguments = pickle.load(requests)
         except EOFError:
             return None
         if kind == "fork":
-            folder, rank, variables = question
-            answer = os.fork()
-            if answer == 0:
-                answers.close()
+            folder, rank, variables = arguments
+            reply = os.fork()
+            if reply == 0:
+                replies.close()
                 nothing = os.open(os.devnull, os.O_RDONLY)
                 os.dup2(nothing, 0)
                 os.close(nothing)
                 os.environ.clear()
                 os.environ.update(variables)
                 return folder, rank
-            ended[answer] = None
+            statuses[reply] = None
         elif kind == "wait":
-            pid, limit = question
+            pid, limit = arguments
             end = None if limit is None else time.monotonic() + limit
-            answer = ended[pid]
-            while answer is None and (end is None or time.monotonic() < end):
+            reply = statuses[pid]
+            while reply is None and (end is None or time.monotonic() < end):
                 found, status = os.waitpid(pid, os.WNOHANG)
                 if found:
-                    answer = ended[pid] = os.waitstatus_to_exitcode(status)
+                    reply = statuses[pid] = os.waitstatus_to_exitcode(status)
                 else:
                     time.sleep(0.002)
         else:
-            (pid,) = question
-            answer = None
-            if ended[pid] is None:
+            (pid,) = arguments
+            reply = None
+            if statuses[pid] is None:
                 os.kill(pid, signal.SIGKILL)
-        pickle.dump(answer, answers)
-        answers.flush()
+        pickle.dump(reply, replies)
+        replies.flush()
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
     task = sys.argv[1:]
-    if task == ["nursery"]:
-        task = tend()
+    if task == ["fork server"]:
+        task = serve_forks()
     if task is not None:
-        # As in a terminal, also where these tests are run in the background of a script.
+        # Ctrl-C raises KeyboardInterrupt, even if the tests run in the background of a script.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.exit(main(task[0], int(task[1])))

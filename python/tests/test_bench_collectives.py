@@ -67,7 +67,7 @@ def test_everything_is_measured_and_right(tmp_path):
 
 
 def test_wrong_results_are_counted_and_fail(monkeypatch):
-    told = []
+    observed = []
 
     class Ranks:
         rank, world, on_cuda = 0, 2, False
@@ -80,8 +80,8 @@ def test_wrong_results_are_counted_and_fail(monkeypatch):
 
         def case(self, operation, count):
             x = torch.empty(count)
-            return peers.Case(x, x, lambda: told.append("called"))
+            return peers.Case(x, x, lambda: observed.append("called"))
 
     with pytest.raises(ValueError, match="16 wrong elements"):
         collectives.prepare(Ranks, None, Side(), collectives.Row("all_reduce", 32, 2))
-    assert told == ["called"]
+    assert observed == ["called"]

@@ -93,7 +93,7 @@ def test_options_that_make_no_sense_are_refused(argument, capsys):
     assert error.value.code == 2 and argument.partition("=")[0] in capsys.readouterr().err
 
 
-def test_shares_are_told_apart():
+def test_shares_have_columns_of_their_own():
     parse = cli.parser().parse_args
     assert parse(["overlap"]).concurrent == [1, 2]
     assert parse(["overlap", "--concurrent", "4,1,4"]).concurrent == [1, 4]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from symmpool.bench import alltoallv, cli, matrices, peers, plot, session, table, timing, turns
+from symmpool.bench import alltoallv, cli, matrices, peers, plot, rounds, session, table, timing
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_table_has_the_median_and_the_best_peer():
     assert lines[0] == ["1 KiB", "3.00", "12.00", "7.00", "0.51", "one shot", "7.00", "2.33"]
     assert lines[1][-3:] == ["NCCL", "10.00", "0.50"] and lines[1][3] == "-"
     assert lines[2][1:] == ["-"] * 7
-    text = table.lay_out(heading, lines).splitlines()
+    text = table.format_table(heading, lines).splitlines()
     assert len(text) == 5 and set(text[1]) == {"-", " "}
     assert text[2].index("1 KiB") == len("2 MiB") - len("1 KiB")
 
@@ -93,7 +93,7 @@ def test_large_calls_come_in_small_graphs():
     assert timing.graphs_for(1 << 30, [20, 7, 20]) == [7, 20]
 
 
-def test_everybody_goes_first_in_turn():
+def test_each_round_starts_with_another_contender():
     assert [timing.order(["a", "b", "c"], n)[0] for n in range(4)] == ["a", "b", "c", "a"]
     assert sorted(timing.order(["a", "b", "c"], 5)) == ["a", "b", "c"]
     assert timing.order([], 3) == []
@@ -147,7 +147,7 @@ def test_small_graphs_are_replayed_often_between_two_events():
     assert len(replays) == 400
 
 
-#: Microseconds of a call in each form, as NCCL's and ours are.
+#: Microseconds of a call in each form, similar to measured ones.
 FORMS = {
     "NCCL": {"graph of 1": 12.0, "graph of 10": 10.0, "graph of 20": 9.7, "graph of 100": 20.0, "eager": 30},
     "ours": {"graph of 1": 4.0, "graph of 10": 2.4, "graph of 20": 2.2, "graph of 100": 2.1, "eager": 5.0},
@@ -175,7 +175,7 @@ class DeviceRanks:
 
 @pytest.fixture
 def on_a_device(monkeypatch):
-    """Measures a row of FORMS; returns it and the contenders' turns after the trial."""
+    """Measures a row of FORMS; returns it and the order of contenders after the trial."""
 
     def capture(torch, call, calls):
         return SimpleNamespace(replay=lambda: call(f"graph of {calls}", calls))
@@ -184,7 +184,7 @@ def on_a_device(monkeypatch):
 
     def measure(*arguments, size=1024, forms=FORMS):
         made = options(*arguments)
-        ranks, turns_taken, over = DeviceRanks(FAKE_TORCH), [], []
+        ranks, timed, finished = DeviceRanks(FAKE_TORCH), [], []
 
         def call_of(name):
             def call(form="eager", calls=1):
@@ -193,18 +193,18 @@ def on_a_device(monkeypatch):
             return call
 
         def begin(name):
-            turns_taken.append(name)
+            timed.append(name)
 
         running = {name: (name, timing.forms(ranks, call_of(name), size, made)) for name in forms}
         row = table.Row(size, 4)
-        turns.measure(ranks, made, running, row, begin, lambda what: over.append(what))
-        assert over == ["forms", *(f"round {n + 1}" for n in range(made.rounds))]
-        return row, turns_taken[-made.rounds * len(forms) :]
+        rounds.measure(ranks, made, running, row, begin, lambda what: finished.append(what))
+        assert finished == ["forms", *(f"round {n + 1}" for n in range(made.rounds))]
+        return row, timed[-made.rounds * len(forms) :]
 
     return measure
 
 
-def test_everybody_is_timed_in_the_form_that_suits_it_best(on_a_device):
+def test_every_contender_is_timed_in_its_fastest_form(on_a_device):
     row, order = on_a_device("--rounds", "3", "--eager")
     assert row.microseconds("NCCL") == pytest.approx(9.7) and row.microseconds("ours") == pytest.approx(2.1)
     assert row.forms == {"NCCL": "graph of 20", "ours": "graph of 100"}
@@ -251,7 +251,7 @@ def test_there_is_one_form_on_the_cpu():
 
 
 class FakeRanks:
-    """Two ranks, of which the other one says what it is told to."""
+    """Two ranks. Values of the other one are given in advance."""
 
     rank, world, on_cuda = 0, 2, False
 
@@ -315,9 +315,9 @@ def test_reports_name_no_folders_of_the_machine(monkeypatch):
 def test_peers_may_be_none():
     parse = cli.parser().parse_args
     for command in (["allreduce"], ["alltoallv"]):
-        assert session.asked_peers(parse([*command, "--peers", "none"])) == []
-        assert session.asked_peers(parse([*command, "--peers", "a, b"])) == ["a", "b"]
-        assert session.asked_peers(parse(command)) is None
+        assert session.requested_peers(parse([*command, "--peers", "none"])) == []
+        assert session.requested_peers(parse([*command, "--peers", "a, b"])) == ["a", "b"]
+        assert session.requested_peers(parse(command)) is None
 
 
 def options(*arguments):
@@ -419,7 +419,7 @@ def test_reports_go_to_places_that_can_be_written_to(tmp_path):
                 cli.main([command, "--json", path])
 
 
-def test_a_report_that_cannot_be_written_after_all_is_told_and_keeps_nobody_waiting(capsys):
+def test_a_report_that_cannot_be_written_after_all_is_an_error_and_keeps_no_rank_waiting(capsys):
     left = []
     ranks = SimpleNamespace(
         rank=0,

@@ -184,19 +184,19 @@ def too_much(group):
     splits = np.array([2, 2])
     try:
         comm.all_to_all_v(out, x, splits)
-        told = None
+        observed = None
     except symmpool.OverflowError as error:
-        told = "rank 1 was sent 4 rows, and its output holds 3" in str(error)
+        observed = "rank 1 was sent 4 rows, and its output holds 3" in str(error)
     try:
         comm.all_to_all_v(out, x, np.array([2, -1 if pool.rank else 1]))
         nonsense = None
     except symmpool.InvalidArgumentError as error:
         nonsense = "splits of rank 1 are negative" in str(error)
     comm.barrier()
-    return told, nonsense, out.tolist()
+    return observed, nonsense, out.tolist()
 
 
-def test_an_output_that_is_too_short_is_told_to_all():
+def test_an_output_that_is_too_short_is_an_error_on_all_ranks():
     rows = [[0, 0], [0, 0], [1, 1], [1, 1]]
     assert values(2, too_much) == [(True, True, rows), (True, True, rows[:3])]
 

@@ -81,7 +81,7 @@ def verdict(change, part):
     return found.works
 
 
-def test_a_good_machine_is_told_so():
+def test_everything_works_on_a_good_machine():
     said = {each.what: each.works for each in verdicts.judge(GOOD)}
     assert said == {
         "pools and collectives in host memory": True,
@@ -146,7 +146,7 @@ def test_a_good_machine_is_told_so():
         ("NCCL", lambda m: m["cuda"].update(devices=[]), False),
     ],
 )
-def test_what_is_missing_is_told(part, change, works):
+def test_what_is_missing_is_reported(part, change, works):
     assert verdict(change, part) is works
 
 
@@ -156,7 +156,7 @@ def run(*options, **variables):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
-def test_this_machine_is_told_of_as_a_table_and_as_json():
+def test_this_machine_is_reported_as_a_table_and_as_json():
     table = run("--no-torch")
     assert table.returncode == 0, table.stderr
     assert "What will work:" in table.stdout and "memfd works" in table.stdout
@@ -182,7 +182,7 @@ def test_facts_are_had_without_raising(monkeypatch, tmp_path):
     assert facts.collect(with_torch=False)["kernel_cache"]["place"] is None
 
 
-def test_variables_that_make_no_sense_are_told_as_a_table_and_as_json():
+def test_wrong_variables_are_reported_as_a_table_and_as_json():
     wrong = {
         "SYMMPOOL_ALL_REDUCE": "fastest",
         "SYMMPOOL_ALL_TO_ALL": "Direct",
@@ -230,8 +230,8 @@ def test_variables_that_make_no_sense_are_told_as_a_table_and_as_json():
 
 def test_variables_that_the_documents_tell_of_are_known():
     text = (pathlib.Path(__file__).parents[2] / "docs/gpus.md").read_text()
-    told = set(re.findall(r"^\| `(SYMMPOOL_\w+)` \|", text, re.MULTILINE))
-    assert len(told) > 4 and told <= set(facts.SHOWN)
+    observed = set(re.findall(r"^\| `(SYMMPOOL_\w+)` \|", text, re.MULTILINE))
+    assert len(observed) > 4 and observed <= set(facts.SHOWN)
 
 
 def test_reductions_that_can_be_ready_are_those_that_devices_have():
@@ -244,7 +244,7 @@ def test_reductions_that_can_be_ready_are_those_that_devices_have():
     assert len(facts.REDUCED) == 10
 
 
-def test_kernels_that_are_kept_nowhere_are_told_so():
+def test_the_report_says_if_kernels_are_not_kept():
     table = run("--no-torch", SYMMPOOL_CACHE_DIR="").stdout
     (line,) = [line for line in table.splitlines() if line.startswith("compiled kernels")]
     assert "not kept (SYMMPOOL_CACHE_DIR is empty" in line and "None" not in line
@@ -255,8 +255,8 @@ def test_what_variables_may_be_is_what_the_package_takes():
     with pytest.raises(symmpool.InvalidArgumentError) as raised:
         symmpool.Communicator(symmpool.Pool(group, "cpu"), all_to_all="none")
     assert str(raised.value).endswith(f"is none of {', '.join(_symmpool.all_to_all_algorithms())}")
-    with pytest.raises(symmpool.InvalidArgumentError, match=f"{facts.MOST_RANKS}\\b"):
-        symmpool.Group(0, facts.MOST_RANKS + 1, "127.0.0.1:1")
+    with pytest.raises(symmpool.InvalidArgumentError, match=f"{facts.MAX_RANKS}\\b"):
+        symmpool.Group(0, facts.MAX_RANKS + 1, "127.0.0.1:1")
 
 
 def test_what_torch_offers_to_allocators_is_found_out():

@@ -63,7 +63,7 @@ def refused_arguments(group):
     ]
     bad = []
     for name, call in wrong:
-        # Now the one rank, now the other: the other one is told.
+        # Each rank is wrong in turn, and the other one gets an error that names it.
         for culprit in (0, 1):
             found = failure(call if pool.rank == culprit else comm.barrier)
             if pool.rank == culprit:
@@ -77,7 +77,7 @@ def refused_arguments(group):
     return bad, float(good[0, 0]), comm.failure
 
 
-def test_wrong_arguments_are_named_and_the_others_told():
+def test_wrong_arguments_are_named_and_are_errors_on_the_other_ranks():
     assert values(2, refused_arguments) == [([], 2.0, None)] * 2
 
 
@@ -287,7 +287,7 @@ def no_partner(group):
     return failure(lambda: symmpool.Pool(group, "cpu", timeout=0.3))[:2]
 
 
-def test_a_pool_waits_no_longer_than_told():
+def test_a_pool_waits_no_longer_than_its_timeout():
     assert values(2, no_partner)[0] == ("TimeoutError", (1,))
 
 
@@ -309,24 +309,24 @@ REFUSED = {
 
 
 def refused_by_one(group):
-    began, told = time.monotonic(), {}
+    began, observed = time.monotonic(), {}
     for name, (options, _) in REFUSED.items():
         options = options if group.rank == 1 else {"device": "cpu"}
         try:
             symmpool.Pool(group, **options)
         except Exception as error:
-            told[name] = type(error).__name__, str(error)
+            observed[name] = type(error).__name__, str(error)
     seconds = time.monotonic() - began
     # One on which all agree: every rank has counted those before.
-    return told, seconds, symmpool.Pool(group, "cpu").world
+    return observed, seconds, symmpool.Pool(group, "cpu").world
 
 
-def test_what_one_rank_refuses_of_a_pool_all_hear_at_once():
-    for rank, (told, seconds, world) in enumerate(values(3, refused_by_one)):
+def test_options_of_a_pool_that_one_rank_refuses_are_an_error_on_all_ranks_at_once():
+    for rank, (observed, seconds, world) in enumerate(values(3, refused_by_one)):
         assert world == 3
         assert seconds < 10
         for name, (_, kind) in REFUSED.items():
-            found, text = told[name]
+            found, text = observed[name]
             if rank != 1:
                 assert "rank 1 failed in the handshake" in text, (name, text)
                 assert text.count("symmpool: ") == 1, text
@@ -348,7 +348,7 @@ def other_lines(group):
     return None
 
 
-def test_what_differs_is_told_with_the_line_of_the_program_that_asked_for_it():
+def test_errors_about_differing_allocations_have_lines_of_the_program():
     for text, line, _ in values(3, other_lines):
         place = f"   (called from {__file__}:{line})"
         assert f"ranks 0, 1: alloc 4 KiB on stream 0{place}" in text, text
@@ -400,9 +400,9 @@ def refused_while_the_others_are_elsewhere(group):
     return [(kind, ranks, took < 1) for kind, ranks, _, took in found], [each[2] for each in found], y[0, 0]
 
 
-def test_a_wrong_argument_on_one_rank_is_heard_there_at_once():
-    (told, _, zero), (own, texts, one) = values(2, refused_while_the_others_are_elsewhere)
-    assert [each[:2] for each in told] == [("DivergedError", (1,))] * 3
+def test_a_wrong_argument_on_one_rank_raises_there_at_once():
+    (observed, _, zero), (own, texts, one) = values(2, refused_while_the_others_are_elsewhere)
+    assert [each[:2] for each in observed] == [("DivergedError", (1,))] * 3
     assert own == [("InvalidArgumentError", (), True)] * 3
     assert "not contiguous" in texts[0] and "root 9" in texts[1] and "median" in texts[2]
     assert zero == one == 2

@@ -204,7 +204,8 @@ def test_devices_that_are_none_are_refused(device):
 
 
 def asks_for_numbers(pool):
-    """How a forked child fares with `stats`: 0 where it is told why there are none. Ended if it waits."""
+    """The exit status of a forked child that calls `stats`: 0 if it gets the right error. Killed if it
+    waits."""
     signal.alarm(20)
     try:
         pool.stats()

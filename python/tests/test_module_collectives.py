@@ -267,7 +267,7 @@ class Streams:
     """As much of torch and of a communicator as calls on a stream of their own need."""
 
     def __init__(self):
-        self.told, self.done, self.capturing, self.failure = [], set(), False, None
+        self.observed, self.done, self.capturing, self.failure = [], set(), False, None
         self.Tensor = list
         self.cuda = types.SimpleNamespace(
             Stream=lambda device: types.SimpleNamespace(cuda_stream=7, device=device),
@@ -275,16 +275,16 @@ class Streams:
         )
 
     def follow(self, stream):
-        self.told.append(("follow", stream))
+        self.observed.append(("follow", stream))
 
     def call(self, *arguments, stream):
-        self.told.append(("call", stream))
+        self.observed.append(("call", stream))
 
     def mark(self, stream):
-        number = len(self.told)
-        self.told.append(("mark", stream))
+        number = len(self.observed)
+        self.observed.append(("mark", stream))
         return types.SimpleNamespace(
-            query=lambda: number in self.done, wait=lambda: self.told.append(("wait", number))
+            query=lambda: number in self.done, wait=lambda: self.observed.append(("wait", number))
         )
 
 
@@ -298,10 +298,10 @@ def test_calls_on_a_stream_of_their_own_come_in_between_and_keep_their_tensors()
     tensors = [Tensor([n]) for n in range(3)]
     gone = [weakref.ref(tensor) for tensor in tensors]
     found = [side.submit(torch, torch.call, (tensor,), []) for tensor in tensors]
-    assert torch.told == [("follow", 7), ("call", 7), ("mark", 7)] * 3
+    assert torch.observed == [("follow", 7), ("call", 7), ("mark", 7)] * 3
     assert not found[0].is_completed()
     found[0].wait()
-    assert torch.told[-1] == ("wait", 2)
+    assert torch.observed[-1] == ("wait", 2)
     del tensors
     torch.done |= {2, 5}
     assert found[1].is_completed() and all(tensor() is not None for tensor in gone)

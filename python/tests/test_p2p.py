@@ -105,7 +105,7 @@ def nobody_comes(group, sends):
 def test_a_peer_that_does_not_come_is_named(sends):
     [first, second] = run(2, nobody_comes, sends)
     assert first.value == (1,), first
-    # The other is told that the communicator is closed.
+    # The other rank gets an error that says that the communicator is closed.
     assert second.error is not None or second.value is None
 
 
@@ -122,7 +122,7 @@ def nonsense(group):
     ]:
         with pytest.raises((symmpool.InvalidArgumentError, TypeError), match=named):
             call()
-    # It is told to nobody else, and harms nothing.
+    # No other rank gets an error, and the communicator stays usable.
     comm.barrier()
     return True
 

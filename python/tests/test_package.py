@@ -100,9 +100,9 @@ def test_the_stubs_are_what_the_binding_has():
                 assert vars(found)[method].__doc__, (name, method)
                 continue
             target = found if method == "__init__" else getattr(found, method)
-            bare = "staticmethod" not in decorators
-            expected = parameters_of(stub, bare)
-            shows = shown_by(target, bare)
+            is_static = "staticmethod" not in decorators
+            expected = parameters_of(stub, is_static)
+            shows = shown_by(target, is_static)
             assert shows == expected, (name, method)
             if not method.startswith("__"):
                 assert inspect.getdoc(target), (name, method)

@@ -18,7 +18,7 @@ def test_numbers_before_any_use():
     assert "device 63" in symmpool.memory_summary(63) and "0 graphs" in symmpool.memory_summary(63)
 
 
-def test_a_torch_without_cuda_is_told(monkeypatch):
+def test_a_torch_without_cuda_is_reported(monkeypatch):
     torch = types.ModuleType("torch")
     torch._C, torch.__version__ = types.SimpleNamespace(), "2.11.0+cpu"
     monkeypatch.setitem(sys.modules, "torch", torch)

@@ -49,7 +49,7 @@ def interrupted_at_the_store(group, port):
     return interrupted(lambda: symmpool.Group(1, 2, f"127.0.0.1:{port}", timeout=300))
 
 
-def test_ctrl_c_is_heard_while_there_is_no_store():
+def test_ctrl_c_raises_while_there_is_no_store():
     ((name, text, soon),) = values(1, interrupted_at_the_store, free_port())
     assert (name, soon) == ("InvalidStateError", True)
     assert "no answer from rank 0" in text and "connecting to the store" in text
@@ -60,7 +60,7 @@ def interrupted_in_the_store(group, port):
     return interrupted(lambda: symmpool.Pool(own, "cpu"))
 
 
-def test_ctrl_c_is_heard_while_ranks_are_missing_and_they_are_named():
+def test_ctrl_c_raises_while_ranks_are_missing_and_they_are_named():
     ((name, text, soon),) = values(1, interrupted_in_the_store, free_port())
     assert (name, soon) == ("InvalidStateError", True)
     assert "no answer from ranks 1, 2" in text
@@ -70,7 +70,7 @@ def interrupted_in_a_directory(group):
     return interrupted(lambda: symmpool.Pool(group, "cpu", timeout=300)) if group.rank == 0 else None
 
 
-def test_ctrl_c_is_heard_while_ranks_are_missing_in_a_directory():
+def test_ctrl_c_raises_while_ranks_are_missing_in_a_directory():
     outcomes = run(2, interrupted_in_a_directory)
     name, text, soon = outcomes[0].value
     assert (name, soon) == ("InvalidStateError", True)

@@ -117,7 +117,7 @@ def nonsense(group):
     x[...] = me + 1
     to = np.array([0, 1, -1, 1])
     said = []
-    # Rank 1 is wrong, and rank 0 is told so.
+    # Rank 1 is wrong, and the error on rank 0 says so.
     long = np.zeros((5, 2), np.float32)
     for wrong in [
         (out, x, np.array([0.0]), layout),
@@ -147,9 +147,9 @@ def nonsense(group):
     return said, came
 
 
-def test_nonsense_is_told_to_all_and_the_communicator_goes_on():
-    (told, came), (said, came_to_it) = values(2, nonsense)
-    assert [kind for kind, _ in told] == ["DivergedError"] * 6 + ["InvalidArgumentError"]
+def test_nonsense_is_an_error_on_all_ranks_and_the_communicator_stays_usable():
+    (observed, came), (said, came_to_it) = values(2, nonsense)
+    assert [kind for kind, _ in observed] == ["DivergedError"] * 6 + ["InvalidArgumentError"]
     kinds = ["InvalidArgumentError"] * 7
     kinds[2] = "TypeError"
     assert [kind for kind, _ in said] == kinds
@@ -160,7 +160,7 @@ def test_nonsense_is_told_to_all_and_the_communicator_goes_on():
     ):
         assert part in text, text
     assert "destination 2; there are ranks 0 to 1, and -1" in said[-1][1]
-    assert "of rank 1" in told[-1][1]
+    assert "of rank 1" in observed[-1][1]
     # Rank 1 sent nothing.
     assert came == ([1.0] + [0.0] * 7, [1, 0]) and came_to_it == ([1.0, 1.0] + [0.0] * 6, [2, 0])
 

@@ -325,9 +325,9 @@ def one_rank_raises(group):
 
 
 def test_when_one_rank_raises_the_others_hear_of_it_at_once():
-    (first, told), (second, note) = values(2, one_rank_raises)
+    (first, observed), (second, note) = values(2, one_rank_raises)
     assert (first, second) == ("DivergedError", "ValueError")
-    assert "diverged" in told and "diverged" in note
+    assert "diverged" in observed and "diverged" in note
 
 
 def one_rank_runs_out(group):
@@ -342,7 +342,7 @@ def one_rank_runs_out(group):
     return "nothing"
 
 
-def test_one_ranks_out_of_memory_is_told_to_all():
+def test_out_of_memory_on_one_rank_is_an_error_on_all_ranks():
     first, second = values(2, one_rank_runs_out)
     assert second == "OutOfMemory"
     assert first == "OutOfMemoryError"
@@ -420,7 +420,7 @@ def test_a_scope_is_left_by_the_thread_that_entered_it(pool):
 
 
 class Due:
-    """A pool whose commit is due, and ends as it is told."""
+    """A pool whose commit is due, and ends as the test says."""
 
     def __init__(self, error=None):
         self.is_commit_due, self.error, self.tries = True, error, 0

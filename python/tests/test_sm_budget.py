@@ -42,8 +42,8 @@ def test_several_groups_of_nccl_are_left_room(monkeypatch):
         def __init__(self, backends, size=2):
             self.backends, self.size = backends, lambda: size
 
-    def told(*made):
-        """Which devices communicators are told of, where these groups are."""
+    def observed(*made):
+        """The devices whose communicators are counted, for these groups."""
         devices = []
         dist = SimpleNamespace(distributed_c10d=SimpleNamespace(_world=SimpleNamespace(pg_map=made)))
         monkeypatch.setattr(sm_budget.process_groups, "distributed", lambda: dist)
@@ -54,9 +54,9 @@ def test_several_groups_of_nccl_are_left_room(monkeypatch):
         return devices
 
     nccl, ours, gloo = {"cpu": "gloo", "cuda": "nccl"}, {"cuda": "symmpool"}, {"cpu": "gloo", "cuda": "gloo"}
-    assert told(Group(nccl), Group(nccl)) == [3]
-    assert told(Group(nccl), Group({"cuda": "nccl"}), Group(ours)) == [3]
-    assert told(Group(nccl), Group(nccl, size=1)) == []
-    assert told(Group(nccl), Group(ours), Group(gloo), Group({})) == []
+    assert observed(Group(nccl), Group(nccl)) == [3]
+    assert observed(Group(nccl), Group({"cuda": "nccl"}), Group(ours)) == [3]
+    assert observed(Group(nccl), Group(nccl, size=1)) == []
+    assert observed(Group(nccl), Group(ours), Group(gloo), Group({})) == []
     monkeypatch.setattr(sm_budget.process_groups, "distributed", lambda: None)
     sm_budget.share_with_other_groups(0)

@@ -100,7 +100,7 @@ def test_two_ranks_with_one_number_miss_the_one_that_is_not_there():
     assert all(isinstance(each, symmpool.TimeoutError) for each in found)
 
 
-def test_worlds_that_differ_are_told():
+def test_worlds_that_differ_are_reported():
     store = Store()
     adapters = [StoreAdapter(store), StoreAdapter(store)]
     worlds = [2, 3]

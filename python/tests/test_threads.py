@@ -104,7 +104,7 @@ def test_ranks_that_are_threads_find_their_communicators():
 
 
 @pytest.mark.parametrize("met", [False, True])
-def test_ranks_with_tensors_of_different_pools_are_told_so(met, monkeypatch):
+def test_tensors_of_different_pools_are_an_error_on_all_ranks(met, monkeypatch):
     monkeypatch.setattr(pool_registry, "DEFAULT_TIMEOUT", 1.0)
     both = threading.Barrier(2)
 

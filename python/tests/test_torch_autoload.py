@@ -20,7 +20,7 @@ PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 @pytest.fixture
 def installed(tmp_path):
-    """A folder as an installer leaves one, with the package's entry points; the package beside it."""
+    """A folder as an installer leaves one, with the package's entry points, next to the package."""
     text = PROJECT.read_text()
     (points,) = re.findall(r'^\[project\.entry-points\."(torch\.backends)"\]\n((?:.+\n)+)', text, re.M)
     folder = tmp_path / "symmpool_of_test-0.dist-info"

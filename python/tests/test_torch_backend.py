@@ -85,8 +85,8 @@ def dropped(group, folder):
     dist.barrier()
     right = [each.tolist() == [[world] * 3] * 2 for each in (x, weight, inferred)]
     waited = dist.all_reduce(torch.ones(1), async_op=True)
-    told = waited.get_future().then(lambda done: done.value()[0].item())
-    right.append(waited.wait() and told.wait() == world and waited.is_success())
+    observed = waited.get_future().then(lambda done: done.value()[0].item())
+    right.append(waited.wait() and observed.wait() == world and waited.is_success())
     dist.destroy_process_group()
     return right
 
@@ -110,9 +110,9 @@ def views(group, folder):
     swapped = torch.empty(world)
     dist.all_to_all_single(swapped, torch.full((1,), float(me)).expand(world))
     right["all_to_all"] = swapped.tolist() == list(range(world))
-    told = torch.full((1,), 5.0).expand(4) if me == 1 else torch.zeros(4, 2)[:, 0]
-    dist.broadcast(told, 1)
-    right["broadcast"] = told.tolist() == [5.0] * 4
+    observed = torch.full((1,), 5.0).expand(4) if me == 1 else torch.zeros(4, 2)[:, 0]
+    dist.broadcast(observed, 1)
+    right["broadcast"] = observed.tolist() == [5.0] * 4
     # Contiguous, but the memory has the other sign.
     negative = torch._neg_view(torch.ones(2))
     dist.all_reduce(negative)
@@ -166,9 +166,9 @@ def the_rest(group, folder):
     objects = [None] * world
     dist.all_gather_object(objects, {"rank": me})
     right.append([each["rank"] for each in objects] == list(range(world)))
-    told = [f"from {me}"]
-    dist.broadcast_object_list(told, 1)
-    right.append(told == ["from 1"])
+    observed = [f"from {me}"]
+    dist.broadcast_object_list(observed, 1)
+    right.append(observed == ["from 1"])
     half = dist.new_group(range(world // 2, world))
     if me >= world // 2:
         x = torch.ones(1)
@@ -326,7 +326,7 @@ def cannot_while_others_wait(group, folder):
     return x.tolist(), backend.last_backend(), took
 
 
-def test_one_that_cannot_is_heard_by_those_that_wait_for_it(tmp_path):
+def test_a_rank_that_cannot_make_a_pool_is_an_error_on_those_that_wait_for_it(tmp_path):
     for found, last, took in values(3, cannot_while_others_wait, str(tmp_path)):
         assert found == [3.0] * 3 and last == "gloo"
         # As long as the timeout says, and as long as a rank was late.
@@ -335,13 +335,13 @@ def test_one_that_cannot_is_heard_by_those_that_wait_for_it(tmp_path):
 
 def never_comes(group, folder):
     me, _ = begin(group, folder, "symmpool", datetime.timedelta(seconds=2))
-    told = None
+    observed = None
     if me != 1:
         began = time.monotonic()
         with pytest.raises(symmpool.TimeoutError) as raised:
             dist.all_reduce(torch.ones(3))
-        told = str(raised.value), raised.value.ranks, time.monotonic() - began
-    return told
+        observed = str(raised.value), raised.value.ranks, time.monotonic() - began
+    return observed
 
 
 def test_a_rank_that_does_not_come_to_the_first_call_is_named(tmp_path):
@@ -451,15 +451,15 @@ def batched(group, folder):
     manager = dist.distributed_c10d._coalescing_manager
     cpu, right = torch.device("cpu"), []
     for _ in range(2):
-        came, told, sums = torch.zeros(1), torch.full((3, 2), float(me)).t(), torch.tensor([1 << me])
+        came, observed, sums = torch.zeros(1), torch.full((3, 2), float(me)).t(), torch.tensor([1 << me])
         with manager(device=cpu, async_ops=True) as works:
             # As torch before 2.6 has all messages of a batch.
             dist.isend(torch.tensor([float(me)]), (me + 1) % world)
             dist.irecv(came, (me - 1) % world)
-            dist.broadcast(told, 1, async_op=True)
+            dist.broadcast(observed, 1, async_op=True)
             dist.reduce(sums, 0, dist.ReduceOp.BOR, async_op=True)
         works.wait()
-        right += [came.item() == (me - 1) % world, told.tolist() == [[1.0] * 3] * 2]
+        right += [came.item() == (me - 1) % world, observed.tolist() == [[1.0] * 3] * 2]
         right += [me != 0 or sums.item() == (1 << world) - 1, len(works.works) == 1]
     with manager(device=cpu):
         dist.all_reduce(came)

@@ -1,4 +1,4 @@
-"""What torch.distributed's names do on a group of the backend, beside what they do on gloo's."""
+"""torch.distributed's functions on a group of the backend and on a group of gloo do the same."""
 
 import contextlib
 import datetime
@@ -65,13 +65,13 @@ def objects(world):
     me = dist.get_rank()
     everyones = [None] * world
     dist.all_gather_object(everyones, {"rank": me, "long": "x" * 1000 * me})
-    told = [f"from {me}", me]
-    dist.broadcast_object_list(told, 1)
+    observed = [f"from {me}", me]
+    dist.broadcast_object_list(observed, 1)
     mine = [None]
     dist.scatter_object_list(mine, [f"to {rank}" for rank in range(world)] if me == 0 else None)
     gathered = [None] * world if me == 1 else None
     dist.gather_object(me, gathered, 1)
-    return [each["rank"] for each in everyones], told, mine, gathered
+    return [each["rank"] for each in everyones], observed, mine, gathered
 
 
 def pairs(world):
@@ -100,12 +100,12 @@ def sent(world):
 
 def object_pairs(world):
     me = dist.get_rank()
-    told = [f"from {me}"]
+    observed = [f"from {me}"]
     if me == 0:
-        dist.send_object_list(told, 1)
+        dist.send_object_list(observed, 1)
     elif me == 1:
-        dist.recv_object_list(told, 0)
-    return told
+        dist.recv_object_list(observed, 0)
+    return observed
 
 
 def reduced_coalesced(world):
@@ -244,7 +244,7 @@ def meshes(world):
     return found
 
 
-def spread(world):
+def spread_over(world):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -304,7 +304,7 @@ CHECKS = [
     groups,
     split,
     meshes,
-    spread,
+    spread_over,
     empty,
     numbers,
     complex_numbers,

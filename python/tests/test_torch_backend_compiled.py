@@ -104,7 +104,7 @@ def programs(me, world):
         return x + dist.get_rank() + dist.get_world_size()
 
     # Ends a graph, as on torch's own groups.
-    def told(x):
+    def observed(x):
         y = x + me
         dist.broadcast(y, 1)
         return y
@@ -121,7 +121,7 @@ def programs(me, world):
         whole.allreduce([y], dist.AllreduceOptions()).wait()
         return y + 1
 
-    in_one, in_parts = (reduced, gathered, scattered, swapped, functional, numbers), (told, waited)
+    in_one, in_parts = (reduced, gathered, scattered, swapped, functional, numbers), (observed, waited)
     # From torch 2.15 on compiled programs may call no method of a group, of torch's own neither.
     return in_one, in_parts if hasattr(dist, "set_timeout") else (*in_parts, direct)
 

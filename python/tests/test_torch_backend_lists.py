@@ -104,7 +104,7 @@ def lists_that_differ(group, folder):
         return type(error).__name__, str(error)
 
 
-def test_lists_that_differ_between_ranks_are_told(tmp_path):
+def test_lists_that_differ_between_ranks_are_reported(tmp_path):
     # S6
     for kind, text in values(2, lists_that_differ, str(tmp_path)):
         assert kind == "DivergedError" and "rank 1: all_gather of 2" in text, text

@@ -184,13 +184,13 @@ def under_way(group, folder):
     if me == 1:
         time.sleep(0.5)
     tensors = [torch.full((4, 2), float(each)).t() for each in range(5)]
-    told = []
+    observed = []
     for tensor in tensors:
         work = dist.all_reduce(tensor, async_op=True)
-        work.get_future().add_done_callback(lambda done: told.append(done.value()[0][0, 0].item()))
+        work.get_future().add_done_callback(lambda done: observed.append(done.value()[0][0, 0].item()))
     dist.destroy_process_group()
     right = [each.unique().tolist() for each in tensors] == [[world * each] for each in range(5)]
-    return right, told == [world * each for each in range(5)], work.is_success()
+    return right, observed == [world * each for each in range(5)], work.is_success()
 
 
 def test_what_was_begun_is_done_when_the_group_is_destroyed(tmp_path):

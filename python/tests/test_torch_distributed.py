@@ -73,7 +73,7 @@ def in_sub_groups(group, folder):
     last = torch.full((2,), me)
     symmpool.broadcast(last, group=mine, group_src=1)
     other = even if me % 2 else odd
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as observed:
         warnings.simplefilter("always")
         assert symmpool.all_reduce(x, group=other) is None
         symmpool.barrier(other)
@@ -86,7 +86,7 @@ def in_sub_groups(group, folder):
     symmpool.all_reduce(everyone)
     dist.destroy_process_group()
     return (pool.rank, pool.world, x[0].item(), root[0].item(), last[0].item()), (
-        [each.filename for each in told] == [__file__] * 2,
+        [each.filename for each in observed] == [__file__] * 2,
         refused,
         everyone.item(),
     )
@@ -196,10 +196,10 @@ def test_calls_wait_as_long_as_their_process_group(backend, of, tmp_path):
 
 
 def late_in_one_of_two_groups(group, folder):
-    """What rank 0 is told of a rank that does not come, at once and when it has not waited."""
+    """Rank 0's errors about a rank that does not come, from calls that wait and from asynchronous ones."""
     me, _ = begin(group, folder, timeout=datetime.timedelta(seconds=1))
     other = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1), group_desc="the others")
-    x, told = torch.ones(4), []
+    x, observed = torch.ones(4), []
     for each in (None, other):
         symmpool.all_reduce(x, group=each)
     if me == 0:
@@ -208,20 +208,20 @@ def late_in_one_of_two_groups(group, folder):
             with pytest.raises(symmpool.TimeoutError) as raised:
                 work.wait()
             assert work.exception() is raised.value
-            told.append(str(raised.value))
+            observed.append(str(raised.value))
             with pytest.raises(symmpool.TimeoutError) as raised:
                 symmpool.all_reduce(x, group=each)
-            told.append(str(raised.value))
+            observed.append(str(raised.value))
     symmpool.barrier(group)
-    return told, other.group_name
+    return observed, other.group_name
 
 
 def test_errors_say_which_of_several_groups_the_call_went_to(tmp_path):
-    told, name = values(2, late_in_one_of_two_groups, str(tmp_path))[0]
-    for text in told[:2]:
-        assert text.endswith(f"the call went to the pool of group {name!r} (the others) on cpu"), told
-    for text in told[2:]:
-        assert "(default_pg) on cpu" in text and text.count("the call went") == 1, told
+    observed, name = values(2, late_in_one_of_two_groups, str(tmp_path))[0]
+    for text in observed[:2]:
+        assert text.endswith(f"the call went to the pool of group {name!r} (the others) on cpu"), observed
+    for text in observed[2:]:
+        assert "(default_pg) on cpu" in text and text.count("the call went") == 1, observed
 
 
 def at_the_first_call(group, folder, backend, call_of):
@@ -244,12 +244,12 @@ def test_so_do_first_calls(backend, of, tmp_path):
 
 
 def timeouts(group, folder):
-    """What communicators are told, on groups with timeouts of their own."""
-    told = []
+    """The timeouts that communicators get on groups with timeouts of their own."""
+    observed = []
     made = entry.Communicator
 
     def note(pool, timeout, **options):
-        told.append(timeout)
+        observed.append(timeout)
         return made(pool, timeout=timeout, **options)
 
     entry.Communicator = note
@@ -262,12 +262,12 @@ def timeouts(group, folder):
     store = dist.HashStore()
     store.set_timeout(datetime.timedelta(seconds=14))
     alone = symmpool.Pool((store, 0, 1), "cpu")
-    told_itself = symmpool.Pool((dist.PrefixStore("other", store), 0, 1), "cpu", timeout=15)
+    with_timeout = symmpool.Pool((dist.PrefixStore("other", store), 0, 1), "cpu", timeout=15)
     on_other = symmpool.Pool(other, "cpu", timeout=5)
-    for each in (None, on_other, endless, changed, alone, told_itself):
+    for each in (None, on_other, endless, changed, alone, with_timeout):
         symmpool.all_reduce(torch.ones(2), group=each)
     dist.destroy_process_group()
-    return told
+    return observed
 
 
 def test_timeouts_come_to_communicators(tmp_path):
@@ -410,7 +410,7 @@ def first_call_refused(group, folder, elsewhere):
 
 
 @pytest.mark.parametrize("elsewhere", [0, 4])
-def test_a_wrong_argument_in_a_first_call_is_heard_at_once(tmp_path, elsewhere):
+def test_a_wrong_argument_in_a_first_call_raises_at_once(tmp_path, elsewhere):
     zero, one, two = values(3, first_call_refused, str(tmp_path), elsewhere)
     assert zero == ([(1,), (1,)], 6.0) and two == ([(1,)], 3.0)
     (first, soon), (second, soon_too) = one[0]
@@ -456,7 +456,7 @@ def refused_behind_what_was_begun(group, folder):
     return found, x[0].item(), y[0].item()
 
 
-def test_a_wrong_argument_behind_a_call_that_was_begun_is_heard_at_once(tmp_path):
+def test_a_wrong_argument_behind_a_call_that_was_begun_raises_at_once(tmp_path):
     assert values(2, refused_behind_what_was_begun, str(tmp_path)) == [(True, 4.0, 2.0)] * 2
 
 

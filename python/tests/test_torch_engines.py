@@ -62,7 +62,7 @@ def torn_off(monkeypatch):
     monkeypatch.setattr(symmpool, "use_pool", lambda pool: pool, raising=False)
     monkeypatch.setattr(symmpool, "commit_postponed", lambda: None, raising=False)
     monkeypatch.setattr(vllm, "_pools", {})
-    for name, fresh in {"_pools": {}, "_buffers": {}, "_told": set(), "_active": [None]}.items():
+    for name, fresh in {"_pools": {}, "_buffers": {}, "_warned": set(), "_active": [None]}.items():
         monkeypatch.setattr(sglang, name, fresh)
     monkeypatch.setattr(core, "has_cuda", lambda: True)
     for module in (vllm, sglang):
@@ -148,8 +148,8 @@ def coordinator(name="tp", world=4):
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """What SGLang of today was told."""
+def observed(monkeypatch):
+    """The options of SGLang 0.5.17 and newer."""
     flags = types.SimpleNamespace(enable_symm_mem=True)
     context = types.SimpleNamespace(get_exec=lambda: types.SimpleNamespace(comm=flags))
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
@@ -166,7 +166,7 @@ def variables(monkeypatch, **values):
     monkeypatch.setitem(sys.modules, "sglang.srt.environ", environ)
 
 
-def test_sglangs_context_is_a_pool_a_group(torn_off, told):
+def test_sglangs_context_is_a_pool_a_group(torn_off, observed):
     context = sglang.use_symmetric_memory(coordinator())
     for _ in range(2):
         with context:
@@ -187,11 +187,11 @@ def test_sglangs_context_is_a_pool_a_group(torn_off, told):
     with pytest.raises(symmpool.InvalidStateError, match="pynccl"):
         sglang.use_symmetric_memory(without).__enter__()
     assert sglang._active == [None] and sglang.describe_registration_in_progress() is None
-    told.enable_symm_mem = False
+    observed.enable_symm_mem = False
     assert isinstance(sglang.use_symmetric_memory(coordinator()), contextlib.nullcontext)
 
 
-def test_sglangs_context_is_set_aside_by_one_rank_alone(torn_off, told):
+def test_sglangs_context_is_set_aside_by_one_rank_alone(torn_off, observed):
     with sglang.use_symmetric_memory(coordinator()), sglang.use_symmetric_memory(coordinator("ep")):
         first, second = FakePool.made
         saved = sglang.disable_symmetric_memory_context()
@@ -244,7 +244,7 @@ def test_sglangs_buffers_of_a_communicator(torn_off, monkeypatch):
     assert sglang.allocate_symmetric_buffer(communicator(address=1), 8)[1] is False
 
 
-def test_sglang_makes_room_ahead(torn_off, told, monkeypatch):
+def test_sglang_makes_room_ahead(torn_off, observed, monkeypatch):
     variables(monkeypatch, SGLANG_SYMM_MEM_PREALLOC_GB_SIZE=1 / 1024)
     state = types.ModuleType("sglang.srt.distributed.parallel_state")
     state.get_tp_group = coordinator
@@ -263,7 +263,7 @@ def test_sglang_makes_room_ahead(torn_off, told, monkeypatch):
     assert FakePool.made[0].said == [("register", 4096), "enter", "leave"]
 
 
-def test_sglang_is_warned_of_tensors_elsewhere_once_a_place(torn_off, told, monkeypatch, caplog):
+def test_sglang_is_warned_of_tensors_elsewhere_once_a_place(torn_off, observed, monkeypatch, caplog):
     variables(monkeypatch, SGLANG_DEBUG_SYMM_MEM=True)
     group = coordinator()
     for _ in range(2):
@@ -272,7 +272,7 @@ def test_sglang_is_warned_of_tensors_elsewhere_once_a_place(torn_off, told, monk
     assert "all_reduce in group 'tp'" in said.message and "input, [3] torch.float32" in said.message
     group.is_first_rank = False
     sglang.debug_check_symmetric_mempool(group, {"input": torch.ones(3)}, "all_reduce")
-    group.is_first_rank, told.enable_symm_mem = True, False
+    group.is_first_rank, observed.enable_symm_mem = True, False
     sglang.debug_check_symmetric_mempool(group, {"input": torch.ones(3)}, "all_reduce")
     assert len(caplog.records) == 1
 
@@ -405,7 +405,7 @@ def test_without_scopes_it_is_said(monkeypatch):
 def test_groups_that_torch_does_not_list_meet_in_their_store():
     store = dist.HashStore()
     group = dist.ProcessGroup(store, 0, 1)
-    found, *place = core._meeting(group)
+    found, *place = core._group_of(group)
     assert place == [0, 1]
     found.set("key", "value")
     assert store.get("key") == b"value"

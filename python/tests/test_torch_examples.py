@@ -91,7 +91,7 @@ def test_random_programs_of_wrong_sums_end_in_time_and_are_counted(monkeypatch):
     # A second a program, and one more than there is time for.
     assert example.programs(allocator, 0, 2, 100, 9, False)["programs"] == 10
     assert example.programs(allocator, 0, 2, 3, 0, False)["programs"] == 1
-    # Rank 1 is told by rank 0.
+    # Rank 0 sends the result to rank 1.
     assert example.programs(allocator, 1, 2, 100, 9, False)["programs"] == 100
 
 

@@ -66,13 +66,13 @@ def in_order(group, folder):
         a, nested_in_a, b, nested_in_b, last = tensors
 
         def follow(x, step=step):
-            def told(done):
+            def observed(done):
                 late(me, step + 1)
                 dist.all_reduce(x, async_op=True).get_future().wait()
                 late(me, step)
                 return done.value()
 
-            return told
+            return observed
 
         futures = []
         for x, y in ((a, nested_in_a), (b, nested_in_b)):
@@ -143,23 +143,23 @@ def test_a_callback_waits_for_what_was_begun_before():
     second = worker.submit(made.append, (2,), ["second"])
     third = worker.submit(made.append, (3,), ["third"]).get_future()
 
-    def told(_):
-        made.append("told")
+    def observed(_):
+        made.append("called")
         second.wait()
         made.append("second is done")
         worker.submit(made.append, ("at once",), [])
         return third.wait()
 
-    followed = first.get_future().then(told)
+    followed = first.get_future().then(observed)
     fourth = worker.submit(made.append, (4,), [])
     go.set()
     # What follows calls comes after the callbacks, too.
     fourth.order.join()
-    assert made == ["told", 2, "second is done", "at once", 3, 4]
+    assert made == ["called", 2, "second is done", "at once", 3, 4]
     assert followed.done() and followed.wait() == ["third"]
 
 
-def test_a_future_asked_for_while_the_call_ends_is_told_once():
+def test_a_future_requested_while_the_call_ends_is_set_once():
     owner = Owner()
     worker = host_work.Worker(owner)
     for _ in range(2000):
@@ -168,16 +168,16 @@ def test_a_future_asked_for_while_the_call_ends_is_told_once():
     assert worker.submit(ran.set, (), []).wait() and ran.is_set()
 
 
-def test_what_goes_wrong_in_a_call_of_a_callback_is_told():
+def test_an_error_in_a_call_of_a_callback_is_reported():
     owner = Owner()
     worker = host_work.Worker(owner)
     go = threading.Event()
     first = worker.submit(go.wait, (), [])
 
-    def told(_):
+    def observed(_):
         return worker.submit(int, ("nonsense",), []).get_future().wait()
 
-    future = first.get_future().then(told)
+    future = first.get_future().then(observed)
     go.set()
     with pytest.raises(RuntimeError, match="nonsense"):  # torch's, which names the error
         future.wait()
@@ -196,20 +196,20 @@ owner = Owner()
 worker = host_work.Worker(owner)
 go, begun = threading.Event(), threading.Event()
 first = worker.submit(go.wait, (), [])
-def told(_):
+def callback(_):
     begun.set()
     time.sleep(0.5)
     later.wait()
     worker.submit({call}, (), []).get_future().wait()
-    print("told", flush=True)
-chained = first.get_future().then(told)
+    print("called", flush=True)
+chained = first.get_future().then(callback)
 later = worker.submit(time.sleep, (0.1,), [])
 go.set()
 begun.wait()
 """
 
 
-@pytest.mark.parametrize("call, out", [("int", "told\n"), ("threading.Event().wait", "")])
+@pytest.mark.parametrize("call, out", [("int", "called\n"), ("threading.Event().wait", "")])
 def test_a_program_ends_with_a_callback_under_way(call, out):
     started = time.monotonic()
     command = [sys.executable, "-c", ENDS.format(call=call)]

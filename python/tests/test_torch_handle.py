@@ -219,13 +219,13 @@ def different(group, kind):
     try:
         symmpool.rendezvous(theirs if group.rank == 2 else mine, pool)
     except symmpool.DivergedError as error:
-        told = error.ranks, str(error)
+        observed = error.ranks, str(error)
     else:
-        told = None
-    # All of them have heard it: they are in step.
+        observed = None
+    # All ranks got the error, so they are still in step.
     handle = symmpool.rendezvous(y, pool)
     handle.barrier()
-    return told
+    return observed
 
 
 @pytest.mark.parametrize("kind", ["other tensor", "other place in it", "fewer elements", "other type"])
@@ -250,12 +250,12 @@ def refused_by_one(group, culprit, how):
     try:
         symmpool.rendezvous(tensor, group, signal_pad_size=size)
     except symmpool.Error as error:
-        told = type(error).__name__, error.ranks, str(error), time.monotonic() - start < 10
+        observed = type(error).__name__, error.ranks, str(error), time.monotonic() - start < 10
     else:
-        told = None
+        observed = None
     # All of them are in step still.
     symmpool.rendezvous(x, pool).barrier()
-    return told
+    return observed
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Random traffic matrices beside gloo: what `gpu/ranks_matrices.py` does on GPUs beside NCCL."""
+"""Random traffic matrices compared with gloo: `gpu/ranks_matrices.py` on the CPU."""
 
 import datetime
 import sys

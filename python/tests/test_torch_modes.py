@@ -151,13 +151,13 @@ def test_what_has_no_name_is_no_group_of_an_operator():
 
 
 def warned(act):
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as observed:
         warnings.simplefilter("always")
         act()
-    return [str(each.message) for each in told if "symmpool" in str(each.message)]
+    return [str(each.message) for each in observed if "symmpool" in str(each.message)]
 
 
-def test_a_gradient_that_comes_back_by_way_of_a_call_is_told():
+def test_a_gradient_through_a_call_gives_a_warning():
     group, _ = alone()
     leaf = torch.nn.Parameter(torch.ones(3))
     none = torch.zeros(3)
@@ -177,13 +177,13 @@ def test_a_gradient_that_comes_back_by_way_of_a_call_is_told():
             call(y)
             (y * 1).sum().backward()
 
-        (told,) = warned(lambda: back(leaf * 2))
-        assert "symmpool.ops" in told and "no_grad" in told
+        (observed,) = warned(lambda: back(leaf * 2))
+        assert "symmpool.ops" in observed and "no_grad" in observed
         with torch.no_grad():
             y = leaf * 2
             call(y)
         assert not warned(lambda: call(leaf * 2)), "nothing has come back"  # noqa: B023
-    # A parameter is written to in every step, and told of in every one.
+    # A parameter is written to in every step, and there is a warning in every step.
     for _ in range(3):
         symmpool.broadcast(leaf, 0, group)
     assert len(leaf._backward_hooks) == 1

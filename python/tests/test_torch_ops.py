@@ -161,8 +161,8 @@ def refused_here_told_there(group, folder):
 
 def test_what_one_rank_refuses_the_others_hear_of(tmp_path):
     found = values(3, refused_here_told_there, str(tmp_path))
-    told = [({"DivergedError"}, True)] * 2
-    assert found == [*told, ({"InvalidArgumentError"}, True)]
+    observed = [({"DivergedError"}, True)] * 2
+    assert found == [*observed, ({"InvalidArgumentError"}, True)]
 
 
 def compiled_broadcasts(group, folder):

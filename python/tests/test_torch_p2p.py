@@ -220,11 +220,11 @@ def nobody_comes(group, folder):
     with pytest.raises(InvalidStateError, match="sends from rank 0 to rank 1"):
         me.send(torch.zeros(1), 1)
     me.channels.shutdown(5)
-    return "told"
+    return "error"
 
 
-def test_a_rank_that_never_comes_is_told_of(tmp_path):
-    assert values(2, nobody_comes, str(tmp_path)) == ["told", "absent"]
+def test_a_rank_that_never_comes_is_reported(tmp_path):
+    assert values(2, nobody_comes, str(tmp_path)) == ["error", "absent"]
 
 
 def own_fault(group, folder):
@@ -376,15 +376,15 @@ def test_messages_go_by_the_communicator_once_all_ranks_have_one(monkeypatch):
     monkeypatch.setattr(p2p, "SideStream", Side)
     messages = p2p.PointToPoint(0, 3, lambda channel, tensor: elsewhere.append(channel))
     messages.begin(x, 1, True)
-    told = []
+    observed = []
 
     def ask(here):
-        told.append(here)
+        observed.append(here)
         # Rank 2 has begun to receive from rank 0 by NCCL, and rank 1 knows of nothing.
         return [here, "0>2 1>2"]
 
     messages.use_communicator(ask, comm, 0, None)
-    assert told == ["0>1"]
+    assert observed == ["0>1"]
     for peer in (1, 2):
         messages.begin(x, peer, True)
         messages.begin(x, peer, False)

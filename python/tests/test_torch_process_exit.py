@@ -52,7 +52,7 @@ def raises(group, folder):
     return "nothing was raised"
 
 
-def test_an_exception_of_one_rank_is_told_to_the_others_by_its_end(tmp_path):
+def test_an_exception_on_one_rank_is_an_error_on_the_others_when_it_ends(tmp_path):
     outcomes = run(3, raises, str(tmp_path))
     assert "ZeroDivisionError" in outcomes[1].error
     assert [outcomes[rank].value for rank in (0, 2)] == [((1,), True)] * 2
@@ -90,7 +90,7 @@ def interrupted_alone(group):
     return "not interrupted"
 
 
-def test_ctrl_c_is_heard_while_a_rank_is_missing():
+def test_ctrl_c_raises_while_a_rank_is_missing():
     assert values(1, interrupted_alone) == [True]
 
 
@@ -114,7 +114,7 @@ def interrupted_commit(group):
     return True
 
 
-def test_ctrl_c_ends_a_commit_that_waits_for_a_rank_and_the_rank_is_told():
+def test_ctrl_c_ends_a_commit_that_waits_for_a_rank_and_the_rank_gets_an_error():
     assert values(2, interrupted_commit) == [True, True]
 
 
@@ -124,18 +124,18 @@ def handled_commit(group):
         time.sleep(3)
         pool.commit()
         return True
-    heard = []
+    observed = []
 
     def handler(number, _frame):
         # What the commit holds can be used here, as no handler runs within it.
-        heard.append((number, pool.stats()["commits"], pool.block(10, "uint8").nbytes))
+        observed.append((number, pool.stats()["commits"], pool.block(10, "uint8").nbytes))
 
     for number in (signal.SIGALRM, signal.SIGINT):
         signal.signal(number, handler)
     for after, number in ((0.3, signal.SIGALRM), (0.6, signal.SIGINT)):
         threading.Timer(after, os.kill, (os.getpid(), number)).start()
     pool.commit()
-    return sorted(heard) == [(signal.SIGINT, 1, 10), (signal.SIGALRM, 1, 10)]
+    return sorted(observed) == [(signal.SIGINT, 1, 10), (signal.SIGALRM, 1, 10)]
 
 
 def test_handlers_of_a_program_run_after_a_commit_and_do_not_end_it():
@@ -152,7 +152,7 @@ def interrupted_call(group, op):
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        # Of a call that refuses its arguments, too, once the others are told.
+        # The same for a call that refuses its arguments, after the others know.
         comm.all_reduce(x, op=op)
     assert time.monotonic() - started < 10
     for _ in range(2):
@@ -172,33 +172,33 @@ def runs_out(group, folder):
     pool = symmpool.Pool(device="cpu", window_policy="per-segment")
     first = pool.empty(1000, torch.float32).fill_(pool.rank)
     symmpool.all_reduce(first)
-    told = []
+    observed = []
     try:
         x = pool.empty(1 << 39 if pool.rank == 1 else 1 << 20, torch.uint8)
     except MemoryError as error:
-        told.append(type(error).__name__)
+        observed.append(type(error).__name__)
     try:
         pool.commit()
     except symmpool.OutOfMemoryError as error:
-        told.append(f"{type(error).__name__}, rank 1 named: {'rank 1' in str(error)}")
+        observed.append(f"{type(error).__name__}, rank 1 named: {'rank 1' in str(error)}")
     x = None  # noqa: F841  # what was allocated since goes before all agree again
     gc.collect()
     pool.resync()
     again = pool.empty(1 << 21, torch.float32).fill_(1.0)
     symmpool.all_reduce(again)
     dist.destroy_process_group()
-    return told, first[0].item(), again[-1].item()
+    return observed, first[0].item(), again[-1].item()
 
 
-def test_one_ranks_out_of_memory_is_told_to_all_who_then_go_on(tmp_path):
-    told = "OutOfMemoryError, rank 1 named: True"
+def test_out_of_memory_on_one_rank_is_an_error_on_all_ranks_which_stay_usable(tmp_path):
+    observed = "OutOfMemoryError, rank 1 named: True"
     first, second, third = values(3, runs_out, str(tmp_path))
-    assert first == third == ([told], 3.0, 3.0)
-    assert second == (["OutOfMemoryError", told], 3.0, 3.0)
+    assert first == third == ([observed], 3.0, 3.0)
+    assert second == (["OutOfMemoryError", observed], 3.0, 3.0)
 
 
 def in_a_child(pool, comm, group, x):
-    """What a forked child is told, and how it ends when it lets go of everything."""
+    """The errors in a forked child, and how it ends when it releases everything."""
     calls = {
         "allocate": lambda: pool.empty(4, torch.float32),
         "block": lambda: pool.block(4, "float32"),
@@ -299,13 +299,13 @@ class Owner: pass
 owner = Owner()
 under_way = host_work.Worker(owner).submit(go.wait, (), [torch.ones(1)])
 
-def told(future):
+def callback(future):
     begun.set()
     time.sleep(2.3)
-    print("told", flush=True)
+    print("called", flush=True)
     return future.value()
 
-chained = under_way.get_future().then(told)
+chained = under_way.get_future().then(callback)
 """
 
 
@@ -315,5 +315,5 @@ def test_a_program_ends_with_what_follows_a_call_but_not_with_a_call_that_waits(
     command = [sys.executable, "-c", ENDS + last]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == ("told\n" if last else "")
+    assert ended.stdout == ("called\n" if last else "")
     assert time.monotonic() - started < 40

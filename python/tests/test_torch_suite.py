@@ -19,9 +19,9 @@ BY_NAME = {"test_get_backend", "test_monitored_barrier_gloo", "test_monitored_ba
 
 def test_all_that_gloo_passes():
     options = torch_suite.parser().parse_args(["--backend", "symmpool", "--as", "gloo"])
-    told = {}
-    found = torch_suite.suite(options, lambda name, word, answers: told.update({name: answers}))
+    observed = {}
+    found = torch_suite.suite(options, lambda name, word, answers: observed.update({name: answers}))
     wrong = {name for name, word in found.items() if word not in ("ok", "skipped")}
-    assert wrong <= AS_ON_GLOO | BY_NAME, {name: told[name] for name in wrong - AS_ON_GLOO - BY_NAME}
+    assert wrong <= AS_ON_GLOO | BY_NAME, {name: observed[name] for name in wrong - AS_ON_GLOO - BY_NAME}
     # Of torch 2.11 it is 99; were they all left out, nothing would have been tested.
     assert list(found.values()).count("ok") >= 80

@@ -5,7 +5,7 @@
 The tests come with every install of torch (`torch.testing._internal.distributed.distributed_test`). torch
 starts new processes for each of them, which import torch again; here two processes or more run one test
 after the other, each in a process group of its own, and are started anew only behind a test that did not
-end, or failed on some of the ranks. `--as` is the backend that the tests are told they run on, which
+end, or failed on some of the ranks. `--as` is the backend that the tests see, which
 decides what they test; `--backend` is the one that their process groups have. The file has a line of JSON a
 test: what became of it on each rank.
 """
@@ -44,18 +44,18 @@ def module():
     return distributed_test
 
 
-def patch(backend, told):
-    """Has groups that tests make by the name they are told be of the backend under test."""
+def patch(backend, presented_backend):
+    """Makes groups of the backend under test where tests ask for the backend that they see."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    if backend == told:
+    if backend == presented_backend:
         return
     for place in ("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration"):
         inner = getattr(distributed_c10d, place)
 
         def call(*arguments, _inner=inner, **options):
-            if str(options.get("backend", "")).lower() == told:
+            if str(options.get("backend", "")).lower() == presented_backend:
                 options["backend"] = backend
             return _inner(*arguments, **options)
 
@@ -128,7 +128,7 @@ def serve(options):
 
     if "symmpool" in options.backend:
         import symmpool  # noqa: F401
-    patch(options.backend, options.told)
+    patch(options.backend, options.presented_backend)
     kind = test_class()
     assert dist.is_available()
     for line in sys.stdin:
@@ -144,11 +144,11 @@ class Ranks:
     """Processes that run tests together."""
 
     def __init__(self, options):
-        command = [sys.executable, __file__, "--backend", options.backend, "--as", options.told]
+        command = [sys.executable, __file__, "--backend", options.backend, "--as", options.presented_backend]
         command += ["--world", str(options.world), "--limit", str(options.limit)]
         environment = {
             **os.environ,
-            "BACKEND": options.told,
+            "BACKEND": options.presented_backend,
             "WORLD_SIZE": str(options.world),
             "TEMP_DIR": tempfile.gettempdir(),
         }
@@ -214,7 +214,7 @@ def judged(answers):
 
 def suite(options, report=None):
     """Runs the tests, or those named: what became of each, by name."""
-    os.environ.setdefault("BACKEND", options.told)
+    os.environ.setdefault("BACKEND", options.presented_backend)
     os.environ.setdefault("WORLD_SIZE", str(options.world))
     os.environ.setdefault("TEMP_DIR", tempfile.gettempdir())
     found, ranks = {}, None
@@ -240,7 +240,7 @@ def parser():
     it = argparse.ArgumentParser(description="PyTorch's own tests of torch.distributed, on a backend.")
     it.add_argument("names", nargs="*", help="tests to run (default: all)")
     it.add_argument("--backend", required=True, help="of the tests' process groups")
-    it.add_argument("--as", dest="told", required=True, help="the backend that tests are told they run on")
+    it.add_argument("--as", dest="presented_backend", required=True, help="the backend that the tests see")
     it.add_argument("--world", type=int, default=2)
     it.add_argument("--limit", type=float, default=LIMIT, help="seconds for a test")
     it.add_argument("--out", help="a file for what became of each test, a line of JSON each")

@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn an_end_that_nvml_does_not_name_is_told_by_its_address() {
+    fn an_end_that_nvml_does_not_name_is_identified_by_its_address() {
         let known = [(0, 1, 0), (0, 2, 0)];
         assert_eq!(end(Some(0), Some((0, 9, 0)), &known), Some(End::Device((0, 9, 0))));
         assert_eq!(end(Some(2), None, &known), Some(End::Switch));

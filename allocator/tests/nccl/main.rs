@@ -206,7 +206,11 @@ fn windows_are_registered_with_nccl() {
 
     // A failure of one rank is an error on all, and the others' windows are deregistered.
     fake.set(22809, 2, 1);
-    all_failed(register(&ready, &comms), |error| !error.is_timeout(), "told to fail");
+    all_failed(
+        register(&ready, &comms),
+        |error| !error.is_timeout(),
+        "a registration that must fail",
+    );
     let calls = fake.calls(&ready, 0);
     let added = calls.iter().filter(|(what, ..)| *what == '+').count();
     assert!(added > 0 && calls.len() == 2 * added, "{calls:?}");

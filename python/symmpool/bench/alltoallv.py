@@ -1,5 +1,5 @@
-"""`python -m symmpool bench alltoallv`: all-to-alls of traffic matrices, beside torch.distributed and
-torch's symmetric memory."""
+"""`python -m symmpool bench alltoallv`: all-to-alls of traffic matrices, compared with
+torch.distributed and torch's symmetric memory."""
 
 import argparse
 from functools import partial
@@ -7,63 +7,67 @@ from pathlib import Path
 
 import symmpool
 from symmpool import _symmpool
-from symmpool.bench import matrices, peers, plot, session, table, timing, turns
-from symmpool.bench.arguments import add_measuring, bandwidth, imbalance, listed, size_list
+from symmpool.bench import matrices, peers, plot, rounds, session, table, timing
+from symmpool.bench.arguments import add_measuring, bandwidth, comma_separated, imbalance, size_list
 
-#: What a rank's links carry, in GB/s, by which the bound in the table is made.
+#: The bandwidth of a rank's links in GB/s, from which the table's lower bound follows.
 LINK = 355.0
 
-#: Ours, by the names of `all_to_all=`.
+#: symmpool's algorithms, by the names that `all_to_all=` takes.
 ALGORITHMS = _symmpool.all_to_all_algorithms()
 
-#: Counts on CUDA are whole numbers of so many bytes: torch's vdev shares a part out among up to 64 blocks, to
-#: each as much, and stops the device where that leaves a rest.
+#: Counts on CUDA are multiples of this number of bytes: torch's vdev divides a part among up to 64 blocks
+#: equally, and stops the device if that leaves a remainder.
 GRAIN = 128
 
 
 def kinds(text):
-    """The kinds of matrices that a list names."""
-    found = listed(text)
+    """The kinds of matrices in a comma-separated list."""
+    found = comma_separated(text)
     if not found or any(kind not in matrices.KINDS for kind in found):
         raise argparse.ArgumentTypeError(f"{text!r}: there are {', '.join(matrices.KINDS)}")
     return found
 
 
 def add_options(commands):
-    it = commands.add_parser("alltoallv", help="all-to-alls of traffic matrices, likewise")
-    it.add_argument("--sizes", type=size_list, help="bytes a rank sends on average: 4K,1M,64M")
-    it.add_argument(
+    command = commands.add_parser(
+        "alltoallv", help="all-to-alls of traffic matrices, compared in the same way"
+    )
+    command.add_argument("--sizes", type=size_list, help="average bytes that a rank sends: 4K,1M,64M")
+    command.add_argument(
         "--matrices",
         type=kinds,
         default=list(matrices.KINDS),
-        help=f"of {', '.join(matrices.KINDS)} (default: all)",
+        help=f"a list of {', '.join(matrices.KINDS)} (default: all)",
     )
-    it.add_argument(
+    command.add_argument(
         "--matrix",
         type=Path,
         metavar="FILE",
-        help="this one instead: JSON, or a line a row; in bytes (on CUDA whole 128 of them), or weights "
-        "where there are --sizes",
+        help="a matrix from a file instead: JSON, or one line per row; in bytes (on CUDA multiples of "
+        "128), or weights if --sizes is given",
     )
-    it.add_argument("--imbalance", type=imbalance, default=1.0, help="of zipf and moe (default 1)")
-    it.add_argument("--seed", type=int, default=1, help="of moe")
-    it.add_argument("--dtype", choices=session.DTYPES, default="bf16")
-    it.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    it.add_argument("--algorithm", default="auto", choices=[*ALGORITHMS, "all"])
-    it.add_argument("--link", type=bandwidth, default=LINK, help="GB/s of a rank's links, for the bound")
-    it.add_argument("--peers", help="only these, by their names in the table: NCCL,vdev; or none")
-    add_measuring(it)
+    command.add_argument("--imbalance", type=imbalance, default=1.0, help="of zipf and moe (default 1)")
+    command.add_argument("--seed", type=int, default=1, help="of moe")
+    command.add_argument("--dtype", choices=session.DTYPES, default="bf16")
+    command.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
+    command.add_argument("--algorithm", default="auto", choices=[*ALGORITHMS, "all"])
+    command.add_argument(
+        "--link", type=bandwidth, default=LINK, help="GB/s of a rank's links, for the lower bound"
+    )
+    command.add_argument("--peers", help="only these, by their names in the table: NCCL,vdev; or none")
+    add_measuring(command)
 
 
 class Exchange:
-    """One matrix of one contender: a call without arguments, its input and its output."""
+    """One matrix of one contender: a call without arguments, and the tensors that it reads and writes."""
 
     def __init__(self, input, output, call):
         self.input, self.output, self.call = input, output, call
 
 
 class Contender:
-    """One way to exchange. `sent` and `received` are the most elements of any matrix."""
+    """One implementation. `sent` and `received` are the largest numbers of elements in any matrix."""
 
     def __init__(self, ranks, dtype, sent, received):
         self.ranks, self.dtype = ranks, dtype
@@ -77,13 +81,13 @@ class Contender:
         return self.torch.empty(max(count, 1), dtype=self.dtype, device=self.ranks.device)
 
     def parts(self, counts):
-        """What this rank sends and receives of a matrix, and the tensors that hold just that."""
+        """This rank's send and receive counts, and the parts of the tensors that they fill."""
         send = counts[self.ranks.rank]
         receive = [row[self.ranks.rank] for row in counts]
         return send, receive, self.input[: sum(send)], self.output[: sum(receive)]
 
     def single(self, run, counts):
-        """`all_to_all_single` of ours or of torch.distributed, without lists where parts are equal."""
+        """`all_to_all_single` of symmpool or torch.distributed, without lists of counts if all are equal."""
         send, receive, input, output = self.parts(counts)
         if len({count for row in counts for count in row}) == 1:
             return Exchange(input, output, lambda: run(output, input))
@@ -97,7 +101,7 @@ class Contender:
 
 
 class Ours(Contender):
-    """Splits that the host knows; both tensors of a pool."""
+    """Splits in host memory; both tensors in a pool."""
 
     def __init__(self, ranks, dtype, sent, received, pools, algorithm):
         self.pool = pools.get(ranks)
@@ -123,7 +127,7 @@ class Ours(Contender):
 
 
 class OursDevice(Ours):
-    """Splits in the device's memory, and an output that is longer than what comes."""
+    """Splits in the device's memory, and an output that may be longer than what is received."""
 
     def exchange(self, counts):
         send, receive, input, output = self.parts(counts)
@@ -140,7 +144,7 @@ class Distributed(Contender):
 
 
 class DistributedWindow(Distributed):
-    """The same of NCCL on tensors that are registered with it as symmetric windows."""
+    """NCCL on tensors that are registered with it as symmetric windows."""
 
     def make(self, sent, received):
         self.memory = peers.NcclMemory(self.ranks)
@@ -161,10 +165,10 @@ class Vdev(Contender):
         if not symmetric.is_nvshmem_available():
             raise ValueError("this build of torch has no NVSHMEM, or finds none")
         if 64 % ranks.world:
-            raise ValueError(f"its blocks are not shared out evenly among {ranks.world} ranks")
+            raise ValueError(f"its 64 blocks cannot be divided evenly among {ranks.world} ranks")
         symmetric.set_backend("NVSHMEM")
         self.symmetric = symmetric
-        # So long that its blocks are 64 whatever is sent.
+        # Long enough for all 64 blocks to be used, whatever is sent.
         super().__init__(ranks, dtype, max(sent, (8 << 20) // dtype.itemsize), received)
         self.group = self.dist.group.WORLD.group_name
         world = ranks.world
@@ -197,7 +201,7 @@ class Vdev(Contender):
 
 
 def set_up(ranks, dtype, sent, received, algorithms, only):
-    """The contenders that could be set up, ours first; and why others could not, by name."""
+    """The contenders that could be set up, symmpool first, and by name the reasons why others could not."""
     pools = peers.Pools()
     plans = []
     for name in algorithms:
@@ -217,13 +221,13 @@ def set_up(ranks, dtype, sent, received, algorithms, only):
 
 
 def pattern(torch, like, rank, begin, count):
-    """Elements of a rank's input from one on: small whole numbers, which every type holds."""
+    """`count` elements of a rank's input, from element `begin`: small integers, which every type holds."""
     at = torch.arange(begin, begin + count, device=like.device, dtype=torch.int64)
     return ((at * 31 + (at >> 7) * 17 + rank * 41) % 113).to(like.dtype)
 
 
 def count_wrong(torch, ranks, output, counts):
-    """Elements that are not what each rank sent."""
+    """The number of elements of the output that differ from what their rank sent."""
     wrong, at, me = 0, 0, ranks.rank
     for sender, row in enumerate(counts):
         expected = pattern(torch, output, sender, sum(row[:me]), row[me])
@@ -233,12 +237,12 @@ def count_wrong(torch, ranks, output, counts):
 
 
 class Row(table.Row):
-    """What was found for one matrix and size."""
+    """The results of one matrix and size."""
 
     def __init__(self, kind, size, world, heaviest, link):
         super().__init__(size, world)
         self.kind, self.heaviest = kind, heaviest
-        #: Microseconds that the links need at least.
+        #: The least microseconds that the links need.
         self.bound = heaviest / link / 1e3
 
     def to_json(self):
@@ -281,17 +285,17 @@ def prepare(ranks, options, contender, row, counts):
 
 
 def measure(ranks, options, contenders, row, counts, step):
-    """All contenders in all rounds with one matrix."""
-    running = turns.prepared(contenders, row, lambda each: prepare(ranks, options, each, row, counts))
+    """Measures all contenders with one matrix."""
+    running = rounds.prepare_all(contenders, row, lambda each: prepare(ranks, options, each, row, counts))
 
     def begin(exchange):
         getattr(exchange, "begin", lambda: None)()
 
-    def told(what):
+    def report_progress(what):
         step(f"{row.kind}, {table.show_size(row.size)}, {what}")
 
-    turns.measure(ranks, options, running, row, begin, told)
-    turns.confirm(ranks, contenders, running, row)
+    rounds.measure(ranks, options, running, row, begin, report_progress)
+    rounds.confirm(ranks, contenders, running, row)
 
 
 def cells(rows, ours, others):
@@ -311,7 +315,7 @@ def cells(rows, ours, others):
 
 
 def plans(options, world, itemsize, on_cuda):
-    """(kind, bytes a rank sends on average, elements by pair) of every run."""
+    """(kind, average bytes per rank, elements by pair of ranks) of every row to be measured."""
     most = 64 << 20 if on_cuda else 4 << 20
     sizes = options.sizes or [4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
     sizes = options.sizes or [size for size in sizes if size <= most]
@@ -334,9 +338,9 @@ def run(options, arguments):
     ranks = session.connect(options)
     dtype = getattr(ranks.torch, session.DTYPES[options.dtype])
     algorithms = ALGORITHMS if options.algorithm == "all" else [options.algorithm]
-    only = session.asked_peers(options)
+    only = session.requested_peers(options)
     todo = plans(options, ranks.world, dtype.itemsize, ranks.on_cuda)
-    # Of all ranks: tensors of a pool are equally long on each.
+    # The largest over all ranks: a pool's tensors are equally long on each.
     sent = max(sum(row) for _, _, counts in todo for row in counts)
     received = max(sum(column) for _, _, counts in todo for column in zip(*counts))
     contenders, missing, pools = set_up(ranks, dtype, sent, received, algorithms, only)
@@ -352,22 +356,22 @@ def run(options, arguments):
         progress.close()
     facts = session.describe("alltoallv", ranks, arguments, contenders, missing)
 
-    def tell(ours, others):
+    def print_report(ours, others):
         report(options, facts, rows, ours, others)
 
-    return session.end(ranks, contenders, pools, rows, tell)
+    return session.end(ranks, contenders, pools, rows, print_report)
 
 
 def report(options, facts, rows, ours, others):
     print(f"all-to-all of {options.dtype}, {session.where(facts)}")
     print(
-        "microseconds a call, slowest rank, median of rounds; bound: the heaviest rank's bytes at "
-        f"{options.link:g} GB/s{session.told_forms(facts)}\n"
+        "microseconds per call, slowest rank, median of rounds; bound: the heaviest rank's bytes at "
+        f"{options.link:g} GB/s{session.describe_forms(facts)}\n"
     )
-    print(table.lay_out(*cells(rows, ours, others)))
-    session.tell_missing(facts, rows, lambda row: f"for {row.kind}, {table.show_size(row.size)}")
+    print(table.format_table(*cells(rows, ours, others)))
+    session.print_missing(facts, rows, lambda row: f"for {row.kind}, {table.show_size(row.size)}")
     session.write(options, facts, rows)
     if options.plot:
         title = f"all-to-all of {options.dtype}, {session.devices(facts)}"
         panels = plot.panels_by(rows, lambda row: row.kind)
-        plot.save(options.plot, panels, ours, others, title, facts, axis="bytes a rank sends on average")
+        plot.save(options.plot, panels, ours, others, title, facts, axis="average bytes that a rank sends")

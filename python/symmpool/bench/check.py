@@ -1,13 +1,13 @@
-"""Random data that every rank can make, and whether a result is the reduction of it.
+"""Random data that every rank can generate, and whether a result is its reduction.
 
-Data is made and checked in pieces, so that a check of a large tensor needs little memory.
+Data is generated and checked in pieces, so that a check of a large tensor needs little memory.
 """
 
 PIECE = 1 << 24
 
 
 def pieces(torch, like, count, rank, op):
-    """Rank `rank`'s data, from its beginning: (where a piece begins, the piece)."""
+    """Rank `rank`'s data as (the index where a piece begins, the piece)."""
     for begin in range(0, count, PIECE):
         length = min(PIECE, count - begin)
         generator = torch.Generator(device=like.device)
@@ -23,26 +23,27 @@ def pieces(torch, like, count, rank, op):
 
 
 def fill(torch, tensor, rank, op):
-    """Puts rank `rank`'s data into a tensor."""
+    """Writes rank `rank`'s data to a tensor."""
     for begin, values in pieces(torch, tensor, tensor.numel(), rank, op):
         tensor[begin : begin + values.numel()] = values
 
 
 def poison(tensor):
-    """Puts what no reduction leaves into a tensor."""
+    """Fills a tensor with a value that no reduction gives."""
     tensor.fill_(float("nan") if tensor.dtype.is_floating_point else 99)
 
 
 def repeatable(dtype, op):
-    """How often a call in place can be repeated so that the result is still known."""
+    """How often a call in place can be repeated with a result that can still be checked."""
     return 3 if dtype.is_floating_point and op != "prod" else 1
 
 
 def count_wrong(torch, tensor, world, op, calls=1):
-    """Elements that are not the reduction of all ranks' data, `calls` times in place."""
+    """The number of elements that differ from the reduction of all ranks' data, repeated `calls` times in
+    place."""
     wrong = 0
     exact = not tensor.dtype.is_floating_point or op in ("min", "max")
-    # Half of the distance between numbers about 1: the most that one rounding changes.
+    # The largest relative error of one rounding.
     unit = 0.0 if exact else torch.finfo(tensor.dtype).eps / 2
     streams = [pieces(torch, tensor, tensor.numel(), rank, op) for rank in range(world)]
     for group in zip(*streams):
@@ -68,15 +69,15 @@ def count_wrong(torch, tensor, world, op, calls=1):
         if op == "prod":
             magnitude = total.abs()
         if op == "sum":
-            # Each further call adds up as many equal results as there are ranks.
+            # Each further call sums `world` equal results.
             scale = world ** (calls - 1)
             total, magnitude = total * scale, magnitude * scale
         if exact:
             # Integers wrap.
             good = found == total.to(tensor.dtype)
         else:
-            # A rounding at every step, in the worst order.
+            # One rounding at each addition, in the worst order.
             good = (found.to(wide) - total).abs() <= world * calls * unit * magnitude
-        # NaN, which is what nobody wrote to, is not good either.
+        # The NaN of an element that was never written compares as wrong, too.
         wrong += int((~good).sum())
     return wrong

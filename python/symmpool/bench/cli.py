@@ -1,6 +1,6 @@
-"""`python -m symmpool bench`: options, and the order of things.
+"""`python -m symmpool bench`: the command line, and the benchmark of all-reduces.
 
-Run it under torchrun, one process a GPU (or any number on the CPU):
+Run it under torchrun, one process for each GPU (or any number on the CPU):
 
     torchrun --nproc-per-node 4 -m symmpool bench allreduce --dtype bf16
 """
@@ -10,7 +10,7 @@ import sys
 from functools import partial
 
 import symmpool
-from symmpool.bench import alltoallv, check, collectives, overlap, peers, plot, session, table, timing, turns
+from symmpool.bench import alltoallv, check, collectives, overlap, peers, plot, rounds, session, table, timing
 from symmpool.bench.arguments import add_measuring, factor, size, size_list
 from symmpool.bench.training import command as training
 
@@ -22,25 +22,29 @@ def parser():
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", required=True)
-    it = commands.add_parser("allreduce", help="all-reduces, beside NCCL and torch, or gloo")
-    it.add_argument("--sizes", type=size_list, help="bytes a rank: 4K,16K,1M; else from --min-size on")
-    # torchrun takes --max for the beginning of an option of its own.
-    it.add_argument("--min-size", "--min", type=size, default=1 << 10, help="default 1K")
-    it.add_argument("--max-size", "--max", type=size, help="default 64M, on the CPU 4M")
-    it.add_argument("--factor", type=factor, default=4, help="between sizes (default 4)")
-    it.add_argument("--dtype", choices=session.DTYPES, default="bf16")
-    it.add_argument("--op", choices=["sum", "prod", "min", "max", "avg"], default="sum")
-    it.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    it.add_argument(
+    command = commands.add_parser("allreduce", help="all-reduces, compared with NCCL and torch, or gloo")
+    command.add_argument(
+        "--sizes", type=size_list, help="bytes per rank: 4K,16K,1M; default: from --min-size to --max-size"
+    )
+    # torchrun reads --max as an abbreviation of its own option.
+    command.add_argument("--min-size", "--min", type=size, default=1 << 10, help="default 1K")
+    command.add_argument("--max-size", "--max", type=size, help="default 64M, on the CPU 4M")
+    command.add_argument("--factor", type=factor, default=4, help="between sizes (default 4)")
+    command.add_argument("--dtype", choices=session.DTYPES, default="bf16")
+    command.add_argument("--op", choices=["sum", "prod", "min", "max", "avg"], default="sum")
+    command.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
+    command.add_argument(
         "--algorithm",
         default="auto",
         choices=[*symmpool.algorithms(), "all"],
-        help="of ours; all: one column each (default auto)",
+        help="of symmpool; all: one column each (default auto)",
     )
-    it.add_argument("--peers", help="only these, by their names in the table: NCCL,one-shot; or none")
-    it.add_argument("--scratch", type=size, help="bytes of scratch of ours: 768M (default: the library's)")
-    it.add_argument("--no-check", action="store_true", help="do not check results")
-    add_measuring(it)
+    command.add_argument("--peers", help="only these, by their names in the table: NCCL,one-shot; or none")
+    command.add_argument(
+        "--scratch", type=size, help="bytes of symmpool's scratch: 768M (default: the library's)"
+    )
+    command.add_argument("--no-check", action="store_true", help="do not check results")
+    add_measuring(command)
     alltoallv.add_options(commands)
     collectives.add_options(commands)
     overlap.add_options(commands)
@@ -51,8 +55,8 @@ def parser():
 def prepare(ranks, options, contender, bytes_):
     """A contender's case for a size, checked, and its forms.
 
-    Raises ValueError on every rank if it fails on any. Between two steps that may fail on one rank
-    alone all ranks hear of it, so that none waits for one that has given up.
+    Raises ValueError on every rank if it fails on any. After each step that may fail on one rank alone, all
+    ranks exchange whether it did, so that none waits for a rank that has given up.
     """
     torch, op = ranks.torch, options.op
 
@@ -60,7 +64,7 @@ def prepare(ranks, options, contender, bytes_):
 
     def make():
         case = contender.case(max(1, bytes_ // contender.dtype.itemsize))
-        # How often a run calls; and its graph, which calls as well, so it is made before the data.
+        # Numbers of calls and their graphs. Capturing also calls, so data is filled in afterwards.
         counts = [1]
         if ranks.on_cuda:
             counts += [1, check.repeatable(case.input.dtype, op) if case.in_place else 3]
@@ -86,32 +90,32 @@ def prepare(ranks, options, contender, bytes_):
 
 
 def measure_size(ranks, options, contenders, bytes_, step):
-    """All contenders in all rounds at one size."""
+    """Measures all contenders at one size."""
     torch = ranks.torch
     row = table.Row(bytes_, ranks.world)
-    asked = {}
+    requested = {}
     for name, contender in contenders.items():
         if contender.limit and bytes_ > contender.limit:
             row.missing[name] = f"left out above {table.show_size(contender.limit)}"
         else:
-            asked[name] = contender
-    running = turns.prepared(asked, row, lambda contender: prepare(ranks, options, contender, bytes_))
+            requested[name] = contender
+    running = rounds.prepare_all(requested, row, lambda contender: prepare(ranks, options, contender, bytes_))
 
     def begin(case):
-        # In place, data grows with every call; it begins anew here.
+        # In place, values grow with every call, so they are filled in again.
         check.fill(torch, case.input, ranks.rank, options.op)
 
-    def told(what):
+    def report_progress(what):
         step(f"{table.show_size(bytes_)}, {what}")
 
-    turns.measure(ranks, options, running, row, begin, told)
+    rounds.measure(ranks, options, running, row, begin, report_progress)
     if options.eager:
         for name, (case, _) in running.items():
             ranks.meet()
             calls = min(timing.EAGER_CALLS, timing.calls_for(bytes_))
             spent = timing.time_eager(case.call, calls, 5, ranks.synchronize)
             row.eager[name] = tuple(max(column) for column in zip(*ranks.gather(spent)))
-    for name in turns.confirm(ranks, contenders, running, row):
+    for name in rounds.confirm(ranks, contenders, running, row):
         row.eager.pop(name, None)
     return row
 
@@ -122,9 +126,9 @@ def run(options, arguments):
     largest = options.max_size or (64 << 20 if ranks.on_cuda else 4 << 20)
     sizes = options.sizes or table.sizes_between(options.min_size, largest, options.factor)
     if any(size % dtype.itemsize for size in sizes):
-        raise SystemExit(f"sizes must be whole numbers of {options.dtype}: {dtype.itemsize} bytes")
+        raise SystemExit(f"sizes must be multiples of the size of {options.dtype}: {dtype.itemsize} bytes")
     algorithms = symmpool.algorithms() if options.algorithm == "all" else [options.algorithm]
-    only = session.asked_peers(options)
+    only = session.requested_peers(options)
     known = [name for name, _ in peers.peers_for(ranks.on_cuda)]
     if unknown := [name for name in only or [] if name not in known]:
         raise SystemExit(f"--peers {unknown[0]}: there are {', '.join(known)}")
@@ -141,21 +145,21 @@ def run(options, arguments):
         progress.close()
     facts = session.describe("allreduce", ranks, arguments, contenders, missing)
 
-    def tell(ours, others):
+    def print_report(ours, others):
         report(options, facts, rows, ours, others)
 
-    return session.end(ranks, contenders, pools, rows, tell)
+    return session.end(ranks, contenders, pools, rows, print_report)
 
 
 def report(options, facts, rows, ours, others):
-    """Prints the tables, and writes what was asked for."""
+    """Prints the tables, and writes the requested files."""
     print(f"all-reduce, {options.op} of {options.dtype}, {session.where(facts)}")
-    print(f"microseconds a call, slowest rank, median of rounds{session.told_forms(facts)}\n")
-    print(table.lay_out(*table.cells(rows, ours, others)))
+    print(f"microseconds per call, slowest rank, median of rounds{session.describe_forms(facts)}\n")
+    print(table.format_table(*table.cells(rows, ours, others)))
     if options.eager:
-        print("\neager: microseconds of host time a call / until it is done\n")
-        print(table.lay_out(*table.eager_cells(rows, [*ours, *others])))
-    session.tell_missing(facts, rows, lambda row: f"at {table.show_size(row.size)}")
+        print("\neager: microseconds of host time per call / until it is done\n")
+        print(table.format_table(*table.eager_cells(rows, [*ours, *others])))
+    session.print_missing(facts, rows, lambda row: f"at {table.show_size(row.size)}")
     session.write(options, facts, rows)
     if options.plot:
         title = f"all-reduce, {options.op} of {options.dtype}, {session.devices(facts)}"
@@ -168,7 +172,7 @@ def main(arguments=None):
     if options.plot:
         plot.require(options.plot)
     for path in filter(None, (options.json, options.plot)):
-        session.require_place(path)
+        session.require_writable(path)
     try:
         if options.command == "alltoallv":
             return alltoallv.run(options, arguments)

@@ -1,16 +1,16 @@
-"""`bench collectives`: every collective, on windows and on ordinary memory, beside NCCL or gloo.
+"""`bench collectives`: every collective, in windows and in ordinary memory, compared with NCCL or gloo.
 
-What a program gets that moves no tensor into a pool is the second of ours.
+The column "ours ordinary" is what a program gets whose tensors are not in a pool.
 """
 
 import argparse
 from functools import partial
 
 from symmpool import Communicator
-from symmpool.bench import peers, plot, session, table, timing, turns
-from symmpool.bench.arguments import add_measuring, listed, size_list
+from symmpool.bench import peers, plot, rounds, session, table, timing
+from symmpool.bench.arguments import add_measuring, comma_separated, size_list
 
-#: By name: how many of the bytes each rank's links carry, as nccl-tests has it.
+#: The collectives, and by which factor nccl-tests multiplies bytes for bus bandwidth.
 OPERATIONS = {
     "all_reduce": lambda world: 2 * (world - 1) / world,
     "all_gather": lambda world: (world - 1) / world,
@@ -21,7 +21,7 @@ OPERATIONS = {
 
 
 def operation_list(text):
-    names = listed(text)
+    names = comma_separated(text)
     unknown = [name for name in names if name not in OPERATIONS]
     if unknown or not names:
         named = (unknown or [text])[0]
@@ -30,19 +30,23 @@ def operation_list(text):
 
 
 def add_options(commands):
-    it = commands.add_parser("collectives", help="every collective, in windows and not, beside NCCL or gloo")
-    it.add_argument("--sizes", type=size_list, help="bytes of the whole; default 64K,1M,16M,64M,256M")
-    it.add_argument(
+    command = commands.add_parser(
+        "collectives", help="every collective, in windows and in ordinary memory, compared with NCCL or gloo"
+    )
+    command.add_argument(
+        "--sizes", type=size_list, help="bytes of the whole tensor; default 64K,1M,16M,64M,256M"
+    )
+    command.add_argument(
         "--operations", type=operation_list, default=list(OPERATIONS), help="default: all of them"
     )
-    it.add_argument("--dtype", choices=session.DTYPES, default="bf16")
-    it.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    it.add_argument("--peers", help="only these: NCCL,NCCL window (or gloo); or none")
-    add_measuring(it)
+    command.add_argument("--dtype", choices=session.DTYPES, default="bf16")
+    command.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
+    command.add_argument("--peers", help="only these: NCCL,NCCL window (or gloo); or none")
+    add_measuring(command)
 
 
-class Side(peers.Contender):
-    """A contender with an input and an output of `count` elements, and its calls by name."""
+class CollectiveContender(peers.Contender):
+    """A contender with an input and an output of `count` elements. `calls` gives its calls by name."""
 
     def __init__(self, name, ranks, dtype, count):
         super().__init__(ranks, dtype, "sum", count)
@@ -53,7 +57,7 @@ class Side(peers.Contender):
         self.input, self.output = self.empty(count), self.empty(count)
 
     def case(self, operation, count):
-        """What is read, what is written, and a call of so many elements of the whole."""
+        """The case of a collective whose whole tensor has `count` elements."""
         part = count // self.ranks.world
         whole, other = self.input[:count], self.output[:count]
         read, written = {
@@ -70,7 +74,7 @@ class Side(peers.Contender):
         self.input = self.output = None
 
 
-class Ours(Side):
+class Ours(CollectiveContender):
     def __init__(self, name, ranks, dtype, count, pool, in_windows):
         self.pool, self.in_windows = pool, in_windows
         super().__init__(name, ranks, dtype, count)
@@ -101,7 +105,7 @@ class Ours(Side):
         self.comm = self.pool = None
 
 
-class Theirs(Side):
+class Distributed(CollectiveContender):
     def calls(self):
         return self.functions()
 
@@ -117,7 +121,7 @@ class Theirs(Side):
         }
 
 
-class TheirsWindow(Theirs):
+class DistributedWindow(Distributed):
     """NCCL on tensors that are registered with it as symmetric windows."""
 
     def set_up(self, count):
@@ -131,14 +135,14 @@ class TheirsWindow(Theirs):
 
 
 class Row(table.Row):
-    """What was found of one operation at one size."""
+    """The results of one operation at one size."""
 
     def __init__(self, operation, size, world):
         super().__init__(size, world)
         self.operation = operation
 
     def bandwidth(self, name):
-        """GB/s over each rank's links."""
+        """Bus bandwidth in GB/s."""
         return OPERATIONS[self.operation](self.world) * self.size / self.microseconds(name) / 1e3
 
     def to_json(self):
@@ -148,13 +152,13 @@ class Row(table.Row):
 
 
 def data(torch, like, rank):
-    """A rank's input: small whole numbers, of which sums are exact in every type but those of 8 bits."""
+    """A rank's input: small integers, whose sums are exact in every type except those of 8 bits."""
     values = torch.arange(like.numel(), device=like.device) % 5 + rank % 8
     return values.to(like.dtype)
 
 
 def expected(torch, operation, rank, world, case):
-    """What is to be in a case's output."""
+    """The correct output of a case."""
     everyone = [data(torch, case.input, each) for each in range(world)]
     if operation == "broadcast":
         return everyone[0]
@@ -166,7 +170,7 @@ def expected(torch, operation, rank, world, case):
     return total if operation == "all_reduce" else total.chunk(world)[rank]
 
 
-def prepare(ranks, options, side, row):
+def prepare(ranks, options, contender, row):
     """A case, checked, and its forms. Raises ValueError on every rank if that fails on any."""
     torch = ranks.torch
 
@@ -180,33 +184,35 @@ def prepare(ranks, options, side, row):
         right = expected(torch, row.operation, ranks.rank, ranks.world, case)
         return int((case.output != right).sum())
 
-    case = step(lambda: side.case(row.operation, row.size // side.dtype.itemsize))
+    case = step(lambda: contender.case(row.operation, row.size // contender.dtype.itemsize))
     step(fill)
     step(case.call)
     if wrong := sum(ranks.gather(step(count_wrong))):
         raise ValueError(f"{wrong:,} wrong elements, over all ranks")
-    # Sums in place stay what they are.
+    # Zeros stay zeros when they are summed in place.
     step(lambda: case.input.zero_())
     return case, timing.forms(ranks, case.call, row.size, options)
 
 
-def measure(ranks, options, sides, operation, bytes_, step):
-    """All contenders in all rounds, of one operation at one size."""
+def measure(ranks, options, contenders, operation, bytes_, step):
+    """Measures all contenders with one operation at one size."""
     row = Row(operation, bytes_, ranks.world)
-    running = turns.prepared(sides, row, lambda side: prepare(ranks, options, side, row))
+    running = rounds.prepare_all(contenders, row, lambda contender: prepare(ranks, options, contender, row))
 
-    def told(what):
+    def report_progress(what):
         step(f"{operation}, {table.show_size(bytes_)}, {what}")
 
-    turns.measure(ranks, options, running, row, lambda case: None, told)
-    turns.confirm(ranks, sides, running, row)
+    rounds.measure(ranks, options, running, row, lambda case: None, report_progress)
+    rounds.confirm(ranks, contenders, running, row)
     return row
 
 
 def set_up(ranks, dtype, count, only):
-    """The contenders that could be set up, ours first; and why others could not, by name."""
+    """The contenders that could be set up, symmpool first, and by name the reasons why others could not."""
     pools = peers.Pools()
-    others = {"NCCL": Theirs, "NCCL window": TheirsWindow} if ranks.on_cuda else {"gloo": Theirs}
+    others = (
+        {"NCCL": Distributed, "NCCL window": DistributedWindow} if ranks.on_cuda else {"gloo": Distributed}
+    )
     if unknown := [each for each in only or [] if each not in others]:
         raise SystemExit(f"--peers {unknown[0]}: there are {', '.join(others)}")
     plans = {
@@ -243,28 +249,28 @@ def run(options, arguments):
     sizes = options.sizes or size_list(small)
     session.require_parts(options, sizes, dtype, ranks.world)
     count = max(sizes) // dtype.itemsize
-    sides, missing, pools = set_up(ranks, dtype, count, session.asked_peers(options))
+    contenders, missing, pools = set_up(ranks, dtype, count, session.requested_peers(options))
     progress = session.Progress(len(names) * len(sizes) * (options.rounds + 1), ranks.rank == 0)
     try:
         rows = [
-            measure(ranks, options, sides, operation, size, progress.step)
+            measure(ranks, options, contenders, operation, size, progress.step)
             for operation in names
             for size in sizes
         ]
     finally:
         progress.close()
-    facts = session.describe("collectives", ranks, arguments, sides, missing)
+    facts = session.describe("collectives", ranks, arguments, contenders, missing)
 
-    def tell(ours, others):
+    def print_report(ours, others):
         print(f"collectives of {options.dtype}, {session.where(facts)}")
-        forms = session.told_forms(facts)
-        print(f"microseconds a call, slowest rank, median of rounds; ordinary memory is torch's{forms}\n")
-        print(table.lay_out(*cells(rows, ours, others)))
-        session.tell_missing(facts, rows, lambda row: f"{row.operation} of {table.show_size(row.size)}")
+        forms = session.describe_forms(facts)
+        print(f"microseconds per call, slowest rank, median of rounds; ordinary memory is torch's{forms}\n")
+        print(table.format_table(*cells(rows, ours, others)))
+        session.print_missing(facts, rows, lambda row: f"{row.operation} of {table.show_size(row.size)}")
         session.write(options, facts, rows)
         if options.plot:
             title = f"collectives of {options.dtype}, {session.devices(facts)}"
             panels = plot.panels_by(rows, lambda row: row.operation)
             plot.save(options.plot, panels, ours, others, title, facts, axis="bytes of the whole")
 
-    return session.end(ranks, sides, pools, rows, tell)
+    return session.end(ranks, contenders, pools, rows, print_report)

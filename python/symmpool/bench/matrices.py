@@ -1,15 +1,15 @@
-"""Who sends how much to whom: traffic matrices, made or read, the same on every rank.
+"""Traffic matrices, generated or read from a file; the same on every rank.
 
-A matrix is a list of rows, one a rank, of what it sends to each rank. Made ones are weights, scaled
-so that ranks send `size` bytes each on average.
+A matrix is a list of rows. Row r has what rank r sends to each rank. Generated matrices are weights, which
+are scaled so that ranks send `size` bytes each on average.
 """
 
 import json
 import random
 from pathlib import Path
 
-#: Experts of a model, and how many a token is sent to, in `moe`.
-EXPERTS_A_RANK = 8
+#: Experts per rank, and to how many experts a token is sent, in `moe`.
+EXPERTS_PER_RANK = 8
 TOP_K = 8
 
 
@@ -18,36 +18,36 @@ def even(world, _generator, _imbalance):
 
 
 def zipf(world, _generator, imbalance):
-    """Every rank sends most to the same rank, half as much to the next, a third, ..."""
+    """Every rank sends most to rank 0, half as much to rank 1, a third to rank 2, and so on."""
     weights = [1 / (place + 1) ** imbalance for place in range(world)]
     return [weights[:] for _ in range(world)]
 
 
 def one_hot(world, _generator, _imbalance):
-    """All to rank 0."""
+    """Every rank sends only to rank 0."""
     return [[1.0] + [0.0] * (world - 1) for _ in range(world)]
 
 
 def half_empty(world, _generator, _imbalance):
-    """Every other pair has nothing to say."""
+    """Every other pair of ranks exchanges nothing."""
     return [[float((a + b) % 2 == 0) for b in range(world)] for a in range(world)]
 
 
 def moe(world, generator, imbalance):
-    """What a mixture of experts dispatches: 4096 tokens a rank, each to `TOP_K` different experts by
-    a popularity that falls by `imbalance` (0: none is more popular), in an order of its own."""
-    experts = world * EXPERTS_A_RANK
+    """The dispatch of a mixture of experts: 4096 tokens per rank, each to `TOP_K` different experts. The
+    popularity of experts falls with the exponent `imbalance` (0: all are equal), in random order."""
+    experts = world * EXPERTS_PER_RANK
     popularity = [1 / (place + 1) ** imbalance for place in range(experts)]
     generator.shuffle(popularity)
     matrix = [[0.0] * world for _ in range(world)]
     for row in matrix:
         for _ in range(4096):
-            # The largest of so many numbers, each to the power of its weight: a draw of several
-            # without putting back.
+            # Weighted sampling without replacement: the largest keys, each a random number to the power
+            # of 1 / weight.
             keys = [generator.random() ** (1 / weight) for weight in popularity]
             chosen = sorted(range(experts), key=keys.__getitem__)[-min(TOP_K, experts) :]
-            # A rank is sent a token once, however many of its experts want it.
-            for rank in {expert // EXPERTS_A_RANK for expert in chosen}:
+            # A token is sent once to a rank, even if several of its experts take it.
+            for rank in {expert // EXPERTS_PER_RANK for expert in chosen}:
                 row[rank] += 1
     return matrix
 
@@ -67,7 +67,7 @@ def make(kind, world, imbalance=1.0, seed=1):
 
 
 def read(path, world):
-    """A matrix of numbers from a file: JSON, or a line a row."""
+    """A matrix from a file: JSON, or one line per row."""
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeError) as error:
@@ -76,7 +76,7 @@ def read(path, world):
         rows = json.loads(text)
     except ValueError:
         rows = None
-    # A line with one number, which is all that one rank has, is JSON as well.
+    # One line with one number, the matrix of one rank, is also valid JSON.
     if rows is None or isinstance(rows, (int, float)):
         rows = [line.replace(",", " ").split() for line in text.splitlines() if line.strip()]
     try:
@@ -93,14 +93,14 @@ def read(path, world):
 
 
 def scale(matrix, size, itemsize, granule=1):
-    """Elements that each rank sends to each: `size` bytes a rank on average, in whole `granule`s as
-    far as there are as many."""
+    """Elements by pair of ranks, for `size` bytes per rank on average. Counts of at least one granule are
+    rounded down to a multiple of it."""
     total = sum(map(sum, matrix))
     return elements(matrix, itemsize, granule, size * len(matrix) / total if total else 0.0)
 
 
 def elements(matrix, itemsize, granule=1, factor=1.0):
-    """Elements that each rank sends to each, of a matrix of bytes times `factor`, likewise."""
+    """Elements by pair of ranks, from a matrix of bytes times `factor`, rounded in the same way."""
 
     def whole(number):
         count = int(number * factor / itemsize)
@@ -110,7 +110,7 @@ def elements(matrix, itemsize, granule=1, factor=1.0):
 
 
 def heaviest(counts):
-    """The most elements that any rank sends to others, or receives from them."""
+    """The largest number of elements that any rank sends to others, or receives from them."""
     ranks = range(len(counts))
     sent = [sum(counts[a][b] for b in ranks if b != a) for a in ranks]
     came = [sum(counts[b][a] for b in ranks if b != a) for a in ranks]

@@ -1,12 +1,12 @@
-"""`bench overlap`: collectives beside matrix products, as training has them side by side.
+"""`bench overlap`: collectives while matrix products run, as in training.
 
-A step is a collective on a stream of its own and products on another, which meet at its end. Products take
-longer than the collective alone, so what a step takes beyond them is what the collective costs a program
-that waits for it nowhere: processors that its kernels have, and memory bandwidth.
+A step is a collective on one stream and matrix products on another; both are finished at its end. The
+products take longer than the collective alone, so the time of a step beyond them is what a collective costs a
+program that never waits for it: the SMs that its kernels occupy, and memory bandwidth.
 
-With `--backend` ours is a process group of torch.distributed on our backend, called as NCCL's is, which
-chooses its part of the device by itself, as it does for programs. There is no other communicator of ours in
-the process then, as communicators of one process leave each other room.
+With `--backend` symmpool is measured as the backend of a process group of torch.distributed, which chooses
+its share of the device by itself. The process has no other communicator of symmpool then, as communicators of
+one process share the device.
 """
 
 import argparse
@@ -14,52 +14,63 @@ import math
 from functools import partial
 
 from symmpool import Communicator
-from symmpool.bench import collectives, peers, plot, session, table, timing, turns
-from symmpool.bench.arguments import add_measuring, factor, listed, positive, size_list
+from symmpool.bench import collectives, peers, plot, rounds, session, table, timing
+from symmpool.bench.arguments import add_measuring, comma_separated, factor, positive, size_list
 
-#: What is no contender: the products alone.
+#: The name of the products without a collective, which are not a contender.
 PRODUCTS = "products"
 
 
 def concurrent_list(text):
-    found = listed(text)
+    found = comma_separated(text)
     if not found or not all(each.isascii() and each.isdigit() and 1 <= int(each) <= 16 for each in found):
         raise argparse.ArgumentTypeError(f"{text!r}: whole numbers from 1 to 16 are needed")
     return sorted({int(each) for each in found})
 
 
 def add_options(commands):
-    it = commands.add_parser("overlap", help="collectives beside matrix products, on GPUs, beside NCCL")
-    it.add_argument("--sizes", type=size_list, help="bytes of the whole; default 4M,32M,128M")
-    it.add_argument(
+    command = commands.add_parser(
+        "overlap", help="collectives during matrix products, on GPUs, compared with NCCL"
+    )
+    command.add_argument("--sizes", type=size_list, help="bytes of the whole tensor; default 4M,32M,128M")
+    command.add_argument(
         "--operations",
         type=collectives.operation_list,
         default=["all_reduce", "all_gather", "reduce_scatter"],
         help="default: all_reduce,all_gather,reduce_scatter",
     )
-    it.add_argument("--dtype", choices=["f32", "f16", "bf16"], default="bf16", help="default bf16")
-    it.add_argument(
+    command.add_argument("--dtype", choices=["f32", "f16", "bf16"], default="bf16", help="default bf16")
+    command.add_argument(
         "--concurrent",
         type=concurrent_list,
         default=[1, 2],
-        help="of ours: shares of the device, a column each (default 1,2)",
+        help="of symmpool: its option of this name, one column each (default 1,2)",
     )
-    it.add_argument("--windows", action="store_true", help="in windows, NCCL's too, not in memory of torch's")
-    it.add_argument(
+    command.add_argument(
+        "--windows",
+        action="store_true",
+        help="tensors in windows, also of NCCL, not in ordinary memory of torch",
+    )
+    command.add_argument(
         "--backend",
         action="store_true",
-        help="ours is a group of the backend, and --concurrent plays no part",
+        help="measure symmpool as a backend of torch.distributed; --concurrent has no effect",
     )
-    it.add_argument("--order", type=positive, default=4096, help="of the square matrices (default 4096)")
-    it.add_argument(
-        "--times", type=factor, default=2.0, help="products take so many times the slowest collective"
+    command.add_argument(
+        "--order", type=positive, default=4096, help="rows of the square matrices (default 4096)"
     )
-    add_measuring(it, calls=[1, 10, 20])
-    it.set_defaults(device="cuda")
+    command.add_argument(
+        "--times",
+        type=factor,
+        default=2.0,
+        help="how many times longer products take than the slowest collective",
+    )
+    add_measuring(command, calls=[1, 10, 20])
+    command.set_defaults(device="cuda")
 
 
 class Ours(collectives.Ours):
-    """One that is told of others, and leaves them room on the device."""
+    """A communicator with the option `concurrent`, which limits its share of the device."""
 
     def __init__(self, name, ranks, dtype, count, pool, in_windows, concurrent):
         self.concurrent = concurrent
@@ -69,8 +80,8 @@ class Ours(collectives.Ours):
         return Communicator(self.pool, timeout=self.ranks.timeout, concurrent=self.concurrent)
 
 
-class OnBackend(collectives.Theirs):
-    """A process group of our backend."""
+class OnBackend(collectives.Distributed):
+    """symmpool as the backend of a process group."""
 
     def __init__(self, name, ranks, dtype, count, in_windows):
         import symmpool.backend  # noqa: F401
@@ -93,14 +104,14 @@ class OnBackend(collectives.Theirs):
         return {name: on_group(call) for name, call in self.functions().items()}
 
     def confirm(self):
-        # Nothing of it may have gone to NCCL.
+        # No call may have gone to NCCL.
         from symmpool.backend import backend_counts
 
         others = {
             operation: counts for operation, counts in backend_counts().items() if set(counts) != {"symmpool"}
         }
         if others:
-            raise ValueError(f"calls that ours did not serve: {others}")
+            raise ValueError(f"calls that symmpool did not serve: {others}")
 
     def close(self):
         super().close()
@@ -108,19 +119,19 @@ class OnBackend(collectives.Theirs):
 
 
 class Row(collectives.Row):
-    """What was found of one operation at one size."""
+    """The results of one operation at one size."""
 
     def __init__(self, operation, size, world):
         super().__init__(operation, size, world)
         #: Microseconds of the collective alone, by contender.
         self.alone = {}
-        #: The form that it had there.
+        #: The form of the calls in `alone`, by contender.
         self.alone_forms = {}
-        #: Products in a step.
+        #: The number of products in a step.
         self.products = 0
 
     def cost(self, name):
-        """Microseconds of a step beyond its products; None where it is not known."""
+        """Microseconds of a step beyond those of its products; None if either is missing."""
         step, least = self.microseconds(name), self.microseconds(PRODUCTS)
         return step - least if step and least else None
 
@@ -145,7 +156,7 @@ class Row(collectives.Row):
 
 
 class Products:
-    """Products of two square matrices, of values that keep a device as busy as those of a model."""
+    """Products of two square matrices of random values, as power, and so the clock, depends on values."""
 
     def __init__(self, ranks, order, dtype):
         torch = self.torch = ranks.torch
@@ -157,7 +168,7 @@ class Products:
             self.torch.mm(self.left, self.right, out=self.out)
 
     def microseconds(self, ranks):
-        """One of them, on the slowest rank."""
+        """Microseconds of one product on the slowest rank."""
         graph = ranks.insist(lambda: timing.capture(self.torch, lambda: self.run(1), 20))
         ranks.meet()
         form = timing.Form(timing.graph_name(20), 20, graph.replay)
@@ -165,7 +176,7 @@ class Products:
 
 
 def step_of(torch, call, products, count):
-    """A step, to be called or captured: `call` beside `count` products."""
+    """A function that runs `call` on a stream of its own while `count` products run."""
     side = torch.cuda.Stream(priority=-1)
 
     def step():
@@ -179,17 +190,19 @@ def step_of(torch, call, products, count):
     return step
 
 
-def measure(ranks, options, sides, products, operation, bytes_, told):
-    """All contenders in all rounds, of one operation at one size: alone, then beside products."""
+def measure(ranks, options, contenders, products, operation, bytes_, report_progress):
+    """Measures one operation at one size: every collective alone, and then during products."""
     row = Row(operation, bytes_, ranks.world)
 
-    def tell(what):
-        told(f"{operation}, {table.show_size(bytes_)}, {what}")
+    def progress_of(what):
+        report_progress(f"{operation}, {table.show_size(bytes_)}, {what}")
 
     def measured(running):
-        turns.measure(ranks, options, running, row, lambda case: None, tell)
+        rounds.measure(ranks, options, running, row, lambda case: None, progress_of)
 
-    alone = turns.prepared(sides, row, lambda side: collectives.prepare(ranks, options, side, row))
+    alone = rounds.prepare_all(
+        contenders, row, lambda contender: collectives.prepare(ranks, options, contender, row)
+    )
     measured(alone)
     row.alone = {name: row.microseconds(name) for name in alone}
     row.alone_forms = dict(row.forms)
@@ -199,19 +212,19 @@ def measure(ranks, options, sides, products, operation, bytes_, told):
     def forms(call):
         return timing.forms(ranks, call, bytes_, options)
 
-    def beside(name):
+    def with_products(name):
         case = alone[name][0]
         return case, forms(step_of(ranks.torch, case.call, products, row.products))
 
-    together = turns.prepared({name: name for name in alone}, row, beside)
+    together = rounds.prepare_all({name: name for name in alone}, row, with_products)
     plain = forms(lambda: products.run(row.products))
     measured({PRODUCTS: (None, plain), **together})
-    turns.confirm(ranks, sides, together, row)
+    rounds.confirm(ranks, contenders, together, row)
     return row
 
 
 def set_up(ranks, options, dtype, count):
-    """The contenders that could be set up, ours first; and why others could not, by name."""
+    """The contenders that could be set up, symmpool first, and by name the reasons why others could not."""
     pools = peers.Pools()
 
     def ours(name, concurrent):
@@ -222,15 +235,15 @@ def set_up(ranks, options, dtype, count):
     else:
         names = {"ours" if each == 1 else f"ours {each}": each for each in options.concurrent}
         plans = {name: partial(ours, name, concurrent) for name, concurrent in names.items()}
-    plans["NCCL"] = partial(collectives.Theirs, "NCCL", ranks, dtype, count)
+    plans["NCCL"] = partial(collectives.Distributed, "NCCL", ranks, dtype, count)
     if options.windows:
-        plans["NCCL window"] = partial(collectives.TheirsWindow, "NCCL window", ranks, dtype, count)
+        plans["NCCL window"] = partial(collectives.DistributedWindow, "NCCL window", ranks, dtype, count)
     found, missing = ranks.attempt_each(plans)
     return found, missing, pools
 
 
 def cells(rows, names):
-    """The table's heading and lines: of each contender the collective alone, and what it costs a step."""
+    """The table's heading and lines: for each contender the collective alone, and what it costs a step."""
     heading = ["operation", "size", PRODUCTS]
     heading += [f"{name} {what}" for name in names for what in ("alone", "cost")]
     lines = []
@@ -262,28 +275,28 @@ def run(options, arguments):
     dtype = getattr(ranks.torch, session.DTYPES[options.dtype])
     sizes = options.sizes or size_list("4M,32M,128M")
     session.require_parts(options, sizes, dtype, ranks.world)
-    sides, missing, pools = set_up(ranks, options, dtype, max(sizes) // dtype.itemsize)
+    contenders, missing, pools = set_up(ranks, options, dtype, max(sizes) // dtype.itemsize)
     products = ranks.insist(lambda: Products(ranks, options.order, dtype))
     cases = [(operation, size) for operation in options.operations for size in sizes]
     progress = session.Progress(2 * len(cases) * (options.rounds + 1), ranks.rank == 0)
     try:
-        rows = [measure(ranks, options, sides, products, *case, progress.step) for case in cases]
+        rows = [measure(ranks, options, contenders, products, *case, progress.step) for case in cases]
     finally:
         progress.close()
-    facts = session.describe("overlap", ranks, arguments, sides, missing)
+    facts = session.describe("overlap", ranks, arguments, contenders, missing)
 
-    def tell(ours, others):
-        print(f"collectives of {options.dtype} beside matrix products, {session.where(facts)}")
-        forms = session.told_forms(facts).replace("calls", "steps")
-        print(f"microseconds, slowest rank, median of rounds; cost: of a step, beyond its products{forms}\n")
-        print(table.lay_out(*cells(rows, [*ours, *others])))
+    def print_report(ours, others):
+        print(f"collectives of {options.dtype} during matrix products, {session.where(facts)}")
+        forms = session.describe_forms(facts).replace("calls", "steps")
+        print(f"microseconds, slowest rank, median of rounds; cost: a step without its products{forms}\n")
+        print(table.format_table(*cells(rows, [*ours, *others])))
         print("\n" + "\n".join(verdicts(rows, ours, others)))
-        session.tell_missing(facts, rows, lambda row: f"{row.operation} of {table.show_size(row.size)}")
+        session.print_missing(facts, rows, lambda row: f"{row.operation} of {table.show_size(row.size)}")
         session.write(options, facts, rows)
         if options.plot:
-            title = f"collectives of {options.dtype} beside matrix products, {session.devices(facts)}"
-            panels = plot.panels_by(rows, lambda row: f"{row.operation}, more than products alone")
+            title = f"collectives of {options.dtype} during matrix products, {session.devices(facts)}"
+            panels = plot.panels_by(rows, lambda row: f"{row.operation}, added to the products")
             value, axis = Row.cost, "bytes of the whole"
             plot.save(options.plot, panels, ours, others, title, facts, value, axis)
 
-    return session.end(ranks, sides, pools, rows, tell)
+    return session.end(ranks, contenders, pools, rows, print_report)

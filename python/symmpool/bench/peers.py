@@ -1,8 +1,8 @@
-"""Who is measured: ours, and what else a program would use. Each has memory of its own.
+"""The contenders of an all-reduce: symmpool, and what else a program would use. Each has its own memory.
 
-A contender sets itself up for the largest size, and gives a `Case` for any size up to that. Setting
-up is collective. One that cannot be set up on every rank is left out everywhere, and the reasons
-are kept; nobody else suffers.
+A contender is set up for the largest size, and gives a `Case` for any size up to that. Setting up is
+collective. A contender that cannot be set up on some rank is left out on all, and the reason is reported;
+the others are measured without it.
 """
 
 import os
@@ -18,9 +18,9 @@ import symmpool
 class Case:
     """One size of one contender: a call without arguments on torch's current stream."""
 
-    #: What is reduced: to be filled before a check.
+    #: The tensor that is reduced, which is filled before a check.
     input: Any
-    #: Where the result is; the input itself if the call is in place.
+    #: The tensor with the result: the input itself if the call is in place.
     output: Any
     call: Callable[[], None]
 
@@ -30,7 +30,7 @@ class Case:
 
 
 class Ranks:
-    """This process among the others, over torch.distributed."""
+    """This process as a rank of torch.distributed."""
 
     def __init__(self, torch, device, timeout):
         self.torch, self.dist, self.device, self.timeout = torch, torch.distributed, device, timeout
@@ -58,7 +58,7 @@ class Ranks:
         self.synchronize()
 
     def attempt(self, action):
-        """What `action` returns, and None; or None and why it failed on some rank, everywhere."""
+        """(What `action` returns, None); or, on every rank, (None, why it failed on some rank)."""
         value, error = None, None
         try:
             value = action()
@@ -72,7 +72,7 @@ class Ranks:
         return None, f"on {len(failed)} of {self.world} ranks; rank {rank}: {why}"
 
     def attempt_each(self, actions):
-        """By name: what each of `actions` returns, and why those failed that did on some rank."""
+        """By name: what each of `actions` returned, and why those failed that did on some rank."""
         found, missing = {}, {}
         for name, action in actions.items():
             value, why = self.attempt(action)
@@ -91,10 +91,10 @@ class Ranks:
 
 
 class Contender:
-    """One way to all-reduce. `op` is a name; `count` the largest number of elements."""
+    """One implementation of all-reduce. `op` is a name, `count` the largest number of elements."""
 
     name = ""
-    #: The largest size that is worth its time, in bytes.
+    #: The largest size that is measured, in bytes; None for no limit.
     limit = None
 
     def __init__(self, ranks, dtype, op, count):
@@ -102,17 +102,17 @@ class Contender:
         self.torch, self.dist = ranks.torch, ranks.dist
 
     def case(self, count):
-        """The first `count` elements of what was set up."""
+        """The case of the first `count` elements."""
         raise NotImplementedError
 
     def empty(self, count):
         return self.torch.empty(count, dtype=self.dtype, device=self.ranks.device)
 
     def confirm(self):
-        """Raises if calls so far did not do what they say."""
+        """Raises if a call so far has failed without an error."""
 
     def close(self):
-        """Lets go of what would be in the way when the process ends."""
+        """Releases what must not outlive the process group."""
 
     def torch_op(self):
         names = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg": "AVG"}
@@ -120,7 +120,7 @@ class Contender:
 
 
 class Pools:
-    """The pool that all of ours share, made when the first is set up."""
+    """The pool that all of symmpool's contenders share. The first one creates it."""
 
     def __init__(self):
         self.pool = None
@@ -141,7 +141,7 @@ class Pools:
 
 
 class Ours(Contender):
-    """A tensor of a pool, in place, with one of our algorithms."""
+    """symmpool, in place on a tensor of a pool, with one algorithm."""
 
     def __init__(self, ranks, dtype, op, count, pools, algorithm, scratch=None):
         super().__init__(ranks, dtype, op, count)
@@ -152,7 +152,7 @@ class Ours(Contender):
         )
         self.buffer = pool.empty(count, dtype)
         pool.commit()
-        # Not every algorithm is there on every device.
+        # Fails here if the device does not have the algorithm.
         self.comm.all_reduce(self.buffer[:1], op)
         self.comm.synchronize()
 
@@ -161,7 +161,7 @@ class Ours(Contender):
         return Case(tensor, tensor, lambda: comm.all_reduce(tensor, op))
 
     def confirm(self):
-        # On a device a call has returned before it has failed.
+        # On a device a call returns before it can fail.
         self.comm.synchronize()
 
     def close(self):
@@ -175,7 +175,7 @@ class Distributed(Contender):
         super().__init__(ranks, dtype, op, count)
         self.name = "NCCL" if ranks.on_cuda else "gloo"
         self.buffer = self.make(count)
-        # Not every type and operation is there.
+        # Fails here if the type or operation is not supported.
         self.dist.all_reduce(self.buffer[:1].zero_(), op=self.torch_op())
 
     def make(self, count):
@@ -193,7 +193,7 @@ class NcclMemory:
     """Memory that is registered with NCCL as symmetric windows."""
 
     def __init__(self, ranks):
-        # Registering needs a communicator, which the first collective makes.
+        # Registering needs a communicator, which the first collective creates.
         ranks.dist.all_reduce(ranks.torch.zeros(1, device=ranks.device))
         ranks.synchronize()
         self.cuda = ranks.torch.cuda
@@ -201,14 +201,14 @@ class NcclMemory:
         self.mem_pool = self.cuda.MemPool(self.backend.mem_allocator)
 
     def make(self, allocate):
-        """What `allocate` returns, whose memory is in windows. Collective, and called once."""
+        """What `allocate` returns, in memory that is registered. Collective; called once."""
         with self.cuda.use_mem_pool(self.mem_pool):
             made = allocate()
         self.backend.register_mem_pool(self.mem_pool, symm=True)
         return made
 
     def close(self):
-        # A communicator that ends with windows of memory that is gone complains, or worse.
+        # A communicator must not outlive the memory of its windows.
         self.backend.deregister_mem_pool(self.mem_pool)
 
 
@@ -247,7 +247,7 @@ class SymmetricMemory(Contender):
 
 
 class OneShot(SymmetricMemory):
-    """Every rank reads all the others' data; from symmetric memory into memory of torch's own."""
+    """Every rank reads the data of all others, from symmetric memory into ordinary memory."""
 
     name = "one-shot"
     limit = 16 << 20
@@ -264,7 +264,7 @@ class OneShot(SymmetricMemory):
 
 
 class TwoShot(SymmetricMemory):
-    """Every rank reduces a share and hands it out; in place in symmetric memory."""
+    """Every rank reduces a part and writes it to all others, in place in symmetric memory."""
 
     name = "two-shot"
 
@@ -275,7 +275,7 @@ class TwoShot(SymmetricMemory):
 
 
 def peers_for(on_cuda):
-    """The classes of what ours is measured beside, with the names that are theirs."""
+    """The other libraries' contenders: their names in tables, and their classes."""
     if on_cuda:
         return [
             ("NCCL", Distributed),
@@ -287,22 +287,22 @@ def peers_for(on_cuda):
 
 
 def set_up(ranks, dtype, op, count, algorithms, only=None, scratch=None):
-    """The contenders that could be set up, ours first; and why others could not, by name."""
+    """The contenders that could be set up, symmpool first, and by name the reasons why others could not."""
     pools = Pools()
     plans = [
         ("ours" if name == "auto" else f"ours {name}", Ours, (pools, name, scratch)) for name in algorithms
     ]
     plans += [(name, kind, ()) for name, kind in peers_for(ranks.on_cuda)]
-    asked = [plan for plan in plans if only is None or plan[0].split()[0] == "ours" or plan[0] in only]
+    requested = [plan for plan in plans if only is None or plan[0].split()[0] == "ours" or plan[0] in only]
     found, missing = ranks.attempt_each(
-        {name: partial(kind, ranks, dtype, op, count, *more) for name, kind, more in asked}
+        {name: partial(kind, ranks, dtype, op, count, *more) for name, kind, more in requested}
     )
     return found, missing, pools
 
 
 def environment():
-    """Settings of NCCL, torch and ours that change what is measured; of a path the last part, as its
-    folders are this machine's."""
+    """Environment variables of NCCL, torch and symmpool that change results. Of a path only the last part, as
+    its folders belong to this machine."""
     begins = ("NCCL_", "TORCH_", "SYMMPOOL_", "CUDA_", "NVSHMEM_", "OMP_")
     hidden = ("SECRET", "TORCHELASTIC")
     names = [name for name in os.environ if name.startswith(begins)]

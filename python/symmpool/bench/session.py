@@ -1,4 +1,5 @@
-"""What every benchmark does: meets, says what it runs on, reports, and leaves."""
+"""What every benchmark does: it connects the ranks, describes the machine, reports results, and
+disconnects."""
 
 import json
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import symmpool
 from symmpool.bench import peers
-from symmpool.bench.arguments import listed
+from symmpool.bench.arguments import comma_separated
 
 DTYPES = {
     "f32": "float32",
@@ -25,7 +26,7 @@ DTYPES = {
 
 
 class Progress:
-    """One line on standard error, on rank 0 of a terminal."""
+    """A progress line on standard error, on rank 0, if that is a terminal."""
 
     def __init__(self, total, shown):
         self.total, self.done, self.shown = total, 0, shown and sys.stderr.isatty()
@@ -43,7 +44,7 @@ class Progress:
 
 
 def driver_version():
-    """The NVIDIA driver's, as it says in /proc; None without one."""
+    """The version of the NVIDIA driver from /proc; None without one."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
@@ -53,14 +54,14 @@ def driver_version():
 
 
 def without_folders(argument):
-    """An argument of a command as it may be published: of paths, `--name=PATH` too, the last part."""
+    """A command's argument as it may be published: only the last part of a path, also in `--name=PATH`."""
     name, equals, value = argument.rpartition("=")
     return name + equals + os.path.basename(value.rstrip("/"))
 
 
 def facts(torch, benchmark, command, world, on_cuda=True):
-    """What figures were measured on and how: for programs with a process a device of one machine, and
-    whose `command` begins with names of this repository; folders of its arguments are left out."""
+    """On what and how results were measured, for programs with one process for each device of one machine.
+    `command` begins with names of this repository; folders in its arguments are left out."""
     cuda = torch.cuda
     nccl, devices = None, [platform.machine()] * world
     if on_cuda:
@@ -86,7 +87,7 @@ def facts(torch, benchmark, command, world, on_cuda=True):
 
 
 def describe(benchmark, ranks, arguments, contenders, missing):
-    """The facts of a benchmark of this package, with the devices of all hosts."""
+    """The facts of a benchmark of this package, with the devices of all ranks."""
     torch = ranks.torch
     command = ["python", "-m", "symmpool", "bench", *map(without_folders, arguments)]
     device = torch.cuda.get_device_name(ranks.device) if ranks.on_cuda else platform.machine()
@@ -98,8 +99,8 @@ def describe(benchmark, ranks, arguments, contenders, missing):
     }
 
 
-def require_place(path):
-    """Ends the program where a file cannot be written, before hours are spent on what is to be in it."""
+def require_writable(path):
+    """Raises SystemExit if a file cannot be written, before hours are spent on its contents."""
     if not path.parent.is_dir():
         raise SystemExit(f"{path}: there is no folder {path.parent}")
     if path.is_dir():
@@ -109,7 +110,7 @@ def require_place(path):
 
 
 def connect(options):
-    """torch.distributed, and this process in it."""
+    """Initializes torch.distributed, and returns this process's ranks and device."""
     try:
         import torch
         import torch.distributed
@@ -135,23 +136,25 @@ def connect(options):
 
 
 def require_parts(options, sizes, dtype, world):
-    """Ends the program where a size leaves a rank no whole elements."""
+    """Raises SystemExit if a size does not divide into whole elements for each rank."""
     unit = dtype.itemsize * world
     if any(size % unit for size in sizes):
-        raise SystemExit(f"sizes must be parts of whole {options.dtype} for {world} ranks: times {unit}")
+        raise SystemExit(
+            f"sizes must be multiples of {unit} bytes: {options.dtype} for each of {world} ranks"
+        )
 
 
-def asked_peers(options):
-    """The names given with --peers, none of them for "none"; None where all are meant."""
+def requested_peers(options):
+    """The names given with --peers, an empty list for "none"; None if the option is not given."""
     if options.peers is None:
         return None
     if options.peers == "none":
         return []
-    return listed(options.peers)
+    return comma_separated(options.peers)
 
 
 def devices(facts):
-    """How many of which, for a title."""
+    """Number and names of devices, for a title."""
     return f"{facts['world']} x {', '.join(sorted(set(facts['devices'])))}"
 
 
@@ -162,13 +165,13 @@ def where(facts):
     return f"{facts['world']} ranks on {devices}; torch {facts['torch']}{nccl}"
 
 
-def told_forms(facts):
-    """What a heading says of the figures in brackets; nothing on the CPU, where there are none."""
-    return "; in brackets: calls a graph, each one's best" if facts["nccl"] else ""
+def describe_forms(facts):
+    """A heading's words about the figures in brackets; empty on the CPU, where there are none."""
+    return "; in brackets: calls in a graph, the best for each contender" if facts["nccl"] else ""
 
 
-def tell_missing(facts, rows, which):
-    """Prints who was not measured, everywhere or in a row, which `which` names, and why."""
+def print_missing(facts, rows, which):
+    """Prints which contenders were not measured, at all or in a row, and why. `which` describes a row."""
     for name, why in facts["missing"].items():
         print(f"\nmissing: {name}: {why}")
     for row in rows:
@@ -177,9 +180,9 @@ def tell_missing(facts, rows, which):
 
 
 def write(options, facts, rows):
-    """All figures, where --json asks for them."""
+    """Writes all figures to the file that --json names."""
     if options.json:
-        # As plain text: sizes are numbers, paths are not.
+        # Paths are written as text.
         given = {key: value for key, value in vars(options).items() if key not in ("json", "plot")}
         if given.get("matrix"):
             given["matrix"] = given["matrix"].name
@@ -188,8 +191,8 @@ def write(options, facts, rows):
 
 
 def end(ranks, contenders, pools, rows, report):
-    """Reports on rank 0, with the names of ours and of the others, and lets go of everything.
-    Returns the exit status: 1 where ours was wrong, or was not there, or a file was not written."""
+    """Calls `report` on rank 0 with the names of symmpool's contenders and of the others, and releases
+    everything. Returns the exit status: 1 if symmpool was wrong or missing, or a file was not written."""
     ours = [name for name in contenders if name.split()[0] == "ours"]
     others = [name for name in contenders if name not in ours]
     unwritten = False
@@ -197,7 +200,7 @@ def end(ranks, contenders, pools, rows, report):
         try:
             report(ours, others)
         except OSError as error:
-            # The others wait for this rank, which has to leave as they do.
+            # The other ranks wait for this one, so it goes on to the end.
             print(f"not everything was written: {error}", file=sys.stderr)
             unwritten = True
     ranks.meet()

@@ -1,4 +1,4 @@
-"""Sizes and figures as people read them, and what a run found: as a table and as JSON."""
+"""Sizes and figures for people, and the results of a run as a table and as JSON."""
 
 import re
 from statistics import median
@@ -12,10 +12,10 @@ def parse_size(text):
     """Bytes of "4096", "16K", "1.5M", "2GiB"; units are powers of 1024."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if not found:
-        raise ValueError(f"{text!r} is no size; write 4096, 16K, 1M or 2G")
+        raise ValueError(f"{text!r} is not a size; write 4096, 16K, 1M or 2G")
     size = float(found[1]) * UNITS[found[2].upper()]
     if size < 1 or size != int(size):
-        raise ValueError(f"{text!r} is no whole number of bytes above 0")
+        raise ValueError(f"{text!r} is not a whole number of bytes above 0")
     return int(size)
 
 
@@ -42,43 +42,43 @@ def show_size(size):
 
 
 def bus_bandwidth(size, world, microseconds):
-    """GB/s that an all-reduce of `size` bytes moves over each rank's links, as nccl-tests has it."""
+    """Bus bandwidth in GB/s of an all-reduce of `size` bytes, as nccl-tests defines it."""
     return 2 * (world - 1) / world * size / microseconds / 1e3
 
 
 class Row:
-    """What was found for one size."""
+    """The results of one size."""
 
     def __init__(self, size, world):
         self.size = size
         self.world = world
-        #: Microseconds a call in each round, the slowest rank's, by contender.
+        #: Microseconds per call of the slowest rank in each round, by contender.
         self.rounds = {}
-        #: The form that these calls had, by contender: its best in the trial.
+        #: The form of these calls, by contender: the fastest in the trial.
         self.forms = {}
-        #: Microseconds a call in each form that was tried, by contender.
+        #: Microseconds per call in each form that was tried, by contender.
         self.tried = {}
-        #: Microseconds of host time a call, and until it was done, by contender.
+        #: Microseconds of host time per call, and until it was done, by contender.
         self.eager = {}
         #: Why a contender has no figure for this size.
         self.missing = {}
 
     def microseconds(self, name):
-        """The median over rounds; None where there is none."""
+        """The median over rounds; None if it was not measured."""
         rounds = self.rounds.get(name)
         return median(rounds) if rounds else None
 
     def best(self, names):
-        """The fastest of `names` and its time; (None, None) where none has one."""
+        """The fastest of `names` and its time; (None, None) if none was measured."""
         timed = [(self.microseconds(name), name) for name in names if self.rounds.get(name)]
         return min(timed)[::-1] if timed else (None, None)
 
     def shown(self, name):
-        """The time as tables have it, with the form that it was measured in."""
+        """The time as in a table, with the form in which it was measured."""
         return with_form(self.microseconds(name), self.forms.get(name))
 
     def figures(self, more):
-        """What the report has of each contender with a time: `more` gives what is not of every row."""
+        """The JSON of each contender that was measured. `more` adds the entries of this kind of row."""
         found = {}
         for name, rounds in self.rounds.items():
             if rounds:
@@ -125,7 +125,7 @@ def cells(rows, ours, peers):
 
 
 def eager_cells(rows, names):
-    """Host time a call and time until done, by contender."""
+    """Host time per call and time until it is done, by contender."""
     heading = ["size", *names]
     lines = []
     for row in rows:
@@ -135,8 +135,8 @@ def eager_cells(rows, names):
     return heading, lines
 
 
-def lay_out(heading, lines):
-    """Columns side by side, figures to the right."""
+def format_table(heading, lines):
+    """The table as text, with columns aligned to the right."""
     widths = [max(len(line[at]) for line in [heading, *lines]) for at in range(len(heading))]
 
     def line(texts):

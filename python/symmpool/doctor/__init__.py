@@ -1,4 +1,4 @@
-"""`python -m symmpool doctor`: what this machine has, and what will work on it."""
+"""`python -m symmpool doctor`: what this machine has, and what works on it."""
 
 from symmpool.doctor.cli import main
 

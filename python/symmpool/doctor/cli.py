@@ -1,4 +1,4 @@
-"""The command, and its table."""
+"""The command line, and the report as a table."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import sys
 import textwrap
 from typing import Any
 
-from symmpool.doctor import facts as fact_finding
+from symmpool.doctor import facts as machine_facts
 from symmpool.doctor.verdicts import Verdict, judge
 
-MARKS = {True: "yes", None: "partly", False: "no"}
+WORDS = {True: "yes", None: "partly", False: "no"}
 WIDTH = 100
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 where at least pools in host memory work, else 1."""
+    """Returns the exit status: 0 if at least pools in host memory work, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m symmpool doctor",
         description="What this machine has, what will work on it, what will not, and why.",
     )
     parser.add_argument("--json", action="store_true", help="print facts and verdicts as JSON")
     parser.add_argument("--no-torch", action="store_true", help="do not import torch")
-    given = parser.parse_args(arguments)
-    facts = fact_finding.collect(with_torch=not given.no_torch)
+    options = parser.parse_args(arguments)
+    facts = machine_facts.collect(with_torch=not options.no_torch)
     verdicts = judge(facts)
-    if given.json:
+    if options.json:
         whole = {"facts": facts, "verdicts": [verdict.as_dict() for verdict in verdicts]}
         print(json.dumps(whole, indent=2))
     else:
@@ -39,7 +39,7 @@ def report(facts: dict[str, Any], verdicts: list[Verdict]) -> list[str]:
     lines += table(rows(facts)) + [""]
     lines += matrix(facts["cuda"])
     lines += ["What will work:", ""]
-    lines += table([(verdict.what, MARKS[verdict.works], verdict.why) for verdict in verdicts])
+    lines += table([(verdict.what, WORDS[verdict.works], verdict.why) for verdict in verdicts])
     return lines
 
 
@@ -66,8 +66,8 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         driver = f"driver for CUDA {device['driver'] // 1000}.{device['driver'] % 1000 // 10}"
         handles = [word for word, has in (("POSIX", device["posix_fd"]),) if has]
         handles.append(f"FABRIC {device['fabric_why']}")
-        room = f"{size(device['free_bytes'])} of {size(device['total_bytes'])} free"
-        found.append((name, f"{device['name']}, {room}, {driver}"))
+        free = f"{size(device['free_bytes'])} of {size(device['total_bytes'])} free"
+        found.append((name, f"{device['name']}, {free}, {driver}"))
         found.append(("", f"handles: {', '.join(handles)}"))
     if not facts["cuda"]["devices"]:
         found.append(("CUDA", facts["cuda"]["error"] or "no device"))
@@ -75,16 +75,16 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     version = compiler["error"] or ".".join(map(str, compiler["version"]))
     found.append(("NVRTC", version if compiler["error"] else f"{version}, {compiler['place']}"))
     cache = facts["kernel_cache"]
-    kept = cache["place"] or "not kept"
-    kept = f"{kept} ({cache['error']})" if cache["error"] else kept
-    found.append(("compiled kernels", kept))
+    stored = cache["place"] or "not kept"
+    stored = f"{stored} ({cache['error']})" if cache["error"] else stored
+    found.append(("compiled kernels", stored))
     if nccl["version"] is None:
         found.append(("NCCL", nccl["error"]))
     else:
         found.append(("NCCL", f"{'.'.join(map(str, nccl['version']))}, {nccl['place']}"))
-    said = {name: text for name, text in facts["launcher"].items() if name != "executable"}
-    if said:
-        found.append(("environment", ", ".join(f"{name}={text}" for name, text in said.items())))
+    variables = {name: text for name, text in facts["launcher"].items() if name != "executable"}
+    if variables:
+        found.append(("environment", ", ".join(f"{name}={text}" for name, text in variables.items())))
     return found
 
 
@@ -99,7 +99,7 @@ def matrix(cuda: dict[str, Any]) -> list[str]:
 
 
 def brief(text: str) -> str:
-    """A message without the list of all that was tried, which is in the JSON."""
+    """A message without the list of libraries that were tried; the JSON has it."""
     text = text.removeprefix("symmpool: ")
     head, tried, rest = text.partition("; tried")
     if not tried:
@@ -109,7 +109,7 @@ def brief(text: str) -> str:
 
 
 def table(found: list[tuple[str, ...]]) -> list[str]:
-    """Columns; the last one runs over several lines where it is long."""
+    """Lines with aligned columns. The last column is wrapped if it is long."""
     widths = [max(len(row[at]) for row in found) for at in range(len(found[0]) - 1)]
     left = sum(widths) + 2 * len(widths)
     lines = []

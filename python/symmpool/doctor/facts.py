@@ -1,4 +1,4 @@
-"""What this machine has. Nothing here raises: what cannot be found out is told as such."""
+"""What this machine has. Nothing here raises: an error is a value of the report."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-#: Address space of one rank unless a pool says otherwise, in bytes.
+#: A pool's default stride: the address space of one rank, in bytes.
 STRIDE = 1 << 40
 
 
 def collect(with_torch: bool = True) -> dict[str, Any]:
-    """All facts, as plain values. torch is imported if it is there, because the libraries that it
-    brings are what kernels and windows would use."""
+    """All facts as values for JSON. torch is imported if it is installed, because kernels and windows use
+    the libraries that it loads."""
     torch = torch_facts() if with_torch else {"version": None, "error": "not asked for"}
     from symmpool import _symmpool
 
@@ -68,7 +68,7 @@ def _number_in(path: str) -> int | None:
 
 
 def memory_facts() -> dict[str, Any]:
-    """Shared memory is anonymous (memfd), so /dev/shm and its size do not matter; limits do."""
+    """Limits of memory. Shared memory is anonymous (memfd), so the size of /dev/shm does not matter."""
     available = None
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -137,7 +137,7 @@ def torch_facts() -> dict[str, Any]:
 
 
 def allocator_facts(torch: Any) -> dict[str, Any]:
-    """What torch offers to whoever allocates in its place."""
+    """What torch offers to allocators that replace its own."""
     from symmpool.memory import install
 
     cuda = torch.cuda
@@ -148,9 +148,9 @@ def allocator_facts(torch: Any) -> dict[str, Any]:
         "install_error": None,
     }
     try:
-        # As the environment says; no device is touched.
+        # torch reads this from the environment, without initializing a device.
         found["backend"] = cuda.get_allocator_backend()
-    except Exception as error:  # a torch without CUDA raises what it likes
+    except Exception as error:  # a torch without CUDA may raise any exception
         found["install_error"] = f"{type(error).__name__}: {error}"
     try:
         install._throw(torch)
@@ -160,7 +160,7 @@ def allocator_facts(torch: Any) -> dict[str, Any]:
 
 
 def triton_facts() -> dict[str, Any]:
-    """Triton is not imported: it looks for compilers and devices when it is."""
+    """The version of Triton, without importing it, which would search for compilers and devices."""
     for name in ("triton", "pytorch-triton", "triton-rocm"):
         try:
             return {"version": importlib.metadata.version(name), "error": None}
@@ -170,8 +170,8 @@ def triton_facts() -> dict[str, Any]:
 
 
 def nccl_facts() -> dict[str, Any]:
-    """The NCCL that this process has loaded, which is the only one whose communicators count; or one
-    that it could load."""
+    """The NCCL that this process has loaded, as windows are registered with its communicators; or the one
+    that it would load."""
     loaded = sorted(
         {
             line.split()[-1]
@@ -187,7 +187,7 @@ def nccl_facts() -> dict[str, Any]:
             continue
         number = ctypes.c_int()
         if library.ncclGetVersion(ctypes.byref(number)) != 0:
-            return {"version": None, "error": f"{name} does not tell its version"}
+            return {"version": None, "error": f"{name} does not report its version"}
         code = number.value
         return {
             "version": [code // 10000, code // 100 % 100, code % 100],
@@ -200,9 +200,9 @@ def nccl_facts() -> dict[str, Any]:
 
 
 def cache_facts(folder: str | None) -> dict[str, Any]:
-    """Where compiled kernels are kept, and whether they can be."""
+    """Where compiled kernels are stored on disk, or why they are not."""
     if folder is None:
-        return {"place": None, "error": "SYMMPOOL_CACHE_DIR is empty, or there is no home"}
+        return {"place": None, "error": "SYMMPOOL_CACHE_DIR is empty, or there is no home directory"}
     place = Path(folder)
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -210,11 +210,11 @@ def cache_facts(folder: str | None) -> dict[str, Any]:
         return {"place": folder, "error": f"{place} cannot be written to"}
     status = place.stat()
     if place == Path(folder) and (status.st_uid != os.getuid() or status.st_mode & 0o022):
-        return {"place": folder, "error": "it is not the user's own, or others may write to it"}
+        return {"place": folder, "error": "it belongs to another user, or others may write to it"}
     return {"place": folder, "error": None}
 
 
-#: Variables of launchers, and ours that may be shown.
+#: Variables of launchers, and those of symmpool that are no secret.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SHOWN = (
     "SYMMPOOL_PORT",
@@ -226,20 +226,20 @@ SHOWN = (
     "SYMMPOOL_READY",
     "SYMMPOOL_SHARED_DEVICE",
 )
-#: The most ranks of a group.
-MOST_RANKS = 1 << 16
+#: The largest number of ranks in a group.
+MAX_RANKS = 1 << 16
 
 
 def launcher_facts() -> dict[str, Any]:
-    """What a launcher has said to this process."""
+    """Variables that a launcher has set for this process."""
     found = {name: os.environ[name] for name in (*LAUNCHER, *SHOWN) if name in os.environ}
     found["executable"] = sys.executable
     return found
 
 
 def variable_facts() -> dict[str, Any]:
-    """Variables that are set and make no sense, and why; and those with our prefix that nobody reads. A
-    secret is not shown."""
+    """Variables with a wrong value, and what was expected; and variables with symmpool's prefix that do not
+    exist. A secret is not shown."""
     from symmpool import _symmpool
     from symmpool.communicators import sm_budget
 
@@ -250,16 +250,16 @@ def variable_facts() -> dict[str, Any]:
         "SYMMPOOL_NVRTC": (lambda path: not path or os.path.isfile(path), "an NVRTC library"),
         "SYMMPOOL_CACHE_DIR": (lambda path: os.path.isdir(path) or not os.path.exists(path), "a folder"),
         "SYMMPOOL_PORT": (_number(1, 65535), "a port from 1 to 65535"),
-        "SYMMPOOL_CONCURRENT": (lambda said: not said or sm_budget.is_count(said), "1 to 16"),
-        "SYMMPOOL_READY": (_are_reductions, "none, or types, each with a colon and an operation or without"),
+        "SYMMPOOL_CONCURRENT": (lambda value: not value or sm_budget.is_count(value), "1 to 16"),
+        "SYMMPOOL_READY": (_are_reductions, "none, or a list of types or type:operation"),
         "SYMMPOOL_SHARED_DEVICE": (_one_of(("0", "1")), "1, or 0"),
         "MASTER_ADDR": (lambda host: bool(host.strip()), "the machine of rank 0"),
         "MASTER_PORT": (_number(1, 65535), "a port from 1 to 65535"),
         "LOCAL_RANK": (_number(0, (1 << 32) - 1), "a rank"),
-        "WORLD_SIZE": (_number(1, MOST_RANKS), f"1 to {MOST_RANKS}"),
+        "WORLD_SIZE": (_number(1, MAX_RANKS), f"1 to {MAX_RANKS}"),
     }
     world = os.environ.get("WORLD_SIZE", "")
-    ranks = int(world) if expected["WORLD_SIZE"][0](world) else MOST_RANKS
+    ranks = int(world) if expected["WORLD_SIZE"][0](world) else MAX_RANKS
     expected["RANK"] = (_number(0, ranks - 1), f"a rank from 0 to {ranks - 1}")
     wrong = {
         name: f"{os.environ[name]!r}: expected {what}"
@@ -271,22 +271,22 @@ def variable_facts() -> dict[str, Any]:
     return {"wrong": wrong, "unknown": [name for name in ours if name not in known]}
 
 
-#: What devices reduce, by the names that SYMMPOOL_READY has.
+#: Types and operations that devices reduce, as SYMMPOOL_READY names them.
 REDUCED = "f32 f64 f16 bf16 i32 i64 u8 i8 f8e4m3 f8e5m2".split()
 OPERATIONS = "sum prod min max avg".split()
 
 
-def _are_reductions(said: str) -> bool:
+def _are_reductions(value: str) -> bool:
     def is_one(part: str) -> bool:
         dtype, colon, operation = part.partition(":")
         return dtype.strip() in REDUCED and (not colon or operation.strip() in OPERATIONS)
 
-    parts = [part.strip() for part in said.split(",") if part.strip()]
-    return said.strip() == "none" or all(is_one(part) for part in parts)
+    parts = [part.strip() for part in value.split(",") if part.strip()]
+    return value.strip() == "none" or all(is_one(part) for part in parts)
 
 
 def _one_of(names: Any) -> Callable[[str], bool]:
-    # Empty is as good as not set.
+    # An empty variable counts as not set.
     return lambda value: not value or value in names
 
 

@@ -1,4 +1,4 @@
-"""What will work on a machine with such facts, and what will not, and why."""
+"""What works on a machine with these facts, what does not, and why."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 NCCL_WINDOWS, NCCL_PARTS = [2, 27, 0], [2, 30, 3]
 #: The oldest CUDA driver.
 CUDA = 12040
-#: Fewer open files than this are few: a pool holds one for every segment of every rank.
+#: A warning is given below this limit of open files: a pool needs one for every segment of every rank.
 FILES = 1024
 
 
 @dataclass
 class Verdict:
-    """One thing that a program may want."""
+    """A feature, and whether it works."""
 
     what: str
-    #: Whether it works; None where it works with a warning.
+    #: Whether it works; None if it works with a warning.
     works: bool | None
     why: str
 
@@ -27,7 +27,7 @@ class Verdict:
 
 
 def judge(facts: dict[str, Any]) -> list[Verdict]:
-    """In the order in which a reader asks."""
+    """All verdicts, in the order of the report."""
     found = [host(facts), *limits(facts)]
     found += [devices(facts), links(facts), across(facts), kernels(facts)]
     found += [tensors(facts), scopes(facts), install(facts), backend(facts), windows(facts)]
@@ -137,8 +137,8 @@ def tensors(facts: dict[str, Any]) -> Verdict:
     return Verdict(what, True, f"torch {torch['version']}")
 
 
-def _allocates(facts: dict[str, Any], what: str) -> Verdict | None:
-    """Why nobody can allocate in torch's place; None where somebody can."""
+def _cannot_allocate(facts: dict[str, Any], what: str) -> Verdict | None:
+    """Why torch's allocator cannot be replaced; None if it can."""
     torch = facts["torch"]
     if torch["version"] is None:
         return Verdict(what, False, torch["error"])
@@ -151,7 +151,7 @@ def _allocates(facts: dict[str, Any], what: str) -> Verdict | None:
 
 def scopes(facts: dict[str, Any]) -> Verdict:
     what = "torch's allocations in a pool (with pool:)"
-    refused = _allocates(facts, what)
+    refused = _cannot_allocate(facts, what)
     if refused is not None:
         return refused
     torch, allocator = facts["torch"], facts["torch"]["allocator"]
@@ -165,7 +165,7 @@ def scopes(facts: dict[str, Any]) -> Verdict:
 
 def install(facts: dict[str, Any]) -> Verdict:
     what = "all of torch's CUDA memory (symmpool.install())"
-    refused = _allocates(facts, what)
+    refused = _cannot_allocate(facts, what)
     if refused is not None:
         return refused
     allocator = facts["torch"]["allocator"]
@@ -187,22 +187,22 @@ def triton(facts: dict[str, Any]) -> Verdict:
 
 
 def variables(facts: dict[str, Any]) -> list[Verdict]:
-    """One for each that is set and makes no sense."""
-    said = facts["variables"]
-    found = [Verdict(f"variable {name}", False, why) for name, why in said["wrong"].items()]
-    why = "nobody reads it; is another meant?"
-    return found + [Verdict(f"variable {name}", None, why) for name in said["unknown"]]
+    """A verdict for each variable that is wrong or unknown."""
+    variables = facts["variables"]
+    found = [Verdict(f"variable {name}", False, why) for name, why in variables["wrong"].items()]
+    why = "there is no such variable; is another one meant?"
+    return found + [Verdict(f"variable {name}", None, why) for name in variables["unknown"]]
 
 
 def backend(facts: dict[str, Any]) -> Verdict:
     what = "backend of torch.distributed"
     torch = facts["torch"]
     if torch["version"] is None or not torch["distributed"]:
-        return Verdict(what, False, "torch.distributed is not there")
-    beside = [name for name in ("nccl", "gloo") if torch[name]]
-    if not beside:
-        return Verdict(what, None, "nothing beside it for what it does not serve")
-    return Verdict(what, True, f"beside {' and '.join(beside)}")
+        return Verdict(what, False, "torch.distributed is not available")
+    fallbacks = [name for name in ("nccl", "gloo") if torch[name]]
+    if not fallbacks:
+        return Verdict(what, None, "no fallback backend (NCCL or gloo) for calls that it does not serve")
+    return Verdict(what, True, f"fallback backends: {', '.join(fallbacks)}")
 
 
 def windows(facts: dict[str, Any]) -> Verdict:
@@ -212,7 +212,7 @@ def windows(facts: dict[str, Any]) -> Verdict:
         return Verdict(what, False, f"no NCCL: {nccl['error']}")
     version = ".".join(map(str, nccl["version"]))
     if nccl["version"] < NCCL_WINDOWS or not nccl["windows"]:
-        return Verdict(what, False, f"NCCL {version}; 2.27 is the first with them")
+        return Verdict(what, False, f"NCCL {version}; windows need NCCL 2.27")
     if not usable(facts):
         return Verdict(what, False, f"NCCL {version}, but no device")
     if nccl["version"] < NCCL_PARTS:

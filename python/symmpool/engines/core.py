@@ -1,4 +1,4 @@
-"""What the adapters share: a pool a group, registered with the engine's own NCCL communicator."""
+"""What the adapters share: one pool for each group, registered with the engine's NCCL communicator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from symmpool.groups import process_groups
 
 
 class RawCommunicator:
-    """An NCCL communicator that is known by its address, where a process group is expected."""
+    """An NCCL communicator, known by its address, in the form of a process group."""
 
     def __init__(self, address: int):
         self._address = address
@@ -35,32 +35,32 @@ class EnginePool:
             raise UnsupportedError(
                 "this build of symmpool has no scopes for torch's allocations; use pool.empty()"
             )
-        # NCCL before 2.30.3 wants one handle a window.
-        self.pool = symmpool.Pool(_meeting(group), device, window_policy="per-segment")
+        # NCCL before 2.30.3 accepts only windows of one handle.
+        self.pool = symmpool.Pool(_group_of(group), device, window_policy="per-segment")
         self.address = address
         self._registered = False
 
     def register(self) -> None:
-        """Windows of now and later become NCCL's. Collective."""
+        """Registers present and future windows with NCCL. Collective."""
         if not self._registered:
             self.pool.register_nccl(RawCommunicator(self.address))
             self._registered = True
 
     def mem_pool(self) -> Any:
-        """The torch.cuda.MemPool behind it."""
+        """The torch.cuda.MemPool of the pool."""
         return self.pool._scope().mempool
 
     def holds(self, tensor: Any) -> bool:
         return self.pool.owns(tensor.untyped_storage().data_ptr())
 
 
-def _meeting(group: Any) -> Any:
-    """Where a group's ranks meet. Engines have groups of their own that are none of torch's, and some
-    of torch's that it does not list."""
+def _group_of(group: Any) -> Any:
+    """An engine's group in a form that `Pool` takes. Some groups of engines are not torch's, and some of
+    torch's are not in its list."""
     if group is None:
-        # Not the default group: its ranks may be others.
+        # The default group may have other ranks, so it is no substitute.
         raise InvalidStateError(
-            "the communicator was made without a group, so its ranks have no place to meet"
+            "the communicator was made without a group, so its ranks have no store for a rendezvous"
         )
     dist = process_groups.distributed()
     if dist is not None and isinstance(group, dist.ProcessGroup):
@@ -73,11 +73,10 @@ def _meeting(group: Any) -> Any:
 
 
 class Scope:
-    """`with` it, torch allocates in an engine's pool; it can be entered again after it was left.
+    """A context manager, in which torch allocates in an engine's pool. It can be used again.
 
-    Under capture torch's allocations go to the graph's own pool, which is set aside meanwhile; the
-    pool commits after the capture: at the next scope outside of one, or by
-    `symmpool.commit_postponed()`."""
+    During a capture torch allocates in the graph's own pool, which is suspended inside the scope. The pool
+    commits after the capture: at the next scope outside of one, or by `symmpool.commit_postponed()`."""
 
     def __init__(self, state: EnginePool, graph_pool: Any):
         self._state, self._graph_pool = state, graph_pool
@@ -89,26 +88,26 @@ class Scope:
         if not torch.cuda.is_current_stream_capturing():
             symmpool.commit_postponed()
             self._state.register()
-        self.go_on()
+        self.resume()
         return self
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
         try:
             symmpool.use_pool(self._state.pool).__exit__(kind, value, traceback)
         finally:
-            self._resume()
+            self._resume_graph_pool()
 
     def pause(self) -> None:
-        """Allocations go where they went before, until `go_on`. There is no commit, so a rank may do
-        this alone."""
+        """Sends allocations to where they went before the scope, until `resume`. There is no commit, so one
+        rank may do this alone."""
         pool = self._state.pool
         try:
             pool._scope().leave(pool, None, None, False)
         finally:
-            self._resume()
+            self._resume_graph_pool()
 
-    def go_on(self) -> None:
-        """Allocations go to the pool."""
+    def resume(self) -> None:
+        """Sends allocations to the pool."""
         import torch
 
         if torch.cuda.is_current_stream_capturing():
@@ -122,10 +121,10 @@ class Scope:
         try:
             symmpool.use_pool(self._state.pool).__enter__()
         except BaseException:
-            self._resume()
+            self._resume_graph_pool()
             raise
 
-    def _resume(self) -> None:
+    def _resume_graph_pool(self) -> None:
         import torch
 
         paused, self._paused = self._paused, None
@@ -140,14 +139,14 @@ def address_of(communicator: Any) -> int:
 
 
 def identity_of(communicator: Any) -> tuple[int, bytes]:
-    """What tells an engine's communicators apart: an address comes back once one was destroyed."""
+    """The identity of an engine's communicator. An address alone can be reused after one was destroyed."""
     unique = getattr(getattr(communicator, "unique_id", None), "internal", b"")
     return address_of(communicator.comm), bytes(unique)
 
 
-def is_asked(module: str, variable: str) -> bool:
-    """Whether a variable of the environment is set, as an engine's own module of them says, if it is
-    there."""
+def is_enabled(module: str, variable: str) -> bool:
+    """Whether a variable of the environment is set. If the engine's own module of variables is imported, its
+    value counts."""
     found = sys.modules.get(module)
     if hasattr(found, variable):
         return bool(getattr(found, variable))
@@ -162,10 +161,10 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def put_in_place_of(name: str, module: Any) -> None:
-    """Makes importing `name` give `module`, and has modules of the engine that imported names of it
-    before use ours: what engines start in each of their processes comes after that. Raises
-    InvalidStateError where the engine's own has made a pool."""
+def replace_module(name: str, module: Any) -> None:
+    """Makes `import name` give `module`, also in the engine's modules that have imported names from it
+    already, as plugins are called after these imports. Raises InvalidStateError if the engine's own module
+    has made a pool."""
     found = sys.modules.get(name)
     if found is not None and found is not module:
         if getattr(found, "_mem_pool", None) is not None:
@@ -180,13 +179,13 @@ def put_in_place_of(name: str, module: Any) -> None:
 
 
 def _rebind(name: str, found: Any, module: Any) -> None:
-    """Has the engine's modules that hold what `found` has hold what `module` has."""
-    theirs = {key: getattr(found, key) for key in module.__all__ if hasattr(found, key)}
+    """Replaces names that the engine's modules have imported from `found` by those of `module`."""
+    replaced = {key: getattr(found, key) for key in module.__all__ if hasattr(found, key)}
     package = name.partition(".")[0]
     for each, loaded in list(sys.modules.items()):
         if each == name or each.partition(".")[0] != package:
             continue
         held = vars(loaded) if isinstance(loaded, types.ModuleType) else {}
-        for key, own in theirs.items():
+        for key, own in replaced.items():
             if held.get(key) is own:
                 setattr(loaded, key, getattr(module, key))

@@ -1,4 +1,4 @@
-"""An all-reduce in the shape of the `CustomAllreduce` that vLLM and SGLang have."""
+"""A class with the interface of the `CustomAllreduce` of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _DTYPES = "float32 float64 float16 bfloat16 int32 int64 uint8 int8 float8_e4m3fn
 
 
 class CustomAllreduce:
-    """Sums between the ranks of a process group, out of place; gathers, and parts of sums.
+    """All-reduce, all-gather and reduce-scatter between the ranks of a process group, out of place.
 
-    Making one is collective. Where a rank cannot take part, `disabled` is true on every rank and
-    nothing is served. `max_size` is the largest input of a sum in bytes, and the others are those of
-    the rest. Calls can be captured from the first on; there are no buffers to be registered, so
-    `capture` has little to do. What the engines' own do by multicast, this does not."""
+    Construction is collective. If a rank cannot take part, `disabled` is true on every rank and no call is
+    served. `max_size` is the largest input of an all-reduce in bytes; the other limits are those of the other
+    collectives. Calls can be captured from the first on; there are no buffers to be registered, so `capture`
+    has little to do. NVLink multicast is not used."""
 
-    # Engines look at these: whether they want sums that do not depend on the sizes of inputs, and what
-    # there is of multicast.
+    # Engines read these: whether sums must not depend on the sizes of inputs, and the state of multicast,
+    # which is not used.
     batch_invariant = False
     mnnvl_only = False
     mnnvl_multicast_ptr = 0
@@ -49,7 +49,7 @@ class CustomAllreduce:
     ):
         self.disabled = self.original_disabled = True
         self.fully_connected = self.full_nvlink = False
-        self.batch_invariant = core.is_asked("vllm.envs", "VLLM_BATCH_INVARIANT")
+        self.batch_invariant = core.is_enabled("vllm.envs", "VLLM_BATCH_INVARIANT")
         self.group = group
         self.max_size = max_size
         self.max_all_gather_size = max_all_gather_size
@@ -66,9 +66,9 @@ class CustomAllreduce:
             self._comm = Communicator(pool, timeout=timeout)
         except Error as error:
             why = str(error)
-        # Where one failed at once the others come from waiting for it.
-        making = "the making of a CustomAllreduce"
-        refusals = agreement.agree(group, "custom_allreduce", why, 2 * timeout, making)
+        # If one rank failed at once, the others may have waited for it until the timeout.
+        what = "the construction of a CustomAllreduce"
+        refusals = agreement.agree(group, "custom_allreduce", why, 2 * timeout, what)
         if refusals:
             self._comm = None
             if refusals.get(0) is not None or why is not None:
@@ -79,12 +79,12 @@ class CustomAllreduce:
         self._torch = torch
         self._dtypes = {getattr(torch, each) for each in _DTYPES if hasattr(torch, each)}
         self.disabled = self.original_disabled = self.world_size == 1
-        # Every rank reaches the memory of every other, or there would be no communicator.
+        # There is a communicator only if every rank can access the memory of every other.
         self.fully_connected = self.full_nvlink = not self.disabled
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        """Around the capture of graphs."""
+        """A context manager for the capture of graphs."""
         self._IS_CAPTURING = True
         try:
             yield
@@ -92,8 +92,8 @@ class CustomAllreduce:
             self._IS_CAPTURING = False
 
     def should_custom_ar(self, inp: Any) -> bool:
-        """Whether an input is served: by its type and size, which are the same on every rank. By no
-        size where sums must not depend on how much is summed up at once."""
+        """Whether an input is served. This depends on its type and size, which are the same on every rank.
+        There is no limit of size if sums must not depend on the sizes of inputs."""
         size = inp.numel() * inp.element_size()
         return (
             not self.disabled
@@ -117,16 +117,15 @@ class CustomAllreduce:
         return out
 
     def custom_all_reduce(self, input: Any) -> Any:
-        """The sum, or None where the input is not served."""
+        """The sum, or None if the input is not served."""
         return self.all_reduce(input) if self.should_custom_ar(input) else None
 
     def should_custom_all_gather(self, inp: Any) -> bool:
-        """Whether an input is gathered."""
+        """Whether an all-gather of an input is served."""
         return self._fits(inp, self.max_all_gather_size)
 
     def custom_all_gather(self, inp: Any) -> Any:
-        """Every rank's `inp`, one after the other by their first dimension, or None where the input is
-        not served."""
+        """Every rank's `inp`, concatenated along the first dimension, or None if the input is not served."""
         if not self.should_custom_all_gather(inp):
             return None
         out = inp.new_empty((inp.shape[0] * self.world_size, *inp.shape[1:]))
@@ -134,7 +133,7 @@ class CustomAllreduce:
         return out
 
     def should_custom_reduce_scatter(self, inp: Any) -> bool:
-        """Whether parts of the sum of an input are served."""
+        """Whether a reduce-scatter of an input is served."""
         return (
             self._fits(inp, self.max_reduce_scatter_size)
             and not self.batch_invariant
@@ -142,12 +141,12 @@ class CustomAllreduce:
         )
 
     def should_mnnvl_multimem_reduce_scatter(self, inp: Any) -> bool:
-        """Never."""
+        """Always false: multicast is not used."""
         return False
 
     def custom_reduce_scatter(self, inp: Any) -> Any:
-        """This rank's part, by the first dimension, of the sum of every rank's `inp`, or None where the
-        input is not served."""
+        """This rank's part, along the first dimension, of the sum of every rank's `inp`, or None if the input
+        is not served."""
         if not self.should_custom_reduce_scatter(inp):
             return None
         out = inp.new_empty((inp.shape[0] // self.world_size, *inp.shape[1:]))
@@ -170,6 +169,6 @@ class CustomAllreduce:
         """Nothing has to be checked later."""
 
     def close(self) -> None:
-        """Lets go of the memory. Nothing is served any more."""
+        """Releases the memory. No call is served afterwards."""
         self.disabled = True
         self._comm = None

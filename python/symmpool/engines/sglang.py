@@ -3,7 +3,7 @@
     import symmpool.engines.sglang
     symmpool.engines.sglang.install()   # in every process of SGLang, before it makes its groups
 
-Each group has a pool of its own, whose windows are registered with the group's own communicator.
+Each group has its own pool, whose windows are registered with the group's own communicator.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ __all__ = [
 
 logger = logging.getLogger("symmpool.engines")
 
-#: Where SGLang has its own.
+#: The modules of SGLang that are replaced.
 REPLACES = "sglang.srt.distributed.device_communicators.pynccl_allocator"
 ALL_REDUCE = "sglang.srt.distributed.device_communicators.custom_all_reduce"
 
-# By the group's name and its communicator.
+# Pools of groups, by the group's name and the identity of its communicator.
 _pools: dict[tuple[str, tuple[int, bytes]], EnginePool] = {}
-# Of what is asked for by communicator alone.
+# Pools for `allocate_symmetric_buffer`, by the identity of the communicator.
 _buffers: dict[tuple[int, bytes], EnginePool] = {}
 _graph_pool_id: list[Any] = [None]
 _active: list[Any] = [None]
-# Groups whose ranks are waited for, for who watches this process from another thread.
+# Groups whose ranks are being waited for. A watchdog thread reads this.
 _waiting: list[str] = []
-_told: set[Any] = set()
+_warned: set[Any] = set()
 
 
 def install() -> None:
-    """Puts this module in the place of SGLang's, which may be imported but must not have been used."""
-    core.put_in_place_of(REPLACES, sys.modules[__name__])
+    """Replaces SGLang's module by this one. SGLang's may be imported, but must not have been used."""
+    core.replace_module(REPLACES, sys.modules[__name__])
 
 
 def install_custom_allreduce() -> None:
-    """Has SGLang make this package's `CustomAllreduce` for groups that it makes from now on."""
+    """Makes SGLang use this package's `CustomAllreduce` for groups that it makes from now on."""
     importlib.import_module(ALL_REDUCE).dispatch_custom_allreduce = _dispatch_custom_allreduce
 
 
@@ -68,9 +68,9 @@ def _dispatch_custom_allreduce(group: Any, device: Any) -> Any:
 
 
 def is_symmetric_memory_enabled() -> bool:
-    """As SGLang was told (`enable_symm_mem`); false before it was told anything."""
+    """SGLang's option `enable_symm_mem`; false before it is set."""
     try:
-        # Since 0.5.17. What came before is retired, and raises.
+        # Since 0.5.17; the older way raises there.
         context = sys.modules.get("sglang.srt.runtime_context")
         if hasattr(context, "get_exec"):
             return bool(context.get_exec().comm.enable_symm_mem)
@@ -83,17 +83,17 @@ def is_symmetric_memory_enabled() -> bool:
 
 
 def is_tensor_in_symmetric_mempool(tensor: Any) -> bool:
-    """Whether a tensor lies in one of the pools."""
+    """Whether a tensor is in one of the pools."""
     return any(each.holds(tensor) for each in (*_pools.values(), *_buffers.values()))
 
 
 def set_graph_pool_id(graph_pool_id: Any) -> None:
-    """The pool of the graph that is about to be captured."""
+    """Sets the memory pool of the graph that is about to be captured."""
     _graph_pool_id[0] = graph_pool_id
 
 
 def get_nccl_mem_pool(group_name: str | None = None) -> Any:
-    """The torch.cuda.MemPool of a group, by its name, or of the first; None before its first
+    """The torch.cuda.MemPool of the group of that name, or of the first group; None before its first
     context."""
     for (name, _), state in _pools.items():
         if group_name is None or name == group_name:
@@ -107,14 +107,14 @@ def _state(group: Any) -> EnginePool:
         raise InvalidStateError(f"symmetric memory needs pynccl in group {name!r}")
     which = core.identity_of(group.pynccl_comm)
     if (name, which) not in _pools:
-        # The group's own for the CPU: its store is the one that is sure to be there.
-        meeting = getattr(group, "cpu_group", None) or group.device_group
-        _pools[name, which] = EnginePool(meeting, str(group.device), which[0])
+        # The CPU group always has a store.
+        process_group = getattr(group, "cpu_group", None) or group.device_group
+        _pools[name, which] = EnginePool(process_group, str(group.device), which[0])
     return _pools[name, which]
 
 
 @contextlib.contextmanager
-def _waits_for(name: str) -> Any:
+def _waiting_for(name: str) -> Any:
     _waiting.append(name)
     try:
         yield
@@ -123,13 +123,13 @@ def _waits_for(name: str) -> Any:
 
 
 def describe_registration_in_progress() -> str | None:
-    """The group whose ranks this one waits for while windows are made and registered, or None."""
+    """The groups whose ranks this process is waiting for while windows are made and registered, or None."""
     return f"group {', '.join(_waiting)}" if _waiting else None
 
 
 class SymmetricMemoryContext:
-    """`with` it, torch allocates in the group's symmetric memory. The first is collective. It can be
-    entered again after it was left."""
+    """A context manager, in which torch allocates in the group's symmetric memory. The first one of a group
+    is collective. It can be used again."""
 
     def __init__(self, group_coordinator: Any):
         self.group_coordinator = group_coordinator
@@ -138,7 +138,7 @@ class SymmetricMemoryContext:
         self._before: SymmetricMemoryContext | None = None
 
     def __enter__(self) -> SymmetricMemoryContext:
-        with _waits_for(self.group_name):
+        with _waiting_for(self.group_name):
             scope = Scope(_state(self.group_coordinator), lambda: _graph_pool_id[0])
             scope.__enter__()
         self._scope, self._before, _active[0] = scope, _active[0], self
@@ -148,7 +148,7 @@ class SymmetricMemoryContext:
         scope, self._scope = self._scope, None
         _active[0], self._before = self._before, None
         if scope is not None:
-            with _waits_for(self.group_name):
+            with _waiting_for(self.group_name):
                 scope.__exit__(kind, value, traceback)
 
 
@@ -161,8 +161,8 @@ def _innermost_first(context: Any) -> list[Any]:
 
 
 def disable_symmetric_memory_context() -> Any:
-    """Has torch allocate elsewhere, and gives the context that is active, or None. A rank may do this
-    alone: nothing is committed before the context is left."""
+    """Suspends symmetric allocations, and returns the active context, or None. One rank may do this alone,
+    because nothing is committed before the context ends."""
     saved, _active[0] = _active[0], None
     for each in _innermost_first(saved):
         each._scope.pause()
@@ -170,9 +170,9 @@ def disable_symmetric_memory_context() -> Any:
 
 
 def restore_symmetric_memory_context(saved_context: Any) -> None:
-    """Goes on with what `disable_symmetric_memory_context` gave."""
+    """Resumes the context that `disable_symmetric_memory_context` returned."""
     for each in reversed(_innermost_first(saved_context)):
-        each._scope.go_on()
+        each._scope.resume()
     if saved_context is not None:
         _active[0] = saved_context
 
@@ -185,8 +185,8 @@ def use_symmetric_memory(group_coordinator: Any, disabled: bool = False) -> Any:
 
 
 def allocate_symmetric_buffer(comm: Any, nbytes: int) -> tuple[Any, bool]:
-    """Zeroed bytes in symmetric memory of a communicator's ranks, and whether they are in a window of
-    NCCL's. Collective. Their memory returns once every rank has let go of all views."""
+    """A zeroed tensor of bytes in symmetric memory of a communicator's ranks, and whether it is in a window
+    of NCCL. Collective. Its memory is freed when every rank has released all views of it."""
     import torch
 
     which = core.identity_of(comm)
@@ -204,15 +204,15 @@ def allocate_symmetric_buffer(comm: Any, nbytes: int) -> tuple[Any, bool]:
 
 
 def _variable(name: str) -> Any:
-    """What one of SGLang's variables of the environment says."""
+    """The value of one of SGLang's environment variables."""
     from sglang.srt.environ import envs
 
     return getattr(envs, name).get()
 
 
 def debug_check_symmetric_mempool(group_coordinator: Any, tensors: dict, op_name: str) -> None:
-    """With SGLANG_DEBUG_SYMM_MEM, warns on the first rank of tensors outside of symmetric memory, once
-    for every place in the program."""
+    """With SGLANG_DEBUG_SYMM_MEM, warns on the first rank about tensors outside of symmetric memory, once for
+    every place in the program."""
     if not is_symmetric_memory_enabled() or not _variable("SGLANG_DEBUG_SYMM_MEM"):
         return
     if not group_coordinator.is_first_rank:
@@ -221,8 +221,8 @@ def debug_check_symmetric_mempool(group_coordinator: Any, tensors: dict, op_name
     if not outside:
         return
     place = tuple((frame.filename, frame.lineno) for frame in traceback.extract_stack())
-    if (op_name, *outside, place) not in _told:
-        _told.add((op_name, *outside, place))
+    if (op_name, *outside, place) not in _warned:
+        _warned.add((op_name, *outside, place))
         logger.warning(
             "symmpool: %s in group %r: not in symmetric memory: %s",
             op_name,
@@ -235,8 +235,8 @@ def debug_check_symmetric_mempool(group_coordinator: Any, tensors: dict, op_name
 def prealloc_symmetric_memory_pool(
     *, is_draft_worker: bool, enable_symm_mem: bool, device: str, forward_stream: Any
 ) -> None:
-    """Makes room in the tensor-parallel group's pool, as much as SGLANG_SYMM_MEM_PREALLOC_GB_SIZE says,
-    so that it does not grow later. Collective."""
+    """Grows the tensor-parallel group's pool to SGLANG_SYMM_MEM_PREALLOC_GB_SIZE, so that it need not grow
+    later. Collective."""
     if is_draft_worker or not enable_symm_mem:
         return
     size = int(_variable("SGLANG_SYMM_MEM_PREALLOC_GB_SIZE") * (1 << 30))
@@ -245,7 +245,7 @@ def prealloc_symmetric_memory_pool(
     import torch
     from sglang.srt.distributed.parallel_state import get_tp_group
 
-    # torch keeps what is freed for the stream that it was made on.
+    # torch reuses a freed tensor on the stream that it was allocated on.
     with (
         torch.get_device_module(device).stream(forward_stream),
         use_symmetric_memory(get_tp_group()),

@@ -3,7 +3,7 @@
     import symmpool.engines.vllm
     symmpool.engines.vllm.install()     # in every process of vLLM, before it makes its groups
 
-Tensors made in `nccl_symm_mem_context(pynccl_comm)` lie at the same offset on every rank, and their
+Tensors made in `nccl_symm_mem_context(pynccl_comm)` are at the same offset on every rank, and their
 windows are registered with that communicator in the same order on every rank.
 """
 
@@ -27,37 +27,37 @@ __all__ = [
     "set_graph_pool_id",
 ]
 
-#: Where vLLM has its own.
+#: The modules of vLLM that are replaced.
 REPLACES = "vllm.distributed.device_communicators.pynccl_allocator"
 ALL_REDUCE = "vllm.distributed.device_communicators.custom_all_reduce"
 
-# By communicator.
+# By the identity of the communicator.
 _pools: dict[tuple[int, bytes], EnginePool] = {}
 _graph_pool_id: list[Any] = [None]
 
 
 def install() -> None:
-    """Puts this module in the place of vLLM's, which may be imported but must not have been used."""
-    core.put_in_place_of(REPLACES, sys.modules[__name__])
+    """Replaces vLLM's module by this one. vLLM's may be imported, but must not have been used."""
+    core.replace_module(REPLACES, sys.modules[__name__])
 
 
 def install_custom_allreduce() -> None:
-    """Has vLLM make this package's `CustomAllreduce` for groups that it makes from now on."""
+    """Makes vLLM use this package's `CustomAllreduce` for groups that it makes from now on."""
     importlib.import_module(ALL_REDUCE).CustomAllreduce = CustomAllreduce
 
 
 def is_symmetric_memory_enabled() -> bool:
-    """As vLLM's variable VLLM_USE_NCCL_SYMM_MEM says."""
-    return core.is_asked("vllm.envs", "VLLM_USE_NCCL_SYMM_MEM")
+    """Whether vLLM's variable VLLM_USE_NCCL_SYMM_MEM is set."""
+    return core.is_enabled("vllm.envs", "VLLM_USE_NCCL_SYMM_MEM")
 
 
 def is_symmetric_memory_tensor(tensor: Any) -> bool:
-    """Whether a tensor lies in one of the pools."""
+    """Whether a tensor is in one of the pools."""
     return is_symmetric_memory_enabled() and any(each.holds(tensor) for each in _pools.values())
 
 
 def set_graph_pool_id(graph_pool_id: Any) -> None:
-    """The pool of the graph that is about to be captured."""
+    """Sets the memory pool of the graph that is about to be captured."""
     _graph_pool_id[0] = graph_pool_id
 
 
@@ -81,7 +81,8 @@ def _state(communicator: Any) -> EnginePool:
 
 
 class nccl_symm_mem_context:
-    """`with` it, torch allocates in symmetric memory. The first for a communicator is collective."""
+    """A context manager, in which torch allocates in symmetric memory. The first one of a communicator is
+    collective."""
 
     def __init__(self, pynccl_comm: Any, disabled: bool = False):
         self.disabled = bool(

@@ -38,8 +38,8 @@ def coordinator(communicator, name="tp"):
 def switch_on(environment):
     """What says in either that symmetric memory is wanted."""
     environment["VLLM_USE_NCCL_SYMM_MEM"] = "1"
-    told = types.SimpleNamespace(comm=types.SimpleNamespace(enable_symm_mem=True))
+    observed = types.SimpleNamespace(comm=types.SimpleNamespace(enable_symm_mem=True))
     context = types.ModuleType("sglang.srt.runtime_context")
-    context.get_exec = lambda: told
+    context.get_exec = lambda: observed
     sys.modules["sglang.srt.runtime_context"] = context
     core.has_cuda.cache_clear()

@@ -3,13 +3,12 @@
     python -m torch.distributed.run --nproc-per-node N python/tests/gpu/measure_host.py \
         [--rounds 7] [--json FILE] [--device cpu]
 
-Microseconds until a call of 4 KiB of bf16 has returned, in bursts that a stream's queue holds, so that
-no call waits for the device; of every rank the median of rounds, of these the slowest. Bursts are of 10 and
-of 100 calls, and those count in which a call costs less. `async_op=True` is timed with `wait()`, which only
-queues, and without. And what entering and leaving `with pool:` costs,
-when nothing has grown, beside torch's own `use_mem_pool`: the least of many rounds. With `--device cpu`
-the same calls beside gloo, which do all of their work: that shows that it runs, and no more.
-"""
+Microseconds until a call of 4 KiB of bf16 has returned, in bursts that a stream's queue holds, so that no
+call waits for the device; of every rank the median of rounds, of these the slowest. Bursts are of 10 and of
+100 calls, and those count in which a call costs less. `async_op=True` is timed with `wait()`, which only
+queues, and without. And what entering and leaving `with pool:` costs, when nothing has grown, compared with
+torch's own `use_mem_pool`: the least of many rounds. With `--device cpu` the same calls are compared with
+gloo, which only shows that the program runs. """
 
 import argparse
 import datetime

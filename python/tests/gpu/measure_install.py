@@ -1,4 +1,4 @@
-"""What `symmpool.install()` reserves and costs beside torch's allocator, on one GPU.
+"""What `symmpool.install()` reserves and costs, compared with torch's allocator, on one GPU.
 
     python python/tests/gpu/measure_install.py [--turns 12] [--lengths 60] [--seconds 200] [--json FILE]
 
@@ -167,14 +167,14 @@ def summary(found, lengths):
     table = {}
     for which, turns in found.items():
         last = turns[-1]
-        beside = [
+        ratios = [
             torchs["seconds"] / mine["seconds"] for mine, torchs in zip(turns, found["torch"], strict=True)
         ]
         table[which] = {
             "reserved_over_live": last["reserved"] / last["live"],
             "live_bytes": last["live"],
             "steps_a_second": statistics.median(lengths / turn["seconds"] for turn in turns),
-            "rate_over_torch": statistics.median(beside),
+            "rate_over_torch": statistics.median(ratios),
         }
     losses = [[turn["losses"] for turn in turns] for turns in found.values()]
     return table, all(each == losses[0] for each in losses)

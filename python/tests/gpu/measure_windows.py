@@ -1,4 +1,4 @@
-"""How long until new memory can be reached by peers: ours beside torch's own ways, in one run.
+"""How long until new memory can be reached by peers: symmpool's and torch's own ways, in one run.
 
     python -m torch.distributed.run --nproc-per-node 4 python/tests/gpu/measure_windows.py \
         [--rounds 15] [--json FILE] [--device cpu]
@@ -7,9 +7,9 @@ Every rank makes 64 MiB that no peer knows, all meet, and what makes it reachabl
 of a pool, `rendezvous` of torch's symmetric memory, `register_mem_pool` of its NCCL backend. So are
 all of it from allocating on, a commit of 64 new blocks at once, and one of nothing, which is what
 the store alone takes. Everybody takes turns, another first in each round, and lets go of a round's memory
-before the next one's turn, so nobody has more windows beside its new one than others. Milliseconds of the
+before the next one's turn, so all have equally many windows besides the new one. Milliseconds of the
 slowest rank, the median of all rounds and the least; a first round, in which what is made once is made, does
-not count. Where phases of a commit go is told by
+not count. The phases of a commit are measured by
 `cargo run --release -p symmpool-allocator --example bench_commit`.
 """
 

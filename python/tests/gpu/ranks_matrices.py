@@ -2,12 +2,11 @@
 
     python -m torch.distributed.run --nproc-per-node N python/tests/gpu/ranks_matrices.py [--count 10000]
 
-On a GPU a rank beside NCCL; with `--device cpu` on the CPU beside gloo. Every matrix goes through
-`all_to_all_single` and, with splits in the device's memory, through `all_to_all_v`; every byte of both
-outputs, and what lies around them, is compared on the device with what torch.distributed brought. The
-host asks once a batch. Exits with 1 if anything was wrong; a line says which matrix, and
-`--begin THAT --count 1` runs it alone.
-"""
+With one GPU for each rank, compared with NCCL; with `--device cpu`, on the CPU, compared with gloo. Every
+matrix goes through `all_to_all_single` and, with splits in the device's memory, through `all_to_all_v`; every
+byte of both outputs, and what lies around them, is compared on the device with what torch.distributed
+brought. The host asks once a batch. Exits with 1 if anything was wrong; a line says which matrix, and
+`--begin THAT --count 1` runs it alone."""
 
 import collections
 import datetime
@@ -171,23 +170,23 @@ class Runner:
         offsets = [[sum(row[:at]) for at in range(world)] for row in receives]
         splits = {wide: self.numbers(sends, wide) for wide in (False, True)}
         # What calls write, by case: splits and offsets.
-        told = {wide: torch.full_like(of, -1).repeat(2, 1, 1) for wide, of in splits.items()}
+        observed = {wide: torch.full_like(of, -1).repeat(2, 1, 1) for wide, of in splits.items()}
         wrong = torch.zeros(len(cases), 2, dtype=torch.int64, device=self.device)
         overflows = collections.Counter()
         for at, case in enumerate(cases):
-            self.run(case, receives[at], splits[case.wide][at], told[case.wide][:, at], wrong[at])
+            self.run(case, receives[at], splits[case.wide][at], observed[case.wide][:, at], wrong[at])
             self.kinds[case.kind] += 1
         for case in cases:
             overflows[case.algorithm] += case.overflows()
         for name, comm in self.comms.items():
             self.settle(name, comm, overflows[name], cases)
         # The only place where the host waits for the device.
-        found, told = wrong.tolist(), {wide: of.tolist() for wide, of in told.items()}
+        found, observed = wrong.tolist(), {wide: of.tolist() for wide, of in observed.items()}
         for at, case in enumerate(cases):
             for what, differ in zip(("all_to_all_single", "all_to_all_v"), found[at]):
                 self.judge(case, differ == 0, f"{what}: {differ} bytes differ")
             if case.written:
-                came, where = (part[at] for part in told[case.wide])
+                came, where = (part[at] for part in observed[case.wide])
                 right = came == receives[at] and where == offsets[at]
                 self.judge(case, right, f"output splits {came}, offsets {where}")
 
@@ -196,20 +195,20 @@ class Runner:
         return torch.tensor(rows, dtype=kind).to(self.device)
 
     def settle(self, name, comm, expected, cases):
-        """On a device, what did not fit is told here; on the host each call has told it."""
-        told = 0
+        """On a device an overflow is reported here; on the host each call has reported it."""
+        observed = 0
         try:
             comm.synchronize()
         except symmpool.OverflowError as error:
-            told = 1
+            observed = 1
             text = str(error)
             if expected > 1 and f"The last of {expected} such calls" not in text:
-                told = -1
+                observed = -1
                 print(f"rank {self.rank}: {expected} calls overflowed: {text}", flush=True)
-        if self.on_cuda and told != min(expected, 1):
-            self.judge(cases[0], False, f"the batch, {name}: {expected} overflows, told {told}")
+        if self.on_cuda and observed != min(expected, 1):
+            self.judge(cases[0], False, f"the batch, {name}: {expected} overflows, reported {observed}")
 
-    def run(self, case, receive, splits, told, wrong):
+    def run(self, case, receive, splits, observed, wrong):
         send = case.counts[self.rank]
         size = case.dtype.itemsize * math.prod(case.row)
         shifts = [shift * case.dtype.itemsize for shift in case.shifts]
@@ -231,14 +230,14 @@ class Runner:
         ours.fill_(POISON)
         output = self.view(ours, before, capacity, case)
         comm = self.comms[case.algorithm]
-        out = (told[0], told[1]) if case.written else (None, None)
+        out = (observed[0], observed[1]) if case.written else (None, None)
         try:
             comm.all_to_all_v(output, input, splits, *out)
             overflowed = False
         except symmpool.OverflowError:
             overflowed = True
         if overflowed != (not self.on_cuda and case.overflows()):
-            self.judge(case, False, f"overflow told: {overflowed}")
+            self.judge(case, False, f"overflow reported: {overflowed}")
         # What had no room is not written.
         theirs[before + min(sum(receive), capacity) * size :].fill_(POISON)
         torch.sum(ours != theirs, 0, out=wrong[1])
@@ -286,7 +285,7 @@ def exchange(device, count, begin=0, seed=1, most_bytes=None, batch=200, kind=Ru
         kinds = ", ".join(f"{number} {name}" for name, number in runner.kinds.items())
         peer = dist.get_backend(dist.group.WORLD)
         print(
-            f"{'ok   ' if not wrong else 'WRONG'} {count} matrices ({kinds}) beside {peer}, "
+            f"{'ok   ' if not wrong else 'WRONG'} {count} matrices ({kinds}) compared with {peer}, "
             f"{runner.world} ranks, {runner.cases} comparisons a rank, {wrong} wrong, in "
             f"{spent:.1f} s ({count / spent:.0f} matrices a second)",
             flush=True,

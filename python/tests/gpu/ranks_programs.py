@@ -404,9 +404,9 @@ def programs(device, count, begin=0, seed=1, most=1 << 12, kind=Runner, limit=No
             dist.broadcast_object_list(over, 0)
             if over[0]:
                 break
-    told = [None] * runner.world
-    dist.all_gather_object(told, runner.wrong)
-    spent, wrong = time.perf_counter() - began, sum(told)
+    observed = [None] * runner.world
+    dist.all_gather_object(observed, runner.wrong)
+    spent, wrong = time.perf_counter() - began, sum(observed)
     if runner.me == 0:
         print(
             f"{'ok   ' if not wrong else 'WRONG'} {done} programs on {runner.world} ranks and "

@@ -1,6 +1,6 @@
 """How programs of several ranks begin: their usual options, and each rank's device.
 
-With SYMMPOOL_SHARED_DEVICE=1 ranks share the devices that there are, beside gloo in NCCL's place.
+With SYMMPOOL_SHARED_DEVICE=1 ranks share devices, and gloo takes NCCL's place.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import torch
 
 #: Whether ranks share devices.
 SHARED = os.environ.get("SYMMPOOL_SHARED_DEVICE") == "1"
-#: The backend of torch's that stands beside ours on CUDA.
+#: torch's backend that is compared on CUDA.
 PEER = "gloo" if SHARED else "nccl"
 
 

@@ -1,10 +1,10 @@
-"""Everything that follows torch's signatures, on a GPU a rank, beside NCCL.
+"""Everything that follows torch's signatures, with one GPU for each rank, compared with NCCL.
 
     python -m torch.distributed.run --nproc-per-node N python/tests/gpu/ranks_torch.py [json FILE]
 
 Checks module-level calls, calls that are not waited for, graphs, sub-groups, the handle, operators,
 the backend and data-parallel training against NCCL or against what must come out. Rank 0 prints a line
-a check, and fails if one did. What a call costs the host is told by `measure_host.py`.
+a check, and fails if one did. `measure_host.py` measures what a call costs the host.
 """
 
 import datetime
@@ -27,12 +27,12 @@ found = {}
 
 def check(name, right, why=""):
     """Notes whether something was right on every rank. `why` says what a rank found instead."""
-    told = [None] * dist.get_world_size()
-    dist.all_gather_object(told, None if right else str(why))
-    found[name] = all(each is None for each in told)
+    observed = [None] * dist.get_world_size()
+    dist.all_gather_object(observed, None if right else str(why))
+    found[name] = all(each is None for each in observed)
     if dist.get_rank() == 0:
         print(f"{'ok   ' if found[name] else 'WRONG'} {name}", flush=True)
-        for rank, each in enumerate(told):
+        for rank, each in enumerate(observed):
             if each is not None:
                 print(f"      rank {rank}: {each or 'wrong'}", flush=True)
 
@@ -134,7 +134,7 @@ def moved_types(device, rank, world):
                 if not right:
                     wrong.append((dtype, count, make.__name__))
     check("types that only travel", not wrong, wrong)
-    told = []
+    observed = []
     for first, second in [(torch.int16, torch.bfloat16), (torch.bool, torch.uint8)]:
         comm = symmpool.Communicator(pool, timeout=20)
         dtype = second if rank else first
@@ -142,10 +142,10 @@ def moved_types(device, rank, world):
             comm.broadcast(torch.zeros(100, dtype=dtype, device=device), 0)
             comm.synchronize()
         except symmpool.DivergedError as error:
-            told.append(str(error))
+            observed.append(str(error))
         dist.barrier()
-    right = len(told) == 2 and all(name in told[0] for name in ("100 i16", "100 bf16"))
-    check("types that differ are named", right and "100 bool" in told[1], told)
+    right = len(observed) == 2 and all(name in observed[0] for name in ("100 i16", "100 bf16"))
+    check("types that differ are named", right and "100 bool" in observed[1], observed)
 
 
 def graphs(pool, device, rank, world):
@@ -456,7 +456,7 @@ def main():
     dist.all_gather_object(objects, rank)
     right &= objects == list(range(world))
     dist.barrier()
-    check("the backend, and NCCL beside it", right)
+    check("the backend, and NCCL as its fallback", right)
     strided(device, rank, world)
     if not ranks_start.SHARED:
         messages(device, rank, world)

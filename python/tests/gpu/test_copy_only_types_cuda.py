@@ -82,7 +82,7 @@ def test_every_type_arrives_as_it_was(world):
 
 def refused(group):
     pool = symmpool.Pool(group, "cuda:0", allow_shared_device=True, timeout=60)
-    told = []
+    observed = []
     for first, second in [("int16", "bfloat16"), ("complex64", "float64")]:
         comm = symmpool.Communicator(pool, timeout=20)
         dtype = getattr(torch, second if group.rank else first)
@@ -91,18 +91,20 @@ def refused(group):
             comm.broadcast(x, 0)
             comm.synchronize()
         except symmpool.DivergedError as error:
-            told.append(str(error))
+            observed.append(str(error))
     comm = symmpool.Communicator(pool, timeout=20)
     try:
         comm.all_reduce(torch.ones(3, dtype=torch.bool, device="cuda"))
     except symmpool.InvalidArgumentError as error:
-        told.append(str(error))
-    return told
+        observed.append(str(error))
+    return observed
 
 
 def test_what_differs_and_what_is_not_reduced_is_named():
-    for told in values(2, refused, limit=300):
-        assert len(told) == 3, told
-        assert "rank 0: broadcast of 100 i16" in told[0] and "rank 1: broadcast of 100 bf16" in told[0]
-        assert "100 complex64" in told[1] and "100 f64" in told[1]
-        assert "elements of bool are moved, not reduced" in told[2] and "float32" in told[2]
+    for observed in values(2, refused, limit=300):
+        assert len(observed) == 3, observed
+        assert (
+            "rank 0: broadcast of 100 i16" in observed[0] and "rank 1: broadcast of 100 bf16" in observed[0]
+        )
+        assert "100 complex64" in observed[1] and "100 f64" in observed[1]
+        assert "elements of bool are moved, not reduced" in observed[2] and "float32" in observed[2]

@@ -85,7 +85,7 @@ def sglangs_scope(comm):
     assert isinstance(sglang.get_nccl_mem_pool("tp"), torch.cuda.MemPool)
     buffer, registered = sglang.allocate_symmetric_buffer(comm, 1 << 20)
     assert registered and buffer.shape == (1 << 20,) and not bool(buffer.any())
-    # The same in a capture, where the graph's own pool is set aside as well.
+    # The same in a capture, where the graph's own pool is suspended as well.
     graph_pool, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
     sglang.set_graph_pool_id(graph_pool)
     with torch.cuda.graph(graph, pool=graph_pool):

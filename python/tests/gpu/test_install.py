@@ -33,7 +33,7 @@ def torch():
 
 
 def test_too_late_is_an_error():
-    told = python("""
+    observed = python("""
         import symmpool, torch
         torch.ones(1, device="cuda")
         try:
@@ -41,11 +41,11 @@ def test_too_late_is_an_error():
         except symmpool.InvalidStateError as error:
             print("refused", error)
     """)
-    assert "refused" in told and "start" in told
+    assert "refused" in observed and "start" in observed
 
 
 def test_tensors_are_right_and_counted():
-    told = installed("""
+    observed = installed("""
         symmpool.install()
         x = torch.arange(1 << 20, device="cuda")
         y = [x * i for i in range(50)]
@@ -66,11 +66,11 @@ def test_tensors_are_right_and_counted():
         assert symmpool.memory_stats()["peak_allocated"] == 0
         print(symmpool.memory_summary())
     """)
-    assert "reserved" in told
+    assert "reserved" in observed
 
 
 def test_out_of_memory_is_an_exception_and_not_a_null_tensor():
-    told = installed("""
+    observed = installed("""
         try:
             torch.empty(1 << 44, dtype=torch.uint8, device="cuda")
         except RuntimeError as error:
@@ -83,18 +83,18 @@ def test_out_of_memory_is_an_exception_and_not_a_null_tensor():
         torch.empty(free // 10 * 9, dtype=torch.uint8, device="cuda").fill_(1)
         print(symmpool.memory_stats())
     """)
-    assert "CUDA out of memory" in told and "'ooms': 1" in told
+    assert "CUDA out of memory" in observed and "'ooms': 1" in observed
 
 
 def test_a_fraction_of_memory_is_kept_to():
-    told = installed("""
+    observed = installed("""
         torch.cuda.set_per_process_memory_fraction(0.01)
         try:
             torch.empty(torch.cuda.mem_get_info()[1] // 50, dtype=torch.uint8, device="cuda")
         except RuntimeError as error:
             print(error)
     """)
-    assert "fraction" in told
+    assert "fraction" in observed
 
 
 def test_streams_wait_for_each_other():
@@ -167,7 +167,7 @@ def test_memory_freed_while_capturing_comes_back_afterwards():
 
 
 def test_a_pools_scope_needs_no_mempool_then():
-    told = installed("""
+    observed = installed("""
         pool = symmpool.Pool(symmpool.Group.in_process(1)[0], "cuda:0")
         comm = symmpool.Communicator(pool)
         with pool:
@@ -190,7 +190,7 @@ def test_a_pools_scope_needs_no_mempool_then():
         assert float(kept.sum()) == 500
         print("ended")
     """)
-    assert "ended" in told
+    assert "ended" in observed
 
 
 TRAIN = """

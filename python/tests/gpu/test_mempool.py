@@ -325,8 +325,8 @@ def test_leaving_without_destroying_anything(torch, end):
         comm.all_reduce(kept[0])
         print("ended", float(kept[0][0]))
     """
-    told = python(program)
-    assert "ended 1.0" in told
+    observed = python(program)
+    assert "ended 1.0" in observed
 
 
 def test_a_forked_child_gets_an_error_and_not_the_parents_memory(torch):

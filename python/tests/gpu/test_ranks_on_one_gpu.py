@@ -1,10 +1,9 @@
-"""Programs of several ranks, which share a GPU here (SYMMPOOL_SHARED_DEVICE) beside gloo.
+"""Programs of several ranks, which share a GPU here (SYMMPOOL_SHARED_DEVICE), compared with gloo.
 
     python -m pytest python/tests/gpu/test_ranks_on_one_gpu.py -q
 
-Right or wrong is what is tested: ranks on one GPU take turns. On a GPU each they run beside NCCL, by
-torch.distributed.run.
-"""
+Only results are tested, not times: ranks on one GPU take turns. With one GPU each they are compared with
+NCCL, by torch.distributed.run."""
 
 import os
 import subprocess

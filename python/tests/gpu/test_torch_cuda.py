@@ -153,23 +153,23 @@ def test_two_ranks_that_share_the_gpu():
 
 def outputs_apart(group):
     pool = symmpool.Pool(group, "cuda:0", allow_shared_device=True, timeout=60)
-    told = []
+    observed = []
     x, out = pool.empty(4096, torch.float32).fill_(group.rank), pool.empty(8192, torch.float32)
     for first, second in [(out[:4096], out[4096:]), (out[:4096], torch.empty(4096, device="cuda"))]:
         comm = symmpool.Communicator(pool, timeout=20, all_to_all="copy")
         comm.all_to_all_single(out[:4096], x)
         comm.synchronize()
-        told.append(out[:4096:2048].tolist())
+        observed.append(out[:4096:2048].tolist())
         try:
             comm.all_to_all_single(second if group.rank else first, x)
             comm.synchronize()
         except symmpool.DivergedError as error:
-            told.append("same order" in str(error) and 'all_to_all="direct"' in str(error))
+            observed.append("same order" in str(error) and 'all_to_all="direct"' in str(error))
     comm = symmpool.Communicator(pool, timeout=20, all_to_all="direct")
     mine = out[4096:] if group.rank else out[:4096]
     comm.all_to_all_single(mine, x)
     comm.synchronize()
-    return told, mine[::2048].tolist()
+    return observed, mine[::2048].tolist()
 
 
 def test_copied_parts_need_outputs_at_one_offset_and_say_so():

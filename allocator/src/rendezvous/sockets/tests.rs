@@ -299,7 +299,7 @@ fn a_rank_that_stays_away_is_named_when_time_is_up() {
 }
 
 #[test]
-fn ranks_in_different_rounds_are_told_apart() {
+fn ranks_in_different_rounds_are_distinguished() {
     let errors = with_sockets(2, |rank, mut peers| {
         peers.rounds = 4 + u64::from(rank);
         peers.exchange(&[], 0, &mut keep_nothing, soon()).unwrap_err()

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from symmpool.bench import session, table, timing
-from symmpool.bench.arguments import listed, positive, seconds
+from symmpool.bench.arguments import comma_separated, positive, seconds
 from symmpool.bench.training import rows as results
 from symmpool.bench.training import trace
 from symmpool.bench.training.turns import Meeting
@@ -36,7 +36,7 @@ PROFILED = {"training": 3, "decode": 8}
 
 
 def kind_list(text):
-    found = listed(text)
+    found = comma_separated(text)
     unknown = [kind for kind in found if kind not in (*TRAINED, *DECODED)]
     if unknown or not found:
         raise argparse.ArgumentTypeError(
@@ -52,7 +52,9 @@ def add_options(commands):
     it.add_argument("--kinds", type=kind_list, default=[*TRAINED, *DECODED], help="default: all of them")
     it.add_argument("--model", choices=["auto", "hf", "own"], default="auto",
                     help="Hugging Face's Llama, or one in plain torch (default: as installed)")  # fmt: skip
-    it.add_argument("--contenders", type=listed, help=f"also: {ORDINARY} (FSDP's buffers in no windows)")
+    it.add_argument(
+        "--contenders", type=comma_separated, help=f"also: {ORDINARY} (FSDP's buffers in no windows)"
+    )
     it.add_argument("--dtype", choices=["f32", "bf16"], help="default bf16, on the CPU f32")
     for name, (on_cuda, on_cpu) in DEFAULTS.items():
         shown = name.replace("_", "-")
@@ -208,7 +210,7 @@ class Profiles:
         (self.folder / "summary.json").write_text(json.dumps(self.summaries, indent=1) + "\n")
 
 
-def measure(meeting, options, kind, backends, peer, profiles, told):
+def measure(meeting, options, kind, backends, peer, profiles, report_progress):
     """All turns of one kind."""
     row = results.Row(kind, peer)
     if kind in DECODED and options.model == "own":
@@ -230,7 +232,9 @@ def measure(meeting, options, kind, backends, peer, profiles, told):
                 row.turns.pop(name, None)
             else:
                 row.turns.setdefault(name, []).append(found)
-                told(f"{kind}, round {number + 1}: {name} {found['tokens_a_second']:,.0f} tokens/s")
+                report_progress(
+                    f"{kind}, round {number + 1}: {name} {found['tokens_a_second']:,.0f} tokens/s"
+                )
     return row
 
 
@@ -279,12 +283,12 @@ def run(options, arguments):
     facts = describe(meeting, options, arguments, backends)
     first, rows = meeting.rank == 0, []
 
-    def told(what):
+    def report_progress(what):
         if first:
             print(f"  {what}", file=sys.stderr, flush=True)
 
     for kind in options.kinds:
-        rows.append(measure(meeting, options, kind, backends, peer, profiles, told))
+        rows.append(measure(meeting, options, kind, backends, peer, profiles, report_progress))
         if first:
             # After each kind, so that what comes later takes nothing away.
             session.write(options, facts, rows)
@@ -312,7 +316,7 @@ def report(facts, options, rows, names, peer):
     whose = "Hugging Face's Llama" if options.model == "hf" else "a Llama in plain torch"
     print(f"{whose} of {options.layers} layers, {options.dtype}, {session.where(facts)}")
     print(f"tokens a second, slowest rank, median of {options.rounds} turns in alternation\n")
-    print(table.lay_out(*results.cells(rows, names, peer)))
-    session.tell_missing(facts, rows, lambda row: f"in {row.kind}")
+    print(table.format_table(*results.cells(rows, names, peer)))
+    session.print_missing(facts, rows, lambda row: f"in {row.kind}")
     if options.profile is not None:
         print(f"\n{(options.profile / 'summary.txt').read_text()}")

@@ -52,7 +52,7 @@ fn the_longest_value_is_gathered_and_a_longer_one_is_everyones_error() {
 }
 
 #[test]
-fn ranks_that_make_different_calls_are_told_both() {
+fn ranks_that_make_different_calls_get_both_names() {
     for exchange in [false, true] {
         let errors = with_sockets(3, |rank, mut peers| match rank {
             1 if exchange => {
