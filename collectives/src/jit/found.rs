@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use symmpool_allocator::Result;
 
+use super::JitOptions;
 use super::nvrtc::Nvrtc;
-use super::{JitOptions, search};
 
 /// The NVRTC library with which kernels would be compiled.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,10 +27,7 @@ pub struct KernelCompiler {
 /// `is_unsupported` if there is none, with the reason for each place.
 pub fn kernel_compiler(driver_major: Option<u32>) -> Result<KernelCompiler> {
     let options = JitOptions::from_env();
-    let candidates = search::candidates(options.nvrtc.as_deref(), &options.packages, |name| {
-        std::env::var_os(name)
-    });
-    let Nvrtc { version, archs, place, .. } = Nvrtc::open(&candidates, driver_major)?;
+    let Nvrtc { version, archs, place, .. } = Nvrtc::open(&options.candidates(), driver_major)?;
     Ok(KernelCompiler { version, place, archs })
 }
 

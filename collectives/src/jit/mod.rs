@@ -113,6 +113,12 @@ impl JitOptions {
         Self::from_variables(|name| env::var_os(name))
     }
 
+    /// Where the compiler may be.
+    fn candidates(&self) -> Vec<search::Candidate> {
+        let mapped = nvrtc::mapped_files();
+        search::candidates(self.nvrtc.as_deref(), &self.packages, &mapped, |name| env::var_os(name))
+    }
+
     fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Self {
         let path = |name: &str| variable(name).filter(|path| !path.is_empty()).map(PathBuf::from);
         let usual = || {
@@ -241,12 +247,9 @@ impl Jit {
     }
 
     fn nvrtc(&self) -> Result<&Nvrtc> {
-        let found = self.nvrtc.get_or_init(|| {
-            let JitOptions { nvrtc, packages, .. } = &self.options;
-            let candidates =
-                search::candidates(nvrtc.as_deref(), packages, |name| env::var_os(name));
-            Nvrtc::open(&candidates, self.options.driver_major)
-        });
+        let found = self
+            .nvrtc
+            .get_or_init(|| Nvrtc::open(&self.options.candidates(), self.options.driver_major));
         found.as_ref().map_err(Clone::clone)
     }
 

@@ -8,6 +8,7 @@ use std::error::Error as _;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fs;
 use std::mem;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::ptr;
 
@@ -145,6 +146,12 @@ impl Nvrtc {
 
     /// Loads a candidate; `None` if it does not exist.
     fn open_one(candidate: &Candidate, newest_major: Option<u32>) -> Result<Option<Self>, String> {
+        let chosen = matches!(candidate, Candidate::Chosen(_));
+        if let (Some(major), Some(newest), false) = (candidate.major(), newest_major, chosen)
+            && major > newest
+        {
+            return Err("too new for the CUDA driver".to_owned());
+        }
         let flags = RTLD_NOW | RTLD_LOCAL;
         let (name, flags): (&Path, c_int) = match candidate {
             Candidate::Chosen(path) => (path, flags),
@@ -175,7 +182,6 @@ impl Nvrtc {
         if version < OLDEST {
             return Err(format!("its version is {}.{}", version.0, version.1));
         }
-        let chosen = matches!(candidate, Candidate::Chosen(_));
         if newest_major.is_some_and(|newest| version.0 > newest) && !chosen {
             return Err(format!(
                 "its version, {}.{}, is too new for the CUDA driver",
@@ -330,13 +336,25 @@ fn load_builtins(nvrtc: Option<&Path>, (major, minor): (u32, u32)) {
 
 /// The file that this process has mapped at an address.
 fn mapped_file(address: usize) -> Option<PathBuf> {
-    let maps = fs::read_to_string("/proc/self/maps").ok()?;
-    maps.lines().find_map(|line| {
+    mappings().into_iter().find_map(|(range, path)| range.contains(&address).then_some(path))
+}
+
+/// The files that this process has mapped.
+pub(super) fn mapped_files() -> Vec<PathBuf> {
+    let mut files: Vec<PathBuf> = mappings().into_iter().map(|(_, path)| path).collect();
+    files.dedup();
+    files
+}
+
+/// The ranges of addresses at which this process has mapped files, and these files.
+fn mappings() -> Vec<(Range<usize>, PathBuf)> {
+    let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let parse = |line: &str| {
         let (start, end) = line.split_once(' ')?.0.split_once('-')?;
         let range = usize::from_str_radix(start, 16).ok()?..usize::from_str_radix(end, 16).ok()?;
-        let path = &line[line.find('/')?..];
-        range.contains(&address).then(|| PathBuf::from(path))
-    })
+        Some((range, PathBuf::from(&line[line.find('/')?..])))
+    };
+    maps.lines().filter_map(parse).collect()
 }
 
 fn describe(candidate: &Candidate) -> String {
