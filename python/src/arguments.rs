@@ -13,7 +13,7 @@ use crate::convert::{Device, long_name};
 use crate::errors::{OrRaise, raised};
 use crate::own::Own;
 use crate::reading::{Refusal, Tensor};
-use crate::tensor;
+use crate::{stream, tensor};
 
 pub(crate) type Argument<'a, 'py> = &'a Bound<'py, PyAny>;
 
@@ -77,7 +77,7 @@ impl Calls {
     ) -> PyResult<Stream> {
         // First, as a refusal of arguments is reported to the other ranks, which a forked child must not do.
         self.comm.check("a communicator").or_raise(py)?;
-        let found = tensor::stream(py, self.device, stream);
+        let found = stream::resolve(py, self.device, stream);
         self.or_decline(py, Stream::DEFAULT, found.map_err(Refusal::Raised))
     }
 

@@ -13,7 +13,7 @@ use crate::dlpack::{self, Description};
 use crate::errors::{OrRaise, exception};
 use crate::memory::Memory;
 use crate::number::Number;
-use crate::tensor;
+use crate::stream;
 
 /// Symmetric memory of a pool with a shape and an element type: at the same offset on every rank.
 ///
@@ -185,7 +185,7 @@ impl Block {
             // DLPack writes the default stream as 1.
             let consumer = match stream {
                 None | Some(1) => Stream::DEFAULT,
-                Some(raw) => tensor::named(raw as u64),
+                Some(raw) => stream::from_handle(raw as u64),
             };
             // The lane may be in a commit, which asks this interpreter for signals meanwhile.
             py.detach(|| self.memory.use_on(consumer)).or_raise(py)?;

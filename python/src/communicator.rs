@@ -19,7 +19,7 @@ use crate::pool::Pool;
 use crate::reading::{Refusal, Tensor};
 use crate::row_exchange::RowExchange;
 use crate::splits::{Divided, Parts, RowsBySplits};
-use crate::{site, tensor};
+use crate::{site, stream};
 
 /// Warns of a name or a form that goes with the next version.
 #[cold]
@@ -435,7 +435,7 @@ impl Communicator {
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
         let (peer, channel) = (peer.or_raise(py, "peer")?, channel.or_raise(py, "channel")?);
-        let stream = tensor::stream(py, self.calls.device, stream)?;
+        let stream = stream::resolve(py, self.calls.device, stream)?;
         self.calls.run(py, || self.calls.comm.signal(peer, channel, &stream))
     }
 
@@ -459,7 +459,7 @@ impl Communicator {
     ) -> PyResult<()> {
         let (peer, channel) = (peer.or_raise(py, "peer")?, channel.or_raise(py, "channel")?);
         let timeout = timeout.seconds(py, "timeout")?;
-        let stream = tensor::stream(py, self.calls.device, stream)?;
+        let stream = stream::resolve(py, self.calls.device, stream)?;
         self.calls.run(py, || self.calls.comm.wait(peer, channel, timeout, &stream))
     }
 
@@ -479,7 +479,7 @@ impl Communicator {
     ) -> PyResult<()> {
         let channel = channel.or_raise(py, "channel")?;
         let timeout = timeout.seconds(py, "timeout")?;
-        let stream = tensor::stream(py, self.calls.device, stream)?;
+        let stream = stream::resolve(py, self.calls.device, stream)?;
         self.calls.run(py, || self.calls.comm.barrier_on(channel, timeout, &stream))
     }
 
@@ -487,7 +487,7 @@ impl Communicator {
     /// CPU calls are done when they return.
     #[pyo3(signature = (stream = None))]
     fn synchronize(&self, py: Python<'_>, stream: Option<Argument<'_, '_>>) -> PyResult<()> {
-        let stream = tensor::stream(py, self.calls.device, stream)?;
+        let stream = stream::resolve(py, self.calls.device, stream)?;
         py.detach(|| self.calls.comm.synchronize(&stream)).or_raise(py)
     }
 
@@ -495,7 +495,7 @@ impl Communicator {
     /// again, and what was put on it keeps its place in the order of calls. Ranks need not do so alike.
     /// The pool remembers streams too: see `Pool.forget_stream`.
     fn forget_stream(&self, py: Python<'_>, stream: Argument<'_, '_>) -> PyResult<()> {
-        let stream = tensor::stream(py, self.calls.device, Some(stream))?;
+        let stream = stream::resolve(py, self.calls.device, Some(stream))?;
         py.detach(|| self.calls.comm.forget_stream(&stream)).or_raise(py)
     }
 
@@ -569,7 +569,7 @@ impl Communicator {
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
         let peer = peer.or_raise(py, "peer")?;
-        let stream = tensor::stream(py, self.calls.device, stream)?;
+        let stream = stream::resolve(py, self.calls.device, stream)?;
         let tensor = self.calls.read("tensor", tensor, receives).map_err(|why| why.raise(py))?;
         let Tensor { count, dtype, .. } = tensor;
         let comm = &self.calls.comm;

@@ -52,7 +52,9 @@ mod site;
 mod slot;
 mod splits;
 mod store;
+mod stream;
 mod tensor;
+mod torch;
 
 /// The native half of the package `symmpool`.
 #[pyo3::pymodule]

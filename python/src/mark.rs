@@ -6,7 +6,7 @@ use symmpool_allocator::{Driver, Result, Stream};
 use crate::convert::Device;
 use crate::errors::OrRaise;
 use crate::own::Own;
-use crate::tensor;
+use crate::stream;
 
 /// How far a stream was when this was made: what was given to it until then. On the CPU, where work
 /// is done when its call returns, there is never anything to wait for.
@@ -59,7 +59,7 @@ impl Mark {
     /// has not, it is an InvalidStateError, and the capture goes on.
     #[pyo3(signature = (stream = None))]
     fn wait(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let stream = tensor::stream(py, self.device, stream)?;
+        let stream = stream::resolve(py, self.device, stream)?;
         self.hold(stream).or_raise(py)
     }
 

@@ -21,7 +21,7 @@ use crate::group::group_of;
 use crate::memory::Memory;
 use crate::number::{Address, Number};
 use crate::own::Own;
-use crate::{site, tensor};
+use crate::{site, stream, tensor, torch};
 
 /// Symmetric memory of one rank, and windows on that of its peers.
 ///
@@ -77,7 +77,7 @@ impl Pool {
         let asked = || {
             // A torch.device reads as its name.
             let name = device.map(|device| device.str()?.extract::<String>()).transpose()?;
-            let name = tensor::current_device(py, name)?;
+            let name = torch::current_device(py, name)?;
             let stride = stride.map(|stride| stride.or_raise(py, "stride")).transpose()?;
             let policy = window_policy.map(WindowPolicy::from_name).transpose().or_raise(py)?;
             PyResult::Ok((name, stride, limit?, policy))
@@ -155,7 +155,7 @@ impl Pool {
         this.check(py)?;
         let shape = dimensions(shape)?;
         let dtype = convert::dtype(dtype)?;
-        let stream = tensor::stream(py, this.device, stream)?;
+        let stream = stream::resolve(py, this.device, stream)?;
         let size = dtype.size() as i64;
         let bytes = shape.iter().try_fold(size, |bytes, length| bytes.checked_mul(*length));
         let bytes = bytes.ok_or_else(|| {
@@ -226,7 +226,7 @@ impl Pool {
     ) -> PyResult<()> {
         self.check(py)?;
         let bytes = bytes.or_raise(py, "bytes")?;
-        let stream = tensor::stream(py, self.device, stream)?;
+        let stream = stream::resolve(py, self.device, stream)?;
         let reserve = || self.pool.default_lane().reserve_on(bytes, stream);
         site::detach(py, reserve).or_raise(py)
     }
@@ -237,7 +237,7 @@ impl Pool {
     /// sequence. torch's own streams are never destroyed and need not be forgotten.
     fn forget_stream(&self, py: Python<'_>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
         self.check(py)?;
-        let stream = tensor::stream(py, self.device, Some(stream))?;
+        let stream = stream::resolve(py, self.device, Some(stream))?;
         site::detach(py, || self.pool.forget_stream(stream)).or_raise(py)
     }
 
@@ -499,7 +499,7 @@ impl Pool {
             None => true,
             Some(dtype) => {
                 dtype.is_instance_of::<PyString>()
-                    || tensor::torch(py).is_some_and(|torch| torch.is_dtype(dtype))
+                    || torch::torch(py).is_some_and(|torch| torch.is_dtype(dtype))
             }
         };
         if !of_torch {

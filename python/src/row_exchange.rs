@@ -18,7 +18,7 @@ use crate::number::Number;
 use crate::own::Own;
 use crate::pool::dimensions;
 use crate::reading::{Refusal, Tensor};
-use crate::{site, tensor};
+use crate::{site, stream, torch};
 
 type Exchange = symmpool_collectives::RowExchange<Arc<symmpool_collectives::Communicator>>;
 
@@ -66,7 +66,7 @@ impl RowExchange {
         let row = row.ok_or_else(|| invalid(py, format!("row_shape: {lengths:?} is too large")))?;
         let shape = RowShape { rows: rows as usize, row, dtype: convert::dtype(dtype)? };
         let of_torch = dtype.is_instance_of::<PyString>()
-            || tensor::torch(py).is_some_and(|torch| torch.is_dtype(dtype));
+            || torch::torch(py).is_some_and(|torch| torch.is_dtype(dtype));
         let core = calls.core();
         let exchange = Own::new(site::detach(py, || Exchange::new(core, shape)).or_raise(py)?);
         Ok(Self { exchange, calls: Arc::clone(calls), row_shape: lengths, of_torch })
@@ -142,7 +142,7 @@ impl RowExchange {
     fn layout(&self, py: Python<'_>) -> PyResult<RowLayout> {
         self.exchange.check("a row exchange").or_raise(py)?;
         let calls = &*self.calls;
-        let stream = tensor::stream(py, calls.device, None)?;
+        let stream = stream::resolve(py, calls.device, None)?;
         let pool = self.exchange.communicator().pool();
         let make = || {
             let bytes = self.exchange.layout_bytes();

@@ -8,82 +8,18 @@
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyInt, PyType};
-use symmpool_allocator::Stream;
 use symmpool_collectives::DType;
 
 use crate::block::Block;
-use crate::convert::{self, Device, long_name, reduced_names};
+use crate::convert::{Device, reduced_names};
 use crate::dlpack;
 use crate::exchange::Exchange;
 use crate::ndarray;
-use crate::reading::{Refusal, Tensor, elsewhere, imported, not_contiguous, wrong_size};
+use crate::reading::{Refusal, Tensor, elsewhere, not_contiguous, wrong_size};
+use crate::torch::{Torch, torch};
 
 /// DLPack's code of complex numbers.
 const COMPLEX: u8 = 5;
-
-/// What is looked up in torch once.
-pub(crate) struct Torch {
-    tensor: Py<PyType>,
-    dtype: Py<PyType>,
-    /// torch has one object for each of its element types.
-    dtypes: Vec<(Py<PyAny>, DType)>,
-    /// The layout of tensors that lie row by row.
-    strided: Py<PyAny>,
-    /// The raw handle of a device's current stream, where this build of torch has CUDA.
-    current_stream: Option<Py<PyAny>>,
-    /// The type of parameters, which are plain tensors but for their type.
-    parameter: Option<Py<PyAny>>,
-    exchange: Option<Exchange>,
-}
-
-impl Torch {
-    fn look_up(torch: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let dtypes = convert::named()
-            // A torch that lacks one has no tensors of it.
-            .filter_map(|dtype| Some((torch.getattr(long_name(dtype)).ok()?.unbind(), dtype)))
-            .collect();
-        let current_stream = torch.getattr("_C")?.getattr_opt("_cuda_getCurrentRawStream")?;
-        let tensor = torch.getattr("Tensor")?.cast_into::<PyType>()?;
-        let parameter = torch.getattr("nn").and_then(|nn| nn.getattr("Parameter"));
-        Ok(Self {
-            exchange: Exchange::of_type(tensor.as_any()),
-            parameter: parameter.ok().map(Bound::unbind),
-            tensor: tensor.unbind(),
-            strided: torch.getattr("strided")?.unbind(),
-            dtype: torch.getattr("dtype")?.cast_into::<PyType>()?.unbind(),
-            dtypes,
-            current_stream: current_stream.map(Bound::unbind),
-        })
-    }
-
-    /// The raw handle of a device's current stream.
-    #[inline]
-    fn stream(&self, py: Python<'_>, ordinal: u32) -> PyResult<u64> {
-        let known = self.exchange.and_then(|exchange| exchange.current_stream(py, ordinal));
-        match (known, &self.current_stream) {
-            (Some(stream), _) => Ok(stream),
-            (None, Some(current)) => current.bind(py).call1((ordinal,))?.extract::<u64>(),
-            (None, None) => Ok(0),
-        }
-    }
-
-    pub(crate) fn is_dtype(&self, object: &Bound<'_, PyAny>) -> bool {
-        object.get_type().is(&self.dtype)
-    }
-}
-
-/// torch, if the program has imported it.
-pub(crate) fn torch(py: Python<'_>) -> Option<&'static Torch> {
-    static TORCH: PyOnceLock<Torch> = PyOnceLock::new();
-    if let Some(torch) = TORCH.get(py) {
-        return Some(torch);
-    }
-    // The last name that torch's own initialisation gives itself, of those that are needed.
-    let found = Torch::look_up(&imported(py, "torch", "get_default_dtype")?).ok()?;
-    Some(TORCH.get_or_init(py, || found))
-}
 
 /// Where a tensor on `device` lies. `name` is the argument's, for messages; `write` asks for memory
 /// that may be written to.
@@ -99,8 +35,8 @@ pub(crate) fn read(
     if let Some(torch) = torch(py)
         && (kind.is(&torch.tensor) || kind.is_subclass(torch.tensor.bind(py))?)
     {
-        let plain =
-            kind.is(&torch.tensor) || torch.parameter.as_ref().is_some_and(|it| kind.is(it));
+        let plain = kind.is(&torch.tensor)
+            || torch.parameter.as_ref().is_some_and(|parameter| kind.is(parameter));
         if plain
             && let Some(exchange) = &torch.exchange
             && let Some(found) = of_exchange(object, exchange, device)
@@ -280,69 +216,4 @@ fn only_moved(name: &str, object: &Bound<'_, PyAny>) -> Refusal {
         )),
         Err(error) => Refusal::Raised(error),
     }
-}
-
-/// The stream of a call: a raw handle, an object with one (`torch.cuda.Stream`), or torch's current
-/// one. The CPU has none.
-#[inline]
-pub(crate) fn stream(
-    py: Python<'_>,
-    device: Device,
-    stream: Option<&Bound<'_, PyAny>>,
-) -> PyResult<Stream> {
-    let Device::Cuda(ordinal) = device else {
-        return stream.map_or(Ok(()), is_stream).map(|()| Stream::DEFAULT);
-    };
-    let raw = match stream {
-        Some(stream) => raw_stream(stream)?,
-        None => match torch(py) {
-            Some(torch) => torch.stream(py, ordinal)?,
-            None => 0,
-        },
-    };
-    Ok(named(raw))
-}
-
-/// The stream that a program names by its handle.
-pub(crate) fn named(raw: u64) -> Stream {
-    // SAFETY: the program's duty, documented at `Pool.forget_stream`: a stream lives until every
-    // object that it was given to is gone or has forgotten it. Python has no `unsafe` to say so
-    // with. torch's streams live as long as the process.
-    unsafe { Stream::from_raw(raw) }
-}
-
-/// Refuses what is no stream of any device. The CPU needs none, and takes whichever.
-#[cold]
-fn is_stream(stream: &Bound<'_, PyAny>) -> PyResult<()> {
-    let name = stream.get_type().name()?;
-    if stream.is_instance_of::<PyInt>() || name.to_cow()?.ends_with("Stream") {
-        return Ok(());
-    }
-    raw_stream(stream).map(drop)
-}
-
-fn raw_stream(stream: &Bound<'_, PyAny>) -> PyResult<u64> {
-    let handle = || match stream.is_instance_of::<PyInt>() {
-        true => stream.extract(),
-        false => stream.getattr(intern!(stream.py(), "cuda_stream"))?.extract(),
-    };
-    handle().map_err(|_: PyErr| {
-        PyTypeError::new_err(format!(
-            "stream: a raw handle, or an object with one as cuda_stream, is needed, not {stream:?}"
-        ))
-    })
-}
-
-/// The device that a pool is asked for by name, where that is torch's to say: the current one, of a
-/// torch that has initialised CUDA.
-pub(crate) fn current_device(py: Python<'_>, name: Option<String>) -> PyResult<Option<String>> {
-    if !matches!(name.as_deref(), None | Some("cuda")) {
-        return Ok(name);
-    }
-    let Some(torch) = imported(py, "torch", "cuda") else { return Ok(name) };
-    let cuda = torch.getattr("cuda")?;
-    if !cuda.call_method0("is_initialized")?.is_truthy()? {
-        return Ok(name);
-    }
-    Ok(Some(Device::Cuda(cuda.call_method0("current_device")?.extract()?).name()))
 }

@@ -1,8 +1,26 @@
 //! The state of commits, of which one runs at a time: connections to the peers, and whether ranks are still alike.
 
-use super::nccl_windows::Attached;
 use crate::Error;
+use crate::nccl::{Comm, Nccl, NcclWindow};
 use crate::rendezvous::peers::Peers;
+
+/// A communicator of NCCL with which windows are registered.
+pub(super) struct Attached {
+    pub(super) nccl: Nccl,
+    pub(super) comm: Comm,
+    /// In the order in which they were registered.
+    pub(super) windows: Vec<Registered>,
+    /// Whether windows of later commits are registered with it. They are until a registration fails. Windows
+    /// that it has stay registered until their memory is unmapped or the communicator is unregistered.
+    pub(super) gets_more: bool,
+}
+
+/// A window of a segment that is registered with NCCL.
+pub(super) struct Registered {
+    pub(super) lane: String,
+    pub(super) counter: u64,
+    pub(super) window: NcclWindow,
+}
 
 /// What commits need. A [`CommitGuard`](super::commit_guard::CommitGuard) gives it to one commit at a time.
 pub(super) struct Committer {

@@ -4,30 +4,13 @@ use serde::{Deserialize, Serialize};
 
 use super::Pool;
 use super::commit_guard::LockedLane;
-use super::committer::Committer;
+use super::committer::{Attached, Committer, Registered};
 use crate::driver::MemoryDriver;
 use crate::lane::WindowPolicy;
-use crate::nccl::{Comm, Nccl, NcclWindow};
+use crate::nccl::{Comm, Nccl};
 use crate::rendezvous::message::{Message, decode_all};
 use crate::rendezvous::status::{Status, all_ok, encode_status};
 use crate::{CONTROL_LANE, Deadline, Error, Result};
-
-/// A communicator of NCCL with which windows are registered.
-pub(super) struct Attached {
-    nccl: Nccl,
-    comm: Comm,
-    /// In the order in which they were registered.
-    windows: Vec<Registered>,
-    /// Whether windows of later commits are registered with it. They are until a registration fails. Windows
-    /// that it has stay registered until their memory is unmapped or the communicator is unregistered.
-    gets_more: bool,
-}
-
-struct Registered {
-    lane: String,
-    counter: u64,
-    window: NcclWindow,
-}
 
 /// The outcome of a step with NCCL on one rank: the version of its library, or an error.
 #[derive(Debug, Serialize, Deserialize)]

@@ -100,6 +100,17 @@ impl AllReduceShape {
     }
 }
 
+impl Control {
+    /// Most bytes that one launch of a two-shot algorithm reduces.
+    pub(super) fn two_shot_bytes(&self, algorithm: Algorithm, world: u32) -> u64 {
+        match algorithm {
+            Algorithm::TwoShotLamport => self.two_shot_room(true, world),
+            Algorithm::TwoShotLl => self.two_shot_room(false, world),
+            _ => u64::MAX,
+        }
+    }
+}
+
 /// Whether all pairs of ranks have devices linked by NVLink, or one device.
 pub(super) fn directly_linked(links: &Topology) -> bool {
     let ranks = 0..links.world();

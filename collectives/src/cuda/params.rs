@@ -2,7 +2,6 @@
 
 use symmpool_allocator::{Error, HeapLayout, Result};
 
-use super::constraints::Algorithm;
 use crate::host::call::Call;
 use crate::signal::channel::CHANNELS;
 
@@ -231,15 +230,6 @@ impl Control {
     pub(super) fn two_shot_room(&self, lamport: bool, world: u32) -> u64 {
         let ranks = u64::from(world);
         self.inbox_vectors(lamport) / 2 / ranks * ranks * 16
-    }
-
-    /// Most bytes that one launch of a two-shot algorithm reduces.
-    pub(super) fn two_shot_bytes(&self, algorithm: Algorithm, world: u32) -> u64 {
-        match algorithm {
-            Algorithm::TwoShotLamport => self.two_shot_room(true, world),
-            Algorithm::TwoShotLl => self.two_shot_room(false, world),
-            _ => u64::MAX,
-        }
     }
 
     /// Vectors of 16 bytes of data that one call may put into the LL inbox.

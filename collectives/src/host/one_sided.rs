@@ -16,11 +16,17 @@ use super::HostEngine;
 use super::control::Control;
 use super::fault::Cause;
 use super::kernels::copy;
-use super::p2p::Counts;
 use super::wait::{SpinPolicy, Waiter, Watchdog, wake_all};
 use crate::signal::channel::{CHANNELS, take};
 use crate::signal::wake_sleepers;
 use crate::timeout::Timeout;
+
+/// How many packets went to and came from one peer so far. A thread holds a lock while it is in a message.
+#[derive(Debug, Default)]
+pub(super) struct PacketCounts {
+    pub(super) sent: Mutex<u64>,
+    pub(super) received: Mutex<u64>,
+}
 
 /// Returns whether a rank's process still runs.
 type PeerAlive = Box<dyn Fn(u32) -> bool + Send + Sync>;
@@ -36,8 +42,8 @@ pub(crate) struct HostOneSided {
     pub(super) alive: PeerAlive,
     /// The engine's timeout, for messages. A wait on a channel has a timeout of its own.
     pub(super) timeout: Arc<Timeout>,
-    /// Counts of messages, by peer.
-    pub(super) counts: Vec<Counts>,
+    /// Counts of packets of messages, by peer.
+    pub(super) counts: Vec<PacketCounts>,
     /// Counts of signals taken, by source and channel.
     taken: Vec<AtomicU64>,
     /// For each channel, the ranks whose signals barriers that timed out have not taken yet.
@@ -60,7 +66,7 @@ impl HostEngine {
             maker: self.maker,
             alive,
             timeout: Arc::clone(&self.timeout),
-            counts: (0..self.world()).map(|_| Counts::default()).collect(),
+            counts: (0..self.world()).map(|_| PacketCounts::default()).collect(),
             taken: (0..pairs).map(|_| AtomicU64::new(0)).collect(),
             unfinished: Default::default(),
         }

@@ -24,13 +24,6 @@ use crate::signal::{Native, Slot, await_word, wake_sleepers};
 /// The count of packets taken if the receiver expects something else.
 const REFUSED: u64 = u64::MAX;
 
-/// How many packets went to and came from one peer so far. A thread holds a lock while it is in a message.
-#[derive(Debug, Default)]
-pub(super) struct Counts {
-    sent: Mutex<u64>,
-    received: Mutex<u64>,
-}
-
 impl HostOneSided {
     /// Sends data at `memory` to a peer, which is another rank, or receives the peer's data there.
     ///

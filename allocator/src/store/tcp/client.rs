@@ -8,8 +8,8 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::client_connection::{ClientConnection, Fault};
-use super::wait_limit::WaitLimit;
+use super::client_connection::ClientConnection;
+use super::wait_limit::{Fault, WaitLimit};
 use super::wire::{Identity, Request, ToClient};
 use super::{ServerAddress, TcpOptions};
 use crate::fork::Maker;

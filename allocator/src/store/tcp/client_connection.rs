@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::auth::{Handshake, Secret, Side};
 use super::tune;
-use super::wait_limit::WaitLimit;
+use super::wait_limit::{Fault, WaitLimit};
 use super::wire::{
     self, Caps, HEADER, Hello, Identity, Request, ToClient, ToServer, decode_header,
 };
@@ -16,27 +16,6 @@ use crate::random::random_bytes;
 
 /// How long the server may take to say that a request is cancelled.
 const CANCELLED_IN: Duration = Duration::from_millis(500);
-
-/// Why a connection is of no more use.
-#[derive(Debug)]
-pub(super) enum Fault {
-    /// This client was interrupted; whether its request was served is not known.
-    Stopped,
-    /// Nothing came in time. An answer may still come, which the next request would take for its own.
-    Late,
-    /// The other end is gone; how that was seen.
-    Gone(String),
-    /// The server does not admit this client yet; why. Another connection may be tried.
-    Later(String),
-    /// One side has refused; trying again changes nothing.
-    Refused(Error),
-}
-
-impl From<Error> for Fault {
-    fn from(error: Error) -> Self {
-        Self::Refused(error)
-    }
-}
 
 /// An open connection on which no request is under way.
 #[derive(Debug)]

@@ -1,4 +1,5 @@
-//! How long a client waits: until a point in time, or until it is interrupted.
+//! How long a client waits for the server: until a point in time, until it is interrupted, or until the connection
+//! fails.
 
 use std::time::{Duration, Instant};
 
@@ -8,9 +9,30 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with, 
 
 use std::net::{SocketAddr, TcpStream};
 
-use super::client_connection::Fault;
+use crate::Error;
 use crate::descriptors::{self, within_hard_limit};
 use crate::store::{ASK_EVERY, Stop};
+
+/// Why a connection is of no more use.
+#[derive(Debug)]
+pub(super) enum Fault {
+    /// This client was interrupted; whether its request was served is not known.
+    Stopped,
+    /// Nothing came in time. An answer may still come, which the next request would take for its own.
+    Late,
+    /// The other end is gone; how that was seen.
+    Gone(String),
+    /// The server does not admit this client yet; why. Another connection may be tried.
+    Later(String),
+    /// One side has refused; trying again changes nothing.
+    Refused(Error),
+}
+
+impl From<Error> for Fault {
+    fn from(error: Error) -> Self {
+        Self::Refused(error)
+    }
+}
 
 /// When a client's wait ends.
 #[derive(Clone, Copy)]

@@ -1,0 +1,88 @@
+//! What this package asks torch for: its types, and its current streams and devices.
+//!
+//! torch is not imported here: a caller that passes a tensor has done so.
+
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyType;
+use symmpool_collectives::DType;
+
+use crate::convert::{self, Device, long_name};
+use crate::exchange::Exchange;
+use crate::reading::imported;
+
+/// What is looked up in torch once.
+pub(crate) struct Torch {
+    pub(crate) tensor: Py<PyType>,
+    dtype: Py<PyType>,
+    /// torch has one object for each of its element types.
+    pub(crate) dtypes: Vec<(Py<PyAny>, DType)>,
+    /// The layout of tensors that lie row by row.
+    pub(crate) strided: Py<PyAny>,
+    /// The raw handle of a device's current stream, where this build of torch has CUDA.
+    current_stream: Option<Py<PyAny>>,
+    /// The type of parameters, which are plain tensors but for their type.
+    pub(crate) parameter: Option<Py<PyAny>>,
+    pub(crate) exchange: Option<Exchange>,
+}
+
+impl Torch {
+    fn look_up(torch: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let dtypes = convert::named()
+            // A torch that lacks one has no tensors of it.
+            .filter_map(|dtype| Some((torch.getattr(long_name(dtype)).ok()?.unbind(), dtype)))
+            .collect();
+        let current_stream = torch.getattr("_C")?.getattr_opt("_cuda_getCurrentRawStream")?;
+        let tensor = torch.getattr("Tensor")?.cast_into::<PyType>()?;
+        let parameter = torch.getattr("nn").and_then(|nn| nn.getattr("Parameter"));
+        Ok(Self {
+            exchange: Exchange::of_type(tensor.as_any()),
+            parameter: parameter.ok().map(Bound::unbind),
+            tensor: tensor.unbind(),
+            strided: torch.getattr("strided")?.unbind(),
+            dtype: torch.getattr("dtype")?.cast_into::<PyType>()?.unbind(),
+            dtypes,
+            current_stream: current_stream.map(Bound::unbind),
+        })
+    }
+
+    /// The raw handle of a device's current stream.
+    #[inline]
+    pub(crate) fn current_stream(&self, py: Python<'_>, ordinal: u32) -> PyResult<u64> {
+        let known = self.exchange.and_then(|exchange| exchange.current_stream(py, ordinal));
+        match (known, &self.current_stream) {
+            (Some(stream), _) => Ok(stream),
+            (None, Some(current)) => current.bind(py).call1((ordinal,))?.extract::<u64>(),
+            (None, None) => Ok(0),
+        }
+    }
+
+    pub(crate) fn is_dtype(&self, object: &Bound<'_, PyAny>) -> bool {
+        object.get_type().is(&self.dtype)
+    }
+}
+
+/// torch, if the program has imported it.
+pub(crate) fn torch(py: Python<'_>) -> Option<&'static Torch> {
+    static TORCH: PyOnceLock<Torch> = PyOnceLock::new();
+    if let Some(torch) = TORCH.get(py) {
+        return Some(torch);
+    }
+    // The last name that torch's own initialisation gives itself, of those that are needed.
+    let found = Torch::look_up(&imported(py, "torch", "get_default_dtype")?).ok()?;
+    Some(TORCH.get_or_init(py, || found))
+}
+
+/// The device that a pool is asked for by name, where that is torch's to say: the current one, of a
+/// torch that has initialised CUDA.
+pub(crate) fn current_device(py: Python<'_>, name: Option<String>) -> PyResult<Option<String>> {
+    if !matches!(name.as_deref(), None | Some("cuda")) {
+        return Ok(name);
+    }
+    let Some(torch) = imported(py, "torch", "cuda") else { return Ok(name) };
+    let cuda = torch.getattr("cuda")?;
+    if !cuda.call_method0("is_initialized")?.is_truthy()? {
+        return Ok(name);
+    }
+    Ok(Some(Device::Cuda(cuda.call_method0("current_device")?.extract()?).name()))
+}
