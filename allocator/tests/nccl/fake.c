@@ -69,4 +69,4 @@ int ncclCommWindowDeregister(struct comm *comm, void *window) {
   return 0;
 }
 const char *ncclGetErrorString(int code) { return code == 5 ? "invalid usage" : "some error"; }
-const char *ncclGetLastError(struct comm *comm) { return comm ? "the rank was told to fail" : ""; }
+const char *ncclGetLastError(struct comm *comm) { return comm ? "a registration that must fail" : ""; }
