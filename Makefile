@@ -12,6 +12,8 @@ CARGO_TEST := cargo test --workspace --all-features
 CARGO_EXAMPLES := cargo build --workspace --all-features --examples
 PROGRAMS := $(TARGET)/debug/examples
 COLLECTIVES := $(PROGRAMS)/cuda_collectives
+# Seconds that a check on emulated devices may take: beside other tests it shares two processors with them.
+PATIENCE := --limit 900
 # A file a suite: when its last run began in which everything passed.
 PASSED := $(TARGET)/passed
 begin = @mkdir -p $(PASSED) && touch $(PASSED)/.$(1)
@@ -88,17 +90,17 @@ test-emulated: $(EMULATOR)/libnvrtc.so.13
 	$(CARGO_EXAMPLES)
 	$(EMULATED) $(CARGO_TEST) --lib cuda:: -- --nocapture
 	$(EMULATED) $(PROGRAMS)/cuda_check --ranks 3
-	$(EMULATED) $(COLLECTIVES) check --quick --ranks 2 --algorithms first_calls
-	$(EMULATED) $(COLLECTIVES) check --quick --ranks 2 --algorithms $(EMULATED_CHECKS)
-	$(EMULATED) $(COLLECTIVES) check --quick --ranks 3 \
+	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms first_calls
+	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms $(EMULATED_CHECKS)
+	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 \
 		--algorithms one_shot_ll128,two_shot_lamport,two_shot_copy,one_sided,p2p
-	$(EMULATED) $(COLLECTIVES) check --quick --ranks 8 --algorithms one_shot_ll128,two_shot_push
-	$(EMULATED) $(COLLECTIVES) check --quick --ranks 3 --concurrent 2,1,5 \
+	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 8 --algorithms one_shot_ll128,two_shot_push
+	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 --concurrent 2,1,5 \
 		--algorithms one_shot_pull,two_shot_pull,two_shot_push
-	$(EMULATED) EMULATED_PROCESSORS=16 $(COLLECTIVES) check --quick --ranks 3 --algorithms mixed
-	$(EMULATED) EMULATED_PROCESSORS=96 $(COLLECTIVES) check --quick --ranks 2 --algorithms p2p
-	$(EMULATED) $(COLLECTIVES) soak --ranks 2 --calls 200
-	$(EMULATED) $(COLLECTIVES) faults --ranks 2 --timeout 4 \
+	$(EMULATED) EMULATED_PROCESSORS=16 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 --algorithms mixed
+	$(EMULATED) EMULATED_PROCESSORS=96 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms p2p
+	$(EMULATED) $(COLLECTIVES) soak $(PATIENCE) --ranks 2 --calls 200
+	$(EMULATED) $(COLLECTIVES) faults $(PATIENCE) --ranks 2 --timeout 4 \
 		--algorithms one_shot_ll,two_shot_push,p2p,late,outside
 	$(call passed,emulated)
 else

@@ -10,6 +10,7 @@
 //! | `row_exchange` | exchanges of rows with a destination each |
 //! | `raw` | the same calls on addresses |
 //! | `p2p` | `send` and `recv` between two ranks |
+//! | `registry` | algorithms that a program brings along |
 //! | `refusal` | calls whose arguments the caller finds wrong |
 //! | `one_sided` | copies and signals between two ranks |
 //! | `engine` | what runs the calls: the host, or kernels on a device |
@@ -25,6 +26,7 @@ mod p2p;
 mod peers;
 mod raw;
 mod refusal;
+mod registry;
 mod row_exchange;
 mod slices;
 mod splits;
@@ -105,6 +107,7 @@ pub struct Communicator {
     requested: RequestedAlgorithm,
     timeout: Arc<Timeout>,
     shared: Arc<Shared>,
+    registry: registry::Registry,
     /// One-sided operations in host memory, which do not wait for a call under way. On a device they are the
     /// engine's.
     one_sided: Option<HostOneSided>,

@@ -17,12 +17,13 @@ mod host;
 mod jit;
 mod matching;
 mod p2p;
+pub mod plan;
 mod reduce_op;
 mod row_exchange;
 mod signal;
 mod timeout;
 
-pub use algorithm::{AllReduceAlgorithm, AllToAllAlgorithm};
+pub use algorithm::{Algorithm, AllReduceAlgorithm, AllToAllAlgorithm};
 pub use communicator::{
     Communicator, CommunicatorOptions, Received, RowExchange, RowLayout, RowsAt, Splits,
 };

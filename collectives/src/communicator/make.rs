@@ -46,6 +46,7 @@ impl Communicator {
             requested: requested?,
             timeout: Arc::clone(engine.timeout()),
             shared: Arc::new(Shared::new(Inner { engine, windows: pool.windows() }, control)),
+            registry: super::registry::Registry::default(),
             one_sided,
         })
     }

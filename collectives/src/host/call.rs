@@ -17,6 +17,8 @@ const IN_PLACE: u64 = 1 << 34;
 /// The bit of the output's word at which the number of peer blocks begins. Offsets are smaller.
 const PEER_BLOCKS_SHIFT: u32 = 48;
 const OFFSET: u64 = (1 << PEER_BLOCKS_SHIFT) - 1;
+/// The number of a registered algorithm, whose hash is in the highest bits of the count and of the input's offset.
+const REGISTERED: u8 = 255;
 
 /// Everything that ranks must agree on before data is accessed, packed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +51,21 @@ impl Call {
     pub(crate) fn algorithm(mut self, code: u8) -> Self {
         self.words[0] |= u64::from(code) << 24;
         self
+    }
+
+    /// Describes a registered algorithm by its hash. To be called last, and for counts below 2^48.
+    #[inline]
+    pub(crate) fn registered(self, hash: u64) -> Self {
+        let mut call = self.algorithm(REGISTERED);
+        call.words[1] |= hash << PEER_BLOCKS_SHIFT;
+        call.words[2] |= hash >> 16 << PEER_BLOCKS_SHIFT;
+        call
+    }
+
+    /// The 32 bits of a registered algorithm's hash that are described.
+    fn registered_hash(&self) -> Option<u64> {
+        let parts = (self.words[1] >> PEER_BLOCKS_SHIFT, self.words[2] >> PEER_BLOCKS_SHIFT);
+        ((self.words[0] >> 24) as u8 == REGISTERED).then_some(parts.1 << 16 | parts.0)
     }
 
     #[inline]
@@ -153,7 +170,7 @@ impl Call {
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [head, count, input, output] = self.words;
-        let output = output & OFFSET;
+        let (count, input, output) = (count & OFFSET, input & OFFSET, output & OFFSET);
         let Some(operation) = self.operation() else {
             return write!(f, "an operation this version does not know ({:#x})", head as u8);
         };
@@ -191,6 +208,9 @@ impl fmt::Display for Call {
                     write!(f, " {word} {}", place(window, offset))?;
                 }
             }
+        }
+        if let Some(hash) = self.registered_hash() {
+            return write!(f, ", by a registered algorithm of hash {hash:08x}");
         }
         let code = (head >> 24) as u8;
         let named = AllToAllAlgorithm::ALL.into_iter().find(|each| *each as u8 == code);
@@ -322,6 +342,9 @@ mod tests {
             base.output(Place::Window(64)),
             base.in_place(true),
             base.peer_blocks(4),
+            base.registered(0),
+            base.registered(1),
+            base.registered(1 << 31),
         ];
         for (i, call) in others.iter().enumerate() {
             assert_ne!(call.digest(0), base.digest(0), "field {i}");

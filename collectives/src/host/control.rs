@@ -7,6 +7,7 @@
 //! | handshake slots | parity, source | that source | owner |
 //! | step slots | parity, source | that source | owner |
 //! | channel slots | source, channel | that source | owner |
+//! | plan slots | source, channel | that source | owner |
 //! | rows | parity | owner | peers |
 //! | packets sent | source rank | that source | owner |
 //! | packets taken | receiving rank | that receiver | owner |
@@ -70,6 +71,7 @@ struct Layout {
     handshakes: u64,
     steps: u64,
     channels: u64,
+    plans: u64,
     rows: u64,
     row_bytes: u64,
     sent: u64,
@@ -100,7 +102,8 @@ impl Layout {
         let handshakes = (aborts + world * size_of::<AbortRecord>() as u64).next_multiple_of(ALIGN);
         let steps = handshakes + 2 * world * SLOT;
         let channels = steps + 2 * world * SLOT;
-        let rows = channels + u64::from(CHANNELS) * world * SLOT;
+        let plans = channels + u64::from(CHANNELS) * world * SLOT;
+        let rows = plans + u64::from(CHANNELS) * world * SLOT;
         // A row holds what a rank sends to each rank, what it expects from each, and where its input and output lie.
         let row_bytes = ((2 * world + 2) * 8).next_multiple_of(ALIGN);
         let sent = rows + 2 * row_bytes;
@@ -117,6 +120,7 @@ impl Layout {
             handshakes,
             steps,
             channels,
+            plans,
             rows,
             row_bytes,
             sent,
@@ -216,6 +220,14 @@ impl Control {
         debug_assert!(channel < CHANNELS);
         let index = u64::from(source) * u64::from(CHANNELS) + u64::from(channel);
         self.slot(owner, self.layout.channels, index)
+    }
+
+    /// Where `source` signals `owner` on a channel of the call's plan.
+    #[inline]
+    pub(super) fn plan_channel(&self, owner: u32, source: u32, channel: u32) -> &Slot<Native> {
+        debug_assert!(channel < CHANNELS);
+        let index = u64::from(source) * u64::from(CHANNELS) + u64::from(channel);
+        self.slot(owner, self.layout.plans, index)
     }
 
     /// The fault that a peer has reported to the rank of `layout`, if one has. Costs one load if none has.
@@ -341,7 +353,8 @@ mod tests {
             assert!(p.aborts + w * 64 <= p.handshakes && p.handshakes.is_multiple_of(ALIGN));
             assert_eq!(p.handshakes + 2 * w * SLOT, p.steps);
             assert_eq!(p.steps + 2 * w * SLOT, p.channels);
-            assert_eq!(p.channels + 16 * w * SLOT, p.rows);
+            assert_eq!(p.channels + 16 * w * SLOT, p.plans);
+            assert_eq!(p.plans + 16 * w * SLOT, p.rows);
             assert!(p.rows + 2 * (2 * w + 1) * 8 <= p.sent && p.sent.is_multiple_of(ALIGN));
             assert!(p.scratch.is_multiple_of(ALIGN));
             assert_eq!(p.scratch + 2 * 4096, p.end);
@@ -374,6 +387,7 @@ mod tests {
                 places.push(end_of(record, size_of::<AbortRecord>() as u64));
                 for channel in 0..CHANNELS {
                     places.push(slot(control.channel(owner, source, channel)));
+                    places.push(slot(control.plan_channel(owner, source, channel)));
                 }
                 places.push(slot(control.packets_sent(owner, source)));
                 places.push(slot(control.packets_taken(owner, source)));

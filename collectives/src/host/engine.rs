@@ -1,9 +1,10 @@
 //! One rank's state of a communicator in host memory, and where data and scratch lie. `handshake` has the phases of
-//! a call and what happens when a wait fails; `refusal` has calls whose arguments this rank refuses.
+//! a call and what happens when a wait fails; `plan_signals` the signals of plans; `refusal` has calls whose arguments this rank refuses.
 
 #![allow(unsafe_code)] // builds the view of shared memory, from the caller's promise
 
 mod handshake;
+mod plan_signals;
 mod refusal;
 
 use std::fmt;
@@ -55,6 +56,7 @@ pub struct HostEngine {
     call_timeout: Duration,
     /// Calls that this rank refused, and which not all other ranks have reached yet.
     refused: Option<refusal::Refused>,
+    plan_signals: plan_signals::PlanSignals,
     /// Shared with [`HostOneSided`](super::HostOneSided), which signals outside of calls.
     pub(super) failed: Arc<OnceLock<Error>>,
     pub(super) maker: Maker,
@@ -128,6 +130,7 @@ impl HostEngine {
             operation: 0,
             call_timeout: options.timeout,
             refused: None,
+            plan_signals: plan_signals::PlanSignals::new(layout.world),
             failed: Arc::default(),
             maker: Maker::here(),
             timeout: Arc::new(Timeout::new(options.timeout)),
@@ -226,6 +229,11 @@ impl HostEngine {
     pub(crate) fn reduction(&mut self, what: &str, dtype: DType, op: ReduceOp) -> Result<ReduceFn> {
         let found = select(self.isa, dtype, op);
         found.ok_or_else(|| self.decline(dtype.only_moved(what, self.rank())))
+    }
+
+    /// The loop that reduces elements of this type, if there is one.
+    pub(crate) fn reduce_loop(&self, dtype: DType, op: ReduceOp) -> Option<ReduceFn> {
+        select(self.isa, dtype, op)
     }
 
     /// The parity of the next call, which says which half of scratch it uses.

@@ -16,10 +16,12 @@ pub(crate) enum Operation {
     /// Point-to-point operations are outside of the order of collectives.
     Send = 9,
     Recv = 10,
+    /// A registered algorithm for a collective of the program's own.
+    Custom = 11,
 }
 
 impl Operation {
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 11] = [
         Self::Declined,
         Self::Barrier,
         Self::AllReduce,
@@ -30,6 +32,7 @@ impl Operation {
         Self::AllToAll,
         Self::Send,
         Self::Recv,
+        Self::Custom,
     ];
 
     pub(crate) const fn name(self) -> &'static str {
@@ -44,6 +47,7 @@ impl Operation {
             Self::AllToAll => "all_to_all",
             Self::Send => "send",
             Self::Recv => "recv",
+            Self::Custom => "custom collective",
         }
     }
 

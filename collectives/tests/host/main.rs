@@ -9,6 +9,7 @@ mod late;
 mod missing_links;
 mod mixed;
 mod oracle;
+mod plans;
 mod process;
 mod random_matrices;
 mod refused;

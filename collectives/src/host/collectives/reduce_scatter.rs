@@ -60,7 +60,7 @@ impl HostEngine {
                 // SAFETY: all ranks have made this call with this offset and leave their inputs alone until this
                 // rank's step; only this rank reads this part of them. The output is this rank's part of its own
                 // input, or does not overlap it.
-                unsafe { reduce(&sources, &[data.to], count) };
+                unsafe { reduce(&sources, &[data.to], count, sources.len()) };
                 self.sources = sources;
                 self.step()
             }
@@ -136,7 +136,10 @@ unsafe fn staged(
         }));
         // SAFETY: each peer wrote its piece before it signalled and leaves it alone until this rank's next
         // signal; the output is exactly this rank's own source, or does not overlap it.
-        unsafe { reduce(&sources, &[data.to.wrapping_add(range.start * size)], range.len()) };
+        unsafe {
+            let to = data.to.wrapping_add(range.start * size);
+            reduce(&sources, &[to], range.len(), sources.len());
+        }
         engine.sources = sources;
     }
     Ok(())

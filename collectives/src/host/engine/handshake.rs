@@ -132,6 +132,36 @@ impl HostEngine {
         await_word(slot, |word| is_handshake(word, epoch), &mut waiter)
     }
 
+    /// Signals a peer on a channel of the plan that runs.
+    pub(crate) fn signal_in_plan(&mut self, peer: u32, channel: u32) {
+        let number = self.plan_signals.send(peer, channel);
+        let slot = self.control.plan_channel(peer, self.layout.rank, channel);
+        slot.publish_word(number);
+        wake_sleepers(std::iter::once(slot), wake);
+    }
+
+    /// Waits for a peer's next signal on a channel of the plan that runs. `phase` is for the error's message.
+    pub(crate) fn wait_in_plan(&mut self, peer: u32, channel: u32, phase: u32) -> Result<()> {
+        let number = self.plan_signals.take(peer, channel);
+        match self.await_in_plan(peer, channel, number, phase) {
+            Ok(_) => Ok(()),
+            Err(failure) => Err(self.close(failure)),
+        }
+    }
+
+    fn await_in_plan(
+        &self,
+        peer: u32,
+        channel: u32,
+        number: u64,
+        phase: u32,
+    ) -> Result<u64, WaitFailure> {
+        let slot = self.control.plan_channel(self.layout.rank, peer, channel);
+        // `self.epoch` is that of the next call already.
+        let mut waiter = Waiter::new(self.spin_policy, self.watch(peer, phase, self.epoch - 1));
+        await_word(slot, |word| word >= number, &mut waiter)
+    }
+
     #[inline]
     fn await_step(&self, peer: u32, step: u64) -> Result<u64, WaitFailure> {
         let slot = self.control.step(self.layout.rank, step & 1, peer);

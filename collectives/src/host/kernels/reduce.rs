@@ -14,7 +14,8 @@ use crate::{DType, F8E4m3, F8E5m2, ReduceOp};
 /// The number of elements that are loaded, reduced and stored together: two 64-byte vectors of `f32`.
 const BLOCK: usize = 32;
 
-/// Reduces `count` elements of all sources, in order, and stores the result to each destination.
+/// Reduces `count` elements of all sources, in order, and stores the result to each destination. The last argument is
+/// what averages are divided by: the number of ranks.
 ///
 /// # Safety
 ///
@@ -22,7 +23,7 @@ const BLOCK: usize = 32;
 /// else writes the sources or accesses the destinations meanwhile. A destination is either exactly one of the sources
 /// or overlaps none, and destinations do not overlap each other. The instruction set that the function was selected
 /// for is available.
-pub(crate) type ReduceFn = unsafe fn(&[*const u8], &[*mut u8], usize);
+pub(crate) type ReduceFn = unsafe fn(&[*const u8], &[*mut u8], usize, usize);
 
 /// The instruction sets that the loops are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,10 +96,15 @@ fn by_isa<F: Reduction>(isa: Isa) -> ReduceFn {
 /// # Safety
 ///
 /// As [`ReduceFn`].
-unsafe fn portable<F: Reduction>(sources: &[*const u8], outputs: &[*mut u8], count: usize) {
+unsafe fn portable<F: Reduction>(
+    sources: &[*const u8],
+    outputs: &[*mut u8],
+    count: usize,
+    world: usize,
+) {
     let _environment = DefaultEnvironment::enter();
     // SAFETY: the caller keeps the same promises.
-    unsafe { body::<F, false>(sources, outputs, count) }
+    unsafe { body::<F, false>(sources, outputs, count, world) }
 }
 
 /// # Safety
@@ -106,10 +112,15 @@ unsafe fn portable<F: Reduction>(sources: &[*const u8], outputs: &[*mut u8], cou
 /// As [`ReduceFn`], and the processor has AVX2 and F16C.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
-unsafe fn avx2<F: Reduction>(sources: &[*const u8], outputs: &[*mut u8], count: usize) {
+unsafe fn avx2<F: Reduction>(
+    sources: &[*const u8],
+    outputs: &[*mut u8],
+    count: usize,
+    world: usize,
+) {
     let _environment = DefaultEnvironment::enter();
     // SAFETY: the caller keeps the same promises.
-    unsafe { body::<F, true>(sources, outputs, count) }
+    unsafe { body::<F, true>(sources, outputs, count, world) }
 }
 
 /// # Safety
@@ -117,10 +128,15 @@ unsafe fn avx2<F: Reduction>(sources: &[*const u8], outputs: &[*mut u8], count: 
 /// As [`ReduceFn`], and the processor has these AVX-512 sets and F16C.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,f16c")]
-unsafe fn avx512<F: Reduction>(sources: &[*const u8], outputs: &[*mut u8], count: usize) {
+unsafe fn avx512<F: Reduction>(
+    sources: &[*const u8],
+    outputs: &[*mut u8],
+    count: usize,
+    world: usize,
+) {
     let _environment = DefaultEnvironment::enter();
     // SAFETY: the caller keeps the same promises.
-    unsafe { body::<F, true>(sources, outputs, count) }
+    unsafe { body::<F, true>(sources, outputs, count, world) }
 }
 
 /// # Safety
@@ -131,6 +147,7 @@ unsafe fn body<F: Reduction, const F16C: bool>(
     sources: &[*const u8],
     outputs: &[*mut u8],
     count: usize,
+    world: usize,
 ) {
     let Some((first, rest)) = sources.split_first() else { return };
     let size = size_of::<F::Item>();
@@ -146,7 +163,7 @@ unsafe fn body<F: Reduction, const F16C: bool>(
             let block = unsafe { load_block::<F::Item>(source.wrapping_add(at)) };
             combine_block::<F, F16C>(&mut total, &block);
         }
-        let block = finish_block::<F, F16C>(&total, sources.len());
+        let block = finish_block::<F, F16C>(&total, world);
         for output in outputs {
             // SAFETY: the same elements of a destination, writable by contract.
             unsafe { store_block::<F::Item>(output.wrapping_add(at), &block) };
@@ -169,7 +186,7 @@ unsafe fn body<F: Reduction, const F16C: bool>(
         unsafe { load_part(source.wrapping_add(at), &mut padded, left) };
         combine_block::<F, F16C>(&mut total, &padded);
     }
-    let block = finish_block::<F, F16C>(&total, sources.len());
+    let block = finish_block::<F, F16C>(&total, world);
     for output in outputs {
         let to = output.wrapping_add(at).cast::<F::Item>();
         // SAFETY: elements `done..count` of a destination are writable; `block` is a local array of more than `left`
@@ -307,7 +324,7 @@ mod tests {
         let reduce = select(isa, dtype, op).expect("a type that is reduced");
         // SAFETY: every source and the output are vectors of `count` elements, and the set was
         // detected by the caller.
-        unsafe { reduce(&from, &[out.as_mut_ptr().cast()], count) };
+        unsafe { reduce(&from, &[out.as_mut_ptr().cast()], count, from.len()) };
         out
     }
 

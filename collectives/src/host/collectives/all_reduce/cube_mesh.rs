@@ -196,7 +196,7 @@ unsafe fn reduce(
     // rank's next signal. From here on only this rank reads this share of the inputs of its group and of its
     // partner, and only it writes this share of the outputs. Input and output are the same range or do not
     // overlap, at the same place of every rank, so each output is exactly a source or overlaps none.
-    unsafe { (work.reduce)(&sources, &outputs, mine.len()) };
+    unsafe { (work.reduce)(&sources, &outputs, mine.len(), sources.len()) };
     engine.sources = sources;
     engine.outputs = outputs;
     engine.step()

@@ -42,7 +42,9 @@ pub(super) unsafe fn run(engine: &mut HostEngine, work: &Work) -> Result<()> {
         // SAFETY: every source holds this piece, which its rank wrote before it signalled and
         // leaves alone until this rank has signalled again (S3, S4); the output is writable by
         // contract, and is exactly this rank's own source or does not overlap it (`resolve`).
-        unsafe { (work.reduce)(&sources, &[to.wrapping_add(at)], range.len()) };
+        unsafe {
+            (work.reduce)(&sources, &[to.wrapping_add(at)], range.len(), sources.len());
+        }
         engine.sources = sources;
     }
     Ok(())

@@ -63,7 +63,7 @@ unsafe fn reduce(
 ) {
     if !streaming {
         // SAFETY: the caller's promises.
-        unsafe { (work.reduce)(sources, outputs, count) };
+        unsafe { (work.reduce)(sources, outputs, count, sources.len()) };
         return;
     }
     let mut tile = [0u64; TILE / 8];
@@ -73,7 +73,7 @@ unsafe fn reduce(
     while left > 0 {
         let (now, bytes) = (left.min(each), left.min(each) * work.size);
         // SAFETY: the next `now` elements of every source are readable; the local tile has room for them.
-        unsafe { (work.reduce)(sources, &[local], now) };
+        unsafe { (work.reduce)(sources, &[local], now, sources.len()) };
         for output in outputs.iter_mut() {
             // SAFETY: the same elements of this output are writable, and do not overlap the local tile.
             unsafe { copy_streaming(local, *output, bytes) };
@@ -118,7 +118,10 @@ pub(super) unsafe fn staged(engine: &mut HostEngine, work: &Work) -> Result<()> 
         }));
         // SAFETY: every rank has copied this piece to its scratch and signalled; only this rank reads this share
         // of it. The output is exactly this rank's own source, in its own scratch.
-        unsafe { (work.reduce)(&sources, &[own.wrapping_add(mine.start * size)], mine.len()) };
+        unsafe {
+            let own = own.wrapping_add(mine.start * size);
+            (work.reduce)(&sources, &[own], mine.len(), sources.len());
+        }
         engine.sources = sources;
         engine.step()?;
         for rank in engine.peers().chain([me]) {

@@ -1,0 +1,385 @@
+//! Runs checked plans in host memory, one thread a rank.
+//!
+//! Every operation is element by element, and chunks of different buffers correspond at equal distances from their
+//! beginnings. So a plan can run over any range of its chunks on its own: over pieces that fit scratch, one after the
+//! other, and, between two signals, over tiles that stay in the caches.
+
+#![allow(unsafe_code)] // hands raw buffers to the kernels
+
+use symmpool_allocator::{Error, Result};
+
+use super::call::{Call, Operation};
+use super::kernels::{ReduceFn, copy};
+use super::{Data, HostEngine, InPlace, Place};
+use crate::plan::{Buffer, Cell, CheckedPlan, Collective, Item, Plan, Step};
+use crate::{DType, ReduceOp};
+
+/// Bytes of a chunk that operations between two signals run over together, so that what one writes another finds in
+/// the first or second cache.
+const TILE: usize = 32 << 10;
+/// Chunks of scratch begin at multiples of this, a cache line.
+const LINE: usize = 64;
+/// Counts from here on leave no place in call descriptions for an algorithm's hash.
+const MAX_COUNT: usize = 1 << 48;
+
+/// How a call's elements are divided into chunks.
+#[derive(Clone, Copy, Debug)]
+struct Chunks {
+    /// Elements of a part.
+    count: usize,
+    /// Elements of a chunk; those at the end of a part may have fewer, or none.
+    each: usize,
+    of_part: usize,
+    size: usize,
+}
+
+impl Chunks {
+    fn new(checked: &CheckedPlan, count: usize, size: usize) -> Result<Self> {
+        let plan = checked.plan();
+        let of_part = plan.chunks_of_part() as usize;
+        let is_custom = matches!(plan.collective, Collective::Custom { .. });
+        if (checked.needs_equal_chunks || is_custom) && !count.is_multiple_of(of_part) {
+            return Err(Error::invalid_argument(format!(
+                "the algorithm {} exchanges chunks at different places, so its {of_part} chunks must be equally \
+                 long; {count} elements do not divide into them",
+                plan.name
+            )));
+        }
+        let each = count.div_ceil(of_part);
+        let each = if checked.needs_equal_chunks || is_custom {
+            each
+        } else {
+            each.next_multiple_of((LINE / size).max(1))
+        };
+        Ok(Self { count, each, of_part, size })
+    }
+
+    /// The elements of the chunks at this place of their parts.
+    fn length(&self, place: usize) -> usize {
+        self.count.saturating_sub(place.saturating_mul(self.each)).min(self.each)
+    }
+
+    /// Where a chunk of the input or output begins, in bytes.
+    fn start(&self, index: u32) -> usize {
+        let (part, place) = (index as usize / self.of_part, index as usize % self.of_part);
+        // A chunk without elements may lie behind the end, where nothing is accessed.
+        (part * self.count + (place * self.each).min(self.count)) * self.size
+    }
+}
+
+/// Where a rank's buffers of a call lie.
+struct Buffers<'a> {
+    engine: &'a HostEngine,
+    chunks: Chunks,
+    from: *const u8,
+    to: *mut u8,
+    /// The window offsets of input and output, where they are windows.
+    windows: (Option<u64>, Option<u64>),
+    /// What rank 0 of the plan is.
+    root: u32,
+    /// Bytes of scratch that each chunk has.
+    room: usize,
+}
+
+impl Buffers<'_> {
+    /// The address of a chunk, `at` bytes into it. Of scratch, pieces lie one over the other: they begin at 0.
+    fn address(&self, cell: Cell, at: usize, in_piece: usize) -> *mut u8 {
+        let rank = real_rank(cell.rank, self.root, self.engine.world());
+        let own = rank == self.engine.rank();
+        let start = || self.chunks.start(cell.index) + at;
+        match (cell.buffer, self.windows) {
+            (Buffer::Scratch, _) => {
+                let scratch = self.engine.scratch(rank);
+                scratch.wrapping_add(cell.index as usize * self.room + in_piece)
+            }
+            (Buffer::Input, _) if own => self.from.cast_mut().wrapping_add(start()),
+            (Buffer::Output, _) if own => self.to.wrapping_add(start()),
+            (Buffer::Input, (Some(offset), _)) | (Buffer::Output, (_, Some(offset))) => {
+                self.engine.window(rank, offset).wrapping_add(start())
+            }
+            // Calls whose plan reaches into peers' memory that is no window are declined before.
+            (Buffer::Input, _) => self.from.cast_mut(),
+            (Buffer::Output, _) => self.to,
+        }
+    }
+}
+
+/// The rank of the communicator that a rank of the plan is.
+fn real_rank(rank: u32, root: u32, world: u32) -> u32 {
+    (rank + root) % world
+}
+
+impl HostEngine {
+    /// Runs a plan for `count` elements of each part (see [`Plan::input_parts`]); of one's own collective, for an
+    /// input of `count` elements. `op` matters for collectives that reduce, `root` for a broadcast.
+    ///
+    /// # Errors
+    ///
+    /// `is_diverged`, on every rank, if ranks make different calls, or with another algorithm under the name;
+    /// `is_invalid_argument` if the plan is for another number of ranks, buffers overlap or do not fit, the elements
+    /// do not divide as the plan needs it, or scratch is too small; `is_unsupported` if buffers must be windows and
+    /// are not, and for averages of integers by partial sums; `is_timeout` or `is_peer_lost` if a rank does not make
+    /// the call.
+    ///
+    /// # Safety
+    ///
+    /// `input` is readable and `output` writable for the elements of the plan's parts, and nobody else accesses
+    /// either, in any rank's slot if it is a window, until the call returns on every rank.
+    #[allow(clippy::too_many_arguments)] // what a call is
+    pub unsafe fn run_plan(
+        &mut self,
+        checked: &CheckedPlan,
+        input: Place,
+        output: Place,
+        count: usize,
+        dtype: DType,
+        op: ReduceOp,
+        root: u32,
+    ) -> Result<()> {
+        self.ready()?;
+        let prepared = self.prepare(checked, input, output, count, dtype, op, root);
+        let (data, chunks, loops, room) = self.or_decline(prepared)?;
+        let plan = checked.plan();
+        let mut call = Call::new(operation(plan)).elements(dtype, count).root(root);
+        if plan.collective.reduces() {
+            call = call.reduce(op);
+        }
+        // Where peers do not access them, buffers may lie anywhere.
+        let if_reached = |reached: bool, place: Place| {
+            if reached { place } else { Place::Plain(std::ptr::null_mut()) }
+        };
+        let call = call
+            .input(if_reached(checked.reaches_inputs, input))
+            .output(if_reached(checked.reaches_outputs, output))
+            .registered(checked.hash());
+        self.handshake(&call)?;
+        if count == 0 {
+            return Ok(());
+        }
+        let offset = |place: Place| match place {
+            Place::Window(offset) => Some(offset),
+            Place::Plain(_) => None,
+        };
+        let windows = (offset(input), offset(output));
+        let me = (self.rank() + self.world() - root) % self.world();
+        let piece = if plan.scratch == 0 { chunks.each } else { room / chunks.size };
+        let mut begin = 0;
+        while begin < chunks.each {
+            if begin > 0 {
+                // Scratch is written anew only when all ranks have finished the piece before.
+                self.step()?;
+            }
+            let end = (begin + piece).min(chunks.each);
+            let mut left = checked.steps[me as usize].as_slice();
+            let mut phase = 0;
+            while let Some((first, rest)) = left.split_first() {
+                phase += 1;
+                let peer = |peer: u32| real_rank(peer, root, self.world());
+                match first {
+                    Step::Signal { peer: to, channel } => self.signal_in_plan(peer(*to), *channel),
+                    Step::Wait { peer: of, channel } => {
+                        self.wait_in_plan(peer(*of), *channel, phase)?;
+                    }
+                    Step::Barrier => self.step()?,
+                    Step::Reduce(_) => {
+                        let is_signal = |step: &Step| !matches!(step, Step::Reduce(_));
+                        let items = left.iter().position(is_signal).unwrap_or(left.len());
+                        let buffers = Buffers {
+                            engine: self,
+                            chunks,
+                            from: data.from,
+                            to: data.to,
+                            windows,
+                            root,
+                            room,
+                        };
+                        // SAFETY: the caller's promises about input and output; that windows are mapped in every slot
+                        // was promised to `new`. The plan's proof says that what this rank accesses between two
+                        // signals is accessed by no other rank meanwhile, and is within the buffers.
+                        unsafe { run_items(&buffers, &left[..items], begin..end, &loops) };
+                        left = &left[items..];
+                        continue;
+                    }
+                }
+                left = rest;
+            }
+            begin = end;
+        }
+        Ok(())
+    }
+
+    /// Checks a call's arguments, and finds what it needs.
+    #[allow(clippy::too_many_arguments)] // what a call is
+    fn prepare(
+        &self,
+        checked: &CheckedPlan,
+        input: Place,
+        output: Place,
+        count: usize,
+        dtype: DType,
+        op: ReduceOp,
+        root: u32,
+    ) -> Result<(Data, Chunks, Loops, usize)> {
+        let plan = checked.plan();
+        let (name, rank, world) = (&plan.name, self.rank(), self.world());
+        if plan.world != world {
+            return Err(Error::invalid_argument(format!(
+                "the algorithm {name} on rank {rank}: it is for {} ranks, and the communicator has {world}",
+                plan.world
+            )));
+        }
+        if root >= world || (root > 0 && plan.collective != Collective::Broadcast) {
+            return Err(Error::invalid_argument(format!(
+                "root {root} of {} on rank {rank}, among {world} ranks",
+                plan.collective.name()
+            )));
+        }
+        if count >= MAX_COUNT {
+            return Err(Error::invalid_argument(format!("{count} elements on rank {rank}")));
+        }
+        for (reached, what, place) in
+            [(checked.reaches_inputs, "input", input), (checked.reaches_outputs, "output", output)]
+        {
+            if reached && count > 0 && !place.is_window() {
+                return Err(Error::unsupported(format!(
+                    "the algorithm {name} on rank {rank}: peers access its {what}, which must lie in a window: \
+                     allocate it from the pool, as by pool.empty"
+                )));
+            }
+        }
+        let size = dtype.size();
+        let chunks = Chunks::new(checked, count, size)?;
+        let loops = self.loops(checked, dtype, op)?;
+        let room = match plan.scratch {
+            0 => 0,
+            scratch => self.scratch_bytes() / scratch as usize / LINE * LINE,
+        };
+        if plan.scratch > 0 && room == 0 {
+            return Err(Error::invalid_argument(format!(
+                "the algorithm {name} on rank {rank}: {} bytes of scratch are too few for its {} chunks; raise \
+                 scratch_bytes to {} or more",
+                self.scratch_bytes(),
+                plan.scratch,
+                (plan.scratch as usize * LINE).next_multiple_of(256)
+            )));
+        }
+        let part = count.checked_mul(size);
+        let times = |parts: u32| part.and_then(|part| part.checked_mul(parts as usize));
+        let own = part.and_then(|part| part.checked_mul(rank as usize)).unwrap_or(0);
+        let (input_bytes, output_bytes, in_place) = match plan.collective {
+            Collective::AllReduce => (part, part, InPlace::OutputAt(0)),
+            // Others than the root have no data to begin with.
+            Collective::Broadcast => {
+                (if rank == root { part } else { Some(0) }, part, InPlace::OutputAt(0))
+            }
+            Collective::AllGather => (part, times(world), InPlace::InputAt(own)),
+            Collective::ReduceScatter => (times(world), part, InPlace::OutputAt(own)),
+            Collective::AllToAll => (times(world), times(world), InPlace::OutputAt(0)),
+            Collective::Custom { .. } => {
+                let output = (count / plan.chunks as usize)
+                    .checked_mul(size)
+                    .and_then(|chunk| chunk.checked_mul(plan.output_chunks(rank) as usize));
+                (part, output, InPlace::OutputAt(0))
+            }
+        };
+        let data = self.resolve((input, input_bytes), (output, output_bytes), in_place)?;
+        match checked.in_place() {
+            Err(why) if data.in_place && count > 0 => Err(Error::invalid_argument(format!(
+                "the algorithm {name} on rank {rank} is wrong in place ({}); pass an output of its own",
+                why.message
+            ))),
+            _ => Ok((data, chunks, loops, room)),
+        }
+    }
+
+    /// The loops for results and for partial results.
+    fn loops(&self, checked: &CheckedPlan, dtype: DType, op: ReduceOp) -> Result<Loops> {
+        let plan = checked.plan();
+        if !plan.collective.reduces() {
+            return Ok(Loops { result: None, partial: None, divisor: 1 });
+        }
+        let (name, rank) = (&plan.name, self.rank());
+        let is_integer = matches!(dtype, DType::I32 | DType::I64 | DType::U8 | DType::I8);
+        if op == ReduceOp::Avg && checked.has_partial_results && is_integer {
+            return Err(Error::unsupported(format!(
+                "the algorithm {name} on rank {rank}: it reduces in several steps, between which sums of {} can \
+                 overflow before they are divided; use sum, or an algorithm that reduces once",
+                dtype.name()
+            )));
+        }
+        let partial = if op == ReduceOp::Avg { ReduceOp::Sum } else { op };
+        let find = |op| {
+            self.reduce_loop(dtype, op)
+                .ok_or_else(|| dtype.only_moved(plan.collective.name(), rank))
+                .map(Some)
+        };
+        let divisor = checked.contributions as usize;
+        Ok(Loops { result: find(op)?, partial: find(partial)?, divisor })
+    }
+}
+
+/// The loops over elements that a call runs.
+#[derive(Clone, Copy)]
+struct Loops {
+    result: Option<ReduceFn>,
+    partial: Option<ReduceFn>,
+    /// What averages are divided by.
+    divisor: usize,
+}
+
+fn operation(plan: &Plan) -> Operation {
+    match plan.collective {
+        Collective::AllReduce => Operation::AllReduce,
+        Collective::AllGather => Operation::AllGather,
+        Collective::ReduceScatter => Operation::ReduceScatter,
+        Collective::Broadcast => Operation::Broadcast,
+        Collective::AllToAll => Operation::AllToAll,
+        Collective::Custom { .. } => Operation::Custom,
+    }
+}
+
+/// Runs operations between two signals, over elements `range` of their chunks.
+///
+/// # Safety
+///
+/// The places of the items are readable and writable for these elements, and nobody else accesses them meanwhile.
+unsafe fn run_items(
+    buffers: &Buffers<'_>,
+    steps: &[Step],
+    range: std::ops::Range<usize>,
+    loops: &Loops,
+) {
+    let size = buffers.chunks.size;
+    let mut sources = Vec::with_capacity(8);
+    let mut begin = range.start;
+    while begin < range.end {
+        let end = (begin + TILE / size).min(range.end);
+        for step in steps {
+            let Step::Reduce(Item { dst, srcs, place, is_result }) = step else { continue };
+            let length = buffers.chunks.length(*place as usize);
+            let count = end.min(length).saturating_sub(begin);
+            if count == 0 {
+                continue;
+            }
+            let address =
+                |cell: &Cell| buffers.address(*cell, begin * size, (begin - range.start) * size);
+            let to = address(dst);
+            if let [src] = srcs.as_slice() {
+                let from = address(src);
+                if from != to {
+                    // SAFETY: the caller's promise; chunks are equal or do not overlap.
+                    unsafe { copy(from, to, count * size) };
+                }
+                continue;
+            }
+            sources.clear();
+            sources.extend(srcs.iter().map(|src| address(src).cast_const()));
+            let reduce = if *is_result { loops.result } else { loops.partial };
+            if let Some(reduce) = reduce {
+                // SAFETY: the caller's promise; the destination is one of the sources or overlaps none.
+                unsafe { reduce(&sources, &[to], count, loops.divisor) };
+            }
+        }
+        begin = end;
+    }
+}

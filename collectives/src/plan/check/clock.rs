@@ -1,0 +1,86 @@
+//! What is ordered before what: vector clocks of strands, and the accesses of chunks that they are compared with.
+//!
+//! A *strand* is what runs in order: a rank's operations outside of block groups, or those of one group. Each has a
+//! component of the clock, in which it counts its operations. A clock says of every strand how many of its operations
+//! come before. Two accesses are ordered if the clock at the second covers the first.
+
+use std::collections::BTreeMap;
+
+use super::super::model::Cell;
+
+/// How many operations of each strand come before.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Clock(Vec<u32>);
+
+impl Clock {
+    pub(super) fn new(strands: usize) -> Self {
+        Self(vec![0; strands])
+    }
+
+    /// Counts an operation of `strand`, and returns when it is.
+    pub(super) fn tick(&mut self, strand: usize) -> Moment {
+        self.0[strand] += 1;
+        Moment { strand, count: self.0[strand] }
+    }
+
+    /// Adds what comes before `other`.
+    pub(super) fn join(&mut self, other: &Self) {
+        for (mine, theirs) in self.0.iter_mut().zip(&other.0) {
+            *mine = (*mine).max(*theirs);
+        }
+    }
+
+    /// Whether `moment` comes before this.
+    pub(super) fn covers(&self, moment: Moment) -> bool {
+        self.0[moment.strand] >= moment.count
+    }
+}
+
+/// One operation of a strand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Moment {
+    pub(super) strand: usize,
+    pub(super) count: u32,
+}
+
+/// An access, and which operation it is of.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Access {
+    pub(super) moment: Moment,
+    pub(super) rank: u32,
+    /// The index of the operation in that rank's program.
+    pub(super) index: usize,
+    pub(super) writes: bool,
+}
+
+/// The accesses of every chunk with which a later one may conflict: the last write, and the reads since.
+///
+/// That is enough: what is ordered behind the last write is ordered behind all accesses before it, which were
+/// compared with it.
+#[derive(Default)]
+pub(super) struct History {
+    cells: BTreeMap<Cell, Vec<Access>>,
+}
+
+impl History {
+    /// Adds an access. Returns the access that it conflicts with, if there is one that `clock`, the clock of the new
+    /// one, does not cover.
+    pub(super) fn add(&mut self, cell: Cell, access: Access, clock: &Clock) -> Option<Access> {
+        let since = self.cells.entry(cell).or_default();
+        let conflicts = |other: &&Access| access.writes || other.writes;
+        let found = since.iter().filter(conflicts).find(|other| !clock.covers(other.moment));
+        if let Some(other) = found {
+            return Some(*other);
+        }
+        if access.writes {
+            since.clear();
+        }
+        since.push(access);
+        None
+    }
+
+    /// All accesses that are kept, in the order of chunks.
+    pub(super) fn all(&self) -> impl Iterator<Item = (Cell, &Access)> {
+        self.cells.iter().flat_map(|(cell, accesses)| accesses.iter().map(|each| (*cell, each)))
+    }
+}

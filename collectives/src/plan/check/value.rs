@@ -1,0 +1,124 @@
+//! What chunks hold, as expressions over the inputs. Equal expressions have equal numbers, so that comparing is cheap.
+
+use std::collections::BTreeMap;
+
+use super::super::model::Contribution;
+
+/// The number of an expression.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Value(u32);
+
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Expression {
+    /// Nothing was written there.
+    Undefined,
+    /// A chunk of an input.
+    Input(Contribution),
+    /// Values that were reduced in this order and then rounded.
+    Reduced(Vec<Value>),
+}
+
+/// What is known of an expression from those that it is made of, so that none is looked through twice.
+#[derive(Clone, Copy, Debug)]
+struct Facts {
+    is_defined: bool,
+    /// How many inputs take part, each as often as it does.
+    contributions: u64,
+    place: Option<u32>,
+}
+
+/// All expressions of a plan.
+pub(super) struct Values {
+    numbers: BTreeMap<Expression, Value>,
+    expressions: Vec<(Expression, Facts)>,
+    /// Chunks of a part.
+    each: u32,
+}
+
+/// More inputs than take part in any sensible chunk.
+const MAX_CONTRIBUTIONS: u64 = 1 << 16;
+
+impl Values {
+    pub(super) const UNDEFINED: Value = Value(0);
+
+    pub(super) fn new(chunks_of_part: u32) -> Self {
+        let (numbers, expressions) = (BTreeMap::new(), Vec::new());
+        let mut values = Self { numbers, expressions, each: chunks_of_part.max(1) };
+        let facts = Facts { is_defined: false, contributions: 0, place: None };
+        values.number(Expression::Undefined, facts);
+        values
+    }
+
+    fn number(&mut self, expression: Expression, facts: Facts) -> Value {
+        if let Some(value) = self.numbers.get(&expression) {
+            return *value;
+        }
+        let value = Value(self.expressions.len() as u32);
+        self.expressions.push((expression.clone(), facts));
+        self.numbers.insert(expression, value);
+        value
+    }
+
+    fn facts(&self, value: Value) -> Facts {
+        self.expressions[value.0 as usize].1
+    }
+
+    pub(super) fn input(&mut self, rank: u32, chunk: u32) -> Value {
+        let facts = Facts { is_defined: true, contributions: 1, place: Some(chunk % self.each) };
+        self.number(Expression::Input(Contribution { rank, chunk }), facts)
+    }
+
+    /// The reduction of one value is the value itself.
+    pub(super) fn reduced(&mut self, values: Vec<Value>) -> Value {
+        if let [one] = values.as_slice() {
+            return *one;
+        }
+        let all = || values.iter().map(|each| self.facts(*each));
+        let place = all().next().and_then(|first| first.place);
+        let facts = Facts {
+            is_defined: all().all(|each| each.is_defined),
+            contributions: all().fold(0, |sum, each| sum.saturating_add(each.contributions)),
+            place: place.filter(|_| all().all(|each| each.place == place)),
+        };
+        self.number(Expression::Reduced(values), facts)
+    }
+
+    /// Whether all that a value is made of was written.
+    pub(super) fn is_defined(&self, value: Value) -> bool {
+        self.facts(value).is_defined
+    }
+
+    /// Where in their parts the chunks are that a value is made of. `None` if at several places, so that they have
+    /// one length only where all chunks have.
+    pub(super) fn place(&self, value: Value) -> Option<u32> {
+        self.facts(value).place
+    }
+
+    /// The inputs that a value is made of, sorted, each as often as it takes part; `None` beyond a limit.
+    pub(super) fn contributions(&self, value: Value) -> Option<Vec<Contribution>> {
+        if self.facts(value).contributions > MAX_CONTRIBUTIONS {
+            return None;
+        }
+        let mut found = Vec::new();
+        let mut left = vec![value];
+        while let Some(value) = left.pop() {
+            match &self.expressions[value.0 as usize].0 {
+                Expression::Undefined => {}
+                Expression::Input(contribution) => found.push(*contribution),
+                Expression::Reduced(values) => left.extend(values),
+            }
+        }
+        found.sort_unstable();
+        Some(found)
+    }
+
+    /// Whether a value is the reduction of inputs as they are, of which none was reduced before.
+    pub(super) fn is_flat(&self, value: Value) -> bool {
+        match &self.expressions[value.0 as usize].0 {
+            Expression::Reduced(values) => values
+                .iter()
+                .all(|each| !matches!(self.expressions[each.0 as usize].0, Expression::Reduced(_))),
+            _ => true,
+        }
+    }
+}

@@ -1,0 +1,28 @@
+//! Collectives that programs bring along: a *plan* says what every rank does with its chunks, step by step.
+//!
+//! Plans come from `symmpool.language`, which traces a Python function once for each rank, or from a file. A plan is
+//! [checked](Plan::check) before anything runs it: signals and waits must match and end, accesses must be ordered,
+//! and every chunk of every output must hold what the collective promises. What passes is a [`CheckedPlan`], and only
+//! that can be executed.
+//!
+//! | module | holds |
+//! | --- | --- |
+//! | `model` | what a plan is: collectives, buffers, chunks, operations |
+//! | `format` | plans as JSON |
+//! | `check` | the proof, and the errors that tell where it fails |
+//! | `timeline`, `explain`, `draw` | when operations run at the earliest; a plan as a table, and as a picture |
+//!
+//! The engines run checked plans; see `host/plan.rs`.
+
+mod check;
+mod draw;
+mod explain;
+mod format;
+mod model;
+mod timeline;
+
+pub use check::{CheckedPlan, PlanError, PlanErrorKind};
+pub(crate) use check::{Item, Step};
+pub use format::PLAN_VERSION;
+pub(crate) use model::Cell;
+pub use model::{Buffer, Collective, Contribution, Instruction, Operation, Plan, Protocol, Span};

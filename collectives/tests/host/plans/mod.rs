@@ -1,0 +1,7 @@
+//! Plans: what the check proves and refuses, and what runs of them leave.
+
+mod builder;
+mod errors;
+mod format;
+mod programs;
+mod runs;

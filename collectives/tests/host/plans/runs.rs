@@ -1,0 +1,301 @@
+//! Runs of plans in host memory: results, pieces, buffers, and calls that do not fit.
+
+use std::time::Duration;
+
+use symmpool_collectives::plan::{CheckedPlan, Collective, Plan};
+use symmpool_collectives::{AllReduceAlgorithm, DType, HostEngine, HostOptions, ReduceOp};
+
+use super::programs;
+use crate::flat_heap::{Buffer, Heap, small_scratch};
+
+const WINDOW: u64 = 1 << 17;
+
+/// Elements of the input and the output of a call.
+fn lengths(plan: &Plan, count: usize) -> (usize, usize) {
+    match plan.collective {
+        Collective::Custom { .. } => (count, count),
+        _ => (count * plan.input_parts() as usize, count * plan.output_parts() as usize),
+    }
+}
+
+/// Exact in `f32`, whatever the order of sums of a few of them.
+fn value(rank: u32, index: usize, call: usize) -> f32 {
+    ((index * 7 + rank as usize * 131 + call * 17) % 1009) as f32 - 300.0
+}
+
+/// What `rank`'s output must be. `root` is the root of broadcasts.
+fn expected(plan: &Plan, rank: u32, count: usize, call: usize, root: u32) -> Vec<f32> {
+    let sum = |index: usize| (0..plan.world).map(|rank| value(rank, index, call)).sum();
+    let mine = rank as usize * count;
+    (0..lengths(plan, count).1)
+        .map(|index| match plan.collective {
+            Collective::AllReduce => sum(index),
+            Collective::ReduceScatter => sum(mine + index),
+            Collective::AllGather => value((index / count) as u32, index % count, call),
+            Collective::Broadcast => value(root, index, call),
+            Collective::AllToAll => value((index / count) as u32, mine + index % count, call),
+            Collective::Custom { .. } if index < count / 2 => sum(index),
+            Collective::Custom { .. } => value((rank + 1) % plan.world, index, call),
+        })
+        .collect()
+}
+
+fn run(
+    engine: &mut HostEngine,
+    checked: &CheckedPlan,
+    (input, output): (&Buffer, &Buffer),
+    count: usize,
+    root: u32,
+) -> symmpool_allocator::Result<()> {
+    let (from, to) = (input.place, output.place);
+    // SAFETY: the buffers hold what the call reads and writes; between calls only their rank accesses them.
+    unsafe { engine.run_plan(checked, from, to, count, DType::F32, ReduceOp::Sum, root) }
+}
+
+#[test]
+fn every_program_computes_what_was_proved() {
+    for world in [1, 2, 3, 4] {
+        let options = small_scratch();
+        let heap = Heap::new(world, 1, 2 * WINDOW, &options);
+        let plans: Vec<CheckedPlan> = programs::all(world)
+            .into_iter()
+            .filter(|plan| world > 1 || plan.name != "ring")
+            .map(|plan| plan.check().unwrap())
+            .collect();
+        heap.ranks(|rank| {
+            let mut engine = heap.engine(rank, 0, small_scratch());
+            for checked in &plans {
+                let plan = checked.plan();
+                for (call, count) in [0, 1, 2, 6, 64, 1000, 5000].into_iter().enumerate() {
+                    if matches!(plan.collective, Collective::Custom { .. }) && count % 2 == 1 {
+                        continue;
+                    }
+                    let root = if plan.collective == Collective::Broadcast {
+                        call as u32 % world
+                    } else {
+                        0
+                    };
+                    let (inputs, outputs) = lengths(plan, count);
+                    let input = Buffer::window(&heap, rank, 0, inputs * 4);
+                    let output = Buffer::window(&heap, rank, WINDOW, outputs * 4);
+                    let data: Vec<f32> =
+                        (0..inputs).map(|index| value(rank, index, call)).collect();
+                    input.write(&data);
+                    output.write(&vec![f32::NAN; outputs]);
+                    run(&mut engine, checked, (&input, &output), count, root).unwrap();
+                    let found: Vec<f32> = output.read(outputs);
+                    let name = &plan.name;
+                    assert_eq!(
+                        found,
+                        expected(plan, rank, count, call, root),
+                        "{name}, {count} on rank {rank}"
+                    );
+                    let unchanged: Vec<f32> = input.read(inputs);
+                    assert_eq!(unchanged, data, "{name}: an input stays as it was");
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn in_place_calls_are_right_or_refused() {
+    const WORLD: u32 = 3;
+    let options = small_scratch();
+    let heap = Heap::new(WORLD, 1, WINDOW, &options);
+    let plans: Vec<CheckedPlan> =
+        programs::all(WORLD).into_iter().map(|plan| plan.check().unwrap()).collect();
+    heap.ranks(|rank| {
+        let mut engine = heap.engine(rank, 0, small_scratch());
+        for checked in &plans {
+            let plan = checked.plan();
+            let count = 250;
+            let (inputs, outputs) = lengths(plan, count);
+            let own = rank as usize * count * 4;
+            let whole = Buffer::window(&heap, rank, 0, inputs.max(outputs) * 4);
+            let part = Buffer::window(&heap, rank, own as u64, inputs.min(outputs) * 4);
+            let (input, output) = match plan.collective {
+                Collective::AllGather => (&part, &whole),
+                Collective::ReduceScatter => (&whole, &part),
+                _ => (&whole, &whole),
+            };
+            let data: Vec<f32> = (0..inputs).map(|index| value(rank, index, 0)).collect();
+            input.write(&data);
+            let result = run(&mut engine, checked, (input, output), count, 0);
+            if checked.in_place().is_ok() {
+                result.unwrap();
+                let found: Vec<f32> = output.read(outputs);
+                assert_eq!(
+                    found,
+                    expected(plan, rank, count, 0, 0),
+                    "{} on rank {rank}",
+                    plan.name
+                );
+            } else {
+                let error = result.unwrap_err();
+                assert!(
+                    error.is_invalid_argument() && error.to_string().contains("in place"),
+                    "{error}"
+                );
+                // The refused call ends for all before the next one begins.
+                let found: Vec<f32> = input.read(inputs);
+                assert_eq!(found, data, "nothing was changed");
+            }
+        }
+    });
+}
+
+/// Rule S7.
+#[test]
+fn a_flat_program_has_the_bits_of_the_built_in_algorithms() {
+    const WORLD: u32 = 4;
+    const COUNT: usize = 3001;
+    let options = small_scratch();
+    let heap = Heap::new(WORLD, 1, 2 * WINDOW, &options);
+    let plans =
+        [programs::one_shot(WORLD), programs::two_shot(WORLD), programs::two_shot_pull(WORLD)];
+    let plans = plans.map(|plan| plan.check().unwrap());
+    heap.ranks(|rank| {
+        let mut engine = heap.engine(rank, 0, small_scratch());
+        for (dtype, size) in
+            [(DType::F32, 4), (DType::Bf16, 2), (DType::I32, 4), (DType::F8E4m3, 1)]
+        {
+            let input = Buffer::window(&heap, rank, 0, COUNT * size);
+            let output = Buffer::window(&heap, rank, WINDOW, COUNT * size);
+            let byte = |index: usize| (index * 29 + rank as usize * 71 + index / 256) as u8 & 0xbf;
+            input.write(&(0..COUNT * size).map(byte).collect::<Vec<u8>>());
+            let (from, to) = (input.place, output.place);
+            for op in ReduceOp::ALL {
+                let auto = AllReduceAlgorithm::Auto;
+                // SAFETY: as in `run`.
+                unsafe { engine.all_reduce(from, to, COUNT, dtype, op, auto) }.unwrap();
+                let built_in: Vec<u8> = output.read(COUNT * size);
+                for checked in &plans {
+                    output.write(&vec![0xff_u8; COUNT * size]);
+                    // SAFETY: as in `run`.
+                    unsafe { engine.run_plan(checked, from, to, COUNT, dtype, op, 0) }.unwrap();
+                    let found: Vec<u8> = output.read(COUNT * size);
+                    assert_eq!(found, built_in, "{} of {dtype:?} by {op:?}", checked.plan().name);
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn averages_by_partial_sums_divide_once_and_refuse_integers() {
+    const WORLD: u32 = 3;
+    let options = small_scratch();
+    let heap = Heap::new(WORLD, 1, 2 * WINDOW, &options);
+    let ring = programs::ring(WORLD).check().unwrap();
+    heap.ranks(|rank| {
+        let mut engine = heap.engine(rank, 0, small_scratch());
+        let input = Buffer::window(&heap, rank, 0, 400);
+        let output = Buffer::window(&heap, rank, WINDOW, 400);
+        input.write(&[3.0_f32 * rank as f32; 100]);
+        let (from, to) = (input.place, output.place);
+        // SAFETY: as in `run`.
+        unsafe { engine.run_plan(&ring, from, to, 100, DType::F32, ReduceOp::Avg, 0) }.unwrap();
+        assert_eq!(output.read::<f32>(100), [3.0; 100]);
+        // SAFETY: as in `run`.
+        let integers =
+            unsafe { engine.run_plan(&ring, from, to, 100, DType::I32, ReduceOp::Avg, 0) };
+        let error = integers.unwrap_err();
+        assert!(error.is_unsupported() && error.to_string().contains("ring"), "{error}");
+        // SAFETY: as in `run`.
+        let bools = unsafe { engine.run_plan(&ring, from, to, 100, DType::Bool, ReduceOp::Sum, 0) };
+        assert!(bools.unwrap_err().is_unsupported_or_invalid());
+    });
+}
+
+trait Refusal {
+    fn is_unsupported_or_invalid(&self) -> bool;
+}
+
+impl Refusal for symmpool_allocator::Error {
+    fn is_unsupported_or_invalid(&self) -> bool {
+        self.is_unsupported() || self.is_invalid_argument()
+    }
+}
+
+#[test]
+fn calls_that_do_not_fit_a_plan_are_refused_and_nothing_is_lost() {
+    const WORLD: u32 = 2;
+    let options = small_scratch();
+    let heap = Heap::new(WORLD, 1, 2 * WINDOW, &options);
+    let [one_shot, pull, other, custom, tree] = [
+        programs::one_shot(2),
+        programs::two_shot_pull(2),
+        programs::one_shot(3),
+        programs::custom(2),
+        programs::broadcast_tree(2),
+    ]
+    .map(|plan| plan.check().unwrap());
+    heap.ranks(|rank| {
+        let mut engine = heap.engine(rank, 0, small_scratch());
+        let input = Buffer::window(&heap, rank, 0, 4096);
+        let output = Buffer::window(&heap, rank, WINDOW, 4096);
+        let (plain, own) = (Buffer::plain(4096, 0), Buffer::plain(4096, 4));
+        let mut refused = |checked: &CheckedPlan, buffers, count, root, words: &str| {
+            let error = run(&mut engine, checked, buffers, count, root).expect_err(words);
+            assert!(error.to_string().contains(words), "{words}: {error}");
+            assert!(error.is_unsupported_or_invalid(), "{error}");
+        };
+        refused(&other, (&input, &output), 8, 0, "it is for 3 ranks");
+        refused(&pull, (&plain, &output), 8, 0, "its input, which must lie in a window");
+        refused(&pull, (&input, &plain), 8, 0, "its output, which must lie in a window");
+        refused(&custom, (&input, &output), 7, 0, "7 elements do not divide");
+        refused(&tree, (&input, &output), 8, 2, "root 2 of broadcast");
+        refused(&one_shot, (&input, &output), 8, 1, "root 1 of all_reduce");
+        refused(&one_shot, (&input, &output), usize::MAX / 2, 0, "elements");
+        // Memory of its own does for a program that reaches peers' scratch alone.
+        plain.write(&[rank as f32 + 1.0; 8]);
+        run(&mut engine, &one_shot, (&plain, &own), 8, 0).unwrap();
+        assert_eq!(own.read::<f32>(8), [3.0; 8]);
+    });
+}
+
+/// Rule S6.
+#[test]
+fn ranks_with_other_algorithms_are_named() {
+    const WORLD: u32 = 3;
+    let options = small_scratch();
+    let heap = Heap::new(WORLD, 1, 2 * WINDOW, &options);
+    let errors = heap.ranks(|rank| {
+        let mut engine = heap.engine(rank, 0, small_scratch());
+        let plan = if rank == 1 { programs::two_shot(WORLD) } else { programs::one_shot(WORLD) };
+        let mut plan = plan;
+        plan.name = "mine".to_owned();
+        let checked = plan.check().unwrap();
+        let input = Buffer::window(&heap, rank, 0, 64);
+        let output = Buffer::window(&heap, rank, WINDOW, 64);
+        let error = run(&mut engine, &checked, (&input, &output), 16, 0).unwrap_err();
+        // The communicator stays usable.
+        engine.barrier().unwrap();
+        error
+    });
+    for error in errors {
+        assert!(error.is_diverged() && error.ranks() == [1], "{error}");
+        assert!(error.to_string().contains("registered algorithm of hash"), "{error}");
+    }
+}
+
+/// Rule S5.
+#[test]
+fn a_rank_that_never_signals_is_named_in_time() {
+    const WORLD: u32 = 2;
+    let hasty = || HostOptions { timeout: Duration::from_millis(200), ..small_scratch() };
+    let heap = Heap::new(WORLD, 1, 2 * WINDOW, &hasty());
+    let checked = programs::one_shot(WORLD).check().unwrap();
+    heap.ranks(|rank| {
+        if rank == 1 {
+            return;
+        }
+        let mut engine = heap.engine(rank, 0, hasty());
+        let input = Buffer::window(&heap, rank, 0, 64);
+        let output = Buffer::window(&heap, rank, WINDOW, 64);
+        let error = run(&mut engine, &checked, (&input, &output), 16, 0).unwrap_err();
+        assert!(error.is_timeout() && error.ranks() == [1], "{error}");
+        assert!(engine.failure().is_some());
+    });
+}
