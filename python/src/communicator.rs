@@ -7,8 +7,10 @@ use std::sync::Arc;
 
 use pyo3::exceptions::PyDeprecationWarning;
 use pyo3::prelude::*;
+use symmpool_allocator::Stream;
 use symmpool_collectives::CommunicatorOptions;
 
+use crate::algorithm::{self, Algorithm, Call};
 use crate::arguments::{Argument, Calls, Terms};
 use crate::convert::{self, Device};
 use crate::errors::{OrRaise, exception, reason};
@@ -128,10 +130,11 @@ impl Communicator {
     }
 
     /// Reduces every rank's `tensor` into every rank's `out`, of the same length and type; in place
-    /// without one. `op` is "sum", "prod", "min", "max" or "avg".
+    /// without one. `op` is "sum", "prod", "min", "max" or "avg". `algorithm` is the name of one that was registered;
+    /// so it is for the other collectives.
     #[pyo3(
-        signature = (tensor, op = None, out = None, stream = None),
-        text_signature = "($self, tensor, op='sum', out=None, stream=None)"
+        signature = (tensor, op = None, out = None, stream = None, *, algorithm = None),
+        text_signature = "($self, tensor, op='sum', out=None, stream=None, *, algorithm=None)"
     )]
     fn all_reduce(
         &self,
@@ -140,8 +143,12 @@ impl Communicator {
         op: Option<Argument<'_, '_>>,
         out: Option<Argument<'_, '_>>,
         stream: Option<Argument<'_, '_>>,
+        algorithm: Option<&str>,
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
+        if let Some(name) = algorithm {
+            return self.run_named(py, "all_reduce", name, Call::new(tensor, out, op), stream);
+        }
         let found = self.calls.of_all_reduce(tensor, op, out);
         let (input, output, op) = self.calls.or_decline(py, stream, found)?;
         let Tensor { count, dtype, .. } = input;
@@ -191,8 +198,8 @@ impl Communicator {
     /// Reduces part r of every rank's `input` into rank r's `output`. `input` has as many elements
     /// as all outputs together. `op` as in all_reduce.
     #[pyo3(
-        signature = (output, input, op = None, stream = None),
-        text_signature = "($self, output, input, op='sum', stream=None)"
+        signature = (output, input, op = None, stream = None, *, algorithm = None),
+        text_signature = "($self, output, input, op='sum', stream=None, *, algorithm=None)"
     )]
     fn reduce_scatter_tensor(
         &self,
@@ -201,8 +208,13 @@ impl Communicator {
         input: Argument<'_, '_>,
         op: Option<Argument<'_, '_>>,
         stream: Option<Argument<'_, '_>>,
+        algorithm: Option<&str>,
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
+        if let Some(name) = algorithm {
+            let call = Call::new(input, Some(output), op);
+            return self.run_named(py, "reduce_scatter", name, call, stream);
+        }
         let found = self.calls.of_reduce_scatter(output, input, op);
         let (input, output, op) = self.calls.or_decline(py, stream, found)?;
         let Tensor { count, dtype, .. } = output;
@@ -226,20 +238,25 @@ impl Communicator {
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
         deprecated(py, "Communicator.reduce_scatter", "Communicator.reduce_scatter_tensor")?;
-        self.reduce_scatter_tensor(py, output, input, op, stream)
+        self.reduce_scatter_tensor(py, output, input, op, stream, None)
     }
 
     /// Copies rank r's `input_tensor` to part r of every rank's `output_tensor`, which has as many elements
     /// as all inputs together.
-    #[pyo3(signature = (output_tensor, input_tensor, stream = None))]
+    #[pyo3(signature = (output_tensor, input_tensor, stream = None, *, algorithm = None))]
     fn all_gather_into_tensor(
         &self,
         py: Python<'_>,
         output_tensor: Argument<'_, '_>,
         input_tensor: Argument<'_, '_>,
         stream: Option<Argument<'_, '_>>,
+        algorithm: Option<&str>,
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
+        if let Some(name) = algorithm {
+            let call = Call::new(input_tensor, Some(output_tensor), None);
+            return self.run_named(py, "all_gather", name, call, stream);
+        }
         let found = self.calls.of_all_gather(output_tensor, input_tensor);
         let (input, output) = self.calls.or_decline(py, stream, found)?;
         let Tensor { count, dtype, .. } = input;
@@ -259,18 +276,19 @@ impl Communicator {
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
         deprecated(py, "Communicator.all_gather", "Communicator.all_gather_into_tensor")?;
-        self.all_gather_into_tensor(py, output, input, stream)
+        self.all_gather_into_tensor(py, output, input, stream, None)
     }
 
     /// Copies rank `src`'s `tensor` into every other rank's. Without `src` that is rank 0, which is
     /// deprecated.
-    #[pyo3(signature = (tensor, src = None, stream = None))]
+    #[pyo3(signature = (tensor, src = None, stream = None, *, algorithm = None))]
     fn broadcast(
         &self,
         py: Python<'_>,
         tensor: Argument<'_, '_>,
         src: Option<Number<u32>>,
         stream: Option<Argument<'_, '_>>,
+        algorithm: Option<&str>,
     ) -> PyResult<()> {
         let src = match src {
             Some(src) => src,
@@ -280,6 +298,10 @@ impl Communicator {
             }
         };
         let stream = self.calls.stream(py, stream)?;
+        if let Some(name) = algorithm {
+            let call = Call { src, ..Call::new(tensor, None, None) };
+            return self.run_named(py, "broadcast", name, call, stream);
+        }
         let found = self.calls.of_broadcast(tensor, src);
         let (tensor, src) = self.calls.or_decline(py, stream, found)?;
         let Tensor { count, dtype, .. } = tensor;
@@ -302,8 +324,9 @@ impl Communicator {
     /// allocate them in the same order everywhere, or make the communicator with
     /// `all_to_all="direct"`. DivergedError says so otherwise, and the communicator is closed.
     #[pyo3(signature = (
-        output, input, output_split_sizes = None, input_split_sizes = None, stream = None
+        output, input, output_split_sizes = None, input_split_sizes = None, stream = None, *, algorithm = None
     ))]
+    #[allow(clippy::too_many_arguments)] // what a call is
     fn all_to_all_single(
         &self,
         py: Python<'_>,
@@ -312,8 +335,18 @@ impl Communicator {
         output_split_sizes: Option<Argument<'_, '_>>,
         input_split_sizes: Option<Argument<'_, '_>>,
         stream: Option<Argument<'_, '_>>,
+        algorithm: Option<&str>,
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
+        if let Some(name) = algorithm {
+            if output_split_sizes.is_some() || input_split_sizes.is_some() {
+                let why =
+                    format!("algorithm: {name:?} is for equal parts; leave out the split sizes");
+                return Err(self.calls.decline(py, stream, Refusal::Invalid(why)));
+            }
+            let call = Call::new(input, Some(output), None);
+            return self.run_named(py, "all_to_all", name, call, stream);
+        }
         let found = self.calls.parts_of(output, input, output_split_sizes, input_split_sizes);
         let Divided { output, input, parts } = self.calls.or_decline(py, stream, found)?;
         let dtype = input.dtype;
@@ -516,6 +549,23 @@ impl Communicator {
         mark.hold(follower).or_raise(py)
     }
 
+    /// Makes an algorithm known under its name and collective: calls take it by `algorithm=`. It exchanges nothing
+    /// with other ranks; all must have registered the same before a call names it, and one that differs is named by
+    /// DivergedError then. Another algorithm of a name that is taken is refused, the same is not.
+    fn register(&self, py: Python<'_>, algorithm: &Bound<'_, Algorithm>) -> PyResult<()> {
+        self.calls.comm.check("a communicator").or_raise(py)?;
+        self.calls.comm.register(algorithm.get().algorithm.clone()).or_raise(py)
+    }
+
+    /// The algorithms that were registered, for one collective or for all.
+    #[pyo3(signature = (collective = None))]
+    fn algorithms(&self, collective: Option<&str>) -> Vec<Algorithm> {
+        let all = self.calls.comm.registered_algorithms().into_iter();
+        all.filter(|each| collective.is_none_or(|of| each.collective() == of))
+            .map(|algorithm| Algorithm { algorithm })
+            .collect()
+    }
+
     /// Why all calls fail, as an exception; None while they do not.
     #[getter]
     fn failure(&self, py: Python<'_>) -> Option<PyErr> {
@@ -559,6 +609,23 @@ impl Communicator {
 }
 
 impl Communicator {
+    /// The calls, for those that are other classes' methods.
+    pub(crate) fn calls(&self) -> &Calls {
+        &self.calls
+    }
+
+    /// A call with a registered algorithm.
+    fn run_named(
+        &self,
+        py: Python<'_>,
+        collective: &str,
+        name: &str,
+        call: Call<'_, '_>,
+        stream: Stream,
+    ) -> PyResult<()> {
+        algorithm::run_named(py, &self.calls, collective, name, call, stream)
+    }
+
     /// `recv` if `receives`, else `send`.
     fn send_or_recv(
         &self,

@@ -3,6 +3,7 @@
 //! | file | holds |
 //! | --- | --- |
 //! | `group`, `pool`, `communicator` | the classes of these names |
+//! | `algorithm` | algorithms that a program brought along |
 //! | `row_exchange` | exchanges of rows with a destination each |
 //! | `device` | the driver that a device's name means, and ranks that have none |
 //! | `slot` | a pool behind exported functions, for torch's allocator |
@@ -27,6 +28,7 @@
 
 #![deny(unsafe_code)]
 
+mod algorithm;
 mod arguments;
 mod block;
 mod checks;
@@ -59,6 +61,8 @@ mod torch;
 /// The native half of the package `symmpool`.
 #[pyo3::pymodule]
 mod _symmpool {
+    #[pymodule_export]
+    use crate::algorithm::Algorithm;
     #[pymodule_export]
     use crate::block::Block;
     #[pymodule_export]

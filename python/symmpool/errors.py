@@ -14,6 +14,7 @@ __all__ = [
     "OutOfMemoryError",
     "OverflowError",
     "PeerLostError",
+    "PlanError",
     "RefusedError",
     "TimeoutError",
     "UnsupportedError",
@@ -49,6 +50,17 @@ class UnsupportedError(Error, NotImplementedError):
 
 class InvalidArgumentError(Error, ValueError):
     """An argument makes no sense; nothing was changed."""
+
+
+class PlanError(InvalidArgumentError):
+    """A program of symmpool.language is wrong. The message begins with the file and the line."""
+
+    #: "deadlock", "race", "wrong_result", "unmatched_signal", "out_of_range", "not_reproducible" or "protocol".
+    kind: str = ""
+    #: The rank whose operation it is.
+    rank: int = 0
+    #: The line of that operation in the program's file; 0 where it is not known.
+    line: int = 0
 
 
 class OverflowError(Error, builtins.OverflowError):
