@@ -8,7 +8,7 @@ use std::sync::Arc;
 use pyo3::exceptions::PyDeprecationWarning;
 use pyo3::prelude::*;
 use symmpool_allocator::Stream;
-use symmpool_collectives::CommunicatorOptions;
+use symmpool_collectives::{AllReduceAlgorithm, CommunicatorOptions};
 
 use crate::algorithm::{self, Algorithm, Call};
 use crate::arguments::{Argument, Calls, Terms};
@@ -130,8 +130,8 @@ impl Communicator {
     }
 
     /// Reduces every rank's `tensor` into every rank's `out`, of the same length and type; in place
-    /// without one. `op` is "sum", "prod", "min", "max" or "avg". `algorithm` is the name of one that was registered;
-    /// so it is for the other collectives.
+    /// without one. `op` is "sum", "prod", "min", "max" or "avg". `algorithm` is the name of one that
+    /// was registered, or of a built-in one; for the other collectives, of one that was registered.
     #[pyo3(
         signature = (tensor, op = None, out = None, stream = None, *, algorithm = None),
         text_signature = "($self, tensor, op='sum', out=None, stream=None, *, algorithm=None)"
@@ -146,12 +146,29 @@ impl Communicator {
         algorithm: Option<&str>,
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
-        if let Some(name) = algorithm {
-            return self.run_named(py, "all_reduce", name, Call::new(tensor, out, op), stream);
-        }
+        let comm = &self.calls.comm;
+        let built_in = match algorithm.map(|name| (name, comm.registered("all_reduce", name))) {
+            None => None,
+            Some((name, Ok(_))) => {
+                return self.run_named(py, "all_reduce", name, Call::new(tensor, out, op), stream);
+            }
+            Some((name, Err(unknown))) => {
+                let found = AllReduceAlgorithm::named(name);
+                let unknown = || Refusal::Raised(exception(py, &unknown));
+                Some(self.calls.or_decline(py, stream, found.ok_or_else(unknown))?)
+            }
+        };
         let found = self.calls.of_all_reduce(tensor, op, out);
         let (input, output, op) = self.calls.or_decline(py, stream, found)?;
         let Tensor { count, dtype, .. } = input;
+        if let Some(algorithm) = built_in {
+            let (to, from) = (output.address, input.address);
+            // SAFETY: as below.
+            return self.calls.run(py, || unsafe {
+                let (to, from) = (to as *mut u8, from as *const u8);
+                comm.all_reduce_with_at(to, from, count, dtype, op, algorithm, &stream)
+            });
+        }
         // SAFETY: both are tensors of this length and type, contiguous, on the pool's device, and
         // the caller's frame keeps them alive for the length of the call; how long work on a
         // stream needs them, and who else may touch them, is the documented contract of the class.

@@ -1,3 +1,4 @@
+import os
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict
 
@@ -167,6 +168,39 @@ class Block:
         copy: bool | None = None,
     ) -> Any: ...
 
+class Algorithm:
+    def __init__(self, plan: str) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def collective(self) -> str: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def origin(self) -> Literal["plan"]: ...
+    @property
+    def hash(self) -> str: ...
+    @property
+    def in_place(self) -> bool: ...
+    @property
+    def windows(self) -> list[Literal["input", "output"]]: ...
+    def to_json(self) -> str: ...
+    def save(self, path: str | os.PathLike[str]) -> None: ...
+    def explain(self) -> str: ...
+    def plot(self, path: str | os.PathLike[str]) -> None: ...
+    def execute(
+        self,
+        comm: Communicator,
+        input: Tensor | int,
+        output: Tensor | int | None = None,
+        *,
+        op: Op = "sum",
+        src: int = 0,
+        stream: Stream | None = None,
+        count: int | None = None,
+        dtype: DType | None = None,
+    ) -> None: ...
+
 class Communicator:
     def __init__(
         self,
@@ -184,20 +218,40 @@ class Communicator:
         op: Op = "sum",
         out: Tensor | None = None,
         stream: Stream | None = None,
+        *,
+        algorithm: str | None = None,
     ) -> None: ...
     def _try_all_reduce(self, tensor: Tensor, op: Op | None, out: Tensor | None) -> bool: ...
     def _refuse(self, why: str, stream: Stream | None = None) -> None: ...
     def reduce_scatter_tensor(
-        self, output: Tensor, input: Tensor, op: Op = "sum", stream: Stream | None = None
+        self,
+        output: Tensor,
+        input: Tensor,
+        op: Op = "sum",
+        stream: Stream | None = None,
+        *,
+        algorithm: str | None = None,
     ) -> None: ...
     def reduce_scatter(
         self, output: Tensor, input: Tensor, op: Op = "sum", stream: Stream | None = None
     ) -> None: ...
     def all_gather_into_tensor(
-        self, output_tensor: Tensor, input_tensor: Tensor, stream: Stream | None = None
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        stream: Stream | None = None,
+        *,
+        algorithm: str | None = None,
     ) -> None: ...
     def all_gather(self, output: Tensor, input: Tensor, stream: Stream | None = None) -> None: ...
-    def broadcast(self, tensor: Tensor, src: int | None = None, stream: Stream | None = None) -> None: ...
+    def broadcast(
+        self,
+        tensor: Tensor,
+        src: int | None = None,
+        stream: Stream | None = None,
+        *,
+        algorithm: str | None = None,
+    ) -> None: ...
     def all_to_all_single(
         self,
         output: Tensor,
@@ -205,6 +259,8 @@ class Communicator:
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
         stream: Stream | None = None,
+        *,
+        algorithm: str | None = None,
     ) -> None: ...
     def all_to_all_v(
         self,
@@ -226,6 +282,8 @@ class Communicator:
     def barrier_on(self, channel: int, timeout: float = 30.0, stream: Stream | None = None) -> None: ...
     def synchronize(self, stream: Stream | None = None) -> None: ...
     def forget_stream(self, stream: Stream) -> None: ...
+    def register(self, algorithm: Algorithm) -> None: ...
+    def algorithms(self, collective: str | None = None) -> list[Algorithm]: ...
     def mark(self, stream: Stream | None = None) -> Mark: ...
     def follow(self, stream: Stream) -> None: ...
     @property

@@ -9,7 +9,8 @@
 use symmpool_allocator::{Error, Result, Stream, Windows};
 
 use super::{Communicator, Inner};
-use crate::{DType, Place, ReduceOp};
+use crate::algorithm::RequestedAlgorithm;
+use crate::{AllReduceAlgorithm, DType, Place, ReduceOp};
 
 impl Communicator {
     /// Reduces `count` elements of every rank's `input` into every rank's `output`; in place if
@@ -29,12 +30,52 @@ impl Communicator {
         op: ReduceOp,
         stream: &Stream,
     ) -> Result<()> {
+        let algorithm = self.requested;
+        // SAFETY: the caller's promise.
+        unsafe { self.all_reduce_requested(output, input, count, dtype, op, algorithm, stream) }
+    }
+
+    /// The same with the built-in algorithm that the call names, whatever the communicator's options are.
+    ///
+    /// # Safety
+    ///
+    /// As [`Self::all_reduce_at`].
+    #[allow(clippy::too_many_arguments)] // what a call is
+    pub unsafe fn all_reduce_with_at(
+        &self,
+        output: *mut u8,
+        input: *const u8,
+        count: usize,
+        dtype: DType,
+        op: ReduceOp,
+        algorithm: AllReduceAlgorithm,
+        stream: &Stream,
+    ) -> Result<()> {
+        let algorithm = RequestedAlgorithm { algorithm, by_environment: false };
+        // SAFETY: the caller's promise.
+        unsafe { self.all_reduce_requested(output, input, count, dtype, op, algorithm, stream) }
+    }
+
+    /// # Safety
+    ///
+    /// As [`Self::all_reduce_at`].
+    #[allow(clippy::too_many_arguments)] // what a call is
+    unsafe fn all_reduce_requested(
+        &self,
+        output: *mut u8,
+        input: *const u8,
+        count: usize,
+        dtype: DType,
+        op: ReduceOp,
+        algorithm: RequestedAlgorithm,
+        stream: &Stream,
+    ) -> Result<()> {
         let mut inner = self.begin(stream)?;
         let bytes = count.saturating_mul(dtype.size());
         let from = self.place_at(&mut inner, input.cast_mut(), bytes, stream)?;
         let to = self.place_at(&mut inner, output, bytes, stream)?;
         // SAFETY: the caller's promise, for this count; windows are covered (`place_at`).
-        unsafe { inner.engine.all_reduce((from, to), count, dtype, op, self.requested, stream) }
+        unsafe { inner.engine.all_reduce((from, to), count, dtype, op, algorithm, stream) }
     }
 
     /// Reduces part `r` of every rank's `input` into rank `r`'s `output` of `count` elements; the

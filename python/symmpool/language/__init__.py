@@ -16,8 +16,8 @@
     comm.register(direct.compile(world_size=4))
     comm.all_gather_into_tensor(out, x, algorithm="direct")
 
-The function runs once for each rank, when a program is checked or compiled, and never when data moves: what it
-decides, it decides by `me.rank` and `me.world`. docs/language.md teaches the language.
+The function runs once for each rank, when a program is checked or compiled, and never when data moves:
+what it decides, it decides by `me.rank` and `me.world`. docs/language.md teaches the language.
 """
 
 from symmpool._symmpool import Algorithm

@@ -27,8 +27,8 @@ OutputChunk = Sequence[tuple[int, int]]
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective of one's own: `outputs(rank, world)` says for each chunk of that rank's output of which chunks of
-    inputs it is the reduction, as a list of `(rank, chunk)`; a copy where it is one.
+    """A collective of one's own: `outputs(rank, world)` says for each chunk of that rank's output of
+    which chunks of inputs it is the reduction, as a list of `(rank, chunk)`; a copy where it is one.
 
         neighbours = sl.Collective("shift", lambda rank, world: [[((rank + 1) % world, 0)]])
     """
@@ -62,15 +62,17 @@ class Program:
         return self._collective if isinstance(self._collective, str) else self._collective.name
 
     def check(self, world_size: int) -> None:
-        """Proves that the program computes its collective among so many ranks, on every schedule; else PlanError."""
+        """Proves that the program computes its collective among so many ranks, on every schedule; else
+        PlanError."""
         Algorithm(self.trace(world_size))
 
     def compile(self, world_size: int, protocol: str = "simple", blocks: int | None = None) -> Algorithm:
         """Checks the program and makes an algorithm of it.
 
-        `protocol` is how data shows on devices that it has arrived: "simple", by signals, or "ll", by flags beside
-        the data, for programs that reach peers by puts into scratch alone; PlanError where they do not. `blocks` are
-        thread blocks on devices at most, 1 to 1024; without it that is left to the size of a call.
+        `protocol` is how data shows on devices that it has arrived: "simple", by signals, or "ll", by
+        flags beside the data, for programs that reach peers by puts into scratch alone; PlanError where
+        they do not. `blocks` are thread blocks on devices at most, 1 to 1024; without it that is left to
+        the size of a call.
         """
         return Algorithm(self.trace(world_size, protocol, blocks))
 
@@ -100,13 +102,15 @@ class Program:
                     "out_of_range",
                     tracer.rank,
                     (source, self._function.__code__.co_firstlineno),
-                    f"scratch of {tracer.scratch} chunks, and rank 0 has {tracers[0].scratch}: ranks that differ "
-                    "would reach into the wrong places of each other",
+                    f"scratch of {tracer.scratch} chunks, and rank 0 has {tracers[0].scratch}: ranks that "
+                    "differ would reach into the wrong places of each other",
                 )
         plan = {
             "symmpool_plan": 1,
             "name": self.name,
-            "collective": self.collective if outputs is None else {"name": self.collective, "outputs": outputs},
+            "collective": self.collective
+            if outputs is None
+            else {"name": self.collective, "outputs": outputs},
             "world": world,
             "chunks": chunks,
             "scratch": sum(tracers[0].scratch),
@@ -120,7 +124,9 @@ class Program:
         return json.dumps(plan)
 
     def __call__(self, *_: Any, **__: Any) -> None:
-        raise TypeError(f"{self.name} is a program, which runs as an algorithm: {self.name}.compile(world_size=...)")
+        raise TypeError(
+            f"{self.name} is a program, which runs as an algorithm: {self.name}.compile(world_size=...)"
+        )
 
     def __repr__(self) -> str:
         return f"symmpool.language.Program({self.name!r}, {self.collective!r})"
@@ -167,16 +173,18 @@ def algorithm(
 ) -> Callable[[Callable[[Rank], None]], Program]:
     """Makes a program of a function of one rank.
 
-    `collective` is "all_reduce", "all_gather", "reduce_scatter", "broadcast" (from rank 0; calls with another root
-    rotate the ranks), "all_to_all", or a `Collective` of one's own. `chunks` counts the input's equal chunks, a number
-    or "world"; unless given, one, and for reduce-scatter and all-to-all one for each rank. The output has as many in
-    all-reduce, broadcast and all-to-all, `world` times as many in all-gather, and a `world`-th in reduce-scatter.
-    `name` is the function's unless given. With `reproducible=False` ranks may reduce in different orders, whose
-    results may differ in the last bits.
+    `collective` is "all_reduce", "all_gather", "reduce_scatter", "broadcast" (from rank 0; calls with
+    another root rotate the ranks), "all_to_all", or a `Collective` of one's own. `chunks` counts the
+    input's equal chunks, a number or "world"; unless given, one, and for reduce-scatter and all-to-all
+    one for each rank. The output has as many in all-reduce, broadcast and all-to-all, `world` times as
+    many in all-gather, and a `world`-th in reduce-scatter. `name` is the function's unless given. With
+    `reproducible=False` ranks may reduce in different orders, whose results may differ in the last bits.
     """
     if not isinstance(collective, Collective) and collective not in CHUNKS:
         known = ", ".join(CHUNKS)
-        raise InvalidArgumentError(f"collective={collective!r}: there are {known}, and sl.Collective for one's own")
+        raise InvalidArgumentError(
+            f"collective={collective!r}: there are {known}, and sl.Collective for one's own"
+        )
     if isinstance(chunks, str) and chunks != "world":
         raise InvalidArgumentError(f'chunks={chunks!r}: a number, or "world"')
 
@@ -189,7 +197,7 @@ def algorithm(
 
 
 def load(path: str | os.PathLike[str]) -> Algorithm:
-    """Reads an algorithm that `Algorithm.save` has written, and proves it anew. OSError where there is no file,
-    InvalidArgumentError for what is no plan, PlanError for a plan that is wrong."""
+    """Reads an algorithm that `Algorithm.save` has written, and proves it anew. OSError where there is no
+    file, InvalidArgumentError for what is no plan, PlanError for a plan that is wrong."""
     with open(path, encoding="utf-8", errors="replace") as file:
         return Algorithm(file.read())

@@ -1,7 +1,7 @@
 """What a program is written in: a rank, its peers, and chunks of their buffers.
 
-Nothing here computes. Every operation is written down as an entry of the plan, with the line of the program that it
-stands in; `symmpool.language.program` makes a plan of what all ranks have written down.
+Nothing here computes. Every operation is written down as an entry of the plan, with the line of the
+program that it stands in; `symmpool.language.program` makes a plan of what all ranks have written down.
 """
 
 import contextlib
@@ -75,7 +75,9 @@ class Buffer:
     def __getitem__(self, index: Any) -> Chunks:
         if isinstance(index, slice):
             if index.step not in (None, 1):
-                self._refuse(f"{self._name}[::{index.step}]: chunks that are exchanged at once are consecutive")
+                self._refuse(
+                    f"{self._name}[::{index.step}]: chunks that are exchanged at once are consecutive"
+                )
             first = 0 if index.start is None else whole(index.start, "the first chunk")
             end = self._size if index.stop is None else whole(index.stop, "the end of the chunks")
         else:
@@ -83,7 +85,9 @@ class Buffer:
             end = first + 1
         if not 0 <= first < end <= self._size:
             shown = first if end == first + 1 else f"{first}:{end}"
-            self._refuse(f"{self._name}[{shown}]: rank {self._owner} has {self._size} chunks there, from 0 on")
+            self._refuse(
+                f"{self._name}[{shown}]: rank {self._owner} has {self._size} chunks there, from 0 on"
+            )
         return Chunks(self._owner, self._name, self._begin + first, end - first)
 
     def __iter__(self) -> Iterator[Chunks]:
@@ -156,7 +160,8 @@ class Rank:
         return self._tracer.buffer(self.rank, "output")
 
     def scratch(self, chunks: int) -> Scratch:
-        """So many chunks of memory that a call begins with undefined. Every rank has the same, in the same order."""
+        """So many chunks of memory that a call begins with undefined. Every rank has the same, in the
+        same order."""
         count = whole(chunks, "the number of chunks of scratch")
         if count < 1:
             raise self._tracer.error("out_of_range", f"scratch({count}): at least one chunk is needed")
@@ -181,7 +186,8 @@ class Rank:
         self._move("copy", dst, src)
 
     def put(self, dst: Chunks, src: Chunks) -> None:
-        """Copies this rank's chunks to a peer. The peer sees them once it has waited for a signal that follows."""
+        """Copies this rank's chunks to a peer. The peer sees them once it has waited for a signal that
+        follows."""
         self._move("put", dst, src)
 
     def get(self, dst: Chunks, src: Chunks) -> None:
@@ -189,14 +195,18 @@ class Rank:
         self._move("get", dst, src)
 
     def reduce(self, dst: Chunks, srcs: Iterable[Chunks]) -> None:
-        """Reduces chunks, of which any may be peers', in the order in which they are given, and rounds once."""
+        """Reduces chunks, of which any may be peers', in the order in which they are given, and rounds
+        once."""
         listed = list(srcs)
         for place in (dst, *listed):
             self._check("reduce", place)
-        self._tracer.add("reduce", dst=dst._to_json(self.rank), srcs=[src._to_json(self.rank) for src in listed])
+        self._tracer.add(
+            "reduce", dst=dst._to_json(self.rank), srcs=[src._to_json(self.rank) for src in listed]
+        )
 
     def signal(self, peer: Peer | int, channel: int = 0) -> None:
-        """Signals a peer, behind all that this rank has done before. Channels count; there are 16 to each peer."""
+        """Signals a peer, behind all that this rank has done before. Channels count; there are 16 to each
+        peer."""
         self._tracer.add("signal", **self._way(peer, channel))
 
     def wait(self, peer: Peer | int, channel: int = 0) -> None:
@@ -209,7 +219,8 @@ class Rank:
 
     @contextlib.contextmanager
     def block_group(self, group: int) -> Iterator[None]:
-        """What stands inside runs in order, and beside the other block groups, until they join. 16 are possible."""
+        """What stands inside runs in order, and beside the other block groups, until they join. 16 are
+        possible."""
         number = whole(group, "the number of a block group")
         if self._tracer.group is not None:
             raise self._tracer.error("out_of_range", "block groups do not lie in each other")
