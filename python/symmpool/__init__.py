@@ -64,6 +64,7 @@ from symmpool.errors import (
     OutOfMemoryError,
     OverflowError,
     PeerLostError,
+    PlanError,
     RefusedError,
     TimeoutError,
     UnsupportedError,
@@ -83,13 +84,14 @@ if _typing.TYPE_CHECKING:
     from symmpool import doctor as doctor
     from symmpool import engines as engines
     from symmpool import handle as handle
+    from symmpool import language as language
     from symmpool import ops as ops
 
 __version__ = version()
 
 
 # Modules that a program need not import: they are imported where they are first named. Some need torch.
-_LAZY = ("backend", "doctor", "engines", "handle", "ops")
+_LAZY = ("backend", "doctor", "engines", "handle", "language", "ops")
 # Earlier names, accepted for one version.
 _EARLIER = {"leave_room": "share_sms"}
 
@@ -126,6 +128,7 @@ __all__ = [
     "OutOfMemoryError",
     "OverflowError",
     "PeerLostError",
+    "PlanError",
     "Pool",
     "ReduceOp",
     "RefusedError",

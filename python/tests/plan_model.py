@@ -1,8 +1,8 @@
 """A naive model of plans: all ranks step by step, in a random order, with numbers for data.
 
-It shares nothing with the check. Copies take two steps, so that a peer may write between reading and writing; ranks
-make two calls, one behind the other, and may be a call ahead of others; and memory of a rank that is not in the call
-holds nothing that makes sense.
+It shares nothing with the check. Copies take two steps, so that a peer may write between reading and
+writing; ranks make two calls, one behind the other, and may be a call ahead of others; and memory of a
+rank that is not in the call holds nothing that makes sense.
 """
 
 import random

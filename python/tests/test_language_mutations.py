@@ -1,4 +1,5 @@
-"""The check of programs against small changes of right ones: each is refused, or shown to be right by running it."""
+"""The check of programs against small changes of right ones: each is refused, or shown to be right by
+running it."""
 
 import copy
 import json
@@ -18,7 +19,7 @@ def shifted(span, by, chunks):
     """The place that many chunks further, or None where that is not."""
     changed = dict(span, index=span["index"] + by)
     end = changed["index"] + changed.get("count", 1)
-    return changed if 0 <= changed["index"] and end <= chunks[span["buffer"]] else None
+    return changed if changed["index"] >= 0 and end <= chunks[span["buffer"]] else None
 
 
 def operand_changes(operation, rank, plan, chunks):

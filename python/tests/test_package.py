@@ -34,6 +34,7 @@ def test_every_error_is_also_a_builtin_one():
         "DivergedError": RuntimeError,
         "TimeoutError": builtins.TimeoutError,
         "PeerLostError": ConnectionError,
+        "PlanError": ValueError,
         "UnsupportedError": NotImplementedError,
         "InvalidArgumentError": ValueError,
         "RefusedError": PermissionError,
