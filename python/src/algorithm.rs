@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use pyo3::prelude::*;
 use symmpool_allocator::{Result, Stream};
 use symmpool_collectives::plan::{Plan, PlanError};
-use symmpool_collectives::{DType, ReduceOp};
+use symmpool_collectives::{AllReduceAlgorithm, DType, ReduceOp};
 
 use crate::arguments::{Argument, Calls};
 use crate::communicator::Communicator;
@@ -285,4 +285,28 @@ pub(crate) fn run_named(
     let found = found.map_err(|error| Refusal::Raised(exception(py, &error)));
     let algorithm = calls.or_decline(py, stream, found)?;
     run(py, calls, &algorithm, call, stream)
+}
+
+/// An all-reduce by a registered algorithm of that name, or else by a built-in one.
+pub(crate) fn all_reduce_by_name(
+    py: Python<'_>,
+    calls: &Calls,
+    name: &str,
+    (tensor, out, op): (Argument<'_, '_>, Option<Argument<'_, '_>>, Option<Argument<'_, '_>>),
+    stream: Stream,
+) -> PyResult<()> {
+    let built_in = AllReduceAlgorithm::named(name);
+    let Some(algorithm) = built_in.filter(|_| calls.comm.registered("all_reduce", name).is_err())
+    else {
+        return run_named(py, calls, "all_reduce", name, Call::new(tensor, out, op), stream);
+    };
+    let found = calls.of_all_reduce(tensor, op, out);
+    let (input, output, op) = calls.or_decline(py, stream, found)?;
+    let Tensor { count, dtype, .. } = input;
+    // SAFETY: both are tensors of this length and type, contiguous, on the pool's device, and the caller's frame keeps
+    // them alive for the length of the call.
+    calls.run(py, || unsafe {
+        let (to, from) = (output.to(), input.from());
+        calls.comm.all_reduce_with_at(to, from, count, dtype, op, algorithm, &stream)
+    })
 }

@@ -7,16 +7,15 @@ use std::sync::Arc;
 
 use pyo3::exceptions::PyDeprecationWarning;
 use pyo3::prelude::*;
-use symmpool_allocator::Stream;
-use symmpool_collectives::{AllReduceAlgorithm, CommunicatorOptions};
 
-use crate::algorithm::{self, Algorithm, Call};
+use crate::algorithm::{Algorithm, Call, all_reduce_by_name, run_named};
 use crate::arguments::{Argument, Calls, Terms};
-use crate::convert::{self, Device};
 use crate::errors::{OrRaise, exception, reason};
 use crate::mark::Mark;
 use crate::number::Number;
+use crate::options;
 use crate::own::Own;
+use crate::p2p::send_or_recv;
 use crate::pool::Pool;
 use crate::reading::{Refusal, Tensor};
 use crate::row_exchange::RowExchange;
@@ -99,23 +98,8 @@ impl Communicator {
         pool.pool.check("a pool").or_raise(py)?;
         let on = &*pool.pool;
         let read = || {
-            let bytes =
-                scratch_bytes.map(|bytes| bytes.or_raise(py, "scratch_bytes")).transpose()?;
-            let concurrent =
-                concurrent.map(|number| number.or_raise(py, "concurrent")).transpose()?;
-            let mut options = CommunicatorOptions {
-                timeout: timeout.seconds(py, "timeout")?,
-                algorithm: convert::algorithm(py, algorithm)?,
-                all_to_all: convert::all_to_all_algorithm(py, all_to_all)?,
-                concurrent,
-                ..CommunicatorOptions::default()
-            };
-            match (pool.device, bytes) {
-                (Device::Cpu, Some(bytes)) => options.scratch_bytes = bytes,
-                (Device::Cuda(_), Some(bytes)) => options.device_scratch_bytes = bytes,
-                (_, None) => {}
-            }
-            PyResult::Ok(options)
+            let sizes = (scratch_bytes, concurrent);
+            options::read(py, pool.device, timeout, algorithm, all_to_all, sizes)
         };
         let options = read().inspect_err(|error| {
             let why = reason(py, error);
@@ -146,29 +130,12 @@ impl Communicator {
         algorithm: Option<&str>,
     ) -> PyResult<()> {
         let stream = self.calls.stream(py, stream)?;
-        let comm = &self.calls.comm;
-        let built_in = match algorithm.map(|name| (name, comm.registered("all_reduce", name))) {
-            None => None,
-            Some((name, Ok(_))) => {
-                return self.run_named(py, "all_reduce", name, Call::new(tensor, out, op), stream);
-            }
-            Some((name, Err(unknown))) => {
-                let found = AllReduceAlgorithm::named(name);
-                let unknown = || Refusal::Raised(exception(py, &unknown));
-                Some(self.calls.or_decline(py, stream, found.ok_or_else(unknown))?)
-            }
-        };
+        if let Some(name) = algorithm {
+            return all_reduce_by_name(py, &self.calls, name, (tensor, out, op), stream);
+        }
         let found = self.calls.of_all_reduce(tensor, op, out);
         let (input, output, op) = self.calls.or_decline(py, stream, found)?;
         let Tensor { count, dtype, .. } = input;
-        if let Some(algorithm) = built_in {
-            let (to, from) = (output.address, input.address);
-            // SAFETY: as below.
-            return self.calls.run(py, || unsafe {
-                let (to, from) = (to as *mut u8, from as *const u8);
-                comm.all_reduce_with_at(to, from, count, dtype, op, algorithm, &stream)
-            });
-        }
         // SAFETY: both are tensors of this length and type, contiguous, on the pool's device, and
         // the caller's frame keeps them alive for the length of the call; how long work on a
         // stream needs them, and who else may touch them, is the documented contract of the class.
@@ -230,7 +197,7 @@ impl Communicator {
         let stream = self.calls.stream(py, stream)?;
         if let Some(name) = algorithm {
             let call = Call::new(input, Some(output), op);
-            return self.run_named(py, "reduce_scatter", name, call, stream);
+            return run_named(py, &self.calls, "reduce_scatter", name, call, stream);
         }
         let found = self.calls.of_reduce_scatter(output, input, op);
         let (input, output, op) = self.calls.or_decline(py, stream, found)?;
@@ -272,7 +239,7 @@ impl Communicator {
         let stream = self.calls.stream(py, stream)?;
         if let Some(name) = algorithm {
             let call = Call::new(input_tensor, Some(output_tensor), None);
-            return self.run_named(py, "all_gather", name, call, stream);
+            return run_named(py, &self.calls, "all_gather", name, call, stream);
         }
         let found = self.calls.of_all_gather(output_tensor, input_tensor);
         let (input, output) = self.calls.or_decline(py, stream, found)?;
@@ -317,7 +284,7 @@ impl Communicator {
         let stream = self.calls.stream(py, stream)?;
         if let Some(name) = algorithm {
             let call = Call { src, ..Call::new(tensor, None, None) };
-            return self.run_named(py, "broadcast", name, call, stream);
+            return run_named(py, &self.calls, "broadcast", name, call, stream);
         }
         let found = self.calls.of_broadcast(tensor, src);
         let (tensor, src) = self.calls.or_decline(py, stream, found)?;
@@ -362,7 +329,7 @@ impl Communicator {
                 return Err(self.calls.decline(py, stream, Refusal::Invalid(why)));
             }
             let call = Call::new(input, Some(output), None);
-            return self.run_named(py, "all_to_all", name, call, stream);
+            return run_named(py, &self.calls, "all_to_all", name, call, stream);
         }
         let found = self.calls.parts_of(output, input, output_split_sizes, input_split_sizes);
         let Divided { output, input, parts } = self.calls.or_decline(py, stream, found)?;
@@ -453,7 +420,7 @@ impl Communicator {
         peer: Number<u32>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
-        self.send_or_recv(py, false, tensor, peer, stream)
+        send_or_recv(&self.calls, py, false, tensor, peer, stream)
     }
 
     /// Receives `peer`'s next message for this rank into `tensor`, which it fills: see `send`. On the CPU
@@ -467,7 +434,7 @@ impl Communicator {
         peer: Number<u32>,
         stream: Option<Argument<'_, '_>>,
     ) -> PyResult<()> {
-        self.send_or_recv(py, true, tensor, peer, stream)
+        send_or_recv(&self.calls, py, true, tensor, peer, stream)
     }
 
     /// Signals `peer` on a channel from 0 to 15. What this thread, or `stream`, did before is visible
@@ -629,42 +596,5 @@ impl Communicator {
     /// The calls, for those that are other classes' methods.
     pub(crate) fn calls(&self) -> &Calls {
         &self.calls
-    }
-
-    /// A call with a registered algorithm.
-    fn run_named(
-        &self,
-        py: Python<'_>,
-        collective: &str,
-        name: &str,
-        call: Call<'_, '_>,
-        stream: Stream,
-    ) -> PyResult<()> {
-        algorithm::run_named(py, &self.calls, collective, name, call, stream)
-    }
-
-    /// `recv` if `receives`, else `send`.
-    fn send_or_recv(
-        &self,
-        py: Python<'_>,
-        receives: bool,
-        tensor: Argument<'_, '_>,
-        peer: Number<u32>,
-        stream: Option<Argument<'_, '_>>,
-    ) -> PyResult<()> {
-        let peer = peer.or_raise(py, "peer")?;
-        let stream = stream::resolve(py, self.calls.device, stream)?;
-        let tensor = self.calls.read("tensor", tensor, receives).map_err(|why| why.raise(py))?;
-        let Tensor { count, dtype, .. } = tensor;
-        let comm = &self.calls.comm;
-        self.calls.run(py, || {
-            if receives {
-                // SAFETY: as in `all_reduce`.
-                unsafe { comm.recv_at(tensor.to(), count, dtype, peer, &stream) }
-            } else {
-                // SAFETY: as in `all_reduce`.
-                unsafe { comm.send_at(tensor.from(), count, dtype, peer, &stream) }
-            }
-        })
     }
 }

@@ -12,6 +12,7 @@
 //! | `dlpack` | the structures of the DLPack protocol, and capsules of them |
 //! | `exchange` | DLPack's table of C functions, through which torch's tensors are read |
 //! | `arguments` | what calls of a communicator are given, checked |
+//! | `options`, `p2p` | a communicator's options, and its point-to-point messages |
 //! | `splits` | how all-to-alls divide their tensors, checked |
 //! | `number` | counts, ranks, addresses and times, or which argument is none |
 //! | `tensor`, `ndarray` | where tensors of torch and arrays of numpy lie, read cheaply |
@@ -45,7 +46,9 @@ mod memory;
 mod ndarray;
 mod number;
 mod operation;
+mod options;
 mod own;
+mod p2p;
 mod pool;
 mod process;
 mod reading;

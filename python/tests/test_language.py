@@ -245,9 +245,8 @@ def test_errors_name_kind_rank_and_line(program, kind, text):
     lines, first = inspect.getsourcelines(program._function)
     marked = [number for number, line in enumerate(lines, first) if text in line]
     # A race has two sides, and either may be the one to mend.
-    assert error.line == marked[0] or (kind == "race" and f"line {marked[0]} on rank" in str(error)), str(
-        error
-    )
+    other_side = kind == "race" and f"line {marked[0]} on rank" in str(error)
+    assert error.line in marked or other_side, str(error)
     assert f"test_language.py:{error.line}: {kind}" in str(error)
     assert isinstance(error, ValueError)
 
