@@ -36,6 +36,8 @@ pub struct LaneConfig {
     pub(crate) range: Option<u64>,
     pub(crate) limit: Option<u64>,
     pub(crate) history: usize,
+    /// Whether the lane takes no more memory than its blocks need, as for few blocks that stay.
+    pub(crate) grows_exactly: bool,
 }
 
 impl LaneConfig {
@@ -48,6 +50,7 @@ impl LaneConfig {
             range: None,
             limit: None,
             history: 16 << 10,
+            grows_exactly: false,
         }
     }
 
@@ -84,6 +87,13 @@ impl LaneConfig {
     #[must_use]
     pub fn history(mut self, events: usize) -> Self {
         self.history = events.max(16);
+        self
+    }
+
+    /// Lets the lane take no more memory than its blocks need, in whole segments of the driver's granularity.
+    #[must_use]
+    pub(crate) fn grows_exactly(mut self) -> Self {
+        self.grows_exactly = true;
         self
     }
 

@@ -38,11 +38,14 @@ pub(super) enum Growing {
     Local,
     /// For [`WindowPolicy::PerSegment`] in lanes of either kind.
     Windows,
+    /// By what is missing: for few blocks that stay, of which each has a size that was chosen for its memory.
+    Exact,
 }
 
 impl Growing {
     pub(super) fn of(config: &LaneConfig) -> Self {
         match (config.policy, config.kind) {
+            _ if config.grows_exactly => Self::Exact,
             (WindowPolicy::PerSegment, _) => Self::Windows,
             (WindowPolicy::Contiguous, LaneKind::Symmetric) => Self::Shared,
             (WindowPolicy::Contiguous, LaneKind::Local) => Self::Local,
@@ -165,6 +168,7 @@ impl Segments {
         let least = match growing {
             Growing::Shared => (self.reserved / 2).clamp(LEAST_GROWTH, STEADY_GROWTH).max(part),
             Growing::Local => LOCAL_GROWTH.max(part),
+            Growing::Exact => 0,
             Growing::Windows => {
                 (self.reserved / WINDOW_FRACTION).clamp(FIRST_WINDOW, LARGEST_WINDOW)
             }
@@ -183,7 +187,7 @@ impl Segments {
     ) -> Vec<NewSegment> {
         let part = (self.reserved + bytes) / FRACTION / granularity * granularity;
         let usual = match growing {
-            Growing::Shared => LARGEST_PIECE,
+            Growing::Shared | Growing::Exact => LARGEST_PIECE,
             Growing::Local => LARGEST_LOCAL_PIECE,
             Growing::Windows => u64::MAX,
         };

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex};
 use super::commit_due::CommitDue;
 use super::committer::Committer;
 use super::early_handles::EarlyHandles;
+use super::on_device::OnDevice;
 use super::shared_lane::SharedLane;
 use super::{CONTROL_LANE, Inner, Pool};
 use crate::driver::Driver;
@@ -135,9 +136,10 @@ impl PoolBuilder {
             config_hash: *blake3::hash(ready.text.as_bytes()).as_bytes(),
             config_text: &ready.text,
             options: HandshakeOptions { allow_shared_device: ready.allow_shared_device },
+            first_on_device: ready.on_device.first,
         });
         let peers = handshake(&group, terms, deadline)?;
-        let Ready { heap, lanes, .. } = ready?;
+        let Ready { heap, lanes, on_device, .. } = ready?;
         let granularity = heap.driver().granularity();
         let heap = Arc::new(heap);
         let due = Arc::new(CommitDue::new());
@@ -154,6 +156,7 @@ impl PoolBuilder {
         let windows = Windows::new(heap.layout(), Vec::new());
         let topology = peers.topology().clone();
         let devices = peers.devices().clone();
+        let first_on_device = peers.first_on_device();
         Ok(Pool(Arc::new(Inner {
             group,
             heap,
@@ -166,6 +169,8 @@ impl PoolBuilder {
             topology,
             devices,
             pids,
+            first_on_device,
+            _on_device: on_device,
             maker: Maker::here(),
         })))
     }
@@ -178,6 +183,7 @@ struct Ready {
     /// All settings that change placement (rule D8).
     text: String,
     allow_shared_device: bool,
+    on_device: OnDevice,
 }
 
 impl Ready {
@@ -188,8 +194,9 @@ impl Ready {
         let driver = driver.unwrap_or_else(Driver::best)?;
         let lanes = lay_out(lanes, stride, driver.granularity())?;
         let text = describe(stride, &lanes);
+        let on_device = OnDevice::enter(&driver, group.world());
         let heap = Heap::reserve(driver, group.rank(), group.world(), stride)?;
-        Ok(Self { heap, lanes, text, allow_shared_device })
+        Ok(Self { heap, lanes, text, allow_shared_device, on_device })
     }
 }
 
@@ -223,7 +230,9 @@ fn lay_out(
         lanes.push(LaneConfig::symmetric("default"));
     }
     let control = (stride / 8).min(CONTROL_RANGE);
-    lanes.push(LaneConfig::symmetric(CONTROL_LANE).range(control).history(1024));
+    // A communicator's memory is stated, so the lane takes nothing in advance for the next one.
+    let control = LaneConfig::symmetric(CONTROL_LANE).range(control).history(1024).grows_exactly();
+    lanes.push(control);
     for (at, lane) in lanes.iter().enumerate() {
         lane.validate()?;
         if lanes[..at].iter().any(|other| other.name == lane.name) {

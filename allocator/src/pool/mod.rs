@@ -35,6 +35,7 @@ mod free_queue;
 mod lane;
 mod lane_memory;
 mod nccl_windows;
+mod on_device;
 mod resync;
 mod share;
 mod shared_lane;
@@ -64,6 +65,7 @@ use crate::{Error, Group, Result};
 use commit_due::CommitDue;
 use committer::Committer;
 use early_handles::EarlyHandles;
+use on_device::OnDevice;
 use shared_lane::SharedLane;
 
 /// The lane that communicators take their control memory from.
@@ -93,6 +95,9 @@ struct Inner {
     topology: Topology,
     devices: PerRank<DeviceIdentity>,
     pids: Vec<Option<u32>>,
+    /// See [`Pool::is_first_on_device`].
+    first_on_device: bool,
+    _on_device: OnDevice,
     maker: Maker,
 }
 
@@ -285,6 +290,12 @@ impl Pool {
             )));
         }
         Ok(self.0.devices.get(rank))
+    }
+
+    /// Whether no rank's process had another pool on its device when this one was made; the same on every rank.
+    /// Communicators take more memory on such a pool than on later ones. In host memory it is always so.
+    pub fn is_first_on_device(&self) -> bool {
+        self.0.first_on_device
     }
 
     /// [`Error::is_invalid_state`] in a process that was forked from the one that made the pool: what a child

@@ -193,6 +193,7 @@ mod tests {
             allow_shared_device: false,
             transport: Transport::UnixSocket,
             granularity: 2 << 20,
+            first_on_device: true,
             listener: None,
             nonce: [0; 16],
         }

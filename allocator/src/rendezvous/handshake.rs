@@ -60,6 +60,8 @@ pub(crate) struct Terms<'a> {
     /// Describes it for people, one setting per line.
     pub(crate) config_text: &'a str,
     pub(crate) options: HandshakeOptions,
+    /// Whether this process has no other pool on the device.
+    pub(crate) first_on_device: bool,
 }
 
 /// Finds the other ranks of `group` in order to make a pool. Collective; costs two gathers.
@@ -105,6 +107,7 @@ pub(crate) fn handshake(
         rank: group.rank(),
         hosts: PerRank::new(hellos.iter().map(|hello| &hello.host)),
         devices,
+        first_on_device: hellos.iter().all(|hello| hello.first_on_device),
         transport: hellos[0].transport,
         topology,
         sockets,
@@ -114,7 +117,7 @@ pub(crate) fn handshake(
 
 /// Makes everything that this rank needs for the first round.
 fn prepare(terms: &Terms<'_>) -> Result<(Hello, Option<Listener>)> {
-    let Terms { driver, config_hash, config_text, options } = *terms;
+    let Terms { driver, config_hash, config_text, options, first_on_device } = *terms;
     driver.at_step(Step::HandshakePublish)?;
     let transport = driver.transport();
     let listener = match transport {
@@ -134,6 +137,7 @@ fn prepare(terms: &Terms<'_>) -> Result<(Hello, Option<Listener>)> {
         allow_shared_device: options.allow_shared_device,
         transport,
         granularity: driver.granularity(),
+        first_on_device,
         listener: listener.as_ref().map(|listener| listener.name().to_owned()),
         nonce,
     };

@@ -15,6 +15,8 @@ pub(super) struct Hello {
     pub(super) allow_shared_device: bool,
     pub(super) transport: Transport,
     pub(super) granularity: u64,
+    /// Whether this rank's process has no other pool on its device.
+    pub(super) first_on_device: bool,
     /// The abstract socket this rank listens on, with [`Transport::UnixSocket`].
     pub(super) listener: Option<String>,
     /// Random; zero with [`Transport::Derived`], where there is no secret, and equal hellos of thousands of

@@ -53,6 +53,7 @@ pub(crate) struct Peers {
     pub(super) rank: u32,
     pub(super) hosts: PerRank<HostIdentity>,
     pub(super) devices: PerRank<DeviceIdentity>,
+    pub(super) first_on_device: bool,
     pub(super) transport: Transport,
     pub(super) topology: Topology,
     pub(super) sockets: Option<PeerSockets>,
@@ -79,6 +80,11 @@ impl Peers {
     /// Each rank's device.
     pub(crate) fn devices(&self) -> &PerRank<DeviceIdentity> {
         &self.devices
+    }
+
+    /// Whether no rank's process had another pool on its device.
+    pub(crate) fn first_on_device(&self) -> bool {
+        self.first_on_device
     }
 
     /// How handles travel between these ranks.

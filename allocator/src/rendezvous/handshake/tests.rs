@@ -14,7 +14,13 @@ fn meet(group: &Group, driver: &Driver) -> Result<Peers> {
 }
 
 fn terms(driver: &Driver) -> Terms<'_> {
-    Terms { driver, config_hash: [1; 32], config_text: "stride = 1 TiB", options: OPTIONS }
+    Terms {
+        driver,
+        config_hash: [1; 32],
+        config_text: "stride = 1 TiB",
+        options: OPTIONS,
+        first_on_device: true,
+    }
 }
 
 fn with_fault(step: Step, action: FaultAction) -> Driver {
